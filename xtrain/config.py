@@ -1,0 +1,278 @@
+"""What can be chosen: the shape of the model and how it is trained. Frozen dataclasses; every field says its unit.
+
+The command line (`python -m xtrain.train --help`) is made from TrainConfig, the checkpoint's JSON from both.
+"""
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+
+class UserError(ValueError):
+    """Bad input. The message is one sentence that says what to do; a command line prints it and exits with 2."""
+
+
+def _need(ok: bool, sentence: str) -> None:
+    if not ok:
+        raise UserError(sentence)
+
+
+# What each RoPE scaling needs beside its type (names and meaning as in Hugging Face configs).
+ROPE_SCALINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+VOCAB_MULTIPLE = 128  # the vocabulary is padded to this in memory: an odd width makes the head's GEMM 5 times slower
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama (qk_norm=False) or Qwen3 (qk_norm=True) decoder. Raises UserError on an impossible shape."""
+
+    vocab_size: int  # V, tokens
+    dim: int  # C, width of the residual stream
+    n_layers: int  # L
+    n_heads: int  # H, query heads
+    n_kv_heads: int | None = None  # G, key/value heads; None: as many as query heads
+    head_dim: int | None = None  # D; None: dim / n_heads
+    hidden_dim: int | None = (
+        None  # F, width of the MLP; None: 8/3 dim, rounded up to a multiple of 64
+    )
+    max_seq_len: int = 1024  # longest sequence, tokens
+    rope_theta: float = 10000.0  # base of the rotation frequencies
+    rope_scaling: dict[str, Any] | None = (
+        None  # {"rope_type": "linear" | "dynamic" | "llama3", "factor": ..., ...}
+    )
+    norm_eps: float = 1e-6  # added to the mean square in every RMSNorm
+    qk_norm: bool = True  # RMSNorm over each query and key head (Qwen3)
+    tie_embeddings: bool = False  # the output head is the embedding table
+
+    def __post_init__(self):
+        for name in ("vocab_size", "dim", "n_layers", "n_heads", "max_seq_len"):
+            self._positive_int(name, getattr(self, name))
+        if self.n_kv_heads is None:
+            object.__setattr__(self, "n_kv_heads", self.n_heads)
+        if self.head_dim is None:
+            _need(
+                self.dim % self.n_heads == 0,
+                f"dim {self.dim} is not divisible by n_heads {self.n_heads}: choose a divisor or give head_dim",
+            )
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+        if self.hidden_dim is None:
+            object.__setattr__(self, "hidden_dim", -(-8 * self.dim // (3 * 64)) * 64)
+        for name in ("n_kv_heads", "head_dim", "hidden_dim"):
+            self._positive_int(name, getattr(self, name))
+        _need(
+            self.n_heads % self.n_kv_heads == 0,
+            f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}: "
+            "every key/value head must serve the same number of query heads",
+        )
+        _need(
+            self.head_dim % 2 == 0,
+            f"head_dim {self.head_dim} is odd: RoPE rotates pairs, give an even head_dim",
+        )
+        _need(
+            self.head_dim <= 256,
+            f"head_dim {self.head_dim} is larger than 256, the widest head the kernels take",
+        )
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            ok = (
+                isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and 0 < value < float("inf")
+            )
+            _need(ok, f"{name} must be a positive number, got {value!r}")
+        for name in ("qk_norm", "tie_embeddings"):
+            _need(
+                isinstance(getattr(self, name), bool),
+                f"{name} must be true or false, got {getattr(self, name)!r}",
+            )
+        self._check_rope_scaling()
+
+    @staticmethod
+    def _positive_int(name, value):
+        ok = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+        _need(ok, f"{name} must be a positive whole number, got {value!r}")
+
+    def _check_rope_scaling(self):
+        scaling = self.rope_scaling
+        if scaling is None:
+            return
+        _need(isinstance(scaling, dict), f"rope_scaling must be a dict or None, got {scaling!r}")
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        known = ", ".join(ROPE_SCALINGS)
+        _need(
+            kind in ROPE_SCALINGS,
+            f"rope_scaling type {kind!r} is not supported: choose one of {known}",
+        )
+        for key in ROPE_SCALINGS[kind]:
+            value = scaling.get(key)
+            ok = (
+                isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and 0 < value < float("inf")
+            )
+            _need(ok, f"rope_scaling {kind!r} needs a positive number for {key!r}, got {value!r}")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table and of the head in memory; those from vocab_size on are zero and stay zero."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
+        """Raises UserError that names every key it does not know and every one it misses."""
+        names = {f.name for f in fields(cls)}
+        unknown, missing = (
+            sorted(set(values) - names),
+            sorted({"vocab_size", "dim", "n_layers", "n_heads"} - set(values)),
+        )
+        _need(
+            not unknown,
+            f"unknown model config {', '.join(unknown)}: the fields are {', '.join(sorted(names))}",
+        )
+        _need(not missing, f"the model config lacks {', '.join(missing)}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. The defaults come from the preset; whatever is given explicitly wins."""
+
+    preset: str = "auto"  # a name of PRESETS; auto: tiny without a GPU, dim384 with one
+    data: str | None = (
+        None  # text file or folder (.txt and other text, .jsonl, .parquet); none: Python's own source
+    )
+    name: str | None = None  # the run's folder is OUT/NAME; none: the preset's name
+    out: str = "runs"  # folder of all runs
+    steps: int | None = None  # optimizer steps
+    batch: int | None = None  # sequences per optimizer step, over all ranks
+    micro_batch: int | None = (
+        None  # sequences per forward pass and rank; none: the whole batch at once
+    )
+    seq_len: int | None = None  # T, tokens per sequence
+    lr: float | None = None  # peak learning rate
+    min_lr_ratio: float = 0.1  # the cosine ends at this share of the peak
+    warmup: int | None = None  # steps of linear warm-up
+    weight_decay: float = 0.1  # decoupled, on matrices only
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    eps: float = 1e-8  # AdamW
+    clip: float = 1.0  # largest global gradient norm; 0 switches clipping off
+    vocab_size: int | None = None  # tokens of the tokenizer that is trained on the corpus
+    tokenizer: str | None = None  # a tokenizer.json to use instead of training one
+    eval_every: int | None = None  # steps between validations
+    eval_batches: int = 8  # validation batches each time
+    sample_every: int | None = None  # steps between generated samples
+    sample_prompt: str = "def "  # what a sample continues
+    sample_tokens: int = 100  # tokens generated per sample
+    save_every: int | None = None  # steps between checkpoints (one is always written at the end)
+    seed: int = 0  # of the initialisation, the batches and the samples
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    init: str | None = None  # start from the weights in this Hugging Face folder
+    resume: bool = False  # go on from the run's last checkpoint
+    debug: bool = False  # synchronise after every kernel and name the one that failed
+
+    def __post_init__(self):
+        for name in (
+            "steps",
+            "batch",
+            "micro_batch",
+            "seq_len",
+            "vocab_size",
+            "eval_every",
+            "sample_every",
+            "save_every",
+        ):
+            value = getattr(self, name)
+            _need(
+                value is None or value > 0,
+                f"--{name.replace('_', '-')} must be positive, got {value}",
+            )
+        for name in ("eval_batches", "sample_tokens"):
+            _need(
+                getattr(self, name) > 0,
+                f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}",
+            )
+        _need(
+            self.warmup is None or self.warmup >= 0,
+            f"--warmup must not be negative, got {self.warmup}",
+        )
+        _need(
+            self.lr is None or 0 < self.lr < float("inf"),
+            f"--lr must be a positive number, got {self.lr}",
+        )
+        _need(
+            0 <= self.min_lr_ratio <= 1,
+            f"--min-lr-ratio must be between 0 and 1, got {self.min_lr_ratio}",
+        )
+        _need(
+            0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
+            "--beta1 and --beta2 must be at least 0 and below 1",
+        )
+        _need(self.eps > 0, f"--eps must be positive, got {self.eps}")
+        _need(
+            self.clip >= 0 and self.weight_decay >= 0,
+            "--clip and --weight-decay must not be negative",
+        )
+        if self.batch is not None and self.micro_batch is not None:
+            _need(
+                self.batch % self.micro_batch == 0,
+                f"--batch {self.batch} is not a multiple of --micro-batch {self.micro_batch}",
+            )
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named model shape (vocabulary apart: the tokenizer decides it) and the training options that suit it."""
+
+    model: dict[str, Any]
+    train: dict[str, Any]
+
+
+def _model(dim, n_layers, n_heads, head_dim, hidden_dim, **more):
+    return dict(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        head_dim=head_dim,
+        hidden_dim=hidden_dim,
+        **more,
+    )
+
+
+_RUN = dict(eval_every=250, sample_every=500, save_every=500, warmup=100, vocab_size=16384)
+PRESETS = {
+    "tiny": Preset(
+        _model(128, 4, 4, 32, 384),
+        dict(
+            steps=650, batch=8, seq_len=128, lr=3e-3, warmup=30, vocab_size=2048,
+            eval_every=100, sample_every=200, save_every=200,
+        ),
+    ),
+    "dim384": Preset(_model(384, 12, 12, 32, 1536), dict(_RUN, steps=3000, batch=32, seq_len=256, lr=1e-3)),
+    "dim512": Preset(_model(512, 16, 16, 32, 1536), dict(_RUN, steps=4000, batch=32, seq_len=256, lr=8e-4)),
+    "dim768": Preset(_model(768, 18, 24, 32, 2048), dict(_RUN, steps=5000, batch=32, seq_len=256, lr=6e-4)),
+    "gpt124m": Preset(_model(768, 12, 12, 64, 2048), dict(_RUN, steps=5000, batch=16, seq_len=1024, lr=6e-4)),
+}  # fmt: skip
+
+
+def resolve(config: TrainConfig, gpu: bool) -> tuple[TrainConfig, dict[str, Any]]:
+    """-> (the same run with every None filled from its preset, the preset's model shape without vocab_size)."""
+    name = ("dim384" if gpu else "tiny") if config.preset == "auto" else config.preset
+    _need(
+        name in PRESETS, f"--preset {name!r} is not known: choose one of auto, {', '.join(PRESETS)}"
+    )
+    preset = PRESETS[name]
+    filled = {key: value for key, value in preset.train.items() if getattr(config, key) is None}
+    if config.micro_batch is None:
+        filled["micro_batch"] = config.batch or preset.train["batch"]
+    if config.name is None:
+        filled["name"] = name
+    config = replace(config, preset=name, **filled)
+    return config, dict(preset.model, max_seq_len=config.seq_len)

@@ -1,0 +1,83 @@
+"""Is there a GPU, and how does an array get there and back?
+
+The device is the array type: NumPy arrays live on the CPU, CuPy arrays on the GPU. Nothing here keeps a
+"current device" of its own; CuPy's current device and stream are the only ones.
+"""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from .config import UserError
+
+Array = Any  # numpy.ndarray | cupy.ndarray | simulator.SimArray: CuPy is optional, so no name to write here
+
+
+@functools.cache
+def cupy() -> ModuleType | None:
+    """The cupy module if it is installed and sees a GPU, else None."""
+    try:
+        import cupy
+    except ImportError:
+        return None
+    try:
+        return cupy if cupy.cuda.runtime.getDeviceCount() > 0 else None
+    except cupy.cuda.runtime.CUDARuntimeError:  # no driver, or one that is too old
+        return None
+
+
+def gpu_available() -> bool:
+    return cupy() is not None
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" | "cpu" | "gpu" -> "cpu" | "gpu". Raises UserError when a GPU is asked for and there is none."""
+    if device == "auto":
+        return "gpu" if gpu_available() else "cpu"
+    if device not in ("cpu", "gpu"):
+        raise UserError(f"device {device!r} is not known: choose auto, cpu or gpu")
+    if device == "gpu" and not gpu_available():
+        raise UserError(
+            "no GPU can be used here: check that nvidia-smi lists one and that "
+            "`pip install 'xtrain[gpu]'` was run, or choose the cpu"
+        )
+    return device
+
+
+def array_module(x: Array) -> ModuleType:
+    """numpy or cupy: whichever made x."""
+    return np if isinstance(x, np.ndarray) else cupy()
+
+
+def is_gpu(x: Array) -> bool:
+    return not isinstance(x, np.ndarray)
+
+
+def to_device(x: np.ndarray, device: str) -> Array:
+    """A copy on the GPU for "gpu"; x itself for "cpu"."""
+    return cupy().asarray(x) if device == "gpu" else x
+
+
+def to_numpy(x: Array) -> np.ndarray:
+    """The values as a NumPy array; from the GPU this copies and waits for it."""
+    return x if isinstance(x, np.ndarray) else x.get()
+
+
+def synchronize(device: str) -> None:
+    """Wait until the GPU has done everything asked of it so far."""
+    if device == "gpu":
+        cupy().cuda.Device().synchronize()
+
+
+def device_name(device: str) -> str:
+    if device == "cpu":
+        return "CPU (NumPy)"
+    properties = cupy().cuda.runtime.getDeviceProperties(cupy().cuda.Device().id)
+    return properties["name"].decode()
+
+
+def memory_peak_bytes(device: str) -> int | None:
+    """Bytes that CuPy's pool has taken from the GPU so far (it keeps what is freed); None on the CPU."""
+    return cupy().get_default_memory_pool().total_bytes() if device == "gpu" else None

@@ -1,0 +1,198 @@
+"""The one place where arrays meet kernels: which implementation, is the input sound, start the kernel.
+
+A launcher looks at its arrays and nothing else:
+
+    NumPy     the reference that stands next to the kernel
+    CuPy      the kernel, on CuPy's current device and stream
+    SimArray  the same kernel, thread by thread, in xtrain.simulator
+
+Numba's own dispatch costs about 100 us for four CuPy arrays: it wraps every array again and may wait for
+its stream. Here a kernel is compiled once per signature by Numba and then started with the driver's
+cuLaunchKernel, its parameters packed by hand. Numba passes an array as seven or more separate parameters:
+meminfo, parent, size, itemsize, data pointer, shape..., strides... .
+"""
+
+import ctypes
+import sys
+
+import numpy as np
+from numba import cuda, from_dtype, types
+
+from .. import simulator
+from ..device import Array, array_module, cupy
+from ..simulator import SimArray
+
+_debug = False
+
+
+def set_debug(on: bool) -> None:
+    """Wait for the GPU after every launch, so that an error names the kernel that made it. Slow."""
+    global _debug
+    _debug = on
+
+
+# ----------------------------------------------------------------------------- which implementation
+def on_host(*arrays: Array) -> bool:
+    """True: all are plain NumPy, use the reference. False: all are CuPy or all are SimArray, use the kernel."""
+    kind = type(arrays[0])
+    for array in arrays:
+        if type(array) is not kind:
+            names = ", ".join(
+                sorted({type(a).__module__.split(".")[0] + "." + type(a).__name__ for a in arrays})
+            )
+            raise TypeError(f"all arrays of one op must live in one place, got {names}")
+    return kind is np.ndarray
+
+
+def empty(like: Array, shape, dtype=None) -> Array:
+    """Unwritten memory in the place where `like` lives. In the simulator it is filled with NaN (or 0x7F bytes)."""
+    return _allocate(like, shape, like.dtype if dtype is None else np.dtype(dtype))
+
+
+def _allocate(like, shape, dtype):
+    if isinstance(like, SimArray):
+        new = np.empty(shape, dtype).view(SimArray)
+        new.fill(np.nan) if dtype.kind == "f" else new.view(np.uint8).fill(0x7F)
+        return new
+    return array_module(like).empty(shape, dtype)
+
+
+def empty_like(x: Array) -> Array:
+    return empty(x, x.shape)
+
+
+def zeros(like: Array, shape, dtype=None) -> Array:
+    dtype = like.dtype if dtype is None else np.dtype(dtype)
+    new = array_module(like).zeros(shape, dtype)
+    return new.view(SimArray) if isinstance(like, SimArray) else new
+
+
+# ----------------------------------------------------------------------------- is the input sound
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def check_array(
+    op: str, name: str, x: Array, shape: tuple, dtypes=("float32",), strided=False
+) -> None:
+    """Refuse what a kernel would read wrongly. In `shape`, None means any length.
+
+    On the CPU float64 passes too: the references are dtype-agnostic, and finite differences need it.
+    """
+    fits = len(x.shape) == len(shape) and all(s is None or s == n for s, n in zip(shape, x.shape))
+    if not fits:
+        want = "(" + ", ".join("any" if s is None else str(s) for s in shape) + ")"
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {want}")
+    if x.dtype.name not in dtypes and not (type(x) is np.ndarray and x.dtype == np.float64):
+        raise TypeError(f"{op}: {name} is {x.dtype}, expected {' or '.join(dtypes)}")
+    if not (strided or x.flags.c_contiguous):
+        raise ValueError(
+            f"{op}: {name} with shape {tuple(x.shape)} is not contiguous: copy it first"
+        )
+
+
+def check_ids(op: str, name: str, ids: Array) -> None:
+    check(ids.dtype.kind in "iu", f"{op}: {name} must hold whole numbers, got {ids.dtype}")
+
+
+# ----------------------------------------------------------------------------- start the kernel
+def launch(kernel, grid, block, *args, shared: int = 0) -> None:
+    """Run a @cuda.jit kernel on `grid` blocks of `block` threads (ints or tuples of up to three).
+
+    args: arrays of one kind, then scalars. A Python int travels as int64, a Python float as float32.
+    shared: bytes of dynamic shared memory. An empty grid launches nothing.
+    """
+    args = [_scalar(a) for a in args]
+    grid, block = _dim3(grid), _dim3(block)
+    if 0 in grid:
+        return
+    if any(isinstance(a, SimArray) for a in args):
+        simulator.run(kernel, grid, block, *args, shared=shared)
+    else:
+        _launch_gpu(kernel, grid, block, args, shared)
+
+
+_SCALARS = {int: np.int64, float: np.float32, bool: np.bool_}
+
+
+def _scalar(a):
+    to = _SCALARS.get(type(a))
+    return to(a) if to else a
+
+
+def _dim3(n) -> tuple[int, int, int]:
+    return (n, 1, 1) if isinstance(n, int) else (*n, 1, 1)[:3]
+
+
+_functions: dict = {}  # (kernel, device, dtype/ndim/contiguity of every argument) -> driver handle
+_packs: dict = {}  # number of 8-byte parameters -> (buffer, its NumPy views, address of the pointer table)
+_driver = None
+
+
+def _launch_gpu(kernel, grid, block, args, shared):
+    key = [kernel, cupy().cuda.runtime.getDevice()]
+    values = []
+    for a in args:
+        if isinstance(a, np.generic):
+            key.append(a.dtype.char)
+            values.append(a)
+        else:
+            key.append((a.dtype.char, a.ndim, a.flags.c_contiguous))
+            values += (0, 0, a.size, a.itemsize, a.data.ptr, *a.shape, *a.strides)
+    key = tuple(key)
+    function = _functions.get(key)
+    if function is None:
+        function = _functions[key] = _compile(kernel, args)
+    _, integers, floats, pointers = _packs.get(len(values)) or _new_pack(len(values))
+    for i, value in enumerate(values):
+        if isinstance(value, np.float32):
+            floats[2 * i] = value  # the low half of the 8-byte slot
+        else:
+            integers[i] = value
+    if shared > 48 * 1024:  # more than the default needs the kernel's consent (attribute 8)
+        _check_driver(_driver.cuFuncSetAttribute(function, 8, shared), kernel)
+    stream = cupy().cuda.get_current_stream().ptr
+    _check_driver(
+        _driver.cuLaunchKernel(function, *grid, *block, shared, stream, pointers, None), kernel
+    )
+    if _debug:
+        try:
+            cupy().cuda.Device().synchronize()
+        except Exception as error:
+            raise RuntimeError(f"{kernel.py_func.__name__} failed on the GPU: {error}") from error
+
+
+def _new_pack(n):
+    buffer = np.zeros(max(n, 1), np.int64)
+    base = buffer.ctypes.data
+    table = (ctypes.c_void_p * max(n, 1))(*(base + 8 * i for i in range(n)))
+    pack = ((buffer, table), buffer, buffer.view(np.float32), ctypes.addressof(table))
+    return _packs.setdefault(n, pack)
+
+
+def _numba_type(a):
+    if isinstance(a, np.generic):
+        return from_dtype(a.dtype)
+    return types.Array(from_dtype(a.dtype), a.ndim, "C" if a.flags.c_contiguous else "A")
+
+
+def _compile(kernel, args):
+    """Compile for this signature; -> the driver's function handle."""
+    global _driver
+    if _driver is None:
+        _driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        u, p = ctypes.c_uint, ctypes.c_void_p
+        _driver.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
+        _driver.cuFuncSetAttribute.argtypes = [p, ctypes.c_int, ctypes.c_int]
+    cuda.current_context()  # Numba compiles for the device that CuPy has current
+    signature = tuple(_numba_type(a) for a in args)
+    kernel.compile(signature)
+    # numba-cuda 0.30 has no public way to the handle of a compiled kernel.
+    return int(kernel.overloads[signature]._codelibrary.get_cufunc().handle)
+
+
+def _check_driver(code, kernel):
+    if code:
+        name = kernel.py_func.__name__
+        raise RuntimeError(f"the driver refused to start {name} (CUDA error {code})")

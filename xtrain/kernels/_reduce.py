@@ -1,0 +1,93 @@
+"""Sums and maxima over a warp (32 threads, no shared memory) and over a block (one float per warp).
+
+A butterfly of exclusive-or shuffles leaves the result in every lane, always added in the same order: the same
+input gives the same bits. Every thread of the block must call these, so no early return before them, and the
+block is a whole number of warps.
+"""
+
+import math
+
+from numba import cuda, float32
+
+from ._launch import launch
+
+FULL = 0xFFFFFFFF  # all 32 lanes take part
+MAX_WARPS = 32  # a block has at most 1024 threads
+NEG_INF = float32(-math.inf)
+
+
+@cuda.jit(device=True)
+def warp_sum(v):
+    """v of all 32 lanes added up, in every lane."""
+    for step in (16, 8, 4, 2, 1):
+        v += cuda.shfl_xor_sync(FULL, v, step)
+    return v
+
+
+@cuda.jit(device=True)
+def warp_max(v):
+    for step in (16, 8, 4, 2, 1):
+        v = max(v, cuda.shfl_xor_sync(FULL, v, step))
+    return v
+
+
+@cuda.jit(device=True)
+def block_sum(v, partial):
+    """v of all threads added up, in every thread. partial: MAX_WARPS floats of shared memory."""
+    tid = cuda.threadIdx.x
+    lane, warp = tid % 32, tid // 32
+    v = warp_sum(v)
+    cuda.syncthreads()  # the previous use of `partial` is over
+    if lane == 0:
+        partial[warp] = v
+    cuda.syncthreads()  # every warp's sum is there
+    v = partial[lane] if lane < cuda.blockDim.x // 32 else float32(0.0)
+    return warp_sum(v)
+
+
+@cuda.jit(device=True)
+def block_max(v, partial):
+    """The largest v of all threads, in every thread. partial: MAX_WARPS floats of shared memory."""
+    tid = cuda.threadIdx.x
+    lane, warp = tid % 32, tid // 32
+    v = warp_max(v)
+    cuda.syncthreads()  # the previous use of `partial` is over
+    if lane == 0:
+        partial[warp] = v
+    cuda.syncthreads()  # every warp's maximum is there
+    v = partial[lane] if lane < cuda.blockDim.x // 32 else NEG_INF
+    return warp_max(v)
+
+
+COLUMNS, SLICES = 32, 8  # one warp reads 32 neighbouring columns; 8 warps share the rows
+
+
+@cuda.jit
+def add_column_sums_kernel(out_C, partial_PC):
+    """Grid ceil(C / COLUMNS), block (COLUMNS, SLICES). out_C[c] += sum over p of partial_PC[p, c]."""
+    tile = cuda.shared.array((SLICES, COLUMNS), float32)
+    column, part = cuda.threadIdx.x, cuda.threadIdx.y
+    c = cuda.blockIdx.x * COLUMNS + column
+    P, C = partial_PC.shape
+    acc = float32(0.0)
+    if c < C:
+        for p in range(part, P, SLICES):
+            acc += partial_PC[p, c]
+    tile[part, column] = acc
+    cuda.syncthreads()
+    if part == 0 and c < C:
+        total = float32(0.0)
+        for i in range(SLICES):  # always in this order: same bits every run
+            total += tile[i, column]
+        out_C[c] += total
+
+
+def add_column_sums(out_C, partial_PC) -> None:
+    """The second stage of a deterministic weight gradient: out += partial.sum(0)."""
+    launch(
+        add_column_sums_kernel,
+        -(-out_C.size // COLUMNS),
+        (COLUMNS, SLICES),
+        out_C,
+        partial_PC,
+    )
