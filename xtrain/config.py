@@ -176,6 +176,9 @@ class TrainConfig:
     device: Literal["auto", "cpu", "gpu"] = "auto"
     init: str | None = None  # start from the weights in this Hugging Face folder
     resume: bool = False  # go on from the run's last checkpoint
+    stop_at: int | None = (
+        None  # stop after this step, with a checkpoint; the schedule still counts to --steps
+    )
     debug: bool = False  # synchronise after every kernel and name the one that failed
 
     def __post_init__(self):
@@ -188,6 +191,7 @@ class TrainConfig:
             "eval_every",
             "sample_every",
             "save_every",
+            "stop_at",
         ):
             value = getattr(self, name)
             _need(

@@ -56,7 +56,11 @@ def is_gpu(x: Array) -> bool:
 
 
 def to_device(x: np.ndarray, device: str) -> Array:
-    """A copy on the GPU for "gpu"; x itself for "cpu"."""
+    """A copy on the GPU for "gpu", in the simulator for "sim"; x itself for "cpu"."""
+    if device == "sim":
+        from .simulator import sim
+
+        return sim(x)
     return cupy().asarray(x) if device == "gpu" else x
 
 

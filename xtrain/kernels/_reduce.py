@@ -27,7 +27,8 @@ def warp_sum(v):
 @cuda.jit(device=True)
 def warp_max(v):
     for step in (16, 8, 4, 2, 1):
-        v = max(v, cuda.shfl_xor_sync(FULL, v, step))
+        other = cuda.shfl_xor_sync(FULL, v, step)
+        v = v if v > other else other
     return v
 
 

@@ -1,0 +1,95 @@
+"""What all benches share: honest timing on the GPU, and one JSON line per measurement.
+
+A time is the median of several runs between CUDA events, after warm-up, with p20 and p80 beside it. `flush` writes
+through the second-level cache before every run, so that a kernel's input comes from memory, as in a training step.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import cupy as cp
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+FLUSH_BYTES = 256 << 20  # four times an H200's second-level cache
+
+
+def gpu_ms(
+    f: Callable[[], object], runs: int = 30, warmup: int = 5, flush: bool = True
+) -> np.ndarray:
+    """-> (median, p20, p80) milliseconds of f() on CuPy's current stream."""
+    junk = cp.empty(FLUSH_BYTES, cp.uint8) if flush else None
+    for _ in range(warmup):
+        f()
+    times = []
+    for _ in range(runs):
+        if flush:
+            junk.fill(0)
+        start, end = cp.cuda.Event(), cp.cuda.Event()
+        start.record()
+        f()
+        end.record()
+        end.synchronize()
+        times.append(cp.cuda.get_elapsed_time(start, end))
+    return np.percentile(times, [50, 20, 80])
+
+
+def copy_bandwidth(nbytes: int) -> float:
+    """Bytes per second (read plus written) of a device-to-device copy that moves nbytes in all."""
+    a, b = cp.empty(nbytes // 2, cp.uint8), cp.empty(nbytes // 2, cp.uint8)
+    ms = gpu_ms(
+        lambda: b.data.copy_from_device_async(a.data, a.nbytes, cp.cuda.get_current_stream())
+    )[0]
+    return nbytes / ms * 1e3
+
+
+def versions() -> dict[str, str]:
+    names = ("numpy", "numba", "numba-cuda", "cupy-cuda13x", "nvmath-python", "torch")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    driver, runtime = cp.cuda.runtime.driverGetVersion(), cp.cuda.runtime.runtimeGetVersion()
+    return {**found, "cuda_driver": str(driver), "cuda_runtime": str(runtime)}
+
+
+def _commit() -> str:
+    if os.environ.get("XTRAIN_COMMIT"):  # where the checkout has no history
+        return os.environ["XTRAIN_COMMIT"]
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def record(
+    bench: str, name: str, *, shape: str, dtype: str, ms: float, value: float, unit: str, **more
+) -> dict:
+    """Append one line to results/<bench>.jsonl. more: peer, peer_value, ratio, peak_gb and whatever else was measured."""
+    line = {
+        "bench": bench, "name": name, "shape": shape, "dtype": dtype, "ms": round(float(ms), 4),
+        "value": round(float(value), 2), "unit": unit,
+        "peer": None, "peer_value": None, "ratio": None, "peak_gb": None, **more,
+    }  # fmt: skip
+    if line["peer_value"]:
+        line["ratio"] = round(float(value) / float(line["peer_value"]), 4)
+        line["peer_value"] = round(float(line["peer_value"]), 2)
+    properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)
+    line |= {"gpu": properties["name"].decode(), "versions": versions(), "commit": _commit()}
+    line["date"] = datetime.date.today().isoformat()
+    folder = Path(os.environ.get("XTRAIN_RESULTS", RESULTS))
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{bench}.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    ratio = (
+        f"   {line['ratio']:.2f} x {line['peer']} ({line['peer_value']:,.0f})"
+        if line["ratio"]
+        else ""
+    )
+    print(f"{bench} {name} {shape} {dtype}: {ms:.3f} ms, {value:,.0f} {unit}{ratio}", flush=True)
+    return line

@@ -1,0 +1,113 @@
+"""The way from one sequence at a time to a batch, measured again on this card (dim384, T 256, fp32).
+
+    python bench/bench_history.py
+
+    one sequence       B = 1: the GPU waits for Python
+    batch by loop      32 sequences one after the other, one optimizer step
+    looped attention   the linears see the whole batch, attention runs head by head with round trips to the host
+    batched            everything at once: what xtrain does
+
+The second phase was believed to be slow because of its optimizer; the third because of the linears. The measurement
+says: launches and round trips. Lesson 9 tells the story.
+"""
+
+import time
+
+import cupy as cp
+import numpy as np
+from _timing import record
+from bench_train import batches, model_config, xtrain_step
+
+import xtrain
+from xtrain import functional as F
+from xtrain.autograd import Function
+from xtrain.kernels.attention import attention_bwd, attention_fwd
+from xtrain.optim import clip
+
+
+class LoopedAttention(Function):
+    """Head by head, sequence by sequence, each slice through the host: how not to do it."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, causal):
+        o, saved = cp.empty_like(q), []
+        rep = q.shape[2] // k.shape[2]
+        for b in range(q.shape[0]):
+            for h in range(q.shape[2]):
+                part = [
+                    cp.asarray(x.get()) for x in (q[b, :, h], k[b, :, h // rep], v[b, :, h // rep])
+                ]
+                o_1T1D, kept = attention_fwd(*(x[None, :, None] for x in part), scale, causal)
+                o[b, :, h] = cp.asarray(o_1T1D[0, :, 0].get())
+                saved.append(kept)
+        ctx.save(saved, k.shape, scale, causal)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        saved, shape, scale, causal = ctx.saved
+        dq, dk, dv = cp.empty_like(do), cp.zeros(shape, do.dtype), cp.zeros(shape, do.dtype)
+        H, rep = do.shape[2], do.shape[2] // shape[2]
+        for i, kept in enumerate(saved):
+            b, h = divmod(i, H)
+            part = cp.asarray(do[b, :, h].get())[None, :, None]
+            dq_h, dk_h, dv_h = (
+                cp.asarray(x.get())[0, :, 0] for x in attention_bwd(part, kept, scale, causal)
+            )
+            dq[b, :, h] = dq_h
+            dk[b, :, h // rep] += dk_h
+            dv[b, :, h // rep] += dv_h
+        return dq, dk, dv
+
+
+def tokens_per_second(step, data, tokens, repeat):
+    for ids, targets in data[:2]:
+        step(ids, targets)
+    times = []
+    for i in range(repeat):
+        cp.cuda.Device().synchronize()
+        start = time.perf_counter()
+        step(*data[i % len(data)])
+        cp.cuda.Device().synchronize()
+        times.append(time.perf_counter() - start)
+    return tokens / np.median(times), 1e3 * np.median(times)
+
+
+def main() -> None:
+    config, B, T = model_config("dim384")
+    data = batches(config, B, T, 4)
+    model = xtrain.Transformer(config, device="gpu")
+    step = xtrain_step(model)
+    optimizer = xtrain.AdamW(model, 3e-4)
+
+    def by_loop(ids, targets):
+        model.zero_grad()
+        part = cp.full(1, 1 / targets.size, np.float32)
+        for b in range(len(ids)):
+            model.loss(cp.asarray(ids[b : b + 1]), cp.asarray(targets[b : b + 1]), part).backward()
+        optimizer.step(clip(model, 1.0)[1])
+
+    phases = [
+        ("one sequence", step, [(i[:1], t[:1]) for i, t in data], 1, 10),
+        ("batch by loop", by_loop, data, B, 4),
+        ("looped attention", step, data, B, 2),
+        ("batched", step, data, B, 10),
+    ]
+    batched = F.attention
+    for name, run, inputs, sequences, repeat in phases:
+        F.attention = LoopedAttention.apply if name == "looped attention" else batched
+        speed, ms = tokens_per_second(run, inputs, sequences * T, repeat)
+        record(
+            "bench_history",
+            name,
+            shape=f"B={sequences} T={T}",
+            dtype="fp32",
+            ms=ms,
+            value=speed,
+            unit="tok/s",
+        )
+    F.attention = batched
+
+
+if __name__ == "__main__":
+    main()

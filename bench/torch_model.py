@@ -1,0 +1,85 @@
+"""The opponent: the same model in plain PyTorch, as a user would write it. Used by the benches alone."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from xtrain import ModelConfig
+from xtrain.kernels.rope import rope_tables
+
+
+def rotate(x_BHTD, cos_TR, sin_TR):
+    a, b = x_BHTD.chunk(2, dim=-1)
+    return torch.cat([a * cos_TR - b * sin_TR, b * cos_TR + a * sin_TR], dim=-1).to(x_BHTD.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.c, self.dims = c, (c.n_heads, c.n_kv_heads, c.head_dim)
+        H, G, D = self.dims
+        self.norm1, self.norm2 = nn.RMSNorm(c.dim, c.norm_eps), nn.RMSNorm(c.dim, c.norm_eps)
+        self.q_norm, self.k_norm = nn.RMSNorm(D, c.norm_eps), nn.RMSNorm(D, c.norm_eps)
+        self.qkv = nn.Linear(c.dim, (H + 2 * G) * D, bias=False)
+        self.out = nn.Linear(H * D, c.dim, bias=False)
+        self.gate_up = nn.Linear(c.dim, 2 * c.hidden_dim, bias=False)
+        self.down = nn.Linear(c.hidden_dim, c.dim, bias=False)
+
+    def forward(self, x_BTC, cos, sin):
+        (B, T, _), (H, G, D) = x_BTC.shape, self.dims
+        q, k, v = self.qkv(self.norm1(x_BTC)).view(B, T, H + 2 * G, D).split([H, G, G], dim=2)
+        if self.c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=G != H)
+        x_BTC = x_BTC + self.out(o.transpose(1, 2).reshape(B, T, H * D))
+        gate, up = self.gate_up(self.norm2(x_BTC)).chunk(2, dim=-1)
+        return x_BTC + self.down(F.silu(gate) * up)
+
+
+class Model(nn.Module):
+    """padded: pad the vocabulary as xtrain does (the padding takes part in nothing but the matrix product)."""
+
+    def __init__(self, c: ModelConfig, T: int, padded: bool):
+        super().__init__()
+        self.c, self.rows = c, c.padded_vocab_size if padded else c.vocab_size
+        self.embed, self.head = (
+            nn.Embedding(self.rows, c.dim),
+            nn.Linear(c.dim, self.rows, bias=False),
+        )
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
+        self.norm = nn.RMSNorm(c.dim, c.norm_eps)
+        for name, table in zip(("cos", "sin"), rope_tables(c.head_dim, T, c.rope_theta)):
+            self.register_buffer(name, torch.from_numpy(table))
+        for p in self.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, ids_BT, targets_BT):
+        x = self.embed(ids_BT)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, self.rows).float(), targets_BT.reshape(-1))
+
+
+def load_weights(model: Model, ours) -> None:
+    """Copy the weights of an xtrain Transformer, so that both start from the same point."""
+    theirs = {"model.embed_tokens.weight": model.embed.weight, "lm_head.weight": model.head.weight}
+    theirs["model.norm.weight"] = model.norm.weight
+    H, G, D = model.c.n_heads, model.c.n_kv_heads, model.c.head_dim
+    for i, b in enumerate(model.blocks):
+        p = f"model.layers.{i}."
+        q, k, v = b.qkv.weight.split([H * D, G * D, G * D])
+        gate, up = b.gate_up.weight.chunk(2)
+        theirs |= {
+            p + "self_attn.q_proj.weight": q, p + "self_attn.k_proj.weight": k, p + "self_attn.v_proj.weight": v,
+            p + "self_attn.o_proj.weight": b.out.weight, p + "mlp.gate_proj.weight": gate,
+            p + "mlp.up_proj.weight": up, p + "mlp.down_proj.weight": b.down.weight,
+            p + "input_layernorm.weight": b.norm1.weight, p + "post_attention_layernorm.weight": b.norm2.weight,
+            p + "self_attn.q_norm.weight": b.q_norm.weight, p + "self_attn.k_norm.weight": b.k_norm.weight,
+        }  # fmt: skip
+    with torch.no_grad():
+        for name, tensor in ours.named_parameters():
+            theirs[name][: tensor.shape[0]].copy_(torch.from_numpy(tensor.numpy()))

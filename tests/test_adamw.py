@@ -1,0 +1,135 @@
+"""AdamW: against PyTorch over many steps, and the kernel bit for bit against its float32 reference."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from checks import GPU, normal, to_host, to_kernel
+from numba import cuda, float32, int64
+
+from xtrain.kernels.adamw import CHUNK, TILE, adamw, adamw_hyper, adamw_kernel, adamw_ref
+
+SIZES = [0, 1, 5, TILE + 3] + ([5_000_003] if GPU else [])
+BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
+NAMES = ("w", "g", "m", "v")
+
+
+def case(n, scale=1.0):
+    """w, g, m, v as after some steps; a few gradients and moments are zero, tiny or huge."""
+    w, g, m = normal(1, n), normal(2, n, scale=scale), normal(3, n, scale=scale)
+    v = normal(4, n, scale=scale) ** 2
+    for x, values in ((g, (0, 1e-30, -1e15)), (m, (0, -1e-30, 1e15)), (v, (0, 1e-41, 1e30))):
+        x[3:6] = np.array(values, np.float32)[: x[3:6].size]
+    return w, g, m, v
+
+
+def ones(*values):
+    return np.array(values, np.float32)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+@pytest.mark.parametrize("n", SIZES)
+def test_kernel_equals_the_reference_bit_for_bit(n, factor):
+    arrays = case(n)
+    on_kernel = [to_kernel(a) for a in arrays]
+    g_before = to_host(on_kernel[1]).copy()
+    for step in (1, 2, 1000):
+        hyper, n_decay = adamw_hyper(3e-4 * step, *BETAS, step), n // 2
+        constants = (n_decay, *BETAS, EPS, DECAY)
+        adamw_ref(*arrays, ones(factor), hyper, *constants)
+        adamw(*on_kernel, to_kernel(ones(factor)), to_kernel(hyper), *constants)
+        for name, k, r in zip(NAMES, on_kernel, arrays):
+            wrong = np.flatnonzero(to_host(k).view(np.uint32) != r.view(np.uint32))
+            assert not wrong.size, (name, step, wrong[:5], to_host(k)[wrong[:5]], r[wrong[:5]])
+    assert np.array_equal(to_host(on_kernel[1]), g_before)
+
+
+def test_the_launcher_on_the_host_equals_the_reference():
+    """It works in chunks, and the end of the decayed part may fall into any of them."""
+    n = 2 * CHUNK + 3
+    for n_decay in (0, CHUNK - 1, CHUNK, CHUNK + 5, n):
+        whole, chunks = case(n), case(n)
+        rest = (ones(1), adamw_hyper(1e-3, *BETAS, 3), n_decay, *BETAS, EPS, DECAY)
+        adamw_ref(*whole, *rest)
+        adamw(*chunks, *rest)
+        assert all(np.array_equal(a, b) for a, b in zip(whole, chunks))
+
+
+@pytest.mark.parametrize("dtype, tol", [(np.float32, 1e-6), (np.float64, 1e-13)])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.5, 0.5)])
+def test_twenty_steps_against_pytorch(dtype, tol, betas):
+    n, n_decay, lr = 500, 300, 1e-2
+    w = normal(1, n).astype(dtype)
+    tw = torch.tensor(w, requires_grad=True)
+    decayed, plain = (torch.nn.Parameter(t.clone()) for t in tw.detach().split([n_decay, 200]))
+    groups = [{"params": [decayed], "weight_decay": DECAY}, {"params": [plain], "weight_decay": 0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=EPS)
+    place = to_kernel if dtype == np.float32 else np.array  # kernels know float32 only
+    w, m, v = (place(a) for a in (w, np.zeros_like(w), np.zeros_like(w)))
+    one = place(np.ones(1, dtype))
+    for step in range(1, 21):
+        g = normal(step, n).astype(dtype)
+        decayed.grad, plain.grad = torch.tensor(g).split([n_decay, 200])
+        for group in optimizer.param_groups:
+            group["lr"] = lr / step
+        optimizer.step()
+        hyper = place(adamw_hyper(lr / step, *betas, step, dtype))
+        adamw(w, place(g), m, v, one, hyper, n_decay, *betas, EPS, DECAY)
+    want = torch.cat([decayed, plain]).detach().numpy()
+    np.testing.assert_allclose(to_host(w), want, rtol=tol, atol=tol)
+
+
+def test_what_is_not_decayed_and_what_is_outside_stays():
+    pad = 8
+    whole = [to_kernel(normal(i, 40 + 2 * pad)) ** 2 for i in range(4)]
+    before = [to_host(a).copy() for a in whole]
+    w, g, m, v = (a[pad:-pad] for a in whole)
+    hyper = to_kernel(adamw_hyper(0.5, *BETAS, 1))
+    g[...] = 0
+    m[...] = 0
+    adamw(w, g, m, v, to_kernel(ones(1)), hyper, 16, *BETAS, EPS, DECAY)
+    for a, b in zip(whole, before):
+        assert np.array_equal(to_host(a)[:pad], b[:pad])
+        assert np.array_equal(to_host(a)[-pad:], b[-pad:])
+    old, new = before[0][pad:-pad], to_host(w)  # no gradient: only the decay is left
+    np.testing.assert_allclose(new[:16], old[:16] * 0.95, rtol=1e-6)
+    assert np.array_equal(new[16:], old[16:])
+
+
+def test_no_contraction_in_the_compiled_kernel():
+    """Every float operation is marked .rn: neither the compiler nor ptxas may merge two of them into an fma."""
+    signature = (float32[::1],) * 6 + (int64,) + (float32,) * 5
+    try:
+        ptx, _ = cuda.compile(
+            adamw_kernel.py_func, signature, device=False, abi="numba", cc=(9, 0), output="ptx"
+        )
+    except Exception as error:
+        if "NVVM" not in str(error) and "nvvm" not in str(error):
+            raise
+        pytest.skip(f"NVVM is not installed, so nothing compiles here: {error}")
+    assert "mul.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
+    free = re.findall(r"\bfma\.\S+|\b(?:add|sub|mul)\.f32|\S+\.ftz\S*|\S+\.approx\S*|\S+\.f64", ptx)
+    assert not free, set(free)
+
+
+def test_bad_input():
+    n = 6
+    good = [*case(n), ones(1), adamw_hyper(1e-3, *BETAS, 1), n, *BETAS, EPS, DECAY]
+
+    def with_(i, value):
+        return [*good[:i], value, *good[i + 1 :]]
+
+    with pytest.raises(ValueError, match=r"g has shape \(5,\), expected \(6\)"):
+        adamw(*with_(1, np.ones(5, np.float32)))
+    with pytest.raises(TypeError, match="v is int32"):
+        adamw(*with_(3, np.ones(n, np.int32)))
+    with pytest.raises(ValueError, match=r"hyper has shape \(2,\), expected \(3\)"):
+        adamw(*with_(5, ones(1, 1)))
+    for n_decay in (-1, n + 1):
+        with pytest.raises(ValueError, match="n_decay is"):
+            adamw(*with_(6, n_decay))
+    with pytest.raises(ValueError, match="first step is 1"):
+        adamw_hyper(1e-3, *BETAS, 0)
+    with pytest.raises(TypeError, match="one place"):
+        adamw(*with_(0, to_kernel(good[0])))

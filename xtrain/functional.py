@@ -1,0 +1,277 @@
+"""One Function per op: the forward launcher, what is saved, the backward launcher. Nothing else.
+
+Lower-case names at the end are what the rest of xtrain calls. Shapes are written where they are not obvious:
+N rows (tokens), C width, I/O in and out features, H query heads, G key/value heads, D head width, V vocabulary.
+"""
+
+from .autograd import Function, Tensor, is_unit
+from .kernels import attention as _attention
+from .kernels import cast as _cast
+from .kernels import cross_entropy as _cross_entropy
+from .kernels import elementwise as _elementwise
+from .kernels import embedding as _embedding
+from .kernels import gemm as _gemm
+from .kernels import layout as _layout
+from .kernels import qk_norm_rope as _qk_norm_rope
+from .kernels import residual as _residual
+from .kernels import rmsnorm as _rmsnorm
+from .kernels import rope as _rope
+from .kernels import softmax as _softmax
+from .kernels import swiglu as _swiglu
+from .kernels._launch import empty, zeros
+
+
+class Embedding(Function):
+    @staticmethod
+    def forward(ctx, ids_N, w_VC):
+        ctx.save(ids_N, w_VC)
+        return _embedding.embedding_fwd(ids_N, w_VC)
+
+    @staticmethod
+    def backward(ctx, dx_NC):
+        ids_N, w_VC = ctx.saved
+        dw_VC = ctx.grad_buffer(1, w_VC)
+        _embedding.embedding_bwd(dx_NC, ids_N, dw_VC)
+        return None, dw_VC
+
+
+class Linear(Function):
+    @staticmethod
+    def forward(ctx, x_NI, w_OI):
+        ctx.save(x_NI, w_OI)
+        return _gemm.linear_fwd(x_NI, w_OI)
+
+    @staticmethod
+    def backward(ctx, dy_NO):
+        x_NI, w_OI = ctx.saved
+        dx_NI = _gemm.linear_bwd_x(dy_NO, w_OI) if ctx.needs_grad[0] else None
+        dw_OI = None
+        if ctx.needs_grad[1]:
+            dw_OI = ctx.grad_buffer(1, w_OI)
+            _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI)
+        return dx_NI, dw_OI
+
+
+class RMSNorm(Function):
+    @staticmethod
+    def forward(ctx, x_NC, w_C, eps):
+        y_NC, rstd_N = _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps)
+        ctx.save(x_NC, w_C, rstd_N)
+        return y_NC
+
+    @staticmethod
+    def backward(ctx, dy_NC):
+        x_NC, w_C, rstd_N = ctx.saved
+        dw_C = ctx.grad_buffer(1, w_C)
+        return _rmsnorm.rmsnorm_bwd(dy_NC, x_NC, w_C, rstd_N, dw_C), dw_C
+
+
+class ResidualRMSNorm(Function):
+    """h = x + r,  y = rmsnorm(h): the end of one block and the start of the next in one pass."""
+
+    @staticmethod
+    def forward(ctx, x_NC, r_NC, w_C, eps):
+        h_NC, y_NC, rstd_N = _residual.residual_rmsnorm_fwd(x_NC, r_NC, w_C, eps)
+        ctx.save(h_NC, w_C, rstd_N)
+        return h_NC, y_NC
+
+    @staticmethod
+    def backward(ctx, dh_NC, dy_NC):
+        h_NC, w_C, rstd_N = ctx.saved
+        dw_C = ctx.grad_buffer(2, w_C)
+        if dy_NC is None:  # only h was used
+            return dh_NC, dh_NC, dw_C
+        dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dy_NC, h_NC, w_C, rstd_N, dw_C)
+        return dx_NC, dx_NC, dw_C  # x and r are summands: one gradient for both
+
+
+class Rope(Function):
+    @staticmethod
+    def forward(ctx, x_NHD, cos, sin, positions_N, T):
+        ctx.save(cos, sin, positions_N, T)
+        return _rope.rope_fwd(x_NHD, cos, sin, positions_N, T)
+
+    @staticmethod
+    def backward(ctx, dy_NHD):
+        return _rope.rope_bwd(dy_NHD, *ctx.saved)
+
+
+class QKNormRope(Function):
+    """Packed (N, (H + 2G) D) -> q (N, H, D), k (N, G, D), both normalised and rotated, and v (N, G, D)."""
+
+    @staticmethod
+    def forward(ctx, qkv_NP, q_w_D, k_w_D, cos, sin, H, G, T, eps, positions_N):
+        arguments = (qkv_NP, q_w_D, k_w_D, cos, sin, H, G, T, eps, positions_N)
+        q, k, v, rstd = _qk_norm_rope.qk_norm_rope_fwd(*arguments)
+        ctx.save(qkv_NP, q_w_D, k_w_D, rstd, cos, sin, H, G, T, positions_N)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        qkv_NP, q_w, k_w, rstd, cos, sin, H, G, T, positions_N = ctx.saved
+        D = cos.shape[1] * 2
+        dq, dk, dv = (
+            zeros(qkv_NP, (qkv_NP.shape[0], heads, D)) if d is None else d
+            for d, heads in ((dq, H), (dk, G), (dv, G))
+        )
+        dq_w = None if q_w is None else ctx.grad_buffer(1, q_w)
+        dk_w = None if k_w is None else ctx.grad_buffer(2, k_w)
+        dqkv_NP = _qk_norm_rope.qk_norm_rope_bwd(
+            dq, dk, dv, qkv_NP, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w, positions_N
+        )
+        return dqkv_NP, dq_w, dk_w
+
+
+class Attention(Function):
+    """q (B, T, H, D), k and v (B, S, G, D) -> o (B, T, H, D). The seam where FlashAttention will enter."""
+
+    @staticmethod
+    def forward(ctx, q_BTHD, k_BSGD, v_BSGD, scale, causal):
+        o_BTHD, saved = _attention.attention_fwd(q_BTHD, k_BSGD, v_BSGD, scale, causal)
+        ctx.save(*saved, scale, causal)
+        return o_BTHD
+
+    @staticmethod
+    def backward(ctx, do_BTHD):
+        *saved, scale, causal = ctx.saved
+        return _attention.attention_bwd(do_BTHD, tuple(saved), scale, causal)
+
+
+class CausalSoftmax(Function):
+    """Rows of (A, R, S): row r is position r % T. The input is overwritten with the result."""
+
+    @staticmethod
+    def forward(ctx, s_ARS, T, scale, causal):
+        p_ARS = _softmax.causal_softmax_fwd(s_ARS, T, scale, causal)
+        ctx.save(p_ARS, T, scale, causal)
+        return p_ARS
+
+    @staticmethod
+    def backward(ctx, dp_ARS):
+        p_ARS, T, scale, causal = ctx.saved
+        return _softmax.causal_softmax_bwd(dp_ARS.copy(), p_ARS, T, scale, causal)
+
+
+class SwiGLU(Function):
+    @staticmethod
+    def forward(ctx, gu_N2F):
+        ctx.save(gu_N2F)
+        return _swiglu.swiglu_fwd(gu_N2F)
+
+    @staticmethod
+    def backward(ctx, dy_NF):
+        return _swiglu.swiglu_bwd(dy_NF, *ctx.saved)
+
+
+class SiLU(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save(x)
+        return _swiglu.silu_fwd(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _swiglu.silu_bwd(dy, *ctx.saved)
+
+
+class CrossEntropy(Function):
+    """Mean loss over the targets that are not -100; the logits are overwritten with their gradient."""
+
+    @staticmethod
+    def forward(ctx, logits_NP, targets_N, vocab_size, inv_count_1):
+        loss_N, dlogits_NP = _cross_entropy.cross_entropy(
+            logits_NP, targets_N, vocab_size, inv_count_1, with_gradient=ctx.needs_grad[0]
+        )
+        ctx.save(dlogits_NP)
+        return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        (dlogits_NP,) = ctx.saved
+        if not is_unit(dloss):
+            _elementwise.scale_into(dlogits_NP, dloss.reshape(1))
+        return dlogits_NP
+
+
+class Add(Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        return _elementwise.add_fwd(a, b)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, dy
+
+
+class Scale(Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save(factor)
+        return _elementwise.scale_fwd(x, factor)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _elementwise.scale_fwd(dy, *ctx.saved)
+
+
+class Cast(Function):
+    @staticmethod
+    def forward(ctx, x, dtype):
+        ctx.save(x.dtype)
+        return _cast.cast_fwd(x, dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _cast.cast_fwd(dy, *ctx.saved)
+
+
+class SwapHeads(Function):
+    """(B, X, Y, D) -> (B, Y, X, D): its own inverse, and its own backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return _layout.swap_heads(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _layout.swap_heads(dy)
+
+
+class Reshape(Function):
+    @staticmethod
+    def forward(ctx, x, shape):
+        ctx.save(x.shape)
+        return x.reshape(shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.reshape(ctx.saved[0])
+
+
+class Narrow(Function):
+    """The first n of the last axis: how the padding of the vocabulary disappears. A view, not a copy."""
+
+    @staticmethod
+    def forward(ctx, x, n):
+        ctx.save(x.shape)
+        return x[..., :n]
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx = empty(dy, ctx.saved[0])
+        dx[..., : dy.shape[-1]] = dy
+        dx[..., dy.shape[-1] :] = 0
+        return dx
+
+
+embedding, linear = Embedding.apply, Linear.apply
+rmsnorm, residual_rmsnorm = RMSNorm.apply, ResidualRMSNorm.apply
+rope, qk_norm_rope = Rope.apply, QKNormRope.apply
+attention, causal_softmax = Attention.apply, CausalSoftmax.apply
+swiglu, silu, cross_entropy = SwiGLU.apply, SiLU.apply, CrossEntropy.apply
+add, scale, cast = Add.apply, Scale.apply, Cast.apply
+swap_heads, reshape, narrow = SwapHeads.apply, Reshape.apply, Narrow.apply
+
+Tensor.__add__ = lambda a, b: add(a, b)
+Tensor.__mul__ = Tensor.__rmul__ = lambda x, factor: scale(x, float(factor))
+Tensor.reshape = lambda x, *shape: reshape(x, shape[0] if isinstance(shape[0], tuple) else shape)

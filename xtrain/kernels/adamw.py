@@ -1,0 +1,118 @@
+"""AdamW (Loshchilov & Hutter 2019) over the whole arena in one launch.   w, g, m, v: (n,)
+
+    g  = factor grad                              the clip factor of grad_norm.py
+    w  = w (1 - lr weight_decay)                  decoupled decay, on elements [0, n_decay) only
+    m  = m + (1 - beta1) (g - m)                  running mean of g
+    v  = beta2 v + (1 - beta2) g^2                running mean of g^2
+    w  = w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+The order of operations is torch.optim.AdamW's. m and v start at zero, so after t steps the weights of their terms add
+up to 1 - beta^t only, and the division by it corrects that bias. 1 - beta^t is computed on the host in float64: in
+float32 the subtraction would lose digits. What changes from step to step reaches the kernel in an array on the device,
+hyper = [lr, 1 - beta1^t, sqrt(1 - beta2^t)], so a captured step can be replayed with new values.
+
+A compiler may contract a*b + c into one instruction with one rounding instead of two. Then the GPU and the reference
+would part, and so would two compilers. Here every operation is one that rounds once and is never contracted
+(libdevice's *_rn), so the kernel equals its float32 reference bit for bit.
+Bytes moved: read w, g, m, v, write w, m, v, 7 n elements.
+"""
+
+import math
+
+import numpy as np
+from numba import cuda, float32, int64
+from numba.cuda.libdevice import fadd_rn, fdiv_rn, fmul_rn, fsqrt_rn, fsub_rn
+
+from ..device import Array
+from ._launch import check, check_array, launch, on_host
+
+BLOCK = 256
+EACH = 4  # neighbouring elements of a thread: as in elementwise.py
+TILE = BLOCK * EACH
+CHUNK = 1 << 14  # elements that the reference updates at once: its temporaries stay in a CPU's cache
+
+
+# ----------------------------------------------------------------------------- reference
+def adamw_ref(
+    w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay
+):  # fmt: skip
+    """Updates w, m and v in place, in their own dtype."""
+    number = w_n.dtype.type
+    lr, correction1, root2 = hyper_3.astype(w_n.dtype)
+    g_n = g_n * number(factor_1[0])
+    w_n[:n_decay] *= 1 - lr * number(weight_decay)
+    m_n += number(1 - beta1) * (g_n - m_n)
+    v_n *= number(beta2)
+    v_n += number(1 - beta2) * g_n * g_n
+    w_n -= lr / correction1 * m_n / (np.sqrt(v_n) / root2 + number(eps))
+
+
+def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float32) -> np.ndarray:
+    """What changes with the step: [lr, 1 - beta1^step, sqrt(1 - beta2^step)]; step counts from 1."""
+    check(step >= 1, f"adamw: step is {step}, the first step is 1")
+    return np.array([lr, 1 - beta1**step, math.sqrt(1 - beta2**step)], dtype)
+
+
+# ----------------------------------------------------------------------------- kernel
+@cuda.jit
+def adamw_kernel(
+    w_n, m_n, v_n, g_n, factor_1, hyper_3, n_decay, rest1, beta2, rest2, eps, weight_decay
+):  # fmt: skip
+    """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2, rounded once from float64."""
+    first = (int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x) * EACH
+    factor, lr, root2 = factor_1[0], hyper_3[0], hyper_3[2]
+    decay = fsub_rn(float32(1.0), fmul_rn(lr, weight_decay))
+    rate = fdiv_rn(lr, hyper_3[1])
+    for j in range(EACH):
+        i = first + j
+        if i < w_n.size:
+            g, w = fmul_rn(g_n[i], factor), w_n[i]
+            if i < n_decay:
+                w = fmul_rn(w, decay)
+            m = fadd_rn(m_n[i], fmul_rn(rest1, fsub_rn(g, m_n[i])))
+            v = fadd_rn(fmul_rn(v_n[i], beta2), fmul_rn(fmul_rn(rest2, g), g))
+            size = fadd_rn(fdiv_rn(fsqrt_rn(v), root2), eps)
+            m_n[i] = m
+            v_n[i] = v
+            w_n[i] = fsub_rn(w, fdiv_rn(fmul_rn(rate, m), size))
+
+
+# ----------------------------------------------------------------------------- launcher
+def adamw(
+    w_n: Array,
+    g_n: Array,
+    m_n: Array,
+    v_n: Array,
+    factor_1: Array,
+    hyper_3: Array,
+    n_decay: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One step, in place on w, m and v; all (n,) float32. Elements [0, n_decay) of w decay, the others do not.
+
+    factor_1: (1,), multiplies g (1 for no clipping). hyper_3: adamw_hyper(...), in the place where w is.
+    """
+    n = w_n.size
+    for name, x, shape in (
+        ("w", w_n, (n,)),
+        ("g", g_n, (n,)),
+        ("m", m_n, (n,)),
+        ("v", v_n, (n,)),
+        ("factor", factor_1, (1,)),
+        ("hyper", hyper_3, (3,)),
+    ):
+        check_array("adamw", name, x, shape)
+    check(0 <= n_decay <= n, f"adamw: n_decay is {n_decay}, expected 0 to {n}")
+    if on_host(w_n, g_n, m_n, v_n, factor_1, hyper_3):
+        constants = (beta1, beta2, eps, weight_decay)
+        for i in range(0, n, CHUNK):
+            part = (x[i : i + CHUNK] for x in (w_n, g_n, m_n, v_n))
+            adamw_ref(*part, factor_1, hyper_3, max(0, n_decay - i), *constants)
+        return
+    # 1 - beta in float64, then rounded: 1 - 0.999 in float32 would be wrong in the fifth digit
+    constants = [np.float32(c) for c in (1 - beta1, beta2, 1 - beta2, eps, weight_decay)]
+    arrays = (w_n, m_n, v_n, g_n, factor_1, hyper_3)
+    launch(adamw_kernel, -(-n // TILE), BLOCK, *arrays, n_decay, *constants)

@@ -1,0 +1,119 @@
+"""Matrix products: cuBLAS on CuPy arrays, numpy.matmul on NumPy arrays. The one op that is not our own kernel.
+
+    linear     y = x w^T           x: (N, I)   w: (O, I) as Hugging Face stores it   y: (N, O)
+    backward   dx = dy w           dw += dy^T x  (beta = 1: the sum happens inside the GEMM)
+
+cuBLAS thinks in columns. A row-major (M, N) array *is* a column-major (N, M) one, so C = A B is asked for as
+C^T = B^T A^T: swap the operands and nothing is ever transposed in memory. Strided batches serve attention.
+
+The calls go through nvmath's bindings, because CuPy refuses its own cuBLAS while a CUDA graph is captured, and
+with one explicit workspace: the algorithm, and so every bit of the result, is the same inside a graph and out.
+fp32 stays fp32: TF32 is not allowed here.
+"""
+
+import functools
+
+import numpy as np
+
+from ..device import Array, cupy
+from ._launch import check, empty, on_host
+
+WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for sm_90, 8 times what older cards need
+_ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
+
+
+def matmul(
+    out: Array, a: Array, b: Array, *, trans_a=False, trans_b=False, alpha=1.0, accumulate=False
+) -> Array:
+    """out = alpha op(a) op(b), or out += with accumulate. -> out
+
+    a: (M, K), or (K, M) with trans_a.  b: (K, N), or (N, K) with trans_b.  out: (M, N).  All float32, or all
+    with one more leading axis, the batch. Rows must be contiguous. Raises ValueError when the shapes disagree.
+    """
+    (*batch_a, M, K), (*batch_b, K2, N) = _op_shape(a, trans_a), _op_shape(b, trans_b)
+    fits = K == K2 and batch_a == batch_b and out.shape == (*batch_a, M, N) and len(batch_a) < 2
+    check(
+        fits,
+        f"matmul: op(a) {(*batch_a, M, K)} times op(b) {(*batch_b, K2, N)} does not give {out.shape}",
+    )
+    if isinstance(out, np.ndarray):  # the simulator has no cuBLAS either
+        a, b = (x.swapaxes(-1, -2) if t else x for x, t in ((a, trans_a), (b, trans_b)))
+        if accumulate:
+            product = np.matmul(a, b)
+            out += product if alpha == 1.0 else product * out.dtype.type(alpha)
+        else:
+            np.matmul(a, b, out=out)
+            if alpha != 1.0:
+                out *= out.dtype.type(alpha)
+    elif out.size and not K:
+        if not accumulate:
+            out.fill(0)
+    elif out.size:
+        on_host(out, a, b)  # refuses a mixture
+        _cublas(out, b, a, trans_b, trans_a, N, M, K, alpha, accumulate)
+    return out
+
+
+def _op_shape(x, trans):
+    check(x.ndim in (2, 3), f"matmul: expected 2 or 3 axes, got shape {x.shape}")
+    check(
+        x.strides[-1] == x.itemsize or x.shape[-1] <= 1,
+        f"matmul: rows of an array with shape {x.shape} are not contiguous",
+    )
+    return (*x.shape[:-2], x.shape[-1], x.shape[-2]) if trans else x.shape
+
+
+@functools.cache
+def _handle(device):
+    """-> (nvmath's cuBLAS module, a handle for this GPU, its workspace)"""
+    from nvmath.bindings import cublas
+
+    handle = cublas.create()
+    workspace = cupy().cuda.alloc(WORKSPACE)
+    return cublas, handle, workspace
+
+
+def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
+    """Column-major: c (m, n) = alpha op(a) (m, k) op(b) (k, n)."""
+    for x in (a, b, c):
+        if x.dtype != np.float32:
+            raise TypeError(f"matmul: expected float32, got {x.dtype}")
+    cublas, handle, workspace = _handle(cupy().cuda.runtime.getDevice())
+    cublas.set_stream(handle, cupy().cuda.get_current_stream().ptr)  # this resets the workspace
+    cublas.set_workspace(handle, workspace.ptr, WORKSPACE)
+    alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
+    beta = _ONE if accumulate else _ZERO
+    FP32, COMPUTE_32F, DEFAULT_ALGO = 0, 68, -1  # cudaDataType, cublasComputeType, cublasGemmAlgo
+    ta, tb, lda, ldb, ldc = int(trans_a), int(trans_b), _lead(a), _lead(b), _lead(c)
+    if c.ndim == 2:
+        cublas.gemm_ex(
+            handle, ta, tb, m, n, k, alpha.ctypes.data, a.data.ptr, FP32, lda, b.data.ptr, FP32, ldb,
+            beta.ctypes.data, c.data.ptr, FP32, ldc, COMPUTE_32F, DEFAULT_ALGO,
+        )  # fmt: skip
+    else:
+        step_a, step_b, step_c = (x.strides[0] // x.itemsize for x in (a, b, c))
+        cublas.gemm_strided_batched_ex(
+            handle, ta, tb, m, n, k, alpha.ctypes.data, a.data.ptr, FP32, lda, step_a,
+            b.data.ptr, FP32, ldb, step_b, beta.ctypes.data, c.data.ptr, FP32, ldc, step_c,
+            c.shape[0], COMPUTE_32F, DEFAULT_ALGO,
+        )  # fmt: skip
+
+
+def _lead(x):
+    """Elements from one row to the next (cuBLAS's leading dimension)."""
+    return max(x.strides[-2] // x.itemsize, x.shape[-1], 1)
+
+
+def linear_fwd(x_NI: Array, w_OI: Array) -> Array:
+    """-> y (N, O) = x w^T"""
+    return matmul(empty(x_NI, (x_NI.shape[0], w_OI.shape[0])), x_NI, w_OI, trans_b=True)
+
+
+def linear_bwd_x(dy_NO: Array, w_OI: Array) -> Array:
+    """-> dx (N, I) = dy w"""
+    return matmul(empty(dy_NO, (dy_NO.shape[0], w_OI.shape[1])), dy_NO, w_OI)
+
+
+def linear_bwd_w(dy_NO: Array, x_NI: Array, dw_OI: Array) -> None:
+    """dw += dy^T x"""
+    matmul(dw_OI, dy_NO, x_NI, trans_a=True, accumulate=True)

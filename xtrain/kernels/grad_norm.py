@@ -1,0 +1,126 @@
+"""The norm of all gradients, and the factor that clips it (Pascanu et al. 2013).   g: (n,), the whole arena
+
+    norm = sqrt(sum_i g_i^2)        factor = min(1, max_norm / (norm + 1e-6))
+
+g is not touched: the optimizer multiplies by the factor as it reads g, which saves a pass over the arena.
+Both numbers stay on the device, so a step needs no copy to the host and can be captured in a graph.
+
+The sum is done in two stages: P blocks each add up their part (P depends on n alone), then one block adds the P
+partial sums in a fixed order. The same n gives the same order of additions, so the same bits on every run. A thread
+adds n / (4 P BLOCK) numbers into each of four accumulators, the rest is a tree: the error grows slowly with n.
+When gradients are spread over ranks, norm_and_factor takes the sums of squares of all of them.
+Bytes moved: read g once.
+"""
+
+import math
+
+import numpy as np
+from numba import cuda, float32, int64
+
+from ..device import Array
+from ._launch import check, check_array, empty, launch, on_host
+from ._reduce import MAX_WARPS, block_sum
+
+BLOCK = 256
+EACH = 4  # neighbouring elements of a thread, each with its own accumulator
+TILE = BLOCK * EACH
+PARTIALS = 528  # 4 blocks on each of an H200's 132 multiprocessors
+INF = float32(math.inf)
+
+
+# ----------------------------------------------------------------------------- reference
+def sum_of_squares_ref(x_n):
+    """-> (1,)"""
+    return np.square(x_n).sum(keepdims=True)  # NumPy adds in pairs: a tree as well
+
+
+def norm_and_factor_ref(sums_P, max_norm):
+    """-> (2,): norm, factor"""
+    norm = np.sqrt(sums_P.sum())
+    limited = 0 < max_norm < math.inf
+    ratio = sums_P.dtype.type(max_norm) / (norm + sums_P.dtype.type(1e-6)) if limited else 1
+    return np.array([norm, 1 if ratio > 1 else ratio], sums_P.dtype)  # a NaN stays a NaN: loud
+
+
+# ----------------------------------------------------------------------------- kernels
+@cuda.jit
+def sum_of_squares_kernel(partial_P, x_n):
+    """Grid P, block BLOCK. Block p adds up tiles p, p + P, ... of TILE elements."""
+    p, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    partial = cuda.shared.array(MAX_WARPS, float32)
+    acc = cuda.local.array(EACH, float32)
+    for j in range(EACH):
+        acc[j] = float32(0.0)
+    for first in range(p * TILE + tid * EACH, x_n.size, int64(cuda.gridDim.x) * TILE):
+        for j in range(EACH):
+            if first + j < x_n.size:
+                acc[j] += x_n[first + j] * x_n[first + j]
+    total = block_sum((acc[0] + acc[1]) + (acc[2] + acc[3]), partial)
+    if tid == 0:
+        partial_P[p] = total
+
+
+@cuda.jit
+def sum_kernel(total_1, partial_P):
+    """Grid 1, block BLOCK. total_1[0] = the sum of partial_P."""
+    shared = cuda.shared.array(MAX_WARPS, float32)
+    acc = float32(0.0)
+    for p in range(cuda.threadIdx.x, partial_P.size, BLOCK):
+        acc += partial_P[p]
+    total = block_sum(acc, shared)
+    if cuda.threadIdx.x == 0:
+        total_1[0] = total
+
+
+@cuda.jit
+def norm_and_factor_kernel(stats_2, sums_P, max_norm):
+    """Grid 1, block BLOCK. stats_2 = norm, factor. max_norm infinite: no clipping."""
+    shared = cuda.shared.array(MAX_WARPS, float32)
+    acc = float32(0.0)
+    for p in range(cuda.threadIdx.x, sums_P.size, BLOCK):
+        acc += sums_P[p]
+    norm = math.sqrt(block_sum(acc, shared))
+    if cuda.threadIdx.x == 0:
+        ratio = max_norm / (norm + float32(1e-6)) if max_norm < INF else float32(1.0)
+        stats_2[0] = norm
+        stats_2[1] = float32(1.0) if ratio > float32(1.0) else ratio  # a NaN stays a NaN: loud
+
+
+# ----------------------------------------------------------------------------- launchers
+def sum_of_squares(x_n: Array) -> Array:
+    """x (n,) float32, n may be 0 -> (1,), in the place where x is. The same bits every time."""
+    check_array("sum_of_squares", "x", x_n, (None,))
+    if on_host(x_n):
+        return sum_of_squares_ref(x_n)
+    total_1 = empty(x_n, 1)
+    launch(sum_kernel, 1, BLOCK, total_1, _partial_sums(x_n))
+    return total_1
+
+
+def norm_and_factor(sums_P: Array, max_norm: float) -> Array:
+    """Sums of squares of P parts (P,) -> (2,): the norm of all and the factor that clips it to max_norm.
+
+    max_norm 0 or infinite means no clipping: factor 1. Raises ValueError for a negative one or NaN.
+    """
+    check_array("norm_and_factor", "sums", sums_P, (None,))
+    check(max_norm >= 0, f"grad_norm: max_norm is {max_norm}, expected 0 (no clipping) or more")
+    if on_host(sums_P):
+        return norm_and_factor_ref(sums_P, max_norm)
+    stats_2 = empty(sums_P, 2)
+    limit = np.float32(max_norm if max_norm > 0 else math.inf)
+    launch(norm_and_factor_kernel, 1, BLOCK, stats_2, sums_P, limit)
+    return stats_2
+
+
+def grad_norm(grads_n: Array, max_norm: float) -> Array:
+    """grads (n,) float32 -> (2,): norm, factor; see norm_and_factor. Nothing is scaled and nothing is copied."""
+    check_array("grad_norm", "grads", grads_n, (None,))
+    sums_P = sum_of_squares_ref(grads_n) if on_host(grads_n) else _partial_sums(grads_n)
+    return norm_and_factor(sums_P, max_norm)
+
+
+def _partial_sums(x_n):
+    P = min(PARTIALS, -(-x_n.size // TILE))
+    partial_P = empty(x_n, P)
+    launch(sum_of_squares_kernel, P, BLOCK, partial_P, x_n)
+    return partial_P

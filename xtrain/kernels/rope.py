@@ -1,0 +1,186 @@
+"""Rotary position embedding (Su et al. 2021).   x, y: (N, H, D)   cos, sin: (P, R), R = D / 2
+
+Every head is R planes; plane r is the pair (x_r, x_{r+R}), the two halves of the head as in Hugging Face. At position
+p it turns by the angle a = p f_r, f_r = theta^(-2r / D): fast planes tell near positions apart, slow ones far ones.
+
+    forward    y_r     = x_r cos a - x_{r+R} sin a
+               y_{r+R} = x_{r+R} cos a + x_r sin a
+    backward   a rotation M(a) is orthogonal, so its Jacobian's transpose is its inverse: dx = M(a)^T dy = M(-a) dy.
+               The same kernel with -sin; nothing is saved but the tables.
+
+M(a)^T M(b) = M(b - a): a query's product with a key depends on their distance alone.
+Row n stands at position n % T (sequences of T tokens, one after another) or at positions_N[n].
+Bytes moved: read x, write y; the tables stay in cache.
+
+Longer contexts than the model was trained on, as in Hugging Face's configs (rope_type, or type in older ones):
+    linear     f / factor (Chen et al. 2023)
+    dynamic    theta grows with the sequence: theta (factor S / S0 - (factor - 1))^(D / (D-2)), S0 the trained length
+    llama3     f for waves that turn often within the trained length, f / factor for slow ones, a blend between
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numba import cuda, int64
+
+from ..device import Array
+from ._launch import check, check_array, check_ids, empty, empty_like, launch, on_host
+
+WARPS = 8  # a block is one token; its 8 warps share the heads
+
+
+# ----------------------------------------------------------------------------- tables
+def rope_frequencies(
+    head_dim: int,
+    theta: float,
+    scaling: Mapping[str, Any] | None = None,
+    seq_len: int | None = None,
+    max_seq_len: int | None = None,
+) -> np.ndarray:
+    """-> f (R,) float64, radians per position. Arguments as in rope_tables."""
+    scaling = scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "dynamic" and head_dim > 2:  # with one plane f is 1 whatever theta is
+        check(max_seq_len is not None, "rope: dynamic scaling needs max_seq_len")
+        stretch = scaling["factor"] * max(seq_len or 0, max_seq_len) / max_seq_len
+        theta = theta * (stretch - (scaling["factor"] - 1)) ** (head_dim / (head_dim - 2))
+    f_R = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if kind == "linear":
+        return f_R / scaling["factor"]
+    if kind == "llama3":
+        return _llama3(f_R, scaling, max_seq_len)
+    check(kind in ("default", "dynamic"), f"rope: scaling type {kind!r} is not supported")
+    return f_R
+
+
+def _llama3(f_R, scaling, max_seq_len):
+    factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    trained = scaling.get("original_max_position_embeddings", max_seq_len)
+    turns_R = trained * f_R / (2 * math.pi)  # of each plane within the trained length
+    keep_R = (turns_R - low) / (high - low)  # 0: slow plane, divide by factor; 1: fast plane, keep
+    blend_R = (1 - keep_R) * f_R / factor + keep_R * f_R
+    return np.where(turns_R < low, f_R / factor, np.where(turns_R > high, f_R, blend_R))
+
+
+def rope_tables(
+    head_dim: int,
+    length: int,
+    theta: float,
+    scaling: Mapping[str, Any] | None = None,
+    seq_len: int | None = None,
+    max_seq_len: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """-> cos, sin (P, R) float32 for the positions 0 .. length - 1; computed in float64 and rounded once.
+
+    scaling: as in Hugging Face's config. seq_len, max_seq_len: only dynamic scaling looks at them; the longest
+    sequence that is to be run, and the length the model was trained for (max_position_embeddings; None: length).
+    Raises ValueError on an odd head_dim or an unknown scaling type.
+    """
+    check(head_dim % 2 == 0, f"rope: head_dim {head_dim} is odd, planes are pairs")
+    f_R = rope_frequencies(head_dim, theta, scaling, seq_len, max_seq_len or length)
+    angle_PR = np.arange(length, dtype=np.float64)[:, None] * f_R
+    return np.cos(angle_PR).astype(np.float32), np.sin(angle_PR).astype(np.float32)
+
+
+# ----------------------------------------------------------------------------- reference
+def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, out=None):
+    """-> y (N, H, D). With -sin: the inverse rotation and the backward."""
+    y_NHD = np.empty_like(x_NHD) if out is None else out
+    R = cos_PR.shape[1]
+    cos_N1R, sin_N1R = cos_PR[positions_N][:, None], sin_PR[positions_N][:, None]
+    x1, x2, y1, y2 = x_NHD[..., :R], x_NHD[..., R:], y_NHD[..., :R], y_NHD[..., R:]
+    np.multiply(x1, cos_N1R, out=y1)
+    y1 -= x2 * sin_N1R
+    np.multiply(x2, cos_N1R, out=y2)
+    y2 += x1 * sin_N1R
+    return y_NHD
+
+
+# ----------------------------------------------------------------------------- kernel
+@cuda.jit(device=True)
+def position_of(n, positions_N, T):
+    """Of row n. T = 0: they are given."""
+    if T > 0:
+        return n % T
+    return int64(positions_N[n])
+
+
+@cuda.jit
+def rope_kernel(y_NHD, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
+    """Grid N, block (32, WARPS). Block n owns token n, warp w the heads w, w + WARPS, ..., lane l the planes l, l + 32, ...
+
+    sign: 1 turns forward, -1 back.
+    """
+    n, lane = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    H, R = x_NHD.shape[1], cos_PR.shape[1]
+    p = position_of(n, positions_N, T)
+    for h in range(cuda.threadIdx.y, H, WARPS):
+        for r in range(lane, R, 32):
+            c, s = cos_PR[p, r], sign * sin_PR[p, r]
+            x1, x2 = x_NHD[n, h, r], x_NHD[n, h, r + R]
+            y_NHD[n, h, r] = x1 * c - x2 * s
+            y_NHD[n, h, r + R] = x2 * c + x1 * s
+
+
+# ----------------------------------------------------------------------------- launchers
+def rope_fwd(
+    x_NHD: Array,
+    cos_PR: Array,
+    sin_PR: Array,
+    positions_N: Array | None = None,
+    T: int | None = None,
+) -> Array:
+    """x (N, H, D) float32, contiguous -> y. Row n stands at positions_N[n]; without those at n % T (T: by default N).
+
+    Positions must lie in the tables: ValueError on the CPU; on a GPU nobody looks at given ones.
+    """
+    return _rotate("rope", x_NHD, cos_PR, sin_PR, positions_N, T, 1.0)
+
+
+def rope_bwd(
+    dy_NHD: Array,
+    cos_PR: Array,
+    sin_PR: Array,
+    positions_N: Array | None = None,
+    T: int | None = None,
+) -> Array:
+    """-> dx (N, H, D): dy turned back. Also the inverse of rope_fwd."""
+    return _rotate("rope backward", dy_NHD, cos_PR, sin_PR, positions_N, T, -1.0)
+
+
+def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
+    check_array(op, "x", x_NHD, (None, None, None))
+    N, _, D = x_NHD.shape
+    check_tables(op, cos_PR, sin_PR, D)
+    positions, T = positions_for(op, x_NHD, cos_PR, positions_N, T)
+    if on_host(x_NHD, cos_PR, sin_PR, positions):
+        return rope_ref(x_NHD, cos_PR, sin_PR if sign > 0 else -sin_PR, positions)
+    y_NHD = empty_like(x_NHD)
+    block = (32, WARPS)
+    launch(rope_kernel, N, block, y_NHD, x_NHD, cos_PR, sin_PR, positions, T, np.float32(sign))
+    return y_NHD
+
+
+def check_tables(op: str, cos_PR: Array, sin_PR: Array, D: int) -> None:
+    check(D % 2 == 0, f"{op}: head width {D} is odd, planes are pairs")
+    check_array(op, "cos", cos_PR, (None, D // 2))
+    check_array(op, "sin", sin_PR, cos_PR.shape)
+
+
+def positions_for(op, x, cos_PR, positions_N, T) -> tuple[Array, int]:
+    """-> what the reference or the kernel takes: positions, and T for the kernel (0: positions are given)."""
+    N, P = x.shape[0], cos_PR.shape[0]
+    if positions_N is None:
+        T = N if T is None else T
+        check(0 < T <= P or N == 0, f"{op}: T = {T} positions, the tables hold {P}")
+        return (np.arange(N) % max(T, 1) if on_host(x) else empty(x, 1, np.int64)), T
+    check(positions_N.shape == (N,), f"{op}: positions {positions_N.shape}, expected ({N},)")
+    check_ids(op, "positions", positions_N)
+    if on_host(positions_N) and N:
+        low, high = positions_N.min(), positions_N.max()
+        check(
+            low >= 0 and high < P, f"{op}: positions {low} to {high}, the tables hold 0 to {P - 1}"
+        )
+    return positions_N, 0

@@ -1,0 +1,262 @@
+"""A Llama (qk_norm=False) or Qwen3 (qk_norm=True) decoder, from token ids to logits. Every line says its shapes.
+
+    ids (B, T) -> embedding (N, C) -> L x [ norm, attention, + ; norm, MLP, + ] -> norm -> head (N, V)
+
+Per token everything is 2-D, (N, C) with N = B T: one large matrix product instead of B small ones. Only attention
+knows about sequences. Positions start again at 0 in every sequence.
+
+Initialisation: norm weights 1; matrices and embeddings normal with standard deviation 0.02; the two matrices that
+write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its variance does not grow with depth
+(Radford et al. 2019).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import functional as F
+from .autograd import Tensor, no_grad
+from .config import ModelConfig, UserError
+from .device import Array, is_gpu, resolve_device, to_device, to_numpy
+from .kernels.cross_entropy import count_targets
+from .kernels.rope import rope_tables
+from .nn import Embedding, Linear, Module, Parameter, RMSNorm
+
+STD = 0.02
+
+
+class RotaryTables:
+    """cos and sin of every position, (positions, D/2) float32, made once per length class and kept on the device."""
+
+    def __init__(self, config: ModelConfig, device: str):
+        self.config, self.device, self.tables = config, device, {}
+
+    def __call__(self, T: int) -> tuple[Array, Array]:
+        c, scaling = self.config, self.config.rope_scaling
+        if not self._depends_on_length():
+            T = c.max_seq_len
+        if T not in self.tables:
+            tables = rope_tables(c.head_dim, T, c.rope_theta, scaling, seq_len=T)
+            self.tables[T] = tuple(to_device(t, self.device) for t in tables)
+        return self.tables[T]
+
+    def _depends_on_length(self):
+        scaling = self.config.rope_scaling or {}
+        return scaling.get("rope_type", scaling.get("type")) == "dynamic"
+
+
+class Attention(Module):
+    def __init__(self, c: ModelConfig):
+        D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
+        rows = {"q_proj.weight": H * D, "k_proj.weight": G * D, "v_proj.weight": G * D}
+        self.qkv = Parameter(((H + 2 * G) * D, c.dim), STD, rows)
+        self.o_proj = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(D, c.norm_eps), RMSNorm(D, c.norm_eps)
+        self.config = c
+
+    def __call__(self, x_NC: Tensor, B: int, rotary: tuple[Array, Array]) -> Tensor:
+        c = self.config
+        D, H, G, T = c.head_dim, c.n_heads, c.n_kv_heads, x_NC.shape[0] // B
+        norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
+        qkv = F.linear(x_NC, self.qkv)  # (N, (H + 2G) D)
+        q, k, v = F.qk_norm_rope(qkv, *norms, *rotary, H, G, T, c.norm_eps, None)
+        q_BTHD, k_BTGD, v_BTGD = (x.reshape(B, T, -1, D) for x in (q, k, v))
+        o_BTHD = F.attention(q_BTHD, k_BTGD, v_BTGD, D**-0.5, True)
+        return self.o_proj(o_BTHD.reshape(B * T, H * D))  # (N, C)
+
+
+class MLP(Module):
+    def __init__(self, c: ModelConfig):
+        F_ = c.hidden_dim
+        self.gate_up = Parameter(
+            (2 * F_, c.dim), STD, {"gate_proj.weight": F_, "up_proj.weight": F_}
+        )
+        self.down_proj = Linear(F_, c.dim, STD / (2 * c.n_layers) ** 0.5)
+
+    def __call__(self, x_NC: Tensor) -> Tensor:
+        gu_N2F = F.linear(x_NC, self.gate_up)
+        return self.down_proj(F.swiglu(gu_N2F))  # (N, F) -> (N, C)
+
+
+class Block(Module):
+    """The residual stream h and what the last block still has to add to it travel apart, so that each addition is
+    fused with the norm that follows it."""
+
+    def __init__(self, c: ModelConfig):
+        self.self_attn, self.mlp = Attention(c), MLP(c)
+        self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
+
+    def __call__(self, h_NC, pending_NC, B, rotary):
+        if pending_NC is None:
+            x_NC = self.input_layernorm(h_NC)
+        else:
+            h_NC, x_NC = self.input_layernorm(h_NC, pending_NC)
+        h_NC, x_NC = self.post_attention_layernorm(h_NC, self.self_attn(x_NC, B, rotary))
+        return h_NC, self.mlp(x_NC)
+
+
+class Decoder(Module):
+    """Everything below the head; its attribute names are those of the Hugging Face layout."""
+
+    def __init__(self, c: ModelConfig):
+        self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
+        self.layers = [Block(c) for _ in range(c.n_layers)]
+        self.norm = RMSNorm(c.dim, c.norm_eps)
+
+    def __call__(self, ids_N: Array, B: int, rotary: tuple[Array, Array]) -> Tensor:
+        h_NC, pending_NC = self.embed_tokens(ids_N), None
+        for layer in self.layers:
+            h_NC, pending_NC = layer(h_NC, pending_NC, B, rotary)
+        return self.norm(h_NC, pending_NC)[1]  # (N, C)
+
+
+class Transformer(Module):
+    """The model. device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
+
+    arena: all parameters (nn.Arena).  Calling the model gives logits, `loss` the mean cross-entropy.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0, device: str = "cpu"):
+        self.config = config
+        self.device = device if device == "sim" else resolve_device(device)
+        self.model = Decoder(config)
+        if not config.tie_embeddings:
+            self.lm_head = Parameter(
+                (config.padded_vocab_size, config.dim), STD, {"lm_head.weight": config.vocab_size}
+            )
+        self.arena = self.make_arena(self.device, seed)
+        self.rotary = RotaryTables(config, self.device)
+
+    def __call__(self, ids: Array) -> Tensor:
+        """ids (B, T), whole numbers, NumPy or CuPy -> logits Tensor (B, T, V).
+
+        Raises UserError when T > max_seq_len or an id is not in [0, vocab_size). (Ids that are on the GPU
+        already are not looked at, for that would mean waiting: a wrong one gives NaN logits.)
+        """
+        B, T = self._check_ids(ids, "ids").shape
+        logits_BTP = self._logits(self._hidden(ids)).reshape(B, T, -1)
+        return F.narrow(logits_BTP, self.config.vocab_size)
+
+    def loss(self, ids: Array, targets: Array, inv_count: Array | None = None) -> Tensor:
+        """ids, targets (B, T) -> mean cross-entropy over the targets that are not -100, in nats; shape ().
+
+        inv_count: (1,) float32 on the model's device, 1 / number of targets to divide by, when this call sees only
+        a part of the batch. Raises UserError like calling the model; without a single target the loss is 0.
+        """
+        self._check_ids(ids, "ids")
+        if targets.shape != ids.shape:
+            raise UserError(
+                f"targets have shape {targets.shape}, ids {ids.shape}: they must be the same"
+            )
+        targets_N = self._to_device(self._check_ids(targets, "targets").reshape(-1))
+        if inv_count is None:
+            inv_count = count_targets(targets_N)
+        return F.cross_entropy(
+            self._logits(self._hidden(ids)), targets_N, self.config.vocab_size, inv_count
+        )
+
+    def _hidden(self, ids: Array) -> Tensor:
+        B, T = ids.shape
+        return self.model(self._to_device(ids.reshape(-1)), B, self.rotary(T))  # (N, C)
+
+    def _logits(self, x_NC: Tensor) -> Tensor:
+        head = self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
+        return F.linear(x_NC, head)  # (N, padded V)
+
+    def _to_device(self, array: Array) -> Array:
+        return array if is_gpu(array) else to_device(np.ascontiguousarray(array), self.device)
+
+    def _check_ids(self, ids: Array, what: str) -> Array:
+        c = self.config
+        if ids.ndim != 2 or ids.dtype.kind not in "iu":
+            raise UserError(
+                f"{what} must be whole numbers of shape (B, T), got {ids.dtype} of shape {ids.shape}"
+            )
+        if ids.shape[1] > c.max_seq_len:
+            raise UserError(
+                f"{what} have {ids.shape[1]} tokens a sequence, the model takes {c.max_seq_len} (max_seq_len)"
+            )
+        if is_gpu(ids) and self.device != "gpu":
+            raise UserError(
+                f"{what} are on the GPU, the model on the CPU: use device='gpu' or {what}.get()"
+            )
+        if not is_gpu(ids) and ids.size:
+            ignored = 0 if what == "ids" else -100
+            bad = (ids < 0) & (ids != ignored) | (ids >= c.vocab_size)
+            if bad.any():
+                raise UserError(
+                    f"{what} hold {int(ids[bad][0])}: they must be below vocab_size, {c.vocab_size}"
+                )
+        return ids
+
+    def zero_grad(self) -> None:
+        self.arena.grads.fill(0)
+
+    @no_grad()
+    def generate(
+        self,
+        ids: Array,
+        max_new_tokens: int,
+        temperature: float = 0,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> Array:
+        """ids (B, T) or (T,) -> the same with max_new_tokens appended to every sequence.
+
+        temperature 0 takes the most likely token; otherwise one is drawn from softmax(logits / temperature), among
+        the top_k most likely if given. Every sequence has random numbers of its own. The whole prefix is computed
+        again for every token. Raises UserError when prompt and new tokens do not fit into max_seq_len.
+        """
+        tokens = np.atleast_2d(to_numpy(ids))
+        if not tokens.size:
+            raise UserError("the prompt is empty: give at least one token")
+        self._check_ids(tokens, "ids")
+        total = tokens.shape[1] + max_new_tokens
+        if total > self.config.max_seq_len or max_new_tokens < 0:
+            raise UserError(
+                f"{tokens.shape[1]} prompt tokens and {max_new_tokens} new ones do not fit into "
+                f"max_seq_len {self.config.max_seq_len}"
+            )
+        streams = [np.random.default_rng([seed, row]) for row in range(len(tokens))]
+        for _ in range(max_new_tokens):
+            B, T = tokens.shape
+            last_BC = self._hidden(tokens).data.reshape(B, T, -1)[:, -1].copy()
+            logits = to_numpy(self._logits(Tensor(last_BC)).data)[:, : self.config.vocab_size]
+            picks = [pick(row, temperature, top_k, stream) for row, stream in zip(logits, streams)]
+            tokens = np.concatenate([tokens, np.array(picks, tokens.dtype)[:, None]], axis=1)
+        out = tokens.reshape(*ids.shape[:-1], -1)
+        return to_device(out, "gpu") if is_gpu(ids) else out
+
+    def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:
+        """Write the Hugging Face layout (LlamaForCausalLM or Qwen3ForCausalLM); see huggingface.save."""
+        from .huggingface import save
+
+        save(self, Path(folder), tokenizer)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, device: str = "cpu") -> "Transformer":
+        """Read a folder in the Hugging Face layout; see huggingface.load. Raises UserError."""
+        from .huggingface import load
+
+        return load(Path(folder), device)
+
+
+def pick(
+    logits_V: np.ndarray, temperature: float, top_k: int | None, rng: np.random.Generator
+) -> int:
+    """Choose a token. Ties go to the lower id, at temperature 0 and at the border of the top_k."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    scaled = logits_V.astype(np.float64) / temperature
+    if top_k is not None and top_k < scaled.size:
+        kept = np.argsort(-scaled, kind="stable")[:top_k]
+        masked = np.full_like(scaled, -np.inf)
+        masked[kept] = scaled[kept]
+        scaled = masked
+    p = np.exp(scaled - scaled.max())
+    return int(
+        np.searchsorted(np.cumsum(p) / p.sum(), rng.random(), side="right").clip(0, p.size - 1)
+    )

@@ -1,0 +1,173 @@
+"""Modules, and the arena in which all parameters of a model live.
+
+    weights  [ embedding | layer 0 ... layer L-1 | head |  all norms ]      one contiguous float32 array
+    grads    [ the same layout                                      ]      one more
+               <---------- decayed -------------> <-- not ------->
+
+Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and nothing is ever
+flattened. The order is that of the forward pass: backward fills the gradients from the end.
+
+A Parameter may hold several tensors of the Hugging Face layout as blocks of its rows (q, k and v; gate and up), and
+rows of padding after them (the vocabulary). `named_parameters()` yields each tensor as a view under its Hugging Face name.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from . import functional as F
+from .autograd import Tensor, Version
+from .device import Array, to_device
+
+ALIGN = (
+    64  # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
+)
+
+
+class Parameter(Tensor):
+    """A trainable tensor. It has a shape from the start, and memory once its model has made the arena.
+
+    shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding.
+    std: of the normal initialisation; None: ones.  decay: weight decay applies.
+    """
+
+    __slots__ = ("decay", "declared_shape", "offset", "parts", "std")
+
+    def __init__(
+        self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
+    ):
+        super().__init__(np.empty(0, np.float32), requires_grad=True)
+        self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
+        self.parts = parts or {"weight": shape[0]}
+
+    @property
+    def data(self) -> Array:
+        return self._data
+
+    @data.setter
+    def data(self, array: Array) -> None:
+        """The values are copied into the arena; the parameter stays a view of it."""
+        if array.shape != self.shape:
+            raise ValueError(
+                f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
+            )
+        self[...] = array
+
+
+class _Part(Tensor):
+    """One Hugging Face tensor inside a Parameter: views of its data and gradient."""
+
+    __slots__ = ()
+
+    data = Parameter.data
+
+    def __init__(self, parameter, rows):
+        super().__init__(parameter.data[rows], requires_grad=True)
+        self.grad, self.version = parameter.grad[rows], parameter.version
+
+
+class Arena:
+    """Memory of all parameters: weights and grads, 1-D float32 arrays; elements [0, n_decay) are decayed."""
+
+    def __init__(self, parameters: list[Parameter], device: str):
+        ordered = [p for p in parameters if p.decay] + [p for p in parameters if not p.decay]
+        offsets, size = [], 0
+        for parameter in ordered:
+            offsets.append(size)
+            size += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
+        self.weights = to_device(np.zeros(size, np.float32), device)
+        self.grads = to_device(np.zeros(size, np.float32), device)
+        self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
+        self.version = Version()
+        for parameter, offset in zip(ordered, offsets):
+            shape, parameter.offset = parameter.declared_shape, offset
+            where = slice(offset, offset + math.prod(shape))
+            parameter._data = self.weights[where].reshape(shape)
+            parameter.grad = self.grads[where].reshape(shape)
+            parameter.version = self.version
+
+
+class Module:
+    """A tree of modules and parameters, found by walking the attributes in the order they were set."""
+
+    def storage(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
+        """(name of the module, Parameter as it lies in memory), depth first."""
+        for name, value in vars(self).items():
+            if isinstance(value, Parameter):
+                yield prefix, value
+            elif isinstance(value, Module):
+                yield from value.storage(f"{prefix}{name}.")
+            elif isinstance(value, list):
+                for i, item in enumerate(value):
+                    yield from item.storage(f"{prefix}{name}.{i}.")
+
+    def views(self, array: Array) -> Iterator[tuple[str, Array]]:
+        """(Hugging Face name, view) into any array laid out like the arena: weights, gradients, moments."""
+        for prefix, p in self.storage():
+            width = math.prod(p.declared_shape[1:])
+            row = 0
+            for suffix, rows in p.parts.items():
+                where = slice(p.offset + row * width, p.offset + (row + rows) * width)
+                yield prefix + suffix, array[where].reshape(rows, *p.declared_shape[1:])
+                row += rows
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor whose data and grad have the Hugging Face shape and are views)"""
+        for prefix, parameter in self.storage():
+            row = 0
+            for suffix, rows in parameter.parts.items():
+                yield prefix + suffix, _Part(parameter, slice(row, row + rows))
+                row += rows
+
+    def make_arena(self, device: str, seed: int) -> Arena:
+        """Allocate all parameters and initialise them.
+
+        Every tensor has a random stream of its own, named by the seed and its Hugging Face name: the numbers
+        depend neither on packing nor on padding nor on the order of the layers.
+        """
+        arena = Arena([p for _, p in self.storage()], device)
+        std = {prefix + suffix: p.std for prefix, p in self.storage() for suffix in p.parts}
+        for name, tensor in self.named_parameters():
+            if std[name] is None:
+                tensor.data.fill(1)
+                continue
+            stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
+            values = stream.standard_normal(tensor.shape, dtype=np.float32) * np.float32(std[name])
+            tensor.data = to_device(values, device)
+        return arena
+
+
+class Embedding(Module):
+    """(V, C) table; rows from vocab_size up to padded_size are zero and stay zero."""
+
+    def __init__(self, vocab_size: int, padded_size: int, dim: int, std: float):
+        self.weight = Parameter((padded_size, dim), std, {"weight": vocab_size})
+
+    def __call__(self, ids_N: Array) -> Tensor:
+        return F.embedding(ids_N, self.weight)
+
+
+class Linear(Module):
+    """y = x w^T, no bias. parts: {Hugging Face suffix: output features} when several matrices are packed."""
+
+    def __init__(
+        self, in_features: int, out_features: int, std: float, parts: dict[str, int] | None = None
+    ):
+        self.weight = Parameter((out_features, in_features), std, parts)
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        return F.linear(x_NI, self.weight)
+
+
+class RMSNorm(Module):
+    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel."""
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.eps = Parameter((dim,), None), eps
+
+    def __call__(self, x_NC: Tensor, residual_NC: Tensor | None = None):
+        if residual_NC is None:
+            return F.rmsnorm(x_NC, self.weight, self.eps)
+        return F.residual_rmsnorm(x_NC, residual_NC, self.weight, self.eps)

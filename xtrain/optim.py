@@ -1,0 +1,77 @@
+"""AdamW over the arena, gradient clipping and the learning-rate schedule.
+
+One kernel updates every parameter of the model; what changes from step to step (learning rate, bias corrections, clip
+factor) reaches it in device arrays, so that a captured step can be replayed.
+"""
+
+import math
+
+import numpy as np
+
+from .config import UserError
+from .device import Array, to_device
+from .kernels._launch import zeros
+from .kernels.adamw import adamw, adamw_hyper
+from .kernels.grad_norm import grad_norm
+from .model import Transformer
+
+
+class AdamW:
+    """AdamW (Loshchilov & Hutter 2019): decoupled weight decay on matrices, none on norms.
+
+    m, v: the moments, arrays of the arena's length.  t: steps done.  lr may be changed between steps.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ):
+        for name, ok in (
+            ("lr", 0 <= lr < math.inf),
+            ("betas", all(0 <= b < 1 for b in betas)),
+            ("eps", eps > 0),
+            ("weight_decay", weight_decay >= 0),
+        ):
+            if not ok:
+                raise UserError(f"AdamW: {name} is out of range")
+        self.model, self.arena = model, model.arena
+        self.lr, self.betas, self.eps, self.weight_decay, self.t = lr, betas, eps, weight_decay, 0
+        weights = self.arena.weights
+        self.m, self.v = zeros(weights, weights.shape), zeros(weights, weights.shape)
+        self._one = to_device(np.ones(1, np.float32), model.device)
+
+    def step(self, factor_1: Array | None = None) -> None:
+        """Update every parameter from its gradient, multiplied by factor_1 (a (1,) device array; see clip)."""
+        self.t += 1
+        a = self.arena
+        hyper = to_device(adamw_hyper(self.lr, *self.betas, self.t), self.model.device)
+        factor_1 = self._one if factor_1 is None else factor_1
+        adamw(
+            a.weights, a.grads, self.m, self.v, factor_1, hyper,
+            a.n_decay, *self.betas, self.eps, self.weight_decay,
+        )  # fmt: skip
+        a.version.count += 1
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
+def clip(model: Transformer, max_norm: float) -> tuple[Array, Array]:
+    """-> (global gradient norm, factor that brings it down to max_norm), (1,) arrays on the device.
+
+    Nothing is scaled here: hand the factor to AdamW.step. max_norm 0 means no clipping.
+    """
+    stats = grad_norm(model.arena.grads, max_norm)
+    return stats[:1], stats[1:]
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int, min_ratio: float) -> float:
+    """Linear warm-up over `warmup` steps, then half a cosine down to min_ratio * peak at the last. step counts from 0."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -1,0 +1,179 @@
+"""Byte-level BPE (Sennrich 2016, on bytes as in GPT-2), by the `tokenizers` library: text <-> ids.
+
+A text is first a sequence of UTF-8 bytes, so no character is unknown and nothing is lost: the bytes
+of its tokens, one after the other, are the text. Two things follow from that: `token_lengths` (bits
+per byte is exact for any window of tokens) and `stream` (a token may end inside a character; text
+comes out as soon as the character is complete).
+
+A tokenizer is saved as Hugging Face does: tokenizer.json and tokenizer_config.json.
+"""
+
+import codecs
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from .config import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+MIN_VOCAB = 257  # 256 bytes and the end of text
+MAX_VOCAB = 1 << 24  # a larger id is a damaged file, and a table of that size would fill the memory
+# What other tokenizers call it, when no tokenizer_config.json beside them says so.
+OTHER_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
+
+
+class Tokenizer:
+    """A tokenizer with an end-of-text token. Make one with `Tokenizer.train` or `Tokenizer.load`.
+
+    vocab_size     V: every id is below it (it may be smaller than asked when the text is short)
+    eot_id, eot    the token that ends a document, and its text. `encode` turns that text into the
+                   token, as Hugging Face does
+    token_bytes    list of V byte strings
+    token_lengths  (V,) int32: their lengths, but 0 for the end of text
+    sha256         of the saved tokenizer.json
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, eot: str = END_OF_TEXT):
+        backend.no_truncation()  # settings of an inference server that would cut a document short
+        backend.no_padding()
+        self._backend = backend
+        self.eot, self.eot_id = eot, backend.token_to_id(eot)
+        if self.eot_id is None:
+            raise UserError(f"the tokenizer has no token {eot!r} to end a document with")
+        ids = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1
+        if self.vocab_size > MAX_VOCAB:
+            raise UserError(
+                f"the tokenizer has an id {self.vocab_size - 1}, xtrain takes ids below {MAX_VOCAB}"
+            )
+        self.token_bytes = _token_bytes(ids, self.vocab_size, json.loads(backend.to_str()))
+        self.token_lengths = np.array([len(b) for b in self.token_bytes], np.int32)
+        self.token_lengths[self.eot_id] = 0
+        self.sha256 = hashlib.sha256(self._json()).hexdigest()
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Learn merges: the same texts give the same file. A pair seen only once is not merged."""
+        if vocab_size < MIN_VOCAB:
+            raise UserError(
+                f"--vocab-size {vocab_size} is too small: give at least {MIN_VOCAB}, "
+                f"for 256 bytes and {END_OF_TEXT}"
+            )
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """path: a tokenizer.json or its folder. Raises UserError when it is missing or unusable."""
+        path = Path(path)
+        if path.is_dir():
+            path = path / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(
+                f"there is no tokenizer at {path}: give a tokenizer.json or a folder that holds one"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            return cls(backend, _end_of_text(path, backend))
+        except UserError as error:
+            raise UserError(f"{path} cannot be used: {error}") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        except (
+            Exception
+        ) as error:  # the library raises the base class for everything it cannot parse
+            raise UserError(f"{path} is not a tokenizer.json: {error}") from None
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, for transformers.AutoTokenizer."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.eot,
+            "eos_token": self.eot,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer.json").write_bytes(self._json())
+        (folder / "tokenizer_config.json").write_bytes(
+            (json.dumps(config, indent=2) + "\n").encode()
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """The same for many texts, on all cores."""
+        return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Bytes that are no UTF-8 become U+FFFD; ids beyond the vocabulary are left out."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yield text while ids arrive, whole characters only; joined it is `decode` of all ids."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for i in ids:
+            piece = decoder.decode(self.token_bytes[i] if i < self.vocab_size else b"")
+            if piece:
+                yield piece
+        if rest := decoder.decode(b"", final=True):
+            yield rest
+
+    def _json(self) -> bytes:
+        return (self._backend.to_str(pretty=True) + "\n").encode()
+
+
+def _end_of_text(path: Path, backend: tokenizers.Tokenizer) -> str:
+    """eos_token of the tokenizer_config.json beside it, otherwise the first known name it has."""
+    config = path.with_name("tokenizer_config.json")
+    if config.is_file():
+        eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        eos = eos.get("content") if isinstance(eos, dict) else eos
+        if isinstance(eos, str):
+            return eos
+    return next(
+        (name for name in OTHER_END_OF_TEXT if backend.token_to_id(name) is not None), END_OF_TEXT
+    )
+
+
+def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict) -> list[bytes]:
+    """The bytes of each token. A byte-level vocabulary writes a byte as one printable character."""
+    if spec["model"]["type"] != "BPE":
+        raise UserError(f"it is a {spec['model']['type']} tokenizer, xtrain needs BPE")
+    byte_level = "ByteLevel" in json.dumps([spec["pre_tokenizer"], spec["decoder"]])
+    byte_of = _byte_of_character()
+    added = {token["id"] for token in spec["added_tokens"]}
+    table = [b""] * vocab_size
+    for token, i in ids.items():
+        if byte_level and i not in added:
+            table[i] = bytes(byte_of[c] for c in token)
+        elif len(token) == 6 and token.startswith("<0x"):  # byte fallback of SentencePiece
+            table[i] = bytes([int(token[3:5], 16)])
+        else:
+            table[i] = token.replace(
+                "▁", " "
+            ).encode()  # SentencePiece writes a space as this character
+    return table
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's table: printable Latin-1 is itself, the other bytes are U+0100, U+0101, ..."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other = [b for b in range(256) if b not in own]
+    return {chr(b): b for b in own} | {chr(256 + n): b for n, b in enumerate(other)}
