@@ -20,7 +20,7 @@ def from_bits(*groups):
 
 
 def hard_floats():
-    """Every rounding decision: around the tie of some upper halves, infinities, NaN, subnormals, the largest."""
+    """Every rounding decision: around the ties of some upper halves; infinity, NaN, subnormals."""
     upper = np.concatenate(
         [
             np.arange(0, 6),  # zero and subnormals
@@ -62,7 +62,7 @@ def test_widening_every_pattern_is_bit_exact():
 
 
 def test_there_and_back():
-    """Widening is exact, so a second round trip changes nothing; the first errs by half a unit at most."""
+    """Widening is exact, so a second round trip changes nothing; the first errs by half a unit."""
     x = normal(1, 3, 5, 7, scale=100.0)
     once = cast_fwd(cast_fwd(to_kernel(x), BF16), np.float32)
     again = cast_fwd(cast_fwd(once, BF16), np.float32)

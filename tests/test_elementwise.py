@@ -1,4 +1,4 @@
-"""Add and scale: the references against calculus and PyTorch, the kernels against the references."""
+"""Add and scale: the references against calculus and PyTorch, the kernels against them."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def test_bad_input():
         add_fwd(a, a[0])
     with pytest.raises(TypeError, match="add_into: b is int32"):
         add_into(a, a.astype(np.int32))
-    with pytest.raises(ValueError, match="scale: x .* not contiguous"):
+    with pytest.raises(ValueError, match=r"scale: x .* not contiguous"):
         scale_fwd(a[:, ::2], 2.0)
     with pytest.raises(ValueError, match=r"factor has shape \(2,\), expected \(1\)"):
         scale_into(a, np.ones(2, np.float32))

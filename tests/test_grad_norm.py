@@ -1,4 +1,4 @@
-"""The gradient norm and the clip factor: against PyTorch's clip_grad_norm_ and between kernel and reference."""
+"""Gradient norm and clip factor: against PyTorch's clip_grad_norm_, kernel against reference."""
 
 import math
 
@@ -53,6 +53,8 @@ def test_no_clipping_and_what_is_not_finite(place):
         assert got[1] == 1 and abs(got[0] / norm - 1) < 1e-6
     assert to_host(grad_norm(place(np.zeros(4, np.float32)), 1.0)).tolist() == [0, 1]
     assert to_host(grad_norm(place(x[:0]), 1.0)).tolist() == [0, 1]
+    tiny = np.array([1e-6], np.float32)  # PyTorch divides by norm + 1e-6
+    assert to_host(grad_norm(place(tiny), 1e-6))[1] == 0.5
     x[3] = np.nan
     assert np.isnan(to_host(grad_norm(place(x), 1.0))).all()  # as PyTorch: every weight turns NaN
     x[3] = np.inf

@@ -1,4 +1,4 @@
-"""Residual + RMSNorm: the reference against calculus and PyTorch, the kernels against the reference."""
+"""Residual + RMSNorm: the reference against calculus and PyTorch, the kernels against it."""
 
 import numpy as np
 import pytest
@@ -50,9 +50,7 @@ def test_forward_kernel(shape, scale):
     x, r, w, *_ = case(*shape, scale)
     got = residual_rmsnorm_fwd(to_kernel(x), to_kernel(r), to_kernel(w), EPS)
     exact = residual_rmsnorm_ref(*double(x, r, w), EPS)
-    for name, k, e, ref in zip(
-        ("h", "y", "rstd"), got, exact, residual_rmsnorm_ref(x, r, w, EPS)
-    ):
+    for name, k, e, ref in zip(("h", "y", "rstd"), got, exact, residual_rmsnorm_ref(x, r, w, EPS)):
         assert_as_good(k, e, ref, what=name)
     assert np.array_equal(to_host(got[0]), x + r)
 

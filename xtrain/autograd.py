@@ -263,7 +263,7 @@ _units: dict = {}
 
 def _unit(like):
     """The gradient 1, always the same array: an op may skip a multiplication with it (see is_unit)."""
-    key = type(like), like.shape, like.dtype, getattr(like, "device", None)
+    key = type(like), like.shape, like.dtype, str(like.device)
     if key not in _units:
         _units[key] = zeros(like, like.shape)
         _units[key][...] = 1

@@ -121,6 +121,14 @@ class ModelConfig:
         """Rows of the embedding table and of the head in memory; those from vocab_size on are zero and stay zero."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
+    @property
+    def context(self) -> int:
+        """Longest sequence the model takes: max_seq_len, and with dynamic RoPE scaling `factor` times that."""
+        scaling = self.rope_scaling or {}
+        if scaling.get("rope_type", scaling.get("type")) == "dynamic":
+            return max(self.max_seq_len, int(self.max_seq_len * scaling["factor"]))
+        return self.max_seq_len
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -17,14 +17,13 @@ An op of your own, in three lines:
     assert max(errors) < 1e-6
 """
 
+import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -34,12 +33,12 @@ from .config import ModelConfig, UserError
 from .kernels.cross_entropy import IGNORE, count_targets
 from .kernels.rope import rope_tables
 from .model import Transformer
-from .nn import Module, Parameter
 
 STEP = 1e-5  # e, relative to the size of an input
 TOLERANCE = 1e-6
+EPS = 0.01  # of the norms: with 1e-6 they bend, near 0, within one step
 FLAT = 1e-4  # slopes below this share of the output count as zero: rounding alone makes 1e-11
-EXAMPLES = 25  # shapes per op
+EXAMPLES = 40  # draws per op
 
 
 # ----------------------------------------------------------------------------- one function
@@ -65,60 +64,71 @@ def check(
     f is called several times with the same values and must give the same result. Backward must *add* to the
     gradient of an input: it starts from random numbers here.
     """
-    rng = np.random.default_rng(seed)
+    if not all(isinstance(x, np.ndarray) and x.dtype == np.float64 for x in inputs):
+        raise TypeError("gradcheck.check takes NumPy arrays of float64: use x.astype(np.float64)")
+
+    def outputs_of(*tensors):
+        outputs = f(*tensors)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    normal = np.random.default_rng(seed).standard_normal
     tensors = [Tensor(x.copy(), requires_grad=True) for x in inputs]
-    outputs = _as_tuple(f(*tensors))
-    weights = [np.asarray(rng.standard_normal(y.shape)).astype(y.dtype) for y in outputs]
-    size = np.sqrt(sum(np.square(c * y.data).sum() for y, c in zip(outputs, weights)))
-    before = [rng.standard_normal(x.shape) for x in inputs]
+    before = [normal(x.shape) for x in inputs]
     for tensor, gradient in zip(tensors, before):
         tensor.grad = gradient.copy()
+    outputs = outputs_of(*tensors)
+    weights = [np.asarray(normal(y.shape)).astype(y.dtype) for y in outputs]  # c
+    size = _norm(c * y.data for y, c in zip(outputs, weights))
     _Inner.apply(*outputs, *weights).backward()
-    gradients = [tensor.grad - gradient for tensor, gradient in zip(tensors, before)]
-
-    def outputs_at(i, moved):
-        with no_grad():
-            values = [moved if j == i else x.copy() for j, x in enumerate(inputs)]
-            return [y.data for y in _as_tuple(f(*map(Tensor, values)))]
-
     errors = []
-    for i, x in enumerate(inputs):
-        v = rng.standard_normal(x.shape) * (np.sqrt(np.square(x).mean()) or 1.0)
-        up, down = outputs_at(i, x + step * v), outputs_at(i, x - step * v)
-        numeric = [c * (y1 - y0) / (2 * step) for c, y1, y0 in zip(weights, up, down)]
-        errors.append(_relative(numeric, [gradients[i] * v], FLAT * size))
+    for i, (x, tensor) in enumerate(zip(inputs, tensors)):
+        v = normal(x.shape) * (np.sqrt(np.square(x).mean()) or 1.0)
+        with no_grad():
+            up, down = (
+                outputs_of(
+                    *(Tensor(z + e * v if j == i else z.copy()) for j, z in enumerate(inputs))
+                )
+                for e in (step, -step)
+            )
+        numeric = [c * (y1.data - y0.data) / (2 * step) for c, y1, y0 in zip(weights, up, down)]
+        analytic = (tensor.grad - before[i]) * v
+        difference = abs(sum(terms.sum() for terms in numeric) - analytic.sum())
+        error = difference / max(_norm(numeric), _norm([analytic]), FLAT * size, 1e-300)
+        errors.append(np.inf if np.isnan(error) else float(error))
     return errors
 
 
-def _relative(numeric, analytic, floor):
-    """The difference of two sums, relative to the size of what is added up."""
-    difference = abs(sum(t.sum() for t in numeric) - sum(t.sum() for t in analytic))
-    norms = [np.sqrt(sum(np.square(t).sum() for t in terms)) for terms in (numeric, analytic)]
-    error = float(difference / max(*norms, floor, 1e-300))
-    return np.inf if np.isnan(error) else error
-
-
-def _as_tuple(outputs):
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+def _norm(arrays):
+    return np.sqrt(sum(np.square(a).sum() for a in arrays))
 
 
 # ----------------------------------------------------------------------------- every op
-# What a shape is drawn from: 1, odd, larger than a block of a kernel (or of a reference: 67 x 1030 logits).
-SIZES = {
-    "N": (1, 2, 5, 67), "C": (1, 2, 7, 300), "I": (1, 3, 33), "O": (1, 2, 65), "V": (1, 2, 37, 1030),
-    "F": (1, 3, 257), "B": (1, 2, 3), "T": (1, 2, 5, 33), "past": (0, 3), "G": (1, 2, 3), "rep": (1, 2, 3),
-    "R": (1, 2, 17), "pad": (0, 1, 5), "norm": (True, False), "given": (False, True), "causal": (True, False),
-    "tied": (False, True),
-}  # fmt: skip
+# What every size is drawn from: 1, odd, larger than a block of the kernel. The smallest first: hypothesis shrinks to it.
+SIZES = dict(
+    N=(1, 2, 5, 67), C=(1, 2, 7, 300), I=(1, 3, 33), O=(1, 2, 65), V=(1, 2, 37, 1030), F=(1, 3, 257),
+    B=(1, 2, 3), T=(1, 2, 5, 33), past=(0, 3), G=(1, 2, 3), rep=(1, 2, 3), R=(1, 2, 17), pad=(0, 1, 5),
+    norm=(True, False), given=(False, True), causal=(True, False), tied=(False, True),
+)  # fmt: skip
 
 
-class Draw(SimpleNamespace):
-    """The sizes that were drawn, as attributes; and what ops need beside their differentiable inputs."""
+class Draw:
+    """Sizes as attributes, drawn when first asked for; what follows from them; what ops need beside their inputs."""
 
-    D = property(lambda self: 2 * self.R)  # head width
-    H = property(lambda self: self.G * self.rep)  # query heads
-    S = property(lambda self: self.T + self.past)  # keys
-    BT = property(lambda self: self.B * self.T)
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __getattr__(self, name):  # not there yet
+        setattr(self, name, self.draw(SIZES[name]))
+        return getattr(self, name)
+
+    D = property(lambda d: 2 * d.R)  # head width
+    H = property(lambda d: d.G * d.rep)  # query heads
+    S = property(lambda d: d.T + d.past)  # keys
+    A = property(lambda d: d.rep * d.T)  # rows of scores
+    M = property(lambda d: d.B * d.T)  # tokens
+    Q = property(lambda d: (d.H + 2 * d.G) * d.D)  # columns of packed q, k, v
+    P = property(lambda d: d.V + d.pad)  # padded vocabulary
+    FF = property(lambda d: 2 * d.F)  # gate and up
 
     def ids(self, n, below):
         return np.random.default_rng(n).integers(below, size=n)
@@ -127,54 +137,129 @@ class Draw(SimpleNamespace):
         ids = self.ids(n, below)
         return np.where(ids % 3 == 0, IGNORE, ids)
 
-    def rotary(self):
-        """-> cos, sin, positions of all rows or None"""
-        positions = self.ids(self.BT, self.T) if self.given else None
-        return *rope_tables(self.D, self.T, 100.0), positions
+    def inv_count(self):
+        return count_targets(self.targets(self.N, self.V))
+
+    def tables(self):
+        return rope_tables(self.D, self.T, 100.0)  # cos, sin
+
+    def positions(self):
+        return self.ids(self.M, self.T) if self.given else None
 
     @functools.cached_property
     def model(self):
         shape = dict(vocab_size=11, dim=6, n_layers=2, n_heads=self.H, n_kv_heads=self.G)
-        more = dict(head_dim=4, hidden_dim=5, max_seq_len=8)
-        return Transformer(
-            ModelConfig(**shape, **more, qk_norm=self.norm, tie_embeddings=self.tied)
-        )
+        more = dict(head_dim=4, hidden_dim=5, max_seq_len=64, norm_eps=EPS, qk_norm=self.norm)
+        return Transformer(ModelConfig(**shape, **more, tie_embeddings=self.tied))
 
 
-def _cross_entropy(d, logits):
-    targets = d.targets(d.N, d.V)
-    return F.cross_entropy(logits, targets, d.V, count_targets(targets))
+def _transformer(d, *weights):
+    """The whole loss in float64: the parameters take the memory of the tensors, and gradients are added in place."""
+    for (_, parameter), weight in zip(d.model.storage(), weights):
+        parameter._data, parameter.grad = weight.data, weight.grad
+    ids, targets = (x.reshape(d.B, d.T) for x in (d.ids(d.M, 11), d.targets(d.M, 11)))
+    return d.model.loss(ids, targets)
 
 
-def _qk_norm_rope(d, qkv, q_w=None, k_w=None):
-    cos, sin, positions = d.rotary()
-    return F.qk_norm_rope(qkv, q_w, k_w, cos, sin, d.H, d.G, d.T, 1e-6, positions)
+def _qk_norm_rope(d, qkv, *weights):
+    weights = weights if d.norm else (None, None)
+    return F.qk_norm_rope(qkv, *weights, *d.tables(), d.H, d.G, d.T, EPS, d.positions())
 
 
-def _rope(d, x):
-    cos, sin, positions = d.rotary()
-    return F.rope(x, cos, sin, positions, d.T)
+# op -> its differentiable inputs, each with its shape in names of Draw; how to call it
+CASES = {
+    "embedding": ("w: V C", lambda d, w: F.embedding(d.ids(d.N, d.V), w)),
+    "linear": ("x: N I, w: O I", lambda d, x, w: F.linear(x, w)),
+    "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
+    "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: F.residual_rmsnorm(x, r, w, EPS)),
+    "rope": ("x: M H D", lambda d, x: F.rope(x, *d.tables(), d.positions(), d.T)),
+    "qk_norm_rope": ("qkv: M Q, q_w: D, k_w: D", _qk_norm_rope),
+    "attention": ("q: B T H D, k: B S G D, v: B S G D", lambda d, q, k, v: F.attention(q, k, v, 0.3, d.causal)),
+    "causal_softmax": ("s: B A S", lambda d, s: F.causal_softmax(s, d.T, 0.7, d.causal)),
+    "swiglu": ("gu: N FF", lambda d, gu: F.swiglu(gu)),
+    "silu": ("x: N F", lambda d, x: F.silu(x)),
+    "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, d.targets(d.N, d.V), d.V, d.inv_count())),
+    "add": ("a: N C, b: N C", lambda d, a, b: F.add(a, b)),
+    "scale": ("x: N C", lambda d, x: F.scale(x, -1.7)),
+    "cast": ("x: N C", lambda d, x: F.cast(x, np.float32)),
+    "swap_heads": ("x: B T G D", lambda d, x: F.swap_heads(x)),
+    "reshape": ("x: N C", lambda d, x: F.reshape(x, (d.C, d.N))),
+    "narrow": ("x: N P", lambda d, x: F.narrow(x, d.V)),
+    "transformer": (None, _transformer),
+}  # fmt: skip
+# A cast rounds to 24 bits, which a short step would magnify; it is linear, so a long one is exact. A model bends.
+STEPS = {"cast": 1.0, "transformer": 3e-6}
 
 
-def slots(module: Module, prefix: str = "") -> Iterator[tuple[str, Module, str]]:
-    """(name, module, attribute) of every Parameter below."""
-    for name, value in vars(module).items():
-        if isinstance(value, Parameter):
-            yield prefix + name, module, name
-        children = value if isinstance(value, list) else [value]
-        for i, child in enumerate(c for c in children if isinstance(c, Module)):
-            yield from slots(
-                child, f"{prefix}{name}.{i}." if child is not value else f"{prefix}{name}."
-            )
+def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
+    """Check one op on EXAMPLES draws, the same every time.
+
+    -> {input: (shapes tried, worst error)}, and what the smallest failure is ("": none).
+    Raises UserError when the op is not known or hypothesis is missing.
+    """
+    if op not in CASES:
+        raise UserError(f"there is no op {op!r} to check: choose among {', '.join(CASES)}")
+    try:
+        from hypothesis import Phase, given, settings, strategies
+    except ImportError:
+        raise UserError("the shapes are drawn by hypothesis: pip install 'xtrain[test]'") from None
+    found = {}
+    phases = [Phase.generate, Phase.shrink]  # the draw that fails last is the smallest
+
+    @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=phases)
+    @given(strategies.data())
+    def explore(data):
+        wrong = []
+        d = Draw(lambda values: data.draw(strategies.sampled_from(values)))
+        for name, shape, error in _check_case(op, d):
+            shapes, worst = found.get(name, (set(), 0.0))
+            found[name] = shapes | {shape}, max(worst, error)
+            wrong += [f"{name} {shape}"] if error > TOLERANCE else []
+        assert not wrong, ", ".join(wrong)
+
+    try:
+        explore()
+        return found, ""
+    except AssertionError as error:
+        return found, str(error)
 
 
-def _transformer(d, **weights):
-    """The loss with other tensors in the place of the parameters: in float64, which the arena is not."""
-    before = [(module, attribute, getattr(module, attribute)) for _, module, attribute in d.places]
-    for (_, module, attribute), weight in zip(d.places, weights.values()):
-        setattr(module, attribute, weight)
-    ids = d.ids(d.B * 5, 11).reshape(d.B, 5)
-    loss = d.model.loss(ids, d.targets(ids.size, 11).reshape(ids.shape))
-    for module, attribute, parameter in before:
-        setattr(module, attribute, parameter)
-    return loss
+def _check_case(op, d):
+    """-> [(input, shape, error)]"""
+    inputs, call = CASES[op]
+    if inputs is None:
+        names = [prefix + next(iter(p.parts)) for prefix, p in d.model.storage()]
+        shapes = [p.shape for _, p in d.model.storage()]
+    else:
+        names, sizes = zip(*(text.split(": ") for text in inputs.split(", ")))
+        shapes = [tuple(getattr(d, s) for s in size.split()) for size in sizes]
+    normal = np.random.default_rng(0).standard_normal
+    values = [0.3 + 0.7 * normal(shape) for shape in shapes]
+    errors = check(functools.partial(call, d), values, step=STEPS.get(op, STEP))
+    return list(zip(names, shapes, errors))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line. -> 0: all right, 1: a gradient is wrong, 2: the arguments are."""
+    parser = argparse.ArgumentParser(
+        "python -m xtrain.gradcheck", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("op", nargs="*", help="which to check; none: all of them")
+    table = Table("op", "input", "shapes", "error", "tolerance", "ok", box=None)
+    failures = []
+    try:
+        for op in parser.parse_args(arguments).op or CASES:
+            found, failure = run(op)
+            for name, (shapes, error) in found.items():
+                cells = op, name.removeprefix("model."), f"{len(shapes)}", f"{error:.1e}"
+                table.add_row(*cells, f"{TOLERANCE:.0e}", "yes" if error <= TOLERANCE else "NO")
+            failures += [f"{op} is wrong already at {failure}"] if failure else []
+    except UserError as error:
+        print(f"xtrain.gradcheck: {error}", file=sys.stderr)
+        return 2
+    Console().print(table, *failures, sep="\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,8 +24,6 @@ from .model import Transformer
 from .tensor_file import listed, read_header, read_json, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9  # as transformers cuts
-    16 << 20
-)  # of config.json, the index, and a header; a 100 B-parameter model needs 0.2 MB
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}

@@ -33,17 +33,15 @@ class RotaryTables:
         self.config, self.device, self.tables = config, device, {}
 
     def __call__(self, T: int) -> tuple[Array, Array]:
-        c, scaling = self.config, self.config.rope_scaling
-        if not self._depends_on_length():
-            T = c.max_seq_len
-        if T not in self.tables:
-            tables = rope_tables(c.head_dim, T, c.rope_theta, scaling, seq_len=T)
-            self.tables[T] = tuple(to_device(t, self.device) for t in tables)
-        return self.tables[T]
-
-    def _depends_on_length(self):
-        scaling = self.config.rope_scaling or {}
-        return scaling.get("rope_type", scaling.get("type")) == "dynamic"
+        c = self.config
+        P = max(T, c.max_seq_len)  # more with dynamic scaling alone: there the angles follow T
+        if P not in self.tables:
+            self.tables.clear()  # generating would leave one for every length
+            tables = rope_tables(
+                c.head_dim, P, c.rope_theta, c.rope_scaling, seq_len=P, max_seq_len=c.max_seq_len
+            )
+            self.tables[P] = tuple(to_device(t, self.device) for t in tables)
+        return self.tables[P]
 
 
 class Attention(Module):
@@ -116,10 +114,10 @@ class Decoder(Module):
 class Transformer(Module):
     """The model. device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
 
-    arena: all parameters (nn.Arena).  Calling the model gives logits, `loss` the mean cross-entropy.
+    seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).  Calling the model gives logits, `loss` the mean cross-entropy.
     """
 
-    def __init__(self, config: ModelConfig, seed: int = 0, device: str = "cpu"):
+    def __init__(self, config: ModelConfig, seed: int | None = 0, device: str = "cpu"):
         self.config = config
         self.device = device if device == "sim" else resolve_device(device)
         self.model = Decoder(config)
@@ -175,9 +173,9 @@ class Transformer(Module):
             raise UserError(
                 f"{what} must be whole numbers of shape (B, T), got {ids.dtype} of shape {ids.shape}"
             )
-        if ids.shape[1] > c.max_seq_len:
+        if ids.shape[1] > c.context:
             raise UserError(
-                f"{what} have {ids.shape[1]} tokens a sequence, the model takes {c.max_seq_len} (max_seq_len)"
+                f"{what} have {ids.shape[1]} tokens a sequence, the model takes {c.context} (max_seq_len)"
             )
         if is_gpu(ids) and self.device != "gpu":
             raise UserError(
@@ -215,10 +213,10 @@ class Transformer(Module):
             raise UserError("the prompt is empty: give at least one token")
         self._check_ids(tokens, "ids")
         total = tokens.shape[1] + max_new_tokens
-        if total > self.config.max_seq_len or max_new_tokens < 0:
+        if total > self.config.context or max_new_tokens < 0:
             raise UserError(
                 f"{tokens.shape[1]} prompt tokens and {max_new_tokens} new ones do not fit into "
-                f"max_seq_len {self.config.max_seq_len}"
+                f"max_seq_len {self.config.context}"
             )
         streams = [np.random.default_rng([seed, row]) for row in range(len(tokens))]
         for _ in range(max_new_tokens):

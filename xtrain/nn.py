@@ -121,13 +121,15 @@ class Module:
                 yield prefix + suffix, _Part(parameter, slice(row, row + rows))
                 row += rows
 
-    def make_arena(self, device: str, seed: int) -> Arena:
-        """Allocate all parameters and initialise them.
+    def make_arena(self, device: str, seed: int | None) -> Arena:
+        """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that are to be loaded.)
 
         Every tensor has a random stream of its own, named by the seed and its Hugging Face name: the numbers
         depend neither on packing nor on padding nor on the order of the layers.
         """
         arena = Arena([p for _, p in self.storage()], device)
+        if seed is None:
+            return arena
         std = {prefix + suffix: p.std for prefix, p in self.storage() for suffix in p.parts}
         for name, tensor in self.named_parameters():
             if std[name] is None:

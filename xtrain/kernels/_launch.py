@@ -174,7 +174,8 @@ def _new_pack(n):
 def _numba_type(a):
     if isinstance(a, np.generic):
         return from_dtype(a.dtype)
-    return types.Array(from_dtype(a.dtype), a.ndim, "C" if a.flags.c_contiguous else "A")
+    element = types.uint16 if a.dtype.name == "bfloat16" else from_dtype(a.dtype)  # see _ptx.py
+    return types.Array(element, a.ndim, "C" if a.flags.c_contiguous else "A")
 
 
 def _compile(kernel, args):

@@ -6,14 +6,16 @@
     v  = beta2 v + (1 - beta2) g^2                running mean of g^2
     w  = w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-The order of operations is torch.optim.AdamW's. m and v start at zero, so after t steps the weights of their terms add
-up to 1 - beta^t only, and the division by it corrects that bias. 1 - beta^t is computed on the host in float64: in
-float32 the subtraction would lose digits. What changes from step to step reaches the kernel in an array on the device,
-hyper = [lr, 1 - beta1^t, sqrt(1 - beta2^t)], so a captured step can be replayed with new values.
+The order of operations is torch.optim.AdamW's. m and v start at zero, so after t steps the weights
+of their terms add up to 1 - beta^t only; dividing by it corrects that bias. 1 - beta^t is computed
+on the host in float64: in float32 the subtraction would lose digits. What changes from step to step
+reaches the kernel in an array on the device, hyper = [lr, 1 - beta1^t, sqrt(1 - beta2^t)], so a
+captured step can be replayed with new values.
 
-A compiler may contract a*b + c into one instruction with one rounding instead of two. Then the GPU and the reference
-would part, and so would two compilers. Here every operation is one that rounds once and is never contracted
-(libdevice's *_rn), so the kernel equals its float32 reference bit for bit.
+A compiler may contract a*b + c into one instruction with one rounding instead of two. Then the GPU
+and the reference would part, and so would two compilers. Here every operation is one that rounds
+once and is never contracted (libdevice's *_rn), so the kernel equals its float32 reference bit for
+bit.
 Bytes moved: read w, g, m, v, write w, m, v, 7 n elements.
 """
 
@@ -29,7 +31,6 @@ from ._launch import check, check_array, launch, on_host
 BLOCK = 256
 EACH = 4  # neighbouring elements of a thread: as in elementwise.py
 TILE = BLOCK * EACH
-CHUNK = 1 << 14  # elements that the reference updates at once: its temporaries stay in a CPU's cache
 
 
 # ----------------------------------------------------------------------------- reference
@@ -48,7 +49,7 @@ def adamw_ref(
 
 
 def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float32) -> np.ndarray:
-    """What changes with the step: [lr, 1 - beta1^step, sqrt(1 - beta2^step)]; step counts from 1."""
+    """What changes with the step: [lr, 1 - beta1^step, sqrt(1 - beta2^step)]; the first is 1."""
     check(step >= 1, f"adamw: step is {step}, the first step is 1")
     return np.array([lr, 1 - beta1**step, math.sqrt(1 - beta2**step)], dtype)
 
@@ -58,7 +59,7 @@ def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float
 def adamw_kernel(
     w_n, m_n, v_n, g_n, factor_1, hyper_3, n_decay, rest1, beta2, rest2, eps, weight_decay
 ):  # fmt: skip
-    """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2, rounded once from float64."""
+    """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2."""
     first = (int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x) * EACH
     factor, lr, root2 = factor_1[0], hyper_3[0], hyper_3[2]
     decay = fsub_rn(float32(1.0), fmul_rn(lr, weight_decay))
@@ -91,9 +92,9 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step, in place on w, m and v; all (n,) float32. Elements [0, n_decay) of w decay, the others do not.
+    """One step, in place on w, m and v; all (n,) float32. Only elements [0, n_decay) of w decay.
 
-    factor_1: (1,), multiplies g (1 for no clipping). hyper_3: adamw_hyper(...), in the place where w is.
+    factor_1: (1,), multiplies g (1 for no clipping). hyper_3: adamw_hyper(...), where w is.
     """
     n = w_n.size
     for name, x, shape in (
@@ -107,10 +108,9 @@ def adamw(
         check_array("adamw", name, x, shape)
     check(0 <= n_decay <= n, f"adamw: n_decay is {n_decay}, expected 0 to {n}")
     if on_host(w_n, g_n, m_n, v_n, factor_1, hyper_3):
-        constants = (beta1, beta2, eps, weight_decay)
-        for i in range(0, n, CHUNK):
-            part = (x[i : i + CHUNK] for x in (w_n, g_n, m_n, v_n))
-            adamw_ref(*part, factor_1, hyper_3, max(0, n_decay - i), *constants)
+        adamw_ref(
+            w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay
+        )  # fmt: skip
         return
     # 1 - beta in float64, then rounded: 1 - 0.999 in float32 would be wrong in the fifth digit
     constants = [np.float32(c) for c in (1 - beta1, beta2, 1 - beta2, eps, weight_decay)]

@@ -4,8 +4,9 @@
     add_into a += b             how a gradient that is used twice accumulates
     scale    y = factor x       dx = factor dy
 
-Every backward is one of these ops again. An array of any shape is read as one run of n elements, and a thread
-owns EACH neighbours. Bytes moved: two reads and a write per element for add, one read and a write for scale.
+Every backward is one of these ops again. An array of any shape is read as one run of n elements,
+and a thread owns EACH neighbours. Bytes moved, per element: two reads and a write for add, one read
+and a write for scale.
 """
 
 import numpy as np
@@ -31,7 +32,7 @@ def scale_ref(x, factor):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
 def add_kernel(y_n, a_n, b_n):
-    """Grid ceil(n / TILE), block BLOCK. y may be a: an element is read and written by one thread."""
+    """Grid ceil(n / TILE), block BLOCK. y may be a: one thread reads and writes an element."""
     first = (int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x) * EACH
     for j in range(EACH):
         i = first + j

@@ -4,14 +4,14 @@
     backward   x = P w with P[n, v] = 1 if ids[n] == v else 0, so dw = P^T dx:
                dw[v] = sum of dx[n] over the n with ids[n] == v
 
-Nothing is saved but the ids. Bytes moved, forward: read N rows, write N rows. Backward: read dx, read and write the
-rows of dw that occur.
+Nothing is saved but the ids. Bytes moved, forward: read N rows, write N rows. Backward: read dx,
+read and write the rows of dw that occur.
 
-The sum in the backward is the difficulty: thousands of positions may hold the same token. Atomic additions from N
-blocks would be short to write, but float addition is not associative and atomics come in any order: other bits
-every run. Here a block owns ROWS rows and COLUMNS columns of dw. It searches the ids from the first to the last for its
-rows and adds what it finds in that order, so every sum is in the order of n. The search reads all ids once per block,
-mostly from the L2 cache; dx is read once.
+The sum in the backward is the difficulty: thousands of positions may hold the same token. Atomic
+additions from N blocks would be short to write, but float addition is not associative and atomics
+come in any order: other bits every run. Here a block owns ROWS rows and COLUMNS columns of dw. It
+searches the ids from the first to the last for its rows and adds what it finds in that order, so
+every sum is in the order of n. Each block reads all ids, mostly from the L2 cache; dx is read once.
 """
 
 import math
@@ -28,12 +28,12 @@ WARPS = BLOCK // 32  # rows of one forward block
 NAN = float32(math.nan)
 
 COLUMNS = 128  # columns, and threads, of a backward block: 384, 768 and 1024 are multiples
-ROWS = 64  # vocabulary rows of a backward block: its sums take 64 x 128 floats = 32 KB of shared memory
+ROWS = 64  # vocabulary rows of a backward block: 64 x 128 sums are 32 KB of shared memory
 SCAN_WARPS = COLUMNS // 32
 IDS = 4  # ids that a lane looks at before the warps meet: four loads in flight
 SCAN = COLUMNS * IDS  # ids per round
 QUEUE = 2 * SCAN  # matches waiting to be added; together with the sums under 48 KB
-AHEAD = 16  # rows of dx loaded before the first is added: a frequent token must not wait for one load after another
+AHEAD = 16  # rows of dx under way before the first is added: a frequent token waits once per 16
 
 
 # ----------------------------------------------------------------------------- reference
@@ -51,7 +51,7 @@ def embedding_bwd_ref(dx_NC, ids_N, V):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
 def embedding_fwd_kernel(x_NC, ids_N, w_VC):
-    """Grid ceil(N / WARPS), block BLOCK. A warp copies a row. An id outside the table gives a row of NaN."""
+    """Grid ceil(N / WARPS), block BLOCK. A warp copies a row; an id outside the table gives NaN."""
     n = int64(cuda.blockIdx.x) * WARPS + cuda.threadIdx.x // 32
     if n >= x_NC.shape[0]:
         return
@@ -63,7 +63,7 @@ def embedding_fwd_kernel(x_NC, ids_N, w_VC):
 
 @cuda.jit
 def embedding_bwd_naive_kernel(dw_VC, dx_NC, ids_N):
-    """Grid (V, ceil(C / BLOCK)), block BLOCK. One thread per element of dw reads all ids: V C N steps."""
+    """Grid (V, ceil(C / BLOCK)), block BLOCK. A thread per element of dw: V C N steps."""
     v = int64(cuda.blockIdx.x)
     c = cuda.blockIdx.y * BLOCK + cuda.threadIdx.x
     if c < dw_VC.shape[1]:
@@ -76,7 +76,7 @@ def embedding_bwd_naive_kernel(dw_VC, dx_NC, ids_N):
 
 @cuda.jit(device=True)
 def add_matches(acc, dx_NC, queue_n, queue_row, length, c):
-    """Add column c of the queued rows of dx to this thread's sums, in order, AHEAD loads at a time."""
+    """Add column c of the queued rows of dx to this thread's sums, in order, AHEAD at a time."""
     value = cuda.local.array(AHEAD, float32)
     if c < dx_NC.shape[1]:
         for first in range(0, length, AHEAD):
@@ -90,11 +90,11 @@ def add_matches(acc, dx_NC, queue_n, queue_row, length, c):
 
 @cuda.jit
 def embedding_bwd_kernel(dw_VC, dx_NC, ids_N):
-    """Grid (ceil(V / ROWS), ceil(C / COLUMNS)), block COLUMNS. Thread tid owns column c of the block's rows.
+    """Grid (ceil(V / ROWS), ceil(C / COLUMNS)), block COLUMNS. A thread owns column c of ROWS rows.
 
-    A warp looks at SCAN / SCAN_WARPS neighbouring ids. Ballots say which of them are ours; counting the bits before
-    its own gives every match its place in the queue, so the queue is in the order of n. Ids outside the table
-    match no row, or one past the end that is never stored.
+    A warp looks at SCAN / SCAN_WARPS neighbouring ids. Ballots say which of them are ours; counting
+    the bits before its own gives every match its place in the queue, so the queue is in the order
+    of n. Ids outside the table match no row, or one past the end that is never stored.
     """
     acc = cuda.shared.array((ROWS, COLUMNS), float32)  # column tid is touched by thread tid alone
     queue_n = cuda.shared.array(QUEUE, int32)
@@ -148,7 +148,7 @@ def embedding_bwd_kernel(dw_VC, dx_NC, ids_N):
 def embedding_fwd(ids_N: Array, w_VC: Array) -> Array:
     """ids (N,) of any integer type, w (V, C) float32 -> x (N, C).
 
-    An id outside [0, V): ValueError on the CPU; on the GPU, where looking would cost a copy, a row of NaN.
+    An id outside [0, V): ValueError on the CPU; a row of NaN on the GPU (looking costs a copy).
     """
     check_array("embedding", "w", w_VC, (None, None))
     host = _check_ids(ids_N, w_VC.shape[0], w_VC)
@@ -161,9 +161,10 @@ def embedding_fwd(ids_N: Array, w_VC: Array) -> Array:
 
 
 def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array) -> None:
-    """dx (N, C), ids (N,). Adds dw to dw_VC (V, C); a row whose id does not occur is left alone. Same bits every run.
+    """dx (N, C), ids (N,). Adds dw to dw_VC (V, C). Same bits every run.
 
-    An id outside [0, V): ValueError on the CPU; on the GPU it adds nothing.
+    Rows whose id does not occur are left alone. An id outside [0, V): ValueError on the CPU; on the
+    GPU it adds nothing.
     """
     V, C = dw_VC.shape
     check_array("embedding backward", "dw", dw_VC, (V, C))
@@ -184,5 +185,7 @@ def _check_ids(ids_N, V, *others):
     outside = np.flatnonzero((ids_N < 0) | (ids_N >= V))
     if outside.size:
         n = int(outside[0])
-        raise ValueError(f"embedding: id {ids_N[n]} at position {n} is outside the table of {V} rows")
+        raise ValueError(
+            f"embedding: id {ids_N[n]} at position {n} is outside the table of {V} rows"
+        )
     return True

@@ -1,13 +1,14 @@
-"""The norm of all gradients, and the factor that clips it (Pascanu et al. 2013).   g: (n,), the whole arena
+"""The norm of all gradients and the factor that clips it (Pascanu et al. 2013).   g: (n,)
 
     norm = sqrt(sum_i g_i^2)        factor = min(1, max_norm / (norm + 1e-6))
 
-g is not touched: the optimizer multiplies by the factor as it reads g, which saves a pass over the arena.
+g is not touched: the optimizer multiplies by the factor as it reads g, which saves a pass over it.
 Both numbers stay on the device, so a step needs no copy to the host and can be captured in a graph.
 
-The sum is done in two stages: P blocks each add up their part (P depends on n alone), then one block adds the P
-partial sums in a fixed order. The same n gives the same order of additions, so the same bits on every run. A thread
-adds n / (4 P BLOCK) numbers into each of four accumulators, the rest is a tree: the error grows slowly with n.
+The sum is done in two stages: P blocks each add up their part, then one block adds the P partial
+sums. P depends on n alone, so the same n gives the same order of additions, the same bits every
+run. A thread adds n / (4 P BLOCK) numbers into each of four accumulators and the rest is a tree, so
+the error grows slowly with n.
 When gradients are spread over ranks, norm_and_factor takes the sums of squares of all of them.
 Bytes moved: read g once.
 """
@@ -98,7 +99,7 @@ def sum_of_squares(x_n: Array) -> Array:
 
 
 def norm_and_factor(sums_P: Array, max_norm: float) -> Array:
-    """Sums of squares of P parts (P,) -> (2,): the norm of all and the factor that clips it to max_norm.
+    """Sums of squares of P parts (P,) -> (2,): the norm of all, the factor that clips it.
 
     max_norm 0 or infinite means no clipping: factor 1. Raises ValueError for a negative one or NaN.
     """
@@ -113,7 +114,7 @@ def norm_and_factor(sums_P: Array, max_norm: float) -> Array:
 
 
 def grad_norm(grads_n: Array, max_norm: float) -> Array:
-    """grads (n,) float32 -> (2,): norm, factor; see norm_and_factor. Nothing is scaled and nothing is copied."""
+    """grads (n,) float32 -> (2,): norm, factor; see norm_and_factor. grads stay as they are."""
     check_array("grad_norm", "grads", grads_n, (None,))
     sums_P = sum_of_squares_ref(grads_n) if on_host(grads_n) else _partial_sums(grads_n)
     return norm_and_factor(sums_P, max_norm)

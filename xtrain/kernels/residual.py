@@ -1,14 +1,15 @@
 """Residual addition and RMSNorm in one pass.   x, r: (N, C)   w: (C,)   h, y: (N, C)
 
     forward    h = x + r        y = rmsnorm(h) w        (rmsnorm.py)
-    backward   h goes two ways: on along the residual stream, and through the norm. The gradients add up,
+    backward   h goes two ways: on along the residual stream, and through the norm. The gradients
+               add up,
                dh_total = dh + J^T dy,  with J^T dy the dx of rmsnorm.py
                and dx = dr = dh_total, because h = x + r has slope one in both.
 
-So the backward is RMSNorm's with one more addend, and one array serves as the gradient of x and of r.
+So the backward is RMSNorm's with one more addend, and one array is the gradient of x and of r.
 We save h, which the next block needs anyway, and rstd (N floats).
-Bytes moved, forward: read x and r, write h and y, 4 N C elements; two kernels would move one more N C, reading h
-back. Backward: read dh, dy and h, write dx.
+Bytes moved, forward: read x and r, write h and y, 4 N C elements; two kernels would move one more
+N C, reading h back. Backward: read dh, dy and h, write dx.
 """
 
 import math
@@ -97,5 +98,8 @@ def residual_rmsnorm_fwd(
 def residual_rmsnorm_bwd(
     dh_NC: Array | None, dy_NC: Array, h_NC: Array, w_C: Array, rstd_N: Array, dw_C: Array
 ) -> Array:
-    """-> dx (N, C), the gradient of x and of r. Adds dw to dw_C (C,). dh None: h was not used further."""
+    """-> dx (N, C), the gradient of x and of r. Adds dw to dw_C (C,).
+
+    dh is the gradient that reaches h along the residual stream; None if h was not used further.
+    """
     return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, skip_NC=dh_NC)

@@ -11,7 +11,7 @@ The sigmoid needs no saved copy: s is recomputed from the gate, and everything e
 exp(-g) overflows for a very negative g, so both cases are written with e = exp(-|g|) <= 1:
 s = 1 / (1 + e) for g >= 0, and multiplied through by exp(g), s = e / (1 + e) for g < 0.
 
-Bytes moved, forward: read gu, write y, 3 N F elements. Backward: read gu and dy, write dgu, 5 N F elements.
+Bytes moved, forward: read gu, write y, 3 N F elements. Backward: read gu and dy, write dgu, 5 N F.
 """
 
 import math
@@ -88,7 +88,7 @@ def silu_bwd_kernel(dx_n, dy_n, x_n):
 
 @cuda.jit
 def swiglu_fwd_kernel(y_NF, gu_N2F):
-    """Grid (N, ceil(F / TILE)), block BLOCK. Block (n, k) owns columns k TILE .. k TILE + TILE - 1 of row n."""
+    """Grid (N, ceil(F / TILE)), block BLOCK. Block (n, k) owns TILE columns of row n."""
     n, F = int64(cuda.blockIdx.x), y_NF.shape[1]
     first = cuda.blockIdx.y * TILE + cuda.threadIdx.x * EACH
     for j in range(EACH):
@@ -114,7 +114,7 @@ def swiglu_bwd_kernel(dgu_N2F, dy_NF, gu_N2F):
 
 # ----------------------------------------------------------------------------- launchers
 def swiglu_fwd(gu_N2F: Array) -> Array:
-    """gu (N, 2F) float32, gate before up -> y (N, F). Raises ValueError for an odd number of columns."""
+    """gu (N, 2F) float32, gate before up -> y (N, F). ValueError for an odd width."""
     check_array("swiglu", "gu", gu_N2F, (None, None))
     N, F2 = gu_N2F.shape
     check(F2 % 2 == 0, f"swiglu: gu has {F2} columns, expected gate and up of equal width")

@@ -1,0 +1,1 @@
+"""The parts of xtrain.simulator, in reading order: errors, scalars, memory, thread, source."""

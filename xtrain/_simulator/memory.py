@@ -1,0 +1,257 @@
+"""Memory that remembers who touched it: bounds, first writes, races.
+
+Every element has a key. For each key the shadow of its memory keeps, as (mark, site), the last plain write and
+the reads and atomics since the last barrier. A Mark is one thread between two of its synchronisations. Two
+accesses by different threads are in order when
+  - a block barrier lies between them: the epochs of their marks differ, or
+  - they are lanes of one warp and a chain of syncwarp leads from one to the other: Mark.clock against Thread.seen,
+    which are vector clocks over the 32 lanes. Shuffles and votes order no memory, as the CUDA guide says, or
+  - blocks differ and the second one learnt of the first by an atomic, behind a threadfence (`_released`).
+Anything else is a race unless both only read or both are atomics.
+"""
+
+import math
+from operator import index as as_int
+
+import numpy as np
+
+from .errors import KernelError, OutOfBoundsError, RaceError, UninitializedError
+from .scalars import scalar_type, unify
+
+
+class Mark:
+    __slots__ = ("clock", "epoch", "thread")
+
+    def __init__(self, thread, epoch, clock):
+        self.thread, self.epoch, self.clock = thread, epoch, clock
+
+
+def in_order(earlier: Mark, now: Mark) -> bool:
+    a, b = earlier.thread, now.thread
+    if a is b:
+        return True
+    if a.block is not b.block:
+        return _released(earlier, now)
+    if earlier.epoch != now.epoch:
+        return True
+    return a.warp == b.warp and b.seen[a.lane] >= earlier.clock
+
+
+def _released(earlier, now):
+    """The "last block done" pattern: one thread of a block does threadfence, then an atomic; another block that
+    finds it with an atomic on the same element may use what was written before: by that thread, or by its block
+    up to the barrier before the fence.
+    """
+    for release, acquire in now.thread.block.acquired:
+        if (
+            release.thread.block is earlier.thread.block
+            and (earlier.epoch < release.epoch or earlier.thread is release.thread)
+            and (acquire.thread is now.thread or acquire.epoch < now.epoch)
+        ):
+            return True
+    return False
+
+
+class Memory:
+    """The shadow of one stretch of memory: a global array with all its aliases, one shared array, one local array."""
+
+    __slots__ = (
+        "atomics", "granule", "kind", "old_atomics", "old_reads", "old_writes", "reads", "releases", "watched",
+        "writes",
+    )  # fmt: skip
+
+    def __init__(self, kind: str, granule: int):
+        self.kind = kind  # "global" | "shared" | "local"
+        self.granule = granule  # bytes per key
+        self.writes, self.reads, self.atomics = {}, {}, {}  # by threads of the running block
+        self.old_writes, self.old_reads, self.old_atomics = {}, {}, {}  # by blocks that are done
+        self.releases = {}  # key of an atomic -> marks that released there
+        self.watched = False  # there are atomics, or blocks that are done: look into all six
+
+    def end_of_block(self):
+        self.old_writes.update(self.writes)
+        self.old_reads.update(self.reads)
+        self.old_atomics.update(self.atomics)
+        for shadow in (self.writes, self.reads, self.atomics):
+            shadow.clear()
+        self.watched = bool(self.old_writes or self.old_reads or self.old_atomics)
+
+
+def add_reader(shadow: dict, key, mark: Mark, site):
+    """Remember an access that may share its element with others of its kind: a read, an atomic.
+
+    (mark, site)                   the only one since the barrier
+    (mark, site, {thread: ...})    several lanes of one warp
+    (mark, site, mark, site)       threads of two warps: whoever writes races with one of them, so that is enough
+    """
+    record = shadow.get(key)
+    if record is None or record[0].epoch != mark.epoch or record[0].thread.block is not mark.thread.block:
+        shadow[key] = (mark, site)
+    elif len(record) == 4:
+        pass
+    elif record[0].thread.warp != mark.thread.warp:
+        shadow[key] = (record[0], record[1], mark, site)
+    elif len(record) == 3:
+        record[2][mark.thread] = (mark, site)
+    elif record[0].thread is mark.thread:
+        shadow[key] = (mark, site)
+    else:
+        first = record[0].thread
+        shadow[key] = (record[0], record[1], {first: record, mark.thread: (mark, site)})
+
+
+def _unordered(record, mark):
+    """-> the (mark, site) in a record that nothing orders before `mark`, or None"""
+    if record is None:
+        return None
+    if len(record) == 3:
+        candidates = record[2].values()
+    else:
+        candidates = (record[:2], record[2:]) if len(record) == 4 else (record,)
+    for candidate in candidates:
+        if not in_order(candidate[0], mark):
+            return candidate
+    return None
+
+
+class Array:
+    """An array as a kernel sees it: typed shape, elements checked and recorded by Thread.load and Thread.store."""
+
+    __slots__ = (
+        "bias", "convert", "dims", "dtype", "flat", "memory", "ndim", "shape", "span", "start", "steps", "wrap",
+        "writeable",
+    )  # fmt: skip
+
+    def __init__(self, memory, flat, dims, steps, start=0, bias=0, writeable=True):
+        self.memory, self.flat, self.writeable = memory, flat, writeable
+        self.dims, self.steps, self.start = dims, steps, start  # in elements of flat
+        self.ndim = len(dims)
+        self.dtype = flat.dtype
+        self.bias = bias  # key of flat[0]
+        self.span = self.dtype.itemsize // memory.granule  # keys per element
+        self.shape = tuple(map(np.int64, dims))
+        scalar = scalar_type(self.dtype)
+        self.wrap = None if scalar is self.dtype.type else scalar  # what a loaded value becomes
+        self.convert = self.dtype.type if self.dtype.kind in "iu" else None  # before a store
+
+    size = property(lambda self: np.int64(math.prod(self.dims)))
+    strides = property(lambda self: tuple(np.int64(s * self.dtype.itemsize) for s in self.steps))
+    T = property(lambda self: self._like(self.dims[::-1], self.steps[::-1], self.start))
+
+    def __len__(self):
+        return self.dims[0]
+
+    def _like(self, dims, steps, start):
+        return Array(self.memory, self.flat, dims, steps, start, self.bias, self.writeable)
+
+    def view(self, index):
+        """array[index] with slices or with fewer indices than axes."""
+        index = index if isinstance(index, tuple) else (index,)
+        index += (slice(None),) * (self.ndim - len(index))
+        dims, steps, start = [], [], self.start
+        for i, n, step in zip(index, self.dims, self.steps):
+            if isinstance(i, slice):
+                first, last, stride = i.indices(n)
+                start += first * step
+                dims.append(len(range(first, last, stride)))
+                steps.append(step * stride)
+            else:
+                i = as_int(i)
+                if not 0 <= i < n:
+                    raise IndexError(i)
+                start += i * step
+        return self._like(tuple(dims), tuple(steps), start)
+
+    def locate(self, index):
+        """-> the element's place in flat, or None: no such element."""
+        k = self.start
+        if type(index) is not tuple:
+            if self.ndim != 1:
+                return None
+            i = as_int(index)
+            return k + i * self.steps[0] if 0 <= i < self.dims[0] else None
+        if len(index) == 2 and self.ndim == 2:
+            i, j = index
+            i, j = as_int(i), as_int(j)
+            (n, m), (s, t) = self.dims, self.steps
+            return k + i * s + j * t if 0 <= i < n and 0 <= j < m else None
+        if len(index) != self.ndim:
+            return None
+        for i, n, step in zip(index, self.dims, self.steps):
+            i = as_int(i)
+            if not 0 <= i < n:
+                return None
+            k += i * step
+        return k
+
+
+# ----------------------------------------------------------------------------- making arrays
+class _Bytes:
+    """A window on raw memory for np.asarray; keeps alive the arrays that own it."""
+
+    def __init__(self, address, size, owners):
+        self.owners = owners
+        self.__array_interface__ = {
+            "data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3,
+        }  # fmt: skip
+
+
+def _extent(a):
+    """-> first and last + 1 byte address"""
+    low = high = a.__array_interface__["data"][0]
+    if a.size == 0:
+        return low, low
+    for n, stride in zip(a.shape, a.strides):
+        low, high = low + min(0, (n - 1) * stride), high + max(0, (n - 1) * stride)
+    return low, high + a.itemsize
+
+
+def global_arrays(arrays: list) -> list[Array]:
+    """The kernel's array arguments. Those that overlap share one Memory, so an in-place launch is seen as one."""
+    extents = [_extent(a) for a in arrays]
+    result: list = [None] * len(arrays)
+    groups: list = []  # [low, high, indices]
+    for i in sorted(range(len(arrays)), key=lambda i: extents[i]):
+        low, high = extents[i]
+        if groups and low < groups[-1][1]:
+            groups[-1][1] = max(groups[-1][1], high)
+            groups[-1][2].append(i)
+        else:
+            groups.append([low, high, [i]])
+    for base, _, members in groups:
+        granule = 0
+        for i in members:
+            granule = math.gcd(granule, arrays[i].itemsize, extents[i][0] - base)
+        memory = Memory("global", granule)
+        for i in members:
+            result[i] = _global_array(memory, arrays[i], extents[i], base)
+    return result
+
+
+def _global_array(memory, a, extent, base):
+    low, high = extent
+    if any(stride % a.itemsize for stride, n in zip(a.strides, a.shape) if n > 1):
+        raise ValueError(f"array of {a.dtype} with strides {a.strides}: not whole elements")
+    raw = np.asarray(_Bytes(low, high - low, a)) if high > low else np.empty(0, np.uint8)
+    start = (a.__array_interface__["data"][0] - low) // a.itemsize
+    steps = tuple(stride // a.itemsize for stride in a.strides)
+    bias = (low - base) // memory.granule
+    return Array(memory, raw.view(a.dtype), a.shape, steps, start, bias, a.flags.writeable)
+
+
+def dense_array(memory, flat, shape) -> Array:
+    """A C-contiguous array over all of flat."""
+    steps = [1]
+    for n in shape[:0:-1]:
+        steps.insert(0, steps[0] * n)
+    return Array(memory, flat, shape, tuple(steps[: len(shape)]))
+
+
+def poisoned(size, dtype) -> np.ndarray:
+    """Unwritten memory: NaN, or bytes 0x7F."""
+    flat = np.empty(size, dtype)
+    if flat.dtype.kind == "f":
+        flat.fill(np.nan)
+    else:
+        flat.view(np.uint8).fill(0x7F)
+    return flat

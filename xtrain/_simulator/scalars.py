@@ -1,0 +1,350 @@
+"""Numbers inside a simulated kernel have the types that Numba gives them on the GPU.
+
+Python's own numbers never appear there: NumPy would treat them as "weak" and keep float32 * 0.5 in float32,
+where Numba computes in float64. Literals, constants and shapes become int64 or float64.
+
+    int64, float32, float64, bool    NumPy's scalars; their arithmetic is Numba's
+    the other integers               the classes below, since Numba computes in 64 bits: int32 * int32 is int64
+
+Numba's rules for two operands: integers give int64, or uint64 if both are unsigned; float32 stays float32 with
+float32, bool, int8, int16 and uint8, and becomes float64 with every other type; `/` of integers is float64.
+tests/test_simulator.py compares all of this with Numba's own type inference.
+"""
+
+import builtins
+import functools
+import math
+import operator
+
+import numpy as np
+from numba import types
+from numba.cuda import libdevice
+from numba.np.numpy_support import as_dtype
+
+FLOATS = (np.floating, float)
+
+
+# ----------------------------------------------------------------------------- integers
+class Integer:
+    """Arithmetic shared by the integer types below."""
+
+    __slots__ = ()
+    __array_ufunc__ = None  # NumPy's scalars then leave mixed arithmetic to this class
+    unsigned = False
+    exact_in_float32 = False  # what Numba thinks safe to convert
+
+    def __hash__(self):
+        return hash(int(self))
+
+    def __abs__(self):
+        return type(self)(abs(int(self)))
+
+    def __invert__(self):
+        return ~np.int64(self)
+
+    def __neg__(self):
+        return -np.int64(self)
+
+    def __pos__(self):
+        return +np.int64(self)
+
+
+class Unsigned(Integer):
+    __slots__ = ()
+    unsigned = True
+
+    def __invert__(self):
+        return UInt64(~np.uint64(self))
+
+    def __neg__(self):
+        return UInt64(-np.uint64(self))
+
+    def __pos__(self):
+        return UInt64(self)
+
+
+def _float_type(integer, other):
+    small = integer.exact_in_float32 and type(other) is np.float32
+    return np.float32 if small else np.float64
+
+
+def _arithmetic(op):
+    def forward(self, other):
+        if isinstance(other, FLOATS):
+            return op(_float_type(self, other)(self), other)
+        if self.unsigned and getattr(other, "unsigned", False):
+            return _unsigned(op(np.uint64(self), np.uint64(other)))
+        return op(np.int64(self), np.int64(other))
+
+    def backward(self, other):
+        if isinstance(other, FLOATS):
+            return op(other, _float_type(self, other)(self))
+        return op(np.int64(other), np.int64(self))  # two Integers meet in forward
+
+    return forward, backward
+
+
+def _shift(op):
+    """The left operand decides the type."""
+
+    def forward(self, other):
+        if self.unsigned:
+            return UInt64(op(np.uint64(self), np.uint64(other)))
+        return op(np.int64(self), np.int64(other))
+
+    def backward(self, other):
+        return op(np.int64(other), np.int64(self))
+
+    return forward, backward
+
+
+def _comparison(op):
+    def compare(self, other):
+        return np.True_ if op(int(self), other) else np.False_
+
+    return compare
+
+
+def _unsigned(x):
+    return UInt64(x) if type(x) is np.uint64 else x
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"):
+    _dunder = _name.rstrip("_")
+    _forward, _backward = _arithmetic(getattr(operator, _name))
+    setattr(Integer, f"__{_dunder}__", _forward)
+    setattr(Integer, f"__r{_dunder}__", _backward)
+for _name in ("lshift", "rshift"):
+    _forward, _backward = _shift(getattr(operator, _name))
+    setattr(Integer, f"__{_name}__", _forward)
+    setattr(Integer, f"__r{_name}__", _backward)
+for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
+    setattr(Integer, f"__{_name}__", _comparison(getattr(operator, _name)))
+
+
+class Int8(Integer, np.int8):
+    __slots__ = ()
+    exact_in_float32 = True
+
+
+class Int16(Integer, np.int16):
+    __slots__ = ()
+    exact_in_float32 = True
+
+
+class Int32(Integer, np.int32):
+    __slots__ = ()
+
+
+class UInt8(Unsigned, np.uint8):
+    __slots__ = ()
+    exact_in_float32 = True
+
+
+class UInt16(Unsigned, np.uint16):
+    __slots__ = ()
+
+
+class UInt32(Unsigned, np.uint32):
+    __slots__ = ()
+
+
+class UInt64(Unsigned, np.uint64):
+    __slots__ = ()
+
+
+# The class of a value loaded from memory of this dtype, or made by a cast to it.
+_SCALARS = {
+    np.dtype(np.bool_): np.bool_,
+    np.dtype(np.int8): Int8,
+    np.dtype(np.int16): Int16,
+    np.dtype(np.int32): Int32,
+    np.dtype(np.int64): np.int64,
+    np.dtype(np.uint8): UInt8,
+    np.dtype(np.uint16): UInt16,
+    np.dtype(np.uint32): UInt32,
+    np.dtype(np.uint64): UInt64,
+}
+
+
+def scalar_type(dtype) -> type:
+    """The class of the values of a NumPy dtype, a NumPy scalar class or a Numba type."""
+    if isinstance(dtype, types.Type):
+        try:
+            dtype = as_dtype(dtype)
+        except NotImplementedError:  # numba-cuda's bfloat16 is known to ml_dtypes only
+            import ml_dtypes
+
+            dtype = getattr(ml_dtypes, dtype.name)
+    dtype = np.dtype(dtype)
+    return _SCALARS.get(dtype, dtype.type)
+
+
+@functools.cache
+def cast(scalar: type):
+    """float32(x), int32(x) ... as a kernel calls them: integers wrap around, floats are rounded or cut off."""
+
+    def convert(x):
+        return x if type(x) is scalar else scalar(x)
+
+    convert.scalar = scalar
+    return convert
+
+
+def typed(value):
+    """A constant or a kernel argument with the type Numba infers for it; other objects unchanged."""
+    if isinstance(value, (bool, np.bool_)):
+        return np.bool_(value)
+    if isinstance(value, np.generic):
+        return scalar_type(value.dtype)(value)
+    if isinstance(value, int):
+        return np.int64(value) if -(2**63) <= value < 2**63 else UInt64(value)
+    if isinstance(value, float):
+        return np.float64(value)
+    if isinstance(value, tuple):
+        return tuple(map(typed, value))
+    return value
+
+
+@functools.cache
+def unify(a: type, b: type) -> type:
+    """The one type of a value that may be either: of min, of max, of the two sides of a conditional."""
+    return scalar_type(np.result_type(a, b))
+
+
+def promote(x, other: type):
+    return x if type(x) is other else unify(type(x), other)(x)
+
+
+# ----------------------------------------------------------------------------- builtins
+def _select(better):
+    """min or max. A NaN loses against a number, as in the GPU's fminf and fmaxf."""
+
+    def of_two(a, b):
+        chosen = b if better(b, a) or a != a else a
+        return chosen if type(a) is type(b) else unify(type(a), type(b))(chosen)
+
+    def select(*args):
+        return functools.reduce(of_two, args if len(args) > 1 else args[0])
+
+    return select
+
+
+def power(a, b):
+    """float32 to an integer power stays float32."""
+    if type(a) is np.float32 and isinstance(b, np.integer):
+        b = int(b)
+    return a**b
+
+
+def _range(*args):
+    if all(isinstance(a, (Int8, Int16, Int32)) for a in args):
+        return map(Int32, range(*map(int, args)))
+    if any(isinstance(a, Unsigned) for a in args):
+        return map(UInt64, range(*map(int, args)))
+    return np.arange(*args)  # iterating over it gives np.int64
+
+
+def _int(x):
+    return x if isinstance(x, np.integer) else np.int64(x)
+
+
+def _float(x):
+    return x if isinstance(x, np.floating) else np.float64(x)
+
+
+def _round(x, digits=None):
+    return np.int64(np.rint(x)) if digits is None else type(x)(round(float(x), int(digits)))
+
+
+# ----------------------------------------------------------------------------- math, libdevice
+_NUMPY_NAMES = {"pow": "power", "fabs": "abs"} | {
+    "a" + f: "arc" + f for f in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "tan2")
+}
+
+
+def _float_function(name, f, scalar=None):
+    """f in float64, rounded to float32 if every argument fits there, or to `scalar` if given."""
+    fallback = getattr(np, _NUMPY_NAMES.get(name, name), lambda *args: math.nan)
+
+    def call(*args):
+        try:
+            y = f(*args)
+        except (ValueError, OverflowError, ZeroDivisionError):  # a GPU returns NaN or infinity
+            y = fallback(*map(np.float64, args))
+        to = scalar
+        if to is None:
+            to = np.float64
+            if len(args) == 1:
+                if type(args[0]) is np.float32:
+                    to = np.float32
+            elif functools.reduce(unify, map(type, args)) is np.float32:
+                to = np.float32
+        return to(y)
+
+    return call
+
+
+_FUNCTIONS = """exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+erf erfc gamma lgamma fabs floor ceil trunc pow atan2 copysign fmod hypot degrees radians""".split()
+
+_EXTRA = {  # libdevice only
+    "rsqrt": lambda x: 1 / math.sqrt(x) if x != 0 else math.copysign(math.inf, x),
+    "exp2": lambda x: 2.0 ** float(x),
+    "exp10": lambda x: 10.0 ** float(x),
+    "fma": lambda a, b, c: float(a) * float(b) + float(c),
+    "fmax": lambda a, b: TWINS[max](np.float64(a), np.float64(b)),
+    "fmin": lambda a, b: TWINS[min](np.float64(a), np.float64(b)),
+    "rint": lambda x: np.rint(np.float64(x)),
+    "cbrt": lambda x: np.cbrt(np.float64(x)),
+    "saturate": lambda x: min(max(float(x), 0.0), 1.0),
+}
+
+
+def _libdevice_table():
+    """libdevice's float functions: expf is exp in float32, fast_expf its quick form, exp is float64."""
+    table = {n: getattr(math, n) for n in _FUNCTIONS} | _EXTRA
+    for name, f in table.items():
+        for full, scalar in ((name, np.float64), (name + "f", np.float32), (f"fast_{name}f", np.float32)):
+            if hasattr(libdevice, full):
+                yield getattr(libdevice, full), _float_function(name, f, scalar)
+    yield libdevice.fast_fdividef, lambda a, b: np.float32(a) / np.float32(b)
+    yield libdevice.float_as_int, lambda x: Int32(np.float32(x).view(np.int32))
+    yield libdevice.int_as_float, lambda x: np.int32(x).view(np.float32)
+    yield libdevice.float2int_rn, lambda x: Int32(np.rint(np.float32(x)))
+    yield libdevice.float2int_rz, lambda x: Int32(np.float32(x))
+    for op in ("add", "sub", "mul", "div"):
+        f = getattr(operator, "truediv" if op == "div" else op)
+        yield getattr(libdevice, f"f{op}_rn"), lambda a, b, f=f: f(np.float32(a), np.float32(b))
+    yield libdevice.frcp_rn, lambda x: np.float32(1) / np.float32(x)
+    yield libdevice.fsqrt_rn, lambda x: np.sqrt(np.float32(x))
+
+
+# What a kernel names -> what the simulator runs in its place.
+TWINS = {
+    builtins.min: _select(operator.lt),
+    builtins.max: _select(operator.gt),
+    builtins.pow: power,
+    builtins.range: _range,
+    builtins.len: lambda x: np.int64(len(x)),
+    builtins.int: _int,
+    builtins.float: _float,
+    builtins.bool: np.bool_,
+    builtins.round: _round,
+    builtins.enumerate: lambda x: ((np.int64(i), v) for i, v in enumerate(x)),
+    math.isnan: np.isnan,
+    math.isinf: np.isinf,
+    math.isfinite: np.isfinite,
+}
+TWINS |= {getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS}
+TWINS |= dict(_libdevice_table())
+
+
+def twin(obj):
+    """What stands for obj inside a simulated kernel; obj itself if it needs no other."""
+    if isinstance(obj, types.Type) or (isinstance(obj, type) and issubclass(obj, np.generic)):
+        return cast(scalar_type(obj))
+    try:
+        return TWINS[obj] if obj in TWINS else typed(obj)
+    except TypeError:  # not hashable
+        return obj

@@ -1,0 +1,158 @@
+"""What Numba has no words for: 16-byte accesses, and (further down) single PTX instructions.
+
+bfloat16 travels as uint16 arrays: plain Numba has no such type, and a bf16 is the upper half of a float32, so
+widening is a shift. Everything is computed in float32.
+
+An intrinsic receives register arrays (`cuda.local.array(8, float32)`, or a row of a larger one) and reads or writes
+them at constant positions; once the loops around it are unrolled they are registers. Each intrinsic has a twin in
+Python below it, which the simulator runs instead.
+"""
+
+import inspect
+
+from llvmlite import ir
+from numba import cuda, types
+
+try:
+    from numba.cuda.extending import intrinsic
+except ImportError:  # older releases
+    from numba.extending import intrinsic
+
+I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+GLOBAL, SHARED = 1, 3  # NVVM's address spaces
+
+_JIT = inspect.signature(cuda.jit).parameters
+
+
+def device(fn):
+    """A device function that is always inlined: register arrays handed to it stay in registers."""
+    inline = {"forceinline": True} if "forceinline" in _JIT else {"inline": "always"}
+    return cuda.jit(device=True, **inline)(fn)
+
+
+def kernel(threads: int, min_blocks: int = 0, **options):
+    """cuda.jit, with the block size (and the blocks per multiprocessor) promised to the compiler."""
+    if "launch_bounds" in _JIT:
+        options["launch_bounds"] = (threads, min_blocks) if min_blocks else threads
+    return cuda.jit(**options)
+
+
+# ----------------------------------------------------------------------------- helpers for code generation
+def _data(context, builder, array_type, array):
+    return context.make_array(array_type)(context, builder, value=array).data
+
+
+def _int64(builder, value, number):
+    if value.type.width >= 64:
+        return value
+    return builder.sext(value, I64) if number.signed else builder.zext(value, I64)
+
+
+def _global_vector(context, builder, sig, args, a, i, element, length):
+    """Pointer to the vector of `length` elements at args[a][args[i]] in global memory. No bounds check."""
+    pointer = builder.gep(
+        _data(context, builder, sig.args[a], args[a]), [_int64(builder, args[i], sig.args[i])]
+    )
+    space = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
+    return builder.bitcast(space, ir.PointerType(ir.VectorType(element, length), GLOBAL))
+
+
+def _register(builder, pointer, j):
+    return builder.gep(pointer, [ir.Constant(I32, j)])
+
+
+def _widen(builder, bits, half):
+    """Half 0 (low) or 1 (high) of a 32-bit pair of bf16 -> float32"""
+    if half:
+        bits = builder.and_(bits, ir.Constant(I32, 0xFFFF0000))
+    else:
+        bits = builder.shl(bits, ir.Constant(I32, 16))
+    return builder.bitcast(bits, F32)
+
+
+def _narrow_pair(builder, low, high):
+    """Two float32 -> a 32-bit pair of bf16, rounded to nearest even. PTX ISA, cvt: the first source is the upper half."""
+    function = ir.FunctionType(I32, [F32, F32])
+    asm = ir.InlineAsm(function, "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", side_effect=False)
+    return builder.call(asm, [low, high])
+
+
+# ----------------------------------------------------------------------------- 8 elements of a row at once
+@intrinsic
+def load8(typingctx, registers, x, i):
+    """registers[0:8] = x[i : i + 8] as float32. x: flat, float32 or bf16; i: a multiple of 8; 16-byte loads."""
+    half = isinstance(x.dtype, types.Integer)
+
+    def codegen(context, builder, sig, args):
+        out = _data(context, builder, sig.args[0], args[0])
+        if half:
+            vector = builder.load(
+                _global_vector(context, builder, sig, args, 1, 2, I32, 4), align=16
+            )
+            pairs = [builder.extract_element(vector, ir.Constant(I32, j)) for j in range(4)]
+            values = [_widen(builder, pairs[j // 2], j % 2) for j in range(8)]
+        else:
+            pointer = _global_vector(context, builder, sig, args, 1, 2, F32, 4)
+            vectors = [builder.load(_register(builder, pointer, j), align=16) for j in range(2)]
+            values = [
+                builder.extract_element(vectors[j // 4], ir.Constant(I32, j % 4)) for j in range(8)
+            ]
+        for j, value in enumerate(values):
+            builder.store(value, _register(builder, out, j))
+        return context.get_dummy_value()
+
+    return types.void(registers, x, i), codegen
+
+
+@intrinsic
+def store8(typingctx, x, i, registers):
+    """x[i : i + 8] = registers[0:8], rounded to nearest even for bf16. As load8, the other way."""
+    half = isinstance(x.dtype, types.Integer)
+
+    def codegen(context, builder, sig, args):
+        source = _data(context, builder, sig.args[2], args[2])
+        values = [builder.load(_register(builder, source, j)) for j in range(8)]
+        if half:
+            values = [_narrow_pair(builder, values[j], values[j + 1]) for j in range(0, 8, 2)]
+        pointer = _global_vector(context, builder, sig, args, 0, 1, I32 if half else F32, 4)
+        for j in range(0, len(values), 4):
+            vector = ir.Constant(ir.VectorType(I32 if half else F32, 4), ir.Undefined)
+            for k in range(4):
+                vector = builder.insert_element(vector, values[j + k], ir.Constant(I32, k))
+            builder.store(vector, _register(builder, pointer, j // 4), align=16)
+        return context.get_dummy_value()
+
+    return types.void(x, i, registers), codegen
+
+
+@intrinsic
+def load1(typingctx, x, i):
+    """x[i] as float32. x: flat, float32 or bf16."""
+    half = isinstance(x.dtype, types.Integer)
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.gep(
+            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
+        )
+        value = builder.load(pointer)
+        return _widen(builder, builder.zext(value, I32), 0) if half else value
+
+    return types.float32(x, i), codegen
+
+
+@intrinsic
+def store1(typingctx, x, i, value):
+    """x[i] = value, rounded to nearest even for bf16."""
+    half = isinstance(x.dtype, types.Integer)
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.gep(
+            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
+        )
+        value = args[2]
+        if half:
+            value = builder.trunc(_narrow_pair(builder, value, value), I16)
+        builder.store(value, pointer)
+        return context.get_dummy_value()
+
+    return types.void(x, i, types.float32), codegen
