@@ -1,8 +1,12 @@
 """Tests marked `gpu` run only where there is one."""
 
-import pytest
+import os
 
-from xtrain import device
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # small matrices: threads that wait for each other cost more
+
+import pytest  # noqa: E402
+
+from xtrain import device  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):

@@ -90,7 +90,7 @@ def test_naive_kernel_agrees_bit_for_bit():
     assert np.array_equal(to_host(dw), to_host(naive))
 
 
-@pytest.mark.parametrize("bad", [-1, ROWS - 3, ROWS, 1 << 40])
+@pytest.mark.parametrize("bad", [-1, ROWS - 3, ROWS, 1 << 40, -(1 << 32)])
 def test_an_id_outside_the_table(bad):
     """The CPU says which; a kernel cannot, so it is loud in forward and harmless in backward."""
     V = ROWS - 3  # the last block owns rows past the end

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .device import Array, to_numpy
+from .device import Array, as_array, to_numpy
 from .kernels._launch import zeros
 from .kernels.elementwise import add_fwd, add_into
 
@@ -49,7 +49,7 @@ class Tensor:
     def __init__(self, data: Any, requires_grad: bool = False):
         if isinstance(data, Tensor):
             raise TypeError("a Tensor was given where an array is expected: use .detach()")
-        self._data = data if hasattr(data, "strides") else np.asarray(data)
+        self._data = as_array(data)
         if requires_grad and self._data.dtype.kind not in "fV":  # V: bfloat16
             raise TypeError(f"only floating point can have a gradient, got {self._data.dtype}")
         self.grad: Array | None = None
@@ -188,14 +188,11 @@ class Node:
 
     def __init__(self, function, ctx, args, n_outputs):
         self.function, self.ctx, self.n_outputs = function, ctx, n_outputs
-        self.order = next(
-            _clock
-        )  # a node depends on earlier ones only: a topological order for free
-        tensors = [a for a in args if isinstance(a, Tensor)]
+        # a node depends on earlier ones only: a topological order for free
+        self.order = next(_clock)
         saved = {id(a) for a in ctx.saved}
-        self.versions = [
-            (t.version, t.version.count, t.shape) for t in tensors if id(t.data) in saved
-        ]
+        kept = [a for a in args if isinstance(a, Tensor) and id(a.data) in saved]
+        self.versions = [(t.version, t.version.count, t.shape) for t in kept]
         self.fingerprints = [_fingerprint(a) for a in ctx.saved]
 
     def check_untouched(self) -> None:
@@ -229,9 +226,7 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
     Raises RuntimeError when the graph was used already, ValueError on a gradient of the wrong shape.
     """
     if root.node is None:
-        raise RuntimeError(
-            "backward needs a tensor that was computed from one with requires_grad=True"
-        )
+        raise RuntimeError("backward needs a tensor computed from one with requires_grad=True")
     if gradient is None:
         if root.size != 1:
             raise ValueError(
@@ -240,9 +235,8 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
         gradient = _unit(root.data)
     elif gradient.shape != root.shape:
         raise ValueError(f"the gradient has shape {gradient.shape}, the tensor {root.shape}")
-    gradients = {
-        root.node: [None] * root.node.n_outputs
-    }  # of every output of a node that was reached
+    # node -> the gradients of its outputs, for every node that was reached
+    gradients = {root.node: [None] * root.node.n_outputs}
     gradients[root.node][root.index] = gradient
     queue = [(-root.node.order, root.node)]
     while queue:
@@ -254,8 +248,8 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
             if edge.node not in gradients:
                 gradients[edge.node] = [None] * edge.node.n_outputs
                 heapq.heappush(queue, (-edge.node.order, edge.node))
-            slots = gradients[edge.node]
-            slots[edge.index] = dx if slots[edge.index] is None else add_fwd(slots[edge.index], dx)
+            slots, i = gradients[edge.node], edge.index
+            slots[i] = dx if slots[i] is None else as_array(add_fwd(slots[i], dx))
 
 
 _units: dict = {}
@@ -286,14 +280,15 @@ def _call_backward(node, gradients):
     ctx, result = node.ctx, node.function.backward(node.ctx, *gradients)
     node.ctx = None
     result = result if isinstance(result, tuple) else (result,)
+    found = []
     for i, (edge, dx) in enumerate(zip(ctx.edges, result)):
-        if edge is not None and dx is not None and dx.shape != edge.shape:
-            raise ValueError(
-                f"{name} gave a gradient of shape {dx.shape} for argument {i} of shape {edge.shape}"
-            )
-    return [
-        (edge, dx) for edge, dx in zip(ctx.edges, result) if edge is not None and dx is not None
-    ]
+        if edge is not None and dx is not None:
+            if dx.shape != edge.shape:
+                raise ValueError(
+                    f"{name} gave a gradient of shape {dx.shape} for argument {i} of shape {edge.shape}"
+                )
+            found.append((edge, as_array(dx)))
+    return found
 
 
 def _add_to_leaf(leaf, dx):

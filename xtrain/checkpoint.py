@@ -48,7 +48,7 @@ def save(
     """Write run/checkpoints/step-NNNNNN; `state` must hold "step". -> its folder. Raises UserError when it cannot."""
     folder = run / "checkpoints" / f"step-{state['step']:06d}"
     with whole_folder(folder) as temporary:
-        huggingface.save(model, temporary, tokenizer)
+        huggingface.write_files(model, temporary, tokenizer)
         moments = {}
         for letter, array in (("m", optimizer.m), ("v", optimizer.v)):
             for name, view in model.views(to_numpy(array)):
@@ -107,7 +107,7 @@ def newest(run: Path) -> Saved:
 
 def load(saved: Saved, model: Transformer, optimizer: AdamW) -> None:
     """Fill model and optimizer. Raises UserError when the files are damaged or belong to another model."""
-    config = huggingface.load(saved.folder, "cpu").config
+    config = huggingface.read_config(saved.folder)
     ours = model.config.to_dict()
     different = [
         f"{k} {v} (this run: {ours[k]})" for k, v in config.to_dict().items() if v != ours[k]

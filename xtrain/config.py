@@ -126,7 +126,7 @@ class ModelConfig:
         """Longest sequence the model takes: max_seq_len, and with dynamic RoPE scaling `factor` times that."""
         scaling = self.rope_scaling or {}
         if scaling.get("rope_type", scaling.get("type")) == "dynamic":
-            return max(self.max_seq_len, int(self.max_seq_len * scaling["factor"]))
+            return int(max(1, min(scaling["factor"], 2**31)) * self.max_seq_len)
         return self.max_seq_len
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,7 +189,8 @@ class TrainConfig:
     )
     debug: bool = False  # synchronise after every kernel and name the one that failed
 
-    def __post_init__(self):
+    def validate(self) -> None:
+        """Raises UserError on a value that makes no sense. (Not on construction: the command line reports it better.)"""
         for name in (
             "steps",
             "batch",
@@ -275,7 +276,11 @@ PRESETS = {
 
 
 def resolve(config: TrainConfig, gpu: bool) -> tuple[TrainConfig, dict[str, Any]]:
-    """-> (the same run with every None filled from its preset, the preset's model shape without vocab_size)."""
+    """-> (the same run with every None filled from its preset, the preset's model shape without vocab_size).
+
+    Raises UserError on options that make no sense, alone or together with the preset's.
+    """
+    config.validate()
     name = ("dim384" if gpu else "tiny") if config.preset == "auto" else config.preset
     _need(
         name in PRESETS, f"--preset {name!r} is not known: choose one of auto, {', '.join(PRESETS)}"
@@ -287,4 +292,5 @@ def resolve(config: TrainConfig, gpu: bool) -> tuple[TrainConfig, dict[str, Any]
     if config.name is None:
         filled["name"] = name
     config = replace(config, preset=name, **filled)
+    config.validate()
     return config, dict(preset.model, max_seq_len=config.seq_len)

@@ -55,6 +55,11 @@ def is_gpu(x: Array) -> bool:
     return not isinstance(x, np.ndarray)
 
 
+def as_array(x: Any) -> Array:
+    """x if it is an array, else a NumPy array of it: NumPy turns arrays without axes into scalars on every occasion."""
+    return x if hasattr(x, "strides") and not isinstance(x, np.generic) else np.asarray(x)
+
+
 def to_device(x: np.ndarray, device: str) -> Array:
     """A copy on the GPU for "gpu", in the simulator for "sim"; x itself for "cpu"."""
     if device == "sim":

@@ -21,7 +21,6 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -56,9 +55,7 @@ class _Inner(Function):
         return ctx.saved  # dL is 1: backward starts here
 
 
-def check(
-    f: Callable[..., Any], inputs: list[np.ndarray], seed: int = 0, step: float = STEP
-) -> list[float]:
+def check(f: Callable, inputs: list[np.ndarray], seed: int = 0, step: float = STEP) -> list[float]:
     """f(*tensors) -> Tensor or tuple of Tensors. inputs: float64 arrays. -> the relative error for each input.
 
     f is called several times with the same values and must give the same result. Backward must *add* to the
@@ -77,19 +74,16 @@ def check(
     for tensor, gradient in zip(tensors, before):
         tensor.grad = gradient.copy()
     outputs = outputs_of(*tensors)
-    weights = [np.asarray(normal(y.shape)).astype(y.dtype) for y in outputs]  # c
+    weights = [np.asarray(normal(y.shape)).astype(y.dtype) for y in outputs]
     size = _norm(c * y.data for y, c in zip(outputs, weights))
     _Inner.apply(*outputs, *weights).backward()
     errors = []
     for i, (x, tensor) in enumerate(zip(inputs, tensors)):
         v = normal(x.shape) * (np.sqrt(np.square(x).mean()) or 1.0)
+        shift = [step * v if j == i else np.zeros(z.shape) for j, z in enumerate(inputs)]
         with no_grad():
-            up, down = (
-                outputs_of(
-                    *(Tensor(z + e * v if j == i else z.copy()) for j, z in enumerate(inputs))
-                )
-                for e in (step, -step)
-            )
+            up = outputs_of(*(Tensor(z + s) for z, s in zip(inputs, shift)))
+            down = outputs_of(*(Tensor(z - s) for z, s in zip(inputs, shift)))
         numeric = [c * (y1.data - y0.data) / (2 * step) for c, y1, y0 in zip(weights, up, down)]
         analytic = (tensor.grad - before[i]) * v
         difference = abs(sum(terms.sum() for terms in numeric) - analytic.sum())
@@ -129,6 +123,8 @@ class Draw:
     Q = property(lambda d: (d.H + 2 * d.G) * d.D)  # columns of packed q, k, v
     P = property(lambda d: d.V + d.pad)  # padded vocabulary
     FF = property(lambda d: 2 * d.F)  # gate and up
+    tables = property(lambda d: rope_tables(d.D, d.T, 100.0))  # cos, sin
+    positions = property(lambda d: d.ids(d.M, d.T) if d.given else None)
 
     def ids(self, n, below):
         return np.random.default_rng(n).integers(below, size=n)
@@ -136,15 +132,6 @@ class Draw:
     def targets(self, n, below):
         ids = self.ids(n, below)
         return np.where(ids % 3 == 0, IGNORE, ids)
-
-    def inv_count(self):
-        return count_targets(self.targets(self.N, self.V))
-
-    def tables(self):
-        return rope_tables(self.D, self.T, 100.0)  # cos, sin
-
-    def positions(self):
-        return self.ids(self.M, self.T) if self.given else None
 
     @functools.cached_property
     def model(self):
@@ -163,7 +150,7 @@ def _transformer(d, *weights):
 
 def _qk_norm_rope(d, qkv, *weights):
     weights = weights if d.norm else (None, None)
-    return F.qk_norm_rope(qkv, *weights, *d.tables(), d.H, d.G, d.T, EPS, d.positions())
+    return F.qk_norm_rope(qkv, *weights, *d.tables, d.H, d.G, d.T, EPS, d.positions)
 
 
 # op -> its differentiable inputs, each with its shape in names of Draw; how to call it
@@ -172,20 +159,20 @@ CASES = {
     "linear": ("x: N I, w: O I", lambda d, x, w: F.linear(x, w)),
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
     "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: F.residual_rmsnorm(x, r, w, EPS)),
-    "rope": ("x: M H D", lambda d, x: F.rope(x, *d.tables(), d.positions(), d.T)),
+    "rope": ("x: M H D", lambda d, x: F.rope(x, *d.tables, d.positions, d.T)),
     "qk_norm_rope": ("qkv: M Q, q_w: D, k_w: D", _qk_norm_rope),
     "attention": ("q: B T H D, k: B S G D, v: B S G D", lambda d, q, k, v: F.attention(q, k, v, 0.3, d.causal)),
     "causal_softmax": ("s: B A S", lambda d, s: F.causal_softmax(s, d.T, 0.7, d.causal)),
     "swiglu": ("gu: N FF", lambda d, gu: F.swiglu(gu)),
     "silu": ("x: N F", lambda d, x: F.silu(x)),
-    "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, d.targets(d.N, d.V), d.V, d.inv_count())),
+    "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, (t := d.targets(d.N, d.V)), d.V, count_targets(t))),
     "add": ("a: N C, b: N C", lambda d, a, b: F.add(a, b)),
     "scale": ("x: N C", lambda d, x: F.scale(x, -1.7)),
     "cast": ("x: N C", lambda d, x: F.cast(x, np.float32)),
     "swap_heads": ("x: B T G D", lambda d, x: F.swap_heads(x)),
     "reshape": ("x: N C", lambda d, x: F.reshape(x, (d.C, d.N))),
     "narrow": ("x: N P", lambda d, x: F.narrow(x, d.V)),
-    "transformer": (None, _transformer),
+    "transformer": (None, _transformer),  # a shape for every parameter
 }  # fmt: skip
 # A cast rounds to 24 bits, which a short step would magnify; it is linear, so a long one is exact. A model bends.
 STEPS = {"cast": 1.0, "transformer": 3e-6}
@@ -228,8 +215,7 @@ def _check_case(op, d):
     """-> [(input, shape, error)]"""
     inputs, call = CASES[op]
     if inputs is None:
-        names = [prefix + next(iter(p.parts)) for prefix, p in d.model.storage()]
-        shapes = [p.shape for _, p in d.model.storage()]
+        names, shapes = zip(*((m + next(iter(p.parts)), p.shape) for m, p in d.model.storage()))
     else:
         names, sizes = zip(*(text.split(": ") for text in inputs.split(", ")))
         shapes = [tuple(getattr(d, s) for s in size.split()) for size in sizes]
@@ -241,9 +227,7 @@ def _check_case(op, d):
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> 0: all right, 1: a gradient is wrong, 2: the arguments are."""
-    parser = argparse.ArgumentParser(
-        "python -m xtrain.gradcheck", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser("xtrain.gradcheck", description=__doc__.split("\n")[0])
     parser.add_argument("op", nargs="*", help="which to check; none: all of them")
     table = Table("op", "input", "shapes", "error", "tolerance", "ok", box=None)
     failures = []

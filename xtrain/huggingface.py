@@ -24,6 +24,7 @@ from .model import Transformer
 from .tensor_file import listed, read_header, read_json, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9  # as transformers cuts
+MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
@@ -112,6 +113,9 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     if missing:
         raise UserError(f"it lacks {', '.join(missing)}")
     values = {**DEFAULTS[model_type], **config}
+    positions = values["max_position_embeddings"]
+    if isinstance(positions, int) and positions > MAX_POSITIONS:
+        raise UserError(f"max_position_embeddings {positions} is more than {MAX_POSITIONS}")
     fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
     fields["rope_theta"], fields["rope_scaling"] = _rope(config, fields["max_seq_len"])
     for name in ("tie_embeddings", "norm_eps"):
@@ -234,6 +238,11 @@ def _fill(model, stored):
 
 def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in a Hugging Face folder. Raises UserError."""
+    checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+    if checkpoints:
+        raise UserError(
+            f"{folder} is a run: give one of its checkpoints, such as {checkpoints[-1]}"
+        )
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}: it is not a Hugging Face folder")
     content = read_json(folder / CONFIG)

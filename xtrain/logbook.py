@@ -52,12 +52,8 @@ def parameter_table(model: Transformer) -> Table:
     """Parameters of the embedding, the head and the core, apart: a large vocabulary dominates small models."""
     groups = {"embedding": 0, "attention": 0, "MLP": 0, "norms": 0, "head": 0}
     for name, tensor in model.named_parameters():
-        kind = "norms" if "norm" in name else "embedding" if "embed" in name else "head"
-        kind = (
-            {"self_attn": "attention", "mlp": "MLP"}.get(name.split(".")[-3], kind)
-            if tensor.ndim == 2
-            else kind
-        )
+        marks = {"norm": "norms", "embed": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "MLP"}
+        kind = next(group for mark, group in marks.items() if mark in name)
         groups[kind] += tensor.size
     if model.config.tie_embeddings:
         del groups["head"]

@@ -10,6 +10,7 @@ write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its v
 (Radford et al. 2019).
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,8 @@ class Transformer(Module):
             raise UserError(
                 f"{what} must be whole numbers of shape (B, T), got {ids.dtype} of shape {ids.shape}"
             )
+        if not ids.size:
+            raise UserError(f"{what} of shape {ids.shape} are empty: give at least one token")
         if ids.shape[1] > c.context:
             raise UserError(
                 f"{what} have {ids.shape[1]} tokens a sequence, the model takes {c.context} (max_seq_len)"
@@ -181,7 +184,7 @@ class Transformer(Module):
             raise UserError(
                 f"{what} are on the GPU, the model on the CPU: use device='gpu' or {what}.get()"
             )
-        if not is_gpu(ids) and ids.size:
+        if not is_gpu(ids):
             ignored = 0 if what == "ids" else -100
             bad = (ids < 0) & (ids != ignored) | (ids >= c.vocab_size)
             if bad.any():
@@ -218,6 +221,10 @@ class Transformer(Module):
                 f"{tokens.shape[1]} prompt tokens and {max_new_tokens} new ones do not fit into "
                 f"max_seq_len {self.config.context}"
             )
+        if not 0 <= temperature < math.inf:
+            raise UserError(f"temperature must be 0 or a positive number, got {temperature}")
+        if top_k is not None and top_k < 1:
+            raise UserError(f"top_k must be at least 1, or None for all tokens, got {top_k}")
         streams = [np.random.default_rng([seed, row]) for row in range(len(tokens))]
         for _ in range(max_new_tokens):
             B, T = tokens.shape

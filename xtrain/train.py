@@ -4,6 +4,7 @@ The step is ten lines in `Run.step`: batch, forward, loss, backward, clip, AdamW
 surrounds it: preparing the text, validation, samples, checkpoints, and saying clearly what is wrong.
 """
 
+import functools
 import json
 import platform
 import signal
@@ -32,6 +33,7 @@ from .device import (
 )
 from .kernels._launch import set_debug
 from .kernels.cross_entropy import count_targets
+from .kernels.elementwise import add_fwd
 from .logbook import Logbook, describe, flops_per_token, parameter_table, peak_flops
 from .model import Transformer
 from .optim import AdamW, clip, learning_rate
@@ -62,15 +64,15 @@ class Run:
         )  # of the whole batch: micro-batches add up to its mean
         optimizer.lr = learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
         model.zero_grad()
-        total = 0
+        losses = []
         for i in range(0, c.batch, c.micro_batch):
             loss = model.loss(ids[i : i + c.micro_batch], targets[i : i + c.micro_batch], inv_count)
             loss.backward()
-            total = total + loss.data
+            losses.append(loss.data.reshape(1))
         norm, factor = clip(model, c.clip)
         optimizer.step(factor)
         self.done += 1
-        return total, norm, optimizer.lr
+        return functools.reduce(add_fwd, losses), norm, optimizer.lr
 
     @no_grad()
     def validate(self) -> tuple[float, float]:
@@ -139,7 +141,7 @@ def loop(run: Run, log: Logbook, stop: Callable[[], bool]) -> None:
         if not (any(due.values()) or len(waiting) == every):
             continue
         numbers = [
-            (step, float(to_numpy(loss)), float(to_numpy(norm)[0]), lr)
+            (step, float(to_numpy(loss)[0]), float(to_numpy(norm)[0]), lr)
             for step, loss, norm, lr in waiting
         ]
         seconds = (time.perf_counter() - since) / len(waiting)
@@ -183,11 +185,13 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
     console.print(
         f"[bold]{folder.name}[/]: {describe(model.config)}, on {device_name(device)}",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(
         f"text: {corpus.name}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, sha256 {corpus.sha256[:16]}, "
         f"{corpus.train_tokens:,} training tokens, {corpus.val_tokens:,} held out",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(parameter_table(model))
     if saved:

@@ -10,6 +10,7 @@ class Site(NamedTuple):
 
     file: str
     line: int
+    column: int
     function: str
     what: str  # the array's name, or the function called
 
@@ -26,9 +27,9 @@ class KernelError(Exception):
     def __init__(self, message: str, sites: tuple = ()):
         self.sites = tuple(sites)
         width = max((len(str(site)) for site in self.sites), default=0)
-        for site in dict.fromkeys((site.file, site.line, str(site)) for site in self.sites):
-            text = linecache.getline(site[0], site[1]).strip()
-            message += f"\n    {site[2]:<{width}}    {text}" if text else ""
+        for file, line, name in dict.fromkeys((s.file, s.line, str(s)) for s in self.sites):
+            text = linecache.getline(file, line).strip()
+            message += f"\n    {name:<{width}}    {text}" if text else ""
         super().__init__(message)
 
 
@@ -61,3 +62,74 @@ def ranges(numbers) -> str:
         else:
             runs.append([n, n])
     return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
+
+
+# ----------------------------------------------------------------------------- wording
+def where(thread, site) -> str:
+    """in block_sum (called by rmsnorm_fwd_kernel), block (0, 0, 0)"""
+    kernel = thread.block.launch.name
+    caller = "" if site.function == kernel else f" (called by {kernel})"
+    return f"in {site.function}{caller}, block {thread.block.position}"
+
+
+def element(site, index) -> str:
+    """scratch[3]"""
+    index = index if isinstance(index, tuple) else (index,)
+    text = ", ".join(map(str, index))
+    return f"element {text} in {site.what}" if site.what.endswith(")") else f"{site.what}[{text}]"
+
+
+def race(kind, then, did, now, does, site, index) -> RaceError:
+    """then = (mark, site) of the earlier access, which `did` ("wrote") the element that `now` does ("read")."""
+    (mark, old_site), name = then, element(site, index)
+    alias = "" if old_site.what == site.what else f" through {old_site.what}"
+    it = "it" if not alias else name
+    first, second = mark.thread, now
+    if first.block is second.block:
+        message = (
+            f"race {where(second, site)}: {first} {did} {name if not alias else 'it'}{alias} at {old_site}, "
+            f"{second} {does} {it} at {site}, with no barrier between"
+        )
+    else:
+        message = (
+            f"race between blocks {where(second, site).partition(',')[0]}: block {first.block.position} {first} "
+            f"{did} {name}{alias} at {old_site}, block {second.block.position} {second} {does} it at {site}; "
+            "the blocks of a launch run in no order"
+        )
+    return RaceError(f"{message} ({kind} memory)", (old_site, site))
+
+
+def uninitialized(thread, kind, site, index):
+    return UninitializedError(
+        f"uninitialised read {where(thread, site)}: {thread} reads {element(site, index)} at {site}, "
+        f"{kind} memory that was never written",
+        (site,),
+    )
+
+
+def read_only(thread, site, index):
+    return KernelError(
+        f"write to a read-only array {where(thread, site)}: {thread} writes {element(site, index)} at {site}",
+        (site,),
+    )
+
+
+def out_of_bounds(thread, a, index, site):
+    axes = index if isinstance(index, tuple) else (index,)
+    if len(axes) != a.ndim:
+        reason = f"{len(axes)} indices for {a.ndim} axes"
+    else:
+        axis = next(i for i, (x, n) in enumerate(zip(axes, a.dims)) if not 0 <= x < n)
+        reason = (
+            f"index {axes[axis]} is negative (a GPU does not warn)"
+            if axes[axis] < 0
+            else f"index {axes[axis]} is past the end, the axis has {a.dims[axis]}"
+        )
+        if a.ndim > 1:
+            reason = f"axis {axis}: {reason}"
+    shape = ", ".join(map(str, a.dims))
+    return OutOfBoundsError(
+        f"out of bounds {where(thread, site)}: {thread} uses {element(site, index)} at {site}, "
+        f"but its shape is ({shape}{',' * (a.ndim == 1)}): {reason}",
+        (site,),
+    )

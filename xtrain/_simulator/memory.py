@@ -15,8 +15,7 @@ from operator import index as as_int
 
 import numpy as np
 
-from .errors import KernelError, OutOfBoundsError, RaceError, UninitializedError
-from .scalars import scalar_type, unify
+from .scalars import scalar_type
 
 
 class Mark:
@@ -34,7 +33,7 @@ def in_order(earlier: Mark, now: Mark) -> bool:
         return _released(earlier, now)
     if earlier.epoch != now.epoch:
         return True
-    return a.warp == b.warp and b.seen[a.lane] >= earlier.clock
+    return a.warp == b.warp and b.seen is not None and b.seen[a.lane] >= earlier.clock
 
 
 def _released(earlier, now):
@@ -85,7 +84,7 @@ def add_reader(shadow: dict, key, mark: Mark, site):
     (mark, site, mark, site)       threads of two warps: whoever writes races with one of them, so that is enough
     """
     record = shadow.get(key)
-    if record is None or record[0].epoch != mark.epoch or record[0].thread.block is not mark.thread.block:
+    if record is None or record[0].epoch != mark.epoch:
         shadow[key] = (mark, site)
     elif len(record) == 4:
         pass
@@ -100,7 +99,7 @@ def add_reader(shadow: dict, key, mark: Mark, site):
         shadow[key] = (record[0], record[1], {first: record, mark.thread: (mark, site)})
 
 
-def _unordered(record, mark):
+def unordered(record, mark):
     """-> the (mark, site) in a record that nothing orders before `mark`, or None"""
     if record is None:
         return None
@@ -118,31 +117,42 @@ class Array:
     """An array as a kernel sees it: typed shape, elements checked and recorded by Thread.load and Thread.store."""
 
     __slots__ = (
-        "bias", "convert", "dims", "dtype", "flat", "memory", "ndim", "shape", "span", "start", "steps", "wrap",
-        "writeable",
+        "bias", "convert", "dims", "dtype", "flat", "memory", "ndim", "span", "start", "steps", "wrap", "writeable",
     )  # fmt: skip
 
     def __init__(self, memory, flat, dims, steps, start=0, bias=0, writeable=True):
-        self.memory, self.flat, self.writeable = memory, flat, writeable
-        self.dims, self.steps, self.start = dims, steps, start  # in elements of flat
-        self.ndim = len(dims)
-        self.dtype = flat.dtype
+        self.memory, self.flat, self.dtype, self.writeable = memory, flat, flat.dtype, writeable
+        self.dims, self.steps, self.start, self.ndim = (
+            dims,
+            steps,
+            start,
+            len(dims),
+        )  # in elements of flat
         self.bias = bias  # key of flat[0]
         self.span = self.dtype.itemsize // memory.granule  # keys per element
-        self.shape = tuple(map(np.int64, dims))
         scalar = scalar_type(self.dtype)
         self.wrap = None if scalar is self.dtype.type else scalar  # what a loaded value becomes
         self.convert = self.dtype.type if self.dtype.kind in "iu" else None  # before a store
 
-    size = property(lambda self: np.int64(math.prod(self.dims)))
+    def _like(self, dims, steps, start):
+        new = Array.__new__(Array)
+        for name in ("memory", "flat", "dtype", "writeable", "bias", "span", "wrap", "convert"):
+            setattr(new, name, getattr(self, name))
+        new.dims, new.steps, new.start, new.ndim = dims, steps, start, len(dims)
+        return new
+
+    shape = property(lambda self: tuple(map(np.int64, self.dims)))
     strides = property(lambda self: tuple(np.int64(s * self.dtype.itemsize) for s in self.steps))
+    size = property(lambda self: np.int64(math.prod(self.dims)))
     T = property(lambda self: self._like(self.dims[::-1], self.steps[::-1], self.start))
 
     def __len__(self):
         return self.dims[0]
 
-    def _like(self, dims, steps, start):
-        return Array(self.memory, self.flat, dims, steps, start, self.bias, self.writeable)
+    def keys(self, k):
+        """The keys of the element flat[k]."""
+        first = self.bias + k * self.span
+        return range(first, first + self.span)
 
     def view(self, index):
         """array[index] with slices or with fewer indices than axes."""
@@ -236,7 +246,9 @@ def _global_array(memory, a, extent, base):
     start = (a.__array_interface__["data"][0] - low) // a.itemsize
     steps = tuple(stride // a.itemsize for stride in a.strides)
     bias = (low - base) // memory.granule
-    return Array(memory, raw.view(a.dtype), a.shape, steps, start, bias, a.flags.writeable)
+    # Numba has no bfloat16: a kernel sees its bits, here as on the GPU (kernels/_ptx.py).
+    dtype = np.uint16 if a.dtype.name == "bfloat16" else a.dtype
+    return Array(memory, raw.view(dtype), a.shape, steps, start, bias, a.flags.writeable)
 
 
 def dense_array(memory, flat, shape) -> Array:

@@ -25,47 +25,8 @@ FLOATS = (np.floating, float)
 
 
 # ----------------------------------------------------------------------------- integers
-class Integer:
-    """Arithmetic shared by the integer types below."""
-
-    __slots__ = ()
-    __array_ufunc__ = None  # NumPy's scalars then leave mixed arithmetic to this class
-    unsigned = False
-    exact_in_float32 = False  # what Numba thinks safe to convert
-
-    def __hash__(self):
-        return hash(int(self))
-
-    def __abs__(self):
-        return type(self)(abs(int(self)))
-
-    def __invert__(self):
-        return ~np.int64(self)
-
-    def __neg__(self):
-        return -np.int64(self)
-
-    def __pos__(self):
-        return +np.int64(self)
-
-
-class Unsigned(Integer):
-    __slots__ = ()
-    unsigned = True
-
-    def __invert__(self):
-        return UInt64(~np.uint64(self))
-
-    def __neg__(self):
-        return UInt64(-np.uint64(self))
-
-    def __pos__(self):
-        return UInt64(self)
-
-
 def _float_type(integer, other):
-    small = integer.exact_in_float32 and type(other) is np.float32
-    return np.float32 if small else np.float64
+    return np.float32 if type(other) is np.float32 and integer.in_float32 else np.float64
 
 
 def _arithmetic(op):
@@ -79,7 +40,7 @@ def _arithmetic(op):
     def backward(self, other):
         if isinstance(other, FLOATS):
             return op(other, _float_type(self, other)(self))
-        return op(np.int64(other), np.int64(self))  # two Integers meet in forward
+        return op(np.int64(other), np.int64(self))  # two of our integers meet in forward
 
     return forward, backward
 
@@ -105,53 +66,50 @@ def _comparison(op):
     return compare
 
 
+def _unary(op):
+    def apply(self):
+        return UInt64(op(np.uint64(self))) if self.unsigned else op(np.int64(self))
+
+    return apply
+
+
 def _unsigned(x):
     return UInt64(x) if type(x) is np.uint64 else x
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"):
-    _dunder = _name.rstrip("_")
-    _forward, _backward = _arithmetic(getattr(operator, _name))
-    setattr(Integer, f"__{_dunder}__", _forward)
-    setattr(Integer, f"__r{_dunder}__", _backward)
-for _name in ("lshift", "rshift"):
-    _forward, _backward = _shift(getattr(operator, _name))
-    setattr(Integer, f"__{_name}__", _forward)
-    setattr(Integer, f"__r{_name}__", _backward)
-for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
-    setattr(Integer, f"__{_name}__", _comparison(getattr(operator, _name)))
+def _integer_methods():
+    methods = {
+        "__slots__": (),
+        "__array_ufunc__": None,  # NumPy's scalars then leave mixed arithmetic to these methods
+        "__hash__": lambda self: hash(int(self)),
+        "__abs__": lambda self: type(self)(abs(int(self))),
+    }
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+        op = getattr(operator, name + "_" * (name in ("and", "or")))
+        methods[f"__{name}__"], methods[f"__r{name}__"] = _arithmetic(op)
+    for name in ("lshift", "rshift"):
+        methods[f"__{name}__"], methods[f"__r{name}__"] = _shift(getattr(operator, name))
+    for name in ("lt", "le", "eq", "ne", "gt", "ge"):
+        methods[f"__{name}__"] = _comparison(getattr(operator, name))
+    for name in ("neg", "pos", "invert"):
+        methods[f"__{name}__"] = _unary(getattr(operator, name))
+    return methods
 
 
-class Int8(Integer, np.int8):
-    __slots__ = ()
-    exact_in_float32 = True
+def _integer(name, base, in_float32=False):
+    """A subclass of a NumPy integer that computes as Numba does. in_float32: what Numba thinks safe to convert."""
+    unsigned = issubclass(base, np.unsignedinteger)
+    more = {"unsigned": unsigned, "in_float32": in_float32, "__module__": __name__}
+    return type(name, (base,), _integer_methods() | more)  # NumPy allows no second base class
 
 
-class Int16(Integer, np.int16):
-    __slots__ = ()
-    exact_in_float32 = True
-
-
-class Int32(Integer, np.int32):
-    __slots__ = ()
-
-
-class UInt8(Unsigned, np.uint8):
-    __slots__ = ()
-    exact_in_float32 = True
-
-
-class UInt16(Unsigned, np.uint16):
-    __slots__ = ()
-
-
-class UInt32(Unsigned, np.uint32):
-    __slots__ = ()
-
-
-class UInt64(Unsigned, np.uint64):
-    __slots__ = ()
-
+Int8 = _integer("Int8", np.int8, in_float32=True)
+Int16 = _integer("Int16", np.int16, in_float32=True)
+Int32 = _integer("Int32", np.int32)
+UInt8 = _integer("UInt8", np.uint8, in_float32=True)
+UInt16 = _integer("UInt16", np.uint16)
+UInt32 = _integer("UInt32", np.uint32)
+UInt64 = _integer("UInt64", np.uint64)
 
 # The class of a value loaded from memory of this dtype, or made by a cast to it.
 _SCALARS = {
@@ -167,27 +125,33 @@ _SCALARS = {
 }
 
 
-def scalar_type(dtype) -> type:
-    """The class of the values of a NumPy dtype, a NumPy scalar class or a Numba type."""
-    if isinstance(dtype, types.Type):
+def dtype_of(kind) -> np.dtype:
+    """The dtype that a Numba type, a NumPy scalar class or a cast of this module stands for."""
+    if isinstance(kind, types.Type):
         try:
-            dtype = as_dtype(dtype)
+            return as_dtype(kind)
         except NotImplementedError:  # numba-cuda's bfloat16 is known to ml_dtypes only
             import ml_dtypes
 
-            dtype = getattr(ml_dtypes, dtype.name)
+            return np.dtype(getattr(ml_dtypes, kind.name))
+    return np.dtype(kind if isinstance(kind, type) else getattr(kind, "dtype", kind))
+
+
+def scalar_type(dtype) -> type:
+    """The class of the values of a dtype."""
     dtype = np.dtype(dtype)
     return _SCALARS.get(dtype, dtype.type)
 
 
 @functools.cache
-def cast(scalar: type):
+def cast(dtype: np.dtype):
     """float32(x), int32(x) ... as a kernel calls them: integers wrap around, floats are rounded or cut off."""
+    scalar = scalar_type(dtype)
 
     def convert(x):
         return x if type(x) is scalar else scalar(x)
 
-    convert.scalar = scalar
+    convert.scalar, convert.dtype = scalar, dtype
     return convert
 
 
@@ -240,9 +204,9 @@ def power(a, b):
 def _range(*args):
     if all(isinstance(a, (Int8, Int16, Int32)) for a in args):
         return map(Int32, range(*map(int, args)))
-    if any(isinstance(a, Unsigned) for a in args):
+    if any(getattr(a, "unsigned", False) for a in args):
         return map(UInt64, range(*map(int, args)))
-    return np.arange(*args)  # iterating over it gives np.int64
+    return np.arange(*map(int, args))  # iterating over it gives np.int64
 
 
 def _int(x):
@@ -285,8 +249,10 @@ def _float_function(name, f, scalar=None):
     return call
 
 
-_FUNCTIONS = """exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
-erf erfc gamma lgamma fabs floor ceil trunc pow atan2 copysign fmod hypot degrees radians""".split()
+_FUNCTIONS = (
+    "exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
+    "erf erfc gamma lgamma fabs floor ceil trunc pow atan2 copysign fmod hypot degrees radians"
+)
 
 _EXTRA = {  # libdevice only
     "rsqrt": lambda x: 1 / math.sqrt(x) if x != 0 else math.copysign(math.inf, x),
@@ -303,9 +269,13 @@ _EXTRA = {  # libdevice only
 
 def _libdevice_table():
     """libdevice's float functions: expf is exp in float32, fast_expf its quick form, exp is float64."""
-    table = {n: getattr(math, n) for n in _FUNCTIONS} | _EXTRA
+    table = {n: getattr(math, n) for n in _FUNCTIONS.split()} | _EXTRA
     for name, f in table.items():
-        for full, scalar in ((name, np.float64), (name + "f", np.float32), (f"fast_{name}f", np.float32)):
+        for full, scalar in (
+            (name, np.float64),
+            (name + "f", np.float32),
+            (f"fast_{name}f", np.float32),
+        ):
             if hasattr(libdevice, full):
                 yield getattr(libdevice, full), _float_function(name, f, scalar)
     yield libdevice.fast_fdividef, lambda a, b: np.float32(a) / np.float32(b)
@@ -325,6 +295,7 @@ TWINS = {
     builtins.min: _select(operator.lt),
     builtins.max: _select(operator.gt),
     builtins.pow: power,
+    builtins.divmod: lambda a, b: (a // b, a % b),
     builtins.range: _range,
     builtins.len: lambda x: np.int64(len(x)),
     builtins.int: _int,
@@ -336,14 +307,16 @@ TWINS = {
     math.isinf: np.isinf,
     math.isfinite: np.isfinite,
 }
-TWINS |= {getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS}
+TWINS |= {
+    getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS.split()
+}
 TWINS |= dict(_libdevice_table())
 
 
 def twin(obj):
     """What stands for obj inside a simulated kernel; obj itself if it needs no other."""
     if isinstance(obj, types.Type) or (isinstance(obj, type) and issubclass(obj, np.generic)):
-        return cast(scalar_type(obj))
+        return cast(dtype_of(obj))
     try:
         return TWINS[obj] if obj in TWINS else typed(obj)
     except TypeError:  # not hashable

@@ -4,17 +4,15 @@ source.py rewrites a kernel so that `cuda.threadIdx.x` becomes `_t.threadIdx.x`,
 `_t.atomic_add(...)`, `a[i]` becomes `_t.load(a, i, site)`, where _t is the running Thread.
 """
 
+import functools
 import math
 import operator
 
 import numpy as np
 
-from . import memory as mem
-from .errors import KernelError, OutOfBoundsError, RaceError, UninitializedError
-from .memory import Array, Mark, Memory, add_reader, dense_array, in_order, poisoned
-from .scalars import TWINS, Int8, Int32, Integer, UInt32, UInt64, scalar_type, unify
-
-STATIC_LIMIT = 48 * 1024  # bytes of cuda.shared.array(shape, ...) in one block, on every GPU
+from . import errors
+from .memory import Array, Mark, Memory, add_reader, dense_array, poisoned, unordered
+from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, unify
 
 
 class Dim3:
@@ -34,13 +32,15 @@ class Thread:
     """Made by simulator.run for every thread of every block.
 
     block: the running Block; index: position in the block; lane, warp: index % 32, index // 32
-    mark: this thread since its last synchronisation; seen: what it knows of each lane of its warp (memory.py)
+    mark: this thread since its last synchronisation; seen: what it knows of each lane of its warp (memory.py),
+        None before the first syncwarp
+    left: the Site of the return statement that ended it
     state: for the simulated functions of intrinsics, which may keep here what they need between calls
     """
 
     __slots__ = (
-        "block", "blockDim", "blockIdx", "fence", "generator", "gridDim", "index", "lane", "laneid", "mark",
-        "reply", "request", "seen", "state", "threadIdx", "warp",
+        "_state", "block", "blockDim", "blockIdx", "fence", "generator", "gridDim", "index", "lane", "laneid", "left", "mark",
+        "reply", "request", "seen", "threadIdx", "warp",
     )  # fmt: skip
     warpsize = Int32(32)
 
@@ -48,12 +48,17 @@ class Thread:
         self.block, self.index, self.threadIdx = block, index, position
         self.warp, self.lane = divmod(index, 32)
         self.laneid = Int32(self.lane)
-        self.blockIdx, self.blockDim, self.gridDim = block.position, block.launch.block, block.launch.grid
-        self.seen = [0] * 32
-        self.seen[self.lane] = 1
+        self.blockIdx = block.position
+        self.blockDim, self.gridDim = block.launch.block, block.launch.grid
         self.mark = Mark(self, block.epoch, 1)
-        self.generator = self.request = self.reply = self.fence = None
-        self.state = {}
+        self.generator = self.request = self.reply = self.seen = self.fence = self.left = None
+        self._state = None
+
+    @property
+    def state(self) -> dict:
+        if self._state is None:
+            self._state = {}
+        return self._state
 
     def __str__(self):
         flat = self.blockDim.y == self.blockDim.z == 1
@@ -67,25 +72,233 @@ class Thread:
         k = a.locate(index)
         if k is None:
             return self._view(a, index, site)
-        memory, mark = a.memory, self.mark
-        if a.span != 1:
-            self._wide(a, k, index, site, self._record_read)
+        if a.span == 1:
+            self._read(a, k + a.bias, index, site)
         else:
-            key, epoch = k + a.bias, mark.epoch
-            record = memory.writes.get(key)
-            if record is None:
-                if memory.kind != "global" and key not in memory.atomics:
-                    self._uninitialized(a, index, site)
-            elif record[0] is not mark and record[0].epoch == epoch:
-                self._check(record, "wrote", "read", a, index, site)
-            if memory.watched:
-                self._check(memory.atomics.get(key), "changed atomically", "read", a, index, site)
-                self._check(memory.old_writes.get(key), "wrote", "read", a, index, site)
-                self._check(memory.old_atomics.get(key), "changed atomically", "read", a, index, site)
-            record = memory.reads.get(key)
-            if record is None or record[0].epoch != epoch:
-                memory.reads[key] = (mark, site)
-            elif record[0] is not mark and len(record) != 4:
-                add_reader(memory.reads, key, mark, site)
+            for key in a.keys(k):
+                self._read(a, key, index, site)
         value = a.flat[k]
         return value if a.wrap is None else a.wrap(value)
+
+    def store(self, a, index, value, site):
+        """a[index] = value"""
+        k = a.locate(index)
+        if k is None:
+            return self._store_view(a, index, value, site)
+        if a.span == 1:
+            self._write(a, k + a.bias, index, site)
+        else:
+            for key in a.keys(k):
+                self._write(a, key, index, site)
+        a.flat[k] = value if a.convert is None else a.convert(value)
+
+    def _read(self, a, key, index, site):
+        memory, mark = a.memory, self.mark
+        epoch = mark.epoch
+        record = memory.writes.get(key)
+        if record is None:
+            if memory.kind != "global" and key not in memory.atomics:
+                raise errors.uninitialized(self, memory.kind, site, index)
+        elif record[0] is not mark and record[0].epoch == epoch:
+            self._order(memory, record, "wrote", "read", index, site)
+        if memory.kind == "local":
+            return
+        if memory.watched:
+            self._order(memory, memory.atomics.get(key), "changed", "read", index, site)
+            self._order(memory, memory.old_writes.get(key), "wrote", "read", index, site)
+            self._order(memory, memory.old_atomics.get(key), "changed", "read", index, site)
+        record = memory.reads.get(key)
+        if record is None or record[0].epoch != epoch:
+            memory.reads[key] = (mark, site)
+        elif record[0] is not mark and len(record) != 4:
+            add_reader(memory.reads, key, mark, site)
+
+    def _write(self, a, key, index, site):
+        memory, mark = a.memory, self.mark
+        epoch = mark.epoch
+        record = memory.writes.get(key)
+        if record is not None and record[0] is not mark and record[0].epoch == epoch:
+            self._order(memory, record, "wrote", "wrote", index, site)
+        record = memory.reads.get(key)
+        if (
+            record is not None
+            and record[0].epoch == epoch
+            and (record[0] is not mark or len(record) > 2)
+        ):
+            self._order(memory, record, "read", "wrote", index, site)
+        if memory.watched:
+            self._order(memory, memory.atomics.get(key), "changed", "wrote", index, site)
+            self._order(memory, memory.old_writes.get(key), "wrote", "wrote", index, site)
+            self._order(memory, memory.old_reads.get(key), "read", "wrote", index, site)
+            self._order(memory, memory.old_atomics.get(key), "changed", "wrote", index, site)
+        if not a.writeable:
+            raise errors.read_only(self, site, index)
+        memory.writes[key] = (mark, site)
+
+    def _change(self, a, key, index, site):
+        """The records of an atomic."""
+        memory = a.memory
+        if memory.kind != "global" and key not in memory.writes and key not in memory.atomics:
+            raise errors.uninitialized(self, memory.kind, site, index)
+        for record in memory.releases.get(key) or ():
+            if record.thread.block is not self.block:
+                self.block.acquired.append((record, self.mark))
+        for shadow, did in (
+            (memory.writes, "wrote"), (memory.reads, "read"),
+            (memory.old_writes, "wrote"), (memory.old_reads, "read"),
+        ):  # fmt: skip
+            self._order(memory, shadow.get(key), did, "changed", index, site)
+        if not a.writeable:
+            raise errors.read_only(self, site, index)
+        memory.watched = True
+        add_reader(memory.atomics, key, self.mark, site)
+        if self.fence is self.mark:
+            memory.releases.setdefault(key, []).append(self.mark)
+
+    def _order(self, memory, record, did, does, index, site):
+        if record is not None:
+            then = unordered(record, self.mark)
+            if then is not None:
+                raise errors.race(memory.kind, then, did, self, does, site, index)
+
+    def _view(self, a, index, site):
+        """A row or a slice; anything else is out of bounds."""
+        try:
+            if isinstance(index, tuple):
+                partial = len(index) < a.ndim or any(isinstance(i, slice) for i in index)
+            else:
+                partial = a.ndim > 1 or isinstance(index, slice)
+            if partial:
+                return a.view(index)
+        except IndexError:
+            pass
+        raise errors.out_of_bounds(self, a, index, site)
+
+    def _store_view(self, a, index, value, site):
+        """a[2:5] = value"""
+        part = self._view(a, index, site)
+        for i in np.ndindex(part.dims):
+            self.store(
+                part, i, self.load(value, i, site) if isinstance(value, Array) else value, site
+            )
+
+    def shared_array(self, site, shape, dtype, **_):
+        return self.block.shared_array(self, site, _shape(shape), dtype_of(dtype))
+
+    def local_array(self, site, shape, dtype, **_):
+        flat = poisoned(math.prod(_shape(shape)), dtype_of(dtype))
+        return dense_array(Memory("local", flat.itemsize), flat, _shape(shape))
+
+    def const_array_like(self, site, values):
+        return self.block.launch.constant(values)
+
+    # ------------------------------------------------------------------------- atomics
+    def _atomic(self, site, a, index, change):
+        """a[index] = change(a[index]) in one step. -> the old value"""
+        k = a.locate(index)
+        if k is None:
+            raise errors.out_of_bounds(self, a, index, site)
+        for key in a.keys(k):
+            self._change(a, key, index, site)
+        old = a.flat[k]
+        a.flat[k] = change(old)
+        return old if a.wrap is None else a.wrap(old)
+
+    def atomic_cas(self, site, a, index, old, new):
+        old, new = a.dtype.type(old), a.dtype.type(new)
+        return self._atomic(site, a, index, lambda now: new if now == old else now)
+
+    def atomic_compare_and_swap(self, site, a, old, new):
+        return self.atomic_cas(site, a, 0, old, new)
+
+    def threadfence(self):
+        self.fence = self.mark
+
+    threadfence_system = threadfence
+
+    def threadfence_block(self):
+        pass
+
+    # ------------------------------------------------------------------------- where am I
+    def grid(self, ndim):
+        """-> int64, or a tuple of ndim"""
+        at = zip(self.blockIdx, self.blockDim, self.threadIdx)
+        position = tuple(np.int64(b) * n + t for b, n, t in at)[: int(ndim)]
+        return position if ndim > 1 else position[0]
+
+    def gridsize(self, ndim):
+        size = tuple(np.int64(g) * n for g, n in zip(self.gridDim, self.blockDim))[: int(ndim)]
+        return size if ndim > 1 else size[0]
+
+    def lanemask_lt(self):
+        return UInt32((1 << self.lane) - 1)
+
+    # ------------------------------------------------------------------------- arithmetic
+    def selp(self, condition, a, b):
+        return a if condition else b
+
+    def fma(self, a, b, c):
+        """Rounded once. float32: exact in float64 but for the last addition, as good as it gets here."""
+        scalar = functools.reduce(unify, map(type, (a, b, c)))
+        return scalar(np.float64(a) * np.float64(b) + np.float64(c))
+
+    def cbrt(self, x):
+        return np.cbrt(x)
+
+    def popc(self, x):
+        return _integer(x)(_bits(x).bit_count())
+
+    def clz(self, x):
+        return _integer(x)(8 * x.itemsize - _bits(x).bit_length())
+
+    def ffs(self, x):
+        bits = _bits(x)
+        return UInt32((bits & -bits).bit_length())
+
+    def brev(self, x):
+        width = 64 if type(x) is UInt64 else 32
+        bits = _bits(x) & (2**width - 1)
+        return (UInt64 if width == 64 else UInt32)(int(f"{bits:0{width}b}"[::-1], 2))
+
+    def nanosleep(self, ns):
+        pass
+
+
+def _shape(shape) -> tuple[int, ...]:
+    return tuple(map(int, shape)) if isinstance(shape, tuple) else (int(shape),)
+
+
+def _bits(x) -> int:
+    return int(x) & (256**x.itemsize - 1)
+
+
+def _integer(x):
+    return type(x) if isinstance(x, np.integer) else Int32
+
+
+_ATOMICS = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "max": TWINS[max],
+    "min": TWINS[min],
+    "nanmax": TWINS[max],
+    "nanmin": TWINS[min],
+    "and_": operator.and_,
+    "or_": operator.or_,
+    "xor": operator.xor,
+    "exch": lambda old, value: value,
+    "inc": lambda old, top: old + type(old)(1) if old < top else type(old)(0),
+    "dec": lambda old, top: old - type(old)(1) if 0 < old <= top else top,
+}
+
+
+def _atomic_method(change):
+    def atomic(self, site, a, index, value):
+        value = a.dtype.type(value)
+        return self._atomic(site, a, index, lambda old: change(old, value))
+
+    return atomic
+
+
+for _name, _change in _ATOMICS.items():
+    setattr(Thread, f"atomic_{_name}", _atomic_method(_change))

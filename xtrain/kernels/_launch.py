@@ -22,6 +22,7 @@ from .. import simulator
 from ..device import Array, array_module, cupy
 from ..simulator import SimArray
 
+FLOATS = ("float32", "bfloat16")  # what the memory-bound kernels read and write; they compute in float32
 _debug = False
 
 

@@ -10,8 +10,12 @@ Python below it, which the simulator runs instead.
 
 import inspect
 
+import ml_dtypes
+import numpy as np
 from llvmlite import ir
 from numba import cuda, types
+
+from ..simulator import simulates
 
 try:
     from numba.cuda.extending import intrinsic
@@ -156,3 +160,47 @@ def store1(typingctx, x, i, value):
         return context.get_dummy_value()
 
     return types.void(x, i, types.float32), codegen
+
+
+# ----------------------------------------------------------------------------- the same in the simulator
+def _from_memory(thread, x, i, site):
+    value = thread.load(x, i, site)
+    if x.dtype == np.uint16:
+        return (np.uint32(value) << np.uint32(16)).view(np.float32)
+    return value
+
+
+def _to_memory(thread, x, i, value, site):
+    value = np.float32(value)
+    if x.dtype == np.uint16:
+        value = value.astype(ml_dtypes.bfloat16).view(np.uint16)
+    thread.store(x, i, value, site)
+
+
+def _aligned(i):
+    if i % 8:
+        raise ValueError(f"16-byte access at element {i}: not a multiple of 8")
+
+
+@simulates(load8)
+def _load8(thread, site, registers, x, i):
+    _aligned(i)
+    for j in range(8):
+        thread.store(registers, j, _from_memory(thread, x, i + j, site), site)
+
+
+@simulates(store8)
+def _store8(thread, site, x, i, registers):
+    _aligned(i)
+    for j in range(8):
+        _to_memory(thread, x, i + j, thread.load(registers, j, site), site)
+
+
+@simulates(load1)
+def _load1(thread, site, x, i):
+    return _from_memory(thread, x, i, site)
+
+
+@simulates(store1)
+def _store1(thread, site, x, i, value):
+    _to_memory(thread, x, i, value, site)

@@ -1,16 +1,18 @@
-"""Cross-entropy over a padded vocabulary, and its gradient in the same launch.   logits: (N, P)   targets: (N,)
+"""Cross-entropy over a padded vocabulary, with its gradient.   logits: (N, P)   targets: (N,)
 
-    forward    loss_n = logsumexp_v(x_v) - x_target = log(sum_v exp(x_v - m)) + (m - x_target),   m = max_v x_v
+    forward    loss_n = logsumexp_v(x_v) - x_target
+                      = log(sum_v exp(x_v - m)) + (m - x_target),   m = max_v x_v
     backward   d logsumexp / dx_v is the softmax p_v, so with L = inv_count sum_n loss_n
                dL/dx_v = inv_count (p_v - [v == target])
 
-inv_count is 1 / (number of targets that count) over the whole optimizer step, so that the gradients of its
-micro-batches simply add up. A row whose target is -100 (IGNORE) has loss 0 and gradient 0. Columns from vocab_size
-on are padding: not part of the softmax, their gradient is exactly 0.
+inv_count is 1 / (number of targets that count) over the whole optimizer step, so the gradients of
+its micro-batches simply add up. A row whose target is -100 (IGNORE) has loss 0 and gradient 0.
+Columns from vocab_size on are padding: not part of the softmax, their gradient is exactly 0.
 
-Nothing is saved for backward: the gradient is written over the logits. m and the sum come from one pass (see
-softmax.py). Bytes moved: logits read twice, the second time partly from the cache, and written once.
-The sums over rows run in a fixed order in one block: the same bits every run, without atomics.
+Both ways in one launch, and nothing is saved: the gradient is written over the logits. m and the
+sum come from one pass (see softmax.py). Bytes moved: logits read twice, the second time partly from
+the cache, and written once. The sum over rows runs in a fixed order in one block: the same bits
+every run, without atomics.
 """
 
 import math
@@ -24,46 +26,35 @@ from ._reduce import MAX_WARPS, block_max, block_sum
 from .softmax import LOWEST, online_softmax
 
 IGNORE = -100  # a target that does not count, as in PyTorch and Hugging Face
-BLOCK = 512  # a row of 50 k columns keeps 16 warps busy, and few rows are in flight, so the second read finds the cache
+BLOCK = 512  # few long rows in flight: the second read of a row still finds part of it in L2
 SUM_BLOCK = 1024  # one block adds up all rows: as many threads as it can have
-ELEMENTS_PER_PASS = 1 << 16  # of the logits in the reference: what stays in a core's cache
 
 
 # ----------------------------------------------------------------------------- reference
 def cross_entropy_ref(logits_NP, targets_N, vocab_size, inv_count_1, with_gradient=True):
     """-> loss (N,), and the gradient in place of the logits or None. A wrong target gives NaN."""
-    N, P = logits_NP.shape
-    loss_N = np.empty(N, logits_NP.dtype)
-    step = max(1, ELEMENTS_PER_PASS // max(P, 1))
-    for n in range(0, N, step):
-        rows = slice(n, n + step)
-        x = logits_NP[rows, :vocab_size]
-        x = x if with_gradient else x.copy()
-        loss_N[rows] = _rows_ref(x, targets_N[rows], inv_count_1, with_gradient)
-    if with_gradient:
-        logits_NP[:, vocab_size:] = 0
-    return loss_N, logits_NP if with_gradient else None
-
-
-def _rows_ref(x_NV, targets_N, inv_count_1, with_gradient):
-    """-> loss; overwrites x with exp(x - m) or with the gradient."""
-    N, V = x_NV.shape
     ignored_N = targets_N == IGNORE
-    wrong_N = ~ignored_N & ((targets_N < 0) | (targets_N >= V))
-    n, column_N = np.arange(N), np.where(ignored_N | wrong_N, 0, targets_N).astype(np.int64)
-    x_NV -= x_NV.max(1, keepdims=True)
-    loss_N = -x_NV[n, column_N]
+    wrong_N = ~ignored_N & ((targets_N < 0) | (targets_N >= vocab_size))
+    n, target_N = np.arange(targets_N.size), np.where(ignored_N | wrong_N, 0, targets_N)
+    x_NV = logits_NP[:, :vocab_size]
+    if with_gradient:
+        x_NV -= x_NV.max(1, keepdims=True)
+    else:
+        x_NV = x_NV - x_NV.max(1, keepdims=True)
+    loss_N = -x_NV[n, target_N]
     np.exp(x_NV, out=x_NV)
     sum_N = np.einsum("nv->n", x_NV)
     loss_N += np.log(sum_N)
-    if with_gradient:
-        x_NV *= (inv_count_1[0] / sum_N)[:, None]
-        x_NV[n, column_N] -= inv_count_1[0]
-        x_NV[ignored_N] = 0
-        x_NV[wrong_N] = np.nan
     loss_N[ignored_N] = 0
     loss_N[wrong_N] = np.nan
-    return loss_N
+    if not with_gradient:
+        return loss_N, None
+    x_NV *= (inv_count_1[0] / sum_N)[:, None]
+    x_NV[n, target_N] -= inv_count_1[0]
+    x_NV[ignored_N] = 0
+    x_NV[wrong_N] = np.nan
+    logits_NP[:, vocab_size:] = 0
+    return loss_N, logits_NP
 
 
 # ----------------------------------------------------------------------------- kernels
@@ -134,12 +125,12 @@ def cross_entropy(
     inv_count_1: Array | None,
     with_gradient: bool = True,
 ) -> tuple[Array, Array | None]:
-    """logits (N, P >= vocab_size) float32, targets (N,) whole numbers -> loss (N,) and the gradient of
-    inv_count sum(loss), **written over the logits**.
+    """logits (N, P >= vocab_size) float32, targets (N,) whole numbers -> loss (N,) and the gradient
+    of inv_count sum(loss), **written over the logits**.
 
-    with_gradient=False leaves the logits alone and returns None for the gradient; inv_count may then be None.
-    A target outside [0, vocab_size) that is not -100: ValueError on the CPU; on a GPU, where looking would mean
-    waiting, loss and gradient of that row are NaN.
+    with_gradient=False leaves the logits alone and returns None for the gradient; inv_count may
+    then be None. A target that is neither in [0, vocab_size) nor -100: ValueError on the CPU; on a
+    GPU, where looking would mean waiting, loss and gradient of that row are NaN.
     """
     N, P = logits_NP.shape
     check_array("cross_entropy", "logits", logits_NP, (N, P))
@@ -181,7 +172,7 @@ def _row_sum(x_N, scale_1):
 
 
 def count_targets(targets_N: Array) -> Array:
-    """targets (N,) whole numbers -> 1 / (how many are not -100), (1,) float32, where the targets live.
+    """targets (N,) whole numbers -> 1 / (how many are not -100), (1,) float32, where they live.
 
     Without a single one it is 0, so that loss and gradient are 0 and not NaN.
     """
@@ -204,5 +195,6 @@ def _refuse_wrong(targets_N, vocab_size):
     if wrong_N.any():
         n = int(wrong_N.argmax())
         raise ValueError(
-            f"cross_entropy: target {targets_N[n]} in row {n} is neither in [0, {vocab_size}) nor {IGNORE}"
+            f"cross_entropy: target {targets_N[n]} in row {n} is neither in [0, {vocab_size}) "
+            f"nor {IGNORE}"
         )

@@ -136,8 +136,7 @@ def embedding_bwd_kernel(dw_VC, dx_NC, ids_N):
         cuda.syncthreads()  # the queue is written, the counts are read
         if length > QUEUE - SCAN:
             add_matches(acc, dx_NC, queue_n, queue_row, length, c)
-            length = 0
-            cuda.syncthreads()  # the queue is read
+            length = 0  # it is written again after the next round's first barrier only
     add_matches(acc, dx_NC, queue_n, queue_row, length, c)
     for r in range(ROWS):  # a row without matches holds zeros: dw is neither read nor written
         if v0 + r < V and c < dw_VC.shape[1] and acc[r, tid] != float32(0.0):

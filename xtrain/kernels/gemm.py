@@ -31,7 +31,7 @@ def matmul(
     with one more leading axis, the batch. Rows must be contiguous. Raises ValueError when the shapes disagree.
     """
     (*batch_a, M, K), (*batch_b, K2, N) = _op_shape(a, trans_a), _op_shape(b, trans_b)
-    fits = K == K2 and batch_a == batch_b and out.shape == (*batch_a, M, N) and len(batch_a) < 2
+    fits = K == K2 and batch_a == batch_b and _op_shape(out, False) == (*batch_a, M, N)
     check(
         fits,
         f"matmul: op(a) {(*batch_a, M, K)} times op(b) {(*batch_b, K2, N)} does not give {out.shape}",
@@ -56,11 +56,12 @@ def matmul(
 
 def _op_shape(x, trans):
     check(x.ndim in (2, 3), f"matmul: expected 2 or 3 axes, got shape {x.shape}")
-    check(
-        x.strides[-1] == x.itemsize or x.shape[-1] <= 1,
-        f"matmul: rows of an array with shape {x.shape} are not contiguous",
-    )
-    return (*x.shape[:-2], x.shape[-1], x.shape[-2]) if trans else x.shape
+    (rows, columns), (row, column) = x.shape[-2:], x.strides[-2:]
+    in_line = column == x.itemsize or columns <= 1 or not x.size
+    apart = row >= x.itemsize * columns or rows <= 1 or not x.size
+    check(in_line, f"matmul: rows of an array with shape {x.shape} are not contiguous")
+    check(apart, f"matmul: rows of an array with shape {x.shape} overlap or run backwards")
+    return (*x.shape[:-2], columns, rows) if trans else x.shape
 
 
 @functools.cache

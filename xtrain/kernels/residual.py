@@ -12,15 +12,18 @@ Bytes moved, forward: read x and r, write h and y, 4 N C elements; two kernels w
 N C, reading h back. Backward: read dh, dy and h, write dx.
 """
 
+import functools
 import math
 
 import numpy as np
 from numba import cuda, float32, int64
 
 from ..device import Array
-from ._launch import check_array, empty, empty_like, launch, on_host
-from ._reduce import MAX_WARPS, block_sum, warp_sum
-from .rmsnorm import BLOCK, NARROW, WARPS, rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
+from ._launch import FLOATS, check_array, empty, empty_like, launch, on_host
+from ._ptx import kernel
+from ._reduce import MAX_WARPS
+from ._rows import COLUMNS, make_row_ops
+from .rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
 
 
 # ----------------------------------------------------------------------------- reference
@@ -37,61 +40,60 @@ def residual_rmsnorm_bwd_ref(dh_NC, dy_NC, h_NC, w_C, rstd_N):
 
 
 # ----------------------------------------------------------------------------- kernels
-@cuda.jit
-def residual_rmsnorm_fwd_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
-    """Grid N, block BLOCK. Block n owns row n; thread tid owns columns tid, tid + BLOCK, ..."""
-    n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
-    C = x_NC.shape[1]
-    partial = cuda.shared.array(MAX_WARPS, float32)
-    acc = float32(0.0)
-    for c in range(tid, C, BLOCK):
-        h = x_NC[n, c] + r_NC[n, c]
-        h_NC[n, c] = h
-        acc += h * h
-    rstd = float32(1.0) / math.sqrt(block_sum(acc, partial) / float32(C) + eps)
-    if tid == 0:
-        rstd_N[n] = rstd  # kept for backward
-    for c in range(tid, C, BLOCK):  # a thread reads back only what it wrote itself, from the cache
-        y_NC[n, c] = h_NC[n, c] * rstd * w_C[c]
+@functools.cache
+def make_fwd_kernel(C):
+    """rmsnorm.py's forward kernel with an addition in front."""
+    ops = make_row_ops(C)
+    load, store, total, place = ops.load, ops.store, ops.total, ops.place
+    R, STEPS, STRIDE = ops.R, ops.STEPS, ops.STRIDE
 
+    @kernel(ops.THREADS)
+    def residual_rmsnorm_fwd_kernel(h, y, rstd_N, x, r, w_C, eps):
+        """Grid ceil(N / R), block THREADS. x, r, h, y: flat (N C)."""
+        row, column = place()
+        n = int64(cuda.blockIdx.x) * R + row
+        if n >= rstd_N.size:  # the same for all threads of a row: nobody is missing from the sum
+            return
+        partial = cuda.shared.array(MAX_WARPS, float32)
+        h_SC = cuda.local.array((STEPS, COLUMNS), float32)
+        other = cuda.local.array(COLUMNS, float32)
+        acc = float32(0.0)
+        for s in range(STEPS):
+            c = column + s * STRIDE
+            load(h_SC[s], x, n * C, c)
+            load(other, r, n * C, c)
+            for j in range(COLUMNS):
+                h_SC[s, j] += other[j]
+                acc += h_SC[s, j] * h_SC[s, j]
+            store(h, n * C, c, h_SC[s])
+        rstd = float32(1.0) / math.sqrt(total(acc, partial) / float32(C) + eps)
+        if column == 0:
+            rstd_N[n] = rstd  # kept for backward
+        for s in range(STEPS):
+            c = column + s * STRIDE
+            load(other, w_C, 0, c)
+            for j in range(COLUMNS):
+                h_SC[s, j] *= rstd * other[j]
+            store(y, n * C, c, h_SC[s])
 
-@cuda.jit
-def residual_rmsnorm_fwd_warp_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
-    """Grid ceil(N / WARPS), block BLOCK. A warp owns a row, so a shuffle replaces the barriers."""
-    n = int64(cuda.blockIdx.x) * WARPS + cuda.threadIdx.x // 32
-    lane = cuda.threadIdx.x % 32
-    if n >= x_NC.shape[0]:  # the same for the whole warp: no lane is missing from the shuffles
-        return
-    C = x_NC.shape[1]
-    acc = float32(0.0)
-    for c in range(lane, C, 32):
-        h = x_NC[n, c] + r_NC[n, c]
-        h_NC[n, c] = h
-        acc += h * h
-    rstd = float32(1.0) / math.sqrt(warp_sum(acc) / float32(C) + eps)
-    if lane == 0:
-        rstd_N[n] = rstd
-    for c in range(lane, C, 32):
-        y_NC[n, c] = h_NC[n, c] * rstd * w_C[c]
+    return residual_rmsnorm_fwd_kernel, ops
 
 
 # ----------------------------------------------------------------------------- launchers
 def residual_rmsnorm_fwd(
     x_NC: Array, r_NC: Array, w_C: Array, eps: float
 ) -> tuple[Array, Array, Array]:
-    """x, r (N, C), w (C,) float32 -> h = x + r (N, C), y = rmsnorm(h) w (N, C), rstd (N,)"""
-    check_array("residual_rmsnorm", "x", x_NC, (None, None))
+    """x, r (N, C) float32 or bf16, w (C,) -> h = x + r (N, C), y = rmsnorm(h) w (N, C), rstd (N,)"""
+    check_array("residual_rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
-    check_array("residual_rmsnorm", "r", r_NC, (N, C))
-    check_array("residual_rmsnorm", "w", w_C, (C,))
+    check_array("residual_rmsnorm", "r", r_NC, (N, C), FLOATS)
+    check_array("residual_rmsnorm", "w", w_C, (C,), FLOATS)
     if on_host(x_NC, r_NC, w_C):
         return residual_rmsnorm_ref(x_NC, r_NC, w_C, eps)
-    h_NC, y_NC, rstd_N = empty_like(x_NC), empty_like(x_NC), empty(x_NC, N)
-    if C <= NARROW:
-        kernel, grid = residual_rmsnorm_fwd_warp_kernel, -(-N // WARPS)
-    else:
-        kernel, grid = residual_rmsnorm_fwd_kernel, N
-    launch(kernel, grid, BLOCK, h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, np.float32(eps))
+    h_NC, y_NC, rstd_N = empty_like(x_NC), empty_like(x_NC), empty(x_NC, N, np.float32)
+    fwd_kernel, ops = make_fwd_kernel(C)
+    h, y, x, r = (a.ravel() for a in (h_NC, y_NC, x_NC, r_NC))
+    launch(fwd_kernel, -(-N // ops.R), ops.THREADS, h, y, rstd_N, x, r, w_C, np.float32(eps))
     return h_NC, y_NC, rstd_N
 
 

@@ -1,21 +1,23 @@
 """Rotary position embedding (Su et al. 2021).   x, y: (N, H, D)   cos, sin: (P, R), R = D / 2
 
-Every head is R planes; plane r is the pair (x_r, x_{r+R}), the two halves of the head as in Hugging Face. At position
-p it turns by the angle a = p f_r, f_r = theta^(-2r / D): fast planes tell near positions apart, slow ones far ones.
+Every head is R planes; plane r is the pair (x_r, x_{r+R}), from the two halves of the head as in
+Hugging Face. At position p it turns by the angle a = p f_r with f_r = theta^(-2r / D): fast planes
+tell near positions apart, slow ones far ones.
 
     forward    y_r     = x_r cos a - x_{r+R} sin a
                y_{r+R} = x_{r+R} cos a + x_r sin a
-    backward   a rotation M(a) is orthogonal, so its Jacobian's transpose is its inverse: dx = M(a)^T dy = M(-a) dy.
-               The same kernel with -sin; nothing is saved but the tables.
+    backward   a rotation M(a) is orthogonal: the transpose of its Jacobian is its inverse, so
+               dx = M(a)^T dy = M(-a) dy, the same kernel with -sin. Only the tables are saved.
 
 M(a)^T M(b) = M(b - a): a query's product with a key depends on their distance alone.
 Row n stands at position n % T (sequences of T tokens, one after another) or at positions_N[n].
 Bytes moved: read x, write y; the tables stay in cache.
 
-Longer contexts than the model was trained on, as in Hugging Face's configs (rope_type, or type in older ones):
+Scaling for contexts longer than the model was trained on, with the keys of Hugging Face's configs
+(rope_type, in older ones type); S0 is the trained length, S the longest sequence:
     linear     f / factor (Chen et al. 2023)
-    dynamic    theta grows with the sequence: theta (factor S / S0 - (factor - 1))^(D / (D-2)), S0 the trained length
-    llama3     f for waves that turn often within the trained length, f / factor for slow ones, a blend between
+    dynamic    theta grows with S:  theta (factor S / S0 - (factor - 1))^(D / (D - 2))
+    llama3     f for planes that turn often within S0, f / factor for slow ones, a blend between
 """
 
 import math
@@ -28,7 +30,7 @@ from numba import cuda, int64
 from ..device import Array
 from ._launch import check, check_array, check_ids, empty, empty_like, launch, on_host
 
-WARPS = 8  # a block is one token; its 8 warps share the heads
+BLOCK = 256  # threads: as many whole heads as fit, one thread per plane
 
 
 # ----------------------------------------------------------------------------- tables
@@ -72,10 +74,11 @@ def rope_tables(
     seq_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """-> cos, sin (P, R) float32 for the positions 0 .. length - 1; computed in float64 and rounded once.
+    """-> cos, sin (P, R) float32, positions 0 .. length - 1; computed in float64, rounded once.
 
-    scaling: as in Hugging Face's config. seq_len, max_seq_len: only dynamic scaling looks at them; the longest
-    sequence that is to be run, and the length the model was trained for (max_position_embeddings; None: length).
+    scaling: as in Hugging Face's config. Only dynamic scaling looks at seq_len, the longest
+    sequence that is to be run, and max_seq_len, the length the model was trained for
+    (max_position_embeddings; None: length).
     Raises ValueError on an odd head_dim or an unknown scaling type.
     """
     check(head_dim % 2 == 0, f"rope: head_dim {head_dim} is odd, planes are pairs")
@@ -85,16 +88,14 @@ def rope_tables(
 
 
 # ----------------------------------------------------------------------------- reference
-def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, out=None):
-    """-> y (N, H, D). With -sin: the inverse rotation and the backward."""
-    y_NHD = np.empty_like(x_NHD) if out is None else out
+def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, sign=1, out=None):
+    """-> y (N, H, D) = x [cos cos] + [x2 x1] [-sin sin]. sign -1: the inverse, and the backward."""
     R = cos_PR.shape[1]
-    cos_N1R, sin_N1R = cos_PR[positions_N][:, None], sin_PR[positions_N][:, None]
-    x1, x2, y1, y2 = x_NHD[..., :R], x_NHD[..., R:], y_NHD[..., :R], y_NHD[..., R:]
-    np.multiply(x1, cos_N1R, out=y1)
-    y1 -= x2 * sin_N1R
-    np.multiply(x2, cos_N1R, out=y2)
-    y2 += x1 * sin_N1R
+    cos_NR, sin_NR = cos_PR[positions_N], sign * sin_PR[positions_N]
+    swapped_NHD = np.concatenate([x_NHD[..., R:], x_NHD[..., :R]], -1)
+    swapped_NHD *= np.concatenate([-sin_NR, sin_NR], 1)[:, None]
+    y_NHD = np.multiply(x_NHD, np.concatenate([cos_NR, cos_NR], 1)[:, None], out=out)
+    y_NHD += swapped_NHD
     return y_NHD
 
 
@@ -109,19 +110,19 @@ def position_of(n, positions_N, T):
 
 @cuda.jit
 def rope_kernel(y_NHD, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
-    """Grid N, block (32, WARPS). Block n owns token n, warp w the heads w, w + WARPS, ..., lane l the planes l, l + 32, ...
+    """Grid (N, ceil(H / heads)), block (R, heads). A thread turns plane r of one head of token n.
 
     sign: 1 turns forward, -1 back.
     """
-    n, lane = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    n, r = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    h = cuda.blockIdx.y * cuda.blockDim.y + cuda.threadIdx.y
     H, R = x_NHD.shape[1], cos_PR.shape[1]
-    p = position_of(n, positions_N, T)
-    for h in range(cuda.threadIdx.y, H, WARPS):
-        for r in range(lane, R, 32):
-            c, s = cos_PR[p, r], sign * sin_PR[p, r]
-            x1, x2 = x_NHD[n, h, r], x_NHD[n, h, r + R]
-            y_NHD[n, h, r] = x1 * c - x2 * s
-            y_NHD[n, h, r + R] = x2 * c + x1 * s
+    if h < H:
+        p = position_of(n, positions_N, T)
+        c, s = cos_PR[p, r], sign * sin_PR[p, r]
+        x1, x2 = x_NHD[n, h, r], x_NHD[n, h, r + R]
+        y_NHD[n, h, r] = x1 * c - x2 * s
+        y_NHD[n, h, r + R] = x2 * c + x1 * s
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -132,11 +133,12 @@ def rope_fwd(
     positions_N: Array | None = None,
     T: int | None = None,
 ) -> Array:
-    """x (N, H, D) float32, contiguous -> y. Row n stands at positions_N[n]; without those at n % T (T: by default N).
+    """x (N, H, D) float32, contiguous -> y, the same shape.
 
-    Positions must lie in the tables: ValueError on the CPU; on a GPU nobody looks at given ones.
+    Row n stands at positions_N[n], or without those at n % T (T: by default N). Positions must lie
+    in the tables: ValueError on the CPU, but on a GPU nobody looks at given ones.
     """
-    return _rotate("rope", x_NHD, cos_PR, sin_PR, positions_N, T, 1.0)
+    return _rotate("rope", x_NHD, cos_PR, sin_PR, positions_N, T, 1)
 
 
 def rope_bwd(
@@ -147,19 +149,22 @@ def rope_bwd(
     T: int | None = None,
 ) -> Array:
     """-> dx (N, H, D): dy turned back. Also the inverse of rope_fwd."""
-    return _rotate("rope backward", dy_NHD, cos_PR, sin_PR, positions_N, T, -1.0)
+    return _rotate("rope backward", dy_NHD, cos_PR, sin_PR, positions_N, T, -1)
 
 
 def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
     check_array(op, "x", x_NHD, (None, None, None))
-    N, _, D = x_NHD.shape
+    N, H, D = x_NHD.shape
     check_tables(op, cos_PR, sin_PR, D)
     positions, T = positions_for(op, x_NHD, cos_PR, positions_N, T)
     if on_host(x_NHD, cos_PR, sin_PR, positions):
-        return rope_ref(x_NHD, cos_PR, sin_PR if sign > 0 else -sin_PR, positions)
+        return rope_ref(x_NHD, cos_PR, sin_PR, positions, sign)
     y_NHD = empty_like(x_NHD)
-    block = (32, WARPS)
-    launch(rope_kernel, N, block, y_NHD, x_NHD, cos_PR, sin_PR, positions, T, np.float32(sign))
+    R = D // 2
+    check(0 < R <= BLOCK, f"{op}: head width {D} is not in 2 to {2 * BLOCK}")
+    heads = max(1, min(H, BLOCK // R))
+    grid, block = (N, -(-H // heads)), (R, heads)
+    launch(rope_kernel, grid, block, y_NHD, x_NHD, cos_PR, sin_PR, positions, T, np.float32(sign))
     return y_NHD
 
 
@@ -170,7 +175,7 @@ def check_tables(op: str, cos_PR: Array, sin_PR: Array, D: int) -> None:
 
 
 def positions_for(op, x, cos_PR, positions_N, T) -> tuple[Array, int]:
-    """-> what the reference or the kernel takes: positions, and T for the kernel (0: positions are given)."""
+    """-> positions for the reference, or for the kernel positions and T (0: they are given)."""
     N, P = x.shape[0], cos_PR.shape[0]
     if positions_N is None:
         T = N if T is None else T

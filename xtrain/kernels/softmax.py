@@ -1,17 +1,17 @@
-"""Causal softmax over attention scores, in place, with the scale and the mask inside.   s, p, dp, ds: (A, R, S)
+"""Causal softmax over attention scores, in place, scale and mask inside.   s, p, dp, ds: (A, R, S)
 
-A is the batch of attention's matrix products (sequence, key head); its R = rep T rows are rep query heads of T
-positions each, so row i stands at position t = i % T. It sees the keys s <= t + (S - T): with S > T the first S - T
-keys are a past that everybody sees.
+A is the batch of attention's matrix products (sequence, key head). Its R = rep T rows are rep query
+heads of T positions each, so row i stands at position t = i % T. It sees the keys s <= t + (S - T):
+with S > T the first S - T keys are a past that everybody sees.
 
-    forward    p_s = exp(scale s_s - m) / sum_j exp(scale s_j - m)      m = max_j scale s_j, over the visible keys
-    backward   dp_j/ds_s = scale p_j ([j == s] - p_s), so the sum over j collapses to one number per row:
+    forward    p_s = exp(scale s_s - m) / sum_j exp(scale s_j - m),   m = max_j scale s_j
+    backward   dp_j/ds_s = scale p_j ([j == s] - p_s): the sum over j is one number for the row,
                ds_s = scale p_s (dp_s - sum_j dp_j p_j)
 
-Subtracting m changes nothing in exact arithmetic and keeps exp from overflowing. Masked p and ds are exactly 0.
-m and the sum are found in one pass (Milakov & Gimelshein 2018): when a larger score appears, the sum so far is
-multiplied by exp(old m - new m).
-Bytes moved: the visible half of the scores is read (backward: of dp and p), every row is written whole.
+max and sums run over the visible keys; masked p and ds are exactly 0. Subtracting m changes nothing
+in exact arithmetic and keeps exp from overflowing. m and the sum are found in one pass (Milakov &
+Gimelshein 2018): when a larger score appears, the sum so far is multiplied by exp(old m - new m).
+Bytes moved: the visible half of s (backward: of dp and p) is read, every row is written whole.
 """
 
 import math
@@ -25,7 +25,7 @@ from ._reduce import MAX_WARPS, block_max, block_sum, warp_max, warp_sum
 
 BLOCK = 256
 WARPS = BLOCK // 32
-NARROW = 1024  # keys; up to here one warp per row: no barrier, and the row stays in the first-level cache
+NARROW = 1024  # keys; up to here one warp per row: no barrier, and the row stays in the L1 cache
 LOWEST = float32(-3.4028235e38)  # the first maximum; with -inf, -inf - -inf would be NaN
 
 
@@ -71,7 +71,7 @@ def visible_keys(row, T, S, causal):
 
 @cuda.jit
 def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
-    """Grid ceil(N / WARPS), block BLOCK, N = A R. A warp owns a row, lane l the keys l, l + 32, ..."""
+    """Grid ceil(N / WARPS), block BLOCK, N = A R. A warp owns a row, lane l keys l, l + 32, ..."""
     n = int64(cuda.blockIdx.x) * WARPS + cuda.threadIdx.x // 32
     lane = cuda.threadIdx.x % 32
     N, S = s_NS.shape
@@ -160,7 +160,7 @@ def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) 
 def causal_softmax_bwd(
     dp_ARS: Array, p_ARS: Array, T: int, scale: float, causal: bool = True
 ) -> Array:
-    """dp, p (A, R, S) -> ds, written over dp. With causal, dp above the diagonal may be anything finite."""
+    """dp, p (A, R, S) -> ds, written over dp. Masked dp may be anything finite."""
     _check("softmax backward", "p", p_ARS, T, causal)
     check_array("softmax backward", "dp", dp_ARS, p_ARS.shape)
     if on_host(dp_ARS, p_ARS):

@@ -1,0 +1,194 @@
+"""Matrix products against float64, in every layout; linear against PyTorch."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from checks import GPU, assert_as_good, normal, to_host
+
+from xtrain.device import to_device
+from xtrain.kernels.gemm import linear_bwd_w, linear_bwd_x, linear_fwd, matmul
+
+FLAGS = list(itertools.product((False, True), (False, True)))
+SIZES = [(1, 1, 1), (3, 5, 4), (33, 17, 65), (1, 64, 8)] + ([(257, 1000, 129)] if GPU else [])
+
+
+def put(array):
+    """cuBLAS is the only implementation beside NumPy's: the simulator has none, so this does not use it."""
+    return to_device(np.array(array, order="C"), "gpu" if GPU else "cpu")
+
+
+def operands(M, K, N, trans_a, trans_b, batch=()):
+    a = normal(1, *batch, *((K, M) if trans_a else (M, K)))
+    b = normal(2, *batch, *((N, K) if trans_b else (K, N)))
+    return a, b
+
+
+def exact(a, b, trans_a, trans_b, dtype=np.float64):
+    a, b = (x.astype(dtype).swapaxes(-1, -2) if t else x.astype(dtype) for x, t in ((a, trans_a), (b, trans_b)))  # fmt: skip
+    return np.matmul(a, b)
+
+
+def tolerance(K):
+    """Rounding of a sum of K products, in another order than NumPy's; relative to the largest result."""
+    return 1.2e-7 * (2 + K**0.5)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("alpha", [1.0, -0.25])
+@pytest.mark.parametrize("batch", [(), (1,), (6,)])
+@pytest.mark.parametrize("trans_a, trans_b", FLAGS)
+@pytest.mark.parametrize("M, K, N", SIZES)
+def test_against_float64(M, K, N, trans_a, trans_b, batch, alpha, accumulate):
+    a, b = operands(M, K, N, trans_a, trans_b, batch)
+    before = normal(3, *batch, M, N)
+    out = put(before)
+    options = dict(trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
+    assert matmul(out, put(a), put(b), **options) is out
+    want, reference = (
+        d(alpha) * exact(a, b, trans_a, trans_b, d) + (before.astype(d) if accumulate else 0)
+        for d in (np.float64, np.float32)
+    )
+    assert_as_good(out, want, reference, floor=tolerance(K))
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("trans_a, trans_b", FLAGS)
+def test_the_same_bits_twice(trans_a, trans_b, batch):
+    a, b = map(put, operands(100, 300, 50, trans_a, trans_b, batch))
+    results = []
+    for _ in range(2):
+        out = put(normal(3, *batch, 100, 50))
+        matmul(out, a, b, trans_a=trans_a, trans_b=trans_b, accumulate=True)
+        results.append(to_host(out))
+    assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("M, K, N", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)])
+def test_empty(M, K, N, batch, accumulate):
+    """A sum of nothing is 0: without accumulate the output is overwritten even then."""
+    a, b, before = np.ones((*batch, M, K)), np.ones((*batch, K, N)), np.full((*batch, M, N), 7.0)
+    out = put(before.astype(np.float32))
+    matmul(out, put(a.astype(np.float32)), put(b.astype(np.float32)), accumulate=accumulate)
+    assert np.all(to_host(out) == (7 if accumulate else 0))
+
+
+# ----------------------------------------------------------------------------- views
+def test_columns_of_a_packed_array():
+    """Rows need not follow each other: q, k and v are columns of one array, and stay there."""
+    N, C, parts = 9, 6, (slice(0, 8), slice(8, 12), slice(12, 16))
+    packed, x = normal(1, N, 16), normal(2, N, C)
+    there, x_there = put(packed), put(x)
+    for part in parts:
+        width = part.stop - part.start
+        out = put(np.zeros((C, width), np.float32))
+        matmul(out, x_there, there[:, part], trans_a=True)
+        assert_as_good(out, exact(x, packed[:, part], True, False), x.T @ packed[:, part])
+        out = put(np.zeros((width, C), np.float32))
+        matmul(out, there[:, part], x_there, trans_a=True)
+        assert_as_good(out, exact(packed[:, part], x, True, False), packed[:, part].T @ x)
+
+
+def test_rows_of_a_packed_weight_and_an_output_that_is_a_view():
+    w, x = normal(1, 12, 5), normal(2, 7, 5)
+    out = put(np.full((7, 20), 9, np.float32))
+    matmul(out[:, 4:12], put(x), put(w)[2:10], trans_b=True)
+    got = to_host(out)
+    assert_as_good(got[:, 4:12], exact(x, w[2:10], False, True), x @ w[2:10].T)
+    assert (got[:, :4] == 9).all() and (got[:, 12:] == 9).all()
+
+
+def test_a_batch_that_is_strided():
+    a, b = normal(1, 6, 4, 5), normal(2, 3, 5, 2)
+    out = put(np.zeros((6, 4, 2), np.float32))
+    matmul(out[1::2], put(a)[::2], put(b))
+    assert_as_good(to_host(out)[1::2], exact(a[::2], b, False, False), a[::2] @ b)
+    assert not to_host(out)[::2].any()
+
+
+def test_one_column_may_have_any_stride():
+    a, b = normal(1, 4, 3), normal(2, 1, 5)
+    out = put(np.zeros((4, 5), np.float32))
+    matmul(out, put(a)[:, 1:2], put(b))
+    np.testing.assert_allclose(to_host(out), a[:, 1:2] * b, rtol=1e-6)
+
+
+# ----------------------------------------------------------------------------- refusals
+def zeros(*shape):
+    return put(np.zeros(shape, np.float32))
+
+
+@pytest.mark.parametrize(
+    "out, a, b, message",
+    [
+        ((2, 4), (2, 3), (5, 4), r"\(2, 3\) times op\(b\) \(5, 4\) does not give \(2, 4\)"),
+        ((2, 5), (2, 3), (3, 4), r"does not give \(2, 5\)"),
+        ((2, 2, 4), (2, 2, 3), (3, 3, 4), "does not give"),
+        ((2, 2, 4), (2, 2, 3), (3, 4), "does not give"),
+        ((2, 4), (2, 2, 3), (2, 3, 4), "does not give"),
+        ((4,), (3,), (3, 4), r"expected 2 or 3 axes, got shape \(3,\)"),
+        ((1, 1, 2, 4), (1, 1, 2, 3), (1, 1, 3, 4), "expected 2 or 3 axes"),
+    ],
+)
+def test_wrong_shapes(out, a, b, message):
+    with pytest.raises(ValueError, match=message):
+        matmul(zeros(*out), zeros(*a), zeros(*b))
+
+
+def test_transposed_shapes_are_named_as_they_are_used():
+    with pytest.raises(ValueError, match=r"op\(a\) \(3, 2\) times op\(b\) \(4, 3\)"):
+        matmul(zeros(3, 3), zeros(2, 3), zeros(3, 4), trans_a=True, trans_b=True)
+
+
+@pytest.mark.parametrize("which", ["out", "a", "b"])
+@pytest.mark.parametrize(
+    "view, message",
+    [
+        (lambda x: x[:, ::2], "rows .* are not contiguous"),
+        (lambda x: x[:, :4].T, "rows .* are not contiguous"),
+        (lambda x: x[::-1, :4], "rows .* overlap or run backwards"),
+    ],
+)
+def test_rows_that_cublas_cannot_walk(which, view, message):
+    arrays = {name: zeros(4, 4) for name in ("out", "a", "b")}
+    arrays[which] = view(zeros(4, 8))
+    with pytest.raises(ValueError, match=message):
+        matmul(**arrays)
+
+
+@pytest.mark.gpu
+def test_other_dtypes_are_refused():
+    with pytest.raises(TypeError, match="expected float32, got float16"):
+        matmul(zeros(2, 2), zeros(2, 2).astype(np.float16), zeros(2, 2))
+    with pytest.raises(TypeError, match="one place"):
+        matmul(zeros(2, 2), np.zeros((2, 2), np.float32), zeros(2, 2))
+
+
+# ----------------------------------------------------------------------------- linear
+@pytest.mark.parametrize("N, I, O", [(1, 1, 1), (7, 5, 3), (33, 64, 96)])
+def test_linear_against_pytorch(N, I, O):  # noqa: E741
+    x, w, dy, dw0 = normal(1, N, I), normal(2, O, I), normal(3, N, O), normal(4, O, I)
+    tx, tw = (torch.tensor(a, requires_grad=True) for a in (x, w))
+    ty = torch.nn.functional.linear(tx, tw)
+    ty.backward(torch.tensor(dy))
+    dw = put(dw0)
+    linear_bwd_w(put(dy), put(x), dw)
+    close = dict(rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(to_host(linear_fwd(put(x), put(w))), ty.detach().numpy(), **close)
+    np.testing.assert_allclose(to_host(linear_bwd_x(put(dy), put(w))), tx.grad.numpy(), **close)
+    np.testing.assert_allclose(to_host(dw), tw.grad.numpy() + dw0, **close)
+
+
+def test_linear_without_rows():
+    dw = put(np.ones((3, 2), np.float32))
+    linear_bwd_w(zeros(0, 3), zeros(0, 2), dw)
+    assert linear_fwd(zeros(0, 2), zeros(3, 2)).shape == (0, 3)
+    assert linear_bwd_x(zeros(0, 3), zeros(3, 2)).shape == (0, 2) and (to_host(dw) == 1).all()
+
+
+def test_linear_bad_shapes():
+    with pytest.raises(ValueError, match="does not give"):
+        linear_fwd(zeros(4, 3), zeros(5, 2))

@@ -1,0 +1,241 @@
+"""QK-norm + RoPE from packed QKV: equal to its parts, calculus, PyTorch; kernels, reference."""
+
+import numpy as np
+import pytest
+import torch
+from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from xtrain.kernels import qk_norm_rope
+from xtrain.kernels.qk_norm_rope import (
+    PARTIALS,
+    WARPS,
+    qk_norm_rope_bwd,
+    qk_norm_rope_bwd_ref,
+    qk_norm_rope_fwd,
+    qk_norm_rope_ref,
+)
+from xtrain.kernels.rmsnorm import rmsnorm_bwd_ref, rmsnorm_fwd
+from xtrain.kernels.rope import rope_bwd, rope_fwd, rope_tables
+
+EPS = 1e-6
+SHAPES = [  # N, H, G, D, T
+    (1, 1, 1, 2, 1),
+    (4, 2, 1, 8, 2),
+    (3, 3, 1, 6, 3),
+    (2, WARPS, 2, 32, 1),
+    (3, 2, 2, 64, 3),
+    (2, 1, 1, 128, 2),
+    (1, 2, 1, 256, 1),
+    (2, 1, 1, 74, 2),
+]
+SHAPES += [(8192, 12, 4, 64, 256), (PARTIALS + 5, 24, 24, 32, 100)] if GPU else []
+
+
+def case(N, H, G, D, T, scale=1.0):
+    """-> qkv, q_w, k_w, cos, sin"""
+    tables = rope_tables(D, T, 10000.0)
+    return normal(1, N, (H + 2 * G) * D, scale=scale), normal(2, D), normal(3, D), *tables
+
+
+def upstream(N, H, G, D, dtype=np.float32):
+    """-> dq, dk, dv"""
+    return [normal(i, N, heads, D, dtype=dtype) for i, heads in ((4, H), (5, G), (6, G))]
+
+
+def double(*arrays):
+    return [None if a is None else a.astype(np.float64) for a in arrays]
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2, 1), (4, 2, 1, 8, 2), (3, 3, 3, 6, 3)])
+def test_reference_against_calculus(shape, norm):
+    N, H, G, D, T = shape
+    *inputs, cos, sin = case(*shape)
+    inputs = double(*inputs) if norm else [inputs[0].astype(np.float64), None, None]
+    outputs, positions = upstream(N, H, G, D, np.float64), np.arange(N) % T
+    forward = lambda *inputs: qk_norm_rope_ref(*inputs, cos, sin, H, G, positions, EPS)
+    f = lambda *inputs: sum(float((y * dy).sum()) for y, dy in zip(forward(*inputs), outputs))
+    rstd = forward(*inputs)[3]
+    gradients = qk_norm_rope_bwd_ref(*outputs, *inputs, rstd, cos, sin, positions)
+    assert_directional(f, inputs, gradients)
+
+
+def test_equals_rmsnorm_and_rope():
+    N, H, G, D, T = 6, 4, 2, 8, 3
+    qkv, q_w, k_w, cos, sin = case(N, H, G, D, T)
+    q, k, v, rstd = qk_norm_rope_fwd(qkv, q_w, k_w, cos, sin, H, G, T, EPS)
+    dq, dk, dv = upstream(N, H, G, D)
+    dq_w, dk_w = np.zeros(D, np.float32), np.zeros(D, np.float32)
+    dqkv = qk_norm_rope_bwd(dq, dk, dv, qkv, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    columns = {"q": (0, H), "k": (H, H + G), "v": (H + G, H + 2 * G)}
+    part = {
+        name: (qkv[:, a * D : b * D], dqkv[:, a * D : b * D]) for name, (a, b) in columns.items()
+    }
+    for y, dy, w, dw, name in ((q, dq, q_w, dq_w, "q"), (k, dk, k_w, dk_w, "k")):
+        x, dx = (p.reshape(-1, D) for p in part[name])
+        u, r = rmsnorm_fwd(np.ascontiguousarray(x), w, EPS)
+        close(y, rope_fwd(u.reshape(y.shape), cos, sin, T=T))
+        du = rope_bwd(dy, cos, sin, T=T).reshape(-1, D)
+        expected_dx, expected_dw = rmsnorm_bwd_ref(du, x, w, r)
+        close(dx, expected_dx)
+        close(dw, expected_dw)
+    assert np.array_equal(v.reshape(N, -1), part["v"][0])
+    assert np.array_equal(dv.reshape(N, -1), part["v"][1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_kernel(shape, scale):
+    N, H, G, _, T = shape
+    arrays = case(*shape, scale)
+    got = qk_norm_rope_fwd(*map(to_kernel, arrays), H, G, T, EPS)
+    p = np.arange(N) % T
+    exact = qk_norm_rope_ref(*double(*arrays), H, G, p, EPS)
+    reference = qk_norm_rope_ref(*arrays, H, G, p, EPS)
+    for name, k, e, r in zip(("q", "k", "v", "rstd"), got, exact, reference):
+        assert_as_good(k, e, r, what=name)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backward_kernel(shape):
+    check_backward(*shape)
+
+
+@pytest.mark.parametrize("shape", [(7, 2, 1, 8, 7), (5, 5, 3, 6, 2)])
+def test_backward_kernel_with_more_tokens_than_blocks(shape, monkeypatch):
+    monkeypatch.setattr(qk_norm_rope, "PARTIALS", 2)
+    check_backward(*shape)
+
+
+def check_backward(N, H, G, D, T):
+    qkv, q_w, k_w, cos, sin = case(N, H, G, D, T)
+    outputs, before, p = upstream(N, H, G, D), normal(7, D), np.arange(N) % T
+    rstd = qk_norm_rope_ref(qkv, q_w, k_w, cos, sin, H, G, p, EPS)[3]
+    dq_w, dk_w = to_kernel(before), to_kernel(before)
+    inputs = (*outputs, qkv, q_w, k_w, rstd, cos, sin)
+    dqkv = qk_norm_rope_bwd(*map(to_kernel, inputs), H, G, T, dq_w, dk_w)
+    inputs64 = double(*outputs, qkv, q_w, k_w)
+    rstd64 = qk_norm_rope_ref(*inputs64[3:], cos, sin, H, G, p, EPS)[3]
+    exact = qk_norm_rope_bwd_ref(*inputs64, rstd64, cos, sin, p)
+    reference = qk_norm_rope_bwd_ref(*inputs, p)
+    for name, k, e, r in zip(("dqkv", "dq_w", "dk_w"), (dqkv, dq_w, dk_w), exact, reference):
+        extra = 0 if name == "dqkv" else before
+        assert_as_good(k, e + extra, r + extra, what=name)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2, 1), (4, 3, 1, 6, 2), (2, 9, 1, 32, 2)])
+def test_without_norm(shape):
+    N, H, G, D, T = shape
+    qkv, _, _, cos, sin = case(*shape)
+    outputs = upstream(N, H, G, D)
+    x = qkv.reshape(N, H + 2 * G, D)
+    for to in (np.array, to_kernel):
+        c, s = to(cos), to(sin)
+        q, k, v, rstd = qk_norm_rope_fwd(to(qkv), None, None, c, s, H, G, T, EPS)
+        assert rstd is None and np.array_equal(to_host(v), x[:, H + G :])
+        both = np.concatenate([to_host(q), to_host(k)], 1)
+        np.testing.assert_allclose(both, rope_fwd(x[:, : H + G].copy(), cos, sin, T=T), atol=1e-6)
+        dqkv = qk_norm_rope_bwd(
+            *map(to, (*outputs, qkv)), None, None, None, c, s, H, G, T, None, None
+        )
+        expected = [
+            rope_bwd(outputs[0], cos, sin, T=T),
+            rope_bwd(outputs[1], cos, sin, T=T),
+            outputs[2],
+        ]
+        expected = np.concatenate(expected, 1).reshape(qkv.shape)
+        np.testing.assert_allclose(to_host(dqkv), expected, atol=1e-6)
+
+
+def test_given_positions():
+    """A packed batch: the tokens of unequal sequences, each with its own position."""
+    N, H, G, D = 5, 2, 1, 8
+    qkv, q_w, k_w, cos, sin = case(N, H, G, D, 9)
+    outputs, positions = upstream(N, H, G, D), np.array([0, 1, 2, 0, 8], np.int32)
+    for to in (np.array, to_kernel):
+        arrays, p = [to(a) for a in (qkv, q_w, k_w, cos, sin)], to(positions)
+        q, _, _, rstd = qk_norm_rope_fwd(*arrays, H, G, 0, EPS, p)
+        dw = [to(np.zeros(D, np.float32)) for _ in range(2)]
+        dqkv = qk_norm_rope_bwd(*map(to, outputs), *arrays[:3], rstd, *arrays[3:], H, G, 0, *dw, p)
+        for n, at in enumerate(positions):
+            one = [qkv[n : n + 1], q_w, k_w, cos[at : at + 1], sin[at : at + 1]]
+            alone = qk_norm_rope_fwd(*one, H, G, 1, EPS)
+            np.testing.assert_allclose(to_host(q)[n], alone[0][0], atol=1e-5)
+            row = [d[n : n + 1] for d in outputs]
+            unused = np.zeros(D, np.float32), np.zeros(D, np.float32)
+            expected = qk_norm_rope_bwd(*row, *one[:3], alone[3], *one[3:], H, G, 1, *unused)
+            np.testing.assert_allclose(to_host(dqkv)[n], expected[0], rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
+    N, H, G, D, T = 3, 7, 2, 10, 3
+    qkv, q_w, k_w, cos, sin = map(to_kernel, case(N, H, G, D, T))
+    outputs = [to_kernel(d) for d in upstream(N, H, G, D)]
+    results = []
+    for _ in range(2):
+        dq_w, dk_w = to_kernel(normal(7, D)), to_kernel(normal(8, D))
+        with sentinels(monkeypatch):
+            q, k, v, rstd = qk_norm_rope_fwd(qkv, q_w, k_w, cos, sin, H, G, T, EPS)
+            dqkv = qk_norm_rope_bwd(*outputs, qkv, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w)
+        results.append([to_host(a) for a in (q, k, v, rstd, dqkv, dq_w, dk_w)])
+    assert all(np.array_equal(a, b) for a, b in zip(*results))
+
+
+def test_against_pytorch():
+    B, T, H, G, D = 2, 5, 4, 2, 16
+    N = B * T
+    qkv, q_w, k_w, cos, sin = case(N, H, G, D, T)
+    outputs = upstream(N, H, G, D)
+    tqkv, tq_w, tk_w = (torch.tensor(a, requires_grad=True) for a in (qkv, q_w, k_w))
+    tq, tk, tv = tqkv.view(B, T, -1, D).split([H, G, G], dim=2)
+    tq, tk = (torch.nn.functional.rms_norm(x, (D,), w, EPS) for x, w in ((tq, tq_w), (tk, tk_w)))
+    tables = [torch.tensor(np.concatenate([t, t], 1))[None] for t in (cos, sin)]
+    ty = (*apply_rotary_pos_emb(tq, tk, *tables, unsqueeze_dim=2), tv)
+    sum((y * torch.tensor(d).view(y.shape)).sum() for y, d in zip(ty, outputs)).backward()
+    *y, rstd = qk_norm_rope_fwd(qkv, q_w, k_w, cos, sin, H, G, T, EPS)
+    dw = [np.zeros(D, np.float32) for _ in range(2)]
+    dqkv = qk_norm_rope_bwd(*outputs, qkv, q_w, k_w, rstd, cos, sin, H, G, T, *dw)
+    pairs = [*zip(y, ty), (dqkv, tqkv.grad), (dw[0], tq_w.grad), (dw[1], tk_w.grad)]
+    for ours, theirs in pairs:
+        theirs = theirs.detach().numpy().reshape(ours.shape)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_no_rows():
+    D, H, G = 8, 2, 1
+    arrays = case(0, H, G, D, 4)
+    for to in (np.array, to_kernel):
+        given = [to(a) for a in arrays]
+        q, k, v, rstd = qk_norm_rope_fwd(*given, H, G, 4, EPS)
+        assert q.shape == (0, H, D) and k.shape == v.shape == (0, G, D) and rstd.shape == (0, 3)
+        dw = [to(np.ones(D, np.float32)) for _ in range(2)]
+        dqkv = qk_norm_rope_bwd(q, k, v, *given[:3], rstd, *given[3:], H, G, 4, *dw)
+        assert dqkv.shape == (0, 4 * D) and all((to_host(d) == 1).all() for d in dw)
+
+
+def test_bad_input():
+    N, H, G, D, T = 4, 2, 1, 8, 2
+    qkv, q_w, k_w, cos, sin = case(N, H, G, D, T)
+    fwd = lambda *arrays, T=T, **more: qk_norm_rope_fwd(*arrays, H, G, T, EPS, **more)
+    with pytest.raises(ValueError, match=r"qkv has shape \(4, 31\), expected \(any, 32\)"):
+        fwd(qkv[:, :31].copy(), q_w, k_w, cos, sin)
+    with pytest.raises(ValueError, match=r"k_w has shape \(7,\), expected \(8\)"):
+        fwd(qkv, q_w, k_w[:7], cos, sin)
+    with pytest.raises(ValueError, match="both norm weights or none"):
+        fwd(qkv, q_w, None, cos, sin)
+    with pytest.raises(ValueError, match="T = 3 positions, the tables hold 2"):
+        fwd(qkv, q_w, k_w, cos, sin, T=3)
+    with pytest.raises(ValueError, match="positions 0 to 2, the tables hold 0 to 1"):
+        fwd(qkv, q_w, k_w, cos, sin, positions_N=np.array([0, 1, 2, 0]))
+    with pytest.raises(ValueError, match="head width 258 is larger than 256"):
+        qk_norm_rope_fwd(*case(1, 1, 1, 258, 1), 1, 1, 1, EPS)
+    with pytest.raises(TypeError, match="qkv is float16"):
+        fwd(qkv.astype(np.float16), q_w, k_w, cos, sin)
+    with pytest.raises(TypeError, match="one place"):
+        fwd(to_kernel(qkv), q_w, k_w, to_kernel(cos), to_kernel(sin))
+    dq, _, dv = upstream(N, H, G, D)
+    rstd, dw = fwd(qkv, q_w, k_w, cos, sin)[3], np.zeros(D, np.float32)
+    with pytest.raises(ValueError, match=r"dk has shape \(4, 2, 8\), expected \(4, 1, 8\)"):
+        qk_norm_rope_bwd(dq, dq, dv, qkv, q_w, k_w, rstd, cos, sin, H, G, T, dw, dw)

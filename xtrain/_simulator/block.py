@@ -1,0 +1,239 @@
+"""A launch and its blocks: which thread runs, who waits for whom, what memory they share.
+
+The threads of a block run one after the other, each up to the next place where it waits. When none can run, those
+go on whose warp function has all its lanes, else all together if they stand at one barrier. Else: a deadlock.
+"""
+
+import contextlib
+import inspect
+import os
+
+import numpy as np
+
+from . import errors
+from .errors import DeadlockError, KernelError, Site
+from .memory import Mark, Memory, dense_array, global_arrays, poisoned
+from .scalars import Int32, typed
+from .source import BLOCK_BARRIERS, translate
+from .thread import Dim3, Thread
+from .warp import run_collective
+
+MAX_THREADS = 1024  # of a block, on every GPU
+STATIC_SHARED = 48 * 1024  # bytes that cuda.shared.array(shape, dtype) may take in one block
+SHARED = 227 * 1024  # bytes of shared memory a block can have in all; compute capability 9.0
+
+
+class Launch:
+    """What all blocks of one launch share."""
+
+    def __init__(self, kernel, grid: Dim3, block: Dim3, args, shared: int):
+        inspect.signature(kernel.py_func).bind(*args)
+        self.name = kernel.py_func.__name__
+        self.grid, self.block, self.dynamic = grid, block, int(shared)
+        x, y, z = map(int, block)
+        self.threads = x * y * z
+        if self.threads > MAX_THREADS:
+            raise KernelError(
+                f"{self.name}: a block of {self.threads} threads, a GPU takes {MAX_THREADS}"
+            )
+        if self.dynamic > SHARED:
+            raise KernelError(f"{self.name}: {shared} bytes of shared memory, a block has {SHARED}")
+        arrays = global_arrays([a for a in args if isinstance(a, np.ndarray)])
+        self.memories = list(dict.fromkeys(a.memory for a in arrays))
+        arrays = iter(arrays)
+        self.args = [next(arrays) if isinstance(a, np.ndarray) else typed(a) for a in args]
+        self.translated = translate(kernel.py_func)
+        self.positions = [Dim3(i, j, k) for k, j, i in np.ndindex(z, y, x)]
+        self.epoch = 0  # counts the intervals between block barriers, over all blocks
+        self.constants = {}
+
+    def run(self):
+        x, y, z = map(int, self.grid)
+        for k, j, i in np.ndindex(z, y, x):
+            Block(self, Dim3(i, j, k)).run()
+            for memory in self.memories:
+                memory.end_of_block()
+
+    def constant(self, values: np.ndarray):
+        """The array in constant memory that a kernel sees for a NumPy array from outside."""
+        if id(values) not in self.constants:
+            self.constants[id(values)] = global_arrays([values])[0]
+            self.constants[id(values)].writeable = False
+        return self.constants[id(values)]
+
+    def next_epoch(self) -> int:
+        self.epoch += 1
+        return self.epoch
+
+
+class Block:
+    def __init__(self, launch, position):
+        self.launch, self.position = launch, position
+        self.epoch = launch.next_epoch()
+        self.shared = {}  # id of the Site of cuda.shared.array -> Array
+        self.static_bytes = 0
+        self.dynamic = None  # (Memory, bytes) once a kernel asks for it
+        self.acquired = []  # (mark that released, mark that acquired), see memory.py
+        self.threads = [Thread(self, i, at) for i, at in enumerate(launch.positions)]
+        self.warps = [self.threads[i : i + 32] for i in range(0, len(self.threads), 32)]
+
+    # ------------------------------------------------------------------------- scheduling
+    def run(self):
+        function, args = self.launch.translated.function, self.launch.args
+        if self.launch.translated.waits:
+            for thread in self.threads:
+                thread.generator = function(thread, *args)
+            ready = self.threads
+            while ready:
+                for thread in ready:
+                    _guarded(thread, _resume, thread)
+                ready = self._answer()
+        else:
+            for thread in self.threads:
+                _guarded(thread, function, thread, *args)
+        for (
+            thread
+        ) in self.threads:  # shadows keep marks, marks keep threads: keep no more than that
+            thread.mark = thread.generator = None
+        self.threads = self.warps = self.shared = self.dynamic = None
+
+    def _answer(self):
+        """-> the threads that may go on, their replies set. None of them: the block is done."""
+        ready = []
+        for warp in self.warps:
+            waiting = [t for t in warp if t.request and t.request[0] not in BLOCK_BARRIERS]
+            if waiting:
+                ready += run_collective(warp, waiting)
+        if ready:
+            return ready
+        waiting = [t for t in self.threads if t.request]
+        if waiting:
+            self._barrier(waiting)
+        return waiting
+
+    def _barrier(self, waiting):
+        """All threads stand at the same call of the same barrier, come there along the same lines."""
+        name, path = waiting[0].request[0], _path(waiting[0])
+        if (
+            name not in BLOCK_BARRIERS
+            or len(waiting) < len(self.threads)
+            or any(_path(t) != path for t in waiting)
+        ):
+            raise self._deadlock()
+        reply = _REPLIES[name]([bool(vote) for t in waiting for vote in t.request[2]])
+        self.epoch = self.launch.next_epoch()
+        for thread in waiting:
+            thread.mark = Mark(thread, self.epoch, thread.mark.clock)
+            thread.reply = reply
+
+    def _deadlock(self):
+        places, sites = {}, []
+        for thread in self.threads:
+            if thread.request is not None:
+                name, site, args = thread.request
+                mask = (
+                    f" with mask {int(args[0]):#x}" if args and name not in BLOCK_BARRIERS else ""
+                )
+                calls = "".join(f", called at {line}" for line in _lines(thread)[-2::-1])
+                place = f"wait in {site.what}{mask} at {site}{calls}"
+            elif thread.left is not None and thread.left.function == self.launch.name:
+                site, place = thread.left, f"have returned at {thread.left}"
+            else:
+                site, place = None, "have come to the end of the kernel"
+            places.setdefault(place, []).append(thread)
+            sites.append(site)
+        groups = [
+            f"    {len(group)} threads ({errors.ranges(t.index for t in group)}) {place}"
+            for place, group in places.items()
+        ]
+        return DeadlockError(
+            f"deadlock in {self.launch.name}, block {self.position}: its {len(self.threads)} threads do not all "
+            "come to the same barrier or warp function\n" + "\n".join(groups),
+            tuple(site for site in dict.fromkeys(sites) if site),
+        )
+
+    # ------------------------------------------------------------------------- shared memory
+    def shared_array(self, thread, site, shape, dtype):
+        """The array that the line `site` declares; shape (0,): over the block's dynamic shared memory."""
+        if id(site) not in self.shared:
+            new = (
+                self._dynamic_array(dtype)
+                if shape == (0,)
+                else self._static_array(thread, site, shape, dtype)
+            )
+            self.shared[id(site)] = new
+        return self.shared[id(site)]
+
+    def _static_array(self, thread, site, shape, dtype):
+        flat = poisoned(int(np.prod(shape)), dtype)
+        self.static_bytes += flat.nbytes
+        if self.static_bytes > STATIC_SHARED or self.static_bytes + self.launch.dynamic > SHARED:
+            raise KernelError(
+                f"too much shared memory {errors.where(thread, site)}: {self.static_bytes} bytes in arrays of fixed "
+                f"shape up to {site}, and {self.launch.dynamic} dynamic; a block has {STATIC_SHARED} of the first "
+                f"kind (then use cuda.shared.array(0, ...) and shared=) and {SHARED} in all",
+                (site,),
+            )
+        return dense_array(Memory("shared", dtype.itemsize), flat, shape)
+
+    def _dynamic_array(self, dtype):
+        """All dynamic arrays of a block begin at the same byte."""
+        if self.dynamic is None:
+            granule = self.launch.translated.granule or 1
+            self.dynamic = Memory("shared", granule), poisoned(self.launch.dynamic, np.uint8)
+        memory, raw = self.dynamic
+        flat = raw[: len(raw) // dtype.itemsize * dtype.itemsize].view(dtype)
+        return dense_array(memory, flat, (len(flat),))
+
+
+_REPLIES = {
+    "syncthreads": lambda votes: None,
+    "syncthreads_or": lambda votes: Int32(any(votes)),
+    "syncthreads_and": lambda votes: Int32(all(votes)),
+    "syncthreads_count": lambda votes: Int32(sum(votes)),
+}
+
+
+# ----------------------------------------------------------------------------- one thread
+def _resume(thread):
+    thread.request = None
+    with contextlib.suppress(StopIteration):
+        thread.request = thread.generator.send(thread.reply)
+
+
+def _guarded(thread, function, *args):
+    """A Python exception in a kernel becomes a KernelError with place and thread."""
+    try:
+        function(*args)
+    except KernelError:
+        raise
+    except Exception as error:
+        site, trace = None, error.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if code.co_varnames[:1] == ("_t",):
+                site = Site(code.co_filename, trace.tb_lineno, 0, code.co_name, "")
+            trace = trace.tb_next
+        if site is None:
+            raise
+        kind, place = type(error).__name__, errors.where(thread, site)
+        raise KernelError(f"{kind} {place}: {thread} at {site}: {error}", (site,)) from error
+
+
+def _generators(thread):
+    """The kernel's generator, then those of the device functions it is in."""
+    generator = thread.generator
+    while generator is not None:
+        yield generator
+        generator = generator.gi_yieldfrom
+
+
+def _path(thread):
+    return [(g.gi_code, g.gi_frame.f_lasti) for g in _generators(thread)]
+
+
+def _lines(thread):
+    return [
+        f"{os.path.basename(g.gi_code.co_filename)}:{g.gi_frame.f_lineno}"
+        for g in _generators(thread)
+    ]

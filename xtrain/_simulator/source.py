@@ -1,0 +1,411 @@
+"""A kernel's own source, rewritten so that one thread of it is a Python generator.
+
+    cuda.threadIdx.x                 _t.threadIdx.x              _t is the Thread, a new first parameter
+    a[i, j]                          _t.load(a, (i, j), site)
+    a[i] = v                         _t.store(a, i, v, site)
+    cuda.syncthreads()               (yield ("syncthreads", site, ()))
+    cuda.shfl_xor_sync(m, v, 16)     (yield ("shfl_xor_sync", site, (m, v, int64(16))))
+    block_sum(v, scratch)            (yield from block_sum(_t, v, scratch))     a device function that waits
+    square(v)                        square(_t, v)                              one that does not
+    0.5, C, math.exp, min            float64(0.5), int64(C), their twins of scalars.py
+
+File and line numbers stay, so tracebacks, pdb and breakpoints show the kernel as it was written. The global names
+and closure variables are read once, when a kernel first runs here, as Numba freezes them when it compiles.
+"""
+
+import ast
+import builtins
+import inspect
+import itertools
+import math
+import types
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda
+
+from .errors import KernelError, Site
+from .scalars import power, promote, twin, typed
+from .thread import Thread
+
+BLOCK_BARRIERS = {"syncthreads", "syncthreads_and", "syncthreads_or", "syncthreads_count"}
+WARP_FUNCTIONS = {"syncwarp", "all_sync", "any_sync", "eq_sync", "ballot_sync"}
+WARP_FUNCTIONS |= {"shfl_sync", "shfl_up_sync", "shfl_down_sync", "shfl_xor_sync"}
+WARP_FUNCTIONS |= {"match_any_sync", "match_all_sync"}
+_NAMESPACES = {"atomic", "shared", "local", "const"}
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+
+
+class Translated(NamedTuple):
+    function: types.FunctionType  # called with (thread, *args)
+    waits: bool  # it is a generator, since somewhere it waits for other threads
+    granule: int  # bytes; divides the element size of every dynamic shared array in it
+
+
+# ----------------------------------------------------------------------------- intrinsics
+INTRINSICS: dict = {}
+
+
+def simulates(intrinsic, collective: bool = False):
+    """Decorator: what the simulator runs where a kernel calls `intrinsic`, a function that exists on GPUs only.
+
+    By itself        f(thread, site, *args) -> value, for one thread. thread.load and thread.store check and record
+                     accesses; thread.state is a dict to keep things in (copies in flight, for a cp.async).
+    collective=True  f(threads, sites, args) -> values, once for the 32 lanes of a warp after all have called it.
+                     threads, sites, args and values have an entry per lane. A tensor-core mma, an ldmatrix.
+    """
+
+    def register(f):
+        INTRINSICS[intrinsic] = (f, collective)
+        return f
+
+    return register
+
+
+# ----------------------------------------------------------------------------- translation
+_translated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def translate(function) -> Translated:
+    """function: the Python function under @cuda.jit (`py_func`)."""
+    if function not in _translated:
+        _translated[function] = _translate(function)
+    return _translated[function]
+
+
+def _translate(function):
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except OSError as error:
+        raise KernelError(
+            f"no source for {function.__name__}: the simulator runs it from source"
+        ) from error
+    nested = lines[0][0].isspace()
+    tree = ast.parse("if 1:\n" * nested + "".join(lines))
+    ast.increment_lineno(tree, first - 1 - nested)
+    definition = tree.body[0].body[0] if nested else tree.body[0]
+    rewriter = _Rewriter(function, definition.name)
+    definition.decorator_list = []
+    definition.args.args.insert(0, ast.arg("_t"))
+    if ast.get_docstring(definition) is not None:
+        definition.body[0] = ast.Pass()
+    definition.body = rewriter.block(definition.body)
+    definition.args.defaults = [rewriter.visit(d) for d in definition.args.defaults]
+    module = ast.fix_missing_locations(ast.Module([definition], []))
+    scope = rewriter.scope
+    exec(compile(module, function.__code__.co_filename, "exec"), scope)
+    return Translated(scope[definition.name], rewriter.waits, rewriter.granule)
+
+
+_DYNAMIC = object()  # not known before the kernel runs
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, function, name):
+        code = function.__code__
+        cells = (c.cell_contents for c in function.__closure__ or ())
+        self.file, self.name = code.co_filename, name
+        self.locals = {*code.co_varnames, *code.co_cellvars}
+        self.names = {
+            **vars(builtins),
+            **function.__globals__,
+            **dict(zip(code.co_freevars, cells)),
+        }
+        self.scope = {"__name__": function.__module__}
+        self.waits, self.granule = False, 0
+        self.temporaries = itertools.count()
+
+    # ------------------------------------------------------------------------- helpers
+    def block(self, statements):
+        new = []
+        for statement in statements:
+            result = self.visit(statement)
+            new += result if isinstance(result, list) else [result]
+        return new
+
+    def site(self, node, what):
+        return self.constant(
+            Site(self.file, node.lineno, node.col_offset, self.name, what), node, "site"
+        )
+
+    def error(self, node, message):
+        return KernelError(
+            f"{self.name}, {message}",
+            (Site(self.file, node.lineno, node.col_offset, self.name, ""),),
+        )
+
+    def constant(self, value, node, hint):
+        """A global of the rewritten function that holds value."""
+        name = f"_{hint}_{len(self.scope)}"
+        self.scope[name] = value
+        return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+    def call(self, node, method, *args):
+        """_t.method(*args)"""
+        function = ast.Attribute(ast.Name("_t", ast.Load()), method, ast.Load())
+        return _at(ast.Call(function, list(args), []), node)
+
+    def temporary(self):
+        return f"_temporary_{next(self.temporaries)}"
+
+    def static(self, node):
+        """The object that a global, a closure variable or an attribute of one names; else _DYNAMIC."""
+        if isinstance(node, ast.Name) and node.id not in self.locals:
+            return self.names.get(node.id, _DYNAMIC)
+        if isinstance(node, ast.Attribute):
+            owner = self.static(node.value)
+            if owner is not _DYNAMIC and not isinstance(owner, (np.ndarray, type)):
+                return getattr(owner, node.attr, _DYNAMIC)
+        return _DYNAMIC
+
+    def cuda_name(self, node):
+        """ "syncthreads" for cuda.syncthreads, "atomic_add" for cuda.atomic.add; None for anything else."""
+        if isinstance(node, ast.Attribute):
+            if self.static(node.value) is cuda:
+                return node.attr
+            if self.cuda_name(node.value) in _NAMESPACES:
+                return f"{node.value.attr}_{node.attr}"
+        return None
+
+    def static_type(self, node):
+        """The scalar class of an expression where its text alone tells, else None."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return self.static_type(node.operand)
+        if isinstance(node, ast.Call):
+            return getattr(twin(self.static(node.func)), "scalar", None)
+        value = node.value if isinstance(node, ast.Constant) else self.static(node)
+        value = typed(value)
+        return type(value) if isinstance(value, np.generic) else None
+
+    # ------------------------------------------------------------------------- names and numbers
+    def visit_Name(self, node):
+        value = self.static(node)
+        if isinstance(node.ctx, ast.Store) or value is _DYNAMIC:
+            return node
+        return self.object(value, node, node.id)
+
+    def visit_Attribute(self, node):
+        value, name = self.static(node), self.cuda_name(node)
+        if name is not None and hasattr(Thread, name):
+            return _at(ast.Attribute(ast.Name("_t", ast.Load()), name, ast.Load()), node)
+        if name is not None and twin(value) is value:
+            raise self.error(node, f"cuda.{name} is not simulated")
+        return (
+            self.generic_visit(node) if value is _DYNAMIC else self.object(value, node, node.attr)
+        )
+
+    def object(self, value, node, hint):
+        if isinstance(value, np.ndarray):  # Numba copies a global array into constant memory
+            return self.call(
+                node, "const_array_like", self.site(node, hint), self.constant(value, node, hint)
+            )
+        return self.constant(twin(value), node, hint)
+
+    def visit_Constant(self, node):
+        if isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+            return self.constant(typed(node.value), node, "literal")
+        return node
+
+    # ------------------------------------------------------------------------- expressions
+    def visit_UnaryOp(self, node):
+        if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+            return self.constant(typed(-node.operand.value), node, "literal")
+        return self.generic_visit(node)
+
+    def visit_BinOp(self, node):
+        if isinstance(node.op, ast.Pow):
+            args = [self.visit(node.left), self.visit(node.right)]
+            return _at(ast.Call(self.constant(power, node, "power"), args, []), node)
+        logical = (
+            isinstance(node.op, _ARITHMETIC) and _is_logical(node.left) and _is_logical(node.right)
+        )
+        node = self.generic_visit(node)
+        if logical:  # True + True is 2, not NumPy's True
+            node.left = _at(ast.Call(self.constant(np.int64, node, "int64"), [node.left], []), node)
+        return node
+
+    def visit_IfExp(self, node):
+        """Both sides get the type that Numba gives them, where the text of one shows it: `x if c else 0.0` is float64."""
+        types_ = self.static_type(node.body), self.static_type(node.orelse)
+        node = self.generic_visit(node)
+        for field, other in (("body", types_[1]), ("orelse", types_[0])):
+            if other is not None and types_[0] is not types_[1]:
+                args = [getattr(node, field), self.constant(other, node, other.__name__)]
+                setattr(
+                    node,
+                    field,
+                    _at(ast.Call(self.constant(promote, node, "promote"), args, []), node),
+                )
+        return node
+
+    def visit_Subscript(self, node):
+        if isinstance(node.value, ast.Attribute) and node.value.attr in ("shape", "strides"):
+            return _at(
+                ast.Subscript(self.visit(node.value), self.index(node.slice), node.ctx), node
+            )
+        site = self.site(node, ast.unparse(node.value))
+        return self.call(node, "load", self.visit(node.value), self.index(node.slice), site)
+
+    def index(self, node):
+        """An index may stay a Python integer: Thread.load makes one of it anyway."""
+        if isinstance(node, ast.Constant):
+            return node
+        if isinstance(node, ast.Tuple):
+            return _at(ast.Tuple([self.index(e) for e in node.elts], ast.Load()), node)
+        if isinstance(node, ast.Slice):
+            ends = [
+                ast.Constant(None) if e is None else self.index(e)
+                for e in (node.lower, node.upper, node.step)
+            ]
+            return _at(ast.Call(self.constant(slice, node, "slice"), ends, []), node)
+        return self.visit(node)
+
+    # ------------------------------------------------------------------------- calls
+    def visit_Call(self, node):
+        name, function = self.cuda_name(node.func), self.static(node.func)
+        if name in BLOCK_BARRIERS or name in WARP_FUNCTIONS:
+            return self.wait(node, name)
+        if name is not None and name.partition("_")[0] in _NAMESPACES:
+            if name == "shared_array":
+                kind = twin(self.static(node.args[1])) if len(node.args) > 1 else None
+                self.granule = math.gcd(
+                    self.granule, kind.dtype.itemsize if hasattr(kind, "dtype") else 1
+                )
+            node = self.generic_visit(node)
+            node.args.insert(
+                0, self.site(node, ast.unparse(node.args[1]) if "atomic" in name else name)
+            )
+            return node
+        if _hashable(function) and function in INTRINSICS:
+            return self.intrinsic(node, function)
+        if hasattr(function, "py_func"):
+            return self.device_function(node, function.py_func)
+        if isinstance(function, types.FunctionType) and twin(function) is function:
+            raise self.error(
+                node,
+                f"{function.__name__} is a Python function: write @cuda.jit(device=True) above it",
+            )
+        new = self.generic_visit(node)
+        return self.folded(new, function)
+
+    def folded(self, node, function):
+        """float32(0.5), NEG_INF: a constant, computed once."""
+        if (
+            hasattr(twin(function), "scalar")
+            and len(node.args) == 1
+            and isinstance(node.args[0], ast.Name)
+        ):
+            value = self.scope.get(node.args[0].id)
+            if isinstance(value, np.generic):
+                return self.constant(twin(function)(value), node, "literal")
+        return node
+
+    def wait(self, node, name):
+        """(yield (name, site, args)): the scheduler sends the result."""
+        self.waits = True
+        args = _at(ast.Tuple([self.visit(a) for a in node.args], ast.Load()), node)
+        request = [_at(ast.Constant(name), node), self.site(node, name), args]
+        return _at(ast.Yield(_at(ast.Tuple(request, ast.Load()), node)), node)
+
+    def intrinsic(self, node, function):
+        simulated, collective = INTRINSICS[function]
+        if collective:
+            request = self.wait(node, getattr(function, "__name__", "intrinsic"))
+            request.value.elts[0] = self.constant(simulated, node, "intrinsic")
+            return request
+        site = self.site(node, ast.unparse(node))
+        args = [ast.Name("_t", ast.Load()), site, *map(self.visit, node.args)]
+        return _at(ast.Call(self.constant(simulated, node, "intrinsic"), args, node.keywords), node)
+
+    def device_function(self, node, function):
+        translated = translate(function)
+        args = [ast.Name("_t", ast.Load()), *map(self.visit, node.args)]
+        keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
+        called = self.constant(translated.function, node, function.__name__)
+        result = _at(ast.Call(called, args, keywords), node)
+        self.granule = math.gcd(self.granule, translated.granule)
+        if translated.waits:
+            self.waits = True
+            return _at(ast.YieldFrom(result), node)
+        return result
+
+    # ------------------------------------------------------------------------- statements
+    def visit_Return(self, node):
+        """An early return is noted, for the report when others wait for this thread."""
+        if node.value is not None:
+            return self.generic_visit(node)
+        left = ast.Attribute(ast.Name("_t", ast.Load()), "left", ast.Store())
+        return [_at(ast.Assign([left], self.site(node, "return")), node), node]
+
+    def store(self, target, value):
+        """Statements for target[...] = value; value is a rewritten expression."""
+        site = self.site(target, ast.unparse(target.value))
+        args = self.visit(target.value), self.index(target.slice), value, site
+        return ast.copy_location(ast.Expr(self.call(target, "store", *args)), target)
+
+    def visit_Assign(self, node):
+        if not any(isinstance(n, ast.Subscript) for t in node.targets for n in ast.walk(t)):
+            return self.generic_visit(node)
+        value = self.visit(node.value)
+        if len(node.targets) == 1 and isinstance(node.targets[0], ast.Subscript):
+            return self.store(node.targets[0], value)
+        name = self.temporary()
+        new = [_at(ast.Assign([ast.Name(name, ast.Store())], value), node)]
+        for target in node.targets:
+            new += self.unpack(target, _at(ast.Name(name, ast.Load()), node))
+        return new
+
+    def unpack(self, target, value):
+        """a, x[i] = value, with the elements of x stored after the tuple is taken apart."""
+        if isinstance(target, ast.Subscript):
+            return [self.store(target, value)]
+        if isinstance(target, ast.Name):
+            return [_at(ast.Assign([target], value), target)]
+        names = [self.temporary() for _ in target.elts]
+        parts = ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())
+        new = [_at(ast.Assign([parts], value), target)]
+        for name, element in zip(names, target.elts):
+            new += self.unpack(element, _at(ast.Name(name, ast.Load()), element))
+        return new
+
+    def visit_AugAssign(self, node):
+        target = node.target
+        if not isinstance(target, ast.Subscript):
+            value = self.visit_BinOp(
+                ast.BinOp(_at(ast.Name(target.id, ast.Load()), node), node.op, node.value)
+            )
+            return _at(ast.Assign([target], _at(value, node)), node)
+        array, index = self.temporary(), self.temporary()
+        new = [
+            ast.Assign([ast.Name(array, ast.Store())], self.visit(target.value)),
+            ast.Assign([ast.Name(index, ast.Store())], self.index(target.slice)),
+        ]
+        site = self.site(target, ast.unparse(target.value))
+        place = ast.Name(array, ast.Load()), ast.Name(index, ast.Load())
+        old = self.call(node, "load", *place, site)
+        value = self.visit(node.value)
+        if isinstance(node.op, ast.Pow):
+            value = ast.Call(self.constant(power, node, "power"), [old, value], [])
+        else:
+            value = ast.BinOp(old, node.op, value)
+        new.append(ast.Expr(self.call(node, "store", *place, value, site)))
+        return [_at(statement, node) for statement in new]
+
+
+def _at(new, node):
+    return ast.fix_missing_locations(ast.copy_location(new, node))
+
+
+def _is_logical(node):
+    return isinstance(node, (ast.Compare, ast.BoolOp)) or (
+        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    )
+
+
+def _hashable(x):
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,148 @@
+"""Functions for which the lanes of a warp come together: shuffles, votes, syncwarp."""
+
+import operator
+
+import numpy as np
+
+from .errors import CollectiveError, ranges, where
+from .memory import Mark
+from .scalars import Int8, Int16, Int32, UInt8, UInt16, UInt32
+
+FULL = 0xFFFFFFFF
+# Numba has shuffles of int32, int64, float32 and float64; other types become one of these.
+_SHUFFLED = {t: Int32 for t in (bool, np.bool_, Int8, Int16, UInt8, UInt16)} | {UInt32: np.int64}
+
+
+def run_collective(warp, waiting):
+    """Answer the lanes whose whole mask has arrived. waiting: the lanes of `warp` that called a warp function.
+
+    -> those lanes. Raises CollectiveError for a call that can never be right.
+    """
+    groups = {}
+    for thread in waiting:
+        name, _, args = thread.request
+        mask = int(args[0]) & FULL if args and not callable(name) else FULL
+        group = groups.get((name, mask))
+        if group is None:
+            _check_mask(thread, mask, warp)
+            groups[name, mask] = [thread]
+        else:
+            group.append(thread)
+    ready = []
+    for (name, mask), lanes in groups.items():
+        for thread in lanes:
+            if not mask >> thread.lane & 1:
+                raise _error(
+                    thread, f"mask {mask:#x} does not name lane {thread.lane}, which calls it"
+                )
+        if len(lanes) == mask.bit_count():
+            replies = _call(name, lanes)
+            for thread, reply in zip(lanes, replies):
+                thread.reply = reply
+            ready += lanes
+    return ready
+
+
+def _call(name, lanes):
+    args = [t.request[2] for t in lanes]
+    if callable(name):  # an intrinsic, see source.simulates
+        return name(lanes, [t.request[1] for t in lanes], args)
+    if name == "syncwarp":
+        return _syncwarp(lanes)
+    if name.startswith("shfl"):
+        return _shuffle(lanes, args, _SOURCES[name])
+    return _VOTES[name](lanes, [a[1] for a in args])
+
+
+def _check_mask(thread, mask, warp):
+    missing = [i for i in range(len(warp), 32) if mask >> i & 1]
+    if missing:
+        raise _error(
+            thread,
+            f"its mask {mask:#x} names lanes {ranges(missing)}, but this warp has {len(warp)}: a block of "
+            f"{thread.block.launch.threads} threads is not whole warps",
+        )
+
+
+def _error(thread, message):
+    site = thread.request[1]
+    text = f"{site.what} {where(thread, site)}: {thread} at {site}: {message}"
+    return CollectiveError(text, (site,))
+
+
+def _syncwarp(lanes):
+    """Every lane learns what the others know: memory accesses before it come before those after it."""
+    known = [t.seen for t in lanes if t.seen is not None]
+    joined = [max(clocks) for clocks in zip([0] * 32, *known)]
+    for thread in lanes:
+        joined[thread.lane] = thread.mark.clock
+    for thread in lanes:
+        clock = thread.mark.clock + 1
+        thread.seen = [*joined]
+        thread.seen[thread.lane] = clock
+        thread.mark = Mark(thread, thread.mark.epoch, clock)
+    return [None] * len(lanes)
+
+
+# From which lane a shuffle reads; outside the warp the lane gets its own value back.
+_SOURCES = {
+    "shfl_sync": lambda lane, k: k % 32,
+    "shfl_up_sync": operator.sub,
+    "shfl_down_sync": operator.add,
+    "shfl_xor_sync": operator.xor,
+}
+
+
+def _shuffle(lanes, args, source):
+    values = {t.lane: a[1] for t, a in zip(lanes, args)}
+    kinds = {type(v) for v in values.values()}
+    if len(kinds) > 1:
+        names = " and ".join(sorted(kind.__name__.lower() for kind in kinds))
+        raise _error(
+            lanes[0], f"its lanes hold {names}: on a GPU this variable has one type, cast it"
+        )
+    kind = kinds.pop()
+    convert = _SHUFFLED.get(kind)
+    replies = []
+    for thread, (_, value, k) in zip(lanes, args):
+        lane = source(thread.lane, int(k))
+        if lane in values:
+            value = values[lane]
+        elif 0 <= lane < 32:
+            raise _error(
+                thread,
+                f"lane {thread.lane} reads from lane {lane}, which takes no part in this call",
+            )
+        replies.append(value if convert is None else convert(value))
+    return replies
+
+
+def _bits(lanes) -> int:
+    return sum(1 << t.lane for t in lanes)
+
+
+def _match_any(lanes, values):
+    return [
+        Int32(np.int64(_bits([t for t, v in zip(lanes, values) if v == mine]))) for mine in values
+    ]
+
+
+def _match_all(lanes, values):
+    same = all(v == values[0] for v in values)
+    return [(Int32(np.int64(_bits(lanes) if same else 0)), np.bool_(same))] * len(lanes)
+
+
+def _same(value, lanes):
+    return [value] * len(lanes)
+
+
+_VOTES = {
+    "all_sync": lambda lanes, values: _same(np.bool_(all(values)), lanes),
+    "any_sync": lambda lanes, values: _same(np.bool_(any(values)), lanes),
+    "eq_sync": lambda lanes, values: _same(np.bool_(all(values) or not any(values)), lanes),
+    "ballot_sync": lambda lanes, values: _same(
+        Int32(np.int64(_bits([t for t, v in zip(lanes, values) if v]))), lanes
+    ),
+    "match_any_sync": _match_any,
+    "match_all_sync": _match_all,
+}
