@@ -115,6 +115,10 @@ class ModelConfig:
                 and 0 < value < float("inf")
             )
             _need(ok, f"rope_scaling {kind!r} needs a positive number for {key!r}, got {value!r}")
+        _need(
+            kind != "llama3" or scaling["high_freq_factor"] > scaling["low_freq_factor"],
+            "rope_scaling 'llama3': high_freq_factor must be larger than low_freq_factor",
+        )
 
     @property
     def padded_vocab_size(self) -> int:
@@ -216,6 +220,7 @@ class TrainConfig:
             self.warmup is None or self.warmup >= 0,
             f"--warmup must not be negative, got {self.warmup}",
         )
+        _need(self.seed >= 0, f"--seed must not be negative, got {self.seed}")
         _need(
             self.lr is None or 0 < self.lr < float("inf"),
             f"--lr must be a positive number, got {self.lr}",

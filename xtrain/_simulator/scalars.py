@@ -22,6 +22,7 @@ from numba.cuda import libdevice
 from numba.np.numpy_support import as_dtype
 
 FLOATS = (np.floating, float)
+NUMBERS = (np.generic, bool)
 
 
 # ----------------------------------------------------------------------------- integers
@@ -176,8 +177,11 @@ def unify(a: type, b: type) -> type:
     return scalar_type(np.result_type(a, b))
 
 
-def promote(x, other: type):
-    return x if type(x) is other else unify(type(x), other)(x)
+def promote(x, like):
+    """x as one side of a conditional, whose other side would be like `like`. Arrays and tuples stay."""
+    if type(x) is type(like) or not (isinstance(x, NUMBERS) and isinstance(like, NUMBERS)):
+        return x
+    return unify(type(x), type(like))(x)
 
 
 # ----------------------------------------------------------------------------- builtins

@@ -168,15 +168,22 @@ class _Rewriter(ast.NodeTransformer):
                 return f"{node.value.attr}_{node.attr}"
         return None
 
-    def static_type(self, node):
-        """The scalar class of an expression where its text alone tells, else None."""
+    def witness(self, node):
+        """An expression with the type of node that reads no memory; None where the type does not show."""
+        if isinstance(node, (ast.Constant, ast.Name)) or self.static(node) is not _DYNAMIC:
+            return self.visit(node)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            return self.call(node, "element", self.visit(node.value))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return self.static_type(node.operand)
+            return self.witness(node.operand)
+        if isinstance(node, ast.BinOp):
+            sides = self.witness(node.left), self.witness(node.right)
+            if None not in sides:
+                return self.visit_BinOp(_at(ast.BinOp(sides[0], node.op, sides[1]), node))
         if isinstance(node, ast.Call):
-            return getattr(twin(self.static(node.func)), "scalar", None)
-        value = node.value if isinstance(node, ast.Constant) else self.static(node)
-        value = typed(value)
-        return type(value) if isinstance(value, np.generic) else None
+            scalar = getattr(twin(self.static(node.func)), "scalar", None)
+            return None if scalar is None else self.constant(scalar(1), node, "one")
+        return None
 
     # ------------------------------------------------------------------------- names and numbers
     def visit_Name(self, node):
@@ -226,17 +233,14 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_IfExp(self, node):
-        """Both sides get the type that Numba gives them, where the text of one shows it: `x if c else 0.0` is float64."""
-        types_ = self.static_type(node.body), self.static_type(node.orelse)
+        """Both sides get the type that Numba unifies them to: `x if c else 0.0` is float64 for a float32 x."""
+        likes = {"body": self.witness(node.orelse), "orelse": self.witness(node.body)}
         node = self.generic_visit(node)
-        for field, other in (("body", types_[1]), ("orelse", types_[0])):
-            if other is not None and types_[0] is not types_[1]:
-                args = [getattr(node, field), self.constant(other, node, other.__name__)]
-                setattr(
-                    node,
-                    field,
-                    _at(ast.Call(self.constant(promote, node, "promote"), args, []), node),
-                )
+        for side, like in likes.items():
+            if like is not None:
+                args = [getattr(node, side), like]
+                promoted = ast.Call(self.constant(promote, node, "promote"), args, [])
+                setattr(node, side, _at(promoted, node))
         return node
 
     def visit_Subscript(self, node):

@@ -80,6 +80,10 @@ class Thread:
         value = a.flat[k]
         return value if a.wrap is None else a.wrap(value)
 
+    def element(self, a):
+        """A number of the type that a[i] has, without a look at the memory."""
+        return a[0] if type(a) is tuple else (a.wrap or a.dtype.type)(1)
+
     def store(self, a, index, value, site):
         """a[index] = value"""
         k = a.locate(index)

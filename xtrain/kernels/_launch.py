@@ -22,7 +22,10 @@ from .. import simulator
 from ..device import Array, array_module, cupy
 from ..simulator import SimArray
 
-FLOATS = ("float32", "bfloat16")  # what the memory-bound kernels read and write; they compute in float32
+FLOATS = (
+    "float32",
+    "bfloat16",
+)  # what the memory-bound kernels read and write; they compute in float32
 _debug = False
 
 
@@ -53,7 +56,7 @@ def empty(like: Array, shape, dtype=None) -> Array:
 def _allocate(like, shape, dtype):
     if isinstance(like, SimArray):
         new = np.empty(shape, dtype).view(SimArray)
-        new.fill(np.nan) if dtype.kind == "f" else new.view(np.uint8).fill(0x7F)
+        new.fill(np.nan) if dtype.kind in "fV" else new.view(np.uint8).fill(0x7F)
         return new
     return array_module(like).empty(shape, dtype)
 
@@ -118,6 +121,8 @@ _SCALARS = {int: np.int64, float: np.float32, bool: np.bool_}
 
 
 def _scalar(a):
+    if isinstance(a, np.float64):
+        raise TypeError("a float64 scalar for a kernel: kernels compute in float32, use np.float32")
     to = _SCALARS.get(type(a))
     return to(a) if to else a
 

@@ -225,6 +225,21 @@ def store_pair_shared(typingctx, smem, i, pair):
     return types.void(smem, i, types.uint32), codegen
 
 
+@intrinsic
+def load2_shared(typingctx, registers, smem, i):
+    """registers[0:2] = smem[i : i + 2]; smem: float32; i is even."""
+
+    def codegen(context, builder, sig, args):
+        address = _shared_address(context, builder, sig, args, 1, 2)
+        pointer = builder.inttoptr(address, ir.PointerType(ir.VectorType(F32, 2), SHARED))
+        vector = builder.load(pointer, align=8)
+        values = [builder.extract_element(vector, ir.Constant(I32, j)) for j in range(2)]
+        _set_registers(context, builder, sig, args, 0, values)
+        return context.get_dummy_value()
+
+    return types.void(registers, smem, i), codegen
+
+
 # ----------------------------------------------------------------------------- values
 def _scalar(name, generate, result, *arguments):
     """An intrinsic whose value is generate(builder, *arguments)."""
@@ -287,8 +302,17 @@ def _numbers(halves):
     return (np.asarray(halves, np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def _place(registers, j):
+    return j if registers.ndim == 1 else np.unravel_index(j, registers.dims)
+
+
 def _fragment(thread, registers, n, site):
-    return [thread.load(registers, j, site) for j in range(n)]
+    return [thread.load(registers, _place(registers, j), site) for j in range(n)]
+
+
+def _set_fragment(thread, registers, values, site):
+    for j, value in enumerate(values):
+        thread.store(registers, _place(registers, j), value, site)
 
 
 @simulates(mma_bf16, collective=True)
@@ -305,8 +329,7 @@ def _mma_bf16(threads, sites, args):
         C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2] = _fragment(thread, c, 4, site)
     C += A @ B
     for thread, site, (c, _, _), (g, t) in zip(threads, sites, args, places):
-        for j in range(4):
-            thread.store(c, j, C[g + 8 * (j // 2), 2 * t + j % 2], site)
+        _set_fragment(thread, c, C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2], site)
     return [None] * len(threads)
 
 
@@ -325,9 +348,8 @@ def _simulated_ldmatrix(transpose):
                 )
         for thread, site, (registers, _, _) in zip(threads, sites, args):
             g, t = divmod(thread.lane, 4)
-            for m, matrix in enumerate(matrices):
-                matrix = matrix.T if transpose else matrix
-                thread.store(registers, m, _pairs(matrix[g, 2 * t : 2 * t + 2])[0], site)
+            mine = (x[2 * t : 2 * t + 2, g] if transpose else x[g, 2 * t : 2 * t + 2] for x in matrices)
+            _set_fragment(thread, registers, [_pairs(pair)[0] for pair in mine], site)
         return [None] * len(threads)
 
     return run
@@ -384,8 +406,14 @@ simulates(store16_shared)(_simulated_store16)
 @simulates(load16_shared)
 def _load16_shared(thread, site, registers, smem, i):
     _aligned16(i, site)
-    for j, pair in enumerate(_pairs([thread.load(smem, i + j, site) for j in range(8)])):
-        thread.store(registers, j, pair, site)
+    _set_fragment(thread, registers, _pairs([thread.load(smem, i + j, site) for j in range(8)]), site)
+
+
+@simulates(load2_shared)
+def _load2_shared(thread, site, registers, smem, i):
+    if i % 2:
+        raise ValueError(f"{site.what}: element {i} is not 8-byte aligned")
+    _set_fragment(thread, registers, [thread.load(smem, i + j, site) for j in range(2)], site)
 
 
 @simulates(store_pair_shared)

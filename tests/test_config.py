@@ -1,0 +1,176 @@
+"""Every sentence that a bad config is refused with, the presets, and the way to JSON and back."""
+
+import json
+import math
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from xtrain import ModelConfig, TrainConfig, UserError
+from xtrain.config import PRESETS, ROPE_SCALINGS, resolve
+
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192,
+)  # fmt: skip
+
+
+def model(**changes):
+    return ModelConfig(**{**dict(vocab_size=100, dim=32, n_layers=2, n_heads=4), **changes})
+
+
+# ----------------------------------------------------------------------------- the model
+def test_what_is_left_out():
+    c = model()
+    assert (c.n_kv_heads, c.head_dim, c.hidden_dim) == (4, 8, 128)  # 8/3 32 = 85.3, up to 2 x 64
+    assert c.padded_vocab_size == 128 and c.context == c.max_seq_len == 1024
+    assert model(dim=768).hidden_dim == 2048 and model(vocab_size=128).padded_vocab_size == 128
+    assert model(vocab_size=50257).padded_vocab_size == 50304
+    assert model(n_heads=3, head_dim=6).head_dim == 6  # then dim need not be divisible
+    with pytest.raises(FrozenInstanceError):
+        c.dim = 3
+
+
+POSITIVE = [
+    "vocab_size",
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "hidden_dim",
+    "max_seq_len",
+]
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("bad", [0, -1, 2.0, "8", True, 2**31])
+def test_whole_numbers(name, bad):
+    with pytest.raises(UserError, match=f"^{name} must be a positive whole number, got {bad!r}$"):
+        model(**{name: bad})
+
+
+@pytest.mark.parametrize("name", ["rope_theta", "norm_eps"])
+@pytest.mark.parametrize("bad", [0, -1.0, math.inf, math.nan, "1e-6", None, True])
+def test_positive_numbers(name, bad):
+    with pytest.raises(UserError, match=f"^{name} must be a positive number, got {bad!r}$"):
+        model(**{name: bad})
+
+
+@pytest.mark.parametrize("name", ["qk_norm", "tie_embeddings"])
+@pytest.mark.parametrize("bad", [0, 1, None, "true"])
+def test_yes_or_no(name, bad):
+    with pytest.raises(UserError, match=f"^{name} must be true or false, got {bad!r}$"):
+        model(**{name: bad})
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (dict(dim=30), "dim 30 is not divisible by n_heads 4: choose a divisor or give head_dim"),
+        (dict(n_kv_heads=3), "n_heads 4 is not divisible by n_kv_heads 3: every key/value head"),
+        (dict(n_kv_heads=8), "n_heads 4 is not divisible by n_kv_heads 8"),
+        (dict(head_dim=7), "head_dim 7 is odd: RoPE rotates pairs, give an even head_dim"),
+        (dict(dim=12), "head_dim 3 is odd"),
+        (dict(head_dim=258), "head_dim 258 is larger than 256"),
+        (dict(rope_scaling=2.0), "rope_scaling must be a dict or None, got 2.0"),
+        (dict(rope_scaling=dict(type="yarn", factor=2)), "rope_scaling type 'yarn' is not supported: choose one of"),
+        (dict(rope_scaling=dict(rope_type="linear")), "'linear' needs a positive number for 'factor', got None"),
+        (dict(rope_scaling=dict(type="dynamic", factor=-1)), "'dynamic' needs a positive number for 'factor', got -1"),
+        (dict(rope_scaling=dict(LLAMA3, factor="8")), "'llama3' needs a positive number for 'factor', got '8'"),
+        (dict(rope_scaling=dict(LLAMA3, high_freq_factor=1.0)), "high_freq_factor must be larger than low_freq_factor"),
+    ],
+)  # fmt: skip
+def test_impossible_shapes(changes, sentence):
+    with pytest.raises(UserError) as error:
+        model(**changes)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("key", ROPE_SCALINGS["llama3"])
+def test_llama3_needs_all_its_numbers(key):
+    scaling = {k: v for k, v in LLAMA3.items() if k != key}
+    with pytest.raises(UserError, match=f"'llama3' needs a positive number for '{key}', got None"):
+        model(rope_scaling=scaling)
+
+
+def test_scalings_that_are_allowed():
+    for scaling in (None, {}, dict(type="default"), dict(type="linear", factor=2), LLAMA3):
+        assert model(rope_scaling=scaling).context == 1024
+    assert model(rope_scaling=dict(rope_type="dynamic", factor=2.5)).context == 2560
+    assert model(rope_scaling=dict(rope_type="dynamic", factor=0.5)).context == 1024
+
+
+def test_to_json_and_back():
+    c = model(n_kv_heads=2, rope_scaling=LLAMA3, qk_norm=False, tie_embeddings=True, norm_eps=1e-5)
+    values = json.loads(json.dumps(c.to_dict()))
+    assert ModelConfig.from_dict(values) == c and values["head_dim"] == 8
+    assert ModelConfig.from_dict(dict(vocab_size=5, dim=4, n_layers=1, n_heads=2)).head_dim == 2
+
+
+def test_from_dict_names_what_it_does_not_know():
+    good = model().to_dict()
+    with pytest.raises(
+        UserError, match=r"unknown model config depth, n_head: the fields are dim, head_dim"
+    ):
+        ModelConfig.from_dict(good | dict(n_head=3, depth=1))
+    with pytest.raises(UserError, match=r"^the model config lacks dim, vocab_size$"):
+        ModelConfig.from_dict(dict(n_layers=2, n_heads=2))
+    with pytest.raises(UserError, match="n_layers must be a positive whole number, got 0"):
+        ModelConfig.from_dict(good | dict(n_layers=0))
+
+
+# ----------------------------------------------------------------------------- a run
+WRONG = [
+    *((dict([(name, bad)]), f"--{name.replace('_', '-')} must be positive, got {bad}")
+      for name in ("steps", "batch", "micro_batch", "seq_len", "vocab_size", "eval_every", "sample_every",
+                   "save_every", "stop_at", "eval_batches", "sample_tokens")
+      for bad in (0, -3)),
+    (dict(warmup=-1), "--warmup must not be negative, got -1"),
+    (dict(lr=0.0), "--lr must be a positive number, got 0.0"),
+    (dict(lr=math.inf), "--lr must be a positive number, got inf"),
+    (dict(lr=math.nan), "--lr must be a positive number, got nan"),
+    (dict(min_lr_ratio=1.5), "--min-lr-ratio must be between 0 and 1, got 1.5"),
+    (dict(beta1=1.0), "--beta1 and --beta2 must be at least 0 and below 1"),
+    (dict(beta2=-0.1), "--beta1 and --beta2 must be at least 0 and below 1"),
+    (dict(eps=0.0), "--eps must be positive, got 0.0"),
+    (dict(clip=-1.0), "--clip and --weight-decay must not be negative"),
+    (dict(weight_decay=math.nan), "--clip and --weight-decay must not be negative"),
+    (dict(seed=-1), "--seed must not be negative, got -1"),
+    (dict(batch=8, micro_batch=3), "--batch 8 is not a multiple of --micro-batch 3"),
+    (dict(preset="huge"), "--preset 'huge' is not known: choose one of auto, tiny, dim384"),
+    (dict(preset="tiny", micro_batch=3), "--batch 8 is not a multiple of --micro-batch 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, sentence", WRONG)
+def test_options_that_make_no_sense(options, sentence):
+    with pytest.raises(UserError) as error:
+        resolve(TrainConfig(**options), gpu=False)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets(preset):
+    run, shape = resolve(TrainConfig(preset=preset), gpu=False)
+    assert all(getattr(run, name) is not None for name in PRESETS[preset].train)
+    assert run.name == run.preset == preset and run.micro_batch == run.batch
+    c = ModelConfig(vocab_size=run.vocab_size, **shape)
+    assert c.max_seq_len == run.seq_len and c.qk_norm
+    assert run.warmup < run.steps
+
+
+def test_the_preset_follows_the_device():
+    assert resolve(TrainConfig(), gpu=False)[0].preset == "tiny"
+    assert resolve(TrainConfig(), gpu=True)[0].preset == "dim384"
+    assert set(PRESETS) >= {"tiny", "dim384", "dim512", "dim768", "gpt124m"}
+    assert resolve(TrainConfig(preset="dim512"), gpu=True)[1]["n_layers"] == 16
+
+
+def test_what_is_given_wins():
+    given = dict(steps=7, batch=4, seq_len=64, lr=0.5, warmup=0, name="mine", micro_batch=2)
+    run, shape = resolve(TrainConfig(**given), gpu=False)
+    assert {name: getattr(run, name) for name in given} == given and shape["max_seq_len"] == 64
+    assert run.vocab_size == PRESETS["tiny"].train["vocab_size"]
+    assert resolve(TrainConfig(batch=6), gpu=False)[0].micro_batch == 6
+    again, _ = resolve(run, gpu=True)
+    assert again == run == replace(run)

@@ -1,0 +1,69 @@
+"""Which device there is, and the way of an array to it and back."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from xtrain import UserError, device
+from xtrain.simulator import SimArray
+
+
+def test_resolve_device():
+    here = "gpu" if device.gpu_available() else "cpu"
+    assert device.resolve_device("auto") == here and device.resolve_device("cpu") == "cpu"
+    for wrong in ("cuda", "", "GPU"):
+        with pytest.raises(
+            UserError, match=f"device '{wrong}' is not known: choose auto, cpu or gpu"
+        ):
+            device.resolve_device(wrong)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(device, "gpu_available", lambda: False)
+    assert device.resolve_device("auto") == "cpu"
+    with pytest.raises(UserError, match=r"no GPU.*nvidia-smi.*pip install 'xtrain\[gpu\]'.*cpu"):
+        device.resolve_device("gpu")
+
+
+def test_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it fails
+    device.cupy.cache_clear()
+    try:
+        assert device.cupy() is None and not device.gpu_available()
+    finally:
+        device.cupy.cache_clear()
+
+
+def test_the_cpu():
+    x = np.arange(3)
+    assert device.to_device(x, "cpu") is x and device.to_numpy(x) is x
+    assert device.array_module(x) is np and not device.is_gpu(x)
+    assert device.device_name("cpu") == "CPU (NumPy)" and device.memory_peak_bytes("cpu") is None
+    device.synchronize("cpu")
+
+
+def test_the_simulator():
+    x = np.arange(3.0)
+    there = device.to_device(x, "sim")
+    assert type(there) is SimArray and not np.shares_memory(x, there)
+    assert device.array_module(there) is np and not device.is_gpu(there)
+
+
+def test_scalars_become_arrays():
+    x = np.ones(3)
+    assert device.as_array(x) is x
+    for value in (np.float32(2), 2.0, [2.0], np.ones(3).sum()):
+        assert isinstance(device.as_array(value), np.ndarray)
+    assert device.as_array(np.float32(2)).dtype == np.float32
+
+
+@pytest.mark.gpu
+def test_the_gpu():
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    there = device.to_device(x, "gpu")
+    assert device.is_gpu(there) and device.array_module(there) is device.cupy()
+    assert device.as_array(there) is there
+    assert np.array_equal(device.to_numpy(there), x)
+    device.synchronize("gpu")
+    assert device.memory_peak_bytes("gpu") >= x.nbytes and device.device_name("gpu")

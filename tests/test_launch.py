@@ -1,0 +1,297 @@
+"""Where arrays meet kernels: which implementation, checks, scalars, strides, shared memory, very large arrays."""
+
+import numpy as np
+import pytest
+from checks import GPU, normal, to_host, to_kernel
+from numba import cuda, float32, int64
+
+from xtrain.device import cupy, to_device
+from xtrain.kernels import _launch
+from xtrain.kernels._launch import (
+    check_array,
+    check_ids,
+    empty,
+    empty_like,
+    launch,
+    on_host,
+    set_debug,
+    zeros,
+)
+from xtrain.kernels.cast import BFLOAT16
+from xtrain.simulator import SimArray, sim
+
+
+# ----------------------------------------------------------------------------- which implementation
+def test_the_array_type_decides():
+    x = np.ones(3, np.float32)
+    assert on_host(x) and on_host(x, x.astype(np.int64))
+    assert not on_host(sim(x)) and not on_host(to_kernel(x), to_kernel(x))
+
+
+def test_a_mixture_is_refused_by_name():
+    x = np.ones(3, np.float32)
+    for mixture in ((x, sim(x)), (sim(x), x), (x, x, sim(x))):
+        with pytest.raises(TypeError, match=r"one place, got numpy\.ndarray, xtrain\.SimArray"):
+            on_host(*mixture)
+    with pytest.raises(TypeError, match=r"numpy\.float32"):
+        on_host(x, np.float32(1))
+
+
+@pytest.mark.gpu
+def test_a_mixture_with_the_gpu():
+    x = np.ones(3, np.float32)
+    with pytest.raises(TypeError, match=r"one place, got cupy\.ndarray, numpy\.ndarray"):
+        on_host(x, to_device(x, "gpu"))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, BFLOAT16])
+def test_unwritten_memory_is_poisoned_in_the_simulator(dtype):
+    like = sim(np.ones(3, np.float32))
+    assert np.isnan(np.asarray(empty(like, (2, 3), dtype)).astype(np.float32)).all()
+    assert type(empty_like(like)) is SimArray
+
+
+def test_unwritten_integers_are_poisoned_too():
+    like = sim(np.ones(3, np.float32))
+    assert (np.asarray(empty(like, 4, np.int32)) == 0x7F7F7F7F).all()
+    assert empty(like, (0, 3), np.int64).shape == (0, 3)
+
+
+@pytest.mark.parametrize("where", [np.asarray, sim, to_kernel])
+def test_new_memory_lies_where_the_old_does(where):
+    x = where(np.ones((2, 3), np.float32))
+    assert type(empty(x, 5)) is type(zeros(x, (2, 2))) is type(empty_like(x)) is type(x)
+    assert empty(x, 5).shape == (5,) and empty(x, 5).dtype == np.float32
+    assert empty(x, (1, 2), np.int64).dtype == np.int64 and empty_like(x).shape == (2, 3)
+    assert not to_host(zeros(x, (2, 2), np.int32)).any()
+
+
+# ----------------------------------------------------------------------------- is the input sound
+def test_check_array():
+    x = np.ones((2, 3), np.float32)
+    check_array("op", "x", x, (2, 3))
+    check_array("op", "x", x, (None, 3))
+    check_array("op", "x", x[:, ::2], (2, 2), strided=True)
+    with pytest.raises(ValueError, match=r"^op: x has shape \(2, 3\), expected \(2, 4\)$"):
+        check_array("op", "x", x, (2, 4))
+    with pytest.raises(ValueError, match=r"^op: x has shape \(2, 3\), expected \(any, 3, 1\)$"):
+        check_array("op", "x", x, (None, 3, 1))
+    with pytest.raises(TypeError, match=r"^op: x is int32, expected float32$"):
+        check_array("op", "x", x.astype(np.int32), (2, 3))
+    with pytest.raises(TypeError, match=r"^op: x is int32, expected float32 or bfloat16$"):
+        check_array("op", "x", x.astype(np.int32), (2, 3), ("float32", "bfloat16"))
+    with pytest.raises(ValueError, match=r"^op: x with shape \(2, 2\) is not contiguous: copy it"):
+        check_array("op", "x", x[:, ::2], (2, 2))
+
+
+def test_float64_is_for_references_alone():
+    x = np.ones(3)
+    check_array("op", "x", x, (3,))
+    with pytest.raises(TypeError, match="x is float64, expected float32"):
+        check_array("op", "x", to_kernel(x), (3,))
+
+
+def test_check_ids():
+    check_ids("op", "ids", np.ones(3, np.uint8))
+    for dtype in (np.float32, bool):
+        with pytest.raises(
+            ValueError, match=f"op: ids must hold whole numbers, got {np.dtype(dtype)}"
+        ):
+            check_ids("op", "ids", np.ones(3, dtype))
+
+
+# ----------------------------------------------------------------------------- start a kernel
+@cuda.jit
+def scalars_kernel(out, number, count, flag, small):
+    """Grid 1, block 4."""
+    tid = cuda.threadIdx.x
+    value = number
+    if tid == 1:
+        value = float32(count // int64(1 << 30))
+    elif tid == 2:
+        value = float32(1.0) if flag else float32(2.0)
+    elif tid == 3:
+        value = float32(small)
+    out[tid] = value
+
+
+@pytest.mark.parametrize("flag", [True, False, np.bool_(True)])
+def test_scalars(flag):
+    """A Python int travels as int64 (it may count more than 2^31), a float as float32, a bool as one byte."""
+    out = to_kernel(np.zeros(4, np.float32))
+    launch(scalars_kernel, 1, 4, out, -0.1, 5 << 30, flag, np.int32(-7))
+    assert to_host(out).tolist() == [np.float32(-0.1), 5, 1 if flag else 2, -7]
+
+
+def test_a_float64_scalar_is_refused():
+    with pytest.raises(TypeError, match=r"np\.float32"):
+        launch(scalars_kernel, 1, 4, to_kernel(np.zeros(4, np.float32)), np.float64(1), 1, True, 1)
+
+
+@cuda.jit
+def copy_kernel(y, x):
+    """Grid (rows, slabs), block columns."""
+    b, i, j = cuda.blockIdx.y, cuda.blockIdx.x, cuda.threadIdx.x
+    y[b, i, j] = x[b, i, j]
+
+
+VIEWS = {
+    "whole": lambda x: x,
+    "every second row": lambda x: x[:, ::2],
+    "columns": lambda x: x[..., 1:4],
+    "transposed": lambda x: x.transpose(2, 0, 1),
+    "backwards": lambda x: x[::-1, :, ::-1],
+    "one element": lambda x: x[1:2, 2:3, 3:4],
+}
+
+
+@pytest.mark.parametrize("target", ["contiguous", "view"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_strides(name, target):
+    values = normal(0, 3, 4, 5)
+    x = VIEWS[name](to_kernel(values))
+    B, I, J = x.shape  # noqa: E741
+    y = to_kernel(np.full((B, I + 1, J), -1, np.float32))
+    y = y[:, :I] if target == "view" else to_kernel(np.full((B, I, J), -1, np.float32))
+    launch(copy_kernel, (I, B), J, y, x)
+    assert np.array_equal(to_host(y), VIEWS[name](values))
+
+
+@pytest.mark.parametrize("grid", [0, (0, 3), (3, 0), (2, 2, 0)])
+def test_an_empty_grid_launches_nothing(grid):
+    y = to_kernel(np.full((1, 1, 1), -1, np.float32))
+    launch(copy_kernel, grid, 1, y, y)
+    assert to_host(y).item() == -1
+
+
+@cuda.jit
+def reverse_kernel(y, x):
+    """Grid 1, block any. Dynamic shared memory: n floats."""
+    n, tid = x.size, cuda.threadIdx.x
+    held = cuda.shared.array(0, float32)
+    for i in range(tid, n, cuda.blockDim.x):
+        held[i] = x[i]
+    cuda.syncthreads()
+    for i in range(tid, n, cuda.blockDim.x):
+        y[i] = held[n - 1 - i]
+
+
+@pytest.mark.parametrize("kilobytes", [1, 52, *([100, 200, 2] if GPU else [])])
+def test_dynamic_shared_memory(kilobytes):
+    """Up to 48 KB a kernel gets without asking; above, the launcher asks."""
+    x = np.arange(kilobytes * 256, dtype=np.float32)
+    y = to_kernel(np.zeros_like(x))
+    launch(reverse_kernel, 1, 64, y, to_kernel(x), shared=x.nbytes)
+    assert np.array_equal(to_host(y), x[::-1])
+
+
+# ----------------------------------------------------------------------------- on the GPU
+@pytest.mark.gpu
+def test_a_signature_is_compiled_once():
+    a, b = (to_device(normal(i, 3, 4, 5), "gpu") for i in (0, 1))
+    launch(copy_kernel, (4, 3), 5, a, b)
+    compiled, functions = len(copy_kernel.overloads), len(_launch._functions)
+    launch(copy_kernel, (2, 1), 3, b, a)
+    launch(copy_kernel, (2, 1), 3, b[:1], a[:1])  # other sizes, still contiguous
+    assert (len(copy_kernel.overloads), len(_launch._functions)) == (compiled, functions)
+    launch(copy_kernel, (4, 3), 5, a.astype(np.float64), b)
+    assert len(_launch._functions) == functions + 1
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_used_and_can_be_captured():
+    x, y = to_device(normal(0, 1, 4, 5), "gpu"), to_device(np.zeros((1, 4, 5), np.float32), "gpu")
+    launch(copy_kernel, (4, 1), 5, y, x)  # compiled before the capture
+    y.fill(0)
+    cupy().cuda.Device().synchronize()
+    stream = cupy().cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        launch(copy_kernel, (4, 1), 5, y, x)
+        graph = stream.end_capture()
+        assert not to_host(y).any()  # recorded, not run
+        graph.launch(stream)
+    stream.synchronize()
+    assert np.array_equal(to_host(y), to_host(x))
+
+
+@pytest.mark.gpu
+def test_debug_waits_after_every_launch():
+    x, y = to_device(normal(0, 1, 4, 5), "gpu"), to_device(np.zeros((1, 4, 5), np.float32), "gpu")
+    set_debug(True)
+    try:
+        launch(copy_kernel, (4, 1), 5, y, x)
+    finally:
+        set_debug(False)
+    assert np.array_equal(to_host(y), to_host(x))
+
+
+@pytest.mark.gpu
+def test_a_launch_that_the_driver_refuses_names_the_kernel():
+    x = to_device(normal(0, 1, 4, 5), "gpu")
+    with pytest.raises(RuntimeError, match="copy_kernel"):
+        launch(copy_kernel, 1, 2048, x, x)  # a block has at most 1024 threads
+
+
+@pytest.fixture
+def beyond():
+    """2^31 + 2^17 floats, 8.6 GB: all 0.5 but the last 2^17, which are random. Indices of 32 bits would wrap."""
+    free = cupy().cuda.runtime.memGetInfo()[0]
+    if free < 28 << 30:
+        pytest.skip(f"needs 28 GB of free GPU memory, there are {free >> 30}")
+    base = cupy().full(2**31 + 2**17, 0.5, np.float32)
+    base[-(2**17) :] = to_device(normal(0, 2**17), "gpu")
+    yield base
+    del base
+    cupy().get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("C", [1024, 4096])  # a warp per row, a block per row
+def test_rmsnorm_beyond_2_31_elements(beyond, C):
+    from xtrain.kernels.rmsnorm import rmsnorm_fwd, rmsnorm_ref
+
+    x, w = beyond.reshape(-1, C), normal(1, C)
+    y, rstd = rmsnorm_fwd(x, to_device(w, "gpu"), 1e-6)
+    N = x.shape[0]
+    rows = np.array([0, 1, N // 2, 2**31 // C - 1, 2**31 // C, N - 2, N - 1])
+    want_y, want_rstd = rmsnorm_ref(to_host(x[rows]), w, 1e-6)
+    np.testing.assert_allclose(to_host(y[rows]), want_y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(to_host(rstd[rows]), want_rstd, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_embedding_beyond_2_31_elements(beyond):
+    from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
+
+    w, C = beyond.reshape(-1, 1024), 1024
+    V = w.shape[0]
+    ids = np.array([V - 1, 0, 2**21, 2**21 - 1, V - 1, V - 2])
+    there = to_device(ids, "gpu")
+    assert np.array_equal(to_host(embedding_fwd(there, w)), to_host(w[there]))
+    dx = normal(2, ids.size, C)
+    dw = cupy().zeros_like(w)
+    embedding_bwd(to_device(dx, "gpu"), there, dw)
+    want = {V - 1: dx[0] + dx[4], 0: dx[1], 2**21: dx[2], 2**21 - 1: dx[3], V - 2: dx[5], V - 3: 0 * dx[0], 1: 0 * dx[0]}  # fmt: skip
+    for row, gradient in want.items():
+        np.testing.assert_allclose(to_host(dw[row]), gradient, rtol=1e-6)
+    assert float(cupy().abs(dw).sum(dtype=np.float64)) == pytest.approx(
+        sum(np.abs(g).sum(dtype=np.float64) for g in want.values()), rel=1e-5
+    )
+
+
+@pytest.mark.gpu
+def test_cross_entropy_beyond_2_31_elements(beyond):
+    from xtrain.kernels.cross_entropy import cross_entropy, cross_entropy_ref
+
+    P = 2**17
+    logits = beyond.reshape(-1, P)
+    N, V = logits.shape[0], P - 5
+    targets = np.arange(N) % V
+    inv_count = np.array([0.25], np.float32)
+    rows = np.array([0, N - 2, N - 1])
+    want_loss, want = cross_entropy_ref(to_host(logits[rows]), targets[rows], V, inv_count)
+    arrays = to_device(targets, "gpu"), V, to_device(inv_count, "gpu")
+    loss, gradient = cross_entropy(logits, *arrays)
+    np.testing.assert_allclose(to_host(loss[rows]), want_loss, rtol=1e-5)
+    np.testing.assert_allclose(to_host(gradient[rows]), want, rtol=1e-4, atol=1e-9)

@@ -1,0 +1,629 @@
+"""xtrain.simulator: kernels give what they should, and its numbers have the types that Numba infers."""
+
+import inspect
+import linecache
+import math
+import operator
+import types as python_types
+
+import numpy as np
+import pytest
+from numba import boolean, cuda, float32, float64, int8, int16, int32, int64, types
+from numba import uint8, uint16, uint32, uint64  # isort: skip
+from numba.cuda import libdevice
+
+from xtrain import simulator
+from xtrain._simulator import scalars
+from xtrain.simulator import KernelError, SimArray, run, sim
+
+FULL = 0xFFFFFFFF
+TILE = 4
+
+
+def f32(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# ----------------------------------------------------------------------------- kernels
+@cuda.jit(device=True)
+def warp_total(v):
+    for step in (16, 8, 4, 2, 1):
+        v += cuda.shfl_down_sync(FULL, v, step)
+    return cuda.shfl_sync(FULL, v, 0)
+
+
+@cuda.jit(device=True)
+def block_total(v, partial):
+    warp, lane = cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
+    v = warp_total(v)
+    if lane == 0:
+        partial[warp] = v
+    cuda.syncthreads()
+    v = partial[lane] if lane < cuda.blockDim.x // 32 else float32(0.0)
+    return warp_total(v)
+
+
+@cuda.jit
+def row_sums(out, x):
+    partial = cuda.shared.array(32, float32)
+    acc = float32(0)
+    for c in range(cuda.threadIdx.x, x.shape[1], cuda.blockDim.x):
+        acc += x[cuda.blockIdx.x, c]
+    total = block_total(acc, partial)
+    if cuda.threadIdx.x == 0:
+        out[cuda.blockIdx.x] = total
+
+
+@pytest.mark.parametrize("threads", [32, 96, 256])
+def test_reduction_over_a_block(threads):
+    x, out = f32(3, 150), np.zeros(3, np.float32)
+    run(row_sums, 3, threads, out, x)
+    np.testing.assert_allclose(out, x.sum(1), rtol=1e-5, atol=1e-5)
+
+
+@cuda.jit
+def matmul(c, a, b):
+    """Block (TILE, TILE); no shape is a multiple of TILE."""
+    sa = cuda.shared.array((TILE, TILE), float32)
+    sb = cuda.shared.array(shape=(TILE, TILE), dtype=float32)
+    j, i = cuda.grid(2)
+    tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+    (m, k), n = a.shape, b.shape[1]
+    acc = float32(0.0)
+    for k0 in range(0, k, TILE):
+        sa[ty, tx] = a[i, k0 + tx] if i < m and k0 + tx < k else float32(0.0)
+        sb[ty, tx] = b[k0 + ty, j] if k0 + ty < k and j < n else float32(0.0)
+        cuda.syncthreads()
+        for t in range(TILE):
+            acc += sa[ty, t] * sb[t, tx]
+        cuda.syncthreads()
+    if i < m and j < n:
+        c[i, j] = acc
+
+
+def test_tiled_product_in_two_dimensions():
+    a, b, c = f32(6, 9), f32(9, 7, seed=1), np.zeros((6, 7), np.float32)
+    run(matmul, (2, 2), (TILE, TILE), c, a, b)
+    np.testing.assert_allclose(c, a @ b, rtol=1e-5, atol=1e-5)
+
+
+def test_strided_views_and_broadcasts():
+    a, b, c = f32(9, 6).T, f32(7, 18, seed=1).T[::-2], np.zeros((6, 14), np.float32)[:, ::2]
+    run(matmul, (2, 2), (TILE, TILE), c, a, b)
+    np.testing.assert_allclose(c, a @ b, rtol=1e-5, atol=1e-5)
+    run(matmul, (2, 2), (TILE, TILE), c, np.broadcast_to(a[:1], (6, 9)), b)
+    np.testing.assert_allclose(c[5], a[0] @ b, rtol=1e-5, atol=1e-5)
+
+
+@cuda.jit
+def histogram(counts, values):
+    local = cuda.shared.array(8, int32)
+    tid = cuda.threadIdx.x
+    if tid < 8:
+        local[tid] = 0
+    cuda.syncthreads()
+    i = cuda.grid(1)
+    if i < values.size:
+        cuda.atomic.add(local, values[i], 1)
+    cuda.syncthreads()
+    if tid < 8:
+        cuda.atomic.add(counts, tid, local[tid])
+
+
+def test_atomics_in_shared_and_global_memory():
+    values = np.random.default_rng(0).integers(0, 8, 100).astype(np.int64)
+    counts = np.zeros(8, np.int32)
+    run(histogram, 4, 32, counts, values)
+    assert (counts == np.bincount(values, minlength=8)).all()
+
+
+@cuda.jit
+def atomics(x, old, u):
+    i = cuda.threadIdx.x
+    old[0, i] = cuda.atomic.sub(x, 0, 1)
+    old[1, i] = cuda.atomic.max(x, (1,), i)
+    old[2, i] = cuda.atomic.min(x, 2, i)
+    old[3, i] = cuda.atomic.exch(x, 3, i)
+    old[4, i] = cuda.atomic.cas(x, 4, i, i + 1)
+    old[5, i] = cuda.atomic.or_(x, 5, 1 << i)
+    old[6, i] = cuda.atomic.and_(x, 6, ~(1 << i))
+    old[7, i] = cuda.atomic.xor(x, 7, 3)
+    old[8, i] = cuda.atomic.inc(u, 0, 2)
+    old[9, i] = cuda.atomic.dec(u, 1, 2)
+
+
+def test_atomics_return_what_was_there():
+    x = np.array([10, 1, 1, 9, 0, 8, 7, 0], np.int32)
+    old, u = np.zeros((10, 4), np.int64), np.zeros(2, np.uint32)
+    run(atomics, 1, 4, x, old, u)
+    assert x.tolist() == [6, 3, 0, 3, 4, 15, 0, 0] and u.tolist() == [1, 2]
+    assert old.tolist() == [
+        [10, 9, 8, 7], [1, 1, 1, 2], [1, 0, 0, 0], [9, 0, 1, 2], [0, 1, 2, 3],
+        [8, 9, 11, 15], [7, 6, 4, 0], [0, 3, 0, 3], [0, 1, 2, 0], [0, 2, 1, 0],
+    ]  # fmt: skip
+
+
+@cuda.jit
+def dynamic(out, x):
+    """Two dynamic arrays over the same bytes."""
+    floats, bits = cuda.shared.array(0, float32), cuda.shared.array(0, uint16)
+    i = cuda.threadIdx.x
+    floats[i] = x[i]
+    cuda.syncthreads()
+    out[i] = bits[2 * (31 - i) + 1]
+
+
+def test_dynamic_shared_memory_is_one_stretch_of_bytes():
+    x, out = f32(32), np.zeros(32, np.uint16)
+    run(dynamic, 1, 32, out, x, shared=128)
+    assert (out == (x[::-1].view(np.uint32) >> 16)).all()
+    with pytest.raises(simulator.OutOfBoundsError, match=r"thread 16 uses floats\[16\].*shape is \(16,\)"):
+        run(dynamic, 1, 32, out, x, shared=64)
+
+
+def make_polynomial(degree, coefficients):
+    """A closure over numbers, a tuple and a device function."""
+
+    @cuda.jit(device=True)
+    def power(x, n=1):
+        y = float32(1.0)
+        for _ in range(n):
+            y *= x
+        return y, n
+
+    @cuda.jit
+    def kernel(out, x):
+        terms = cuda.local.array(degree + 1, float32)
+        i = cuda.grid(1)
+        if i >= x.size:
+            return
+        for d in range(degree + 1):
+            y, used = power(x[i], n=d)
+            terms[used] = y * float32(coefficients[d])
+        out[i] = float32(0.0)
+        for d in range(degree, -1, -1):
+            out[i] += terms[d]
+
+    return kernel
+
+
+def test_closures_local_arrays_and_device_functions():
+    x, out = f32(40), np.zeros(40, np.float32)
+    run(make_polynomial(2, (1, 2.5, 3)), 2, 32, out, x)
+    np.testing.assert_allclose(out, 1 + 2.5 * x + 3 * x * x, rtol=1e-5)
+
+
+@cuda.jit
+def votes(out, x):
+    i = cuda.threadIdx.x
+    v = x[i]
+    out[0, i] = cuda.syncthreads_count(v > 2)
+    out[1, i] = cuda.syncthreads_or(v > 40)
+    out[2, i] = cuda.syncthreads_and(v < 64)
+    out[3, i] = cuda.ballot_sync(FULL, v % 2 == 1)
+    out[4, i] = cuda.any_sync(FULL, v == 3)
+    out[5, i] = cuda.all_sync(FULL, v < 32)
+    out[6, i] = cuda.eq_sync(FULL, v < 32)
+    out[7, i] = cuda.match_any_sync(FULL, v // 16)
+    out[8, i] = cuda.shfl_up_sync(FULL, v, 1)
+    out[9, i] = cuda.shfl_xor_sync(FULL, v, 3)
+    out[10, i] = cuda.shfl_sync(FULL, v, i + 1)
+    mask, same = cuda.match_all_sync(FULL, v // 32)
+    out[11, i] = mask if same else 0
+
+
+def test_votes_and_shuffles():
+    x, out = np.arange(64, dtype=np.int32), np.zeros((12, 64), np.int64)
+    run(votes, 1, 64, out, x)
+    odd, half = np.int32(np.uint32(0xAAAAAAAA)), np.int32(np.uint32(0xFFFF0000))
+    assert (out[:3] == [[61], [1], [1]]).all() and (out[3] == odd).all()  # int32: bit 31 is the sign
+    assert (out[4] == (x < 32)).all() and (out[5] == (x < 32)).all() and (out[6] == 1).all()
+    assert (out[7] == np.where(x % 32 < 16, 0xFFFF, half)).all()
+    assert (out[8] == np.where(x % 32 == 0, x, x - 1)).all() and (out[9] == x ^ 3).all()
+    assert (out[10] == x // 32 * 32 + (x + 1) % 32).all() and (out[11] == -1).all()
+
+
+@cuda.jit
+def half_a_warp(out):
+    """Shuffles and syncwarp in part of a warp, with a mask that says so; early return of the rest."""
+    lane = cuda.laneid
+    s = cuda.shared.array(32, int32)
+    if lane >= 16:
+        return
+    s[lane] = lane
+    cuda.syncwarp(0xFFFF)
+    out[lane] = cuda.shfl_xor_sync(0xFFFF, s[lane ^ 1], 1)
+
+
+def test_part_of_a_warp():
+    out = np.zeros(16, np.int32)
+    run(half_a_warp, 1, 32, out)
+    assert (out == np.arange(16)).all()
+
+
+@cuda.jit
+def rows(out, x):
+    row = x[cuda.threadIdx.x]
+    tail = row[1:3]
+    out[cuda.threadIdx.x, 1:] = tail[0]
+    out[cuda.threadIdx.x, 0] = len(tail) + x.T.shape[0] + x.ndim
+    x[cuda.threadIdx.x, 0], row[1] = row[1], row[0]
+
+
+def test_rows_slices_and_tuples():
+    x, out = f32(3, 4), np.zeros((3, 3), np.float32)
+    before = x.copy()
+    run(rows, 1, 3, out, x)
+    assert (out[:, 0] == 8).all() and (out[:, 1:] == before[:, 1:2]).all()
+    assert (x[:, :2] == before[:, 1::-1]).all()
+
+
+TABLE = np.array([3.0, 5.0, 7.0], np.float32)
+
+
+@cuda.jit
+def constants(out):
+    i = cuda.threadIdx.x
+    out[i] = cuda.const.array_like(TABLE)[i] + TABLE[i]
+
+
+def test_arrays_from_outside():
+    out = np.zeros(3, np.float32)
+    run(constants, 1, 3, out)
+    assert (out == 2 * TABLE).all()
+
+
+@cuda.jit
+def bit_functions(out, x):
+    out[0] = cuda.popc(x[0])
+    out[1] = cuda.clz(x[0])
+    out[2] = cuda.ffs(x[0])
+    out[3] = cuda.brev(x[1])
+    out[4] = cuda.popc(int64(x[0]))
+    out[5] = cuda.selp(x[0] < 0, int64(7), int64(8))
+    out[6] = cuda.lanemask_lt()
+    out[7] = libdevice.float_as_int(float32(1.0))
+
+
+def test_bit_functions():
+    out = np.zeros(8, np.int64)
+    run(bit_functions, 1, 1, out, np.array([-8, 1], np.int32))
+    assert out.tolist() == [29, 0, 4, 1 << 31, 61, 7, 0, 0x3F800000]
+
+
+@cuda.jit
+def float_functions(y, x):
+    i = cuda.threadIdx.x
+    y[0, i] = math.exp(x[i])
+    y[1, i] = math.log(x[i])
+    y[2, i] = math.sqrt(x[i])
+    y[3, i] = libdevice.rsqrtf(x[i])
+    y[4, i] = libdevice.fast_expf(x[i])
+    y[5, i] = max(x[i], float32(0.5))
+    y[6, i] = min(x[i], float32(0.5))
+    y[7, i] = cuda.fma(x[i], x[i], float32(1.0))
+    y[8, i] = math.tanh(x[i])
+
+
+def test_float_functions_never_raise():
+    x = np.array([0.3, 2.0, 0.0, -1.0, 1000.0, np.inf, -np.inf, np.nan], np.float32)
+    y = np.zeros((9, x.size), np.float32)
+    run(float_functions, 1, x.size, y, x)
+    with np.errstate(all="ignore"):
+        wide = x.astype(np.float64)
+        expected = [np.exp(wide), np.log(wide), np.sqrt(wide), 1 / np.sqrt(wide), np.exp(wide)]
+        expected += [np.fmax(x, 0.5), np.fmin(x, 0.5), wide * wide + 1, np.tanh(wide)]
+        np.testing.assert_allclose(y, np.array(expected).astype(np.float32), rtol=2e-7)
+
+
+@cuda.jit
+def last_block_sums(out, partial, counter, x):
+    """Every block leaves its sum behind; the one that finishes last adds them up."""
+    is_last = cuda.shared.array(1, int32)
+    shared = cuda.shared.array(32, float32)
+    b, tid = cuda.blockIdx.x, cuda.threadIdx.x
+    total = block_total(x[b, tid], shared)
+    if tid == 0:
+        partial[b] = total
+        cuda.threadfence()
+        is_last[0] = cuda.atomic.add(counter, 0, 1) == cuda.gridDim.x - 1
+    cuda.syncthreads()
+    if is_last[0]:
+        if tid == 1:
+            out[0] = float32(0.0)
+            for i in range(cuda.gridDim.x):
+                out[0] += partial[i]
+
+
+def test_threadfence_and_an_atomic_order_blocks():
+    x, out = f32(5, 64), np.zeros(1, np.float32)
+    run(last_block_sums, 5, 64, out, np.zeros(5, np.float32), np.zeros(1, np.int32), x)
+    np.testing.assert_allclose(out, x.sum(), rtol=1e-4)
+
+
+@cuda.jit
+def neighbours(x):
+    """Warp by warp, with syncwarp between: lanes of one warp are in order, of two warps need no order."""
+    s = cuda.shared.array(64, float32)
+    i, first = cuda.threadIdx.x, cuda.threadIdx.x // 32 * 32
+    s[i] = x[i]
+    cuda.syncwarp()
+    v = s[first + (i + 1) % 32]
+    cuda.syncwarp()
+    s[i] = v
+    cuda.syncwarp()
+    x[i] = s[first + (i + 1) % 32]
+
+
+def test_syncwarp_orders_a_warp():
+    x = np.arange(64, dtype=np.float32)
+    run(neighbours, 1, 64, x)
+    i = np.arange(64)
+    assert (x == i // 32 * 32 + (i + 2) % 32).all()
+
+
+# ----------------------------------------------------------------------------- arrays and launches
+def test_simarray_is_a_copy_and_views_keep_the_type():
+    x = f32(3, 4).T
+    s = sim(x)
+    assert type(s) is SimArray and s.flags.c_contiguous and not np.shares_memory(s, x)
+    for view in (s[1:], s.reshape(-1), s.T, s.view(np.int32), s + 1, s.copy()):
+        assert type(view) is SimArray
+    assert type(sim(s)) is SimArray and float(s.sum()) == float(np.asarray(s).sum())
+
+
+def test_bfloat16_arrives_as_bits():
+    import ml_dtypes
+
+    @cuda.jit
+    def halve_exponent(x):
+        x[cuda.threadIdx.x] = x[cuda.threadIdx.x] - 128
+
+    x = sim(np.array([1.0, 2.0], ml_dtypes.bfloat16))
+    run(halve_exponent, 1, 2, x)
+    assert x.tolist() == [0.5, 1.0]
+
+
+@cuda.jit
+def indices(out):
+    x, y = cuda.grid(2)
+    out[y, x, 0] = cuda.gridsize(2)[0] * 100 + cuda.gridsize(2)[1]
+    out[y, x, 1] = cuda.blockIdx.y * 100 + cuda.threadIdx.y
+    out[y, x, 2] = cuda.laneid * 100 + cuda.warpsize
+
+
+def test_grid_and_block_of_several_dimensions():
+    out = np.zeros((6, 8, 3), np.int64)
+    run(indices, (2, 3), (4, 2), out)
+    assert (out[..., 0] == 806).all()
+    assert (out[:, 0, 1] == [0, 1, 100, 101, 200, 201]).all()
+    assert (out[1, :, 2] == [432, 532, 632, 732] * 2).all()
+
+
+def test_bad_launches():
+    x, out = f32(1, 32), np.zeros(1, np.float32)
+    with pytest.raises(KernelError, match="row_sums: a block of 2048 threads, a GPU takes 1024"):
+        run(row_sums, 1, (64, 32), out, x)
+    with pytest.raises(ValueError, match="1 to 3 positive numbers"):
+        run(row_sums, 0, 32, out, x)
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        run(row_sums, 1, 32, out)
+
+
+# ----------------------------------------------------------------------------- intrinsics, as _ptx.py adds them
+def only_on_a_gpu(*args):
+    raise NotImplementedError
+
+
+def also_only_on_a_gpu(*args):
+    raise NotImplementedError
+
+
+@simulator.simulates(only_on_a_gpu)
+def add_pair(thread, site, x, i):
+    thread.state["calls"] = thread.state.get("calls", 0) + 1
+    return thread.load(x, i, site) + thread.load(x, i + 1, site) + np.float32(thread.state["calls"])
+
+
+@simulator.simulates(also_only_on_a_gpu, collective=True)
+def reverse(threads, sites, args):
+    assert [t.lane for t in threads] == list(range(32)) and len(sites) == 32
+    return [value for (value,) in reversed(args)]
+
+
+@cuda.jit
+def uses_intrinsics(out, x):
+    i = cuda.threadIdx.x
+    v = only_on_a_gpu(x, i) + only_on_a_gpu(x, i)
+    out[i] = also_only_on_a_gpu(v)
+
+
+def test_intrinsics_have_simulated_twins():
+    x, out = f32(33), np.zeros(32, np.float32)
+    run(uses_intrinsics, 1, 32, out, x)
+    np.testing.assert_allclose(out, (2 * (x[:-1] + x[1:]) + 3)[::-1], rtol=1e-5)
+    with pytest.raises(simulator.OutOfBoundsError, match=r"element 32 in only_on_a_gpu\(x, i\)"):
+        run(uses_intrinsics, 1, 32, out, x[:32])
+
+
+# ----------------------------------------------------------------------------- types
+KINDS = [boolean, int8, int16, int32, int64, uint8, uint16, uint32, uint64, float32, float64]
+OPERATORS = [
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod,
+    operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift,
+    operator.lt, operator.eq,
+]  # fmt: skip
+
+
+def value(kind, x=3):
+    return scalars.twin(kind)(np.int64(x))
+
+
+def kind_of(x):
+    return scalars.scalar_type(np.asarray(x).dtype) if isinstance(x, bool) else type(x)
+
+
+@pytest.fixture(scope="module")
+def typing_context():
+    from numba.cuda.descriptor import cuda_target
+
+    cuda_target.typing_context.refresh()
+    return cuda_target.typing_context
+
+
+def check_against_numba(context, function, simulated, kinds):
+    try:
+        expected = context.resolve_function_type(function, kinds, {}).return_type
+    except Exception:  # Numba refuses these types
+        return 0
+    with np.errstate(all="ignore"):
+        result = simulated(*map(value, kinds))
+    want = scalars.twin(expected).scalar
+    assert kind_of(result) is want, f"{function.__name__}{kinds}: {type(result)}, Numba: {expected}"
+    return 1
+
+
+def test_operators_have_numbas_types(typing_context):
+    checked = 0
+    for op in OPERATORS:
+        for a in KINDS:
+            for b in KINDS:
+                if a is not boolean or b is not boolean:  # as an expression, below
+                    checked += check_against_numba(typing_context, op, op, (a, b))
+    for op in (operator.neg, operator.pos, operator.invert):
+        for a in KINDS[1:]:
+            checked += check_against_numba(typing_context, op, op, (a,))
+    assert checked > 1200
+
+
+def test_functions_have_numbas_types(typing_context):
+    for function in (math.exp, math.sqrt, math.log, math.fabs, math.floor, math.isnan, round, int):
+        for a in KINDS[1:]:
+            assert check_against_numba(typing_context, function, scalars.TWINS[function], (a,))
+    for function in (min, max, math.atan2, math.copysign, math.hypot):
+        for a in KINDS[1:]:
+            for b in KINDS[1:]:
+                check_against_numba(typing_context, function, scalars.TWINS[function], (a, b))
+
+
+# With x, y float32, d float64, n, m int32, k int64, u uint32, w uint64, t boolean.
+EXPRESSIONS = """
+x * y | x * 0.5 | x * 2 | x / 2 | x + n | x + k | x * float32(0.5) | 0.5 | 3 | -3 | n * m | n + 1 | n / m | n // m
+n % 32 | -n | ~n | n << 1 | u & 0xffff | u * u | u + n | u >> 3 | w * w | w + k | w >> 3 | x ** 2 | x ** n | n ** 2
+1.0 / x | float32(1.0) / x | x / cuda.blockDim.x | x / float32(n) | float32(n) * 2 | int32(x) | int64(n) * m
+uint32(n) * uint32(m) | math.exp(x) | math.exp(n) | math.sqrt(x / n) | math.pow(x, y) | math.floor(x) | abs(n) | abs(x)
+cuda.threadIdx.x | cuda.threadIdx.x + cuda.blockIdx.x * cuda.blockDim.x | cuda.grid(1) | cuda.gridsize(1)
+cuda.laneid | cuda.grid(2)[0] | cuda.blockDim.x // 32 | 1 if t else 2.5 | x if t else 0.0
+0.0 if t else x | x if t else float32(0.0) | x if t else 0 | n if t else 0 | -1.0 if t else x
+x if t else d | x if t else 0 | n if t else x * y | x * 2 if t else x | -x if t else n | x if t else int32(d)
+x < y | n == m | not t | t and n > 0 | (x < y) + (n < m) | x * (n < m) | round(x) | int(x) | int(n) | float(n) | float(x)
+cuda.popc(n) | cuda.clz(k) | cuda.ffs(n) | cuda.brev(u) | cuda.fma(x, y, x) | cuda.selp(t, x, y) | libdevice.rsqrtf(x)
+libdevice.fast_expf(x) | cuda.ballot_sync(1, n) | cuda.shfl_sync(1, x, 0) | cuda.shfl_sync(1, n, 0)
+cuda.shfl_xor_sync(1, k, 0) | cuda.shfl_sync(1, d, 0) | cuda.any_sync(1, t) | cuda.match_any_sync(1, n)
+cuda.syncthreads_count(n) | cuda.syncthreads_or(n) | np.float32(n) | np.int32(x) * n | math.inf | math.pi * x
+HALF * x | HALF32 * x | COUNT * n | COUNT * x
+"""
+HALF, HALF32, COUNT = 0.5, np.float32(0.5), 8
+ARGUMENTS = dict(
+    x=float32, y=float32, d=float64, n=int32, m=int32, k=int64, u=uint32, w=uint64, t=boolean
+)
+
+
+def noted(x):
+    """A place to look at a value inside a simulated kernel."""
+
+
+seen = []
+
+
+@simulator.simulates(noted)
+def note(thread, site, x):
+    seen.append(x)
+
+
+def defined(name, source):
+    """A function from text that inspect can find again."""
+    file = f"<{name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    exec(compile(source, file, "exec"), globals(), scope := {})
+    return scope[name]
+
+
+def inferred(monkeypatch, function, kinds):
+    """Numba's type for what the function returns; no GPU and no NVVM needed."""
+    import numba.cuda.dispatcher
+    from numba.cuda.compiler import compile_cuda
+
+    here = python_types.SimpleNamespace(compute_capability=(9, 0))
+    if hasattr(numba.cuda.dispatcher, "get_current_device"):
+        monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: here)
+    return compile_cuda(function, None, kinds, cc=(9, 0)).signature.return_type
+
+
+@pytest.mark.parametrize(
+    "expression", [e.strip() for line in EXPRESSIONS.strip().splitlines() for e in line.split("|")]
+)
+def test_expressions_have_numbas_types(monkeypatch, expression):
+    names = ", ".join(ARGUMENTS)
+    function = defined("function", f"def function({names}):\n    return {expression}\n")
+    kernel = defined("kernel", f"@cuda.jit\ndef kernel({names}):\n    noted({expression})\n")
+    seen.clear()
+    for t in (0, 1):
+        run(kernel, 1, 1, *(value(k, t if k is boolean else 3) for k in ARGUMENTS.values()))
+    expected = inferred(monkeypatch, function, tuple(ARGUMENTS.values()))
+    want = scalars.twin(expected).scalar
+    assert [kind_of(x) for x in seen] == [want, want], f"{seen}, Numba: {expected}"
+
+
+@cuda.jit
+def accumulate(out, x, h):
+    single, double, mixed = float32(0.0), 0.0, 0
+    for i in range(x.size):
+        single += x[i]
+        double += x[i]
+        mixed += x[i] * 0.1
+    out[0], out[1], out[2] = single, double, mixed
+    v = h[0]
+    for _ in range(5):
+        v = uint32(v * 747796405 + 2891336453)
+    h[0] = v
+    h[1] = uint32(int32(2147483647) + int32(1)) >> 1
+    h[2] = int32(int64(1) << 40 | 5)
+    h[3] = (h[3] + 1) * 65537 * 65537
+
+
+def test_values_round_and_wrap_as_on_a_gpu():
+    x, out = f32(1000) * 1000, np.zeros(3)
+    h = np.array([7, 0, 0, 2**31], np.uint32)
+    run(accumulate, 1, 1, out, x, h)
+    single = np.float32(0)
+    for v in x:
+        single += v
+    mixed = np.float64(0)
+    for v in x:
+        mixed += np.float64(v) * 0.1
+    assert out[0] == single and out[1] == np.cumsum(x.astype(np.float64))[-1] and out[2] == mixed
+    v = 7
+    for _ in range(5):
+        v = (v * 747796405 + 2891336453) % 2**32
+    assert h.tolist() == [v, 2**30, 5, (2**31 + 1) * 65537 * 65537 % 2**32]
+
+
+def test_scalar_arguments_have_numbas_types():
+    kernel = defined("kernel", "@cuda.jit\ndef kernel(a, b, c, d):\n    noted((a, b, c, d))\n")
+    seen.clear()
+    run(kernel, 1, 1, 3, 0.5, np.int32(4), True)
+    assert [type(v) for v in seen[0]] == [np.int64, np.float64, scalars.Int32, np.bool_]
+
+
+def test_line_numbers_survive():
+    translated = inspect.getsourcelines(row_sums.py_func)
+    with pytest.raises(KernelError) as caught:
+        run(row_sums, 1, 32, np.zeros(0, np.float32), f32(1, 4))
+    line = translated[1] + next(i for i, s in enumerate(translated[0]) if "out[cuda" in s)
+    assert caught.value.sites[0].line == line and f"test_simulator.py:{line}" in str(caught.value)
+
+
+def test_numba_types_are_known():
+    for kind in KINDS:
+        assert scalars.dtype_of(kind) == np.dtype(str(types.bool_ if kind is boolean else kind))
