@@ -32,17 +32,18 @@ def normal(seed, *shape, mean=0.3, scale=1.0, dtype=np.float32) -> np.ndarray:
     return (rng(seed).standard_normal(shape) * scale + mean).astype(dtype)
 
 
-def assert_as_good(kernel, exact, reference, floor=2e-7, what="", factor=2.0):
+def assert_as_good(kernel, exact, reference, floor=2e-7, what="", factor=2.0, scale=1e-30):
     """The kernel's error against float64 is at most twice that of the reference run in the kernel's dtype.
 
-    floor: relative to the largest exact value; about two units in the last place of float32.
+    floor: relative to the largest exact value, or to `scale` where the result is a small difference of numbers of
+    that size; about two units in the last place of float32.
     """
     kernel, exact, reference = (to_host(a).astype(np.float64) for a in (kernel, exact, reference))
     assert kernel.shape == exact.shape, f"{what}: shape {kernel.shape}, expected {exact.shape}"
     if exact.size == 0:
         return
     error, allowed = np.abs(kernel - exact), np.abs(reference - exact).max()
-    limit = factor * allowed + floor * max(np.abs(exact).max(), 1e-30)
+    limit = factor * allowed + floor * max(np.abs(exact).max(), scale)
     worst = np.unravel_index(np.nanargmax(np.where(np.isnan(error), np.inf, error)), error.shape)
     assert not np.isnan(error).any() and error[worst] <= limit, (
         f"{what}: shape {kernel.shape}, worst at {tuple(int(i) for i in worst)}: kernel {kernel[worst]!r}, "

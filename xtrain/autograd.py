@@ -65,9 +65,7 @@ class Tensor:
     @data.setter
     def data(self, array: Array) -> None:  # also reached by `t.data += 1`
         if array.shape != self._data.shape:
-            raise ValueError(
-                f"a tensor of shape {self.shape} cannot hold data of shape {array.shape}"
-            )
+            raise ValueError(f"a tensor of shape {self.shape} cannot hold {array.shape}")
         self._data = array
         self.version.count += 1
 
@@ -75,6 +73,7 @@ class Tensor:
         self._data[where] = value
         self.version.count += 1
 
+    value = property(lambda self: self._data)  # what ops compute with
     shape = property(lambda self: self._data.shape)
     dtype = property(lambda self: self._data.dtype)
     ndim = property(lambda self: self._data.ndim)
@@ -127,7 +126,7 @@ class Function:
     def apply(cls, *args: Any) -> Any:
         """Run forward on the arguments' arrays and, if any of them needs a gradient, record a Node."""
         ctx = Context(args)
-        out = cls.forward(ctx, *(a.data if isinstance(a, Tensor) else a for a in args))
+        out = cls.forward(ctx, *(a.value if isinstance(a, Tensor) else a for a in args))
         outputs = [Tensor(o) for o in (out if isinstance(out, tuple) else (out,))]
         if _recording and any(ctx.needs_grad):
             node = Node(cls, ctx, args, len(outputs))

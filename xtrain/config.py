@@ -186,6 +186,12 @@ class TrainConfig:
     save_every: int | None = None  # steps between checkpoints (one is always written at the end)
     seed: int = 0  # of the initialisation, the batches and the samples
     device: Literal["auto", "cpu", "gpu"] = "auto"
+    precision: Literal["fp32", "bf16"] = (
+        "fp32"  # of activations and matrix products; bf16 needs a GPU
+    )
+    graph: bool = (
+        True  # on a GPU: capture the step in a CUDA graph and replay it (the same bits, faster)
+    )
     init: str | None = None  # start from the weights in this Hugging Face folder
     resume: bool = False  # go on from the run's last checkpoint
     stop_at: int | None = (

@@ -37,6 +37,7 @@ from .corpus import (
     split,
     survey,
 )
+from .device import cache_folder
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -164,13 +165,6 @@ class Corpus:
 
     def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return val_batches(self.val, n, B, T, self.vocab_size)
-
-
-def cache_folder() -> Path:
-    """$XTRAIN_CACHE, otherwise xtrain in $XDG_CACHE_HOME, otherwise ~/.cache/xtrain."""
-    if folder := os.environ.get("XTRAIN_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "xtrain")
 
 
 def prepare(

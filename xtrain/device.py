@@ -5,6 +5,9 @@ The device is the array type: NumPy arrays live on the CPU, CuPy arrays on the G
 """
 
 import functools
+import os
+import weakref
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +29,13 @@ def cupy() -> ModuleType | None:
         return cupy if cupy.cuda.runtime.getDeviceCount() > 0 else None
     except cupy.cuda.runtime.CUDARuntimeError:  # no driver, or one that is too old
         return None
+
+
+def cache_folder() -> Path:
+    """$XTRAIN_CACHE, otherwise xtrain in $XDG_CACHE_HOME, otherwise ~/.cache/xtrain."""
+    if folder := os.environ.get("XTRAIN_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "xtrain")
 
 
 def gpu_available() -> bool:
@@ -87,6 +97,20 @@ def device_name(device: str) -> str:
     return properties["name"].decode()
 
 
+class PrivatePool:
+    """A CuPy memory pool of its own, for a CUDA graph; counted by memory_peak_bytes while it lives."""
+
+    alive: weakref.WeakSet = weakref.WeakSet()
+
+    def __init__(self):
+        self.pool = cupy().cuda.MemoryPool()
+        self.malloc, self.total_bytes = self.pool.malloc, self.pool.total_bytes
+        self.alive.add(self)
+
+
 def memory_peak_bytes(device: str) -> int | None:
-    """Bytes that CuPy's pool has taken from the GPU so far (it keeps what is freed); None on the CPU."""
-    return cupy().get_default_memory_pool().total_bytes() if device == "gpu" else None
+    """Bytes that our pools have taken from the GPU so far (they keep what is freed); None on the CPU."""
+    if device == "cpu":
+        return None
+    pools = [cupy().get_default_memory_pool(), *PrivatePool.alive]
+    return sum(pool.total_bytes() for pool in pools)

@@ -123,18 +123,31 @@ class QKNormRope(Function):
 
 
 class Attention(Function):
-    """q (B, T, H, D), k and v (B, S, G, D) -> o (B, T, H, D). The seam where FlashAttention will enter."""
+    """q (B, T, H, D), k and v (B, S, G, D) -> o (B, T, H, D).
+
+    bf16 goes to FlashAttention, float32 to matrix products around a softmax.
+    """
 
     @staticmethod
-    def forward(ctx, q_BTHD, k_BSGD, v_BSGD, scale, causal):
-        o_BTHD, saved = _attention.attention_fwd(q_BTHD, k_BSGD, v_BSGD, scale, causal)
-        ctx.save(*saved, scale, causal)
-        return o_BTHD
+    def forward(ctx, q, k, v, scale, causal):
+        if q.dtype.name == "bfloat16":
+            from .kernels import flash_attention as _flash
+
+            o, lse = _flash.flash_attention_fwd(q, k, v, scale, causal)
+            ctx.save(q, k, v, o, lse, scale, causal)
+        else:
+            o, saved = _attention.attention_fwd(q, k, v, scale, causal)
+            ctx.save(*saved, scale, causal)
+        return o
 
     @staticmethod
-    def backward(ctx, do_BTHD):
+    def backward(ctx, do):
         *saved, scale, causal = ctx.saved
-        return _attention.attention_bwd(do_BTHD, tuple(saved), scale, causal)
+        if do.dtype.name == "bfloat16":
+            from .kernels import flash_attention as _flash
+
+            return _flash.flash_attention_bwd(do, *saved, scale, causal)
+        return _attention.attention_bwd(do, tuple(saved), scale, causal)
 
 
 class CausalSoftmax(Function):
@@ -249,12 +262,12 @@ class Reshape(Function):
 
 
 class Narrow(Function):
-    """The first n of the last axis: how the padding of the vocabulary disappears. A view, not a copy."""
+    """The first n of the last axis, in new memory: how the padding of the vocabulary disappears."""
 
     @staticmethod
     def forward(ctx, x, n):
         ctx.save(x.shape)
-        return x[..., :n]
+        return x if n == x.shape[-1] else x[..., :n].copy()
 
     @staticmethod
     def backward(ctx, dy):

@@ -12,7 +12,7 @@ write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its v
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -115,18 +115,30 @@ class Decoder(Module):
 class Transformer(Module):
     """The model. device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
 
-    seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).  Calling the model gives logits, `loss` the mean cross-entropy.
+    precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights, gradients, moments and
+    all sums in float32.  seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).
+    Calling the model gives logits, `loss` the mean cross-entropy.
     """
 
-    def __init__(self, config: ModelConfig, seed: int | None = 0, device: str = "cpu"):
-        self.config = config
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int | None = 0,
+        device: str = "cpu",
+        precision: Literal["fp32", "bf16"] = "fp32",
+    ):
+        self.config, self.precision = config, precision
         self.device = device if device == "sim" else resolve_device(device)
         self.model = Decoder(config)
         if not config.tie_embeddings:
             self.lm_head = Parameter(
                 (config.padded_vocab_size, config.dim), STD, {"lm_head.weight": config.vocab_size}
             )
-        self.arena = self.make_arena(self.device, seed)
+        if precision not in ("fp32", "bf16") or (precision == "bf16" and self.device == "cpu"):
+            raise UserError(
+                f"precision {precision!r} cannot be had on the {self.device}: choose fp32, or bf16 on a GPU"
+            )
+        self.arena = self.make_arena(self.device, seed, precision == "bf16")
         self.rotary = RotaryTables(config, self.device)
 
     def __call__(self, ids: Array) -> Tensor:
@@ -135,7 +147,8 @@ class Transformer(Module):
         Raises UserError when T > max_seq_len or an id is not in [0, vocab_size). (Ids that are on the GPU
         already are not looked at, for that would mean waiting: a wrong one gives NaN logits.)
         """
-        B, T = self._check_ids(ids, "ids").shape
+        ids = self._check_ids(ids, "ids")
+        B, T = ids.shape
         logits_BTP = self._logits(self._hidden(ids)).reshape(B, T, -1)
         return F.narrow(logits_BTP, self.config.vocab_size)
 
@@ -145,12 +158,12 @@ class Transformer(Module):
         inv_count: (1,) float32 on the model's device, 1 / number of targets to divide by, when this call sees only
         a part of the batch. Raises UserError like calling the model; without a single target the loss is 0.
         """
-        self._check_ids(ids, "ids")
+        ids, targets = self._check_ids(ids, "ids"), self._check_ids(targets, "targets")
         if targets.shape != ids.shape:
             raise UserError(
                 f"targets have shape {targets.shape}, ids {ids.shape}: they must be the same"
             )
-        targets_N = self._to_device(self._check_ids(targets, "targets").reshape(-1))
+        targets_N = self._to_device(targets.reshape(-1))
         if inv_count is None:
             inv_count = count_targets(targets_N)
         return F.cross_entropy(
@@ -159,6 +172,7 @@ class Transformer(Module):
 
     def _hidden(self, ids: Array) -> Tensor:
         B, T = ids.shape
+        self.arena.refresh()
         return self.model(self._to_device(ids.reshape(-1)), B, self.rotary(T))  # (N, C)
 
     def _logits(self, x_NC: Tensor) -> Tensor:
@@ -170,6 +184,7 @@ class Transformer(Module):
 
     def _check_ids(self, ids: Array, what: str) -> Array:
         c = self.config
+        ids = ids if hasattr(ids, "strides") else np.asarray(ids)
         if ids.ndim != 2 or ids.dtype.kind not in "iu":
             raise UserError(
                 f"{what} must be whole numbers of shape (B, T), got {ids.dtype} of shape {ids.shape}"
@@ -211,10 +226,11 @@ class Transformer(Module):
         the top_k most likely if given. Every sequence has random numbers of its own. The whole prefix is computed
         again for every token. Raises UserError when prompt and new tokens do not fit into max_seq_len.
         """
+        ids = ids if hasattr(ids, "strides") else np.asarray(ids)
         tokens = np.atleast_2d(to_numpy(ids))
         if not tokens.size:
             raise UserError("the prompt is empty: give at least one token")
-        self._check_ids(tokens, "ids")
+        tokens = self._check_ids(tokens, "ids").astype(np.int64)
         total = tokens.shape[1] + max_new_tokens
         if total > self.config.context or max_new_tokens < 0:
             raise UserError(
@@ -229,10 +245,13 @@ class Transformer(Module):
         for _ in range(max_new_tokens):
             B, T = tokens.shape
             last_BC = self._hidden(tokens).data.reshape(B, T, -1)[:, -1].copy()
-            logits = to_numpy(self._logits(Tensor(last_BC)).data)[:, : self.config.vocab_size]
+            logits = to_numpy(self._logits(Tensor(last_BC)).data)[
+                :, : self.config.vocab_size
+            ].astype(np.float32)
             picks = [pick(row, temperature, top_k, stream) for row, stream in zip(logits, streams)]
             tokens = np.concatenate([tokens, np.array(picks, tokens.dtype)[:, None]], axis=1)
-        out = tokens.reshape(*ids.shape[:-1], -1)
+        fits = self.config.vocab_size - 1 <= np.iinfo(ids.dtype).max
+        out = tokens.reshape(*ids.shape[:-1], -1).astype(ids.dtype if fits else np.int64)
         return to_device(out, "gpu") if is_gpu(ids) else out
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:
@@ -242,11 +261,13 @@ class Transformer(Module):
         save(self, Path(folder), tokenizer)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, device: str = "cpu") -> "Transformer":
+    def from_pretrained(
+        cls, folder: str | Path, device: str = "cpu", precision: Literal["fp32", "bf16"] = "fp32"
+    ) -> "Transformer":
         """Read a folder in the Hugging Face layout; see huggingface.load. Raises UserError."""
         from .huggingface import load
 
-        return load(Path(folder), device)
+        return load(Path(folder), device, precision)
 
 
 def pick(

@@ -20,6 +20,8 @@ import numpy as np
 from . import functional as F
 from .autograd import Tensor, Version
 from .device import Array, to_device
+from .kernels._launch import empty
+from .kernels.cast import BFLOAT16, cast_fwd
 
 ALIGN = (
     64  # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
@@ -33,7 +35,7 @@ class Parameter(Tensor):
     std: of the normal initialisation; None: ones.  decay: weight decay applies.
     """
 
-    __slots__ = ("decay", "declared_shape", "offset", "parts", "std")
+    __slots__ = ("decay", "declared_shape", "half", "offset", "parts", "std")
 
     def __init__(
         self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
@@ -41,6 +43,12 @@ class Parameter(Tensor):
         super().__init__(np.empty(0, np.float32), requires_grad=True)
         self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
         self.parts = parts or {"weight": shape[0]}
+        self.half: Array | None = None  # in bf16 training: the copy that forward and backward use
+
+    @property
+    def value(self) -> Array:
+        """What ops compute with: the bf16 copy if there is one, else the weights themselves."""
+        return self._data if self.half is None else self.half
 
     @property
     def data(self) -> Array:
@@ -69,9 +77,13 @@ class _Part(Tensor):
 
 
 class Arena:
-    """Memory of all parameters: weights and grads, 1-D float32 arrays; elements [0, n_decay) are decayed."""
+    """Memory of all parameters: weights and grads, 1-D float32 arrays; elements [0, n_decay) are decayed.
 
-    def __init__(self, parameters: list[Parameter], device: str):
+    half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after any other
+    change `refresh` does. Matrices are used from it, norm weights (which are few) always in float32.
+    """
+
+    def __init__(self, parameters: list[Parameter], device: str, bf16: bool = False):
         ordered = [p for p in parameters if p.decay] + [p for p in parameters if not p.decay]
         offsets, size = [], 0
         for parameter in ordered:
@@ -79,6 +91,8 @@ class Arena:
             size += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
         self.weights = to_device(np.zeros(size, np.float32), device)
         self.grads = to_device(np.zeros(size, np.float32), device)
+        self.half = empty(self.weights, size, BFLOAT16) if bf16 else None
+        self.half_version = -1
         self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
         self.version = Version()
         for parameter, offset in zip(ordered, offsets):
@@ -87,6 +101,14 @@ class Arena:
             parameter._data = self.weights[where].reshape(shape)
             parameter.grad = self.grads[where].reshape(shape)
             parameter.version = self.version
+            if bf16 and parameter.decay:
+                parameter.half = self.half[where].reshape(shape)
+
+    def refresh(self) -> None:
+        """Make the bf16 copy again if the weights were changed by anything but AdamW."""
+        if self.half is not None and self.half_version != self.version.count:
+            self.half[...] = cast_fwd(self.weights, BFLOAT16)
+            self.half_version = self.version.count
 
 
 class Module:
@@ -121,13 +143,13 @@ class Module:
                 yield prefix + suffix, _Part(parameter, slice(row, row + rows))
                 row += rows
 
-    def make_arena(self, device: str, seed: int | None) -> Arena:
+    def make_arena(self, device: str, seed: int | None, bf16: bool = False) -> Arena:
         """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that are to be loaded.)
 
         Every tensor has a random stream of its own, named by the seed and its Hugging Face name: the numbers
         depend neither on packing nor on padding nor on the order of the layers.
         """
-        arena = Arena([p for _, p in self.storage()], device)
+        arena = Arena([p for _, p in self.storage()], device, bf16)
         if seed is None:
             return arena
         std = {prefix + suffix: p.std for prefix, p in self.storage() for suffix in p.parts}

@@ -46,15 +46,24 @@ class AdamW:
 
     def step(self, factor_1: Array | None = None) -> None:
         """Update every parameter from its gradient, multiplied by factor_1 (a (1,) device array; see clip)."""
+        self.apply(to_device(self.advance(), self.model.device), factor_1)
+
+    def advance(self) -> np.ndarray:
+        """The host's part of a step: count it. -> the numbers that the kernel needs this time, (3,) float32."""
         self.t += 1
         a = self.arena
-        hyper = to_device(adamw_hyper(self.lr, *self.betas, self.t), self.model.device)
+        a.version.count += 1
+        a.half_version = a.version.count  # the kernel writes the bf16 copy too
+        return adamw_hyper(self.lr, *self.betas, self.t)
+
+    def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
+        """The device's part: one launch, nothing on the host. It can be captured in a CUDA graph."""
+        a = self.arena
         factor_1 = self._one if factor_1 is None else factor_1
         adamw(
-            a.weights, a.grads, self.m, self.v, factor_1, hyper,
-            a.n_decay, *self.betas, self.eps, self.weight_decay,
+            a.weights, a.grads, self.m, self.v, factor_1, hyper_3,
+            a.n_decay, *self.betas, self.eps, self.weight_decay, **({"half_n": a.half} if a.half is not None else {}),
         )  # fmt: skip
-        a.version.count += 1
 
     def zero_grad(self) -> None:
         self.model.zero_grad()

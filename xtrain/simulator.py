@@ -21,9 +21,9 @@ or a flag, is what chooses the simulator.
 
 Limits: a thread that spins until another one writes never ends, since threads change only where they wait.
 Unwritten global memory is not tracked (launchers fill it with NaN). The schedule is always the same; races are
-found by bookkeeping, not by luck. Lines in memory.py say which orders are understood. A variable that gets
-different types on different paths keeps each; Numba would take the wider one. Float functions are rounded
-correctly, a GPU's are off by a few units in the last place.
+found by bookkeeping, not by luck, and _simulator/memory.py says which orders it understands. A variable that gets
+different types in different branches keeps each of them; Numba would take the wider one. Float functions are rounded
+correctly; a GPU's are off by a few units in the last place.
 """
 
 import numpy as np

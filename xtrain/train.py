@@ -25,12 +25,14 @@ from .autograd import no_grad
 from .config import ModelConfig, TrainConfig, UserError, resolve
 from .data import Corpus, prepare
 from .device import (
+    Array,
     device_name,
     memory_peak_bytes,
     resolve_device,
     to_device,
     to_numpy,
 )
+from .graph import Graphed
 from .kernels._launch import set_debug
 from .kernels.cross_entropy import count_targets
 from .kernels.elementwise import add_fwd
@@ -54,15 +56,31 @@ class Run:
         self.optimizer = AdamW(model, c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay)
         self.loader = corpus.loader(c.batch, c.seq_len, c.seed)
         self.done = 0  # steps
+        if model.device == "cpu":
+            self.on_device = self.compute
+        elif config.graph:
+            graphed = Graphed(self.compute)
+            self.on_device = lambda *inputs: [
+                x.copy() for x in graphed(*inputs)
+            ]  # the next step overwrites x
+        else:
+            self.on_device = lambda *inputs: self.compute(*(to_device(x, "gpu") for x in inputs))
 
     def step(self) -> tuple[Any, Any, float]:
         """One optimizer step. -> loss and gradient norm, (1,) arrays still on the device; learning rate."""
-        c, model, optimizer = self.config, self.model, self.optimizer
-        ids, targets = (to_device(x, model.device) for x in self.loader.next_batch())  # (batch, T)
+        c, optimizer = self.config, self.optimizer
+        ids, targets = self.loader.next_batch()  # (batch, T)
+        optimizer.lr = learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
+        loss, norm = self.on_device(ids, targets, optimizer.advance())
+        self.done += 1
+        return loss, norm, optimizer.lr
+
+    def compute(self, ids: Array, targets: Array, hyper: Array) -> tuple[Array, Array]:
+        """The part of a step that runs on the device: arrays in, arrays out, no look at a value."""
+        c, model = self.config, self.model
         inv_count = count_targets(
             targets.reshape(-1)
         )  # of the whole batch: micro-batches add up to its mean
-        optimizer.lr = learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
         model.zero_grad()
         losses = []
         for i in range(0, c.batch, c.micro_batch):
@@ -70,9 +88,8 @@ class Run:
             loss.backward()
             losses.append(loss.data.reshape(1))
         norm, factor = clip(model, c.clip)
-        optimizer.step(factor)
-        self.done += 1
-        return functools.reduce(add_fwd, losses), norm, optimizer.lr
+        self.optimizer.apply(hyper, factor)
+        return functools.reduce(add_fwd, losses), norm
 
     @no_grad()
     def validate(self) -> tuple[float, float]:
@@ -232,8 +249,9 @@ def _make_model(
     config: TrainConfig, shape: dict[str, Any], corpus: Corpus, device: str
 ) -> Transformer:
     if config.init is None:
-        return Transformer(ModelConfig(vocab_size=corpus.vocab_size, **shape), config.seed, device)
-    model = huggingface.load(Path(config.init), device)
+        model = ModelConfig(vocab_size=corpus.vocab_size, **shape)
+        return Transformer(model, config.seed, device, config.precision)
+    model = huggingface.load(Path(config.init), device, config.precision)
     if corpus.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size} tokens, the model in {config.init} only {model.config.vocab_size}: "

@@ -6,7 +6,6 @@ go on whose warp function has all its lanes, else all together if they stand at 
 
 import contextlib
 import inspect
-import os
 
 import numpy as np
 
@@ -233,7 +232,8 @@ def _path(thread):
 
 
 def _lines(thread):
-    return [
-        f"{os.path.basename(g.gi_code.co_filename)}:{g.gi_frame.f_lineno}"
-        for g in _generators(thread)
-    ]
+    """Where each of them stands."""
+    sites = (
+        Site(g.gi_code.co_filename, g.gi_frame.f_lineno, 0, "", "") for g in _generators(thread)
+    )
+    return [str(site) for site in sites]

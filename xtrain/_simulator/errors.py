@@ -15,7 +15,8 @@ class Site(NamedTuple):
     what: str  # the array's name, or the function called
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}"
+        folder, file = os.path.split(self.file)
+        return f"{'cell' if 'ipykernel' in folder else file}:{self.line}"
 
 
 class KernelError(Exception):
@@ -79,30 +80,29 @@ def element(site, index) -> str:
     return f"element {text} in {site.what}" if site.what.endswith(")") else f"{site.what}[{text}]"
 
 
-def race(kind, then, did, now, does, site, index) -> RaceError:
-    """then = (mark, site) of the earlier access, which `did` ("wrote") the element that `now` does ("read")."""
+def race(kind, then, did, second, does, site, index) -> RaceError:
+    """then: (mark, site) of the access whose thread `did` ("wrote") what thread `second` now `does` ("read")."""
     (mark, old_site), name = then, element(site, index)
-    alias = "" if old_site.what == site.what else f" through {old_site.what}"
-    it = "it" if not alias else name
-    first, second = mark.thread, now
-    if first.block is second.block:
-        message = (
-            f"race {where(second, site)}: {first} {did} {name if not alias else 'it'}{alias} at {old_site}, "
-            f"{second} {does} {it} at {site}, with no barrier between"
-        )
-    else:
-        message = (
-            f"race between blocks {where(second, site).partition(',')[0]}: block {first.block.position} {first} "
-            f"{did} {name}{alias} at {old_site}, block {second.block.position} {second} {does} it at {site}; "
-            "the blocks of a launch run in no order"
-        )
-    return RaceError(f"{message} ({kind} memory)", (old_site, site))
+    first, it = mark.thread, "it"
+    if old_site.what != site.what:  # a view, or two arguments on one memory
+        name, it = old_site.what, f"{name}, the same memory as {old_site.what},"
+    place, why = where(second, site), "with no barrier between"
+    names = f"{first}", f"{second}"
+    if first.block is not second.block:
+        place = f"between blocks {place.rpartition(', block')[0]}"
+        why = "and blocks run in no order"
+        names = (f"block {t.block.position} {t}" for t in (first, second))
+    a, b = names
+    return RaceError(
+        f"race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at {site}, {why} ({kind} memory)",
+        (old_site, site),
+    )
 
 
 def uninitialized(thread, kind, site, index):
     return UninitializedError(
         f"uninitialised read {where(thread, site)}: {thread} reads {element(site, index)} at {site}, "
-        f"{kind} memory that was never written",
+        f"{kind} memory that nobody has written",
         (site,),
     )
 
@@ -119,9 +119,12 @@ def out_of_bounds(thread, a, index, site):
     if len(axes) != a.ndim:
         reason = f"{len(axes)} indices for {a.ndim} axes"
     else:
-        axis = next(i for i, (x, n) in enumerate(zip(axes, a.dims)) if not 0 <= x < n)
+        whole = range(a.ndim)
+        axis = next(
+            i for i in whole if not isinstance(axes[i], slice) and not 0 <= axes[i] < a.dims[i]
+        )
         reason = (
-            f"index {axes[axis]} is negative (a GPU does not warn)"
+            f"index {axes[axis]} is negative (Numba counts it from the end)"
             if axes[axis] < 0
             else f"index {axes[axis]} is past the end, the axis has {a.dims[axis]}"
         )

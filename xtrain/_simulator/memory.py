@@ -122,12 +122,8 @@ class Array:
 
     def __init__(self, memory, flat, dims, steps, start=0, bias=0, writeable=True):
         self.memory, self.flat, self.dtype, self.writeable = memory, flat, flat.dtype, writeable
-        self.dims, self.steps, self.start, self.ndim = (
-            dims,
-            steps,
-            start,
-            len(dims),
-        )  # in elements of flat
+        self.dims, self.steps, self.start = dims, steps, start  # in elements of flat
+        self.ndim = len(dims)
         self.bias = bias  # key of flat[0]
         self.span = self.dtype.itemsize // memory.granule  # keys per element
         scalar = scalar_type(self.dtype)
@@ -173,26 +169,25 @@ class Array:
         return self._like(tuple(dims), tuple(steps), start)
 
     def locate(self, index):
-        """-> the element's place in flat, or None: no such element."""
-        k = self.start
-        if type(index) is not tuple:
-            if self.ndim != 1:
+        """-> the element's place in flat, or None: no such element, or a slice."""
+        k, steps = self.start, self.steps
+        try:
+            if type(index) is not tuple:
+                i = as_int(index)
+                return k + i * steps[0] if self.ndim == 1 and 0 <= i < self.dims[0] else None
+            if len(index) == 2 == self.ndim:
+                i, j = as_int(index[0]), as_int(index[1])
+                n, m = self.dims
+                return k + i * steps[0] + j * steps[1] if 0 <= i < n and 0 <= j < m else None
+            if len(index) != self.ndim:
                 return None
-            i = as_int(index)
-            return k + i * self.steps[0] if 0 <= i < self.dims[0] else None
-        if len(index) == 2 and self.ndim == 2:
-            i, j = index
-            i, j = as_int(i), as_int(j)
-            (n, m), (s, t) = self.dims, self.steps
-            return k + i * s + j * t if 0 <= i < n and 0 <= j < m else None
-        if len(index) != self.ndim:
+            for i, n, step in zip(map(as_int, index), self.dims, steps):
+                if not 0 <= i < n:
+                    return None
+                k += i * step
+            return k
+        except TypeError:
             return None
-        for i, n, step in zip(index, self.dims, self.steps):
-            i = as_int(i)
-            if not 0 <= i < n:
-                return None
-            k += i * step
-        return k
 
 
 # ----------------------------------------------------------------------------- making arrays

@@ -222,13 +222,22 @@ def _float(x):
 
 
 def _round(x, digits=None):
-    return np.int64(np.rint(x)) if digits is None else type(x)(round(float(x), int(digits)))
+    return np.int64(np.rint(float(x))) if digits is None else type(x)(round(float(x), int(digits)))
 
 
 # ----------------------------------------------------------------------------- math, libdevice
 _NUMPY_NAMES = {"pow": "power", "fabs": "abs"} | {
     "a" + f: "arc" + f for f in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "tan2")
 }
+
+
+def _float_of(args):
+    """float32 if there is one and Numba would convert the others to it, else float64."""
+    kinds = {type(a) for a in args}
+    if kinds == {np.float32}:
+        return np.float32
+    small = all(k in (np.float32, np.bool_) or getattr(k, "in_float32", False) for k in kinds)
+    return np.float32 if small and np.float32 in kinds else np.float64
 
 
 def _float_function(name, f, scalar=None):
@@ -240,15 +249,7 @@ def _float_function(name, f, scalar=None):
             y = f(*args)
         except (ValueError, OverflowError, ZeroDivisionError):  # a GPU returns NaN or infinity
             y = fallback(*map(np.float64, args))
-        to = scalar
-        if to is None:
-            to = np.float64
-            if len(args) == 1:
-                if type(args[0]) is np.float32:
-                    to = np.float32
-            elif functools.reduce(unify, map(type, args)) is np.float32:
-                to = np.float32
-        return to(y)
+        return (scalar or _float_of(args))(y)
 
     return call
 
@@ -307,9 +308,9 @@ TWINS = {
     builtins.bool: np.bool_,
     builtins.round: _round,
     builtins.enumerate: lambda x: ((np.int64(i), v) for i, v in enumerate(x)),
-    math.isnan: np.isnan,
-    math.isinf: np.isinf,
-    math.isfinite: np.isfinite,
+    math.isnan: lambda x: np.bool_(math.isnan(x)),
+    math.isinf: lambda x: np.bool_(math.isinf(x)),
+    math.isfinite: lambda x: np.bool_(math.isfinite(x)),
 }
 TWINS |= {
     getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS.split()

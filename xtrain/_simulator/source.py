@@ -276,10 +276,9 @@ class _Rewriter(ast.NodeTransformer):
                 self.granule = math.gcd(
                     self.granule, kind.dtype.itemsize if hasattr(kind, "dtype") else 1
                 )
+            site = self.site(node, ast.unparse(node.args[0]) if "atomic" in name else name)
             node = self.generic_visit(node)
-            node.args.insert(
-                0, self.site(node, ast.unparse(node.args[1]) if "atomic" in name else name)
-            )
+            node.args.insert(0, site)
             return node
         if _hashable(function) and function in INTRINSICS:
             return self.intrinsic(node, function)

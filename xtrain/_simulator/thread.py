@@ -4,6 +4,7 @@ source.py rewrites a kernel so that `cuda.threadIdx.x` becomes `_t.threadIdx.x`,
 `_t.atomic_add(...)`, `a[i]` becomes `_t.load(a, i, site)`, where _t is the running Thread.
 """
 
+import contextlib
 import functools
 import math
 import operator
@@ -13,6 +14,8 @@ import numpy as np
 from . import errors
 from .memory import Array, Mark, Memory, add_reader, dense_array, poisoned, unordered
 from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, unify
+
+ATOMIC = "atomically changed"  # in a report
 
 
 class Dim3:
@@ -108,9 +111,9 @@ class Thread:
         if memory.kind == "local":
             return
         if memory.watched:
-            self._order(memory, memory.atomics.get(key), "changed", "read", index, site)
             self._order(memory, memory.old_writes.get(key), "wrote", "read", index, site)
-            self._order(memory, memory.old_atomics.get(key), "changed", "read", index, site)
+            self._order(memory, memory.atomics.get(key), ATOMIC, "read", index, site)
+            self._order(memory, memory.old_atomics.get(key), ATOMIC, "read", index, site)
         record = memory.reads.get(key)
         if record is None or record[0].epoch != epoch:
             memory.reads[key] = (mark, site)
@@ -120,21 +123,16 @@ class Thread:
     def _write(self, a, key, index, site):
         memory, mark = a.memory, self.mark
         epoch = mark.epoch
-        record = memory.writes.get(key)
-        if record is not None and record[0] is not mark and record[0].epoch == epoch:
-            self._order(memory, record, "wrote", "wrote", index, site)
-        record = memory.reads.get(key)
-        if (
-            record is not None
-            and record[0].epoch == epoch
-            and (record[0] is not mark or len(record) > 2)
-        ):
-            self._order(memory, record, "read", "wrote", index, site)
+        write, read = memory.writes.get(key), memory.reads.get(key)
+        if write is not None and write[0] is not mark and write[0].epoch == epoch:
+            self._order(memory, write, "wrote", "wrote", index, site)
+        if read is not None and read[0].epoch == epoch and (read[0] is not mark or len(read) > 2):
+            self._order(memory, read, "read", "wrote", index, site)
         if memory.watched:
-            self._order(memory, memory.atomics.get(key), "changed", "wrote", index, site)
             self._order(memory, memory.old_writes.get(key), "wrote", "wrote", index, site)
             self._order(memory, memory.old_reads.get(key), "read", "wrote", index, site)
-            self._order(memory, memory.old_atomics.get(key), "changed", "wrote", index, site)
+            self._order(memory, memory.atomics.get(key), ATOMIC, "wrote", index, site)
+            self._order(memory, memory.old_atomics.get(key), ATOMIC, "wrote", index, site)
         if not a.writeable:
             raise errors.read_only(self, site, index)
         memory.writes[key] = (mark, site)
@@ -151,7 +149,7 @@ class Thread:
             (memory.writes, "wrote"), (memory.reads, "read"),
             (memory.old_writes, "wrote"), (memory.old_reads, "read"),
         ):  # fmt: skip
-            self._order(memory, shadow.get(key), did, "changed", index, site)
+            self._order(memory, shadow.get(key), did, ATOMIC, index, site)
         if not a.writeable:
             raise errors.read_only(self, site, index)
         memory.watched = True
@@ -167,15 +165,14 @@ class Thread:
 
     def _view(self, a, index, site):
         """A row or a slice; anything else is out of bounds."""
-        try:
-            if isinstance(index, tuple):
-                partial = len(index) < a.ndim or any(isinstance(i, slice) for i in index)
-            else:
-                partial = a.ndim > 1 or isinstance(index, slice)
-            if partial:
+        index = index if isinstance(index, tuple) else (index,)
+        sliced = any(isinstance(i, slice) for i in index)
+        for i in index:
+            if not isinstance(i, slice):
+                operator.index(i)  # raises TypeError for a float
+        if (sliced and len(index) <= a.ndim) or len(index) < a.ndim:
+            with contextlib.suppress(IndexError):
                 return a.view(index)
-        except IndexError:
-            pass
         raise errors.out_of_bounds(self, a, index, site)
 
     def _store_view(self, a, index, value, site):
@@ -194,7 +191,7 @@ class Thread:
         return dense_array(Memory("local", flat.itemsize), flat, _shape(shape))
 
     def const_array_like(self, site, values):
-        return self.block.launch.constant(values)
+        return values if isinstance(values, Array) else self.block.launch.constant(values)
 
     # ------------------------------------------------------------------------- atomics
     def _atomic(self, site, a, index, change):

@@ -13,14 +13,15 @@ meminfo, parent, size, itemsize, data pointer, shape..., strides... .
 """
 
 import ctypes
-import sys
+import struct
 
 import numpy as np
-from numba import cuda, from_dtype, types
+from numba import from_dtype, types
 
 from .. import simulator
 from ..device import Array, array_module, cupy
 from ..simulator import SimArray
+from ._compile import allow_shared, check_driver, driver, load_function
 
 FLOATS = (
     "float32",
@@ -131,37 +132,47 @@ def _dim3(n) -> tuple[int, int, int]:
     return (n, 1, 1) if isinstance(n, int) else (*n, 1, 1)[:3]
 
 
-_functions: dict = {}  # (kernel, device, dtype/ndim/contiguity of every argument) -> driver handle
-_packs: dict = {}  # number of 8-byte parameters -> (buffer, its NumPy views, address of the pointer table)
-_driver = None
+_plans: dict = {}  # (kernel, device, kind of every argument) -> _Plan
+
+
+class _Plan:
+    """A compiled kernel and the memory in which its parameters are handed over: 8 bytes each."""
+
+    def __init__(self, kernel, args, shared):
+        self.function, self.module = load_function(kernel, tuple(map(numba_type, args)), shared)
+        self.shared = shared
+        layout = "".join(_slots(a) for a in args)
+        self.struct = struct.Struct("<" + layout)
+        self.buffer = ctypes.create_string_buffer(max(self.struct.size, 8))
+        base, n = ctypes.addressof(self.buffer), self.struct.size // 8
+        self.table = (ctypes.c_void_p * max(n, 1))(*(base + 8 * i for i in range(n)))
+        self.pointers = ctypes.addressof(self.table)
 
 
 def _launch_gpu(kernel, grid, block, args, shared):
-    key = [kernel, cupy().cuda.runtime.getDevice()]
-    values = []
+    runtime = cupy().cuda.runtime
+    key, values = [kernel, runtime.getDevice()], []
     for a in args:
         if isinstance(a, np.generic):
             key.append(a.dtype.char)
             values.append(a)
         else:
-            key.append((a.dtype.char, a.ndim, a.flags.c_contiguous))
+            key += (a.dtype.char, a.ndim, a.flags.c_contiguous)
             values += (0, 0, a.size, a.itemsize, a.data.ptr, *a.shape, *a.strides)
     key = tuple(key)
-    function = _functions.get(key)
-    if function is None:
-        function = _functions[key] = _compile(kernel, args)
-    _, integers, floats, pointers = _packs.get(len(values)) or _new_pack(len(values))
-    for i, value in enumerate(values):
-        if isinstance(value, np.float32):
-            floats[2 * i] = value  # the low half of the 8-byte slot
-        else:
-            integers[i] = value
-    if shared > 48 * 1024:  # more than the default needs the kernel's consent (attribute 8)
-        _check_driver(_driver.cuFuncSetAttribute(function, 8, shared), kernel)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _Plan(kernel, args, shared)
+    plan.struct.pack_into(plan.buffer, 0, *values)
+    if shared > plan.shared:
+        allow_shared(plan.function, shared, kernel)
+        plan.shared = shared
     stream = cupy().cuda.get_current_stream().ptr
-    _check_driver(
-        _driver.cuLaunchKernel(function, *grid, *block, shared, stream, pointers, None), kernel
+    code = driver().cuLaunchKernel(
+        plan.function, *grid, *block, shared, stream, plan.pointers, None
     )
+    if code:
+        check_driver(code, kernel, shared)
     if _debug:
         try:
             cupy().cuda.Device().synchronize()
@@ -169,37 +180,27 @@ def _launch_gpu(kernel, grid, block, args, shared):
             raise RuntimeError(f"{kernel.py_func.__name__} failed on the GPU: {error}") from error
 
 
-def _new_pack(n):
-    buffer = np.zeros(max(n, 1), np.int64)
-    base = buffer.ctypes.data
-    table = (ctypes.c_void_p * max(n, 1))(*(base + 8 * i for i in range(n)))
-    pack = ((buffer, table), buffer, buffer.view(np.float32), ctypes.addressof(table))
-    return _packs.setdefault(n, pack)
+def _slots(a):
+    """struct's format of one argument, every value in 8 bytes."""
+    if not isinstance(a, np.generic):
+        return "q" * (5 + 2 * a.ndim)
+    formats = {
+        "f": "f4x",
+        "d": "d",
+        "?": "?7x",
+        "i": "i4x",
+        "I": "I4x",
+        "l": "q",
+        "q": "q",
+        "L": "Q",
+        "Q": "Q",
+    }
+    return formats[a.dtype.char]
 
 
-def _numba_type(a):
+def numba_type(a):
+    """The Numba type of an argument. bfloat16 arrays reach kernels as uint16; see _ptx.py."""
     if isinstance(a, np.generic):
         return from_dtype(a.dtype)
-    element = types.uint16 if a.dtype.name == "bfloat16" else from_dtype(a.dtype)  # see _ptx.py
+    element = types.uint16 if a.dtype.name == "bfloat16" else from_dtype(a.dtype)
     return types.Array(element, a.ndim, "C" if a.flags.c_contiguous else "A")
-
-
-def _compile(kernel, args):
-    """Compile for this signature; -> the driver's function handle."""
-    global _driver
-    if _driver is None:
-        _driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        u, p = ctypes.c_uint, ctypes.c_void_p
-        _driver.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
-        _driver.cuFuncSetAttribute.argtypes = [p, ctypes.c_int, ctypes.c_int]
-    cuda.current_context()  # Numba compiles for the device that CuPy has current
-    signature = tuple(_numba_type(a) for a in args)
-    kernel.compile(signature)
-    # numba-cuda 0.30 has no public way to the handle of a compiled kernel.
-    return int(kernel.overloads[signature]._codelibrary.get_cufunc().handle)
-
-
-def _check_driver(code, kernel):
-    if code:
-        name = kernel.py_func.__name__
-        raise RuntimeError(f"the driver refused to start {name} (CUDA error {code})")

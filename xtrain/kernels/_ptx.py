@@ -52,13 +52,13 @@ def _int64(builder, value, number):
     return builder.sext(value, I64) if number.signed else builder.zext(value, I64)
 
 
-def _global_vector(context, builder, sig, args, a, i, element, length):
-    """Pointer to the vector of `length` elements at args[a][args[i]] in global memory. No bounds check."""
+def _vector(context, builder, sig, args, a, i, element, length, space):
+    """Pointer to the vector of `length` elements at args[a][args[i]] in memory `space`. No bounds check."""
     pointer = builder.gep(
         _data(context, builder, sig.args[a], args[a]), [_int64(builder, args[i], sig.args[i])]
     )
-    space = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
-    return builder.bitcast(space, ir.PointerType(ir.VectorType(element, length), GLOBAL))
+    there = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, space))
+    return builder.bitcast(there, ir.PointerType(ir.VectorType(element, length), space))
 
 
 def _register(builder, pointer, j):
@@ -82,51 +82,60 @@ def _narrow_pair(builder, low, high):
 
 
 # ----------------------------------------------------------------------------- 8 elements of a row at once
-@intrinsic
-def load8(typingctx, registers, x, i):
-    """registers[0:8] = x[i : i + 8] as float32. x: flat, float32 or bf16; i: a multiple of 8; 16-byte loads."""
-    half = isinstance(x.dtype, types.Integer)
+def _load8(name, space):
+    def load8(typingctx, registers, x, i):
+        half = isinstance(x.dtype, types.Integer)
 
-    def codegen(context, builder, sig, args):
-        out = _data(context, builder, sig.args[0], args[0])
-        if half:
-            vector = builder.load(
-                _global_vector(context, builder, sig, args, 1, 2, I32, 4), align=16
-            )
-            pairs = [builder.extract_element(vector, ir.Constant(I32, j)) for j in range(4)]
-            values = [_widen(builder, pairs[j // 2], j % 2) for j in range(8)]
-        else:
-            pointer = _global_vector(context, builder, sig, args, 1, 2, F32, 4)
-            vectors = [builder.load(_register(builder, pointer, j), align=16) for j in range(2)]
-            values = [
-                builder.extract_element(vectors[j // 4], ir.Constant(I32, j % 4)) for j in range(8)
-            ]
-        for j, value in enumerate(values):
-            builder.store(value, _register(builder, out, j))
-        return context.get_dummy_value()
+        def codegen(context, builder, sig, args):
+            out = _data(context, builder, sig.args[0], args[0])
+            if half:
+                pointer = _vector(context, builder, sig, args, 1, 2, I32, 4, space)
+                vector = builder.load(pointer, align=16)
+                pairs = [builder.extract_element(vector, ir.Constant(I32, j)) for j in range(4)]
+                values = [_widen(builder, pairs[j // 2], j % 2) for j in range(8)]
+            else:
+                pointer = _vector(context, builder, sig, args, 1, 2, F32, 4, space)
+                vectors = [builder.load(_register(builder, pointer, j), align=16) for j in range(2)]
+                at = [(vectors[j // 4], ir.Constant(I32, j % 4)) for j in range(8)]
+                values = [builder.extract_element(*v) for v in at]
+            for j, value in enumerate(values):
+                builder.store(value, _register(builder, out, j))
+            return context.get_dummy_value()
 
-    return types.void(registers, x, i), codegen
+        return types.void(registers, x, i), codegen
+
+    load8.__name__ = name
+    return intrinsic(load8)
 
 
-@intrinsic
-def store8(typingctx, x, i, registers):
-    """x[i : i + 8] = registers[0:8], rounded to nearest even for bf16. As load8, the other way."""
-    half = isinstance(x.dtype, types.Integer)
+def _store8(name, space):
+    def store8(typingctx, x, i, registers):
+        half = isinstance(x.dtype, types.Integer)
 
-    def codegen(context, builder, sig, args):
-        source = _data(context, builder, sig.args[2], args[2])
-        values = [builder.load(_register(builder, source, j)) for j in range(8)]
-        if half:
-            values = [_narrow_pair(builder, values[j], values[j + 1]) for j in range(0, 8, 2)]
-        pointer = _global_vector(context, builder, sig, args, 0, 1, I32 if half else F32, 4)
-        for j in range(0, len(values), 4):
-            vector = ir.Constant(ir.VectorType(I32 if half else F32, 4), ir.Undefined)
-            for k in range(4):
-                vector = builder.insert_element(vector, values[j + k], ir.Constant(I32, k))
-            builder.store(vector, _register(builder, pointer, j // 4), align=16)
-        return context.get_dummy_value()
+        def codegen(context, builder, sig, args):
+            source = _data(context, builder, sig.args[2], args[2])
+            values = [builder.load(_register(builder, source, j)) for j in range(8)]
+            if half:
+                values = [_narrow_pair(builder, values[j], values[j + 1]) for j in range(0, 8, 2)]
+            word = I32 if half else F32
+            pointer = _vector(context, builder, sig, args, 0, 1, word, 4, space)
+            for j in range(0, len(values), 4):
+                vector = ir.Constant(ir.VectorType(word, 4), ir.Undefined)
+                for k in range(4):
+                    vector = builder.insert_element(vector, values[j + k], ir.Constant(I32, k))
+                builder.store(vector, _register(builder, pointer, j // 4), align=16)
+            return context.get_dummy_value()
 
-    return types.void(x, i, registers), codegen
+        return types.void(x, i, registers), codegen
+
+    store8.__name__ = name
+    return intrinsic(store8)
+
+
+# load8(registers, x, i): registers[0:8] = x[i : i + 8] as float32. x: flat, float32 or bf16; i: a multiple of 8.
+# store8(x, i, registers): the other way, rounded to nearest even for bf16. Both in 16-byte accesses.
+load8, store8 = _load8("load8", GLOBAL), _store8("store8", GLOBAL)
+load8_shared, store8_shared = _load8("load8_shared", SHARED), _store8("store8_shared", SHARED)
 
 
 @intrinsic
@@ -183,24 +192,26 @@ def _aligned(i):
 
 
 @simulates(load8)
-def _load8(thread, site, registers, x, i):
+@simulates(load8_shared)
+def _load8_twin(thread, site, registers, x, i):
     _aligned(i)
     for j in range(8):
         thread.store(registers, j, _from_memory(thread, x, i + j, site), site)
 
 
 @simulates(store8)
-def _store8(thread, site, x, i, registers):
+@simulates(store8_shared)
+def _store8_twin(thread, site, x, i, registers):
     _aligned(i)
     for j in range(8):
         _to_memory(thread, x, i + j, thread.load(registers, j, site), site)
 
 
 @simulates(load1)
-def _load1(thread, site, x, i):
+def _load1_twin(thread, site, x, i):
     return _from_memory(thread, x, i, site)
 
 
 @simulates(store1)
-def _store1(thread, site, x, i, value):
+def _store1_twin(thread, site, x, i, value):
     _to_memory(thread, x, i, value, site)

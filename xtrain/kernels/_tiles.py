@@ -111,16 +111,45 @@ def make_store(D, MT):
 
 
 @functools.cache
+def make_registers(MT, NT):
+    """Accumulators (MT, NT, 4) without products: zero(acc), pack(fa, acc, k), scale_rows(acc, factor (MT, 2))"""
+
+    @device
+    def zero(acc):
+        for m in range(MT):
+            for n in range(NT):
+                for i in range(4):
+                    acc[m, n, i] = float32(0.0)
+
+    @device
+    def pack(fa, acc, k):
+        """fa (MT, 4) = columns 16 k to 16 k + 15 of acc: two tiles side by side"""
+        for m in range(MT):
+            for i in range(4):
+                n, r = 2 * k + i // 2, i % 2
+                fa[m, i] = pack_bf16(acc[m, n, 2 * r], acc[m, n, 2 * r + 1])
+
+    @device
+    def scale_rows(acc, factor):
+        for m in range(MT):
+            for n in range(NT):
+                for i in range(4):
+                    acc[m, n, i] *= factor[m, i // 2]
+
+    return SimpleNamespace(zero=zero, pack=pack, scale_rows=scale_rows)
+
+
+@functools.cache
 def make_products(D, MT, NT):
     """Products of one warp, for accumulators scores (MT, NT, 4) and rows (MT, D / 8, 4). Tiles are D wide.
 
     load_rows(fa, smem, a)              fa = 16 MT rows of a tile, packed
     add_abt(scores, smem, a, b)         scores += A B^T: 16 MT rows of one tile with 8 NT rows of another
     add_rbt(scores, fa, smem, b)        the same, A in registers
-    pack(fa, scores)                    fa = scores, packed
-    add_rb(rows, fa, smem, b)           rows += A B, A (16 MT, 8 NT) in registers, B 8 NT rows of a tile
+    add_slab(rows, fa, smem, b, k)      rows += A B: 16 columns of A in registers, packed; rows 16 k, ... of a tile
+    add_pb(rows, scores, smem, b)       rows += scores B, B 8 NT rows of a tile
     """
-    place, KS = make_place(D), D // 16
+    place, KS, pack = make_place(D), D // 16, make_registers(MT, NT).pack
 
     @device
     def load_rows(fa, smem, a):
@@ -156,43 +185,21 @@ def make_products(D, MT, NT):
             add_slice(scores, fa[k], smem, b, k)
 
     @device
-    def add_rb(rows, fa, smem, b):
+    def add_slab(rows, fa, smem, b, k):
+        """rows += A B, A (16 MT, 16) in registers, B the rows 16 k to 16 k + 15 of a tile"""
         lane = cuda.threadIdx.x & 31
         fb = cuda.local.array((2, 2), uint32)
-        for k in range(NT // 2):
-            for n in range(KS):
-                ldmatrix_trans(fb, smem, b + 16 * k * D + place(lane & 15, 2 * n + (lane >> 4)))
-                for m in range(MT):
-                    mma_bf16(rows[m, 2 * n], fa[k, m], fb[0])
-                    mma_bf16(rows[m, 2 * n + 1], fa[k, m], fb[1])
-
-    return SimpleNamespace(load_rows=load_rows, add_abt=add_abt, add_rbt=add_rbt, add_rb=add_rb)
-
-
-@functools.cache
-def make_registers(MT, NT):
-    """Accumulators (MT, NT, 4) without products: zero(acc), pack(fa, acc), scale_rows(acc, factor (MT, 2))"""
-
-    @device
-    def zero(acc):
-        for m in range(MT):
-            for n in range(NT):
-                for i in range(4):
-                    acc[m, n, i] = float32(0.0)
-
-    @device
-    def pack(fa, acc):
-        for k in range(NT // 2):
+        for n in range(KS):
+            ldmatrix_trans(fb, smem, b + 16 * k * D + place(lane & 15, 2 * n + (lane >> 4)))
             for m in range(MT):
-                for i in range(4):  # the upper two registers are the next tile
-                    n, r = 2 * k + i // 2, i % 2
-                    fa[k, m, i] = pack_bf16(acc[m, n, 2 * r], acc[m, n, 2 * r + 1])
+                mma_bf16(rows[m, 2 * n], fa[m], fb[0])
+                mma_bf16(rows[m, 2 * n + 1], fa[m], fb[1])
 
     @device
-    def scale_rows(acc, factor):
-        for m in range(MT):
-            for n in range(NT):
-                for i in range(4):
-                    acc[m, n, i] *= factor[m, i // 2]
+    def add_pb(rows, scores, smem, b):
+        fa = cuda.local.array((MT, 4), uint32)
+        for k in range(NT // 2):
+            pack(fa, scores, k)
+            add_slab(rows, fa, smem, b, k)
 
-    return SimpleNamespace(zero=zero, pack=pack, scale_rows=scale_rows)
+    return SimpleNamespace(load_rows=load_rows, add_abt=add_abt, add_rbt=add_rbt, add_slab=add_slab, add_pb=add_pb)

@@ -16,9 +16,13 @@ A compiler may contract a*b + c into one instruction with one rounding instead o
 and the reference would part, and so would two compilers. Here every operation is one that rounds
 once and is never contracted (libdevice's *_rn), so the kernel equals its float32 reference bit for
 bit.
-Bytes moved: read w, g, m, v, write w, m, v, 7 n elements.
+
+The same pass can write a bf16 copy of the new weights, which the next forward reads, and zero the gradient, which the
+next backward adds to: both have to be written anyway, and reading w and g a second time is saved.
+Bytes moved: read w, g, m, v, write w, m, v: 28 per element; 2 more for the copy, 4 for the zeros.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -26,26 +30,31 @@ from numba import cuda, float32, int64
 from numba.cuda.libdevice import fadd_rn, fdiv_rn, fmul_rn, fsqrt_rn, fsub_rn
 
 from ..device import Array
+from ._flat import BLOCK, EACH, STRIDE, load, on_16_bytes, store
 from ._launch import check, check_array, launch, on_host
+from ._ptx import device, kernel
 
-BLOCK = 256
-EACH = 4  # neighbouring elements of a thread: as in elementwise.py
-TILE = BLOCK * EACH
+TILE = STRIDE  # one chunk per thread: four arrays are enough bytes under way
 
 
 # ----------------------------------------------------------------------------- reference
 def adamw_ref(
-    w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay
+    w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay,
+    half_n=None, zero_grad=False,
 ):  # fmt: skip
-    """Updates w, m and v in place, in their own dtype."""
+    """Updates w, m and v in place, in their own dtype; fills half_n, zeroes g."""
     number = w_n.dtype.type
     lr, correction1, root2 = hyper_3.astype(w_n.dtype)
-    g_n = g_n * number(factor_1[0])
+    scaled_n = g_n * number(factor_1[0])
     w_n[:n_decay] *= 1 - lr * number(weight_decay)
-    m_n += number(1 - beta1) * (g_n - m_n)
+    m_n += number(1 - beta1) * (scaled_n - m_n)
     v_n *= number(beta2)
-    v_n += number(1 - beta2) * g_n * g_n
+    v_n += number(1 - beta2) * scaled_n * scaled_n
     w_n -= lr / correction1 * m_n / (np.sqrt(v_n) / root2 + number(eps))
+    if half_n is not None:
+        half_n[...] = w_n
+    if zero_grad:
+        g_n[...] = 0
 
 
 def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float32) -> np.ndarray:
@@ -55,27 +64,53 @@ def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float
 
 
 # ----------------------------------------------------------------------------- kernel
-@cuda.jit
-def adamw_kernel(
-    w_n, m_n, v_n, g_n, factor_1, hyper_3, n_decay, rest1, beta2, rest2, eps, weight_decay
-):  # fmt: skip
-    """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2."""
-    first = (int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x) * EACH
-    factor, lr, root2 = factor_1[0], hyper_3[0], hyper_3[2]
-    decay = fsub_rn(float32(1.0), fmul_rn(lr, weight_decay))
-    rate = fdiv_rn(lr, hyper_3[1])
-    for j in range(EACH):
-        i = first + j
-        if i < w_n.size:
-            g, w = fmul_rn(g_n[i], factor), w_n[i]
-            if i < n_decay:
-                w = fmul_rn(w, decay)
-            m = fadd_rn(m_n[i], fmul_rn(rest1, fsub_rn(g, m_n[i])))
-            v = fadd_rn(fmul_rn(v_n[i], beta2), fmul_rn(fmul_rn(rest2, g), g))
-            size = fadd_rn(fdiv_rn(fsqrt_rn(v), root2), eps)
-            m_n[i] = m
-            v_n[i] = v
-            w_n[i] = fsub_rn(w, fdiv_rn(fmul_rn(rate, m), size))
+@device
+def update(g, w, m, v, decay, rest1, beta2, rest2, rate, root2, eps):
+    """One element -> its new w, m, v. Every operation rounds once."""
+    w = fmul_rn(w, decay)
+    m = fadd_rn(m, fmul_rn(rest1, fsub_rn(g, m)))
+    v = fadd_rn(fmul_rn(v, beta2), fmul_rn(fmul_rn(rest2, g), g))
+    size = fadd_rn(fdiv_rn(fsqrt_rn(v), root2), eps)
+    return fsub_rn(w, fdiv_rn(fmul_rn(rate, m), size)), m, v
+
+
+@functools.cache
+def make_adamw_kernel(with_half, zero_grad):
+    """The four kernels: with and without the bf16 copy, with and without zeroing the gradient."""
+
+    @kernel(BLOCK)
+    def adamw_kernel(
+        w_n, m_n, v_n, half_n, g_n, factor_1, hyper_3, n_decay, rest1, beta2, rest2, eps, weight_decay, aligned
+    ):  # fmt: skip
+        """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2. Without a copy half_n is not touched."""
+        g = cuda.local.array(EACH, float32)
+        w = cuda.local.array(EACH, float32)
+        m = cuda.local.array(EACH, float32)
+        v = cuda.local.array(EACH, float32)
+        n = w_n.size
+        i = int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * EACH
+        load(g, g_n, i, n, aligned)
+        load(w, w_n, i, n, aligned)
+        load(m, m_n, i, n, aligned)
+        load(v, v_n, i, n, aligned)
+        factor, lr, root2 = factor_1[0], hyper_3[0], hyper_3[2]
+        rate = fdiv_rn(lr, hyper_3[1])
+        keep = fsub_rn(float32(1.0), fmul_rn(lr, weight_decay))
+        for j in range(EACH):
+            decay = keep if i + j < n_decay else float32(1.0)  # w times 1 is w
+            w[j], m[j], v[j] = update(
+                fmul_rn(g[j], factor), w[j], m[j], v[j], decay, rest1, beta2, rest2, rate, root2, eps
+            )
+            g[j] = float32(0.0)
+        store(w_n, i, n, w, aligned)
+        store(m_n, i, n, m, aligned)
+        store(v_n, i, n, v, aligned)
+        if with_half:
+            store(half_n, i, n, w, aligned)
+        if zero_grad:
+            store(g_n, i, n, g, aligned)
+
+    return adamw_kernel
 
 
 # ----------------------------------------------------------------------------- launcher
@@ -91,12 +126,16 @@ def adamw(
     beta2: float,
     eps: float,
     weight_decay: float,
+    half_n: Array | None = None,
+    zero_grad: bool = False,
 ) -> None:
     """One step, in place on w, m and v; all (n,) float32. Only elements [0, n_decay) of w decay.
 
     factor_1: (1,), multiplies g (1 for no clipping). hyper_3: adamw_hyper(...), where w is.
+    half_n: (n,) bf16, becomes the new w, rounded. zero_grad: g becomes zero.
     """
     n = w_n.size
+    arrays = [w_n, m_n, v_n, w_n, g_n, factor_1, hyper_3]  # a kernel takes no None
     for name, x, shape in (
         ("w", w_n, (n,)),
         ("g", g_n, (n,)),
@@ -106,13 +145,18 @@ def adamw(
         ("hyper", hyper_3, (3,)),
     ):
         check_array("adamw", name, x, shape)
+    if half_n is not None:
+        check_array("adamw", "half", half_n, (n,), ("bfloat16",))
+        arrays[3] = half_n
     check(0 <= n_decay <= n, f"adamw: n_decay is {n_decay}, expected 0 to {n}")
-    if on_host(w_n, g_n, m_n, v_n, factor_1, hyper_3):
+    if on_host(*arrays):
         adamw_ref(
-            w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay
+            w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay,
+            half_n, zero_grad,
         )  # fmt: skip
         return
     # 1 - beta in float64, then rounded: 1 - 0.999 in float32 would be wrong in the fifth digit
     constants = [np.float32(c) for c in (1 - beta1, beta2, 1 - beta2, eps, weight_decay)]
-    arrays = (w_n, m_n, v_n, g_n, factor_1, hyper_3)
-    launch(adamw_kernel, -(-n // TILE), BLOCK, *arrays, n_decay, *constants)
+    adamw_kernel = make_adamw_kernel(half_n is not None, bool(zero_grad))
+    aligned = on_16_bytes(*arrays[:5])
+    launch(adamw_kernel, -(-n // TILE), BLOCK, *arrays, n_decay, *constants, aligned)

@@ -114,12 +114,12 @@ def make_fwd_kernel(D, CAUSAL, config):
     """config: (BM, BN, warps, keep Q in registers?, blocks per multiprocessor)"""
     BM, BN, WARPS, Q_REGISTERS, MIN_BLOCKS = config
     THREADS, ROWS = 32 * WARPS, BM // WARPS
-    MT, NT, NP, ND, KS = ROWS // 16, BN // 8, BN // 16, D // 8, D // 16
+    MT, NT, ND, KS = ROWS // 16, BN // 8, D // 8, D // 16
     Q, K, V, STAGE = 0, BM * D, (BM + BN) * D, 2 * BN * D  # places in shared memory
     copy_q, copy_kv, store_o = make_copy(D, BM, THREADS), make_copy(D, BN, THREADS), make_store(D, MT)
     hide_keys, products = make_hide_keys(MT, NT, CAUSAL), make_products(D, MT, NT)
     load_rows, add_abt, add_rbt = products.load_rows, products.add_abt, products.add_rbt
-    add_rb, pack, zero_s = products.add_rb, make_registers(MT, NT).pack, make_registers(MT, NT).zero
+    add_pb, zero_s = products.add_pb, make_registers(MT, NT).zero
     zero_o, scale_rows = make_registers(MT, ND).zero, make_registers(MT, ND).scale_rows
     add_scores, finish = make_softmax(MT, NT, ND)
 
@@ -134,7 +134,7 @@ def make_fwd_kernel(D, CAUSAL, config):
         kv = b * S * kv_row + h // group * D
         scores, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
-        fq, fp = cuda.local.array((KS, MT, 4), uint32), cuda.local.array((NP, MT, 4), uint32)
+        fq = cuda.local.array((KS, MT, 4), uint32)
         zero_o(acc)
         for m in range(MT):
             for r in range(2):
@@ -166,8 +166,7 @@ def make_fwd_kernel(D, CAUSAL, config):
                 if n0 + BN > S or (CAUSAL and n0 + BN > w0 + past + 1):
                     hide_keys(scores, w0, n0, S, past)
                 add_scores(scores, acc, top, total, scale * LOG2E)
-                pack(fp, scores)
-                add_rb(acc, fp, smem, V + stage)
+                add_pb(acc, scores, smem, V + stage)
             stage = STAGE - stage
             n0 -= BN
         finish(total)

@@ -8,7 +8,7 @@ C^T = B^T A^T: swap the operands and nothing is ever transposed in memory. Strid
 
 The calls go through nvmath's bindings, because CuPy refuses its own cuBLAS while a CUDA graph is captured, and
 with one explicit workspace: the algorithm, and so every bit of the result, is the same inside a graph and out.
-fp32 stays fp32: TF32 is not allowed here.
+fp32 stays fp32: TF32 is not allowed here. bf16 operands are multiplied by tensor cores and added up in fp32.
 """
 
 import functools
@@ -19,6 +19,13 @@ from ..device import Array, cupy
 from ._launch import check, empty, on_host
 
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for sm_90, 8 times what older cards need
+TYPES = {"float32": 0, "bfloat16": 14}  # cudaDataType
+COMBINATIONS = [  # of out, a, b; sums are always float32
+    ("float32", "float32", "float32"),
+    ("bfloat16", "bfloat16", "bfloat16"),
+    ("float32", "bfloat16", "bfloat16"),  # weight gradients add up in float32
+]
+COMPUTE_32F, DEFAULT_ALGO = 68, -1  # cublasComputeType, cublasGemmAlgo
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
@@ -76,28 +83,42 @@ def _handle(device):
 
 def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
     """Column-major: c (m, n) = alpha op(a) (m, k) op(b) (k, n)."""
-    for x in (a, b, c):
-        if x.dtype != np.float32:
-            raise TypeError(f"matmul: expected float32, got {x.dtype}")
+    types = _element_types(c, a, b)
     cublas, handle, workspace = _handle(cupy().cuda.runtime.getDevice())
     cublas.set_stream(handle, cupy().cuda.get_current_stream().ptr)  # this resets the workspace
     cublas.set_workspace(handle, workspace.ptr, WORKSPACE)
     alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
     beta = _ONE if accumulate else _ZERO
-    FP32, COMPUTE_32F, DEFAULT_ALGO = 0, 68, -1  # cudaDataType, cublasComputeType, cublasGemmAlgo
-    ta, tb, lda, ldb, ldc = int(trans_a), int(trans_b), _lead(a), _lead(b), _lead(c)
+    operands = []
+    for x, kind in zip((a, b, c), (types[1], types[2], types[0])):
+        batch = (x.strides[0] // x.itemsize,) if c.ndim == 3 else ()
+        operands.append((x.data.ptr, kind, _lead(x), *batch))
+    a, b, out = operands
+    arguments = (
+        handle,
+        int(trans_a),
+        int(trans_b),
+        m,
+        n,
+        k,
+        alpha.ctypes.data,
+        *a,
+        *b,
+        beta.ctypes.data,
+        *out,
+    )
     if c.ndim == 2:
-        cublas.gemm_ex(
-            handle, ta, tb, m, n, k, alpha.ctypes.data, a.data.ptr, FP32, lda, b.data.ptr, FP32, ldb,
-            beta.ctypes.data, c.data.ptr, FP32, ldc, COMPUTE_32F, DEFAULT_ALGO,
-        )  # fmt: skip
+        cublas.gemm_ex(*arguments, COMPUTE_32F, DEFAULT_ALGO)
     else:
-        step_a, step_b, step_c = (x.strides[0] // x.itemsize for x in (a, b, c))
-        cublas.gemm_strided_batched_ex(
-            handle, ta, tb, m, n, k, alpha.ctypes.data, a.data.ptr, FP32, lda, step_a,
-            b.data.ptr, FP32, ldb, step_b, beta.ctypes.data, c.data.ptr, FP32, ldc, step_c,
-            c.shape[0], COMPUTE_32F, DEFAULT_ALGO,
-        )  # fmt: skip
+        cublas.gemm_strided_batched_ex(*arguments, c.shape[0], COMPUTE_32F, DEFAULT_ALGO)
+
+
+def _element_types(c, a, b):
+    """cuBLAS's names of the three types. Raises TypeError on a combination that we do not use."""
+    names = tuple(x.dtype.name for x in (c, a, b))
+    if names not in COMBINATIONS:
+        raise TypeError(f"matmul: {names[1]} times {names[2]} into {names[0]} is not supported")
+    return [TYPES[name] for name in names]
 
 
 def _lead(x):

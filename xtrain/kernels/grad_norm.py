@@ -7,7 +7,7 @@ Both numbers stay on the device, so a step needs no copy to the host and can be 
 
 The sum is done in two stages: P blocks each add up their part, then one block adds the P partial
 sums. P depends on n alone, so the same n gives the same order of additions, the same bits every
-run. A thread adds n / (4 P BLOCK) numbers into each of four accumulators and the rest is a tree, so
+run. A thread adds n / (8 P BLOCK) numbers into each of eight accumulators and the rest is a tree, so
 the error grows slowly with n.
 When gradients are spread over ranks, norm_and_factor takes the sums of squares of all of them.
 Bytes moved: read g once.
@@ -19,13 +19,12 @@ import numpy as np
 from numba import cuda, float32, int64
 
 from ..device import Array
+from ._flat import BLOCK, EACH, STEPS, STRIDE, TILE, load, on_16_bytes
 from ._launch import check, check_array, empty, launch, on_host
+from ._ptx import kernel
 from ._reduce import MAX_WARPS, block_sum
 
-BLOCK = 256
-EACH = 4  # neighbouring elements of a thread, each with its own accumulator
-TILE = BLOCK * EACH
-PARTIALS = 528  # 4 blocks on each of an H200's 132 multiprocessors
+PARTIALS = 1056  # 8 blocks on each of an H200's 132 multiprocessors: all the threads it can hold
 INF = float32(math.inf)
 
 
@@ -44,21 +43,28 @@ def norm_and_factor_ref(sums_P, max_norm):
 
 
 # ----------------------------------------------------------------------------- kernels
-@cuda.jit
-def sum_of_squares_kernel(partial_P, x_n):
+@kernel(BLOCK)
+def sum_of_squares_kernel(partial_P, x_n, aligned):
     """Grid P, block BLOCK. Block p adds up tiles p, p + P, ... of TILE elements."""
-    p, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    tid, n = cuda.threadIdx.x, x_n.size
     partial = cuda.shared.array(MAX_WARPS, float32)
+    x = cuda.local.array((STEPS, EACH), float32)
     acc = cuda.local.array(EACH, float32)
     for j in range(EACH):
         acc[j] = float32(0.0)
-    for first in range(p * TILE + tid * EACH, x_n.size, int64(cuda.gridDim.x) * TILE):
-        for j in range(EACH):
-            if first + j < x_n.size:
-                acc[j] += x_n[first + j] * x_n[first + j]
-    total = block_sum((acc[0] + acc[1]) + (acc[2] + acc[3]), partial)
+    for tile in range(int64(cuda.blockIdx.x) * TILE, n, int64(cuda.gridDim.x) * TILE):
+        first = tile + tid * EACH
+        for s in range(STEPS):  # zeros beyond the end change no sum
+            load(x[s], x_n, first + s * STRIDE, n, aligned)
+        for s in range(STEPS):
+            for j in range(EACH):
+                acc[j] += x[s, j] * x[s, j]
+    total = float32(0.0)
+    for j in range(EACH):
+        total += acc[j]
+    total = block_sum(total, partial)
     if tid == 0:
-        partial_P[p] = total
+        partial_P[cuda.blockIdx.x] = total
 
 
 @cuda.jit
@@ -123,5 +129,5 @@ def grad_norm(grads_n: Array, max_norm: float) -> Array:
 def _partial_sums(x_n):
     P = min(PARTIALS, -(-x_n.size // TILE))
     partial_P = empty(x_n, P)
-    launch(sum_of_squares_kernel, P, BLOCK, partial_P, x_n)
+    launch(sum_of_squares_kernel, P, BLOCK, partial_P, x_n, on_16_bytes(x_n))
     return partial_P

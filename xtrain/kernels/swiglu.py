@@ -4,157 +4,235 @@ gu is the output of one matrix product: columns 0..F-1 hold gate, columns F..2F-
 
     forward    s = sigmoid(g) = 1 / (1 + exp(-g))        silu(g) = g s        y = silu(gate) up
     backward   ds/dg = s (1 - s), so
-               silu'(g) = s + g s (1 - s) = s (1 + g (1 - s))
+               silu'(g) = s + g s (1 - s) = s + silu(g) (1 - s)
                dgate = dy up silu'(gate)                 dup = dy silu(gate)
 
 The sigmoid needs no saved copy: s is recomputed from the gate, and everything else follows from s.
-exp(-g) overflows for a very negative g, so both cases are written with e = exp(-|g|) <= 1:
-s = 1 / (1 + e) for g >= 0, and multiplied through by exp(g), s = e / (1 + e) for g < 0.
+For a gate below -88 exp(-g) overflows to infinity, and 1 / (1 + infinity) is the right 0.
 
 Bytes moved, forward: read gu, write y, 3 N F elements. Backward: read gu and dy, write dgu, 5 N F.
+In bf16 the arithmetic is no longer free: 6 bytes leave time for about 40 instructions per element, and a division that
+rounds correctly takes a quarter of them. So the sigmoid takes the reciprocal instruction, exact to one unit in the last
+place (frcp_rn would be exact).
 """
 
+import functools
 import math
 
 import numpy as np
 from numba import cuda, float32, int64
+from numba.cuda.libdevice import frcp_rn
 
 from ..device import Array
-from ._launch import check, check_array, empty, empty_like, launch, on_host
-
-BLOCK = 256
-EACH = 4  # neighbouring elements of a thread: as in elementwise.py
-TILE = BLOCK * EACH
+from ._flat import (
+    BLOCK,
+    EACH,
+    STEPS,
+    STRIDE,
+    chunks_of_rows,
+    first_element,
+    launch_flat,
+    load,
+    make_place,
+    on_16_bytes,
+    store,
+)
+from ._launch import FLOATS, check, check_array, empty, empty_like, launch, on_host
+from ._ptx import device, kernel
 
 
 # ----------------------------------------------------------------------------- reference
 def sigmoid_ref(x):
-    e = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1, e) / (1 + e)
+    """-> a new array. Every step writes over it: on a CPU memory is what takes the time."""
+    s = np.negative(x, out=np.empty_like(x))
+    with np.errstate(over="ignore"):
+        np.exp(s, out=s)
+    s += 1
+    return np.divide(1, s, out=s)
 
 
 def silu_ref(x):
-    return x * sigmoid_ref(x)
+    s = sigmoid_ref(x)
+    s *= x
+    return s
 
 
 def silu_bwd_ref(dy, x):
     s = sigmoid_ref(x)
-    return dy * (s * (1 + x * (1 - s)))
+    dx = 1 - s
+    dx *= x * s
+    dx += s
+    dx *= dy
+    return dx
 
 
 def swiglu_ref(gu_N2F):
     F = gu_N2F.shape[1] // 2
-    return silu_ref(gu_N2F[:, :F]) * gu_N2F[:, F:]
+    y_NF = silu_ref(gu_N2F[:, :F])
+    y_NF *= gu_N2F[:, F:]
+    return y_NF
 
 
 def swiglu_bwd_ref(dy_NF, gu_N2F):
     F = dy_NF.shape[1]
     gate_NF, up_NF = gu_N2F[:, :F], gu_N2F[:, F:]
-    return np.concatenate([silu_bwd_ref(dy_NF * up_NF, gate_NF), dy_NF * silu_ref(gate_NF)], axis=1)
+    dgu_N2F = np.empty_like(gu_N2F)
+    dgate_NF, dup_NF = dgu_N2F[:, :F], dgu_N2F[:, F:]
+    s_NF = sigmoid_ref(gate_NF)
+    np.multiply(gate_NF, s_NF, out=dup_NF)  # silu(gate)
+    np.subtract(1, s_NF, out=dgate_NF)
+    dgate_NF *= dup_NF
+    dgate_NF += s_NF  # silu'(gate)
+    dgate_NF *= up_NF
+    dgate_NF *= dy_NF
+    dup_NF *= dy_NF
+    return dgu_N2F
 
 
 # ----------------------------------------------------------------------------- kernels
-@cuda.jit(device=True)
+@device
 def sigmoid(x):
-    e = math.exp(-abs(x))
-    return (float32(1.0) if x >= float32(0.0) else e) / (float32(1.0) + e)
-
-
-@cuda.jit(device=True)
-def silu_slope(x, s):
-    """silu'(x), given s = sigmoid(x)."""
-    return s * (float32(1.0) + x * (float32(1.0) - s))
+    return frcp_rn(float32(1.0) + math.exp(-x))
 
 
 @cuda.jit
-def silu_fwd_kernel(y_n, x_n):
-    """Grid ceil(n / TILE), block BLOCK."""
-    first = (int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x) * EACH
-    for j in range(EACH):
-        i = first + j
-        if i < x_n.size:
-            y_n[i] = x_n[i] * sigmoid(x_n[i])
-
-
-@cuda.jit
-def silu_bwd_kernel(dx_n, dy_n, x_n):
-    """Grid ceil(n / TILE), block BLOCK."""
-    first = (int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x) * EACH
-    for j in range(EACH):
-        i = first + j
-        if i < x_n.size:
-            dx_n[i] = dy_n[i] * silu_slope(x_n[i], sigmoid(x_n[i]))
-
-
-@cuda.jit
-def swiglu_fwd_kernel(y_NF, gu_N2F):
-    """Grid (N, ceil(F / TILE)), block BLOCK. Block (n, k) owns TILE columns of row n."""
+def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
+    """Grid (N, ceil(F / BLOCK)), block BLOCK. A thread per element of y: the maths, four bytes at a time."""
     n, F = int64(cuda.blockIdx.x), y_NF.shape[1]
-    first = cuda.blockIdx.y * TILE + cuda.threadIdx.x * EACH
-    for j in range(EACH):
-        f = first + j
-        if f < F:
-            gate = gu_N2F[n, f]
-            y_NF[n, f] = gate * sigmoid(gate) * gu_N2F[n, F + f]
+    f = cuda.blockIdx.y * BLOCK + cuda.threadIdx.x
+    if f < F:
+        gate = gu_N2F[n, f]
+        y_NF[n, f] = gate * sigmoid(gate) * gu_N2F[n, F + f]
 
 
-@cuda.jit
-def swiglu_bwd_kernel(dgu_N2F, dy_NF, gu_N2F):
-    """Grid (N, ceil(F / TILE)), block BLOCK. A thread writes the two halves of its columns."""
-    n, F = int64(cuda.blockIdx.x), dy_NF.shape[1]
-    first = cuda.blockIdx.y * TILE + cuda.threadIdx.x * EACH
-    for j in range(EACH):
-        f = first + j
-        if f < F:
-            gate, dy = gu_N2F[n, f], dy_NF[n, f]
-            s = sigmoid(gate)
-            dgu_N2F[n, f] = dy * gu_N2F[n, F + f] * silu_slope(gate, s)
-            dgu_N2F[n, F + f] = dy * (gate * s)
+@functools.cache
+def make_swiglu_fwd_kernel(F):
+    place = make_place(F)
+
+    @kernel(BLOCK)
+    def swiglu_fwd_kernel(y, gu, N, aligned):
+        """Grid chunks_of_rows(N, F), block BLOCK. y: flat (N F), gu: flat (N 2F)."""
+        gate = cuda.local.array(EACH, float32)
+        up = cuda.local.array(EACH, float32)
+        n, f = place()
+        if n >= N:
+            return
+        row = n * (2 * F)  # where gate begins; up begins F later
+        load(gate, gu, row + f, row + F, aligned)
+        load(up, gu, row + F + f, row + 2 * F, aligned)
+        for j in range(EACH):
+            gate[j] *= sigmoid(gate[j]) * up[j]
+        store(y, n * F + f, n * F + F, gate, aligned)
+
+    return swiglu_fwd_kernel
+
+
+@functools.cache
+def make_swiglu_bwd_kernel(F):
+    place = make_place(F)
+
+    @kernel(BLOCK)
+    def swiglu_bwd_kernel(dgu, dy, gu, N, aligned):
+        """Grid chunks_of_rows(N, F), block BLOCK. A thread writes the two halves of its columns."""
+        gate = cuda.local.array(EACH, float32)
+        up = cuda.local.array(EACH, float32)
+        d = cuda.local.array(EACH, float32)
+        n, f = place()
+        if n >= N:
+            return
+        row = n * (2 * F)
+        load(gate, gu, row + f, row + F, aligned)
+        load(up, gu, row + F + f, row + 2 * F, aligned)
+        load(d, dy, n * F + f, n * F + F, aligned)
+        for j in range(EACH):
+            s = sigmoid(gate[j])
+            silu = gate[j] * s
+            gate[j] = d[j] * up[j] * (s + silu * (float32(1.0) - s))
+            up[j] = d[j] * silu
+        store(dgu, row + f, row + F, gate, aligned)
+        store(dgu, row + F + f, row + 2 * F, up, aligned)
+
+    return swiglu_bwd_kernel
+
+
+@kernel(BLOCK)
+def silu_fwd_kernel(y_n, x_n, aligned):
+    """Grid ceil(n / TILE), block BLOCK."""
+    x = cuda.local.array((STEPS, EACH), float32)
+    first, n = first_element(), y_n.size
+    for s in range(STEPS):
+        load(x[s], x_n, first + s * STRIDE, n, aligned)
+    for s in range(STEPS):
+        for j in range(EACH):
+            x[s, j] *= sigmoid(x[s, j])
+        store(y_n, first + s * STRIDE, n, x[s], aligned)
+
+
+@kernel(BLOCK)
+def silu_bwd_kernel(dx_n, dy_n, x_n, aligned):
+    """Grid ceil(n / TILE), block BLOCK."""
+    x = cuda.local.array((STEPS, EACH), float32)
+    d = cuda.local.array((STEPS, EACH), float32)
+    first, n = first_element(), dx_n.size
+    for s in range(STEPS):
+        load(x[s], x_n, first + s * STRIDE, n, aligned)
+        load(d[s], dy_n, first + s * STRIDE, n, aligned)
+    for s in range(STEPS):
+        for j in range(EACH):
+            sig = sigmoid(x[s, j])
+            d[s, j] *= sig + x[s, j] * sig * (float32(1.0) - sig)
+        store(dx_n, first + s * STRIDE, n, d[s], aligned)
 
 
 # ----------------------------------------------------------------------------- launchers
 def swiglu_fwd(gu_N2F: Array) -> Array:
-    """gu (N, 2F) float32, gate before up -> y (N, F). ValueError for an odd width."""
-    check_array("swiglu", "gu", gu_N2F, (None, None))
+    """gu (N, 2F) float32 or bf16, gate before up -> y (N, F) like gu. ValueError for an odd width."""
+    check_array("swiglu", "gu", gu_N2F, (None, None), FLOATS)
     N, F2 = gu_N2F.shape
     check(F2 % 2 == 0, f"swiglu: gu has {F2} columns, expected gate and up of equal width")
     if on_host(gu_N2F):
         return swiglu_ref(gu_N2F)
     F = F2 // 2
     y_NF = empty(gu_N2F, (N, F))
-    launch(swiglu_fwd_kernel, (N, -(-F // TILE)), BLOCK, y_NF, gu_N2F)
+    _launch_rows(make_swiglu_fwd_kernel, N, F, y_NF, gu_N2F)
     return y_NF
 
 
 def swiglu_bwd(dy_NF: Array, gu_N2F: Array) -> Array:
-    """-> dgu (N, 2F)"""
-    check_array("swiglu backward", "dy", dy_NF, (None, None))
+    """dy (N, F), gu (N, 2F), both float32 or both bf16 -> dgu (N, 2F)"""
+    check_array("swiglu backward", "dy", dy_NF, (None, None), FLOATS)
     N, F = dy_NF.shape
-    check_array("swiglu backward", "gu", gu_N2F, (N, 2 * F))
+    check_array("swiglu backward", "gu", gu_N2F, (N, 2 * F), (dy_NF.dtype.name,))
     if on_host(dy_NF, gu_N2F):
         return swiglu_bwd_ref(dy_NF, gu_N2F)
     dgu_N2F = empty_like(gu_N2F)
-    launch(swiglu_bwd_kernel, (N, -(-F // TILE)), BLOCK, dgu_N2F, dy_NF, gu_N2F)
+    _launch_rows(make_swiglu_bwd_kernel, N, F, dgu_N2F, dy_NF, gu_N2F)
     return dgu_N2F
 
 
+def _launch_rows(make_kernel, N, F, *arrays):
+    if N and F:
+        runs = [a.reshape(-1) for a in arrays]
+        aligned = F % EACH == 0 and on_16_bytes(*runs)  # else every second row lies elsewhere
+        launch(make_kernel(F), chunks_of_rows(N, F), BLOCK, *runs, N, aligned)
+
+
 def silu_fwd(x: Array) -> Array:
-    """x float32 of any shape -> silu(x)"""
-    check_array("silu", "x", x, x.shape)
+    """x float32 or bf16 of any shape -> silu(x)"""
+    check_array("silu", "x", x, x.shape, FLOATS)
     if on_host(x):
         return silu_ref(x)
     y = empty_like(x)
-    launch(silu_fwd_kernel, -(-x.size // TILE), BLOCK, y.reshape(-1), x.reshape(-1))
+    launch_flat(silu_fwd_kernel, y, x)
     return y
 
 
 def silu_bwd(dy: Array, x: Array) -> Array:
     """-> dx, the shape of x"""
-    check_array("silu backward", "x", x, x.shape)
-    check_array("silu backward", "dy", dy, x.shape)
+    check_array("silu backward", "x", x, x.shape, FLOATS)
+    check_array("silu backward", "dy", dy, x.shape, (x.dtype.name,))
     if on_host(dy, x):
         return silu_bwd_ref(dy, x)
     dx = empty_like(x)
-    flat = (dx.reshape(-1), dy.reshape(-1), x.reshape(-1))
-    launch(silu_bwd_kernel, -(-x.size // TILE), BLOCK, *flat)
+    launch_flat(silu_bwd_kernel, dx, dy, x)
     return dx

@@ -1,0 +1,194 @@
+"""FlashAttention in bf16 beside PyTorch's: SDPA with the flash backend and with the cuDNN backend, in one run.
+
+    python bench/bench_attention.py [--parts named random sweep]
+
+Operations: forward 4 B H T^2 D (two matrix products), half of it when causal; forward + backward 3.5 times that (five
+more, whatever an implementation really computes). TFLOP/s are these operations over time. All contestants read and
+write (B, T, H, D). Each runs inside CUDA graphs, in turns with the others; the median of the turns counts.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import cupy as cp
+import ml_dtypes
+import numpy as np
+import tyro
+
+NAMED = [(32, 12, 256, 32), (16, 12, 1024, 64), (4, 16, 4096, 64), (4, 16, 4096, 128)]  # B, H, T, D
+TURNS = 7
+
+
+@dataclass
+class Options:
+    parts: list[str] = field(default_factory=lambda: ["named", "random", "sweep"])
+    turns: int = TURNS
+    keep: bool = True  # append to bench/results
+
+
+# ----------------------------------------------------------------------------- timing
+def capture(run, ms: float = 4.0):
+    """-> (replay, calls per replay): a CUDA graph of as many run() as take about `ms` milliseconds"""
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        for _ in range(2):
+            run()
+        start, end = cp.cuda.Event(), cp.cuda.Event()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        calls = max(1, min(100, math.ceil(ms / max(cp.cuda.get_elapsed_time(start, end), 1e-3))))
+        stream.begin_capture()
+        for _ in range(calls):
+            run()
+        graph = stream.end_capture()
+    null = cp.cuda.Stream.null
+    return lambda: graph.launch(null), calls
+
+
+def replay_ms(replay, calls: int) -> float:
+    start, end = cp.cuda.Event(), cp.cuda.Event()
+    start.record(cp.cuda.Stream.null)
+    replay()
+    end.record(cp.cuda.Stream.null)
+    end.synchronize()
+    return cp.cuda.get_elapsed_time(start, end) / calls
+
+
+def graph_ms(run, turns: int = 5) -> float:
+    """Median milliseconds of run() inside a CUDA graph."""
+    replay, calls = capture(run)
+    replay()
+    return float(np.median([replay_ms(replay, calls) for _ in range(turns)]))
+
+
+def in_turns(contestants: dict, turns: int) -> dict[str, np.ndarray]:
+    """{name: (replay, calls)} -> {name: (median, p20, p80) milliseconds}"""
+    times = {name: [] for name in contestants}
+    for turn in range(turns + 1):
+        for name, (replay, calls) in contestants.items():
+            ms = replay_ms(replay, calls)
+            if turn:  # the first one warms up
+                times[name].append(ms)
+    return {name: np.percentile(x, [50, 20, 80]) for name, x in times.items()}
+
+
+# ----------------------------------------------------------------------------- contestants
+def ours(q, k, v, do, causal):
+    from xtrain.kernels.flash_attention import flash_attention_bwd, flash_attention_fwd
+
+    scale = q.shape[-1] ** -0.5
+
+    def both():
+        o, lse = flash_attention_fwd(q, k, v, scale, causal)
+        flash_attention_bwd(do, q, k, v, o, lse, scale, causal)
+
+    return lambda: flash_attention_fwd(q, k, v, scale, causal), both
+
+
+def torch_graph(run, calls):
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return graph.replay, calls
+
+
+def theirs(backend, arrays, causal, calls):
+    """-> {"fwd": (replay, calls), "fwd+bwd": ...} of torch's SDPA, or {} where the backend refuses the shape"""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v, do = (
+        torch.from_dlpack(x.view(np.uint16)).view(torch.bfloat16).transpose(1, 2) for x in arrays
+    )
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    sdpa = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, **gqa)
+
+    def forward():
+        with torch.no_grad():
+            sdpa()
+
+    both = lambda: torch.autograd.grad(sdpa(), (q, k, v), do)
+    try:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return {
+                "fwd": torch_graph(forward, calls["fwd"]),
+                "fwd+bwd": torch_graph(both, calls["fwd+bwd"]),
+            }
+    except RuntimeError as error:
+        print(f"{backend}: {str(error).splitlines()[0]}")
+        return {}
+
+
+# ----------------------------------------------------------------------------- one shape
+def operations(B, T, H, D, causal):
+    return 4 * B * H * T * T * D / (2 if causal else 1)
+
+
+def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True):
+    from _timing import record
+
+    G = G or H
+    draw = cp.random.default_rng(0)
+    make = lambda heads: draw.standard_normal((B, T, heads, D), cp.float32).astype(ml_dtypes.bfloat16)
+    arrays = [make(H), make(G), make(G), make(H)]
+    fwd, both = ours(*arrays, causal)
+    mine = {"fwd": capture(fwd), "fwd+bwd": capture(both)}
+    calls = {part: n for part, (_, n) in mine.items()}
+    peers = {b: theirs(b, arrays, causal, calls) for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")}
+    shape = f"B={B} H={H} G={G} T={T} D={D}" + ("" if causal else " full")
+    for part, factor in (("fwd", 1.0), ("fwd+bwd", 3.5)):
+        contestants = {"xtrain": mine[part]}
+        contestants |= {b: peer[part] for b, peer in peers.items() if peer}
+        times = in_turns(contestants, turns)
+        rate = {n: factor * operations(B, T, H, D, causal) / t[0] / 1e9 for n, t in times.items()}
+        line = " | ".join(f"{n.split('_')[0].lower()} {r:.0f}" for n, r in rate.items())
+        print(f"{name:7} {shape} {part}: TFLOP/s {line}", flush=True)
+        if keep:
+            flash, cudnn = rate.get("FLASH_ATTENTION"), rate.get("CUDNN_ATTENTION")
+            record(
+                "bench_attention", f"{name} {part}", shape=shape, dtype="bf16", ms=times["xtrain"][0],
+                value=rate["xtrain"], unit="TFLOP/s", peer="torch SDPA flash", peer_value=flash,
+                cudnn_value=cudnn and round(cudnn, 2),
+                p20_p80=[round(float(x), 4) for x in times["xtrain"][1:]],
+            )  # fmt: skip
+
+
+def random_shapes(n: int = 10, seed: int = 0):
+    """B, H, T, D, G: T is no multiple of 64, and query heads share key heads."""
+    draw = np.random.default_rng(seed)
+    for _ in range(n):
+        D = int(draw.choice([32, 64, 128]))
+        T = int(np.exp(draw.uniform(np.log(100), np.log(5000))))
+        T += T % 64 == 0
+        G, group = int(draw.choice([1, 2, 4, 8])), int(draw.choice([1, 2, 3, 4]))
+        B = max(1, int(draw.uniform(0.5, 2) * 2**15 / (T * max(1, G * group // 8))))
+        yield B, G * group, T, D, G
+
+
+def main(options: Options) -> None:
+    more = {"turns": options.turns, "keep": options.keep}
+    if "named" in options.parts:
+        for B, H, T, D in NAMED:
+            compare("named", B, H, T, D, **more)
+    if "random" in options.parts:
+        for B, H, T, D, G in random_shapes():
+            compare("random", B, H, T, D, G, **more)
+    if "sweep" in options.parts:
+        for D in (64, 128):
+            for T in (2**i for i in range(7, 17)):
+                compare("sweep", max(1, 2**15 // T), 16, T, D, **more)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

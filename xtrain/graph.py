@@ -1,0 +1,72 @@
+"""Capture a step in a CUDA graph once, replay it ever after: Python leaves the hot path.
+
+A training step of a small model is some three hundred kernels of a few microseconds each, and Python takes longer to start
+one than the GPU to run it. For fixed shapes the whole step can be recorded (the driver notes kernels and arguments instead of
+running them) and started again as one unit.
+
+What that asks of the step:
+- every number that changes (ids, targets, learning rate) is in device memory that is written before each replay;
+- no copy to the host, no wait: the capture would fail, so a captured step is proof that there is none;
+- memory comes from a pool of its own. The first calls run eagerly in that pool and leave blocks of every size that is needed;
+  the capture asks for the same sizes in the same order and gets the same blocks.
+
+The eager calls are real steps. The same kernels run with the same arguments either way, so the bits are the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .device import Array, PrivatePool, cupy
+
+EAGER_CALLS = 2  # the first compiles kernels and fills the pool, the second finds the pool filled
+
+
+class Graphed:
+    """A function of arrays to arrays, captured per combination of input shapes.
+
+    step: takes device arrays, returns a tuple of device arrays; must do the same thing in every call.
+    Calling it with NumPy or CuPy arrays returns arrays that the next call overwrites.
+    """
+
+    def __init__(self, step: Callable[..., tuple[Array, ...]]):
+        self.step, self.recordings = step, {}
+        self.pool, self.stream = PrivatePool(), cupy().cuda.Stream(non_blocking=True)
+
+    def __call__(self, *inputs: Array) -> tuple[Array, ...]:
+        key = tuple((x.shape, x.dtype.str) for x in inputs)
+        if key not in self.recordings:
+            self.recordings[key] = _Recording(inputs)
+        caller = cupy().cuda.get_current_stream()
+        self.stream.wait_event(caller.record())
+        with cupy().cuda.using_allocator(self.pool.malloc), self.stream:
+            out = self.recordings[key].run(self.step, inputs, self.stream)
+        caller.wait_event(self.stream.record())
+        return out
+
+
+class _Recording:
+    """Input buffers, and later the graph and its outputs, for one combination of shapes."""
+
+    def __init__(self, inputs):
+        self.buffers = [cupy().empty(x.shape, x.dtype) for x in inputs]
+        self.calls, self.graph, self.outputs = 0, None, ()
+
+    def run(self, step: Callable, inputs: tuple, stream: Any) -> tuple:
+        for buffer, x in zip(self.buffers, inputs):
+            if isinstance(x, np.ndarray):
+                buffer.set(x)
+            else:
+                buffer[...] = x
+        self.calls += 1
+        if self.calls <= EAGER_CALLS:
+            return step(*self.buffers)
+        if self.graph is None:
+            stream.begin_capture()
+            try:
+                self.outputs = step(*self.buffers)
+            finally:
+                self.graph = stream.end_capture()
+        self.graph.launch(stream)
+        return self.outputs
