@@ -10,7 +10,7 @@ import types as python_types
 import ml_dtypes
 import numpy as np
 import pytest
-from numba import cuda, from_dtype, types
+from numba import cuda
 
 from xtrain import simulator
 from xtrain.kernels import (
@@ -77,12 +77,7 @@ def signatures(monkeypatch):
     found = {}
 
     def note(kernel, grid, block, *args, shared=0):
-        kinds = tuple(
-            from_dtype(a.dtype)
-            if isinstance(a, np.generic)
-            else types.Array(from_dtype(a.dtype), a.ndim, "C")
-            for a in args
-        )
+        kinds = tuple(_launch.numba_type(a) for a in args)
         found[kernel, kinds] = None
 
     monkeypatch.setattr(simulator, "run", note)

@@ -13,6 +13,7 @@ What that asks of the step:
 The eager calls are real steps. The same kernels run with the same arguments either way, so the bits are the same.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -63,10 +64,16 @@ class _Recording:
         if self.calls <= EAGER_CALLS:
             return step(*self.buffers)
         if self.graph is None:
-            stream.begin_capture()
-            try:
-                self.outputs = step(*self.buffers)
-            finally:
-                self.graph = stream.end_capture()
+            self.graph, self.outputs = self._capture(step, stream)
         self.graph.launch(stream)
         return self.outputs
+
+    def _capture(self, step, stream):
+        stream.begin_capture()
+        try:
+            outputs = step(*self.buffers)
+        except BaseException:
+            with contextlib.suppress(cupy().cuda.runtime.CUDARuntimeError):
+                stream.end_capture()  # what was recorded is of no use, but the stream must leave this mode
+            raise
+        return stream.end_capture(), outputs

@@ -3,27 +3,30 @@
     from xtrain import simulator
     simulator.run(kernel, grid, block, *arrays_and_scalars, shared=0)
 
-Every CUDA thread is a Python generator over the kernel's own source. The threads of a block run one after the
-other, each up to its next barrier, shuffle or vote; blocks run one after the other. Numbers have the types that
-Numba gives them on a GPU (_simulator/scalars.py). A KernelError names kernel, block, threads, file and lines of
+Every CUDA thread is a Python generator over the kernel's own source. The threads of a block run one
+after the other, each up to its next barrier, shuffle or vote; blocks run one after the other.
+Numbers have the types that Numba gives them on a GPU (_simulator/scalars.py). A KernelError names
+kernel, block, threads, file and lines of
 
-    RaceError           two threads touch one element of shared or global memory, at least one writes without an
-                        atomic, and neither a barrier nor syncwarp stands between; or two blocks do
+    RaceError           two threads touch one element of shared or global memory, at least one
+                        writes without an atomic, and neither a barrier nor syncwarp stands
+                        between; or threads of two blocks do
     UninitializedError  a read of shared or local memory that was never written
     OutOfBoundsError    an index past the end, or below zero, on any axis
     DeadlockError       a barrier or a warp function that some threads do not reach: who waits where
-    CollectiveError     a warp function in a block that is not whole warps, a mask without the calling lane,
-                        a shuffle from a lane that takes no part
-    KernelError         anything else, such as too much shared memory, or a Python exception in the kernel
+    CollectiveError     a warp function in a block that is not whole warps, a mask without the
+                        calling lane, a shuffle from a lane that takes no part
+    KernelError         anything else: too much shared memory, a Python exception in the kernel
 
-A launcher runs its kernel here when it is given a SimArray: `rmsnorm_fwd(sim(x), sim(w), eps)`. That, not a mode
-or a flag, is what chooses the simulator.
+A launcher runs its kernel here when it is given a SimArray: `rmsnorm_fwd(sim(x), sim(w), eps)`.
+That, not a mode or a flag, is what chooses the simulator.
 
-Limits: a thread that spins until another one writes never ends, since threads change only where they wait.
-Unwritten global memory is not tracked (launchers fill it with NaN). The schedule is always the same; races are
-found by bookkeeping, not by luck, and _simulator/memory.py says which orders it understands. A variable that gets
-different types in different branches keeps each of them; Numba would take the wider one. Float functions are rounded
-correctly; a GPU's are off by a few units in the last place.
+Limits: a thread that spins until another one writes never ends, since threads change only where
+they wait. Unwritten global memory is not tracked (launchers fill it with NaN). The schedule is
+always the same; races are found by bookkeeping, not by luck, and _simulator/memory.py says which
+orders it understands. A variable that gets different types in different branches keeps each of
+them; Numba would take the wider one. Float functions are rounded correctly; a GPU's are off by a
+few units in the last place.
 """
 
 import numpy as np
@@ -66,10 +69,11 @@ def sim(a) -> SimArray:
 
 
 def run(kernel, grid, block, *args, shared: int = 0) -> None:
-    """Run `grid` blocks of `block` threads (ints or tuples of up to three). shared: bytes of dynamic shared memory.
+    """Run `grid` blocks of `block` threads (ints or tuples of up to three).
 
-    kernel: what @cuda.jit returned. args: NumPy arrays, changed in place, and scalars; a Python int is an int64,
-    a Python float a float64. Raises KernelError (see above); arrays then hold what was written so far.
+    kernel: what @cuda.jit returned. args: NumPy arrays, changed in place, and scalars; a Python int
+    is an int64, a Python float a float64. shared: bytes of dynamic shared memory.
+    Raises KernelError (see above); the arrays then hold what was written so far.
     """
     with np.errstate(all="ignore"):
         Launch(kernel, _dim3(grid), _dim3(block), args, shared).run()

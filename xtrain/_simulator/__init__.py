@@ -1,1 +1,1 @@
-"""The parts of xtrain.simulator, in reading order: errors, scalars, memory, thread, source, warp, block."""
+"""The parts of xtrain.simulator. To read: errors, scalars, memory, thread, source, warp, block."""

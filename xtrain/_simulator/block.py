@@ -1,7 +1,8 @@
 """A launch and its blocks: which thread runs, who waits for whom, what memory they share.
 
-The threads of a block run one after the other, each up to the next place where it waits. When none can run, those
-go on whose warp function has all its lanes, else all together if they stand at one barrier. Else: a deadlock.
+The threads of a block run one after the other, each up to the next place where it waits. When none
+can run, those go on whose warp function has all its lanes, else all together if they stand at one
+barrier. Else: a deadlock.
 """
 
 import contextlib

@@ -1,12 +1,14 @@
 """Memory that remembers who touched it: bounds, first writes, races.
 
-Every element has a key. For each key the shadow of its memory keeps, as (mark, site), the last plain write and
-the reads and atomics since the last barrier. A Mark is one thread between two of its synchronisations. Two
-accesses by different threads are in order when
+Every element has a key. For each key the shadow of its memory keeps, as (mark, site), the last plain
+write and the reads and atomics since the last barrier. A Mark is one thread between two of its
+synchronisations. Two accesses by different threads are in order when
   - a block barrier lies between them: the epochs of their marks differ, or
-  - they are lanes of one warp and a chain of syncwarp leads from one to the other: Mark.clock against Thread.seen,
-    which are vector clocks over the 32 lanes. Shuffles and votes order no memory, as the CUDA guide says, or
-  - blocks differ and the second one learnt of the first by an atomic, behind a threadfence (`_released`).
+  - they are lanes of one warp and a chain of syncwarp leads from one to the other: Mark.clock
+    against Thread.seen, vector clocks over the 32 lanes. Shuffles and votes order no memory, says
+    the CUDA guide, or
+  - the blocks differ and the second learnt of the first by an atomic, behind a threadfence
+    (`_released`).
 Anything else is a race unless both only read or both are atomics.
 """
 
@@ -37,9 +39,9 @@ def in_order(earlier: Mark, now: Mark) -> bool:
 
 
 def _released(earlier, now):
-    """The "last block done" pattern: one thread of a block does threadfence, then an atomic; another block that
-    finds it with an atomic on the same element may use what was written before: by that thread, or by its block
-    up to the barrier before the fence.
+    """The "last block done" pattern: one thread of a block does threadfence, then an atomic; another
+    block that finds it with an atomic on the same element may use what was written before: by that
+    thread, or by its block up to the barrier before the fence.
     """
     for release, acquire in now.thread.block.acquired:
         if (

@@ -1,14 +1,14 @@
 """Numbers inside a simulated kernel have the types that Numba gives them on the GPU.
 
-Python's own numbers never appear there: NumPy would treat them as "weak" and keep float32 * 0.5 in float32,
-where Numba computes in float64. Literals, constants and shapes become int64 or float64.
+Python's own numbers never appear there: NumPy would treat them as "weak" and keep float32 * 0.5 in
+float32, where Numba computes in float64. Literals, constants and shapes become int64 or float64.
 
     int64, float32, float64, bool    NumPy's scalars; their arithmetic is Numba's
     the other integers               the classes below, since Numba computes in 64 bits: int32 * int32 is int64
 
-Numba's rules for two operands: integers give int64, or uint64 if both are unsigned; float32 stays float32 with
-float32, bool, int8, int16 and uint8, and becomes float64 with every other type; `/` of integers is float64.
-tests/test_simulator.py compares all of this with Numba's own type inference.
+Numba's rules for two operands: integers give int64, or uint64 if both are unsigned; float32 stays
+float32 with float32, bool, int8, int16 and uint8, and becomes float64 with every other type; `/` of
+integers is float64. tests/test_simulator.py compares all of this with Numba's own type inference.
 """
 
 import builtins

@@ -9,8 +9,9 @@
     square(v)                        square(_t, v)                              one that does not
     0.5, C, math.exp, min            float64(0.5), int64(C), their twins of scalars.py
 
-File and line numbers stay, so tracebacks, pdb and breakpoints show the kernel as it was written. The global names
-and closure variables are read once, when a kernel first runs here, as Numba freezes them when it compiles.
+File and line numbers stay, so tracebacks, pdb and breakpoints show the kernel as it was written.
+The global names and closure variables are read once, when a kernel first runs here, as Numba
+freezes them when it compiles.
 """
 
 import ast
@@ -50,10 +51,12 @@ INTRINSICS: dict = {}
 def simulates(intrinsic, collective: bool = False):
     """Decorator: what the simulator runs where a kernel calls `intrinsic`, a function that exists on GPUs only.
 
-    By itself        f(thread, site, *args) -> value, for one thread. thread.load and thread.store check and record
-                     accesses; thread.state is a dict to keep things in (copies in flight, for a cp.async).
-    collective=True  f(threads, sites, args) -> values, once for the 32 lanes of a warp after all have called it.
-                     threads, sites, args and values have an entry per lane. A tensor-core mma, an ldmatrix.
+    By itself        f(thread, site, *args) -> value, for one thread. thread.load and thread.store
+                     check and record accesses; thread.state is a dict to keep things in, such as
+                     the copies in flight of a cp.async.
+    collective=True  f(threads, sites, args) -> values, once for the 32 lanes of a warp after all
+                     have called it; each argument and the result have an entry per lane. For a
+                     tensor-core mma, an ldmatrix.
     """
 
     def register(f):

@@ -1,7 +1,9 @@
-"""One CUDA thread: everything a kernel can ask of `numba.cuda` that does not wait for other threads.
+"""One CUDA thread: everything a kernel can ask of `numba.cuda` that does not wait for other
+threads.
 
-source.py rewrites a kernel so that `cuda.threadIdx.x` becomes `_t.threadIdx.x`, `cuda.atomic.add(...)` becomes
-`_t.atomic_add(...)`, `a[i]` becomes `_t.load(a, i, site)`, where _t is the running Thread.
+source.py rewrites a kernel so that `cuda.threadIdx.x` becomes `_t.threadIdx.x`,
+`cuda.atomic.add(...)` becomes `_t.atomic_add(...)`, `a[i]` becomes `_t.load(a, i, site)`, where _t
+is the running Thread.
 """
 
 import contextlib
@@ -35,15 +37,15 @@ class Thread:
     """Made by simulator.run for every thread of every block.
 
     block: the running Block; index: position in the block; lane, warp: index % 32, index // 32
-    mark: this thread since its last synchronisation; seen: what it knows of each lane of its warp (memory.py),
-        None before the first syncwarp
+    mark: this thread since its last synchronisation
+    seen: what it knows of each lane of its warp (memory.py); None before the first syncwarp
     left: the Site of the return statement that ended it
     state: for the simulated functions of intrinsics, which may keep here what they need between calls
     """
 
     __slots__ = (
-        "_state", "block", "blockDim", "blockIdx", "fence", "generator", "gridDim", "index", "lane", "laneid", "left", "mark",
-        "reply", "request", "seen", "threadIdx", "warp",
+        "_state", "block", "blockDim", "blockIdx", "fence", "generator", "gridDim", "index", "lane",
+        "laneid", "left", "mark", "reply", "request", "seen", "threadIdx", "warp",
     )  # fmt: skip
     warpsize = Int32(32)
 

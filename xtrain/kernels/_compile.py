@@ -8,7 +8,6 @@ the second rank, compiles nothing. A file is written beside its place and rename
 Kernels defined elsewhere (a lesson, a test) are compiled anew in each process: nobody watches their sources.
 """
 
-import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -23,16 +22,6 @@ from ..device import cache_folder, cupy
 
 PACKAGE = __package__
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-
-
-@functools.cache
-def driver() -> ctypes.CDLL:
-    """The CUDA driver's own interface, for the two calls that CuPy does not offer in a cheap form."""
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    u, p = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
-    library.cuFuncSetAttribute.argtypes = [p, ctypes.c_int, ctypes.c_int]
-    return library
 
 
 def load_function(kernel, signature: tuple, shared: int) -> tuple[int, object]:
@@ -53,16 +42,15 @@ def load_function(kernel, signature: tuple, shared: int) -> tuple[int, object]:
 
 
 def allow_shared(handle: int, shared: int, kernel) -> None:
-    check_driver(driver().cuFuncSetAttribute(handle, MAX_DYNAMIC_SHARED, shared), kernel, shared)
-
-
-def check_driver(code: int, kernel, shared: int = 0) -> None:
-    """Raises RuntimeError that names the kernel when the driver has refused a call."""
-    if code:
-        why = f" with {shared} bytes of shared memory" if shared else ""
+    """Let a kernel use more than 48 KB of shared memory. Raises RuntimeError when the card has less."""
+    driver = cupy().cuda.driver
+    try:
+        driver.funcSetAttribute(handle, MAX_DYNAMIC_SHARED, shared)
+    except driver.CUDADriverError as error:
+        name = kernel.py_func.__name__
         raise RuntimeError(
-            f"the driver refused to start {kernel.py_func.__name__}{why} (CUDA error {code})"
-        )
+            f"{name} needs {shared} bytes of shared memory, the GPU refuses: {error}"
+        ) from error
 
 
 def _compile(kernel, signature):

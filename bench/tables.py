@@ -1,0 +1,106 @@
+"""Writes the tables of the README from bench/results: every number there is a line here.
+
+python bench/tables.py            rewrite what stands between <!-- results:NAME --> and <!-- results:end -->
+python bench/tables.py --check    exit 1 when a table is not what the records say
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PAGES = [ROOT / "README.md"]
+
+
+def latest(bench: str) -> list[dict]:
+    """The newest line of every (name, shape, dtype) of one bench, in the order of first appearance."""
+    path = RESULTS / f"{bench}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    newest = {}
+    for record in map(json.loads, lines):
+        newest[record["name"], record["shape"], record["dtype"], record["peer"]] = record
+    return list(newest.values())
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    align = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, align, *rows])
+
+
+def train() -> str:
+    rows = []
+    for r in latest("bench_train"):
+        peer = f"{r['peer_value']:,.0f} ({r['peer']})" if r["peer"] else ""
+        ratio = f"{r['ratio']:.2f}" if r["ratio"] else ""
+        memory = (
+            f"{r['peak_gb']:.1f} / {r['peer_peak_gb']:.1f}"
+            if r.get("peer_peak_gb")
+            else f"{r['peak_gb']:.1f}"
+        )
+        rows.append(
+            [f"{r['name']}, {r['shape']}", r["dtype"], f"{r['value']:,.0f}", peer, ratio, memory]
+        )
+    header = [
+        "train step",
+        "precision",
+        "xtrain, tokens/s",
+        "PyTorch, same run",
+        "ratio",
+        "peak GB, ours / theirs",
+    ]
+    return table(header, rows) + "\n\n" + machine("bench_train")
+
+
+def history() -> str:
+    rows = [
+        [r["name"], r["dtype"], f"{r['ms']:,.1f}", f"{r['value']:,.0f}"]
+        for r in latest("bench_history")
+    ]
+    return (
+        table(["phase (dim384)", "precision", "ms a step", "tokens/s"], rows)
+        + "\n\n"
+        + machine("bench_history")
+    )
+
+
+def machine(bench: str) -> str:
+    records = latest(bench)
+    gpus = ", ".join(sorted({r["gpu"] for r in records}))
+    dates = sorted({r["date"] for r in records})
+    return (
+        f"One {gpus}, {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}."
+        if records
+        else ""
+    )
+
+
+TABLES = {"train": train, "history": history}
+
+
+def filled(text: str) -> str:
+    for name, make in TABLES.items():
+        start = f"<!-- results:{name} -->"
+        if start in text:
+            before, rest = text.split(start, 1)
+            after = rest.split("<!-- results:end -->", 1)[1]
+            text = f"{before}{start}\n{make()}\n<!-- results:end -->{after}"
+    return text
+
+
+def main(check: bool) -> int:
+    stale = [
+        page
+        for page in PAGES
+        if filled(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")
+    ]
+    for page in stale:
+        if check:
+            print(f"{page.name} is not what bench/results says: run python bench/tables.py")
+        else:
+            page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
