@@ -4,7 +4,9 @@ A time is the median of several runs between CUDA events, after warm-up, with p2
 through the second-level cache before every run, so that a kernel's input comes from memory, as in a training step.
 """
 
+import ctypes
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -37,6 +39,74 @@ def gpu_ms(
         end.synchronize()
         times.append(cp.cuda.get_elapsed_time(start, end))
     return np.percentile(times, [50, 20, 80])
+
+
+EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL: an event that a graph records, and that can be timed
+
+
+def graph_ms(f: Callable[[], object], runs: int = 20, torch=None) -> np.ndarray:
+    """-> (median, p20, p80) milliseconds of f() without what a launch costs the host.
+
+    One CUDA graph holds runs x [flush, event, f, event]; its second replay is read. torch: the module, if f launches on
+    PyTorch's current stream instead of CuPy's. f is run before, so that its kernels are compiled.
+    """
+    junk = cp.empty(FLUSH_BYTES, cp.uint8)
+    events = [cp.cuda.Event() for _ in range(2 * runs)]
+    stream = cp.cuda.Stream(non_blocking=True)
+
+    def record_event(i):
+        code = ctypes.CDLL("libcuda.so.1").cuEventRecordWithFlags(
+            ctypes.c_void_p(events[i].ptr), ctypes.c_void_p(stream.ptr), EXTERNAL
+        )
+        if code:
+            raise RuntimeError(f"cuEventRecordWithFlags: CUDA error {code}")
+
+    def all_runs():
+        for i in range(runs):
+            junk.fill(0)
+            record_event(2 * i)
+            f()
+            record_event(2 * i + 1)
+
+    cp.cuda.Device().synchronize()
+    with stream:
+        if torch is None:
+            for _ in range(2):
+                junk.fill(0)
+                f()
+            stream.synchronize()
+            stream.begin_capture()
+            all_runs()
+            graph = stream.end_capture()
+            replay = lambda: graph.launch(stream)
+        else:
+            outside = torch.cuda.ExternalStream(stream.ptr)
+            with torch.cuda.stream(outside):
+                for _ in range(3):
+                    f()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=outside, capture_error_mode="relaxed"):
+                all_runs()
+            replay = graph.replay
+        for _ in range(2):
+            if torch is None:
+                replay()
+            else:
+                with torch.cuda.stream(outside):
+                    replay()
+            stream.synchronize()
+    times = [cp.cuda.get_elapsed_time(events[2 * i], events[2 * i + 1]) for i in range(runs)]
+    return np.percentile(times, [50, 20, 80])
+
+
+@functools.cache
+def copy_ms(nbytes: int) -> float:
+    """Milliseconds of a device-to-device copy that moves nbytes in all: in a graph or on a stream, whichever is faster."""
+    a, b = cp.empty(nbytes // 2, cp.uint8), cp.empty(nbytes // 2, cp.uint8)
+    current = cp.cuda.get_current_stream
+    copy = lambda: b.data.copy_from_device_async(a.data, a.nbytes, current())
+    return float(min(graph_ms(copy)[0], gpu_ms(copy)[0]))
 
 
 def copy_bandwidth(nbytes: int) -> float:

@@ -112,7 +112,9 @@ def theirs(backend, arrays, causal, calls):
     )
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    sdpa = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, **gqa)
+    sdpa = lambda: torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, **gqa
+    )
 
     def forward():
         with torch.no_grad():
@@ -140,7 +142,9 @@ def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True):
 
     G = G or H
     draw = cp.random.default_rng(0)
-    make = lambda heads: draw.standard_normal((B, T, heads, D), cp.float32).astype(ml_dtypes.bfloat16)
+    make = lambda heads: draw.standard_normal((B, T, heads, D), cp.float32).astype(
+        ml_dtypes.bfloat16
+    )
     arrays = [make(H), make(G), make(G), make(H)]
     fwd, both = ours(*arrays, causal)
     mine = {"fwd": capture(fwd), "fwd+bwd": capture(both)}

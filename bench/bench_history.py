@@ -1,11 +1,14 @@
-"""The way from one sequence at a time to a batch, measured again on this card (dim384, T 256, fp32).
+"""The way from one sequence at a time to a batch, measured again on this card (dim384, T 256).
 
     python bench/bench_history.py
 
     one sequence       B = 1: the GPU waits for Python
     batch by loop      32 sequences one after the other, one optimizer step
     looped attention   the linears see the whole batch, attention runs head by head with round trips to the host
-    batched            everything at once: what xtrain does
+    batched            everything at once, launched from Python kernel by kernel
+    graph              the same step in one CUDA graph
+    bf16 eager         bf16 with fp32 masters, FlashAttention on tensor cores, kernel by kernel
+    bf16               the same in one CUDA graph: what xtrain does
 
 The second phase was believed to be slow because of its optimizer; the third because of the linears. The measurement
 says: launches and round trips. Lesson 9 tells the story.
@@ -61,7 +64,7 @@ class LoopedAttention(Function):
 
 
 def tokens_per_second(step, data, tokens, repeat):
-    for ids, targets in data[:2]:
+    for ids, targets in data[:4]:  # compiles, and captures a graph
         step(ids, targets)
     times = []
     for i in range(repeat):
@@ -73,11 +76,25 @@ def tokens_per_second(step, data, tokens, repeat):
     return tokens / np.median(times), 1e3 * np.median(times)
 
 
+def measure(name, step, data, sequences, repeat, dtype="fp32"):
+    T = data[0][0].shape[1]
+    speed, ms = tokens_per_second(step, data, sequences * T, repeat)
+    record(
+        "bench_history",
+        name,
+        shape=f"B={sequences} T={T}",
+        dtype=dtype,
+        ms=ms,
+        value=speed,
+        unit="tok/s",
+    )
+
+
 def main() -> None:
     config, B, T = model_config("dim384")
     data = batches(config, B, T, 4)
     model = xtrain.Transformer(config, device="gpu")
-    step = xtrain_step(model)
+    step = xtrain_step(model, graph=False)
     optimizer = xtrain.AdamW(model, 3e-4)
 
     def by_loop(ids, targets):
@@ -87,26 +104,16 @@ def main() -> None:
             model.loss(cp.asarray(ids[b : b + 1]), cp.asarray(targets[b : b + 1]), part).backward()
         optimizer.step(clip(model, 1.0)[1])
 
-    phases = [
-        ("one sequence", step, [(i[:1], t[:1]) for i, t in data], 1, 10),
-        ("batch by loop", by_loop, data, B, 4),
-        ("looped attention", step, data, B, 2),
-        ("batched", step, data, B, 10),
-    ]
-    batched = F.attention
-    for name, run, inputs, sequences, repeat in phases:
-        F.attention = LoopedAttention.apply if name == "looped attention" else batched
-        speed, ms = tokens_per_second(run, inputs, sequences * T, repeat)
-        record(
-            "bench_history",
-            name,
-            shape=f"B={sequences} T={T}",
-            dtype="fp32",
-            ms=ms,
-            value=speed,
-            unit="tok/s",
-        )
+    measure("one sequence", step, [(i[:1], t[:1]) for i, t in data], 1, 10)
+    measure("batch by loop", by_loop, data, B, 4)
+    batched, F.attention = F.attention, LoopedAttention.apply
+    measure("looped attention", step, data, B, 2)
     F.attention = batched
+    measure("batched", step, data, B, 10)
+    measure("graph", xtrain_step(model), data, B, 20)
+    model = xtrain.Transformer(config, device="gpu", precision="bf16")
+    measure("bf16 eager", xtrain_step(model, graph=False), data, B, 20, "bf16")
+    measure("bf16", xtrain_step(model), data, B, 20, "bf16")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python bench/tune_flash_attention.py [--heads 64 ...] [--kernels fwd ...] [--write]
 
-Every candidate is compiled (in parallel, one process per core), checked against the float32 kernels, and timed inside a
-CUDA graph, alone on the GPU. Prints TFLOP/s of the operations that the kernel itself does (dq 1.5 and dkdv 2 times the
+Every candidate is compiled (one process per core fills the kernel cache), checked against the float32 kernels, and timed
+inside a CUDA graph. Prints TFLOP/s of the operations that the kernel itself does (dq 1.5 and dkdv 2 times the
 forward's); with --write the best of each shape class becomes xtrain/kernels/flash_attention_table.py.
-Candidates that do not fit the GPU or spill registers are skipped.
+Candidates that do not fit the GPU or spill registers are left out.
 """
 
 import functools
@@ -17,47 +17,51 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import cupy as cp
 import ml_dtypes
 import numpy as np
 import tyro
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench_attention import graph_ms
+
+from xtrain.kernels import flash_attention as fa
+from xtrain.kernels._compile import load_function
+from xtrain.kernels._launch import launch, numba_type
+from xtrain.kernels.flash_attention_table import TABLE
+
 TABLE_FILE = Path(__file__).parents[1] / "xtrain" / "kernels" / "flash_attention_table.py"
 CLASSES = {256: (32, 12), 1024: (16, 12), 4096: (4, 16)}  # T -> B, H that fill the GPU
 LONGEST = {256: 512, 1024: 2048, 4096: None}  # a class holds up to this T
+LOCAL_SIZE_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+OUTPUTS = {"fwd": ("o",), "dq": ("dq",), "dkdv": ("dk", "dv")}
 WORK = {"fwd": 1.0, "dq": 1.5, "dkdv": 2.0}  # matrix products, in forwards
-CANDIDATES = {
-    ("fwd", 16): [(64, 64, 4, True, 4), (128, 64, 4, True, 3), (64, 64, 4, True, 6), (128, 32, 4, True, 4)],
+CANDIDATES = {  # (own rows, rows per step, warps, blocks per multiprocessor[, keep Q in registers?])
+    ("fwd", 16): [(64, 64, 4, 4, True), (128, 64, 4, 3, True), (64, 64, 4, 6, True), (128, 32, 4, 4, True)],
     ("fwd", 32): [
-        (64, 64, 4, True, 4), (64, 64, 4, True, 5), (128, 64, 4, True, 3), (128, 64, 4, True, 2),
-        (128, 32, 4, True, 4), (64, 32, 4, True, 6), (64, 128, 4, True, 3), (128, 64, 8, True, 2),
+        (64, 64, 4, 4, True), (64, 64, 4, 5, True), (128, 64, 4, 3, True), (128, 64, 4, 2, True),
+        (128, 32, 4, 4, True), (64, 32, 4, 6, True),
     ],
     ("fwd", 64): [
-        (64, 64, 4, False, 4), (64, 64, 4, True, 3), (64, 32, 4, True, 4), (128, 64, 4, True, 2),
-        (128, 64, 4, False, 2), (128, 32, 4, False, 3), (128, 64, 8, True, 2), (128, 128, 8, False, 1),
+        (64, 64, 4, 4, False), (64, 64, 4, 3, True), (64, 32, 4, 4, True), (128, 64, 4, 2, True),
+        (128, 64, 4, 2, False), (128, 32, 4, 3, False),
     ],
     ("fwd", 128): [
-        (128, 64, 4, False, 2), (128, 32, 4, False, 2), (64, 64, 4, False, 3), (64, 64, 4, True, 2),
-        (64, 32, 4, False, 3), (128, 64, 8, False, 1), (128, 64, 8, True, 1),
+        (128, 64, 4, 2, False), (128, 32, 4, 2, False), (64, 64, 4, 3, False), (64, 64, 4, 2, True),
+        (64, 32, 4, 3, False),
     ],
-    ("dq", 16): [(64, 64, 4, 4), (128, 32, 4, 4), (128, 64, 4, 2)],
-    ("dq", 32): [(64, 64, 4, 4), (64, 32, 4, 5), (128, 32, 4, 4), (128, 32, 4, 3), (128, 64, 4, 2)],
-    ("dq", 64): [(128, 32, 4, 3), (128, 32, 4, 2), (64, 64, 4, 3), (64, 32, 4, 4), (128, 64, 4, 2)],
-    ("dq", 128): [(128, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 1), (128, 64, 8, 1)],
-    ("dkdv", 16): [(64, 64, 4, False, 4), (64, 64, 4, False, 3), (64, 32, 4, False, 5), (128, 64, 8, False, 2)],
+    ("dq", 16): [(64, 64, 4, 4), (128, 32, 4, 4), (128, 64, 4, 2), (64, 64, 4, 5)],
+    ("dq", 32): [(64, 64, 4, 4), (64, 32, 4, 5), (128, 32, 4, 3), (128, 64, 4, 2)],
+    ("dq", 64): [(128, 64, 4, 2), (128, 32, 4, 3), (64, 64, 4, 3), (64, 32, 4, 4), (128, 32, 4, 2)],
+    ("dq", 128): [(128, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 1)],
+    ("dkdv", 16): [(64, 64, 4, 4), (64, 64, 4, 3), (128, 32, 4, 4), (128, 64, 4, 2), (128, 64, 4, 3)],
     ("dkdv", 32): [
-        (64, 64, 4, False, 4), (64, 64, 4, False, 3), (64, 64, 4, True, 3), (64, 32, 4, False, 4),
-        (64, 32, 4, True, 4), (128, 64, 8, False, 2), (128, 32, 8, False, 2), (32, 64, 4, False, 4),
-        (128, 64, 4, False, 2),
+        (64, 64, 4, 4), (64, 64, 4, 3), (64, 32, 4, 4), (64, 32, 4, 5), (128, 64, 4, 2), (128, 32, 4, 3),
     ],
     ("dkdv", 64): [
-        (64, 64, 4, False, 3), (64, 64, 4, False, 2), (64, 64, 4, True, 2), (64, 32, 4, False, 4),
-        (64, 32, 4, False, 3), (64, 32, 4, True, 3), (128, 64, 8, False, 1), (128, 32, 8, False, 2),
-        (32, 64, 4, False, 3),
+        (128, 32, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (128, 32, 8, 1),
     ],
-    ("dkdv", 128): [
-        (64, 64, 4, False, 2), (64, 32, 4, False, 2), (128, 64, 8, False, 1), (128, 32, 8, False, 1),
-        (32, 64, 4, False, 2),
-    ],
+    ("dkdv", 128): [(128, 64, 8, 1), (64, 32, 4, 2), (64, 64, 4, 1), (128, 32, 8, 1)],
 }  # fmt: skip
 
 
@@ -71,114 +75,121 @@ class Options:
     write: bool = False
 
 
-# ----------------------------------------------------------------------------- one candidate, in a worker
+# ----------------------------------------------------------------------------- one candidate
 @functools.cache
 def inputs(B, T, H, D):
-    import cupy as cp
-
     draw = cp.random.default_rng(0)
     return [
         draw.standard_normal((B, T, H, D), cp.float32).astype(ml_dtypes.bfloat16) for _ in range(4)
     ]
 
 
-@functools.cache
+@functools.lru_cache(2)
 def expected(B, T, H, D, causal):
-    """o, dq, dk, dv of two heads by the float32 kernels; and what the backward kernels get, of all heads"""
-    import cupy as cp
-
-    from xtrain.kernels.flash_attention import flash_attention_bwd, flash_attention_fwd
-
+    """What the backward kernels get: o, lse, delta of all heads. And {output: values for two heads} by the float32
+    kernels.
+    """
     q, k, v, do = inputs(B, T, H, D)
+    o, lse = fa.flash_attention_fwd(q, k, v, D**-0.5, causal)
+    delta = (o.astype(cp.float32) * do.astype(cp.float32)).sum(-1).transpose(0, 2, 1)
     few = [cp.ascontiguousarray(x[:1, :, :2]).astype(cp.float32) for x in (q, k, v, do)]
-    o, lse = flash_attention_fwd(*few[:3], D**-0.5, causal)
-    saved = flash_attention_fwd(q, k, v, D**-0.5, causal)
-    return o, flash_attention_bwd(few[3], *few[:3], o, lse, D**-0.5, causal), saved
+    exact = flash_attention_pair(*few, D**-0.5, causal)
+    return o, lse, cp.ascontiguousarray(delta), dict(zip(("o", "dq", "dk", "dv"), exact))
 
 
-def prepare(kind, D, causal, config, T):
-    """-> (launch the candidate, its outputs, what they should begin with)"""
-    import cupy as cp
+def flash_attention_pair(q, k, v, do, scale, causal):
+    o, lse = fa.flash_attention_fwd(q, k, v, scale, causal)
+    return o, *fa.flash_attention_bwd(do, q, k, v, o, lse, scale, causal)
 
-    from xtrain.kernels import flash_attention as fa
-    from xtrain.kernels._launch import launch
 
+def arguments(kind, T, D, causal):
+    """-> all arguments of a kernel, {name of an output: the array}"""
     B, H = CLASSES[T]
     q, k, v, do = inputs(B, T, H, D)
-    o_ref, (dq_ref, dk_ref, dv_ref), (o, lse) = expected(B, T, H, D, causal)
-    flat_q, flat_k, flat_v, sizes = fa._flat_inputs(q, k, v)
-    scale, shared = np.float32(D**-0.5), fa.SHARED_BYTES[kind](D, config)
-    grid = (-(-T // config[0]), B * H)
-    if kind == "fwd":
-        outputs, refs, more = [cp.empty_like(q)], [o_ref], []
-        kernel = fa.bf16.make_fwd_kernel(D, causal, config)
-        arrays = [outputs[0], cp.empty_like(lse), q, k, v]
-    elif kind == "dq":
-        outputs, refs = [cp.empty_like(q)], [dq_ref]
-        kernel = fa.bf16_bwd.make_dq_kernel(D, causal, config)
-        arrays = [outputs[0], cp.empty_like(lse), do, q, k, v, o, lse]
-    else:
-        outputs, refs = [cp.empty_like(k), cp.empty_like(v)], [dk_ref, dv_ref]
-        kernel = fa.bf16_bwd.make_dkdv_kernel(D, causal, config)
-        delta = (o.astype(cp.float32) * do.astype(cp.float32)).sum(-1).transpose(0, 2, 1)
-        arrays = [*outputs, do, q, k, v, lse, cp.ascontiguousarray(delta)]
-    arrays = [a.reshape(-1) for a in arrays]
-    run = lambda: launch(kernel, grid, 32 * config[2], *arrays, *sizes, scale, shared=shared)
-    return run, outputs, refs, kernel
+    o, lse, delta, _ = expected(B, T, H, D, causal)
+    new = {name: cp.empty_like(q) for name in OUTPUTS[kind]}
+    rows = {
+        "fwd": [cp.empty_like(lse), q, k, v],
+        "dq": [cp.empty_like(lse), do, q, k, v, o, lse],
+        "dkdv": [do, q, k, v, lse, delta],
+    }[kind]
+    sizes = [np.int32(n) for n in (T, T, H, 1, H * D, H * D)]
+    flat = [a.reshape(-1) for a in (*new.values(), *rows)]
+    return [*flat, *sizes, np.float32(D**-0.5)], new
 
 
-def measure(task):
-    """-> (task, "" or what is wrong, {T: milliseconds})"""
-    import cupy as cp
-    from bench_attention import graph_ms
-
-    kind, D, causal, config, lengths = task
-    times = {}
+def compile_one(task):
+    """In a worker: fills the disk cache. -> (task, bytes spilled per thread, "" or what went wrong)"""
+    kind = task[0]
     try:
-        for T in lengths:
-            run, outputs, refs, kernel = prepare(kind, D, causal, config, T)
-            run()  # compiles
-            cp.cuda.Device().synchronize()
-            spilled = max(k.local_mem_per_thread for k in kernel.overloads.values())
-            if spilled > 16:
-                return task, f"spills {spilled} bytes", times
-            for out, ref in zip(outputs, refs):
-                got = out[:1, :, :2].astype(cp.float32)
-                error = float(cp.linalg.norm(got - ref) / cp.linalg.norm(ref))
-                if not error < 1e-2:
-                    return task, f"wrong: error {error:.1e} at T = {T}", times
-            with LOCK:
-                times[T] = graph_ms(run)
+        kernel, shared = fa.make_kernel(*task)
+        sizes = [np.int32(1)] * 6 + [np.float32(1)]
+        dtypes = {
+            "fwd": (2, 4, 2, 2, 2),
+            "dq": (2, 4, 2, 2, 2, 2, 2, 4),
+            "dkdv": (2, 2, 2, 2, 2, 2, 4, 4),
+        }[kind]
+        arrays = [cp.empty(1, ml_dtypes.bfloat16 if n == 2 else np.float32) for n in dtypes]
+        signature = tuple(map(numba_type, (*arrays, *sizes)))
+        handle, _ = load_function(kernel, signature, shared)
+        return task, cp.cuda.driver.funcGetAttribute(LOCAL_SIZE_BYTES, handle), ""
     except Exception as error:
-        return task, f"{type(error).__name__}: {str(error).splitlines()[0][:90]}", times
-    return task, "", times
+        return task, 0, f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
 
 
-def start_worker(lock):
-    global LOCK
-    LOCK = lock
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+def measure(task, T):
+    """-> milliseconds. Raises AssertionError when the result is wrong."""
+    kind, D, causal, config = task
+    B, H = CLASSES[T]
+    args, outputs = arguments(kind, T, D, causal)
+    kernel, shared = fa.make_kernel(*task)
+    grid = (-(-T // config[0]), B * H)
+    run = lambda: launch(kernel, grid, 32 * config[2], *args, shared=shared)
+    run()
+    exact = expected(B, T, H, D, causal)[3]
+    for name, array in outputs.items():
+        got = array[:1, :, :2].astype(cp.float32)
+        error = float(cp.linalg.norm(got - exact[name]) / cp.linalg.norm(exact[name]))
+        assert error < 1e-2, f"wrong: error of {name} {error:.1e} at T = {T}"
+    return graph_ms(run)
 
 
 # ----------------------------------------------------------------------------- all of them
 def tune(options: Options) -> dict:
     """-> {(kind, D, causal): {T: (config, milliseconds)}}"""
-    tasks = [
-        (kind, D, causal, config, tuple(options.lengths))
-        for kind, D, causal in itertools.product(options.kernels, options.heads, options.causal)
-        for config in CANDIDATES[kind, D]
+    keys = list(itertools.product(options.kernels, options.heads, options.causal))
+    tasks = [(*key, config) for key in keys for config in CANDIDATES[key[:2]]]
+    defaults = [
+        ("fwd", D, causal, rows[0][1])
+        for (kind, D, causal), rows in TABLE.items()
+        if kind == "fwd" and D in options.heads and causal in options.causal
     ]
-    context, best = multiprocessing.get_context("spawn"), {}
-    with context.Pool(min(options.jobs, len(tasks)), start_worker, (context.Lock(),)) as pool:
-        for task, wrong, times in pool.imap_unordered(measure, tasks, chunksize=1):
-            kind, D, causal, config, _ = task
-            for T, ms in times.items():
-                row = best.setdefault((kind, D, causal), {})
-                if T not in row or ms < row[T][1]:
-                    row[T] = config, ms
-            rates = [f"T {T}: {ms:.4f} ms {tflops(kind, D, causal, T, ms):4.0f}" for T, ms in times.items()]
-            mode = "causal" if causal else "full"
-            print(f"{kind:5} D {D:3} {mode:6} {config!s:26}", " | ".join(rates), wrong, flush=True)
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        done = pool.map(compile_one, dict.fromkeys(defaults + tasks), chunksize=1)
+    compiled = {task: (spilled, wrong) for task, spilled, wrong in done}
+    best = {key: {} for key in keys}
+    for task in sorted(tasks, key=lambda t: (t[1], t[2], t[0])):  # inputs of one width at a time
+        spilled, wrong = compiled[task]
+        rates = []
+        for T in [] if wrong or spilled else options.lengths:
+            try:
+                ms = measure(task, T)
+            except (AssertionError, RuntimeError) as error:
+                wrong = str(error)
+                break
+            row = best[task[:3]]
+            if T not in row or ms < row[T][1]:
+                row[T] = task[3], ms
+            rates.append(f"T {T}: {ms:.4f} ms {tflops(*task[:3], T, ms):4.0f}")
+        mode = "causal" if task[2] else "full"
+        spill = f"spills {spilled} bytes" if spilled else ""
+        print(
+            f"{task[0]:5} D {task[1]:3} {mode:6} {task[3]!s:26}",
+            " | ".join(rates),
+            spill,
+            wrong,
+            flush=True,
+        )
     return best
 
 
@@ -188,10 +199,6 @@ def tflops(kind, D, causal, T, ms):
 
 
 def write(best: dict) -> None:
-    import cupy as cp
-
-    from xtrain.kernels.flash_attention_table import TABLE
-
     table = dict(TABLE)
     for key, row in best.items():
         classes = [(LONGEST[T], row[T][0]) for T in sorted(row)]

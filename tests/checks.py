@@ -16,7 +16,7 @@ EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 
 def to_kernel(array):
     """The array where a launcher runs its kernel: on the GPU if there is one, else in the simulator."""
-    return device.to_device(np.ascontiguousarray(array), "gpu") if GPU else simulator.sim(array)
+    return device.to_device(np.asarray(array, order="C"), "gpu") if GPU else simulator.sim(array)
 
 
 def to_host(array) -> np.ndarray:

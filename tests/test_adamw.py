@@ -1,14 +1,18 @@
 """AdamW: against PyTorch over many steps; the kernel bit for bit against its reference."""
 
 import re
+from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from checks import GPU, normal, to_host, to_kernel
-from numba import cuda, float32, int64
+from numba import boolean, cuda, float32, int64, uint16
 
-from xtrain.kernels.adamw import TILE, adamw, adamw_hyper, adamw_kernel, adamw_ref
+from xtrain.kernels.adamw import TILE, adamw, adamw_hyper, adamw_ref, make_adamw_kernel
+
+BF16 = ml_dtypes.bfloat16
 
 SIZES = [0, 1, 5, TILE + 3] + ([5_000_003] if GPU else [])
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
@@ -43,6 +47,40 @@ def test_kernel_equals_the_reference_bit_for_bit(n, factor):
             wrong = np.flatnonzero(to_host(k).view(np.uint32) != r.view(np.uint32))
             assert not wrong.size, (name, step, wrong[:5], to_host(k)[wrong[:5]], r[wrong[:5]])
     assert np.array_equal(to_host(on_kernel[1]), g_before)
+
+
+@pytest.mark.parametrize("zero_grad", [False, True])
+@pytest.mark.parametrize("with_half", [False, True])
+def test_the_copy_in_bf16_and_the_zeroed_gradient(with_half, zero_grad):
+    """They come with the same pass and change nothing else."""
+    n = TILE + 5
+    rest = (adamw_hyper(1e-3, *BETAS, 7), n // 3, *BETAS, EPS, DECAY)
+    want = case(n)
+    adamw_ref(*want, ones(0.5), *rest)
+    for place in (to_kernel, np.array):
+        arrays = [place(a) for a in case(n)]
+        half = place(np.full(n, 7, BF16))
+        more = (half if with_half else None, zero_grad)
+        adamw(*arrays, place(ones(0.5)), place(rest[0]), *rest[1:], *more)
+        for name, k, r in zip(NAMES, arrays, want):
+            r = np.zeros_like(r) if name == "g" and zero_grad else r
+            assert to_host(k).tobytes() == r.tobytes(), name
+        copy = want[0].astype(BF16) if with_half else np.full(n, 7, BF16)
+        assert to_host(half).tobytes() == copy.tobytes()
+
+
+@pytest.mark.parametrize("first", [1, 4, 8])
+def test_a_slice_at_any_address(first):
+    """As a rank that owns part of the arena: the same bits, and nothing outside the slice."""
+    n, part = 40, slice(first, first + 27)
+    rest = (adamw_hyper(1e-3, *BETAS, 7), 11, *BETAS, EPS, DECAY)
+    want, half = [*case(n), np.ones(n, BF16)], to_kernel(np.ones(n, BF16))
+    on_kernel = [to_kernel(a) for a in want[:4]]
+    adamw_ref(*(a[part] for a in want[:4]), ones(0.5), *rest, want[4][part], True)
+    slices = [a[part] for a in on_kernel]
+    adamw(*slices, to_kernel(ones(0.5)), to_kernel(rest[0]), *rest[1:], half[part], True)
+    for name, k, r in zip((*NAMES, "half"), (*on_kernel, half), want):
+        assert to_host(k).tobytes() == r.tobytes(), name
 
 
 def test_the_launcher_on_the_host_is_the_reference():
@@ -94,12 +132,26 @@ def test_what_is_not_decayed_and_what_is_outside_stays():
     assert np.array_equal(new[16:], old[16:])
 
 
-def test_no_contraction_in_the_compiled_kernel():
+@pytest.mark.parametrize("with_half", [False, True])
+def test_no_contraction_in_the_compiled_kernel(with_half, monkeypatch):
     """Every float operation is marked .rn: nobody may merge two of them into an fma."""
-    signature = (float32[::1],) * 6 + (int64,) + (float32,) * 5
+    import numba.cuda.dispatcher
+
+    # Device functions ask the current device what to compile for; there may be none.
+    here = SimpleNamespace(compute_capability=(9, 0))
+    monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: here)
+    half = uint16[::1] if with_half else float32[::1]
+    signature = (
+        (float32[::1],) * 3 + (half,) + (float32[::1],) * 3 + (int64,) + (float32,) * 5 + (boolean,)
+    )
     try:
         ptx, _ = cuda.compile(
-            adamw_kernel.py_func, signature, device=False, abi="numba", cc=(9, 0), output="ptx"
+            make_adamw_kernel(with_half, True).py_func,
+            signature,
+            device=False,
+            abi="numba",
+            cc=(9, 0),
+            output="ptx",
         )
     except Exception as error:
         if "NVVM" not in str(error) and "nvvm" not in str(error):
@@ -128,5 +180,9 @@ def test_bad_input():
             adamw(*with_(6, n_decay))
     with pytest.raises(ValueError, match="first step is 1"):
         adamw_hyper(1e-3, *BETAS, 0)
+    with pytest.raises(TypeError, match="half is float32, expected bfloat16"):
+        adamw(*good, half_n=np.ones(n, np.float32))
+    with pytest.raises(ValueError, match=r"half has shape \(5,\), expected \(6\)"):
+        adamw(*good, half_n=np.ones(5, BF16))
     with pytest.raises(TypeError, match="one place"):
         adamw(*with_(0, to_kernel(good[0])))

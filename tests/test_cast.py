@@ -6,7 +6,9 @@ import pytest
 import torch
 from checks import GPU, normal, rng, sentinels, to_host, to_kernel
 
-from xtrain.kernels.cast import cast_fwd, cast_ref
+from xtrain.kernels._flat import BLOCK
+from xtrain.kernels._launch import launch
+from xtrain.kernels.cast import cast_fwd, cast_ref, narrow_naive_kernel
 
 BF16 = ml_dtypes.bfloat16
 
@@ -47,6 +49,22 @@ def test_narrowing_is_bit_exact():
     assert np.isnan(to_host(got)[nan].astype(np.float32)).all()
     oracle = torch.tensor(x).bfloat16().view(torch.int16).numpy().view(np.uint16)
     assert np.array_equal(bits(got)[~nan], oracle[~nan])
+
+
+def test_the_naive_kernel_narrows_to_the_same_bits():
+    x = hard_floats()
+    y = to_kernel(np.zeros(x.size, np.uint16))
+    launch(narrow_naive_kernel, -(-x.size // BLOCK), BLOCK, y, to_kernel(x.view(np.uint32)))
+    assert np.array_equal(to_host(y), bits(cast_fwd(to_kernel(x), BF16)))
+
+
+@pytest.mark.parametrize("first", [1, 4, 8])
+def test_a_slice_at_any_address(first):
+    x = hard_floats()[: 200 + first]
+    narrow = cast_fwd(to_kernel(x)[first:], BF16)
+    assert np.array_equal(bits(narrow), bits(cast_ref(x[first:], BF16)))
+    wide = cast_fwd(to_kernel(cast_ref(x, BF16))[first:], np.float32)
+    assert np.array_equal(bits(wide), bits(narrow).astype(np.uint32) << 16)
 
 
 def test_widening_every_pattern_is_bit_exact():

@@ -1,5 +1,6 @@
 """Cross-entropy: the reference against calculus and PyTorch, the kernels against the reference."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -14,24 +15,30 @@ from checks import (
     to_kernel,
 )
 
+from xtrain.kernels import cross_entropy as module
+from xtrain.kernels._launch import empty, launch
 from xtrain.kernels.cross_entropy import (
     BLOCK,
     IGNORE,
     SUM_BLOCK,
+    UNROLL,
     count_targets,
     cross_entropy,
+    cross_entropy_naive_kernel,
     cross_entropy_ref,
     mean_loss,
     row_sum,
+    shared_plan,
 )
 
-SHAPES = [(1, 1, 1), (2, 8, 8), (3, 37, 40), (4, BLOCK + 1, BLOCK + 7)]  # N, V, P
-SHAPES += [(2048, 50257, 50304), (7, 2000, 2048)] if GPU else []
+BF16 = ml_dtypes.bfloat16
+SHAPES = [(1, 1, 1), (2, 8, 8), (3, 37, 40), (4, BLOCK + 1, BLOCK + 7), (3, 600, 640)]  # N, V, P
+SHAPES += [(2048, 50257, 50304), (7, 2000, 2048), (100, 151936, 151936)] if GPU else []
 
 
-def case(N, V, P, scale=1.0):
+def case(N, V, P, scale=1.0, dtype=np.float32):
     """-> logits with nonsense in the padding, targets of which every third is ignored, inv_count"""
-    logits = normal(1, N, P, scale=scale)
+    logits = normal(1, N, P, scale=scale).astype(dtype)
     logits[:, V:] = 3e8
     targets = rng(2).integers(0, V, N)
     targets[2::3] = IGNORE
@@ -46,23 +53,78 @@ def test_reference_against_calculus(shape):
     assert_directional(f, (x,), (cross_entropy_ref(x.copy(), targets, V, inv)[1],))
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int16])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernel(shape, scale, dtype):
-    logits, targets, inv = case(*shape, scale)
-    if dtype == np.int16 and shape[1] > 30000:
-        pytest.skip("the vocabulary does not fit int16")
-    V, targets, given = shape[1], targets.astype(dtype), to_kernel(logits)
+    check_kernel(*shape, scale, dtype)
+
+
+def check_kernel(N, V, P, scale, dtype):
+    logits, targets, inv = case(N, V, P, scale, dtype)
+    given = to_kernel(logits)
     loss, dlogits = cross_entropy(given, to_kernel(targets), V, to_kernel(inv))
     assert dlogits is given  # in place
     exact = cross_entropy_ref(logits.astype(np.float64), targets, V, inv)
-    reference = cross_entropy_ref(logits.copy(), targets, V, inv)
-    for name, k, e, r in zip(("loss", "dlogits"), (loss, dlogits), exact, reference):
-        assert_as_good(k, e, r, what=name)
+    loss32, dlogits32 = cross_entropy_ref(logits.astype(np.float32), targets, V, inv)
     loss, dlogits = to_host(loss), to_host(dlogits)
+    assert loss.dtype == np.float32 and dlogits.dtype == dtype
+    assert_as_good(loss, exact[0], loss32, what="loss")
+    assert_as_good(dlogits, exact[1], dlogits32.astype(dtype), what="dlogits")
     assert (dlogits[:, V:] == 0).all()  # padding
     assert (dlogits[targets == IGNORE] == 0).all() and (loss[targets == IGNORE] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("keep, held", [(0, 1), (1, 1), (9, 1), (1, 2)])
+def test_rows_of_several_rounds(keep, held, dtype, monkeypatch):
+    """`keep` rounds of a small block fit into shared memory, `held` into registers; four rounds and a rest are a row."""
+    each = 16 // np.dtype(dtype).itemsize
+    step = UNROLL * 32 * each
+    V = 4 * step + 45
+    monkeypatch.setattr(module, "BLOCKS", {4: (32, 2), 8: (32, 2)})
+    monkeypatch.setattr(module, "HELD", held)
+    monkeypatch.setattr(module, "shared_bytes", lambda *_: keep * UNROLL * 32 * 16 + 200)
+    near, nbytes = shared_plan(V, each, 32, module.shared_bytes())
+    assert (
+        near == min(keep, 4 - held) * step and nbytes == (near + -(-45 // each) * each) // each * 16
+    )
+    module.make_cross_entropy_kernel.cache_clear()
+    check_kernel(2, V, V + 43, 1.0, dtype)
+    check_kernel(2, V - 3 * step, V + 43, 1.0, dtype)  # much padding
+    check_kernel(2, 2 * step, 2 * step, 1.0, dtype)  # no rest
+    module.make_cross_entropy_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int16, np.uint8])
+def test_dtypes_of_targets(dtype):
+    logits, _, inv = case(5, 37, 40)
+    targets = np.array([0, 36, 5, 7, 1], dtype)
+    loss, _ = cross_entropy(*map(to_kernel, (logits, targets)), 37, to_kernel(inv))
+    expected = cross_entropy(logits, targets.astype(np.int64), 37, inv)[0]
+    np.testing.assert_allclose(to_host(loss), expected, rtol=1e-6)
+
+
+def test_naive_kernel():
+    logits, targets, inv = case(4, 37, 40)
+    given, loss = to_kernel(logits), empty(to_kernel(logits), 4)
+    args = loss, given, to_kernel(targets), to_kernel(inv), 37, True
+    launch(cross_entropy_naive_kernel, 4, BLOCK, *args)
+    exact = cross_entropy_ref(logits.astype(np.float64), targets, 37, inv)
+    for k, e, r in zip((loss, given), exact, cross_entropy_ref(logits, targets, 37, inv)):
+        assert_as_good(k, e, r)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_rows_that_begin_anywhere(dtype):
+    """A part of a larger array, not on 16 bytes: the same bits as from a copy."""
+    logits, targets, inv = case(3, 37, 40, dtype=dtype)
+    whole = to_kernel(np.concatenate([np.zeros(1, dtype), logits.ravel()]))
+    targets, inv = to_kernel(targets), to_kernel(inv)
+    given = whole[1:].reshape(3, 40), to_kernel(logits)
+    results = [cross_entropy(x, targets, 37, inv) for x in given]
+    for a, b in zip(*results):
+        assert np.array_equal(to_host(a), to_host(b))
 
 
 def test_without_gradient_the_logits_stay():
@@ -92,22 +154,22 @@ def test_a_target_that_does_not_exist():
             assert not np.isnan(np.delete(gradient, 4, 0)).any()
 
 
-def test_unsigned_targets():
-    logits, _, inv = case(5, 37, 40)
+def test_counting_unsigned_targets():
     targets = np.array([0, 36, 5, 7, 1], np.uint16)
     assert to_host(count_targets(to_kernel(targets)))[0] == np.float32(0.2)
-    loss, _ = cross_entropy(*map(to_kernel, (logits, targets)), 37, to_kernel(inv))
-    expected = cross_entropy(logits, targets.astype(np.int64), 37, inv)[0]
-    np.testing.assert_allclose(to_host(loss), expected, rtol=1e-6)
 
 
-def test_large_logits_and_ignored_infinities():
-    logits = np.array([[1e30, -1e30, 1e30], [np.inf, np.nan, 0.0]], np.float32)
+@pytest.mark.parametrize("P", [3, 8])
+def test_large_logits_and_ignored_infinities(P):
+    logits = np.full((2, P), np.nan, np.float32)
+    logits[:, :3] = [[1e30, -1e30, 1e30], [np.inf, np.nan, 0.0]]
     targets = np.array([0, IGNORE])
     for to in (np.array, to_kernel):
         loss, gradient = cross_entropy(to(logits), to(targets), 3, to(np.ones(1, np.float32)))
         np.testing.assert_allclose(to_host(loss), [np.log(2), 0], rtol=1e-6)
-        np.testing.assert_allclose(to_host(gradient), [[-0.5, 0, 0.5], [0, 0, 0]], atol=1e-7)
+        expected = [[-0.5, 0, 0.5], [0, 0, 0]]
+        np.testing.assert_allclose(to_host(gradient)[:, :3], expected, atol=1e-7)
+        assert (to_host(gradient)[:, 3:] == 0).all()
 
 
 def test_micro_batches_add_up():

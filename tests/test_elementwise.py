@@ -1,14 +1,32 @@
 """Add and scale: the references against calculus and PyTorch, the kernels against them."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from checks import GPU, assert_directional, normal, sentinels, to_host, to_kernel
 
-from xtrain.kernels.elementwise import TILE, add_fwd, add_into, scale_fwd, scale_into
+from xtrain.kernels._flat import BLOCK, TILE
+from xtrain.kernels._launch import launch
+from xtrain.kernels.elementwise import (
+    add_fwd,
+    add_into,
+    add_naive_kernel,
+    add_ref,
+    scale_fwd,
+    scale_into,
+    scale_ref,
+)
 
+BF16 = ml_dtypes.bfloat16
 SHAPES = [(), (1,), (2, 8), (3, 5, 7), (TILE + 1,), (0, 4)]
 SHAPES += [(7, 4096), (8192, 768)] if GPU else []
+
+
+def same_bits(got, want):
+    got, want = to_host(got), np.asarray(want)
+    same = got.dtype == want.dtype and got.shape == want.shape
+    return same and got.tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5)])
@@ -19,22 +37,28 @@ def test_reference_against_calculus(shape):
     assert_directional(f, (a,), (scale_fwd(dy, -1.7),))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("scale", [1.0, 1e30])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_equal_the_references(shape, scale):
+def test_kernels_equal_the_references(shape, scale, dtype):
     """One rounding each, so the bits agree."""
-    a, b = (normal(i, *shape, scale=scale).reshape(shape) for i in range(2))
-    factor = np.float32(0.3)
-    assert np.array_equal(to_host(add_fwd(to_kernel(a), to_kernel(b))), a + b)
-    assert np.array_equal(to_host(scale_fwd(to_kernel(a), 0.3)), a * factor)
-    for op, other, want in (
-        (add_into, b, a + b),
-        (scale_into, factor.reshape(1), a * factor),
-    ):
+    a, b = (normal(i, *shape, scale=scale).reshape(shape).astype(dtype) for i in range(2))
+    factor = np.array([0.3], np.float32)
+    total, scaled = (a.astype(np.float32) + b.astype(np.float32)).astype(dtype), scale_ref(a, 0.3)
+    assert same_bits(add_fwd(to_kernel(a), to_kernel(b)), total)
+    assert same_bits(scale_fwd(to_kernel(a), 0.3), scaled)
+    for op, other, want in ((add_into, b, total), (scale_into, factor, scaled)):
         for place in (to_kernel, np.array):
             x = place(a)
             assert op(x, place(other)) is None
-            assert np.array_equal(to_host(x), want)
+            assert same_bits(x, want)
+
+
+def test_the_naive_kernel_adds_too():
+    a, b = normal(1, BLOCK + 1), normal(2, BLOCK + 1)
+    y = to_kernel(np.zeros_like(a))
+    launch(add_naive_kernel, 2, BLOCK, y, to_kernel(a), to_kernel(b))
+    assert np.array_equal(to_host(y), add_ref(a, b))
 
 
 def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
@@ -45,14 +69,18 @@ def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
     assert np.array_equal(to_host(z), to_host(scale_fwd(a, 3.0)))
 
 
-def test_in_place_touches_nothing_else():
-    whole = to_kernel(normal(1, 40))
-    before = to_host(whole).copy()
-    add_into(whole[8:24], to_kernel(np.ones(16, np.float32)))
-    scale_into(whole[24:32], to_kernel(np.zeros(1, np.float32)))
-    after = to_host(whole)
-    assert np.array_equal(after[8:24], before[8:24] + 1) and not after[24:32].any()
-    assert np.array_equal(after[:8], before[:8]) and np.array_equal(after[32:], before[32:])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("first", [0, 1, 3, 4, 8])
+def test_in_place_on_a_slice_at_any_address(first, dtype):
+    """A slice that does not begin on 16 bytes is right too, and its neighbours are left alone."""
+    host = normal(1, 64).astype(dtype)
+    for n in (1, 16, 21):
+        whole, part = to_kernel(host), slice(first, first + n)
+        add_into(whole[part], to_kernel(np.ones(n, dtype)))
+        scale_into(whole[part], to_kernel(np.full(1, 0.3, np.float32)))
+        want = host.copy()
+        want[part] = scale_ref(want[part] + dtype(1), 0.3)
+        assert same_bits(whole, want)
 
 
 def test_against_pytorch():

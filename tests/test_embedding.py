@@ -1,5 +1,8 @@
 """Embedding: the reference against calculus and PyTorch, the kernels against the reference."""
 
+import functools
+
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -14,21 +17,26 @@ from checks import (
     to_kernel,
 )
 
+from xtrain.kernels._flat import BLOCK
 from xtrain.kernels._launch import launch
 from xtrain.kernels.embedding import (
-    BLOCK,
-    COLUMNS,
-    QUEUE,
-    ROWS,
-    WARPS,
+    PIECE,
+    SLICES,
+    TILE_IDS,
+    digit_values,
     embedding_bwd,
     embedding_bwd_naive_kernel,
     embedding_bwd_ref,
     embedding_fwd,
     embedding_ref,
+    make_sort_kernel,
+    make_split_kernel,
+    sorting_warps,
 )
 
-SHAPES = [(1, 1, 1), (3, 8, 5), (WARPS + 1, 37, ROWS + 3), (70, COLUMNS + 1, 10)]  # N, C, V
+BF16 = ml_dtypes.bfloat16
+HIGH = digit_values(1)  # tokens that a block of the sort owns
+SHAPES = [(1, 1, 1), (3, 8, 5), (9, 37, HIGH + 3), (70, 264, 10)]  # N, C, V
 SHAPES += [(7, 4096, 300), (8192, 768, 50304)] if GPU else []
 
 
@@ -56,29 +64,87 @@ def test_forward_kernel_copies_exactly(dtype):
             assert np.array_equal(to_host(got), w[ids])
 
 
+@pytest.mark.parametrize("table", [np.float32, BF16])
+@pytest.mark.parametrize("rows", [np.float32, BF16])
+def test_forward_between_dtypes(table, rows):
+    for shape in SHAPES[1:3]:
+        ids, w, *_ = case(*shape)
+        w = w.astype(table)
+        want = w[ids].astype(rows)
+        for place in (to_kernel, np.array):
+            got = to_host(embedding_fwd(place(ids), place(w), rows))
+            assert got.dtype == rows and got.tobytes() == want.tobytes()
+    assert to_host(embedding_fwd(to_kernel(ids), to_kernel(w))).dtype == table
+
+
+@pytest.mark.parametrize(
+    "N, V, T", [(9, 5, 32), (600, 127, 64), (TILE_IDS + 70, 70, 32), (70, 521, 1024)]
+)
+def test_the_plan_is_a_stable_sort(N, V, T):
+    """Ids outside the table, among them those that the last block would own, are left out."""
+    ids = rng(1).integers(-2, V + 3, N)
+    ids[rng(2).random(N) < 0.3] = V // 2
+    plan, tiles = to_kernel(np.full((N, 4), -7, np.int32)), -(-N // TILE_IDS)
+    split, first = (to_kernel(np.full(n, -7, np.int32)) for n in (tiles * TILE_IDS, (tiles, T + 1)))
+    threads = 32 * sorting_warps(T)
+    launch(make_split_kernel(T), tiles, threads, split, first, to_kernel(ids), V)
+    launch(make_sort_kernel(T), -(-V // T), threads, plan, split, first)
+    n = np.argsort(ids, kind="stable")
+    n = n[(ids[n] >= 0) & (ids[n] < V)]
+    first = np.searchsorted(ids[n], ids[n], "left")
+    last = np.searchsorted(ids[n], ids[n], "right")
+    plan = to_host(plan)
+    assert np.array_equal(plan[: n.size], np.stack([n, ids[n], first, last], 1))
+    assert (plan[n.size :, 2] == -1).all()
+
+
+def test_two_digits_are_enough():
+    sizes = {1: 32, 1 << 10: 32, (1 << 10) + 1: 64, 50304: 256, 1 << 16: 256, 1 << 26: 8192}
+    assert {V: digit_values(V) for V in sizes} == sizes
+    with pytest.raises(ValueError, match="a table of 67108865 rows"):
+        digit_values((1 << 26) + 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_backward_kernel(shape):
+def test_backward_kernel(shape, dtype):
     ids, _, dx, dw0 = case(*shape)
-    dw = to_kernel(dw0)
+    dx, dw = dx.astype(dtype), to_kernel(dw0)
     assert embedding_bwd(to_kernel(dx), to_kernel(ids), dw) is None
     exact = embedding_bwd_ref(dx.astype(np.float64), ids, shape[2]) + dw0
-    assert_as_good(dw, exact, embedding_bwd_ref(dx, ids, shape[2]) + dw0, what="dw")
+    reference = embedding_bwd_ref(dx.astype(np.float32), ids, shape[2]) + dw0
+    assert_as_good(dw, exact, reference, what="dw")
     untouched = np.setdiff1d(np.arange(shape[2]), ids)
     assert np.array_equal(to_host(dw)[untouched], dw0[untouched])
 
 
-def test_backward_adds_in_the_order_of_n():
-    """More matches than the queue holds, most of them one token: still the reference's bits."""
-    N, C, V = 2 * QUEUE + 77, 3, 2 * ROWS
-    ids, dx = rng(1).integers(0, V, N).astype(np.int32), normal(2, N, C, scale=100.0)
-    ids[rng(2).random(N) < 0.8] = 5
-    want = embedding_bwd_ref(dx, ids, V)
-    zero = np.zeros((V, C), np.float32)
-    assert not np.array_equal(want, embedding_bwd_ref(dx[::-1], ids[::-1], V))  # order matters
+def in_pieces(dx_NC, ids_N, V):
+    """The order that the kernels promise: PIECE rows at a time, pieces i, i + SLICES, ... first, then the slices."""
+    dw_VC = np.zeros((V, dx_NC.shape[1]), np.float32)
+    add = lambda rows: functools.reduce(np.add, rows, np.zeros_like(dw_VC[0]))
+    for v in range(V):
+        rows = dx_NC[ids_N == v]
+        pieces = [add(rows[i : i + PIECE]) for i in range(0, len(rows), PIECE)]
+        dw_VC[v] = (
+            pieces[0] if len(pieces) == 1 else add([add(pieces[s::SLICES]) for s in range(SLICES)])
+        )
+    return dw_VC
+
+
+@pytest.mark.parametrize("length", [PIECE, PIECE + 1, 2 * PIECE, 11 * PIECE + 3])
+def test_backward_adds_in_a_fixed_order(length):
+    """Tokens with one, two and many pieces side by side: the promised bits; up to PIECE rows the reference's."""
+    lengths = [3, length, 1, PIECE + 5, 2, length]
+    ids = rng(1).permutation(np.repeat(np.arange(6), lengths)).astype(np.int32)
+    dx = normal(2, ids.size, 9, scale=100.0)
+    want, reference = in_pieces(dx, ids, 6), embedding_bwd_ref(dx, ids, 6)
+    assert not np.array_equal(reference, embedding_bwd_ref(dx[::-1], ids[::-1], 6))  # order matters
     for _ in range(2):
-        dw = to_kernel(zero)
+        dw = to_kernel(np.zeros((6, 9), np.float32))
         embedding_bwd(to_kernel(dx), to_kernel(ids), dw)
         assert np.array_equal(to_host(dw), want)
+    short = np.array(lengths) <= PIECE
+    assert np.array_equal(want[short], reference[short])
 
 
 def test_naive_kernel_agrees_bit_for_bit():
@@ -90,10 +156,10 @@ def test_naive_kernel_agrees_bit_for_bit():
     assert np.array_equal(to_host(dw), to_host(naive))
 
 
-@pytest.mark.parametrize("bad", [-1, ROWS - 3, ROWS, 1 << 40, -(1 << 32)])
+@pytest.mark.parametrize("bad", [-1, HIGH - 3, HIGH, 1 << 40, -(1 << 32)])
 def test_an_id_outside_the_table(bad):
     """The CPU says which; a kernel cannot, so it is loud in forward and harmless in backward."""
-    V = ROWS - 3  # the last block owns rows past the end
+    V = HIGH - 3  # the last block owns tokens past the end
     ids, w, dx, dw0 = case(6, 4, V)
     ids[2] = bad
     message = f"id {bad} at position 2 is outside the table of {V} rows"

@@ -7,9 +7,8 @@ import pytest
 import torch
 from checks import GPU, assert_as_good, normal, sentinels, to_host, to_kernel
 
+from xtrain.kernels._flat import BLOCK, TILE
 from xtrain.kernels.grad_norm import (
-    BLOCK,
-    TILE,
     grad_norm,
     norm_and_factor,
     sum_of_squares,
@@ -77,6 +76,14 @@ def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
         total = sum_of_squares(x)
     assert np.array_equal(to_host(first), to_host(grad_norm(x, 1.0)))
     assert np.array_equal(to_host(total), to_host(sum_of_squares(x)))
+
+
+def test_a_slice_at_any_address_gives_the_same_bits():
+    x = to_kernel(normal(1, TILE + 9))
+    for first in (1, 4):
+        assert np.array_equal(
+            to_host(grad_norm(x[first:], 1.0)), to_host(grad_norm(x[first:].copy(), 1.0))
+        )
 
 
 def test_bad_input():

@@ -1,5 +1,6 @@
 """swap_heads: the reference is NumPy's transpose; the kernel must be equal to the bit."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -7,17 +8,35 @@ from checks import GPU, assert_directional, normal, sentinels, to_host, to_kerne
 
 from xtrain.kernels.layout import WARPS, swap_heads, swap_heads_ref
 
+BF16 = ml_dtypes.bfloat16
+# any width; rows of whole chunks of 32 bytes, in float32 alone or in both
 SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (1, 2, WARPS + 1, 33), (2, 1, 4, 8), (3, 4, 1, 2)]
-SHAPES += [(2, 12, 1024, 64), (70000, 2, 3, 5), (1, 3, 500000, 1)] if GPU else []
+SHAPES += [(2, 3, 5, 16), (1, 4, 3, 48), (2, 5, 2, 24)]
+SHAPES += [(2, 12, 1024, 64), (70000, 2, 3, 5), (1, 3, 500000, 1), (70000, 2, 3, 16)] if GPU else []
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel(shape):
-    x = normal(1, *shape)
+def test_kernel(shape, dtype):
+    x = normal(1, *shape).astype(dtype)
     y = swap_heads(to_kernel(x))
+    assert to_host(y).dtype == dtype
     expected = np.ascontiguousarray(x.swapaxes(1, 2))
     assert np.array_equal(to_host(y), expected) and np.array_equal(swap_heads(x), expected)
     assert y.flags.c_contiguous and np.array_equal(to_host(swap_heads(y)), x)  # its own inverse
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_an_array_that_begins_anywhere(dtype):
+    x = to_kernel(normal(1, 2 * 3 * 5 * 16 + 1).astype(dtype))[1:].reshape(2, 3, 5, 16)
+    assert np.array_equal(to_host(swap_heads(x)), to_host(x).swapaxes(1, 2))
+
+
+def test_the_bits_are_copied():
+    """Also those of a NaN."""
+    x = np.arange(0x7F80, 0x7F80 + 2 * 3 * 16, dtype=np.uint16).reshape(1, 2, 3, 16)
+    y = to_host(swap_heads(to_kernel(x.view(BF16))))
+    assert np.array_equal(y.view(np.uint16), x.swapaxes(1, 2))
 
 
 def test_reference_against_calculus():
@@ -36,13 +55,14 @@ def test_the_result_is_never_a_view(shape):
     assert not np.shares_memory(swap_heads(x), x)
 
 
-def test_nothing_outside_the_output(monkeypatch):
-    x = to_kernel(normal(1, 2, 3, 5, 7))
+@pytest.mark.parametrize("D", [7, 16])
+def test_nothing_outside_the_output(monkeypatch, D):
+    x = to_kernel(normal(1, 2, 3, 5, D))
     with sentinels(monkeypatch):
         swap_heads(x)
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)])
+@pytest.mark.parametrize("shape", [(0, 3, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0), (0, 3, 4, 8)])
 def test_empty(shape):
     B, X, Y, D = shape
     assert swap_heads(to_kernel(np.zeros(shape, np.float32))).shape == (B, Y, X, D)

@@ -1,12 +1,13 @@
 """QK-norm + RoPE from packed QKV: equal to its parts, calculus, PyTorch; kernels, reference."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from xtrain.kernels import qk_norm_rope
+from xtrain.kernels import _heads, qk_norm_rope
 from xtrain.kernels.qk_norm_rope import (
     PARTIALS,
     WARPS,
@@ -19,28 +20,36 @@ from xtrain.kernels.rmsnorm import rmsnorm_bwd_ref, rmsnorm_fwd
 from xtrain.kernels.rope import rope_bwd, rope_fwd, rope_tables
 
 EPS = 1e-6
-SHAPES = [  # N, H, G, D, T
+BF16 = ml_dtypes.bfloat16
+SHAPES = [  # N, H, G, D, T: the kernels for any width, the kernels in use, with several query heads per key head
     (1, 1, 1, 2, 1),
     (4, 2, 1, 8, 2),
     (3, 3, 1, 6, 3),
+    (2, 1, 1, 74, 2),
+    (2, 3, 2, 32, 2),
+    (3, 1, 1, 16, 3),
     (2, WARPS, 2, 32, 1),
     (3, 2, 2, 64, 3),
+    (2, 3, 1, 64, 2),
     (2, 1, 1, 128, 2),
     (1, 2, 1, 256, 1),
-    (2, 1, 1, 74, 2),
 ]
 SHAPES += [(8192, 12, 4, 64, 256), (PARTIALS + 5, 24, 24, 32, 100)] if GPU else []
 
 
-def case(N, H, G, D, T, scale=1.0):
+def case(N, H, G, D, T, scale=1.0, dtype=np.float32):
     """-> qkv, q_w, k_w, cos, sin"""
-    tables = rope_tables(D, T, 10000.0)
-    return normal(1, N, (H + 2 * G) * D, scale=scale), normal(2, D), normal(3, D), *tables
+    qkv = normal(1, N, (H + 2 * G) * D, scale=scale).astype(dtype)
+    return qkv, normal(2, D), normal(3, D), *rope_tables(D, T, 10000.0)
 
 
 def upstream(N, H, G, D, dtype=np.float32):
     """-> dq, dk, dv"""
-    return [normal(i, N, heads, D, dtype=dtype) for i, heads in ((4, H), (5, G), (6, G))]
+    return [normal(i, N, heads, D).astype(dtype) for i, heads in ((4, H), (5, G), (6, G))]
+
+
+def single(*arrays):
+    return [a.astype(np.float32) for a in arrays]
 
 
 def double(*arrays):
@@ -85,47 +94,83 @@ def test_equals_rmsnorm_and_rope():
     assert np.array_equal(dv.reshape(N, -1), part["v"][1])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_forward_kernel(shape, scale):
+def test_forward_kernel(shape, scale, dtype):
     N, H, G, _, T = shape
-    arrays = case(*shape, scale)
+    arrays = case(*shape, scale, dtype)
     got = qk_norm_rope_fwd(*map(to_kernel, arrays), H, G, T, EPS)
     p = np.arange(N) % T
     exact = qk_norm_rope_ref(*double(*arrays), H, G, p, EPS)
-    reference = qk_norm_rope_ref(*arrays, H, G, p, EPS)
+    reference = qk_norm_rope_ref(*single(*arrays), H, G, p, EPS)
     for name, k, e, r in zip(("q", "k", "v", "rstd"), got, exact, reference):
-        assert_as_good(k, e, r, what=name)
+        kind = np.float32 if name == "rstd" else dtype
+        assert to_host(k).dtype == kind
+        assert_as_good(k, e, r.astype(kind), what=name)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_backward_kernel(shape):
-    check_backward(*shape)
+def test_backward_kernel(shape, dtype):
+    check_backward(*shape, dtype)
 
 
-@pytest.mark.parametrize("shape", [(7, 2, 1, 8, 7), (5, 5, 3, 6, 2)])
+@pytest.mark.parametrize("shape", [(7, 2, 1, 8, 7), (5, 5, 3, 6, 2), (19, 2, 1, 32, 5)])
 def test_backward_kernel_with_more_tokens_than_blocks(shape, monkeypatch):
     monkeypatch.setattr(qk_norm_rope, "PARTIALS", 2)
-    check_backward(*shape)
+    monkeypatch.setattr(qk_norm_rope, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(qk_norm_rope, "BWD_THREADS", 32)
+    monkeypatch.setattr(qk_norm_rope, "RESIDENT", {4: 2, 8: 2})
+    qk_norm_rope.make_bwd_kernel.cache_clear()
+    check_backward(*shape, np.float32)
+    qk_norm_rope.make_bwd_kernel.cache_clear()
 
 
-def check_backward(N, H, G, D, T):
-    qkv, q_w, k_w, cos, sin = case(N, H, G, D, T)
-    outputs, before, p = upstream(N, H, G, D), normal(7, D), np.arange(N) % T
-    rstd = qk_norm_rope_ref(qkv, q_w, k_w, cos, sin, H, G, p, EPS)[3]
+def test_backward_kernel_with_heads_in_several_blocks(monkeypatch):
+    monkeypatch.setattr(_heads, "MAX_THREADS", 32)
+    monkeypatch.setattr(_heads, "SPLIT_THREADS", 16)
+    for make in (qk_norm_rope.make_fwd_kernel, qk_norm_rope.make_bwd_kernel):
+        make.cache_clear()
+    test_forward_kernel(
+        (3, 8, 3, 32, 3), 1.0, np.float32
+    )  # blocks of 4 heads: q | q | k k k v | v v
+    check_backward(3, 8, 3, 32, 3, np.float32)
+    for make in (qk_norm_rope.make_fwd_kernel, qk_norm_rope.make_bwd_kernel):
+        make.cache_clear()
+
+
+def check_backward(N, H, G, D, T, dtype):
+    qkv, q_w, k_w, cos, sin = case(N, H, G, D, T, dtype=dtype)
+    outputs, before, p = upstream(N, H, G, D, dtype), normal(7, D), np.arange(N) % T
+    rstd = qk_norm_rope_ref(*single(qkv), q_w, k_w, cos, sin, H, G, p, EPS)[3]
     dq_w, dk_w = to_kernel(before), to_kernel(before)
     inputs = (*outputs, qkv, q_w, k_w, rstd, cos, sin)
     dqkv = qk_norm_rope_bwd(*map(to_kernel, inputs), H, G, T, dq_w, dk_w)
     inputs64 = double(*outputs, qkv, q_w, k_w)
     rstd64 = qk_norm_rope_ref(*inputs64[3:], cos, sin, H, G, p, EPS)[3]
     exact = qk_norm_rope_bwd_ref(*inputs64, rstd64, cos, sin, p)
-    reference = qk_norm_rope_bwd_ref(*inputs, p)
-    for name, k, e, r in zip(("dqkv", "dq_w", "dk_w"), (dqkv, dq_w, dk_w), exact, reference):
-        extra = 0 if name == "dqkv" else before
-        assert_as_good(k, e + extra, r + extra, what=name)
+    reference = qk_norm_rope_bwd_ref(*single(*inputs), p)
+    assert_as_good(dqkv, exact[0], reference[0].astype(dtype), what="dqkv")
+    for name, k, e, r in zip(("dq_w", "dk_w"), (dq_w, dk_w), exact[1:], reference[1:]):
+        assert_as_good(k, e + before, r + before, what=name)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 2, 1), (4, 3, 1, 6, 2), (2, 9, 1, 32, 2)])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_rows_that_begin_anywhere(dtype):
+    """A row of a larger array, not on 16 bytes, takes the kernels for any width: as good as from a copy."""
+    N, H, G, D, T = 3, 2, 1, 32, 3
+    qkv, *rest = case(N, H, G, D, T, dtype=dtype)
+    whole = to_kernel(np.concatenate([np.zeros(1, dtype), qkv.ravel()]))
+    rest, tolerance = [to_kernel(a) for a in rest], 2e-6 if dtype is np.float32 else 2e-2
+    for given, copy in zip(*(
+        qk_norm_rope_fwd(x, *rest, H, G, T, EPS) for x in (whole[1:].reshape(N, -1), to_kernel(qkv))
+    )):  # fmt: skip
+        given, copy = single(to_host(given), to_host(copy))
+        np.testing.assert_allclose(given, copy, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2, 1), (4, 3, 1, 6, 2), (2, 9, 3, 32, 2)])
 def test_without_norm(shape):
     N, H, G, D, T = shape
     qkv, _, _, cos, sin = case(*shape)
@@ -149,9 +194,10 @@ def test_without_norm(shape):
         np.testing.assert_allclose(to_host(dqkv), expected, atol=1e-6)
 
 
-def test_given_positions():
+@pytest.mark.parametrize("D", [8, 32])
+def test_given_positions(D):
     """A packed batch: the tokens of unequal sequences, each with its own position."""
-    N, H, G, D = 5, 2, 1, 8
+    N, H, G = 5, 2, 1
     qkv, q_w, k_w, cos, sin = case(N, H, G, D, 9)
     outputs, positions = upstream(N, H, G, D), np.array([0, 1, 2, 0, 8], np.int32)
     for to in (np.array, to_kernel):
@@ -169,10 +215,12 @@ def test_given_positions():
             np.testing.assert_allclose(to_host(dqkv)[n], expected[0], rtol=1e-4, atol=1e-5)
 
 
-def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
-    N, H, G, D, T = 3, 7, 2, 10, 3
-    qkv, q_w, k_w, cos, sin = map(to_kernel, case(N, H, G, D, T))
-    outputs = [to_kernel(d) for d in upstream(N, H, G, D)]
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("shape", [(3, 7, 2, 10, 3), (3, 4, 2, 16, 3)])
+def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch, shape, dtype):
+    N, H, G, D, T = shape
+    qkv, q_w, k_w, cos, sin = map(to_kernel, case(N, H, G, D, T, dtype=dtype))
+    outputs = [to_kernel(d) for d in upstream(N, H, G, D, dtype)]
     results = []
     for _ in range(2):
         dq_w, dk_w = to_kernel(normal(7, D)), to_kernel(normal(8, D))
@@ -203,8 +251,9 @@ def test_against_pytorch():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
-def test_no_rows():
-    D, H, G = 8, 2, 1
+@pytest.mark.parametrize("D", [8, 16])
+def test_no_rows(D):
+    H, G = 2, 1
     arrays = case(0, H, G, D, 4)
     for to in (np.array, to_kernel):
         given = [to(a) for a in arrays]

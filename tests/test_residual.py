@@ -1,5 +1,6 @@
 """Residual + RMSNorm: the reference against calculus and PyTorch, the kernels against it."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -13,14 +14,20 @@ from xtrain.kernels.residual import (
 )
 
 EPS = 1e-6
+BF16 = ml_dtypes.bfloat16
 SHAPES = [(1, 1), (2, 8), (3, 37), (5, 64), (5, 264), (2, 1032), (2, 1027)]
 SHAPES += [(7, 4096), (8192, 768), (1, 20000)] if GPU else []
 
 
-def case(N, C, scale=1.0):
+def case(N, C, scale=1.0, dtype=np.float32):
     """x, r, w, dh, dy, dw before"""
-    x, r, dh, dy = (normal(i, N, C, scale=s) for i, s in enumerate((scale, scale, 1.0, 1.0)))
+    scales = (scale, scale, 1.0, 1.0)
+    x, r, dh, dy = (normal(i, N, C, scale=s).astype(dtype) for i, s in enumerate(scales))
     return x, r, normal(4, C), dh, dy, normal(5, C)
+
+
+def single(*arrays):
+    return [a.astype(np.float32) for a in arrays]
 
 
 def double(*arrays):
@@ -41,22 +48,27 @@ def test_reference_against_calculus(shape, used):
     assert_directional(f, (x, r, w), (dx, dx, dw))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_forward_kernel(shape, scale):
-    x, r, w, *_ = case(*shape, scale)
-    got = residual_rmsnorm_fwd(to_kernel(x), to_kernel(r), to_kernel(w), EPS)
-    exact = residual_rmsnorm_ref(*double(x, r, w), EPS)
-    for name, k, e, ref in zip(("h", "y", "rstd"), got, exact, residual_rmsnorm_ref(x, r, w, EPS)):
-        assert_as_good(k, e, ref, what=name)
-    assert np.array_equal(to_host(got[0]), x + r)
+def test_forward_kernel(shape, scale, dtype):
+    x, r, w, *_ = case(*shape, scale, dtype)
+    h, y, rstd = residual_rmsnorm_fwd(to_kernel(x), to_kernel(r), to_kernel(w), EPS)
+    assert to_host(h).dtype == to_host(y).dtype == dtype and to_host(rstd).dtype == np.float32
+    h64, y64, rstd64 = residual_rmsnorm_ref(*double(x, r, w), EPS)
+    h32, y32, rstd32 = residual_rmsnorm_ref(*single(x, r, w), EPS)
+    assert_as_good(h, h64, h32.astype(dtype), what="h")
+    assert_as_good(y, y64, y32.astype(dtype), what="y")
+    assert_as_good(rstd, rstd64, rstd32, what="rstd")
+    assert np.array_equal(to_host(h), h32.astype(dtype))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 37), (5, 64)] + (SHAPES if GPU else []))
-def test_backward_kernel(shape, used):
-    x, r, w, dh, dy, dw0 = case(*shape)
-    h, _, rstd = residual_rmsnorm_ref(x, r, w, EPS)
+def test_backward_kernel(shape, used, dtype):
+    h, _, w, dh, dy, dw0 = case(*shape, dtype=dtype)
+    rstd = residual_rmsnorm_ref(*single(h), 0, w, EPS)[2]
     dw = to_kernel(dw0)
     dx = residual_rmsnorm_bwd(
         to_kernel(dh) if used else None, *map(to_kernel, (dy, h, w, rstd)), dw
@@ -64,8 +76,9 @@ def test_backward_kernel(shape, used):
     dh64, dy64, h64, w64 = double(dh, dy, h, w)
     rstd64 = residual_rmsnorm_ref(h64, 0, w64, EPS)[2]
     exact = residual_rmsnorm_bwd_ref(dh64 if used else None, dy64, h64, w64, rstd64)
-    reference = residual_rmsnorm_bwd_ref(dh if used else None, dy, h, w, rstd)
-    assert_as_good(dx, exact[0], reference[0], what="dx", scale=1.0)
+    dh32, dy32, h32 = single(dh, dy, h)
+    reference = residual_rmsnorm_bwd_ref(dh32 if used else None, dy32, h32, w, rstd)
+    assert_as_good(dx, exact[0], reference[0].astype(dtype), what="dx", scale=1.0)
     assert_as_good(dw, exact[1] + dw0, reference[1] + dw0, what="dw")
 
 

@@ -1,5 +1,6 @@
 """RoPE: tables against transformers, reference against calculus, kernel against reference."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from xtrain.kernels.rope import rope_bwd, rope_frequencies, rope_fwd, rope_ref, rope_tables
 
+BF16 = ml_dtypes.bfloat16
 SHAPES = [(1, 1, 2), (3, 2, 8), (5, 3, 6), (2, 9, 64), (3, 1, 256), (2, 3, 74)]  # N, H, D
+SHAPES += [(3, 3, 16), (3, 2, 32), (2, 1, 48)]
 SHAPES += [(8192, 12, 64), (1000, 7, 128)] if GPU else []
 LLAMA3 = {
     "rope_type": "llama3",
@@ -106,18 +109,22 @@ def test_reference_against_calculus(shape):
     assert_directional(f, (x,), (rope_bwd(dy, cos, sin),))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("launcher, sign", [(rope_fwd, 1), (rope_bwd, -1)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel(shape, launcher, sign):
+def test_kernel(shape, launcher, sign, dtype):
     x, cos, sin = case(*shape)
+    x = x.astype(dtype)
     got = launcher(*map(to_kernel, (x, cos, sin)))
+    assert to_host(got).dtype == dtype
     p = np.arange(len(x))
     exact = rope_ref(x.astype(np.float64), cos, sin, p, sign)
-    assert_as_good(got, exact, rope_ref(x, cos, sin, p, sign))
+    assert_as_good(got, exact, rope_ref(x.astype(np.float32), cos, sin, p, sign).astype(dtype))
 
 
-def test_positions_restart_in_every_sequence():
-    x, cos, sin = case(6, 2, 8, T=5)
+@pytest.mark.parametrize("D", [8, 32])
+def test_positions_restart_in_every_sequence(D):
+    x, cos, sin = case(6, 2, D, T=5)
     for to in (np.array, to_kernel):
         y = to_host(rope_fwd(to(x), to(cos), to(sin), T=3))
         assert np.array_equal(y[:3], to_host(rope_fwd(to(x[:3]), to(cos), to(sin))))
@@ -125,8 +132,9 @@ def test_positions_restart_in_every_sequence():
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
-def test_given_positions(dtype):
-    x, cos, sin = case(6, 2, 8, T=20)
+@pytest.mark.parametrize("D", [8, 32])
+def test_given_positions(D, dtype):
+    x, cos, sin = case(6, 2, D, T=20)
     positions = np.array([19, 0, 3, 3, 7, 1], dtype)
     expected = rope_ref(x, cos, sin, positions)
     for to in (np.array, to_kernel):
@@ -156,16 +164,17 @@ def test_against_pytorch():
         np.testing.assert_allclose(ours.reshape(ty.shape), theirs.detach().numpy(), atol=2e-6)
 
 
-def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch):
-    x, cos, sin = map(to_kernel, case(5, 3, 34))
+@pytest.mark.parametrize("D", [34, 32])
+def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, D):
+    x, cos, sin = map(to_kernel, case(5, 3, D))
     with sentinels(monkeypatch):
         y = rope_fwd(x, cos, sin)
     assert np.array_equal(to_host(y), to_host(rope_fwd(x, cos, sin)))
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 8), (4, 0, 8)])
+@pytest.mark.parametrize("shape", [(0, 3, 8), (4, 0, 8), (0, 3, 16), (4, 0, 16)])
 def test_empty(shape):
-    cos, sin = rope_tables(8, 4, 10000.0)
+    cos, sin = rope_tables(shape[2], 4, 10000.0)
     x = np.zeros(shape, np.float32)
     assert rope_fwd(x, cos, sin).shape == shape
     assert rope_fwd(*map(to_kernel, (x, cos, sin))).shape == shape

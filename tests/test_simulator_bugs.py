@@ -28,8 +28,8 @@ MARK = "  # BUG"
 def planted(tmp_path):
     """-> plant(stem, old, new): xtrain/kernels/<stem>.py with `old` replaced by `new`, imported as another module.
 
-    The first line of `new` that is not in `old` gets the mark `# BUG`. A line taken away becomes
-    `pass`. Without old and new: a plain copy.
+    old: any fragment that occurs once. The first line that the file did not have before gets the
+    mark `# BUG`. A line taken away becomes `pass`. Without old and new: a plain copy.
     """
 
     def plant(stem, old="", new=""):
@@ -38,10 +38,9 @@ def planted(tmp_path):
         if old:
             count = source.count(old)
             assert count == 1, f"{stem}.py has changed: {old!r} occurs {count} times"
-            lines = new.splitlines(True)
-            at = next(i for i, s in enumerate(lines) if s not in old.splitlines(True))
-            lines[at] = lines[at].rstrip("\n") + MARK + "\n"
-            source = source.replace(old, "".join(lines))
+            known, lines = set(source.splitlines()), source.replace(old, new).splitlines()
+            lines[next(i for i, s in enumerate(lines) if s not in known)] += MARK
+            source = "\n".join(lines) + "\n"
         path.write_text(source)
         spec = importlib.util.spec_from_file_location(f"xtrain.kernels.bad_{stem}", path)
         module = importlib.util.module_from_spec(spec)
@@ -87,7 +86,7 @@ def run_softmax(planted, reduce):
 
 
 def run_qk_norm_bwd(module):
-    H, G, D, N = 2, 1, 8, 2
+    H, G, D, N = 2, 1, 12, 2  # a width for the plain kernels
     tables = zeros(4, D // 2), zeros(4, D // 2)
     qkv, rstd, w = f32(N, (H + 2 * G) * D), f32(N, H + G, mean=3.0), f32(D)
     dq, dk, dv = f32(N, H, D), f32(N, G, D), f32(N, G, D)
@@ -97,10 +96,8 @@ def run_qk_norm_bwd(module):
 
 # ----------------------------------------------------------------------------- barriers
 def test_no_barrier_between_two_uses_of_shared_memory(planted):
-    barrier = (
-        "    v = warp_sum(v)\n    cuda.syncthreads()  # the previous use of `partial` is over\n"
-    )
-    reduce = planted("_reduce", barrier, "    v = warp_sum(v)\n    pass\n")
+    before = "    v = warp_sum(v)\n    "
+    reduce = planted("_reduce", before + "cuda.syncthreads()", before + "pass")
     with pytest.raises(RaceError) as caught:
         run_softmax(planted, reduce)
     kernel = "race in block_sum (called by causal_softmax_fwd_kernel)"
@@ -112,9 +109,8 @@ def test_no_barrier_between_two_uses_of_shared_memory(planted):
 
 def test_no_barrier_between_write_and_read(planted):
     """Warp 0 runs first here, and finds a place that nobody has written yet."""
-    reduce = planted(
-        "_reduce", "    cuda.syncthreads()  # every warp's maximum is there\n", "    pass\n"
-    )
+    after = "  # every warp's maximum is there"
+    reduce = planted("_reduce", "cuda.syncthreads()" + after, "pass" + after)
     with pytest.raises(UninitializedError) as caught:
         run_softmax(planted, reduce)
     assert_reported(
@@ -169,13 +165,12 @@ def test_early_return_before_a_barrier(planted):
 
 
 def test_no_syncwarp_between_lanes(planted):
-    old = "    cuda.syncwarp()  # from here on each element has one owner, the lane of its plane\n"
-    module = planted("qk_norm_rope", old, "    pass\n")
+    module = planted("qk_norm_rope", "cuda.syncwarp()", "pass")
     with pytest.raises(RaceError) as caught:
         run_qk_norm_bwd(module)
-    kernel = "norm_rotate_head_bwd (called by qk_norm_rope_bwd_kernel)"
-    words = "thread (4, 0, 0) wrote dw_WD", "thread (0, 0, 0) read", "shared memory"
-    assert_reported(caught, module, kernel, *words, lines=("dw_WD[warp, d] = float32(0.0)",))
+    words = "thread (6, 0, 0) wrote dw_WD[0, 6]", "thread (0, 0, 0) read", "shared memory"
+    kernel, lines = "qk_norm_rope_bwd_warp_kernel", ("dw_WD[warp, d] =", "dw_WD[warp, r + R] +=")
+    assert_reported(caught, module, kernel, *words, lines=lines)
 
 
 # ----------------------------------------------------------------------------- who writes what
@@ -191,16 +186,12 @@ def test_all_threads_write_what_one_should(planted):
 
 
 def test_two_blocks_write_one_element(planted):
-    old = "    b, i = row // X, row % X\n"
-    module = planted("layout", old, "    b, i = row // X, row // X\n")
+    module = planted("layout", "b, i = row // X, row % X", "b, i = row // X, row // X")
     with pytest.raises(RaceError) as caught:
-        module.swap_heads(f32(1, 2, 3, 4))
-    words = (
-        "race between blocks in swap_heads_kernel",
-        "block (0, 0, 0) thread",
-        "block (1, 0, 0) thread",
-    )
-    assert_reported(caught, module, "y_BYXD[0, 0, 0, 0]", *words, lines=("y_BYXD[b, j, i, d] =",))
+        module.swap_heads(f32(1, 2, 3, 5))  # a width for the plain kernel
+    kernel = "race between blocks in swap_heads_plain_kernel"
+    words = "block (0, 0, 0) thread", "block (1, 0, 0) thread", "y_BYXD[0, 0, 0, 0]"
+    assert_reported(caught, module, kernel, *words, lines=("y_BYXD[b, j, i, d] =",))
 
 
 def test_neighbour_overwritten_in_place(planted):
@@ -214,22 +205,38 @@ def test_neighbour_overwritten_in_place(planted):
 
 
 def test_read_after_the_barrier_behind_which_it_is_overwritten(planted):
-    source = (FOLDER / "cross_entropy.py").read_text()
-    first = source.index("    top = block_max(m, partial)\n")
-    old = source[first : source.index("    if with_gradient:\n", first)]
-    new = old.replace("(top - at_target)", "(top - logits_NP[n, target])")
+    old = "float32(LOG2E)), partial)"
+    new = old + "\n        at_target = load1(logits, n * P + target)"
     module = planted("cross_entropy", old, new)
     with pytest.raises(RaceError) as caught:
         module.cross_entropy(f32(2, 600), sim(np.array([40, 3])), 600, f32(1))
-    words = "thread 0 read logits_NP[0, 40]", "thread 40 wrote it", "global memory"
+    words = "thread 0 read load1(logits, n * P + target)", "thread 5 wrote element 40"
     assert_reported(caught, module, "cross_entropy_kernel", *words)
+
+
+def test_corrected_by_a_thread_that_did_not_write_it(planted):
+    old = "if exists and target // EACH % BLOCK == tid:"
+    module = planted("cross_entropy", old, "if exists and tid == 0:")
+    with pytest.raises(RaceError) as caught:
+        module.cross_entropy(f32(2, 600), sim(np.array([40, 3])), 600, f32(1))
+    words = "thread 0 wrote store1(logits, n * P + target", "thread 5 wrote element 40"
+    lines = "store1(logits, n * P + target", "store8(logits"
+    assert_reported(caught, module, "cross_entropy_kernel", *words, lines=lines)
+
+
+def test_two_threads_put_sixteen_bytes_in_one_place(planted):
+    module = planted("layout", "* X + i) * CHUNKS", "* X) * CHUNKS")
+    with pytest.raises(RaceError) as caught:
+        module.swap_heads(f32(1, 2, 3, 4))
+    words = "thread 0 wrote element 0 in put(y", "thread 3 wrote it", "global memory"
+    assert_reported(caught, module, "swap_heads_kernel", *words, lines=("put(y, swapped",))
 
 
 def test_two_launch_arguments_are_one_array(planted):
     module = planted("layout")
     x = f32(1, 2, 2, 4)
     with pytest.raises(RaceError) as caught:
-        run(module.swap_heads_kernel, (2, 1), (32, module.WARPS), x, x)
+        run(module.swap_heads_plain_kernel, (2, 1), (32, module.WARPS), x, x)
     message = str(caught.value)
     assert "y_BYXD" in message and "x_BXYD" in message and "between blocks" in message
 
@@ -265,14 +272,14 @@ def test_shared_array_too_small(planted):
 
 
 def test_sixteen_bytes_past_the_end(planted):
-    """Through the intrinsics of _ptx.py: a misaligned row, and one chunk too many."""
-    old = "            load8(registers, x, first + c)\n"
-    rows = planted("_rows", old, "            load8(registers, x, first + c + 8)\n")
+    """Through the intrinsics of _ptx.py."""
+    old = "load4(registers, x, first + c)"
+    rows = planted("_rows", old, "load4(registers, x, first + c + 4)")
     rmsnorm = planted("rmsnorm")
     rmsnorm.make_row_ops = rows.make_row_ops
     with pytest.raises(OutOfBoundsError) as caught:
         rmsnorm.rmsnorm_fwd(f32(1, 16), f32(16), 0.0)
-    words = "thread 1 uses element 16 in load8(registers, x, first + c + 8)", "shape is (16,)"
+    words = "thread 3 uses element 16 in load4(registers, x, first + c + 4)", "shape is (16,)"
     assert_reported(caught, rows, "load (called by rmsnorm_fwd_kernel)", *words)
 
 
@@ -287,10 +294,8 @@ def test_shared_memory_never_written(planted):
 
 
 def test_local_memory_never_written(planted):
-    old = "    for j in range(EACH):\n        acc[j] = float32(0.0)\n"
-    module = planted(
-        "grad_norm", old, "    for j in range(1, EACH):\n        acc[j] = float32(0.0)\n"
-    )
+    old = "range(EACH):\n        acc[j] = float32(0.0)"
+    module = planted("grad_norm", old, old.replace("EACH", "1, EACH"))
     with pytest.raises(UninitializedError) as caught:
         module.grad_norm(f32(8), 1.0)
     words = "thread 0 reads acc[0]", "local memory"
@@ -324,7 +329,7 @@ def test_shuffle_in_a_branch(planted):
     new = "    acc = float32(0.0)\n    if lane >= visible: return\n    for s in range(lane, visible, 32):\n        acc +="
     module = planted("softmax", old, new)
     with pytest.raises(DeadlockError) as caught:
-        module.causal_softmax_bwd(f32(1, 8, 20), f32(1, 8, 20), 8, 1.0)
+        module.causal_softmax_bwd(f32(1, 8, 21), f32(1, 8, 21), 8, 1.0)  # no multiple of 4 keys
     words = "have returned at", "wait in shfl_xor_sync with mask 0xffffffff at _reduce.py"
     assert_reported(caught, module, "causal_softmax_bwd_warp_kernel", *words)
 

@@ -22,8 +22,15 @@ SHAPES = [  # A, rep, T, S
     (1, 3, WARPS, WARPS + 2),
     (1, 1, 2, BLOCK + 1),
     (1, 1, 2, NARROW + 3),
+    (1, 3, 5, 8),  # from here on the rows are whole chunks of 8 keys
+    (1, 2, 3, 264),
+    (1, 1, 2, NARROW + 8),
 ]
-SHAPES += [(24, 2, 256, 256), (2, 1, 1500, 1500), (1, 2, 64, 5000)] if GPU else []
+SHAPES += (
+    [(24, 2, 256, 256), (2, 1, 1500, 1500), (1, 2, 64, 5000), (1, 1, 8, 16384), (1, 1, 8, 20000)]
+    if GPU
+    else []
+)
 
 
 def case(A, rep, T, S, mean=0.3, scale=1.0):
@@ -70,7 +77,7 @@ def test_backward_kernel(shape):
     assert (to_host(ds)[hidden] == 0).all()
 
 
-@pytest.mark.parametrize("S", [3, NARROW + 1])
+@pytest.mark.parametrize("S", [3, 24, NARROW + 1, NARROW + 8])
 def test_kernels_without_the_mask(S):
     s, dp = normal(1, 2, 4, S), normal(2, 2, 4, S)
     p = causal_softmax_fwd(to_kernel(s), 4, 0.3, causal=False)
@@ -82,7 +89,7 @@ def test_kernels_without_the_mask(S):
     assert_as_good(ds, exact, causal_softmax_bwd_ref(dp, p32, 4, 0.3, False))
 
 
-@pytest.mark.parametrize("S", [6, NARROW + 1])
+@pytest.mark.parametrize("S", [6, 16, NARROW + 1, NARROW + 8])
 def test_values_that_would_overflow(S):
     s = np.full((1, 2, S), -1e30, np.float32)
     s[0, 1, :2] = 1e30
@@ -94,7 +101,7 @@ def test_values_that_would_overflow(S):
         )
 
 
-@pytest.mark.parametrize("S", [9, NARROW + 1])
+@pytest.mark.parametrize("S", [9, 16, NARROW + 1, NARROW + 8])
 def test_nothing_outside_and_the_same_bits_twice(S):
     pad, shape = 64, (1, 6, S)
     s, dp = normal(1, *shape), normal(2, *shape)

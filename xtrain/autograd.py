@@ -73,6 +73,7 @@ class Tensor:
         self._data[where] = value
         self.version.count += 1
 
+    on_gradient = None  # a leaf may have a function: it is called with the leaf after each addition to its gradient
     value = property(lambda self: self._data)  # what ops compute with
     shape = property(lambda self: self._data.shape)
     dtype = property(lambda self: self._data.dtype)
@@ -122,16 +123,18 @@ class Function:
     A gradient passed to backward is None when nothing used that output.
     """
 
+    full_precision = False  # True: parameters come in float32 even where they have a bf16 copy
+
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Run forward on the arguments' arrays and, if any of them needs a gradient, record a Node."""
         ctx = Context(args)
-        out = cls.forward(ctx, *(a.value if isinstance(a, Tensor) else a for a in args))
+        kind = "data" if cls.full_precision else "value"
+        out = cls.forward(ctx, *(getattr(a, kind) if isinstance(a, Tensor) else a for a in args))
         outputs = [Tensor(o) for o in (out if isinstance(out, tuple) else (out,))]
-        if _recording and any(ctx.needs_grad):
-            node = Node(cls, ctx, args, len(outputs))
-            for i, tensor in enumerate(outputs):
-                tensor.requires_grad, tensor.node, tensor.index = True, node, i
+        node = Node(cls, ctx, args, len(outputs)) if _recording and any(ctx.needs_grad) else None
+        for i, tensor in enumerate(outputs):
+            tensor.requires_grad, tensor.node, tensor.index = node is not None, node, i
         return tuple(outputs) if isinstance(out, tuple) else outputs[0]
 
     @staticmethod
@@ -167,7 +170,7 @@ class Context:
         self.saved: tuple = ()
 
     def save(self, *arrays: Any) -> None:
-        """Keep these until backward: arrays, and options beside them."""
+        """Keep these (arrays and options) until backward."""
         self.saved = arrays
 
     def grad_buffer(self, i: int, like: Array) -> Array | None:
@@ -228,9 +231,7 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
         raise RuntimeError("backward needs a tensor computed from one with requires_grad=True")
     if gradient is None:
         if root.size != 1:
-            raise ValueError(
-                f"backward of shape {root.shape} needs a gradient; only one element has an obvious one"
-            )
+            raise ValueError(f"backward of shape {root.shape} needs a gradient")
         gradient = _unit(root.data)
     elif gradient.shape != root.shape:
         raise ValueError(f"the gradient has shape {gradient.shape}, the tensor {root.shape}")
@@ -291,8 +292,8 @@ def _call_backward(node, gradients):
 
 
 def _add_to_leaf(leaf, dx):
-    if dx is leaf.grad:
-        return  # the op has added it there itself
-    if leaf.grad is None:
-        leaf.grad = zeros(leaf.data, leaf.shape)
-    add_into(leaf.grad, dx)
+    if dx is not leaf.grad:  # otherwise the op has added it there itself
+        leaf.grad = zeros(leaf.data, leaf.shape) if leaf.grad is None else leaf.grad
+        add_into(leaf.grad, dx)
+    if leaf.on_gradient is not None:
+        leaf.on_gradient(leaf)

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from . import huggingface
 from .config import UserError
-from .device import to_device, to_numpy
+from .device import is_gpu, to_device, to_numpy
 from .model import Transformer
 from .optim import AdamW
 
@@ -132,5 +132,5 @@ def load(saved: Saved, model: Transformer, optimizer: AdamW) -> None:
                     f"{saved.folder / 'optimizer.safetensors'} does not belong to this model ({letter}.{name})"
                 )
             view[...] = tensor
-        array[...] = to_device(values, model.device)
+        array[...] = to_device(values, model.device) if is_gpu(array) else values
     optimizer.t = saved.state["optimizer_step"]

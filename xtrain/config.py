@@ -192,6 +192,8 @@ class TrainConfig:
     graph: bool = (
         True  # on a GPU: capture the step in a CUDA graph and replay it (the same bits, faster)
     )
+    # what backward computes again instead of keeping it: less memory, more time, the same bits
+    recompute: Literal["none", "attention", "block"] = "none"
     init: str | None = None  # start from the weights in this Hugging Face folder
     resume: bool = False  # go on from the run's last checkpoint
     stop_at: int | None = (
@@ -275,7 +277,7 @@ PRESETS = {
     "tiny": Preset(
         _model(128, 4, 4, 32, 384),
         dict(
-            steps=650, batch=8, seq_len=128, lr=3e-3, warmup=30, vocab_size=2048,
+            steps=800, batch=8, seq_len=128, lr=3e-3, warmup=30, vocab_size=2048,
             eval_every=100, sample_every=200, save_every=200,
         ),
     ),
@@ -286,10 +288,10 @@ PRESETS = {
 }  # fmt: skip
 
 
-def resolve(config: TrainConfig, gpu: bool) -> tuple[TrainConfig, dict[str, Any]]:
+def resolve(config: TrainConfig, gpu: bool, world: int = 1) -> tuple[TrainConfig, dict[str, Any]]:
     """-> (the same run with every None filled from its preset, the preset's model shape without vocab_size).
 
-    Raises UserError on options that make no sense, alone or together with the preset's.
+    world: ranks that share a batch. Raises UserError on options that make no sense, alone or together with the preset's.
     """
     config.validate()
     name = ("dim384" if gpu else "tiny") if config.preset == "auto" else config.preset
@@ -298,8 +300,18 @@ def resolve(config: TrainConfig, gpu: bool) -> tuple[TrainConfig, dict[str, Any]
     )
     preset = PRESETS[name]
     filled = {key: value for key, value in preset.train.items() if getattr(config, key) is None}
+    batch = config.batch or preset.train["batch"]
+    _need(
+        batch % world == 0,
+        f"--batch {batch} is not a multiple of the {world} ranks: choose one that is",
+    )
     if config.micro_batch is None:
-        filled["micro_batch"] = config.batch or preset.train["batch"]
+        filled["micro_batch"] = batch // world
+    else:
+        _need(
+            world == 1 or batch // world % config.micro_batch == 0,
+            f"--batch {batch} is not a multiple of {world} ranks x --micro-batch {config.micro_batch}",
+        )
     if config.name is None:
         filled["name"] = name
     config = replace(config, preset=name, **filled)

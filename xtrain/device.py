@@ -79,6 +79,13 @@ def to_device(x: np.ndarray, device: str) -> Array:
     return cupy().asarray(x) if device == "gpu" else x
 
 
+def zeros_on(device: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
+    """Zeros, made where they are to live."""
+    if device == "gpu":
+        return cupy().zeros(shape, dtype)
+    return to_device(np.zeros(shape, dtype), device)
+
+
 def to_numpy(x: Array) -> np.ndarray:
     """The values as a NumPy array; from the GPU this copies and waits for it."""
     return x if isinstance(x, np.ndarray) else x.get()
@@ -105,7 +112,14 @@ class PrivatePool:
     def __init__(self):
         self.pool = cupy().cuda.MemoryPool()
         self.malloc, self.total_bytes = self.pool.malloc, self.pool.total_bytes
+        weakref.finalize(self, self.pool.free_all_blocks)  # CuPy 14 leaves them on the GPU
         self.alive.add(self)
+
+
+def free_cached(device: str) -> None:
+    """Give memory that nothing uses back to the GPU. (The pool keeps it otherwise, for arrays to come.)"""
+    if device == "gpu":
+        cupy().get_default_memory_pool().free_all_blocks()
 
 
 def memory_peak_bytes(device: str) -> int | None:

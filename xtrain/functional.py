@@ -22,6 +22,8 @@ from .kernels._launch import empty, zeros
 
 
 class Embedding(Function):
+    full_precision = True  # the rows are copied, not multiplied: the residual stream starts in float32
+
     @staticmethod
     def forward(ctx, ids_N, w_VC):
         ctx.save(ids_N, w_VC)
@@ -54,8 +56,8 @@ class Linear(Function):
 
 class RMSNorm(Function):
     @staticmethod
-    def forward(ctx, x_NC, w_C, eps):
-        y_NC, rstd_N = _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps)
+    def forward(ctx, x_NC, w_C, eps, dtype=None):
+        y_NC, rstd_N = _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, dtype)
         ctx.save(x_NC, w_C, rstd_N)
         return y_NC
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .device import Array, PrivatePool, cupy
+from .device import Array, PrivatePool, cupy, free_cached
 
 EAGER_CALLS = 2  # the first compiles kernels and fills the pool, the second finds the pool filled
 
@@ -33,6 +33,7 @@ class Graphed:
 
     def __init__(self, step: Callable[..., tuple[Array, ...]]):
         self.step, self.recordings = step, {}
+        free_cached("gpu")  # it would lie idle beside the pool that is made here
         self.pool, self.stream = PrivatePool(), cupy().cuda.Stream(non_blocking=True)
 
     def __call__(self, *inputs: Array) -> tuple[Array, ...]:

@@ -206,7 +206,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 # ----------------------------------------------------------------------------- reading
-def load(folder: Path, device: str = "cpu", precision: str = "fp32") -> Transformer:
+def load(folder: Path, device: str = "cpu", precision: str = "fp32", world: int = 1) -> Transformer:
     """The model in a Hugging Face folder; weights in fp32, bf16 or fp16 become fp32. precision: of the computation.
 
     Everything is checked against the file headers before memory is taken. Raises UserError: one sentence.
@@ -220,7 +220,7 @@ def load(folder: Path, device: str = "cpu", precision: str = "fp32") -> Transfor
     config = read_config(folder)
     stored = _find_tensors(folder)
     _check_tensors(folder, config, stored)
-    return _fill(Transformer(config, None, device, precision), stored)
+    return _fill(Transformer(config, None, device, precision, world=world), stored)
 
 
 def load_into(model: Transformer, folder: Path) -> None:

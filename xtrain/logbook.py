@@ -36,23 +36,45 @@ def flops_per_token(model: Transformer, T: int) -> float:
     return 6 * (matrices + head) + 6 * c.n_layers * c.n_heads * c.head_dim * T
 
 
-def peak_flops() -> float:
-    """fp32 multiply-adds of the current GPU at its highest clock, times 2, per second. An H200: 67e12."""
+# Operations (a multiply-add counts as two) per multiprocessor and clock, by compute capability: on the ordinary cores in
+# float32, and on tensor cores from bf16 to float32 without sparsity. From NVIDIA's architecture white papers.
+FP32_OPS = {
+    (7, 5): 128,
+    (8, 0): 128,
+    (8, 6): 256,
+    (8, 9): 256,
+    (9, 0): 256,
+    (10, 0): 256,
+    (12, 0): 256,
+}
+BF16_OPS = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+
+
+def peak_flops(precision: str) -> float | None:
+    """What the current GPU can do at its highest clock, operations per second; None for a card not in the tables.
+
+    An H200 at 1.98 GHz: 67e12 in fp32, 1070e12 in bf16 (its datasheet counts with a lower clock: 989e12).
+    GeForce cards add bf16 products up in float32 at half the rate given here.
+    """
     runtime = cupy().cuda.runtime
     device = runtime.getDevice()
-    major, minor = (runtime.deviceGetAttribute(a, device) for a in (75, 76))
-    cores = (
-        64 if (major, minor) in ((7, 0), (7, 5), (8, 0)) else 128
-    )  # per multiprocessor, CUDA programming guide
+    capability = tuple(runtime.deviceGetAttribute(a, device) for a in (75, 76))
     clock_khz, multiprocessors = (runtime.deviceGetAttribute(a, device) for a in (13, 16))
-    return 2.0 * cores * multiprocessors * clock_khz * 1e3
+    ops = (BF16_OPS if precision == "bf16" else FP32_OPS).get(capability)
+    return ops and float(ops) * multiprocessors * clock_khz * 1e3
 
 
 def parameter_table(model: Transformer) -> Table:
     """Parameters of the embedding, the head and the core, apart: a large vocabulary dominates small models."""
     groups = {"embedding": 0, "attention": 0, "MLP": 0, "norms": 0, "head": 0}
     for name, tensor in model.named_parameters():
-        marks = {"norm": "norms", "embed": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "MLP"}
+        marks = {
+            "norm": "norms",
+            "embed": "embedding",
+            "lm_head": "head",
+            "self_attn": "attention",
+            "mlp": "MLP",
+        }
         kind = next(group for mark, group in marks.items() if mark in name)
         groups[kind] += tensor.size
     if model.config.tie_embeddings:
@@ -171,6 +193,21 @@ class Logbook:
             figure.savefig(self.folder / "loss.png", dpi=120)
         except OSError as error:
             raise cannot_write(self.folder / "loss.png", error) from error
+
+
+class NoLogbook:
+    """For the ranks that do not write: the same methods, and nothing happens."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self) -> "NoLogbook":
+        return self
+
+    def nothing(self, *_: Any) -> None:
+        pass
+
+    __exit__ = step = validation = sample = picture = nothing
 
 
 def _keep(path: Path, last_step: int) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its v
 (Radford et al. 2019).
 """
 
+import functools
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +21,11 @@ from . import functional as F
 from .autograd import Tensor, no_grad
 from .config import ModelConfig, UserError
 from .device import Array, is_gpu, resolve_device, to_device, to_numpy
+from .kernels.cast import BFLOAT16
 from .kernels.cross_entropy import count_targets
 from .kernels.rope import rope_tables
 from .nn import Embedding, Linear, Module, Parameter, RMSNorm
+from .recompute import recompute
 
 STD = 0.02
 
@@ -55,15 +58,23 @@ class Attention(Module):
             self.q_norm, self.k_norm = RMSNorm(D, c.norm_eps), RMSNorm(D, c.norm_eps)
         self.config = c
 
-    def __call__(self, x_NC: Tensor, B: int, rotary: tuple[Array, Array]) -> Tensor:
-        c = self.config
-        D, H, G, T = c.head_dim, c.n_heads, c.n_kv_heads, x_NC.shape[0] // B
-        norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
+    def __call__(
+        self, x_NC: Tensor, B: int, rotary: tuple[Array, Array], again: bool = False
+    ) -> Tensor:
+        """again: forget what lies between the two matrix products, and compute it again in backward."""
         qkv = F.linear(x_NC, self.qkv)  # (N, (H + 2G) D)
+        attend = functools.partial(self.attend, B, rotary)
+        return self.o_proj(recompute(attend, qkv) if again else attend(qkv))  # (N, C)
+
+    def attend(self, B: int, rotary: tuple[Array, Array], qkv: Tensor) -> Tensor:
+        """(N, (H + 2G) D) -> (N, H D)"""
+        c = self.config
+        D, H, G, T = c.head_dim, c.n_heads, c.n_kv_heads, qkv.shape[0] // B
+        norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
         q, k, v = F.qk_norm_rope(qkv, *norms, *rotary, H, G, T, c.norm_eps, None)
         q_BTHD, k_BTGD, v_BTGD = (x.reshape(B, T, -1, D) for x in (q, k, v))
         o_BTHD = F.attention(q_BTHD, k_BTGD, v_BTGD, D**-0.5, True)
-        return self.o_proj(o_BTHD.reshape(B * T, H * D))  # (N, C)
+        return o_BTHD.reshape(B * T, H * D)
 
 
 class MLP(Module):
@@ -88,12 +99,13 @@ class Block(Module):
         self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
         self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
 
-    def __call__(self, h_NC, pending_NC, B, rotary):
-        if pending_NC is None:
+    def __call__(self, B, rotary, attend_again, h_NC, pending_NC=None):
+        if pending_NC is None:  # the first block
             x_NC = self.input_layernorm(h_NC)
         else:
             h_NC, x_NC = self.input_layernorm(h_NC, pending_NC)
-        h_NC, x_NC = self.post_attention_layernorm(h_NC, self.self_attn(x_NC, B, rotary))
+        attended_NC = self.self_attn(x_NC, B, rotary, attend_again)
+        h_NC, x_NC = self.post_attention_layernorm(h_NC, attended_NC)
         return h_NC, self.mlp(x_NC)
 
 
@@ -105,18 +117,25 @@ class Decoder(Module):
         self.layers = [Block(c) for _ in range(c.n_layers)]
         self.norm = RMSNorm(c.dim, c.norm_eps)
 
-    def __call__(self, ids_N: Array, B: int, rotary: tuple[Array, Array]) -> Tensor:
-        h_NC, pending_NC = self.embed_tokens(ids_N), None
+    def __call__(
+        self, ids_N: Array, B: int, rotary: tuple[Array, Array], again: str = "none"
+    ) -> Tensor:
+        """again: what of each block backward computes a second time, "none", "attention" or "block"."""
+        stream = (self.embed_tokens(ids_N),)  # h, and from the first block on what is pending
         for layer in self.layers:
-            h_NC, pending_NC = layer(h_NC, pending_NC, B, rotary)
-        return self.norm(h_NC, pending_NC)[1]  # (N, C)
+            block = functools.partial(layer, B, rotary, again == "attention")
+            stream = recompute(block, *stream) if again == "block" else block(*stream)
+        return self.norm(*stream)[1]  # (N, C)
 
 
 class Transformer(Module):
     """The model. device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
 
-    precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights, gradients, moments and
-    all sums in float32.  seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).
+    precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights, their gradients,
+    moments, the residual stream and all sums in float32.  seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).
+    recompute: what backward computes again instead of keeping it: "none", "attention" (between its matrix products) or
+    "block"; may be set at any time, and changes no bit of any gradient.
+    world: the number of ranks among which the arena can be divided (nn.Arena).
     Calling the model gives logits, `loss` the mean cross-entropy.
     """
 
@@ -126,8 +145,10 @@ class Transformer(Module):
         seed: int | None = 0,
         device: str = "cpu",
         precision: Literal["fp32", "bf16"] = "fp32",
+        recompute: Literal["none", "attention", "block"] = "none",
+        world: int = 1,
     ):
-        self.config, self.precision = config, precision
+        self.config, self.precision, self.recompute = config, precision, recompute
         self.device = device if device == "sim" else resolve_device(device)
         self.model = Decoder(config)
         if not config.tie_embeddings:
@@ -138,7 +159,13 @@ class Transformer(Module):
             raise UserError(
                 f"precision {precision!r} cannot be had on the {self.device}: choose fp32, or bf16 on a GPU"
             )
-        self.arena = self.make_arena(self.device, seed, precision == "bf16")
+        if recompute not in ("none", "attention", "block"):
+            raise UserError(
+                f"recompute {recompute!r} is not known: choose none, attention or block"
+            )
+        if precision == "bf16":  # here the float32 residual stream enters the bf16 branches for the first time
+            self.model.layers[0].input_layernorm.out_dtype = BFLOAT16
+        self.arena = self.make_arena(self.device, seed, precision == "bf16", world)
         self.rotary = RotaryTables(config, self.device)
 
     def __call__(self, ids: Array) -> Tensor:
@@ -173,7 +200,7 @@ class Transformer(Module):
     def _hidden(self, ids: Array) -> Tensor:
         B, T = ids.shape
         self.arena.refresh()
-        return self.model(self._to_device(ids.reshape(-1)), B, self.rotary(T))  # (N, C)
+        return self.model(self._to_device(ids.reshape(-1)), B, self.rotary(T), self.recompute)
 
     def _logits(self, x_NC: Tensor) -> Tensor:
         head = self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head

@@ -19,9 +19,9 @@ import numpy as np
 
 from . import functional as F
 from .autograd import Tensor, Version
-from .device import Array, to_device
+from .device import Array, free_cached, to_device, zeros_on
 from .kernels._launch import empty
-from .kernels.cast import BFLOAT16, cast_fwd
+from .kernels.cast import BFLOAT16, cast_into
 
 ALIGN = (
     64  # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
@@ -33,9 +33,10 @@ class Parameter(Tensor):
 
     shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding.
     std: of the normal initialisation; None: ones.  decay: weight decay applies.
+    on_gradient: called with the parameter after each addition to its gradient, if not None (see ddp.py).
     """
 
-    __slots__ = ("decay", "declared_shape", "half", "offset", "parts", "std")
+    __slots__ = ("decay", "declared_shape", "half", "offset", "on_gradient", "parts", "std")
 
     def __init__(
         self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
@@ -44,6 +45,7 @@ class Parameter(Tensor):
         self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
         self.parts = parts or {"weight": shape[0]}
         self.half: Array | None = None  # in bf16 training: the copy that forward and backward use
+        self.on_gradient = None
 
     @property
     def value(self) -> Array:
@@ -76,21 +78,32 @@ class _Part(Tensor):
         self.grad, self.version = parameter.grad[rows], parameter.version
 
 
+def arena_unit(world: int) -> int:
+    """Floats: what the arena's regions and every bucket are a multiple of. Up to 16 ranks (powers of 2) just ALIGN."""
+    return math.lcm(ALIGN, 4 * world)
+
+
 class Arena:
     """Memory of all parameters: weights and grads, 1-D float32 arrays; elements [0, n_decay) are decayed.
 
     half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after any other
     change `refresh` does. Matrices are used from it, norm weights (which are few) always in float32.
+    world: both regions can be divided among so many ranks, in parts of whole 16 bytes (ZeRO-1).
+    weights is None while ZeRO-1 keeps each float32 weight on one rank only (ddp.py); the bf16 copy is then all there is.
     """
 
-    def __init__(self, parameters: list[Parameter], device: str, bf16: bool = False):
-        ordered = [p for p in parameters if p.decay] + [p for p in parameters if not p.decay]
-        offsets, size = [], 0
-        for parameter in ordered:
-            offsets.append(size)
-            size += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
-        self.weights = to_device(np.zeros(size, np.float32), device)
-        self.grads = to_device(np.zeros(size, np.float32), device)
+    def __init__(
+        self, parameters: list[Parameter], device: str, bf16: bool = False, world: int = 1
+    ):
+        decayed, rest = ([p for p in parameters if p.decay is flag] for flag in (True, False))
+        offsets, size, unit = [], 0, arena_unit(world)
+        for region in (decayed, rest):
+            for parameter in region:
+                offsets.append(size)
+                size += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
+            size = -(-size // unit) * unit
+        ordered = decayed + rest
+        self.weights, self.grads = (zeros_on(device, size, np.float32) for _ in range(2))
         self.half = empty(self.weights, size, BFLOAT16) if bf16 else None
         self.half_version = -1
         self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
@@ -106,8 +119,9 @@ class Arena:
 
     def refresh(self) -> None:
         """Make the bf16 copy again if the weights were changed by anything but AdamW."""
-        if self.half is not None and self.half_version != self.version.count:
-            self.half[...] = cast_fwd(self.weights, BFLOAT16)
+        changed = self.half_version != self.version.count
+        if self.half is not None and self.weights is not None and changed:
+            cast_into(self.half, self.weights)  # no temporary: it would leave a hole in the pool
             self.half_version = self.version.count
 
 
@@ -143,13 +157,15 @@ class Module:
                 yield prefix + suffix, _Part(parameter, slice(row, row + rows))
                 row += rows
 
-    def make_arena(self, device: str, seed: int | None, bf16: bool = False) -> Arena:
+    def make_arena(
+        self, device: str, seed: int | None, bf16: bool = False, world: int = 1
+    ) -> Arena:
         """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that are to be loaded.)
 
         Every tensor has a random stream of its own, named by the seed and its Hugging Face name: the numbers
         depend neither on packing nor on padding nor on the order of the layers.
         """
-        arena = Arena([p for _, p in self.storage()], device, bf16)
+        arena = Arena([p for _, p in self.storage()], device, bf16, world)
         if seed is None:
             return arena
         std = {prefix + suffix: p.std for prefix, p in self.storage() for suffix in p.parts}
@@ -160,6 +176,7 @@ class Module:
             stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
             values = stream.standard_normal(tensor.shape, dtype=np.float32) * np.float32(std[name])
             tensor.data = to_device(values, device)
+        free_cached(device)  # the temporaries, before other arrays settle in their memory
         return arena
 
 
@@ -190,8 +207,9 @@ class RMSNorm(Module):
 
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = Parameter((dim,), None), eps
+        self.out_dtype = None  # of the result, where it is not the input's
 
     def __call__(self, x_NC: Tensor, residual_NC: Tensor | None = None):
         if residual_NC is None:
-            return F.rmsnorm(x_NC, self.weight, self.eps)
+            return F.rmsnorm(x_NC, self.weight, self.eps, self.out_dtype)
         return F.residual_rmsnorm(x_NC, residual_NC, self.weight, self.eps)

@@ -19,7 +19,8 @@ from .model import Transformer
 class AdamW:
     """AdamW (Loshchilov & Hutter 2019): decoupled weight decay on matrices, none on norms.
 
-    m, v: the moments, arrays of the arena's length.  t: steps done.  lr may be changed between steps.
+    owned: [(start, end), ...], the parts of the arena that are updated here; None: all of it. (ZeRO-1 in ddp.py.)
+    m, v: the moments of the owned parts, one after the other.  t: steps done.  lr may be changed between steps.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class AdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        owned: list[tuple[int, int]] | None = None,
     ):
         for name, ok in (
             ("lr", 0 <= lr < math.inf),
@@ -41,7 +43,9 @@ class AdamW:
         self.model, self.arena = model, model.arena
         self.lr, self.betas, self.eps, self.weight_decay, self.t = lr, betas, eps, weight_decay, 0
         weights = self.arena.weights
-        self.m, self.v = zeros(weights, weights.shape), zeros(weights, weights.shape)
+        self.owned = [(0, weights.size)] if owned is None else owned
+        n = sum(end - start for start, end in self.owned)
+        self.m, self.v = zeros(weights, n), zeros(weights, n)
         self._one = to_device(np.ones(1, np.float32), model.device)
 
     def step(self, factor_1: Array | None = None) -> None:
@@ -52,17 +56,28 @@ class AdamW:
         """The host's part of a step: count it. -> the numbers that the kernel needs this time, (3,) float32."""
         self.t += 1
         a = self.arena
+        a.half_version += a.half_version == a.version.count  # the kernel writes the bf16 copy too
         a.version.count += 1
-        a.half_version = a.version.count  # the kernel writes the bf16 copy too
         return adamw_hyper(self.lr, *self.betas, self.t)
 
     def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
         """The device's part: one launch, nothing on the host. It can be captured in a CUDA graph."""
-        a = self.arena
-        factor_1 = self._one if factor_1 is None else factor_1
+        first = 0
+        for start, end in self.owned:
+            self.update(start, end, first, hyper_3, self._one if factor_1 is None else factor_1)
+            first += end - start
+
+    def weights(self, start: int, end: int, first: int) -> Array:
+        """The float32 weights of an owned part."""
+        return self.arena.weights[start:end]
+
+    def update(self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array) -> None:
+        """One owned part, elements [start, end) of the arena; its moments begin at `first`."""
+        a, n = self.arena, end - start
+        m, v = self.m[first : first + n], self.v[first : first + n]
         adamw(
-            a.weights, a.grads, self.m, self.v, factor_1, hyper_3,
-            a.n_decay, *self.betas, self.eps, self.weight_decay, **({"half_n": a.half} if a.half is not None else {}),
+            self.weights(start, end, first), a.grads[start:end], m, v, factor_1, hyper_3, min(max(a.n_decay - start, 0), n),
+            *self.betas, self.eps, self.weight_decay, None if a.half is None else a.half[start:end],
         )  # fmt: skip
 
     def zero_grad(self) -> None:

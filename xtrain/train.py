@@ -22,6 +22,7 @@ from rich.progress import Progress
 
 from . import checkpoint, huggingface
 from .autograd import no_grad
+from .communicator import ALONE, Alone
 from .config import ModelConfig, TrainConfig, UserError, resolve
 from .data import Corpus, prepare
 from .device import (
@@ -36,7 +37,7 @@ from .graph import Graphed
 from .kernels._launch import set_debug
 from .kernels.cross_entropy import count_targets
 from .kernels.elementwise import add_fwd
-from .logbook import Logbook, describe, flops_per_token, parameter_table, peak_flops
+from .logbook import Logbook, NoLogbook, describe, flops_per_token, parameter_table, peak_flops
 from .model import Transformer
 from .optim import AdamW, clip, learning_rate
 
@@ -48,13 +49,15 @@ MATTERS = (
 
 
 class Run:
-    """Model, optimizer and data of one training run, and the training step."""
+    """Model, optimizer and data of one training run, and the training step. (With several ranks: ParallelRun in ddp.py.)"""
 
-    def __init__(self, config: TrainConfig, model: Transformer, corpus: Corpus):
-        self.config, self.model, self.corpus = config, model, corpus
+    def __init__(
+        self, config: TrainConfig, model: Transformer, corpus: Corpus, ranks: Alone = ALONE
+    ):
+        self.config, self.model, self.corpus, self.ranks = config, model, corpus, ranks
         c = config
-        self.optimizer = AdamW(model, c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay)
-        self.loader = corpus.loader(c.batch, c.seq_len, c.seed)
+        self.optimizer = self.make_optimizer()
+        self.loader = corpus.loader(c.batch, c.seq_len, c.seed, ranks.rank, ranks.world)
         self.done = 0  # steps
         if model.device == "cpu":
             self.on_device = self.compute
@@ -65,6 +68,10 @@ class Run:
             ]  # the next step overwrites x
         else:
             self.on_device = lambda *inputs: self.compute(*(to_device(x, "gpu") for x in inputs))
+
+    def make_optimizer(self) -> AdamW:
+        c = self.config
+        return AdamW(self.model, c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay)
 
     def step(self) -> tuple[Any, Any, float]:
         """One optimizer step. -> loss and gradient norm, (1,) arrays still on the device; learning rate."""
@@ -91,14 +98,24 @@ class Run:
         self.optimizer.apply(hyper, factor)
         return functools.reduce(add_fwd, losses), norm
 
+    def timing(self, speed: float) -> dict[str, Any]:
+        """More numbers for timing.jsonl."""
+        return {}
+
     @no_grad()
     def validate(self) -> tuple[float, float]:
         """-> (mean loss in nats per token, bits per byte) over the fixed validation batches."""
-        c, nats, tokens, lengths = self.config, 0.0, 0, 0
-        for ids, targets in self.corpus.val_batches(c.eval_batches, c.micro_batch, c.seq_len):
+        c, ranks, nats, tokens, lengths = self.config, self.ranks, 0.0, 0, 0
+        B = c.micro_batch * ranks.world
+        mine = slice(c.micro_batch * ranks.rank, c.micro_batch * (ranks.rank + 1))
+        for ids, targets in self.corpus.val_batches(c.eval_batches, B, c.seq_len):
+            ids, targets = ids[mine], targets[mine]
+            if not targets.size:  # the last batch may have fewer rows
+                continue
             nats += self.model.loss(ids, targets).item() * targets.size
             tokens += targets.size
             lengths += int(self.corpus.token_lengths[targets].sum())
+        nats, tokens, lengths = ranks.total([nats, tokens, lengths])
         return nats / tokens, nats / np.log(2) / max(lengths, 1)
 
     def sample(self) -> str:
@@ -112,13 +129,18 @@ class Run:
         return tokenizer.decode(ids.tolist())
 
     def save(self, folder: Path) -> Path:
+        return self.write(folder, self.optimizer)
+
+    def write(self, folder: Path, optimizer: Any) -> Path:
+        """optimizer: anything with the moments m and v of the whole arena, and t."""
         state = {
             "step": self.done,
             "loader": self.loader.state_dict(),
             "options": {name: getattr(self.config, name) for name in MATTERS},
             "data_sha256": self.corpus.sha256,
+            "ranks": self.ranks.world,
         }
-        return checkpoint.save(folder, self.model, self.optimizer, state, self.corpus.tokenizer)
+        return checkpoint.save(folder, self.model, optimizer, state, self.corpus.tokenizer)
 
     def resume(self, saved: checkpoint.Saved) -> None:
         """Continue from a checkpoint. Raises UserError when an option that matters, or the text, is another one."""
@@ -127,22 +149,27 @@ class Run:
         different = [
             f"{k} was {then.get(k)}, is {v}" for k, v in options.items() if then.get(k) != v
         ]
+        if saved.state.get("ranks", 1) != self.ranks.world:  # then each has another share
+            different = [text for text in different if not text.startswith("micro_batch ")]
         if saved.state.get("data_sha256") != self.corpus.sha256:
             different.append("the text is not the same")
         if different:
             raise UserError(
                 f"cannot resume {saved.folder}: {'; '.join(different)}: use the options it was started with"
             )
-        checkpoint.load(saved, self.model, self.optimizer)
+        self.load(saved)
         self.loader.load_state_dict(saved.state["loader"])
         self.done = saved.step
+
+    def load(self, saved: checkpoint.Saved) -> None:
+        checkpoint.load(saved, self.model, self.optimizer)
 
 
 def loop(run: Run, log: Logbook, stop: Callable[[], bool]) -> None:
     """Train until the last step, or until stop() says so; validate, sample and save on the way and at the end."""
     c, waiting = run.config, []  # steps whose numbers are still on the device
     per_token = flops_per_token(run.model, c.seq_len)
-    peak = peak_flops() if run.model.device == "gpu" else None
+    peak = peak_flops(c.precision) if run.model.device == "gpu" else None
     every = (
         10 if run.model.device == "gpu" else 1
     )  # reading a number means waiting for the GPU: not every step
@@ -150,22 +177,24 @@ def loop(run: Run, log: Logbook, stop: Callable[[], bool]) -> None:
     since = time.perf_counter()
     while run.done < last:
         waiting.append((run.done + 1, *run.step()))
-        ending = run.done == last or stop()
+        ending = run.ranks.any(stop()) or run.done == last
         due = {
             n: ending or run.done % getattr(c, f"{n}_every") == 0
             for n in ("eval", "sample", "save")
         }
         if not (any(due.values()) or len(waiting) == every):
             continue
+        losses = run.ranks.total([float(to_numpy(loss)[0]) for _, loss, _, _ in waiting])
         numbers = [
-            (step, float(to_numpy(loss)[0]), float(to_numpy(norm)[0]), lr)
-            for step, loss, norm, lr in waiting
+            (step, loss, float(to_numpy(norm)[0]), lr)
+            for loss, (step, _, norm, lr) in zip(losses, waiting)
         ]
         seconds = (time.perf_counter() - since) / len(waiting)
         speed = c.batch * c.seq_len / seconds
         for step, loss, norm, lr in numbers:
-            mfu = speed * per_token / peak if peak else None
+            mfu = speed / run.ranks.world * per_token / peak if peak else None
             timing = {"step": step, "tokens_per_s": speed, "ms": 1e3 * seconds, "mfu": mfu}
+            timing |= run.timing(speed)
             log.step({"step": step, "loss": loss, "grad_norm": norm, "lr": lr}, timing)
             if not np.isfinite(loss):
                 raise UserError(
@@ -184,20 +213,28 @@ def loop(run: Run, log: Logbook, stop: Callable[[], bool]) -> None:
         since = time.perf_counter()
 
 
-def train(config: TrainConfig, console: Console | None = None) -> Path:
-    """A whole run. -> its folder. Raises UserError on anything the user can mend."""
-    console = console or Console()
+def train(
+    config: TrainConfig,
+    console: Console | None = None,
+    ranks: Alone = ALONE,
+    make_run: Callable[..., Run] = Run,
+) -> Path:
+    """A whole run. -> its folder. Raises UserError on anything the user can mend. ranks, make_run: see ddp.py."""
+    console = console or Console(quiet=ranks.rank > 0)
     device = resolve_device(config.device)
     set_debug(config.debug)
     asked_name = config.name
-    config, shape = resolve(config, device == "gpu")
-    folder, saved = _run_folder(config, asked_name)
+    config, shape = resolve(config, device == "gpu", ranks.world)
+    folder, saved = ranks.first(lambda: _run_folder(config, asked_name))
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("reading the text", total=1)
         show = lambda fraction, text: progress.update(task, completed=fraction, description=text)
-        corpus = prepare(config.data, config.vocab_size, tokenizer=config.tokenizer, progress=show)
-    model = _make_model(config, shape, corpus, device)
-    run = Run(config, model, corpus)
+        read = lambda: prepare(
+            config.data, config.vocab_size, tokenizer=config.tokenizer, progress=show
+        )
+        corpus = ranks.in_turn(read)
+    model = _make_model(config, shape, corpus, device, ranks.world)
+    run = make_run(config, model, corpus, ranks)
     run.corpus.val_batches(1, config.micro_batch, config.seq_len)  # too little text is said now
     console.print(
         f"[bold]{folder.name}[/]: {describe(model.config)}, on {device_name(device)}",
@@ -214,8 +251,9 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
     if saved:
         run.resume(saved)
         console.print(f"resumed from {saved.folder}", highlight=False)
-    _write_config(folder, config, model.config, corpus, device)
-    with Logbook(folder, config.steps, run.done, console) as log, _signals() as stop:
+    ranks.first(lambda: _write_config(folder, config, model.config, corpus, device))
+    make_log = lambda: Logbook(folder, config.steps, run.done, console)
+    with make_log() if ranks.rank == 0 else NoLogbook(folder) as log, _signals() as stop:
         loop(run, log, stop)
     _farewell(console, run, folder)
     return folder
@@ -246,12 +284,13 @@ def _next_name(name: str, first: str) -> str:
 
 
 def _make_model(
-    config: TrainConfig, shape: dict[str, Any], corpus: Corpus, device: str
+    config: TrainConfig, shape: dict[str, Any], corpus: Corpus, device: str, world: int
 ) -> Transformer:
     if config.init is None:
         model = ModelConfig(vocab_size=corpus.vocab_size, **shape)
-        return Transformer(model, config.seed, device, config.precision)
-    model = huggingface.load(Path(config.init), device, config.precision)
+        return Transformer(model, config.seed, device, config.precision, config.recompute, world)
+    model = huggingface.load(Path(config.init), device, config.precision, world)
+    model.recompute = config.recompute
     if corpus.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size} tokens, the model in {config.init} only {model.config.vocab_size}: "

@@ -1,78 +1,118 @@
-"""A run of n elements, 8 neighbours per thread, read and written 16 bytes at a time.
+"""A run of n elements, or a matrix of rows, 8 elements per thread in two 16-byte accesses.
 
-An element-wise kernel does not care about shape: a contiguous array of any shape is one run. A memory-bound kernel is
-fast when enough bytes are under way at once, so a thread asks for 8 elements (one 16-byte access in bf16, two in
-float32), STEPS times, before it computes anything.
+An element-wise kernel does not care about shape: a contiguous array of any shape is one run. Three things make it as fast
+as a copy:
 
-    chunk     8 neighbouring elements
-    tile      what a block owns: STEPS x BLOCK chunks. Thread t owns chunks t, t + BLOCK, ... of it
+    quad     4 neighbouring elements: one access of 16 bytes in float32, of 8 in bf16. Neighbouring threads own
+             neighbouring quads, so a warp writes whole 32-byte sectors. Two quads side by side in one thread
+             would not: each store would write half sectors, 12 % slower in float32 (H200, N = 32768, C = 768).
+    chunk    what a thread holds in 8 registers: two quads, `gap` elements apart
+    tile     what a block owns: STEPS chunks per thread, all asked for before anything is computed. About
+             25 KB per multiprocessor must be under way at any time.
 
-    elements  0..7   8..15  ...  2040..2047 | 2048..2055 ...
-    thread      0      1            255     |     0
+    elements   0..3  4..7  ...  1020..1023 | 1024..1027  ...                 (a run: gap = 1024)
+    thread       0     1           255     |      0
 
 A 16-byte access needs an address that is a multiple of 16. An array that begins elsewhere (a slice of the arena, a row
-of odd width) and the last few elements of a run are read and written one by one: slower, and right.
+of odd width) and the end of a run are read and written element by element: slower, and right.
 """
 
 from numba import cuda, float32, int64, uint32
 
 from ..device import Array
 from ._launch import launch
-from ._ptx import device, load1, load8, store1, store8
+from ._ptx import device, load1, load4, store1, store4
 
 BLOCK = 256
-EACH = 8  # elements of a chunk
-STEPS = 2  # chunks of a thread: at copy speed 25 KB per multiprocessor must be under way, all the time
+QUAD = 4
+EACH = 2 * QUAD  # elements of a chunk
+STEPS = 2  # chunks of a thread
+GAP = BLOCK * QUAD  # between the quads of a chunk of a run
 STRIDE = BLOCK * EACH  # between the chunks of a thread
 TILE = STEPS * STRIDE
+SPAN = TILE - GAP + QUAD  # from a thread's first element to the end of its last
 
 
 # ----------------------------------------------------------------------------- in a kernel
 @device
-def first_element():
-    """Of this thread's first chunk."""
-    return int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * EACH
+def load(registers, x, i, gap, end, whole):
+    """registers[0:8] = x[i : i + 4] and x[i + gap : i + gap + 4] as float32, zeros from `end` on.
 
-
-@device
-def load(registers, x, i, end, aligned):
-    """registers[0:8] = x[i : i + 8] as float32, zeros from `end` on. aligned: x[i] lies on 16 bytes."""
-    if aligned and i + EACH <= end:
-        load8(registers, x, i)
+    whole: all of it lies before the end, and x on 16 bytes. Hand over a constant, so that no branch is left: a bf16 has
+    to be widened where it was loaded, so loads in branches of their own would wait for one another.
+    """
+    if whole:
+        load4(registers[0:QUAD], x, i)
+        load4(registers[QUAD:EACH], x, i + gap)
     else:
-        for j in range(EACH):
+        for j in range(QUAD):
             registers[j] = load1(x, i + j) if i + j < end else float32(0.0)
+        for j in range(QUAD):
+            registers[QUAD + j] = load1(x, i + gap + j) if i + gap + j < end else float32(0.0)
 
 
 @device
-def store(x, i, end, registers, aligned):
-    """x[i : i + 8] = registers[0:8]; nothing is written from `end` on."""
-    if aligned and i + EACH <= end:
-        store8(x, i, registers)
+def store(x, i, gap, end, registers, whole):
+    """x[i : i + 4] and x[i + gap : i + gap + 4] = registers[0:8]; nothing is written from `end` on."""
+    if whole:
+        store4(x, i, registers[0:QUAD])
+        store4(x, i + gap, registers[QUAD:EACH])
     else:
-        for j in range(EACH):
+        for j in range(QUAD):
             if i + j < end:
                 store1(x, i + j, registers[j])
+        for j in range(QUAD):
+            if i + gap + j < end:
+                store1(x, i + gap + j, registers[QUAD + j])
+
+
+@device
+def position(i, gap, j):
+    """Where registers[j] of a chunk lies."""
+    return i + j if j < QUAD else i + gap + (j - QUAD)
+
+
+@device
+def first_element():
+    """Of this thread's first chunk of a run."""
+    return int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * QUAD
+
+
+@device
+def is_whole(first, n, aligned):
+    """Are all of this thread's chunks before the end of the run, and on 16 bytes?"""
+    return aligned and first + SPAN <= n
 
 
 def make_place(C: int):
-    """-> place(), the row and the first column of this thread's chunk when the rows of a matrix are C wide.
+    """-> place(), gap.   place() -> the row and the first column of this thread's chunk, when rows are C columns wide.
 
-    Every row begins with a new chunk, so a thread never sees two rows. C is a constant of the kernel: a division by it
-    is a multiplication.
+    The quads of a chunk are half a row apart, so a thread never sees two rows. C is a constant of the kernel: the
+    division by it becomes a multiplication.
     """
-    CHUNKS = -(-C // EACH)
+    GAP = row_gap(C)
+    CHUNKS = GAP // QUAD  # of a row
 
     @device
     def place():
         k = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
         n = k // uint32(CHUNKS)
-        return int64(n), int64(k - n * uint32(CHUNKS)) * EACH
+        return int64(n), int64(k - n * uint32(CHUNKS)) * QUAD
 
-    return place
+    return place, GAP
 
 
 # ----------------------------------------------------------------------------- in a launcher
+def row_gap(C: int) -> int:
+    """Half a row, in whole quads."""
+    return -(-C // EACH) * QUAD
+
+
+def blocks_for_rows(N: int, C: int) -> int:
+    """How many blocks N rows take, in chunks as make_place numbers them."""
+    return -(-N * row_gap(C) // (QUAD * BLOCK))
+
+
 def on_16_bytes(*arrays: Array) -> bool:
     """Do all arrays begin at an address that is a multiple of 16?"""
     return all(_address(a) % 16 == 0 for a in arrays)
@@ -82,12 +122,12 @@ def _address(a):
     return a.ctypes.data if hasattr(a, "ctypes") else a.data.ptr
 
 
+def whole_rows(C: int, *arrays: Array) -> bool:
+    """Does every chunk of rows that are C wide consist of two whole quads on 16 bytes?"""
+    return C % EACH == 0 and on_16_bytes(*arrays)
+
+
 def launch_flat(kernel, *arrays: Array, others: tuple = ()) -> None:
     """kernel(runs of n elements..., others..., aligned) on ceil(n / TILE) blocks. Contiguous arrays: these are views."""
     runs = [a.reshape(-1) for a in arrays]
     launch(kernel, -(-runs[0].size // TILE), BLOCK, *runs, *others, on_16_bytes(*runs))
-
-
-def chunks_of_rows(N: int, C: int) -> int:
-    """The grid for N rows in chunks as make_place numbers them."""
-    return -(-N * -(-C // EACH) // BLOCK)

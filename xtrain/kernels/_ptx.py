@@ -81,61 +81,63 @@ def _narrow_pair(builder, low, high):
     return builder.call(asm, [low, high])
 
 
-# ----------------------------------------------------------------------------- 8 elements of a row at once
-def _load8(name, space):
-    def load8(typingctx, registers, x, i):
+# ----------------------------------------------------------------------------- 8 or 4 elements of a row at once
+def _load(name, count, space):
+    def load(typingctx, registers, x, i):
         half = isinstance(x.dtype, types.Integer)
+        word, length = (I32, count // 2) if half else (F32, 4)  # of one access: 16 or 8 bytes
 
         def codegen(context, builder, sig, args):
             out = _data(context, builder, sig.args[0], args[0])
+            pointer = _vector(context, builder, sig, args, 1, 2, word, length, space)
+            values = []
+            for j in range(count // (2 * length if half else length)):
+                vector = builder.load(_register(builder, pointer, j), align=4 * length)
+                at = [ir.Constant(I32, k) for k in range(length)]
+                values += [builder.extract_element(vector, k) for k in at]
             if half:
-                pointer = _vector(context, builder, sig, args, 1, 2, I32, 4, space)
-                vector = builder.load(pointer, align=16)
-                pairs = [builder.extract_element(vector, ir.Constant(I32, j)) for j in range(4)]
-                values = [_widen(builder, pairs[j // 2], j % 2) for j in range(8)]
-            else:
-                pointer = _vector(context, builder, sig, args, 1, 2, F32, 4, space)
-                vectors = [builder.load(_register(builder, pointer, j), align=16) for j in range(2)]
-                at = [(vectors[j // 4], ir.Constant(I32, j % 4)) for j in range(8)]
-                values = [builder.extract_element(*v) for v in at]
+                values = [_widen(builder, values[j // 2], j % 2) for j in range(count)]
             for j, value in enumerate(values):
                 builder.store(value, _register(builder, out, j))
             return context.get_dummy_value()
 
         return types.void(registers, x, i), codegen
 
-    load8.__name__ = name
-    return intrinsic(load8)
+    load.__name__ = name
+    return intrinsic(load)
 
 
-def _store8(name, space):
-    def store8(typingctx, x, i, registers):
+def _store(name, count, space):
+    def store(typingctx, x, i, registers):
         half = isinstance(x.dtype, types.Integer)
+        word, length = (I32, count // 2) if half else (F32, 4)
 
         def codegen(context, builder, sig, args):
             source = _data(context, builder, sig.args[2], args[2])
-            values = [builder.load(_register(builder, source, j)) for j in range(8)]
+            values = [builder.load(_register(builder, source, j)) for j in range(count)]
             if half:
-                values = [_narrow_pair(builder, values[j], values[j + 1]) for j in range(0, 8, 2)]
-            word = I32 if half else F32
-            pointer = _vector(context, builder, sig, args, 0, 1, word, 4, space)
-            for j in range(0, len(values), 4):
-                vector = ir.Constant(ir.VectorType(word, 4), ir.Undefined)
-                for k in range(4):
+                values = [_narrow_pair(builder, *values[j : j + 2]) for j in range(0, count, 2)]
+            pointer = _vector(context, builder, sig, args, 0, 1, word, length, space)
+            for j in range(0, len(values), length):
+                vector = ir.Constant(ir.VectorType(word, length), ir.Undefined)
+                for k in range(length):
                     vector = builder.insert_element(vector, values[j + k], ir.Constant(I32, k))
-                builder.store(vector, _register(builder, pointer, j // 4), align=16)
+                builder.store(vector, _register(builder, pointer, j // length), align=4 * length)
             return context.get_dummy_value()
 
         return types.void(x, i, registers), codegen
 
-    store8.__name__ = name
-    return intrinsic(store8)
+    store.__name__ = name
+    return intrinsic(store)
 
 
 # load8(registers, x, i): registers[0:8] = x[i : i + 8] as float32. x: flat, float32 or bf16; i: a multiple of 8.
 # store8(x, i, registers): the other way, rounded to nearest even for bf16. Both in 16-byte accesses.
-load8, store8 = _load8("load8", GLOBAL), _store8("store8", GLOBAL)
-load8_shared, store8_shared = _load8("load8_shared", SHARED), _store8("store8_shared", SHARED)
+# load4, store4: 4 elements, i a multiple of 4; 16 bytes in float32, 8 in bf16. A float32 store8 is two stores, each of
+# half a 32-byte sector: a kernel that writes float32 is faster with store4, neighbouring threads side by side.
+load8, store8 = _load("load8", 8, GLOBAL), _store("store8", 8, GLOBAL)
+load4, store4 = _load("load4", 4, GLOBAL), _store("store4", 4, GLOBAL)
+load8_shared, store8_shared = _load("load8_shared", 8, SHARED), _store("store8_shared", 8, SHARED)
 
 
 @intrinsic
@@ -186,25 +188,35 @@ def _to_memory(thread, x, i, value, site):
     thread.store(x, i, value, site)
 
 
-def _aligned(i):
-    if i % 8:
-        raise ValueError(f"16-byte access at element {i}: not a multiple of 8")
+def _load_twin(count):
+    def twin(thread, site, registers, x, i):
+        _aligned(i, count)
+        for j in range(count):
+            thread.store(registers, j, _from_memory(thread, x, i + j, site), site)
+
+    return twin
 
 
-@simulates(load8)
-@simulates(load8_shared)
-def _load8_twin(thread, site, registers, x, i):
-    _aligned(i)
-    for j in range(8):
-        thread.store(registers, j, _from_memory(thread, x, i + j, site), site)
+def _store_twin(count):
+    def twin(thread, site, x, i, registers):
+        _aligned(i, count)
+        for j in range(count):
+            _to_memory(thread, x, i + j, thread.load(registers, j, site), site)
+
+    return twin
 
 
-@simulates(store8)
-@simulates(store8_shared)
-def _store8_twin(thread, site, x, i, registers):
-    _aligned(i)
-    for j in range(8):
-        _to_memory(thread, x, i + j, thread.load(registers, j, site), site)
+def _aligned(i, count):
+    if i % count:
+        raise ValueError(f"access to {count} elements at element {i}: not a multiple of {count}")
+
+
+for _of_8 in (load8, load8_shared):
+    simulates(_of_8)(_load_twin(8))
+for _of_8 in (store8, store8_shared):
+    simulates(_of_8)(_store_twin(8))
+simulates(load4)(_load_twin(4))
+simulates(store4)(_store_twin(4))
 
 
 @simulates(load1)

@@ -60,35 +60,42 @@ def block_max(v, partial):
     return warp_max(v)
 
 
-COLUMNS, SLICES = 32, 8  # one warp reads 32 neighbouring columns; 8 warps share the rows
+COLUMNS = 32  # one warp reads 32 neighbouring columns
+SLICES = 32  # warps that share the rows: few rows each, since all a thread does is wait for them
 
 
 @cuda.jit
-def add_column_sums_kernel(out_C, partial_PC):
-    """Grid ceil(C / COLUMNS), block (COLUMNS, SLICES). out_C[c] += sum over p of partial_PC[p, c]."""
+def add_column_sums_kernel(out_C, more_C, partial_PC):
+    """Grid ceil(C / COLUMNS), block (COLUMNS, up to SLICES). C: columns of out and, after them, of more.
+
+    out_C[c] += sum over p of partial_PC[p, c]
+    """
     tile = cuda.shared.array((SLICES, COLUMNS), float32)
-    column, part = cuda.threadIdx.x, cuda.threadIdx.y
+    column, part, parts = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.y
     c = cuda.blockIdx.x * COLUMNS + column
     P, C = partial_PC.shape
     acc = float32(0.0)
     if c < C:
-        for p in range(part, P, SLICES):
+        for p in range(part, P, parts):
             acc += partial_PC[p, c]
     tile[part, column] = acc
     cuda.syncthreads()
     if part == 0 and c < C:
         total = float32(0.0)
-        for i in range(SLICES):  # always in this order: same bits every run
+        for i in range(parts):  # always in this order: same bits every run
             total += tile[i, column]
-        out_C[c] += total
+        if c < out_C.size:
+            out_C[c] += total
+        else:
+            more_C[c - out_C.size] += total
 
 
-def add_column_sums(out_C, partial_PC) -> None:
-    """The second stage of a deterministic weight gradient: out += partial.sum(0)."""
-    launch(
-        add_column_sums_kernel,
-        -(-out_C.size // COLUMNS),
-        (COLUMNS, SLICES),
-        out_C,
-        partial_PC,
-    )
+def add_column_sums(partial_PC, out_C, more_C=None) -> None:
+    """The second stage of a deterministic weight gradient: out += partial.sum(0).
+
+    more: a second gradient, for the columns of partial that follow those of out.
+    """
+    P, C = partial_PC.shape
+    block = COLUMNS, min(SLICES, P)
+    more_C = out_C if more_C is None else more_C  # a kernel takes no None
+    launch(add_column_sums_kernel, -(-C // COLUMNS), block, out_C, more_C, partial_PC)

@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from ..simulator import simulates
+from ..simulator import KernelError, simulates
 from ._ptx import (
     F32,
     GLOBAL,
@@ -43,9 +43,12 @@ def _shared_address(context, builder, sig, args, a, i):
     """32-bit address of args[a][args[i]] in shared memory"""
     data = _data(context, builder, sig.args[a], args[a])
     base = builder.addrspacecast(data, ir.PointerType(data.type.pointee, SHARED))
-    index = args[i] if args[i].type.width <= 32 else builder.trunc(args[i], I32)
     size = ir.Constant(I32, sig.args[a].dtype.bitwidth // 8)
-    return builder.add(builder.ptrtoint(base, I32), builder.mul(index, size))
+    return builder.add(builder.ptrtoint(base, I32), builder.mul(_int32(builder, args[i]), size))
+
+
+def _int32(builder, value):
+    return value if value.type.width <= 32 else builder.trunc(value, I32)
 
 
 def _global_address(context, builder, sig, args, a, i):
@@ -101,23 +104,28 @@ def mma_bf16(typingctx, c, a, b):
 
 
 def _ldmatrix(name, option):
-    def ldmatrix(typingctx, registers, smem, i):
+    def ldmatrix(typingctx, registers, smem, i, flip, more):
         def codegen(context, builder, sig, args):
-            text = f"ldmatrix.sync.aligned.m8n8.x4{option}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
             address = _shared_address(context, builder, sig, args, 1, 2)
+            # The compiler must not look into this sum, or it would form a new one for each `more`.
+            address = _asm(builder, "mov.b32 $0, $1;", "=r,r", I32, [address], effect=False)
+            flip, more = (builder.mul(_int32(builder, x), ir.Constant(I32, 2)) for x in args[3:])
+            address = builder.add(builder.xor(address, flip), more)
+            text = f"ldmatrix.sync.aligned.m8n8.x4{option}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
             result = ir.LiteralStructType([I32] * 4)
             out = _asm(builder, text, "=r,=r,=r,=r,r,~{memory}", result, [address])
             _set_registers(context, builder, sig, args, 0, _fields(builder, out))
             return context.get_dummy_value()
 
-        return types.void(registers, smem, i), codegen
+        return types.void(registers, smem, i, flip, more), codegen
 
     ldmatrix.__name__ = name
     return intrinsic(ldmatrix)
 
 
-# registers[0:4] = four 8 x 8 matrices of bf16, a register for each; lane 8 m + r says with i where row r of matrix m
-# begins. Lane 4 g + t receives row g, columns 2t and 2t + 1; with _trans, of the transposed matrices. "ldmatrix"
+# registers[0:4] = four 8 x 8 matrices of bf16, a register for each. Row r of matrix m begins at element (i ^ flip) + more
+# of smem, i as lane 8 m + r has it, flip and more the same for all: constants, so that one i serves a whole product.
+# Lane 4 g + t receives row g, columns 2t and 2t + 1; with _trans, of the transposed matrices. "ldmatrix"
 ldmatrix = _ldmatrix("ldmatrix", "")
 ldmatrix_trans = _ldmatrix("ldmatrix_trans", ".trans")
 
@@ -283,9 +291,13 @@ warp_id = _scalar("warp_id", _instruction(_WARP_ID, "=r", I32), types.int32)
 
 
 # ----------------------------------------------------------------------------- the same in the simulator
+def _misuse(site, text):
+    return KernelError(f"{site.what} in {site.function}: {text}", (site,))
+
+
 def _aligned16(index, site):
     if index % 8:
-        raise ValueError(f"{site.what}: element {index} is not 16-byte aligned")
+        raise _misuse(site, f"element {index} is not 16-byte aligned")
 
 
 def _pairs(halves):
@@ -336,19 +348,20 @@ def _mma_bf16(threads, sites, args):
 def _simulated_ldmatrix(transpose):
     def run(threads, sites, args):
         matrices = np.empty((4, 8, 8), np.uint16)
-        for thread, site, (_, smem, i) in zip(threads, sites, args):
-            _aligned16(i, site)
-            row = [thread.load(smem, i + j, site) for j in range(8)]
-            matrices[thread.lane // 8, thread.lane % 8] = row
-        for m in range(4):  # not wrong but slow, and no tile that is swizzled as it should be does it
-            banks = {int(args[8 * m + r][2]) // 8 % 8 for r in range(8)}
-            if len(banks) < 8:
-                raise ValueError(
-                    f"{sites[0].what}: bank conflict, 8 rows of 16 bytes in {len(banks)} of 8 places"
-                )
-        for thread, site, (registers, _, _) in zip(threads, sites, args):
+        banks = [set() for _ in range(4)]
+        for thread, site, (_, smem, i, flip, more) in zip(threads, sites, args):
+            at, m = (int(i) ^ int(flip)) + int(more), thread.lane // 8
+            _aligned16(at, site)
+            matrices[m, thread.lane % 8] = [thread.load(smem, at + j, site) for j in range(8)]
+            banks[m].add(at // 8 % 8)
+        n = min(map(len, banks))
+        if n < 8:  # not wrong but slow, and no tile that is swizzled as it should be does it
+            raise _misuse(sites[0], f"bank conflict, 8 rows of 16 bytes lie in {n} of 8 places")
+        for thread, site, (registers, *_) in zip(threads, sites, args):
             g, t = divmod(thread.lane, 4)
-            mine = (x[2 * t : 2 * t + 2, g] if transpose else x[g, 2 * t : 2 * t + 2] for x in matrices)
+            mine = (
+                x[2 * t : 2 * t + 2, g] if transpose else x[g, 2 * t : 2 * t + 2] for x in matrices
+            )
             _set_fragment(thread, registers, [_pairs(pair)[0] for pair in mine], site)
         return [None] * len(threads)
 
@@ -406,13 +419,15 @@ simulates(store16_shared)(_simulated_store16)
 @simulates(load16_shared)
 def _load16_shared(thread, site, registers, smem, i):
     _aligned16(i, site)
-    _set_fragment(thread, registers, _pairs([thread.load(smem, i + j, site) for j in range(8)]), site)
+    _set_fragment(
+        thread, registers, _pairs([thread.load(smem, i + j, site) for j in range(8)]), site
+    )
 
 
 @simulates(load2_shared)
 def _load2_shared(thread, site, registers, smem, i):
     if i % 2:
-        raise ValueError(f"{site.what}: element {i} is not 8-byte aligned")
+        raise _misuse(site, f"element {i} is not 8-byte aligned")
     _set_fragment(thread, registers, [thread.load(smem, i + j, site) for j in range(2)], site)
 
 

@@ -1,8 +1,8 @@
 """Tiles of bf16 in shared memory, and their products in the registers of one warp.
 
-A tile has rows of D elements and lies in shared memory from element `a` on, a multiple of 8 rows. ldmatrix reads the
-same 16-byte chunk of 8 rows at a time. Were the rows simply one below the other, all 8 chunks would lie in the same
-banks of shared memory (rows of 128 bytes) and be read one after the other. So chunk c of row r is kept at c ^ r, D = 64:
+A tile has rows of D elements and begins in shared memory at a multiple of 256 bytes. ldmatrix reads the same 16-byte
+chunk of 8 rows at a time. Were the rows simply one below the other, all 8 chunks would lie in the same banks of shared
+memory (rows of 128 bytes) and be read one after the other. So chunk c of row r is kept at c ^ r; D = 64:
 
     row 0    c0 c1 c2 c3 c4 c5 c6 c7      c0 of rows 0..7 now lies in 8 different places,
     row 1    c1 c0 c3 c2 c5 c4 c7 c6      which are all the banks once:
@@ -15,17 +15,17 @@ of tile (m, n)
     acc[m, n, 2 r + c]    row 16 m + 8 r + g, column 8 n + 2 t + c           r, c in {0, 1}
 
 Rounded to pairs of bf16 it is, register by register, the left operand of another product (`pack`): scores become the
-factor of the values without leaving the lane. A packed operand is (depth / 16, MT, 4). MT = 2 reads every right operand
-once for 32 rows, and MT = 1 once for 16: with 16 rows, reading shared memory takes longer than multiplying.
+weights of the values without leaving the lane. With MT = 2 a warp reads each right operand once for 32 rows; with
+MT = 1, 16 rows, reading shared memory takes longer than multiplying.
 """
 
 import functools
-from types import SimpleNamespace
 
 from numba import cuda, float32, uint32
 
 from ._ptx import device
 from ._tensor_cores import (
+    commit_copies,
     copy16_async,
     ldmatrix,
     ldmatrix_trans,
@@ -54,29 +54,46 @@ def make_place(D):
     return place
 
 
+# ----------------------------------------------------------------------------- between global and shared memory
 @functools.cache
 def make_copy(D, ROWS, THREADS):
-    """-> copy_tile(smem, a, x, first, stride, valid): a block begins to copy ROWS rows into a tile.
+    """-> copy_tile(smem, a, x, first, stride, valid): a block begins to copy ROWS rows into the tile at a.
 
     Row r comes from x[first + r stride]; rows from `valid` on become zeros. Neighbouring threads copy neighbouring
-    chunks: whole rows are read at once.
+    chunks, so that whole rows are read at once.
     """
     place = make_place(D)
     CHUNKS = D // CHUNK
     STEP = THREADS // CHUNKS  # rows that the block copies at a time
     STEPS = -(-ROWS // STEP)
     assert STEP % 8 == 0  # then the swizzle is the same in each step
+    assert THREADS & (THREADS - 1) == 0
 
     @device
     def copy_tile(smem, a, x, first, stride, valid):
-        row, chunk = cuda.threadIdx.x // CHUNKS, cuda.threadIdx.x % CHUNKS
+        tid = cuda.threadIdx.x & (THREADS - 1)  # no change, but now the compiler knows its range
+        row, chunk = tid // CHUNKS, tid % CHUNKS
         to, source = a + place(row, chunk), first + row * stride + chunk * CHUNK
         for i in range(STEPS):
             if ROWS % STEP == 0 or row + i * STEP < ROWS:
-                valid_row = row + i * STEP < valid
-                copy16_async(smem, to + i * STEP * D, x, source + i * STEP * stride, valid_row)
+                inside = row + i * STEP < valid
+                copy16_async(smem, to + i * STEP * D, x, source + i * STEP * stride, inside)
 
     return copy_tile
+
+
+@functools.cache
+def make_copy_two(D, ROWS, THREADS):
+    """-> copy_two(...): copy_tile for two tiles, of K and V, one behind the other in shared memory, as one group"""
+    copy_tile = make_copy(D, ROWS, THREADS)
+
+    @device
+    def copy_two(smem, a, x, y, first, stride, valid):
+        copy_tile(smem, a, x, first, stride, valid)
+        copy_tile(smem, a + ROWS * D, y, first, stride, valid)
+        commit_copies()
+
+    return copy_two
 
 
 @functools.cache
@@ -110,96 +127,143 @@ def make_store(D, MT):
     return store_tile
 
 
+# ----------------------------------------------------------------------------- in registers
 @functools.cache
-def make_registers(MT, NT):
-    """Accumulators (MT, NT, 4) without products: zero(acc), pack(fa, acc, k), scale_rows(acc, factor (MT, 2))"""
+def make_fill(MT, NT):
+    """-> clear(acc (MT, NT, 4)), fill(rows (MT, 2), value), scale_rows(acc, factors (MT, 2))"""
 
     @device
-    def zero(acc):
+    def clear(acc):
         for m in range(MT):
             for n in range(NT):
                 for i in range(4):
                     acc[m, n, i] = float32(0.0)
 
     @device
+    def fill(rows, value):
+        for m in range(MT):
+            for r in range(2):
+                rows[m, r] = value
+
+    @device
+    def scale_rows(acc, factors):
+        for m in range(MT):
+            for n in range(NT):
+                for i in range(4):
+                    acc[m, n, i] *= factors[m, i // 2]
+
+    return clear, fill, scale_rows
+
+
+@functools.cache
+def make_pack(MT):
+    """-> pack(fa, acc, k): columns 16 k to 16 k + 15 of acc, two tiles side by side, as a left operand fa (MT, 4)"""
+
+    @device
     def pack(fa, acc, k):
-        """fa (MT, 4) = columns 16 k to 16 k + 15 of acc: two tiles side by side"""
         for m in range(MT):
             for i in range(4):
                 n, r = 2 * k + i // 2, i % 2
                 fa[m, i] = pack_bf16(acc[m, n, 2 * r], acc[m, n, 2 * r + 1])
 
-    @device
-    def scale_rows(acc, factor):
-        for m in range(MT):
-            for n in range(NT):
-                for i in range(4):
-                    acc[m, n, i] *= factor[m, i // 2]
-
-    return SimpleNamespace(zero=zero, pack=pack, scale_rows=scale_rows)
+    return pack
 
 
 @functools.cache
-def make_products(D, MT, NT):
-    """Products of one warp, for accumulators scores (MT, NT, 4) and rows (MT, D / 8, 4). Tiles are D wide.
+def make_left_lane(D):
+    """-> left_lane(): where this lane's row begins in a 16 x 16 left operand, and in a right one that is transposed.
 
-    load_rows(fa, smem, a)              fa = 16 MT rows of a tile, packed
-    add_abt(scores, smem, a, b)         scores += A B^T: 16 MT rows of one tile with 8 NT rows of another
-    add_rbt(scores, fa, smem, b)        the same, A in registers
-    add_slab(rows, fa, smem, b, k)      rows += A B: 16 columns of A in registers, packed; rows 16 k, ... of a tile
-    add_pb(rows, scores, smem, b)       rows += scores B, B 8 NT rows of a tile
+    16 columns further, two chunks, is this ^ 16: the swizzle changes no other bits. So a product needs one address, an
+    exclusive-or per 16 columns, and constants.
     """
-    place, KS, pack = make_place(D), D // 16, make_registers(MT, NT).pack
+    place = make_place(D)
 
     @device
-    def load_rows(fa, smem, a):
+    def left_lane():
         lane = cuda.threadIdx.x & 31
-        for k in range(KS):
-            for m in range(MT):
-                ldmatrix(fa[k, m], smem, a + 16 * m * D + place(lane & 15, 2 * k + (lane >> 4)))
+        return place(lane & 15, lane >> 4)
+
+    return left_lane
+
+
+@functools.cache
+def make_scores(D, MT, NT):
+    """Products of tiles over their columns, s (MT, NT, 4) = A B^T; A: 16 MT rows, B: 8 NT rows.
+
+    load_rows(fa, smem, a)          the 16 MT rows of a tile from a on, kept in registers fa (D / 16, MT, 4)
+    scores_of(s, fa, smem, b)       A is in fa
+    scores(s, smem, a, b)           A is in shared memory
+    """
+    place, left_lane, clear, KS = make_place(D), make_left_lane(D), make_fill(MT, NT)[0], D // 16
 
     @device
-    def add_slice(scores, fa, smem, b, k):
+    def load_slice(fa, smem, a, k):
+        for m in range(MT):
+            ldmatrix(fa[m], smem, a + left_lane(), 16 * k, 16 * m * D)
+
+    @device
+    def add_slice(s, fa, smem, b, k):
         """Columns 16 k to 16 k + 15 of both factors"""
         lane = cuda.threadIdx.x & 31
         fb = cuda.local.array((2, 2), uint32)
-        row = (lane & 7) + ((lane >> 4) << 3)
+        right_lane = place((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
         for n in range(NT // 2):  # the four 8 x 8 matrices: rows 16 n, + 8; columns 16 k, + 8
-            ldmatrix(fb, smem, b + 16 * n * D + place(row, 2 * k + ((lane >> 3) & 1)))
+            ldmatrix(fb, smem, b + right_lane, 16 * k, 16 * n * D)
             for m in range(MT):
-                mma_bf16(scores[m, 2 * n], fa[m], fb[0])
-                mma_bf16(scores[m, 2 * n + 1], fa[m], fb[1])
+                mma_bf16(s[m, 2 * n], fa[m], fb[0])
+                mma_bf16(s[m, 2 * n + 1], fa[m], fb[1])
 
     @device
-    def add_abt(scores, smem, a, b):
-        lane = cuda.threadIdx.x & 31
+    def load_rows(fa, smem, a):
+        for k in range(KS):
+            load_slice(fa[k], smem, a, k)
+
+    @device
+    def scores_of(s, fa, smem, b):
+        clear(s)
+        for k in range(KS):
+            add_slice(s, fa[k], smem, b, k)
+
+    @device
+    def scores(s, smem, a, b):
         fa = cuda.local.array((MT, 4), uint32)
+        clear(s)
         for k in range(KS):
-            for m in range(MT):
-                ldmatrix(fa[m], smem, a + 16 * m * D + place(lane & 15, 2 * k + (lane >> 4)))
-            add_slice(scores, fa, smem, b, k)
+            load_slice(fa, smem, a, k)
+            add_slice(s, fa, smem, b, k)
 
-    @device
-    def add_rbt(scores, fa, smem, b):
-        for k in range(KS):
-            add_slice(scores, fa[k], smem, b, k)
+    return load_rows, scores_of, scores
+
+
+@functools.cache
+def make_add_slab(D, MT):
+    """-> add_slab(rows, fa, smem, b, k): rows (MT, D / 8, 4) += A B, A (16 MT, 16) packed in fa, B: rows 16 k, 16 k + 1,
+    ... 16 k + 15 of the tile at b
+    """
+    left_lane, KS = make_left_lane(D), D // 16
 
     @device
     def add_slab(rows, fa, smem, b, k):
-        """rows += A B, A (16 MT, 16) in registers, B the rows 16 k to 16 k + 15 of a tile"""
-        lane = cuda.threadIdx.x & 31
         fb = cuda.local.array((2, 2), uint32)
         for n in range(KS):
-            ldmatrix_trans(fb, smem, b + 16 * k * D + place(lane & 15, 2 * n + (lane >> 4)))
+            ldmatrix_trans(fb, smem, b + left_lane(), 16 * n, 16 * k * D)
             for m in range(MT):
                 mma_bf16(rows[m, 2 * n], fa[m], fb[0])
                 mma_bf16(rows[m, 2 * n + 1], fa[m], fb[1])
 
+    return add_slab
+
+
+@functools.cache
+def make_add_product(D, MT, NT):
+    """-> add_product(rows, p, smem, b): rows (MT, D / 8, 4) += P B, P (MT, NT, 4) rounded to bf16, B: 8 NT rows at b"""
+    pack, add_slab = make_pack(MT), make_add_slab(D, MT)
+
     @device
-    def add_pb(rows, scores, smem, b):
+    def add_product(rows, p, smem, b):
         fa = cuda.local.array((MT, 4), uint32)
         for k in range(NT // 2):
-            pack(fa, scores, k)
+            pack(fa, p, k)
             add_slab(rows, fa, smem, b, k)
 
-    return SimpleNamespace(load_rows=load_rows, add_abt=add_abt, add_rbt=add_rbt, add_slab=add_slab, add_pb=add_pb)
+    return add_product

@@ -30,7 +30,7 @@ from numba import cuda, float32, int64
 from numba.cuda.libdevice import fadd_rn, fdiv_rn, fmul_rn, fsqrt_rn, fsub_rn
 
 from ..device import Array
-from ._flat import BLOCK, EACH, STRIDE, load, on_16_bytes, store
+from ._flat import BLOCK, EACH, GAP, QUAD, STRIDE, load, on_16_bytes, position, store
 from ._launch import check, check_array, launch, on_host
 from ._ptx import device, kernel
 
@@ -88,27 +88,38 @@ def make_adamw_kernel(with_half, zero_grad):
         m = cuda.local.array(EACH, float32)
         v = cuda.local.array(EACH, float32)
         n = w_n.size
-        i = int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * EACH
-        load(g, g_n, i, n, aligned)
-        load(w, w_n, i, n, aligned)
-        load(m, m_n, i, n, aligned)
-        load(v, v_n, i, n, aligned)
+        i = int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * QUAD
+        whole = aligned and i + GAP + QUAD <= n
+        load(g, g_n, i, GAP, n, whole)
+        load(w, w_n, i, GAP, n, whole)
+        load(m, m_n, i, GAP, n, whole)
+        load(v, v_n, i, GAP, n, whole)
         factor, lr, root2 = factor_1[0], hyper_3[0], hyper_3[2]
         rate = fdiv_rn(lr, hyper_3[1])
         keep = fsub_rn(float32(1.0), fmul_rn(lr, weight_decay))
         for j in range(EACH):
-            decay = keep if i + j < n_decay else float32(1.0)  # w times 1 is w
+            decay = keep if position(i, GAP, j) < n_decay else float32(1.0)  # w times 1 is w
             w[j], m[j], v[j] = update(
-                fmul_rn(g[j], factor), w[j], m[j], v[j], decay, rest1, beta2, rest2, rate, root2, eps
+                fmul_rn(g[j], factor),
+                w[j],
+                m[j],
+                v[j],
+                decay,
+                rest1,
+                beta2,
+                rest2,
+                rate,
+                root2,
+                eps,
             )
             g[j] = float32(0.0)
-        store(w_n, i, n, w, aligned)
-        store(m_n, i, n, m, aligned)
-        store(v_n, i, n, v, aligned)
+        store(w_n, i, GAP, n, w, whole)
+        store(m_n, i, GAP, n, m, whole)
+        store(v_n, i, GAP, n, v, whole)
         if with_half:
-            store(half_n, i, n, w, aligned)
+            store(half_n, i, GAP, n, w, whole)
         if zero_grad:
-            store(g_n, i, n, g, aligned)
+            store(g_n, i, GAP, n, g, whole)
 
     return adamw_kernel
 

@@ -13,9 +13,20 @@ import numpy as np
 from numba import cuda, float32, int64
 
 from ..device import Array
-from ._flat import BLOCK, EACH, STEPS, STRIDE, first_element, launch_flat, load, store
+from ._flat import (
+    BLOCK,
+    EACH,
+    GAP,
+    STEPS,
+    STRIDE,
+    first_element,
+    is_whole,
+    launch_flat,
+    load,
+    store,
+)
 from ._launch import FLOATS, check_array, empty_like, on_host
-from ._ptx import kernel
+from ._ptx import device, kernel
 
 
 # ----------------------------------------------------------------------------- reference
@@ -38,46 +49,60 @@ def add_naive_kernel(y_n, a_n, b_n):
         y_n[i] = a_n[i] + b_n[i]
 
 
-@kernel(BLOCK)
-def add_kernel(y_n, a_n, b_n, aligned):
-    """Grid ceil(n / TILE), block BLOCK. y may be a: one thread reads and writes an element."""
+@device
+def add_chunks(y_n, a_n, b_n, first, whole):
     a = cuda.local.array((STEPS, EACH), float32)
     b = cuda.local.array((STEPS, EACH), float32)
-    first, n = first_element(), y_n.size
-    for s in range(STEPS):
-        load(a[s], a_n, first + s * STRIDE, n, aligned)
-        load(b[s], b_n, first + s * STRIDE, n, aligned)
+    n = y_n.size
+    for s in range(STEPS):  # all loads before the first store: they are under way together
+        load(a[s], a_n, first + s * STRIDE, GAP, n, whole)
+        load(b[s], b_n, first + s * STRIDE, GAP, n, whole)
     for s in range(STEPS):
         for j in range(EACH):
             a[s, j] += b[s, j]
-        store(y_n, first + s * STRIDE, n, a[s], aligned)
+        store(y_n, first + s * STRIDE, GAP, n, a[s], whole)
+
+
+@kernel(BLOCK)
+def add_kernel(y_n, a_n, b_n, aligned):
+    """Grid ceil(n / TILE), block BLOCK. y may be a: one thread reads and writes an element."""
+    first = first_element()
+    if is_whole(first, y_n.size, aligned):
+        add_chunks(y_n, a_n, b_n, first, True)
+    else:
+        add_chunks(y_n, a_n, b_n, first, False)
+
+
+@device
+def scale_chunks(y_n, x_n, factor, first, whole):
+    x = cuda.local.array((STEPS, EACH), float32)
+    n = y_n.size
+    for s in range(STEPS):
+        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+    for s in range(STEPS):
+        for j in range(EACH):
+            x[s, j] *= factor
+        store(y_n, first + s * STRIDE, GAP, n, x[s], whole)
 
 
 @kernel(BLOCK)
 def scale_kernel(y_n, x_n, factor, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
-    x = cuda.local.array((STEPS, EACH), float32)
-    first, n = first_element(), y_n.size
-    for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, n, aligned)
-    for s in range(STEPS):
-        for j in range(EACH):
-            x[s, j] *= factor
-        store(y_n, first + s * STRIDE, n, x[s], aligned)
+    first = first_element()
+    if is_whole(first, y_n.size, aligned):
+        scale_chunks(y_n, x_n, factor, first, True)
+    else:
+        scale_chunks(y_n, x_n, factor, first, False)
 
 
 @kernel(BLOCK)
 def scale_into_kernel(x_n, factor_1, aligned):
     """Grid ceil(n / TILE), block BLOCK. The factor is read on the device: no copy to the host."""
-    x = cuda.local.array((STEPS, EACH), float32)
-    first, n = first_element(), x_n.size
-    factor = factor_1[0]
-    for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, n, aligned)
-    for s in range(STEPS):
-        for j in range(EACH):
-            x[s, j] *= factor
-        store(x_n, first + s * STRIDE, n, x[s], aligned)
+    first, factor = first_element(), factor_1[0]
+    if is_whole(first, x_n.size, aligned):
+        scale_chunks(x_n, x_n, factor, first, True)
+    else:
+        scale_chunks(x_n, x_n, factor, first, False)
 
 
 # ----------------------------------------------------------------------------- launchers

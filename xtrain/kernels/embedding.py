@@ -4,36 +4,48 @@
     backward   x = P w with P[n, v] = 1 if ids[n] == v else 0, so dw = P^T dx:
                dw[v] = sum of dx[n] over the n with ids[n] == v
 
-Nothing is saved but the ids. Bytes moved, forward: read N rows, write N rows. Backward: read dx,
-read and write the rows of dw that occur.
+Nothing is saved but the ids. Bytes moved, forward: read the rows of w that occur, write N rows. Backward: read dx, read
+and write the rows of dw that occur.
 
-The sum in the backward is the difficulty: thousands of positions may hold the same token. Atomic
-additions from N blocks would be short to write, but float addition is not associative and atomics
-come in any order: other bits every run. Here a block owns ROWS rows and COLUMNS columns of dw. It
-searches the ids from the first to the last for its rows and adds what it finds in that order, so
-every sum is in the order of n. Each block reads all ids, mostly from the L2 cache; dx is read once.
+The sum in the backward is the difficulty: thousands of positions may hold the same token. Atomic additions would be
+short to write, but float addition is not associative and atomics come in any order: other bits every run. Instead
+
+    sort    the positions by (token, n): a plan, from the ids alone. Integers, so nothing depends on who comes first.
+            A radix sort of two digits: a token is high T + low, T a power of two. `split` orders tiles of TILE_IDS ids
+            by their high digit; then a block of `sort` takes one high digit from all tiles and orders it by the low.
+            ids   7 2 7 2 7 9          plan   n      1 3 | 0 2 4 | 5
+                                              token  2 2 | 7 7 7 | 9
+    sum     a thread owns 8 columns of up to PIECE neighbouring positions of one token and adds their rows in order.
+            A token that occurs more often has several pieces, whose sums go to `partial`.
+    join    the pieces of such a token are added, in order.
+
+So a token's sum is always added in the same order, whatever else is in the batch; up to PIECE occurrences it is the order
+of n. And no thread adds more than PIECE rows, even when all tokens are the same.
 """
 
+import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import boolean, cuda, float32, int32, int64, uint32
 
 from ..device import Array
-from ._launch import check_array, check_ids, empty, launch, on_host
-from ._reduce import FULL
+from ._flat import BLOCK, EACH, QUAD, blocks_for_rows, load, make_place, position, store, whole_rows
+from ._launch import FLOATS, check, check_array, check_ids, empty, launch, on_host
+from ._ptx import device, kernel
+from ._reduce import FULL, warp_sum
 
-BLOCK = 256
-WARPS = BLOCK // 32  # rows of one forward block
 NAN = float32(math.nan)
+AHEAD = 4  # rows under way before the first is used
 
-COLUMNS = 128  # columns, and threads, of a backward block: 384, 768 and 1024 are multiples
-ROWS = 64  # vocabulary rows of a backward block: 64 x 128 sums are 32 KB of shared memory
-SCAN_WARPS = COLUMNS // 32
-IDS = 4  # ids that a lane looks at before the warps meet: four loads in flight
-SCAN = COLUMNS * IDS  # ids per round
-QUEUE = 2 * SCAN  # matches waiting to be added; together with the sums under 48 KB
-AHEAD = 16  # rows of dx under way before the first is added: a frequent token waits once per 16
+TILE_IDS = 1024  # ids of one block of `split`
+COUNTS = (
+    8192  # of a sorting block, at most: one per warp and value of a digit, 32 KB of shared memory
+)
+
+PIECE = 32  # rows that one thread adds up at most
+SLICES = 32  # of the pieces, when they are joined
+JOIN_GAP = 32 * QUAD  # between the two quads of a thread there
 
 
 # ----------------------------------------------------------------------------- reference
@@ -48,19 +60,39 @@ def embedding_bwd_ref(dx_NC, ids_N, V):
     return dw_VC
 
 
-# ----------------------------------------------------------------------------- kernels
-@cuda.jit
-def embedding_fwd_kernel(x_NC, ids_N, w_VC):
-    """Grid ceil(N / WARPS), block BLOCK. A warp copies a row; an id outside the table gives NaN."""
-    n = int64(cuda.blockIdx.x) * WARPS + cuda.threadIdx.x // 32
-    if n >= x_NC.shape[0]:
-        return
-    v = int64(ids_N[n])
-    known = v >= 0 and v < w_VC.shape[0]
-    for c in range(cuda.threadIdx.x % 32, x_NC.shape[1], 32):
-        x_NC[n, c] = w_VC[v, c] if known else NAN
+# ----------------------------------------------------------------------------- forward
+@functools.cache
+def make_fwd_kernel(C, whole):
+    place, gap = make_place(C)
+
+    @kernel(BLOCK, 3)
+    def embedding_fwd_kernel(x, ids_N, w, V):
+        """Grid blocks_for_rows(ceil(N / AHEAD), C), block BLOCK. A thread copies 8 columns of AHEAD rows.
+
+        x: flat (N C), w: flat (V C). An id outside the table gives NaN.
+        """
+        rows = cuda.local.array((AHEAD, EACH), float32)
+        known = cuda.local.array(AHEAD, boolean)
+        g, c = place()
+        first, N = g * AHEAD, ids_N.size
+        if first >= N:
+            return
+        for a in range(AHEAD):  # without a condition, so that all are under way at once
+            v = int64(ids_N[first + a if first + a < N else N - 1])
+            known[a] = v >= 0 and v < V
+            i = v * C if known[a] else int64(0)
+            load(rows[a], w, i + c, gap, i + C, whole)
+        for a in range(AHEAD):
+            if first + a < N:
+                for j in range(EACH):
+                    rows[a, j] = rows[a, j] if known[a] else NAN
+                i = (first + a) * C
+                store(x, i + c, gap, i + C, rows[a], whole)
+
+    return embedding_fwd_kernel
 
 
+# ----------------------------------------------------------------------------- backward, plainly
 @cuda.jit
 def embedding_bwd_naive_kernel(dw_VC, dx_NC, ids_N):
     """Grid (V, ceil(C / BLOCK)), block BLOCK. A thread per element of dw: V C N steps."""
@@ -74,105 +106,341 @@ def embedding_bwd_naive_kernel(dw_VC, dx_NC, ids_N):
         dw_VC[v, c] += acc
 
 
-@cuda.jit(device=True)
-def add_matches(acc, dx_NC, queue_n, queue_row, length, c):
-    """Add column c of the queued rows of dx to this thread's sums, in order, AHEAD at a time."""
-    value = cuda.local.array(AHEAD, float32)
-    if c < dx_NC.shape[1]:
-        for first in range(0, length, AHEAD):
-            for k in range(AHEAD):  # without a condition, so that all loads are under way at once
-                i = first + k if first + k < length else length - 1
-                value[k] = dx_NC[int64(queue_n[i]), c]
-            for k in range(AHEAD):
-                if first + k < length:
-                    acc[queue_row[first + k], cuda.threadIdx.x] += value[k]
+# ----------------------------------------------------------------------------- backward: sort
+def digit_values(V: int) -> int:
+    """How many values a digit has: the fewest, a power of two, with which two digits tell V tokens apart.
 
-
-@cuda.jit
-def embedding_bwd_kernel(dw_VC, dx_NC, ids_N):
-    """Grid (ceil(V / ROWS), ceil(C / COLUMNS)), block COLUMNS. A thread owns column c of ROWS rows.
-
-    A warp looks at SCAN / SCAN_WARPS neighbouring ids. Ballots say which of them are ours; counting
-    the bits before its own gives every match its place in the queue, so the queue is in the order
-    of n. Ids outside the table match no row, or one past the end that is never stored.
+    Raises ValueError for a table of more than 67 million rows.
     """
-    acc = cuda.shared.array((ROWS, COLUMNS), float32)  # column tid is touched by thread tid alone
-    queue_n = cuda.shared.array(QUEUE, int32)
-    queue_row = cuda.shared.array(QUEUE, int32)
-    counts = cuda.shared.array(SCAN_WARPS, int32)
-    row = cuda.local.array(IDS, int32)
-    ballot = cuda.local.array(IDS, uint32)
-    tid = cuda.threadIdx.x
-    lane, warp = tid % 32, tid // 32
-    v0 = int64(cuda.blockIdx.x) * ROWS
-    c = cuda.blockIdx.y * COLUMNS + tid
-    N, V = ids_N.size, dw_VC.shape[0]
-    for r in range(ROWS):
-        acc[r, tid] = float32(0.0)
-    length = 0  # of the queue; the same in all threads
-    for n0 in range(0, N, SCAN):
-        n = n0 + warp * (32 * IDS) + lane  # then n + 32, n + 64, ...
-        found = 0
-        for k in range(IDS):
-            r = int64(ids_N[n + 32 * k]) - v0 if n + 32 * k < N else int64(-1)
-            row[k] = r if r >= 0 and r < ROWS else -1
-        for k in range(IDS):
-            ballot[k] = cuda.ballot_sync(FULL, row[k] >= 0)
-            found += cuda.popc(ballot[k])
-        if lane == 0:
-            counts[warp] = found
+    T = 32
+    while T * T < V:
+        T *= 2
+    check(T <= COUNTS, f"embedding backward: a table of {V} rows, {COUNTS**2} at most")
+    return T
+
+
+def sorting_warps(T: int) -> int:
+    """Of a block that counts digits of T values."""
+    return min(32, COUNTS // T)
+
+
+@device
+def next_place(counts, mine, digit):
+    """Where this lane's element goes: its digit's count, plus the lanes below with the same digit. The count moves on.
+
+    mine: where this warp's counts begin. digit -1: no element. All lanes must call.
+    """
+    same = cuda.match_any_sync(FULL, digit)  # the lanes that hold the same digit
+    rank = cuda.popc(same & uint32((1 << cuda.laneid) - 1))
+    i = uint32(mine + digit)
+    place = counts[i] + rank if digit >= 0 else 0
+    cuda.syncwarp()  # everybody has read the counts
+    if digit >= 0 and rank == 0:
+        counts[i] += cuda.popc(same)
+    cuda.syncwarp()  # the counts are those of the next call
+    return place
+
+
+def make_scan(T):
+    WARPS = sorting_warps(T)
+    OWNERS = min(T, 32 * WARPS)  # threads that own digits: whole warps
+    OWN = T // OWNERS  # digits of each
+
+    @device
+    def scan(first_E, counts, below_W):
+        """counts: how many elements each warp has of each digit. Becomes: where the first of them goes.
+
+        first_E (T + 1): where each digit begins, and the end. below_W (WARPS): what comes before, a part per warp.
+        """
+        tid, lane = uint32(cuda.threadIdx.x), cuda.laneid
+        count = cuda.local.array(WARPS, int32)
+        mine = upto = p = int32(0)
+        if tid < OWNERS:
+            for i in range(OWN * WARPS):
+                mine += counts[uint32(i % WARPS * T + tid * OWN + i // WARPS)]
+            upto = mine  # of this warp's threads, up to this one
+            for step in (1, 2, 4, 8, 16):
+                other = cuda.shfl_up_sync(FULL, upto, step)
+                upto += other if lane >= step else 0
+            p = warp_sum(below_W[lane] if lane < WARPS else 0) + upto - mine
+        cuda.syncthreads()  # below is read: its memory is used again
+        if tid < OWNERS and lane == 31:
+            below_W[tid >> uint32(5)] = upto
+        cuda.syncthreads()  # every warp's sum is there
+        if tid < OWNERS:
+            for w in range(OWNERS // 32):
+                p += below_W[w] if w < tid >> uint32(5) else 0
+            for digit in range(tid * OWN, tid * OWN + OWN):
+                first_E[digit] = p
+                for w in range(WARPS):
+                    count[w] = counts[uint32(w * T + digit)]
+                for w in range(WARPS):
+                    counts[uint32(w * T + digit)] = p
+                    p += count[w]
+            if tid == OWNERS - 1:
+                first_E[T] = p
+        cuda.syncthreads()  # all of it is written
+
+    return scan
+
+
+@functools.cache
+def make_split_kernel(T):
+    WARPS, SHIFT, EDGES, scan = sorting_warps(T), T.bit_length() - 1, T + 1, make_scan(T)
+    ROUNDS = TILE_IDS // (32 * WARPS)
+
+    @kernel(32 * WARPS)
+    def embedding_split_kernel(split_n, first_IE, ids_N, V):
+        """Grid ceil(N / TILE_IDS), block 32 WARPS. Orders the ids of a tile by their high digit, and by n.
+
+        split_n: (n within the tile) T + low digit. first_IE: where each high digit begins in each tile, and the end.
+        Ids outside the table are left out.
+        """
+        counts = cuda.shared.array(COUNTS, int32)
+        below_W = cuda.shared.array(WARPS, int32)
+        first_E = cuda.shared.array(EDGES, int32)
+        high = cuda.local.array(ROUNDS, int32)
+        rest = cuda.local.array(ROUNDS, int32)
+        tid, tile = cuda.threadIdx.x, int64(cuda.blockIdx.x)
+        mine = (tid >> 5) * T  # where the warp's own counts begin
+        for k in range(T // 32):
+            counts[uint32(mine + cuda.laneid + 32 * k)] = 0
+        if tid < WARPS:
+            below_W[tid] = 0
+        cuda.syncwarp()  # the warp's counts are zero
+        for k in range(ROUNDS):
+            n = (tid >> 5) * (32 * ROUNDS) + 32 * k + cuda.laneid
+            i = tile * TILE_IDS + n
+            token = int64(ids_N[i if i < ids_N.size else 0])
+            known = i < ids_N.size and token >= 0 and token < V
+            high[k] = token >> SHIFT if known else -1
+            rest[k] = n * T + (token & (T - 1))
+            if known:
+                cuda.atomic.add(counts, uint32(mine + high[k]), 1)
         cuda.syncthreads()  # all counts are there
-        place = length
-        for w in range(SCAN_WARPS):
-            if w < warp:
-                place += counts[w]
-            length += counts[w]
-        for k in range(IDS):
-            if row[k] >= 0:
-                before = place + cuda.popc(ballot[k] & uint32((1 << lane) - 1))
-                queue_n[before] = n + 32 * k
-                queue_row[before] = row[k]
-            place += cuda.popc(ballot[k])
-        cuda.syncthreads()  # the queue is written, the counts are read
-        if length > QUEUE - SCAN:
-            add_matches(acc, dx_NC, queue_n, queue_row, length, c)
-            length = 0  # it is written again after the next round's first barrier only
-    add_matches(acc, dx_NC, queue_n, queue_row, length, c)
-    for r in range(ROWS):  # a row without matches holds zeros: dw is neither read nor written
-        if v0 + r < V and c < dw_VC.shape[1] and acc[r, tid] != float32(0.0):
-            dw_VC[v0 + r, c] += acc[r, tid]
+        scan(first_E, counts, below_W)
+        for k in range(ROUNDS):
+            place = next_place(counts, mine, high[k])
+            if high[k] >= 0:
+                split_n[tile * TILE_IDS + place] = rest[k]
+        for e in range(tid, EDGES, 32 * WARPS):
+            first_IE[tile, e] = first_E[e]
+
+    return embedding_split_kernel
+
+
+@functools.cache
+def make_sort_kernel(T):
+    WARPS, SHIFT, EDGES, scan = sorting_warps(T), T.bit_length() - 1, T + 1, make_scan(T)
+
+    @kernel(32 * WARPS)
+    def embedding_sort_kernel(plan_N4, split_n, first_IE):
+        """Grid ceil(V / T), block 32 WARPS. Block h takes high digit h from all tiles and orders it by the low digit.
+
+        plan[p] = n, token, first, last: in sorted order the positions first .. last - 1 hold this token. After those
+        of all tokens, first is -1.
+        """
+        counts = cuda.shared.array(COUNTS, int32)
+        below_W = cuda.shared.array(WARPS, int32)
+        first_E = cuda.shared.array(EDGES, int32)
+        tid, h = cuda.threadIdx.x, cuda.blockIdx.x
+        warp, tiles, N = tid >> 5, first_IE.shape[0], plan_N4.shape[0]
+        mine = warp * T
+        for k in range(T // 32):
+            counts[uint32(mine + cuda.laneid + 32 * k)] = 0
+        cuda.syncwarp()  # the warp's counts are zero
+        part = (tiles + WARPS - 1) // WARPS  # neighbouring tiles: the order of n
+        begin = warp * part
+        end = begin + part if begin + part < tiles else tiles
+        below = int32(0)
+        for tile in range(begin, end):
+            below += first_IE[tile, h]
+            for i in range(first_IE[tile, h] + cuda.laneid, first_IE[tile, h + 1], 32):
+                cuda.atomic.add(counts, uint32(mine + (split_n[tile * TILE_IDS + i] & (T - 1))), 1)
+        if cuda.laneid == 0:
+            below_W[warp] = below
+        cuda.syncthreads()  # all counts are there
+        scan(first_E, counts, below_W)
+        for tile in range(begin, end):
+            last = first_IE[tile, h + 1]
+            for i in range(first_IE[tile, h] + cuda.laneid, last + cuda.laneid, 32):
+                rest = split_n[tile * TILE_IDS + (i if i < last else last - 1)]
+                low = int32(rest & (T - 1)) if i < last else int32(-1)
+                p = next_place(counts, mine, low)
+                if i < last:
+                    plan_N4[p, 0] = tile * TILE_IDS + (rest >> SHIFT)
+                    plan_N4[p, 1] = h * T + low
+                    plan_N4[p, 2] = first_E[low]
+                    plan_N4[p, 3] = first_E[low + 1]
+        if h == cuda.gridDim.x - 1:  # what is left of the plan belongs to no token
+            for p in range(first_E[T] + tid, N, 32 * WARPS):
+                plan_N4[p, 2] = -1
+
+    return embedding_sort_kernel
+
+
+# ----------------------------------------------------------------------------- backward: sum and join
+@device
+def slot(first, piece):
+    """The row of `partial` for a piece of the token that begins at `first`.
+
+    Two tokens may share PIECE neighbouring positions: one ends there, another begins. So first pieces have rows of
+    their own, the even ones.
+    """
+    return 2 * (first // PIECE + piece) + (1 if piece > 0 else 0)
+
+
+@functools.cache
+def make_bwd_kernel(C, whole):
+    place, gap = make_place(C)
+
+    @kernel(
+        BLOCK, 3
+    )  # up to 85 registers: without this the compiler saves some by loading row after row
+    def embedding_bwd_kernel(dw, partial, dx, plan_N4):
+        """Grid blocks_for_rows(N, C), block BLOCK. Position p of the plan, if a piece begins there; 8 columns.
+
+        dw: flat (V C), dx: flat (N C), partial: flat (slots, C). What a thread waits for is memory, four times in a row
+        if written carelessly. So the plan is read at once, then the first AHEAD rows and dw.
+        """
+        acc = cuda.local.array(EACH, float32)
+        old = cuda.local.array(EACH, float32)
+        rows = cuda.local.array((AHEAD, EACH), float32)
+        p, c = place()
+        if p >= plan_N4.shape[0]:
+            return
+        n, token, first, last = plan_N4[p, 0], plan_N4[p, 1], plan_N4[p, 2], plan_N4[p, 3]
+        if (
+            n | token | first | last
+        ) < 0:  # first is; asking for all of them keeps the loads together
+            return
+        if (p - first) % PIECE != 0:
+            return
+        alone = last - first <= PIECE
+        if alone:
+            i = int64(token) * C
+            load(old, dw, i + c, gap, i + C, whole)  # needed last, asked for now
+        for j in range(EACH):
+            acc[j] = float32(0.0)
+        end = p + PIECE if p + PIECE < last else int64(last)
+        for q in range(p, end, AHEAD):
+            for a in range(AHEAD):  # without a condition, so that all are under way at once
+                i = int64(plan_N4[q + a if q + a < end else end - 1, 0]) * C
+                load(rows[a], dx, i + c, gap, i + C, whole)
+            for a in range(AHEAD):
+                for j in range(EACH):
+                    acc[j] += rows[a, j] if q + a < end else float32(0.0)
+        if alone:
+            i = int64(token) * C
+            for j in range(EACH):
+                acc[j] += old[j]
+            store(dw, i + c, gap, i + C, acc, whole)
+        else:
+            i = slot(first, (p - first) // PIECE) * C
+            store(partial, i + c, gap, i + C, acc, whole)
+
+    return embedding_bwd_kernel
+
+
+@functools.cache
+def make_join_kernel(C, whole):
+    @kernel(32 * SLICES)
+    def embedding_join_kernel(dw, partial, plan_N4):
+        """Grid (ceil(N / (32 PIECE)), ceil(C / 256)), block (32, SLICES). dw += the pieces of tokens that have several.
+
+        Such a token covers a position that is a multiple of PIECE; whoever looks at the first of these joins it. A block
+        looks at 32, and owns 256 columns. Slice y adds pieces y, y + SLICES, ..., then the slices are added in order.
+        """
+        tile = cuda.shared.array((SLICES, EACH, 32), float32)
+        acc = cuda.local.array(EACH, float32)
+        parts = cuda.local.array((AHEAD, EACH), float32)
+        x, y = cuda.threadIdx.x, cuda.threadIdx.y
+        c = cuda.blockIdx.y * (2 * JOIN_GAP) + x * QUAD
+        inside = whole and c + JOIN_GAP + QUAD <= C
+        p0 = int64(cuda.blockIdx.x) * (32 * PIECE)
+        p = p0 + x * PIECE
+        joins = False
+        if p < plan_N4.shape[0]:
+            first, last = plan_N4[p, 2], plan_N4[p, 3]
+            joins = first >= 0 and last - first > PIECE and p - first < PIECE
+        found = cuda.ballot_sync(FULL, joins)  # the same in all warps
+        for k in range(32):
+            if found & (1 << k):
+                p = p0 + k * PIECE
+                token, first, last = int64(plan_N4[p, 1]), int64(plan_N4[p, 2]), plan_N4[p, 3]
+                pieces = (last - first + PIECE - 1) // PIECE
+                for j in range(EACH):
+                    acc[j] = float32(0.0)
+                for q in range(y, pieces, AHEAD * SLICES):
+                    for a in range(AHEAD):
+                        piece = q + a * SLICES
+                        i = slot(first, piece if piece < pieces else q)
+                        load(parts[a], partial, i * C + c, JOIN_GAP, i * C + C, inside)
+                    for a in range(AHEAD):
+                        for j in range(EACH):
+                            acc[j] += parts[a, j] if q + a * SLICES < pieces else float32(0.0)
+                for j in range(EACH):
+                    tile[y, j, x] = acc[j]
+                cuda.syncthreads()  # the sums of all slices are there
+                column = position(c, JOIN_GAP, y)
+                if y < EACH and column < C:
+                    total = float32(0.0)
+                    for s in range(SLICES):
+                        total += tile[s, y, x]
+                    dw[token * C + column] += total
+                cuda.syncthreads()  # the tile is free for the next token
+
+    return embedding_join_kernel
 
 
 # ----------------------------------------------------------------------------- launchers
-def embedding_fwd(ids_N: Array, w_VC: Array) -> Array:
-    """ids (N,) of any integer type, w (V, C) float32 -> x (N, C).
+def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
+    """ids (N,) of any integer type, w (V, C) float32 or bf16 -> x (N, C) in `dtype`, by default that of w.
 
     An id outside [0, V): ValueError on the CPU; a row of NaN on the GPU (looking costs a copy).
     """
-    check_array("embedding", "w", w_VC, (None, None))
-    host = _check_ids(ids_N, w_VC.shape[0], w_VC)
-    if host:
-        return embedding_ref(ids_N, w_VC)
-    N, C = ids_N.size, w_VC.shape[1]
-    x_NC = empty(w_VC, (N, C))
-    launch(embedding_fwd_kernel, -(-N // WARPS), BLOCK, x_NC, ids_N, w_VC)
+    check_array("embedding", "w", w_VC, (None, None), FLOATS)
+    dtype = np.dtype(w_VC.dtype if dtype is None else dtype)
+    if _check_ids(ids_N, w_VC.shape[0], w_VC):
+        return embedding_ref(ids_N, w_VC).astype(dtype, copy=False)
+    check(dtype.name in FLOATS, f"embedding: to {dtype}, expected float32 or bfloat16")
+    N, (V, C) = ids_N.size, w_VC.shape
+    check(V > 0, f"embedding: the table has shape {w_VC.shape}")
+    x_NC = empty(w_VC, (N, C), dtype)
+    if N and C:
+        x, w = x_NC.reshape(-1), w_VC.reshape(-1)
+        fwd_kernel = make_fwd_kernel(C, whole_rows(C, x, w))
+        launch(fwd_kernel, blocks_for_rows(-(-N // AHEAD), C), BLOCK, x, ids_N, w, V)
     return x_NC
 
 
 def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array) -> None:
-    """dx (N, C), ids (N,). Adds dw to dw_VC (V, C). Same bits every run.
+    """dx (N, C) float32 or bf16, ids (N,). Adds dw to dw_VC (V, C) float32. Same bits every run.
 
     Rows whose id does not occur are left alone. An id outside [0, V): ValueError on the CPU; on the
     GPU it adds nothing.
     """
     V, C = dw_VC.shape
+    N = ids_N.size
     check_array("embedding backward", "dw", dw_VC, (V, C))
-    check_array("embedding backward", "dx", dx_NC, (ids_N.size, C))
+    check_array("embedding backward", "dx", dx_NC, (N, C), FLOATS)
     if _check_ids(ids_N, V, dx_NC, dw_VC):
         dw_VC += embedding_bwd_ref(dx_NC, ids_N, V)
         return
-    grid = (-(-V // ROWS), -(-C // COLUMNS))
-    launch(embedding_bwd_kernel, grid, COLUMNS, dw_VC, dx_NC, ids_N)
+    if not (N and V and C):
+        return
+    T, tiles = digit_values(V), -(-N // TILE_IDS)
+    split_n, first_IE = (empty(dw_VC, n, np.int32) for n in (tiles * TILE_IDS, (tiles, T + 1)))
+    plan_N4 = empty(dw_VC, (N, 4), np.int32)
+    partial = empty(dw_VC, 2 * -(-N // PIECE) * C)
+    dw, dx = dw_VC.reshape(-1), dx_NC.reshape(-1)
+    whole = whole_rows(C, dw, dx, partial)
+    threads = 32 * sorting_warps(T)
+    launch(make_split_kernel(T), tiles, threads, split_n, first_IE, ids_N, V)
+    launch(make_sort_kernel(T), -(-V // T), threads, plan_N4, split_n, first_IE)
+    launch(make_bwd_kernel(C, whole), blocks_for_rows(N, C), BLOCK, dw, partial, dx, plan_N4)
+    grid = (-(-N // (32 * PIECE)), -(-C // (2 * JOIN_GAP)))
+    launch(make_join_kernel(C, whole), grid, (32, SLICES), dw, partial, plan_N4)
 
 
 def _check_ids(ids_N, V, *others):

@@ -25,7 +25,7 @@ With `causal`, query t sees the keys s <= t + (S - T): S > T means that the firs
 Operations: 4 B H T S D forward, 2.5 times that backward, and half of it if causal.
 
     NumPy             the references below
-    bf16              flash_attention_bf16.py, flash_attention_bf16_bwd.py: tensor cores, D = 16, 32, 64, 128
+    bf16              flash_attention_bf16.py, _bf16_bwd.py, _bf16_pairs.py: tensor cores, D = 16, 32, 64, 128
     float32           flash_attention_fp32.py: any D up to 128; also the version to read first
 
 Nothing is added up by atomics: the same input gives the same bits.
@@ -39,20 +39,16 @@ from ..device import Array, cupy
 from ..simulator import SimArray
 from . import flash_attention_bf16 as bf16
 from . import flash_attention_bf16_bwd as bf16_bwd
+from . import flash_attention_bf16_pairs as bf16_pairs
 from . import flash_attention_fp32 as fp32
 from ._launch import FLOATS, check, check_array, empty, launch, on_host
 from ._tiles import WIDTHS
 from .flash_attention_table import TABLE
 
-SMALL = {  # for GPUs that give a block less shared memory than the table's choice needs; all fit 99 KB
-    "fwd": (64, 64, 4, False, 2),
+SMALL = {  # where a block gets less shared memory than the table's choice needs; all fit the 99 KB of 8.6, 8.9, 12.0
+    "fwd": (64, 64, 4, 2, False),
     "dq": (64, 32, 4, 2),
-    "dkdv": (64, 32, 4, False, 1),
-}
-SHARED_BYTES = {
-    "fwd": bf16.fwd_shared_bytes,
-    "dq": bf16_bwd.dq_shared_bytes,
-    "dkdv": bf16_bwd.dkdv_shared_bytes,
+    "dkdv": (64, 32, 4, 1),
 }
 
 
@@ -66,7 +62,7 @@ def _by_group(x_BTHD, G):
 def _by_head(x_BGRTD):
     """The way back"""
     B, G, R, T, D = x_BGRTD.shape
-    return x_BGRTD.transpose(0, 3, 1, 2, 4).reshape(B, T, G * R, D)
+    return np.ascontiguousarray(x_BGRTD.transpose(0, 3, 1, 2, 4)).reshape(B, T, G * R, D)
 
 
 def _scores(q_BGRTD, k_BG1SD, scale, causal):
@@ -106,34 +102,38 @@ def flash_attention_fwd(
     float32 or bf16. q, k and v may be parts of one packed array (B, T, P): positions may lie further apart than
     H D elements. Raises ValueError or TypeError when shapes or types do not belong together.
     """
-    B, T, H, D, S, G = _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal)
+    _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal)
     if on_host(q_BTHD, k_BSGD, v_BSGD):
         o_BTHD, lse_BHT = flash_attention_ref(*map(_wide, (q_BTHD, k_BSGD, v_BSGD)), scale, causal)
         return o_BTHD.astype(q_BTHD.dtype), lse_BHT
+    B, T, H, D = q_BTHD.shape
     o_BTHD, lse_BHT = empty(q_BTHD, (B, T, H, D)), empty(q_BTHD, (B, H, T), np.float32)
     scale = np.float32(scale)
     if q_BTHD.dtype == np.float32:
-        grid = -(-T // fp32.tile_rows(D)), B * H
-        fwd_kernel = fp32.make_fwd_kernel(D, causal)
+        fwd_kernel, grid = fp32.make_fwd_kernel(D, causal), (-(-T // fp32.tile_rows(D)), B * H)
         launch(fwd_kernel, grid, fp32.THREADS, o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, scale)
-        return o_BTHD, lse_BHT
-    config = choose("fwd", D, T, causal, shared_limit(q_BTHD))
-    q, k, v, sizes = _flat_inputs(q_BTHD, k_BSGD, v_BSGD)
-    launch(
-        bf16.make_fwd_kernel(D, causal, config), (-(-T // config[0]), B * H), 32 * config[2],
-        o_BTHD.reshape(-1), lse_BHT.reshape(-1), q, k, v, *sizes, scale,
-        shared=bf16.fwd_shared_bytes(D, config),
-    )  # fmt: skip
+    else:
+        q, k, v, sizes = flat_inputs(q_BTHD, k_BSGD, v_BSGD)
+        outputs = o_BTHD.reshape(-1), lse_BHT.reshape(-1)
+        _launch_bf16("fwd", D, causal, T, T, B * H, *outputs, q, k, v, *sizes, scale)
     return o_BTHD, lse_BHT
 
 
 def flash_attention_bwd(
-    do_BTHD: Array, q_BTHD: Array, k_BSGD: Array, v_BSGD: Array, o_BTHD: Array, lse_BHT: Array,
-    scale: float, causal: bool = True,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    do_BTHD: Array,
+    q_BTHD: Array,
+    k_BSGD: Array,
+    v_BSGD: Array,
+    o_BTHD: Array,
+    lse_BHT: Array,
+    scale: float,
+    causal: bool = True,
+) -> tuple[Array, Array, Array]:
     """-> dq (B, T, H, D), dk, dv (B, S, G, D), all new. o and lse are what the forward returned."""
     op = "flash_attention backward"
-    B, T, H, D, S, G = _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal)
+    _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal)
+    B, T, H, D = q_BTHD.shape
+    S, G = k_BSGD.shape[1:3]
     for name, x in (("do", do_BTHD), ("o", o_BTHD)):
         check_array(op, name, x, (B, T, H, D), (q_BTHD.dtype.name,))
     check_array(op, "lse", lse_BHT, (B, H, T))
@@ -141,50 +141,53 @@ def flash_attention_bwd(
         wide = map(_wide, (do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD))
         gradients = flash_attention_bwd_ref(*wide, lse_BHT, scale, causal)
         return tuple(x.astype(q_BTHD.dtype) for x in gradients)
-    dq_BTHD = empty(q_BTHD, (B, T, H, D))
-    dk_BSGD, dv_BSGD = empty(k_BSGD, (B, S, G, D)), empty(k_BSGD, (B, S, G, D))
-    delta_BHT, scale = empty(lse_BHT, (B, H, T)), np.float32(scale)
-    inputs = do_BTHD, q_BTHD, k_BSGD, v_BSGD
+    dq, dk, dv = empty(q_BTHD, (B, T, H, D)), *(empty(k_BSGD, (B, S, G, D)) for _ in range(2))
+    delta, scale = empty(lse_BHT, (B, H, T)), np.float32(scale)
     if q_BTHD.dtype == np.float32:
-        rows = fp32.tile_rows(D)
+        rows, inputs = fp32.tile_rows(D), (do_BTHD, q_BTHD, k_BSGD, v_BSGD)
         dq_kernel, dkdv_kernel = fp32.make_dq_kernel(D, causal), fp32.make_dkdv_kernel(D, causal)
-        launch(
-            dq_kernel, (-(-T // rows), B * H), fp32.THREADS,
-            dq_BTHD, delta_BHT, *inputs, o_BTHD, lse_BHT, scale,
-        )  # fmt: skip
-        launch(
-            dkdv_kernel, (-(-S // rows), B * G), fp32.THREADS,
-            dk_BSGD, dv_BSGD, *inputs, lse_BHT, delta_BHT, scale,
-        )  # fmt: skip
+        grid_q, grid_k, block = (-(-T // rows), B * H), (-(-S // rows), B * G), fp32.THREADS
+        launch(dq_kernel, grid_q, block, dq, delta, *inputs, o_BTHD, lse_BHT, scale)
+        launch(dkdv_kernel, grid_k, block, dk, dv, *inputs, lse_BHT, delta, scale)
     else:
-        _bwd_bf16(dq_BTHD, dk_BSGD, dv_BSGD, delta_BHT, *inputs, o_BTHD, lse_BHT, scale, causal)
-    return dq_BTHD, dk_BSGD, dv_BSGD
+        q, k, v, sizes = flat_inputs(q_BTHD, k_BSGD, v_BSGD)
+        do, o, lse = (x.reshape(-1) for x in (do_BTHD, o_BTHD, lse_BHT))
+        args = dq.reshape(-1), delta.reshape(-1), do, q, k, v, o, lse, *sizes, scale
+        _launch_bf16("dq", D, causal, T, T, B * H, *args)
+        args = dk.reshape(-1), dv.reshape(-1), do, q, k, v, lse, delta.reshape(-1), *sizes, scale
+        _launch_bf16("dkdv", D, causal, T, S, B * G, *args)
+    return dq, dk, dv
 
 
-def _bwd_bf16(dq, dk, dv, delta, do, q_BTHD, k_BSGD, v_BSGD, o, lse, scale, causal):
-    B, T, H, D = q_BTHD.shape
-    S, G = k_BSGD.shape[1:3]
-    q, k, v, sizes = _flat_inputs(q_BTHD, k_BSGD, v_BSGD)
-    dq, dk, dv, delta, do, o, lse = (x.reshape(-1) for x in (dq, dk, dv, delta, do, o, lse))
-    config = choose("dq", D, T, causal, shared_limit(q))
-    launch(
-        bf16_bwd.make_dq_kernel(D, causal, config), (-(-T // config[0]), B * H), 32 * config[2],
-        dq, delta, do, q, k, v, o, lse, *sizes, scale,
-        shared=bf16_bwd.dq_shared_bytes(D, config),
-    )  # fmt: skip
-    config = choose("dkdv", D, T, causal, shared_limit(q))
-    launch(
-        bf16_bwd.make_dkdv_kernel(D, causal, config), (-(-S // config[0]), B * G), 32 * config[2],
-        dk, dv, do, q, k, v, lse, delta, *sizes, scale,
-        shared=bf16_bwd.dkdv_shared_bytes(D, config),
-    )  # fmt: skip
+def _launch_bf16(kind, D, causal, T, rows, heads, *args):
+    """rows: queries, or keys, that the blocks of a head own between them"""
+    config = choose(kind, D, T, causal, shared_limit(args[0]))
+    kernel, shared = make_kernel(kind, D, causal, config)
+    launch(kernel, (-(-rows // config[0]), heads), 32 * config[2], *args, shared=shared)
+
+
+# ----------------------------------------------------------------------------- which kernel
+def make_kernel(kind: str, D: int, causal: bool, config: tuple) -> tuple:
+    """-> (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq" or "dkdv"; config: see flash_attention_table.py"""
+    make, shared_bytes = _maker(kind, D)
+    return make(D, causal, config), shared_bytes(D, config)
+
+
+def _maker(kind, D):
+    if kind == "fwd":
+        return bf16.make_fwd_kernel, bf16.fwd_shared_bytes
+    if kind == "dq":
+        return bf16_bwd.make_dq_kernel, bf16_bwd.dq_shared_bytes
+    if D == 128:
+        return bf16_pairs.make_pairs_kernel, bf16_pairs.pairs_shared_bytes
+    return bf16_bwd.make_dkdv_kernel, bf16_bwd.dkdv_shared_bytes
 
 
 def choose(kind: str, D: int, T: int, causal: bool, shared: int) -> tuple:
-    """The tuned tiles of the kernel `kind` for heads of D and T queries, on a GPU with `shared` bytes per block."""
+    """The tuned tiles for heads of D and T queries, on a GPU with `shared` bytes for a block."""
     rows = TABLE[kind, D, causal]
-    config = next(config for longest, config in rows if longest is None or T <= longest)
-    return config if SHARED_BYTES[kind](D, config) <= shared else SMALL[kind]
+    config = next(config for longest, config in rows if longest is None or longest >= T)
+    return config if _maker(kind, D)[1](D, config) <= shared else SMALL[kind]
 
 
 def shared_limit(x: Array) -> int:
@@ -197,7 +200,7 @@ def _gpu_shared_limit(device: int) -> int:
     return cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
 
 
-# ----------------------------------------------------------------------------- helpers
+# ----------------------------------------------------------------------------- what goes in
 def _wide(x):
     """The references compute bf16 in float32."""
     return x.astype(np.float32) if x.dtype.name == "bfloat16" else x
@@ -206,10 +209,10 @@ def _wide(x):
 def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
     check_array(op, "q", q_BTHD, (None,) * 4, FLOATS, strided=True)
     B, T, H, D = q_BTHD.shape
-    dtype = (q_BTHD.dtype.name,)
-    check_array(op, "k", k_BSGD, (B, None, None, D), dtype, strided=True)
+    dtype = q_BTHD.dtype.name
+    check_array(op, "k", k_BSGD, (B, None, None, D), (dtype,), strided=True)
     S, G = k_BSGD.shape[1:3]
-    check_array(op, "v", v_BSGD, (B, S, G, D), dtype, strided=True)
+    check_array(op, "v", v_BSGD, (B, S, G, D), (dtype,), strided=True)
     shapes = f"q {tuple(q_BTHD.shape)}, k {tuple(k_BSGD.shape)}"
     check(G > 0 and H % G == 0, f"{op}: {H} query heads cannot share {G} key heads: {shapes}")
     check(B * H < 2**16, f"{op}: {B * H} heads in one launch, at most 65535: {shapes}")
@@ -217,14 +220,13 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
     check(S > 0 or T == 0, f"{op}: queries without keys: {shapes}")
     check(scale > 0, f"{op}: scale must be positive, got {scale}")
     if not on_host(q_BTHD, k_BSGD, v_BSGD):
-        good = 0 < D <= fp32.MAX_D if dtype == ("float32",) else D in WIDTHS
-        wanted = f"{dtype[0]} needs " + (f"1 to {fp32.MAX_D}" if dtype == ("float32",) else str(WIDTHS))
-        check(good, f"{op}: head dim {D}: {wanted}")
-    return B, T, H, D, S, G
+        widths = WIDTHS if dtype == "bfloat16" else range(1, fp32.MAX_D + 1)
+        wanted = f"one of {WIDTHS}" if dtype == "bfloat16" else f"at most {fp32.MAX_D}"
+        check(D in widths, f"{op}: head dim {D}, but {dtype} needs {wanted}: {shapes}")
 
 
-def _flat_inputs(q_BTHD, k_BSGD, v_BSGD):
-    """-> q, k, v as flat arrays and the integers that all tensor-core kernels take"""
+def flat_inputs(q_BTHD: Array, k_BSGD: Array, v_BSGD: Array) -> tuple:
+    """-> q, k, v as flat arrays, and the integers that all tensor-core kernels take"""
     (q, q_row), (k, k_row), (v, v_row) = map(_flat, (q_BTHD, k_BSGD, v_BSGD))
     if k_row != v_row:
         (k, k_row), (v, _) = (_flat(x.copy()) for x in (k_BSGD, v_BSGD))
@@ -236,17 +238,19 @@ def _flat_inputs(q_BTHD, k_BSGD, v_BSGD):
 def _flat(x_BTHD):
     """-> (flat array from the first element on, elements from one position to the next)
 
-    Copies only if heads are not side by side, or rows not evenly spaced and 16-byte aligned.
+    Copies only what copy16_async could not read: heads that are not side by side, rows not evenly spaced or not
+    aligned to 16 bytes.
     """
     B, T, H, D = x_BTHD.shape
-    size = x_BTHD.itemsize
-    row = x_BTHD.strides[1] // size
-    even = x_BTHD.strides == (T * row * size, row * size, D * size, size)
-    address = 0 if isinstance(x_BTHD, SimArray) else x_BTHD.data.ptr
-    if x_BTHD.flags.c_contiguous and address % 16 == 0:
+    if x_BTHD.flags.c_contiguous:
         return x_BTHD.reshape(-1), H * D
+    size, simulated = x_BTHD.itemsize, isinstance(x_BTHD, SimArray)
+    row = x_BTHD.strides[1] // size
+    address = 0 if simulated else x_BTHD.data.ptr
+    even = x_BTHD.strides == (T * row * size, row * size, D * size, size)
     if not even or row * size % 16 or address % 16 or x_BTHD.size == 0:
         return x_BTHD.copy().reshape(-1), H * D
-    tricks = (np if isinstance(x_BTHD, SimArray) else cupy()).lib.stride_tricks
-    more = {"subok": True} if isinstance(x_BTHD, SimArray) else {}
-    return tricks.as_strided(x_BTHD, ((B * T - 1) * row + H * D,), (size,), **more), row
+    shape, strides = ((B * T - 1) * row + H * D,), (size,)
+    if simulated:
+        return np.lib.stride_tricks.as_strided(x_BTHD, shape, strides, subok=True), row
+    return cupy().lib.stride_tricks.as_strided(x_BTHD, shape, strides), row

@@ -3,13 +3,14 @@
 A block owns BM queries of one head, a warp 16 MT of them. K and V pass through shared memory in tiles of BN keys, two
 stages deep: while the warps work on one tile, the next is on its way. Per tile, a warp
 
-    scores = Q K^T                      tensor cores; operands by ldmatrix
+    scores = Q K^T                      tensor cores, operands by ldmatrix
     hides what lies in the future       only in tiles that the diagonal or the end of the keys cuts
-    p = exp2(scores - max)              in registers; the row's lanes share max by two shuffles
+    p = exp2(scores - top)              in registers; the four lanes of a row share its maximum by two shuffles
     acc = acc + p V                     p is already where the tensor core wants its left operand (_tiles.py)
 
-Tiles whose keys all lie in the future of all queries are never touched. Within a head the block with the most keys
-starts first, so that the short ones fill the end.
+A warp skips tiles whose keys all lie in the future of its queries; the block never loads those that all warps skip.
+A warp whose queries lie beyond T does nothing but help to copy.
+Within a head the block with the most keys starts first, so that the short ones fill the end.
 
 exp(x) is exp2(x log2 e), and the scale goes into the same fused multiply-add: one instruction per score before exp2.
 When a row's maximum grows by less than SLACK, the old one stays: p is then above 1, at most 2^SLACK, which harms
@@ -23,8 +24,15 @@ from numba import cuda, float32, int32, int64, uint16, uint32
 
 from ._ptx import device, kernel, store1
 from ._reduce import FULL
-from ._tensor_cores import commit_copies, exp2, fmax, log2, wait_copies, warp_id
-from ._tiles import make_copy, make_products, make_registers, make_store
+from ._tensor_cores import exp2, fmax, log2, wait_copies, warp_id
+from ._tiles import (
+    make_add_product,
+    make_copy,
+    make_copy_two,
+    make_fill,
+    make_scores,
+    make_store,
+)
 
 LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
 NEG_INF = float32(-math.inf)
@@ -34,49 +42,50 @@ SLACK = float32(8.0)
 
 def fwd_shared_bytes(D, config) -> int:
     BM, BN = config[:2]
-    return 2 * D * (BM + 4 * BN)
+    return 2 * D * (BM + 4 * BN)  # Q, two stages of K and V
 
 
 @functools.cache
 def make_hide_keys(MT, NT, CAUSAL):
-    """-> hide_keys(scores, t0, n0, S, past): -inf where a key (column, from n0 on) may not be seen by a query (row,
-    from t0 on): it is later than query + past, or it is beyond the last of S keys.
+    """-> hide_keys(s, t0, n0, S, past): -inf where a key (column, from n0 on) may not be seen by a query (row, from t0
+    on): it is later than query + past, or it is beyond the last of S keys. Most tiles have none.
     """
+    BN = 8 * NT
 
     @device
-    def hide_keys(scores, t0, n0, S, past):
-        lane = cuda.threadIdx.x & 31
-        for m in range(MT):
-            for r in range(2):
-                last = S - 1
-                if CAUSAL:
-                    last = min(last, t0 + 16 * m + 8 * r + (lane >> 2) + past)
-                last = int32(last - n0 - 2 * (lane & 3))
-                for n in range(NT):
-                    for c in range(2):
-                        if int32(8 * n + c) > last:
-                            scores[m, n, 2 * r + c] = NEG_INF
+    def hide_keys(s, t0, n0, S, past):
+        if n0 + BN > S or (CAUSAL and n0 + BN > t0 + past + 1):
+            lane = cuda.threadIdx.x & 31
+            for m in range(MT):
+                for r in range(2):
+                    last = int32(t0 + 16 * m + 8 * r + (lane >> 2) + past)
+                    if not CAUSAL or last >= S:
+                        last = int32(S - 1)
+                    last = int32(last - n0 - 2 * (lane & 3))
+                    for n in range(NT):
+                        for c in range(2):
+                            if int32(8 * n + c) > last:
+                                s[m, n, 2 * r + c] = NEG_INF
 
     return hide_keys
 
 
 @functools.cache
 def make_softmax(MT, NT, ND):
-    """The online softmax of a warp's 16 MT rows: see flash_attention.py. scale includes log2 e.
+    """-> add_scores(s, acc, top, total, scale): scores become p; acc, top and total follow when a maximum grows.
 
-    add_scores(scores, acc, top, total, scale)      scores become p; acc, top and total follow a new maximum
-    finish(total)                                   total over the four lanes of a row
+    top, total (MT, 2): the rows' maxima, and this lane's share of their sums. scale includes log2 e.
     """
 
     @device
-    def add_scores(scores, acc, top, total, scale):
+    def add_scores(s, acc, top, total, scale):
         new = cuda.local.array((MT, 2), float32)
         growth = float32(0.0)
         for m in range(MT):
             for r in range(2):
-                x = fmax(scores[m, 0, 2 * r], scores[m, 0, 2 * r + 1])
+                x = fmax(s[m, 0, 2 * r], s[m, 0, 2 * r + 1])
                 for n in range(1, NT):
-                    x = fmax(x, fmax(scores[m, n, 2 * r], scores[m, n, 2 * r + 1]))
+                    x = fmax(x, fmax(s[m, n, 2 * r], s[m, n, 2 * r + 1]))
                 x = fmax(x, cuda.shfl_xor_sync(FULL, x, 1))
                 new[m, r] = fmax(x, cuda.shfl_xor_sync(FULL, x, 2))
                 growth = fmax(growth, new[m, r] - top[m, r])
@@ -95,90 +104,90 @@ def make_softmax(MT, NT, ND):
                 shift = top[m, r] * scale
                 for n in range(NT):
                     for c in range(2):
-                        p = exp2(scores[m, n, 2 * r + c] * scale - shift)
-                        scores[m, n, 2 * r + c] = p
+                        p = exp2(s[m, n, 2 * r + c] * scale - shift)
+                        s[m, n, 2 * r + c] = p
                         total[m, r] += p
 
+    return add_scores
+
+
+@functools.cache
+def make_finish(MT, ND):
+    """-> finish(acc, top, total, scale, lse, i, valid): acc becomes o; lse[i], lse[i + 1], ... are written, `valid` of
+    them.
+    """
+    scale_rows = make_fill(MT, ND)[2]
+
     @device
-    def finish(total):
+    def finish(acc, top, total, scale, lse, i, valid):
+        lane = cuda.threadIdx.x & 31
         for m in range(MT):
             for r in range(2):
                 total[m, r] += cuda.shfl_xor_sync(FULL, total[m, r], 1)
                 total[m, r] += cuda.shfl_xor_sync(FULL, total[m, r], 2)
+                row = 16 * m + 8 * r + (lane >> 2)
+                if row < valid and lane & 3 == 0:
+                    store1(lse, i + row, (top[m, r] * scale + log2(total[m, r])) * LN2)
+                total[m, r] = float32(1.0) / total[m, r]
+        scale_rows(acc, total)
 
-    return add_scores, finish
+    return finish
 
 
 @functools.cache
 def make_fwd_kernel(D, CAUSAL, config):
-    """config: (BM, BN, warps, keep Q in registers?, blocks per multiprocessor)"""
-    BM, BN, WARPS, Q_REGISTERS, MIN_BLOCKS = config
+    """config: (BM, BN, warps, blocks per multiprocessor, keep Q in registers?)"""
+    BM, BN, WARPS, MIN_BLOCKS, Q_REGISTERS = config
     THREADS, ROWS = 32 * WARPS, BM // WARPS
     MT, NT, ND, KS = ROWS // 16, BN // 8, D // 8, D // 16
-    Q, K, V, STAGE = 0, BM * D, (BM + BN) * D, 2 * BN * D  # places in shared memory
-    copy_q, copy_kv, store_o = make_copy(D, BM, THREADS), make_copy(D, BN, THREADS), make_store(D, MT)
-    hide_keys, products = make_hide_keys(MT, NT, CAUSAL), make_products(D, MT, NT)
-    load_rows, add_abt, add_rbt = products.load_rows, products.add_abt, products.add_rbt
-    add_pb, zero_s = products.add_pb, make_registers(MT, NT).zero
-    zero_o, scale_rows = make_registers(MT, ND).zero, make_registers(MT, ND).scale_rows
-    add_scores, finish = make_softmax(MT, NT, ND)
+    KV, STAGE = BM * D, 2 * BN * D  # Q is at 0; the stages of K and V are behind it
+    copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
+    load_rows, scores_of, scores = make_scores(D, MT, NT)
+    hide_keys, add_scores = make_hide_keys(MT, NT, CAUSAL), make_softmax(MT, NT, ND)
+    add_product, finish = make_add_product(D, MT, NT), make_finish(MT, ND)
+    store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_fwd_kernel(o, lse, q, k, v, T, S, H, group, q_row, kv_row, scale):
-        """Grid (ceil(T / BM), B H). q_row, kv_row: elements from one position to the next; all arrays are flat."""
+        """Grid (ceil(T / BM), B H). All arrays flat; q_row, kv_row: elements from one position to the next."""
         smem = cuda.shared.array(0, uint16)
-        warp, lane, bh = warp_id(), cuda.threadIdx.x & 31, cuda.blockIdx.y
-        b, h, past = int64(bh // H), bh % H, S - T
-        q0 = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * BM
-        w0 = q0 + warp * ROWS  # this warp's first query
+        warp, bh, past = warp_id(), cuda.blockIdx.y, int32(S - T)
+        b, h = int64(bh // H), bh % H
+        q0 = int32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * BM)
+        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)  # its rows: in T, in smem
         kv = b * S * kv_row + h // group * D
-        scores, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
+        s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
         fq = cuda.local.array((KS, MT, 4), uint32)
-        zero_o(acc)
-        for m in range(MT):
-            for r in range(2):
-                top[m, r], total[m, r] = LOWEST, float32(0.0)
-        n0 = ((min(q0 + BM + past, S) if CAUSAL else S) - 1) // BN * BN  # from the diagonal to key 0
-        copy_q(smem, Q, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
-        copy_kv(smem, K, k, kv + n0 * kv_row, kv_row, S - n0)
-        copy_kv(smem, V, v, kv + n0 * kv_row, kv_row, S - n0)
-        commit_copies()
+        clear(acc)
+        fill(top, LOWEST)
+        fill(total, float32(0.0))
+        end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
+        n0 = int32((end - 1) // BN * BN)  # from the diagonal down to key 0
+        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)  # up to here
+        copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
+        copy_kv(smem, KV, k, v, kv + n0 * kv_row, kv_row, S - n0)
         if Q_REGISTERS:
             wait_copies(0)
             cuda.syncthreads()
-            load_rows(fq, smem, Q + warp * ROWS * D)
-        stage = 0
+            load_rows(fq, smem, mine)
+        now = int32(KV)
         while n0 >= 0:
             wait_copies(0)
             cuda.syncthreads()  # this tile is here, and everybody has left the one before
+            other = int32(2 * KV + STAGE - now)
             if n0 > 0:
-                before = kv + (n0 - BN) * kv_row
-                copy_kv(smem, K + STAGE - stage, k, before, kv_row, BN)
-                copy_kv(smem, V + STAGE - stage, v, before, kv_row, BN)
-                commit_copies()
-            if not CAUSAL or n0 < w0 + ROWS + past:  # else: all in this warp's future
-                zero_s(scores)
+                copy_kv(smem, other, k, v, kv + (n0 - BN) * kv_row, kv_row, BN)
+            if n0 < visible:
                 if Q_REGISTERS:
-                    add_rbt(scores, fq, smem, K + stage)
+                    scores_of(s, fq, smem, now)
                 else:
-                    add_abt(scores, smem, Q + warp * ROWS * D, K + stage)
-                if n0 + BN > S or (CAUSAL and n0 + BN > w0 + past + 1):
-                    hide_keys(scores, w0, n0, S, past)
-                add_scores(scores, acc, top, total, scale * LOG2E)
-                add_pb(acc, scores, smem, V + stage)
-            stage = STAGE - stage
-            n0 -= BN
-        finish(total)
-        for m in range(MT):
-            for r in range(2):
-                t = w0 + 16 * m + 8 * r + (lane >> 2)
-                if t < T and lane & 3 == 0:
-                    log_sum = top[m, r] * scale * LOG2E + log2(total[m, r])
-                    store1(lse, int64(bh) * T + t, log_sum * LN2)
-                total[m, r] = float32(1.0) / total[m, r]
-        scale_rows(acc, total)
-        first = ((b * T + w0) * H + h) * D
-        store_o(acc, smem, Q + warp * ROWS * D, o, first, H * D, T - w0)
+                    scores(s, smem, mine, now)
+                hide_keys(s, w0, n0, S, past)
+                add_scores(s, acc, top, total, scale * LOG2E)
+                add_product(acc, s, smem, now + BN * D)
+            n0, now = int32(n0 - BN), other
+        finish(acc, top, total, scale * LOG2E, lse, int64(bh) * T + w0, T - w0)
+        store_o(acc, smem, mine, o, ((b * T + w0) * H + h) * D, H * D, T - w0)
 
     return flash_attention_fwd_kernel

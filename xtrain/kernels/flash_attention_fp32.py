@@ -11,7 +11,6 @@ a tile, p (or ds) goes through shared memory, since the second one needs whole r
 
 import functools
 import math
-from types import SimpleNamespace
 
 from numba import cuda, float32, int64
 
@@ -30,17 +29,36 @@ def tile_rows(D: int) -> int:
     return 32 if D <= 64 else 16
 
 
-@functools.cache
-def make_ops(D):
-    """Constants and device functions for heads of D columns:
-
-    load_tile(tile, x_BTHD, b, t0, h)       rows t0, t0 + 1, ... of head h; zeros beyond the last position and column
-    dots(s, a, b)                           s (R, C) = this thread's part of a b^T
-    weighted(acc, p, b)                     acc (R, W) += this thread's part of p b
-    row_sum(v), row_max(v)                  over the 16 lanes that share a row
-    """
+def tile_sizes(D: int) -> tuple[int, ...]:
+    """-> rows of a tile, its columns in memory; rows R, columns C of a square product, columns W of a row per thread"""
     TILE, W = tile_rows(D), -(-D // LANES)
-    R, C, WIDTH = TILE // ROWS, TILE // LANES, LANES * W
+    return TILE, LANES * W + 1, TILE // ROWS, TILE // LANES, W
+
+
+# ----------------------------------------------------------------------------- pieces
+@device
+def row_sum(v):
+    """Over the 16 lanes that share a row"""
+    for step in (8, 4, 2, 1):
+        v += cuda.shfl_xor_sync(FULL, v, step)
+    return v
+
+
+@device
+def row_max(v):
+    for step in (8, 4, 2, 1):
+        other = cuda.shfl_xor_sync(FULL, v, step)
+        v = v if v > other else other
+    return v
+
+
+@functools.cache
+def make_load_store(D):
+    """-> load_tile(tile, x_BTHD, b, t0, h): rows t0, t0 + 1, ... of head h; zeros beyond the last position and column
+    store_row(y_BTHD, b, t, h, row, factor): this thread's part of y[b, t, h], row (W,) times factor
+    """
+    TILE, PAD, _, _, W = tile_sizes(D)
+    WIDTH = PAD - 1
 
     @device
     def load_tile(tile, x_BTHD, b, t0, h):
@@ -48,6 +66,24 @@ def make_ops(D):
             r, d = i // WIDTH, i % WIDTH
             inside = t0 + r < x_BTHD.shape[1] and d < D
             tile[r, d] = x_BTHD[b, t0 + r, h, d] if inside else float32(0.0)
+
+    @device
+    def store_row(y_BTHD, b, t, h, row, factor):
+        for w in range(W):
+            d = cuda.threadIdx.x % LANES + LANES * w
+            if t < y_BTHD.shape[1] and d < D:
+                y_BTHD[b, t, h, d] = row[w] * factor
+
+    return load_tile, store_row
+
+
+@functools.cache
+def make_products(D):
+    """-> dots(s, a, b): s (R, C) = this thread's part of a b^T
+    add_weighted(acc, p, b): acc (R, W) += this thread's part of p b
+    clear(acc)
+    """
+    TILE, _, R, C, W = tile_sizes(D)
 
     @device
     def dots(s, a, b):
@@ -61,7 +97,7 @@ def make_ops(D):
                     s[i, j] += a[y + ROWS * i, d] * b[x + LANES * j, d]
 
     @device
-    def weighted(acc, p, b):
+    def add_weighted(acc, p, b):
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         for n in range(TILE):
             for i in range(R):
@@ -69,38 +105,53 @@ def make_ops(D):
                     acc[i, w] += p[y + ROWS * i, n] * b[n, x + LANES * w]
 
     @device
-    def row_sum(v):
-        for step in (8, 4, 2, 1):
-            v += cuda.shfl_xor_sync(FULL, v, step)
-        return v
+    def clear(acc):
+        for i in range(R):
+            for w in range(W):
+                acc[i, w] = float32(0.0)
+
+    return dots, add_weighted, clear
+
+
+# ----------------------------------------------------------------------------- forward
+@functools.cache
+def make_add_scores(D, CAUSAL):
+    """-> add_scores(p, s, acc, top, total, first, n0, S, scale): one tile of the online softmax. Writes exp(s - top) to
+    the shared tile p; acc, top and total follow the new maximum. first: the last key that the tile's row 0 sees.
+    """
+    _, _, R, C, W = tile_sizes(D)
 
     @device
-    def row_max(v):
-        for step in (8, 4, 2, 1):
-            v = max(v, cuda.shfl_xor_sync(FULL, v, step))
-        return v
-
-    @device
-    def store_rows(y_BTHD, b, t0, h, acc, i, factor):
-        """Row i of this thread"""
+    def add_scores(p, s, acc, top, total, first, n0, S, scale):
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        t = t0 + y + ROWS * i
-        for w in range(W):
-            if t < y_BTHD.shape[1] and x + LANES * w < D:
-                y_BTHD[b, t, h, x + LANES * w] = acc[i, w] * factor
+        for i in range(R):
+            row, new = y + ROWS * i, top[i]
+            for j in range(C):
+                n = n0 + x + LANES * j
+                hidden = n >= S or (CAUSAL and n > first + row)
+                s[i, j] = NEG_INF if hidden else s[i, j] * scale
+                new = new if new > s[i, j] else s[i, j]
+            new = row_max(new)
+            shrink = math.exp(top[i] - new)
+            top[i] = new
+            total[i] *= shrink
+            for w in range(W):
+                acc[i, w] *= shrink
+            for j in range(C):
+                weight = math.exp(s[i, j] - new)
+                total[i] += weight
+                p[row, x + LANES * j] = weight
 
-    return SimpleNamespace(
-        TILE=TILE, PAD=WIDTH + 1, R=R, C=C, W=W, load_tile=load_tile, dots=dots, weighted=weighted,
-        row_sum=row_sum, row_max=row_max, store_rows=store_rows,
-    )  # fmt: skip
+    return add_scores
 
 
 @functools.cache
 def make_fwd_kernel(D, CAUSAL):
-    ops = make_ops(D)
-    TILE, PAD, R, C, W = ops.TILE, ops.PAD, ops.R, ops.C, ops.W
-    load_tile, dots, weighted, store_rows = ops.load_tile, ops.dots, ops.weighted, ops.store_rows
-    row_sum, row_max, TILE1 = ops.row_sum, ops.row_max, ops.TILE + 1
+    TILE, PAD, R, C, W = tile_sizes(D)
+    TILE1 = TILE + 1
+    load_tile, store_row = make_load_store(D)
+    dots, add_weighted, clear = make_products(D)
+    add_scores = make_add_scores(D, CAUSAL)
 
     @kernel(THREADS)
     def flash_attention_fp32_fwd_kernel(o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, scale):
@@ -108,58 +159,43 @@ def make_fwd_kernel(D, CAUSAL):
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
         b, h = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H
-        t0, past = int64(cuda.blockIdx.x) * TILE, S - T
-        q, k = cuda.shared.array((TILE, PAD), float32), cuda.shared.array((TILE, PAD), float32)
+        g, t0, past = h // (H // G), int64(cuda.blockIdx.x) * TILE, S - T
+        q = cuda.shared.array((TILE, PAD), float32)
+        k = cuda.shared.array((TILE, PAD), float32)
         v = cuda.shared.array((TILE, PAD), float32)
         p = cuda.shared.array((TILE, TILE1), float32)
         s, acc = cuda.local.array((R, C), float32), cuda.local.array((R, W), float32)
         top, total = cuda.local.array(R, float32), cuda.local.array(R, float32)
+        clear(acc)
         for i in range(R):
             top[i], total[i] = LOWEST, float32(0.0)
-            for w in range(W):
-                acc[i, w] = float32(0.0)
         load_tile(q, q_BTHD, b, t0, h)
-        end = min(t0 + TILE + past, S) if CAUSAL else S
+        end = t0 + TILE + past if CAUSAL and t0 + TILE < T else S  # keys that the block sees
         for n0 in range(0, end, TILE):
             cuda.syncthreads()  # everybody has left the tile before
-            load_tile(k, k_BSGD, b, n0, h // (H // G))
-            load_tile(v, v_BSGD, b, n0, h // (H // G))
+            load_tile(k, k_BSGD, b, n0, g)
+            load_tile(v, v_BSGD, b, n0, g)
             cuda.syncthreads()
             dots(s, q, k)
-            for i in range(R):
-                row, new = y + ROWS * i, top[i]
-                for j in range(C):
-                    n = n0 + x + LANES * j
-                    hidden = n >= S or (CAUSAL and n > t0 + row + past)
-                    s[i, j] = NEG_INF if hidden else s[i, j] * scale
-                    new = max(new, s[i, j])
-                new = row_max(new)
-                shrink = math.exp(top[i] - new)  # the sums so far, relative to the new maximum
-                top[i] = new
-                total[i] *= shrink
-                for w in range(W):
-                    acc[i, w] *= shrink
-                for j in range(C):
-                    weight = math.exp(s[i, j] - new)
-                    total[i] += weight
-                    p[row, x + LANES * j] = weight
+            add_scores(p, s, acc, top, total, t0 + past, n0, S, scale)
             cuda.syncwarp()  # a row of p is written and read by the same half of a warp
-            weighted(acc, p, v)
+            add_weighted(acc, p, v)
         for i in range(R):
-            t, sum_i = t0 + y + ROWS * i, row_sum(total[i])
+            t, row_total = t0 + y + ROWS * i, row_sum(total[i])
             if x == 0 and t < T:
-                lse_BHT[b, h, t] = top[i] + math.log(sum_i)
-            store_rows(o_BTHD, b, t0, h, acc, i, float32(1.0) / sum_i)
+                lse_BHT[b, h, t] = top[i] + math.log(row_total)
+            store_row(o_BTHD, b, t, h, acc[i], float32(1.0) / row_total)
 
     return flash_attention_fp32_fwd_kernel
 
 
+# ----------------------------------------------------------------------------- backward
 @functools.cache
 def make_dq_kernel(D, CAUSAL):
-    ops = make_ops(D)
-    TILE, PAD, R, C, W = ops.TILE, ops.PAD, ops.R, ops.C, ops.W
-    load_tile, dots, weighted, store_rows = ops.load_tile, ops.dots, ops.weighted, ops.store_rows
-    row_sum, TILE1 = ops.row_sum, ops.TILE + 1
+    TILE, PAD, R, C, W = tile_sizes(D)
+    TILE1 = TILE + 1
+    load_tile, store_row = make_load_store(D)
+    dots, add_weighted, clear = make_products(D)
 
     @kernel(THREADS)
     def flash_attention_fp32_dq_kernel(
@@ -169,57 +205,55 @@ def make_dq_kernel(D, CAUSAL):
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
         b, h = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H
-        t0, past = int64(cuda.blockIdx.x) * TILE, S - T
-        q, do = cuda.shared.array((TILE, PAD), float32), cuda.shared.array((TILE, PAD), float32)
+        g, t0, past = h // (H // G), int64(cuda.blockIdx.x) * TILE, S - T
+        q = cuda.shared.array((TILE, PAD), float32)
+        do = cuda.shared.array((TILE, PAD), float32)
         k = cuda.shared.array((TILE, PAD), float32)
         v = cuda.shared.array((TILE, PAD), float32)
         ds = cuda.shared.array((TILE, TILE1), float32)
         s, dp = cuda.local.array((R, C), float32), cuda.local.array((R, C), float32)
         acc, delta = cuda.local.array((R, W), float32), cuda.local.array(R, float32)
-        lse = cuda.local.array(R, float32)
         load_tile(q, q_BTHD, b, t0, h)
         load_tile(do, do_BTHD, b, t0, h)
         load_tile(k, o_BTHD, b, t0, h)  # o, for a moment
         cuda.syncthreads()
+        clear(acc)
         for i in range(R):
             row, dot = y + ROWS * i, float32(0.0)
             for w in range(W):
-                acc[i, w] = float32(0.0)
                 dot += do[row, x + LANES * w] * k[row, x + LANES * w]
-            delta[i], lse[i] = row_sum(dot), float32(0.0)
-            if t0 + row < T:
-                lse[i] = lse_BHT[b, h, t0 + row]
-                if x == 0:
-                    delta_BHT[b, h, t0 + row] = delta[i]
-        end = min(t0 + TILE + past, S) if CAUSAL else S
+            delta[i] = row_sum(dot)
+            if x == 0 and t0 + row < T:
+                delta_BHT[b, h, t0 + row] = delta[i]
+        end = t0 + TILE + past if CAUSAL and t0 + TILE < T else S
         for n0 in range(0, end, TILE):
             cuda.syncthreads()
-            load_tile(k, k_BSGD, b, n0, h // (H // G))
-            load_tile(v, v_BSGD, b, n0, h // (H // G))
+            load_tile(k, k_BSGD, b, n0, g)
+            load_tile(v, v_BSGD, b, n0, g)
             cuda.syncthreads()
             dots(s, q, k)
             dots(dp, do, v)
             for i in range(R):
                 row = y + ROWS * i
                 for j in range(C):
-                    n = n0 + x + LANES * j
-                    hidden = n >= S or (CAUSAL and n > t0 + row + past)
-                    weight = float32(0.0) if hidden else math.exp(s[i, j] * scale - lse[i])
+                    n, weight = n0 + x + LANES * j, float32(0.0)
+                    if n < S and t0 + row < T and not (CAUSAL and n > t0 + row + past):
+                        weight = math.exp(s[i, j] * scale - lse_BHT[b, h, t0 + row])
                     ds[row, x + LANES * j] = weight * (dp[i, j] - delta[i])
             cuda.syncwarp()
-            weighted(acc, ds, k)
+            add_weighted(acc, ds, k)
         for i in range(R):
-            store_rows(dq_BTHD, b, t0, h, acc, i, scale)
+            store_row(dq_BTHD, b, t0 + y + ROWS * i, h, acc[i], scale)
 
     return flash_attention_fp32_dq_kernel
 
 
 @functools.cache
 def make_dkdv_kernel(D, CAUSAL):
-    ops = make_ops(D)
-    TILE, PAD, R, C, W = ops.TILE, ops.PAD, ops.R, ops.C, ops.W
-    load_tile, dots, weighted, store_rows = ops.load_tile, ops.dots, ops.weighted, ops.store_rows
-    TILE1 = ops.TILE + 1
+    TILE, PAD, R, C, W = tile_sizes(D)
+    TILE1 = TILE + 1
+    load_tile, store_row = make_load_store(D)
+    dots, add_weighted, clear = make_products(D)
 
     @kernel(THREADS)
     def flash_attention_fp32_dkdv_kernel(
@@ -230,19 +264,21 @@ def make_dkdv_kernel(D, CAUSAL):
         T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
         b, g = int64(cuda.blockIdx.y) // G, cuda.blockIdx.y % G
         n0, past, group = int64(cuda.blockIdx.x) * TILE, S - T, H // G
-        q, do = cuda.shared.array((TILE, PAD), float32), cuda.shared.array((TILE, PAD), float32)
+        q = cuda.shared.array((TILE, PAD), float32)
+        do = cuda.shared.array((TILE, PAD), float32)
         k = cuda.shared.array((TILE, PAD), float32)
         v = cuda.shared.array((TILE, PAD), float32)
         p = cuda.shared.array((TILE, TILE1), float32)
         ds = cuda.shared.array((TILE, TILE1), float32)
         s, dp = cuda.local.array((R, C), float32), cuda.local.array((R, C), float32)
         dk, dv = cuda.local.array((R, W), float32), cuda.local.array((R, W), float32)
-        for i in range(R):
-            for w in range(W):
-                dk[i, w], dv[i, w] = float32(0.0), float32(0.0)
+        clear(dk)
+        clear(dv)
         load_tile(k, k_BSGD, b, n0, g)
         load_tile(v, v_BSGD, b, n0, g)
-        first = max(n0 - past, 0) // TILE * TILE if CAUSAL else 0  # earlier queries see none of these keys
+        first = (
+            (n0 - past) // TILE * TILE if CAUSAL and n0 > past else 0
+        )  # the first that sees a key
         for h in range(g * group, (g + 1) * group):
             for t0 in range(first, T, TILE):
                 cuda.syncthreads()
@@ -254,17 +290,16 @@ def make_dkdv_kernel(D, CAUSAL):
                 for i in range(R):
                     row = y + ROWS * i
                     for j in range(C):
-                        column = x + LANES * j
-                        t, weight, ds_ij = t0 + column, float32(0.0), float32(0.0)
+                        t, weight, gradient = t0 + x + LANES * j, float32(0.0), float32(0.0)
                         if t < T and not (CAUSAL and n0 + row > t + past):
                             weight = math.exp(s[i, j] * scale - lse_BHT[b, h, t])
-                            ds_ij = weight * (dp[i, j] - delta_BHT[b, h, t])
-                        p[row, column], ds[row, column] = weight, ds_ij
+                            gradient = weight * (dp[i, j] - delta_BHT[b, h, t])
+                        p[row, x + LANES * j], ds[row, x + LANES * j] = weight, gradient
                 cuda.syncwarp()
-                weighted(dv, p, do)
-                weighted(dk, ds, q)
+                add_weighted(dv, p, do)
+                add_weighted(dk, ds, q)
         for i in range(R):
-            store_rows(dk_BSGD, b, n0, g, dk, i, scale)
-            store_rows(dv_BSGD, b, n0, g, dv, i, float32(1.0))
+            store_row(dk_BSGD, b, n0 + y + ROWS * i, g, dk[i], scale)
+            store_row(dv_BSGD, b, n0 + y + ROWS * i, g, dv[i], float32(1.0))
 
     return flash_attention_fp32_dkdv_kernel

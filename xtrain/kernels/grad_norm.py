@@ -19,7 +19,7 @@ import numpy as np
 from numba import cuda, float32, int64
 
 from ..device import Array
-from ._flat import BLOCK, EACH, STEPS, STRIDE, TILE, load, on_16_bytes
+from ._flat import BLOCK, EACH, GAP, QUAD, STEPS, STRIDE, TILE, is_whole, load, on_16_bytes
 from ._launch import check, check_array, empty, launch, on_host
 from ._ptx import kernel
 from ._reduce import MAX_WARPS, block_sum
@@ -53,9 +53,10 @@ def sum_of_squares_kernel(partial_P, x_n, aligned):
     for j in range(EACH):
         acc[j] = float32(0.0)
     for tile in range(int64(cuda.blockIdx.x) * TILE, n, int64(cuda.gridDim.x) * TILE):
-        first = tile + tid * EACH
+        first = tile + tid * QUAD
+        whole = is_whole(first, n, aligned)
         for s in range(STEPS):  # zeros beyond the end change no sum
-            load(x[s], x_n, first + s * STRIDE, n, aligned)
+            load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
         for s in range(STEPS):
             for j in range(EACH):
                 acc[j] += x[s, j] * x[s, j]

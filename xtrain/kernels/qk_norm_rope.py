@@ -12,29 +12,40 @@ This is rmsnorm.py over heads, then rope.py. With head x of q (k likewise), weig
 
 v is copied. Without weights (Llama) only the rotation remains: u = x.
 We save r and read qkv again in backward; u and xhat never exist in memory.
+qkv, q, k, v are float32 or bf16; weights, tables, r and all arithmetic are float32.
 Bytes moved, forward: read qkv, write q, k, v. Backward: read dq, dk, dv and the q, k part of qkv,
 write dqkv.
 
-dw is summed in two stages without atomics, as in rmsnorm.py: every warp adds up its heads in its
-own row of shared memory, a block writes the sum of its warps as one row of `partial`, then those
-rows are added in order.
+dw is summed in two stages without atomics, as in rmsnorm.py: a thread adds up its heads over many
+tokens, a block writes the sum of its threads as one row of `partial`, then those rows are added in
+order.
 """
 
+import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int64
+from numba import cuda, float32, int64, uint32
+from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
-from ._launch import check, check_array, empty, launch, on_host
+from ._flat import on_16_bytes
+from ._heads import head_plan, make_head_ops
+from ._launch import FLOATS, check, check_array, empty, launch, on_host
+from ._ptx import device, kernel, load1, store1
 from ._reduce import add_column_sums, warp_sum
+from ._words import each_of
 from .rope import check_tables, position_of, positions_for, rope_ref
 
-WARPS = 8  # a block is 8 heads of one token, a warp each
+WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory
-PARTIALS = (
-    528  # blocks of the backward: 4 on each of an H200's 132 multiprocessors; rows of `partial`
-)
+PARTIALS = 528  # blocks of their backward: 4 on each of an H200's 132 multiprocessors
+FWD_THREADS, BWD_THREADS = 256, 128  # of a block of the kernels in use, about
+RESIDENT = {
+    4: 24,
+    8: 16,
+}  # warps of their backward on a multiprocessor, for chunks of 4 and 8: what the registers allow
+MULTIPROCESSORS = 132  # of an H200
 
 
 # ----------------------------------------------------------------------------- reference
@@ -85,131 +96,268 @@ def _per_head(q_w_D, k_w_D, H, G):
     )
 
 
-# ----------------------------------------------------------------------------- kernels
-@cuda.jit(device=True)
-def norm_rotate_head(y_NXD, rstd_NA, qkv_NP, w_D, cos_PR, sin_PR, n, a, h, p, eps, normalise):
-    """One warp: head a of token n, normalised and turned to position p, becomes y[n, h]."""
-    lane = cuda.threadIdx.x
-    R = cos_PR.shape[1]
-    first = a * (2 * R)  # column of qkv
-    rstd = float32(1.0)
-    if normalise:
-        acc = float32(0.0)
-        for d in range(lane, 2 * R, 32):
-            acc += qkv_NP[n, first + d] * qkv_NP[n, first + d]
-        rstd = float32(1.0) / math.sqrt(warp_sum(acc) / float32(2 * R) + eps)
-        if lane == 0:
-            rstd_NA[n, a] = rstd  # kept for backward
-    for r in range(lane, R, 32):
-        u1, u2 = qkv_NP[n, first + r], qkv_NP[n, first + r + R]
-        if normalise:
-            u1 *= rstd * w_D[r]
-            u2 *= rstd * w_D[r + R]
-        c, s = cos_PR[p, r], sin_PR[p, r]
-        y_NXD[n, h, r] = u1 * c - u2 * s
-        y_NXD[n, h, r + R] = u2 * c + u1 * s
-
-
+# ----------------------------------------------------------------------------- kernels for heads of any width
 @cuda.jit
-def qk_norm_rope_fwd_kernel(
-    q_NHD, k_NGD, v_NGD, rstd_NA, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, positions_N,
-    T, eps, normalise,
-):  # fmt: skip
-    """Grid (N, ceil((H + 2G) / WARPS)), block (32, WARPS). A warp owns one head of one token."""
-    n, lane = int64(cuda.blockIdx.x), cuda.threadIdx.x
-    a = cuda.blockIdx.y * WARPS + cuda.threadIdx.y  # heads of q, then of k, then of v
-    H, G, D = q_NHD.shape[1], k_NGD.shape[1], q_NHD.shape[2]
-    p = position_of(n, positions_N, T)
-    if a < H:
-        norm_rotate_head(q_NHD, rstd_NA, qkv_NP, q_w_D, cos_PR, sin_PR, n, a, a, p, eps, normalise)
-    elif a < H + G:
-        h = a - H
-        norm_rotate_head(k_NGD, rstd_NA, qkv_NP, k_w_D, cos_PR, sin_PR, n, a, h, p, eps, normalise)
+def qk_norm_rope_fwd_warp_kernel(
+    q, k, v, rstd_NA, qkv, q_w_D, k_w_D, cos_PR, sin_PR, positions_N, H, G, T, eps, normalise
+):
+    """Grid (N, ceil((H + 2G) / WARPS)), block (32, WARPS). A warp owns one head of one token.
+
+    q, k, v, qkv: flat. The maths in its plainest form, two or four bytes at a time.
+    """
+    n, lane, R = int64(cuda.blockIdx.x), cuda.threadIdx.x, cos_PR.shape[1]
+    a, D = cuda.blockIdx.y * WARPS + cuda.threadIdx.y, 2 * R  # heads of q, then of k, then of v
+    x = (n * (H + 2 * G) + a) * D  # where the head begins in qkv
+    if a < H + G:
+        out, w_D, y = (q, q_w_D, (n * H + a) * D) if a < H else (k, k_w_D, (n * G + a - H) * D)
+        p, rstd = position_of(n, positions_N, T), float32(1.0)
+        if normalise:
+            acc = float32(0.0)
+            for d in range(lane, D, 32):
+                acc += load1(qkv, x + d) * load1(qkv, x + d)
+            rstd = float32(1.0) / math.sqrt(warp_sum(acc) / float32(D) + eps)
+            if lane == 0:
+                rstd_NA[n, a] = rstd  # kept for backward
+        for r in range(lane, R, 32):
+            u1, u2 = load1(qkv, x + r), load1(qkv, x + r + R)
+            if normalise:
+                u1 *= rstd * w_D[r]
+                u2 *= rstd * w_D[r + R]
+            c, s = cos_PR[p, r], sin_PR[p, r]
+            store1(out, y + r, u1 * c - u2 * s)
+            store1(out, y + r + R, u2 * c + u1 * s)
     elif a < H + 2 * G:
         for d in range(lane, D, 32):
-            v_NGD[n, a - H - G, d] = qkv_NP[n, a * D + d]
-
-
-@cuda.jit(device=True)
-def norm_rotate_head_bwd(
-    dqkv_NP, dw_WD, dy_NXD, qkv_NP, w_D, rstd_NA, cos_PR, sin_PR, n, a, h, p, normalise
-):
-    """One warp: dy[n, h] turned back, then through the norm of head a. Adds to its row of dw."""
-    lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
-    R = cos_PR.shape[1]
-    first = a * (2 * R)
-    rstd, mean = float32(0.0), float32(0.0)
-    if normalise:
-        rstd = rstd_NA[n, a]
-        acc = float32(0.0)
-        for r in range(lane, R, 32):
-            c, s = cos_PR[p, r], sin_PR[p, r]
-            dy1, dy2 = dy_NXD[n, h, r], dy_NXD[n, h, r + R]
-            acc += (dy1 * c + dy2 * s) * w_D[r] * qkv_NP[n, first + r]
-            acc += (dy2 * c - dy1 * s) * w_D[r + R] * qkv_NP[n, first + r + R]
-        mean = warp_sum(acc) * rstd / float32(2 * R)  # of g xhat
-    for r in range(lane, R, 32):
-        c, s = cos_PR[p, r], sin_PR[p, r]
-        dy1, dy2 = dy_NXD[n, h, r], dy_NXD[n, h, r + R]
-        du1, du2 = dy1 * c + dy2 * s, dy2 * c - dy1 * s
-        if normalise:
-            xhat1, xhat2 = qkv_NP[n, first + r] * rstd, qkv_NP[n, first + r + R] * rstd
-            dw_WD[warp, r] += du1 * xhat1
-            dw_WD[warp, r + R] += du2 * xhat2
-            du1 = rstd * (du1 * w_D[r] - xhat1 * mean)
-            du2 = rstd * (du2 * w_D[r + R] - xhat2 * mean)
-        dqkv_NP[n, first + r] = du1
-        dqkv_NP[n, first + r + R] = du2
+            store1(v, (n * G + a - H - G) * D + d, load1(qkv, x + d))
 
 
 # The compiler (numba-cuda 0.30) unrolls the loops over planes and keeps addresses for trips that a
 # narrow head never makes: 236 registers on sm_90, so that one block would fill a multiprocessor.
 # With the limit those addresses spill, and four blocks fit.
 @cuda.jit(max_registers=64)
-def qk_norm_rope_bwd_kernel(
-    dqkv_NP, partial_q_ID, partial_k_ID, dq_NHD, dk_NGD, dv_NGD, qkv_NP, q_w_D, k_w_D, rstd_NA,
-    cos_PR, sin_PR, positions_N, T, normalise,
+def qk_norm_rope_bwd_warp_kernel(
+    dqkv, partial_IE, dq, dk, dv, qkv, q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions_N,
+    N, H, G, T, normalise,
 ):  # fmt: skip
-    """Grid (b, ceil((H + 2G) / WARPS)), block (32, WARPS). A warp owns a head of every b-th token.
+    """Grid (b, ceil((H + 2G) / WARPS)), block (32, WARPS). A warp owns a head of every b-th token, and a row of dw_WD.
 
-    The block's share of dw goes to one row of the partials.
+    The block's share of dw goes to one row of partial, E = 2D columns: q's, then k's.
     """
-    lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
-    N = qkv_NP.shape[0]
-    H, G, D = dq_NHD.shape[1], dk_NGD.shape[1], dq_NHD.shape[2]
+    lane, warp, R = cuda.threadIdx.x, cuda.threadIdx.y, cos_PR.shape[1]
+    D, low = 2 * R, cuda.blockIdx.y * WARPS
+    a = low + warp
     dw_WD = cuda.shared.array((WARPS, MAX_D), float32)
     for d in range(lane, D, 32):
         dw_WD[warp, d] = float32(0.0)
     cuda.syncwarp()  # from here on each element has one owner, the lane of its plane
-    first = cuda.blockIdx.y * WARPS
-    a = first + warp
     for n in range(int64(cuda.blockIdx.x), N, cuda.gridDim.x):
-        p = position_of(n, positions_N, T)
-        if a < H:
-            norm_rotate_head_bwd(
-                dqkv_NP, dw_WD, dq_NHD, qkv_NP, q_w_D, rstd_NA, cos_PR, sin_PR,
-                n, a, a, p, normalise,
-            )  # fmt: skip
-        elif a < H + G:
-            norm_rotate_head_bwd(
-                dqkv_NP, dw_WD, dk_NGD, qkv_NP, k_w_D, rstd_NA, cos_PR, sin_PR,
-                n, a, a - H, p, normalise,
-            )  # fmt: skip
+        x = (n * (H + 2 * G) + a) * D
+        if a < H + G:
+            dy, w_D, y = (dq, q_w_D, (n * H + a) * D) if a < H else (dk, k_w_D, (n * G + a - H) * D)
+            p, rstd, mean = position_of(n, positions_N, T), float32(0.0), float32(0.0)
+            if normalise:
+                rstd, acc = rstd_NA[n, a], float32(0.0)
+                for r in range(lane, R, 32):
+                    c, s = cos_PR[p, r], sin_PR[p, r]
+                    dy1, dy2 = load1(dy, y + r), load1(dy, y + r + R)
+                    acc += (dy1 * c + dy2 * s) * w_D[r] * load1(qkv, x + r)
+                    acc += (dy2 * c - dy1 * s) * w_D[r + R] * load1(qkv, x + r + R)
+                mean = warp_sum(acc) * rstd / float32(D)  # of g xhat
+            for r in range(lane, R, 32):
+                c, s = cos_PR[p, r], sin_PR[p, r]
+                dy1, dy2 = load1(dy, y + r), load1(dy, y + r + R)
+                du1, du2 = dy1 * c + dy2 * s, dy2 * c - dy1 * s
+                if normalise:
+                    xhat1, xhat2 = load1(qkv, x + r) * rstd, load1(qkv, x + r + R) * rstd
+                    dw_WD[warp, r] += du1 * xhat1
+                    dw_WD[warp, r + R] += du2 * xhat2
+                    du1 = rstd * (du1 * w_D[r] - xhat1 * mean)
+                    du2 = rstd * (du2 * w_D[r + R] - xhat2 * mean)
+                store1(dqkv, x + r, du1)
+                store1(dqkv, x + r + R, du2)
         elif a < H + 2 * G:
             for d in range(lane, D, 32):
-                dqkv_NP[n, a * D + d] = dv_NGD[n, a - H - G, d]
+                store1(dqkv, x + d, load1(dv, (n * G + a - H - G) * D + d))
     cuda.syncthreads()  # every warp's sums are there
     if normalise:
         i = cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x
         for d in range(warp * 32 + lane, D, WARPS * 32):
             total_q, total_k = float32(0.0), float32(0.0)
             for w in range(WARPS):  # always in this order: same bits every run
-                if first + w < H:
+                if low + w < H:
                     total_q += dw_WD[w, d]
                 else:  # warps of v have added nothing
                     total_k += dw_WD[w, d]
-            partial_q_ID[i, d] = total_q
-            partial_k_ID[i, d] = total_k
+            partial_IE[i, d] = total_q
+            partial_IE[i, D + d] = total_k
+
+
+# ----------------------------------------------------------------------------- kernels in use: 16 bytes at a time
+@functools.cache
+def make_fwd_kernel(H, G, D, each, normalise):
+    """A head of q, k or v to S threads. See _heads.py. -> kernel, plan; or None twice: this shape does not fit."""
+    A, X, R, INVERSE = H + G, H + 2 * G, D // 2, 1 / D
+    plan = head_plan(X, D, each, FWD_THREADS)
+    if plan is None:
+        return None, None
+    ops, TOKENS = make_head_ops(X, D, each, plan), plan.tokens
+    place, load, fetch, put = ops.place, ops.load, ops.fetch, ops.put
+    unpack, pack, turn, total = ops.unpack, ops.pack, ops.turn, ops.total
+
+    @kernel(plan.THREADS, 1)  # without the 1 the compiler aims at more blocks, and spills
+    def qk_norm_rope_fwd_kernel(
+        q, k, v, rstd, qkv, q_w_D, k_w_D, cos_PR, sin_PR, positions_N, N, T, eps
+    ):
+        """Grid (ceil(N / TOKENS), parts), block THREADS. All arrays flat."""
+        cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
+        x_2E, x_2W = cuda.local.array((2, each), float32), cuda.local.array((2, 4), uint32)
+        w = cuda.local.array(each, float32)
+        token, a, r = place()
+        n = int64(cuda.blockIdx.x) * TOKENS + token
+        live = n < N and a < X
+        n, a = (
+            min(n, N - 1),
+            min(a, X - 1),
+        )  # a thread without a head repeats one, and stores nothing
+        fetch(x_2W, qkv, (n * X + a) * D + r)
+        p = position_of(n, positions_N, T)
+        load(cos, cos_PR, p * R + r)
+        load(sin, sin_PR, p * R + r)
+        if live and a >= A:
+            put(v, (n * G + a - A) * D + r, x_2W)
+        unpack(x_2E, x_2W, qkv)
+        scale = float32(1.0)
+        if normalise:
+            acc = float32(0.0)
+            for i in range(2):
+                for j in range(each):
+                    acc += x_2E[i, j] * x_2E[i, j]
+            scale = rsqrtf(total(acc) * float32(INVERSE) + eps)
+            for i in range(2):
+                load(w, q_w_D if a < H else k_w_D, r + i * R)
+                for j in range(each):
+                    x_2E[i, j] *= scale * w[j]
+        turn(x_2E, cos, sin)
+        pack(x_2W, x_2E, qkv)
+        if live and a < A:
+            if a < H:
+                put(q, (n * H + a) * D + r, x_2W)
+            else:
+                put(k, (n * G + a - H) * D + r, x_2W)
+            if normalise and r == 0:
+                rstd[n * A + a] = scale  # kept for backward
+
+    return qk_norm_rope_fwd_kernel, plan
+
+
+@functools.cache
+def make_bwd_kernel(H, G, D, each, normalise):
+    """The same division of work. A thread keeps its head and walks over the tokens, adding up dw in registers. It asks for
+    a token while it deals with the one before.
+    """
+    A, X, R, INVERSE = H + G, H + 2 * G, D // 2, 1 / D
+    plan = head_plan(X, D, each, BWD_THREADS)
+    if plan is None:
+        return None, None
+    ops, TOKENS, HEADS, S = make_head_ops(X, D, each, plan), plan.tokens, plan.heads, plan.S
+    place, load, fetch, put = ops.place, ops.load, ops.fetch, ops.put
+    unpack, pack, turn_back, total = ops.unpack, ops.pack, ops.turn_back, ops.total
+    THREADS, E, VALUES = plan.THREADS, 2 * D, 2 * each
+    TILE = VALUES * THREADS
+    plan.blocks = max(RESIDENT[each] * 32 // THREADS, 1)  # on a multiprocessor
+
+    @device
+    def fetch_token(d_2W, x_2W, dq, dk, dv, qkv, n, a, r):
+        if a < H:
+            fetch(d_2W, dq, (n * H + a) * D + r)
+        elif a < A:
+            fetch(d_2W, dk, (n * G + a - H) * D + r)
+        else:
+            fetch(d_2W, dv, (n * G + a - A) * D + r)
+        if normalise and a < A:
+            fetch(x_2W, qkv, (n * X + a) * D + r)
+
+    @device
+    def norm_back(d_2E, dw_2E, x_2E, w_D, r, rstd):
+        """d_2E, the gradient of a normalised head, becomes that of x_2E. Adds to dw_2E."""
+        w, acc = cuda.local.array(each, float32), float32(0.0)
+        for i in range(2):
+            load(w, w_D, r + i * R)
+            for j in range(each):
+                x_2E[i, j] *= rstd  # xhat
+                dw_2E[i, j] += d_2E[i, j] * x_2E[i, j]
+                d_2E[i, j] *= w[j]  # g
+                acc += d_2E[i, j] * x_2E[i, j]
+        mean = total(acc) * float32(INVERSE)
+        for i in range(2):
+            for j in range(each):
+                d_2E[i, j] = rstd * (d_2E[i, j] - x_2E[i, j] * mean)
+
+    @device
+    def add_heads(partial, at, dw_2E):
+        """partial[at : at + E] = the block's sums of dw, of its query heads and of its key heads."""
+        tile, tid = cuda.shared.array(TILE, float32), cuda.threadIdx.x
+        for i in range(2):
+            for j in range(each):
+                tile[(i * each + j) * THREADS + tid] = dw_2E[i, j]
+        cuda.syncthreads()
+        for e in range(tid, E, THREADS):
+            low = int64(cuda.blockIdx.y) * HEADS  # heads of this block: low .. low + HEADS - 1
+            start, stop = (max(low, 0), H) if e < D else (max(low, H), A)
+            value = e % D // R * each + e % each
+            slot = e % R // each
+            acc = float32(0.0)
+            for token in range(TOKENS):  # always in this order: same bits every run
+                for h in range(start, min(stop, low + HEADS)):
+                    acc += tile[value * THREADS + (token * HEADS + h - low) * S + slot]
+            partial[at + e] = acc
+
+    @kernel(THREADS, plan.blocks)
+    def qk_norm_rope_bwd_kernel(
+        dqkv, partial, dq, dk, dv, qkv, q_w_D, k_w_D, rstd, cos_PR, sin_PR, positions_N, N, T
+    ):
+        """Grid (B, parts), block THREADS. Block b owns tokens b TOKENS, ..., then those B TOKENS further. Arrays flat.
+
+        partial: (parts B, E = 2D), a block's sums for q_w, then for k_w.
+        """
+        cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
+        d_2E, x_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
+        d_2W, x_2W = cuda.local.array((2, 4), uint32), cuda.local.array((2, 4), uint32)
+        dw_2E, out_2W = cuda.local.array((2, each), float32), cuda.local.array((2, 4), uint32)
+        for i in range(2):
+            for j in range(each):
+                dw_2E[i, j] = float32(0.0)
+            for j in range(4):
+                x_2W[i, j] = uint32(0)  # v has no norm
+        token, head, r = place()
+        a = min(head, X - 1)  # a thread without a head repeats one, and stores nothing
+        first, step = int64(cuda.blockIdx.x) * TOKENS, int64(cuda.gridDim.x) * TOKENS
+        fetch_token(d_2W, x_2W, dq, dk, dv, qkv, min(first + token, N - 1), a, r)
+        for start in range(first, N, step):
+            live = start + token < N and head < X
+            n = min(start + token, N - 1)
+            p, to, scale = position_of(n, positions_N, T), (n * X + a) * D + r, float32(0.0)
+            load(cos, cos_PR, p * R + r)
+            load(sin, sin_PR, p * R + r)
+            if normalise and live and a < A:
+                scale = rstd[n * A + a]  # else 0: adds nothing to dw
+            unpack(d_2E, d_2W, dq)
+            unpack(x_2E, x_2W, qkv)
+            if live and a >= A:
+                put(dqkv, to, d_2W)
+            if start + step < N:
+                fetch_token(d_2W, x_2W, dq, dk, dv, qkv, min(n + step, N - 1), a, r)
+            turn_back(d_2E, cos, sin)
+            if normalise:
+                norm_back(d_2E, dw_2E, x_2E, q_w_D if a < H else k_w_D, r, scale)
+            if live and a < A:
+                pack(out_2W, d_2E, dqkv)
+                put(dqkv, to, out_2W)
+        if normalise:
+            block = int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
+            add_heads(partial, block * E, dw_2E)
+
+    return qk_norm_rope_bwd_kernel, plan
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -225,7 +373,8 @@ def qk_norm_rope_fwd(
     eps: float,
     positions_N: Array | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """qkv (N, (H + 2G) D) float32, contiguous -> q (N, H, D), k, v (N, G, D), rstd (N, H + G).
+    """qkv (N, (H + 2G) D) float32 or bf16, contiguous -> q (N, H, D), k, v (N, G, D), like qkv, and rstd
+    (N, H + G) float32.
 
     q_w, k_w (D,), or both None: no norm, and rstd is None. Row n stands at position n % T, or at
     positions_N[n], which must lie in the tables (looked at on the CPU only).
@@ -239,12 +388,19 @@ def qk_norm_rope_fwd(
     if on_host(qkv_NP, cos_PR, sin_PR, positions, *weights):
         return qk_norm_rope_ref(qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G, positions, eps)
     q, k, v = (empty(qkv_NP, (N, heads, D)) for heads in (H, G, G))
-    rstd = empty(qkv_NP, (N, H + G)) if normalise else None
-    unused = q.reshape(-1)  # a kernel takes no None
-    q_w, k_w = weights or (unused, unused)
-    arrays = (q, k, v, rstd if normalise else qkv_NP, qkv_NP, q_w, k_w, cos_PR, sin_PR, positions)
+    rstd = empty(qkv_NP, (N, H + G), np.float32) if normalise else None
+    rstd_given = rstd if normalise else cos_PR  # a kernel takes no None
+    q_w, k_w = weights or (cos_PR.reshape(-1),) * 2
+    flat = [x.reshape(-1) for x in (q, k, v, rstd_given, qkv_NP, q_w, k_w, cos_PR, sin_PR)]
+    fwd_kernel, plan = make_fwd_kernel(H, G, D, each_of(qkv_NP), normalise)
+    eps = np.float32(eps)
+    if plan and on_16_bytes(*flat):
+        grid = (-(-N // plan.tokens), plan.parts)
+        launch(fwd_kernel, grid, plan.THREADS, *flat, positions, N, T, eps)
+        return q, k, v, rstd
+    arrays = (*flat[:3], rstd_given, flat[4], q_w, k_w, cos_PR, sin_PR, positions)
     grid = (N, -(-(H + 2 * G) // WARPS))
-    launch(qk_norm_rope_fwd_kernel, grid, (32, WARPS), *arrays, T, np.float32(eps), normalise)
+    launch(qk_norm_rope_fwd_warp_kernel, grid, (32, WARPS), *arrays, H, G, T, eps, normalise)
     return q, k, v, rstd
 
 
@@ -269,7 +425,7 @@ def qk_norm_rope_bwd(
     op, N, D = "qk_norm_rope backward", qkv_NP.shape[0], 2 * cos_PR.shape[1]
     _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
     for name, d, heads in (("dq", dq_NHD, H), ("dk", dk_NGD, G), ("dv", dv_NGD, G)):
-        check_array(op, name, d, (N, heads, D))
+        check_array(op, name, d, (N, heads, D), (qkv_NP.dtype.name,))
     normalise = q_w_D is not None
     norm = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D) if normalise else ()
     if normalise:
@@ -285,17 +441,26 @@ def qk_norm_rope_bwd(
             dk_w_D += dk_w
         return dqkv_NP
     dqkv_NP = empty(qkv_NP, qkv_NP.shape)
-    tiles = -(-(H + 2 * G) // WARPS)
-    grid = (min(N, -(-PARTIALS // tiles)), tiles)
-    rows = grid[0] * tiles
-    partials = [empty(qkv_NP, (rows, D)) for _ in range(2)] if normalise else [qkv_NP] * 2
-    unused = qkv_NP.reshape(-1)  # a kernel takes no None
-    q_w, k_w, rstd = norm[:3] or (unused, unused, qkv_NP)
-    arrays = (dq_NHD, dk_NGD, dv_NGD, qkv_NP, q_w, k_w, rstd, cos_PR, sin_PR, positions)
-    launch(qk_norm_rope_bwd_kernel, grid, (32, WARPS), dqkv_NP, *partials, *arrays, T, normalise)
+    tables = (cos_PR, sin_PR, positions)
+    q_w, k_w, rstd = norm[:3] or (cos_PR.reshape(-1), cos_PR.reshape(-1), cos_PR)  # no None
+    flat = [x.reshape(-1) for x in (dqkv_NP, dq_NHD, dk_NGD, dv_NGD, qkv_NP)]
+    bwd_kernel, plan = make_bwd_kernel(H, G, D, each_of(qkv_NP), normalise)
+    if plan and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR):
+        blocks = min(-(-N // plan.tokens), max(plan.blocks * MULTIPROCESSORS // plan.parts, 1))
+        rows = blocks * plan.parts
+        partial = empty(qkv_NP, (rows, 2 * D), np.float32)
+        arrays = (*flat[1:], q_w, k_w, rstd.reshape(-1), *(t.reshape(-1) for t in tables))
+        grid = (blocks, plan.parts)
+        launch(bwd_kernel, grid, plan.THREADS, flat[0], partial.reshape(-1), *arrays, N, T)
+    else:
+        tiles = -(-(H + 2 * G) // WARPS)
+        grid = (min(N, -(-PARTIALS // tiles)), tiles)
+        rows = grid[0] * tiles
+        partial = empty(qkv_NP, (rows, 2 * D), np.float32)
+        arrays = (*flat[1:], q_w, k_w, rstd, *tables, N, H, G, T, normalise)
+        launch(qk_norm_rope_bwd_warp_kernel, grid, (32, WARPS), flat[0], partial, *arrays)
     if normalise and rows:
-        add_column_sums(dq_w_D, partials[0])
-        add_column_sums(dk_w_D, partials[1])
+        add_column_sums(partial, dq_w_D, dk_w_D)
     return dqkv_NP
 
 
@@ -303,7 +468,7 @@ def _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G):
     D = 2 * cos_PR.shape[1]
     check_tables(op, cos_PR, sin_PR, D)
     check(D <= MAX_D, f"{op}: head width {D} is larger than {MAX_D}")
-    check_array(op, "qkv", qkv_NP, (None, (H + 2 * G) * D))
+    check_array(op, "qkv", qkv_NP, (None, (H + 2 * G) * D), FLOATS)
     check((q_w_D is None) == (k_w_D is None), f"{op}: give both norm weights or none")
     if q_w_D is not None:
         check_array(op, "q_w", q_w_D, (D,))

@@ -13,16 +13,18 @@ N C, reading h back. Backward: read dh, dy and h, write dx.
 """
 
 import functools
-import math
 
 import numpy as np
 from numba import cuda, float32, int64
+from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
+from ._flat import on_16_bytes
 from ._launch import FLOATS, check_array, empty, empty_like, launch, on_host
 from ._ptx import kernel
 from ._reduce import MAX_WARPS
-from ._rows import COLUMNS, make_row_ops
+from ._rows import aligned_rows, make_row_ops
+from ._words import each_of
 from .rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
 
 
@@ -41,11 +43,11 @@ def residual_rmsnorm_bwd_ref(dh_NC, dy_NC, h_NC, w_C, rstd_N):
 
 # ----------------------------------------------------------------------------- kernels
 @functools.cache
-def make_fwd_kernel(C):
+def make_fwd_kernel(C, each, aligned):
     """rmsnorm.py's forward kernel with an addition in front."""
-    ops = make_row_ops(C)
+    ops = make_row_ops(C, each, aligned)
     load, store, total, place = ops.load, ops.store, ops.total, ops.place
-    R, STEPS, STRIDE = ops.R, ops.STEPS, ops.STRIDE
+    R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
     @kernel(ops.THREADS)
     def residual_rmsnorm_fwd_kernel(h, y, rstd_N, x, r, w_C, eps):
@@ -54,27 +56,29 @@ def make_fwd_kernel(C):
         n = int64(cuda.blockIdx.x) * R + row
         if n >= rstd_N.size:  # the same for all threads of a row: nobody is missing from the sum
             return
-        partial = cuda.shared.array(MAX_WARPS, float32)
-        h_SC = cuda.local.array((STEPS, COLUMNS), float32)
-        other = cuda.local.array(COLUMNS, float32)
+        scratch = cuda.shared.array(MAX_WARPS, float32)
+        h_SE, r_SE = (
+            cuda.local.array((STEPS, each), float32),
+            cuda.local.array((STEPS, each), float32),
+        )
+        w = cuda.local.array(each, float32)
         acc = float32(0.0)
         for s in range(STEPS):
-            c = column + s * STRIDE
-            load(h_SC[s], x, n * C, c)
-            load(other, r, n * C, c)
-            for j in range(COLUMNS):
-                h_SC[s, j] += other[j]
-                acc += h_SC[s, j] * h_SC[s, j]
-            store(h, n * C, c, h_SC[s])
-        rstd = float32(1.0) / math.sqrt(total(acc, partial) / float32(C) + eps)
+            load(h_SE[s], x, n * C, column + s * STRIDE)
+            load(r_SE[s], r, n * C, column + s * STRIDE)
+        for s in range(STEPS):
+            for j in range(each):
+                h_SE[s, j] += r_SE[s, j]
+                acc += h_SE[s, j] * h_SE[s, j]
+            store(h, n * C, column + s * STRIDE, h_SE[s])
+        rstd = rsqrtf(total(acc, scratch) * float32(INVERSE) + eps)
         if column == 0:
             rstd_N[n] = rstd  # kept for backward
         for s in range(STEPS):
-            c = column + s * STRIDE
-            load(other, w_C, 0, c)
-            for j in range(COLUMNS):
-                h_SC[s, j] *= rstd * other[j]
-            store(y, n * C, c, h_SC[s])
+            load(w, w_C, 0, column + s * STRIDE)
+            for j in range(each):
+                h_SE[s, j] *= rstd * w[j]
+            store(y, n * C, column + s * STRIDE, h_SE[s])
 
     return residual_rmsnorm_fwd_kernel, ops
 
@@ -83,16 +87,20 @@ def make_fwd_kernel(C):
 def residual_rmsnorm_fwd(
     x_NC: Array, r_NC: Array, w_C: Array, eps: float
 ) -> tuple[Array, Array, Array]:
-    """x, r (N, C) float32 or bf16, w (C,) -> h = x + r (N, C), y = rmsnorm(h) w (N, C), rstd (N,)"""
+    """x, r (N, C) float32 or bf16, w (C,) -> h = x + r like x, y = rmsnorm(h) w like r (N, C), rstd (N,)
+
+    In bf16 training the stream x, h stays float32, so that it does not lose a little in every layer.
+    """
     check_array("residual_rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
     check_array("residual_rmsnorm", "r", r_NC, (N, C), FLOATS)
     check_array("residual_rmsnorm", "w", w_C, (C,), FLOATS)
     if on_host(x_NC, r_NC, w_C):
         return residual_rmsnorm_ref(x_NC, r_NC, w_C, eps)
-    h_NC, y_NC, rstd_N = empty_like(x_NC), empty_like(x_NC), empty(x_NC, N, np.float32)
-    fwd_kernel, ops = make_fwd_kernel(C)
-    h, y, x, r = (a.ravel() for a in (h_NC, y_NC, x_NC, r_NC))
+    h_NC, y_NC, rstd_N = empty_like(x_NC), empty_like(r_NC), empty(x_NC, N, np.float32)
+    aligned = aligned_rows(C, h_NC, y_NC, x_NC, r_NC) and on_16_bytes(w_C)
+    fwd_kernel, ops = make_fwd_kernel(C, each_of(x_NC, r_NC), aligned)
+    h, y, x, r = (a.reshape(-1) for a in (h_NC, y_NC, x_NC, r_NC))
     launch(fwd_kernel, -(-N // ops.R), ops.THREADS, h, y, rstd_N, x, r, w_C, np.float32(eps))
     return h_NC, y_NC, rstd_N
 

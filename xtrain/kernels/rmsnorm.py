@@ -12,22 +12,35 @@ QK-norm is the same op over heads: rows are (token, head) pairs and C is the hea
 
 dw is a sum over all N rows. Atomics would add in a different order every run, so it is done in two stages:
 every block adds up its own rows into one row of `partial`, then the columns of `partial` are added in order.
+
+The kernels take bf16 x beside float32 w, and compute in float32. In bf16 the arithmetic is no longer free: 4 bytes per
+element leave time for about 28 instructions (H200). So 1 / C is a constant, and 1 / sqrt one instruction (rsqrtf,
+exact to two units in the last place).
 """
 
 import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int64
+from numba import cuda, float32, int64, uint32
+from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
+from ._flat import on_16_bytes
 from ._launch import FLOATS, check_array, empty, empty_like, launch, on_host
 from ._ptx import kernel
 from ._reduce import MAX_WARPS, add_column_sums, block_sum
-from ._rows import COLUMNS, make_row_ops
+from ._rows import aligned_rows, make_row_ops
+from ._words import each_of
 
 BLOCK = 256  # of the naive kernel: 8 warps
-PARTIALS = 264  # two blocks on each of an H200's 132 multiprocessors; also the rows of `partial`
+BWD_WARPS = 6  # of a block of the backward: their share of dw is added up on the chip, so `partial` has few rows
+BWD_COLUMNS = 24  # of a thread: it keeps x, dy and dw, and the next row is on its way
+RESIDENT = 12  # warps of the backward on a multiprocessor: with 168 registers a thread no more fit,
+RESIDENT_NARROW = 18  # ... and with 112, which are enough for up to 16 columns, no more than these
+MULTIPROCESSORS = (
+    132  # of an H200. Another number changes the order of the sum for dw, and the speed
+)
 
 
 # ----------------------------------------------------------------------------- reference
@@ -67,11 +80,11 @@ def rmsnorm_fwd_naive_kernel(y_NC, rstd_N, x_NC, w_C, eps):
 
 
 @functools.cache
-def make_fwd_kernel(C):
+def make_fwd_kernel(C, each, aligned):
     """The kernel in use: the row stays in registers between the sum and the product. See _rows.py."""
-    ops = make_row_ops(C)
+    ops = make_row_ops(C, each, aligned)
     load, store, total, place = ops.load, ops.store, ops.total, ops.place
-    R, STEPS, STRIDE = ops.R, ops.STEPS, ops.STRIDE
+    R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
     @kernel(ops.THREADS)
     def rmsnorm_fwd_kernel(y, rstd_N, x, w_C, eps):
@@ -80,81 +93,103 @@ def make_fwd_kernel(C):
         n = int64(cuda.blockIdx.x) * R + row
         if n >= rstd_N.size:  # the same for all threads of a row: nobody is missing from the sum
             return
-        partial = cuda.shared.array(MAX_WARPS, float32)
-        x_SC = cuda.local.array((STEPS, COLUMNS), float32)
-        w = cuda.local.array(COLUMNS, float32)
+        scratch = cuda.shared.array(MAX_WARPS, float32)
+        x_SE = cuda.local.array((STEPS, each), float32)
+        w = cuda.local.array(each, float32)
         acc = float32(0.0)
         for s in range(STEPS):
-            load(x_SC[s], x, n * C, column + s * STRIDE)
-            for j in range(COLUMNS):
-                acc += x_SC[s, j] * x_SC[s, j]
-        rstd = float32(1.0) / math.sqrt(total(acc, partial) / float32(C) + eps)
+            load(x_SE[s], x, n * C, column + s * STRIDE)
+        for s in range(STEPS):
+            for j in range(each):
+                acc += x_SE[s, j] * x_SE[s, j]
+        rstd = rsqrtf(total(acc, scratch) * float32(INVERSE) + eps)
         if column == 0:
             rstd_N[n] = rstd
         for s in range(STEPS):
             load(w, w_C, 0, column + s * STRIDE)
-            for j in range(COLUMNS):
-                x_SC[s, j] *= rstd * w[j]
-            store(y, n * C, column + s * STRIDE, x_SC[s])
+            for j in range(each):
+                x_SE[s, j] *= rstd * w[j]
+            store(y, n * C, column + s * STRIDE, x_SE[s])
 
     return rmsnorm_fwd_kernel, ops
 
 
 @functools.cache
-def make_bwd_kernel(C, add_skip):
-    """dx and this block's share of dw in one pass over dy and x.
+def make_bwd_kernel(C, each, aligned, add_skip):
+    """dx and this block's share of dw in one pass over dy and x. A row is asked for while the one before is dealt with.
 
     add_skip: also add `skip`, the gradient that reaches x around the norm (see residual.py).
     """
-    ops = make_row_ops(C)
-    load, store, total, place = ops.load, ops.store, ops.total, ops.place
-    R, STEPS, STRIDE = ops.R, ops.STEPS, ops.STRIDE
+    ops = make_row_ops(C, each, aligned, BWD_WARPS, BWD_COLUMNS)
+    load, store, fetch, unpack = ops.load, ops.store, ops.fetch, ops.unpack
+    total, place, add_rows = ops.total, ops.place, ops.add_rows
+    R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
+    warps = RESIDENT if STEPS * each > 16 else RESIDENT_NARROW
+    ops.blocks = max(warps // (ops.W * R), 1)  # on a multiprocessor
 
-    @kernel(ops.THREADS)
-    def rmsnorm_bwd_kernel(dx, partial_PC, dy, skip, x, w_C, rstd_N):
-        """Grid P, block THREADS. Block p owns rows p R, (p + P) R, ... and writes R rows of partial_PC."""
+    @kernel(ops.THREADS, ops.blocks)
+    def rmsnorm_bwd_kernel(dx, partial, dy, skip, x, w_C, rstd_N):
+        """Grid P, block THREADS. Block p owns rows p R, ..., p R + R - 1, then (p + P) R, ...
+
+        dx, dy, skip, x: flat (N C). partial: flat (P C), block p writes row p.
+        """
         row, column = place()
-        partial = cuda.shared.array(MAX_WARPS, float32)
-        dw_SC = cuda.local.array((STEPS, COLUMNS), float32)
-        g_SC = cuda.local.array((STEPS, COLUMNS), float32)
-        xhat_SC = cuda.local.array((STEPS, COLUMNS), float32)
-        w = cuda.local.array(COLUMNS, float32)
+        scratch = cuda.shared.array(MAX_WARPS, float32)
+        dy_SW, x_SW = (
+            cuda.local.array((STEPS, each), uint32),
+            cuda.local.array((STEPS, each), uint32),
+        )
+        skip_SW = cuda.local.array((STEPS, each), uint32)
+        g_SE, xhat_SE = (
+            cuda.local.array((STEPS, each), float32),
+            cuda.local.array((STEPS, each), float32),
+        )
+        dw_SE, w = cuda.local.array((STEPS, each), float32), cuda.local.array(each, float32)
         for s in range(STEPS):
-            for j in range(COLUMNS):
-                dw_SC[s, j] = float32(0.0)
-        p = int64(cuda.blockIdx.x) * R + row
-        for n in range(p, rstd_N.size, int64(cuda.gridDim.x) * R):
-            rstd = rstd_N[n]
-            acc = float32(0.0)
+            for j in range(each):
+                dw_SE[s, j] = float32(0.0)
+        N, first = rstd_N.size, int64(cuda.blockIdx.x) * R + row
+        step = int64(cuda.gridDim.x) * R
+        if first < N:
             for s in range(STEPS):
-                c = column + s * STRIDE
-                load(g_SC[s], dy, n * C, c)
-                load(xhat_SC[s], x, n * C, c)
-                load(w, w_C, 0, c)
-                for j in range(COLUMNS):
-                    xhat_SC[s, j] *= rstd
-                    dw_SC[s, j] += g_SC[s, j] * xhat_SC[s, j]
-                    g_SC[s, j] *= w[j]
-                    acc += g_SC[s, j] * xhat_SC[s, j]
-            mean = total(acc, partial) / float32(C)
+                fetch(dy_SW[s], dy, first * C, column + s * STRIDE)
+                fetch(x_SW[s], x, first * C, column + s * STRIDE)
+        for n in range(first, N, step):
+            rstd, acc = rstd_N[n], float32(0.0)
             for s in range(STEPS):
-                c = column + s * STRIDE
-                for j in range(COLUMNS):
-                    g_SC[s, j] = rstd * (g_SC[s, j] - xhat_SC[s, j] * mean)
+                unpack(g_SE[s], dy_SW[s], dy)
+                unpack(xhat_SE[s], x_SW[s], x)
+            if n + step < N:
+                for s in range(STEPS):
+                    fetch(dy_SW[s], dy, (n + step) * C, column + s * STRIDE)
+                    fetch(x_SW[s], x, (n + step) * C, column + s * STRIDE)
+            if add_skip:
+                for s in range(STEPS):
+                    fetch(skip_SW[s], skip, n * C, column + s * STRIDE)
+            for s in range(STEPS):
+                load(w, w_C, 0, column + s * STRIDE)
+                for j in range(each):
+                    xhat_SE[s, j] *= rstd
+                    dw_SE[s, j] += g_SE[s, j] * xhat_SE[s, j]
+                    g_SE[s, j] *= w[j]
+                    acc += g_SE[s, j] * xhat_SE[s, j]
+            mean = total(acc, scratch) * float32(INVERSE)
+            for s in range(STEPS):
+                for j in range(each):
+                    g_SE[s, j] = rstd * (g_SE[s, j] - xhat_SE[s, j] * mean)
                 if add_skip:
-                    load(w, skip, n * C, c)
-                    for j in range(COLUMNS):
-                        g_SC[s, j] += w[j]
-                store(dx, n * C, c, g_SC[s])
-        for s in range(STEPS):
-            store(partial_PC, p * C, column + s * STRIDE, dw_SC[s])
+                    unpack(w, skip_SW[s], skip)
+                    for j in range(each):
+                        g_SE[s, j] += w[j]
+                store(dx, n * C, column + s * STRIDE, g_SE[s])
+        add_rows(partial, int64(cuda.blockIdx.x) * C, dw_SE)
 
     return rmsnorm_bwd_kernel, ops
 
 
 # ----------------------------------------------------------------------------- launchers
-def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float) -> tuple[Array, Array]:
-    """x (N, C) float32 or bf16, w (C,) -> y (N, C) like x, rstd (N,) float32.
+def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array, Array]:
+    """x (N, C) float32 or bf16, w (C,) -> y (N, C) of the same type or of dtype, rstd (N,) float32.
 
     Raises ValueError or TypeError on other shapes or types.
     """
@@ -163,25 +198,18 @@ def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float) -> tuple[Array, Array]:
     check_array("rmsnorm", "w", w_C, (C,), FLOATS)
     if on_host(x_NC, w_C):
         return rmsnorm_ref(x_NC, w_C, eps)
-    y_NC, rstd_N = empty_like(x_NC), empty(x_NC, N, np.float32)
-    fwd_kernel, ops = make_fwd_kernel(C)
-    launch(
-        fwd_kernel,
-        -(-N // ops.R),
-        ops.THREADS,
-        y_NC.ravel(),
-        rstd_N,
-        x_NC.ravel(),
-        w_C,
-        np.float32(eps),
-    )
+    y_NC, rstd_N = empty(x_NC, (N, C), dtype), empty(x_NC, N, np.float32)
+    aligned = aligned_rows(C, x_NC, y_NC) and on_16_bytes(w_C)
+    fwd_kernel, ops = make_fwd_kernel(C, each_of(x_NC, y_NC), aligned)
+    y, x = y_NC.reshape(-1), x_NC.reshape(-1)
+    launch(fwd_kernel, -(-N // ops.R), ops.THREADS, y, rstd_N, x, w_C, np.float32(eps))
     return y_NC, rstd_N
 
 
 def rmsnorm_bwd(
     dy_NC: Array, x_NC: Array, w_C: Array, rstd_N: Array, dw_C: Array, skip_NC: Array | None = None
 ) -> Array:
-    """-> dx (N, C), with skip added if given. Adds dw to dw_C (C,) float32."""
+    """-> dx (N, C) of dy's type (x may have another), with skip added if given. Adds dw to dw_C (C,) float32."""
     N, C = x_NC.shape
     check_array("rmsnorm backward", "dy", dy_NC, (N, C), FLOATS)
     check_array("rmsnorm backward", "dw", dw_C, (C,))
@@ -190,14 +218,16 @@ def rmsnorm_bwd(
         dw_C += dw
         return dx_NC if skip_NC is None else dx_NC + skip_NC
     if skip_NC is not None:
-        check_array("rmsnorm backward", "skip", skip_NC, (N, C), FLOATS)
-    bwd_kernel, ops = make_bwd_kernel(C, skip_NC is not None)
-    dx_NC = empty_like(x_NC)
-    P = min(-(-N // ops.R), PARTIALS)
-    partial_PC = empty(x_NC, (P * ops.R, C), np.float32)
+        check_array("rmsnorm backward", "skip", skip_NC, (N, C), (dy_NC.dtype.name,))
+    dx_NC = empty_like(dy_NC)
     skip = dy_NC if skip_NC is None else skip_NC  # a kernel takes no None
-    flat = (a.ravel() for a in (dx_NC, partial_PC, dy_NC, skip, x_NC))
+    arrays = (dy_NC, skip, x_NC)
+    aligned = aligned_rows(C, dx_NC, *arrays) and on_16_bytes(w_C)
+    bwd_kernel, ops = make_bwd_kernel(C, each_of(*arrays), aligned, skip_NC is not None)
+    P = min(-(-N // ops.R), MULTIPROCESSORS * ops.blocks)
+    partial_PC = empty(x_NC, (P, C), np.float32)
+    flat = (a.reshape(-1) for a in (dx_NC, partial_PC, *arrays))
     launch(bwd_kernel, P, ops.THREADS, *flat, w_C, rstd_N)
     if P:
-        add_column_sums(dw_C, partial_PC)
+        add_column_sums(partial_PC, dw_C)
     return dx_NC

@@ -11,6 +11,7 @@ tell near positions apart, slow ones far ones.
 
 M(a)^T M(b) = M(b - a): a query's product with a key depends on their distance alone.
 Row n stands at position n % T (sequences of T tokens, one after another) or at positions_N[n].
+x and y are float32 or bf16, the tables and the arithmetic float32.
 Bytes moved: read x, write y; the tables stay in cache.
 
 Scaling for contexts longer than the model was trained on, with the keys of Hugging Face's configs
@@ -20,17 +21,22 @@ Scaling for contexts longer than the model was trained on, with the keys of Hugg
     llama3     f for planes that turn often within S0, f / factor for slow ones, a blend between
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numba import cuda, int64
+from numba import cuda, float32, int64, uint32
 
 from ..device import Array
-from ._launch import check, check_array, check_ids, empty, empty_like, launch, on_host
+from ._flat import on_16_bytes
+from ._heads import head_plan, make_head_ops
+from ._launch import FLOATS, check, check_array, check_ids, empty, empty_like, launch, on_host
+from ._ptx import kernel, load1, store1
+from ._words import each_of
 
-BLOCK = 256  # threads: as many whole heads as fit, one thread per plane
+BLOCK = 256  # threads, about. In the plain kernel: as many whole heads as fit, one thread per plane
 
 
 # ----------------------------------------------------------------------------- tables
@@ -99,30 +105,71 @@ def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, sign=1, out=None):
     return y_NHD
 
 
-# ----------------------------------------------------------------------------- kernel
+# ----------------------------------------------------------------------------- kernels
 @cuda.jit(device=True)
 def position_of(n, positions_N, T):
-    """Of row n. T = 0: they are given."""
+    """Of row n < 2^32. T = 0: they are given."""
     if T > 0:
-        return n % T
+        return int64(
+            uint32(n) % uint32(T)
+        )  # a division of 64-bit numbers takes three times as long
     return int64(positions_N[n])
 
 
 @cuda.jit
-def rope_kernel(y_NHD, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
-    """Grid (N, ceil(H / heads)), block (R, heads). A thread turns plane r of one head of token n.
+def rope_plane_kernel(y, x, cos_PR, sin_PR, positions_N, H, T, sign):
+    """Grid (N, ceil(H / heads)), block (R, heads). A thread turns plane r of one head of token n. x, y: flat.
 
-    sign: 1 turns forward, -1 back.
+    sign: 1 turns forward, -1 back. For heads of any width.
     """
     n, r = int64(cuda.blockIdx.x), cuda.threadIdx.x
     h = cuda.blockIdx.y * cuda.blockDim.y + cuda.threadIdx.y
-    H, R = x_NHD.shape[1], cos_PR.shape[1]
+    R = cos_PR.shape[1]
     if h < H:
         p = position_of(n, positions_N, T)
         c, s = cos_PR[p, r], sign * sin_PR[p, r]
-        x1, x2 = x_NHD[n, h, r], x_NHD[n, h, r + R]
-        y_NHD[n, h, r] = x1 * c - x2 * s
-        y_NHD[n, h, r + R] = x2 * c + x1 * s
+        i = (n * H + h) * (2 * R) + r
+        x1, x2 = load1(x, i), load1(x, i + R)
+        store1(y, i, x1 * c - x2 * s)
+        store1(y, i + R, x2 * c + x1 * s)
+
+
+@functools.cache
+def make_rope_kernel(H, D, each, forward):
+    """The kernel in use: 16 bytes at a time, a head to S threads. See _heads.py. None: this shape does not fit."""
+    plan = head_plan(H, D, each, BLOCK)
+    if plan is None:
+        return None, None
+    ops = make_head_ops(H, D, each, plan)
+    place, load, fetch, unpack, pack, put = (
+        ops.place,
+        ops.load,
+        ops.fetch,
+        ops.unpack,
+        ops.pack,
+        ops.put,
+    )
+    turn = ops.turn if forward else ops.turn_back
+    R, TOKENS = D // 2, plan.tokens
+
+    @kernel(plan.THREADS)
+    def rope_kernel(y, x, cos_PR, sin_PR, positions_N, N, T):
+        """Grid (ceil(N / TOKENS), parts), block THREADS. All arrays flat."""
+        token, h, r = place()
+        n = int64(cuda.blockIdx.x) * TOKENS + token
+        if n < N and h < H:
+            cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
+            x_2E, x_2W = cuda.local.array((2, each), float32), cuda.local.array((2, 4), uint32)
+            fetch(x_2W, x, (n * H + h) * D + r)
+            p = position_of(n, positions_N, T)
+            load(cos, cos_PR, p * R + r)
+            load(sin, sin_PR, p * R + r)
+            unpack(x_2E, x_2W, x)
+            turn(x_2E, cos, sin)
+            pack(x_2W, x_2E, y)
+            put(y, (n * H + h) * D + r, x_2W)
+
+    return rope_kernel, plan
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -133,7 +180,7 @@ def rope_fwd(
     positions_N: Array | None = None,
     T: int | None = None,
 ) -> Array:
-    """x (N, H, D) float32, contiguous -> y, the same shape.
+    """x (N, H, D) float32 or bf16, contiguous -> y like x.
 
     Row n stands at positions_N[n], or without those at n % T (T: by default N). Positions must lie
     in the tables: ValueError on the CPU, but on a GPU nobody looks at given ones.
@@ -153,7 +200,7 @@ def rope_bwd(
 
 
 def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
-    check_array(op, "x", x_NHD, (None, None, None))
+    check_array(op, "x", x_NHD, (None, None, None), FLOATS)
     N, H, D = x_NHD.shape
     check_tables(op, cos_PR, sin_PR, D)
     positions, T = positions_for(op, x_NHD, cos_PR, positions_N, T)
@@ -162,9 +209,17 @@ def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
     y_NHD = empty_like(x_NHD)
     R = D // 2
     check(0 < R <= BLOCK, f"{op}: head width {D} is not in 2 to {2 * BLOCK}")
-    heads = max(1, min(H, BLOCK // R))
-    grid, block = (N, -(-H // heads)), (R, heads)
-    launch(rope_kernel, grid, block, y_NHD, x_NHD, cos_PR, sin_PR, positions, T, np.float32(sign))
+    flat = y_NHD.reshape(-1), x_NHD.reshape(-1)
+    tables = cos_PR.reshape(-1), sin_PR.reshape(-1)
+    rope_kernel, plan = make_rope_kernel(H, D, each_of(x_NHD), sign > 0)
+    if plan and on_16_bytes(*flat, *tables):
+        grid = (-(-N // plan.tokens), plan.parts)
+        launch(rope_kernel, grid, plan.THREADS, *flat, *tables, positions, N, T)
+    else:
+        heads = max(1, min(H, BLOCK // R))
+        grid, block = (N, -(-H // heads)), (R, heads)
+        arrays = (*flat, cos_PR, sin_PR, positions)
+        launch(rope_plane_kernel, grid, block, *arrays, H, T, np.float32(sign))
     return y_NHD
 
 

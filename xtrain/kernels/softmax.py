@@ -14,18 +14,26 @@ Gimelshein 2018): when a larger score appears, the sum so far is multiplied by e
 Bytes moved: the visible half of s (backward: of dp and p) is read, every row is written whole.
 """
 
+import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int64
+from numba import cuda, float32, int32, int64
 
 from ..device import Array
+from ._flat import on_16_bytes
 from ._launch import check, check_array, launch, on_host
+from ._ptx import device, kernel, load4, store4
 from ._reduce import MAX_WARPS, block_max, block_sum, warp_max, warp_sum
+from ._rows import row_plan
+from ._tensor_cores import exp2, fmax
 
 BLOCK = 256
 WARPS = BLOCK // 32
 NARROW = 1024  # keys; up to here one warp per row: no barrier, and the row stays in the L1 cache
+WIDEST = 16384  # keys of the kernels that keep a row in registers
+EACH = 4  # float32 of one 16-byte access
+LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is one instruction
 LOWEST = float32(-3.4028235e38)  # the first maximum; with -inf, -inf - -inf would be NaN
 
 
@@ -52,7 +60,7 @@ def causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal=True):
     return ds_ARS
 
 
-# ----------------------------------------------------------------------------- kernels
+# ----------------------------------------------------------------------------- kernels for any width
 @cuda.jit(device=True)
 def online_softmax(x, m, total):
     """One more score x. -> the new maximum, and the sum of exp(score - maximum) so far."""
@@ -143,6 +151,110 @@ def causal_softmax_bwd_kernel(dp_NS, p_NS, T, scale, causal):
         dp_NS[n, s] = float32(0.0)
 
 
+# ----------------------------------------------------------------------------- kernels in use: the row in registers
+def make_row_functions(W):
+    """Maximum and sum over the W warps of a row; where this thread stands. See _rows.py."""
+
+    @device
+    def largest(v, partial):
+        if W == 1:
+            return warp_max(v)
+        return block_max(v, partial)
+
+    @device
+    def total(v, partial):
+        if W == 1:
+            return warp_sum(v)
+        return block_sum(v, partial)
+
+    @device
+    def place():
+        tid = cuda.threadIdx.x
+        if W == 1:
+            return tid >> 5, (tid & 31) * EACH
+        return 0, tid * EACH
+
+    return largest, total, place
+
+
+@functools.cache
+def make_fwd_kernel(W, STEPS, R):
+    """For rows of a multiple of 4 keys. S may differ from launch to launch: it grows while text is generated."""
+    largest, total, place = make_row_functions(W)
+    STRIDE = 32 * W * EACH
+
+    @kernel(32 * W * R)
+    def causal_softmax_fwd_row_kernel(s, N, S, T, scale, causal):
+        """Grid ceil(N / R), block 32 W R. s: flat (N S)."""
+        row, column = place()
+        n = int64(cuda.blockIdx.x) * R + row
+        if n >= N:  # the same for all threads of a row
+            return
+        partial = cuda.shared.array(MAX_WARPS, float32)
+        x_KE = cuda.local.array((STEPS, EACH), float32)
+        visible = visible_keys(n, T, S, causal)
+        for k in range(STEPS):
+            if column + k * STRIDE < visible:
+                load4(x_KE[k], s, n * S + column + k * STRIDE)
+        m = LOWEST
+        for k in range(STEPS):
+            seen = int32(visible - column - k * STRIDE)
+            for j in range(EACH):
+                x_KE[k, j] = scale * x_KE[k, j] if j < seen else LOWEST
+                m = fmax(m, x_KE[k, j])
+        top = largest(m, partial)
+        acc = float32(0.0)
+        for k in range(STEPS):
+            for j in range(EACH):
+                x_KE[k, j] = exp2((x_KE[k, j] - top) * float32(LOG2E))  # 0 where masked
+                acc += x_KE[k, j]
+        inverse = float32(1.0) / total(acc, partial)
+        for k in range(STEPS):
+            if column + k * STRIDE < S:
+                for j in range(EACH):
+                    x_KE[k, j] *= inverse
+                store4(s, n * S + column + k * STRIDE, x_KE[k])
+
+    return causal_softmax_fwd_row_kernel
+
+
+@functools.cache
+def make_bwd_kernel(W, STEPS, R):
+    _, total, place = make_row_functions(W)
+    STRIDE = 32 * W * EACH
+
+    @kernel(32 * W * R)
+    def causal_softmax_bwd_row_kernel(dp, p, N, S, T, scale, causal):
+        """Grid ceil(N / R), block 32 W R. dp, p: flat (N S). Where p is masked it is 0, and so is ds."""
+        row, column = place()
+        n = int64(cuda.blockIdx.x) * R + row
+        if n >= N:
+            return
+        partial = cuda.shared.array(MAX_WARPS, float32)
+        d_KE = cuda.local.array((STEPS, EACH), float32)
+        p_KE = cuda.local.array((STEPS, EACH), float32)
+        visible = visible_keys(n, T, S, causal)
+        for k in range(STEPS):
+            if column + k * STRIDE < visible:
+                load4(d_KE[k], dp, n * S + column + k * STRIDE)
+                load4(p_KE[k], p, n * S + column + k * STRIDE)
+            else:
+                for j in range(EACH):
+                    d_KE[k, j] = p_KE[k, j] = float32(0.0)
+        acc = float32(0.0)
+        for k in range(STEPS):
+            for j in range(EACH):
+                acc += d_KE[k, j] * p_KE[k, j]
+        dot = total(acc, partial)
+        for k in range(STEPS):
+            if column + k * STRIDE < S:
+                for j in range(EACH):
+                    d_KE[k, j] = scale * p_KE[k, j] * (d_KE[k, j] - dot)
+                store4(dp, n * S + column + k * STRIDE, d_KE[k])
+
+    return causal_softmax_bwd_row_kernel
+
+
 # ----------------------------------------------------------------------------- launchers
 def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) -> Array:
     """s (A, R, S) float32, contiguous -> p, written over s. causal=False: every key is visible.
@@ -152,8 +264,8 @@ def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) 
     _check("softmax", "s", s_ARS, T, causal)
     if on_host(s_ARS):
         return causal_softmax_ref(s_ARS, T, scale, causal) if s_ARS.size else s_ARS
-    kernels = causal_softmax_fwd_warp_kernel, causal_softmax_fwd_kernel
-    _launch_rows(kernels, (s_ARS,), T, scale, causal)
+    kernels = make_fwd_kernel, causal_softmax_fwd_warp_kernel, causal_softmax_fwd_kernel
+    _launch_rows(*kernels, (s_ARS,), T, scale, causal)
     return s_ARS
 
 
@@ -165,8 +277,8 @@ def causal_softmax_bwd(
     check_array("softmax backward", "dp", dp_ARS, p_ARS.shape)
     if on_host(dp_ARS, p_ARS):
         return causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal)
-    kernels = causal_softmax_bwd_warp_kernel, causal_softmax_bwd_kernel
-    _launch_rows(kernels, (dp_ARS, p_ARS), T, scale, causal)
+    kernels = make_bwd_kernel, causal_softmax_bwd_warp_kernel, causal_softmax_bwd_kernel
+    _launch_rows(*kernels, (dp_ARS, p_ARS), T, scale, causal)
     return dp_ARS
 
 
@@ -177,9 +289,14 @@ def _check(op, name, x_ARS, T, causal):
     check(not causal or S >= T, f"{op}: {T} causal positions need at least {T} keys, got {S}")
 
 
-def _launch_rows(kernels, arrays, T, scale, causal):
+def _launch_rows(make_kernel, warp_kernel, block_kernel, arrays, T, scale, causal):
     A, R, S = arrays[0].shape
-    N = A * R
-    kernel, grid = (kernels[0], -(-N // WARPS)) if S <= NARROW else (kernels[1], N)
-    rows = [x.reshape(N, S) for x in arrays]
-    launch(kernel, grid, BLOCK, *rows, T, np.float32(scale), causal)
+    N, scale = A * R, np.float32(scale)
+    if S % EACH == 0 and 0 < S <= WIDEST and on_16_bytes(*arrays):
+        plan = row_plan(S, EACH)
+        row_kernel, flat = make_kernel(plan.W, plan.STEPS, plan.R), [x.reshape(-1) for x in arrays]
+        launch(row_kernel, -(-N // plan.R), plan.THREADS, *flat, N, S, T, scale, causal)
+    else:
+        row_kernel, grid = (warp_kernel, -(-N // WARPS)) if S <= NARROW else (block_kernel, N)
+        rows = [x.reshape(N, S) for x in arrays]
+        launch(row_kernel, grid, BLOCK, *rows, T, scale, causal)

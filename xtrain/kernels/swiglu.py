@@ -11,9 +11,9 @@ The sigmoid needs no saved copy: s is recomputed from the gate, and everything e
 For a gate below -88 exp(-g) overflows to infinity, and 1 / (1 + infinity) is the right 0.
 
 Bytes moved, forward: read gu, write y, 3 N F elements. Backward: read gu and dy, write dgu, 5 N F.
-In bf16 the arithmetic is no longer free: 6 bytes leave time for about 40 instructions per element, and a division that
-rounds correctly takes a quarter of them. So the sigmoid takes the reciprocal instruction, exact to one unit in the last
-place (frcp_rn would be exact).
+In bf16 the arithmetic is no longer free: an H200 moves 6 bytes in the time of about 40 instructions. A division that
+rounds correctly takes 10 of them, and a branch, so that elements wait for one another; fast_fdividef takes 5 and errs by
+two units in the last place.
 """
 
 import functools
@@ -21,21 +21,23 @@ import math
 
 import numpy as np
 from numba import cuda, float32, int64
-from numba.cuda.libdevice import frcp_rn
+from numba.cuda.libdevice import fast_fdividef
 
 from ..device import Array
 from ._flat import (
     BLOCK,
     EACH,
+    GAP,
     STEPS,
     STRIDE,
-    chunks_of_rows,
+    blocks_for_rows,
     first_element,
+    is_whole,
     launch_flat,
     load,
     make_place,
-    on_16_bytes,
     store,
+    whole_rows,
 )
 from ._launch import FLOATS, check, check_array, empty, empty_like, launch, on_host
 from ._ptx import device, kernel
@@ -92,7 +94,7 @@ def swiglu_bwd_ref(dy_NF, gu_N2F):
 # ----------------------------------------------------------------------------- kernels
 @device
 def sigmoid(x):
-    return frcp_rn(float32(1.0) + math.exp(-x))
+    return fast_fdividef(float32(1.0), float32(1.0) + math.exp(-x))
 
 
 @cuda.jit
@@ -106,34 +108,34 @@ def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
 
 
 @functools.cache
-def make_swiglu_fwd_kernel(F):
-    place = make_place(F)
+def make_swiglu_fwd_kernel(F, whole):
+    place, gap = make_place(F)
 
     @kernel(BLOCK)
-    def swiglu_fwd_kernel(y, gu, N, aligned):
-        """Grid chunks_of_rows(N, F), block BLOCK. y: flat (N F), gu: flat (N 2F)."""
+    def swiglu_fwd_kernel(y, gu, N):
+        """Grid blocks_for_rows(N, F), block BLOCK. y: flat (N F), gu: flat (N 2F)."""
         gate = cuda.local.array(EACH, float32)
         up = cuda.local.array(EACH, float32)
         n, f = place()
         if n >= N:
             return
         row = n * (2 * F)  # where gate begins; up begins F later
-        load(gate, gu, row + f, row + F, aligned)
-        load(up, gu, row + F + f, row + 2 * F, aligned)
+        load(gate, gu, row + f, gap, row + F, whole)
+        load(up, gu, row + F + f, gap, row + 2 * F, whole)
         for j in range(EACH):
-            gate[j] *= sigmoid(gate[j]) * up[j]
-        store(y, n * F + f, n * F + F, gate, aligned)
+            gate[j] = gate[j] * sigmoid(gate[j]) * up[j]
+        store(y, n * F + f, gap, n * F + F, gate, whole)
 
     return swiglu_fwd_kernel
 
 
 @functools.cache
-def make_swiglu_bwd_kernel(F):
-    place = make_place(F)
+def make_swiglu_bwd_kernel(F, whole):
+    place, gap = make_place(F)
 
     @kernel(BLOCK)
-    def swiglu_bwd_kernel(dgu, dy, gu, N, aligned):
-        """Grid chunks_of_rows(N, F), block BLOCK. A thread writes the two halves of its columns."""
+    def swiglu_bwd_kernel(dgu, dy, gu, N):
+        """Grid blocks_for_rows(N, F), block BLOCK. A thread writes the two halves of its columns."""
         gate = cuda.local.array(EACH, float32)
         up = cuda.local.array(EACH, float32)
         d = cuda.local.array(EACH, float32)
@@ -141,47 +143,65 @@ def make_swiglu_bwd_kernel(F):
         if n >= N:
             return
         row = n * (2 * F)
-        load(gate, gu, row + f, row + F, aligned)
-        load(up, gu, row + F + f, row + 2 * F, aligned)
-        load(d, dy, n * F + f, n * F + F, aligned)
+        load(gate, gu, row + f, gap, row + F, whole)
+        load(up, gu, row + F + f, gap, row + 2 * F, whole)
+        load(d, dy, n * F + f, gap, n * F + F, whole)
         for j in range(EACH):
             s = sigmoid(gate[j])
             silu = gate[j] * s
             gate[j] = d[j] * up[j] * (s + silu * (float32(1.0) - s))
             up[j] = d[j] * silu
-        store(dgu, row + f, row + F, gate, aligned)
-        store(dgu, row + F + f, row + 2 * F, up, aligned)
+        store(dgu, row + f, gap, row + F, gate, whole)
+        store(dgu, row + F + f, gap, row + 2 * F, up, whole)
 
     return swiglu_bwd_kernel
+
+
+@device
+def silu_fwd_chunks(y_n, x_n, first, whole):
+    x = cuda.local.array((STEPS, EACH), float32)
+    n = y_n.size
+    for s in range(STEPS):
+        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+    for s in range(STEPS):
+        for j in range(EACH):
+            x[s, j] *= sigmoid(x[s, j])
+        store(y_n, first + s * STRIDE, GAP, n, x[s], whole)
 
 
 @kernel(BLOCK)
 def silu_fwd_kernel(y_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
+    first = first_element()
+    if is_whole(first, y_n.size, aligned):
+        silu_fwd_chunks(y_n, x_n, first, True)
+    else:
+        silu_fwd_chunks(y_n, x_n, first, False)
+
+
+@device
+def silu_bwd_chunks(dx_n, dy_n, x_n, first, whole):
     x = cuda.local.array((STEPS, EACH), float32)
-    first, n = first_element(), y_n.size
+    d = cuda.local.array((STEPS, EACH), float32)
+    n = dx_n.size
     for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, n, aligned)
+        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+        load(d[s], dy_n, first + s * STRIDE, GAP, n, whole)
     for s in range(STEPS):
         for j in range(EACH):
-            x[s, j] *= sigmoid(x[s, j])
-        store(y_n, first + s * STRIDE, n, x[s], aligned)
+            sig = sigmoid(x[s, j])
+            d[s, j] *= sig + x[s, j] * sig * (float32(1.0) - sig)
+        store(dx_n, first + s * STRIDE, GAP, n, d[s], whole)
 
 
 @kernel(BLOCK)
 def silu_bwd_kernel(dx_n, dy_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
-    x = cuda.local.array((STEPS, EACH), float32)
-    d = cuda.local.array((STEPS, EACH), float32)
-    first, n = first_element(), dx_n.size
-    for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, n, aligned)
-        load(d[s], dy_n, first + s * STRIDE, n, aligned)
-    for s in range(STEPS):
-        for j in range(EACH):
-            sig = sigmoid(x[s, j])
-            d[s, j] *= sig + x[s, j] * sig * (float32(1.0) - sig)
-        store(dx_n, first + s * STRIDE, n, d[s], aligned)
+    first = first_element()
+    if is_whole(first, dx_n.size, aligned):
+        silu_bwd_chunks(dx_n, dy_n, x_n, first, True)
+    else:
+        silu_bwd_chunks(dx_n, dy_n, x_n, first, False)
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -213,8 +233,7 @@ def swiglu_bwd(dy_NF: Array, gu_N2F: Array) -> Array:
 def _launch_rows(make_kernel, N, F, *arrays):
     if N and F:
         runs = [a.reshape(-1) for a in arrays]
-        aligned = F % EACH == 0 and on_16_bytes(*runs)  # else every second row lies elsewhere
-        launch(make_kernel(F), chunks_of_rows(N, F), BLOCK, *runs, N, aligned)
+        launch(make_kernel(F, whole_rows(F, *runs)), blocks_for_rows(N, F), BLOCK, *runs, N)
 
 
 def silu_fwd(x: Array) -> Array:

@@ -1,0 +1,94 @@
+"""What bench_kernels.py measures: the shape of a case, and what the cases share.
+
+To add a kernel, write a function in one of the _cases_ files: arrays, a Case, `@case`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cupy as cp
+import ml_dtypes
+import numpy as np
+
+from xtrain.kernels import cast
+
+N, C, F, V = 32768, 768, 2048, 50304  # tokens of a batch, width, MLP width, vocabulary
+H, D, T = 12, 64, 1024  # heads of one layer, their width, positions
+PARAMETERS = 150_000_000
+DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass
+class Peer:
+    """The same in PyTorch: f of the inputs as tensors; with dy, the backward of f. eager: another f for the eager column."""
+
+    f: Callable
+    inputs: tuple
+    dy: tuple | None = None
+    eager: Callable | None = None
+
+
+@dataclass
+class Case:
+    nbytes: int
+    run: Callable[[], object]  # the launcher of xtrain
+    got: Callable[[], tuple] | None = None  # outputs to compare; none: what run returns
+    want: Callable[[], tuple] | None = None  # the same from the reference, in float64
+    peer: Peer | None = None
+    naive: Callable[[], object] | None = None
+    shape: str = f"N={N} C={C}"
+
+
+CASES: dict[str, Callable[[np.dtype], Case]] = {}
+
+
+def case(f):
+    CASES[f.__name__] = f
+    return f
+
+
+def draw(dtype, *shape, seed=0, scale=1.0):
+    """Random numbers with a mean of 0.1 on the GPU, made in float32 in slices: a large array fits."""
+    generator = cp.random.RandomState(seed)
+    x = cp.empty(shape, dtype)
+    flat, step = x.reshape(-1), 1 << 28
+    for i in range(0, flat.size, step):
+        part = generator.standard_normal(min(step, flat.size - i), dtype=np.float32)
+        part *= np.float32(scale)
+        part += np.float32(0.1 * scale)
+        flat[i : i + step] = converted(part, dtype)
+    return x
+
+
+def converted(x, dtype):
+    return cast.cast_fwd(x, dtype)
+
+
+def double(x):
+    """A float64 copy, for the reference."""
+    return (cast.cast_fwd(x, np.float32) if x.dtype != np.float32 else x).astype(np.float64)
+
+
+def tensor(x):
+    """The same memory as a PyTorch tensor."""
+    import torch
+
+    if x.dtype == DTYPES["bf16"]:
+        return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(x)
+
+
+def torch_type(dtype):
+    import torch
+
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[np.dtype(dtype).name]
+
+
+def functional():
+    import torch
+
+    return torch.nn.functional
+
+
+def size(*arrays) -> int:
+    return sum(a.nbytes for a in arrays)

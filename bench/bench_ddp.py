@@ -1,0 +1,297 @@
+"""Data parallelism: the same step on 1, 2, 4 GPUs, every stage, against torch DDP + torch.compile.
+
+    python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch] [--buckets 8 16 32 64]
+
+Batch 32 per GPU, bf16. A time is the mean of `steps` steps started one after the other (as in training, nothing waits in
+between), the median of five such runs. What is printed of each variant, in ms:
+
+    step           the whole step
+    exposed        step minus the step of --dp none, which communicates nothing: what communication costs
+    communication  the same collectives alone, with nothing else to do; GB/s: bytes per rank * 2 (n-1)/n / that time
+    optimizer      norm, AdamW and, with ZeRO, the all-gather, alone
+    of linear      tokens/s over n times the tokens/s of one GPU in the same run
+    bytes          per parameter and GPU, as allocated: weights, gradients, moments, bf16 copies
+
+The script starts itself again, under mpirun for xtrain and under torchrun for PyTorch.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import numpy as np
+import tyro
+
+BATCH = 32  # sequences per GPU
+WARMUP = 5  # two eager steps, the capture, and two more
+RUNS = 5
+
+
+@dataclass
+class Options:
+    gpus: list[int] = field(default_factory=lambda: [1, 2, 4])
+    models: list[str] = field(default_factory=lambda: ["dim384", "dim768"])
+    against: Literal["none", "torch"] = "torch"
+    stages: list[str] = field(
+        default_factory=lambda: ["none", "naive", "flat", "overlap", "bucket"]
+    )
+    buckets: list[float] = field(default_factory=lambda: [32.0])  # MiB to try with --dp bucket
+    precision: Literal["fp32", "bf16"] = "bf16"
+    steps: int = 20
+    worker: str = ""  # what the script says to itself: what to measure, as JSON
+
+
+def variants(o: Options, n: int) -> list[dict]:
+    if n == 1:
+        return [dict(dp="none")]
+    stages = [dict(dp=dp) for dp in o.stages if dp != "bucket"]
+    for mb in o.buckets if "bucket" in o.stages else []:
+        for comm in ("fp32", "bf16"):
+            stages += [dict(dp="bucket", bucket_mb=mb, grad_comm=comm, zero=z) for z in (0, 1)]
+    return stages
+
+
+def label(v: dict) -> str:
+    words = [v["dp"]]
+    if v["dp"] == "bucket":
+        words += [f"{v['bucket_mb']:g} MiB", v["grad_comm"]] + ["ZeRO-1"] * v["zero"]
+    return " ".join(words)
+
+
+# ----------------------------------------------------------------------------- one rank of ours
+class Batches:
+    """A loader of made-up tokens, already in memory."""
+
+    def __init__(self, config, T, rank):
+        from bench_train import batches
+
+        self.batches, self.taken = batches(config, BATCH, T, 8, seed=rank), 0
+
+    def next_batch(self):
+        self.taken += 1
+        return self.batches[self.taken % 8]
+
+
+def measure(run, ranks, steps):
+    """-> ms per step (median, best, worst of RUNS)"""
+    import cupy as cp
+
+    times = []
+    for i in range(RUNS + 1):
+        cp.cuda.Device().synchronize()
+        ranks.total([0.0])  # a barrier
+        start = time.perf_counter()
+        for _ in range(WARMUP if i == 0 else steps):
+            run.step()
+        cp.cuda.Device().synchronize()
+        times.append((time.perf_counter() - start) / steps)
+    return 1e3 * np.percentile(times[1:], [50, 0, 100])
+
+
+def alone(work, ranks, steps):
+    """-> ms of work() on the GPU, captured in a graph"""
+    import cupy as cp
+
+    from xtrain.graph import Graphed
+
+    graph = Graphed(lambda: (work(), cp.zeros(1))[1:])
+    for _ in range(3):
+        graph()
+    return measure(SimpleNamespace(step=graph), ranks, steps)[0]
+
+
+def one_variant(o, name, v, ranks):
+    import cupy as cp
+    from bench_train import model_config
+
+    from xtrain.config import TrainConfig
+    from xtrain.ddp import ParallelConfig, ParallelRun
+    from xtrain.device import memory_peak_bytes
+    from xtrain.model import Transformer
+    from xtrain.optim import clip
+    from xtrain.train import Run
+
+    shape, _, T = model_config(name)
+    n = ranks.world
+    kind = dict(batch=BATCH * n, micro_batch=BATCH, seq_len=T, steps=10**6, lr=3e-4, warmup=100)
+    config = (TrainConfig if n == 1 else ParallelConfig)(**kind, **(v if n > 1 else {}))
+    model = Transformer(shape, 0, "gpu", o.precision, world=n)
+    corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, ranks.rank))
+    run = (Run if n == 1 else ParallelRun)(config, model, corpus, ranks)
+    ms = measure(run, ranks, o.steps)
+    arena, optimizer = model.arena, run.optimizer
+    state = [arena.weights, arena.grads, arena.half, optimizer.m, optimizer.v]
+    state += [getattr(optimizer, name, None) for name in ("master", "norms")]
+    size = arena.grads.size
+    found = dict(ms=list(ms), tokens=BATCH * n * T / ms[0] * 1e3, parameters=size)
+    hyper, factor = cp.asarray(optimizer.advance()), cp.ones(1, np.float32)
+
+    def update():
+        optimizer.clip(1.0) if v.get("zero") else clip(model, 1.0)
+        optimizer.apply(hyper, factor)
+
+    found["optimizer_ms"] = alone(update, ranks, o.steps)
+    if n > 1:
+        state.append(run.collectives.half)
+        if v["dp"] != "none":
+            run.check_ranks()
+            found["comm_ms"] = alone(lambda: communicate(run), ranks, o.steps)
+            width = 2 if v.get("grad_comm") == "bf16" else 4
+            moved = arena.grads.size * width * 2 * (n - 1) / n / (1 + v.get("zero", 0))
+            found["bus_gb_s"] = moved / found["comm_ms"] / 1e6
+    found["state_bytes"] = sum(x.nbytes for x in state if x is not None) / size
+    found["peak_gb"] = memory_peak_bytes("gpu") / 1e9
+    if n > 1:
+        run.close()
+    return found
+
+
+def communicate(run):
+    """The collectives of one backward, and nothing else."""
+    pieces, start = run.sync.pieces, getattr(run.sync, "start", run.collectives.all_reduce)
+    if run.config.dp == "flat":
+        pieces = [(0, run.model.arena.grads.size)]
+    if run.config.dp == "naive":
+        pieces = [(p.offset, p.offset + p.size) for _, p in run.model.storage()]
+    for piece in pieces:
+        start(*piece)
+    run.collectives.join()
+
+
+def worker(o: Options) -> None:
+    import cupy as cp
+
+    from xtrain.communicator import ALONE, choose_gpu, connect
+    from xtrain.faults import Guard
+
+    task = json.loads(o.worker)
+    ranks = connect()
+    with Guard(ranks, "bench_ddp"):
+        choose_gpu(ranks)
+        for v in task["variants"]:
+            found = one_variant(o, task["model"], v, ranks if ranks.world > 1 else ALONE)
+            if ranks.rank == 0:
+                print("RESULT " + json.dumps({**v, **found}), flush=True)
+            gc.collect()
+            cp.get_default_memory_pool().free_all_blocks()
+
+
+# ----------------------------------------------------------------------------- one rank of PyTorch
+def torch_worker(o: Options) -> None:
+    import torch
+    from bench_train import BETAS, CLIP, DECAY, LR, model_config
+    from torch_model import Model
+
+    task, rank = json.loads(o.worker), int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl")
+    n = torch.distributed.get_world_size()
+    shape, _, T = model_config(task["model"])
+    torch.manual_seed(0)
+    model = Model(shape, T, padded=o.precision == "bf16").cuda()
+    groups = [[p for p in model.parameters() if (p.ndim > 1) is matrix] for matrix in (True, False)]
+    decay = [{"params": g, "weight_decay": d} for g, d in zip(groups, (DECAY, 0.0))]
+    optimizer = torch.optim.AdamW(decay, lr=LR, betas=BETAS, fused=True)
+    parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    forward = torch.compile(parallel if n > 1 else model)
+    bf16 = torch.autocast("cuda", torch.bfloat16, enabled=o.precision == "bf16")
+    loader = Batches(shape, T, rank)
+
+    def step():
+        ids, targets = (
+            torch.from_numpy(x).cuda(non_blocking=True).long() for x in loader.next_batch()
+        )
+        optimizer.zero_grad(set_to_none=True)
+        with bf16:
+            loss = forward(ids, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+
+    times = []
+    for i in range(RUNS + 1):
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        for _ in range(WARMUP if i == 0 else o.steps):
+            step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / o.steps)
+    if rank == 0:
+        ms = 1e3 * np.median(times[1:])
+        found = dict(ms=ms, tokens=BATCH * n * T / ms * 1e3)
+        found["peak_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        print("RESULT " + json.dumps(found), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------- the whole
+def results(command, o, task):
+    """Run one job -> the results that its rank 0 printed."""
+    options = ["--precision", o.precision, "--steps", o.steps, "--worker", json.dumps(task)]
+    here = Path(__file__).resolve()
+    path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*map(str, command), str(here), *map(str, options)],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    lines = [x[7:] for x in done.stdout.splitlines() if x.startswith("RESULT ")]
+    if done.returncode:
+        print(
+            f"{' '.join(map(str, command))} ended with {done.returncode}", done.stdout, flush=True
+        )
+    return [json.loads(line) for line in lines]
+
+
+def main(o: Options) -> None:
+    from _timing import record
+
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    for name in o.models:
+        one = torch_one = None
+        for n in o.gpus:
+            task = dict(model=name, variants=variants(o, n))
+            ours = results(["mpirun", "-n", n, sys.executable], o, task)
+            theirs = results([*run, n], o, dict(task, torch=True)) if o.against == "torch" else []
+            peer, silent = (theirs[0] if theirs else None), None
+            if peer:
+                torch_one = torch_one or peer["tokens"] / n
+                print(f"{name} {n} GPUs torch DDP + compile: {peer['tokens']:,.0f} tok/s, "
+                      f"{100 * peer['tokens'] / n / torch_one:.1f} % of linear", flush=True)  # fmt: skip
+            for found in ours:
+                one = one or found["tokens"] / n
+                silent = found["ms"][0] if found["dp"] == "none" else silent
+                more = {
+                    k: round(found[k], 4)
+                    for k in ("optimizer_ms", "comm_ms", "bus_gb_s", "state_bytes", "peak_gb")
+                    if k in found
+                }
+                if silent and found["dp"] != "none":
+                    more["exposed_ms"] = round(found["ms"][0] - silent, 4)
+                more["of_linear"] = round(found["tokens"] / n / one, 4)
+                if peer and (n == 1 or found["dp"] != "none"):
+                    more |= {"peer": "torch DDP + compile", "peer_value": peer["tokens"]}
+                    more["peer_of_linear"] = round(peer["tokens"] / n / torch_one, 4)
+                variant = label(found) if n > 1 else "one GPU"
+                record(
+                    "bench_ddp", f"{name}, {n} GPU, {variant}", shape=f"batch {BATCH} per GPU", dtype=o.precision,
+                    ms=found["ms"][0], value=found["tokens"], unit="tok/s", **more,
+                )  # fmt: skip
+                print("   ", more, flush=True)
+
+
+if __name__ == "__main__":
+    chosen = tyro.cli(Options, description=__doc__)
+    if not chosen.worker:
+        main(chosen)
+    elif json.loads(chosen.worker).get("torch"):
+        torch_worker(chosen)
+    else:
+        worker(chosen)

@@ -1,0 +1,150 @@
+"""Every memory-bound kernel against a copy of the same number of bytes, and against PyTorch.
+
+    python bench/bench_kernels.py [--only swiglu adamw] [--dtypes bf16] [--no-torch]
+
+A kernel that does little arithmetic can at best be as fast as a copy that moves its bytes: each input read once, each
+output written once (`nbytes` of each case below). `share` is the time of that copy over the time of the kernel, both from
+this run, both inside a CUDA graph, with the second-level cache flushed before each. PyTorch, eager and compiled, is timed
+in the same way, its backward through autograd. A result is compared with the reference in float64 before it is timed.
+
+To add a kernel, write a case: see _cases.py.
+"""
+
+import re
+import traceback
+from dataclasses import dataclass, field
+
+import _cases_flat
+import _cases_rows
+import cupy as cp
+import tyro
+from _cases import CASES, DTYPES, Case, Peer, double, tensor
+from _timing import copy_ms, graph_ms, record
+
+__all__ = ["_cases_flat", "_cases_rows"]  # importing them fills CASES
+TOLERANCE = {"fp32": 2e-6, "bf16": 6e-3}
+ONE_DTYPE = {
+    "cast_narrow",
+    "cast_widen",
+    "adamw",
+    "adamw_with_copy_and_zeros",
+    "grad_norm_and_factor",
+}
+BACKWARD = re.compile("_bwd|cross_entropy")  # at least 0.85 of the copy; the others 0.90
+
+
+# ----------------------------------------------------------------------------- measure
+def compare(case: Case, dtype: str) -> float:
+    """-> the largest |got - want| / |want| over all outputs. AssertionError if one is too large."""
+    got = case.got() if case.got else case.run()
+    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, case.want()))
+    worst = 0.0
+    for k, r in zip(got, want):
+        if r is None:
+            continue
+        r = cp.asarray(r)
+        error = float(cp.linalg.norm((double(k) - r).ravel()) / cp.linalg.norm(r.ravel()))
+        half = k.dtype == DTYPES["bf16"] or dtype == "bf16"
+        assert error <= TOLERANCE["bf16" if half else "fp32"], (
+            f"error {error:.2e}"
+        )  # a NaN never passes
+        worst = max(worst, error)
+    return worst
+
+
+def torch_ms(peer: Peer, compiled: bool, runs: int) -> float:
+    import torch
+
+    inputs = [tensor(x) for x in peer.inputs]
+    f = torch.compile(peer.f) if compiled else peer.eager or peer.f
+    if peer.dy is None:
+        return float(graph_ms(lambda: f(*inputs), runs, torch)[0])
+    leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
+    if not peer.dy:  # forward and backward of a loss
+        return float(graph_ms(lambda: torch.autograd.grad(f(*inputs), leaves), runs, torch)[0])
+    dy, outputs = [tensor(x) for x in peer.dy], []
+
+    def backward():
+        if not outputs:  # in the first call, so on the stream that is captured later
+            y = f(*inputs)
+            outputs.extend(y if isinstance(y, tuple) else (y,))
+        return torch.autograd.grad(outputs, leaves, dy, retain_graph=True, allow_unused=True)
+
+    return float(graph_ms(backward, runs, torch)[0])
+
+
+def attempt(f, *args):
+    """f(*args), or None and a line that says why not."""
+    try:
+        return f(*args)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [traceback.format_exc().splitlines()[-1]]
+        print(f"    not measured: {type(error).__name__}: {lines[0][:150]}", flush=True)
+        return None
+
+
+def measure(name: str, dtype: str, o) -> dict | None:
+    try:
+        case = CASES[name](DTYPES[dtype])
+        error = compare(case, dtype)
+    except TypeError as refused:
+        print(f"{name} {dtype}: not supported: {str(refused)[:120]}", flush=True)
+        return None
+    ms = graph_ms(case.run, o.runs)
+    copy = copy_ms(case.nbytes)
+    naive = attempt(graph_ms, case.naive, o.runs) if case.naive else None
+    eager = attempt(torch_ms, case.peer, False, o.runs) if o.torch and case.peer else None
+    compiled = attempt(torch_ms, case.peer, True, o.runs) if o.torch and case.peer else None
+    best = min((t for t in (eager, compiled) if t), default=None)
+    gbs = lambda t: case.nbytes / t / 1e6
+    line = record(
+        "bench_kernels", name, shape=case.shape, dtype=dtype, ms=ms[0], value=gbs(ms[0]), unit="GB/s",
+        peer="torch" if best else None, peer_value=gbs(best) if best else None,
+        p20_p80=[round(float(t), 4) for t in ms[1:]], nbytes=case.nbytes, copy_ms=round(copy, 4),
+        share=round(copy / ms[0], 3), error=float(f"{error:.1e}"),
+        naive_ms=round(float(naive[0]), 4) if naive is not None else None,
+        torch_eager_ms=round(eager, 4) if eager else None,
+        torch_compile_ms=round(compiled, 4) if compiled else None,
+    )  # fmt: skip
+    return line
+
+
+@dataclass
+class Options:
+    only: list[str] = field(
+        default_factory=list
+    )  # regular expressions of the cases' names; none: all
+    dtypes: list[str] = field(default_factory=lambda: ["fp32", "bf16"])
+    torch: bool = True
+    runs: int = 20
+
+
+def main(o: Options) -> None:
+    lines = []
+    if o.torch:
+        import torch._functorch.config
+
+        torch._functorch.config.donated_buffer = False  # a backward is run many times
+    for name in CASES:
+        if o.only and not any(re.search(pattern, name) for pattern in o.only):
+            continue
+        for dtype in o.dtypes[:1] if name in ONE_DTYPE else o.dtypes:
+            lines.append(measure(name, dtype, o))
+            cp.get_default_memory_pool().free_all_blocks()
+            if o.torch:
+                torch.cuda.empty_cache()
+    print(
+        f"\n{'kernel':28}{'dtype':6}{'ms':>8}{'GB/s':>7}{'copy':>8}{'share':>7}{'naive':>9}{'eager':>9}{'compile':>9}"
+    )
+    for line in filter(None, lines):
+        least = 0.85 if BACKWARD.search(line["name"]) else 0.90
+        times = (line["naive_ms"], line["torch_eager_ms"], line["torch_compile_ms"])
+        cells = "".join(f"{t:9.4f}" if t else f"{'-':>9}" for t in times)
+        print(
+            f"{line['name']:28}{line['dtype']:6}{line['ms']:8.4f}{line['value']:7.0f}{line['copy_ms']:8.4f}"
+            f"{line['share']:7.2f}{cells}{'' if line['share'] >= least else '  < ' + str(least)}"
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

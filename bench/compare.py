@@ -1,0 +1,114 @@
+"""Did anything become slower?   python bench/compare.py OLD NEW
+
+OLD, NEW: a results file (.jsonl) or a folder of them. Lines belong together when bench, name, shape,
+dtype and gpu are equal; of several the last counts. What is compared is the time (ms), lower is
+better. A change of more than 3 % is marked, and if one of these is for the worse the exit code is 1.
+(2: nothing could be compared.)
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+KEY = ("bench", "name", "shape", "dtype", "gpu")
+
+
+@dataclass
+class Options:
+    old: tyro.conf.Positional[Path]  # .jsonl file, or folder of such files
+    new: tyro.conf.Positional[Path]
+    percent: float = 3.0  # changes up to this are noise
+    all: bool = False  # also list what has not changed
+
+
+@dataclass(frozen=True)
+class Change:
+    key: tuple[str, ...]
+    old: float
+    new: float
+
+    @property
+    def percent(self) -> float:
+        """Of the time; positive is slower."""
+        return 100 * (self.new / self.old - 1)
+
+
+def read(path: Path) -> dict[tuple[str, ...], float]:
+    """-> {key: ms}. Raises ValueError, which names file and line, and OSError."""
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    found = {}
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                key, ms = tuple(str(record[k]) for k in KEY), float(record["ms"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{file}:{number} is no measurement: {error!r}") from error
+            if ms > 0:
+                found[key] = ms
+    return found
+
+
+def compare(old: dict, new: dict) -> list[Change]:
+    """What both have, the worst change first."""
+    changes = [Change(key, old[key], new[key]) for key in old.keys() & new.keys()]
+    return sorted(changes, key=lambda c: (-c.percent, c.key))
+
+
+def table(changes: list[Change], percent: float) -> Table:
+    out = Table()
+    for column in KEY:
+        out.add_column(column, overflow="fold")
+    for column in ("old ms", "new ms", "change", ""):
+        out.add_column(column, justify="right", no_wrap=True)
+    for c in changes:
+        verdict = (
+            ""
+            if abs(c.percent) <= percent
+            else "[red]slower[/]"
+            if c.percent > 0
+            else "[green]faster[/]"
+        )
+        out.add_row(*c.key, f"{c.old:.4f}", f"{c.new:.4f}", f"{c.percent:+.1f} %", verdict)
+    return out
+
+
+def main(o: Options, console: Console) -> int:
+    try:
+        old, new = read(o.old), read(o.new)
+    except (OSError, ValueError) as error:
+        console.print(f"compare: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    changes = compare(old, new)
+    if not changes:
+        console.print(
+            "compare: the two have no measurement in common (same bench, name, shape, dtype and gpu)"
+        )
+        return 2
+    marked = [c for c in changes if abs(c.percent) > o.percent]
+    slower = [c for c in marked if c.percent > 0]
+    if marked or o.all:
+        console.print(table(changes if o.all else marked, o.percent))
+    console.print(
+        f"{len(changes)} compared, {len(slower)} slower and {len(marked) - len(slower)} faster by more than {o.percent:g} %; "
+        f"only in old {len(old.keys() - new.keys())}, only in new {len(new.keys() - old.keys())}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(
+        main(
+            tyro.cli(Options, description=__doc__),
+            Console(width=None if sys.stdout.isatty() else 160),
+        )
+    )

@@ -1,0 +1,52 @@
+"""What the scripts in this folder share. They are started by tests/test_ddp.py, each with mpirun on several ranks."""
+
+import sys
+import time
+from pathlib import Path
+
+from mpi4py import MPI
+
+from xtrain.communicator import Ranks
+from xtrain.ddp import ParallelConfig
+from xtrain.faults import Guard
+from xtrain.logbook import Logbook
+
+Logbook.picture = lambda self: (
+    None
+)  # importing matplotlib takes as long as all the rest of a short run
+WORLD = MPI.COMM_WORLD
+TEXT = Path(__file__).parent.parent / "data" / "grammar.txt"
+
+
+def options(out, **more):
+    defaults = {
+        "preset": "tiny", "data": str(TEXT), "out": str(out), "name": "run", "vocab_size": 320, "steps": 10,
+        "batch": 8, "seq_len": 16, "eval_batches": 1, "eval_every": 100, "sample_every": 100, "sample_tokens": 2,
+        "save_every": 100, "warmup": 2, "lr": 1e-3, "device": "cpu", "bucket_mb": 0.05, "watchdog": 60.0,
+    }  # fmt: skip
+    return ParallelConfig(**{**defaults, **more})
+
+
+def some_ranks(n):
+    """Ranks of the first n processes, None on the others."""
+    comm = WORLD.Split(0 if n > WORLD.rank else MPI.UNDEFINED)
+    return Ranks(comm) if comm != MPI.COMM_NULL else None
+
+
+def wait():
+    """A barrier that sleeps: there are fewer cores than ranks."""
+    request = WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(0.005)
+
+
+def run_checks(checks, folder):
+    """Every check on every process; a failure on one ends all, with its traceback."""
+    with Guard(Ranks(WORLD), "check") as guard:
+        for check in checks:
+            started = time.perf_counter()
+            check(Path(folder))
+            wait()
+            if WORLD.rank == 0:
+                print(f"ok {check.__name__} {time.perf_counter() - started:.1f} s", flush=True)
+    sys.exit(guard.code)

@@ -1,0 +1,236 @@
+"""4 ranks x batch 2 equal 2 ranks x batch 4 and 1 rank x batch 8, whatever the stage.   mpirun -n 4 python equality.py FOLDER"""
+
+import sys
+import time
+
+import numpy as np
+from common import options, run_checks, some_ranks, wait
+
+from xtrain import functional
+from xtrain.communicator import HostCollectives
+from xtrain.config import ModelConfig, UserError
+from xtrain.data import prepare
+from xtrain.ddp import ParallelRun, buckets
+from xtrain.device import to_numpy
+from xtrain.model import Transformer
+from xtrain.optim import AdamW
+from xtrain.train import Run
+from xtrain.zero import ShardedAdamW
+
+STAGES = ("naive", "flat", "overlap", "bucket")
+SHAPE = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, max_seq_len=16)
+
+
+def make_run(folder, ranks, batch=8, recompute="none", tied=False, some_ignored=False, **more):
+    """A run of a small model; ranks None: of the one process. more: options."""
+    world = ranks.world if ranks else 1
+    micro = more.pop("micro_batch", batch // world)
+    config = options(folder, batch=batch, micro_batch=micro, **more)
+    corpus = prepare(config.data, config.vocab_size)
+    shape = ModelConfig(vocab_size=corpus.vocab_size, tie_embeddings=tied, **SHAPE)
+    model = Transformer(shape, 5, config.device, config.precision, recompute, world)
+    run = ParallelRun(config, model, corpus, ranks) if ranks else Run(config, model, corpus)
+    if some_ignored:  # a different number on every rank
+        take = run.loader.next_batch
+        run.loader.next_batch = lambda: ignore(*take())
+    return run
+
+
+def ignore(ids, targets):
+    return ids, np.where((targets % 3 == 0) | (ids % 5 == 0), -100, targets)
+
+
+def ten_steps(run):
+    """-> losses and norms of 10 steps, all weights afterwards; the ranks are compared after each step."""
+    numbers = []
+    for _ in range(10):
+        loss, norm, _ = run.step()
+        loss, norm = (float(to_numpy(x)[0]) for x in (loss, norm))
+        numbers.append([*run.ranks.total([loss]), norm])
+        if run.ranks.world > 1:
+            run.check_ranks()
+    if run.ranks.world > 1:
+        if run.config.zero:
+            run.optimizer.restore()
+        run.close()
+    return np.array(numbers), to_numpy(run.model.arena.weights).copy()
+
+
+def compare(folder, worlds, variants, **kind):
+    """-> {(world, variant): weights}. Losses of every world and variant are those of one rank."""
+    found, expected = {}, None
+    for n in worlds:
+        ranks = some_ranks(n)
+        if ranks is not None:
+            expected = ten_steps(make_run(folder, None, **kind)) if expected is None else expected
+            for name, variant in variants.items():
+                numbers, weights = ten_steps(make_run(folder, ranks, **kind, **variant))
+                np.testing.assert_allclose(
+                    numbers[:, 0], expected[0][:, 0], rtol=1e-6, err_msg=f"{n} ranks, {name}"
+                )
+                np.testing.assert_allclose(numbers[:, 1], expected[0][:, 1], rtol=1e-4)
+                found[n, name] = weights
+        wait()
+    return found
+
+
+def every_stage_with_and_without_zero(folder):
+    variants = {f"{dp} {zero}": dict(dp=dp, zero=zero) for dp in STAGES for zero in (0, 1)}
+    found = compare(folder, (2, 4), variants)
+    for (n, name), weights in found.items():
+        reference = found[n, "naive 0"]
+        if n == 2 and name.endswith("0"):  # a sum of two numbers has one value
+            assert np.array_equal(weights, reference), name
+        np.testing.assert_allclose(weights, reference, atol=2e-5, err_msg=f"{n} ranks, {name}")
+
+
+def accumulation(folder):
+    variants = {
+        f"{dp} {zero}": dict(dp=dp, zero=zero, micro_batch=1)
+        for dp in ("naive", "bucket")
+        for zero in (0, 1)
+    }
+    compare(folder, (4,), variants)
+
+
+def tied_embeddings_recompute_and_ignored_targets(folder):
+    variants = {
+        f"{dp} {zero}": dict(dp=dp, zero=zero) for dp, zero in (("overlap", 0), ("bucket", 1))
+    }
+    compare(folder, (4,), variants, tied=True)
+    compare(folder, (4,), variants, recompute="block")
+    compare(folder, (4,), variants, some_ignored=True)
+
+
+def three_ranks(folder):
+    """No power of two: the arena is padded for them."""
+    compare(folder, (3,), {"bucket 1": dict(zero=1), "bucket 0": {}}, batch=6)
+
+
+def bf16_communication_stays_close(folder):
+    ranks = some_ranks(2)
+    if ranks is not None:
+        exact, _ = ten_steps(make_run(folder, ranks))
+        for zero in (0, 1):
+            rounded, _ = ten_steps(make_run(folder, ranks, grad_comm="bf16", zero=zero))
+            gap = np.abs(rounded[:, 0] / exact[:, 0] - 1).max()
+            assert 0 < gap < 2e-3, gap
+
+
+def validation_is_global(folder):
+    ranks = some_ranks(4)
+    mine, alone = make_run(folder, ranks).validate(), make_run(folder, None).validate()
+    np.testing.assert_allclose(mine, alone, rtol=1e-6)
+
+
+def without_communication_ranks_part(folder):
+    ranks = some_ranks(2)
+    if ranks is not None:
+        run = make_run(folder, ranks, dp="none", check_ranks=2)
+        run.step()
+        try:
+            run.step()
+        except UserError as error:
+            assert "after step 2" in str(error) and "rank 1" in str(error), error
+        else:
+            raise AssertionError("different parameters were not noticed")
+
+
+def masters_exist_once(folder):
+    """ZeRO-1 in bf16: float32 weights on their owners only; the steps are those of AdamW, bit for bit. (In the simulator.)"""
+    ranks = some_ranks(2)
+    if ranks is None:
+        return
+    shape = dict(
+        vocab_size=40, dim=16, n_layers=1, n_heads=2, head_dim=8, hidden_dim=24, max_seq_len=8
+    )
+    plain, sharded = (
+        Transformer(ModelConfig(**shape), 0, "sim", "bf16", world=2) for _ in range(2)
+    )
+    arena = sharded.arena
+    pieces = buckets(arena.n_decay, arena.grads.size, 2, 2000)
+    collectives = HostCollectives(ranks, arena)
+    optimizers = AdamW(plain, 1e-2), ShardedAdamW(sharded, collectives, pieces, lr=1e-2)
+    assert arena.weights is None and optimizers[1].master.size == arena.grads.size // 2
+    for step in range(2):
+        gradients = np.random.default_rng(step).standard_normal(arena.grads.size, np.float32)
+        for optimizer in optimizers:
+            optimizer.arena.grads[...] = gradients
+            optimizer.step()
+        assert np.array_equal(
+            arena.half[: arena.n_decay].view(np.uint16),
+            plain.arena.half[: arena.n_decay].view(np.uint16),
+        )
+        norms = plain.arena.weights[arena.n_decay :]
+        assert np.array_equal(optimizers[1].norms, norms)
+        ranks.check_identical(optimizers[1].in_use(), step)
+        if step == 0:  # a checkpoint
+            before, master = optimizers[1].whole(), optimizers[1].master
+            optimizers[1].restore()
+            assert np.array_equal(arena.weights, plain.arena.weights)
+            for (_, p), (_, q) in zip(sharded.storage(), plain.storage()):
+                assert np.array_equal(p.data, q.data)
+            optimizers[1].release()
+            assert arena.weights is None and optimizers[1].master is master
+            assert ranks.rank or np.array_equal(before.m, optimizers[0].m)
+
+
+class SlowLink(HostCollectives):
+    """Every message takes DELAY, one after the other, as on a slow link; nothing is added to the work of the cores."""
+
+    DELAY = 0.02
+    free = 0.0  # when the link has sent all that was given to it
+
+    def _started(self, *request):
+        self.free = max(self.free, time.perf_counter()) + self.DELAY
+        super()._started(*request)
+
+    def join(self):
+        time.sleep(max(0.0, self.free - time.perf_counter()))
+        super().join()
+
+
+def overlap_is_real(folder):
+    """With a delay per bucket a step takes less than computation plus communication."""
+    ranks = some_ranks(2)
+    if ranks is None:
+        return
+    fast = functional.Linear.backward
+
+    def slow(ctx, dy):
+        time.sleep(0.01)
+        return fast(ctx, dy)
+
+    functional.Linear.backward = staticmethod(slow)
+    seconds, messages = {}, {}
+    for dp in ("none", "bucket", "overlap"):
+        run = make_run(folder, ranks, dp=dp, bucket_mb=0.03)
+        run.collectives.__class__ = SlowLink
+        run.step()
+        times = []
+        for _ in range(3):
+            started = time.perf_counter()
+            run.step()
+            times.append(time.perf_counter() - started)
+        seconds[dp], messages[dp] = ranks.total([min(times)])[0] / 2, len(run.sync.pieces)
+    functional.Linear.backward = staticmethod(fast)
+    for dp in ("bucket", "overlap"):
+        communication = messages[dp] * SlowLink.DELAY
+        hidden = seconds["none"] + communication - seconds[dp]
+        assert messages[dp] >= 4 and hidden > 0.2 * communication, (seconds, messages)
+
+
+CHECKS = [
+    every_stage_with_and_without_zero,
+    accumulation,
+    tied_embeddings_recompute_and_ignored_targets,
+    three_ranks,
+    bf16_communication_stays_close,
+    validation_is_global,
+    without_communication_ranks_part,
+    masters_exist_once,
+    overlap_is_real,
+]
+
+if __name__ == "__main__":
+    run_checks(CHECKS, sys.argv[1])

@@ -1,0 +1,80 @@
+"""One rank fails in the middle of a run.   mpirun -n N python faults.py FOLDER FAULT RANK PLACE
+
+FAULT: raise, exit, kill, hang (in Python), stuck (in an MPI call), frozen (holding Python's lock).
+PLACE: step (between steps), collective (after this rank has started one; the others wait in it).
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from common import WORLD, options
+
+from xtrain import ddp
+from xtrain.communicator import HostCollectives
+
+AT_STEP = 3
+
+
+def fail(folder, fault):
+    (folder / "failed_at").write_text(str(time.time()))
+    if fault == "raise":
+        raise ZeroDivisionError("injected")
+    if fault == "exit":
+        sys.exit(0)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        time.sleep(1000)
+    if fault == "stuck":
+        WORLD.Recv(np.empty(1), source=WORLD.rank, tag=99)
+    if fault == "frozen":
+        ctypes.PyDLL(None).sleep(1000)
+    raise AssertionError(fault)
+
+
+def inject(folder, fault, rank, place):
+    if WORLD.rank != rank:
+        return
+    step, join = ddp.ParallelRun.step, HostCollectives.join
+    run = None
+
+    def failing_step(self):
+        nonlocal run
+        run = self
+        if place == "step" and self.done == AT_STEP:
+            fail(folder, fault)
+        return step(self)
+
+    def failing_join(self):
+        if place == "collective" and run.done == AT_STEP:
+            fail(folder, fault)
+        join(self)
+
+    ddp.ParallelRun.step, HostCollectives.join = failing_step, failing_join
+
+
+if __name__ == "__main__":
+    folder, fault, rank, place = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    inject(folder, fault, rank, place)
+    o = options(folder, steps=1000, save_every=2, watchdog=2.0)
+    names = (
+        "preset",
+        "data",
+        "out",
+        "name",
+        "vocab_size",
+        "steps",
+        "batch",
+        "seq_len",
+        "save_every",
+        "watchdog",
+    )
+    arguments = [
+        f"--{n.replace('_', '-')}={getattr(o, n)}" for n in (*names, "eval_batches", "device")
+    ]
+    sys.exit(ddp.main(arguments))

@@ -1,0 +1,61 @@
+"""The gates of equality.py on GPUs, over NCCL, eager and captured in a CUDA graph.   mpirun -n GPUS python gpus.py FOLDER"""
+
+import sys
+
+import numpy as np
+from common import WORLD, run_checks
+from equality import SHAPE, STAGES, make_run, ten_steps
+
+from xtrain.communicator import Ranks, choose_gpu
+from xtrain.device import cupy
+
+RANKS = Ranks(WORLD)
+# The head's matrix product has another shape with another number of sequences, so cuBLAS may add in another order.
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3}
+
+
+def run(folder, ranks, **options):
+    result = ten_steps(make_run(folder, ranks, batch=2 * RANKS.world, device="gpu", **options))
+    cupy().get_default_memory_pool().free_all_blocks()
+    return result
+
+
+def every_stage(folder):
+    choose_gpu(RANKS)
+    SHAPE.update(dim=128, n_heads=4, head_dim=32, hidden_dim=256, max_seq_len=64, n_kv_heads=4)
+    for precision in ("fp32", "bf16"):
+        kind = dict(precision=precision, seq_len=64)
+        alone, _ = run(folder, None, **kind)
+        for dp in STAGES:
+            for zero in (0, 1):
+                bits = []
+                for graph in (False, True):
+                    numbers, weights = run(folder, RANKS, dp=dp, zero=zero, graph=graph, **kind)
+                    gap = np.abs(numbers[:, 0] / alone[:, 0] - 1).max()
+                    if RANKS.rank == 0:
+                        print(
+                            f"{precision} {dp} zero {zero} graph {graph}: largest gap of the loss {gap:.1e}",
+                            flush=True,
+                        )
+                    assert gap <= TOLERANCE[precision]
+                    bits.append(numbers.tobytes() + weights.tobytes())
+                assert bits[0] == bits[1], "the graph gives other bits"
+
+
+def bf16_communication(folder):
+    for zero in (0, 1):
+        kind = dict(precision="bf16", seq_len=64, zero=zero)
+        exact, rounded = (run(folder, RANKS, grad_comm=c, **kind)[0] for c in ("fp32", "bf16"))
+        gap = np.abs(rounded[:, 0] / exact[:, 0] - 1).max()
+        assert 0 < gap < 5e-3, gap
+
+
+def accumulation(folder):
+    alone, _ = run(folder, None, seq_len=64)
+    for zero in (0, 1):
+        numbers, _ = run(folder, RANKS, seq_len=64, micro_batch=1, zero=zero)
+        np.testing.assert_allclose(numbers[:, 0], alone[:, 0], rtol=1e-6)
+
+
+if __name__ == "__main__":
+    run_checks([every_stage, bf16_communication, accumulation], sys.argv[1])

@@ -1,0 +1,48 @@
+"""Bad input: one sentence from one rank, and exit code 2 on all.   mpirun -n 2 python refusals.py FOLDER"""
+
+import contextlib
+import io
+import sys
+
+from common import TEXT, WORLD, run_checks
+
+from xtrain.ddp import main
+
+GOOD = {
+    "data": TEXT, "name": "run", "preset": "tiny", "vocab-size": 300, "steps": 3, "batch": 4, "seq-len": 16,
+    "eval-batches": 1, "sample-tokens": 2, "device": "cpu",
+}  # fmt: skip
+BAD = [
+    ({"batch": 5}, "--batch 5 is not a multiple of the 4 ranks"),
+    ({"batch": 16, "micro-batch": 8}, "--batch 16 is not a multiple of 4 ranks x --micro-batch 8"),
+    ({"data": "/nowhere"}, "/nowhere"),
+    ({"zero": 1, "dp": "none"}, "choose another --dp than none"),
+    ({"bucket-mb": 0}, "--bucket-mb must be positive"),
+    ({"watchdog": -1}, "--watchdog must not be negative"),
+    ({"lr": 1e30, "clip": 0, "warmup": 0}, "the loss is nan"),
+    (
+        {"dp": "none", "check-ranks": 2},
+        "after step 2 the parameters of rank 1 are not those of rank 0",
+    ),
+    ({"out": "/proc/nowhere"}, "cannot be written"),
+    ({"lr": 1e-3 * (1 + WORLD.rank)}, "rank 1 has --lr 0.002, rank 0 has 0.001"),
+    ({"resume": True}, "no checkpoint"),
+]
+
+
+def everything_is_said_once(folder):
+    for i, (options, sentence) in enumerate(BAD):
+        given = {**GOOD, "out": folder / str(i), **options}
+        arguments = [f"--{k}={v}" if v is not True else f"--{k}" for k, v in given.items()]
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            code = main(arguments)
+        assert code == 2, options
+        if WORLD.rank == 0:
+            assert sentence in said.getvalue() and said.getvalue().count("\n") == 1, said.getvalue()
+        else:
+            assert not said.getvalue(), said.getvalue()
+
+
+if __name__ == "__main__":
+    run_checks([everything_is_said_once], sys.argv[1])

@@ -1,0 +1,87 @@
+"""Checkpoints know nothing of ranks: save with 4, go on with 2, then 1.   mpirun -n 4 python resume.py FOLDER"""
+
+import json
+import sys
+
+import numpy as np
+from common import TEXT, WORLD, options, run_checks, some_ranks, wait
+from rich.console import Console
+
+from xtrain import checkpoint
+from xtrain.config import ModelConfig
+from xtrain.data import prepare
+from xtrain.ddp import ParallelRun, train_parallel
+from xtrain.model import Transformer
+from xtrain.train import train
+
+SILENT = Console(quiet=True)
+STEPS = 12
+FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def train_on(n, config):
+    """-> the run's folder; only on the first n processes"""
+    ranks = some_ranks(n)
+    run = None if ranks is None else train_parallel(config, ranks, SILENT)
+    wait()
+    return run
+
+
+def elastic(folder):
+    if WORLD.rank == 0:
+        whole = losses(train(options(folder / "alone", steps=STEPS), SILENT))
+    for zero in (0, 1):
+        at = dict(out=folder / f"elastic{zero}", steps=STEPS)
+        train_on(4, options(**at, zero=zero, stop_at=4))
+        loaded_state(folder / f"elastic{zero}" / "run", zero)
+        train_on(2, options(**at, zero=1 - zero, stop_at=8, resume=True))
+        run = train_on(1, options(**at, resume=True))
+        if WORLD.rank == 0:
+            np.testing.assert_allclose(losses(run), whole, rtol=1e-6)
+
+
+def loaded_state(run, zero):
+    """What 2, 3 or 4 ranks load and save again is the same bytes."""
+    saved = checkpoint.newest(run)
+    for n in (2, 3, 4):
+        ranks = some_ranks(n)
+        if ranks is not None:
+            for sharded in (0, 1):
+                config = options(
+                    run.parent, name=f"again{n}{sharded}", zero=sharded, batch=12, micro_batch=1
+                )
+                corpus = prepare(TEXT, config.vocab_size)
+                shape = checkpoint.huggingface.read_config(saved.folder).to_dict()
+                model = Transformer(ModelConfig(**shape), 9, "cpu", world=n)
+                again = ParallelRun(config, model, corpus, ranks)
+                again.load(saved)
+                again.save(run.parent / config.name)
+                if ranks.rank == 0:
+                    copy = run.parent / config.name / "checkpoints" / "step-000000"
+                    for name in FILES:
+                        assert (copy / name).read_bytes() == (saved.folder / name).read_bytes(), (
+                            n,
+                            name,
+                        )
+        wait()
+
+
+def the_same_world_is_byte_exact(folder):
+    for zero in (0, 1):
+        whole = train_on(4, options(folder / f"whole{zero}", steps=STEPS, zero=zero, eval_every=5))
+        parts = dict(out=folder / f"parts{zero}", steps=STEPS, zero=zero, eval_every=5)
+        train_on(4, options(**parts, stop_at=5))
+        halves = train_on(4, options(**parts, resume=True))
+        if WORLD.rank == 0:
+            names = [f"checkpoints/step-{STEPS:06d}/{name}" for name in (*FILES, "state.json")]
+            for name in ("metrics.jsonl", *names):
+                assert (whole / name).read_bytes() == (halves / name).read_bytes(), name
+
+
+if __name__ == "__main__":
+    run_checks([elastic, the_same_world_is_byte_exact], sys.argv[1])

@@ -1,0 +1,243 @@
+"""FlashAttention: the reference against calculus, GEMM attention and PyTorch; the kernels against float64.
+
+In the simulator the bf16 kernels get small tiles, so that a few dozen tokens make several of them; on a GPU the tuned
+ones.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
+
+from xtrain.kernels import flash_attention as fa
+from xtrain.kernels.attention import attention_bwd, attention_fwd
+from xtrain.kernels.flash_attention import (
+    flash_attention_bwd,
+    flash_attention_bwd_ref,
+    flash_attention_fwd,
+    flash_attention_ref,
+)
+
+BF16 = ml_dtypes.bfloat16
+TILES = {  # two warps where a row is narrow enough, and three tiles for 70 tokens
+    "fwd": (32, 32, 2, 1, True),
+    "dq": (32, 16, 2, 1),
+    "dkdv": (32, 32, 2, 1),
+}
+WIDE_TILES = {"fwd": (64, 16, 4, 1, False), "dq": (64, 16, 4, 1), "dkdv": (64, 32, 4, 1)}
+# B, T, S, H, G, D, causal: one token; a whole tile; ragged and grouped; a past; few keys for many queries
+SHAPES = [
+    (1, 1, 1, 1, 1, 16, True), (1, 32, 32, 1, 1, 32, True), (1, 70, 70, 2, 1, 16, True),
+    (2, 9, 41, 2, 2, 16, True), (1, 40, 13, 4, 2, 16, False),
+]  # fmt: skip
+WIDE = [(1, 18, 34, 2, 1, 64, True), (1, 18, 20, 2, 1, 128, True), (1, 3, 5, 1, 1, 128, False)]
+FP32 = [
+    (1, 1, 1, 1, 1, 1, True),
+    (1, 35, 40, 1, 1, 4, True),
+    (1, 9, 12, 2, 1, 3, False),
+    (1, 17, 17, 1, 1, 66, True),
+]
+if GPU:
+    SHAPES += [
+        (2, 517, 517, 6, 2, D, causal) for D in (16, 32, 64, 128) for causal in (True, False)
+    ]
+    SHAPES += [
+        (32, 256, 256, 12, 12, 32, True),
+        (1, 100, 1000, 8, 1, 64, True),
+        (1, 3000, 3000, 2, 2, 128, True),
+    ]
+    FP32 += [
+        (2, 300, 517, 4, 2, 128, True),
+        (1, 1000, 1000, 2, 2, 64, True),
+        (1, 77, 50, 2, 1, 33, False),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    if not GPU:
+        choose = lambda kind, D, *rest: (WIDE_TILES if D == 128 else TILES)[kind]
+        monkeypatch.setattr(fa, "choose", choose)
+
+
+def case(B, T, S, H, G, D, dtype=np.float64):
+    shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
+    return [normal(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]  # q, k, v, do
+
+
+def everything(q, k, v, do, scale, causal):
+    """-> o, lse, dq, dk, dv"""
+    o, lse = flash_attention_fwd(q, k, v, scale, causal)
+    return o, lse, *flash_attention_bwd(do, q, k, v, o, lse, scale, causal)
+
+
+def exact(arrays, scale, causal):
+    return everything(*(x.astype(np.float64) for x in arrays), scale, causal)
+
+
+def torch_sdpa(q, k, v, do, scale, causal):
+    """-> o, dq, dk, dv in bf16: the same rounded inputs through PyTorch, on the GPU with its flash kernel"""
+    to = lambda x: torch.from_numpy(np.ascontiguousarray(x).view(np.uint16)).view(torch.bfloat16)
+    q, k, v, do = (to(x).to("cuda" if GPU else "cpu").transpose(1, 2) for x in (q, k, v, do))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    T, S = q.shape[2], k.shape[2]
+    past = causal and S > T
+    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if past else None
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        mask,
+        is_causal=causal and not past,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    o.backward(do)
+    results = (o, q.grad, k.grad, v.grad)
+    return [x.detach().transpose(1, 2).float().cpu().numpy() for x in results]
+
+
+# ----------------------------------------------------------------------------- the reference
+@pytest.mark.parametrize("shape", [(1, 3, 3, 1, 1, 2), (2, 3, 5, 4, 2, 3), (1, 4, 4, 6, 3, 1)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_reference_against_calculus(shape, causal):
+    q, k, v, do = case(*shape)
+    o, lse = flash_attention_ref(q, k, v, 0.4, causal)
+    f = lambda q, k, v: float((flash_attention_ref(q, k, v, 0.4, causal)[0] * do).sum())
+    gradients = flash_attention_bwd_ref(do, q, k, v, o, lse, 0.4, causal)
+    assert_directional(f, (q, k, v), gradients)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_reference_against_gemm_attention(causal):
+    q, k, v, do = case(2, 5, 9, 6, 3, 4)
+    o, saved = attention_fwd(q, k, v, 0.4, causal)
+    theirs = o, *attention_bwd(do, saved, 0.4, causal)
+    ours = everything(q, k, v, do, 0.4, causal)
+    for a, b in zip((ours[0], *ours[2:]), theirs):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+# ----------------------------------------------------------------------------- the kernels
+@pytest.mark.parametrize("shape", SHAPES + WIDE, ids=str)
+def test_bf16_kernels_are_as_exact_as_torch(shape):
+    *shape, causal = shape
+    arrays, scale = case(*shape, dtype=BF16), shape[-1] ** -0.5
+    got = everything(*map(to_kernel, arrays), scale, causal)
+    right = exact(arrays, scale, causal)
+    theirs = torch_sdpa(*arrays, scale, causal)
+    for name, g, e, t in zip(
+        ("o", "dq", "dk", "dv"), (got[0], *got[2:]), (right[0], *right[2:]), theirs
+    ):
+        assert_as_good(g, e, t, floor=2e-4, what=name)
+    np.testing.assert_allclose(to_host(got[1]), right[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", FP32, ids=str)
+def test_fp32_kernels(shape):
+    *shape, causal = shape
+    arrays = case(*shape, dtype=np.float32)
+    got = everything(*map(to_kernel, arrays), 0.4, causal)
+    right, plain = exact(arrays, 0.4, causal), everything(*arrays, 0.4, causal)
+    for name, g, e, p in zip(("o", "lse", "dq", "dk", "dv"), got, right, plain):
+        assert_as_good(g, e, p, floor=4e-7, what=name)
+
+
+@pytest.mark.parametrize("D", [16, 32, 64, 128] if GPU else [16])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_large_scores(dtype, D):
+    """Softmaxes that are almost one-hot, and rows whose maximum keeps growing along the keys."""
+    q, k, v, do = case(1, 36, 36, 1, 1, D, dtype=dtype)
+    ramp = np.linspace(30, 0, 36, dtype=np.float32).reshape(1, 36, 1, 1)
+    k = (k * ramp).astype(dtype)
+    arrays = q, k, v, do
+    got, right = everything(*map(to_kernel, arrays), 1.0, True), exact(arrays, 1.0, True)
+    plain = everything(*arrays, 1.0, True)
+    if dtype == BF16:
+        o, *gradients = torch_sdpa(*arrays, 1.0, True)
+        plain = o, plain[1], *gradients
+    for name, g, e, p in zip(("o", "lse", "dq", "dk", "dv"), got, right, plain):
+        assert_as_good(g, e, p, floor=2e-4 if dtype == BF16 else 1e-6, what=name)
+
+
+@pytest.mark.parametrize("kind", ["fwd", "dq", "dkdv"])
+@pytest.mark.parametrize("D", [16, 32, 64, 128])
+def test_every_choice_has_a_variant_for_99_kilobytes(monkeypatch, kind, D):
+    monkeypatch.undo()  # the real table
+    for causal in (True, False):
+        for T in (1, 512, 4096, 10**6):
+            small = fa.choose(kind, D, T, causal, 99 * 1024)
+            assert fa._maker(kind, D)[1](D, small) <= 99 * 1024
+            large = fa.choose(kind, D, T, causal, 227 * 1024)
+            assert fa._maker(kind, D)[1](D, large) <= 227 * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [16, 32, 64, 128])
+def test_small_tiles_on_the_gpu(monkeypatch, D):
+    monkeypatch.setattr(fa, "choose", lambda kind, *rest: fa.SMALL[kind])
+    test_bf16_kernels_are_as_exact_as_torch((2, 200, 200, 4, 2, D, True))
+
+
+def test_parts_of_a_packed_array_are_read_in_place():
+    B, T, H, G, D = (2, 600, 4, 2, 64) if GPU else (2, 20, 2, 1, 16)
+    packed = to_kernel(normal(0, B, T, (H + 2 * G) * D, dtype=BF16))
+    heads = lambda first, n: packed[..., first * D : (first + n) * D].reshape(B, T, n, D)
+    q, k, v = heads(0, H), heads(H, G), heads(H + G, G)
+    assert not q.flags.c_contiguous
+    flat, row = fa._flat(q)
+    assert row == (H + 2 * G) * D and flat.ndim == 1
+    if not GPU:
+        assert np.shares_memory(flat, packed)
+    do = to_kernel(normal(1, B, T, H, D, dtype=BF16))
+    for a, b in zip(
+        everything(q, k, v, do, 0.25, True),
+        everything(q.copy(), k.copy(), v.copy(), do, 0.25, True),
+    ):
+        assert np.array_equal(to_host(a).view(np.uint8), to_host(b).view(np.uint8))
+    odd = packed[..., : H * D].reshape(B, T, H, D)[:, 1:]  # a gap between the sequences
+    assert fa._flat(odd)[1] == H * D
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch, dtype):
+    shape = (2, 517, 600, 4, 2, 64) if GPU else (1, 9, 20, 2, 1, 16)
+    q, k, v, do = map(to_kernel, case(*shape, dtype=dtype))
+    with sentinels(monkeypatch):
+        first = everything(q, k, v, do, 0.3, True)
+    for a, b in zip(first, everything(q, k, v, do, 0.3, True)):
+        assert np.array_equal(to_host(a).view(np.uint8), to_host(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_no_queries(dtype):
+    q, k, v, do = (to_kernel(x) for x in case(2, 0, 3, 2, 1, 16, dtype=dtype))
+    o, lse, dq, dk, dv = everything(q, k, v, do, 0.3, True)
+    assert o.shape == dq.shape == (2, 0, 2, 16) and lse.shape == (2, 2, 0)
+    assert not to_host(dk).any() and not to_host(dv).any()
+
+
+def test_bad_input():
+    q, k, v, do = case(1, 3, 4, 4, 2, 24, dtype=np.float32)
+    with pytest.raises(ValueError, match="4 query heads cannot share 3 key heads"):
+        flash_attention_fwd(q, np.repeat(k, 2, 2)[:, :, :3], np.repeat(v, 2, 2)[:, :, :3], 1.0)
+    with pytest.raises(ValueError, match=r"v has shape \(1, 3, 2, 24\), expected \(1, 4, 2, 24\)"):
+        flash_attention_fwd(q, k, v[:, :3], 1.0)
+    with pytest.raises(ValueError, match="3 causal queries need at least 3 keys"):
+        flash_attention_fwd(q, k[:, :2], v[:, :2], 1.0)
+    with pytest.raises(ValueError, match="scale must be positive"):
+        flash_attention_fwd(q, k, v, 0.0)
+    with pytest.raises(TypeError, match="k is bfloat16, expected float32"):
+        flash_attention_fwd(q, k.astype(BF16), v, 1.0)
+    with pytest.raises(TypeError, match="one place"):
+        flash_attention_fwd(to_kernel(q), k, v, 1.0)
+    with pytest.raises(ValueError, match=r"head dim 24, but bfloat16 needs one of \(16, 32, 64"):
+        flash_attention_fwd(*(to_kernel(x.astype(BF16)) for x in (q, k, v)), 1.0)
+    with pytest.raises(ValueError, match="head dim 130, but float32 needs at most 128"):
+        flash_attention_fwd(*map(to_kernel, case(1, 2, 2, 1, 1, 130, dtype=np.float32)[:3]), 1.0)
+    o, lse = flash_attention_fwd(q, k, v, 1.0)
+    with pytest.raises(ValueError, match=r"lse has shape \(1, 4, 2\), expected \(1, 4, 3\)"):
+        flash_attention_bwd(do, q, k, v, o, lse[:, :, :2].copy(), 1.0)
+    with pytest.raises(TypeError, match="do is bfloat16"):
+        flash_attention_bwd(do.astype(BF16), q, k, v, o, lse, 1.0)

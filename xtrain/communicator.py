@@ -1,0 +1,352 @@
+"""What ranks say to each other: a few words between the hosts (MPI), and the gradients (MPI on the CPU, NCCL between GPUs).
+
+    ALONE              the one process of xtrain.train, with the methods of Ranks
+    Ranks              host side: who am I, rank 0 first, sums of a few numbers, does anybody want to stop
+    HostCollectives    sums and exchanges of slices of the arena, in NumPy memory: non-blocking MPI
+    NcclCollectives    the same in GPU memory: NCCL on a stream of its own, joined to the computation by events
+
+A collective on slice [a, b) of the arena is only *started*; `join` makes what follows wait for all that were started. So
+whatever is computed between the two hides the communication. Every rank must start the same ones in the same order.
+
+    all_reduce(a, b)             grads[a:b] = the sum over ranks
+    reduce_scatter(a, b)         the same, but rank r gets the r-th part of it only: half the traffic
+    all_gather(array, a, b)      rank r's r-th part of array[a:b] to everybody: the other half
+
+Sums of the same numbers are the same bits on every rank: MPI and NCCL add each element on one rank, or in one order.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .config import UserError
+from .device import Array, cupy, to_numpy
+from .kernels._launch import empty
+from .kernels.cast import BFLOAT16, cast_into
+
+
+class Alone:
+    """One process that trains by itself."""
+
+    rank, world = 0, 1
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        """work() is done by rank 0; every rank gets its result, or its UserError."""
+        return work()
+
+    def in_turn(self, work: Callable[[], Any]) -> Any:
+        """work() is done by rank 0, then by all others: they find what it has left in a cache."""
+        return work()
+
+    def total(self, values: list[float]) -> list[float]:
+        """Sum of each value over all ranks, in float64 and in the order of the ranks: the same bits on all."""
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Does any rank say yes?"""
+        return flag
+
+
+ALONE = Alone()
+
+
+class Ranks(Alone):
+    """The ranks of an MPI communicator.  local, local_world: the same among those of this machine."""
+
+    def __init__(self, comm: Any):
+        from mpi4py import MPI
+
+        self.comm, self.rank, self.world = comm, comm.rank, comm.size
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.node, self.local, self.local_world = node, node.rank, node.size
+        self.failed = comm.Dup()  # see faults.py: its messages cannot be mistaken for others
+
+    def first(self, work):
+        result = error = None
+        if self.rank == 0:
+            try:
+                result = work()
+            except UserError as e:
+                error = e
+        result, error = self.comm.bcast((result, error))
+        if error is not None:
+            raise error
+        return result
+
+    def in_turn(self, work):
+        done = []  # not sent: each rank has its own
+        self.first(lambda: done.append(work()))
+        return done[0] if done else work()
+
+    def total(self, values):
+        mine = np.array(values, np.float64)
+        all_RN = np.empty((self.world, mine.size))
+        self.comm.Allgather(mine, all_RN)
+        return all_RN.sum(axis=0).tolist()
+
+    def any(self, flag):
+        return self.total([float(flag)])[0] > 0
+
+    def everybody(self, thing: Any) -> list[Any]:
+        """What each rank gives (anything picklable), in the order of the ranks, on every rank."""
+        return self.comm.allgather(thing)
+
+    def parts(self, own_n: np.ndarray) -> np.ndarray | None:
+        """own (n,), n the same on all ranks -> (world, n) on rank 0, None elsewhere."""
+        all_Rn = np.empty((self.world, own_n.size), own_n.dtype) if self.rank == 0 else None
+        self.comm.Gather(np.ascontiguousarray(own_n), all_Rn)
+        return all_Rn
+
+    def check_same(self, things: dict[str, Any]) -> None:
+        """Raises UserError, on every rank, when some rank has another value for one of the names."""
+        for rank, other in enumerate(everybody := self.everybody(things)):
+            for name, value in everybody[0].items():
+                if other.get(name) != value:
+                    raise UserError(
+                        f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: "
+                        "all ranks need the same version and the same options"
+                    )
+
+    def check_identical(self, arrays: list[Array], step: int) -> None:
+        """Raises UserError, on every rank, when the arrays are not the same bits everywhere."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in arrays:
+            digest.update(to_numpy(array).view(np.uint8).data)
+        found = self.everybody(digest.hexdigest())
+        others = [rank for rank, other in enumerate(found) if other != found[0]]
+        if others:
+            raise UserError(
+                f"after step {step} the parameters of rank {others[0]} are not those of rank 0 "
+                f"({len(others)} of {self.world} ranks differ): resume from the last checkpoint, with --zero 1"
+            )
+
+
+def connect() -> Ranks:
+    """The ranks that mpirun (or srun) started. Raises UserError when there is no MPI to be had."""
+    how = "`pip install 'xtrain[mpi]'` brings mpi4py and an MPI library"
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError:
+        raise UserError(f"several ranks need mpi4py, which is not installed: {how}") from None
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # mpi4py is there, the library that it calls is not
+        reason = str(error).splitlines()[0]
+        raise UserError(f"mpi4py finds no MPI library ({reason}): {how}") from None
+    return Ranks(MPI.COMM_WORLD)
+
+
+def choose_gpu(ranks: Ranks) -> None:
+    """The GPU of this rank becomes CuPy's current device: the l-th of the machine for its l-th rank.
+
+    Must come before any other use of a GPU. Where a launcher shows each rank a GPU of its own (srun
+    --gpus-per-task=1), it is that one. Raises UserError when a machine has more ranks than GPUs.
+    """
+    runtime = cupy().cuda.runtime
+    count = runtime.getDeviceCount()
+    visible = ranks.node.allgather((os.environ.get("CUDA_VISIBLE_DEVICES"), count))
+    own = all(n == 1 for _, n in visible) and len(set(visible)) == ranks.local_world > 1
+    shortage = ranks.everybody(not own and ranks.local_world > count)
+    if any(shortage):
+        machine = "this machine" if shortage[ranks.rank] else "another machine"
+        raise UserError(
+            f"{machine} has fewer GPUs than ranks ({count} and {ranks.local_world} here): start one rank per GPU, "
+            "or use --device cpu"
+        )
+    cupy().cuda.Device(0 if own else ranks.local).use()
+
+
+class HostCollectives:
+    """Slices of an arena in NumPy memory. bf16: gradients are rounded to it before they are added (in float32, as MPI
+    knows no bf16): the accuracy of bf16 communication, not its speed.
+
+    exposed, hidden: seconds since `clear` in which communication was waited for, and went on beside computation.
+    """
+
+    def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
+        self.ranks, self.grads, self.bf16 = ranks, arena.grads, bf16
+        self.waiting: list[tuple[Any, Any, Any]] = []  # request, where its result goes, result
+        self.clear()
+
+    def clear(self) -> None:
+        self.exposed, self.hidden, self.under_way, self.looked = 0.0, 0.0, bool(self.waiting), 0.0
+
+    def close(self) -> None:
+        pass
+
+    def part(self, a: int, b: int) -> slice:
+        """This rank's part of [a, b)."""
+        n = (b - a) // self.ranks.world
+        return slice(a + self.ranks.rank * n, a + (self.ranks.rank + 1) * n)
+
+    def all_reduce(self, a: int, b: int) -> None:
+        x = self._gradients(a, b)
+        self._started(self.ranks.comm.Iallreduce(_in_place(), x))
+
+    def reduce_scatter(self, a: int, b: int) -> None:
+        x, own = self._gradients(a, b), self.part(a, b)
+        received = np.empty(own.stop - own.start, x.dtype)
+        request = self.ranks.comm.Ireduce_scatter_block(x, received)
+        self._started(request, self.grads[own], received)
+
+    def all_gather(self, array: np.ndarray, a: int, b: int) -> None:
+        x = array[a:b].view(np.uint8)
+        self._started(self.ranks.comm.Iallgather(_in_place(), x))
+
+    def gather_1(self, own_1: np.ndarray) -> np.ndarray:
+        """(1,) of each rank -> (world,), in the order of the ranks."""
+        all_R = np.empty(self.ranks.world, own_1.dtype)
+        self.ranks.comm.Allgather(own_1, all_R)
+        return all_R
+
+    def progress(self) -> None:
+        """To be called now and then while computing: without a thread of its own, MPI works only inside its calls."""
+        self._look()
+
+    def join(self) -> None:
+        self._look()
+        for request, target, received in self.waiting:
+            request.Wait()
+            if target is not None:
+                target[...] = received
+        self.waiting.clear()
+        self.under_way = False
+        self.exposed += time.perf_counter() - self.looked
+
+    def _gradients(self, a, b):
+        x = self.grads[a:b]
+        if self.bf16:
+            x[...] = x.astype(BFLOAT16)
+        return x
+
+    def _started(self, request, target=None, received=None):
+        self._look()
+        self.waiting.append((request, target, received))
+        self.under_way = True
+
+    def _look(self):
+        """Let MPI work. The time since the last look counts as hidden if something was under way."""
+        now = time.perf_counter()
+        if self.under_way:
+            self.hidden += now - self.looked
+            self.under_way = not all([request.Test() for request, _, _ in self.waiting])
+        self.looked = now
+
+
+class NcclCollectives:
+    """Slices of an arena in GPU memory. bf16: gradients travel, and are added, in bf16: half the bytes.
+
+    All calls go to a stream of their own, which waits for an event of the computing stream first; `join` makes the
+    computing stream wait for it. Captured in a CUDA graph, this fork and join become branches of the graph.
+    """
+
+    exposed = hidden = None  # a replayed graph cannot be asked: bench/bench_ddp.py measures both
+
+    def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
+        nccl = load_nccl()
+        self.ranks, self.grads = ranks, arena.grads
+        self.half = empty(arena.grads, arena.grads.shape, BFLOAT16) if bf16 else None
+        name = ranks.comm.bcast(nccl.get_unique_id() if ranks.rank == 0 else None)
+        self.nccl = nccl.NcclCommunicator(ranks.world, name, ranks.rank)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.nccl))  # only `close` may destroy it
+        self.sum, self.types = nccl.NCCL_SUM, {4: nccl.NCCL_FLOAT32, 2: nccl.NCCL_BFLOAT16}
+        self.stream = cupy().cuda.Stream(non_blocking=True)
+        self.events: list[Any] = []  # kept: a captured graph must not lose its events
+        self.used = 0
+
+    part = HostCollectives.part
+
+    def close(self) -> None:
+        """Give NCCL's memory back. Every captured graph must be gone, as NCCL waits for the end of those it is in."""
+        self.nccl.destroy()
+
+    def clear(self) -> None:
+        pass
+
+    progress = clear  # the GPU needs no reminding
+
+    def all_reduce(self, a: int, b: int) -> None:
+        with self._side() as stream:
+            x = self._gradients(a, b)
+            self.nccl.allReduce(
+                x.data.ptr, x.data.ptr, b - a, self.types[x.itemsize], self.sum, stream
+            )
+            self._widen(slice(a, b))
+
+    def reduce_scatter(self, a: int, b: int) -> None:
+        own = self.part(a, b)
+        with self._side() as stream:
+            x = self._gradients(a, b)
+            to = x.data.ptr + (own.start - a) * x.itemsize
+            n = own.stop - own.start
+            self.nccl.reduceScatter(x.data.ptr, to, n, self.types[x.itemsize], self.sum, stream)
+            self._widen(own)
+
+    def all_gather(self, array: Array, a: int, b: int) -> None:
+        own, x = self.part(a, b), array[a:b]
+        with self._side() as stream:
+            start = x.data.ptr + (own.start - a) * x.itemsize
+            n = own.stop - own.start
+            self.nccl.allGather(start, x.data.ptr, n, self.types[x.itemsize], stream)
+
+    def gather_1(self, own_1: Array) -> Array:
+        all_R = empty(own_1, self.ranks.world)
+        with self._side() as stream:
+            self.nccl.allGather(own_1.data.ptr, all_R.data.ptr, 1, self.types[4], stream)
+        self.join()
+        return all_R
+
+    def join(self) -> None:
+        cupy().cuda.get_current_stream().wait_event(self._event(self.stream))
+        self.used = 0
+
+    @contextlib.contextmanager
+    def _side(self) -> Iterator[int]:
+        self.stream.wait_event(self._event(cupy().cuda.get_current_stream()))
+        with self.stream:
+            yield self.stream.ptr
+
+    def _event(self, stream):
+        if self.used == len(self.events):
+            self.events.append(cupy().cuda.Event(disable_timing=True))
+        event = self.events[self.used]
+        self.used += 1
+        event.record(stream)
+        return event
+
+    def _gradients(self, a, b):
+        if self.half is None:
+            return self.grads[a:b]
+        cast_into(self.half[a:b], self.grads[a:b])
+        return self.half[a:b]
+
+    def _widen(self, where):
+        if self.half is not None:
+            cast_into(self.grads[where], self.half[where])
+
+
+def load_nccl() -> Any:
+    """cupy.cuda.nccl. Raises UserError when CuPy has no NCCL library to call."""
+    try:
+        from cupy.cuda import nccl
+
+        nccl.get_version()
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"no NCCL library ({reason}): `pip install nvidia-nccl-cu13` (or -cu12, as your CuPy), or use --device cpu"
+        ) from None
+    return nccl
+
+
+def _in_place():
+    from mpi4py import MPI
+
+    return MPI.IN_PLACE

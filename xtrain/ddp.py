@@ -1,0 +1,390 @@
+"""Train on several ranks:   mpirun -n 4 python -m xtrain.ddp [the options of xtrain.train] [--dp ...] [--zero 1]
+
+Every rank holds the whole model and takes its share of every batch: loss and gradient are sums over the tokens of the
+batch, so the ranks' gradients add up to the gradient of the whole. (--batch counts the sequences of all ranks.) Then all
+make the same AdamW step and stay the same, bit for bit. On a GPU a rank has one GPU and NCCL; without, NumPy and MPI.
+
+    laptop      mpirun -n 2 python -m xtrain.ddp
+    one machine with four GPUs      mpirun -n 4 python -m xtrain.ddp --batch 128
+    several machines     mpirun -n 16 --hostfile hosts python -m xtrain.ddp      or     srun --mpi=pmix -n 16 python -m xtrain.ddp
+                         (the folders --out and the cache must be visible on all of them)
+
+How the gradients are added up, --dp, from the simplest to the fastest; each is a few lines below:
+
+    none      not at all: every rank trains alone. Shows what computation costs by itself
+    naive     after backward, parameter by parameter
+    flat      after backward, all at once: the arena is one array
+    overlap   each parameter as soon as backward has finished its gradient, while backward goes on
+    bucket    the same in slices of the arena: few, large messages
+
+ZeRO-1, --zero 1, divides the optimizer among the ranks: zero.py.
+"""
+
+import contextlib
+import functools
+import gc
+import io
+import os
+import platform
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+from . import checkpoint
+from .communicator import (
+    Alone,
+    HostCollectives,
+    NcclCollectives,
+    Ranks,
+    choose_gpu,
+    connect,
+    load_nccl,
+)
+from .config import TrainConfig, UserError
+from .data import Corpus
+from .device import Array, resolve_device, synchronize
+from .faults import Guard, Watchdog
+from .kernels.cross_entropy import IGNORE
+from .kernels.elementwise import add_fwd
+from .model import Transformer
+from .nn import Parameter, arena_unit
+from .optim import AdamW, clip, learning_rate
+from .train import Run, train
+from .zero import Pieces, ShardedAdamW
+
+
+@dataclass(frozen=True)
+class ParallelConfig(TrainConfig):
+    """One training run on several ranks."""
+
+    dp: Literal["none", "naive", "flat", "overlap", "bucket"] = (
+        "bucket"  # how gradients are added up
+    )
+    zero: Literal[0, 1] = 0  # 1: the optimizer's state is divided among the ranks (ZeRO-1)
+    bucket_mb: float = 32.0  # MiB of float32 gradients in one message
+    grad_comm: Literal["fp32", "bf16"] = "fp32"  # what gradients travel in
+    check_ranks: int = 0  # compare all ranks' parameters every so many steps; 0: never
+    watchdog: float = 600.0  # seconds without a step after which a rank counts as hanging; 0: never
+
+    def validate(self) -> None:
+        super().validate()
+        if not 0 < self.bucket_mb < float("inf"):
+            raise UserError(f"--bucket-mb must be positive, got {self.bucket_mb}")
+        for name in ("check_ranks", "watchdog"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise UserError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+        if self.zero and self.dp == "none":
+            raise UserError(
+                "--zero 1 needs the gradients of all ranks: choose another --dp than none"
+            )
+
+
+# ----------------------------------------------------------------------------- the gradients of all ranks
+class NoSync:
+    """none: backward, and nothing else."""
+
+    def __init__(self, model: Transformer, collectives: Any, pieces: Pieces, zero: bool):
+        self.model, self.collectives, self.pieces, self.zero = model, collectives, pieces, zero
+
+    def backward(self, loss: Any, last: bool) -> None:
+        """Backward of one micro-batch. After the last one the gradients are sums over the ranks (with ZeRO: where owned)."""
+        loss.backward()
+
+
+class Naive(NoSync):
+    """One all-reduce after the other. Everything else is measured, and tested, against this."""
+
+    def backward(self, loss, last):
+        loss.backward()
+        if last:
+            for _, p in self.model.storage():
+                self.collectives.all_reduce(p.offset, p.offset + p.size)
+                self.collectives.join()
+
+
+class Flat(NoSync):
+    """The arena is one array already: nothing has to be packed."""
+
+    def backward(self, loss, last):
+        loss.backward()
+        if last:
+            self.collectives.all_reduce(0, self.model.arena.grads.size)
+            self.collectives.join()
+
+
+class Overlap(NoSync):
+    """A piece of the arena travels as soon as all its gradients are complete.
+
+    When is a gradient complete? A parameter may be used several times (a tied embedding is), so the first backward
+    counts how often each gradient is added to; from the second on, a parameter is complete at that number.
+    """
+
+    def __init__(self, model, collectives, pieces, zero):
+        super().__init__(model, collectives, pieces, zero)
+        self.cut()
+        self.uses: Counter | None = None  # parameter -> additions in one backward
+        self.pieces_of: dict[Parameter, list[int]] = {}
+        for _, p in model.storage():
+            overlapping = [a < p.offset + p.size and p.offset < b for a, b in self.pieces]
+            self.pieces_of[p] = [i for i, yes in enumerate(overlapping) if yes]
+            p.on_gradient = self.added
+
+    def cut(self) -> None:
+        """Which pieces, and what to do with one."""
+        self.pieces = [(p.offset, p.offset + p.size) for _, p in self.model.storage()]
+        self.start = self.collectives.all_reduce
+
+    def backward(self, loss, last):
+        self.seen: Counter = Counter()
+        self.missing = Counter(i for pieces in self.pieces_of.values() for i in pieces)
+        self.sending = last and self.uses is not None
+        loss.backward()
+        if last:
+            for i in sorted(+self.missing):  # all, the first time; else what backward did not reach
+                self.start(*self.pieces[i])
+            self.collectives.join()
+            self.uses = self.uses or self.seen
+
+    def added(self, p: Parameter) -> None:
+        """Called by autograd whenever something was added to p's gradient."""
+        self.seen[p] += 1
+        if not self.sending:
+            return
+        if self.seen[p] > self.uses[p]:
+            raise RuntimeError(
+                f"a parameter of shape {p.shape} is used more often than in the first step: its gradient was on its "
+                "way already; use --dp flat"
+            )
+        if self.seen[p] == self.uses[p]:
+            for i in self.pieces_of[p]:
+                self.missing[i] -= 1
+                if self.missing[i] == 0:
+                    self.start(*self.pieces[i])
+        self.collectives.progress()
+
+
+class Bucket(Overlap):
+    """The pieces are slices of one size, cut from the arena's end, where backward begins. With ZeRO, each is scattered."""
+
+    def cut(self):
+        self.start = self.collectives.reduce_scatter if self.zero else self.collectives.all_reduce
+
+
+STAGES = {"none": NoSync, "naive": Naive, "flat": Flat, "overlap": Overlap, "bucket": Bucket}
+
+
+def buckets(n_decay: int, size: int, world: int, nbytes: float) -> Pieces:
+    """Cut the arena's two regions, from their ends, into slices of about nbytes that `world` ranks can divide evenly."""
+    unit = arena_unit(world)
+    step = max(1, round(nbytes / 4 / unit)) * unit
+    cut = lambda a, b: [(max(a, end - step), end) for end in range(b, a, -step)]
+    return cut(n_decay, size) + cut(0, n_decay)
+
+
+# ----------------------------------------------------------------------------- the run
+class ParallelRun(Run):
+    """A Run whose step is shared by all ranks. Rank 0 alone samples and writes."""
+
+    def __init__(self, config: ParallelConfig, model: Transformer, corpus: Corpus, ranks: Ranks):
+        arena, gpu = model.arena, model.device == "gpu"
+        make = NcclCollectives if gpu else HostCollectives
+        self.collectives = make(ranks, arena, config.grad_comm == "bf16")
+        nbytes = config.bucket_mb * 2**20
+        self.pieces = buckets(arena.n_decay, arena.grads.size, ranks.world, nbytes)
+        stage = STAGES[config.dp]
+        self.sync = stage(model, self.collectives, self.pieces, config.zero)
+        super().__init__(config, model, corpus, ranks)
+        self.beat = lambda: None  # tells a watchdog that all is well
+
+    def make_optimizer(self) -> AdamW:
+        c = self.config
+        options = dict(lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay)
+        if c.zero:
+            return ShardedAdamW(self.model, self.collectives, self.pieces, **options)
+        return AdamW(self.model, **options)
+
+    def step(self) -> tuple[Any, Any, float]:
+        """One optimizer step. -> this rank's share of the loss, the gradient norm of all, learning rate."""
+        c, optimizer = self.config, self.optimizer
+        self.beat()
+        ids, targets = self.loader.next_batch()  # (batch / world, T)
+        (count,) = self.ranks.total([np.count_nonzero(targets != IGNORE)])  # of the whole batch
+        inv_count = np.array([1 / count if count else 0], np.float32)
+        optimizer.lr = learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
+        loss, norm = self.on_device(ids, targets, optimizer.advance(), inv_count)
+        self.done += 1
+        if c.check_ranks and self.done % c.check_ranks == 0:
+            self.check_ranks()
+        return loss, norm, optimizer.lr
+
+    def compute(
+        self, ids: Array, targets: Array, hyper: Array, inv_count: Array
+    ) -> tuple[Array, Array]:
+        """The part of a step that runs on the device, communication included."""
+        c, model, rows = self.config, self.model, len(ids)
+        model.zero_grad()
+        losses = []
+        for i in range(0, rows, c.micro_batch):
+            part = slice(i, i + c.micro_batch)
+            loss = model.loss(ids[part], targets[part], inv_count)
+            self.sync.backward(loss, last=i + c.micro_batch >= rows)
+            losses.append(loss.data.reshape(1))
+        norm, factor = self.optimizer.clip(c.clip) if c.zero else clip(model, c.clip)
+        self.optimizer.apply(hyper, factor)
+        return functools.reduce(add_fwd, losses), norm
+
+    def close(self) -> None:
+        """The end: captured steps first, then the communicator that they use."""
+        self.on_device = None
+        gc.collect()
+        synchronize(self.model.device)
+        self.collectives.close()
+
+    def check_ranks(self) -> None:
+        """Raises UserError, on every rank, when they do not hold the same bits."""
+        weights = self.optimizer.in_use() if self.config.zero else [self.model.arena.weights]
+        self.ranks.check_identical(weights, self.done)
+
+    def timing(self, speed: float) -> dict[str, Any]:
+        more = {"ranks": self.ranks.world, "tokens_per_s_rank": speed / self.ranks.world}
+        if self.collectives.exposed is not None:
+            mine = [1e3 * self.collectives.exposed, 1e3 * self.collectives.hidden]
+            exposed, hidden = self.ranks.total(mine)
+            more |= {"comm_exposed_ms": exposed / self.ranks.world}
+            more |= {"comm_hidden_ms": hidden / self.ranks.world}
+        self.collectives.clear()
+        return more
+
+    def validate(self) -> tuple[float, float]:
+        self.beat()
+        return super().validate()
+
+    def sample(self) -> str:
+        self.beat()
+        return super().sample() if self.ranks.rank == 0 else ""
+
+    def save(self, folder: Path) -> Path:
+        self.beat()
+        optimizer, zero = self.optimizer, self.config.zero
+        if zero:
+            optimizer.restore()
+        moments = optimizer.whole() if zero else optimizer
+        path = self.write(folder, moments) if self.ranks.rank == 0 else folder
+        if zero:
+            optimizer.release()
+        return path
+
+    def load(self, saved: checkpoint.Saved) -> None:
+        if not self.config.zero:
+            return super().load(saved)
+        m, v = (np.zeros(self.model.arena.grads.shape, np.float32) for _ in range(2))
+        whole = SimpleNamespace(m=m, v=v, t=0)
+        self.optimizer.restore()
+        checkpoint.load(saved, self.model, whole)
+        self.optimizer.take(whole)
+        self.optimizer.release()
+
+
+# ----------------------------------------------------------------------------- the command line
+def train_parallel(
+    config: ParallelConfig,
+    ranks: Ranks,
+    console: Console | None = None,
+    guard: Guard | None = None,
+) -> Path:
+    """A whole run on all ranks, each of which calls this. -> its folder. Raises UserError."""
+    if ranks.world == 1:
+        plain = {f.name: getattr(config, f.name) for f in fields(TrainConfig)}
+        return train(TrainConfig(**plain), console)
+    check_ranks_agree(config, ranks)
+    if resolve_device(config.device) == "gpu":
+        load_nccl()
+        choose_gpu(ranks)
+    else:
+        divide_cores(ranks)
+    runs = []
+    with contextlib.ExitStack() as stack:
+
+        def make_run(config: ParallelConfig, model: Transformer, corpus: Corpus, ranks: Alone):
+            run = ParallelRun(config, model, corpus, ranks)
+            run.check_ranks()  # the same seed and libraries have made the same weights
+            now = lambda: run.done + 1
+            run.beat = stack.enter_context(Watchdog(config.watchdog, ranks, now)).beat
+            if guard is not None:
+                guard.step = now
+            runs.append(run)
+            return run
+
+        folder = train(config, console, ranks, make_run)
+    runs[0].close()  # not after an error: NCCL might wait for a rank that is gone
+    return folder
+
+
+def check_ranks_agree(config: ParallelConfig, ranks: Ranks) -> None:
+    """Raises UserError, on every rank, when versions, options or kind of device are not the same."""
+    from . import __version__
+
+    options = {f"--{key.replace('_', '-')}": value for key, value in asdict(config).items()}
+    options["--device"] = resolve_device(config.device)
+    versions = {"xtrain": __version__, "numpy": np.__version__, "Python": platform.python_version()}
+    ranks.check_same(versions | options)
+
+
+def divide_cores(ranks: Ranks) -> None:
+    """Each rank's matrix products get their share of the machine's cores; more threads than cores cost more than they give."""
+    if {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        return
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threadpool_limits(max(1, (cores or 1) // ranks.local_world))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line. -> exit code: 0, or 2 when the user can mend something (said in one sentence on stderr)."""
+    try:
+        ranks = connect()
+    except UserError as error:
+        first = {os.environ.get(name, "0") for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK")}
+        if first == {"0"}:  # without MPI only the launcher's word says which rank this is
+            print(f"xtrain.ddp: {error}", file=sys.stderr)
+        return 2
+    with Guard(ranks, "xtrain.ddp") as guard:
+        config, code = _parse(arguments, ranks)
+        if config is None:
+            return code
+        train_parallel(config, ranks, guard=guard)
+    return guard.code
+
+
+def _parse(arguments, ranks):
+    """-> (config, 0), or (None, exit code) on every rank when one cannot read its options; it is said once."""
+    config, code, said = None, 0, io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            config = tyro.cli(
+                ParallelConfig, prog="python -m xtrain.ddp", description=__doc__, args=arguments
+            )
+        except SystemExit as stop:
+            code = stop.code
+    found = ranks.everybody((config is None, code, said.getvalue()))
+    failed = next((f for f in found if f[0]), None)
+    if failed is None:
+        return config, 0
+    if ranks.rank == 0:
+        print(failed[2], end="", file=sys.stderr if failed[1] else sys.stdout)
+    return None, failed[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
