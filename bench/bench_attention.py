@@ -56,8 +56,8 @@ def replay_ms(replay, calls: int) -> float:
     return cp.cuda.get_elapsed_time(start, end) / calls
 
 
-def graph_ms(run, turns: int = 5) -> float:
-    """Median milliseconds of run() inside a CUDA graph."""
+def repeat_ms(run, turns: int = 5) -> float:
+    """Median milliseconds of run(), back to back in a CUDA graph: no launches, and no cold caches either."""
     replay, calls = capture(run)
     replay()
     return float(np.median([replay_ms(replay, calls) for _ in range(turns)]))

@@ -133,7 +133,7 @@ def run(step, data, synchronize):
         synchronize()
         times.append(time.perf_counter() - start)
     half = times[len(times) // 2 :]
-    return [float(x) for x in losses], 1e3 * np.percentile(half, [50, 20, 80])
+    return [x.item() for x in losses], 1e3 * np.percentile(half, [50, 20, 80])
 
 
 def bench(name, precision, o):

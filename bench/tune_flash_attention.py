@@ -23,7 +23,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench_attention import graph_ms
+from bench_attention import repeat_ms
 
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels._compile import load_function
@@ -151,7 +151,7 @@ def measure(task, T):
         got = array[:1, :, :2].astype(cp.float32)
         error = float(cp.linalg.norm(got - exact[name]) / cp.linalg.norm(exact[name]))
         assert error < 1e-2, f"wrong: error of {name} {error:.1e} at T = {T}"
-    return graph_ms(run)
+    return repeat_ms(run)
 
 
 # ----------------------------------------------------------------------------- all of them
@@ -210,7 +210,10 @@ def write(best: dict) -> None:
     text = TABLE_FILE.read_text(encoding="utf-8")
     head = text[: text.index("GPU = ")]
     name = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    lines = "".join(f"    {key!r}: {table[key]!r},\n" for key in sorted(table, key=str))
+    lines = "".join(
+        f'    ("{kind}", {D}, {causal}): {table[kind, D, causal]!r},\n'
+        for kind, D, causal in sorted(table, key=lambda key: (list(WORK).index(key[0]), key[1:]))
+    )
     TABLE_FILE.write_text(f'{head}GPU = "{name}"\nTABLE = {{\n{lines}}}\n', encoding="utf-8")
 
 

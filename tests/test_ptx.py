@@ -64,7 +64,7 @@ def test_load_and_store(source, to):
 
 @simulated
 def test_unaligned_vectors_are_reported():
-    with pytest.raises(KernelError, match="16-byte access at element 4: not a multiple of 8"):
+    with pytest.raises(KernelError, match="access to 8 elements at element 4: not a multiple of 8"):
         launch(
             copy_kernel,
             1,

@@ -46,23 +46,30 @@ def test_reference_against_calculus(shape):
     assert_directional(f, (x, w), rmsnorm_bwd_ref(dy, x, w, rstd))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
+DTYPES = [  # of x; of y, dy, dx. In bf16 training the residual stream x stays float32
+    (np.float32, np.float32),
+    (BF16, BF16),
+    (np.float32, BF16),
+]
+
+
+@pytest.mark.parametrize("x_dtype, dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_forward_kernel(shape, scale, dtype):
-    x, w, _, _ = case(*shape, scale, dtype)
-    y, rstd = rmsnorm_fwd(to_kernel(x), to_kernel(w), EPS)
+def test_forward_kernel(shape, scale, x_dtype, dtype):
+    x, w, _, _ = case(*shape, scale, x_dtype)
+    y, rstd = rmsnorm_fwd(to_kernel(x), to_kernel(w), EPS, np.dtype(dtype))
     assert to_host(y).dtype == dtype and to_host(rstd).dtype == np.float32
     (y64, rstd64), (y32, rstd32) = rmsnorm_ref(*double(x, w), EPS), rmsnorm_ref(*single(x, w), EPS)
     assert_as_good(y, y64, y32.astype(dtype), what="y")
     assert_as_good(rstd, rstd64, rstd32, what="rstd")
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("x_dtype, dtype", DTYPES)
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_backward_kernel(shape, skip, dtype):
-    check_backward(*shape, skip, dtype)
+def test_backward_kernel(shape, skip, x_dtype, dtype):
+    check_backward(*shape, skip, x_dtype, dtype)
 
 
 @pytest.mark.parametrize("shape", [(5, 16), (5, 776)])  # one warp per row; several
@@ -71,16 +78,18 @@ def test_backward_kernel_with_more_rows_than_blocks(shape, monkeypatch):
     monkeypatch.setattr(rmsnorm, "RESIDENT_NARROW", 2)
     monkeypatch.setattr(rmsnorm, "BWD_WARPS", 2)
     rmsnorm.make_bwd_kernel.cache_clear()
-    check_backward(*shape, False, np.float32)
+    check_backward(*shape, False, np.float32, np.float32)
     rmsnorm.make_bwd_kernel.cache_clear()
 
 
-def check_backward(N, C, skip, dtype):
-    x, w, dy, dw0 = case(N, C, dtype=dtype)
+def check_backward(N, C, skip, x_dtype, dtype):
+    x, w, dy, dw0 = case(N, C)
+    x, dy = x.astype(x_dtype), dy.astype(dtype)
     s = normal(5, N, C).astype(dtype) if skip else np.zeros((N, C), dtype)
     rstd = rmsnorm_ref(*single(x, w), EPS)[1]
     dw = to_kernel(dw0)
     dx = rmsnorm_bwd(*map(to_kernel, (dy, x, w, rstd)), dw, to_kernel(s) if skip else None)
+    assert to_host(dx).dtype == dtype
     dy64, x64, w64 = double(dy, x, w)
     dx64, dw64 = rmsnorm_bwd_ref(dy64, x64, w64, rmsnorm_ref(x64, w64, EPS)[1])
     dx32, dw32 = rmsnorm_bwd_ref(*single(dy, x, w), rstd)

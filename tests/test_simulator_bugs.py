@@ -205,22 +205,22 @@ def test_neighbour_overwritten_in_place(planted):
 
 
 def test_read_after_the_barrier_behind_which_it_is_overwritten(planted):
-    old = "float32(LOG2E)), partial)"
+    old = "float32(LOG2E)), scratch)"
     new = old + "\n        at_target = load1(logits, n * P + target)"
     module = planted("cross_entropy", old, new)
     with pytest.raises(RaceError) as caught:
         module.cross_entropy(f32(2, 600), sim(np.array([40, 3])), 600, f32(1))
-    words = "thread 0 read load1(logits, n * P + target)", "thread 5 wrote element 40"
+    words = "thread 0 read load1(logits, n * P + target)", "thread 10 wrote element 40"
     assert_reported(caught, module, "cross_entropy_kernel", *words)
 
 
 def test_corrected_by_a_thread_that_did_not_write_it(planted):
-    old = "if exists and target // EACH % BLOCK == tid:"
+    old = "if exists and target // each % BLOCK == tid:"
     module = planted("cross_entropy", old, "if exists and tid == 0:")
     with pytest.raises(RaceError) as caught:
         module.cross_entropy(f32(2, 600), sim(np.array([40, 3])), 600, f32(1))
-    words = "thread 0 wrote store1(logits, n * P + target", "thread 5 wrote element 40"
-    lines = "store1(logits, n * P + target", "store8(logits"
+    words = "thread 0 wrote store1(logits, n * P + target", "thread 10 wrote element 40"
+    lines = "store1(logits, n * P + target", "put_n(logits"
     assert_reported(caught, module, "cross_entropy_kernel", *words, lines=lines)
 
 

@@ -264,7 +264,10 @@ class _Cupy:
 
     def __init__(self, meter: Meter):
         self.meter, self.zeros = meter, self.empty
-        attributes = {"MaxSharedMemoryPerBlockOptin": 227 * 1024}
+        attributes = {
+            "MaxSharedMemoryPerBlockOptin": 227 * 1024,
+            "MaxSharedMemoryPerMultiprocessor": 228 * 1024,
+        }
         self.cuda = SimpleNamespace(
             Device=lambda _=None: SimpleNamespace(attributes=attributes, id=-1),
             runtime=SimpleNamespace(getDevice=lambda: -1),

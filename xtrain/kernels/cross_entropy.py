@@ -253,8 +253,10 @@ def make_cross_entropy_kernel(each, aligned, BLOCK, BLOCKS):
         exists = target >= 0 and target < used
         at_target = load1(logits, n * P + target) if exists else float32(math.nan)
         whole = used // ROUND * ROUND
-        far = whole - min(whole, HELD * ROUND)  # where the columns begin that stay in registers
-        near = min(near, far)
+        far = (
+            whole - HELD * ROUND if whole > HELD * ROUND else 0
+        )  # from here on they stay in registers
+        near = near if near < far else far
         m, total = read_row(x_HUW, row, logits, n * P, used, whole, far, near)
         top = block_max(m, scratch)
         total = block_sum(total * exp2((m - top) * float32(LOG2E)), scratch)

@@ -37,6 +37,7 @@ from ._reduce import FULL, warp_sum
 
 NAN = float32(math.nan)
 AHEAD = 4  # rows under way before the first is used
+MIN_BLOCKS = 3  # per multiprocessor: without this promise the compiler saves registers by loading row after row
 
 TILE_IDS = 1024  # ids of one block of `split`
 COUNTS = (
@@ -44,7 +45,8 @@ COUNTS = (
 )
 
 PIECE = 32  # rows that one thread adds up at most
-SLICES = 32  # of the pieces, when they are joined
+SLICES = EACH  # of the pieces, when they are joined
+JOIN_LOOK = 8  # positions that a block looks at there
 JOIN_GAP = 32 * QUAD  # between the two quads of a thread there
 
 
@@ -65,7 +67,7 @@ def embedding_bwd_ref(dx_NC, ids_N, V):
 def make_fwd_kernel(C, whole):
     place, gap = make_place(C)
 
-    @kernel(BLOCK, 3)
+    @kernel(BLOCK, MIN_BLOCKS)
     def embedding_fwd_kernel(x, ids_N, w, V):
         """Grid blocks_for_rows(ceil(N / AHEAD), C), block BLOCK. A thread copies 8 columns of AHEAD rows.
 
@@ -294,14 +296,12 @@ def slot(first, piece):
 def make_bwd_kernel(C, whole):
     place, gap = make_place(C)
 
-    @kernel(
-        BLOCK, 3
-    )  # up to 85 registers: without this the compiler saves some by loading row after row
+    @kernel(BLOCK, MIN_BLOCKS)
     def embedding_bwd_kernel(dw, partial, dx, plan_N4):
         """Grid blocks_for_rows(N, C), block BLOCK. Position p of the plan, if a piece begins there; 8 columns.
 
-        dw: flat (V C), dx: flat (N C), partial: flat (slots, C). What a thread waits for is memory, four times in a row
-        if written carelessly. So the plan is read at once, then the first AHEAD rows and dw.
+        dw: flat (V C), dx: flat (N C), partial: flat (slots, C). A thread waits for memory, so it asks early: for all
+        of the plan, then for its first row and dw, then for AHEAD rows at once. Numbers are short to save registers.
         """
         acc = cuda.local.array(EACH, float32)
         old = cuda.local.array(EACH, float32)
@@ -309,34 +309,36 @@ def make_bwd_kernel(C, whole):
         p, c = place()
         if p >= plan_N4.shape[0]:
             return
+        p = uint32(p)
         n, token, first, last = plan_N4[p, 0], plan_N4[p, 1], plan_N4[p, 2], plan_N4[p, 3]
         if (
             n | token | first | last
         ) < 0:  # first is; asking for all of them keeps the loads together
             return
-        if (p - first) % PIECE != 0:
+        if uint32(p - uint32(first)) % uint32(PIECE) != 0:
             return
         alone = last - first <= PIECE
         if alone:
             i = int64(token) * C
-            load(old, dw, i + c, gap, i + C, whole)  # needed last, asked for now
-        for j in range(EACH):
-            acc[j] = float32(0.0)
-        end = p + PIECE if p + PIECE < last else int64(last)
-        for q in range(p, end, AHEAD):
+            load(old, dw, i + c, gap, i + C, whole)
+        i = int64(n) * C
+        load(acc, dx, i + c, gap, i + C, whole)
+        count = int32(PIECE if p + PIECE < last else last - p)
+        for q in range(int32(1), count, int32(AHEAD)):  # most tokens occur once: no loop
             for a in range(AHEAD):  # without a condition, so that all are under way at once
-                i = int64(plan_N4[q + a if q + a < end else end - 1, 0]) * C
+                step = q + a if q + a < count else count - 1
+                i = int64(plan_N4[uint32(p + step), 0]) * C
                 load(rows[a], dx, i + c, gap, i + C, whole)
             for a in range(AHEAD):
                 for j in range(EACH):
-                    acc[j] += rows[a, j] if q + a < end else float32(0.0)
+                    acc[j] += rows[a, j] if q + a < count else float32(0.0)
         if alone:
             i = int64(token) * C
             for j in range(EACH):
                 acc[j] += old[j]
             store(dw, i + c, gap, i + C, acc, whole)
         else:
-            i = slot(first, (p - first) // PIECE) * C
+            i = slot(int64(first), (int64(p) - first) // PIECE) * C
             store(partial, i + c, gap, i + C, acc, whole)
 
     return embedding_bwd_kernel
@@ -346,10 +348,10 @@ def make_bwd_kernel(C, whole):
 def make_join_kernel(C, whole):
     @kernel(32 * SLICES)
     def embedding_join_kernel(dw, partial, plan_N4):
-        """Grid (ceil(N / (32 PIECE)), ceil(C / 256)), block (32, SLICES). dw += the pieces of tokens that have several.
+        """Grid (ceil(N / (JOIN_LOOK PIECE)), ceil(C / 256)), block (32, SLICES). dw += the pieces of tokens with several.
 
         Such a token covers a position that is a multiple of PIECE; whoever looks at the first of these joins it. A block
-        looks at 32, and owns 256 columns. Slice y adds pieces y, y + SLICES, ..., then the slices are added in order.
+        looks at JOIN_LOOK, and owns 256 columns. Slice y adds pieces y, y + SLICES, ...; then the slices are added.
         """
         tile = cuda.shared.array((SLICES, EACH, 32), float32)
         acc = cuda.local.array(EACH, float32)
@@ -357,14 +359,14 @@ def make_join_kernel(C, whole):
         x, y = cuda.threadIdx.x, cuda.threadIdx.y
         c = cuda.blockIdx.y * (2 * JOIN_GAP) + x * QUAD
         inside = whole and c + JOIN_GAP + QUAD <= C
-        p0 = int64(cuda.blockIdx.x) * (32 * PIECE)
+        p0 = int64(cuda.blockIdx.x) * (JOIN_LOOK * PIECE)
         p = p0 + x * PIECE
         joins = False
-        if p < plan_N4.shape[0]:
+        if x < JOIN_LOOK and p < plan_N4.shape[0]:
             first, last = plan_N4[p, 2], plan_N4[p, 3]
             joins = first >= 0 and last - first > PIECE and p - first < PIECE
         found = cuda.ballot_sync(FULL, joins)  # the same in all warps
-        for k in range(32):
+        for k in range(JOIN_LOOK):
             if found & (1 << k):
                 p = p0 + k * PIECE
                 token, first, last = int64(plan_N4[p, 1]), int64(plan_N4[p, 2]), plan_N4[p, 3]
@@ -374,16 +376,16 @@ def make_join_kernel(C, whole):
                 for q in range(y, pieces, AHEAD * SLICES):
                     for a in range(AHEAD):
                         piece = q + a * SLICES
-                        i = slot(first, piece if piece < pieces else q)
-                        load(parts[a], partial, i * C + c, JOIN_GAP, i * C + C, inside)
+                        i = slot(first, piece if piece < pieces else q) * C
+                        load(parts[a], partial, i + c, JOIN_GAP, i + C, inside)
                     for a in range(AHEAD):
                         for j in range(EACH):
                             acc[j] += parts[a, j] if q + a * SLICES < pieces else float32(0.0)
                 for j in range(EACH):
                     tile[y, j, x] = acc[j]
                 cuda.syncthreads()  # the sums of all slices are there
-                column = position(c, JOIN_GAP, y)
-                if y < EACH and column < C:
+                column = position(c, JOIN_GAP, y)  # SLICES = EACH: a warp per register
+                if column < C:
                     total = float32(0.0)
                     for s in range(SLICES):
                         total += tile[s, y, x]
@@ -439,7 +441,7 @@ def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array) -> None:
     launch(make_split_kernel(T), tiles, threads, split_n, first_IE, ids_N, V)
     launch(make_sort_kernel(T), -(-V // T), threads, plan_N4, split_n, first_IE)
     launch(make_bwd_kernel(C, whole), blocks_for_rows(N, C), BLOCK, dw, partial, dx, plan_N4)
-    grid = (-(-N // (32 * PIECE)), -(-C // (2 * JOIN_GAP)))
+    grid = (-(-N // (JOIN_LOOK * PIECE)), -(-C // (2 * JOIN_GAP)))
     launch(make_join_kernel(C, whole), grid, (32, SLICES), dw, partial, plan_N4)
 
 

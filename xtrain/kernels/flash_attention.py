@@ -13,7 +13,7 @@ the way (Milakov & Gimelshein 2018): with the maximum m and the sum l of the til
 and in the end o = acc / l. Saved are o and lse = m + log l, one number per row: p = exp(s - lse) needs no second
 softmax.
 
-    backward   p is computed again, tile by tile: two products more, T^2 numbers less to keep.
+    backward   p is computed again, tile by tile: more arithmetic, T^2 numbers less to keep and to move.
                dv = p^T do      dp = do v^T
                ds = p (dp - delta)     delta_t = sum_s p_ts dp_ts = sum_s p_ts (do_t . v_s) = do_t . o_t
                dq = scale ds k  dk = scale ds^T q

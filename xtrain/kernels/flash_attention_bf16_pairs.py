@@ -41,8 +41,7 @@ from .flash_attention_bf16_bwd import (
     stage_elements,
 )
 
-
-NEVER = int32(-(2**31))  # a query position before all others
+NEVER = -(2**31)  # a query position before all others
 
 
 def pairs_shared_bytes(D, config) -> int:
@@ -116,7 +115,7 @@ def make_pairs_kernel(D, CAUSAL, config):
         clear(acc)
         first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)  # that sees a key
         visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
-        h, t0, old_t, end = int32(g * group), first, NEVER, int32((g + 1) * group)
+        h, t0, old_t, end = int32(g * group), first, int32(NEVER), int32((g + 1) * group)
         old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)
         written, read = int32(SENT + pair * ROWS * BM), int32(SENT + (BN + pair * ROWS) * BM)
         copy_kv(smem, 0, k, v, (b * S + n0) * kv_row + g * D, kv_row, S - n0)

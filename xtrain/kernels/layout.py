@@ -16,12 +16,12 @@ from numba import cuda, int64, uint32
 from ..device import Array
 from ._flat import on_16_bytes
 from ._launch import FLOATS, check, check_array, empty, launch, on_host
-from ._ptx import device, kernel
+from ._ptx import kernel
 from ._words import each_of, load_words4, load_words8, store_words4, store_words8
 
 WARPS = 8  # of the plain kernel: rows of D in a block, one warp each
 MAX_GRID_Y = 65535  # the hardware's limit
-BLOCK, EACH = 256, 2  # threads of a block of the kernel in use, and 16-byte chunks of a thread
+BLOCK = 256  # of the kernel in use: a thread per 16 bytes
 
 
 # ----------------------------------------------------------------------------- reference
@@ -49,27 +49,17 @@ def make_swap_kernel(D, each):
     CHUNKS = D // each  # of a row
     fetch, put = (load_words8, store_words8) if each == 8 else (load_words4, store_words4)
 
-    @device
-    def swapped(k, X, Y):
-        """Where chunk k of x goes to."""
-        row, chunk = k // uint32(CHUNKS), k % uint32(CHUNKS)  # row (b, i, j) of x
-        bi, j = row // uint32(Y), row % uint32(Y)
-        b, i = bi // uint32(X), bi % uint32(X)
-        return (((int64(b) * Y + j) * X + i) * CHUNKS + chunk) * each
-
     @kernel(BLOCK)
     def swap_heads_kernel(y, x, X, Y, chunks):
-        """Grid ceil(chunks / (EACH BLOCK)), block BLOCK. A thread moves EACH chunks. x, y: flat."""
-        words = cuda.local.array((EACH, 4), uint32)
-        first = uint32(cuda.blockIdx.x) * uint32(EACH * BLOCK) + uint32(cuda.threadIdx.x)
-        for e in range(EACH):
-            k = uint32(first + uint32(e * BLOCK))
-            if k < chunks:
-                fetch(words[e], x, int64(k) * each)
-        for e in range(EACH):
-            k = uint32(first + uint32(e * BLOCK))
-            if k < chunks:
-                put(y, swapped(k, X, Y), words[e])
+        """Grid ceil(chunks / BLOCK), block BLOCK. A thread moves one chunk of x. x, y: flat."""
+        k = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
+        if k < chunks:
+            words = cuda.local.array(4, uint32)
+            fetch(words, x, int64(k) * each)
+            row, chunk = k // uint32(CHUNKS), k % uint32(CHUNKS)  # row (b, i, j) of x
+            bi, j = row // uint32(Y), row % uint32(Y)
+            b, i = bi // uint32(X), bi % uint32(X)
+            put(y, (((int64(b) * Y + j) * X + i) * CHUNKS + chunk) * each, words)
 
     return swap_heads_kernel
 
@@ -88,8 +78,7 @@ def swap_heads(x_BXYD: Array) -> Array:
     each = each_of(x_BXYD)
     if D % each == 0 and on_16_bytes(x_BXYD, y_BYXD) and 0 < x_BXYD.size < 2**31 * each:
         chunks, y, x = x_BXYD.size // each, y_BYXD.reshape(-1), x_BXYD.reshape(-1)
-        grid = -(-chunks // (EACH * BLOCK))
-        launch(make_swap_kernel(D, each), grid, BLOCK, y, x, X, Y, chunks)
+        launch(make_swap_kernel(D, each), -(-chunks // BLOCK), BLOCK, y, x, X, Y, chunks)
     else:
         tiles = -(-Y // WARPS)
         check(

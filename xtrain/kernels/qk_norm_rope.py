@@ -195,14 +195,37 @@ def qk_norm_rope_bwd_warp_kernel(
 # ----------------------------------------------------------------------------- kernels in use: 16 bytes at a time
 @functools.cache
 def make_fwd_kernel(H, G, D, each, normalise):
-    """A head of q, k or v to S threads. See _heads.py. -> kernel, plan; or None twice: this shape does not fit."""
-    A, X, R, INVERSE = H + G, H + 2 * G, D // 2, 1 / D
-    plan = head_plan(X, D, each, FWD_THREADS)
+    """-> kernel and plan, see _heads.py; None twice: this shape does not fit.
+
+    Threads are shared out among the key heads. Those of key head g also deal with value head g and, one after the other,
+    with the H / G query heads that use them: one read of cos and sin serves them all.
+    """
+    plan = head_plan(G, D, each, FWD_THREADS) if H % G == 0 else None
     if plan is None:
         return None, None
-    ops, TOKENS = make_head_ops(X, D, each, plan), plan.tokens
+    ops, TOKENS = make_head_ops(G, D, each, plan), plan.tokens
     place, load, fetch, put = ops.place, ops.load, ops.fetch, ops.put
     unpack, pack, turn, total = ops.unpack, ops.pack, ops.turn, ops.total
+    R, REP, A, X, INVERSE = D // 2, H // G, H + G, H + 2 * G, 1 / D
+
+    @device
+    def norm_and_turn(x_2W, x_2E, x, w_D, r, cos, sin, eps):
+        """In place. -> rstd"""
+        unpack(x_2E, x_2W, x)
+        w, rstd = cuda.local.array(each, float32), float32(1.0)
+        if normalise:
+            acc = float32(0.0)
+            for i in range(2):
+                for j in range(each):
+                    acc += x_2E[i, j] * x_2E[i, j]
+            rstd = rsqrtf(total(acc) * float32(INVERSE) + eps)
+            for i in range(2):
+                load(w, w_D, r + i * R)
+                for j in range(each):
+                    x_2E[i, j] *= rstd * w[j]
+        turn(x_2E, cos, sin)
+        pack(x_2W, x_2E, x)
+        return rstd
 
     @kernel(plan.THREADS, 1)  # without the 1 the compiler aims at more blocks, and spills
     def qk_norm_rope_fwd_kernel(
@@ -210,107 +233,94 @@ def make_fwd_kernel(H, G, D, each, normalise):
     ):
         """Grid (ceil(N / TOKENS), parts), block THREADS. All arrays flat."""
         cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
-        x_2E, x_2W = cuda.local.array((2, each), float32), cuda.local.array((2, 4), uint32)
-        w = cuda.local.array(each, float32)
-        token, a, r = place()
+        x_2E, words_42W = cuda.local.array((2, each), float32), cuda.local.array((4, 2, 4), uint32)
+        k_2W, v_2W, next_2W, q_2W = words_42W[0], words_42W[1], words_42W[2], words_42W[3]
+        token, g, r = place()
         n = int64(cuda.blockIdx.x) * TOKENS + token
-        live = n < N and a < X
-        n, a = (
-            min(n, N - 1),
-            min(a, X - 1),
-        )  # a thread without a head repeats one, and stores nothing
-        fetch(x_2W, qkv, (n * X + a) * D + r)
+        live = n < N and g < G
+        n = n if n < N else N - 1  # a thread without a head repeats one, and stores nothing
+        g = g if g < G else G - 1
+        fetch(next_2W, qkv, (n * X + g * REP) * D + r)  # ask for everything, then compute
+        fetch(k_2W, qkv, (n * X + H + g) * D + r)
+        fetch(v_2W, qkv, (n * X + A + g) * D + r)
         p = position_of(n, positions_N, T)
         load(cos, cos_PR, p * R + r)
         load(sin, sin_PR, p * R + r)
-        if live and a >= A:
-            put(v, (n * G + a - A) * D + r, x_2W)
-        unpack(x_2E, x_2W, qkv)
-        scale = float32(1.0)
-        if normalise:
-            acc = float32(0.0)
-            for i in range(2):
-                for j in range(each):
-                    acc += x_2E[i, j] * x_2E[i, j]
-            scale = rsqrtf(total(acc) * float32(INVERSE) + eps)
-            for i in range(2):
-                load(w, q_w_D if a < H else k_w_D, r + i * R)
-                for j in range(each):
-                    x_2E[i, j] *= scale * w[j]
-        turn(x_2E, cos, sin)
-        pack(x_2W, x_2E, qkv)
-        if live and a < A:
-            if a < H:
-                put(q, (n * H + a) * D + r, x_2W)
-            else:
-                put(k, (n * G + a - H) * D + r, x_2W)
+        if live:
+            put(v, (n * G + g) * D + r, v_2W)
+        scale = norm_and_turn(k_2W, x_2E, qkv, k_w_D, r, cos, sin, eps)
+        if live:
+            put(k, (n * G + g) * D + r, k_2W)
             if normalise and r == 0:
-                rstd[n * A + a] = scale  # kept for backward
+                rstd[n * A + H + g] = scale  # kept for backward
+        for i in range(REP):
+            h = g * REP + i
+            for j in range(4):
+                q_2W[0, j], q_2W[1, j] = next_2W[0, j], next_2W[1, j]
+            if i + 1 < REP:
+                fetch(next_2W, qkv, (n * X + h + 1) * D + r)
+            scale = norm_and_turn(q_2W, x_2E, qkv, q_w_D, r, cos, sin, eps)
+            if live:
+                put(q, (n * H + h) * D + r, q_2W)
+                if normalise and r == 0:
+                    rstd[n * A + h] = scale
 
     return qk_norm_rope_fwd_kernel, plan
 
 
 @functools.cache
 def make_bwd_kernel(H, G, D, each, normalise):
-    """The same division of work. A thread keeps its head and walks over the tokens, adding up dw in registers. It asks for
-    a token while it deals with the one before.
+    """The same division of work. A thread walks over the tokens, key head, query heads, value head of each, and adds up dw in
+    registers. While it deals with one head it waits for the next.
     """
-    A, X, R, INVERSE = H + G, H + 2 * G, D // 2, 1 / D
-    plan = head_plan(X, D, each, BWD_THREADS)
+    plan = head_plan(G, D, each, BWD_THREADS) if H % G == 0 else None
     if plan is None:
         return None, None
-    ops, TOKENS, HEADS, S = make_head_ops(X, D, each, plan), plan.tokens, plan.heads, plan.S
+    ops, TOKENS, HEADS, S = make_head_ops(G, D, each, plan), plan.tokens, plan.heads, plan.S
     place, load, fetch, put = ops.place, ops.load, ops.fetch, ops.put
     unpack, pack, turn_back, total = ops.unpack, ops.pack, ops.turn_back, ops.total
-    THREADS, E, VALUES = plan.THREADS, 2 * D, 2 * each
-    TILE = VALUES * THREADS
+    R, REP, A, X, INVERSE = D // 2, H // G, H + G, H + 2 * G, 1 / D
+    THREADS, TILE = plan.THREADS, 2 * each * plan.THREADS
     plan.blocks = max(RESIDENT[each] * 32 // THREADS, 1)  # on a multiprocessor
 
     @device
-    def fetch_token(d_2W, x_2W, dq, dk, dv, qkv, n, a, r):
-        if a < H:
-            fetch(d_2W, dq, (n * H + a) * D + r)
-        elif a < A:
-            fetch(d_2W, dk, (n * G + a - H) * D + r)
-        else:
-            fetch(d_2W, dv, (n * G + a - A) * D + r)
-        if normalise and a < A:
-            fetch(x_2W, qkv, (n * X + a) * D + r)
+    def turn_back_and_norm(d_2W, x_2W, dw_2E, x, w_D, rstd, r, cos, sin):
+        """d_2W, the gradient of one head, becomes that of x_2W. Adds to dw_2E."""
+        w, d_2E = cuda.local.array(each, float32), cuda.local.array((2, each), float32)
+        unpack(d_2E, d_2W, x)
+        turn_back(d_2E, cos, sin)
+        if normalise:
+            x_2E, acc = cuda.local.array((2, each), float32), float32(0.0)
+            unpack(x_2E, x_2W, x)
+            for i in range(2):
+                load(w, w_D, r + i * R)
+                for j in range(each):
+                    x_2E[i, j] *= rstd  # xhat
+                    dw_2E[i, j] += d_2E[i, j] * x_2E[i, j]
+                    d_2E[i, j] *= w[j]  # g
+                    acc += d_2E[i, j] * x_2E[i, j]
+            mean = total(acc) * float32(INVERSE)
+            for i in range(2):
+                for j in range(each):
+                    d_2E[i, j] = rstd * (d_2E[i, j] - x_2E[i, j] * mean)
+        pack(d_2W, d_2E, x)
 
     @device
-    def norm_back(d_2E, dw_2E, x_2E, w_D, r, rstd):
-        """d_2E, the gradient of a normalised head, becomes that of x_2E. Adds to dw_2E."""
-        w, acc = cuda.local.array(each, float32), float32(0.0)
-        for i in range(2):
-            load(w, w_D, r + i * R)
-            for j in range(each):
-                x_2E[i, j] *= rstd  # xhat
-                dw_2E[i, j] += d_2E[i, j] * x_2E[i, j]
-                d_2E[i, j] *= w[j]  # g
-                acc += d_2E[i, j] * x_2E[i, j]
-        mean = total(acc) * float32(INVERSE)
-        for i in range(2):
-            for j in range(each):
-                d_2E[i, j] = rstd * (d_2E[i, j] - x_2E[i, j] * mean)
-
-    @device
-    def add_heads(partial, at, dw_2E):
-        """partial[at : at + E] = the block's sums of dw, of its query heads and of its key heads."""
-        tile, tid = cuda.shared.array(TILE, float32), cuda.threadIdx.x
+    def add_heads(partial, at, dw_2E, tile):
+        """partial[at : at + D] = the block's sums of dw"""
+        tid = cuda.threadIdx.x
+        cuda.syncthreads()  # the tile has been read
         for i in range(2):
             for j in range(each):
                 tile[(i * each + j) * THREADS + tid] = dw_2E[i, j]
         cuda.syncthreads()
-        for e in range(tid, E, THREADS):
-            low = int64(cuda.blockIdx.y) * HEADS  # heads of this block: low .. low + HEADS - 1
-            start, stop = (max(low, 0), H) if e < D else (max(low, H), A)
-            value = e % D // R * each + e % each
-            slot = e % R // each
-            acc = float32(0.0)
-            for token in range(TOKENS):  # always in this order: same bits every run
-                for h in range(start, min(stop, low + HEADS)):
-                    acc += tile[value * THREADS + (token * HEADS + h - low) * S + slot]
-            partial[at + e] = acc
+        for d in range(tid, D, THREADS):
+            value, acc = d // R * each + d % each, float32(0.0)
+            for slot in range(
+                d % R // each, HEADS * S * TOKENS, S
+            ):  # in this order: same bits every run
+                acc += tile[value * THREADS + slot]
+            partial[at + d] = acc
 
     @kernel(THREADS, plan.blocks)
     def qk_norm_rope_bwd_kernel(
@@ -318,44 +328,61 @@ def make_bwd_kernel(H, G, D, each, normalise):
     ):
         """Grid (B, parts), block THREADS. Block b owns tokens b TOKENS, ..., then those B TOKENS further. Arrays flat.
 
-        partial: (parts B, E = 2D), a block's sums for q_w, then for k_w.
+        partial: (parts B, 2D), a block's sums for q_w, then for k_w.
         """
         cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
-        d_2E, x_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
-        d_2W, x_2W = cuda.local.array((2, 4), uint32), cuda.local.array((2, 4), uint32)
-        dw_2E, out_2W = cuda.local.array((2, each), float32), cuda.local.array((2, 4), uint32)
+        dw_22E, words_42W = (
+            cuda.local.array((2, 2, each), float32),
+            cuda.local.array((4, 2, 4), uint32),
+        )
+        d_2W, x_2W, next_d_2W, next_x_2W = words_42W[0], words_42W[1], words_42W[2], words_42W[3]
         for i in range(2):
             for j in range(each):
-                dw_2E[i, j] = float32(0.0)
-            for j in range(4):
-                x_2W[i, j] = uint32(0)  # v has no norm
-        token, head, r = place()
-        a = min(head, X - 1)  # a thread without a head repeats one, and stores nothing
+                dw_22E[0, i, j] = dw_22E[1, i, j] = float32(0.0)
+        token, slot, r = place()
+        g = slot if slot < G else G - 1  # a thread without a head repeats one, and stores nothing
         first, step = int64(cuda.blockIdx.x) * TOKENS, int64(cuda.gridDim.x) * TOKENS
-        fetch_token(d_2W, x_2W, dq, dk, dv, qkv, min(first + token, N - 1), a, r)
+        following, next_rstd = first + token if first + token < N else N - 1, float32(0.0)
+        fetch(next_d_2W, dk, (following * G + g) * D + r)
+        if normalise:
+            fetch(next_x_2W, qkv, (following * X + H + g) * D + r)
+            next_rstd = rstd[following * A + H + g]
         for start in range(first, N, step):
-            live = start + token < N and head < X
-            n = min(start + token, N - 1)
-            p, to, scale = position_of(n, positions_N, T), (n * X + a) * D + r, float32(0.0)
+            live, n = start + token < N and slot < G, following
+            following = n + step if n + step < N else N - 1
+            p, at = position_of(n, positions_N, T), n * X * D + r  # at: the token's row of qkv
             load(cos, cos_PR, p * R + r)
             load(sin, sin_PR, p * R + r)
-            if normalise and live and a < A:
-                scale = rstd[n * A + a]  # else 0: adds nothing to dw
-            unpack(d_2E, d_2W, dq)
-            unpack(x_2E, x_2W, qkv)
-            if live and a >= A:
-                put(dqkv, to, d_2W)
-            if start + step < N:
-                fetch_token(d_2W, x_2W, dq, dk, dv, qkv, min(n + step, N - 1), a, r)
-            turn_back(d_2E, cos, sin)
-            if normalise:
-                norm_back(d_2E, dw_2E, x_2E, q_w_D if a < H else k_w_D, r, scale)
-            if live and a < A:
-                pack(out_2W, d_2E, dqkv)
-                put(dqkv, to, out_2W)
+            for i in range(REP + 2):  # key head, query heads, value head: h within the row
+                h = H + g if i == 0 else (g * REP + i - 1 if i <= REP else A + g)
+                for j in range(4):
+                    d_2W[0, j], d_2W[1, j] = next_d_2W[0, j], next_d_2W[1, j]
+                    if normalise and i <= REP:
+                        x_2W[0, j], x_2W[1, j] = next_x_2W[0, j], next_x_2W[1, j]
+                scale = next_rstd if live else float32(0.0)  # 0 adds nothing to dw
+                if i < REP:
+                    fetch(next_d_2W, dq, (n * H + g * REP + i) * D + r)
+                    if normalise:
+                        fetch(next_x_2W, qkv, at + (g * REP + i) * D)
+                        next_rstd = rstd[n * A + g * REP + i]
+                elif i == REP:
+                    fetch(next_d_2W, dv, (n * G + g) * D + r)
+                else:
+                    fetch(next_d_2W, dk, (following * G + g) * D + r)
+                    if normalise:
+                        fetch(next_x_2W, qkv, (following * X + H + g) * D + r)
+                        next_rstd = rstd[following * A + H + g]
+                if i == 0:
+                    turn_back_and_norm(d_2W, x_2W, dw_22E[1], qkv, k_w_D, scale, r, cos, sin)
+                elif i <= REP:
+                    turn_back_and_norm(d_2W, x_2W, dw_22E[0], qkv, q_w_D, scale, r, cos, sin)
+                if live:
+                    put(dqkv, at + h * D, d_2W)
         if normalise:
+            tile = cuda.shared.array(TILE, float32)
             block = int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
-            add_heads(partial, block * E, dw_2E)
+            add_heads(partial, block * (2 * D), dw_22E[0], tile)
+            add_heads(partial, block * (2 * D) + D, dw_22E[1], tile)
 
     return qk_norm_rope_bwd_kernel, plan
 

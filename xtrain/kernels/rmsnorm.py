@@ -34,10 +34,10 @@ from ._rows import aligned_rows, make_row_ops
 from ._words import each_of
 
 BLOCK = 256  # of the naive kernel: 8 warps
-BWD_WARPS = 6  # of a block of the backward: their share of dw is added up on the chip, so `partial` has few rows
+BWD_WARPS = 12  # of a block of the backward: their share of dw is added up on the chip, so `partial` has few rows
 BWD_COLUMNS = 24  # of a thread: it keeps x, dy and dw, and the next row is on its way
 RESIDENT = 12  # warps of the backward on a multiprocessor: with 168 registers a thread no more fit,
-RESIDENT_NARROW = 18  # ... and with 112, which are enough for up to 16 columns, no more than these
+RESIDENT_NARROW = 24  # ... and with 80, which are enough for up to 16 columns, no more than these
 MULTIPROCESSORS = (
     132  # of an H200. Another number changes the order of the sum for dw, and the speed
 )
@@ -150,16 +150,19 @@ def make_bwd_kernel(C, each, aligned, add_skip):
                 dw_SE[s, j] = float32(0.0)
         N, first = rstd_N.size, int64(cuda.blockIdx.x) * R + row
         step = int64(cuda.gridDim.x) * R
+        next_rstd = float32(0.0)
         if first < N:
+            next_rstd = rstd_N[first]
             for s in range(STEPS):
                 fetch(dy_SW[s], dy, first * C, column + s * STRIDE)
                 fetch(x_SW[s], x, first * C, column + s * STRIDE)
         for n in range(first, N, step):
-            rstd, acc = rstd_N[n], float32(0.0)
+            rstd, acc = next_rstd, float32(0.0)
             for s in range(STEPS):
                 unpack(g_SE[s], dy_SW[s], dy)
                 unpack(xhat_SE[s], x_SW[s], x)
             if n + step < N:
+                next_rstd = rstd_N[n + step]
                 for s in range(STEPS):
                     fetch(dy_SW[s], dy, (n + step) * C, column + s * STRIDE)
                     fetch(x_SW[s], x, (n + step) * C, column + s * STRIDE)
