@@ -2,11 +2,13 @@
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # small matrices: threads that wait for each other cost more
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # small matrices: threads that wait for each other cost more
 
-import pytest  # noqa: E402
+import pytest
 
-from xtrain import device  # noqa: E402
+from xtrain import device
 
 
 def pytest_collection_modifyitems(items):

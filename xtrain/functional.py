@@ -22,7 +22,9 @@ from .kernels._launch import empty, zeros
 
 
 class Embedding(Function):
-    full_precision = True  # the rows are copied, not multiplied: the residual stream starts in float32
+    full_precision = (
+        True  # the rows are copied, not multiplied: the residual stream starts in float32
+    )
 
     @staticmethod
     def forward(ctx, ids_N, w_VC):

@@ -163,7 +163,9 @@ class Transformer(Module):
             raise UserError(
                 f"recompute {recompute!r} is not known: choose none, attention or block"
             )
-        if precision == "bf16":  # here the float32 residual stream enters the bf16 branches for the first time
+        if (
+            precision == "bf16"
+        ):  # here the float32 residual stream enters the bf16 branches for the first time
             self.model.layers[0].input_layernorm.out_dtype = BFLOAT16
         self.arena = self.make_arena(self.device, seed, precision == "bf16", world)
         self.rotary = RotaryTables(config, self.device)
