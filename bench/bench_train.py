@@ -151,7 +151,10 @@ def bench(name, precision, o):
             "peer": peer, "peer_value": B * T / ms[0] * 1e3,
             "peer_ms": [round(x, 3) for x in ms], "peer_peak_gb": round(peak, 2),
         }  # fmt: skip
-    losses, ms = run(xtrain_step(model), data, synchronize)
+    step = xtrain_step(model)
+    losses, ms = run(
+        step, data, synchronize
+    )  # step holds the graph's memory until it has been read below
     record(
         "bench_train", name, shape=f"B={B} T={T} V={config.vocab_size}", dtype=precision, ms=ms[0],
         value=B * T / ms[0] * 1e3, unit="tok/s", peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),

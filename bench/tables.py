@@ -33,11 +33,8 @@ def train() -> str:
     for r in latest("bench_train"):
         peer = f"{r['peer_value']:,.0f} ({r['peer']})" if r["peer"] else ""
         ratio = f"{r['ratio']:.2f}" if r["ratio"] else ""
-        memory = (
-            f"{r['peak_gb']:.1f} / {r['peer_peak_gb']:.1f}"
-            if r.get("peer_peak_gb")
-            else f"{r['peak_gb']:.1f}"
-        )
+        ours, theirs = (f"{gb:.1f}" if gb else "-" for gb in (r["peak_gb"], r.get("peer_peak_gb")))
+        memory = f"{ours} / {theirs}"
         rows.append(
             [f"{r['name']}, {r['shape']}", r["dtype"], f"{r['value']:,.0f}", peer, ratio, memory]
         )

@@ -45,7 +45,7 @@ def test_gates(kind):
         loss.backward()
     assert abs(losses[0].item() - losses[1].item()) < 2e-4
     off = np.abs(to_numpy(fp32(ids[:2]).data) - to_numpy(bf16(ids[:2]).data).astype(np.float32))
-    assert off.mean() < 2e-3 and np.quantile(off, 0.99) < 8e-3
+    assert off.mean() < 3e-3 and np.quantile(off, 0.99) < 1e-2
     grads = [m.arena.grads for m in (fp32, bf16)]
     assert norm(grads[0] - grads[1]) < 1.2e-2 * norm(grads[0])
 

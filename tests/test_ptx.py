@@ -105,7 +105,7 @@ def test_shared_vectors():
 
 
 # ----------------------------------------------------------------------------- values
-@kernel(32)
+@kernel(64)
 def values_kernel(y, x, warps):
     i = cuda.threadIdx.x
     pair = pack_bf16(x[i], x[i + 1])

@@ -195,8 +195,8 @@ def test_two_blocks_write_one_element(planted):
 
 
 def test_neighbour_overwritten_in_place(planted):
-    old = "        s_NS[n, s] = math.exp(scale * s_NS[n, s] - top) * inverse\n    for s in range(visible + tid, S, BLOCK):\n"
-    new = old.replace("scale * s_NS[n, s]", "scale * s_NS[n, s ^ 1]")
+    old = "        s_NS[n, s] = math.exp(fmul_rn(scale, s_NS[n, s]) - top) * inverse\n    for s in range(visible + tid, S, BLOCK):\n"
+    new = old.replace("scale, s_NS[n, s]", "scale, s_NS[n, s ^ 1]")
     module = planted("softmax", old, new)
     with pytest.raises(RaceError) as caught:
         run(module.causal_softmax_fwd_kernel, 1, module.BLOCK, f32(1, 300), 1, np.float32(1), False)

@@ -11,6 +11,7 @@ with S > T the first S - T keys are a past that everybody sees.
 max and sums run over the visible keys; masked p and ds are exactly 0. Subtracting m changes nothing
 in exact arithmetic and keeps exp from overflowing. m and the sum are found in one pass (Milakov &
 Gimelshein 2018): when a larger score appears, the sum so far is multiplied by exp(old m - new m).
+scale s is rounded before m is subtracted (fmul_rn): as one fused operation it would not be what m was taken from.
 Bytes moved: the visible half of s (backward: of dp and p) is read, every row is written whole.
 """
 
@@ -19,6 +20,7 @@ import math
 
 import numpy as np
 from numba import cuda, float32, int32, int64
+from numba.cuda.libdevice import fmul_rn
 
 from ..device import Array
 from ._flat import on_16_bytes
@@ -88,11 +90,11 @@ def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
     visible = visible_keys(n, T, S, causal)
     m, total = LOWEST, float32(0.0)
     for s in range(lane, visible, 32):
-        m, total = online_softmax(scale * s_NS[n, s], m, total)
+        m, total = online_softmax(fmul_rn(scale, s_NS[n, s]), m, total)
     top = warp_max(m)
     inverse = float32(1.0) / warp_sum(total * math.exp(m - top))
     for s in range(lane, visible, 32):  # each lane overwrites what it alone has read
-        s_NS[n, s] = math.exp(scale * s_NS[n, s] - top) * inverse
+        s_NS[n, s] = math.exp(fmul_rn(scale, s_NS[n, s]) - top) * inverse
     for s in range(visible + lane, S, 32):
         s_NS[n, s] = float32(0.0)
 
@@ -106,11 +108,11 @@ def causal_softmax_fwd_kernel(s_NS, T, scale, causal):
     visible = visible_keys(n, T, S, causal)
     m, total = LOWEST, float32(0.0)
     for s in range(tid, visible, BLOCK):
-        m, total = online_softmax(scale * s_NS[n, s], m, total)
+        m, total = online_softmax(fmul_rn(scale, s_NS[n, s]), m, total)
     top = block_max(m, partial)
     inverse = float32(1.0) / block_sum(total * math.exp(m - top), partial)
     for s in range(tid, visible, BLOCK):
-        s_NS[n, s] = math.exp(scale * s_NS[n, s] - top) * inverse
+        s_NS[n, s] = math.exp(fmul_rn(scale, s_NS[n, s]) - top) * inverse
     for s in range(visible + tid, S, BLOCK):
         s_NS[n, s] = float32(0.0)
 
