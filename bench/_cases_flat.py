@@ -50,10 +50,15 @@ def add(dtype):
 def add_into(dtype):
     a, b = draw(dtype, N, C), draw(dtype, N, C, seed=1)
     before = a.copy()
+
+    def got():
+        elementwise.add_into(a, b)
+        return (a.copy(),)
+
     return Case(
         3 * a.nbytes,
         lambda: elementwise.add_into(a, b),
-        got=lambda: (a,),
+        got=got,
         want=lambda: (double(before) + double(b),),
         peer=Peer(lambda a, b: a.add_(b), (before, b)),
     )

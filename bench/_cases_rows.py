@@ -94,7 +94,7 @@ def residual_rmsnorm_bwd(dtype):
 
 # ----------------------------------------------------------------------------- rope.py, qk_norm_rope.py, layout.py
 def tables():
-    return tuple(map(cp.asarray, rope.rope_tables(T, D, 10000.0)))
+    return tuple(map(cp.asarray, rope.rope_tables(D, T, 10000.0)))
 
 
 def torch_rotate(x, cos, sin):

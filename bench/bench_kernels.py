@@ -90,6 +90,9 @@ def measure(name: str, dtype: str, o) -> dict | None:
     except TypeError as refused:
         print(f"{name} {dtype}: not supported: {str(refused)[:120]}", flush=True)
         return None
+    except Exception as wrong:
+        print(f"{name} {dtype}: WRONG, not timed: {type(wrong).__name__}: {wrong}", flush=True)
+        return None
     ms = graph_ms(case.run, o.runs)
     copy = copy_ms(case.nbytes)
     naive = attempt(graph_ms, case.naive, o.runs) if case.naive else None

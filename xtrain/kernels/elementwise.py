@@ -43,7 +43,7 @@ def scale_ref(x, factor):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
 def add_naive_kernel(y_n, a_n, b_n):
-    """Grid ceil(n / BLOCK), block BLOCK. One element per thread, 4 bytes per access: 60 % of what memory can give."""
+    """Grid ceil(n / BLOCK), block BLOCK. One element per thread, 4 bytes per access: 0.79 of a copy (see bench_kernels.py)."""
     i = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if i < y_n.size:
         y_n[i] = a_n[i] + b_n[i]

@@ -37,12 +37,10 @@ from ._reduce import FULL, warp_sum
 
 NAN = float32(math.nan)
 AHEAD = 4  # rows under way before the first is used
-MIN_BLOCKS = 3  # per multiprocessor: without this promise the compiler saves registers by loading row after row
+MIN_BLOCKS = 4  # per multiprocessor: without this promise the compiler saves registers by loading row after row
 
 TILE_IDS = 1024  # ids of one block of `split`
-COUNTS = (
-    8192  # of a sorting block, at most: one per warp and value of a digit, 32 KB of shared memory
-)
+COUNTS = 8192  # of a sorting block, at most: one per warp and value of a digit; 32 KB
 
 PIECE = 32  # rows that one thread adds up at most
 SLICES = EACH  # of the pieces, when they are joined
@@ -110,14 +108,14 @@ def embedding_bwd_naive_kernel(dw_VC, dx_NC, ids_N):
 
 # ----------------------------------------------------------------------------- backward: sort
 def digit_values(V: int) -> int:
-    """How many values a digit has: the fewest, a power of two, with which two digits tell V tokens apart.
+    """How many values a digit has: a power of two. Two digits tell V tokens apart, the high one with a quarter of them.
 
-    Raises ValueError for a table of more than 67 million rows.
+    Raises ValueError for a table of more than 16 million rows.
     """
     T = 32
-    while T * T < V:
+    while T * T < 4 * V:
         T *= 2
-    check(T <= COUNTS, f"embedding backward: a table of {V} rows, {COUNTS**2} at most")
+    check(T <= COUNTS, f"embedding backward: a table of {V} rows, {COUNTS**2 // 4} at most")
     return T
 
 
@@ -256,16 +254,18 @@ def make_sort_kernel(T):
         end = begin + part if begin + part < tiles else tiles
         below = int32(0)
         for tile in range(begin, end):
-            below += first_IE[tile, h]
-            for i in range(first_IE[tile, h] + cuda.laneid, first_IE[tile, h + 1], 32):
-                cuda.atomic.add(counts, uint32(mine + (split_n[tile * TILE_IDS + i] & (T - 1))), 1)
+            first, last = first_IE[tile, h], first_IE[tile, h + 1]
+            below += first
+            for i in range(first + cuda.laneid, last, 32):
+                low = split_n[tile * TILE_IDS + i] & (T - 1)
+                cuda.atomic.add(counts, uint32(mine + low), 1)
         if cuda.laneid == 0:
             below_W[warp] = below
         cuda.syncthreads()  # all counts are there
         scan(first_E, counts, below_W)
         for tile in range(begin, end):
-            last = first_IE[tile, h + 1]
-            for i in range(first_IE[tile, h] + cuda.laneid, last + cuda.laneid, 32):
+            first, last = first_IE[tile, h], first_IE[tile, h + 1]
+            for i in range(first + cuda.laneid, last + cuda.laneid, 32):  # in step: whole warps
                 rest = split_n[tile * TILE_IDS + (i if i < last else last - 1)]
                 low = int32(rest & (T - 1)) if i < last else int32(-1)
                 p = next_place(counts, mine, low)
@@ -311,9 +311,7 @@ def make_bwd_kernel(C, whole):
             return
         p = uint32(p)
         n, token, first, last = plan_N4[p, 0], plan_N4[p, 1], plan_N4[p, 2], plan_N4[p, 3]
-        if (
-            n | token | first | last
-        ) < 0:  # first is; asking for all of them keeps the loads together
+        if (n | token | first | last) < 0:  # first is; a sum of all keeps the loads together
             return
         if uint32(p - uint32(first)) % uint32(PIECE) != 0:
             return
