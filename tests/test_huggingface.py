@@ -365,6 +365,20 @@ def test_a_damaged_file(folder):
     refused(folder, "model.safetensors was cut short")
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers(folder, bad):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = bad
+    save_file(tensors, path)
+    refused(folder, "model.norm.weight holds values that are not finite numbers")
+    model = random_model(small(n_layers=1), seed=5)
+    before = weights(model)
+    with pytest.raises(UserError, match="not finite"):
+        load_into(model, folder)
+    assert all(np.array_equal(values, before[name]) for name, values in weights(model).items())
+
+
 def test_missing_and_extra_tensors_and_wrong_shapes_are_named(folder):
     path = folder / "model.safetensors"
     tensors = load_file(path)

@@ -120,6 +120,33 @@ def test_headers_that_lie(key, path):
         refused(path, "norm")
 
 
+def test_tensors_that_overlap_or_leave_a_hole(path):
+    header, data = header_of(path)
+    first = header["w"]["data_offsets"]
+    for start in (first[0] + 4, first[1] - 4):
+        offsets = [start, start + 16]
+        write_header(path, header | {"norm": header["norm"] | {"data_offsets": offsets}}, data)
+        refused(path, "does not begin where another tensor ends")
+
+
+def test_a_name_twice(path):
+    header, data = header_of(path)
+    text = json.dumps(header).replace('"scalar"', '"norm"').encode()
+    write_header(path, text, data)
+    refused(path, "no sound JSON (norm occurs twice)")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_type_is_written_as_it_is(dtype, path, tensors):
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    narrow = {name: array.astype(dtype) for name, array in tensors.items()}
+    write_safetensors(path, {name: Tensor(array) for name, array in narrow.items()})
+    library, stored = load_file(path), read_header(path)
+    for name, array in narrow.items():
+        assert np.array_equal(library[name].float().numpy(), array.astype(np.float32))
+        assert same(stored[name].read(), array.astype(np.float32))
+
+
 def test_headers_that_are_none(path):
     header, data = header_of(path)
     for entry in ("x", None, [], {}):

@@ -21,7 +21,7 @@ import numpy as np
 from .config import ROPE_SCALINGS, ModelConfig, UserError
 from .device import to_device
 from .model import Transformer
-from .tensor_file import listed, read_header, read_json, write_safetensors
+from .tensor_file import listed, read_header, read_json, tensor_bytes, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9  # as transformers cuts
 MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
@@ -227,12 +227,14 @@ def load_into(model: Transformer, folder: Path) -> None:
     """Give a model the weights in a Hugging Face folder. Raises UserError when they do not fit; then it is unchanged."""
     stored = _find_tensors(Path(folder))
     _check_tensors(folder, model.config, stored)
+    for name in tensor_shapes(model.config):
+        stored[name].read_finite()
     _fill(model, stored)
 
 
 def _fill(model, stored):
     for name, tensor in model.named_parameters():
-        tensor.data = to_device(stored[name].read(), model.device)
+        tensor.data = to_device(stored[name].read_finite(), model.device)
     return model
 
 
@@ -336,7 +338,7 @@ def save(
     weights of an earlier export removed, other files left alone. Raises UserError when the disk refuses; what
     was there before is then still there.
     """
-    with _replacing(Path(folder).resolve()) as new:
+    with replacing(Path(folder).resolve()) as new:
         write_files(model, new, tokenizer, max_shard_bytes)
 
 
@@ -346,8 +348,7 @@ def write_files(
     """The same into a folder that is there and is the caller's to throw away on failure. Raises OSError."""
     content = config_to_hf(model.config) | _special_tokens(tokenizer, model.config)
     tensors = dict(sorted(model.named_parameters(), key=lambda item: item[0]))
-    _write_weights(folder, tensors, max_shard_bytes)
-    (folder / CONFIG).write_bytes(_dump(content))
+    write_weights(folder, tensors, max_shard_bytes, content)
     if tokenizer is not None:
         write = getattr(tokenizer, "save_pretrained", None) or tokenizer.save
         write(folder)
@@ -367,14 +368,19 @@ def _special_tokens(tokenizer, config):
     return ids
 
 
-def _write_weights(folder, tensors, max_shard_bytes):
+def write_weights(
+    folder: Path, tensors: dict[str, Any], max_shard_bytes: int, config: dict[str, Any]
+) -> None:
+    """config.json and the tensors, as write_safetensors takes them. Raises OSError."""
+    dtype = next(iter(tensors.values())).dtype.name
+    (folder / CONFIG).write_bytes(_dump(config | {"dtype": dtype, "torch_dtype": dtype}))
     shards, room = [[]], max_shard_bytes
     for name, tensor in tensors.items():
-        if shards[-1] and tensor.data.nbytes > room:
+        if shards[-1] and tensor_bytes(tensor) > room:
             shards.append([])
             room = max_shard_bytes
         shards[-1].append(name)
-        room -= tensor.data.nbytes
+        room -= tensor_bytes(tensor)
     if len(shards) == 1:
         return write_safetensors(folder / WEIGHTS, tensors)
     weight_map = {}
@@ -382,7 +388,7 @@ def _write_weights(folder, tensors, max_shard_bytes):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         write_safetensors(folder / file, {name: tensors[name] for name in names})
         weight_map |= dict.fromkeys(names, file)
-    total = sum(tensor.data.nbytes for tensor in tensors.values())
+    total = sum(map(tensor_bytes, tensors.values()))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_bytes(_dump(index))
 
@@ -395,7 +401,7 @@ _WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)
 
 
 @contextlib.contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside; what was written there takes the place of the old, or nothing happens at all."""
     new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     try:

@@ -20,7 +20,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .autograd import Tensor
 from .config import UserError
 
 MAX_JSON_BYTES = 16 << 20  # a header of a model with 100 B parameters has 0.2 MB
@@ -29,6 +28,7 @@ DTYPES = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,14 @@ class Stored:
     """One tensor in a file."""
 
     path: Path
+    name: str
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int  # byte of the file where its data begins
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self)
 
     def read(self) -> np.ndarray:
         """-> float32 of the same values. Raises UserError."""
@@ -49,6 +54,15 @@ class Stored:
         if n != data.nbytes:
             raise UserError(f"{self.path} became shorter while it was read")
         return data.astype(np.float32, copy=False)
+
+    def read_finite(self) -> np.ndarray:
+        """The same. Raises UserError also when a value is infinite or none at all."""
+        data = self.read()
+        if data.size and not np.isfinite([data.min(), data.max()]).all():
+            raise UserError(
+                f"{self.path} is damaged: {listed([self.name])} holds values that are not finite numbers"
+            )
+        return data
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -62,11 +76,18 @@ def read_header(path: Path) -> dict[str, Stored]:
                 f"its header claims {length} bytes, the file has {size}"
             )
         text = file.read(length)
-    tensors, end = {}, 0
-    for name, entry in parse_json(text, path).items():
-        if name != "__metadata__":
-            tensors[name], its_end = _entry(path, name, entry, 8 + length)
-            end = max(end, its_end)
+    tensors = {
+        name: _entry(path, name, entry, 8 + length)
+        for name, entry in parse_json(text, path).items()
+        if name != "__metadata__"
+    }
+    end = 0
+    for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.nbytes)):
+        if tensor.start != 8 + length + end:
+            raise UserError(
+                f"{path} is damaged: in its header {listed([tensor.name])} does not begin where another tensor ends"
+            )
+        end += tensor.nbytes
     if size != 8 + length + end:
         raise UserError(
             f"{path} was cut short or is damaged: its header describes {8 + length + end} bytes, the file has {size}"
@@ -75,7 +96,6 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _entry(path, name, entry, base):
-    """-> (Stored, where its data ends)"""
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if isinstance(dtype, str) and dtype not in DTYPES:
@@ -91,25 +111,34 @@ def _entry(path, name, entry, base):
     )
     if not sound:
         raise UserError(f"{path} is damaged: its header describes {listed([name])} wrongly")
-    return Stored(path, DTYPES[dtype], tuple(shape), base + offsets[0]), offsets[1]
+    return Stored(path, name, DTYPES[dtype], tuple(shape), base + offsets[0])
 
 
 def _naturals(x):
     return isinstance(x, list) and all(type(n) is int and 0 <= n < 2**62 for n in x)
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """float32 tensors in the order given; the same values give the same bytes. Raises OSError."""
+def tensor_bytes(tensor: Any) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
+    """Tensors (anything with shape, dtype and numpy()) in the order given; float32, float16 or bf16.
+
+    The same values give the same bytes. Raises OSError.
+    """
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor.data.nbytes
-        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": (start, end)}
+        start, end = end, end + tensor_bytes(tensor)
+        dtype = NAMES[tensor.dtype.name]
+        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor.numpy(), "<f4").reshape(-1).view(np.uint8))
+            values = np.ascontiguousarray(tensor.numpy(), DTYPES[NAMES[tensor.dtype.name]])
+            file.write(values.reshape(-1).view(np.uint8))
 
 
 # ----------------------------------------------------------------------------- what readers of a folder share
@@ -124,12 +153,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(text.decode())
+        value = json.loads(text.decode(), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: it holds no sound JSON ({error})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} is damaged: it must hold a JSON object")
     return value
+
+
+def _without_repetition(pairs):
+    """Of two equal keys json would keep the last, another reader the first."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{listed([twice])} occurs twice")
+    return content
 
 
 @contextlib.contextmanager
