@@ -22,7 +22,9 @@ from xtrain.kernels import (
     elementwise,
     embedding,
     grad_norm,
+    kv_cache,
     layout,
+    padding,
     qk_norm_rope,
     residual,
     rmsnorm,
@@ -72,6 +74,22 @@ def launch_everything():
     adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1)
 
 
+def launch_inference():
+    """The same for the kernels of the engine."""
+    i32 = lambda *values: sim(np.array(values, np.int32))
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        for D in (8, 6):
+            caches, tokens = (sim(np.ones(shape, dtype)) for shape in ((1, 2, 4, D), (2, 2, D)))
+            kv_cache.append_kv(caches, caches.copy(), tokens, tokens.copy(), i32(0, 0), i32(1, 2))
+        kv_cache.repeat_kv(caches, 2)
+        edges = padding.cumulative_lengths(i32(1, 1))
+        padded = padding.restore_padding_heads(tokens, edges, 2)
+        padding.remove_padding_heads(padded, edges, 2)
+        padding.remove_padding(padding.restore_padding(tokens, edges, 2), edges, 2)
+    padding.token_places(edges, 2, i32(0, 0), i32(1, 0))
+    padding.padding_offsets(edges, 2, 2)
+
+
 def signatures(monkeypatch):
     """-> {(kernel, argument types)} of everything that was launched"""
     found = {}
@@ -82,6 +100,7 @@ def signatures(monkeypatch):
 
     monkeypatch.setattr(simulator, "run", note)
     launch_everything()
+    launch_inference()
     return list(found)
 
 

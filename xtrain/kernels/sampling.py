@@ -1,0 +1,138 @@
+"""From logits to the next token, without leaving the device.   logits: (B, V)   ids: (B,)
+
+    order       tokens stand in the order of their logits, the largest first; of equal ones the lower id first
+    weights     w_i = exp((logit_i - logit_0) / temperature), relative to the first
+    top-k       the first k tokens stay (0: all)
+    top-p       of those, token i stays while the weights before it make up less than p of all that stay: the smallest
+                set with at least p of the probability (Holtzman et al. 2020). The first one always stays.
+    draw        a random number u in [0, 1): the first token at which the running sum exceeds u times the whole
+    greedy      temperature 0: the first token
+
+The weights are whole numbers: w_i = floor(2^40 exp(...)). Sums of them are exact, so they do not depend on the order in
+which threads add, on the GPU or on how the vocabulary is cut, and a draw is one exact comparison.
+
+Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et al. 2011) turns (step, sequence) into
+random bits under the key seed. So a token depends on its own row's seed, sequence number and step, and on nobody else.
+"""
+
+import numpy as np
+
+from ..device import Array
+from ._launch import FLOATS, check, check_array, on_host
+
+MAX_TOP_K = 1024
+ONE = 1 << 40  # the weight of the first token
+PHILOX_M = (0xD2511F53, 0xCD9E8D57)  # multipliers and Weyl constants of the paper's philox4x32
+PHILOX_W = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+
+
+# ----------------------------------------------------------------------------- reference
+def philox_ref(counter: tuple, key: tuple) -> tuple[int, int, int, int]:
+    """Four 32-bit words, two 32-bit words -> four random 32-bit words"""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(ROUNDS):
+        a, b = PHILOX_M[0] * c0, PHILOX_M[1] * c2
+        c0, c1 = (b >> 32) ^ c1 ^ k0, b & 0xFFFFFFFF
+        c2, c3 = (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
+        k0, k1 = (k0 + PHILOX_W[0]) & 0xFFFFFFFF, (k1 + PHILOX_W[1]) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def random_bits_ref(seed: int, sequence: int, step: int) -> int:
+    """32 random bits of one step of one sequence"""
+    split = lambda x: (x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF)
+    return philox_ref((step & 0xFFFFFFFF, 0, *split(sequence)), split(seed))[0]
+
+
+def kept_ref(logits_V, temperature, top_k, top_p):
+    """-> ids of the tokens that stay, in their order, and their weights, int64"""
+    logits_V = np.asarray(logits_V, np.float32)
+    order = np.argsort(-logits_V, kind="stable")  # of equal ones the lower id first
+    if top_k:
+        order = order[:top_k]
+    x = (logits_V[order] - logits_V[order[0]]) * np.float32(1 / temperature)
+    w = (np.exp(x) * np.float32(ONE)).astype(np.int64)
+    before = np.cumsum(w) - w
+    keep = before < threshold_ref(top_p, w.sum()) if top_p < 1 else np.ones(w.size, bool)
+    keep[0] = True
+    return order[keep], w[keep]
+
+
+def threshold_ref(top_p, total):
+    """floor(p total) for p in 32 bits after the point, in whole numbers"""
+    return scaled_ref(int(total), int(np.float32(top_p) * np.float32(2**32)))
+
+
+def scaled_ref(total, bits):
+    """floor(total bits / 2^32)"""
+    return total * bits >> 32
+
+
+def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step):
+    """-> the id of the next token; -1 when a logit is NaN"""
+    logits_V = np.asarray(logits_V, np.float32)
+    if np.isnan(logits_V).any():
+        return -1
+    if temperature <= 0:
+        return int(np.argmax(logits_V))
+    ids, w = kept_ref(logits_V, temperature, top_k, top_p)
+    goal = scaled_ref(int(w.sum()), random_bits_ref(seed, sequence, step))
+    return int(ids[np.searchsorted(np.cumsum(w), goal, side="right")])
+
+
+# ----------------------------------------------------------------------------- launchers
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """For whoever admits a request: ValueError for parameters that the kernels, which cannot complain, would misread."""
+    check(
+        0 <= temperature < float("inf"), f"temperature {temperature}: expected 0 (greedy) or more"
+    )
+    check(0 <= top_k <= MAX_TOP_K, f"top_k {top_k}: expected 0 (off) to {MAX_TOP_K}")
+    check(0 < top_p <= 1, f"top_p {top_p}: expected more than 0 and at most 1 (off)")
+
+
+def sample(
+    logits_BV: Array,
+    ids_B: Array,
+    temperature_B: Array,
+    top_k_B: Array,
+    top_p_B: Array,
+    seed_B: Array,
+    sequence_B: Array,
+    step_B: Array,
+    vocab: int | None = None,
+) -> None:
+    """Writes the next token of every row to ids_B (int32); -1 for a row with a NaN among its logits.
+
+    logits float32 or bf16; of their V columns the first `vocab` are tokens, the others padding. temperature, top_p
+    float32, top_k and step int32, seed and sequence int64, all (B,): they may be mixed, and change between launches.
+    check_sampling says what their values may be.
+    """
+    check_array("sample", "logits", logits_BV, (None, None), FLOATS)
+    B, V = logits_BV.shape
+    vocab = V if vocab is None else vocab
+    check(0 < vocab <= V, f"sample: a vocabulary of {vocab}, the logits have {V} columns")
+    parameters = dict(
+        ids=(ids_B, "int32"), temperature=(temperature_B, "float32"), top_k=(top_k_B, "int32"),
+        top_p=(top_p_B, "float32"), seed=(seed_B, "int64"), sequence=(sequence_B, "int64"),
+        step=(step_B, "int32"),
+    )  # fmt: skip
+    for name, (x, dtype) in parameters.items():
+        check_array("sample", name, x, (B,), (dtype,))
+    arrays = [x for x, _ in parameters.values()]
+    if on_host(logits_BV, *arrays):
+        for b in range(B):
+            ids_B[b] = sample_ref(logits_BV[b, :vocab], *(x[b].item() for x in arrays[1:]))
+        return
+    raise NotImplementedError
+
+
+def advance(lengths_B: Array, step_B: Array, rows_B: Array) -> None:
+    """lengths += 1 and step += 1 (int32) wherever rows >= 0: the end of a decoding step."""
+    for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
+        check_array("advance", name, x, (rows_B.size,), ("int32",))
+    if on_host(lengths_B, step_B, rows_B):
+        lengths_B += rows_B >= 0
+        step_B += rows_B >= 0
+        return
+    raise NotImplementedError
