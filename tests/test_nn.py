@@ -8,7 +8,7 @@ import torch
 import transformers
 from checks import to_host
 
-from xtrain import ModelConfig, Tensor, Transformer, config, nn
+from xtrain import ModelConfig, Tensor, Transformer, UserError, config, nn
 from xtrain.nn import ALIGN, Module, Parameter
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -220,3 +220,33 @@ def test_a_norm_with_and_without_a_residual():
     h, y = norm(x, r)
     assert np.array_equal(h.data, x.data + r.data)
     np.testing.assert_allclose(y.data, norm(x + r).data, rtol=1e-6)
+
+
+# ----------------------------------------------------------------------------- to compute with only
+def test_without_training_there_are_no_gradients():
+    config = small()
+    model, other = Transformer(config, seed=3, trainable=False), Transformer(config, seed=3)
+    assert model.arena.grads is None and all(p.grad is None for _, p in model.named_parameters())
+    ids = np.arange(10).reshape(2, 5)
+    assert np.array_equal(model(ids).data, other(ids).data)
+    assert not model(ids).requires_grad
+    with pytest.raises(UserError, match="trainable=True"):
+        model.zero_grad()
+
+
+def test_in_bf16_without_training_matrices_have_no_float32_memory():
+    shape = small(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=24)
+    served, trained = (
+        Transformer(shape, seed=3, device="sim", precision="bf16", trainable=t)
+        for t in (False, True)
+    )
+    arena = served.arena
+    assert arena.half.size == arena.n_decay and arena.half.nbytes == 2 * arena.n_decay
+    assert arena.weights.size == trained.arena.weights.size - arena.n_decay
+    assert dict(served.named_parameters()).keys() == dict(trained.named_parameters()).keys()
+    ids = np.arange(6).reshape(2, 3)
+    a, b = (to_host(m(ids).data).astype(np.float32) for m in (served, trained))
+    assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()  # embedding rows: bf16 here, float32 there
+    name, tensor = next(iter(served.named_parameters()))
+    tensor.data = tensor.data * 0  # a change reaches the next forward pass
+    assert not np.array_equal(to_host(served(ids).data).astype(np.float32), a), name

@@ -206,7 +206,13 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 # ----------------------------------------------------------------------------- reading
-def load(folder: Path, device: str = "cpu", precision: str = "fp32", world: int = 1) -> Transformer:
+def load(
+    folder: Path,
+    device: str = "cpu",
+    precision: str = "fp32",
+    world: int = 1,
+    trainable: bool = True,
+) -> Transformer:
     """The model in a Hugging Face folder; weights in fp32, bf16 or fp16 become fp32. precision: of the computation.
 
     Everything is checked against the file headers before memory is taken. Raises UserError: one sentence.
@@ -220,7 +226,8 @@ def load(folder: Path, device: str = "cpu", precision: str = "fp32", world: int 
     config = read_config(folder)
     stored = _find_tensors(folder)
     _check_tensors(folder, config, stored)
-    return _fill(Transformer(config, None, device, precision, world=world), stored)
+    model = Transformer(config, None, device, precision, world=world, trainable=trainable)
+    return _fill(model, stored)
 
 
 def load_into(model: Transformer, folder: Path) -> None:
@@ -234,7 +241,8 @@ def load_into(model: Transformer, folder: Path) -> None:
 
 def _fill(model, stored):
     for name, tensor in model.named_parameters():
-        tensor.data = to_device(stored[name].read_finite(), model.device)
+        values = stored[name].read_finite().astype(tensor.dtype, copy=False)
+        tensor.data = to_device(values, model.device)
     return model
 
 

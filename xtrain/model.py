@@ -136,6 +136,7 @@ class Transformer(Module):
     recompute: what backward computes again instead of keeping it: "none", "attention" (between its matrix products) or
     "block"; may be set at any time, and changes no bit of any gradient.
     world: the number of ranks among which the arena can be divided (nn.Arena).
+    trainable False: to compute with only: no memory for gradients, and in bf16 none for float32 matrices.
     Calling the model gives logits, `loss` the mean cross-entropy.
     """
 
@@ -147,6 +148,7 @@ class Transformer(Module):
         precision: Literal["fp32", "bf16"] = "fp32",
         recompute: Literal["none", "attention", "block"] = "none",
         world: int = 1,
+        trainable: bool = True,
     ):
         self.config, self.precision, self.recompute = config, precision, recompute
         self.device = device if device == "sim" else resolve_device(device)
@@ -167,7 +169,7 @@ class Transformer(Module):
             precision == "bf16"
         ):  # here the float32 residual stream enters the bf16 branches for the first time
             self.model.layers[0].input_layernorm.out_dtype = BFLOAT16
-        self.arena = self.make_arena(self.device, seed, precision == "bf16", world)
+        self.arena = self.make_arena(self.device, seed, precision == "bf16", world, trainable)
         self.rotary = RotaryTables(config, self.device)
 
     def __call__(self, ids: Array) -> Tensor:
@@ -238,6 +240,8 @@ class Transformer(Module):
         return ids
 
     def zero_grad(self) -> None:
+        if self.arena.grads is None:
+            raise UserError("this model has no gradients: make it with trainable=True")
         self.arena.grads.fill(0)
 
     @no_grad()
@@ -291,12 +295,16 @@ class Transformer(Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, device: str = "cpu", precision: Literal["fp32", "bf16"] = "fp32"
+        cls,
+        folder: str | Path,
+        device: str = "cpu",
+        precision: Literal["fp32", "bf16"] = "fp32",
+        trainable: bool = True,
     ) -> "Transformer":
         """Read a folder in the Hugging Face layout; see huggingface.load. Raises UserError."""
         from .huggingface import load
 
-        return load(Path(folder), device, precision)
+        return load(Path(folder), device, precision, trainable=trainable)
 
 
 def pick(

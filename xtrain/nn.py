@@ -74,8 +74,9 @@ class _Part(Tensor):
     data = Parameter.data
 
     def __init__(self, parameter, rows):
-        super().__init__(parameter.data[rows], requires_grad=True)
-        self.grad, self.version = parameter.grad[rows], parameter.version
+        super().__init__(parameter.data[rows], parameter.requires_grad)
+        self.grad = None if parameter.grad is None else parameter.grad[rows]
+        self.version = parameter.version
 
 
 def arena_unit(world: int) -> int:
@@ -90,10 +91,16 @@ class Arena:
     change `refresh` does. Matrices are used from it, norm weights (which are few) always in float32.
     world: both regions can be divided among so many ranks, in parts of whole 16 bytes (ZeRO-1).
     weights is None while ZeRO-1 keeps each float32 weight on one rank only (ddp.py); the bf16 copy is then all there is.
+    trainable False: no gradients, and in bf16 float32 memory for the norms alone; the parameters' data are bf16 then.
     """
 
     def __init__(
-        self, parameters: list[Parameter], device: str, bf16: bool = False, world: int = 1
+        self,
+        parameters: list[Parameter],
+        device: str,
+        bf16: bool = False,
+        world: int = 1,
+        trainable: bool = True,
     ):
         decayed, rest = ([p for p in parameters if p.decay is flag] for flag in (True, False))
         offsets, size, unit = [], 0, arena_unit(world)
@@ -103,23 +110,30 @@ class Arena:
                 size += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
             size = -(-size // unit) * unit
         ordered = decayed + rest
-        self.weights, self.grads = (zeros_on(device, size, np.float32) for _ in range(2))
-        self.half = empty(self.weights, size, BFLOAT16) if bf16 else None
-        self.half_version = -1
         self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
-        self.version = Version()
+        self.trainable, self.version, self.half_version = trainable, Version(), -1
+        only_half = bf16 and not trainable
+        first = self.n_decay if only_half else 0  # offset at which weights begins
+        self.weights = zeros_on(device, size - first, np.float32)
+        self.grads = zeros_on(device, size, np.float32) if trainable else None
+        self.half = None
+        if only_half:
+            self.half = zeros_on(device, first, BFLOAT16)
+        elif bf16:
+            self.half = empty(self.weights, size, BFLOAT16)
         for parameter, offset in zip(ordered, offsets):
             shape, parameter.offset = parameter.declared_shape, offset
-            where = slice(offset, offset + math.prod(shape))
-            parameter._data = self.weights[where].reshape(shape)
-            parameter.grad = self.grads[where].reshape(shape)
-            parameter.version = self.version
-            if bf16 and parameter.decay:
-                parameter.half = self.half[where].reshape(shape)
+            view = lambda array, at: array[at : at + math.prod(shape)].reshape(shape)  # noqa: B023
+            half = view(self.half, offset) if bf16 and parameter.decay else None
+            alone = only_half and parameter.decay
+            parameter._data = half if alone else view(self.weights, offset - first)
+            parameter.grad = view(self.grads, offset) if trainable else None
+            parameter.half, parameter.version = half, self.version
+            parameter.requires_grad = trainable
 
     def refresh(self) -> None:
         """Make the bf16 copy again if the weights were changed by anything but AdamW."""
-        changed = self.half_version != self.version.count
+        changed = self.trainable and self.half_version != self.version.count
         if self.half is not None and self.weights is not None and changed:
             cast_into(self.half, self.weights)  # no temporary: it would leave a hole in the pool
             self.half_version = self.version.count
@@ -158,14 +172,19 @@ class Module:
                 row += rows
 
     def make_arena(
-        self, device: str, seed: int | None, bf16: bool = False, world: int = 1
+        self,
+        device: str,
+        seed: int | None,
+        bf16: bool = False,
+        world: int = 1,
+        trainable: bool = True,
     ) -> Arena:
         """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that are to be loaded.)
 
         Every tensor has a random stream of its own, named by the seed and its Hugging Face name: the numbers
         depend neither on packing nor on padding nor on the order of the layers.
         """
-        arena = Arena([p for _, p in self.storage()], device, bf16, world)
+        arena = Arena([p for _, p in self.storage()], device, bf16, world, trainable)
         if seed is None:
             return arena
         std = {prefix + suffix: p.std for prefix, p in self.storage() for suffix in p.parts}
@@ -175,7 +194,7 @@ class Module:
                 continue
             stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
             values = stream.standard_normal(tensor.shape, dtype=np.float32) * np.float32(std[name])
-            tensor.data = to_device(values, device)
+            tensor.data = to_device(values.astype(tensor.dtype, copy=False), device)
         free_cached(device)  # the temporaries, before other arrays settle in their memory
         return arena
 
