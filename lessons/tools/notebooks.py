@@ -1,0 +1,168 @@
+"""Keep each lessons/NN_name.ipynb in step with its NN_name.py, the file that people edit.
+
+    python lessons/tools/notebooks.py run [NN ...]         write and execute the notebooks of these lessons (default: all)
+    python lessons/tools/notebooks.py pairs                exit 1 when a notebook is not what its .py says
+    python lessons/tools/notebooks.py outputs FOLDER       exit 1 when a run in FOLDER printed anything else than is committed
+
+A cell tagged "solution" is folded in Jupyter and on Colab. Cell ids are counted, so a new run changes no more than it must.
+"""
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+LESSONS = Path(__file__).resolve().parents[1]
+SECONDS = 120  # for one cell
+
+
+def sources(numbers: list[str]) -> list[Path]:
+    chosen = [p for p in sorted(LESSONS.glob("[0-9][0-9]_*.py"))]
+    if numbers:
+        wanted = {int(n) for n in numbers}
+        chosen = [p for p in chosen if int(p.name[:2]) in wanted]
+        missing = wanted - {int(p.name[:2]) for p in chosen}
+        if missing:
+            sys.exit(f"there is no lesson {', '.join(map(str, sorted(missing)))} in {LESSONS}")
+    return chosen
+
+
+def notebook(path: Path):
+    """The notebook that a .py describes, without outputs."""
+    import jupytext
+
+    new = jupytext.read(path)
+    for number, cell in enumerate(new.cells):
+        cell["id"] = f"cell-{number}"
+        if {"solution", "install"} & set(cell.metadata.get("tags", [])):
+            cell.metadata["jupyter"] = {"source_hidden": True}
+            cell.metadata["cellView"] = "form"
+        cell.metadata.pop("lines_to_next_cell", None)
+    new.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+        "jupytext": {"formats": "ipynb,py:percent"},
+    }
+    new.nbformat, new.nbformat_minor = 4, 5
+    return new
+
+
+def run(path: Path) -> float:
+    """Execute and write one notebook. -> seconds. An exception in a cell ends it, with the cell's traceback."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    book, begin = notebook(path), time.perf_counter()
+    client = NotebookClient(
+        book,
+        timeout=SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(LESSONS.parent)}},
+    )
+    client.execute()
+    for cell in book.cells:
+        cell.metadata.pop("execution", None)  # clock times
+        for output in cell.get("outputs", []):
+            output.get("metadata", {}).clear()
+        if "outputs" in cell:
+            cell.outputs = _tidy(cell.outputs)
+    nbformat.write(book, path.with_suffix(".ipynb"))
+    return time.perf_counter() - begin
+
+
+def _tidy(outputs):
+    """Without warnings, and what is printed in one piece: how it is cut depends on the clock."""
+    kept = []
+    for output in outputs:
+        if output.get("name") == "stderr":
+            continue
+        if kept and output.get("name") == "stdout" == kept[-1].get("name"):
+            kept[-1].text += output.text
+        else:
+            kept.append(output)
+    return kept
+
+
+def _cells(book):
+    return [(c.cell_type, c.source, c.metadata) for c in book.cells]
+
+
+def out_of_step(path: Path) -> str | None:
+    """Why a notebook is not what its .py says, or None."""
+    import nbformat
+
+    paired = path.with_suffix(".ipynb")
+    if not paired.exists():
+        return f"{paired.name} is missing"
+    there, said = nbformat.read(paired, 4), notebook(path)
+    if len(there.cells) != len(said.cells):
+        return f"{paired.name} has {len(there.cells)} cells, {path.name} {len(said.cells)}"
+    for number, (a, b) in enumerate(zip(_cells(there), _cells(said))):
+        if a != b:
+            return f"{paired.name} and {path.name} differ in cell {number}: {b[1].strip().splitlines()[:1]}"
+    for cell in there.cells:
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                return f"{paired.name} holds an error: {output.ename}: {output.evalue}"
+    if not any(c.get("outputs") for c in there.cells):
+        return f"{paired.name} has no outputs"
+    return None
+
+
+def printed(path: Path) -> list[str]:
+    """What the code cells of a notebook print, one text per cell."""
+    import nbformat
+
+    texts = []
+    for cell in nbformat.read(path, 4).cells:
+        outputs = [o for o in cell.get("outputs", []) if o.get("name") == "stdout"]
+        texts.append(re.sub(r"/\S+/", "", "".join(o.text for o in outputs)))
+    return texts
+
+
+def pairs(paths) -> list[str]:
+    return [why for why in map(out_of_step, paths) if why]
+
+
+def outputs(paths, folder: Path) -> list[str]:
+    wrong = []
+    for path in paths:
+        name = path.with_suffix(".ipynb").name
+        for number, (old, new) in enumerate(zip(printed(LESSONS / name), printed(folder / name))):
+            if old != new:
+                wrong.append(
+                    f"{name}, cell {number}: committed\n{old}but a clean run prints\n{new}"
+                )
+                break
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("command", choices=["run", "pairs", "outputs"])
+    parser.add_argument("rest", nargs="*")
+    options = parser.parse_args()
+    os.environ.setdefault("PYTHONPATH", str(LESSONS.parent))
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # committed outputs are those of a CPU
+    if options.command == "run":
+        for path in sources(options.rest):
+            print(f"{path.name}: {run(path):.1f} s", flush=True)
+        return 0
+    if options.command == "pairs":
+        wrong = pairs(sources(options.rest))
+    else:
+        wrong = outputs(sources([]), Path(options.rest[0]))
+    print("\n".join(wrong) or f"{options.command}: all in step")
+    if wrong:
+        print(
+            "To mend: python lessons/tools/notebooks.py run NN, look at the difference, commit both files"
+        )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

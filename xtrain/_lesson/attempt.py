@@ -1,0 +1,393 @@
+"""Judge what a reader wrote: run it, compare it, and say in one or two sentences what is wrong.
+
+An exercise is a function that gets an Attempt and puts it through its cases:
+
+    @exercise("1.1", "add_kernel", first_step="which element is this thread's?")
+    def add_kernel(e):
+        for n in (1, 32, 33, 100):
+            a, b, y = e.normal(n), e.normal(n), e.blank(n)
+            e.run(-(-n // 32), 32, y, a, b)
+            e.same("y", y, a + b, {"y holds a - b: look at the sign": a - b})
+
+The first thing that is wrong raises Wrong and ends the attempt. The order in which things are looked at:
+nothing written yet, a call into the library, a KernelError of the simulator, a known mistake, a wrong value.
+"""
+
+import ast
+import contextlib
+import inspect
+import signal
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .. import simulator
+from ..simulator import KernelError, SimArray, sim
+
+SECONDS = 60  # an attempt that takes longer never ends
+GAP = "YOUR CODE"
+
+HINTS = {
+    "RaceError": "Ask which thread may touch this element, and whether a barrier stands between the two accesses.",
+    "DeadlockError": "All threads of a block must come to the same barrier: none inside an `if` that some skip, none after a `return` that some take.",
+    "OutOfBoundsError": "A grid rarely fits the data exactly: threads past the end must do nothing.",
+    "UninitializedError": "Shared and local memory hold garbage until somebody writes them. Who writes this element, and is there a barrier before the read?",
+    "CollectiveError": "A warp function needs whole warps of 32 threads, and every lane that its mask names.",
+}
+
+
+class Wrong(Exception):
+    """What is wrong with an attempt, in words for its author."""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """number: "1.1"   name: of the function that the reader writes   judge: puts an Attempt through its cases
+
+    first_step: what to ask oneself when nothing is written yet. hints: instead of HINTS, by name of the error.
+    allow: names of library functions that may be called. kernel: it is a @cuda.jit kernel.
+    """
+
+    number: str
+    name: str
+    judge: Callable
+    first_step: str
+    hints: dict[str, str]
+    allow: frozenset[str]
+    kernel: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    passed: bool
+    text: str
+
+    def __str__(self):
+        return self.text
+
+
+EXERCISES: dict[str, Exercise] = {}
+
+
+def exercise(number: str, name: str, first_step: str, hints=None, allow=(), kernel=True):
+    """Decorator: enter a judge in EXERCISES. See Exercise."""
+
+    def enter(judge):
+        EXERCISES[number] = Exercise(
+            number, name, judge, first_step, dict(hints or {}), frozenset(allow), kernel
+        )
+        return judge
+
+    return enter
+
+
+def judge(exercise: Exercise, work) -> Verdict:
+    """work: the function that the reader wrote."""
+    title = f"{exercise.number} {exercise.name}"
+    attempt = Attempt(exercise, work)
+    try:
+        attempt.look()
+        with _time_limit():
+            exercise.judge(attempt)
+    except Wrong as wrong:
+        text = str(wrong)
+        if GAP in attempt.source and not attempt.empty:
+            text += f"\nThe line `# {GAP}` is still there: is this the finished attempt?"
+        return Verdict(False, f"{title}: not yet.\n{textwrap.indent(text, '  ')}")
+    cases = f"{attempt.cases} cases" if attempt.cases != 1 else "1 case"
+    safe = ", no race, no access out of bounds" if exercise.kernel else ""
+    return Verdict(True, f"{title}: correct. {cases}{safe}.")
+
+
+@dataclass
+class Attempt:
+    """One function under examination. The methods below are all that an exercise needs."""
+
+    exercise: Exercise
+    work: Callable
+    cases: int = 0
+    where: str = ""  # of the case that is running: "n = 33, grid 2, block 32"
+    source: str = ""
+    empty: bool = False
+    _seed: int = field(default=0)
+
+    # ------------------------------------------------------------------------- before it runs
+    def look(self):
+        """Raises Wrong when the gap is still empty or the library does the work."""
+        name = self.exercise.name
+        function = getattr(self.work, "py_func", self.work)
+        if not isinstance(function, types.FunctionType):
+            raise Wrong(f"{name} must be a function, this is a {type(self.work).__name__}.")
+        try:
+            self.source = textwrap.dedent(inspect.getsource(function))
+        except OSError:
+            raise Wrong(
+                f"There is no source for {name}: define it in a cell or a file, not in a string."
+            ) from None
+        self.empty = _is_empty(self.source)
+        if self.empty:
+            raise Wrong(
+                f"Nothing is written yet: fill the gap `# {GAP}`.\nFirst step: {self.exercise.first_step}"
+            )
+        if self.exercise.kernel and not hasattr(self.work, "py_func"):
+            raise Wrong(f"{name} is a plain Python function: write @cuda.jit above it.")
+        found = library_name(function, self.exercise.allow)
+        if _home(function).split(".")[0] == "xtrain":
+            found = _home(function)
+        if found:
+            raise Wrong(
+                f"{name} uses {found}, which is the library's own: here you write it yourself.\n"
+                "Compare with the library afterwards; the end of the lesson shows its source."
+            )
+
+    # ------------------------------------------------------------------------- inputs
+    def normal(self, *shape, mean=0.3, scale=1.0, dtype=np.float32) -> SimArray:
+        """Random numbers, others at each call, the same at each attempt. Their mean is not zero."""
+        self._seed += 1
+        random = np.random.default_rng([self._seed, *map(ord, self.exercise.number)])
+        return sim((random.standard_normal(shape) * scale + mean).astype(dtype))
+
+    def blank(self, *shape, dtype=np.float32) -> SimArray:
+        """Memory for an output, filled with NaN (integers: with bytes 0x7F)."""
+        new = sim(np.empty(shape, dtype))
+        if new.dtype.kind == "f":
+            new.fill(np.nan)
+        else:
+            new.view(np.uint8).fill(0x7F)
+        return new
+
+    # ------------------------------------------------------------------------- run it
+    def run(self, grid, block, *args, shared=0, case="", hints=None):
+        """The reader's kernel in the simulator. case: what to say of it beside grid and block.
+
+        hints: by name of the error, for this case; before those of the exercise.
+        """
+        self.case(f"{case}, grid {grid}, block {block}".lstrip(", "))
+        try:
+            inspect.signature(self.work.py_func).bind(*args)
+        except TypeError:
+            want = len(args)
+            raise Wrong(
+                f"{self.exercise.name} is called with {want} arguments: keep the first line as it was given."
+            ) from None
+        try:
+            simulator.run(self.work, grid, block, *args, shared=shared)
+        except KernelError as error:
+            kind = type(error).__name__
+            hint = {**HINTS, **self.exercise.hints, **(hints or {})}.get(kind)
+            raise self.wrong(f"{error}" + (f"\n{hint}" if hint else "")) from None
+
+    def call(self, *args, case="", **options):
+        """-> what the reader's Python function returns."""
+        if case:
+            self.case(case)
+        try:
+            with _watched(self.exercise):
+                return self.work(*args, **options)
+        except Wrong:
+            raise
+        except Exception as error:
+            raise self.wrong(
+                f"{type(error).__name__}: {error}{_line_of(error, self.work)}"
+            ) from None
+
+    def case(self, where: str):
+        """A new case begins."""
+        self.cases += 1
+        self.where = where
+
+    # ------------------------------------------------------------------------- compare
+    def wrong(self, text: str) -> Wrong:
+        return Wrong(f"With {self.where}:\n{textwrap.indent(text, '  ')}" if self.where else text)
+
+    def need(self, ok: bool, text: str):
+        if not ok:
+            raise self.wrong(text)
+
+    def same(self, name: str, got, want, mistakes=None, rtol=1e-5, atol=1e-6):
+        """got equals want, element by element, to |got - want| <= atol + rtol |want|.
+
+        mistakes: {what to say: the array that this mistake would give, or a function of got -> bool}
+        """
+        got, want = self._arrays(name, got, want)
+        fits = np.isclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+        if fits.all():
+            return
+        for text, sign in (mistakes or {}).items():
+            if _looks_like(sign, got, rtol, atol):
+                raise self.wrong(f"{self._first(name, got, want, fits)}\n{text}")
+        if got.dtype.kind == "f" and np.isnan(got).all():
+            raise self.wrong(f"{name} is all NaN: nothing was written to it, or NaN was computed.")
+        raise self.wrong(self._first(name, got, want, fits))
+
+    def _arrays(self, name, got, want):
+        self.need(
+            hasattr(got, "shape") or np.isscalar(got),
+            f"{name} is {type(got).__name__}, not an array.",
+        )
+        got, want = np.asarray(got), np.asarray(want)
+        self.need(
+            got.shape == want.shape,
+            f"{name} has shape {got.shape}, it must have shape {want.shape}.",
+        )
+        return got, want
+
+    def _first(self, name, got, want, fits):
+        at = tuple(int(i) for i in np.argwhere(~fits)[0])
+        index = f"[{', '.join(map(str, at))}]" if at else ""
+        value = got[at]
+        untouched = got.dtype.kind == "f" and np.isnan(value) and not np.isnan(want[at])
+        many = f"{int((~fits).sum())} of {fits.size} elements differ" if fits.size > 1 else ""
+        is_ = "nan: never written, or NaN computed" if untouched else f"{value:.7g}"
+        return f"{name}{index} is {is_}; expected {want[at]:.7g}." + (f" ({many})" if many else "")
+
+
+# ----------------------------------------------------------------------------- helpers
+def _looks_like(sign, got, rtol, atol):
+    if callable(sign):
+        return bool(sign(got))
+    sign = np.asarray(sign)
+    return sign.shape == got.shape and np.allclose(got, sign, rtol, atol, equal_nan=True)
+
+
+def _is_empty(source):
+    """The gap as it was handed out: nothing but a docstring, and names that are given a value."""
+    try:
+        body = ast.parse(source).body[0].body
+    except (SyntaxError, AttributeError, IndexError):
+        return False
+    text = lambda s: isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)
+    given = lambda s: (
+        GAP in source and isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name)
+    )
+    return all(isinstance(s, ast.Pass) or text(s) or given(s) for s in body)
+
+
+def library_name(function, allow=frozenset()) -> str | None:
+    """The first name in the reader's code, or in functions beside it that it calls, that leads into xtrain."""
+    seen, todo = set(), [function]
+    while todo:
+        function = todo.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, SyntaxError):
+            continue
+        cells = dict(
+            zip(
+                function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ())
+            )
+        )
+        scope = {**function.__globals__, **cells}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
+                if any(n.split(".")[0] == "xtrain" for n in names):
+                    return ast.unparse(node)
+            found = _resolve(node, scope)
+            if found is None:
+                continue
+            home = _home(found)
+            if (
+                home.split(".")[0] == "xtrain"
+                and getattr(node, "attr", getattr(node, "id", "")) not in allow
+            ):
+                if isinstance(found, types.ModuleType) and _allowed_attribute(tree, node, allow):
+                    continue
+                return ast.unparse(node)
+            plain = getattr(found, "py_func", found)
+            if isinstance(plain, types.FunctionType) and plain.__globals__ is function.__globals__:
+                todo.append(plain)
+    return None
+
+
+def _allowed_attribute(tree, module, allow):
+    """module.name with a name that may be used"""
+    parents = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.value is module]
+    return bool(parents) and all(p.attr in allow for p in parents)
+
+
+def _resolve(node, scope):
+    if isinstance(node, ast.Name):
+        return scope.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = _resolve(node.value, scope)
+        return None if owner is None else getattr(owner, node.attr, None)
+    return None
+
+
+def _home(thing):
+    """The module that something comes from."""
+    if isinstance(thing, types.ModuleType):
+        return thing.__name__
+    thing = getattr(thing, "py_func", getattr(thing, "func", thing))
+    home = getattr(thing, "__module__", None)
+    return home if isinstance(home, str) else ""
+
+
+@contextlib.contextmanager
+def _watched(exercise):
+    """Raises Wrong when a library function that the exercise does not allow runs, however it was reached."""
+    before = sys.getprofile()
+
+    def watch(frame, event, argument):
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("xtrain.kernels"):
+            name = frame.f_code.co_name
+            if name not in exercise.allow:
+                sys.setprofile(before)
+                raise Wrong(
+                    f"{exercise.name} ends up in the library's {name}: here you write it yourself."
+                )
+
+    if (
+        exercise.allow
+    ):  # what an allowed function calls is its own business; the names were looked at
+        yield
+        return
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
+def _time_limit():
+    """Raises Wrong after SECONDS, where the system has an alarm and this is the main thread."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number, frame):
+        raise Wrong(
+            f"It did not end within {SECONDS} seconds: a loop whose condition never changes?"
+        )
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _line_of(error, work):
+    """ " (line 7: y = x / 0)" """
+    trace, line = error.__traceback__, None
+    code = getattr(work, "__code__", None)
+    while trace is not None:
+        if trace.tb_frame.f_code is code:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    if line is None:
+        return ""
+    lines, first = inspect.getsourcelines(work)
+    return f" (in `{lines[line - first].strip()}`)"

@@ -1,0 +1,192 @@
+"""Figures of the lessons, drawn by code. Each function makes one figure and returns it; a notebook shows it.
+
+ownership(owner)             which thread (or block) owns which element
+traffic(trace, array)        a row per warp request, a cell per 32-byte sector: wanted, moved for nothing
+timeline(rows)               who does what when
+roofline(points, ...)        arithmetic intensity against speed, under the two roofs of a machine
+bars(values, unit)           a few numbers side by side
+tiles(...)                   which part of A and B a block of C needs
+"""
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+INK, PALE, ACCENT, WASTE = "#263238", "#eceff1", "#00796b", "#ffab91"
+COLORS = ["#80cbc4", "#ffcc80", "#9fa8da", "#f48fb1", "#c5e1a5", "#b0bec5", "#fff59d", "#ce93d8"]
+WIDTH = 8.0  # inches
+
+
+def _axes(height, width=WIDTH):
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    return figure, axes
+
+
+def _shown(figure) -> Figure:
+    plt.close(figure)  # else a notebook would show it a second time
+    return figure
+
+
+def ownership(owner: np.ndarray, title="", what="thread", text=True) -> Figure:
+    """owner: (N,) or (R, C) whole numbers, one per element; -1 is nobody. A colour is an owner modulo 8."""
+    grid = np.atleast_2d(np.asarray(owner))
+    rows, columns = grid.shape
+    figure, axes = _axes(0.45 * rows + 0.9)
+    shade = np.where(grid < 0, len(COLORS), grid % len(COLORS))
+    axes.pcolormesh(
+        np.arange(columns + 1), np.arange(rows + 1), shade,
+        cmap=ListedColormap([*COLORS, PALE]), vmin=0, vmax=len(COLORS), edgecolors="white", linewidth=1,
+    )  # fmt: skip
+    if text:
+        size = 9 if columns <= 34 else 6
+        for r in range(rows):
+            for c in range(columns):
+                label = str(grid[r, c]) if grid[r, c] >= 0 else "–"
+                axes.text(
+                    c + 0.5, r + 0.5, label, ha="center", va="center", fontsize=size, color=INK
+                )
+    axes.invert_yaxis()
+    axes.set_aspect("auto")
+    step = max(1, columns // 16)
+    axes.set_xticks(np.arange(0, columns, step) + 0.5, np.arange(0, columns, step))
+    axes.set_yticks(np.arange(rows) + 0.5, np.arange(rows) if rows > 1 else [""])
+    axes.set_xlabel("column" if rows > 1 else "element")
+    axes.set_ylabel("row" if rows > 1 else "")
+    axes.set_title(title or f"which {what} owns which element", fontsize=10)
+    _plain(axes)
+    return _shown(figure)
+
+
+def traffic(trace, array: str, write=None, requests=8, title="") -> Figure:
+    """Every row is one instruction of one warp, every cell a sector of 32 bytes that it makes the memory move.
+
+    The part of a sector that some lane wanted is dark; the part moved for nothing is light.
+    """
+    chosen = trace.requests(array, write)[:requests]
+    last = max(a.index * a.bytes // 32 for r in chosen for a in r)
+    figure, axes = _axes(0.36 * len(chosen) + 1.0)
+    for row, request in enumerate(chosen):
+        wanted = {}
+        for a in request:
+            first = a.index * a.bytes
+            wanted.setdefault(first // 32, set()).update(range(first % 32, first % 32 + a.bytes))
+        for sector, used in wanted.items():
+            axes.add_patch(plt.Rectangle((sector, row), 1, 0.8, color=WASTE, lw=0))
+            for byte in used:
+                axes.add_patch(
+                    plt.Rectangle((sector + byte / 32, row), 1 / 32, 0.8, color=ACCENT, lw=0)
+                )
+    labels = [f"block {r[0].block[0]}, warp {r[0].thread // 32}, time {r[0].turn}" for r in chosen]
+    axes.set_yticks(np.arange(len(chosen)) + 0.4, labels, fontsize=8)
+    axes.set_xlim(0, last + 1)
+    axes.set_ylim(len(chosen), -0.2)
+    axes.set_xlabel(f"sector of {array} (32 bytes each)")
+    total = trace.traffic(array, write)
+    axes.set_title(
+        title
+        or f"{array}: {total.moved:,} bytes moved for {total.wanted:,} wanted ({total.efficiency:.0%})",
+        fontsize=10,
+    )
+    _plain(axes)
+    return _shown(figure)
+
+
+def timeline(rows: dict[str, list[tuple[float, float, str]]], title="", unit="time") -> Figure:
+    """rows: {who: [(begin, end, what), ...]}. The same word has the same colour everywhere."""
+    words = list(dict.fromkeys(w for spans in rows.values() for _, _, w in spans))
+    figure, axes = _axes(0.5 * len(rows) + 1.0)
+    for i, spans in enumerate(rows.values()):
+        for begin, end, word in spans:
+            color = COLORS[words.index(word) % len(COLORS)]
+            axes.barh(i, end - begin, left=begin, height=0.7, color=color, edgecolor="white")
+            axes.text((begin + end) / 2, i, word, ha="center", va="center", fontsize=8, color=INK)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.set_title(title, fontsize=10)
+    _plain(axes)
+    return _shown(figure)
+
+
+def roofline(
+    points: dict[str, tuple[float, float]], bytes_per_s: float, flops: float, title=""
+) -> Figure:
+    """points: {name: (floating-point operations per byte, operations per second reached)}.
+
+    bytes_per_s, flops: the two roofs of the machine. Left of the ridge memory limits, right of it arithmetic.
+    """
+    figure, axes = _axes(4.2)
+    ridge = flops / bytes_per_s
+    low = min([x for x, _ in points.values()] + [ridge]) / 4
+    high = max([x for x, _ in points.values()] + [ridge]) * 8
+    x = np.geomspace(low, high, 200)
+    axes.plot(x, np.minimum(x * bytes_per_s, flops) / 1e12, color=INK, lw=2)
+    axes.axvline(ridge, color=INK, lw=0.7, ls=":")
+    axes.text(
+        ridge, flops / 1e12 * 1.15, f"ridge: {ridge:.1f} operations a byte", fontsize=8, ha="center"
+    )
+    for i, (name, (intensity, speed)) in enumerate(points.items()):
+        axes.plot(intensity, speed / 1e12, "o", ms=8, color=COLORS[i % len(COLORS)], mec=INK)
+        axes.annotate(
+            name, (intensity, speed / 1e12), xytext=(7, -9), textcoords="offset points", fontsize=8
+        )
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte moved", ylabel="TFLOP/s")
+    axes.set_ylim(top=flops / 1e12 * 2.5)
+    axes.set_title(title, fontsize=10)
+    axes.grid(True, which="major", color=PALE)
+    _plain(axes)
+    return _shown(figure)
+
+
+def bars(
+    values: dict[str, float], unit: str, title="", limit: tuple[str, float] | None = None
+) -> Figure:
+    """limit: (name, value) of a line that nothing can pass."""
+    figure, axes = _axes(0.42 * len(values) + 1.0)
+    axes.barh(range(len(values)), list(values.values()), color=COLORS[0], edgecolor=INK, lw=0.5)
+    top = max([*values.values(), limit[1] if limit else 0])
+    for i, v in enumerate(values.values()):
+        axes.text(v + top * 0.01, i, f"{v:,.4g}", va="center", fontsize=9, color=INK)
+    if limit:
+        axes.axvline(limit[1], color=INK, ls="--", lw=1)
+        axes.text(limit[1], -0.75, f"{limit[0]} ", fontsize=8, ha="right", color=INK)
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_xlim(0, top * 1.15)
+    axes.set_ylim(len(values) - 0.4, -1.0 if limit else -0.6)
+    axes.set_xlabel(unit)
+    axes.set_title(title, fontsize=10)
+    _plain(axes)
+    return _shown(figure)
+
+
+def tiles(M: int, N: int, K: int, tile: int, at: tuple[int, int], step: int, title="") -> Figure:
+    """C (M, N) = A (M, K) B (K, N) in square tiles: what block `at` of C reads in its `step`-th turn."""
+    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.9), layout="constrained")
+    i, j = at
+    parts = [
+        ("A", M, K, [(i, k, PALE if k != step else COLORS[1]) for k in range(-(-K // tile))]),
+        ("B", K, N, [(k, j, PALE if k != step else COLORS[2]) for k in range(-(-K // tile))]),
+        ("C", M, N, [(i, j, COLORS[0])]),
+    ]
+    for ax, (name, rows, columns, cells) in zip(axes, parts):
+        for r, c, color in cells:
+            height, width = min(tile, rows - r * tile), min(tile, columns - c * tile)
+            ax.add_patch(plt.Rectangle((c * tile, r * tile), width, height, color=color))
+        ax.set(
+            xlim=(0, columns), ylim=(rows, 0), aspect="equal", title=f"{name} ({rows}, {columns})"
+        )
+        ax.set_xticks(range(columns + 1))
+        ax.set_yticks(range(rows + 1))
+        ax.tick_params(labelbottom=False, labelleft=False, length=0)
+        ax.grid(True, color="#b0bec5", lw=0.6)
+    figure.suptitle(
+        title or f"block {at} of C, turn {step}: one tile of A, one tile of B", fontsize=10
+    )
+    return _shown(figure)
+
+
+def _plain(axes):
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0)

@@ -1,0 +1,101 @@
+"""Exercises of lesson 1: a thread, a block, a grid."""
+
+import numpy as np
+
+from .attempt import exercise
+
+GRID_RACE = "Two blocks do the same elements. threadIdx.x begins at 0 again in every block: which number tells the blocks apart?"
+
+
+REVERSE_EARLY = "Another thread writes that element, perhaps later. After writing to `tile` all threads must wait: cuda.syncthreads()."
+REVERSE_SHORT = (
+    "In the last, shorter block part of `tile` is never written. "
+    "The mirror image of t is m - 1 - t, where m is the number of elements of this block."
+)
+
+
+@exercise(
+    "1.1", "add_kernel",
+    first_step="one line that computes i, the number of this thread in the whole grid, from blockIdx, blockDim and threadIdx.",
+    hints={
+        "RaceError": GRID_RACE,
+        "OutOfBoundsError": "The last block has more threads than there are elements left. "
+        "Threads whose i is not below y_n.size must do nothing.",
+    },
+)  # fmt: skip
+def add_kernel(e):
+    for n, block in ((1, 32), (32, 32), (100, 32), (33, 32), (7, 4)):
+        a, b, y = e.normal(n), e.normal(n), e.blank(n)
+        e.run(-(-n // block), block, y, a, b, case=f"n = {n}")
+        gap = np.isnan(np.asarray(y))
+        first = np.arange(n) < block
+        e.same("y", y, a + b, {
+            "Only the first block did its work: i has to go on where the block before ended.":
+                lambda got: n > block and gap[~first].all() and not gap[first].any(),
+            "Every block begins too early or too late: the stride from block to block is blockDim.x, "
+            "the threads of a block; gridDim.x is the number of blocks.":
+                lambda got: n > block and gap.any() and not gap.all(),
+            "That is the product, not the sum.": np.asarray(a * b),
+            "That is a - b.": np.asarray(a - b),
+            "That is a alone: b was not added.": np.asarray(a),
+            "That is y + ... : y holds NaN before you write, so assign it with = and not +=.":
+                lambda got: np.isnan(got).all(),
+        })  # fmt: skip
+
+
+@exercise(
+    "1.2", "add_bias_kernel",
+    first_step="two numbers for this thread: row r from the y parts of blockIdx, blockDim and threadIdx, column c from the x parts.",
+    hints={
+        "OutOfBoundsError": "Both axes need their guard: `if r < R and c < C`. And a row comes first in y_RC[r, c].",
+        "RaceError": "Two threads have the same (r, c): each axis needs its own blockIdx * blockDim + threadIdx.",
+    },
+)  # fmt: skip
+def add_bias_kernel(e):
+    for R, C, block in (
+        (2, 3, (4, 4)),
+        (5, 9, (4, 2)),
+        (9, 5, (8, 4)),
+        (1, 1, (2, 2)),
+        (4, 4, (2, 2)),
+    ):
+        x, bias, y = e.normal(R, C), e.normal(C), e.blank(R, C)
+        grid = -(-C // block[0]), -(-R // block[1])
+        e.run(grid, block, y, x, bias, case=f"{R} rows, {C} columns")
+        bias, x = np.asarray(bias), np.asarray(x)
+        wrong = {
+            "The bias of the row was added: bias_C has one number per column.":
+                x + bias[:R, None] if R <= C else np.empty(0),
+            "Only part of the elements was written: does `i` of a row come from the y parts, of a column from the x parts?":
+                lambda got: np.isnan(got).any(),
+            "That is x alone: the bias is missing.": x,
+        }  # fmt: skip
+        e.same("y", y, x + bias, wrong)
+
+
+@exercise(
+    "1.3", "reverse_kernel",
+    first_step="every thread copies its own element into `tile`; then all wait; then every thread reads the element of another.",
+    hints={
+        "RaceError": "The element that you read is written by another thread, perhaps later. "
+        "Between `tile[...] = ` and the read all threads must wait: cuda.syncthreads().",
+        "DeadlockError": "The barrier stands where some threads never come, inside an `if` or after a `return`. "
+        "Every thread of the block has to reach the same cuda.syncthreads().",
+        "OutOfBoundsError": "The last block may hold fewer than BLOCK elements. Count them: m = min(BLOCK, n - first), "
+        "and only threads below m read and write.",
+    },
+)  # fmt: skip
+def reverse_kernel(e):
+    for n in (32, 64, 40, 5):
+        x, y = e.normal(n), e.blank(n)
+        unwritten = REVERSE_EARLY if n % 32 == 0 else REVERSE_SHORT
+        e.run(-(-n // 32), 32, y, x, case=f"n = {n}", hints={"UninitializedError": unwritten})
+        x = np.asarray(x)
+        pieces = [x[i : i + 32] for i in range(0, n, 32)]
+        e.same("y", y, np.concatenate([p[::-1] for p in pieces]), {
+            "That is x itself, nothing is reversed.": x,
+            "The whole array was reversed. Here every block reverses its own 32 elements.":
+                x[::-1] if n > 32 else np.empty(0),
+            "Off by one: the mirror image of element 0 is element 31, so it is m - 1 - t.":
+                np.concatenate([np.roll(p[::-1], 1) for p in pieces]),
+        })  # fmt: skip

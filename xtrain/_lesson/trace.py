@@ -1,0 +1,172 @@
+"""Who touched what: a kernel's accesses to memory, as the simulator saw them.
+
+    trace = traced(kernel, grid, block, *args)
+    trace.accesses                    list of Access, in the order in which the simulator ran them
+    trace.sectors("x_NC")             32-byte sectors that the warps asked for, and the bytes that threads wanted
+
+The hardware serves a warp at once: the 32 lanes of one instruction become as many transactions as there are different
+32-byte sectors among their addresses. Here an instruction is a place in the source, and the k-th time that a lane is
+there belongs to the k-th time that its neighbours are. That holds for kernels whose lanes take the same path.
+"""
+
+import inspect
+import re
+from collections import defaultdict
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import simulator
+from .._simulator.thread import Thread
+
+SECTOR = 32  # bytes: what memory and caches of NVIDIA GPUs move at once
+
+
+class Access(NamedTuple):
+    """One thread at one element. index: of the element in its array, flat. turn: how often it was there before."""
+
+    array: str
+    kind: str  # "global" | "shared"
+    write: bool
+    block: tuple[int, int, int]
+    thread: int  # position in the block
+    index: int
+    bytes: int
+    line: int
+    turn: int
+
+
+class Traffic(NamedTuple):
+    """requests: instructions of whole warps. sectors: of 32 bytes that they touched. wanted: bytes that threads asked for."""
+
+    requests: int
+    sectors: int
+    wanted: int
+
+    @property
+    def moved(self) -> int:
+        return self.sectors * SECTOR
+
+    @property
+    def efficiency(self) -> float:
+        """Bytes wanted over bytes moved: 1.0 is a perfectly coalesced access."""
+        return self.wanted / self.moved if self.sectors else 1.0
+
+
+class Trace:
+    def __init__(self, accesses: list[Access]):
+        self.accesses = accesses
+
+    def of(
+        self, array: str | None = None, write: bool | None = None, kind="global"
+    ) -> list[Access]:
+        """The accesses of one array, only writes or only reads."""
+        return [
+            a
+            for a in self.accesses
+            if a.kind == kind
+            and (array is None or a.array == array)
+            and (write is None or a.write == write)
+        ]
+
+    def requests(self, array=None, write=None, kind="global") -> list[list[Access]]:
+        """Accesses grouped as the hardware sees them: one list per warp, instruction and turn."""
+        groups = defaultdict(list)
+        for a in self.of(array, write, kind):
+            groups[a.array, a.block, a.thread // 32, a.line, a.write, a.turn].append(a)
+        return list(groups.values())
+
+    def traffic(self, array=None, write=None) -> Traffic:
+        """Sectors of global memory, cache left aside: what the warps ask of it."""
+        requests = self.requests(array, write)
+        sectors = sum(len({a.index * a.bytes // SECTOR for a in r}) for r in requests)
+        wanted = sum(a.bytes for r in requests for a in r)
+        return Traffic(len(requests), sectors, wanted)
+
+    def bank_conflicts(self, array=None) -> list[int]:
+        """For every warp access to shared memory: into how many passes its banks force it. 1 is no conflict."""
+        ways = []
+        for request in self.requests(array, None, "shared"):
+            words = defaultdict(set)
+            for a in request:
+                word = a.index * a.bytes // 4
+                words[word % 32].add(word)
+            ways.append(max(len(w) for w in words.values()))
+        return ways
+
+
+def traced(kernel, grid, block, *args, shared: int = 0) -> Trace:
+    """Run a kernel in the simulator (arrays are changed in place) and keep every access to global and shared memory.
+
+    A global array goes by the name of the kernel's parameter, also inside device functions.
+    """
+    accesses, turns, widths = [], defaultdict(int), {}
+    parameters = _parameters(kernel, args)
+    load, store = Thread.load, Thread.store
+
+    def note(thread, a, index, site, write):
+        if type(a) is tuple or a.memory.kind == "local":
+            return
+        k = a.locate(index)
+        if k is None:
+            return
+        size, name = a.dtype.itemsize, site.what
+        if a.memory.kind == "global":
+            name, k = _place(parameters, a.flat.__array_interface__["data"][0] + k * size, size)
+        if site not in widths:
+            widths[site] = _width(site.what, size)
+        position = tuple(int(i) for i in thread.block.position)
+        who = (position, thread.index, site.line, site.column, name, write)
+        turn, turns[who] = turns[who] // widths[site], turns[who] + 1
+        accesses.append(
+            Access(
+                name, a.memory.kind, write, position, thread.index, int(k), size, site.line, turn
+            )
+        )
+
+    def noted_load(self, a, index, site):
+        note(self, a, index, site, False)
+        return load(self, a, index, site)
+
+    def noted_store(self, a, index, value, site):
+        note(self, a, index, site, True)
+        return store(self, a, index, value, site)
+
+    Thread.load, Thread.store = noted_load, noted_store
+    try:
+        simulator.run(kernel, grid, block, *args, shared=shared)
+    finally:
+        Thread.load, Thread.store = load, store
+    return Trace(accesses)
+
+
+def _parameters(kernel, args):
+    """-> [(first byte, end, name)] of the array arguments"""
+    found = []
+    for name, a in zip(inspect.signature(kernel.py_func).parameters, args):
+        if isinstance(a, np.ndarray):
+            low, high = np.lib.array_utils.byte_bounds(a)
+            found.append((low, high, name))
+    return found
+
+
+def _place(parameters, address, size):
+    """-> name of the parameter that holds this byte, index of the element in it"""
+    for low, high, name in parameters:
+        if low <= address < high:
+            return name, (address - low) // size
+    return "constant", 0
+
+
+def _width(what, size):
+    """Elements that one instruction moves: 4 for load4 of float32. Sites of intrinsics are whole calls."""
+    call = re.match(r"(?:\w+\.)*(?:load|store)(?:_words)?(\d+)\(", what)
+    return min(int(call[1]), 16 // size) if call else 1
+
+
+def owners(trace: Trace, array: str, shape, what="thread") -> np.ndarray:
+    """-> integer array of `shape`: which thread (or block) wrote each element of an array last; -1 for nobody."""
+    owner = np.full(int(np.prod(shape)), -1)
+    for a in trace.of(array, write=True):
+        owner[a.index] = a.thread if what == "thread" else a.block[0]
+    return owner.reshape(shape)
