@@ -134,6 +134,28 @@ def swiglu_bwd(dtype):
 
 
 @case
+def swiglu_bwd_again(dtype):
+    """What training uses: y is computed again too."""
+    gu, dy = draw(dtype, N, 2 * F, scale=2.0), draw(dtype, N, F, seed=1)
+    work = dy.copy()
+
+    def got():
+        y = dy.copy()
+        return swiglu.swiglu_bwd(y, gu, again=True), y
+
+    return Case(
+        size(gu, dy, gu, dy),
+        lambda: swiglu.swiglu_bwd(work, gu, again=True),
+        got=got,
+        want=lambda: (
+            swiglu.swiglu_bwd_ref(double(dy), double(gu)),
+            swiglu.swiglu_ref(double(gu)),
+        ),
+        shape=f"N={N} F={F}",
+    )
+
+
+@case
 def silu_fwd(dtype):
     x = draw(dtype, N, F, scale=2.0)
     return Case(

@@ -61,6 +61,7 @@ def launch_everything():
         softmax.causal_softmax_bwd(f32(1, 2, S), p, 2, 0.1)
     layout.swap_heads(f32(1, 2, 3, 4))
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(f32(2, 8)), f32(2, 8))
+    swiglu.swiglu_bwd(f32(2, 4), f32(2, 8), again=True)
     swiglu.silu_bwd(swiglu.silu_fwd(f32(8)), f32(8))
     elementwise.add_into(elementwise.add_fwd(f32(8), f32(8)), f32(8))
     elementwise.scale_into(elementwise.scale_fwd(f32(8), 0.5), f32(1))

@@ -63,6 +63,19 @@ def test_swiglu_kernels(shape, scale, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("place", [to_kernel, np.array])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_product_again(shape, place, dtype):
+    """Over dy, the bits of the forward pass; dgu as without it."""
+    N, F = shape
+    gu, dy = (place(normal(i, N, k * F, scale=3.0).astype(dtype)) for i, k in ((1, 2), (2, 1)))
+    expected, y = swiglu_bwd(dy, gu), swiglu_fwd(gu)
+    dgu = swiglu_bwd(dy, gu, again=True)
+    assert np.array_equal(to_host(dgu), to_host(expected))
+    assert np.array_equal(to_host(dy), to_host(y))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (TILE + 1,), (0, 4)])
 def test_silu_kernels(shape, dtype):
     x, dy = normal(1, *shape, scale=4.0), normal(2, *shape)

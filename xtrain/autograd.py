@@ -132,7 +132,7 @@ class Function:
         kind = "data" if cls.full_precision else "value"
         out = cls.forward(ctx, *(getattr(a, kind) if isinstance(a, Tensor) else a for a in args))
         outputs = [Tensor(o) for o in (out if isinstance(out, tuple) else (out,))]
-        node = Node(cls, ctx, args, len(outputs)) if _recording and any(ctx.needs_grad) else None
+        node = Node(cls, ctx, args, len(outputs)) if any(ctx.needs_grad) else None
         for i, tensor in enumerate(outputs):
             tensor.requires_grad, tensor.node, tensor.index = node is not None, node, i
         return tuple(outputs) if isinstance(out, tuple) else outputs[0]
@@ -165,7 +165,7 @@ class Context:
     __slots__ = ("edges", "needs_grad", "saved")
 
     def __init__(self, args):
-        self.needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in args]
+        self.needs_grad = [_recording and isinstance(a, Tensor) and a.requires_grad for a in args]
         self.edges = [Edge(a) if needed else None for a, needed in zip(args, self.needs_grad)]
         self.saved: tuple = ()
 

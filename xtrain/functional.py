@@ -12,6 +12,7 @@ from .kernels import elementwise as _elementwise
 from .kernels import embedding as _embedding
 from .kernels import gemm as _gemm
 from .kernels import layout as _layout
+from .kernels import linear_cross_entropy as _linear_cross_entropy
 from .kernels import qk_norm_rope as _qk_norm_rope
 from .kernels import residual as _residual
 from .kernels import rmsnorm as _rmsnorm
@@ -180,6 +181,26 @@ class SwiGLU(Function):
         return _swiglu.swiglu_bwd(dy_NF, *ctx.saved)
 
 
+class SwiGLULinear(Function):
+    """linear(swiglu(gu), w) without keeping what lies between: backward makes it again on the way."""
+
+    @staticmethod
+    def forward(ctx, gu_N2F, w_OF):
+        ctx.save(gu_N2F, w_OF)
+        return _gemm.linear_fwd(_swiglu.swiglu_fwd(gu_N2F), w_OF)
+
+    @staticmethod
+    def backward(ctx, dz_NO):
+        gu_N2F, w_OF = ctx.saved
+        dy_NF = _gemm.linear_bwd_x(dz_NO, w_OF)
+        dgu_N2F = _swiglu.swiglu_bwd(dy_NF, gu_N2F, again=True)
+        y_NF, dw_OF = dy_NF, None
+        if ctx.needs_grad[1]:
+            dw_OF = ctx.grad_buffer(1, w_OF)
+            _gemm.linear_bwd_w(dz_NO, y_NF, dw_OF)
+        return dgu_N2F, dw_OF
+
+
 class SiLU(Function):
     @staticmethod
     def forward(ctx, x):
@@ -208,6 +229,31 @@ class CrossEntropy(Function):
         if not is_unit(dloss):
             _elementwise.scale_into(dlogits_NP, dloss.reshape(1))
         return dlogits_NP
+
+
+class LinearCrossEntropy(Function):
+    """The head and CrossEntropy together: the logits exist for a few rows at a time, their gradient has gone on to
+    x and w before forward returns."""
+
+    @staticmethod
+    def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows=None):
+        loss_N, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(
+            x_NC, w_PC, targets_N, vocab_size, inv_count_1, *ctx.needs_grad[:2], rows
+        )
+        ctx.save(dx_NC, dw_PC, w_PC)
+        return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx_NC, dw_PC, w_PC = ctx.saved
+        if not is_unit(dloss):
+            for gradient in filter(lambda g: g is not None, (dx_NC, dw_PC)):
+                _elementwise.scale_into(gradient, dloss.reshape(1))
+        if dw_PC is None:
+            return dx_NC, None
+        sum_PC = ctx.grad_buffer(1, w_PC)
+        _elementwise.add_into(sum_PC, _cast.cast_fwd(dw_PC, sum_PC.dtype))
+        return dx_NC, sum_PC
 
 
 class Add(Function):
@@ -286,6 +332,7 @@ rmsnorm, residual_rmsnorm = RMSNorm.apply, ResidualRMSNorm.apply
 rope, qk_norm_rope = Rope.apply, QKNormRope.apply
 attention, causal_softmax = Attention.apply, CausalSoftmax.apply
 swiglu, silu, cross_entropy = SwiGLU.apply, SiLU.apply, CrossEntropy.apply
+swiglu_linear, linear_cross_entropy = SwiGLULinear.apply, LinearCrossEntropy.apply
 add, scale, cast = Add.apply, Scale.apply, Cast.apply
 swap_heads, reshape, narrow = SwapHeads.apply, Reshape.apply, Narrow.apply
 

@@ -148,11 +148,6 @@ def _transformer(d, *weights):
     return d.model.loss(ids, targets)
 
 
-def _qk_norm_rope(d, qkv, *weights):
-    weights = weights if d.norm else (None, None)
-    return F.qk_norm_rope(qkv, *weights, *d.tables, d.H, d.G, d.T, EPS, d.positions)
-
-
 # op -> its differentiable inputs, each with its shape in names of Draw; how to call it
 CASES = {
     "embedding": ("w: V C", lambda d, w: F.embedding(d.ids(d.N, d.V), w)),
@@ -160,12 +155,14 @@ CASES = {
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
     "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: F.residual_rmsnorm(x, r, w, EPS)),
     "rope": ("x: M H D", lambda d, x: F.rope(x, *d.tables, d.positions, d.T)),
-    "qk_norm_rope": ("qkv: M Q, q_w: D, k_w: D", _qk_norm_rope),
+    "qk_norm_rope": ("qkv: M Q, q_w: D, k_w: D", lambda d, x, *w: F.qk_norm_rope(x, *(w if d.norm else (None, None)), *d.tables, d.H, d.G, d.T, EPS, d.positions)),
     "attention": ("q: B T H D, k: B S G D, v: B S G D", lambda d, q, k, v: F.attention(q, k, v, 0.3, d.causal)),
     "causal_softmax": ("s: B A S", lambda d, s: F.causal_softmax(s, d.T, 0.7, d.causal)),
     "swiglu": ("gu: N FF", lambda d, gu: F.swiglu(gu)),
+    "swiglu_linear": ("gu: N FF, w: O F", lambda d, gu, w: F.swiglu_linear(gu, w)),
     "silu": ("x: N F", lambda d, x: F.silu(x)),
     "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, (t := d.targets(d.N, d.V)), d.V, count_targets(t))),
+    "linear_cross_entropy": ("x: N C, w: P C", lambda d, x, w: F.linear_cross_entropy(x, w, (t := d.targets(d.N, d.V)), d.V, count_targets(t), 2)),
     "add": ("a: N C, b: N C", lambda d, a, b: F.add(a, b)),
     "scale": ("x: N C", lambda d, x: F.scale(x, -1.7)),
     "cast": ("x: N C", lambda d, x: F.cast(x, np.float32)),
@@ -196,8 +193,7 @@ def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
     @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=phases)
     @given(strategies.data())
     def explore(data):
-        wrong = []
-        d = Draw(lambda values: data.draw(strategies.sampled_from(values)))
+        wrong, d = [], Draw(lambda values: data.draw(strategies.sampled_from(values)))
         for name, shape, error in _check_case(op, d):
             shapes, worst = found.get(name, (set(), 0.0))
             found[name] = shapes | {shape}, max(worst, error)

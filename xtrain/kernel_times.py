@@ -28,6 +28,7 @@ IN_PLACE = {  # which of a kernel's arrays are read and overwritten
     "adamw_kernel": (0, 1, 2),
     "cross_entropy_kernel": (1,),
     "scale_into_kernel": (0,),
+    "swiglu_bwd_again_kernel": (1,),
     "causal_softmax_fwd_warp_kernel": (0,),
     "causal_softmax_fwd_row_kernel": (0,),
     "causal_softmax_fwd_kernel": (0,),

@@ -47,7 +47,9 @@ KINDS = {  # what an op's forward allocates, in words; other ops go by their own
     "QKNormRope": "queries, keys, values",
     "Attention": "attention",
     "SwiGLU": "SwiGLU",
+    "SwiGLULinear": "outputs of projections",
     "CrossEntropy": "logits",
+    "LinearCrossEntropy": "gradients of the head",
 }
 
 

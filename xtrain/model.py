@@ -87,7 +87,7 @@ class MLP(Module):
 
     def __call__(self, x_NC: Tensor) -> Tensor:
         gu_N2F = F.linear(x_NC, self.gate_up)
-        return self.down_proj(F.swiglu(gu_N2F))  # (N, F) -> (N, C)
+        return F.swiglu_linear(gu_N2F, self.down_proj.weight)  # (N, F) -> (N, C)
 
 
 class Block(Module):
@@ -188,6 +188,7 @@ class Transformer(Module):
 
         inv_count: (1,) float32 on the model's device, 1 / number of targets to divide by, when this call sees only
         a part of the batch. Raises UserError like calling the model; without a single target the loss is 0.
+        The logits never exist as a whole, and their gradient is computed at once: where no backward will follow, use no_grad.
         """
         ids, targets = self._check_ids(ids, "ids"), self._check_ids(targets, "targets")
         if targets.shape != ids.shape:
@@ -197,8 +198,8 @@ class Transformer(Module):
         targets_N = self._to_device(targets.reshape(-1))
         if inv_count is None:
             inv_count = count_targets(targets_N)
-        return F.cross_entropy(
-            self._logits(self._hidden(ids)), targets_N, self.config.vocab_size, inv_count
+        return F.linear_cross_entropy(
+            self._hidden(ids), self._head(), targets_N, self.config.vocab_size, inv_count
         )
 
     def _hidden(self, ids: Array) -> Tensor:
@@ -206,9 +207,11 @@ class Transformer(Module):
         self.arena.refresh()
         return self.model(self._to_device(ids.reshape(-1)), B, self.rotary(T), self.recompute)
 
+    def _head(self) -> Parameter:
+        return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
+
     def _logits(self, x_NC: Tensor) -> Tensor:
-        head = self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
-        return F.linear(x_NC, head)  # (N, padded V)
+        return F.linear(x_NC, self._head())  # (N, padded V)
 
     def _to_device(self, array: Array) -> Array:
         return array if is_gpu(array) else to_device(np.ascontiguousarray(array), self.device)

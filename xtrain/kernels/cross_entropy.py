@@ -309,9 +309,10 @@ def cross_entropy(
     vocab_size: int,
     inv_count_1: Array | None,
     with_gradient: bool = True,
+    out_N: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """logits (N, P >= vocab_size) float32 or bf16, targets (N,) whole numbers -> loss (N,) float32 and
-    the gradient of inv_count sum(loss), **written over the logits**.
+    """logits (N, P >= vocab_size) float32 or bf16, targets (N,) whole numbers -> loss (N,) float32 (in
+    out_N if given) and the gradient of inv_count sum(loss), **written over the logits**.
 
     with_gradient=False leaves the logits alone and returns None for the gradient; inv_count may
     then be None. A target that is neither in [0, vocab_size) nor -100: ValueError on the CPU; on a
@@ -325,10 +326,18 @@ def cross_entropy(
         check(not with_gradient, "cross_entropy: the gradient needs inv_count")
         inv_count_1 = empty(logits_NP, 1, np.float32)  # a kernel takes no None
     check_array("cross_entropy", "inv_count", inv_count_1, (1,))
+    if out_N is not None:
+        check_array("cross_entropy", "loss", out_N, (N,))
     if on_host(logits_NP, targets_N, inv_count_1):
-        _refuse_wrong(targets_N, vocab_size)
-        return cross_entropy_ref(logits_NP, targets_N, vocab_size, inv_count_1, with_gradient)
-    loss_N, logits = empty(logits_NP, N, np.float32), logits_NP.reshape(-1)
+        refuse_wrong(targets_N, vocab_size)
+        loss_N, d_NP = cross_entropy_ref(
+            logits_NP, targets_N, vocab_size, inv_count_1, with_gradient
+        )
+        if out_N is not None:
+            out_N[...] = loss_N
+        return loss_N if out_N is None else out_N, d_NP
+    loss_N = empty(logits_NP, N, np.float32) if out_N is None else out_N
+    logits = logits_NP.reshape(-1)
     each = each_of(logits)
     block, blocks = BLOCKS[each]
     ce_kernel = make_cross_entropy_kernel(each, aligned_rows(P, logits), block, blocks)
@@ -402,7 +411,8 @@ def _check_targets(op, targets_N, N):
     check_ids(op, "targets", targets_N)
 
 
-def _refuse_wrong(targets_N, vocab_size):
+def refuse_wrong(targets_N: np.ndarray, vocab_size: int) -> None:
+    """Raises ValueError when a target is neither in [0, vocab_size) nor -100."""
     wrong_N = ((targets_N < 0) | (targets_N >= vocab_size)) & (targets_N != IGNORE)
     if wrong_N.any():
         n = int(wrong_N.argmax())

@@ -10,7 +10,10 @@ gu is the output of one matrix product: columns 0..F-1 hold gate, columns F..2F-
 The sigmoid needs no saved copy: s is recomputed from the gate, and everything else follows from s.
 For a gate below -88 exp(-g) overflows to infinity, and 1 / (1 + infinity) is the right 0.
 
-Bytes moved, forward: read gu, write y, 3 N F elements. Backward: read gu and dy, write dgu, 5 N F.
+y is not kept for the matrix product that follows, whose backward needs it: our backward has all of its factors in
+registers and writes it again, to the same bits, over dy.
+
+Bytes moved, forward: read gu, write y, 3 N F elements. Backward: read gu and dy, write dgu, 5 N F, and y, 6 N F.
 In bf16 the arithmetic is no longer free: an H200 moves 6 bytes in the time of about 40 instructions. A division that
 rounds correctly takes 10 of them, and a branch, so that elements wait for one another; fast_fdividef takes 5 and errs by
 two units in the last place.
@@ -75,7 +78,8 @@ def swiglu_ref(gu_N2F):
     return y_NF
 
 
-def swiglu_bwd_ref(dy_NF, gu_N2F):
+def swiglu_bwd_ref(dy_NF, gu_N2F, again=False):
+    """-> dgu (N, 2F). again: y in place of dy."""
     F = dy_NF.shape[1]
     gate_NF, up_NF = gu_N2F[:, :F], gu_N2F[:, F:]
     dgu_N2F = np.empty_like(gu_N2F)
@@ -87,7 +91,11 @@ def swiglu_bwd_ref(dy_NF, gu_N2F):
     dgate_NF += s_NF  # silu'(gate)
     dgate_NF *= up_NF
     dgate_NF *= dy_NF
+    if again:
+        np.multiply(dup_NF, up_NF, out=s_NF)
     dup_NF *= dy_NF
+    if again:
+        dy_NF[...] = s_NF
     return dgu_N2F
 
 
@@ -130,12 +138,13 @@ def make_swiglu_fwd_kernel(F, whole):
 
 
 @functools.cache
-def make_swiglu_bwd_kernel(F, whole):
+def make_swiglu_bwd_kernel(F, whole, again=False):
+    """again: the kernel that also writes y, over dy."""
     place, gap = make_place(F)
 
-    @kernel(BLOCK)
-    def swiglu_bwd_kernel(dgu, dy, gu, N):
-        """Grid blocks_for_rows(N, F), block BLOCK. A thread writes the two halves of its columns."""
+    @device
+    def columns(dgu, dy, gu, N):
+        """A thread writes the two halves of its columns."""
         gate = cuda.local.array(EACH, float32)
         up = cuda.local.array(EACH, float32)
         d = cuda.local.array(EACH, float32)
@@ -149,12 +158,24 @@ def make_swiglu_bwd_kernel(F, whole):
         for j in range(EACH):
             s = sigmoid(gate[j])
             silu = gate[j] * s
+            y, dup = silu * up[j], d[j] * silu
             gate[j] = d[j] * up[j] * (s + silu * (float32(1.0) - s))
-            up[j] = d[j] * silu
+            up[j], d[j] = dup, y
         store(dgu, row + f, gap, row + F, gate, whole)
         store(dgu, row + F + f, gap, row + 2 * F, up, whole)
+        if again:
+            store(dy, n * F + f, gap, n * F + F, d, whole)
 
-    return swiglu_bwd_kernel
+    @kernel(BLOCK)
+    def swiglu_bwd_kernel(dgu, dy, gu, N):
+        """Grid blocks_for_rows(N, F), block BLOCK. dy: flat (N F), gu, dgu: flat (N 2F)."""
+        columns(dgu, dy, gu, N)
+
+    @kernel(BLOCK)
+    def swiglu_bwd_again_kernel(dgu, dy, gu, N):
+        columns(dgu, dy, gu, N)
+
+    return swiglu_bwd_again_kernel if again else swiglu_bwd_kernel
 
 
 @device
@@ -218,15 +239,19 @@ def swiglu_fwd(gu_N2F: Array) -> Array:
     return y_NF
 
 
-def swiglu_bwd(dy_NF: Array, gu_N2F: Array) -> Array:
-    """dy (N, F), gu (N, 2F), both float32 or both bf16 -> dgu (N, 2F)"""
+def swiglu_bwd(dy_NF: Array, gu_N2F: Array, again: bool = False) -> Array:
+    """dy (N, F), gu (N, 2F), both float32 or both bf16 -> dgu (N, 2F)
+
+    again: compute y again too, the bits of swiglu_fwd(gu), **written over dy**.
+    """
     check_array("swiglu backward", "dy", dy_NF, (None, None), FLOATS)
     N, F = dy_NF.shape
     check_array("swiglu backward", "gu", gu_N2F, (N, 2 * F), (dy_NF.dtype.name,))
     if on_host(dy_NF, gu_N2F):
-        return swiglu_bwd_ref(dy_NF, gu_N2F)
+        return swiglu_bwd_ref(dy_NF, gu_N2F, again)
     dgu_N2F = empty_like(gu_N2F)
-    _launch_rows(make_swiglu_bwd_kernel, N, F, dgu_N2F, dy_NF, gu_N2F)
+    make_kernel = functools.partial(make_swiglu_bwd_kernel, again=bool(again))
+    _launch_rows(make_kernel, N, F, dgu_N2F, dy_NF, gu_N2F)
     return dgu_N2F
 
 

@@ -1,0 +1,86 @@
+"""The head and the loss in one op, a few rows at a time.   x: (N, C)   w: (P, C)   targets: (N,)
+
+    forward    logits = x w^T        loss = cross_entropy(logits)        (gemm.py, cross_entropy.py)
+    backward   with d = dL/dlogits:  dx = d w        dw = d^T x
+
+The logits are by far the largest array of a small model: with GPT-2's vocabulary they take as much of a token as four layers
+of width 768 keep of it. Nobody needs them as a whole. A row's loss and d depend on that row alone, dx has a row for each
+of d, and dw is a sum over rows. So for one chunk of rows after the other: logits, loss and d written over them, dx, a share of
+dw added inside the matrix product; the next chunk uses the same memory.
+
+That does the backward's work in the forward, where the gradient L gets from above is not known yet. It is the same factor
+everywhere: the results are those of L itself, and backward multiplies them if it must (Hsu et al. 2024, Liger-Kernel).
+What stays until then: dx, N C elements, and dw, P C float32, in place of N P logits.
+
+Every chunk reads and writes dw once more, 8 P C bytes, in a product of 2 rows P C operations, and it needs as many tiles of
+dx as the GPU has multiprocessors. ROWS is where neither costs much; bench/bench_head.py shows what other sizes do.
+"""
+
+import numpy as np
+
+from ..device import Array
+from ._launch import check, check_ids, empty, on_host
+from .cross_entropy import cross_entropy, refuse_wrong
+from .gemm import matmul
+
+ROWS = 2048  # of a chunk, at most: 206 MB of bf16 logits for GPT-2's vocabulary
+UNIT = 64  # all chunks but the last are a multiple of it
+
+
+def linear_cross_entropy_ref(x_NC, w_PC, targets_N, vocab_size, inv_count_1):
+    """-> loss (N,), dx (N, C), dw (P, C), all rows at once"""
+    loss_N, d_NP = cross_entropy(x_NC @ w_PC.T, targets_N, vocab_size, inv_count_1)
+    return loss_N, d_NP @ w_PC, d_NP.T @ x_NC
+
+
+def chunk_rows(N: int, rows: int | None = None) -> int:
+    """Rows of a chunk: N divided into as few equal chunks as have at most `rows` (None: ROWS) each."""
+    rows = ROWS if rows is None else rows
+    even = -(-N // max(-(-N // rows), 1))
+    return min(-(-even // UNIT) * UNIT, rows)
+
+
+def linear_cross_entropy(
+    x_NC: Array,
+    w_PC: Array,
+    targets_N: Array,
+    vocab_size: int,
+    inv_count_1: Array | None,
+    want_dx: bool = True,
+    want_dw: bool = True,
+    rows: int | None = None,
+) -> tuple[Array, Array | None, Array | None]:
+    """x (N, C) and w (P >= vocab_size, C), both float32 or both bf16; targets (N,) whole numbers.
+
+    -> loss (N,) float32, and of inv_count sum(loss) the gradients dx like x, and dw (P, C) float32; None for those that
+    are not wanted (without both inv_count may be None). rows: at most so many at a time. Errors as in cross_entropy.
+    """
+    (N, C), (P, width) = x_NC.shape, w_PC.shape
+    check(width == C, f"linear_cross_entropy: x has shape {x_NC.shape}, w {w_PC.shape}")
+    check(
+        targets_N.shape == (N,),
+        f"linear_cross_entropy: targets have shape {targets_N.shape}, expected ({N},)",
+    )
+    check_ids("linear_cross_entropy", "targets", targets_N)
+    wide = np.float64 if x_NC.dtype == np.float64 else np.float32
+    loss_N = empty(x_NC, N, wide)
+    dx_NC = empty(x_NC, (N, C)) if want_dx else None
+    dw_PC = empty(w_PC, (P, C), wide) if want_dw else None
+    if want_dw and not N:
+        dw_PC.fill(0)
+    if on_host(x_NC, w_PC, targets_N):
+        refuse_wrong(targets_N, vocab_size)  # now, to name the row as the caller counts
+    step = chunk_rows(N, rows)
+    logits_RP = empty(x_NC, (min(step, N), P))
+    for first in range(0, N, max(step, 1)):
+        part = slice(first, min(first + step, N))
+        x_RC, d_RP = x_NC[part], logits_RP[: part.stop - first]
+        matmul(d_RP, x_RC, w_PC, trans_b=True)
+        gradient = want_dx or want_dw
+        given = targets_N[part], vocab_size, inv_count_1, gradient
+        cross_entropy(d_RP, *given, out_N=loss_N[part])
+        if want_dx:
+            matmul(dx_NC[part], d_RP, w_PC)
+        if want_dw:
+            matmul(dw_PC, d_RP, x_RC, trans_a=True, accumulate=first > 0)
+    return loss_N, dx_NC, dw_PC
