@@ -22,9 +22,7 @@ from xtrain.kernels import (
     elementwise,
     embedding,
     grad_norm,
-    kv_cache,
     layout,
-    padding,
     qk_norm_rope,
     residual,
     rmsnorm,
@@ -75,23 +73,7 @@ def launch_everything():
     adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1)
 
 
-def launch_inference():
-    """The same for the kernels of the engine."""
-    i32 = lambda *values: sim(np.array(values, np.int32))
-    for dtype in (np.float32, ml_dtypes.bfloat16):
-        for D in (8, 6):
-            caches, tokens = (sim(np.ones(shape, dtype)) for shape in ((1, 2, 4, D), (2, 2, D)))
-            kv_cache.append_kv(caches, caches.copy(), tokens, tokens.copy(), i32(0, 0), i32(1, 2))
-        kv_cache.repeat_kv(caches, 2)
-        edges = padding.cumulative_lengths(i32(1, 1))
-        padded = padding.restore_padding_heads(tokens, edges, 2)
-        padding.remove_padding_heads(padded, edges, 2)
-        padding.remove_padding(padding.restore_padding(tokens, edges, 2), edges, 2)
-    padding.token_places(edges, 2, i32(0, 0), i32(1, 0))
-    padding.padding_offsets(edges, 2, 2)
-
-
-def signatures(monkeypatch):
+def signatures(monkeypatch, launch_all=None):
     """-> {(kernel, argument types)} of everything that was launched"""
     found = {}
 
@@ -100,8 +82,7 @@ def signatures(monkeypatch):
         found[kernel, kinds] = None
 
     monkeypatch.setattr(simulator, "run", note)
-    launch_everything()
-    launch_inference()
+    (launch_all or launch_everything)()
     return list(found)
 
 
@@ -142,8 +123,11 @@ def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, cc):
 
 
 def test_every_kernel_file_is_launched_above(monkeypatch):
-    """A new kernel file must be added to launch_everything."""
-    modules = {kernel.py_func.__module__ for kernel, _ in signatures(monkeypatch)}
+    """A new kernel file must be added to launch_everything, here or in test_engine_compile.py."""
+    import test_engine_compile
+
+    launched = signatures(monkeypatch) + signatures(monkeypatch, test_engine_compile.launch_engine)
+    modules = {kernel.py_func.__module__ for kernel, _ in launched}
     package = _launch.__name__.rsplit(".", 1)[0]
     from pathlib import Path
 

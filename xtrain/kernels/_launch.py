@@ -22,6 +22,7 @@ from .. import simulator
 from ..device import Array, array_module, cupy
 from ..simulator import SimArray
 from ._compile import allow_shared, load_function
+from ._overlap import launch_overlapping
 
 FLOATS = (
     "float32",
@@ -102,11 +103,12 @@ def check_ids(op: str, name: str, ids: Array) -> None:
 
 
 # ----------------------------------------------------------------------------- start the kernel
-def launch(kernel, grid, block, *args, shared: int = 0) -> None:
+def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> None:
     """Run a @cuda.jit kernel on `grid` blocks of `block` threads (ints or tuples of up to three).
 
     args: arrays of one kind, then scalars. A Python int travels as int64, a Python float as float32.
     shared: bytes of dynamic shared memory. An empty grid launches nothing.
+    overlap: the kernel may begin before the one before it has ended; it must call wait_for_previous (_ptx.py).
     """
     args = [_scalar(a) for a in args]
     grid, block = _dim3(grid), _dim3(block)
@@ -115,7 +117,12 @@ def launch(kernel, grid, block, *args, shared: int = 0) -> None:
     if any(isinstance(a, SimArray) for a in args):
         simulator.run(kernel, grid, block, *args, shared=shared)
     else:
-        _launch_gpu(kernel, grid, block, args, shared)
+        _launch_gpu(kernel, grid, block, args, shared, overlap)
+
+
+def can_overlap(x: Array) -> bool:
+    """Does the GPU where x lives know kernels that overlap? The simulator does: it runs one after the other."""
+    return isinstance(x, SimArray) or int(x.device.compute_capability) >= 90
 
 
 _SCALARS = {int: np.int64, float: np.float32, bool: np.bool_}
@@ -149,7 +156,7 @@ class _Plan:
         self.pointers = ctypes.addressof(self.table)
 
 
-def _launch_gpu(kernel, grid, block, args, shared):
+def _launch_gpu(kernel, grid, block, args, shared, overlap):
     gpu = cupy().cuda
     key, values = [kernel, gpu.runtime.getDevice()], []
     for a in args:
@@ -170,7 +177,10 @@ def _launch_gpu(kernel, grid, block, args, shared):
         plan.shared = shared
     stream = gpu.get_current_stream().ptr
     try:
-        gpu.driver.launchKernel(plan.function, *grid, *block, shared, stream, plan.pointers, 0)
+        if overlap:
+            launch_overlapping(plan.function, grid, block, shared, stream, plan.pointers)
+        else:
+            gpu.driver.launchKernel(plan.function, *grid, *block, shared, stream, plan.pointers, 0)
     except gpu.driver.CUDADriverError as error:
         raise RuntimeError(
             f"the driver refused to start {kernel.py_func.__name__}: {error}"

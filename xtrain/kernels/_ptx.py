@@ -173,6 +173,32 @@ def store1(typingctx, x, i, value):
     return types.void(x, i, types.float32), codegen
 
 
+# ----------------------------------------------------------------------------- kernels that overlap
+def _grid_control(name, instruction):
+    def control(typingctx):
+        def codegen(context, builder, sig, args):
+            function = ir.FunctionType(ir.VoidType(), [])
+            asm = ir.InlineAsm(function, f"{instruction};", "~{memory}", side_effect=True)
+            builder.call(asm, [])
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    control.__name__ = name
+    return intrinsic(control)
+
+
+# For kernels launched with overlap (_launch.py), compute capability 9.0 and up; "griddepcontrol" in the PTX ISA manual.
+# wait_for_previous(): the kernel before this one has ended, and what it wrote is there. What stands before this call may
+# only read what no kernel of the step writes, such as weights; every thread calls it, or its block ends with one that did.
+# let_next_start(): once all blocks have called this or ended, blocks of the next kernel may begin where there is room.
+wait_for_previous = _grid_control("wait_for_previous", "griddepcontrol.wait")
+let_next_start = _grid_control("let_next_start", "griddepcontrol.launch_dependents")
+# In the simulator one launch follows the other.
+simulates(wait_for_previous)(lambda thread, site: None)
+simulates(let_next_start)(lambda thread, site: None)
+
+
 # ----------------------------------------------------------------------------- the same in the simulator
 def _from_memory(thread, x, i, site):
     value = thread.load(x, i, site)

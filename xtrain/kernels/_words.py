@@ -2,9 +2,9 @@
 
 A thread that asks for much before it needs it holds words (`cuda.local.array(n, uint32)`, or a row of a larger one), and
 unpacks them when their turn comes. n is 4 or 8: n float32 are n words, n bf16 are n / 2. Arrays are flat; an index counts
-elements and is a multiple of n, so that these are accesses of 16 bytes (4 bf16: of 8).
+elements and is a multiple of n, so that these are accesses of 16 bytes (4 bf16: of 8, 2 bf16: of 4).
 
-    load_words4(words, x, i)      words = x[i : i + 4]; load_words8; also from shared memory, load_words4_shared
+    load_words4(words, x, i)      words = x[i : i + 4]; load_words2, load_words8; from shared memory, load_words4_shared
     store_words4(x, i, words)     the other way
     unpack4(values, words, x)     values[0:4] = words as float32. x: only its dtype counts
     pack4(words, values, x)       the other way, rounded to nearest even for bf16
@@ -137,7 +137,7 @@ def _make_pack(name, n):
     return intrinsic(pack)
 
 
-load_words4, load_words8 = (_make_load(f"load_words{n}", n, GLOBAL) for n in (4, 8))
+load_words2, load_words4, load_words8 = (_make_load(f"load_words{n}", n, GLOBAL) for n in (2, 4, 8))
 store_words4, store_words8 = (_make_store(f"store_words{n}", n, GLOBAL) for n in (4, 8))
 load_words4_shared, load_words8_shared = (
     _make_load(f"load_words{n}_shared", n, SHARED) for n in (4, 8)
@@ -208,6 +208,7 @@ def _pack_twin(n):
     return twin
 
 
+simulates(load_words2)(_load_twin(2))
 for _n, _intrinsics in (
     (4, (load_words4, load_words4_shared, store_words4, store_words4_shared, unpack4, pack4)),
     (8, (load_words8, load_words8_shared, store_words8, store_words8_shared, unpack8, pack8)),

@@ -1,21 +1,50 @@
 """One new token per sequence, in one kernel: QK-norm, RoPE, append to the cache, attention.
 
-qkv: (B, P), P = (H + 2G) D    k, v: (R, G, S, D), a layer's cache    o: (B, C), C = H D
+    qkv: (B, P), P = (H + 2G) D    k, v: (R, G, S, D), a layer's cache    o: (B, C), C = H D
 
 Token b stands at position t = lengths[b] of cache row r = rows[b]:
     q, k, v = heads of qkv[b];   q, k normed if there are weights and turned to position t   (qk_norm_rope.py)
     cache[r, :, t] = k, v
     o = softmax(scale q cache_k[r, :, 0..t]^T) cache_v[r, :, 0..t]
 A row with rows[b] < 0, or a length outside 0 .. S - 1, is idle: nothing is appended, and o[b] = 0.
+
+A block reads every key and value of one key head once, for all H / G query heads that share it (grouped queries without
+copies; in groups of more than 16 it does so twice or more). One block alone would take long over a long context, and few
+rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks (flash-decoding, Dao et
+al. 2023). Each leaves m, l, acc of its keys in memory; the block that comes last, which an atomic counter tells, merges
+them in the order of the keys, so that bits do not change with the order of arrival:
+
+    M = max m_i    o = sum_i exp(m_i - M) acc_i / sum_i exp(m_i - M) l_i
+
+How the keys are split depends on the length of the row alone, which is read on the device: the same graph serves all
+lengths, and a row's bits do not depend on the batch. Blocks without keys leave at once.
+Every block computes its queries from qkv anew, which costs less than one more kernel. The block of the last keys appends
+the new key and value, then reads them back from the cache like all others.
+
+    bf16        tensor cores, compute capability 8.0 and up
+    float32     without them                                  both in decode_attention_loops.py
+Bytes moved: read 2 (t + 1) G D elements of the cache per token; all else is small.
 """
 
+import functools
+
 import numpy as np
+from numba import cuda, float32, int64, types
 
 from ..device import Array
-from ._launch import check, check_array, on_host
+from ..simulator import SimArray
+from . import decode_attention_parts as parts
+from ._flat import on_16_bytes
+from ._launch import can_overlap, check, check_array, empty, launch, on_host, zeros
+from ._ptx import kernel, let_next_start, store1, wait_for_previous
+from ._tiles import WIDTHS
+from .decode_attention_loops import make_attend_plain, make_attend_tensor
+from .decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last
 from .kv_cache import check_cache, check_int32
 from .qk_norm_rope import qk_norm_rope_ref
 from .rope import check_tables
+
+WARPS = 4  # of a block
 
 
 # ----------------------------------------------------------------------------- reference
@@ -44,7 +73,95 @@ def decode_attention_ref(
     return o_BHD.reshape(-1, H * D)
 
 
+# ----------------------------------------------------------------------------- kernel
+@functools.cache
+def make_decode_kernel(D, GROUP, half, normalise, overlap, chunk_keys):
+    """GROUP: H / G. half: bf16. overlap: see wait_for_previous in _ptx.py. chunk_keys: of a split."""
+    HEADS = 16 if half and GROUP > 8 else 8
+    CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
+    QUERIES, SIZE, ROWS = HEADS * D, WARPS * HEADS * D, WARPS * HEADS
+    WEIGHTS = MAX_SPLITS * HEADS
+    element = types.uint16 if half else float32
+    new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
+    attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, WARPS)
+    merge = parts.make_merge(D, HEADS, WARPS)
+    split_keys = parts.make_split_keys(chunk_keys)
+    merge_warps, put, merge_splits = merge.merge_warps, merge.put, merge.merge_splits
+    finish = merge.finish
+
+    @kernel(THREADS)
+    def decode_attention_kernel(
+        o, part, m_part, l_part, counters, k, v, qkv, lengths_B, rows_B, q_w_D, k_w_D, cos, sin,
+        G, S, eps, scale,
+    ):  # fmt: skip
+        """Grid (splits, G, B), block THREADS. All arrays flat.
+
+        part, m_part, l_part: acc, m, l of (B, G, CHUNKS, splits); counters (B G CHUNKS), zeros before and after.
+        """
+        q_s = cuda.shared.array(QUERIES, element)
+        acc_s, weight_s = cuda.shared.array(SIZE, float32), cuda.shared.array(WEIGHTS, float32)
+        m_s, l_s = cuda.shared.array(ROWS, float32), cuda.shared.array(ROWS, float32)
+        split, splits = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
+        g, b = int64(cuda.blockIdx.y), int64(cuda.blockIdx.z)
+        out = (b * G + g) * GROUP * D
+        if overlap:
+            wait_for_previous()
+            let_next_start()
+        t, row = int64(lengths_B[b]), int64(rows_B[b])
+        if row < 0 or t < 0 or t >= S:
+            if split == 0:
+                for i in range(cuda.threadIdx.x, GROUP * D, THREADS):
+                    store1(o, out + i, float32(0.0))
+            return
+        keys = split_keys(t + 1)
+        lo, used = split * keys, (t + keys) // keys
+        if split >= used:
+            return
+        hi = lo + keys if lo + keys < t + 1 else t + 1
+        base = (row * G + g) * S * D
+        x = (
+            b * (G * GROUP + 2 * G) * D
+        )  # where the token's query heads begin, then its keys, its values
+        key, value = x + (G * GROUP + g) * D, x + (G * GROUP + G + g) * D
+        for chunk in range(CHUNKS):
+            owner, h0 = split == used - 1 and chunk == 0, chunk * HEADS
+            new_heads(
+                q_s, k, v, qkv, x + g * GROUP * D, key, value, base + t * D, owner, h0, q_w_D,
+                k_w_D, cos, sin, t, eps,
+            )  # fmt: skip
+            cuda.syncthreads()  # the queries, and the new key and value in the cache
+            attend(acc_s, m_s, l_s, q_s, k, v, base, lo, hi, scale * LOG2E)
+            cuda.syncthreads()
+            merge_warps(acc_s, m_s, l_s)
+            last = True
+            if used > 1:
+                place = (b * G + g) * CHUNKS + chunk
+                put(part, m_part, l_part, place * splits + split, acc_s, m_s, l_s)
+                last = arrive_last(counters, place, used)
+                if last:
+                    first = place * splits
+                    merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used)
+            if last:
+                finish(o, out + h0 * D, acc_s, l_s, GROUP - h0)
+            if CHUNKS > 1:
+                cuda.syncthreads()  # everybody has left shared memory
+
+    return decode_attention_kernel, HEADS, CHUNKS
+
+
 # ----------------------------------------------------------------------------- launcher
+_counters: dict = {}  # device -> zeros, shared by all launches: each leaves them as it found them
+
+
+def _zero_counters(like, n):
+    if isinstance(like, SimArray):
+        return zeros(like, n, np.int32)
+    device = like.device.id
+    if device not in _counters or _counters[device].size < n:
+        _counters[device] = zeros(like, max(n, 1 << 14), np.int32)
+    return _counters[device]
+
+
 def decode_attention(
     qkv_BP: Array,
     k_RGSD: Array,
@@ -81,4 +198,23 @@ def decode_attention(
     if on_host(qkv_BP, k_RGSD, v_RGSD, *tables, *weights):
         check((rows_B < R).all(), f"{op}: row {rows_B.max(initial=0)}, the cache has {R}")
         return decode_attention_ref(qkv_BP, k_RGSD, v_RGSD, *tables, q_w_D, k_w_D, eps, scale)
-    raise NotImplementedError
+    check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels have {WIDTHS}")
+    o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
+    flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
+    check(on_16_bytes(*flat[:2]), f"{op}: the cache does not begin at a multiple of 16 bytes")
+    overlap, splits = can_overlap(qkv_BP), parts.splits_of(S)
+    variant = D, group, half, bool(weights), overlap, parts.CHUNK
+    decode_kernel, heads, chunks = make_decode_kernel(*variant)
+    blocks = B * G * chunks
+    part, m_part, l_part = (
+        empty(qkv_BP, n * (splits if splits > 1 else 0), np.float32)
+        for n in (blocks * heads * D, blocks * heads, blocks * heads)
+    )
+    counters = _zero_counters(qkv_BP, blocks)
+    cos, sin = cos_PR.reshape(-1), sin_PR.reshape(-1)
+    norms = weights or (cos, cos)  # a kernel takes no None
+    arrays = (o_BC.reshape(-1), part, m_part, l_part, counters, *flat, lengths_B, rows_B, *norms)
+    scalars = (G, S, np.float32(eps), np.float32(scale))
+    grid = (splits, G, B)
+    launch(decode_kernel, grid, 32 * WARPS, *arrays, cos, sin, *scalars, overlap=overlap)
+    return o_BC

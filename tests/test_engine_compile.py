@@ -1,0 +1,71 @@
+"""The kernels of the engine compile without a GPU: float32 arithmetic, registers instead of local memory, no spills.
+
+As in test_compile.py the launchers say what to compile. Needs NVVM, and ptxas for the last part; skipped without.
+"""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_compile import nvvm, ptx_of, signatures
+from test_flash_attention_compile import check_registers, ptxas
+
+from xtrain.kernels import decode_attention, kv_cache, padding
+from xtrain.simulator import sim
+
+__all__ = ["nvvm"]
+BF16 = ml_dtypes.bfloat16
+
+
+def i32(*values):
+    return sim(np.array(values, np.int32))
+
+
+def launch_engine():
+    for dtype in (np.float32, BF16):
+        full = lambda *shape: sim(np.ones(shape, dtype))  # noqa: B023
+        for D in (8, 6):
+            caches, tokens = full(1, 2, 4, D), full(2, 2, D)
+            kv_cache.append_kv(caches, caches.copy(), tokens, tokens.copy(), i32(0, 0), i32(1, 2))
+        kv_cache.repeat_kv(caches, 2)
+        edges = padding.cumulative_lengths(i32(1, 1))
+        padded = padding.restore_padding_heads(tokens, edges, 2)
+        padding.remove_padding_heads(padded, edges, 2)
+        padding.remove_padding(padding.restore_padding(tokens, edges, 2), edges, 2)
+        for H, D in ((8, 64), (9, 16), (1, 128)):
+            decode(full, dtype, H, D)
+    padding.token_places(edges, 2, i32(0, 0), i32(1, 0))
+    padding.padding_offsets(edges, 2, 2)
+
+
+def decode(full, dtype, H, D):
+    table, w = sim(np.ones((256, D // 2), np.float32)), sim(np.ones(D, np.float32))
+    weights = (w, w) if D == 64 else (None, None)
+    caches = full(1, 1, 256, D), full(1, 1, 256, D)
+    arrays = (full(1, (H + 2) * D), *caches, i32(3), i32(0), table, table, *weights)
+    decode_attention.decode_attention(*arrays, 1e-6, 0.1)
+
+
+@pytest.mark.parametrize("cc", [(9, 0)])
+def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, cc):
+    import types
+
+    import numba.cuda.dispatcher
+
+    here = types.SimpleNamespace(compute_capability=cc)
+    monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: here)
+    found = signatures(monkeypatch, launch_engine)
+    for kernel, signature in found:
+        ptx, name = ptx_of(kernel, signature, cc), kernel.py_func.__name__
+        assert not re.search(r"\.f64\b", ptx), f"{name} computes in float64"
+        assert ".local " not in ptx, f"{name} keeps an array in local memory"
+        if ptxas():
+            bounds = kernel.targetoptions.get("launch_bounds") or threads_of(name)
+            threads, blocks = bounds if isinstance(bounds, tuple) else (bounds, 1)
+            check_registers(tmp_path, ptx, threads, blocks, cc, 0)
+
+
+def threads_of(name):
+    """Plain Numba has no launch_bounds."""
+    return {"decode_attention_kernel": 128, "cumulative_lengths_kernel": 32}.get(name, 256)
