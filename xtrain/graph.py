@@ -14,6 +14,7 @@ The eager calls are real steps. The same kernels run with the same arguments eit
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ class Graphed:
 
     step: takes device arrays, returns a tuple of device arrays; must do the same thing in every call.
     Calling it with NumPy or CuPy arrays returns arrays that the next call overwrites.
+    variant: which of several steps; one graph is kept for each. It comes before the arrays in step's arguments.
     """
 
     def __init__(self, step: Callable[..., tuple[Array, ...]]):
@@ -36,14 +38,15 @@ class Graphed:
         free_cached("gpu")  # it would lie idle beside the pool that is made here
         self.pool, self.stream = PrivatePool(), cupy().cuda.Stream(non_blocking=True)
 
-    def __call__(self, *inputs: Array) -> tuple[Array, ...]:
-        key = tuple((x.shape, x.dtype.str) for x in inputs)
+    def __call__(self, *inputs: Array, variant: tuple = ()) -> tuple[Array, ...]:
+        key = (variant, *((x.shape, x.dtype.str) for x in inputs))
         if key not in self.recordings:
             self.recordings[key] = _Recording(inputs)
         caller = cupy().cuda.get_current_stream()
         self.stream.wait_event(caller.record())
         with cupy().cuda.using_allocator(self.pool.malloc), self.stream:
-            out = self.recordings[key].run(self.step, inputs, self.stream)
+            step = functools.partial(self.step, *variant)
+            out = self.recordings[key].run(step, inputs, self.stream)
         caller.wait_event(self.stream.record())
         return out
 

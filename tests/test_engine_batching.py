@@ -1,0 +1,203 @@
+"""Continuous batching: who is served when, why sequences end, what is refused, and what a failure leaves behind."""
+
+import numpy as np
+import pytest
+from twins import random_model, small
+
+from xtrain import Engine, UserError, engine
+from xtrain.sequences import REASONS
+
+CONFIG = small(head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(CONFIG)
+
+
+def happened(served, what):
+    """[(step, entry)] of one kind, over the whole trace"""
+    return [(step.number, entry) for step in served.trace for entry in getattr(step, what)]
+
+
+# ----------------------------------------------------------------------------- who is served when
+def test_a_waiting_prompt_is_admitted_at_the_step_after_a_row_frees(model):
+    served = Engine(model, 2)
+    prompts, wanted = [[1, 2], [3], [4, 5, 6], [7], [8, 9]], [3, 9, 2, 5, 1]
+    out = served.generate(prompts, wanted)
+    assert [len(x) for x in out] == wanted and all(x.reason == "length" for x in out)
+    admitted, ended = dict(), dict()
+    for step, (name, row) in happened(served, "admitted"):
+        admitted[name] = (step, row)
+    for step, (name, reason) in happened(served, "ended"):
+        ended[name] = step
+        assert reason == "length"
+    assert admitted[0][0] == admitted[1][0] == 0
+    free = sorted(ended.values())
+    for i, name in enumerate((2, 3, 4)):  # first come, first served, at once
+        assert admitted[name][0] == free[i] + 1
+    rows = {name: row for name, (_, row) in admitted.items()}
+    assert rows[2] == rows[0] and rows[3] == rows[2]  # the row that became free
+    # one token at admission, then one in every step: sequences neither wait for nor hold up each other
+    for name, n in enumerate(wanted):
+        steps = [step for step, other in happened(served, "decoded") if other == name]
+        assert steps == list(range(admitted[name][0] + 1, ended[name] + 1)) and len(steps) == n - 1
+    assert all(len(step.decoded) <= 2 for step in served.trace)
+    alone = [Engine(model, 1).generate([p], n)[0] for p, n in zip(prompts, wanted)]
+    assert out == alone
+
+
+def test_all_waiting_prompts_are_prefilled_together(model):
+    served = Engine(model, 4)
+    served.generate([[1, 2], [3], [4, 5, 6], [7]], 3)
+    assert [step.prefilled for step in served.trace] == [7, 0, 0]
+    assert served.prefilled_tokens == 7 and served.decoded_tokens == 4 * 2
+
+
+def test_tokens_come_as_they_are_made(model):
+    served = Engine(model, 2)
+    stream = served.stream([[1, 2], [3], [4]], [2, 4, 2])
+    seen = list(stream)
+    assert [[t for i, t in seen if i == n] for n in range(3)] == [
+        list(c) for c in stream.completions
+    ]
+    assert [i for i, _ in seen] == [0, 1, 0, 1, 1, 2, 1, 2]
+    first = next(iter(served.stream([[1, 2]], 4)))
+    assert first == (0, stream.completions[0][0])
+
+
+def test_two_streams_share_an_engine(model):
+    served = Engine(model, 2)
+    a, b = served.stream([[1, 2], [3]], 6), served.stream([[4, 5], [6]], 6)
+    seen = {0: [], 1: []}
+    while len(seen[0]) + len(seen[1]) < 24:
+        for n, stream in enumerate((a, b)):
+            token = next(stream, None)
+            seen[n] += [token] if token else []
+    expected = Engine(model, 4).generate([[1, 2], [3], [4, 5], [6]], 6)
+    assert a.completions + b.completions == expected
+
+
+# ----------------------------------------------------------------------------- why sequences end
+def test_a_full_cache_ends_one_sequence_and_the_others_go_on(model):
+    served = Engine(model, 2, 12)
+    long, short = served.generate([[1] * 9, [2, 3]], 9)
+    assert long.reason == "full" and len(long) == 3
+    assert short.reason == "length" and len(short) == 9
+    assert set(REASONS) >= {"full", "length"} and "full" in REASONS["full"]
+    assert short == Engine(model, 1).generate([[2, 3]], 9)[0]
+    assert long == Engine(model, 1).generate([[1] * 9], 3)[0]
+    assert served.generate([[1] * 11], 5)[0].reason == "full"  # room for a single token
+
+
+def test_a_stop_token_ends_a_sequence(model):
+    free = Engine(model, 2).generate([[1, 2], [3]], 10)
+    stop = free[0][4]
+    out = Engine(model, 2).generate([[1, 2], [3]], 10, stop=[stop, 60])
+    for got, without in zip(out, free):
+        n = next((i + 1 for i, token in enumerate(without) if token in (stop, 60)), 10)
+        assert got == without[:n] and got.reason == (
+            "stop" if n < 10 or got[-1] == stop else "length"
+        )
+
+
+def test_cancelling_and_leaving_early_free_the_rows(model):
+    served = Engine(model, 2)
+    stream = served.stream([[1, 2], [3], [4]], 10)
+    for number, _ in stream:
+        if number == 0:
+            stream.cancel(0)
+    assert [c.reason for c in stream.completions] == ["cancelled", "length", "length"]
+    assert len(stream.completions[0]) == 1 and sorted(served.free) == [0, 1]
+    stream = served.stream([[1, 2], [3], [4]], 10)
+    next(stream)
+    assert len(served.active) == 2 and len(served.waiting) == 1
+    stream.close()
+    assert not served.active and not served.waiting and sorted(served.free) == [0, 1]
+    assert [c.reason for c in stream.completions] == ["cancelled"] * 3
+    stream = served.stream([[1, 2]], 10)
+    next(stream)
+    del stream
+    assert served.generate([[3]], 4) == Engine(model, 1).generate([[3]], 4)
+
+
+def test_logits_that_are_no_numbers_end_the_sequence():
+    model = random_model(CONFIG)
+    name, tensor = next(iter(model.named_parameters()))
+    values = tensor.data.copy()
+    values[7] = np.nan  # the embedding of token 7
+    tensor.data = values
+    bad, good = Engine(model, 2).generate([[1, 7], [3]], 5)
+    assert name == "model.embed_tokens.weight" and bad == [] and bad.reason == "nan"
+    assert len(good) >= 1 and good.reason in ("length", "nan")
+
+
+# ----------------------------------------------------------------------------- what is refused
+REFUSED = [
+    (dict(prompts=[[1], []]), "prompt 1 is empty"),
+    (dict(prompts=[[1, 61]]), "prompt 0 holds the token 61: ids must be from 0 to 60"),
+    (dict(prompts=[[-1]]), "holds the token -1"),
+    (dict(prompts=[[1] * 20]), "prompt 0 has 20 tokens, which leaves no room"),
+    (dict(prompts=[1, 2]), "prompt 0 must be a list of token ids, got int"),
+    (dict(prompts=["12"]), "must be a list of token ids, got str"),
+    (dict(prompts=[[1.5]]), "must be a list of token ids"),
+    (dict(max_new_tokens=0), "max_new_tokens must be a positive whole number, got 0"),
+    (dict(max_new_tokens=[1, 2]), "max_new_tokens has 2 values for 1 prompts"),
+    (dict(temperature=-1), "temperature"),
+    (dict(temperature=float("nan")), "temperature"),
+    (dict(temperature="hot"), "temperature must be a number, got 'hot'"),
+    (dict(top_k=-1, temperature=1), "top_k"),
+    (dict(top_p=0), "top_p"),
+    (dict(top_p=1.5), "top_p"),
+    (dict(seed=-1), "seed must be a whole number from 0"),
+    (dict(seed=2**63), "seed must be"),
+    (dict(stop=["x"]), "stop must hold token ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, words", REFUSED, ids=[words for _, words in REFUSED])
+def test_requests_that_make_no_sense(model, options, words):
+    served = Engine(model, 2, 20)
+    with pytest.raises(UserError) as caught:
+        served.generate(**({"prompts": [[1, 2]]} | options))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert not served.trace and len(served.free) == 2
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(max_batch=0), "max_batch must be a positive whole number, got 0"),
+        (dict(max_batch=2.0), "max_batch"),
+        (dict(max_seq_len=1), "max_seq_len 1 must be at least 2 and at most 48"),
+        (dict(max_seq_len=49), "at most 48, what the model takes"),
+        (dict(prefill_tokens=0), "prefill_tokens"),
+        (dict(max_batch=10**9), "no memory for a KV cache of"),
+    ],
+)
+def test_engines_that_cannot_be(model, options, words):
+    with pytest.raises(UserError, match=words):
+        Engine(model, **options)
+
+
+def test_a_failure_in_the_middle_loses_no_row(model, monkeypatch):
+    served = Engine(model, 2)
+    expected = served.generate([[1, 2], [3]], 4)
+    prefill = served.cached_model.prefill
+
+    def fails(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(served.cached_model, "prefill", fails)
+    with pytest.raises(KeyboardInterrupt):
+        served.generate([[1, 2], [3], [4]], 4)
+    assert sorted(served.free) == [0, 1] and not served.active and not served.waiting
+    monkeypatch.setattr(served.cached_model, "prefill", prefill)
+    assert served.generate([[1, 2], [3]], 4) == expected
+
+
+def test_graph_sizes_cover_every_batch():
+    for most in (1, 3, 8, 12, 32):
+        for b in range(1, most + 1):
+            assert b <= engine.graph_size(b, most) <= min(most, max(2 * b, b + 7))
+    assert len({engine.graph_size(b, 32) for b in range(1, 33)}) == 7
