@@ -28,6 +28,7 @@ import numpy as np
 
 from .. import simulator
 from ..simulator import KernelError, SimArray, sim
+from .trace import traced
 
 SECONDS = 60  # an attempt that takes longer never ends
 GAP = "YOUR CODE"
@@ -162,10 +163,10 @@ class Attempt:
         return new
 
     # ------------------------------------------------------------------------- run it
-    def run(self, grid, block, *args, shared=0, case="", hints=None):
+    def run(self, grid, block, *args, shared=0, case="", hints=None, trace=False):
         """The reader's kernel in the simulator. case: what to say of it beside grid and block.
 
-        hints: by name of the error, for this case; before those of the exercise.
+        hints: by name of the error, for this case; before those of the exercise. trace: return its accesses, a Trace.
         """
         self.case(f"{case}, grid {grid}, block {block}".lstrip(", "))
         try:
@@ -176,7 +177,8 @@ class Attempt:
                 f"{self.exercise.name} is called with {want} arguments: keep the first line as it was given."
             ) from None
         try:
-            simulator.run(self.work, grid, block, *args, shared=shared)
+            run = traced if trace else simulator.run
+            return run(self.work, grid, block, *args, shared=shared)
         except KernelError as error:
             kind = type(error).__name__
             hint = {**HINTS, **self.exercise.hints, **(hints or {})}.get(kind)
@@ -262,8 +264,9 @@ def _is_empty(source):
     except (SyntaxError, AttributeError, IndexError):
         return False
     text = lambda s: isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)
+    names = (ast.Name, ast.Tuple)
     given = lambda s: (
-        GAP in source and isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name)
+        GAP in source and isinstance(s, ast.Assign) and isinstance(s.targets[0], names)
     )
     return all(isinstance(s, ast.Pass) or text(s) or given(s) for s in body)
 

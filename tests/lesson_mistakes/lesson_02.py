@@ -1,0 +1,25 @@
+"""Typical mistakes, planted in the solutions of lesson 2: (exercise, old, new, words of the answer)."""
+
+MISTAKES = [
+    ("2.1", "for i in range(first, y_n.size, step):", "for i in range(first, first + 1):", "each must go on"),
+    ("2.1", "step = cuda.gridDim.x * cuda.blockDim.x", "step = cuda.blockDim.x", "step of the loop is the number of all threads"),
+    ("2.1", "step = cuda.gridDim.x * cuda.blockDim.x", "step = 2 * cuda.gridDim.x * cuda.blockDim.x", "The step is too large"),
+    (
+        "2.1", "    for i in range(first, y_n.size, step):",
+        "    each = (y_n.size + step - 1) // step\n    for i in range(first * each, (first + 1) * each):\n      if i < y_n.size:",
+        "neighbouring threads must touch neighbouring elements",
+    ),
+    ("2.2", "    cuda.syncthreads()\n", "", "the barrier is missing"),
+    ("2.2", "tile[tx, ty]", "tile[ty, tx]", "none is transposed within"),
+    ("2.2", "(16, 17)", "(16, 16)", "one column more"),
+    ("2.2", "c = cuda.blockIdx.x * 16 + ty", "c = cuda.blockIdx.y * 16 + ty", "The block at (bx, by) of x writes the block at (by, bx)"),
+    ("2.2", "    cuda.syncthreads()\n", "        cuda.syncthreads()\n", "so that every thread comes to it"),
+    ("2.3", "if i + 4 <= y_n.size:", "if i < y_n.size:", "may hang over the end"),
+    ("2.3", "        for j in range(i, y_n.size):\n            y_n[j] = x_n[j]", "        pass", "incomplete group of 4 is missing"),
+    ("2.3", "i = 4 * (", "i = 1 * (", "begins at a multiple of 4"),
+    (
+        "2.3", "        load4(registers, x_n, i)\n        store4(y_n, i, registers)",
+        "        for j in range(4):\n            y_n[i + j] = x_n[i + j]",
+        "load4 and store4 move 16 bytes per thread at once",
+    ),
+]  # fmt: skip

@@ -1,0 +1,118 @@
+"""Exercises of lesson 2: memory. The judges look at the values first, then at the traffic."""
+
+import numpy as np
+
+from .attempt import exercise
+
+
+def coalesced(e, trace, array, write):
+    """Wrong when the warps' accesses to an array move much more than they want."""
+    t = trace.traffic(array, write)
+    e.need(
+        t.efficiency > 0.8,
+        f"The values are right, but {array} moves {t.moved:,} bytes for {t.wanted:,} that are wanted "
+        f"({t.efficiency:.0%}): neighbouring threads must touch neighbouring elements at the same moment.",
+    )
+
+
+@exercise(
+    "2.1", "copy_kernel",
+    first_step="a loop `for i in range(first, y_n.size, step)`: where does this thread begin, and how far is its next element?",
+    hints={
+        "RaceError": "Two threads copy the same element. The step of the loop is the number of all threads: "
+        "cuda.gridDim.x * cuda.blockDim.x.",
+        "OutOfBoundsError": "The loop has to end at y_n.size: `range(first, y_n.size, step)` does.",
+    },
+)  # fmt: skip
+def copy_kernel(e):
+    for n, grid, block in ((1000, 2, 64), (256, 2, 64), (7, 1, 32), (129, 4, 32)):
+        x, y = e.normal(n), e.blank(n)
+        trace = e.run(grid, block, y, x, case=f"n = {n}", trace=True)
+        x = np.asarray(x)
+        e.same("y", y, x, {
+            "Every thread copied one element and stopped: there are more elements than threads, so each must go on.":
+                lambda got: n > grid * block and np.isnan(got[grid * block :]).all() and not np.isnan(got[: grid * block]).any(),
+            "The step is too large: some elements belong to nobody. It is the number of all threads, "
+            "cuda.gridDim.x * cuda.blockDim.x.": lambda got: np.isnan(got).any() and not np.isnan(got).all(),
+        })  # fmt: skip
+        if n >= 256:
+            coalesced(e, trace, "x_n", False)
+            coalesced(e, trace, "y_n", True)
+
+
+@exercise(
+    "2.2",
+    "transpose_kernel",
+    first_step="read `tile[ty, tx]` with tx along a row of x, wait, and write with tx along a row of y: which element of the tile is that?",
+    hints={
+        "RaceError": "The element of the tile that you write to y was put there by another thread. Between writing and reading the "
+        "tile stands cuda.syncthreads(), outside of both guards, so that every thread comes to it.",
+        "UninitializedError": "This element of the tile has not been written when you read it: either the barrier is missing, "
+        "or the guard of the second half belongs to the first (y is (C, R), its axes are swapped).",
+        "DeadlockError": "cuda.syncthreads() stands outside of both guards, so that every thread comes to it.",
+        "OutOfBoundsError": "For writing, y has C rows and R columns. "
+        "The block at (bx, by) of x writes the block at (by, bx) of y: its rows begin at bx * 16, its columns at by * 16.",
+    },
+)
+def transpose_kernel(e):
+    for R, C in ((16, 16), (32, 16), (5, 19), (32, 64)):
+        x, y = e.normal(R, C), e.blank(C, R)
+        grid = -(-C // 16), -(-R // 16)
+        trace = e.run(grid, (16, 16), y, x, case=f"x ({R}, {C})", trace=True)
+        want = np.asarray(x).T
+        local = want.copy()
+        for c in range(0, C, 16):
+            for r in range(0, R, 16):
+                part = want[c : c + 16, r : r + 16]
+                local[c : c + 16, r : r + 16] = part.T if part.shape == (16, 16) else part
+        e.same("y", y, want, {
+            "The tiles are at the right places, but none is transposed within: read tile[tx, ty].": local,
+            "Part of y was never written. The block at (bx, by) of x writes the block at (by, bx) of y: "
+            "its rows begin at bx * 16, its columns at by * 16.": lambda got: np.isnan(got).any() and not np.isnan(got).all(),
+        })  # fmt: skip
+    used = trace.of("tile", kind="shared")
+    e.need(
+        len(used) > 0,
+        "This works without shared memory, so one side must be uncoalesced: use the tile.",
+    )
+    coalesced(e, trace, "x_RC", False)
+    coalesced(e, trace, "y_CR", True)
+    ways = max(trace.bank_conflicts("tile"))
+    e.need(
+        ways <= 2,
+        f"Right and coalesced. But {ways} lanes of a warp meet in one bank of shared memory: give the rows of the tile "
+        "one column more than they need, cuda.shared.array((16, 17), float32).",
+    )
+
+
+@exercise(
+    "2.3", "copy4_kernel",
+    first_step="this thread owns elements i, i + 1, i + 2, i + 3, where i is 4 times its number in the grid.",
+    allow=("load4", "store4"),
+    hints={
+        "OutOfBoundsError": "The last group of 4 may hang over the end: use load4 and store4 only if i + 4 <= y_n.size, "
+        "and copy what is left one by one.",
+        "UninitializedError": "`registers` is read before it was filled: load4(registers, x_n, i) fills it.",
+        "KernelError": "A 16-byte access begins at a multiple of 4 elements: i is 4 times the number of the thread.",
+        "RaceError": "Two threads write one element. A thread owns 4 elements, so the thread's number is multiplied by 4.",
+    },
+)  # fmt: skip
+def copy4_kernel(e):
+    for n in (128, 130, 3, 512, 1):
+        x, y = e.normal(n), e.blank(n)
+        trace = e.run(-(-n // 256), 64, y, x, case=f"n = {n}", trace=True)
+        x = np.asarray(x)
+        tail = x.copy()
+        tail[n // 4 * 4 :] = np.nan
+        e.same("y", y, x, {
+            "The last, incomplete group of 4 is missing: copy it element by element.": tail,
+            "Only every fourth element, or a quarter of them, was copied: one thread owns 4 neighbouring ones.":
+                lambda got: n % 4 == 0 and np.isnan(got).sum() >= n // 2,
+        })  # fmt: skip
+        if n == 512:
+            instructions = trace.traffic("x_n").requests
+            e.need(
+                instructions == 4,
+                f"The values are right, but x is read by {instructions} instructions of a warp where 4 do: "
+                "load4 and store4 move 16 bytes per thread at once.",
+            )
