@@ -89,7 +89,7 @@ def source(thing, part: str | None = None) -> None:
 
     part: only from the line that contains this text to the next blank line.
     """
-    thing = getattr(thing, "py_func", thing)
+    thing = inspect.unwrap(getattr(thing, "py_func", thing))
     text = inspect.cleandoc("\n" + inspect.getsource(thing))
     if part is not None:
         lines = text.splitlines()
@@ -162,7 +162,7 @@ def report(run: Callable, *arguments, **options) -> None:
     try:
         run(*arguments, **options)
     except simulator.KernelError as error:
-        print(f"{type(error).__name__}: {error}")
+        print(Verdict(False, f"{type(error).__name__}: {error}"))
     else:
         print("no error was reported")
 

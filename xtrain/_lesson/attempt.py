@@ -69,7 +69,21 @@ class Verdict:
     text: str
 
     def __str__(self):
-        return self.text
+        """Long lines broken at spaces, lines of source left alone."""
+        lines = []
+        for line in self.text.splitlines():
+            indent = line[: len(line) - len(line.lstrip())]
+            if len(indent) < 8:
+                lines += textwrap.wrap(
+                    line,
+                    92,
+                    subsequent_indent=indent,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            else:
+                lines.append(line)
+        return "\n".join(lines)
 
 
 EXERCISES: dict[str, Exercise] = {}

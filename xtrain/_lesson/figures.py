@@ -129,7 +129,12 @@ def roofline(
     for i, (name, (intensity, speed)) in enumerate(points.items()):
         axes.plot(intensity, speed / 1e12, "o", ms=8, color=COLORS[i % len(COLORS)], mec=INK)
         axes.annotate(
-            name, (intensity, speed / 1e12), xytext=(7, -9), textcoords="offset points", fontsize=8
+            name,
+            (intensity, speed / 1e12),
+            xytext=(8, -12) if i % 2 else (-8, 7),
+            ha="left" if i % 2 else "right",
+            textcoords="offset points",
+            fontsize=8,
         )
     axes.set(xscale="log", yscale="log", xlabel="operations per byte moved", ylabel="TFLOP/s")
     axes.set_ylim(top=flops / 1e12 * 2.5)
@@ -183,6 +188,35 @@ def tiles(M: int, N: int, K: int, tile: int, at: tuple[int, int], step: int, tit
     figure.suptitle(
         title or f"block {at} of C, turn {step}: one tile of A, one tile of B", fontsize=10
     )
+    return _shown(figure)
+
+
+def butterfly(values, steps, title="") -> Figure:
+    """Lanes (left to right) hold values; in each step a lane adds what the lane `number ^ step` holds."""
+    rows = [np.asarray(values, float)]
+    for step in steps:
+        rows.append(rows[-1] + rows[-1][np.arange(len(values)) ^ step])
+    figure, axes = _axes(0.75 * len(rows) + 0.6)
+    for r, row in enumerate(rows):
+        for lane, v in enumerate(row):
+            axes.add_patch(
+                plt.Rectangle(
+                    (lane + 0.14, r - 0.22), 0.72, 0.44, color=COLORS[0 if r < len(steps) else 4]
+                )
+            )
+            axes.text(lane + 0.5, r, f"{v:g}", ha="center", va="center", fontsize=9, color=INK)
+            if r < len(steps):
+                for source in (lane, lane ^ steps[r]):
+                    axes.plot(
+                        [source + 0.5, lane + 0.5], [r + 0.22, r + 0.78], color="#90a4ae", lw=0.8
+                    )
+    axes.set_xticks(np.arange(len(values)) + 0.5, range(len(values)))
+    axes.set_yticks(range(len(rows)), ["start", *(f"step {s}" for s in steps)])
+    axes.set_xlim(0, len(values))
+    axes.set_ylim(len(rows) - 0.6, -0.5)
+    axes.set_xlabel("lane")
+    axes.set_title(title, fontsize=10)
+    _plain(axes)
     return _shown(figure)
 
 

@@ -1,0 +1,104 @@
+"""Exercises of lesson 3: reductions and RMSNorm."""
+
+import numpy as np
+
+from ..kernels.rmsnorm import rmsnorm_ref
+from .attempt import exercise
+
+
+def near(got, value):
+    return np.isclose(got[0], value, 1e-4)
+
+
+@exercise(
+    "3.1", "warp_sums_kernel",
+    first_step="every lane loads its own element into a variable v, or 0.0 past the end; then five times v += the v of another lane.",
+    hints={
+        "CollectiveError": "A shuffle is for the whole warp: it stands outside of the guard, and lanes past the end bring 0.0.",
+        "DeadlockError": "A shuffle is for the whole warp: it stands outside of the guard, and lanes past the end bring 0.0.",
+        "OutOfBoundsError": "Lanes past the end have no element: they bring 0.0 to the sum. And only there where "
+        "32 * (number of the warp) < x_n.size is there a sum to write.",
+        "RaceError": "All 32 lanes write the same element of sums_W. One is enough: the lane with threadIdx.x == 0.",
+    },
+)  # fmt: skip
+def warp_sums_kernel(e):
+    for n in (32, 70, 5):
+        x, sums = e.normal(n), e.blank(-(-n // 32))
+        e.run(-(-n // 32), 32, sums, x, case=f"n = {n}")
+        padded = np.concatenate([np.asarray(x), np.zeros(-n % 32, np.float32)]).reshape(-1, 32)
+        half = padded[:, ::2].sum(1)
+        e.same("sums", sums, padded.sum(1), {
+            "Half of the elements are missing, those of odd lanes: the last step has width 1.": half,
+            "Half of the elements are missing: the first step has width 16.": padded[:, :16].sum(1),
+            "Every element is counted twice: five steps are enough for 32 lanes (16, 8, 4, 2, 1).": 2 * padded.sum(1),
+            "That is one element of each warp: the value that the shuffle returns has to be added to v.": padded[:, 31],
+        }, rtol=1e-4)  # fmt: skip
+
+
+@exercise(
+    "3.2", "block_sum_kernel",
+    first_step="add up this thread's elements in a variable of its own, then warp_sum(...) gives the sum of the warp in all its lanes.",
+    allow=("warp_sum",),
+    hints={
+        "RaceError": "One lane of each warp writes to `partial`, all wait, and then they are read: cuda.syncthreads() between. "
+        "And one thread writes the result.",
+        "UninitializedError": "`partial` has 32 places, but only as many are written as the block has warps, cuda.blockDim.x // 32. "
+        "The other lanes bring 0.0; and between writing and reading stands cuda.syncthreads().",
+        "DeadlockError": "cuda.syncthreads() and warp_sum are for all: neither stands inside an `if` that some threads skip.",
+        "CollectiveError": "warp_sum is for whole warps: it stands outside of any `if lane == ...`.",
+        "OutOfBoundsError": "Walk with `for i in range(tid, x_n.size, cuda.blockDim.x)`: that ends in time.",
+    },
+)  # fmt: skip
+def block_sum_kernel(e):
+    for n, block in ((256, 128), (1000, 128), (40, 64), (3, 32)):
+        x, total = e.normal(n), e.blank(1)
+        e.run(1, block, total, x, case=f"n = {n}")
+        x = np.asarray(x)
+        own = np.array([x[i::block].sum() for i in range(min(block, n))], np.float32)
+        e.same("total", total, np.array([x.sum()]), {
+            "That is the sum of the first warp alone: the sums of the other warps go through `partial`.":
+                lambda got: block > 32 and (near(got, own[:32].sum()) or near(got, 32 * own[:32].sum())),
+            "That is what thread 0 has added up: the threads' sums have to be added to each other, within the warp too.":
+                lambda got: near(got, own[0]) or near(got, own[::32].sum()),
+            "Only the first elements were added, one per thread: each thread has to go on in steps of blockDim.x.":
+                x[:block].sum(keepdims=True) if n > block else np.empty(0),
+            "The warps' sums are counted 32 times over: after the barrier each lane brings the sum of ONE warp, partial[lane].":
+                32 * x.sum(keepdims=True),
+        }, rtol=1e-4)  # fmt: skip
+
+
+@exercise(
+    "3.3", "rmsnorm_kernel",
+    first_step="each thread adds up the squares of its own columns tid, tid + blockDim.x, ...; block_sum(acc, partial) adds the threads.",
+    allow=("block_sum",),
+    hints={
+        "RaceError": "One thread writes rstd_N[n], and each y_NC[n, c] belongs to one thread.",
+        "DeadlockError": "block_sum holds barriers, so all threads of the block must call it: not inside an `if` or a loop over columns.",
+        "OutOfBoundsError": "A row has C columns, which need not be a multiple of the block: `for c in range(tid, C, cuda.blockDim.x)`.",
+        "CollectiveError": "block_sum is for all threads of the block, so it stands outside of any `if`.",
+    },
+)  # fmt: skip
+def rmsnorm_kernel(e):
+    eps = np.float32(1e-2)
+    for N, C in ((2, 64), (3, 100), (2, 7)):
+        x, w, y, rstd = e.normal(N, C), e.normal(C), e.blank(N, C), e.blank(N)
+        e.run(N, 64, y, rstd, x, w, eps, case=f"{N} rows, {C} columns")
+        x, w = np.asarray(x), np.asarray(w)
+        want, want_rstd = rmsnorm_ref(x.astype(np.float64), w, float(eps))
+        squares = np.square(x).sum(1)
+        as_rstd = lambda r: r.astype(np.float32)
+        e.same("rstd", rstd, want_rstd, {
+            "The squares were added up but not divided by C: it is the root of the MEAN.": as_rstd(1 / np.sqrt(squares + eps)),
+            "eps is missing under the root.": as_rstd(1 / np.sqrt(squares / C)),
+            "eps belongs under the root, added to the mean.":
+                lambda got: any(np.allclose(got, r, 1e-4) for r in (1 / (np.sqrt(squares / C) + eps), 1 / np.sqrt(squares / C) + eps)),
+            "The root is missing.": as_rstd(1 / (squares / C + eps)),
+            "That is the root itself; rstd is 1 over it.": as_rstd(np.sqrt(squares / C + eps)),
+            "Only the first columns were added, one per thread: a row is longer than the block.":
+                as_rstd(1 / np.sqrt(np.square(x[:, :64]).sum(1) / C + eps)) if C > 64 else np.empty(0),
+        }, rtol=1e-4)  # fmt: skip
+        e.same("y", y, want, {
+            "The weight w is missing.": x * want_rstd[:, None],
+            "The columns from 64 on were never written: this loop, too, goes on in steps of blockDim.x.":
+                lambda got: C > 64 and np.isnan(got[:, 64:]).all() and not np.isnan(got[:, :64]).any(),
+        }, rtol=1e-4)  # fmt: skip
