@@ -82,18 +82,15 @@ def test_rows_of_several_rounds(keep, held, dtype, monkeypatch):
     each = 16 // np.dtype(dtype).itemsize
     step = UNROLL * 32 * each
     V = 4 * step + 45
-    monkeypatch.setattr(module, "BLOCKS", {4: (32, 2), 8: (32, 2)})
-    monkeypatch.setattr(module, "HELD", held)
+    monkeypatch.setattr(module, "PLANS", {4: (32, 2, held), 8: (32, 2, held)})
     monkeypatch.setattr(module, "shared_bytes", lambda *_: keep * UNROLL * 32 * 16 + 200)
-    near, nbytes = shared_plan(V, each, 32, module.shared_bytes())
+    near, nbytes = shared_plan(V, each, 32, held, module.shared_bytes())
     assert (
         near == min(keep, 4 - held) * step and nbytes == (near + -(-45 // each) * each) // each * 16
     )
-    module.make_cross_entropy_kernel.cache_clear()
     check_kernel(2, V, V + 43, 1.0, dtype)
     check_kernel(2, V - 3 * step, V + 43, 1.0, dtype)  # much padding
     check_kernel(2, 2 * step, 2 * step, 1.0, dtype)  # no rest
-    module.make_cross_entropy_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int16, np.uint8])

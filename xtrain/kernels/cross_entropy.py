@@ -52,12 +52,10 @@ from .softmax import LOG2E, LOWEST, online_softmax
 
 IGNORE = -100  # a target that does not count, as in PyTorch and Hugging Face
 BLOCK = 512  # of the naive kernel
-BLOCKS = {
-    8: (384, 3),
-    4: (512, 2),
-}  # for bf16 and float32: threads of a block, blocks on a multiprocessor
+# For bf16 and float32: threads of a block, blocks on a multiprocessor, rounds of a row that stay in registers. With what
+# fits into shared memory that is all of GPT-2's 50304 columns: nothing is read twice.
+PLANS = {8: (384, 3, 1), 4: (512, 2, 3)}
 UNROLL = 4  # chunks that a thread asks for before it looks at the first: 64 bytes
-HELD = 1  # rounds that stay in registers
 SUM_BLOCK = 1024  # one block adds up all rows: as many threads as it can have
 
 
@@ -125,7 +123,7 @@ def cross_entropy_naive_kernel(
 
 
 @functools.cache
-def make_cross_entropy_kernel(each, aligned, BLOCK, BLOCKS):
+def make_cross_entropy_kernel(each, aligned, BLOCK, BLOCKS, HELD):
     """The kernel in use. each: logits in 16 bytes. aligned: every row begins at a multiple of 16 bytes.
 
     A block reads its row in rounds of UNROLL chunks per thread. What is left after the last whole round and the first
@@ -248,22 +246,23 @@ def make_cross_entropy_kernel(each, aligned, BLOCK, BLOCKS):
         scratch = cuda.shared.array(MAX_WARPS, float32)
         row = cuda.shared.array(0, ELEMENT)  # a thread reads only what it has written: no barrier
         x_HUW = cuda.local.array((HELD, UNROLL, 4), uint32)
-        target = int64(targets_N[n])
-        used = vocab_size if target != IGNORE else 0  # an ignored row is not read
-        exists = target >= 0 and target < used
-        at_target = load1(logits, n * P + target) if exists else float32(math.nan)
-        whole = used // ROUND * ROUND
+        target = int64(targets_N[n])  # comes while the row is read, also of an ignored one
+        whole = vocab_size // ROUND * ROUND
         far = (
             whole - HELD * ROUND if whole > HELD * ROUND else 0
         )  # from here on they stay in registers
         near = near if near < far else far
-        m, total = read_row(x_HUW, row, logits, n * P, used, whole, far, near)
+        m, total = read_row(x_HUW, row, logits, n * P, vocab_size, whole, far, near)
+        exists, counts = target >= 0 and target < vocab_size, target != IGNORE
+        at_target = load1(logits, n * P + target) if exists else float32(math.nan)
         top = block_max(m, scratch)
         total = block_sum(total * exp2((m - top) * float32(LOG2E)), scratch)
         if tid == 0:
-            loss_N[n] = math.log(total) + (top - at_target) if used > 0 else float32(0.0)
+            loss_N[n] = math.log(total) + (top - at_target) if counts else float32(0.0)
         if gradient:
-            inv_count = inv_count_1[0]
+            used, inv_count = vocab_size, inv_count_1[0]
+            if not counts:
+                used = whole = far = near = 0  # zeros everywhere
             factor = inv_count / total if exists else float32(math.nan)
             write_row(x_HUW, row, logits, n * P, P, used, whole, far, near, top, factor)
             if exists and target // each % BLOCK == tid:  # who has written there now corrects it
@@ -339,19 +338,19 @@ def cross_entropy(
     loss_N = empty(logits_NP, N, np.float32) if out_N is None else out_N
     logits = logits_NP.reshape(-1)
     each = each_of(logits)
-    block, blocks = BLOCKS[each]
-    ce_kernel = make_cross_entropy_kernel(each, aligned_rows(P, logits), block, blocks)
-    near, shared = shared_plan(vocab_size, each, block, shared_bytes(logits, blocks))
+    block, blocks, held = PLANS[each]
+    ce_kernel = make_cross_entropy_kernel(each, aligned_rows(P, logits), block, blocks, held)
+    near, shared = shared_plan(vocab_size, each, block, held, shared_bytes(logits, blocks))
     arrays = (loss_N, logits, targets_N, inv_count_1)
     launch(ce_kernel, N, block, *arrays, P, vocab_size, near, with_gradient, shared=shared)
     return loss_N, logits_NP if with_gradient else None
 
 
-def shared_plan(vocab_size: int, each: int, block: int, nbytes: int) -> tuple[int, int]:
+def shared_plan(vocab_size: int, each: int, block: int, held: int, nbytes: int) -> tuple[int, int]:
     """-> columns of a row that stay in nbytes of shared memory, whole rounds; bytes they and the rest of the row take"""
     columns = UNROLL * block * each  # of a round
     rest = -(-(vocab_size % columns) // each) * 16
-    rounds = min(vocab_size // columns - HELD, (nbytes - rest) // (UNROLL * block * 16))
+    rounds = min(vocab_size // columns - held, (nbytes - rest) // (UNROLL * block * 16))
     near = max(rounds, 0) * columns
     return near, near // each * 16 + rest
 
