@@ -60,6 +60,7 @@ def test_chunks_against_all_rows_at_once(size, rows):
 def test_bf16():
     """As good as all rows at once in float32 from the same rounded inputs, but for what bf16 logits and d cost."""
     x, w, targets, inv = case(3000, 256, 20000, 20096, BF16)
+    w = (w.astype(np.float32) / 8).astype(BF16)  # logits of order 1: a bf16 of 16 errs by 0.03
     wide = x.astype(np.float32), w.astype(np.float32)
     loss, dx, dw = linear_cross_entropy_ref(*wide, targets, 20000, inv)
     given = *map(to_kernel, (x, w, targets)), 20000, to_kernel(inv)

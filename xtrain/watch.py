@@ -79,8 +79,8 @@ def watch_launches(kernel: Callable[..., Any], product: Callable[..., Any]) -> I
     GPU and each cuBLAS call c = a b; start() does what would have been done."""
     launch, multiply = _launch._launch_gpu, gemm._cublas
 
-    def launch_watched(jitted, grid, block, args, shared):
-        kernel(lambda: launch(jitted, grid, block, args, shared), jitted, args)
+    def launch_watched(jitted, grid, block, args, *rest):
+        kernel(lambda: launch(jitted, grid, block, args, *rest), jitted, args)
 
     def multiply_watched(c, a, b, *rest):
         product(lambda: multiply(c, a, b, *rest), c, b, a)  # column-major: operands come swapped
