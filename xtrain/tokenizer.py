@@ -35,6 +35,7 @@ class Tokenizer:
                    token, as Hugging Face does
     token_bytes    list of V byte strings
     token_lengths  (V,) int32: their lengths, but 0 for the end of text
+    special_ids    tokens that steer a model and are no text: begin, end, roles of a chat
     sha256         of the saved tokenizer.json
     """
 
@@ -51,7 +52,9 @@ class Tokenizer:
             raise UserError(
                 f"the tokenizer has an id {self.vocab_size - 1}, xtrain takes ids below {MAX_VOCAB}"
             )
-        self.token_bytes = _token_bytes(ids, self.vocab_size, json.loads(backend.to_str()))
+        content = json.loads(backend.to_str())
+        self.special_ids = frozenset(t["id"] for t in content["added_tokens"] if t["special"])
+        self.token_bytes = _token_bytes(ids, self.vocab_size, content)
         self.token_lengths = np.array([len(b) for b in self.token_bytes], np.int32)
         self.token_lengths[self.eot_id] = 0
         self.sha256 = hashlib.sha256(self._json()).hexdigest()
@@ -114,8 +117,9 @@ class Tokenizer:
             (json.dumps(config, indent=2) + "\n").encode()
         )
 
-    def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """special: add what the tokenizer puts around a text for its model, such as a token for the beginning."""
+        return self._backend.encode(text, add_special_tokens=special).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The same for many texts, on all cores."""

@@ -1,0 +1,86 @@
+"""A folder that can be served: model, tokenizer, the tokens that end an answer, the chat template.
+
+FOLDER is in the Hugging Face layout, or one of xtrain's runs, of which the newest checkpoint is taken.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import huggingface
+from .chat_template import ChatTemplate
+from .config import UserError
+from .device import resolve_device
+from .model import Transformer
+from .tensor_file import read_json
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What `load` found in a folder."""
+
+    folder: Path
+    model: Transformer
+    tokenizer: Tokenizer
+    stop: frozenset[int]  # tokens that end an answer, as in transformers
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate | None:
+        """Raises UserError."""
+        return ChatTemplate.load(self.folder)
+
+
+def load(folder: str | Path, device: str = "auto", precision: str = "auto") -> Pretrained:
+    """device: "auto", "cpu" or "gpu"; precision: "auto" (bf16 on a GPU), "fp32" or "bf16".
+
+    The tokenizer is looked at first: it costs little, and no weights are read in vain. Raises UserError: one sentence.
+    """
+    folder, device = model_folder(Path(folder)), resolve_device(device)
+    if precision == "auto":
+        precision = "bf16" if device == "gpu" else "fp32"
+    config = huggingface.read_config(folder)
+    if not (folder / "tokenizer.json").is_file() and (folder / "tokenizer.model").is_file():
+        raise UserError(
+            f"{folder} has a tokenizer.model, but no tokenizer.json: make one with transformers.AutoTokenizer."
+            "from_pretrained(folder).save_pretrained(folder), or take it from a newer release of the model"
+        )
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}: "
+            "they do not belong together"
+        )
+    stop = stop_tokens(folder, tokenizer)
+    model = huggingface.load(folder, device, precision, trainable=False)
+    return Pretrained(folder, model, tokenizer, stop)
+
+
+def model_folder(folder: Path) -> Path:
+    """The folder itself, or the newest checkpoint of a run. Raises UserError."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {what}: give a Hugging Face folder or one of xtrain's runs")
+    checkpoints = [f for f in (folder / "checkpoints").glob("step-*") if f.is_dir()]
+    if checkpoints:
+        return max(checkpoints, key=lambda f: (len(f.name), f.name))
+    config = folder / huggingface.CONFIG
+    if config.is_file() and {"train", "model"} <= read_json(config).keys():
+        raise UserError(f"{folder} is a run without a checkpoint: train it first")
+    return folder
+
+
+def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """eos_token_id of generation_config.json, else of config.json (one or several), else the tokenizer's."""
+    for name in ("generation_config.json", huggingface.CONFIG):
+        content = read_json(folder / name) if (folder / name).is_file() else {}
+        ids = as_ids(content.get("eos_token_id"))
+        if ids:
+            return ids
+    return frozenset([tokenizer.eot_id])
+
+
+def as_ids(value: Any) -> frozenset[int]:
+    values = value if isinstance(value, list) else [value]
+    return frozenset(x for x in values if type(x) is int and x >= 0)
