@@ -40,10 +40,10 @@ def test_every_op_is_seen_with_its_layer():
     for layer in ("layer 0", "layer 1"):
         assert (0, "", "forward", layer) in seen
         for way in ("forward", "backward"):
-            assert (
-                ops.count(("Linear", way, layer)) == 4 and ops.count(("Attention", way, layer)) == 1
-            )
-    assert ops.count(("Linear", "forward", "")) == 1  # the head
+            products = "Linear", "ResidualRMSNormLinear", "SwiGLULinear"
+            assert sum(ops.count((op, way, layer)) for op in products) == 4
+            assert ops.count(("Attention", way, layer)) == 1
+    assert ops.count(("LinearCrossEntropy", "forward", "")) == 1
 
 
 def test_a_repeated_forward_lies_inside_a_backward():
