@@ -464,7 +464,7 @@ lesson.source(_flat.load)
 # *Eight neighbouring float32 per thread.* If 16 bytes are good, 32 should be better. There is no
 # 32-byte instruction here, so it is two of 16, and each of the two touches *half* of every sector:
 
-# %%
+# %% tags=["bench"]
 from xtrain.kernels._ptx import load8, store8
 
 
@@ -477,6 +477,7 @@ def copy8_kernel(y_n, x_n):
         store8(y_n, i, registers)
 
 
+# %%
 for name, kernel, each in (("four", copy4_kernel, 4), ("eight", copy8_kernel, 8)):
     t = lesson.traced(kernel, 1024 // (64 * each), 64, y, x).traffic("y_n", write=True)
     print(

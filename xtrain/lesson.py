@@ -130,14 +130,16 @@ def _cell(value):
     return value if isinstance(value, str) else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 
-def measure(variants: dict[str, Callable], nbytes: int, runs: int = 20) -> dict[str, float]:
-    """Time functions that launch kernels, on a GPU: milliseconds by name, printed with the bandwidth reached.
+def measure(
+    variants: dict[str, Callable], nbytes: int = 0, flops: int = 0, runs: int = 20
+) -> dict[str, float]:
+    """Time functions that launch kernels, on a GPU: milliseconds by name, printed with the speed reached.
 
-    nbytes: what must be read and written at least. Without a GPU nothing is timed, and the line printed says so: the
-    simulator's seconds mean nothing. Medians between CUDA events after three warm-up runs.
+    nbytes: what must be read and written at least. flops: operations. Without a GPU nothing is timed, and the line
+    printed says so: the simulator's seconds mean nothing. Medians between CUDA events after three warm-up runs.
     """
     if not on_gpu():
-        print("No GPU here, so nothing is timed: see the records of bench/results below.")
+        print("No GPU here, so nothing is timed.")
         return {}
     cupy, times = device.cupy(), {}
     for name, run in variants.items():
@@ -151,8 +153,10 @@ def measure(variants: dict[str, Callable], nbytes: int, runs: int = 20) -> dict[
             end.record()
             end.synchronize()
             spans.append(cupy.cuda.get_elapsed_time(begin, end))
-        times[name] = float(np.median(spans))
-        print(f"{name:<24} {times[name]:8.3f} ms   {nbytes / times[name] / 1e6:8.0f} GB/s")
+        ms = times[name] = float(np.median(spans))
+        speeds = f"   {nbytes / ms / 1e6:8.0f} GB/s" if nbytes else ""
+        speeds += f"   {flops / ms / 1e9:8.2f} TFLOP/s" if flops else ""
+        print(f"{name:<24} {ms:8.3f} ms{speeds}")
     return times
 
 

@@ -1,0 +1,519 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 4 Matrix products
+#
+# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/04_matmul.ipynb)
+#
+# *About 60 minutes. You need [lesson 2](02_memory.ipynb).*
+#
+# **The question.** Nearly all the arithmetic of a language model is in its matrix products. Why is
+# this the one operation that xtrain does not write itself, but takes from NVIDIA's library, cuBLAS?
+# And how does one talk to a library that thinks in columns?
+#
+# You will write a product, make it read memory eight times less, count what is still missing, and
+# then learn to ask cuBLAS for exactly the product you want, without ever transposing anything.
+
+# %% tags=["install"]
+# On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
+import os
+import subprocess
+import sys
+
+if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain"
+    subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
+    os.chdir("xtrain")
+    sys.path.insert(0, os.getcwd())
+
+# %% tags=["imports"]
+import numpy as np
+from numba import cuda, float32
+
+from xtrain import lesson, simulator
+
+# %% [markdown]
+# ## A linear layer by hand
+#
+# A linear layer has one row of weights per output: `w` is (O, I), O outputs from I inputs. This is
+# how PyTorch and Hugging Face store it, and xtrain too. For N rows of input x (N, I):
+#
+# $$y = x w^\top \qquad y_{n o} = \sum_i x_{n i} \, w_{o i}$$
+#
+# For N, I, O = 2, 3, 4:
+
+# %%
+x = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
+w = np.array([[1, 0, 0], [0, 1, 0], [1, 1, 1], [0.5, -1, 0.5]], np.float32)
+
+
+def linear_ref(x_NI, w_OI):
+    """The reference."""
+    return x_NI @ w_OI.T
+
+
+print(linear_ref(x, w))
+print("y[1, 2] by hand:", 4 * 1 + 5 * 1 + 6 * 1)
+
+# %% [markdown]
+# It takes 2 N O I operations (a multiplication and an addition each), and at least 4 (N I + O I + N
+# O) bytes have to be moved. For a square product of size n that is n / 6 operations per byte:
+
+# %%
+for n in (8, 128, 1024, 4096):
+    flops, nbytes = 2 * n**3, 4 * 3 * n**2
+    print(f"n = {n:5}: {flops / nbytes:6.1f} operations a byte")
+
+# %% [markdown]
+# Lesson 2 put the ridge of an H200 at about 17 operations a byte. A large product could therefore
+# run at the full speed of the arithmetic, 67 TFLOP/s. *Could.*
+#
+# ## Exercise 4.1: one thread per output
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def linear_kernel(y_NO, x_NI, w_OI):
+    """y = x w^T.   Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread; x is the column."""
+    # YOUR CODE
+
+
+# %%
+lesson.check("4.1", linear_kernel)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `o` comes from the x parts of blockIdx and threadIdx, `n` from the y parts. Inside the guard: `acc
+# = float32(0.0)`, a loop over `range(x_NI.shape[1])`, one line that writes.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 4.1
+@cuda.jit
+def linear_kernel(y_NO, x_NI, w_OI):
+    """y = x w^T.   Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread; x is the column."""
+    o = cuda.blockIdx.x * 8 + cuda.threadIdx.x
+    n = cuda.blockIdx.y * 8 + cuda.threadIdx.y
+    if n < y_NO.shape[0] and o < y_NO.shape[1]:
+        acc = float32(0.0)
+        for i in range(x_NI.shape[1]):
+            acc += x_NI[n, i] * w_OI[o, i]
+        y_NO[n, o] = acc
+
+
+# %% [markdown]
+# ## What it asks of memory
+
+# %%
+n = 32
+x_s, w_s = simulator.sim(np.ones((n, n), np.float32)), simulator.sim(np.ones((n, n), np.float32))
+y_s = simulator.sim(np.zeros((n, n), np.float32))
+naive = lesson.traced(linear_kernel, (n // 8, n // 8), (8, 8), y_s, x_s, w_s)
+flops = 2 * n**3
+
+
+def count(name, trace):
+    reads = len(trace.of("x_NI")) + len(trace.of("w_OI"))
+    moved = trace.traffic().moved
+    print(
+        f"{name:16} {reads:6,} elements read, {moved:7,} bytes moved: {flops / moved:.2f} operations a byte"
+    )
+
+
+print(
+    f"at best          {2 * n * n:6,} elements read, {12 * n * n:7,} bytes moved: {flops / (12 * n * n):.2f}"
+)
+count("one per thread", naive)
+
+# %% [markdown]
+# Every element of x is read once for each of the 32 outputs, and every element of w once for each
+# of the 32 rows. Worse: at one moment neighbouring threads want `w[o, i]`, `w[o + 1, i]`, ... which
+# lie a whole row apart. The arithmetic is waiting; caches help, but this kernel is far to the left
+# of the ridge.
+#
+# ## Tiles
+#
+# The threads of a block compute 8 x 8 outputs. Together they need 8 rows of x and 8 rows of w, and
+# *each element of those 8 times*. So let the block fetch each element once, into shared memory, and
+# let all its threads use it there. Rows may be long, hence in stretches: 8 columns of x and of w at
+# a time. That is a **tile**. In the second of four turns, the block at (2, 1) of y needs:
+
+# %%
+lesson.figures.tiles(
+    32, 32, 32, 8, (2, 1), 1, "y = x w^T, written as C = A B with B = w^T: turn 1 of block (2, 1)"
+)
+
+# %% [markdown]
+# What does it gain? For tiles of T x T a turn loads 2 T² numbers, 8 T² bytes, and does 2 T³
+# operations:
+#
+# $$\frac{2 T^3}{8 T^2} = \frac{T}{4} \text{ operations a byte}$$
+#
+# 2 for T = 8; for the ridge of 17 one needs T = 68 or so.
+#
+# ## Exercise 4.2: a tiled product
+#
+# Each turn has four parts: every thread loads one element of x and one of w into the tiles; wait;
+# every thread adds 8 products; wait. Sizes need not be multiples of 8: where a tile hangs over the
+# edge, load 0.0.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def tiled_linear_kernel(y_NO, x_NI, w_OI):
+    """y = x w^T.   Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Each element of x and w is read once per block."""
+    x_tile = cuda.shared.array((8, 9), float32)
+    w_tile = cuda.shared.array((8, 9), float32)
+    tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+    # YOUR CODE
+
+
+# %%
+lesson.check("4.2", tiled_linear_kernel)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Let tx run along i when you load, for both: `x_tile[ty, tx]` is x[n, k + tx] with `n =
+# cuda.blockIdx.y * 8 + ty`, and `w_tile[ty, tx]` is w[o, k + tx] with `o = cuda.blockIdx.x * 8 +
+# ty`. Both are coalesced then.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# The output of this thread is row `cuda.blockIdx.y * 8 + ty` and column `cuda.blockIdx.x * 8 + tx`.
+# So its products are `x_tile[ty, j] * w_tile[tx, j]`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 4.2
+@cuda.jit
+def tiled_linear_kernel(y_NO, x_NI, w_OI):
+    """y = x w^T.   Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Each element of x and w is read once per block."""
+    x_tile = cuda.shared.array((8, 9), float32)
+    w_tile = cuda.shared.array((8, 9), float32)
+    tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+    N, I = x_NI.shape
+    O = w_OI.shape[0]
+    first = cuda.blockIdx.x * 8  # column of y
+    n, o = cuda.blockIdx.y * 8 + ty, first + ty
+    acc = float32(0.0)
+    for k in range(0, I, 8):
+        x_tile[ty, tx] = x_NI[n, k + tx] if n < N and k + tx < I else float32(0.0)
+        w_tile[ty, tx] = w_OI[o, k + tx] if o < O and k + tx < I else float32(0.0)
+        cuda.syncthreads()  # the tiles are full
+        for j in range(8):
+            acc += x_tile[ty, j] * w_tile[tx, j]
+        cuda.syncthreads()  # the tiles may be overwritten
+    if n < N and first + tx < O:
+        y_NO[n, first + tx] = acc
+
+
+# %%
+tiled = lesson.traced(tiled_linear_kernel, (n // 8, n // 8), (8, 8), y_s, x_s, w_s)
+count("one per thread", naive)
+count("tiled", tiled)
+
+# %% [markdown]
+# Eight times fewer elements, as promised. Why not tiles of 64 x 64, then? A block has at most 1024
+# threads, and there is a second wall.
+#
+# ## The improvement: registers
+#
+# Count what the tiled kernel asks of *shared* memory: two numbers for each multiplication. A
+# multiprocessor can do 128 multiply-adds per cycle, but its shared memory delivers only 32 numbers
+# per cycle. At two numbers each, 16 multiply-adds: an eighth of the arithmetic, at best.
+#
+# The way out is the same once more, one floor up. Let each thread compute 4 x 4 outputs, held in
+# registers: then it loads 4 numbers of x and 4 of w for 16 multiply-adds. That is half a number
+# each, and a block of 8 x 8 threads owns a tile of 32 x 32.
+
+
+# %% tags=["bench"]
+@cuda.jit
+def register_linear_kernel(y_NO, x_NI, w_OI):
+    """y = x w^T.   Grid (ceil(O / 32), ceil(N / 32)), block (8, 8). 4 x 4 outputs per thread, 8 apart in both directions."""
+    x_tile = cuda.shared.array((32, 9), float32)
+    w_tile = cuda.shared.array((32, 9), float32)
+    acc = cuda.local.array((4, 4), float32)
+    x4, w4 = cuda.local.array(4, float32), cuda.local.array(4, float32)
+    tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+    N, I = x_NI.shape
+    O = w_OI.shape[0]
+    n, o = cuda.blockIdx.y * 32, cuda.blockIdx.x * 32
+    for a in range(4):
+        for b in range(4):
+            acc[a, b] = float32(0.0)
+    for k in range(0, I, 8):
+        for a in range(4):
+            row = ty + 8 * a
+            inside = k + tx < I
+            x_tile[row, tx] = x_NI[n + row, k + tx] if inside and n + row < N else float32(0.0)
+            w_tile[row, tx] = w_OI[o + row, k + tx] if inside and o + row < O else float32(0.0)
+        cuda.syncthreads()
+        for j in range(8):
+            for a in range(4):
+                x4[a] = x_tile[ty + 8 * a, j]
+                w4[a] = w_tile[tx + 8 * a, j]
+            for a in range(4):
+                for b in range(4):
+                    acc[a, b] += x4[a] * w4[b]
+        cuda.syncthreads()
+    for a in range(4):
+        for b in range(4):
+            if n + ty + 8 * a < N and o + tx + 8 * b < O:
+                y_NO[n + ty + 8 * a, o + tx + 8 * b] = acc[a, b]
+
+
+# %%
+rng = np.random.default_rng(0)
+x_t, w_t = (simulator.sim(rng.standard_normal(s).astype(np.float32)) for s in ((37, 19), (45, 19)))
+y_t = simulator.sim(np.zeros((37, 45), np.float32))
+simulator.run(register_linear_kernel, (2, 2), (8, 8), y_t, x_t, w_t)
+print("right, also for odd sizes:", np.allclose(y_t, linear_ref(x_t, w_t), atol=1e-5))
+
+registers = lesson.traced(register_linear_kernel, (1, 1), (8, 8), y_s, x_s, w_s)
+count("4 x 4 per thread", registers)
+for name, trace in (("tiled", tiled), ("4 x 4 per thread", registers)):
+    loads = len(trace.of(kind="shared", write=False))
+    print(f"{name:16} {loads / n**3:.2f} numbers of shared memory per multiply-add")
+
+# %% [markdown]
+# ## Measure
+
+# %%
+big = 2048 if lesson.on_gpu() else 16
+x_b, w_b = (lesson.array(rng.standard_normal((big, big)).astype(np.float32)) for _ in range(2))
+y_b = lesson.empty(x_b, (big, big))
+
+
+def with_tiles(kernel, tile):
+    grid = -(-big // tile)
+    return lambda: lesson.launch(kernel, (grid, grid), (8, 8), y_b, x_b, w_b)
+
+
+from xtrain.kernels import gemm
+
+runs = {
+    "one per thread": with_tiles(linear_kernel, 8),
+    "tiled": with_tiles(tiled_linear_kernel, 8),
+    "4 x 4 per thread": with_tiles(register_linear_kernel, 32),
+    "cuBLAS": lambda: gemm.linear_fwd(x_b, w_b),
+}
+times = lesson.measure(runs, flops=2 * big**3)
+
+# %% [markdown]
+# By the counts above, the second should beat the first by what the caches leave of a factor of
+# eight, and the third the second by up to four.
+#
+# Between the third and cuBLAS lies a profession. cuBLAS loads the next tiles while it multiplies
+# the present ones, uses 16-byte accesses, swizzled tiles, 64 to 256 rows per block, the right split
+# for each of hundreds of shapes and cards; and in bf16 the *tensor cores*, which multiply whole
+# tiles in one instruction and are fifteen times faster than all of this (lesson 14 programs them,
+# for attention). xtrain's rule is: where a well-kept library does exactly what is needed, use it.
+# So the products are cuBLAS, and everything around them, where fusing saves bytes, is ours.
+#
+# ## Talking to a library that thinks in columns
+#
+# NumPy stores a matrix row by row. BLAS was born in Fortran, which stores it column by column. The
+# memory of a row-major (2, 3) matrix, read by columns, is a (3, 2) matrix: the transpose. Nothing
+# moves; only the eye changes.
+
+# %%
+a = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
+print("memory:           ", a.reshape(-1))
+print("read by rows:     ", a.tolist())
+print("read by columns:  ", np.lib.stride_tricks.as_strided(a, (3, 2), (4, 12)).tolist())
+
+# %% [markdown]
+# So whoever wants C = A B in row-major memory asks BLAS for $C^\top = B^\top A^\top$: the same
+# memory, the operands swapped, nobody transposed. Each operand also has a flag "use it transposed",
+# which only changes the order in which memory is walked, and a **leading dimension**: how many
+# elements lie between the beginnings of two neighbouring columns (for us: rows). This is the
+# function:
+
+
+# %% tags=["imports"]
+def gemm_by_columns(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc):
+    """What cuBLAS does: c (m, n) = op(a) (m, k) times op(b) (k, n), all of them read by columns.
+
+    op(a) is a, or its transpose with trans_a. lda, ldb, ldc: elements from one column to the next.
+    """
+    columns = lambda x, rows, cols, lead: np.lib.stride_tricks.as_strided(
+        x, (rows, cols), (4, 4 * lead)
+    )
+    a = columns(a, *((k, m) if trans_a else (m, k)), lda)
+    b = columns(b, *((n, k) if trans_b else (k, n)), ldb)
+    columns(c, m, n, ldc)[...] = (a.T if trans_a else a) @ (b.T if trans_b else b)
+
+
+# %% [markdown]
+# ## Exercise 4.3: y = x wᵀ through BLAS
+#
+# Write one call of `gemm(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc)` that fills y. No copy,
+# no `.T`, only the right order and the right numbers.
+
+
+# %% tags=["exercise"]
+def linear_by_blas(gemm, y_NO, x_NI, w_OI):
+    """y = x w^T by one call of gemm, which reads all matrices by columns (see gemm_by_columns)."""
+    N, I = x_NI.shape
+    O = w_OI.shape[0]
+    # YOUR CODE
+
+
+# %%
+lesson.check("4.3", linear_by_blas)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# BLAS sees y as (O, N), x as (I, N) and w as (I, O). In its eyes the result is $y^\top = w \,
+# x^\top$: O rows, N columns, and I is summed over.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# The first operand must be (O, I), but BLAS sees w as (I, O): that one is used transposed. The
+# second must be (I, N): that is how BLAS sees x already. A leading dimension is the length of the
+# row in NumPy's eyes.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 4.3
+def linear_by_blas(gemm, y_NO, x_NI, w_OI):
+    """y = x w^T by one call of gemm, which reads all matrices by columns (see gemm_by_columns)."""
+    N, I = x_NI.shape
+    O = w_OI.shape[0]
+    gemm(True, False, O, N, I, w_OI, I, x_NI, I, y_NO, O)
+
+
+# %%
+y = np.zeros((2, 4), np.float32)
+linear_by_blas(gemm_by_columns, y, x, w)
+print(y)
+
+# %% [markdown]
+# A linear layer needs three products, and none of them a transpose in memory. With $dy$ the
+# gradient of the loss with respect to y (lesson 5 derives them):
+#
+# | product | shape | first operand for BLAS | second operand |
+# |---|---|---|---|
+# | $y = x w^\top$ | (N, O) | w, transposed | x |
+# | $dx = dy \, w$ | (N, I) | w | dy |
+# | $dw = dy^\top x$ | (O, I) | x | dy, transposed |
+#
+# ## Many small products at once
+#
+# Attention multiplies one small pair of matrices per head. A *strided batch* does them in one call:
+# beside the leading dimension there is a third number, how far it is from one matrix to the next.
+# That alone makes it possible to leave the heads where they are, in `(T, H, D)` order, each row of
+# a head D numbers wide and H D numbers from the next:
+
+# %%
+T, H, D = 4, 2, 3
+q_THD, k_THD = (rng.standard_normal((T, H, D)).astype(np.float32) for _ in range(2))
+q_HTD, k_HTD = q_THD.transpose(1, 0, 2), k_THD.transpose(1, 0, 2)  # views: nothing is copied
+scores = np.zeros((H, T, T), np.float32)
+gemm.matmul(scores, q_HTD, k_HTD, trans_b=True)
+print("strides of q in elements (head, row, number):", [s // 4 for s in q_HTD.strides])
+print("a copy was made:", not np.shares_memory(q_HTD, q_THD))
+print(
+    "like head by head:",
+    all(np.allclose(scores[h], q_THD[:, h] @ k_THD[:, h].T, atol=1e-6) for h in range(H)),
+)
+
+# %% [markdown]
+# ## The library's kernel
+#
+# There is none: this is the one op of xtrain that is a call. Row-major outside, column-major
+# inside, which you can now read:
+
+# %%
+lesson.source(gemm._cublas)
+lesson.source(gemm.linear_fwd)
+
+# %% [markdown]
+# `matmul` calls `_cublas(out, b, a, ...)`: the swap. `beta` is 1 when the product is *added* to
+# what is there; so weight gradients sum up inside the product, without a kernel of their own.
+#
+# ## What did not help
+#
+# *Larger tiles alone.* A block of 16 x 16 threads with tiles of 16 x 16 reads memory half as often
+# as one of 8 x 8. But each thread still computes one output, so the second wall stands where it
+# stood:
+
+
+# %% tags=["bench"]
+def make_tiled_kernel(TILE):
+    @cuda.jit
+    def tiled_kernel(y_NO, x_NI, w_OI):
+        """Grid (O / TILE, N / TILE), block (TILE, TILE). All sizes are multiples of TILE."""
+        x_tile = cuda.shared.array((TILE, TILE + 1), float32)
+        w_tile = cuda.shared.array((TILE, TILE + 1), float32)
+        tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+        n, o = cuda.blockIdx.y * TILE, cuda.blockIdx.x * TILE
+        acc = float32(0.0)
+        for k in range(0, x_NI.shape[1], TILE):
+            x_tile[ty, tx] = x_NI[n + ty, k + tx]
+            w_tile[ty, tx] = w_OI[o + ty, k + tx]
+            cuda.syncthreads()
+            for j in range(TILE):
+                acc += x_tile[ty, j] * w_tile[tx, j]
+            cuda.syncthreads()
+        y_NO[n + ty, o + tx] = acc
+
+    return tiled_kernel
+
+
+# %%
+for TILE in (8, 16):
+    grid = n // TILE, n // TILE
+    trace = lesson.traced(make_tiled_kernel(TILE), grid, (TILE, TILE), y_s, x_s, w_s)
+    loads = len(trace.of(kind="shared", write=False)) / n**3
+    intensity = flops / trace.traffic().moved
+    print(
+        f"tiles of {TILE:2}: {intensity:.2f} operations a byte, {loads:.2f} numbers of shared memory each"
+    )
+
+# %% [markdown]
+# ## More exercises
+#
+# 1. Write `dx = dy w` with `gemm_by_columns`. Then `dw = dy^T x`. The table above has the operands;
+#    you find the sizes.
+# 2. How many operations a byte does the kernel with 4 x 4 outputs per thread do, by the formula T /
+#    4? Compare with the count above.
+# 3. Change the register kernel to 8 x 8 outputs per thread. How many numbers of shared memory per
+#    multiply-add? What becomes scarce?
+#
+# <details><summary>Solutions</summary>
+#
+# 1: `gemm(False, False, I, N, O, w, I, dy, O, dx, I)` and `gemm(False, True, I, O, N, x, I, dy, O,
+# dw, I)`. 2: its tile is 32, so 8; the count is lower, since it includes writing y, and n is small.
+# 3: 16 numbers for 64 multiply-adds, a quarter; 64 accumulators per thread are many registers, so
+# fewer blocks fit on a multiprocessor.
+#
+# </details>
+#
+# ## Sources
+#
+# - K. Goto, R. van de Geijn, *Anatomy of High-Performance Matrix Multiplication*, 2008: tiles for
+#   every level of memory.
+# - NVIDIA, *cuBLAS Library*, "Data Layout" and `cublasGemmStridedBatchedEx`.
+# - V. Volkov, J. Demmel, *Benchmarking GPUs to Tune Dense Linear Algebra*, 2008: why registers and
+#   not shared memory hold the outputs.
