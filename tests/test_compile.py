@@ -4,8 +4,10 @@ The signatures are not written down: the launchers are called with tiny simulato
 launch is compiled instead. Needs NVVM (CUDA toolkit, or the nvidia-nvvm package); skipped without it.
 """
 
+import functools
 import re
 import types as python_types
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +23,7 @@ from xtrain.kernels import (
     cross_entropy,
     elementwise,
     embedding,
+    flash_attention,
     grad_norm,
     layout,
     qk_norm_rope,
@@ -32,48 +35,58 @@ from xtrain.kernels import (
 )
 from xtrain.simulator import sim
 
+BF16 = ml_dtypes.bfloat16
+CARDS = [(7, 5), (8, 0), (9, 0), (12, 0)]
+
 
 def f32(*shape):
     return sim(np.ones(shape, np.float32))
 
 
-def launch_everything():
-    """Call every launcher once for every kernel it may choose."""
+def launch_everything(dtype):
+    """Call every launcher once for every kernel it may choose, with activations and weights of this type."""
+    new = lambda *shape: sim(np.ones(shape, dtype))
     ids, table = sim(np.zeros(2, np.int32)), f32(4, 4)
-    embedding.embedding_bwd(embedding.embedding_fwd(ids, f32(3, 8)), ids, f32(3, 8))
+    embedding.embedding_bwd(embedding.embedding_fwd(ids, new(3, 8)), ids, f32(3, 8))
     for C in (8, 37, 1032):
-        x, w = f32(2, C), f32(C)
+        x, w = new(2, C), new(C)
         y, rstd = rmsnorm.rmsnorm_fwd(x, w, 1e-6)
         rmsnorm.rmsnorm_bwd(y, x, w, rstd, f32(C))
         h, y, rstd = residual.residual_rmsnorm_fwd(x, x, w, 1e-6)
         residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C))
-    rope.rope_bwd(rope.rope_fwd(f32(2, 3, 8), table, table, T=2), table, table, T=2)
-    for w in (f32(8), None):
-        shape = (f32(2, 48), w, w, table, table, 4, 1, 2)
+    rope.rope_bwd(rope.rope_fwd(new(2, 3, 8), table, table, T=2), table, table, T=2)
+    for w, dw in ((f32(8), f32(8)), (None, None)):
+        shape = (new(2, 48), w, w, table, table, 4, 1, 2)
         q, k, v, rstd = qk_norm_rope.qk_norm_rope_fwd(*shape, 1e-6)
-        qk_norm_rope.qk_norm_rope_bwd(q, k, v, f32(2, 48), w, w, rstd, table, table, 4, 1, 2, w, w)
-    o, saved = attention.attention_fwd(f32(1, 2, 2, 8), f32(1, 2, 1, 8), f32(1, 2, 1, 8), 0.1)
-    attention.attention_bwd(o, saved, 0.1)
-    for S in (3, softmax.NARROW + 1):
-        p = softmax.causal_softmax_fwd(f32(1, 2, S), 2, 0.1)
-        softmax.causal_softmax_bwd(f32(1, 2, S), p, 2, 0.1)
-    layout.swap_heads(f32(1, 2, 3, 4))
-    swiglu.swiglu_bwd(swiglu.swiglu_fwd(f32(2, 8)), f32(2, 8))
-    swiglu.swiglu_bwd(f32(2, 4), f32(2, 8), again=True)
-    swiglu.silu_bwd(swiglu.silu_fwd(f32(8)), f32(8))
-    elementwise.add_into(elementwise.add_fwd(f32(8), f32(8)), f32(8))
-    elementwise.scale_into(elementwise.scale_fwd(f32(8), 0.5), f32(1))
+        grads = (4, 1, 2, dw, dw)
+        qk_norm_rope.qk_norm_rope_bwd(q, k, v, new(2, 48), w, w, rstd, table, table, *grads)
+    layout.swap_heads(new(1, 2, 3, 4))
+    swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8)), new(2, 8))
+    swiglu.swiglu_bwd(new(2, 4), new(2, 8), again=True)
+    swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
+    elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
+    elementwise.scale_into(elementwise.scale_fwd(new(8), 0.5), f32(1))
     inverse = cross_entropy.count_targets(ids)
-    loss, _ = cross_entropy.cross_entropy(f32(2, 128), ids, 100, inverse)
+    loss, _ = cross_entropy.cross_entropy(new(2, 128), ids, 100, inverse)
     cross_entropy.mean_loss(loss, inverse)
-    cast.cast_fwd(cast.cast_fwd(f32(8), ml_dtypes.bfloat16), np.float32)
+    cast.cast_fwd(new(8), np.float32 if dtype == BF16 else BF16)
     stats = grad_norm.grad_norm(f32(8), 1.0)
     hyper = sim(adamw.adamw_hyper(1e-3, 0.9, 0.95, 1))
-    arrays = [f32(8) for _ in range(4)]
-    adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1)
+    arrays, half = [f32(8) for _ in range(4)], new(8) if dtype == BF16 else None
+    adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1, half_n=half)
+    if dtype == np.float32:
+        o, saved = attention.attention_fwd(new(1, 2, 2, 8), new(1, 2, 1, 8), new(1, 2, 1, 8), 0.1)
+        attention.attention_bwd(o, saved, 0.1)
+        for S in (3, softmax.NARROW + 1):
+            p = softmax.causal_softmax_fwd(new(1, 2, S), 2, 0.1)
+            softmax.causal_softmax_bwd(new(1, 2, S), p, 2, 0.1)
+    for D, causal in ((32, True), (64, False), (128, True)):
+        q, k = new(1, 2, 2, D), new(1, 3, 1, D)
+        o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
+        flash_attention.flash_attention_bwd(o, q, k, k, o, lse, 0.1, causal)
 
 
-def signatures(monkeypatch, launch_all=None):
+def signatures(monkeypatch, launch_all):
     """-> {(kernel, argument types)} of everything that was launched"""
     found = {}
 
@@ -82,7 +95,7 @@ def signatures(monkeypatch, launch_all=None):
         found[kernel, kinds] = None
 
     monkeypatch.setattr(simulator, "run", note)
-    (launch_all or launch_everything)()
+    launch_all()
     return list(found)
 
 
@@ -103,14 +116,18 @@ def nvvm():
         pytest.skip(f"no NVVM here: {str(error).splitlines()[0]}")
 
 
-@pytest.mark.parametrize("cc", [(7, 5), (8, 0), (9, 0), (12, 0)])
-def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, cc):
+# bf16 needs compute capability 8.0: cp.async, and mma on bf16
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("cc", CARDS)
+def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cc):
+    if dtype == BF16 and cc < (8, 0):
+        return
     import numba.cuda.dispatcher
 
     # Device functions ask the current device what to compile for; there is none here.
     here = python_types.SimpleNamespace(compute_capability=cc)
     monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: here)
-    found = signatures(monkeypatch)
+    found = signatures(monkeypatch, functools.partial(launch_everything, dtype))
     named = {kernel.py_func.__name__ for kernel, _ in found}
     assert len(named) >= 25, sorted(named)
     for kernel, signature in found:
@@ -126,11 +143,13 @@ def test_every_kernel_file_is_launched_above(monkeypatch):
     """A new kernel file must be added to launch_everything, here or in test_engine_compile.py."""
     import test_engine_compile
 
-    launched = signatures(monkeypatch) + signatures(monkeypatch, test_engine_compile.launch_engine)
+    calls = [functools.partial(launch_everything, dtype) for dtype in (np.float32, BF16)]
+    calls.append(test_engine_compile.launch_engine)
+    launched = [found for call in calls for found in signatures(monkeypatch, call)]
     modules = {kernel.py_func.__module__ for kernel, _ in launched}
     package = _launch.__name__.rsplit(".", 1)[0]
-    from pathlib import Path
-
     folder = Path(_launch.__file__).parent
-    files = {f"{package}.{p.stem}" for p in folder.glob("*.py") if "@cuda.jit\n" in p.read_text()}
-    assert files <= modules, f"never launched here: {sorted(files - modules)}"
+    has_kernel = re.compile(r"^ *@(cuda\.jit|kernel)\b(?!.*device=True)", re.M)
+    files = {p.stem for p in folder.glob("*.py") if has_kernel.search(p.read_text())}
+    missing = {f"{package}.{stem}" for stem in files} - modules
+    assert not missing, f"never launched here: {sorted(missing)}"

@@ -11,6 +11,7 @@ import torch
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 
 from xtrain.kernels import flash_attention as fa
+from xtrain.kernels._launch import empty
 from xtrain.kernels.attention import attention_bwd, attention_fwd
 from xtrain.kernels.flash_attention import (
     flash_attention_bwd,
@@ -29,7 +30,7 @@ WIDE_TILES = {"fwd": (64, 16, 4, 1, False), "dq": (64, 16, 4, 1), "dkdv": (64, 3
 # B, T, S, H, G, D, causal: one token; a whole tile; ragged and grouped; a past; few keys for many queries
 SHAPES = [
     (1, 1, 1, 1, 1, 16, True), (1, 32, 32, 1, 1, 32, True), (1, 70, 70, 2, 1, 16, True),
-    (2, 9, 41, 2, 2, 16, True), (1, 40, 13, 4, 2, 16, False),
+    (2, 9, 41, 2, 2, 16, True), (1, 40, 13, 4, 2, 16, False), (1, 34, 34, 3, 3, 16, True),
 ]  # fmt: skip
 WIDE = [(1, 18, 34, 2, 1, 64, True), (1, 18, 20, 2, 1, 128, True), (1, 3, 5, 1, 1, 128, False)]
 FP32 = [
@@ -40,16 +41,16 @@ FP32 = [
 ]
 if GPU:
     SHAPES += [
-        (2, 517, 517, 6, 2, D, causal) for D in (16, 32, 64, 128) for causal in (True, False)
+        (1, 517, 517, 4, 2, D, causal) for D in (16, 32, 64, 128) for causal in (True, False)
     ]
     SHAPES += [
-        (32, 256, 256, 12, 12, 32, True),
-        (1, 100, 1000, 8, 1, 64, True),
-        (1, 3000, 3000, 2, 2, 128, True),
+        (4, 256, 256, 3, 3, 32, True),
+        (1, 100, 700, 8, 1, 64, True),
+        (1, 2100, 2100, 1, 1, 128, True),
     ]
     FP32 += [
-        (2, 300, 517, 4, 2, 128, True),
-        (1, 1000, 1000, 2, 2, 64, True),
+        (1, 300, 517, 4, 2, 128, True),
+        (1, 700, 700, 1, 1, 64, True),
         (1, 77, 50, 2, 1, 33, False),
     ]
 
@@ -173,6 +174,21 @@ def test_every_choice_has_a_variant_for_99_kilobytes(monkeypatch, kind, D):
             assert fa._maker(kind, D)[1](D, large) <= 227 * 1024
 
 
+@pytest.mark.parametrize("heads", [1, 3, 7, 64, 997])
+@pytest.mark.parametrize("rows", [1, 100, 5000])
+@pytest.mark.parametrize("l2", [1, 10**5, 10**9])
+def test_grid_covers_every_head_and_row(heads, rows, l2):
+    q_shape, k_shape = (1, rows, heads, 16), (1, rows + 30, heads, 16)
+    for kind, own in (("fwd", rows), ("dq", rows), ("dkdv", rows + 30)):
+        for causal in (True, False):
+            gpu = causal, q_shape, k_shape, 13, l2
+            side, tiles, times = fa.make_grid(kind, (64, 64, 4, 2), *gpu)
+            assert heads <= side * times < heads + times and 64 * (tiles - 1) < own <= 64 * tiles
+            assert side * 4 * 16 * rows <= max(2 * l2, 2 * 4 * 16 * (rows + 30))
+            assert causal or side == 1
+    assert fa.make_grid("fwd", (64, 64, 4, 2), True, (0, 5, 2, 16), (0, 5, 2, 16), 13, l2)[2] == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [16, 32, 64, 128])
 def test_small_tiles_on_the_gpu(monkeypatch, D):
@@ -198,6 +214,28 @@ def test_parts_of_a_packed_array_are_read_in_place():
         assert np.array_equal(to_host(a).view(np.uint8), to_host(b).view(np.uint8))
     odd = packed[..., : H * D].reshape(B, T, H, D)[:, 1:]  # a gap between the sequences
     assert fa._flat(odd)[1] == H * D
+
+
+@pytest.mark.gpu
+def test_arrays_that_begin_anywhere():
+    """Copies of 16 bytes need aligned rows: arrays that begin 2 bytes further are copied first."""
+    arrays = [to_kernel(x) for x in case(1, 70, 90, 4, 2, 32, dtype=BF16)]
+    right = everything(*arrays, 0.3, True)
+    for i in range(4):
+        moved = list(arrays)
+        moved[i] = _moved(arrays[i])
+        for a, b in zip(everything(*moved, 0.3, True), right):
+            assert np.array_equal(to_host(a).view(np.uint8), to_host(b).view(np.uint8))
+    q, k, v, do = arrays
+    again = flash_attention_bwd(do, q, k, v, _moved(right[0]), _moved(right[1]), 0.3, True)
+    for a, b in zip(again, right[2:]):
+        assert np.array_equal(to_host(a).view(np.uint8), to_host(b).view(np.uint8))
+
+
+def _moved(x):
+    longer = empty(x, (x.size + 1,))
+    longer[1:] = x.reshape(-1)
+    return longer[1:].reshape(x.shape)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])

@@ -120,7 +120,7 @@ def test_bugs(planted, bug):
 
 PAIR_BUGS = {
     "weights read in the turn they are written": (PAIRS, "now, new, old, read, written", "now, new, old, written, read", WRONG),
-    "weights of the tile to come": (PAIRS, "if old_t >= visible:\n                    scores(s, smem, own, old", "if old_t >= visible:\n                    scores(s, smem, own, now", WRONG),
+    "weights of the tile to come": (PAIRS, "scores(s, smem, own, old + BM * D)", "scores(s, smem, own, now + BM * D)", WRONG),
     "two stages instead of three": (PAIRS, "old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)", "old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES)", KernelError),
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ FP32 = {
     "dkdv": (*[BTHD] * 6, BHT, BHT, types.float32),
 }
 CHOSEN = {(*key, config) for key, rows in TABLE.items() for _, config in rows}
-SMALL = {(*key, fa.SMALL[key[0]]) for key in TABLE}
+SMALL = {(*key, fa.SMALL[key[0]]) for key in TABLE if key[2]}
 ONE_OF_EACH = [(kind, D, True, TABLE[kind, D, True][-1][1]) for kind, D in (
     ("fwd", 64), ("dq", 32), ("dkdv", 16), ("dkdv", 128),
 )]  # fmt: skip

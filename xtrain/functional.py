@@ -10,6 +10,7 @@ from .kernels import cast as _cast
 from .kernels import cross_entropy as _cross_entropy
 from .kernels import elementwise as _elementwise
 from .kernels import embedding as _embedding
+from .kernels import flash_attention as _flash_attention
 from .kernels import gemm as _gemm
 from .kernels import layout as _layout
 from .kernels import linear_cross_entropy as _linear_cross_entropy
@@ -136,9 +137,7 @@ class Attention(Function):
     @staticmethod
     def forward(ctx, q, k, v, scale, causal):
         if q.dtype.name == "bfloat16":
-            from .kernels import flash_attention as _flash
-
-            o, lse = _flash.flash_attention_fwd(q, k, v, scale, causal)
+            o, lse = _flash_attention.flash_attention_fwd(q, k, v, scale, causal)
             ctx.save(q, k, v, o, lse, scale, causal)
         else:
             o, saved = _attention.attention_fwd(q, k, v, scale, causal)
@@ -149,9 +148,7 @@ class Attention(Function):
     def backward(ctx, do):
         *saved, scale, causal = ctx.saved
         if do.dtype.name == "bfloat16":
-            from .kernels import flash_attention as _flash
-
-            return _flash.flash_attention_bwd(do, *saved, scale, causal)
+            return _flash_attention.flash_attention_bwd(do, *saved, scale, causal)
         return _attention.attention_bwd(do, tuple(saved), scale, causal)
 
 

@@ -45,6 +45,8 @@ from ._launch import FLOATS, check, check_array, empty, launch, on_host
 from ._tiles import WIDTHS
 from .flash_attention_table import TABLE
 
+FEW_ROUNDS, LONG = 12, 2048  # see make_grid; measured on one H200
+MAX_GRID = 2**16 - 1  # blocks in y or z
 SMALL = {  # where a block gets less shared memory than the table's choice needs; all fit the 99 KB of 8.6, 8.9, 12.0
     "fwd": (64, 64, 4, 2, False),
     "dq": (64, 32, 4, 2),
@@ -115,7 +117,7 @@ def flash_attention_fwd(
     else:
         q, k, v, sizes = flat_inputs(q_BTHD, k_BSGD, v_BSGD)
         outputs = o_BTHD.reshape(-1), lse_BHT.reshape(-1)
-        _launch_bf16("fwd", D, causal, T, T, B * H, *outputs, q, k, v, *sizes, scale)
+        _launch_bf16("fwd", causal, q_BTHD.shape, k_BSGD.shape, *outputs, q, k, v, *sizes, scale)
     return o_BTHD, lse_BHT
 
 
@@ -151,19 +153,50 @@ def flash_attention_bwd(
         launch(dkdv_kernel, grid_k, block, dk, dv, *inputs, lse_BHT, delta, scale)
     else:
         q, k, v, sizes = flat_inputs(q_BTHD, k_BSGD, v_BSGD)
-        do, o, lse = (x.reshape(-1) for x in (do_BTHD, o_BTHD, lse_BHT))
+        do, o, lse = _flat(do_BTHD)[0], _flat(o_BTHD)[0], lse_BHT.reshape(-1)
         args = dq.reshape(-1), delta.reshape(-1), do, q, k, v, o, lse, *sizes, scale
-        _launch_bf16("dq", D, causal, T, T, B * H, *args)
+        _launch_bf16("dq", causal, q_BTHD.shape, k_BSGD.shape, *args)
         args = dk.reshape(-1), dv.reshape(-1), do, q, k, v, lse, delta.reshape(-1), *sizes, scale
-        _launch_bf16("dkdv", D, causal, T, S, B * G, *args)
+        _launch_bf16("dkdv", causal, q_BTHD.shape, k_BSGD.shape, *args)
     return dq, dk, dv
 
 
-def _launch_bf16(kind, D, causal, T, rows, heads, *args):
-    """rows: queries, or keys, that the blocks of a head own between them"""
-    config = choose(kind, D, T, causal, shared_limit(args[0]))
-    kernel, shared = make_kernel(kind, D, causal, config)
-    launch(kernel, (-(-rows // config[0]), heads), 32 * config[2], *args, shared=shared)
+def _launch_bf16(kind, causal, q_shape, k_shape, *args):
+    config = choose(kind, q_shape[3], q_shape[1], causal, shared_limit(args[0]))
+    kernel, shared = make_kernel(kind, q_shape[3], causal, config)
+    gpu = multiprocessors(args[0]), l2_bytes(args[0])
+    grid = make_grid(kind, config, causal, q_shape, k_shape, *gpu)
+    launch(kernel, grid, 32 * config[2], *args, shared=shared)
+
+
+def make_grid(
+    kind: str,
+    config: tuple,
+    causal: bool,
+    q_shape: tuple,
+    k_shape: tuple,
+    multiprocessors: int,
+    l2: int,
+) -> tuple[int, int, int]:
+    """-> (heads side by side, blocks per head, how often); why: see flash_attention_bf16.py
+
+    One head, unless blocks are unequal and either few, so that the end takes a large part of the time, or long, so that
+    they use a cache line often while they have it. Then as many as read at most twice what the second-level cache
+    holds: they walk through their keys in step.
+    """
+    B, T, H, D = q_shape
+    S, G = k_shape[1:3]
+    if kind == "dkdv":  # a key head reads Q and dO of its query heads
+        heads, rows, read = B * G, S, 4 * T * D * (H // G)
+    else:  # a query head reads K and V, and shares them
+        heads, rows, read = B * H, T, 4 * S * D // (H // G)
+    tiles = -(-rows // config[0])
+    rounds = heads * tiles / (multiprocessors * config[3])
+    if not causal or (rounds > FEW_ROUNDS and rows < LONG):
+        return 1, tiles, heads
+    times = -(-heads // max(1, 2 * l2 // max(read, 1)))
+    side = -(-heads // max(times, 1))  # all turns alike, but for a few heads of the last
+    return side, tiles, times
 
 
 # ----------------------------------------------------------------------------- which kernel
@@ -192,12 +225,23 @@ def choose(kind: str, D: int, T: int, causal: bool, shared: int) -> tuple:
 
 def shared_limit(x: Array) -> int:
     """Bytes of shared memory that a block may have where x lives."""
-    return 227 * 1024 if isinstance(x, SimArray) else _gpu_shared_limit(x.device.id)
+    if isinstance(x, SimArray):
+        return 227 * 1024
+    return _gpu_attribute(x.device.id, "MaxSharedMemoryPerBlockOptin")
+
+
+def multiprocessors(x: Array) -> int:
+    return 1 if isinstance(x, SimArray) else _gpu_attribute(x.device.id, "MultiProcessorCount")
+
+
+def l2_bytes(x: Array) -> int:
+    """Bytes of second-level cache beside x. In the simulator few, so that a few heads already take turns."""
+    return 1536 if isinstance(x, SimArray) else _gpu_attribute(x.device.id, "L2CacheSize")
 
 
 @functools.cache
-def _gpu_shared_limit(device: int) -> int:
-    return cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
+def _gpu_attribute(device: int, name: str) -> int:
+    return cupy().cuda.Device(device).attributes[name]
 
 
 # ----------------------------------------------------------------------------- what goes in
@@ -215,14 +259,17 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
     check_array(op, "v", v_BSGD, (B, S, G, D), (dtype,), strided=True)
     shapes = f"q {tuple(q_BTHD.shape)}, k {tuple(k_BSGD.shape)}"
     check(G > 0 and H % G == 0, f"{op}: {H} query heads cannot share {G} key heads: {shapes}")
-    check(B * H < 2**16, f"{op}: {B * H} heads in one launch, at most 65535: {shapes}")
     check(S >= T or not causal, f"{op}: {T} causal queries need at least {T} keys: {shapes}")
     check(S > 0 or T == 0, f"{op}: queries without keys: {shapes}")
     check(scale > 0, f"{op}: scale must be positive, got {scale}")
     if not on_host(q_BTHD, k_BSGD, v_BSGD):
-        widths = WIDTHS if dtype == "bfloat16" else range(1, fp32.MAX_D + 1)
-        wanted = f"one of {WIDTHS}" if dtype == "bfloat16" else f"at most {fp32.MAX_D}"
+        half = dtype == "bfloat16"
+        widths = WIDTHS if half else range(1, fp32.MAX_D + 1)
+        wanted = f"one of {WIDTHS}" if half else f"at most {fp32.MAX_D}"
         check(D in widths, f"{op}: head dim {D}, but {dtype} needs {wanted}: {shapes}")
+        check(B * H <= MAX_GRID, f"{op}: {B * H} heads in one launch, at most {MAX_GRID}: {shapes}")
+        most = 64 * MAX_GRID  # no bf16 tile has fewer rows
+        check(max(T, S) <= most, f"{op}: more than {most} positions: {shapes}")
 
 
 def flat_inputs(q_BTHD: Array, k_BSGD: Array, v_BSGD: Array) -> tuple:
@@ -242,11 +289,11 @@ def _flat(x_BTHD):
     aligned to 16 bytes.
     """
     B, T, H, D = x_BTHD.shape
-    if x_BTHD.flags.c_contiguous:
-        return x_BTHD.reshape(-1), H * D
     size, simulated = x_BTHD.itemsize, isinstance(x_BTHD, SimArray)
-    row = x_BTHD.strides[1] // size
     address = 0 if simulated else x_BTHD.data.ptr
+    if x_BTHD.flags.c_contiguous and address % 16 == 0:
+        return x_BTHD.reshape(-1), H * D
+    row = x_BTHD.strides[1] // size
     even = x_BTHD.strides == (T * row * size, row * size, D * size, size)
     if not even or row * size % 16 or address % 16 or x_BTHD.size == 0:
         return x_BTHD.copy().reshape(-1), H * D

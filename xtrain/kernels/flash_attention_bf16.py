@@ -10,7 +10,12 @@ stages deep: while the warps work on one tile, the next is on its way. Per tile,
 
 A warp skips tiles whose keys all lie in the future of its queries; the block never loads those that all warps skip.
 A warp whose queries lie beyond T does nothing but help to copy.
-Within a head the block with the most keys starts first, so that the short ones fill the end.
+
+With a causal mask blocks are unequal: the last queries see all keys, the first ones a tile. Blocks start in the order of
+their index: of the grid (heads side by side, tiles, how often), x runs fastest and z slowest. One head side by side: its
+tiles come one after the other, long blocks run beside short ones and share keys and values in cache; but the last head
+starts with its longest tile when there is little else left to do, and most of the GPU waits for it. Many heads side by
+side: the long tiles of all of them come first, and short ones fill the end. flash_attention.make_grid chooses.
 
 exp(x) is exp2(x log2 e), and the scale goes into the same fused multiply-add: one instruction per score before exp2.
 When a row's maximum grows by less than SLACK, the old one stays: p is then above 1, at most 2^SLACK, which harms
@@ -149,11 +154,13 @@ def make_fwd_kernel(D, CAUSAL, config):
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_fwd_kernel(o, lse, q, k, v, T, S, H, group, q_row, kv_row, scale):
-        """Grid (ceil(T / BM), B H). All arrays flat; q_row, kv_row: elements from one position to the next."""
+        """Grid (side, ceil(T / BM), ceil(B H / side)). All arrays flat; q_row, kv_row: elements between positions."""
         smem = cuda.shared.array(0, uint16)
-        warp, bh, past = warp_id(), cuda.blockIdx.y, int32(S - T)
-        b, h = int64(bh // H), bh % H
-        q0 = int32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * BM)
+        bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        if bh * T >= lse.size:  # there is no such head
+            return
+        warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
+        q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)
         w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)  # its rows: in T, in smem
         kv = b * S * kv_row + h // group * D
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)

@@ -35,8 +35,8 @@ def dq_shared_bytes(D, config) -> int:
 
 
 def stage_elements(D, BM) -> int:
-    """Q, dO, and in float32 lse and delta, of BM queries"""
-    return 2 * BM * D + max(4 * BM, 128)  # a multiple of 256 bytes, see _tiles.py
+    """Q, dO, and in float32 lse and delta, of BM queries; a multiple of 256 bytes, see _tiles.py"""
+    return 2 * BM * D + -(-4 * BM // 128) * 128
 
 
 def dkdv_shared_bytes(D, config) -> int:
@@ -112,11 +112,13 @@ def make_dq_kernel(D, CAUSAL, config):
     def flash_attention_dq_kernel(
         dq, delta_BHT, do, q, k, v, o, lse_BHT, T, S, H, group, q_row, kv_row, scale
     ):
-        """Grid (ceil(T / BM), B H). Writes delta too. Arguments as in the forward kernel."""
+        """Grid (side, ceil(T / BM), ceil(B H / side)). Writes delta too. Arguments as in the forward kernel."""
         smem = cuda.shared.array(0, uint16)
-        warp, bh, past = warp_id(), cuda.blockIdx.y, int32(S - T)
-        b, h = int64(bh // H), bh % H
-        q0 = int32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * BM)  # most keys first
+        bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        if bh * T >= lse_BHT.size:
+            return
+        warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
+        q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)  # most keys first
         w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
         kv = b * S * kv_row + h // group * D
         row, first = H * D, (b * T * H + h) * D  # of o, dO and dQ
@@ -244,20 +246,21 @@ def make_dkdv_kernel(D, CAUSAL, config):
     copy_kv, copy_queries = make_copy_two(D, BN, THREADS), make_copy_queries(D, BM, THREADS)
     scores, hide_past = make_scores(D, MT, NT)[2], make_hide_past(MT, NT, CAUSAL)
     weights, subtract, multiply = make_column_gradients(MT, NT)
-    add_product, store_rows = make_add_product(D, MT, NT), make_store(D, MT)
-    clear, fill, scale_rows = make_fill(MT, ND)
+    add_product = make_add_product(D, MT, NT)
+    store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_dkdv_kernel(
         dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, kv_row, scale
     ):
-        """Grid (ceil(S / BN), B G). The query heads of a group come one after the other."""
+        """Grid (side, ceil(S / BN), ceil(B G / side)). The query heads of a group come one after the other."""
         smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
-        warp, G, past = warp_id(), int32(H // group), int32(S - T)
-        b, g = int64(cuda.blockIdx.y // G), cuda.blockIdx.y % G
-        n0 = int32(cuda.blockIdx.x * BN)
+        bg, G = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x), int32(H // group)
+        if bg * S * D >= dk.size:
+            return
+        warp, past, b, g = warp_id(), int32(S - T), int64(bg // G), bg % G
+        n0, mine = int32(cuda.blockIdx.y * BN), int32(warp * ROWS * D)
         w0 = int32(n0 + warp * ROWS)  # this warp's first key
-        mine = int32(warp * ROWS * D)  # where it lies in shared memory
         s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
         acc_k = cuda.local.array((MT, ND, 4), float32)
         acc_v = cuda.local.array((MT, ND, 4), float32)

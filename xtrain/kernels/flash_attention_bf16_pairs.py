@@ -89,8 +89,7 @@ def make_add_weights(D, MT, NT):
 def make_pairs_kernel(D, CAUSAL, config):
     """config: (BN, BM, warps, blocks per multiprocessor)"""
     BN, BM, WARPS, MIN_BLOCKS = config
-    THREADS, PAIRS = 32 * WARPS, WARPS // 2
-    ROWS = BN // PAIRS
+    THREADS, PAIRS, ROWS = 32 * WARPS, WARPS // 2, 2 * BN // WARPS
     MT, NT, ND = ROWS // 16, BM // 8, D // 8
     V, SENT, STAGES = BN * D, 2 * BN * D, 2 * BN * (D + BM)  # K is at 0
     STAGE, LSE, DELTA = stage_elements(D, BM), BM * D, BM * D + BM
@@ -104,11 +103,13 @@ def make_pairs_kernel(D, CAUSAL, config):
     def flash_attention_dkdv_pairs_kernel(
         dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, kv_row, scale
     ):
-        """Grid (ceil(S / BN), B G). Warps w (dV) and w + PAIRS (dK) share ROWS keys."""
+        """Grid (side, ceil(S / BN), ceil(B G / side)). Warps w (dV) and w + PAIRS (dK) share ROWS keys."""
         smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
-        warp, G, past = warp_id(), int32(H // group), int32(S - T)
-        b, g = int64(cuda.blockIdx.y // G), cuda.blockIdx.y % G
-        is_k, pair, n0 = warp >= PAIRS, warp % PAIRS, int32(cuda.blockIdx.x * BN)
+        bg, G = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x), int32(H // group)
+        if bg * S * D >= dk.size:
+            return
+        warp, past, n0 = warp_id(), int32(S - T), int32(cuda.blockIdx.y * BN)
+        b, g, is_k, pair = int64(bg // G), bg % G, warp >= PAIRS, warp % PAIRS
         w0, own = int32(n0 + pair * ROWS), int32((V if is_k else 0) + pair * ROWS * D)
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         factors = cuda.local.array((MT, 2), float32)
@@ -126,12 +127,11 @@ def make_pairs_kernel(D, CAUSAL, config):
             next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), first)
             if next_h < end:
                 copy_queries(smem, stats, new, q, do, lse, delta, b, next_h, next_t, T, H, q_row)
-            if is_k:
-                if old_t >= visible:
-                    scores(s, smem, own, old + BM * D)
-                    subtract(s, stats, old // 2 + DELTA)
-                    add_gradients(acc, s, smem, old, read)
-            elif h < end and t0 >= visible:
+            if is_k and old_t >= visible:
+                scores(s, smem, own, old + BM * D)
+                subtract(s, stats, old // 2 + DELTA)
+                add_gradients(acc, s, smem, old, read)
+            if not is_k and h < end and t0 >= visible:
                 scores(s, smem, own, now)
                 hide_past(s, w0, t0, past)
                 weights(s, stats, now // 2 + LSE, scale * LOG2E)
