@@ -61,6 +61,27 @@ def history() -> str:
     )
 
 
+def attention(*parts: str) -> str:
+    """TFLOP/s of some parts of bench_attention: forward and forward + backward of a shape in one row."""
+    shapes: dict[str, dict] = {}
+    for r in latest("bench_attention"):
+        part, direction = r["name"].split()
+        if part in parts:
+            shapes.setdefault(r["shape"], {})[direction] = r
+    rows = []
+    for shape, directions in shapes.items():
+        cells = [shape]
+        for direction in ("fwd", "fwd+bwd"):
+            r = directions[direction]
+            values = r["value"], r["peer_value"], r["cudnn_value"]
+            cells += [f"{x:.0f}" if x else "-" for x in values]
+        rows.append(cells)
+    header = ["causal, bf16, TFLOP/s"]
+    for direction in ("forward", "forward + backward"):
+        header += [f"{direction}: xtrain", "torch flash", "torch cuDNN"]
+    return table(header, rows) + "\n\n" + machine("bench_attention")
+
+
 def machine(bench: str) -> str:
     records = latest(bench)
     gpus = ", ".join(sorted({r["gpu"] for r in records}))
@@ -72,7 +93,12 @@ def machine(bench: str) -> str:
     )
 
 
-TABLES = {"train": train, "history": history}
+TABLES = {
+    "train": train,
+    "history": history,
+    "attention": lambda: attention("named", "random"),
+    "attention-sweep": lambda: attention("sweep"),
+}
 
 
 def filled(text: str) -> str:
