@@ -80,7 +80,7 @@ def launch_everything(dtype):
         for S in (3, softmax.NARROW + 1):
             p = softmax.causal_softmax_fwd(new(1, 2, S), 2, 0.1)
             softmax.causal_softmax_bwd(new(1, 2, S), p, 2, 0.1)
-    for D, causal in ((32, True), (64, False), (128, True)):
+    for D, causal in ((32, True), (128, False)):  # all others: test_flash_attention_compile.py
         q, k = new(1, 2, 2, D), new(1, 3, 1, D)
         o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
         flash_attention.flash_attention_bwd(o, q, k, k, o, lse, 0.1, causal)
@@ -97,6 +97,14 @@ def signatures(monkeypatch, launch_all):
     monkeypatch.setattr(simulator, "run", note)
     launch_all()
     return list(found)
+
+
+@functools.cache
+def require(cc):
+    """Skip unless this Numba compiles for compute capability cc; plain Numba 0.68 stops at 9.0."""
+    ptx, _ = cuda.compile(lambda: None, (), device=False, abi="numba", cc=cc, output="ptx")
+    if f".target sm_{cc[0]}{cc[1]}" not in ptx:
+        pytest.skip(f"this Numba does not know compute capability {cc}")
 
 
 def ptx_of(kernel, signature, cc):
@@ -116,12 +124,13 @@ def nvvm():
         pytest.skip(f"no NVVM here: {str(error).splitlines()[0]}")
 
 
-# bf16 needs compute capability 8.0: cp.async, and mma on bf16
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("cc", CARDS)
+# bf16 needs compute capability 8.0: copies beside the threads, products of bf16
+CASES = [(np.float32, cc) for cc in CARDS] + [(BF16, cc) for cc in CARDS[1:]]
+
+
+@pytest.mark.parametrize("dtype, cc", CASES)
 def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cc):
-    if dtype == BF16 and cc < (8, 0):
-        return
+    require(cc)
     import numba.cuda.dispatcher
 
     # Device functions ask the current device what to compile for; there is none here.
@@ -132,8 +141,6 @@ def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cc):
     assert len(named) >= 25, sorted(named)
     for kernel, signature in found:
         ptx, name = ptx_of(kernel, signature, cc), kernel.py_func.__name__
-        if f".target sm_{cc[0]}{cc[1]}" not in ptx:
-            pytest.skip(f"this Numba does not know compute capability {cc}")
         wide = [line.strip() for line in ptx.splitlines() if re.search(r"\.f64\b", line)]
         assert not wide, f"{name} computes in float64: {wide[0]}"
         assert ".local " not in ptx, f"{name} keeps an array in local memory"

@@ -13,10 +13,13 @@ import types as python_types
 import numba.cuda.dispatcher
 import pytest
 from numba import cuda, types
+from test_compile import nvvm, require  # noqa: F401
 
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels import flash_attention_fp32 as fp32
 from xtrain.kernels.flash_attention_table import TABLE
+
+pytestmark = pytest.mark.usefixtures("nvvm")
 
 HALF, FULL = types.Array(types.uint16, 1, "C"), types.Array(types.float32, 1, "C")
 SCALARS = (*[types.int32] * 6, types.float32)
@@ -38,16 +41,6 @@ ONE_OF_EACH = [(kind, D, True, TABLE[kind, D, True][-1][1]) for kind, D in (
 )]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def nvvm():
-    try:
-        from numba.cuda.cudadrv.nvvm import NVVM
-
-        NVVM()
-    except Exception as error:
-        pytest.skip(f"no NVVM here: {str(error).splitlines()[0]}")
-
-
 @functools.cache
 def ptxas():
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
@@ -55,12 +48,11 @@ def ptxas():
 
 
 def check_ptx(monkeypatch, kernel, signature, cc):
+    require(cc)
     here = python_types.SimpleNamespace(compute_capability=cc)
     monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: here)
     ptx, _ = cuda.compile(kernel.py_func, signature, device=False, abi="numba", cc=cc, output="ptx")
     name = kernel.py_func.__name__
-    if f".target sm_{cc[0]}{cc[1]}" not in ptx:
-        pytest.skip(f"this Numba does not know compute capability {cc}")
     assert not re.search(r"\.f64\b", ptx), f"{name} computes in float64"
     assert ".local " not in ptx, f"{name} keeps an array in local memory"
     return ptx
@@ -92,26 +84,26 @@ def check_bf16(monkeypatch, tmp_path, choice, cc):
 
 @pytest.mark.parametrize("cc", [(9, 0)])
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=str)
-def test_tensor_core_kernels_compile(monkeypatch, tmp_path, nvvm, choice, cc):
+def test_tensor_core_kernels_compile(monkeypatch, tmp_path, choice, cc):
     check_bf16(monkeypatch, tmp_path, choice, cc)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", sorted(CHOSEN, key=str), ids=str)
-def test_all_chosen_tiles(monkeypatch, tmp_path, nvvm, choice):
+def test_all_chosen_tiles(monkeypatch, tmp_path, choice):
     check_bf16(monkeypatch, tmp_path, choice, (9, 0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cc", [(8, 0), (12, 0)])
 @pytest.mark.parametrize("choice", sorted(SMALL, key=str), ids=str)
-def test_small_tiles_on_other_cards(monkeypatch, nvvm, choice, cc):
+def test_small_tiles_on_other_cards(monkeypatch, choice, cc):
     kind, D, causal, config = choice
     check_ptx(monkeypatch, fa.make_kernel(kind, D, causal, config)[0], SIGNATURES[kind], cc)
 
 
 @pytest.mark.parametrize("cc", [(8, 0), (12, 0)])
-def test_one_small_tile_on_other_cards(monkeypatch, nvvm, cc):
+def test_one_small_tile_on_other_cards(monkeypatch, cc):
     check_ptx(
         monkeypatch, fa.make_kernel("fwd", 16, True, fa.SMALL["fwd"])[0], SIGNATURES["fwd"], cc
     )
@@ -119,7 +111,7 @@ def test_one_small_tile_on_other_cards(monkeypatch, nvvm, cc):
 
 @pytest.mark.parametrize("cc", [(7, 5), (9, 0)])
 @pytest.mark.parametrize("kind", list(FP32))
-def test_fp32_kernels_compile(monkeypatch, nvvm, kind, cc):
+def test_fp32_kernels_compile(monkeypatch, kind, cc):
     makers = {"fwd": fp32.make_fwd_kernel, "dq": fp32.make_dq_kernel, "dkdv": fp32.make_dkdv_kernel}
     ptx = check_ptx(monkeypatch, makers[kind](64 if cc[0] == 7 else 33, True), FP32[kind], cc)
     shared = [int(n) for n in re.findall(r"\.shared[^;]*\[(\d+)\];", ptx)]
