@@ -29,14 +29,15 @@ class Embedding(Function):
 
     @staticmethod
     def forward(ctx, ids_N, w_VC):
-        ctx.save(ids_N, w_VC)
+        plan_N4 = _embedding.embedding_plan(ids_N, w_VC.shape[0]) if ctx.needs_grad[1] else None
+        ctx.save(ids_N, w_VC, plan_N4)
         return _embedding.embedding_fwd(ids_N, w_VC)
 
     @staticmethod
     def backward(ctx, dx_NC):
-        ids_N, w_VC = ctx.saved
+        ids_N, w_VC, plan_N4 = ctx.saved
         dw_VC = ctx.grad_buffer(1, w_VC)
-        _embedding.embedding_bwd(dx_NC, ids_N, dw_VC)
+        _embedding.embedding_bwd(dx_NC, ids_N, dw_VC, plan_N4)
         return None, dw_VC
 
 

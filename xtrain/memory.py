@@ -196,7 +196,7 @@ class Allocation:
 class Ghost:
     """What xtrain's GPU path asks of a CuPy array, except values. Anything else is an AttributeError."""
 
-    device = SimpleNamespace(id=-1)
+    device = SimpleNamespace(id=-1, compute_capability="90")
     data = SimpleNamespace(ptr=0)
 
     def __init__(
