@@ -59,9 +59,9 @@ class Run:
     def step(self) -> tuple[Any, Any, float]:
         """One optimizer step. -> loss and gradient norm, (1,) arrays still on the device; learning rate."""
         c, optimizer = self.config, self.optimizer
-        batch = self.next_batch()
+        ids, targets, *more = self.next_batch()
         optimizer.lr = learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
-        loss, norm = self.on_device(optimizer.advance(), *batch)
+        loss, norm = self.on_device(ids, targets, optimizer.advance(), *more)
         self.done += 1
         return loss, norm, optimizer.lr
 
@@ -69,9 +69,11 @@ class Run:
         """-> ids, targets (batch, T); and with several ranks 1 / number of targets that all have together."""
         return self.loader.next_batch()
 
-    def compute(self, hyper: Array, *batch: Array) -> tuple[Array, Array]:
+    def compute(
+        self, ids: Array, targets: Array, hyper: Array, inv_count: Array | None = None
+    ) -> tuple[Array, Array]:
         """The part of a step that runs on the device: arrays in, arrays out, no look at a value."""
-        loss = self.gradients(self.backward, *batch)
+        loss = self.gradients(self.backward, ids, targets, inv_count)
         norm, factor = self.clip()
         skip_unless_finite(factor, self.row, *self.of_all(norm, loss), self.config.max_skips)
         self.optimizer.apply(hyper, factor)
@@ -85,10 +87,10 @@ class Run:
         if inv_count is None:  # of the whole batch: micro-batches add up to its mean
             inv_count = count_targets(targets.reshape(-1))
         model.zero_grad()
-        for i in range(0, len(ids), c.micro_batch):
+        for i in range(0, ids.shape[0], c.micro_batch):
             part = slice(i, i + c.micro_batch)
             loss = model.loss(ids[part], targets[part], inv_count)
-            backward(loss, i + c.micro_batch >= len(ids))
+            backward(loss, i + c.micro_batch >= ids.shape[0])
             losses.append(loss.data.reshape(1))
         return functools.reduce(add_fwd, losses)
 
