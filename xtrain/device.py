@@ -149,6 +149,7 @@ class PrivatePool:
     def __init__(self):
         self.pool = cupy().cuda.MemoryPool()
         self.malloc, self.total_bytes = self.pool.malloc, self.pool.total_bytes
+        self.free_all_blocks = self.pool.free_all_blocks
         weakref.finalize(self, self.pool.free_all_blocks)  # CuPy 14 leaves them on the GPU
         self.alive.add(self)
 
