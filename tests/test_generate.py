@@ -50,7 +50,7 @@ def make_folder(folder, tokenizer, **changes):
 def run(capsys, *arguments):
     """-> exit code, stdout, stderr"""
     capsys.readouterr()
-    code = main([str(a) for a in arguments])
+    code = main(["--precision", "fp32", *map(str, arguments)])
     return code, *capsys.readouterr()
 
 
