@@ -79,6 +79,7 @@ class Run:
         self.optimizer.apply(hyper, factor)
         return loss, norm
 
+    @np.errstate(all="ignore")  # what is not finite is looked for on purpose, on every device
     def gradients(
         self, backward: Callable, ids: Array, targets: Array, inv_count: Array | None = None
     ) -> Array:

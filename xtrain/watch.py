@@ -53,8 +53,10 @@ def watch_ops(model: Transformer, note: Note, look: Look | None = None) -> Itera
             owners[id(ctx)] = inside[-1]
         layer = owners.get(id(ctx), "")
         given = args if way == "forward" or look is None else (*args, *ctx.saved)
+        inside.append(layer)  # also for the ops that a backward runs again: recompute.py
         with note(cls.__name__, way, layer):
             out = call(ctx, *args)
+        inside.pop()
         if look is not None:
             look(cls.__name__, way, layer, given, out if isinstance(out, tuple) else (out,))
         return out
