@@ -204,13 +204,15 @@ def embedding_fwd_case(dtype, ids):
     )
 
 
-def embedding_bwd_case(dtype, ids):
+def embedding_bwd_case(dtype, ids, plan_too=False):
+    """The plan depends on the ids alone and is made in the forward pass. plan_too: it is part of the time, as in PyTorch."""
     dx, dw = draw(dtype, N, C), cp.zeros((V, C), np.float32)
     on_gpu, rows = cp.asarray(ids), np.unique(ids).size
+    plan = None if plan_too else embedding.embedding_plan(on_gpu, V)
 
     def got():
         fresh = cp.ones((V, C), np.float32)
-        embedding.embedding_bwd(dx, on_gpu, fresh)
+        embedding.embedding_bwd(dx, on_gpu, fresh, plan)
         return (fresh,)
 
     def want():
@@ -218,15 +220,33 @@ def embedding_bwd_case(dtype, ids):
         cupyx.scatter_add(total, on_gpu, double(dx))
         return (total,)
 
+    lookup = lambda ids, w: functional().embedding(ids, w)
     return Case(
         dx.nbytes + 2 * rows * C * 4,  # rows of dw are read and written
-        lambda: embedding.embedding_bwd(dx, on_gpu, dw),
+        lambda: embedding.embedding_bwd(dx, on_gpu, dw, plan),
         got=got,
         want=want,
-        peer=Peer(
-            lambda ids, w: functional().embedding(ids, w), (on_gpu, draw(dtype, V, C)), (dx,)
-        ),
+        peer=Peer(lookup, (on_gpu, draw(dtype, V, C)), (dx,)) if plan_too else None,
         shape=f"N={N} C={C} V={V} rows={rows}",
+    )
+
+
+@case
+def embedding_plan(dtype):
+    ids = ids_uniform()
+    on_gpu = cp.asarray(ids)
+
+    def want():
+        n = np.argsort(ids, kind="stable")
+        edges = [np.searchsorted(ids[n], ids[n], side) for side in ("left", "right")]
+        return (np.stack([n, ids[n], *edges], 1).astype(np.float64),)
+
+    return Case(
+        ids.nbytes + N * 16,
+        lambda: embedding.embedding_plan(on_gpu, V),
+        got=lambda: (embedding.embedding_plan(on_gpu, V).astype(np.float32),),
+        want=want,
+        shape=f"N={N} V={V}",
     )
 
 
@@ -248,6 +268,16 @@ def embedding_bwd(dtype):
 @case
 def embedding_bwd_text(dtype):
     return embedding_bwd_case(dtype, ids_like_text())
+
+
+@case
+def embedding_plan_and_bwd(dtype):
+    return embedding_bwd_case(dtype, ids_uniform(), plan_too=True)
+
+
+@case
+def embedding_plan_and_bwd_text(dtype):
+    return embedding_bwd_case(dtype, ids_like_text(), plan_too=True)
 
 
 # ----------------------------------------------------------------------------- adamw.py, grad_norm.py

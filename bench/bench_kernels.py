@@ -29,6 +29,7 @@ ONE_DTYPE = {
     "adamw",
     "adamw_with_copy_and_zeros",
     "grad_norm_and_factor",
+    "embedding_plan",
 }
 BACKWARD = re.compile("_bwd|cross_entropy")  # at least 0.85 of the copy; the others 0.90
 

@@ -30,6 +30,7 @@ from xtrain.kernels import (
     residual,
     rmsnorm,
     rope,
+    skip,
     softmax,
     swiglu,
 )
@@ -71,6 +72,7 @@ def launch_everything(dtype):
     cross_entropy.mean_loss(loss, inverse)
     cast.cast_fwd(new(8), np.float32 if dtype == BF16 else BF16)
     stats = grad_norm.grad_norm(f32(8), 1.0)
+    skip.skip_unless_finite(stats[1:], sim(np.zeros(1, np.int32)), stats[:1], f32(2), 3)
     hyper = sim(adamw.adamw_hyper(1e-3, 0.9, 0.95, 1))
     arrays, half = [f32(8) for _ in range(4)], new(8) if dtype == BF16 else None
     adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1, half_n=half)

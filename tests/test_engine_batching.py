@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from twins import random_model, small
 
-from xtrain import Engine, UserError, engine
+from xtrain import Engine, UserError, cached_model, engine
 from xtrain.sequences import REASONS
 
 CONFIG = small(head_dim=16)
@@ -13,6 +13,33 @@ CONFIG = small(head_dim=16)
 @pytest.fixture(scope="module")
 def model():
     return random_model(CONFIG)
+
+
+@pytest.fixture(autouse=True, params=["as it is", "ahead"])
+def way(request, monkeypatch):
+    """Every test twice: also as on a GPU, where a step starts before the one before it has landed, with idle lanes."""
+    make = Engine.__init__
+
+    def ahead(self, *args, **options):
+        make(self, *args, **options)
+        self.run_ahead = True
+        if self.graphed is None:
+            self.graphed = lambda variant: self._decode(*variant)
+
+    if request.param == "ahead":
+        monkeypatch.setattr(Engine, "__init__", ahead)
+    return request.param
+
+
+def test_steps_run_ahead_while_nobody_waits(model, way):
+    served = Engine(model, 2)
+    stream = served.stream([[1, 2], [3]], 6)
+    for _ in range(4):  # two tokens each
+        next(stream)
+    assert len(served.flights) == (1 if served.run_ahead else 0)
+    assert served.run_ahead == (way == "ahead" or model.device == "gpu")
+    list(stream)
+    assert not served.flights
 
 
 def happened(served, what):
@@ -172,12 +199,22 @@ def test_requests_that_make_no_sense(model, options, words):
         (dict(max_seq_len=1), "max_seq_len 1 must be at least 2 and at most 48"),
         (dict(max_seq_len=49), "at most 48, what the model takes"),
         (dict(prefill_tokens=0), "prefill_tokens"),
-        (dict(max_batch=10**9), "no memory for a KV cache of"),
     ],
 )
 def test_engines_that_cannot_be(model, options, words):
     with pytest.raises(UserError, match=words):
         Engine(model, **options)
+
+
+def test_no_memory_for_the_cache(model, monkeypatch):
+    def full(*args):
+        raise MemoryError("Unable to allocate")
+
+    monkeypatch.setattr(cached_model, "empty_kv_cache", full)
+    with pytest.raises(
+        UserError, match=r"no memory for a KV cache of 0.00 GB \(2 rows of 48 tokens\)"
+    ):
+        Engine(model, 2)
 
 
 def test_a_failure_in_the_middle_loses_no_row(model, monkeypatch):

@@ -112,6 +112,20 @@ def test_the_smallest_block_that_is_large_enough_is_taken():
     assert pool.reserved == 4096 + 1024 + 2048
 
 
+def test_the_pool_emptied():
+    pool = Pool()
+    a, b, c = (pool.take(1024) for _ in range(3))
+    pool.give(a)
+    part = pool.take(512)  # of a
+    pool.give(b)
+    pool.empty()
+    assert pool.reserved == 2048 and pool.most == 3072  # b is gone; a is in use in part
+    pool.give(part)
+    pool.give(c)
+    pool.empty()
+    assert pool.reserved == 0 and not pool.free_blocks
+
+
 def test_the_pool_under_random_use():
     draw, pool, held, live = random.Random(1), Pool(), [], 0
     for _ in range(3000):

@@ -7,7 +7,8 @@ from checks import GPU, normal, to_host
 from xtrain import functional as F
 from xtrain.autograd import Function, Tensor, no_grad
 from xtrain.config import ModelConfig, TrainConfig, UserError
-from xtrain.device import cupy
+from xtrain.device import cupy, to_device
+from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.memory import saved_bytes
 from xtrain.model import Transformer
@@ -92,6 +93,32 @@ def test_without_recording_nothing_is_kept():
         loss = model.loss(*batch())
     assert loss.node is None
     assert loss.item() == make("none").loss(*batch()).item()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_the_ops_make_again_is_what_they_had(precision):
+    """Norm and product, SwiGLU and product in one op or apart: the same bits of the results and of all gradients."""
+    dtype = np.float32 if precision == "fp32" else BFLOAT16
+    place = lambda a, dtype=np.float32: to_device(a.astype(dtype), DEVICE)
+    results = []
+    for joined in (True, False):
+        x, r, w, v, u = (
+            Tensor(place(normal(i, *shape), kind), requires_grad=i > 0)
+            for i, (shape, kind) in enumerate(
+                [((6, 16), np.float32), ((6, 16), dtype), ((16,), np.float32), ((48, 16), dtype), ((16, 24), dtype)]
+            )
+        )  # fmt: skip
+        if joined:
+            h, gu = F.residual_rmsnorm_linear(x, r, w, v, 1e-6)
+            z = F.swiglu_linear(gu, u)
+        else:
+            h, y = F.residual_rmsnorm(x, r, w, 1e-6)
+            z = F.linear(F.swiglu(F.linear(y, v)), u)
+        z.backward(place(normal(9, 6, 16), dtype))
+        results.append(
+            [to_host(a).tobytes() for a in (h.data, z.data, *(t.grad for t in (r, w, v, u)))]
+        )
+    assert results[0] == results[1]
 
 
 # ----------------------------------------------------------------------------- the function itself

@@ -75,8 +75,7 @@ def test_backward_kernel(shape, skip, x_dtype, dtype):
 @pytest.mark.parametrize("shape", [(5, 16), (5, 776)])  # one warp per row; several
 def test_backward_kernel_with_more_rows_than_blocks(shape, monkeypatch):
     monkeypatch.setattr(rmsnorm, "MULTIPROCESSORS", 1)
-    monkeypatch.setattr(rmsnorm, "RESIDENT_NARROW", 2)
-    monkeypatch.setattr(rmsnorm, "BWD_WARPS", 2)
+    monkeypatch.setattr(rmsnorm, "RESIDENT", 2)
     rmsnorm.make_bwd_kernel.cache_clear()
     check_backward(*shape, False, np.float32, np.float32)
     rmsnorm.make_bwd_kernel.cache_clear()

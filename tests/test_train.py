@@ -1,6 +1,5 @@
 """Whole runs: files, golden losses, exact resume, and a clear sentence for everything that can go wrong."""
 
-import errno
 import json
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 from checks import GPU
 
-from xtrain import checkpoint
 from xtrain.config import TrainConfig, UserError
 from xtrain.train import main, train
 
@@ -112,35 +110,6 @@ def test_the_checkpoint_is_a_model(tmp_path):
     }
 
 
-@pytest.mark.parametrize("micro_batch", [4, 2])
-def test_ten_and_ten_is_twenty(tmp_path, micro_batch):
-    whole = train(options(tmp_path / "a", micro_batch=micro_batch))
-    train(options(tmp_path / "b", micro_batch=micro_batch, stop_at=10))
-    halves = train(options(tmp_path / "b", micro_batch=micro_batch, resume=True))
-    names = ["metrics.jsonl", "samples.txt"]
-    names += [
-        f"checkpoints/step-000020/{n}"
-        for n in ("model.safetensors", "optimizer.safetensors", "state.json")
-    ]
-    for name in names:
-        assert (whole / name).read_bytes() == (halves / name).read_bytes(), name
-
-
-def test_resume_forgets_what_came_after_the_checkpoint(tmp_path):
-    whole = train(options(tmp_path / "a"))
-    run = train(
-        options(tmp_path / "b", stop_at=13, save_every=10)
-    )  # 13 is saved too, as the run's end
-    import shutil
-
-    shutil.rmtree(run / "checkpoints" / "step-000013")  # as if killed after step 13
-    (run / "metrics.jsonl").write_text(
-        (run / "metrics.jsonl").read_text()[:-9]
-    )  # in the middle of a line
-    train(options(tmp_path / "b", resume=True))
-    assert (whole / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
-
-
 def test_micro_batches_add_up(tmp_path):
     losses = [
         [
@@ -202,70 +171,6 @@ def test_unknown_option(tmp_path):
     with pytest.raises(SystemExit) as stop:
         main(command(tmp_path, "--learning-speed", "1"))
     assert stop.value.code == 2
-
-
-def test_resume_with_other_options(tmp_path, capsys):
-    train(options(tmp_path, stop_at=10))
-    with pytest.raises(UserError, match=r"lr was 0.0005, is 0.1"):
-        train(options(tmp_path, resume=True, lr=0.1))
-    other = tmp_path / "other.txt"
-    other.write_text((DATA / "grammar.txt").read_text() * 2)
-    with pytest.raises(UserError, match="the text is not the same"):
-        train(options(tmp_path, resume=True, data=str(other)))
-
-
-def test_no_space_left(tmp_path, monkeypatch):
-    """The run's checkpoint before stays whole, and no temporary folder stays."""
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    run = train(options(tmp_path, stop_at=10))
-    kept = (run / "checkpoints/step-000010/state.json").read_bytes()
-    monkeypatch.setattr(checkpoint.safetensors.numpy, "save_file", full)
-    with pytest.raises(UserError, match="no space left"):
-        train(options(tmp_path, resume=True))
-    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000010"]
-    assert (run / "checkpoints/step-000010/state.json").read_bytes() == kept
-
-
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "config.json"]
-)
-@pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_damaged_checkpoint(tmp_path, name, damage):
-    run = train(options(tmp_path, stop_at=1, steps=2))
-    path = run / "checkpoints/step-000001" / name
-    content = path.read_bytes()
-    path.unlink() if damage == "missing" else path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"step-000001"):
-        train(options(tmp_path, steps=2, resume=True))
-
-
-def test_interrupt_saves(tmp_path):
-    """Ctrl-C finishes the step, writes a checkpoint and ends well; the run can go on."""
-    import os
-    import signal
-
-    from xtrain.train import Run
-
-    step, count = Run.step, 0
-
-    def interrupted(run):
-        nonlocal count
-        count += 1
-        if count == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(run)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "step", interrupted)
-        run = train(options(tmp_path / "b"))
-    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000003"]
-    train(options(tmp_path / "b", resume=True))
-    whole = train(options(tmp_path / "a"))
-    losses = [[m for m in metrics(r) if "loss" in m] for r in (run, whole)]
-    assert losses[0] == losses[1]
 
 
 if __name__ == "__main__":

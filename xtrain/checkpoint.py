@@ -4,30 +4,37 @@
         config.json, model.safetensors, tokenizer.json ...   the model in the Hugging Face layout: it can be served as it is
         optimizer.safetensors                                 both AdamW moments, tensor by tensor: m.NAME, v.NAME
         state.json                                            step, position in the data, options of the run
+        manifest.json                                         a checksum of every file and tensor: see manifest.py
 
-A checkpoint is written into a temporary folder beside its place and renamed: it is there whole or not at all. Nothing in
-it depends on how parameters are packed or padded in memory.
+How one is made: `take` copies the state to host memory, which is all that training waits for; `write` puts it into a folder
+beside its place, reads that back, waits until it is on the disk and renames it. So a checkpoint is there whole or not at
+all, and one that was damaged later is noticed. Nothing in it depends on how parameters are packed or padded in memory, or
+on the number of ranks.
 """
 
 import contextlib
-import errno
 import json
-import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
-from safetensors import SafetensorError
 
 from . import huggingface
-from .config import UserError
-from .device import is_gpu, to_device, to_numpy
+from .autograd import Tensor
+from .config import ModelConfig, UserError
+from .device import HostCopies, is_gpu, to_device
+from .files import cannot_write, sync, sync_folder
+from .manifest import Damaged, tensor_checksum, verify, write_manifest
 from .model import Transformer
 from .optim import AdamW
+from .tensor_file import read_header, read_json, write_safetensors
+
+OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
+TEMPORARY = ".step-*.tmp"  # what is being written, or was when somebody pulled the plug
 
 
 @dataclass(frozen=True)
@@ -42,95 +49,185 @@ class Saved:
         return self.state["step"]
 
 
-def save(
-    run: Path, model: Transformer, optimizer: AdamW, state: dict[str, Any], tokenizer=None
-) -> Path:
-    """Write run/checkpoints/step-NNNNNN; `state` must hold "step". -> its folder. Raises UserError when it cannot."""
-    folder = run / "checkpoints" / f"step-{state['step']:06d}"
-    with whole_folder(folder) as temporary:
-        huggingface.write_files(model, temporary, tokenizer)
-        moments = {}
-        for letter, array in (("m", optimizer.m), ("v", optimizer.v)):
-            for name, view in model.views(to_numpy(array)):
-                moments[f"{letter}.{name}"] = np.ascontiguousarray(view)
-        safetensors.numpy.save_file(moments, temporary / "optimizer.safetensors")
-        text = json.dumps({**state, "optimizer_step": optimizer.t}, indent=2, sort_keys=True)
-        (temporary / "state.json").write_text(text + "\n", encoding="utf-8")
+# ----------------------------------------------------------------------------- taking
+@dataclass(frozen=True)
+class Snapshot:
+    """A state in host memory that no later step changes. It can be written by another thread.
+
+    tensors, moments: {name: array in the Hugging Face shape}.  wait: until the copies have arrived.
+    """
+
+    config: ModelConfig
+    tensors: dict[str, np.ndarray]
+    moments: dict[str, np.ndarray]
+    state: dict[str, Any]  # what state.json will say
+    tokenizer: Any
+    wait: Callable[[], None]
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """As a model has it: what huggingface.write_files asks for."""
+        return ((name, Tensor(values)) for name, values in self.tensors.items())
+
+
+def take(
+    model: Transformer, optimizer: Any, state: dict[str, Any], tokenizer: Any, copies: HostCopies
+) -> Snapshot:
+    """Copy everything that is to be saved. optimizer: anything with the moments m and v of the whole arena, and t.
+
+    `copies` lends the memory: nobody may take another snapshot with it while this one is in use.
+    """
+    weights, m, v = (
+        copies(name, x)
+        for name, x in (("w", model.arena.weights), ("m", optimizer.m), ("v", optimizer.v))
+    )
+    moments = {
+        f"{letter}.{name}": view
+        for letter, x in (("m", m), ("v", v))
+        for name, view in model.views(x)
+    }
+    return Snapshot(
+        model.config, dict(model.views(weights)), moments, {**state, "optimizer_step": optimizer.t}, tokenizer,
+        copies.event(),
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- writing
+def write(run: Path, snapshot: Snapshot) -> Path:
+    """Write run/checkpoints/step-NNNNNN. -> its folder. Raises UserError when it cannot; then nothing of it stays."""
+    folder = run / "checkpoints" / f"step-{snapshot.state['step']:06d}"
+    new = folder.with_name(f".{folder.name}.tmp")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_strays(folder.parent)
+        new.mkdir()
+        snapshot.wait()
+        _write_files(new, snapshot)
+        sync_folder(new)
+        for log in run.iterdir():  # a checkpoint must not be newer than the numbers that led to it
+            if log.suffix in (".jsonl", ".txt"):
+                sync(log)
+        _publish(new, folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
     return folder
 
 
-@contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that takes the place of `folder` at the end. On any failure nothing of it stays."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    except SafetensorError as error:  # the library wraps the operating system's error in its own
-        raise UserError(
-            f"{folder} cannot be written ({error}): make room or choose another --out"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def _write_files(folder, snapshot):
+    tensors = {**snapshot.tensors, **snapshot.moments}
+    checksums = {name: tensor_checksum(values) for name, values in tensors.items()}
+    huggingface.write_files(snapshot, folder, snapshot.tokenizer)
+    write_safetensors(folder / OPTIMIZER, {n: Tensor(x) for n, x in snapshot.moments.items()})
+    text = json.dumps(snapshot.state, indent=2, sort_keys=True)
+    (folder / STATE).write_text(text + "\n", encoding="utf-8")
+    write_manifest(folder, checksums)
 
 
-def cannot_write(path: Path, error: OSError) -> UserError:
-    if error.errno == errno.ENOSPC:
-        return UserError(f"no space left to write {path}: make room or choose another --out")
-    return UserError(f"{path} cannot be written ({error.strerror or error}): choose another --out")
+def _publish(new, folder):
+    aside = (
+        _put_aside(folder) if folder.exists() else None
+    )  # damaged: the run had to go back further
+    new.rename(folder)
+    sync(folder.parent)
+    sync(folder.parent.parent)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
-def newest(run: Path) -> Saved:
-    """The last checkpoint of a run. Raises UserError when there is none or its state cannot be read."""
-    folders = sorted((run / "checkpoints").glob("step-*"), key=lambda p: (len(p.name), p.name))
-    if not folders:
+def _put_aside(folder):
+    """Before a checkpoint is removed: should that be interrupted, what is left does not look like one."""
+    return folder.rename(folder.with_name(f".{folder.name}.old.tmp"))
+
+
+def _remove_strays(folder):
+    for stray in folder.glob(TEMPORARY):
+        shutil.rmtree(stray, ignore_errors=True)
+
+
+def prune(run: Path, newest: int, keep: int) -> None:
+    """After checkpoint `newest` was written: remove all but the last `keep` up to it and the best on validation. 0: keep all.
+
+    Later ones are of a future that is no more: they could not be read when the run went on from an earlier one.
+    """
+    there = folders(run)
+    past = [folder for folder in there if _step(folder) <= newest]
+    kept = set(past[-keep:] if keep else past)
+    kept |= {best for best in [_best(past)] if best is not None}
+    for folder in there:
+        if folder not in kept:
+            with contextlib.suppress(OSError):  # the next one tries again
+                shutil.rmtree(_put_aside(folder), ignore_errors=True)
+    _remove_strays(run / "checkpoints")
+
+
+def _best(past):
+    """The checkpoint with the lowest validation loss, measured at that very step; the earlier of two equal ones."""
+    losses = {}
+    for folder in past:
+        with contextlib.suppress(UserError):
+            loss = read_json(folder / STATE).get("val_loss")
+            if isinstance(loss, float):
+                losses[folder] = loss
+    return min(losses, key=losses.get, default=None)
+
+
+# ----------------------------------------------------------------------------- finding
+def folders(run: Path) -> list[Path]:
+    """All checkpoints of a run, oldest first."""
+    found = (run / "checkpoints").glob("step-*")
+    return sorted((p for p in found if re.fullmatch(r"step-\d+", p.name)), key=_step)
+
+
+def _step(folder):
+    return int(folder.name[5:])
+
+
+def newest(run: Path, say: Callable[[str], None] = lambda sentence: None) -> Saved:
+    """The last good checkpoint of a run; say(what is wrong) for each newer one. Raises UserError when there is none."""
+    there, wrong = folders(run), []
+    if not there:
         raise UserError(
             f"{run} holds no checkpoint to resume from: start without --resume, or check --name and --out"
         )
-    try:
-        state = json.loads((folders[-1] / "state.json").read_text(encoding="utf-8"))
-        complete = {"step", "optimizer_step", "loader", "options"} <= state.keys()
-    except (OSError, ValueError, AttributeError):
-        complete = False
-    if not complete:
-        raise UserError(
-            f"{folders[-1] / 'state.json'} is missing or damaged: delete that folder to resume from the one before"
-        )
-    return Saved(folders[-1], state)
+    for folder in reversed(there):
+        try:
+            saved = _open(folder)
+        except UserError as error:
+            wrong.append(str(error))
+            continue
+        for sentence in wrong:
+            say(f"{sentence}: going back to {folder.name}")
+        return saved
+    raise UserError(
+        f"no checkpoint of {run} can be used: {'; '.join(wrong)}: start again under another --name"
+    )
 
 
+def _open(folder):
+    verify(folder)
+    state = read_json(folder / STATE)
+    missing = {"step", "optimizer_step", "loader", "options", "made_on", "row"} - state.keys()
+    if missing:
+        raise Damaged(f"{folder}: {STATE} lacks {', '.join(sorted(missing))}")
+    if state["step"] != _step(folder):
+        raise Damaged(f"{folder} is the checkpoint of step {state['step']}, not what its name says")
+    return Saved(folder, state)
+
+
+# ----------------------------------------------------------------------------- loading
 def load(saved: Saved, model: Transformer, optimizer: AdamW) -> None:
     """Fill model and optimizer. Raises UserError when the files are damaged or belong to another model."""
-    config = huggingface.read_config(saved.folder)
-    ours = model.config.to_dict()
-    different = [
-        f"{k} {v} (this run: {ours[k]})" for k, v in config.to_dict().items() if v != ours[k]
-    ]
-    if different:
-        raise UserError(
-            f"the checkpoint {saved.folder} has {', '.join(different)}: resume with the options it was made with"
-        )
     huggingface.load_into(model, saved.folder)
-    try:
-        moments = safetensors.numpy.load_file(saved.folder / "optimizer.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{saved.folder / 'optimizer.safetensors'} cannot be read: {error}"
-        ) from error
+    stored = read_header(saved.folder / OPTIMIZER)
     for letter, array in (("m", optimizer.m), ("v", optimizer.v)):
         values = np.zeros(array.shape, np.float32)
         for name, view in model.views(values):
-            tensor = moments.get(f"{letter}.{name}")
+            tensor = stored.get(f"{letter}.{name}")
             if tensor is None or tensor.shape != view.shape:
                 raise UserError(
-                    f"{saved.folder / 'optimizer.safetensors'} does not belong to this model ({letter}.{name})"
+                    f"{saved.folder / OPTIMIZER} does not belong to this model ({letter}.{name})"
                 )
-            view[...] = tensor
+            view[...] = tensor.read()
         array[...] = to_device(values, model.device) if is_gpu(array) else values
     optimizer.t = saved.state["optimizer_step"]

@@ -52,6 +52,10 @@ class Alone:
         """Does any rank say yes?"""
         return flag
 
+    def everybody(self, thing: Any) -> list[Any]:
+        """What each rank gives (anything picklable), in the order of the ranks, on every rank."""
+        return [thing]
+
 
 ALONE = Alone()
 
@@ -93,8 +97,7 @@ class Ranks(Alone):
     def any(self, flag):
         return self.total([float(flag)])[0] > 0
 
-    def everybody(self, thing: Any) -> list[Any]:
-        """What each rank gives (anything picklable), in the order of the ranks, on every rank."""
+    def everybody(self, thing):
         return self.comm.allgather(thing)
 
     def parts(self, own_n: np.ndarray) -> np.ndarray | None:

@@ -23,6 +23,12 @@ ROPE_SCALINGS = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+# Options that decide the numbers: a resumed run must have the same, unless --allow-change names them. Besides these: every
+# field of ModelConfig, the text ("data") and the tokenizer. (steps: the schedule's end.)
+MATTERS = (
+    "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay", "beta1", "beta2",
+    "eps", "clip", "seed", "precision", "grad_comm",
+)  # fmt: skip
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to this in memory: an odd width makes the head's GEMM 5 times slower
 
 
@@ -195,9 +201,20 @@ class TrainConfig:
     # what backward computes again instead of keeping it: less memory, more time, the same bits
     recompute: Literal["none", "attention", "block"] = "none"
     init: str | None = None  # start from the weights in this Hugging Face folder
-    resume: bool = False  # go on from the run's last checkpoint
+    keep: int = 3  # newest checkpoints that stay on disk, besides the best of those that were validated; 0: all stay
+    resume: bool = False  # go on from the run's last good checkpoint
+    # with --resume: names of options that may differ from the checkpoint's, also: data, tokenizer
+    allow_change: tuple[str, ...] = ()
     stop_at: int | None = (
         None  # stop after this step, with a checkpoint; the schedule still counts to --steps
+    )
+    # stop with a checkpoint before so much time is over: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS since the program's start
+    time_limit: str | None = None
+    max_skips: int = (
+        10  # steps in a row without a finite loss and gradient norm after which the run stops
+    )
+    spike_z: float = (
+        6.0  # flag a loss that lies so many standard deviations above the last 50; 0: never
     )
     debug: bool = False  # synchronise after every kernel and name the one that failed
 
@@ -219,7 +236,7 @@ class TrainConfig:
                 value is None or value > 0,
                 f"--{name.replace('_', '-')} must be positive, got {value}",
             )
-        for name in ("eval_batches", "sample_tokens"):
+        for name in ("eval_batches", "sample_tokens", "max_skips"):
             _need(
                 getattr(self, name) > 0,
                 f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}",
@@ -233,6 +250,14 @@ class TrainConfig:
             self.lr is None or 0 < self.lr < float("inf"),
             f"--lr must be a positive number, got {self.lr}",
         )
+        _need(self.keep >= 0, f"--keep must not be negative, got {self.keep}")
+        _need(self.spike_z >= 0, f"--spike-z must not be negative, got {self.spike_z}")
+        known = {*MATTERS, "data", "tokenizer", *(f.name for f in fields(ModelConfig))}
+        for name in self.allow_change:
+            _need(
+                name.replace("-", "_") in known,
+                f"--allow-change {name} is not known: choose from {', '.join(sorted(known))}",
+            )
         _need(
             0 <= self.min_lr_ratio <= 1,
             f"--min-lr-ratio must be between 0 and 1, got {self.min_lr_ratio}",

@@ -21,7 +21,6 @@ ZeRO-1, --zero 1, divides the optimizer among the ranks: zero.py.
 """
 
 import contextlib
-import functools
 import gc
 import io
 import os
@@ -38,6 +37,7 @@ import tyro
 from rich.console import Console
 
 from . import checkpoint
+from .autograd import Tensor
 from .communicator import (
     Alone,
     HostCollectives,
@@ -52,11 +52,11 @@ from .data import Corpus
 from .device import Array, resolve_device, synchronize
 from .faults import Guard, Watchdog
 from .kernels.cross_entropy import IGNORE
-from .kernels.elementwise import add_fwd
 from .model import Transformer
 from .nn import Parameter, arena_unit
-from .optim import AdamW, clip, learning_rate
-from .train import Run, train
+from .optim import AdamW
+from .run import Run
+from .train import train
 from .zero import Pieces, ShardedAdamW
 
 
@@ -202,7 +202,6 @@ class ParallelRun(Run):
         stage = STAGES[config.dp]
         self.sync = stage(model, self.collectives, self.pieces, config.zero)
         super().__init__(config, model, corpus, ranks)
-        self.beat = lambda: None  # tells a watchdog that all is well
 
     def make_optimizer(self) -> AdamW:
         c = self.config
@@ -213,33 +212,27 @@ class ParallelRun(Run):
 
     def step(self) -> tuple[Any, Any, float]:
         """One optimizer step. -> this rank's share of the loss, the gradient norm of all, learning rate."""
-        c, optimizer = self.config, self.optimizer
         self.beat()
-        ids, targets = self.loader.next_batch()  # (batch / world, T)
-        (count,) = self.ranks.total([np.count_nonzero(targets != IGNORE)])  # of the whole batch
-        inv_count = np.array([1 / count if count else 0], np.float32)
-        optimizer.lr = learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
-        loss, norm = self.on_device(ids, targets, optimizer.advance(), inv_count)
-        self.done += 1
-        if c.check_ranks and self.done % c.check_ranks == 0:
+        out = super().step()
+        if self.config.check_ranks and self.done % self.config.check_ranks == 0:
             self.check_ranks()
-        return loss, norm, optimizer.lr
+        return out
 
-    def compute(
-        self, ids: Array, targets: Array, hyper: Array, inv_count: Array
-    ) -> tuple[Array, Array]:
-        """The part of a step that runs on the device, communication included."""
-        c, model, rows = self.config, self.model, len(ids)
-        model.zero_grad()
-        losses = []
-        for i in range(0, rows, c.micro_batch):
-            part = slice(i, i + c.micro_batch)
-            loss = model.loss(ids[part], targets[part], inv_count)
-            self.sync.backward(loss, last=i + c.micro_batch >= rows)
-            losses.append(loss.data.reshape(1))
-        norm, factor = self.optimizer.clip(c.clip) if c.zero else clip(model, c.clip)
-        self.optimizer.apply(hyper, factor)
-        return functools.reduce(add_fwd, losses), norm
+    def next_batch(self) -> tuple[np.ndarray, ...]:
+        """-> ids, targets (batch / world, T), 1 / number of targets of the whole batch (1,)"""
+        ids, targets = self.loader.next_batch()
+        (count,) = self.ranks.total([np.count_nonzero(targets != IGNORE)])
+        return ids, targets, np.array([1 / count if count else 0], np.float32)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.sync.backward(loss, last)
+
+    def clip(self) -> tuple[Array, Array]:
+        return self.optimizer.clip(self.config.clip) if self.config.zero else super().clip()
+
+    def of_all(self, norm: Array, loss: Array) -> tuple[Array, Array]:
+        gather = self.collectives.gather_1
+        return (gather(norm) if self.config.dp == "none" else norm), gather(loss)
 
     def close(self) -> None:
         """The end: captured steps first, then the communicator that they use."""
@@ -271,16 +264,17 @@ class ParallelRun(Run):
         self.beat()
         return super().sample() if self.ranks.rank == 0 else ""
 
-    def save(self, folder: Path) -> Path:
+    def snapshot(self, logs: dict[str, int]) -> checkpoint.Snapshot | None:
+        """On rank 0; every rank must call it."""
         self.beat()
         optimizer, zero = self.optimizer, self.config.zero
         if zero:
             optimizer.restore()
         moments = optimizer.whole() if zero else optimizer
-        path = self.write(folder, moments) if self.ranks.rank == 0 else folder
+        snapshot = self.take(moments, logs) if self.ranks.rank == 0 else None
         if zero:
             optimizer.release()
-        return path
+        return snapshot
 
     def load(self, saved: checkpoint.Saved) -> None:
         if not self.config.zero:

@@ -7,6 +7,7 @@ The device is the array type: NumPy arrays live on the CPU, CuPy arrays on the G
 import functools
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,6 +92,42 @@ def to_numpy(x: Array) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else x.get()
 
 
+class HostCopies:
+    """Copies of arrays in host memory of their own, made while the GPU goes on: whoever reads them waits for `event` first.
+
+    The memory is taken once for each name (page-locked, for a GPU) and lent out again with the next copy of that name.
+    """
+
+    def __init__(self):
+        self.memory: dict[str, np.ndarray] = {}
+        self.from_gpu = False
+
+    def __call__(self, name: str, x: Array) -> np.ndarray:
+        """A copy of x as it is when everything asked of its device so far is done."""
+        host = self.memory.get(name)
+        if host is None or host.shape != x.shape or host.dtype != x.dtype:
+            host = self.memory[name] = self._take(x)
+        if isinstance(x, np.ndarray):
+            host[...] = x
+        else:
+            x.get(out=host, blocking=False)
+        return host
+
+    def _take(self, x):
+        if isinstance(x, np.ndarray):
+            return np.empty_like(x)
+        import cupyx
+
+        self.from_gpu = True
+        return cupyx.empty_pinned(x.shape, x.dtype)
+
+    def event(self) -> Callable[[], None]:
+        """-> a function that waits until all copies made so far have arrived; any thread may call it."""
+        return (
+            cupy().cuda.get_current_stream().record().synchronize if self.from_gpu else lambda: None
+        )
+
+
 def synchronize(device: str) -> None:
     """Wait until the GPU has done everything asked of it so far."""
     if device == "gpu":
@@ -112,6 +149,7 @@ class PrivatePool:
     def __init__(self):
         self.pool = cupy().cuda.MemoryPool()
         self.malloc, self.total_bytes = self.pool.malloc, self.pool.total_bytes
+        self.free_all_blocks = self.pool.free_all_blocks
         weakref.finalize(self, self.pool.free_all_blocks)  # CuPy 14 leaves them on the GPU
         self.alive.add(self)
 

@@ -87,7 +87,9 @@ class Engine:
         self.lanes = Lanes(max_batch, model.device)
         self.stale = True  # the lanes are not as `active` says
         self.flights: collections.deque[tuple[list[Request], Any]] = collections.deque()
-        self.graphed = Graphed(self._decode) if graph and model.device == "gpu" else None
+        on_gpu = model.device == "gpu"
+        self.run_ahead = on_gpu  # elsewhere a step is over when it has been started
+        self.graphed = Graphed(self._decode) if graph and on_gpu else None
 
     def describe(self) -> str:
         """One line about the memory."""
@@ -290,13 +292,8 @@ class Engine:
         return lambda: (arrived.synchronize(), here.tolist())[1]
 
     def _may_run_ahead(self) -> bool:
-        """Start the next step before the ids of this one are known? On a GPU, while nobody waits and nobody will end by count."""
-        alone = (
-            self.model.device == "gpu"
-            and not self.waiting
-            and not self.stale
-            and len(self.flights) == 1
-        )
+        """Start the next step before the ids of this one are known? While nobody waits and nobody will end by count."""
+        alone = self.run_ahead and not self.waiting and not self.stale and len(self.flights) == 1
         return alone and all(
             len(r.completion) + 1 < r.max_new_tokens and r.cached + 1 < self.max_seq_len
             for r in self.active

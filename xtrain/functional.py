@@ -30,14 +30,15 @@ class Embedding(Function):
 
     @staticmethod
     def forward(ctx, ids_N, w_VC):
-        ctx.save(ids_N, w_VC)
+        plan_N4 = _embedding.embedding_plan(ids_N, w_VC.shape[0]) if ctx.needs_grad[1] else None
+        ctx.save(ids_N, w_VC, plan_N4)
         return _embedding.embedding_fwd(ids_N, w_VC)
 
     @staticmethod
     def backward(ctx, dx_NC):
-        ids_N, w_VC = ctx.saved
+        ids_N, w_VC, plan_N4 = ctx.saved
         dw_VC = ctx.grad_buffer(1, w_VC)
-        _embedding.embedding_bwd(dx_NC, ids_N, dw_VC)
+        _embedding.embedding_bwd(dx_NC, ids_N, dw_VC, plan_N4)
         return None, dw_VC
 
 
@@ -89,6 +90,29 @@ class ResidualRMSNorm(Function):
             return dh_NC, dh_NC, dw_C
         dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dy_NC, h_NC, w_C, rstd_N, dw_C)
         return dx_NC, dx_NC, dw_C  # x and r are summands: one gradient for both
+
+
+class ResidualRMSNormLinear(Function):
+    """h = x + r,  y = linear(rmsnorm(h), v): what the norm gives is not kept, backward makes it again from h."""
+
+    @staticmethod
+    def forward(ctx, x_NC, r_NC, w_C, v_OC, eps):
+        h_NC, n_NC, rstd_N = _residual.residual_rmsnorm_fwd(x_NC, r_NC, w_C, eps)
+        ctx.save(h_NC, w_C, rstd_N, v_OC, eps, n_NC.dtype)
+        return h_NC, _gemm.linear_fwd(n_NC, v_OC)
+
+    @staticmethod
+    def backward(ctx, dh_NC, dy_NO):
+        h_NC, w_C, rstd_N, v_OC, eps, dtype = ctx.saved
+        if dy_NO is None:  # only h was used
+            return dh_NC, dh_NC
+        dv_OC = None
+        if ctx.needs_grad[3]:
+            dv_OC = ctx.grad_buffer(3, v_OC)
+            _gemm.linear_bwd_w(dy_NO, _rmsnorm.rmsnorm_fwd(h_NC, w_C, eps, dtype)[0], dv_OC)
+        dn_NC, dw_C = _gemm.linear_bwd_x(dy_NO, v_OC), ctx.grad_buffer(2, w_C)
+        dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C)
+        return dx_NC, dx_NC, dw_C, dv_OC
 
 
 class Rope(Function):
@@ -326,6 +350,7 @@ class Narrow(Function):
 
 embedding, linear = Embedding.apply, Linear.apply
 rmsnorm, residual_rmsnorm = RMSNorm.apply, ResidualRMSNorm.apply
+residual_rmsnorm_linear = ResidualRMSNormLinear.apply
 rope, qk_norm_rope = Rope.apply, QKNormRope.apply
 attention, causal_softmax = Attention.apply, CausalSoftmax.apply
 swiglu, silu, cross_entropy = SwiGLU.apply, SiLU.apply, CrossEntropy.apply

@@ -7,8 +7,10 @@ running them) and started again as one unit.
 What that asks of the step:
 - every number that changes (ids, targets, learning rate) is in device memory that is written before each replay;
 - no copy to the host, no wait: the capture would fail, so a captured step is proof that there is none;
-- memory comes from a pool of its own. The first calls run eagerly in that pool and leave blocks of every size that is needed;
-  the capture asks for the same sizes in the same order and gets the same blocks.
+- memory comes from a pool of its own, which is emptied before the capture: then the capture takes from the GPU just what the
+  step needs, in the order in which it needs it. In a pool that an earlier call has filled, best fit would choose other blocks,
+  split them for smaller arrays, and end up short of large ones. (cudaMalloc is allowed in CuPy's mode of capture.) The graph
+  holds addresses, so from then on the pool keeps everything.
 
 The eager calls are real steps. The same kernels run with the same arguments either way, so the bits are the same.
 """
@@ -22,7 +24,7 @@ import numpy as np
 
 from .device import Array, PrivatePool, cupy, free_cached
 
-EAGER_CALLS = 2  # the first compiles kernels and fills the pool, the second finds the pool filled
+EAGER_CALLS = 2  # the first compiles kernels and makes what stays from step to step
 
 
 class Graphed:
@@ -45,6 +47,8 @@ class Graphed:
         caller = cupy().cuda.get_current_stream()
         self.stream.wait_event(caller.record())
         with cupy().cuda.using_allocator(self.pool.malloc), self.stream:
+            if all(r.graph is None for r in self.recordings.values()):
+                self.pool.free_all_blocks()
             step = functools.partial(self.step, *variant)
             out = self.recordings[key].run(step, inputs, self.stream)
         caller.wait_event(self.stream.record())

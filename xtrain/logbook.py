@@ -1,7 +1,8 @@
 """What a run says: live on the terminal, and as files in runs/NAME.
 
     config.json     the resolved options, the model's shape, the corpus (size, hash), versions, machine
-    metrics.jsonl   only what is reproducible: step, loss, grad_norm, lr; at validations val_loss, val_bpb
+    metrics.jsonl   only what is reproducible: step, loss, grad_norm, lr; at validations val_loss, val_bpb. A number that is
+                    not finite is null; "skipped" says why a step changed nothing, "spike" how far a loss lies off the others
     timing.jsonl    tokens per second, MFU, milliseconds: different every time
     samples.txt     generated text
     loss.png        the loss curve
@@ -11,18 +12,23 @@ per second, over what the GPU can do at most in the precision in use. Per token 
 (2 forward, 4 backward; the embedding look-up is none) and 12 L H D T / 2 for causal attention.
 """
 
+import io
 import json
+import math
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .checkpoint import cannot_write
-from .config import ModelConfig
+from .config import ModelConfig, TrainConfig
 from .device import cupy
+from .files import FULL, Journal, cannot_write, write_whole
+from .health import spike
 from .model import Transformer
 
 
@@ -98,13 +104,25 @@ def describe(config: ModelConfig) -> str:
 
 
 class Logbook:
-    """Terminal and files of one run. In a pipe or a file the live line becomes a line now and then."""
+    """Terminal and files of one run. In a pipe or a file the live line becomes a line now and then.
 
-    def __init__(self, folder: Path, steps: int, first_step: int, console: Console):
-        self.folder, self.steps, self.console = folder, steps, console
-        self.every = max(1, steps // 20)  # lines in a pipe
-        self.metrics: list[dict[str, Any]] = _keep(folder / "metrics.jsonl", first_step)
-        _keep(folder / "timing.jsonl", first_step)
+    state: what the checkpoint says that the run goes on from; {} for a new run. What the files hold of later steps is cut off.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, state: dict[str, Any], console: Console):
+        self.folder, self.steps, self.console = folder, config.steps, console
+        self.spike_z, self.first_step = config.spike_z, state.get("step", 0)
+        self.every = max(1, self.steps // 20)  # lines in a pipe
+        self.metrics: list[dict[str, Any]] = _keep(folder / "metrics.jsonl", self.first_step)
+        _keep(folder / "timing.jsonl", self.first_step)
+        _cut(folder / "samples.txt", state.get("logs", {}).get("samples.txt", 0))
+        if self.first_step and _last_step(self.metrics) < self.first_step:
+            self.warn(
+                f"{folder / 'metrics.jsonl'} ends before step {self.first_step}: there is a gap"
+            )
+        names = ("metrics.jsonl", "timing.jsonl", "samples.txt")
+        self.files = {name: Journal(folder / name) for name in names}
+        self.full = False  # has a full disk been told?
         columns = [
             TextColumn("{task.description}"),
             BarColumn(None),
@@ -112,10 +130,9 @@ class Logbook:
             TimeRemainingColumn(),
         ]
         self.progress = Progress(*columns, console=console, transient=True)
-        self.task = self.progress.add_task("starting", total=steps, completed=first_step)
+        self.task = self.progress.add_task("starting", total=self.steps, completed=self.first_step)
         self.live = console.is_terminal
         self.started = time.perf_counter()
-        self.first_step = first_step
 
     def __enter__(self) -> "Logbook":
         if self.live:
@@ -125,27 +142,45 @@ class Logbook:
     def __exit__(self, *_: Any) -> None:
         self.progress.stop()
 
-    def step(self, metrics: dict[str, Any], timing: dict[str, Any]) -> None:
-        """One optimizer step is done and its numbers are on the host."""
-        self.append("metrics.jsonl", metrics)
-        self.append("timing.jsonl", timing)
-        self.metrics.append(metrics)
-        done = metrics["step"]
+    def warn(self, text: str) -> None:
+        self.console.print(f"[yellow]warning[/]: {escape(text)}", highlight=False, soft_wrap=True)
+
+    def step(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        lr: float,
+        wrong: str | None,
+        timing: dict[str, Any],
+    ) -> None:
+        """One optimizer step is done and its numbers are on the host. wrong: why it was skipped."""
+        metrics = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr}
+        if wrong:
+            metrics["skipped"] = wrong
+            self.warn(f"step {step} is skipped: {wrong}")
+        else:
+            before = [m["loss"] for m in self.metrics[-400:] if is_number(m.get("loss"))]
+            if z := spike(before, loss, self.spike_z):
+                metrics["spike"] = round(z, 3)
+                self.warn(
+                    f"step {step}: the loss jumps to {loss:.4f}, {z:.1f} standard deviations above those before"
+                )
+        self.record("metrics.jsonl", metrics)
+        self.record("timing.jsonl", {"step": step, **timing})
         mfu = f"  MFU {100 * timing['mfu']:4.1f} %" if timing.get("mfu") else ""
         text = (
-            f"step {done}/{self.steps}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  "
-            f"lr {metrics['lr']:.2e}  {timing['tokens_per_s']:,.0f} tok/s{mfu}"
+            f"step {step}/{self.steps}  loss {loss:.4f}  grad norm {norm:.3f}  "
+            f"lr {lr:.2e}  {timing['tokens_per_s']:,.0f} tok/s{mfu}"
         )
-        self.progress.update(self.task, completed=done, description=text)
-        if not self.live and (done % self.every == 0 or done == 1):
+        self.progress.update(self.task, completed=step, description=text)
+        if not self.live and (step % self.every == 0 or step == 1):
             elapsed = time.perf_counter() - self.started
-            eta = elapsed / max(1, done - self.first_step) * (self.steps - done)
+            eta = elapsed / max(1, step - self.first_step) * (self.steps - step)
             self.console.print(f"{text}  ETA {eta:.0f} s", highlight=False)
 
     def validation(self, step: int, loss: float, bpb: float, bigram_bpb: float) -> None:
-        record = {"step": step, "val_loss": loss, "val_bpb": bpb}
-        self.append("metrics.jsonl", record)
-        self.metrics.append(record)
+        self.record("metrics.jsonl", {"step": step, "val_loss": loss, "val_bpb": bpb})
         verdict = "beats" if bpb < bigram_bpb else "not yet below"
         self.console.print(
             f"[bold]step {step}: validation loss {loss:.4f}, {bpb:.3f} bits per byte[/] "
@@ -159,13 +194,32 @@ class Logbook:
         self.console.print(text, markup=False, highlight=False)
         self.console.rule()
 
-    def append(self, name: str, record: dict[str, Any] | str) -> None:
-        line = record if isinstance(record, str) else json.dumps(record) + "\n"
-        try:
-            with open(self.folder / name, "a", encoding="utf-8") as file:
-                file.write(line)
-        except OSError as error:
-            raise cannot_write(self.folder / name, error) from error
+    def record(self, name: str, record: dict[str, Any]) -> None:
+        """A line of JSON, which knows neither NaN nor infinity."""
+        sound = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
+        if name == "metrics.jsonl":
+            self.metrics.append(sound)
+        self.append(name, json.dumps(sound) + "\n")
+
+    def append(self, name: str, text: str) -> None:
+        written = self.files[name].write(text)
+        if not written and not self.full:
+            self.warn(
+                f"no space left to write {self.folder / name}: training goes on, the lines are kept until there is"
+            )
+        self.full = not written
+
+    def flush(self) -> bool:
+        """-> is everything in the files? A checkpoint must not be newer than they are."""
+        return all([file.flush() for file in self.files.values()])
+
+    def lengths(self) -> dict[str, int]:
+        """Bytes of the files that cannot be cut back by steps."""
+        file = self.files["samples.txt"]
+        return {"samples.txt": file.size + len(file.waiting)}
 
     def picture(self) -> None:
         """loss.png: training loss, its running mean, validation loss."""
@@ -174,8 +228,10 @@ class Logbook:
 
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = FigureCanvasAgg(figure).figure.add_subplot()
-        train = [(m["step"], m["loss"]) for m in self.metrics if "loss" in m]
-        held_out = [(m["step"], m["val_loss"]) for m in self.metrics if "val_loss" in m]
+        train = [(m["step"], m["loss"]) for m in self.metrics if is_number(m.get("loss"))]
+        held_out = [
+            (m["step"], m["val_loss"]) for m in self.metrics if is_number(m.get("val_loss"))
+        ]
         if train:
             axes.plot(*zip(*train), lw=0.6, alpha=0.4, color="tab:blue")
             smooth, mean = [], train[0][1]
@@ -189,10 +245,13 @@ class Logbook:
         axes.grid(alpha=0.3)
         if train or held_out:
             axes.legend()
+        content = io.BytesIO()
+        figure.savefig(content, dpi=120, format="png")
         try:
-            figure.savefig(self.folder / "loss.png", dpi=120)
+            write_whole(self.folder / "loss.png", content.getvalue())
         except OSError as error:
-            raise cannot_write(self.folder / "loss.png", error) from error
+            if error.errno not in FULL:
+                raise cannot_write(self.folder / "loss.png", error) from error
 
 
 class NoLogbook:
@@ -209,22 +268,44 @@ class NoLogbook:
 
     __exit__ = step = validation = sample = picture = nothing
 
+    def flush(self) -> bool:
+        return True
+
+    def lengths(self) -> dict[str, int]:
+        return {}
+
+
+def is_number(x: Any) -> bool:
+    return isinstance(x, (int, float))
+
+
+def _last_step(records):
+    return records[-1]["step"] if records else 0
+
 
 def _keep(path: Path, last_step: int) -> list[dict[str, Any]]:
     """Cut a .jsonl back to the steps up to last_step: what came after the checkpoint will be done again."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break  # the end of a file whose writer was killed
-        if record["step"] > last_step:
-            break
-        records.append((line, record))
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line for line, _ in records), encoding="utf-8")
-    temporary.replace(path)
-    return [record for _, record in records]
+    records, length = [], 0
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+                if not line.endswith(b"\n") or record["step"] > last_step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break  # the end of a file whose writer was killed
+            records.append(record)
+            length += len(line)
+    _cut(path, length)
+    return records
+
+
+def _cut(path: Path, length: int) -> None:
+    """Forget what a file holds beyond so many bytes."""
+    try:
+        if path.exists() and path.stat().st_size > length:
+            os.truncate(path, length)
+    except OSError as error:
+        raise cannot_write(path, error) from error

@@ -32,9 +32,7 @@ from .kernels.gemm import WORKSPACE, _handle
 from .model import Transformer
 from .watch import watch_launches, watch_ops
 
-STEPS = (
-    3  # the first makes what stays from step to step; from then on the pool finds its blocks again
-)
+STEPS = 3  # the first makes what stays from step to step
 UNIT = 512  # bytes: CuPy's pool rounds up to whole ones
 OUTSIDE = (
     0.7e9  # bytes that a process has on an H200 before its first array: context, cuBLAS, kernels
@@ -43,6 +41,7 @@ KINDS = {  # what an op's forward allocates, in words; other ops go by their own
     "Embedding": "residual stream and norms",
     "RMSNorm": "residual stream and norms",
     "ResidualRMSNorm": "residual stream and norms",
+    "ResidualRMSNormLinear": "residual stream and projections",
     "Linear": "outputs of projections",
     "QKNormRope": "queries, keys, values",
     "Attention": "attention",
@@ -84,16 +83,17 @@ def _owner(array):
 class Pool:
     """CuPy's memory pool: the smallest free block that is large enough, split; free neighbours are joined.
 
-    reserved: bytes taken from the GPU; they are never given back.
+    reserved: bytes taken from the GPU.  most: the most there were at any time.
     """
 
     def __init__(self):
-        self.reserved, self.free_blocks, self.serial = 0, [], 0
+        self.reserved, self.most, self.free_blocks, self.serial = 0, 0, [], 0
 
     def take(self, size: int) -> SimpleNamespace:
         i = bisect.bisect_left(self.free_blocks, (size,))
         if i == len(self.free_blocks):
             self.reserved += size
+            self.most = max(self.most, self.reserved)
             return SimpleNamespace(size=size, left=None, right=None, free=None)
         block = self._remove(self.free_blocks[i][2])
         if block.size > size:
@@ -110,6 +110,12 @@ class Pool:
         if block.left is not None and block.left.free:
             block = self._join(block.left, block)
         self._add(block)
+
+    def empty(self) -> None:
+        """Give blocks that are whole and free back to the GPU."""
+        for _, _, block in list(self.free_blocks):
+            if block.left is None and block.right is None:
+                self.reserved -= self._remove(block).size
 
     def _join(self, left, right):
         for block in (left, right):
@@ -196,7 +202,7 @@ class Allocation:
 class Ghost:
     """What xtrain's GPU path asks of a CuPy array, except values. Anything else is an AttributeError."""
 
-    device = SimpleNamespace(id=-1)
+    device = SimpleNamespace(id=-1, compute_capability="90")
     data = SimpleNamespace(ptr=0)
 
     def __init__(
@@ -353,10 +359,11 @@ def plan(
         with watch_ops(run.model, meter.note):
             for _ in range(STEPS):
                 meter.timeline = []
+                meter.pool.empty()  # as graph.py does
                 _step(run)
         timeline, meter.timeline = meter.timeline, None
     kinds, kept = ({k: n for k, n in x.items() if n} for x in (meter.kinds, meter.kept))
-    return Plan(meter.peak, meter.pool.reserved, meter.op, kinds, kept, timeline)
+    return Plan(meter.peak, meter.pool.most, meter.op, kinds, kept, timeline)
 
 
 def measure(
@@ -367,16 +374,18 @@ def measure(
     recompute: str = "none",
     accumulate: int = 1,
 ) -> int:
-    """The same steps on the GPU. -> bytes that CuPy's pool took, to be compared with Plan.reserved."""
+    """The same steps on the GPU. -> the most bytes that CuPy's pool took, to be compared with Plan.reserved."""
     gpu = device.cupy().cuda
     _handle(gpu.runtime.getDevice())  # its workspace lies in another pool, always
     pool = gpu.MemoryPool()
     with gpu.using_allocator(pool.malloc):
         run = _run(config, batch, seq_len, precision, recompute, accumulate)
+        most = 0
         for _ in range(STEPS):
+            pool.free_all_blocks()
             _step(run)
-        gpu.Device().synchronize()
-        return pool.total_bytes() + WORKSPACE
+            most = max(most, pool.total_bytes())
+        return most + WORKSPACE
 
 
 def _run(config, batch, seq_len, precision, recompute, accumulate):

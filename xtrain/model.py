@@ -59,10 +59,9 @@ class Attention(Module):
         self.config = c
 
     def __call__(
-        self, x_NC: Tensor, B: int, rotary: tuple[Array, Array], again: bool = False
+        self, qkv: Tensor, B: int, rotary: tuple[Array, Array], again: bool = False
     ) -> Tensor:
-        """again: forget what lies between the two matrix products, and compute it again in backward."""
-        qkv = F.linear(x_NC, self.qkv)  # (N, (H + 2G) D)
+        """qkv (N, (H + 2G) D) -> (N, C).  again: forget what lies between the two, and compute it again in backward."""
         attend = functools.partial(self.attend, B, rotary)
         return self.o_proj(recompute(attend, qkv) if again else attend(qkv))  # (N, C)
 
@@ -85,14 +84,14 @@ class MLP(Module):
         )
         self.down_proj = Linear(F_, c.dim, STD / (2 * c.n_layers) ** 0.5)
 
-    def __call__(self, x_NC: Tensor) -> Tensor:
-        gu_N2F = F.linear(x_NC, self.gate_up)
-        return F.swiglu_linear(gu_N2F, self.down_proj.weight)  # (N, F) -> (N, C)
+    def __call__(self, gu_N2F: Tensor) -> Tensor:
+        """gate and up (N, 2F) -> (N, C)"""
+        return F.swiglu_linear(gu_N2F, self.down_proj.weight)
 
 
 class Block(Module):
     """The residual stream h and what the last block still has to add to it travel apart, so that each addition is
-    fused with the norm that follows it."""
+    fused with the norm that follows it; the norm is joined to the matrix product that follows it."""
 
     def __init__(self, c: ModelConfig):
         self.self_attn, self.mlp = Attention(c), MLP(c)
@@ -100,13 +99,14 @@ class Block(Module):
         self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
 
     def __call__(self, B, rotary, attend_again, h_NC, pending_NC=None):
+        attention, mlp = self.self_attn, self.mlp
         if pending_NC is None:  # the first block
-            x_NC = self.input_layernorm(h_NC)
+            qkv = F.linear(self.input_layernorm(h_NC), attention.qkv)
         else:
-            h_NC, x_NC = self.input_layernorm(h_NC, pending_NC)
-        attended_NC = self.self_attn(x_NC, B, rotary, attend_again)
-        h_NC, x_NC = self.post_attention_layernorm(h_NC, attended_NC)
-        return h_NC, self.mlp(x_NC)
+            h_NC, qkv = self.input_layernorm(h_NC, pending_NC, attention.qkv)
+        attended_NC = attention(qkv, B, rotary, attend_again)
+        h_NC, gu_N2F = self.post_attention_layernorm(h_NC, attended_NC, mlp.gate_up)
+        return h_NC, mlp(gu_N2F)
 
 
 class Decoder(Module):

@@ -222,13 +222,20 @@ class Linear(Module):
 
 
 class RMSNorm(Module):
-    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel."""
+    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel.
+
+    linear: the matrix that the result goes to; then its output is returned instead, and the result is not kept.
+    """
 
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = Parameter((dim,), None), eps
         self.out_dtype = None  # of the result, where it is not the input's
 
-    def __call__(self, x_NC: Tensor, residual_NC: Tensor | None = None):
+    def __call__(
+        self, x_NC: Tensor, residual_NC: Tensor | None = None, linear: Parameter | None = None
+    ):
         if residual_NC is None:
             return F.rmsnorm(x_NC, self.weight, self.eps, self.out_dtype)
-        return F.residual_rmsnorm(x_NC, residual_NC, self.weight, self.eps)
+        if linear is None:
+            return F.residual_rmsnorm(x_NC, residual_NC, self.weight, self.eps)
+        return F.residual_rmsnorm_linear(x_NC, residual_NC, self.weight, linear, self.eps)

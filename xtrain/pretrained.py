@@ -1,14 +1,15 @@
 """A folder that can be served: model, tokenizer, the tokens that end an answer, the chat template.
 
-FOLDER is in the Hugging Face layout, or one of xtrain's runs, of which the newest checkpoint is taken.
+FOLDER is in the Hugging Face layout, or one of xtrain's runs, of which the newest checkpoint that is whole is taken.
 """
 
 import functools
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import huggingface
+from . import checkpoint, huggingface
 from .chat_template import ChatTemplate
 from .config import UserError
 from .device import resolve_device
@@ -58,13 +59,12 @@ def load(folder: str | Path, device: str = "auto", precision: str = "auto") -> P
 
 
 def model_folder(folder: Path) -> Path:
-    """The folder itself, or the newest checkpoint of a run. Raises UserError."""
+    """The folder itself, or the newest good checkpoint of a run (passing over a damaged one is said). Raises UserError."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}: give a Hugging Face folder or one of xtrain's runs")
-    checkpoints = [f for f in (folder / "checkpoints").glob("step-*") if f.is_dir()]
-    if checkpoints:
-        return max(checkpoints, key=lambda f: (len(f.name), f.name))
+    if checkpoint.folders(folder):
+        return checkpoint.newest(folder, lambda sentence: print(sentence, file=sys.stderr)).folder
     config = folder / huggingface.CONFIG
     if config.is_file() and {"train", "model"} <= read_json(config).keys():
         raise UserError(f"{folder} is a run without a checkpoint: train it first")

@@ -10,9 +10,11 @@ once, in the order in which it would have done without all this.
 
 What a decoder keeps of every token in every layer (numbers; C the width, F that of the MLP, H heads, as many for keys):
 
-    nothing forgotten   11 C + 3 F, and H T more without FlashAttention, which at T = 1024 is most of it
-    attention            8 C + 3 F: q, k, v and what attention saved are gone
-    block                2 C: the residual stream, and what the last block still has to add to it
+    nothing forgotten   9 C + 2 F, and H T more without FlashAttention, which at T = 1024 is most of it
+    attention           6 C + 2 F: q, k, v and what attention saved are gone
+    block               2 C: the residual stream, and what the last block still has to add to it
+
+(The results of the norms and of SwiGLU are never kept: their backward makes them again on its way.)
 
 The price is one more forward of the forgotten part, at most a third of a step (forward 1, backward 2).
 """

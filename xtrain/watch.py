@@ -16,6 +16,7 @@ from .kernels import _launch, gemm
 from .model import Transformer
 
 Note = Callable[[str, str, str], AbstractContextManager]
+Look = Callable[[str, str, str, tuple, tuple], None]
 
 
 @contextlib.contextmanager
@@ -30,10 +31,11 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watch_ops(model: Transformer, note: Note) -> Iterator[None]:
+def watch_ops(model: Transformer, note: Note, look: Look | None = None) -> Iterator[None]:
     """Inside, note(op, way, layer) is entered around every op and every layer of the model.
 
     op: the Function's name; for a layer "".  way: "forward" or "backward".  layer: "layer 3", outside of layers "".
+    look(op, way, layer, arrays, results): called after an op with what it was given (and had saved) and what it gives.
     """
     names = {id(layer): f"layer {i}" for i, layer in enumerate(model.model.layers)}
     owners: dict[int, str] = {}  # id of an op's context -> its layer: how backward knows
@@ -49,8 +51,15 @@ def watch_ops(model: Transformer, note: Note) -> Iterator[None]:
     def op_call(cls, way, call, ctx, *args):
         if way == "forward":
             owners[id(ctx)] = inside[-1]
-        with note(cls.__name__, way, owners.get(id(ctx), "")):
-            return call(ctx, *args)
+        layer = owners.get(id(ctx), "")
+        given = args if way == "forward" or look is None else (*args, *ctx.saved)
+        inside.append(layer)  # also for the ops that a backward runs again: recompute.py
+        with note(cls.__name__, way, layer):
+            out = call(ctx, *args)
+        inside.pop()
+        if look is not None:
+            look(cls.__name__, way, layer, given, out if isinstance(out, tuple) else (out,))
+        return out
 
     with contextlib.ExitStack() as stack:
         for cls in _every(Function):

@@ -21,6 +21,8 @@ AT_STEP = 3
 
 
 def fail(folder, fault):
+    while not (folder / "run" / "checkpoints" / "step-000002").exists():  # it is written meanwhile
+        time.sleep(0.01)
     (folder / "failed_at").write_text(str(time.time()))
     if fault == "raise":
         raise ZeroDivisionError("injected")

@@ -19,7 +19,19 @@ BAD = [
     ({"zero": 1, "dp": "none"}, "choose another --dp than none"),
     ({"bucket-mb": 0}, "--bucket-mb must be positive"),
     ({"watchdog": -1}, "--watchdog must not be negative"),
-    ({"lr": 1e30, "clip": 0, "warmup": 0}, "the loss is nan"),
+    (
+        {"lr": 1e30, "clip": 0, "warmup": 0, "max-skips": 2},
+        "2 steps in a row were skipped (--max-skips), at last step 3: the gradient norm is nan. First not "
+        "finite: rank 0: outside the layers, ResidualRMSNorm with model.norm.weight, backward (2048 NaN",
+    ),
+    (
+        {"lr": 1e30, "clip": 0, "warmup": 0, "max-skips": 1, "dp": "none", "steps": 9},
+        "ResidualRMSNorm with model.norm.weight, backward",
+    ),
+    (
+        {"lr": 1e30, "clip": 0, "warmup": 0, "max-skips": 1, "zero": 1},
+        "ResidualRMSNorm with model.norm.weight, backward",
+    ),
     (
         {"dp": "none", "check-ranks": 2},
         "after step 2 the parameters of rank 1 are not those of rank 0",

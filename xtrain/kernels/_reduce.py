@@ -5,11 +5,13 @@ input gives the same bits. Every thread of the block must call these, so no earl
 block is a whole number of warps.
 """
 
+import functools
 import math
 
 from numba import cuda, float32
 
-from ._launch import launch
+from ._launch import can_overlap, launch
+from ._ptx import kernel, wait_for_previous
 
 FULL = 0xFFFFFFFF  # all 32 lanes take part
 MAX_WARPS = 32  # a block has at most 1024 threads
@@ -62,32 +64,46 @@ def block_max(v, partial):
 
 COLUMNS = 32  # one warp reads 32 neighbouring columns
 SLICES = 32  # warps that share the rows: few rows each, since all a thread does is wait for them
+AHEAD = 8  # rows that a thread asks for at once
 
 
-@cuda.jit
-def add_column_sums_kernel(out_C, more_C, partial_PC):
-    """Grid ceil(C / COLUMNS), block (COLUMNS, up to SLICES). C: columns of out and, after them, of more.
+@functools.cache
+def make_add_column_sums_kernel(overlap):
+    @kernel(COLUMNS * SLICES)
+    def add_column_sums_kernel(out_C, more_C, partial_PC):
+        """Grid ceil(C / COLUMNS), block (COLUMNS, up to SLICES). C: columns of out and, after them, of more.
 
-    out_C[c] += sum over p of partial_PC[p, c]
-    """
-    tile = cuda.shared.array((SLICES, COLUMNS), float32)
-    column, part, parts = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.y
-    c = cuda.blockIdx.x * COLUMNS + column
-    P, C = partial_PC.shape
-    acc = float32(0.0)
-    if c < C:
-        for p in range(part, P, parts):
-            acc += partial_PC[p, c]
-    tile[part, column] = acc
-    cuda.syncthreads()
-    if part == 0 and c < C:
-        total = float32(0.0)
-        for i in range(parts):  # always in this order: same bits every run
-            total += tile[i, column]
-        if c < out_C.size:
-            out_C[c] += total
-        else:
-            more_C[c - out_C.size] += total
+        out_C[c] += sum over p of partial_PC[p, c]
+        """
+        tile = cuda.shared.array((SLICES, COLUMNS), float32)
+        rows = cuda.local.array(AHEAD, float32)
+        column, part, parts = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.y
+        c = cuda.blockIdx.x * COLUMNS + column
+        P, C = partial_PC.shape
+        if overlap:
+            wait_for_previous()
+        acc, old, p = float32(0.0), float32(0.0), part
+        if part == 0 and c < C:  # comes while the rows are added up
+            old = out_C[c] if c < out_C.size else more_C[c - out_C.size]
+        while p < P and c < C:
+            for a in range(AHEAD):  # without a condition, so that all are under way at once
+                q = p + a * parts
+                rows[a] = partial_PC[q if q < P else p, c]
+            for a in range(AHEAD):
+                acc += rows[a] if p + a * parts < P else float32(0.0)
+            p += AHEAD * parts
+        tile[part, column] = acc
+        cuda.syncthreads()
+        if part == 0 and c < C:
+            total = float32(0.0)
+            for i in range(parts):  # always in this order: same bits every run
+                total += tile[i, column]
+            if c < out_C.size:
+                out_C[c] = old + total
+            else:
+                more_C[c - out_C.size] = old + total
+
+    return add_column_sums_kernel
 
 
 def add_column_sums(partial_PC, out_C, more_C=None) -> None:
@@ -98,4 +114,6 @@ def add_column_sums(partial_PC, out_C, more_C=None) -> None:
     P, C = partial_PC.shape
     block = COLUMNS, min(SLICES, P)
     more_C = out_C if more_C is None else more_C  # a kernel takes no None
-    launch(add_column_sums_kernel, -(-C // COLUMNS), block, out_C, more_C, partial_PC)
+    overlap = can_overlap(partial_PC)
+    sums_kernel, grid = make_add_column_sums_kernel(overlap), -(-C // COLUMNS)
+    launch(sums_kernel, grid, block, out_C, more_C, partial_PC, overlap=overlap)

@@ -20,7 +20,16 @@ from ..device import Array
 from ._flat import on_16_bytes
 from ._ptx import device, load1, load4, load8, store1, store4, store8
 from ._reduce import MAX_WARPS, block_sum, warp_sum
-from ._words import each_of, load_words4, load_words8, pack4, pack8, unpack4, unpack8
+from ._words import (
+    each_of,
+    load_words4,
+    load_words8,
+    pack4,
+    pack8,
+    store_words4_shared,
+    unpack4,
+    unpack8,
+)
 
 MAX_COLUMNS = 32  # of a thread
 MIN_WARPS = 4  # per block
@@ -138,17 +147,17 @@ def make_row_ops(
                 store(out, first, cuda.threadIdx.x * each + s * STRIDE, sums_SC[s])
         else:  # W = 1: a row is a warp
             tile, tid = cuda.shared.array(TILE, float32), cuda.threadIdx.x
+            words, at = cuda.local.array(4, uint32), (tid >> 5) * WIDTH + (tid & 31) * each
             for s in range(STEPS):
-                for j in range(each):  # neighbouring lanes, neighbouring banks
-                    tile[(tid >> 5) * WIDTH + s * STRIDE + j * 32 + (tid & 31)] = sums_SC[s, j]
+                for part in range(0, each, 4):
+                    pack4(words, sums_SC[s, part : part + 4], tile)
+                    store_words4_shared(tile, at + s * STRIDE + part, words)
             cuda.syncthreads()
-            for i in range(tid, WIDTH, THREADS):
-                c = i // STRIDE * STRIDE + i % 32 * each + i % STRIDE // 32
+            for c in range(tid, C, THREADS):
                 acc = float32(0.0)
                 for row in range(R):  # always in this order: same bits every run
-                    acc += tile[row * WIDTH + i]
-                if c < C:
-                    out[first + c] = acc
+                    acc += tile[row * WIDTH + c]
+                out[first + c] = acc
 
     functions = dict(load=load, store=store, fetch=fetch, unpack=unpack, total=total)
     return SimpleNamespace(**vars(plan), **functions, place=place, add_rows=add_rows, STRIDE=STRIDE)

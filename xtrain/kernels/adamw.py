@@ -17,6 +17,8 @@ and the reference would part, and so would two compilers. Here every operation i
 once and is never contracted (libdevice's *_rn), so the kernel equals its float32 reference bit for
 bit.
 
+A factor that is NaN means that this step is skipped (see skip.py): w, m, v and the copy stay as they are.
+
 The same pass can write a bf16 copy of the new weights, which the next forward reads, and zero the gradient, which the
 next backward adds to: both have to be written anyway, and reading w and g a second time is saved.
 Bytes moved: read w, g, m, v, write w, m, v: 28 per element; 2 more for the copy, 4 for the zeros.
@@ -43,6 +45,10 @@ def adamw_ref(
     half_n=None, zero_grad=False,
 ):  # fmt: skip
     """Updates w, m and v in place, in their own dtype; fills half_n, zeroes g."""
+    if np.isnan(factor_1[0]):
+        if zero_grad:
+            g_n[...] = 0
+        return
     number = w_n.dtype.type
     lr, correction1, root2 = hyper_3.astype(w_n.dtype)
     scaled_n = g_n * number(factor_1[0])
@@ -113,11 +119,14 @@ def make_adamw_kernel(with_half, zero_grad):
                 eps,
             )
             g[j] = float32(0.0)
-        store(w_n, i, GAP, n, w, whole)
-        store(m_n, i, GAP, n, m, whole)
-        store(v_n, i, GAP, n, v, whole)
-        if with_half:
-            store(half_n, i, GAP, n, w, whole)
+        if (
+            factor == factor
+        ):  # not NaN. (Asked here and not at the top, where all loads would wait for it.)
+            store(w_n, i, GAP, n, w, whole)
+            store(m_n, i, GAP, n, m, whole)
+            store(v_n, i, GAP, n, v, whole)
+            if with_half:
+                store(half_n, i, GAP, n, w, whole)
         if zero_grad:
             store(g_n, i, GAP, n, g, whole)
 
@@ -142,7 +151,7 @@ def adamw(
 ) -> None:
     """One step, in place on w, m and v; all (n,) float32. Only elements [0, n_decay) of w decay.
 
-    factor_1: (1,), multiplies g (1 for no clipping). hyper_3: adamw_hyper(...), where w is.
+    factor_1: (1,), multiplies g (1 for no clipping, NaN to skip the step). hyper_3: adamw_hyper(...), where w is.
     half_n: (n,) bf16, becomes the new w, rounded. zero_grad: g becomes zero.
     """
     n = w_n.size

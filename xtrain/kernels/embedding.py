@@ -31,8 +31,8 @@ from numba import boolean, cuda, float32, int32, int64, uint32
 
 from ..device import Array
 from ._flat import BLOCK, EACH, QUAD, blocks_for_rows, load, make_place, position, store, whole_rows
-from ._launch import FLOATS, check, check_array, check_ids, empty, launch, on_host
-from ._ptx import device, kernel
+from ._launch import FLOATS, can_overlap, check, check_array, check_ids, empty, launch, on_host
+from ._ptx import device, kernel, wait_for_previous
 from ._reduce import FULL, warp_sum
 
 NAN = float32(math.nan)
@@ -343,7 +343,7 @@ def make_bwd_kernel(C, whole):
 
 
 @functools.cache
-def make_join_kernel(C, whole):
+def make_join_kernel(C, whole, overlap):
     @kernel(32 * SLICES)
     def embedding_join_kernel(dw, partial, plan_N4):
         """Grid (ceil(N / (JOIN_LOOK PIECE)), ceil(C / 256)), block (32, SLICES). dw += the pieces of tokens with several.
@@ -357,6 +357,8 @@ def make_join_kernel(C, whole):
         x, y = cuda.threadIdx.x, cuda.threadIdx.y
         c = cuda.blockIdx.y * (2 * JOIN_GAP) + x * QUAD
         inside = whole and c + JOIN_GAP + QUAD <= C
+        if overlap:
+            wait_for_previous()
         p0 = int64(cuda.blockIdx.x) * (JOIN_LOOK * PIECE)
         p = p0 + x * PIECE
         joins = False
@@ -414,11 +416,28 @@ def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
     return x_NC
 
 
-def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array) -> None:
+def embedding_plan(ids_N: Array, V: int) -> Array | None:
+    """The plan of the backward for ids (N,) and a table of V rows: (N, 4) int32. None on the CPU, which needs none.
+
+    It depends on the ids alone, so it can be made while there is no gradient yet. ValueError as in embedding_bwd.
+    """
+    if _check_ids(ids_N, V):
+        return None
+    N, T = ids_N.size, digit_values(V)
+    plan_N4, tiles = empty(ids_N, (N, 4), np.int32), -(-N // TILE_IDS)
+    split_n, first_IE = (empty(ids_N, n, np.int32) for n in (tiles * TILE_IDS, (tiles, T + 1)))
+    threads = 32 * sorting_warps(T)
+    if N:
+        launch(make_split_kernel(T), tiles, threads, split_n, first_IE, ids_N, V)
+        launch(make_sort_kernel(T), -(-V // T), threads, plan_N4, split_n, first_IE)
+    return plan_N4
+
+
+def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array, plan_N4: Array | None = None) -> None:
     """dx (N, C) float32 or bf16, ids (N,). Adds dw to dw_VC (V, C) float32. Same bits every run.
 
-    Rows whose id does not occur are left alone. An id outside [0, V): ValueError on the CPU; on the
-    GPU it adds nothing.
+    plan: what embedding_plan says of these ids; by default it is made here. Rows whose id does not occur are left alone.
+    An id outside [0, V): ValueError on the CPU; on the GPU it adds nothing.
     """
     V, C = dw_VC.shape
     N = ids_N.size
@@ -429,18 +448,16 @@ def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array) -> None:
         return
     if not (N and V and C):
         return
-    T, tiles = digit_values(V), -(-N // TILE_IDS)
-    split_n, first_IE = (empty(dw_VC, n, np.int32) for n in (tiles * TILE_IDS, (tiles, T + 1)))
-    plan_N4 = empty(dw_VC, (N, 4), np.int32)
+    plan_N4 = embedding_plan(ids_N, V) if plan_N4 is None else plan_N4
+    check_array("embedding backward", "plan", plan_N4, (N, 4), ("int32",))
     partial = empty(dw_VC, 2 * -(-N // PIECE) * C)
     dw, dx = dw_VC.reshape(-1), dx_NC.reshape(-1)
     whole = whole_rows(C, dw, dx, partial)
-    threads = 32 * sorting_warps(T)
-    launch(make_split_kernel(T), tiles, threads, split_n, first_IE, ids_N, V)
-    launch(make_sort_kernel(T), -(-V // T), threads, plan_N4, split_n, first_IE)
     launch(make_bwd_kernel(C, whole), blocks_for_rows(N, C), BLOCK, dw, partial, dx, plan_N4)
     grid = (-(-N // (JOIN_LOOK * PIECE)), -(-C // (2 * JOIN_GAP)))
-    launch(make_join_kernel(C, whole), grid, (32, SLICES), dw, partial, plan_N4)
+    overlap = can_overlap(dw)
+    join_kernel = make_join_kernel(C, whole, overlap)
+    launch(join_kernel, grid, (32, SLICES), dw, partial, plan_N4, overlap=overlap)
 
 
 def _check_ids(ids_N, V, *others):

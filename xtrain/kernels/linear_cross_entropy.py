@@ -23,7 +23,7 @@ from ._launch import check, check_ids, empty, on_host
 from .cross_entropy import cross_entropy, refuse_wrong
 from .gemm import matmul
 
-ROWS = 2048  # of a chunk, at most: 206 MB of bf16 logits for GPT-2's vocabulary
+ROWS = 2048
 UNIT = 64  # all chunks but the last are a multiple of it
 
 

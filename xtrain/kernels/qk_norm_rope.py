@@ -13,26 +13,24 @@ This is rmsnorm.py over heads, then rope.py. With head x of q (k likewise), weig
 v is copied. Without weights (Llama) only the rotation remains: u = x.
 We save r and read qkv again in backward; u and xhat never exist in memory.
 qkv, q, k, v are float32 or bf16; weights, tables, r and all arithmetic are float32.
-Bytes moved, forward: read qkv, write q, k, v. Backward: read dq, dk, dv and the q, k part of qkv,
-write dqkv.
+Bytes moved, forward: read qkv, write q, k, v. Backward: read dq, dk, dv, q and k of qkv, write dqkv.
 
-dw is summed in two stages without atomics, as in rmsnorm.py: a thread adds up its heads over many
-tokens, a block writes the sum of its threads as one row of `partial`, then those rows are added in
-order.
+dw is summed in two stages without atomics, as in rmsnorm.py: a thread adds up its heads over many tokens, a
+block writes the sum of its threads as one row of `partial`, then those rows are added in order.
 """
 
 import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from ._flat import on_16_bytes
 from ._heads import head_plan, make_head_ops
-from ._launch import FLOATS, check, check_array, empty, launch, on_host
-from ._ptx import device, kernel, load1, store1
+from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
+from ._ptx import device, kernel, let_next_start, load1, store1
 from ._reduce import add_column_sums, warp_sum
 from ._words import each_of
 from .rope import check_tables, position_of, positions_for, rope_ref
@@ -40,11 +38,8 @@ from .rope import check_tables, position_of, positions_for, rope_ref
 WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory
 PARTIALS = 528  # blocks of their backward: 4 on each of an H200's 132 multiprocessors
-FWD_THREADS, BWD_THREADS = 256, 128  # of a block of the kernels in use, about
-RESIDENT = {
-    4: 24,
-    8: 16,
-}  # warps of their backward on a multiprocessor, for chunks of 4 and 8: what the registers allow
+FWD_THREADS, BWD_THREADS = 256, 192  # of a block of the kernels in use, about
+RESIDENT = {4: 24, 8: 20}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
 MULTIPROCESSORS = 132  # of an H200
 
 
@@ -131,9 +126,8 @@ def qk_norm_rope_fwd_warp_kernel(
             store1(v, (n * G + a - H - G) * D + d, load1(qkv, x + d))
 
 
-# The compiler (numba-cuda 0.30) unrolls the loops over planes and keeps addresses for trips that a
-# narrow head never makes: 236 registers on sm_90, so that one block would fill a multiprocessor.
-# With the limit those addresses spill, and four blocks fit.
+# The compiler (numba-cuda 0.30) unrolls the loops over planes and keeps addresses for trips that a narrow head never makes:
+# 236 registers on sm_90, so that one block would fill a multiprocessor. With this limit four fit.
 @cuda.jit(max_registers=64)
 def qk_norm_rope_bwd_warp_kernel(
     dqkv, partial_IE, dq, dk, dv, qkv, q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions_N,
@@ -269,58 +263,61 @@ def make_fwd_kernel(H, G, D, each, normalise):
 
 
 @functools.cache
-def make_bwd_kernel(H, G, D, each, normalise):
-    """The same division of work. A thread walks over the tokens, key head, query heads, value head of each, and adds up dw in
-    registers. While it deals with one head it waits for the next.
+def make_bwd_kernel(H, G, D, each, normalise, overlap):
+    """A thread owns its part of one head of q or k, of every so many tokens, and adds up dw in registers. As soon as it has
+    unpacked a head it asks for that of its next token. The threads of a token share out its value heads in 16 bytes each.
     """
-    plan = head_plan(G, D, each, BWD_THREADS) if H % G == 0 else None
-    if plan is None:
+    A, X = H + G, H + 2 * G
+    plan = head_plan(A, D, each, BWD_THREADS)
+    if plan is None or H < G:  # fewer query heads than value heads: too few threads
         return None, None
-    ops, TOKENS, HEADS, S = make_head_ops(G, D, each, plan), plan.tokens, plan.heads, plan.S
+    ops, TOKENS, HEADS, S = make_head_ops(A, D, each, plan), plan.tokens, plan.heads, plan.S
     place, load, fetch, put = ops.place, ops.load, ops.fetch, ops.put
     unpack, pack, turn_back, total = ops.unpack, ops.pack, ops.turn_back, ops.total
-    R, REP, A, X, INVERSE = D // 2, H // G, H + G, H + 2 * G, 1 / D
-    THREADS, TILE = plan.THREADS, 2 * each * plan.THREADS
+    fetch_one, put_one = ops.fetch_one, ops.put_one
+    R, INVERSE, THREADS, TILE = D // 2, 1 / D, plan.THREADS, 2 * each * plan.THREADS
     plan.blocks = max(RESIDENT[each] * 32 // THREADS, 1)  # on a multiprocessor
 
     @device
-    def turn_back_and_norm(d_2W, x_2W, dw_2E, x, w_D, rstd, r, cos, sin):
-        """d_2W, the gradient of one head, becomes that of x_2W. Adds to dw_2E."""
-        w, d_2E = cuda.local.array(each, float32), cuda.local.array((2, each), float32)
-        unpack(d_2E, d_2W, x)
-        turn_back(d_2E, cos, sin)
-        if normalise:
-            x_2E, acc = cuda.local.array((2, each), float32), float32(0.0)
-            unpack(x_2E, x_2W, x)
-            for i in range(2):
-                load(w, w_D, r + i * R)
-                for j in range(each):
-                    x_2E[i, j] *= rstd  # xhat
-                    dw_2E[i, j] += d_2E[i, j] * x_2E[i, j]
-                    d_2E[i, j] *= w[j]  # g
-                    acc += d_2E[i, j] * x_2E[i, j]
-            mean = total(acc) * float32(INVERSE)
-            for i in range(2):
-                for j in range(each):
-                    d_2E[i, j] = rstd * (d_2E[i, j] - x_2E[i, j] * mean)
-        pack(d_2W, d_2E, x)
+    def load_angles(cos, sin, cos_PR, sin_PR, positions_N, n, T, r):
+        p = position_of(n, positions_N, T)
+        load(cos, cos_PR, p * R + r)
+        load(sin, sin_PR, p * R + r)
+
+    @device
+    def backward_of_norm(d_2E, x_2E, dw_2E, w_D, rstd, r):
+        """d_2E, the gradient of u, becomes that of x. Adds to dw_2E."""
+        w, acc = cuda.local.array(each, float32), float32(0.0)
+        for i in range(2):
+            load(w, w_D, r + i * R)
+            for j in range(each):
+                x_2E[i, j] *= rstd  # xhat
+                dw_2E[i, j] += d_2E[i, j] * x_2E[i, j]
+                d_2E[i, j] *= w[j]  # g
+                acc += d_2E[i, j] * x_2E[i, j]
+        mean = total(acc) * float32(INVERSE)
+        for i in range(2):
+            for j in range(each):
+                d_2E[i, j] = rstd * (d_2E[i, j] - x_2E[i, j] * mean)
 
     @device
     def add_heads(partial, at, dw_2E, tile):
-        """partial[at : at + D] = the block's sums of dw"""
-        tid = cuda.threadIdx.x
-        cuda.syncthreads()  # the tile has been read
+        """partial[at : at + 2D] = the block's sums of dw, of its query heads and of its key heads"""
+        tid, low = cuda.threadIdx.x, cuda.blockIdx.y * HEADS
         for i in range(2):
             for j in range(each):
                 tile[(i * each + j) * THREADS + tid] = dw_2E[i, j]
-        cuda.syncthreads()
+        cuda.syncthreads()  # every thread's sums are there
         for d in range(tid, D, THREADS):
-            value, acc = d // R * each + d % each, float32(0.0)
-            for slot in range(
-                d % R // each, HEADS * S * TOKENS, S
-            ):  # in this order: same bits every run
-                acc += tile[value * THREADS + slot]
-            partial[at + d] = acc
+            first = (d // R * each + d % each) * THREADS + d % R // each
+            total_q, total_k = float32(0.0), float32(0.0)
+            for k in range(TOKENS * HEADS):  # in this order: same bits every run
+                if low + k % HEADS < H:
+                    total_q += tile[first + k * S]
+                else:  # threads without a head have added nothing
+                    total_k += tile[first + k * S]
+            partial[at + d] = total_q
+            partial[at + D + d] = total_k
 
     @kernel(THREADS, plan.blocks)
     def qk_norm_rope_bwd_kernel(
@@ -331,58 +328,55 @@ def make_bwd_kernel(H, G, D, each, normalise):
         partial: (parts B, 2D), a block's sums for q_w, then for k_w.
         """
         cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
-        dw_22E, words_42W = (
-            cuda.local.array((2, 2, each), float32),
-            cuda.local.array((4, 2, 4), uint32),
-        )
-        d_2W, x_2W, next_d_2W, next_x_2W = words_42W[0], words_42W[1], words_42W[2], words_42W[3]
+        d_2E, x_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
+        dw_2E, v_W = cuda.local.array((2, each), float32), cuda.local.array(4, uint32)
+        d_2W, x_2W = cuda.local.array((2, 4), uint32), cuda.local.array((2, 4), uint32)
+        new_2W = cuda.local.array((2, 4), uint32)
         for i in range(2):
             for j in range(each):
-                dw_22E[0, i, j] = dw_22E[1, i, j] = float32(0.0)
+                dw_2E[i, j] = float32(0.0)
         token, slot, r = place()
-        g = slot if slot < G else G - 1  # a thread without a head repeats one, and stores nothing
-        first, step = int64(cuda.blockIdx.x) * TOKENS, int64(cuda.gridDim.x) * TOKENS
-        following, next_rstd = first + token if first + token < N else N - 1, float32(0.0)
-        fetch(next_d_2W, dk, (following * G + g) * D + r)
+        a = int32(
+            slot if slot < A else A - 1
+        )  # a thread without a head repeats one, and stores nothing
+        dy, w_D, heads, h = (dq, q_w_D, H, a) if a < H else (dk, k_w_D, G, a - H)
+        c = int32(a * (S * each) + r)  # of this thread's part of the value heads
+        has_v, c = c < G * D, int32(c if c < G * D else 0)
+        start, step = int32(cuda.blockIdx.x * TOKENS), int32(cuda.gridDim.x * TOKENS)
+        end, scale = int32(N), float32(0.0)
+        n = int32(start + token if start + token < end else end - 1)
+        fetch(d_2W, dy, (int64(n) * heads + h) * D + r)
+        fetch_one(v_W, dv, int64(n) * (G * D) + c)
         if normalise:
-            fetch(next_x_2W, qkv, (following * X + H + g) * D + r)
-            next_rstd = rstd[following * A + H + g]
-        for start in range(first, N, step):
-            live, n = start + token < N and slot < G, following
-            following = n + step if n + step < N else N - 1
-            p, at = position_of(n, positions_N, T), n * X * D + r  # at: the token's row of qkv
-            load(cos, cos_PR, p * R + r)
-            load(sin, sin_PR, p * R + r)
-            for i in range(REP + 2):  # key head, query heads, value head: h within the row
-                h = H + g if i == 0 else (g * REP + i - 1 if i <= REP else A + g)
-                for j in range(4):
-                    d_2W[0, j], d_2W[1, j] = next_d_2W[0, j], next_d_2W[1, j]
-                    if normalise and i <= REP:
-                        x_2W[0, j], x_2W[1, j] = next_x_2W[0, j], next_x_2W[1, j]
-                scale = next_rstd if live else float32(0.0)  # 0 adds nothing to dw
-                if i < REP:
-                    fetch(next_d_2W, dq, (n * H + g * REP + i) * D + r)
-                    if normalise:
-                        fetch(next_x_2W, qkv, at + (g * REP + i) * D)
-                        next_rstd = rstd[n * A + g * REP + i]
-                elif i == REP:
-                    fetch(next_d_2W, dv, (n * G + g) * D + r)
-                else:
-                    fetch(next_d_2W, dk, (following * G + g) * D + r)
-                    if normalise:
-                        fetch(next_x_2W, qkv, (following * X + H + g) * D + r)
-                        next_rstd = rstd[following * A + H + g]
-                if i == 0:
-                    turn_back_and_norm(d_2W, x_2W, dw_22E[1], qkv, k_w_D, scale, r, cos, sin)
-                elif i <= REP:
-                    turn_back_and_norm(d_2W, x_2W, dw_22E[0], qkv, q_w_D, scale, r, cos, sin)
-                if live:
-                    put(dqkv, at + h * D, d_2W)
+            fetch(x_2W, qkv, (int64(n) * X + a) * D + r)
+            scale = rstd[int64(n) * A + a]
+        load_angles(cos, sin, cos_PR, sin_PR, positions_N, n, T, r)
+        while start < end:
+            live, row = start + token < end and slot < A, int64(n) * (X * D)
+            rstd_now = scale if live else float32(0.0)  # 0 adds nothing to dw
+            n = int32(n + step if n + step < end else end - 1)
+            unpack(d_2E, d_2W, dy)
+            fetch(d_2W, dy, (int64(n) * heads + h) * D + r)
+            if live and has_v:
+                put_one(dqkv, row + A * D + c, v_W)
+            fetch_one(v_W, dv, int64(n) * (G * D) + c)
+            if normalise:
+                unpack(x_2E, x_2W, qkv)
+                fetch(x_2W, qkv, (int64(n) * X + a) * D + r)
+                scale = rstd[int64(n) * A + a]
+            turn_back(d_2E, cos, sin)
+            if normalise:
+                backward_of_norm(d_2E, x_2E, dw_2E, w_D, rstd_now, r)
+            load_angles(cos, sin, cos_PR, sin_PR, positions_N, n, T, r)
+            pack(new_2W, d_2E, dqkv)
+            if live:
+                put(dqkv, row + a * D + r, new_2W)
+            start = int32(start + step)
         if normalise:
-            tile = cuda.shared.array(TILE, float32)
+            if overlap:
+                let_next_start()  # add_column_sums
             block = int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
-            add_heads(partial, block * (2 * D), dw_22E[0], tile)
-            add_heads(partial, block * (2 * D) + D, dw_22E[1], tile)
+            add_heads(partial, block * (2 * D), dw_2E, cuda.shared.array(TILE, float32))
 
     return qk_norm_rope_bwd_kernel, plan
 
@@ -400,8 +394,7 @@ def qk_norm_rope_fwd(
     eps: float,
     positions_N: Array | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """qkv (N, (H + 2G) D) float32 or bf16, contiguous -> q (N, H, D), k, v (N, G, D), like qkv, and rstd
-    (N, H + G) float32.
+    """qkv (N, (H + 2G) D) float32 or bf16, contiguous -> q (N, H, D), k, v (N, G, D) like it, rstd (N, H + G) float32.
 
     q_w, k_w (D,), or both None: no norm, and rstd is None. Row n stands at position n % T, or at
     positions_N[n], which must lie in the tables (looked at on the CPU only).
@@ -471,7 +464,7 @@ def qk_norm_rope_bwd(
     tables = (cos_PR, sin_PR, positions)
     q_w, k_w, rstd = norm[:3] or (cos_PR.reshape(-1), cos_PR.reshape(-1), cos_PR)  # no None
     flat = [x.reshape(-1) for x in (dqkv_NP, dq_NHD, dk_NGD, dv_NGD, qkv_NP)]
-    bwd_kernel, plan = make_bwd_kernel(H, G, D, each_of(qkv_NP), normalise)
+    bwd_kernel, plan = make_bwd_kernel(H, G, D, each_of(qkv_NP), normalise, can_overlap(qkv_NP))
     if plan and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR):
         blocks = min(-(-N // plan.tokens), max(plan.blocks * MULTIPROCESSORS // plan.parts, 1))
         rows = blocks * plan.parts

@@ -22,22 +22,23 @@ import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from ._flat import on_16_bytes
-from ._launch import FLOATS, check_array, empty, empty_like, launch, on_host
-from ._ptx import kernel
+from ._launch import FLOATS, can_overlap, check_array, empty, empty_like, launch, on_host
+from ._ptx import kernel, let_next_start
 from ._reduce import MAX_WARPS, add_column_sums, block_sum
-from ._rows import aligned_rows, make_row_ops
+from ._rows import aligned_rows, make_row_ops, row_plan
 from ._words import each_of
 
 BLOCK = 256  # of the naive kernel: 8 warps
-BWD_WARPS = 12  # of a block of the backward: their share of dw is added up on the chip, so `partial` has few rows
-BWD_COLUMNS = 24  # of a thread: it keeps x, dy and dw, and the next row is on its way
-RESIDENT = 12  # warps of the backward on a multiprocessor: with 168 registers a thread no more fit,
-RESIDENT_NARROW = 24  # ... and with 80, which are enough for up to 16 columns, no more than these
+BWD_COLUMNS = (
+    24  # of a thread of the backward: it keeps x, dy and dw, and the next row is on its way
+)
+RESIDENT = 16  # its warps on a multiprocessor: with 128 registers a thread no more fit,
+RESIDENT_WIDE = 12  # ... and with 168, which more than 16 columns take where the next row is float32, no more than these
 MULTIPROCESSORS = (
     132  # of an H200. Another number changes the order of the sum for dw, and the speed
 )
@@ -115,17 +116,19 @@ def make_fwd_kernel(C, each, aligned):
 
 
 @functools.cache
-def make_bwd_kernel(C, each, aligned, add_skip):
+def make_bwd_kernel(C, each, aligned, add_skip, overlap):
     """dx and this block's share of dw in one pass over dy and x. A row is asked for while the one before is dealt with.
 
     add_skip: also add `skip`, the gradient that reaches x around the norm (see residual.py).
     """
-    ops = make_row_ops(C, each, aligned, BWD_WARPS, BWD_COLUMNS)
+    wide = each < 8 and row_plan(C, each, 1, BWD_COLUMNS).STEPS * each > 16
+    warps = RESIDENT_WIDE if wide else RESIDENT
+    # In one block if they can be: then their shares of dw are added up on the chip, and `partial` has few rows.
+    ops = make_row_ops(C, each, aligned, warps, BWD_COLUMNS)
+    ops.blocks = max(warps // (ops.W * ops.R), 1)  # on a multiprocessor
     load, store, fetch, unpack = ops.load, ops.store, ops.fetch, ops.unpack
     total, place, add_rows = ops.total, ops.place, ops.add_rows
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
-    warps = RESIDENT if STEPS * each > 16 else RESIDENT_NARROW
-    ops.blocks = max(warps // (ops.W * R), 1)  # on a multiprocessor
 
     @kernel(ops.THREADS, ops.blocks)
     def rmsnorm_bwd_kernel(dx, partial, dy, skip, x, w_C, rstd_N):
@@ -148,15 +151,15 @@ def make_bwd_kernel(C, each, aligned, add_skip):
         for s in range(STEPS):
             for j in range(each):
                 dw_SE[s, j] = float32(0.0)
-        N, first = rstd_N.size, int64(cuda.blockIdx.x) * R + row
-        step = int64(cuda.gridDim.x) * R
+        N, n = int32(rstd_N.size), int32(cuda.blockIdx.x * R + row)
+        step = int32(cuda.gridDim.x * R)
         next_rstd = float32(0.0)
-        if first < N:
-            next_rstd = rstd_N[first]
+        if n < N:
+            next_rstd = rstd_N[n]
             for s in range(STEPS):
-                fetch(dy_SW[s], dy, first * C, column + s * STRIDE)
-                fetch(x_SW[s], x, first * C, column + s * STRIDE)
-        for n in range(first, N, step):
+                fetch(dy_SW[s], dy, n * C, column + s * STRIDE)
+                fetch(x_SW[s], x, n * C, column + s * STRIDE)
+        while n < N:
             rstd, acc = next_rstd, float32(0.0)
             for s in range(STEPS):
                 unpack(g_SE[s], dy_SW[s], dy)
@@ -185,6 +188,9 @@ def make_bwd_kernel(C, each, aligned, add_skip):
                     for j in range(each):
                         g_SE[s, j] += w[j]
                 store(dx, n * C, column + s * STRIDE, g_SE[s])
+            n = int32(n + step)
+        if overlap:
+            let_next_start()  # add_column_sums
         add_rows(partial, int64(cuda.blockIdx.x) * C, dw_SE)
 
     return rmsnorm_bwd_kernel, ops
@@ -226,7 +232,9 @@ def rmsnorm_bwd(
     skip = dy_NC if skip_NC is None else skip_NC  # a kernel takes no None
     arrays = (dy_NC, skip, x_NC)
     aligned = aligned_rows(C, dx_NC, *arrays) and on_16_bytes(w_C)
-    bwd_kernel, ops = make_bwd_kernel(C, each_of(*arrays), aligned, skip_NC is not None)
+    bwd_kernel, ops = make_bwd_kernel(
+        C, each_of(*arrays), aligned, skip_NC is not None, can_overlap(x_NC)
+    )
     P = min(-(-N // ops.R), MULTIPROCESSORS * ops.blocks)
     partial_PC = empty(x_NC, (P, C), np.float32)
     flat = (a.reshape(-1) for a in (dx_NC, partial_PC, *arrays))

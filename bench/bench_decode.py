@@ -1,0 +1,221 @@
+"""Serving speed: time to the first token, and tokens per second while decoding.
+
+    python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--peers plain compile] [--profile]
+
+A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632, vocabulary 32000), bf16, random
+weights made on the device. `batch` prompts of `context` random tokens go in at once; every sequence gets `new` greedy tokens.
+
+    first token    from handing in the prompts to all of their first tokens, on the host
+    decoding       tokens per second from then on, by the host's clock, everything included
+    bound          batch / ((bytes of weights + bytes of keys and values that a step reads) / copy bandwidth): a step reads
+                   every weight once (the embedding's rows apart) and all keys and values so far, on average those of
+                   context + new / 2 tokens; the bandwidth is that of a device-to-device copy of 1 GB, read plus written
+
+The opponent: the same weights in transformers' LlamaForCausalLM, bf16, SDPA: `plain` as generate() does it by default, and
+`compile` with a static cache, where generate() decodes through torch.compile. Each step is timed to its end.
+"""
+
+import gc
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import cupy as cp
+import numpy as np
+import tyro
+from _timing import copy_bandwidth, gpu_ms, record
+
+import xtrain
+from xtrain.device import memory_peak_bytes
+from xtrain.engine import graph_size
+from xtrain.kernel_times import NoTimes, cupti_times
+from xtrain.kernels.cast import cast_fwd
+
+SHAPE = dict(
+    vocab_size=32000, dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, max_seq_len=8192,
+    norm_eps=1e-5, qk_norm=False,
+)  # fmt: skip
+NAME = "llama 1.1B"
+
+
+@dataclass
+class Options:
+    batch: list[int] = field(default_factory=lambda: [1, 32])
+    context: list[int] = field(default_factory=lambda: [128, 4096])
+    new: int = 64  # tokens per sequence
+    peers: list[Literal["plain", "compile"]] = field(default_factory=list)
+    profile: bool = False  # print which kernels a decoding step consists of
+    layers: int = 22  # fewer: for a quick look
+
+
+# ----------------------------------------------------------------------------- ours
+def random_model(o: Options) -> xtrain.Transformer:
+    config = xtrain.ModelConfig(**(SHAPE | {"n_layers": o.layers}))
+    model = xtrain.Transformer(config, None, "gpu", "bf16", trainable=False)
+    cp.random.seed(0)
+    for _, p in model.named_parameters():
+        if p.ndim == 1:
+            p.data.fill(1)
+        else:
+            p.data[...] = cast_fwd(
+                cp.random.standard_normal(p.shape, dtype=cp.float32) * 0.02, p.dtype
+            )
+    return model
+
+
+def ours(model, prompts, new):
+    """-> engine, seconds to the first tokens, milliseconds per decoding step (wall clock), tokens"""
+    B, T = len(prompts), len(prompts[0])
+    engine = xtrain.Engine(model, B, T + new)
+    engine.generate(prompts, 6)  # compiles the kernels and captures the graph
+    times, start, stream = [], time.perf_counter(), engine.stream(prompts, new)
+    for i, _ in enumerate(stream):
+        if i % B == B - 1:
+            times.append(time.perf_counter() - start)
+    return engine, times[0], (times[-1] - times[0]) / (new - 1) * 1e3, stream.completions
+
+
+def step_ms(engine, B, T):
+    """Milliseconds that the GPU takes for a decoding step alone: the graph, replayed with T tokens in every row."""
+    lanes = engine.lanes
+    lanes.here["rows"][:B], lanes.here["lengths"][:B] = np.arange(B), T
+    lanes.here["temperature"][:B] = 0
+
+    def step():
+        lanes.block.set(lanes.host)  # back to length T
+        engine.graphed(variant=(graph_size(B, engine.max_batch),))
+
+    step()
+    return gpu_ms(step, runs=20, flush=False)[0], step
+
+
+def profile(step):
+    """Which kernels, how often, how long; and how long the GPU had nothing to do."""
+    try:
+        times = cupti_times(lambda: [step() for _ in range(5)])
+    except NoTimes as error:
+        return print(f"  no profile: {error}")
+    table = {}
+    for t in times:
+        calls, ns = table.get(t.name, (0, 0))
+        table[t.name] = calls + 1, ns + t.end - t.start
+    for name, (calls, ns) in sorted(table.items(), key=lambda item: -item[1][1])[:14]:
+        print(f"  {name:48} {calls / 5:6.0f} x {ns / calls / 1e3:8.2f} us = {ns / 5e3:9.1f} us")
+    busy = sum(ns for _, ns in table.values()) / 5e3
+    print(
+        f"  kernels {busy:.1f} us a step, from first to last {(times[-1].end - times[0].start) / 5e3:.1f} us",
+        flush=True,
+    )
+
+
+def step_bytes(model, B, T, new):
+    """-> bytes of weights, of keys and values"""
+    c = model.config
+    table = 0 if c.tie_embeddings else model.model.embed_tokens.weight.data.nbytes
+    return model.arena.half.nbytes - table, 4 * c.n_layers * c.n_kv_heads * c.head_dim * B * (
+        T + new / 2
+    )
+
+
+# ----------------------------------------------------------------------------- theirs
+def their_model(model):
+    """The same memory as a model of transformers."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(**xtrain.huggingface.config_to_hf(model.config))
+    config.attn_implementation = "sdpa"
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(config)
+    state = {}
+    for name, p in model.named_parameters():
+        data = p.data.view(cp.int16) if p.dtype.itemsize == 2 else p.data
+        tensor = torch.from_dlpack(data)
+        state[name] = tensor.view(torch.bfloat16) if p.dtype.itemsize == 2 else tensor.bfloat16()
+    theirs.load_state_dict(state, assign=True)
+    rotary = type(theirs.model.rotary_emb)(config=config).to("cuda")
+    theirs.model.rotary_emb = rotary
+    return theirs.eval()
+
+
+def their_times(theirs, prompts, new, static):
+    """-> seconds to the first tokens, median milliseconds per decoding step, new tokens"""
+    import torch
+    import transformers
+
+    times, ids = [], torch.tensor(prompts, device="cuda")
+
+    class Clock(transformers.StoppingCriteria):
+        def __call__(self, input_ids, scores, **_):
+            torch.cuda.synchronize()
+            times.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    options = dict(
+        attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+        pad_token_id=0, stopping_criteria=[Clock()], **({"cache_implementation": "static"} if static else {}),
+    )  # fmt: skip
+    for _ in range(2 if static else 1):  # compiles and captures; then everything is there
+        theirs.generate(ids, **options)
+    times.clear()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    out = theirs.generate(ids, **options)
+    return times[0] - start, float(np.median(np.diff(times))) * 1e3, out[:, ids.shape[1] :].tolist()
+
+
+# ----------------------------------------------------------------------------- all of it
+def bench(model, theirs, B, T, o, bandwidth):
+    prompts = np.random.default_rng(B + T).integers(0, model.config.vocab_size, (B, T)).tolist()
+    engine, first, ms, tokens = ours(model, prompts, o.new)
+    gpu, step = step_ms(engine, B, T + o.new // 2)
+    weights, kv = step_bytes(model, B, T, o.new)
+    bound = (weights + kv) / bandwidth * 1e3
+    print(
+        f"B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
+        f"which GPU {gpu:.3f} ({bound / gpu:.1%}); first token {first * 1e3:.1f} ms; cache {engine.cache_bytes / 1e9:.2f} GB",
+        flush=True,
+    )
+    if o.profile:
+        profile(step)
+    more = dict(
+        bound=round(B / bound * 1e3, 1), share_of_bound=round(bound / ms, 4), gpu_ms=round(float(gpu), 4),
+        first_token_ms=round(first * 1e3, 2), copy_gb_s=round(bandwidth / 1e9),
+        weights_gb=round(weights / 1e9, 3), kv_gb=round(kv / 1e9, 3),
+        peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
+    )  # fmt: skip
+    del engine, step
+    gc.collect()
+    cp.get_default_memory_pool().free_all_blocks()
+    shape, speeds = f"B={B} context={T}", dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
+    for peer in o.peers or [None]:
+        if peer:
+            try:
+                their_first, their_ms, their_tokens = their_times(
+                    theirs, prompts, o.new, peer == "compile"
+                )
+            except Exception as error:  # a peer that fails must not take the others along
+                print(
+                    f"  transformers {peer}: {type(error).__name__} {str(error)[:300]}", flush=True
+                )
+                continue
+            same = np.mean([a[0] == b[0] for a, b in zip(tokens, their_tokens)])
+            more |= dict(
+                peer=f"transformers {peer}", peer_value=B / their_ms * 1e3, peer_ms=round(their_ms, 3),
+                peer_first_token_ms=round(their_first * 1e3, 2), same_first_tokens=round(float(same), 3),
+            )  # fmt: skip
+        record("bench_decode", NAME, shape=shape, dtype="bf16", **speeds, **more)
+
+
+def main(o: Options) -> None:
+    bandwidth = copy_bandwidth(1 << 30)
+    print(f"copy {bandwidth / 1e9:,.0f} GB/s", flush=True)
+    model = random_model(o)
+    theirs = their_model(model) if o.peers else None
+    for T in o.context:
+        for B in o.batch:
+            bench(model, theirs, B, T, o, bandwidth)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,127 @@
+"""A folder that can be checked: manifest.json holds a checksum of every file and of every tensor.
+
+    {"format": 1,
+     "files":   {"model.safetensors": {"bytes": 3100, "blake2b": "..."}, ...},
+     "tensors": {"model.norm.weight": 912384723, ...},        CRC-32 of the tensor's bytes, over all files
+     "itself":  "..."}                                        BLAKE2b of all that is above
+
+safetensors itself notices neither a flipped bit nor a file from elsewhere. The file checksums find any damage; those of
+the tensors are taken from memory before anything is written, so they also find what went wrong on the way to the disk, and
+they say which tensor is hit.
+"""
+
+import hashlib
+import json
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .config import UserError
+from .files import digest
+from .tensor_file import listed, parse_json, read_header, reading
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+PIECE = 1 << 24  # bytes read at once
+
+
+class Damaged(UserError):
+    """A folder is not what its manifest says. The message names the files."""
+
+
+def tensor_checksum(values: np.ndarray) -> int:
+    """CRC-32 of the bytes that a tensor has in a file."""
+    return zlib.crc32(
+        np.ascontiguousarray(values, values.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+    )
+
+
+def write_manifest(folder: Path, tensors: dict[str, int]) -> None:
+    """Describe all files in `folder`, after reading them back. tensors: {name: tensor_checksum}, of all that are in them.
+
+    Raises OSError when a file holds other bytes than were meant to be written.
+    """
+    files = {}
+    for path in sorted(folder.iterdir()):
+        wrong = _wrong_tensors(path, tensors) if path.suffix == ".safetensors" else []
+        if wrong:
+            raise OSError(f"it was not written as it should be: {listed(wrong)}")
+        files[path.name] = {"bytes": path.stat().st_size, "blake2b": digest(path)}
+    content = {"format": FORMAT, "files": files, "tensors": tensors}
+    content["itself"] = _of_itself(content)
+    (folder / MANIFEST).write_bytes(_dump(content))
+
+
+def verify(folder: Path) -> None:
+    """Raises Damaged, which names every file that is missing, cut short, changed or does not belong."""
+    content = _read(folder / MANIFEST)
+    with reading(folder):
+        there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    there.remove(MANIFEST)
+    wrong = [f"{name} is missing" for name in content["files"] if name not in there]
+    wrong += [f"{name} does not belong there" for name in sorted(there - content["files"].keys())]
+    for name, entry in content["files"].items():
+        if name in there:
+            wrong += _wrong(folder / name, entry, content["tensors"])
+    if wrong:
+        raise Damaged(f"{folder}: {'; '.join(wrong)}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise Damaged(f"{path.parent}: {MANIFEST} is missing")
+    try:
+        with reading(path):
+            text = path.read_bytes()
+        content = parse_json(text, path)
+    except UserError as error:
+        raise Damaged(str(error)) from None
+    if text != _dump(content) or content.pop("itself", None) != _of_itself(content):
+        raise Damaged(f"{path.parent}: {MANIFEST} is damaged")
+    if content.get("format") != FORMAT:
+        raise Damaged(f"{path} has format {content.get('format')!r}, this xtrain reads {FORMAT}")
+    return content
+
+
+def _dump(content):
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def _of_itself(content):
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _wrong(path: Path, entry: dict[str, Any], tensors: dict[str, int]) -> list[str]:
+    """What is wrong with one file: nothing, or one sentence."""
+    try:
+        size = path.stat().st_size
+        if size < entry["bytes"]:
+            return [f"{path.name} was cut short ({size} of {entry['bytes']} bytes)"]
+        if size > entry["bytes"]:
+            return [f"{path.name} is too long ({size} bytes instead of {entry['bytes']})"]
+        if digest(path) == entry["blake2b"]:
+            return []
+        try:
+            where = _wrong_tensors(path, tensors) if path.suffix == ".safetensors" else []
+        except UserError:
+            return [f"{path.name} is damaged in its header"]
+        return [f"{path.name} is damaged" + (f" in {listed(where, 3)}" if where else "")]
+    except OSError as error:
+        return [f"{path.name} cannot be read ({error.strerror or error})"]
+
+
+def _wrong_tensors(path: Path, tensors: dict[str, int]) -> list[str]:
+    """Names of the tensors in a safetensors file whose bytes have another checksum."""
+    wrong = []
+    with open(path, "rb") as file:
+        for name, stored in read_header(path).items():
+            file.seek(stored.start)
+            crc, left = 0, math.prod(stored.shape) * stored.dtype.itemsize
+            while left and (piece := file.read(min(left, PIECE))):
+                crc, left = zlib.crc32(piece, crc), left - len(piece)
+            if left or tensors.get(name) != crc:
+                wrong.append(name)
+    return wrong
