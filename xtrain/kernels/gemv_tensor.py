@@ -217,6 +217,5 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, config):
 def choose(K: int, swiglu: bool) -> tuple[int, int, int]:
     """-> (warps, chunks under way per warp, blocks per multiprocessor) for weights of K columns"""
     chunks = K // CHUNK
-    warps = 16 if chunks > 8 * HELD else min(8, chunks)
-    held = -(-chunks // warps)
-    return warps, min(2 if swiglu else 4, held), 2 if warps < 16 else 1
+    warps = min(16, chunks) if chunks <= 8 * HELD else 8
+    return warps, min(2 if swiglu else 4, -(-chunks // warps)), 1 if warps > 8 else 2
