@@ -10,6 +10,7 @@ step                        all layers as the engine launches them, in one CUDA 
 Shape: dim 2048, 22 layers, 32 heads of 64, 4 of k and v, hidden 5632, vocabulary 32000. Weights and cache are random.
 """
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ def product(name, N, w=None):
     norm_w = draw(np.float32, columns, seed=2) if norm else None
     h = draw(np.float32, N, rows, seed=3) if form.get("residual") else None
     dtype = form.get("dtype")
-    return lambda: gemv.gemv(x, w, norm_w, EPS, h, swiglu, dtype, h), w.nbytes, (x, w)
+    return lambda: gemv.gemv(x, w, norm_w, EPS, h, swiglu, dtype, h, True), w.nbytes, (x, w)
 
 
 def bench_gemv(o):
@@ -132,12 +133,13 @@ class Step:
     def __call__(self):
         h = self.h
         for w, attention in zip(self.weights, self.attention):
-            qkv = gemv.gemv(h, w["qkv"], self.norm_w, EPS)
+            multiply = functools.partial(gemv.gemv, weights_ready=True)
+            qkv = multiply(h, w["qkv"], self.norm_w, EPS)
             attended = decode_attention(qkv, *attention)
-            gemv.gemv(attended, w["o"], residual_NO=h, out=h)
-            y = gemv.gemv(h, w["gate_up"], self.norm_w, EPS, swiglu=True)
-            gemv.gemv(y, w["down"], residual_NO=h, out=h)
-        logits = gemv.gemv(h, self.head, self.norm_w, EPS, dtype=np.float32)
+            multiply(attended, w["o"], residual_NO=h, out=h)
+            y = multiply(h, w["gate_up"], self.norm_w, EPS, swiglu=True)
+            multiply(y, w["down"], residual_NO=h, out=h)
+        logits = multiply(h, self.head, self.norm_w, EPS, dtype=np.float32)
         sampling.sample(logits, *self.sampling)
 
 

@@ -79,7 +79,7 @@ def test_every_division_of_the_work(config):
     args = case(3, 32 * 7, 40, norm=True)
     y = to_kernel(np.full((3, 40), np.nan, np.float32))
     given_ = [to_kernel(a) for a in args[:3]]
-    file._launch(y, *given_, EPS, None, False, config)
+    file._launch(y, *given_, EPS, None, False, True, config)
     exact = gemv_ref(*(a.astype(np.float64) for a in args[:3]), EPS)
     assert_as_good(y, exact, run(args, np.array, dtype=np.float32), floor=6e-3)
 
@@ -99,8 +99,9 @@ def test_a_row_does_not_feel_the_others(form):
         together = run(args, put)
         turned = run((args[0][::-1].copy(), *args[1:]), put)
         assert np.array_equal(turned[::-1], together)
-        for n in (1, 3):
-            assert np.array_equal(run((args[0][:n].copy(), *args[1:]), put), together[:n])
+        for n, ready in ((1, True), (3, False)):
+            some = run((args[0][:n].copy(), *args[1:]), put, weights_ready=ready)
+            assert np.array_equal(some, together[:n])
 
 
 @pytest.mark.parametrize("w", [np.float32, BF16])
@@ -145,7 +146,10 @@ def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, w):
     [
         ("            cuda.syncthreads()\n            finish", "            finish"),
         ("            cuda.syncthreads()  # the sums have been read\n", ""),
-        ("        load_w(words, w, first, 0, F)\n", ""),
+        (
+            "        if ready:\n            load_w(words",
+            "        if not ready:\n            load_w(words",
+        ),
         ("                if lane & 3 == 0:\n    ", "                if True:\n    "),
     ],
 )
@@ -161,7 +165,7 @@ def test_planted_bugs_are_found(old, new):
     exec(compile(source, name, "exec"), scope)
     x, w, norm_w, *_ = case(2, 128, 40, norm=True)
     y = sim(np.zeros((2, 40), np.float32))
-    broken = scope["make_tensor_kernel"](128, True, False, False, False, True, (2, 1, 1))
+    broken = scope["make_tensor_kernel"](128, True, False, False, False, True, True, (2, 1, 1))
     arrays = [a.reshape(-1) for a in (y, sim(x), sim(w), sim(norm_w), sim(x))]
     with pytest.raises(KernelError):
         launch(broken, 2, 64, *arrays, 2, 40, np.float32(EPS))

@@ -129,12 +129,14 @@ def gemv(
     swiglu: bool = False,
     dtype=None,
     out: Array | None = None,
+    weights_ready: bool = False,
 ) -> Array:
     """-> y (N, O) = x w^T, or (N, O / 2) with swiglu; see the file's docstring.
 
-    x, w, residual, out: float32 or bf16; norm_w float32. y has dtype, else residual's type, else w's.
-    Every row's bits are independent of the other rows. out may be residual,
-    but not x. On a GPU N is at most MAX_ROWS, and K a multiple of 32 (of 4 for float32 weights).
+    x, w, residual, out: float32 or bf16; norm_w float32. y has dtype, else residual's type, else w's. out may be
+    residual, but not x. Every row's bits are independent of the other rows.
+    weights_ready: the kernel launched last writes neither w nor norm_w, so reading them may begin before it has ended.
+    On a GPU N is at most MAX_ROWS, and K a multiple of 32 (of 4 for float32 weights).
     """
     check_array("gemv", "x", x_NK, (None, None), FLOATS)
     N, K = x_NK.shape
@@ -158,11 +160,11 @@ def gemv(
     fits = gemv_fits(N, K, w_OK.dtype)
     check(fits, f"gemv: {N} rows of {K}, the GPU takes 1 to {MAX_ROWS} of a multiple of {CHUNK}")
     y = empty(x_NK, shape, dtype) if out is None else out
-    _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu)
+    _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready)
     return y
 
 
-def _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, config=None):
+def _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, config=None):
     (N, K), F, overlap = x_NK.shape, y.shape[1], can_overlap(x_NK)
     flags = norm_w_K is not None, swiglu, residual_NO is not None, overlap
     norm_w, residual = (x_NK if a is None else a for a in (norm_w_K, residual_NO))  # no None
@@ -174,6 +176,6 @@ def _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, config=None):
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
     config = config or choose(K, swiglu)
     half = x_NK.dtype != np.float32 and norm_w_K is None
-    tensor_kernel = make_tensor_kernel(K, flags[0], half, *flags[1:], config)
+    tensor_kernel = make_tensor_kernel(K, flags[0], half, *flags[1:], weights_ready, config)
     grid = min(-(-F // TILE), config[2] * MULTIPROCESSORS)
     launch(tensor_kernel, grid, 32 * config[0], *arrays, N, F, eps, overlap=overlap)

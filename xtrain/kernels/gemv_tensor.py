@@ -160,8 +160,8 @@ def make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS):
 
 
 @functools.cache
-def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, config):
-    """HALF: x is bf16, and taken as it is. config: (warps, chunks of w under way per warp, blocks per multiprocessor)"""
+def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, config):
+    """HALF: x is bf16, and taken as it is. ready: so are the weights. config: (warps, chunks of w under way per warp, blocks per multiprocessor)"""
     WARPS, U, BLOCKS = config
     M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
@@ -178,10 +178,13 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, config):
         coming = cuda.local.array((U, M, 2, 4), uint32)
         fx, s = cuda.local.array((KEEP, U, 2, 2), uint32), cuda.local.array((M, 4), float32)
         first, grid, lane = int64(cuda.blockIdx.x), int64(cuda.gridDim.x), cuda.threadIdx.x & 31
-        load_w(words, w, first, 0, F)
+        if ready:
+            load_w(words, w, first, 0, F)
         if overlap:
             wait_for_previous()
             let_next_start()
+        if not ready:
+            load_w(words, w, first, 0, F)
         squares = float32(0.0)
         if KEEP == STEPS:
             for i in range(KEEP):
