@@ -11,7 +11,14 @@ import pytest
 from test_compile import nvvm, ptx_of, signatures
 from test_flash_attention_compile import check_registers, ptxas
 
-from xtrain.kernels import decode_attention, kv_cache, padding
+from xtrain.kernels import (
+    context_attention,
+    decode_attention,
+    gemv,
+    kv_cache,
+    padding,
+    sampling,
+)
 from xtrain.simulator import sim
 
 __all__ = ["nvvm"]
@@ -35,6 +42,14 @@ def launch_engine():
         padding.remove_padding(padding.restore_padding(tokens, edges, 2), edges, 2)
         for H, D in ((8, 64), (9, 16), (1, 128)):
             decode(full, dtype, H, D)
+        q, ends = full(3, 2, 64), i32(0, 3)
+        caches = full(1, 1, 4, 64), full(1, 1, 4, 64)
+        context_attention.context_attention(q, *caches, ends, i32(0), i32(0), 3, 0.1)
+        multiply(full, dtype)
+        row = lambda kind: sim(np.ones(1, kind))
+        floats, ints, longs = row(np.float32), row(np.int32), row(np.int64)
+        sampling.sample(full(1, 8), ints, floats, ints, floats, longs, longs, ints)
+    sampling.advance(i32(0), i32(0), i32(0))
     padding.token_places(edges, 2, i32(0, 0), i32(1, 0))
     padding.padding_offsets(edges, 2, 2)
 
@@ -45,6 +60,16 @@ def decode(full, dtype, H, D):
     caches = full(1, 1, 256, D), full(1, 1, 256, D)
     arrays = (full(1, (H + 2) * D), *caches, i32(3), i32(0), table, table, *weights)
     decode_attention.decode_attention(*arrays, 1e-6, 0.1)
+
+
+def multiply(full, dtype):
+    """The four products of a layer of a Llama of 1.1 B parameters"""
+    x, h, norm_w = sim(np.ones((1, 2048), np.float32)), sim(np.ones((1, 64), np.float32)), None
+    norm_w = sim(np.ones(2048, np.float32))
+    gemv.gemv(x, full(2560, 2048), norm_w)
+    gemv.gemv(x, full(128, 2048), norm_w, swiglu=True)
+    gemv.gemv(full(1, 2048), full(64, 2048), residual_NO=h, out=h)
+    gemv.gemv(full(1, 5632), full(64, 5632), residual_NO=h, out=h)
 
 
 @pytest.mark.parametrize("cc", [(9, 0)])
@@ -68,4 +93,12 @@ def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, cc):
 
 def threads_of(name):
     """Plain Numba has no launch_bounds."""
-    return {"decode_attention_kernel": 128, "cumulative_lengths_kernel": 32}.get(name, 256)
+    known = {
+        "decode_attention_kernel": 128,
+        "context_attention_fp32_kernel": 128,
+        "context_attention_bf16_kernel": 128,
+        "sample_segment_kernel": 512,
+        "sample_draw_kernel": 1024,
+        "gemv_tensor_kernel": 512,
+    }
+    return known.get(name, 256)

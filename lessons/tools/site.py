@@ -19,7 +19,7 @@ sys.path.insert(0, str(LESSONS.parent))
 
 from xtrain._lesson import records  # noqa: E402
 
-FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\w)", re.S)
+FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?!\s)([^$]{1,200}?)(?<!\s)\$(?!\w)", re.S)
 NOT_TEXT = {"code", "pre", "script", "style", "math", "textarea", "svg"}
 IDENTITY = re.compile(r"[\"'](bench_\w+/[^\"'{}]+)[\"']")
 

@@ -31,7 +31,7 @@ import functools
 import numpy as np
 from numba import cuda, float32, int64, types
 
-from ..device import Array
+from ..device import Array, cupy
 from ..simulator import SimArray
 from . import decode_attention_parts as parts
 from ._flat import on_16_bytes
@@ -150,16 +150,17 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, chunk_keys):
 
 
 # ----------------------------------------------------------------------------- launcher
-_counters: dict = {}  # device -> zeros, shared by all launches: each leaves them as it found them
+_counters: dict = {}  # (device, stream, size) -> zeros: a launch leaves them as it found them. Kept: graphs know their address
 
 
 def _zero_counters(like, n):
     if isinstance(like, SimArray):
         return zeros(like, n, np.int32)
-    device = like.device.id
-    if device not in _counters or _counters[device].size < n:
-        _counters[device] = zeros(like, max(n, 1 << 14), np.int32)
-    return _counters[device]
+    n = max(1 << (n - 1).bit_length(), 1 << 12)
+    key = like.device.id, cupy().cuda.get_current_stream().ptr, n
+    if key not in _counters:
+        _counters[key] = zeros(like, n, np.int32)
+    return _counters[key]
 
 
 def decode_attention(

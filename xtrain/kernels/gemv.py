@@ -8,16 +8,31 @@
     swiglu     w holds gate rows, then up rows, F each: y_f = silu(x . w_f) (x . w_{F + f})   (swiglu.py)
     residual   y += residual, which may be y itself
 
-A decoding step reads every weight once and does next to nothing with it: 2 N operations a weight.
+A decoding step reads every weight once and does next to nothing with it: 2 N operations a weight. So all that counts is
+that memory is never idle, and each kernel less is a gap less:
+
+    bf16 weights   tensor cores: gemv_tensor.py
+    else           plain arithmetic, a warp per row of w.
+
+Bytes moved: read w; x, y and residual are small.
 """
 
+import functools
+
 import numpy as np
+from numba import cuda, float32, int64
+from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
-from ._launch import FLOATS, check, check_array, on_host
-from .swiglu import silu_ref
+from ._flat import on_16_bytes
+from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
+from ._ptx import kernel, let_next_start, load1, load4, store1, wait_for_previous
+from ._reduce import warp_sum
+from .gemv_tensor import CHUNK, MAX_ROWS, TILE, choose, make_tensor_kernel
+from .swiglu import sigmoid, silu_ref
 
-MAX_ROWS = 8
+BLOCK = 256
+MULTIPROCESSORS = 132  # of an H200. Another number changes the speed only
 
 
 # ----------------------------------------------------------------------------- reference
@@ -38,10 +53,71 @@ def gemv_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, residual_NO=None, swiglu=False)
     return y if residual_NO is None else y + residual_NO.astype(wide, copy=False)
 
 
+# ----------------------------------------------------------------------------- plain kernels
+@cuda.jit
+def gemv_naive_kernel(y_NO, x_NK, w_OK):
+    """Grid (ceil(O / BLOCK), N), block BLOCK. A thread per element of y: neighbouring threads read far-off rows of w."""
+    o, n = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, cuda.blockIdx.y
+    if o < w_OK.shape[0]:
+        acc = float32(0.0)
+        for k in range(w_OK.shape[1]):
+            acc += x_NK[n, k] * w_OK[o, k]
+        y_NO[n, o] = acc
+
+
+@functools.cache
+def make_plain_kernel(N, K, NORM, SWIGLU, RESIDUAL, overlap):
+    """Any types. A warp walks along a row of w (two with swiglu), 4 columns a lane, and along all rows of x."""
+    M = 2 if SWIGLU else 1
+
+    @kernel(BLOCK)
+    def gemv_plain_kernel(y, x, w, norm_w, residual, F, eps):
+        """Grid ceil(F / 8), block BLOCK: 8 warps. All arrays flat. F: columns of y."""
+        lane, o = cuda.threadIdx.x & 31, int64(cuda.blockIdx.x) * 8 + (cuda.threadIdx.x >> 5)
+        x_4, w_M4 = cuda.local.array(4, float32), cuda.local.array((M, 4), float32)
+        acc_NM, squares = cuda.local.array((N, M), float32), cuda.local.array(N, float32)
+        nw_4 = cuda.local.array(4, float32)
+        if overlap:
+            wait_for_previous()
+            let_next_start()
+        if o >= F:
+            return
+        for n in range(N):
+            squares[n] = float32(0.0)
+            for m in range(M):
+                acc_NM[n, m] = float32(0.0)
+        for k in range(4 * lane, K, 128):
+            for m in range(M):
+                load4(w_M4[m], w, (o + m * F) * K + k)
+            if NORM:
+                load4(nw_4, norm_w, k)
+            for n in range(N):
+                load4(x_4, x, n * K + k)
+                for j in range(4):
+                    if NORM:
+                        squares[n] += x_4[j] * x_4[j]
+                        x_4[j] *= nw_4[j]
+                    for m in range(M):
+                        acc_NM[n, m] += x_4[j] * w_M4[m, j]
+        for n in range(N):
+            r = float32(1.0)
+            if NORM:
+                r = rsqrtf(warp_sum(squares[n]) * float32(1 / K) + eps)
+            value = warp_sum(acc_NM[n, 0]) * r
+            if SWIGLU:
+                value *= sigmoid(value) * (warp_sum(acc_NM[n, 1]) * r)
+            if lane == 0:
+                if RESIDUAL:
+                    value += load1(residual, n * F + o)
+                store1(y, n * F + o, value)
+
+    return gemv_plain_kernel
+
+
 # ----------------------------------------------------------------------------- launchers
 def gemv_fits(N: int, K: int, dtype) -> bool:
     """Can gemv multiply N rows with K-wide weights of this dtype on a GPU?"""
-    return 0 < N <= MAX_ROWS and K % 32 == 0 and np.dtype(dtype).name in FLOATS
+    return 0 < N <= MAX_ROWS and K % (4 if np.dtype(dtype) == np.float32 else CHUNK) == 0
 
 
 def gemv(
@@ -53,11 +129,14 @@ def gemv(
     swiglu: bool = False,
     dtype=None,
     out: Array | None = None,
+    weights_ready: bool = False,
 ) -> Array:
     """-> y (N, O) = x w^T, or (N, O / 2) with swiglu; see the file's docstring.
 
-    x, w, residual, out: float32 or bf16; norm_w float32. y has dtype, else residual's type, else w's.
-    Every row's bits are independent of the other rows. On a GPU N is at most MAX_ROWS and K a multiple of 32.
+    x, w, residual, out: float32 or bf16; norm_w float32. y has dtype, else residual's type, else w's. out may be
+    residual, but not x. Every row's bits are independent of the other rows.
+    weights_ready: the kernel launched last writes neither w nor norm_w, so reading them may begin before it has ended.
+    On a GPU N is at most MAX_ROWS, and K a multiple of 32 (of 4 for float32 weights).
     """
     check_array("gemv", "x", x_NK, (None, None), FLOATS)
     N, K = x_NK.shape
@@ -78,4 +157,25 @@ def gemv(
             return y
         out[...] = y
         return out
-    raise NotImplementedError
+    fits = gemv_fits(N, K, w_OK.dtype)
+    check(fits, f"gemv: {N} rows of {K}, the GPU takes 1 to {MAX_ROWS} of a multiple of {CHUNK}")
+    y = empty(x_NK, shape, dtype) if out is None else out
+    _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready)
+    return y
+
+
+def _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, config=None):
+    (N, K), F, overlap = x_NK.shape, y.shape[1], can_overlap(x_NK)
+    flags = norm_w_K is not None, swiglu, residual_NO is not None, overlap
+    norm_w, residual = (x_NK if a is None else a for a in (norm_w_K, residual_NO))  # no None
+    arrays = [a.reshape(-1) for a in (y, x_NK, w_OK, norm_w, residual)]
+    check(on_16_bytes(*arrays[1:4]), "gemv: x, w and norm_w must begin at multiples of 16 bytes")
+    eps = np.float32(eps)
+    if w_OK.dtype == np.float32:
+        plain_kernel = make_plain_kernel(N, K, *flags)
+        return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
+    config = config or choose(K, swiglu)
+    half = x_NK.dtype != np.float32 and norm_w_K is None
+    tensor_kernel = make_tensor_kernel(K, flags[0], half, *flags[1:], weights_ready, config)
+    grid = min(-(-F // TILE), config[2] * MULTIPROCESSORS)
+    launch(tensor_kernel, grid, 32 * config[0], *arrays, N, F, eps, overlap=overlap)

@@ -18,13 +18,21 @@ random bits under the key seed. So a token depends on its own row's seed, sequen
 import numpy as np
 
 from ..device import Array
-from ._launch import FLOATS, check, check_array, on_host
+from ._launch import FLOATS, check, check_array, empty, launch, on_host
+from .sampling_kernels import (
+    FRACTION,
+    ONE,
+    PHILOX_M,
+    PHILOX_W,
+    ROUNDS,
+    advance_kernel,
+    make_draw_kernel,
+    make_segment_kernel,
+)
 
-MAX_TOP_K = 1024
-ONE = 1 << 40  # the weight of the first token
-PHILOX_M = (0xD2511F53, 0xCD9E8D57)  # multipliers and Weyl constants of the paper's philox4x32
-PHILOX_W = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
+MAX_TOP_K = 1024  # length of the longest list of candidates; threads of the block that draws
+SEGMENT = 2048  # of the vocabulary: 16 KB of shared memory
+MIN_TEMPERATURE = 1e-5  # 1 / temperature times a difference of logits must be a float32
 
 
 # ----------------------------------------------------------------------------- reference
@@ -39,10 +47,10 @@ def philox_ref(counter: tuple, key: tuple) -> tuple[int, int, int, int]:
     return c0, c1, c2, c3
 
 
-def random_bits_ref(seed: int, sequence: int, step: int) -> int:
-    """32 random bits of one step of one sequence"""
+def random_fraction_ref(seed: int, sequence: int, step: int) -> int:
+    """31 random bits of one step of one sequence"""
     split = lambda x: (x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF)
-    return philox_ref((step & 0xFFFFFFFF, 0, *split(sequence)), split(seed))[0]
+    return philox_ref((step & 0xFFFFFFFF, 0, *split(sequence)), split(seed))[0] >> 1
 
 
 def kept_ref(logits_V, temperature, top_k, top_p):
@@ -51,22 +59,18 @@ def kept_ref(logits_V, temperature, top_k, top_p):
     order = np.argsort(-logits_V, kind="stable")  # of equal ones the lower id first
     if top_k:
         order = order[:top_k]
-    x = (logits_V[order] - logits_V[order[0]]) * np.float32(1 / temperature)
+    x = (logits_V[order] - logits_V[order[0]]) * (np.float32(1) / np.float32(temperature))
     w = (np.exp(x) * np.float32(ONE)).astype(np.int64)
-    before = np.cumsum(w) - w
-    keep = before < threshold_ref(top_p, w.sum()) if top_p < 1 else np.ones(w.size, bool)
-    keep[0] = True
-    return order[keep], w[keep]
+    if top_p < 1:
+        limit = scaled_ref(int(w.sum()), int(np.float32(top_p) * np.float32(1 << FRACTION)))
+        keep = np.cumsum(w) - w < max(limit, 1)
+        order, w = order[keep], w[keep]
+    return order, w
 
 
-def threshold_ref(top_p, total):
-    """floor(p total) for p in 32 bits after the point, in whole numbers"""
-    return scaled_ref(int(total), int(np.float32(top_p) * np.float32(2**32)))
-
-
-def scaled_ref(total, bits):
-    """floor(total bits / 2^32)"""
-    return total * bits >> 32
+def scaled_ref(total, fraction):
+    """floor(total fraction / 2^31) in whole numbers of any size"""
+    return total * fraction >> FRACTION
 
 
 def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step):
@@ -74,19 +78,18 @@ def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step):
     logits_V = np.asarray(logits_V, np.float32)
     if np.isnan(logits_V).any():
         return -1
-    if temperature <= 0:
+    if temperature <= 0 or np.isinf(logits_V.max()):
         return int(np.argmax(logits_V))
     ids, w = kept_ref(logits_V, temperature, top_k, top_p)
-    goal = scaled_ref(int(w.sum()), random_bits_ref(seed, sequence, step))
+    goal = scaled_ref(int(w.sum()), random_fraction_ref(seed, sequence, step))
     return int(ids[np.searchsorted(np.cumsum(w), goal, side="right")])
 
 
 # ----------------------------------------------------------------------------- launchers
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     """For whoever admits a request: ValueError for parameters that the kernels, which cannot complain, would misread."""
-    check(
-        0 <= temperature < float("inf"), f"temperature {temperature}: expected 0 (greedy) or more"
-    )
+    fits = temperature == 0 or MIN_TEMPERATURE <= temperature < float("inf")
+    check(fits, f"temperature {temperature}: expected 0 (greedy) or at least {MIN_TEMPERATURE}")
     check(0 <= top_k <= MAX_TOP_K, f"top_k {top_k}: expected 0 (off) to {MAX_TOP_K}")
     check(0 < top_p <= 1, f"top_p {top_p}: expected more than 0 and at most 1 (off)")
 
@@ -124,7 +127,14 @@ def sample(
         for b in range(B):
             ids_B[b] = sample_ref(logits_BV[b, :vocab], *(x[b].item() for x in arrays[1:]))
         return
-    raise NotImplementedError
+    check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
+    segments = -(-vocab // SEGMENT)
+    segment_kernel, threads = make_segment_kernel(SEGMENT, MAX_TOP_K)
+    lists, logits = empty(logits_BV, B * segments * MAX_TOP_K, np.int64), logits_BV.reshape(-1)
+    grid, sizes = (segments, B), (vocab, V)
+    launch(segment_kernel, grid, threads, lists, logits, temperature_B, top_k_B, *sizes)
+    inputs = (ids_B, lists, logits, *arrays[1:])
+    launch(make_draw_kernel(MAX_TOP_K), B, MAX_TOP_K, *inputs, segments, *sizes)
 
 
 def advance(lengths_B: Array, step_B: Array, rows_B: Array) -> None:
@@ -135,4 +145,4 @@ def advance(lengths_B: Array, step_B: Array, rows_B: Array) -> None:
         lengths_B += rows_B >= 0
         step_B += rows_B >= 0
         return
-    raise NotImplementedError
+    launch(advance_kernel, -(-rows_B.size // 32), 32, lengths_B, step_B, rows_B)

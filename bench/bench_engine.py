@@ -1,0 +1,239 @@
+"""The kernels of a decoding step, alone and one behind the other, for a Llama of 1.1 B parameters in bf16.
+
+    python bench/bench_engine.py [--only gemv] [--configs]
+
+gemv, decode_attention      a call in a CUDA graph with the cache flushed before it, as a share of a copy that moves the same bytes
+sample                      microseconds for 1 and 32 rows
+step                        all layers as the engine launches them, in one CUDA graph replayed many times: tokens/s, and the
+                            share of the memory bound, (weights + cache read) / copy bandwidth
+
+Shape: dim 2048, 22 layers, 32 heads of 64, 4 of k and v, hidden 5632, vocabulary 32000. Weights and cache are random.
+"""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import cupy as cp
+import numpy as np
+import tyro
+from _cases import DTYPES, draw
+from _timing import copy_bandwidth, copy_ms, graph_ms, record
+
+from xtrain.kernels import decode_attention as attention_file
+from xtrain.kernels import gemv, gemv_tensor, rope, sampling
+from xtrain.kernels.decode_attention import decode_attention
+from xtrain.kernels.gemm import linear_fwd
+
+C, L, H, G, D, F, V = 2048, 22, 32, 4, 64, 5632, 32000
+P = (H + 2 * G) * D
+BF16 = DTYPES["bf16"]
+EPS = 1e-5
+MATRICES = {  # name -> rows, columns of w, and the options of the call
+    "qkv": (P, C, dict(norm=True)),
+    "o": (C, H * D, dict(residual=True)),
+    "gate_up": (2 * F, C, dict(norm=True, swiglu=True)),
+    "down": (C, F, dict(residual=True)),
+    "head": (V, C, dict(norm=True, dtype=np.float32)),
+}
+
+
+def int32(x):
+    return cp.asarray(np.asarray(x, np.int32))
+
+
+# ----------------------------------------------------------------------------- one kernel
+def product(name, N, w=None):
+    """-> a call of gemv on random numbers, and the bytes of its weights"""
+    rows, columns, form = MATRICES[name]
+    w = draw(BF16, rows, columns, scale=columns**-0.5) if w is None else w
+    norm, swiglu = form.get("norm", False), form.get("swiglu", False)
+    x = draw(np.float32 if norm else BF16, N, columns, seed=1)
+    norm_w = draw(np.float32, columns, seed=2) if norm else None
+    h = draw(np.float32, N, rows, seed=3) if form.get("residual") else None
+    dtype = form.get("dtype")
+    return lambda: gemv.gemv(x, w, norm_w, EPS, h, swiglu, dtype, h, True), w.nbytes, (x, w)
+
+
+def bench_gemv(o):
+    for name, N in itertools.product(MATRICES, o.rows):
+        call, nbytes, (x, w) = product(name, N)
+        ms, copy = graph_ms(call, o.runs), copy_ms(nbytes)
+        half = x.astype(np.float32).astype(BF16) if x.dtype != BF16 else x
+        cublas = graph_ms(lambda: linear_fwd(half, w), o.runs)[0]  # noqa: B023
+        record(
+            "bench_engine", f"gemv_{name}", shape=f"N={N} {w.shape[0]}x{w.shape[1]}", dtype="bf16", ms=ms[0],
+            value=nbytes / ms[0] / 1e6, unit="GB/s", peer="cuBLAS, product alone",
+            peer_value=nbytes / float(cublas) / 1e6, share=round(copy / float(ms[0]), 3),
+        )  # fmt: skip
+
+
+def bench_attention(o):
+    for B, context in o.shapes:
+        args, nbytes = attention_inputs(B, context)
+        ms, copy = graph_ms(lambda: decode_attention(*args), o.runs), copy_ms(nbytes)  # noqa: B023
+        record(
+            "bench_engine", "decode_attention", shape=f"B={B} context={context} H={H} G={G} D={D}", dtype="bf16",
+            ms=ms[0], value=nbytes / ms[0] / 1e6, unit="GB/s", share=round(copy / float(ms[0]), 3),
+        )  # fmt: skip
+
+
+def attention_inputs(B, context, kv=None, tables=None):
+    S = context + 128
+    k, v = (draw(BF16, B, G, S, D, seed=i) for i in (1, 2)) if kv is None else kv
+    tables = tables or [cp.asarray(t) for t in rope.rope_tables(D, S, 1e4)]
+    qkv, lengths, rows = draw(BF16, B, P), int32([context - 1] * B), int32(range(B))
+    return (qkv, k, v, lengths, rows, *tables, None, None, EPS, D**-0.5), 4 * B * G * context * D
+
+
+def sampling_inputs(B, temperature, top_k, top_p):
+    full = lambda value, dtype: cp.full(B, value, dtype)
+    return (
+        cp.zeros(B, np.int32), full(temperature, np.float32), full(top_k, np.int32), full(top_p, np.float32),
+        full(1, np.int64), cp.arange(B, dtype=np.int64), cp.zeros(B, np.int32),
+    )  # fmt: skip
+
+
+def bench_sample(o):
+    for B in o.batches:
+        logits = draw(np.float32, B, V, scale=3.0)
+        for name, settings in dict(
+            greedy=(0, 0, 1), top_50=(0.8, 50, 1), top_p=(1, 0, 0.9), all=(1, 0, 1)
+        ).items():
+            inputs = sampling_inputs(B, *settings)
+            ms = graph_ms(lambda: sampling.sample(logits, *inputs), o.runs)  # noqa: B023
+            record(
+                "bench_engine", f"sample_{name}", shape=f"B={B} V={V}", dtype="fp32", ms=ms[0],
+                value=1e3 * ms[0], unit="us",
+            )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- a whole step
+class Step:
+    """What the engine launches for one token of each of B <= 8 rows."""
+
+    def __init__(self, B, context):
+        self.weights = [{n: self.weight(n, i) for n in MATRICES if n != "head"} for i in range(L)]
+        self.head, self.norm_w = self.weight("head", L), cp.ones(C, np.float32)
+        S, self.h = context + 128, draw(np.float32, B, C, scale=0.1)
+        kv = draw(BF16, L, 2, B, G, S, D, scale=0.5)
+        tables = [cp.asarray(t) for t in rope.rope_tables(D, S, 1e4)]
+        self.attention = [attention_inputs(B, context, kv[i], tables)[0][1:] for i in range(L)]
+        self.sampling = sampling_inputs(B, 0, 0, 1)
+        matrices = [w for layer in self.weights for w in layer.values()]
+        self.nbytes = (
+            sum(w.nbytes for w in matrices) + self.head.nbytes + L * 4 * B * G * context * D
+        )
+
+    def weight(self, name, seed):
+        rows, columns, _ = MATRICES[name]
+        return draw(BF16, rows, columns, seed=seed, scale=0.3 * columns**-0.5)
+
+    def __call__(self):
+        h = self.h
+        for w, attention in zip(self.weights, self.attention):
+            multiply = functools.partial(gemv.gemv, weights_ready=True)
+            qkv = multiply(h, w["qkv"], self.norm_w, EPS)
+            attended = decode_attention(qkv, *attention)
+            multiply(attended, w["o"], residual_NO=h, out=h)
+            y = multiply(h, w["gate_up"], self.norm_w, EPS, swiglu=True)
+            multiply(y, w["down"], residual_NO=h, out=h)
+        logits = multiply(h, self.head, self.norm_w, EPS, dtype=np.float32)
+        sampling.sample(logits, *self.sampling)
+
+
+def replay_ms(f, replays=20):
+    """-> milliseconds per replay of a graph of f, many back to back"""
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        for _ in range(2):
+            f()
+        stream.synchronize()
+        stream.begin_capture()
+        f()
+        graph = stream.end_capture()
+        times = []
+        for _ in range(5):
+            start, end = cp.cuda.Event(), cp.cuda.Event()
+            start.record(stream)
+            for _ in range(replays):
+                graph.launch(stream)
+            end.record(stream)
+            end.synchronize()
+            times.append(cp.cuda.get_elapsed_time(start, end) / replays)
+    return float(np.median(times))
+
+
+def bench_step(o):
+    bandwidth = copy_bandwidth(1 << 30)
+    for B, context in o.shapes:
+        if B > gemv.MAX_ROWS:
+            continue
+        step = Step(B, context)
+        can_overlap = gemv.can_overlap
+        for overlap in (True, False):
+            gemv.can_overlap = attention_file.can_overlap = (
+                can_overlap if overlap else lambda x: False
+            )
+            ms, bound = replay_ms(step), step.nbytes / bandwidth * 1e3
+            record(
+                "bench_engine", "step" if overlap else "step_without_overlap", shape=f"B={B} context={context}",
+                dtype="bf16", ms=ms, value=1e3 * B / ms, unit="tokens/s", share=round(bound / ms, 3),
+                nbytes=step.nbytes, copy_gbs=round(bandwidth / 1e9, 1),
+            )  # fmt: skip
+        gemv.can_overlap = attention_file.can_overlap = can_overlap
+        del step
+        cp.get_default_memory_pool().free_all_blocks()
+
+
+def bench_configs(o):
+    """Other divisions of the work; gemv_tensor.choose should have the best."""
+    choose = gemv_tensor.choose
+    for name in o.matrices:
+        columns = MATRICES[name][1]
+        call, nbytes, _ = product(name, 1)
+        lines = []
+        for config in itertools.product((8, 16), (1, 2, 4), (1, 2)):
+            if (
+                config[0] * config[2] > 32
+                or config[0] * config[1] > 2 * columns // gemv_tensor.CHUNK
+            ):
+                continue
+            gemv.choose = lambda *_, config=config: config
+            lines.append((float(graph_ms(call, o.runs)[0]), config))
+        gemv.choose = choose
+        best = ", ".join(f"{config} {1e3 * ms:.1f}" for ms, config in sorted(lines)[:8])
+        mine = choose(columns, name == "gate_up")
+        now = next((1e3 * ms for ms, config in lines if config == mine), math.nan)
+        print(
+            f"{name}: chosen {mine} {now:.1f} us; {best}; copy {1e3 * copy_ms(nbytes):.1f}",
+            flush=True,
+        )
+
+
+@dataclass
+class Options:
+    only: list[str] = field(default_factory=list)  # gemv attention sample step; none: all
+    rows: list[int] = field(default_factory=lambda: [1, 8])
+    batches: list[int] = field(default_factory=lambda: [1, 32])
+    shapes: list[tuple[int, int]] = field(
+        default_factory=lambda: [(1, 128), (1, 4096), (32, 128), (32, 4096)]
+    )
+    matrices: list[str] = field(default_factory=lambda: list(MATRICES))
+    configs: bool = False  # try other divisions of the work of gemv
+    runs: int = 20
+
+
+def main(o: Options) -> None:
+    benches = dict(gemv=bench_gemv, attention=bench_attention, sample=bench_sample, step=bench_step)
+    for name, bench in benches.items():
+        if not o.only or name in o.only:
+            bench(o)
+    if o.configs:
+        bench_configs(o)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,152 @@
+"""Squared ReLU (So et al. 2021), the activation of a plain MLP.   x, y: any shape
+
+    forward    y = max(x, 0)^2
+    backward   dy/dx = 2 max(x, 0), so   dx = 2 max(x, 0) dy
+
+Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory is all that counts: _flat.py says how.
+"""
+
+# --8<-- [start:imports]
+import numpy as np
+from numba import cuda, float32
+
+from xtrain.autograd import Function
+from xtrain.device import Array
+from xtrain.kernels._flat import (
+    BLOCK,
+    EACH,
+    GAP,
+    STEPS,
+    STRIDE,
+    first_element,
+    is_whole,
+    launch_flat,
+    load,
+    store,
+)
+from xtrain.kernels._launch import FLOATS, check_array, empty_like, on_host
+from xtrain.kernels._ptx import device, kernel
+
+# --8<-- [end:imports]
+
+
+# --8<-- [start:reference]
+def relu_squared_ref(x):
+    return np.square(np.maximum(x, 0))
+
+
+def relu_squared_bwd_ref(dy, x):
+    return 2 * np.maximum(x, 0) * dy
+
+
+# --8<-- [end:reference]
+
+
+# --8<-- [start:naive]
+@cuda.jit
+def relu_squared_fwd_naive_kernel(y_n, x_n):
+    """Grid ceil(n / BLOCK), block BLOCK. One element per thread."""
+    i = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x
+    if i < y_n.size:
+        v = x_n[i] if x_n[i] > float32(0.0) else float32(0.0)
+        y_n[i] = v * v
+
+
+# --8<-- [end:naive]
+
+
+# --8<-- [start:kernels]
+@device
+def positive(v):
+    return v if v > float32(0.0) else float32(0.0)
+
+
+@device
+def fwd_chunks(y_n, x_n, first, whole):
+    x = cuda.local.array((STEPS, EACH), float32)
+    n = y_n.size
+    for s in range(STEPS):  # all loads before the first store: they are under way together
+        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+    for s in range(STEPS):
+        for j in range(EACH):
+            v = positive(x[s, j])
+            x[s, j] = v * v
+        store(y_n, first + s * STRIDE, GAP, n, x[s], whole)
+
+
+@kernel(BLOCK)
+def relu_squared_fwd_kernel(y_n, x_n, aligned):
+    """Grid ceil(n / TILE), block BLOCK."""
+    first = first_element()
+    if is_whole(first, y_n.size, aligned):
+        fwd_chunks(y_n, x_n, first, True)
+    else:
+        fwd_chunks(y_n, x_n, first, False)
+
+
+@device
+def bwd_chunks(dx_n, dy_n, x_n, first, whole):
+    x = cuda.local.array((STEPS, EACH), float32)
+    d = cuda.local.array((STEPS, EACH), float32)
+    n = dx_n.size
+    for s in range(STEPS):
+        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+        load(d[s], dy_n, first + s * STRIDE, GAP, n, whole)
+    for s in range(STEPS):
+        for j in range(EACH):
+            d[s, j] *= float32(2.0) * positive(x[s, j])
+        store(dx_n, first + s * STRIDE, GAP, n, d[s], whole)
+
+
+@kernel(BLOCK)
+def relu_squared_bwd_kernel(dx_n, dy_n, x_n, aligned):
+    """Grid ceil(n / TILE), block BLOCK."""
+    first = first_element()
+    if is_whole(first, dx_n.size, aligned):
+        bwd_chunks(dx_n, dy_n, x_n, first, True)
+    else:
+        bwd_chunks(dx_n, dy_n, x_n, first, False)
+
+
+# --8<-- [end:kernels]
+
+
+# --8<-- [start:launchers]
+def relu_squared_fwd(x: Array) -> Array:
+    """x float32 or bf16 of any shape -> max(x, 0)^2"""
+    check_array("relu_squared", "x", x, x.shape, FLOATS)
+    if on_host(x):
+        return relu_squared_ref(x)
+    y = empty_like(x)
+    launch_flat(relu_squared_fwd_kernel, y, x)
+    return y
+
+
+def relu_squared_bwd(dy: Array, x: Array) -> Array:
+    """-> dx of x's shape and type."""
+    check_array("relu_squared backward", "x", x, x.shape, FLOATS)
+    check_array("relu_squared backward", "dy", dy, x.shape, (x.dtype.name,))
+    if on_host(dy, x):
+        return relu_squared_bwd_ref(dy, x)
+    dx = empty_like(x)
+    launch_flat(relu_squared_bwd_kernel, dx, dy, x)
+    return dx
+
+
+# --8<-- [end:launchers]
+
+
+# --8<-- [start:function]
+class ReLUSquared(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save(x)
+        return relu_squared_fwd(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return relu_squared_bwd(dy, *ctx.saved)
+
+
+relu_squared = ReLUSquared.apply
+# --8<-- [end:function]

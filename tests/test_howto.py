@@ -1,0 +1,51 @@
+"""The how-to pages: every command they name exists and takes the options that they give it."""
+
+import contextlib
+import functools
+import importlib
+import io
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "lessons" / "howto").glob("*.md")) + [ROOT / "lessons" / "index.md"]
+COMMAND = re.compile(r"python -m (xtrain\.\w+)((?:[^`\n#]|\\\n)*)")
+
+
+@functools.cache
+def help_of(module):
+    out = io.StringIO()
+    main = importlib.import_module(module).main
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(["--help"])
+    return out.getvalue()
+
+
+def commands():
+    for page in PAGES:
+        for module, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
+            yield page.stem, module, rest.replace("\\\n", " ").split()
+
+
+def test_there_are_commands_to_check():
+    assert len(list(commands())) > 15
+
+
+@pytest.mark.parametrize("page, module", sorted({(p, m) for p, m, _ in commands()}))
+def test_options_exist(page, module):
+    text = help_of(module)
+    assert "--help" in text, f"{module} prints no help"
+    used = {w for p, m, words in commands() if (p, m) == (page, module) for w in words}
+    for option in sorted(w.split("=")[0] for w in used if w.startswith("--")):
+        assert re.search(rf"{option}\b", text), f"{page}: {module} has no {option}"
+
+
+def test_presets_exist():
+    from xtrain.config import PRESETS
+
+    for page, module, words in commands():
+        for name in (b for a, b in itertools.pairwise(words) if a == "--preset"):
+            assert name in PRESETS or "--plan" in words, f"{page}: {module} has no preset {name}"

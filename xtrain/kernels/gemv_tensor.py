@@ -1,0 +1,224 @@
+"""gemv.py on tensor cores: bf16 weights, up to 8 rows of x.
+
+An mma turns 16 rows of w and 8 of x into 16 x 8 sums, so one kernel serves all N, and what a row of x gets does not depend on
+the others. Lane 4 g + t reads 16 neighbouring bytes of rows g and g + 8 of w straight into the operand of mma_bf16, and the
+same columns of row g of x: a product's inner index may run in any order if both operands have the same one.
+
+    chunk    32 columns of a tile, 16 rows: lanes t = 0..3 read columns 0..7, 8..15, 16..23, 24..31
+             step 0 multiplies the first 4 of each lane, step 1 its last 4
+
+The warps of a block share the columns of a tile of 16 rows, and add up in the order of the warps. The weights of the next
+columns, or of the next tile, are under way while those before are multiplied. The first are asked for before the kernel
+waits for its input (wait_for_previous in _ptx.py): weights were there long before.
+x is rounded to bf16 after the norm weight, before r; sums, r and everything after are float32.
+"""
+
+import functools
+
+from numba import cuda, float32, int64, uint32
+from numba.cuda.libdevice import rsqrtf
+
+from ._ptx import device, kernel, let_next_start, load1, load8, store1, wait_for_previous
+from ._reduce import FULL
+from ._tensor_cores import mma_bf16, pack_bf16
+from ._words import load_words8
+from .swiglu import sigmoid
+
+MAX_ROWS = 8  # columns of one tensor-core tile
+TILE = 16  # rows of w that a block multiplies at a time
+CHUNK = 32  # columns of w that a warp multiplies at a time: 8 for each of 4 lanes
+HELD = 12  # chunks of x that a warp keeps in registers from tile to tile
+
+
+@functools.cache
+def make_operands(K, NORM, HALF, M, WARPS, U):
+    """-> load_w(words (U, M, 2, 4), w, tile, step, F): this warp's chunks step U .. step U + U - 1 of 16 M rows
+    load_x(fx (U, 2, 2), x, norm_w, step, N) -> this lane's sum of squares
+
+    Chunk c = WARPS i + warp is the i-th of a warp; beyond the last one there are zeros. HALF: x is bf16 as it is.
+    """
+    CHUNKS = K // CHUNK
+    WHOLE = CHUNKS % (WARPS * U) == 0
+
+    @device
+    def load_w(words, w, tile, step, F):
+        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        for u in range(U):
+            c = (step * U + u) * WARPS + warp
+            for m in range(M):
+                for r in range(2):
+                    o = tile * TILE + 8 * r + (lane >> 2)
+                    o = (o if o < F else F - 1) + m * F
+                    if WHOLE or c < CHUNKS:
+                        load_words8(words[u, m, r], w, o * K + c * CHUNK + 8 * (lane & 3))
+                    else:
+                        for j in range(4):
+                            words[u, m, r, j] = uint32(0)
+
+    @device
+    def load_x(fx, x, norm_w, step, N):
+        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        n, squares = int64(lane >> 2), float32(0.0)
+        words, x_8 = cuda.local.array(4, uint32), cuda.local.array(8, float32)
+        nw_8 = cuda.local.array(8, float32)
+        for u in range(U):
+            c = (step * U + u) * WARPS + warp
+            k = c * CHUNK + 8 * (lane & 3)
+            for j in range(4):
+                words[j] = uint32(0)
+            if n < N and (WHOLE or c < CHUNKS):
+                if HALF:
+                    load_words8(words, x, n * K + k)
+                else:
+                    load8(x_8, x, n * K + k)
+                    if NORM:
+                        load8(nw_8, norm_w, k)
+                        for j in range(8):
+                            squares += x_8[j] * x_8[j]
+                            x_8[j] *= nw_8[j]
+                    for j in range(4):
+                        words[j] = pack_bf16(x_8[2 * j], x_8[2 * j + 1])
+            for j in range(4):
+                fx[u, j // 2, j % 2] = words[j]
+        return squares
+
+    return load_w, load_x
+
+
+@functools.cache
+def make_reduce(M, WARPS):
+    """-> put(s (M, 4), sums): a warp's tile to shared memory; total(sums, m, row, n): over the warps, in their order"""
+    SIZE = M * TILE * MAX_ROWS
+
+    @device
+    def put(s, sums):
+        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        for m in range(M):
+            for i in range(4):
+                row, n = (lane >> 2) + 8 * (i >> 1), 2 * (lane & 3) + (i & 1)
+                sums[warp * SIZE + (m * TILE + row) * MAX_ROWS + n] = s[m, i]
+
+    @device
+    def total(sums, m, row, n):
+        acc = float32(0.0)
+        for warp in range(WARPS):
+            acc += sums[warp * SIZE + (m * TILE + row) * MAX_ROWS + n]
+        return acc
+
+    return put, total
+
+
+@functools.cache
+def make_multiply(M, U):
+    """-> multiply(s (M, 4), words, fx): s += U chunks of w times x.   take(words, coming): the next become these."""
+
+    @device
+    def multiply(s, words, fx):
+        fa = cuda.local.array(4, uint32)
+        for u in range(U):
+            for m in range(M):
+                for i in range(2):
+                    for j in range(4):
+                        fa[j] = words[u, m, j % 2, 2 * i + j // 2]
+                    mma_bf16(s[m], fa, fx[u, i])
+
+    @device
+    def take(words, coming):
+        for u in range(U):
+            for m in range(M):
+                for r in range(2):
+                    for j in range(4):
+                        words[u, m, r, j] = coming[u, m, r, j]
+
+    return multiply, take
+
+
+@functools.cache
+def make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS):
+    """-> finish(y, residual, sums, squares_s, tile, N, F, eps): the block writes a tile of y"""
+    total, THREADS = make_reduce(2 if SWIGLU else 1, WARPS)[1], 32 * WARPS
+
+    @device
+    def finish(y, residual, sums, squares_s, tile, N, F, eps):
+        for i in range(cuda.threadIdx.x, TILE * MAX_ROWS, THREADS):
+            n, o = i // TILE, tile * TILE + i % TILE
+            if n < N and o < F:
+                r = float32(1.0)
+                if NORM:
+                    acc = float32(0.0)
+                    for warp in range(WARPS):
+                        acc += squares_s[warp * MAX_ROWS + n]
+                    r = rsqrtf(acc * float32(1 / K) + eps)
+                value = total(sums, 0, i % TILE, n) * r
+                if SWIGLU:
+                    value *= sigmoid(value) * (total(sums, 1, i % TILE, n) * r)
+                if RESIDUAL:
+                    value += load1(residual, n * F + o)
+                store1(y, n * F + o, value)
+
+    return finish
+
+
+@functools.cache
+def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, config):
+    """HALF: x is bf16, and taken as it is. ready: so are the weights. config: (warps, chunks of w under way per warp, blocks per multiprocessor)"""
+    WARPS, U, BLOCKS = config
+    M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
+    STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
+    KEEP = STEPS if STEPS * U <= HELD else 1
+    load_w, load_x = make_operands(K, NORM, HALF, M, WARPS, U)
+    (multiply, take), put = make_multiply(M, U), make_reduce(M, WARPS)[0]
+    finish = make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS)
+
+    @kernel(32 * WARPS, BLOCKS)
+    def gemv_tensor_kernel(y, x, w, norm_w, residual, N, F, eps):
+        """Grid: any number of blocks; block p deals with tiles p, p + grid, ... All arrays flat. F: columns of y."""
+        sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
+        words = cuda.local.array((U, M, 2, 4), uint32)
+        coming = cuda.local.array((U, M, 2, 4), uint32)
+        fx, s = cuda.local.array((KEEP, U, 2, 2), uint32), cuda.local.array((M, 4), float32)
+        first, grid, lane = int64(cuda.blockIdx.x), int64(cuda.gridDim.x), cuda.threadIdx.x & 31
+        if ready:
+            load_w(words, w, first, 0, F)
+        if overlap:
+            wait_for_previous()
+            let_next_start()
+        if not ready:
+            load_w(words, w, first, 0, F)
+        squares = float32(0.0)
+        if KEEP == STEPS:
+            for i in range(KEEP):
+                squares += load_x(fx[i], x, norm_w, i, N)
+        for tile in range(first, (F + TILE - 1) // TILE, grid):
+            for m in range(M):
+                for j in range(4):
+                    s[m, j] = float32(0.0)
+            for step in range(STEPS):
+                following = tile if step + 1 < STEPS else tile + grid
+                more = following * TILE < F
+                if more:
+                    load_w(coming, w, following, (step + 1) % STEPS, F)
+                if KEEP < STEPS:
+                    new = load_x(fx[0], x, norm_w, step, N)
+                    squares += new if tile == first else float32(0.0)
+                multiply(s, words, fx[step if KEEP == STEPS else 0])
+                if more:
+                    take(words, coming)
+            put(s, sums)
+            if NORM and tile == first:
+                squares += cuda.shfl_xor_sync(FULL, squares, 1)
+                squares += cuda.shfl_xor_sync(FULL, squares, 2)
+                if lane & 3 == 0:
+                    squares_s[(cuda.threadIdx.x >> 5) * MAX_ROWS + (lane >> 2)] = squares
+            cuda.syncthreads()
+            finish(y, residual, sums, squares_s, tile, N, F, eps)
+            cuda.syncthreads()  # the sums have been read
+
+    return gemv_tensor_kernel
+
+
+def choose(K: int, swiglu: bool) -> tuple[int, int, int]:
+    """-> (warps, chunks under way per warp, blocks per multiprocessor) for weights of K columns"""
+    chunks = K // CHUNK
+    warps = min(16, chunks) if chunks <= 8 * HELD else 8
+    return warps, min(2 if swiglu else 4, -(-chunks // warps)), 1 if warps > 8 else 2
