@@ -1,6 +1,7 @@
 """The gates of equality.py on GPUs, eager and captured in a CUDA graph, over NCCL and over the copy engines.
 
 mpirun -n GPUS python gpus.py FOLDER [nccl] [copy]
+mpirun -n 2    python gpus.py FOLDER one            both ranks on one GPU: copies only, as NCCL refuses
 """
 
 import itertools
@@ -10,11 +11,13 @@ import numpy as np
 from common import WORLD, run_checks
 from equality import SHAPE, STAGES, make_run, ten_steps
 
+from xtrain import peer
 from xtrain.communicator import Ranks, choose_gpu
 from xtrain.device import cupy
 
 RANKS = Ranks(WORLD)
-TRANSPORTS = sys.argv[2:] or ["nccl", "copy"]
+ONE = sys.argv[2:] == ["one"]
+TRANSPORTS = ["copy"] if ONE else sys.argv[2:] or ["nccl", "copy"]
 # The head's matrix product has another shape with another number of sequences, so cuBLAS may add in another order.
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3}
 
@@ -26,7 +29,10 @@ def run(folder, ranks, **options):
 
 
 def every_stage(folder):
-    choose_gpu(RANKS)
+    if ONE:
+        peer.why_no_copies = lambda ranks: ""
+    else:
+        choose_gpu(RANKS)
     SHAPE.update(dim=128, n_heads=4, head_dim=32, hidden_dim=256, max_seq_len=64, n_kv_heads=4)
     for precision in ("fp32", "bf16"):
         kind = dict(precision=precision, seq_len=64)
