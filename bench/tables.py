@@ -82,12 +82,30 @@ def attention(*parts: str) -> str:
     return table(header, rows) + "\n\n" + machine("bench_attention")
 
 
-def machine(bench: str) -> str:
+def ddp() -> str:
+    """Tokens per second and the share of linear for each variant, with PyTorch's where it was measured beside."""
+    records = latest("bench_ddp")
+    if not records:
+        return "Not measured yet."
+    rows = []
+    for r in records:
+        peer = f"{r['peer_value']:,.0f} ({r['peer_of_linear']:.0%})" if r.get("peer") else ""
+        exposed = f"{r['exposed_ms']:.2f}" if "exposed_ms" in r else ""
+        rows.append(
+            [r["name"], f"{r['ms']:.2f}", f"{r['value']:,.0f}", f"{r['of_linear']:.1%}", exposed]
+            + [f"{r['state_bytes']:.1f}", peer]
+        )
+    header = ["model, GPUs, variant", "ms a step", "tokens/s", "of linear", "exposed ms"]
+    header += ["bytes a parameter and GPU", "torch DDP + compile (of linear)"]
+    return table(header, rows) + "\n\n" + machine("bench_ddp", "Up to four")
+
+
+def machine(bench: str, count: str = "One") -> str:
     records = latest(bench)
     gpus = ", ".join(sorted({r["gpu"] for r in records}))
     dates = sorted({r["date"] for r in records})
     return (
-        f"One {gpus}, {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}."
+        f"{count} {gpus}, {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}."
         if records
         else ""
     )
@@ -96,6 +114,7 @@ def machine(bench: str) -> str:
 TABLES = {
     "train": train,
     "history": history,
+    "ddp": ddp,
     "attention": lambda: attention("named", "random"),
     "attention-sweep": lambda: attention("sweep"),
 }

@@ -301,7 +301,7 @@ def test_what_nccl_is_asked_for(monkeypatch, bf16):
     class Stream:
         ptr = 7
 
-        def __init__(self, non_blocking):
+        def __init__(self, non_blocking, priority=0):
             self.name = "side"
 
         wait_event = lambda self, event: order.append((self.name, "waits for", event.stream.name))

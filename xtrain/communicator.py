@@ -4,6 +4,7 @@
     Ranks              host side: who am I, rank 0 first, sums of a few numbers, does anybody want to stop
     HostCollectives    sums and exchanges of slices of the arena, in NumPy memory: non-blocking MPI
     NcclCollectives    the same in GPU memory: NCCL on a stream of its own, joined to the computation by events
+                       (peer.py has a faster way between the GPUs of one machine)
 
 A collective on slice [a, b) of the arena is only *started*; `join` makes what follows wait for all that were started. So
 whatever is computed between the two hides the communication. Every rank must start the same ones in the same order.
@@ -243,8 +244,8 @@ class HostCollectives:
         self.looked = now
 
 
-class NcclCollectives:
-    """Slices of an arena in GPU memory. bf16: gradients travel, and are added, in bf16: half the bytes.
+class GpuCollectives:
+    """What the two ways between GPUs share. bf16: gradients travel in bf16: half the bytes.
 
     All calls go to a stream of their own, which waits for an event of the computing stream first; `join` makes the
     computing stream wait for it. Captured in a CUDA graph, this fork and join become branches of the graph.
@@ -253,27 +254,63 @@ class NcclCollectives:
     exposed = hidden = None  # a replayed graph cannot be asked: bench/bench_ddp.py measures both
 
     def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
-        nccl = load_nccl()
         self.ranks, self.grads = ranks, arena.grads
         self.half = empty(arena.grads, arena.grads.shape, BFLOAT16) if bf16 else None
-        name = ranks.comm.bcast(nccl.get_unique_id() if ranks.rank == 0 else None)
-        self.nccl = nccl.NcclCommunicator(ranks.world, name, ranks.rank)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.nccl))  # only `close` may destroy it
-        self.sum, self.types = nccl.NCCL_SUM, {4: nccl.NCCL_FLOAT32, 2: nccl.NCCL_BFLOAT16}
-        self.stream = cupy().cuda.Stream(non_blocking=True)
+        # what runs there is short and others wait for it: it goes first
+        self.stream = cupy().cuda.Stream(non_blocking=True, priority=-1)
         self.events: list[Any] = []  # kept: a captured graph must not lose its events
         self.used = 0
 
     part = HostCollectives.part
 
-    def close(self) -> None:
-        """Give NCCL's memory back. Every captured graph must be gone, as NCCL waits for the end of those it is in."""
-        self.nccl.destroy()
-
     def clear(self) -> None:
         pass
 
     progress = clear  # the GPU needs no reminding
+
+    def join(self) -> None:
+        cupy().cuda.get_current_stream().wait_event(self._event(self.stream))
+        self.used = 0
+
+    @contextlib.contextmanager
+    def _side(self) -> Iterator[int]:
+        self.stream.wait_event(self._event(cupy().cuda.get_current_stream()))
+        with self.stream:
+            yield self.stream.ptr
+
+    def _event(self, stream):
+        if self.used == len(self.events):
+            self.events.append(cupy().cuda.Event(disable_timing=True))
+        event = self.events[self.used]
+        self.used += 1
+        event.record(stream)
+        return event
+
+    def _gradients(self, a, b):
+        if self.half is None:
+            return self.grads[a:b]
+        cast_into(self.half[a:b], self.grads[a:b])
+        return self.half[a:b]
+
+    def _widen(self, where):
+        if self.half is not None:
+            cast_into(self.grads[where], self.half[where])
+
+
+class NcclCollectives(GpuCollectives):
+    """Between any GPUs, of one machine or of many. With bf16, gradients are also added in bf16."""
+
+    def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
+        super().__init__(ranks, arena, bf16)
+        nccl = load_nccl()
+        name = ranks.comm.bcast(nccl.get_unique_id() if ranks.rank == 0 else None)
+        self.nccl = nccl.NcclCommunicator(ranks.world, name, ranks.rank)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.nccl))  # only `close` may destroy it
+        self.sum, self.types = nccl.NCCL_SUM, {4: nccl.NCCL_FLOAT32, 2: nccl.NCCL_BFLOAT16}
+
+    def close(self) -> None:
+        """Give NCCL's memory back. Every captured graph must be gone, as NCCL waits for the end of those it is in."""
+        self.nccl.destroy()
 
     def all_reduce(self, a: int, b: int) -> None:
         with self._side() as stream:
@@ -305,34 +342,6 @@ class NcclCollectives:
             self.nccl.allGather(own_1.data.ptr, all_R.data.ptr, 1, self.types[4], stream)
         self.join()
         return all_R
-
-    def join(self) -> None:
-        cupy().cuda.get_current_stream().wait_event(self._event(self.stream))
-        self.used = 0
-
-    @contextlib.contextmanager
-    def _side(self) -> Iterator[int]:
-        self.stream.wait_event(self._event(cupy().cuda.get_current_stream()))
-        with self.stream:
-            yield self.stream.ptr
-
-    def _event(self, stream):
-        if self.used == len(self.events):
-            self.events.append(cupy().cuda.Event(disable_timing=True))
-        event = self.events[self.used]
-        self.used += 1
-        event.record(stream)
-        return event
-
-    def _gradients(self, a, b):
-        if self.half is None:
-            return self.grads[a:b]
-        cast_into(self.half[a:b], self.grads[a:b])
-        return self.half[a:b]
-
-    def _widen(self, where):
-        if self.half is not None:
-            cast_into(self.grads[where], self.half[where])
 
 
 def load_nccl() -> Any:

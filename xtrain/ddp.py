@@ -41,7 +41,6 @@ from .autograd import Tensor
 from .communicator import (
     Alone,
     HostCollectives,
-    NcclCollectives,
     Ranks,
     choose_gpu,
     connect,
@@ -55,6 +54,7 @@ from .kernels.cross_entropy import IGNORE
 from .model import Transformer
 from .nn import Parameter, arena_unit
 from .optim import AdamW
+from .peer import gpu_collectives
 from .run import Run
 from .train import train
 from .zero import Pieces, ShardedAdamW
@@ -70,6 +70,9 @@ class ParallelConfig(TrainConfig):
     zero: Literal[0, 1] = 0  # 1: the optimizer's state is divided among the ranks (ZeRO-1)
     bucket_mb: float = 32.0  # MiB of float32 gradients in one message
     grad_comm: Literal["fp32", "bf16"] = "fp32"  # what gradients travel in
+    transport: Literal["auto", "nccl", "copy"] = (
+        "auto"  # between GPUs: NCCL's kernels, or copy engines (one machine; auto: where possible)
+    )
     check_ranks: int = 0  # compare all ranks' parameters every so many steps; 0: never
     watchdog: float = 600.0  # seconds without a step after which a rank counts as hanging; 0: never
 
@@ -195,8 +198,11 @@ class ParallelRun(Run):
 
     def __init__(self, config: ParallelConfig, model: Transformer, corpus: Corpus, ranks: Ranks):
         arena, gpu = model.arena, model.device == "gpu"
-        make = NcclCollectives if gpu else HostCollectives
-        self.collectives = make(ranks, arena, config.grad_comm == "bf16")
+        bf16 = config.grad_comm == "bf16"
+        if gpu:
+            self.collectives = gpu_collectives(ranks, arena, bf16, config.transport)
+        else:
+            self.collectives = HostCollectives(ranks, arena, bf16)
         nbytes = config.bucket_mb * 2**20
         self.pieces = buckets(arena.n_decay, arena.grads.size, ranks.world, nbytes)
         stage = STAGES[config.dp]
