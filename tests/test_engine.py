@@ -5,7 +5,7 @@ import pytest
 from checks import rng, to_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from twins import DEVICE, LLAMA3, batch, random_model, small
+from twins import DEVICE, LLAMA3, batch, random_model, small, weights
 
 from xtrain import Engine, Transformer
 from xtrain.cached_model import CachedModel
@@ -249,3 +249,55 @@ def test_a_model_that_is_not_trained_serves_as_well():
     config = SHAPES["llama"]
     a, b = (Transformer(config, 3, DEVICE, trainable=t) for t in (True, False))
     assert Engine(a, 2).generate(PROMPTS, 8) == Engine(b, 2).generate(PROMPTS, 8)
+
+
+# ----------------------------------------------------------------------------- on a GPU
+def half(config):
+    """random_model's weights in bf16, served."""
+    model = Transformer(config, None, "gpu", "bf16", trainable=False)
+    values = weights(random_model(config))
+    for name, tensor in model.named_parameters():
+        tensor.data = to_device(values[name].astype(tensor.dtype), "gpu")
+    return model
+
+
+MANY = [rng(1, i).integers(0, 61, 1 + 7 * i % 23).tolist() for i in range(14)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [random_model, half])
+@pytest.mark.parametrize("rows", [1, 3, 8, 12])
+def test_a_graph_changes_no_token(make, rows):
+    """Rows of every kind of step (gemv, GEMM), sequences that end at different times, steps that run ahead."""
+    model = make(SHAPES["qwen3"])
+    options = dict(max_new_tokens=[3 + i for i in range(14)], temperature=1.2, top_k=40, seed=4)
+    captured, eager = Engine(model, rows), Engine(model, rows, graph=False)
+    for _ in range(2):
+        assert captured.generate(MANY, **options) == eager.generate(MANY, **options)
+    assert any(r.graph for r in captured.graphed.recordings.values())
+    free = eager.generate(MANY, **options)
+    stop = [free[0][1], free[5][3]]
+    assert captured.generate(MANY, **options, stop=stop) == eager.generate(
+        MANY, **options, stop=stop
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 12])
+def test_batch_invariant_in_bf16(rows):
+    model = half(SHAPES["llama"])
+    options = dict(max_new_tokens=24, temperature=1.5, seed=[7] * 14)
+    together = Engine(model, rows, batch_invariant=True).generate(MANY, **options)
+    alone = Engine(model, 1, batch_invariant=True)
+    options["seed"] = [7]
+    assert [alone.generate([prompt], **options)[0] for prompt in MANY] == together
+
+
+@pytest.mark.gpu
+def test_the_memory_is_taken_at_the_start():
+    model = half(SHAPES["qwen3"])
+    engine = Engine(model, 4)
+    engine.generate(MANY, 8)
+    before = engine.cached_model.kv_L2RGSD.data.ptr, engine.graphed.pool.total_bytes()
+    engine.generate(MANY, 8)
+    assert before == (engine.cached_model.kv_L2RGSD.data.ptr, engine.graphed.pool.total_bytes())

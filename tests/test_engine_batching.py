@@ -145,7 +145,29 @@ def test_cancelling_and_leaving_early_free_the_rows(model):
     stream = served.stream([[1, 2]], 10)
     next(stream)
     del stream
+    assert not served.active and sorted(served.free) == [0, 1]
     assert served.generate([[3]], 4) == Engine(model, 1).generate([[3]], 4)
+
+
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+def test_cancelling_in_the_middle_of_a_step(model, monkeypatch, when):
+    """As when a forgotten stream is collected while another one computes."""
+    served = Engine(model, 3)
+    forgotten = served.stream([[1, 2], [8]], 10)
+    for _ in range(4):
+        next(forgotten)
+    compute = getattr(served.cached_model, when)
+
+    def interrupted(*args):
+        forgotten.cancel(0)
+        return compute(*args)
+
+    monkeypatch.setattr(served.cached_model, when, interrupted)
+    assert served.generate([[3], [4, 5]], 6) == Engine(model, 2).generate([[3], [4, 5]], 6)
+    list(forgotten)
+    assert [c.reason for c in forgotten.completions] == ["cancelled", "length"]
+    assert forgotten.completions[1] == Engine(model, 1).generate([[8]], 10)[0]
+    assert sorted(served.free) == [0, 1, 2] and not served.active
 
 
 def test_logits_that_are_no_numbers_end_the_sequence():

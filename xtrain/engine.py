@@ -86,6 +86,7 @@ class Engine:
         self.weights_version = model.arena.version.count
         self.lanes = Lanes(max_batch, model.device)
         self.stale = True  # the lanes are not as `active` says
+        self.stepping = False
         self.flights: collections.deque[tuple[list[Request], Any]] = collections.deque()
         on_gpu = model.device == "gpu"
         self.run_ahead = on_gpu  # elsewhere a step is over when it has been started
@@ -135,12 +136,16 @@ class Engine:
         return Stream(self, requests)
 
     def cancel(self, request: Request) -> None:
-        """End it now; its row is free in the next step."""
-        if request in self.waiting:
-            self.waiting.remove(request)
+        """End it now; its row is free in the next step. May be called at any time, as garbage collection does."""
+        if request.completion.reason is None:
             request.completion.reason = "cancelled"
-        elif request.completion.reason is None and request in self.active:
-            self._end(request, "cancelled")
+            if not self.stepping:
+                self._remove_cancelled()
+
+    def _remove_cancelled(self) -> None:
+        for request in [r for r in self.active if r.completion.reason]:
+            self._end(request, "cancelled", self.trace[-1])
+        self.waiting = collections.deque(r for r in self.waiting if not r.completion.reason)
 
     def submit(self, request: Request) -> None:
         """Queue it; `step` will admit it when a row is free."""
@@ -153,10 +158,19 @@ class Engine:
         """Admit, decode, end. -> the new tokens. Does nothing when nobody waits and nobody is active."""
         if not (self.waiting or self.active or self.flights):
             return []
-        start = time.perf_counter()
-        now, events = Step(self.steps), []
+        start, now = time.perf_counter(), Step(self.steps)
         self.trace.append(now)
         self.steps += 1
+        self.stepping = True
+        try:
+            return self._step(now)
+        finally:
+            self.stepping = False
+            self._remove_cancelled()
+            now.seconds = time.perf_counter() - start
+
+    def _step(self, now: Step) -> list[tuple[Request, int]]:
+        events = []
         if not self.flights:
             going_on = list(self.active)
             events += self._admit(now)
@@ -166,7 +180,6 @@ class Engine:
             self._launch(self.active)
         if self.flights:
             events += self._land(now)
-        now.seconds = time.perf_counter() - start
         return events
 
     def _admit(self, now: Step) -> list[tuple[Request, int]]:
@@ -181,7 +194,7 @@ class Engine:
             return [event for pack in self._packs(new) for event in self._prefill(pack, now)]
         except BaseException:  # out of memory, Ctrl-C: the rows must not be lost
             for request in new:
-                if request not in self.active and request.completion.reason is None:
+                if request not in self.active and request.row not in self.free:
                     self.held[request.row] = []
                     self.active.append(request)
                     self._end(request, "cancelled", now)
@@ -274,8 +287,8 @@ class Engine:
         b = len(requests)
         if self.graphed:
             self.graphed(variant=(graph_size(b, self.max_batch),))
-        else:
-            self._decode(b)
+        else:  # on a GPU with the same idle lanes: the same bits as the graph's
+            self._decode(graph_size(b, self.max_batch) if self.model.device == "gpu" else b)
         self.flights.append((list(requests), self._fetch(b)))
         for request in requests:
             request.cached += 1
@@ -313,6 +326,8 @@ class Engine:
 
     def _give(self, request: Request, token: int, now: Step) -> list[tuple[Request, int]]:
         """Append a token, and end the sequence if that was its last."""
+        if request.completion.reason:  # cancelled meanwhile
+            return []
         if token < 0:
             self._end(request, "nan", now)
             return []
@@ -325,12 +340,12 @@ class Engine:
             self._end(request, "full", now)
         return [(request, token)]
 
-    def _end(self, request: Request, reason: str, now: Step | None = None) -> None:
+    def _end(self, request: Request, reason: str, now: Step) -> None:
         request.completion.reason = reason
         self.active.remove(request)
         self.free.append(request.row)
         self.stale = True
-        (now or self.trace[-1]).ended.append((request.name, reason))
+        now.ended.append((request.name, reason))
 
 
 class Stream:
@@ -342,26 +357,7 @@ class Stream:
     def __init__(self, engine: Engine, requests: list[Request]):
         self.engine, self.requests = engine, requests
         self.completions = [request.completion for request in requests]
-        self._iterator = self._run()
-
-    def _run(self):
-        try:
-            for request in self.requests:
-                self.engine.submit(request)
-            sent = [0] * len(self.requests)
-            while True:  # by looking, for another stream may have made the step
-                fresh = [i for i, c in enumerate(self.completions) if sent[i] < len(c)]
-                for i in fresh:
-                    sent[i] += 1
-                    yield i, self.completions[i][sent[i] - 1]
-                if fresh:
-                    continue
-                if all(completion.reason for completion in self.completions):
-                    return
-                self.engine.step()
-        finally:
-            for i in range(len(self.requests)):
-                self.cancel(i)
+        self._iterator = _tokens(engine, requests)  # it does not know us: when we go, it is closed
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return self
@@ -375,6 +371,26 @@ class Stream:
 
     def close(self) -> None:
         self._iterator.close()
+
+
+def _tokens(engine: Engine, requests: list[Request]) -> Iterator[tuple[int, int]]:
+    try:
+        for request in requests:
+            engine.submit(request)
+        completions, sent = [request.completion for request in requests], [0] * len(requests)
+        while True:  # by looking, for another stream may have made the step
+            fresh = [i for i, c in enumerate(completions) if sent[i] < len(c)]
+            for i in fresh:
+                sent[i] += 1
+                yield i, completions[i][sent[i] - 1]
+            if fresh:
+                continue
+            if all(completion.reason for completion in completions):
+                return
+            engine.step()
+    finally:
+        for request in requests:
+            engine.cancel(request)
 
 
 def graph_size(b: int, most: int) -> int:
