@@ -14,6 +14,7 @@ on how many others are computed with it. With `batch_invariant` they do not: a d
 whose rows do not know of each other, and the caller prefills one sequence at a time.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,14 +212,15 @@ class CachedModel:
     def _decode_gemv(self, ids_B, lengths_B, rows_B):
         """Five kernels a layer: norm + QKV; attention; output + residual; norm + gate/up + SwiGLU; down + residual."""
         c, half = self.config, self.dtype
+        product = functools.partial(gemv, weights_ready=True)  # no kernel of a step writes weights
         h_BC = embedding_fwd(ids_B, self.table, np.float32)
         for i, w in enumerate(self.layers):
-            qkv = gemv(h_BC, w.qkv, w.norm, c.norm_eps, dtype=half)
+            qkv = product(h_BC, w.qkv, w.norm, c.norm_eps, dtype=half)
             o_BC = self._attend_decode(i, w, qkv, lengths_B, rows_B)
-            gemv(o_BC, w.o_proj, residual_NO=h_BC, out=h_BC)
-            y_BF = gemv(h_BC, w.gate_up, w.mlp_norm, c.norm_eps, swiglu=True, dtype=half)
-            gemv(y_BF, w.down_proj, residual_NO=h_BC, out=h_BC)
-        return gemv(h_BC, self.head, self.norm, c.norm_eps, dtype=np.float32)
+            product(o_BC, w.o_proj, residual_NO=h_BC, out=h_BC)
+            y_BF = product(h_BC, w.gate_up, w.mlp_norm, c.norm_eps, swiglu=True, dtype=half)
+            product(y_BF, w.down_proj, residual_NO=h_BC, out=h_BC)
+        return product(h_BC, self.head, self.norm, c.norm_eps, dtype=np.float32)
 
     def _decode_gemm(self, ids_B, lengths_B, rows_B):
         eps = self.config.norm_eps
