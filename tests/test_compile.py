@@ -54,7 +54,8 @@ def launch_everything(dtype):
         y, rstd = rmsnorm.rmsnorm_fwd(x, w, 1e-6)
         rmsnorm.rmsnorm_bwd(y, x, w, rstd, f32(C))
         h, y, rstd = residual.residual_rmsnorm_fwd(x, x, w, 1e-6)
-        residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C))
+        for again in (False, True):
+            residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C), again)
     rope.rope_bwd(rope.rope_fwd(new(2, 3, 8), table, table, T=2), table, table, T=2)
     for w, dw in ((f32(8), f32(8)), (None, None)):
         shape = (new(2, 48), w, w, table, table, 4, 1, 2)

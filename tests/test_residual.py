@@ -92,6 +92,23 @@ def test_backward_kernel(shape, used, stream, dtype):
     assert_as_good(dw, exact[1] + dw0, reference[1] + dw0, what="dw", scale=1.0)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("place", [to_kernel, np.array])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 37), (5, 264), (2, 1032)] + (SHAPES if GPU else []))
+def test_the_result_again(shape, place, dtype):
+    """Over dy, the bits of the forward pass; dx and dw as without it."""
+    if place is np.array and dtype == BF16:
+        pytest.skip("the CPU computes in float32")
+    x, r, w, _, dy, _ = (place(a) for a in case(*shape))
+    r, dy = (place(to_host(a).astype(dtype)) for a in (r, dy))
+    h, y, rstd = residual_rmsnorm_fwd(x, r, w, EPS)
+    results, dws = [], [place(np.zeros(shape[1], np.float32)) for _ in range(2)]
+    for again, dw in zip((False, True), dws):
+        results.append(residual_rmsnorm_bwd(None, dy, h, w, rstd, dw, again))
+        assert np.array_equal(to_host(dy), to_host(y)) == again
+    assert np.array_equal(*map(to_host, results)) and np.array_equal(*map(to_host, dws))
+
+
 def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
     x, r, w, dh, dy, dw0 = map(to_kernel, case(3, 264))
     with sentinels(monkeypatch):

@@ -98,20 +98,20 @@ class ResidualRMSNormLinear(Function):
     @staticmethod
     def forward(ctx, x_NC, r_NC, w_C, v_OC, eps):
         h_NC, n_NC, rstd_N = _residual.residual_rmsnorm_fwd(x_NC, r_NC, w_C, eps)
-        ctx.save(h_NC, w_C, rstd_N, v_OC, eps, n_NC.dtype)
+        ctx.save(h_NC, w_C, rstd_N, v_OC)
         return h_NC, _gemm.linear_fwd(n_NC, v_OC)
 
     @staticmethod
     def backward(ctx, dh_NC, dy_NO):
-        h_NC, w_C, rstd_N, v_OC, eps, dtype = ctx.saved
+        h_NC, w_C, rstd_N, v_OC = ctx.saved
         if dy_NO is None:  # only h was used
             return dh_NC, dh_NC
-        dv_OC = None
+        dn_NC, dw_C, dv_OC = _gemm.linear_bwd_x(dy_NO, v_OC), ctx.grad_buffer(2, w_C), None
+        dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C, again=True)
+        n_NC = dn_NC
         if ctx.needs_grad[3]:
             dv_OC = ctx.grad_buffer(3, v_OC)
-            _gemm.linear_bwd_w(dy_NO, _rmsnorm.rmsnorm_fwd(h_NC, w_C, eps, dtype)[0], dv_OC)
-        dn_NC, dw_C = _gemm.linear_bwd_x(dy_NO, v_OC), ctx.grad_buffer(2, w_C)
-        dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C)
+            _gemm.linear_bwd_w(dy_NO, n_NC, dv_OC)
         return dx_NC, dx_NC, dw_C, dv_OC
 
 

@@ -145,6 +145,8 @@ def _kernel_bytes(name, kernel, args):
     twice = list(IN_PLACE.get(name, ()))
     if name == "adamw_kernel" and _constants(kernel).get("zero_grad"):
         twice.append(4)
+    if name == "rmsnorm_bwd_kernel" and _constants(kernel).get("again"):
+        twice.append(2)
     if name == "add_kernel" and arrays[0].data.ptr == arrays[1].data.ptr:
         twice.append(0)
     return sum(once.values()) + sum(arrays[i].nbytes for i in twice)

@@ -106,10 +106,17 @@ def residual_rmsnorm_fwd(
 
 
 def residual_rmsnorm_bwd(
-    dh_NC: Array | None, dy_NC: Array, h_NC: Array, w_C: Array, rstd_N: Array, dw_C: Array
+    dh_NC: Array | None,
+    dy_NC: Array,
+    h_NC: Array,
+    w_C: Array,
+    rstd_N: Array,
+    dw_C: Array,
+    again: bool = False,
 ) -> Array:
     """-> dx (N, C), the gradient of x and of r. Adds dw to dw_C (C,).
 
     dh is the gradient that reaches h along the residual stream; None if h was not used further.
+    again: compute y again too, **written over dy**: a matrix product that follows need not keep it.
     """
-    return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, skip_NC=dh_NC)
+    return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, again)

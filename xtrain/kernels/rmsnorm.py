@@ -116,10 +116,11 @@ def make_fwd_kernel(C, each, aligned):
 
 
 @functools.cache
-def make_bwd_kernel(C, each, aligned, add_skip, overlap):
+def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
     """dx and this block's share of dw in one pass over dy and x. A row is asked for while the one before is dealt with.
 
     add_skip: also add `skip`, the gradient that reaches x around the norm (see residual.py).
+    again: also compute y again, with the forward's roundings, over dy.
     """
     wide = each < 8 and row_plan(C, each, 1, BWD_COLUMNS).STEPS * each > 16
     warps = RESIDENT_WIDE if wide else RESIDENT
@@ -174,6 +175,11 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap):
                     fetch(skip_SW[s], skip, n * C, column + s * STRIDE)
             for s in range(STEPS):
                 load(w, w_C, 0, column + s * STRIDE)
+                if again:
+                    y = cuda.local.array(each, float32)
+                    for j in range(each):
+                        y[j] = xhat_SE[s, j] * (rstd * w[j])
+                    store(dy, n * C, column + s * STRIDE, y)
                 for j in range(each):
                     xhat_SE[s, j] *= rstd
                     dw_SE[s, j] += g_SE[s, j] * xhat_SE[s, j]
@@ -216,15 +222,26 @@ def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array,
 
 
 def rmsnorm_bwd(
-    dy_NC: Array, x_NC: Array, w_C: Array, rstd_N: Array, dw_C: Array, skip_NC: Array | None = None
+    dy_NC: Array,
+    x_NC: Array,
+    w_C: Array,
+    rstd_N: Array,
+    dw_C: Array,
+    skip_NC: Array | None = None,
+    again: bool = False,
 ) -> Array:
-    """-> dx (N, C) of dy's type (x may have another), with skip added if given. Adds dw to dw_C (C,) float32."""
+    """-> dx (N, C) of dy's type (x may have another), with skip added if given. Adds dw to dw_C (C,) float32.
+
+    again: compute y again too, for float32 x the bits that forward gave in dy's type, **written over dy**.
+    """
     N, C = x_NC.shape
     check_array("rmsnorm backward", "dy", dy_NC, (N, C), FLOATS)
     check_array("rmsnorm backward", "dw", dw_C, (C,))
     if on_host(dy_NC, x_NC, w_C, rstd_N, dw_C):
         dx_NC, dw = rmsnorm_bwd_ref(dy_NC, x_NC, w_C, rstd_N)
         dw_C += dw
+        if again:
+            dy_NC[...] = x_NC * rstd_N[:, None] * w_C
         return dx_NC if skip_NC is None else dx_NC + skip_NC
     if skip_NC is not None:
         check_array("rmsnorm backward", "skip", skip_NC, (N, C), (dy_NC.dtype.name,))
@@ -233,7 +250,7 @@ def rmsnorm_bwd(
     arrays = (dy_NC, skip, x_NC)
     aligned = aligned_rows(C, dx_NC, *arrays) and on_16_bytes(w_C)
     bwd_kernel, ops = make_bwd_kernel(
-        C, each_of(*arrays), aligned, skip_NC is not None, can_overlap(x_NC)
+        C, each_of(*arrays), aligned, skip_NC is not None, can_overlap(x_NC), bool(again)
     )
     P = min(-(-N // ops.R), MULTIPROCESSORS * ops.blocks)
     partial_PC = empty(x_NC, (P, C), np.float32)
