@@ -31,8 +31,9 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def train() -> str:
     rows = []
     for r in latest("bench_train"):
-        peer = f"{r['peer_value']:,.0f} ({r['peer']})" if r["peer"] else ""
-        ratio = f"{r['ratio']:.2f}" if r["ratio"] else ""
+        if not r["peer"]:
+            continue
+        peer, ratio = f"{r['peer_value']:,.0f} ({r['peer']})", f"{r['ratio']:.2f}"
         ours, theirs = (f"{gb:.1f}" if gb else "-" for gb in (r["peak_gb"], r.get("peer_peak_gb")))
         memory = f"{ours} / {theirs}"
         rows.append(
@@ -46,6 +47,25 @@ def train() -> str:
         "ratio",
         "peak GB, ours / theirs",
     ]
+    return table(header, rows) + "\n\n" + machine("bench_train")
+
+
+def precisions() -> str:
+    """bf16 beside fp32, where both were measured in one shape without a peer."""
+    found = {}
+    for r in latest("bench_train"):
+        if not r["peer"]:
+            found.setdefault((r["name"], r["shape"]), {})[r["dtype"]] = r
+    rows = []
+    for (name, shape), pair in found.items():
+        if pair.keys() == {"fp32", "bf16"}:
+            fp32, bf16 = pair["fp32"], pair["bf16"]
+            rows.append(
+                [f"{name}, {shape}", *(f"{r['value']:,.0f}" for r in (fp32, bf16))]
+                + [f"{bf16['value'] / fp32['value']:.2f}"]
+                + [f"{r['peak_gb']:.1f}" for r in (fp32, bf16)]
+            )
+    header = ["train step", "fp32, tokens/s", "bf16, tokens/s", "ratio", "fp32, GB", "bf16, GB"]
     return table(header, rows) + "\n\n" + machine("bench_train")
 
 
@@ -113,6 +133,7 @@ def machine(bench: str, count: str = "One") -> str:
 
 TABLES = {
     "train": train,
+    "precisions": precisions,
     "history": history,
     "ddp": ddp,
     "attention": lambda: attention("named", "random"),

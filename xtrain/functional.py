@@ -43,14 +43,17 @@ class Embedding(Function):
 
 
 class Linear(Function):
+    """dtype: of y, where it is not that of x: bf16 operands have float32 sums, which need not be rounded."""
+
     @staticmethod
-    def forward(ctx, x_NI, w_OI):
+    def forward(ctx, x_NI, w_OI, dtype=None):
         ctx.save(x_NI, w_OI)
-        return _gemm.linear_fwd(x_NI, w_OI)
+        return _gemm.linear_fwd(x_NI, w_OI, dtype)
 
     @staticmethod
     def backward(ctx, dy_NO):
         x_NI, w_OI = ctx.saved
+        dy_NO = _cast.cast_fwd(dy_NO, x_NI.dtype)
         dx_NI = _gemm.linear_bwd_x(dy_NO, w_OI) if ctx.needs_grad[0] else None
         dw_OI = None
         if ctx.needs_grad[1]:

@@ -173,7 +173,7 @@ class Transformer(Module):
         self.rotary = RotaryTables(config, self.device)
 
     def __call__(self, ids: Array) -> Tensor:
-        """ids (B, T), whole numbers, NumPy or CuPy -> logits Tensor (B, T, V).
+        """ids (B, T), whole numbers, NumPy or CuPy -> logits Tensor (B, T, V), float32.
 
         Raises UserError when T > max_seq_len or an id is not in [0, vocab_size). (Ids that are on the GPU
         already are not looked at, for that would mean waiting: a wrong one gives NaN logits.)
@@ -211,7 +211,9 @@ class Transformer(Module):
         return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
 
     def _logits(self, x_NC: Tensor) -> Tensor:
-        return F.linear(x_NC, self._head())  # (N, padded V)
+        """(N, C) -> (N, padded V) float32, also in bf16: the next token is chosen by their differences."""
+        dtype = np.float32 if x_NC.dtype == BFLOAT16 else None
+        return F.linear(x_NC, self._head(), dtype)
 
     def _to_device(self, array: Array) -> Array:
         return array if is_gpu(array) else to_device(np.ascontiguousarray(array), self.device)
@@ -281,9 +283,7 @@ class Transformer(Module):
         for _ in range(max_new_tokens):
             B, T = tokens.shape
             last_BC = self._hidden(tokens).data.reshape(B, T, -1)[:, -1].copy()
-            logits = to_numpy(self._logits(Tensor(last_BC)).data)[
-                :, : self.config.vocab_size
-            ].astype(np.float32)
+            logits = to_numpy(self._logits(Tensor(last_BC)).data)[:, : self.config.vocab_size]
             picks = [pick(row, temperature, top_k, stream) for row, stream in zip(logits, streams)]
             tokens = np.concatenate([tokens, np.array(picks, tokens.dtype)[:, None]], axis=1)
         fits = self.config.vocab_size - 1 <= np.iinfo(ids.dtype).max

@@ -126,9 +126,9 @@ def _lead(x):
     return max(x.strides[-2] // x.itemsize, x.shape[-1], 1)
 
 
-def linear_fwd(x_NI: Array, w_OI: Array) -> Array:
-    """-> y (N, O) = x w^T"""
-    return matmul(empty(x_NI, (x_NI.shape[0], w_OI.shape[0])), x_NI, w_OI, trans_b=True)
+def linear_fwd(x_NI: Array, w_OI: Array, dtype=None) -> Array:
+    """-> y (N, O) = x w^T, like x or in dtype"""
+    return matmul(empty(x_NI, (x_NI.shape[0], w_OI.shape[0]), dtype), x_NI, w_OI, trans_b=True)
 
 
 def linear_bwd_x(dy_NO: Array, w_OI: Array) -> Array:
