@@ -272,7 +272,9 @@ class _Cupy:
 
     def __init__(self, meter: Meter):
         self.meter, self.zeros = meter, self.empty
-        attributes = {
+        attributes = {  # of an H200
+            "MultiProcessorCount": 132,
+            "L2CacheSize": 60 << 20,
             "MaxSharedMemoryPerBlockOptin": 227 * 1024,
             "MaxSharedMemoryPerMultiprocessor": 228 * 1024,
         }
