@@ -23,13 +23,13 @@ import numpy as np
 from . import device, simulator
 from ._lesson import attempt, figures, records
 from ._lesson.attempt import EXERCISES, Verdict
-from ._lesson.trace import Trace, owners, traced
+from ._lesson.trace import Trace, owners, traced, tracing
 from .config import UserError
 from .kernels._launch import empty, launch, zeros
 
 __all__ = [
     "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners", "record",
-    "report", "source", "table", "traced", "zeros",
+    "report", "source", "table", "traced", "tracing", "zeros",
 ]  # fmt: skip
 
 LESSONS = records.ROOT / "lessons"

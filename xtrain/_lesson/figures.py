@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 INK, PALE, ACCENT, WASTE = "#263238", "#eceff1", "#00796b", "#ffab91"
 COLORS = ["#80cbc4", "#ffcc80", "#9fa8da", "#f48fb1", "#c5e1a5", "#b0bec5", "#fff59d", "#ce93d8"]
+LINES = ["#00796b", "#e65100", "#3949ab", "#ad1457", "#558b2f"]
 WIDTH = 8.0  # inches
 
 
@@ -216,6 +217,24 @@ def butterfly(values, steps, title="") -> Figure:
     axes.set_ylim(len(rows) - 0.6, -0.5)
     axes.set_xlabel("lane")
     axes.set_title(title, fontsize=10)
+    _plain(axes)
+    return _shown(figure)
+
+
+def curves(
+    x, lines: dict[str, list[float]], xlabel: str, ylabel: str, title="", log=True
+) -> Figure:
+    """Several quantities over the same x; both axes logarithmic unless log is False."""
+    figure, axes = _axes(3.4)
+    for i, (name, y) in enumerate(lines.items()):
+        axes.plot(x, y, "o-", ms=4, color=LINES[i % len(LINES)], label=name)
+    if log:
+        axes.set(xscale="log", yscale="log")
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=8, frameon=False)
+    axes.grid(True, color=PALE)
     _plain(axes)
     return _shown(figure)
 

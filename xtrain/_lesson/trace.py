@@ -9,21 +9,27 @@ The hardware serves a warp at once: the 32 lanes of one instruction become as ma
 there belongs to the k-th time that its neighbours are. That holds for kernels whose lanes take the same path.
 """
 
+import contextlib
 import inspect
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from .. import simulator
+from .._simulator.memory import Array
 from .._simulator.thread import Thread
 
 SECTOR = 32  # bytes: what memory and caches of NVIDIA GPUs move at once
 
 
 class Access(NamedTuple):
-    """One thread at one element. index: of the element in its array, flat. turn: how often it was there before."""
+    """One thread at one element. index: of the element in its array, flat. turn: how often it was there before.
+
+    launch: 0 for the first kernel that was traced, 1 for the second, ...
+    """
 
     array: str
     kind: str  # "global" | "shared"
@@ -34,6 +40,7 @@ class Access(NamedTuple):
     bytes: int
     line: int
     turn: int
+    launch: int = 0
 
 
 class Traffic(NamedTuple):
@@ -73,7 +80,7 @@ class Trace:
         """Accesses grouped as the hardware sees them: one list per warp, instruction and turn."""
         groups = defaultdict(list)
         for a in self.of(array, write, kind):
-            groups[a.array, a.block, a.thread // 32, a.line, a.write, a.turn].append(a)
+            groups[a.launch, a.array, a.block, a.thread // 32, a.line, a.write, a.turn].append(a)
         return list(groups.values())
 
     def traffic(self, array=None, write=None) -> Traffic:
@@ -100,8 +107,15 @@ def traced(kernel, grid, block, *args, shared: int = 0) -> Trace:
 
     A global array goes by the name of the kernel's parameter, also inside device functions.
     """
-    accesses, turns, widths = [], defaultdict(int), {}
-    parameters = _parameters(kernel, args)
+    with tracing() as trace:
+        simulator.run(kernel, grid, block, *args, shared=shared)
+    return trace
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[Trace]:
+    """The accesses of everything that runs in the simulator inside, such as the kernels of a launcher given SimArrays."""
+    accesses, turns, widths, launches = [], defaultdict(int), {}, {}
     load, store = Thread.load, Thread.store
 
     def note(thread, a, index, site, write):
@@ -110,19 +124,19 @@ def traced(kernel, grid, block, *args, shared: int = 0) -> Trace:
         k = a.locate(index)
         if k is None:
             return
-        size, name = a.dtype.itemsize, site.what
+        launch, size, name = thread.block.launch, a.dtype.itemsize, site.what
+        if launch not in launches:
+            launches[launch] = len(launches), _parameters(launch)
+        number, parameters = launches[launch]
         if a.memory.kind == "global":
             name, k = _place(parameters, a.flat.__array_interface__["data"][0] + k * size, size)
         if site not in widths:
             widths[site] = _width(site.what, size)
         position = tuple(int(i) for i in thread.block.position)
-        who = (position, thread.index, site.line, site.column, name, write)
+        who = (number, position, thread.index, site.line, site.column, name, write)
         turn, turns[who] = turns[who] // widths[site], turns[who] + 1
-        accesses.append(
-            Access(
-                name, a.memory.kind, write, position, thread.index, int(k), size, site.line, turn
-            )
-        )
+        what = (name, a.memory.kind, write, position, thread.index, int(k), size)
+        accesses.append(Access(*what, site.line, turn, number))
 
     def noted_load(self, a, index, site):
         note(self, a, index, site, False)
@@ -134,19 +148,19 @@ def traced(kernel, grid, block, *args, shared: int = 0) -> Trace:
 
     Thread.load, Thread.store = noted_load, noted_store
     try:
-        simulator.run(kernel, grid, block, *args, shared=shared)
+        yield Trace(accesses)
     finally:
         Thread.load, Thread.store = load, store
-    return Trace(accesses)
 
 
-def _parameters(kernel, args):
+def _parameters(launch):
     """-> [(first byte, end, name)] of the array arguments"""
     found = []
-    for name, a in zip(inspect.signature(kernel.py_func).parameters, args):
-        if isinstance(a, np.ndarray):
-            low, high = np.lib.array_utils.byte_bounds(a)
-            found.append((low, high, name))
+    names = list(inspect.signature(launch.translated.function).parameters)[1:]  # not the thread
+    for name, a in zip(names, launch.args):
+        if isinstance(a, Array):
+            low = a.flat.__array_interface__["data"][0]
+            found.append((low, low + a.flat.nbytes, name))
     return found
 
 
