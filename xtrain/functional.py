@@ -96,11 +96,17 @@ class ResidualRMSNorm(Function):
 
 
 class ResidualRMSNormLinear(Function):
-    """h = x + r,  y = linear(rmsnorm(h), v): what the norm gives is not kept, backward makes it again from h."""
+    """h = x + r,  y = linear(rmsnorm(h), v): what the norm gives is not kept, backward makes it again from h.
+
+    r None: h is x.  dtype: of what the norm gives then, where it is not that of x.
+    """
 
     @staticmethod
-    def forward(ctx, x_NC, r_NC, w_C, v_OC, eps):
-        h_NC, n_NC, rstd_N = _residual.residual_rmsnorm_fwd(x_NC, r_NC, w_C, eps)
+    def forward(ctx, x_NC, r_NC, w_C, v_OC, eps, dtype=None):
+        if r_NC is None:
+            h_NC, (n_NC, rstd_N) = x_NC, _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, dtype)
+        else:
+            h_NC, n_NC, rstd_N = _residual.residual_rmsnorm_fwd(x_NC, r_NC, w_C, eps)
         ctx.save(h_NC, w_C, rstd_N, v_OC)
         return h_NC, _gemm.linear_fwd(n_NC, v_OC)
 

@@ -100,10 +100,9 @@ class Block(Module):
 
     def __call__(self, B, rotary, attend_again, h_NC, pending_NC=None):
         attention, mlp = self.self_attn, self.mlp
-        if pending_NC is None:  # the first block
-            qkv = F.linear(self.input_layernorm(h_NC), attention.qkv)
-        else:
-            h_NC, qkv = self.input_layernorm(h_NC, pending_NC, attention.qkv)
+        h_NC, qkv = self.input_layernorm(
+            h_NC, pending_NC, attention.qkv
+        )  # nothing is pending at first
         attended_NC = attention(qkv, B, rotary, attend_again)
         h_NC, gu_N2F = self.post_attention_layernorm(h_NC, attended_NC, mlp.gate_up)
         return h_NC, mlp(gu_N2F)

@@ -224,7 +224,7 @@ class Linear(Module):
 class RMSNorm(Module):
     """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel.
 
-    linear: the matrix that the result goes to; then its output is returned instead, and the result is not kept.
+    linear: the matrix that the result goes to. Then what comes back is (x, or x + r) and the output of that matrix.
     """
 
     def __init__(self, dim: int, eps: float):
@@ -234,8 +234,9 @@ class RMSNorm(Module):
     def __call__(
         self, x_NC: Tensor, residual_NC: Tensor | None = None, linear: Parameter | None = None
     ):
+        w, eps = self.weight, self.eps
+        if linear is not None:
+            return F.residual_rmsnorm_linear(x_NC, residual_NC, w, linear, eps, self.out_dtype)
         if residual_NC is None:
-            return F.rmsnorm(x_NC, self.weight, self.eps, self.out_dtype)
-        if linear is None:
-            return F.residual_rmsnorm(x_NC, residual_NC, self.weight, self.eps)
-        return F.residual_rmsnorm_linear(x_NC, residual_NC, self.weight, linear, self.eps)
+            return F.rmsnorm(x_NC, w, eps, self.out_dtype)
+        return F.residual_rmsnorm(x_NC, residual_NC, w, eps)
