@@ -28,6 +28,7 @@ from _timing import copy_bandwidth, gpu_ms, record
 import xtrain
 from xtrain.device import memory_peak_bytes
 from xtrain.engine import graph_size
+from xtrain.huggingface import config_to_hf
 from xtrain.kernel_times import NoTimes, cupti_times
 from xtrain.kernels.cast import cast_fwd
 
@@ -57,9 +58,7 @@ def random_model(o: Options) -> xtrain.Transformer:
         if p.ndim == 1:
             p.data.fill(1)
         else:
-            p.data[...] = cast_fwd(
-                cp.random.standard_normal(p.shape, dtype=cp.float32) * 0.02, p.dtype
-            )
+            p.data = cast_fwd(cp.random.standard_normal(p.shape, dtype=cp.float32) * 0.02, p.dtype)
     return model
 
 
@@ -123,7 +122,7 @@ def their_model(model):
     import torch
     import transformers
 
-    config = transformers.LlamaConfig(**xtrain.huggingface.config_to_hf(model.config))
+    config = transformers.LlamaConfig(**config_to_hf(model.config))
     config.attn_implementation = "sdpa"
     with torch.device("meta"):
         theirs = transformers.LlamaForCausalLM(config)

@@ -63,7 +63,11 @@ class Parameter(Tensor):
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
             )
-        self[...] = array
+        if self.dtype == array.dtype == BFLOAT16:  # as bits: no array library need know the type
+            self._data.view(np.uint16)[...] = array.view(np.uint16)
+            self.version.count += 1
+        else:
+            self[...] = array
 
 
 class _Part(Tensor):
