@@ -42,7 +42,7 @@ def assert_same_run(a, b) -> None:
     """Numbers, samples and every checkpoint that both have, byte for byte."""
     both = sorted(set(checkpoints(a)) & set(checkpoints(b)))
     assert both, (checkpoints(a), checkpoints(b))
-    names = ["metrics.jsonl", "samples.txt"]
+    names = ["metrics.jsonl", "layers.jsonl", "samples.txt"]
     for step in both:
         names += [f"checkpoints/{step}/{p.name}" for p in (a / "checkpoints" / step).iterdir()]
     for name in names:

@@ -216,6 +216,7 @@ class TrainConfig:
     spike_z: float = (
         6.0  # flag a loss that lies so many standard deviations above the last 50; 0: never
     )
+    tensorboard: bool = False  # also write the numbers for TensorBoard, into the run's folder (package tensorboardX)
     debug: bool = False  # synchronise after every kernel and name the one that failed
 
     def validate(self) -> None:

@@ -262,6 +262,11 @@ class ParallelRun(Run):
         self.collectives.clear()
         return more
 
+    def layer_squares(self) -> dict[str, float]:
+        mine = super().layer_squares()  # with ZeRO of the owned parts
+        sums = self.ranks.total(list(mine.values())) if self.config.zero else mine.values()
+        return dict(zip(mine, sums))
+
     def validate(self) -> tuple[float, float]:
         self.beat()
         return super().validate()

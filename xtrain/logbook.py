@@ -3,9 +3,11 @@
     config.json     the resolved options, the model's shape, the corpus (size, hash), versions, machine
     metrics.jsonl   only what is reproducible: step, loss, grad_norm, lr; at validations val_loss, val_bpb. A number that is
                     not finite is null; "skipped" says why a step changed nothing, "spike" how far a loss lies off the others
-    timing.jsonl    tokens per second, MFU, milliseconds: different every time
+    layers.jsonl    gradient norm of each layer, before clipping, now and then; reproducible too
+    timing.jsonl    tokens per second, MFU, milliseconds, also by phase (clock.py), memory so far: different every time
     samples.txt     generated text
     loss.png        the loss curve
+    report.html     all of it on one page (report.py)
 
 MFU, model FLOP/s utilisation (Chowdhery et al. 2022): the floating-point operations that the model's mathematics needs,
 per second, over what the GPU can do at most in the precision in use. Per token they are 6 per matrix parameter
@@ -25,7 +27,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .config import ModelConfig, TrainConfig
+from .config import ModelConfig, TrainConfig, UserError
 from .device import cupy
 from .files import FULL, Journal, cannot_write, write_whole
 from .health import spike
@@ -114,15 +116,20 @@ class Logbook:
         self.spike_z, self.first_step = config.spike_z, state.get("step", 0)
         self.every = max(1, self.steps // 20)  # lines in a pipe
         self.metrics: list[dict[str, Any]] = _keep(folder / "metrics.jsonl", self.first_step)
-        _keep(folder / "timing.jsonl", self.first_step)
+        for name in ("timing.jsonl", "layers.jsonl"):
+            _keep(folder / name, self.first_step)
         _cut(folder / "samples.txt", state.get("logs", {}).get("samples.txt", 0))
         if self.first_step and _last_step(self.metrics) < self.first_step:
             self.warn(
                 f"{folder / 'metrics.jsonl'} ends before step {self.first_step}: there is a gap"
             )
-        names = ("metrics.jsonl", "timing.jsonl", "samples.txt")
+        names = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")
         self.files = {name: Journal(folder / name) for name in names}
         self.full = False  # has a full disk been told?
+        self.board = None
+        if config.tensorboard:  # what it has of later steps is hidden there
+            board = str(folder / "tensorboard")
+            self.board = summary_writer()(board, purge_step=self.first_step + 1)
         columns = [
             TextColumn("{task.description}"),
             BarColumn(None),
@@ -141,6 +148,8 @@ class Logbook:
 
     def __exit__(self, *_: Any) -> None:
         self.progress.stop()
+        if self.board is not None:
+            self.board.close()
 
     def warn(self, text: str) -> None:
         self.console.print(f"[yellow]warning[/]: {escape(text)}", highlight=False, soft_wrap=True)
@@ -179,6 +188,9 @@ class Logbook:
             eta = elapsed / max(1, step - self.first_step) * (self.steps - step)
             self.console.print(f"{text}  ETA {eta:.0f} s", highlight=False)
 
+    def layers(self, step: int, norms: dict[str, float]) -> None:
+        self.record("layers.jsonl", {"step": step, **norms})
+
     def validation(self, step: int, loss: float, bpb: float, bigram_bpb: float) -> None:
         self.record("metrics.jsonl", {"step": step, "val_loss": loss, "val_bpb": bpb})
         verdict = "beats" if bpb < bigram_bpb else "not yet below"
@@ -202,6 +214,12 @@ class Logbook:
         }
         if name == "metrics.jsonl":
             self.metrics.append(sound)
+        if self.board is not None:
+            for key, value in sound.items():
+                if is_number(value) and key != "step":
+                    self.board.add_scalar(
+                        f"{name.removesuffix('.jsonl')}/{key}", value, sound["step"]
+                    )
         self.append(name, json.dumps(sound) + "\n")
 
     def append(self, name: str, text: str) -> None:
@@ -266,13 +284,24 @@ class NoLogbook:
     def nothing(self, *_: Any) -> None:
         pass
 
-    __exit__ = step = validation = sample = picture = nothing
+    __exit__ = step = layers = validation = sample = picture = nothing
 
     def flush(self) -> bool:
         return True
 
     def lengths(self) -> dict[str, int]:
         return {}
+
+
+def summary_writer() -> Any:
+    """The class that writes TensorBoard's files. Raises UserError without the package for it."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "--tensorboard needs a package that is not installed: `pip install 'xtrain[tensorboard]'`"
+        ) from None
+    return SummaryWriter
 
 
 def is_number(x: Any) -> bool:

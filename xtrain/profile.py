@@ -1,6 +1,7 @@
 """Where do time and memory of a training step go?
 
     python -m xtrain.profile [--preset NAME] [--precision bf16] [--no-graph] [--trace FILE] [--picture FILE]
+    python -m xtrain.profile --run runs/NAME          the same of a run's model; the tables go onto its report.html
     python -m xtrain.profile --plan [--preset NAME] [--dim ... --layers ...] [--gpus 1,4,8]
 
 The first measures: the parts of a step (from an idle GPU to an idle GPU), every kernel with its share
@@ -30,7 +31,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from . import kernel_times, memory
+from . import kernel_times, memory, report
+from ._report.profiled import Keeping, shape_of, with_options_of
 from .config import PRESETS, ModelConfig, Preset, TrainConfig, UserError, resolve
 from .data import Loader, write_shard
 from .device import (
@@ -71,6 +73,7 @@ class Options:
     """What to look at. A model is a preset, changed by whatever of its shape is given."""
 
     plan: bool = False  # only say what memory a step would take
+    run: Path | None = None  # profile the model of this run (runs/NAME), with its options
     preset: str = "auto"  # a preset of xtrain.train; for --plan also 1b and 7b
     dim: int | None = None  # width
     layers: int | None = None  # blocks
@@ -96,6 +99,8 @@ class Options:
 
 def model_config(o: Options) -> tuple[ModelConfig, int, int]:
     """-> shape, batch, T. Raises UserError."""
+    if o.run is not None:
+        return shape_of(o.run)
     presets = {**PRESETS, **(LARGE if o.plan else {})}
     gpu = o.device != "cpu" and gpu_available()
     name = o.preset if o.preset != "auto" else "dim384" if gpu or o.plan else "tiny"
@@ -433,10 +438,14 @@ def _say(console: Console, text: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """-> exit code: 0, or 2 when the user can mend something (said in one sentence on stderr)."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Keeping(width=None if sys.stdout.isatty() else 160)
     try:
         o = tyro.cli(Options, prog="python -m xtrain.profile", description=__doc__, args=arguments)
+        o = o if o.run is None else with_options_of(o.run, o)
         show_plan(o, console) if o.plan else measure(o, console)
+        if o.run is not None and not o.plan:
+            kept = console.keep(o.run)
+            _say(console, f"tables: {kept}; on a page: {report.write([o.run])}")
         return 0
     except UserError as error:
         print(f"xtrain.profile: {error}", file=sys.stderr)

@@ -12,15 +12,17 @@ import numpy as np
 from . import checkpoint
 from .autograd import Tensor, no_grad
 from .checkpoint import Saved, Snapshot
+from .clock import off
 from .communicator import ALONE, Alone
 from .config import MATTERS, TrainConfig, UserError
 from .data import Corpus
-from .device import Array, HostCopies, device_name, to_device
+from .device import Array, HostCopies, device_name, to_device, to_numpy
 from .graph import Graphed
 from .health import first_nonfinite
 from .kernels._launch import zeros
 from .kernels.cross_entropy import count_targets
 from .kernels.elementwise import add_fwd
+from .kernels.grad_norm import sum_of_squares
 from .kernels.skip import skip_unless_finite
 from .model import Transformer
 from .optim import AdamW, clip, learning_rate
@@ -42,6 +44,7 @@ class Run:
         self.val_loss: tuple[int, float] | None = None  # the last validation: step, loss
         self.copies = HostCopies()
         self.beat = lambda: None  # tells a watchdog that all is well
+        self.clock = off  # see clock.py
         if model.device == "cpu":
             self.on_device = self.compute
         elif config.graph:
@@ -59,9 +62,12 @@ class Run:
     def step(self) -> tuple[Any, Any, float]:
         """One optimizer step. -> loss and gradient norm, (1,) arrays still on the device; learning rate."""
         c, optimizer = self.config, self.optimizer
+        self.clock("data")
         ids, targets, *more = self.next_batch()
+        self.clock("step")
         optimizer.lr = learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
         loss, norm = self.on_device(ids, targets, optimizer.advance(), *more)
+        self.clock(None)
         self.done += 1
         return loss, norm, optimizer.lr
 
@@ -74,6 +80,7 @@ class Run:
     ) -> tuple[Array, Array]:
         """The part of a step that runs on the device: arrays in, arrays out, no look at a value."""
         loss = self.gradients(self.backward, ids, targets, inv_count)
+        self.clock("optimizer")
         norm, factor = self.clip()
         skip_unless_finite(factor, self.row, *self.of_all(norm, loss), self.config.max_skips)
         self.optimizer.apply(hyper, factor)
@@ -90,7 +97,9 @@ class Run:
         model.zero_grad()
         for i in range(0, ids.shape[0], c.micro_batch):
             part = slice(i, i + c.micro_batch)
+            self.clock("forward")
             loss = model.loss(ids[part], targets[part], inv_count)
+            self.clock("backward")
             backward(loss, i + c.micro_batch >= ids.shape[0])
             losses.append(loss.data.reshape(1))
         return functools.reduce(add_fwd, losses)
@@ -108,6 +117,21 @@ class Run:
     def timing(self, speed: float) -> dict[str, Any]:
         """More numbers for timing.jsonl."""
         return {}
+
+    def layer_norms(self) -> dict[str, float]:
+        """Gradient norms of the last step, before clipping: embedding, each layer, the last norm, head."""
+        return {name: float(np.sqrt(x)) for name, x in self.layer_squares().items()}
+
+    def layer_squares(self) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for prefix, p in self.model.storage():
+            name = _group(prefix)
+            sums.setdefault(name, 0.0)
+            for start, end in self.optimizer.owned:
+                a, b = max(start, p.offset), min(end, p.offset + p.size)
+                if a < b:
+                    sums[name] += float(to_numpy(sum_of_squares(self.model.arena.grads[a:b]))[0])
+        return sums
 
     @no_grad()
     def validate(self) -> tuple[float, float]:
@@ -220,6 +244,16 @@ class Run:
             "the result of every op is finite" if len(found) == 1 else "it is finite on every rank"
         )
         return f"{what} when the step is done again: the norm is too large, or the fault does not repeat"
+
+
+def _group(prefix):
+    """Of the modules in model.py: "model.layers.3.mlp." -> "layer 3"."""
+    words = prefix.split(".")
+    if "layers" in words:
+        return f"layer {words[words.index('layers') + 1]}"
+    return {"embed_tokens": "embedding", "norm": "last norm"}.get(
+        words[-2] if words[1:] else "", "head"
+    )
 
 
 def changes(then: dict[str, Any], now: dict[str, Any], same_ranks: bool) -> dict[str, str]:

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from . import checkpoint, huggingface
+from . import checkpoint, huggingface, report
 from .checkpoint import Saved
+from .clock import Clock, memory_bytes
 from .communicator import ALONE, Alone
 from .config import ModelConfig, TrainConfig, UserError, resolve
 from .data import Corpus, prepare
@@ -29,11 +30,21 @@ from .device import device_name, memory_peak_bytes, resolve_device, to_numpy
 from .files import Busy, cannot_write, locked, write_whole
 from .health import unsound
 from .kernels._launch import set_debug
-from .logbook import Logbook, NoLogbook, describe, flops_per_token, parameter_table, peak_flops
+from .logbook import (
+    Logbook,
+    NoLogbook,
+    describe,
+    flops_per_token,
+    parameter_table,
+    peak_flops,
+    summary_writer,
+)
 from .model import Transformer
 from .run import Run
 from .stopping import Stop, seconds
 from .writer import Writer
+
+POINTS = 100  # of the gradient norms per layer, over a run
 
 
 class Loop:
@@ -47,6 +58,8 @@ class Loop:
         self.peak = peak_flops(c.precision) if gpu else None
         # reading a number means waiting for the GPU: not every step
         self.every = 10 if gpu else 1
+        run.clock = Clock(run.model.device, gpu and c.graph)
+        self.apart = max(self.every, c.steps // POINTS)  # steps between gradient norms per layer
 
     def __call__(self) -> None:
         run, c = self.run, self.run.config
@@ -64,6 +77,7 @@ class Loop:
                 for n in ("eval", "sample", "save")
             }
             due["save"] |= bool(asked) or run.done == last
+            due["layers"] = run.done == c.steps or run.done % self.apart == 0
             if any(due.values()) or len(self.waiting) == self.every:
                 self.read_numbers()
                 self.do(due)
@@ -74,6 +88,8 @@ class Loop:
 
     def do(self, due: dict[str, bool]) -> None:
         run, log = self.run, self.log
+        if due["layers"]:
+            log.layers(run.done, run.layer_norms())
         if due["eval"]:
             log.validation(run.done, *run.validate(), run.corpus.bigram_bpb)
         if due["sample"]:
@@ -89,12 +105,12 @@ class Loop:
         losses = [float(to_numpy(loss)[0]) for _, loss, _, _ in steps]
         n = len(steps)
         sums = run.ranks.total(losses + [float(not np.isfinite(norm)) for norm in norms])
-        seconds = (time.perf_counter() - self.since) / n
+        seconds, phases = (time.perf_counter() - self.since) / n, run.clock.read(n)
         for (step, _, _, lr), loss, norm, bad in zip(steps, sums[:n], norms, sums[n:]):
             wrong = unsound(loss, np.nan if bad and np.isfinite(norm) else norm)
             run.row_seen = run.row_seen + 1 if wrong else 0
             run.skipped += wrong is not None
-            self.log.step(step, loss, norm, lr, wrong, self.timing(seconds))
+            self.log.step(step, loss, norm, lr, wrong, self.timing(seconds, phases))
             if run.row_seen == c.max_skips:
                 raise UserError(
                     f"{c.max_skips} steps in a row were skipped (--max-skips), at last step {step}: {wrong}. First not "
@@ -103,12 +119,15 @@ class Loop:
                 )
         steps.clear()
 
-    def timing(self, seconds: float) -> dict[str, Any]:
-        """seconds: of one step."""
+    def timing(self, seconds: float, phases: dict[str, float]) -> dict[str, Any]:
+        """seconds: of one step. phases: their ms."""
         run, c = self.run, self.run.config
         speed = c.batch * c.seq_len / seconds
         mfu = speed / run.ranks.world * self.per_token / self.peak if self.peak else None
-        return {"tokens_per_s": speed, "ms": 1e3 * seconds, "mfu": mfu, **run.timing(speed)}
+        return {
+            "tokens_per_s": speed, "ms": 1e3 * seconds, "mfu": mfu, "phases_ms": phases,
+            "memory_bytes": memory_bytes(run.model.device), **run.timing(speed),
+        }  # fmt: skip
 
 
 def train(
@@ -124,6 +143,8 @@ def train(
     with Stop(seconds(config.time_limit)) as stop, contextlib.ExitStack() as stack:
         device = resolve_device(config.device)
         set_debug(config.debug)
+        if config.tensorboard:
+            summary_writer()  # is it there?
         asked_name = config.name
         config, shape = resolve(config, device == "gpu", ranks.world)
         folder, saved = ranks.first(lambda: _run_folder(config, asked_name, warn))
@@ -147,6 +168,8 @@ def train(
             log = Logbook(folder, config, saved.state if saved else {}, console)
         with log, Writer(folder, config.keep, warn, run.beat) as writer:
             Loop(run, log, stop, writer)()
+        if ranks.rank == 0:
+            report.finish(folder, run, warn)
         _farewell(console, run, folder, stop)
     return folder
 
@@ -263,7 +286,7 @@ def _farewell(console: Console, run: Run, folder: Path, stop: Stop) -> None:
     )
     console.print(
         f"[bold]{state}[/]. What next:{go_on}\n"
-        f"  look at the curve       {folder / 'loss.png'}\n"
+        f"  look at the run         {folder / 'report.html'}\n"
         f"  train on your own text  python -m xtrain.train --data FILE_OR_FOLDER\n"
         f"  go on from these weights  python -m xtrain.train --init {last} --tokenizer {last / 'tokenizer.json'}\n"
         f'  let it write            python -m xtrain.generate --model {folder} "{run.config.sample_prompt}"\n'

@@ -1,0 +1,1 @@
+"""The pieces of a run's page; ../report.py puts them together."""

@@ -1,0 +1,168 @@
+"""Line charts as HTML: the lines in SVG that stretches with the page, the text beside them as text, so that it keeps its size.
+
+Colours are CSS variables of the page (style.py): the same chart suits a light and a dark one.
+"""
+
+import html
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+MOST_POINTS = 500  # a screen shows no more
+SIDE = 1000.0  # of the drawing, in its own units
+
+Points = list[tuple[float, float | None]]  # None: a number that was not finite; the line has a gap
+
+
+@dataclass(frozen=True)
+class Curve:
+    """style: "line", "faint" or "dots". color: any CSS colour."""
+
+    name: str
+    points: Points
+    color: str
+    style: str = "line"
+
+
+def palette(i: int) -> str:
+    return f"var(--c{i % 6})"
+
+
+def by_depth(i: int, n: int) -> str:
+    """A colour for the i-th of n layers, from violet to yellow."""
+    return f"hsl({280 - 230 * i / max(1, n - 1):.0f} 65% 52%)"
+
+
+def running_mean(points: Points, rate: float = 0.05) -> Points:
+    mean, out = None, []
+    for x, y in points:
+        if y is not None:
+            mean = y if mean is None else mean + rate * (y - mean)
+            out.append((x, mean))
+    return out
+
+
+def chart(title: str, unit: str, curves: list[Curve], log: bool = False) -> str:
+    """-> a <figure>, or "" when there is nothing to draw. log: the vertical axis; numbers up to 0 are left out then."""
+    curves = [Curve(c.name, _thin(_drawable(c.points, log)), c.color, c.style) for c in curves]
+    curves = [c for c in curves if any(y is not None for _, y in c.points)]
+    if not curves:
+        return ""
+    xs = [x for c in curves for x, _ in c.points]
+    ys = [y for c in curves for _, y in c.points if y is not None]
+    x_low, x_high, x_ticks = _axis(min(xs), max(xs), log=False, most=5)
+    x_low, x_high = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
+    x_ticks = [x for x in x_ticks if x_low <= x <= x_high]
+    y_low, y_high, y_ticks = _axis(min(ys), max(ys), log, most=5)
+    across = lambda x: (x - x_low) / (x_high - x_low)
+    up = _scale(y_low, y_high, log)
+    name = html.escape(title)
+    drawn = "".join(_path(c, across, up) for c in curves)
+    grid = "".join(
+        f'<path class="grid" d="M0 {_n(SIDE * (1 - up(y)))}H{SIDE:.0f}"/>' for y in y_ticks
+    )
+    labels = "".join(
+        f'<span class="y" style="bottom:{100 * up(y):.2f}%">{_number(y)}</span>' for y in y_ticks
+    ) + "".join(
+        f'<span class="x" style="left:{100 * across(x):.2f}%">{_number(x)}</span>' for x in x_ticks
+    )
+    return (
+        f'<figure class="chart"><figcaption>{name} <small>{html.escape(unit)}</small></figcaption>'
+        f'<div class="plot"><svg viewBox="0 0 {SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{name} over steps">{grid}{drawn}</svg>{labels}</div>{_legend(curves)}</figure>'
+    )
+
+
+def _drawable(points, log):
+    keep = lambda y: y is not None and math.isfinite(y) and (y > 0 or not log)
+    return [(x, float(y) if keep(y) else None) for x, y in points]
+
+
+def _thin(points: Points) -> Points:
+    """Many points become fewer: of each piece the lowest and the highest, in their order, so that no peak is lost."""
+    if len(points) <= MOST_POINTS:
+        return points
+    piece, out = math.ceil(2 * len(points) / MOST_POINTS), []
+    for i in range(0, len(points), piece):
+        part = points[i : i + piece]
+        known = [p for p in part if p[1] is not None]
+        if known:
+            out += sorted({min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])})
+        if len(known) < len(part):
+            out.append((part[-1][0], None))
+    return [*out, points[-1]]  # the axis ends where the run does
+
+
+def _path(curve, across, up):
+    place = lambda x, y: f"{_n(SIDE * across(x))} {_n(SIDE * (1 - up(y)))}"
+    runs: list[list[str]] = [[]]
+    for x, y in curve.points:
+        if y is None:
+            runs.append([])
+        else:
+            runs[-1].append(place(x, y))
+    if curve.style == "dots":
+        d = "".join(f"M{p}h0" for run in runs for p in run)
+    else:  # a point alone is drawn by its round ends
+        d = "".join("M" + "L".join(run) + ("h0" if len(run) == 1 else "") for run in runs if run)
+    title = html.escape(curve.name)
+    return f'<path class="{curve.style}" style="stroke:{curve.color}" d="{d}"><title>{title}</title></path>'
+
+
+def _legend(curves):
+    shown = [c for c in curves if c.style != "faint"]
+    if len(shown) < 2:
+        return ""
+    if len(shown) > 8:  # a row of layers: the ends and the middle say enough
+        shown = [shown[0], shown[len(shown) // 2], shown[-1]]
+    items = (
+        f'<span><i style="background:{c.color}"></i>{html.escape(c.name)}</span>' for c in shown
+    )
+    return f'<div class="legend">{"".join(items)}</div>'
+
+
+# ----------------------------------------------------------------------------- axes
+def _scale(low, high, log):
+    if log:
+        low, high = math.log(low), math.log(high)
+        return lambda y: (math.log(y) - low) / (high - low)
+    return lambda y: (y - low) / (high - low)
+
+
+def _axis(low: float, high: float, log: bool, most: int) -> tuple[float, float, list[float]]:
+    """-> ends of the axis, and round numbers between them."""
+    if high <= low:
+        margin = abs(low) / 10 or 1.0
+        low, high = (low / 1.5, high * 1.5) if log else (low - margin, high + margin)
+    if log:
+        low, high = low / 1.05, high * 1.05
+        ticks = [t for t in _decades(low, high) if low <= t <= high]
+        if len(ticks) >= 2:
+            return low, high, ticks[:: max(1, math.ceil(len(ticks) / most))]
+        return low, high, [t for t in _axis(low, high, False, most)[2] if low <= t <= high]
+    step = next(s for s in _round_steps((high - low) / most))
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return first * step, last * step, [i * step for i in range(first, last + 1)]
+
+
+def _round_steps(least: float) -> Iterator[float]:
+    power = 10.0 ** math.floor(math.log10(least))
+    yield from (power * n for n in (1, 2, 5, 10) if power * n >= least)
+
+
+def _decades(low: float, high: float) -> Iterable[float]:
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    few = len(powers) <= 4
+    return (10.0**p * n for p in powers for n in ((1, 2, 5) if few else (1,)))
+
+
+def _number(x: float) -> str:
+    """For a label: 1234567 -> 1.23M."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(x) >= size:
+            return f"{x / (1e3 if letter == 'k' else size):.3g}{letter}"
+    return f"{x:.4g}" if x == 0 or abs(x) >= 1e-3 else f"{x:.1e}"
+
+
+def _n(x):
+    return f"{x:.1f}".rstrip("0").rstrip(".")

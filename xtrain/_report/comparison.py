@@ -1,0 +1,107 @@
+"""A page about several runs: their curves in the same charts, where they end, and in what they differ."""
+
+import html
+import json
+
+from .chart import Curve, chart, palette, running_mean
+from .record import Record
+from .style import table
+
+
+def sections(runs: list[Record]) -> list[str]:
+    names = _names(runs)
+    missing = "".join(
+        f"<p>{html.escape(f'{n}: {text}')}</p>"
+        for n, run in zip(names, runs)
+        for text in run.missing
+    )
+    return [
+        f"<h1>{html.escape(' / '.join(names))}</h1>{missing}",
+        _ends(runs, names),
+        _curves(runs, names),
+        _differences(runs, names),
+        _samples(runs, names),
+    ]
+
+
+def _names(runs):
+    """The folder's name; where two have the same, the whole path."""
+    names = [run.name for run in runs]
+    return [n if names.count(n) == 1 else str(run.folder) for n, run in zip(names, runs)]
+
+
+def _ends(runs, names):
+    columns = [
+        "run",
+        "steps",
+        "training loss",
+        "best validation",
+        "bits per byte",
+        "tokens per second",
+        "skipped",
+    ]
+    rows = []
+    for name, run in zip(names, runs):
+        loss = running_mean(run.points("loss"))
+        speed = running_mean(run.points("tokens_per_s", run.timing))
+        rows.append([
+            name, f"{run.steps:,}", _shown(loss[-1][1] if loss else None, "{:.4f}"),
+            _shown(run.best("val_loss"), "{:.4f}"), _shown(run.best("val_bpb"), "{:.3f}"),
+            _shown(speed[-1][1] if speed else None, "{:,.0f}"), str(sum("skipped" in m for m in run.metrics)),
+        ])  # fmt: skip
+    return table(columns, rows, kind="num")
+
+
+def _curves(runs, names):
+    def both(title, unit, points, smooth=True, log=False):
+        lines = [
+            Curve(name, running_mean(points(run)) if smooth else points(run), palette(i))
+            for i, (name, run) in enumerate(zip(names, runs))
+        ]
+        return chart(title, unit, lines, log)
+
+    charts = [
+        both("Training loss", "nats per token, running mean", lambda r: r.points("loss")),
+        both("Validation loss", "nats per token", lambda r: r.points("val_loss"), smooth=False),
+        both(
+            "Gradient norm",
+            "before clipping, running mean",
+            lambda r: r.points("grad_norm"),
+            log=True,
+        ),
+        both("Learning rate", "", lambda r: r.points("lr"), smooth=False),
+        both(
+            "Throughput",
+            "tokens per second, running mean",
+            lambda r: r.points("tokens_per_s", r.timing),
+        ),
+    ]
+    return f'<h2>Curves over steps</h2><div class="charts">{"".join(charts)}</div>'
+
+
+def _differences(runs, names):
+    """Only what is not the same everywhere."""
+    rows = []
+    for part in ("train", "model", "data", "machine", "versions"):
+        keys = dict.fromkeys(key for run in runs for key in run.part(part))
+        for key in keys:
+            values = [run.part(part).get(key) for run in runs]
+            if len({json.dumps(v, sort_keys=True) for v in values}) > 1:
+                rows.append([f"{part}: {key}", *("-" if v is None else str(v) for v in values)])
+    if not rows:
+        return "<h2>Differences</h2><p>The configurations are the same.</p>"
+    return "<h2>Differences</h2>" + table(["what", *names], rows)
+
+
+def _samples(runs, names):
+    shown = "".join(
+        f"<details><summary>{html.escape(name)}, step {run.samples[-1][0]:,}</summary>"
+        f"<pre>{html.escape(run.samples[-1][1])}</pre></details>"
+        for name, run in zip(names, runs)
+        if run.samples
+    )
+    return shown and f"<h2>The last samples</h2>{shown}"
+
+
+def _shown(x, form):
+    return "-" if x is None else form.format(x)

@@ -1,0 +1,265 @@
+"""The sections of a page about one run."""
+
+import html
+import time
+from typing import Any
+
+import numpy as np
+
+from .chart import Curve, by_depth, chart, palette, running_mean
+from .pictures import image
+from .record import Record
+from .style import table, tiles
+
+MOST_EVENTS, MOST_SAMPLES = 30, 40
+
+
+def head(run: Record) -> str:
+    goal = run.part("train").get("steps")
+    val, bpb, bigram = run.last("val_loss"), run.last("val_bpb"), run.part("data").get("bigram_bpb")
+    speed = _middle([y for _, y in run.points("tokens_per_s", run.timing)])
+    memory = _middle([y for _, y in run.points("memory_bytes", run.timing)][-1:])
+    items = [
+        ("steps", f"{run.steps:,}" + (f" of {goal:,}" if isinstance(goal, int) else "")),
+        ("training loss", _shown(_last_mean(run), "{:.4f}")),
+        ("validation loss", _shown(val, "{:.4f}")),
+        ("bits per byte", _shown(bpb, "{:.3f}")),
+        ("byte-bigram model's", _shown(_float(bigram), "{:.3f}")),
+        ("tokens per second", _shown(speed, "{:,.0f}")),
+        ("memory", _shown(memory and memory / 1e9, "{:.2f} GB")),
+    ]
+    device = run.part("machine").get("device", "")
+    today = time.strftime("%Y-%m-%d %H:%M")
+    lines = [
+        f"<h1>{html.escape(run.name)}</h1>",
+        f"<p>{html.escape(str(device))}, page of {today}</p>",
+    ]
+    lines += [f"<p>{html.escape(text)}</p>" for text in run.missing]
+    return "".join(lines) + tiles([(k, v) for k, v in items if v])
+
+
+def curves(run: Record) -> str:
+    loss, val = run.points("loss"), run.points("val_loss")
+    grad, lr = run.points("grad_norm"), run.points("lr")
+    charts = [
+        chart(
+            "Loss",
+            "nats per token",
+            [
+                Curve("training", loss, palette(0), "faint"),
+                Curve("training, running mean", running_mean(loss), palette(0)),
+                Curve("validation", val, palette(1), "dots"),
+                Curve("validation", val, palette(1), "faint"),
+            ],
+        ),
+        chart("Learning rate", "", [Curve("learning rate", lr, palette(3))]),
+        chart(
+            "Gradient norm",
+            "before clipping",
+            [
+                Curve("", grad, palette(4), "faint"),
+                Curve("gradient norm", running_mean(grad), palette(4)),
+            ],
+            log=True,
+        ),
+        layer_norms(run),
+        *timing(run),
+    ]
+    return f'<h2>Curves over steps</h2><div class="charts">{"".join(charts)}</div>'
+
+
+def layer_norms(run: Record) -> str:
+    names = [
+        name for name in dict.fromkeys(k for line in run.layers for k in line) if name != "step"
+    ]
+    lines = [
+        Curve(name, run.points(name, run.layers), by_depth(i, len(names)))
+        for i, name in enumerate(names)
+    ]
+    return chart("Gradient norm per layer", "before clipping", lines, log=True)
+
+
+def timing(run: Record) -> list[str]:
+    speed, mfu = run.points("tokens_per_s", run.timing), run.points("mfu", run.timing)
+    memory = [(x, y and y / 1e9) for x, y in run.points("memory_bytes", run.timing)]
+    inside = [
+        {"step": t["step"], **t["phases_ms"]}
+        for t in run.timing
+        if isinstance(t.get("phases_ms"), dict)
+    ]
+    names = [n for n in dict.fromkeys(k for line in inside for k in line) if n != "step"]
+    return [
+        chart(
+            "Throughput",
+            "tokens per second",
+            [
+                Curve("", speed, palette(2), "faint"),
+                Curve("tokens per second", running_mean(speed), palette(2)),
+            ],
+        ),
+        chart(
+            "MFU",
+            "% of the GPU's peak",
+            [Curve("MFU", [(x, y and 100 * y) for x, y in mfu], palette(5))],
+        ),
+        chart(
+            "Time by phase",
+            "ms a step, running mean",
+            [
+                Curve(n, running_mean(run.points(n, inside)), palette(i))
+                for i, n in enumerate(names)
+            ],
+        ),
+        chart("Memory", "GB, the most so far", [Curve("memory", memory, palette(1))]),
+    ]
+
+
+def events(run: Record) -> str:
+    rows = [[str(m["step"]), f"skipped: {m['skipped']}"] for m in run.metrics if m.get("skipped")]
+    rows += [
+        [
+            str(m["step"]),
+            f"the loss jumps to {m.get('loss')}, {m['spike']} standard deviations above those before",
+        ]
+        for m in run.metrics
+        if m.get("spike")
+    ]
+    if not rows:
+        return ""
+    rows.sort(key=lambda row: int(row[0]))
+    more = f"<p>and {len(rows) - MOST_EVENTS} more</p>" if len(rows) > MOST_EVENTS else ""
+    return (
+        "<h2>Skipped steps and jumps of the loss</h2>"
+        + table(["step", "what"], rows[:MOST_EVENTS])
+        + more
+    )
+
+
+# ----------------------------------------------------------------------------- a sentence
+def sentence(run: Record) -> str:
+    s = run.sentence
+    try:
+        return _sentence(s) if s else ""
+    except (KeyError, TypeError, ValueError, AttributeError):
+        run.missing.append("sentence.json is damaged")
+        return ""
+
+
+def _sentence(s: dict[str, Any]) -> str:
+    tokens = s["tokens"]
+    text = html.escape("".join(tokens))
+    rows = "".join(_next_row(token, x) for token, x in zip(tokens, s["next"]))
+    maps = "".join(
+        _layer_maps(layer, m, tokens, i == 0) for i, (layer, m) in enumerate(s["attention"].items())
+    )
+    some = len(s["attention"]) < s["layers"]
+    fewer = f" {len(s['attention'])} of {s['layers']} layers." if some else ""
+    return (
+        f"<h2>One sentence, step {int(s['step'])}</h2><pre>{text}</pre>"
+        "<h3>What comes next</h3><p>After each token: the real next one's probability, and what the model finds most likely.</p>"
+        f'<div class="scroll"><table class="next"><tbody>{rows}</tbody></table></div>'
+        "<h3>Where attention looks</h3><p>Row: the token that looks; column: where it looks; the bluer the more. "
+        f"Point at a picture for its name.{fewer}</p>{maps}"
+    )
+
+
+def _next_row(token, following):
+    real = following["real"]
+    chance = "" if real is None else f"{100 * float(real):.1f} %"
+    cells = "".join(
+        f'<td>{_token(t)}<span class="bar" style="width:{60 * float(p):.1f}px"></span>{100 * float(p):.1f} %</td>'
+        for t, p in following["top"]
+    )
+    return f'<tr><td>{_token(token)}</td><td class="real">{chance}</td>{cells}</tr>'
+
+
+def _token(text):
+    return f'<span class="token">{html.escape(_visible(text))}</span>'
+
+
+def _visible(text):
+    return str(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
+
+
+def _layer_maps(layer, maps, tokens, is_open):
+    mean = image(_square(maps["mean"], len(tokens)), f"{layer}, mean of all heads")
+    labels = "".join(f"<span>{html.escape(_visible(t))}</span>" for t in tokens)
+    heads = "".join(
+        f"<figure>{image(_square(p, len(tokens)), f'{layer}, head {h}')}<figcaption>head {html.escape(h)}</figcaption></figure>"
+        for h, p in maps["heads"].items()
+    )
+    of = f", {len(maps['heads'])} of {maps['of']} heads" if len(maps["heads"]) < maps["of"] else ""
+    return (
+        f"<details{' open' if is_open else ''}><summary>{html.escape(layer)}{of}</summary>"
+        f'<div class="maps"><figure class="mean"><div>{labels}</div>{mean}<figcaption>mean of all heads</figcaption></figure>{heads}</div></details>'
+    )
+
+
+def _square(p, T):
+    p_TT = np.array(p, np.float64)
+    if p_TT.shape != (T, T):
+        raise ValueError("not a map of this sentence")
+    return p_TT
+
+
+# ----------------------------------------------------------------------------- the rest
+def samples(run: Record) -> str:
+    if not run.samples:
+        return ""
+    step = max(1, -(-len(run.samples) // MOST_SAMPLES))
+    chosen = run.samples[::-1][::step]  # the newest first
+    shown = "".join(
+        f"<details{' open' if i == 0 else ''}><summary>step {n:,}</summary><pre>{html.escape(text)}</pre></details>"
+        for i, (n, text) in enumerate(chosen)
+    )
+    return f"<h2>Samples over time</h2>{shown}"
+
+
+def profile(run: Record) -> str:
+    tables = run.profile.get("tables")
+    if not isinstance(tables, list):
+        return ""
+    sound = [t for t in tables if isinstance(t, dict) and isinstance(t.get("rows"), list)]
+    shown = "".join(
+        table(
+            t.get("columns", []),
+            [r for r in t["rows"] if isinstance(r, list)],
+            t.get("title", ""),
+            "num",
+        )
+        for t in sound
+    )
+    return f"<h2>Profile</h2><p>{html.escape(str(run.profile.get('about', '')))}</p>{shown}"
+
+
+def configuration(run: Record) -> str:
+    names = {
+        "train": "Options", "model": "Model", "data": "Text", "machine": "Machine", "versions": "Versions",
+    }  # fmt: skip
+    shown = "".join(
+        f"<div>{table([], [[k, _value(v)] for k, v in run.part(part).items()], name)}</div>"
+        for part, name in names.items()
+    )
+    return f'<h2>Configuration</h2><div class="configs">{shown}</div>'
+
+
+def _value(x):
+    return "-" if x is None else f"{x:,}" if type(x) is int else str(x)
+
+
+def _last_mean(run):
+    means = running_mean(run.points("loss"))
+    return means[-1][1] if means else None
+
+
+def _middle(values):
+    known = [y for y in values if y is not None]
+    return float(np.median(known)) if known else None
+
+
+def _float(x):
+    return float(x) if isinstance(x, (int, float)) else None
+
+
+def _shown(x, form):
+    return "" if x is None else form.format(x)
