@@ -282,6 +282,7 @@ def test_figures_are_drawn():
         f.bars({"a": 1.0, "b": 2.0}, "GB/s", limit=("copy", 3.0)),
         f.tiles(8, 8, 12, 4, (1, 0), 1),
         f.butterfly([1, 2, 3, 4], (2, 1)),
+        f.graph({"x": (0, 0), "y": (1, 0)}, [("x", "y")]),
         f.curves([1, 10], {"a": [1, 2]}, "x", "y"),
     ]
     assert all(figure.axes for figure in made)

@@ -239,6 +239,26 @@ def curves(
     return _shown(figure)
 
 
+def graph(places: dict[str, tuple[float, float]], edges: list[tuple[str, str]], title="") -> Figure:
+    """places: {text of a box: (column, row)}. edges: (from, to). The same words begin the same colour."""
+    rows = max(r for _, r in places.values()) + 1
+    columns = max(c for c, _ in places.values()) + 1
+    figure, axes = _axes(0.75 * rows + 0.5)
+    for text, (c, r) in places.items():
+        kind = COLORS[0] if any(b == text for _, b in edges) else COLORS[1]
+        box = dict(boxstyle="round,pad=0.35", fc=kind, ec=INK, lw=0.6)
+        axes.text(c, r, text, ha="center", va="center", fontsize=9, color=INK, bbox=box, zorder=2)
+    for a, b in edges:
+        (x0, y0), (x1, y1) = places[a], places[b]
+        arrow = dict(arrowstyle="->", color="#607d8b", shrinkA=24, shrinkB=24, lw=1)
+        axes.annotate("", (x1, y1), (x0, y0), arrowprops=arrow, zorder=1)
+    axes.set_xlim(-0.6, columns - 0.4)
+    axes.set_ylim(rows - 0.4, -0.6)
+    axes.set_axis_off()
+    axes.set_title(title, fontsize=10)
+    return _shown(figure)
+
+
 def _plain(axes):
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -1,0 +1,439 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6 An autograd in 300 lines
+#
+# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/06_autograd.ipynb)
+#
+# *About 60 minutes. You need [lesson 5](05_backward.ipynb).*
+#
+# **The question.** A transformer of 12 layers runs about 150 ops in its forward pass. Each has a
+# backward like those that you derived in lesson 5. They have to be called in the right order, each
+# with the right gradient, and nobody wants to write that order down: it changes with every change
+# of the model. How can the program find it out by itself?
+#
+# By taking notes while it runs. You will write an engine of some twenty lines that differentiates
+# anything, then read the real one.
+
+# %% tags=["install"]
+# On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
+import os
+import subprocess
+import sys
+
+if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain"
+    subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
+    os.chdir("xtrain")
+    sys.path.insert(0, os.getcwd())
+
+# %% tags=["imports"]
+import itertools
+
+import numpy as np
+
+from xtrain import lesson
+
+# %% [markdown]
+# ## By hand
+#
+# $z = x \cdot y + x$ with x = 3, y = 2. As a program it is two ops, and x is used twice:
+
+# %%
+lesson.figures.graph(
+    {"x = 3": (0, 0), "y = 2": (0, 1), "p = x y": (1, 0.5), "z = p + x": (2, 0)},
+    [("x = 3", "p = x y"), ("y = 2", "p = x y"), ("p = x y", "z = p + x"), ("x = 3", "z = p + x")],
+    "the forward pass runs along the arrows; backward goes against them",
+)
+
+# %% [markdown]
+# Backward, with numbers. Begin with dz = 1.
+#
+# | op, last first | what arrives | what it hands on |
+# |---|---|---|
+# | z = p + x | dz = 1 | dp = 1, and dx gets 1 |
+# | p = x y | dp = 1 | dx gets dp y = 2 **more**, dy = dp x = 3 |
+#
+# So dx = 1 + 2 = 3 and dy = 3. Check: $\partial z / \partial x = y + 1 = 3$. Two things have
+# happened that make up the whole engine:
+#
+# 1. **Gradients of a tensor that was used more than once are added.** (Change x a little: both uses
+#    change.)
+# 2. **A tensor is passed on only when everybody who used it has had his turn.** Had p been used
+#    again later, dp would not have been complete.
+#
+# ## The notes
+#
+# A tensor is an array that remembers who made it: a list of pairs, (the tensor that went in, a
+# function from the gradient of the result to the gradient of that one). And a number that says when
+# it was made. This is all:
+
+# %% tags=["imports"]
+clock = itertools.count()
+
+
+class Tensor:
+    """An array, its gradient, and its parents: [(tensor, function from dy to that tensor's gradient), ...]."""
+
+    def __init__(self, data, parents=()):
+        self.data, self.parents, self.grad = np.asarray(data, np.float64), list(parents), None
+        self.order = next(clock)  # later tensors have larger numbers
+
+    shape = property(lambda self: self.data.shape)
+
+
+# %% [markdown]
+# An op computes, and writes its notes at the same time. Addition:
+
+
+# %% tags=["imports"]
+def add(a, b):
+    return Tensor(a.data + b.data, [(a, lambda dy: dy), (b, lambda dy: dy)])
+
+
+# %% [markdown]
+# The functions are closures: what they need for later (nothing here) they keep hold of. "Define by
+# run" means just this: the graph is whatever ran. An `if` or a `for` in the model needs no special
+# care, since only what was taken was noted.
+#
+# ## Exercise 6.1: multiply
+
+
+# %% tags=["exercise"]
+def multiply(a, b):
+    """a b, element by element; a and b are Tensors of one shape."""
+    # YOUR CODE
+
+
+# %%
+lesson.check("6.1", multiply)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Copy `add`. The gradient of a is `dy * b.data`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 6.1
+def multiply(a, b):
+    """a b, element by element; a and b are Tensors of one shape."""
+    return Tensor(a.data * b.data, [(a, lambda dy: dy * b.data), (b, lambda dy: dy * a.data)])
+
+
+# %% [markdown]
+# ## Exercise 6.2: an op that repeats
+#
+# `x + b` where x is (N, C) and b is (C,): NumPy repeats b for every row. What is the gradient of
+# something that was used N times?
+
+
+# %% tags=["exercise"]
+def add_bias(x, b):
+    """x (N, C) + b (C,)."""
+    # YOUR CODE
+
+
+# %%
+lesson.check("6.2", add_bias)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Rule 1 above, N times: the rows of dy are added up, `dy.sum(0)`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 6.2
+def add_bias(x, b):
+    """x (N, C) + b (C,)."""
+    return Tensor(x.data + b.data, [(x, lambda dy: dy), (b, lambda dy: dy.sum(0))])
+
+
+# %% [markdown]
+# What repeats in the forward pass adds up in the backward, and the other way round: the gradient of
+# a sum is a repetition. This pair is everywhere. A weight that is used by all tokens collects from
+# all of them; a tied embedding collects at both ends of the model.
+#
+# ## Exercise 6.3: the engine
+#
+# `backward(root)` sets `root.grad` to ones and passes gradients on until nothing is left. Rule 2
+# decides the order. Because every tensor is made after its parents, **newest first** is always
+# right: nobody who used a tensor is older than it.
+
+
+# %% tags=["exercise"]
+def backward(root):
+    """Set .grad of every tensor that root was made from to d sum(root) / d tensor."""
+    # YOUR CODE
+
+
+# %%
+lesson.check("6.3", backward)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Keep a list of tensors still to do, at first `[root]`. In a loop: take out the one with the
+# largest `order`, call the function of each of its parents with its `grad`, add the result to the
+# parent's `grad`, and put the parent on the list.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# A tensor that is used twice must not stand on the list twice. Keep a set of `id(tensor)`. And
+# `grad` is None at first.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 6.3
+def backward(root):
+    """Set .grad of every tensor that root was made from to d sum(root) / d tensor."""
+    root.grad = np.ones_like(root.data)
+    todo, seen = [root], {id(root)}
+    while todo:
+        newest = max(todo, key=lambda t: t.order)
+        todo.remove(newest)
+        for parent, function in newest.parents:
+            share = function(newest.grad)
+            parent.grad = share if parent.grad is None else parent.grad + share
+            if id(parent) not in seen:
+                seen.add(id(parent))
+                todo.append(parent)
+
+
+# %%
+x, y = Tensor(3.0), Tensor(2.0)
+z = add(multiply(x, y), x)
+backward(z)
+print("dx", x.grad, " dy", y.grad)
+
+# %% [markdown]
+# ## It trains
+#
+# Three more ops, and the engine fits a network to something that no straight line can separate:
+# exclusive or.
+
+
+# %%
+def linear(x, w):
+    """x w^T; the backward of lesson 5."""
+    return Tensor(x.data @ w.data.T, [(x, lambda dy: dy @ w.data), (w, lambda dy: dy.T @ x.data)])
+
+
+def tanh(x):
+    y = np.tanh(x.data)
+    return Tensor(y, [(x, lambda dy: dy * (1 - y * y))])
+
+
+def mean_square(x):
+    return Tensor((x.data**2).mean(), [(x, lambda dy: dy * 2 * x.data / x.data.size)])
+
+
+points = Tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+wanted = np.array([[0.0], [1], [1], [0]])
+rng = np.random.default_rng(0)
+weights = [
+    Tensor(rng.standard_normal((8, 2))),
+    Tensor(np.zeros(8)),
+    Tensor(rng.standard_normal((1, 8)) * 0.5),
+    Tensor(np.zeros(1)),
+]
+
+for step in range(401):
+    w1, b1, w2, b2 = weights
+    out = add_bias(linear(tanh(add_bias(linear(points, w1), b1)), w2), b2)
+    loss = mean_square(add(out, Tensor(-wanted)))
+    for t in weights:
+        t.grad = None
+    backward(loss)
+    for t in weights:
+        t.data -= 0.3 * t.grad
+    if step % 100 == 0:
+        print(f"step {step:3}   loss {loss.data:.3f}")
+print("answers:", out.data.ravel().round(1) + 0.0)
+
+# %% [markdown]
+# Nowhere did we write down a backward pass. Is it right? The check of lesson 5, for a weight in the
+# middle:
+
+
+# %%
+def loss_of(w1_data):
+    hidden = tanh(add_bias(linear(points, Tensor(w1_data)), weights[1]))
+    return float(
+        mean_square(add(add_bias(linear(hidden, weights[2]), weights[3]), Tensor(-wanted))).data
+    )
+
+
+w1 = Tensor(weights[0].data)
+check = mean_square(
+    add(
+        add_bias(linear(tanh(add_bias(linear(points, w1), weights[1])), weights[2]), weights[3]),
+        Tensor(-wanted),
+    )
+)
+backward(check)
+v = rng.standard_normal(w1.shape)
+numeric = (loss_of(w1.data + 1e-5 * v) - loss_of(w1.data - 1e-5 * v)) / 2e-5
+print("relative error below 1e-6:", bool(abs(numeric - (w1.grad * v).sum()) < 1e-6 * abs(numeric)))
+
+# %% [markdown]
+# ## Measure: what the notes hold
+#
+# Each closure holds the arrays that it needs, and so the graph keeps them alive until backward.
+# That is what fills the memory of a GPU in training. xtrain's engine counts it; here is one SwiGLU
+# layer of width 64 on 256 tokens, in two ways:
+
+# %%
+from xtrain import functional as F
+from xtrain.autograd import Tensor as XTensor
+from xtrain.memory import saved_bytes
+
+N, C, hidden = 256, 64, 192
+tokens = XTensor(rng.standard_normal((N, C)).astype(np.float32), requires_grad=True)
+up = XTensor(rng.standard_normal((2 * hidden, C)).astype(np.float32), requires_grad=True)
+down = XTensor(rng.standard_normal((C, hidden)).astype(np.float32), requires_grad=True)
+plain = F.linear(F.swiglu(F.linear(tokens, up)), down)
+together = F.swiglu_linear(F.linear(tokens, up), down)
+row = 4 * N
+for name, out in (("swiglu, then linear", plain), ("swiglu_linear", together)):
+    print(f"{name:20} keeps {saved_bytes(out) // row:4} numbers per token")
+
+# %% [markdown]
+# The first op pair keeps the packed gate and up (384 numbers per token) for one backward and the
+# product (192) for the next. **The improvement: keep what cannot be had again cheaply.** The
+# product follows from gate and up with a few multiplications, so the fused op computes it once more
+# in its backward and keeps a third less, to the same bits:
+
+# %%
+dy = rng.standard_normal((N, C)).astype(np.float32)
+gradients = []
+for out in (plain, together):
+    tokens.grad = up.grad = down.grad = None
+    out.backward(dy)
+    gradients.append([t.grad.copy() for t in (tokens, up, down)])
+print("the same bits:", all(np.array_equal(a, b) for a, b in zip(*gradients)))
+
+# %% [markdown]
+# And the time? Taking notes costs a few microseconds per op, in Python. For a small model on a fast
+# card that is more than the arithmetic. The way out is not a faster engine: the whole step is
+# recorded once as a CUDA graph and replayed without any Python (lesson 10). Measured:
+
+# %%
+lesson.table(
+    ["bench_history/bf16 eager/bf16", "bench_history/bf16/bf16"],
+    {"ms a step": "ms", "tokens per second": "value"},
+)
+
+# %% [markdown]
+# The first line is the engine running op by op, the second the same step as a graph.
+#
+# ## The library's kernel
+#
+# There is no kernel here, but an engine. First an op. Instead of closures xtrain has a class with
+# two functions on arrays, so that what is kept is said explicitly (`ctx.save`), and can be freed
+# and counted:
+
+# %%
+lesson.source(F.SiLU)
+lesson.source(F.Linear)
+
+# %% [markdown]
+# The loop. You will recognize it: newest first (a heap instead of `max`), add where there is
+# something already, pass on.
+
+# %%
+from xtrain import autograd
+
+lesson.source(autograd.backward)
+
+# %% [markdown]
+# Three things that yours has not:
+#
+# - **Parameters collect in place.** In `Linear.backward`, `ctx.grad_buffer` is the parameter's own
+#   `.grad`, and the matrix product *adds* to it. No second buffer for the largest arrays of all,
+#   and gradients of several micro-batches add up for nothing.
+# - **Freed as it goes.** After an op's backward what it had saved is dropped at once. So the memory
+#   shrinks during the backward pass.
+# - **It notices changes.** If an array that was saved is changed before backward, the result would
+#   be silently wrong:
+
+# %%
+x = XTensor(np.ones((2, 2), np.float32), requires_grad=True)
+y = F.silu(x)
+x.data[0, 0] = 5.0
+try:
+    y.backward(np.ones((2, 2), np.float32))
+except RuntimeError as error:
+    print(error)
+
+# %%
+import inspect
+
+lines = len(inspect.getsource(autograd).splitlines())
+print(f"xtrain/autograd.py has fewer than 300 lines: {lines < 300}")
+
+# %% [markdown]
+# ## What did not help
+#
+# *Recursion.* The shortest engine calls itself for every parent. It is right, and useless: it goes
+# every *way* through the graph instead of every tensor. With residual connections, where each layer
+# uses its input twice, the ways double per layer:
+
+
+# %%
+def recursive(t, dy, calls):
+    calls[0] += 1
+    for parent, function in t.parents:
+        recursive(parent, function(dy), calls)
+
+
+for layers in (2, 4, 8, 16):
+    x = Tensor(1.0)
+    out = x
+    for _ in range(layers):
+        out = add(out, out)
+    calls = [0]
+    recursive(out, np.ones(()), calls)
+    print(f"{layers:2} layers: {calls[0]:7,} calls, newest first needs {layers + 1}")
+
+# %% [markdown]
+# *Keeping the gradients of all tensors*, as yours does in `.grad`: handy for looking at them, and
+# as much memory again as the activations. xtrain keeps those of leaves only.
+#
+# ## More exercises
+#
+# 1. Write `relu(x)` and `total(x)` (the sum of all elements) for your engine, and check both by
+#    differences.
+# 2. What does your engine do if `backward` is called twice on the same root? What does xtrain do?
+# 3. Write `no_grad()`: inside it ops take no notes. Where would you look at the flag?
+#
+# <details><summary>Solutions</summary>
+#
+# 1: `Tensor(np.maximum(x.data, 0), [(x, lambda dy: dy * (x.data > 0))])` and `Tensor(x.data.sum(),
+# [(x, lambda dy: dy * np.ones_like(x.data))])`. 2: yours adds everything a second time to what is
+# there; xtrain refuses, since the saved arrays are gone. 3: in `Tensor.__init__` (parents become
+# empty) is enough for yours; xtrain asks in `Context`, so that nothing is saved either.
+#
+# </details>
+#
+# ## Sources
+#
+# - R. Wengert, *A simple automatic derivative evaluation program*, 1964: the list of notes.
+# - D. Maclaurin, D. Duvenaud, M. Johnson, *Autograd: effortless gradients in NumPy*, 2015.
+# - A. Paszke et al., *Automatic differentiation in PyTorch*, 2017: define-by-run, in-place checks.

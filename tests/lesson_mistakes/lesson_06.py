@@ -1,0 +1,20 @@
+"""Typical mistakes, planted in the solutions of lesson 6: (exercise, old, new, words of the answer)."""
+
+MISTAKES = [
+    ("6.1", "dy * b.data", "dy * a.data", "the OTHER factor"),
+    ("6.1", "dy * b.data", "b.data", "dy is missing"),
+    ("6.1", "(b, lambda dy: dy * a.data)", "", "not among the parents"),
+    ("6.1", "return Tensor(a.data * b.data, [", "return (a.data * b.data, [", "Return a Tensor"),
+    ("6.2", "dy.sum(0)", "dy", "has the shape of its own tensor"),
+    ("6.2", "dy.sum(0)", "dy.mean(0)", "The mean over rows was taken"),
+    ("6.2", "dy.sum(0)", "dy.sum(1)", "must have shape"),
+    ("6.3", "parent.grad = share if parent.grad is None else parent.grad + share", "parent.grad = share", "ADDED to the first"),
+    ("6.3", "max(todo, key=lambda t: t.order)", "todo[0]", "newest first"),
+    ("6.3", "    while todo:\n", "    for _ in range(1):\n", "the gradient does not go on"),
+    (
+        "6.3", "    root.grad = np.ones_like(root.data)\n",
+        "    def walk(t, dy):\n        t.grad = dy if t.grad is None else t.grad + dy\n        for parent, function in t.parents:\n"
+        "            walk(parent, function(dy))\n    return walk(root, np.ones_like(root.data))\n",
+        "not once for every way to it",
+    ),
+]  # fmt: skip

@@ -1,0 +1,170 @@
+"""Exercises of lesson 6: a define-by-run autograd."""
+
+import itertools
+
+import numpy as np
+
+from .attempt import exercise
+
+_clock = itertools.count()
+
+
+class Tensor:
+    """The notebook's: an array, its gradient, who made it from what."""
+
+    def __init__(self, data, parents=()):
+        self.data, self.parents, self.grad = np.asarray(data, np.float64), list(parents), None
+        self.order = next(_clock)
+
+    @property
+    def shape(self):
+        return self.data.shape
+
+
+def run_backward(root):
+    """A right one, to judge single ops with."""
+    root.grad = np.ones_like(root.data)
+    todo, seen = [root], {id(root)}
+    while todo:
+        node = max(todo, key=lambda t: t.order)
+        todo.remove(node)
+        for parent, function in node.parents:
+            share = function(node.grad)
+            parent.grad = share if parent.grad is None else parent.grad + share
+            if id(parent) not in seen:
+                seen.add(id(parent))
+                todo.append(parent)
+
+
+def made(e, out, tensors):
+    """The result of an op as it must be: a Tensor with one parent per tensor."""
+    e.need(
+        hasattr(out, "parents") and hasattr(out, "data"),
+        f"Return a Tensor, not {type(out).__name__}: Tensor(value, [(parent, function), ...]).",
+    )
+    for parent in out.parents:
+        e.need(
+            isinstance(parent, tuple) and len(parent) == 2 and callable(parent[1]),
+            "Each entry of parents is a pair: (the tensor, a function from dy to its gradient).",
+        )
+    known = [id(t) for t, _ in out.parents]
+    e.need(
+        all(id(t) in known for t in tensors),
+        "A tensor that went in is not among the parents: its gradient would never arrive.",
+    )
+
+
+@exercise(
+    "6.1", "multiply",
+    first_step="the value is a.data * b.data. Its parents are a and b, and each comes with a function: dy -> the gradient of this one.",
+    kernel=False,
+)  # fmt: skip
+def multiply(e):
+    a, b = (Tensor(e.normal(2, 3)) for _ in range(2))
+    out = e.call(a, b, case="two tensors (2, 3)")
+    made(e, out, (a, b))
+    e.same("the value", out.data, a.data * b.data)
+    dy = np.asarray(e.normal(2, 3), np.float64)
+    for name, parent, want, other in (("a", a, b.data, a.data), ("b", b, a.data, b.data)):
+        function = next(f for t, f in out.parents if t is parent)
+        e.same(f"the gradient of {name}", function(dy), dy * want, {
+            f"That is dy times {name} itself. The derivative of a b by {name} is the OTHER factor.": dy * other,
+            "dy is missing: the derivative of this op is multiplied by what arrives from above.": want,
+        })  # fmt: skip
+    x = Tensor([3.0])
+    out = e.call(x, x, case="x times itself, x = 3")
+    run_backward(out)
+    e.same("the gradient of x", x.grad, np.array([6.0]), {
+        "Only one of the two ways to x was recorded: x appears twice among the parents of x * x.": np.array([3.0]),
+    })  # fmt: skip
+
+
+@exercise(
+    "6.2", "add_bias",
+    first_step="the value is x.data + b.data, NumPy repeats b for every row. So each b[c] is used N times, and gets the sum of N gradients.",
+    kernel=False,
+)  # fmt: skip
+def add_bias(e):
+    for N, C in ((3, 4), (1, 2), (5, 5)):
+        x, b = Tensor(e.normal(N, C)), Tensor(e.normal(C))
+        out = e.call(x, b, case=f"x ({N}, {C}), b ({C})")
+        made(e, out, (x, b))
+        e.same("the value", out.data, x.data + b.data)
+        dy = np.asarray(e.normal(N, C), np.float64)
+        of = {id(t): f for t, f in out.parents}
+        e.same("the gradient of x", of[id(x)](dy), dy)
+        got = of[id(b)](dy)
+        e.need(
+            np.shape(got) != (N, C),
+            "The gradient of b has the shape of dy. A gradient has the shape of its own tensor: each b[c] stands in N places, add them up.",
+        )
+        e.same("the gradient of b", got, dy.sum(0), {
+            "The mean over rows was taken. b[c] is used in every row, so the shares add up: a sum.": dy.mean(0) if N > 1 else np.empty(0),
+            "The sum went over the columns: b has one number per column, so sum over the rows.": dy.sum(1) if N == C else np.empty(0),
+        })  # fmt: skip
+
+
+@exercise(
+    "6.3", "backward",
+    first_step="root.grad is ones. Then, as long as there is a tensor left to do, take the one with the largest `order`.",
+    kernel=False,
+)  # fmt: skip
+def backward(e):
+    calls = []
+
+    def op(value, *parents):
+        noted = lambda f: lambda dy: (calls.append(1), f(dy))[1]
+        return Tensor(value, [(t, noted(f)) for t, f in parents])
+
+    double = lambda t: op(2 * t.data, (t, lambda dy: 2 * dy))
+    add = lambda a, b: op(a.data + b.data, (a, lambda dy: dy), (b, lambda dy: dy))
+    mul = lambda a, b: op(a.data * b.data, (a, lambda dy: dy * b.data), (b, lambda dy: dy * a.data))
+
+    x = Tensor([1.0, 2.0])
+    y = double(double(x))
+    e.call(y, case="a chain, y = 2 (2 x)")
+    e.need(
+        x.grad is not None,
+        "x.grad is still None: the gradient does not go on from parent to parent.",
+    )
+    e.same("x.grad", x.grad, np.array([4.0, 4.0]), {
+        "It ended after one step: the parents of parents get a gradient too.": np.array([2.0, 2.0]),
+    })  # fmt: skip
+
+    x, w = Tensor([3.0]), Tensor([2.0])
+    y = add(mul(x, w), x)
+    e.call(y, case="y = x w + x with x = 3, w = 2: x is used twice")
+    e.same("x.grad", x.grad, np.array([3.0]), {
+        "Only one of the two ways to x counts: a second gradient is ADDED to the first.":
+            lambda got: np.allclose(got, 1.0) or np.allclose(got, 2.0),
+    })  # fmt: skip
+
+    for name, join in (("a + 8 a", add), ("8 a + a", lambda a, b: add(b, a))):
+        x = Tensor([3.0])
+        a = double(x)
+        y = join(a, double(double(double(a))))  # a short way to a, and a long one
+        e.call(y, case=f"y = {name} with a = 2 x: a is reached by a short way and by a long one")
+        e.same("x.grad", x.grad, np.array([18.0]), {
+            "A tensor was passed on before all of its own gradient had arrived: take the tensors newest first, by `order`, "
+            "so that everybody who used it has been done.": lambda got: True,
+        })  # fmt: skip
+
+    x = Tensor([1.0])
+    y = x
+    for _ in range(20):
+        y = add(y, y)
+    calls.clear()
+    e.call(y, case="x doubled 20 times by y = y + y")
+    e.same("x.grad", x.grad, np.array([2.0**20]))
+    e.need(
+        len(calls) <= 40,
+        f"Right, but backward called {len(calls):,} functions where 40 are enough: every tensor is passed on once, after all its "
+        "gradients have arrived, and not once for every way to it.",
+    )
+
+    x = Tensor([1.0])
+    y = x
+    for _ in range(3000):
+        y = op(y.data, (y, lambda dy: dy))
+    e.call(y, case="a chain of 3000 ops, more than Python's recursion allows: use a loop")
+    e.same("x.grad", x.grad, np.array([1.0]))
