@@ -201,6 +201,25 @@ def test_strays_of_killed_processes_go(tmp_path):
     assert not list(folder.rglob("*.tmp"))
 
 
+def test_a_finished_run_that_was_killed_before_it_had_tidied_up(tmp_path):
+    folder = run(tmp_path, steps=6, save_every=2, keep=0)
+    (folder / "checkpoints" / ".step-000002.old.tmp").mkdir()
+    run(tmp_path, steps=6, save_every=2, keep=1, resume=True)
+    assert checkpoints(folder) == ["step-000006"]
+
+
+def test_killed_before_the_first_checkpoint(tmp_path):
+    """--resume then means: from the beginning. What the logs hold is forgotten."""
+    whole, folder = run(tmp_path / "a", steps=6), run(tmp_path / "b", steps=6, stop_at=3)
+    shutil.rmtree(folder / "checkpoints" / "step-000003")
+    console = Console(record=True, width=1000)
+    run(tmp_path / "b", console, steps=6, resume=True)
+    assert "holds no checkpoint yet: the run starts from its beginning" in console.export_text()
+    assert_same_run(whole, folder)
+    with pytest.raises(UserError, match="holds no checkpoint to resume from"):
+        run(tmp_path / "c", resume=True)
+
+
 # ----------------------------------------------------------------------------- how they are written
 def test_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Every file, the folder itself and the logs are synced before the rename; the folders above after it."""

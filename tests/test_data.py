@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtrain import data
+from xtrain import data, files
 from xtrain.config import UserError
 from xtrain.data import Loader, prepare, read_shard, val_batches, write_shard
 from xtrain.tokenizer import Tokenizer
@@ -166,7 +167,13 @@ def test_cache_is_used_and_changes_are_seen(tmp_path, monkeypatch):
     "name", ["corpus.json", "tokenizer.json", "train_000000.bin", "val_000000.bin"]
 )
 @pytest.mark.parametrize(
-    "damage", [lambda f: f.unlink(), lambda f: f.write_bytes(f.read_bytes()[:-5])]
+    "damage",
+    [
+        lambda f: f.unlink(),
+        lambda f: f.write_bytes(f.read_bytes()[:-5]),
+        lambda f: f.write_bytes(f.read_bytes()[:-5] + b"12345"),
+        lambda f: f.write_bytes(b"[]"),
+    ],
 )
 def test_damaged_cache_is_made_anew(corpus, text_folder, name, damage):
     before = snapshot(corpus.folder)
@@ -186,11 +193,67 @@ def test_interrupted_tokenising_leaves_nothing(text_folder, tmp_path):
 
 
 def test_leftovers_of_killed_processes_are_removed(text_folder, tmp_path):
-    for name, age in (("old", 2 * data.STRAY_SECONDS), ("new", 0)):
+    """At once: a living process holds a lock on its folder."""
+    for name in ("dead", "alive"):
+        (tmp_path / f".tmp-{name}").mkdir()
+    with files.locked(tmp_path / ".tmp-alive"):
+        folder = prepare(text_folder, VOCAB, tmp_path).folder
+    assert sorted(os.listdir(tmp_path)) == [".tmp-alive", folder.name]
+
+
+def test_leftovers_where_nothing_can_be_locked(text_folder, tmp_path, monkeypatch):
+    """Then age decides."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    for name, age in (("old", 2 * files.STRAY_SECONDS), ("new", 0)):
         (tmp_path / f".tmp-{name}").mkdir()
         os.utime(tmp_path / f".tmp-{name}", (time.time() - age,) * 2)
     folder = prepare(text_folder, VOCAB, tmp_path).folder
     assert sorted(os.listdir(tmp_path)) == [".tmp-new", folder.name]
+
+
+def test_a_folder_taken_for_a_dead_one(tmp_path, monkeypatch):
+    """Another process may find it before it is locked: then there is another."""
+    make, made = tempfile.mkdtemp, []
+
+    def taken_at_once(**more):
+        made.append(make(**more))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(files.tempfile, "mkdtemp", taken_at_once)
+    with files.work_folder(tmp_path) as folder:
+        assert [str(folder)] == made[1:] and folder.is_dir()
+        with pytest.raises(files.Busy), files.locked(folder):
+            pass
+    assert os.listdir(tmp_path) == []
+
+
+KILLED = """
+import sys, threading
+from xtrain import data, files
+data.ENCODE_BATCH, data.SHARD_TOKENS = 20_000, 5_000
+def hold(fraction, text):
+    if fraction > float(sys.argv[3]):
+        print("here", flush=True)
+        threading.Event().wait()
+data.prepare(sys.argv[1], int(sys.argv[2]), sys.argv[4], progress=hold)
+"""
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.6])
+def test_killed_while_tokenising(corpus, text_folder, tmp_path, fraction):
+    """SIGKILL while the tokenizer is trained, after the first shards, and later: the next one starts cleanly."""
+    arguments = [sys.executable, "-c", KILLED, text_folder, VOCAB, fraction, tmp_path]
+    root = Path(__file__).parent.parent
+    process = subprocess.Popen([str(a) for a in arguments], cwd=root, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"here\n"
+    process.kill()
+    process.communicate()
+    assert [name[:5] for name in os.listdir(tmp_path)] == [".tmp-"]
+    again = prepare(text_folder, VOCAB, tmp_path)
+    assert os.listdir(tmp_path) == [again.folder.name]
+    assert snapshot(again.folder) == snapshot(corpus.folder)
 
 
 def test_two_processes_at_once(corpus, text_folder, tmp_path):

@@ -61,7 +61,9 @@ class Texts:
                 if self.library
                 else "give a text file or a folder of them"
             )
-            raise UserError(f"there is no file or folder {self.root}: {hint}")
+            there = "\0" not in str(self.root) and os.path.exists(self.root)
+            what = "is neither a file nor a folder" if there else "is not there"
+            raise UserError(f"there is no file or folder {self.root} (it {what}): {hint}")
         unwanted = ("site-packages", "dist-packages", "__pycache__") if self.library else ()
         found = []
         for folder, folders, names in os.walk(self.root, onerror=_unreadable):

@@ -12,13 +12,10 @@ Every document is followed by the end-of-text token.
 has the bytes of each token; the end of text has none, so its loss counts against the model.
 """
 
-import contextlib
 import json
 import math
 import os
 import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +35,7 @@ from .corpus import (
     survey,
 )
 from .device import cache_folder
+from .files import digest, sync, sync_folder, work_folder
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -51,7 +49,7 @@ __all__ = [
 ]
 
 FORMAT = (
-    1  # in the cache's key: raise it when the split, the shards or the tokenizer's training change
+    2  # in the cache's key: raise it when the split, the shards or the tokenizer's training change
 )
 SAMPLE_BYTES = 8_000_000  # of text to train the tokenizer on
 SAMPLE_PIECE = (
@@ -60,9 +58,6 @@ SAMPLE_PIECE = (
 ENCODE_PIECE = 1 << 20  # characters encoded as one string: bounds the memory for one huge document
 ENCODE_BATCH = 8 << 20  # bytes encoded at once, on all cores
 SHARD_TOKENS = 100_000_000
-STRAY_SECONDS = (
-    3600  # a temporary folder untouched for so long belongs to a process that was killed
-)
 HEADER_INTS = 256
 SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 
@@ -214,6 +209,9 @@ def _open(folder: Path, found: Survey, about: dict) -> Corpus | None:
     """The cache entry, or None if it is absent or not whole."""
     try:
         record = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+        for name, right in record.pop("blake2b").items():
+            if digest(folder / name) != right:
+                return None
         record["train"] = [folder / name for name in record["train"]]
         record["val"] = [folder / name for name in record["val"]]
         corpus = Corpus(**about, **record, folder=folder, tokenizer=Tokenizer.load(folder))
@@ -222,7 +220,7 @@ def _open(folder: Path, found: Survey, about: dict) -> Corpus | None:
         ]
         whole = sizes == [corpus.train_tokens, corpus.val_tokens] and corpus.sha256 == found.sha256
         return corpus if whole else None
-    except (OSError, ValueError, KeyError, TypeError):  # UserError is a ValueError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # UserError is a ValueError
         return None
 
 
@@ -235,27 +233,23 @@ def _build(
     progress: Progress,
 ):
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for stray in folder.parent.glob(".tmp-*"):  # a process at work writes a shard every few minutes
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            if time.time() - stray.stat().st_mtime > STRAY_SECONDS:
-                shutil.rmtree(stray, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
-    try:
+    with work_folder(folder.parent) as temporary:
         if given is None:
             progress(0.1, "training the tokenizer")
         tokenizer = given or Tokenizer.train(_sample(texts, found), vocab_size)
         tokenizer.save(temporary)
         record = _tokenise(temporary, texts, found, tokenizer, progress)
+        record["blake2b"] = {path.name: digest(path) for path in sorted(temporary.glob("*.bin"))}
         (temporary / "corpus.json").write_text(
             json.dumps(record, indent=2) + "\n", encoding="utf-8"
         )
+        sync_folder(temporary)
         try:
             os.rename(temporary, folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster, with the same bytes
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        sync(folder.parent)
 
 
 def _sample(texts: Texts, found: Survey) -> Iterator[str]:

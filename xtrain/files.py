@@ -4,11 +4,15 @@ import contextlib
 import errno
 import hashlib
 import os
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from .config import UserError
 
+STRAY_SECONDS = 3600  # where folders cannot be locked: one untouched for so long is nobody's
 FULL = {errno.ENOSPC, errno.EDQUOT}  # no room: freeing some mends it, so a run goes on
 
 
@@ -62,8 +66,8 @@ class Busy(Exception):
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Nobody else can lock the folder meanwhile; a process that dies lets go. Raises Busy.
+def locked(folder: Path) -> Iterator[bool]:
+    """Nobody else can lock the folder meanwhile; a process that dies lets go. -> is it locked? Raises Busy.
 
     The lock is the kernel's (flock) on the folder itself: it leaves no file. Where there is none (Windows, some network
     disks) the folder is not locked.
@@ -71,20 +75,49 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         import fcntl
     except ImportError:
-        yield
+        yield False
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor, sure = os.open(folder, os.O_RDONLY), True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise Busy from None
-    except OSError:
-        pass
-    try:
-        yield
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Busy from None
+        except OSError:
+            sure = False
+        yield sure
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def work_folder(parent: Path) -> Iterator[Path]:
+    """A new folder in `parent`, to be renamed or else removed at the end; before, those of killed processes are removed."""
+    for stray in parent.glob(".tmp-*"):
+        _remove_if_dead(stray)
+    with contextlib.ExitStack() as stack:
+        folder = None
+        while folder is None:
+            folder = _own_folder(parent, stack)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_folder(parent, stack):
+    folder = Path(tempfile.mkdtemp(prefix=".tmp-", dir=parent))
+    with contextlib.suppress(Busy, FileNotFoundError):
+        stack.enter_context(locked(folder))
+        if folder.exists():
+            return folder
+    return None  # another process found it before it was locked, and took it for a dead one's
+
+
+def _remove_if_dead(stray):
+    with contextlib.suppress(Busy, OSError), locked(stray) as sure:  # another process may be faster
+        if sure or time.time() - stray.stat().st_mtime > STRAY_SECONDS:
+            shutil.rmtree(stray, ignore_errors=True)
 
 
 class Journal:

@@ -64,6 +64,8 @@ class Loop:
     def __call__(self) -> None:
         run, c = self.run, self.run.config
         last = c.steps if c.stop_at is None else min(c.steps, c.stop_at)
+        if run.done >= last and run.ranks.rank == 0:  # killed between the last checkpoint and this
+            checkpoint.prune(self.log.folder, run.done, c.keep)
         self.stop.begin(12 * run.model.arena.grads.size)
         self.since = time.perf_counter()
         while run.done < last:
@@ -95,8 +97,7 @@ class Loop:
         if due["sample"]:
             log.sample(run.done, run.sample())
         if due["save"]:
-            log.picture()
-            self.writer.save(lambda: run.snapshot(log.lengths()), log.flush)
+            self.writer.save(lambda: run.snapshot(log.lengths()), log.flush, log.picture)
 
     def read_numbers(self) -> None:
         """Wait for the steps done so far, and log them. Raises UserError after too many bad ones."""
@@ -206,6 +207,9 @@ def _run_folder(
     if config.resume:
         while asked_name is None and taken(folder.with_name(_next_name(folder.name, config.name))):
             folder = folder.with_name(_next_name(folder.name, config.name))
+        if taken(folder) and not checkpoint.folders(folder):
+            warn(f"{folder} holds no checkpoint yet: the run starts from its beginning")
+            return folder, None
         return folder, checkpoint.newest(folder, warn)
     if asked_name is not None and taken(folder):
         raise UserError(

@@ -38,11 +38,15 @@ class Writer:
         self.seconds = 0.0  # what the slowest checkpoint took
 
     def save(
-        self, take: Callable[[], Snapshot | None], flush: Callable[[], bool] = lambda: True
+        self,
+        take: Callable[[], Snapshot | None],
+        flush: Callable[[], bool] = lambda: True,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         """take() copies the state; nothing is written where that gives None (another rank writes).
 
         flush() writes the log that belongs to it; when there is no room for that, there is none for a checkpoint.
+        then() is called by the thread, after the checkpoint is written.
         """
         self.wait()
         self.check()
@@ -54,7 +58,7 @@ class Writer:
                 True,
             )
         elif snapshot is not None:
-            self.thread = threading.Thread(target=self._work, args=(snapshot,), daemon=True)
+            self.thread = threading.Thread(target=self._work, args=(snapshot, then), daemon=True)
             self.thread.start()
 
     def wait(self) -> None:
@@ -83,11 +87,12 @@ class Writer:
         there = checkpoint.folders(self.run)
         return f"the last checkpoint is {there[-1]}" if there else "there is no checkpoint yet"
 
-    def _work(self, snapshot):
+    def _work(self, snapshot, then):
         started = time.monotonic()
         try:
             checkpoint.write(self.run, snapshot)
             checkpoint.prune(self.run, snapshot.state["step"], self.keep)
+            then()
         except BaseException as error:
             self.error, self.failed = error, True
         self.seconds = max(self.seconds, time.monotonic() - started)

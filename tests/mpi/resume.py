@@ -1,5 +1,10 @@
-"""Checkpoints know nothing of ranks: save with 4, go on with 2, then 1.   mpirun -n 4 python resume.py FOLDER"""
+"""Checkpoints know nothing of ranks: save with 4, go on with 2, then 1. Bad steps are skipped by all ranks alike.
 
+mpirun -n 4 python resume.py FOLDER
+"""
+
+import contextlib
+import itertools
 import json
 import sys
 
@@ -8,7 +13,8 @@ from common import TEXT, WORLD, options, run_checks, some_ranks, wait
 from rich.console import Console
 
 from xtrain import checkpoint
-from xtrain.config import ModelConfig
+from xtrain import functional as F
+from xtrain.config import ModelConfig, UserError
 from xtrain.data import prepare
 from xtrain.ddp import ParallelRun, train_parallel
 from xtrain.model import Transformer
@@ -75,13 +81,68 @@ def the_same_world_is_byte_exact(folder):
     for zero in (0, 1):
         whole = train_on(4, options(folder / f"whole{zero}", steps=STEPS, zero=zero, eval_every=5))
         parts = dict(out=folder / f"parts{zero}", steps=STEPS, zero=zero, eval_every=5)
-        train_on(4, options(**parts, stop_at=5))
+        train_on(4, options(**parts, stop_at=7))  # where nothing else is due
         halves = train_on(4, options(**parts, resume=True))
         if WORLD.rank == 0:
             names = [f"checkpoints/step-{STEPS:06d}/{name}" for name in (*FILES, "state.json")]
-            for name in ("metrics.jsonl", *names):
+            for name in ("metrics.jsonl", "samples.txt", *names):
                 assert (whole / name).read_bytes() == (halves / name).read_bytes(), name
 
 
+@contextlib.contextmanager
+def wrong_on_rank(rank, op, steps, value):
+    """On one rank the first number that an op gives in these steps is not what it should be."""
+    step, forward = ParallelRun.step, op.forward
+    now = []
+
+    def noting_step(run):
+        now[:] = [run.done + 1]
+        return step(run)
+
+    def wrong(ctx, *args):
+        result = forward(ctx, *args)
+        if WORLD.rank == rank and now and now[0] in steps:
+            result.reshape(-1)[0] = value
+        return result
+
+    ParallelRun.step, op.forward = noting_step, staticmethod(wrong)
+    yield
+    ParallelRun.step, op.forward = step, staticmethod(forward)
+
+
+def a_bad_step_is_skipped_by_all(folder):
+    """NaN in an activation of one rank; and a loss that is infinite on one rank, while all gradients are fine."""
+    kinds = [dict(zero=0), dict(zero=1), dict(dp="naive"), dict(dp="none")]
+    for i, (kind, op) in enumerate(itertools.product(kinds, (F.Embedding, F.LinearCrossEntropy))):
+        alone = kind.get("dp") == "none"
+        with wrong_on_rank(1, op, (3,), np.nan if op is F.Embedding else np.inf):
+            at = options(folder / f"skip{i}", steps=5, check_ranks=0 if alone else 1, **kind)
+            run = train_on(2, at)
+        if WORLD.rank == 0:
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            assert [line["step"] for line in lines if "skipped" in line] == [3], (kind, op, lines)
+
+
+def the_rank_is_named(folder):
+    for i, kind in enumerate((dict(zero=0), dict(zero=1), dict(dp="overlap"), dict(dp="none"))):
+        at = options(folder / f"named{i}", steps=9, max_skips=2, **kind)
+        with wrong_on_rank(1, F.Attention, (4, 5, 6), np.inf):
+            try:
+                ranks = some_ranks(2)
+                assert ranks is None or train_parallel(at, ranks, SILENT) is None
+            except UserError as error:
+                assert "at last step 5" in str(error), error
+                assert "rank 1: layer 0, Attention, forward (0 NaN and 1 infinite" in str(error), (
+                    error
+                )
+        wait()
+
+
 if __name__ == "__main__":
-    run_checks([elastic, the_same_world_is_byte_exact], sys.argv[1])
+    checks = [
+        elastic,
+        the_same_world_is_byte_exact,
+        a_bad_step_is_skipped_by_all,
+        the_rank_is_named,
+    ]
+    run_checks(checks, sys.argv[1])

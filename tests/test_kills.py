@@ -1,0 +1,31 @@
+"""Ten kills at random times; the hundred of the record are in bench/results/kills.jsonl. See kills.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_ten_kills():
+    paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "kills.py"), "--kills", "10"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kills"] == 10 and found["runs"] >= 1 and sum(found["kill_times_tenths"]) == 10
+
+
+def test_the_record():
+    """A hundred kills, at least twenty of them while a checkpoint was being written."""
+    lines = (HERE.parent / "bench" / "results" / "kills.jsonl").read_text().splitlines()
+    record = json.loads(lines[-1])
+    assert record["kills"] >= 100 and record["in_writer"] >= 20
+    assert sum(record["kill_times_tenths"]) == sum(record["writer_was"].values()) == record["kills"]
