@@ -1,0 +1,151 @@
+"""Files that survive: whole or not there, appended without half lines, folders that only one process writes."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from runs import assert_same_run, checkpoints, run
+
+from xtrain import files
+from xtrain.config import UserError
+from xtrain.files import Busy, DiskFull, Journal, cannot_write, digest, locked, write_whole
+from xtrain.logbook import Logbook
+
+ROOT = Path(__file__).parent.parent
+
+
+class Disk:
+    """A disk with room for so many bytes more; what does not fit is written in part, as real ones do."""
+
+    def __init__(self, monkeypatch, room, code=errno.ENOSPC):
+        self.room, self.code = room, code
+        monkeypatch.setattr(files, "open", self.open, raising=False)
+
+    def open(self, path, mode, buffering=-1):
+        file = open(path, mode, buffering=buffering)  # noqa: SIM115
+        if mode != "ab":
+            return file
+        disk = self
+
+        class Limited:
+            def write(self, data):
+                fits = min(len(data), disk.room)
+                if not fits:
+                    raise OSError(disk.code, os.strerror(disk.code))
+                disk.room -= fits
+                return file.write(data[:fits])
+
+            __enter__ = lambda self: self
+            __exit__ = lambda self, *_: file.close()
+            fileno = lambda self: file.fileno()
+            truncate = lambda self, n: file.truncate(n)
+
+        return Limited()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_journal_keeps_what_a_full_disk_refuses(tmp_path, monkeypatch, code):
+    path = tmp_path / "a.jsonl"
+    path.write_text("old\n")
+    journal = Journal(path)
+    assert journal.write("one\n")
+    disk = Disk(monkeypatch, 6, code)
+    assert not journal.write("two and more\n"), "half of it would have fitted"
+    assert path.read_text() == "old\none\n"
+    assert not journal.write("three\n") and not journal.flush()
+    assert path.read_text() == "old\none\n"
+    disk.room = 100
+    assert journal.write("four\n") and journal.flush()
+    assert path.read_text() == "old\none\ntwo and more\nthree\nfour\n"
+
+
+def test_a_journal_on_a_broken_disk(tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "a")
+    Disk(monkeypatch, 0, errno.EIO)
+    with pytest.raises(UserError, match="a cannot be written"):
+        journal.write("x")
+
+
+def test_a_journal_that_somebody_cut(tmp_path):
+    journal = Journal(tmp_path / "a")
+    journal.write("one\n")
+    (tmp_path / "a").write_text("")
+    journal.write("two\n")
+    (tmp_path / "a").unlink()
+    journal.write("three\n")
+    assert (tmp_path / "a").read_text() == "three\n"
+
+
+def test_logs_of_a_run_on_a_full_disk(tmp_path, monkeypatch):
+    """From step 6 to 9 nothing can be written. The run goes on; in the end every line is there."""
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    kind = dict(steps=12, save_every=4, eval_every=5, sample_every=7)
+    whole = run(tmp_path / "a", **kind)
+    disk, step = Disk(monkeypatch, 10**9), Logbook.step
+
+    def room_for(self, number, *rest):
+        disk.room = 0 if 6 <= number <= 9 else 10**9
+        step(self, number, *rest)
+
+    monkeypatch.setattr(Logbook, "step", room_for)
+    console = Console(record=True, width=1000)
+    full = run(tmp_path / "b", console, **kind)
+    text = console.export_text()
+    assert text.count("the lines are kept until there is") == 1
+    assert "no space left for a checkpoint of step 8; training goes on" in text
+    assert checkpoints(full) == ["step-000004", "step-000012"]
+    assert_same_run(whole, full)
+
+
+def test_write_whole(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    write_whole(path, b"one")
+    write_whole(path, b"two")
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError):
+        write_whole(path, b"three")
+    assert path.read_bytes() == b"two" and os.listdir(tmp_path) == ["a"]
+
+
+def test_digest(tmp_path):
+    import hashlib
+
+    (tmp_path / "a").write_bytes(b"abc" * 10**6)
+    assert digest(tmp_path / "a") == hashlib.blake2b(b"abc" * 10**6, digest_size=16).hexdigest()
+
+
+def test_a_dead_process_lets_go(tmp_path):
+    """While it lives its lock holds; when it is killed, and not before, the folder is free."""
+    code = (
+        "import sys, pathlib, threading; from xtrain.files import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])) as sure: print(sure, flush=True); threading.Event().wait()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"True\n"
+    with pytest.raises(Busy), locked(tmp_path):
+        pass
+    process.kill()
+    process.communicate()
+    with locked(tmp_path) as sure:
+        assert sure
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_said():
+    full, other = (
+        cannot_write(Path("x"), OSError(code, os.strerror(code)))
+        for code in (errno.ENOSPC, errno.EROFS)
+    )
+    assert isinstance(full, DiskFull) and "no space left to write x: make room" in str(full)
+    assert not isinstance(other, DiskFull) and "Read-only file system" in str(other)
