@@ -12,8 +12,8 @@ That does the backward's work in the forward, where the gradient L gets from abo
 everywhere: the results are those of L itself, and backward multiplies them if it must (Hsu et al. 2024, Liger-Kernel).
 What stays until then: dx, N C elements, and dw, P C float32, in place of N P logits.
 
-Every chunk reads and writes dw once more, 8 P C bytes, in a product of 2 rows P C operations, and it needs as many tiles of
-dx as the GPU has multiprocessors. ROWS is where neither costs much; bench/bench_head.py shows what other sizes do.
+Every chunk reads and writes dw once more, 8 P C bytes, in a product of 2 rows P C operations, and its product for dx may have
+fewer tiles than the GPU has multiprocessors. So fewer rows take less memory and more time: bench/bench_head.py measures both.
 """
 
 import numpy as np
