@@ -1,6 +1,7 @@
 """python -m xtrain.generate: the same text as transformers, streaming, stop strings, and everything that can be wrong."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -230,6 +231,35 @@ def test_prompts_and_options(folder, capsys):
     refused(capsys, folder, "bf16", more=["--precision", "bf16", "--device", "cpu"])
     code, out, err = run(capsys, "--model", folder)
     assert code == 2 and not out and "give at least one prompt" in err
+
+
+def test_bytes_that_are_no_text(folder, tmp_path):
+    """From the shell: a prompt that is no UTF-8; an output that cannot show every character; one that closes early."""
+    command = [
+        sys.executable,
+        "-m",
+        "xtrain.generate",
+        "--model",
+        str(folder),
+        "--max-new-tokens",
+        "3",
+    ]
+    done = subprocess.run([*command, b"\xff\xfe"], capture_output=True, text=True)
+    assert done.returncode == 2 and "prompt 0 holds bytes that are no UTF-8" in done.stderr
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*command, "größe"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and done.stdout.startswith("gr??e"), done.stderr
+    with subprocess.Popen(
+        [*command, "x", "--stream"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as gone:
+        gone.stdout.close()
+        assert b"Traceback" not in gone.stderr.read()
+    assert gone.returncode == 141
+
+
+def test_beam_search_is_refused_by_name(mine, capsys):
+    (mine / "generation_config.json").write_text(json.dumps({"num_beams": 4}))
+    refused(capsys, mine, "num_beams 4", "no beam search")
 
 
 def test_folders(capsys, tmp_path, mine):

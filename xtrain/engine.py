@@ -38,7 +38,9 @@ from .kernels.sampling import advance, sample
 from .model import Transformer
 from .sequences import Completion, Lanes, Request, Step, make_requests
 
-PREFILL_TOKENS = 8192  # at most in one forward pass: the activations of more would take more memory than they save time
+# Tokens of prompts in one forward pass, at most. More would take more memory than they save time: on the CPU the reference
+# of attention makes all scores at once, heads x tokens x keys.
+PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
 TRACE_STEPS = 4096  # kept
 
 
@@ -48,7 +50,8 @@ class Engine:
     max_batch: sequences at a time.  max_seq_len: tokens of a sequence, prompt and answer; None: what the model takes.
     batch_invariant: a sequence's tokens do not depend on which others are served, not even in the last bit.
     reuse_prefix: a prompt that begins like what a free row holds (the earlier turns of a chat) is computed from there
-    on.  graph: capture the decoding step on a GPU.  prefill_tokens: at most in one forward pass; longer prompts go in pieces.
+    on.  graph: capture the decoding step on a GPU.  prefill_tokens: at most in one forward pass, longer prompts go in
+    pieces; None: 8192 on a GPU, else 512.
     Raises UserError when the memory for the cache (`cache_bytes`) cannot be had.
     """
 
@@ -60,9 +63,11 @@ class Engine:
         batch_invariant: bool = False,
         reuse_prefix: bool = False,
         graph: bool = True,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int | None = None,
     ):
         context = model.config.context
+        if prefill_tokens is None:
+            prefill_tokens = PREFILL_TOKENS[model.device]
         self.max_seq_len = context if max_seq_len is None else max_seq_len
         for name, value in (("max_batch", max_batch), ("prefill_tokens", prefill_tokens)):
             if not isinstance(value, (int, np.integer)) or value < 1:

@@ -1,9 +1,10 @@
 """Continue texts:   python -m xtrain.generate --model FOLDER "prompt" ["another" ...] [--max-new-tokens 128] ...
 
 Prints each prompt and what the model adds to it; everything else goes to stderr. FOLDER: Hugging Face's layout (Llama 2/3,
-Qwen3), or a run of xtrain.train.
+Qwen3), or a run of xtrain.train. Of its generation_config.json the tokens that end a text are used, and nothing else.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -48,9 +49,11 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     o = options
     if not o.prompts:
         raise UserError('there is nothing to continue: give at least one prompt, such as "Once"')
-    empty = [i for i, prompt in enumerate(o.prompts) if not prompt]
-    if empty:
-        raise UserError(f"prompt {empty[0]} is empty: give at least one character")
+    for i, prompt in enumerate(o.prompts):
+        if not prompt:
+            raise UserError(f"prompt {i} is empty: give at least one character")
+        if not is_text(prompt):
+            raise UserError(f"prompt {i} holds bytes that are no UTF-8: give text")
     p = pretrained or load(o.model, o.device, o.precision)
     tokens = [p.tokenizer.encode(prompt, special=True) for prompt in o.prompts]
     engine = make_engine(p, tokens, o)
@@ -67,6 +70,15 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
         show(*event)
     _summary(stream.completions, texts, engine, time.perf_counter() - start)
     return [text.text for text in texts], engine
+
+
+def is_text(text: str) -> bool:
+    """False for what the operating system handed over as bytes without a meaning."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
@@ -152,6 +164,13 @@ def run(
     name: str, options: type, do: Callable, description: str, arguments: list[str] | None
 ) -> int:
     """What the command lines of generate and chat share. -> exit code"""
+    for stream in (
+        sys.stdin,
+        sys.stdout,
+        sys.stderr,
+    ):  # a terminal without Unicode shows ? instead of ending us
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         do(tyro.cli(options, prog=f"python -m {name}", description=description, args=arguments))
         return 0
@@ -161,8 +180,8 @@ def run(
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output has gone
-        sys.stderr.close()
+    except BrokenPipeError:  # whoever read our output has gone: let Python's last flush go nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 

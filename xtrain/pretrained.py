@@ -72,9 +72,17 @@ def model_folder(folder: Path) -> Path:
 
 
 def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """eos_token_id of generation_config.json, else of config.json (one or several), else the tokenizer's."""
+    """eos_token_id of generation_config.json, else of config.json (one or several), else the tokenizer's.
+
+    Raises UserError where they ask for beam search.
+    """
     for name in ("generation_config.json", huggingface.CONFIG):
         content = read_json(folder / name) if (folder / name).is_file() else {}
+        beams = content.get("num_beams")
+        if beams not in (None, 1):
+            raise UserError(
+                f"{folder / name} asks for num_beams {beams!r}: xtrain has no beam search; set it to 1"
+            )
         ids = as_ids(content.get("eos_token_id"))
         if ids:
             return ids
