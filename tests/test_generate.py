@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from twins import LLAMA3, random_model, small
 
-from xtrain import TrainConfig, UserError, pretrained
+from xtrain import Engine, TrainConfig, UserError, pretrained
 from xtrain.generate import main
 from xtrain.text_stream import TextStream
 from xtrain.tokenizer import Tokenizer
@@ -131,6 +131,68 @@ def test_a_token_for_the_beginning_and_one_for_the_end(tokenizer, mine, capsys):
     code, out, err = run(capsys, "--model", mine, "def f", *OPTIONS)
     n = tokens.index(tokens[5]) + 1
     assert code == 0 and f"{n} new ones" in err and out == theirs(mine, "def f") + "\n"
+
+
+def sentencepiece_tokenizer():
+    """A tokenizer.json as Llama 2 has it: spaces as U+2581, one in front of every text, unknown characters as bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+    backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    backend.decoder = decoders.Sequence(steps)
+    special, by_byte = ["<unk>", "<s>", "</s>"], [f"<0x{i:02X}>" for i in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special + by_byte, show_progress=False
+    )
+    backend.train_from_iterator(["def f(x): return x + y if x else 0"] * 50, trainer)
+    begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.post_processor = begin
+    content = json.loads(backend.to_str())
+    content["added_tokens"] = content["added_tokens"][:3]  # bytes are no special tokens
+    return content
+
+
+def test_a_tokenizer_as_llama_2_has_it(tmp_path, capsys):
+    content = sentencepiece_tokenizer()
+    size = len(content["model"]["vocab"])
+    config = small(vocab_size=size, max_seq_len=64, head_dim=16, qk_norm=False)
+    random_model(config, 5).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    p = pretrained.load(tmp_path, "cpu")
+    assert p.stop == {2} and p.tokenizer.special_ids == {0, 1, 2}
+    for prompt in ("def f", "x größe", " y"):
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        out = model.generate(
+            **inputs, max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=2
+        )
+        n = inputs["input_ids"].shape[1]
+        ids = out[0].tolist()
+        assert ids[0] == 1 and p.tokenizer.encode(prompt, special=True) == ids[:n]
+        assert Engine(p.model, 1).generate([ids[:n]], 24, stop=p.stop) == [ids[n:]]
+        code, shown, err = run(capsys, "--model", tmp_path, prompt, *OPTIONS)
+        assert code == 0 and shown.startswith(prompt) and f"{n} prompt tokens" in err
+        stream = TextStream(
+            p.tokenizer
+        )  # a continuation keeps the space in front of its first word
+        text = "".join([stream.feed(i) for i in ids[:n]] + [stream.finish()])
+        assert text == " " + prompt == " " + tokenizer.decode(ids[:n], skip_special_tokens=True)
 
 
 def test_seeds_and_sampling(folder, capsys):
