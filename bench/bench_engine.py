@@ -135,7 +135,7 @@ class Step:
         for w, attention in zip(self.weights, self.attention):
             multiply = functools.partial(gemv.gemv, weights_ready=True)
             qkv = multiply(h, w["qkv"], self.norm_w, EPS)
-            attended = decode_attention(qkv, *attention)
+            attended = decode_attention(qkv, *attention, cache_ready=True)
             multiply(attended, w["o"], residual_NO=h, out=h)
             y = multiply(h, w["gate_up"], self.norm_w, EPS, swiglu=True)
             multiply(y, w["down"], residual_NO=h, out=h)
@@ -192,7 +192,7 @@ def bench_configs(o):
     """Other divisions of the work; gemv_tensor.choose should have the best."""
     choose = gemv_tensor.choose
     for name in o.matrices:
-        columns = MATRICES[name][1]
+        rows, columns, form = MATRICES[name]
         call, nbytes, _ = product(name, 1)
         lines = []
         for config in itertools.product((8, 16), (1, 2, 4), (1, 2)):
@@ -205,7 +205,8 @@ def bench_configs(o):
             lines.append((float(graph_ms(call, o.runs)[0]), config))
         gemv.choose = choose
         best = ", ".join(f"{config} {1e3 * ms:.1f}" for ms, config in sorted(lines)[:8])
-        mine = choose(columns, name == "gate_up")
+        swiglu = form.get("swiglu", False)
+        mine = choose(columns, rows // (1 + swiglu), swiglu, form.get("norm", False))
         now = next((1e3 * ms for ms, config in lines if config == mine), math.nan)
         print(
             f"{name}: chosen {mine} {now:.1f} us; {best}; copy {1e3 * copy_ms(nbytes):.1f}",

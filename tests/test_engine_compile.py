@@ -3,6 +3,7 @@
 As in test_compile.py the launchers say what to compile. Needs NVVM, and ptxas for the last part; skipped without.
 """
 
+import functools
 import re
 
 import ml_dtypes
@@ -59,17 +60,18 @@ def decode(full, dtype, H, D):
     weights = (w, w) if D == 64 else (None, None)
     caches = full(1, 1, 256, D), full(1, 1, 256, D)
     arrays = (full(1, (H + 2) * D), *caches, i32(3), i32(0), table, table, *weights)
-    decode_attention.decode_attention(*arrays, 1e-6, 0.1)
+    decode_attention.decode_attention(*arrays, 1e-6, 0.1, cache_ready=True)
 
 
 def multiply(full, dtype):
     """The four products of a layer of a Llama of 1.1 B parameters"""
     x, h, norm_w = sim(np.ones((1, 2048), np.float32)), sim(np.ones((1, 64), np.float32)), None
     norm_w = sim(np.ones(2048, np.float32))
-    gemv.gemv(x, full(2560, 2048), norm_w)
-    gemv.gemv(x, full(128, 2048), norm_w, swiglu=True)
-    gemv.gemv(full(1, 2048), full(64, 2048), residual_NO=h, out=h)
-    gemv.gemv(full(1, 5632), full(64, 5632), residual_NO=h, out=h)
+    product = functools.partial(gemv.gemv, weights_ready=True)
+    product(x, full(2560, 2048), norm_w)
+    product(x, full(128, 2048), norm_w, swiglu=True)
+    product(full(1, 2048), full(64, 2048), residual_NO=h, out=h)
+    product(full(1, 5632), full(64, 5632), residual_NO=h, out=h)
 
 
 @pytest.mark.parametrize("cc", [(9, 0)])
@@ -99,6 +101,6 @@ def threads_of(name):
         "context_attention_bf16_kernel": 128,
         "sample_segment_kernel": 512,
         "sample_draw_kernel": 1024,
-        "gemv_tensor_kernel": 512,
+        "gemv_tensor_kernel": (256, 2),
     }
     return known.get(name, 256)

@@ -194,7 +194,27 @@ def _grid_control(name, instruction):
 # let_next_start(): once all blocks have called this or ended, blocks of the next kernel may begin where there is room.
 wait_for_previous = _grid_control("wait_for_previous", "griddepcontrol.wait")
 let_next_start = _grid_control("let_next_start", "griddepcontrol.launch_dependents")
-# In the simulator one launch follows the other.
+
+
+@intrinsic
+def prefetch(typingctx, x, i):
+    """Asks for the 128 bytes around x[i], a global array, to be brought into the second-level cache. "prefetch" """
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.gep(
+            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
+        )
+        there = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
+        function = ir.FunctionType(ir.VoidType(), [I64])
+        asm = ir.InlineAsm(function, "prefetch.global.L2 [$0];", "l", side_effect=True)
+        builder.call(asm, [builder.ptrtoint(there, I64)])
+        return context.get_dummy_value()
+
+    return types.void(x, i), codegen
+
+
+# In the simulator one launch follows the other, and memory is all the same.
+simulates(prefetch)(lambda thread, site, x, i: None)
 simulates(wait_for_previous)(lambda thread, site: None)
 simulates(let_next_start)(lambda thread, site: None)
 

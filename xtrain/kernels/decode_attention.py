@@ -19,7 +19,8 @@ them in the order of the keys, so that bits do not change with the order of arri
 How the keys are split depends on the length of the row alone, which is read on the device: the same graph serves all
 lengths, and a row's bits do not depend on the batch. Blocks without keys leave at once.
 Every block computes its queries from qkv anew, which costs less than one more kernel. The block of the last keys appends
-the new key and value, then reads them back from the cache like all others.
+the new key and value, then reads them back from the cache like all others. Keys and values of earlier tokens were there
+long before: while the product that makes qkv still runs, a block asks for them to come nearer.
 
     bf16        tensor cores, compute capability 8.0 and up
     float32     without them                                  both in decode_attention_loops.py
@@ -36,15 +37,16 @@ from ..simulator import SimArray
 from . import decode_attention_parts as parts
 from ._flat import on_16_bytes
 from ._launch import can_overlap, check, check_array, empty, launch, on_host, zeros
-from ._ptx import kernel, let_next_start, store1, wait_for_previous
+from ._ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
 from ._tiles import WIDTHS
 from .decode_attention_loops import make_attend_plain, make_attend_tensor
-from .decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last
+from .decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last, quotient
 from .kv_cache import check_cache, check_int32
 from .qk_norm_rope import qk_norm_rope_ref
 from .rope import check_tables
 
 WARPS = 4  # of a block
+PREFETCHED = 512  # keys of a split, at most
 
 
 # ----------------------------------------------------------------------------- reference
@@ -75,8 +77,29 @@ def decode_attention_ref(
 
 # ----------------------------------------------------------------------------- kernel
 @functools.cache
-def make_decode_kernel(D, GROUP, half, normalise, overlap, chunk_keys):
-    """GROUP: H / G. half: bf16. overlap: see wait_for_previous in _ptx.py. chunk_keys: of a split."""
+def make_prefetch_keys(D, half, chunk_keys):
+    """-> prefetch_keys(k, v, base, split, n): a block asks for its first keys and values, of n in all"""
+    split_keys, THREADS = parts.make_split_keys(chunk_keys), 32 * WARPS
+    LINE, MOST = 64 if half else 32, PREFETCHED * D  # elements
+
+    @device
+    def prefetch_keys(k, v, base, split, n):
+        keys = split_keys(n)
+        first = base + split * keys * D
+        count = (n - split * keys if n - split * keys < keys else keys) * D
+        count = count if count < MOST else int64(MOST)
+        for i in range(cuda.threadIdx.x * LINE, count, THREADS * LINE):
+            prefetch(k, first + i)
+            prefetch(v, first + i)
+
+    return prefetch_keys
+
+
+@functools.cache
+def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, chunk_keys):
+    """GROUP: H / G. half: bf16. overlap: see wait_for_previous in _ptx.py. ready: lengths, rows and the cache may be read
+    before it. chunk_keys: of a split.
+    """
     HEADS = 16 if half and GROUP > 8 else 8
     CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
     QUERIES, SIZE, ROWS = HEADS * D, WARPS * HEADS * D, WARPS * HEADS
@@ -86,6 +109,7 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, chunk_keys):
     attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, WARPS)
     merge = parts.make_merge(D, HEADS, WARPS)
     split_keys = parts.make_split_keys(chunk_keys)
+    prefetch_keys = make_prefetch_keys(D, half, chunk_keys)
     merge_warps, put, merge_splits = merge.merge_warps, merge.put, merge.merge_splits
     finish = merge.finish
 
@@ -104,17 +128,23 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, chunk_keys):
         split, splits = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
         g, b = int64(cuda.blockIdx.y), int64(cuda.blockIdx.z)
         out = (b * G + g) * GROUP * D
-        if overlap:
+        if overlap and not ready:
             wait_for_previous()
             let_next_start()
         t, row = int64(lengths_B[b]), int64(rows_B[b])
-        if row < 0 or t < 0 or t >= S:
+        live = row >= 0 and t >= 0 and t < S
+        if overlap and ready:
+            if live:
+                prefetch_keys(k, v, (row * G + g) * S * D, split, t + 1)
+            wait_for_previous()
+            let_next_start()
+        if not live:
             if split == 0:
                 for i in range(cuda.threadIdx.x, GROUP * D, THREADS):
                     store1(o, out + i, float32(0.0))
             return
         keys = split_keys(t + 1)
-        lo, used = split * keys, (t + keys) // keys
+        lo, used = split * keys, quotient(t + keys, keys)
         if split >= used:
             return
         hi = lo + keys if lo + keys < t + 1 else t + 1
@@ -175,11 +205,13 @@ def decode_attention(
     k_w_D: Array | None,
     eps: float,
     scale: float,
+    cache_ready: bool = False,
 ) -> Array:
     """-> o (B, H D) like qkv; keys and values of the B new tokens are appended to the cache.
 
     qkv, caches float32 or all bf16; lengths, rows (B,) int32, in the memory of the device: nothing here depends on their
     values. cos, sin (P, D/2), P >= S, and the norm weights (D,), both or none, float32. No two tokens may share a row.
+    cache_ready: the kernel launched last writes neither the cache nor lengths, rows; reading them may begin before it ends.
     """
     op = "decode_attention"
     R, G, S, D = check_cache(op, k_RGSD, v_RGSD)
@@ -204,7 +236,7 @@ def decode_attention(
     flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
     check(on_16_bytes(*flat[:2]), f"{op}: the cache does not begin at a multiple of 16 bytes")
     overlap, splits = can_overlap(qkv_BP), parts.splits_of(S)
-    variant = D, group, half, bool(weights), overlap, parts.CHUNK
+    variant = D, group, half, bool(weights), overlap, cache_ready, parts.CHUNK
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
     blocks = B * G * chunks
     part, m_part, l_part = (

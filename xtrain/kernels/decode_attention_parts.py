@@ -7,21 +7,28 @@ import functools
 import math
 from types import SimpleNamespace
 
-from numba import cuda, float32, int32, int64
+from numba import cuda, float32, int32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
-from ._ptx import device, load1, store1
+from ._ptx import device, load1, load4, store1
 from ._reduce import NEG_INF, warp_max, warp_sum
 from ._tensor_cores import exp2
 
 LOG2E = float32(math.log2(math.e))
 CHUNK = 128  # keys of a split, at least; so many that asking for them takes longer than the rest of the block's work
 MAX_SPLITS = 32  # of a row's keys: lanes of the warp that merges them
+AT_ONCE = 8  # partial results that a thread asks for before it adds them
 
 
 def splits_of(S: int) -> int:
     """How many blocks share the keys of a head when a row holds S tokens"""
     return min(MAX_SPLITS, -(-S // CHUNK))
+
+
+@device
+def quotient(a, b):
+    """a // b for 0 <= a, b < 2^32: a division of 64-bit numbers takes several times as long."""
+    return int64(uint32(a) // uint32(b))
 
 
 @functools.cache
@@ -32,42 +39,65 @@ def make_split_keys(CHUNK):
     def split_keys(n):
         used = (n + CHUNK - 1) // CHUNK
         used = used if used < MAX_SPLITS else int64(MAX_SPLITS)
-        return ((n + used - 1) // used + 15) // 16 * 16
+        return (quotient(n + used - 1, used) + 15) // 16 * 16
 
     return split_keys
 
 
 @functools.cache
-def make_turn_head(D, NORMALISE):
-    """-> turn_head(out, to, x, first, w_D, cos, sin, p, eps): a warp norms the head at x[first], turns it to position p,
-    and writes it to out[to]. cos, sin: flat.
+def make_pairs(D, NORMALISE):
+    """A warp holds a head: a lane PLANES pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2.
+
+    load_pairs(x1, x2, x, first)                       from x[first]
+    load_angles(c, s, cos, sin, p)                     of position p; cos, sin: flat
+    turn(out, to, x1, x2, w_D, c, s, eps)              the head normed and turned, to out[to]
+    put_pairs(out, to, x1, x2)                         as it is
     """
     R = D // 2
-    PLANES = -(-R // 32)  # of a lane
+    PLANES = -(-R // 32)
 
     @device
-    def turn_head(out, to, x, first, w_D, cos, sin, p, eps):
-        lane, rstd = cuda.threadIdx.x & 31, float32(1.0)
-        x1, x2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
-        acc = float32(0.0)
+    def load_pairs(x1, x2, x, first):
         for i in range(PLANES):
-            r = lane + 32 * i
-            x1[i] = load1(x, first + r) if r < R else float32(0.0)
-            x2[i] = load1(x, first + r + R) if r < R else float32(0.0)
-            acc += x1[i] * x1[i] + x2[i] * x2[i]
+            r = (cuda.threadIdx.x & 31) + 32 * i
+            x1[i], x2[i] = float32(0.0), float32(0.0)
+            if r < R:
+                x1[i], x2[i] = load1(x, first + r), load1(x, first + r + R)
+
+    @device
+    def load_angles(c, s, cos, sin, p):
+        for i in range(PLANES):
+            r = (cuda.threadIdx.x & 31) + 32 * i
+            c[i], s[i] = float32(0.0), float32(0.0)
+            if r < R:
+                c[i], s[i] = cos[p * R + r], sin[p * R + r]
+
+    @device
+    def put_pairs(out, to, x1, x2):
+        for i in range(PLANES):
+            r = (cuda.threadIdx.x & 31) + 32 * i
+            if r < R:
+                store1(out, to + r, x1[i])
+                store1(out, to + r + R, x2[i])
+
+    @device
+    def turn(out, to, x1, x2, w_D, c, s, eps):
+        y1, y2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        acc, rstd = float32(0.0), float32(1.0)
         if NORMALISE:
+            for i in range(PLANES):
+                acc += x1[i] * x1[i] + x2[i] * x2[i]
             rstd = rsqrtf(warp_sum(acc) * float32(1 / D) + eps)
         for i in range(PLANES):
-            r = lane + 32 * i
-            if r < R:
-                if NORMALISE:
-                    x1[i] *= rstd * w_D[r]
-                    x2[i] *= rstd * w_D[r + R]
-                c, s = cos[p * R + r], sin[p * R + r]
-                store1(out, to + r, x1[i] * c - x2[i] * s)
-                store1(out, to + r + R, x2[i] * c + x1[i] * s)
+            r = (cuda.threadIdx.x & 31) + 32 * i
+            u1, u2 = x1[i], x2[i]
+            if NORMALISE and r < R:
+                u1 *= rstd * w_D[r]
+                u2 *= rstd * w_D[r + R]
+            y1[i], y2[i] = u1 * c[i] - u2 * s[i], u2 * c[i] + u1 * s[i]
+        put_pairs(out, to, y1, y2)
 
-    return turn_head
+    return load_pairs, load_angles, turn, put_pairs, PLANES
 
 
 @functools.cache
@@ -75,25 +105,37 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
     """-> new_heads(q_s, k, v, qkv, ...): the block's queries into shared memory; the new key and value into the cache.
 
     qkv[x]: the first query head of the key head; absent heads of q_s become zeros. owner: this block appends, at k[at], v[at];
-    key, value: where they begin in qkv.
+    key, value: where they begin in qkv. A warp asks for all its heads before it deals with the first.
     """
-    turn_head = make_turn_head(D, NORMALISE)
+    load_pairs, load_angles, turn, put_pairs, PLANES = make_pairs(D, NORMALISE)
+    EACH = HEADS // WARPS
+    FULL_CHUNKS = GROUP % HEADS == 0
 
     @device
     def new_heads(q_s, k, v, qkv, x, key, value, at, owner, h0, q_w_D, k_w_D, cos, sin, p, eps):
-        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        for i in range(warp, HEADS, WARPS):
-            if h0 + i < GROUP:
-                turn_head(q_s, i * D, qkv, x + (h0 + i) * D, q_w_D, cos, sin, p, eps)
-            else:
-                for d in range(lane, D, 32):
-                    store1(q_s, i * D + d, float32(0.0))
-        if owner:
-            if warp == WARPS - 1:
-                turn_head(k, at, qkv, key, k_w_D, cos, sin, p, eps)
-            if warp == WARPS - 2:
-                for d in range(lane, D, 32):
-                    store1(v, at + d, load1(qkv, value + d))
+        warp = cuda.threadIdx.x >> 5
+        x1, x2 = (
+            cuda.local.array((EACH, PLANES), float32),
+            cuda.local.array((EACH, PLANES), float32),
+        )
+        more1, more2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        c, s = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        load_angles(c, s, cos, sin, p)
+        for j in range(EACH):
+            h = h0 + warp + j * WARPS
+            h = h if FULL_CHUNKS or h < GROUP else GROUP - 1
+            load_pairs(x1[j], x2[j], qkv, x + h * D)
+        if owner and warp >= WARPS - 2:
+            load_pairs(more1, more2, qkv, key if warp == WARPS - 1 else value)
+        for j in range(EACH):
+            if not FULL_CHUNKS and h0 + warp + j * WARPS >= GROUP:
+                for i in range(PLANES):
+                    x1[j, i], x2[j, i] = float32(0.0), float32(0.0)
+            turn(q_s, (warp + j * WARPS) * D, x1[j], x2[j], q_w_D, c, s, eps)
+        if owner and warp == WARPS - 1:
+            turn(k, at, more1, more2, k_w_D, c, s, eps)
+        if owner and warp == WARPS - 2:
+            put_pairs(v, at, more1, more2)
 
     return new_heads
 
@@ -108,7 +150,7 @@ def make_merge(D, HEADS, WARPS):
     merge_splits(acc_s, m_s, l_s, part, m_part, l_part, first, used)    numbers first, first + 1, ... back
     finish(o, to, acc_s, l_s, count)                 o[to + h D + d] = acc / l for `count` heads
     """
-    THREADS, SIZE = 32 * WARPS, HEADS * D
+    THREADS, SIZE, EACH = 32 * WARPS, HEADS * D, HEADS // WARPS
 
     @device
     def merge_warps(acc_s, m_s, l_s):
@@ -143,20 +185,32 @@ def make_merge(D, HEADS, WARPS):
     def merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used):
         """weight_s: MAX_SPLITS HEADS floats. The caller's barrier is before; the last one is here."""
         tid, warp, lane = cuda.threadIdx.x, cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        for h in range(warp, HEADS, WARPS):  # a lane per split
-            i = (first + lane) * HEADS + h
-            m = m_part[i] if lane < used else NEG_INF
-            weight = exp2(m - warp_max(m))
-            total = warp_sum(l_part[i] * weight if lane < used else float32(0.0))
+        m, total = cuda.local.array(EACH, float32), cuda.local.array(EACH, float32)
+        for j in range(EACH):  # a lane per split
+            i = (first + lane) * HEADS + warp + j * WARPS
+            m[j] = m_part[i] if lane < used else NEG_INF
+            total[j] = l_part[i] if lane < used else float32(0.0)
+        for j in range(EACH):
+            h, weight = warp + j * WARPS, exp2(m[j] - warp_max(m[j]))
             weight_s[lane * HEADS + h] = weight
+            row_total = warp_sum(total[j] * weight)
             if lane == 0:
-                l_s[h] = total
+                l_s[h] = row_total
         cuda.syncthreads()
-        for j in range(tid, SIZE, THREADS):
-            acc = float32(0.0)
-            for s in range(used):  # always in this order: same bits every run
-                acc += part[(first + s) * SIZE + j] * weight_s[s * HEADS + j // D]
-            acc_s[j] = acc
+        values, acc = cuda.local.array((AT_ONCE, 4), float32), cuda.local.array(4, float32)
+        for j in range(4 * tid, SIZE, 4 * THREADS):
+            for e in range(4):
+                acc[e] = float32(0.0)
+            for s in range(0, used, AT_ONCE):
+                for i in range(AT_ONCE):  # ask for all, then add
+                    split = s + i if s + i < used else used - 1
+                    load4(values[i], part, (first + split) * SIZE + j)
+                for i in range(AT_ONCE):  # always in this order: same bits every run
+                    weight = weight_s[(s + i) * HEADS + j // D]  # 0 from `used` on
+                    for e in range(4):
+                        acc[e] += values[i, e] * weight
+            for e in range(4):
+                acc_s[j + e] = acc[e]
         cuda.syncthreads()
 
     @device

@@ -28,11 +28,17 @@ from ._flat import on_16_bytes
 from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from ._ptx import kernel, let_next_start, load1, load4, store1, wait_for_previous
 from ._reduce import warp_sum
-from .gemv_tensor import CHUNK, MAX_ROWS, TILE, choose, make_tensor_kernel
+from .gemv_tensor import (
+    CHUNK,
+    MAX_ROWS,
+    MULTIPROCESSORS,
+    TILE,
+    choose,
+    make_tensor_kernel,
+)
 from .swiglu import sigmoid, silu_ref
 
 BLOCK = 256
-MULTIPROCESSORS = 132  # of an H200. Another number changes the speed only
 
 
 # ----------------------------------------------------------------------------- reference
@@ -174,8 +180,10 @@ def _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, co
     if w_OK.dtype == np.float32:
         plain_kernel = make_plain_kernel(N, K, *flags)
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
-    config = config or choose(K, swiglu)
     half = x_NK.dtype != np.float32 and norm_w_K is None
-    tensor_kernel = make_tensor_kernel(K, flags[0], half, *flags[1:], weights_ready, config)
-    grid = min(-(-F // TILE), config[2] * MULTIPROCESSORS)
+    config, tiles = config or choose(K, F, swiglu, flags[0]), -(-F // TILE)
+    grid = min(tiles, config[2] * MULTIPROCESSORS)
+    once = tiles == grid and config[0] * config[1] * CHUNK >= K
+    variant = flags[0], half, *flags[1:], weights_ready, once, config
+    tensor_kernel = make_tensor_kernel(K, *variant)
     launch(tensor_kernel, grid, 32 * config[0], *arrays, N, F, eps, overlap=overlap)

@@ -7,9 +7,10 @@ same columns of row g of x: a product's inner index may run in any order if both
     chunk    32 columns of a tile, 16 rows: lanes t = 0..3 read columns 0..7, 8..15, 16..23, 24..31
              step 0 multiplies the first 4 of each lane, step 1 its last 4
 
-The warps of a block share the columns of a tile of 16 rows, and add up in the order of the warps. The weights of the next
-columns, or of the next tile, are under way while those before are multiplied. The first are asked for before the kernel
-waits for its input (wait_for_previous in _ptx.py): weights were there long before.
+The warps of a block share the columns of a tile of 16 rows, and add up in the order of the warps. Weights and x of the next
+chunks, or of the next tile, are under way while those before are multiplied. The first weights are asked for before the
+kernel waits for its input (wait_for_previous in _ptx.py) if they are known to be there. A block that has one tile of 2048
+columns or less asks for all of it at once: then nothing is left to do but wait.
 x is rounded to bf16 after the norm weight, before r; sums, r and everything after are float32.
 """
 
@@ -27,7 +28,8 @@ from .swiglu import sigmoid
 MAX_ROWS = 8  # columns of one tensor-core tile
 TILE = 16  # rows of w that a block multiplies at a time
 CHUNK = 32  # columns of w that a warp multiplies at a time: 8 for each of 4 lanes
-HELD = 12  # chunks of x that a warp keeps in registers from tile to tile
+AT_ONCE = 8  # chunks of w that a warp asks for when they are all it needs
+MULTIPROCESSORS = 132  # of an H200. Another number changes the speed only
 
 
 @functools.cache
@@ -110,7 +112,7 @@ def make_reduce(M, WARPS):
 
 @functools.cache
 def make_multiply(M, U):
-    """-> multiply(s (M, 4), words, fx): s += U chunks of w times x.   take(words, coming): the next become these."""
+    """-> multiply(s (M, 4), words, fx): s += U chunks of w times x.   take(words, fx, ...): the next become these."""
 
     @device
     def multiply(s, words, fx):
@@ -123,60 +125,75 @@ def make_multiply(M, U):
                     mma_bf16(s[m], fa, fx[u, i])
 
     @device
-    def take(words, coming):
+    def take(words, fx, next_words, next_fx):
         for u in range(U):
-            for m in range(M):
-                for r in range(2):
-                    for j in range(4):
-                        words[u, m, r, j] = coming[u, m, r, j]
+            for i in range(4):
+                for m in range(M):
+                    for r in range(2):
+                        words[u, m, r, i] = next_words[u, m, r, i]
+                fx[u, i // 2, i % 2] = next_fx[u, i // 2, i % 2]
 
     return multiply, take
 
 
 @functools.cache
 def make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS):
-    """-> finish(y, residual, sums, squares_s, tile, N, F, eps): the block writes a tile of y"""
+    """A thread owns EACH of the 16 x 8 elements of a tile of y.
+    -> add_later(added (EACH,), residual, tile, N, F): asks for what finish will add
+    finish(y, added, sums, squares_s, tile, N, F, eps)
+    """
     total, THREADS = make_reduce(2 if SWIGLU else 1, WARPS)[1], 32 * WARPS
+    EACH = -(-TILE * MAX_ROWS // THREADS)
 
     @device
-    def finish(y, residual, sums, squares_s, tile, N, F, eps):
-        for i in range(cuda.threadIdx.x, TILE * MAX_ROWS, THREADS):
+    def add_later(added, residual, tile, N, F):
+        for j in range(EACH):
+            i = cuda.threadIdx.x + j * THREADS
             n, o = i // TILE, tile * TILE + i % TILE
-            if n < N and o < F:
+            added[j] = float32(0.0)
+            if RESIDUAL and n < N and o < F:
+                added[j] = load1(residual, n * F + o)
+
+    @device
+    def finish(y, added, sums, squares_s, tile, N, F, eps):
+        for j in range(EACH):
+            i = cuda.threadIdx.x + j * THREADS
+            n, row = i // TILE, i % TILE
+            if n < N and tile * TILE + row < F:
                 r = float32(1.0)
                 if NORM:
                     acc = float32(0.0)
                     for warp in range(WARPS):
                         acc += squares_s[warp * MAX_ROWS + n]
                     r = rsqrtf(acc * float32(1 / K) + eps)
-                value = total(sums, 0, i % TILE, n) * r
+                value = total(sums, 0, row, n) * r
                 if SWIGLU:
-                    value *= sigmoid(value) * (total(sums, 1, i % TILE, n) * r)
-                if RESIDUAL:
-                    value += load1(residual, n * F + o)
-                store1(y, n * F + o, value)
+                    value *= sigmoid(value) * (total(sums, 1, row, n) * r)
+                store1(y, n * F + tile * TILE + row, value + added[j])
 
-    return finish
+    return add_later, finish, EACH
 
 
 @functools.cache
-def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, config):
-    """HALF: x is bf16, and taken as it is. ready: so are the weights. config: (warps, chunks of w under way per warp, blocks per multiprocessor)"""
+def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, config):
+    """HALF: x is bf16, and taken as it is. ready: so are the weights. config: (warps, chunks of w under way per warp, blocks
+    per multiprocessor). once: a block has one tile, and asks for all of it at once.
+    """
     WARPS, U, BLOCKS = config
     M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
-    KEEP = STEPS if STEPS * U <= HELD else 1
     load_w, load_x = make_operands(K, NORM, HALF, M, WARPS, U)
     (multiply, take), put = make_multiply(M, U), make_reduce(M, WARPS)[0]
-    finish = make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS)
+    add_later, finish, EACH = make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS)
 
     @kernel(32 * WARPS, BLOCKS)
     def gemv_tensor_kernel(y, x, w, norm_w, residual, N, F, eps):
         """Grid: any number of blocks; block p deals with tiles p, p + grid, ... All arrays flat. F: columns of y."""
         sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
         words = cuda.local.array((U, M, 2, 4), uint32)
-        coming = cuda.local.array((U, M, 2, 4), uint32)
-        fx, s = cuda.local.array((KEEP, U, 2, 2), uint32), cuda.local.array((M, 4), float32)
+        next_words = cuda.local.array((U, M, 2, 4), uint32)
+        fx, next_fx = cuda.local.array((U, 2, 2), uint32), cuda.local.array((U, 2, 2), uint32)
+        s, added = cuda.local.array((M, 4), float32), cuda.local.array(EACH, float32)
         first, grid, lane = int64(cuda.blockIdx.x), int64(cuda.gridDim.x), cuda.threadIdx.x & 31
         if ready:
             load_w(words, w, first, 0, F)
@@ -185,25 +202,22 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, config):
             let_next_start()
         if not ready:
             load_w(words, w, first, 0, F)
-        squares = float32(0.0)
-        if KEEP == STEPS:
-            for i in range(KEEP):
-                squares += load_x(fx[i], x, norm_w, i, N)
+        squares = load_x(fx, x, norm_w, 0, N)
         for tile in range(first, (F + TILE - 1) // TILE, grid):
+            add_later(added, residual, tile, N, F)
             for m in range(M):
                 for j in range(4):
                     s[m, j] = float32(0.0)
             for step in range(STEPS):
                 following = tile if step + 1 < STEPS else tile + grid
-                more = following * TILE < F
+                more = not once and following * TILE < F
                 if more:
-                    load_w(coming, w, following, (step + 1) % STEPS, F)
-                if KEEP < STEPS:
-                    new = load_x(fx[0], x, norm_w, step, N)
-                    squares += new if tile == first else float32(0.0)
-                multiply(s, words, fx[step if KEEP == STEPS else 0])
+                    load_w(next_words, w, following, (step + 1) % STEPS, F)
+                    new = load_x(next_fx, x, norm_w, (step + 1) % STEPS, N)
+                    squares += new if following == first else float32(0.0)
+                multiply(s, words, fx)
                 if more:
-                    take(words, coming)
+                    take(words, fx, next_words, next_fx)
             put(s, sums)
             if NORM and tile == first:
                 squares += cuda.shfl_xor_sync(FULL, squares, 1)
@@ -211,14 +225,19 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, config):
                 if lane & 3 == 0:
                     squares_s[(cuda.threadIdx.x >> 5) * MAX_ROWS + (lane >> 2)] = squares
             cuda.syncthreads()
-            finish(y, residual, sums, squares_s, tile, N, F, eps)
+            finish(y, added, sums, squares_s, tile, N, F, eps)
             cuda.syncthreads()  # the sums have been read
 
     return gemv_tensor_kernel
 
 
-def choose(K: int, swiglu: bool) -> tuple[int, int, int]:
-    """-> (warps, chunks under way per warp, blocks per multiprocessor) for weights of K columns"""
-    chunks = K // CHUNK
-    warps = min(16, chunks) if chunks <= 8 * HELD else 8
-    return warps, min(2 if swiglu else 4, -(-chunks // warps)), 1 if warps > 8 else 2
+def choose(K: int, F: int, swiglu: bool, norm: bool) -> tuple[int, int, int]:
+    """-> (warps, chunks under way per warp, blocks per multiprocessor) for weights of K columns, y of F.
+
+    8 warps with 128 registers are half a multiprocessor: the next kernel finds room, and begins to read its weights.
+    """
+    warps = min(8, K // CHUNK)
+    chunks = -(-(K // CHUNK) // warps)
+    if not swiglu and chunks <= AT_ONCE and F <= 2 * MULTIPROCESSORS * TILE:
+        return warps, chunks, 2
+    return warps, min(2 if swiglu or norm else 4, chunks), 2  # more would spill
