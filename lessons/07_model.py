@@ -1,0 +1,549 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7 The model
+#
+# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/07_model.ipynb)
+#
+# *About 75 minutes. You need [lesson 6](06_autograd.ipynb).*
+#
+# **The question.** What is a Llama, exactly? Not a diagram: every operation from token numbers to
+# the loss, small enough to compute by hand, and equal to what everybody else calls by that name to
+# the sixth digit.
+#
+# You know the residual stream, RMSNorm and linear layers. Four things are new: the embedding,
+# positions (RoPE), attention with its softmax, SwiGLU; and at the end the cross-entropy. You write
+# three of their kernels, then put everything together in forty lines of NumPy, and compare.
+
+# %% tags=["install"]
+# On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
+import os
+import subprocess
+import sys
+
+if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain"
+    subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
+    os.chdir("xtrain")
+    sys.path.insert(0, os.getcwd())
+
+# %% tags=["imports"]
+import math
+
+import numpy as np
+from numba import cuda, float32
+
+from xtrain import lesson
+from xtrain.kernels._reduce import block_max, block_sum
+
+# %% [markdown]
+# ## The whole in one picture
+#
+# B sequences of T tokens are N = B T rows; each row carries C numbers through the model, the
+# *residual stream*. Each of L blocks reads it twice and adds to it twice:
+#
+# ```text
+# ids (B, T) -> embedding -> h (N, C)
+#     L times:   h += attention(norm(h))      here, and only here, tokens look at each other
+#                h += mlp(norm(h))            every token by itself
+# norm -> head -> logits (N, V) -> cross-entropy with the next tokens
+# ```
+#
+# The **embedding** is a table with one row per token of the vocabulary, and looking up: `h[n] =
+# w[ids[n]]`. Its backward adds the gradient of every position to the row of its token (lesson 6:
+# what repeats, adds up).
+#
+# ## Positions: RoPE
+#
+# Attention compares tokens by dot products, which know nothing of order. RoPE gives them a position
+# by *turning*: a head of D numbers is seen as R = D / 2 planes, and in plane r the token at
+# position t is turned by the angle $t f_r$. Fast planes tell neighbours apart, slow ones the
+# far-away. Plane r is made of number r of the lower half and number r of the upper half:
+#
+# $$y_r = x_r \cos(t f_r) - x_{r+R} \sin(t f_r) \qquad y_{r+R} = x_{r+R} \cos(t f_r) + x_r \sin(t f_r)$$
+#
+# Why turning? Because the dot product of two turned vectors depends only on the *difference* of the
+# angles: on how far apart two tokens are. By hand, with one plane and f = 0.5:
+
+
+# %%
+def turn(v, angle):
+    c, s = math.cos(angle), math.sin(angle)
+    return np.array([v[0] * c - v[1] * s, v[1] * c + v[0] * s])
+
+
+q, k, f = np.array([1.0, 2.0]), np.array([3.0, -1.0]), 0.5
+for i, j in ((0, 3), (5, 8), (100, 103), (0, 4)):
+    print(f"query at {i:3}, key at {j:3}: dot product {turn(q, i * f) @ turn(k, j * f):.4f}")
+
+# %% [markdown]
+# The first three agree, three positions apart each time.
+#
+# ## Exercise 7.1: RoPE
+#
+# One thread per plane. Sequences lie one after another, each of T tokens, so row n stands at
+# position n % T. `cos_TR[t, r]` and `sin_TR[t, r]` are tables.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def rope_kernel(y_NHD, x_NHD, cos_TR, sin_TR, T):
+    """Turn plane r of head h of token n.   Grid (N, H), block R = D / 2. Row n is at position n % T."""
+    n, h, r = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+    R = cos_TR.shape[1]
+    # YOUR CODE
+
+
+# %%
+lesson.check("7.1", rope_kernel)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `a, b = x_NHD[n, h, r], x_NHD[n, h, r + R]` and `t = n % T`; `c, s = cos_TR[t, r], sin_TR[t, r]`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 7.1
+@cuda.jit
+def rope_kernel(y_NHD, x_NHD, cos_TR, sin_TR, T):
+    """Turn plane r of head h of token n.   Grid (N, H), block R = D / 2. Row n is at position n % T."""
+    n, h, r = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+    R = cos_TR.shape[1]
+    t = n % T
+    a, b = x_NHD[n, h, r], x_NHD[n, h, r + R]
+    c, s = cos_TR[t, r], sin_TR[t, r]
+    y_NHD[n, h, r] = a * c - b * s
+    y_NHD[n, h, r + R] = b * c + a * s
+
+
+# %% [markdown]
+# Its backward needs no new kernel. Turning keeps lengths, so the transpose of a turn is the turn
+# back: $dx$ is dy turned by $-t f_r$.
+#
+# ## Attention
+#
+# Each token makes a query, a key and a value, per head. It looks at all tokens up to itself, weighs
+# them by how well their keys fit its query, and takes the weighted mean of their values:
+#
+# $$s_{ts} = \frac{q_t \cdot k_s}{\sqrt{D}} \qquad p_{ts} = \frac{e^{s_{ts}}}{\sum_{j \le t} e^{s_{tj}}} \qquad o_t = \sum_{s \le t} p_{ts} \, v_s$$
+#
+# "Up to itself" is the causal mask: a model that may look at the next token has nothing to predict.
+# The products are lesson 4. The softmax, by hand for T = 3:
+
+# %%
+scores = np.array([[0.0, 9.0, 9.0], [1.0, 1.0, 9.0], [2.0, 1.0, 0.0]])
+for t, row in enumerate(scores):
+    seen = np.exp(row[: t + 1])
+    print(
+        f"row {t}: exp {seen.round(3)}, sum {seen.sum():.3f}, p {np.append(seen / seen.sum(), np.zeros(2 - t)).round(3)}"
+    )
+
+# %% [markdown]
+# One trap: in float32 exp(89) is infinite. But numerator and denominator may both be divided by
+# $e^m$ without changing p. With m the largest score of the row, no exponent is above 0, and at
+# least one is exactly 0.
+#
+# ## Exercise 7.2: causal softmax
+#
+# Block t for row t. Three passes over what the row sees: the maximum, the sum, the result. And
+# zeros for what it does not see.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def causal_softmax_kernel(p_TS, s_TS, scale):
+    """p[t] = softmax(scale s[t, : t + 1]), zeros from t + 1 on.   Grid T, block a multiple of 32."""
+    partial = cuda.shared.array(32, float32)
+    t, tid = cuda.blockIdx.x, cuda.threadIdx.x
+    S = s_TS.shape[1]
+    # YOUR CODE
+
+
+# %%
+lesson.check("7.2", causal_softmax_kernel)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# For the maximum start from `top = float32(-math.inf)` and compare: `v = scale * s_TS[t, s]`, `top
+# = v if v > top else top`. Then `top = block_max(top, partial)`.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# The masked part: `for s in range(t + 1 + tid, S, cuda.blockDim.x): p_TS[t, s] = float32(0.0)`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 7.2
+@cuda.jit
+def causal_softmax_kernel(p_TS, s_TS, scale):
+    """p[t] = softmax(scale s[t, : t + 1]), zeros from t + 1 on.   Grid T, block a multiple of 32."""
+    partial = cuda.shared.array(32, float32)
+    t, tid = cuda.blockIdx.x, cuda.threadIdx.x
+    S = s_TS.shape[1]
+    visible = t + 1
+    top = float32(-math.inf)
+    for s in range(tid, visible, cuda.blockDim.x):
+        v = scale * s_TS[t, s]
+        top = v if v > top else top
+    top = block_max(top, partial)
+    total = float32(0.0)
+    for s in range(tid, visible, cuda.blockDim.x):
+        total += math.exp(scale * s_TS[t, s] - top)
+    total = block_sum(total, partial)
+    for s in range(tid, visible, cuda.blockDim.x):
+        p_TS[t, s] = math.exp(scale * s_TS[t, s] - top) / total
+    for s in range(visible + tid, S, cuda.blockDim.x):
+        p_TS[t, s] = float32(0.0)
+
+
+# %% [markdown]
+# ## SwiGLU
+#
+# The MLP widens each token from C to F numbers, twice, and lets one half decide how much of the
+# other passes: $y = \text{silu}(\text{gate}) \cdot \text{up}$ with $\text{silu}(g) = g / (1 +
+# e^{-g})$. A gate far below zero closes, one far above opens.
+
+# %%
+gate = np.array([-6.0, -1, 0, 1, 6])
+print("gate      ", gate)
+print("silu(gate)", (gate / (1 + np.exp(-gate))).round(3))
+
+# %% [markdown]
+# ## The loss
+#
+# The head gives each row V logits. The *cross-entropy* is minus the logarithm of the probability
+# that the softmax gives to the token which really came next:
+#
+# $$\text{loss}_n = -\log p_{n, \text{target}} = \log \sum_v e^{x_{nv}} - x_{n, \text{target}} \qquad \frac{\partial \text{loss}_n}{\partial x_{nv}} = p_{nv} - [v = \text{target}]$$
+#
+# The gradient is worth a look: what the model believes, minus what is. By hand for V = 3, target 2:
+
+# %%
+x = np.array([1.0, 2.0, 3.0])
+p = np.exp(x) / np.exp(x).sum()
+print(
+    "p",
+    p.round(3),
+    "  loss",
+    round(float(-np.log(p[2])), 3),
+    "  gradient",
+    (p - [0, 0, 1]).round(3),
+)
+
+# %% [markdown]
+# A model that knows nothing has a loss of ln V: 10.8 for a vocabulary of 50257. Remember that
+# number; it is the first line of every training run.
+#
+# ## Exercise 7.3: cross-entropy
+#
+# In NumPy, the loss and its gradient together. The loss is the *mean* over the rows that count;
+# targets of -100 (padding, the user's part of a chat) do not.
+
+
+# %% tags=["exercise"]
+def cross_entropy(logits_NV, targets_N):
+    """-> mean loss (a number), its gradient (N, V). Rows with target -100 are left out."""
+    # YOUR CODE
+
+
+# %%
+lesson.check("7.3", cross_entropy)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `counted = targets_N != -100`, and for looking up use a harmless target there: `np.where(counted,
+# targets_N, 0)`. `x[np.arange(N), target]` picks one logit per row.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 7.3
+def cross_entropy(logits_NV, targets_N):
+    """-> mean loss (a number), its gradient (N, V). Rows with target -100 are left out."""
+    counted = targets_N != -100
+    n, target_N = np.arange(len(targets_N)), np.where(counted, targets_N, 0)
+    x_NV = logits_NV - logits_NV.max(1, keepdims=True)
+    p_NV = np.exp(x_NV)
+    sum_N = p_NV.sum(1)
+    loss_N = np.log(sum_N) - x_NV[n, target_N]
+    p_NV /= sum_N[:, None]
+    p_NV[n, target_N] -= 1
+    return loss_N[counted].mean(), p_NV * counted[:, None] / counted.sum()
+
+
+# %% [markdown]
+# ## Everything together
+#
+# Forty lines. The weights have the names that Hugging Face gives them; two query heads share one
+# key head (*grouped queries*, lesson 18). We take them from a small model of xtrain.
+
+# %%
+import xtrain
+from xtrain.kernels.rmsnorm import rmsnorm_ref
+from xtrain.kernels.rope import rope_ref, rope_tables
+
+config = xtrain.ModelConfig(
+    vocab_size=50,
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    hidden_dim=48,
+    max_seq_len=16,
+    qk_norm=False,
+)
+model = xtrain.Transformer(config, seed=0, device="cpu")
+weights = {name: np.array(p.data) for name, p in model.named_parameters()}
+for name in list(weights)[:8]:
+    print(f"{name:44} {weights[name].shape}")
+
+
+# %%
+def attention(q_THD, k_TGD, v_TGD):
+    """One sequence. Head h reads key head h // (H / G)."""
+    T, H, D = q_THD.shape
+    out = np.empty_like(q_THD)
+    for h in range(H):
+        g = h // (H // k_TGD.shape[1])
+        s = q_THD[:, h] @ k_TGD[:, g].T / math.sqrt(D)
+        s = np.where(np.tri(T, dtype=bool), s, -np.inf)
+        p = np.exp(s - s.max(1, keepdims=True))
+        out[:, h] = p / p.sum(1, keepdims=True) @ v_TGD[:, g]
+    return out.reshape(T, H * D)
+
+
+def forward(w, ids_BT, c):
+    """-> {stage: its output (B, T, ...)}, with the names that xtrain.compare uses."""
+    B, T = ids_BT.shape
+    H, G, D, eps = c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
+    cos, sin = rope_tables(D, T, c.rope_theta)
+    at = np.tile(np.arange(T), B)
+    norm = lambda x, name: rmsnorm_ref(x, w[name + ".weight"], eps)[0]
+    linear = lambda x, name: x @ w[name + ".weight"].T
+    h = w["model.embed_tokens.weight"][ids_BT.reshape(-1)]
+    stages = {"embedding": h}
+    for i in range(c.n_layers):
+        at_layer = f"model.layers.{i}."
+        x = norm(h, at_layer + "input_layernorm")
+        q, k, v = (linear(x, at_layer + f"self_attn.{p}_proj").reshape(B * T, -1, D) for p in "qkv")
+        q, k = rope_ref(q, cos, sin, at), rope_ref(k, cos, sin, at)
+        o = np.concatenate(
+            [attention(q[b : b + T], k[b : b + T], v[b : b + T]) for b in range(0, B * T, T)]
+        )
+        o = linear(o, at_layer + "self_attn.o_proj")
+        stages[f"layer {i} attention"] = o
+        h = h + o
+        x = norm(h, at_layer + "post_attention_layernorm")
+        gate, up = linear(x, at_layer + "mlp.gate_proj"), linear(x, at_layer + "mlp.up_proj")
+        h = h + linear(gate / (1 + np.exp(-gate)) * up, at_layer + "mlp.down_proj")
+        stages[f"layer {i} output"] = h
+    stages["final norm"] = norm(h, "model.norm")
+    stages["logits"] = linear(stages["final norm"], "lm_head")
+    return {name: a.reshape(B, T, -1) for name, a in stages.items()}
+
+
+ids = np.random.default_rng(0).integers(0, 50, (2, 9))
+mine = forward(weights, ids[:, :-1], config)
+loss, _ = cross_entropy(mine["logits"].reshape(-1, 50), ids[:, 1:].reshape(-1))
+print(f"loss {loss:.4f}, ln 50 = {math.log(50):.4f}")
+
+# %% [markdown]
+# Is it the same model as xtrain's? Compare stage by stage. A mistake would show as the first stage
+# whose difference jumps; this is how one finds out *where* two implementations part.
+
+# %%
+from xtrain.compare import stages
+
+theirs = stages(model, ids[:, :-1])
+for name, a in mine.items():
+    relative = np.abs(a - theirs[name]).max() / np.abs(theirs[name]).max()
+    print(f"{name:20} {'agrees' if relative < 1e-5 else f'PARTS, {relative:.1e}'}")
+
+# %% [markdown]
+# Now with a typical mistake, planted on purpose: neighbours paired in RoPE, as some papers write
+# it.
+
+
+# %%
+def paired(x, cos, sin, at):
+    y, (a, b) = x.copy(), (x[..., 0::2], x[..., 1::2])
+    c, s = cos[at][:, None], sin[at][:, None]
+    y[..., 0::2], y[..., 1::2] = a * c - b * s, b * c + a * s
+    return y
+
+
+right, rope_ref = rope_ref, paired
+wrong = forward(weights, ids[:, :-1], config)
+rope_ref = right
+for name, a in wrong.items():
+    relative = np.abs(a - theirs[name]).max() / np.abs(theirs[name]).max()
+    print(f"{name:20} {'agrees' if relative < 1e-5 else 'PARTS'}")
+
+# %% [markdown]
+# The logits would still look reasonable, and the loss too: a model *trained* with paired planes is
+# as good as any. It is only not a Llama. Against PyTorch, op by op (if it is installed here):
+
+# %%
+try:
+    import torch
+    import torch.nn.functional as TF
+except ImportError:
+    print("PyTorch is not installed here: pip install torch, and run this cell again")
+else:
+    from xtrain.kernels import rmsnorm, softmax, swiglu
+
+    rng = np.random.default_rng(1)
+    a, w, s = (rng.standard_normal(n).astype(np.float32) for n in ((6, 16), 16, (1, 5, 5)))
+    t = lambda x: torch.tensor(x)
+    targets = np.array([1, 2, 3, 0, 5, 4])
+    logits = a.copy()
+    pairs = {
+        "rmsnorm": (rmsnorm.rmsnorm_fwd(a, w, 1e-6)[0], TF.rms_norm(t(a), (16,), t(w), 1e-6)),
+        "swiglu": (swiglu.swiglu_fwd(a), TF.silu(t(a[:, :8])) * t(a[:, 8:])),
+        "causal softmax": (
+            softmax.causal_softmax_fwd(s.copy(), 5, 1.0),
+            (t(s) + torch.full((5, 5), -torch.inf).triu(1)).softmax(-1),
+        ),
+        "cross-entropy": (
+            np.float32(cross_entropy(logits, targets)[0]),
+            TF.cross_entropy(t(a), t(targets)),
+        ),
+    }
+    for name, (ours, torchs) in pairs.items():
+        print(f"{name:16} agrees: {np.allclose(ours, torchs.numpy(), rtol=1e-5, atol=1e-6)}")
+
+# %% [markdown]
+# For whole models with real weights: `python -m xtrain.compare FOLDER` does the comparison above
+# against Hugging Face's transformers, stage by stage (lesson 22).
+#
+# ## Measure, and one improvement
+#
+# Written with array operations, a causal softmax is: scale, mask, maximum, subtract, exp, sum,
+# divide. Each of them reads an array of B H T S scores from memory, and most write one. In one
+# kernel the row is read once and written once. For cross-entropy the same, and there is more to
+# gain: loss *and* gradient need the same exp, and the gradient may be written over the logits. On N
+# = 32768 rows of 50304 logits:
+
+# %%
+n, v = 32768, 50304
+once = 4 * n * v / 1e9
+print(f"the logits take {once:.1f} GB in float32")
+print(f"one kernel: read and write once, {2 * once:.1f} GB moved")
+lesson.table(
+    [
+        "bench_kernels/softmax_fwd/fp32",
+        "bench_kernels/cross_entropy_both/fp32",
+        "bench_kernels/rope_fwd/fp32",
+    ],
+    {
+        "xtrain, ms": "ms",
+        "a copy, ms": "copy_ms",
+        "PyTorch, ms": "torch_eager_ms",
+        "torch.compile, ms": "torch_compile_ms",
+    },
+)
+
+# %% [markdown]
+# **Fusing what belongs together** is worth a factor of 4 to 6 over op by op for these three.
+# PyTorch's compiler gets much of it too, and on the cross-entropy not all, since forward and
+# backward stay two kernels there.
+#
+# If you have a GPU, time your own softmax against the library's:
+
+# %%
+T = 1024 if lesson.on_gpu() else 8
+rng = np.random.default_rng(2)
+scores = lesson.array(rng.standard_normal((T, T)).astype(np.float32))
+p = lesson.empty(scores, (T, T))
+from xtrain.kernels import softmax
+
+runs = {
+    "yours": lambda: lesson.launch(causal_softmax_kernel, T, 256, p, scores, np.float32(0.125)),
+    "in use (in place)": lambda: softmax.causal_softmax_fwd(scores.reshape(1, T, T), T, 0.125),
+}
+times = lesson.measure(runs, nbytes=6 * T * T)
+
+# %% [markdown]
+# ## The library's kernel
+#
+# The softmax for long rows, closest to yours. It finds maximum and sum in *one* pass: when a larger
+# score appears, the sum so far is multiplied by exp(old maximum - new maximum). Lesson 13 builds
+# FlashAttention on this line.
+
+# %%
+lesson.source(softmax.online_softmax)
+lesson.source(softmax.causal_softmax_fwd_kernel)
+
+# %% [markdown]
+# And the model. It is your `forward`, with packed weights and with the additions fused into the
+# norms:
+
+# %%
+from xtrain import model as xmodel
+
+lesson.source(xmodel.Attention.attend)
+lesson.source(xmodel.Block)
+
+# %% [markdown]
+# ## What did not help
+#
+# *A mask as an array.* Adding a (T, T) array of zeros and minus infinities is what most code does,
+# and what `forward` above does. It reads as many bytes again as the scores, to say something that
+# an `if` knows: s <= t. And with the mask as an end of the loop, *half of the work disappears* too.
+#
+# *exp without the maximum.* It saves one pass, and works until one score passes 88:
+
+# %%
+with np.errstate(over="ignore", invalid="ignore"):
+    big = np.array([90.0, 89.0], np.float32)
+    print(
+        "without:",
+        np.exp(big) / np.exp(big).sum(),
+        "  with:",
+        (np.exp(big - 90) / np.exp(big - 90).sum()).round(3),
+    )
+
+# %% [markdown]
+# ## More exercises
+#
+# 1. Turn the result of 7.1 back with your kernel, by handing it `-sin`. How exactly do you get x
+#    again?
+# 2. Write the backward of causal softmax: $ds_c = \text{scale} \cdot p_c (dp_c - \sum_j dp_j p_j)$.
+#    Check it with `gradient_error` from lesson 5.
+# 3. How many parameters has the model above in its embedding, in its head, in one block? Which part
+#    grows with the vocabulary?
+#
+# <details><summary>Solutions</summary>
+#
+# 1: to rounding, about 1e-7 relative: a turn and its inverse. 2: `dot = (dp * p).sum(-1,
+# keepdims=True)`, `ds = scale * p * (dp - dot)`; the mask needs no care, since p is 0 there. 3: 50
+# · 32 = 1600 each; a block has 32 · 32 (q) + 2 · 16 · 32 (k, v) + 32 · 32 (o) + 3 · 48 · 32 + 2 ·
+# 32 = 7744. For a vocabulary of 50257 and width 384 the two tables are 38.6 of 66.9 million.
+#
+# </details>
+#
+# ## Sources
+#
+# - A. Vaswani et al., *Attention Is All You Need*, 2017.
+# - J. Su et al., *RoFormer: Enhanced Transformer with Rotary Position Embedding*, 2021.
+# - N. Shazeer, *GLU Variants Improve Transformer*, 2020.
+# - H. Touvron et al., *LLaMA*, 2023; the Qwen team, *Qwen3*, 2025.
+# - M. Milakov, N. Gimelshein, *Online normalizer calculation for softmax*, 2018.

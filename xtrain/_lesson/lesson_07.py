@@ -1,0 +1,156 @@
+"""Exercises of lesson 7: the ops of a Llama-style model."""
+
+import numpy as np
+
+from ..kernels.rope import rope_ref, rope_tables
+from .attempt import exercise
+
+
+def double(a):
+    return np.asarray(a).astype(np.float64)
+
+
+@exercise(
+    "7.1", "rope_kernel",
+    first_step="three numbers for this thread: token n, head h, plane r. Its position is n % T; its two numbers are x[n, h, r] and x[n, h, r + R].",
+    hints={
+        "OutOfBoundsError": "There are R = D / 2 planes: thread r turns the pair r and r + R, so r runs to R and not to D. "
+        "And the tables have T rows: look up position n % T, not n.",
+        "RaceError": "Each plane of each head of each token belongs to one thread, which writes two numbers.",
+    },
+)  # fmt: skip
+def rope_kernel(e):
+    for B, T, H, D in ((1, 3, 1, 4), (2, 3, 2, 8)):
+        N, R = B * T, D // 2
+        x, y = e.normal(N, H, D), e.blank(N, H, D)
+        cos, sin = rope_tables(D, T, 100.0)
+        as_sim = lambda a: np.array(a).view(type(x))
+        e.run(
+            (N, H),
+            R,
+            y,
+            x,
+            as_sim(cos),
+            as_sim(sin),
+            T,
+            case=f"{B} sequences of {T} tokens, {H} heads of {D}",
+        )
+        at = np.arange(N) % T
+        x64, c, s = double(x), double(cos), double(sin)
+        want = rope_ref(x64, c, s, at)
+        pairs = x64.copy()
+        a, b = x64[..., 0::2], x64[..., 1::2]
+        cn, sn = c[at][:, None], s[at][:, None]
+        pairs[..., 0::2], pairs[..., 1::2] = a * cn - b * sn, b * cn + a * sn
+        half = want.copy()
+        half[..., R:] = np.nan
+        other_sign = want.copy()
+        other_sign[..., R:] = x64[..., R:] * cn - x64[..., :R] * sn
+        first_sign = want.copy()
+        first_sign[..., :R] = x64[..., :R] * cn + x64[..., R:] * sn
+        e.same("y", y, want, {
+            "It turns the wrong way: y_r = x_r cos - x_(r+R) sin.": rope_ref(x64, c, s, at, -1),
+            "Neighbours were paired, (0, 1), (2, 3), ... Here a plane is one number of each half of the head: r and r + R.": pairs,
+            "The upper half was never written: each thread writes y[n, h, r] and y[n, h, r + R].": half,
+            "The sign in the first line is wrong: y_r = x_r cos - x_(r+R) sin.": first_sign,
+            "The sign in the second line is wrong: y_(r+R) = x_(r+R) cos + x_r sin.": other_sign,
+            "All rows were turned like position 0 or by their number in the batch: positions begin again in each sequence, n % T.":
+                lambda got: np.allclose(got[0], want[0], 1e-4, 1e-5) and np.allclose(np.square(got).sum(2), np.square(want).sum(2), 1e-3),
+        }, rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+@exercise(
+    "7.2", "causal_softmax_kernel",
+    first_step="row t sees the keys 0 .. t, so its loops end at t + 1. First the maximum of scale * s over them, by block_max.",
+    allow=("block_sum", "block_max"),
+    hints={
+        "DeadlockError": "block_max and block_sum are for all threads of the block: outside of any `if` and of the loop over keys.",
+        "OutOfBoundsError": "Keys go from tid to the end of what row t sees, in steps of cuda.blockDim.x.",
+    },
+)  # fmt: skip
+def causal_softmax_kernel(e):
+    for T, S, big in ((4, 4, 1.0), (5, 5, 300.0), (70, 70, 1.0)):
+        s, p, scale = e.normal(T, S, scale=big), e.blank(T, S), np.float32(0.5)
+        e.run(
+            T,
+            32,
+            p,
+            s,
+            scale,
+            case=f"T = {T}" + (", scores up to several hundred" if big > 1 else ""),
+        )
+        x = double(s) * 0.5
+        mask = np.tri(T, S, dtype=bool)
+
+        def softmax(x, mask):
+            x = np.where(mask, x, -np.inf)
+            p = np.exp(x - x.max(1, keepdims=True))
+            return p / p.sum(1, keepdims=True)
+
+        want = softmax(x, mask)
+        hidden = np.where(mask, want, np.nan)
+        strict = np.tri(T, S, -1, dtype=bool)
+        strict[0, 0] = True
+        e.same("p", p, want, {
+            "Masked places hold NaN: nobody wrote them. Their probability is 0, and that must be stored.": hidden,
+            "Row t does not see itself: its keys are 0 to t, t included.":
+                lambda got: T > 1 and np.allclose(got[1:], softmax(x, strict)[1:], 1e-4, 1e-5, equal_nan=True),
+            "Every row sees all keys: row t may only look at keys up to t.": softmax(x, np.ones_like(mask)),
+            "The scores were not scaled.": softmax(double(s), mask),
+            "exp overflows: subtract the maximum of the row first, which changes nothing in the quotient.":
+                lambda got: big > 1 and np.isnan(got[mask]).any(),
+            "The row does not sum to 1: divide by the sum of exp over what the row sees.":
+                lambda got: not np.isnan(got).any() and not np.allclose(np.where(mask, got, 0).sum(1), 1, 1e-3),
+        }, rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+@exercise(
+    "7.3", "cross_entropy",
+    first_step="subtract the maximum of each row; then the loss of row n is log(sum of exp) minus the logit of its target.",
+    kernel=False,
+)  # fmt: skip
+def cross_entropy(e):
+    for N, V, big, ignore in ((3, 4, 1.0, False), (4, 5, 400.0, False), (6, 7, 1.0, True)):
+        logits = np.array(double(e.normal(N, V, scale=big)))
+        targets = np.arange(N) * 3 % V
+        if ignore:
+            targets = np.where(np.arange(N) % 3 == 1, -100, targets)
+        before, counted = logits.copy(), targets >= 0
+        where = (
+            f"logits ({N}, {V})"
+            + (" up to several hundred" if big > 1 else "")
+            + (", some targets -100" if ignore else "")
+        )
+        with np.errstate(all="ignore"):
+            got = e.call(logits, targets.copy(), case=where)
+        e.need(
+            isinstance(got, tuple) and len(got) == 2,
+            "Return two things: the loss, and the gradient with respect to the logits.",
+        )
+        e.need(
+            np.array_equal(logits, before),
+            "The logits that were handed in have been changed: work on a copy.",
+        )
+        x = before - before.max(1, keepdims=True)
+        p = np.exp(x) / np.exp(x).sum(1, keepdims=True)
+        one = np.zeros_like(p)
+        one[np.flatnonzero(counted), targets[counted]] = 1
+        rows = np.log(np.exp(x).sum(1)) - x[np.arange(N), np.where(counted, targets, 0)]
+        want = rows[counted].mean()
+        loss, gradient = np.asarray(got[0], np.float64), got[1]
+        e.same("the loss", loss, np.asarray(want), {
+            "It overflowed: subtract the maximum of each row before exp; log sum exp grows by just that maximum.":
+                lambda got: not np.isfinite(got),
+            "That is the sum over rows, not the mean.": np.asarray(rows[counted].sum()),
+            "Rows with target -100 count in it: leave them out of the sum and out of the number it is divided by.":
+                lambda got: ignore,
+            "The sign is wrong: a loss is -log p, and positive.": np.asarray(-want),
+        }, rtol=1e-6)  # fmt: skip
+        e.need(gradient is not None, "The gradient is None.")
+        mean = (p - one) * counted[:, None] / counted.sum()
+        e.same("the gradient", gradient, mean, {
+            "The 1 of the target is missing: the gradient is p minus 1 at the target, p elsewhere.": p * counted[:, None] / counted.sum(),
+            "It is not divided by the number of rows that count: the loss is a mean.": (p - one) * counted[:, None],
+            "Rows with target -100 have a gradient; theirs is 0.": lambda got: ignore and np.abs(np.asarray(got)[~counted]).max() > 1e-12,
+            "The sign is wrong.": -mean,
+        }, rtol=1e-6, atol=1e-12)  # fmt: skip
