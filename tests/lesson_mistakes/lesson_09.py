@@ -1,0 +1,24 @@
+"""Typical mistakes, planted in the solutions of lesson 9: (exercise, old, new, words of the answer)."""
+
+MISTAKES = [
+    ("9.1", "first = n // T * T", "first = 0", "The sequences before are in the mean"),
+    ("9.1", "range(first, n + 1)", "range(0, n % T + 1)", "a piece of the FIRST sequence"),
+    ("9.1", "range(first, n + 1)", "range(first, n)", "Row n itself is missing"),
+    (
+        "9.1", "range(first, n + 1):\n            acc += x_NC[m, c]\n        y_NC[n, c] = acc / float32(n + 1 - first)",
+        "range(first, first + T):\n            acc += x_NC[m, c]\n        y_NC[n, c] = acc / float32(T)", "Later tokens are in the mean",
+    ),
+    ("9.1", "float32(n + 1 - first)", "float32(T)", "divided by T"),
+    ("9.1", " / float32(n + 1 - first)", "", "not divided by the number of rows"),
+    ("9.1", "for c in range(tid, x_NC.shape[1], cuda.blockDim.x):", "for c in range(tid, tid + 1):", "columns from tid in steps of"),
+    ("9.2", "acc * scale", "acc", "The scale is missing"),
+    ("9.2", "b, h = z // H, z % H", "b, h = z % H, z // H", "b, h = z // H, z % H for z"),
+    ("9.2", "b, h = z // H, z % H", "b, h = z // H, 0", "Each pair (b, h) is one z"),
+    ("9.2", "if i < T and j < T:", "if True:", "both i and j need a guard"),
+    ("9.2", "s_BHTT[b, h, i, j]", "s_BHTT[b, h, j, i]", "Query and key are swapped"),
+    ("9.2", "acc += q", "acc = q", "Only the last product"),
+    ("9.3", "launched = (i + 1) * launch_us", "launched = free + launch_us", "A launch does not wait"),
+    ("9.3", "free = max(launched, free) + run", "free = launched + run", "kernels run at the same time"),
+    ("9.3", "max(launched, free)", "free", "the GPU never waits for Python"),
+    ("9.3", "(i + 1) * launch_us", "i * launch_us", "its launch BEGINS"),
+]  # fmt: skip

@@ -1,0 +1,114 @@
+"""Exercises of lesson 9: batches, and the queue between Python and the GPU."""
+
+import numpy as np
+
+from .attempt import exercise
+
+
+def prefix_means(x, first):
+    """first: (N,) the row where the sum of each row begins"""
+    return np.array([x[f : n + 1].mean(0) for n, f in enumerate(first)])
+
+
+@exercise(
+    "9.1", "prefix_mean_kernel",
+    first_step="which sequence is row n in, and at which row does that sequence begin?",
+    hints={
+        "OutOfBoundsError": "Rows go from the first of the sequence to n, n included; columns from tid in steps of cuda.blockDim.x.",
+        "RaceError": "Block n writes row n alone, and thread tid the columns tid, tid + blockDim.x, ...",
+    },
+)  # fmt: skip
+def prefix_mean_kernel(e):
+    for B, T, C in ((2, 3, 4), (3, 4, 40), (4, 1, 3), (1, 5, 7)):
+        x, y = e.normal(B * T, C), e.blank(B * T, C)
+        e.run(B * T, 32, y, x, T, case=f"{B} sequences of {T} tokens, {C} columns")
+        x = np.asarray(x).astype(np.float64)
+        n = np.arange(B * T)
+        count = (n % T + 1)[:, None]
+        want = prefix_means(x, n // T * T)
+        sums = want * count
+        whole = x.reshape(B, T, C).mean(1).repeat(T, 0)
+        e.same("y", y, want, {
+            "The sequences before are in the mean: it begins at row 0. It must begin at the first row of n's own sequence, n // T * T.":
+                prefix_means(x, 0 * n),
+            "That is the mean of a piece of the FIRST sequence, in every sequence: n % T is the position in the sequence, not a row.":
+                want[n % T],
+            "Later tokens are in the mean: it must end at row n.": whole,
+            "The sum is right; it was not divided by the number of rows.": sums,
+            "The sum was divided by T. It has n % T + 1 rows.": sums / T,
+            "Row n itself is missing: range(first, n) ends before n.":
+                lambda got: np.allclose(got, (sums - x) / count, 1e-4, 1e-4)
+                or (T > 1 and np.allclose(got[n % T > 0], ((sums - x) / np.maximum(count - 1, 1))[n % T > 0], 1e-4, 1e-4)),
+            "The columns from 32 on were never written: go on in steps of cuda.blockDim.x.":
+                lambda got: C > 32 and np.isnan(got[:, 32:]).all() and not np.isnan(got[:, :32]).any(),
+        }, rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+@exercise(
+    "9.2", "scores_kernel",
+    first_step="blockIdx.z counts through the pairs (b, h): which b and which h is it? Then one element of s per thread.",
+    hints={
+        "OutOfBoundsError": "b, h = z // H, z % H for z = cuda.blockIdx.z; and both i and j need a guard: T is no multiple of 8.",
+        "RaceError": "Two threads own one element of s. Each pair (b, h) is one z: z // H and z % H. And i comes from y, j from x.",
+    },
+)  # fmt: skip
+def scores_kernel(e):
+    for B, T, H, D in ((2, 5, 3, 4), (3, 9, 2, 6), (1, 8, 1, 1)):
+        q, k, s = e.normal(B, T, H, D), e.normal(B, T, H, D), e.blank(B, H, T, T)
+        scale = np.float32(D**-0.5 + 0.1)
+        tiles = -(-T // 8)
+        e.run(
+            (tiles, tiles, B * H), (8, 8), s, q, k, scale, case=f"B, T, H, D = {B}, {T}, {H}, {D}"
+        )
+        q, k = (np.asarray(a).astype(np.float64) for a in (q, k))
+        plain = np.einsum("bihd,bjhd->bhij", q, k)
+        last = np.einsum("bih,bjh->bhij", q[..., -1], k[..., -1]) * scale
+        e.same("s", s, plain * scale, {
+            "The scale is missing.": plain,
+            "Query and key are swapped: i, from y, is the query and the row of s; j, from x, is the key.":
+                plain.swapaxes(2, 3) * scale,
+            "The scale was multiplied twice, or inside the sum and after it.": plain * scale**2,
+            "Only the last product is there: add up with +=.": last,
+            "Every head got the scores of head 0: h = z % H.": np.repeat(plain[:, :1], H, 1) * scale,
+            "Every sequence got the scores of sequence 0: b = z // H.": np.repeat(plain[:1], B, 0) * scale,
+            "Only a part of the pairs (b, h) was written: b = z // H, h = z % H reaches all of them.":
+                lambda got: np.isnan(got).any() and not np.isnan(got).all(),
+        }, rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+@exercise(
+    "9.3", "queue_ends",
+    first_step="when has kernel i been launched? When is the GPU free? A kernel begins at the later of the two.",
+    kernel=False,
+)  # fmt: skip
+def queue_ends(e):
+    cases = {
+        "kernels shorter than a launch": ([4, 4, 4], 10),
+        "kernels longer than a launch": ([30, 30, 30], 10),
+        "short and long ones": ([5, 40, 3, 2, 60, 1], 10),
+        "a single kernel": ([7], 2),
+    }
+    for case, (gpu, launch) in cases.items():
+        got = e.call(list(gpu), launch, case=f"{case}: gpu_us {gpu}, launch_us {launch}")
+        e.need(got is not None, "Nothing is returned.")
+        e.need(
+            np.ndim(got) == 1,
+            f"Return a list, one end per kernel; got {got!r}.",
+        )
+        gpu, n = np.array(gpu, float), len(gpu)
+        issued = launch * np.arange(1, n + 1)
+        want, free = [], 0.0
+        late, free_late = [], 0.0
+        for i in range(n):
+            free = max(free, issued[i]) + gpu[i]
+            want.append(free)
+            free_late = max(free_late, issued[i] - launch) + gpu[i]
+            late.append(free_late)
+        e.same("the list of ends", np.asarray(got, float), np.array(want), {
+            "Here Python waits for each kernel before it launches the next. A launch does not wait: kernel i is launched at (i + 1) * launch_us, whatever the GPU does.":
+                np.cumsum(gpu + launch) if n > 1 else np.empty(0),
+            "Here kernels run at the same time: a kernel also waits for the end of the one before.": issued + gpu,
+            "Here the GPU never waits for Python: kernel i cannot begin before (i + 1) * launch_us.": np.cumsum(gpu),
+            "Here the first kernel begins when its launch BEGINS. It has been launched launch_us later: (i + 1) * launch_us.": np.array(late),
+            "These are the beginnings; the ends are asked for.": np.array(want) - gpu,
+        })  # fmt: skip
