@@ -126,7 +126,7 @@ class Engine:
         seed: int | Sequence[int] = 0,
         stop: Iterable[int] = (),
     ) -> "Stream":
-        """-> an iterator of (number of the prompt, token), with `completions` and `cancel(number)`.
+        """-> an iterator of (number of the prompt, token), with `completions` and `cancel(number)`; it computes when asked.
 
         temperature 0: the most likely token, the lower id of two that tie. Else a draw among the top_k most likely (None: all;
         at most 1024), of those among the fewest that hold top_p of the probability. Every option but stop may be a list, one
@@ -227,11 +227,9 @@ class Engine:
     def _take_row(self, request: Request) -> None:
         """A free row: with reuse_prefix the one that holds the longest beginning of the prompt."""
         self.stale, row = True, self.free[0]
-        if (
-            self.weights_version != self.model.arena.version.count
-        ):  # other weights: what is held is of no use
-            self.weights_version = self.model.arena.version.count
-            self.held = [[] for _ in self.held]
+        version = self.model.arena.version.count
+        if self.weights_version != version:  # other weights: what is held is of no use
+            self.weights_version, self.held = version, [[] for _ in self.held]
         if self.reuse_prefix:
             common = lambda r: _common(self.held[r], request.prompt)
             row = max(self.free, key=lambda r: (common(r), -len(self.held[r])))
@@ -330,7 +328,7 @@ class Engine:
         return events
 
     def _give(self, request: Request, token: int, now: Step) -> list[tuple[Request, int]]:
-        """Append a token, and end the sequence if that was its last."""
+        """Append a token, and end the sequence if that was its last. -> what there is to tell"""
         if request.completion.reason:  # cancelled meanwhile
             return []
         if token < 0:
