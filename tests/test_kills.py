@@ -21,3 +21,11 @@ def test_ten_kills():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["kills"] == 10 and found["runs"] >= 1 and sum(found["kill_times_tenths"]) == 10
+
+
+def test_the_record():
+    """A hundred kills, at least twenty of them while a checkpoint was being written."""
+    lines = (HERE.parent / "bench" / "results" / "kills.jsonl").read_text().splitlines()
+    record = json.loads(lines[-1])
+    assert record["kills"] >= 100 and record["in_writer"] >= 20
+    assert sum(record["kill_times_tenths"]) == sum(record["writer_was"].values()) == record["kills"]

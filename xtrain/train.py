@@ -86,7 +86,13 @@ class Loop:
                 self.since = time.perf_counter()
             if asked:
                 break
-        self.writer.finish()
+        self.settle()
+        run.ranks.first(self.writer.finish)
+
+    def settle(self) -> None:
+        """Until nothing is being written. All ranks wait together, or a watchdog would take it for a hang."""
+        while self.run.ranks.any(self.writer.busy(1.0)):
+            self.run.beat()
 
     def do(self, due: dict[str, bool]) -> None:
         run, log = self.run, self.log
@@ -97,6 +103,8 @@ class Loop:
         if due["sample"]:
             log.sample(run.done, run.sample())
         if due["save"]:
+            self.settle()
+            run.ranks.first(self.writer.check)
             self.writer.save(lambda: run.snapshot(log.lengths()), log.flush, log.picture)
 
     def read_numbers(self) -> None:
@@ -167,7 +175,7 @@ def train(
         log = NoLogbook(folder)
         if ranks.rank == 0:
             log = Logbook(folder, config, saved.state if saved else {}, console)
-        with log, Writer(folder, config.keep, warn, run.beat) as writer:
+        with log, Writer(folder, config.keep, warn) as writer:
             Loop(run, log, stop, writer)()
         if ranks.rank == 0:
             report.finish(folder, run, warn)

@@ -15,23 +15,15 @@ from . import checkpoint
 from .checkpoint import Snapshot
 from .files import DiskFull
 
-BEAT_SECONDS = 1.0
-
 
 class Writer:
     """Writes the checkpoints of one run, one after the other, and removes those beyond `keep`.
 
-    say(sentence): for warnings.  beat(): called while training has to wait.
+    say(sentence): for warnings.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        keep: int,
-        say: Callable[[str], None],
-        beat: Callable[[], None] = lambda: None,
-    ):
-        self.run, self.keep, self.say, self.beat = run, keep, say, beat
+    def __init__(self, run: Path, keep: int, say: Callable[[str], None]):
+        self.run, self.keep, self.say = run, keep, say
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.failed = False  # is there something to tell?
@@ -61,12 +53,19 @@ class Writer:
             self.thread = threading.Thread(target=self._work, args=(snapshot, then), daemon=True)
             self.thread.start()
 
+    def busy(self, seconds: float = 0.0) -> bool:
+        """Is something being written? Waits at most so long for the end of it."""
+        if self.thread is not None:
+            self.thread.join(seconds)
+            if self.thread.is_alive():
+                return True
+        self.thread = None
+        return False
+
     def wait(self) -> None:
         """Until nothing is being written."""
-        while self.thread is not None and self.thread.is_alive():
-            self.thread.join(BEAT_SECONDS)
-            self.beat()
-        self.thread = None
+        while self.busy(1.0):  # in pieces: a signal can come between
+            pass
 
     def check(self) -> None:
         """Tells what has gone wrong: a full disk by a warning, anything else by raising it."""

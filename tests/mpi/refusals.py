@@ -1,12 +1,16 @@
 """Bad input: one sentence from one rank, and exit code 2 on all.   mpirun -n 2 python refusals.py FOLDER"""
 
 import contextlib
+import errno
 import io
+import os
 import sys
 
 from common import TEXT, WORLD, run_checks
 
+from xtrain import checkpoint
 from xtrain.ddp import main
+from xtrain.files import cannot_write
 
 GOOD = {
     "data": TEXT, "name": "run", "preset": "tiny", "vocab-size": 300, "steps": 3, "batch": 4, "seq-len": 16,
@@ -56,5 +60,30 @@ def everything_is_said_once(folder):
             assert not said.getvalue(), said.getvalue()
 
 
+def the_last_checkpoint_cannot_be_written(folder):
+    """A full disk at the very end: every rank ends with 2, and it is said once. Another disk error: in the next step."""
+    write = checkpoint.write
+    for i, (code, at, sentence) in enumerate(
+        [(errno.ENOSPC, 3, "no space left to write"), (errno.EIO, 1, "cannot be written")]
+    ):
+
+        def fails(folder, snapshot, code=code, at=at):
+            if snapshot.state["step"] == at:
+                raise cannot_write(folder, OSError(code, os.strerror(code)))
+            return write(folder, snapshot)
+
+        checkpoint.write = fails
+        given = {**GOOD, "out": folder / f"full{i}", "save-every": 1, "steps": 3, "zero": i}
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            code = main([f"--{k}={v}" for k, v in given.items()])
+        assert code == 2
+        text = said.getvalue()
+        assert (sentence in text and text.count("\n") == 1) if WORLD.rank == 0 else not text, text
+        names = sorted(p.name for p in (folder / f"full{i}" / "run" / "checkpoints").glob("*"))
+        assert names == (["step-000001", "step-000002"] if i == 0 else []), names
+    checkpoint.write = write
+
+
 if __name__ == "__main__":
-    run_checks([everything_is_said_once], sys.argv[1])
+    run_checks([everything_is_said_once, the_last_checkpoint_cannot_be_written], sys.argv[1])
