@@ -1,6 +1,7 @@
 """Which device there is, and the way of an array to it and back."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,3 +68,48 @@ def test_the_gpu():
     assert np.array_equal(device.to_numpy(there), x)
     device.synchronize("gpu")
     assert device.memory_peak_bytes("gpu") >= x.nbytes and device.device_name("gpu")
+
+
+def test_copies_in_host_memory():
+    """They do not change with the array, and the memory of a name is used again."""
+    copies = device.HostCopies()
+    x = np.arange(5, dtype=np.float32)
+    first = copies("a", x)
+    copies.event()()
+    x += 1
+    assert first.tolist() == [0, 1, 2, 3, 4]
+    assert copies("a", x) is first and first.tolist() == [1, 2, 3, 4, 5]
+    assert copies("b", x) is not first
+    assert copies("a", np.zeros(3, np.int32)).shape == (3,)
+
+
+def test_copies_from_a_gpu(monkeypatch):
+    """Page-locked memory, a copy that nobody waits for, and an event behind it on the same stream. (Played.)"""
+    asked = []
+
+    class OnGpu:
+        shape, dtype = (4,), np.dtype(np.float32)
+
+        def get(self, out, blocking):
+            asked.append(("copy", blocking))
+            out[...] = 7
+
+    class Event:
+        def synchronize(self):
+            asked.append("wait")
+
+    def pinned(shape, dtype):
+        asked.append("page-locked")
+        return np.empty(shape, dtype)
+
+    stream = SimpleNamespace(record=lambda: asked.append("event") or Event())
+    fake = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
+    monkeypatch.setattr(device, "cupy", lambda: fake)
+    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=pinned))
+    copies = device.HostCopies()
+    for _ in range(2):
+        x = copies("w", OnGpu())
+        wait = copies.event()
+    wait()
+    assert x.tolist() == [7] * 4
+    assert asked == ["page-locked", ("copy", False), "event", ("copy", False), "event", "wait"]
