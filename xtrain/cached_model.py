@@ -234,10 +234,13 @@ class CachedModel:
         return self._logits(x_BC)
 
     def _attend_decode(self, i, w, qkv_BP, lengths_B, rows_B):
+        """Called right after the QKV product, which writes neither cache nor lengths: reading them need not wait for it."""
         k_RGSD, v_RGSD = self.kv_L2RGSD[i, 0], self.kv_L2RGSD[i, 1]
         where = (lengths_B, rows_B, self.cos_PR, self.sin_PR)
-        eps = self.config.norm_eps
-        return decode_attention(qkv_BP, k_RGSD, v_RGSD, *where, w.q_norm, w.k_norm, eps, self.scale)
+        norms = (w.q_norm, w.k_norm, self.config.norm_eps)
+        return decode_attention(
+            qkv_BP, k_RGSD, v_RGSD, *where, *norms, self.scale, cache_ready=True
+        )
 
     def _logits(self, x_NC):
         """(N, C) -> (N, padded V) float32"""
