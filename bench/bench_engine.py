@@ -21,8 +21,8 @@ import tyro
 from _cases import DTYPES, draw
 from _timing import copy_bandwidth, copy_ms, graph_ms, record
 
-from xtrain.kernels import decode_attention as attention_file
 from xtrain.kernels import gemv, gemv_tensor, rope, sampling
+from xtrain.kernels._launch import set_overlap
 from xtrain.kernels.decode_attention import decode_attention
 from xtrain.kernels.gemm import linear_fwd
 
@@ -172,18 +172,15 @@ def bench_step(o):
         if B > gemv.MAX_ROWS:
             continue
         step = Step(B, context)
-        can_overlap = gemv.can_overlap
         for overlap in (True, False):
-            gemv.can_overlap = attention_file.can_overlap = (
-                can_overlap if overlap else lambda x: False
-            )
+            set_overlap(overlap)
             ms, bound = replay_ms(step), step.nbytes / bandwidth * 1e3
             record(
                 "bench_engine", "step" if overlap else "step_without_overlap", shape=f"B={B} context={context}",
                 dtype="bf16", ms=ms, value=1e3 * B / ms, unit="tokens/s", share=round(bound / ms, 3),
                 nbytes=step.nbytes, copy_gbs=round(bandwidth / 1e9, 1),
             )  # fmt: skip
-        gemv.can_overlap = attention_file.can_overlap = can_overlap
+        set_overlap(True)
         del step
         cp.get_default_memory_pool().free_all_blocks()
 

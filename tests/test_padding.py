@@ -71,7 +71,7 @@ def test_padding_offsets(lengths):
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    st.sampled_from([(1, 1), (2, 3), (3, 90)]),
+    st.sampled_from([(1, 1), (2, 3), (3, 90), (2, 8), (1, 16)]),
     st.sampled_from([np.float32, BF16]),
     st.integers(0, 2),
 )

@@ -29,6 +29,7 @@ FLOATS = (
     "bfloat16",
 )  # what the memory-bound kernels read and write; they compute in float32
 _debug = False
+_overlap = True
 
 
 def set_debug(on: bool) -> None:
@@ -120,9 +121,15 @@ def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -
         _launch_gpu(kernel, grid, block, args, shared, overlap)
 
 
+def set_overlap(on: bool) -> None:
+    """Off: every kernel waits until the one before has ended, whatever its launcher says. The bits stay the same."""
+    global _overlap
+    _overlap = on
+
+
 def can_overlap(x: Array) -> bool:
-    """Does the GPU where x lives know kernels that overlap? The simulator does: it runs one after the other."""
-    return isinstance(x, SimArray) or int(x.device.compute_capability) >= 90
+    """May kernels overlap on the GPU where x lives? In the simulator they may: it runs one after the other."""
+    return _overlap and (isinstance(x, SimArray) or int(x.device.compute_capability) >= 90)
 
 
 _SCALARS = {int: np.int64, float: np.float32, bool: np.bool_}

@@ -19,12 +19,14 @@ Bytes moved, remove: read and write N rows. Restore: read N rows, write A T.
 import functools
 
 import numpy as np
-from numba import cuda, float32, int32, int64
+from numba import cuda, float32, int32, int64, uint32
 
 from ..device import Array
+from ._flat import on_16_bytes
 from ._launch import FLOATS, check, check_array, empty, launch, on_host
 from ._ptx import device, kernel, load1, store1
 from ._reduce import FULL
+from ._words import load_words4, load_words8, store_words4, store_words8
 from .kv_cache import check_int32
 
 BLOCK = 256
@@ -124,13 +126,17 @@ def padding_offsets_kernel(offset_N, edges_E, N, T):
 
 
 @functools.cache
-def make_move_kernel(restore, heads):
-    """remove: packed from padded; restore: padded from packed. heads: padded is (A, H, T, D), else (A, T, H D)."""
+def make_move_kernel(H, D, restore, heads, each):
+    """remove: packed from padded; restore: padded from packed. heads: padded is (A, H, T, D), else (A, T, H D).
+
+    each: neighbouring elements of a thread. 16 bytes of them, or 1 where heads do not begin at multiples of that.
+    """
 
     @kernel(BLOCK)
-    def move_padding_kernel(y, x, edges_E, T, H, D):
-        """Grid (rows of y, ceil(H D / BLOCK)), block BLOCK. x, y: flat; a row is a token, packed or padded."""
-        row, c = int64(cuda.blockIdx.x), cuda.blockIdx.y * BLOCK + cuda.threadIdx.x
+    def move_padding_kernel(y, x, edges_E, T):
+        """Grid (rows of y, ceil(H D / each / BLOCK)), block BLOCK. x, y: flat; a row is a token, packed or padded."""
+        words = cuda.local.array(4, uint32)
+        row, c = int64(cuda.blockIdx.x), (cuda.blockIdx.y * BLOCK + cuda.threadIdx.x) * each
         if restore:
             a, t = row // T, row % T
             n = edges_E[a] + t
@@ -141,12 +147,20 @@ def make_move_kernel(restore, heads):
         if c < H * D:
             packed = n * (H * D) + c
             padded = ((a * H + c // D) * T + t) * D + c % D if heads else (a * T + t) * (H * D) + c
-            if not restore:
-                store1(y, packed, load1(x, padded))
-            elif real:
-                store1(y, padded, load1(x, packed))
+            source, to = (packed, padded) if restore else (padded, packed)
+            if each == 1:
+                store1(y, to, load1(x, source) if real else float32(0.0))
             else:
-                store1(y, padded, float32(0.0))
+                for j in range(4):
+                    words[j] = uint32(0)
+                if each == 8:
+                    if real:
+                        load_words8(words, x, source)
+                    store_words8(y, to, words)
+                else:
+                    if real:
+                        load_words4(words, x, source)
+                    store_words4(y, to, words)
 
     return move_padding_kernel
 
@@ -250,9 +264,10 @@ def restore_padding_heads(x_NHD: Array, edges_E: Array, T: int) -> Array:
 
 
 def _move(y, x, edges_E, rows, T, H, D, restore, heads):
-    move_kernel = make_move_kernel(restore, heads)
-    grid = (rows, -(-H * D // BLOCK))
-    launch(move_kernel, grid, BLOCK, y.reshape(-1), x.reshape(-1), edges_E, T, H, D)
+    flat, each = (y.reshape(-1), x.reshape(-1)), 16 // y.itemsize
+    each = each if D % each == 0 and on_16_bytes(*flat) else 1
+    move_kernel = make_move_kernel(H, D, restore, heads, each)
+    launch(move_kernel, (rows, -(-H * D // (each * BLOCK))), BLOCK, *flat, edges_E, T)
 
 
 def _product(shape):

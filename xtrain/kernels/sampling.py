@@ -18,14 +18,14 @@ random bits under the key seed. So a token depends on its own row's seed, sequen
 import numpy as np
 
 from ..device import Array
-from ._launch import FLOATS, check, check_array, empty, launch, on_host
+from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from .sampling_kernels import (
     FRACTION,
     ONE,
     PHILOX_M,
     PHILOX_W,
     ROUNDS,
-    advance_kernel,
+    make_advance_kernel,
     make_draw_kernel,
     make_segment_kernel,
 )
@@ -128,13 +128,15 @@ def sample(
             ids_B[b] = sample_ref(logits_BV[b, :vocab], *(x[b].item() for x in arrays[1:]))
         return
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
-    segments = -(-vocab // SEGMENT)
-    segment_kernel, threads = make_segment_kernel(SEGMENT, MAX_TOP_K)
+    segments, overlap = -(-vocab // SEGMENT), can_overlap(logits_BV)
+    segment_kernel, threads = make_segment_kernel(SEGMENT, MAX_TOP_K, overlap)
     lists, logits = empty(logits_BV, B * segments * MAX_TOP_K, np.int64), logits_BV.reshape(-1)
     grid, sizes = (segments, B), (vocab, V)
-    launch(segment_kernel, grid, threads, lists, logits, temperature_B, top_k_B, *sizes)
-    inputs = (ids_B, lists, logits, *arrays[1:])
-    launch(make_draw_kernel(MAX_TOP_K), B, MAX_TOP_K, *inputs, segments, *sizes)
+    arguments = (lists, logits, temperature_B, top_k_B, *sizes)
+    launch(segment_kernel, grid, threads, *arguments, overlap=overlap)
+    draw_kernel = make_draw_kernel(MAX_TOP_K, overlap)
+    arguments = (ids_B, lists, logits, *arrays[1:], segments, *sizes)
+    launch(draw_kernel, B, MAX_TOP_K, *arguments, overlap=overlap)
 
 
 def advance(lengths_B: Array, step_B: Array, rows_B: Array) -> None:
@@ -145,4 +147,5 @@ def advance(lengths_B: Array, step_B: Array, rows_B: Array) -> None:
         lengths_B += rows_B >= 0
         step_B += rows_B >= 0
         return
-    launch(advance_kernel, -(-rows_B.size // 32), 32, lengths_B, step_B, rows_B)
+    overlap, arrays = can_overlap(rows_B), (lengths_B, step_B, rows_B)
+    launch(make_advance_kernel(overlap), -(-rows_B.size // 32), 32, *arrays, overlap=overlap)

@@ -18,7 +18,7 @@ import math
 from numba import cuda, float32, int32, int64
 from numba.cuda.libdevice import float_as_int, int_as_float
 
-from ._ptx import device, kernel, load1
+from ._ptx import device, kernel, let_next_start, load1, wait_for_previous
 from ._reduce import FULL
 
 ONE = 1 << 40  # the weight of the first token
@@ -142,7 +142,7 @@ def running_sum(v, scratch):
 
 # ----------------------------------------------------------------------------- first round
 @functools.cache
-def make_segment_kernel(SEGMENT, K):
+def make_segment_kernel(SEGMENT, K, overlap):
     """K: the longest list, at most SEGMENT; both powers of two."""
     THREADS = min(max(SEGMENT // 2, 32), 512)
 
@@ -153,6 +153,9 @@ def make_segment_kernel(SEGMENT, K):
         tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.y)
         first = int64(cuda.blockIdx.x) * SEGMENT
         out = (b * cuda.gridDim.x + cuda.blockIdx.x) * K
+        if overlap:
+            wait_for_previous()
+            let_next_start()
         _, width = wanted(temperature_B[b], top_k_B[b], K)
         best = int64(-1)
         for i in range(tid, SEGMENT, THREADS):
@@ -282,7 +285,7 @@ def pick(logits, first, V, top, inverse, goal, bins, found):
 
 
 @functools.cache
-def make_draw_kernel(K):
+def make_draw_kernel(K, overlap):
     """K: the longest list, a power of two from 32 to 1024, and the threads of a block"""
     merge_lists = make_merge_lists(K)
 
@@ -294,6 +297,9 @@ def make_draw_kernel(K):
         best, scratch = cuda.shared.array(K, int64), cuda.shared.array(32, int64)
         bins, found = cuda.shared.array(BINS, int64), cuda.shared.array(2, int64)
         tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.x)
+        if overlap:
+            wait_for_previous()
+            let_next_start()
         need, width = wanted(temperature_B[b], top_k_B[b], K)
         merge_lists(best, scratch, lists, b * segments * K, segments, width)
         top = logit_of(best[0])
@@ -343,10 +349,17 @@ def make_draw_kernel(K):
 
 
 # ----------------------------------------------------------------------------- the end of a step
-@kernel(32)
-def advance_kernel(lengths_B, step_B, rows_B):
-    """Grid ceil(B / 32), block 32."""
-    b = int64(cuda.blockIdx.x) * 32 + cuda.threadIdx.x
-    if b < rows_B.size and rows_B[b] >= 0:
-        lengths_B[b] += 1
-        step_B[b] += 1
+@functools.cache
+def make_advance_kernel(overlap):
+    @kernel(32)
+    def advance_kernel(lengths_B, step_B, rows_B):
+        """Grid ceil(B / 32), block 32."""
+        b = int64(cuda.blockIdx.x) * 32 + cuda.threadIdx.x
+        if overlap:
+            wait_for_previous()
+            let_next_start()
+        if b < rows_B.size and rows_B[b] >= 0:
+            lengths_B[b] += 1
+            step_B[b] += 1
+
+    return advance_kernel

@@ -1,0 +1,109 @@
+"""Cases of bench_kernels.py: the kernels of the engine that move bytes. A whole decoding step is in bench_engine.py."""
+
+import cupy as cp
+import numpy as np
+from _cases import C, Case, D, H, N, Peer, case, double, draw, size
+
+from xtrain.kernels import gemv, kv_cache, padding
+from xtrain.kernels._launch import launch
+
+A, G = 64, 4  # sequences packed in a prefill, key heads
+LENGTHS = np.random.default_rng(0).integers(64, 2 * N // A - 64, A)
+T, TOKENS = int(LENGTHS.max()), int(LENGTHS.sum())
+SHAPE = f"A={A} T={T} N={TOKENS} H={H} D={D}"
+
+
+def places():
+    """-> edges, history, rows on the GPU"""
+    edges = padding.cumulative_lengths(cp.asarray(LENGTHS, np.int32))
+    history = cp.full(A, 5, np.int32)
+    return edges, *padding.token_places(edges, TOKENS, history)
+
+
+@case
+def append_kv(dtype):
+    _, rows, positions = places()
+    k, v = draw(dtype, TOKENS, G, D), draw(dtype, TOKENS, G, D, seed=1)
+    caches = [cp.zeros((A, G, T + 8, D), dtype) for _ in range(2)]
+
+    def want():
+        new = [cp.zeros(c.shape) for c in caches]
+        for cache, x in zip(new, (k, v)):
+            cache.swapaxes(1, 2)[rows, positions] = double(x)
+        return tuple(new)
+
+    naive = lambda: launch(
+        kv_cache.append_kv_naive_kernel, (TOKENS, G), kv_cache.BLOCK, *caches, k, v, rows, positions
+    )
+    return Case(
+        2 * size(k, v),
+        lambda: kv_cache.append_kv(*caches, k, v, rows, positions),
+        got=lambda: (kv_cache.append_kv(*caches, k, v, rows, positions), *caches)[1:],
+        want=want,
+        naive=naive if dtype == np.float32 else None,
+        shape=SHAPE,
+    )
+
+
+@case
+def repeat_kv(dtype):
+    x = draw(dtype, 8, G, 2048, D)
+    return Case(
+        9 * x.nbytes,
+        lambda: kv_cache.repeat_kv(x, 8),
+        want=lambda: cp.repeat(double(x), 8, axis=1),
+        peer=Peer(lambda x: x.repeat_interleave(8, 1), (x,)),
+        shape="R=8 G=4 S=2048 D=64, 8 times",
+    )
+
+
+@case
+def remove_padding_heads(dtype):
+    edges, x = places()[0], draw(dtype, A, H, T, D)
+    want = lambda: cp.concatenate(
+        [double(x[a, :, :n]).swapaxes(0, 1) for a, n in enumerate(LENGTHS)]
+    )
+    return Case(
+        2 * TOKENS * H * D * dtype.itemsize,
+        lambda: padding.remove_padding_heads(x, edges, TOKENS),
+        want=want,
+        shape=SHAPE,
+    )
+
+
+@case
+def restore_padding_heads(dtype):
+    edges, x = places()[0], draw(dtype, TOKENS, H, D)
+
+    def want():
+        y, first = cp.zeros((A, H, T, D)), 0
+        for a, n in enumerate(LENGTHS):
+            y[a, :, :n] = double(x[first : first + n]).swapaxes(0, 1)
+            first += n
+        return y
+
+    return Case(
+        x.nbytes + A * H * T * D * dtype.itemsize,
+        lambda: padding.restore_padding_heads(x, edges, T),
+        want=want,
+        shape=SHAPE,
+    )
+
+
+@case
+def gemv_norm_swiglu(dtype):
+    F = 5632
+    x, w, norm_w = (
+        draw(np.float32, 1, C),
+        draw(dtype, 2 * F, C, seed=1, scale=0.05),
+        cp.ones(C, np.float32),
+    )
+
+    def want():
+        normed = double(x) / cp.sqrt(cp.mean(double(x) ** 2) + 1e-6)
+        gate, up = cp.split(normed @ double(w).T, 2, axis=1)
+        return gate / (1 + cp.exp(-gate)) * up
+
+    return Case(
+        w.nbytes, lambda: gemv.gemv(x, w, norm_w, 1e-6, swiglu=True), want=want, shape=f"N=1 K={C} F={F}"
+    )  # fmt: skip
