@@ -147,6 +147,7 @@ def main() -> int:
     parser.add_argument("rest", nargs="*")
     options = parser.parse_args()
     os.environ.setdefault("PYTHONPATH", str(LESSONS.parent))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # small matrices
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # committed outputs are those of a CPU
     if options.command == "run":
         for path in sources(options.rest):

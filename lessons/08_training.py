@@ -1,0 +1,554 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 8 Training
+#
+# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/08_training.ipynb)
+#
+# *About 75 minutes. You need [lesson 7](07_model.ipynb).*
+#
+# **The question.** We have a loss and its gradient with respect to every weight. How does one get
+# from there to a model that has learnt something, and how does one stop on Tuesday and go on on
+# Thursday as if nothing had happened?
+#
+# You will write AdamW as a kernel, the schedule of the learning rate, and clipping; teach a model
+# 27 tokens by heart; and then train it on a text that nobody can learn by heart.
+
+# %% tags=["install"]
+# On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
+import os
+import subprocess
+import sys
+
+if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain"
+    subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
+    os.chdir("xtrain")
+    sys.path.insert(0, os.getcwd())
+
+# %% tags=["imports"]
+import math
+
+import numpy as np
+from numba import cuda, float32
+
+from xtrain import lesson
+
+# %% [markdown]
+# ## Downhill
+#
+# The simplest rule is `w -= lr * g`. Its trouble: one learning rate for all. A weight whose
+# gradients are a thousand times larger than another's takes steps a thousand times larger. **Adam**
+# divides each weight's step by the typical size of *its own* gradients. It keeps two numbers per
+# weight: a running mean m of g (which way, on average), and a running mean v of $g^2$ (how large,
+# typically):
+#
+# $$m \leftarrow m + (1 - \beta_1)(g - m) \qquad v \leftarrow v + (1 - \beta_2)(g^2 - v)$$
+#
+# $$w \leftarrow w - \text{lr} \cdot \frac{m / (1 - \beta_1^t)}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}$$
+#
+# Why the divisions by $1 - \beta^t$? m and v begin at zero, so after one step m is only a tenth of
+# g. By hand, for one weight that sees the gradient 0.2 three times, $\beta_1 = 0.9$, $\beta_2 =
+# 0.95$:
+
+# %%
+m = v = 0.0
+for t in (1, 2, 3):
+    g = 0.2
+    m += (1 - 0.9) * (g - m)
+    v += (1 - 0.95) * (g * g - v)
+    c1, root2 = 1 - 0.9**t, math.sqrt(1 - 0.95**t)
+    print(
+        f"step {t}: m {m:.4f}, v {v:.5f}; corrected m {m / c1:.3f}, root of v {math.sqrt(v) / root2:.3f}: ratio {m / c1 / (math.sqrt(v) / root2):.3f}"
+    )
+
+# %% [markdown]
+# Corrected, the ratio is 1 from the first step on: a gradient that always points the same way moves
+# its weight by exactly lr, **whatever its size**. One that changes its sign every time moves it
+# hardly at all.
+#
+# The W of AdamW: each step also shrinks the weights a little, `w -= lr * weight_decay * w`. Adding
+# it to the gradient instead (as "L2 regularization" does) would send it through the division as
+# well. It acts on matrices; norm weights, of which there are few, are spared. In xtrain's memory
+# the decayed weights come first, so one number, `n_decay`, says where decay ends.
+#
+# The reference, from the library:
+
+# %%
+from xtrain.kernels import adamw
+
+lesson.source(adamw.adamw_ref)
+
+# %% [markdown]
+# ## Exercise 8.1: AdamW
+#
+# One thread per weight. First the decay (of weights with i < n_decay), then m and v, then the step.
+# c1 is $1 - \beta_1^t$, root2 is $\sqrt{1 - \beta_2^t}$; both are computed on the host in float64,
+# since they are differences of nearly equal numbers.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, weight_decay):
+    """One AdamW step, in place on w, m and v.   Grid ceil(n / block). Only elements i < n_decay decay."""
+    i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
+    # YOUR CODE
+
+
+# %%
+lesson.check("8.1", adamw_kernel)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Inside the guard: `w, m, v, g = w_n[i], m_n[i], v_n[i], g_n[i]`. Constants need float32:
+# `(float32(1.0) - beta1)`. The last line of arithmetic is `w -= lr / c1 * m / (math.sqrt(v) / root2
+# + eps)`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 8.1
+@cuda.jit
+def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, weight_decay):
+    """One AdamW step, in place on w, m and v.   Grid ceil(n / block). Only elements i < n_decay decay."""
+    i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
+    if i < w_n.size:
+        w, m, v, g = w_n[i], m_n[i], v_n[i], g_n[i]
+        if i < n_decay:
+            w -= lr * weight_decay * w
+        m += (float32(1.0) - beta1) * (g - m)
+        v += (float32(1.0) - beta2) * (g * g - v)
+        w_n[i] = w - lr / c1 * m / (math.sqrt(v) / root2 + eps)
+        m_n[i] = m
+        v_n[i] = v
+
+
+# %% [markdown]
+# ## The schedule
+#
+# At the beginning v is an average over few steps, so the divisions are unreliable and full-sized
+# steps do damage: the rate is *warmed up*. At the end steps should become small, so that the
+# weights settle. Between, half a cosine.
+
+
+# %% tags=["exercise"]
+def learning_rate(step, steps, peak, warmup, min_ratio):
+    """Rate at `step` (0 ... steps - 1): a line that reaches peak at step warmup - 1, then half a cosine
+    from peak (at step warmup) down to min_ratio * peak (at the last step)."""
+    # YOUR CODE
+
+
+# %%
+lesson.check("8.2", learning_rate)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# After the warm-up, `progress = (step - warmup) / max(1, steps - 1 - warmup)` runs from 0 to 1, and
+# `0.5 * (1 + math.cos(math.pi * progress))` from 1 to 0.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 8.2
+def learning_rate(step, steps, peak, warmup, min_ratio):
+    """Rate at `step` (0 ... steps - 1): a line that reaches peak at step warmup - 1, then half a cosine
+    from peak (at step warmup) down to min_ratio * peak (at the last step)."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - 1 - warmup)
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+# %%
+rates = [learning_rate(s, 800, 3e-3, 30, 0.1) for s in range(800)]
+lesson.figures.curves(
+    list(range(800)),
+    {"tiny": rates},
+    "step",
+    "learning rate",
+    "the schedule of the preset tiny",
+    log=False,
+)
+
+# %% [markdown]
+# ## Clipping
+#
+# Now and then a batch gives a gradient many times larger than usual. One such step can undo hours.
+# So the gradient, **all parameters together as one long vector**, is shortened to a largest norm,
+# mostly 1. Its direction stays.
+
+
+# %% tags=["exercise"]
+def clip_factor(gradients, limit):
+    """-> the factor (at most 1) that brings the norm of all gradients together down to limit.   gradients: list of arrays"""
+    # YOUR CODE
+
+
+# %%
+lesson.check("8.3", clip_factor)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Add up `(g * g).sum()` over all arrays, take the root once. Then `min(1.0, limit / norm)`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 8.3
+def clip_factor(gradients, limit):
+    """-> the factor (at most 1) that brings the norm of all gradients together down to limit.   gradients: list of arrays"""
+    norm = math.sqrt(sum(float((g * g).sum()) for g in gradients))
+    return min(1.0, limit / norm)
+
+
+# %% [markdown]
+# Why a factor, and not shortened gradients? Because multiplying 67 million numbers in memory by a
+# factor means reading and writing all of them. The optimizer reads them anyway and can multiply on
+# the way.
+#
+# ## 27 tokens by heart
+#
+# Before a real run, the cheapest test of everything together: can the model learn *one* sequence?
+# If it cannot, something is broken, and it shows in seconds. With your schedule and your clipping,
+# and xtrain's model and optimizer:
+
+# %%
+import xtrain
+
+shape = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64)
+model = xtrain.Transformer(
+    xtrain.ModelConfig(vocab_size=50, max_seq_len=32, **shape), seed=0, device="cpu"
+)
+optimizer = xtrain.AdamW(model, lr=1e-2, weight_decay=0.0)
+text = np.random.default_rng(0).integers(0, 50, (1, 28))
+ids, targets = text[:, :-1], text[:, 1:]
+right = lambda: int((model(ids).data.argmax(-1) == targets).sum())
+print(f"before: {right()} of 27 right; a guess is right once in 50")
+STEPS = 100
+for step in range(STEPS):
+    model.zero_grad()
+    loss = model.loss(ids, targets)
+    loss.backward()
+    optimizer.lr = learning_rate(step, STEPS, 1e-2, 10, 0.1)
+    factor = clip_factor([p.grad for _, p in model.named_parameters()], 1.0)
+    optimizer.step(np.array([factor], np.float32))
+print(f"after {STEPS} steps: {right()} of 27 right, loss below 0.1: {loss.item() < 0.1}")
+print("it says the sequence by itself:", np.array_equal(model.generate(text[:, :1], 27), text))
+
+# %% [markdown]
+# ## A run that has to generalize
+#
+# A small language: sentences of a subject, a verb, an object, in which the number of the subject
+# decides the form of the verb. The text is different at every batch, so learning by heart is of no
+# use. Tokens are simply words.
+
+# %%
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "bird",
+    "cats",
+    "dogs",
+    "birds",
+    "sees",
+    "hears",
+    "likes",
+    "see",
+    "hear",
+    "like",
+    "old",
+    "small",
+    ".",
+]
+number = {w: i for i, w in enumerate(WORDS)}
+
+
+def sentence(rng):
+    many = rng.random() < 0.5
+    noun = lambda plural: rng.choice(WORDS[5:8] if plural else WORDS[2:5])
+    article = lambda plural: "the" if plural or rng.random() < 0.5 else "a"
+    adjective = lambda: [rng.choice(["old", "small"])] if rng.random() < 0.5 else []
+    also_many = rng.random() < 0.5
+    words = [
+        article(many),
+        *adjective(),
+        noun(many),
+        rng.choice(WORDS[11:14] if many else WORDS[8:11]),
+    ]
+    return [*words, article(also_many), *adjective(), noun(also_many), "."]
+
+
+def batch(rng, B, T):
+    rows = []
+    for _ in range(B):
+        row = []
+        while len(row) <= T:
+            row += [number[w] for w in sentence(rng)]
+        rows.append(row[: T + 1])
+    block = np.array(rows)
+    return block[:, :-1], block[:, 1:]
+
+
+rng = np.random.default_rng(0)
+print(" ".join(sentence(rng)), " ".join(sentence(rng)))
+
+
+# %%
+def fresh():
+    model = xtrain.Transformer(
+        xtrain.ModelConfig(vocab_size=len(WORDS), max_seq_len=32, **shape), seed=0, device="cpu"
+    )
+    return model, xtrain.AdamW(model, lr=1e-2)
+
+
+def train(model, optimizer, rng, first, last, steps=60):
+    """Steps first ... last - 1 of a run of `steps`. -> losses"""
+    losses = []
+    for step in range(first, last):
+        ids, targets = batch(rng, 16, 24)
+        model.zero_grad()
+        loss = model.loss(ids, targets)
+        loss.backward()
+        optimizer.lr = learning_rate(step, steps, 1e-2, 5, 0.1)
+        optimizer.step(xtrain.optim.clip(model, 1.0)[1])
+        losses.append(loss.item())
+    return losses
+
+
+model, optimizer = fresh()
+losses = train(model, optimizer, np.random.default_rng(1), 0, 60)
+for step in (0, 10, 30, 59):
+    print(f"step {step:2}   loss {losses[step]:.1f}")
+print(f"knowing nothing: ln {len(WORDS)} = {math.log(len(WORDS)):.1f}")
+
+# %% [markdown]
+# It cannot reach 0, because the text itself is random: which noun comes next is anybody's guess.
+# How low can it go? The best possible loss is the *entropy* of the source, and this one we can
+# compute: per sentence, the bits that were thrown. Did it learn the grammar?
+
+# %%
+nats = (
+    math.log(2) * 2
+    + 2 * (0.5 * math.log(2))
+    + 2 * math.log(2)
+    + 2 * (0.5 * math.log(2))
+    + 3 * math.log(3)
+)
+words = 2 * (1 + 0.5 + 1) + 1 + 1
+print(
+    f"entropy: about {nats / words:.1f} nats a word; the last ten losses: {np.mean(losses[-10:]):.1f}"
+)
+
+
+def share_of_right_verbs(model):
+    right = total = 0
+    rng = np.random.default_rng(5)
+    for _ in range(40):
+        words = sentence(rng)
+        at = next(i for i, w in enumerate(words) if number[w] in range(8, 14))
+        logits = model(np.array([[number["."], *(number[w] for w in words[:at])]])).data[0, -1]
+        plural = words[at - 1] in WORDS[5:8]
+        right += (int(logits.argmax()) in range(11, 14)) == plural
+        total += 1
+    return right / total
+
+
+print(
+    f"verbs that agree with their subject: {share_of_right_verbs(model):.0%}, untrained {share_of_right_verbs(fresh()[0]):.0%}"
+)
+
+# %% [markdown]
+# ## Stop and go on
+#
+# What must a checkpoint hold, so that a run that was stopped continues exactly as if it had not
+# been? Try: stop after 30 steps, go on to 60, and compare the last loss with that of the
+# uninterrupted run, bit for bit.
+
+
+# %%
+def resumed(keep_moments=True, keep_count=True, keep_position=True):
+    model, optimizer = fresh()
+    rng = np.random.default_rng(1)
+    train(model, optimizer, rng, 0, 30)
+    saved = model.arena.weights.copy(), optimizer.m.copy(), optimizer.v.copy(), optimizer.t
+    position = rng.bit_generator.state
+
+    model, optimizer = fresh()  # a new process begins here
+    model.arena.weights[...] = saved[0]
+    if keep_moments:
+        optimizer.m[...], optimizer.v[...] = saved[1], saved[2]
+    if keep_count:
+        optimizer.t = saved[3]
+    rng = np.random.default_rng(1)
+    if keep_position:
+        rng.bit_generator.state = position
+    return train(model, optimizer, rng, 30, 60)
+
+
+for name, options in (
+    ("everything", {}),
+    ("without the moments m, v", {"keep_moments": False}),
+    ("without the step count t", {"keep_count": False}),
+    ("without the position in the text", {"keep_position": False}),
+):
+    after = resumed(**options)
+    same = sum(a == b for a, b in zip(after, losses[30:]))
+    print(f"{name:34} {same:2} of 30 losses are the same to the last bit")
+
+# %% [markdown]
+# Three of these mistakes go unnoticed in practice, because the loss still falls. xtrain's
+# checkpoints hold all of it, and a test compares bits. (The step's number is needed once more, for
+# the schedule; here it is handed over by hand.)
+#
+# ## Measure, and one improvement
+#
+# Your kernel reads w, g, m and v and writes w, m and v: 28 bytes per weight, at almost no
+# arithmetic. As a series of array operations it would be:
+
+# %%
+passes = {
+    "w *= 1 - lr decay": (1, 1), "g - m": (2, 1), "... times (1 - beta1)": (1, 1), "m += ...": (2, 1), "g * g": (1, 1), "... - v": (2, 1),
+    "... times (1 - beta2)": (1, 1), "v += ...": (2, 1), "sqrt(v)": (1, 1), "... / root2 + eps": (1, 1), "m / ...": (2, 1), "w -= ...": (2, 1),
+}  # fmt: skip
+reads, writes = (sum(p[i] for p in passes.values()) for i in (0, 1))
+print(f"array by array: {4 * (reads + writes)} bytes a weight; one kernel: {4 * (4 + 3)}")
+
+# %% [markdown]
+# A model has hundreds of parameter arrays, most of them small. One launch for each would cost more
+# than the arithmetic of the small ones. **xtrain keeps all parameters in one array, the arena**
+# (and all gradients in one, and m, and v). So the optimizer is *one* launch, whatever the model;
+# the gradient norm is one reduction; and in lesson 15 a bucket of gradients to be sent is a slice.
+
+# %%
+print("arrays of parameters in this small model:", len(list(model.named_parameters())))
+print(
+    "launches of the optimizer: 1, over",
+    f"{model.arena.weights.size:,}",
+    "numbers, of which decay",
+    f"{model.arena.n_decay:,}",
+)
+lesson.table(
+    ["bench_kernels/adamw/fp32", "bench_kernels/grad_norm_and_factor/fp32"],
+    {
+        "ms": "ms",
+        "a copy of the bytes, ms": "copy_ms",
+        "GB/s": "value",
+        "PyTorch, ms": "torch_eager_ms",
+    },
+)
+
+# %%
+n = 1 << 24 if lesson.on_gpu() else 256
+w_n, m_n, v_n, g_n = (lesson.array(np.ones(n, np.float32)) for _ in range(4))
+numbers = (
+    [np.float32(x) for x in (1e-3, 0.1, 0.2236)],
+    [np.float32(x) for x in (0.9, 0.95, 1e-8, 0.1)],
+)
+runs = {
+    "yours": lambda: lesson.launch(
+        adamw_kernel, -(-n // 256), 256, w_n, m_n, v_n, g_n, *numbers[0], np.int64(n), *numbers[1]
+    )
+}
+times = lesson.measure(runs, nbytes=28 * n)
+
+# %% [markdown]
+# ## The library's kernel
+
+# %%
+lesson.source(adamw.make_adamw_kernel)
+lesson.source(adamw.update)
+
+# %% [markdown]
+# `fmul_rn`, `fadd_rn` and so on are single roundings that no compiler may merge: so the kernel on a
+# GPU gives the bits of the reference on a CPU. The clip factor comes as an array on the device, so
+# nothing waits for the host. And if it is NaN, the step is skipped: a broken batch does not become
+# a broken model.
+#
+# The training step of xtrain, all of it:
+
+# %%
+from xtrain import run
+
+lesson.source(run.Run.step)
+lesson.source(run.Run.compute)
+
+# %% [markdown]
+# ## Your first real run
+#
+# ```sh
+# python -m xtrain.train
+# ```
+#
+# Two minutes on two cores. The text is the source of Python's standard library on your machine.
+# Watch four things: the first loss is near ln(2048) = 7.6; the gradient norm falls from above 1 and
+# then stays calm; the validation loss passes that of the byte-bigram model; and the samples begin
+# to look like code.
+#
+# ## What did not help
+#
+# *Decay in the gradient*, as Adam with L2 does: for a weight with large gradients the decay is
+# divided away. Two weights, gradients of size 10 and 0.01 that cancel out, decay 0.5 for 100 steps
+# at lr 0.01:
+
+# %%
+for decoupled in (True, False):
+    w, m, v = np.ones(2), np.zeros(2), np.zeros(2)
+    for t in range(1, 101):
+        g = np.array([10.0, 0.01]) * (-1) ** t
+        if decoupled:
+            w -= 0.01 * 0.5 * w
+        else:
+            g = g + 0.5 * w
+        m += 0.1 * (g - m)
+        v += 0.05 * (g * g - v)
+        w -= 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
+    print(f"{'AdamW' if decoupled else 'Adam + L2':10} weights after 100 steps: {w.round(1) + 0.0}")
+
+# %% [markdown]
+# With AdamW both have shrunk alike. With L2 the first hardly at all, and the second has been driven
+# to zero.
+#
+# *Clipping each array by itself*: every array is shortened by another factor, so the direction
+# changes. *No warm-up*: on the small language above it makes no difference; on large models it is
+# what decides.
+#
+# ## More exercises
+#
+# 1. Take out the bias corrections in 8.1 (c1 = root2 = 1) and train the 27 tokens with plain NumPy
+#    AdamW. What happens in the first steps?
+# 2. Which weights does `n_decay` spare? Print the names of all parameters with one axis.
+# 3. How many bytes does AdamW's state take for a model of a billion parameters? Who pays that in
+#    lesson 16?
+#
+# <details><summary>Solutions</summary>
+#
+# 1: with beta1 = 0.9, beta2 = 0.95 the first step is 0.1 / sqrt(0.05) = 0.45 of the corrected one:
+# too *small*; with beta2 = 0.999 it is 0.1 / 0.032 = 3.2, too large. 2: `[name for name, p in
+# model.named_parameters() if p.ndim == 1]`: all norms. 3: m and v in float32, 8 GB; ZeRO-1 divides
+# them among the GPUs.
+#
+# </details>
+#
+# ## Sources
+#
+# - D. Kingma, J. Ba, *Adam: A Method for Stochastic Optimization*, 2014.
+# - I. Loshchilov, F. Hutter, *Decoupled Weight Decay Regularization*, 2019.
+# - R. Pascanu, T. Mikolov, Y. Bengio, *On the difficulty of training recurrent neural networks*,
+#   2013: clipping by the global norm.
+# - A. Karpathy, *A Recipe for Training Neural Networks*, 2019: overfit one batch first.
