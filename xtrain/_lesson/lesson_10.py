@@ -1,0 +1,118 @@
+"""Exercises of lesson 10: honest times, the busy share, a step that can be replayed."""
+
+import itertools
+
+import numpy as np
+
+from .attempt import exercise
+from .machine import Machine
+
+
+def close(a, b, rtol=0.04):
+    return bool(np.isclose(a, b, rtol=rtol))
+
+
+@exercise(
+    "10.1", "time_us",
+    first_step="an event before run(), an event after it, wait, then elapsed_us of the two. And what is special about the first call?",
+    kernel=False,
+)  # fmt: skip
+def time_us(e):
+    def machine(times, launch_us=10.0, compile_us=0.0, queued=0.0):
+        m, turn = Machine(launch_us, compile_us), itertools.cycle(times)
+        if queued:
+            m.launch("something else", queued)
+        return m, lambda: [m.launch(f"kernel {i}", t) for i, t in enumerate(next(turn))]
+
+    def ask(case, want, repeats, **made):
+        m, run = machine(**made)
+        got = e.call(m, run, repeats, case=case)
+        e.need(got is not None and np.ndim(got) == 0, f"Return one number; got {got!r}.")
+        e.need(len(m.spans) > 0, "run() was never called.")
+        return float(got), want
+
+    got, want = ask("one kernel of 500 us, 1 repeat", 500, 1, times=[[500]], compile_us=300_000)
+    e.same("the time", got, want, {
+        "That is how long LAUNCHING takes. A launch does not wait for the kernel: use events, or synchronize before the clock is read.":
+            lambda got: got <= 10 or got == 300_010,
+        "The first call compiles the kernel. Call run() a few times before measuring.": lambda got: got > 300_000,
+        "Runs that were still in the queue are counted too: synchronize after the warm-up, or use events, which are in the queue themselves.":
+            lambda got: got > 900,
+    }, rtol=0.04)  # fmt: skip
+    times = [[500], [500], [40], [500], [500], [9000], [500]]
+    got, want = ask(
+        "one kernel of 500 us, 21 repeats, of which some are disturbed", 500, 21, times=times
+    )
+    e.same("the time", got, want, {
+        "The mean was taken. One disturbed run in seven spoils it: take the median.": lambda got: 1400 < got < 2000,
+        "The smallest run was taken, or the largest. The median is the typical one.": lambda got: got < 60 or close(got, 9000),
+        "That is the sum over all repeats: time each run by itself.": lambda got: got > 9500,
+    }, rtol=0.04)  # fmt: skip
+    got, want = ask("three kernels of 100, 200 and 300 us", 600, 5, times=[[100, 200, 300]])
+    e.same("the time", got, want, rtol=0.04)
+    got, want = ask("a busy GPU: 8000 us are queued before", 500, 1, times=[[500]], queued=8000)
+    e.same("the time", got, want, {
+        "What was queued before is counted too: use events, or synchronize before the clock starts.": lambda got: got > 2000,
+    }, rtol=0.04)  # fmt: skip
+
+
+@exercise(
+    "10.2", "busy_share",
+    first_step="sort by start; walk through the spans with `until`, the moment up to which the GPU was busy: what does a span add?",
+    kernel=False,
+)  # fmt: skip
+def busy_share(e):
+    cases = {
+        "one after the other, with gaps": [(0, 10), (20, 25), (30, 40)],
+        "begins late": [(1000, 1010), (1020, 1030)],
+        "two overlap": [(0, 10), (5, 15), (25, 30)],
+        "one inside another": [(0, 100), (10, 20), (60, 90), (110, 120)],
+        "in any order": [(50, 60), (0, 10), (20, 30), (25, 32)],
+        "always busy": [(3, 7), (7, 9)],
+    }
+    for case, spans in cases.items():
+        got = e.call(list(spans), case=f"{case}: {spans}")
+        e.need(got is not None and np.ndim(got) == 0, f"Return one number; got {got!r}.")
+        first, last = min(s for s, _ in spans), max(t for _, t in spans)
+        slots = np.zeros(last, bool)
+        for s, t in spans:
+            slots[s:t] = True
+        want = slots.sum() / (last - first)
+        total = sum(t - s for s, t in spans)
+        e.same("the share", float(got), want, {
+            "Time in which two kernels run is counted twice: from each span only what lies after `until` is new.":
+                np.float64(total / (last - first)),
+            "That is the busy time, not its share of the time from the first start to the last end.": np.float64(slots.sum()),
+            "The time before the first kernel counts as idle: begin at the first start.": np.float64(slots.sum() / last),
+            "That is the idle share.": np.float64(1 - want) if want < 1 else np.empty(0),
+            "The spans are in no order: sort them by start first.": lambda got: case == "in any order",
+            "A span that ends inside an earlier one must not move `until` back: take the larger of the two.":
+                lambda got: case == "one inside another",
+        }, rtol=1e-9)  # fmt: skip
+
+
+@exercise(
+    "10.3", "sgd_kernel",
+    first_step="one element per thread, w = w - lr g. Where does lr come from, if the launch is always the same?",
+    hints={
+        "OutOfBoundsError": "lr_1 has a single element, lr_1[0], for all threads; and threads past the end of w do nothing.",
+        "RaceError": "Thread i owns w[i]: i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x.",
+    },
+)  # fmt: skip
+def sgd_kernel(e):
+    for n in (64, 70, 5):
+        w, g = e.normal(n), e.normal(n)
+        lr = e.blank(1)
+        now = np.asarray(w).astype(np.float64)
+        for rate in (0.5, 0.125):
+            lr[0] = rate
+            e.run(-(-n // 32), 32, w, g, lr, case=f"n = {n}, lr = {rate}")
+            before, g64 = now, np.asarray(g).astype(np.float64)
+            now = before - rate * g64
+            e.same("w", w, now, {
+                "The sign is wrong: go down the gradient.": before + rate * g64,
+                "lr is missing.": before - g64,
+                "That is the step of the FIRST lr: read lr_1[0], do not write a number down.": before - 0.5 * g64,
+                "The step alone was written, without the w that was there.": -rate * g64,
+                "w is unchanged.": before,
+            }, rtol=1e-5)  # fmt: skip
