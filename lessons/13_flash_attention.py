@@ -1,0 +1,774 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 13 FlashAttention
+#
+# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/13_flash_attention.ipynb)
+#
+# *About 90 minutes. You need [lesson 3](03_reductions.ipynb) and the attention of lesson 7.*
+#
+# **The question.** Attention compares every token with every earlier one: T tokens make T x T
+# scores. With 16 heads and 65,536 tokens, the scores alone, in two bytes each, are 137 GB. An H200
+# has 141 GB, and it should also hold a model. Yet the records of this lesson contain exactly that
+# shape, and it runs with a few megabytes of extra memory. Where are the scores?
+#
+# They are never all there at once. You will write the softmax that makes this possible, then
+# attention with it, forward and backward.
+
+# %% tags=["install"]
+# On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
+import os
+import subprocess
+import sys
+
+if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain"
+    subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
+    os.chdir("xtrain")
+    sys.path.insert(0, os.getcwd())
+
+# %% tags=["imports"]
+import math
+
+import numpy as np
+from numba import cuda, float32
+
+from xtrain import lesson, simulator
+
+D = 16  # columns of a head
+TILE = 32  # queries of a block, and keys of a tile
+LOWEST = float32(-1e30)  # below every score
+
+
+@cuda.jit(device=True)
+def load_tile(tile, x_TD, first):
+    """Rows first, first + 1, ... of x into the shared tile (TILE, D); zeros beyond the end."""
+    for i in range(cuda.threadIdx.x, TILE * D, TILE):
+        r, d = i // D, i % D
+        tile[r, d] = x_TD[first + r, d] if first + r < x_TD.shape[0] else float32(0.0)
+
+
+# %% [markdown]
+# ## Attention by hand
+#
+# One head: q, k, v of shape (T, D). Each query t has a score for every key s, a softmax turns
+# scores into weights, and the output is the weighted mean of the values:
+#
+# $$s_{ts} = \frac{q_t \cdot k_s}{\sqrt{D}} \qquad p_{ts} = \frac{e^{s_{ts}}}{\sum_{j} e^{s_{tj}}} \qquad o_t = \sum_s p_{ts} v_s$$
+#
+# *Causal* means: s runs only to t, since a token must not see those after it. With T, D = 3, 4:
+
+# %%
+q = np.array([[1.0, 0, 2, 0], [0, 2, 0, 2], [2, 2, 0, 0]])
+k = np.array([[2.0, 0, 0, 0], [0, 2, 0, 2], [2, 4, 2, 0]])
+v = np.array([[1.0, 0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1]])
+s = q @ k.T / math.sqrt(4)
+s[np.triu_indices(3, 1)] = -np.inf  # the future
+p = np.exp(s - s.max(1, keepdims=True))
+p /= p.sum(1, keepdims=True)
+print("scores\n", s)
+print("weights\n", p.round(4))
+print("output\n", (p @ v).round(4))
+
+# %% [markdown]
+# As everywhere, the largest score of a row is subtracted before exp: it changes nothing in p and
+# keeps exp from overflowing. That is the difficulty. To write down even the first weight of a row
+# one needs the maximum and the sum of the *whole* row, so it seems that all scores of a row must be
+# known, and kept, first.
+#
+# The library's reference does it just so, for all heads at once, and returns one thing more, which
+# we shall need: lse, the logarithm of each row's sum of exp.
+
+# %%
+from xtrain.kernels import flash_attention
+
+lesson.source(flash_attention.flash_attention_ref)
+
+# %% [markdown]
+# ## The online softmax
+#
+# Suppose that only the first two scores of a row have come so far. We can work with *their* maximum
+# m, *their* sum l of exp(s - m), and *their* weighted sum of values, acc. Then two more scores
+# come, and one is larger than m. Everything that we have is too large by the same factor: it was
+# computed with the old maximum. So multiply it by exp(m - m') and go on:
+#
+# $$m' = \max(m, \max_j s_j) \qquad l' = l\,e^{m - m'} + \sum_j e^{s_j - m'} \qquad acc' = acc\,e^{m - m'} + \sum_j e^{s_j - m'} v_j$$
+#
+# At the end o = acc / l, exactly what the whole softmax gives, and lse = m + log l. A row of four
+# scores in two tiles of two, by hand:
+
+# %%
+scores = np.array([1.0, 3.0, 2.0, 5.0])
+values = np.array([10.0, 20.0, 30.0, 40.0])  # one column is enough to see it
+m, l, acc = -np.inf, 0.0, 0.0
+print("tile         m   factor        l      acc   acc / l")
+for tile in (slice(0, 2), slice(2, 4)):
+    new = max(m, scores[tile].max())
+    factor = math.exp(m - new)  # 0 for the first tile: exp(-inf)
+    weight = np.exp(scores[tile] - new)
+    l = l * factor + weight.sum()
+    acc = acc * factor + weight @ values[tile]
+    m = new
+    print(f"{scores[tile]}  {m:3}   {factor:.4f}   {l:.4f}   {acc:.4f}   {acc / l:.4f}")
+whole = np.exp(scores) / np.exp(scores).sum()
+print(f"the whole softmax at once: {whole @ values:.4f}")
+print(f"lse {math.log(np.exp(scores).sum()):.4f}, m + log l {m + math.log(l):.4f}")
+
+# %% [markdown]
+# ## Exercise 13.1: one row, tile by tile
+#
+# In NumPy. The arrays k and v that the check hands you can be sliced, `k_SD[a:b]`, but refuse more
+# than `tile` rows at a time.
+
+
+# %% tags=["exercise"]
+def attention_row(q_D, k_SD, v_SD, scale, tile):
+    """-> o (D,), lse of one query that sees all S keys, at most `tile` of them at a time.
+
+    o = softmax(scale k q) v, lse = log sum exp(scale k q).
+    """
+    # YOUR CODE
+
+
+# %%
+lesson.check("13.1", attention_row)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# `for first in range(0, k_SD.shape[0], tile):`, then `s = scale * (k_SD[first : first + tile] @
+# q_D)`. A slice that goes past the end is simply shorter.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Begin with `top, total, acc = -np.inf, 0.0, np.zeros(v_SD.shape[1])`. In each turn: the new
+# maximum, the factor `np.exp(top - new)`, and both `total` and `acc` are multiplied by it before
+# something is added.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 13.1
+def attention_row(q_D, k_SD, v_SD, scale, tile):
+    """-> o (D,), lse of one query that sees all S keys, at most `tile` of them at a time.
+
+    o = softmax(scale k q) v, lse = log sum exp(scale k q).
+    """
+    top, total, acc = -np.inf, 0.0, np.zeros(v_SD.shape[1])
+    for first in range(0, k_SD.shape[0], tile):
+        s = scale * (k_SD[first : first + tile] @ q_D)
+        new = max(top, s.max())
+        shrink, weight = np.exp(top - new), np.exp(s - new)
+        total = total * shrink + weight.sum()
+        acc = acc * shrink + weight @ v_SD[first : first + tile]
+        top = new
+    return acc / total, top + np.log(total)
+
+
+# %% [markdown]
+# ## Tiles on a GPU
+#
+# Now for all queries. A block of 32 threads owns 32 queries; each thread keeps its own query, m, l
+# and acc in registers. Tile by tile, the block brings 32 keys and values into shared memory, where
+# all 32 queries use them: what is loaded once is used 32 times, as in the matrix product of lesson
+# 4.
+#
+# With a causal mask most queries see few keys, and many tiles are not needed at all. Key tile j is
+# of use to query tile i only if j is at most i; in the tile j = i each thread looks at its own t.
+# Below, 6 tiles of queries (rows) and of keys (columns): each cell says in which turn the block
+# comes there, and a dash means never.
+
+# %%
+turns = np.where(np.tri(6, dtype=bool), np.arange(6), -1)
+lesson.figures.ownership(
+    turns, "queries down, keys across: the turn in which a block visits a tile", "turn"
+)
+
+# %% [markdown]
+# ## Exercise 13.2: the kernel
+#
+# One head, causal. `load_tile(tile, x_TD, first)`, which is given at the top, fills a shared tile
+# with 32 rows; all threads of the block must call it. Two barriers per turn: one so that nobody
+# reads a tile before it is there, one so that nobody overwrites a tile that somebody still reads.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
+    """o = softmax(scale q k^T, causal) v, lse = log sum exp.   Grid ceil(T / TILE), block TILE.
+
+    Thread x of block i owns query t = TILE i + x, and adds up key after key.
+    """
+    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
+    q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
+    T = q_TD.shape[0]
+    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
+    top, total = LOWEST, float32(0.0)
+    # YOUR CODE
+
+
+# %%
+lesson.check("13.2", flash_kernel)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# First fill q from `q_TD[t, d]`, with zeros if t is past the end, and acc with zeros. Then `for
+# first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):` visits the tiles up to the block's own.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# In a turn: barrier, load both tiles, barrier, `for j in range(TILE):` and, if `first + j <= t`,
+# the score `s` of key j. With one key at a time the new maximum is `new = s if s > top else top`,
+# the factor `math.exp(top - new)`, the weight `math.exp(s - new)`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 13.2
+@cuda.jit
+def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
+    """o = softmax(scale q k^T, causal) v, lse = log sum exp.   Grid ceil(T / TILE), block TILE.
+
+    Thread x of block i owns query t = TILE i + x, and adds up key after key.
+    """
+    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
+    q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
+    T = q_TD.shape[0]
+    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
+    top, total = LOWEST, float32(0.0)
+    for d in range(D):
+        q[d] = q_TD[t, d] if t < T else float32(0.0)
+        acc[d] = float32(0.0)
+    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
+        cuda.syncthreads()  # everybody has left the tile before
+        load_tile(k, k_TD, first)
+        load_tile(v, v_TD, first)
+        cuda.syncthreads()
+        for j in range(TILE):
+            if first + j <= t:
+                s = float32(0.0)
+                for d in range(D):
+                    s += q[d] * k[j, d]
+                s *= scale
+                new = s if s > top else top
+                shrink, weight = math.exp(top - new), math.exp(s - new)
+                total = total * shrink + weight
+                for d in range(D):
+                    acc[d] = acc[d] * shrink + weight * v[j, d]
+                top = new
+    if t < T:
+        for d in range(D):
+            o_TD[t, d] = acc[d] / total
+        lse_T[t] = top + math.log(total)
+
+
+# %% [markdown]
+# A thread past the end of T computes on zeros and writes nothing: it must not leave before the
+# barriers. And the first maximum is a very low number, not minus infinity: a row whose first tile
+# is hidden altogether would compute -inf - (-inf), which is NaN. (Here key 0 is visible to all; the
+# library's kernels meet such rows.)
+#
+# Against the reference:
+
+# %%
+T, scale = 70, np.float32(1 / math.sqrt(D))
+random = np.random.default_rng(0)
+q_TD, k_TD, v_TD, do_TD = (random.standard_normal((T, D)).astype(np.float32) for _ in range(4))
+here = [lesson.array(x) for x in (q_TD, k_TD, v_TD)]
+o_here, lse_here = lesson.empty(here[0], (T, D)), lesson.empty(here[0], T)
+lesson.launch(flash_kernel, -(-T // TILE), TILE, o_here, lse_here, *here, scale)
+
+
+def one_head(x_TD):
+    return x_TD.astype(np.float64)[None, :, None]  # (1, T, 1, D)
+
+
+o_ref, lse_ref = flash_attention.flash_attention_ref(*map(one_head, (q_TD, k_TD, v_TD)), scale)
+o_TD, lse_T = lesson.host(o_here), lesson.host(lse_here)
+print("o   agrees to 1e-5:", np.allclose(o_TD, o_ref[0, :, 0], atol=1e-5))
+print("lse agrees to 1e-5:", np.allclose(lse_T, lse_ref[0, 0], atol=1e-5))
+
+# %% [markdown]
+# ## The backward
+#
+# Backward is told do, of the shape of o. By lesson 5, for the two matrix products and the softmax
+# between them, with s standing for the scaled scores:
+#
+# $$dv = p^T do \qquad dp = do\,v^T \qquad ds_{ts} = p_{ts} \Big(dp_{ts} - \sum_j p_{tj}\,dp_{tj}\Big) \qquad dq = scale \cdot ds\,k \qquad dk = scale \cdot ds^T q$$
+#
+# The weights p were never kept. Two observations save us:
+#
+# 1. **Recompute.** p = exp(s - lse). With lse at hand, one number per row, a tile of p costs one
+#    small matrix product, in any order, with no second online softmax.
+# 2. **The sum over the whole row is at hand too.** It looks as if it needed all tiles before the
+#    first ds could be written. But
+#
+# $$\delta_t = \sum_j p_{tj}\,dp_{tj} = \sum_j p_{tj} \, (do_t \cdot v_j) = do_t \cdot \sum_j p_{tj} v_j = do_t \cdot o_t$$
+#
+# a dot product of two vectors that we have. On the tiny example, with do = o - 0.5 for the sake of
+# an example:
+
+# %%
+o = p @ v
+do = o - 0.5
+dp = do @ v.T
+print("sum of p dp over each row:", (p * dp).sum(1).round(4))
+print("do . o of each row:       ", (do * o).sum(1).round(4))
+
+# %% [markdown]
+# ## Exercise 13.3: dq
+#
+# The same walk as in 13.2. Per visible key: its score, p = exp(scale s - lse), dp = do . v, ds = p
+# (dp - delta), and dq grows by ds k. The factor `scale` of dq can wait until the end.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
+    """The gradient of flash_kernel with respect to q.   Grid ceil(T / TILE), block TILE.
+
+    Thread x of block i owns query t = TILE i + x.
+    """
+    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
+    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
+    acc = cuda.local.array(D, float32)
+    T = q_TD.shape[0]
+    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
+    # YOUR CODE
+
+
+# %%
+lesson.check("13.3", flash_dq_kernel)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Before the walk: q, do, acc as in 13.2, and `delta`, the sum of `do_TD[t, d] * o_TD[t, d]` over d.
+# Read `lse_T[t]` once, into a variable. All of that only if `t < T`; else zeros.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Threads past the end have no lse. Let them take part in loading and barriers only: `if first + j
+# <= t and t < T:`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 13.3
+@cuda.jit
+def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
+    """The gradient of flash_kernel with respect to q.   Grid ceil(T / TILE), block TILE.
+
+    Thread x of block i owns query t = TILE i + x.
+    """
+    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
+    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
+    acc = cuda.local.array(D, float32)
+    T = q_TD.shape[0]
+    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
+    delta, lse = float32(0.0), float32(0.0)
+    if t < T:
+        lse = lse_T[t]
+        for d in range(D):
+            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
+            delta += do[d] * o_TD[t, d]
+    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
+        cuda.syncthreads()
+        load_tile(k, k_TD, first)
+        load_tile(v, v_TD, first)
+        cuda.syncthreads()
+        for j in range(TILE):
+            if first + j <= t and t < T:
+                s, dp = float32(0.0), float32(0.0)
+                for d in range(D):
+                    s += q[d] * k[j, d]
+                    dp += do[d] * v[j, d]
+                ds = math.exp(scale * s - lse) * (dp - delta)
+                for d in range(D):
+                    acc[d] += ds * k[j, d]
+    if t < T:
+        for d in range(D):
+            dq_TD[t, d] = scale * acc[d]
+
+
+# %% [markdown]
+# dk and dv are sums over *queries*: each key needs all queries that see it. If the dq kernel also
+# added to dk, 32 threads of every block would add to the same elements, with atomics, in whatever
+# order they come: another gradient in every run (lesson 3). So xtrain has a second kernel whose
+# blocks own *keys* and walk over the queries. It computes the scores once more. A check of all of
+# it together is the directional derivative of lesson 5:
+
+# %%
+wide = [one_head(x) for x in (q_TD, k_TD, v_TD)]
+dq, dk, dv = flash_attention.flash_attention_bwd_ref(one_head(do_TD), *wide, o_ref, lse_ref, scale)
+dq_here = lesson.empty(here[0], (T, D))
+do_here = lesson.array(do_TD)
+lesson.launch(
+    flash_dq_kernel, -(-T // TILE), TILE, dq_here, do_here, *here, o_here, lse_here, scale
+)
+print(
+    "dq agrees with the reference to 1e-5:",
+    np.allclose(lesson.host(dq_here), dq[0, :, 0], atol=1e-5),
+)
+step = [random.standard_normal(x.shape) for x in wide]
+h = 1e-5
+
+
+def loss(moved):
+    return float((flash_attention.flash_attention_ref(*moved, scale)[0] * one_head(do_TD)).sum())
+
+
+ahead, behind = ([x + sign * h * e for x, e in zip(wide, step)] for sign in (1, -1))
+numeric = (loss(ahead) - loss(behind)) / (2 * h)
+analytic = float(sum((g * e).sum() for g, e in zip((dq, dk, dv), step)))
+print(f"change of the loss along a random direction: {numeric:.5f}")
+print(f"by the gradients:                            {analytic:.5f}")
+
+# %% [markdown]
+# ## Measure
+#
+# What is saved are bytes of the T x T kind. Here is attention as three kernels, with the scores in
+# memory between them:
+
+
+# %%
+@cuda.jit
+def scores_kernel(s_TT, q_TD, k_TD, scale):
+    """Grid (ceil(T / 32), T), block 32: one score per thread."""
+    t, n = cuda.blockIdx.y, cuda.blockIdx.x * 32 + cuda.threadIdx.x
+    if n < s_TT.shape[1]:
+        acc = float32(0.0)
+        for d in range(D):
+            acc += q_TD[t, d] * k_TD[n, d]
+        s_TT[t, n] = acc * scale if n <= t else float32(-math.inf)
+
+
+@cuda.jit
+def softmax_kernel(s_TT):
+    """Grid T, block 32: one row per warp, in place."""
+    t, lane = cuda.blockIdx.x, cuda.threadIdx.x
+    top, total = LOWEST, float32(0.0)
+    for n in range(lane, s_TT.shape[1], 32):
+        s = s_TT[t, n]
+        top = s if s > top else top
+    for step in (16, 8, 4, 2, 1):
+        other = cuda.shfl_xor_sync(0xFFFFFFFF, top, step)
+        top = other if other > top else top
+    for n in range(lane, s_TT.shape[1], 32):
+        total += math.exp(s_TT[t, n] - top)
+    for step in (16, 8, 4, 2, 1):
+        total += cuda.shfl_xor_sync(0xFFFFFFFF, total, step)
+    for n in range(lane, s_TT.shape[1], 32):
+        s_TT[t, n] = math.exp(s_TT[t, n] - top) / total
+
+
+@cuda.jit
+def weigh_kernel(o_TD, p_TT, v_TD):
+    """Grid T, block D: one element of o per thread."""
+    t, d = cuda.blockIdx.x, cuda.threadIdx.x
+    acc = float32(0.0)
+    for n in range(t + 1):
+        acc += p_TT[t, n] * v_TD[n, d]
+    o_TD[t, d] = acc
+
+
+# %% [markdown]
+# The trace counts the bytes that each version moves, for 64 tokens and one head. (The kernels
+# without tiles also read k and v again for every query; a good matrix product would not. So look at
+# the column of the scores.)
+
+# %%
+n = 64
+sims = [simulator.sim(x[:n]) for x in (q_TD, k_TD, v_TD)]
+o_sim, lse_sim = simulator.sim(np.zeros((n, D), np.float32)), simulator.sim(np.zeros(n, np.float32))
+s_sim = simulator.sim(np.zeros((n, n), np.float32))
+with lesson.tracing() as three:
+    simulator.run(scores_kernel, (n // 32, n), 32, s_sim, sims[0], sims[1], scale)
+    simulator.run(softmax_kernel, n, 32, s_sim)
+    simulator.run(weigh_kernel, n, D, o_sim, s_sim, sims[2])
+by_three = np.array(o_sim)
+flash = lesson.traced(flash_kernel, n // TILE, TILE, o_sim, lse_sim, *sims, scale)
+print("the same output:", np.allclose(by_three, o_sim, atol=1e-5))
+scores_moved = sum(three.traffic(name).moved for name in ("s_TT", "p_TT"))
+scores_moved += three.traffic("s_TT", write=True).moved
+k_and_v = sum(flash.traffic(name).moved for name in ("k_TD", "v_TD"))
+print(f"three kernels: {scores_moved:7,} bytes of scores and weights moved")
+print(f"flash:         {0:7,} bytes of scores and weights, {k_and_v:,} bytes of k and v")
+
+# %% [markdown]
+# How this grows: the scores with T squared, what flash keeps (o and lse) with T. For 16 heads of
+# 128 columns in bf16, scores in bf16 and lse in float32:
+
+# %%
+lengths = [2**i for i in range(10, 17)]
+scores_gb = [16 * t * t * 2 / 1e9 for t in lengths]
+kept_gb = [16 * t * (128 * 2 + 4) / 1e9 for t in lengths]
+print(f"T = {lengths[-1]:,}: scores {scores_gb[-1]:.1f} GB, o and lse {kept_gb[-1]:.2f} GB")
+lesson.figures.curves(
+    lengths,
+    {"scores, T x T": scores_gb, "o and lse": kept_gb},
+    "tokens T",
+    "GB",
+    "one layer, 16 heads of 128",
+)
+
+# %% [markdown]
+# And time. Two records of one machine, for 1024 tokens: the *softmax alone* on scores that lie in
+# memory, which is a good kernel (it keeps a row in registers), and a whole FlashAttention forward,
+# both matrix products included. The softmax is float32, the attention bf16 with float32 sums, so
+# bytes alone explain a factor of two:
+
+# %%
+softmax = lesson.record("bench_kernels/softmax_fwd/fp32")
+whole = lesson.record("bench_attention/named fwd/B=16 H=12 G=12 T=1024 D=64/bf16")
+lesson.table(
+    [
+        "bench_kernels/softmax_fwd/fp32",
+        "bench_attention/named fwd/B=16 H=12 G=12 T=1024 D=64/bf16",
+    ],
+    {"ms": "ms"},
+)
+print(f"softmax alone {1e3 * softmax['ms'] / 48:.2f} us a head")
+print(f"all of FlashAttention {1e3 * whole['ms'] / (16 * 12):.2f} us a head")
+
+# %% [markdown]
+# On a GPU, the next cell times your kernel beside the library's (float32, without tensor cores) on
+# one head of many tokens.
+
+# %%
+long = 8192 if lesson.on_gpu() else 64
+big = [lesson.array(random.standard_normal((long, D)).astype(np.float32)) for _ in range(3)]
+o_big, lse_big = lesson.empty(big[0], (long, D)), lesson.empty(big[0], long)
+in_heads = [x.reshape(1, long, 1, D) for x in big]
+times = lesson.measure(
+    {
+        "yours": lambda: lesson.launch(
+            flash_kernel, -(-long // TILE), TILE, o_big, lse_big, *big, scale
+        ),
+        "the library's, float32": lambda: flash_attention.flash_attention_fwd(*in_heads, scale),
+    },
+    flops=2 * long * long * D,
+)
+
+# %% [markdown]
+# ## One improvement: do not visit the future
+#
+# A kernel that walks over *all* tiles and relies on the mask is just as right. What does skipping
+# save? Count it:
+
+
+# %%
+def visited(tiles):
+    return tiles * (tiles + 1) // 2, tiles * tiles
+
+
+print("tokens   tiles visited   of   share")
+for tokens in (64, 256, 1024, 4096):
+    some, every = visited(-(-tokens // TILE))
+    print(f"{tokens:6}   {some:13,}   {every:6,}   {some / every:.1%}")
+counted = flash.traffic("k_TD").moved // (TILE * D * 4)
+print(f"and in the trace of your kernel, 64 tokens: {counted} tiles of k were read")
+
+# %% [markdown]
+# **The improvement of this lesson and its reason:** the mask removes half of the work only if whole
+# tiles are never touched: half of the loads, the exps and the multiplications. The finer the tiles,
+# the closer to one half, but also the less each loaded key is used. With unequal blocks comes a new
+# trouble: the last block works longest. The library starts long blocks first where that pays;
+# `make_grid` in its source says when.
+#
+# ## The library's kernel
+#
+# The online softmax as it stands in the softmax kernel, one score at a time:
+
+# %%
+from xtrain.kernels import flash_attention_fp32
+from xtrain.kernels import softmax as softmax_kernels
+
+lesson.source(softmax_kernels.online_softmax)
+
+# %% [markdown]
+# In the float32 FlashAttention, one tile at a time. 16 lanes share a row, so the maximum goes
+# through `row_max`, a shuffle; each lane has C scores and W columns of acc:
+
+# %%
+lesson.source(flash_attention_fp32.make_add_scores)
+
+# %%
+lesson.source(flash_attention_fp32.make_fwd_kernel)
+
+# %% [markdown]
+# `past` is for serving, where the keys of earlier turns are already there (lesson 18), and `g` is
+# the key head that several query heads may share. The bf16 kernels do the same on tensor cores,
+# which is lesson 14. Measured, forward and backward, beside PyTorch:
+
+# %%
+by_length = [
+    "bench_attention/named fwd+bwd/B=32 H=12 G=12 T=256 D=32/bf16",
+    "bench_attention/named fwd+bwd/B=16 H=12 G=12 T=1024 D=64/bf16",
+    "bench_attention/named fwd+bwd/B=4 H=16 G=16 T=4096 D=128/bf16",
+    "bench_attention/sweep fwd+bwd/B=1 H=16 G=16 T=65536 D=128/bf16",
+]
+lesson.table(
+    by_length,
+    {
+        "T": lambda r: r["shape"].split("T=")[1].split()[0],
+        "ms": "ms",
+        "TFLOP/s": "value",
+        "PyTorch, flash": "peer_value",
+        "PyTorch, cuDNN": "cudnn_value",
+    },
+)
+
+# %% [markdown]
+# cuDNN wins from 1024 tokens on: its kernels use instructions that exist on Hopper only. Lesson 23
+# points to them. At 65,536 tokens PyTorch's own flash kernels are a little ahead, too.
+#
+# ## What did not help
+#
+# *Two passes.* One can avoid rescaling: walk over all tiles once for the maximum and the sum, and a
+# second time for the output. It is right, and needs no trick. What it costs, by the trace:
+
+
+# %%
+@cuda.jit
+def two_pass_kernel(o_TD, q_TD, k_TD, v_TD, scale):
+    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
+    acc = cuda.local.array(D, float32)
+    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x  # T a multiple of TILE
+    top, total = LOWEST, float32(0.0)
+    for d in range(D):
+        acc[d] = float32(0.0)
+    for turn in range(2):
+        for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
+            cuda.syncthreads()
+            load_tile(k, k_TD, first)
+            if turn == 1:
+                load_tile(v, v_TD, first)
+            cuda.syncthreads()
+            for j in range(TILE):
+                if first + j <= t:
+                    s = float32(0.0)
+                    for d in range(D):
+                        s += q_TD[t, d] * k[j, d]
+                    s *= scale
+                    if turn == 0:
+                        new = s if s > top else top
+                        total = total * math.exp(top - new) + math.exp(s - new)
+                        top = new
+                    else:
+                        for d in range(D):
+                            acc[d] += math.exp(s - top) / total * v[j, d]
+    for d in range(D):
+        o_TD[t, d] = acc[d]
+
+
+two = lesson.traced(two_pass_kernel, n // TILE, TILE, o_sim, *sims, scale)
+print("the same output:", np.allclose(by_three, o_sim, atol=1e-5))
+for name, trace, products in (("one pass", flash, 2), ("two passes", two, 3)):
+    print(f"{name:10} k {trace.traffic('k_TD').moved:6,} bytes, {products} products per tile")
+print(f"it saves {D} multiplications per row and tile, if rescaled once per tile,")
+print(f"beside the {2 * TILE * D:,} of the two products")
+
+# %% [markdown]
+# *Atomics for dq in the dk, dv kernel.* They would make five products per tile out of seven (S and
+# dP are computed in both kernels), 29 % less arithmetic, and give other bits in every run. xtrain
+# pays.
+#
+# ## More exercises
+#
+# 1. Write the dk, dv kernel: a thread owns a *key* n, the block walks over tiles of queries, from
+#    its own tile to the last. Which arrays go through shared memory? Compare with
+#    `flash_attention_bwd_ref`.
+# 2. Merge two results: queries saw keys 0 to 99 in one kernel and 100 to 199 in another, each
+#    returned o and lse. Write the o of all 200 keys from these four arrays.
+# 3. How many bytes does the backward need from the forward, per head, with D = 64 and T = 4096 in
+#    bf16, beside q, k, v? And with p kept?
+#
+# <details><summary>Solutions</summary>
+#
+# 1: q, do, and per query lse and delta. `for first in range(cuda.blockIdx.x * TILE, T, TILE)`; key
+# n and query t meet if n <= t; `dv += p do`, `dk += scale ds q`. The last cell below is one. 2:
+# with lse = log(exp(lse1) + exp(lse2)), computed with the larger of the two subtracted, o = o1
+# exp(lse1 - lse) + o2 exp(lse2 - lse). Lesson 19 splits keys among blocks this way. 3: o, 4096 · 64
+# · 2 bytes, and lse, 4096 · 4 bytes: 540,672 bytes. p would be 4096 · 4096 · 2 = 33,554,432.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution of 1
+@cuda.jit
+def flash_dkdv_kernel(dk_TD, dv_TD, do_TD, q_TD, k_TD, v_TD, lse_T, delta_T, scale):
+    """Grid ceil(T / TILE), block TILE: thread x of block i owns key n = TILE i + x."""
+    q, do = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
+    k, v = cuda.local.array(D, float32), cuda.local.array(D, float32)
+    dk, dv = cuda.local.array(D, float32), cuda.local.array(D, float32)
+    T = q_TD.shape[0]
+    n = cuda.blockIdx.x * TILE + cuda.threadIdx.x
+    for d in range(D):
+        k[d] = k_TD[n, d] if n < T else float32(0.0)
+        v[d] = v_TD[n, d] if n < T else float32(0.0)
+        dk[d], dv[d] = float32(0.0), float32(0.0)
+    for first in range(cuda.blockIdx.x * TILE, T, TILE):
+        cuda.syncthreads()
+        load_tile(q, q_TD, first)
+        load_tile(do, do_TD, first)
+        cuda.syncthreads()
+        for j in range(TILE):
+            t = first + j
+            if n <= t and t < T:
+                s, dp = float32(0.0), float32(0.0)
+                for d in range(D):
+                    s += q[j, d] * k[d]
+                    dp += do[j, d] * v[d]
+                p = math.exp(scale * s - lse_T[t])
+                ds = p * (dp - delta_T[t])
+                for d in range(D):
+                    dv[d] += p * do[j, d]
+                    dk[d] += scale * ds * q[j, d]
+    if n < T:
+        for d in range(D):
+            dk_TD[n, d], dv_TD[n, d] = dk[d], dv[d]
+
+
+# %%
+delta_here = lesson.array((do_TD * o_TD).sum(1))
+dk_here, dv_here = lesson.empty(here[0], (T, D)), lesson.empty(here[0], (T, D))
+lesson.launch(
+    flash_dkdv_kernel, -(-T // TILE), TILE,
+    dk_here, dv_here, do_here, *here, lse_here, delta_here, scale,
+)  # fmt: skip
+print(
+    "dk agrees with the reference to 1e-5:",
+    np.allclose(lesson.host(dk_here), dk[0, :, 0], atol=1e-5),
+)
+print(
+    "dv agrees with the reference to 1e-5:",
+    np.allclose(lesson.host(dv_here), dv[0, :, 0], atol=1e-5),
+)
+
+# %% [markdown]
+# ## Sources
+#
+# - M. Milakov, N. Gimelshein, *Online normalizer calculation for softmax*, 2018: the running
+#   maximum and sum.
+# - T. Dao, D. Fu, S. Ermon, A. Rudra, C. Ré, *FlashAttention: Fast and Memory-Efficient Exact
+#   Attention with IO-Awareness*, 2022: tiles, recomputation.
+# - T. Dao, *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning*,
+#   2023: the order of loops used here, lse and delta.
+# - M. Rabe, C. Staats, *Self-attention Does Not Need O(n²) Memory*, 2021.

@@ -1,0 +1,226 @@
+"""Exercises of lesson 13: FlashAttention."""
+
+import numpy as np
+
+from ..kernels.flash_attention import flash_attention_bwd_ref, flash_attention_ref
+from .attempt import Wrong, exercise
+
+D, TILE = 16, 32  # as in the lesson
+SCALE = np.float32(0.25)
+
+
+class Rows:
+    """A (S, D) array that hands out at most `tile` rows at a time."""
+
+    def __init__(self, x, tile):
+        self._x, self._tile = x, tile
+        self.shape, self.dtype, self.ndim = x.shape, x.dtype, x.ndim
+
+    def __len__(self):
+        return len(self._x)
+
+    def __getitem__(self, key):
+        rows = key[0] if isinstance(key, tuple) else key
+        n = len(range(*rows.indices(len(self._x)))) if isinstance(rows, slice) else np.size(rows)
+        if n > self._tile:
+            raise Wrong(
+                f"That asks for {n} rows at once; a tile has {self._tile}: k_SD[first : first + tile]."
+            )
+        return self._x[key]
+
+    def __array__(self, *args, **options):
+        raise Wrong(
+            f"All {len(self)} keys at once: walk over them in slices of `tile` rows, k_SD[first : first + tile]."
+        )
+
+    __array_ufunc__ = None  # so that an operator with this object raises TypeError
+
+
+def walk(q, k, v, scale, tile, shrink_acc=True, shrink_total=True, top=-np.inf, S=None):
+    """-> acc, total, top of the online softmax, with one of its steps left out"""
+    total, acc = 0.0, np.zeros(v.shape[1])
+    for first in range(0, S or len(k), tile):
+        s = scale * (k[first : first + tile] @ q)
+        new = max(top, s.max())
+        shrink, weight = np.exp(top - new), np.exp(s - new)
+        total = total * (shrink if shrink_total else 1) + weight.sum()
+        acc = acc * (shrink if shrink_acc else 1) + weight @ v[first : first + tile]
+        top = new
+    return acc, total, top
+
+
+@exercise(
+    "13.1", "attention_row",
+    first_step="walk over the keys in steps of `tile`; which three things (a maximum, a sum, a vector) do you carry from tile to tile?",
+    kernel=False,
+)  # fmt: skip
+def attention_row(e):
+    for S, tile, shift in ((4, 4, 0), (12, 4, 0), (10, 4, 0), (9, 2, 400), (9, 2, -400)):
+        q, k, v = (
+            np.asarray(e.normal(*shape)).astype(np.float64) for shape in ((3,), (S, 3), (S, 3))
+        )
+        k += shift * q / (q @ q)  # all scores move up or down by this much times scale
+        scale = 2.0
+        case = f"S = {S}, tile = {tile}" + (f", scores near {scale * shift:g}" if shift else "")
+        with np.errstate(all="ignore"):
+            got = e.call(q, Rows(k, tile), Rows(v, tile), scale, tile, case=case)
+            e.need(isinstance(got, tuple) and len(got) == 2, "Return two things: o, lse.")
+            acc, total, top = walk(q, k, v, scale, tile)
+            plain = walk(q, k, v, scale, tile, shrink_acc=False)
+            e.same("o", got[0], acc / total, {
+                "The last, incomplete tile is missing.":
+                    (lambda a, l, t: a / l)(*walk(q, k, v, scale, tile, S=S // tile * tile)) if tile < S and S % tile else np.empty(0),
+                "acc is not divided by the sum: that comes once, at the end.": acc,
+                "acc was not multiplied by exp(old maximum - new maximum): what it holds was computed with the old one.": plain[0] / plain[1],
+                "The sum was not multiplied by exp(old maximum - new maximum): what it holds was computed with the old one.":
+                    (lambda a, l, t: a / l)(*walk(q, k, v, scale, tile, shrink_total=False)),
+                "Neither the sum nor acc was multiplied by exp(old maximum - new maximum): what they hold was computed with the old one.":
+                    (lambda a, l, t: a / l)(*walk(q, k, v, scale, tile, shrink_acc=False, shrink_total=False)),
+                "exp overflows: subtract the largest score so far before exp.": lambda got: shift > 0 and not np.isfinite(got).all(),
+                "Every weight is 0, and 0 / 0 is NaN: the maximum must begin below every possible score, at -np.inf.":
+                    lambda got: shift < 0 and not np.isfinite(got).all(),
+            }, rtol=1e-6)  # fmt: skip
+        e.same("lse", np.asarray(got[1], np.float64), np.float64(top + np.log(total)), {
+            "That is the logarithm of the sum of exp(s - maximum): the maximum has to be added.": np.float64(np.log(total)),
+            "That is the maximum alone: log of the sum has to be added.": np.float64(top),
+        }, rtol=1e-6)  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- kernels
+def heads(*arrays):
+    return [np.asarray(x, np.float64)[None, :, None] for x in arrays]
+
+
+def hidden_attention(q, k, v, scale, sees):
+    """-> o (T, D) with another mask than the causal one: sees (T, T), True where a query sees a key"""
+    s = np.where(sees, np.asarray(q, np.float64) @ np.asarray(k, np.float64).T * scale, -np.inf)
+    with np.errstate(all="ignore"):
+        p = np.exp(s - s.max(1, keepdims=True))
+        return (p / p.sum(1, keepdims=True) @ np.asarray(v, np.float64)).astype(np.float32)
+
+
+WALK = {
+    "RaceError": "Two barriers per turn: one before the tiles are loaded, since somebody may still read the old ones, and one "
+    "after, so that nobody reads a tile that is not there yet.",
+    "UninitializedError": "Something is read that nobody has written: q and acc are filled before the walk, and between load_tile "
+    "and the first read of the tile stands cuda.syncthreads().",
+    "DeadlockError": "Barriers and load_tile are for all threads of the block, also for those past the end: guard the reads and "
+    "writes of q and o with t < T, nothing else, and let nobody return early.",
+    "OutOfBoundsError": "Threads past the end have no query: read q_TD[t, d] and write o_TD[t, d] only if t < T.",
+}  # fmt: skip
+
+
+def tiles_read(e, trace, T):
+    """Wrong when tiles of the future are loaded."""
+    n = -(-T // TILE)
+    rows = sum(min(TILE * (i + 1), T) for i in range(n))
+    for name in ("k_TD", "v_TD"):
+        moved = trace.traffic(name).moved
+        e.need(
+            moved <= rows * D * 4,
+            f"The values are right, but {moved:,} bytes of {name} are read where {rows * D * 4:,} do: a block needs no tile of keys "
+            "that all lie in the future of its last query. The walk ends with the block's own tile.",
+        )
+
+
+@exercise(
+    "13.2", "flash_kernel",
+    first_step="fill q and acc; then `for first in range(...)` over tiles: barrier, load_tile(k, k_TD, first) and v, barrier, "
+    "and a loop over the keys j of the tile.",
+    allow=("load_tile",), hints=WALK,
+)  # fmt: skip
+def flash_kernel(e):
+    for T in (32, 40, 5):
+        q, k, v = e.normal(T, D, scale=2), e.normal(T, D), e.normal(T, D)
+        o, lse = e.blank(T, D), e.blank(T)
+        trace = e.run(-(-T // TILE), TILE, o, lse, q, k, v, SCALE, case=f"T = {T}", trace=True)
+        want_o, want_lse = (
+            x.reshape(lse.shape + (-1,)) for x in flash_attention_ref(*heads(q, k, v), float(SCALE))
+        )
+        causal = np.tri(T, dtype=bool)
+        unscaled, strict = (
+            hidden_attention(q, k, v, 1.0, causal),
+            hidden_attention(q, k, v, SCALE, np.tri(T, k=-1, dtype=bool)),
+        )
+        total = np.exp(want_lse[:, 0] - _tops(q, k))[:, None]
+        e.same("o", o, want_o, {
+            "No mask: every query saw all keys. Query t sees the keys up to t, so first + j <= t.":
+                hidden_attention(q, k, v, SCALE, np.ones((T, T), bool)),
+            "A query sees itself, too: first + j <= t, not < t.": lambda got: np.allclose(got[1:], strict[1:], 1e-4, 1e-5),
+            "The scores are not multiplied by scale.": unscaled,
+            "acc is not divided by the sum: that comes once, at the end.": want_o * total,
+            "acc was not multiplied by exp(top - new): what it holds was computed with the old maximum.": _unshrunk(q, k, v, True),
+            "The sum was not multiplied by exp(top - new): what it holds was computed with the old maximum.": _unshrunk(q, k, v, False),
+            "Only the block's own tile was visited: a query also sees all tiles before it.":
+                hidden_attention(q, k, v, SCALE, causal & (np.arange(T)[:, None] // TILE == np.arange(T) // TILE)),
+        }, rtol=1e-4, atol=1e-5)  # fmt: skip
+        e.same("lse", lse, want_lse[:, 0], {
+            "That is the logarithm of the sum alone: add the maximum, top.": np.log(total[:, 0]),
+            "That is the maximum alone: add the logarithm of the sum.": _tops(q, k),
+        }, rtol=1e-4, atol=1e-5)  # fmt: skip
+        tiles_read(e, trace, T)
+
+
+def _tops(q, k):
+    s = np.asarray(q, np.float64) @ np.asarray(k, np.float64).T * SCALE
+    return np.where(np.tri(len(s), dtype=bool), s, -np.inf).max(1)
+
+
+def _unshrunk(q, k, v, acc):
+    """What comes out, key by key, when acc (or the sum) is never rescaled"""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    flags = {"shrink_acc": False} if acc else {"shrink_total": False}
+    rows = [walk(q[t], k[: t + 1], v[: t + 1], float(SCALE), 1, **flags) for t in range(len(q))]
+    return np.array([a / total for a, total, _ in rows])
+
+
+@exercise(
+    "13.3", "flash_dq_kernel",
+    first_step="before the walk, delta: the sum of do_TD[t, d] * o_TD[t, d] over d. Per key: s, then p = exp(scale s - lse), dp, ds.",
+    allow=("load_tile",), hints={**WALK, "OutOfBoundsError": "Threads past the end have no query: read q, do, o and lse, and write dq, only if t < T."},
+)  # fmt: skip
+def flash_dq_kernel(e):
+    for T in (32, 40, 5):
+        q, k, v, do = e.normal(T, D, scale=2), *(e.normal(T, D) for _ in range(3))
+        o, lse = flash_attention_ref(*heads(q, k, v), float(SCALE))
+        given = heads(do, q, k, v) + [o]
+        want = flash_attention_bwd_ref(*given, lse, float(SCALE))[0][0, :, 0]
+        dq = e.blank(T, D)
+        o_sim, lse_sim = e.normal(T, D), e.normal(T)
+        o_sim[...], lse_sim[...] = o[0, :, 0], lse[0, 0]
+        trace = e.run(
+            -(-T // TILE), TILE, dq, do, q, k, v, o_sim, lse_sim, SCALE, case=f"T = {T}", trace=True
+        )
+        s = np.asarray(q, np.float64) @ np.asarray(k, np.float64).T * SCALE
+        p = np.where(np.tri(T, dtype=bool), np.exp(s - lse[0, 0][:, None]), 0)
+        dp = np.asarray(do, np.float64) @ np.asarray(v, np.float64).T
+        delta = (p * dp).sum(1, keepdims=True)
+        wide_k = np.asarray(k, np.float64) * SCALE
+        every = np.exp(s - lse[0, 0][:, None])
+        e.same("dq", dq, want, {
+            "delta is missing: ds = p (dp - delta).": p * dp @ wide_k,
+            "The sign of delta is wrong: ds = p (dp - delta).": p * (dp + delta) @ wide_k,
+            "p is missing: ds = p (dp - delta).": np.where(p > 0, dp - delta, 0) @ wide_k,
+            "The factor scale is missing at the end: s = scale q . k, so dq = scale ds k.": want / SCALE,
+            "The factor scale is in dq twice: once in the score, once at the end.": want * SCALE,
+            "The scores are not multiplied by scale before exp.":
+                lambda got: _close(got, np.where(p > 0, np.exp(s / SCALE - lse[0, 0][:, None]), 0) * (dp - delta) @ wide_k),
+            "No mask: keys of the future were added. Query t sees the keys up to t, so first + j <= t.":
+                lambda got: T % TILE == 0 and _no_mask(got, every, dp, delta, wide_k),
+            "delta is do . v of one key, or the sum of do: it is the sum of do_TD[t, d] * o_TD[t, d] over d.":
+                p * (dp - np.asarray(do, np.float64).sum(1, keepdims=True)) @ wide_k,
+        }, rtol=1e-3, atol=1e-4)  # fmt: skip
+        tiles_read(e, trace, T)
+
+
+def _close(got, value):
+    """Up to what is lost where large terms cancel"""
+    return np.abs(got - value).max() < 1e-3 * np.abs(value).max()
+
+
+def _no_mask(got, every, dp, delta, wide_k):
+    """All keys of the tiles that a block visits, or all keys"""
+    T = len(got)
+    visited = np.arange(T)[:, None] // TILE >= np.arange(T) // TILE
+    ds = every * (dp - delta)
+    return any(np.allclose(got, (ds * seen) @ wide_k, 1e-3, 1e-3) for seen in (visited, 1))
