@@ -20,6 +20,7 @@ import numpy as np
 
 from .config import ROPE_SCALINGS, ModelConfig, UserError
 from .device import to_device
+from .manifest import MANIFEST, verify_weights
 from .model import Transformer
 from .tensor_file import listed, read_header, read_json, tensor_bytes, write_safetensors
 
@@ -215,7 +216,8 @@ def load(
 ) -> Transformer:
     """The model in a Hugging Face folder; weights in fp32, bf16 or fp16 become fp32. precision: of the computation.
 
-    Everything is checked against the file headers before memory is taken. Raises UserError: one sentence.
+    Everything is checked against the file headers before memory is taken, and in a checkpoint of a run against its
+    checksums. Raises UserError: one sentence.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -226,6 +228,7 @@ def load(
     config = read_config(folder)
     stored = _find_tensors(folder)
     _check_tensors(folder, config, stored)
+    verify_weights(folder)
     model = Transformer(config, None, device, precision, world=world, trainable=trainable)
     return _fill(model, stored)
 
@@ -428,7 +431,8 @@ def replacing(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(folder / name)
             os.replace(new / name, folder / name)
         for old in list(folder.iterdir()):
-            if old.name not in names and _WEIGHT_FILES.fullmatch(old.name):
+            stale = old.name == MANIFEST or _WEIGHT_FILES.fullmatch(old.name)
+            if old.name not in names and stale:
                 old.unlink()
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None

@@ -70,6 +70,24 @@ def verify(folder: Path) -> None:
         raise Damaged(f"{folder}: {'; '.join(wrong)}")
 
 
+def verify_weights(folder: Path) -> None:
+    """Raises Damaged when the model's weights are not those of the manifest beside them; other files may be as they like.
+
+    A folder without a manifest, or with somebody else's, has nothing to be checked with.
+    """
+    path = folder / MANIFEST
+    with reading(path):
+        if not path.is_file() or b'"blake2b"' not in path.read_bytes():
+            return
+    content = _read(path)
+    wrong = []
+    for name, entry in content["files"].items():
+        if name.startswith("model") and name.endswith(".safetensors") and (folder / name).is_file():
+            wrong += _wrong(folder / name, entry, content["tensors"])
+    if wrong:
+        raise Damaged(f"{folder}: {'; '.join(wrong)}: take another checkpoint")
+
+
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise Damaged(f"{path.parent}: {MANIFEST} is missing")
