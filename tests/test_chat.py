@@ -111,6 +111,7 @@ def test_templates_that_fail(folder):
         ("{% if %}", "cannot be read"),
         ("{{ messages.x.y }}", "refuses this conversation"),
         ("{{ 1 / 0 }}", "refuses this conversation"),
+        ("\ud800", "refuses this conversation"),
         ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "refuses this conversation"),
         ("{% for i in range(10**12) %}{% endfor %}", "refuses this conversation"),
         ({"a": 1}, "must be a text or a list"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import struct
 import subprocess
 import sys
@@ -361,6 +362,7 @@ CONFIGS = [
     ({"num_attention_heads": 5}, "not divisible"),
     ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
     ({"rms_norm_eps": -1}, "rms_norm_eps"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
     ({"rope_theta": 0}, "rope_theta"),
 ]
 
@@ -414,6 +416,37 @@ def test_flipped_bits(capsys, mine):
             assert not out and err.count("\n") == 1
         if bit < 8 * header:
             assert code == 2 or out.startswith("def f")
+
+
+ODD = [None, -1, 0, 2.5, "x", [], {}, ["x"], {"a": {}}, True, 10**400, 1e308, 2**63, "\ud800"]
+
+
+def mutated(value, draw):
+    """A JSON value with one of its parts, at some depth, replaced, removed or added."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        key, chance = draw.choice(sorted(value)), draw.random()
+        if chance < 0.4:
+            return value | {key: mutated(value[key], draw)}
+        if chance < 0.8:
+            return value | {key: draw.choice(ODD)}
+        if chance < 0.9:
+            return {k: v for k, v in value.items() if k != key}
+        return value | {
+            draw.choice(["x", "eos_token_id", "rope_scaling", "num_beams"]): draw.choice(ODD)
+        }
+    return draw.choice(ODD)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+)
+def test_mutated_files_are_one_sentence_or_work(name, mine, capsys):
+    (mine / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    original, draw = json.loads((mine / name).read_text()), random.Random(name)
+    for _ in range(40):
+        (mine / name).write_text(json.dumps(mutated(original, draw)))
+        code, out, err = run(capsys, "--model", mine, "def f", "--max-new-tokens", "2")
+        assert (code, err.count("\n")) == (2, 1) or (code == 0 and out.startswith("def f")), err
 
 
 def test_the_command_itself(folder, mine):

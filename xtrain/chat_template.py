@@ -50,7 +50,9 @@ class ChatTemplate:
         """add_generation_prompt: end with what begins the model's answer."""
         names = {"messages": messages, "tools": None, "documents": None, **self.special_tokens}
         try:
-            return self.template.render(**names, add_generation_prompt=add_generation_prompt)
+            text = self.template.render(**names, add_generation_prompt=add_generation_prompt)
+            text.encode()  # half a surrogate pair is no text: ValueError
+            return text
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise UserError(
                 f"the model's chat template refuses this conversation: {_one_line(error)}"

@@ -29,6 +29,7 @@ MATTERS = (
     "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay", "beta1", "beta2",
     "eps", "clip", "seed", "precision", "grad_comm",
 )  # fmt: skip
+LARGEST = 1e30  # of any number in a model's config: beyond it float32 ends
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to this in memory: an odd width makes the head's GEMM 5 times slower
 
 
@@ -87,7 +88,7 @@ class ModelConfig:
             ok = (
                 isinstance(value, (int, float))
                 and not isinstance(value, bool)
-                and 0 < value < float("inf")
+                and 0 < value < LARGEST
             )
             _need(ok, f"{name} must be a positive number, got {value!r}")
         for name in ("qk_norm", "tie_embeddings"):
@@ -118,7 +119,7 @@ class ModelConfig:
             ok = (
                 isinstance(value, (int, float))
                 and not isinstance(value, bool)
-                and 0 < value < float("inf")
+                and 0 < value < LARGEST
             )
             _need(ok, f"rope_scaling {kind!r} needs a positive number for {key!r}, got {value!r}")
         _need(
