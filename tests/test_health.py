@@ -21,6 +21,7 @@ from xtrain.kernels.cross_entropy import count_targets
 from xtrain.logbook import Logbook
 from xtrain.nn import Module, Parameter
 from xtrain.run import Run
+from xtrain.train import Loop
 from xtrain.watch import swapped, watch_ops
 
 CONFIG = ModelConfig(vocab_size=40, dim=64, n_layers=2, n_heads=2, hidden_dim=32, max_seq_len=8)
@@ -284,11 +285,16 @@ def test_a_bad_step_changes_nothing_but_the_count(tmp_path, cls, way, value, kin
     assert "step 5 is skipped: the " in text and "3 steps were skipped" in text
 
 
+@pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_after_max_skips_the_run_stops(tmp_path, kind):
-    """It names the op, and the weights are as the first bad step met them, however late the numbers were read."""
+def test_after_max_skips_the_run_stops(tmp_path, kind, every):
+    """The weights are as the first bad step met them, however late the numbers were read: here after ten steps."""
     made = []
-    init = Run.__init__
+    init, loop = Run.__init__, Loop.__init__
+
+    def reads_late(self, *args):
+        loop(self, *args)
+        self.every, self.apart = every, 99
 
     def note(self, *args, **more):
         init(self, *args, **more)
@@ -297,6 +303,7 @@ def test_after_max_skips_the_run_stops(tmp_path, kind):
     good = run(tmp_path / "good", steps=12, stop_at=3, **kind)
     with (
         poisoned(F.Embedding, "forward", (4, 5, 6), np.nan, in_replay=False), swapped(Run, "__init__", note),
+        swapped(Loop, "__init__", reads_late),
         pytest.raises(UserError) as error,
     ):  # fmt: skip
         run(tmp_path / "bad", steps=12, max_skips=3, eval_every=99, sample_every=99, **kind)
@@ -310,6 +317,7 @@ def test_after_max_skips_the_run_stops(tmp_path, kind):
     for name, tensor in saved.named_parameters():
         assert np.array_equal(tensor.numpy(), to_host(bad[name].data)), name
     assert [m["step"] for m in metrics(tmp_path / "bad" / "run")] == [1, 2, 3, 4, 5, 6]
+    assert made[-1].done == (10 if every == 10 else 6)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -53,7 +53,8 @@ class Run:
                 x.copy() for x in graphed(*inputs)
             ]  # the next step overwrites x
         else:
-            self.on_device = lambda *inputs: self.compute(*(to_device(x, "gpu") for x in inputs))
+            on = model.device
+            self.on_device = lambda *inputs: self.compute(*(to_device(x, on) for x in inputs))
 
     def make_optimizer(self) -> AdamW:
         c = self.config
