@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import assert_as_good, normal, rng, sentinels, to_host, to_kernel
+from checks import GPU, assert_as_good, normal, rng, sentinels, to_host, to_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,9 +71,10 @@ SHAPES = [  # lengths, H, G, D, S
     ([31, 7], 2, 2, 32, 33),
     ([33], 8, 1, 64, 40),
     ([20], 2, 1, 128, 24),
-    ([37], 9, 1, 16, 40),  # more than 8 query heads share a key head
-    ([37], 18, 1, 16, 40),  # more than 16
+    ([20], 9, 1, 16, 24),  # more than 8 query heads share a key head
+    ([17], 18, 1, 16, 24),  # more than 16
 ]
+SHAPES += [([4000, 129, 7000], 32, 4, 64, 8192), ([5000, 1], 16, 8, 128, 5001)] if GPU else []
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
@@ -84,16 +85,16 @@ def test_kernel(shape, dtype):
 
 @pytest.fixture
 def short_splits(monkeypatch):
-    """Splits of 16 keys instead of 128, so that short rows have several."""
+    """Splits of 16 keys instead of 256, so that short rows have several."""
     monkeypatch.setattr(decode_attention_parts, "CHUNK", 16)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("shape", [([70, 15, 16], 4, 2, 16, 80), ([50], 9, 1, 32, 80)], ids=str)
+@pytest.mark.parametrize("shape", [([50, 15], 2, 1, 16, 64), ([36], 9, 1, 16, 48)], ids=str)
 def test_split_keys_equal_unsplit(short_splits, monkeypatch, shape, dtype):
     args = case(*shape, dtype, True)
     o, k, v = check(args)
-    monkeypatch.setattr(decode_attention_parts, "CHUNK", 128)
+    monkeypatch.setattr(decode_attention_parts, "CHUNK", 256)
     o1, k1, v1 = run(args, to_kernel)
     assert np.array_equal(k, k1) and np.array_equal(v, v1)
     tolerance = 2e-6 if dtype == np.float32 else 2e-2
@@ -124,7 +125,7 @@ def test_a_row_does_not_feel_the_others(short_splits, dtype):
     )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_lengths_heads_and_batch(data):
     G, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
@@ -146,8 +147,7 @@ def test_idle_rows(dtype):
             assert np.argwhere(where).tolist() == [[2, 3]]
 
 
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("scaling", [None, dict(type="linear", factor=2.0)])
+@pytest.mark.parametrize("norm, scaling", [(False, None), (True, dict(type="linear", factor=2.0))])
 def test_step_by_step_is_the_whole_prompt_at_once(norm, scaling):
     H, G, D, T = 2, 1, 16, 9
     qkv, _, _, _, _, cos, sin, q_w, k_w, eps, scale = case(

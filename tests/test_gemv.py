@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import assert_as_good, normal, sentinels, to_host, to_kernel
+from checks import GPU, assert_as_good, normal, sentinels, to_host, to_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,6 +44,8 @@ def check(args, **more):
     return got
 
 
+SHAPES = [(8, 32, 5), (2, 288, 21)]
+SHAPES += [(1, 2048, 2560), (8, 5632, 2048), (3, 2048, 32000), (1, 14336, 4096)] if GPU else []
 FORMS = [  # x, w, then what is fused
     dict(x=BF16),
     dict(x=np.float32),
@@ -58,7 +60,7 @@ FORMS = [  # x, w, then what is fused
 ]
 
 
-@pytest.mark.parametrize("shape", [(1, 64, 5), (8, 32, 16), (3, 288, 37)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_kernel(form, shape):
     check(case(*shape, **form))
@@ -67,8 +69,8 @@ def test_kernel(form, shape):
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_many_tiles_per_block_and_steps_per_tile(monkeypatch, swiglu):
     monkeypatch.setattr(file, "MULTIPROCESSORS", 1)
-    check(case(2, 32 * 35, 70, norm=True, residual=np.float32, swiglu=swiglu))
-    check(case(2, 32 * 5, 70, norm=True, swiglu=swiglu))
+    check(case(2, 32 * 18, 36, norm=True, residual=np.float32, swiglu=swiglu))
+    check(case(2, 32 * 5, 36, norm=True, swiglu=swiglu))
 
 
 @pytest.mark.parametrize("config", [(1, 1, 1), (2, 3, 1), (4, 4, 2), (16, 1, 1)])
@@ -81,7 +83,7 @@ def test_every_division_of_the_work(config):
     assert_as_good(y, exact, run(args, np.array, dtype=np.float32), floor=6e-3)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_shape(data):
     form = dict(data.draw(st.sampled_from(FORMS)))
@@ -91,7 +93,7 @@ def test_any_shape(data):
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[7]], ids=str)
 def test_a_row_does_not_feel_the_others(form):
-    args = case(8, 96, 20, **form)
+    args = case(5, 96, 20, **form)
     for put in (to_kernel, np.array):
         together = run(args, put)
         turned = run((args[0][::-1].copy(), *args[1:]), put)

@@ -133,7 +133,7 @@ MIXED = dict(  # every kind of row in one launch
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("V", [5, 64, 200])
+@pytest.mark.parametrize("V", [5, 64, 200, *([2049, 32000, 151936] if GPU else [])])
 def test_kernel_draws_what_the_reference_draws(V, dtype):
     logits = normal(V, 8, V, scale=3.0).astype(dtype)
     for step in range(2):
@@ -161,11 +161,12 @@ def test_any_row(data):
 
 @pytest.mark.parametrize("top_p", [1.0, 0.999])
 def test_a_draw_beyond_the_list(top_p):
-    """Equal logits: most of the probability, and the end of top-p, lie outside the 32 candidates."""
-    logits = np.zeros((6, 150), np.float32)
-    logits[3:] = normal(1, 150, scale=0.01)
+    """Equal logits: most of the probability, and the end of top-p, lie outside the list of candidates."""
+    V = 5 * sampling.MAX_TOP_K
+    logits = np.zeros((6, V), np.float32)
+    logits[3:] = normal(1, V, scale=0.01)
     ids = draw(logits, top_p=top_p)
-    assert ids == draw(logits, np.array, top_p=top_p) and max(ids[:3]) >= 32
+    assert ids == draw(logits, np.array, top_p=top_p) and max(ids[:3]) >= sampling.MAX_TOP_K
 
 
 def test_ties_go_to_the_lower_id():

@@ -15,7 +15,7 @@ from ._reduce import NEG_INF, warp_max, warp_sum
 from ._tensor_cores import exp2
 
 LOG2E = float32(math.log2(math.e))
-CHUNK = 128  # keys of a split, at least; so many that asking for them takes longer than the rest of the block's work
+CHUNK = 256  # keys of a split, at least: four rounds of a warp, so that reading them outweighs the rest of its work
 MAX_SPLITS = 32  # of a row's keys: lanes of the warp that merges them
 AT_ONCE = 8  # partial results that a thread asks for before it adds them
 
