@@ -1,0 +1,399 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 17 Serving: from prompt to logits
+#
+# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/17_prefill.ipynb)
+#
+# *About 60 minutes. You need [lesson 7](07_model.ipynb) and lesson 13.*
+#
+# **The question.** Three people ask a model something: one word, one sentence, one page. Training
+# batches are rectangles, prompts are not. How do prompts of unequal lengths go through the model
+# *together*, without computing anything for the white space between them, and without one looking
+# at another's text?
+#
+# This is the *prefill*: all tokens of the prompts go through the model at once, their keys and
+# values are kept (lesson 18), and what comes out is one row of logits per prompt.
+
+# %% tags=["install"]
+# On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
+import os
+import subprocess
+import sys
+
+if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain"
+    subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
+    os.chdir("xtrain")
+    sys.path.insert(0, os.getcwd())
+
+# %% tags=["imports"]
+import numpy as np
+from numba import cuda, int32
+
+from xtrain import lesson, simulator
+
+FULL = 0xFFFFFFFF
+
+# %% [markdown]
+# ## Padding, and what it costs
+#
+# The simple way makes a rectangle: fill up every prompt to the longest. The model then computes for
+# tokens that are not there. How much is that, for typical lengths?
+
+# %%
+for lengths in ((3, 1, 2), (12, 40, 180, 25), (7, 900, 30, 15, 60, 22, 410, 9)):
+    padded, real = len(lengths) * max(lengths), sum(lengths)
+    print(
+        f"lengths {lengths}: {padded} rows in a rectangle, {real} real: {1 - real / padded:.0%} for nothing"
+    )
+
+# %% [markdown]
+# ## Packed
+#
+# In everything but attention a row is a token and knows nothing of its neighbours. So put the
+# tokens of all prompts one behind the other, N rows in all, and remember where each begins: the
+# **edges**. For the lengths 3, 1, 2:
+#
+# ```text
+# padded, T = 4      a0 a1 a2 .  b0 .  .  .  c0 c1 .  .
+# packed             a0 a1 a2 b0 c0 c1                         edges 0 3 4 6
+# ```
+#
+# Sequence a owns the rows edges[a] to edges[a + 1] - 1. The edges are running sums of the lengths.
+# The reference:
+
+# %%
+from xtrain.kernels import padding
+
+lesson.source(padding.cumulative_lengths_ref)
+lengths = np.array([3, 1, 2], np.int32)
+print(padding.cumulative_lengths_ref(lengths))
+
+# %% [markdown]
+# ## Exercise 17.1: running sums by one warp
+#
+# A sum over all lanes you know from lesson 3. A *running* sum, in which lane a ends with the sum of
+# lanes 0 to a, is a close relative. In the first step every lane adds what the lane 1 below holds,
+# then 2 below, 4, 8, 16. By hand for 3 1 2 4:
+#
+# ```text
+# start      3  1  2  4
+# step 1     3  4  3  6       each adds its left neighbour
+# step 2     3  4  6 10       each adds the one two to the left
+# ```
+#
+# `cuda.shfl_up_sync(FULL, v, step)` gives each lane the v of the lane `step` below. A lane that has
+# nobody there gets its own v back.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def edges_kernel(edges_E, lengths_A):
+    """edges = 0, l0, l0 + l1, ...   Grid 1, block 32. At most 32 lengths (int32)."""
+    a = cuda.threadIdx.x
+    # YOUR CODE
+
+
+# %%
+lesson.check("17.1", edges_kernel)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `v = lengths_A[a] if a < lengths_A.size else int32(0)`; in the loop `before =
+# cuda.shfl_up_sync(FULL, v, step)`, and `if a >= step: v = int32(v + before)` (for Numba the sum of
+# two int32 is an int64, and a shuffle wants one type in all lanes).
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 17.1
+@cuda.jit
+def edges_kernel(edges_E, lengths_A):
+    """edges = 0, l0, l0 + l1, ...   Grid 1, block 32. At most 32 lengths (int32)."""
+    a = cuda.threadIdx.x
+    v = lengths_A[a] if a < lengths_A.size else int32(0)
+    for step in (1, 2, 4, 8, 16):
+        before = cuda.shfl_up_sync(FULL, v, step)
+        if a >= step:
+            v = int32(v + before)
+    if a == 0:
+        edges_E[0] = 0
+    if a < lengths_A.size:
+        edges_E[a + 1] = v
+
+
+# %% [markdown]
+# ## Exercise 17.2: out of the rectangle
+#
+# Sometimes a rectangle is there already (a tokenizer made it). Take the padding out: packed row n
+# comes from sequence a, position t. Which a? The one with edges[a] <= n < edges[a + 1]. A sequence
+# may be empty.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def remove_padding_kernel(y_NC, x_ATC, edges_E):
+    """y[n] = x[a, t] for token n, which is number t of sequence a.   Grid N, block 32: block n copies row n."""
+    n = cuda.blockIdx.x
+    # YOUR CODE
+
+
+# %%
+lesson.check("17.2", remove_padding_kernel)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `a = 0`, and as long as `edges_E[a + 1] <= n`, `a += 1`. Then a loop over columns: `for c in
+# range(cuda.threadIdx.x, y_NC.shape[1], 32)`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 17.2
+@cuda.jit
+def remove_padding_kernel(y_NC, x_ATC, edges_E):
+    """y[n] = x[a, t] for token n, which is number t of sequence a.   Grid N, block 32: block n copies row n."""
+    n = cuda.blockIdx.x
+    a = 0
+    while edges_E[a + 1] <= n:
+        a += 1
+    t = n - edges_E[a]
+    for c in range(cuda.threadIdx.x, y_NC.shape[1], 32):
+        y_NC[n, c] = x_ATC[a, t, c]
+
+
+# %%
+x_ATC = simulator.sim(np.arange(3 * 4 * 8, dtype=np.float32).reshape(3, 4, 8))
+edges = simulator.sim(np.array([0, 3, 4, 6], np.int32))
+y_NC = simulator.sim(np.zeros((6, 8), np.float32))
+trace = lesson.traced(remove_padding_kernel, 6, 32, y_NC, x_ATC, edges)
+owner = np.full((3, 4), -1)
+for access in trace.of("x_ATC"):
+    owner[access.index // 8 // 4, access.index // 8 % 4] = access.block[0]
+lesson.figures.ownership(
+    owner, "which packed row each padded place becomes (– is padding, never read)", "row"
+)
+
+# %% [markdown]
+# ## Attention among packed prompts
+#
+# Here, and only here, sequences matter: a token may look at the tokens of its own prompt, up to
+# itself. And there may be a **history**: keys that are in the cache already, from earlier turns of
+# a chat or earlier pieces of a long prompt. Then query i of sequence a stands at position
+# history[a] + i and sees the keys 0 to history[a] + i of its row of the cache. The new keys have
+# been written there before.
+#
+# Keys and values are `(R, G, S, D)`: R rows of the cache, G key heads, S places, D channels. H / G
+# query heads share a key head (lesson 18).
+#
+# ## Exercise 17.3: context attention
+#
+# In NumPy, with loops: it is the specification.
+
+
+# %% tags=["exercise"]
+def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
+    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 .. history[a] + i of row rows[a]."""
+    (N, H, D), (R, G, S, _) = q_NHD.shape, k_RGSD.shape
+    o_NHD = np.zeros_like(q_NHD)
+    # YOUR CODE
+
+
+# %%
+lesson.check("17.3", context_attention)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Three loops: over a, over i in range(edges[a + 1] - edges[a]), over h. `n = edges[a] + i`, `keys =
+# k_RGSD[row, g, : past + i + 1]`. Then a softmax over `keys @ q_NHD[n, h] * scale`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 17.3
+def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
+    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 .. history[a] + i of row rows[a]."""
+    (N, H, D), (R, G, S, _) = q_NHD.shape, k_RGSD.shape
+    o_NHD = np.zeros_like(q_NHD)
+    for a in range(len(rows_A)):
+        row = rows_A[a]
+        past = history_A[a]
+        for i in range(edges_E[a + 1] - edges_E[a]):
+            for h in range(H):
+                g, n, seen = h // (H // G), edges_E[a] + i, past + i + 1
+                s = k_RGSD[row, g, :seen] @ q_NHD[n, h] * scale
+                p = np.exp(s - s.max())
+                o_NHD[n, h] = p / p.sum() @ v_RGSD[row, g, :seen]
+    return o_NHD
+
+
+# %% [markdown]
+# ## The whole way
+#
+# xtrain's `CachedModel` does a prefill with exactly these pieces. Are the logits of packed prompts
+# those of each prompt alone?
+
+# %%
+import xtrain
+from xtrain.cached_model import CachedModel
+
+config = xtrain.ModelConfig(
+    vocab_size=60,
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    hidden_dim=48,
+    max_seq_len=32,
+)
+model = xtrain.Transformer(config, seed=0, device="cpu")
+rng = np.random.default_rng(0)
+prompts = [rng.integers(0, 60, n) for n in (3, 1, 7)]
+lengths = [len(p) for p in prompts]
+alone = np.stack([model(p[None]).data[0, -1] for p in prompts])
+
+# %%
+lesson.source(CachedModel.prefill)
+
+# %%
+engine = xtrain.Engine(model, max_batch=3, max_seq_len=16)
+answers = engine.generate([p.tolist() for p in prompts], max_new_tokens=1)
+print(
+    "tokens that went through the model:",
+    engine.prefilled_tokens,
+    f"(a rectangle would have {3 * max(lengths)})",
+)
+print(
+    "the most likely next tokens, packed:",
+    [int(a[0]) for a in answers],
+    " alone:",
+    alone.argmax(1).tolist(),
+)
+
+# %% [markdown]
+# One more thing that prefill saves: the *head*. Only the last token of each prompt needs logits, so
+# the largest matrix of a small model multiplies A rows instead of N.
+#
+# ## Measure, and one improvement
+#
+# Your 17.2 moves one element per thread and walks through the edges one by one. The library's moves
+# 16 bytes at a time and finds the sequence by a binary search. On 16 sequences of up to 8 tokens of
+# 512 numbers:
+
+# %%
+lengths = rng.integers(1, 9, 16).astype(np.int32)
+edges_host = padding.cumulative_lengths_ref(lengths)
+A, T, C, N = 16, int(lengths.max()), 256, int(edges_host[-1])
+x_s, edges_s = (
+    simulator.sim(rng.standard_normal((A, T, C)).astype(np.float32)),
+    simulator.sim(edges_host),
+)
+y_s = simulator.sim(np.zeros((N, C), np.float32))
+yours = lesson.traced(remove_padding_kernel, N, 32, y_s, x_s, edges_s)
+with lesson.tracing() as library:
+    y_lib = padding.remove_padding(x_s, edges_s, N)
+print("the same rows:", np.array_equal(y_s, y_lib))
+for name, trace, x_name in (("yours", yours, "x_ATC"), ("the library's", library, "x")):
+    rows, search = trace.traffic(x_name, False), trace.traffic("edges_E", False)
+    warps = len({(a.block, a.thread // 32) for a in trace.of("edges_E")})
+    print(
+        f"{name:14} {rows.requests / N:4.0f} instructions read a row, {warps // N} warps of its block search, ",
+        end="",
+    )
+    print(f"each with {search.requests / warps:.0f} reads")
+
+# %% [markdown]
+# **The improvement** is lesson 2 and a search: fewer, wider accesses, and log2(A) instead of A
+# steps. On a GPU, at the size of a real prefill:
+
+# %%
+A, T, C = (64, 512, 2048) if lesson.on_gpu() else (4, 3, 32)
+lengths = rng.integers(1, T + 1, A).astype(np.int32)
+edges_host = padding.cumulative_lengths_ref(lengths)
+N = int(edges_host[-1])
+x_b, edges_b = lesson.array(np.ones((A, T, C), np.float32)), lesson.array(edges_host)
+y_b = lesson.empty(x_b, (N, C))
+runs = {
+    "yours": lambda: lesson.launch(remove_padding_kernel, N, 32, y_b, x_b, edges_b),
+    "the library's": lambda: padding.remove_padding(x_b, edges_b, N),
+}
+times = lesson.measure(runs, nbytes=2 * 4 * N * C)
+
+# %% [markdown]
+# ## The library's kernel
+
+# %%
+lesson.source(padding.sequence_of)
+lesson.source(padding.cumulative_lengths_kernel)
+
+# %% [markdown]
+# `cumulative_lengths_kernel` is your 17.1, 32 lengths at a time. And attention: FlashAttention
+# (lesson 13) with other beginnings and ends. A block whose queries lie beyond its sequence leaves
+# at once, so nothing is computed for padding:
+
+# %%
+from xtrain.kernels import context_attention as library_attention
+
+lesson.source(library_attention.make_fp32_kernel, "def context_attention_fp32_kernel")
+
+# %% [markdown]
+# ## What did not help
+#
+# *A table with an entry per token* (`offset[n]`, as FasterTransformer had it) instead of the
+# search: it must be made, kept and read for every layer. The search reads log2(A) numbers, which
+# all lie in one or two cache lines. For 16 sequences:
+
+# %%
+import math
+
+print(
+    "steps of a binary search in 17 edges:",
+    math.ceil(math.log2(16)),
+    "; bytes of the edges:",
+    4 * 17,
+    "; bytes of a table for 8192 tokens:",
+    4 * 8192,
+)
+
+# %% [markdown]
+# *One prompt at a time*, no packing at all: right, and simple, and each matrix product has only
+# that prompt's rows. Weights are then read once per prompt instead of once per batch. That is the
+# subject of lesson 18.
+#
+# ## More exercises
+#
+# 1. Write `restore_padding_kernel`, the other way, with zeros in the padding. Which grid is natural
+#    now?
+# 2. Replace the loop in 17.2 by a binary search. Check it with sequences of length 0.
+# 3. A prompt of 10 000 tokens goes through in pieces of 512. What is `history` for the third piece?
+#
+# <details><summary>Solutions</summary>
+#
+# 1: a block per padded row (a, t); it is real if edges[a] + t < edges[a + 1], else write zeros. 2:
+# compare with `sequence_of` above: `low` is the last a with edges[a] <= n, so empty sequences own
+# nothing. 3: 1024.
+#
+# </details>
+#
+# ## Sources
+#
+# - NVIDIA, *FasterTransformer*: "effective" transformers without padding; ByteTransformer (Zhai et
+#   al. 2023).
+# - T. Dao, *FlashAttention*, the varlen interface: `cu_seqlens` are our edges.
+# - G. Blelloch, *Prefix Sums and Their Applications*, 1990.

@@ -1,0 +1,18 @@
+"""Typical mistakes, planted in the solutions of lesson 17: (exercise, old, new, words of the answer)."""
+
+MISTAKES = [
+    ("17.1", "        if a >= step:\n            v = int32(v + before)", "        v = int32(v + before)", "must not be added"),
+    ("17.1", "v = int32(v + before)", "v += before", "the sum of two int32 is an int64"),
+    ("17.1", "    if a == 0:\n        edges_E[0] = 0\n", "", "edges[0] was never written"),
+    ("17.1", "edges_E[a + 1] = v", "edges_E[a] = v", "Shifted by one"),
+    ("17.1", "    for step in (1, 2, 4, 8, 16):\n        before", "    for step in ():\n        before", "holds length a alone"),
+    ("17.1", "lengths_A[a] if a < lengths_A.size else int32(0)", "lengths_A[a]", "lanes past the end bring 0"),
+    ("17.2", "edges_E[a + 1] <= n", "edges_E[a + 1] < n", "a begins AT edges[a]"),
+    ("17.2", "x_ATC[a, t, c]", "x_ATC[n // x_ATC.shape[1], n % x_ATC.shape[1], c]", "padding and all"),
+    ("17.2", "t = n - edges_E[a]", "t = n", "t is the position within its own sequence"),
+    ("17.3", "h // (H // G)", "h % G", "share key head 0"),
+    ("17.3", "past + i + 1", "S", "keys that nobody has written"),
+    ("17.3", "past + i + 1", "i + 1", "History was left out"),
+    ("17.3", "row = rows_A[a]", "row = a", "not row a"),
+    ("17.3", "* scale", "", "not scaled"),
+]  # fmt: skip
