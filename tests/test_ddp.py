@@ -146,6 +146,28 @@ def test_one_rank_fails(n, what, environment, tmp_path):
 
 
 @mpi
+@pytest.mark.slow
+def test_after_a_killed_rank_the_run_goes_on_exactly(environment, tmp_path):
+    kind = {"vocab-size": 320, "steps": 1000, "batch": 8, "save-every": 2, "stop-at": 7}
+    (tmp_path / "b").mkdir()
+    code, out, _ = finish(
+        start(environment, 2, HERE / "mpi" / "faults.py", tmp_path / "b", "kill", 1, "step"), 60
+    )
+    assert code != 0, out
+    for name, more in (("a", []), ("b", ["--resume"])):
+        job = start(environment, 2, *MODULE, *command(tmp_path / name, **kind), *more)
+        code, out, err = finish(job, 60)
+        assert code == 0, err
+    assert "resumed from" in out
+    for name in (
+        "metrics.jsonl",
+        *(f"checkpoints/step-000007/{n}" for n in ("model.safetensors", "manifest.json")),
+    ):
+        a, b = ((tmp_path / run / "run" / name).read_bytes() for run in "ab")
+        assert a == b, name
+
+
+@mpi
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_saves_and_ends_well(name, environment, tmp_path):
     launcher = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True).stdout

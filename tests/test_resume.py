@@ -75,14 +75,24 @@ def test_what_came_after_the_checkpoint_is_forgotten(tmp_path):
     assert_same_run(whole, parts)
 
 
-def test_a_log_that_lost_lines_is_told(tmp_path):
+@pytest.mark.parametrize("damage", ["end", "middle", "all"])
+def test_a_log_that_lost_lines_is_told(tmp_path, damage):
+    """What can be read of it is kept."""
     folder = run(tmp_path, stop_at=10)
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:4]) + b'["no", "record"]\n')
+    bad = b'["no", "record"]\n' + b"\xff\0{\n" + b"3\n"
+    left = {
+        "end": (lines[:4] + [bad], [1, 2, 3, 4]),
+        "middle": (lines[:2] + [bad] + lines[5:], [1, 2, 6, 7, 8, 9, 10, 10]),
+        "all": ([bad, lines[0][:-4]], []),
+    }
+    content, steps = left[damage]
+    (folder / "metrics.jsonl").write_bytes(b"".join(content))
     console = Console(record=True, width=1000)
     run(tmp_path, console, resume=True)
-    assert "metrics.jsonl ends before step 10: there is a gap" in console.export_text()
-    assert [m["step"] for m in metrics(folder)][3:6] == [4, 11, 12]
+    missing = 10 - len(set(steps))
+    assert f"metrics.jsonl lacks {missing} of the 10 steps so far" in console.export_text()
+    assert [m["step"] for m in metrics(folder) if m["step"] <= 11] == [*steps, 11]
 
 
 # ----------------------------------------------------------------------------- what must be the same

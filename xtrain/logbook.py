@@ -119,9 +119,10 @@ class Logbook:
         for name in ("timing.jsonl", "layers.jsonl"):
             _keep(folder / name, self.first_step)
         _cut(folder / "samples.txt", state.get("logs", {}).get("samples.txt", 0))
-        if self.first_step and _last_step(self.metrics) < self.first_step:
+        missing = self.first_step - len({m["step"] for m in self.metrics if "loss" in m})
+        if missing > 0:
             self.warn(
-                f"{folder / 'metrics.jsonl'} ends before step {self.first_step}: there is a gap"
+                f"{folder / 'metrics.jsonl'} lacks {missing} of the {self.first_step} steps so far"
             )
         names = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")
         self.files = {name: Journal(folder / name) for name in names}
@@ -308,27 +309,37 @@ def is_number(x: Any) -> bool:
     return isinstance(x, (int, float))
 
 
-def _last_step(records):
-    return records[-1]["step"] if records else 0
-
-
 def _keep(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Cut a .jsonl back to the steps up to last_step: what came after the checkpoint will be done again."""
+    """Cut a .jsonl back to the steps up to last_step: what came after the checkpoint will be done again.
+
+    Lines that are no records are dropped: the last one of a process that was killed, or what a disk has spoilt.
+    """
     if not path.exists():
         return []
-    records, length = [], 0
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-                if not line.endswith(b"\n") or record["step"] > last_step:
-                    break
-            except (ValueError, KeyError, TypeError):
-                break  # the end of a file whose writer was killed
-            records.append(record)
-            length += len(line)
-    _cut(path, length)
+    records, lines = [], []
+    content = path.read_bytes()
+    for line in content.splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+            if not line.endswith(b"\n") or record["step"] > last_step:
+                continue
+        except (ValueError, KeyError, TypeError):
+            continue
+        records.append(record)
+        lines.append(line)
+    kept = b"".join(lines)
+    if content.startswith(kept):
+        _cut(path, len(kept))
+    else:
+        _replace(path, kept)
     return records
+
+
+def _replace(path: Path, content: bytes) -> None:
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def _cut(path: Path, length: int) -> None:
