@@ -93,7 +93,7 @@ def signatures(monkeypatch, launch_all):
     """-> {(kernel, argument types)} of everything that was launched"""
     found = {}
 
-    def note(kernel, grid, block, *args, shared=0):
+    def note(kernel, grid, block, *args, **options):
         kinds = tuple(_launch.numba_type(a) for a in args)
         found[kernel, kinds] = None
 

@@ -130,7 +130,7 @@ def test_barrier_in_a_branch_that_some_threads_take(planted):
     )
     rest = "        partial[warp] = v\n    cuda.syncthreads()  # every warp's sum is there\n"
     reduce = planted(
-        "_reduce", barrier + guard + rest, guard + "        cuda.syncthreads()\n" + rest
+        "_reduce", barrier + guard + rest, guard + "        cuda.syncthreads()  # of some\n" + rest
     )
     with pytest.raises(DeadlockError) as caught:
         run_softmax(planted, reduce)

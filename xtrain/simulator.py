@@ -10,7 +10,7 @@ kernel, block, threads, file and lines of
 
     RaceError           two threads touch one element of shared or global memory, at least one
                         writes without an atomic, and neither a barrier nor syncwarp stands
-                        between; or threads of two blocks do
+                        between; or threads of two blocks do; or two kernels that overlap
     UninitializedError  a read of shared or local memory that was never written
     OutOfBoundsError    an index past the end, or below zero, on any axis
     DeadlockError       a barrier or a warp function that some threads do not reach: who waits where
@@ -68,15 +68,16 @@ def sim(a) -> SimArray:
     return np.array(a, order="C", copy=True).view(SimArray)
 
 
-def run(kernel, grid, block, *args, shared: int = 0) -> None:
+def run(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> None:
     """Run `grid` blocks of `block` threads (ints or tuples of up to three).
 
     kernel: what @cuda.jit returned. args: NumPy arrays, changed in place, and scalars; a Python int
     is an int64, a Python float a float64. shared: bytes of dynamic shared memory.
+    overlap: on a GPU it may begin before the kernel run last has ended; what it does too early is a RaceError.
     Raises KernelError (see above); the arrays then hold what was written so far.
     """
     with np.errstate(all="ignore"):
-        Launch(kernel, _dim3(grid), _dim3(block), args, shared).run()
+        Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap).run()
 
 
 def _dim3(n) -> Dim3:

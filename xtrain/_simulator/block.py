@@ -11,6 +11,7 @@ import inspect
 import numpy as np
 
 from . import errors
+from .early import EarlyThread
 from .errors import DeadlockError, KernelError, Site
 from .memory import Mark, Memory, dense_array, global_arrays, poisoned
 from .scalars import Int32, typed
@@ -26,10 +27,16 @@ SHARED = 227 * 1024  # bytes of shared memory a block can have in all; compute c
 class Launch:
     """What all blocks of one launch share."""
 
-    def __init__(self, kernel, grid: Dim3, block: Dim3, args, shared: int):
+    last = (
+        (),
+        (),
+    )  # of the launch that ended last: (name, base, granule, keys) of what it wrote; its arrays, kept alive
+
+    def __init__(self, kernel, grid: Dim3, block: Dim3, args, shared: int, overlap: bool = False):
         inspect.signature(kernel.py_func).bind(*args)
         self.name = kernel.py_func.__name__
-        self.grid, self.block, self.dynamic = grid, block, int(shared)
+        self.grid, self.block, self.dynamic, self.overlap = grid, block, int(shared), overlap
+        self.before = Launch.last[0]
         x, y, z = map(int, block)
         self.threads = x * y * z
         if self.threads > MAX_THREADS:
@@ -40,7 +47,7 @@ class Launch:
             raise KernelError(f"{self.name}: {shared} bytes of shared memory, a block has {SHARED}")
         arrays = global_arrays([a for a in args if isinstance(a, np.ndarray)])
         self.memories = list(dict.fromkeys(a.memory for a in arrays))
-        arrays = iter(arrays)
+        self.given, arrays = args, iter(arrays)
         self.args = [next(arrays) if isinstance(a, np.ndarray) else typed(a) for a in args]
         self.translated = translate(kernel.py_func)
         self.positions = [Dim3(i, j, k) for k, j, i in np.ndindex(z, y, x)]
@@ -53,6 +60,10 @@ class Launch:
             Block(self, Dim3(i, j, k)).run()
             for memory in self.memories:
                 memory.end_of_block()
+        written = [
+            (self.name, m.base, m.granule, {*m.old_writes, *m.old_atomics}) for m in self.memories
+        ]
+        Launch.last = written, self.given
 
     def constant(self, values: np.ndarray):
         """The array in constant memory that a kernel sees for a NumPy array from outside."""
@@ -74,7 +85,9 @@ class Block:
         self.static_bytes = 0
         self.dynamic = None  # (Memory, bytes) once a kernel asks for it
         self.acquired = []  # (mark that released, mark that acquired), see memory.py
-        self.threads = [Thread(self, i, at) for i, at in enumerate(launch.positions)]
+        kind = EarlyThread if launch.overlap else Thread
+        self.threads = [kind(self, i, at) for i, at in enumerate(launch.positions)]
+        self.waited = False  # for the kernel before: early.py
         self.warps = [self.threads[i : i + 32] for i in range(0, len(self.threads), 32)]
 
     # ------------------------------------------------------------------------- scheduling
@@ -91,6 +104,11 @@ class Block:
         else:
             for thread in self.threads:
                 _guarded(thread, function, thread, *args)
+        if self.launch.overlap and not self.waited:
+            raise KernelError(
+                f"{self.launch.name}, block {self.position}: it may begin before the kernel before it has ended, and "
+                "never calls wait_for_previous"
+            )
         for (
             thread
         ) in self.threads:  # shadows keep marks, marks keep threads: keep no more than that

@@ -99,6 +99,14 @@ def race(kind, then, did, second, does, site, index) -> RaceError:
     )
 
 
+def early(thread, does, why, site, index) -> RaceError:
+    return RaceError(
+        f"race between kernels {where(thread, site)}: {thread} {does} {element(site, index)} at {site}, {why}, "
+        "and has not called wait_for_previous",
+        (site,),
+    )
+
+
 def uninitialized(thread, kind, site, index):
     return UninitializedError(
         f"uninitialised read {where(thread, site)}: {thread} reads {element(site, index)} at {site}, "

@@ -57,13 +57,14 @@ class Memory:
     """The shadow of one stretch of memory: a global array with all its aliases, one shared array, one local array."""
 
     __slots__ = (
-        "atomics", "granule", "kind", "old_atomics", "old_reads", "old_writes", "reads", "releases", "watched",
+        "atomics", "base", "granule", "kind", "old_atomics", "old_reads", "old_writes", "reads", "releases", "watched",
         "writes",
     )  # fmt: skip
 
     def __init__(self, kind: str, granule: int):
         self.kind = kind  # "global" | "shared" | "local"
         self.granule = granule  # bytes per key
+        self.base = 0  # global memory: the address of key 0
         self.writes, self.reads, self.atomics = {}, {}, {}  # by threads of the running block
         self.old_writes, self.old_reads, self.old_atomics = {}, {}, {}  # by blocks that are done
         self.releases = {}  # key of an atomic -> marks that released there
@@ -230,6 +231,7 @@ def global_arrays(arrays: list) -> list[Array]:
         for i in members:
             granule = math.gcd(granule, arrays[i].itemsize, extents[i][0] - base)
         memory = Memory("global", granule)
+        memory.base = base
         for i in members:
             result[i] = _global_array(memory, arrays[i], extents[i], base)
     return result

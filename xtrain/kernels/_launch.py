@@ -116,7 +116,7 @@ def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -
     if 0 in grid:
         return
     if any(isinstance(a, SimArray) for a in args):
-        simulator.run(kernel, grid, block, *args, shared=shared)
+        simulator.run(kernel, grid, block, *args, shared=shared, overlap=overlap)
     else:
         _launch_gpu(kernel, grid, block, args, shared, overlap)
 

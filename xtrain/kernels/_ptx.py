@@ -15,6 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba import cuda, types
 
+from .._simulator.early import wait
 from ..simulator import simulates
 
 try:
@@ -190,7 +191,7 @@ def _grid_control(name, instruction):
 
 # For kernels launched with overlap (_launch.py), compute capability 9.0 and up; "griddepcontrol" in the PTX ISA manual.
 # wait_for_previous(): the kernel before this one has ended, and what it wrote is there. What stands before this call may
-# only read what no kernel of the step writes, such as weights; every thread calls it, or its block ends with one that did.
+# only read what the kernel before does not write, such as weights, and write nothing; every block must call it.
 # let_next_start(): once all blocks have called this or ended, blocks of the next kernel may begin where there is room.
 wait_for_previous = _grid_control("wait_for_previous", "griddepcontrol.wait")
 let_next_start = _grid_control("let_next_start", "griddepcontrol.launch_dependents")
@@ -213,9 +214,9 @@ def prefetch(typingctx, x, i):
     return types.void(x, i), codegen
 
 
-# In the simulator one launch follows the other, and memory is all the same.
+# In the simulator one launch follows the other, but it looks for what would go wrong; and memory is all the same.
 simulates(prefetch)(lambda thread, site, x, i: None)
-simulates(wait_for_previous)(lambda thread, site: None)
+simulates(wait_for_previous)(wait)
 simulates(let_next_start)(lambda thread, site: None)
 
 
