@@ -1,0 +1,449 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 20 From logits to a token
+#
+# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/20_sampling.ipynb)
+#
+# *About 60 minutes. You need [lesson 3](03_reductions.ipynb) and [lesson 18](18_kv_cache.ipynb).*
+#
+# **The question.** The model has given a score to each of 150 000 tokens, and one of them is to be
+# written. Always the best? Then texts go round in circles. A random one, by its probability? Then
+# now and then something absurd. And whatever the rule: how does one do it *on the GPU*, for many
+# sequences at once, with random numbers that are the same in every run?
+#
+# You will write a search for the best in two rounds, the usual rules (temperature, top-k, top-p),
+# and a random generator that has no memory.
+
+# %% tags=["install"]
+# On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
+import os
+import subprocess
+import sys
+
+if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain"
+    subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
+    os.chdir("xtrain")
+    sys.path.insert(0, os.getcwd())
+
+# %% tags=["imports"]
+import math
+
+import numpy as np
+from numba import cuda, float32, int32
+
+from xtrain import lesson
+
+FULL = 0xFFFFFFFF
+
+# %% [markdown]
+# ## The rules, by hand
+#
+# Five tokens with the probabilities 0.1, 0.4, 0.05, 0.3, 0.15. In the order of their weight: ids 1,
+# 3, 4, 0, 2.
+#
+# - **Temperature** t divides the logits before the softmax: below 1 makes the large larger, above 1
+#   evens out; 0 means *the best, always*.
+# - **Top-k** keeps the first k of the order.
+# - **Top-p** keeps the smallest set that holds at least the share p of what is left. Where the
+#   model is sure that may be one token, where it is not a hundred.
+# - **Draw**: a number u between 0 and 1; the first token at which the running sum exceeds u times
+#   the whole.
+
+# %%
+p = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
+order = np.argsort(-p, kind="stable")
+for t in (2.0, 1.0, 0.5):
+    w = p[order] ** (1 / t)
+    print(f"temperature {t}: tokens {order.tolist()}, probabilities {(w / w.sum()).round(3)}")
+print(
+    "running sum at 1.0:",
+    np.cumsum(p[order]).round(2),
+    "so u = 0.45 draws token",
+    order[np.searchsorted(np.cumsum(p[order]), 0.45, "right")],
+)
+
+# %% [markdown]
+# ## The best of very many
+#
+# First the simplest rule, the best token. 150 000 logits and one block: 256 threads would each look
+# at 600, one multiprocessor of 132 would work, and the others wait. So in **two rounds**: the
+# vocabulary is cut into segments, a block finds the best of each; then one block finds the best
+# among these. The same scheme serves top-k.
+#
+# A maximum you know from lesson 3. New is that the *id* has to travel with the value: a pair. And
+# one must say what happens with equal values, or two runs may differ: **of equal logits the lower
+# id wins**.
+#
+# ## Exercise 20.1: the best of each segment
+#
+# Segments of 64, one warp each. The last one may be shorter.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def segment_best_kernel(ids_S, best_S, x_V):
+    """ids[b], best[b] = the largest of x[64 b : 64 b + 64] and its id, the lower of equal ones.   Grid ceil(V / 64), block 32."""
+    lane = cuda.threadIdx.x
+    first = cuda.blockIdx.x * 64
+    # YOUR CODE
+
+
+# %%
+lesson.check("20.1", segment_best_kernel)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Begin with `best = float32(-math.inf)` and an id that is larger than any, `best_id =
+# int32(x_V.size)`. The loop goes over `range(first + lane, last, 32)`.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Two shuffles per step: `other = cuda.shfl_xor_sync(FULL, best, step)` and the same for the id.
+# Take the other if it is larger, or equal with a lower id. Ids stay int32: `best_id = int32(i)`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 20.1
+@cuda.jit
+def segment_best_kernel(ids_S, best_S, x_V):
+    """ids[b], best[b] = the largest of x[64 b : 64 b + 64] and its id, the lower of equal ones.   Grid ceil(V / 64), block 32."""
+    lane = cuda.threadIdx.x
+    first = cuda.blockIdx.x * 64
+    last = first + 64 if first + 64 < x_V.size else x_V.size
+    best = float32(-math.inf)
+    best_id = int32(x_V.size)
+    for i in range(first + lane, last, 32):
+        if x_V[i] > best:  # ids grow, so of equal ones the first stays
+            best, best_id = x_V[i], int32(i)
+    for step in (16, 8, 4, 2, 1):
+        other = cuda.shfl_xor_sync(FULL, best, step)
+        other_id = cuda.shfl_xor_sync(FULL, best_id, step)
+        if other > best or (other == best and other_id < best_id):
+            best, best_id = other, other_id
+    if lane == 0:
+        best_S[cuda.blockIdx.x] = best
+        ids_S[cuda.blockIdx.x] = best_id
+
+
+# %% [markdown]
+# ## Exercise 20.2: the best k in two rounds
+#
+# In NumPy. How many must each segment hand on, so that none of the best k is lost?
+
+
+# %% tags=["exercise"]
+def top_k(logits_V, k, segment):
+    """-> ids of the k largest logits, the best first (of equal ones the lower id). In two rounds, over segments."""
+    # YOUR CODE
+
+
+# %%
+lesson.check("20.2", top_k)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `np.argsort(-x, kind="stable")[:k]` are the best k of one piece. Collect them from all segments
+# (with the beginning of the segment added), then sort those.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 20.2
+def top_k(logits_V, k, segment):
+    """-> ids of the k largest logits, the best first (of equal ones the lower id). In two rounds, over segments."""
+    kept = []
+    for first in range(0, len(logits_V), segment):
+        part = logits_V[first : first + segment]
+        kept.append(np.argsort(-part, kind="stable")[:k] + first)
+    kept = np.concatenate(kept)
+    kept.sort()  # by id, so that a stable sort prefers the lower one
+    order = np.argsort(-logits_V[kept], kind="stable")
+    return kept[order[:k]]
+
+
+# %% [markdown]
+# ## Exercise 20.3: the rules
+#
+# All of them, in their order: temperature, top-k (0: off), top-p (1: off), draw with u.
+
+
+# %% tags=["exercise"]
+def choose(logits_V, temperature, k, top_p, u):
+    """-> id of the next token. Order: temperature (0: the best), top-k (0: all), top-p, draw with u in [0, 1)."""
+    order = np.argsort(-logits_V, kind="stable")
+    # YOUR CODE
+
+
+# %%
+lesson.check("20.3", choose)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# `w = np.exp((x - x[0]) / temperature)` for the logits in their order. For top-p, a token stays if
+# the sum *before* it is less than p times the whole.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# `np.searchsorted(np.cumsum(w), u * w.sum(), side="right")` is the place of the first running sum
+# that exceeds u times the whole.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 20.3
+def choose(logits_V, temperature, k, top_p, u):
+    """-> id of the next token. Order: temperature (0: the best), top-k (0: all), top-p, draw with u in [0, 1)."""
+    order = np.argsort(-logits_V, kind="stable")
+    if temperature == 0:
+        return int(order[0])
+    if k:
+        order = order[:k]
+    w = np.exp((logits_V[order] - logits_V[order[0]]) / temperature)
+    stay = np.cumsum(w) - w < top_p * w.sum()
+    order, w = order[stay], w[stay]
+    return int(order[np.searchsorted(np.cumsum(w), u * w.sum(), side="right")])
+
+
+# %% [markdown]
+# ## Random numbers without a memory
+#
+# A usual generator has a state that every call changes. On a GPU that is trouble: whose state, in
+# which order? And a sequence's text should not depend on who else is served. So the other way
+# round: a *function* of a counter, here of (step, sequence number), under a key, the seed. It must
+# be a good mixer: neighbouring counters have to give unrelated numbers. **Philox** does ten rounds
+# of multiplication:
+#
+# ```text
+# M0 = 0xD2511F53, M1 = 0xCD9E8D57       W0 = 0x9E3779B9, W1 = 0xBB67AE85
+# a = M0 c0,  b = M1 c2                  64-bit products
+# c0, c1 = upper(b) xor c1 xor k0,  lower(b)
+# c2, c3 = upper(a) xor c3 xor k1,  lower(a)
+# k0 += W0,  k1 += W1                    modulo 2^32
+# ```
+
+
+# %% tags=["exercise"]
+def philox(counter, key):
+    """Four 32-bit words, two 32-bit words -> four random 32-bit words: Philox 4x32-10."""
+    M0, M1, W0, W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    # YOUR CODE
+
+
+# %%
+lesson.check("20.4", philox)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The upper half of a product is `a >> 32`, the lower `a & 0xFFFFFFFF`. c0 and c2 must be used
+# before they are overwritten: compute a and b first.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 20.4
+def philox(counter, key):
+    """Four 32-bit words, two 32-bit words -> four random 32-bit words: Philox 4x32-10."""
+    M0, M1, W0, W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        a, b = M0 * c0, M1 * c2
+        c0, c1 = (b >> 32) ^ c1 ^ k0, b & 0xFFFFFFFF
+        c2, c3 = (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
+        k0, k1 = (k0 + W0) & 0xFFFFFFFF, (k1 + W1) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+# %%
+print("counter 0, 1, 2:", [f"{philox((i, 0, 0, 0), (0, 0))[0]:08x}" for i in range(3)])
+u = np.array([philox((i, 0, 7, 0), (42, 0))[0] / 2**32 for i in range(4000)])
+print(f"4000 steps: mean {u.mean():.2f}, in each tenth {np.histogram(u, 10, (0, 1))[0].tolist()}")
+
+# %% [markdown]
+# (The first, 6627e8d5, is the published test value.) Does drawing give the right frequencies? 4000
+# draws from the five tokens, without limits and with top-p = 0.8:
+
+# %%
+logits = np.log(p)
+for limit in (1.0, 0.8):
+    drawn = np.bincount([choose(logits, 1.0, 0, limit, x) for x in u], minlength=5) / 4000
+    print(f"top-p {limit}: frequencies {drawn.round(2)}")
+print("wanted:              ", p)
+
+# %% [markdown]
+# ## Whole numbers
+#
+# One trap is left. A running sum of floats depends on the order of addition, and a GPU adds in
+# another order than NumPy. If u falls between two sums that differ in the last bit, GPU and CPU
+# draw *different tokens*, and from there on different texts. The library's weights are therefore
+# whole numbers, $\lfloor 2^{40} w \rfloor$: sums of integers are exact in every order.
+
+# %%
+w = np.exp(np.random.default_rng(0).standard_normal(50_000)).astype(np.float32)
+shuffled = np.random.default_rng(1).permutation(50_000)
+a, b = np.add.accumulate(w)[-1], np.add.accumulate(w[shuffled])[-1]
+whole = (w / w.max() * 2**40).astype(np.int64)
+print(
+    "float32 sums of two orders are equal:",
+    bool(a == b),
+    "  whole numbers:",
+    bool(whole.sum() == whole[shuffled].sum()),
+)
+
+# %% [markdown]
+# ## Measure, and one improvement
+#
+# Why on the device at all? Because the alternative copies B x V logits to the host at every token,
+# and waits. What one step would move, and what two rounds leave for the second:
+
+# %%
+B, V, segment = 64, 151_936, 2048
+print(f"logits of {B} sequences: {4 * B * V / 1e6:.0f} MB a token; token ids: {4 * B} bytes")
+print(
+    f"over a 50 GB/s bus: {4 * B * V / 50e9 * 1e3:.2f} ms; read on the card at 4 TB/s: {4 * B * V / 4e12 * 1e3:.3f} ms"
+)
+segments = -(-V // segment)
+print(
+    f"first round: {segments} blocks for each sequence instead of 1; second round, k = 50: {segments * 50:,} candidates"
+)
+
+# %% [markdown]
+# **The improvement is parallelism**: one block per sequence leaves most of a card idle when few
+# sequences are served; with segments there are 75 times as many. Your kernel against one block that
+# does everything, on a GPU:
+
+
+# %%
+@cuda.jit
+def one_block_best_kernel(ids_1, best_1, x_V):
+    """The same over all of x.   Grid 1, block 32."""
+    lane = cuda.threadIdx.x
+    best = float32(-math.inf)
+    best_id = int32(x_V.size)
+    for i in range(lane, x_V.size, 32):
+        if x_V[i] > best:
+            best, best_id = x_V[i], int32(i)
+    for step in (16, 8, 4, 2, 1):
+        other = cuda.shfl_xor_sync(FULL, best, step)
+        other_id = cuda.shfl_xor_sync(FULL, best_id, step)
+        if other > best or (other == best and other_id < best_id):
+            best, best_id = other, other_id
+    if lane == 0:
+        best_1[0] = best
+        ids_1[0] = best_id
+
+
+n = V if lesson.on_gpu() else 300
+x = lesson.array(np.random.default_rng(0).standard_normal(n).astype(np.float32))
+S = -(-n // 64)
+ids, best = lesson.empty(x, S, np.int32), lesson.empty(x, S)
+lesson.launch(segment_best_kernel, S, 32, ids, best, x)
+host_best, host_ids = lesson.host(best), lesson.host(ids)
+print("the best of the best:", int(host_ids[host_best.argmax()]) == int(lesson.host(x).argmax()))
+one_id, one_best = lesson.empty(x, 1, np.int32), lesson.empty(x, 1)
+runs = {
+    "one block": lambda: lesson.launch(one_block_best_kernel, 1, 32, one_id, one_best, x),
+    "first round": lambda: lesson.launch(segment_best_kernel, S, 32, ids, best, x),
+}
+times = lesson.measure(runs, nbytes=4 * n)
+
+# %% [markdown]
+# ## The library's kernel
+#
+# The reference, your 20.3 with whole numbers and Philox:
+
+# %%
+from xtrain.kernels import sampling, sampling_kernels
+
+lesson.source(sampling.kept_ref)
+lesson.source(sampling.sample_ref)
+
+# %% [markdown]
+# And the first round of the kernels: the best of a segment are found by a bitonic sort in shared
+# memory, in which threads compare and exchange in a fixed pattern.
+
+# %%
+lesson.source(sampling_kernels.make_segment_kernel)
+
+# %% [markdown]
+# One call for sequences with different rules, in the simulator here, against yours:
+
+# %%
+logits = np.random.default_rng(3).standard_normal((3, 40)).astype(np.float32)
+ids_B = np.zeros(3, np.int32)
+rules = dict(temperature=[0.0, 1.0, 0.7], top_k=[0, 5, 0], top_p=[1.0, 1.0, 0.9])
+sampling.sample(
+    logits, ids_B, np.float32(rules["temperature"]), np.int32(rules["top_k"]), np.float32(rules["top_p"]),
+    np.full(3, 42), np.arange(3), np.full(3, 9, np.int32),
+)  # fmt: skip
+mine = [
+    choose(logits[b], *(rules[r][b] for r in rules), philox((9, 0, b, 0), (42, 0))[0] / 2**32)
+    for b in range(3)
+]
+print("the library:", ids_B.tolist(), " yours:", mine)
+
+# %% [markdown]
+# ## What did not help
+#
+# *Sorting everything.* A full sort of 150 000 logits gives top-k, top-p and the draw in one stroke,
+# and reads and writes the whole array some twenty times. Top-k of 1024 at most, and the first round
+# reads once.
+#
+# *A generator with a state per sequence* (as cuRAND's default): 48 bytes per thread to keep, load
+# and store, and a sequence that moves to another row takes the wrong one. The counter is the
+# position in the text, which is known anyway:
+
+# %%
+seed, sequence = 42, 5
+once = [philox((step, 0, sequence, 0), (seed, 0))[0] for step in range(6)]
+later = [philox((step, 0, sequence, 0), (seed, 0))[0] for step in (3, 4, 5)]
+print("steps 3 to 5 computed alone are the same numbers:", once[3:] == later)
+
+# %% [markdown]
+# ## More exercises
+#
+# 1. *Min-p* keeps tokens with at least a share of the best one's probability. Add it to `choose`.
+#    Where in the order?
+# 2. How many candidates does the second round get for k = 1024 and V = 151 936 in segments of 2048?
+#    Would you make segments larger?
+# 3. What is wrong with `u = philox(...)[0] / 2**32` in float32? (What is the largest u?)
+#
+# <details><summary>Solutions</summary>
+#
+# 1: after the temperature, `w >= min_p * w[0]`; relative to the best, so the sum is not needed. 2:
+# 75 · 1024 = 76 800; a segment can hand on at most what it has, so segments of 2048 hand on half.
+# Larger ones mean fewer candidates and fewer blocks. 3: float32 has 24 bits, so numbers near
+# $2^{32}$ round up to it: u can be 1.0, and no running sum exceeds the whole. The library keeps 31
+# bits as a whole number and multiplies exactly.
+#
+# </details>
+#
+# ## Sources
+#
+# - A. Holtzman et al., *The Curious Case of Neural Text Degeneration*, 2020: top-p.
+# - J. Salmon et al., *Parallel Random Numbers: As Easy as 1, 2, 3*, 2011: Philox, and its test
+#   values.
+# - K. Batcher, *Sorting networks and their applications*, 1968: the bitonic sort.
