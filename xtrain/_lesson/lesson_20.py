@@ -82,8 +82,8 @@ def choose(e):
     cases = (
         (1.0, 0, 1.0, 0.0, 1, "The first token of the order has the largest weight, not the lowest id."),
         (1.0, 0, 1.0, 0.45, 3, "The running sum is 0.4, 0.7, 0.85, 0.95, 1: the first token whose running sum EXCEEDS u."),
-        (1.0, 2, 1.0, 0.9, 3, "With k = 2 only ids 1 and 3 stay, and u is a share of what THEY weigh together."),
         (1.0, 0, 0.5, 0.9, 3, "With p = 0.5: id 1 has 0.4, which is not enough, so id 3 stays as well: the token that crosses p belongs to the set."),
+        (1.0, 2, 1.0, 0.9, 3, "With k = 2 only ids 1 and 3 stay, and u is a share of what THEY weigh together."),
         (1.0, 0, 0.3, 0.99, 1, "With p = 0.3 the first token alone is enough; it always stays."),
         (1.0, 0, 1.0, 0.96, 2, "The running sum is 0.4, 0.7, 0.85, 0.95, 1: the first token whose running sum exceeds u."),
         (0.5, 0, 1.0, 0.6, 3, "Temperature 0.5 makes the weights steeper, the logits are DIVIDED by it: 0.56, 0.32, 0.08, 0.04, 0.01."),
