@@ -614,7 +614,7 @@ lesson.source(flash_attention_fp32.make_fwd_kernel)
 # %% [markdown]
 # `past` is for serving, where the keys of earlier turns are already there (lesson 18), and `g` is
 # the key head that several query heads may share. The bf16 kernels do the same on tensor cores,
-# which is lesson 14. Measured, forward and backward, beside PyTorch:
+# which is [lesson 14](14_tensor_cores.ipynb). Measured, forward and backward, beside PyTorch:
 
 # %%
 by_length = [

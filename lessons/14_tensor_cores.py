@@ -1,0 +1,587 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 14 Tensor cores from Python
+#
+# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/14_tensor_cores.ipynb)
+#
+# *About 90 minutes. You need [lesson 4](04_matmul.ipynb) and [lesson
+# 13](13_flash_attention.ipynb).*
+#
+# **The question.** Outside of tensor cores an H200 does 67 million million float32 operations per
+# second; its tensor cores do 989, in bf16. But a tensor core is no function that a thread could
+# call: it is *one instruction that 32 threads execute together*, on operands that are spread over
+# their registers in a pattern fixed by the hardware. How does one feed such a thing, and how from
+# Python?
+#
+# The one idea of this lesson is that pattern, the **fragment**. Everything else, `ldmatrix`,
+# swizzles, `cp.async`, is about filling fragments fast enough.
+
+# %% tags=["install"]
+# On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
+import os
+import subprocess
+import sys
+
+if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain"
+    subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
+    os.chdir("xtrain")
+    sys.path.insert(0, os.getcwd())
+
+# %% tags=["imports"]
+import ml_dtypes
+import numpy as np
+from numba import cuda, float32, uint16, uint32
+
+from xtrain import device, lesson, simulator
+from xtrain.kernels._tensor_cores import (
+    commit_copies,
+    copy16_async,
+    ldmatrix,
+    mma_bf16,
+    pack_bf16,
+    wait_copies,
+)
+from xtrain.kernels._tiles import make_place
+
+place64 = make_place(64)  # for exercise 14.3; what it does is exercise 14.2
+
+# %% [markdown]
+# These instructions exist from compute capability 8.0 on (an A100, an RTX 30). On an older card,
+# such as Colab's T4, this lesson uses the simulator, which has a twin of each of them.
+
+# %%
+capable = lesson.on_gpu() and int(device.cupy().cuda.Device().compute_capability) >= 80
+put = lesson.array if capable else simulator.sim
+
+# %% [markdown]
+# ## One instruction, one small product
+#
+# `mma_bf16(c, a, b)` does, for a whole warp,
+#
+# $$C_{16 \times 8} \mathrel{+}= A_{16 \times 16} \, B_{16 \times 8}$$
+#
+# with A and B in bf16 and C in float32. That is 16 · 8 · 16 = 2048 multiply-adds: 64 per lane, in
+# one instruction. A and B in bf16 lose digits (lesson 12), the sums do not.
+#
+# Who holds what? A has 256 elements, so 8 per lane; two bf16 share a 32-bit register, so `a` is an
+# array of 4 registers. B has 128: `b` is 2 registers. C has 128 float32: `c` is 4 registers. The
+# manual fixes the places. Write the number of a lane as 4 g + t, g from 0 to 7 and t from 0 to 3;
+# then it holds
+#
+# | register | rows | columns |
+# |---|---|---|
+# | a[0], a[1] | g, and g + 8 | 2t, 2t + 1 |
+# | a[2], a[3] | g, and g + 8 | 2t + 8, 2t + 9 |
+# | b[0], b[1] | 2t, 2t + 1, and 2t + 8, 2t + 9 | g |
+# | c[0], c[1] | g | 2t, and 2t + 1 |
+# | c[2], c[3] | g + 8 | 2t, and 2t + 1 |
+#
+# By hand, for lane 6 of a small example:
+
+# %%
+A = np.arange(256, dtype=np.float32).reshape(
+    16, 16
+)  # element 16 r + c, so a number tells its place
+g, t = divmod(6, 4)
+print(f"lane 6: g = {g}, t = {t}")
+for i in range(4):
+    row, column = g + 8 * (i % 2), 2 * t + 8 * (i // 2)
+    print(f"a[{i}] = A[{row}, {column}:{column + 2}] = {A[row, column : column + 2]}")
+
+# %% [markdown]
+# As pictures: the lane that holds each element of C, and of B.
+
+# %%
+owner_C = np.array([[4 * (row % 8) + column // 2 for column in range(8)] for row in range(16)])
+lesson.figures.ownership(owner_C, "C (16, 8): the lane that holds each element")
+
+# %%
+owner_B = np.array([[4 * column + row % 8 // 2 for column in range(8)] for row in range(16)])
+lesson.figures.ownership(owner_B, "B (16, 8): the lane that holds each element")
+
+# %% [markdown]
+# The reference rounds as the hardware does, and adds up in float32:
+
+# %%
+BF16 = ml_dtypes.bfloat16
+
+
+def mma_ref(a, b):
+    """a (M, K) b (K, N), rounded to bf16 and multiplied in float32."""
+    return a.astype(BF16).astype(np.float32) @ b.astype(BF16).astype(np.float32)
+
+
+x = np.array([[1.0, 1.00390625, 3.14159265]], np.float32)
+print("rounded to bf16:", x.astype(BF16).astype(np.float32))
+print("their sum of squares:", mma_ref(x, x.T)[0, 0])
+
+# %% [markdown]
+# ## Exercise 14.1: fill the fragments
+#
+# One warp, one instruction. a, b and c are ordinary float32 matrices in global memory.
+# `pack_bf16(x, y)` makes one 32-bit register of two numbers, the first in the lower half.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def mma_kernel(c, a, b):
+    """c (16, 8) = a (16, 16) b (16, 8), one mma of one warp.   Grid 1, block 32."""
+    fa, fb = cuda.local.array(4, uint32), cuda.local.array(2, uint32)
+    acc = cuda.local.array(4, float32)
+    g, t = cuda.threadIdx.x // 4, cuda.threadIdx.x % 4
+    # YOUR CODE
+
+
+# %%
+lesson.check("14.1", mma_kernel)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Register i of a: row `g + 8 * (i % 2)`, columns from `2 * t + 8 * (i // 2)`. The pair of b is two
+# *rows* of one column: `b[row, g]` and `b[row + 1, g]`.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# mma adds to acc, so acc begins with zeros. Afterwards register i of c belongs to row `g + 8 * (i
+# // 2)`, column `2 * t + i % 2`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 14.1
+@cuda.jit
+def mma_kernel(c, a, b):
+    """c (16, 8) = a (16, 16) b (16, 8), one mma of one warp.   Grid 1, block 32."""
+    fa, fb = cuda.local.array(4, uint32), cuda.local.array(2, uint32)
+    acc = cuda.local.array(4, float32)
+    g, t = cuda.threadIdx.x // 4, cuda.threadIdx.x % 4
+    for i in range(4):
+        row, column = g + 8 * (i % 2), 2 * t + 8 * (i // 2)
+        fa[i] = pack_bf16(a[row, column], a[row, column + 1])
+        acc[i] = float32(0.0)
+    for i in range(2):
+        row = 2 * t + 8 * i
+        fb[i] = pack_bf16(b[row, g], b[row + 1, g])
+    mma_bf16(acc, fa, fb)
+    for i in range(4):
+        c[g + 8 * (i // 2), 2 * t + i % 2] = acc[i]
+
+
+# %% [markdown]
+# How does such an instruction get into a Python function at all? Numba compiles a kernel by way of
+# LLVM, and lets us add an *intrinsic*: a function that writes its own LLVM code, here one line of
+# assembly. The `%` and `$` things are which registers it may use:
+
+# %%
+from xtrain.kernels import _tensor_cores
+
+lesson.source(_tensor_cores._asm)
+print(_tensor_cores.mma_bf16.__doc__)
+
+# %% [markdown]
+# ## ldmatrix: fragments from shared memory
+#
+# Filling fragments element by element, as you did, is 12 loads of 4 bytes for one mma. `ldmatrix`
+# does it for a warp at once. It reads four 8 x 8 matrices of bf16 from shared memory. A row of such
+# a matrix is 8 · 2 = 16 bytes, a **chunk**. Each lane names the place where one chunk begins: lane
+# 8 m + r that of row r of matrix m. Then lane 4 g + t receives in register m the elements 2t, 2t +
+# 1 of row g of matrix m: exactly a fragment.
+#
+# For A, 16 x 16, the matrices are in the order of its registers: rows 0 to 7 of chunk 0, rows 8 to
+# 15 of chunk 0, then both of chunk 1. So lane l names row l % 16 of chunk l // 16. For B it fits
+# even better: scores are q k^T, so B is the transpose of k, and the pair that lane 4 g + t needs,
+# two rows of column g of B, is two *columns* of row g of k. The same instruction, without any
+# transposing.
+#
+# ## The banks again
+#
+# Shared memory serves 32 banks of 4 bytes at a time (lesson 2), 128 bytes: 8 chunks, if they lie in
+# 8 different places modulo 128 bytes. A head of 64 columns has rows of 128 bytes. So chunk 0 of all
+# rows lies at the same place modulo 128, and the 8 rows of one matrix are read one after the other.
+# By hand:
+
+# %%
+print("bank group (of 8) of chunk 0 in rows 0 to 7")
+for width, name in ((128, "rows of 128 bytes"), (144, "rows of 144 bytes (padded)")):
+    print(f"  {name:27} {[width * row // 16 % 8 for row in range(8)]}")
+
+# %% [markdown]
+# Padding helps, as in lesson 2, and costs an eighth of the memory. A **swizzle** costs none: leave
+# the rows where they are, and permute the chunks *within* each row, in every row differently.
+#
+# ## Exercise 14.2: a swizzle
+#
+# Where shall chunk `chunk` (0 to 7) of row `row` begin, in elements from the begin of the tile? A
+# row has 64 elements, a chunk 8. Chunks stay in their row, no two of them at one place, and any
+# chunk of rows 0 to 7 (or 8 to 15) is found in 8 different bank groups.
+
+
+# %% tags=["exercise"]
+def place(row, chunk):
+    """-> the element of the tile where this chunk begins; rows of 64 elements, chunks of 8."""
+    # YOUR CODE
+
+
+# %%
+lesson.check("14.2", place)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The bank group is the place in the row, 0 to 7. It must depend on the row. Which operation of two
+# numbers from 0 to 7 gives each result once when one of the two runs from 0 to 7?
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 14.2. (chunk + row) % 8 would do as well; exclusive-or needs no remainder.
+def place(row, chunk):
+    """-> the element of the tile where this chunk begins; rows of 64 elements, chunks of 8."""
+    return row * 64 + (chunk ^ (row % 8)) * 8
+
+
+# %%
+print("what lies where, rows 0 to 3:")
+for row in range(4):
+    print(f"  row {row}: " + " ".join(f"c{chunk ^ (row % 8)}" for chunk in range(8)))
+
+# %% [markdown]
+# The simulator refuses an ldmatrix whose rows meet in a bank. It would be right, only slow; but no
+# tile that was meant to be fast does it.
+#
+# ## cp.async: copies past the registers
+#
+# How do q and k come into shared memory? A thread could load 16 bytes into registers and store
+# them. `copy16_async(smem, i, x, j, valid)` does it without registers and without waiting: the copy
+# *begins*, the thread goes on. `commit_copies()` closes a group of copies, `wait_copies(n)` waits
+# until at most n of this thread's groups are still under way. What *other* threads have copied is
+# there only after a barrier that follows their wait.
+#
+# ## Exercise 14.3: put it together
+#
+# A block of one warp computes 16 rows of scores, s = a b^T, for a (M, 64) and b (16, 64) in bf16.
+# Copy both tiles into shared memory, swizzled by `place64(row, chunk)` (the library's function,
+# which does what you wrote in 14.2). Then four turns, 16 columns each: one ldmatrix for a, one for
+# b, which brings *two* right operands, and two mma.
+#
+# Arrays are flat here: element (r, c) of a is `a[r * 64 + c]`. `ldmatrix(registers, smem, i, 0, 0)`
+# takes the place i of this lane's chunk. (The two zeros are for address tricks of the library.)
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def scores_kernel(s, a, b):
+    """s (M, 16) = a (M, 64) b^T, b (16, 64), all flat.   Grid M / 16, block 32.
+
+    Block i computes rows 16 i, ..., 16 i + 15.
+    """
+    smem = cuda.shared.array(2 * 16 * 64, uint16)  # 16 rows of a, and behind them those of b
+    fa, fb = cuda.local.array(4, uint32), cuda.local.array((2, 2), uint32)
+    acc = cuda.local.array((2, 4), float32)  # columns 0 to 7, columns 8 to 15
+    lane, first = cuda.threadIdx.x, cuda.blockIdx.x * 16
+    # YOUR CODE
+
+
+# %%
+lesson.check("14.3", scores_kernel)
+
+# %% [markdown]
+# <details><summary>Hint 1: the copy</summary>
+#
+# A tile has 16 · 8 = 128 chunks, so 4 for each lane: `for i in range(4): row, chunk = (32 * i +
+# lane) // 8, lane % 8`. Then `copy16_async(smem, place64(row, chunk), a, (first + row) * 64 + 8 *
+# chunk, True)`; b goes to `1024 + place64(row, chunk)`. Then commit, wait for all (0), and a
+# barrier.
+#
+# </details>
+# <details><summary>Hint 2: the operands</summary>
+#
+# In turn k, chunks 2k and 2k + 1. a: row `lane & 15`, chunk `2 * k + (lane >> 4)`. b: the four
+# matrices shall be (rows 0 to 7, chunk 2k), (0 to 7, 2k + 1), (8 to 15, 2k), (8 to 15, 2k + 1), so
+# that `fb[0]` is the operand of columns 0 to 7 of s: row `(lane & 7) + 8 * (lane >> 4)`, chunk `2 *
+# k + ((lane >> 3) & 1)`.
+#
+# </details>
+# <details><summary>Hint 3: the result</summary>
+#
+# `mma_bf16(acc[0], fa, fb[0])`, `mma_bf16(acc[1], fa, fb[1])`. Register j of acc[n] is row `lane //
+# 4 + 8 * (j // 2)`, column `8 * n + 2 * (lane % 4) + j % 2`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 14.3
+@cuda.jit
+def scores_kernel(s, a, b):
+    """s (M, 16) = a (M, 64) b^T, b (16, 64), all flat.   Grid M / 16, block 32.
+
+    Block i computes rows 16 i, ..., 16 i + 15.
+    """
+    smem = cuda.shared.array(2 * 16 * 64, uint16)  # 16 rows of a, and behind them those of b
+    fa, fb = cuda.local.array(4, uint32), cuda.local.array((2, 2), uint32)
+    acc = cuda.local.array((2, 4), float32)  # columns 0 to 7, columns 8 to 15
+    lane, first = cuda.threadIdx.x, cuda.blockIdx.x * 16
+    for i in range(4):
+        row, chunk = (32 * i + lane) // 8, lane % 8
+        copy16_async(smem, place64(row, chunk), a, (first + row) * 64 + 8 * chunk, True)
+        copy16_async(smem, 1024 + place64(row, chunk), b, row * 64 + 8 * chunk, True)
+    commit_copies()
+    wait_copies(0)
+    cuda.syncthreads()
+    for n in range(2):
+        for j in range(4):
+            acc[n, j] = float32(0.0)
+    for k in range(4):
+        left = place64(lane & 15, 2 * k + (lane >> 4))
+        right = place64((lane & 7) + 8 * (lane >> 4), 2 * k + ((lane >> 3) & 1))
+        ldmatrix(fa, smem, left, 0, 0)
+        ldmatrix(fb, smem, 1024 + right, 0, 0)
+        mma_bf16(acc[0], fa, fb[0])
+        mma_bf16(acc[1], fa, fb[1])
+    for n in range(2):
+        for j in range(4):
+            row, column = lane // 4 + 8 * (j // 2), 8 * n + 2 * (lane % 4) + j % 2
+            s[(first + row) * 16 + column] = acc[n, j]
+
+
+# %%
+random = np.random.default_rng(0)
+a = random.standard_normal((32, 64)).astype(BF16)
+b = random.standard_normal((16, 64)).astype(BF16)
+a_here, b_here = put(a).reshape(-1), put(b).reshape(-1)
+s_here = put(np.zeros(32 * 16, np.float32))
+lesson.launch(scores_kernel, 2, 32, s_here, a_here, b_here)
+s = lesson.host(s_here).reshape(32, 16)
+print("like the reference to 1e-4:", np.allclose(s, mma_ref(a, b.T), atol=1e-4))
+
+# %% [markdown]
+# ## What the microscope finds
+#
+# Without `wait_copies`, the data may or may not be there. In the simulator a place counts as never
+# written until a wait covers its copy:
+
+
+# %%
+@cuda.jit
+def hasty_kernel(s, a):
+    smem = cuda.shared.array(256, uint16)
+    copy16_async(smem, 8 * cuda.threadIdx.x, a, 8 * cuda.threadIdx.x, True)
+    commit_copies()
+    cuda.syncthreads()  # a barrier alone does not wait for copies
+    s[cuda.threadIdx.x] = smem[cuda.threadIdx.x]
+
+
+@cuda.jit
+def straight_kernel(s, a):
+    smem = cuda.shared.array(1024, uint16)
+    fa = cuda.local.array(4, uint32)
+    for i in range(4):
+        chunk = 32 * i + cuda.threadIdx.x
+        copy16_async(smem, 8 * chunk, a, 8 * chunk, True)  # rows one below the other
+    commit_copies()
+    wait_copies(0)
+    cuda.syncthreads()
+    ldmatrix(fa, smem, (cuda.threadIdx.x & 15) * 64 + 8 * (cuda.threadIdx.x >> 4), 0, 0)
+
+
+bits = simulator.sim(a.view(np.uint16).reshape(-1))
+s_sim = simulator.sim(np.zeros(512, np.float32))
+lesson.report(simulator.run, hasty_kernel, 1, 32, s_sim, bits)
+lesson.report(simulator.run, straight_kernel, 1, 32, s_sim, bits)
+
+# %% [markdown]
+# ## Measure
+#
+# How many instructions does a warp issue for a 16 x 16 piece of scores with 64 columns? With
+# ordinary multiply-adds each lane owns 8 of the 256 scores and needs 64 of them for each; with
+# tensor cores:
+
+# %%
+scores, columns = 16 * 16, 64
+ordinary = scores // 32 * columns
+mma = 2 * columns // 16
+print(f"multiply-adds: {ordinary} instructions of a warp")
+print(f"tensor cores:  {mma} mma and {2 * columns // 16} ldmatrix")
+
+# %% [markdown]
+# On a GPU, the next cell times your kernel on a million rows. Each of its blocks copies b again and
+# uses it once, and it writes 4 bytes for each 2 · 64 operations: it cannot come near the peak, and
+# is bound by memory.
+
+# %%
+M = 1 << 20 if capable else 32
+a_big = put(np.ones((M, 64), BF16)).reshape(-1)
+s_big = lesson.empty(a_big, M * 16, np.float32)
+if capable:
+    times = lesson.measure(
+        {"yours": lambda: lesson.launch(scores_kernel, M // 16, 32, s_big, a_big, b_here)},
+        nbytes=M * (64 * 2 + 16 * 4), flops=2 * M * 16 * 64,
+    )  # fmt: skip
+else:
+    print("No GPU with these instructions here, so nothing is timed.")
+
+# %% [markdown]
+# What whole attention kernels reach with these instructions, longer and longer sequences (16 heads
+# of 128 columns, forward, causal):
+
+# %%
+runs = [
+    "bench_attention/sweep fwd/B=128 H=16 G=16 T=256 D=128/bf16",
+    "bench_attention/sweep fwd/B=32 H=16 G=16 T=1024 D=128/bf16",
+    "bench_attention/sweep fwd/B=8 H=16 G=16 T=4096 D=128/bf16",
+]
+PEAK_BF16, PEAK_FP32 = 989e12, 67e12  # operations per second, H200 data sheet
+lesson.table(
+    runs,
+    {
+        "T": lambda r: r["shape"].split("T=")[1].split()[0],
+        "TFLOP/s": "value",
+        "of the bf16 peak": lambda r: f"{r['value'] * 1e12 / PEAK_BF16:.0%}",
+        "of the fp32 peak": lambda r: f"{r['value'] * 1e12 / PEAK_FP32:.0%}",
+    },
+)
+
+# %% [markdown]
+# ## One improvement: copy the next tile meanwhile
+#
+# In your kernel the warp waits for its tiles, then multiplies, then ends. A FlashAttention block
+# walks over many tiles of keys. If it waited for each, copying and multiplying would take turns.
+# With `cp.async` and room for **two** tiles, it begins the copy of the next tile and then works on
+# the one that is there:
+
+# %%
+one = []
+for i in range(3):
+    one += [(4 * i, 4 * i + 2, "copy"), (4 * i + 2, 4 * i + 4, "multiply")]
+two_copy = [(0, 2, "copy"), (2, 4, "copy"), (4, 6, "copy")]
+two_multiply = [(2, 4, "multiply"), (4, 6, "multiply"), (6, 8, "multiply")]
+lesson.figures.timeline(
+    {"one tile": one, "two: copies": two_copy, "two: warps": two_multiply},
+    "three tiles of keys, with room for one and for two",
+)
+
+# %% [markdown]
+# **The reason:** a copy needs the memory, a product the tensor cores, and neither needs the other.
+# The effect in this picture is 12 units of time against 8; for many tiles it tends to a half, if
+# both take equally long. A second improvement comes for free: the accumulator of one mma is a left
+# operand of the next. Compare the places of two C tiles side by side with those of A:
+
+# %%
+owner_A = np.array([[4 * (r % 8) + c % 8 // 2 for c in range(16)] for r in range(16)])
+side_by_side = np.hstack([owner_C, owner_C])
+print("A's places are those of two C tiles side by side:", np.array_equal(owner_A, side_by_side))
+
+# %% [markdown]
+# So in attention, scores become weights in the registers where they were born, are rounded to bf16
+# in pairs, and are multiplied with v without ever leaving the lane. No shared memory, no barrier.
+#
+# ## The library's kernel
+#
+# Your `place`, for heads of any width. For 16 and 32 columns, 128 bytes are four or two rows, so
+# the row's number is shifted first:
+
+# %%
+from xtrain.kernels import _tiles, flash_attention_bf16
+
+lesson.source(_tiles.make_place)
+
+# %% [markdown]
+# Your 14.3, with any number of 16-row tiles (MT) and 8-column tiles (NT). `flip` is 16 k: moving
+# two chunks on is an exclusive-or with a constant, so one address serves all turns.
+
+# %%
+lesson.source(_tiles.make_scores)
+
+# %% [markdown]
+# An accumulator becomes a left operand:
+
+# %%
+lesson.source(_tiles.make_pack)
+
+# %% [markdown]
+# And the loop of the FlashAttention forward, with its two stages, `now` and `other`. It is your
+# lesson 13, tile by tile:
+
+# %%
+lesson.source(flash_attention_bf16.make_fwd_kernel, part="while n0 >= 0")
+
+# %% [markdown]
+# One `wait_copies(0)` per turn, and the next copy begins right after the barrier: that barrier also
+# says that everybody has left the stage which is now overwritten.
+#
+# ## What did not help
+#
+# *Sixteen rows per warp.* Shared memory gives a multiprocessor 128 bytes per clock. The tensor
+# cores of one can do a 16 x 8 x 16 product per clock: 989 million million operations a second, over
+# 132 multiprocessors and some 1.83 GHz, are 2048 multiply-adds. Now count the clocks of one
+# ldmatrix (512 bytes) of the right operand against those of the products that use it:
+
+# %%
+rate = 989e12 / 2 / 132 / 1.83e9
+print(f"multiply-adds per clock and multiprocessor: {rate:.0f}, so {rate / 2048:.1f} mma")
+for MT in (1, 2, 4):
+    reading, multiplying = 512 / 128, 2 * MT * 2048 / rate
+    print(f"{16 * MT:2} rows a warp: reading {reading:.0f} clocks, multiplying {multiplying:.1f}")
+
+# %% [markdown]
+# With 16 rows the tensor cores idle half of the time, however clever the rest is. The tuned tables
+# use 32 rows per warp nearly everywhere (BM over warps):
+
+# %%
+from xtrain.kernels.flash_attention_table import TABLE
+
+for D in (32, 64, 128):
+    rows = TABLE["fwd", D, True]
+    each = [f"{c[0]} queries / {c[2]} warps = {c[0] // c[2]}" for _, c in rows]
+    print(f"D = {D:3}: " + ", ".join(each))
+
+# %% [markdown]
+# At D = 32 and short sequences 16 rows win all the same: more, smaller blocks keep the
+# multiprocessors equally busy. Tables are measured, not derived; `bench/tune_flash_attention.py`
+# writes this one.
+#
+# *And padding instead of a swizzle?* It is as free of conflicts, and simpler. It takes an eighth
+# more shared memory at 64 columns, and Hopper's TMA, to which lesson 23 points, writes tiles in
+# swizzles of its own.
+#
+# ## More exercises
+#
+# 1. Change 14.1 so that it computes c = a^T b. Which fragments change, and how?
+# 2. `ldmatrix_trans` hands out the transposed matrices. Which product of attention needs it, and
+#    why not the other?
+# 3. How many bytes of shared memory does a forward block use with (BM, BN) = (128, 64), D = 64: Q,
+#    and two stages of K and V? How many such blocks fit the 227 KB of a multiprocessor?
+#
+# <details><summary>Solutions</summary>
+#
+# 1: Only fa: register i is `pack_bf16(a[column, row], a[column + 1, row])`. 2: p v. The right
+# operand's pair is two rows of one column of v, and v lies in memory by rows, so the 8 x 8 matrices
+# have to be transposed on the way. In q k^T the right operand is k^T, so the pair lies side by
+# side. 3: 2 · 64 · (128 + 4 · 64) = 49,152 bytes; four blocks by memory. (The table asks for two:
+# with four a lane would have 65,536 / 512 = 128 registers, and its scores, sums and share of Q
+# alone take 64 + 64 + 32.)
+#
+# </details>
+#
+# ## Sources
+#
+# - NVIDIA, *PTX ISA*, sections "Matrix Fragments for mma.m16n8k16 with floating point type",
+#   "ldmatrix", "cp.async".
+# - NVIDIA, *CUTLASS* documentation, "Efficient GEMM in CUDA": stages, swizzles.
+# - T. Dao, *FlashAttention-2*, 2023: the order of loops, and why warps split queries and not keys.
+# - NVIDIA H200 data sheet: 989 TFLOP/s bf16 (dense), 67 TFLOP/s float32.

@@ -1,0 +1,125 @@
+"""Exercises of lesson 14: tensor cores."""
+
+import ml_dtypes
+import numpy as np
+
+from .attempt import exercise
+
+BF16 = ml_dtypes.bfloat16
+
+
+def rounded(x):
+    return np.asarray(x).astype(BF16).astype(np.float32)
+
+
+@exercise(
+    "14.1", "mma_kernel",
+    first_step="fill fa[0] to fa[3] and fb[0], fb[1] by the table above, acc with zeros; then mma_bf16(acc, fa, fb).",
+    allow=("mma_bf16", "pack_bf16"),
+    hints={
+        "UninitializedError": "mma reads all registers of all lanes: fa[0] to fa[3], fb[0], fb[1], and acc, to which it adds, so it begins with zeros.",
+        "OutOfBoundsError": "a is (16, 16), b is (16, 8). The pair of b is two neighbouring ROWS of one column: b[row, g], b[row + 1, g].",
+        "RaceError": "Two lanes write one element of c: register i belongs to row g + 8 * (i // 2), column 2 * t + i % 2.",
+        "CollectiveError": "mma is for the whole warp: it stands outside of any `if`.",
+        "DeadlockError": "mma is for the whole warp: it stands outside of any `if`.",
+    },
+)  # fmt: skip
+def mma_kernel(e):
+    for _ in range(2):
+        a, b, c = e.normal(16, 16), e.normal(16, 8), e.blank(16, 8)
+        e.run(1, 32, c, a, b)
+        a, b = rounded(a), rounded(b)
+        want = a @ b
+        quarters = a.copy()
+        quarters[:8, 8:], quarters[8:, :8] = a[8:, :8], a[:8, 8:]
+        pairs = np.arange(16) ^ 1
+        g, t = np.divmod(np.arange(32), 4)
+        crossed = np.empty_like(want)
+        for i in range(4):
+            crossed[g + 8 * (i % 2), 2 * t + i // 2] = want[g + 8 * (i // 2), 2 * t + i % 2]
+        e.same("c", c, want, {
+            "a[1] and a[2] are swapped: a[1] is 8 rows further, a[2] 8 columns.": quarters @ b,
+            "The pairs of a or those of b are swapped: the first argument of pack_bf16, the lower half, is the left element of a, "
+            "the upper one of b.": a @ b[pairs],
+            "c[1] and c[2] are swapped: c[1] is one column further, c[2] 8 rows.": crossed,
+            "b[0] and b[1] hold the same rows: b[1] is 8 rows further.": a @ b[np.arange(16) % 8],
+            "Both halves of a are the same: a[2] and a[3] are 8 columns further.": a[:, np.arange(16) % 8] @ b,
+        }, rtol=1e-4, atol=1e-4)  # fmt: skip
+
+
+@exercise(
+    "14.2", "place",
+    first_step="without a swizzle it is row * 64 + chunk * 8. What must happen to `chunk` so that it differs from row to row?",
+    kernel=False,
+)  # fmt: skip
+def place(e):
+    e.case("a tile of 16 rows, 8 chunks each")
+    places = {}
+    for row in range(16):
+        for chunk in range(8):
+            at = e.call(row, chunk)
+            e.need(
+                isinstance(at, (int, np.integer)),
+                f"place({row}, {chunk}) is {at!r}: return a whole number.",
+            )
+            e.need(
+                at % 8 == 0,
+                f"place({row}, {chunk}) is {at}: a chunk begins at a multiple of 8 elements (16 bytes).",
+            )
+            where = f"place({row}, {chunk}) is {at}"
+            other = next((key for key, value in places.items() if value == at), None)
+            e.need(other is None, f"{where}, and so is place{other}: two chunks at one place.")
+            e.need(
+                at // 64 == row,
+                f"{where}: that is in row {at // 64}. The chunks stay in their row. "
+                "(Rows of more than 64 elements, padding, work too, but cost memory.)",
+            )
+            places[row, chunk] = int(at)
+    for chunk in range(8):
+        for first in (0, 8):
+            groups = [places[row, chunk] // 8 % 8 for row in range(first, first + 8)]
+            e.need(
+                len(set(groups)) == 8,
+                f"Chunk {chunk} of rows {first} to {first + 7} lies in bank groups {groups}: only {len(set(groups))} different ones, "
+                f"so ldmatrix reads it in {max(groups.count(x) for x in groups)} passes instead of one.",
+            )
+
+
+@exercise(
+    "14.3", "scores_kernel",
+    first_step="four chunks of a and four of b per lane by copy16_async, then commit_copies(), wait_copies(0), cuda.syncthreads().",
+    allow=("mma_bf16", "ldmatrix", "copy16_async", "commit_copies", "wait_copies", "place64"),
+    hints={
+        "UninitializedError": "Something is read that has not come yet. Copies are there after commit_copies(), wait_copies(0) and, since other "
+        "lanes made most of them, cuda.syncthreads(). And acc begins with zeros.",
+        "RaceError": "Other lanes made most of the copies: between wait_copies(0) and the first ldmatrix stands cuda.syncthreads(). "
+        "And each chunk is copied by one lane, each element of s written by one.",
+        "OutOfBoundsError": "a has 64 elements per row, and this block's rows begin at `first`; b has 16 rows; s has 16 elements per row.",
+        "KernelError": "The chunks have to lie where place64(row, chunk) says, when they are copied and when they are read.",
+        "CollectiveError": "ldmatrix and mma are for the whole warp: outside of any `if`.",
+        "DeadlockError": "ldmatrix, mma and barriers are for the whole warp: outside of any `if`.",
+    },
+)  # fmt: skip
+def scores_kernel(e):
+    for M in (16, 48):
+        a, b, s = e.normal(M, 64, dtype=BF16), e.normal(16, 64, dtype=BF16), e.blank(M * 16)
+        bits = [x.view(np.uint16).reshape(-1) for x in (a, b)]
+        e.run(M // 16, 32, s, *bits, case=f"M = {M}")
+        a, b = rounded(a), rounded(b)
+        want = a @ b.T
+        part = lambda columns: (a[:, :columns] @ b[:, :columns].T).ravel()
+        mixed = b.copy()  # what comes out when b's four matrices arrive in the order of a's
+        for k in range(4):
+            left, right = slice(16 * k, 16 * k + 8), slice(16 * k + 8, 16 * k + 16)
+            mixed[8:, left], mixed[:8, right] = b[:8, right], b[8:, left]
+        e.same("s", s, want.ravel(), {
+            "Only the first 16 columns were multiplied: four turns, of two chunks each.": part(16),
+            "Every turn multiplied the first 16 columns: turn k has chunks 2 k and 2 k + 1.": 4 * part(16),
+            "b's matrices come in another order than a's: (rows 0 to 7, chunk 2k), (0 to 7, 2k + 1), (8 to 15, 2k), (8 to 15, 2k + 1).":
+                (a @ mixed.T).ravel(),
+            "Columns 8 to 15 of s are those of 0 to 7: the second mma takes fb[1].": want[:, np.arange(16) % 8].ravel(),
+            "Every block computed the first 16 rows of a: this block's begin at `first`.":
+                want[np.arange(M) % 16].ravel() if M > 16 else np.empty(0),
+            "Only the first block's rows of s were written: this block's begin at `first`.":
+                lambda got: M > 16 and np.isnan(got[256:]).all(),
+        }, rtol=1e-4, atol=1e-3)  # fmt: skip
