@@ -17,7 +17,7 @@ from xtrain.kernels.kv_cache import (
     kv_cache_bytes,
     repeat_kv,
 )
-from xtrain.simulator import OutOfBoundsError, sim
+from xtrain.simulator import sim
 
 BF16 = ml_dtypes.bfloat16
 
@@ -92,19 +92,16 @@ def test_memory_is_what_is_said(dtype):
     assert kv[1, 0].flags.c_contiguous and np.shares_memory(kv[1, 0], kv)
 
 
-def test_a_row_that_does_not_exist_is_found():
+@pytest.mark.parametrize("row, position", [(1, 0), (2**31 - 1, 0), (-1, 0), (0, 2), (0, -1)])
+def test_a_place_that_does_not_exist_is_left_out(row, position):
     arrays = case(1, 1, 1, 2, 8, np.float32)
-    with pytest.raises(OutOfBoundsError, match="append_kv_naive_kernel"):
-        launch(
-            append_kv_naive_kernel,
-            (1, 1),
-            BLOCK,
-            *map(sim, arrays[:4]),
-            sim(int32(1)),
-            sim(int32(0)),
-        )
-    with pytest.raises(IndexError):
-        append_kv(*arrays[:4], int32(1), int32(0))
+    cache, places = [x.copy() for x in arrays[:2]], (int32(row), int32(position))
+    append_kv(*arrays[:4], *places)
+    got = [sim(x) for x in (*arrays[:4], *places)]
+    append_kv(*got)
+    launch(append_kv_naive_kernel, (1, 1), BLOCK, *got)
+    for x in (arrays[:2], got[:2]):
+        assert all(np.array_equal(a, np.asarray(b)) for a, b in zip(cache, x))
 
 
 def test_bad_input():

@@ -1,10 +1,21 @@
 """xtrain: train and serve language models with GPU kernels that are all readable Python."""
 
-from .autograd import Tensor, no_grad
-from .config import ModelConfig, TrainConfig, UserError
-from .engine import Engine
-from .model import Transformer
-from .optim import AdamW
+try:
+    from .autograd import Tensor, no_grad
+    from .config import ModelConfig, TrainConfig, UserError
+    from .engine import Engine
+    from .model import Transformer
+    from .optim import AdamW
+except (
+    Exception
+) as error:  # a package that is missing or does not fit: doctor.py must be able to say so
+    _reason = f"{type(error).__name__}: {error}"
+
+    def __getattr__(name):
+        if name in __all__:
+            raise ImportError(f"xtrain cannot work here ({_reason}): see `python -m xtrain.doctor`")
+        raise AttributeError(name)
+
 
 __version__ = "0.1.0"
 __all__ = [

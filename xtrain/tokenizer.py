@@ -97,10 +97,12 @@ class Tokenizer:
             raise UserError(f"{path} cannot be used: {error}") from None
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
-        except (
-            Exception
-        ) as error:  # the library raises the base class for everything it cannot parse
-            raise UserError(f"{path} is not a tokenizer.json: {error}") from None
+        except BaseException as error:
+            # the library raises the base class for what it cannot parse; a panic of its Rust code is not even an Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"{path} is not a tokenizer.json: {reason}") from None
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, for transformers.AutoTokenizer."""

@@ -48,7 +48,8 @@ def empty_kv_cache(like: Array, L: int, R: int, G: int, S: int, D: int, dtype) -
 # ----------------------------------------------------------------------------- references
 def append_kv_ref(k_RGSD, v_RGSD, k_NGD, v_NGD, rows_N, positions_N):
     """In place. Tokens without a row, or beyond the capacity, are left out."""
-    keep_N = (rows_N >= 0) & (positions_N >= 0) & (positions_N < k_RGSD.shape[2])
+    R, _, S, _ = k_RGSD.shape
+    keep_N = (rows_N >= 0) & (rows_N < R) & (positions_N >= 0) & (positions_N < S)
     rows, positions = rows_N[keep_N], positions_N[keep_N]
     k_RGSD[rows, :, positions] = k_NGD[keep_N]
     v_RGSD[rows, :, positions] = v_NGD[keep_N]
@@ -65,7 +66,7 @@ def append_kv_naive_kernel(k_RGSD, v_RGSD, k_NGD, v_NGD, rows_N, positions_N):
     """Grid (N, G), block BLOCK. A block copies one head of one token, a thread an element. float32."""
     n, g = cuda.blockIdx.x, cuda.blockIdx.y
     row, p, D = rows_N[n], positions_N[n], k_NGD.shape[2]
-    if row >= 0 and p >= 0 and p < k_RGSD.shape[2]:
+    if row >= 0 and row < k_RGSD.shape[0] and p >= 0 and p < k_RGSD.shape[2]:
         for d in range(cuda.threadIdx.x, D, BLOCK):
             k_RGSD[row, g, p, d] = k_NGD[n, g, d]
             v_RGSD[row, g, p, d] = v_NGD[n, g, d]
@@ -77,7 +78,7 @@ def make_append_kernel(G, D, each, aligned):
     CHUNKS = -(-D // each)  # of a head
 
     @kernel(BLOCK)
-    def append_kv_kernel(k_cache, v_cache, k, v, rows_N, positions_N, N, S):
+    def append_kv_kernel(k_cache, v_cache, k, v, rows_N, positions_N, N, R, S):
         """Grid ceil(N G CHUNKS / BLOCK), block BLOCK. All arrays flat."""
         i = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
         head, d = i // uint32(CHUNKS), int64(i % uint32(CHUNKS)) * each
@@ -85,7 +86,7 @@ def make_append_kernel(G, D, each, aligned):
         if n >= N:
             return
         row, p = int64(rows_N[n]), int64(positions_N[n])
-        if row < 0 or p < 0 or p >= S:
+        if row < 0 or row >= R or p < 0 or p >= S:
             return
         to, source = ((row * G + g) * S + p) * D + d, (n * G + g) * D + d
         if aligned:
@@ -124,10 +125,10 @@ def append_kv(
 ) -> None:
     """Writes keys and values of N tokens into the cache, token n at position positions_N[n] of row rows_N[n] (int32).
 
-    All four float32 or all bf16. A token whose row is negative, or whose position is not in 0 .. S - 1, is left out.
-    No two tokens may have the same place. A row that does not exist is an IndexError on the CPU; nobody looks on a GPU.
+    All four float32 or all bf16. A token whose row is not in 0 .. R - 1, or whose position is not in 0 .. S - 1,
+    is left out. No two tokens may have the same place.
     """
-    _, G, S, D = check_cache("append_kv", k_RGSD, v_RGSD)
+    R, G, S, D = check_cache("append_kv", k_RGSD, v_RGSD)
     N, dtypes = k_NGD.shape[0], (k_RGSD.dtype.name,)
     for name, x in (("k", k_NGD), ("v", v_NGD)):
         check_array("append_kv", name, x, (N, G, D), dtypes)
@@ -139,7 +140,7 @@ def append_kv(
     flat, each = [x.reshape(-1) for x in arrays], 16 // k_RGSD.itemsize
     append_kernel = make_append_kernel(G, D, each, D % each == 0 and on_16_bytes(*flat))
     grid = -(-N * G * -(-D // each) // BLOCK)
-    launch(append_kernel, grid, BLOCK, *flat, rows_N, positions_N, N, S)
+    launch(append_kernel, grid, BLOCK, *flat, rows_N, positions_N, N, R, S)
 
 
 def repeat_kv(x_RGSD: Array, repeats: int) -> Array:
