@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import cupy as cp
 import numpy as np
 import tyro
-from _cases import DTYPES, draw
+from _cases import DTYPES, converted, draw
 from _timing import copy_bandwidth, copy_ms, graph_ms, record
 
 from xtrain.kernels import gemv, gemv_tensor, rope, sampling
@@ -60,7 +60,7 @@ def bench_gemv(o):
     for name, N in itertools.product(MATRICES, o.rows):
         call, nbytes, (x, w) = product(name, N)
         ms, copy = graph_ms(call, o.runs), copy_ms(nbytes)
-        half = x.astype(np.float32).astype(BF16) if x.dtype != BF16 else x
+        half = converted(x, BF16)
         cublas = graph_ms(lambda: linear_fwd(half, w), o.runs)[0]  # noqa: B023
         record(
             "bench_engine", f"gemv_{name}", shape=f"N={N} {w.shape[0]}x{w.shape[1]}", dtype="bf16", ms=ms[0],

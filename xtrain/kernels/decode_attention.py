@@ -232,6 +232,7 @@ def decode_attention(
         check((rows_B < R).all(), f"{op}: row {rows_B.max(initial=0)}, the cache has {R}")
         return decode_attention_ref(qkv_BP, k_RGSD, v_RGSD, *tables, q_w_D, k_w_D, eps, scale)
     check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels have {WIDTHS}")
+    check(max(B, G) < 2**16, f"{op}: {B} rows of {G} heads in one launch, at most 65535 of each")
     o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
     flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
     check(on_16_bytes(*flat[:2]), f"{op}: the cache does not begin at a multiple of 16 bytes")
