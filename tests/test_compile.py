@@ -1,18 +1,17 @@
 """Every kernel compiles without a GPU, for the oldest and newest cards it is meant for, and computes in float32.
 
 The signatures are not written down: the launchers are called with tiny simulator arrays, and what they would
-launch is compiled instead. Needs NVVM (CUDA toolkit, or the nvidia-nvvm package); skipped without it.
+launch is compiled instead. What this needs: offline.py.
 """
 
 import functools
 import re
-import types as python_types
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from numba import cuda
+from offline import CARDS, CARDS_BF16, compiled, nvvm
 
 from xtrain import simulator
 from xtrain.kernels import (
@@ -36,8 +35,8 @@ from xtrain.kernels import (
 )
 from xtrain.simulator import sim
 
+__all__ = ["nvvm"]
 BF16 = ml_dtypes.bfloat16
-CARDS = [(7, 5), (8, 0), (9, 0), (12, 0)]
 
 
 def f32(*shape):
@@ -102,51 +101,13 @@ def signatures(monkeypatch, launch_all):
     return list(found)
 
 
-@functools.cache
-def require(cc):
-    """Skip unless this Numba compiles for compute capability cc; plain Numba 0.68 stops at 9.0."""
-    ptx, _ = cuda.compile(lambda: None, (), device=False, abi="numba", cc=cc, output="ptx")
-    if f".target sm_{cc[0]}{cc[1]}" not in ptx:
-        pytest.skip(f"this Numba does not know compute capability {cc}")
-
-
-def ptx_of(kernel, signature, cc):
-    return cuda.compile(
-        kernel.py_func, signature, device=False, abi="numba", cc=cc, output="ptx",
-        **{k: v for k, v in kernel.targetoptions.items() if k in ("fastmath", "fma", "opt")},
-    )[0]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def nvvm():
-    try:
-        from numba.cuda.cudadrv.nvvm import NVVM
-
-        NVVM()
-    except Exception as error:
-        pytest.skip(f"no NVVM here: {str(error).splitlines()[0]}")
-
-
-# bf16 needs compute capability 8.0: copies beside the threads, products of bf16
-CASES = [(np.float32, cc) for cc in CARDS] + [(BF16, cc) for cc in CARDS[1:]]
-
-
-@pytest.mark.parametrize("dtype, cc", CASES)
-def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cc):
-    require(cc)
-    import numba.cuda.dispatcher
-
-    # Device functions ask the current device what to compile for; there is none here.
-    here = python_types.SimpleNamespace(compute_capability=cc)
-    monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: here)
+@pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
+def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cards):
     found = signatures(monkeypatch, functools.partial(launch_everything, dtype))
     named = {kernel.py_func.__name__ for kernel, _ in found}
     assert len(named) >= 25, sorted(named)
     for kernel, signature in found:
-        ptx, name = ptx_of(kernel, signature, cc), kernel.py_func.__name__
-        wide = [line.strip() for line in ptx.splitlines() if re.search(r"\.f64\b", line)]
-        assert not wide, f"{name} computes in float64: {wide[0]}"
-        assert ".local " not in ptx, f"{name} keeps an array in local memory"
+        compiled(monkeypatch, kernel, signature, cards)
 
 
 def test_every_kernel_file_is_launched_above(monkeypatch):

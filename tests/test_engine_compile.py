@@ -1,16 +1,15 @@
 """The kernels of the engine compile without a GPU: float32 arithmetic, registers instead of local memory, no spills.
 
-As in test_compile.py the launchers say what to compile. Needs NVVM, and ptxas for the last part; skipped without.
+As in test_compile.py the launchers say what to compile. What this needs: offline.py.
 """
 
 import functools
-import re
 
 import ml_dtypes
 import numpy as np
 import pytest
-from test_compile import nvvm, ptx_of, signatures
-from test_flash_attention_compile import check_registers, ptxas
+from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm
+from test_compile import signatures
 
 from xtrain.kernels import (
     context_attention,
@@ -30,8 +29,8 @@ def i32(*values):
     return sim(np.array(values, np.int32))
 
 
-def launch_engine():
-    for dtype in (np.float32, BF16):
+def launch_engine(dtypes=(np.float32, BF16)):
+    for dtype in dtypes:
         full = lambda *shape: sim(np.ones(shape, dtype))  # noqa: B023
         for D in (8, 6):
             caches, tokens = full(1, 2, 4, D), full(2, 2, D)
@@ -74,23 +73,13 @@ def multiply(full, dtype):
     product(full(1, 5632), full(64, 5632), residual_NO=h, out=h)
 
 
-@pytest.mark.parametrize("cc", [(9, 0)])
-def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, cc):
-    import types
-
-    import numba.cuda.dispatcher
-
-    here = types.SimpleNamespace(compute_capability=cc)
-    monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: here)
-    found = signatures(monkeypatch, launch_engine)
-    for kernel, signature in found:
-        ptx, name = ptx_of(kernel, signature, cc), kernel.py_func.__name__
-        assert not re.search(r"\.f64\b", ptx), f"{name} computes in float64"
-        assert ".local " not in ptx, f"{name} keeps an array in local memory"
-        if ptxas():
-            bounds = kernel.targetoptions.get("launch_bounds") or threads_of(name)
-            threads, blocks = bounds if isinstance(bounds, tuple) else (bounds, 1)
-            check_registers(tmp_path, ptx, threads, blocks, cc, 0)
+@pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
+def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards):
+    for kernel, signature in signatures(monkeypatch, lambda: launch_engine([dtype])):
+        found, name = compiled(monkeypatch, kernel, signature, cards), kernel.py_func.__name__
+        bounds = kernel.targetoptions.get("launch_bounds") or threads_of(name)
+        threads, blocks = bounds if isinstance(bounds, tuple) else (bounds, 1)
+        check_registers(tmp_path, found[9, 0], threads, blocks, (9, 0))
 
 
 def threads_of(name):

@@ -1,0 +1,96 @@
+"""Compiling kernels without a GPU: to PTX by Numba and NVVM, and on to machine code by ptxas where there is one.
+
+NVVM comes with a CUDA toolkit or from PyPI: `pip install -e '.[compile]'` brings it, and numba-cuda, since Numba 0.68 alone
+finds no NVVM from PyPI and knows no card after sm_90. Without it these tests are skipped. XTRAIN_COMPILE=all (as in
+.ci/run) compiles for every card, and what cannot be compiled is a failure.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import types as python_types
+
+import pytest
+from numba import cuda
+from numba.cuda import dispatcher
+from numba.cuda.codegen import CUDACodeLibrary
+
+ALL = os.environ.get("XTRAIN_COMPILE") == "all"
+CARDS = [(7, 5), (8, 0), (9, 0), (12, 0)] if ALL else [(7, 5), (9, 0)]
+# bf16 kernels need what came with 8.0: copies beside the threads, matrix products of bf16
+CARDS_BF16 = [cc for cc in CARDS if cc >= (8, 0)]
+only_all = pytest.mark.skipif(not ALL, reason="takes minutes: XTRAIN_COMPILE=all")
+
+
+def give_up(why):
+    (pytest.fail if ALL else pytest.skip)(why)
+
+
+@pytest.fixture(scope="session")
+def nvvm():
+    try:
+        from numba.cuda.cudadrv.nvvm import NVVM
+
+        NVVM()
+    except Exception as error:
+        give_up(f"no NVVM here: {str(error).splitlines()[0]}")
+
+
+def compiled(monkeypatch, kernel, signature, cards):
+    """-> {card: PTX} of a kernel that promises to compute in float32 and in registers."""
+    found = ptx_for(monkeypatch, kernel, signature, cards)
+    for cc, ptx in found.items():
+        name = f"{kernel.py_func.__name__} for sm_{cc[0]}{cc[1]}"
+        wide = [line.strip() for line in ptx.splitlines() if re.search(r"\.f64\b", line)]
+        assert not wide, f"{name} computes in float64: {wide[0]}"
+        # what NVVM unrolls for sm_120 is its own choice, and tiles are not tuned for that card
+        assert cc == (12, 0) or ".local " not in ptx, f"{name} keeps an array in local memory"
+    return found
+
+
+def ptx_for(monkeypatch, kernel, signature, cards):
+    """-> {card: PTX}. Numba's own part, most of the time, is done once: what it hands to NVVM is the same for all."""
+    libraries, name = (
+        [],
+        "get_asm_strs" if hasattr(CUDACodeLibrary, "get_asm_strs") else "get_asm_str",
+    )
+    get, original = CUDACodeLibrary.get_asm_str, getattr(CUDACodeLibrary, name)
+    note = lambda library, cc=None: (libraries.append(library), original(library, cc))[1]
+    options = {k: v for k, v in kernel.targetoptions.items() if k in ("fastmath", "fma", "opt")}
+    # device functions ask the current device what to compile for, and there is none
+    here = python_types.SimpleNamespace(compute_capability=cards[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatcher, "get_current_device", lambda: here)
+        patch.setattr(CUDACodeLibrary, name, note)
+        how = dict(device=False, abi="numba", cc=cards[0], output="ptx")
+        cuda.compile(kernel.py_func, signature, **how, **options)
+    found = {cc: get(libraries[0], cc) for cc in cards}
+    for cc, ptx in found.items():
+        if f".target sm_{cc[0]}{cc[1]}" not in ptx:
+            give_up(f"this Numba does not know compute capability {cc[0]}.{cc[1]}")
+    return found
+
+
+def ptxas():
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("ptxas") or shutil.which("ptxas", path=f"{home}/bin")
+
+
+def check_registers(tmp_path, ptx, threads, min_blocks, cc):
+    """No spills, told the block size and how many blocks shall fit a multiprocessor. Nothing where there is no ptxas."""
+    if not ptxas():
+        return
+    bounds = f".maxntid {threads}, 1, 1\n.minnctapersm {min_blocks}\n{{"
+    if ".maxntid" not in ptx:  # plain Numba has no launch_bounds
+        ptx = re.sub(r"(\.visible \.entry[^{]*)\{", lambda m: m.group(1) + bounds, ptx, count=1)
+    (tmp_path / "kernel.ptx").write_text(ptx)
+    command = [ptxas(), "-v", f"--gpu-name=sm_{cc[0]}{cc[1]}", "kernel.ptx", "-o", os.devnull]
+    report = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    if "Unsupported .version" in report.stderr:
+        return  # a ptxas older than NVVM
+    assert report.returncode == 0, report.stderr
+    spilled = re.search(r"(\d+) bytes spill stores", report.stderr).group(1)
+    registers = re.search(r"Used (\d+) registers", report.stderr).group(1)
+    assert spilled == "0", f"{spilled} bytes spilled with {registers} registers"
+    assert int(registers) * threads * min_blocks <= 65536
