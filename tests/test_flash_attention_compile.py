@@ -65,7 +65,7 @@ def test_small_tiles_on_other_cards(monkeypatch, tmp_path, choice):
 @pytest.mark.parametrize("kind", list(FP32))
 def test_fp32_kernels_compile(monkeypatch, kind):
     makers = {"fwd": fp32.make_fwd_kernel, "dq": fp32.make_dq_kernel, "dkdv": fp32.make_dkdv_kernel}
-    for D, cards in ((64, CARDS[:1]), (33, CARDS[1:])):
+    for D, cards in ((64, CARDS[:1]), (33, CARDS[-1:])):
         kernel = makers[kind](D, True)
         for ptx in compiled(monkeypatch, kernel, FP32[kind], cards).values():
             shared = [int(n) for n in re.findall(r"\.shared[^;]*\[(\d+)\];", ptx)]

@@ -1,16 +1,16 @@
 """Every kernel that a lesson's solution holds compiles for the cards from a free Colab T4 to today's, in float32."""
 
-import re
 import types as python_types
 
 import pytest
-import test_compile
 import test_lessons
-from test_compile import nvvm  # noqa: F401
+from offline import check_float32, nvvm, ptx_for
 
 from xtrain import lesson
 from xtrain._lesson import attempt
 from xtrain.kernels import _launch
+
+__all__ = ["nvvm"]
 
 
 def launched(number, monkeypatch):
@@ -35,15 +35,7 @@ def launched(number, monkeypatch):
 
 
 @pytest.mark.parametrize("number", test_lessons.NUMBERS)
-def test_solutions_compile_to_float32(number, nvvm, monkeypatch):  # noqa: F811
-    import numba.cuda.dispatcher
-
-    cc = (7, 5)
-    here = python_types.SimpleNamespace(compute_capability=cc)
-    monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: here)
+def test_solutions_compile_to_float32(number, nvvm, monkeypatch):
     for kernel, signature in launched(number, monkeypatch):
-        ptx, name = test_compile.ptx_of(kernel, signature, cc), kernel.py_func.__name__
-        if ".target sm_75" not in ptx:
-            pytest.skip(f"this Numba does not know compute capability {cc}")
-        wide = [line.strip() for line in ptx.splitlines() if re.search(r"\.f64\b", line)]
-        assert not wide, f"{name} computes in float64: {wide[0]}"
+        for cc, ptx in ptx_for(monkeypatch, kernel, signature, [(7, 5)]).items():
+            check_float32(kernel, cc, ptx)
