@@ -53,6 +53,7 @@ class Loop:
     def __init__(self, run: Run, log: Logbook, stop: Stop, writer: Writer):
         self.run, self.log, self.stop, self.writer = run, log, stop, writer
         c, gpu = run.config, run.model.device == "gpu"
+        self.hurry = False  # asked to stop early: nothing but the checkpoint
         self.waiting: list[tuple] = []  # steps whose numbers are still on the device
         self.per_token = flops_per_token(run.model, c.seq_len)
         self.peak = peak_flops(c.precision) if gpu else None
@@ -81,6 +82,7 @@ class Loop:
             due["save"] |= bool(asked) or run.done == last
             due["layers"] = run.done == c.steps or run.done % self.apart == 0
             if any(due.values()) or len(self.waiting) == self.every:
+                self.hurry = bool(asked)
                 self.read_numbers()
                 self.do(due)
                 self.since = time.perf_counter()
@@ -105,7 +107,8 @@ class Loop:
         if due["save"]:
             self.settle()
             run.ranks.first(self.writer.check)
-            self.writer.save(lambda: run.snapshot(log.lengths()), log.flush, log.picture)
+            then = (lambda: None) if self.hurry else log.picture
+            self.writer.save(lambda: run.snapshot(log.lengths()), log.flush, then)
 
     def read_numbers(self) -> None:
         """Wait for the steps done so far, and log them. Raises UserError after too many bad ones."""
@@ -177,7 +180,7 @@ def train(
             log = Logbook(folder, config, saved.state if saved else {}, console)
         with log, Writer(folder, config.keep, warn) as writer:
             Loop(run, log, stop, writer)()
-        if ranks.rank == 0:
+        if ranks.rank == 0 and not stop.asked:  # there may be no time
             report.finish(folder, run, warn)
         _farewell(console, run, folder, stop)
     return folder
@@ -296,9 +299,10 @@ def _farewell(console: Console, run: Run, folder: Path, stop: Stop) -> None:
         if run.done == run.config.steps
         else "\n  go on with this run     the same command with --resume"
     )
+    page = folder / "report.html" if not stop.asked else f"python -m xtrain.report {folder}"
     console.print(
         f"[bold]{state}[/]. What next:{go_on}\n"
-        f"  look at the run         {folder / 'report.html'}\n"
+        f"  look at the run         {page}\n"
         f"  train on your own text  python -m xtrain.train --data FILE_OR_FOLDER\n"
         f"  go on from these weights  python -m xtrain.train --init {last} --tokenizer {last / 'tokenizer.json'}\n"
         f'  let it write            python -m xtrain.generate --model {folder} "{run.config.sample_prompt}"\n'
