@@ -4,6 +4,8 @@ Without a GPU a kernel runs in xtrain.simulator on tiny arrays; with one it runs
 """
 
 import contextlib
+import inspect
+import linecache
 
 import numpy as np
 
@@ -91,3 +93,16 @@ def sentinels(monkeypatch, pad=64):
         edges = to_host(block).view(np.uint8).reshape(size + 2 * pad, -1)
         untouched = (edges[:pad] == 0x5A).all() and (edges[pad + size :] == 0x5A).all()
         assert untouched, f"wrote outside an output of {size} elements"
+
+
+def with_bug(thing, old: str, new: str, scope: dict) -> dict:
+    """Runs the source of a module or function in `scope`, `old` (which occurs once) replaced by `new`. -> scope
+
+    The simulator's reports show the changed lines.
+    """
+    source = inspect.getsource(thing)
+    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+    source, name = source.replace(old, new), f"<{old.strip()[:30]} -> {new.strip()[:30]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), scope)
+    return scope

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, assert_as_good, normal, rng, sentinels, to_host, to_kernel
+from checks import GPU, assert_as_good, normal, rng, sentinels, to_host, to_kernel, with_bug
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,15 +160,7 @@ def test_no_tokens_at_all():
     ],
 )
 def test_planted_bugs_are_found(old, new):
-    import inspect
-    import linecache
-
-    source = inspect.getsource(file.make_fp32_kernel)
-    assert source.count(old) == 1
-    source, name = source.replace(old, new), f"<{old.strip()[:30]} -> {new.strip()[:30]}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    scope = dict(vars(file))
-    exec(compile(source, name, "exec"), scope)
+    scope = with_bug(file.make_fp32_kernel, old, new, dict(vars(file)))
     args = case([20, 40], [2, 3], 1, 1, 16)
     arrays = [sim(a) for a in args[:6]]
     flat = [x.reshape(-1) for x in (sim(args[0]), *arrays[:3])]

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, assert_as_good, normal, rng, sentinels, to_host, to_kernel
+from checks import GPU, assert_as_good, normal, rng, sentinels, to_host, to_kernel, with_bug
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -193,23 +193,16 @@ def test_large_scores(short_splits):
 
 
 # ----------------------------------------------------------------------------- planted bugs
-def planted(monkeypatch, name, old, new):
+def planted(monkeypatch, old, new):
     """decode_attention_parts with one line changed, as the kernel factory sees it."""
-    import inspect
-    import linecache
-    import types
-
-    source = inspect.getsource(decode_attention_parts)
-    assert source.count(old) == 1
-    source = source.replace(old, new)
-    module = types.ModuleType(decode_attention_parts.__name__)
-    module.__package__, file_name = "xtrain.kernels", f"<{name}>"
-    linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
-    exec(compile(source, file_name, "exec"), vars(module))
-    module.CHUNK = 16
+    name = decode_attention_parts.__name__
+    scope = with_bug(
+        decode_attention_parts, old, new, dict(__name__=name, __package__="xtrain.kernels")
+    )
+    scope["CHUNK"] = 16
     for key in ("CHUNK", "make_new_heads", "make_merge"):
-        monkeypatch.setattr(decode_attention_parts, key, getattr(module, key))
-    monkeypatch.setattr(file, "arrive_last", module.arrive_last)
+        monkeypatch.setattr(decode_attention_parts, key, scope[key])
+    monkeypatch.setattr(file, "arrive_last", scope["arrive_last"])
     make_decode_kernel.cache_clear()
 
 
@@ -229,7 +222,7 @@ BUGS = [
 @pytest.mark.parametrize("old, new, message", BUGS)
 def test_planted_bugs_are_found(monkeypatch, old, new, message):
     args = [sim(a) if isinstance(a, np.ndarray) else a for a in case([40], 4, 1, 16, 48)]
-    planted(monkeypatch, "bug", old, new)
+    planted(monkeypatch, old, new)
     if message is None:  # nobody comes last: o is never written
         assert np.isnan(np.asarray(decode_attention(*args))).any()
     else:

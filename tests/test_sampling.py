@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, normal, to_host, to_kernel
+from checks import GPU, normal, to_host, to_kernel, with_bug
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -254,20 +254,6 @@ def test_advance():
         assert to_host(lengths).tolist() == [4, 4, 6] and to_host(steps).tolist() == [1, 7, 2]
 
 
-def changed(function, old, new):
-    """A device function with a line changed"""
-    import inspect
-    import linecache
-
-    source = inspect.getsource(function.py_func).replace("@device\n", "")
-    assert source.count(old) == 1
-    source, name = source.replace(old, new), f"<{old.strip()[:20]}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    scope = dict(vars(sampling_kernels))
-    exec(compile(source, name, "exec"), scope)
-    return sampling_kernels.device(scope[function.py_func.__name__])
-
-
 BUGS = [
     ("running_sum", "    cuda.syncthreads()  # scratch is free\n", ""),
     ("find_bin", "    cuda.syncthreads()  # the bins are full\n", ""),
@@ -286,7 +272,8 @@ def test_planted_bugs_are_found(monkeypatch, name, old, new):
 
     monkeypatch.setattr(sampling, "SEGMENT", 64)
     monkeypatch.setattr(sampling, "MAX_TOP_K", 64)
-    broken = changed(getattr(sampling_kernels, name), old, new)
+    function = getattr(sampling_kernels, name).py_func
+    broken = with_bug(function, old, new, dict(vars(sampling_kernels)))[name]
     _translated.clear()
     sampling_kernels.make_draw_kernel.cache_clear()
     monkeypatch.setattr(sampling_kernels, name, broken)
