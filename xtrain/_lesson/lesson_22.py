@@ -1,0 +1,136 @@
+"""Exercises of lesson 22: weights in and out, and finding where two implementations part."""
+
+import json
+import struct
+
+import numpy as np
+
+from .attempt import exercise
+
+KINDS = {"F32": np.float32, "I64": np.int64, "F16": np.float16}
+
+
+def safetensors(tensors):
+    """-> the bytes of a .safetensors file"""
+    header, body = {"__metadata__": {"format": "pt"}}, b""
+    names = {np.dtype(v): k for k, v in KINDS.items()}
+    for name, a in tensors.items():
+        raw = a.tobytes()
+        header[name] = {
+            "dtype": names[a.dtype],
+            "shape": list(a.shape),
+            "data_offsets": [len(body), len(body) + len(raw)],
+        }
+        body += raw
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + body
+
+
+@exercise(
+    "22.1", "read_safetensors",
+    first_step="the first 8 bytes are a little-endian number n; the next n bytes are JSON; everything after that is data.",
+    kernel=False,
+)  # fmt: skip
+def read_safetensors(e):
+    a = np.asarray(e.normal(2, 3))
+    cases = (
+        {"w": a},
+        {"w": a, "b": np.arange(4)},
+        {
+            "n": np.asarray(e.normal(3)).astype(np.float16),
+            "w": a,
+            "one": np.asarray(e.normal(1)).reshape(()),
+        },
+    )
+    for tensors in cases:
+        data = safetensors(tensors)
+        got = e.call(
+            data,
+            case=f"tensors {', '.join(f'{n} {x.shape} {x.dtype}' for n, x in tensors.items())}",
+        )
+        e.need(isinstance(got, dict), "Return a dict: {name: array}.")
+        e.need(
+            "__metadata__" not in got,
+            "The entry __metadata__ of the header is no tensor: leave it out.",
+        )
+        e.need(
+            set(got) == set(tensors), f"The names are {sorted(got)}; expected {sorted(tensors)}."
+        )
+        for name, want in tensors.items():
+            x = np.asarray(got[name])
+            e.need(
+                x.dtype == want.dtype,
+                f"{name} has the type {x.dtype}, the header says {want.dtype}.",
+            )
+            e.need(
+                x.shape == want.shape,
+                f"{name} has the shape {x.shape}, the header says {want.shape}.",
+            )
+            e.need(
+                np.array_equal(x, want),
+                f"{name} holds other numbers. data_offsets count from the END of the header, that is from byte 8 + n of the file.",
+            )
+
+
+@exercise(
+    "22.2", "pairs_to_halves",
+    first_step="within a head, Meta's rows are (plane 0, first), (plane 0, second), (plane 1, first), ...; wanted are all firsts, then all seconds.",
+    kernel=False,
+)  # fmt: skip
+def pairs_to_halves(e):
+    for H, D, C in ((1, 4, 2), (2, 6, 3), (3, 8, 1)):
+        w = np.asarray(e.normal(H * D, C))
+        got = e.call(w.copy(), H, case=f"w ({H * D}, {C}), {H} heads of {D}")
+        by = lambda order: np.concatenate([w[h * D : (h + 1) * D][order] for h in range(H)])
+        order = np.concatenate([np.arange(0, D, 2), np.arange(1, D, 2)])
+        inverse = np.argsort(order)
+        whole = np.concatenate([np.arange(0, H * D, 2), np.arange(1, H * D, 2)])
+        e.same("w", got, by(order), {
+            "That is w itself.": w,
+            "That is the other direction, halves to pairs.": by(inverse) if not np.array_equal(inverse, order) else np.empty(0),
+            "The heads were mixed: the order changes within each head of D rows.": w[whole] if H > 1 else np.empty(0),
+        })  # fmt: skip
+
+
+@exercise(
+    "22.3", "first_parting",
+    first_step="go through the stages in order; the difference of one, relative to the largest value of theirs, is compared with the tolerance.",
+    kernel=False,
+)  # fmt: skip
+def first_parting(e):
+    theirs = {
+        n: np.asarray(e.normal(3, 4, scale=s)).copy()
+        for n, s in (("embedding", 1e-2), ("layer 0", 1.0), ("layer 1", 1e3), ("logits", 1.0))
+    }
+
+    def case(what, want, why, **changes):
+        ours = {n: a.copy() for n, a in theirs.items()}
+        for name, change in changes.items():
+            ours[name.replace("_", " ")][1, 2] += change
+        got = e.call(ours, theirs, 1e-4, case=what)
+        e.need(got == want, f"It says {got!r}; expected {want!r}.\n{why}")
+
+    case("two equal models", None, "Nothing differs by more than the tolerance: return None.")
+    case(
+        "a rounding error of 1e-6 in layer 0",
+        None,
+        "Rounding is no parting: that is what the tolerance is for.",
+        layer_0=1e-6,
+    )
+    case(
+        "a difference of 0.01 in layer 1, whose values go to thousands",
+        None,
+        "The difference is to be taken relative to the largest value of that stage.",
+        layer_1=0.01,
+    )
+    case(
+        "a difference of 1e-4 in the embedding, whose values are near 0.01",
+        "embedding",
+        "The difference is to be taken relative to the largest value of that stage.",
+        embedding=1e-4,
+    )
+    case("layer 0 and everything after it differ", "layer 0", "The FIRST stage that parts is the one to look at; later ones have inherited it.",
+         layer_0=0.1, layer_1=300.0, logits=1.0)  # fmt: skip
+    case("a NaN in layer 1", "layer 1", "A NaN is larger than every tolerance, but `nan > tolerance` is False: ask `not difference <= tolerance`.",
+         layer_1=np.nan)  # fmt: skip
