@@ -16,3 +16,9 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_xdist_auto_num_workers(config):
+    """What `-n auto` in setup.cfg means: the whole suite on all cores (8 share a GPU well), a part of it in this process."""
+    part = config.option.keyword or config.option.markexpr or config.args_source.name == "ARGS"
+    return 0 if part else min(8, os.cpu_count() or 1)

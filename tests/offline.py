@@ -1,10 +1,11 @@
 """Compiling kernels without a GPU: to PTX by Numba and NVVM, and on to machine code by ptxas where there is one.
 
-NVVM comes with a CUDA toolkit or from PyPI: `pip install -e '.[compile]'` brings it, and numba-cuda, since Numba 0.68 alone
-finds no NVVM from PyPI and knows no card after sm_90. Without it these tests are skipped. XTRAIN_COMPILE=all (as in
-.ci/run) compiles for every card, and what cannot be compiled is a failure.
+`pip install -e '.[compile]'` brings NVVM from PyPI, and numba-cuda, since Numba 0.68 alone finds no NVVM there and knows no card
+after sm_90. Without numba-cuda these tests are skipped. XTRAIN_COMPILE=all (as in .ci/run) compiles for every card, and what
+cannot be compiled is a failure.
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -29,6 +30,8 @@ def give_up(why):
 
 @pytest.fixture(scope="session")
 def nvvm():
+    if not ALL and importlib.util.find_spec("numba_cuda") is None:
+        pytest.skip("needs numba-cuda: pip install -e '.[compile]'")
     try:
         from numba.cuda.cudadrv.nvvm import NVVM
 
