@@ -1,0 +1,587 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 12 bf16
+#
+# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/12_bf16.ipynb)
+#
+# *About 60 minutes. You need [lesson 11](11_fusing.ipynb) and AdamW (lesson 8).*
+#
+# **The question.** Fusing moves fewer numbers. Could the numbers be smaller? With 16 bits instead
+# of 32 every kernel of lesson 11 moves half the bytes, and a GPU's tensor cores multiply 16-bit
+# matrices many times as fast. But sixteen bits hold three decimal digits. Which numbers of a
+# training survive that, which do not, and what does it cost?
+#
+# You will write the rounding itself, an optimizer step that loses nothing, and a sum that does not
+# stand still.
+
+# %% tags=["install"]
+# On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
+import os
+import subprocess
+import sys
+
+if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain"
+    subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
+    os.chdir("xtrain")
+    sys.path.insert(0, os.getcwd())
+
+
+# %% tags=["imports"]
+import ml_dtypes
+import numpy as np
+from numba import cuda, float32, int64
+
+from xtrain import lesson
+from xtrain.kernels._ptx import load1, store1
+from xtrain.kernels._reduce import warp_sum
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+# %% [markdown]
+# ## The bits by hand
+#
+# A float32 has a sign, 8 bits of exponent and 23 of fraction. **bfloat16** is its upper half: the
+# same sign, the same 8 bits of exponent, and 7 of fraction. NumPy does not know it; the package
+# `ml_dtypes` teaches it.
+
+# %%
+for value in (1.0, 3.14159265, 0.001, 1.0 / 3):
+    wide = np.float32(value)
+    half = wide.astype(BFLOAT16)
+    bits = f"{wide.view(np.uint32):032b}"
+    parts = f"{bits[0]} {bits[1:9]} {bits[9:16]}|{bits[16:]}"
+    print(f"{value:.6f}  {parts}  as bf16 {float(half):.6f}")
+
+# %% [markdown]
+# The line between is where the second half is cut away. What is left has the *range* of float32 and
+# a fraction of its *resolution*: next to 1 the next larger bf16 is 1 + 1/128. Its rival,
+# **float16**, divides the 16 bits otherwise: 5 of exponent and 10 of fraction. Three more bits of
+# resolution, at the price of the range:
+
+# %%
+for name, dtype in (("bfloat16", BFLOAT16), ("float16", np.float16)):
+    info = ml_dtypes.finfo(dtype)
+    step, most, least = map(float, (info.eps, info.max, info.smallest_subnormal))
+    print(f"{name}: step next to 1 {step:.1e}, largest {most:.1e}, smallest {least:.0e}")
+
+# %% [markdown]
+# Which of the two matters for training? Take the gradient that arrives at a logit: softmax minus
+# one-hot, over the number of tokens (lesson 11). At the beginning all words are equally likely. For
+# 8192 tokens and a vocabulary of 50304:
+
+# %%
+gradient = np.float32(1 / 50304 / 8192)
+for dtype in (np.dtype(np.float32), BFLOAT16, np.dtype(np.float16)):
+    print(f"{dtype.name:9} {float(gradient.astype(dtype)):.3e}")
+
+# %% [markdown]
+# In float16 it is **zero**: of the 50304 entries of a row only the one of the right word is left,
+# and what all the others would have taught is lost. That is why training in float16 needs *loss
+# scaling*: the loss is multiplied by some large number, all gradients grow with it, and they are
+# divided again before the step; the number must be watched, for when it is too large they become
+# infinite. In bf16 nothing of that is needed, since a number that float32 can hold is not too small
+# for bf16 either; it has fewer digits. xtrain has bf16 and no loss scaling.
+#
+# ## Exercise 12.1: rounding
+#
+# Cutting off would make every number a little smaller, and errors that all point in one direction
+# add up. So we round to the nearest bf16, and a number exactly half-way goes to the neighbour whose
+# last bit is 0 (*to even*), so that half of these go up and half go down.
+#
+# With integers: adding 0x7FFF to the 32 bits before the shift carries into the upper half when the
+# lower is above 0x8000. Exactly 0x8000 must carry when the lowest *kept* bit is 1. A NaN (all
+# exponent bits set, and some fraction bit) must stay one: write sign | 0x7FC0.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def narrow_kernel(y_n, x_n):
+    """y = x rounded to bf16, nearest, ties to even.   Grid ceil(n / block), any block.
+
+    x: the bits of float32 numbers, as uint32.   y: the bits of bf16 numbers, as uint16.
+    `int64(x_n[i])` gives the bits as a number that no addition overflows.
+    """
+    # YOUR CODE
+
+
+# %%
+lesson.check("12.1", narrow_kernel)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# `bits = int64(x_n[i])`, and the lowest kept bit is `(bits >> 16) & 1`.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# NaN: `(bits & 0x7FFFFFFF) > 0x7F800000`. Its sign in the upper half: `(bits >> 16) & 0x8000`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 12.1
+@cuda.jit
+def narrow_kernel(y_n, x_n):
+    """y = x rounded to bf16, nearest, ties to even.   Grid ceil(n / block), any block.
+
+    x: the bits of float32 numbers, as uint32.   y: the bits of bf16 numbers, as uint16.
+    `int64(x_n[i])` gives the bits as a number that no addition overflows.
+    """
+    i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
+    if i < y_n.size:
+        bits = int64(x_n[i])
+        if (bits & 0x7FFFFFFF) > 0x7F800000:
+            y_n[i] = (bits >> 16) & 0x8000 | 0x7FC0
+        else:
+            y_n[i] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+# %%
+rng = np.random.default_rng(0)
+x = rng.standard_normal(1000).astype(np.float32)
+x_here = lesson.array(x.view(np.uint32))
+y_here = lesson.empty(x_here, 1000, np.uint16)
+lesson.launch(narrow_kernel, 8, 128, y_here, x_here)
+same = np.array_equal(lesson.host(y_here), x.astype(BFLOAT16).view(np.uint16))
+print("the bits of ml_dtypes:", same)
+half = lesson.host(y_here).view(BFLOAT16).astype(np.float32)
+print(f"largest relative error: {np.abs(half / x - 1).max():.4f}; 1/256 is {1 / 256:.4f}")
+
+# %% [markdown]
+# ## Where three digits are not enough
+#
+# **Weights.** A step of training changes a weight by a small part of itself. Near 1 the spacing of
+# bf16 is 1/128 above and 1/256 below, so a step of 0.001 rounds back to where it came from. However
+# many such steps there are, the weight does not move:
+
+# %%
+weight = np.ones(1, BFLOAT16)
+master = np.ones(1, np.float32)
+for _ in range(1000):
+    weight = (weight.astype(np.float32) - np.float32(0.001)).astype(BFLOAT16)
+    master -= np.float32(0.001)
+print(f"after 1000 steps of 0.001:  bf16 {float(weight[0])}   float32 {master[0]:.4f}")
+
+# %% [markdown]
+# So the weights stay in float32, as **masters**. The matrix products want bf16, so there is a copy,
+# made anew after each step. The gradients of the weights are sums over all tokens, and stay in
+# float32 too.
+#
+# ## Exercise 12.2: a step with masters
+#
+# Plain gradient descent, in NumPy, in place.
+
+
+# %% tags=["exercise"]
+def sgd_step(master_n, half_n, g_n, lr):
+    """One step. Changes the float32 array master and the bf16 array half; returns nothing.
+
+    master = master - lr g,   half = master, rounded.   g: float32, lr: a number.
+    """
+    # YOUR CODE
+
+
+# %%
+lesson.check("12.2", sgd_step)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `half_n[...] = master_n.astype(half_n.dtype)` writes into the array that was given; `half_n = ...`
+# would only give the name to another one.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 12.2
+def sgd_step(master_n, half_n, g_n, lr):
+    """One step. Changes the float32 array master and the bf16 array half; returns nothing.
+
+    master = master - lr g,   half = master, rounded.   g: float32, lr: a number.
+    """
+    master_n -= lr * g_n
+    half_n[...] = master_n.astype(half_n.dtype)
+
+
+# %% [markdown]
+# **Sums.** The same thing happens in a sum: it stands still as soon as what is added is less than
+# half of the spacing there. Ones stop counting at 256, where the spacing is 2 and the tie goes to
+# even:
+
+# %%
+total = np.zeros(1, BFLOAT16)
+for _ in range(1000):
+    total = (total.astype(np.float32) + 1).astype(BFLOAT16)
+print("1000 times plus one, rounded to bf16 each time:", float(total[0]))
+
+# %% [markdown]
+# So sums are taken in float32 **registers**, and rounded once, when the result goes to memory.
+# Reading and writing in bf16 and computing in float32 costs next to nothing, as long as memory is
+# what limits a kernel. Tensor cores work that way themselves: bf16 in, sums in float32.
+#
+# ## Exercise 12.3: a sum over a row
+#
+# To a kernel a bf16 array is one of 16-bit whole numbers. `load1(x, i)` reads element i of a flat
+# array as the float32 that it stands for; `store1(y, i, v)` rounds and writes. One warp per row.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def row_sums_kernel(y_N, x, C):
+    """y[n] = the sum of row n.   Grid N, block 32.   x: bf16, flat (N C).   y: bf16."""
+    n, lane = cuda.blockIdx.x, cuda.threadIdx.x
+    # YOUR CODE
+
+
+# %%
+lesson.check("12.3", row_sums_kernel)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `acc = float32(0.0)`; lane by lane `acc += load1(x, n * C + c)` for c = lane, lane + 32, ...;
+# `warp_sum(acc)` of lesson 3; one lane calls `store1`.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 12.3
+@cuda.jit
+def row_sums_kernel(y_N, x, C):
+    """y[n] = the sum of row n.   Grid N, block 32.   x: bf16, flat (N C).   y: bf16."""
+    n, lane = cuda.blockIdx.x, cuda.threadIdx.x
+    acc = float32(0.0)
+    for c in range(lane, C, 32):
+        acc += load1(x, n * C + c)
+    acc = warp_sum(acc)
+    if lane == 0:
+        store1(y_N, n, acc)
+
+
+# %% [markdown]
+# **The residual stream.** Every layer adds its part to h, and a part is small beside the sum of all
+# before it. With h in bf16 each addition rounds at h's size, twice per layer:
+
+# %%
+layers, width = 48, 4096
+h = np.float32(8) * rng.standard_normal(width).astype(np.float32)
+exact, stream_32, stream_16 = h.astype(np.float64), h.copy(), h.astype(BFLOAT16)
+for _ in range(2 * layers):
+    part = (0.1 * rng.standard_normal(width)).astype(np.float32).astype(BFLOAT16)
+    exact += part.astype(np.float64)
+    stream_32 += part.astype(np.float32)
+    stream_16 = (stream_16.astype(np.float32) + part.astype(np.float32)).astype(BFLOAT16)
+added = np.linalg.norm(exact - h)
+for name, stream in (("float32", stream_32), ("bf16", stream_16.astype(np.float32))):
+    error = np.linalg.norm(stream - exact) / added
+    print(f"stream in {name:8} error {error:.0%} of what {2 * layers} parts have added")
+
+# %% [markdown]
+# **Logits.** The next token is chosen by *differences* of logits. At 8 the spacing of bf16 is 1/16:
+
+# %%
+logits = np.array([8.00, 8.02, 8.03, 7.0], np.float32)
+print("float32:", logits, "   as bf16:", logits.astype(BFLOAT16).astype(np.float32))
+
+# %% [markdown]
+# So this is xtrain's list:
+#
+# | in float32 | why | in bf16 |
+# |---|---|---|
+# | weights (masters), AdamW's moments | a step is far below bf16's resolution | a copy of the matrices, for the products |
+# | gradients of the weights | sums over all tokens, added to by every micro-batch | gradients of what is bf16 itself |
+# | the residual stream | two additions per layer, one after the other | what the layers add to it |
+# | all sums: norms, softmax, products' accumulators | a sum stands still | their inputs and results |
+# | norm weights (few), RoPE's tables, logits of a model that is called | precision for next to nothing | queries, keys, values, gates |
+#
+# ## Measure: what does it cost?
+#
+# We need a bf16 model, and here perhaps there is no GPU. So we imitate one: xtrain's NumPy model in
+# which every matrix product gets operands rounded to bf16, and its result is rounded too, except
+# sums that go on in float32. That is where nearly all of the rounding of a bf16 model happens.
+
+# %%
+import contextlib
+
+import xtrain
+from xtrain.kernels import attention, gemm, linear_cross_entropy
+from xtrain.optim import clip
+from xtrain.watch import swapped
+
+float32_matmul = gemm.matmul
+
+
+def rounded(x):
+    return x.astype(BFLOAT16).astype(np.float32)
+
+
+def bf16_matmul(out, a, b, **how):
+    float32_matmul(out, rounded(a), rounded(b), **how)
+    if not how.get("accumulate"):
+        out[...] = rounded(out)
+    return out
+
+
+@contextlib.contextmanager
+def bf16_products():
+    with contextlib.ExitStack() as stack:
+        for module in (gemm, attention, linear_cross_entropy):
+            stack.enter_context(swapped(module, "matmul", bf16_matmul))
+        yield
+
+
+def batch(seed, sequences=4, length=32):
+    """Every token follows from the one before, nine times out of ten."""
+    random = np.random.default_rng(seed)
+    tokens = [random.integers(0, 64, sequences)]
+    for _ in range(length):
+        surprise = random.random(sequences) < 0.1
+        others = random.integers(0, 64, sequences)
+        tokens.append(np.where(surprise, others, (5 * tokens[-1] + 7) % 64))
+    tokens = np.stack(tokens, 1)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+shape = dict(dim=32, n_layers=2, n_heads=2, head_dim=16, hidden_dim=64, max_seq_len=32)
+config = xtrain.ModelConfig(vocab_size=64, **shape)
+
+
+def look(model, seed=0):
+    """-> loss, logits, gradient of all weights"""
+    ids, targets = batch(seed)
+    model.zero_grad()
+    loss = model.loss(ids, targets)
+    loss.backward()
+    return loss.item(), model(ids).data.copy(), model.arena.grads.copy()
+
+
+model = xtrain.Transformer(config)
+loss, logits, gradient = look(model)
+with bf16_products():
+    loss_16, logits_16, gradient_16 = look(model)
+off = np.abs(logits - logits_16)
+apart = np.linalg.norm(gradient - gradient_16) / np.linalg.norm(gradient)
+print("loss off by less than 2e-4:              ", abs(loss - loss_16) < 2e-4)
+print("logits off by less than 2e-3 on average: ", off.mean() < 2e-3)
+print("99 % of logits off by less than 8e-3:    ", np.quantile(off, 0.99) < 8e-3)
+print("gradient off by less than 1.2e-2 of it:  ", apart < 1.2e-2)
+other = look(model, seed=1)[2]
+batches_apart = np.linalg.norm(gradient - other) / np.linalg.norm(gradient)
+print("another batch's gradient is off by 30 times as much:", batches_apart > 30 * apart)
+
+# %% [markdown]
+# These four limits are those that `tests/test_precision.py` holds xtrain's real bf16 model to, on a
+# GPU, with the layers of `dim384`; and after 150 steps the losses may differ by 0.01. That the
+# gradient is off by up to a per cent does no harm: the last line says how much larger the noise of
+# choosing a batch is. On a GPU the next cell asks the real one:
+
+# %%
+if lesson.on_gpu():
+    ids, targets = batch(0)
+    losses = [
+        xtrain.Transformer(config, device="gpu", precision=p).loss(ids, targets).item()
+        for p in ("fp32", "bf16")
+    ]
+    print(f"float32 {losses[0]:.6f}, bf16 {losses[1]:.6f}")
+else:
+    print("No GPU here.")
+
+# %% [markdown]
+# Now let three models learn: in float32; with bf16 products and float32 masters; and with bf16
+# products *and* bf16 weights, rounded after each step.
+
+
+# %%
+def train(products, keep_weights, steps=60, lr=5e-3):
+    """-> the mean loss of the last ten steps"""
+    model = xtrain.Transformer(config)
+    optimizer, losses, weights = xtrain.AdamW(model, lr), [], model.arena.weights
+    with products():
+        for step in range(steps):
+            optimizer.lr = lr * (1 - step / steps)
+            model.zero_grad()
+            loss = model.loss(*batch(step))
+            loss.backward()
+            optimizer.step(clip(model, 1.0)[1])
+            weights[...] = keep_weights(weights)
+            losses.append(loss.item())
+    return float(np.mean(losses[-10:]))
+
+
+whole = train(contextlib.nullcontext, lambda w: w)
+masters = train(bf16_products, lambda w: w)
+without = train(bf16_products, rounded)
+print("bf16 with masters ends within 0.005 of float32:", abs(masters - whole) < 0.005)
+print("bf16 without masters is more than 0.01 behind:", without > whole + 0.01)
+
+# %% [markdown]
+# The smaller the learning rate, the worse it gets, and every schedule ends with a small one. The
+# share of weights that have moved at all after 10 steps (rows of padding left out):
+
+# %%
+print("learning rate   masters   bf16 weights")
+for lr in (1e-4, 1e-5, 1e-6):
+    shares = []
+    for keep in (np.copy, rounded):
+        model = xtrain.Transformer(config)
+        optimizer, weights = xtrain.AdamW(model, lr, weight_decay=0.0), model.arena.weights
+        weights[...] = rounded(weights)
+        start = weights.copy()
+        for step in range(10):
+            model.zero_grad()
+            model.loss(*batch(step)).backward()
+            optimizer.step()
+            weights[...] = keep(weights)
+        shares.append((weights != start)[start != 0].mean())
+    print(f"{lr:13.0e}   {shares[0]:7.1g}   {shares[1]:12.1g}")
+
+# %% [markdown]
+# **What it gives.** Half the bytes, so kernels that are limited by memory are nearly twice as fast:
+
+# %%
+PAIRS = [
+    ("bench_kernels/rmsnorm_fwd/fp32", "bench_kernels/rmsnorm_fwd/bf16"),
+    ("bench_kernels/residual_rmsnorm_fwd/fp32", "bench_kernels/residual_rmsnorm_fwd/bf16"),
+    ("bench_kernels/qk_norm_rope_fwd/fp32", "bench_kernels/qk_norm_rope_fwd/bf16"),
+    ("bench_kernels/swiglu_fwd/fp32", "bench_kernels/swiglu_fwd/bf16"),
+    ("bench_kernels/swiglu_bwd/fp32", "bench_kernels/swiglu_bwd/bf16"),
+]
+for pair in PAIRS:
+    wide, narrow = map(lesson.record, pair)
+    gain = f"{wide['ms'] / narrow['ms']:.2f} times as fast"
+    print(f"{wide['name']:22} {wide['ms']:.4f} ms   bf16 {narrow['ms']:.4f} ms   {gain}")
+lesson.table(
+    ["bench_history/graph/fp32", "bench_history/bf16/bf16"],
+    {"ms per step": "ms", "tokens per second": "value"},
+)
+
+# %% [markdown]
+# The whole step gains much more than a factor of two, since most of it is matrix products, and
+# tensor cores multiply bf16 many times as fast as the float32 units multiply float32. (Attention
+# changes too, to the kernels of lessons 13 and 14.)
+#
+# Memory does *not* halve. Per weight it even grows, by the copy: 4 bytes each for weight, gradient
+# and two moments, and 2 more. What halves is what forward keeps for backward. xtrain's memory plan
+# needs no GPU:
+
+# %%
+from xtrain import memory
+from xtrain.config import PRESETS
+
+big = xtrain.ModelConfig(vocab_size=50257, max_seq_len=256, **PRESETS["dim768"].model)
+for precision in ("fp32", "bf16"):
+    plan = memory.plan(big, 32, 256, precision)
+    kept = ("weights", "bf16 copy of the weights", "gradients", "moments")
+    per_weight = sum(plan.kept.get(kind, 0) for kind in kept)
+    whole_gb, weights_gb = plan.reserved / 1e9, per_weight / 1e9
+    print(f"{precision}: {whole_gb:4.1f} GB for a step, {weights_gb:.1f} GB of them by weight")
+
+# %% [markdown]
+# ## One improvement: two numbers at once
+#
+# Your 12.1 computes the rounding with whole numbers, and each thread writes two bytes. A GPU has an
+# instruction that rounds two float32 into one 32-bit word of two bf16. With it, and with accesses
+# of 16 bytes, rounding is a copy again:
+
+# %%
+lesson.table(
+    ["bench_kernels/cast_narrow/fp32"],
+    {"one by one, ms": "naive_ms", "in use, ms": "ms", "a copy, ms": "copy_ms"},
+)
+
+# %%
+n = (1 << 24) if lesson.on_gpu() else 256
+from xtrain.kernels import adamw, cast
+
+x_b = lesson.array(rng.standard_normal(n, np.float32))
+bits_b, y_b = x_b.view(np.uint32), lesson.empty(x_b, n, np.uint16)
+runs = {
+    "yours": lambda: lesson.launch(narrow_kernel, -(-n // 256), 256, y_b, bits_b),
+    "in use": lambda: cast.cast_fwd(x_b, BFLOAT16),
+}
+times = lesson.measure(runs, nbytes=6 * n)
+
+# %% [markdown]
+# ## The library's kernel
+#
+# Yours, and the one in use:
+
+# %%
+lesson.source(cast.narrow_naive_kernel)
+lesson.source(cast.cast_chunks)
+
+# %% [markdown]
+# Masters: AdamW reads and writes the float32 weights, and writes the copy in the same pass
+# (`with_half`), while the new weight is in a register. That is 12.2, fused.
+
+# %%
+lesson.source(adamw.make_adamw_kernel, "if with_half")
+
+# %% [markdown]
+# The stream: in the fused norm of lesson 11 `x` and `h` are float32 while `r` and `y` are bf16.
+# `load` and `store` look at the type of their array; the kernel is the same.
+
+# %%
+from xtrain.kernels import residual
+
+lesson.source(residual.residual_rmsnorm_fwd)
+
+# %% [markdown]
+# ## What did not help
+#
+# *Weights in bf16 alone*: above. It saves 4 bytes of 18 per weight, and training ends behind.
+#
+# *A copy made by a kernel of its own.* It would read every weight again after AdamW has had it in
+# registers. In bytes per weight: AdamW 28, a separate copy 6 (read 4, write 2); in one pass 30. The
+# record beside it zeroes the gradient as well, 4 more:
+
+# %%
+lesson.table(
+    ["bench_kernels/adamw/fp32", "bench_kernels/adamw_with_copy_and_zeros/fp32"],
+    {"ms": "ms", "bytes per weight": lambda r: r["nbytes"] / 150_000_000, "GB/s": "value"},
+)
+
+# %% [markdown]
+# *Loss scaling*: nothing to scale, as the first section showed. It is mentioned here because many
+# programs keep it when they go from float16 to bf16.
+#
+# ## More exercises
+#
+# 1. How many ones can be added in float32, one by one, before the sum stands still? And in float16?
+# 2. The second moment of AdamW is a running mean of g², with beta2 = 0.95: v = 0.95 v + 0.05 g².
+#    Would v in bf16 stand still? And with beta2 = 0.999?
+# 3. `stochastic rounding` goes up or down at random, with a probability given by the distance. Try
+#    it on the thousand steps of 0.001. What does it give up?
+#
+# <details><summary>Solutions</summary>
+#
+# 1: 2^24 = 16 777 216: at that size the spacing is 2, and 1 is half of it, so the tie goes to even.
+# In float16 2^11 = 2048. 2: A running mean stands still when the change, (1 - beta2) (g² - v), is
+# below half of the spacing, which is between v/256 and v/512. With 0.95 that happens only when g²
+# is within eight per cent of v: no harm. With 0.999 the change is a thousandth of the difference,
+# so g² has to be three to five times v before v moves upwards at all; and v never shrinks, since
+# 0.999 v rounds back to v. 3: `x + (spacing * (random - 0.5))` before rounding to nearest does it.
+# On average the weight arrives at 0, where it should; each single weight has an error like a random
+# walk's. And the same seed must give the same random numbers, on any number of GPUs.
+#
+# </details>
+#
+# ## Sources
+#
+# - D. Kalamkar et al., *A Study of BFLOAT16 for Deep Learning Training*, 2019.
+# - P. Micikevicius et al., *Mixed Precision Training*, 2018: masters, and loss scaling for float16.
+# - `tests/test_precision.py`: the limits, and the same comparison with PyTorch's autocast.

@@ -1,0 +1,29 @@
+"""Typical mistakes, planted in the solutions of lesson 12: (exercise, old, new, words of the answer)."""
+
+MISTAKES = [
+    ("12.1", "(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "bits >> 16", "cut off"),
+    ("12.1", "(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "(bits + 0x8000) >> 16", "rounded away from zero"),
+    ("12.1", "(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "(bits + 0x7FFF) >> 16", "rounded towards zero. To even"),
+    ("12.1", "((bits >> 16) & 1)", "(1 - ((bits >> 16) & 1))", "half-way go to odd"),
+    ("12.1", "if (bits & 0x7FFFFFFF) > 0x7F800000:", "if bits < 0:", "Ask for NaN first"),
+    ("12.1", "    if i < y_n.size:\n", "    if True:\n", "Threads past the end"),
+    ("12.2", "    half_n[...] = master_n.astype(half_n.dtype)\n", "", "The copy is unchanged"),
+    ("12.2", "master_n -= lr * g_n", "master_n[...] = half_n.astype(np.float32) - lr * g_n", "started from the bf16 copy"),
+    ("12.2", "master_n -= lr * g_n", "master_n += lr * g_n", "go down the gradient"),
+    ("12.2", "master_n -= lr * g_n", "master_n -= (lr * g_n).astype(half_n.dtype).astype(np.float32)", "stays in float32"),
+    (
+        "12.2", "    master_n -= lr * g_n\n    half_n[...] = master_n.astype(half_n.dtype)",
+        "    half_n[...] = (half_n.astype(np.float32) - lr * g_n).astype(half_n.dtype)", "the step belongs there",
+    ),
+    ("12.3", "load1(x, n * C + c)", "x[n * C + c]", "The bits were added"),
+    ("12.3", "store1(y_N, n, acc)", "y_N[n] = acc", "writes a whole number"),
+    ("12.3", "    if lane == 0:\n", "    if True:\n", "One lane stores"),
+    ("12.3", "range(lane, C, 32)", "range(lane, min(C, 32), 32)", "go on in steps of 32"),
+    ("12.3", "    acc = warp_sum(acc)\n", "", "warp_sum adds up the lanes"),
+    (
+        "12.3", "    acc = float32(0.0)\n    for c in range(lane, C, 32):\n        acc += load1(x, n * C + c)\n    acc = warp_sum(acc)\n"
+        "    if lane == 0:\n        store1(y_N, n, acc)",
+        "    if lane == 0:\n        store1(y_N, n, float32(0.0))\n        for c in range(C):\n"
+        "            store1(y_N, n, load1(y_N, n) + load1(x, n * C + c))", "rounded to bf16 after each addition",
+    ),
+]  # fmt: skip

@@ -1,0 +1,135 @@
+"""Exercises of lesson 12: bf16."""
+
+import ml_dtypes
+import numpy as np
+
+from .attempt import exercise
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def as_float(bits):
+    return np.asarray(bits).astype(np.uint32).view(np.float32)
+
+
+@exercise(
+    "12.1", "narrow_kernel",
+    first_step="the upper half of the 32 bits is bits >> 16. What has to be added before the shift, so that it rounds and does not cut off?",
+    hints={
+        "OutOfBoundsError": "Threads past the end do nothing: if i < y_n.size.",
+        "RaceError": "Thread i owns y[i]: i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x.",
+    },
+)  # fmt: skip
+def narrow_kernel(e):
+    draws = np.asarray(e.normal(70)).view(np.uint32)
+    upper = (
+        np.array([0x3F80, 0x3F81, 0x4000, 0x4001, 0xBF80, 0xBF81, 0x0001, 0x7F7E], np.uint32) << 16
+    )
+    cases = {
+        "ordinary numbers": draws,
+        "numbers half-way between two bfloat16": upper | 0x8000,
+        "numbers a little beside half-way": np.concatenate([upper | 0x7FFF, upper | 0x8001]),
+        "the largest numbers, infinity, zero": np.array([0x7F7FFFFF, 0x7F800000, 0xFF800000, 0, 0x80000000, 0xFF7FFFFF], np.uint32),
+        "NaN": np.array([0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001], np.uint32),
+    }  # fmt: skip
+    for case, bits in cases.items():
+        x, y = e.blank(bits.size, dtype=np.uint32), e.blank(bits.size, dtype=np.uint16)
+        x[:] = bits
+        e.run(-(-bits.size // 32), 32, y, x, case=case)
+        got, b = np.asarray(y).astype(np.int64), bits.astype(np.int64)
+        nan = (b & 0x7FFFFFFF) > 0x7F800000
+        if nan.any():
+            number = (got & 0x7FFF) <= 0x7F80
+            became = ", ".join(str(v) for v in as_float(got[number] << 16)[:1])
+            e.need(
+                not number.any(),
+                f"A NaN has become {became}: rounding carried it away. Ask for NaN first, and write sign | 0x7FC0.",
+            )
+            continue
+        lowest = (b >> 16) & 1
+        want = (b + 0x7FFF + lowest) >> 16
+        e.same("the bits of y", got.astype(np.float64), want.astype(np.float64), {
+            "Numbers half-way were all rounded away from zero. To even: half-way numbers go where the lowest kept bit is 0.":
+                (b + 0x8000) >> 16,
+            "Numbers half-way were all rounded towards zero. To even: half-way numbers go where the lowest kept bit is 0.":
+                (b + 0x7FFF) >> 16,
+            "Numbers half-way go to odd: it is the lowest KEPT bit, (bits >> 16) & 1, that is added.": (b + 0x8000 - lowest) >> 16,
+            "The lower half was cut off: that rounds towards zero. Add 0x7FFF and the lowest kept bit before the shift.": b >> 16,
+            "That is the LOWER half of the bits.": b & 0xFFFF,
+        })  # fmt: skip
+
+
+@exercise(
+    "12.2", "sgd_step",
+    first_step="the step happens in the float32 weights, the master; then the bf16 copy is made from it.",
+    kernel=False,
+)  # fmt: skip
+def sgd_step(e):
+    for case, scale, steps in (
+        ("one large step", 0.5, 1),
+        ("100 steps, each far below bf16's resolution", 2e-4, 100),
+    ):
+        master = np.asarray(e.normal(40, mean=1.0, scale=0.1)).copy()
+        gradients = [np.asarray(e.normal(40, mean=1.0, scale=0.1)).copy() for _ in range(steps)]
+        half, lr = master.astype(BFLOAT16), np.float32(scale)
+        first, first_half = master.copy(), half.copy()
+        e.case(f"{case}, lr = {lr}")
+        for g in gradients:
+            e.call(master, half, g.copy(), lr)
+        e.need(
+            master.dtype == np.float32 and half.dtype == BFLOAT16,
+            "Write into the arrays that were given: master[...] = ...",
+        )
+        want, lost, up, rough = first.copy(), first.copy(), first.copy(), first.copy()
+        bf16 = lambda a: a.astype(BFLOAT16).astype(np.float32)
+        for g in gradients:
+            want -= lr * g
+            lost = bf16(lost) - lr * g
+            up += lr * g
+            rough -= bf16(lr * g)
+        e.same("master", master, want, {
+            "The master is unchanged: the step belongs there.": first,
+            "The step started from the bf16 copy, so that all that bf16 had rounded off was lost: start from the master.": lost,
+            "The sign is wrong: go down the gradient.": up,
+            "The step itself was rounded to bf16 before it was added: lr g stays in float32.": rough,
+            "The master holds rounded numbers: only the copy is bf16.": bf16(want),
+        }, rtol=1e-6, atol=0)  # fmt: skip
+        e.same("the bf16 copy", half.astype(np.float32), bf16(want), {
+            "The copy is unchanged: the next forward reads it, so write it too.": first_half.astype(np.float32),
+        }, rtol=0, atol=0)  # fmt: skip
+
+
+@exercise(
+    "12.3", "row_sums_kernel",
+    first_step="lane by lane a sum in a float32 variable, with load1(x, n * C + c); then the sum of the warp; then ONE store1.",
+    allow=("load1", "store1", "warp_sum"),
+    hints={
+        "RaceError": "One lane stores the sum of the row.",
+        "CollectiveError": "warp_sum is for the whole warp: outside of any `if`.",
+        "OutOfBoundsError": "Row n begins at x[n * C], and its columns go from lane to C in steps of 32.",
+    },
+)  # fmt: skip
+def row_sums_kernel(e):
+    for N, C in ((3, 40), (2, 1000), (2, 5)):
+        x, y = e.normal(N * C, mean=1.0, scale=0.3, dtype=BFLOAT16), e.blank(N, dtype=BFLOAT16)
+        e.run(N, 32, y, x, C, case=f"{N} rows of {C}")
+        got = np.asarray(y).astype(np.float64)
+        x_NC = np.asarray(x).astype(np.float64).reshape(N, C)
+        want = x_NC.sum(1)
+        rounding = np.zeros(N, BFLOAT16)
+        for c in range(C):
+            rounding = (rounding.astype(np.float32) + x_NC[:, c].astype(np.float32)).astype(
+                BFLOAT16
+            )
+        bits = np.asarray(x).view(np.uint16).astype(np.float64).reshape(N, C)
+        stalled = rounding.astype(np.float64)
+        e.same("y", got, want, {
+            "The sum was rounded to bf16 after each addition: it stops growing when a number is less than half of bf16's "
+            "spacing there. Add up in a float32 variable, and store once.": stalled if C > 5 else np.empty(0),
+            "The bits were added, not the numbers: x[i] is a whole number to a kernel, load1(x, i) the number it stands for.":
+                bits.sum(1).astype(BFLOAT16).astype(np.float64),
+            "Something was stored that is no bf16: y[n] = acc writes a whole number. Use store1(y_N, n, acc).":
+                lambda got: np.allclose(np.asarray(y).view(np.uint16), np.floor(want), atol=2),
+            "Only the first 32 columns are in the sum: go on in steps of 32.": x_NC[:, :32].sum(1) if C > 32 else np.empty(0),
+            "That is the sum of one lane: warp_sum adds up the lanes.": x_NC[:, ::32].sum(1) if C > 32 else np.empty(0),
+        }, rtol=2.0**-7)  # fmt: skip
