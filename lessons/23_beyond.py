@@ -300,7 +300,7 @@ MAP = {
     "serving": "xtrain/engine.py",
 }
 for idea, file in MAP.items():
-    there = (records.ROOT / file).exists()
+    there = (lesson.LESSONS.parent / file).exists()
     print(f"{idea:38} {file}{'' if there else '  (not in this checkout)'}")
 
 # %%
