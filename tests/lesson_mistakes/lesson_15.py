@@ -1,0 +1,30 @@
+"""Typical mistakes, planted in the solutions of lesson 15: (exercise, old, new, words of the answer)."""
+
+MISTAKES = [
+    ("15.1", "total(valid.sum())", "valid.sum()", "Without it a rank does not know"),
+    ("15.1", "total(valid.sum())", "total(valid.size)", "that are not NaN"),
+    ("15.1", "x_NI[valid] / count", "x_NI[valid] / valid.sum()", "a share of the WHOLE batch"),
+    ("15.1", "x_NI[valid] / count", "x_NI[valid]", "not divided by the number of targets"),
+    ("15.1", "2 * error", "error", "The factor 2"),
+    ("15.1", "error = x_NI[valid] @ w_I - t_N[valid]", "error = x_NI @ w_I - t_N\n    return 2 * error @ x_NI / count", "NaN"),
+    ("15.2", "    yield\n", "    if False:\n        yield\n", "were copied before those had added them up"),
+    ("15.2", "    yield\n", "", "There is no `yield`"),
+    ("15.2", "    yield\n", "    yield\n    return\n", "Only this rank's own part is a sum"),
+    ("15.2", "    yield\n", "    if me:\n        yield\n", "never comes"),
+    ("15.2", "own_n[mine] += read(rank, mine.start, mine.stop)", "own_n[mine] += read(rank, mine.start, mine.stop) / world", "expected"),
+    (
+        "15.2", "        own_n[mine] += read(rank, mine.start, mine.stop)\n    yield\n",
+        "        total = own_n.copy() if rank == others[0] else total\n        total += read(rank, 0, own_n.size)\n    yield\n"
+        "    own_n[...] = total\n    return\n", "does not have the same bits",
+    ),
+    (
+        "15.2", "        own_n[mine] += read(rank, mine.start, mine.stop)\n    yield\n",
+        "        pass\n    total = np.zeros_like(own_n)\n    for rank in range(world):\n        total += read(rank, 0, own_n.size)\n    yield\n"
+        "    own_n[...] = total\n    return\n", "one part",
+    ),
+    ("15.3", "left[name] -= 1", "left[name] = 0", "it is final after the second"),
+    ("15.3", "all(left[n] == 0 for n in inside)", "any(left[n] == 0 for n in inside)", "all have to be"),
+    ("15.3", "if p < b and a < q", "if a <= p and q <= b", "in part"),
+    ("15.3", "if p < b and a < q", "if a <= p < b", "not only to the one where it begins"),
+    ("15.3", "        gone.update(ready)\n", "", "A bucket leaves once"),
+]  # fmt: skip

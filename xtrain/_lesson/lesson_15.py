@@ -1,0 +1,228 @@
+"""Exercises of lesson 15: data parallel."""
+
+import inspect
+from collections import Counter
+
+import numpy as np
+
+from .attempt import Wrong, exercise
+
+
+def double(a):
+    return np.asarray(a).astype(np.float64)
+
+
+# ----------------------------------------------------------------------------- 15.1
+@exercise(
+    "15.1", "share",
+    first_step="which targets count? Their number on all ranks is total(...) of their number here.",
+    kernel=False,
+)  # fmt: skip
+def share(e):
+    for counts in ((3, 3), (4, 1, 2), (2, 0)):
+        N, R = 4, len(counts)
+        w, x, t = double(e.normal(3)), double(e.normal(R, N, 3)), double(e.normal(R, N))
+        for r, n in enumerate(counts):
+            t[r, n:] = np.nan
+        count = sum(counts)
+        terms = [2 * (x[r, :n] @ w - t[r, :n]) @ x[r, :n] for r, n in enumerate(counts)]
+        got = []
+        for r, n in enumerate(counts):
+            asked = []
+
+            def total(value, asked=asked, n=n):
+                asked.append(value)
+                if np.size(value) == 1 and float(value) == n:
+                    return count
+                return value * R  # whatever it was, the others gave as much
+
+            e.case(f"{count} targets on {R} ranks, {n} of them here")
+            got.append(e.call(x[r].copy(), t[r].copy(), w.copy(), total))
+            e.need(
+                got[r] is not None and np.shape(got[r]) == (3,), "Return one array of shape (I,)."
+            )
+            e.need(len(asked) == 1, f"total was called {len(asked)} times: every rank calls it once, for the number of targets."
+                   + (" Without it a rank does not know how many targets the others have." if not asked else ""))  # fmt: skip
+            e.need(np.size(asked[0]) == 1 and float(asked[0]) == n,
+                   f"total was called with {asked[0]}; this rank has {n} targets that are not NaN.")  # fmt: skip
+        want = terms[0] / count
+        with np.errstate(all="ignore"):
+            e.same("share of rank 0", double(got[0]), want, {
+                "NaN: tokens without a target must not enter the sum. Select the others first.": lambda g: np.isnan(g).any(),
+                "That is divided by the targets of this rank: it is a share of the WHOLE batch, so divide by total(...).":
+                    terms[0] / counts[0],
+                "That is the mean over ranks of the ranks' means: right only if all have equally many targets.":
+                    terms[0] / counts[0] / R,
+                "The sum is not divided by the number of targets.": terms[0],
+                "The factor 2 of the derivative of a square is missing.": want / 2,
+                "That is divided by the number of ranks once too often: the shares are added, not averaged.": want / R,
+            }, rtol=1e-6)  # fmt: skip
+        e.same("sum of the shares", sum(map(double, got)), sum(terms) / count, rtol=1e-6)
+
+
+# ----------------------------------------------------------------------------- 15.2
+BARRIER = (
+    "Between the two halves stands a barrier, `yield`: only then are the parts of the others final."
+)
+
+
+@exercise(
+    "15.2", "all_reduce",
+    first_step="which part of the array does this rank add up for all? It reads that part of every other rank.",
+    kernel=False,
+)  # fmt: skip
+def all_reduce(e):
+    for world, n in ((2, 4), (4, 8), (3, 9)):
+        given = [np.asarray(e.normal(n)).copy() for _ in range(world)]
+        arrays, moved = [x.copy() for x in given], Counter()
+        e.case(f"{world} ranks, {n} elements")
+
+        def reader(me, arrays=arrays, moved=moved):
+            def read(rank, a, b):
+                e.need(rank in range(world), f"There is no rank {rank}: they are 0 to {world - 1}.")
+                e.need(0 <= a <= b <= n, f"read({rank}, {a}, {b}): the arrays have {n} elements.")
+                if rank != me:
+                    moved[me] += b - a
+                return arrays[rank][a:b].copy()
+
+            return read
+
+        run(e, [e.call(me, world, arrays[me], reader(me)) for me in range(world)])
+        want, parts = (
+            sum(map(double, given)),
+            [slice(n // world * r, n // world * (r + 1)) for r in range(world)],
+        )
+        for me in range(world):
+            stale, alone = want.copy(), double(given[me])
+            for r, p in enumerate(parts):
+                stale[p] = want[p] if r <= me else given[r][p]
+            alone[parts[me]] = want[parts[me]]
+            e.same(f"array of rank {me}", arrays[me], want, {
+                f"The parts that later ranks own were copied before those had added them up. {BARRIER}": stale,
+                "Only this rank's own part is a sum: in the second half the parts of the others have to be copied from their owners.": alone,
+                "Nothing has changed: add and copy in place, own_n[...] = ...": given[me],
+                "That is the mean: the shares are to be added.": want / world,
+                "That is the sum without this rank's own array.": want - given[me],
+            }, rtol=1e-5, atol=1e-5)  # fmt: skip
+        for me in range(1, world):
+            e.need(np.array_equal(arrays[me].view(np.uint32), arrays[0].view(np.uint32)),
+                   f"The sums are right, but rank {me} does not have the same bits as rank 0: they added in different orders. Each element "
+                   "is added up by one rank, its owner, and copied by the others.")  # fmt: skip
+        least = 2 * (world - 1) * (n // world)
+        e.need(moved[0] <= least, f"The sums are right, but rank 0 reads {moved[0]} elements where {least} do: in each half it needs one part "
+               f"of {n // world} from each neighbour.")  # fmt: skip
+
+
+def run(e, ranks):
+    """From barrier to barrier, one rank after the other"""
+    for rank in ranks:
+        e.need(
+            inspect.isgenerator(rank),
+            "There is no `yield` in it, so there is no barrier: " + BARRIER,
+        )
+    waiting = list(enumerate(ranks))
+    while waiting:
+        there = []
+        for me, rank in waiting:
+            try:
+                next(rank)
+                there.append((me, rank))
+            except StopIteration:
+                pass
+            except Wrong:
+                raise
+            except Exception as error:
+                raise e.wrong(f"on rank {me}: {type(error).__name__}: {error}") from None
+        if there and len(there) < len(waiting):
+            gone = next(me for me, rank in waiting if (me, rank) not in there)
+            raise e.wrong(f"Rank {there[0][0]} waits at a barrier to which rank {gone} never comes: all ranks pass equally many. "
+                          "No `yield` inside a loop or an `if` that is not the same for all.")  # fmt: skip
+        waiting = there
+
+
+# ----------------------------------------------------------------------------- 15.3
+def ready(order, spans, buckets, overlaps, final):
+    """schedule, with another idea of what lies in a bucket, or of when a gradient is final"""
+    left, gone, leaves = Counter(order), set(), []
+    for name in order:
+        left[name] -= 1
+        now = []
+        for i, bucket in enumerate(buckets):
+            inside = [n for n, span in spans.items() if overlaps(span, bucket)]
+            if i not in gone and final(left, order, inside):
+                now.append(i)
+        gone.update(now)
+        leaves.append(now)
+    return leaves
+
+
+def common(span, bucket):
+    return span[0] < bucket[1] and bucket[0] < span[1]
+
+
+def whole(span, bucket):
+    return bucket[0] <= span[0] and span[1] <= bucket[1]
+
+
+def starts_in(span, bucket):
+    return bucket[0] <= span[0] < bucket[1]
+
+
+def last(left, order, names):
+    return all(left[n] == 0 for n in names)
+
+
+def any_last(left, order, names):
+    return any(left[n] == 0 for n in names)
+
+
+def first(left, order, names):
+    return all(left[n] < order.count(n) for n in names)
+
+
+CASES = {
+    "three parameters, a bucket for each": (["c", "b", "a"], {"a": (0, 4), "b": (4, 8), "c": (8, 12)}, [(8, 12), (4, 8), (0, 4)]),
+    "two parameters in one bucket": (["c", "b", "a"], {"a": (0, 4), "b": (4, 8), "c": (8, 12)}, [(4, 12), (0, 4)]),
+    "a parameter in two buckets": (["b", "a"], {"a": (0, 8), "b": (8, 10)}, [(6, 10), (0, 6)]),
+    "a parameter that is used twice": (["a", "c", "b", "a"], {"a": (0, 4), "b": (4, 8), "c": (8, 12)}, [(8, 12), (4, 8), (0, 4)]),
+}  # fmt: skip
+
+
+@exercise(
+    "15.3", "schedule",
+    first_step="how many additions to each parameter are still to come? After each one, look at the buckets whose parameters have none left.",
+    kernel=False,
+)  # fmt: skip
+def schedule(e):
+    for case, (order, spans, buckets) in CASES.items():
+        got = e.call(list(order), dict(spans), list(buckets), case=case)
+        e.need(
+            isinstance(got, list) and len(got) == len(order),
+            f"Return a list with one entry for each of the {len(order)} additions.",
+        )
+        e.need(
+            all(isinstance(x, (list, tuple, set)) for x in got),
+            "Each entry is the list of buckets that may leave, [] if none.",
+        )
+        got = [sorted(x) for x in got]
+        want = ready(order, spans, buckets, common, last)
+        if got == want:
+            continue
+        sent = Counter(i for x in got for i in x)
+        said = f"order {order}, buckets {buckets}: you give {got}, it is {want}."
+        mistakes = {
+            "A parameter that lies in a bucket only in part counts as well: its other part is in the next one.":
+                ready(order, spans, buckets, whole, last),
+            "A parameter belongs to every bucket in which some of it lies, not only to the one where it begins.":
+                ready(order, spans, buckets, starts_in, last),
+            "A bucket left as soon as one of its parameters was final: all have to be.": ready(order, spans, buckets, common, any_last),
+            "A parameter that is used twice gets two additions: it is final after the second.": ready(order, spans, buckets, common, first),
+        }  # fmt: skip
+        for text, sign in mistakes.items():
+            e.need(got != sign, f"{said}\n{text}")
+        e.need(
+            max(sent.values(), default=0) <= 1,
+            f"{said}\nA bucket leaves once: remember which have left.",
+        )
+        e.need(len(sent) == len(buckets), f"{said}\nSome bucket never leaves.")
+        raise e.wrong(said)
