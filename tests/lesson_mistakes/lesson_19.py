@@ -1,0 +1,17 @@
+"""Typical mistakes, planted in the solutions of lesson 19: (exercise, old, new, words of the answer)."""
+
+MISTAKES = [
+    ("19.1", "* scale", "", "not scaled"),
+    ("19.1", "float32(-math.inf)", "float32(0.0)", "begin with minus infinity"),
+    ("19.1", "last = first + chunk if first + chunk < n else n", "first, last = 0, n", "only at its own"),
+    ("19.1", "total = total * keep + p", "total = total + p", "must be multiplied by exp(old m - new m)"),
+    ("19.1", "acc = acc * keep + p * v_ND[i, d]", "acc = acc + p * v_ND[i, d]", "like l"),
+    ("19.1", "acc_SD[s, d] = acc", "acc_SD[s, d] = acc / total", "leave that to the merge"),
+    ("19.2", "    share_S = np.exp(m_S - m_S.max())\n", "    share_S = np.ones_like(m_S)\n", "expected"),
+    ("19.2", "(share_S * l_S).sum()", "l_S.sum()", "l was not rescaled"),
+    ("19.2", " / (share_S * l_S).sum()", "", "Divide by the sum"),
+    ("19.2", "np.exp(m_S - m_S.max())", "np.exp(m_S)", "exp overflows"),
+    ("19.3", "min(most, -(-n // chunk))", "-(-n // chunk)", "at most 32 are allowed"),
+    ("19.3", "min(most, -(-n // chunk))", "1", "where"),
+    ("19.3", "min(begin + size, n)", "begin + size", "all keys from 0"),
+]  # fmt: skip

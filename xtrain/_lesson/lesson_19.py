@@ -1,0 +1,147 @@
+"""Exercises of lesson 19: decode attention with split keys."""
+
+import itertools
+
+import numpy as np
+
+from .attempt import exercise
+
+
+def parts_of(q, k, v, scale, chunk):
+    """-> m (S,), l (S,), acc (S, D)"""
+    m, total, acc = [], [], []
+    for i in range(0, len(k), chunk):
+        s = k[i : i + chunk] @ q * scale
+        p = np.exp(s - s.max())
+        m.append(s.max())
+        total.append(p.sum())
+        acc.append(p @ v[i : i + chunk])
+    return np.array(m), np.array(total), np.array(acc)
+
+
+@exercise(
+    "19.1", "partial_kernel",
+    first_step="lane d holds channel d of the query. For each key of this block: the score is warp_sum(q k) * scale, the same in all lanes.",
+    allow=("warp_sum",),
+    hints={
+        "CollectiveError": "warp_sum is for all 32 lanes: outside of any `if` on lanes, once per key.",
+        "DeadlockError": "warp_sum is for all 32 lanes, and all lanes walk through the same keys.",
+        "OutOfBoundsError": "The last block has fewer keys: end at k_ND.shape[0].",
+        "RaceError": "m and l belong to one lane; acc[s, d] belongs to lane d.",
+    },
+)  # fmt: skip
+def partial_kernel(e):
+    for n, chunk, big in ((4, 4, 1.0), (10, 4, 1.0), (7, 3, 8.0)):
+        q, k, v = e.normal(32, scale=big), e.normal(n, 32, scale=big), e.normal(n, 32)
+        S = -(-n // chunk)
+        m, total, acc = e.blank(S), e.blank(S), e.blank(S, 32)
+        scale = np.float32(0.18)
+        case = f"{n} keys, {chunk} for a block" + (", scores up to a hundred" if big > 1 else "")
+        e.run(S, 32, m, total, acc, q, k, v, scale, np.int64(chunk), case=case)
+        wide = [np.asarray(a).astype(np.float64) for a in (q, k, v)]
+        want = parts_of(*wide, float(scale), chunk)
+        scores = wide[1] @ wide[0] * float(scale)
+        e.same("m", m, want[0], {
+            "The scores were not scaled.": want[0] / float(scale),
+            "Every block has the maximum over all keys: it may look only at its own.": lambda got: S > 1 and np.allclose(got, scores.max(), 1e-4),
+            "m is the largest score, and some scores here are negative: begin with minus infinity.": np.maximum(want[0], 0),
+            "That is the last score of the block, not the largest.": scores[[min(i + chunk, n) - 1 for i in range(0, n, chunk)]],
+        }, rtol=1e-4)  # fmt: skip
+        raw = np.array([np.exp(scores[i : i + chunk]).sum() for i in range(0, n, chunk)])
+        e.same("l", total, want[1], {
+            "When a larger score comes, what has been added so far must be multiplied by exp(old m - new m).":
+                lambda got: chunk > 1,
+            "m has to be subtracted before exp.": raw,
+        }, rtol=1e-3)  # fmt: skip
+        e.same("acc", acc, want[2], {
+            "acc was divided by l: leave that to the merge, which needs both.": want[2] / want[1][:, None],
+            "When a larger score comes, acc must be multiplied by exp(old m - new m), like l.": lambda got: True,
+        }, rtol=1e-3, atol=1e-5)  # fmt: skip
+
+
+@exercise(
+    "19.2", "merge",
+    first_step="M is the largest of all m. Part i counts exp(m_i - M) times, its l and its acc alike.",
+    kernel=False,
+)  # fmt: skip
+def merge(e):
+    for n, chunk, big in ((4, 4, 1.0), (9, 4, 1.0), (12, 3, 900.0)):
+        q, k, v = (
+            np.asarray(e.normal(*s, scale=b)).astype(np.float64)
+            for s, b in (((3,), 1.0), ((n, 3), big), ((n, 3), 1.0))
+        )
+        m, total, acc = parts_of(q, k, v, 1.0, chunk)
+        empty = len(m) > 2
+        if empty:  # a block without keys
+            m, total, acc = (
+                np.append(m, -np.inf),
+                np.append(total, 0.0),
+                np.vstack([acc, np.zeros(3)]),
+            )
+        case = (
+            f"{n} keys in parts of {chunk}"
+            + (", and an empty part (m = -inf, l = 0)" if empty else "")
+            + (", large scores" if big > 1 else "")
+        )
+        with np.errstate(all="ignore"):
+            got = e.call(m.copy(), total.copy(), acc.copy(), case=case)
+        s = k @ q
+        p = np.exp(s - s.max())
+        want = p @ v / p.sum()
+        share = np.exp(m - m.max())
+        with np.errstate(all="ignore"):
+            mean = np.nanmean(acc / total[:, None], 0)
+        e.same("o", got, want, {
+            "That is the mean of the parts. A part whose scores are larger counts for more: exp(m_i - M).": mean if len(m) > 1 else np.empty(0),
+            "l was not rescaled: both sums take the factor exp(m_i - M).": (share[:, None] * acc).sum(0) / total.sum() if len(m) > 1 else np.empty(0),
+            "acc was not rescaled: both sums take the factor exp(m_i - M).": acc.sum(0) / (share * total).sum() if len(m) > 1 else np.empty(0),
+            "Divide by the sum of the rescaled l.": (share[:, None] * acc).sum(0) if len(m) > 1 else acc[0],
+            "exp overflows: subtract the largest m first.": lambda got: np.isnan(got).any(),
+        }, rtol=1e-6)  # fmt: skip
+
+
+@exercise(
+    "19.3", "splits",
+    first_step="how many parts are there? As many as chunks are needed, but at most `most`. Then equal parts, the last one shorter.",
+    kernel=False,
+)  # fmt: skip
+def splits(e):
+    for n, chunk, most in (
+        (10, 4, 8),
+        (256, 256, 32),
+        (257, 256, 32),
+        (10000, 256, 32),
+        (1, 256, 32),
+    ):
+        got = e.call(
+            n, chunk, most, case=f"{n} keys, at least {chunk} for a part, at most {most} parts"
+        )
+        e.need(
+            isinstance(got, list) and all(isinstance(x, tuple) and len(x) == 2 for x in got),
+            "Return a list of pairs (begin, end).",
+        )
+        used = min(most, -(-n // chunk))
+        flat = [x for pair in got for x in pair]
+        e.need(
+            flat and flat[0] == 0 and flat[-1] == n,
+            f"The parts go from {flat[0] if flat else '-'} to {flat[-1] if flat else '-'}; all keys from 0 to {n} belong to one.",
+        )
+        e.need(
+            all(a[1] == b[0] for a, b in itertools.pairwise(got)),
+            "The parts overlap, or leave keys out between them: each begins where the one before ends.",
+        )
+        e.need(all(a < b for a, b in got), "A part is empty: leave it out.")
+        e.need(len(got) <= most, f"There are {len(got)} parts, at most {most} are allowed.")
+        e.need(
+            len(got) <= used,
+            f"There are {len(got)} parts for {n} keys; {used} are enough, so that none but the last has fewer than {chunk} keys.",
+        )
+        e.need(
+            len(got) >= used - 1 or used == 1,
+            f"There are only {len(got)} parts where {used} blocks could work.",
+        )
+        sizes = [b - a for a, b in got]
+        e.need(
+            max(sizes) - min(sizes[:-1] or sizes) == 0,
+            f"The parts have {sizes[:5]} keys: all but the last should be equal.",
+        )
