@@ -98,7 +98,7 @@ def test_a_package_is_missing_or_too_new(monkeypatch):
 
 
 def test_no_room(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "_free_memory", lambda: 10**8)
+    monkeypatch.setattr(doctor, "free_memory", lambda: 10**8)
     assert by_name(doctor.memory())["free memory"].ok is False
     usage = type("usage", (), {"free": 10**6})
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)

@@ -94,13 +94,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 # ----------------------------------------------------------------------------- room
 def memory() -> Iterator[Check]:
-    free = _free_memory()
+    free = free_memory()
     if free is not None:
         mend = "end other programs, or train with a smaller --batch or --preset"
         yield Check("free memory", free >= LEAST_MEMORY, f"{free / GB:.1f} GB", mend)
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
     """Of the machine, and where a container allows less, of it."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         text = Path("/proc/meminfo").read_text()

@@ -15,6 +15,7 @@ import tyro
 
 from .config import UserError
 from .engine import Engine, Stream
+from .out_of_memory import ran_out, wanted
 from .pretrained import Pretrained, load
 from .sequences import REASONS
 from .text_stream import TextStream
@@ -176,6 +177,14 @@ def run(
         return 0
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            raise
+        print(
+            f"{name}: {wanted(error)}: use a smaller model, --max-batch or number of tokens, or --precision bf16",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted", file=sys.stderr)

@@ -48,6 +48,7 @@ from .graph import Graphed
 from .kernel_times import Recorder
 from .logbook import describe
 from .model import Transformer
+from .out_of_memory import ran_out, wanted
 from .train import Run
 from .watch import watch_ops
 
@@ -449,6 +450,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except UserError as error:
         print(f"xtrain.profile: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            raise
+        print(
+            f"xtrain.profile: {wanted(error)}: use a smaller --batch, --seq-len or model, or look with --plan",
+            file=sys.stderr,
+        )
         return 2
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from . import checkpoint, huggingface, report
+from . import checkpoint, huggingface, out_of_memory, report
 from .checkpoint import Saved
 from .clock import Clock, memory_bytes
 from .communicator import ALONE, Alone
@@ -159,8 +159,10 @@ def train(
             summary_writer()  # is it there?
         asked_name = config.name
         config, shape = resolve(config, device == "gpu", ranks.world)
+        stack.enter_context(out_of_memory.explained(config, shape, device))
         folder, saved = ranks.first(lambda: _run_folder(config, asked_name, warn))
         corpus = _read_text(config, ranks, console)
+        shape["vocab_size"] = corpus.vocab_size
         model = _make_model(config, shape, corpus, device, ranks.world)
         run = make_run(config, model, corpus, ranks)
         corpus.val_batches(1, config.micro_batch, config.seq_len)  # too little text is said now
@@ -240,7 +242,7 @@ def _make_model(
     config: TrainConfig, shape: dict[str, Any], corpus: Corpus, device: str, world: int
 ) -> Transformer:
     if config.init is None:
-        model = ModelConfig(vocab_size=corpus.vocab_size, **shape)
+        model = ModelConfig(**shape)
         return Transformer(model, config.seed, device, config.precision, config.recompute, world)
     model = huggingface.load(Path(config.init), device, config.precision, world)
     model.recompute = config.recompute
