@@ -1,0 +1,178 @@
+"""Exercises of lesson 16: memory."""
+
+from .attempt import exercise
+
+FREE = [(0, 6), (10, 8), (20, 3), (40, 5), (60, 5)]
+
+
+def taken(free, start, size, rest=True, front=True):
+    """The list after `size` was cut from the block at `start`. rest: what is left stays; front: the taken part is in front"""
+    new = []
+    for at, s in free:
+        if at != start:
+            new.append((at, s))
+        elif rest and s > size:
+            new.append((at + size, s - size) if front else (at, s - size))
+    return new
+
+
+@exercise(
+    "16.1", "take",
+    first_step="which blocks are large enough, and which of them is the smallest?",
+    kernel=False,
+)  # fmt: skip
+def take(e):
+    for free, size in (
+        (FREE, 4),
+        (FREE, 3),
+        (FREE, 6),
+        (FREE, 5),
+        (FREE, 9),
+        ([], 1),
+        ([(2, 4)], 1),
+    ):
+        given = list(free)
+        got = e.call(given, size, case=f"free {free}, size {size}")
+        e.need(
+            given == list(free),
+            f"The list that was given has changed, to {given}: return a new one.",
+        )
+        e.need(
+            isinstance(got, tuple) and len(got) == 2,
+            f"Return two things, start and the new list; this is {got!r}.",
+        )
+        start, new = got
+        fits = [(s, at) for at, s in free if s >= size]
+        if not fits:
+            e.need(
+                start is None and list(new) == list(free),
+                f"No block is large enough: return (None, free), not {got}.",
+            )
+            continue
+        best = min(fits)[1]
+        first, worst = fits[0][1], max(fits, key=lambda x: x[0])[1]
+        if start != best:
+            said = f"start is {start}, it should be {best}."
+            e.need(
+                start is not None,
+                f"start is None, but the block at {best} is large enough (a block of just that size is, too).",
+            )
+            blocks = dict(free)
+            larger = min([(s, at) for s, at in fits if s > size], default=(0, None))[1]
+            e.need(
+                blocks[best] > size or start != larger,
+                f"{said} A block of just that size is large enough.",
+            )
+            e.need(
+                start not in blocks or blocks[start] >= size,
+                f"{said} The block at {start} has only {blocks.get(start)}.",
+            )
+            last = max(at for s, at in fits if s == min(fits)[0])
+            e.need(start != last or last in (first, worst), f"{said} Of equal blocks the first.")
+            e.need(
+                start != first,
+                f"{said} That is the first block that fits; best fit takes the smallest.",
+            )
+            e.need(
+                start != worst,
+                f"{said} That is the largest block; best fit takes the smallest that is large enough.",
+            )
+            raise e.wrong(f"{said} The part that is taken is the front of the block.")
+        want = taken(free, best, size)
+        if list(new) != want:
+            said = f"the new list is {list(new)}, it should be {want}."
+            e.need(list(new) != list(free), f"{said} The block is still free.")
+            e.need(
+                list(new) != taken(free, best, size, rest=False),
+                f"{said} What is left of the block is lost: it stays free.",
+            )
+            e.need(
+                list(new) != taken(free, best, size, front=False),
+                f"{said} The front of the block was taken: the rest begins at start + size.",
+            )
+            e.need(all(s > 0 for _, s in new), f"{said} A block of size 0 is none.")
+            e.need(sorted(new) != want, f"{said} Keep the order of start.")
+            raise e.wrong(said)
+
+
+@exercise(
+    "16.2", "give",
+    first_step="put the block among the others in the order of start; which neighbours does it touch?",
+    kernel=False,
+)  # fmt: skip
+def give(e):
+    cases = (
+        ([(0, 2), (8, 2)], 4, 2), ([(0, 2), (8, 2)], 2, 3), ([(0, 2), (8, 2)], 6, 2), ([(0, 2), (8, 2)], 2, 6), ([], 3, 1),
+        ([(5, 5)], 0, 2),
+    )  # fmt: skip
+    for free, start, size in cases:
+        given = list(free)
+        got = e.call(given, start, size, case=f"free {free}, and ({start}, {size}) comes back")
+        e.need(
+            given == list(free),
+            f"The list that was given has changed, to {given}: return a new one.",
+        )
+        e.need(isinstance(got, list), f"Return the new list; this is {got!r}.")
+        loose = sorted([*free, (start, size)])
+        want = []
+        for at, s in loose:
+            if want and sum(want[-1]) == at:
+                want[-1] = (want[-1][0], want[-1][1] + s)
+            else:
+                want.append((at, s))
+        if got == want:
+            continue
+        said = f"the list is {got}, it should be {want}."
+        e.need(sorted(got) != want, f"{said} Keep the order of start.")
+        e.need(
+            (start, size) in got or any(at <= start < at + s for at, s in got),
+            f"{said} The block is not in it.",
+        )
+        before = any(sum(b) == start for b in free)
+        after = any(start + size == at for at, _ in free)
+        e.need(
+            not (before and after),
+            f"{said} It touches a free block on both sides: all three become one.",
+        )
+        e.need(not before, f"{said} A free block ends where this one begins: they become one.")
+        e.need(not after, f"{said} A free block begins where this one ends: they become one.")
+        raise e.wrong(said)
+
+
+@exercise(
+    "16.3", "peak",
+    first_step="without `again`: what is alive when forward ends? With it: what is alive while backward is at layer i?",
+    kernel=False,
+)  # fmt: skip
+def peak(e):
+    layers = (
+        ([5, 7, 6], [1, 2, 1]),
+        ([40, 5, 5], [3, 3, 3]),
+        ([5, 5, 40], [3, 3, 3]),
+        ([9], [2]),
+        ([4, 30, 2, 2], [1, 6, 1, 5]),
+    )
+    for kept, inputs in layers:
+        for again in (False, True):
+            got = e.call(
+                list(kept), list(inputs), again, case=f"kept {kept}, inputs {inputs}, again {again}"
+            )
+            alive = [sum(inputs[: i + 1]) + kept[i] for i in range(len(kept))]
+            want = max(alive) if again else sum(kept)
+            if got == want:
+                continue
+            said = f"you give {got}, it is {want}."
+            mistakes = {
+                "Without `again` nothing is forgotten: all that is kept is alive when forward ends.": None if again else max(alive),
+                "Inputs are only kept where activations are not.": None if again else sum(kept) + sum(inputs),
+                "With `again` a layer's activations are not all kept: only one layer at a time has them.": sum(kept) if again else None,
+                "The inputs alone: while backward is at a layer, its activations are there too.": sum(inputs) if again else None,
+                "The inputs of later layers are gone when backward comes to an earlier one.": sum(inputs) + max(kept) if again else None,
+                "The layer's own input is still there while its activations are made from it.":
+                    max(sum(inputs[:i]) + kept[i] for i in range(len(kept))) if again else None,
+                "That is the moment at the last layer; an earlier one with more activations may be worse.": alive[-1] if again else None,
+                "That is the moment at the first layer, the end of backward.": alive[0] if again else None,
+            }  # fmt: skip
+            for text, sign in mistakes.items():
+                e.need(got != sign, f"{said}\n{text}")
+            raise e.wrong(said)
