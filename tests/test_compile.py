@@ -122,5 +122,6 @@ def test_every_kernel_file_is_launched_above(monkeypatch):
     folder = Path(_launch.__file__).parent
     has_kernel = re.compile(r"^ *@(cuda\.jit|kernel)\b(?!.*device=True)", re.M)
     files = {p.stem for p in folder.glob("*.py") if has_kernel.search(p.read_text())}
+    files -= {p.stem for p in folder.glob("*_hopper*.py")}  # for sm_90a: test_hopper_compile.py
     missing = {f"{package}.{stem}" for stem in files} - modules
     assert not missing, f"never launched here: {sorted(missing)}"

@@ -14,6 +14,9 @@ kernel, block, threads, file and lines of
     UninitializedError  a read of shared or local memory that was never written
     OutOfBoundsError    an index past the end, or below zero, on any axis
     DeadlockError       a barrier or a warp function that some threads do not reach: who waits where
+    AsyncError          a copy or product that runs beside the threads (TMA, wgmma) is used, or what it
+                        uses is changed, before it is known to be done; a descriptor that reads
+                        something else than a tile (_simulator/engines.py, kernels/_hopper_twins.py)
     CollectiveError     a warp function in a block that is not whole warps, a mask without the
                         calling lane, a shuffle from a lane that takes no part
     KernelError         anything else: too much shared memory, a Python exception in the kernel
@@ -33,6 +36,7 @@ import numpy as np
 
 from ._simulator.block import Launch
 from ._simulator.errors import (
+    AsyncError,
     CollectiveError,
     DeadlockError,
     KernelError,
@@ -45,6 +49,7 @@ from ._simulator.source import simulates
 from ._simulator.thread import Dim3
 
 __all__ = [
+    "AsyncError",
     "CollectiveError",
     "DeadlockError",
     "KernelError",

@@ -12,10 +12,11 @@ import numpy as np
 
 from . import errors
 from .early import EarlyThread
-from .errors import DeadlockError, KernelError, Site
+from .engines import Engines
+from .errors import CollectiveError, DeadlockError, KernelError, Site
 from .memory import Mark, Memory, dense_array, global_arrays, poisoned
 from .scalars import Int32, typed
-from .source import BLOCK_BARRIERS, translate
+from .source import BLOCK_BARRIERS, WARPGROUP, Waiting, translate
 from .thread import Dim3, Thread
 from .warp import run_collective
 
@@ -53,6 +54,7 @@ class Launch:
         self.positions = [Dim3(i, j, k) for k, j, i in np.ndindex(z, y, x)]
         self.epoch = 0  # counts the intervals between block barriers, over all blocks
         self.constants = {}
+        self.stored = {}  # address of a tensor -> where copies of this launch have stored to it
 
     def run(self):
         x, y, z = map(int, self.grid)
@@ -84,6 +86,7 @@ class Block:
         self.shared = {}  # id of the Site of cuda.shared.array -> Array
         self.static_bytes = 0
         self.dynamic = None  # (Memory, bytes) once a kernel asks for it
+        self._engines = None  # see engines.py
         self.acquired = []  # (mark that released, mark that acquired), see memory.py
         kind = EarlyThread if launch.overlap else Thread
         self.threads = [kind(self, i, at) for i, at in enumerate(launch.positions)]
@@ -109,25 +112,48 @@ class Block:
                 f"{self.launch.name}, block {self.position}: it may begin before the kernel before it has ended, and "
                 "never calls wait_for_previous"
             )
-        for (
-            thread
-        ) in self.threads:  # shadows keep marks, marks keep threads: keep no more than that
+        if self._engines is not None:
+            self._engines.finish()
+        for thread in self.threads:  # shadows keep marks, marks keep threads: no more than that
             thread.mark = thread.generator = None
-        self.threads = self.warps = self.shared = self.dynamic = None
+        self.threads = self.warps = self.shared = self.dynamic = self._engines = None
+
+    engines_in_use = property(lambda self: self._engines is not None)
+
+    @property
+    def engines(self) -> Engines:
+        if self._engines is None:
+            self._engines = Engines(self)
+        return self._engines
 
     def _answer(self):
         """-> the threads that may go on, their replies set. None of them: the block is done."""
         ready = []
         for warp in self.warps:
-            waiting = [t for t in warp if t.request and t.request[0] not in BLOCK_BARRIERS]
+            waiting = [t for t in warp if t.request and _of_warp(t.request[0])]
             if waiting:
                 ready += run_collective(warp, waiting)
+        ready = ready or self._ask()
         if ready:
             return ready
         waiting = [t for t in self.threads if t.request]
         if waiting:
             self._barrier(waiting)
         return waiting
+
+    def _ask(self):
+        """-> the threads that what they wait for lets go on; copies complete when there are none."""
+        asking = [t for t in self.threads if t.request and isinstance(t.request[0], Waiting)]
+        while asking:
+            ready = [t for t in asking if not t.request[0].collective and _guarded(t, _poll, t)]
+            for first in sorted({t.index // WARPGROUP * WARPGROUP for t in asking}):
+                group = self.threads[first : first + WARPGROUP]
+                requests = [t.request for t in group]
+                if all(r and isinstance(r[0], Waiting) and r[0].collective for r in requests):
+                    ready += _guarded(group[0], _warpgroup, group)
+            if ready or not self.engines.advance():
+                return ready
+        return []
 
     def _barrier(self, waiting):
         """All threads stand at the same call of the same barrier, come there along the same lines."""
@@ -143,15 +169,16 @@ class Block:
         for thread in waiting:
             thread.mark = Mark(thread, self.epoch, thread.mark.clock)
             thread.reply = reply
+        if self.engines_in_use:
+            self.engines.meet(waiting)
 
     def _deadlock(self):
         places, sites = {}, []
         for thread in self.threads:
             if thread.request is not None:
                 name, site, args = thread.request
-                mask = (
-                    f" with mask {int(args[0]):#x}" if args and name not in BLOCK_BARRIERS else ""
-                )
+                masked = args and _of_warp(name)
+                mask = f" with mask {int(args[0]):#x}" if masked and not callable(name) else ""
                 calls = "".join(f", called at {line}" for line in _lines(thread)[-2::-1])
                 place = f"wait in {site.what}{mask} at {site}{calls}"
             elif thread.left is not None and thread.left.function == self.launch.name:
@@ -166,7 +193,9 @@ class Block:
         ]
         return DeadlockError(
             f"deadlock in {self.launch.name}, block {self.position}: its {len(self.threads)} threads do not all "
-            "come to the same barrier or warp function\n" + "\n".join(groups),
+            "come to the same barrier or warp function\n"
+            + "\n".join(groups)
+            + (self.engines.report() if self.engines_in_use else ""),
             tuple(site for site in dict.fromkeys(sites) if site),
         )
 
@@ -219,10 +248,37 @@ def _resume(thread):
         thread.request = thread.generator.send(thread.reply)
 
 
+def _of_warp(name) -> bool:
+    return name not in BLOCK_BARRIERS and not isinstance(name, Waiting)
+
+
+def _poll(thread):
+    asked, site, args = thread.request
+    thread.reply = None
+    return asked.function(thread, site, *args)
+
+
+def _warpgroup(threads):
+    """A function that 128 threads call together. -> those threads"""
+    heads = {(t.request[0], t.request[1]) for t in threads}
+    if len(heads) > 1 or len(threads) < WARPGROUP:
+        sites = tuple(sorted({site for _, site in heads}))
+        raise CollectiveError(
+            f"{sites[0].what} {errors.where(threads[0], sites[0])}: the 128 threads of a warpgroup must call the same "
+            f"function: they stand at {' and '.join(map(str, sites))}",
+            sites,
+        )
+    ((head, site),) = heads
+    replies = head.function(threads, [site] * len(threads), [t.request[2] for t in threads])
+    for thread, reply in zip(threads, replies):
+        thread.reply = reply
+    return threads
+
+
 def _guarded(thread, function, *args):
     """A Python exception in a kernel becomes a KernelError with place and thread."""
     try:
-        function(*args)
+        return function(*args)
     except KernelError:
         raise
     except Exception as error:

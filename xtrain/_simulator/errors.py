@@ -50,6 +50,12 @@ class DeadlockError(KernelError):
     """A barrier or a warp function that some threads of the block do not reach."""
 
 
+class AsyncError(KernelError):
+    """A copy or a product that runs beside the threads is used, or its operands changed, before it is known to be done; or
+    it reads something else than what lies there.
+    """
+
+
 class CollectiveError(KernelError):
     """A warp function called with a mask, a lane or a type that it cannot have."""
 
@@ -104,6 +110,16 @@ def early(thread, does, why, site, index) -> RaceError:
         f"race between kernels {where(thread, site)}: {thread} {does} {element(site, index)} at {site}, {why}, "
         "and has not called wait_for_previous",
         (site,),
+    )
+
+
+def in_use(thread, busy, verb, site, index):
+    """busy: (where the product was begun, what it does with these registers)"""
+    old, does = busy
+    return AsyncError(
+        f"register in use {where(thread, site)}: {thread} {verb} {element(site, index)} at {site}, {does} the product "
+        f"begun at {old}, which is not known to be done: wait for it, naming its result",
+        (old, site),
     )
 
 

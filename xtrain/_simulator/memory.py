@@ -57,7 +57,8 @@ class Memory:
     """The shadow of one stretch of memory: a global array with all its aliases, one shared array, one local array."""
 
     __slots__ = (
-        "atomics", "base", "granule", "kind", "old_atomics", "old_reads", "old_writes", "reads", "releases", "watched",
+        "atomics", "base", "busy", "granule", "kind", "old_atomics", "old_reads", "old_writes", "reads", "releases",
+        "watched",
         "writes",
     )  # fmt: skip
 
@@ -68,6 +69,7 @@ class Memory:
         self.writes, self.reads, self.atomics = {}, {}, {}  # by threads of the running block
         self.old_writes, self.old_reads, self.old_atomics = {}, {}, {}  # by blocks that are done
         self.releases = {}  # key of an atomic -> marks that released there
+        self.busy = None  # registers that a product under way still uses: see errors.in_use
         self.watched = False  # there are atomics, or blocks that are done: look into all six
 
     def end_of_block(self):

@@ -106,6 +106,8 @@ class Thread:
         epoch = mark.epoch
         record = memory.writes.get(key)
         if record is None:
+            if memory.busy and memory.kind == "local":
+                raise errors.in_use(self, memory.busy, "reads", site, index)
             if memory.kind != "global" and key not in memory.atomics:
                 raise errors.uninitialized(self, memory.kind, site, index)
         elif record[0] is not mark and record[0].epoch == epoch:
@@ -136,6 +138,8 @@ class Thread:
             self._order(memory, memory.atomics.get(key), ATOMIC, "wrote", index, site)
             self._order(memory, memory.old_atomics.get(key), ATOMIC, "wrote", index, site)
         if not a.writeable:
+            if memory.busy:
+                raise errors.in_use(self, memory.busy, "writes", site, index)
             raise errors.read_only(self, site, index)
         memory.writes[key] = (mark, site)
 

@@ -81,6 +81,8 @@ def _syncwarp(lanes):
         thread.seen = [*joined]
         thread.seen[thread.lane] = clock
         thread.mark = Mark(thread, thread.mark.epoch, clock)
+    if lanes[0].block.engines_in_use:
+        lanes[0].block.engines.meet(lanes)
     return [None] * len(lanes)
 
 

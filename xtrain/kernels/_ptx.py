@@ -23,7 +23,13 @@ try:
 except ImportError:  # older releases
     from numba.extending import intrinsic
 
-I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I16, I32, I64, F32 = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+)
 GLOBAL, SHARED = 1, 3  # NVVM's address spaces
 
 _JIT = inspect.signature(cuda.jit).parameters

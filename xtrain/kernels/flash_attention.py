@@ -25,6 +25,7 @@ With `causal`, query t sees the keys s <= t + (S - T): S > T means that the firs
 Operations: 4 B H T S D forward, 2.5 times that backward, and half of it if causal.
 
     NumPy             the references below
+    bf16, 9.0         flash_attention_hopper.py, _hopper_bwd.py, _hopper_parts.py: wgmma and TMA, D = 64, 128
     bf16              flash_attention_bf16.py, _bf16_bwd.py, _bf16_pairs.py: tensor cores, D = 16, 32, 64, 128
     float32           flash_attention_fp32.py: any D up to 128; also the version to read first
 
@@ -41,11 +42,15 @@ from . import flash_attention_bf16 as bf16
 from . import flash_attention_bf16_bwd as bf16_bwd
 from . import flash_attention_bf16_pairs as bf16_pairs
 from . import flash_attention_fp32 as fp32
+from . import flash_attention_hopper as hopper
+from . import flash_attention_hopper_bwd as hopper_bwd
 from ._launch import FLOATS, check, check_array, empty, launch, on_host
+from ._tensor_maps import mappable
 from ._tiles import WIDTHS
 from .flash_attention_table import TABLE
 
 FEW_ROUNDS, LONG = 12, 2048  # see make_grid; measured on one H200
+HOPPER = False  # use the kernels for compute capability 9.0: no GPU has run them in this form yet
 MAX_GRID = 2**16 - 1  # blocks in y or z
 SMALL = {  # where a block gets less shared memory than the table's choice needs; all fit the 99 KB of 8.6, 8.9, 12.0
     "fwd": (64, 64, 4, 2, False),
@@ -114,6 +119,9 @@ def flash_attention_fwd(
     if q_BTHD.dtype == np.float32:
         fwd_kernel, grid = fp32.make_fwd_kernel(D, causal), (-(-T // fp32.tile_rows(D)), B * H)
         launch(fwd_kernel, grid, fp32.THREADS, o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, scale)
+    elif use_hopper(q_BTHD):
+        inputs = map(mappable, (q_BTHD, k_BSGD, v_BSGD))
+        hopper.forward(o_BTHD, lse_BHT, *inputs, scale, causal, _gpu(q_BTHD))
     else:
         q, k, v, sizes = flat_inputs(q_BTHD, k_BSGD, v_BSGD)
         outputs = o_BTHD.reshape(-1), lse_BHT.reshape(-1)
@@ -144,7 +152,13 @@ def flash_attention_bwd(
         gradients = flash_attention_bwd_ref(*wide, lse_BHT, scale, causal)
         return tuple(x.astype(q_BTHD.dtype) for x in gradients)
     dq, dk, dv = empty(q_BTHD, (B, T, H, D)), *(empty(k_BSGD, (B, S, G, D)) for _ in range(2))
-    delta, scale = empty(lse_BHT, (B, H, T)), np.float32(scale)
+    scale = np.float32(scale)
+    if use_hopper(q_BTHD):
+        inputs = map(mappable, (do_BTHD, q_BTHD, k_BSGD, v_BSGD))
+        o = _flat(o_BTHD)[0]
+        hopper_bwd.backward((dq, dk, dv), *inputs, o, lse_BHT, scale, causal, _gpu(q_BTHD))
+        return dq, dk, dv
+    delta = empty(lse_BHT, (B, H, T))
     if q_BTHD.dtype == np.float32:
         rows, inputs = fp32.tile_rows(D), (do_BTHD, q_BTHD, k_BSGD, v_BSGD)
         dq_kernel, dkdv_kernel = fp32.make_dq_kernel(D, causal), fp32.make_dkdv_kernel(D, causal)
@@ -164,8 +178,7 @@ def flash_attention_bwd(
 def _launch_bf16(kind, causal, q_shape, k_shape, *args):
     config = choose(kind, q_shape[3], q_shape[1], causal, shared_limit(args[0]))
     kernel, shared = make_kernel(kind, q_shape[3], causal, config)
-    gpu = multiprocessors(args[0]), l2_bytes(args[0])
-    grid = make_grid(kind, config, causal, q_shape, k_shape, *gpu)
+    grid = make_grid(kind, config, causal, q_shape, k_shape, *_gpu(args[0]))
     launch(kernel, grid, 32 * config[2], *args, shared=shared)
 
 
@@ -221,6 +234,18 @@ def choose(kind: str, D: int, T: int, causal: bool, shared: int) -> tuple:
     rows = TABLE[kind, D, causal]
     config = next(config for longest, config in rows if longest is None or longest >= T)
     return config if _maker(kind, D)[1](D, config) <= shared else SMALL[kind]
+
+
+def use_hopper(q_BTHD: Array) -> bool:
+    """Are these queries for the kernels of compute capability 9.0, and no other?"""
+    if not HOPPER or q_BTHD.dtype == np.float32 or q_BTHD.shape[3] not in hopper.WIDTHS:
+        return False
+    here = isinstance(q_BTHD, SimArray) or str(q_BTHD.device.compute_capability) == "90"
+    return here and q_BTHD.size > 0
+
+
+def _gpu(x):
+    return multiprocessors(x), l2_bytes(x)
 
 
 def shared_limit(x: Array) -> int:

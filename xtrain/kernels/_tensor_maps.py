@@ -1,0 +1,119 @@
+"""Tensor maps: 128 bytes that tell the copy engine (TMA) where a tensor lies, and what box of it a copy takes.
+
+The driver encodes them ("CUDA Driver API, Tensor Map Object Management": cuTensorMapEncodeTiled). A map depends on address,
+shape and strides alone, so each set of maps is made once and kept in global memory; a captured graph keeps its address, and
+replaying it costs the host nothing.
+"""
+
+import ctypes
+import functools
+
+import numpy as np
+
+from ..device import Array, cupy
+from ..simulator import SimArray
+from ._hopper import MAP_WORDS, PANEL
+from ._hopper_twins import simulated_map
+from ._launch import empty, zeros
+
+BFLOAT16, SWIZZLE_128, PROMOTE_256, NO_INTERLEAVE, FILL_ZEROS = 9, 3, 3, 0, 0  # CUtensorMap...
+SETS = 1 << 14  # kept of those that no graph holds
+
+_captured: dict = {}  # (device, what is mapped) -> maps, in use by a graph: kept for ever
+_loose: dict = {}
+_counters: dict = {}  # (device, stream) -> two zeros. Kept: graphs know their address
+
+
+def mappable(x_BTHD: Array) -> Array:
+    """x, or a contiguous copy of it if a tensor map cannot describe it: addresses and strides are multiples of 16 bytes, and a
+    head's elements are side by side.
+    """
+    address = 0 if isinstance(x_BTHD, SimArray) else x_BTHD.data.ptr
+    steps = [s for s, n in zip(x_BTHD.strides, x_BTHD.shape) if n > 1]
+    whole = address % 16 == 0 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in steps[:-1])
+    return x_BTHD if whole and x_BTHD.strides[3] == x_BTHD.itemsize else x_BTHD.copy()
+
+
+def tensor_maps(*boxes: tuple[Array, int]) -> Array:
+    """The maps of (x (B, T, H, D) in bf16, rows per box), one after the other, as uint64: 16 words each."""
+    first = boxes[0][0]
+    if isinstance(first, SimArray):
+        words = [simulated_map(*_described(x, rows)) for x, rows in boxes]
+        return np.array(words, np.uint64).reshape(-1).view(SimArray)
+    if not isinstance(first, cupy().ndarray):  # memory.py counts bytes
+        return empty(first, (MAP_WORDS * len(boxes),), np.uint64)
+    described = tuple(_described(x, rows) for x, rows in boxes)
+    key = first.device.id, described
+    capturing = cupy().cuda.get_current_stream().is_capturing()
+    maps = _captured.get(key)
+    if maps is None:
+        maps = _loose.get(key)
+        if maps is None:
+            if len(_loose) >= SETS and not capturing:
+                cupy().cuda.Device().synchronize()  # nobody reads them any more
+                _loose.clear()
+            maps = _loose[key] = _upload(b"".join(_encode(*one) for one in described))
+        if capturing:
+            _captured[key] = _loose.pop(key)
+    return maps
+
+
+def _described(x_BTHD, rows):
+    """-> address, dims from the innermost out, strides of the outer three in bytes, box"""
+    B, T, H, D = x_BTHD.shape
+    batch, row, head, _ = x_BTHD.strides
+    simulated = isinstance(x_BTHD, SimArray)
+    address = x_BTHD.__array_interface__["data"][0] if simulated else x_BTHD.data.ptr
+    dense = 2 * D  # the stride of an axis of one element says nothing
+    strides = tuple(s if n > 1 else dense for s, n in ((row, T), (head, H), (batch, B)))
+    return address, (D, T, H, B), strides, (PANEL, rows)
+
+
+@functools.cache
+def _encoder():
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    function.argtypes = [pointer, number, ctypes.c_uint, *[pointer] * 5, *[number] * 4]
+    return function
+
+
+def _encode(address, dims, strides, box) -> bytes:
+    place = ctypes.create_string_buffer(128 + 64)
+    aligned = -(-ctypes.addressof(place) // 64) * 64  # the driver asks for it
+    longs = lambda values: (ctypes.c_uint64 * len(values))(*values)
+    ints = lambda values: (ctypes.c_uint32 * len(values))(*values)
+    status = _encoder()(
+        aligned, BFLOAT16, 4, address, longs(dims), longs(strides), ints((*box, 1, 1)), ints((1,) * 4),
+        NO_INTERLEAVE, SWIZZLE_128, PROMOTE_256, FILL_ZEROS,
+    )  # fmt: skip
+    if status:
+        raise RuntimeError(
+            f"the driver refuses a tensor map of dims {dims}, strides {strides} bytes, box {box} at {address:#x}: "
+            f"CUDA error {status}"
+        )
+    return ctypes.string_at(aligned, 128)
+
+
+def _upload(content: bytes) -> Array:
+    """In memory of its own, past any pool and any capture: it is there when this returns."""
+    gpu = cupy().cuda
+    memory = gpu.MemoryPointer(gpu.Memory(len(content)), 0)
+    maps = cupy().ndarray((len(content) // 8,), np.uint64, memory)
+    stream = gpu.Stream(non_blocking=True)
+    source = ctypes.create_string_buffer(content, len(content))
+    kind = gpu.runtime.memcpyHostToDevice
+    gpu.runtime.memcpyAsync(maps.data.ptr, ctypes.addressof(source), len(content), kind, stream.ptr)
+    stream.synchronize()
+    return maps
+
+
+def tile_counter(maps: Array) -> Array:
+    """Two zeros beside `maps` for the kernels of this stream; each launch leaves them so."""
+    if isinstance(maps, SimArray) or not isinstance(maps, cupy().ndarray):
+        return zeros(maps, (2,), np.int32)
+    stream = cupy().cuda.get_current_stream()
+    key = maps.device.id, stream.ptr
+    if key not in _counters:
+        content = bytes(8)
+        _counters[key] = _upload(content).view(np.int32)
+    return _counters[key]
