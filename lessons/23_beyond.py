@@ -272,6 +272,7 @@ lesson.table(
         "bench_attention/named fwd/B=4 H=16 G=16 T=4096 D=128/bf16",
     ],
     {
+        "head width": lambda r: r["shape"].split("D=")[1],
         "xtrain, TFLOP/s": "value",
         "flash backend": "peer_value",
         "cuDNN": "cudnn_value",

@@ -112,11 +112,10 @@ def record(identity: str) -> dict:
 def table(identities: list[str], columns: dict[str, str | Callable]) -> None:
     """Print records as a table. columns: {heading: field of the record, or a function of the record}."""
     found = [record(i) for i in identities]
-    cells, several = [["", *columns]], len({r["name"] + r["dtype"] for r in found}) < len(found)
+    cells = [["", *columns]]
     for r in found:
         values = [c(r) if callable(c) else r.get(c) for c in columns.values()]
-        label = f"{r['name']} {r['dtype']}" + (f", {r['shape']}" if several else "")
-        cells.append([label, *map(_cell, values)])
+        cells.append([f"{r['name']} {r['dtype']}", *map(_cell, values)])
     widths = [max(map(len, column)) for column in zip(*cells)]
     for first, *rest in cells:
         print(first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:])), sep="   ")
