@@ -252,7 +252,8 @@ def scores_kernel(s_BHTT, q_BTHD, k_BTHD, scale):
 # %%
 B2, T2, H2, D2 = (16, 64, 12, 32) if lesson.on_gpu() else (2, 5, 3, 4)
 rng = np.random.default_rng(0)
-q_BTHD, k_BTHD = (lesson.array(rng.standard_normal((B2, T2, H2, D2), np.float32)) for _ in range(2))
+draw = lambda: lesson.array(rng.standard_normal((B2, T2, H2, D2), np.float32))
+q_BTHD, k_BTHD = draw(), draw()
 scale, tiles = np.float32(D2**-0.5), -(-T2 // 8)
 looped, at_once = (lesson.empty(q_BTHD, (B2, H2, T2, T2)) for _ in range(2))
 
@@ -323,8 +324,8 @@ def queue_ends(gpu_us, launch_us):
     """When does each kernel end? -> a list as long as gpu_us, in microseconds.
 
     gpu_us: how long each kernel runs. Python starts at 0 and needs launch_us for every
-    launch, one after the other, without waiting for the GPU. A kernel begins as soon as it
-    has been launched and the kernel before it has ended.
+    launch, one after the other, without waiting for the GPU. A kernel begins as soon as
+    it has been launched and the kernel before it has ended.
     """
     # YOUR CODE
 
@@ -352,8 +353,8 @@ def queue_ends(gpu_us, launch_us):
     """When does each kernel end? -> a list as long as gpu_us, in microseconds.
 
     gpu_us: how long each kernel runs. Python starts at 0 and needs launch_us for every
-    launch, one after the other, without waiting for the GPU. A kernel begins as soon as it
-    has been launched and the kernel before it has ended.
+    launch, one after the other, without waiting for the GPU. A kernel begins as soon as
+    it has been launched and the kernel before it has ended.
     """
     ends, free = [], 0
     for i, run in enumerate(gpu_us):

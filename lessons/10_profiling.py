@@ -100,7 +100,7 @@ print("between two events:", machine.elapsed_us(begin, end))
 
 # %% tags=["exercise"]
 def time_us(machine, run, repeats):
-    """How long the GPU works on what run() launches: the median of `repeats` runs, in us.
+    """How long the GPU works on what run() launches: median of `repeats` runs, in us.
 
     machine: has record(), synchronize(), elapsed_us(begin, end) and clock(), see above.
     run: a function without arguments that launches kernels on it.
@@ -128,7 +128,7 @@ lesson.check("10.1", time_us)
 # %% tags=["solution"]
 # Solution 10.1
 def time_us(machine, run, repeats):
-    """How long the GPU works on what run() launches: the median of `repeats` runs, in us.
+    """How long the GPU works on what run() launches: median of `repeats` runs, in us.
 
     machine: has record(), synchronize(), elapsed_us(begin, end) and clock(), see above.
     run: a function without arguments that launches kernels on it.
@@ -194,7 +194,7 @@ for runs_us in (500, 50, 4):
 
 # %% tags=["exercise"]
 def busy_share(spans):
-    """-> between 0 and 1.   spans: [(start, end), ...] in any order; they may overlap."""
+    """-> from 0 to 1.   spans: [(start, end), ...] in any order; they may overlap."""
     # YOUR CODE
 
 
@@ -218,7 +218,7 @@ lesson.check("10.2", busy_share)
 # %% tags=["solution"]
 # Solution 10.2
 def busy_share(spans):
-    """-> between 0 and 1.   spans: [(start, end), ...] in any order; they may overlap."""
+    """-> from 0 to 1.   spans: [(start, end), ...] in any order; they may overlap."""
     first = min(start for start, _ in spans)
     busy, until = 0, first
     for start, end in sorted(spans):
@@ -421,6 +421,14 @@ for name, m in (("launch by launch", eager_machine), ("one graph", graph_machine
     m.synchronize()
     share = busy_share([(start, end) for _, start, end in m.spans])
     print(f"{name:17} {m.clock():6.0f} us, the GPU is busy for {share:.0%}")
+lesson.figures.timeline(
+    {
+        "launch by launch": [(a, b, str(i)) for i, (_, a, b) in enumerate(eager_machine.spans[:8])],
+        "one graph": [(a, b, str(i)) for i, (_, a, b) in enumerate(graph_machine.spans[:8])],
+    },
+    "when the GPU works: the first eight kernels",
+    "microseconds",
+)
 
 # %% [markdown]
 # The price: **the arguments are written down too**. Addresses of arrays, and the *values* of

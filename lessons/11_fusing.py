@@ -92,10 +92,10 @@ lesson.source(residual_rmsnorm_ref)
 
 # %% tags=["exercise"]
 def bytes_before_after(kernels, sizes, kept):
-    """-> (bytes moved by the kernels one after the other, bytes moved by all of them as one)
+    """-> (bytes moved by the kernels one after the other, bytes moved by all as one)
 
     kernels: [(names that it reads, names that it writes), ...]   sizes: {name: bytes}
-    kept: names of the arrays that somebody needs afterwards; some kernel writes each of them
+    kept: names of arrays that are needed afterwards; some kernel writes each of them
     """
     # YOUR CODE
 
@@ -120,10 +120,10 @@ lesson.check("11.1", bytes_before_after)
 # %% tags=["solution"]
 # Solution 11.1
 def bytes_before_after(kernels, sizes, kept):
-    """-> (bytes moved by the kernels one after the other, bytes moved by all of them as one)
+    """-> (bytes moved by the kernels one after the other, bytes moved by all as one)
 
     kernels: [(names that it reads, names that it writes), ...]   sizes: {name: bytes}
-    kept: names of the arrays that somebody needs afterwards; some kernel writes each of them
+    kept: names of arrays that are needed afterwards; some kernel writes each of them
     """
     before = sum(sizes[a] for reads, writes in kernels for a in (*reads, *writes))
     made = {a for _, writes in kernels for a in writes}
@@ -400,7 +400,7 @@ print(f"logits of 2048 rows: {gb(2048, vocabulary):.2f} GB")
 def head_loss(x_NC, w_VC, targets_N, rows):
     """-> loss (mean over the N rows of the cross-entropy), dx (N, C), dw (V, C).
 
-    The logits of at most `rows` rows exist at any time. targets: N whole numbers in [0, V).
+    The logits of at most `rows` rows exist at any time. targets: (N,), from 0 to V - 1.
     """
     # YOUR CODE
 
@@ -429,7 +429,7 @@ lesson.check("11.4", head_loss)
 def head_loss(x_NC, w_VC, targets_N, rows):
     """-> loss (mean over the N rows of the cross-entropy), dx (N, C), dw (V, C).
 
-    The logits of at most `rows` rows exist at any time. targets: N whole numbers in [0, V).
+    The logits of at most `rows` rows exist at any time. targets: (N,), from 0 to V - 1.
     """
     N = len(x_NC)
     loss, dx_NC, dw_VC = 0.0, np.empty_like(x_NC), np.zeros_like(w_VC)
@@ -514,6 +514,12 @@ apart = silu["ms"] + fused["nbytes"] / add["value"] / 1e6
 print(f"two kernels, 16 bytes at a time: {apart:.3f} ms")
 print(f"fused, 4 bytes at a time:        {fused['naive_ms']:.3f} ms")
 print(f"fused, 16 bytes at a time:       {fused['ms']:.3f} ms")
+lesson.figures.bars(
+    {"two kernels": apart, "fused, 4 bytes": fused["naive_ms"], "fused, 16 bytes": fused["ms"]},
+    "ms",
+    "SwiGLU in float32",
+    limit=("a copy of as many bytes", fused["copy_ms"]),
+)
 
 # %% [markdown]
 # Fewer bytes, moved less well: more than half of the gain is lost again. A fused kernel has to be

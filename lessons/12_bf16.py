@@ -75,6 +75,33 @@ for name, dtype in (("bfloat16", BFLOAT16), ("float16", np.float16)):
     print(f"{name}: step next to 1 {step:.1e}, largest {most:.1e}, smallest {least:.0e}")
 
 # %% [markdown]
+# The relative error of rounding, for numbers of every size (1 means that nothing is left, or
+# infinity):
+
+# %%
+sizes = 10.0 ** np.arange(-12, 7)
+draws = np.random.default_rng(0).random(1000)
+
+
+def worst(dtype):
+    errors = []
+    for size in sizes:
+        exact = (size * (1 + draws)).astype(np.float32)
+        with np.errstate(over="ignore"):
+            got = exact.astype(dtype).astype(np.float64)
+        errors.append(min(1.0, np.abs(got / exact - 1).max()))
+    return errors
+
+
+lesson.figures.curves(
+    sizes,
+    {"bfloat16": worst(BFLOAT16), "float16": worst(np.float16)},
+    "size of the number",
+    "largest relative error",
+    "bfloat16 is rough everywhere, float16 is fine in a small range",
+)
+
+# %% [markdown]
 # Which of the two matters for training? Take the gradient that arrives at a logit: softmax minus
 # one-hot, over the number of tokens (lesson 11). At the beginning all words are equally likely. For
 # 8192 tokens and a vocabulary of 50304:
@@ -186,7 +213,7 @@ print(f"after 1000 steps of 0.001:  bf16 {float(weight[0])}   float32 {master[0]
 
 # %% tags=["exercise"]
 def sgd_step(master_n, half_n, g_n, lr):
-    """One step. Changes the float32 array master and the bf16 array half; returns nothing.
+    """One step: changes the float32 array master and the bf16 array half in place.
 
     master = master - lr g,   half = master, rounded.   g: float32, lr: a number.
     """
@@ -208,7 +235,7 @@ lesson.check("12.2", sgd_step)
 # %% tags=["solution"]
 # Solution 12.2
 def sgd_step(master_n, half_n, g_n, lr):
-    """One step. Changes the float32 array master and the bf16 array half; returns nothing.
+    """One step: changes the float32 array master and the bf16 array half in place.
 
     master = master - lr g,   half = master, rounded.   g: float32, lr: a number.
     """
@@ -387,10 +414,14 @@ print("another batch's gradient is off by 30 times as much:", batches_apart > 30
 # These four limits are those that `tests/test_precision.py` holds xtrain's real bf16 model to, on a
 # GPU, with the layers of `dim384`; and after 150 steps the losses may differ by 0.01. That the
 # gradient is off by up to a per cent does no harm: the last line says how much larger the noise of
-# choosing a batch is. On a GPU the next cell asks the real one:
+# choosing a batch is. On a GPU that knows bf16 (compute capability 8.0 or later; a T4 has 7.5) the
+# next cell asks the real one:
 
 # %%
-if lesson.on_gpu():
+from xtrain.device import cupy
+
+capable = lesson.on_gpu() and int(cupy().cuda.Device().compute_capability) >= 80
+if capable:
     ids, targets = batch(0)
     losses = [
         xtrain.Transformer(config, device="gpu", precision=p).loss(ids, targets).item()
@@ -398,7 +429,7 @@ if lesson.on_gpu():
     ]
     print(f"float32 {losses[0]:.6f}, bf16 {losses[1]:.6f}")
 else:
-    print("No GPU here.")
+    print("No such GPU here.")
 
 # %% [markdown]
 # Now let three models learn: in float32; with bf16 products and float32 masters; and with bf16
@@ -509,10 +540,9 @@ from xtrain.kernels import adamw, cast
 
 x_b = lesson.array(rng.standard_normal(n, np.float32))
 bits_b, y_b = x_b.view(np.uint32), lesson.empty(x_b, n, np.uint16)
-runs = {
-    "yours": lambda: lesson.launch(narrow_kernel, -(-n // 256), 256, y_b, bits_b),
-    "in use": lambda: cast.cast_fwd(x_b, BFLOAT16),
-}
+runs = {"yours": lambda: lesson.launch(narrow_kernel, -(-n // 256), 256, y_b, bits_b)}
+if capable:
+    runs["in use"] = lambda: cast.cast_fwd(x_b, BFLOAT16)
 times = lesson.measure(runs, nbytes=6 * n)
 
 # %% [markdown]

@@ -99,8 +99,8 @@ lesson.figures.timeline(spans, "static batching: short answers wait for long one
 def schedule(lengths, rows):
     """-> [(first step, row), ...], one pair for each request, in their order.
 
-    lengths: steps that each request needs. All of them are waiting at step 0. rows: how many
-    requests can be served at once.
+    lengths: steps that each request needs. All of them are waiting at step 0.
+    rows: how many requests can be served at once.
     """
     # YOUR CODE
 
@@ -126,8 +126,8 @@ lesson.check("21.1", schedule)
 def schedule(lengths, rows):
     """-> [(first step, row), ...], one pair for each request, in their order.
 
-    lengths: steps that each request needs. All of them are waiting at step 0. rows: how many
-    requests can be served at once.
+    lengths: steps that each request needs. All of them are waiting at step 0.
+    rows: how many requests can be served at once.
     """
     free_at, plan = [0] * rows, []
     for n in lengths:
@@ -260,8 +260,8 @@ print("begins with the first text and its answer:", second.startswith(first + "F
 def reusable(held, prompt):
     """-> how many of the prompt's tokens need not be computed again.
 
-    held: the tokens whose keys and values are in the cache.   prompt: the new one, not empty.
-    The model must see at least one token of the prompt: its logits give the first new one.
+    held: the tokens whose keys and values are in the cache.   prompt: not empty. The model
+    must see at least one token of the prompt: its logits give the first new one.
     """
     # YOUR CODE
 
@@ -283,8 +283,8 @@ lesson.check("21.3", reusable)
 def reusable(held, prompt):
     """-> how many of the prompt's tokens need not be computed again.
 
-    held: the tokens whose keys and values are in the cache.   prompt: the new one, not empty.
-    The model must see at least one token of the prompt: its logits give the first new one.
+    held: the tokens whose keys and values are in the cache.   prompt: not empty. The model
+    must see at least one token of the prompt: its logits give the first new one.
     """
     n = 0
     for a, b in zip(held, prompt):
@@ -318,7 +318,7 @@ for cut in (1, 2, 18):
 
 # %% tags=["exercise"]
 def whole_characters(data):
-    """-> (text, rest): data decoded as far as it is certain, and the bytes that are held back.
+    """-> (text, rest): data decoded as far as it is certain, and the bytes held back.
 
     rest: the beginning of a character whose other bytes may still come, else b"".
     Bytes that cannot be part of any character become U+FFFD in the text.
@@ -346,7 +346,7 @@ lesson.check("21.4", whole_characters)
 # %% tags=["solution"]
 # Solution 21.4
 def whole_characters(data):
-    """-> (text, rest): data decoded as far as it is certain, and the bytes that are held back.
+    """-> (text, rest): data decoded as far as it is certain, and the bytes held back.
 
     rest: the beginning of a character whose other bytes may still come, else b"".
     Bytes that cannot be part of any character become U+FFFD in the text.
