@@ -13,7 +13,8 @@
 #
 # [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/13_flash_attention.ipynb)
 #
-# *About 90 minutes. You need [lesson 3](03_reductions.ipynb) and the attention of lesson 7.*
+# *About 90 minutes. You need [lesson 3](03_reductions.ipynb) and the attention of [lesson
+# 7](07_model.ipynb).*
 #
 # **The question.** Attention compares every token with every earlier one: T tokens make T x T
 # scores. With 16 heads and 65,536 tokens, the scores alone, in two bytes each, are 137 GB. An H200
@@ -180,8 +181,8 @@ def attention_row(q_D, k_SD, v_SD, scale, tile):
 #
 # Now for all queries. A block of 32 threads owns 32 queries; each thread keeps its own query, m, l
 # and acc in registers. Tile by tile, the block brings 32 keys and values into shared memory, where
-# all 32 queries use them: what is loaded once is used 32 times, as in the matrix product of lesson
-# 4.
+# all 32 queries use them: what is loaded once is used 32 times, as in the matrix product of [lesson
+# 4](04_matmul.ipynb).
 #
 # With a causal mask most queries see few keys, and many tiles are not needed at all. Key tile j is
 # of use to query tile i only if j is at most i; in the tile j = i each thread looks at its own t.
@@ -304,8 +305,8 @@ print("lse agrees to 1e-5:", np.allclose(lse_T, lse_ref[0, 0], atol=1e-5))
 # %% [markdown]
 # ## The backward
 #
-# Backward is told do, of the shape of o. By lesson 5, for the two matrix products and the softmax
-# between them, with s standing for the scaled scores:
+# Backward is told do, of the shape of o. By [lesson 5](05_backward.ipynb), for the two matrix
+# products and the softmax between them, with s standing for the scaled scores:
 #
 # $$dv = p^T do \qquad dp = do\,v^T \qquad ds_{ts} = p_{ts} \Big(dp_{ts} - \sum_j p_{tj}\,dp_{tj}\Big) \qquad dq = scale \cdot ds\,k \qquad dk = scale \cdot ds^T q$$
 #
@@ -409,9 +410,9 @@ def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
 # %% [markdown]
 # dk and dv are sums over *queries*: each key needs all queries that see it. If the dq kernel also
 # added to dk, 32 threads of every block would add to the same elements, with atomics, in whatever
-# order they come: another gradient in every run (lesson 3). So xtrain has a second kernel whose
-# blocks own *keys* and walk over the queries. It computes the scores once more. A check of all of
-# it together is the directional derivative of lesson 5:
+# order they come: another gradient in every run ([lesson 3](03_reductions.ipynb)). So xtrain has a
+# second kernel whose blocks own *keys* and walk over the queries. It computes the scores once more.
+# A check of all of it together is the directional derivative of [lesson 5](05_backward.ipynb):
 
 # %%
 wide = [one_head(x) for x in (q_TD, k_TD, v_TD)]
@@ -612,9 +613,10 @@ lesson.source(flash_attention_fp32.make_add_scores)
 lesson.source(flash_attention_fp32.make_fwd_kernel)
 
 # %% [markdown]
-# `past` is for serving, where the keys of earlier turns are already there (lesson 18), and `g` is
-# the key head that several query heads may share. The bf16 kernels do the same on tensor cores,
-# which is [lesson 14](14_tensor_cores.ipynb). Measured, forward and backward, beside PyTorch:
+# `past` is for serving, where the keys of earlier turns are already there ([lesson
+# 18](18_kv_cache.ipynb)), and `g` is the key head that several query heads may share. The bf16
+# kernels do the same on tensor cores, which is [lesson 14](14_tensor_cores.ipynb). Measured,
+# forward and backward, beside PyTorch:
 
 # %%
 by_length = [
@@ -635,8 +637,9 @@ lesson.table(
 )
 
 # %% [markdown]
-# cuDNN wins from 1024 tokens on: its kernels use instructions that exist on Hopper only. Lesson 23
-# points to them. At 65,536 tokens PyTorch's own flash kernels are a little ahead, too.
+# cuDNN wins from 1024 tokens on: its kernels use instructions that exist on Hopper only. [Lesson
+# 23](23_beyond.ipynb) points to them. At 65,536 tokens PyTorch's own flash kernels are a little
+# ahead, too.
 #
 # ## What did not help
 #
@@ -704,8 +707,9 @@ print(f"beside the {2 * TILE * D:,} of the two products")
 # 1: q, do, and per query lse and delta. `for first in range(cuda.blockIdx.x * TILE, T, TILE)`; key
 # n and query t meet if n <= t; `dv += p do`, `dk += scale ds q`. The last cell below is one. 2:
 # with lse = log(exp(lse1) + exp(lse2)), computed with the larger of the two subtracted, o = o1
-# exp(lse1 - lse) + o2 exp(lse2 - lse). Lesson 19 splits keys among blocks this way. 3: o, 4096 · 64
-# · 2 bytes, and lse, 4096 · 4 bytes: 540,672 bytes. p would be 4096 · 4096 · 2 = 33,554,432.
+# exp(lse1 - lse) + o2 exp(lse2 - lse). [Lesson 19](19_decode_attention.ipynb) splits keys among
+# blocks this way. 3: o, 4096 · 64 · 2 bytes, and lse, 4096 · 4 bytes: 540,672 bytes. p would be
+# 4096 · 4096 · 2 = 33,554,432.
 #
 # </details>
 

@@ -208,10 +208,10 @@ print(_tensor_cores.mma_bf16.__doc__)
 #
 # ## The banks again
 #
-# Shared memory serves 32 banks of 4 bytes at a time (lesson 2), 128 bytes: 8 chunks, if they lie in
-# 8 different places modulo 128 bytes. A head of 64 columns has rows of 128 bytes. So chunk 0 of all
-# rows lies at the same place modulo 128, and the 8 rows of one matrix are read one after the other.
-# By hand:
+# Shared memory serves 32 banks of 4 bytes at a time ([lesson 2](02_memory.ipynb)), 128 bytes: 8
+# chunks, if they lie in 8 different places modulo 128 bytes. A head of 64 columns has rows of 128
+# bytes. So chunk 0 of all rows lies at the same place modulo 128, and the 8 rows of one matrix are
+# read one after the other. By hand:
 
 # %%
 print("bank group (of 8) of chunk 0 in rows 0 to 7")
@@ -219,8 +219,9 @@ for width, name in ((128, "rows of 128 bytes"), (144, "rows of 144 bytes (padded
     print(f"  {name:27} {[width * row // 16 % 8 for row in range(8)]}")
 
 # %% [markdown]
-# Padding helps, as in lesson 2, and costs an eighth of the memory. A **swizzle** costs none: leave
-# the rows where they are, and permute the chunks *within* each row, in every row differently.
+# Padding helps, as in [lesson 2](02_memory.ipynb), and costs an eighth of the memory. A **swizzle**
+# costs none: leave the rows where they are, and permute the chunks *within* each row, in every row
+# differently.
 #
 # ## Exercise 14.2: a swizzle
 #
@@ -515,7 +516,7 @@ lesson.source(_tiles.make_pack)
 
 # %% [markdown]
 # And the loop of the FlashAttention forward, with its two stages, `now` and `other`. It is your
-# lesson 13, tile by tile:
+# [lesson 13](13_flash_attention.ipynb), tile by tile:
 
 # %%
 lesson.source(flash_attention_bf16.make_fwd_kernel, part="while n0 >= 0")
@@ -556,8 +557,8 @@ for D in (32, 64, 128):
 # writes this one.
 #
 # *And padding instead of a swizzle?* It is as free of conflicts, and simpler. It takes an eighth
-# more shared memory at 64 columns, and Hopper's TMA, to which lesson 23 points, writes tiles in
-# swizzles of its own.
+# more shared memory at 64 columns, and Hopper's TMA, to which [lesson 23](23_beyond.ipynb) points,
+# writes tiles in swizzles of its own.
 #
 # ## More exercises
 #

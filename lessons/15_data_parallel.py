@@ -13,8 +13,8 @@
 #
 # [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/15_data_parallel.ipynb)
 #
-# *About 75 minutes. You need lesson 8, a training step from loss to AdamW. No GPU: the ranks are
-# played in this notebook.*
+# *About 75 minutes. You need [lesson 8](08_training.ipynb), a training step from loss to AdamW. No
+# GPU: the ranks are played in this notebook.*
 #
 # **The question.** Four GPUs each hold the same model, and each takes a quarter of the batch. After
 # the step they must hold the same model again, to the last bit, for thousands of steps. What has to
@@ -156,8 +156,8 @@ print("the shares add up to the whole, to 1e-6:", np.allclose(summed, whole, ato
 #
 # Every rank has an array of n gradients, every rank wants the sum. The obvious way, everybody reads
 # everybody's array, moves (R - 1) n numbers into each rank. And it has a second fault. Floats do
-# not add up in any order to the same bits (lesson 3). If each rank begins with its own array, each
-# has another order:
+# not add up in any order to the same bits ([lesson 3](03_reductions.ipynb)). If each rank begins
+# with its own array, each has another order:
 
 # %%
 arrays = [random.standard_normal(100_000).astype(np.float32) for _ in range(4)]
@@ -462,8 +462,9 @@ lesson.figures.bars(forward_backward, "ms", "a thread per GPU: the same work per
 # communication *off*: the times stayed. All-reduce was 6 to 7 % of the step. The threads queued for
 # each other at every call into the driver, above all at the allocation of memory, several per
 # operation. Four GPUs were 1.41 times as fast as one, eight slower than four. So xtrain has a
-# **process** per GPU, and takes no memory from the driver once the first steps are done (lesson
-# 16). And it keeps the experiment at hand: `--dp none` computes without communicating.
+# **process** per GPU, and takes no memory from the driver once the first steps are done ([lesson
+# 16](16_memory.ipynb)). And it keeps the experiment at hand: `--dp none` computes without
+# communicating.
 #
 # *Grouping all all-reduces into one NCCL group* gave that program no speed either, and broke the
 # identity of the ranks: the largest difference of a weight went from 0 to 1.5e-8. With NCCL 2.28

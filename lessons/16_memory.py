@@ -13,7 +13,7 @@
 #
 # [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/16_memory.ipynb)
 #
-# *About 60 minutes. You need lesson 8; for the section on ZeRO also [lesson
+# *About 60 minutes. You need [lesson 8](08_training.ipynb); for the section on ZeRO also [lesson
 # 15](15_data_parallel.ipynb). No GPU.*
 #
 # **The question.** A model of 67 million parameters is 268 MB of float32. Training it at batch 32
@@ -258,9 +258,9 @@ lesson.source(xtrain.nn.Arena.__init__, part="offsets, size, unit")
 
 # %% [markdown]
 # One allocation cannot fragment. And one array is one kernel: AdamW, the norm of all gradients,
-# setting them to zero, a bucket of lesson 15 are each a single launch over a flat range, where a
-# model of 12 layers has 99 parameters. The decayed ones come first, so weight decay is a comparison
-# of indices.
+# setting them to zero, a bucket of [lesson 15](15_data_parallel.ipynb) are each a single launch
+# over a flat range, where a model of 12 layers has 99 parameters. The decayed ones come first, so
+# weight decay is a comparison of indices.
 #
 # ## Forgetting on purpose
 #
@@ -377,10 +377,11 @@ else:
 # GB, of which 1.07 are parameters. The price is at most one more forward; forward is one part of
 # three of a step, so a third.
 #
-# And several GPUs? In lesson 15 every rank holds the same moments and updates them in the same way,
-# R times the same work on R copies. **ZeRO-1** divides them: after the *reduce-scatter* rank r has
-# the final gradients of its own parts, updates only those, and the *all-gather* sends the new
-# weights instead of gradients. The traffic is the same. Bytes per parameter and rank:
+# And several GPUs? In [lesson 15](15_data_parallel.ipynb) every rank holds the same moments and
+# updates them in the same way, R times the same work on R copies. **ZeRO-1** divides them: after
+# the *reduce-scatter* rank r has the final gradients of its own parts, updates only those, and the
+# *all-gather* sends the new weights instead of gradients. The traffic is the same. Bytes per
+# parameter and rank:
 
 # %%
 print("ranks   fp32   fp32, ZeRO-1   bf16   bf16, ZeRO-1")
@@ -391,8 +392,8 @@ for R in (1, 2, 4, 8, 64):
 # %% [markdown]
 # In bf16 there is a second copy of the weights, which forward reads; the float32 ones are then the
 # optimizer's alone, and are divided too. Gradients stay whole: they are complete on each rank
-# before they are added. Dividing these as well, and the weights, is ZeRO-2 and 3, or FSDP; lesson
-# 23 points to it.
+# before they are added. Dividing these as well, and the weights, is ZeRO-2 and 3, or FSDP; [lesson
+# 23](23_beyond.ipynb) points to it.
 #
 # ## The library's kernel
 #
@@ -424,8 +425,9 @@ lesson.source(memory.Pool.give)
 # %% [markdown]
 # ## What did not help
 #
-# *Computing attention again in bf16.* The bf16 path uses FlashAttention (lesson 13), which keeps
-# one number per row and no T x T. What is left to forget is little:
+# *Computing attention again in bf16.* The bf16 path uses FlashAttention ([lesson
+# 13](13_flash_attention.ipynb)), which keeps one number per row and no T x T. What is left to
+# forget is little:
 
 # %%
 for precision in ("fp32", "bf16"):
@@ -438,8 +440,8 @@ for precision in ("fp32", "bf16"):
 # There FlashAttention has already made the same bargain, inside the kernel and at a better price.
 #
 # *A cleverer pool for growing caches.* The table above says it: joining and sorting by size bring
-# 3,163 MB down to some 810, for 264 to 303 in use. The engine's answer (lesson 18) is not a better
-# pool: it takes its cache once, whole.
+# 3,163 MB down to some 810, for 264 to 303 in use. The engine's answer ([lesson
+# 18](18_kv_cache.ipynb)) is not a better pool: it takes its cache once, whole.
 #
 # ## More exercises
 #
