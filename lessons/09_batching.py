@@ -13,8 +13,8 @@
 #
 # [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/09_batching.ipynb)
 #
-# *About 60 minutes. You need the model and the training step of lessons 7 and 8, and [lesson
-# 4](04_matmul.ipynb).*
+# *About 60 minutes. You need the model and the training step of lessons [7](07_model.ipynb) and
+# [8](08_training.ipynb), and [lesson 4](04_matmul.ipynb).*
 #
 # **The question.** A model that trains one sequence at a time is right, easy to read, and keeps an
 # expensive GPU idle most of the time. Everybody's first thought is "do more at once". More of what?

@@ -13,7 +13,8 @@
 #
 # [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/12_bf16.ipynb)
 #
-# *About 60 minutes. You need [lesson 11](11_fusing.ipynb) and AdamW (lesson 8).*
+# *About 60 minutes. You need [lesson 11](11_fusing.ipynb) and AdamW ([lesson
+# 8](08_training.ipynb)).*
 #
 # **The question.** Fusing moves fewer numbers. Could the numbers be smaller? With 16 bits instead
 # of 32 every kernel of lesson 11 moves half the bytes, and a GPU's tensor cores multiply 16-bit
