@@ -110,8 +110,9 @@ lesson.check("8.1", adamw_kernel)
 # <details><summary>Hint</summary>
 #
 # Inside the guard: `w, m, v, g = w_n[i], m_n[i], v_n[i], g_n[i]`. Constants need float32:
-# `(float32(1.0) - beta1)`. The last line of arithmetic is `w -= lr / c1 * m / (math.sqrt(v) / root2
-# + eps)`.
+# `(float32(1.0) - beta1)`. The last line of arithmetic is
+#
+# `w -= lr / c1 * m / (math.sqrt(v) / root2 + eps)`
 #
 # </details>
 

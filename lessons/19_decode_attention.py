@@ -75,9 +75,9 @@ print(f"merged:  {top:.4f} / {below:.4f} = {top / below:.4f}")
 #
 # ## Exercise 19.1: one part
 #
-# One head of width 32, one warp per part: lane d holds channel d. Block s owns keys s · chunk to (s
-# + 1) · chunk - 1, as far as there are. Walk through them with a running m, l and acc: when a
-# larger score comes, what has been added so far shrinks by exp(old m - new m).
+# One head of width 32, one warp per part: lane d holds channel d. Block s owns `chunk` keys, beginning
+# with key s · chunk, as far as there are. Walk through them with a running m, l and acc: when a larger
+# score comes, what has been added so far shrinks by exp(old m - new m).
 
 
 # %% tags=["exercise"]
