@@ -211,8 +211,9 @@ for what, name, size in [
     else:
         free = give(free, places.pop(name), size)
     total = sum(s for _, s in free)
-    failed = "" if places.get(name, 0) is not None else f"  <- no room for {size}, though {total} are free"
-    print(f"{what} {name} ({size}): free {free}{failed}")
+    print(f"{what} {name} ({size}): free {free}")
+    if places.get(name, 0) is None:
+        print(f"    no room for {size}, though {total} are free")
 
 # %% [markdown]
 # One little block in the middle, b, and 9 free places cannot serve a request of 7. That is
@@ -335,7 +336,9 @@ for (precision, again), p in plans.items():
 plain = plans["fp32", "none"]
 largest = dict(sorted(plain.kinds.items(), key=lambda kind: -kind[1])[:7])
 lesson.figures.bars(
-    {kind: size / 1e9 for kind, size in largest.items()}, "GB", f"float32, at its fullest moment: {plain.op}"
+    {kind: size / 1e9 for kind, size in largest.items()},
+    "GB",
+    f"float32, at its fullest moment: {plain.op}",
 )
 
 # %% [markdown]
@@ -431,7 +434,9 @@ lesson.source(memory.Pool.give)
 # %%
 for precision in ("fp32", "bf16"):
     saved = plans[precision, "none"].reserved - plans[precision, "attention"].reserved
-    print(f"{precision}: {saved / 1e9:.2f} GB less, {saved / plans[precision, 'none'].reserved:.0%}")
+    print(
+        f"{precision}: {saved / 1e9:.2f} GB less, {saved / plans[precision, 'none'].reserved:.0%}"
+    )
 
 # %% [markdown]
 # There FlashAttention has already made the same bargain, inside the kernel and at a better price.
