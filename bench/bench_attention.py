@@ -1,5 +1,7 @@
 """FlashAttention in bf16 beside PyTorch's: SDPA with the flash backend and with the cuDNN backend, in one run.
 
+On compute capability 9.0 both of ours take part, the mma.sync kernels and those with wgmma and TMA, whichever is in use.
+
     python bench/bench_attention.py [--parts named random sweep]
 
 Operations: forward 4 B H T^2 D (two matrix products), half of it when causal; forward + backward 3.5 times that (five
@@ -15,7 +17,9 @@ import ml_dtypes
 import numpy as np
 import tyro
 
-NAMED = [(32, 12, 256, 32), (16, 12, 1024, 64), (4, 16, 4096, 64), (4, 16, 4096, 128)]  # B, H, T, D
+NAMED = [  # B, H, T, D
+    (32, 12, 256, 32), (32, 12, 256, 64), (16, 12, 1024, 64), (4, 16, 4096, 64), (8, 16, 1024, 128), (4, 16, 4096, 128),
+]  # fmt: skip
 TURNS = 7
 
 
@@ -76,6 +80,20 @@ def in_turns(contestants: dict, turns: int) -> dict[str, np.ndarray]:
 
 # ----------------------------------------------------------------------------- contestants
 def ours(q, k, v, do, causal):
+    """-> {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same, where there are such kernels}"""
+    from xtrain.kernels import flash_attention
+
+    found, usual = {}, flash_attention.HOPPER
+    fwd, both = both_ways(q, k, v, do, causal)
+    for name, switch in (("mma.sync", False), ("wgmma", True)):
+        flash_attention.HOPPER = switch
+        if not switch or flash_attention.use_hopper(q):
+            found[name] = {"fwd": capture(fwd), "fwd+bwd": capture(both)}
+    flash_attention.HOPPER = usual
+    return found
+
+
+def both_ways(q, k, v, do, causal):
     from xtrain.kernels.flash_attention import flash_attention_bwd, flash_attention_fwd
 
     scale = q.shape[-1] ** -0.5
@@ -140,19 +158,21 @@ def operations(B, T, H, D, causal):
 def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True):
     from _timing import record
 
+    from xtrain.kernels import flash_attention
+
     G = G or H
     draw = cp.random.default_rng(0)
     make = lambda heads: draw.standard_normal((B, T, heads, D), cp.float32).astype(
         ml_dtypes.bfloat16
     )
     arrays = [make(H), make(G), make(G), make(H)]
-    fwd, both = ours(*arrays, causal)
-    mine = {"fwd": capture(fwd), "fwd+bwd": capture(both)}
-    calls = {part: n for part, (_, n) in mine.items()}
+    mine = ours(*arrays, causal)
+    used = "wgmma" if flash_attention.HOPPER and "wgmma" in mine else "mma.sync"
+    calls = {part: n for part, (_, n) in mine[used].items()}
     peers = {b: theirs(b, arrays, causal, calls) for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")}
     shape = f"B={B} H={H} G={G} T={T} D={D}" + ("" if causal else " full")
     for part, factor in (("fwd", 1.0), ("fwd+bwd", 3.5)):
-        contestants = {"xtrain": mine[part]}
+        contestants = {name: graphs[part] for name, graphs in mine.items()}
         contestants |= {b: peer[part] for b, peer in peers.items() if peer}
         times = in_turns(contestants, turns)
         rate = {n: factor * operations(B, T, H, D, causal) / t[0] / 1e9 for n, t in times.items()}
@@ -161,10 +181,11 @@ def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True):
         if keep:
             flash, cudnn = rate.get("FLASH_ATTENTION"), rate.get("CUDNN_ATTENTION")
             record(
-                "bench_attention", f"{name} {part}", shape=shape, dtype="bf16", ms=times["xtrain"][0],
-                value=rate["xtrain"], unit="TFLOP/s", peer="torch SDPA flash", peer_value=flash,
+                "bench_attention", f"{name} {part}", shape=shape, dtype="bf16", ms=times[used][0],
+                value=rate[used], unit="TFLOP/s", kernels=used,
+                mma_sync_value=round(rate["mma.sync"], 2), wgmma_value=round(rate["wgmma"], 2) if "wgmma" in rate else None, peer="torch SDPA flash", peer_value=flash,
                 cudnn_value=cudnn and round(cudnn, 2),
-                p20_p80=[round(float(x), 4) for x in times["xtrain"][1:]],
+                p20_p80=[round(float(x), 4) for x in times[used][1:]],
             )  # fmt: skip
 
 

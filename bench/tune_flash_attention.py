@@ -1,11 +1,13 @@
 """Find the fastest tiles of the bf16 FlashAttention kernels on this GPU.
 
-    python bench/tune_flash_attention.py [--heads 64 ...] [--kernels fwd ...] [--write]
+    python bench/tune_flash_attention.py [--heads 64 ...] [--kernels fwd ...] [--write] [--hopper]
 
 Every candidate is compiled (one process per core fills the kernel cache), checked against the float32 kernels, and timed
 inside a CUDA graph. Prints TFLOP/s of the operations that the kernel itself does (dq 1.5 and dkdv 2 times the
 forward's); with --write the best of each shape class becomes xtrain/kernels/flash_attention_table.py.
 Candidates that do not fit the GPU or spill registers are left out.
+
+--hopper: the kernels for compute capability 9.0 instead (_hopper_tiles.py, flash_attention_hopper_table.py).
 """
 
 import functools
@@ -60,6 +62,7 @@ class Options:
     causal: list[bool] = field(default_factory=lambda: [True, False])
     jobs: int = os.cpu_count() or 1
     write: bool = False
+    hopper: bool = False
 
 
 # ----------------------------------------------------------------------------- one candidate
@@ -205,7 +208,19 @@ def write(best: dict) -> None:
     TABLE_FILE.write_text(f'{head}GPU = "{name}"\nTABLE = {{\n{lines}}}\n', encoding="utf-8")
 
 
+def tune_hopper(options: Options) -> None:
+    import _hopper_tiles
+
+    heads = [D for D in options.heads if D in (64, 128)]
+    best = _hopper_tiles.tune(heads, options.kernels, options.lengths, options.causal)
+    if options.write:
+        _hopper_tiles.write(best)
+
+
 def main(options: Options) -> None:
+    if options.hopper:
+        tune_hopper(options)
+        return
     best = tune(options)
     pprint.pp(best)
     if options.write:

@@ -1,6 +1,6 @@
 """FlashAttention for compute capability 9.0 in the simulator: the kernels against float64, exchanged with the mma.sync version.
 
-What only a GPU can say is in tests/gpu/test_hopper.py.
+What only a GPU can say is in test_hopper_gpu.py.
 """
 
 import itertools
@@ -13,6 +13,7 @@ from numba import cuda
 from test_flash_attention import case, everything, exact, torch_sdpa
 
 from xtrain import simulator
+from xtrain.config import ModelConfig
 from xtrain.kernels import _compile
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels import flash_attention_hopper as hopper
@@ -20,6 +21,7 @@ from xtrain.kernels import flash_attention_hopper_bwd as backward
 from xtrain.kernels import flash_attention_hopper_parts as parts
 from xtrain.kernels._tensor_maps import mappable, tensor_maps
 from xtrain.kernels.flash_attention_hopper_table import TABLE
+from xtrain.memory import plan
 from xtrain.simulator import sim
 
 BF16 = ml_dtypes.bfloat16
@@ -119,6 +121,18 @@ def test_off_by_default_and_for_these_heads_alone(monkeypatch):
     monkeypatch.setattr(fa, "HOPPER", True)
     assert fa.use_hopper(q) and not fa.use_hopper(q.astype(np.float32))
     assert not fa.use_hopper(q[..., :32]) and not fa.use_hopper(q[:, :0])
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention"])
+def test_memory_plan(monkeypatch, recompute):
+    """The plan launches nothing and needs no driver; these kernels keep what the others keep."""
+    config = ModelConfig(
+        vocab_size=300, dim=128, n_heads=2, n_kv_heads=1, head_dim=64, hidden_dim=96, n_layers=2, max_seq_len=256
+    )  # fmt: skip
+    before = plan(config, 2, 256, "bf16", recompute)
+    monkeypatch.setattr(fa, "HOPPER", True)
+    after = plan(config, 2, 256, "bf16", recompute)
+    assert after.kept == before.kept and abs(after.peak - before.peak) < 64 * 1024
 
 
 # ----------------------------------------------------------------------------- tables, tiles, maps

@@ -40,7 +40,7 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
     if isinstance(first, SimArray):
         words = [simulated_map(*_described(x, rows)) for x, rows in boxes]
         return np.array(words, np.uint64).reshape(-1).view(SimArray)
-    if not isinstance(first, cupy().ndarray):  # memory.py counts bytes
+    if first.device.id < 0:  # no device: memory.py counts bytes
         return empty(first, (MAP_WORDS * len(boxes),), np.uint64)
     described = tuple(_described(x, rows) for x, rows in boxes)
     key = first.device.id, described
@@ -109,7 +109,7 @@ def _upload(content: bytes) -> Array:
 
 def tile_counter(maps: Array) -> Array:
     """Two zeros beside `maps` for the kernels of this stream; each launch leaves them so."""
-    if isinstance(maps, SimArray) or not isinstance(maps, cupy().ndarray):
+    if isinstance(maps, SimArray) or maps.device.id < 0:
         return zeros(maps, (2,), np.int32)
     stream = cupy().cuda.get_current_stream()
     key = maps.device.id, stream.ptr

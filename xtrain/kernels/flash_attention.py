@@ -155,7 +155,7 @@ def flash_attention_bwd(
     scale = np.float32(scale)
     if use_hopper(q_BTHD):
         inputs = map(mappable, (do_BTHD, q_BTHD, k_BSGD, v_BSGD))
-        o = _flat(o_BTHD)[0]
+        o = _flat(o_BTHD)[0].reshape(o_BTHD.shape)
         hopper_bwd.backward((dq, dk, dv), *inputs, o, lse_BHT, scale, causal, _gpu(q_BTHD))
         return dq, dk, dv
     delta = empty(lse_BHT, (B, H, T))

@@ -287,9 +287,14 @@ def forward(
     o_BTHD: Array, lse_BHT: Array, q: Array, k: Array, v: Array, scale: float, causal: bool, gpu
 ) -> None:
     """Fills o and lse. q, k, v: what a tensor map can describe (_tensor_maps.mappable). gpu: see launch_tiles"""
+    fill_o(
+        o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, choose("fwd", q.shape[3], q.shape[1], causal)
+    )
+
+
+def fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, config) -> None:
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
-    config = choose("fwd", D, T, causal)
     rows = 64 * config[1]
     maps = tensor_maps((q, rows), (k, config[0]), (v, config[0]), (o_BTHD, 16))
     kernel, shared = make_fwd_kernel(D, causal, config), fwd_shared_bytes(D, config)

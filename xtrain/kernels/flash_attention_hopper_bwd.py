@@ -255,31 +255,46 @@ def make_dq_kernel(D, CAUSAL, config):
 
 
 # ----------------------------------------------------------------------------- launching
+def compute_statistics(do: Array, o: Array, lse_BHT: Array) -> tuple[Array, int]:
+    """-> statistics, rows of a head in them. do, o (B, T, H, D): contiguous"""
+    B, T, H, D = o.shape
+    padded = -(-T // PAD) * PAD
+    stats = empty(lse_BHT, (2 * B * H * padded,))
+    kernel, rows = make_statistics_kernel(D)
+    flat = o.reshape(-1), do.reshape(-1), lse_BHT.reshape(-1)
+    sizes = [np.int32(n) for n in (T, padded, H)]
+    launch(kernel, (-(-padded // rows), B * H), THREADS, stats, *flat, *sizes)
+    return stats, padded
+
+
+def fill_dq(dq, stats, padded, do, q, k, v, scale, causal, gpu, config) -> None:
+    B, T, H, D = q.shape
+    S, G = k.shape[1:3]
+    rows, step = 64 * config[1], config[0]
+    maps = tensor_maps((q, rows), (k, step), (v, step), (do, rows), (dq, 16))
+    kernel, shared = make_dq_kernel(D, causal, config), dq_shared_bytes(D, config)
+    rest = (T, S, B, H), -(-T // rows), B * H, H // G, 4 * S * D, gpu, (scale,), padded
+    launch_tiles(kernel, shared, config, maps, (stats,), *rest)
+
+
+def fill_dkdv(dk, dv, stats, padded, do, q, k, v, scale, causal, gpu, config) -> None:
+    B, T, H, D = q.shape
+    S, G = k.shape[1:3]
+    rows, step, group = 64 * config[1], config[0], H // G
+    maps = tensor_maps((q, step), (k, rows), (v, rows), (do, step), (dk, 16), (dv, 16))
+    kernel, shared = make_dkdv_kernel(D, causal, config), dkdv_shared_bytes(D, config)
+    rest = (T, S, B, G), -(-S // rows), B * G, group, 4 * T * D * group, gpu, (scale,), padded
+    launch_tiles(kernel, shared, config, maps, (stats,), *rest)
+
+
 def backward(
     gradients: tuple, do: Array, q: Array, k: Array, v: Array, o: Array, lse_BHT: Array, scale: float, causal: bool,
     gpu: tuple,
 ) -> None:  # fmt: skip
     """Fills dq, dk, dv. do, o: contiguous. The rest: flash_attention_hopper.forward"""
     dq, dk, dv = gradients
-    B, T, H, D = q.shape
-    S, G = k.shape[1:3]
-    padded, group = -(-T // PAD) * PAD, H // G
-    stats = empty(lse_BHT, (2 * B * H * padded,))
-    kernel, rows = make_statistics_kernel(D)
-    flat = o.reshape(-1), do.reshape(-1), lse_BHT.reshape(-1)
-    grid, sizes = (-(-padded // rows), B * H), [np.int32(n) for n in (T, padded, H)]
-    launch(kernel, grid, THREADS, stats, *flat, *sizes)
-
-    config = choose("dq", D, T, causal)
-    rows, step = 64 * config[1], config[0]
-    maps = tensor_maps((q, rows), (k, step), (v, step), (do, rows), (dq, 16))
-    kernel, shared = make_dq_kernel(D, causal, config), dq_shared_bytes(D, config)
-    rest = (T, S, B, H), -(-T // rows), B * H, group, 4 * S * D, gpu, (scale,), padded
-    launch_tiles(kernel, shared, config, maps, (stats,), *rest)
-
-    config = choose("dkdv", D, T, causal)
-    rows, step = 64 * config[1], config[0]
-    maps = tensor_maps((q, step), (k, rows), (v, rows), (do, step), (dk, 16), (dv, 16))
-    kernel, shared = make_dkdv_kernel(D, causal, config), dkdv_shared_bytes(D, config)
-    rest = (T, S, B, G), -(-S // rows), B * G, group, 4 * T * D * group, gpu, (scale,), padded
-    launch_tiles(kernel, shared, config, maps, (stats,), *rest)
+    T, D = q.shape[1], q.shape[3]
+    stats, padded = compute_statistics(do, o, lse_BHT)
+    rest = stats, padded, do, q, k, v, scale, causal, gpu
+    fill_dq(dq, *rest, choose("dq", D, T, causal))
+    fill_dkdv(dk, dv, *rest, choose("dkdv", D, T, causal))
