@@ -180,10 +180,11 @@ def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True):
         print(f"{name:7} {shape} {part}: TFLOP/s {line}", flush=True)
         if keep:
             flash, cudnn = rate.get("FLASH_ATTENTION"), rate.get("CUDNN_ATTENTION")
+            wgmma = rate.get("wgmma")
             record(
                 "bench_attention", f"{name} {part}", shape=shape, dtype="bf16", ms=times[used][0],
-                value=rate[used], unit="TFLOP/s", kernels=used,
-                mma_sync_value=round(rate["mma.sync"], 2), wgmma_value=round(rate["wgmma"], 2) if "wgmma" in rate else None, peer="torch SDPA flash", peer_value=flash,
+                value=rate[used], unit="TFLOP/s", peer="torch SDPA flash", peer_value=flash, kernels=used,
+                mma_sync_value=round(rate["mma.sync"], 2), wgmma_value=wgmma and round(wgmma, 2),
                 cudnn_value=cudnn and round(cudnn, 2),
                 p20_p80=[round(float(x), 4) for x in times[used][1:]],
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """The kernels for compute capability 9.0 compile for sm_90a without a GPU: registers as planned, nothing spilled.
 
 numba-cuda compiles for sm_90a; plain Numba for sm_90, and as inline PTX passes through unread, its target is renamed here.
-Needs NVVM and, for the registers, ptxas of CUDA 12.3 or later; skipped without them.
+What this needs is in offline.py; ptxas must not be older than NVVM.
 """
 
 import inspect
@@ -9,16 +9,16 @@ import re
 import subprocess
 import types as python_types
 
-import numba.cuda.dispatcher
 import pytest
 from numba import cuda, types
-from test_compile import nvvm, require  # noqa: F401
-from test_flash_attention_compile import ptxas
+from numba.cuda import dispatcher
+from offline import give_up, nvvm, only_all, ptxas
 
 from xtrain.kernels import flash_attention_hopper as hopper
 from xtrain.kernels import flash_attention_hopper_bwd as backward
 from xtrain.kernels.flash_attention_hopper_table import TABLE
 
+__all__ = ["nvvm"]
 pytestmark = pytest.mark.usefixtures("nvvm")
 
 I32, F32 = types.int32, types.float32
@@ -37,9 +37,8 @@ ONE_OF_EACH = [(kind, 128, True, TABLE[kind, 128, True][-1][1]) for kind in MAKE
 
 def compile_for_sm_90a(monkeypatch, kernel, signature, threads, per_sm) -> str:
     """-> PTX"""
-    require((9, 0))
     here = python_types.SimpleNamespace(compute_capability=(9, 0))
-    monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: here)
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: here)
     options = {"device": False, "abi": "numba", "output": "ptx"}
     if "launch_bounds" in inspect.signature(cuda.compile).parameters:
         more = {"cc": (9, 0, "a"), "launch_bounds": (threads, per_sm)}
@@ -62,12 +61,12 @@ def check(monkeypatch, tmp_path, choice):
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.4d", "setmaxnreg.inc"):
         assert instruction in ptx
     if not ptxas():
-        pytest.skip("no ptxas: the registers are not checked")
+        give_up("no ptxas: the registers are not checked")
     (tmp_path / "kernel.ptx").write_text(ptx)
     command = [ptxas(), "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
     report = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     if "Unsupported .version" in report.stderr:
-        pytest.skip(f"this ptxas is older than the PTX: {report.stderr.strip()[:90]}")
+        give_up(f"this ptxas is older than the PTX: {report.stderr.strip()[:90]}")
     assert report.returncode == 0, report.stderr
     assert "serialized" not in report.stderr, "too few registers: the products run one by one"
     assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", report.stderr), report.stderr
@@ -80,7 +79,7 @@ def test_kernels_compile(monkeypatch, tmp_path, choice):
     check(monkeypatch, tmp_path, choice)
 
 
-@pytest.mark.slow
+@only_all
 @pytest.mark.parametrize("choice", [c for c in CHOSEN if c not in ONE_OF_EACH], ids=str)
 def test_all_chosen_tiles(monkeypatch, tmp_path, choice):
     check(monkeypatch, tmp_path, choice)

@@ -112,6 +112,24 @@ def flash(dtype):
             flash_attention.flash_attention_bwd(do, q, k, v, o, lse, 0.2, causal)
 
 
+def hopper(dtype):
+    """wgmma and TMA, compute capability 9.0: tiles that end early, several per block, shared heads, a past, a packed array"""
+    if dtype == np.float32 or cp.cuda.Device().compute_capability != "90":
+        return
+    usual, flash_attention.HOPPER = flash_attention.HOPPER, True
+    shapes = ((1, 1, 1, 1, 1), (2, 67, 67, 4, 2), (1, 300, 333, 3, 1), (3, 200, 900, 2, 2))
+    for D, causal, (B, T, S, H, G) in itertools.product((64, 128), (True, False), shapes):
+        qkv = [draw(B, n, heads, D, dtype=dtype) for n, heads in ((T, H), (S, G), (S, G))]
+        o, lse = flash_attention.flash_attention_fwd(*qkv, 0.2, causal)
+        flash_attention.flash_attention_bwd(draw(*o.shape, dtype=dtype), *qkv, o, lse, 0.2, causal)
+    packed = draw(2, 130, 4 * 64, dtype=dtype)
+    q, k, v = (
+        packed[..., a * 64 : b * 64].reshape(2, 130, -1, 64) for a, b in ((0, 2), (2, 3), (3, 4))
+    )
+    flash_attention.flash_attention_fwd(q, k, v, 0.2)
+    flash_attention.HOPPER = usual
+
+
 def never_started() -> list[str]:
     """Kernels that stand in a file of xtrain/kernels and were not launched. (Those made by a function for each tile
     have no name in the file, and the naive ones are for reading.)"""
@@ -126,7 +144,14 @@ def never_started() -> list[str]:
     return missing
 
 
-WORK = {"models": models, "rows": rows, "heads": heads, "scores": scores, "flash": flash}
+WORK = {
+    "models": models,
+    "rows": rows,
+    "heads": heads,
+    "scores": scores,
+    "flash": flash,
+    "hopper": hopper,
+}
 
 
 def main(names: list[str]) -> int:

@@ -186,13 +186,14 @@ acquire_map = _with_map(
     1,
 )
 # load_tile(to, maps, i, barrier, column, row, head, sequence): the box of map i that begins there comes to shared address
-# `to`; its bytes complete `barrier`. Zeros where the tensor has ended. "cp.async.bulk.tensor"
+# `to`; its bytes complete `barrier`. Zeros where the tensor has ended. "cp.async.bulk.tensor". In the map, heads come before
+# rows, see _tensor_maps.py.
 load_tile = _with_map(
     "load_tile",
     "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
     "[$0], [$1, {$3, $4, $5, $6}], [$2];",
     "r,l,r,r,r,r,r,~{memory}",
-    [0, "map", 3, 4, 5, 6, 7],
+    [0, "map", 3, 4, 6, 5, 7],
     "to maps i barrier column row head sequence",
     [_u32, None, _u32, _u32, _i32, _i32, _i32, _i32],
     1,
@@ -203,7 +204,7 @@ store_tile = _with_map(
     "store_tile",
     "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [$0, {$2, $3, $4, $5}], [$1];",
     "l,r,r,r,r,r,~{memory}",
-    ["map", 2, 3, 4, 5, 6],
+    ["map", 2, 3, 5, 4, 6],
     "maps i address column row head sequence",
     [None, _u32, _u32, _i32, _i32, _i32, _i32],
     0,

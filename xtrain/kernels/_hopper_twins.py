@@ -99,10 +99,10 @@ class Map:
     def __init__(self, words):
         self.address, *rest = map(int, words[1:])
         self.dims, self.strides = rest[:4], rest[4:7]
-        self.columns, self.rows = rest[7:9]
+        self.columns, _, self.rows, _ = rest[7:11]
 
     def tensor(self):
-        """(sequences, heads, rows, columns), uint16"""
+        """(sequences, rows, heads, columns), uint16"""
         strides = self.strides[::-1] + [2]
         dims = self.dims[::-1]
         last = sum((n - 1) * s for n, s in zip(dims, strides))
@@ -144,10 +144,10 @@ def _outside(engines, thread, site, address):
 def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
     engines, box = thread.block.engines, _map(thread, site, maps, i)
     _outside(engines, thread, site, to)
-    at = int(sequence), int(head), int(row), int(column)
+    at = int(sequence), int(row), int(head), int(column)
     values = np.zeros((box.rows, box.columns), np.uint16)
     if all(0 <= k < n for k, n in zip(at, box.dims[::-1])):
-        part = box.tensor()[at[0], at[1], at[2] : at[2] + box.rows, at[3] : at[3] + box.columns]
+        part = box.tensor()[at[0], at[1] : at[1] + box.rows, at[2], at[3] : at[3] + box.columns]
         values[: part.shape[0], : part.shape[1]] = part
     nbytes = values.nbytes
     place = _pieces(box, int(to), nbytes)
@@ -155,8 +155,8 @@ def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
     k = place // 16
     data.reshape(-1, 16)[k] = values.view(np.uint8).reshape(*k.shape, 16)
     rows, pieces = np.indices(k.shape)
-    plane = engines.plane(box.address, at[0], at[1])
-    for tag, value in zip(tags, (plane, at[2] + rows, at[3] // 8 + pieces, 1)):
+    plane = engines.plane(box.address, at[0], at[2])
+    for tag, value in zip(tags, (plane, at[1] + rows, at[3] // 8 + pieces, 1)):
         tag[k] = value
     engines.begin_copy(thread, site, to, data, barrier, tags)
 
@@ -169,10 +169,10 @@ def store_tile(thread, site, maps, i, address, column, row, head, sequence):
     values = data[k].reshape(box.rows, -1).view(np.uint16)
     b, h, r, c = int(sequence), int(head), int(row), int(column)
     tensor = box.tensor()
-    out = tensor[b, h, r : r + box.rows, c : c + box.columns] if r >= 0 else tensor[b, h, :0]
+    out = tensor[b, r : r + box.rows, h, c : c + box.columns]
     launch = thread.block.launch
     written = launch.stored.setdefault(box.address, np.zeros(tensor.shape, bool))
-    here = written[b, h, r : r + box.rows, c : c + box.columns]
+    here = written[b, r : r + box.rows, h, c : c + box.columns]
     if here.any():
         raise RaceError(
             f"race {where(thread, site)}: {thread} stores rows {r} to {r + box.rows} of a tensor at {site}, some of which "

@@ -59,14 +59,17 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
 
 
 def _described(x_BTHD, rows):
-    """-> address, dims from the innermost out, strides of the outer three in bytes, box"""
+    """-> address, dims from the innermost out, strides of the outer three in bytes, box
+
+    Strides grow from one axis to the next, as the driver's manual asks: columns, heads, rows, sequences.
+    """
     B, T, H, D = x_BTHD.shape
     batch, row, head, _ = x_BTHD.strides
     simulated = isinstance(x_BTHD, SimArray)
     address = x_BTHD.__array_interface__["data"][0] if simulated else x_BTHD.data.ptr
     dense = 2 * D  # the stride of an axis of one element says nothing
-    strides = tuple(s if n > 1 else dense for s, n in ((row, T), (head, H), (batch, B)))
-    return address, (D, T, H, B), strides, (PANEL, rows)
+    strides = tuple(s if n > 1 else dense for s, n in ((head, H), (row, T), (batch, B)))
+    return address, (D, H, T, B), strides, (PANEL, 1, rows, 1)
 
 
 @functools.cache
@@ -83,7 +86,7 @@ def _encode(address, dims, strides, box) -> bytes:
     longs = lambda values: (ctypes.c_uint64 * len(values))(*values)
     ints = lambda values: (ctypes.c_uint32 * len(values))(*values)
     status = _encoder()(
-        aligned, BFLOAT16, 4, address, longs(dims), longs(strides), ints((*box, 1, 1)), ints((1,) * 4),
+        aligned, BFLOAT16, 4, address, longs(dims), longs(strides), ints(box), ints((1,) * 4),
         NO_INTERLEAVE, SWIZZLE_128, PROMOTE_256, FILL_ZEROS,
     )  # fmt: skip
     if status:
