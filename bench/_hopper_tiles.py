@@ -3,20 +3,28 @@
 A class is (D, T, causal, query heads per key head). Candidates take turns on a warm chip, each in its own CUDA graph; the
 median of the turns counts. All are first compared with the mma.sync kernels. The table has one row per T; where
 shared heads ask for other tiles than their own, both are printed, and the sum of the times over the groups decides.
+
+    python bench/_hopper_tiles.py       only compiles what the table chooses, one process per core, into the kernel cache
 """
 
 import json
+import multiprocessing
 import os
+import sys
 from pathlib import Path
 
 import cupy as cp
 import ml_dtypes
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_attention import capture, in_turns
 
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels import flash_attention_hopper as hopper
 from xtrain.kernels import flash_attention_hopper_bwd as backward
+from xtrain.kernels._compile import load_function
+from xtrain.kernels._launch import numba_type
 from xtrain.kernels.flash_attention_hopper_table import TABLE
 
 TABLE_FILE = Path(hopper.__file__).with_name("flash_attention_hopper_table.py")
@@ -38,6 +46,34 @@ CANDIDATES = {  # (rows per step, consumer warpgroups, stages, blocks per multip
     ("dkdv", 64): [(64, 1, 4, 2), (64, 1, 3, 2), (64, 2, 4, 1), (128, 2, 2, 1)],
     ("dkdv", 128): [(64, 2, 2, 1), (32, 2, 3, 1), (32, 2, 4, 1)],  # rows per step divide PAD
 }  # fmt: skip
+
+
+MAKERS = {
+    "fwd": hopper.make_fwd_kernel,
+    "dq": backward.make_dq_kernel,
+    "dkdv": backward.make_dkdv_kernel,
+}
+
+
+def compile_one(task):
+    """In a worker: fills the kernel cache. -> (task, registers that live in memory, "" or what went wrong)"""
+    kind, D, causal, config = task
+    try:
+        arrays = [cp.empty(2, dtype) for dtype in (np.uint64, np.float32, np.int32)]
+        numbers = [np.int32(1)] * (6 if kind == "fwd" else 7) + [np.float32(1)]
+        signature = tuple(map(numba_type, (*arrays, *numbers)))
+        kernel = MAKERS[kind](D, causal, config)
+        handle, _ = load_function(kernel, signature, SHARED_BYTES[kind](D, config))
+        return task, cp.cuda.driver.funcGetAttribute(3, handle), ""  # LOCAL_SIZE_BYTES
+    except Exception as error:
+        return task, 0, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+
+
+def compile_all(tasks) -> None:
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        for task, local, wrong in pool.imap_unordered(compile_one, tasks):
+            if local or wrong:
+                print(task, f"{local} bytes of local memory" if local else wrong, flush=True)
 
 
 def arrays_of(T, D, group):
@@ -73,6 +109,11 @@ def kinds_of(arrays, causal):
     }
 
 
+def distance(x, y):
+    x, y = x.astype(cp.float32), y.astype(cp.float32)
+    return float(cp.linalg.norm(x - y) / cp.linalg.norm(y))
+
+
 def measure(kind, D, T, causal, group, start, pairs, turns):
     """-> {config: median ms} of the candidates that are right"""
     contestants = {}
@@ -85,10 +126,7 @@ def measure(kind, D, T, causal, group, start, pairs, turns):
         except RuntimeError as error:
             print(f"{kind} D {D} {config}: {str(error)[:100]}")
             continue
-        errors = [
-            float(cp.linalg.norm((x - y).astype(cp.float32)) / cp.linalg.norm(y.astype(cp.float32)))
-            for x, y in pairs
-        ]
+        errors = [distance(x, y) for x, y in pairs]
         if not max(errors) < 2e-2:
             print(f"{kind} D {D} {config}: wrong, errors {errors}")
             continue
@@ -116,6 +154,8 @@ def _record(kind, shape, config, ms, rate):
 def tune(heads, kinds, lengths, causal, turns=5) -> dict:
     """-> {(kind, D, causal): {T: config}}"""
     best: dict = {}
+    keys = [(kind, D, mode) for kind in kinds for D in heads for mode in causal]
+    compile_all([(*key, config) for key in keys for config in CANDIDATES[key[:2]]])
     for D in heads:
         for mode in causal:
             for T in lengths:
@@ -161,3 +201,9 @@ def write(best: dict) -> None:
         copy = Path(os.environ["XTRAIN_RESULTS"]) / TABLE_FILE.name
         copy.write_text(text, encoding="utf-8")
     print(json.dumps({str(key): {T: str(c) for T, c in row.items()} for key, row in best.items()}))
+
+
+if __name__ == "__main__":
+    compile_all(
+        sorted({(*key, config) for key, rows in TABLE.items() for _, config in rows}, key=str)
+    )
