@@ -164,6 +164,21 @@ def test_broken_files(folder, tmp_path, name, capsys):
         assert "skipped: the loss is nan" in page
 
 
+def test_phases_of_a_captured_step(folder, tmp_path):
+    """One of them is called "step", as the number of the step is."""
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    timing = lines(copy / "timing.jsonl")
+    for line in timing:
+        line["phases_ms"] = {"data": 1.0, "step": 1e4}
+    (copy / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timing))
+    page = report.write([copy]).read_text()
+    chart_of = re.search(r">Time by phase .*?</figure>", page, re.S)[0]
+    assert re.findall(r"<title>(.*?)</title>", chart_of) == ["data", "step"]
+    ticks = re.findall(r'class="x"[^>]*>(.*?)<', chart_of)
+    assert max(map(float, ticks)) <= 12
+
+
 def test_what_cannot_be_shown(tmp_path, capsys):
     for arguments, sentence in (
         ([], "which run"),

@@ -258,7 +258,7 @@ class TrainConfig:
         for name in self.allow_change:
             _need(
                 name.replace("-", "_") in known,
-                f"--allow-change {name} is not known: choose from {', '.join(sorted(known))}",
+                f"--allow-change {repr(name)[1:-1]} is not known: choose from {', '.join(sorted(known))}",
             )
         _need(
             0 <= self.min_lr_ratio <= 1,

@@ -82,12 +82,11 @@ def layer_norms(run: Record) -> str:
 def timing(run: Record) -> list[str]:
     speed, mfu = run.points("tokens_per_s", run.timing), run.points("mfu", run.timing)
     memory = [(x, y and y / 1e9) for x, y in run.points("memory_bytes", run.timing)]
-    inside = [
-        {"step": t["step"], **t["phases_ms"]}
-        for t in run.timing
-        if isinstance(t.get("phases_ms"), dict)
-    ]
-    names = [n for n in dict.fromkeys(k for line in inside for k in line) if n != "step"]
+    inside = [t for t in run.timing if isinstance(t.get("phases_ms"), dict)]
+    phases = {
+        name: [{"step": t["step"], "ms": t["phases_ms"].get(name)} for t in inside]
+        for name in dict.fromkeys(name for t in inside for name in t["phases_ms"])
+    }
     return [
         chart(
             "Throughput",
@@ -106,8 +105,8 @@ def timing(run: Record) -> list[str]:
             "Time by phase",
             "ms a step, running mean",
             [
-                Curve(n, running_mean(run.points(n, inside)), palette(i))
-                for i, n in enumerate(names)
+                Curve(n, running_mean(run.points("ms", lines)), palette(i))
+                for i, (n, lines) in enumerate(phases.items())
             ],
         ),
         chart("Memory", "GB, the most so far", [Curve("memory", memory, palette(1))]),

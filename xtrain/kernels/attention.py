@@ -12,7 +12,7 @@ We save p, (B, H, T, S) floats: T times more than q. flash_attention.py recomput
 """
 
 from ..device import Array
-from ._launch import check, empty
+from ._launch import check, check_array, empty
 from .gemm import matmul
 from .layout import swap_heads
 from .softmax import causal_softmax_bwd, causal_softmax_fwd
@@ -27,6 +27,8 @@ def attention_fwd(
     q_BTHD: Array, k_BSGD: Array, v_BSGD: Array, scale: float, causal: bool = True
 ) -> tuple[Array, tuple]:
     """-> o (B, T, H, D), and what backward needs. Raises ValueError when the shapes do not belong together."""
+    for name, x in (("q", q_BTHD), ("k", k_BSGD), ("v", v_BSGD)):
+        check_array("attention", name, x, (None,) * 4, strided=True)
     B, T, H, D = q_BTHD.shape
     S, G = k_BSGD.shape[1:3]
     fits = k_BSGD.shape == v_BSGD.shape == (B, S, G, D) and G > 0 and H % G == 0

@@ -317,8 +317,8 @@ def cross_entropy(
     then be None. A target that is neither in [0, vocab_size) nor -100: ValueError on the CPU; on a
     GPU, where looking would mean waiting, loss and gradient of that row are NaN.
     """
+    check_array("cross_entropy", "logits", logits_NP, (None, None), FLOATS)
     N, P = logits_NP.shape
-    check_array("cross_entropy", "logits", logits_NP, (N, P), FLOATS)
     _check_targets("cross_entropy", targets_N, N)
     check(0 < vocab_size <= P, f"cross_entropy: vocabulary {vocab_size}, logits {logits_NP.shape}")
     if inv_count_1 is None:

@@ -439,9 +439,9 @@ def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array, plan_N4: Array | Non
     plan: what embedding_plan says of these ids; by default it is made here. Rows whose id does not occur are left alone.
     An id outside [0, V): ValueError on the CPU; on the GPU it adds nothing.
     """
+    check_array("embedding backward", "dw", dw_VC, (None, None))
     V, C = dw_VC.shape
     N = ids_N.size
-    check_array("embedding backward", "dw", dw_VC, (V, C))
     check_array("embedding backward", "dx", dx_NC, (N, C), FLOATS)
     if _check_ids(ids_N, V, dx_NC, dw_VC):
         dw_VC += embedding_bwd_ref(dx_NC, ids_N, V)

@@ -83,7 +83,7 @@ def flash_attention_ref(q_BTHD, k_BSGD, v_BSGD, scale, causal=True):
     B, T, H, _ = q_BTHD.shape
     q, k, v = (_by_group(x, k_BSGD.shape[2]) for x in (q_BTHD, k_BSGD, v_BSGD))
     s = _scores(q, k, scale, causal)
-    top = s.max(-1, keepdims=True)
+    top = s.max(-1, keepdims=True, initial=-np.inf)
     p = np.exp(s - top)
     total = p.sum(-1, keepdims=True)
     return _by_head(p @ v / total), (top + np.log(total)).reshape(B, H, T)

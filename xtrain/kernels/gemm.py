@@ -16,7 +16,7 @@ import functools
 import numpy as np
 
 from ..device import Array, cupy
-from ._launch import check, empty, on_host
+from ._launch import FLOATS, check, check_array, empty, on_host
 
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for sm_90, 8 times what older cards need
 TYPES = {"float32": 0, "bfloat16": 14}  # cudaDataType
@@ -42,6 +42,10 @@ def matmul(
     check(
         fits,
         f"matmul: op(a) {(*batch_a, M, K)} times op(b) {(*batch_b, K2, N)} does not give {out.shape}",
+    )
+    check(
+        not any(x.dtype.kind in "biu" for x in (out, a, b)),
+        f"matmul: {a.dtype} times {b.dtype} to {out.dtype}, expected floating-point numbers",
     )
     if isinstance(out, np.ndarray):  # the simulator has no cuBLAS either
         a, b = (x.swapaxes(-1, -2) if t else x for x, t in ((a, trans_a), (b, trans_b)))
@@ -126,13 +130,20 @@ def _lead(x):
     return max(x.strides[-2] // x.itemsize, x.shape[-1], 1)
 
 
+def _check_two(op, x, w):
+    for name, array in (("x", x), ("w", w)):
+        check_array(op, name, array, (None, None), FLOATS, strided=True)
+
+
 def linear_fwd(x_NI: Array, w_OI: Array, dtype=None) -> Array:
     """-> y (N, O) = x w^T, like x or in dtype"""
+    _check_two("linear", x_NI, w_OI)
     return matmul(empty(x_NI, (x_NI.shape[0], w_OI.shape[0]), dtype), x_NI, w_OI, trans_b=True)
 
 
 def linear_bwd_x(dy_NO: Array, w_OI: Array) -> Array:
     """-> dx (N, I) = dy w"""
+    _check_two("linear backward", dy_NO, w_OI)
     return matmul(empty(dy_NO, (dy_NO.shape[0], w_OI.shape[1])), dy_NO, w_OI)
 
 

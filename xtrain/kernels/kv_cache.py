@@ -162,6 +162,7 @@ def check_cache(op: str, k_RGSD: Array, v_RGSD: Array) -> tuple[int, int, int, i
     """-> R, G, S, D. Raises ValueError or TypeError when these are not the two halves of a layer."""
     check_array(op, "k cache", k_RGSD, (None,) * 4, FLOATS)
     check_array(op, "v cache", v_RGSD, k_RGSD.shape, (k_RGSD.dtype.name,))
+    check(k_RGSD.size > 0, f"{op}: a cache of shape {tuple(k_RGSD.shape)} holds nothing")
     return k_RGSD.shape
 
 

@@ -208,8 +208,8 @@ def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array,
 
     Raises ValueError or TypeError on other shapes or types.
     """
+    check_array("rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
-    check_array("rmsnorm", "x", x_NC, (N, C), FLOATS)
     check_array("rmsnorm", "w", w_C, (C,), FLOATS)
     if on_host(x_NC, w_C):
         return rmsnorm_ref(x_NC, w_C, eps)
@@ -234,17 +234,21 @@ def rmsnorm_bwd(
 
     again: compute y again too, for float32 x the bits that forward gave in dy's type, **written over dy**.
     """
+    op = "rmsnorm backward"
+    check_array(op, "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
-    check_array("rmsnorm backward", "dy", dy_NC, (N, C), FLOATS)
-    check_array("rmsnorm backward", "dw", dw_C, (C,))
+    check_array(op, "dy", dy_NC, (N, C), FLOATS)
+    check_array(op, "w", w_C, (C,), FLOATS)
+    check_array(op, "rstd", rstd_N, (N,))
+    check_array(op, "dw", dw_C, (C,))
+    if skip_NC is not None:
+        check_array(op, "skip", skip_NC, (N, C), (dy_NC.dtype.name,))
     if on_host(dy_NC, x_NC, w_C, rstd_N, dw_C):
         dx_NC, dw = rmsnorm_bwd_ref(dy_NC, x_NC, w_C, rstd_N)
         dw_C += dw
         if again:
             dy_NC[...] = x_NC * rstd_N[:, None] * w_C
         return dx_NC if skip_NC is None else dx_NC + skip_NC
-    if skip_NC is not None:
-        check_array("rmsnorm backward", "skip", skip_NC, (N, C), (dy_NC.dtype.name,))
     dx_NC = empty_like(dy_NC)
     skip = dy_NC if skip_NC is None else skip_NC  # a kernel takes no None
     arrays = (dy_NC, skip, x_NC)

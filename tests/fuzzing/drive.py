@@ -1,0 +1,153 @@
+"""Run one target on many inputs and say what happened.
+
+A target takes an input that hypothesis has made. It may work, or refuse in a sentence (Refused); anything else is a finding:
+another exception, more than LIMIT seconds, the end of the interpreter. Targets run in a process of their own, so that the
+last kind is told as well.
+"""
+
+import collections
+import json
+import multiprocessing
+import resource
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
+
+LIMIT = 20.0  # seconds for one input
+MEMORY = 6 << 30  # bytes of address space: what asks for more gets a MemoryError
+
+
+class Refused(Exception):
+    """The target said in a sentence what is wrong."""
+
+
+class Hang(BaseException):
+    """Not an Exception: what is being tested must not catch it."""
+
+
+class _OutOfTime(BaseException):
+    pass
+
+
+@dataclass(frozen=True)
+class Target:
+    """call(input, folder): folder is an empty one on disk, its own; returns, or raises Refused."""
+
+    strategy: SearchStrategy
+    call: Callable[[Any, Path], None]
+
+
+@dataclass
+class Result:
+    """What came of one target. refused: sentences with numbers and names taken out, and how often each was said."""
+
+    target: str
+    inputs: int = 0
+    worked: int = 0
+    refused: int = 0
+    seconds: float = 0.0
+    sentences: int = 0
+    finding: str | None = None
+    input: str | None = None
+
+
+def fuzz(
+    name: str,
+    make: Callable[[], Target],
+    inputs: int,
+    start: int,
+    folder: Path,
+    seconds: float = 1e9,
+) -> Result:
+    """make() gives the target, in the other process. start: the seed. seconds: no more inputs after these."""
+    note = folder / "last_input.txt"
+    queue = multiprocessing.get_context("fork").SimpleQueue()
+    arguments = (name, make, inputs, start, folder, seconds, note, queue)
+    worker = multiprocessing.get_context("fork").Process(target=_work, args=arguments)
+    worker.start()
+    result = None
+    while result is None and (worker.is_alive() or not queue.empty()):
+        if queue.empty():
+            time.sleep(0.02)
+        else:
+            result = Result(**queue.get())
+    worker.join()
+    if result is None:
+        ended = signal.Signals(-worker.exitcode).name if worker.exitcode < 0 else worker.exitcode
+        last = note.read_text() if note.exists() else "none"
+        result = Result(name, finding=f"the interpreter ended with {ended}", input=last)
+    return result
+
+
+def _work(name, make, inputs, start, folder, seconds, note, queue):
+    _limit_memory()
+    target, result = make(), Result(name)
+    said: collections.Counter[str] = collections.Counter()
+    begun = time.monotonic()
+    signal.signal(signal.SIGALRM, _too_long)
+
+    @seed(start)
+    @settings(
+        max_examples=inputs, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink], print_blob=False,
+        report_multiple_bugs=False,
+    )  # fmt: skip
+    @given(target.strategy)
+    def one(value):
+        if time.monotonic() - begun > seconds:
+            raise _OutOfTime
+        note.write_text(repr(value))
+        result.inputs += 1
+        signal.setitimer(signal.ITIMER_REAL, LIMIT)
+        try:
+            target.call(value, folder)
+            result.worked += 1
+        except Refused as refused:
+            result.refused += 1
+            said[" ".join(w for w in str(refused).split() if w.isalpha())] += 1
+        except (
+            BaseException
+        ):  # also what no `except Exception` sees, such as a panic of a Rust library
+            result.input = repr(value)
+            raise
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    try:
+        one()
+    except _OutOfTime:
+        pass
+    except BaseException as error:
+        result.finding = _short(error)
+    result.seconds, result.sentences = round(time.monotonic() - begun, 1), len(said)
+    queue.put(asdict(result))
+
+
+def _limit_memory():
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, hard))
+
+
+def _too_long(number, frame):
+    raise Hang(f"more than {LIMIT:g} s")
+
+
+def _short(error):
+    if isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "xtrain" in f.filename or "fuzzing" in f.filename]
+    where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+    return f"{type(error).__name__}: {str(error)[:300]} ({where})"
+
+
+def record(path: Path, result: Result, **more: Any) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"bench": "fuzz", **asdict(result), **more}) + "\n")

@@ -1,0 +1,220 @@
+"""Every public launcher, given arrays of any shape, type and layout.
+
+Arguments are made from their names: x_NC has the axes N and C, and an argument called H is as large as the axis H. Each
+axis has one length, so what comes out fits, until something is changed: one axis, the type, the layout. A launcher may
+compute, or refuse by a `raise` of xtrain's own. NumPy's complaints out of the middle of a computation are findings: the
+kernel in its place would have read beyond an array.
+"""
+
+import importlib
+import inspect
+import linecache
+import pkgutil
+import re
+import traceback
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from hypothesis import strategies as st
+
+import xtrain.kernels
+from xtrain.kernels.cast import BFLOAT16
+from xtrain.simulator import sim
+
+from .drive import Refused, Target
+
+HELPERS = re.compile(
+    r"_|make_|check_|shared_|refuse_|choose|flat_inputs|positions_for|multiprocessors|.*(_bytes|_ref|_kernel)$"
+)
+INT32 = {"ids", "rows", "lengths", "positions", "edges", "history", "top_k", "step", "plan", "row"}
+INT64 = {"targets", "seed", "sequence"}
+FLOATS = (1e-5, 0.5, 1.0, 0.0, -1.0, float("nan"), float("inf"))
+INTS = (1, 2, 4, 0, -1, 7, 128, 2**31, 2**40)
+LENGTHS = (1, 2, 3, 4, 5, 8, 16, 0)
+# axes that follow from others, where the name alone cannot say it
+AXES = {
+    ("qk_norm_rope_fwd", "qkv"): lambda d: (d["N"], (d["H"] + 2 * d["G"]) * d["D"]),
+    ("qk_norm_rope_bwd", "qkv"): lambda d: (d["N"], (d["H"] + 2 * d["G"]) * d["D"]),
+    ("qk_norm_rope_bwd", "rstd"): lambda d: (d["N"], d["H"] + d["G"]),
+    ("decode_attention", "qkv"): lambda d: (d["B"], (d["H"] + 2 * d["G"]) * d["D"]),
+    ("matmul", "out"): lambda d: (d["N"], d["V"]),
+    ("matmul", "a"): lambda d: (d["N"], d["C"]),
+    ("matmul", "b"): lambda d: (d["C"], d["V"]),
+}
+
+
+def launchers() -> Iterator[tuple[str, Callable]]:
+    for module in pkgutil.iter_modules(xtrain.kernels.__path__):
+        if module.name.startswith("_"):
+            continue
+        content = importlib.import_module(f"xtrain.kernels.{module.name}")
+        for name, f in vars(content).items():
+            ours = inspect.isfunction(f) and f.__module__ == content.__name__
+            if not ours or HELPERS.match(name):
+                continue
+            names = inspect.signature(f).parameters
+            scalars = [p for n, p in names.items() if not _is_array(n) and n != "dtype"]
+            kinds = (int, float, bool, int | None)
+            plain = all(
+                p.annotation in kinds or isinstance(p.default, (bool, float)) for p in scalars
+            )
+            if plain and any(map(_is_array, names)) and not name.startswith("use_"):
+                yield name, f
+
+
+def _is_array(name):
+    return name in ("x", "y", "dy", "a", "b", "out") or re.search(r"_[A-Z0-9n]+$", name) is not None
+
+
+def arguments_for(name: str, f: Callable, lengths, changes) -> dict:
+    """lengths: of the axes, indices into LENGTHS. changes: (argument, kind, where, what)."""
+    d = {
+        c: LENGTHS[lengths[i % len(lengths)] % len(LENGTHS)]
+        for i, c in enumerate("ABCDEFGHIKLNOPQRSTVXYn")
+    }
+    d["N"] = d["B"] * d["T"] if lengths[0] % 2 else d["N"]
+    d["H"] = d["G"] * (1 + lengths[1] % 2)
+    d["D"] += d["D"] % 2
+    d["E"] = d["A"] + 1
+    d["P"] = max(d["P"], d["V"], d["S"], d["T"], d["N"])
+    if "rope" in name or name == "decode_attention":
+        d["R"] = d["D"] // 2
+    elif "softmax" in name:
+        d["R"] = d["T"] * (1 + lengths[1] % 2)
+    values, rng = {}, np.random.default_rng(lengths[0])
+    parameters = inspect.signature(f).parameters
+    for i, (n, p) in enumerate(parameters.items()):
+        given = p.default is p.empty or lengths[i % len(lengths)] % 3 == 0
+        if given and n == "dtype":
+            values[n] = (np.float32, BFLOAT16)[lengths[0] % 2]
+        elif given:
+            values[n] = _array(name, n, d, rng) if _is_array(n) else _scalar(n, d, p)
+    names = list(values)
+    for which, kind, where, what in changes:
+        n = names[which % len(names)]
+        if n != "dtype":
+            values[n] = _changed(values[n], kind, where, what, parameters[n].default)
+    return values
+
+
+def _array(op, name, d, rng):
+    stem, _, axes = name.rpartition("_")
+    if (op, stem or name) in AXES:
+        shape = AXES[op, stem or name](d)
+    elif not stem:
+        shape = (d["N"], d["C"])
+    else:
+        parts = re.findall(r"\d*[A-Zn]|\d+", axes)
+        shape = tuple(int(re.match(r"\d*", p)[0] or 1) * d.get(p[-1], 1) for p in parts)
+    if stem == "edges":
+        return np.array([i * d["N"] // max(1, d["A"]) for i in range(d["A"])] + [d["N"]], np.int32)
+    if stem in INT64 or stem in INT32:
+        high = max(1, min(d["V"], d["S"], d["R"]))
+        return rng.integers(0, high, shape, np.int64 if stem in INT64 else np.int32)
+    return rng.standard_normal(shape).astype(BFLOAT16 if stem == "half" else np.float32)
+
+
+def _scalar(name, d, parameter):
+    if name in d:
+        return d[name]
+    if parameter.default not in (None, parameter.empty):
+        return parameter.default
+    sizes = {
+        "vocab_size": d["V"],
+        "vocab": d["V"],
+        "n_decay": d["n"],
+        "longest": d["N"],
+        "limit": 2,
+        "rows": 2,
+        "repeats": 2,
+    }
+    return sizes.get(name, True if name == "causal" else 0.5)
+
+
+def _changed(value, kind, where, what, default):
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, np.ndarray):
+        others = INTS if isinstance(value, int) else FLOATS
+        return others[what % len(others)]
+    if kind == 0 and value.ndim:  # another length
+        shape = list(value.shape)
+        shape[where % value.ndim] = LENGTHS[what % len(LENGTHS)]
+        return np.resize(value, shape) if value.size else np.ones(shape, value.dtype)
+    if kind == 1:  # an axis more or less
+        return value[None] if what % 2 or not value.ndim else value.reshape(-1)
+    if kind == 2:
+        return value.astype(
+            (np.float32, BFLOAT16, np.float64, np.int32, np.int64, np.float16, np.bool_)[what % 7]
+        )
+    if kind == 3 and value.ndim:  # not contiguous
+        return np.repeat(value, 2, axis=-1)[..., ::2]
+    if kind == 4 and value.dtype.kind == "i":  # ids that are none
+        return value + INTS[what % len(INTS)] % 2**31 - 3
+    if kind == 5 and value.dtype.kind == "f" and value.size:
+        value = value.copy()
+        value.flat[where % value.size] = FLOATS[what % len(FLOATS)]
+        return value
+    return None if default is None else value
+
+
+def own_refusal(error: BaseException) -> bool:
+    """Was it raised by a `raise` of xtrain's own, with a sentence?"""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    raised = linecache.getline(frame.filename, frame.lineno).strip().startswith("raise")
+    return (
+        isinstance(error, (ValueError, TypeError))
+        and "xtrain" in frame.filename
+        and raised
+        and bool(str(error))
+    )
+
+
+def target(device: str) -> Target:
+    """device: "cpu", the references; "sim", the kernels in the simulator, which sees every access beyond an array."""
+    ops = list(launchers())
+
+    def call(value, folder):
+        which, lengths, changes = value
+        name, f = ops[which % len(ops)]
+        given = arguments_for(name, f, lengths, changes)
+        if device == "sim":
+            given = {n: sim(v) if isinstance(v, np.ndarray) else v for n, v in given.items()}
+        try:
+            with np.errstate(all="ignore"):
+                f(**given)
+        except (
+            NotImplementedError,
+            MemoryError,
+        ) as error:  # 2^40 rows were asked for: there is no room
+            raise Refused(name) from error
+        except (ValueError, TypeError) as error:
+            if not own_refusal(error):
+                shapes = {
+                    n: (v.shape, str(v.dtype)) if isinstance(v, np.ndarray) else v
+                    for n, v in given.items()
+                }
+                raise AssertionError(f"{name}{shapes}: {type(error).__name__}: {error}") from error
+            raise Refused(f"{name} {error}") from error
+
+    small = st.integers(0, 63)
+    change = st.tuples(small, st.integers(0, 6), small, small)
+    return Target(
+        st.tuples(
+            st.integers(0, len(ops) - 1),
+            st.lists(small, min_size=3, max_size=9),
+            st.lists(change, max_size=2),
+        ),
+        call,
+    )
+
+
+def shapes() -> Target:
+    return target("cpu")
+
+
+def kernels() -> Target:
+    return target("sim")
+
+
+TARGETS = {"shapes": shapes, "kernels": kernels}
