@@ -3,6 +3,7 @@
 What only a GPU can say is in test_hopper_gpu.py.
 """
 
+import ctypes
 import itertools
 
 import ml_dtypes
@@ -14,7 +15,7 @@ from test_flash_attention import case, everything, exact, torch_sdpa
 
 from xtrain import simulator
 from xtrain.config import ModelConfig
-from xtrain.kernels import _compile
+from xtrain.kernels import _compile, _tensor_maps
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels import flash_attention_hopper as hopper
 from xtrain.kernels import flash_attention_hopper_bwd as backward
@@ -191,3 +192,27 @@ def test_axes_of_one_element_have_any_stride():
     odd = np.lib.stride_tricks.as_strided(x, strides=(7, 128, 3, 2), subok=True)
     words = tensor_maps((odd, 16))
     assert list(words[2:10]) == [64, 1, 4, 1, 128, 128, 128, 64]  # dims, strides, columns of a box
+
+
+def test_what_the_driver_is_asked(monkeypatch):
+    """cuTensorMapEncodeTiled(map, bfloat16, rank 4, address, dims, strides, box, steps, no interleave, swizzle 128, L2, zeros)"""
+    asked = []
+
+    def driver(place, *args):
+        asked.append([place, *(list(a) if hasattr(a, "_length_") else a for a in args)])
+        ctypes.memset(place, 7, 128)
+        return status
+
+    monkeypatch.setattr(_tensor_maps, "_encoder", lambda: driver)
+    described = 4096, (64, 3, 100, 2), (128, 640, 64000), (64, 1, 16, 1)
+    status = 0
+    assert _tensor_maps._encode(*described) == bytes([7]) * 128
+    place, *rest = asked[0]
+    assert place % 64 == 0
+    dims, strides, box = (list(x) for x in described[1:])
+    assert rest == [9, 4, 4096, dims, strides, box, [1] * 4, 0, 3, 3, 0]
+    status = 1
+    with pytest.raises(
+        RuntimeError, match=r"the driver refuses a tensor map of dims .* CUDA error 1"
+    ):
+        _tensor_maps._encode(*described)
