@@ -1,9 +1,9 @@
 """What the engine launches for a model of real width compiles without a GPU: the very kernels, with the types of its arrays."""
 
 import functools
-import types
 
-from test_compile import nvvm, ptx_of, signatures
+from offline import CARDS_BF16, compiled, nvvm
+from test_compile import signatures
 from twins import small
 
 from xtrain import Engine, Transformer
@@ -22,10 +22,6 @@ def serve(rows):
 
 
 def test_what_the_engine_launches_compiles(monkeypatch, nvvm):
-    import numba.cuda.dispatcher
-
-    here = types.SimpleNamespace(compute_capability=(9, 0))
-    monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: here)
     found = {}
     for rows in (1, 12):
         found |= dict.fromkeys(signatures(monkeypatch, functools.partial(serve, rows)))
@@ -35,5 +31,4 @@ def test_what_the_engine_launches_compiles(monkeypatch, nvvm):
     for kernel, signature in found:
         arrays = [t for t in signature if hasattr(t, "layout")]
         assert all(t.layout == "C" for t in arrays), kernel.py_func.__name__
-        ptx = ptx_of(kernel, signature, (9, 0))
-        assert ".f64" not in ptx and ".local " not in ptx, kernel.py_func.__name__
+        compiled(monkeypatch, kernel, signature, CARDS_BF16)
