@@ -73,10 +73,15 @@ def multiply(full, dtype):
     product(full(1, 5632), full(64, 5632), residual_NO=h, out=h)
 
 
+# NVVM 13.5 keeps an array of this kernel in local memory, NVVM 13.0 (CUDA 13.0) does not
+LOCAL = {"decode_attention_kernel"}
+
+
 @pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
 def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards):
     for kernel, signature in signatures(monkeypatch, lambda: launch_engine([dtype])):
-        found, name = compiled(monkeypatch, kernel, signature, cards), kernel.py_func.__name__
+        name = kernel.py_func.__name__
+        found = compiled(monkeypatch, kernel, signature, cards, [] if name in LOCAL else [(9, 0)])
         bounds = kernel.targetoptions.get("launch_bounds") or threads_of(name)
         threads, blocks = bounds if isinstance(bounds, tuple) else (bounds, 1)
         check_registers(tmp_path, found[9, 0], threads, blocks, (9, 0))
