@@ -20,14 +20,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_attention import capture, in_turns
 
+from xtrain.kernels import _flash_attention_hopper_bwd as backward
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels import flash_attention_hopper as hopper
-from xtrain.kernels import flash_attention_hopper_bwd as backward
 from xtrain.kernels._compile import load_function
+from xtrain.kernels._flash_attention_hopper_table import TABLE
 from xtrain.kernels._launch import numba_type
-from xtrain.kernels.flash_attention_hopper_table import TABLE
 
-TABLE_FILE = Path(hopper.__file__).with_name("flash_attention_hopper_table.py")
+TABLE_FILE = Path(hopper.__file__).with_name("_flash_attention_hopper_table.py")
 SHARED = 227 * 1024
 GROUPS = (1, 4)  # query heads per key head
 CLASSES = {256: (32, 12), 1024: (16, 12), 4096: (4, 16)}  # T -> B, H

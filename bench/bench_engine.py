@@ -21,7 +21,7 @@ import tyro
 from _cases import DTYPES, converted, draw
 from _timing import copy_bandwidth, copy_ms, graph_ms, record
 
-from xtrain.kernels import gemv, gemv_tensor, rope, sampling
+from xtrain.kernels import _gemv_tensor, gemv, rope, sampling
 from xtrain.kernels._launch import set_overlap
 from xtrain.kernels.decode_attention import decode_attention
 from xtrain.kernels.gemm import linear_fwd
@@ -186,8 +186,8 @@ def bench_step(o):
 
 
 def bench_configs(o):
-    """Other divisions of the work; gemv_tensor.choose should have the best."""
-    choose = gemv_tensor.choose
+    """Other divisions of the work; _gemv_tensor.choose should have the best."""
+    choose = _gemv_tensor.choose
     for name in o.matrices:
         rows, columns, form = MATRICES[name]
         call, nbytes, _ = product(name, 1)
@@ -195,7 +195,7 @@ def bench_configs(o):
         for config in itertools.product((8, 16), (1, 2, 4), (1, 2)):
             if (
                 config[0] * config[2] > 32
-                or config[0] * config[1] > 2 * columns // gemv_tensor.CHUNK
+                or config[0] * config[1] > 2 * columns // _gemv_tensor.CHUNK
             ):
                 continue
             gemv.choose = lambda *_, config=config: config

@@ -4,10 +4,10 @@
 
 Every candidate is compiled (one process per core fills the kernel cache), checked against the float32 kernels, and timed
 inside a CUDA graph. Prints TFLOP/s of the operations that the kernel itself does (dq 1.5 and dkdv 2 times the
-forward's); with --write the best of each shape class becomes xtrain/kernels/flash_attention_table.py.
+forward's); with --write the best of each shape class becomes xtrain/kernels/_flash_attention_table.py.
 Candidates that do not fit the GPU or spill registers are left out.
 
---hopper: the kernels for compute capability 9.0 instead (_hopper_tiles.py, flash_attention_hopper_table.py).
+--hopper: the kernels for compute capability 9.0 instead (_hopper_tiles.py, _flash_attention_hopper_table.py).
 """
 
 import functools
@@ -29,10 +29,10 @@ from bench_attention import repeat_ms
 
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels._compile import load_function
+from xtrain.kernels._flash_attention_table import TABLE
 from xtrain.kernels._launch import launch, numba_type
-from xtrain.kernels.flash_attention_table import TABLE
 
-TABLE_FILE = Path(__file__).parents[1] / "xtrain" / "kernels" / "flash_attention_table.py"
+TABLE_FILE = Path(__file__).parents[1] / "xtrain" / "kernels" / "_flash_attention_table.py"
 CLASSES = {256: (32, 12), 1024: (16, 12), 4096: (4, 16)}  # T -> B, H that fill the GPU
 LONGEST = {256: 512, 1024: 2048, 4096: None}  # a class holds up to this T
 LOCAL_SIZE_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES

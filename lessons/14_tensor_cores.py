@@ -544,7 +544,7 @@ for MT in (1, 2, 4):
 # use 32 rows per warp nearly everywhere (BM over warps):
 
 # %%
-from xtrain.kernels.flash_attention_table import TABLE
+from xtrain.kernels._flash_attention_table import TABLE
 
 for D in (32, 64, 128):
     rows = TABLE["fwd", D, True]

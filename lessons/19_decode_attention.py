@@ -308,8 +308,8 @@ times = lesson.measure(
 # work. Its text, and how it divides the keys:
 
 # %%
+from xtrain.kernels import _decode_attention_parts as library_parts
 from xtrain.kernels import decode_attention as library
-from xtrain.kernels import decode_attention_parts as library_parts
 
 print(library.__doc__)
 

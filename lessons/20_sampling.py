@@ -376,7 +376,7 @@ times = lesson.measure(runs, nbytes=4 * n)
 # The reference, your 20.3 with whole numbers and Philox:
 
 # %%
-from xtrain.kernels import sampling, sampling_kernels
+from xtrain.kernels import _sampling_kernels, sampling
 
 lesson.source(sampling.kept_ref)
 lesson.source(sampling.sample_ref)
@@ -386,7 +386,7 @@ lesson.source(sampling.sample_ref)
 # memory, in which threads compare and exchange in a fixed pattern.
 
 # %%
-lesson.source(sampling_kernels.make_segment_kernel)
+lesson.source(_sampling_kernels.make_segment_kernel)
 
 # %% [markdown]
 # One call for sequences with different rules, in the simulator here, against yours:

@@ -435,9 +435,9 @@ else:
 # %%
 from xtrain import text_stream
 from xtrain.engine import Engine
-from xtrain.kernels import sampling_kernels
+from xtrain.kernels import _sampling_kernels
 
-lesson.source(sampling_kernels.make_advance_kernel)
+lesson.source(_sampling_kernels.make_advance_kernel)
 lesson.source(Engine._decode)
 
 # %% [markdown]

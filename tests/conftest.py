@@ -15,6 +15,7 @@ def pytest_collection_modifyitems(items):
     if not device.gpu_available():
         for item in items:
             if item.get_closest_marker("gpu"):
+                # speed, memory and real streams: what the simulator cannot show. Values are tested without the mark
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 

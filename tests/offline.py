@@ -25,12 +25,14 @@ only_all = pytest.mark.skipif(not ALL, reason="takes minutes: XTRAIN_COMPILE=all
 
 
 def give_up(why):
+    """Whoever asks for every card wants to know; a user without a compiler has nothing to compile with."""
     (pytest.fail if ALL else pytest.skip)(why)
 
 
 @pytest.fixture(scope="session")
 def nvvm():
     if not ALL and importlib.util.find_spec("numba_cuda") is None:
+        # plain Numba stops at sm_90, and .ci/run compiles everything in a venv that has the compiler
         pytest.skip("needs numba-cuda: pip install -e '.[compile]'")
     try:
         from numba.cuda.cudadrv.nvvm import NVVM

@@ -11,7 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from offline import CARDS, CARDS_BF16, compiled, nvvm
+from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for
 
 from xtrain import simulator
 from xtrain.kernels import (
@@ -110,6 +110,19 @@ def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cards):
         compiled(monkeypatch, kernel, signature, cards)
 
 
+def test_adamw_is_not_contracted(monkeypatch, nvvm):
+    """Every float operation of AdamW is marked .rn: nobody may merge two into an fma, for it equals its reference bit for bit."""
+    found = signatures(monkeypatch, functools.partial(launch_everything, BF16))
+    found += signatures(monkeypatch, functools.partial(launch_everything, np.float32))
+    kernels = [(k, types) for k, types in found if k.py_func.__module__ == adamw.__name__]
+    assert len(kernels) >= 2  # with the bf16 copy and without
+    for kernel, types in kernels:
+        ptx = ptx_for(monkeypatch, kernel, types, [(9, 0)])[9, 0]
+        assert "mul.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
+        free = r"\bfma\.\S+|\b(?:add|sub|mul)\.f32|\S+\.ftz\S*|\S+\.approx\S*|\S+\.f64"
+        assert not re.findall(free, ptx), set(re.findall(free, ptx))
+
+
 def test_every_kernel_file_is_launched_above(monkeypatch):
     """A new kernel file must be added to launch_everything, here or in test_engine_compile.py."""
     import test_engine_compile
@@ -122,6 +135,8 @@ def test_every_kernel_file_is_launched_above(monkeypatch):
     folder = Path(_launch.__file__).parent
     has_kernel = re.compile(r"^ *@(cuda\.jit|kernel)\b(?!.*device=True)", re.M)
     files = {p.stem for p in folder.glob("*.py") if has_kernel.search(p.read_text())}
-    files -= {p.stem for p in folder.glob("*_hopper*.py")}  # for sm_90a: test_hopper_compile.py
+    files -= {
+        p.stem for p in folder.glob("*_hopper*.py")
+    }  # for sm_90a: test_flash_attention_hopper_compile.py
     missing = {f"{package}.{stem}" for stem in files} - modules
     assert not missing, f"never launched here: {sorted(missing)}"

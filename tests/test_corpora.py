@@ -90,6 +90,7 @@ BAD = {
 def test_bad_text(tmp_path, cache, capsys, name):
     make, sentence = BAD[name]
     if name in ("a pipe", "a device") and not hasattr(os, "mkfifo"):
+        # Windows has neither, so there is nothing to refuse
         pytest.skip("not on this system")
     assert start(make(tmp_path / "text"), tmp_path) == 2
     error = capsys.readouterr().err

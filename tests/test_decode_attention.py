@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain import simulator
+from xtrain.kernels import _decode_attention_loops, _decode_attention_parts
 from xtrain.kernels import decode_attention as file
-from xtrain.kernels import decode_attention_loops, decode_attention_parts
 from xtrain.kernels._ptx import kernel
 from xtrain.kernels.decode_attention import (
     decode_attention,
@@ -86,7 +86,7 @@ def test_kernel(shape, dtype):
 @pytest.fixture
 def short_splits(monkeypatch):
     """Splits of 16 keys instead of 256, so that short rows have several."""
-    monkeypatch.setattr(decode_attention_parts, "CHUNK", 16)
+    monkeypatch.setattr(_decode_attention_parts, "CHUNK", 16)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
@@ -94,7 +94,7 @@ def short_splits(monkeypatch):
 def test_split_keys_equal_unsplit(short_splits, monkeypatch, shape, dtype):
     args = case(*shape, dtype, True)
     o, k, v = check(args)
-    monkeypatch.setattr(decode_attention_parts, "CHUNK", 256)
+    monkeypatch.setattr(_decode_attention_parts, "CHUNK", 256)
     o1, k1, v1 = run(args, to_kernel)
     assert np.array_equal(k, k1) and np.array_equal(v, v1)
     tolerance = 2e-6 if dtype == np.float32 else 2e-2
@@ -194,14 +194,14 @@ def test_large_scores(short_splits):
 
 # ----------------------------------------------------------------------------- planted bugs
 def planted(monkeypatch, old, new):
-    """decode_attention_parts with one line changed, as the kernel factory sees it."""
-    name = decode_attention_parts.__name__
+    """_decode_attention_parts with one line changed, as the kernel factory sees it."""
+    name = _decode_attention_parts.__name__
     scope = with_bug(
-        decode_attention_parts, old, new, dict(__name__=name, __package__="xtrain.kernels")
+        _decode_attention_parts, old, new, dict(__name__=name, __package__="xtrain.kernels")
     )
     scope["CHUNK"] = 16
     for key in ("CHUNK", "make_new_heads", "make_merge"):
-        monkeypatch.setattr(decode_attention_parts, key, scope[key])
+        monkeypatch.setattr(_decode_attention_parts, key, scope[key])
     monkeypatch.setattr(file, "arrive_last", scope["arrive_last"])
     make_decode_kernel.cache_clear()
 
@@ -233,8 +233,8 @@ def test_planted_bugs_are_found(monkeypatch, old, new, message):
 
 def test_keys_that_are_used_before_they_are_there():
     """A planted bug: the barrier between append and loop is missing."""
-    attend = decode_attention_loops.make_attend_plain(16, 8, 4)
-    new_heads = decode_attention_parts.make_new_heads(16, 2, 8, 4, False)
+    attend = _decode_attention_loops.make_attend_plain(16, 8, 4)
+    new_heads = _decode_attention_parts.make_new_heads(16, 2, 8, 4, False)
     cuda, float32 = file.cuda, file.float32
 
     @kernel(128)

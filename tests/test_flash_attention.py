@@ -1,14 +1,12 @@
-"""FlashAttention: the reference against calculus, GEMM attention and PyTorch; the kernels against float64.
+"""FlashAttention: the reference against calculus and GEMM attention, the launcher, and what both precisions promise.
 
-In the simulator the bf16 kernels get small tiles, so that a few dozen tokens make several of them; on a GPU the tuned
-ones.
+Shapes: test_flash_attention_bf16.py and test_flash_attention_fp32.py.
 """
 
-import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
+from flash_attention_cases import BF16, case, everything, exact, small_tiles, torch_sdpa
 
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels._launch import empty
@@ -20,83 +18,7 @@ from xtrain.kernels.flash_attention import (
     flash_attention_ref,
 )
 
-BF16 = ml_dtypes.bfloat16
-TILES = {  # two warps where a row is narrow enough, and three tiles for 70 tokens
-    "fwd": (32, 32, 2, 1, True),
-    "dq": (32, 16, 2, 1),
-    "dkdv": (32, 32, 2, 1),
-}
-WIDE_TILES = {"fwd": (64, 16, 4, 1, False), "dq": (64, 16, 4, 1), "dkdv": (64, 32, 4, 1)}
-# B, T, S, H, G, D, causal: one token; a whole tile; ragged and grouped; a past; few keys for many queries
-SHAPES = [
-    (1, 1, 1, 1, 1, 16, True), (1, 32, 32, 1, 1, 32, True), (1, 70, 70, 2, 1, 16, True),
-    (2, 9, 41, 2, 2, 16, True), (1, 40, 13, 4, 2, 16, False), (1, 34, 34, 3, 3, 16, True),
-]  # fmt: skip
-WIDE = [(1, 18, 34, 2, 1, 64, True), (1, 18, 20, 2, 1, 128, True), (1, 3, 5, 1, 1, 128, False)]
-FP32 = [
-    (1, 1, 1, 1, 1, 1, True),
-    (1, 35, 40, 1, 1, 4, True),
-    (1, 9, 12, 2, 1, 3, False),
-    (1, 3, 18, 1, 1, 66, True),
-]
-if GPU:
-    SHAPES += [
-        (1, 517, 517, 4, 2, D, causal) for D in (16, 32, 64, 128) for causal in (True, False)
-    ]
-    SHAPES += [
-        (4, 256, 256, 3, 3, 32, True),
-        (1, 100, 700, 8, 1, 64, True),
-        (1, 2100, 2100, 1, 1, 128, True),
-    ]
-    FP32 += [
-        (1, 300, 517, 4, 2, 128, True),
-        (1, 700, 700, 1, 1, 64, True),
-        (1, 77, 50, 2, 1, 33, False),
-    ]
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    if not GPU:
-        choose = lambda kind, D, *rest: (WIDE_TILES if D == 128 else TILES)[kind]
-        monkeypatch.setattr(fa, "choose", choose)
-
-
-def case(B, T, S, H, G, D, dtype=np.float64):
-    shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
-    return [normal(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]  # q, k, v, do
-
-
-def everything(q, k, v, do, scale, causal):
-    """-> o, lse, dq, dk, dv"""
-    o, lse = flash_attention_fwd(q, k, v, scale, causal)
-    return o, lse, *flash_attention_bwd(do, q, k, v, o, lse, scale, causal)
-
-
-def exact(arrays, scale, causal):
-    return everything(*(x.astype(np.float64) for x in arrays), scale, causal)
-
-
-def torch_sdpa(q, k, v, do, scale, causal):
-    """-> o, dq, dk, dv in bf16: the same rounded inputs through PyTorch, on the GPU with its flash kernel"""
-    to = lambda x: torch.from_numpy(np.ascontiguousarray(x).view(np.uint16)).view(torch.bfloat16)
-    q, k, v, do = (to(x).to("cuda" if GPU else "cpu").transpose(1, 2) for x in (q, k, v, do))
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    T, S = q.shape[2], k.shape[2]
-    past = causal and S > T
-    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if past else None
-    o = torch.nn.functional.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        mask,
-        is_causal=causal and not past,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    o.backward(do)
-    results = (o, q.grad, k.grad, v.grad)
-    return [x.detach().transpose(1, 2).float().cpu().numpy() for x in results]
+__all__ = ["small_tiles"]
 
 
 # ----------------------------------------------------------------------------- the reference
@@ -121,30 +43,6 @@ def test_reference_against_gemm_attention(causal):
 
 
 # ----------------------------------------------------------------------------- the kernels
-@pytest.mark.parametrize("shape", SHAPES + WIDE, ids=str)
-def test_bf16_kernels_are_as_exact_as_torch(shape):
-    *shape, causal = shape
-    arrays, scale = case(*shape, dtype=BF16), shape[-1] ** -0.5
-    got = everything(*map(to_kernel, arrays), scale, causal)
-    right = exact(arrays, scale, causal)
-    theirs = torch_sdpa(*arrays, scale, causal)
-    for name, g, e, t in zip(
-        ("o", "dq", "dk", "dv"), (got[0], *got[2:]), (right[0], *right[2:]), theirs
-    ):
-        assert_as_good(g, e, t, floor=2e-4, what=name)
-    np.testing.assert_allclose(to_host(got[1]), right[1], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", FP32, ids=str)
-def test_fp32_kernels(shape):
-    *shape, causal = shape
-    arrays = case(*shape, dtype=np.float32)
-    got = everything(*map(to_kernel, arrays), 0.4, causal)
-    right, plain = exact(arrays, 0.4, causal), everything(*arrays, 0.4, causal)
-    for name, g, e, p in zip(("o", "lse", "dq", "dk", "dv"), got, right, plain):
-        assert_as_good(g, e, p, floor=4e-7, what=name)
-
-
 @pytest.mark.parametrize("D", [16, 32, 64, 128] if GPU else [16])
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_large_scores(dtype, D):
@@ -162,18 +60,6 @@ def test_large_scores(dtype, D):
         assert_as_good(g, e, p, floor=2e-4 if dtype == BF16 else 1e-6, what=name)
 
 
-@pytest.mark.parametrize("kind", ["fwd", "dq", "dkdv"])
-@pytest.mark.parametrize("D", [16, 32, 64, 128])
-def test_every_choice_has_a_variant_for_99_kilobytes(monkeypatch, kind, D):
-    monkeypatch.undo()  # the real table
-    for causal in (True, False):
-        for T in (1, 512, 4096, 10**6):
-            small = fa.choose(kind, D, T, causal, 99 * 1024)
-            assert fa._maker(kind, D)[1](D, small) <= 99 * 1024
-            large = fa.choose(kind, D, T, causal, 227 * 1024)
-            assert fa._maker(kind, D)[1](D, large) <= 227 * 1024
-
-
 @pytest.mark.parametrize("heads", [1, 3, 7, 64, 997])
 @pytest.mark.parametrize("rows", [1, 100, 5000])
 @pytest.mark.parametrize("l2", [1, 10**5, 10**9])
@@ -187,13 +73,6 @@ def test_grid_covers_every_head_and_row(heads, rows, l2):
             assert side * 4 * 16 * rows <= max(2 * l2, 2 * 4 * 16 * (rows + 30))
             assert causal or side == 1
     assert fa.make_grid("fwd", (64, 64, 4, 2), True, (0, 5, 2, 16), (0, 5, 2, 16), 13, l2)[2] == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("D", [16, 32, 64, 128])
-def test_small_tiles_on_the_gpu(monkeypatch, D):
-    monkeypatch.setattr(fa, "choose", lambda kind, *rest: fa.SMALL[kind])
-    test_bf16_kernels_are_as_exact_as_torch((2, 200, 200, 4, 2, D, True))
 
 
 def test_parts_of_a_packed_array_are_read_in_place():

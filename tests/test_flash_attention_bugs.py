@@ -23,8 +23,8 @@ FOLDER = Path(xtrain.kernels.__file__).parent
 FILES = (
     "_tiles",
     "flash_attention_bf16",
-    "flash_attention_bf16_bwd",
-    "flash_attention_bf16_pairs",
+    "_flash_attention_bf16_bwd",
+    "_flash_attention_bf16_pairs",
     "flash_attention",
 )
 FWD, BWD, PAIRS = FILES[1:4]

@@ -11,7 +11,7 @@ from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, only_all
 
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels import flash_attention_fp32 as fp32
-from xtrain.kernels.flash_attention_table import TABLE
+from xtrain.kernels._flash_attention_table import TABLE
 
 __all__ = ["nvvm"]
 pytestmark = pytest.mark.usefixtures("nvvm")

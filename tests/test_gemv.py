@@ -8,8 +8,8 @@ from checks import GPU, assert_as_good, normal, sentinels, to_host, to_kernel, w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xtrain.kernels import _gemv_tensor
 from xtrain.kernels import gemv as file
-from xtrain.kernels import gemv_tensor
 from xtrain.kernels._launch import launch
 from xtrain.kernels.gemv import gemv, gemv_fits, gemv_naive_kernel, gemv_ref
 from xtrain.simulator import KernelError, sim
@@ -153,7 +153,7 @@ def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, w):
     ],
 )
 def test_planted_bugs_are_found(old, new):
-    scope = with_bug(gemv_tensor.make_tensor_kernel, old, new, dict(vars(gemv_tensor)))
+    scope = with_bug(_gemv_tensor.make_tensor_kernel, old, new, dict(vars(_gemv_tensor)))
     x, w, norm_w, *_ = case(2, 128, 40, norm=True)
     y = sim(np.zeros((2, 40), np.float32))
     broken = scope["make_tensor_kernel"](

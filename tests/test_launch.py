@@ -238,6 +238,7 @@ def beyond():
     """2^31 + 2^17 floats, 8.6 GB: all 0.5 but the last 2^17, which are random. Indices of 32 bits would wrap."""
     free = cupy().cuda.runtime.memGetInfo()[0]
     if free < 28 << 30:
+        # indices beyond 2^31 need arrays of that length: three of them
         pytest.skip(f"needs 28 GB of free GPU memory, there are {free >> 30}")
     base = cupy().full(2**31 + 2**17, 0.5, np.float32)
     base[-(2**17) :] = to_device(normal(0, 2**17), "gpu")

@@ -162,6 +162,7 @@ def test_saved_bytes_on_a_graph_that_can_be_counted_by_hand():
 def test_what_the_plan_keeps_is_what_numpy_keeps(recompute):
     """The same graph, once of real arrays on the CPU and once of ghosts. (To within the rounding to 512 bytes.)"""
     if GPU:
+        # NumPy's arrays are counted; test_the_plan_agrees_with_the_device counts the GPU's
         pytest.skip("needs the CPU backend")
     ids = np.zeros((3, 32), np.int32)
     model = Transformer(SMALL, recompute=recompute)

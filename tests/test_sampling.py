@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain import simulator
-from xtrain.kernels import sampling, sampling_kernels
+from xtrain.kernels import _sampling_kernels, sampling
 from xtrain.kernels._ptx import kernel
 from xtrain.kernels.sampling import (
     advance,
@@ -60,7 +60,7 @@ def test_philox_known_answers():
 @kernel(1)
 def fractions_kernel(out, seed, sequence, step):
     for i in range(out.size):
-        out[i] = sampling_kernels.random_fraction(seed[i], sequence[i], step[i])
+        out[i] = _sampling_kernels.random_fraction(seed[i], sequence[i], step[i])
 
 
 def test_kernel_has_the_same_random_numbers():
@@ -272,16 +272,16 @@ def test_planted_bugs_are_found(monkeypatch, name, old, new):
 
     monkeypatch.setattr(sampling, "SEGMENT", 64)
     monkeypatch.setattr(sampling, "MAX_TOP_K", 64)
-    function = getattr(sampling_kernels, name).py_func
-    broken = with_bug(function, old, new, dict(vars(sampling_kernels)))[name]
+    function = getattr(_sampling_kernels, name).py_func
+    broken = with_bug(function, old, new, dict(vars(_sampling_kernels)))[name]
     _translated.clear()
-    sampling_kernels.make_draw_kernel.cache_clear()
-    monkeypatch.setattr(sampling_kernels, name, broken)
+    _sampling_kernels.make_draw_kernel.cache_clear()
+    monkeypatch.setattr(_sampling_kernels, name, broken)
     with pytest.raises(KernelError, match="race"):
         draw(np.zeros((2, 150), np.float32), sim, top_p=0.99)
     monkeypatch.undo()
     _translated.clear()
-    sampling_kernels.make_draw_kernel.cache_clear()
+    _sampling_kernels.make_draw_kernel.cache_clear()
 
 
 def test_bad_input():

@@ -36,7 +36,7 @@ class Texts:
     """
 
     def __init__(self, data: str | Path | None = None):
-        self.library = data is None
+        self.own_source = data is None
         self.root = Path(sysconfig.get_path("stdlib") if data is None else data)
         self.name = (
             f"Python {sys.version.split()[0]} standard library" if data is None else str(data)
@@ -58,20 +58,20 @@ class Texts:
         if not os.path.isdir(self.root):
             hint = (
                 "give a text with --data"
-                if self.library
+                if self.own_source
                 else "give a text file or a folder of them"
             )
             there = "\0" not in str(self.root) and os.path.exists(self.root)
             what = "is neither a file nor a folder" if there else "is not there"
             raise UserError(f"there is no file or folder {self.root} (it {what}): {hint}")
-        unwanted = ("site-packages", "dist-packages", "__pycache__") if self.library else ()
+        unwanted = ("site-packages", "dist-packages", "__pycache__") if self.own_source else ()
         found = []
         for folder, folders, names in os.walk(self.root, onerror=_unreadable):
             folders[:] = [
                 name for name in folders if name not in unwanted and not name.startswith(".")
             ]
             found += [Path(folder, name) for name in names if not name.startswith(".")]
-        if self.library:
+        if self.own_source:
             found = [path for path in found if path.suffix == ".py"]
         found = [path for path in found if os.path.isfile(path)]
         return sorted(found, key=lambda path: path.relative_to(self.root).as_posix())

@@ -10,7 +10,7 @@ in a row of the cache, one head behind the other, and there are h_a + i + 1 of t
 knows. Nothing is computed or loaded for padding: a block whose queries lie beyond its sequence leaves at once.
 Grouped queries: H / G query heads read the same key head, never a copy.
 
-    bf16        tensor cores, with the tiles of flash_attention_table.py; D = 16, 32, 64, 128
+    bf16        tensor cores, with the tiles of _flash_attention_table.py; D = 16, 32, 64, 128
     float32     flash_attention_fp32.py's products in shared memory; any D up to 128
 """
 
@@ -123,7 +123,7 @@ def make_fp32_kernel(D):
 # ----------------------------------------------------------------------------- bf16
 @functools.cache
 def make_bf16_kernel(D, config):
-    """config: of flash_attention_table.py's "fwd". flash_attention_bf16.py explains each step."""
+    """config: of _flash_attention_table.py's "fwd". flash_attention_bf16.py explains each step."""
     BM, BN, WARPS, MIN_BLOCKS, Q_REGISTERS = config
     THREADS, ROWS = 32 * WARPS, BM // WARPS
     MT, NT, ND, KS = ROWS // 16, BN // 8, D // 8, D // 16

@@ -23,7 +23,7 @@ the new key and value, then reads them back from the cache like all others. Keys
 long before: while the product that makes qkv still runs, a block asks for them to come nearer.
 
     bf16        tensor cores, compute capability 8.0 and up
-    float32     without them                                  both in decode_attention_loops.py
+    float32     without them                                  both in _decode_attention_loops.py
 Bytes moved: read 2 (t + 1) G D elements of the cache per token; all else is small.
 """
 
@@ -34,13 +34,13 @@ from numba import cuda, float32, int64, types
 
 from ..device import Array, cupy
 from ..simulator import SimArray
-from . import decode_attention_parts as parts
+from . import _decode_attention_parts as parts
+from ._decode_attention_loops import make_attend_plain, make_attend_tensor
+from ._decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last, quotient
 from ._flat import on_16_bytes
 from ._launch import can_overlap, check, check_array, empty, launch, on_host, zeros
 from ._ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
 from ._tiles import WIDTHS
-from .decode_attention_loops import make_attend_plain, make_attend_tensor
-from .decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last, quotient
 from .kv_cache import check_cache, check_int32
 from .qk_norm_rope import qk_norm_rope_ref
 from .rope import check_tables

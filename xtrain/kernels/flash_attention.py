@@ -38,16 +38,16 @@ import numpy as np
 
 from ..device import Array, cupy
 from ..simulator import SimArray
+from . import _flash_attention_bf16_bwd as bf16_bwd
+from . import _flash_attention_bf16_pairs as bf16_pairs
+from . import _flash_attention_hopper_bwd as hopper_bwd
 from . import flash_attention_bf16 as bf16
-from . import flash_attention_bf16_bwd as bf16_bwd
-from . import flash_attention_bf16_pairs as bf16_pairs
 from . import flash_attention_fp32 as fp32
 from . import flash_attention_hopper as hopper
-from . import flash_attention_hopper_bwd as hopper_bwd
+from ._flash_attention_table import TABLE
 from ._launch import FLOATS, check, check_array, empty, launch, on_host
 from ._tensor_maps import mappable
 from ._tiles import WIDTHS
-from .flash_attention_table import TABLE
 
 FEW_ROUNDS, LONG = 12, 2048  # see make_grid; measured on one H200
 HOPPER = False  # use the kernels for compute capability 9.0: no GPU has run them in this form yet
@@ -214,7 +214,7 @@ def make_grid(
 
 # ----------------------------------------------------------------------------- which kernel
 def make_kernel(kind: str, D: int, causal: bool, config: tuple) -> tuple:
-    """-> (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq" or "dkdv"; config: see flash_attention_table.py"""
+    """-> (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq" or "dkdv"; config: see _flash_attention_table.py"""
     make, shared_bytes = _maker(kind, D)
     return make(D, causal, config), shared_bytes(D, config)
 

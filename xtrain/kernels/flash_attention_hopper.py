@@ -1,6 +1,6 @@
 """FlashAttention-2 for compute capability 9.0, forward: what flash_attention.py says, with wgmma, TMA and specialised warps.
 
-As in flash_attention_bf16.py a tile of queries walks over tiles of keys; who does what is in flash_attention_hopper_parts.py.
+As in flash_attention_bf16.py a tile of queries walks over tiles of keys; who does what is in _flash_attention_hopper_parts.py.
 Per tile of BN keys a consumer warpgroup, 64 queries, does
 
     S = Q K^T       wgmma, both operands out of shared memory
@@ -19,6 +19,24 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from ..device import Array
+from ._flash_attention_hopper_parts import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    PANEL_ROW,
+    TILE_FREE,
+    await_tile,
+    find_tile,
+    make_barriers,
+    make_elements,
+    make_key_producer,
+    make_keys,
+    make_layout,
+    make_store,
+    registers,
+    split,
+)
+from ._flash_attention_hopper_table import TABLE
 from ._hopper import (
     acquire_map,
     along_rows,
@@ -37,24 +55,6 @@ from ._ptx import device, kernel, store1
 from ._reduce import FULL
 from ._tensor_cores import exp2, fmax, log2, warp_id
 from ._tensor_maps import tensor_maps, tile_counter
-from .flash_attention_hopper_parts import (
-    LN2,
-    LOG2E,
-    LOWEST,
-    PANEL_ROW,
-    TILE_FREE,
-    await_tile,
-    find_tile,
-    make_barriers,
-    make_elements,
-    make_key_producer,
-    make_keys,
-    make_layout,
-    make_store,
-    registers,
-    split,
-)
-from .flash_attention_hopper_table import TABLE
 
 WIDTHS = (64, 128)  # of heads. 32 needs panels of 64 bytes and their swizzle
 OUT = 3  # the map of O

@@ -11,7 +11,7 @@
 A decoding step reads every weight once and does next to nothing with it: 2 N operations a weight. So all that counts is
 that memory is never idle, and each kernel less is a gap less:
 
-    bf16 weights   tensor cores: gemv_tensor.py
+    bf16 weights   tensor cores: _gemv_tensor.py
     else           plain arithmetic, a warp per row of w.
 
 Bytes moved: read w; x, y and residual are small.
@@ -25,10 +25,7 @@ from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from ._flat import on_16_bytes
-from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
-from ._ptx import kernel, let_next_start, load1, load4, store1, wait_for_previous
-from ._reduce import warp_sum
-from .gemv_tensor import (
+from ._gemv_tensor import (
     CHUNK,
     MAX_ROWS,
     MULTIPROCESSORS,
@@ -36,6 +33,9 @@ from .gemv_tensor import (
     choose,
     make_tensor_kernel,
 )
+from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
+from ._ptx import kernel, let_next_start, load1, load4, store1, wait_for_previous
+from ._reduce import warp_sum
 from .swiglu import sigmoid, silu_ref
 
 BLOCK = 256

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..device import Array
 from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
-from .sampling_kernels import (
+from ._sampling_kernels import (
     FRACTION,
     ONE,
     PHILOX_M,

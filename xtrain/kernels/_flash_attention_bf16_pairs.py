@@ -15,6 +15,12 @@ import functools
 
 from numba import cuda, float32, int32, int64, uint16, uint32
 
+from ._flash_attention_bf16_bwd import (
+    make_column_gradients,
+    make_copy_queries,
+    make_hide_past,
+    stage_elements,
+)
 from ._ptx import device, kernel
 from ._tensor_cores import (
     high_bf16,
@@ -34,12 +40,6 @@ from ._tiles import (
     make_store,
 )
 from .flash_attention_bf16 import LOG2E
-from .flash_attention_bf16_bwd import (
-    make_column_gradients,
-    make_copy_queries,
-    make_hide_past,
-    stage_elements,
-)
 
 NEVER = -(2**31)  # a query position before all others
 

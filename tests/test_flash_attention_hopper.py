@@ -1,6 +1,6 @@
 """FlashAttention for compute capability 9.0 in the simulator: the kernels against float64, exchanged with the mma.sync version.
 
-What only a GPU can say is in test_hopper_gpu.py.
+What only a GPU can say is in test_flash_attention_hopper_gpu.py.
 """
 
 import ctypes
@@ -10,18 +10,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checks import assert_as_good, normal, sentinels
+from flash_attention_cases import case, everything, exact, torch_sdpa
 from numba import cuda
-from test_flash_attention import case, everything, exact, torch_sdpa
 
 from xtrain import simulator
 from xtrain.config import ModelConfig
 from xtrain.kernels import _compile, _tensor_maps
+from xtrain.kernels import _flash_attention_hopper_bwd as backward
+from xtrain.kernels import _flash_attention_hopper_parts as parts
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels import flash_attention_hopper as hopper
-from xtrain.kernels import flash_attention_hopper_bwd as backward
-from xtrain.kernels import flash_attention_hopper_parts as parts
+from xtrain.kernels._flash_attention_hopper_table import TABLE
 from xtrain.kernels._tensor_maps import mappable, tensor_maps
-from xtrain.kernels.flash_attention_hopper_table import TABLE
 from xtrain.memory import plan
 from xtrain.simulator import sim
 

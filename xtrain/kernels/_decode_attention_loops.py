@@ -1,7 +1,7 @@
 """The loop over the keys of decode_attention.py, twice: plain, to be read, and on tensor cores.
 
 Both attend to keys lo .. hi - 1 of one key head with all its query heads at once, so a key is read once, and leave each warp's
-m, l and acc (decode_attention_parts.py) in shared memory. Neither copies keys or values to shared memory: a warp owns whole
+m, l and acc (_decode_attention_parts.py) in shared memory. Neither copies keys or values to shared memory: a warp owns whole
 tiles of keys, and nobody else needs them.
 
 On tensor cores, 16 keys at a time. A product's inner index may run in any order if both operands have the same one. So lane

@@ -8,7 +8,7 @@ Scores are computed twice; atomics on dQ would save that, and give other bits in
 The dQ kernel runs first. It also finds delta = rowsum(dO O), which both need, in the registers where it uses it.
 
 The dK, dV kernel works on the transposes, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are born where the tensor
-core wants its left operand. For D = 128, flash_attention_bf16_pairs.py shares this work between two warps.
+core wants its left operand. For D = 128, _flash_attention_bf16_pairs.py shares this work between two warps.
 """
 
 import functools

@@ -14,9 +14,9 @@ from numba import cuda, types
 from numba.cuda import dispatcher
 from offline import give_up, nvvm, only_all, ptxas
 
+from xtrain.kernels import _flash_attention_hopper_bwd as backward
 from xtrain.kernels import flash_attention_hopper as hopper
-from xtrain.kernels import flash_attention_hopper_bwd as backward
-from xtrain.kernels.flash_attention_hopper_table import TABLE
+from xtrain.kernels._flash_attention_hopper_table import TABLE
 
 __all__ = ["nvvm"]
 pytestmark = pytest.mark.usefixtures("nvvm")

@@ -1,4 +1,4 @@
-"""FlashAttention-2 for compute capability 9.0: dK and dV. See flash_attention_hopper_bwd.py.
+"""FlashAttention-2 for compute capability 9.0: dK and dV. See _flash_attention_hopper_bwd.py.
 
 A block owns keys; queries, dO and their statistics pass. Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T are
 born where a product wants its left operand; lse and delta belong to columns then, and come from shared memory.
@@ -10,6 +10,25 @@ import functools
 
 from numba import cuda, float32, int32, int64, uint32
 
+from ._flash_attention_hopper_parts import (
+    HEADER,
+    LOG2E,
+    PANEL_ROW,
+    SIDE,
+    STAGES_AT,
+    TILE,
+    TILE_FREE,
+    TILE_FULL,
+    await_tile,
+    find_tile,
+    leave,
+    make_barriers,
+    make_elements,
+    make_store,
+    next_tile,
+    registers,
+    split,
+)
 from ._hopper import (
     PANEL,
     acquire_map,
@@ -33,25 +52,6 @@ from ._hopper import (
 )
 from ._ptx import device, kernel
 from ._tensor_cores import exp2, warp_id
-from .flash_attention_hopper_parts import (
-    HEADER,
-    LOG2E,
-    PANEL_ROW,
-    SIDE,
-    STAGES_AT,
-    TILE,
-    TILE_FREE,
-    TILE_FULL,
-    await_tile,
-    find_tile,
-    leave,
-    make_barriers,
-    make_elements,
-    make_store,
-    next_tile,
-    registers,
-    split,
-)
 
 OUT = 4  # the map of dK; then that of dV
 

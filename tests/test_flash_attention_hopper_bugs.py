@@ -26,10 +26,10 @@ from xtrain.simulator import (
 FOLDER = Path(xtrain.kernels.__file__).parent
 FILES = (
     "_hopper",
-    "flash_attention_hopper_parts",
+    "_flash_attention_hopper_parts",
     "flash_attention_hopper",
-    "flash_attention_hopper_dkdv",
-    "flash_attention_hopper_bwd",
+    "_flash_attention_hopper_dkdv",
+    "_flash_attention_hopper_bwd",
 )
 INSTRUCTIONS, PARTS, FWD, DKDV, BWD = FILES
 TILES = {"fwd": (16, 1, 2, 1), "dq": (32, 1, 2, 1), "dkdv": (16, 1, 2, 1)}

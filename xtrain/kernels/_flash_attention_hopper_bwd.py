@@ -7,7 +7,7 @@
 with P = exp2(S scale log2 e - lse log2 e) and dS = P (dP - delta). P and dS go from accumulators to left operands in registers;
 K, Q and dO are read from the same tiles in shared memory, plain for one product and transposed for the other.
 
-The dK, dV kernel is in flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | Q | dO | dQ on its way out | STAGES of K |
+The dK, dV kernel is in _flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | Q | dO | dQ on its way out | STAGES of K |
 STAGES of V.
 """
 
@@ -17,6 +17,23 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from ..device import Array
+from ._flash_attention_hopper_dkdv import dkdv_shared_bytes, make_dkdv_kernel
+from ._flash_attention_hopper_parts import (
+    LOG2E,
+    PANEL_ROW,
+    SIDE,
+    TILE_FREE,
+    await_tile,
+    find_tile,
+    make_barriers,
+    make_elements,
+    make_key_producer,
+    make_keys,
+    make_layout,
+    make_store,
+    registers,
+    split,
+)
 from ._hopper import (
     acquire_map,
     along_rows,
@@ -36,23 +53,6 @@ from ._reduce import FULL
 from ._tensor_cores import exp2, warp_id
 from ._tensor_maps import tensor_maps
 from .flash_attention_hopper import choose, launch_tiles
-from .flash_attention_hopper_dkdv import dkdv_shared_bytes, make_dkdv_kernel
-from .flash_attention_hopper_parts import (
-    LOG2E,
-    PANEL_ROW,
-    SIDE,
-    TILE_FREE,
-    await_tile,
-    find_tile,
-    make_barriers,
-    make_elements,
-    make_key_producer,
-    make_keys,
-    make_layout,
-    make_store,
-    registers,
-    split,
-)
 
 PAD = 128  # rows of a head's statistics are a multiple of this: no tile of queries has more
 NO_WEIGHT = float32(1e30)  # lse of the padding: exp2(s - 1e30) is 0
