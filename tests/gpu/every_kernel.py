@@ -1,7 +1,7 @@
 """Start every kernel on small, odd shapes, for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck  python tests/gpu/every_kernel.py
-    compute-sanitizer --tool racecheck --kernel-regex kns=xtrain python tests/gpu/every_kernel.py
+    compute-sanitizer --tool memcheck --report-api-errors no  python tests/gpu/every_kernel.py
+    compute-sanitizer --tool racecheck --kernel-name kns=xtrain python tests/gpu/every_kernel.py
 
 Names of functions below (models, rows ...) start only those.  Values are pytest's business; this only has to reach every line of every kernel, soon: no PyTorch, no hypothesis, and
 every array an allocation of its own, for inside a memory pool's block an access out of bounds would go unseen.
@@ -20,11 +20,20 @@ import xtrain
 import xtrain.kernels
 from xtrain import functional as F
 from xtrain.autograd import Tensor
-from xtrain.kernels import _launch, flash_attention
+from xtrain.kernels import _launch, flash_attention, padding, sampling
+from xtrain.kernels.adamw import adamw, adamw_hyper
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
-from xtrain.kernels.cross_entropy import count_targets
+from xtrain.kernels.context_attention import context_attention
+from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
+from xtrain.kernels.decode_attention import decode_attention
 from xtrain.kernels.elementwise import add_into, scale_into
+from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
+from xtrain.kernels.gemv import gemv, gemv_fits
+from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares
+from xtrain.kernels.kv_cache import append_kv, empty_kv_cache, repeat_kv
+from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
 from xtrain.kernels.rope import rope_tables
+from xtrain.kernels.skip import skip_unless_finite
 from xtrain.kernels.softmax import causal_softmax_bwd, causal_softmax_fwd
 from xtrain.optim import clip
 
@@ -69,6 +78,90 @@ def models():
             model.loss(ids, np.where(ids % 7 == 0, -100, ids)).backward()
             optimizer.apply(cp.asarray(optimizer.advance()), clip(model, 1.0)[1])
         cp.cuda.Device().synchronize()
+
+
+def tables(dtype):
+    """What a training step does besides rows of one width: embedding, QK-norm + RoPE, wide cross-entropy."""
+    for N, V, C in ((1, 1, 1), (33, 7, 37), (300, 5003, 264), (1111, 70001, 16), (64, 3, 1040)):
+        ids = cp.asarray(RNG.integers(0, V, N).astype(np.int32))
+        embedding_fwd(ids, draw(V, C, dtype=dtype))
+        embedding_bwd(draw(N, C, dtype=dtype), ids, cp.zeros((V, C), np.float32))
+    for N, H, G, D in (
+        (1, 1, 1, 8),
+        (33, 4, 2, 16),
+        (70, 3, 1, 32),
+        (40, 2, 2, 64),
+        (9, 5, 1, 128),
+        (7, 3, 3, 10),
+    ):
+        cos_sin = tuple(map(cp.asarray, rope_tables(D, N, 10000.0)))
+        qkv = draw(N, (H + 2 * G) * D, dtype=dtype)
+        for norm in ((draw(D), draw(D)), (None, None)):
+            q, k, v, rstd = qk_norm_rope_fwd(qkv, *norm, *cos_sin, H, G, N, 1e-6)
+            d = [draw(*x.shape, dtype=dtype) for x in (q, k, v)]
+            dw = [None if w is None else cp.zeros(D, np.float32) for w in norm]
+            qk_norm_rope_bwd(*d, qkv, *norm, rstd, *cos_sin, H, G, N, *dw)
+    for N, V, padded in ((3, 50257, 50304), (2, 131000, 131072), (5, 517, 640), (1, 1, 128)):
+        targets = cp.asarray(np.where(RNG.random(N) < 0.2, -100, RNG.integers(0, V, N)))
+        inverse = count_targets(targets)
+        for gradient in (True, False):
+            logits = draw(N, padded, dtype=dtype)
+            mean_loss(cross_entropy(logits, targets, V, inverse, gradient)[0], inverse)
+
+
+def optimizer():
+    """AdamW with all it can do beside, the norm of few and of many numbers, a step that is skipped."""
+    for n in (1, 37, 4096, 100_003, 3_000_001):
+        w, g, m, v = (cp.abs(draw(n)) for _ in range(4))
+        norm, factor = grad_norm(g, 1.0)[:, None]
+        norm_and_factor(cp.concatenate([sum_of_squares(g[: n // 2]), sum_of_squares(g)]), 1.0)
+        skip_unless_finite(factor, cp.zeros(1, np.int32), norm, cp.ones(3, np.float32), 2)
+        hyper = cp.asarray(adamw_hyper(1e-3, 0.9, 0.95, 1))
+        for half, zero in itertools.product((None, cp.zeros(n, BFLOAT16)), (False, True)):
+            adamw(w, g, m, v, factor, hyper, n // 3, 0.9, 0.95, 1e-8, 0.1, half, zero)
+
+
+def serving(dtype):
+    """Packed prefill, the cache, attention over it, products of few rows."""
+    ints = lambda *numbers: cp.asarray(np.array(numbers, np.int32))
+    for D, (H, G) in itertools.product((16, 32, 64, 128), ((1, 1), (4, 2), (6, 1))):
+        lengths, history, rows = (5, 1, 67), ints(0, 40, 130), ints(2, 0, 1)
+        N, S, A = sum(lengths), 200, 3
+        edges = padding.cumulative_lengths(ints(*lengths))
+        places = padding.token_places(edges, N, history, rows)
+        padding.padding_offsets(edges, N, max(lengths))
+        x = draw(N, H, D, dtype=dtype)
+        padding.remove_padding(padding.restore_padding(x, edges, 67), edges, N)
+        padding.remove_padding_heads(padding.restore_padding_heads(x, edges, 70), edges, N)
+        k, v = empty_kv_cache(x, 1, A, G, S, D, dtype)[0]
+        for _ in range(2):  # a new place for the second half of each sequence's past
+            append_kv(k, v, *(draw(N, G, D, dtype=dtype) for _ in range(2)), *places)
+        repeat_kv(k, 2)
+        context_attention(x, k, v, edges, history, rows, 67, 0.2)
+        cos_sin = tuple(map(cp.asarray, rope_tables(D, S, 10000.0)))
+        for norm in ((draw(D), draw(D)), (None, None)):
+            qkv = draw(A, (H + 2 * G) * D, dtype=dtype)
+            more = (history + 5, rows, *cos_sin, *norm, 1e-6, 0.2)
+            decode_attention(qkv, k, v, *more)
+    for N, K, M in itertools.product((1, 2, 3, 8, 16, 32), (32, 256, 1056, 5632), (2, 70, 514)):
+        if gemv_fits(N, K, dtype):
+            x, w, norm = draw(N, K, dtype=dtype), draw(M, K, dtype=dtype), draw(K)
+            gemv(x, w)
+            gemv(x, w, norm, 1e-6, swiglu=True)
+            gemv(x, w, residual_NO=draw(N, M))
+
+
+def choosing(dtype):
+    """Sampling: greedy, few and many candidates, top-p, rows that are not in use."""
+    for B, V, padded in ((1, 1, 128), (5, 517, 640), (7, 50257, 50304), (3, 131000, 131072)):
+        temperature = RNG.choice([0.0, 0.5, 1.0], B).astype(np.float32)
+        top_k = RNG.choice([0, 1, 40, 1024], B).astype(np.int32)
+        top_p = RNG.choice([0.1, 0.9, 1.0], B).astype(np.float32)
+        numbers = [np.arange(B, dtype=t) for t in (np.int64, np.int64, np.int32)]
+        ids = cp.zeros(B, np.int32)
+        chosen = map(cp.asarray, (temperature, top_k, top_p, *numbers))
+        sampling.sample(draw(B, padded, dtype=dtype), ids, *chosen, V)
+        sampling.advance(*(cp.zeros(B, np.int32) for _ in range(3)))
 
 
 def rows(dtype):
@@ -146,6 +239,10 @@ def never_started() -> list[str]:
 
 WORK = {
     "models": models,
+    "tables": tables,
+    "optimizer": optimizer,
+    "serving": serving,
+    "choosing": choosing,
     "rows": rows,
     "heads": heads,
     "scores": scores,
@@ -157,7 +254,7 @@ WORK = {
 def main(names: list[str]) -> int:
     cp.cuda.set_allocator(None)
     for name in names or WORK:
-        for dtype in [()] if name in ("models", "scores") else [(d,) for d in DTYPES]:
+        for dtype in [()] if name in ("models", "optimizer", "scores") else [(d,) for d in DTYPES]:
             WORK[name](*dtype)
             cp.cuda.Device().synchronize()
             print(name, *dtype, f"{len(_launch._plans)} kernels started", flush=True)
