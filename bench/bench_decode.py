@@ -179,31 +179,34 @@ def bench(model, theirs, B, T, o, bandwidth):
         profile(step)
     more = dict(
         bound=round(B / bound * 1e3, 1), share_of_bound=round(bound / ms, 4), gpu_ms=round(float(gpu), 4),
-        first_token_ms=round(first * 1e3, 2), copy_gb_s=round(bandwidth / 1e9),
+        first_token_ms=round(first * 1e3, 2), new=o.new, copy_gb_s=round(bandwidth / 1e9),
         weights_gb=round(weights / 1e9, 3), kv_gb=round(kv / 1e9, 3),
         peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
     )  # fmt: skip
     del engine, step
     gc.collect()
     cp.get_default_memory_pool().free_all_blocks()
+    layers = SHAPE["n_layers"]
+    name = NAME if o.layers == layers else f"{NAME}, {o.layers} of {layers} layers"
     shape, speeds = f"B={B} context={T}", dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
-    for peer in o.peers or [None]:
-        if peer:
-            try:
-                their_first, their_ms, their_tokens = their_times(
-                    theirs, prompts, o.new, peer == "compile"
-                )
-            except Exception as error:  # a peer that fails must not take the others along
-                print(
-                    f"  transformers {peer}: {type(error).__name__} {str(error)[:300]}", flush=True
-                )
-                continue
-            same = np.mean([a[0] == b[0] for a, b in zip(tokens, their_tokens)])
-            more |= dict(
-                peer=f"transformers {peer}", peer_value=B / their_ms * 1e3, peer_ms=round(their_ms, 3),
-                peer_first_token_ms=round(their_first * 1e3, 2), same_first_tokens=round(float(same), 3),
-            )  # fmt: skip
-        record("bench_decode", NAME, shape=shape, dtype="bf16", **speeds, **more)
+    found = [beside(theirs, peer, prompts, o.new, tokens) for peer in o.peers]
+    for peer in [p for p in found if p] or [{}]:
+        record("bench_decode", name, shape=shape, dtype="bf16", **speeds, **more, **peer)
+
+
+def beside(theirs, peer, prompts, new, tokens):
+    """-> what a record says about a peer; None for one that fails, which must not take the others along"""
+    try:
+        first, ms, their_tokens = their_times(theirs, prompts, new, peer == "compile")
+    except Exception as error:
+        return print(
+            f"  transformers {peer}: {type(error).__name__} {str(error)[:300]}", flush=True
+        )
+    same = np.mean([a[0] == b[0] for a, b in zip(tokens, their_tokens)])
+    return dict(
+        peer=f"transformers {peer}", peer_value=len(prompts) / ms * 1e3, peer_ms=round(ms, 3),
+        peer_first_token_ms=round(first * 1e3, 2), same_first_tokens=round(float(same), 3),
+    )  # fmt: skip
 
 
 def main(o: Options) -> None:

@@ -1,53 +1,64 @@
-"""Writes the tables of the README from bench/results: every number there is a line here.
+"""Writes the tables of the README and of the site from bench/results: every number there is a line here.
 
 python bench/tables.py            rewrite what stands between <!-- results:NAME --> and <!-- results:end -->
 python bench/tables.py --check    exit 1 when a table is not what the records say
+
+A table without records says "Not measured yet."
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-PAGES = [ROOT / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "lessons").rglob("*.md"))]
+NOTHING = "Not measured yet."
 
 
 def latest(bench: str) -> list[dict]:
-    """The newest line of every (name, shape, dtype) of one bench, in the order of first appearance."""
+    """The newest line of every (name, shape, dtype, peer) of one bench, in the order of first appearance."""
     path = RESULTS / f"{bench}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     newest = {}
-    for record in map(json.loads, lines):
-        newest[record["name"], record["shape"], record["dtype"], record["peer"]] = record
+    for i, record in enumerate(map(json.loads, filter(str.strip, lines))):
+        key = record["name"], record["shape"], record["dtype"], record["peer"]
+        newest[key] = {**record, "line": i}
     return list(newest.values())
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]], records: list[dict], count: str = "One") -> str:
+    """Header, rows, and the machine that the records come from."""
+    if not rows:
+        return NOTHING
     align = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, align, *rows])
+    lines = ["| " + " | ".join(cells) + " |" for cells in [header, align, *rows]]
+    return "\n".join(lines) + "\n\n" + machine(records, count)
 
 
+def machine(records: list[dict], count: str) -> str:
+    gpus = ", ".join(sorted({r["gpu"] for r in records}))
+    dates = sorted({r["date"] for r in records})
+    return f"{count} {gpus}, {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}."
+
+
+def number(x: float | None, form: str = ",.0f") -> str:
+    return "-" if x is None else format(x, form)
+
+
+# ----------------------------------------------------------------------------- training
 def train() -> str:
-    rows = []
-    for r in latest("bench_train"):
-        if not r["peer"]:
-            continue
+    rows, records = [], [r for r in latest("bench_train") if r["peer"]]
+    for r in records:
         peer, ratio = f"{r['peer_value']:,.0f} ({r['peer']})", f"{r['ratio']:.2f}"
-        ours, theirs = (f"{gb:.1f}" if gb else "-" for gb in (r["peak_gb"], r.get("peer_peak_gb")))
-        memory = f"{ours} / {theirs}"
-        rows.append(
-            [f"{r['name']}, {r['shape']}", r["dtype"], f"{r['value']:,.0f}", peer, ratio, memory]
+        memory = " / ".join(
+            number(gb or None, ".1f") for gb in (r["peak_gb"], r.get("peer_peak_gb"))
         )
-    header = [
-        "train step",
-        "precision",
-        "xtrain, tokens/s",
-        "PyTorch, same run",
-        "ratio",
-        "peak GB, ours / theirs",
-    ]
-    return table(header, rows) + "\n\n" + machine("bench_train")
+        shape = f"{r['name']}, {r['shape']}"
+        rows.append([shape, r["dtype"], f"{r['value']:,.0f}", peer, ratio, memory])
+    header = ["train step", "precision", "xtrain, tokens/s", "PyTorch, same run", "ratio"]
+    return table([*header, "peak GB, ours / theirs"], rows, records)
 
 
 def precisions() -> str:
@@ -56,58 +67,41 @@ def precisions() -> str:
     for r in latest("bench_train"):
         if not r["peer"]:
             found.setdefault((r["name"], r["shape"]), {})[r["dtype"]] = r
-    rows = []
+    rows, records = [], []
     for (name, shape), pair in found.items():
         if pair.keys() == {"fp32", "bf16"}:
             fp32, bf16 = pair["fp32"], pair["bf16"]
+            records += [fp32, bf16]
             rows.append(
                 [f"{name}, {shape}", *(f"{r['value']:,.0f}" for r in (fp32, bf16))]
                 + [f"{bf16['value'] / fp32['value']:.2f}"]
                 + [f"{r['peak_gb']:.1f}" for r in (fp32, bf16)]
             )
     header = ["train step", "fp32, tokens/s", "bf16, tokens/s", "ratio", "fp32, GB", "bf16, GB"]
-    return table(header, rows) + "\n\n" + machine("bench_train")
+    return table(header, rows, records)
 
 
 def history() -> str:
+    records = latest("bench_history")
+    rows = [[r["name"], r["dtype"], f"{r['ms']:,.1f}", f"{r['value']:,.0f}"] for r in records]
+    return table(["phase (dim384)", "precision", "ms a step", "tokens/s"], rows, records)
+
+
+def head() -> str:
+    """The head and the loss by chunks of rows: time against memory."""
+    records = latest("bench_head")
     rows = [
-        [r["name"], r["dtype"], f"{r['ms']:,.1f}", f"{r['value']:,.0f}"]
-        for r in latest("bench_history")
+        [r["name"], r["shape"], r["dtype"], *(f"{r[k]:.2f}" for k in ("ms", "peak_gb"))]
+        + [f"{r['value']:.0f}"]
+        for r in records
     ]
-    return (
-        table(["phase (dim384)", "precision", "ms a step", "tokens/s"], rows)
-        + "\n\n"
-        + machine("bench_history")
-    )
-
-
-def attention(*parts: str) -> str:
-    """TFLOP/s of some parts of bench_attention: forward and forward + backward of a shape in one row."""
-    shapes: dict[str, dict] = {}
-    for r in latest("bench_attention"):
-        part, direction = r["name"].split()
-        if part in parts:
-            shapes.setdefault(r["shape"], {})[direction] = r
-    rows = []
-    for shape, directions in shapes.items():
-        cells = [shape]
-        for direction in ("fwd", "fwd+bwd"):
-            r = directions[direction]
-            values = r["value"], r["peer_value"], r["cudnn_value"]
-            cells += [f"{x:.0f}" if x else "-" for x in values]
-        rows.append(cells)
-    header = ["causal, bf16, TFLOP/s"]
-    for direction in ("forward", "forward + backward"):
-        header += [f"{direction}: xtrain", "torch flash", "torch cuDNN"]
-    return table(header, rows) + "\n\n" + machine("bench_attention")
+    header = ["model, rows of a chunk", "shape", "precision", "ms", "GB", "TFLOP/s"]
+    return table(header, rows, records)
 
 
 def ddp() -> str:
     """Tokens per second and the share of linear for each variant, with PyTorch's where it was measured beside."""
-    records = latest("bench_ddp")
-    if not records:
-        return "Not measured yet."
-    rows = []
+    rows, records = [], latest("bench_ddp")
     for r in records:
         peer = f"{r['peer_value']:,.0f} ({r['peer_of_linear']:.0%})" if r.get("peer") else ""
         exposed = f"{r['exposed_ms']:.2f}" if "exposed_ms" in r else ""
@@ -117,52 +111,159 @@ def ddp() -> str:
         )
     header = ["model, GPUs, variant", "ms a step", "tokens/s", "of linear", "exposed ms"]
     header += ["bytes a parameter and GPU", "torch DDP + compile (of linear)"]
-    return table(header, rows) + "\n\n" + machine("bench_ddp", "Up to four")
+    return table(header, rows, records, "Up to four")
 
 
-def machine(bench: str, count: str = "One") -> str:
-    records = latest(bench)
-    gpus = ", ".join(sorted({r["gpu"] for r in records}))
-    dates = sorted({r["date"] for r in records})
-    return (
-        f"{count} {gpus}, {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}."
-        if records
-        else ""
-    )
+# ----------------------------------------------------------------------------- kernels
+def attention(*parts: str) -> str:
+    """TFLOP/s of some parts of bench_attention: forward and forward + backward of a shape in one row.
+
+    Where both our kernels were measured, each has a column, and the one in use is bold.
+    """
+    chosen = [(p, r) for p in parts for r in latest("bench_attention") if r["name"].split()[0] == p]
+    shapes: dict[tuple, dict] = {}
+    for part, r in chosen:
+        shapes.setdefault((part, r["shape"]), {})[r["name"].split()[1]] = r
+    records = [r for _, r in chosen]
+    two = any(r.get("wgmma_value") for r in records)
+    ours = ["xtrain mma.sync", "xtrain wgmma"] if two else ["xtrain"]
+    header, rows = ["causal, bf16, TFLOP/s"], []
+    for direction in ("forward", "forward + backward"):
+        header += [f"{direction}: {ours[0]}", *ours[1:], "torch flash", "torch cuDNN"]
+    for (_, shape), directions in shapes.items():
+        cells = [shape]
+        for direction in ("fwd", "fwd+bwd"):
+            cells += rates(directions.get(direction, {}), two)
+        rows.append(cells)
+    return table(header, rows, records)
+
+
+def rates(r: dict, two: bool) -> list[str]:
+    """The cells of one direction; two: with both our kernels. r: a record, {} for none."""
+    own = [number(r.get("value"), ".0f")]
+    if two:
+        used = r.get("kernels", "mma.sync")
+        values = {"mma.sync": r.get("mma_sync_value"), "wgmma": r.get("wgmma_value")}
+        values[used] = r.get("value")
+        own = [number(x, ".0f") for x in values.values()]
+        own = [f"**{x}**" if name == used and x != "-" else x for name, x in zip(values, own)]
+    return own + [number(r.get(key) or None, ".0f") for key in ("peer_value", "cudnn_value")]
+
+
+def kernels() -> str:
+    """All of bench_kernels: time, and the time of a copy of the same bytes as a share of it."""
+    rows, records = [], latest("bench_kernels")
+    for r in records:
+        peers = [number(r.get(f"torch_{key}_ms"), ".4f") for key in ("compile", "eager")]
+        times = [f"{r['ms']:.4f}", f"{r['value']:,.0f}", f"{r['share']:.0%}"]
+        rows.append([f"`{r['name']}`", r["shape"], r["dtype"], *times, *peers])
+    header = ["kernel", "shape", "type", "ms", "GB/s", "copy's time, share"]
+    return table([*header, "torch.compile, ms", "torch eager, ms"], rows, records)
+
+
+def lessons() -> str:
+    rows, records = [], latest("bench_lessons")
+    for r in records:
+        share = f"{r['copy_ms'] / r['ms']:.0%}" if r.get("copy_ms") else "-"
+        value = [f"{r['ms']:.4f}", f"{r['value']:,.0f} {r['unit']}", share]
+        rows.append([f"`{r['name']}`", r["shape"], r["dtype"], *value])
+    header = ["kernel of a lesson", "shape", "type", "ms", "rate", "copy's time, share"]
+    return table(header, rows, records)
+
+
+# ----------------------------------------------------------------------------- serving
+def decode() -> str:
+    """bench_decode: what a user waits for, beside transformers. Ratios are of one run: each with its own peer."""
+    runs: dict[tuple, dict] = {}
+    records = latest("bench_decode")
+    for r in records:
+        runs.setdefault((r["name"], r["shape"]), {})[r["peer"]] = r
+    rows = []
+    for (name, shape), peers in runs.items():
+        mine = max(peers.values(), key=lambda r: r["line"])
+        cells = [f"{name}, {shape}", f"{mine['value']:,.0f}", f"{mine['share_of_bound']:.0%}"]
+        theirs = [peers.get(f"transformers {kind}") for kind in ("plain", "compile")]
+        cells += [f"{r['peer_value']:,.0f} ({r['ratio']:.2f} x)" if r else "-" for r in theirs]
+        waits = [f"{mine['first_token_ms']:,.0f}"]
+        waits += [number(r and r["peer_first_token_ms"]) for r in theirs]
+        rows.append([*cells, " / ".join(waits), number(mine["peak_gb"], ".1f")])
+    header = ["decoding, bf16", "xtrain, tokens/s", "of the memory bound", "transformers plain"]
+    header += ["static cache + compile", "first token, ms: ours / plain / compile", "peak GB"]
+    return table(header, rows, records)
+
+
+def engine_kernels() -> str:
+    """bench_engine: the kernels of a decoding step, one by one."""
+    rows, records = [], [r for r in latest("bench_engine") if not r["name"].startswith("step")]
+    for r in records:
+        rate = f"{r['value']:,.0f}" if r["unit"] == "GB/s" else "-"
+        share, ratio = number(r.get("share"), ".0%"), number(r["ratio"], ".2f")
+        rows.append([f"`{r['name']}`", r["shape"], f"{1e3 * r['ms']:,.1f}", rate, share, ratio])
+    header = ["kernel", "shape", "us", "GB/s", "copy's time, share", "x cuBLAS"]
+    return table(header, rows, records)
+
+
+def engine_step() -> str:
+    """bench_engine: all kernels of a step in one CUDA graph, with and without overlap."""
+    shapes: dict[str, dict] = {}
+    records = [r for r in latest("bench_engine") if r["name"].startswith("step")]
+    for r in records:
+        shapes.setdefault(r["shape"], {})[r["name"]] = r
+    rows = []
+    for shape, pair in shapes.items():
+        cells = [shape]
+        for r in (pair.get("step", {}), pair.get("step_without_overlap", {})):
+            cells += [number(r.get(key), f) for key, f in (("value", ",.0f"), ("share", ".0%"))]
+        rows.append(cells)
+    header = ["all kernels of a step", "tokens/s", "of the memory bound"]
+    return table([*header, "without overlap", "of the memory bound"], rows, records)
 
 
 TABLES = {
     "train": train,
     "precisions": precisions,
     "history": history,
+    "head": head,
     "ddp": ddp,
-    "attention": lambda: attention("named", "random"),
-    "attention-sweep": lambda: attention("sweep"),
+    "attention": functools.partial(attention, "named", "random"),
+    "attention-sweep": functools.partial(attention, "sweep"),
+    "kernels": kernels,
+    "lessons": lessons,
+    "decode": decode,
+    "engine-kernels": engine_kernels,
+    "engine-step": engine_step,
 }
 
 
 def filled(text: str) -> str:
-    for name, make in TABLES.items():
-        start = f"<!-- results:{name} -->"
-        if start in text:
-            before, rest = text.split(start, 1)
-            after = rest.split("<!-- results:end -->", 1)[1]
-            text = f"{before}{start}\n{make()}\n<!-- results:end -->{after}"
-    return text
+    """The page with today's tables. Raises ValueError when a marker has no table or no end."""
+    head, *rest = text.split("<!-- results:")
+    parts, inside = [head], False
+    for part in rest:
+        name, _, after = part.partition(" -->")
+        if name == "end" and inside:
+            parts.append(f"<!-- results:end -->{after}")
+        elif name in TABLES and not inside:
+            parts.append(f"<!-- results:{name} -->\n{TABLES[name]()}\n")
+        else:
+            raise ValueError(f"the marker results:{name} is no table, or not where it must be")
+        inside = name != "end"
+    if inside:
+        raise ValueError("a table lacks its <!-- results:end -->")
+    return "".join(parts)
 
 
 def main(check: bool) -> int:
-    stale = [
-        page
-        for page in PAGES
-        if filled(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")
-    ]
-    for page in stale:
-        if check:
+    code = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        new = filled(text)
+        if new != text and check:
             print(f"{page.name} is not what bench/results says: run python bench/tables.py")
-        else:
-            page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
-    return 1 if check and stale else 0
+            code = 1
+        elif new != text:
+            page.write_text(new, encoding="utf-8")
+    return code
 
 
 if __name__ == "__main__":

@@ -49,3 +49,15 @@ def test_presets_exist():
     for page, module, words in commands():
         for name in (b for a, b in itertools.pairwise(words) if a == "--preset"):
             assert name in PRESETS or "--plan" in words, f"{page}: {module} has no preset {name}"
+
+
+def test_every_page_is_in_the_navigation_and_linked_from_the_index():
+    lessons = ROOT / "lessons"
+    pages = [str(p.relative_to(lessons)) for p in lessons.rglob("*.md") if p.name != "index.md"]
+    nav, index = (
+        p.read_text(encoding="utf-8") for p in (ROOT / "mkdocs.yml", lessons / "index.md")
+    )
+    assert len(pages) > 10
+    for page in pages:
+        assert re.search(rf": {re.escape(page)}$", nav, re.M), f"{page} is not in mkdocs.yml"
+        assert f"]({page})" in index, f"{page} is not linked from index.md"

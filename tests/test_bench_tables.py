@@ -1,0 +1,170 @@
+"""bench/tables.py on records that the benches' own code writes, with a stand-in for the GPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+
+# The benches with times from a list instead of a card. Only CuPy is replaced, so that what is recorded is theirs.
+WRITE = """
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+import numpy as np
+import xtrain.engine, xtrain.kernels.linear_cross_entropy, xtrain.kernels.gemv, xtrain.kernels.sampling
+cupy = sys.modules["cupy"] = MagicMock()
+cupy.cuda.runtime.getDeviceProperties.return_value = {"name": b"Test GPU"}
+cupy.cuda.runtime.driverGetVersion.return_value = cupy.cuda.runtime.runtimeGetVersion.return_value = 13000
+
+import bench_decode as decode
+decode.ours = lambda model, prompts, new: (SimpleNamespace(cache_bytes=1e9), 0.025, 2.0, [[7, 8]] * len(prompts))
+decode.step_ms = lambda *_: (1.8, None)
+decode.step_bytes = lambda *_: (2.0e9, 1e8)
+decode.memory_peak_bytes = lambda _: 3.25e9
+def their_times(theirs, prompts, new, static):
+    if len(prompts) == 32 and static:
+        raise RuntimeError("no memory")
+    return (0.05, 4.0, [[7, 9]] * len(prompts)) if static else (0.1, 20.0, [[7, 8]] * len(prompts))
+decode.their_times = their_times
+model = SimpleNamespace(config=SimpleNamespace(vocab_size=100))
+for B in (1, 32):
+    decode.bench(model, None, B, 128, decode.Options(peers=["plain", "compile"]), 2e12)
+decode.bench(model, None, 1, 4096, decode.Options(), 2e12)
+decode.bench(model, None, 1, 128, decode.Options(layers=2), 2e12)
+
+import bench_engine as engine
+engine.graph_ms = lambda *a, **k: (0.5, 0.4, 0.6)
+engine.copy_ms = lambda nbytes: 0.4
+engine.copy_bandwidth = lambda nbytes: 4e12
+engine.replay_ms = lambda step: 1.0 if step.on else 1.25
+engine.product = lambda name, N: (None, 4_000_000, (np.zeros(3), np.zeros((6, 5))))
+engine.converted = engine.linear_fwd = lambda *a: None
+engine.attention_inputs = lambda B, context: ((), 2_000_000)
+engine.draw = engine.sampling_inputs = lambda *a, **k: ()
+class Step:
+    def __init__(self, B, context):
+        self.nbytes, self.on = 2e9, True
+        engine.set_overlap = lambda on: setattr(self, "on", on)
+engine.Step = Step
+engine.main(engine.Options(rows=[1], batches=[1], shapes=[(1, 128), (32, 128)], matrices=["qkv"]))
+
+import bench_head as head
+head.to_device = lambda x, _: x
+head.cast_fwd = lambda x, _: np.zeros((4, 2), np.float32)
+head.count_targets = lambda _: None
+head.graph_ms = lambda f: (3.0, 2.9, 3.1)
+head.model_config = lambda _: (SimpleNamespace(dim=2, vocab_size=5, padded_vocab_size=8), 2, 2)
+head.main(head.Options(models=["dim384"], rows=[1, 4]))
+"""
+
+
+def tables(folder):
+    spec = importlib.util.spec_from_file_location("tables_of_a_test", BENCH / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.RESULTS = folder
+    return module
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    path = os.pathsep.join([str(BENCH), str(BENCH.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path, "XTRAIN_RESULTS": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return tables(folder)
+
+
+def rows(text):
+    return [[c.strip() for c in x.strip("|").split("|")] for x in text.splitlines() if "|" in x][2:]
+
+
+def test_without_records(tmp_path):
+    module = tables(tmp_path)
+    assert {make() for make in module.TABLES.values()} == {"Not measured yet."}
+
+
+def test_every_table_is_on_a_page():
+    module = tables(BENCH / "results")
+    pages = "".join(page.read_text(encoding="utf-8") for page in module.PAGES)
+    assert [n for n in module.TABLES if f"<!-- results:{n} -->" not in pages] == []
+
+
+def test_decode(written):
+    text = written.decode()
+    first, large, long, few = rows(text)
+    assert first == [
+        "llama 1.1B, B=1 context=128", "500", "52%", "50 (10.00 x)", "250 (2.00 x)", "25 / 100 / 50", "3.2",
+    ]  # fmt: skip
+    assert large[1] == "16,000" and large[3:6] == ["1,600 (10.00 x)", "-", "25 / 100 / -"]
+    assert long[3:6] == ["-", "-", "25 / - / -"]
+    assert few[0] == "llama 1.1B, 2 of 22 layers, B=1 context=128"
+    assert "One Test GPU, 20" in text
+
+
+def test_a_newer_run_counts(written, tmp_path):
+    lines = (written.RESULTS / "bench_decode.jsonl").read_text().splitlines()
+    newer = {**json.loads(lines[0]), "value": 600.0, "ratio": 12.0}  # the peer that came first
+    (tmp_path / "bench_decode.jsonl").write_text("\n".join([*lines, json.dumps(newer), ""]))
+    first = rows(tables(tmp_path).decode())[0]
+    assert first[1] == "600" and first[3] == "50 (12.00 x)" and first[4] == "250 (2.00 x)"
+
+
+def test_engine(written):
+    kernels = {row[0]: row[1:] for row in rows(written.engine_kernels())}
+    assert kernels["`gemv_qkv`"] == ["N=1 6x5", "500.0", "8", "80%", "1.00"]
+    assert kernels["`decode_attention`"][1:] == ["500.0", "4", "80%", "-"]
+    assert kernels["`sample_greedy`"] == ["B=1 V=32000", "500.0", "-", "-", "-"]
+    assert rows(written.engine_step()) == [["B=1 context=128", "1,000", "50%", "800", "40%"]]
+
+
+def test_head(written):
+    assert [row[0] for row in rows(written.head())] == ["dim384 rows=1", "dim384 rows=4"]
+    assert rows(written.head())[0][1:3] == ["N=4 C=2 V=5", "bf16"]
+
+
+def attention_record(direction, **more):
+    return {
+        "name": f"named {direction}", "shape": "B=1", "dtype": "bf16", "value": 100.0, "peer": "torch SDPA flash",
+        "peer_value": 50.0, "cudnn_value": 120.0, "gpu": "Test GPU", "date": "2026-01-01", **more,
+    }  # fmt: skip
+
+
+def test_attention_with_two_kernels(tmp_path):
+    """A column for each, the one in use bold; records of before have the first only."""
+    new = dict(kernels="wgmma", mma_sync_value=80.0, wgmma_value=100.0)
+    lines = [attention_record("fwd", **new), attention_record("fwd+bwd", shape="B=2")]
+    lines.append(attention_record("fwd", name="random fwd", peer_value=None, cudnn_value=None))
+    module = tables(tmp_path)
+    write = lambda some: (tmp_path / "bench_attention.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in some)
+    )
+    write(lines)
+    one, two, random = rows(module.attention("named", "random"))
+    assert one == ["B=1", "80", "**100**", "50", "120", "-", "-", "-", "-"]
+    assert two == ["B=2", "-", "-", "-", "-", "**100**", "-", "50", "120"]
+    assert random == ["B=1", "**100**", "-", "-", "-", "-", "-", "-", "-"]
+    write(lines[1:])
+    assert rows(module.attention("named"))[0] == ["B=2", "-", "-", "-", "100", "50", "120"]
+
+
+def test_markers(written):
+    page = "a\n<!-- results:head -->\nold\n<!-- results:end -->\nb <!-- results:ddp --><!-- results:end -->"
+    new = written.filled(page)
+    assert "old" not in new and "dim384 rows=4" in new and written.filled(new) == new
+    for wrong in (
+        "<!-- results:nothing --><!-- results:end -->",
+        "<!-- results:end -->",
+        "<!-- results:ddp -->",
+    ):
+        with pytest.raises(ValueError, match="results:"):
+            written.filled(wrong)
