@@ -43,6 +43,21 @@ def test_options_exist(page, module):
         assert re.search(rf"{option}\b", text), f"{page}: {module} has no {option}"
 
 
+@pytest.mark.parametrize(
+    "module", ["train", "generate", "chat", "report", "compare", "profile", "convert_meta"]
+)
+def test_every_option_says_what_it_is(module):
+    """In words of its own: tyro gives a field without a comment that of the fields above it."""
+    text = re.sub(r"[│╰╯╭╮─]", " ", help_of(f"xtrain.{module}"))
+    said = {}
+    for option, rest in re.findall(r"^  (--[a-z].*?)  +(.*?)(?=^  --[a-z]|\Z)", text, re.M | re.S):
+        words = re.sub(r"\((default:.*|required|repeatable)\)", "", " ".join(rest.split())).strip()
+        assert words, f"{module} {option} says nothing"
+        assert words not in said, f"{module} {option} says what {said[words]} says: {words}"
+        said[words] = option
+    assert len(said) > 1
+
+
 def test_presets_exist():
     from xtrain.config import PRESETS
 

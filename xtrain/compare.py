@@ -35,7 +35,7 @@ class CompareConfig:
     seed: int = 0  # of the random token ids that are used otherwise
     batch: int = 2  # random sequences
     length: int | None = None  # tokens in each; none: 32, or what the model takes
-    against: Literal["transformers"] = "transformers"
+    against: Literal["transformers"] = "transformers"  # the other implementation
     tolerance: float = 1e-4  # largest difference, relative to the stage's largest value
     device: Literal["auto", "cpu", "gpu"] = "auto"  # of xtrain; the other one runs on the CPU
 

@@ -43,14 +43,12 @@ class ModelConfig:
     n_heads: int  # H, query heads
     n_kv_heads: int | None = None  # G, key/value heads; None: as many as query heads
     head_dim: int | None = None  # D; None: dim / n_heads
-    hidden_dim: int | None = (
-        None  # F, width of the MLP; None: 8/3 dim, rounded up to a multiple of 64
-    )
+    # F, width of the MLP; None: 8/3 dim, rounded up to a multiple of 64
+    hidden_dim: int | None = None
     max_seq_len: int = 1024  # longest sequence, tokens
     rope_theta: float = 10000.0  # base of the rotation frequencies
-    rope_scaling: dict[str, Any] | None = (
-        None  # {"rope_type": "linear" | "dynamic" | "llama3", "factor": ..., ...}
-    )
+    # {"rope_type": "linear" | "dynamic" | "llama3", "factor": ..., ...}
+    rope_scaling: dict[str, Any] | None = None
     norm_eps: float = 1e-6  # added to the mean square in every RMSNorm
     qk_norm: bool = True  # RMSNorm over each query and key head (Qwen3)
     tie_embeddings: bool = False  # the output head is the embedding table
@@ -164,24 +162,22 @@ class TrainConfig:
     """One training run. The defaults come from the preset; whatever is given explicitly wins."""
 
     preset: str = "auto"  # a name of PRESETS; auto: tiny without a GPU, dim384 with one
-    data: str | None = (
-        None  # text file or folder (.txt and other text, .jsonl, .parquet); none: Python's own source
-    )
+    # text file or folder (.txt and other text, .jsonl, .parquet); none: Python's own source
+    data: str | None = None
     name: str | None = None  # the run's folder is OUT/NAME; none: the preset's name
     out: str = "runs"  # folder of all runs
     steps: int | None = None  # optimizer steps
     batch: int | None = None  # sequences per optimizer step, over all ranks
-    micro_batch: int | None = (
-        None  # sequences per forward pass and rank; none: the whole batch at once
-    )
+    # sequences per forward pass and rank; none: the whole batch at once
+    micro_batch: int | None = None
     seq_len: int | None = None  # T, tokens per sequence
     lr: float | None = None  # peak learning rate
     min_lr_ratio: float = 0.1  # the cosine ends at this share of the peak
     warmup: int | None = None  # steps of linear warm-up
     weight_decay: float = 0.1  # decoupled, on matrices only
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
-    eps: float = 1e-8  # AdamW
+    beta1: float = 0.9  # AdamW: decay of the mean of the gradient
+    beta2: float = 0.95  # AdamW: decay of the mean of its square
+    eps: float = 1e-8  # AdamW: added to the root of that mean
     clip: float = 1.0  # largest global gradient norm; 0 switches clipping off
     vocab_size: int | None = None  # tokens of the tokenizer that is trained on the corpus
     tokenizer: str | None = None  # a tokenizer.json to use instead of training one
@@ -192,13 +188,11 @@ class TrainConfig:
     sample_tokens: int = 100  # tokens generated per sample
     save_every: int | None = None  # steps between checkpoints (one is always written at the end)
     seed: int = 0  # of the initialisation, the batches and the samples
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    precision: Literal["fp32", "bf16"] = (
-        "fp32"  # of activations and matrix products; bf16 needs a GPU
-    )
-    graph: bool = (
-        True  # on a GPU: capture the step in a CUDA graph and replay it (the same bits, faster)
-    )
+    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
+    # of activations and matrix products; bf16 needs a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"
+    # on a GPU: capture the step in a CUDA graph and replay it (the same bits, faster)
+    graph: bool = True
     # what backward computes again instead of keeping it: less memory, more time, the same bits
     recompute: Literal["none", "attention", "block"] = "none"
     init: str | None = None  # start from the weights in this Hugging Face folder
@@ -206,17 +200,14 @@ class TrainConfig:
     resume: bool = False  # go on from the run's last good checkpoint
     # with --resume: names of options that may differ from the checkpoint's, also: data, tokenizer
     allow_change: tuple[str, ...] = ()
-    stop_at: int | None = (
-        None  # stop after this step, with a checkpoint; the schedule still counts to --steps
-    )
+    # stop after this step, with a checkpoint; the schedule still counts to --steps
+    stop_at: int | None = None
     # stop with a checkpoint before so much time is over: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS since the program's start
     time_limit: str | None = None
-    max_skips: int = (
-        10  # steps in a row without a finite loss and gradient norm after which the run stops
-    )
-    spike_z: float = (
-        6.0  # flag a loss that lies so many standard deviations above the last 50; 0: never
-    )
+    # steps in a row without a finite loss and gradient norm after which the run stops
+    max_skips: int = 10
+    # flag a loss that lies so many standard deviations above the last 50; 0: never
+    spike_z: float = 6.0
     tensorboard: bool = False  # also write the numbers for TensorBoard, into the run's folder (package tensorboardX)
     debug: bool = False  # synchronise after every kernel and name the one that failed
 

@@ -60,12 +60,10 @@ class Options:
 
     source: Annotated[Path, tyro.conf.Positional]  # folder with consolidated.*.pth and params.json
     target: Annotated[Path, tyro.conf.Positional]  # folder to write
-    max_seq_len: int | None = (
-        None  # params.json does not say it; none: 4096, Llama 3 8192, 3.1 on 131072
-    )
-    rope_factor: float | None = (
-        None  # of Llama 3.1's scaling where params.json has none; none: 8, below dim 4096 32
-    )
+    # params.json does not say it; none: 4096, Llama 3 8192, 3.1 on 131072
+    max_seq_len: int | None = None
+    # of Llama 3.1's scaling where params.json has none; none: 8, below dim 4096 32
+    rope_factor: float | None = None
 
 
 @dataclass(frozen=True)

@@ -64,15 +64,13 @@ from .zero import Pieces, ShardedAdamW
 class ParallelConfig(TrainConfig):
     """One training run on several ranks."""
 
-    dp: Literal["none", "naive", "flat", "overlap", "bucket"] = (
-        "bucket"  # how gradients are added up
-    )
+    # how gradients are added up
+    dp: Literal["none", "naive", "flat", "overlap", "bucket"] = "bucket"
     zero: Literal[0, 1] = 0  # 1: the optimizer's state is divided among the ranks (ZeRO-1)
     bucket_mb: float = 32.0  # MiB of float32 gradients in one message
     grad_comm: Literal["fp32", "bf16"] = "fp32"  # what gradients travel in
-    transport: Literal["auto", "nccl", "copy"] = (
-        "auto"  # between GPUs: NCCL's kernels, or copy engines (one machine; auto: where possible)
-    )
+    # between GPUs: NCCL's kernels, or copy engines (one machine; auto: where possible)
+    transport: Literal["auto", "nccl", "copy"] = "auto"
     check_ranks: int = 0  # compare all ranks' parameters every so many steps; 0: never
     watchdog: float = 600.0  # seconds without a step after which a rank counts as hanging; 0: never
 

@@ -85,15 +85,14 @@ class Options:
     vocab_size: int | None = None  # tokens
     batch: int | None = None  # sequences in one forward pass, on each GPU
     seq_len: int | None = None  # tokens per sequence
-    precision: Literal["fp32", "bf16"] = "fp32"
-    recompute: Literal["none", "attention", "block"] = "none"
+    precision: Literal["fp32", "bf16"] = "fp32"  # of activations and matrix products
+    recompute: Literal["none", "attention", "block"] = "none"  # what backward computes again
     gpus: str = "1,4,8"  # --plan: numbers of GPUs, with commas
-    gpu_gb: float | None = (
-        None  # --plan: memory of a GPU, 10^9 bytes; none: the present card's, else 80
-    )
+    # --plan: memory of a GPU, 10^9 bytes; none: the present card's, else 80
+    gpu_gb: float | None = None
     steps: int = 20  # steps that are timed
     graph: bool = True  # time the step as one CUDA graph
-    device: Literal["auto", "cpu", "gpu"] = "auto"
+    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     trace: str | None = None  # write the kernels of the timed steps here, for ui.perfetto.dev
     picture: str | None = None  # write a picture of the memory over a step here (.png)
 
