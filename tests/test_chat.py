@@ -192,6 +192,10 @@ def test_a_full_context(folder):
         if talk.completion.reason == "full":
             assert len(talk.tokens) <= 40
     talk.reset()
+    with pytest.raises(
+        ContextFull, match=r"this text has \d\d+ tokens, the context 40.*shorten it"
+    ):
+        list(talk.reply("größe " * 30))  # here /reset would be no help
     assert "".join(talk.reply("x", max_new_tokens=3)) and len(talk.messages) == 2
 
 
@@ -235,6 +239,10 @@ def test_the_loop_says_what_is_missing(folder, monkeypatch, capsys):
     assert code == 0 and "no chat template" in err and "--system is left out" in err
     assert "context 40 of 128 tokens" in err
     assert "the context of 40 tokens is full: /reset" in err and "[the context is full" in err
+    for wrong in (["--max-new-tokens", "0"], ["--top-p", "2"], ["--seed", "-1"]):
+        code, out, err = run(monkeypatch, capsys, folder, "", *wrong)
+        assert code == 2 and err.count("\n") == 1, "said before anyone types"
+    assert run(monkeypatch, capsys, folder, "x\ny\n", "--seed", str(2**63 - 1))[0] == 0
     (folder / "model.safetensors").write_bytes(b"")
     code, out, err = run(monkeypatch, capsys, folder, "x\n")
     assert code == 2 and not out and err.startswith("xtrain.chat: ") and err.count("\n") == 1

@@ -159,9 +159,9 @@ def test_the_rotation_of_pairs_is_undone():
 
 
 # ----------------------------------------------------------------------------- what is wrong
-def refused(capsys, meta, *words):
+def refused(capsys, meta, *words, more=()):
     target = meta.parent / "refused"
-    assert main([str(meta), str(target)]) == 2
+    assert main([str(meta), str(target), *more]) == 2
     message = capsys.readouterr().err
     assert message.startswith("xtrain.convert_meta: ") and message.count("\n") == 1
     assert all(word in message for word in words), message
@@ -176,6 +176,14 @@ def test_folders_that_are_none(meta, capsys, tmp_path):
     refused(capsys, meta, "it has: none")
     (meta / "params.json").unlink()
     refused(capsys, meta, "has no params.json")
+
+
+def test_options_that_make_no_sense(meta, capsys):
+    refused(capsys, meta, "--max-seq-len 0 must be", more=["--max-seq-len", "0"])
+    refused(capsys, meta, "--rope-factor 8.0", "no scaling", more=["--rope-factor", "8"])
+    params = json.loads((meta / "params.json").read_text())
+    (meta / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
+    refused(capsys, meta, "factor", more=["--rope-factor", "0"])
 
 
 class Evil:

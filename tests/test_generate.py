@@ -234,13 +234,31 @@ def test_stop_strings(folder, capsys):
                 *more,
             )
             assert code == 0 and out == "def f" + whole[: whole.index(stop)] + "\n"
-            assert "text 0 ended at a stop string" in err
+            assert "text 1 ended at a stop string" in err
 
 
 def test_a_full_context_is_said(folder, capsys):
     code, out, err = run(capsys, "--model", folder, "def f", "--max-new-tokens", "500")
-    assert code == 0 and "text 0 ended because its row of the KV cache is full of 64 tokens" in err
+    assert code == 0 and "text 1 ended because its row of the KV cache is full (64 tokens)" in err
     assert len(out) > 5
+
+
+def test_no_more_rows_than_prompts(folder, capsys):
+    """--max-batch is a limit, and a row is memory."""
+    for most, rows in (("1000", 2), ("1", 1)):
+        code, _, err = run(capsys, "--model", folder, "x", "y", *OPTIONS, "--max-batch", most)
+        assert code == 0 and f"x 2 x {rows} rows" in err
+
+
+def test_options_of_a_draw_that_is_none(folder, capsys):
+    words = "--top-k, --top-p and --seed change nothing"
+    for more in (["--top-p", "0.5"], ["--top-k", "3"], ["--seed", "1"]):
+        assert words in run(capsys, "--model", folder, "x", *OPTIONS, *more)[2]
+        assert (
+            words
+            not in run(capsys, "--model", folder, "x", *OPTIONS, *more, "--temperature", "1")[2]
+        )
+    assert words not in run(capsys, "--model", folder, "x", *OPTIONS)[2]
 
 
 # ----------------------------------------------------------------------------- text, a token at a time
@@ -283,9 +301,11 @@ def refused(capsys, folder, *words, prompt="def f", more=()):
 
 
 def test_prompts_and_options(folder, capsys):
-    refused(capsys, folder, "prompt 0 is empty", prompt="")
-    refused(capsys, folder, "prompt 0 has", "the model takes 64", "shorten it", prompt="def f" * 50)
+    refused(capsys, folder, "prompt 1 is empty", prompt="")
+    refused(capsys, folder, "prompt 1 has", "the model takes 64", "shorten it", prompt="def f" * 50)
     refused(capsys, folder, "temperature", more=["--temperature", "-1"])
+    refused(capsys, folder, "a finite number", more=["--temperature", "inf"])
+    refused(capsys, folder, "a --stop text is empty", more=["--stop", ""])
     refused(capsys, folder, "top_p", more=["--top-p", "0"])
     refused(capsys, folder, "top_k", more=["--top-k", "-5"])
     refused(capsys, folder, "max_new_tokens must be a positive", more=["--max-new-tokens", "0"])
@@ -294,6 +314,8 @@ def test_prompts_and_options(folder, capsys):
     refused(capsys, folder, "bf16", more=["--precision", "bf16", "--device", "cpu"])
     code, out, err = run(capsys, "--model", folder)
     assert code == 2 and not out and "give at least one prompt" in err
+    code, out, err = run(capsys, "--model", folder, "x", "")
+    assert code == 2 and not out and "prompt 2 is empty" in err
 
 
 def test_bytes_that_are_no_text(folder, tmp_path):
@@ -308,7 +330,7 @@ def test_bytes_that_are_no_text(folder, tmp_path):
         "3",
     ]
     done = subprocess.run([*command, b"\xff\xfe"], capture_output=True, text=True)
-    assert done.returncode == 2 and "prompt 0 holds bytes that are no UTF-8" in done.stderr
+    assert done.returncode == 2 and "prompt 1 holds bytes that are no UTF-8" in done.stderr
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*command, "größe"], capture_output=True, text=True, env=env)
     assert done.returncode == 0 and done.stdout.startswith("gr??e"), done.stderr
@@ -336,6 +358,13 @@ def test_folders(capsys, tmp_path, mine):
     refused(capsys, mine, "there is no tokenizer at")
     (mine / "tokenizer.model").write_bytes(b"x")
     refused(capsys, mine, "no tokenizer.json: make one with")
+
+
+def test_a_prompt_of_which_the_tokenizer_leaves_nothing(mine, capsys):
+    content = json.loads((mine / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (mine / "tokenizer.json").write_text(json.dumps(content))
+    refused(capsys, mine, "prompt 1 holds nothing that the tokenizer knows", prompt="  ")
 
 
 def test_tokenizers(capsys, mine, tokenizer, tmp_path_factory):

@@ -16,6 +16,7 @@ from .config import UserError
 from .engine import Engine
 from .generate import pieces, run
 from .pretrained import Pretrained, load
+from .sequences import make_requests
 from .text_stream import TextStream
 
 MAX_SEQ_LEN = 8192  # tokens, where the model takes more and nobody asked for it: the cache is taken whole at the start
@@ -70,10 +71,7 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": said}]
         text, tokens = self._rendered(messages, said)
         if len(tokens) >= self.engine.max_seq_len:
-            raise ContextFull(
-                f"the context is full: with this the conversation has {len(tokens)} tokens, {self.engine.max_seq_len} are "
-                "taken with the answer; /reset begins anew"
-            )
+            raise ContextFull(self._too_long(len(tokens)))
         stream = self.engine.stream([tokens], stop=self.stop, **options)
         answer = TextStream(self.p.tokenizer)
         try:
@@ -89,6 +87,15 @@ class Conversation:
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
             self.text, self.tokens = text + answer.text, tokens + spoken
             self.turns += 1
+
+    def _too_long(self, tokens):
+        most = self.engine.max_seq_len
+        if not self.turns:
+            return f"this text has {tokens} tokens, the context {most}, answer included: shorten it"
+        return (
+            f"the context is full: the conversation would have {tokens} tokens, and {most} with the answer is all; "
+            "/reset begins anew"
+        )
 
     def _rendered(self, messages, said):
         """-> (text, tokens) of the conversation up to where the answer begins"""
@@ -113,10 +120,13 @@ def chat(options: Options) -> None:
     notes = [] if template else ["no chat template: the model continues what you type"]
     notes += [] if template or not o.system else ["--system is left out, it needs one"]
     notes += [f"context {size} of {context} tokens (--max-seq-len)"] if size < context else []
-    print(f"{p.folder}; {engine.describe()}", *notes, sep="; ", file=sys.stderr)
     sampling = dict(
         max_new_tokens=o.max_new_tokens, temperature=o.temperature, top_k=o.top_k, top_p=o.top_p
     )
+    make_requests(
+        [[0]], p.model.config, size, (), o.seed, **sampling
+    )  # refuses before anyone types
+    print(f"{p.folder}; {engine.describe()}", *notes, sep="; ", file=sys.stderr)
     while True:
         said = _read()
         if said is None or said.strip() in ("/exit", "/quit"):
@@ -140,7 +150,7 @@ def _read() -> str | None:
 def _answer(conversation: Conversation, said: str, sampling: dict, seed: int) -> None:
     try:
         # a seed of its own for every turn, or equal turns would draw alike
-        for piece in conversation.reply(said, **sampling, seed=seed + conversation.turns):
+        for piece in conversation.reply(said, **sampling, seed=(seed + conversation.turns) % 2**63):
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
         print(" [interrupted]", file=sys.stderr)

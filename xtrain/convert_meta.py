@@ -84,6 +84,8 @@ class Tensor:
 
 def convert(options: Options) -> ModelConfig:
     """Write options.target. -> the model's config. Raises UserError; then nothing is written."""
+    if options.max_seq_len is not None and options.max_seq_len < 1:
+        raise UserError(f"--max-seq-len {options.max_seq_len} must be a positive number of tokens")
     params = read_params(options.source)
     shards = read_shards(options.source)
     config = read_config(params, shards, options)
@@ -156,15 +158,10 @@ def read_config(params: dict, shards: list[dict], options: Options) -> ModelConf
     if table is None or gate is None or table.ndim != 2 or gate.ndim != 2:
         raise UserError(f"{options.source} lacks {EMBEDDING} or layers.0.feed_forward.w1.weight")
     vocab_size = table.shape[0] * (n if table.shape[1] == dim else 1)
-    scaling = None
-    if params.get("use_scaled_rope"):
-        factor = options.rope_factor or params.get("rope_scaling_factor")
-        factor = factor or (8.0 if isinstance(dim, int) and dim >= 4096 else 32.0)
-        scaling = LLAMA3_SCALING | {"factor": factor}
-        scaling["high_freq_factor"] = (
-            params.get("rope_high_freq_factor") or scaling["high_freq_factor"]
-        )
-    length = 131072 if scaling else 8192 if vocab_size >= LLAMA3_VOCABULARY else 4096
+    scaling = read_scaling(params, options)
+    length = options.max_seq_len
+    if length is None:
+        length = 131072 if scaling else 8192 if vocab_size >= LLAMA3_VOCABULARY else 4096
     try:
         return ModelConfig(
             vocab_size=vocab_size,
@@ -173,7 +170,7 @@ def read_config(params: dict, shards: list[dict], options: Options) -> ModelConf
             n_heads=params["n_heads"],
             n_kv_heads=params.get("n_kv_heads"),
             hidden_dim=gate.shape[0] * n,
-            max_seq_len=options.max_seq_len or length,
+            max_seq_len=length,
             rope_theta=params.get("rope_theta") or 10000.0,
             rope_scaling=scaling,
             norm_eps=params["norm_eps"],
@@ -182,6 +179,23 @@ def read_config(params: dict, shards: list[dict], options: Options) -> ModelConf
         )
     except UserError as error:
         raise UserError(f"{options.source / 'params.json'} cannot be used: {error}") from None
+
+
+def read_scaling(params: dict, options: Options) -> dict[str, Any] | None:
+    """rope_scaling of config.json: Llama 3.1's, where params.json asks for it."""
+    factor = options.rope_factor
+    if not params.get("use_scaled_rope"):
+        if factor is not None:
+            raise UserError(
+                f"--rope-factor {factor}: {options.source / 'params.json'} asks for no scaling"
+            )
+        return None
+    if factor is None:
+        factor = params.get("rope_scaling_factor")
+    if factor is None:
+        factor = 8.0 if isinstance(params["dim"], int) and params["dim"] >= 4096 else 32.0
+    high = params.get("rope_high_freq_factor") or LLAMA3_SCALING["high_freq_factor"]
+    return LLAMA3_SCALING | {"factor": factor, "high_freq_factor": high}
 
 
 def _equal(shards, a, b):

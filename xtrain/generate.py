@@ -50,7 +50,9 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     o = options
     if not o.prompts:
         raise UserError('there is nothing to continue: give at least one prompt, such as "Once"')
-    for i, prompt in enumerate(o.prompts):
+    if "" in o.stop:
+        raise UserError("a --stop text is empty: give at least one character, or leave it out")
+    for i, prompt in enumerate(o.prompts, 1):
         if not prompt:
             raise UserError(f"prompt {i} is empty: give at least one character")
         if not is_text(prompt):
@@ -62,6 +64,11 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     stream = engine.stream(
         tokens, o.max_new_tokens, o.temperature, o.top_k, o.top_p, o.seed, stop=p.stop
     )
+    if o.temperature == 0 and (o.top_k, o.top_p, o.seed) != (None, 1.0, 0):
+        print(
+            "with --temperature 0 nothing is drawn: --top-k, --top-p and --seed change nothing",
+            file=sys.stderr,
+        )
     texts = [TextStream(p.tokenizer, o.stop) for _ in tokens]
     events = pieces(stream, texts)
     if not o.stream:
@@ -84,14 +91,18 @@ def is_text(text: str) -> bool:
 
 def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
     """As much cache as these prompts need. Raises UserError when one does not fit into the model."""
-    context, longest = p.model.config.context, max(map(len, tokens))
-    if longest >= context:
-        i = [len(t) for t in tokens].index(longest)
+    context, lengths = p.model.config.context, [len(t) for t in tokens]
+    longest = max(lengths)
+    if 0 in lengths:
         raise UserError(
-            f"prompt {i} has {longest} tokens, the model takes {context} with the answer: shorten it"
+            f"prompt {lengths.index(0) + 1} holds nothing that the tokenizer knows: give other text"
+        )
+    if longest >= context:
+        raise UserError(
+            f"prompt {lengths.index(longest) + 1} has {longest} tokens, the model takes {context} with the answer: shorten it"
         )
     size = min(context, longest + max(o.max_new_tokens, 1))
-    rows = min(len(tokens), MAX_BATCH) if o.max_batch is None else o.max_batch
+    rows = min(len(tokens), MAX_BATCH if o.max_batch is None else o.max_batch)
     return Engine(p.model, rows, size, o.batch_invariant)
 
 
@@ -148,9 +159,9 @@ def _summary(completions, texts, engine, seconds):
         f"({new / seconds:.1f} tokens/s); {engine.describe()}",
         file=sys.stderr,
     )
-    for i, (completion, text) in enumerate(zip(completions, texts)):
+    for i, (completion, text) in enumerate(zip(completions, texts), 1):
         if completion.reason in ("full", "nan"):
-            more = f" of {engine.max_seq_len} tokens" if completion.reason == "full" else ""
+            more = f" ({engine.max_seq_len} tokens)" if completion.reason == "full" else ""
             print(f"text {i} ended because {REASONS[completion.reason]}{more}", file=sys.stderr)
         elif text.stopped:
             print(f"text {i} ended at a stop string", file=sys.stderr)

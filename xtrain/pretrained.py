@@ -62,7 +62,9 @@ def model_folder(folder: Path) -> Path:
     """The folder itself, or the newest good checkpoint of a run (passing over a damaged one is said). Raises UserError."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}: give a Hugging Face folder or one of xtrain's runs")
+        raise UserError(
+            f"{folder} {what}: give a Hugging Face folder on this machine (nothing is downloaded) or one of xtrain's runs"
+        )
     if checkpoint.folders(folder):
         return checkpoint.newest(folder, lambda sentence: print(sentence, file=sys.stderr)).folder
     config = folder / huggingface.CONFIG

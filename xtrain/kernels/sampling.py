@@ -89,7 +89,8 @@ def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step):
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     """For whoever admits a request: ValueError for parameters that the kernels, which cannot complain, would misread."""
     fits = temperature == 0 or MIN_TEMPERATURE <= temperature < float("inf")
-    check(fits, f"temperature {temperature}: expected 0 (greedy) or at least {MIN_TEMPERATURE}")
+    what = f"0 (greedy), or a finite number from {MIN_TEMPERATURE} on"
+    check(fits, f"temperature {temperature}: expected {what}")
     check(0 <= top_k <= MAX_TOP_K, f"top_k {top_k}: expected 0 (off) to {MAX_TOP_K}")
     check(0 < top_p <= 1, f"top_p {top_p}: expected more than 0 and at most 1 (off)")
 
