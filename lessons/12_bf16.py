@@ -415,8 +415,8 @@ print("another batch's gradient is off by 30 times as much:", batches_apart > 30
 # These four limits are those that `tests/test_precision.py` holds xtrain's real bf16 model to, on a
 # GPU, with the layers of `dim384`; and after 150 steps the losses may differ by 0.01. That the
 # gradient is off by up to a per cent does no harm: the last line says how much larger the noise of
-# choosing a batch is. On a GPU that knows bf16 (compute capability 8.0 or later; a T4 has 7.5) the
-# next cell asks the real one:
+# choosing a batch is. On a GPU that knows bf16 (one of *compute capability* 8.0 or later, NVIDIA's
+# number of a generation; a T4 has 7.5) the next cell asks the real one:
 
 # %%
 from xtrain.device import cupy
@@ -462,7 +462,8 @@ print("bf16 without masters is more than 0.01 behind:", without > whole + 0.01)
 
 # %% [markdown]
 # The smaller the learning rate, the worse it gets, and every schedule ends with a small one. The
-# share of weights that have moved at all after 10 steps (rows of padding left out):
+# share of weights that have moved at all after 10 steps (without the rows that fill up the
+# vocabulary to a multiple of 128, which no token uses):
 
 # %%
 print("learning rate   masters   bf16 weights")
@@ -577,8 +578,9 @@ lesson.source(residual.residual_rmsnorm_fwd)
 # *Weights in bf16 alone*: above. It saves 4 bytes of 18 per weight, and training ends behind.
 #
 # *A copy made by a kernel of its own.* It would read every weight again after AdamW has had it in
-# registers. In bytes per weight: AdamW 28, a separate copy 6 (read 4, write 2); in one pass 30. The
-# record beside it zeroes the gradient as well, 4 more:
+# registers. In bytes per weight: AdamW 28 (it reads weight, gradient and two moments, and writes
+# all but the gradient: 7 times 4), a separate copy 6 (read 4, write 2); in one pass 30. The record
+# beside it zeroes the gradient as well, 4 more:
 
 # %%
 lesson.table(

@@ -134,7 +134,7 @@ print(f"lse {math.log(np.exp(scores).sum()):.4f}, m + log l {m + math.log(l):.4f
 def attention_row(q_D, k_SD, v_SD, scale, tile):
     """-> o (D,), lse of one query that sees all S keys, at most `tile` of them at a time.
 
-    o = softmax(scale k q) v, lse = log sum exp(scale k q).
+    o = softmax(scale k q) v, lse = log sum exp(scale k q).   q: (D,), k and v: (S, D).
     """
     # YOUR CODE
 
@@ -163,7 +163,7 @@ lesson.check("13.1", attention_row)
 def attention_row(q_D, k_SD, v_SD, scale, tile):
     """-> o (D,), lse of one query that sees all S keys, at most `tile` of them at a time.
 
-    o = softmax(scale k q) v, lse = log sum exp(scale k q).
+    o = softmax(scale k q) v, lse = log sum exp(scale k q).   q: (D,), k and v: (S, D).
     """
     top, total, acc = -np.inf, 0.0, np.zeros(v_SD.shape[1])
     for first in range(0, k_SD.shape[0], tile):
@@ -208,7 +208,8 @@ lesson.figures.ownership(
 def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
     """o = softmax(scale q k^T, causal) v, lse = log sum exp.   Grid ceil(T / TILE), block TILE.
 
-    Thread x of block i owns query t = TILE i + x, and adds up key after key.
+    o, q, k, v: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x and adds up
+    key after key.
     """
     k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
     q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
@@ -243,7 +244,8 @@ lesson.check("13.2", flash_kernel)
 def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
     """o = softmax(scale q k^T, causal) v, lse = log sum exp.   Grid ceil(T / TILE), block TILE.
 
-    Thread x of block i owns query t = TILE i + x, and adds up key after key.
+    o, q, k, v: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x and adds up
+    key after key.
     """
     k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
     q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
@@ -341,7 +343,7 @@ print("do . o of each row:       ", (do * o).sum(1).round(4))
 def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
     """The gradient of flash_kernel with respect to q.   Grid ceil(T / TILE), block TILE.
 
-    Thread x of block i owns query t = TILE i + x.
+    dq, do, q, k, v, o: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x.
     """
     k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
     q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
@@ -375,7 +377,7 @@ lesson.check("13.3", flash_dq_kernel)
 def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
     """The gradient of flash_kernel with respect to q.   Grid ceil(T / TILE), block TILE.
 
-    Thread x of block i owns query t = TILE i + x.
+    dq, do, q, k, v, o: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x.
     """
     k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
     q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
@@ -616,7 +618,7 @@ lesson.source(flash_attention_fp32.make_fwd_kernel)
 # `past` is for serving, where the keys of earlier turns are already there ([lesson
 # 18](18_kv_cache.ipynb)), and `g` is the key head that several query heads may share. The bf16
 # kernels do the same on tensor cores, which is [lesson 14](14_tensor_cores.ipynb). Measured,
-# forward and backward, beside PyTorch:
+# forward and backward, beside PyTorch, in TFLOP/s:
 
 # %%
 by_length = [
@@ -629,17 +631,17 @@ lesson.table(
     by_length,
     {
         "T": lambda r: r["shape"].split("T=")[1].split()[0],
-        "ms": "ms",
-        "TFLOP/s": "value",
+        "xtrain, TFLOP/s": lambda r: r.get("mma_sync_value", r["value"]),
         "PyTorch, flash": "peer_value",
         "PyTorch, cuDNN": "cudnn_value",
     },
 )
 
 # %% [markdown]
-# cuDNN wins from 1024 tokens on: its kernels use instructions that exist on Hopper only. [Lesson
-# 23](23_beyond.ipynb) points to them. At 65,536 tokens PyTorch's own flash kernels are a little
-# ahead, too.
+# These are xtrain's kernels of lesson 14, which run on every card since the A100. From 1024 tokens
+# on cuDNN is ahead of them: it uses instructions that exist on Hopper only. [Lesson
+# 23](23_beyond.ipynb) is about those, and about the kernels that xtrain has for them. At 65,536
+# tokens PyTorch's own flash kernels are about as fast as these.
 #
 # ## What did not help
 #

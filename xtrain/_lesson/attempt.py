@@ -16,6 +16,7 @@ nothing written yet, a call into the library, a KernelError of the simulator, a 
 import ast
 import contextlib
 import inspect
+import re
 import signal
 import sys
 import textwrap
@@ -50,7 +51,7 @@ class Wrong(Exception):
 class Exercise:
     """number: "1.1"   name: of the function that the reader writes   judge: puts an Attempt through its cases
 
-    first_step: what to ask oneself when nothing is written yet. hints: instead of HINTS, by name of the error.
+    first_step: what to ask oneself when nothing is written yet. hints: instead of HINTS, by name of the error (see _hint).
     allow: names of library functions that may be called. kernel: it is a @cuda.jit kernel.
     """
 
@@ -195,7 +196,7 @@ class Attempt:
             return run(self.work, grid, block, *args, shared=shared)
         except KernelError as error:
             kind = type(error).__name__
-            hint = {**HINTS, **self.exercise.hints, **(hints or {})}.get(kind)
+            hint = _hint(kind, str(error), {**HINTS, **self.exercise.hints, **(hints or {})})
             raise self.wrong(f"{error}" + (f"\n{hint}" if hint else "")) from None
 
     def call(self, *args, case="", **options):
@@ -264,6 +265,25 @@ class Attempt:
 
 
 # ----------------------------------------------------------------------------- helpers
+NUMBER = (
+    "object has no attribute 'locate'",
+    "object is not subscriptable",
+    "does not support item",
+)
+
+
+def _hint(kind, error, hints):
+    """hints: by name of the error, also "RaceError in shared memory" (global, local), which comes before "RaceError"."""
+    if any(words in error for words in NUMBER):
+        return "In this line a number stands where an array is needed: has it an index too many?"
+    if "is not 16-byte aligned" in error:
+        return (
+            "Accesses of 16 bytes begin at multiples of 16 bytes: 8 elements of bf16, 4 of float32."
+        )
+    memory = re.search(r"(shared|local|global) memory", error)
+    return (hints.get(f"{kind} in {memory[0]}") if memory else None) or hints.get(kind)
+
+
 def _looks_like(sign, got, rtol, atol):
     if callable(sign):
         return bool(sign(got))

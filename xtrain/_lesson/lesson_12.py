@@ -45,6 +45,9 @@ def narrow_kernel(e):
                 not number.any(),
                 f"A NaN has become {became}: rounding carried it away. Ask for NaN first, and write sign | 0x7FC0.",
             )
+            e.same("the bits of y", got.astype(np.float64), ((b >> 16 & 0x8000) | 0x7FC0).astype(np.float64), {
+                "The sign of NaN is lost: it is the highest bit, (bits >> 16) & 0x8000.": lambda got: (got == 0x7FC0).all(),
+            })  # fmt: skip
             continue
         lowest = (b >> 16) & 1
         want = (b + 0x7FFF + lowest) >> 16
@@ -56,6 +59,8 @@ def narrow_kernel(e):
             "Numbers half-way go to odd: it is the lowest KEPT bit, (bits >> 16) & 1, that is added.": (b + 0x8000 - lowest) >> 16,
             "The lower half was cut off: that rounds towards zero. Add 0x7FFF and the lowest kept bit before the shift.": b >> 16,
             "That is the LOWER half of the bits.": b & 0xFFFF,
+            "Infinity has become NaN. Both have all exponent bits set, but only a NaN has a fraction bit as well.":
+                lambda got: (np.isinf(as_float(bits)) & ((got.astype(np.int64) & 0x7FFF) > 0x7F80)).any(),
         })  # fmt: skip
 
 
@@ -81,9 +86,13 @@ def sgd_step(e):
             "Write into the arrays that were given: master[...] = ...",
         )
         want, lost, up, rough = first.copy(), first.copy(), first.copy(), first.copy()
+        whole, alone, late = first.copy(), first_half.astype(np.float32), first_half
         bf16 = lambda a: a.astype(BFLOAT16).astype(np.float32)
         for g in gradients:
+            late = bf16(want)
             want -= lr * g
+            whole -= g
+            alone = bf16(alone - lr * g)
             lost = bf16(lost) - lr * g
             up += lr * g
             rough -= bf16(lr * g)
@@ -93,9 +102,13 @@ def sgd_step(e):
             "The sign is wrong: go down the gradient.": up,
             "The step itself was rounded to bf16 before it was added: lr g stays in float32.": rough,
             "The master holds rounded numbers: only the copy is bf16.": bf16(want),
+            "The step was taken in bf16, and the master made from it: the other way round. All that bf16 rounds off is lost.": alone,
+            "The learning rate is missing: the step is lr g.": whole,
         }, rtol=1e-6, atol=0)  # fmt: skip
         e.same("the bf16 copy", half.astype(np.float32), bf16(want), {
-            "The copy is unchanged: the next forward reads it, so write it too.": first_half.astype(np.float32),
+            "The copy is unchanged: the next forward reads it, so write it too, after the master: half[...] = ...": first_half.astype(np.float32),
+            "The copy was made before the master's step: it is one step behind.": late,
+            "The copy went its own way in bf16: it is not a step of its own, it is the new master, rounded.": alone,
         }, rtol=0, atol=0)  # fmt: skip
 
 
@@ -131,5 +144,8 @@ def row_sums_kernel(e):
             "Something was stored that is no bf16: y[n] = acc writes a whole number. Use store1(y_N, n, acc).":
                 lambda got: np.allclose(np.asarray(y).view(np.uint16), np.floor(want), atol=2),
             "Only the first 32 columns are in the sum: go on in steps of 32.": x_NC[:, :32].sum(1) if C > 32 else np.empty(0),
+            "Row n does not begin at n * C here: every row but the first is read from another place.":
+                lambda got: N > 1 and np.allclose(got[0], want[0], 2.0**-7) and not np.isclose(got[1:], want[1:], 2.0**-7).any(),
+            "That is the mean: the sum is not divided.": want / C,
             "That is the sum of one lane: warp_sum adds up the lanes.": x_NC[:, ::32].sum(1) if C > 32 else np.empty(0),
         }, rtol=2.0**-7)  # fmt: skip

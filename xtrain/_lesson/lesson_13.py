@@ -9,7 +9,7 @@ D, TILE = 16, 32  # as in the lesson
 SCALE = np.float32(0.25)
 
 
-class Rows:
+class Rows(np.lib.mixins.NDArrayOperatorsMixin):
     """A (S, D) array that hands out at most `tile` rows at a time."""
 
     def __init__(self, x, tile):
@@ -28,21 +28,22 @@ class Rows:
             )
         return self._x[key]
 
-    def __array__(self, *args, **options):
+    def _all(self, *args, **options):
         raise Wrong(
             f"All {len(self)} keys at once: walk over them in slices of `tile` rows, k_SD[first : first + tile]."
         )
 
-    __array_ufunc__ = None  # so that an operator with this object raises TypeError
+    __array__ = __array_ufunc__ = __array_function__ = _all
+    T = property(_all)
 
 
-def walk(q, k, v, scale, tile, shrink_acc=True, shrink_total=True, top=-np.inf, S=None):
+def walk(q, k, v, scale, tile, shrink_acc=True, shrink_total=True, top=-np.inf, S=None, sign=1):
     """-> acc, total, top of the online softmax, with one of its steps left out"""
     total, acc = 0.0, np.zeros(v.shape[1])
     for first in range(0, S or len(k), tile):
         s = scale * (k[first : first + tile] @ q)
         new = max(top, s.max())
-        shrink, weight = np.exp(top - new), np.exp(s - new)
+        shrink, weight = np.exp(sign * (top - new)) if first else 0.0, np.exp(s - new)
         total = total * (shrink if shrink_total else 1) + weight.sum()
         acc = acc * (shrink if shrink_acc else 1) + weight @ v[first : first + tile]
         top = new
@@ -55,27 +56,43 @@ def walk(q, k, v, scale, tile, shrink_acc=True, shrink_total=True, top=-np.inf, 
     kernel=False,
 )  # fmt: skip
 def attention_row(e):
-    for S, tile, shift in ((4, 4, 0), (12, 4, 0), (10, 4, 0), (9, 2, 400), (9, 2, -400)):
+    cases = (
+        (4, 4, 0, 0),
+        (12, 4, 0, 0),
+        (10, 4, 0, 0),
+        (9, 2, 400, 0),
+        (9, 2, -400, 0),
+        (9, 2, 0, 900),
+    )
+    for S, tile, shift, fall in cases:
         q, k, v = (
             np.asarray(e.normal(*shape)).astype(np.float64) for shape in ((3,), (S, 3), (S, 3))
         )
         k += shift * q / (q @ q)  # all scores move up or down by this much times scale
+        k -= fall * np.arange(S)[:, None] * q / (q @ q)
         scale = 2.0
         case = f"S = {S}, tile = {tile}" + (f", scores near {scale * shift:g}" if shift else "")
+        case += ", scores that fall and fall" if fall else ""
         with np.errstate(all="ignore"):
             got = e.call(q, Rows(k, tile), Rows(v, tile), scale, tile, case=case)
             e.need(isinstance(got, tuple) and len(got) == 2, "Return two things: o, lse.")
             acc, total, top = walk(q, k, v, scale, tile)
             plain = walk(q, k, v, scale, tile, shrink_acc=False)
+            ratio = lambda acc, total, top: acc / total
             e.same("o", got[0], acc / total, {
                 "The last, incomplete tile is missing.":
-                    (lambda a, l, t: a / l)(*walk(q, k, v, scale, tile, S=S // tile * tile)) if tile < S and S % tile else np.empty(0),
+                    ratio(*walk(q, k, v, scale, tile, S=S // tile * tile)) if tile < S and S % tile else np.empty(0),
                 "acc is not divided by the sum: that comes once, at the end.": acc,
                 "acc was not multiplied by exp(old maximum - new maximum): what it holds was computed with the old one.": plain[0] / plain[1],
                 "The sum was not multiplied by exp(old maximum - new maximum): what it holds was computed with the old one.":
-                    (lambda a, l, t: a / l)(*walk(q, k, v, scale, tile, shrink_total=False)),
+                    ratio(*walk(q, k, v, scale, tile, shrink_total=False)),
                 "Neither the sum nor acc was multiplied by exp(old maximum - new maximum): what they hold was computed with the old one.":
-                    (lambda a, l, t: a / l)(*walk(q, k, v, scale, tile, shrink_acc=False, shrink_total=False)),
+                    ratio(*walk(q, k, v, scale, tile, shrink_acc=False, shrink_total=False)),
+                "The factor is upside down: exp(old maximum - new maximum), at most 1.":
+                    lambda got: not (shift or fall) and (np.isnan(got).all() or _same(got, ratio(*walk(q, k, v, scale, tile, sign=-1)))),
+                "The scores are not multiplied by scale.": ratio(*walk(q, k, v, 1.0, tile)),
+                "exp(old maximum - new maximum) overflows: the maximum so far never falls, so new = max(old, the tile's largest).":
+                    lambda got: fall and not np.isfinite(got).all(),
                 "exp overflows: subtract the largest score so far before exp.": lambda got: shift > 0 and not np.isfinite(got).all(),
                 "Every weight is 0, and 0 / 0 is NaN: the maximum must begin below every possible score, at -np.inf.":
                     lambda got: shift < 0 and not np.isfinite(got).all(),
@@ -84,6 +101,10 @@ def attention_row(e):
             "That is the logarithm of the sum of exp(s - maximum): the maximum has to be added.": np.float64(np.log(total)),
             "That is the maximum alone: log of the sum has to be added.": np.float64(top),
         }, rtol=1e-6)  # fmt: skip
+
+
+def _same(got, want):
+    return np.shape(got) == want.shape and np.allclose(got, want, 1e-6)
 
 
 # ----------------------------------------------------------------------------- kernels
@@ -137,7 +158,7 @@ def flash_kernel(e):
         want_o, want_lse = (
             x.reshape(lse.shape + (-1,)) for x in flash_attention_ref(*heads(q, k, v), float(SCALE))
         )
-        causal = np.tri(T, dtype=bool)
+        causal, tiles, places = np.tri(T, dtype=bool), np.arange(T) // TILE, np.arange(T) % TILE
         unscaled, strict = (
             hidden_attention(q, k, v, 1.0, causal),
             hidden_attention(q, k, v, SCALE, np.tri(T, k=-1, dtype=bool)),
@@ -152,13 +173,21 @@ def flash_kernel(e):
             "acc was not multiplied by exp(top - new): what it holds was computed with the old maximum.": _unshrunk(q, k, v, True),
             "The sum was not multiplied by exp(top - new): what it holds was computed with the old maximum.": _unshrunk(q, k, v, False),
             "Only the block's own tile was visited: a query also sees all tiles before it.":
-                hidden_attention(q, k, v, SCALE, causal & (np.arange(T)[:, None] // TILE == np.arange(T) // TILE)),
+                hidden_attention(q, k, v, SCALE, causal & (tiles[:, None] == tiles)),
+            "The mask compares places within the tile, j and threadIdx.x: it is the key's place among all, first + j, that is at most t.":
+                hidden_attention(q, k, v, SCALE, (tiles[:, None] >= tiles) & (places[:, None] >= places)),
+            "The first query saw no key at all, and 0 / 0 is NaN: the walk must come to the block's own tile, the one that begins at "
+            "TILE * blockIdx.x.": lambda got: np.isnan(got[0]).all() and not np.isfinite(np.asarray(lse)).all() and _written(trace, "o_TD"),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
         e.same("lse", lse, want_lse[:, 0], {
             "That is the logarithm of the sum alone: add the maximum, top.": np.log(total[:, 0]),
             "That is the maximum alone: add the logarithm of the sum.": _tops(q, k),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
         tiles_read(e, trace, T)
+
+
+def _written(trace, array):
+    return trace.traffic(array, write=True).moved > 0
 
 
 def _tops(q, k):
@@ -201,6 +230,8 @@ def flash_dq_kernel(e):
             "delta is missing: ds = p (dp - delta).": p * dp @ wide_k,
             "The sign of delta is wrong: ds = p (dp - delta).": p * (dp + delta) @ wide_k,
             "p is missing: ds = p (dp - delta).": np.where(p > 0, dp - delta, 0) @ wide_k,
+            "dq grows by ds times the key, k[j, d], not by ds times the value.":
+                p * (dp - delta) @ np.asarray(v, np.float64) * SCALE,
             "The factor scale is missing at the end: s = scale q . k, so dq = scale ds k.": want / SCALE,
             "The factor scale is in dq twice: once in the score, once at the end.": want * SCALE,
             "The scores are not multiplied by scale before exp.":

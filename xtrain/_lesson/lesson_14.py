@@ -27,7 +27,8 @@ def rounded(x):
 def mma_kernel(e):
     for _ in range(2):
         a, b, c = e.normal(16, 16), e.normal(16, 8), e.blank(16, 8)
-        e.run(1, 32, c, a, b)
+        trace = e.run(1, 32, c, a, b, trace=True)
+        exact = np.asarray(a) @ np.asarray(b)
         a, b = rounded(a), rounded(b)
         want = a @ b
         quarters = a.copy()
@@ -43,6 +44,9 @@ def mma_kernel(e):
             "the upper one of b.": a @ b[pairs],
             "c[1] and c[2] are swapped: c[1] is one column further, c[2] 8 rows.": crossed,
             "b[0] and b[1] hold the same rows: b[1] is 8 rows further.": a @ b[np.arange(16) % 8],
+            "These are the products of the numbers before rounding: multiply with mma_bf16.": exact,
+            "A register of fa or fb is no pair of bf16: each holds two numbers, pack_bf16(x, y).":
+                lambda got: np.isnan(got).any() and trace.traffic("c", write=True).moved > 0,
             "Both halves of a are the same: a[2] and a[3] are 8 columns further.": a[:, np.arange(16) % 8] @ b,
         }, rtol=1e-4, atol=1e-4)  # fmt: skip
 
@@ -91,9 +95,12 @@ def place(e):
     allow=("mma_bf16", "ldmatrix", "copy16_async", "commit_copies", "wait_copies", "place64"),
     hints={
         "UninitializedError": "Something is read that has not come yet. Copies are there after commit_copies(), wait_copies(0) and, since other "
-        "lanes made most of them, cuda.syncthreads(). And acc begins with zeros.",
+        "lanes made most of them, cuda.syncthreads(). And all 16 rows of a and of b are copied: 128 chunks each, four per lane.",
+        "UninitializedError in local memory": "mma adds to acc, so acc begins with zeros; and ldmatrix fills fa and fb first.",
         "RaceError": "Other lanes made most of the copies: between wait_copies(0) and the first ldmatrix stands cuda.syncthreads(). "
-        "And each chunk is copied by one lane, each element of s written by one.",
+        "And each chunk is copied by one lane.",
+        "RaceError in global memory": "Each element of s is written by one lane: acc[n, i] is s[row * 16 + column], with row = first + g + "
+        "8 * (i // 2) and column = 8 * n + 2 * t + i % 2.",
         "OutOfBoundsError": "a has 64 elements per row, and this block's rows begin at `first`; b has 16 rows; s has 16 elements per row.",
         "KernelError": "The chunks have to lie where place64(row, chunk) says, when they are copied and when they are read.",
         "CollectiveError": "ldmatrix and mma are for the whole warp: outside of any `if`.",
@@ -108,12 +115,17 @@ def scores_kernel(e):
         a, b = rounded(a), rounded(b)
         want = a @ b.T
         part = lambda columns: (a[:, :columns] @ b[:, :columns].T).ravel()
+        slid = np.concatenate([np.arange(8 * k, 8 * k + 16) for k in range(4)])
+        own = (a.reshape(-1, 16, 64) @ a.reshape(-1, 16, 64).transpose(0, 2, 1)).ravel()
         mixed = b.copy()  # what comes out when b's four matrices arrive in the order of a's
         for k in range(4):
             left, right = slice(16 * k, 16 * k + 8), slice(16 * k + 8, 16 * k + 16)
             mixed[8:, left], mixed[:8, right] = b[:8, right], b[8:, left]
         e.same("s", s, want.ravel(), {
-            "Only the first 16 columns were multiplied: four turns, of two chunks each.": part(16),
+            "Not all columns were multiplied: four turns, of two chunks each, make 64.":
+                lambda got: any(np.allclose(got, part(n), 1e-4, 1e-3) for n in (16, 32, 48)),
+            "Turn k has chunks 2 k and 2 k + 1, not k and k + 1.": (a[:, slid] @ b[:, slid].T).ravel(),
+            "The right operand was read from a's rows: those of b lie behind them, 16 * 64 elements further on.": own,
             "Every turn multiplied the first 16 columns: turn k has chunks 2 k and 2 k + 1.": 4 * part(16),
             "b's matrices come in another order than a's: (rows 0 to 7, chunk 2k), (0 to 7, 2k + 1), (8 to 15, 2k), (8 to 15, 2k + 1).":
                 (a @ mixed.T).ravel(),
