@@ -3,6 +3,8 @@
     python bench/bench_engine.py [--only gemv] [--configs]
 
 gemv, decode_attention      a call in a CUDA graph with the cache flushed before it, as a share of a copy that moves the same bytes
+context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it sees; beside it our
+                            attention of training on as many tokens in equal sequences, where there is no history
 sample                      microseconds for 1 and 32 rows
 step                        all layers as the engine launches them, in one CUDA graph replayed many times: tokens/s, and the
                             share of the memory bound, (weights + cache read) / copy bandwidth
@@ -23,7 +25,9 @@ from _timing import copy_bandwidth, copy_ms, graph_ms, record
 
 from xtrain.kernels import _gemv_tensor, gemv, rope, sampling
 from xtrain.kernels._launch import set_overlap
+from xtrain.kernels.context_attention import context_attention
 from xtrain.kernels.decode_attention import decode_attention
+from xtrain.kernels.flash_attention import flash_attention_fwd
 from xtrain.kernels.gemm import linear_fwd
 
 C, L, H, G, D, F, V = 2048, 22, 32, 4, 64, 5632, 32000
@@ -85,6 +89,28 @@ def attention_inputs(B, context, kv=None, tables=None):
     tables = tables or [cp.asarray(t) for t in rope.rope_tables(D, S, 1e4)]
     qkv, lengths, rows = draw(BF16, B, P), int32([context - 1] * B), int32(range(B))
     return (qkv, k, v, lengths, rows, *tables, None, None, EPS, D**-0.5), 4 * B * G * context * D
+
+
+def bench_context(o):
+    for A, T, past in o.prompts:
+        S = past + T
+        edges, history = int32(np.arange(A + 1) * T), int32([past] * A)
+        q, k, v = (draw(BF16, A * T, H, D), *(draw(BF16, A, G, S, D, seed=i) for i in (1, 2)))
+        places = (edges, history, int32(range(A)), T)
+        run = lambda: context_attention(q, k, v, *places, D**-0.5)  # noqa: B023
+        ms = graph_ms(run, o.runs)[0]
+        flops, more = 4 * H * D * A * T * (past + (T + 1) / 2), {}
+        if not past:
+            q_BTHD = q.reshape(A, T, H, D)
+            k_BSGD, v_BSGD = (draw(BF16, A, T, G, D, seed=i) for i in (1, 2))
+            train = lambda: flash_attention_fwd(q_BTHD, k_BSGD, v_BSGD, D**-0.5)  # noqa: B023
+            more = dict(
+                peer="attention of training", peer_value=flops / graph_ms(train, o.runs)[0] / 1e9
+            )
+        record(
+            "bench_engine", "context_attention", shape=f"A={A} T={T} history={past} H={H} G={G} D={D}",
+            dtype="bf16", ms=ms, value=flops / ms / 1e9, unit="TFLOP/s", **more,
+        )  # fmt: skip
 
 
 def sampling_inputs(B, temperature, top_k, top_p):
@@ -213,11 +239,14 @@ def bench_configs(o):
 
 @dataclass
 class Options:
-    only: list[str] = field(default_factory=list)  # gemv attention sample step; none: all
+    only: list[str] = field(default_factory=list)  # gemv attention context sample step; none: all
     rows: list[int] = field(default_factory=lambda: [1, 8])
     batches: list[int] = field(default_factory=lambda: [1, 32])
     shapes: list[tuple[int, int]] = field(
         default_factory=lambda: [(1, 128), (1, 4096), (32, 128), (32, 4096)]
+    )
+    prompts: list[tuple[int, int, int]] = field(  # prompts, tokens of each, tokens in the cache
+        default_factory=lambda: [(64, 128, 0), (8, 1024, 0), (2, 4096, 0), (8, 1024, 3072)]
     )
     matrices: list[str] = field(default_factory=lambda: list(MATRICES))
     configs: bool = False  # try other divisions of the work of gemv
@@ -225,7 +254,10 @@ class Options:
 
 
 def main(o: Options) -> None:
-    benches = dict(gemv=bench_gemv, attention=bench_attention, sample=bench_sample, step=bench_step)
+    benches = dict(
+        gemv=bench_gemv, attention=bench_attention, context=bench_context, sample=bench_sample,
+        step=bench_step,
+    )  # fmt: skip
     for name, bench in benches.items():
         if not o.only or name in o.only:
             bench(o)

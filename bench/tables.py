@@ -196,10 +196,11 @@ def engine_kernels() -> str:
     """bench_engine: the kernels of a decoding step, one by one."""
     rows, records = [], [r for r in latest("bench_engine") if not r["name"].startswith("step")]
     for r in records:
-        rate = f"{r['value']:,.0f}" if r["unit"] == "GB/s" else "-"
+        rate = f"{r['value']:,.0f} {r['unit']}" if r["unit"] != "us" else "-"
         share, ratio = number(r.get("share"), ".0%"), number(r["ratio"], ".2f")
+        ratio += f" x {r['peer']}" if r["peer"] else ""
         rows.append([f"`{r['name']}`", r["shape"], f"{1e3 * r['ms']:,.1f}", rate, share, ratio])
-    header = ["kernel", "shape", "us", "GB/s", "copy's time, share", "x cuBLAS"]
+    header = ["kernel", "shape", "us", "rate", "copy's time, share", "beside"]
     return table(header, rows, records)
 
 

@@ -29,7 +29,7 @@ import subprocess
 import sys
 
 if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
-    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain"
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain xtrain"
     subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
     os.chdir("xtrain")
     sys.path.insert(0, os.getcwd())

@@ -52,7 +52,10 @@ class Step:
         self.nbytes, self.on = 2e9, True
         engine.set_overlap = lambda on: setattr(self, "on", on)
 engine.Step = Step
-engine.main(engine.Options(rows=[1], batches=[1], shapes=[(1, 128), (32, 128)], matrices=["qkv"]))
+engine.int32 = np.asarray
+engine.main(engine.Options(
+    rows=[1], batches=[1], shapes=[(1, 128), (32, 128)], prompts=[(2, 1000, 3000)], matrices=["qkv"]
+))
 
 import bench_head as head
 head.to_device = lambda x, _: x
@@ -121,8 +124,12 @@ def test_a_newer_run_counts(written, tmp_path):
 
 def test_engine(written):
     kernels = {row[0]: row[1:] for row in rows(written.engine_kernels())}
-    assert kernels["`gemv_qkv`"] == ["N=1 6x5", "500.0", "8", "80%", "1.00"]
-    assert kernels["`decode_attention`"][1:] == ["500.0", "4", "80%", "-"]
+    assert kernels["`gemv_qkv`"] == [
+        "N=1 6x5", "500.0", "8 GB/s", "80%", "1.00 x cuBLAS, product alone",
+    ]  # fmt: skip
+    assert kernels["`decode_attention`"][1:] == ["500.0", "4 GB/s", "80%", "-"]
+    # 4 H D = 8192 operations for each of 2 x 1000 queries and the 3000 + 500.5 keys that they see on average
+    assert kernels["`context_attention`"][1:] == ["500.0", "115 TFLOP/s", "-", "-"]
     assert kernels["`sample_greedy`"] == ["B=1 V=32000", "500.0", "-", "-", "-"]
     assert rows(written.engine_step()) == [["B=1 context=128", "1,000", "50%", "800", "40%"]]
 

@@ -19,6 +19,10 @@ from xtrain.config import UserError
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "lessons").glob("[0-9][0-9]_*.py"))
 NUMBERS = [str(int(p.name[:2])) for p in SOURCES]
+path = ROOT / "lessons" / "tools" / "notebooks.py"
+spec = importlib.util.spec_from_file_location("notebooks", path)
+notebooks = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(notebooks)
 COUNT = itertools.count()  # every text a file name of its own: sources are looked up by name
 GAPS, SOLVED = ("imports", "exercise"), ("imports", "exercise", "solution")
 
@@ -169,7 +173,9 @@ def test_syllabus_links_what_is_written():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_shape_of_a_lesson(path):
     text = path.read_text(encoding="utf-8")
-    assert f"/OWNER/xtrain/blob/main/lessons/{path.stem}.ipynb)" in text, "the Colab badge"
+    badge = f"/github/{notebooks.repository()}/blob/main/lessons/{path.stem}.ipynb)"
+    assert badge in text, "the Colab badge: run lessons/tools/notebooks.py repository"
+    assert f"https://github.com/{notebooks.repository()} xtrain" in text, "the install cell"
     assert path.with_suffix(".ipynb").exists(), "run lessons/tools/notebooks.py"
     headings = re.findall(r"^# ## (.+)$", text, re.M)
     for wanted in (
@@ -238,6 +244,22 @@ def test_record_older_than_its_kernel_is_noticed(repository):
     assert records.changed_since(find()) is None
     kernel.write_text("def square_fwd(x):\n    return x + 0 * x\n")
     assert "has changed" in records.changed_since(find())
+
+
+def test_a_fork_changes_one_line(tmp_path):
+    """What `notebooks.py repository` does: every place that names the repository, in both files of a lesson, and no other."""
+    for path in SOURCES[:2]:
+        for suffix in (".py", ".ipynb"):
+            text = path.with_suffix(suffix).read_text(encoding="utf-8")
+            (tmp_path / path.with_suffix(suffix).name).write_text(text, encoding="utf-8")
+    before = {p.name: p.read_text(encoding="utf-8") for p in tmp_path.iterdir()}
+    assert notebooks.name_repository("me.too/my-xtrain", tmp_path) == sorted(before)
+    old = notebooks.repository()
+    for name, text in before.items():
+        assert text.count(old) == 2
+        new = (tmp_path / name).read_text(encoding="utf-8")
+        assert new == text.replace(old, "me.too/my-xtrain")
+    assert notebooks.name_repository("me.too/my-xtrain", tmp_path) == []
 
 
 # ----------------------------------------------------------------------------- traces and figures

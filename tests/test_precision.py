@@ -2,14 +2,17 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from xtrain import AdamW, ModelConfig, Transformer, UserError
+from xtrain import AdamW, ModelConfig, Transformer, UserError, device, pretrained
 from xtrain.device import cupy, to_device, to_numpy
 from xtrain.kernels.cast import BFLOAT16
+from xtrain.memory import planning
 from xtrain.optim import clip
+from xtrain.tokenizer import Tokenizer
 
 sys.path.append(str(Path(__file__).parent.parent / "bench"))
 
@@ -33,6 +36,41 @@ def test_bf16_needs_a_gpu():
         Transformer(ModelConfig(vocab_size=8, dim=8, n_layers=1, n_heads=1), precision="bf16")
     with pytest.raises(UserError, match="fp8"):
         Transformer(ModelConfig(vocab_size=8, dim=8, n_layers=1, n_heads=1), precision="fp8")
+
+
+def test_what_bf16_cannot_do_is_said_before_anything_runs(monkeypatch):
+    """On ghosts of GPU arrays: heads without a kernel, a card without the instructions."""
+    config = lambda D: ModelConfig(vocab_size=8, dim=32, n_layers=1, n_heads=1, head_dim=D)
+    with planning(128):
+        Transformer(config(32), None, "gpu", "bf16")
+        Transformer(config(24), None, "gpu", "fp32")
+        with pytest.raises(UserError, match=r"16, 32, 64, 128 channels, this model has 24.*fp32"):
+            Transformer(config(24), None, "gpu", "bf16")
+        for capability, there in (("75", False), ("80", True), ("120", True)):
+            card = SimpleNamespace(compute_capability=capability)
+            monkeypatch.setattr(device.cupy().cuda, "Device", lambda card=card: card)
+            assert device.has_bf16() == there
+            if not there:
+                with pytest.raises(UserError, match=r"compute capability 8\.0.*precision fp32"):
+                    Transformer(config(32), None, "gpu", "bf16")
+
+
+@pytest.mark.parametrize(
+    "where, there, precision",
+    [("cpu", True, "fp32"), ("gpu", True, "bf16"), ("gpu", False, "fp32")],
+)
+def test_serving_takes_bf16_where_it_is(tmp_path, monkeypatch, where, there, precision):
+    model = Transformer(ModelConfig(vocab_size=300, dim=16, n_layers=1, n_heads=1, head_dim=16))
+    model.save_pretrained(tmp_path)
+    Tokenizer.train(["some text"], 300).save(tmp_path)
+    asked = []
+    monkeypatch.setattr(pretrained, "resolve_device", lambda _: where)
+    monkeypatch.setattr(pretrained, "has_bf16", lambda: there)
+    monkeypatch.setattr(
+        pretrained.huggingface, "load", lambda folder, *rest, **_: asked.append(rest)
+    )
+    pretrained.load(tmp_path)
+    assert asked == [(where, precision)]
 
 
 def pair(**changes):

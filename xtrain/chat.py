@@ -37,7 +37,7 @@ class Options:
     # tokens of the whole conversation; none: what the model takes, at most 8192
     max_seq_len: int | None = None
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that has it
 
 
 class ContextFull(UserError):
@@ -59,6 +59,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
+        """Forget everything but the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.text, self.tokens, self.turns = "", [], 0
 

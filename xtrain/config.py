@@ -139,6 +139,7 @@ class ModelConfig:
         return self.max_seq_len
 
     def to_dict(self) -> dict[str, Any]:
+        """Every field by name, as JSON can hold it; from_dict takes it back."""
         return asdict(self)
 
     @classmethod

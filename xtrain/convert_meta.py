@@ -79,6 +79,7 @@ class Tensor:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def numpy(self) -> np.ndarray:
+        """The whole tensor, joined from its shards."""
         return self.make()
 
 
@@ -100,6 +101,7 @@ def convert(options: Options) -> ModelConfig:
 
 # ----------------------------------------------------------------------------- reading
 def read_params(folder: Path) -> dict[str, Any]:
+    """params.json of a folder of Meta's. Raises UserError."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: give one with params.json and consolidated.*.pth")
     if not (folder / "params.json").is_file():

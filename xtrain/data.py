@@ -156,9 +156,11 @@ class Corpus:
         return nats / math.log(2) / int(self.token_lengths[targets].sum())
 
     def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> "Loader":
+        """Shuffled batches of B sequences of T tokens, for ever. With several ranks each reads a part of its own."""
         return Loader(self.train, B, T, seed, rank, world, self.vocab_size)
 
     def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The first n batches of the held-out text, always the same: ids and targets (B, T)."""
         return val_batches(self.val, n, B, T, self.vocab_size)
 
 
@@ -398,6 +400,7 @@ class Loader:
         return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
     def state_dict(self) -> dict[str, int]:
+        """Where in the text it is, as whole numbers: what a checkpoint keeps."""
         return {
             "position": self.position,
             "seed": self.seed,

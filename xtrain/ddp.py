@@ -75,6 +75,7 @@ class ParallelConfig(TrainConfig):
     watchdog: float = 600.0  # seconds without a step after which a rank counts as hanging; 0: never
 
     def validate(self) -> None:
+        """Raises UserError on a value that makes no sense."""
         super().validate()
         if not 0 < self.bucket_mb < float("inf"):
             raise UserError(f"--bucket-mb must be positive, got {self.bucket_mb}")

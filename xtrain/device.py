@@ -40,7 +40,13 @@ def cache_folder() -> Path:
 
 
 def gpu_available() -> bool:
+    """Is there a GPU that CuPy can use?"""
     return cupy() is not None
+
+
+def has_bf16() -> bool:
+    """Do this GPU's instructions take bf16? From compute capability 8.0 on (Ampere); to be asked where there is a GPU."""
+    return int(cupy().cuda.Device().compute_capability) >= 80
 
 
 def resolve_device(device: str) -> str:
@@ -63,6 +69,7 @@ def array_module(x: Array) -> ModuleType:
 
 
 def is_gpu(x: Array) -> bool:
+    """Is this array on the GPU? (True for the simulator's arrays, too.)"""
     return not isinstance(x, np.ndarray)
 
 
@@ -135,6 +142,7 @@ def synchronize(device: str) -> None:
 
 
 def device_name(device: str) -> str:
+    """The card's name, or "CPU (NumPy)"."""
     if device == "cpu":
         return "CPU (NumPy)"
     properties = cupy().cuda.runtime.getDeviceProperties(cupy().cuda.Device().id)

@@ -65,12 +65,14 @@ def _first_line(error: BaseException) -> str:
 
 # ----------------------------------------------------------------------------- Python and its packages
 def python() -> Iterator[Check]:
+    """Is Python new enough?"""
     version = platform.python_version()
     ok = sys.version_info >= (3, 11)
     yield Check("Python", ok, f"{version}, {platform.platform()}", "install Python 3.11 or newer")
 
 
 def packages() -> Iterator[Check]:
+    """Is every package there, in a version that works?"""
     for name, (least, first_bad) in NEEDED.items():
         wanted = f"{name}>={least}" + (f",<{first_bad}" if first_bad else "")
         found = _version(name)
@@ -94,6 +96,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 # ----------------------------------------------------------------------------- room
 def memory() -> Iterator[Check]:
+    """Is there memory to train in?"""
     free = free_memory()
     if free is not None:
         mend = "end other programs, or train with a smaller --batch or --preset"
@@ -116,6 +119,7 @@ def free_memory() -> int | None:
 
 
 def disk() -> Iterator[Check]:
+    """Is there room where runs and the cache go, and may we write there?"""
     from .device import cache_folder
 
     for name, folder, mend in (
@@ -131,6 +135,7 @@ def disk() -> Iterator[Check]:
 
 # ----------------------------------------------------------------------------- kernels
 def simulator() -> list[Check]:
+    """Does a kernel run in the simulator? Tried in a process of its own, as a crash must not end the doctor."""
     return _apart(
         "kernel in the simulator",
         "xtrain.doctor.try_simulator",
@@ -139,6 +144,7 @@ def simulator() -> list[Check]:
 
 
 def try_simulator() -> Iterator[Check]:
+    """One small kernel in the simulator, compared with NumPy."""
     from .simulator import sim
 
     yield Check("kernel in the simulator", *_run_kernel(sim))
@@ -160,6 +166,7 @@ def _run_kernel(to_device: Callable) -> tuple[bool, str, str]:
 
 # ----------------------------------------------------------------------------- GPU
 def gpu() -> list[Check]:
+    """Driver, cards, CUDA libraries, a kernel compiled and run, NCCL; nothing of it is missing without a driver."""
     driver = _driver()
     if driver is None:
         return [
@@ -221,6 +228,7 @@ def _driver() -> tuple[str, str] | None:
 
 
 def try_gpu() -> Iterator[Check]:
+    """One small kernel on the GPU, compared with NumPy, and the libraries that training calls."""
     from .device import cupy, device_name
 
     if cupy() is None:
@@ -270,6 +278,7 @@ def _nccl(gpus: int) -> Check:
 
 # ----------------------------------------------------------------------------- MPI
 def mpi() -> list[Check]:
+    """mpi4py, its library, and a launcher that starts ranks."""
     if _version("mpi4py") is None:
         return [
             Check(
@@ -290,6 +299,7 @@ def mpi() -> list[Check]:
 
 
 def try_mpi() -> Iterator[Check]:
+    """Load the MPI library, in a process of its own."""
     from mpi4py import MPI
 
     library = MPI.Get_library_version().strip("\0 \n").splitlines()[0]
@@ -379,12 +389,14 @@ def _apart(name: str, trial: str, mend: str) -> list[Check]:
 
 
 def tell(trial: Callable[[], Iterator[Check]]) -> None:
+    """Print checks as JSON lines, for the process that started this one."""
     for check in trial():
         print(json.dumps(asdict(check)), flush=True)
 
 
 # ----------------------------------------------------------------------------- command line
 def show(checks: list[Check]) -> None:
+    """Print checks, and below them what mends those that failed."""
     marks = {True: "ok", False: "WRONG", None: "-"}
     width = max((len(c.name) for c in checks), default=0)
     for c in checks:

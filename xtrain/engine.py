@@ -373,6 +373,7 @@ class Stream:
         self.engine.cancel(self.requests[number])
 
     def close(self) -> None:
+        """Cancel what is not finished, as leaving the loop does."""
         self._iterator.close()
 
 

@@ -24,6 +24,8 @@ from .kernels._launch import empty, zeros
 
 
 class Embedding(Function):
+    """ids (N,), w (V, C) -> the rows w[ids] (N, C)."""
+
     full_precision = (
         True  # the rows are copied, not multiplied: the residual stream starts in float32
     )
@@ -63,6 +65,8 @@ class Linear(Function):
 
 
 class RMSNorm(Function):
+    """y = x / rms(x) w. x (N, C), w (C,)."""
+
     @staticmethod
     def forward(ctx, x_NC, w_C, eps, dtype=None):
         y_NC, rstd_N = _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, dtype)
@@ -125,6 +129,8 @@ class ResidualRMSNormLinear(Function):
 
 
 class Rope(Function):
+    """x (N, H, D) turned by its position, see kernels/rope.py."""
+
     @staticmethod
     def forward(ctx, x_NHD, cos, sin, positions_N, T):
         ctx.save(cos, sin, positions_N, T)
@@ -201,6 +207,8 @@ class CausalSoftmax(Function):
 
 
 class SwiGLU(Function):
+    """gu (N, 2F) -> silu(g) u (N, F)."""
+
     @staticmethod
     def forward(ctx, gu_N2F):
         ctx.save(gu_N2F)
@@ -232,6 +240,8 @@ class SwiGLULinear(Function):
 
 
 class SiLU(Function):
+    """y = x sigmoid(x), any shape."""
+
     @staticmethod
     def forward(ctx, x):
         ctx.save(x)
@@ -287,6 +297,8 @@ class LinearCrossEntropy(Function):
 
 
 class Add(Function):
+    """a + b, of one shape."""
+
     @staticmethod
     def forward(ctx, a, b):
         return _elementwise.add_fwd(a, b)
@@ -297,6 +309,8 @@ class Add(Function):
 
 
 class Scale(Function):
+    """x times a constant."""
+
     @staticmethod
     def forward(ctx, x, factor):
         ctx.save(factor)
@@ -308,6 +322,8 @@ class Scale(Function):
 
 
 class Cast(Function):
+    """x in another type; the gradient goes back in the type of x."""
+
     @staticmethod
     def forward(ctx, x, dtype):
         ctx.save(x.dtype)
@@ -331,6 +347,8 @@ class SwapHeads(Function):
 
 
 class Reshape(Function):
+    """The same numbers in another shape: a view."""
+
     @staticmethod
     def forward(ctx, x, shape):
         ctx.save(x.shape)

@@ -42,7 +42,7 @@ class Options:
     # a text does not depend on the other prompts, not even by rounding
     batch_invariant: bool = False
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that has it
 
 
 def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[list[str], Engine]:

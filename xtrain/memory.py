@@ -279,7 +279,9 @@ class _Cupy:
             "MaxSharedMemoryPerMultiprocessor": 228 * 1024,
         }
         self.cuda = SimpleNamespace(
-            Device=lambda _=None: SimpleNamespace(attributes=attributes, id=-1),
+            Device=lambda _=None: SimpleNamespace(
+                attributes=attributes, id=-1, compute_capability="90"
+            ),
             runtime=SimpleNamespace(getDevice=lambda: -1),
         )
         self.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=self.as_strided))

@@ -20,7 +20,8 @@ import numpy as np
 from . import functional as F
 from .autograd import Tensor, no_grad
 from .config import ModelConfig, UserError
-from .device import Array, is_gpu, resolve_device, to_device, to_numpy
+from .device import Array, has_bf16, is_gpu, resolve_device, to_device, to_numpy
+from .kernels._tiles import WIDTHS
 from .kernels.cast import BFLOAT16
 from .kernels.cross_entropy import count_targets
 from .kernels.rope import rope_tables
@@ -49,6 +50,8 @@ class RotaryTables:
 
 
 class Attention(Module):
+    """Packed q, k, v of B sequences -> (N, C): QK-norm if the model has it, RoPE, causal softmax over grouped heads."""
+
     def __init__(self, c: ModelConfig):
         D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
         rows = {"q_proj.weight": H * D, "k_proj.weight": G * D, "v_proj.weight": G * D}
@@ -77,6 +80,8 @@ class Attention(Module):
 
 
 class MLP(Module):
+    """Packed gate and up -> down(silu(gate) * up), (N, C)."""
+
     def __init__(self, c: ModelConfig):
         F_ = c.hidden_dim
         self.gate_up = Parameter(
@@ -156,10 +161,7 @@ class Transformer(Module):
             self.lm_head = Parameter(
                 (config.padded_vocab_size, config.dim), STD, {"lm_head.weight": config.vocab_size}
             )
-        if precision not in ("fp32", "bf16") or (precision == "bf16" and self.device == "cpu"):
-            raise UserError(
-                f"precision {precision!r} cannot be had on the {self.device}: choose fp32, or bf16 on a GPU"
-            )
+        self._check_precision()
         if recompute not in ("none", "attention", "block"):
             raise UserError(
                 f"recompute {recompute!r} is not known: choose none, attention or block"
@@ -170,6 +172,22 @@ class Transformer(Module):
             self.model.layers[0].input_layernorm.out_dtype = BFLOAT16
         self.arena = self.make_arena(self.device, seed, precision == "bf16", world, trainable)
         self.rotary = RotaryTables(config, self.device)
+
+    def _check_precision(self) -> None:
+        D, half = self.config.head_dim, self.precision == "bf16"
+        if self.precision not in ("fp32", "bf16") or (half and self.device == "cpu"):
+            raise UserError(
+                f"precision {self.precision!r} cannot be had on the {self.device}: choose fp32, or bf16 on a GPU"
+            )
+        if half and D not in WIDTHS:
+            widths = ", ".join(map(str, WIDTHS))
+            raise UserError(
+                f"in bf16 attention takes heads of {widths} channels, this model has {D}: choose precision fp32"
+            )
+        if half and self.device == "gpu" and not has_bf16():
+            raise UserError(
+                "this GPU has no bf16 instructions, they begin with compute capability 8.0 (Ampere): choose precision fp32"
+            )
 
     def __call__(self, ids: Array) -> Tensor:
         """ids (B, T), whole numbers, NumPy or CuPy -> logits Tensor (B, T, V), float32.
@@ -244,6 +262,7 @@ class Transformer(Module):
         return ids
 
     def zero_grad(self) -> None:
+        """All gradients = 0; needed before each backward, which adds to them."""
         if self.arena.grads is None:
             raise UserError("this model has no gradients: make it with trainable=True")
         self.arena.grads.fill(0)

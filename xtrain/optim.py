@@ -81,6 +81,7 @@ class AdamW:
         )  # fmt: skip
 
     def zero_grad(self) -> None:
+        """All gradients of the arena = 0."""
         self.model.zero_grad()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from . import checkpoint, huggingface
 from .chat_template import ChatTemplate
 from .config import UserError
-from .device import resolve_device
+from .device import has_bf16, resolve_device
 from .model import Transformer
 from .tensor_file import read_json
 from .tokenizer import Tokenizer
@@ -34,13 +34,13 @@ class Pretrained:
 
 
 def load(folder: str | Path, device: str = "auto", precision: str = "auto") -> Pretrained:
-    """device: "auto", "cpu" or "gpu"; precision: "auto" (bf16 on a GPU), "fp32" or "bf16".
+    """device: "auto", "cpu" or "gpu"; precision: "auto" (bf16 on a GPU that has it), "fp32" or "bf16".
 
     The tokenizer is looked at first: it costs little, and no weights are read in vain. Raises UserError: one sentence.
     """
     folder, device = model_folder(Path(folder)), resolve_device(device)
     if precision == "auto":
-        precision = "bf16" if device == "gpu" else "fp32"
+        precision = "bf16" if device == "gpu" and has_bf16() else "fp32"
     config = huggingface.read_config(folder)
     if not (folder / "tokenizer.json").is_file() and (folder / "tokenizer.model").is_file():
         raise UserError(
@@ -92,5 +92,6 @@ def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def as_ids(value: Any) -> frozenset[int]:
+    """One token id or a list of them; whatever is no id is left out."""
     values = value if isinstance(value, list) else [value]
     return frozenset(x for x in values if type(x) is int and x >= 0)

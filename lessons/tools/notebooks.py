@@ -3,6 +3,7 @@
     python lessons/tools/notebooks.py run [NN ...]         write and execute the notebooks of these lessons (default: all)
     python lessons/tools/notebooks.py pairs                exit 1 when a notebook is not what its .py says
     python lessons/tools/notebooks.py outputs FOLDER       exit 1 when a run in FOLDER printed anything else than is committed
+    python lessons/tools/notebooks.py repository           write the repository that mkdocs.yml names into badges and install cells
 
 A cell tagged "solution" is folded in Jupyter and on Colab. Cell ids are counted, so a new run changes no more than it must.
 """
@@ -16,6 +17,10 @@ from pathlib import Path
 
 LESSONS = Path(__file__).resolve().parents[1]
 SECONDS = 120  # for one cell
+PLACES = (  # where a lesson names the repository: Colab's badge, the install cell
+    re.compile(r"(?<=colab\.research\.google\.com/github/)[\w.-]+/[\w.-]+(?=/blob/)"),
+    re.compile(r"(?<=git clone -q --depth 1 https://github\.com/)[\w.-]+/[\w.-]+(?= xtrain)"),
+)
 
 
 def sources(numbers: list[str]) -> list[Path]:
@@ -139,11 +144,33 @@ def outputs(paths, folder: Path) -> list[str]:
     return wrong
 
 
+def repository() -> str:
+    """The one setting: extra.repository of mkdocs.yml."""
+    text = (LESSONS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    found = re.search(r"^  repository: *([\w.-]+/[\w.-]+)\s", text, re.M)
+    if not found:
+        sys.exit("mkdocs.yml must name the repository as OWNER/NAME: extra: repository: me/xtrain")
+    return found[1]
+
+
+def name_repository(name: str, folder: Path = LESSONS) -> list[str]:
+    """Write it into lessons and notebooks; nothing is executed. -> the files that changed"""
+    changed = []
+    for path in sorted(folder.glob("[0-9][0-9]_*.*")):
+        text = new = path.read_text(encoding="utf-8")
+        for place in PLACES:
+            new = place.sub(name, new)
+        if new != text:
+            path.write_text(new, encoding="utf-8")
+            changed.append(path.name)
+    return changed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("command", choices=["run", "pairs", "outputs"])
+    parser.add_argument("command", choices=["run", "pairs", "outputs", "repository"])
     parser.add_argument("rest", nargs="*")
     options = parser.parse_args()
     os.environ.setdefault("PYTHONPATH", str(LESSONS.parent))
@@ -152,6 +179,9 @@ def main() -> int:
     if options.command == "run":
         for path in sources(options.rest):
             print(f"{path.name}: {run(path):.1f} s", flush=True)
+        return 0
+    if options.command == "repository":
+        print(f"{repository()}: {len(name_repository(repository()))} files changed")
         return 0
     if options.command == "pairs":
         wrong = pairs(sources(options.rest))

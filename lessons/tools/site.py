@@ -25,7 +25,11 @@ IDENTITY = re.compile(r"[\"'](bench_\w+/[^\"'{}]+)[\"']")
 
 
 def on_config(config):
-    """Navigation: the lessons that are there, between the course and the reference."""
+    """Navigation: the lessons that are there, between the course and the reference. A link to the repository, once it has
+    a name."""
+    name = config["extra"]["repository"]
+    if not name.startswith("OWNER/"):
+        config["repo_name"], config["repo_url"] = name, f"https://github.com/{name}"
     lessons = [
         {_title(p): p.with_suffix(".ipynb").name} for p in sorted(LESSONS.glob("[0-9][0-9]_*.py"))
     ]

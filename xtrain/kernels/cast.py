@@ -46,6 +46,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 # ----------------------------------------------------------------------------- reference
 def cast_ref(x, dtype):
+    """-> x in another type; to bf16: rounded to the nearest, ties to even"""
     with np.errstate(invalid="ignore", over="ignore"):  # NaN stays NaN, 3.4e38 becomes infinity
         return x.astype(dtype)
 

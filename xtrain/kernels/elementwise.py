@@ -31,10 +31,12 @@ from ._ptx import device, kernel
 
 # ----------------------------------------------------------------------------- reference
 def add_ref(a, b):
+    """-> a + b"""
     return a + b
 
 
 def scale_ref(x, factor):
+    """-> x s"""
     if x.dtype.name == "bfloat16":  # the factor is not rounded to 8 bits
         return scale_ref(x.astype(np.float32), factor).astype(x.dtype)
     return x * x.dtype.type(factor)

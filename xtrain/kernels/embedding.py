@@ -50,6 +50,7 @@ JOIN_GAP = 32 * QUAD  # between the two quads of a thread there
 
 # ----------------------------------------------------------------------------- reference
 def embedding_ref(ids_N, w_VC):
+    """-> the rows w[ids] (N, C)"""
     return w_VC[ids_N]
 
 

@@ -57,12 +57,14 @@ def sigmoid_ref(x):
 
 
 def silu_ref(x):
+    """-> x sigmoid(x)"""
     s = sigmoid_ref(x)
     s *= x
     return s
 
 
 def silu_bwd_ref(dy, x):
+    """-> dx = dy s (1 + x (1 - s)),  s = sigmoid(x)"""
     s = sigmoid_ref(x)
     dx = 1 - s
     dx *= x * s
@@ -72,6 +74,7 @@ def silu_bwd_ref(dy, x):
 
 
 def swiglu_ref(gu_N2F):
+    """gu (N, 2F) = [g, u] -> silu(g) u  (N, F)"""
     F = gu_N2F.shape[1] // 2
     y_NF = silu_ref(gu_N2F[:, :F])
     y_NF *= gu_N2F[:, F:]
