@@ -43,8 +43,8 @@ from xtrain import lesson, simulator
 # %% [markdown]
 # ## From a loop to threads
 #
-# Somewhere in every transformer two vectors are added: `y = a + b` is what a residual connection
-# does. In Python it is a loop.
+# Somewhere in every transformer two vectors are added, `y = a + b`: what a layer has computed is
+# added to what it was given. In Python it is a loop.
 
 # %%
 a = np.array([0.5, 1.5, -2.0, 3.0, 0.25, -1.0, 8.0, 0.0, 2.0, 1.0], np.float32)
@@ -193,8 +193,9 @@ lesson.figures.ownership(
 #
 # A GPU is silent about most mistakes. It writes past the end of an array into somebody else's
 # memory, and reads what another thread has half written; the result is *sometimes* wrong. The
-# simulator reports such things with the line in the source and the threads involved. Three mistakes
-# that everybody makes:
+# simulator reports such things with the line in the source and the threads involved.
+# (`simulator.run` runs a kernel as `lesson.launch` does; `lesson.report` around it prints the
+# report.) Three mistakes that everybody makes:
 #
 # **1. No guard.** Threads 10 and 11 write past the end.
 
@@ -227,27 +228,28 @@ lesson.report(simulator.run, blockless_kernel, grid, block, y_sim, a_sim, b_sim)
 # %% [markdown]
 # This race would do no harm by itself: both threads write the same number. It is reported all the
 # same, because it says that two threads believe to own one element, and that is hardly ever meant.
+# (Why `block (0, 0, 0)`? Blocks can be numbered along three axes; here only the first is in use.
+# Exercise 1.2 takes the second.)
 #
 # **3. The wrong type.** A number has a type in a kernel, and the widest one wins. A Python literal
-# such as `0.1` is a float64, and then the whole line is computed in float64, which an H200 does at
-# half the speed of float32 and a T4 at a thirty-second. The simulator computes with the types that
-# the GPU would use:
+# such as `0.1` is a float64, and then the whole line is computed in float64. An H200, the
+# data-centre card on which this course measures, does that at half the speed of float32; a T4, the
+# small card that Colab lends, at a thirty-second. The simulator computes with the types that the
+# GPU would use:
 
 
 # %%
 @cuda.jit
-def tenth_kernel(out_1, x_1):
-    out_1[0] = x_1[0] * 0.1
-    out_1[1] = x_1[0] * float32(0.1)
+def tenth_kernel(out_2, x_1):
+    out_2[0] = x_1[0] * 0.1
+    out_2[1] = x_1[0] * float32(0.1)
 
 
-x_1, out = (
-    simulator.sim(np.array([3.0], np.float32)),
-    simulator.sim(np.zeros(2)),
-)  # out is float64, to see all digits
-simulator.run(tenth_kernel, 1, 1, out, x_1)
-print(f"x * 0.1          {out[0]:.17f}   float64")
-print(f"x * float32(0.1) {out[1]:.17f}   float32")
+x_1 = simulator.sim(np.array([3.0], np.float32))
+out_2 = simulator.sim(np.zeros(2))  # float64, to see all digits
+simulator.run(tenth_kernel, 1, 1, out_2, x_1)
+print(f"x * 0.1          {out_2[0]:.17f}   float64")
+print(f"x * float32(0.1) {out_2[1]:.17f}   float32")
 
 # %% [markdown]
 # That is why `float32(...)` stands around every constant in xtrain's kernels.
@@ -487,8 +489,9 @@ for threads in (1, 8, 32, 48, 256):
 # Blocks of 1 thread need 32 times the instructions of full warps, and make the memory move 8 times
 # the bytes: it moves 32 bytes at a time, and a lonely thread wants 4 of them. **The improvement of
 # this lesson is a number: a block is a multiple of 32 threads.** Blocks of 128 or 256 are the usual
-# choice, since a multiprocessor takes only a limited count of blocks at a time (32 on an H200):
-# with one warp each, half of its 64 places for warps would stay empty.
+# choice. A GPU consists of *multiprocessors* (132 on an H200), and a block runs on one of them. A
+# multiprocessor has places for 64 warps, but takes no more than 32 blocks at a time: with one warp
+# each, half of its places would stay empty.
 #
 # If you have a GPU, the next cell times it on 16 million elements.
 
@@ -592,10 +595,22 @@ for name, trace in (("straight", straight), ("by way of shared memory", detour))
 # 3. How many threads do nothing when 1.2 runs on 5 x 14 elements with blocks of 4 x 2? Count by
 #    hand, then with the trace.
 #
-# <details><summary>Solution of 3</summary>
+# <details><summary>Solutions</summary>
 #
-# The grid is (4, 3), so there are 4 · 4 = 16 columns of threads and 3 · 2 = 6 rows: 96 threads for
-# 70 elements, 26 do nothing. `96 - len(trace.of("y_RC", write=True))` is 26.
+# 1: the body twice, each time with its own guard. Half the blocks, rounded up, still cover all
+# elements.
+#
+# ```python
+# for i in (first, first + cuda.gridDim.x * cuda.blockDim.x):
+#     if i < y_n.size:
+#         y_n[i] = a_n[i] + b_n[i]
+# ```
+#
+# 2: inside the `if` it is a deadlock as soon as the last block is short (n = 40): threads 8 to 31
+# never come. Without it, an uninitialised read of `tile[31]`.
+#
+# 3: the grid is (4, 3), so there are 4 · 4 = 16 columns of threads and 3 · 2 = 6 rows: 96 threads
+# for 70 elements, 26 do nothing. `96 - len(trace.of("y_RC", write=True))` is 26.
 #
 # </details>
 #

@@ -16,8 +16,8 @@
 # *About 60 minutes. You need [lesson 1](01_threads.ipynb).*
 #
 # **The question.** Your kernel of lesson 1 did one addition for every 12 bytes that it moved. An
-# H200 can do 67 million million additions in a second. It reached half a percent of that. Was it a
-# bad kernel?
+# H200 can do 67 million million float32 operations in a second. Your kernel reached less than one
+# percent of that. Was it a bad kernel?
 #
 # It was not: nearly all kernels of a language model are limited by memory, not by arithmetic. This
 # lesson is about what memory really does when a thread asks for an element, how to ask well, and
@@ -56,7 +56,7 @@ from xtrain.kernels._ptx import load4, store4
 #    is *coalesced*. If the threads are 8 elements apart, it is 32 sectors, and 7 of 8 bytes are
 #    moved for nothing.
 #
-# By hand, for a residual stream of B, T, C = 2, 3, 4: 24 float32, 96 bytes, three sectors. Which
+# By hand, for an array of shape B, T, C = 2, 3, 4: 24 float32, 96 bytes, three sectors. Which
 # sector does each of 6 threads touch, when they walk along a row (stride 1), and when they walk
 # along the first axis of the matrix (6, 4), that is down a column (stride 4)?
 
@@ -284,7 +284,7 @@ for name, trace in (("naive", plain), ("through a tile", tiled)):
 add = lesson.record("bench_kernels/add/fp32")
 bandwidth = add["nbytes"] / add["copy_ms"] * 1e3  # bytes per second, of a plain copy on that card
 latency = (
-    600e-9  # seconds: a round number. An idle memory answers in half of it, a busy one in more
+    600e-9  # seconds, a round number: an idle memory answers in half of it, a busy one in more
 )
 multiprocessors = 132
 flight = bandwidth * latency
@@ -381,10 +381,10 @@ runs = {
 times = lesson.measure(runs, nbytes=2 * 4 * n)
 
 # %% [markdown]
-# Measured on the machine of the records: `add` and the narrowing cast from float32 to bf16, each
-# with one element per thread, and as the library does it, with 16-byte accesses and several under
-# way. The last column is what counts: the time of a plain copy of as many bytes, over the time of
-# the kernel.
+# Measured on the machine of the records: `add`, and the narrowing cast from float32 to bf16 (a
+# float of 2 bytes, the subject of lesson 12), each with one element per thread, and as the library
+# does it, with 16-byte accesses and several under way. The last column is what counts: the time of
+# a plain copy of as many bytes, over the time of the kernel.
 
 # %%
 lesson.table(
@@ -411,8 +411,9 @@ lesson.table(
 #
 # `add` does 1 operation for 12 bytes. Drawn with both axes logarithmic, the limit looks like a
 # roof. Where its two parts meet, the *ridge*, both limits bind at once. The peak is NVIDIA's number
-# for float32 outside of tensor cores; the bandwidth and all points are from the records; the
-# operations per element are counted by hand from the kernels' formulas.
+# for float32 outside of tensor cores (units for matrix products only: lesson 14); the bandwidth and
+# all points are from the records; the operations per element are counted by hand from the kernels'
+# formulas.
 
 # %%
 PEAK = 67e12  # float32 operations per second, H200 data sheet
@@ -497,9 +498,13 @@ for name, kernel, each in (("four", copy4_kernel, 4), ("eight", copy8_kernel, 8)
 #    lanes meet in a bank now?
 # 3. How many sectors does a warp touch that reads every 3rd float32? Count by hand, then trace it.
 #
-# <details><summary>Solution of 1 and 3</summary>
+# <details><summary>Solutions</summary>
 #
 # 1: Yes. What matters is what the 32 lanes of a warp do at one moment; they are neighbours in both.
+#
+# 2: One, so nobody waits. A warp is now one row of threads: it fills 32 neighbouring words, and
+# reads a column, whose words lie 33 apart, in 32 different banks.
+#
 # 3: 32 lanes span 31 · 3 + 1 = 94 elements, 376 bytes, and a step of 12 bytes leaves no sector out:
 # 376 / 32 rounded up is 12.
 #

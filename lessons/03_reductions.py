@@ -15,10 +15,10 @@
 #
 # *About 60 minutes. You need [lesson 2](02_memory.ipynb).*
 #
-# **The question.** Every layer of a language model begins by dividing each row by its own length.
-# The length needs the sum over a whole row, the row is spread over hundreds of threads, and no
-# thread sees more than its own piece. How do threads add up a number together, quickly, and with
-# the same bits every time?
+# **The question.** Every layer of a language model begins by dividing each row by the size of its
+# numbers, their root mean square. That needs a sum over the whole row, the row is spread over
+# hundreds of threads, and no thread sees more than its own piece. How do threads add up a number
+# together, quickly, and with the same bits every time?
 #
 # You will write a sum over a warp, a sum over a block, and with it RMSNorm, the first real op of
 # this course.
@@ -80,11 +80,12 @@ print(y[:2].round(4))
 # A sum by one thread takes n steps. With many threads one adds in pairs: half of the threads add
 # the other half's numbers to their own, then a quarter, and so on. 32 numbers need 5 steps.
 #
-# Within a warp this needs no shared memory. A **shuffle** hands registers from lane to lane:
-# `cuda.shfl_xor_sync(FULL, v, 16)` gives each lane the `v` of the lane whose number differs from
-# its own in the bit of value 16. So lane 0 and lane 16 exchange, lane 1 and lane 17, ... and if all
-# lanes add what they get, then after the steps 16, 8, 4, 2, 1 **every** lane has the sum of all.
-# With 8 lanes and the steps 4, 2, 1:
+# Within a warp this needs no shared memory. A thread's number within its warp, 0 to 31, is its
+# *lane*, and a **shuffle** hands registers from lane to lane: `cuda.shfl_xor_sync(FULL, v, 16)`
+# gives each lane the `v` of the lane whose number differs from its own in the bit of value 16. So
+# lane 0 and lane 16 exchange, lane 1 and lane 17, ... and if all lanes add what they get, then
+# after the steps 16, 8, 4, 2, 1 **every** lane has the sum of all. With 8 lanes and the steps 4, 2,
+# 1:
 
 # %%
 lesson.figures.butterfly([3, 1, 4, 1, 5, 9, 2, 6], (4, 2, 1), "every lane ends with the sum, 31")
@@ -140,8 +141,9 @@ def warp_sums_kernel(sums_W, x_n):
 # %% [markdown]
 # ## The same numbers, another sum
 #
-# Why not let every thread add its number to one place in memory, with an *atomic* addition? Because
-# additions of floats do not commute *in groups*: each one rounds.
+# Why not let every thread add its number to one place in memory, with an *atomic* addition (one
+# that no other thread can come between)? Because every addition of floats rounds, so it matters
+# which numbers are added first: (a + b) + c is not always a + (b + c).
 
 # %%
 numbers = np.array([1e8, 1.0, -1e8, 1.0], np.float32)
@@ -234,8 +236,8 @@ def block_sum_kernel(total_1, x_n):
 
 
 # %% [markdown]
-# As a device function, which a kernel calls and which returns the sum in every thread, this is
-# `block_sum(v, partial)`:
+# As a device function (one that kernels call, and that returns something) this is `block_sum(v,
+# partial)`; every thread gets the sum:
 
 # %%
 lesson.source(block_sum)
@@ -278,7 +280,8 @@ lesson.report(simulator.run, twice_kernel, 1, 64, simulator.sim(np.zeros(2, np.f
 #
 # Block n owns row n; thread tid owns the columns tid, tid + blockDim.x, ... Two passes over the
 # row: add up squares, then multiply. `rstd_N[n]` is r; it is kept because the backward (lesson 5)
-# will want it. Mind the types: an integer such as C becomes a float32 by `float32(C)`.
+# will want it. You may call `block_sum`. Mind the types: a Python literal is a float64, and so is
+# an integer divided by an integer; `float32(1.0)` and `float32(C)` are float32.
 
 
 # %% tags=["exercise"]
@@ -403,10 +406,10 @@ lesson.table(
 )
 
 # %% [markdown]
-# **The improvement of this lesson: keep the row.** A warp has 32 · 255 registers, a row of 768
-# numbers is 24 per lane. So the kernel in use reads the row once, with 16-byte accesses, keeps it
-# in registers between the sum and the product, and gives a row to *one warp* as long as it fits.
-# Then `warp_sum` is enough and there is no barrier at all.
+# **The improvement of this lesson: keep the row.** A thread has up to 255 registers, and a row of
+# 768 numbers is 24 for each lane of a warp. So the kernel in use reads the row once, with 16-byte
+# accesses, keeps it in registers between the sum and the product, and gives a row to *one warp* as
+# long as it fits. Then `warp_sum` is enough and there is no barrier at all.
 #
 # Is it the second reading that costs? Reading x twice would explain a factor of 3 / 2. The table
 # shows almost 3, and most second readings even come from a cache. The rest is what you saw in

@@ -82,7 +82,10 @@ for n in (8, 128, 1024, 4096):
 # %% tags=["exercise"]
 @cuda.jit
 def linear_kernel(y_NO, x_NI, w_OI):
-    """y = x w^T.   Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread; x is the column."""
+    """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
+
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread: .x counts columns o, .y rows n.
+    """
     # YOUR CODE
 
 
@@ -102,7 +105,10 @@ lesson.check("4.1", linear_kernel)
 # Solution 4.1
 @cuda.jit
 def linear_kernel(y_NO, x_NI, w_OI):
-    """y = x w^T.   Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread; x is the column."""
+    """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
+
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread: .x counts columns o, .y rows n.
+    """
     o = cuda.blockIdx.x * 8 + cuda.threadIdx.x
     n = cuda.blockIdx.y * 8 + cuda.threadIdx.y
     if n < y_NO.shape[0] and o < y_NO.shape[1]:
@@ -172,7 +178,10 @@ lesson.figures.tiles(
 # %% tags=["exercise"]
 @cuda.jit
 def tiled_linear_kernel(y_NO, x_NI, w_OI):
-    """y = x w^T.   Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Each element of x and w is read once per block."""
+    """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
+
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). A block reads each element of x and w that it needs once.
+    """
     x_tile = cuda.shared.array((8, 9), float32)
     w_tile = cuda.shared.array((8, 9), float32)
     tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
@@ -202,7 +211,10 @@ lesson.check("4.2", tiled_linear_kernel)
 # Solution 4.2
 @cuda.jit
 def tiled_linear_kernel(y_NO, x_NI, w_OI):
-    """y = x w^T.   Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Each element of x and w is read once per block."""
+    """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
+
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). A block reads each element of x and w that it needs once.
+    """
     x_tile = cuda.shared.array((8, 9), float32)
     w_tile = cuda.shared.array((8, 9), float32)
     tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
@@ -320,17 +332,20 @@ times = lesson.measure(runs, flops=2 * big**3)
 # eight, and the third the second by up to four.
 #
 # Between the third and cuBLAS lies a profession. cuBLAS loads the next tiles while it multiplies
-# the present ones, uses 16-byte accesses, swizzled tiles, 64 to 256 rows per block, the right split
-# for each of hundreds of shapes and cards; and in bf16 the *tensor cores*, which multiply whole
-# tiles in one instruction and are fifteen times faster than all of this (lesson 14 programs them,
-# for attention). xtrain's rule is: where a well-kept library does exactly what is needed, use it.
-# So the products are cuBLAS, and everything around them, where fusing saves bytes, is ours.
+# the present ones, uses 16-byte accesses, tiles without bank conflicts, 64 to 256 rows per block,
+# the right split for each of hundreds of shapes and cards; and in bf16 the *tensor cores*, which
+# multiply whole tiles in one instruction and are fifteen times faster than all of this (lesson 14
+# programs them, for attention). xtrain's rule is: where a well-kept library does exactly what is
+# needed, use it. So the products are cuBLAS, and everything around them, where fusing saves bytes,
+# is ours.
 #
 # ## Talking to a library that thinks in columns
 #
-# NumPy stores a matrix row by row. BLAS was born in Fortran, which stores it column by column. The
-# memory of a row-major (2, 3) matrix, read by columns, is a (3, 2) matrix: the transpose. Nothing
-# moves; only the eye changes.
+# cuBLAS is NVIDIA's version of BLAS, the *Basic Linear Algebra Subprograms*, whose names and
+# arguments are the same on every machine; its matrix product is called gemm, *general matrix
+# multiply*. NumPy stores a matrix row by row. BLAS was born in Fortran, which stores it column by
+# column. The memory of a row-major (2, 3) matrix, read by columns, is a (3, 2) matrix: the
+# transpose. Nothing moves; only the eye changes.
 
 # %%
 a = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
@@ -369,7 +384,10 @@ def gemm_by_columns(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc):
 
 # %% tags=["exercise"]
 def linear_by_blas(gemm, y_NO, x_NI, w_OI):
-    """y = x w^T by one call of gemm, which reads all matrices by columns (see gemm_by_columns)."""
+    """y = x w^T by one call of gemm, which reads all matrices by columns (see gemm_by_columns).
+
+    y: (N, O), to be filled   x: (N, I)   w: (O, I)   float32, row by row as NumPy has them
+    """
     N, I = x_NI.shape
     O = w_OI.shape[0]
     # YOUR CODE
@@ -397,7 +415,10 @@ lesson.check("4.3", linear_by_blas)
 # %% tags=["solution"]
 # Solution 4.3
 def linear_by_blas(gemm, y_NO, x_NI, w_OI):
-    """y = x w^T by one call of gemm, which reads all matrices by columns (see gemm_by_columns)."""
+    """y = x w^T by one call of gemm, which reads all matrices by columns (see gemm_by_columns).
+
+    y: (N, O), to be filled   x: (N, I)   w: (O, I)   float32, row by row as NumPy has them
+    """
     N, I = x_NI.shape
     O = w_OI.shape[0]
     gemm(True, False, O, N, I, w_OI, I, x_NI, I, y_NO, O)
@@ -420,10 +441,10 @@ print(y)
 #
 # ## Many small products at once
 #
-# Attention multiplies one small pair of matrices per head. A *strided batch* does them in one call:
-# beside the leading dimension there is a third number, how far it is from one matrix to the next.
-# That alone makes it possible to leave the heads where they are, in `(T, H, D)` order, each row of
-# a head D numbers wide and H D numbers from the next:
+# Attention (lesson 7) multiplies one small pair of matrices for each of its heads. A *strided
+# batch* does them in one call: beside the leading dimension there is a third number, how far it is
+# from one matrix to the next. That alone makes it possible to leave the heads where they are, in
+# `(T, H, D)` order, each row of a head D numbers wide and H D numbers from the next:
 
 # %%
 T, H, D = 4, 2, 3
@@ -504,7 +525,10 @@ for TILE in (8, 16):
 # <details><summary>Solutions</summary>
 #
 # 1: `gemm(False, False, I, N, O, w, I, dy, O, dx, I)` and `gemm(False, True, I, O, N, x, I, dy, O,
-# dw, I)`. 2: its tile is 32, so 8; the count is lower, since it includes writing y, and n is small.
+# dw, I)`.
+#
+# 2: its tile is 32, so 8; the count is lower, since it includes writing y, and n is small.
+#
 # 3: 16 numbers for 64 multiply-adds, a quarter; 64 accumulators per thread are many registers, so
 # fewer blocks fit on a multiprocessor.
 #

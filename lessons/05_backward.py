@@ -318,9 +318,15 @@ for name, dx in candidates.items():
 #
 # "Mean over the wrong axis" is only found if N and C differ enough: with N = 1 ... try to think of
 # all such cases, and you will forget one. `hypothesis` draws shapes, finds one that fails, and then
-# *shrinks* it to the smallest. Here it meets the wrong axis:
+# *shrinks* it to the smallest. Here it meets the wrong axis. (The package comes with `pip install
+# -e '.[docs]'` and `'.[test]'`; where it is missing, the cell installs it.)
 
 # %%
+import importlib.util
+
+if importlib.util.find_spec("hypothesis") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "hypothesis"], check=True)
+
 from hypothesis import given, settings, strategies
 
 sizes = strategies.sampled_from([1, 2, 3, 5, 17])
@@ -542,8 +548,11 @@ print(
 #
 # <details><summary>Solutions</summary>
 #
-# 1: da = dy b, db = dy a; dx is dy in every place. 2: $\partial p_j / \partial x_c = p_j ([j = c] -
-# p_c)$; multiply by $dp_j$ and add over j. In code, `p * (dp - (dp * p).sum(-1, keepdims=True))`.
+# 1: da = dy b, db = dy a; dx is dy in every place.
+#
+# 2: $\partial p_j / \partial x_c = p_j ([j = c] - p_c)$; multiply by $dp_j$ and add over j. In
+# code, `p * (dp - (dp * p).sum(-1, keepdims=True))`.
+#
 # 3: at 0. The two sides then see two slopes, and the error is a mixture of both: draw x away from
 # 0, or use a smaller step.
 #

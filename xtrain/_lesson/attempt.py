@@ -13,9 +13,9 @@ The first thing that is wrong raises Wrong and ends the attempt. The order in wh
 nothing written yet, a call into the library, a KernelError of the simulator, a known mistake, a wrong value.
 """
 
-import ast
 import contextlib
 import inspect
+import linecache
 import re
 import signal
 import sys
@@ -28,19 +28,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .. import simulator
+from .._simulator.block import Launch
+from .._simulator.thread import Thread
 from ..simulator import KernelError, SimArray, sim
+from .reading import GAP, home_of, is_empty, library_name
 from .trace import traced
 
-SECONDS = 60  # an attempt that takes longer never ends
-GAP = "YOUR CODE"
+SECONDS = 20  # an attempt that takes longer never ends: a solution takes two at most
 
 HINTS = {
     "RaceError": "Ask which thread may touch this element, and whether a barrier stands between the two accesses.",
     "DeadlockError": "All threads of a block must come to the same barrier: none inside an `if` that some skip, none after a `return` that some take.",
+    "RaceError between blocks": "Blocks run in no order and cannot wait for each other: every element that is written belongs to one block.",
     "OutOfBoundsError": "A grid rarely fits the data exactly: threads past the end must do nothing.",
     "UninitializedError": "Shared and local memory hold garbage until somebody writes them. Who writes this element, and is there a barrier before the read?",
     "CollectiveError": "A warp function needs whole warps of 32 threads, and every lane that its mask names.",
 }
+WHOLE_ARRAY = "A kernel computes with single elements: every array needs its index, as in y_n[i]."
 
 
 class Wrong(Exception):
@@ -108,9 +112,10 @@ def judge(exercise: Exercise, work) -> Verdict:
     attempt = Attempt(exercise, work)
     try:
         attempt.look()
-        with _time_limit():
+        with _time_limit(), _wide_stores() as attempt.wide:
             exercise.judge(attempt)
-    except Wrong as wrong:
+        attempt.narrow()
+    except (Wrong, TimeoutError) as wrong:
         text = str(wrong)
         if GAP in attempt.source and not attempt.empty:
             text += f"\nThe line `# {GAP}` is still there: is this the finished attempt?"
@@ -130,6 +135,8 @@ class Attempt:
     where: str = ""  # of the case that is running: "n = 33, grid 2, block 32"
     source: str = ""
     empty: bool = False
+    wide: list = field(default_factory=list)  # where float64 is stored to a float32 array: Site
+    written: list = field(default_factory=list)  # by kernels, in this case: see Launch.last
     _seed: int = field(default=0)
 
     # ------------------------------------------------------------------------- before it runs
@@ -145,7 +152,7 @@ class Attempt:
             raise Wrong(
                 f"There is no source for {name}: define it in a cell or a file, not in a string."
             ) from None
-        self.empty = _is_empty(self.source)
+        self.empty = is_empty(self.source)
         if self.empty:
             raise Wrong(
                 f"Nothing is written yet: fill the gap `# {GAP}`.\nFirst step: {self.exercise.first_step}"
@@ -153,13 +160,27 @@ class Attempt:
         if self.exercise.kernel and not hasattr(self.work, "py_func"):
             raise Wrong(f"{name} is a plain Python function: write @cuda.jit above it.")
         found = library_name(function, self.exercise.allow)
-        if _home(function).split(".")[0] == "xtrain":
-            found = _home(function)
+        if home_of(function).split(".")[0] == "xtrain":
+            found = home_of(function)
         if found:
             raise Wrong(
                 f"{name} uses {found}, which is the library's own: here you write it yourself.\n"
-                "Compare with the library afterwards; the end of the lesson shows its source."
+                + f"(Allowed here: {', '.join(sorted(self.exercise.allow))}.)\n"
+                * bool(self.exercise.allow)
+                + "Compare with the library afterwards; the end of the lesson shows its source."
             )
+
+    def narrow(self):
+        """Raises Wrong when the values are right, but a kernel computes in float64."""
+        mine = getattr(self.work, "py_func", self.work).__code__.co_filename
+        for site in self.wide:
+            if site.file == mine:
+                line = linecache.getline(site.file, site.line).strip()
+                raise Wrong(
+                    f"The values are right, but what is stored at {site} was computed in float64:\n    {line}\n"
+                    "A literal such as 0.5, an integer and a quotient of integers make float64 of what they are combined "
+                    "with: write float32(0.5), float32(C)."
+                )
 
     # ------------------------------------------------------------------------- inputs
     def normal(self, *shape, mean=0.3, scale=1.0, dtype=np.float32) -> SimArray:
@@ -181,7 +202,8 @@ class Attempt:
     def run(self, grid, block, *args, shared=0, case="", hints=None, trace=False):
         """The reader's kernel in the simulator. case: what to say of it beside grid and block.
 
-        hints: by name of the error, for this case; before those of the exercise. trace: return its accesses, a Trace.
+        hints: by name of the error (see _hint), for this case; before those of the exercise. trace: return its
+        accesses, a Trace.
         """
         self.case(f"{case}, grid {grid}, block {block}".lstrip(", "))
         try:
@@ -193,11 +215,21 @@ class Attempt:
             ) from None
         try:
             run = traced if trace else simulator.run
-            return run(self.work, grid, block, *args, shared=shared)
+            result = run(self.work, grid, block, *args, shared=shared)
         except KernelError as error:
-            kind = type(error).__name__
-            hint = _hint(kind, str(error), {**HINTS, **self.exercise.hints, **(hints or {})})
+            hint = _hint(error, (hints or {}, self.exercise.hints, HINTS))
             raise self.wrong(f"{error}" + (f"\n{hint}" if hint else "")) from None
+        self.written += Launch.last[0]
+        return result
+
+    def wrote(self, a) -> np.ndarray:
+        """Which elements of `a` this case's kernels have written. bool, shape of a."""
+        offset = np.tensordot(np.array(a.strides), np.indices(a.shape), 1) if a.ndim else 0
+        address = a.__array_interface__["data"][0] + offset
+        done = np.zeros(a.shape, bool)
+        for _, base, granule, keys in self.written:
+            done |= np.isin((address - base) // granule, list(keys)) & (address >= base)
+        return done
 
     def call(self, *args, case="", **options):
         """-> what the reader's Python function returns."""
@@ -209,16 +241,29 @@ class Attempt:
         except Wrong:
             raise
         except Exception as error:
+            hint = self.exercise.hints.get(type(error).__name__)
             raise self.wrong(
                 f"{type(error).__name__}: {error}{_line_of(error, self.work)}"
+                + (f"\n{hint}" if hint else "")
             ) from None
 
     def case(self, where: str):
         """A new case begins."""
         self.cases += 1
-        self.where = where
+        self.where, self.written = where, []
 
     # ------------------------------------------------------------------------- compare
+    def several(self, got, *names) -> tuple:
+        """What the reader's function has returned, as many things as there are names."""
+        want = f"Return {len(names)} things: `return {', '.join(names)}`."
+        self.need(got is not None, f"Nothing is returned. {want}")
+        self.need(
+            isinstance(got, (tuple, list)),
+            f"One thing is returned, of type {type(got).__name__}. {want}",
+        )
+        self.need(len(got) == len(names), f"{len(got)} things are returned. {want}")
+        return tuple(got)
+
     def wrong(self, text: str) -> Wrong:
         return Wrong(f"With {self.where}:\n{textwrap.indent(text, '  ')}" if self.where else text)
 
@@ -231,18 +276,18 @@ class Attempt:
 
         mistakes: {what to say: the array that this mistake would give, or a function of got -> bool}
         """
+        kept = got if self.written and isinstance(got, SimArray) else None
         got, want = self._arrays(name, got, want)
         fits = np.isclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
         if fits.all():
             return
         for text, sign in (mistakes or {}).items():
             if _looks_like(sign, got, rtol, atol):
-                raise self.wrong(f"{self._first(name, got, want, fits)}\n{text}")
-        if got.dtype.kind == "f" and np.isnan(got).all():
-            raise self.wrong(f"{name} is all NaN: nothing was written to it, or NaN was computed.")
-        raise self.wrong(self._first(name, got, want, fits))
+                raise self.wrong(f"{self._first(name, got, want, fits, kept)}\n{text}")
+        raise self.wrong(self._first(name, got, want, fits, kept))
 
     def _arrays(self, name, got, want):
+        self.need(got is not None, f"Nothing is returned: end with `return {name}`.")
         self.need(
             hasattr(got, "shape") or np.isscalar(got),
             f"{name} is {type(got).__name__}, not an array.",
@@ -254,14 +299,14 @@ class Attempt:
         )
         return got, want
 
-    def _first(self, name, got, want, fits):
+    def _first(self, name, got, want, fits, kept):
         at = tuple(int(i) for i in np.argwhere(~fits)[0])
         index = f"[{', '.join(map(str, at))}]" if at else ""
         value = got[at]
-        untouched = got.dtype.kind == "f" and np.isnan(value) and not np.isnan(want[at])
+        nothing = kept is not None and not self.wrote(kept)[at]
         many = f"{int((~fits).sum())} of {fits.size} elements differ" if fits.size > 1 else ""
-        is_ = "nan: never written, or NaN computed" if untouched else f"{value:.7g}"
-        return f"{name}{index} is {is_}; expected {want[at]:.7g}." + (f" ({many})" if many else "")
+        is_ = "was never written" if nothing else f"is {value:.7g}"
+        return f"{name}{index} {is_}; expected {want[at]:.7g}." + (f" ({many})" if many else "")
 
 
 # ----------------------------------------------------------------------------- helpers
@@ -272,16 +317,25 @@ NUMBER = (
 )
 
 
-def _hint(kind, error, hints):
-    """hints: by name of the error, also "RaceError in shared memory" (global, local), which comes before "RaceError"."""
-    if any(words in error for words in NUMBER):
+def _hint(error, levels):
+    """The first that fits in the first of the levels, dicts by name of the error.
+
+    "RaceError between blocks" and "RaceError in shared memory" (global, local) come before "RaceError".
+    """
+    kind, text = type(error).__name__, str(error)
+    if any(words in text for words in NUMBER):
         return "In this line a number stands where an array is needed: has it an index too many?"
-    if "is not 16-byte aligned" in error:
+    if "'Array'" in text and "unsupported operand" in text:
+        return WHOLE_ARRAY
+    if "is not 16-byte aligned" in text:
         return (
             "Accesses of 16 bytes begin at multiples of 16 bytes: 8 elements of bf16, 4 of float32."
         )
-    memory = re.search(r"(shared|local|global) memory", error)
-    return (hints.get(f"{kind} in {memory[0]}") if memory else None) or hints.get(kind)
+    kinds = [f"{kind} between blocks"] * text.startswith("race between blocks")
+    kinds += [
+        f"{kind} in {memory}" for memory in re.findall(r"(?:shared|local|global) memory", text)
+    ]
+    return next((known[k] for known in levels for k in (*kinds, kind) if k in known), None)
 
 
 def _looks_like(sign, got, rtol, atol):
@@ -289,84 +343,6 @@ def _looks_like(sign, got, rtol, atol):
         return bool(sign(got))
     sign = np.asarray(sign)
     return sign.shape == got.shape and np.allclose(got, sign, rtol, atol, equal_nan=True)
-
-
-def _is_empty(source):
-    """The gap as it was handed out: nothing but a docstring, and names that are given a value."""
-    try:
-        body = ast.parse(source).body[0].body
-    except (SyntaxError, AttributeError, IndexError):
-        return False
-    text = lambda s: isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)
-    names = (ast.Name, ast.Tuple)
-    given = lambda s: (
-        GAP in source and isinstance(s, ast.Assign) and isinstance(s.targets[0], names)
-    )
-    return all(isinstance(s, ast.Pass) or text(s) or given(s) for s in body)
-
-
-def library_name(function, allow=frozenset()) -> str | None:
-    """The first name in the reader's code, or in functions beside it that it calls, that leads into xtrain."""
-    seen, todo = set(), [function]
-    while todo:
-        function = todo.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, SyntaxError):
-            continue
-        cells = dict(
-            zip(
-                function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ())
-            )
-        )
-        scope = {**function.__globals__, **cells}
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                names = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
-                if any(n.split(".")[0] == "xtrain" for n in names):
-                    return ast.unparse(node)
-            found = _resolve(node, scope)
-            if found is None:
-                continue
-            home = _home(found)
-            if (
-                home.split(".")[0] == "xtrain"
-                and getattr(node, "attr", getattr(node, "id", "")) not in allow
-            ):
-                if isinstance(found, types.ModuleType) and _allowed_attribute(tree, node, allow):
-                    continue
-                return ast.unparse(node)
-            plain = getattr(found, "py_func", found)
-            if isinstance(plain, types.FunctionType) and plain.__globals__ is function.__globals__:
-                todo.append(plain)
-    return None
-
-
-def _allowed_attribute(tree, module, allow):
-    """module.name with a name that may be used"""
-    parents = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.value is module]
-    return bool(parents) and all(p.attr in allow for p in parents)
-
-
-def _resolve(node, scope):
-    if isinstance(node, ast.Name):
-        return scope.get(node.id)
-    if isinstance(node, ast.Attribute):
-        owner = _resolve(node.value, scope)
-        return None if owner is None else getattr(owner, node.attr, None)
-    return None
-
-
-def _home(thing):
-    """The module that something comes from."""
-    if isinstance(thing, types.ModuleType):
-        return thing.__name__
-    thing = getattr(thing, "py_func", getattr(thing, "func", thing))
-    home = getattr(thing, "__module__", None)
-    return home if isinstance(home, str) else ""
 
 
 @contextlib.contextmanager
@@ -396,15 +372,32 @@ def _watched(exercise):
 
 
 @contextlib.contextmanager
+def _wide_stores():
+    """-> a list that gets the Site of every store of a float64 to a float32 array, while inside."""
+    sites, store = [], Thread.store
+
+    def noted_store(self, a, index, value, site):
+        if type(value) is np.float64 and a.dtype == np.float32 and site not in sites:
+            sites.append(site)
+        return store(self, a, index, value, site)
+
+    Thread.store = noted_store
+    try:
+        yield sites
+    finally:
+        Thread.store = store
+
+
+@contextlib.contextmanager
 def _time_limit():
-    """Raises Wrong after SECONDS, where the system has an alarm and this is the main thread."""
+    """Raises TimeoutError after SECONDS, where the system has an alarm and this is the main thread."""
     if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number, frame):
-        raise Wrong(
-            f"It did not end within {SECONDS} seconds: a loop whose condition never changes?"
+        raise TimeoutError(
+            f"it did not end within {SECONDS} seconds: a loop whose condition never changes?"
         )
 
     before = signal.signal(signal.SIGALRM, stop)

@@ -18,16 +18,17 @@ REVERSE_SHORT = (
     "1.1", "add_kernel",
     first_step="one line that computes i, the number of this thread in the whole grid, from blockIdx, blockDim and threadIdx.",
     hints={
-        "RaceError": GRID_RACE,
+        "RaceError": "Several threads of one block write the same element: a thread does its own i only, without a loop.",
+        "RaceError between blocks": GRID_RACE,
         "OutOfBoundsError": "The last block has more threads than there are elements left. "
         "Threads whose i is not below y_n.size must do nothing.",
     },
 )  # fmt: skip
 def add_kernel(e):
-    for n, block in ((1, 32), (32, 32), (100, 32), (33, 32), (7, 4)):
+    for n, block in ((5, 8), (32, 32), (100, 32), (33, 32), (1, 32)):
         a, b, y = e.normal(n), e.normal(n), e.blank(n)
         e.run(-(-n // block), block, y, a, b, case=f"n = {n}")
-        gap = np.isnan(np.asarray(y))
+        gap, wrote = np.isnan(np.asarray(y)), e.wrote(y)
         first = np.arange(n) < block
         e.same("y", y, a + b, {
             "Only the first block did its work: i has to go on where the block before ended.":
@@ -38,8 +39,12 @@ def add_kernel(e):
             "That is the product, not the sum.": np.asarray(a * b),
             "That is a - b.": np.asarray(a - b),
             "That is a alone: b was not added.": np.asarray(a),
+            "Nothing was written at all: the last line is y_n[i] = ..., with the index, and no `return`.":
+                lambda got: not wrote.any() and n > 1,
+            "The guard stops one element early: i may be as large as n - 1, so it is i < n.":
+                lambda got: not wrote[-1] and wrote[:-1].all(),
             "That is y + ... : y holds NaN before you write, so assign it with = and not +=.":
-                lambda got: np.isnan(got).all(),
+                lambda got: wrote.all() and gap.all(),
         })  # fmt: skip
 
 
@@ -79,17 +84,19 @@ def add_bias_kernel(e):
     hints={
         "RaceError": "The element that you read is written by another thread, perhaps later. "
         "Between `tile[...] = ` and the read all threads must wait: cuda.syncthreads().",
+        "RaceError between blocks": "Two blocks write the same elements: block b begins at element 32 * b.",
         "DeadlockError": "The barrier stands where some threads never come, inside an `if` or after a `return`. "
         "Every thread of the block has to reach the same cuda.syncthreads().",
-        "OutOfBoundsError": "The last block may hold fewer than BLOCK elements. Count them: m = min(BLOCK, n - first), "
-        "and only threads below m read and write.",
+        "OutOfBoundsError": "A block has m = n - first elements left, but never more than 32: "
+        "only threads below m read and write, and the mirror image of t is m - 1 - t.",
     },
 )  # fmt: skip
 def reverse_kernel(e):
     for n in (32, 64, 40, 5):
         x, y = e.normal(n), e.blank(n)
         unwritten = REVERSE_EARLY if n % 32 == 0 else REVERSE_SHORT
-        e.run(-(-n // 32), 32, y, x, case=f"n = {n}", hints={"UninitializedError": unwritten})
+        hints = {"UninitializedError": unwritten}
+        trace = e.run(-(-n // 32), 32, y, x, case=f"n = {n}", hints=hints, trace=True)
         x = np.asarray(x)
         pieces = [x[i : i + 32] for i in range(0, n, 32)]
         e.same("y", y, np.concatenate([p[::-1] for p in pieces]), {
@@ -99,3 +106,7 @@ def reverse_kernel(e):
             "Off by one: the mirror image of element 0 is element 31, so it is m - 1 - t.":
                 np.concatenate([np.roll(p[::-1], 1) for p in pieces]),
         })  # fmt: skip
+        e.need(
+            bool(trace.of(write=False, kind="shared")),
+            "y is right, but does not come from `tile`: here go by way of shared memory, which later lessons need.",
+        )

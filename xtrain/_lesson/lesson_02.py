@@ -32,6 +32,8 @@ def copy_kernel(e):
         e.same("y", y, x, {
             "Every thread copied one element and stopped: there are more elements than threads, so each must go on.":
                 lambda got: n > grid * block and np.isnan(got[grid * block :]).all() and not np.isnan(got[: grid * block]).any(),
+            "The loop ends before the last element: it goes up to y_n.size, range(first, y_n.size, step).":
+                lambda got: e.wrote(y)[:-1].all(),
             "The step is too large: some elements belong to nobody. It is the number of all threads, "
             "cuda.gridDim.x * cuda.blockDim.x.": lambda got: np.isnan(got).any() and not np.isnan(got).all(),
         })  # fmt: skip
@@ -110,6 +112,10 @@ def copy4_kernel(e):
                 lambda got: n % 4 == 0 and np.isnan(got).sum() >= n // 2,
         })  # fmt: skip
         if n == 512:
+            e.need(
+                trace.traffic("x_n").requests in (4, 16),
+                "The values are right, but a whole group of 4 is left to the loop: the condition is i + 4 <= y_n.size.",
+            )
             instructions = trace.traffic("x_n").requests
             e.need(
                 instructions == 4,

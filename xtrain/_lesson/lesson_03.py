@@ -14,17 +14,17 @@ def near(got, value):
     "3.1", "warp_sums_kernel",
     first_step="every lane loads its own element into a variable v, or 0.0 past the end; then five times v += the v of another lane.",
     hints={
-        "CollectiveError": "A shuffle is for the whole warp: it stands outside of the guard, and lanes past the end bring 0.0.",
+        "CollectiveError": "All 32 lanes call it, with the mask FULL first and then a float32: lanes past the end bring float32(0.0).",
         "DeadlockError": "A shuffle is for the whole warp: it stands outside of the guard, and lanes past the end bring 0.0.",
-        "OutOfBoundsError": "Lanes past the end have no element: they bring 0.0 to the sum. And only there where "
-        "32 * (number of the warp) < x_n.size is there a sum to write.",
+        "OutOfBoundsError": "Lanes past the end of x_n have no element: they bring 0.0 to the sum. "
+        "And sums_W has one place for each block: sums_W[cuda.blockIdx.x].",
         "RaceError": "All 32 lanes write the same element of sums_W. One is enough: the lane with threadIdx.x == 0.",
     },
 )  # fmt: skip
 def warp_sums_kernel(e):
     for n in (32, 70, 5):
         x, sums = e.normal(n), e.blank(-(-n // 32))
-        e.run(-(-n // 32), 32, sums, x, case=f"n = {n}")
+        trace = e.run(-(-n // 32), 32, sums, x, case=f"n = {n}", trace=True)
         padded = np.concatenate([np.asarray(x), np.zeros(-n % 32, np.float32)]).reshape(-1, 32)
         half = padded[:, ::2].sum(1)
         e.same("sums", sums, padded.sum(1), {
@@ -32,7 +32,16 @@ def warp_sums_kernel(e):
             "Half of the elements are missing: the first step has width 16.": padded[:, :16].sum(1),
             "Every element is counted twice: five steps are enough for 32 lanes (16, 8, 4, 2, 1).": 2 * padded.sum(1),
             "That is one element of each warp: the value that the shuffle returns has to be added to v.": padded[:, 31],
+            "That was added to what stood in sums_W before, which is NaN here: add up in a variable, and write once.":
+                lambda got: e.wrote(sums).all() and np.isnan(got).all(),
+            "Only block 0 has written its sum: in every block it is the lane with threadIdx.x == 0.":
+                lambda got: e.wrote(sums)[0] and not e.wrote(sums)[1:].any(),
         }, rtol=1e-4)  # fmt: skip
+        e.need(
+            len(trace.requests("x_n")) == len(padded),
+            "The sums are right, but one lane reads one element after the other. Each lane loads its own, at the same moment, "
+            "and shuffles bring them together.",
+        )
 
 
 @exercise(
@@ -62,6 +71,8 @@ def block_sum_kernel(e):
                 lambda got: near(got, own[0]) or near(got, own[::32].sum()),
             "Only the first elements were added, one per thread: each thread has to go on in steps of blockDim.x.":
                 x[:block].sum(keepdims=True) if n > block else np.empty(0),
+            "Elements were added more than once: the step from one element of a thread to its next is all threads of the "
+            "block, cuda.blockDim.x.": np.array([sum(x[i::32].sum() for i in range(block))]) if block > 32 else np.empty(0),
             "The warps' sums are counted 32 times over: after the barrier each lane brings the sum of ONE warp, partial[lane].":
                 32 * x.sum(keepdims=True),
         }, rtol=1e-4)  # fmt: skip
@@ -70,7 +81,7 @@ def block_sum_kernel(e):
 @exercise(
     "3.3", "rmsnorm_kernel",
     first_step="each thread adds up the squares of its own columns tid, tid + blockDim.x, ...; block_sum(acc, partial) adds the threads.",
-    allow=("block_sum",),
+    allow=("block_sum", "warp_sum"),
     hints={
         "RaceError": "One thread writes rstd_N[n], and each y_NC[n, c] belongs to one thread.",
         "DeadlockError": "block_sum holds barriers, so all threads of the block must call it: not inside an `if` or a loop over columns.",
@@ -82,7 +93,7 @@ def rmsnorm_kernel(e):
     eps = np.float32(1e-2)
     for N, C in ((2, 64), (3, 100), (2, 7)):
         x, w, y, rstd = e.normal(N, C), e.normal(C), e.blank(N, C), e.blank(N)
-        e.run(N, 64, y, rstd, x, w, eps, case=f"{N} rows, {C} columns")
+        trace = e.run(N, 64, y, rstd, x, w, eps, case=f"{N} rows, {C} columns", trace=True)
         x, w = np.asarray(x), np.asarray(w)
         want, want_rstd = rmsnorm_ref(x.astype(np.float64), w, float(eps))
         squares = np.square(x).sum(1)
@@ -93,12 +104,26 @@ def rmsnorm_kernel(e):
             "eps belongs under the root, added to the mean.":
                 lambda got: any(np.allclose(got, r, 1e-4) for r in (1 / (np.sqrt(squares / C) + eps), 1 / np.sqrt(squares / C) + eps)),
             "The root is missing.": as_rstd(1 / (squares / C + eps)),
+            "Neither root nor quotient: that is the mean of the squares plus eps, rstd is 1 / sqrt of it.": as_rstd(squares / C + eps),
+            "The numbers were added up, not their squares.":
+                lambda got: np.allclose(got, 1 / np.sqrt(x.sum(1) / C + eps), 1e-4, equal_nan=True),
+            "That is what thread 0 has added up alone: block_sum(acc, partial) adds up the threads of the block.":
+                as_rstd(1 / np.sqrt(np.square(x[:, ::64]).sum(1) / C + eps)),
+            "That is the sum of the first warp alone: block_sum(acc, partial) adds up all warps.":
+                as_rstd(1 / np.sqrt((np.square(x[:, :32]).sum(1) + np.square(x[:, 64:96]).sum(1)) / C + eps)),
             "That is the root itself; rstd is 1 over it.": as_rstd(np.sqrt(squares / C + eps)),
             "Only the first columns were added, one per thread: a row is longer than the block.":
                 as_rstd(1 / np.sqrt(np.square(x[:, :64]).sum(1) / C + eps)) if C > 64 else np.empty(0),
         }, rtol=1e-4)  # fmt: skip
         e.same("y", y, want, {
             "The weight w is missing.": x * want_rstd[:, None],
+            "The row was not divided by its root mean square: rstd is missing in y.": x * w,
+            "The weight belongs to the column: w_C[c].": x * want_rstd[:, None] * w[:N, None],
             "The columns from 64 on were never written: this loop, too, goes on in steps of blockDim.x.":
                 lambda got: C > 64 and np.isnan(got[:, 64:]).all() and not np.isnan(got[:, :64]).any(),
         }, rtol=1e-4)  # fmt: skip
+        e.need(
+            len(trace.of("x_NC", write=False)) <= 3 * N * C,
+            "The values are right, but threads read each other's columns: a thread adds up its own, c = tid, tid + blockDim.x, ..., "
+            "and block_sum does the rest.",
+        )

@@ -23,7 +23,8 @@ def product(x, w):
 def linear_kernel(e):
     for N, O, I in SHAPES:
         x, w, y = e.normal(N, I), e.normal(O, I), e.blank(N, O)
-        e.run((-(-O // 8), -(-N // 8)), (8, 8), y, x, w, case=f"x ({N}, {I}), w ({O}, {I})")
+        case = f"x ({N}, {I}), w ({O}, {I})"
+        trace = e.run((-(-O // 8), -(-N // 8)), (8, 8), y, x, w, case=case, trace=True)
         x64, w64 = np.asarray(x).astype(np.float64), np.asarray(w).astype(np.float64)
         square = O == I
         e.same("y", y, product(x, w), {
@@ -31,9 +32,20 @@ def linear_kernel(e):
                 x64 @ w64 if square else np.empty(0),
             "Only the last product is there: add up with +=.": np.outer(x64[:, -1], w64[:, -1]),
             "Only the first product is there: the loop goes over all of i.": np.outer(x64[:, 0], w64[:, 0]),
+            "The last product is missing: i goes from 0 to x_NI.shape[1] - 1, which is range(x_NI.shape[1]).":
+                product(x64[:, :-1], w64[:, :-1]),
+            "The sum runs over i, so its length is x_NI.shape[1]: not the number of rows or outputs.":
+                lambda got: any(np.allclose(got, product(x64[:, :k], w64[:, :k]), 1e-4) for k in (N, O)),
+            "That is y^T: row n comes first, y_NO[n, o].": product(x, w).T,
+            "Part of y was never written: the grid's x parts count the columns o, its y parts the rows n.":
+                lambda got: not e.wrote(y).all(),
             "y was written with += : it holds NaN before. Add up in a variable of the thread and write it once.":
                 lambda got: np.isnan(got).all(),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
+        e.need(
+            len(trace.of("y_NO")) == N * O,
+            "The values are right, but y goes through memory at each turn of the loop: add up in a variable, and write once at the end.",
+        )
 
 
 @exercise(
@@ -58,10 +70,18 @@ def tiled_linear_kernel(e):
         trace = e.run(grid, (8, 8), y, x, w, case=case, trace=True)
         first = product(np.asarray(x)[:, :8], np.asarray(w)[:, :8])
         last = (I - 1) // 8 * 8
+        turns = lambda step: [
+            (np.asarray(x)[:, k : k + 8], np.asarray(w)[:, k : k + 8]) for k in range(0, I, step)
+        ]
         e.same("y", y, product(x, w), {
             "Only the first 8 columns were multiplied: there are ceil(I / 8) turns.": first if I > 8 else np.empty(0),
             "Only the last tile is in the sum: the accumulator is set to 0 once, before the loop over tiles.":
                 product(np.asarray(x)[:, last:], np.asarray(w)[:, last:]) if I > 8 else np.empty(0),
+            "Neighbouring tiles overlap: the loop over i goes on in steps of 8.": sum(product(*t) for t in turns(1)),
+            "The tile of w is read the wrong way round: output tx is the ROW tx of the tile, w_tile[tx, j].":
+                sum(a @ b for a, b in turns(8)) if O == 8 and I % 8 == 0 else np.empty(0),
+            "All columns of y are the same: column tx of y goes with row tx of the tile, w_tile[tx, j].":
+                lambda got: O > 1 and np.allclose(got, got[:, :1], 1e-4),
             "y was written with += : it holds NaN before.": lambda got: np.isnan(got).all(),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
         if (N, O, I) == (16, 16, 32):
@@ -95,38 +115,49 @@ def linear_by_blas(e):
     for N, O, I in ((2, 4, 3), (5, 5, 5), (7, 2, 9)):
         x, w = np.asarray(e.normal(N, I)), np.asarray(e.normal(O, I))
         y = np.full((N, O), np.nan, np.float32)
+        calls.clear()
         e.case(f"N = {N}, O = {O}, I = {I}")
         e.call(gemm, y, x, w)
         want = product(x, w)
         e.same("y", y, want, {
             "gemm was never called.": lambda got: not calls,
-            "That is the product, but laid out by columns: y^T came out. Swap the operands, so that BLAS computes y^T = w x^T.":
-                want.T.reshape(N, O),
             "That is x w, not x w^T: look at the transposes.": (x @ w) if O == I else np.empty(0),
             "That is x^T w^T or its transpose: look at the transposes.":
                 lambda got: N == O == I and (np.allclose(got, x.T @ w.T, 1e-4) or np.allclose(got, w @ x, 1e-4)
                                              or np.allclose(got, x.T @ w, 1e-4) or np.allclose(got, (x.T @ w).T, 1e-4)),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
+        e.need(
+            len(calls) == 1,
+            f"y is right, but gemm was called {len(calls)} times: one call makes it all.",
+        )
 
 
 def blas(e, trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc):
     """What BLAS does, with its complaints in words."""
+    e.need(
+        all(flag in (True, False) for flag in (trans_a, trans_b)),
+        f"trans_a and trans_b are True or False, not {trans_a!r} and {trans_b!r}.",
+    )
     rows = {"a": k if trans_a else m, "b": n if trans_b else k, "c": m}
     columns = {"a": m if trans_a else k, "b": k if trans_b else n, "c": n}
     for name, array, lead in (("a", a, lda), ("b", b, ldb), ("c", c, ldc)):
         e.need(
-            lead >= rows[name],
-            f"ld{name} is {lead}, but {name} has columns of {rows[name]} elements: the leading dimension is the way from one "
-            f"column to the next, at least {rows[name]}. For a row-major array it is the length of its rows.",
+            array.flags.c_contiguous,
+            f"{name} is a transposed view: gemm wants the array itself and a flag.",
         )
-        need = (columns[name] - 1) * lead + rows[name]
+        high, wide = array.shape
         e.need(
-            need <= array.size,
-            f"With these numbers gemm would touch {need} elements of {name}, which has {array.size}: "
-            "m and n are the rows and columns of the result AS BLAS SEES IT, that is of y^T.",
+            lead == wide,
+            f"ld{name} is {lead}, but {name} is stored in rows of {wide} numbers: the leading dimension is the way "
+            f"from one of them to the next, {wide}."
+            + " (BLAS sees y^T. So it has to compute y^T = w x^T: the operands swap places.)"
+            * (name == "c"),
         )
-    view = lambda array, r, cols, lead: np.lib.stride_tricks.as_strided(
-        array.reshape(-1), (r, cols), (4, 4 * lead)
-    )
-    a_, b_ = view(a, rows["a"], columns["a"], lda), view(b, rows["b"], columns["b"], ldb)
-    view(c, m, n, ldc)[...] = (a_.T if trans_a else a_) @ (b_.T if trans_b else b_)
+        e.need(
+            (rows[name], columns[name]) == (wide, high),
+            f"With these flags and m, n, k = {m}, {n}, {k} gemm takes {name} for a matrix of {rows[name]} rows and "
+            f"{columns[name]} columns. But BLAS, which reads by columns, sees the {high} x {wide} array that you hand it as "
+            f"{wide} x {high}. (m and n are the rows and columns of the result as BLAS sees it, that is of y^T.)",
+        )
+    a_, b_ = a.T, b.T  # the eyes of BLAS
+    c.T[...] = (a_.T if trans_a else a_) @ (b_.T if trans_b else b_)

@@ -15,14 +15,15 @@ def double(a):
 @exercise(
     "5.1", "linear_bwd",
     first_step="write the shapes: dx has the shape of x, (N, I). Which product of dy (N, O) and w (O, I) has it?",
+    hints={"ValueError": "Look at the shapes: in a @ b the last axis of a and the first of b are the same, and disappear. "
+           "For dx that is O, for dw it is N."},
     kernel=False,
 )  # fmt: skip
 def linear_bwd(e):
     for N, I, O in ((2, 3, 4), (5, 1, 2), (3, 3, 3)):
         x, w, dy = double(e.normal(N, I)), double(e.normal(O, I)), double(e.normal(N, O))
         got = e.call(dy, x, w, case=f"x ({N}, {I}), w ({O}, {I})")
-        e.need(isinstance(got, tuple) and len(got) == 2, "Return two arrays: dx, dw.")
-        dx, dw = got
+        dx, dw = e.several(got, "dx", "dw")
         shapes = tuple(np.shape(dx)), tuple(np.shape(dw))
         e.need(
             shapes != ((O, I), (N, I)) or N == O,
@@ -37,12 +38,14 @@ def linear_bwd(e):
         e.same("dw", dw, dy.T @ x, {
             "That is the transpose of dw: dw has one row per output, like w.": (x.T @ dy) if I == O else np.empty(0),
             "The mean over rows was taken: each row adds its own share to dw, so it is the sum.": dy.T @ x / N if N > 1 else np.empty(0),
+            "That is the share of the last row alone: the rows add up.": np.outer(dy[-1], x[-1]),
         })  # fmt: skip
 
 
 @exercise(
     "5.2", "rmsnorm_bwd",
     first_step="with xhat = x r and g = dy w: dw is the sum over rows of dy xhat. For dx, r depends on x as well.",
+    hints={"ValueError": "One number per row has shape (N,). To multiply each row by its own, make a column of it: rstd_N[:, None] is (N, 1)."},
     kernel=False,
 )  # fmt: skip
 def rmsnorm_bwd(e):
@@ -50,8 +53,7 @@ def rmsnorm_bwd(e):
         x, w, dy = double(e.normal(N, C)), double(e.normal(C)), double(e.normal(N, C))
         rstd = rmsnorm_ref(x, w, EPS)[1]
         got = e.call(dy, x, w, rstd, case=f"x ({N}, {C})")
-        e.need(isinstance(got, tuple) and len(got) == 2, "Return two arrays: dx, dw.")
-        dx, dw = got
+        dx, dw = e.several(got, "dx", "dw")
         want_dx, want_dw = rmsnorm_bwd_ref(dy, x, w, rstd)
         r, g = rstd[:, None], dy * w
         xhat = x * r
@@ -63,8 +65,18 @@ def rmsnorm_bwd(e):
                 r * (g + xhat * (g * xhat).mean(1, keepdims=True)),
             "w is missing: the gradient that reaches x r is g = dy w.":
                 r * (dy - xhat * (dy * xhat).mean(1, keepdims=True)),
+            "The mean is taken over rows; each row has its own mean, over its columns: axis 1.":
+                lambda got: N > 1 and np.allclose(got, r * (g - xhat * (g * xhat).mean(0))),
+            "The mean is taken over everything; each row has its own, over its columns: axis 1.":
+                lambda got: N > 1 and np.allclose(got, r * (g - xhat * (g * xhat).mean())),
+            "Both terms are right, but r in front of the bracket is missing.": g - xhat * (g * xhat).mean(1, keepdims=True),
+            "The second term holds x where xhat = x r belongs.": r * (g - x * (g * xhat).mean(1, keepdims=True)),
             "The second term was not multiplied by r.": r * g - xhat * (g * xhat).mean(1, keepdims=True),
         })  # fmt: skip
+        e.need(
+            np.shape(dw) == (C,),
+            f"dw has shape {np.shape(dw)}, it must be ({C},), like w: one number per column, the sum over all rows (axis 0).",
+        )
         e.same("dw", dw, want_dw, {
             "That is dy x summed: y = xhat w, so it is xhat = x r that stands beside w.": (dy * x).sum(0),
             "w stands in dw: y is linear in w, so w itself does not appear.": (g * xhat).sum(0),
@@ -75,6 +87,7 @@ def rmsnorm_bwd(e):
 @exercise(
     "5.3", "gradient_error",
     first_step="up = f(x + step * v), down = f(x - step * v): the slope along v is their difference over 2 step. And what should it be?",
+    hints={"ValueError": "gradient and v have several axes. Their inner product is one number: (gradient * v).sum()."},
     kernel=False,
 )  # fmt: skip
 def gradient_error(e):
@@ -90,8 +103,12 @@ def gradient_error(e):
         asked.append(z.copy())
         return f(z)
 
-    error = e.call(noting, x.copy(), gradient, v, 1e-5, case="a right gradient")
+    mine = x.copy()
+    error = e.call(noting, mine, gradient, v, 1e-5, case="a right gradient")
     e.need(error is not None and np.ndim(error) == 0, "Return one number, the relative error.")
+    e.need(
+        np.array_equal(mine, x), "x has changed: write x + step * v, a new array, and not x += ..."
+    )
     error = float(error)
     e.need(len(asked) > 0, "f was never called.")
     e.need(
@@ -99,15 +116,20 @@ def gradient_error(e):
         "f was called at x itself: that is the one-sided difference, whose error is step and not step squared. "
         "Take f(x + step v) and f(x - step v).",
     )
+    moved = [np.allclose(abs(z - x), abs(1e-5 * v), rtol=1e-3, atol=1e-12) for z in asked]
+    e.need(
+        all(moved),
+        "f was asked at another place than x + step v and x - step v: all elements move at once, each by step times its own v.",
+    )
     e.need(
         error >= 0,
         f"The error is {error:.3g}, negative: take the absolute value of the difference.",
     )
     e.need(
-        abs(error - 0.5) > 0.02 and abs(error - 1.0) > 0.02,
-        f"A right gradient gets the error {error:.3g}. Divide by 2 step, and compare with sum(gradient * v), not with the gradient's sum.",
+        error < 1e-7,
+        f"A right gradient gets the error {error:.3g}, it should be below 1e-7. Divide by 2 step, and compare with "
+        "sum(gradient * v), not with the gradient's sum.",
     )
-    e.need(error < 1e-7, f"A right gradient gets the error {error:.3g}; it should be below 1e-7.")
     wrong = gradient.copy()
     wrong[2, 3] *= 1.05
     error = float(
@@ -117,22 +139,23 @@ def gradient_error(e):
     want = abs((gradient - wrong)[2, 3] * v[2, 3]) / abs(slope)
     e.need(
         error > want / 10,
-        f"A wrong gradient gets the error {error:.3g}; it should be near {want:.3g}.",
+        f"A wrong gradient gets the error {error:.3g}; it should be near {want:.3g}."
+        + " Take the absolute value." * (error < 0),
     )
-    scaled = float(
-        e.call(
-            lambda z: 1e6 * noting(z),
-            x.copy(),
-            1e6 * wrong,
-            v,
-            1e-5,
-            case="the same, f a million times larger",
+    for factor, case in (
+        (1e6, "the same, f a million times larger"),
+        (-1.0, "the same, f with the other sign"),
+    ):
+        scaled = e.call(lambda z: factor * noting(z), x.copy(), factor * wrong, v, 1e-5, case=case)
+        e.need(
+            float(scaled) < 1,
+            f"With f a million times larger the error is {scaled:.3g}: divide by the size of the slope, so that the error is relative.",
         )
-    )
-    e.need(
-        scaled < 1,
-        f"With f a million times larger the error is {scaled:.3g}: divide by the size of the slope, so that the error is relative.",
-    )
+        e.need(
+            float(scaled) > want / 10,
+            f"Both slopes have changed their sign, and the error is {scaled:.3g}; before it was {error:.3g}. "
+            "The larger of two slopes is max(abs(numeric), abs(analytic)).",
+        )
 
 
 @exercise(
@@ -159,4 +182,12 @@ def rmsnorm_bwd_dx_kernel(e):
             "The columns from 64 on were never written: go on in steps of cuda.blockDim.x.":
                 lambda got: C > 64 and np.isnan(got[:, 64:]).all() and not np.isnan(got[:, :64]).any(),
             "x stands in the sum where xhat = x r belongs.": r * (g - xhat * (g * x64).mean(1, keepdims=True)),
+            "dx was written with += : it holds NaN before. An activation's gradient is written with = .":
+                lambda got: e.wrote(dx).all() and np.isnan(got).all(),
+            "That is the mean of each thread's own columns: block_sum(acc, partial) adds up the threads of the block.":
+                lambda got: C == 64 and np.allclose(got, r * (g - xhat * (g * xhat) / C), 1e-4, 1e-5),
+            "Both terms are right, but rstd in front of the bracket is missing.": g - xhat * (g * xhat).mean(1, keepdims=True),
+            "w is missing in the sum: it is g = dy w whose mean with xhat is taken.":
+                r * (g - xhat * (dy64 * xhat).mean(1, keepdims=True)),
+            "w is missing in the first term: g = dy w.": r * (dy64 - xhat * (g * xhat).mean(1, keepdims=True)),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip

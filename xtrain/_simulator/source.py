@@ -21,6 +21,7 @@ import itertools
 import math
 import types
 import weakref
+from difflib import get_close_matches
 from typing import NamedTuple
 
 import numpy as np
@@ -214,7 +215,9 @@ class _Rewriter(ast.NodeTransformer):
         if name is not None and hasattr(Thread, name):
             return _at(ast.Attribute(ast.Name("_t", ast.Load()), name, ast.Load()), node)
         if name is not None and twin(value) is value:
-            raise self.error(node, f"cuda.{name} is not simulated")
+            near = get_close_matches(name, (k for k in vars(Thread) if k[0] != "_"), 1)
+            meant = f"; did you mean cuda.{near[0]}?" * (not hasattr(cuda, name)) if near else ""
+            raise self.error(node, f"cuda.{name} is not simulated{meant}")
         return (
             self.generic_visit(node) if value is _DYNAMIC else self.object(value, node, node.attr)
         )
