@@ -59,8 +59,9 @@ def compile_one(task):
     """In a worker: fills the kernel cache. -> (task, registers that live in memory, "" or what went wrong)"""
     kind, D, causal, config = task
     try:
-        arrays = [cp.empty(2, dtype) for dtype in (np.uint64, np.float32, np.int32)]
-        numbers = [np.int32(1)] * (6 if kind == "fwd" else 7) + [np.float32(1)]
+        kinds = (np.uint64, np.int32) if kind == "dkdv" else (np.uint64, np.float32, np.int32)
+        arrays = [cp.empty(2, dtype) for dtype in kinds]
+        numbers = [np.int32(1)] * (7 if kind == "dq" else 6) + [np.float32(1)]
         signature = tuple(map(numba_type, (*arrays, *numbers)))
         kernel = MAKERS[kind](D, causal, config)
         handle, _ = load_function(kernel, signature, SHARED_BYTES[kind](D, config))
@@ -96,13 +97,13 @@ def kinds_of(arrays, causal):
     )
     stats = backward.compute_statistics(do, o, lse)
     new = {name: cp.empty_like(x) for name, x in {"o": o, "lse": lse, **right}.items()}
-    rest = *stats, do, q, k, v, scale, causal, gpu
+    rest = do, q, k, v, scale, causal, gpu
     fwd = lambda config: hopper.fill_o(new["o"], new["lse"], q, k, v, scale, causal, gpu, config)
-    dkdv = lambda config: backward.fill_dkdv(new["dk"], new["dv"], *rest, config)
+    dkdv = lambda config: backward.fill_dkdv(new["dk"], new["dv"], stats[0], *rest, config)
     return {
         "fwd": (fwd, [(new["o"], o)]),
         "dq": (
-            lambda config: backward.fill_dq(new["dq"], *rest, config),
+            lambda config: backward.fill_dq(new["dq"], *stats, *rest, config),
             [(new["dq"], right["dq"])],
         ),
         "dkdv": (dkdv, [(new[name], right[name]) for name in ("dk", "dv")]),

@@ -28,6 +28,7 @@ class Options:
     parts: list[str] = field(default_factory=lambda: ["named", "random", "sweep"])
     turns: int = TURNS
     keep: bool = True  # append to bench/results
+    alone: bool = False  # also wgmma kernels each of which begins when the one before has ended
 
 
 # ----------------------------------------------------------------------------- timing
@@ -79,17 +80,22 @@ def in_turns(contestants: dict, turns: int) -> dict[str, np.ndarray]:
 
 
 # ----------------------------------------------------------------------------- contestants
-def ours(q, k, v, do, causal):
-    """-> {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same, where there are such kernels}"""
-    from xtrain.kernels import flash_attention
+def ours(q, k, v, do, causal, alone):
+    """-> {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same, where there are such kernels}
+
+    alone: and "alone", wgmma without overlap of one kernel with the next.
+    """
+    from xtrain.kernels import _launch, flash_attention
 
     found, usual = {}, flash_attention.HOPPER
     fwd, both = both_ways(q, k, v, do, causal)
-    for name, switch in (("mma.sync", False), ("wgmma", True)):
-        flash_attention.HOPPER = switch
-        if not switch or flash_attention.use_hopper(q):
+    for name in ("mma.sync", "wgmma", "alone")[: 2 + alone]:
+        flash_attention.HOPPER = name != "mma.sync"
+        _launch.set_overlap(name != "alone")
+        if name == "mma.sync" or flash_attention.use_hopper(q):
             found[name] = {"fwd": capture(fwd), "fwd+bwd": capture(both)}
     flash_attention.HOPPER = usual
+    _launch.set_overlap(True)
     return found
 
 
@@ -155,7 +161,7 @@ def operations(B, T, H, D, causal):
     return 4 * B * H * T * T * D / (2 if causal else 1)
 
 
-def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True):
+def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True, alone=False):
     from _timing import record
 
     from xtrain.kernels import flash_attention
@@ -166,7 +172,7 @@ def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True):
         ml_dtypes.bfloat16
     )
     arrays = [make(H), make(G), make(G), make(H)]
-    mine = ours(*arrays, causal)
+    mine = ours(*arrays, causal, alone)
     used = "wgmma" if flash_attention.HOPPER and "wgmma" in mine else "mma.sync"
     calls = {part: n for part, (_, n) in mine[used].items()}
     peers = {b: theirs(b, arrays, causal, calls) for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")}
@@ -203,7 +209,7 @@ def random_shapes(n: int = 10, seed: int = 0):
 
 
 def main(options: Options) -> None:
-    more = {"turns": options.turns, "keep": options.keep}
+    more = {"turns": options.turns, "keep": options.keep, "alone": options.alone}
     if "named" in options.parts:
         for B, H, T, D in NAMED:
             compare("named", B, H, T, D, **more)

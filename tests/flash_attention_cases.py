@@ -23,6 +23,8 @@ WIDE_TILES = {"fwd": (64, 16, 4, 1, False), "dq": (64, 16, 4, 1), "dkdv": (64, 3
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
+    """For the mma.sync kernels. (Those with wgmma: test_flash_attention_hopper.py)"""
+    monkeypatch.setattr(fa, "HOPPER", False)
     if not GPU:
         choose = lambda kind, D, *rest: (WIDE_TILES if D == 128 else TILES)[kind]
         monkeypatch.setattr(fa, "choose", choose)

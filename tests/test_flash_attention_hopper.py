@@ -47,8 +47,8 @@ SLOW = [
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """-> switch(tiles): from now on bf16 goes to these kernels"""
-    monkeypatch.setattr(fa, "HOPPER", True)
+    """-> switch(tiles) of the kernels"""
+    assert fa.HOPPER
 
     def switch(tiles):
         for module in (hopper, backward):
@@ -116,12 +116,12 @@ def test_packed_in_place_sentinels_and_the_same_bits_twice(on_hopper, monkeypatc
     assert mappable(odd) is not odd and mappable(odd).flags.c_contiguous
 
 
-def test_off_by_default_and_for_these_heads_alone(monkeypatch):
+def test_on_for_these_heads_alone_until_switched_off(monkeypatch):
     q = sim(normal(0, 1, 3, 1, 64, dtype=BF16))
-    assert not fa.use_hopper(q)
-    monkeypatch.setattr(fa, "HOPPER", True)
     assert fa.use_hopper(q) and not fa.use_hopper(q.astype(np.float32))
     assert not fa.use_hopper(q[..., :32]) and not fa.use_hopper(q[:, :0])
+    monkeypatch.setattr(fa, "HOPPER", False)
+    assert not fa.use_hopper(q)
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention"])
@@ -130,10 +130,10 @@ def test_memory_plan(monkeypatch, recompute):
     config = ModelConfig(
         vocab_size=300, dim=128, n_heads=2, n_kv_heads=1, head_dim=64, hidden_dim=96, n_layers=2, max_seq_len=256
     )  # fmt: skip
-    before = plan(config, 2, 256, "bf16", recompute)
-    monkeypatch.setattr(fa, "HOPPER", True)
-    after = plan(config, 2, 256, "bf16", recompute)
-    assert after.kept == before.kept and abs(after.peak - before.peak) < 64 * 1024
+    wgmma = plan(config, 2, 256, "bf16", recompute)
+    monkeypatch.setattr(fa, "HOPPER", False)
+    usual = plan(config, 2, 256, "bf16", recompute)
+    assert wgmma.kept == usual.kept and abs(wgmma.peak - usual.peak) < 64 * 1024
 
 
 # ----------------------------------------------------------------------------- tables, tiles, maps
@@ -194,6 +194,11 @@ def test_axes_of_one_element_have_any_stride():
     assert list(words[2:10]) == [64, 1, 4, 1, 128, 128, 128, 64]  # dims, strides, columns of a box
 
 
+def test_the_map_of_a_matrix():
+    x = sim(np.zeros((3, 256), np.float32))
+    assert list(tensor_maps((x, 64))[2:7]) == [256, 3, 1024, 64, 1]  # dims, stride, box
+
+
 def test_what_the_driver_is_asked(monkeypatch):
     """cuTensorMapEncodeTiled(map, bfloat16, rank 4, address, dims, strides, box, steps, no interleave, swizzle 128, L2, zeros)"""
     asked = []
@@ -211,6 +216,8 @@ def test_what_the_driver_is_asked(monkeypatch):
     assert place % 64 == 0
     dims, strides, box = (list(x) for x in described[1:])
     assert rest == [9, 4, 4096, dims, strides, box, [1] * 4, 0, 3, 3, 0]
+    _tensor_maps._encode(4096, (256, 3), (1024,), (128, 1))  # float32, no swizzle
+    assert asked[1][1:] == [7, 2, 4096, [256, 3], [1024], [128, 1], [1] * 2, 0, 0, 3, 0]
     status = 1
     with pytest.raises(
         RuntimeError, match=r"the driver refuses a tensor map of dims .* CUDA error 1"

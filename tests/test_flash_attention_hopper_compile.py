@@ -24,8 +24,11 @@ pytestmark = pytest.mark.usefixtures("nvvm")
 I32, F32 = types.int32, types.float32
 MAPS, ROWS, COUNTER = (types.Array(t, 1, "C") for t in (types.uint64, F32, I32))
 HALF = types.Array(types.uint16, 1, "C")
-BACKWARD = MAPS, ROWS, COUNTER, *[I32] * 7, F32
-SIGNATURES = {"fwd": (MAPS, ROWS, COUNTER, *[I32] * 6, F32), "dq": BACKWARD, "dkdv": BACKWARD}
+SIGNATURES = {
+    "fwd": (MAPS, ROWS, COUNTER, *[I32] * 6, F32),
+    "dq": (MAPS, ROWS, COUNTER, *[I32] * 7, F32),
+    "dkdv": (MAPS, COUNTER, *[I32] * 6, F32),
+}
 MAKERS = {
     "fwd": hopper.make_fwd_kernel,
     "dq": backward.make_dq_kernel,

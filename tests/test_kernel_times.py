@@ -20,6 +20,7 @@ from xtrain.kernel_times import (
     short_name,
     without_first_step,
 )
+from xtrain.kernels import _tensor_maps
 from xtrain.model import Transformer
 
 
@@ -137,6 +138,20 @@ def test_operations_of_attention():
     forward = kernel_times._attention_flops("flash_attention_fwd_kernel", (o, lse, o, o, o, *sizes))
     assert forward == 4 * B * H * T * T * D / 2
     assert kernel_times._attention_flops("adamw_kernel", ()) is None
+
+
+def test_operations_and_bytes_of_attention_through_tensor_maps(monkeypatch):
+    B, T, S, H, G, D = 2, 64, 100, 4, 2, 32
+    maps, lse = array(64, 1, np.uint64), array(B * T * H, 2)
+    dims = (D, H, T, B), (D, G, S, B), (D, G, S, B), (D, H, T, B), (256, 8)
+    described = [(0, d, (), ()) for d in dims]
+    monkeypatch.setattr(_tensor_maps, "_loose", {(0, tuple(described)): maps})
+    name, args = "flash_attention_hopper_dq_kernel", (maps, lse)
+    assert kernel_times._attention_flops(name, args) == 6 * B * H * T * S * D
+    elements = 2 * B * H * T * D + 2 * B * G * S * D
+    assert moved(name, *args) == 2 * elements + 4 * 256 * 8 + maps.nbytes + lse.nbytes
+    with pytest.raises(ValueError, match="tensor_maps has not made"):
+        moved(name, lse)
 
 
 @pytest.mark.gpu

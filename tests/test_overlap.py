@@ -13,7 +13,7 @@ from numba import cuda, float32
 
 from xtrain import simulator
 from xtrain.kernels import _launch, _overlap
-from xtrain.kernels._ptx import wait_for_previous
+from xtrain.kernels._ptx import let_next_start, wait_for_previous
 from xtrain.kernels.cast import cast_fwd
 from xtrain.kernels.gemv import gemv
 from xtrain.simulator import KernelError, RaceError, sim
@@ -113,6 +113,30 @@ def test_writing_too_early():
         RaceError, match=r"writes y\[0\].*may still need.*not called wait_for_previous"
     ):
         run_both(3, store=True, other=True)
+
+
+def test_writing_what_the_kernel_before_was_not_given():
+    @cuda.jit
+    def early(y, x):
+        y[cuda.threadIdx.x] = float32(1.0)
+        wait_for_previous()
+        y[cuda.threadIdx.x] += x[cuda.threadIdx.x]
+
+    x, y = (sim(np.zeros(32, np.float32)) for _ in range(2))
+    simulator.run(kernels()[0], 1, 32, x)
+    simulator.run(early, 1, 32, y, x, overlap=True)
+    assert (np.asarray(y) == 2).all()
+
+
+def test_letting_the_next_start_before_waiting():
+    @cuda.jit
+    def hasty(x):
+        let_next_start()
+        wait_for_previous()
+        x[cuda.threadIdx.x] = float32(1.0)
+
+    with pytest.raises(RaceError, match=r"lets the next kernel start.*not called wait_for"):
+        simulator.run(hasty, 1, 32, sim(np.zeros(32, np.float32)), overlap=True)
 
 
 def test_never_waiting():

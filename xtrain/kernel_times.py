@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from .device import cupy
+from .kernels._tensor_maps import tensors_of
 from .kernels.cast import BFLOAT16
 from .kernels.gemm import matmul
 from .model import Transformer
@@ -41,6 +42,11 @@ ATTENTION = {  # how many products of T x S x D per head; which argument has (B 
     "flash_attention_fwd_kernel": (2, 0),
     "flash_attention_dq_kernel": (3, 0),
     "flash_attention_dkdv_kernel": (4, 2),
+}
+ATTENTION_BY_MAPS = {  # the same of kernels whose first argument are tensor maps of Q, K, ...
+    "flash_attention_hopper_fwd_kernel": 2,
+    "flash_attention_hopper_dq_kernel": 3,
+    "flash_attention_hopper_dkdv_kernel": 4,
 }
 
 
@@ -142,6 +148,8 @@ def _kernel_bytes(name, kernel, args):
     if name == "embedding_fwd_kernel":  # of the table only the rows that occur
         return 2 * arrays[0].nbytes + arrays[1].nbytes
     once = {a.data.ptr: a.nbytes for a in arrays}
+    if name in ATTENTION_BY_MAPS:
+        return sum(once.values()) + sum(nbytes for _, nbytes in tensors_of(arrays[0]))
     twice = list(IN_PLACE.get(name, ()))
     if name == "adamw_kernel" and _constants(kernel).get("zero_grad"):
         twice.append(4)
@@ -159,6 +167,9 @@ def _constants(kernel):
 
 
 def _attention_flops(name, args):
+    if name in ATTENTION_BY_MAPS:
+        (D, H, T, B), (_, _, S, _) = (dims for dims, _ in tensors_of(args[0])[:2])
+        return ATTENTION_BY_MAPS[name] * 2.0 * B * H * T * S * D * (0.5 if T == S else 1.0)
     if name not in ATTENTION:
         return None
     products, wide = ATTENTION[name]

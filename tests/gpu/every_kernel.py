@@ -197,19 +197,21 @@ def scores():
 
 
 def flash(dtype):
+    """FlashAttention in float32, and with mma.sync on every card"""
+    usual, flash_attention.HOPPER = flash_attention.HOPPER, False
     for D, causal in itertools.product((16, 32, 64, 128), (True, False)):
         for B, T, H, G in ((1, 1, 1, 1), (2, 67, 4, 2), (1, 200, 3, 1)):
             q, do = (draw(B, T, H, D, dtype=dtype) for _ in range(2))
             k, v = (draw(B, T, G, D, dtype=dtype) for _ in range(2))
             o, lse = flash_attention.flash_attention_fwd(q, k, v, 0.2, causal)
             flash_attention.flash_attention_bwd(do, q, k, v, o, lse, 0.2, causal)
+    flash_attention.HOPPER = usual
 
 
 def hopper(dtype):
     """wgmma and TMA, compute capability 9.0: tiles that end early, several per block, shared heads, a past, a packed array"""
     if dtype == np.float32 or cp.cuda.Device().compute_capability != "90":
         return
-    usual, flash_attention.HOPPER = flash_attention.HOPPER, True
     shapes = ((1, 1, 1, 1, 1), (2, 67, 67, 4, 2), (1, 300, 333, 3, 1), (3, 200, 900, 2, 2))
     for D, causal, (B, T, S, H, G) in itertools.product((64, 128), (True, False), shapes):
         qkv = [draw(B, n, heads, D, dtype=dtype) for n, heads in ((T, H), (S, G), (S, G))]
@@ -220,7 +222,6 @@ def hopper(dtype):
         packed[..., a * 64 : b * 64].reshape(2, 130, -1, 64) for a, b in ((0, 2), (2, 3), (3, 4))
     )
     flash_attention.flash_attention_fwd(q, k, v, 0.2)
-    flash_attention.HOPPER = usual
 
 
 def never_started() -> list[str]:

@@ -14,7 +14,7 @@ from . import errors
 from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site
-from .memory import Mark, Memory, dense_array, global_arrays, poisoned
+from .memory import Mark, Memory, dense_array, extent, global_arrays, poisoned
 from .scalars import Int32, typed
 from .source import BLOCK_BARRIERS, WARPGROUP, Waiting, translate
 from .thread import Dim3, Thread
@@ -28,16 +28,18 @@ SHARED = 227 * 1024  # bytes of shared memory a block can have in all; compute c
 class Launch:
     """What all blocks of one launch share."""
 
-    last = (
-        (),
-        (),
-    )  # of the launch that ended last: (name, base, granule, keys) of what it wrote; its arrays, kept alive
+    # Of the launch that ended last: (name, base, granule, keys) of what it wrote; its arguments, kept alive; first and last + 1
+    # byte of tensors that its copies (kernels/_hopper.py) read or wrote -> did they write?
+    last = (), (), {}
 
     def __init__(self, kernel, grid: Dim3, block: Dim3, args, shared: int, overlap: bool = False):
         inspect.signature(kernel.py_func).bind(*args)
         self.name = kernel.py_func.__name__
         self.grid, self.block, self.dynamic, self.overlap = grid, block, int(shared), overlap
-        self.before = Launch.last[0]
+        self.before, given, self.copies_before = Launch.last
+        self.needed = [extent(a) for a in given if isinstance(a, np.ndarray)] + [
+            *self.copies_before
+        ]
         x, y, z = map(int, block)
         self.threads = x * y * z
         if self.threads > MAX_THREADS:
@@ -55,6 +57,7 @@ class Launch:
         self.epoch = 0  # counts the intervals between block barriers, over all blocks
         self.constants = {}
         self.stored = {}  # address of a tensor -> where copies of this launch have stored to it
+        self.copies = {}
 
     def run(self):
         x, y, z = map(int, self.grid)
@@ -65,7 +68,7 @@ class Launch:
         written = [
             (self.name, m.base, m.granule, {*m.old_writes, *m.old_atomics}) for m in self.memories
         ]
-        Launch.last = written, self.given
+        Launch.last = written, self.given, self.copies
 
     def constant(self, values: np.ndarray):
         """The array in constant memory that a kernel sees for a NumPy array from outside."""

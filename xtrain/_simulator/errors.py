@@ -105,10 +105,10 @@ def race(kind, then, did, second, does, site, index) -> RaceError:
     )
 
 
-def early(thread, does, why, site, index) -> RaceError:
+def early(thread, does, why, what, site) -> RaceError:
     return RaceError(
-        f"race between kernels {where(thread, site)}: {thread} {does} {element(site, index)} at {site}, {why}, "
-        "and has not called wait_for_previous",
+        f"race between kernels {where(thread, site)}: {thread} {does} {what} at {site}, {why}, and has not called "
+        "wait_for_previous",
         (site,),
     )
 

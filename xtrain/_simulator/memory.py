@@ -206,7 +206,7 @@ class _Bytes:
         }  # fmt: skip
 
 
-def _extent(a):
+def extent(a):
     """-> first and last + 1 byte address"""
     low = high = a.__array_interface__["data"][0]
     if a.size == 0:
@@ -218,7 +218,7 @@ def _extent(a):
 
 def global_arrays(arrays: list) -> list[Array]:
     """The kernel's array arguments. Those that overlap share one Memory, so an in-place launch is seen as one."""
-    extents = [_extent(a) for a in arrays]
+    extents = [extent(a) for a in arrays]
     result: list = [None] * len(arrays)
     groups: list = []  # [low, high, indices]
     for i in sorted(range(len(arrays)), key=lambda i: extents[i]):

@@ -30,6 +30,7 @@ from ._flash_attention_hopper_parts import (
     make_key_producer,
     make_keys,
     make_layout,
+    make_skip,
     make_store,
     registers,
     split,
@@ -47,8 +48,8 @@ from ._hopper import (
     mbar_wait,
     shared_base,
 )
-from ._launch import empty, launch
-from ._ptx import device, kernel, load1, load8, store1
+from ._launch import can_overlap, empty, launch
+from ._ptx import device, kernel, let_next_start, load1, load8, store1, wait_for_previous
 from ._reduce import FULL
 from ._tensor_cores import exp2, warp_id
 from ._tensor_maps import tensor_maps
@@ -78,6 +79,8 @@ def make_statistics_kernel(D):
         """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2, SIDE). LANES threads a
         row.
         """
+        wait_for_previous()
+        let_next_start()
         tid, bh = cuda.threadIdx.x, int64(cuda.blockIdx.y)
         row, lane = int32(cuda.blockIdx.x * ROWS + tid // LANES), int32(tid % LANES)
         x, y = cuda.local.array(8, float32), cuda.local.array(8, float32)
@@ -143,7 +146,7 @@ def make_dq_consumer(D, CAUSAL, config):
     wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
     wait_dq, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
     key_blocks, (weights, score_gradients) = make_keys(BM, BN, CAUSAL), make_gradient_steps(BN)
-    _, pack, hide_after, _ = make_elements(BN)
+    skip, (_, pack, hide_after, _) = make_skip(D, CAUSAL, config, 2), make_elements(BN)
     clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
 
     @device
@@ -173,6 +176,8 @@ def make_dq_consumer(D, CAUSAL, config):
         q, do = descriptor(own), descriptor(own + OWN)
         if lane == 0:
             acquire_map(maps, OUT)
+        wait_for_previous()  # for the statistics. Q, K, V and dO are older
+        let_next_start()
         it, done = uint32(0), uint32(0)
         while True:
             tile = await_tile(base, done)
@@ -182,7 +187,7 @@ def make_dq_consumer(D, CAUSAL, config):
             q0 = int32((blocks_m - 1 - m) * BM)
             w0 = q0 + 64 * (warp >> 2)
             row = w0 + 16 * (warp & 3) + (lane >> 2)
-            blocks = key_blocks(q0, T, S)
+            it, blocks = skip(base, it, key_blocks(q0, T, S), w0, T, S)
             n0 = int32((blocks - 1) * BN)
             clear(dq)
             load_rows(shift, drop, stats, int64(bh) * int64(PADDED), row, PADDED)
@@ -259,11 +264,12 @@ def compute_statistics(do: Array, o: Array, lse_BHT: Array) -> tuple[Array, int]
     """-> statistics, rows of a head in them. do, o (B, T, H, D): contiguous"""
     B, T, H, D = o.shape
     padded = -(-T // PAD) * PAD
-    stats = empty(lse_BHT, (2 * B * H * padded,))
+    stats = empty(lse_BHT, (B * H, 2 * padded))
     kernel, rows = make_statistics_kernel(D)
     flat = o.reshape(-1), do.reshape(-1), lse_BHT.reshape(-1)
     sizes = [np.int32(n) for n in (T, padded, H)]
-    launch(kernel, (-(-padded // rows), B * H), THREADS, stats, *flat, *sizes)
+    grid, overlap = (-(-padded // rows), B * H), can_overlap(o)
+    launch(kernel, grid, THREADS, stats.reshape(-1), *flat, *sizes, overlap=overlap)
     return stats, padded
 
 
@@ -274,17 +280,17 @@ def fill_dq(dq, stats, padded, do, q, k, v, scale, causal, gpu, config) -> None:
     maps = tensor_maps((q, rows), (k, step), (v, step), (do, rows), (dq, 16))
     kernel, shared = make_dq_kernel(D, causal, config), dq_shared_bytes(D, config)
     rest = (T, S, B, H), -(-T // rows), B * H, H // G, 4 * S * D, gpu, (scale,), padded
-    launch_tiles(kernel, shared, config, maps, (stats,), *rest)
+    launch_tiles(kernel, shared, config, maps, (stats.reshape(-1),), *rest)
 
 
-def fill_dkdv(dk, dv, stats, padded, do, q, k, v, scale, causal, gpu, config) -> None:
+def fill_dkdv(dk, dv, stats, do, q, k, v, scale, causal, gpu, config) -> None:
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
     rows, step, group = 64 * config[1], config[0], H // G
-    maps = tensor_maps((q, step), (k, rows), (v, rows), (do, step), (dk, 16), (dv, 16))
+    boxes = (q, step), (k, rows), (v, rows), (do, step), (dk, 16), (dv, 16), (stats, 2 * step)
     kernel, shared = make_dkdv_kernel(D, causal, config), dkdv_shared_bytes(D, config)
-    rest = (T, S, B, G), -(-S // rows), B * G, group, 4 * T * D * group, gpu, (scale,), padded
-    launch_tiles(kernel, shared, config, maps, (stats,), *rest)
+    rest = (T, S, B, G), -(-S // rows), B * G, group, 4 * T * D * group, gpu, (scale,)
+    launch_tiles(kernel, shared, config, tensor_maps(*boxes), (), *rest)
 
 
 def backward(
@@ -295,6 +301,6 @@ def backward(
     dq, dk, dv = gradients
     T, D = q.shape[1], q.shape[3]
     stats, padded = compute_statistics(do, o, lse_BHT)
-    rest = stats, padded, do, q, k, v, scale, causal, gpu
-    fill_dq(dq, *rest, choose("dq", D, T, causal))
-    fill_dkdv(dk, dv, *rest, choose("dkdv", D, T, causal))
+    rest = do, q, k, v, scale, causal, gpu
+    fill_dq(dq, stats, padded, *rest, choose("dq", D, T, causal))
+    fill_dkdv(dk, dv, stats, *rest, choose("dkdv", D, T, causal))

@@ -8,7 +8,7 @@ Shared memory: barriers | K | V | STAGES of Q | STAGES of dO | STAGES of statist
 
 import functools
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, uint32
 
 from ._flash_attention_hopper_parts import (
     HEADER,
@@ -35,8 +35,8 @@ from ._hopper import (
     along_rows,
     bar_sync,
     down_rows,
-    load_bytes,
     load_floats,
+    load_row,
     load_tile,
     make_descriptor,
     make_hold,
@@ -50,10 +50,10 @@ from ._hopper import (
     shared_base,
     store_shared,
 )
-from ._ptx import device, kernel
+from ._ptx import device, kernel, wait_for_previous
 from ._tensor_cores import exp2, warp_id
 
-OUT = 4  # the map of dK; then that of dV
+OUT, STATISTICS = 4, 6  # the map of dK, then that of dV; the map of the statistics
 
 
 # ----------------------------------------------------------------------------- what lies where
@@ -89,7 +89,7 @@ def make_first(BM, CAUSAL):
 
 @functools.cache
 def make_query_producer(D, CAUSAL, config):
-    """-> produce(base, maps, stats, counter, T, S, PADDED, B, G, group, together)"""
+    """-> produce(base, maps, counter, T, S, B, G, group, together)"""
     BM, WGS, STAGES, _ = config
     BN, PANELS, K = 64 * WGS, D // PANEL, HEADER
     OWN, RING, STATS = BN * D * 2, BM * D * 2, 8 * BM
@@ -105,21 +105,22 @@ def make_query_producer(D, CAUSAL, config):
             load_tile(base + V + p * OWN_PANEL, maps, 2, base + TILE_FULL, PANEL * p, n0, g, b)
 
     @device
-    def load_stage(base, stage, maps, stats, m0, h, b, at):
+    def load_stage(base, stage, maps, m0, h, b, plane):
         full = base + STAGE_FULL + 8 * stage
         q, do = base + Q + stage * RING, base + DO + stage * RING
         mbar_expect(full, 2 * RING + STATS)
         for p in range(PANELS):
             load_tile(q + p * RING_PANEL, maps, 0, full, PANEL * p, m0, h, b)
-        load_bytes(base + ROWS + stage * STATS, stats, at, STATS, full)
+        load_row(base + ROWS + stage * STATS, maps, STATISTICS, full, 2 * m0, plane)
         for p in range(PANELS):
             load_tile(do + p * RING_PANEL, maps, 3, full, PANEL * p, m0, h, b)
 
     @device
-    def produce(base, maps, stats, counter, T, S, PADDED, B, G, group, together):
+    def produce(base, maps, counter, T, S, B, G, group, together):
         blocks_n, planes = (S + BN - 1) // BN, B * G
         for i in range(4):
             acquire_map(maps, i)
+        acquire_map(maps, STATISTICS)
         it, done, tile = uint32(0), uint32(0), int32(cuda.blockIdx.x)
         while tile < blocks_n * planes:
             n, bg = find_tile(tile, blocks_n, planes, together)
@@ -129,23 +130,23 @@ def make_query_producer(D, CAUSAL, config):
             store_shared(base + TILE, tile)
             load_own(base, maps, n0, g, b)
             h, end = int32(g * group), int32(g * group + group)
-            start = (int64(bg) * group) * (2 * PADDED)
+            before = int32((bg - g) * group)  # planes of the sequences before
             while h < end:
                 m0 = first
                 while opaque(m0) < T:
                     stage = it % STAGES
                     mbar_wait(base + STAGE_FREE + 8 * stage, ((it // STAGES) & 1) ^ 1)
-                    load_stage(base, stage, maps, stats, m0, h, b, start + 2 * m0)
+                    load_stage(base, stage, maps, m0, h, b, before + h)
                     it += uint32(1)
                     m0 = int32(m0 + BM)
                 h = int32(h + 1)
-                start += 2 * PADDED
             done += uint32(1)
             tile = next_tile(counter)
         mbar_wait(base + TILE_FREE, (done & 1) ^ 1)
         store_shared(base + TILE, tile)
         mbar_expect(base + TILE_FULL, 0)
         leave(counter)
+        wait_for_previous()  # whoever waits for this kernel waits for dQ too
 
     return produce
 
@@ -182,6 +183,7 @@ def make_dkdv_consumer(D, CAUSAL, config):
     """-> consume(base, maps, T, S, B, G, group, together, scale): a warpgroup's part of dK and dV"""
     BM, WGS, STAGES, _ = config
     BN, K, RING, STATS = 64 * WGS, HEADER, BM * D * 2, 8 * BM
+    UNEVEN = CAUSAL and WGS > 1  # a block's warpgroups see different queries
     KV_PANEL, Q_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
     S_SIZE, A_SIZE, OUT_SIZE = BM // 2, BM // 4, D // 2
     V, Q, DO, ROWS, _, STAGE_FULL, STAGE_FREE = make_query_layout(D, config)
@@ -230,40 +232,51 @@ def make_dkdv_consumer(D, CAUSAL, config):
             m0 = first
             clear(dk)
             clear(dv)
-            before = uint32(0)
-            for i in range(group * ((T - first + BM - 1) // BM)):
+            before, pending = (
+                uint32(0),
+                int32(0),
+            )  # pending: dK's product with stage `before` is under way
+            for _ in range(group * ((T - first + BM - 1) // BM)):
                 stage, phase = it % STAGES, (it // STAGES) & 1
                 q, do = descriptor(base + Q + stage * RING), descriptor(base + DO + stage * RING)
                 rows = base + ROWS + stage * STATS + 8 * (lane & 3)
                 mbar_wait(base + STAGE_FULL + 8 * stage, phase)
-                scores(s, k, q)
-                scores(dp, v, do)
-                wait_s(s)  # and the products with dO and Q of the tile before
-                if i > 0:
-                    cuda.syncwarp()  # all lanes have read its statistics
-                    mbar_arrive(base + STAGE_FREE + 8 * before)
-                if CAUSAL and m0 + past < w0 + 63:
-                    hide_before(s, row - past - m0 - 2 * (lane & 3))
-                weights(s, rows, scale * LOG2E)
-                pack(a, s)
-                add(dv, a, do)
-                wait_s(dp)
-                score_gradients(s, dp, rows + 4 * SIDE)
-                hold_s(s)
-                mbar_wait(
-                    base + STAGE_FULL + 8 * stage, phase
-                )  # there: keeps the wait behind the arithmetic
-                wait_out(dv)  # then `a` may be written again
-                pack(a, s)
-                add(dk, a, q)
-                before = stage
+                if UNEVEN and m0 + (BM - 1) + past < w0:  # no query sees these keys
+                    wait_out(dk)
+                    cuda.syncwarp()  # all lanes have seen this phase
+                    if pending > 0:
+                        mbar_arrive(base + STAGE_FREE + 8 * before)
+                    mbar_arrive(base + STAGE_FREE + 8 * stage)
+                    pending = int32(0)
+                else:
+                    scores(s, k, q)
+                    scores(dp, v, do)
+                    wait_s(s)  # and the products with dO and Q of the tile before
+                    if pending > 0:
+                        cuda.syncwarp()  # all lanes have read its statistics
+                        mbar_arrive(base + STAGE_FREE + 8 * before)
+                    if CAUSAL and m0 + past < w0 + 63:
+                        hide_before(s, row - past - m0 - 2 * (lane & 3))
+                    weights(s, rows, scale * LOG2E)
+                    pack(a, s)
+                    add(dv, a, do)
+                    wait_s(dp)
+                    score_gradients(s, dp, rows + 4 * SIDE)
+                    hold_s(s)
+                    # there: keeps the wait behind the arithmetic
+                    mbar_wait(base + STAGE_FULL + 8 * stage, phase)
+                    wait_out(dv)  # then `a` may be written again
+                    pack(a, s)
+                    add(dk, a, q)
+                    before, pending = stage, int32(1)
                 it += uint32(1)
                 m0 = int32(m0 + BM)
                 if m0 >= T:
                     m0 = first
             wait_out(dk)
             cuda.syncwarp()
-            mbar_arrive(base + STAGE_FREE + 8 * before)
+            if pending > 0:
+                mbar_arrive(base + STAGE_FREE + 8 * before)
             done += uint32(1)
             store_both(base, dk, dv, factor, maps, scale, warp, w0, bg, G)
             mbar_arrive(base + TILE_FREE)
@@ -285,16 +298,14 @@ def make_dkdv_kernel(D, CAUSAL, config):
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
     @kernel(THREADS, PER_SM)
-    def flash_attention_hopper_dkdv_kernel(
-        maps, stats, counter, T, S, B, G, group, together, PADDED, scale
-    ):
-        """Maps of Q, K, V, dO, dK, dV. The rest: make_fwd_kernel, make_statistics_kernel."""
+    def flash_attention_hopper_dkdv_kernel(maps, counter, T, S, B, G, group, together, scale):
+        """Maps of Q, K, V, dO, dK, dV, the statistics. The rest: make_fwd_kernel."""
         base = shared_base()
         set_up(base)
         if warp_id() >= 4 * WGS:
             fewer_registers()
             if cuda.threadIdx.x == CONSUMERS:
-                produce(base, maps, stats, counter, T, S, PADDED, B, G, group, together)
+                produce(base, maps, counter, T, S, B, G, group, together)
         else:
             more_registers()
             consume(base, maps, T, S, B, G, group, together, scale)

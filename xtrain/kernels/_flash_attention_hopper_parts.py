@@ -22,6 +22,7 @@ from ._hopper import (
     fence_async,
     load_shared,
     load_tile,
+    mbar_arrive,
     mbar_expect,
     mbar_init,
     mbar_init_fence,
@@ -31,7 +32,7 @@ from ._hopper import (
     store_tile,
     wait_stores,
 )
-from ._ptx import device
+from ._ptx import device, wait_for_previous
 from ._tensor_cores import pack_bf16
 
 LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
@@ -149,6 +150,35 @@ def make_keys(BM, BN, CAUSAL):
 
 
 @functools.cache
+def make_skip(D, CAUSAL, config, QUERIES):
+    """-> skip(base, it, blocks, w0, T, S): (it, blocks) without the last blocks of keys, those that no query of the warpgroup
+    sees which owns rows w0 ... w0 + 63: their stages are given back as they are.
+    """
+    BN, _, STAGES, _ = config
+    K_FULL, K_FREE, V_FULL, V_FREE = make_layout(D, config, QUERIES)[5]
+
+    @device
+    def skip(base, it, blocks, w0, T, S):
+        last = int32(S - 1)  # the last key that counts
+        if CAUSAL:
+            last = int32(w0 + 63 + S - T)
+        if w0 >= T:  # no queries at all
+            last = int32(0)
+        while (blocks - 1) * BN > last:
+            stage, phase = it % STAGES, (it // STAGES) & 1
+            mbar_wait(base + K_FULL + 8 * stage, phase)
+            mbar_wait(base + V_FULL + 8 * stage, phase)
+            cuda.syncwarp()  # all lanes have seen this phase
+            mbar_arrive(base + K_FREE + 8 * stage)
+            mbar_arrive(base + V_FREE + 8 * stage)
+            it += uint32(1)
+            blocks = int32(blocks - 1)
+        return it, blocks
+
+    return skip
+
+
+@functools.cache
 def make_key_producer(D, CAUSAL, config, QUERIES):
     """-> produce(base, maps, counter, T, S, B, H, group, together): the producer thread of forward and dQ.
 
@@ -199,6 +229,7 @@ def make_key_producer(D, CAUSAL, config, QUERIES):
                 it += uint32(1)
                 n0 = int32(n0 - BN)
             done += uint32(1)
+            wait_for_previous()  # it may be this kernel, with the same counter
             tile = next_tile(counter)
         mbar_wait(base + TILE_FREE, (done & 1) ^ 1)
         store_shared(base + TILE, tile)  # there is none: consumers stop

@@ -3,7 +3,7 @@ tiles there and back, and barriers in shared memory say when either is done.
 
     make_product, make_wait, make_hold  wgmma: 128 threads multiply 64 x 16k by 16k x n; nobody waits until make_wait
     make_descriptor                     where a product finds its operand in shared memory
-    load_tile, store_tile, load_bytes   TMA: one thread starts a copy of a box of a tensor that a tensor map describes
+    load_tile, load_row, store_tile     TMA: one thread starts a copy of a box of a tensor that a tensor map describes
     mbar_*                              the barriers that such copies complete, and that threads arrive at
     bar_sync, fence_async, make_setmaxnreg
 
@@ -199,6 +199,18 @@ load_tile = _with_map(
     1,
     2,
 )
+# load_row(to, maps, i, barrier, column, row): the same of a matrix of float32: some columns of a row, as they lie.
+load_row = _with_map(
+    "load_row",
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[$0], [$1, {$3, $4}], [$2];",
+    "r,l,r,r,r,~{memory}",
+    [0, "map", 3, 4, 5],
+    "to maps i barrier column row",
+    [_u32, None, _u32, _u32, _i32, _i32],
+    1,
+    2,
+)
 # store_tile(maps, i, address, column, row, head, sequence): the other way; nothing is written where the tensor has ended.
 store_tile = _with_map(
     "store_tile",
@@ -214,20 +226,6 @@ store_tile = _with_map(
 # "cp.async.bulk.commit_group", "cp.async.bulk.wait_group"
 commit_stores = instruction("commit_stores", "cp.async.bulk.commit_group;", None)
 wait_stores = instruction("wait_stores", "cp.async.bulk.wait_group.read 0;", None)
-
-
-@intrinsic
-def load_bytes(typingctx, to, x, i, count, barrier):
-    """x[i], x[i + 1], ... come to shared address `to`, `count` bytes; everything a multiple of 16 bytes. "cp.async.bulk" """
-
-    def codegen(context, builder, sig, args):
-        source = _global_address(context, builder, sig, args, 1, 2)
-        text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-        operands = [args[0], source, args[3], args[4]]
-        _asm(builder, text, "r,l,r,r,~{memory}", VOID, operands)
-        return context.get_dummy_value()
-
-    return types.void(_u32, x, i, _u32, _u32), codegen
 
 
 # ----------------------------------------------------------------------------- products of a warpgroup
@@ -371,6 +369,6 @@ simulates(fence_async)(lambda thread, site: thread.block.engines.fence(thread))
 simulates(acquire_map)(twins.acquire_map)
 simulates(load_tile)(twins.load_tile)
 simulates(store_tile)(twins.store_tile)
-simulates(load_bytes)(twins.load_bytes)
+simulates(load_row)(twins.load_row)
 simulates(commit_stores)(lambda thread, site: thread.block.engines.commit_stores(thread))
 simulates(wait_stores)(lambda thread, site: thread.block.engines.wait_stores(thread))

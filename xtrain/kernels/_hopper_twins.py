@@ -9,6 +9,7 @@ import functools
 
 import numpy as np
 
+from .._simulator.early import note_copy
 from .._simulator.engines import BASE
 from .._simulator.errors import RaceError, where
 from .._simulator.memory import _Bytes
@@ -22,6 +23,7 @@ WIDTHS = {
 }  # swizzle mode of a descriptor -> bytes of a row that it exchanges
 MAP_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B; the only one that is simulated
 MAP_MARK = 0x58544D4150  # the first word of a simulated tensor map
+ROWS_MARK = MAP_MARK + 1  # of the map of a matrix of float32
 
 
 # ----------------------------------------------------------------------------- shared memory
@@ -88,38 +90,39 @@ def setmaxnreg(count):
 
 # ----------------------------------------------------------------------------- copies
 def simulated_map(address, dims, strides, box) -> list[int]:
-    """16 words in place of the real ones, whose meaning is NVIDIA's: a tensor of bf16, strides in bytes."""
-    words = [MAP_MARK, address, *dims, *strides, *box, MAP_SWIZZLE]
+    """16 words in place of the real ones, whose meaning is NVIDIA's. Strides in bytes; four dims: bf16, two: float32"""
+    mark = MAP_MARK if len(dims) == 4 else ROWS_MARK
+    words = [mark, address, *dims, *strides, *box, MAP_SWIZZLE]
     return words + [0] * (16 - len(words))
 
 
 class Map:
-    """A tensor map, read back. columns, rows: of its box"""
+    """A tensor map of tiles, read back. columns, rows: of its box"""
 
     def __init__(self, words):
         self.address, *rest = map(int, words[1:])
         self.dims, self.strides = rest[:4], rest[4:7]
         self.columns, _, self.rows, _ = rest[7:11]
+        self.end = self.address + 2 * self.dims[0]
+        self.end += sum((n - 1) * s for n, s in zip(self.dims[1:], self.strides))
 
     def tensor(self):
         """(sequences, rows, heads, columns), uint16"""
-        strides = self.strides[::-1] + [2]
-        dims = self.dims[::-1]
-        last = sum((n - 1) * s for n, s in zip(dims, strides))
-        raw = np.asarray(_Bytes(self.address, last + 2, None)).view(np.uint16)
-        return np.lib.stride_tricks.as_strided(raw, dims, strides)
+        raw = np.asarray(_Bytes(self.address, self.end - self.address, None)).view(np.uint16)
+        return np.lib.stride_tricks.as_strided(raw, self.dims[::-1], [*self.strides[::-1], 2])
 
 
-def _map(thread, site, maps, i):
+def _map(thread, site, maps, i, mark=MAP_MARK):
+    """The words of map i"""
     start = 16 * int(i)
     words = [int(thread.load(maps, start + j, site)) for j in range(16)]
     engines = thread.block.engines
-    if words[0] != MAP_MARK:
-        raise engines.error(thread, site, f"there is no tensor map number {i}")
+    if words[0] != mark:
+        raise engines.error(thread, site, f"there is no tensor map number {i} of this kind")
     if int(i) not in thread.state.get("maps", ()):
         text = f"tensor map {i} was not made visible to the copy engine by this thread: acquire_map"
         raise engines.error(thread, site, text)
-    return Map(words)
+    return words
 
 
 def acquire_map(thread, site, maps, i):
@@ -142,10 +145,11 @@ def _outside(engines, thread, site, address):
 
 
 def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
-    engines, box = thread.block.engines, _map(thread, site, maps, i)
+    engines, box = thread.block.engines, Map(_map(thread, site, maps, i))
     _outside(engines, thread, site, to)
     at = int(sequence), int(row), int(head), int(column)
     values = np.zeros((box.rows, box.columns), np.uint16)
+    note_copy(thread, site, box.address, box.end, False)
     if all(0 <= k < n for k, n in zip(at, box.dims[::-1])):
         part = box.tensor()[at[0], at[1] : at[1] + box.rows, at[2], at[3] : at[3] + box.columns]
         values[: part.shape[0], : part.shape[1]] = part
@@ -161,14 +165,30 @@ def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
     engines.begin_copy(thread, site, to, data, barrier, tags)
 
 
+def load_row(thread, site, to, maps, i, barrier, column, row):
+    engines, words = thread.block.engines, _map(thread, site, maps, i, ROWS_MARK)
+    address, columns, rows, stride, count = map(int, words[1:6])
+    if int(to) % 128:
+        raise engines.error(thread, site, f"byte {int(to) - BASE} is not a multiple of 128")
+    values = np.zeros(count, np.float32)
+    if 0 <= int(row) < rows and 0 <= int(column) < columns:
+        start = address + int(row) * stride
+        note_copy(thread, site, start, start + 4 * columns, False)
+        raw = np.asarray(_Bytes(start, 4 * columns, None))
+        part = raw.view(np.float32)[int(column) : int(column) + count]
+        values[: len(part)] = part
+    engines.begin_copy(thread, site, to, values.view(np.uint8), barrier)
+
+
 def store_tile(thread, site, maps, i, address, column, row, head, sequence):
-    engines, box = thread.block.engines, _map(thread, site, maps, i)
+    engines, box = thread.block.engines, Map(_map(thread, site, maps, i))
     nbytes = 2 * box.rows * box.columns
     data = engines.begin_store(thread, site, address, nbytes).reshape(-1, 16)
     k = _pieces(box, int(address), nbytes) // 16
     values = data[k].reshape(box.rows, -1).view(np.uint16)
     b, h, r, c = int(sequence), int(head), int(row), int(column)
     tensor = box.tensor()
+    note_copy(thread, site, box.address, box.end, True)
     out = tensor[b, r : r + box.rows, h, c : c + box.columns]
     launch = thread.block.launch
     written = launch.stored.setdefault(box.address, np.zeros(tensor.shape, bool))
@@ -181,16 +201,6 @@ def store_tile(thread, site, maps, i, address, column, row, head, sequence):
         )
     here[...] = True
     out[...] = values[: out.shape[0], : out.shape[1]]
-
-
-def load_bytes(thread, site, to, x, i, count, barrier):
-    engines, size = thread.block.engines, x.dtype.itemsize
-    if int(count) % 16 or int(i) * size % 16:
-        text = f"{count} bytes from element {i}: not multiples of 16 bytes"
-        raise engines.error(thread, site, text)
-    values = [thread.load(x, int(i) + j, site) for j in range(int(count) // size)]
-    data = np.array(values, x.dtype).view(np.uint8)
-    engines.begin_copy(thread, site, to, data, barrier)
 
 
 # ----------------------------------------------------------------------------- operands of products

@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba import cuda, types
 
-from .._simulator.early import wait
+from .._simulator.early import let_next, wait
 from ..simulator import simulates
 
 try:
@@ -197,8 +197,10 @@ def _grid_control(name, instruction):
 
 # For kernels launched with overlap (_launch.py), compute capability 9.0 and up; "griddepcontrol" in the PTX ISA manual.
 # wait_for_previous(): the kernel before this one has ended, and what it wrote is there. What stands before this call may
-# only read what the kernel before does not write, such as weights, and write nothing; every block must call it.
-# let_next_start(): once all blocks have called this or ended, blocks of the next kernel may begin where there is room.
+# only read what the kernel before does not write, such as weights, and only write what it was not given; every block must
+# call it.
+# let_next_start(): once all blocks have called this or ended, blocks of the next kernel may begin where there is room. Only
+# after wait_for_previous: the next kernel minds the one before it, and none further back.
 wait_for_previous = _grid_control("wait_for_previous", "griddepcontrol.wait")
 let_next_start = _grid_control("let_next_start", "griddepcontrol.launch_dependents")
 
@@ -223,7 +225,7 @@ def prefetch(typingctx, x, i):
 # In the simulator one launch follows the other, but it looks for what would go wrong; and memory is all the same.
 simulates(prefetch)(lambda thread, site, x, i: None)
 simulates(wait_for_previous)(wait)
-simulates(let_next_start)(lambda thread, site: None)
+simulates(let_next_start)(let_next)
 
 
 # ----------------------------------------------------------------------------- the same in the simulator

@@ -7,6 +7,7 @@ replaying it costs the host nothing.
 
 import ctypes
 import functools
+import math
 
 import numpy as np
 
@@ -16,12 +17,21 @@ from ._hopper import MAP_WORDS, PANEL
 from ._hopper_twins import simulated_map
 from ._launch import empty, zeros
 
-BFLOAT16, SWIZZLE_128, PROMOTE_256, NO_INTERLEAVE, FILL_ZEROS = 9, 3, 3, 0, 0  # CUtensorMap...
+# CUtensorMap...
+FLOAT32, BFLOAT16, AS_IT_LIES, SWIZZLE_128, PROMOTE_256, NO_INTERLEAVE, FILL_ZEROS = (
+    7,
+    9,
+    0,
+    3,
+    3,
+    0,
+    0,
+)
 SETS = 1 << 14  # kept of those that no graph holds
 
 _captured: dict = {}  # (device, what is mapped) -> maps, in use by a graph: kept for ever
 _loose: dict = {}
-_counters: dict = {}  # (device, stream) -> two zeros. Kept: graphs know their address
+_counters: dict = {}  # (device, stream, kernel) -> two zeros. Kept: graphs know their address
 
 
 def mappable(x_BTHD: Array) -> Array:
@@ -35,7 +45,9 @@ def mappable(x_BTHD: Array) -> Array:
 
 
 def tensor_maps(*boxes: tuple[Array, int]) -> Array:
-    """The maps of (x (B, T, H, D) in bf16, rows per box), one after the other, as uint64: 16 words each."""
+    """One after the other, as uint64, 16 words each, the maps of: (x (B, T, H, D) in bf16, rows per box), (a matrix in
+    float32, columns per box).
+    """
     first = boxes[0][0]
     if isinstance(first, SimArray):
         words = [simulated_map(*_described(x, rows)) for x, rows in boxes]
@@ -58,18 +70,29 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
     return maps
 
 
-def _described(x_BTHD, rows):
-    """-> address, dims from the innermost out, strides of the outer three in bytes, box
+def tensors_of(maps: Array) -> list[tuple]:
+    """-> [(dims from the innermost out, bytes)] of what tensor_maps made these maps for."""
+    for (_, described), found in (*_captured.items(), *_loose.items()):
+        if found.data.ptr == maps.data.ptr:
+            each = ((dims, 2 if len(dims) == 4 else 4) for _, dims, _, _ in described)
+            return [(dims, size * math.prod(dims)) for dims, size in each]
+    raise ValueError("an array that tensor_maps has not made")
+
+
+def _described(x, size):
+    """-> address, dims from the innermost out, strides of all but the innermost in bytes, box
 
     Strides grow from one axis to the next, as the driver's manual asks: columns, heads, rows, sequences.
     """
-    B, T, H, D = x_BTHD.shape
-    batch, row, head, _ = x_BTHD.strides
-    simulated = isinstance(x_BTHD, SimArray)
-    address = x_BTHD.__array_interface__["data"][0] if simulated else x_BTHD.data.ptr
+    simulated = isinstance(x, SimArray)
+    address = x.__array_interface__["data"][0] if simulated else x.data.ptr
+    if x.ndim == 2:
+        return address, x.shape[::-1], x.strides[:1], (size, 1)
+    B, T, H, D = x.shape
+    batch, row, head, _ = x.strides
     dense = 2 * D  # the stride of an axis of one element says nothing
     strides = tuple(s if n > 1 else dense for s, n in ((head, H), (row, T), (batch, B)))
-    return address, (D, H, T, B), strides, (PANEL, 1, rows, 1)
+    return address, (D, H, T, B), strides, (PANEL, 1, size, 1)
 
 
 @functools.cache
@@ -85,9 +108,11 @@ def _encode(address, dims, strides, box) -> bytes:
     aligned = -(-ctypes.addressof(place) // 64) * 64  # the driver asks for it
     longs = lambda values: (ctypes.c_uint64 * len(values))(*values)
     ints = lambda values: (ctypes.c_uint32 * len(values))(*values)
+    rank = len(dims)
+    kind, swizzle = (BFLOAT16, SWIZZLE_128) if rank == 4 else (FLOAT32, AS_IT_LIES)
     status = _encoder()(
-        aligned, BFLOAT16, 4, address, longs(dims), longs(strides), ints(box), ints((1,) * 4),
-        NO_INTERLEAVE, SWIZZLE_128, PROMOTE_256, FILL_ZEROS,
+        aligned, kind, rank, address, longs(dims), longs(strides), ints(box), ints((1,) * rank),
+        NO_INTERLEAVE, swizzle, PROMOTE_256, FILL_ZEROS,
     )  # fmt: skip
     if status:
         raise RuntimeError(
@@ -110,12 +135,14 @@ def _upload(content: bytes) -> Array:
     return maps
 
 
-def tile_counter(maps: Array) -> Array:
-    """Two zeros beside `maps` for the kernels of this stream; each launch leaves them so."""
+def tile_counter(maps: Array, name: str) -> Array:
+    """Two zeros beside `maps` for the kernels of this stream and name; each launch leaves them so. (Kernels of different
+    names may run at the same time.)
+    """
     if isinstance(maps, SimArray) or maps.device.id < 0:
         return zeros(maps, (2,), np.int32)
     stream = cupy().cuda.get_current_stream()
-    key = maps.device.id, stream.ptr
+    key = maps.device.id, stream.ptr, name
     if key not in _counters:
         content = bytes(8)
         _counters[key] = _upload(content).view(np.int32)

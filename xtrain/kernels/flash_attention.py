@@ -50,7 +50,7 @@ from ._tensor_maps import mappable
 from ._tiles import WIDTHS
 
 FEW_ROUNDS, LONG = 12, 2048  # see make_grid; measured on one H200
-HOPPER = False  # use the kernels for compute capability 9.0: no GPU has run them in this form yet
+HOPPER = True  # the kernels for compute capability 9.0 where there is one, and in the simulator; False: mma.sync
 MAX_GRID = 2**16 - 1  # blocks in y or z
 SMALL = {  # where a block gets less shared memory than the table's choice needs; all fit the 99 KB of 8.6, 8.9, 12.0
     "fwd": (64, 64, 4, 2, False),

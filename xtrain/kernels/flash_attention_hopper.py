@@ -32,6 +32,7 @@ from ._flash_attention_hopper_parts import (
     make_key_producer,
     make_keys,
     make_layout,
+    make_skip,
     make_store,
     registers,
     split,
@@ -50,8 +51,8 @@ from ._hopper import (
     mbar_wait,
     shared_base,
 )
-from ._launch import launch
-from ._ptx import device, kernel, store1
+from ._launch import can_overlap, launch
+from ._ptx import device, kernel, let_next_start, store1, wait_for_previous
 from ._reduce import FULL
 from ._tensor_cores import exp2, fmax, log2, warp_id
 from ._tensor_maps import tensor_maps, tile_counter
@@ -132,7 +133,7 @@ def make_consumer(D, CAUSAL, config):
     wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
     wait_o, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
     key_blocks, (softmax, rescale) = make_keys(BM, BN, CAUSAL), make_softmax(D, BN)
-    _, pack, hide_after, _ = make_elements(BN)
+    skip, (_, pack, hide_after, _) = make_skip(D, CAUSAL, config, 1), make_elements(BN)
     clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
 
     @device
@@ -168,7 +169,7 @@ def make_consumer(D, CAUSAL, config):
             q0 = int32((blocks_m - 1 - m) * BM)
             w0 = q0 + 64 * (warp >> 2)  # this warpgroup's first query
             row = w0 + 16 * (warp & 3) + (lane >> 2)  # this lane's: row, row + 8
-            blocks = key_blocks(q0, T, S)
+            it, blocks = skip(base, it, key_blocks(q0, T, S), w0, T, S)
             n0 = int32((blocks - 1) * BN)  # from the diagonal down to key 0
             begin(o, top, total)
             stage, phase = it % STAGES, (it // STAGES) & 1
@@ -237,6 +238,8 @@ def make_fwd_kernel(D, CAUSAL, config):
         """
         base = shared_base()
         set_up(base)
+        wait_for_previous()
+        let_next_start()
         if warp_id() >= 4 * WGS:
             fewer_registers()
             if cuda.threadIdx.x == CONSUMERS:
@@ -278,9 +281,10 @@ def launch_tiles(
     grid = min(tiles * planes, multiprocessors * config[3])
     together = max(1, min(planes, l2 // 2 // max(plane_bytes, 1)))
     numbers = [np.int32(n) for n in (*sizes, group, together, *more)]
-    counter = tile_counter(maps)
+    counter = tile_counter(maps, kernel.py_func.__name__)
     args = maps, *arrays, counter, *numbers, *map(np.float32, scales)
-    launch(kernel, grid, 128 * (config[1] + 1), *args, shared=shared)
+    block, overlap = 128 * (config[1] + 1), can_overlap(maps)
+    launch(kernel, grid, block, *args, shared=shared, overlap=overlap)
 
 
 def forward(
