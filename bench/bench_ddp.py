@@ -3,13 +3,15 @@
     python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch] [--buckets 8 16 32 64]
 
 Batch 32 per GPU, bf16. A time is the mean of `steps` steps started one after the other (as in training, nothing waits in
-between), the median of five such runs, on a chip warmed by two seconds of the same. What is printed of each variant, in ms:
+between), the median of seven such runs, on a chip warmed by two seconds of the same. What is printed of each variant, in ms:
 
     step           the whole step
+    alone          the step of xtrain.train on each of the same GPUs, all busy, in turns with it: chips differ, and a warm one is slower
     exposed        step minus the step of --dp none, which communicates nothing: what communication costs
     communication  the same collectives alone, with nothing else to do; GB/s: bytes per rank * 2 (n-1)/n / that time
     optimizer      norm, AdamW and, with ZeRO, the all-gather, alone
-    of linear      tokens/s over n times the tokens/s of one GPU in the same run
+    of linear      tokens/s over the sum of what the GPUs do alone
+    of one GPU     tokens/s over n times those of the job with one GPU, which ran before
     bytes          per parameter and GPU, as allocated: weights, gradients, moments, bf16 copies
 
 The script starts itself again, under mpirun for xtrain and under torchrun for PyTorch.
@@ -31,7 +33,7 @@ import tyro
 
 BATCH = 32  # sequences per GPU
 WARMUP = 2.0  # seconds: a chip that has become warm is slower by 2 to 5 %
-RUNS = 5
+RUNS = 7
 
 
 @dataclass
@@ -53,7 +55,7 @@ def variants(o: Options, n: int) -> list[dict]:
         return [dict(dp="none")]
     stages = [dict(dp=dp, transport="nccl") for dp in o.stages if dp != "bucket"]
     for mb in o.buckets if "bucket" in o.stages else []:
-        for transport, comm in (("nccl", "fp32"), ("copy", "fp32"), ("copy", "bf16")):
+        for transport, comm in (("nccl", "fp32"), ("copy", "fp32"), ("nccl", "bf16")):
             kind = dict(dp="bucket", bucket_mb=mb, transport=transport, grad_comm=comm)
             stages += [dict(kind, zero=z) for z in (0, 1)]
     return stages
@@ -82,25 +84,25 @@ class Batches:
         return self.batches[self.taken % 8]
 
 
-def measure(run, ranks, steps, warmup=WARMUP):
-    """-> ms per step (median, best, worst of RUNS)"""
+def measure(runs, ranks, steps, warmup=WARMUP):
+    """Of each run ms per step (median, best, worst of RUNS), in turns."""
     import cupy as cp
 
-    start = time.perf_counter()
-    while ranks.any(time.perf_counter() - start < warmup):
-        for _ in range(steps):
-            run.step()
-        cp.cuda.Device().synchronize()
-    times = []
-    for _ in range(RUNS):
+    def once(run):
         cp.cuda.Device().synchronize()
         ranks.total([0.0])  # a barrier
         start = time.perf_counter()
         for _ in range(steps):
             run.step()
         cp.cuda.Device().synchronize()
-        times.append((time.perf_counter() - start) / steps)
-    return 1e3 * np.percentile(times, [50, 0, 100])
+        return 1e3 * (time.perf_counter() - start) / steps
+
+    start = time.perf_counter()
+    while ranks.any(time.perf_counter() - start < warmup):
+        for run in runs:
+            once(run)
+    times = [[once(run) for run in runs] for _ in range(RUNS)]
+    return np.percentile(times, [50, 0, 100], axis=0).T
 
 
 def alone(work, ranks, steps):
@@ -112,13 +114,14 @@ def alone(work, ranks, steps):
     graph = Graphed(lambda: (work(), cp.zeros(1))[1:])
     for _ in range(3):
         graph()
-    return measure(SimpleNamespace(step=graph), ranks, steps, warmup=0.1)[0]
+    return measure([SimpleNamespace(step=graph)], ranks, steps, warmup=0.1)[0][0]
 
 
 def one_variant(o, name, v, ranks):
     import cupy as cp
     from bench_train import model_config
 
+    from xtrain.communicator import ALONE
     from xtrain.config import TrainConfig
     from xtrain.ddp import ParallelConfig, ParallelRun
     from xtrain.device import memory_peak_bytes
@@ -133,12 +136,21 @@ def one_variant(o, name, v, ranks):
     model = Transformer(shape, 0, "gpu", o.precision, world=n)
     corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, ranks.rank))
     run = (Run if n == 1 else ParallelRun)(config, model, corpus, ranks)
-    ms = measure(run, ranks, o.steps)
+    for _ in range(3):
+        run.step()
+    peak, runs = memory_peak_bytes("gpu"), [run]
+    if n > 1:
+        kind["batch"] = BATCH
+        single = Transformer(shape, 0, "gpu", o.precision)
+        runs.append(Run(TrainConfig(**kind), single, corpus, ALONE))
+    ms, *by_itself = measure(runs, ranks, o.steps)
+    del runs[1:]
     arena, optimizer = model.arena, run.optimizer
     state = [arena.weights, arena.grads, arena.half, optimizer.m, optimizer.v]
     state += [getattr(optimizer, name, None) for name in ("master", "norms")]
     size = arena.grads.size
     found = dict(ms=list(ms), tokens=BATCH * n * T / ms[0] * 1e3, parameters=size)
+    found["alone_ms"] = ranks.everybody(float(by_itself[0][0]) if n > 1 else ms[0])
     hyper, factor = cp.asarray(optimizer.advance()), cp.ones(1, np.float32)
 
     def update():
@@ -155,7 +167,7 @@ def one_variant(o, name, v, ranks):
             moved = arena.grads.size * width * 2 * (n - 1) / n / (1 + v.get("zero", 0))
             found["bus_gb_s"] = moved / found["comm_ms"] / 1e6
     found["state_bytes"] = sum(x.nbytes for x in state if x is not None) / size
-    found["peak_gb"] = memory_peak_bytes("gpu") / 1e9
+    found["peak_gb"] = peak / 1e9
     if n > 1:
         run.close()
     return found
@@ -290,9 +302,12 @@ def main(o: Options) -> None:
                     for k in ("optimizer_ms", "comm_ms", "bus_gb_s", "state_bytes", "peak_gb")
                     if k in found
                 }
+                by_itself = found["alone_ms"]
+                more["alone_ms"] = [round(ms, 4) for ms in by_itself]
                 if silent and found["dp"] != "none":
                     more["exposed_ms"] = round(found["ms"][0] - silent, 4)
-                more["of_linear"] = round(found["tokens"] / n / one, 4)
+                more["of_linear"] = round(n / found["ms"][0] / sum(1 / ms for ms in by_itself), 4)
+                more["of_one_gpu"] = round(found["tokens"] / n / one, 4)
                 if peer and (n == 1 or found["dp"] != "none"):
                     more |= {"peer": "torch DDP + compile", "peer_value": peer["tokens"]}
                     more["peer_of_linear"] = round(peer["tokens"] / n / torch_one, 4)

@@ -92,10 +92,11 @@ def fake_gpu(monkeypatch):
         monkeypatch.setattr(module, "cupy", lambda: SimpleNamespace(cuda=cuda))
         empty = lambda like, shape, dtype=None: array(shape, dtype or like.dtype, 99)
         monkeypatch.setattr(module, "empty", empty)
-        monkeypatch.setattr(module, "cast_into", lambda y, x: y.__setitem__(..., x))
     driver = SimpleNamespace(cuStreamBatchMemOp=batch, CUresult=SimpleNamespace(CUDA_SUCCESS=0))
     monkeypatch.setattr(peer, "zeros", lambda _, shape, dtype: array(shape, dtype))
     monkeypatch.setattr(peer, "add_into", lambda a, b: a.__iadd__(b))
+    there = lambda address, n: np.ctypeslib.as_array((ctypes.c_float * n).from_address(address))
+    monkeypatch.setattr(peer, "at_address", there)
     monkeypatch.setattr(peer, "cuda_driver", lambda: driver)
     monkeypatch.setattr(peer, "write", lambda address, value: ("write", address, value))
     monkeypatch.setattr(peer, "wait", lambda address, value: ("wait", address, value))
@@ -125,14 +126,14 @@ def fake_gpu(monkeypatch):
     return run
 
 
-def numbers(rank, step, n, dtype=np.float32):
-    """Whole numbers: sums are exact in any order, in bf16 too."""
-    return np.random.default_rng([rank, step]).integers(-8, 9, n).astype(dtype)
+def numbers(rank, step, n):
+    """Whole numbers: sums are exact in any order."""
+    return np.random.default_rng([rank, step]).integers(-8, 9, n).astype(np.float32)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_every_collective_at_random(fake_gpu, size, bf16):
+def test_every_collective_at_random(fake_gpu, size, half):
     """Steps of random collectives, an odd or even number of barriers in each, every rank at its own pace."""
     n, steps = 384 * size, 12
     plans = np.random.default_rng(size)
@@ -144,30 +145,38 @@ def test_every_collective_at_random(fake_gpu, size, bf16):
         edges = [0, *cuts.tolist(), n]
         pieces = [(a, b - int(plans.integers(0, 5))) for a, b in itertools.pairwise(edges)]
         plan.append([(plans.choice(["all_reduce", "reduce_scatter"]), *p) for p in pieces])
+    idle = plans.random(steps) < 0.5
 
     def work(ranks):
         grads = array(n)
-        arena = SimpleNamespace(
-            grads=grads, weights=array(n), half=array(n, BFLOAT16) if bf16 else None
-        )
-        c = peer.CopyCollectives(ranks, arena, bf16)
+        weights = array(n, BFLOAT16 if half else np.float32)
+        arena = SimpleNamespace(grads=grads, weights=weights, half=weights if half else None)
+        c, norms = peer.CopyCollectives(ranks, arena), array(n // 4)
+        c.share(norms)
+        value = lambda step: array(1, fill=ranks.rank + step)
         for step, pieces in enumerate(plan):
             grads[...] = numbers(ranks.rank, step, n)
             expected = sum(numbers(rank, step, n) for rank in range(size))
+            losses = c.start_gather(value(step))
             for what, a, b in pieces:
-                getattr(c, what)(a, b)
+                getattr(c, what)(a, b, idle=idle[step])
             c.join()
             for what, a, b in pieces:
                 where = slice(a, b) if what == "all_reduce" else c.part(a, b)
                 assert np.array_equal(grads[where], expected[where]), (step, what, a, b)
-            for shared in (arena.half if bf16 else arena.weights, array(n)):
-                own = c.part(0, n)
-                shared[own] = numbers(7, step, n)[own]
-                c.all_gather(shared, 0, n)
-                c.join()
-                assert np.array_equal(shared.astype(np.float32), numbers(7, step, n))
-            all_R = c.gather_1(array(1, fill=ranks.rank + step))
-            assert all_R.tolist() == [rank + step for rank in range(size)]
+            assert losses.tolist() == [rank + step for rank in range(size)]
+            before = weights.astype(np.float32)  # still the old ones, whatever the others do by now
+            assert np.array_equal(before, numbers(7, step - 1, n) if step else np.zeros(n))
+            if step % 3:
+                assert c.gather_1(value(2 * step)).tolist() == [r + 2 * step for r in range(size)]
+            for shared in (weights, norms, array(n)):
+                own = c.part(0, shared.size)
+                shared[own] = numbers(7, step, shared.size)[own]
+                c.all_gather(shared, 0, shared.size)
+            c.join()
+            assert np.array_equal(weights.astype(np.float32), numbers(7, step, n))
+            assert np.array_equal(norms, numbers(7, step, n // 4))
+            assert np.array_equal(shared, numbers(7, step, n))
         c.close()
 
     fake_gpu(World(size, 1), work)
@@ -186,29 +195,33 @@ def test_parts_cover_every_piece():
                 assert len({p.stop - p.start for p in parts}) == 1, "ZeRO divides evenly"
 
 
-@pytest.mark.parametrize("broken", ["one row", "no barrier at the end"])
+@pytest.mark.parametrize("broken", ["one row", "no barrier at the end", "none before sending"])
 def test_the_test_sees_a_broken_protocol(fake_gpu, monkeypatch, broken):
-    """With one row of flags, or without the barrier of `join`, some rank reads too early or waits for ever."""
+    """With fewer rows of flags or barriers some rank reads too early, is written to too early, or waits for ever."""
     monkeypatch.setattr(f"{__name__}.PATIENCE", 2.0)
-    one_row = lambda self, stream: (
-        self._pass_barrier(JOINS, stream),
-        setattr(self, "pending", True),
-    )
-    JOINS = peer.JOIN
+    copies = peer.CopyCollectives
     if broken == "one row":
-        monkeypatch.setattr(peer.CopyCollectives, "_barrier", one_row)
+        monkeypatch.setattr(copies, "_barrier", lambda self, s: self._pass_barrier(peer.JOIN, s))
+    elif broken == "no barrier at the end":
+        monkeypatch.setattr(copies, "join", lambda self: None)
     else:
-        monkeypatch.setattr(peer.CopyCollectives, "join", lambda self: None)
+        always = property(lambda self: True, lambda self, value: None)
+        monkeypatch.setattr(copies, "aligned", always, raising=False)
 
     def work(ranks):
-        grads = array(512)
-        c = peer.CopyCollectives(ranks, SimpleNamespace(grads=grads, weights=array(512), half=None))
+        grads, weights = array(512), array(512)
+        c = copies(ranks, SimpleNamespace(grads=grads, weights=weights, half=None))
         for step in range(200):
             grads[...] = numbers(ranks.rank, step, 512)
             c.reduce_scatter(0, 512)
             c.join()
             own = c.part(0, 512)
             assert np.array_equal(grads[own], sum(numbers(r, step, 512) for r in range(3))[own])
+            if step:
+                assert np.array_equal(weights, numbers(7, step - 1, 512))
+            weights[own] = numbers(7, step, 512)[own]
+            c.all_gather(weights, 0, 512)
+            c.join()
 
     with pytest.raises((AssertionError, TimeoutError)):
         fake_gpu(World(3, 2), work)

@@ -12,6 +12,9 @@ whatever is computed between the two hides the communication. Every rank must st
     all_reduce(a, b)             grads[a:b] = the sum over ranks
     reduce_scatter(a, b)         the same, but rank r gets the r-th part of it only: half the traffic
     all_gather(array, a, b)      rank r's r-th part of array[a:b] to everybody: the other half
+    start_gather(own_1)          one number of each rank to everybody
+
+idle=True: nothing else is being computed, so the first two may use the whole GPU. Every step ends with a `join`.
 
 Sums of the same numbers are the same bits on every rank: MPI and NCCL add each element on one rank, or in one order.
 """
@@ -190,11 +193,11 @@ class HostCollectives:
         n = (b - a) // self.ranks.world
         return slice(a + self.ranks.rank * n, a + (self.ranks.rank + 1) * n)
 
-    def all_reduce(self, a: int, b: int) -> None:
+    def all_reduce(self, a: int, b: int, idle: bool = False) -> None:
         x = self._gradients(a, b)
         self._started(self.ranks.comm.Iallreduce(_in_place(), x))
 
-    def reduce_scatter(self, a: int, b: int) -> None:
+    def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
         x, own = self._gradients(a, b), self.part(a, b)
         received = np.empty(own.stop - own.start, x.dtype)
         request = self.ranks.comm.Ireduce_scatter_block(x, received)
@@ -204,10 +207,19 @@ class HostCollectives:
         x = array[a:b].view(np.uint8)
         self._started(self.ranks.comm.Iallgather(_in_place(), x))
 
-    def gather_1(self, own_1: np.ndarray) -> np.ndarray:
-        """(1,) of each rank -> (world,), in the order of the ranks."""
+    def share(self, array: np.ndarray) -> None:
+        pass
+
+    def start_gather(self, own_1: np.ndarray) -> np.ndarray:
+        """(1,) of each rank -> (world,), in the order of the ranks; not to be read before `join`."""
         all_R = np.empty(self.ranks.world, own_1.dtype)
-        self.ranks.comm.Allgather(own_1, all_R)
+        self._started(self.ranks.comm.Iallgather(own_1, all_R))
+        return all_R
+
+    def gather_1(self, own_1: np.ndarray) -> np.ndarray:
+        """The same, at once."""
+        all_R = self.start_gather(own_1)
+        self.join()
         return all_R
 
     def progress(self) -> None:
@@ -261,7 +273,7 @@ class GpuCollectives:
         self.events: list[Any] = []  # kept: a captured graph must not lose its events
         self.used = 0
 
-    part = HostCollectives.part
+    part, share = HostCollectives.part, HostCollectives.share
 
     def clear(self) -> None:
         pass
@@ -271,6 +283,8 @@ class GpuCollectives:
     def join(self) -> None:
         cupy().cuda.get_current_stream().wait_event(self._event(self.stream))
         self.used = 0
+
+    gather_1 = HostCollectives.gather_1
 
     @contextlib.contextmanager
     def _side(self) -> Iterator[int]:
@@ -312,7 +326,7 @@ class NcclCollectives(GpuCollectives):
         """Give NCCL's memory back. Every captured graph must be gone, as NCCL waits for the end of those it is in."""
         self.nccl.destroy()
 
-    def all_reduce(self, a: int, b: int) -> None:
+    def all_reduce(self, a: int, b: int, idle: bool = False) -> None:
         with self._side() as stream:
             x = self._gradients(a, b)
             self.nccl.allReduce(
@@ -320,7 +334,7 @@ class NcclCollectives(GpuCollectives):
             )
             self._widen(slice(a, b))
 
-    def reduce_scatter(self, a: int, b: int) -> None:
+    def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
         own = self.part(a, b)
         with self._side() as stream:
             x = self._gradients(a, b)
@@ -336,11 +350,10 @@ class NcclCollectives(GpuCollectives):
             n = own.stop - own.start
             self.nccl.allGather(start, x.data.ptr, n, self.types[x.itemsize], stream)
 
-    def gather_1(self, own_1: Array) -> Array:
+    def start_gather(self, own_1: Array) -> Array:
         all_R = empty(own_1, self.ranks.world)
         with self._side() as stream:
             self.nccl.allGather(own_1.data.ptr, all_R.data.ptr, 1, self.types[4], stream)
-        self.join()
         return all_R
 
 

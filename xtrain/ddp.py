@@ -21,6 +21,7 @@ ZeRO-1, --zero 1, divides the optimizer among the ranks: zero.py.
 """
 
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -51,6 +52,7 @@ from .data import Corpus
 from .device import Array, resolve_device, synchronize
 from .faults import Guard, Watchdog
 from .kernels.cross_entropy import IGNORE
+from .kernels.elementwise import add_fwd
 from .model import Transformer
 from .nn import Parameter, arena_unit
 from .optim import AdamW
@@ -108,7 +110,7 @@ class Naive(NoSync):
         loss.backward()
         if last:
             for _, p in self.model.storage():
-                self.collectives.all_reduce(p.offset, p.offset + p.size)
+                self.collectives.all_reduce(p.offset, p.offset + p.size, idle=True)
                 self.collectives.join()
 
 
@@ -118,7 +120,7 @@ class Flat(NoSync):
     def backward(self, loss, last):
         loss.backward()
         if last:
-            self.collectives.all_reduce(0, self.model.arena.grads.size)
+            self.collectives.all_reduce(0, self.model.arena.grads.size, idle=True)
             self.collectives.join()
 
 
@@ -148,10 +150,11 @@ class Overlap(NoSync):
         self.seen: Counter = Counter()
         self.missing = Counter(i for pieces in self.pieces_of.values() for i in pieces)
         self.sending = last and self.uses is not None
+        self.to_come = sum(self.uses.values()) if self.sending else 0  # additions
         loss.backward()
         if last:
             for i in sorted(+self.missing):  # all, the first time; else what backward did not reach
-                self.start(*self.pieces[i])
+                self.start(*self.pieces[i], idle=True)
             self.collectives.join()
             self.uses = self.uses or self.seen
 
@@ -165,11 +168,12 @@ class Overlap(NoSync):
                 f"a parameter of shape {p.shape} is used more often than in the first step: its gradient was on its "
                 "way already; use --dp flat"
             )
+        self.to_come -= 1
         if self.seen[p] == self.uses[p]:
             for i in self.pieces_of[p]:
                 self.missing[i] -= 1
                 if self.missing[i] == 0:
-                    self.start(*self.pieces[i])
+                    self.start(*self.pieces[i], idle=self.to_come == 0)
         self.collectives.progress()
 
 
@@ -204,7 +208,7 @@ class ParallelRun(Run):
             self.collectives = HostCollectives(ranks, arena, bf16)
         nbytes = config.bucket_mb * 2**20
         self.pieces = buckets(arena.n_decay, arena.grads.size, ranks.world, nbytes)
-        stage = STAGES[config.dp]
+        stage, self.losses = STAGES[config.dp], []
         self.sync = stage(model, self.collectives, self.pieces, config.zero)
         super().__init__(config, model, corpus, ranks)
 
@@ -230,14 +234,20 @@ class ParallelRun(Run):
         return ids, targets, np.array([1 / count if count else 0], np.float32)
 
     def backward(self, loss: Tensor, last: bool) -> None:
+        self.losses.append(loss.data.reshape(1))
+        if last:  # its way to the other ranks is hidden by backward
+            self.all_losses = self.collectives.start_gather(functools.reduce(add_fwd, self.losses))
+            self.losses.clear()
         self.sync.backward(loss, last)
 
     def clip(self) -> tuple[Array, Array]:
         return self.optimizer.clip(self.config.clip) if self.config.zero else super().clip()
 
     def of_all(self, norm: Array, loss: Array) -> tuple[Array, Array]:
-        gather = self.collectives.gather_1
-        return (gather(norm) if self.config.dp == "none" else norm), gather(loss)
+        if self.config.dp == "none":
+            norm = self.collectives.gather_1(norm)
+            self.collectives.join()
+        return norm, self.all_losses
 
     def close(self) -> None:
         """The end: captured steps first, then the communicator that they use."""

@@ -4,13 +4,15 @@ NCCL's kernels sit on 24 of an H200's 132 multiprocessors while they run. cuBLAS
 that meets NCCL needs a second round and takes up to twice as long: what overlap hides, the matrix products lose again. The
 copy engines of a GPU are hardware of their own; they read a neighbour's memory over NVLink while every multiprocessor computes.
 
-With R ranks, a piece of the arena cut into R parts, and every rank able to read the others' memory:
+With R ranks, a piece of the arena cut into R parts, and every rank able to read and write the others' memory:
 
     reduce_scatter    barrier: the piece is complete everywhere
-                      rank r copies part r of each neighbour's gradients to itself and adds it to its own
-    all_gather        barrier: every rank's own part is final
-                      rank r copies part s from rank s, for all s
-    all_reduce        the one, then the other
+                      rank r copies part r of each neighbour's gradients to itself and adds it to its own; when the
+                      multiprocessors have nothing else to do, the addition reads the neighbour's memory instead
+    all_gather        barrier: nobody reads the old values any more
+                      rank r copies its own part to each neighbour
+    all_reduce        reduce_scatter, then rank r copies the sum to each neighbour
+    join              barrier: what the neighbours copied has come
 
 Each sum is made once, by its owner, in one order, and copied: all ranks hold the same bits by construction.
 
@@ -18,10 +20,11 @@ The barrier is a row of flags in each rank's memory, one per neighbour. A rank w
 waits until all of its own are 1, and sets them back to 0. A GPU does this by itself between two operations of a
 stream (cuStreamBatchMemOp), also in a CUDA graph, where the same 1 is written at every replay. A flag may be used again once
 another barrier has been passed: whoever has passed that one knows that the first was passed, and its flags set back,
-everywhere. Hence three rows: two that take turns, and one for `join`, since a step may have an odd number of barriers.
+everywhere. Hence three rows: two that take turns, and one for `join`, which ends every step, since a step may have an
+odd number of barriers.
 
-A neighbour reads my memory while I change it? I write part s of a piece only after the second barrier, which s reaches when it
-has read my part s. And `join` ends with a barrier, so nobody starts a new backward while he is still being read.
+A neighbour reads my memory while I change it? I change gradients after `join` only, which he reaches when he has read
+them. He writes into them? Only part r of a piece, which nobody but rank r needs once that piece is complete everywhere.
 """
 
 import functools
@@ -33,7 +36,6 @@ from .communicator import GpuCollectives, NcclCollectives, Ranks
 from .config import UserError
 from .device import Array, cupy
 from .kernels._launch import empty, zeros
-from .kernels.cast import cast_into
 from .kernels.elementwise import add_into
 
 STEP = 1 << 22  # elements that are copied before they are added, or that pass through the window
@@ -41,25 +43,28 @@ JOIN = 2  # the row of flags of `join`
 
 
 class CopyCollectives(GpuCollectives):
-    """As NcclCollectives, on the GPUs of one machine. bf16: gradients travel in bf16 and are added in float32."""
+    """As NcclCollectives, on the GPUs of one machine, in float32."""
 
-    def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
-        super().__init__(ranks, arena, bf16)
-        self.wire = self.grads if self.half is None else self.half  # what neighbours read
-        self.arrived = empty(self.wire, STEP)
-        self.widened = empty(self.grads, STEP if bf16 else 0)
+    def __init__(self, ranks: Ranks, arena: Any):
+        super().__init__(ranks, arena)
+        self.arrived = empty(self.grads, STEP)
         self.window = empty(self.grads, STEP)  # arrays that are not shared pass through here
         self.flags = zeros(self.grads, (JOIN + 1, ranks.world), np.int32)
-        self.turn, self.pending = (
-            0,
-            False,
-        )  # which row is next; has there been a barrier since `join`
+        self.mail = zeros(self.grads, (2, ranks.world, 4), np.float32)  # 16 bytes from each rank
+        self.turn = 0  # which row of flags is next
+        self.pending = False  # has there been a barrier since `join`
+        self.aligned = False  # since `join`, has one been passed by whatever the ranks compute
         self.opened: dict[tuple[int, bytes], int] = {}
+        self.shared: dict[int, list[int]] = {}  # an array's address -> where each rank has it
         weights = arena.weights if arena.half is None else arena.half
-        shared = (self.wire, weights, self.window, self.flags)
-        self.shared = {array.data.ptr: self._addresses(array) for array in shared}
+        for array in (self.grads, weights, self.window, self.flags, self.mail):
+            self.share(array)
         cupy().cuda.Device().synchronize()  # the flags are 0 ...
         ranks.total([0.0])  # ... everywhere
+
+    def share(self, array: Array) -> None:
+        """Every rank calls this with an array of its own, which all_gather may then fill without a detour."""
+        self.shared[array.data.ptr] = self._addresses(array)
 
     def close(self) -> None:
         """Close the neighbours' memory. Every captured graph must be gone."""
@@ -74,63 +79,70 @@ class CopyCollectives(GpuCollectives):
         return slice(min(b, a + rank * n), min(b, a + (rank + 1) * n))
 
     # ------------------------------------------------------------------------- the collectives
-    def all_reduce(self, a: int, b: int) -> None:
+    def all_reduce(self, a: int, b: int, idle: bool = False) -> None:
         with self._side() as stream:
-            self._reduce(a, b, stream)
-            own = self.part(a, b)
-            if self.half is not None:
-                cast_into(self.half[own], self.grads[own])
-            self._gather(self.wire, a, b, stream)
-            self._widen(slice(a, b))
+            self._reduce(a, b, idle, stream)
+            self._send(self.grads, self.part(a, b), stream)
 
-    def reduce_scatter(self, a: int, b: int) -> None:
+    def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
         with self._side() as stream:
-            self._reduce(a, b, stream)
+            self._reduce(a, b, idle, stream)
 
     def all_gather(self, array: Array, a: int, b: int) -> None:
         with self._side() as stream:
-            if array.data.ptr in self.shared:
-                self._gather(array, a, b, stream)
-            else:
+            if array.data.ptr not in self.shared:
                 self._gather_through_window(array, a, b, stream)
+                return
+            if not self.aligned:
+                self._barrier(stream)
+                self.aligned = True
+            self._send(array, self.part(a, b), stream)
+
+    def start_gather(self, own_1: Array) -> Array:
+        all_R, me = empty(own_1, self.ranks.world), self.ranks.rank
+        row, first = self.mail[self.turn], (self.turn * self.ranks.world + me) * 4
+        with self._side() as stream:
+            row[me, :1] = own_1
+            self._send(self.mail, slice(first, first + 4), stream)
+            self._barrier(stream)
+            all_R[...] = row[:, 0]
+        return all_R
 
     def gather_1(self, own_1: Array) -> Array:
-        all_R4 = empty(own_1, (self.ranks.world, 4))  # parts are 16 bytes
-        all_R4[self.ranks.rank] = own_1
-        self.all_gather(all_R4.reshape(-1), 0, all_R4.size)
-        self.join()
-        return all_R4[:, 0].copy()
+        all_R = self.start_gather(own_1)
+        super().join()
+        self.aligned = True
+        return all_R
 
     def join(self) -> None:
         if self.pending:
             with self._side() as stream:
                 self._pass_barrier(JOIN, stream)
-            self.turn, self.pending = 0, False
+            self.turn, self.pending, self.aligned = 0, False, False
         super().join()
 
     # ------------------------------------------------------------------------- their halves
-    def _reduce(self, a, b, stream):
+    def _reduce(self, a, b, idle, stream):
         """grads[own part of [a, b)] += what the neighbours have there."""
-        self._gradients(a, b)  # with bf16, rounded into `half`
         self._barrier(stream)
-        own = self.part(a, b)
+        own, address = self.part(a, b), self.grads.data.ptr
         for first in range(own.start, own.stop, STEP):
             n = min(STEP, own.stop - first)
             for rank in self._neighbours():
-                self._copy(self.arrived, 0, self.wire, first, n, rank, stream)
-                x = self.arrived[:n]
-                if self.half is not None:
-                    cast_into(self.widened[:n], x)
-                    x = self.widened[:n]
+                theirs = self.shared[address][rank] + first * self.grads.itemsize
+                if idle:
+                    x = at_address(theirs, n)
+                else:
+                    x = self.arrived[:n]
+                    _copy(x.data.ptr, theirs, x.nbytes, stream)
                 add_into(self.grads[first : first + n], x)
 
-    def _gather(self, array, a, b, stream):
-        """array[a:b]: every part from its owner."""
-        self._barrier(stream)
-        for rank in self._neighbours():
-            part = self.part(a, b, rank)
-            n = part.stop - part.start
-            self._copy(array, part.start, array, part.start, n, rank, stream)
+    def _send(self, array, part, stream):
+        """array[part] to every neighbour"""
+        n, start = part.stop - part.start, part.start * array.itemsize
+        for rank in self._neighbours() if n > 0 else ():
+            there = self.shared[array.data.ptr][rank]
+            _copy(there + start, array.data.ptr + start, n * array.itemsize, stream)
 
     def _gather_through_window(self, array, a, b, stream):
         window = self.window.view(array.dtype)
@@ -140,25 +152,18 @@ class CopyCollectives(GpuCollectives):
                 part = self.part(a, b, rank)
                 start = part.start + first
                 n = max(0, min(STEP, part.stop - start))
+                here = array[start : start + n]
                 if rank == self.ranks.rank:
-                    window[:n] = array[start : start + n]
+                    window[:n] = here
                     self._barrier(stream)
-                else:
-                    self._copy(array, start, window, 0, n, rank, stream)
+                elif n:
+                    _copy(here.data.ptr, self.shared[window.data.ptr][rank], here.nbytes, stream)
             self._barrier(stream)  # the window is free again
 
     def _neighbours(self):
         """All others, each rank beginning with another one: nobody is read by everybody at once."""
         me, world = self.ranks.rank, self.ranks.world
         return [(me + i) % world for i in range(1, world)]
-
-    def _copy(self, to, start, array, first, n, rank, stream):
-        """to[start : start + n] = array[first : first + n] of that rank"""
-        if n > 0:
-            source = self.shared[array.data.ptr][rank] + first * array.itemsize
-            runtime, target = cupy().cuda.runtime, to.data.ptr + start * to.itemsize
-            kind = runtime.memcpyDeviceToDevice
-            runtime.memcpyAsync(target, source, n * to.itemsize, kind, stream)
 
     # ------------------------------------------------------------------------- barriers and addresses
     def _barrier(self, stream):
@@ -195,6 +200,18 @@ class CopyCollectives(GpuCollectives):
 
 
 # ----------------------------------------------------------------------------- what CuPy does not bring
+def _copy(target, source, nbytes, stream):
+    runtime = cupy().cuda.runtime
+    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, stream)
+
+
+def at_address(address: int, n: int) -> Array:
+    """float32 (n,): the memory there, which may be a neighbour's, as an array."""
+    cp = cupy()
+    memory = cp.cuda.UnownedMemory(address, 4 * n, None, cp.cuda.Device().id)
+    return cp.ndarray(n, np.float32, cp.cuda.MemoryPointer(memory, 0))
+
+
 @functools.cache
 def cuda_driver() -> Any:
     """cuda.bindings.driver: numba-cuda needs it as well."""
@@ -241,14 +258,20 @@ def _check(driver, error, what):
 # ----------------------------------------------------------------------------- which way
 def gpu_collectives(ranks: Ranks, arena: Any, bf16: bool, how: str) -> GpuCollectives:
     """how: "nccl", "copy", or "auto": copy where it is possible. Raises UserError when "copy" is not."""
-    reason = "" if how == "nccl" else why_no_copies(ranks)
+    reason = "" if how == "nccl" else why_no_copies(ranks, bf16)
     if how == "copy" and reason:
         raise UserError(f"--transport copy cannot be had: {reason}; use --transport nccl")
-    return (NcclCollectives if how == "nccl" or reason else CopyCollectives)(ranks, arena, bf16)
+    if how == "nccl" or reason:
+        return NcclCollectives(ranks, arena, bf16)
+    return CopyCollectives(ranks, arena)
 
 
-def why_no_copies(ranks: Ranks) -> str:
-    """Why the GPUs of these ranks cannot read each other's memory; "" when they can. The same answer on every rank."""
+def why_no_copies(ranks: Ranks, bf16: bool = False) -> str:
+    """Why copy engines cannot do it; "" when they can. The same answer on every rank."""
+    if (
+        bf16
+    ):  # casting twice costs more than half the bytes save: the engines are fast, and mostly hidden
+        return "gradients that travel in bf16 are NCCL's"
     if any(ranks.everybody(ranks.local_world != ranks.world)):
         return "the ranks are on several machines"
     return next(filter(None, ranks.everybody(_out_of_reach(ranks))), "")

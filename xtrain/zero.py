@@ -52,6 +52,7 @@ class ShardedAdamW(AdamW):
         if self.master is None:  # made once: a captured step goes on using this memory
             self.master = zeros(arena.weights, self.m.shape)
             self.norms = zeros(arena.weights, arena.weights.size - arena.n_decay)
+            self.collectives.share(self.norms)
         first = 0
         for start, end in self.owned:
             self.master[first : first + end - start] = arena.weights[start:end]
