@@ -18,6 +18,7 @@ The script starts itself again, under mpirun for xtrain and under torchrun for P
 """
 
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -44,7 +45,10 @@ class Options:
     stages: list[str] = field(
         default_factory=lambda: ["none", "naive", "flat", "overlap", "bucket"]
     )
-    buckets: list[float] = field(default_factory=lambda: [32.0])  # MiB to try with --dp bucket
+    buckets: list[float] = field(default_factory=lambda: [32.0])  # with --dp bucket: MiB to try
+    transports: list[str] = field(default_factory=lambda: ["nccl", "copy"])
+    grad_comm: list[str] = field(default_factory=lambda: ["fp32"])
+    zero: list[int] = field(default_factory=lambda: [0, 1])
     precision: Literal["fp32", "bf16"] = "bf16"
     steps: int = 20
     worker: str = ""  # what the script says to itself: what to measure, as JSON
@@ -54,11 +58,12 @@ def variants(o: Options, n: int) -> list[dict]:
     if n == 1:
         return [dict(dp="none")]
     stages = [dict(dp=dp, transport="nccl") for dp in o.stages if dp != "bucket"]
-    for mb in o.buckets if "bucket" in o.stages else []:
-        for transport, comm in (("nccl", "fp32"), ("copy", "fp32"), ("nccl", "bf16")):
-            kind = dict(dp="bucket", bucket_mb=mb, transport=transport, grad_comm=comm)
-            stages += [dict(kind, zero=z) for z in (0, 1)]
-    return stages
+    if "bucket" not in o.stages:
+        return stages
+    names = "bucket_mb", "transport", "grad_comm", "zero"
+    kinds = itertools.product(o.buckets, o.transports, o.grad_comm, o.zero)
+    kinds = [dict(zip(names, kind), dp="bucket") for kind in kinds]
+    return stages + [k for k in kinds if (k["transport"], k["grad_comm"]) != ("copy", "bf16")]
 
 
 def label(v: dict) -> str:

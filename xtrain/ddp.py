@@ -1,4 +1,4 @@
-"""Train on several ranks:   mpirun -n 4 python -m xtrain.ddp [the options of xtrain.train] [--dp ...] [--zero 1]
+"""Train on several ranks:   mpirun -n 4 python -m xtrain.ddp [the options of xtrain.train] [--dp ...] [--zero ...]
 
 Every rank holds the whole model and takes its share of every batch: loss and gradient are sums over the tokens of the
 batch, so the ranks' gradients add up to the gradient of the whole. (--batch counts the sequences of all ranks.) Then all
@@ -17,7 +17,7 @@ How the gradients are added up, --dp, from the simplest to the fastest; each is 
     overlap   each parameter as soon as backward has finished its gradient, while backward goes on
     bucket    the same in slices of the arena: few, large messages
 
-ZeRO-1, --zero 1, divides the optimizer among the ranks: zero.py.
+ZeRO-1, --zero 1, divides the optimizer among the ranks: zero.py. It is the default with buckets.
 """
 
 import contextlib
@@ -68,7 +68,9 @@ class ParallelConfig(TrainConfig):
 
     # how gradients are added up
     dp: Literal["none", "naive", "flat", "overlap", "bucket"] = "bucket"
-    zero: Literal[0, 1] = 0  # 1: the optimizer's state is divided among the ranks (ZeRO-1)
+    zero: Literal[0, 1] | None = (
+        None  # 1: the optimizer is divided among the ranks (ZeRO-1); default: 1 with --dp bucket
+    )
     bucket_mb: float = 32.0  # MiB of float32 gradients in one message
     grad_comm: Literal["fp32", "bf16"] = "fp32"  # what gradients travel in
     # between GPUs: NCCL's kernels, or copy engines (one machine; auto: where possible)
@@ -85,10 +87,15 @@ class ParallelConfig(TrainConfig):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise UserError(f"--{name.replace('_', '-')} must not be negative, got {value}")
-        if self.zero and self.dp == "none":
+        if self.sharded and self.dp == "none":
             raise UserError(
                 "--zero 1 needs the gradients of all ranks: choose another --dp than none"
             )
+
+    @property
+    def sharded(self) -> bool:
+        """ZeRO-1? It saves memory, and with buckets time: each rank updates only its part, and sends half the bytes."""
+        return self.dp == "bucket" if self.zero is None else bool(self.zero)
 
 
 # ----------------------------------------------------------------------------- the gradients of all ranks
@@ -209,13 +216,13 @@ class ParallelRun(Run):
         nbytes = config.bucket_mb * 2**20
         self.pieces = buckets(arena.n_decay, arena.grads.size, ranks.world, nbytes)
         stage, self.losses = STAGES[config.dp], []
-        self.sync = stage(model, self.collectives, self.pieces, config.zero)
+        self.sync = stage(model, self.collectives, self.pieces, config.sharded)
         super().__init__(config, model, corpus, ranks)
 
     def make_optimizer(self) -> AdamW:
         c = self.config
         options = dict(lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay)
-        if c.zero:
+        if c.sharded:
             return ShardedAdamW(self.model, self.collectives, self.pieces, **options)
         return AdamW(self.model, **options)
 
@@ -241,7 +248,7 @@ class ParallelRun(Run):
         self.sync.backward(loss, last)
 
     def clip(self) -> tuple[Array, Array]:
-        return self.optimizer.clip(self.config.clip) if self.config.zero else super().clip()
+        return self.optimizer.clip(self.config.clip) if self.config.sharded else super().clip()
 
     def of_all(self, norm: Array, loss: Array) -> tuple[Array, Array]:
         if self.config.dp == "none":
@@ -258,7 +265,7 @@ class ParallelRun(Run):
 
     def check_ranks(self) -> None:
         """Raises UserError, on every rank, when they do not hold the same bits."""
-        weights = self.optimizer.in_use() if self.config.zero else [self.model.arena.weights]
+        weights = self.optimizer.in_use() if self.config.sharded else [self.model.arena.weights]
         self.ranks.check_identical(weights, self.done)
 
     def timing(self, speed: float) -> dict[str, Any]:
@@ -273,7 +280,7 @@ class ParallelRun(Run):
 
     def layer_squares(self) -> dict[str, float]:
         mine = super().layer_squares()  # with ZeRO of the owned parts
-        sums = self.ranks.total(list(mine.values())) if self.config.zero else mine.values()
+        sums = self.ranks.total(list(mine.values())) if self.config.sharded else mine.values()
         return dict(zip(mine, sums))
 
     def validate(self) -> tuple[float, float]:
@@ -287,7 +294,7 @@ class ParallelRun(Run):
     def snapshot(self, logs: dict[str, int]) -> checkpoint.Snapshot | None:
         """On rank 0; every rank must call it."""
         self.beat()
-        optimizer, zero = self.optimizer, self.config.zero
+        optimizer, zero = self.optimizer, self.config.sharded
         if zero:
             optimizer.restore()
         moments = optimizer.whole() if zero else optimizer
@@ -297,7 +304,7 @@ class ParallelRun(Run):
         return snapshot
 
     def load(self, saved: checkpoint.Saved) -> None:
-        if not self.config.zero:
+        if not self.config.sharded:
             return super().load(saved)
         m, v = (np.zeros(self.model.arena.grads.shape, np.float32) for _ in range(2))
         whole = SimpleNamespace(m=m, v=v, t=0)

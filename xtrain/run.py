@@ -199,7 +199,7 @@ class Run:
         return {
             "device": device_name(self.model.device),
             "ranks": self.ranks.world,
-            "zero": getattr(self.config, "zero", 0),
+            "zero": int(getattr(self.config, "sharded", 0)),
         }
 
     def resume(self, saved: Saved, say: Callable[[str], None] = lambda sentence: None) -> None:
