@@ -142,7 +142,7 @@ def masters_exist_once(folder):
     if ranks is None:
         return
     shape = dict(
-        vocab_size=40, dim=16, n_layers=1, n_heads=2, head_dim=8, hidden_dim=24, max_seq_len=8
+        vocab_size=40, dim=16, n_layers=1, n_heads=2, head_dim=16, hidden_dim=24, max_seq_len=8
     )
     plain, sharded = (
         Transformer(ModelConfig(**shape), 0, "sim", "bf16", world=2) for _ in range(2)
