@@ -327,15 +327,14 @@ class CupyPool:
         self.pool = cupy.cuda.MemoryPool()
 
     def alloc(self, size):
-        block, s = self.pool.malloc(size), self.statistics
-        block.asked = size
+        memory, s = self.pool.malloc(size), self.statistics
         s.requests, s.asked = s.requests + 1, s.asked + size
         s.peak_used = max(s.peak_used, self.pool.used_bytes())
-        return block
+        return [memory, size]
 
     def free(self, block):
-        self.statistics.asked -= block.asked
-        block.mem = None  # the pool takes it back
+        self.statistics.asked -= block.pop()
+        block.clear()  # nobody holds the memory any more, so the pool takes it back
 
     def measure(self):
         s = self.statistics

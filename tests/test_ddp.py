@@ -255,14 +255,14 @@ def one_sentence(result, sentence):
 
 
 # ----------------------------------------------------------------------------- what is missing, in one sentence
-def test_no_mpi4py(tmp_path):
+def test_no_mpi4py(environment):
     script = (
         "import sys; sys.modules['mpi4py'] = None; from xtrain.ddp import main; sys.exit(main([]))"
     )
     for rank, sentences in (("0", 1), ("1", 0)):
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": str(HERE.parent), "PMI_RANK": rank},
+            env={**environment, "PMI_RANK": rank},
         )  # fmt: skip
         assert done.returncode == 2 and done.stderr.count("\n") == sentences
         assert sentences == 0 or "pip install 'xtrain[mpi]'" in done.stderr

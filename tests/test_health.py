@@ -399,7 +399,8 @@ def test_a_spike_is_flagged_in_a_run(tmp_path, monkeypatch):
 
     def noisy(self, backward, ids, targets, inv_count=None):
         if self.done == 24:
-            targets = ids = np.random.default_rng(0).integers(0, 256, ids.shape).astype(np.int32)
+            noise = np.random.default_rng(0).integers(0, 256, ids.shape).astype(np.int32)
+            targets = ids = to_device(noise, DEVICE)
             self.spiked = True
         return gradients(self, backward, ids, targets, inv_count)
 

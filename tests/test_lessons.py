@@ -127,7 +127,7 @@ def test_unknown_exercises():
 def command(folder, *arguments):
     return subprocess.run(
         [sys.executable, "-m", "xtrain.lesson", *arguments], cwd=folder, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def test_the_examples_run(tmp_path):
     example = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
     done = subprocess.run(
         [sys.executable, "-c", example], capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "my-model" / "model.safetensors").exists()

@@ -243,7 +243,8 @@ def test_the_command_line_ends_with_0(tmp_path):
         "--steps=100000",
         "--device=cpu",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
     start = [sys.executable, "-m", "xtrain.train", *small, *where]
     job = subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     log, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
@@ -262,7 +263,8 @@ def test_the_command_line_ends_with_0(tmp_path):
 
 def test_the_clock_of_the_time_limit_begins_with_the_process():
     code = "import time; a = time.monotonic(); time.sleep(1.5); import xtrain.stopping as s; print(a - s.STARTED)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )

@@ -57,6 +57,7 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     Weights first, then every op in the order of computation: what forward gives, the gradients that backward gives
     (those of parameters as far as they are added up). `model` needs a list of layers, model.model.layers.
     """
+    model.arena.refresh()  # the bf16 copy, if there is one
     names = _names(model)
     for name, array in names.values():
         if found := count_nonfinite(array):
