@@ -165,7 +165,7 @@ def add_bias(x, b):
 # %% [markdown]
 # What repeats in the forward pass adds up in the backward, and the other way round: the gradient of
 # a sum is a repetition. This pair is everywhere. A weight that is used by all tokens collects from
-# all of them; a tied embedding collects at both ends of the model.
+# all of them.
 #
 # ## Exercise 6.3: the engine
 #
@@ -296,8 +296,10 @@ print("relative error below 1e-6:", bool(abs(numeric - (w1.grad * v).sum()) < 1e
 # ## Measure: what the notes hold
 #
 # Each closure holds the arrays that it needs, and so the graph keeps them alive until backward.
-# That is what fills the memory of a GPU in training. xtrain's engine counts it; here is one SwiGLU
-# layer of width 64 on 256 tokens, in two ways:
+# That is what fills the memory of a GPU in training. xtrain's engine counts it. Here is one layer
+# of a transformer, on 256 tokens of width 64, in two ways: a linear layer to 384 numbers per token,
+# SwiGLU (lesson 7), which makes 192 of them out of two halves, *gate* and *up*, and a linear layer
+# back to 64.
 
 # %%
 from xtrain import functional as F
@@ -315,10 +317,10 @@ for name, out in (("swiglu, then linear", plain), ("swiglu_linear", together)):
     print(f"{name:20} keeps {saved_bytes(out) // row:4} numbers per token")
 
 # %% [markdown]
-# The first op pair keeps the packed gate and up (384 numbers per token) for one backward and the
-# product (192) for the next. **The improvement: keep what cannot be had again cheaply.** The
-# product follows from gate and up with a few multiplications, so the fused op computes it once more
-# in its backward and keeps a third less, to the same bits:
+# The first pair of ops keeps gate and up (384 numbers per token) for the backward of SwiGLU, and
+# its result (192) for that of the last layer. **The improvement: keep what cannot be had again
+# cheaply.** The result follows from gate and up with a few multiplications, so the fused op
+# computes it once more in its backward and keeps a third less, to the same bits:
 
 # %%
 dy = rng.standard_normal((N, C)).astype(np.float32)
@@ -341,7 +343,7 @@ lesson.table(
 )
 
 # %% [markdown]
-# The first line is the engine running op by op, the second the same step as a graph.
+# The first line is the engine running op by op (*eager*), the second the same step as a graph.
 #
 # ## The library's kernel
 #
@@ -426,9 +428,13 @@ for layers in (2, 4, 8, 16):
 # <details><summary>Solutions</summary>
 #
 # 1: `Tensor(np.maximum(x.data, 0), [(x, lambda dy: dy * (x.data > 0))])` and `Tensor(x.data.sum(),
-# [(x, lambda dy: dy * np.ones_like(x.data))])`. 2: yours adds everything a second time to what is
-# there; xtrain refuses, since the saved arrays are gone. 3: in `Tensor.__init__` (parents become
-# empty) is enough for yours; xtrain asks in `Context`, so that nothing is saved either.
+# [(x, lambda dy: dy * np.ones_like(x.data))])`.
+#
+# 2: yours adds everything a second time to what is there; xtrain refuses, since the saved arrays
+# are gone.
+#
+# 3: in `Tensor.__init__` (parents become empty) is enough for yours; xtrain asks in `Context`, so
+# that nothing is saved either.
 #
 # </details>
 #

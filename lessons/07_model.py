@@ -19,9 +19,9 @@
 # the loss, small enough to compute by hand, and equal to what everybody else calls by that name to
 # the sixth digit.
 #
-# You know the residual stream, RMSNorm and linear layers. Four things are new: the embedding,
-# positions (RoPE), attention with its softmax, SwiGLU; and at the end the cross-entropy. You write
-# three of their kernels, then put everything together in forty lines of NumPy, and compare.
+# You know RMSNorm and linear layers. Four things are new: the embedding, positions (RoPE),
+# attention with its softmax, SwiGLU; and at the end the cross-entropy. You write three of their
+# kernels, then put everything together in forty lines of NumPy, and compare.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -53,7 +53,7 @@ from xtrain.kernels._reduce import block_max, block_sum
 # ```text
 # ids (B, T) -> embedding -> h (N, C)
 #     L times:   h += attention(norm(h))      here, and only here, tokens look at each other
-#                h += mlp(norm(h))            every token by itself
+#                h += mlp(norm(h))            every token by itself (mlp: multi-layer perceptron)
 # norm -> head -> logits (N, V) -> cross-entropy with the next tokens
 # ```
 #
@@ -63,10 +63,12 @@ from xtrain.kernels._reduce import block_max, block_sum
 #
 # ## Positions: RoPE
 #
-# Attention compares tokens by dot products, which know nothing of order. RoPE gives them a position
-# by *turning*: a head of D numbers is seen as R = D / 2 planes, and in plane r the token at
-# position t is turned by the angle $t f_r$. Fast planes tell neighbours apart, slow ones the
-# far-away. Plane r is made of number r of the lower half and number r of the upper half:
+# Attention works on H *heads*, vectors of D numbers each, into which a linear layer has turned the
+# token: an array (N, H, D). It compares tokens by dot products, which know nothing of order. RoPE
+# (*rotary position embedding*) gives them a position by *turning*: a head of D numbers is seen as R
+# = D / 2 planes, and in plane r the token at position t is turned by the angle $t f_r$. Fast planes
+# tell neighbours apart, slow ones the far-away. Plane r is made of number r of the lower half and
+# number r of the upper half:
 #
 # $$y_r = x_r \cos(t f_r) - x_{r+R} \sin(t f_r) \qquad y_{r+R} = x_{r+R} \cos(t f_r) + x_r \sin(t f_r)$$
 #
@@ -96,7 +98,10 @@ for i, j in ((0, 3), (5, 8), (100, 103), (0, 4)):
 # %% tags=["exercise"]
 @cuda.jit
 def rope_kernel(y_NHD, x_NHD, cos_TR, sin_TR, T):
-    """Turn plane r of head h of token n.   Grid (N, H), block R = D / 2. Row n is at position n % T."""
+    """Turn plane r of head h of token n.   x, y: (N, H, D)   cos, sin: (T, R) with R = D / 2
+
+    Grid (N, H), block R. Row n is at position n % T.
+    """
     n, h, r = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
     R = cos_TR.shape[1]
     # YOUR CODE
@@ -117,7 +122,10 @@ lesson.check("7.1", rope_kernel)
 # Solution 7.1
 @cuda.jit
 def rope_kernel(y_NHD, x_NHD, cos_TR, sin_TR, T):
-    """Turn plane r of head h of token n.   Grid (N, H), block R = D / 2. Row n is at position n % T."""
+    """Turn plane r of head h of token n.   x, y: (N, H, D)   cos, sin: (T, R) with R = D / 2
+
+    Grid (N, H), block R. Row n is at position n % T.
+    """
     n, h, r = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
     R = cos_TR.shape[1]
     t = n % T
@@ -138,8 +146,8 @@ def rope_kernel(y_NHD, x_NHD, cos_TR, sin_TR, T):
 #
 # $$s_{ts} = \frac{q_t \cdot k_s}{\sqrt{D}} \qquad p_{ts} = \frac{e^{s_{ts}}}{\sum_{j \le t} e^{s_{tj}}} \qquad o_t = \sum_{s \le t} p_{ts} \, v_s$$
 #
-# "Up to itself" is the causal mask: a model that may look at the next token has nothing to predict.
-# The products are lesson 4. The softmax, by hand for T = 3:
+# "Up to itself" is the *causal mask*: a model that may look at the next token has nothing to
+# predict. The products are lesson 4. The softmax, by hand for T = 3:
 
 # %%
 scores = np.array([[0.0, 9.0, 9.0], [1.0, 1.0, 9.0], [2.0, 1.0, 0.0]])
@@ -157,13 +165,16 @@ for t, row in enumerate(scores):
 # ## Exercise 7.2: causal softmax
 #
 # Block t for row t. Three passes over what the row sees: the maximum, the sum, the result. And
-# zeros for what it does not see.
+# zeros for what it does not see. You may call `block_max(v, partial)` and `block_sum(v, partial)`.
 
 
 # %% tags=["exercise"]
 @cuda.jit
 def causal_softmax_kernel(p_TS, s_TS, scale):
-    """p[t] = softmax(scale s[t, : t + 1]), zeros from t + 1 on.   Grid T, block a multiple of 32."""
+    """p[t] = softmax(scale s[t, : t + 1]), zeros from t + 1 on.   p, s: (T, S) with S = T
+
+    Grid T, block a multiple of 32.
+    """
     partial = cuda.shared.array(32, float32)
     t, tid = cuda.blockIdx.x, cuda.threadIdx.x
     S = s_TS.shape[1]
@@ -191,7 +202,10 @@ lesson.check("7.2", causal_softmax_kernel)
 # Solution 7.2
 @cuda.jit
 def causal_softmax_kernel(p_TS, s_TS, scale):
-    """p[t] = softmax(scale s[t, : t + 1]), zeros from t + 1 on.   Grid T, block a multiple of 32."""
+    """p[t] = softmax(scale s[t, : t + 1]), zeros from t + 1 on.   p, s: (T, S) with S = T
+
+    Grid T, block a multiple of 32.
+    """
     partial = cuda.shared.array(32, float32)
     t, tid = cuda.blockIdx.x, cuda.threadIdx.x
     S = s_TS.shape[1]
@@ -231,7 +245,9 @@ print("silu(gate)", (gate / (1 + np.exp(-gate))).round(3))
 #
 # $$\text{loss}_n = -\log p_{n, \text{target}} = \log \sum_v e^{x_{nv}} - x_{n, \text{target}} \qquad \frac{\partial \text{loss}_n}{\partial x_{nv}} = p_{nv} - [v = \text{target}]$$
 #
-# The gradient is worth a look: what the model believes, minus what is. By hand for V = 3, target 2:
+# where the bracket is 1 for the target and 0 for all others. The gradient is worth a look: what the
+# model believes, minus what is. Of the two forms of the loss compute the second: the probability of
+# an unlikely token may round to 0, and log 0 is minus infinity. By hand for V = 3, target 2:
 
 # %%
 x = np.array([1.0, 2.0, 3.0])
@@ -257,7 +273,10 @@ print(
 
 # %% tags=["exercise"]
 def cross_entropy(logits_NV, targets_N):
-    """-> mean loss (a number), its gradient (N, V). Rows with target -100 are left out."""
+    """-> mean loss (a number), its gradient (N, V).   logits: (N, V) floats   targets: (N,) integers
+
+    Rows with target -100 are left out of the mean; their gradient is 0.
+    """
     # YOUR CODE
 
 
@@ -276,7 +295,10 @@ lesson.check("7.3", cross_entropy)
 # %% tags=["solution"]
 # Solution 7.3
 def cross_entropy(logits_NV, targets_N):
-    """-> mean loss (a number), its gradient (N, V). Rows with target -100 are left out."""
+    """-> mean loss (a number), its gradient (N, V).   logits: (N, V) floats   targets: (N,) integers
+
+    Rows with target -100 are left out of the mean; their gradient is 0.
+    """
     counted = targets_N != -100
     n, target_N = np.arange(len(targets_N)), np.where(counted, targets_N, 0)
     x_NV = logits_NV - logits_NV.max(1, keepdims=True)
@@ -462,7 +484,7 @@ lesson.table(
 )
 
 # %% [markdown]
-# **Fusing what belongs together** is worth a factor of 4 to 6 over op by op for these three.
+# **Fusing what belongs together** makes each of these three several times faster than op by op.
 # PyTorch's compiler gets much of it too, and on the cross-entropy not all, since forward and
 # backward stay two kernels there.
 #
@@ -533,10 +555,13 @@ with np.errstate(over="ignore", invalid="ignore"):
 #
 # <details><summary>Solutions</summary>
 #
-# 1: to rounding, about 1e-7 relative: a turn and its inverse. 2: `dot = (dp * p).sum(-1,
-# keepdims=True)`, `ds = scale * p * (dp - dot)`; the mask needs no care, since p is 0 there. 3: 50
-# · 32 = 1600 each; a block has 32 · 32 (q) + 2 · 16 · 32 (k, v) + 32 · 32 (o) + 3 · 48 · 32 + 2 ·
-# 32 = 7744. For a vocabulary of 50257 and width 384 the two tables are 38.6 of 66.9 million.
+# 1: to rounding, about 1e-7 relative: a turn and its inverse.
+#
+# 2: `dot = (dp * p).sum(-1, keepdims=True)`, `ds = scale * p * (dp - dot)`; the mask needs no care,
+# since p is 0 there.
+#
+# 3: 50 · 32 = 1600 each; a block has 32 · 32 (q) + 2 · 16 · 32 (k, v) + 32 · 32 (o) + 3 · 48 · 32 +
+# 2 · 32 = 7744. For a vocabulary of 50257 and width 384 the two tables are 38.6 of 66.9 million.
 #
 # </details>
 #

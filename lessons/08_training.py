@@ -98,7 +98,10 @@ lesson.source(adamw.adamw_ref)
 # %% tags=["exercise"]
 @cuda.jit
 def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, weight_decay):
-    """One AdamW step, in place on w, m and v.   Grid ceil(n / block). Only elements i < n_decay decay."""
+    """One AdamW step, in place on w, m and v.   w, m, v, g: (n,) float32   n_decay: int; the others float32
+
+    Grid ceil(n / block), any block. Only elements i < n_decay decay.
+    """
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     # YOUR CODE
 
@@ -121,7 +124,10 @@ lesson.check("8.1", adamw_kernel)
 # Solution 8.1
 @cuda.jit
 def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, weight_decay):
-    """One AdamW step, in place on w, m and v.   Grid ceil(n / block). Only elements i < n_decay decay."""
+    """One AdamW step, in place on w, m and v.   w, m, v, g: (n,) float32   n_decay: int; the others float32
+
+    Grid ceil(n / block), any block. Only elements i < n_decay decay.
+    """
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     if i < w_n.size:
         w, m, v, g = w_n[i], m_n[i], v_n[i], g_n[i]
@@ -140,6 +146,10 @@ def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, 
 # At the beginning v is an average over few steps, so the divisions are unreliable and full-sized
 # steps do damage: the rate is *warmed up*. At the end steps should become small, so that the
 # weights settle. Between, half a cosine.
+#
+# ## Exercise 8.2: the rate of a step
+#
+# In Python, one number for one step.
 
 
 # %% tags=["exercise"]
@@ -189,6 +199,10 @@ lesson.figures.curves(
 # Now and then a batch gives a gradient many times larger than usual. One such step can undo hours.
 # So the gradient, **all parameters together as one long vector**, is shortened to a largest norm,
 # mostly 1. Its direction stays.
+#
+# ## Exercise 8.3: the factor
+#
+# In NumPy. The gradients come as a list of arrays of any shapes.
 
 
 # %% tags=["exercise"]
@@ -341,7 +355,8 @@ print(f"knowing nothing: ln {len(WORDS)} = {math.log(len(WORDS)):.1f}")
 # %% [markdown]
 # It cannot reach 0, because the text itself is random: which noun comes next is anybody's guess.
 # How low can it go? The best possible loss is the *entropy* of the source, and this one we can
-# compute: per sentence, the bits that were thrown. Did it learn the grammar?
+# compute: a choice among k equal words costs ln k (a *nat* is the unit of that), so add up the
+# choices of a sentence and divide by its words. Did it learn the grammar?
 
 # %%
 nats = (
@@ -496,10 +511,11 @@ lesson.source(run.Run.compute)
 # python -m xtrain.train
 # ```
 #
-# Two minutes on two cores. The text is the source of Python's standard library on your machine.
-# Watch four things: the first loss is near ln(2048) = 7.6; the gradient norm falls from above 1 and
-# then stays calm; the validation loss passes that of the byte-bigram model; and the samples begin
-# to look like code.
+# Two minutes on two cores. The text is the source of Python's standard library on your machine, in
+# a vocabulary of 2048 tokens. Watch four things: the first loss is near ln(2048) = 7.6; the
+# gradient norm falls from above 1 and then stays calm; the validation loss passes that of the
+# byte-bigram model, which guesses each byte from the one before it; and the samples begin to look
+# like code.
 #
 # ## What did not help
 #
@@ -540,9 +556,11 @@ for decoupled in (True, False):
 # <details><summary>Solutions</summary>
 #
 # 1: with beta1 = 0.9, beta2 = 0.95 the first step is 0.1 / sqrt(0.05) = 0.45 of the corrected one:
-# too *small*; with beta2 = 0.999 it is 0.1 / 0.032 = 3.2, too large. 2: `[name for name, p in
-# model.named_parameters() if p.ndim == 1]`: all norms. 3: m and v in float32, 8 GB; ZeRO-1 divides
-# them among the GPUs.
+# too *small*; with beta2 = 0.999 it is 0.1 / 0.032 = 3.2, too large.
+#
+# 2: `[name for name, p in model.named_parameters() if p.ndim == 1]`: all norms.
+#
+# 3: m and v in float32, 8 GB; ZeRO-1 divides them among the GPUs.
 #
 # </details>
 #

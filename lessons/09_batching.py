@@ -121,7 +121,7 @@ print("wrong: over all rows    ", *prefix_mean_ref(x_NC, B * T)[:, 0])
 # %% tags=["exercise"]
 @cuda.jit
 def prefix_mean_kernel(y_NC, x_NC, T):
-    """y[n] = the mean of x[m] over the rows m <= n of n's own sequence, T rows each.
+    """y[n] = the mean of x[m] over the rows m <= n of n's own sequence, T rows each.   x, y: (N, C)
 
     Grid N, any block: thread tid owns the columns tid, tid + blockDim.x, ...
     """
@@ -150,7 +150,7 @@ lesson.check("9.1", prefix_mean_kernel)
 # Solution 9.1
 @cuda.jit
 def prefix_mean_kernel(y_NC, x_NC, T):
-    """y[n] = the mean of x[m] over the rows m <= n of n's own sequence, T rows each.
+    """y[n] = the mean of x[m] over the rows m <= n of n's own sequence, T rows each.   x, y: (N, C)
 
     Grid N, any block: thread tid owns the columns tid, tid + blockDim.x, ...
     """
@@ -191,14 +191,14 @@ print("does the second sequence see the first?", leaks)
 #
 # ## Exercise 9.2: scores
 #
-# x is the key j, y the query i, z the pair of sequence and head. (No mask yet: the softmax takes
-# care of it.)
+# In the grid .x counts keys j, .y queries i, and .z the pairs of a sequence and a head. (No mask
+# yet: the softmax takes care of it.)
 
 
 # %% tags=["exercise"]
 @cuda.jit
 def scores_kernel(s_BHTT, q_BTHD, k_BTHD, scale):
-    """s[b, h, i, j] = scale * sum over d of q[b, i, h, d] k[b, j, h, d].
+    """s[b, h, i, j] = scale * sum over d of q[b, i, h, d] k[b, j, h, d].   q, k: (B, T, H, D)   s: (B, H, T, T)
 
     Grid (ceil(T / 8), ceil(T / 8), B H), block (8, 8).
     """
@@ -228,7 +228,7 @@ lesson.check("9.2", scores_kernel)
 # Solution 9.2
 @cuda.jit
 def scores_kernel(s_BHTT, q_BTHD, k_BTHD, scale):
-    """s[b, h, i, j] = scale * sum over d of q[b, i, h, d] k[b, j, h, d].
+    """s[b, h, i, j] = scale * sum over d of q[b, i, h, d] k[b, j, h, d].   q, k: (B, T, H, D)   s: (B, H, T, T)
 
     Grid (ceil(T / 8), ceil(T / 8), B H), block (8, 8).
     """
@@ -606,9 +606,12 @@ lesson.source(layout.swap_heads_plain_kernel)
 # <details><summary>Solutions</summary>
 #
 # 1: `first = first_N[n]`, and the position is `n - first` where it was `n % T`: in RoPE and in
-# attention, nowhere else. 2: Only if both halves have equally many targets. Each half must divide
-# its sum by the number of targets of the *whole* batch, and `inv_count` is one over that number. 3:
-# Python's part P is the time of "bf16 eager", for that step waits for Python; G is the time of
+# attention, nowhere else.
+#
+# 2: Only if both halves have equally many targets. Each half must divide its sum by the number of
+# targets of the *whole* batch, and `inv_count` is one over that number.
+#
+# 3: Python's part P is the time of "bf16 eager", for that step waits for Python; G is the time of
 # "bf16" divided by 32; the answer is P / G, far more than the 32 that were measured.
 #
 # </details>

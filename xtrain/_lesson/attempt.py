@@ -21,6 +21,7 @@ import signal
 import sys
 import textwrap
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,12 +118,20 @@ def judge(exercise: Exercise, work) -> Verdict:
         attempt.narrow()
     except (Wrong, TimeoutError) as wrong:
         text = str(wrong)
-        if GAP in attempt.source and not attempt.empty:
-            text += f"\nThe line `# {GAP}` is still there: is this the finished attempt?"
-        return Verdict(False, f"{title}: not yet.\n{textwrap.indent(text, '  ')}")
-    cases = f"{attempt.cases} cases" if attempt.cases != 1 else "1 case"
-    safe = ", no race, no access out of bounds" if exercise.kernel else ""
-    return Verdict(True, f"{title}: correct. {cases}{safe}.")
+    except Exception as error:  # not by the attempt itself, but by what it handed back
+        where = _line_of(error, attempt.work)
+        text = str(
+            attempt.wrong(
+                f"{type(error).__name__} in the check of what you returned: {error}{where}"
+            )
+        )
+    else:
+        cases = f"{attempt.cases} cases" if attempt.cases != 1 else "1 case"
+        safe = ", no race, no access out of bounds" if exercise.kernel else ""
+        return Verdict(True, f"{title}: correct. {cases}{safe}.")
+    if GAP in attempt.source and not attempt.empty:
+        text += f"\nThe line `# {GAP}` is still there: is this the finished attempt?"
+    return Verdict(False, f"{title}: not yet.\n{textwrap.indent(text, '  ')}")
 
 
 @dataclass
@@ -235,9 +244,13 @@ class Attempt:
         """-> what the reader's Python function returns."""
         if case:
             self.case(case)
+        return self.ask(self.work, *args, **options)
+
+    def ask(self, function, *args, **options):
+        """-> what a function returns that the reader wrote, or that came back from one."""
         try:
             with _watched(self.exercise):
-                return self.work(*args, **options)
+                return function(*args, **options)
         except Wrong:
             raise
         except Exception as error:
@@ -410,14 +423,7 @@ def _time_limit():
 
 
 def _line_of(error, work):
-    """ " (line 7: y = x / 0)" """
-    trace, line = error.__traceback__, None
-    code = getattr(work, "__code__", None)
-    while trace is not None:
-        if trace.tb_frame.f_code is code:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    if line is None:
-        return ""
-    lines, first = inspect.getsourcelines(work)
-    return f" (in `{lines[line - first].strip()}`)"
+    """ " (in `y = x / 0`)": the innermost line in the file of the reader's work."""
+    file = getattr(getattr(work, "__code__", None), "co_filename", None)
+    lines = [f.line for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f" (in `{lines[-1].strip()}`)" if lines and lines[-1] else ""

@@ -57,6 +57,8 @@ def made(e, out, tensors):
 @exercise(
     "6.1", "multiply",
     first_step="the value is a.data * b.data. Its parents are a and b, and each comes with a function: dy -> the gradient of this one.",
+    hints={"TypeError": "A Tensor is not an array: its numbers are a.data and b.data.",
+           "ValueError": "Element by element it is *, not @."},
     kernel=False,
 )  # fmt: skip
 def multiply(e):
@@ -67,13 +69,13 @@ def multiply(e):
     dy = np.asarray(e.normal(2, 3), np.float64)
     for name, parent, want, other in (("a", a, b.data, a.data), ("b", b, a.data, b.data)):
         function = next(f for t, f in out.parents if t is parent)
-        e.same(f"the gradient of {name}", function(dy), dy * want, {
+        e.same(f"the gradient of {name}", e.ask(function, dy), dy * want, {
             f"That is dy times {name} itself. The derivative of a b by {name} is the OTHER factor.": dy * other,
             "dy is missing: the derivative of this op is multiplied by what arrives from above.": want,
         })  # fmt: skip
     x = Tensor([3.0])
     out = e.call(x, x, case="x times itself, x = 3")
-    run_backward(out)
+    e.ask(run_backward, out)
     e.same("the gradient of x", x.grad, np.array([6.0]), {
         "Only one of the two ways to x was recorded: x appears twice among the parents of x * x.": np.array([3.0]),
     })  # fmt: skip
@@ -82,6 +84,7 @@ def multiply(e):
 @exercise(
     "6.2", "add_bias",
     first_step="the value is x.data + b.data, NumPy repeats b for every row. So each b[c] is used N times, and gets the sum of N gradients.",
+    hints={"TypeError": "A Tensor is not an array: its numbers are x.data and b.data."},
     kernel=False,
 )  # fmt: skip
 def add_bias(e):
@@ -92,8 +95,8 @@ def add_bias(e):
         e.same("the value", out.data, x.data + b.data)
         dy = np.asarray(e.normal(N, C), np.float64)
         of = {id(t): f for t, f in out.parents}
-        e.same("the gradient of x", of[id(x)](dy), dy)
-        got = of[id(b)](dy)
+        e.same("the gradient of x", e.ask(of[id(x)], dy), dy)
+        got = e.ask(of[id(b)], dy)
         e.need(
             np.shape(got) != (N, C),
             "The gradient of b has the shape of dy. A gradient has the shape of its own tensor: each b[c] stands in N places, add them up.",
@@ -101,12 +104,18 @@ def add_bias(e):
         e.same("the gradient of b", got, dy.sum(0), {
             "The mean over rows was taken. b[c] is used in every row, so the shares add up: a sum.": dy.mean(0) if N > 1 else np.empty(0),
             "The sum went over the columns: b has one number per column, so sum over the rows.": dy.sum(1) if N == C else np.empty(0),
+            "That is the first row of dy alone: b[c] is used in every row.": dy[0],
+            "b itself does not appear: the derivative of x + b by b is 1.": dy.sum(0) * b.data,
         })  # fmt: skip
 
 
 @exercise(
     "6.3", "backward",
     first_step="root.grad is ones. Then, as long as there is a tensor left to do, take the one with the largest `order`.",
+    hints={"TypeError": "A grad is None until somebody sets it: root.grad begins as ones, and the first share of a parent is not "
+           "added to None.",
+           "AttributeError": "A Tensor has data, parents, grad and order; each parent is a pair (tensor, function).",
+           "RecursionError": "One call per op is more than Python's recursion allows: use a loop and a list."},
     kernel=False,
 )  # fmt: skip
 def backward(e):
@@ -127,7 +136,9 @@ def backward(e):
         x.grad is not None,
         "x.grad is still None: the gradient does not go on from parent to parent.",
     )
+    e.need(np.shape(y.grad) == (2,), "The root's own gradient is ones, in the shape of root.data.")
     e.same("x.grad", x.grad, np.array([4.0, 4.0]), {
+        "The gradient of the root begins as ones, not as its value.": 4 * y.data,
         "It ended after one step: the parents of parents get a gradient too.": np.array([2.0, 2.0]),
     })  # fmt: skip
 
@@ -139,12 +150,21 @@ def backward(e):
             lambda got: np.allclose(got, 1.0) or np.allclose(got, 2.0),
     })  # fmt: skip
 
+    x, w = Tensor([3.0]), Tensor([2.0])
+    e.call(add(add(x, w), x), case="y = (x + w) + x")
+    e.same("x.grad", x.grad, np.array([2.0]))
+    e.same("w.grad", w.grad, np.array([1.0]), {
+        "`add` hands dy on as it is, so several tensors hold the same array: += changes it for all. Make a new one, grad = grad + share.":
+            np.array([2.0]),
+    })  # fmt: skip
+
     for name, join in (("a + 8 a", add), ("8 a + a", lambda a, b: add(b, a))):
         x = Tensor([3.0])
         a = double(x)
         y = join(a, double(double(double(a))))  # a short way to a, and a long one
         e.call(y, case=f"y = {name} with a = 2 x: a is reached by a short way and by a long one")
         e.same("x.grad", x.grad, np.array([18.0]), {
+            "A tensor was passed on twice, once for each way to it: it stands on the list once.": np.array([36.0]),
             "A tensor was passed on before all of its own gradient had arrived: take the tensors newest first, by `order`, "
             "so that everybody who used it has been done.": lambda got: True,
         })  # fmt: skip

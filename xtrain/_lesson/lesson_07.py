@@ -54,7 +54,13 @@ def rope_kernel(e):
             "The upper half was never written: each thread writes y[n, h, r] and y[n, h, r + R].": half,
             "The sign in the first line is wrong: y_r = x_r cos - x_(r+R) sin.": first_sign,
             "The sign in the second line is wrong: y_(r+R) = x_(r+R) cos + x_r sin.": other_sign,
-            "All rows were turned like position 0 or by their number in the batch: positions begin again in each sequence, n % T.":
+            "The second line uses what the first has just computed: both need the old x_r and x_(r+R).":
+                np.concatenate([want[..., :R], x64[..., R:] * cn + want[..., :R] * sn], -1),
+            "Cosine and sine are exchanged.": rope_ref(x64, s, c, at),
+            "Only the first sequence was turned: there are N = B T rows, and row n stands at position n % T.":
+                lambda got: B > 1 and not e.wrote(y)[T:].any(),
+            "The planes were turned, but not by the angles of their positions: row n takes row n % T of the tables, since positions "
+            "begin again in each sequence.":
                 lambda got: np.allclose(got[0], want[0], 1e-4, 1e-5) and np.allclose(np.square(got).sum(2), np.square(want).sum(2), 1e-3),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
 
@@ -69,15 +75,22 @@ def rope_kernel(e):
     },
 )  # fmt: skip
 def causal_softmax_kernel(e):
-    for T, S, big in ((4, 4, 1.0), (5, 5, 300.0), (70, 70, 1.0)):
-        s, p, scale = e.normal(T, S, scale=big), e.blank(T, S), np.float32(0.5)
+    for T, S, big, mean in (
+        (4, 4, 1.0, 0.3),
+        (5, 5, 300.0, 0.3),
+        (3, 3, 1.0, -400.0),
+        (70, 70, 1.0, 0.3),
+    ):
+        s, p, scale = e.normal(T, S, scale=big, mean=mean), e.blank(T, S), np.float32(0.5)
         e.run(
             T,
             32,
             p,
             s,
             scale,
-            case=f"T = {T}" + (", scores up to several hundred" if big > 1 else ""),
+            case=f"T = {T}"
+            + ", scores up to several hundred" * (big > 1)
+            + ", all scores near -400" * (mean < 0),
         )
         x = double(s) * 0.5
         mask = np.tri(T, S, dtype=bool)
@@ -95,6 +108,14 @@ def causal_softmax_kernel(e):
             "Masked places hold NaN: nobody wrote them. Their probability is 0, and that must be stored.": hidden,
             "Row t does not see itself: its keys are 0 to t, t included.":
                 lambda got: T > 1 and np.allclose(got[1:], softmax(x, strict)[1:], 1e-4, 1e-5, equal_nan=True),
+            "Row 0 must see one key, its own: what row t sees ends at t + 1.": lambda got: not np.isfinite(got[0, 0]) and mean > 0,
+            "Row t does not see itself: its keys are 0 to t, and t included.": lambda got: (np.diag(got) == 0).all(),
+            "Every thread has subtracted its own maximum: top = block_max(top, partial) is the row's, and only then comes exp.":
+                mask / mask.sum(1, keepdims=True) if T <= 32 else np.empty(0),
+            "All exp are 0, since nothing was above the maximum: it has to begin at minus infinity, float32(-math.inf).":
+                lambda got: mean < 0 and np.isnan(got[mask]).any(),
+            "Places after t hold something else than 0: row t does not see them.":
+                lambda got: np.allclose(got[mask], want[mask], 1e-4) and not np.isnan(got).any(),
             "Every row sees all keys: row t may only look at keys up to t.": softmax(x, np.ones_like(mask)),
             "The scores were not scaled.": softmax(double(s), mask),
             "exp overflows: subtract the maximum of the row first, which changes nothing in the quotient.":
@@ -123,9 +144,10 @@ def cross_entropy(e):
         )
         with np.errstate(all="ignore"):
             got = e.call(logits, targets.copy(), case=where)
+        loss, gradient = e.several(got, "loss", "gradient")
         e.need(
-            isinstance(got, tuple) and len(got) == 2,
-            "Return two things: the loss, and the gradient with respect to the logits.",
+            np.ndim(loss) == 0,
+            f"The loss is one number, the mean over rows; this has shape {np.shape(loss)}.",
         )
         e.need(
             np.array_equal(logits, before),
@@ -137,10 +159,17 @@ def cross_entropy(e):
         one[np.flatnonzero(counted), targets[counted]] = 1
         rows = np.log(np.exp(x).sum(1)) - x[np.arange(N), np.where(counted, targets, 0)]
         want = rows[counted].mean()
-        loss, gradient = np.asarray(got[0], np.float64), got[1]
+        loss = np.asarray(loss, np.float64)
+        columns = (
+            np.log(np.exp(x).sum(0)[np.where(counted, targets, 0)])
+            - x[np.arange(N), np.where(counted, targets, 0)]
+        )
         e.same("the loss", loss, np.asarray(want), {
-            "It overflowed: subtract the maximum of each row before exp; log sum exp grows by just that maximum.":
+            "exp or log has overflowed: subtract the maximum of each row before exp, and take the loss as log(sum of exp) minus the "
+            "target's x: a probability may round to 0, whose logarithm is minus infinity.":
                 lambda got: not np.isfinite(got),
+            "The probabilities of a row must sum to 1: the sum of exp goes over axis 1.": np.asarray(columns[counted].mean()),
+            "The logarithm is the natural one, np.log.": np.asarray(want / np.log(2)),
             "That is the sum over rows, not the mean.": np.asarray(rows[counted].sum()),
             "Rows with target -100 count in it: leave them out of the sum and out of the number it is divided by.":
                 lambda got: ignore,
@@ -148,9 +177,14 @@ def cross_entropy(e):
         }, rtol=1e-6)  # fmt: skip
         e.need(gradient is not None, "The gradient is None.")
         mean = (p - one) * counted[:, None] / counted.sum()
+        spread = p.copy()
+        spread[:, targets[counted]] -= 1
         e.same("the gradient", gradient, mean, {
             "The 1 of the target is missing: the gradient is p minus 1 at the target, p elsewhere.": p * counted[:, None] / counted.sum(),
             "It is not divided by the number of rows that count: the loss is a mean.": (p - one) * counted[:, None],
             "Rows with target -100 have a gradient; theirs is 0.": lambda got: ignore and np.abs(np.asarray(got)[~counted]).max() > 1e-12,
             "The sign is wrong.": -mean,
+            "1 was added at the target: what the model believes MINUS what is.": (p + one) * counted[:, None] / counted.sum(),
+            "The 1 was subtracted in all rows: x[:, targets] means whole columns. One place per row is x[np.arange(N), targets].":
+                spread * counted[:, None] / counted.sum(),
         }, rtol=1e-6, atol=1e-12)  # fmt: skip

@@ -46,11 +46,15 @@ def adamw_kernel(e):
         )
         e.same("m", m, want[1], {
             "m is unchanged: store it, the next step needs it.": m64,
+            "m follows too fast: it goes (1 - beta1) of the way to g, not beta1 of it.": m64 + beta1 * (g64 - m64),
+            "The decay went into the gradient, so it is averaged and divided with it (Adam with L2). AdamW takes it from w itself.":
+                beta1 * m64 + (1 - beta1) * (g64 + decay * w64 * (np.arange(n) < n_decay)) if n_decay else np.empty(0),
             "m grows too fast: the new share is (1 - beta1) g, not g.": beta1 * m64 + g64,
             "The betas are swapped.": beta2 * m64 + (1 - beta2) * g64,
         }, rtol=1e-4)  # fmt: skip
         e.same("v", v, want[2], {
             "v is unchanged: store it, the next step needs it.": v64,
+            "v follows too fast: it goes (1 - beta2) of the way to g^2, not beta2 of it.": v64 + beta2 * (g64**2 - v64),
             "v is the running mean of g SQUARED.": beta2 * v64 + (1 - beta2) * g64,
             "The betas are swapped.": beta1 * v64 + (1 - beta1) * g64**2,
         }, rtol=1e-4)  # fmt: skip
@@ -59,6 +63,18 @@ def adamw_kernel(e):
         size = np.sqrt(v1) / root2
         e.same("w", w, want[0], {
             "The bias corrections are missing: m and v began at zero, divide by c1 and by root2.": kept - lr * m1 / (np.sqrt(v1) + eps),
+            "m is not corrected: it began at zero, divide it by c1.": kept - lr * m1 / (size + eps),
+            "v is not corrected: it began at zero, divide its root by root2.": kept - lr / c1 * m1 / (np.sqrt(v1) + eps),
+            "root2 is the root of the correction already: divide sqrt(v) by it, not v.":
+                kept - lr / c1 * m1 / (np.sqrt(v1 / root2) + eps),
+            "root2 + eps stands below sqrt(v): eps is added to the quotient, sqrt(v) / root2 + eps.":
+                kept - lr / c1 * m1 / (np.sqrt(v1) / (root2 + eps)),
+            "eps is missing: it is added to sqrt(v) / root2.": kept - lr / c1 * m1 / size,
+            "The root of v is missing.": kept - lr / c1 * m1 / (v1 / root2 + eps),
+            "The step uses the old m and v: bring them up to date first.":
+                kept - lr / c1 * m64 / (np.sqrt(v64) / root2 + eps),
+            "One element too many decays: it is i < n_decay.":
+                np.where(np.arange(n) <= n_decay, w64 * (1 - lr * decay), w64) - lr / c1 * m1 / (size + eps),
             "Every element decays: only the first n_decay (the matrices) do, norms do not.":
                 w64 * (1 - lr * decay) - lr / c1 * m1 / (size + eps) if n_decay < n else np.empty(0),
             "Nothing decays: elements below n_decay are multiplied by 1 - lr weight_decay.":
@@ -72,15 +88,22 @@ def adamw_kernel(e):
 @exercise(
     "8.2", "learning_rate",
     first_step="two cases. During the warm-up the rate is peak times (step + 1) / warmup. After it, half a cosine.",
+    hints={"ZeroDivisionError": "warmup may be 0, and there may be only one step after the warm-up, whose progress is 0: divide by "
+           "max(1, steps - 1 - warmup)."},
     kernel=False,
 )  # fmt: skip
 def learning_rate(e):
-    for steps, peak, warmup, ratio in ((10, 1.0, 4, 0.1), (7, 0.5, 0, 0.0), (100, 3e-4, 10, 0.1)):
+    for steps, peak, warmup, ratio in (
+        (10, 1.0, 4, 0.1),
+        (7, 0.5, 0, 0.0),
+        (5, 1.0, 4, 0.1),
+        (100, 3e-4, 10, 0.1),
+    ):
         rates = []
         for step in range(steps):
             case = f"step {step} of {steps}, peak {peak:g}, warmup {warmup}, min_ratio {ratio:g}"
             rate = e.call(step, steps, peak, warmup, ratio, case=case)
-            e.need(rate is not None and np.ndim(rate) == 0, "Return a number.")
+            e.need(rate is not None and np.ndim(rate) == 0, "Return a number, in every case.")
             rates.append(float(rate))
             last = max(1, steps - 1 - warmup)
             want = peak * (step + 1) / max(1, warmup)
@@ -98,6 +121,15 @@ def learning_rate(e):
                 say += (
                     f" The warm-up is a straight line that reaches the peak at step {warmup - 1}."
                 )
+            elif rate > peak * (1 + 1e-9):
+                say += (
+                    " No rate is above the peak. The warm-up has ended at step == warmup; from there 0.5 * (1 + cos) runs from 1 to 0, "
+                    "and the rate is peak times min_ratio + (1 - min_ratio) of that."
+                )
+            elif np.isclose(
+                rate, peak * (ratio + (1 - ratio) * 0.5 * (1 - np.cos(np.pi * progress)))
+            ):
+                say += " That rises where it should fall: 1 + cos runs from 2 to 0."
             elif np.isclose(rate, peak * 0.5 * (1 + np.cos(np.pi * progress))):
                 say += " The cosine has to end at min_ratio * peak, not at 0."
             elif step == warmup and rate < peak:
@@ -116,6 +148,7 @@ def learning_rate(e):
 @exercise(
     "8.3", "clip_factor",
     first_step="ONE norm over all arrays together: the root of the sum of all squares.",
+    hints={"ValueError": "The arrays have different shapes: go through the list, one after the other, and add up what each has to give."},
     kernel=False,
 )  # fmt: skip
 def clip_factor(e):
@@ -129,7 +162,7 @@ def clip_factor(e):
         )
         e.need(
             got is not None and np.ndim(got) == 0,
-            "Return one number, the factor for all gradients.",
+            "Return one number, the factor for all gradients; 1.0 where there is nothing to shorten.",
         )
         e.need(
             all(np.array_equal(a, b) for a, b in zip(arrays, copies)),
@@ -140,6 +173,13 @@ def clip_factor(e):
             "That adds the norms of the arrays. The squares are added, and the root is taken once.":
                 np.asarray(min(1.0, limit / sum(np.sqrt((a**2).sum()) for a in arrays))),
             "The root is missing: the norm is the root of the sum of squares.": np.asarray(min(1.0, limit / norm**2)),
+            "The gradient is longer than the limit, so the factor is below 1: limit / norm.": lambda got: got == 1 and want < 1,
+            "That takes the longest array alone: all arrays together are one long vector.":
+                np.asarray(min(1.0, limit / max(np.sqrt((a**2).sum()) for a in arrays))),
+            "That adds up absolute values. The norm is the root of the sum of squares.":
+                np.asarray(min(1.0, limit / sum(np.abs(a).sum() for a in arrays))),
             "That is the norm; the factor is limit / norm.": np.asarray(norm),
             "That looks at the largest element, not at the norm.": np.asarray(min(1.0, limit / max(np.abs(a).max() for a in arrays))),
+            "The factor is too large, so the norm was too small: it is the root of the SUM of all squares, of all arrays.":
+                lambda got: got > want and want < 1,
         }, rtol=1e-5)  # fmt: skip

@@ -33,7 +33,16 @@ def prefix_mean_kernel(e):
                 prefix_means(x, 0 * n),
             "That is the mean of a piece of the FIRST sequence, in every sequence: n % T is the position in the sequence, not a row.":
                 want[n % T],
-            "Later tokens are in the mean: it must end at row n.": whole,
+            "Later tokens are in the mean: it must end at row n.":
+                lambda got: np.allclose(got, whole, 1e-4, 1e-4) or np.allclose(got, whole * T / count, 1e-4, 1e-4),
+            "n // T is the NUMBER of the sequence. The row where it begins is n // T * T.": prefix_means(x, n // T),
+            "n % T is the position in the sequence. The row where the sequence begins is n - n % T, which is n // T * T.":
+                lambda got: np.allclose(got, prefix_means(x, n % T) * ((n + 1 - n % T) / (n + 1 - np.minimum(n % T, n)))[:, None], 1e-4, 1e-4),
+            "The sum was divided by n + 1. It has n % T + 1 rows.": sums / (n + 1)[:, None],
+            "One row too few was counted: from `first` to n there are n + 1 - first.":
+                lambda got: not np.isfinite(got[0]).any() and e.wrote(y).all(),
+            "The sum of one column goes on in the next: acc begins at 0 for every column.":
+                lambda got: C > 32 and np.allclose(got[:, :32], want[:, :32], 1e-4, 1e-4) and e.wrote(y).all(),
             "The sum is right; it was not divided by the number of rows.": sums,
             "The sum was divided by T. It has n % T + 1 rows.": sums / T,
             "Row n itself is missing: range(first, n) ends before n.":
@@ -48,7 +57,8 @@ def prefix_mean_kernel(e):
     "9.2", "scores_kernel",
     first_step="blockIdx.z counts through the pairs (b, h): which b and which h is it? Then one element of s per thread.",
     hints={
-        "OutOfBoundsError": "b, h = z // H, z % H for z = cuda.blockIdx.z; and both i and j need a guard: T is no multiple of 8.",
+        "OutOfBoundsError": "b, h = z // H, z % H for z = cuda.blockIdx.z; and both i and j need a guard: T is no multiple of 8. "
+        "The axes of q and k are sequence, token, head, number: q_BTHD[b, i, h, d].",
         "RaceError": "Two threads own one element of s. Each pair (b, h) is one z: z // H and z % H. And i comes from y, j from x.",
     },
 )  # fmt: skip
@@ -71,6 +81,13 @@ def scores_kernel(e):
             "Only the last product is there: add up with +=.": last,
             "Every head got the scores of head 0: h = z % H.": np.repeat(plain[:, :1], H, 1) * scale,
             "Every sequence got the scores of sequence 0: b = z // H.": np.repeat(plain[:1], B, 0) * scale,
+            "The scores were divided by the scale: multiply.": plain / scale,
+            "The last product is missing: d goes from 0 to D - 1, which is range(D).":
+                lambda got: D > 1 and np.allclose(got, plain * scale - last, 1e-4, 1e-4),
+            "Nothing is masked here: s has all pairs of a query i and a key j.":
+                lambda got: T > 1 and np.array_equal(e.wrote(s), np.broadcast_to(np.tri(T, dtype=bool), s.shape)),
+            "Rows or columns of s were never written: i is cuda.blockIdx.y * 8 + cuda.threadIdx.y, j the same with .x.":
+                lambda got: not e.wrote(s).all() and e.wrote(s).any((2, 3)).all(),
             "Only a part of the pairs (b, h) was written: b = z // H, h = z % H reaches all of them.":
                 lambda got: np.isnan(got).any() and not np.isnan(got).all(),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
@@ -110,5 +127,7 @@ def queue_ends(e):
             "Here kernels run at the same time: a kernel also waits for the end of the one before.": issued + gpu,
             "Here the GPU never waits for Python: kernel i cannot begin before (i + 1) * launch_us.": np.cumsum(gpu),
             "Here the first kernel begins when its launch BEGINS. It has been launched launch_us later: (i + 1) * launch_us.": np.array(late),
+            "Here all kernels are launched at the same moment: kernel i is launched at (i + 1) * launch_us.":
+                launch + np.cumsum(gpu) if n > 1 else np.empty(0),
             "These are the beginnings; the ends are asked for.": np.array(want) - gpu,
         })  # fmt: skip
