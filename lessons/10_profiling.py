@@ -252,9 +252,9 @@ lesson.source(_launch._launch_gpu, "for a in args")
 
 # %% [markdown]
 # (Two zeros that Numba keeps for itself, the number of elements, the bytes of one, the address, the
-# shape, the strides.) Numba's own way of launching does more: it looks up types, wraps each CuPy
-# array again, and may wait for its stream. On a GPU the next cell times a thousand launches of an
-# empty kernel both ways.
+# shape, the strides.) Numba's own way of launching does more: it looks up types, wraps each array
+# again (on a GPU xtrain's arrays are CuPy's, a NumPy for the GPU), and may wait for the GPU. On a
+# GPU the next cell times a thousand launches of an empty kernel both ways.
 
 
 # %%
@@ -407,9 +407,10 @@ lesson.source(profile.nvtx_note)
 #
 # ## One improvement: the CUDA graph
 #
-# If Python is in the way, the launches can be taken out of the step. While a stream is *capturing*,
-# the driver does not run what is launched on it; it writes down kernels and their arguments. The
-# result is a **graph**, and one call starts it all again. On the paper machine:
+# If Python is in the way, the launches can be taken out of the step. The queue of lesson 9 is
+# called a *stream*. While it is *capturing*, the driver does not run what is launched on it; it
+# writes down kernels and their arguments. The result is a **graph**, and one call starts it all
+# again. On the paper machine:
 
 # %%
 step = [(f"kernel {i}", 4.0) for i in range(100)]
@@ -598,11 +599,14 @@ print(f"waiting after every kernel: {waiting.clock():.0f} us")
 # <details><summary>Solutions</summary>
 #
 # 1: One pair of runs cannot tell. Time both variants in one process, alternately, many times, and
-# compare medians with the spread, p20 to p80: xtrain's records keep it. 2: `float` copies to the
-# host, so Python waits and the queue runs empty at every step; a capture refuses it. Keep the
-# losses on the device, and read those of several steps at once, as `Loop.read_numbers` in
-# `xtrain/train.py` does. 3: Yes. At the beginning it takes 2410 us, for Python gets ahead while it
-# runs; at the end 3010 us, for it begins only after 100 launches, one every 10 us, and its own.
+# compare medians with the spread, p20 to p80: xtrain's records keep it.
+#
+# 2: `float` copies to the host, so Python waits and the queue runs empty at every step; a capture
+# refuses it. Keep the losses on the device, and read those of several steps at once, as
+# `Loop.read_numbers` in `xtrain/train.py` does.
+#
+# 3: Yes. At the beginning it takes 2410 us, for Python gets ahead while it runs; at the end 3010
+# us, for it begins only after 100 launches, one every 10 us, and its own.
 #
 # </details>
 #

@@ -133,9 +133,9 @@ def bytes_before_after(kernels, sizes, kept):
 
 # %% [markdown]
 # The four places of a transformer where it pays. The unit is an array of N rows and the width of
-# that place. **QK-norm and RoPE**: queries and keys are normalised, then rotated; the values go
-# along. **SwiGLU**: `silu(gate) * up`. **Cross-entropy**: once over the logits for the loss, once
-# more for the gradient.
+# that place. **QK-norm and RoPE**: some models, Qwen3 among them, normalise each head's query and
+# key before they are rotated; the values go along. **SwiGLU**: `silu(gate) * up`.
+# **Cross-entropy**: once over the logits for the loss, once more for the gradient.
 
 # %%
 PLACES = {
@@ -176,7 +176,7 @@ for name, place in PLACES.items():
 # %% tags=["exercise"]
 @cuda.jit
 def residual_rmsnorm_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
-    """h = x + r,   y = h rstd w,   rstd = 1 / sqrt(mean(h^2) + eps).
+    """h = x + r,   y = h rstd w,   rstd = 1 / sqrt(mean(h^2) + eps).   h, y, x, r: (N, C)   w: (C,)
 
     Grid N, block C, a multiple of 32 and at most 1024: thread c owns column c.
     """
@@ -206,7 +206,7 @@ lesson.check("11.2", residual_rmsnorm_kernel)
 # Solution 11.2
 @cuda.jit
 def residual_rmsnorm_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
-    """h = x + r,   y = h rstd w,   rstd = 1 / sqrt(mean(h^2) + eps).
+    """h = x + r,   y = h rstd w,   rstd = 1 / sqrt(mean(h^2) + eps).   h, y, x, r: (N, C)   w: (C,)
 
     Grid N, block C, a multiple of 32 and at most 1024: thread c owns column c.
     """
@@ -232,7 +232,10 @@ def residual_rmsnorm_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
 # %% tags=["exercise"]
 @cuda.jit
 def swiglu_kernel(y_NF, gu_N2F):
-    """y = silu(gate) up.   Grid (N, ceil(F / 32)), block 32: blockIdx.x is the row."""
+    """y = silu(gate) up.   y: (N, F)   gu: (N, 2 F), gates then ups
+
+    Grid (N, ceil(F / 32)), block 32: blockIdx.x is the row.
+    """
     n, f = cuda.blockIdx.x, cuda.blockIdx.y * 32 + cuda.threadIdx.x
     F = y_NF.shape[1]
     # YOUR CODE
@@ -254,7 +257,10 @@ lesson.check("11.3", swiglu_kernel)
 # Solution 11.3
 @cuda.jit
 def swiglu_kernel(y_NF, gu_N2F):
-    """y = silu(gate) up.   Grid (N, ceil(F / 32)), block 32: blockIdx.x is the row."""
+    """y = silu(gate) up.   y: (N, F)   gu: (N, 2 F), gates then ups
+
+    Grid (N, ceil(F / 32)), block 32: blockIdx.x is the row.
+    """
     n, f = cuda.blockIdx.x, cuda.blockIdx.y * 32 + cuda.threadIdx.x
     F = y_NF.shape[1]
     if f < F:
@@ -400,7 +406,8 @@ print(f"logits of 2048 rows: {gb(2048, vocabulary):.2f} GB")
 def head_loss(x_NC, w_VC, targets_N, rows):
     """-> loss (mean over the N rows of the cross-entropy), dx (N, C), dw (V, C).
 
-    The logits of at most `rows` rows exist at any time. targets: (N,), from 0 to V - 1.
+    The logits of at most `rows` rows exist at any time.
+    x: (N, C), w: (V, C) floats   targets: (N,) integers from 0 to V - 1
     """
     # YOUR CODE
 
@@ -429,7 +436,8 @@ lesson.check("11.4", head_loss)
 def head_loss(x_NC, w_VC, targets_N, rows):
     """-> loss (mean over the N rows of the cross-entropy), dx (N, C), dw (V, C).
 
-    The logits of at most `rows` rows exist at any time. targets: (N,), from 0 to V - 1.
+    The logits of at most `rows` rows exist at any time.
+    x: (N, C), w: (V, C) floats   targets: (N,) integers from 0 to V - 1
     """
     N = len(x_NC)
     loss, dx_NC, dw_VC = 0.0, np.empty_like(x_NC), np.zeros_like(w_VC)
@@ -522,8 +530,8 @@ lesson.figures.bars(
 )
 
 # %% [markdown]
-# Fewer bytes, moved less well: more than half of the gain is lost again. A fused kernel has to be
-# as good at memory as those that it replaces.
+# Fewer bytes, moved less well: much of the gain is lost again. A fused kernel has to be as good at
+# memory as those that it replaces.
 #
 # *Keeping less, for more bytes.* SwiGLU's backward can compute y once more, so that the forward
 # need not keep it. That costs one more array to write. It is a loss in time by itself, taken on
@@ -554,10 +562,14 @@ lesson.table(
 #
 # 1: In bytes per parameter: 28 for AdamW, 4 + 2 for the copy, 4 for the zeros, 38 in all; as one
 # kernel 28 + 2 + 4 = 34, for w is not read again. The record with copy and zeros moves 34 bytes per
-# parameter. 2: r2 is computed from y1, through a whole attention or MLP: between the two additions
-# stand matrix products that need *all* of y1. 3: bias and silu always, which saves writing and
-# reading the array between them. Both with the product, if one writes the product oneself or the
-# library offers it: that saves writing and reading the product's result as well.
+# parameter.
+#
+# 2: r2 is computed from y1, through a whole attention or MLP: between the two additions stand
+# matrix products that need *all* of y1.
+#
+# 3: bias and silu always, which saves writing and reading the array between them. Both with the
+# product, if one writes the product oneself or the library offers it: that saves writing and
+# reading the product's result as well.
 #
 # </details>
 #

@@ -4,7 +4,7 @@ MISTAKES = [
     ("10.1", "        machine.synchronize()\n", "", "synchronize() first"),
     ("10.1", "    for _ in range(3):\n        run()\n", "", "The first call compiles"),
     ("10.1", "np.median(spans)", "np.mean(spans)", "The mean was taken"),
-    ("10.1", "np.median(spans)", "np.min(spans)", "The median is the typical one"),
+    ("10.1", "np.median(spans)", "np.min(spans)", "The median of all is the typical one"),
     ("10.1", "np.median(spans)", "np.sum(spans)", "the sum over all repeats"),
     (
         "10.1", "        begin = machine.record()\n        run()\n        end = machine.record()\n        machine.synchronize()\n"
@@ -17,6 +17,10 @@ MISTAKES = [
         "        begin = machine.clock()\n        run()\n        machine.synchronize()\n        spans.append(machine.clock() - begin)",
         "still in the queue",
     ),
+    ("10.1", "elapsed_us(begin, end)", "elapsed_us(end, begin)", "the earlier event first"),
+    ("10.2", "(until - first)", "(max(spans)[1] - first)", "the LATEST end"),
+    ("10.3", "i < w_n.size", "i < w_n.size - 1", "The last element was left out"),
+    ("10.3", "lr_1[0] * ", "lr_1 * ", "every array needs its index"),
     ("10.2", "max(start, until)", "start", "counted twice"),
     ("10.2", "sorted(spans)", "list(spans)", "sort them by start"),
     ("10.2", "until = max(until, end)", "until = end", "must not move `until` back"),
@@ -25,6 +29,6 @@ MISTAKES = [
     ("10.3", "lr_1[0]", "lr_1[i]", "lr_1 has a single element"),
     ("10.3", "w_n[i] -= lr_1[0] * g_n[i]", "w_n[i] += lr_1[0] * g_n[i]", "go down the gradient"),
     ("10.3", "lr_1[0] * ", "", "lr is missing"),
-    ("10.3", "lr_1[0] * ", "0.5 * ", "the step of the FIRST lr"),
+    ("10.3", "lr_1[0] * ", "0.5 * ", "do not write a number down"),
     ("10.3", "    if i < w_n.size:\n", "    if True:\n", "threads past the end"),
 ]  # fmt: skip

@@ -34,7 +34,8 @@ def time_us(e):
     got, want = ask("one kernel of 500 us, 1 repeat", 500, 1, times=[[500]], compile_us=300_000)
     e.same("the time", got, want, {
         "That is how long LAUNCHING takes. A launch does not wait for the kernel: use events, or synchronize before the clock is read.":
-            lambda got: got <= 10 or got == 300_010,
+            lambda got: 0 <= got <= 10 or got == 300_010,
+        "The time is negative: elapsed_us takes the earlier event first.": lambda got: got < 0,
         "The first call compiles the kernel. Call run() a few times before measuring.": lambda got: got > 300_000,
         "Runs that were still in the queue are counted too: synchronize after the warm-up, or use events, which are in the queue themselves.":
             lambda got: got > 900,
@@ -45,7 +46,7 @@ def time_us(e):
     )
     e.same("the time", got, want, {
         "The mean was taken. One disturbed run in seven spoils it: take the median.": lambda got: 1400 < got < 2000,
-        "The smallest run was taken, or the largest. The median is the typical one.": lambda got: got < 60 or close(got, 9000),
+        "A single run was taken, the smallest, the largest or the last. The median of all is the typical one.": lambda got: got < 60 or close(got, 9000),
         "That is the sum over all repeats: time each run by itself.": lambda got: got > 9500,
     }, rtol=0.04)  # fmt: skip
     got, want = ask("three kernels of 100, 200 and 300 us", 600, 5, times=[[100, 200, 300]])
@@ -69,6 +70,7 @@ def busy_share(e):
         "one inside another": [(0, 100), (10, 20), (60, 90), (110, 120)],
         "in any order": [(50, 60), (0, 10), (20, 30), (25, 32)],
         "always busy": [(3, 7), (7, 9)],
+        "the last to start is not the last to end": [(0, 10), (20, 100), (30, 40)],
     }
     for case, spans in cases.items():
         got = e.call(list(spans), case=f"{case}: {spans}")
@@ -85,6 +87,8 @@ def busy_share(e):
             "That is the busy time, not its share of the time from the first start to the last end.": np.float64(slots.sum()),
             "The time before the first kernel counts as idle: begin at the first start.": np.float64(slots.sum() / last),
             "That is the idle share.": np.float64(1 - want) if want < 1 else np.empty(0),
+            "The time ends at the LATEST end, not where the span ends that started last.":
+                np.float64(slots.sum() / (max(spans)[1] - first)) if max(spans)[1] < last else np.empty(0),
             "The spans are in no order: sort them by start first.": lambda got: case == "in any order",
             "A span that ends inside an earlier one must not move `until` back: take the larger of the two.":
                 lambda got: case == "one inside another",
@@ -112,7 +116,9 @@ def sgd_kernel(e):
             e.same("w", w, now, {
                 "The sign is wrong: go down the gradient.": before + rate * g64,
                 "lr is missing.": before - g64,
-                "That is the step of the FIRST lr: read lr_1[0], do not write a number down.": before - 0.5 * g64,
+                "The rate of this step is not that in lr_1[0]: read it there at every run, do not write a number down.":
+                    lambda got: np.ptp((before - got) / g64) < 1e-3 and not np.allclose(got, before),
+                "The last element was left out: the guard is i < w_n.size.": lambda got: np.allclose(got[:-1], now[:-1]),
                 "The step alone was written, without the w that was there.": -rate * g64,
                 "w is unchanged.": before,
             }, rtol=1e-5)  # fmt: skip

@@ -11,6 +11,7 @@ from .attempt import exercise
 @exercise(
     "11.1", "bytes_before_after",
     first_step="one by one, every kernel moves all that it reads and all that it writes. Fused: what must come in, what must go out?",
+    hints={"TypeError": "kernels, reads, writes and kept hold names of arrays; the bytes of one are sizes[name]."},
     kernel=False,
 )  # fmt: skip
 def bytes_before_after(e):
@@ -30,12 +31,16 @@ def bytes_before_after(e):
     }  # fmt: skip
     for case, (kernels, sizes, kept) in cases.items():
         got = e.call(list(kernels), dict(sizes), list(kept), case=case)
-        e.need(isinstance(got, tuple) and len(got) == 2, "Return two numbers: before, after.")
+        got = e.several(got, "before", "after")
         reads = [a for r, _ in kernels for a in r]
         writes = [a for _, w in kernels for a in w]
         total = lambda names: sum(sizes[a] for a in names)
         inputs = set(reads) - set(writes)
         before, after = total(reads) + total(writes), total(inputs) + total(kept)
+        e.need(
+            got != (after, before),
+            "The two numbers are exchanged: first what the kernels move one after the other.",
+        )
         e.same("the first number, before,", np.float64(got[0]), np.float64(before), {
             "Only what is read was counted: writing moves bytes too.": np.float64(total(reads)),
             "Only what is written was counted: reading moves bytes too.": np.float64(total(writes)),
@@ -74,14 +79,18 @@ def residual_rmsnorm_kernel(e):
         of_x = 1 / np.sqrt(np.square(x64).mean(1) + eps)
         e.same("h", h, want_h, {
             "h was not written: the next block adds to it.": lambda got: np.isnan(got).all(),
+            "That is x alone: r was not added.": x64,
         }, rtol=1e-5)  # fmt: skip
         e.same("rstd", rstd, want_rstd, {
             "That is the norm of x alone: it is the sum x + r whose squares are added.": of_x,
             "The squares were added up but not divided by C.": 1 / np.sqrt(np.square(want_h).sum(1) + eps),
             "eps is missing under the root.": 1 / np.sqrt(np.square(want_h).mean(1)),
+            "That is thread 0's own square alone: block_sum(h * h, partial) adds up the threads of the block.":
+                1 / np.sqrt(np.square(want_h[:, 0]) / C + eps),
         }, rtol=1e-4)  # fmt: skip
         e.same("y", y, want_y, {
             "The weight w is missing.": want_h * want_rstd[:, None],
+            "rstd is missing in y: y = h rstd w.": want_h * w64,
             "x stands where h belongs: y = h rstd w.": x64 * want_rstd[:, None] * w64,
         }, rtol=1e-4)  # fmt: skip
         e.need(
@@ -117,12 +126,26 @@ def swiglu_kernel(e):
             "The sign in exp is wrong: sigmoid(g) = 1 / (1 + exp(-g)).": gate * (1 - s) * up,
             "That is sigmoid(gate) up. silu(gate) is gate times sigmoid(gate).": s * up,
             "That is silu(gate); up is missing.": gate * s,
+            "1 + exp(-gate) is below the line as a whole: gate / (float32(1.0) + math.exp(-gate)).": gate + np.exp(-gate) * up,
+            "The last column is missing: the guard is f < F.":
+                lambda got: not e.wrote(y)[:, -1].any() and e.wrote(y)[:, :-1].all(),
+            "gu[n, F] is the up of column 0. That of column f stands F columns after its gate: gu[n, F + f].": gate * s * up[:, :1],
         }, rtol=1e-4)  # fmt: skip
+
+
+def columns(p, targets, rows):
+    """What d[:, target] -= 1 makes of the probabilities, chunk by chunk."""
+    d = p.copy()
+    for i in range(0, len(d), rows):
+        d[i : i + rows, targets[i : i + rows]] -= 1
+    return d
 
 
 @exercise(
     "11.4", "head_loss",
     first_step="a loop over slices of at most `rows` rows: logits of the slice, its part of the loss, its gradient, and from that dx and a share of dw.",
+    hints={"ValueError": "With R rows in a slice: logits and their gradient d are (R, V), dx of the slice is (R, C) = d @ w, "
+           "and dw is (V, C), d^T times the slice of x."},
     kernel=False,
 )  # fmt: skip
 def head_loss(e):
@@ -141,8 +164,8 @@ def head_loss(e):
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        e.need(isinstance(got, tuple) and len(got) == 3, "Return three things: loss, dx, dw.")
-        loss, dx, dw = got
+        loss, dx, dw = e.several(got, "loss", "dx", "dw")
+        e.need(np.shape(dx) != (V, C) or N == V, "dx and dw are exchanged: return loss, dx, dw.")
         z = x @ w.T
         z -= z.max(1, keepdims=True)
         n, p = np.arange(N), np.exp(z)
@@ -152,7 +175,8 @@ def head_loss(e):
         d[n, targets] -= 1 / N
         e.need(
             np.isfinite(loss) and np.isfinite(np.asarray(dx)).all(),
-            "The result is infinite or NaN: exp of a large logit. Subtract the largest logit of each row first.",
+            "The result is infinite or NaN. Subtract the largest logit of each row before exp; and take a row's loss as log(sum of "
+            "exp) minus the target's logit: a probability may round to 0, whose logarithm is minus infinity.",
         )
         last = slice((N - 1) // rows * rows, N)
         size = np.array([min(rows, N - i // rows * rows) for i in range(N)])[:, None]
@@ -165,6 +189,8 @@ def head_loss(e):
         e.same("dx", dx, d @ w, {
             "The gradient of a chunk was divided by the rows of the chunk. It is the mean over all N rows: divide by N.": (d * N / size) @ w,
             "The gradient was not divided by N: the loss is a mean.": (d * N) @ w,
+            "The 1 was subtracted in all rows of the chunk: d[:, target] means whole columns. One place per row is d[n, target].":
+                columns(p, targets, rows) @ w / N,
             "The one-hot part is missing: d = (softmax - [v == target]) / N.": (p / N) @ w,
         }, rtol=1e-5, atol=1e-9)  # fmt: skip
         e.same("dw", dw, d.T @ x, {
