@@ -145,3 +145,14 @@ def test_other_dtypes(dtype):
         attention_fwd(*arrays, 1.0)
     with pytest.raises(TypeError, match=f"is {np.dtype(dtype)}, expected float32"):
         attention_fwd(*map(to_kernel, arrays), 1.0)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4, 2, 6), (2, 0, 3, 4, 2, 6), (2, 0, 0, 4, 2, 6), (2, 2, 3, 4, 2, 0), (2, 2, 3, 0, 2, 6)])  # fmt: skip
+def test_nothing_to_attend_to_or_with(shape):
+    """Axes of length 0 keep their shapes, forward and backward; queries without keys are refused."""
+    q, k, v, do = case(*shape)
+    got = gradients(q, k, v, do, 1.0, True)
+    assert [x.shape for x in got] == [q.shape, q.shape, k.shape, v.shape]
+    q, k, v, do = case(2, 3, 0, 4, 2, 6)
+    with pytest.raises(ValueError, match="3 queries without keys"):
+        attention_fwd(q, k, v, 1.0, causal=False)

@@ -118,6 +118,8 @@ def test_bad_input():
         append_kv(k, v[:, :, :3].copy(), nk, nv, rows, positions)
     with pytest.raises(ValueError, match="0 repeats"):
         repeat_kv(k, 0)
+    with pytest.raises(ValueError, match="heads, at most 65535"):
+        repeat_kv(k[:, :, :0].copy(), 2**40)
     with pytest.raises(ValueError, match="0 positions, expected at least one"):
         empty_kv_cache(k, 1, 1, 1, 0, 8, np.float32)
     with pytest.raises(ValueError, match="int32, expected float32 or bf16"):

@@ -18,6 +18,10 @@ from xtrain.kernels._launch import (
     zeros,
 )
 from xtrain.kernels.cast import BFLOAT16
+from xtrain.kernels.cross_entropy import cross_entropy
+from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
+from xtrain.kernels.residual import residual_rmsnorm_fwd
+from xtrain.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from xtrain.simulator import SimArray, sim
 
 
@@ -296,3 +300,34 @@ def test_cross_entropy_beyond_2_31_elements(beyond):
     loss, gradient = cross_entropy(logits, *arrays)
     np.testing.assert_allclose(to_host(loss[rows]), want_loss, rtol=1e-5)
     np.testing.assert_allclose(to_host(gradient[rows]), want, rtol=1e-4, atol=1e-9)
+
+
+def test_bf16_on_the_cpu():
+    """NumPy has no einsum of bf16: the references compute in float32 and round once, as the kernels do."""
+    half = lambda i, *shape: normal(i, *shape).astype(BFLOAT16)
+    rope = normal(8, 5, 2), normal(9, 5, 2)
+    w, rstd, targets, inv = (
+        normal(1, 8),
+        normal(2, 3) ** 2,
+        np.array([1, 0, 4]),
+        np.ones(1, np.float32),
+    )
+    ids = np.arange(3)
+    cases = {
+        "rmsnorm": (lambda x: rmsnorm_fwd(x, w, 1e-6), (half(3, 3, 8),)),
+        "rmsnorm backward": (lambda dy, x: rmsnorm_bwd(dy, x, w, rstd, w * 0), (half(3, 3, 8), half(4, 3, 8))),
+        "residual": (lambda x, r: residual_rmsnorm_fwd(x, r, w, 1e-6), (half(3, 3, 8), half(4, 3, 8))),
+        "cross entropy": (lambda x: cross_entropy(x, targets, 5, inv), (half(3, 3, 8),)),
+        "qk norm": (lambda x: qk_norm_rope_fwd(x, w[:4], w[4:], *rope, 2, 1, 3, 1e-6, ids), (half(3, 3, 16),)),
+        "qk norm backward": (
+            lambda x, *d: qk_norm_rope_bwd(*d, x, w[:4], w[4:], rstd[:, None] * w[:3], *rope, 2, 1, 3, w[:4] * 0, w[4:] * 0, ids),
+            (half(3, 3, 16), half(4, 3, 2, 4), half(5, 3, 1, 4), half(6, 3, 1, 4)),
+        ),
+    }  # fmt: skip
+    for name, (call, given) in cases.items():
+        want, got = call(*(x.astype(np.float32) for x in given)), call(*(x.copy() for x in given))
+        want, got = (x if isinstance(x, tuple) else (x,) for x in (want, got))
+        assert any(g.dtype == BFLOAT16 for g in got), name
+        for w_, g in zip(want, got):
+            assert np.array_equal(w_.astype(g.dtype), g), name
+    assert rmsnorm_fwd(half(3, 3, 8), w, 1e-6, np.float32)[0].dtype == np.float32

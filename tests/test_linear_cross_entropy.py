@@ -100,8 +100,12 @@ def test_only_what_is_wanted():
 
 def test_bad_input():
     x, w, targets, inv = case(9, 8, 5, 8)
-    with pytest.raises(ValueError, match=r"x has shape \(9, 8\), w \(8, 7\)"):
-        linear_cross_entropy(x, w[:, :7], targets, 5, inv)
+    with pytest.raises(ValueError, match=r"w has shape \(8, 7\), expected \(any, 8\)"):
+        linear_cross_entropy(x, w[:, :7].copy(), targets, 5, inv)
+    with pytest.raises(ValueError, match="0 rows at a time, expected at least 1"):
+        linear_cross_entropy(x, w, targets, 5, inv, rows=0)
+    with pytest.raises(ValueError, match=r"x has shape \(72,\), expected \(any, any\)"):
+        linear_cross_entropy(x.ravel(), w, targets, 5, inv)
     with pytest.raises(ValueError, match=r"targets have shape \(8,\), expected \(9,\)"):
         linear_cross_entropy(x, w, targets[:8], 5, inv)
     with pytest.raises(ValueError, match="vocabulary 9"):

@@ -138,3 +138,26 @@ def test_bad_input():
         restore_padding(x.astype(np.int32), edges, 3)
     with pytest.raises(ValueError, match="x has shape"):
         remove_padding(normal(1, 3, 4, 2), edges, 4)
+    with pytest.raises(ValueError, match="4 packed tokens of no sequence"):
+        token_places(int32([0]), 4)
+    with pytest.raises(ValueError, match="expected 0 to 2147483647 tokens"):
+        remove_padding(to_kernel(normal(1, 2, 3)), to_kernel(edges), -1)
+    with pytest.raises(ValueError, match="2 sequences of -1"):
+        restore_padding(to_kernel(x), to_kernel(edges), -1)
+
+
+EDGES = [(0, 9, 4), (0, 3, 400), (-7, -3, 4), (5, 5, 5), (2**31 - 1, 0, -(2**31))]
+
+
+@pytest.mark.parametrize("edges", EDGES, ids=str)
+def test_edges_that_are_none(edges):
+    """On a GPU nobody looks at their values beforehand: zeros come out, and nothing is read beyond an array."""
+    edges, x = to_kernel(int32(edges)), normal(1, 2, 3, 4)
+    for array in (x, x[:, :, :3].copy()):  # 16 bytes at a time, and one number
+        remove_padding(to_kernel(array), edges, 4)
+        remove_padding_heads(to_kernel(array[:, None].copy()), edges, 4)
+        for T in (0, 2, 3):
+            restore_padding(to_kernel(array[0]), edges, T)
+            restore_padding_heads(to_kernel(array), edges, T)
+    rows, _ = token_places(edges, 4)
+    assert set(to_host(rows)) <= {0, 1}

@@ -278,8 +278,14 @@ def test_bad_input():
         fwd(qkv, q_w, k_w, cos, sin, T=3)
     with pytest.raises(ValueError, match="positions 0 to 2, the tables hold 0 to 1"):
         fwd(qkv, q_w, k_w, cos, sin, positions_N=np.array([0, 1, 2, 0]))
-    with pytest.raises(ValueError, match="head width 258 is larger than 256"):
+    with pytest.raises(ValueError, match="head width 258, expected 2 to 256"):
         qk_norm_rope_fwd(*case(1, 1, 1, 258, 1), 1, 1, 1, EPS)
+    with pytest.raises(ValueError, match="head width 0, expected 2 to 256"):
+        qk_norm_rope_fwd(*case(1, 1, 1, 0, 1), 2**31, 1, 1, EPS)
+    with pytest.raises(ValueError, match="10 query heads and -1 key heads, expected at least one"):
+        qk_norm_rope_fwd(qkv, q_w, k_w, cos, sin, 10, -1, T, EPS)
+    with pytest.raises(ValueError, match=r"cos has shape \(8,\), expected \(any, any\)"):
+        fwd(qkv, q_w, k_w, cos.ravel(), sin)
     with pytest.raises(TypeError, match="qkv is float16"):
         fwd(qkv.astype(np.float16), q_w, k_w, cos, sin)
     with pytest.raises(TypeError, match="one place"):

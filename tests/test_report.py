@@ -143,6 +143,7 @@ BROKEN = {
     "another JSON": ("config.json", lambda b: b'{"train": 3, "model": {"dim": [1]}}'),
     "a sentence of another kind": ("sentence.json", lambda b: b'{"tokens": [1], "next": 3}'),
     "a map of another size": ("sentence.json", lambda b: b.replace(b'"mean": [[1.0', b'"mean": [[1.0, 2')),
+    "a probability without end": ("sentence.json", lambda b: re.sub(rb'"step": [0-9]+', b'"step": Infinity', b)),
     "deep": ("sentence.json", lambda b: b"[" * 100_000),
     "a profile of another kind": ("profile.json", lambda b: b'{"tables": [3, {"rows": [3, ["a"]]}]}'),
 }  # fmt: skip

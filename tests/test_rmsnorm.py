@@ -159,6 +159,11 @@ def test_bad_input():
         rmsnorm_fwd(to_kernel(x), w, EPS)
     with pytest.raises(TypeError, match="dy is int32, expected float32 or bfloat16"):
         rmsnorm_bwd(x.astype(np.int32), x, w, w[:2], w)
+    for rows in (np.ones((2, 0), np.float32), to_kernel(np.ones((2, 0), np.float32))):
+        with pytest.raises(ValueError, match="rows of 0 columns have no mean"):
+            rmsnorm_fwd(rows, rows[0], EPS)
+        with pytest.raises(ValueError, match="rows of 0 columns have no mean"):
+            rmsnorm_bwd(rows, rows, rows[0], rows[:, :0].sum(1), rows[0])
     with pytest.raises(ValueError, match="32776 columns are too wide: 32768 at most"):
         rmsnorm_fwd(*(to_kernel(np.ones(s, np.float32)) for s in ((1, 32776), 32776)), EPS)
 

@@ -307,5 +307,8 @@ def test_bad_input():
         sample(logits, ids.astype(np.int64), *good)
     with pytest.raises(ValueError, match=r"top_p has shape \(1,\), expected \(2\)"):
         sample(logits, ids, good[0], good[1], good[2][:1], *good[3:])
+    for bad in ((0.1, -3, 1.0), (1e-9, 0, 1.0), (1.0, 0, 7.0)):  # on a GPU nobody looks
+        with pytest.raises(ValueError, match="expected"):
+            sample(logits, ids, *parameters(2, *bad))
     with pytest.raises(TypeError, match="one place"):
         sample(to_kernel(logits), ids, *good)

@@ -76,7 +76,7 @@ def test_a_bad_gradient_anywhere_is_seen(bad):
 
 def test_refusals():
     one, row = np.ones(1, np.float32), np.zeros(1, np.int32)
-    with pytest.raises(ValueError, match="limit is 0"):
+    with pytest.raises(ValueError, match="limit is 0, expected 1 to 2147483647"):
         skip_unless_finite(one, row, one, one, 0)
     with pytest.raises(ValueError, match="factor has shape"):
         skip_unless_finite(np.ones(2, np.float32), row, one, one, 1)

@@ -21,9 +21,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 LIMIT = 20.0  # seconds for one input
-MEMORY = (
-    6 << 30
-)  # bytes of address space beyond what is in use: what asks for more gets a MemoryError
+STUCK = 3  # times LIMIT: Python's own alarm is not heard inside a library's loop
+MEMORY = 6 << 30  # bytes beyond the address space in use: what asks for more gets a MemoryError
 
 
 class Refused(Exception):
@@ -74,12 +73,18 @@ def fuzz(
     arguments = (name, make, inputs, start, folder, seconds, note, queue)
     worker = multiprocessing.get_context("fork").Process(target=_work, args=arguments)
     worker.start()
-    result = None
+    result, known, since = None, None, time.monotonic()
     while result is None and (worker.is_alive() or not queue.empty()):
-        if queue.empty():
-            time.sleep(0.02)
-        else:
+        if not queue.empty():
             result = Result(**queue.get())
+            break
+        time.sleep(0.02)
+        now = note.stat().st_mtime_ns if note.exists() else None
+        if now != known:
+            known, since = now, time.monotonic()
+        elif now is not None and time.monotonic() - since > STUCK * LIMIT:
+            worker.kill()
+            result = Result(name, finding="Hang: not even a signal ends it", input=note.read_text())
     worker.join()
     if result is None:
         ended = signal.Signals(-worker.exitcode).name if worker.exitcode < 0 else worker.exitcode

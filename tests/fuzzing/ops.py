@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import xtrain.kernels
 from xtrain.kernels.cast import BFLOAT16
-from xtrain.simulator import sim
+from xtrain.simulator import RaceError, sim
 
 from .drive import Refused, Target
 
@@ -31,6 +31,7 @@ INT64 = {"targets", "seed", "sequence"}
 FLOATS = (1e-5, 0.5, 1.0, 0.0, -1.0, float("nan"), float("inf"))
 INTS = (1, 2, 4, 0, -1, 7, 128, 2**31, 2**40)
 LENGTHS = (1, 2, 3, 4, 5, 8, 16, 0)
+SHORT = (1, 2, 3, 4, 5, 2, 3, 0)  # in the simulator, where 16 heads of 16 sequences take minutes
 # axes that follow from others, where the name alone cannot say it
 AXES = {
     ("qk_norm_rope_fwd", "qkv"): lambda d: (d["N"], (d["H"] + 2 * d["G"]) * d["D"]),
@@ -66,10 +67,10 @@ def _is_array(name):
     return name in ("x", "y", "dy", "a", "b", "out") or re.search(r"_[A-Z0-9n]+$", name) is not None
 
 
-def arguments_for(name: str, f: Callable, lengths, changes) -> dict:
-    """lengths: of the axes, indices into LENGTHS. changes: (argument, kind, where, what)."""
+def arguments_for(name: str, f: Callable, lengths, changes, table=LENGTHS) -> dict:
+    """lengths: of the axes, indices into table. changes: (argument, kind, where, what)."""
     d = {
-        c: LENGTHS[lengths[i % len(lengths)] % len(LENGTHS)]
+        c: table[lengths[i % len(lengths)] % len(table)]
         for i, c in enumerate("ABCDEFGHIKLNOPQRSTVXYn")
     }
     d["N"] = d["B"] * d["T"] if lengths[0] % 2 else d["N"]
@@ -177,17 +178,20 @@ def target(device: str) -> Target:
     def call(value, folder):
         which, lengths, changes = value
         name, f = ops[which % len(ops)]
-        given = arguments_for(name, f, lengths, changes)
+        given = arguments_for(name, f, lengths, changes, SHORT if device == "sim" else LENGTHS)
         if device == "sim":
             given = {n: sim(v) if isinstance(v, np.ndarray) else v for n, v in given.items()}
         try:
             with np.errstate(all="ignore"):
                 f(**given)
-        except (
-            NotImplementedError,
-            MemoryError,
-        ) as error:  # 2^40 rows were asked for: there is no room
+        except (NotImplementedError, MemoryError) as error:  # no room for 2^40 rows
             raise Refused(name) from error
+        except RaceError as error:
+            if name != "append_kv":
+                raise
+            raise Refused(
+                "append_kv: two tokens of one place, which its docstring forbids"
+            ) from error
         except (ValueError, TypeError) as error:
             if not own_refusal(error):
                 shapes = {

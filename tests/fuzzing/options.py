@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import io
 import typing
 
@@ -55,19 +57,19 @@ def known_op(op):
     return {}, ""
 
 
-# name: (the command line, options, what replaces the work behind it: (module, name, stand-in))
+# name: (the command line, options, what replaces the work behind it: (module, names, stand-in))
 LINES = {
-    "train": (train.main, TrainConfig, (train, "train", only_options)),
+    "train": (train.main, TrainConfig, (train, ("train",), only_options)),
     "ddp": (parsed_by_ddp, ddp.ParallelConfig, None),
     "generate": (generate.main, generate.Options, None),
     "chat": (chat.main, chat.Options, None),
-    "profile": (profile.main, profile.Options, (profile, "measure", lambda o, console: profile.model_config(o))),
+    "profile": (profile.main, profile.Options, (profile, ("measure", "show_plan"), lambda o, console: profile.model_config(o))),
     "report": (report.main, report.Options, None),
     "compare": (compare.main, compare.CompareConfig, None),
     "convert_meta": (convert_meta.main, convert_meta.Options, None),
-    "gradcheck": (gradcheck.main, None, (gradcheck, "run", known_op)),
+    "gradcheck": (gradcheck.main, None, (gradcheck, ("run",), known_op)),
     "lesson": (lesson.main, None, None),
-    "doctor": (doctor.main, None, (doctor, "examine", list)),
+    "doctor": (doctor.main, None, (doctor, ("examine",), list)),
 }  # fmt: skip
 
 
@@ -89,6 +91,7 @@ def names_of(options) -> list[str]:
 
 def arguments() -> Target:
     """main(arguments) ends with 0, 1 or 2, and what it prints is not a traceback."""
+    inspect.getsource = functools.cache(inspect.getsource)  # tyro reads the files again every time
 
     def call(value, folder):
         line, words = value
@@ -101,10 +104,10 @@ def arguments() -> Target:
             stack.enter_context(contextlib.redirect_stderr(said))
             stack.enter_context(contextlib.chdir(folder))
             if replaced is not None:
-                module, name, stand_in = replaced
-                before = getattr(module, name)
-                stack.callback(setattr, module, name, before)
-                setattr(module, name, stand_in)
+                module, names, stand_in = replaced
+                for name in names:
+                    stack.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, stand_in)
             try:
                 code = main(given)
             except SystemExit as stop:

@@ -139,7 +139,7 @@ def sentence(run: Record) -> str:
     s = run.sentence
     try:
         return _sentence(s) if s else ""
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         run.missing.append("sentence.json is damaged")
         return ""
 

@@ -74,6 +74,11 @@ def zeros(like: Array, shape, dtype=None) -> Array:
     return new.view(SimArray) if isinstance(like, SimArray) else new
 
 
+def wide(x: Array) -> Array:
+    """What a reference computes with: bf16 as float32, as in the kernels; NumPy's einsum has no bf16."""
+    return x.astype(np.float32) if x.dtype.name == "bfloat16" else x
+
+
 # ----------------------------------------------------------------------------- is the input sound
 def check(condition: bool, message: str) -> None:
     if not condition:

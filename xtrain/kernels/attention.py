@@ -18,9 +18,10 @@ from .layout import swap_heads
 from .softmax import causal_softmax_bwd, causal_softmax_fwd
 
 
-def _stack(x_BXTD, A):
-    """(B, X, T, D) -> (A, X/G T, D), A = B G: a view."""
-    return x_BXTD.reshape(A, -1, x_BXTD.shape[-1])
+def _stack(x_BXTD, G):
+    """(B, X, T, D) -> (B G, X/G T, D): a view."""
+    B, X, T, D = x_BXTD.shape
+    return x_BXTD.reshape(B * G, X // G * T, D)
 
 
 def attention_fwd(
@@ -37,27 +38,26 @@ def attention_fwd(
         f"attention: q {q_BTHD.shape}, k {k_BSGD.shape}, v {v_BSGD.shape} do not belong together",
     )
     check(S >= T or not causal, f"attention: {T} causal queries need at least {T} keys, got {S}")
-    A = B * G
-    q, k, v = (_stack(swap_heads(x), A) for x in (q_BTHD, k_BSGD, v_BSGD))
-    p_ARS = matmul(empty(q, (A, q.shape[1], S)), q, k, trans_b=True)
+    check(S > 0 or T == 0, f"attention: {T} queries without keys")
+    q_BHTD, k_BGSD, v_BGSD = map(swap_heads, (q_BTHD, k_BSGD, v_BSGD))
+    q, k, v = (_stack(x, G) for x in (q_BHTD, k_BGSD, v_BGSD))
+    p_ARS = matmul(empty(q, (*q.shape[:2], S)), q, k, trans_b=True)
     p_ARS = causal_softmax_fwd(p_ARS, T, scale, causal)  # in place over the scores
     o = matmul(empty(q, q.shape), p_ARS, v)
-    return swap_heads(o.reshape(B, H, T, D)), (q, k, v, p_ARS)
+    return swap_heads(o.reshape(q_BHTD.shape)), (q_BHTD, k_BGSD, v_BGSD, p_ARS)
 
 
 def attention_bwd(
     do_BTHD: Array, saved: tuple, scale: float, causal: bool = True
 ) -> tuple[Array, Array, Array]:
     """-> dq (B, T, H, D), dk, dv (B, S, G, D)"""
-    B, T, H, D = do_BTHD.shape
-    q, k, v, p_ARS = saved
-    do = _stack(swap_heads(do_BTHD), q.shape[0])
+    T = do_BTHD.shape[1]
+    *shared, p_ARS = saved
+    G = shared[1].shape[1]
+    do, q, k, v = (_stack(x, G) for x in (swap_heads(do_BTHD), *shared))
     dv = matmul(empty(v, v.shape), p_ARS, do, trans_a=True)
     dp_ARS = matmul(empty(p_ARS, p_ARS.shape), do, v, trans_b=True)
     ds_ARS = causal_softmax_bwd(dp_ARS, p_ARS, T, scale, causal)  # in place over dp
     dq = matmul(empty(q, q.shape), ds_ARS, k)
     dk = matmul(empty(k, k.shape), ds_ARS, q, trans_a=True)
-    S = k.shape[1]
-    return swap_heads(dq.reshape(B, H, T, D)), *(
-        swap_heads(x.reshape(B, -1, S, D)) for x in (dk, dv)
-    )
+    return tuple(swap_heads(dx.reshape(x.shape)) for dx, x in zip((dq, dk, dv), shared))

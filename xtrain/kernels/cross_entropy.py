@@ -28,7 +28,7 @@ from numba import cuda, float32, int64, types, uint32
 
 from ..device import Array, cupy
 from ..simulator import SimArray
-from ._launch import FLOATS, check, check_array, check_ids, empty, launch, on_host
+from ._launch import FLOATS, check, check_array, check_ids, empty, launch, on_host, wide
 from ._ptx import device, kernel, load1, store1
 from ._reduce import MAX_WARPS, block_max, block_sum
 from ._rows import aligned_rows
@@ -329,12 +329,13 @@ def cross_entropy(
         check_array("cross_entropy", "loss", out_N, (N,))
     if on_host(logits_NP, targets_N, inv_count_1):
         refuse_wrong(targets_N, vocab_size)
-        loss_N, d_NP = cross_entropy_ref(
-            logits_NP, targets_N, vocab_size, inv_count_1, with_gradient
-        )
+        given = targets_N, vocab_size, inv_count_1, with_gradient
+        loss_N, d_NP = cross_entropy_ref(wide(logits_NP), *given)
+        if with_gradient and d_NP is not logits_NP:
+            logits_NP[...] = d_NP
         if out_N is not None:
             out_N[...] = loss_N
-        return loss_N if out_N is None else out_N, d_NP
+        return loss_N if out_N is None else out_N, logits_NP if with_gradient else None
     loss_N = empty(logits_NP, N, np.float32) if out_N is None else out_N
     logits = logits_NP.reshape(-1)
     each = each_of(logits)

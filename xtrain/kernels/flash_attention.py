@@ -45,7 +45,7 @@ from . import flash_attention_bf16 as bf16
 from . import flash_attention_fp32 as fp32
 from . import flash_attention_hopper as hopper
 from ._flash_attention_table import TABLE
-from ._launch import FLOATS, check, check_array, empty, launch, on_host
+from ._launch import FLOATS, check, check_array, empty, launch, on_host, wide
 from ._tensor_maps import mappable
 from ._tiles import WIDTHS
 
@@ -111,7 +111,7 @@ def flash_attention_fwd(
     """
     _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal)
     if on_host(q_BTHD, k_BSGD, v_BSGD):
-        o_BTHD, lse_BHT = flash_attention_ref(*map(_wide, (q_BTHD, k_BSGD, v_BSGD)), scale, causal)
+        o_BTHD, lse_BHT = flash_attention_ref(*map(wide, (q_BTHD, k_BSGD, v_BSGD)), scale, causal)
         return o_BTHD.astype(q_BTHD.dtype), lse_BHT
     B, T, H, D = q_BTHD.shape
     o_BTHD, lse_BHT = empty(q_BTHD, (B, T, H, D)), empty(q_BTHD, (B, H, T), np.float32)
@@ -148,8 +148,8 @@ def flash_attention_bwd(
         check_array(op, name, x, (B, T, H, D), (q_BTHD.dtype.name,))
     check_array(op, "lse", lse_BHT, (B, H, T))
     if on_host(do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT):
-        wide = map(_wide, (do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD))
-        gradients = flash_attention_bwd_ref(*wide, lse_BHT, scale, causal)
+        inputs = map(wide, (do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD))
+        gradients = flash_attention_bwd_ref(*inputs, lse_BHT, scale, causal)
         return tuple(x.astype(q_BTHD.dtype) for x in gradients)
     dq, dk, dv = empty(q_BTHD, (B, T, H, D)), *(empty(k_BSGD, (B, S, G, D)) for _ in range(2))
     scale = np.float32(scale)
@@ -270,11 +270,6 @@ def _gpu_attribute(device: int, name: str) -> int:
 
 
 # ----------------------------------------------------------------------------- what goes in
-def _wide(x):
-    """The references compute bf16 in float32."""
-    return x.astype(np.float32) if x.dtype.name == "bfloat16" else x
-
-
 def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
     check_array(op, "q", q_BTHD, (None,) * 4, FLOATS, strided=True)
     B, T, H, D = q_BTHD.shape

@@ -147,10 +147,10 @@ def repeat_kv(x_RGSD: Array, repeats: int) -> Array:
     """x (R, G, S, D) float32 or bf16 -> (R, G repeats, S, D), each head `repeats` times in a row."""
     check_array("repeat_kv", "x", x_RGSD, (None,) * 4, FLOATS)
     check(repeats > 0, f"repeat_kv: {repeats} repeats, expected at least one")
-    if on_host(x_RGSD):
-        return repeat_kv_ref(x_RGSD, repeats)
     R, G, S, D = x_RGSD.shape
     check(R * G * repeats < 2**16, f"repeat_kv: {R * G * repeats} heads, at most 65535")
+    if on_host(x_RGSD):
+        return repeat_kv_ref(x_RGSD, repeats)
     y = empty(x_RGSD, (R, G * repeats, S, D))
     grid = (-(-S * D // BLOCK), R * G * repeats)
     launch(repeat_kv_kernel, grid, BLOCK, y.reshape(-1), x_RGSD.reshape(-1), repeats, S * D)

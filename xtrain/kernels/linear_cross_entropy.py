@@ -19,7 +19,7 @@ fewer tiles than the GPU has multiprocessors. So fewer rows take less memory and
 import numpy as np
 
 from ..device import Array
-from ._launch import check, check_ids, empty, on_host
+from ._launch import FLOATS, check, check_array, check_ids, empty, on_host
 from .cross_entropy import cross_entropy, refuse_wrong
 from .gemm import matmul
 
@@ -55,13 +55,17 @@ def linear_cross_entropy(
     -> loss (N,) float32, and of inv_count sum(loss) the gradients dx like x, and dw (P, C) float32; None for those that
     are not wanted (without both inv_count may be None). rows: at most so many at a time. Errors as in cross_entropy.
     """
-    (N, C), (P, width) = x_NC.shape, w_PC.shape
-    check(width == C, f"linear_cross_entropy: x has shape {x_NC.shape}, w {w_PC.shape}")
+    op = "linear_cross_entropy"
+    check_array(op, "x", x_NC, (None, None), FLOATS)
+    N, C = x_NC.shape
+    check_array(op, "w", w_PC, (None, C), (x_NC.dtype.name,))
+    P = w_PC.shape[0]
+    check(rows is None or rows > 0, f"{op}: {rows} rows at a time, expected at least 1")
     check(
         targets_N.shape == (N,),
-        f"linear_cross_entropy: targets have shape {targets_N.shape}, expected ({N},)",
+        f"{op}: targets have shape {targets_N.shape}, expected ({N},)",
     )
-    check_ids("linear_cross_entropy", "targets", targets_N)
+    check_ids(op, "targets", targets_N)
     wide = np.float64 if x_NC.dtype == np.float64 else np.float32
     loss_N = empty(x_NC, N, wide)
     dx_NC = empty(x_NC, (N, C)) if want_dx else None

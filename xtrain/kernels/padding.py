@@ -133,17 +133,21 @@ def make_move_kernel(H, D, restore, heads, each):
     """
 
     @kernel(BLOCK)
-    def move_padding_kernel(y, x, edges_E, T):
-        """Grid (rows of y, ceil(H D / each / BLOCK)), block BLOCK. x, y: flat; a row is a token, packed or padded."""
+    def move_padding_kernel(y, x, edges_E, N, T):
+        """Grid (rows of y, ceil(H D / each / BLOCK)), block BLOCK. x, y: flat; a row is a token, packed or padded.
+
+        Edges that are none give zeros: nothing is read beyond the N packed tokens, or the T of a padded sequence.
+        """
         words = cuda.local.array(4, uint32)
         row, c = int64(cuda.blockIdx.x), (cuda.blockIdx.y * BLOCK + cuda.threadIdx.x) * each
         if restore:
             a, t = row // T, row % T
             n = edges_E[a] + t
-            real = n < edges_E[a + 1]
+            real = n < edges_E[a + 1] and n >= 0 and n < N
         else:
-            a, n, real = sequence_of(row, edges_E), row, True
+            a, n = sequence_of(row, edges_E), row
             t = n - edges_E[a]
+            real = t >= 0 and t < T
         if c < H * D:
             packed = n * (H * D) + c
             padded = ((a * H + c // D) * T + t) * D + c % D if heads else (a * T + t) * (H * D) + c
@@ -184,7 +188,7 @@ def token_places(
 
     history (A,) int32: tokens that a sequence has there already; none without it. rows (A,) int32: its row; by default a.
     """
-    A = _check_edges("token_places", edges_E)
+    A = _check_edges("token_places", edges_E, N)
     given = [x for x in (history_A, rows_A) if x is not None]
     for name, x in (("history", history_A), ("rows", rows_A)):
         if x is not None:
@@ -202,8 +206,7 @@ def token_places(
 
 def padding_offsets(edges_E: Array, N: int, T: int) -> Array:
     """-> offset (N,) int32: packed token n is row n + offset[n] of the padded array, whose sequences are T long."""
-    A = _check_edges("padding_offsets", edges_E)
-    check(A * T < 2**31, f"padding_offsets: {A} sequences of {T} are too many for int32")
+    _check_edges("padding_offsets", edges_E, N, T)
     if on_host(edges_E):
         _check_total("padding_offsets", edges_E, N, T)
         return padding_offsets_ref(edges_E, N, T)
@@ -214,70 +217,78 @@ def padding_offsets(edges_E: Array, N: int, T: int) -> Array:
 
 def remove_padding(x_AT: Array, edges_E: Array, N: int) -> Array:
     """x (A, T, ...) float32 or bf16 -> (N, ...), the N = edges[-1] real tokens one behind the other."""
-    A = _check_edges("remove_padding", edges_E)
-    check_array("remove_padding", "x", x_AT, (A, None, *x_AT.shape[2:]), FLOATS)
+    check_array("remove_padding", "x", x_AT, (None, None, *x_AT.shape[2:]), FLOATS)
     T = x_AT.shape[1]
+    A = _check_edges("remove_padding", edges_E, N, T)
+    check_array("remove_padding", "x", x_AT, (A, *x_AT.shape[1:]), FLOATS)
     if on_host(x_AT, edges_E):
         _check_total("remove_padding", edges_E, N, T)
         return remove_padding_ref(x_AT, edges_E, N)
     y_N = empty(x_AT, (N, *x_AT.shape[2:]))
-    _move(y_N, x_AT, edges_E, N, T, 1, _product(x_AT.shape[2:]), False, False)
+    _move(y_N, x_AT, edges_E, N, N, T, 1, _product(x_AT.shape[2:]), False, False)
     return y_N
 
 
 def restore_padding(x_N: Array, edges_E: Array, T: int) -> Array:
     """x (N, ...) float32 or bf16 -> (A, T, ...), zeros beyond the end of each sequence. T: the longest, or more."""
-    A = _check_edges("restore_padding", edges_E)
     check_array("restore_padding", "x", x_N, (None, *x_N.shape[1:]), FLOATS)
+    A = _check_edges("restore_padding", edges_E, x_N.shape[0], T)
     if on_host(x_N, edges_E):
         _check_total("restore_padding", edges_E, x_N.shape[0], T)
         return restore_padding_ref(x_N, edges_E, T)
     y_AT = empty(x_N, (A, T, *x_N.shape[1:]))
-    _move(y_AT, x_N, edges_E, A * T, T, 1, _product(x_N.shape[1:]), True, False)
+    rows = x_N.shape[0]
+    _move(y_AT, x_N, edges_E, A * T, rows, T, 1, _product(x_N.shape[1:]), True, False)
     return y_AT
 
 
 def remove_padding_heads(x_AHTD: Array, edges_E: Array, N: int) -> Array:
     """x (A, H, T, D) float32 or bf16 -> (N, H, D): the padding removed and the heads swapped back, in one pass."""
-    A = _check_edges("remove_padding_heads", edges_E)
-    check_array("remove_padding_heads", "x", x_AHTD, (A, None, None, None), FLOATS)
+    check_array("remove_padding_heads", "x", x_AHTD, (None,) * 4, FLOATS)
     _, H, T, D = x_AHTD.shape
+    A = _check_edges("remove_padding_heads", edges_E, N, T)
+    check_array("remove_padding_heads", "x", x_AHTD, (A, H, T, D), FLOATS)
     if on_host(x_AHTD, edges_E):
         _check_total("remove_padding_heads", edges_E, N, T)
         return remove_padding_ref(np.ascontiguousarray(x_AHTD.swapaxes(1, 2)), edges_E, N)
     y_NHD = empty(x_AHTD, (N, H, D))
-    _move(y_NHD, x_AHTD, edges_E, N, T, H, D, False, True)
+    _move(y_NHD, x_AHTD, edges_E, N, N, T, H, D, False, True)
     return y_NHD
 
 
 def restore_padding_heads(x_NHD: Array, edges_E: Array, T: int) -> Array:
     """x (N, H, D) float32 or bf16 -> (A, H, T, D), zeros beyond the end of each sequence."""
-    A = _check_edges("restore_padding_heads", edges_E)
     check_array("restore_padding_heads", "x", x_NHD, (None, None, None), FLOATS)
     N, H, D = x_NHD.shape
+    A = _check_edges("restore_padding_heads", edges_E, N, T)
     if on_host(x_NHD, edges_E):
         _check_total("restore_padding_heads", edges_E, N, T)
         return np.ascontiguousarray(restore_padding_ref(x_NHD, edges_E, T).swapaxes(1, 2))
     y_AHTD = empty(x_NHD, (A, H, T, D))
-    _move(y_AHTD, x_NHD, edges_E, A * T, T, H, D, True, True)
+    _move(y_AHTD, x_NHD, edges_E, A * T, N, T, H, D, True, True)
     return y_AHTD
 
 
-def _move(y, x, edges_E, rows, T, H, D, restore, heads):
+def _move(y, x, edges_E, rows, N, T, H, D, restore, heads):
     flat, each = (y.reshape(-1), x.reshape(-1)), 16 // y.itemsize
     each = each if D % each == 0 and on_16_bytes(*flat) else 1
     move_kernel = make_move_kernel(H, D, restore, heads, each)
-    launch(move_kernel, (rows, -(-H * D // (each * BLOCK))), BLOCK, *flat, edges_E, T)
+    launch(move_kernel, (rows, -(-H * D // (each * BLOCK))), BLOCK, *flat, edges_E, N, T)
 
 
 def _product(shape):
     return int(np.prod(shape, dtype=np.int64))
 
 
-def _check_edges(op, edges_E):
+def _check_edges(op, edges_E, N, T=0):
+    """-> A, the sequences. N packed tokens; T: of a padded sequence."""
     check(edges_E.ndim == 1 and edges_E.size > 0, f"{op}: edges has shape {tuple(edges_E.shape)}")
     check_int32(op, "edges", edges_E, edges_E.size)
-    return edges_E.size - 1
+    A = edges_E.size - 1
+    check(A > 0 or N == 0, f"{op}: {N} packed tokens of no sequence")
+    fits = 0 <= N < 2**31 and T >= 0 and A * T < 2**31
+    check(fits, f"{op}: {N} packed tokens, {A} sequences of {T}: expected 0 to {2**31 - 1} tokens")
+    return A
 
 
 def _check_total(op, edges_E, N, T=None):

@@ -29,7 +29,7 @@ from numba.cuda.libdevice import rsqrtf
 from ..device import Array
 from ._flat import on_16_bytes
 from ._heads import head_plan, make_head_ops
-from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
+from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
 from ._ptx import device, kernel, let_next_start, load1, store1
 from ._reduce import add_column_sums, warp_sum
 from ._words import each_of
@@ -400,13 +400,14 @@ def qk_norm_rope_fwd(
     positions_N[n], which must lie in the tables (looked at on the CPU only).
     Raises ValueError or TypeError on other shapes or types.
     """
-    op, N, D = "qk_norm_rope", qkv_NP.shape[0], 2 * cos_PR.shape[1]
-    _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
-    positions, T = positions_for(op, qkv_NP, cos_PR, positions_N, T)
+    N, D = _check("qk_norm_rope", qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
+    positions, T = positions_for("qk_norm_rope", qkv_NP, cos_PR, positions_N, T)
     normalise = q_w_D is not None
     weights = (q_w_D, k_w_D) if normalise else ()
     if on_host(qkv_NP, cos_PR, sin_PR, positions, *weights):
-        return qk_norm_rope_ref(qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G, positions, eps)
+        tables = cos_PR, sin_PR, H, G, positions
+        *parts, rstd = qk_norm_rope_ref(wide(qkv_NP), q_w_D, k_w_D, *tables, eps)
+        return *(x.astype(qkv_NP.dtype, copy=False) for x in parts), rstd
     q, k, v = (empty(qkv_NP, (N, heads, D)) for heads in (H, G, G))
     rstd = empty(qkv_NP, (N, H + G), np.float32) if normalise else None
     rstd_given = rstd if normalise else cos_PR  # a kernel takes no None
@@ -442,8 +443,8 @@ def qk_norm_rope_bwd(
     positions_N: Array | None = None,
 ) -> Array:
     """-> dqkv (N, (H + 2G) D). Adds to dq_w, dk_w (D,); without weights these and rstd are None."""
-    op, N, D = "qk_norm_rope backward", qkv_NP.shape[0], 2 * cos_PR.shape[1]
-    _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
+    op = "qk_norm_rope backward"
+    N, D = _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
     for name, d, heads in (("dq", dq_NHD, H), ("dk", dk_NGD, G), ("dv", dv_NGD, G)):
         check_array(op, name, d, (N, heads, D), (qkv_NP.dtype.name,))
     normalise = q_w_D is not None
@@ -454,12 +455,13 @@ def qk_norm_rope_bwd(
         check_array(op, "dk_w", dk_w_D, (D,))
     positions, T = positions_for(op, qkv_NP, cos_PR, positions_N, T)
     if on_host(dq_NHD, dk_NGD, dv_NGD, qkv_NP, cos_PR, sin_PR, positions, *norm):
-        inputs = (dq_NHD, dk_NGD, dv_NGD, qkv_NP, q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions)
-        dqkv_NP, dq_w, dk_w = qk_norm_rope_bwd_ref(*inputs)
+        inputs = map(wide, (dq_NHD, dk_NGD, dv_NGD, qkv_NP))
+        others = q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions
+        dqkv_NP, dq_w, dk_w = qk_norm_rope_bwd_ref(*inputs, *others)
         if normalise:
             dq_w_D += dq_w
             dk_w_D += dk_w
-        return dqkv_NP
+        return dqkv_NP.astype(qkv_NP.dtype, copy=False)
     dqkv_NP = empty(qkv_NP, qkv_NP.shape)
     tables = (cos_PR, sin_PR, positions)
     q_w, k_w, rstd = norm[:3] or (cos_PR.reshape(-1), cos_PR.reshape(-1), cos_PR)  # no None
@@ -485,11 +487,14 @@ def qk_norm_rope_bwd(
 
 
 def _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G):
+    check_array(op, "cos", cos_PR, (None, None))
     D = 2 * cos_PR.shape[1]
     check_tables(op, cos_PR, sin_PR, D)
-    check(D <= MAX_D, f"{op}: head width {D} is larger than {MAX_D}")
+    check(0 < D <= MAX_D, f"{op}: head width {D}, expected 2 to {MAX_D}")
+    check(H > 0 and G > 0, f"{op}: {H} query heads and {G} key heads, expected at least one")
     check_array(op, "qkv", qkv_NP, (None, (H + 2 * G) * D), FLOATS)
     check((q_w_D is None) == (k_w_D is None), f"{op}: give both norm weights or none")
     if q_w_D is not None:
         check_array(op, "q_w", q_w_D, (D,))
         check_array(op, "k_w", k_w_D, (D,))
+    return qkv_NP.shape[0], D

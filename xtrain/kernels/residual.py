@@ -20,7 +20,7 @@ from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from ._flat import on_16_bytes
-from ._launch import FLOATS, check_array, empty, empty_like, launch, on_host
+from ._launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
 from ._ptx import kernel
 from ._reduce import MAX_WARPS
 from ._rows import aligned_rows, make_row_ops
@@ -95,8 +95,10 @@ def residual_rmsnorm_fwd(
     N, C = x_NC.shape
     check_array("residual_rmsnorm", "r", r_NC, (N, C), FLOATS)
     check_array("residual_rmsnorm", "w", w_C, (C,), FLOATS)
+    check(C > 0, f"residual_rmsnorm: rows of {C} columns have no mean")
     if on_host(x_NC, r_NC, w_C):
-        return residual_rmsnorm_ref(x_NC, r_NC, w_C, eps)
+        h_NC, y_NC, rstd_N = residual_rmsnorm_ref(wide(x_NC), wide(r_NC), wide(w_C), eps)
+        return h_NC.astype(x_NC.dtype, copy=False), y_NC.astype(r_NC.dtype, copy=False), rstd_N
     h_NC, y_NC, rstd_N = empty_like(x_NC), empty_like(r_NC), empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, h_NC, y_NC, x_NC, r_NC) and on_16_bytes(w_C)
     fwd_kernel, ops = make_fwd_kernel(C, each_of(x_NC, r_NC), aligned)

@@ -27,7 +27,17 @@ from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from ._flat import on_16_bytes
-from ._launch import FLOATS, can_overlap, check_array, empty, empty_like, launch, on_host
+from ._launch import (
+    FLOATS,
+    can_overlap,
+    check,
+    check_array,
+    empty,
+    empty_like,
+    launch,
+    on_host,
+    wide,
+)
 from ._ptx import kernel, let_next_start
 from ._reduce import MAX_WARPS, add_column_sums, block_sum
 from ._rows import aligned_rows, make_row_ops, row_plan
@@ -211,8 +221,10 @@ def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array,
     check_array("rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
     check_array("rmsnorm", "w", w_C, (C,), FLOATS)
+    check(C > 0, f"rmsnorm: rows of {C} columns have no mean")
     if on_host(x_NC, w_C):
-        return rmsnorm_ref(x_NC, w_C, eps)
+        y_NC, rstd_N = rmsnorm_ref(wide(x_NC), wide(w_C), eps)
+        return y_NC.astype(x_NC.dtype if dtype is None else dtype, copy=False), rstd_N
     y_NC, rstd_N = empty(x_NC, (N, C), dtype), empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, x_NC, y_NC) and on_16_bytes(w_C)
     fwd_kernel, ops = make_fwd_kernel(C, each_of(x_NC, y_NC), aligned)
@@ -243,12 +255,15 @@ def rmsnorm_bwd(
     check_array(op, "dw", dw_C, (C,))
     if skip_NC is not None:
         check_array(op, "skip", skip_NC, (N, C), (dy_NC.dtype.name,))
+    check(C > 0, f"{op}: rows of {C} columns have no mean")
     if on_host(dy_NC, x_NC, w_C, rstd_N, dw_C):
-        dx_NC, dw = rmsnorm_bwd_ref(dy_NC, x_NC, w_C, rstd_N)
+        x, w = wide(x_NC), wide(w_C)
+        dx_NC, dw = rmsnorm_bwd_ref(wide(dy_NC), x, w, rstd_N)
         dw_C += dw
         if again:
-            dy_NC[...] = x_NC * rstd_N[:, None] * w_C
-        return dx_NC if skip_NC is None else dx_NC + skip_NC
+            dy_NC[...] = x * rstd_N[:, None] * w
+        dx_NC = dx_NC if skip_NC is None else dx_NC + skip_NC
+        return dx_NC.astype(dy_NC.dtype, copy=False)
     dx_NC = empty_like(dy_NC)
     skip = dy_NC if skip_NC is None else skip_NC  # a kernel takes no None
     arrays = (dy_NC, skip, x_NC)

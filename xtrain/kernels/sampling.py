@@ -126,6 +126,7 @@ def sample(
     arrays = [x for x, _ in parameters.values()]
     if on_host(logits_BV, *arrays):
         for b in range(B):
+            check_sampling(*(x[b] for x in arrays[1:4]))
             ids_B[b] = sample_ref(logits_BV[b, :vocab], *(x[b].item() for x in arrays[1:]))
         return
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")

@@ -61,7 +61,7 @@ def skip_unless_finite(
     check_array("skip_unless_finite", "row", row_1, (1,), ("int32",))
     check_array("skip_unless_finite", "norms", norms_Q, (None,))
     check_array("skip_unless_finite", "losses", losses_R, (None,))
-    check(limit >= 1, f"skip_unless_finite: limit is {limit}, expected 1 or more")
+    check(0 < limit < 2**31, f"skip_unless_finite: limit is {limit}, expected 1 to {2**31 - 1}")
     if on_host(factor_1, row_1, norms_Q, losses_R):
         skip_ref(factor_1, row_1, norms_Q, losses_R, limit)
         return
