@@ -108,7 +108,7 @@ def test_a_fault_in_a_parser_is_found(tmp_path, monkeypatch):
 
 def test_the_time_limit(tmp_path):
     make = lambda: drive.Target(st.integers(), lambda v, folder: time.sleep(0.05))
-    result = drive.fuzz("slow", make, 10**6, 0, tmp_path, seconds=1)
+    result = drive.fuzz("slow", make, 10**6, 0, tmp_path, seconds=2)
     assert result.finding is None and 0 < result.worked < 100
 
 
