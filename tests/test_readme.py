@@ -1,5 +1,6 @@
 """The README's numbers are those of bench/results, and its example runs."""
 
+import ast
 import os
 import re
 import subprocess
@@ -25,3 +26,23 @@ def test_the_examples_run(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "my-model" / "model.safetensors").exists()
+
+
+def imports(path):
+    """Modules of xtrain that a file imports when it is imported itself."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1 + (path.parent.name == "kernels"):
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from (name.split(".")[0] for name in names)
+
+
+def test_the_map_is_complete_and_in_the_order_of_imports():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    rows = [re.findall(r"`(\w+)(?:\.py|/)`", row) for row in rows if "python" not in row]
+    place = {module: i for i, row in enumerate(rows) for module in row}
+    files = {p.stem: [p] for p in (ROOT / "xtrain").glob("[!_]*.py")}
+    assert place.keys() == files.keys() | {"kernels"}
+    files["kernels"] = list((ROOT / "xtrain" / "kernels").glob("[!_]*.py"))
+    for module, paths in files.items():
+        for other in {name for path in paths for name in imports(path) if name in place}:
+            assert place[other] <= place[module], f"{module} imports {other}, which comes later"

@@ -36,7 +36,7 @@ def add_ref(a, b):
 
 
 def scale_ref(x, factor):
-    """-> x s"""
+    """-> factor x"""
     if x.dtype.name == "bfloat16":  # the factor is not rounded to 8 bits
         return scale_ref(x.astype(np.float32), factor).astype(x.dtype)
     return x * x.dtype.type(factor)

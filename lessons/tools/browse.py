@@ -1,0 +1,208 @@
+"""Open every page of the built site in headless Chromium, as a reader would see it.
+
+    mkdocs build --strict -d /tmp/site
+    pip install websocket-client && python lessons/tools/browse.py /tmp/site [--shots FOLDER PAGE.html ...]
+
+At desktop and at phone width each page must have no error or warning in the console, no request to another site, none that
+fails, no broken picture, nothing wider than the screen that does not scroll by itself, and no formula left as text. Then the search
+must find a word. Exit code 1 when anything is found. `chromium` (or $CHROMIUM) is started with a profile of its own.
+--shots: pictures of these pages, at both widths.
+"""
+
+import argparse
+import base64
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+WIDTHS = {"desktop": 1280, "phone": 390}  # pixels
+HEIGHT, TALLEST = 900, 12000
+WORD = "deadlock"  # what is searched for
+LOOK = """(() => {
+  const scrolls = e => { for (let p = e.parentElement; p; p = p.parentElement)
+    if (getComputedStyle(p).overflowX != 'visible') return true; return false };
+  const content = document.querySelector('.md-content');
+  if (!content) return ['the page has no content'];
+  const found = [];
+  for (const e of content.querySelectorAll('*')) {
+    const box = e.getBoundingClientRect();
+    if (box.width && box.right > innerWidth + 2 && !scrolls(e)) found.push('too wide: ' + e.tagName + ' ' + e.className);
+  }
+  if (document.documentElement.scrollWidth > innerWidth) found.push('the page scrolls sideways');
+  const texts = document.createTreeWalker(content, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const t = texts.currentNode;
+    if (t.parentElement.closest('pre,code,script,style,textarea,.clipboard-copy-txt')) continue;
+    if (/\\$[^$\\s][^$]*\\$|\\\\[a-z]{3,}/.test(t.data)) found.push('formula as text: ' + t.data.trim().slice(0, 80));
+  }
+  for (const i of document.images) if (i.complete && !i.naturalWidth) found.push('no picture: ' + i.src);
+  return found.slice(0, 5);
+})()"""
+SEARCH = """(() => { const i = document.querySelector('.md-search__input'); i.focus(); i.value = '%s';
+  for (const name of ['keyup', 'input']) i.dispatchEvent(new Event(name, {bubbles: true})) })()"""
+RESULTS = "document.querySelectorAll('.md-search-result__item').length"
+
+
+class Browser:
+    """Chromium, driven by its DevTools protocol."""
+
+    def __init__(self):
+        import websocket
+
+        program = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chrome")
+        if not program:
+            raise SystemExit("there is no chromium: install it, or name it in $CHROMIUM")
+        self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
+        options += [f"--user-data-dir={self.profile.name}", "--remote-allow-origins=*"]
+        silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen([program, *options, "about:blank"], **silent)
+        port = self._port()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as answer:
+            tab = next(t for t in json.load(answer) if t["type"] == "page")
+        self.socket = websocket.create_connection(tab["webSocketDebuggerUrl"], timeout=120)
+        self.number, self.events = 0, []
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def _port(self):
+        file, until = Path(self.profile.name) / "DevToolsActivePort", time.monotonic() + 60
+        while not (file.exists() and file.read_text().strip()):
+            if time.monotonic() > until or self.process.poll() is not None:
+                raise SystemExit("chromium did not start")
+            time.sleep(0.1)
+        return file.read_text().split()[0]
+
+    def call(self, method, **parameters):
+        """What the browser answers; events that come before go to self.events."""
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": parameters}
+        self.socket.send(json.dumps(message))
+        while True:
+            got = json.loads(self.socket.recv())
+            if got.get("id") == message["id"]:
+                return got.get("result", {})
+            self.events.append(got)
+
+    def evaluate(self, script):
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        return answer.get("result", {}).get("value")
+
+    def wait(self, script, seconds=60):
+        """Until the script is true. -> was it?"""
+        until = time.monotonic() + seconds
+        while not self.evaluate(script):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def size(self, width, height=HEIGHT):
+        metrics = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
+
+    def open(self, url):
+        self.events.clear()
+        self.call("Page.navigate", url=url)
+        here = json.dumps(url)
+        self.wait(f"location.href == {here} && document.readyState == 'complete'")
+        time.sleep(0.3)  # what scripts do then
+        self.evaluate("1")
+
+    def picture(self, width, file):
+        height = min(self.evaluate("document.documentElement.scrollHeight"), TALLEST)
+        self.size(width, height)
+        time.sleep(0.3)
+        file.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
+        self.size(width)
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait()
+        self.profile.cleanup()
+
+
+def complaints(events, base):
+    """What console and network had to say."""
+    for event in events:
+        method, about = event["method"], event.get("params", {})
+        if method == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
+            yield f"console: {about['entry']['text']} {about['entry'].get('url', '')}"
+        elif method == "Runtime.exceptionThrown":
+            yield f"exception: {about['exceptionDetails'].get('exception', {}).get('description')}"
+        elif method == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning"):
+            yield f"console: {[a.get('value') for a in about['args']]}"
+        elif method == "Network.requestWillBeSent":
+            url = about["request"]["url"]
+            if not url.startswith((base, "data:", "blob:")):
+                yield f"request to {url}"
+        elif method == "Network.responseReceived" and about["response"]["status"] >= 400:
+            yield f"{about['response']['status']} for {about['response']['url']}"
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def look(browser, site, base, shots, folder):
+    """Every page at every width. -> how many have something to be mended"""
+    pages = sorted(str(p.relative_to(site)) for p in site.rglob("*.html") if p.name != "404.html")
+    wrong = 0
+    for name, width in WIDTHS.items():
+        browser.size(width)
+        for page in pages:
+            browser.open(base + page)
+            found = [*complaints(browser.events, base), *browser.evaluate(LOOK)]
+            if found:
+                wrong += 1
+                print(f"{page} ({name})", *found, sep="\n    ", flush=True)
+            if page in shots:
+                browser.picture(width, folder / f"{name}_{page[:-5].replace('/', '_')}.png")
+    browser.size(WIDTHS["desktop"])
+    browser.open(f"{base}index.html")
+    browser.evaluate(SEARCH % WORD)
+    if not browser.wait(f"{RESULTS} > 0"):
+        wrong += 1
+        print(f"the search does not find {WORD!r}")
+    print(f"{len(pages)} pages, {len(WIDTHS)} widths, the search: {wrong} to be mended")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("site", type=Path)
+    parser.add_argument("--shots", nargs="+", default=[], metavar="FOLDER PAGE")
+    options = parser.parse_args()
+    if not (options.site / "index.html").is_file():
+        parser.error(f"{options.site} holds no site: mkdocs build --strict -d {options.site}")
+    folder, *shots = options.shots or ["."]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    handler = functools.partial(Quiet, directory=options.site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser = Browser()
+        try:
+            base = f"http://127.0.0.1:{server.server_port}/"
+            wrong = look(browser, options.site, base, shots, Path(folder))
+        finally:
+            browser.close()
+            server.shutdown()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
