@@ -38,13 +38,13 @@ SHARED_BYTES = {
     "dq": backward.dq_shared_bytes,
     "dkdv": backward.dkdv_shared_bytes,
 }
-CANDIDATES = {  # (rows per step, consumer warpgroups, stages, blocks per multiprocessor)
+CANDIDATES = {  # (rows per step, consumer warpgroups, stages, blocks per multiprocessor; for dkdv also tiles of keys)
     ("fwd", 64): [(64, 1, 3, 3), (128, 1, 2, 2), (128, 2, 2, 1), (128, 3, 2, 1), (176, 2, 2, 1), (64, 2, 4, 1)],
     ("fwd", 128): [(128, 2, 2, 1), (64, 1, 2, 2), (64, 2, 3, 1), (80, 2, 3, 1)],
     ("dq", 64): [(64, 1, 3, 2), (64, 1, 4, 2), (128, 2, 3, 1), (64, 2, 4, 1), (128, 2, 2, 1)],
     ("dq", 128): [(64, 2, 4, 1), (64, 2, 3, 1), (80, 2, 3, 1)],
-    ("dkdv", 64): [(64, 1, 4, 2), (64, 1, 3, 2), (64, 2, 4, 1), (128, 2, 2, 1)],
-    ("dkdv", 128): [(64, 2, 2, 1), (32, 2, 3, 1), (32, 2, 4, 1)],  # rows per step divide PAD
+    ("dkdv", 64): [(64, 1, 4, 2, 1), (64, 1, 4, 2, 2), (64, 1, 3, 2, 2), (64, 2, 4, 1, 1), (64, 2, 4, 1, 2)],
+    ("dkdv", 128): [(64, 2, 2, 1, 1), (64, 2, 2, 1, 2), (64, 2, 3, 1, 2)],  # rows per step divide PAD
 }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ from .flash_attention_hopper import choose, launch_tiles
 PAD = 128  # rows of a head's statistics are a multiple of this: no tile of queries has more
 NO_WEIGHT = float32(1e30)  # lse of the padding: exp2(s - 1e30) is 0
 OUT = 4  # the map of dQ
-THREADS = 256  # of the statistics
+THREADS, TURNS = 256, 4  # of the statistics
 
 
 # ----------------------------------------------------------------------------- delta and lse
@@ -71,35 +71,42 @@ def statistics_at(start, row):
 @functools.cache
 def make_statistics_kernel(D):
     LANES = D // 8  # of a row
-    ROWS = THREADS // LANES
+    STEP = THREADS // LANES
+    ROWS = TURNS * STEP
     HALVINGS = LANES.bit_length() - 1
 
     @kernel(THREADS)
     def flash_attention_statistics_kernel(stats, o, do, lse, T, PADDED, H):
         """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2, SIDE). LANES threads a
-        row.
+        row, and TURNS rows a thread: all are asked for before the first is used.
         """
         wait_for_previous()
         let_next_start()
-        tid, bh = cuda.threadIdx.x, int64(cuda.blockIdx.y)
-        row, lane = int32(cuda.blockIdx.x * ROWS + tid // LANES), int32(tid % LANES)
-        x, y = cuda.local.array(8, float32), cuda.local.array(8, float32)
-        dot = float32(0.0)
-        if row < T:
-            i = ((bh // H * T + row) * H + bh % H) * D + 8 * lane
-            load8(x, o, i)
-            load8(y, do, i)
+        tid, bh = int32(cuda.threadIdx.x), int64(cuda.blockIdx.y)
+        first, lane = int32(cuda.blockIdx.x * ROWS + tid // LANES), tid % LANES
+        x, y = cuda.local.array((TURNS, 8), float32), cuda.local.array((TURNS, 8), float32)
+        b, h = split(int32(cuda.blockIdx.y), H)
+        for turn in range(TURNS):
+            row = first + turn * STEP
+            row = cuda.selp(
+                row < T, row, T - 1
+            )  # no branch: it would wait for one row after the other
+            i = ((int64(b) * T + row) * H + h) * D + 8 * lane
+            load8(x[turn], o, i)
+            load8(y[turn], do, i)
+        for turn in range(TURNS):
+            row, dot = first + turn * STEP, float32(0.0)
             for e in range(8):
-                dot += x[e] * y[e]
-        for i in range(HALVINGS):
-            dot += cuda.shfl_xor_sync(FULL, dot, 1 << i)
-        if lane == 0 and row < PADDED:
-            shift = NO_WEIGHT
-            if row < T:
-                shift = load1(lse, bh * T + row) * LOG2E
-            i = statistics_at(bh * PADDED, row)
-            store1(stats, i, shift)
-            store1(stats, i + SIDE, dot)
+                dot += x[turn, e] * y[turn, e]
+            for i in range(HALVINGS):
+                dot += cuda.shfl_xor_sync(FULL, dot, 1 << i)
+            if lane == 0 and row < PADDED:
+                shift = NO_WEIGHT
+                if row < T:
+                    shift = load1(lse, bh * T + row) * LOG2E
+                i = statistics_at(bh * PADDED, row)
+                store1(stats, i, shift)
+                store1(stats, i + SIDE, dot)
 
     return flash_attention_statistics_kernel, ROWS
 

@@ -201,6 +201,15 @@ def make_key_producer(D, CAUSAL, config, QUERIES):
                 load_tile(to, maps, 3, base + TILE_FULL, PANEL * p, q0, h, b)
 
     @device
+    def load_keys(ring, full, free, maps, i, it, n0, g, b):
+        stage = it % STAGES
+        mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)
+        full, to = full + 8 * stage, ring + stage * RING
+        mbar_expect(full, RING)
+        for p in range(PANELS):
+            load_tile(to + p * RING_PANEL, maps, i, full, PANEL * p, n0, g, b)
+
+    @device
     def produce(base, maps, counter, T, S, B, H, group, together):
         blocks_m, planes = (T + BM - 1) // BM, B * H
         for i in range(2 + QUERIES):
@@ -210,24 +219,18 @@ def make_key_producer(D, CAUSAL, config, QUERIES):
             m, bh = find_tile(tile, blocks_m, planes, together)
             q0, (b, h) = int32((blocks_m - 1 - m) * BM), split(bh, H)
             g = split(h, group)[0]
+            n0 = int32((key_blocks(q0, T, S) - 1) * BN)
+            k, v = base + K, base + V
+            load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)  # there is room early
             mbar_wait(base + TILE_FREE, (done & 1) ^ 1)
             store_shared(base + TILE, tile)  # consumers read it after TILE_FULL
             load_own(base, maps, q0, h, b)
-            n0 = int32((key_blocks(q0, T, S) - 1) * BN)
             while opaque(n0) >= 0:
-                stage, free = it % STAGES, ((it // STAGES) & 1) ^ 1
-                mbar_wait(base + K_FREE + 8 * stage, free)
-                full, to = base + K_FULL + 8 * stage, base + K + stage * RING
-                mbar_expect(full, RING)
-                for p in range(PANELS):
-                    load_tile(to + p * RING_PANEL, maps, 1, full, PANEL * p, n0, g, b)
-                mbar_wait(base + V_FREE + 8 * stage, free)
-                full, to = base + V_FULL + 8 * stage, base + V + stage * RING
-                mbar_expect(full, RING)
-                for p in range(PANELS):
-                    load_tile(to + p * RING_PANEL, maps, 2, full, PANEL * p, n0, g, b)
+                load_keys(v, base + V_FULL, base + V_FREE, maps, 2, it, n0, g, b)
                 it += uint32(1)
                 n0 = int32(n0 - BN)
+                if n0 >= 0:
+                    load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
             done += uint32(1)
             wait_for_previous()  # it may be this kernel, with the same counter
             tile = next_tile(counter)
