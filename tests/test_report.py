@@ -1,6 +1,7 @@
 """The page of a run: what is on it, that a browser shows it without a complaint, and that nothing in a folder can break it."""
 
 import html
+import itertools
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ from checks import GPU
 from runs import SILENT, metrics, options, run
 
 from xtrain import report
-from xtrain._report.chart import Curve, chart
+from xtrain._report.chart import Curve, chart, running_mean
 from xtrain._report.pictures import png
 from xtrain._report.sentence import look
 from xtrain.config import UserError
@@ -33,6 +34,11 @@ needs_chromium = pytest.mark.skipif(
 def folder(tmp_path_factory):
     base = tmp_path_factory.mktemp("runs")
     return run(base, name="one", steps=12, eval_every=4, sample_every=6)
+
+
+@pytest.fixture(scope="module")
+def other(folder):
+    return run(folder.parent, name="two", steps=12, lr=1e-3, eval_every=4)
 
 
 def lines(path):
@@ -216,8 +222,7 @@ def test_a_full_disk_ends_no_run(tmp_path, monkeypatch):
 
 
 # ----------------------------------------------------------------------------- several runs
-def test_comparison(folder, capsys):
-    other = run(folder.parent, name="two", steps=12, lr=1e-3, eval_every=4)
+def test_comparison(folder, other, capsys):
     assert report.main([str(folder), str(other)]) == 0
     page = (folder.parent / "compare.html").read_text()
     assert f"{folder.parent / 'compare.html'}\n" == capsys.readouterr().out
@@ -248,6 +253,24 @@ def test_chart_edges():
                 for x in re.findall(r"-?\d+\.?\d*", "".join(re.findall(r' d="([^"]*)"', drawn)))
             ]
             assert all(-1 <= x <= 1001 for x in numbers), (values, drawn)
+
+
+def test_the_running_mean_forgets_the_first_point():
+    """By hand: weights 0.05 times 0.95^age, divided by their sum."""
+    ys = [9.0, 1.0, 2.0]
+    weights = np.array([0.95**2, 0.95, 1.0])
+    means = running_mean(list(enumerate([9.0, 1.0, None, 2.0])))
+    assert [x for x, _ in means] == [0, 1, 3] and means[0][1] == pytest.approx(9)
+    assert means[-1][1] == pytest.approx((weights * ys).sum() / weights.sum())
+
+
+def test_labels_of_one_axis_are_written_alike():
+    ticks = lambda top: re.findall(
+        r'class="y"[^>]*>(.*?)<', chart("x", "", [Curve("a", [(0, 0.0), (1, top)], "red")])
+    )
+    assert ticks(1e-3) == ["0", "2e-4", "4e-4", "6e-4", "8e-4", "1e-3"]
+    assert ticks(0.05) == ["0", "0.01", "0.02", "0.03", "0.04", "0.05"]
+    assert ticks(5e7) == ["0", "10M", "20M", "30M", "40M", "50M"]
 
 
 def test_many_points_keep_their_peaks():
@@ -332,6 +355,16 @@ onload = () => {
   result.font = [...page.querySelectorAll(".plot span")].map(e => parseFloat(getComputedStyle(e).fontSize));
   result.curves = [...page.querySelectorAll(".plot path:not(.grid)")].map(
     e => { const r = e.getBoundingClientRect(); return [e.querySelector("title").textContent, r.width, r.height] });
+  const box = e => e.getBoundingClientRect();
+  result.first = Math.min(...[...page.querySelectorAll("td:first-child")].map(e => box(e).width));
+  result.labels = [...page.querySelectorAll(".plot")].flatMap(plot => [
+    [...plot.querySelectorAll(".x")].flatMap(e => [box(e).left, box(e).right]),
+    [...plot.querySelectorAll(".y")].reverse().flatMap(e => [box(e).top, box(e).bottom])]);
+  const map = page.querySelector(".mean img");
+  result.beside = map && ["rows", "columns"].map(c => [...map.parentNode.querySelectorAll(`.${c} span`)].map(
+    e => c == "rows" ? (box(e).top + box(e).bottom) / 2 - box(map).top : (box(e).left + box(e).right) / 2 - box(map).left));
+  result.side = map && box(map).width;
+  result.legends = [...page.querySelectorAll(".legend")].map(e => [...e.children].map(i => i.textContent));
   result.maps = [...page.querySelectorAll("img.map")].map(e => [e.complete, e.naturalWidth]);
   result.dark = getComputedStyle(page.body).backgroundColor;
   document.body.append(Object.assign(document.createElement("pre"), {id: "result", textContent: JSON.stringify(result)}));
@@ -340,10 +373,8 @@ onload = () => {
 """
 
 
-@needs_chromium
-@pytest.mark.parametrize("width", [1280, 390])
-def test_in_a_browser(folder, tmp_path, width):
-    source = html.escape((folder / "report.html").read_text())
+def measured(source, tmp_path, width):
+    """What MEASURE finds in a page of this width; nothing that every page must not do."""
     frame = tmp_path / "frame.html"
     frame.write_text(
         f'{MEASURE}<iframe srcdoc="{source}" width={width} height=3000 style="border:0"></iframe>'
@@ -352,7 +383,19 @@ def test_in_a_browser(folder, tmp_path, width):
     assert said == []
     result = json.loads(html.unescape(re.search(r'<pre id="result">(.*?)</pre>', document)[1]))
     assert result["needs"] <= result["width"] == width, "the page must be scrolled sideways"
-    assert min(result["font"]) >= 11
+    assert min(result["font"]) >= 11 and result["first"] >= 24, "a name is written letter by letter"
+    for labels in result["labels"]:
+        assert all(a <= b + 0.5 for a, b in itertools.pairwise(labels)), (
+            "labels lie over one another"
+        )
+    return result
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_in_a_browser(folder, tmp_path, width):
+    source = html.escape((folder / "report.html").read_text())
+    result = measured(source, tmp_path, width)
     names = [name for name, _, _ in result["curves"]]
     for name in (
         "training, running mean",
@@ -360,6 +403,7 @@ def test_in_a_browser(folder, tmp_path, width):
         "layer 1",
         "head",
         "tokens per second",
+        "running mean",
         "backward",
     ):
         assert name in names
@@ -367,6 +411,31 @@ def test_in_a_browser(folder, tmp_path, width):
     assert all(w > 0.5 * min(width, 560) and h > 1 for _, w, h in long), long
     T = len(json.loads((folder / "sentence.json").read_text())["tokens"])
     assert result["maps"] and all(done and side == T for done, side in result["maps"])
+    cells = (np.arange(T) + 0.5) * result["side"] / T
+    for beside in result["beside"]:  # every token stands at its row, and at its column
+        np.testing.assert_allclose(beside, cells, atol=2)
+    assert ["training", "training, running mean", "validation"] in result["legends"]
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_comparison_in_a_browser(folder, other, tmp_path, width):
+    page = report.write([folder, other], tmp_path / "compare.html").read_text()
+    result = measured(html.escape(page), tmp_path, width)
+    assert result["legends"] == [["one", "two"]] * 5
+    assert [name for name, _, _ in result["curves"]] == ["one", "two"] * 5
+    assert all(w > 0.5 * min(width, 560) and h > 1 for _, w, h in result["curves"])
+
+
+def test_many_runs_have_a_colour_and_a_name_each(folder):
+    runs = [report.record.read(folder) for _ in range(12)]
+    for i, r in enumerate(runs):
+        r.name = f"run {i}"
+    page = report.page(runs)
+    for drawn in re.findall(r"<figure.*?</figure>", page, re.S):
+        lines = re.findall(r'class="line" style="stroke:(.*?)"', drawn)
+        legend = re.search(r'class="legend">(.*?)</div>', drawn)[1]
+        assert len(set(lines)) == 12 and re.findall(r"run \d+", legend) == [r.name for r in runs]
 
 
 @needs_chromium

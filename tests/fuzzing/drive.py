@@ -66,11 +66,16 @@ def fuzz(
     start: int,
     folder: Path,
     seconds: float = 1e9,
+    limit: float | None = None,
 ) -> Result:
-    """make() gives the target, in the other process. start: the seed. seconds: no more inputs after these."""
+    """make() gives the target, in the other process. start: the seed. seconds: no more inputs after these.
+
+    limit: seconds for one input; None: LIMIT.
+    """
+    limit = LIMIT if limit is None else limit
     note = folder / "last_input.txt"
     queue = multiprocessing.get_context("fork").SimpleQueue()
-    arguments = (name, make, inputs, start, folder, seconds, note, queue)
+    arguments = (name, make, inputs, start, folder, seconds, limit, note, queue)
     worker = multiprocessing.get_context("fork").Process(target=_work, args=arguments)
     worker.start()
     result, known, since = None, None, time.monotonic()
@@ -82,7 +87,7 @@ def fuzz(
         now = note.stat().st_mtime_ns if note.exists() else None
         if now != known:
             known, since = now, time.monotonic()
-        elif now is not None and time.monotonic() - since > STUCK * LIMIT:
+        elif now is not None and time.monotonic() - since > STUCK * limit:
             worker.kill()
             result = Result(name, finding="Hang: not even a signal ends it", input=note.read_text())
     worker.join()
@@ -93,12 +98,12 @@ def fuzz(
     return result
 
 
-def _work(name, make, inputs, start, folder, seconds, note, queue):
+def _work(name, make, inputs, start, folder, seconds, limit, note, queue):
     _limit_memory()
     target, result = make(), Result(name)
     said: collections.Counter[str] = collections.Counter()
     begun = time.monotonic()
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGALRM, _too_long(limit))
 
     @seed(start)
     @settings(
@@ -112,7 +117,7 @@ def _work(name, make, inputs, start, folder, seconds, note, queue):
             raise _OutOfTime
         note.write_text(repr(value))
         result.inputs += 1
-        signal.setitimer(signal.ITIMER_REAL, LIMIT)
+        signal.setitimer(signal.ITIMER_REAL, limit)
         try:
             target.call(value, folder)
             result.worked += 1
@@ -144,8 +149,11 @@ def _limit_memory():
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
 
 
-def _too_long(number, frame):
-    raise Hang(f"more than {LIMIT:g} s")
+def _too_long(limit):
+    def hang(number, frame):
+        raise Hang(f"more than {limit:g} s")
+
+    return hang
 
 
 def _short(error):

@@ -94,7 +94,7 @@ def arguments_for(name: str, f: Callable, lengths, changes, table=LENGTHS) -> di
     for which, kind, where, what in changes:
         n = names[which % len(names)]
         if n != "dtype":
-            values[n] = _changed(values[n], kind, where, what, parameters[n].default)
+            values[n] = _changed(values[n], kind, where, what, parameters[n].default, table)
     return values
 
 
@@ -132,7 +132,7 @@ def _scalar(name, d, parameter):
     return sizes.get(name, True if name == "causal" else 0.5)
 
 
-def _changed(value, kind, where, what, default):
+def _changed(value, kind, where, what, default, table):
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, np.ndarray):
@@ -140,7 +140,7 @@ def _changed(value, kind, where, what, default):
         return others[what % len(others)]
     if kind == 0 and value.ndim:  # another length
         shape = list(value.shape)
-        shape[where % value.ndim] = LENGTHS[what % len(LENGTHS)]
+        shape[where % value.ndim] = table[what % len(table)]
         return np.resize(value, shape) if value.size else np.ones(shape, value.dtype)
     if kind == 1:  # an axis more or less
         return value[None] if what % 2 or not value.ndim else value.reshape(-1)

@@ -34,16 +34,27 @@ def by_depth(i: int, n: int) -> str:
 
 
 def running_mean(points: Points, rate: float = 0.05) -> Points:
-    mean, out = None, []
+    """Exponential, divided by the sum of its weights: the first points do not stay in it for longer than the others."""
+    total, weight, out = 0.0, 0.0, []
     for x, y in points:
         if y is not None:
-            mean = y if mean is None else mean + rate * (y - mean)
-            out.append((x, mean))
+            total, weight = total + rate * (y - total), weight + rate * (1 - weight)
+            out.append((x, total / weight))
     return out
 
 
-def chart(title: str, unit: str, curves: list[Curve], log: bool = False) -> str:
-    """-> a <figure>, or "" when there is nothing to draw. log: the vertical axis; numbers up to 0 are left out then."""
+def colors(n: int) -> list[str]:
+    """n of them, all different."""
+    return [palette(i) for i in range(n)] if n <= 6 else [by_depth(i, n) for i in range(n)]
+
+
+def chart(
+    title: str, unit: str, curves: list[Curve], log: bool = False, most_names: int = 8
+) -> str:
+    """-> a <figure>, or "" when there is nothing to draw. log: the vertical axis; numbers up to 0 are left out then.
+
+    Of more curves than most_names, which are layers, the legend has the first, the last and the one in the middle.
+    """
     curves = [Curve(c.name, _thin(_drawable(c.points, log)), c.color, c.style) for c in curves]
     curves = [c for c in curves if any(y is not None for _, y in c.points)]
     if not curves:
@@ -62,14 +73,16 @@ def chart(title: str, unit: str, curves: list[Curve], log: bool = False) -> str:
         f'<path class="grid" d="M0 {_n(SIDE * (1 - up(y)))}H{SIDE:.0f}"/>' for y in y_ticks
     )
     labels = "".join(
-        f'<span class="y" style="bottom:{100 * up(y):.2f}%">{_number(y)}</span>' for y in y_ticks
+        f'<span class="y" style="bottom:{100 * up(y):.2f}%">{text}</span>'
+        for y, text in zip(y_ticks, _numbers(y_ticks))
     ) + "".join(
-        f'<span class="x" style="left:{100 * across(x):.2f}%">{_number(x)}</span>' for x in x_ticks
+        f'<span class="x" style="left:{100 * across(x):.2f}%">{text}</span>'
+        for x, text in zip(x_ticks, _numbers(x_ticks))
     )
     return (
         f'<figure class="chart"><figcaption>{name} <small>{html.escape(unit)}</small></figcaption>'
         f'<div class="plot"><svg viewBox="0 0 {SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{name} over steps">{grid}{drawn}</svg>{labels}</div>{_legend(curves)}</figure>'
+        f'aria-label="{name} over steps">{grid}{drawn}</svg>{labels}</div>{_legend(curves, most_names)}</figure>'
     )
 
 
@@ -109,14 +122,15 @@ def _path(curve, across, up):
     return f'<path class="{curve.style}" style="stroke:{curve.color}" d="{d}"><title>{title}</title></path>'
 
 
-def _legend(curves):
-    shown = [c for c in curves if c.style != "faint"]
+def _legend(curves, most):
+    shown = list({c.name: c for c in curves}.values())  # each name once
     if len(shown) < 2:
         return ""
-    if len(shown) > 8:  # a row of layers: the ends and the middle say enough
+    if len(shown) > most:
         shown = [shown[0], shown[len(shown) // 2], shown[-1]]
     items = (
-        f'<span><i style="background:{c.color}"></i>{html.escape(c.name)}</span>' for c in shown
+        f'<span><i class="{c.style}" style="background:{c.color}"></i>{html.escape(c.name)}</span>'
+        for c in shown
     )
     return f'<div class="legend">{"".join(items)}</div>'
 
@@ -156,12 +170,22 @@ def _decades(low: float, high: float) -> Iterable[float]:
     return (10.0**p * n for p in powers for n in ((1, 2, 5) if few else (1,)))
 
 
+def _numbers(ticks: list[float]) -> list[str]:
+    """Labels of an axis, all written alike where they can be: 0, 2e-4, 4e-4 ... 1e-3; 1.23M."""
+    small = all(abs(x) < 0.0101 for x in ticks)
+    return [_small(x) if small and x else _number(x) for x in ticks]
+
+
+def _small(x: float) -> str:
+    mantissa, power = f"{x:.3e}".split("e")
+    return f"{float(mantissa):.4g}e{int(power)}"
+
+
 def _number(x: float) -> str:
-    """For a label: 1234567 -> 1.23M."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(x) >= size:
             return f"{x / (1e3 if letter == 'k' else size):.3g}{letter}"
-    return f"{x:.4g}" if x == 0 or abs(x) >= 1e-3 else f"{x:.1e}"
+    return f"{x:.4g}" if x == 0 or abs(x) >= 1e-3 else _small(x)
 
 
 def _n(x):

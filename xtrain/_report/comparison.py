@@ -3,7 +3,7 @@
 import html
 import json
 
-from .chart import Curve, chart, palette, running_mean
+from .chart import Curve, chart, colors, running_mean
 from .record import Record
 from .style import table
 
@@ -55,10 +55,10 @@ def _ends(runs, names):
 def _curves(runs, names):
     def both(title, unit, points, smooth=True, log=False):
         lines = [
-            Curve(name, running_mean(points(run)) if smooth else points(run), palette(i))
-            for i, (name, run) in enumerate(zip(names, runs))
+            Curve(name, running_mean(points(run)) if smooth else points(run), color)
+            for name, run, color in zip(names, runs, colors(len(runs)))
         ]
-        return chart(title, unit, lines, log)
+        return chart(title, unit, lines, log, most_names=len(lines))
 
     charts = [
         both("Training loss", "nats per token, running mean", lambda r: r.points("loss")),

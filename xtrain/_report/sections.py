@@ -24,7 +24,7 @@ def head(run: Record) -> str:
         ("training loss", _shown(_last_mean(run), "{:.4f}")),
         ("validation loss", _shown(val, "{:.4f}")),
         ("bits per byte", _shown(bpb, "{:.3f}")),
-        ("byte-bigram model's", _shown(_float(bigram), "{:.3f}")),
+        ("bits per byte, bigrams", _shown(_float(bigram), "{:.3f}")),
         ("tokens per second", _shown(speed, "{:,.0f}")),
         ("memory", _shown(memory and memory / 1e9, "{:.2f} GB")),
     ]
@@ -48,8 +48,8 @@ def curves(run: Record) -> str:
             [
                 Curve("training", loss, palette(0), "faint"),
                 Curve("training, running mean", running_mean(loss), palette(0)),
-                Curve("validation", val, palette(1), "dots"),
                 Curve("validation", val, palette(1), "faint"),
+                Curve("validation", val, palette(1), "dots"),
             ],
         ),
         chart("Learning rate", "", [Curve("learning rate", lr, palette(3))]),
@@ -57,8 +57,8 @@ def curves(run: Record) -> str:
             "Gradient norm",
             "before clipping",
             [
-                Curve("", grad, palette(4), "faint"),
-                Curve("gradient norm", running_mean(grad), palette(4)),
+                Curve("gradient norm", grad, palette(4), "faint"),
+                Curve("running mean", running_mean(grad), palette(4)),
             ],
             log=True,
         ),
@@ -92,8 +92,8 @@ def timing(run: Record) -> list[str]:
             "Throughput",
             "tokens per second",
             [
-                Curve("", speed, palette(2), "faint"),
-                Curve("tokens per second", running_mean(speed), palette(2)),
+                Curve("tokens per second", speed, palette(2), "faint"),
+                Curve("running mean", running_mean(speed), palette(2)),
             ],
         ),
         chart(
@@ -151,14 +151,16 @@ def _sentence(s: dict[str, Any]) -> str:
     maps = "".join(
         _layer_maps(layer, m, tokens, i == 0) for i, (layer, m) in enumerate(s["attention"].items())
     )
+    most = max((len(x["top"]) for x in s["next"]), default=1)
     some = len(s["attention"]) < s["layers"]
     fewer = f" {len(s['attention'])} of {s['layers']} layers." if some else ""
     return (
         f"<h2>One sentence, step {int(s['step'])}</h2><pre>{text}</pre>"
         "<h3>What comes next</h3><p>After each token: the real next one's probability, and what the model finds most likely.</p>"
-        f'<div class="scroll"><table class="next"><tbody>{rows}</tbody></table></div>'
-        "<h3>Where attention looks</h3><p>Row: the token that looks; column: where it looks; the bluer the more. "
-        f"Point at a picture for its name.{fewer}</p>{maps}"
+        f'<div class="scroll"><table class="next"><thead><tr><th>after</th><th>real next</th><th colspan="{most}">most likely next'
+        f"</th></tr></thead><tbody>{rows}</tbody></table></div>"
+        "<h3>Where attention looks</h3><p>Row: the token that looks; column: where it looks; the bluer the more, a row adds up to 1. "
+        f"Heads have the rows and columns of the mean.{fewer}</p>{maps}"
     )
 
 
@@ -190,7 +192,8 @@ def _layer_maps(layer, maps, tokens, is_open):
     of = f", {len(maps['heads'])} of {maps['of']} heads" if len(maps["heads"]) < maps["of"] else ""
     return (
         f"<details{' open' if is_open else ''}><summary>{html.escape(layer)}{of}</summary>"
-        f'<div class="maps"><figure class="mean"><div>{labels}</div>{mean}<figcaption>mean of all heads</figcaption></figure>{heads}</div></details>'
+        f'<div class="maps"><figure class="mean" style="--side:{11 * len(tokens)}px"><div class="columns">{labels}</div>'
+        f'<div class="rows">{labels}</div>{mean}<figcaption>mean of all heads</figcaption></figure>{heads}</div></details>'
     )
 
 
@@ -243,7 +246,9 @@ def configuration(run: Record) -> str:
 
 
 def _value(x):
-    return "-" if x is None else f"{x:,}" if type(x) is int else str(x)
+    if x is None or x == []:
+        return "-"
+    return f"{x:,}" if type(x) is int else f"{x:.6g}" if type(x) is float else str(x)
 
 
 def _last_mean(run):

@@ -31,22 +31,27 @@ figcaption { font-weight: 600 } figcaption small { font-weight: 400 }
 .plot .x { top: calc(100% + 8px); transform: translateX(-50%) }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 13px; color: var(--soft) }
 .legend i { display: inline-block; width: 12px; height: 3px; margin-right: 6px; vertical-align: middle }
+.legend .faint { opacity: .35 } .legend .dots { width: 8px; height: 8px; border-radius: 4px }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-size: 14px } caption { text-align: left; font-weight: 600 }
 th, td { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top }
+th, td:first-child { overflow-wrap: normal } td { min-width: 3.5em }
 .num td:not(:first-child), .num th:not(:first-child) { text-align: right; overflow-wrap: normal; white-space: nowrap }
 details { padding: 8px 12px; margin: 8px 0 } summary { cursor: pointer; font-weight: 600 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45 ui-monospace, monospace; margin: 8px 0 }
 .maps { display: flex; flex-wrap: wrap; gap: 12px; margin-top: 8px }
 .maps figure { margin: 0; font-size: 12px; color: var(--soft) } .maps figcaption { font-weight: 400 }
 .map { display: block; image-rendering: pixelated; width: 112px; height: 112px; border: 1px solid var(--line) }
-.maps .mean { display: grid; grid-template-columns: auto auto; gap: 0 6px }
-.maps .mean .map { width: 264px; height: 100% } .maps .mean figcaption { grid-column: 2 }
-.mean div span { display: block; height: 11px; font: 10px/11px ui-monospace, monospace; max-width: 60px;
-  white-space: pre; overflow: hidden; text-overflow: ellipsis; text-align: right }
+.maps .mean { display: grid; grid-template-columns: auto auto; gap: 3px 6px }
+.maps .mean .map { width: var(--side); height: var(--side); outline: 1px solid var(--line); border: 0 }
+.mean .columns, .maps .mean figcaption { grid-column: 2 } .mean .columns { display: flex; align-items: end }
+.mean div span { display: block; font: 10px/11px ui-monospace, monospace; white-space: pre; overflow: hidden }
+.mean .rows span { height: 11px; max-width: 60px; text-overflow: ellipsis; text-align: right }
+.mean .columns span { width: 11px; max-height: 60px; writing-mode: vertical-rl; transform: rotate(180deg) }
 .token { font: 13px ui-monospace, monospace; background: var(--bg); border: 1px solid var(--line); border-radius: 4px;
-  padding: 0 4px; white-space: pre; display: inline-block; max-width: 16em; overflow: hidden; text-overflow: ellipsis }
-.next td { padding: 3px 10px 3px 0; white-space: nowrap } .bar { display: inline-block; height: 8px; background: var(--c0);
+  padding: 0 4px; white-space: pre; display: inline-block; max-width: 16em; overflow: hidden; text-overflow: ellipsis;
+  vertical-align: middle }
+.next td { padding: 3px 10px 3px 0; white-space: nowrap; min-width: 0; vertical-align: middle } .bar { display: inline-block; height: 8px; background: var(--c0);
   border-radius: 2px; margin: 0 6px } .real { color: var(--c2); font-weight: 600 }
 .configs { columns: 2 420px; column-gap: 32px } .configs > div { break-inside: avoid; overflow-x: auto; margin-bottom: 18px }
 """
