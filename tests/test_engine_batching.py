@@ -188,6 +188,7 @@ REFUSED = [
     (dict(prompts=[[-1]]), "holds the token -1"),
     (dict(prompts=[[1] * 20]), "prompt 0 has 20 tokens, which leaves no room"),
     (dict(prompts=[1, 2]), "prompt 0 must be a list of token ids, got int"),
+    (dict(prompts=None), "prompts must be a list of lists of token ids, got NoneType"),
     (dict(prompts=["12"]), "must be a list of token ids, got str"),
     (dict(prompts=[[1.5]]), "must be a list of token ids"),
     (dict(max_new_tokens=0), "max_new_tokens must be a positive whole number, got 0"),
@@ -221,11 +222,28 @@ def test_requests_that_make_no_sense(model, options, words):
         (dict(max_seq_len=1), "max_seq_len 1 must be at least 2 and at most 48"),
         (dict(max_seq_len=49), "at most 48, what the model takes"),
         (dict(prefill_tokens=0), "prefill_tokens"),
+        (dict(max_batch=True), "max_batch must be a positive whole number, got True"),
+        (dict(max_seq_len="40"), "max_seq_len must be a positive whole number, got '40'"),
+        (dict(max_seq_len=40.0), "max_seq_len must be"),
+        (
+            dict(model="folder"),
+            r"model must be a Transformer, got str: Transformer.from_pretrained",
+        ),
     ],
 )
 def test_engines_that_cannot_be(model, options, words):
     with pytest.raises(UserError, match=words):
-        Engine(model, **options)
+        Engine(**({"model": model} | options))
+
+
+def test_prompts_in_any_container(model):
+    want = Engine(model, 2, 20).generate([[1, 2], [3, 4]], 5)
+    for prompts in (
+        ((1, 2), (3, 4)),
+        np.array([[1, 2], [3, 4]]),
+        (iter(x) for x in ([1, 2], [3, 4])),
+    ):
+        assert Engine(model, 2, 20).generate(prompts, 5) == want
 
 
 def test_no_memory_for_the_cache(model, monkeypatch):

@@ -65,12 +65,19 @@ class Engine:
         graph: bool = True,
         prefill_tokens: int | None = None,
     ):
+        if not isinstance(model, Transformer):
+            raise UserError(
+                f"model must be a Transformer, got {type(model).__name__}: Transformer.from_pretrained(folder) makes one"
+            )
         context = model.config.context
         if prefill_tokens is None:
             prefill_tokens = PREFILL_TOKENS[model.device]
         self.max_seq_len = context if max_seq_len is None else max_seq_len
-        for name, value in (("max_batch", max_batch), ("prefill_tokens", prefill_tokens)):
-            if not isinstance(value, (int, np.integer)) or value < 1:
+        sizes = dict(
+            max_batch=max_batch, prefill_tokens=prefill_tokens, max_seq_len=self.max_seq_len
+        )
+        for name, value in sizes.items():
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
                 raise UserError(f"{name} must be a positive whole number, got {value!r}")
         if not 2 <= self.max_seq_len <= context:
             raise UserError(

@@ -72,6 +72,12 @@ def make_requests(
     **options: Any,
 ) -> list[Request]:
     """Options as in Engine.stream; room: max_seq_len. Raises UserError on whatever makes no sense."""
+    try:
+        prompts = list(prompts)
+    except TypeError:
+        raise UserError(
+            f"prompts must be a list of lists of token ids, got {type(prompts).__name__}"
+        ) from None
     n, seeds = len(prompts), isinstance(seed, (list, tuple, np.ndarray))
     columns = [_each(name, value, n) for name, value in (options | {"seed": seed}).items()]
     try:
