@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -26,6 +28,13 @@ def test_the_examples_run(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "my-model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in ROOT.glob("*.md")))
+def test_relative_links(page):
+    """Those of the pages in lessons/ are checked by mkdocs."""
+    links = re.findall(r"\]\((?!https?:)([^)#]*)[^)]*\)", (ROOT / page).read_text(encoding="utf-8"))
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def imports(path):
