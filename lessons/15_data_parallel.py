@@ -201,9 +201,9 @@ for R in (2, 4, 8, 64):
 
 # %% tags=["exercise"]
 def all_reduce(me, world, own_n, read):
-    """own (n,) float32 becomes, in place, the sum over ranks, the same bits on all. n is a multiple of world.
+    """own (n,) float32 becomes, in place, the sum over ranks, the same bits on all.
 
-    At the start all arrays are complete.
+    n is a multiple of world. At the start all arrays are complete.
     """
     # YOUR CODE
 
@@ -229,9 +229,9 @@ lesson.check("15.2", all_reduce)
 # %% tags=["solution"]
 # Solution 15.2
 def all_reduce(me, world, own_n, read):
-    """own (n,) float32 becomes, in place, the sum over ranks, the same bits on all. n is a multiple of world.
+    """own (n,) float32 becomes, in place, the sum over ranks, the same bits on all.
 
-    At the start all arrays are complete.
+    n is a multiple of world. At the start all arrays are complete.
     """
     mine = part(own_n.size, world, me)
     others = [(me + i) % world for i in range(1, world)]
@@ -292,10 +292,11 @@ lesson.figures.timeline(
 
 # %% tags=["exercise"]
 def schedule(order, spans, buckets):
-    """-> for each addition in `order`, the list of the numbers of buckets that may leave right after it.
+    """-> for each addition in `order`, the numbers of the buckets that may leave right after it.
 
-    spans: {parameter: (a, b)}, where it lies in the arena. buckets: [(a, b), ...] cover the arena.
-    A bucket may leave when nothing will be added any more to any parameter that lies in it, wholly or partly.
+    A list of lists: [[0], [], [1, 2]]. spans: {parameter: (a, b)}, elements a to b - 1 of the arena.
+    buckets: [(a, b), ...], which cover the arena. A bucket may leave when nothing will be added any
+    more to any parameter that lies in it, wholly or partly.
     """
     # YOUR CODE
 
@@ -320,10 +321,11 @@ lesson.check("15.3", schedule)
 # %% tags=["solution"]
 # Solution 15.3
 def schedule(order, spans, buckets):
-    """-> for each addition in `order`, the list of the numbers of buckets that may leave right after it.
+    """-> for each addition in `order`, the numbers of the buckets that may leave right after it.
 
-    spans: {parameter: (a, b)}, where it lies in the arena. buckets: [(a, b), ...] cover the arena.
-    A bucket may leave when nothing will be added any more to any parameter that lies in it, wholly or partly.
+    A list of lists: [[0], [], [1, 2]]. spans: {parameter: (a, b)}, elements a to b - 1 of the arena.
+    buckets: [(a, b), ...], which cover the arena. A bucket may leave when nothing will be added any
+    more to any parameter that lies in it, wholly or partly.
     """
     left, gone, leaves = Counter(order), set(), []
     for name in order:

@@ -52,7 +52,11 @@ from xtrain import lesson
 #
 # | what | numbers |
 # |---|---|
-# | what its operations were given: residual stream, q, k, v, output of attention, gate, up | 9 C + 2 F |
+# | residual stream, before each of the two norms | 2 C |
+# | q, k, v, as they come out of their product | 3 C |
+# | q and k, normalised and rotated, and v, as attention takes them | 3 C |
+# | output of attention | C |
+# | gate and up | 2 F |
 # | without FlashAttention: the weights p of all heads | H T |
 # | one over the length of each normalised row: two norms, and q and k of each head | 2 + 2 H |
 #
@@ -118,8 +122,8 @@ for size in (3, 4):
 def take(free, size):
     """-> (start, new list of free blocks), or (None, free) if no block is large enough.
 
-    free: [(start, size), ...] in the order of start. Best fit; of equal ones the first. What is left of the
-    block, behind the part that was taken, stays free. No block has size 0.
+    free: [(start, size), ...] in the order of start. Best fit; of equal ones the first. What is left
+    of the block, behind the part that was taken, stays free. No block has size 0.
     """
     # YOUR CODE
 
@@ -141,8 +145,8 @@ lesson.check("16.1", take)
 def take(free, size):
     """-> (start, new list of free blocks), or (None, free) if no block is large enough.
 
-    free: [(start, size), ...] in the order of start. Best fit; of equal ones the first. What is left of the
-    block, behind the part that was taken, stays free. No block has size 0.
+    free: [(start, size), ...] in the order of start. Best fit; of equal ones the first. What is left
+    of the block, behind the part that was taken, stays free. No block has size 0.
     """
     fits = [(s, start) for start, s in free if s >= size]
     if not fits:
@@ -357,9 +361,9 @@ lesson.table(
 print(f"the plan of the code that is here: {plain.reserved / 1e9:.2f} GB")
 
 # %% [markdown]
-# A measurement belongs to a commit, a plan to the code that one has. At commit ed593ba layers still
-# kept the results of their norms; planned for the code of that commit, the same step takes 7.49 GB,
-# which is what was measured with it.
+# A measurement belongs to a commit, a plan to the code that one has. Where the two differ, the code
+# has changed in between, and has learned to keep less or more. For the code of one commit they have
+# to agree: `tests/test_memory.py` holds the plan to what a GPU's pool takes, to within 5 %.
 #
 # On a GPU, the next cell checks the plan against the pool:
 

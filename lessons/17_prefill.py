@@ -92,13 +92,14 @@ print(padding.cumulative_lengths_ref(lengths))
 # ```
 #
 # `cuda.shfl_up_sync(FULL, v, step)` gives each lane the v of the lane `step` below. A lane that has
-# nobody there gets its own v back.
+# nobody there gets its own v back. (For Numba the sum of two int32 is an int64, and a shuffle wants
+# one type in all lanes: so `v = int32(v + w)`.)
 
 
 # %% tags=["exercise"]
 @cuda.jit
 def edges_kernel(edges_E, lengths_A):
-    """edges = 0, l0, l0 + l1, ...   Grid 1, block 32. At most 32 lengths (int32)."""
+    """edges (A + 1) = 0, l0, l0 + l1, ...   Grid 1, block 32. lengths (A): int32, at most 32 of them."""
     a = cuda.threadIdx.x
     # YOUR CODE
 
@@ -120,7 +121,7 @@ lesson.check("17.1", edges_kernel)
 # Solution 17.1
 @cuda.jit
 def edges_kernel(edges_E, lengths_A):
-    """edges = 0, l0, l0 + l1, ...   Grid 1, block 32. At most 32 lengths (int32)."""
+    """edges (A + 1) = 0, l0, l0 + l1, ...   Grid 1, block 32. lengths (A): int32, at most 32 of them."""
     a = cuda.threadIdx.x
     v = lengths_A[a] if a < lengths_A.size else int32(0)
     for step in (1, 2, 4, 8, 16):
@@ -144,7 +145,10 @@ def edges_kernel(edges_E, lengths_A):
 # %% tags=["exercise"]
 @cuda.jit
 def remove_padding_kernel(y_NC, x_ATC, edges_E):
-    """y[n] = x[a, t] for token n, which is number t of sequence a.   Grid N, block 32: block n copies row n."""
+    """y[n] = x[a, t] for token n, which is number t of sequence a.   Grid N, block 32.
+
+    Block n copies row n. y: (N, C), x: (A, T, C), edges: (A + 1).
+    """
     n = cuda.blockIdx.x
     # YOUR CODE
 
@@ -165,7 +169,10 @@ lesson.check("17.2", remove_padding_kernel)
 # Solution 17.2
 @cuda.jit
 def remove_padding_kernel(y_NC, x_ATC, edges_E):
-    """y[n] = x[a, t] for token n, which is number t of sequence a.   Grid N, block 32: block n copies row n."""
+    """y[n] = x[a, t] for token n, which is number t of sequence a.   Grid N, block 32.
+
+    Block n copies row n. y: (N, C), x: (A, T, C), edges: (A + 1).
+    """
     n = cuda.blockIdx.x
     a = 0
     while edges_E[a + 1] <= n:
@@ -206,7 +213,11 @@ lesson.figures.ownership(
 
 # %% tags=["exercise"]
 def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
-    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 .. history[a] + i of row rows[a]."""
+    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 .. history[a] + i
+    of row rows[a], and its head h those of key head h // (H / G).
+
+    q: (N, H, D), k and v: (R, G, S, D), edges: (A + 1), history and rows: (A).
+    """
     (N, H, D), (R, G, S, _) = q_NHD.shape, k_RGSD.shape
     o_NHD = np.zeros_like(q_NHD)
     # YOUR CODE
@@ -227,7 +238,11 @@ lesson.check("17.3", context_attention)
 # %% tags=["solution"]
 # Solution 17.3
 def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
-    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 .. history[a] + i of row rows[a]."""
+    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 .. history[a] + i
+    of row rows[a], and its head h those of key head h // (H / G).
+
+    q: (N, H, D), k and v: (R, G, S, D), edges: (A + 1), history and rows: (A).
+    """
     (N, H, D), (R, G, S, _) = q_NHD.shape, k_RGSD.shape
     o_NHD = np.zeros_like(q_NHD)
     for a in range(len(rows_A)):
@@ -294,7 +309,7 @@ print(
 #
 # Your 17.2 moves one element per thread and walks through the edges one by one. The library's moves
 # 16 bytes at a time and finds the sequence by a binary search. On 16 sequences of up to 8 tokens of
-# 512 numbers:
+# 256 numbers:
 
 # %%
 lengths = rng.integers(1, 9, 16).astype(np.int32)

@@ -85,7 +85,10 @@ for prompt, new in ((3, 4), (1000, 1000)):
 # %% tags=["exercise"]
 @cuda.jit
 def append_kernel(cache_RGSD, new_NGD, rows_N, positions_N):
-    """cache[rows[n], g, positions[n]] = new[n, g].   Grid (N, G), block 32. Tokens without a place are left out."""
+    """cache[rows[n], g, positions[n]] = new[n, g].   Grid (N, G), block 32.
+
+    cache: (R, G, S, D), new: (N, G, D), rows and positions: (N). Tokens without a place are left out.
+    """
     n = cuda.blockIdx.x
     # YOUR CODE
 
@@ -106,7 +109,10 @@ lesson.check("18.1", append_kernel)
 # Solution 18.1
 @cuda.jit
 def append_kernel(cache_RGSD, new_NGD, rows_N, positions_N):
-    """cache[rows[n], g, positions[n]] = new[n, g].   Grid (N, G), block 32. Tokens without a place are left out."""
+    """cache[rows[n], g, positions[n]] = new[n, g].   Grid (N, G), block 32.
+
+    cache: (R, G, S, D), new: (N, G, D), rows and positions: (N). Tokens without a place are left out.
+    """
     n = cuda.blockIdx.x
     g = cuda.blockIdx.y
     row, p = rows_N[n], positions_N[n]
@@ -141,7 +147,10 @@ lesson.figures.ownership(
 
 # %% tags=["exercise"]
 def decode_attention(q_HD, k_GSD, v_GSD, length, scale):
-    """-> o (H, D): softmax(scale q k) v over the first `length` keys; query head h reads key head h // (H / G)."""
+    """-> o (H, D): softmax(scale q k) v over the first `length` keys.
+
+    q: (H, D), k and v: (G, S, D). Query head h reads key head h // (H / G).
+    """
     (H, D), G = q_HD.shape, k_GSD.shape[0]
     # YOUR CODE
 
@@ -160,7 +169,10 @@ lesson.check("18.2", decode_attention)
 # %% tags=["solution"]
 # Solution 18.2
 def decode_attention(q_HD, k_GSD, v_GSD, length, scale):
-    """-> o (H, D): softmax(scale q k) v over the first `length` keys; query head h reads key head h // (H / G)."""
+    """-> o (H, D): softmax(scale q k) v over the first `length` keys.
+
+    q: (H, D), k and v: (G, S, D). Query head h reads key head h // (H / G).
+    """
     (H, D), G = q_HD.shape, k_GSD.shape[0]
     k, v = k_GSD[:, :length], v_GSD[:, :length]
     o_HD = np.zeros_like(q_HD)
@@ -242,7 +254,10 @@ print("the same:", text == whole)
 
 # %% tags=["exercise"]
 def largest_batch(L, H, G, D, S, size, free):
-    """How many sequences of S tokens fit into `free` bytes? L layers, H query and G key heads of D, `size` bytes a number."""
+    """How many sequences of S tokens fit into `free` bytes?
+
+    L layers, H query and G key heads of D numbers, `size` bytes a number.
+    """
     # YOUR CODE
 
 
@@ -260,7 +275,10 @@ lesson.check("18.3", largest_batch)
 # %% tags=["solution"]
 # Solution 18.3
 def largest_batch(L, H, G, D, S, size, free):
-    """How many sequences of S tokens fit into `free` bytes? L layers, H query and G key heads of D, `size` bytes a number."""
+    """How many sequences of S tokens fit into `free` bytes?
+
+    L layers, H query and G key heads of D numbers, `size` bytes a number.
+    """
     one = 2 * L * G * S * D * size
     return free // one
 

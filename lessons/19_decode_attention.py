@@ -75,15 +75,18 @@ print(f"merged:  {top:.4f} / {below:.4f} = {top / below:.4f}")
 #
 # ## Exercise 19.1: one part
 #
-# One head of width 32, one warp per part: lane d holds channel d. Block s owns `chunk` keys, beginning
-# with key s · chunk, as far as there are. Walk through them with a running m, l and acc: when a larger
-# score comes, what has been added so far shrinks by exp(old m - new m).
+# One head of width 32, one warp per part: lane d holds channel d. Block s owns `chunk` keys,
+# beginning with key s · chunk, as far as there are. Walk through them with a running m, l and acc:
+# when a larger score comes, what has been added so far shrinks by exp(old m - new m).
 
 
 # %% tags=["exercise"]
 @cuda.jit
 def partial_kernel(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
-    """m, l, acc of keys s chunk .. s chunk + chunk - 1.   Grid ceil(N / chunk), block 32 = D."""
+    """m, l, acc of keys s chunk .. s chunk + chunk - 1.   Grid S = ceil(N / chunk), block 32 = D.
+
+    m, l: (S), acc: (S, 32), q: (32), k and v: (N, 32), all float32.
+    """
     s, d = cuda.blockIdx.x, cuda.threadIdx.x
     n = k_ND.shape[0]
     # YOUR CODE
@@ -110,7 +113,10 @@ lesson.check("19.1", partial_kernel)
 # Solution 19.1
 @cuda.jit
 def partial_kernel(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
-    """m, l, acc of keys s chunk .. s chunk + chunk - 1.   Grid ceil(N / chunk), block 32 = D."""
+    """m, l, acc of keys s chunk .. s chunk + chunk - 1.   Grid S = ceil(N / chunk), block 32 = D.
+
+    m, l: (S), acc: (S, 32), q: (32), k and v: (N, 32), all float32.
+    """
     s, d = cuda.blockIdx.x, cuda.threadIdx.x
     n = k_ND.shape[0]
     first = s * chunk
@@ -136,7 +142,10 @@ def partial_kernel(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
 
 # %% tags=["exercise"]
 def merge(m_S, l_S, acc_SD):
-    """-> o (D,) of all parts together. An empty part has m = -inf and l = 0."""
+    """-> o (D,) of all parts together, from m, l (S,) and acc (S, D).
+
+    An empty part has m = -inf, l = 0 and acc = 0.
+    """
     # YOUR CODE
 
 
@@ -154,7 +163,10 @@ lesson.check("19.2", merge)
 # %% tags=["solution"]
 # Solution 19.2
 def merge(m_S, l_S, acc_SD):
-    """-> o (D,) of all parts together. An empty part has m = -inf and l = 0."""
+    """-> o (D,) of all parts together, from m, l (S,) and acc (S, D).
+
+    An empty part has m = -inf, l = 0 and acc = 0.
+    """
     share_S = np.exp(m_S - m_S.max())
     return (share_S[:, None] * acc_SD).sum(0) / (share_S * l_S).sum()
 
@@ -182,7 +194,10 @@ for chunk in (50, 16, 7):
 
 # %% tags=["exercise"]
 def splits(n, chunk, most):
-    """-> [(begin, end), ...]: equal parts of n keys (the last may be shorter), at least `chunk` keys each, at most `most` parts."""
+    """-> [(begin, end), ...]: equal parts of n keys, end not included; the last may be shorter.
+
+    At most `most` parts; with more than one, all but the last have at least `chunk` keys.
+    """
     # YOUR CODE
 
 
@@ -201,7 +216,10 @@ lesson.check("19.3", splits)
 # %% tags=["solution"]
 # Solution 19.3
 def splits(n, chunk, most):
-    """-> [(begin, end), ...]: equal parts of n keys (the last may be shorter), at least `chunk` keys each, at most `most` parts."""
+    """-> [(begin, end), ...]: equal parts of n keys, end not included; the last may be shorter.
+
+    At most `most` parts; with more than one, all but the last have at least `chunk` keys.
+    """
     used = min(most, -(-n // chunk))
     size = -(-n // used)
     return [(begin, min(begin + size, n)) for begin in range(0, n, size)]

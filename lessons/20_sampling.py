@@ -92,7 +92,10 @@ print(
 # %% tags=["exercise"]
 @cuda.jit
 def segment_best_kernel(ids_S, best_S, x_V):
-    """ids[b], best[b] = the largest of x[64 b : 64 b + 64] and its id, the lower of equal ones.   Grid ceil(V / 64), block 32."""
+    """ids[b], best[b] = the id and the value of the largest of x[64 b : 64 b + 64].
+
+    Of equal ones the lower id. ids (S): int32, best (S), x (V): float32.   Grid S = ceil(V / 64), block 32.
+    """
     lane = cuda.threadIdx.x
     first = cuda.blockIdx.x * 64
     # YOUR CODE
@@ -120,7 +123,10 @@ lesson.check("20.1", segment_best_kernel)
 # Solution 20.1
 @cuda.jit
 def segment_best_kernel(ids_S, best_S, x_V):
-    """ids[b], best[b] = the largest of x[64 b : 64 b + 64] and its id, the lower of equal ones.   Grid ceil(V / 64), block 32."""
+    """ids[b], best[b] = the id and the value of the largest of x[64 b : 64 b + 64].
+
+    Of equal ones the lower id. ids (S): int32, best (S), x (V): float32.   Grid S = ceil(V / 64), block 32.
+    """
     lane = cuda.threadIdx.x
     first = cuda.blockIdx.x * 64
     last = first + 64 if first + 64 < x_V.size else x_V.size
@@ -147,7 +153,10 @@ def segment_best_kernel(ids_S, best_S, x_V):
 
 # %% tags=["exercise"]
 def top_k(logits_V, k, segment):
-    """-> ids of the k largest logits, the best first (of equal ones the lower id). In two rounds, over segments."""
+    """-> ids (k,) of the k largest logits (V,), the best first, of equal ones the lower id.
+
+    In two rounds: first within segments of `segment` logits, the last may be shorter.
+    """
     # YOUR CODE
 
 
@@ -166,7 +175,10 @@ lesson.check("20.2", top_k)
 # %% tags=["solution"]
 # Solution 20.2
 def top_k(logits_V, k, segment):
-    """-> ids of the k largest logits, the best first (of equal ones the lower id). In two rounds, over segments."""
+    """-> ids (k,) of the k largest logits (V,), the best first, of equal ones the lower id.
+
+    In two rounds: first within segments of `segment` logits, the last may be shorter.
+    """
     kept = []
     for first in range(0, len(logits_V), segment):
         part = logits_V[first : first + segment]
@@ -185,7 +197,10 @@ def top_k(logits_V, k, segment):
 
 # %% tags=["exercise"]
 def choose(logits_V, temperature, k, top_p, u):
-    """-> id of the next token. Order: temperature (0: the best), top-k (0: all), top-p, draw with u in [0, 1)."""
+    """-> id of the next token, of logits (V,).
+
+    Order: temperature (0: the best), top-k (0: all), top-p (1: all), draw with u in [0, 1).
+    """
     order = np.argsort(-logits_V, kind="stable")
     # YOUR CODE
 
@@ -211,7 +226,10 @@ lesson.check("20.3", choose)
 # %% tags=["solution"]
 # Solution 20.3
 def choose(logits_V, temperature, k, top_p, u):
-    """-> id of the next token. Order: temperature (0: the best), top-k (0: all), top-p, draw with u in [0, 1)."""
+    """-> id of the next token, of logits (V,).
+
+    Order: temperature (0: the best), top-k (0: all), top-p (1: all), draw with u in [0, 1).
+    """
     order = np.argsort(-logits_V, kind="stable")
     if temperature == 0:
         return int(order[0])
@@ -239,6 +257,13 @@ def choose(logits_V, temperature, k, top_p, u):
 # c2, c3 = upper(a) xor c3 xor k1,  lower(a)
 # k0 += W0,  k1 += W1                    modulo 2^32
 # ```
+#
+# (*upper* and *lower* are the halves of 32 bits each; on the right stand the words from before the
+# round.)
+#
+# ## Exercise 20.4: Philox
+#
+# In Python's integers, which never overflow: cut them to 32 bits yourself.
 
 
 # %% tags=["exercise"]

@@ -27,4 +27,9 @@ MISTAKES = [
     ("15.3", "if p < b and a < q", "if a <= p and q <= b", "in part"),
     ("15.3", "if p < b and a < q", "if a <= p < b", "not only to the one where it begins"),
     ("15.3", "        gone.update(ready)\n", "", "A bucket leaves once"),
+    ('15.1', 'x_NI[valid] @ w_I - t_N[valid]', 'x_NI @ w_I - np.nan_to_num(t_N)\n    return 2 * error @ x_NI / count', 'counts here as one with target 0'),
+    ('15.1', '2 * error', '-2 * error', 'The sign is wrong'),
+    ('15.3', 'if p < b and a < q', 'if p <= b and a <= q', 'only touches'),
+    ('15.3', 'ready.append(i)', 'ready.append((a, b))', 'named by its number'),
+    ('15.2', '    for rank in others:\n        own_n[mine]', '    for rank in range(world):\n        own_n[mine]', 'in the sum twice'),
 ]  # fmt: skip

@@ -22,4 +22,8 @@ MISTAKES = [
     ("16.3", "inputs[: i + 1]", "inputs", "are gone when backward comes"),
     ("16.3", " + kept[i] for", " for", "The inputs alone"),
     ("16.3", "for i in range(len(kept))", "for i in [len(kept) - 1]", "the moment at the last layer"),
+    ('16.1', 's, start = min(fits)', 'start, s = min(fits)', 'That is the size of a block'),
+    ('16.2', 'joined[-1][0] + joined[-1][1] == at', 'joined[-1][0] + joined[-1][1] >= at - 1', 'memory that is in use'),
+    ('16.2', 'joined.append((at, s))', 'joined.append([at, s])', 'Blocks are tuples'),
+    ('16.3', 'sum(inputs[: i + 1]) + kept[i]', 'kept[i]', 'kept for backward are alive beside them'),
 ]  # fmt: skip

@@ -15,4 +15,9 @@ MISTAKES = [
     ("17.3", "past + i + 1", "i + 1", "History was left out"),
     ("17.3", "row = rows_A[a]", "row = a", "not row a"),
     ("17.3", "* scale", "", "not scaled"),
+    ('17.1', '(1, 2, 4, 8, 16)', '(1, 2, 4, 8)', 'A step is missing'),
+    ('17.1', '(1, 2, 4, 8, 16)', '(1, 2, 3, 4, 5)', 'each twice the one before'),
+    ('17.1', 'if a >= step', 'if a > step', 'So a >= step'),
+    ('17.3', 'past + i + 1', 'past + i', 'An empty array has no maximum'),
+    ('17.3', 'past + i + 1', 'past + edges_E[a + 1] - edges_E[a]', 'the later ones as well'),
 ]  # fmt: skip

@@ -16,4 +16,9 @@ MISTAKES = [
     ("18.3", "* G *", "* H *", "not query heads"),
     ("18.3", "free // one", "free / one", "round down"),
     ("18.3", "* size", "", "more than one byte"),
+    ('18.1', 'p < cache_RGSD.shape[2]', 'p <= cache_RGSD.shape[2]', '0 <= positions[n] < S'),
+    ('18.1', 'row >= 0 and p >= 0', 'row > 0 and p > 0', 'Row 0 and position 0 are places, too'),
+    ('18.1', 'range(cuda.threadIdx.x, new_NGD.shape[2], 32)', 'range(cuda.threadIdx.x, min(32, new_NGD.shape[2]), 32)', 'in steps of 32'),
+    ('18.2', 'p = np.exp(s - s.max())', 'p = np.exp(s)', 'exp overflows'),
+    ('18.3', 'free // one', '-(-free // one)', 'does not fit as a whole'),
 ]  # fmt: skip

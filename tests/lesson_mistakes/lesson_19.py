@@ -14,4 +14,8 @@ MISTAKES = [
     ("19.3", "min(most, -(-n // chunk))", "-(-n // chunk)", "at most 32 are allowed"),
     ("19.3", "min(most, -(-n // chunk))", "1", "where"),
     ("19.3", "min(begin + size, n)", "begin + size", "all keys from 0"),
+    ('19.1', 'warp_sum(', '(', 'That is the product of one channel'),
+    ('19.1', '* v_ND[i, d]', '* k_ND[i, d]', 'times VALUES'),
+    ('19.2', '    share_S = np.exp(m_S - m_S.max())\n', '    share_S = np.ones_like(m_S)\n', 'Neither sum was rescaled'),
+    ('19.2', 'np.exp(m_S - m_S.max())', 'np.exp(m_S.max() - m_S)', 'not M - m_i'),
 ]  # fmt: skip

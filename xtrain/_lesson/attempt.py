@@ -249,12 +249,12 @@ class Attempt:
     def ask(self, function, *args, **options):
         """-> what a function returns that the reader wrote, or that came back from one."""
         try:
-            with _watched(self.exercise):
+            with _watched(self.exercise), np.errstate(all="ignore"):
                 return function(*args, **options)
         except Wrong:
             raise
         except Exception as error:
-            hint = self.exercise.hints.get(type(error).__name__)
+            hint = _hint(error, [self.exercise.hints])
             raise self.wrong(
                 f"{type(error).__name__}: {error}{_line_of(error, self.work)}"
                 + (f"\n{hint}" if hint else "")
@@ -340,6 +340,10 @@ def _hint(error, levels):
         return "In this line a number stands where an array is needed: has it an index too many?"
     if "'Array'" in text and "unsupported operand" in text:
         return WHOLE_ARRAY
+    if "hold int32 and int64" in text:
+        return "For Numba the sum of two int32 is an int64, and a variable has one type: v = int32(v + w)."
+    if "zero-size array" in text:
+        return "An empty array has no maximum: here a slice holds nothing at all. Look at its ends."
     if "is not 16-byte aligned" in text:
         return (
             "Accesses of 16 bytes begin at multiples of 16 bytes: 8 elements of bf16, 4 of float32."

@@ -54,6 +54,9 @@ def share(e):
                 "That is the mean over ranks of the ranks' means: right only if all have equally many targets.":
                     terms[0] / counts[0] / R,
                 "The sum is not divided by the number of targets.": terms[0],
+                "A token without a target counts here as one with target 0: its error must not enter the sum. Select the others first.":
+                    2 * (x[0] @ w - np.nan_to_num(t[0])) @ x[0] / count,
+                "The sign is wrong: the derivative of (x w - t)^2 is 2 (x w - t) x.": -want,
                 "The factor 2 of the derivative of a square is missing.": want / 2,
                 "That is divided by the number of ranks once too often: the shares are added, not averaged.": want / R,
             }, rtol=1e-6)  # fmt: skip
@@ -85,6 +88,7 @@ def all_reduce(e):
                     moved[me] += b - a
                 return arrays[rank][a:b].copy()
 
+            read.__qualname__ = "read"
             return read
 
         run(e, [e.call(me, world, arrays[me], reader(me)) for me in range(world)])
@@ -97,12 +101,20 @@ def all_reduce(e):
             for r, p in enumerate(parts):
                 stale[p] = want[p] if r <= me else given[r][p]
             alone[parts[me]] = want[parts[me]]
+            mine, others = parts[me], np.ones(n, bool)
+            others[mine] = False
             e.same(f"array of rank {me}", arrays[me], want, {
                 f"The parts that later ranks own were copied before those had added them up. {BARRIER}": stale,
                 "Only this rank's own part is a sum: in the second half the parts of the others have to be copied from their owners.": alone,
                 "Nothing has changed: add and copy in place, own_n[...] = ...": given[me],
                 "That is the mean: the shares are to be added.": want / world,
                 "That is the sum without this rank's own array.": want - given[me],
+                "The owner's own numbers are in the sum twice: it adds the parts of the OTHER ranks to its own.":
+                    lambda got, me=me, mine=mine: me == 0 and np.allclose(got[mine], (want + given[0])[mine], 1e-5, 1e-5),
+                "The first half reads the SAME part of every rank, the one that this rank owns; here each rank's own was read.":
+                    lambda got, mine=mine: np.allclose(got[mine], sum(double(given[r][p]) for r, p in enumerate(parts)), 1e-5, 1e-5),
+                "In the second half what comes from a rank goes to that rank's part of the array, not to this rank's own.":
+                    lambda got, me=me, others=others: np.array_equal(got[others], given[me][others]),
             }, rtol=1e-5, atol=1e-5)  # fmt: skip
         for me in range(1, world):
             e.need(np.array_equal(arrays[me].view(np.uint32), arrays[0].view(np.uint32)),
@@ -160,6 +172,10 @@ def common(span, bucket):
     return span[0] < bucket[1] and bucket[0] < span[1]
 
 
+def touching(span, bucket):
+    return span[0] <= bucket[1] and bucket[0] <= span[1]
+
+
 def whole(span, bucket):
     return bucket[0] <= span[0] and span[1] <= bucket[1]
 
@@ -204,6 +220,9 @@ def schedule(e):
             all(isinstance(x, (list, tuple, set)) for x in got),
             "Each entry is the list of buckets that may leave, [] if none.",
         )
+        flat = [i for x in got for i in x]
+        e.need(all(isinstance(i, (int, np.integer)) and 0 <= i < len(buckets) for i in flat),
+               f"You give {got}: a bucket is named by its number, 0 to {len(buckets) - 1} here.")  # fmt: skip
         got = [sorted(x) for x in got]
         want = ready(order, spans, buckets, common, last)
         if got == want:
@@ -215,6 +234,7 @@ def schedule(e):
                 ready(order, spans, buckets, whole, last),
             "A parameter belongs to every bucket in which some of it lies, not only to the one where it begins.":
                 ready(order, spans, buckets, starts_in, last),
+            "(a, b) ends before b: a parameter that only touches a bucket does not lie in it.": ready(order, spans, buckets, touching, last),
             "A bucket left as soon as one of its parameters was final: all have to be.": ready(order, spans, buckets, common, any_last),
             "A parameter that is used twice gets two additions: it is final after the second.": ready(order, spans, buckets, common, first),
         }  # fmt: skip

@@ -58,6 +58,10 @@ def take(e):
                 f"start is None, but the block at {best} is large enough (a block of just that size is, too).",
             )
             blocks = dict(free)
+            e.need(
+                start in blocks or start not in blocks.values(),
+                f"{said} That is the size of a block, not its start: blocks are (start, size).",
+            )
             larger = min([(s, at) for s, at in fits if s > size], default=(0, None))[1]
             e.need(
                 blocks[best] > size or start != larger,
@@ -102,7 +106,7 @@ def take(e):
 )  # fmt: skip
 def give(e):
     cases = (
-        ([(0, 2), (8, 2)], 4, 2), ([(0, 2), (8, 2)], 2, 3), ([(0, 2), (8, 2)], 6, 2), ([(0, 2), (8, 2)], 2, 6), ([], 3, 1),
+        ([(0, 2), (8, 2)], 4, 2), ([(0, 2), (8, 2)], 3, 4), ([(0, 2), (8, 2)], 2, 3), ([(0, 2), (8, 2)], 6, 2), ([(0, 2), (8, 2)], 2, 6), ([], 3, 1),
         ([(5, 5)], 0, 2),
     )  # fmt: skip
     for free, start, size in cases:
@@ -113,6 +117,10 @@ def give(e):
             f"The list that was given has changed, to {given}: return a new one.",
         )
         e.need(isinstance(got, list), f"Return the new list; this is {got!r}.")
+        e.need(
+            all(isinstance(b, tuple) for b in got),
+            f"Blocks are tuples (start, size); the list is {got}.",
+        )
         loose = sorted([*free, (start, size)])
         want = []
         for at, s in loose:
@@ -127,6 +135,10 @@ def give(e):
         e.need(
             (start, size) in got or any(at <= start < at + s for at, s in got),
             f"{said} The block is not in it.",
+        )
+        e.need(
+            len(got) >= len(want) or sum(s for _, s in got) > sum(s for _, s in want),
+            f"{said} Between these blocks lies memory that is in use: only blocks that touch become one.",
         )
         before = any(sum(b) == start for b in free)
         after = any(start + size == at for at, _ in free)
@@ -166,6 +178,8 @@ def peak(e):
                 "Without `again` nothing is forgotten: all that is kept is alive when forward ends.": None if again else max(alive),
                 "Inputs are only kept where activations are not.": None if again else sum(kept) + sum(inputs),
                 "With `again` a layer's activations are not all kept: only one layer at a time has them.": sum(kept) if again else None,
+                "Those are the activations of one layer alone: the inputs that are kept for backward are alive beside them.":
+                    max(kept) if again else None,
                 "The inputs alone: while backward is at a layer, its activations are there too.": sum(inputs) if again else None,
                 "The inputs of later layers are gone when backward comes to an earlier one.": sum(inputs) + max(kept) if again else None,
                 "The layer's own input is still there while its activations are made from it.":

@@ -22,22 +22,29 @@ def ints(like, values):
 )  # fmt: skip
 def append_kernel(e):
     like = e.normal(1)
-    for rows, positions in (((0,), (2,)), ((1, 0, 1), (0, 3, 1)), ((0, -1, 1, 0), (1, 2, 9, 0))):
-        N, R, G, S, D = len(rows), 2, 2, 4, 3
+    for rows, positions, D in (
+        ((0,), (2,), 3),
+        ((1, 0, 1), (0, 3, 1), 40),
+        ((0, -1, 1, 0, 1), (1, 2, 4, 0, -1), 3),
+    ):
+        N, R, G, S = len(rows), 2, 2, 4
         cache, new = e.blank(R, G, S, D), e.normal(N, G, D)
         case = f"rows {', '.join(map(str, rows))}, positions {', '.join(map(str, positions))}, capacity {S}"
         e.run((N, G), 32, cache, new, ints(like, rows), ints(like, positions), case=case)
         want, other, first = (np.full((R, G, S, D), np.nan, np.float32) for _ in range(3))
         for n, (r, p) in enumerate(zip(rows, positions)):
-            if r >= 0 and p < S:
+            if r >= 0 and 0 <= p < S:
                 want[r, :, p] = np.asarray(new)[n]
                 first[r, 0, p] = np.asarray(new)[n, 0]
             if n < R:
                 other[n, :, p % S] = np.asarray(new)[n]
         e.same("cache", cache, want, {
-            "Nothing was written at all.": lambda got: np.isnan(got).all(),
+            "Nothing was written at all. Row 0 and position 0 are places, too: rows[n] >= 0 and 0 <= positions[n] < S.":
+                lambda got: np.isnan(got).all(),
             "Token n went to row n: its row is rows[n].": other,
             "Only head 0 was written: block (n, g) does head g = blockIdx.y.": first,
+            "Only the first 32 channels were copied: a thread goes on in steps of 32.":
+                lambda got: D > 32 and np.array_equal(got[..., :32], want[..., :32], True) and np.isnan(got[..., 32:]).all(),
             "All channels of a head have to be copied, d = 0 .. D - 1.": lambda got: np.isnan(got).sum() > np.isnan(want).sum(),
         })  # fmt: skip
 
@@ -49,8 +56,14 @@ def append_kernel(e):
 )  # fmt: skip
 def decode_attention(e):
     scale = 0.5
-    for H, G, D, S, length in ((2, 2, 3, 5, 1), (2, 2, 4, 6, 4), (6, 2, 4, 8, 7)):
-        q = np.asarray(e.normal(H, D))
+    cases = (
+        (2, 2, 4, 6, 4, 1.0),
+        (2, 2, 3, 5, 1, 1.0),
+        (6, 2, 4, 8, 7, 1.0),
+        (2, 2, 4, 6, 4, 100.0),
+    )
+    for H, G, D, S, length, large in cases:
+        q = np.asarray(e.normal(H, D, scale=large))
         k, v = (np.asarray(e.normal(G, S, D, scale=2.0)).copy() for _ in range(2))
         k[:, length:] = v[:, length:] = np.nan
         got = e.call(
@@ -59,7 +72,8 @@ def decode_attention(e):
             v,
             length,
             scale,
-            case=f"{H} query heads on {G} key heads, {length} of {S} places filled",
+            case=f"{H} query heads on {G} key heads, {length} of {S} places filled"
+            + (", large scores" if large > 1 else ""),
         )
         e.need(got is not None, "It returns None: return o (H, D).")
 
@@ -71,7 +85,14 @@ def decode_attention(e):
                 out[h] = p / (p.sum() if whole else 1) @ v[head(h), :n]
             return out
 
+        def across():
+            s = np.stack([k[h // (H // G), :length] @ q[h] * scale for h in range(H)])
+            p = np.exp(s - s.max(0))
+            return np.stack([w @ v[h // (H // G), :length] for h, w in enumerate(p / p.sum(0))])
+
         e.same("o", got, attend(lambda h: h // (H // G)), {
+            "exp overflows: subtract the largest score before exp.": lambda got: large > 1 and not np.isfinite(got).all(),
+            "The softmax runs over the heads here: it runs over the keys of one head.": across(),
             "It reads places that nobody has filled (they are NaN): only the first `length` keys and values count.":
                 lambda got: np.isnan(got).any(),
             "Query head h belongs to key head h // (H / G): neighbours share one.": attend(lambda h: h % G),
@@ -119,6 +140,8 @@ def largest_batch(e):
             say += " The cache holds key heads, not query heads: that is what grouping saves."
         elif got == free // (one // size):
             say += " A number takes more than one byte."
+        elif got == want + 1:
+            say += " The last one does not fit as a whole: round down, with //."
         elif np.isclose(float(got), free / one):
             say += " Sequences are whole: round down, with //."
         raise e.wrong(say)

@@ -19,6 +19,17 @@ def parts_of(q, k, v, scale, chunk):
     return np.array(m), np.array(total), np.array(acc)
 
 
+def unshrunk(q, k, v, scale, chunk):
+    """-> l (S,), acc (S, D) when what has been added is never multiplied by exp(old m - new m)"""
+    total, acc = [], []
+    for i in range(0, len(k), chunk):
+        s = k[i : i + chunk] @ q * scale
+        p = np.exp(s - np.maximum.accumulate(s))
+        total.append(p.sum())
+        acc.append(p @ v[i : i + chunk])
+    return np.array(total), np.array(acc)
+
+
 @exercise(
     "19.1", "partial_kernel",
     first_step="lane d holds channel d of the query. For each key of this block: the score is warp_sum(q k) * scale, the same in all lanes.",
@@ -41,8 +52,12 @@ def partial_kernel(e):
         wide = [np.asarray(a).astype(np.float64) for a in (q, k, v)]
         want = parts_of(*wide, float(scale), chunk)
         scores = wide[1] @ wide[0] * float(scale)
+        grown = unshrunk(*wide, float(scale), chunk)
+        alone = wide[0][0] * wide[1][:, 0] * float(scale)
+        first = lambda x: np.array([x[i : i + chunk].max() for i in range(0, n, chunk)])
         e.same("m", m, want[0], {
             "The scores were not scaled.": want[0] / float(scale),
+            "That is the product of one channel: the score is the sum over all 32 lanes, warp_sum(q k).": first(alone),
             "Every block has the maximum over all keys: it may look only at its own.": lambda got: S > 1 and np.allclose(got, scores.max(), 1e-4),
             "m is the largest score, and some scores here are negative: begin with minus infinity.": np.maximum(want[0], 0),
             "That is the last score of the block, not the largest.": scores[[min(i + chunk, n) - 1 for i in range(0, n, chunk)]],
@@ -50,12 +65,18 @@ def partial_kernel(e):
         raw = np.array([np.exp(scores[i : i + chunk]).sum() for i in range(0, n, chunk)])
         e.same("l", total, want[1], {
             "When a larger score comes, what has been added so far must be multiplied by exp(old m - new m).":
-                lambda got: chunk > 1,
+                grown[0],
+            "The first key of each part is left out: block s begins with key s * chunk.":
+                np.array([np.exp(scores[i + 1 : i + chunk + 1] - scores[i + 1 : i + chunk + 1].max(initial=-1e30)).sum()
+                          for i in range(0, n, chunk)]),
             "m has to be subtracted before exp.": raw,
         }, rtol=1e-3)  # fmt: skip
         e.same("acc", acc, want[2], {
             "acc was divided by l: leave that to the merge, which needs both.": want[2] / want[1][:, None],
-            "When a larger score comes, acc must be multiplied by exp(old m - new m), like l.": lambda got: True,
+            "When a larger score comes, acc must be multiplied by exp(old m - new m), like l.": grown[1],
+            "Only lane 0 wrote its channel: acc[s, d] is written by every lane d, outside of the `if`.":
+                lambda got: np.isnan(got[:, 1:]).all() and not np.isnan(got[:, 0]).any(),
+            "acc is the sum of weights times VALUES, v[i, d].": parts_of(wide[0], wide[1], wide[1], float(scale), chunk)[2],
         }, rtol=1e-3, atol=1e-5)  # fmt: skip
 
 
@@ -65,7 +86,7 @@ def partial_kernel(e):
     kernel=False,
 )  # fmt: skip
 def merge(e):
-    for n, chunk, big in ((4, 4, 1.0), (9, 4, 1.0), (12, 3, 900.0)):
+    for n, chunk, big in ((4, 4, 1.0), (8, 4, 1.0), (9, 4, 1.0), (12, 3, 900.0)):
         q, k, v = (
             np.asarray(e.normal(*s, scale=b)).astype(np.float64)
             for s, b in (((3,), 1.0), ((n, 3), big), ((n, 3), 1.0))
@@ -96,6 +117,13 @@ def merge(e):
             "l was not rescaled: both sums take the factor exp(m_i - M).": (share[:, None] * acc).sum(0) / total.sum() if len(m) > 1 else np.empty(0),
             "acc was not rescaled: both sums take the factor exp(m_i - M).": acc.sum(0) / (share * total).sum() if len(m) > 1 else np.empty(0),
             "Divide by the sum of the rescaled l.": (share[:, None] * acc).sum(0) if len(m) > 1 else acc[0],
+            "Neither sum was rescaled: acc and l of part i both take the factor exp(m_i - M).": acc.sum(0) / total.sum() if len(m) > 1 else np.empty(0),
+            "The parts are weighted by exp(m_i - M) alone: part i has the weight exp(m_i - M) l_i.":
+                (share[:, None] * acc / total[:, None]).sum(0) / share.sum() if len(m) == 2 else np.empty(0),
+            "The exponent is m_i - M, not M - m_i: the part with the largest score counts fully, the others less.":
+                (acc / share[:, None]).sum(0) / (total / share).sum() if len(m) == 2 else np.empty(0),
+            "0 / 0: an empty part has l = 0 and exp(-inf - M) = 0. Add up first, and divide once, at the end.":
+                lambda got: empty and big == 1 and np.isnan(got).any(),
             "exp overflows: subtract the largest m first.": lambda got: np.isnan(got).any(),
         }, rtol=1e-6)  # fmt: skip
 

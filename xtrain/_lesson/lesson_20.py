@@ -17,7 +17,7 @@ from .attempt import exercise
     },
 )  # fmt: skip
 def segment_best_kernel(e):
-    for V, ties in ((64, False), (150, False), (130, True), (5, True)):
+    for V, ties in ((64, False), (630, False), (130, True), (5, True)):
         x = e.normal(V, mean=-3.0)
         if ties:
             x[...] = np.round(np.asarray(x))
@@ -26,12 +26,16 @@ def segment_best_kernel(e):
         e.run(S, 32, ids, value, x, case=f"V = {V}" + (", many equal logits" if ties else ""))
         x = np.asarray(x)
         parts = [x[i : i + 64] for i in range(0, V, 64)]
+        half = [np.flatnonzero(np.arange(len(p)) % 32 < 16) for p in parts]  # lanes 0 to 15
         want = np.array([p.argmax() + 64 * i for i, p in enumerate(parts)], np.int32)
         e.same("value", value, np.array([p.max() for p in parts]), {
             "All logits are negative here, and a 0 has won: begin with minus infinity.": lambda got: (got >= 0).any(),
+            "Only half of the lanes came together: five shuffles, of 16, 8, 4, 2 and 1.": np.array([p[i].max() for p, i in zip(parts, half)]),
             "Each lane looked at one element only: a segment has 64, so a lane has two.": np.array([p[:32].max() for p in parts]),
         })  # fmt: skip
         e.same("ids", ids, want, {
+            "The id stayed behind: shuffle it as well, and take it over together with its value.":
+                lambda got: not ties and all(i % 32 == 0 for i in got),
             "Of equal logits the LOWER id wins, in the lane's own loop and in every comparison.":
                 lambda got: all(0 <= i < V and x[i] == x[j] for i, j in zip(got, want)),
             "The id is that within the segment: add where the segment begins.": np.array([p.argmax() for p in parts], np.int32) if S > 1 else np.empty(0),
@@ -44,19 +48,27 @@ def segment_best_kernel(e):
     kernel=False,
 )  # fmt: skip
 def top_k(e):
-    for V, k, segment, ties in (
-        (10, 3, 4, False),
-        (23, 5, 5, False),
-        (12, 4, 5, True),
-        (6, 2, 8, False),
+    for V, k, segment, ties, grows in (
+        (10, 3, 4, False, 0),
+        (23, 5, 5, False, 0),
+        (12, 4, 4, False, -1),
+        (14, 4, 5, False, 1),
+        (12, 4, 5, True, 0),
+        (6, 2, 8, False, 0),
     ):
         x = np.asarray(e.normal(V))
-        x = np.round(x) if ties else x
+        x = np.round(x) if ties else np.sort(grows * x) * grows if grows else x
+        trend = {0: "", 1: ", from small to large", -1: ", from large to small"}[grows]
         got = e.call(
             x,
             k,
             segment,
-            case=f"{V} logits, k = {k}, segments of {segment}" + (", many equal" if ties else ""),
+            case=f"{V} logits, k = {k}, segments of {segment}"
+            + (", many equal" if ties else trend),
+        )
+        starts = range(0, V, segment)
+        kept = np.concatenate(
+            [a + np.argsort(-x[a : a + segment], kind="stable")[:k] for a in starts]
         )
         want = np.argsort(-x, kind="stable")[:k]
         e.need(got is not None, "It returns None: return the ids of the best k, the best first.")
@@ -65,6 +77,11 @@ def top_k(e):
         e.same("the ids", got, want, {
             "Those are the smallest logits: sort by -x.": np.argsort(x, kind="stable")[:k],
             "Ids within the segment were returned: add where it begins.": lambda got: set(got) <= set(range(segment)) and not set(want) <= set(range(segment)),
+            "Those are logits; return their ids.": x[want],
+            "Those are places in the list of candidates: return the ids that stand there.": 
+                lambda got: any(np.array_equal(got, np.argsort(-x[c], kind="stable")[:k]) for c in (kept, np.sort(kept))),
+            "The last segment is missing: it may be shorter than the others.":
+                lambda got: V % segment and set(want) & set(range(V // segment * segment, V)) and max(got) < V // segment * segment,
             "The right ids, but not the best first.": lambda got: set(got) == set(want) and not ties,
             "Of equal logits the lower id comes first: use kind='stable'.": lambda got: ties and np.array_equal(x[got], x[want]),
             "One of the best k is missing: a single segment may hold all of them, so each must hand on k.":
@@ -74,6 +91,10 @@ def top_k(e):
 
 @exercise(
     "20.3", "choose",
+    hints={
+        "IndexError": "The draw ran past the end, or nothing is left. u is a share of what has STAYED; k = 0 keeps all; temperature 0 is "
+        "answered before anything is divided by it.",
+    },
     first_step="weights exp((x - largest) / temperature), the largest first. Cut after k, cut after p, and then draw by the running sum.",
     kernel=False,
 )  # fmt: skip
@@ -92,10 +113,14 @@ def choose(e):
     )  # fmt: skip
     for temperature, k, p, u, want, why in cases:
         case = f"probabilities 0.1 0.4 0.05 0.3 0.15, temperature {temperature:g}, k = {k}, p = {p:g}, u = {u:g}"
-        with np.errstate(all="ignore"):
-            got = e.call(x.copy(), temperature, k, p, u, case=case)
+        got = e.call(x.copy(), temperature, k, p, u, case=case)
         e.need(got is not None and np.ndim(got) == 0, "Return one id.")
         e.need(int(got) == want, f"It chose {int(got)}; expected {want}.\n{why}")
+    got = e.call(x + 800, 1.0, 0, 1.0, 0.45, case="the same, all logits larger by 800, u = 0.45")
+    e.need(
+        int(got) == 3,
+        f"It chose {int(got)}; expected 3.\nexp overflows: subtract the largest logit first.",
+    )
 
 
 @exercise(
@@ -113,7 +138,12 @@ def philox(e):
         want = philox_ref(counter, key)
         e.need(isinstance(got, tuple) and len(got) == 4, "Return four words.")
         e.need(
-            all(isinstance(w, int) and 0 <= w < 2**32 for w in got),
+            all(isinstance(w, int) for w in got),
+            f"A word is {next((type(w).__name__ for w in got if not isinstance(w, int)), '')}: compute with Python's integers. NumPy's of 32 bits "
+            "lose the upper half of a product.",
+        )
+        e.need(
+            all(0 <= w < 2**32 for w in got),
             "A word lies outside 0 .. 2^32 - 1: cut products and keys with & 0xFFFFFFFF.",
         )
         if got == want:
@@ -121,6 +151,14 @@ def philox(e):
         e.need(
             got != (want[2], want[3], want[0], want[1]),
             "The two halves are exchanged: b makes the first two words, a the last two.",
+        )
+        e.need(
+            got != _variant(counter, key, 10, M=(0xCD9E8D57, 0xD2511F53)),
+            "The multipliers are exchanged: a = M0 c0, b = M1 c2.",
+        )
+        e.need(
+            got != _variant(counter, key, 10, crossed=True),
+            "a and b are exchanged: the first two words are made of b, the last two of a.",
         )
         e.need(got != _variant(counter, key, 9), "That is nine rounds; there are ten.")
         e.need(
@@ -135,12 +173,15 @@ def philox(e):
         raise e.wrong(f"It gives {tuple(hex(w) for w in got)}; expected {first}.")
 
 
-def _variant(counter, key, rounds, early=False, fixed=False):
+def _variant(
+    counter, key, rounds, early=False, fixed=False, M=(0xD2511F53, 0xCD9E8D57), crossed=False
+):
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(rounds):
         if early:
             k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        a, b = M[0] * c0, M[1] * c2
+        a, b = (b, a) if crossed else (a, b)
         c0, c1 = (b >> 32) ^ c1 ^ k0, b & 0xFFFFFFFF
         c2, c3 = (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
         if not early and not fixed:
