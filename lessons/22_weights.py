@@ -97,7 +97,10 @@ for name in list(header)[:4]:
 
 # %% tags=["exercise"]
 def read_safetensors(data):
-    """-> {name: array} from the bytes of a file. Types: F32, F16, I64. `data_offsets` count from the end of the header."""
+    """-> {name: array} from the bytes of a file. Types: F32, F16, I64.
+
+    `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is no tensor.
+    """
     KINDS = {"F32": np.float32, "F16": np.float16, "I64": np.int64}
     # YOUR CODE
 
@@ -117,7 +120,10 @@ lesson.check("22.1", read_safetensors)
 # %% tags=["solution"]
 # Solution 22.1
 def read_safetensors(data):
-    """-> {name: array} from the bytes of a file. Types: F32, F16, I64. `data_offsets` count from the end of the header."""
+    """-> {name: array} from the bytes of a file. Types: F32, F16, I64.
+
+    `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is no tensor.
+    """
     KINDS = {"F32": np.float32, "F16": np.float16, "I64": np.int64}
     n = struct.unpack("<Q", data[:8])[0]
     first = 8 + n
@@ -157,7 +163,9 @@ print(f"{len(tensors)} tensors, equal to the model's parameters: {same}")
 
 # %% tags=["exercise"]
 def pairs_to_halves(w_OC, H):
-    """Rows of a query or key weight (H D, C): from Meta's order to Hugging Face's, within each of H heads."""
+    """-> (H D, C): the rows of a query or key weight w (H D, C), within each of H heads from Meta's
+    order to Hugging Face's.
+    """
     C = w_OC.shape[1]
     # YOUR CODE
 
@@ -177,7 +185,9 @@ lesson.check("22.2", pairs_to_halves)
 # %% tags=["solution"]
 # Solution 22.2
 def pairs_to_halves(w_OC, H):
-    """Rows of a query or key weight (H D, C): from Meta's order to Hugging Face's, within each of H heads."""
+    """-> (H D, C): the rows of a query or key weight w (H D, C), within each of H heads from Meta's
+    order to Hugging Face's.
+    """
     C = w_OC.shape[1]
     return w_OC.reshape(H, -1, 2, C).transpose(0, 2, 1, 3).reshape(-1, C)
 
@@ -234,9 +244,10 @@ print(
 
 # %% tags=["exercise"]
 def first_parting(ours, theirs, tolerance):
-    """-> name of the first stage whose largest difference, relative to theirs' largest value, exceeds tolerance; or None.
+    """-> name of the first stage that differs by more than tolerance, or None.
 
-    ours, theirs: {stage: array}, in the order of the forward pass. A NaN counts as a difference.
+    How much a stage differs: its largest |ours - theirs| over its largest |theirs|. ours, theirs:
+    {stage: array}, in the order of the forward pass. A NaN counts as a difference.
     """
     # YOUR CODE
 
@@ -256,9 +267,10 @@ lesson.check("22.3", first_parting)
 # %% tags=["solution"]
 # Solution 22.3
 def first_parting(ours, theirs, tolerance):
-    """-> name of the first stage whose largest difference, relative to theirs' largest value, exceeds tolerance; or None.
+    """-> name of the first stage that differs by more than tolerance, or None.
 
-    ours, theirs: {stage: array}, in the order of the forward pass. A NaN counts as a difference.
+    How much a stage differs: its largest |ours - theirs| over its largest |theirs|. ours, theirs:
+    {stage: array}, in the order of the forward pass. A NaN counts as a difference.
     """
     for name in theirs:
         difference = np.abs(ours[name] - theirs[name]).max() / np.abs(theirs[name]).max()

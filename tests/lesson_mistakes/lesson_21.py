@@ -25,4 +25,5 @@ MISTAKES = [
         "21.4", "    decoder = codecs", "    try:\n        return data.decode(), b''\n    except UnicodeDecodeError as error:\n"
         "        return data[: error.start].decode(), data[error.start :]\n    decoder = codecs", "for ever",
     ),
+    ('21.3', '    n = 0\n', '    if held != prompt[: len(held)]:\n        return 0\n    n = 0\n', 'What agrees in part'),
 ]  # fmt: skip

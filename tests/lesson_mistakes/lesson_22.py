@@ -2,13 +2,16 @@
 
 MISTAKES = [
     ("22.1", "first = 8 + n", "first = n", "from byte 8 + n"),
-    ("22.1", '        if name == "__metadata__":\n            continue\n', "", "KeyError"),
+    ("22.1", '        if name == "__metadata__":\n            continue\n', "", "is no tensor"),
     ("22.1", ".reshape(about[\"shape\"])", "", "the header says"),
-    ("22.1", "KINDS[about[\"dtype\"]]", "np.float32", "ValueError"),
+    ("22.1", "KINDS[about[\"dtype\"]]", "np.float32", "own type is KINDS"),
     ("22.2", "(0, 2, 1, 3)", "(0, 1, 2, 3)", "That is w itself"),
     ("22.2", "reshape(H, -1, 2, C)", "reshape(H, 2, -1, C)", "the other direction"),
     ("22.2", "w_OC.reshape(H, -1, 2, C)", "w_OC.reshape(1, -1, 2, C)", "The heads were mixed"),
     ("22.3", " / np.abs(theirs[name]).max()", "", "relative to the largest value"),
     ("22.3", "if not difference <= tolerance:", "if difference > tolerance:", "A NaN is larger than every tolerance"),
     ("22.3", "            return name\n", "            found = name\n    return locals().get('found')\n", "The FIRST stage"),
+    ('22.2', 'w_OC.reshape(H, -1, 2, C)', 'w_OC.reshape(-1, 2, H, C).transpose(2, 0, 1, 3)', 'expected'),
+    ('22.3', 'np.abs(theirs[name]).max()', 'theirs[name].max()', 'that of the largest size'),
+    ('22.3', 'np.abs(theirs[name]).max()', 'np.abs(theirs[name])[1, 2]', 'not to each value'),
 ]  # fmt: skip

@@ -58,7 +58,17 @@ def schedule(e):
         early = np.array(lengths) - 1
         e.need(
             all(0 <= r < rows for r in chosen),
-            f"There are {rows} rows, 0 to {rows - 1}; the plan uses row {next((r for r in chosen if not 0 <= r < rows), 0)}.",
+            f"There are {rows} rows, 0 to {rows - 1}; the plan uses row {next((r for r in chosen if not 0 <= r < rows), 0)}. "
+            "A pair is (first step, row).",
+        )
+        e.need(
+            not np.array_equal(starts, want + lengths),
+            "Those are the steps in which the rows become free again: the pair holds the step in which the request BEGINS.",
+        )
+        e.need(
+            lengths == sorted(lengths)
+            or not np.array_equal(starts, starts_of(sorted(lengths), rows)),
+            "The requests were taken in another order: first come, first served, in the order of `lengths`.",
         )
         for i in range(len(lengths)):
             for j in range(i):
@@ -85,7 +95,8 @@ def schedule(e):
     first_step="which lane is this thread's, and is anybody in it? Then both counters of that lane grow by one.",
     hints={
         "OutOfBoundsError": "There are rows_B.size lanes; threads past the last do nothing.",
-        "RaceError": "Thread b owns lane b: b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x.",
+        "RaceError": "Thread b owns lane b: b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x. (A row says where in the cache a lane's "
+        "keys are; it is no index of lengths or step.)",
     },
 )  # fmt: skip
 def advance_kernel(e):
@@ -111,6 +122,7 @@ def advance_kernel(e):
 @exercise(
     "21.3", "reusable",
     first_step="walk along both lists as long as their tokens are equal. And what if the whole prompt is there already?",
+    hints={"IndexError": "One of the two lists may end before they differ: stop there."},
     kernel=False,
 )  # fmt: skip
 def reusable(e):
@@ -132,6 +144,7 @@ def reusable(e):
             "computed: at most len(prompt) - 1.": float(len(prompt)),
             "Equal tokens behind a difference are counted too. A key depends on all tokens before it: stop at the first difference.":
                 float(places) if places != want else np.empty(0),
+            "What agrees in part is of use, too: the tokens up to the first difference can stay.": 0.0 if want else np.empty(0),
             "All that is held was counted: compare it with the prompt.": float(len(held)),
             "One too few: only when the whole prompt is held must its last token be computed again.": float(want - 1),
         }, rtol=0, atol=0)  # fmt: skip
@@ -140,6 +153,7 @@ def reusable(e):
 @exercise(
     "21.4", "whole_characters",
     first_step="Python has a decoder that is fed piece by piece, codecs.getincrementaldecoder('utf-8'): what does it do with half a character?",
+    hints={"UnicodeDecodeError": "A model may write bytes that are no text: the decoder takes errors='replace'."},
     kernel=False,
 )  # fmt: skip
 def whole_characters(e):
@@ -173,6 +187,8 @@ def whole_characters(e):
             why = "Half a character was given out as U+FFFD, though its other half may still come: hold those bytes back."
         elif "\ufffd" in text and "\ufffd" not in got[0] and not got[1]:
             why = "Bytes that can never become a character were dropped without a trace: put U+FFFD in their place (errors 'replace')."
+        elif got[1] and not rest and "\ufffd" not in text:
+            why = "Whole characters are held back: only the beginning of an unfinished one is."
         elif got[1] and not rest:
             why = "Bytes are held back that can never become part of a character: the text would stop here for ever."
         elif rest and not got[1]:

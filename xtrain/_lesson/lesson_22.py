@@ -30,6 +30,14 @@ def safetensors(tensors):
 @exercise(
     "22.1", "read_safetensors",
     first_step="the first 8 bytes are a little-endian number n; the next n bytes are JSON; everything after that is data.",
+    hints={
+        "KeyError": "The entry __metadata__ of the header is no tensor: leave it out.",
+        "JSONDecodeError": "The header is the n bytes after the first 8: data[8 : 8 + n].",
+        "UnicodeDecodeError": "That is not the header. n is a little-endian number ('<Q'), and the header is data[8 : 8 + n].",
+        "ValueError": "The number of bytes does not fit shape and type: each tensor's own type is KINDS[...] of its 'dtype', and its bytes go "
+        "from 8 + n + begin to 8 + n + end.",
+        "TypeError": "struct.unpack returns a tuple, also of one number: take its [0].",
+    },
     kernel=False,
 )  # fmt: skip
 def read_safetensors(e):
@@ -79,16 +87,26 @@ def read_safetensors(e):
     kernel=False,
 )  # fmt: skip
 def pairs_to_halves(e):
-    for H, D, C in ((1, 4, 2), (2, 6, 3), (3, 8, 1)):
+    for H, D, C in ((1, 6, 3), (2, 6, 4), (3, 8, 1)):
         w = np.asarray(e.normal(H * D, C))
         got = e.call(w.copy(), H, case=f"w ({H * D}, {C}), {H} heads of {D}")
         by = lambda order: np.concatenate([w[h * D : (h + 1) * D][order] for h in range(H)])
         order = np.concatenate([np.arange(0, D, 2), np.arange(1, D, 2)])
         inverse = np.argsort(order)
         whole = np.concatenate([np.arange(0, H * D, 2), np.arange(1, H * D, 2)])
+        written = w.reshape(
+            H, D, C
+        ).copy()  # in place: the lower halves are overwritten before the upper ones are read
+        written[:, : D // 2] = written[:, 0::2].copy()
+        written[:, D // 2 :] = written[:, 1::2].copy()
         e.same("w", got, by(order), {
             "That is w itself.": w,
             "That is the other direction, halves to pairs.": by(inverse) if not np.array_equal(inverse, order) else np.empty(0),
+            "The columns were exchanged: the numbers of a head are ROWS of w.": np.concatenate([w[:, 0::2], w[:, 1::2]], 1) if C > 1 else np.empty(0),
+            "Rows were overwritten while they were still to be read: a slice is a view. Work on a copy, or build a new array.":
+                written.reshape(H * D, C),
+            "The heads come first: rows are (H, D / 2, 2), in this order.":
+                w.reshape(D // 2, 2, H, C).swapaxes(0, 1).reshape(H * D, C) if H > 1 else np.empty(0),
             "The heads were mixed: the order changes within each head of D rows.": w[whole] if H > 1 else np.empty(0),
         })  # fmt: skip
 
@@ -100,18 +118,29 @@ def pairs_to_halves(e):
 )  # fmt: skip
 def first_parting(e):
     theirs = {
-        n: np.asarray(e.normal(3, 4, scale=s)).copy()
-        for n, s in (("embedding", 1e-2), ("layer 0", 1.0), ("layer 1", 1e3), ("logits", 1.0))
-    }
+        n: np.asarray(e.normal(3, 4, mean=m, scale=s)).copy()
+        for n, m, s in (
+            ("embedding", 0, 1e-2), ("layer 0", 0, 1.0), ("layer 1", 0, 1e3), ("final norm", 0.3, 1.0), ("logits", -10, 1.0),
+        )
+    }  # fmt: skip
+    theirs["final norm"][1, 2] = 1e-6
 
     def case(what, want, why, **changes):
         ours = {n: a.copy() for n, a in theirs.items()}
         for name, change in changes.items():
             ours[name.replace("_", " ")][1, 2] += change
         got = e.call(ours, theirs, 1e-4, case=what)
+        e.need(
+            got is None or isinstance(got, str),
+            f"It returns {got!r}: return the NAME of a stage, or None.",
+        )
         e.need(got == want, f"It says {got!r}; expected {want!r}.\n{why}")
 
-    case("two equal models", None, "Nothing differs by more than the tolerance: return None.")
+    case("two equal models, all of whose logits are negative", None,
+         "Nothing differs by more than the tolerance: return None. (The largest value is that of the largest size, np.abs(...).max().)")  # fmt: skip
+    case("a rounding error of 1e-6 at a value of 1e-6", None,
+         "The difference is to be taken relative to the largest value of the STAGE, not to each value: a value near 0 would part at every rounding.",
+         final_norm=1e-6)  # fmt: skip
     case(
         "a rounding error of 1e-6 in layer 0",
         None,
@@ -129,6 +158,12 @@ def first_parting(e):
         "embedding",
         "The difference is to be taken relative to the largest value of that stage.",
         embedding=1e-4,
+    )
+    case(
+        "a value in layer 0 that is too small by 0.1",
+        "layer 0",
+        "A difference may have either sign: np.abs.",
+        layer_0=-0.1,
     )
     case("layer 0 and everything after it differ", "layer 0", "The FIRST stage that parts is the one to look at; later ones have inherited it.",
          layer_0=0.1, layer_1=300.0, logits=1.0)  # fmt: skip
