@@ -280,7 +280,7 @@ def first_parting(ours, theirs, tolerance):
 
 
 # %% [markdown]
-# Four mistakes that people really make, planted in the weights or the configuration of our small
+# Five mistakes that people really make, planted in the weights or the configuration of our small
 # model. The tool names the stage, and the stage nearly names the mistake:
 
 # %%

@@ -159,6 +159,8 @@ def first_parting(e):
         "The difference is to be taken relative to the largest value of that stage.",
         embedding=1e-4,
     )
+    case("a difference of 0.1 in the logits, which are all negative", "logits",
+         "The largest value is that of the largest size, np.abs(...).max().", logits=0.1)  # fmt: skip
     case(
         "a value in layer 0 that is too small by 0.1",
         "layer 0",
