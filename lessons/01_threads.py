@@ -170,12 +170,10 @@ y_sim, a_sim, b_sim = simulator.sim(y), simulator.sim(a), simulator.sim(b)
 trace = lesson.traced(add_kernel, grid, block, y_sim, a_sim, b_sim)
 for access in trace.accesses[:6]:
     does = "writes" if access.write else "reads "
-    print(f"block {access.block[0]} thread {access.thread} {does} {access.array}[{access.index}]")
-print(
-    "...",
-    len(trace.accesses),
-    "accesses in all: 10 threads, three each. Threads 10 and 11 touched nothing.",
-)
+    element = f"{access.array}[{access.index}]"
+    print(f"block {access.block[0]} thread {access.thread} {does} {element}")
+print("...", len(trace.accesses), "accesses in all: 10 threads, three each.")
+print("Threads 10 and 11 touched nothing.")
 
 # %%
 lesson.figures.ownership(
@@ -306,10 +304,8 @@ def add_bias_kernel(y_RC, x_RC, bias_C):
 
 # %%
 x_RC = simulator.sim(np.arange(1, 71, dtype=np.float32).reshape(5, 14))
-bias_C, y_RC = (
-    simulator.sim(np.arange(14, dtype=np.float32)),
-    simulator.sim(np.zeros((5, 14), np.float32)),
-)
+bias_C = simulator.sim(np.arange(14, dtype=np.float32))
+y_RC = simulator.sim(np.zeros((5, 14), np.float32))
 trace = lesson.traced(add_bias_kernel, (4, 3), (4, 2), y_RC, x_RC, bias_C)
 lesson.figures.ownership(
     lesson.owners(trace, "y_RC", (5, 14)),
@@ -342,7 +338,8 @@ def racy_reverse_kernel(y_n, x_n):
     y_n[t] = tile[7 - t]  # has thread 7 - t been here yet?
 
 
-x_8, y_8 = simulator.sim(np.arange(8, dtype=np.float32)), simulator.sim(np.zeros(8, np.float32))
+x_8 = simulator.sim(np.arange(8, dtype=np.float32))
+y_8 = simulator.sim(np.zeros(8, np.float32))
 lesson.report(simulator.run, racy_reverse_kernel, 1, 8, y_8, x_8)
 
 # %% [markdown]
@@ -363,7 +360,7 @@ def racy_rotate_kernel(y_n, x_n):
     t = cuda.threadIdx.x
     tile[t] = x_n[t]
     cuda.syncthreads()
-    tile[t] = tile[(t + 1) % 8]  # reads a neighbour's place while that neighbour overwrites it
+    tile[t] = tile[(t + 1) % 8]  # reads a place that its owner overwrites
     cuda.syncthreads()
     y_n[t] = tile[t]
 
@@ -403,7 +400,8 @@ def stuck_kernel(y_n, x_n):
         y_n[t] = tile[x_n.size - 1 - t]
 
 
-x_5, y_5 = simulator.sim(np.arange(5, dtype=np.float32)), simulator.sim(np.zeros(5, np.float32))
+x_5 = simulator.sim(np.arange(5, dtype=np.float32))
+y_5 = simulator.sim(np.zeros(5, np.float32))
 lesson.report(simulator.run, stuck_kernel, 1, 8, y_5, x_5)
 
 # %% [markdown]

@@ -89,7 +89,7 @@ def copy_naive_kernel(y_n, x_n):
 
 @cuda.jit
 def copy_chunk_kernel(y_n, x_n):
-    """Any grid. Each thread copies a stretch of its own: how one would share work among people."""
+    """Any grid. Each thread copies a stretch of its own, as people would share the work."""
     threads = cuda.gridDim.x * cuda.blockDim.x
     each = (x_n.size + threads - 1) // threads
     me = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
@@ -100,7 +100,7 @@ def copy_chunk_kernel(y_n, x_n):
 
 @cuda.jit
 def copy_odd_kernel(y_n, x_n):
-    """Grid ceil(n / block). Neighbours side by side, but one element late: no warp begins on a sector."""
+    """Grid ceil(n / block). Side by side, but one element late: no warp begins on a sector."""
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x + 1
     if i < y_n.size:
         y_n[i] = x_n[i]
@@ -129,8 +129,8 @@ lesson.figures.traffic(naive, "x_n", requests=4)
 lesson.figures.traffic(chunk, "x_n", requests=4)
 
 # %% [markdown]
-# In the second one all 32 sectors are touched in turn 0, for 4 bytes each, and all of them again in
-# turn 1, 2, ... A cache may catch the later turns, if it has room for all warps at once; asking
+# In the second one all 32 sectors are touched at time 0, for 4 bytes each, and all of them again at
+# time 1, 2, ... A cache may catch the later times, if it has room for all warps at once; asking
 # well does not depend on luck. **Among people one shares work in stretches; among threads of a warp
 # one deals it out like cards.**
 #
@@ -144,7 +144,7 @@ lesson.figures.traffic(chunk, "x_n", requests=4)
 # %% tags=["exercise"]
 @cuda.jit
 def copy_kernel(y_n, x_n):
-    """y = x.   Any grid, any block. Of T threads, thread k copies elements k, k + T, k + 2 T, ..."""
+    """y = x.   Any grid, any block. Of T threads, thread k copies k, k + T, k + 2 T, ..."""
     # YOUR CODE
 
 
@@ -164,7 +164,7 @@ lesson.check("2.1", copy_kernel)
 # Solution 2.1
 @cuda.jit
 def copy_kernel(y_n, x_n):
-    """y = x.   Any grid, any block. Of T threads, thread k copies elements k, k + T, k + 2 T, ..."""
+    """y = x.   Any grid, any block. Of T threads, thread k copies k, k + T, k + 2 T, ..."""
     first = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     step = cuda.gridDim.x * cuda.blockDim.x
     for i in range(first, y_n.size, step):
@@ -220,7 +220,10 @@ for width in (16, 17):
 # %% tags=["exercise"]
 @cuda.jit
 def transpose_kernel(y_CR, x_RC):
-    """y[c, r] = x[r, c], both sides coalesced.   Grid (ceil(C / 16), ceil(R / 16)), block (16, 16)."""
+    """y[c, r] = x[r, c], both sides coalesced.   x: (R, C)   y: (C, R)
+
+    Grid (ceil(C / 16), ceil(R / 16)), block (16, 16): a block of threads for a tile of x.
+    """
     tile = cuda.shared.array((16, 17), float32)
     tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
     # YOUR CODE
@@ -248,7 +251,10 @@ lesson.check("2.2", transpose_kernel)
 # Solution 2.2
 @cuda.jit
 def transpose_kernel(y_CR, x_RC):
-    """y[c, r] = x[r, c], both sides coalesced.   Grid (ceil(C / 16), ceil(R / 16)), block (16, 16)."""
+    """y[c, r] = x[r, c], both sides coalesced.   x: (R, C)   y: (C, R)
+
+    Grid (ceil(C / 16), ceil(R / 16)), block (16, 16): a block of threads for a tile of x.
+    """
     tile = cuda.shared.array((16, 17), float32)
     tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
     r = cuda.blockIdx.y * 16 + ty
@@ -438,11 +444,12 @@ lesson.figures.roofline(
 )
 
 # %% [markdown]
-# All of them sit on the slope, 30 to 200 times left of the ridge. For such a kernel the share of
-# peak arithmetic says nothing, and the share of the copy says all. That is why xtrain's benches
-# print a copy beside every one of these kernels, and why lesson 11 makes kernels faster by *moving
-# fewer bytes*. To the right of the ridge there is really only one inhabitant, the matrix product;
-# it is the subject of lesson 4.
+# (A share slightly above 100 % is no mistake: the yardstick is one copy, of another size.) All of
+# them sit on the slope, 30 to 200 times left of the ridge. For such a kernel the share of peak
+# arithmetic says nothing, and the share of the copy says all. That is why xtrain's benches print a
+# copy beside every one of these kernels, and why lesson 11 makes kernels faster by *moving fewer
+# bytes*. To the right of the ridge there is really only one inhabitant, the matrix product; it is
+# the subject of lesson 4.
 #
 # ## The library's kernel
 #

@@ -287,7 +287,11 @@ lesson.report(simulator.run, twice_kernel, 1, 64, simulator.sim(np.zeros(2, np.f
 # %% tags=["exercise"]
 @cuda.jit
 def rmsnorm_kernel(y_NC, rstd_N, x_NC, w_C, eps):
-    """y = x r w with r = 1 / sqrt(mean(x^2) + eps), rstd = r.   Grid N, block a multiple of 32."""
+    """y = x r w with r = 1 / sqrt(mean(x^2) + eps), rstd = r.
+
+    x, y: (N, C)   w: (C,)   rstd: (N,)   eps: float32
+    Grid N, block a multiple of 32.
+    """
     partial = cuda.shared.array(32, float32)
     n, tid = cuda.blockIdx.x, cuda.threadIdx.x
     C = x_NC.shape[1]
@@ -316,7 +320,11 @@ lesson.check("3.3", rmsnorm_kernel)
 # Solution 3.3
 @cuda.jit
 def rmsnorm_kernel(y_NC, rstd_N, x_NC, w_C, eps):
-    """y = x r w with r = 1 / sqrt(mean(x^2) + eps), rstd = r.   Grid N, block a multiple of 32."""
+    """y = x r w with r = 1 / sqrt(mean(x^2) + eps), rstd = r.
+
+    x, y: (N, C)   w: (C,)   rstd: (N,)   eps: float32
+    Grid N, block a multiple of 32.
+    """
     partial = cuda.shared.array(32, float32)
     n, tid = cuda.blockIdx.x, cuda.threadIdx.x
     C = x_NC.shape[1]
@@ -338,10 +346,8 @@ def rmsnorm_kernel(y_NC, rstd_N, x_NC, w_C, eps):
 # %%
 N, C = 3, 300
 rng = np.random.default_rng(1)
-x32, w32 = (
-    (rng.standard_normal((N, C)) + 0.3).astype(np.float32),
-    rng.standard_normal(C).astype(np.float32),
-)
+x32 = (rng.standard_normal((N, C)) + 0.3).astype(np.float32)
+w32 = rng.standard_normal(C).astype(np.float32)
 x_here, w_here = lesson.array(x32), lesson.array(w32)
 y_here, rstd_here = lesson.empty(x_here, (N, C)), lesson.empty(x_here, N)
 lesson.launch(rmsnorm_kernel, N, 64, y_here, rstd_here, x_here, w_here, np.float32(1e-6))
@@ -364,10 +370,8 @@ print(
 from xtrain.kernels import rmsnorm
 
 C = 512
-x_s, w_s = (
-    simulator.sim(rng.standard_normal((4, C)).astype(np.float32)),
-    simulator.sim(np.ones(C, np.float32)),
-)
+x_s = simulator.sim(rng.standard_normal((4, C)).astype(np.float32))
+w_s = simulator.sim(np.ones(C, np.float32))
 y_s, r_s = simulator.sim(np.zeros((4, C), np.float32)), simulator.sim(np.zeros(4, np.float32))
 yours = lesson.traced(rmsnorm_kernel, 4, 128, y_s, r_s, x_s, w_s, np.float32(1e-6))
 with lesson.tracing() as library:
@@ -381,11 +385,8 @@ print(f"in use      {library.traffic('x').requests:11}   {library.traffic('x').m
 # %%
 n_rows = 32768 if lesson.on_gpu() else 4
 x_b = lesson.array(rng.standard_normal((n_rows, 768)).astype(np.float32))
-w_b, y_b, r_b = (
-    lesson.array(np.ones(768, np.float32)),
-    lesson.empty(x_b, (n_rows, 768)),
-    lesson.empty(x_b, n_rows),
-)
+w_b = lesson.array(np.ones(768, np.float32))
+y_b, r_b = lesson.empty(x_b, (n_rows, 768)), lesson.empty(x_b, n_rows)
 runs = {
     "yours": lambda: lesson.launch(
         rmsnorm_kernel, n_rows, 256, y_b, r_b, x_b, w_b, np.float32(1e-6)

@@ -84,7 +84,8 @@ for n in (8, 128, 1024, 4096):
 def linear_kernel(y_NO, x_NI, w_OI):
     """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
 
-    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread: .x counts columns o, .y rows n.
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread:
+    .x counts columns o, .y rows n.
     """
     # YOUR CODE
 
@@ -107,7 +108,8 @@ lesson.check("4.1", linear_kernel)
 def linear_kernel(y_NO, x_NI, w_OI):
     """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
 
-    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread: .x counts columns o, .y rows n.
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread:
+    .x counts columns o, .y rows n.
     """
     o = cuda.blockIdx.x * 8 + cuda.threadIdx.x
     n = cuda.blockIdx.y * 8 + cuda.threadIdx.y
@@ -153,7 +155,9 @@ count("one per thread", naive)
 # The threads of a block compute 8 x 8 outputs. Together they need 8 rows of x and 8 rows of w, and
 # *each element of those 8 times*. So let the block fetch each element once, into shared memory, and
 # let all its threads use it there. Rows may be long, hence in stretches: 8 columns of x and of w at
-# a time. That is a **tile**. In the second of four turns, the block at (2, 1) of y needs:
+# a time. That is a **tile**. The figure shows the block in row 2 and column 1 of y's blocks
+# (counted from 0): grey is what it needs in all four turns, coloured what it loads in turn 1, green
+# what it computes:
 
 # %%
 lesson.figures.tiles(
@@ -180,7 +184,8 @@ lesson.figures.tiles(
 def tiled_linear_kernel(y_NO, x_NI, w_OI):
     """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
 
-    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). A block reads each element of x and w that it needs once.
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Of what it needs of x and w, a block reads
+    each element once.
     """
     x_tile = cuda.shared.array((8, 9), float32)
     w_tile = cuda.shared.array((8, 9), float32)
@@ -213,7 +218,8 @@ lesson.check("4.2", tiled_linear_kernel)
 def tiled_linear_kernel(y_NO, x_NI, w_OI):
     """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
 
-    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). A block reads each element of x and w that it needs once.
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Of what it needs of x and w, a block reads
+    each element once.
     """
     x_tile = cuda.shared.array((8, 9), float32)
     w_tile = cuda.shared.array((8, 9), float32)
@@ -257,7 +263,10 @@ count("tiled", tiled)
 # %% tags=["bench"]
 @cuda.jit
 def register_linear_kernel(y_NO, x_NI, w_OI):
-    """y = x w^T.   Grid (ceil(O / 32), ceil(N / 32)), block (8, 8). 4 x 4 outputs per thread, 8 apart in both directions."""
+    """y = x w^T.   Grid (ceil(O / 32), ceil(N / 32)), block (8, 8).
+
+    4 x 4 outputs per thread, 8 apart in both directions.
+    """
     x_tile = cuda.shared.array((32, 9), float32)
     w_tile = cuda.shared.array((32, 9), float32)
     acc = cuda.local.array((4, 4), float32)
@@ -363,9 +372,10 @@ print("read by columns:  ", np.lib.stride_tricks.as_strided(a, (3, 2), (4, 12)).
 
 # %% tags=["imports"]
 def gemm_by_columns(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc):
-    """What cuBLAS does: c (m, n) = op(a) (m, k) times op(b) (k, n), all of them read by columns.
+    """What cuBLAS does: c (m, n) = op(a) (m, k) times op(b) (k, n), all read by columns.
 
-    op(a) is a, or its transpose with trans_a. lda, ldb, ldc: elements from one column to the next.
+    op(a) is a, or its transpose with trans_a.
+    lda, ldb, ldc: elements from one column to the next.
     """
     columns = lambda x, rows, cols, lead: np.lib.stride_tricks.as_strided(
         x, (rows, cols), (4, 4 * lead)
@@ -384,7 +394,7 @@ def gemm_by_columns(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc):
 
 # %% tags=["exercise"]
 def linear_by_blas(gemm, y_NO, x_NI, w_OI):
-    """y = x w^T by one call of gemm, which reads all matrices by columns (see gemm_by_columns).
+    """y = x w^T by one call of gemm, which reads all matrices by columns: see gemm_by_columns.
 
     y: (N, O), to be filled   x: (N, I)   w: (O, I)   float32, row by row as NumPy has them
     """
@@ -415,7 +425,7 @@ lesson.check("4.3", linear_by_blas)
 # %% tags=["solution"]
 # Solution 4.3
 def linear_by_blas(gemm, y_NO, x_NI, w_OI):
-    """y = x w^T by one call of gemm, which reads all matrices by columns (see gemm_by_columns).
+    """y = x w^T by one call of gemm, which reads all matrices by columns: see gemm_by_columns.
 
     y: (N, O), to be filled   x: (N, I)   w: (O, I)   float32, row by row as NumPy has them
     """

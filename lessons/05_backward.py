@@ -90,7 +90,7 @@ print(
 
 # %% tags=["exercise"]
 def linear_bwd(dy_NO, x_NI, w_OI):
-    """-> dx (N, I), dw (O, I), for y = x w^T."""
+    """-> dx (N, I), dw (O, I), for y = x w^T.   dy: (N, O)   x: (N, I)   w: (O, I)"""
     # YOUR CODE
 
 
@@ -109,7 +109,7 @@ lesson.check("5.1", linear_bwd)
 # %% tags=["solution"]
 # Solution 5.1
 def linear_bwd(dy_NO, x_NI, w_OI):
-    """-> dx (N, I), dw (O, I), for y = x w^T."""
+    """-> dx (N, I), dw (O, I), for y = x w^T.   dy: (N, O)   x: (N, I)   w: (O, I)"""
     return dy_NO @ w_OI, dy_NO.T @ x_NI
 
 
@@ -159,7 +159,10 @@ print("dx . x is 0:", abs((r * (g - xhat * mean)) @ row) < 1e-12)
 
 # %% tags=["exercise"]
 def rmsnorm_bwd(dy_NC, x_NC, w_C, rstd_N):
-    """-> dx (N, C), dw (C,), for y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps)."""
+    """-> dx (N, C), dw (C,), for y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
+
+    dy, x: (N, C)   w: (C,)   rstd: (N,)
+    """
     # YOUR CODE
 
 
@@ -178,7 +181,10 @@ lesson.check("5.2", rmsnorm_bwd)
 # %% tags=["solution"]
 # Solution 5.2
 def rmsnorm_bwd(dy_NC, x_NC, w_C, rstd_N):
-    """-> dx (N, C), dw (C,), for y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps)."""
+    """-> dx (N, C), dw (C,), for y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
+
+    dy, x: (N, C)   w: (C,)   rstd: (N,)
+    """
     xhat_NC = x_NC * rstd_N[:, None]
     g_NC = dy_NC * w_C
     mean_N = (g_NC * xhat_NC).mean(1)
@@ -260,7 +266,10 @@ lesson.figures.curves(
 
 # %% tags=["exercise"]
 def gradient_error(f, x, gradient, v, step):
-    """Relative error of `gradient` along v.   f: array -> float   x, gradient, v: float64 arrays of one shape."""
+    """Relative error of `gradient` along v, a number.
+
+    f: array -> float   x, gradient, v: float64 arrays of one shape   step: float
+    """
     # YOUR CODE
 
 
@@ -279,7 +288,10 @@ lesson.check("5.3", gradient_error)
 # %% tags=["solution"]
 # Solution 5.3
 def gradient_error(f, x, gradient, v, step):
-    """Relative error of `gradient` along v.   f: array -> float   x, gradient, v: float64 arrays of one shape."""
+    """Relative error of `gradient` along v, a number.
+
+    f: array -> float   x, gradient, v: float64 arrays of one shape   step: float
+    """
     numeric = (f(x + step * v) - f(x - step * v)) / (2 * step)
     analytic = (gradient * v).sum()
     return abs(numeric - analytic) / max(abs(numeric), abs(analytic))
@@ -381,7 +393,10 @@ print("the wrong axis:", find(wrong_axis))
 # %% tags=["exercise"]
 @cuda.jit
 def rmsnorm_bwd_dx_kernel(dx_NC, dy_NC, x_NC, w_C, rstd_N):
-    """dx = r (g - xhat mean(g xhat)) with g = dy w, xhat = x r.   Grid N, block a multiple of 32."""
+    """dx = r (g - xhat mean(g xhat)) with g = dy w, xhat = x r, r = rstd.   dx, dy, x: (N, C)
+
+    w: (C,)   rstd: (N,)   Grid N, block a multiple of 32.
+    """
     partial = cuda.shared.array(32, float32)
     n, tid = cuda.blockIdx.x, cuda.threadIdx.x
     C = x_NC.shape[1]
@@ -404,7 +419,10 @@ lesson.check("5.4", rmsnorm_bwd_dx_kernel)
 # Solution 5.4
 @cuda.jit
 def rmsnorm_bwd_dx_kernel(dx_NC, dy_NC, x_NC, w_C, rstd_N):
-    """dx = r (g - xhat mean(g xhat)) with g = dy w, xhat = x r.   Grid N, block a multiple of 32."""
+    """dx = r (g - xhat mean(g xhat)) with g = dy w, xhat = x r, r = rstd.   dx, dy, x: (N, C)
+
+    w: (C,)   rstd: (N,)   Grid N, block a multiple of 32.
+    """
     partial = cuda.shared.array(32, float32)
     n, tid = cuda.blockIdx.x, cuda.threadIdx.x
     C = x_NC.shape[1]

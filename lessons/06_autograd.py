@@ -81,7 +81,7 @@ clock = itertools.count()
 
 
 class Tensor:
-    """An array, its gradient, and its parents: [(tensor, function from dy to that tensor's gradient), ...]."""
+    """An array, its gradient, and its parents, pairs (tensor, function from dy to its gradient)."""
 
     def __init__(self, data, parents=()):
         self.data, self.parents, self.grad = np.asarray(data, np.float64), list(parents), None

@@ -273,8 +273,9 @@ print(
 
 # %% tags=["exercise"]
 def cross_entropy(logits_NV, targets_N):
-    """-> mean loss (a number), its gradient (N, V).   logits: (N, V) floats   targets: (N,) integers
+    """-> mean loss (a number), its gradient (N, V).
 
+    logits: (N, V) floats   targets: (N,) integers
     Rows with target -100 are left out of the mean; their gradient is 0.
     """
     # YOUR CODE
@@ -295,8 +296,9 @@ lesson.check("7.3", cross_entropy)
 # %% tags=["solution"]
 # Solution 7.3
 def cross_entropy(logits_NV, targets_N):
-    """-> mean loss (a number), its gradient (N, V).   logits: (N, V) floats   targets: (N,) integers
+    """-> mean loss (a number), its gradient (N, V).
 
+    logits: (N, V) floats   targets: (N,) integers
     Rows with target -100 are left out of the mean; their gradient is 0.
     """
     counted = targets_N != -100

@@ -98,9 +98,9 @@ lesson.source(adamw.adamw_ref)
 # %% tags=["exercise"]
 @cuda.jit
 def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, weight_decay):
-    """One AdamW step, in place on w, m and v.   w, m, v, g: (n,) float32   n_decay: int; the others float32
+    """One AdamW step, in place on w, m and v.   w, m, v, g: (n,)   n_decay: int
 
-    Grid ceil(n / block), any block. Only elements i < n_decay decay.
+    All others are float32 numbers. Grid ceil(n / block), any block. Only elements i < n_decay decay.
     """
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     # YOUR CODE
@@ -124,9 +124,9 @@ lesson.check("8.1", adamw_kernel)
 # Solution 8.1
 @cuda.jit
 def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, weight_decay):
-    """One AdamW step, in place on w, m and v.   w, m, v, g: (n,) float32   n_decay: int; the others float32
+    """One AdamW step, in place on w, m and v.   w, m, v, g: (n,)   n_decay: int
 
-    Grid ceil(n / block), any block. Only elements i < n_decay decay.
+    All others are float32 numbers. Grid ceil(n / block), any block. Only elements i < n_decay decay.
     """
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     if i < w_n.size:
@@ -154,8 +154,11 @@ def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, 
 
 # %% tags=["exercise"]
 def learning_rate(step, steps, peak, warmup, min_ratio):
-    """Rate at `step` (0 ... steps - 1): a line that reaches peak at step warmup - 1, then half a cosine
-    from peak (at step warmup) down to min_ratio * peak (at the last step)."""
+    """Rate at `step` (0 ... steps - 1), a number.
+
+    First a line that reaches peak at step warmup - 1, then half a cosine from peak (at step
+    warmup) down to min_ratio * peak (at the last step).
+    """
     # YOUR CODE
 
 
@@ -174,8 +177,11 @@ lesson.check("8.2", learning_rate)
 # %% tags=["solution"]
 # Solution 8.2
 def learning_rate(step, steps, peak, warmup, min_ratio):
-    """Rate at `step` (0 ... steps - 1): a line that reaches peak at step warmup - 1, then half a cosine
-    from peak (at step warmup) down to min_ratio * peak (at the last step)."""
+    """Rate at `step` (0 ... steps - 1), a number.
+
+    First a line that reaches peak at step warmup - 1, then half a cosine from peak (at step
+    warmup) down to min_ratio * peak (at the last step).
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - 1 - warmup)
@@ -207,7 +213,10 @@ lesson.figures.curves(
 
 # %% tags=["exercise"]
 def clip_factor(gradients, limit):
-    """-> the factor (at most 1) that brings the norm of all gradients together down to limit.   gradients: list of arrays"""
+    """-> the factor (at most 1) that brings the norm of all gradients together down to limit.
+
+    gradients: list of arrays of any shapes   limit: float
+    """
     # YOUR CODE
 
 
@@ -225,7 +234,10 @@ lesson.check("8.3", clip_factor)
 # %% tags=["solution"]
 # Solution 8.3
 def clip_factor(gradients, limit):
-    """-> the factor (at most 1) that brings the norm of all gradients together down to limit.   gradients: list of arrays"""
+    """-> the factor (at most 1) that brings the norm of all gradients together down to limit.
+
+    gradients: list of arrays of any shapes   limit: float
+    """
     norm = math.sqrt(sum(float((g * g).sum()) for g in gradients))
     return min(1.0, limit / norm)
 
@@ -428,7 +440,8 @@ for name, options in (
     print(f"{name:34} {same:2} of 30 losses are the same to the last bit")
 
 # %% [markdown]
-# Three of these mistakes go unnoticed in practice, because the loss still falls. xtrain's
+# (The one equal loss is the first after the stop: it comes from the weights alone, before any
+# step.) Three of these mistakes go unnoticed in practice, because the loss still falls. xtrain's
 # checkpoints hold all of it, and a test compares bits. (The step's number is needed once more, for
 # the schedule; here it is handed over by hand.)
 #

@@ -121,8 +121,9 @@ print("wrong: over all rows    ", *prefix_mean_ref(x_NC, B * T)[:, 0])
 # %% tags=["exercise"]
 @cuda.jit
 def prefix_mean_kernel(y_NC, x_NC, T):
-    """y[n] = the mean of x[m] over the rows m <= n of n's own sequence, T rows each.   x, y: (N, C)
+    """y[n] = the mean of x[m] over the rows m <= n of n's own sequence.   x, y: (N, C)
 
+    Sequences have T rows each, N = B T.
     Grid N, any block: thread tid owns the columns tid, tid + blockDim.x, ...
     """
     n, tid = cuda.blockIdx.x, cuda.threadIdx.x
@@ -150,8 +151,9 @@ lesson.check("9.1", prefix_mean_kernel)
 # Solution 9.1
 @cuda.jit
 def prefix_mean_kernel(y_NC, x_NC, T):
-    """y[n] = the mean of x[m] over the rows m <= n of n's own sequence, T rows each.   x, y: (N, C)
+    """y[n] = the mean of x[m] over the rows m <= n of n's own sequence.   x, y: (N, C)
 
+    Sequences have T rows each, N = B T.
     Grid N, any block: thread tid owns the columns tid, tid + blockDim.x, ...
     """
     n, tid = cuda.blockIdx.x, cuda.threadIdx.x
@@ -198,8 +200,9 @@ print("does the second sequence see the first?", leaks)
 # %% tags=["exercise"]
 @cuda.jit
 def scores_kernel(s_BHTT, q_BTHD, k_BTHD, scale):
-    """s[b, h, i, j] = scale * sum over d of q[b, i, h, d] k[b, j, h, d].   q, k: (B, T, H, D)   s: (B, H, T, T)
+    """s[b, h, i, j] = scale * sum over d of q[b, i, h, d] k[b, j, h, d].
 
+    q, k: (B, T, H, D)   s: (B, H, T, T)
     Grid (ceil(T / 8), ceil(T / 8), B H), block (8, 8).
     """
     B, T, H, D = q_BTHD.shape
@@ -228,8 +231,9 @@ lesson.check("9.2", scores_kernel)
 # Solution 9.2
 @cuda.jit
 def scores_kernel(s_BHTT, q_BTHD, k_BTHD, scale):
-    """s[b, h, i, j] = scale * sum over d of q[b, i, h, d] k[b, j, h, d].   q, k: (B, T, H, D)   s: (B, H, T, T)
+    """s[b, h, i, j] = scale * sum over d of q[b, i, h, d] k[b, j, h, d].
 
+    q, k: (B, T, H, D)   s: (B, H, T, T)
     Grid (ceil(T / 8), ceil(T / 8), B H), block (8, 8).
     """
     B, T, H, D = q_BTHD.shape

@@ -288,7 +288,9 @@ else:
 # %% [markdown]
 # In a training step there is more between two launches than the launch: autograd's records, the
 # launchers' checks, memory. From the records of lesson 9: a bf16 step of `dim384`, launched by
-# Python, and the number of its launches, counted in the simulator as there.
+# Python, and the number of its launches, counted in the simulator as there. (They are fewer than
+# those of the float32 step, since attention has kernels of its own in bf16, three a layer: lesson
+# 13.)
 
 # %%
 import xtrain

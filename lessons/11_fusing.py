@@ -176,8 +176,9 @@ for name, place in PLACES.items():
 # %% tags=["exercise"]
 @cuda.jit
 def residual_rmsnorm_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
-    """h = x + r,   y = h rstd w,   rstd = 1 / sqrt(mean(h^2) + eps).   h, y, x, r: (N, C)   w: (C,)
+    """h = x + r,   y = h rstd w,   rstd = 1 / sqrt(mean(h^2) + eps).
 
+    h, y, x, r: (N, C)   w: (C,)   rstd: (N,)
     Grid N, block C, a multiple of 32 and at most 1024: thread c owns column c.
     """
     partial = cuda.shared.array(32, float32)
@@ -206,8 +207,9 @@ lesson.check("11.2", residual_rmsnorm_kernel)
 # Solution 11.2
 @cuda.jit
 def residual_rmsnorm_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
-    """h = x + r,   y = h rstd w,   rstd = 1 / sqrt(mean(h^2) + eps).   h, y, x, r: (N, C)   w: (C,)
+    """h = x + r,   y = h rstd w,   rstd = 1 / sqrt(mean(h^2) + eps).
 
+    h, y, x, r: (N, C)   w: (C,)   rstd: (N,)
     Grid N, block C, a multiple of 32 and at most 1024: thread c owns column c.
     """
     partial = cuda.shared.array(32, float32)

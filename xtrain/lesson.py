@@ -1,6 +1,6 @@
 """Lessons: start an exercise, check it, look into a kernel.
 
-    python -m xtrain.lesson list           the exercises, and what of them is done
+    python -m xtrain.lesson list           the exercises, and the file with yours
     python -m xtrain.lesson start 1        copy lesson 1's exercises to my_lessons/, where you write
     python -m xtrain.lesson check 1        run them in the simulator, and hear what is wrong
 
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the exercises, and what of them is done")
+    commands.add_parser("list", help="the exercises, and the file with yours")
     for name, text in (("start", "copy a lesson's exercises"), ("check", "judge them")):
         command = commands.add_parser(name, help=text)
         command.add_argument("lesson", help="its number: 1")
