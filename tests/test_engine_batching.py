@@ -149,6 +149,16 @@ def test_cancelling_and_leaving_early_free_the_rows(model):
     assert served.generate([[3]], 4) == Engine(model, 1).generate([[3]], 4)
 
 
+def test_a_stream_that_never_began(model):
+    served = Engine(model, 1, 20)
+    closed, cancelled = served.stream([[1, 2]], 5), served.stream([[1], [2]], 3)
+    closed.close()
+    cancelled.cancel(0)
+    assert closed.completions[0].reason == "cancelled" and list(closed) == []
+    assert [number for number, _ in cancelled] == [1, 1, 1]
+    assert served.submitted == 1 and served.prefilled_tokens == 1 and served.free == [0]
+
+
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_cancelling_in_the_middle_of_a_step(model, monkeypatch, when):
     """As when a forgotten stream is collected while another one computes."""

@@ -382,12 +382,15 @@ class Stream:
     def close(self) -> None:
         """Cancel what is not finished, as leaving the loop does."""
         self._iterator.close()
+        for request in self.requests:  # had it begun, they are cancelled already
+            self.engine.cancel(request)
 
 
 def _tokens(engine: Engine, requests: list[Request]) -> Iterator[tuple[int, int]]:
     try:
         for request in requests:
-            engine.submit(request)
+            if request.completion.reason is None:  # else cancelled before it began
+                engine.submit(request)
         completions, sent = [request.completion for request in requests], [0] * len(requests)
         while True:  # by looking, for another stream may have made the step
             fresh = [i for i, c in enumerate(completions) if sent[i] < len(c)]
