@@ -25,11 +25,14 @@ IDENTITY = re.compile(r"[\"'](bench_\w+/[^\"'{}]+)[\"']")
 
 
 def on_config(config):
-    """Navigation: the lessons that are there, between the course and the reference. A link to the repository, once it has
-    a name."""
+    """Navigation: the lessons that are there, between the course and the reference.
+
+    And below each page a link to the repository, once it has a name. (Not repo_url: its script asks GitHub for stars.)
+    """
     name = config["extra"]["repository"]
     if not name.startswith("OWNER/"):
-        config["repo_name"], config["repo_url"] = name, f"https://github.com/{name}"
+        link = {"icon": "fontawesome/brands/github", "link": f"https://github.com/{name}"}
+        config["extra"]["social"] = [link]
     lessons = [
         {_title(p): p.with_suffix(".ipynb").name} for p in sorted(LESSONS.glob("[0-9][0-9]_*.py"))
     ]
