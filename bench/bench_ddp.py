@@ -3,7 +3,7 @@
     python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch] [--buckets 8 16 32 64]
 
 Batch 32 per GPU, bf16. A time is the mean of `steps` steps started one after the other (as in training, nothing waits in
-between), the median of seven such runs, on a chip warmed by two seconds of the same. What is printed of each variant, in ms:
+between), the median of five such runs, on a chip warmed by a second of the same. What is printed of each variant, in ms:
 
     step           the whole step
     alone          the step of xtrain.train on each of the same GPUs, all busy, in turns with it: chips differ, and a warm one is slower
@@ -17,6 +17,7 @@ between), the median of seven such runs, on a chip warmed by two seconds of the 
 The script starts itself again, under mpirun for xtrain and under torchrun for PyTorch.
 """
 
+import functools
 import gc
 import itertools
 import json
@@ -33,8 +34,8 @@ import numpy as np
 import tyro
 
 BATCH = 32  # sequences per GPU
-WARMUP = 2.0  # seconds: a chip that has become warm is slower by 2 to 5 %
-RUNS = 7
+WARMUP = 1.0  # seconds: a chip that has become warm is slower by 2 to 5 %
+RUNS = 5
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Options:
     gpus: list[int] = field(default_factory=lambda: [1, 2, 4])
     models: list[str] = field(default_factory=lambda: ["dim384", "dim768"])
     against: Literal["none", "torch"] = "torch"
+    torch_gpus: list[int] = field(default_factory=lambda: [1, 2, 4])  # where PyTorch runs as well
     stages: list[str] = field(
         default_factory=lambda: ["none", "naive", "flat", "overlap", "bucket"]
     )
@@ -57,7 +59,8 @@ class Options:
 def variants(o: Options, n: int) -> list[dict]:
     if n == 1:
         return [dict(dp="none")]
-    stages = [dict(dp=dp, transport="nccl") for dp in o.stages if dp != "bucket"]
+    few = "none", *(o.stages if n == max(o.gpus) else ())  # side by side where there are most
+    stages = [dict(dp=dp, transport="nccl") for dp in o.stages if dp in few and dp != "bucket"]
     if "bucket" not in o.stages:
         return stages
     names = "bucket_mb", "transport", "grad_comm", "zero"
@@ -122,40 +125,61 @@ def alone(work, ranks, steps):
     return measure([SimpleNamespace(step=graph)], ranks, steps, warmup=0.1)[0][0]
 
 
-def one_variant(o, name, v, ranks):
-    import cupy as cp
+def kind_of(T, batch):
+    return dict(batch=batch, micro_batch=BATCH, seq_len=T, steps=10**6, lr=3e-4, warmup=100)
+
+
+@functools.cache
+def run_alone(name, precision, rank):
+    """A run of xtrain.train, made once: what every variant is compared with."""
     from bench_train import model_config
 
     from xtrain.communicator import ALONE
     from xtrain.config import TrainConfig
+    from xtrain.model import Transformer
+    from xtrain.run import Run
+
+    shape, _, T = model_config(name)
+    corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, rank))
+    model = Transformer(shape, 0, "gpu", precision)
+    run = Run(TrainConfig(**kind_of(T, BATCH)), model, corpus, ALONE)
+    for _ in range(3):
+        run.step()
+    return run
+
+
+def one_variant(o, name, v, ranks):
+    import cupy as cp
+    from bench_train import model_config
+
     from xtrain.ddp import ParallelConfig, ParallelRun
     from xtrain.device import memory_peak_bytes
     from xtrain.model import Transformer
     from xtrain.optim import clip
-    from xtrain.train import Run
 
     shape, _, T = model_config(name)
-    n = ranks.world
-    kind = dict(batch=BATCH * n, micro_batch=BATCH, seq_len=T, steps=10**6, lr=3e-4, warmup=100)
-    config = (TrainConfig if n == 1 else ParallelConfig)(**kind, **(v if n > 1 else {}))
-    model = Transformer(shape, 0, "gpu", o.precision, world=n)
-    corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, ranks.rank))
-    run = (Run if n == 1 else ParallelRun)(config, model, corpus, ranks)
-    for _ in range(3):
-        run.step()
-    peak, runs = memory_peak_bytes("gpu"), [run]
+    n, pool = ranks.world, cp.get_default_memory_pool()
+    by_itself = run_alone(name, o.precision, ranks.rank)
+    pool.free_all_blocks()
+    taken, runs = memory_peak_bytes("gpu"), [by_itself]
     if n > 1:
-        kind["batch"] = BATCH
-        single = Transformer(shape, 0, "gpu", o.precision)
-        runs.append(Run(TrainConfig(**kind), single, corpus, ALONE))
-    ms, *by_itself = measure(runs, ranks, o.steps)
-    del runs[1:]
+        kind = kind_of(T, BATCH * n)
+        model = Transformer(shape, None, "gpu", o.precision, world=n)
+        for (_, p), (_, q) in zip(model.storage(), by_itself.model.storage()):
+            p.data = q.data
+        corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, ranks.rank))
+        runs.insert(0, ParallelRun(ParallelConfig(**kind, **v), model, corpus, ranks))
+        for _ in range(3):
+            runs[0].step()
+        taken = memory_peak_bytes("gpu") - taken
+    run, model = runs[0], runs[0].model
+    ms, *others = measure(runs, ranks, o.steps)
     arena, optimizer = model.arena, run.optimizer
     state = [arena.weights, arena.grads, arena.half, optimizer.m, optimizer.v]
     state += [getattr(optimizer, name, None) for name in ("master", "norms")]
     size = arena.grads.size
     found = dict(ms=list(ms), tokens=BATCH * n * T / ms[0] * 1e3, parameters=size)
-    found["alone_ms"] = ranks.everybody(float(by_itself[0][0]) if n > 1 else ms[0])
+    found["alone_ms"] = ranks.everybody(float(others[0][0]) if others else ms[0])
     hyper, factor = cp.asarray(optimizer.advance()), cp.ones(1, np.float32)
 
     def update():
@@ -172,7 +196,7 @@ def one_variant(o, name, v, ranks):
             moved = arena.grads.size * width * 2 * (n - 1) / n / (1 + v.get("zero", 0))
             found["bus_gb_s"] = moved / found["comm_ms"] / 1e6
     found["state_bytes"] = sum(x.nbytes for x in state if x is not None) / size
-    found["peak_gb"] = peak / 1e9
+    found["peak_gb"] = taken / 1e9
     if n > 1:
         run.close()
     return found
@@ -269,11 +293,11 @@ def torch_worker(o: Options) -> None:
 # ----------------------------------------------------------------------------- the whole
 def results(command, o, task):
     """Run one job -> the results that its rank 0 printed."""
-    options = ["--precision", o.precision, "--steps", o.steps, "--worker", json.dumps(task)]
+    task_options = ["--precision", o.precision, "--steps", o.steps, "--worker", json.dumps(task)]
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [*map(str, command), str(here), *map(str, options)],
+        [*map(str, command), str(here), *map(str, task_options)],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     lines = [x[7:] for x in done.stdout.splitlines() if x.startswith("RESULT ")]
@@ -293,7 +317,8 @@ def main(o: Options) -> None:
         for n in o.gpus:
             task = dict(model=name, variants=variants(o, n))
             ours = results(["mpirun", "-n", n, sys.executable], o, task)
-            theirs = results([*run, n], o, dict(task, torch=True)) if o.against == "torch" else []
+            too = o.against == "torch" and n in o.torch_gpus
+            theirs = results([*run, n], o, dict(task, torch=True)) if too else []
             peer, silent = (theirs[0] if theirs else None), None
             if peer:
                 torch_one = torch_one or peer["tokens"] / n
