@@ -131,7 +131,8 @@ def kind_of(T, batch):
 
 @functools.cache
 def run_alone(name, precision, rank):
-    """A run of xtrain.train, made once: what every variant is compared with."""
+    """-> a run of xtrain.train, made once: what every variant is compared with; the weights it began with, the same on
+    all ranks."""
     from bench_train import model_config
 
     from xtrain.communicator import ALONE
@@ -143,9 +144,10 @@ def run_alone(name, precision, rank):
     corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, rank))
     model = Transformer(shape, 0, "gpu", precision)
     run = Run(TrainConfig(**kind_of(T, BATCH)), model, corpus, ALONE)
+    first = [p.data.copy() for _, p in model.storage()]
     for _ in range(3):
         run.step()
-    return run
+    return run, first
 
 
 def one_variant(o, name, v, ranks):
@@ -159,14 +161,14 @@ def one_variant(o, name, v, ranks):
 
     shape, _, T = model_config(name)
     n, pool = ranks.world, cp.get_default_memory_pool()
-    by_itself = run_alone(name, o.precision, ranks.rank)
+    by_itself, first = run_alone(name, o.precision, ranks.rank)
     pool.free_all_blocks()
     taken, runs = memory_peak_bytes("gpu"), [by_itself]
     if n > 1:
         kind = kind_of(T, BATCH * n)
         model = Transformer(shape, None, "gpu", o.precision, world=n)
-        for (_, p), (_, q) in zip(model.storage(), by_itself.model.storage()):
-            p.data = q.data
+        for (_, p), values in zip(model.storage(), first):
+            p.data = values
         corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, ranks.rank))
         runs.insert(0, ParallelRun(ParallelConfig(**kind, **v), model, corpus, ranks))
         for _ in range(3):
@@ -321,11 +323,12 @@ def main(o: Options) -> None:
             theirs = results([*run, n], o, dict(task, torch=True)) if too else []
             peer, silent = (theirs[0] if theirs else None), None
             if peer:
-                torch_one = torch_one or peer["tokens"] / n
+                torch_one = peer["tokens"] if n == 1 else torch_one
+                peer["of_linear"] = torch_one and round(peer["tokens"] / n / torch_one, 4)
                 print(f"{name} {n} GPUs torch DDP + compile: {peer['tokens']:,.0f} tok/s, "
-                      f"{100 * peer['tokens'] / n / torch_one:.1f} % of linear", flush=True)  # fmt: skip
+                      f"{peer['of_linear']} of linear", flush=True)  # fmt: skip
             for found in ours:
-                one = one or found["tokens"] / n
+                one = found["tokens"] if n == 1 else one
                 silent = found["ms"][0] if found["dp"] == "none" else silent
                 more = {
                     k: round(found[k], 4)
@@ -337,10 +340,11 @@ def main(o: Options) -> None:
                 if silent and found["dp"] != "none":
                     more["exposed_ms"] = round(found["ms"][0] - silent, 4)
                 more["of_linear"] = round(n / found["ms"][0] / sum(1 / ms for ms in by_itself), 4)
-                more["of_one_gpu"] = round(found["tokens"] / n / one, 4)
+                if one:
+                    more["of_one_gpu"] = round(found["tokens"] / n / one, 4)
                 if peer and (n == 1 or found["dp"] != "none"):
                     more |= {"peer": "torch DDP + compile", "peer_value": peer["tokens"]}
-                    more["peer_of_linear"] = round(peer["tokens"] / n / torch_one, 4)
+                    more["peer_of_linear"] = peer["of_linear"]
                 variant = label(found) if n > 1 else "one GPU"
                 record(
                     "bench_ddp", f"{name}, {n} GPU, {variant}", shape=f"batch {BATCH} per GPU", dtype=o.precision,

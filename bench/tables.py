@@ -103,7 +103,8 @@ def ddp() -> str:
     """Tokens per second and the share of linear for each variant, with PyTorch's where it was measured beside."""
     rows, records = [], latest("bench_ddp")
     for r in records:
-        peer = f"{r['peer_value']:,.0f} ({r['peer_of_linear']:.0%})" if r.get("peer") else ""
+        share = f" ({r['peer_of_linear']:.0%})" if r.get("peer_of_linear") else ""
+        peer = f"{r['peer_value']:,.0f}{share}" if r.get("peer") else ""
         exposed = f"{r['exposed_ms']:.2f}" if "exposed_ms" in r else ""
         rows.append(
             [r["name"], f"{r['ms']:.2f}", f"{r['value']:,.0f}", f"{r['of_linear']:.1%}", exposed]
