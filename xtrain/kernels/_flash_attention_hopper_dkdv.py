@@ -3,9 +3,7 @@
 A block owns keys; queries, dO and their statistics pass. Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T are
 born where a product wants its left operand; lse and delta belong to columns then, and come from shared memory.
 
-With OWN = 2 the next tile's K and V come while the results of this one leave, through its own K and V.
-
-Shared memory: barriers | OWN of (K | V) | STAGES of Q | STAGES of dO | STAGES of statistics.
+Shared memory: barriers | OWN of (K | V) | STAGES of Q | STAGES of dO | STAGES of statistics; results leave through K and V.
 """
 
 import functools
@@ -15,17 +13,15 @@ from numba import cuda, float32, int32, uint32, uint64
 from ._flash_attention_hopper_parts import (
     HEADER,
     LOG2E,
+    NEXT_TILE,
     PANEL_ROW,
     SIDE,
-    STAGES_AT,
-    TILE,
-    TILE_FREE,
     TILE_FULL,
-    await_tile,
     find_tile,
     leave,
     make_barriers,
     make_elements,
+    make_own,
     make_store,
     next_tile,
     registers,
@@ -50,7 +46,6 @@ from ._hopper import (
     mbar_wait,
     opaque,
     shared_base,
-    store_shared,
 )
 from ._ptx import device, kernel, wait_for_previous
 from ._tensor_cores import exp2, warp_id
@@ -61,16 +56,13 @@ OUT, STATISTICS = 4, 6  # the map of dK, then that of dV; the map of the statist
 # ----------------------------------------------------------------------------- what lies where
 @functools.cache
 def make_query_layout(D, config):
-    """-> (where lie: the first V, the ring of Q, of dO, of the statistics, the end), barriers FULL and FREE of the stages
-
-    Further tiles of keys: their barriers and number lie STAGES_AT bytes further, K and V as much as both take.
-    """
+    """-> (where lie: the first V, the ring of Q, of dO, of the statistics, the end), barriers FULL and FREE of the stages"""
     BM, WGS, STAGES, _, OWN = config
     own, ring = 64 * WGS * D * 2, BM * D * 2
     q = HEADER + 2 * OWN * own
     do = q + STAGES * ring
     rows = do + STAGES * ring
-    full = OWN * STAGES_AT
+    full = NEXT_TILE * OWN
     return HEADER + own, q, do, rows, rows + STAGES * 8 * BM, full, full + 8 * STAGES
 
 
@@ -100,7 +92,7 @@ def make_query_producer(D, CAUSAL, config):
     TILE_BYTES, RING, STATS = BN * D * 2, BM * D * 2, 8 * BM
     OWN_PANEL, RING_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
     V, Q, DO, ROWS, _, STAGE_FULL, STAGE_FREE = make_query_layout(D, config)
-    first_query = make_first(BM, CAUSAL)
+    first_query, offer_tile = make_first(BM, CAUSAL), make_own(OWN)[0]
 
     @device
     def load_own(to, full, maps, n0, g, b):
@@ -131,11 +123,9 @@ def make_query_producer(D, CAUSAL, config):
             n, bg = find_tile(tile, blocks_n, planes, together)
             n0, (b, g) = int32(n * BN), split(bg, G)
             first = first_query(n0, S - T)
-            slot = done % OWN
-            barriers = base + STAGES_AT * slot
-            mbar_wait(barriers + TILE_FREE, ((done // OWN) & 1) ^ 1)
-            store_shared(barriers + TILE, tile)
-            load_own(base + 2 * TILE_BYTES * slot, barriers + TILE_FULL, maps, n0, g, b)
+            barriers = offer_tile(base, done, tile)
+            place = base + 2 * TILE_BYTES * (done % OWN)
+            load_own(place, barriers + TILE_FULL, maps, n0, g, b)
             h, end = int32(g * group), int32(g * group + group)
             before = int32((bg - g) * group)  # planes of the sequences before
             while h < end:
@@ -149,10 +139,7 @@ def make_query_producer(D, CAUSAL, config):
                 h = int32(h + 1)
             done += uint32(1)
             tile = next_tile(counter)
-        barriers = base + STAGES_AT * (done % OWN)
-        mbar_wait(barriers + TILE_FREE, ((done // OWN) & 1) ^ 1)
-        store_shared(barriers + TILE, tile)
-        mbar_expect(barriers + TILE_FULL, 0)
+        mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)
         leave(counter)
         wait_for_previous()  # whoever waits for this kernel waits for dQ too
 
@@ -192,6 +179,7 @@ def make_dkdv_consumer(D, CAUSAL, config):
     BM, WGS, STAGES, _, OWN = config
     BN, K, RING, STATS = 64 * WGS, HEADER, BM * D * 2, 8 * BM
     OWN_BYTES = 2 * BN * D * 2
+    _, await_tile, free_tile = make_own(OWN)
     UNEVEN = CAUSAL and WGS > 1  # a block's warpgroups see different queries
     KV_PANEL, Q_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
     S_SIZE, A_SIZE, OUT_SIZE = BM // 2, BM // 4, D // 2
@@ -229,8 +217,7 @@ def make_dkdv_consumer(D, CAUSAL, config):
             acquire_map(maps, OUT + 1)
         it, done = uint32(0), uint32(0)
         while True:
-            slot = done % OWN
-            tile = await_tile(base + STAGES_AT * slot, done // OWN)
+            tile = await_tile(base, done)
             if tile >= blocks_n * B * G:
                 break
             n, bg = find_tile(tile, blocks_n, B * G, together)
@@ -238,7 +225,7 @@ def make_dkdv_consumer(D, CAUSAL, config):
             row = w0 + 16 * (warp & 3) + (lane >> 2)
             first = first_query(n * BN, past)
             m0 = first
-            k = descriptor(base + K + OWN_BYTES * slot + (warp >> 2) * (64 * PANEL_ROW))
+            k = descriptor(base + K + OWN_BYTES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
             v = k + uint64((V - K) >> 4)
             clear(dk)
             clear(dv)
@@ -288,10 +275,14 @@ def make_dkdv_consumer(D, CAUSAL, config):
             cuda.syncwarp()
             if pending > 0:
                 mbar_arrive(base + STAGE_FREE + 8 * before)
-            slot = uint32(opaque(int32(done))) % OWN  # not kept in a register meanwhile
+            done = uint32(
+                opaque(int32(done))
+            )  # what follows from it is not kept in registers meanwhile
+            store_both(
+                base + OWN_BYTES * (done % OWN), dk, dv, factor, maps, scale, warp, w0, bg, G
+            )
+            free_tile(base, done)
             done += uint32(1)
-            store_both(base + OWN_BYTES * slot, dk, dv, factor, maps, scale, warp, w0, bg, G)
-            mbar_arrive(base + STAGES_AT * slot + TILE_FREE)
 
     return consume
 
@@ -304,9 +295,7 @@ def make_dkdv_kernel(D, CAUSAL, config):
     FEW, MANY = registers(WGS, PER_SM, 24 if D == 128 else 0)
     full, free = make_query_layout(D, config)[5:]
     FULLS, FREES = (tuple(at + 8 * i for i in range(STAGES)) for at in (full, free))
-    FULLS += tuple(STAGES_AT * i + TILE_FULL for i in range(1, OWN))
-    FREES += tuple(STAGES_AT * i + TILE_FREE for i in range(1, OWN))
-    set_up = make_barriers(4 * WGS, FULLS, FREES)
+    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
     produce = make_query_producer(D, CAUSAL, config)
     consume = make_dkdv_consumer(D, CAUSAL, config)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
