@@ -99,16 +99,21 @@ def head() -> str:
     return table(header, rows, records)
 
 
-def ddp() -> str:
-    """Tokens per second and the share of linear for each variant, with PyTorch's where it was measured beside."""
+def ddp(only: tuple[str, ...] = ()) -> str:
+    """Tokens per second and the share of linear for each variant, with PyTorch's where it was measured beside.
+
+    only: ends of the names that are wanted; all without it.
+    """
     rows, records = [], latest("bench_ddp")
+    records = [r for r in records if not only or r["name"].endswith(only)]
+    records.sort(key=lambda r: r["name"].split(", ")[:2])
     for r in records:
         share = f" ({r['peer_of_linear']:.0%})" if r.get("peer_of_linear") else ""
         peer = f"{r['peer_value']:,.0f}{share}" if r.get("peer") else ""
         exposed = f"{r['exposed_ms']:.2f}" if "exposed_ms" in r else ""
         rows.append(
             [r["name"], f"{r['ms']:.2f}", f"{r['value']:,.0f}", f"{r['of_linear']:.1%}", exposed]
-            + [f"{r['state_bytes']:.1f}", peer]
+            + [number(r.get("state_bytes"), ".1f"), peer]
         )
     header = ["model, GPUs, variant", "ms a step", "tokens/s", "of linear", "exposed ms"]
     header += ["bytes a parameter and GPU", "torch DDP + compile (of linear)"]
@@ -227,6 +232,7 @@ TABLES = {
     "history": history,
     "head": head,
     "ddp": ddp,
+    "ddp-best": functools.partial(ddp, ("one GPU", "copy fp32 ZeRO-1", "torch DDP + compile")),
     "attention": functools.partial(attention, "named", "random"),
     "attention-sweep": functools.partial(attention, "sweep"),
     "kernels": kernels,
