@@ -45,7 +45,7 @@ class Request:
     number: int  # which of the random streams of that seed
     stop: frozenset[int]
     completion: Completion = field(default_factory=Completion)
-    name: int = -1  # in the trace: the how manieth that was submitted
+    name: int = -1  # in the trace: its number, in the order of submission
     row: int = -1  # of the cache
     cached: int = 0  # tokens of it that are in the cache
 
