@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numba import cuda
 
 from .. import simulator
 from .._simulator.block import Launch
@@ -45,7 +46,6 @@ HINTS = {
     "UninitializedError": "Shared and local memory hold garbage until somebody writes them. Who writes this element, and is there a barrier before the read?",
     "CollectiveError": "A warp function needs whole warps of 32 threads, and every lane that its mask names.",
 }
-WHOLE_ARRAY = "A kernel computes with single elements: every array needs its index, as in y_n[i]."
 
 
 class Wrong(Exception):
@@ -323,11 +323,22 @@ class Attempt:
 
 
 # ----------------------------------------------------------------------------- helpers
-NUMBER = (
-    "object has no attribute 'locate'",
-    "object is not subscriptable",
-    "does not support item",
-)
+NUMBER = "In this line a number stands where an array is needed: has it an index too many?"
+WHOLE = "A kernel computes with single elements: every array needs its index, as in y_n[i]."
+ADVICE = (  # what is said of an error that has all these words
+    (("'Dim3'",), "cuda.blockIdx, blockDim and threadIdx have three parts each: write cuda.blockIdx.x."),
+    (("'list' object",), "A kernel has numbers and arrays, no lists: a few numbers go into cuda.local.array(n, float32)."),
+    (("object has no attribute 'locate'",), NUMBER),
+    (("object is not subscriptable",), NUMBER),
+    (("does not support item",), NUMBER),
+    (("'Array'", "unsupported operand"), WHOLE),
+    (("'Array'", "not iterable"), WHOLE),
+    (("is not callable",), "A number is called as if it were a function: leave the () after it away."),
+    (("cannot be interpreted as an integer",), "An index is an integer: a quotient by / is not, one by // is."),
+    (("hold int32 and int64",), "For Numba the sum of two int32 is an int64, and a variable has one type: v = int32(v + w)."),
+    (("zero-size array",), "An empty array has no maximum: here a slice holds nothing at all. Look at its ends."),
+    (("is not 16-byte aligned",), "Accesses of 16 bytes begin at multiples of 16 bytes: 8 elements of bf16, 4 of float32."),
+)  # fmt: skip
 
 
 def _hint(error, levels):
@@ -336,18 +347,11 @@ def _hint(error, levels):
     "RaceError between blocks" and "RaceError in shared memory" (global, local) come before "RaceError".
     """
     kind, text = type(error).__name__, str(error)
-    if any(words in text for words in NUMBER):
-        return "In this line a number stands where an array is needed: has it an index too many?"
-    if "'Array'" in text and "unsupported operand" in text:
-        return WHOLE_ARRAY
-    if "hold int32 and int64" in text:
-        return "For Numba the sum of two int32 is an int64, and a variable has one type: v = int32(v + w)."
-    if "zero-size array" in text:
-        return "An empty array has no maximum: here a slice holds nothing at all. Look at its ends."
-    if "is not 16-byte aligned" in text:
-        return (
-            "Accesses of 16 bytes begin at multiples of 16 bytes: 8 elements of bf16, 4 of float32."
-        )
+    for words, advice in ADVICE:
+        if all(w in text for w in words):
+            return advice
+    if (name := re.search(r"name '(\w+)' is not defined", text)) and hasattr(cuda, name[1]):
+        return f"It belongs to cuda: write cuda.{name[1]}."
     kinds = [f"{kind} between blocks"] * text.startswith("race between blocks")
     kinds += [
         f"{kind} in {memory}" for memory in re.findall(r"(?:shared|local|global) memory", text)

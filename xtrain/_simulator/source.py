@@ -215,7 +215,7 @@ class _Rewriter(ast.NodeTransformer):
         if name is not None and hasattr(Thread, name):
             return _at(ast.Attribute(ast.Name("_t", ast.Load()), name, ast.Load()), node)
         if name is not None and twin(value) is value:
-            near = get_close_matches(name, (k for k in vars(Thread) if k[0] != "_"), 1)
+            near = get_close_matches(name, dir(cuda), 1)
             meant = f"; did you mean cuda.{near[0]}?" * (not hasattr(cuda, name)) if near else ""
             raise self.error(node, f"cuda.{name} is not simulated{meant}")
         return (
