@@ -255,7 +255,8 @@ def make_key_producer(D, CAUSAL, config, QUERIES):
                 if n0 >= 0:
                     load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
             done += uint32(1)
-            wait_for_previous()  # it may be this kernel, with the same counter
+            if done == 1:
+                wait_for_previous()  # it may be this kernel, with the same counter
             tile = next_tile(counter)
         mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)  # there is none: consumers stop
         leave(counter)
