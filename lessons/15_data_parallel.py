@@ -403,6 +403,28 @@ print(
 # messages (and a short one for the norm weights) take 1.40 ms in all, hardly more than a single
 # one.
 #
+# Whole steps of that model on four GPUs, in the order of the stages. `none` leaves communication
+# out; what a step takes above it is *exposed*:
+
+# %%
+stages = [
+    "bench_ddp/dim384, 4 GPU, none/bf16",
+    "bench_ddp/dim384, 4 GPU, naive/bf16",
+    "bench_ddp/dim384, 4 GPU, flat/bf16",
+    "bench_ddp/dim384, 4 GPU, overlap/bf16",
+    "bench_ddp/dim384, 4 GPU, bucket 32 MiB nccl fp32/bf16",
+    "bench_ddp/dim384, 4 GPU, bucket 32 MiB copy fp32/bf16",
+    "bench_ddp/dim384, 4 GPU, bucket 32 MiB copy fp32 ZeRO-1/bf16",
+]
+columns = {"ms a step": "ms", "exposed": "exposed_ms", "communication alone": "comm_ms"}
+lesson.table(stages, columns | {"of linear": lambda r: f"{r['of_linear']:.0%}"})
+
+# %% [markdown]
+# *Communication alone* is the same messages with nothing else to do. A message per parameter takes
+# as long for `naive` as for `overlap`; the one exposes all of it, and waits at every message
+# besides, the other hides a part. `flat` sends one message and hides nothing. The last three hide
+# and send few. Between them stands the next question:
+#
 # ## Who does the copying?
 #
 # One more cost does not show on a time line. NCCL, the usual library for this, adds and copies with

@@ -297,6 +297,27 @@ for length, B in ((200, 1), (2000, 1), (30_000, 1), (30_000, 8), (2000, 64)):
 # hundreds of kilobytes of keys and values that the part has read. With many sequences there is
 # enough work anyway, and it hardly matters.
 #
+# What a whole decoding step takes with few keys and with many, for a model of 1.1 billion
+# parameters, and the least that reading those keys and values would take:
+
+# %%
+lesson.table(
+    [
+        "bench_decode/llama 1.1B/B=1 context=128/bf16",
+        "bench_decode/llama 1.1B/B=1 context=4096/bf16",
+    ],
+    {
+        "context": lambda r: r["shape"].split("=")[-1],
+        "ms a step": "ms",
+        "GB of keys and values": "kv_gb",
+    },
+)
+few = lesson.record("bench_decode/llama 1.1B/B=1 context=128/bf16")
+many = lesson.record("bench_decode/llama 1.1B/B=1 context=4096/bf16")
+least = (many["kv_gb"] - few["kv_gb"]) / many["copy_gb_s"] * 1e3
+print(f"{many['ms'] - few['ms']:.3f} ms more, of which {least:.3f} at the speed of a copy")
+
+# %% [markdown]
 # On a GPU: one head of width 32 over half a million keys, with one part and with many:
 
 # %%

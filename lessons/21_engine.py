@@ -427,6 +427,22 @@ else:
     print("No GPU here, so nothing is timed.")
 
 # %% [markdown]
+# And a model of 1.1 billion parameters, measured on a large GPU. Its weights are read once per
+# step, whoever is in it:
+
+# %%
+lesson.table(
+    [
+        "bench_decode/llama 1.1B/B=1 context=128/bf16",
+        "bench_decode/llama 1.1B/B=32 context=128/bf16",
+    ],
+    {"sequences": lambda r: r["shape"].split()[0][2:], "ms a step": "ms", "tokens/s": "value"},
+)
+alone = lesson.record("bench_decode/llama 1.1B/B=1 context=128/bf16")
+together = lesson.record("bench_decode/llama 1.1B/B=32 context=128/bf16")
+print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the time")
+
+# %% [markdown]
 # ## The library's kernel
 #
 # Your 21.2, and around it the step that becomes a CUDA graph: model, sampling, counting up.

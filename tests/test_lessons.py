@@ -210,6 +210,14 @@ def test_record_ids():
         records.find("nothing/a/b")
 
 
+def test_records_say_how_many_gpus():
+    record = lambda name: {"name": name, "gpu": "H200", "date": "2026-01-01", "commit": "abc"}
+    says = lambda *names: records.machine([record(name) for name in names]).split(" H200")[0]
+    assert says("rmsnorm_fwd") == says("dim384, 1 GPU, one GPU") == "Measured on one"
+    assert says("dim384, 4 GPU, flat", "dim384, 4 GPU, naive") == "Measured on 4"
+    assert says("dim384, 2 GPU, flat", "dim384, 4 GPU, naive") == "Measured on up to 4"
+
+
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A checkout with one kernel and one measurement of it, at its first commit."""

@@ -39,11 +39,14 @@ def find(identity: str) -> dict:
 
 
 def machine(records: list[dict]) -> str:
-    """ "Measured on one NVIDIA H200, 2026-11-21, commit c7517cb." """
+    """ "Measured on one NVIDIA H200, 2026-11-21, commit c7517cb."; on as many as a name says: "dim384, 4 GPU, flat" """
     part = lambda key: ", ".join(sorted({str(r[key]) for r in records}))
     commits = [c for c in part("commit").split(", ") if c != "unknown"]
     commit = f", commit {', '.join(commits)}" if commits else ""
-    return f"Measured on one {part('gpu')}, {part('date')}{commit}."
+    counts = {int(n) for r in records for n in re.findall(r", (\d+) GPU\b", r["name"])} or {1}
+    most = max(counts)
+    many = "one" if most == 1 else f"{most}" if len(counts) == 1 else f"up to {most}"
+    return f"Measured on {many} {part('gpu')}, {part('date')}{commit}."
 
 
 def kernel_file(record: dict) -> Path | None:
