@@ -99,17 +99,28 @@ def head() -> str:
     return table(header, rows, records)
 
 
+TORCH = "torch DDP + compile"
+
+
+def _job(r: dict) -> tuple[str, ...]:
+    """Model and number of GPUs of a record of bench_ddp."""
+    return tuple(r["name"].split(", ")[:2])
+
+
 def ddp(only: tuple[str, ...] = ()) -> str:
     """Tokens per second and the share of linear for each variant, with PyTorch's where it was measured beside.
 
     only: ends of the names that are wanted; all without it.
     """
-    rows, records = [], latest("bench_ddp")
-    records = [r for r in records if not only or r["name"].endswith(only)]
-    records.sort(key=lambda r: r["name"].split(", ")[:2])
-    for r in records:
-        share = f" ({r['peer_of_linear']:.0%})" if r.get("peer_of_linear") else ""
-        peer = f"{r['peer_value']:,.0f}{share}" if r.get("peer") else ""
+    records = [r for r in latest("bench_ddp") if not only or r["name"].endswith(only)]
+    records.sort(key=_job)
+    torch = {_job(r): r for r in records if r["name"].endswith(TORCH)}
+    rows = []
+    for r in (r for r in records if not r["name"].endswith(TORCH)):
+        value, share = r["peer_value"], r.get("peer_of_linear")
+        if not value and _job(r) in torch and not r["name"].endswith("none"):
+            value, share = (torch[_job(r)][key] for key in ("value", "of_linear"))
+        peer = f"{value:,.0f}" + (f" ({share:.0%})" if share else "") if value else ""
         exposed = f"{r['exposed_ms']:.2f}" if "exposed_ms" in r else ""
         rows.append(
             [r["name"], f"{r['ms']:.2f}", f"{r['value']:,.0f}", f"{r['of_linear']:.1%}", exposed]
