@@ -141,6 +141,10 @@ def test_from_start_to_a_passed_check(tmp_path):
     mine.write_text(mine.read_text() + lesson.tagged(text_of("1"), "solution"))
     done = command(tmp_path, "check", "1")
     assert done.returncode == 0 and done.stdout.count("correct") == 3, done.stdout + done.stderr
+    done = command(tmp_path, "check", "1.2")
+    assert (
+        done.returncode == 0 and done.stdout.startswith("1.2") and done.stdout.count("correct") == 1
+    )
     done = command(tmp_path, "start", "1")
     assert done.returncode == 2 and "--force" in done.stderr
     mine.write_text("def broken(:\n")
@@ -149,6 +153,7 @@ def test_from_start_to_a_passed_check(tmp_path):
 
 
 def test_bad_lesson_numbers(tmp_path, capsys):
+    assert lesson.main(["check", "1.7"]) == 2 and "lesson 1 has 1.1, 1.2" in capsys.readouterr().err
     assert lesson.main(["start", "77"]) == 2 and "there is no lesson 77" in capsys.readouterr().err
     assert lesson.main(["check", "x"]) == 2 and "there is no lesson x" in capsys.readouterr().err
     assert lesson.main(["check", "1", str(tmp_path / "a.py")]) == 2

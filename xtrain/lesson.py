@@ -2,7 +2,7 @@
 
     python -m xtrain.lesson list           the exercises, and the file with yours
     python -m xtrain.lesson start 1        copy lesson 1's exercises to my_lessons/, where you write
-    python -m xtrain.lesson check 1        run them in the simulator, and hear what is wrong
+    python -m xtrain.lesson check 1        run them in the simulator, and hear what is wrong; check 1.2 takes one
 
 In a notebook: `check("1.1", my_kernel)`. A check never calls the library's kernel for you, and refuses work that does.
 The rest of this file is what the notebooks use: where arrays live, sources, records of measurements, traces, figures.
@@ -217,7 +217,7 @@ def start(lesson: str, folder: Path = WORK, force=False) -> Path:
         raise UserError(f"{mine} exists: go on there, or give --force to begin anew")
     head = (
         f'"""Exercises of {path.stem}: fill every gap, then run  python -m xtrain.lesson check {int(lesson)}\n\n'
-        f'The text that goes with them: lessons/{path.name}, or the page of the lesson."""\n\n'
+        f'The text that goes with them: lessons/{path.stem}.ipynb, or the page of the lesson."""\n\n'
     )
     folder.mkdir(parents=True, exist_ok=True)
     mine.write_text(
@@ -227,8 +227,13 @@ def start(lesson: str, folder: Path = WORK, force=False) -> Path:
 
 
 def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
-    """Judge all exercises of a lesson in the reader's file."""
-    exercises = _exercises_of(lesson)
+    """Judge the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file."""
+    lesson, _, one = lesson.partition(".")
+    exercises = [e for e in _exercises_of(lesson) if not one or e.number.split(".")[1] == one]
+    if not exercises:
+        raise UserError(
+            f"there is no exercise {lesson}.{one}: lesson {lesson} has {_names(lesson)}"
+        )
     if file is None:
         file = WORK / lesson_file(lesson).name
     if not file.exists():
@@ -262,15 +267,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the exercises, and the file with yours")
-    for name, text in (("start", "copy a lesson's exercises"), ("check", "judge them")):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("lesson", help="its number: 1")
-        if name == "start":
-            command.add_argument("--force", action="store_true", help="overwrite what is there")
-        else:
-            command.add_argument(
-                "file", nargs="?", type=Path, help="default: my_lessons/NN_name.py"
-            )
+    begin = commands.add_parser("start", help="copy a lesson's exercises")
+    begin.add_argument("lesson", help="its number: 1")
+    begin.add_argument("--force", action="store_true", help="overwrite what is there")
+    judge = commands.add_parser("check", help="judge them")
+    judge.add_argument("lesson", help="its number: 1; or that of one exercise: 1.2")
+    judge.add_argument("file", nargs="?", type=Path, help="default: my_lessons/NN_name.py")
     options = parser.parse_args(arguments)
     try:
         return _COMMANDS[options.command](options)
