@@ -14,6 +14,7 @@ on the number of ranks.
 
 import contextlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from .files import cannot_write, sync, sync_folder
 from .manifest import Damaged, tensor_checksum, verify, write_manifest
 from .model import Transformer
 from .optim import AdamW
-from .tensor_file import read_header, read_json, write_safetensors
+from .tensor_file import read_header, read_json, reading, write_safetensors
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 TEMPORARY = ".step-*.tmp"  # what is being written, or was when somebody pulled the plug
@@ -110,7 +111,7 @@ def write(run: Path, snapshot: Snapshot) -> Path:
     except OSError as error:
         raise cannot_write(folder, error) from error
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        _remove(new)
     return folder
 
 
@@ -125,14 +126,13 @@ def _write_files(folder, snapshot):
 
 
 def _publish(new, folder):
-    aside = (
-        _put_aside(folder) if folder.exists() else None
-    )  # damaged: the run had to go back further
+    # what is there is damaged (the run had to go back further), or not even a folder
+    aside = _put_aside(folder) if os.path.lexists(folder) else None
     new.rename(folder)
     sync(folder.parent)
     sync(folder.parent.parent)
     if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
 
 
 def _put_aside(folder):
@@ -142,7 +142,13 @@ def _put_aside(folder):
 
 def _remove_strays(folder):
     for stray in folder.glob(TEMPORARY):
-        shutil.rmtree(stray, ignore_errors=True)
+        _remove(stray)
+
+
+def _remove(path):
+    """A folder with all that is in it, or whatever else has the name; what cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def prune(run: Path, newest: int, keep: int) -> None:
@@ -157,7 +163,7 @@ def prune(run: Path, newest: int, keep: int) -> None:
     for folder in there:
         if folder not in kept:
             with contextlib.suppress(OSError):  # the next one tries again
-                shutil.rmtree(_put_aside(folder), ignore_errors=True)
+                _remove(_put_aside(folder))
     _remove_strays(run / "checkpoints")
 
 
@@ -175,7 +181,8 @@ def _best(past):
 # ----------------------------------------------------------------------------- finding
 def folders(run: Path) -> list[Path]:
     """All checkpoints of a run, oldest first."""
-    found = (run / "checkpoints").glob("step-*")
+    with reading(run):
+        found = list((run / "checkpoints").glob("step-*"))
     return sorted((p for p in found if re.fullmatch(r"step-\d+", p.name)), key=_step)
 
 

@@ -4,11 +4,26 @@ The command line (`python -m xtrain.train --help`) is made from TrainConfig, the
 """
 
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 
 class UserError(ValueError):
     """Bad input. The message is one sentence that says what to do; a command line prints it and exits with 2."""
+
+
+def _inside(name: str) -> bool:
+    path = Path(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _encodes(text: str) -> bool:
+    """Not so what a command line held that is no UTF-8: Python makes surrogates of it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _need(ok: bool, sentence: str) -> None:
@@ -260,10 +275,18 @@ class TrainConfig:
             0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
             "--beta1 and --beta2 must be at least 0 and below 1",
         )
-        _need(self.eps > 0, f"--eps must be positive, got {self.eps}")
+        _need(0 < self.eps < float("inf"), f"--eps must be a positive number, got {self.eps}")
         _need(
-            self.clip >= 0 and self.weight_decay >= 0,
-            "--clip and --weight-decay must not be negative",
+            self.clip >= 0 and 0 <= self.weight_decay < float("inf"),
+            "--clip and --weight-decay must be numbers and not negative",
+        )
+        for name in ("sample_prompt", "name", "out"):
+            value = getattr(self, name)
+            sound = value is None or (_encodes(value) and "\0" not in value)
+            _need(sound, f"--{name.replace('_', '-')} {value!r} is not text in UTF-8")
+        _need(
+            self.name is None or _inside(self.name),
+            f"--name {self.name!r} is no folder inside --out: give a name such as tiny-2",
         )
         if self.batch is not None and self.micro_batch is not None:
             _need(

@@ -90,17 +90,16 @@ class Texts:
             return []
 
 
-def _unreadable(error: OSError) -> None:
-    raise UserError(
-        f"{error.filename} cannot be read ({error.strerror}): check its permissions"
-    ) from None
+def _unreadable(error: OSError, path: Path | None = None) -> None:
+    where = error.filename if path is None else path  # an error of reading names no file
+    raise UserError(f"{where} cannot be read ({error.strerror}): check its permissions") from None
 
 
 def _read_text(path: Path) -> str:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        _unreadable(error)
+        _unreadable(error, path)
     return _decode(raw, path)
 
 
@@ -121,7 +120,7 @@ def _read_jsonl(path: Path) -> Iterator[str]:
                 if line:
                     yield _text_field(line, f"{path} line {number}")
     except OSError as error:
-        _unreadable(error)
+        _unreadable(error, path)
 
 
 def _text_field(line: str, where: str) -> str:

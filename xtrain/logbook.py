@@ -32,6 +32,7 @@ from .device import cupy
 from .files import FULL, Journal, cannot_write, write_whole
 from .health import spike
 from .model import Transformer
+from .tensor_file import reading
 
 
 def flops_per_token(model: Transformer, T: int) -> float:
@@ -113,6 +114,10 @@ class Logbook:
 
     def __init__(self, folder: Path, config: TrainConfig, state: dict[str, Any], console: Console):
         self.folder, self.steps, self.console = folder, config.steps, console
+        names = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")
+        for path in (folder / name for name in names):
+            if os.path.lexists(path) and not path.is_file():  # opening a pipe would wait for ever
+                raise UserError(f"{path} is no file: move it away")
         self.spike_z, self.first_step = config.spike_z, state.get("step", 0)
         self.every = max(1, self.steps // 20)  # lines in a pipe
         self.metrics: list[dict[str, Any]] = _keep(folder / "metrics.jsonl", self.first_step)
@@ -124,7 +129,6 @@ class Logbook:
             self.warn(
                 f"{folder / 'metrics.jsonl'} lacks {missing} of the {self.first_step} steps so far"
             )
-        names = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")
         self.files = {name: Journal(folder / name) for name in names}
         self.full = False  # has a full disk been told?
         self.board = None
@@ -268,9 +272,9 @@ class Logbook:
         figure.savefig(content, dpi=120, format="png")
         try:
             write_whole(self.folder / "loss.png", content.getvalue())
-        except OSError as error:
+        except OSError as error:  # a run does not end for want of a picture
             if error.errno not in FULL:
-                raise cannot_write(self.folder / "loss.png", error) from error
+                self.warn(str(cannot_write(self.folder / "loss.png", error)))
 
 
 class NoLogbook:
@@ -306,7 +310,8 @@ def summary_writer() -> Any:
 
 
 def is_number(x: Any) -> bool:
-    return isinstance(x, (int, float))
+    """One that can be computed with and drawn; what somebody has written into a log may be anything."""
+    return isinstance(x, (int, float)) and abs(x) < 1e300
 
 
 def _keep(path: Path, last_step: int) -> list[dict[str, Any]]:
@@ -317,13 +322,14 @@ def _keep(path: Path, last_step: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records, lines = [], []
-    content = path.read_bytes()
+    with reading(path):
+        content = path.read_bytes()
     for line in content.splitlines(keepends=True):
         try:
             record = json.loads(line)
             if not line.endswith(b"\n") or record["step"] > last_step:
                 continue
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
         records.append(record)
         lines.append(line)

@@ -101,7 +101,19 @@ def _read(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path.parent}: {MANIFEST} is damaged")
     if content.get("format") != FORMAT:
         raise Damaged(f"{path} has format {content.get('format')!r}, this xtrain reads {FORMAT}")
+    if not _sound(content):
+        raise Damaged(f"{path} describes no files and tensors")
     return content
+
+
+def _sound(content: dict[str, Any]) -> bool:
+    files, tensors = content.get("files"), content.get("tensors")
+    return (
+        isinstance(files, dict)
+        and isinstance(tensors, dict)
+        and all(isinstance(f, dict) and type(f.get("bytes")) is int for f in files.values())
+        and all(isinstance(f.get("blake2b"), str) for f in files.values())
+    )
 
 
 def _dump(content):
@@ -114,6 +126,8 @@ def _of_itself(content):
 
 def _wrong(path: Path, entry: dict[str, Any], tensors: dict[str, int]) -> list[str]:
     """What is wrong with one file: nothing, or one sentence."""
+    if not path.is_file():
+        return [f"{path.name} is no file"]
     try:
         size = path.stat().st_size
         if size < entry["bytes"]:

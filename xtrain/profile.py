@@ -29,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import kernel_times, memory, report
@@ -302,7 +303,7 @@ def measure(o: Options, console: Console) -> None:
         if o.picture:
             points = None if device == "cpu" else memory.measured_timeline(lambda: _eager(run))
             draw(_plan_of(run), points, o.picture)
-            _say(console, f"memory over a step: {o.picture}")
+            _say(console, f"memory over a step: {escape(str(o.picture))}")
 
 
 def _plan_of(run: Run) -> memory.Plan:
@@ -339,7 +340,7 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
     console.print(kernel_table(kernel_times.rows(times, steps), copy, product))
     if o.trace:
         Path(o.trace).write_text(json.dumps(kernel_times.chrome_trace(times)), encoding="utf-8")
-        _say(console, f"trace: {o.trace} (open it in ui.perfetto.dev)")
+        _say(console, f"trace: {escape(str(o.trace))} (open it in ui.perfetto.dev)")
 
 
 def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> Table:
@@ -445,7 +446,7 @@ def main(arguments: list[str] | None = None) -> int:
         show_plan(o, console) if o.plan else measure(o, console)
         if o.run is not None and not o.plan:
             kept = console.keep(o.run)
-            _say(console, f"tables: {kept}; on a page: {report.write([o.run])}")
+            _say(console, escape(f"tables: {kept}; on a page: {report.write([o.run])}"))
         return 0
     except UserError as error:
         print(f"xtrain.profile: {error}", file=sys.stderr)

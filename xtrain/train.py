@@ -6,6 +6,7 @@ the text, when to validate, sample, save and stop, and saying clearly what is wr
 
 import contextlib
 import json
+import os
 import platform
 import sys
 import time
@@ -166,16 +167,16 @@ def train(
         model = _make_model(config, shape, corpus, device, ranks.world)
         run = make_run(config, model, corpus, ranks)
         corpus.val_batches(1, config.micro_batch, config.seq_len)  # too little text is said now
-        say(f"[bold]{folder.name}[/]: {describe(model.config)}, on {device_name(device)}")
+        say(f"[bold]{escape(folder.name)}[/]: {describe(model.config)}, on {device_name(device)}")
         say(
-            f"text: {corpus.name}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, sha256 {corpus.sha256[:16]}, "
+            f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, sha256 {corpus.sha256[:16]}, "
             f"{corpus.train_tokens:,} training tokens, {corpus.val_tokens:,} held out"
         )
         console.print(parameter_table(model))
         ranks.first(lambda: _lock(folder, stack))
         if saved:
             run.resume(saved, warn)
-            say(f"resumed from {saved.folder}")
+            say(f"resumed from {escape(str(saved.folder))}")
         ranks.first(lambda: _write_config(folder, config, model.config, corpus, device))
         log = NoLogbook(folder)
         if ranks.rank == 0:
@@ -216,7 +217,7 @@ def _run_folder(
 ) -> tuple[Path, Saved | None]:
     """-> (folder of this run, the checkpoint to resume from). A run that is there already is never overwritten."""
     folder = Path(config.out) / config.name
-    taken = lambda path: (path / "config.json").exists() or (path / "checkpoints").exists()
+    taken = lambda path: any(os.path.exists(path / n) for n in ("config.json", "checkpoints"))
     if config.resume:
         while asked_name is None and taken(folder.with_name(_next_name(folder.name, config.name))):
             folder = folder.with_name(_next_name(folder.name, config.name))
@@ -279,12 +280,14 @@ def _write_config(
             "numpy": np.__version__, "numba": numba.__version__,
         },
     }  # fmt: skip
-    try:
-        for stray in folder.glob("*.tmp"):  # of a process that was killed
+    path = folder / "config.json"
+    for stray in folder.glob("*.tmp"):  # of a process that was killed
+        with contextlib.suppress(OSError):
             stray.unlink()
-        write_whole(folder / "config.json", (json.dumps(record, indent=2) + "\n").encode())
+    try:
+        write_whole(path, (json.dumps(record, indent=2) + "\n").encode())
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise cannot_write(path, error) from error
 
 
 def _farewell(console: Console, run: Run, folder: Path, stop: Stop) -> None:
@@ -303,12 +306,13 @@ def _farewell(console: Console, run: Run, folder: Path, stop: Stop) -> None:
     )
     page = folder / "report.html" if not stop.asked else f"python -m xtrain.report {folder}"
     console.print(
-        f"[bold]{state}[/]. What next:{go_on}\n"
+        f"{state}. What next:{go_on}\n"
         f"  look at the run         {page}\n"
         f"  train on your own text  python -m xtrain.train --data FILE_OR_FOLDER\n"
         f"  go on from these weights  python -m xtrain.train --init {last} --tokenizer {last / 'tokenizer.json'}\n"
         f'  let it write            python -m xtrain.generate --model {folder} "{run.config.sample_prompt}"\n'
         f"  use it from Python      xtrain.Transformer.from_pretrained({str(last)!r})",
+        markup=False,
         highlight=False,
         soft_wrap=True,
     )
