@@ -233,6 +233,24 @@ def test_the_loop(folder, monkeypatch, capsys):
     assert first == run(monkeypatch, capsys, folder, "größe\nx\n", *hot)[:2]
 
 
+def test_ctrl_c_ends_the_answer_and_the_talk_goes_on(folder, monkeypatch, capsys):
+    set_template(folder, CHATML)
+    whole = Engine._step
+
+    def broken(self, now):
+        if now.number == 5:
+            raise KeyboardInterrupt
+        return whole(self, now)
+
+    monkeypatch.setattr(Engine, "_step", broken)
+    options = ["--max-new-tokens", "12", "--temperature", "0"]
+    code, out, err = run(monkeypatch, capsys, folder, "größe\nx\n", *options)
+    assert code == 0 and err.count("[interrupted]") == 1 and out.count("\n") >= 2
+    monkeypatch.setattr(Engine, "_step", whole)
+    plain = run(monkeypatch, capsys, folder, "größe\n", *options)[1]
+    assert plain.startswith(out.split("\n")[0]) and len(out.split("\n")[0]) < len(plain)
+
+
 def test_the_loop_says_what_is_missing(folder, monkeypatch, capsys):
     options = ["--max-new-tokens", "100", "--max-seq-len", "40"]
     code, out, err = run(monkeypatch, capsys, folder, "größe\nx\n", "--system", "kind", *options)

@@ -243,6 +243,26 @@ def test_a_full_context_is_said(folder, capsys):
     assert len(out) > 5
 
 
+def interrupt(monkeypatch, step):
+    """Ctrl-C in the middle of the engine's step with this number."""
+    whole = Engine._step
+
+    def broken(self, now):
+        if now.number == step:
+            raise KeyboardInterrupt
+        return whole(self, now)
+
+    monkeypatch.setattr(Engine, "_step", broken)
+
+
+def test_ctrl_c_ends_it_with_what_there_is(folder, capsys, monkeypatch):
+    whole = run(capsys, "--model", folder, "def f", *OPTIONS)[1]
+    interrupt(monkeypatch, 6)
+    code, out, err = run(capsys, "--model", folder, "def f", *OPTIONS, "--stream")
+    assert code == 130 and err == "\nxtrain.generate: interrupted\n"
+    assert whole.startswith(out) and len("def f") < len(out) < len(whole)
+
+
 def test_no_more_rows_than_prompts(folder, capsys):
     """--max-batch is a limit, and a row is memory."""
     for most, rows in (("1000", 2), ("1", 1)):
