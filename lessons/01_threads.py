@@ -599,6 +599,7 @@ for name, trace in (("straight", straight), ("by way of shared memory", detour))
 # elements.
 #
 # ```python
+# first = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
 # for i in (first, first + cuda.gridDim.x * cuda.blockDim.x):
 #     if i < y_n.size:
 #         y_n[i] = a_n[i] + b_n[i]
