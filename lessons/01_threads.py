@@ -469,8 +469,9 @@ def reverse_kernel(y_n, x_n):
 #
 # How many threads should a block have? The result does not depend on it. The time does, and the
 # reason is worth knowing now: the hardware does not run single threads but **warps** of 32. All 32
-# get the same instruction at the same moment. A block of 1 thread is still one warp, with 31 lanes
-# that do nothing; a block of 48 is two warps, with 16 idle lanes.
+# get the same instruction at the same moment. The places of a warp are its *lanes*, 0 to 31. A
+# block of 1 thread is still one warp, with 31 lanes that do nothing; a block of 48 is two warps,
+# with 16 idle lanes.
 #
 # The trace counts the instructions that go to memory, per warp. The same 1024 additions, with
 # blocks of different sizes:
