@@ -25,10 +25,7 @@ from xtrain.kernels import flash_attention as fa
 from xtrain.kernels import flash_attention_hopper as hopper
 
 B, H, T = 4, 16, 4096
-SMALL = {
-    64: (64, 1, 3, 3, 1),
-    128: (64, 1, 2, 2, 1),
-}  # keys, consumer warpgroups, stages, blocks, own tiles
+SMALL = {64: (64, 1, 3, 3), 128: (64, 1, 2, 2)}  # keys, consumer warpgroups, stages, blocks
 ENDLESS = 1 << 20  # multiprocessors, for a grid with a block for every tile
 
 

@@ -7,14 +7,14 @@
 with P = exp2(S scale log2 e - lse log2 e) and dS = P (dP - delta). P and dS go from accumulators to left operands in registers;
 K, Q and dO are read from the same tiles in shared memory, plain for one product and transposed for the other.
 
-The dK, dV kernel is in _flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | OWN of (Q | dO) | dQ on its way out | STAGES of K |
+The dK, dV kernel is in _flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | Q | dO | dQ on its way out | STAGES of K |
 STAGES of V.
 """
 
 import functools
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32, uint64
+from numba import cuda, float32, int32, int64, uint32
 
 from ..device import Array
 from ._flash_attention_hopper_dkdv import dkdv_shared_bytes, make_dkdv_kernel
@@ -22,13 +22,14 @@ from ._flash_attention_hopper_parts import (
     LOG2E,
     PANEL_ROW,
     SIDE,
+    TILE_FREE,
+    await_tile,
     find_tile,
     make_barriers,
     make_elements,
     make_key_producer,
     make_keys,
     make_layout,
-    make_own,
     make_skip,
     make_store,
     registers,
@@ -57,7 +58,7 @@ from .flash_attention_hopper import choose, launch_tiles
 PAD = 128  # rows of a head's statistics are a multiple of this: no tile of queries has more
 NO_WEIGHT = float32(1e30)  # lse of the padding: exp2(s - 1e30) is 0
 OUT = 4  # the map of dQ
-THREADS, TURNS = 256, 4  # of the statistics
+THREADS = 256  # of the statistics
 
 
 # ----------------------------------------------------------------------------- delta and lse
@@ -70,42 +71,35 @@ def statistics_at(start, row):
 @functools.cache
 def make_statistics_kernel(D):
     LANES = D // 8  # of a row
-    STEP = THREADS // LANES
-    ROWS = TURNS * STEP
+    ROWS = THREADS // LANES
     HALVINGS = LANES.bit_length() - 1
 
     @kernel(THREADS)
     def flash_attention_statistics_kernel(stats, o, do, lse, T, PADDED, H):
         """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2, SIDE). LANES threads a
-        row, and TURNS rows a thread: all are asked for before the first is used.
+        row.
         """
         wait_for_previous()
         let_next_start()
-        tid, bh = int32(cuda.threadIdx.x), int64(cuda.blockIdx.y)
-        first, lane = int32(cuda.blockIdx.x * ROWS + tid // LANES), tid % LANES
-        x, y = cuda.local.array((TURNS, 8), float32), cuda.local.array((TURNS, 8), float32)
-        b, h = split(int32(cuda.blockIdx.y), H)
-        for turn in range(TURNS):
-            row = first + turn * STEP
-            row = cuda.selp(
-                row < T, row, T - 1
-            )  # no branch: it would wait for one row after the other
-            i = ((int64(b) * T + row) * H + h) * D + 8 * lane
-            load8(x[turn], o, i)
-            load8(y[turn], do, i)
-        for turn in range(TURNS):
-            row, dot = first + turn * STEP, float32(0.0)
+        tid, bh = cuda.threadIdx.x, int64(cuda.blockIdx.y)
+        row, lane = int32(cuda.blockIdx.x * ROWS + tid // LANES), int32(tid % LANES)
+        x, y = cuda.local.array(8, float32), cuda.local.array(8, float32)
+        dot = float32(0.0)
+        if row < T:
+            i = ((bh // H * T + row) * H + bh % H) * D + 8 * lane
+            load8(x, o, i)
+            load8(y, do, i)
             for e in range(8):
-                dot += x[turn, e] * y[turn, e]
-            for i in range(HALVINGS):
-                dot += cuda.shfl_xor_sync(FULL, dot, 1 << i)
-            if lane == 0 and row < PADDED:
-                shift = NO_WEIGHT
-                if row < T:
-                    shift = load1(lse, bh * T + row) * LOG2E
-                i = statistics_at(bh * PADDED, row)
-                store1(stats, i, shift)
-                store1(stats, i + SIDE, dot)
+                dot += x[e] * y[e]
+        for i in range(HALVINGS):
+            dot += cuda.shfl_xor_sync(FULL, dot, 1 << i)
+        if lane == 0 and row < PADDED:
+            shift = NO_WEIGHT
+            if row < T:
+                shift = load1(lse, bh * T + row) * LOG2E
+            i = statistics_at(bh * PADDED, row)
+            store1(stats, i, shift)
+            store1(stats, i + SIDE, dot)
 
     return flash_attention_statistics_kernel, ROWS
 
@@ -142,9 +136,9 @@ def make_gradient_steps(N):
 @functools.cache
 def make_dq_consumer(D, CAUSAL, config):
     """-> consume(base, maps, stats, T, S, PADDED, B, H, together, scale): a warpgroup's part of dQ"""
-    BN, WGS, STAGES, _, OWN = config
+    BN, WGS, STAGES, _ = config
     BM, RING, ROW_STEP = 64 * WGS, BN * D * 2, 8 if CAUSAL else 0
-    Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
+    Q_PANEL, KV_PANEL, OWN = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
     S_SIZE, A_SIZE, OUT_SIZE = BN // 2, BN // 4, D // 2
     Q, DQ, K, V, _, (K_FULL, K_FREE, V_FULL, V_FREE) = make_layout(D, config, 2)
     scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
@@ -152,7 +146,6 @@ def make_dq_consumer(D, CAUSAL, config):
     wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
     wait_dq, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
     key_blocks, (weights, score_gradients) = make_keys(BM, BN, CAUSAL), make_gradient_steps(BN)
-    _, await_tile, free_tile = make_own(OWN)
     skip, (_, pack, hide_after, _) = make_skip(D, CAUSAL, config, 2), make_elements(BN)
     clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
 
@@ -179,6 +172,8 @@ def make_dq_consumer(D, CAUSAL, config):
         s, dp = cuda.local.array(S_SIZE, float32), cuda.local.array(S_SIZE, float32)
         ds, dq = cuda.local.array(A_SIZE, uint32), cuda.local.array(OUT_SIZE, float32)
         shift, drop = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        own = base + Q + (warp >> 2) * (64 * PANEL_ROW)
+        q, do = descriptor(own), descriptor(own + OWN)
         if lane == 0:
             acquire_map(maps, OUT)
         wait_for_previous()  # for the statistics. Q, K, V and dO are older
@@ -193,8 +188,6 @@ def make_dq_consumer(D, CAUSAL, config):
             w0 = q0 + 64 * (warp >> 2)
             row = w0 + 16 * (warp & 3) + (lane >> 2)
             it, blocks = skip(base, it, key_blocks(q0, T, S), w0, T, S)
-            q = descriptor(base + Q + 2 * QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
-            do = q + uint64(QUERIES >> 4)
             n0 = int32((blocks - 1) * BN)
             clear(dq)
             load_rows(shift, drop, stats, int64(bh) * int64(PADDED), row, PADDED)
@@ -224,7 +217,7 @@ def make_dq_consumer(D, CAUSAL, config):
                 it += uint32(1)
                 n0 = int32(n0 - BN)
             cuda.syncwarp()  # all lanes have read TILE
-            free_tile(base, done)
+            mbar_arrive(base + TILE_FREE)
             wait_dq(dq)
             mbar_arrive(base + K_FREE + 8 * before)
             done += uint32(1)
@@ -237,14 +230,14 @@ def make_dq_consumer(D, CAUSAL, config):
 
 @functools.cache
 def make_dq_kernel(D, CAUSAL, config):
-    """config: (BN, consumer warpgroups, stages, blocks per multiprocessor, OWN)"""
-    _, WGS, STAGES, PER_SM, OWN = config
+    """config: (BN, consumer warpgroups, stages, blocks per multiprocessor)"""
+    _, WGS, STAGES, PER_SM = config
     CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
     FEW, MANY = registers(WGS, PER_SM)
     k_full, k_free, v_full, v_free = make_layout(D, config, 2)[5]
     FULLS = tuple(at + 8 * i for at in (k_full, v_full) for i in range(STAGES))
     FREES = tuple(at + 8 * i for at in (k_free, v_free) for i in range(STAGES))
-    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
+    set_up = make_barriers(4 * WGS, FULLS, FREES)
     produce, consume = make_key_producer(D, CAUSAL, config, 2), make_dq_consumer(D, CAUSAL, config)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
