@@ -206,10 +206,11 @@ lesson.figures.ownership(
 # %% tags=["exercise"]
 @cuda.jit
 def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
-    """o = softmax(scale q k^T, causal) v, lse = log sum exp.   Grid ceil(T / TILE), block TILE.
+    """o = softmax(scale q k^T, causal) v, lse = log sum exp.
 
     o, q, k, v: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x and adds up
     key after key.
+    Grid ceil(T / TILE), block TILE.
     """
     k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
     q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
@@ -242,10 +243,11 @@ lesson.check("13.2", flash_kernel)
 # Solution 13.2
 @cuda.jit
 def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
-    """o = softmax(scale q k^T, causal) v, lse = log sum exp.   Grid ceil(T / TILE), block TILE.
+    """o = softmax(scale q k^T, causal) v, lse = log sum exp.
 
     o, q, k, v: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x and adds up
     key after key.
+    Grid ceil(T / TILE), block TILE.
     """
     k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
     q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)

@@ -68,7 +68,7 @@ put = lesson.array if capable else simulator.sim
 #
 # `mma_bf16(c, a, b)` does, for a whole warp,
 #
-# $$C_{16 \times 8} \mathrel{+}= A_{16 \times 16} \, B_{16 \times 8}$$
+# $$C_{16 \times 8} \leftarrow C_{16 \times 8} + A_{16 \times 16} \, B_{16 \times 8}$$
 #
 # with A and B in bf16 and C in float32. That is 16 · 8 · 16 = 2048 multiply-adds: 64 per lane, in
 # one instruction. A and B in bf16 lose digits (lesson 12), the sums do not.
@@ -135,7 +135,10 @@ print("their sum of squares:", mma_ref(x, x.T)[0, 0])
 # %% tags=["exercise"]
 @cuda.jit
 def mma_kernel(c, a, b):
-    """c (16, 8) = a (16, 16) b (16, 8), float32, by one mma of one warp.   Grid 1, block 32."""
+    """c (16, 8) = a (16, 16) b (16, 8), float32, by one mma of one warp.
+
+    Grid 1, block 32.
+    """
     fa, fb = cuda.local.array(4, uint32), cuda.local.array(2, uint32)
     acc = cuda.local.array(4, float32)
     g, t = cuda.threadIdx.x // 4, cuda.threadIdx.x % 4
@@ -164,7 +167,10 @@ lesson.check("14.1", mma_kernel)
 # Solution 14.1
 @cuda.jit
 def mma_kernel(c, a, b):
-    """c (16, 8) = a (16, 16) b (16, 8), float32, by one mma of one warp.   Grid 1, block 32."""
+    """c (16, 8) = a (16, 16) b (16, 8), float32, by one mma of one warp.
+
+    Grid 1, block 32.
+    """
     fa, fb = cuda.local.array(4, uint32), cuda.local.array(2, uint32)
     acc = cuda.local.array(4, float32)
     g, t = cuda.threadIdx.x // 4, cuda.threadIdx.x % 4
@@ -287,9 +293,11 @@ for row in range(4):
 # %% tags=["exercise"]
 @cuda.jit
 def scores_kernel(s, a, b):
-    """s (M, 16) = a (M, 64) b^T, b (16, 64), all flat.   Grid M / 16, block 32.
+    """s (M, 16) = a (M, 64) b^T, b (16, 64), all flat.
 
-    a, b: bf16 (16-bit whole numbers to the kernel), s: float32. Block i computes rows 16 i, ..., 16 i + 15.
+    a, b: bf16 (16-bit whole numbers to the kernel), s: float32. Block i computes rows 16 i,
+    ..., 16 i + 15.
+    Grid M / 16, block 32.
     """
     smem = cuda.shared.array(2 * 16 * 64, uint16)  # 16 rows of a, and behind them those of b
     fa, fb = cuda.local.array(4, uint32), cuda.local.array((2, 2), uint32)
@@ -330,9 +338,11 @@ lesson.check("14.3", scores_kernel)
 # Solution 14.3
 @cuda.jit
 def scores_kernel(s, a, b):
-    """s (M, 16) = a (M, 64) b^T, b (16, 64), all flat.   Grid M / 16, block 32.
+    """s (M, 16) = a (M, 64) b^T, b (16, 64), all flat.
 
-    a, b: bf16 (16-bit whole numbers to the kernel), s: float32. Block i computes rows 16 i, ..., 16 i + 15.
+    a, b: bf16 (16-bit whole numbers to the kernel), s: float32. Block i computes rows 16 i,
+    ..., 16 i + 15.
+    Grid M / 16, block 32.
     """
     smem = cuda.shared.array(2 * 16 * 64, uint16)  # 16 rows of a, and behind them those of b
     fa, fb = cuda.local.array(4, uint32), cuda.local.array((2, 2), uint32)
@@ -451,7 +461,9 @@ PEAK_BF16, PEAK_FP32 = 989e12, 67e12  # operations per second, H200 data sheet
 
 
 def rate(r):
-    """TFLOP/s of this lesson's kernels. `value` is of those in use, which may be lesson 23's."""
+    """TFLOP/s of this lesson's kernels. `value` is of those in use, which may be lesson
+    23's.
+    """
     return r.get("mma_sync_value", r["value"])
 
 

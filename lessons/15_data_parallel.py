@@ -292,11 +292,12 @@ lesson.figures.timeline(
 
 # %% tags=["exercise"]
 def schedule(order, spans, buckets):
-    """-> for each addition in `order`, the numbers of the buckets that may leave right after it.
+    """-> for each addition in `order`, the numbers of the buckets that may leave right
+    after it.
 
-    A list of lists: [[0], [], [1, 2]]. spans: {parameter: (a, b)}, elements a to b - 1 of the arena.
-    buckets: [(a, b), ...], which cover the arena. A bucket may leave when nothing will be added any
-    more to any parameter that lies in it, wholly or partly.
+    A list of lists: [[0], [], [1, 2]]. spans: {parameter: (a, b)}, elements a to b - 1 of
+    the arena. buckets: [(a, b), ...], which cover the arena. A bucket may leave when
+    nothing will be added any more to any parameter that lies in it, wholly or partly.
     """
     # YOUR CODE
 
@@ -321,11 +322,12 @@ lesson.check("15.3", schedule)
 # %% tags=["solution"]
 # Solution 15.3
 def schedule(order, spans, buckets):
-    """-> for each addition in `order`, the numbers of the buckets that may leave right after it.
+    """-> for each addition in `order`, the numbers of the buckets that may leave right
+    after it.
 
-    A list of lists: [[0], [], [1, 2]]. spans: {parameter: (a, b)}, elements a to b - 1 of the arena.
-    buckets: [(a, b), ...], which cover the arena. A bucket may leave when nothing will be added any
-    more to any parameter that lies in it, wholly or partly.
+    A list of lists: [[0], [], [1, 2]]. spans: {parameter: (a, b)}, elements a to b - 1 of
+    the arena. buckets: [(a, b), ...], which cover the arena. A bucket may leave when
+    nothing will be added any more to any parameter that lies in it, wholly or partly.
     """
     left, gone, leaves = Counter(order), set(), []
     for name in order:
@@ -368,40 +370,36 @@ print(f"{embedding / 1e6:.1f} M of them the embedding:")
 print(f"{embedding / total_parameters:.0%} of all bytes can leave only when backward has ended")
 
 # %% [markdown]
-# And what do many short messages cost? Measured when xtrain was designed (four H200 linked by
-# NVLink, NCCL 2.28): the all-reduce of 67 million float32, whole, and cut into pieces. It is not a
-# record of `bench/results`; `bench/bench_ddp.py` measures whole steps on your machine.
+# And what do many short messages cost? The records of whole steps on four H200s also hold what the
+# messages take with nothing else to do: all gradients of that model in one (`flat`), in buckets of
+# 32 MiB, and in one message per parameter (`naive`), all three by NCCL.
 
 # %%
-measured = {1: 1.24, 8: 1.40, 32: 2.1, 150: 4.1}  # pieces: ms for all of them
-each = (measured[150] - measured[1]) / 149
-print("pieces   ms in all   ms if a message cost nothing but", f"{1e3 * each:.0f} us more")
+small = xtrain.ModelConfig(vocab_size=32, dim=16, n_layers=12, n_heads=2, max_seq_len=8)
+parameters = len(list(xtrain.Transformer(small, device="cpu").storage()))
+buckets = -(-4 * total_parameters // 2**25) + 1  # and a short one for the norms' weights
+measured = {
+    1: lesson.record("bench_ddp/dim384, 4 GPU, flat/bf16")["comm_ms"],
+    buckets: lesson.record("bench_ddp/dim384, 4 GPU, bucket 32 MiB nccl fp32/bf16")["comm_ms"],
+    parameters: lesson.record("bench_ddp/dim384, 4 GPU, naive/bf16")["comm_ms"],
+}
+each = (measured[parameters] - measured[1]) / (parameters - 1)
+print("messages   ms in all   ms if a message cost nothing but", f"{1e3 * each:.0f} us more")
 for pieces, ms in measured.items():
-    print(f"{pieces:6}   {ms:9.2f}   {measured[1] + each * (pieces - 1):9.2f}")
+    print(f"{pieces:8}   {ms:9.2f}   {measured[1] + each * (pieces - 1):9.2f}")
 
 # %%
 lesson.figures.bars(
-    {f"{p} messages": ms for p, ms in measured.items()},
+    {f"{p} message{'s' * (p > 1)}": ms for p, ms in measured.items()},
     "ms",
     "67 million float32, four GPUs, all-reduce",
 )
 
 # %% [markdown]
-# A message per parameter, `--dp overlap`, hides its communication and multiplies it; buckets of 32
-# MiB do not:
-
-# %%
-small = xtrain.ModelConfig(vocab_size=32, dim=16, n_layers=12, n_heads=2, max_seq_len=8)
-messages = len(list(xtrain.Transformer(small, device="cpu").storage()))
-print(f"12 layers: {messages} parameters, {measured[1] + each * (messages - 1):.1f} ms in all")
-print(
-    f"{4 * total_parameters / 2**20:.0f} MiB of matrices: {-(-4 * total_parameters // 2**25)} buckets of 32 MiB"
-)
-
-# %% [markdown]
-# **The improvement of this lesson:** overlap hides what can be hidden, and buckets make it cheap: 8
-# messages (and a short one for the norm weights) take 1.40 ms in all, hardly more than a single
-# one.
+# A message per parameter, `--dp overlap`, hides its communication and multiplies it.
+#
+# **The improvement of this lesson:** overlap hides what can be hidden, and buckets make it cheap: a
+# few messages take hardly longer than a single one.
 #
 # Whole steps of that model on four GPUs, in the order of the stages. `none` leaves communication
 # out; what a step takes above it is *exposed*:

@@ -122,8 +122,9 @@ for size in (3, 4):
 def take(free, size):
     """-> (start, new list of free blocks), or (None, free) if no block is large enough.
 
-    free: [(start, size), ...] in the order of start. Best fit; of equal ones the first. What is left
-    of the block, behind the part that was taken, stays free. No block has size 0.
+    free: [(start, size), ...] in the order of start. Best fit; of equal ones the first.
+    What is left of the block, behind the part that was taken, stays free. No block has size
+    0.
     """
     # YOUR CODE
 
@@ -145,8 +146,9 @@ lesson.check("16.1", take)
 def take(free, size):
     """-> (start, new list of free blocks), or (None, free) if no block is large enough.
 
-    free: [(start, size), ...] in the order of start. Best fit; of equal ones the first. What is left
-    of the block, behind the part that was taken, stays free. No block has size 0.
+    free: [(start, size), ...] in the order of start. Best fit; of equal ones the first.
+    What is left of the block, behind the part that was taken, stays free. No block has size
+    0.
     """
     fits = [(s, start) for start, s in free if s >= size]
     if not fits:
@@ -165,7 +167,9 @@ def take(free, size):
 
 # %% tags=["exercise"]
 def give(free, start, size):
-    """-> the new list of free blocks, in the order of start, with the block joined to free neighbours."""
+    """-> the new list of free blocks, in the order of start, with the block joined to free
+    neighbours.
+    """
     # YOUR CODE
 
 
@@ -184,7 +188,9 @@ lesson.check("16.2", give)
 # %% tags=["solution"]
 # Solution 16.2
 def give(free, start, size):
-    """-> the new list of free blocks, in the order of start, with the block joined to free neighbours."""
+    """-> the new list of free blocks, in the order of start, with the block joined to free
+    neighbours.
+    """
     joined = []
     for at, s in sorted([*free, (start, size)]):
         if joined and joined[-1][0] + joined[-1][1] == at:
@@ -282,7 +288,8 @@ lesson.source(xtrain.nn.Arena.__init__, part="offsets, size, unit")
 def peak(kept, inputs, again):
     """-> the largest number of bytes alive at any moment of forward and backward.
 
-    kept, inputs: bytes of each layer, first to last. again: activations are computed again in backward.
+    kept, inputs: bytes of each layer, first to last. again: activations are computed again
+    in backward.
     """
     # YOUR CODE
 
@@ -304,7 +311,8 @@ lesson.check("16.3", peak)
 def peak(kept, inputs, again):
     """-> the largest number of bytes alive at any moment of forward and backward.
 
-    kept, inputs: bytes of each layer, first to last. again: activations are computed again in backward.
+    kept, inputs: bytes of each layer, first to last. again: activations are computed again
+    in backward.
     """
     if not again:
         return sum(kept)

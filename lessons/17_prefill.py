@@ -99,7 +99,10 @@ print(padding.cumulative_lengths_ref(lengths))
 # %% tags=["exercise"]
 @cuda.jit
 def edges_kernel(edges_E, lengths_A):
-    """edges (A + 1) = 0, l0, l0 + l1, ...   Grid 1, block 32. lengths (A): int32, at most 32 of them."""
+    """edges (A + 1) = 0, l0, l0 + l1, ...
+
+    Grid 1, block 32. lengths (A): int32, at most 32 of them.
+    """
     a = cuda.threadIdx.x
     # YOUR CODE
 
@@ -121,7 +124,10 @@ lesson.check("17.1", edges_kernel)
 # Solution 17.1
 @cuda.jit
 def edges_kernel(edges_E, lengths_A):
-    """edges (A + 1) = 0, l0, l0 + l1, ...   Grid 1, block 32. lengths (A): int32, at most 32 of them."""
+    """edges (A + 1) = 0, l0, l0 + l1, ...
+
+    Grid 1, block 32. lengths (A): int32, at most 32 of them.
+    """
     a = cuda.threadIdx.x
     v = lengths_A[a] if a < lengths_A.size else int32(0)
     for step in (1, 2, 4, 8, 16):
@@ -213,8 +219,8 @@ lesson.figures.ownership(
 
 # %% tags=["exercise"]
 def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
-    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 .. history[a] + i
-    of row rows[a], and its head h those of key head h // (H / G).
+    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 ..
+    history[a] + i of row rows[a], and its head h those of key head h // (H / G).
 
     q: (N, H, D), k and v: (R, G, S, D), edges: (A + 1), history and rows: (A).
     """
@@ -238,8 +244,8 @@ lesson.check("17.3", context_attention)
 # %% tags=["solution"]
 # Solution 17.3
 def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
-    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 .. history[a] + i
-    of row rows[a], and its head h those of key head h // (H / G).
+    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 ..
+    history[a] + i of row rows[a], and its head h those of key head h // (H / G).
 
     q: (N, H, D), k and v: (R, G, S, D), edges: (A + 1), history and rows: (A).
     """

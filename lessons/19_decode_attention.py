@@ -83,9 +83,10 @@ print(f"merged:  {top:.4f} / {below:.4f} = {top / below:.4f}")
 # %% tags=["exercise"]
 @cuda.jit
 def partial_kernel(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
-    """m, l, acc of keys s chunk .. s chunk + chunk - 1.   Grid S = ceil(N / chunk), block 32 = D.
+    """m, l, acc of keys s chunk .. s chunk + chunk - 1.
 
     m, l: (S), acc: (S, 32), q: (32), k and v: (N, 32), all float32.
+    Grid S = ceil(N / chunk), block 32 = D.
     """
     s, d = cuda.blockIdx.x, cuda.threadIdx.x
     n = k_ND.shape[0]
@@ -113,9 +114,10 @@ lesson.check("19.1", partial_kernel)
 # Solution 19.1
 @cuda.jit
 def partial_kernel(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
-    """m, l, acc of keys s chunk .. s chunk + chunk - 1.   Grid S = ceil(N / chunk), block 32 = D.
+    """m, l, acc of keys s chunk .. s chunk + chunk - 1.
 
     m, l: (S), acc: (S, 32), q: (32), k and v: (N, 32), all float32.
+    Grid S = ceil(N / chunk), block 32 = D.
     """
     s, d = cuda.blockIdx.x, cuda.threadIdx.x
     n = k_ND.shape[0]
@@ -194,7 +196,8 @@ for chunk in (50, 16, 7):
 
 # %% tags=["exercise"]
 def splits(n, chunk, most):
-    """-> [(begin, end), ...]: equal parts of n keys, end not included; the last may be shorter.
+    """-> [(begin, end), ...]: equal parts of n keys, end not included; the last may be
+    shorter.
 
     At most `most` parts; with more than one, all but the last have at least `chunk` keys.
     """
@@ -216,7 +219,8 @@ lesson.check("19.3", splits)
 # %% tags=["solution"]
 # Solution 19.3
 def splits(n, chunk, most):
-    """-> [(begin, end), ...]: equal parts of n keys, end not included; the last may be shorter.
+    """-> [(begin, end), ...]: equal parts of n keys, end not included; the last may be
+    shorter.
 
     At most `most` parts; with more than one, all but the last have at least `chunk` keys.
     """
@@ -238,7 +242,9 @@ def splits(n, chunk, most):
 # %%
 @cuda.jit
 def last_one_kernel(total_1, parts_S, counter_1, x_n):
-    """Block s adds up its own 32 numbers; the last to finish adds up the parts, in their order."""
+    """Block s adds up its own 32 numbers; the last to finish adds up the parts, in their
+    order.
+    """
     s = cuda.blockIdx.x
     v = warp_sum(x_n[32 * s + cuda.threadIdx.x])
     if cuda.threadIdx.x == 0:

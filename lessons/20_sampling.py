@@ -94,7 +94,8 @@ print(
 def segment_best_kernel(ids_S, best_S, x_V):
     """ids[b], best[b] = the id and the value of the largest of x[64 b : 64 b + 64].
 
-    Of equal ones the lower id. ids (S): int32, best (S), x (V): float32.   Grid S = ceil(V / 64), block 32.
+    Of equal ones the lower id. ids (S): int32, best (S), x (V): float32.
+    Grid S = ceil(V / 64), block 32.
     """
     lane = cuda.threadIdx.x
     first = cuda.blockIdx.x * 64
@@ -125,7 +126,8 @@ lesson.check("20.1", segment_best_kernel)
 def segment_best_kernel(ids_S, best_S, x_V):
     """ids[b], best[b] = the id and the value of the largest of x[64 b : 64 b + 64].
 
-    Of equal ones the lower id. ids (S): int32, best (S), x (V): float32.   Grid S = ceil(V / 64), block 32.
+    Of equal ones the lower id. ids (S): int32, best (S), x (V): float32.
+    Grid S = ceil(V / 64), block 32.
     """
     lane = cuda.threadIdx.x
     first = cuda.blockIdx.x * 64

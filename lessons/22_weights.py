@@ -99,7 +99,8 @@ for name in list(header)[:4]:
 def read_safetensors(data):
     """-> {name: array} from the bytes of a file. Types: F32, F16, I64.
 
-    `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is no tensor.
+    `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is no
+    tensor.
     """
     KINDS = {"F32": np.float32, "F16": np.float16, "I64": np.int64}
     # YOUR CODE
@@ -122,7 +123,8 @@ lesson.check("22.1", read_safetensors)
 def read_safetensors(data):
     """-> {name: array} from the bytes of a file. Types: F32, F16, I64.
 
-    `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is no tensor.
+    `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is no
+    tensor.
     """
     KINDS = {"F32": np.float32, "F16": np.float16, "I64": np.int64}
     n = struct.unpack("<Q", data[:8])[0]
@@ -163,8 +165,8 @@ print(f"{len(tensors)} tensors, equal to the model's parameters: {same}")
 
 # %% tags=["exercise"]
 def pairs_to_halves(w_OC, H):
-    """-> (H D, C): the rows of a query or key weight w (H D, C), within each of H heads from Meta's
-    order to Hugging Face's.
+    """-> (H D, C): the rows of a query or key weight w (H D, C), within each of H heads
+    from Meta's order to Hugging Face's.
     """
     C = w_OC.shape[1]
     # YOUR CODE
@@ -185,8 +187,8 @@ lesson.check("22.2", pairs_to_halves)
 # %% tags=["solution"]
 # Solution 22.2
 def pairs_to_halves(w_OC, H):
-    """-> (H D, C): the rows of a query or key weight w (H D, C), within each of H heads from Meta's
-    order to Hugging Face's.
+    """-> (H D, C): the rows of a query or key weight w (H D, C), within each of H heads
+    from Meta's order to Hugging Face's.
     """
     C = w_OC.shape[1]
     return w_OC.reshape(H, -1, 2, C).transpose(0, 2, 1, 3).reshape(-1, C)
@@ -246,8 +248,8 @@ print(
 def first_parting(ours, theirs, tolerance):
     """-> name of the first stage that differs by more than tolerance, or None.
 
-    How much a stage differs: its largest |ours - theirs| over its largest |theirs|. ours, theirs:
-    {stage: array}, in the order of the forward pass. A NaN counts as a difference.
+    How much a stage differs: its largest |ours - theirs| over its largest |theirs|. ours,
+    theirs: {stage: array}, in the order of the forward pass. A NaN counts as a difference.
     """
     # YOUR CODE
 
@@ -269,8 +271,8 @@ lesson.check("22.3", first_parting)
 def first_parting(ours, theirs, tolerance):
     """-> name of the first stage that differs by more than tolerance, or None.
 
-    How much a stage differs: its largest |ours - theirs| over its largest |theirs|. ours, theirs:
-    {stage: array}, in the order of the forward pass. A NaN counts as a difference.
+    How much a stage differs: its largest |ours - theirs| over its largest |theirs|. ours,
+    theirs: {stage: array}, in the order of the forward pass. A NaN counts as a difference.
     """
     for name in theirs:
         difference = np.abs(ours[name] - theirs[name]).max() / np.abs(theirs[name]).max()

@@ -57,7 +57,7 @@ from xtrain.kernels._hopper import (
 
 TILE_BYTES = 64 * 64 * 2  # a tile of 64 rows of 64 numbers in bf16
 Q, K = 1024, 1024 + TILE_BYTES  # where the tiles of exercise 23.1 lie, in bytes
-STEPS = along_rows(64, TILE_BYTES)  # where its slices of 16 columns begin: 0, 32, 64, 96 bytes
+STEPS = along_rows(64, TILE_BYTES)  # where its slices of 16 columns begin, in bytes
 begin_product, wait_for_product = make_product(64, STEPS, STEPS), make_wait(64, 0)
 describe = make_descriptor(TILE_BYTES)
 
@@ -117,16 +117,18 @@ print(f"and the left operand from there, too {(left + right) / 128:.0f}")
 # A *tensor map* is a description that the host makes: where the array lies, its axes, the size of a
 # tile. A *descriptor*, `describe(address)`, tells the tensor core where a tile lies in shared
 # memory and how it is swizzled. The result is spread over the threads as in lesson 14, 16 rows per
-# warp: with thread = 32 w + 4 g + t, `acc[4 j + i]` is row 16 w + g + 8 (i // 2), column 8 j + 2 t
-# + i % 2.
+# warp: with thread = 32 w + 4 g + t, the register `acc[4 * j + i]` is row `16 * w + g + 8 * (i //
+# 2)`, column `8 * j + 2 * t + i % 2`.
 
 
 # %% tags=["exercise"]
 @cuda.jit
 def warpgroup_kernel(s, maps):
-    """s (64, 64) float32 = q k^T, by two copies and one product of a warpgroup.   Grid 1, block 128.
+    """s (64, 64) float32 = q k^T, by two copies and one product of a warpgroup.
 
-    maps: 0 describes q (64, 64), 1 describes k (64, 64), both bf16. A tile has TILE_BYTES bytes.
+    maps: 0 describes q (64, 64), 1 describes k (64, 64), both bf16. A tile has TILE_BYTES
+    bytes.
+    Grid 1, block 128.
     """
     acc = cuda.local.array(32, float32)
     base, thread = shared_base(), cuda.threadIdx.x
@@ -155,9 +157,11 @@ lesson.check("23.1", warpgroup_kernel)
 # Solution 23.1
 @cuda.jit
 def warpgroup_kernel(s, maps):
-    """s (64, 64) float32 = q k^T, by two copies and one product of a warpgroup.   Grid 1, block 128.
+    """s (64, 64) float32 = q k^T, by two copies and one product of a warpgroup.
 
-    maps: 0 describes q (64, 64), 1 describes k (64, 64), both bf16. A tile has TILE_BYTES bytes.
+    maps: 0 describes q (64, 64), 1 describes k (64, 64), both bf16. A tile has TILE_BYTES
+    bytes.
+    Grid 1, block 128.
     """
     acc = cuda.local.array(32, float32)
     base, thread = shared_base(), cuda.threadIdx.x
@@ -230,7 +234,7 @@ lesson.report(simulator.run, hasty_kernel, 1, 128, s_sim, maps, shared=K + TILE_
 # scores and the output in float32.
 
 # %%
-print("head width, keys, warpgroups, stages   shared KB   registers of a thread for s, p and o")
+print("head width, keys, warpgroups, stages   shared KB   registers for s, p and o")
 for D, keys, groups, stages in (
     (128, 64, 1, 2),
     (128, 128, 2, 2),
@@ -238,9 +242,10 @@ for D, keys, groups, stages in (
     (128, 256, 2, 2),
 ):
     rows = 64 * groups
-    shared = (2 * rows + 2 * stages * keys) * D * 2  # q, the output, and the rings of k and v
-    held = keys // 2 + keys // 4 + D // 2  # s in float32, p in bf16, o in float32, over 128 threads
-    fits = "" if shared < 227 * 1024 and held < 65536 // (128 * (groups + 1)) else "   too much"
+    shared = (2 * rows + 2 * stages * keys) * D * 2  # q, o, and the rings of k and v
+    held = keys // 2 + keys // 4 + D // 2  # s and o in float32, p in bf16, over 128 threads
+    room = shared < 227 * 1024 and held < 65536 // (128 * (groups + 1))
+    fits = "" if room else "   too much"
     print(f"{D:10}, {keys:4}, {groups:10}, {stages:6}   {shared / 1024:9.0f}   {held:8}{fits}")
 
 # %% [markdown]
@@ -580,10 +585,11 @@ for ranks in (2, 4, 8):
 
 # %% tags=["exercise"]
 def fsdp_bytes(layers, layer_bytes, ranks, ahead):
-    """Most bytes of weights that a rank holds at one moment. With one rank nothing is gathered.
+    """Most bytes of weights that a rank holds at one moment. With one rank nothing is
+    gathered.
 
-    layers: how many there are, of layer_bytes each. A gathered layer is a new array of layer_bytes,
-    beside the part that the rank owns.
+    layers: how many there are, of layer_bytes each. A gathered layer is a new array of
+    layer_bytes, beside the part that the rank owns.
     """
     # YOUR CODE
 
@@ -603,10 +609,11 @@ lesson.check("23.4", fsdp_bytes)
 # %% tags=["solution"]
 # Solution 23.4
 def fsdp_bytes(layers, layer_bytes, ranks, ahead):
-    """Most bytes of weights that a rank holds at one moment. With one rank nothing is gathered.
+    """Most bytes of weights that a rank holds at one moment. With one rank nothing is
+    gathered.
 
-    layers: how many there are, of layer_bytes each. A gathered layer is a new array of layer_bytes,
-    beside the part that the rank owns.
+    layers: how many there are, of layer_bytes each. A gathered layer is a new array of
+    layer_bytes, beside the part that the rank owns.
     """
     if ranks == 1:
         return layers * layer_bytes

@@ -192,6 +192,8 @@ def test_shape_of_a_lesson(path):
     ):
         assert any(wanted in h for h in headings), f"no section {wanted!r}"
     assert 'tags=["install"]' in text and "<details><summary>Hint" in text
+    broken = re.findall(r"^# [^\s*+\-|<#%\d].*\n# (?:[+*-] |\d+\. ).*$", text, re.M)
+    assert not broken, f"Markdown takes the second line for a list: {broken}"
     install = [b for h, b in lesson.cells(text) if '"install"' in h]
     first = [b for h, b in lesson.cells(SOURCES[0].read_text(encoding="utf-8")) if '"install"' in h]
     assert install == first, "the install cell is the same in all lessons"
