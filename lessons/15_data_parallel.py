@@ -414,14 +414,15 @@ stages = [
     "bench_ddp/dim384, 4 GPU, bucket 32 MiB copy fp32/bf16",
     "bench_ddp/dim384, 4 GPU, bucket 32 MiB copy fp32 ZeRO-1/bf16",
 ]
-columns = {"ms a step": "ms", "exposed": "exposed_ms", "communication alone": "comm_ms"}
-lesson.table(stages, columns | {"of linear": lambda r: f"{r['of_linear']:.0%}"})
+columns = {"ms": "ms", "exposed": "exposed_ms", "alone": "comm_ms"}
+lesson.table(stages, columns | {"linear": lambda r: f"{r['of_linear']:.0%}"})
 
 # %% [markdown]
-# *Communication alone* is the same messages with nothing else to do. A message per parameter takes
-# as long for `naive` as for `overlap`; the one exposes all of it, and waits at every message
-# besides, the other hides a part. `flat` sends one message and hides nothing. The last three hide
-# and send few. Between them stands the next question:
+# *Alone* is how long the same messages take with nothing else to do, *linear* the share of what the
+# four GPUs do by themselves. A message per parameter takes as long for `naive` as for `overlap`; the
+# one exposes all of it, and waits at every message besides, the other hides a part. `flat` sends
+# one message and hides nothing. The last three hide and send few. Between them stands the next
+# question:
 #
 # ## Who does the copying?
 #
