@@ -266,6 +266,11 @@ def test_no_mpi4py(environment):
         )  # fmt: skip
         assert done.returncode == 2 and done.stderr.count("\n") == sentences
         assert sentences == 0 or "pip install 'xtrain[mpi]'" in done.stderr
+    script = script.replace("main([])", "main(['--help'])")  # needs none
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0 and "--bucket-mb" in done.stdout, done.stderr
 
 
 def test_no_mpi_library(monkeypatch):

@@ -40,6 +40,7 @@ from rich.console import Console
 from . import checkpoint
 from .autograd import Tensor
 from .communicator import (
+    ALONE,
     Alone,
     HostCollectives,
     Ranks,
@@ -378,6 +379,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         first = {os.environ.get(name, "0") for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK")}
         if first == {"0"}:  # without MPI only the launcher's word says which rank this is
+            if {"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments):
+                return _parse(arguments, ALONE)[1]
             print(f"xtrain.ddp: {error}", file=sys.stderr)
         return 2
     with Guard(ranks, "xtrain.ddp") as guard:
