@@ -577,8 +577,8 @@ for D in (32, 64, 128):
 # writes this one.
 #
 # *And padding instead of a swizzle?* It is as free of conflicts, and simpler. It takes an eighth
-# more shared memory at 64 columns, and Hopper's TMA, to which [lesson 23](23_beyond.ipynb) points,
-# writes tiles in swizzles of its own.
+# more shared memory at 64 columns; and Hopper's engine that copies tiles ([lesson
+# 23](23_beyond.ipynb)) writes them in just this swizzle.
 #
 # ## More exercises
 #
