@@ -83,6 +83,8 @@ def test_on_a_cpu_ops_are_listed(capsys, tmp_path):
     for part in ("data", "forward", "backward", "clip + AdamW", "whole step", "SwiGLU", "tokens per second"):  # fmt: skip
         assert part in out, part
     assert picture.stat().st_size > 10_000
+    assert main([*SMALL, "--steps", "1", "--picture", str(tmp_path / "none" / "x.png")]) == 2
+    assert "x.png cannot be written: No such file or directory\n" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from typing import Literal
 
 from .config import UserError
 from .engine import Engine
+from .files import command_line
 from .generate import pieces, run
 from .pretrained import Pretrained, load
 from .sequences import make_requests
@@ -176,4 +177,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

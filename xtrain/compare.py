@@ -22,6 +22,7 @@ from rich.table import Table
 from .autograd import no_grad
 from .config import UserError
 from .device import to_numpy
+from .files import command_line
 from .huggingface import load
 from .model import Transformer
 
@@ -228,4 +229,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

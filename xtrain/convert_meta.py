@@ -28,6 +28,7 @@ import numpy as np
 import tyro
 
 from .config import ModelConfig, UserError
+from .files import command_line
 from .huggingface import MAX_SHARD_BYTES, config_to_hf, replacing, tensor_shapes, write_weights
 from .tensor_file import DTYPES, listed, read_json
 
@@ -303,4 +304,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

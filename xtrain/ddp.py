@@ -52,6 +52,7 @@ from .config import TrainConfig, UserError
 from .data import Corpus
 from .device import Array, resolve_device, synchronize
 from .faults import Guard, Watchdog
+from .files import command_line
 from .kernels.cross_entropy import IGNORE
 from .kernels.elementwise import add_fwd
 from .model import Transformer
@@ -411,4 +412,4 @@ def _parse(arguments, ranks):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .files import command_line
+
 # package: (least version, first version that does not fit any more); of setup.cfg, a test compares them
 NEEDED = {
     "numpy": ("2.0", "2.5"), "numba": ("0.61", None), "ml_dtypes": ("0.5", None), "safetensors": ("0.5", None),
@@ -431,4 +433,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

@@ -5,10 +5,12 @@ import errno
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from .config import UserError
 
@@ -156,3 +158,61 @@ class Journal:
             except OSError:
                 file.truncate(self.size)  # half a line would be taken for a whole one
                 raise
+
+
+# ----------------------------------------------------------------------------- standard output
+UNREAD = 141  # what a shell says of a program that wrote to a pipe without a reader: 128 + SIGPIPE
+
+
+class Output:
+    """Standard output for a run, which does not depend on it: what a full disk or a closed pipe refuses is dropped."""
+
+    def __init__(self):
+        self.refused = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)  # the one of now: somebody may redirect it
+
+    def write(self, text: str) -> int:
+        self._try(lambda: sys.stdout.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda: sys.stdout.flush())
+
+    def _try(self, call):
+        if sys.stdout is not None:
+            try:
+                call()
+            except (OSError, ValueError):  # ValueError: it is closed
+                self.refused = True
+
+    def end(self) -> None:
+        """Let nothing of what was refused be tried again at the end of the program, where it would be an error."""
+        if self.refused:
+            _discard_output()
+
+
+def command_line(main: Callable[[], int]) -> int:
+    """main() -> the exit code of the program: UNREAD when nobody reads its output (`| head`), 1 when that has no room."""
+    try:
+        try:
+            code = main()
+        except SystemExit as stop:  # --help
+            code = stop.code
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except OSError as error:
+        if error.filename is not None or error.errno not in {errno.EPIPE, errno.EIO, *FULL}:
+            raise
+        _discard_output()
+        if error.errno == errno.EPIPE:
+            return UNREAD
+        print(f"xtrain: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _discard_output():
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

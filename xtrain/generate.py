@@ -15,6 +15,7 @@ import tyro
 
 from .config import UserError
 from .engine import Engine, Stream
+from .files import command_line
 from .out_of_memory import ran_out, wanted
 from .pretrained import Pretrained, load
 from .sequences import REASONS
@@ -206,4 +207,4 @@ def run(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

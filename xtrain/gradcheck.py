@@ -29,6 +29,7 @@ from rich.table import Table
 from . import functional as F
 from .autograd import Function, Tensor, no_grad
 from .config import ModelConfig, UserError
+from .files import command_line
 from .kernels.cross_entropy import IGNORE, count_targets
 from .kernels.rope import rope_tables
 from .model import Transformer
@@ -243,4 +244,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

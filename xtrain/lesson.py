@@ -26,6 +26,7 @@ from ._lesson import attempt, figures, records
 from ._lesson.attempt import EXERCISES, Verdict
 from ._lesson.trace import Trace, owners, traced, tracing
 from .config import UserError
+from .files import command_line
 from .kernels._launch import empty, launch, zeros
 
 __all__ = [
@@ -314,4 +315,4 @@ def _check(options):
 _COMMANDS = {"list": _list, "start": _start, "check": _check}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

@@ -20,7 +20,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +45,7 @@ from .device import (
     synchronize,
     to_device,
 )
+from .files import command_line
 from .graph import Graphed
 from .kernel_times import Recorder
 from .logbook import describe
@@ -302,8 +303,17 @@ def measure(o: Options, console: Console) -> None:
             _kernels(o, run, console)
         if o.picture:
             points = None if device == "cpu" else memory.measured_timeline(lambda: _eager(run))
-            draw(_plan_of(run), points, o.picture)
+            with _writing(o.picture):
+                draw(_plan_of(run), points, o.picture)
             _say(console, f"memory over a step: {escape(str(o.picture))}")
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _plan_of(run: Run) -> memory.Plan:
@@ -339,7 +349,9 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
         times = events.timed()
     console.print(kernel_table(kernel_times.rows(times, steps), copy, product))
     if o.trace:
-        Path(o.trace).write_text(json.dumps(kernel_times.chrome_trace(times)), encoding="utf-8")
+        text = json.dumps(kernel_times.chrome_trace(times))
+        with _writing(o.trace):
+            Path(o.trace).write_text(text, encoding="utf-8")
         _say(console, f"trace: {escape(str(o.trace))} (open it in ui.perfetto.dev)")
 
 
@@ -462,4 +474,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

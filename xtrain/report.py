@@ -21,7 +21,7 @@ from ._report import comparison, record, sections, style
 from ._report.record import Record
 from ._report.sentence import MOST_TOKENS, look
 from .config import UserError
-from .files import cannot_write, write_whole
+from .files import cannot_write, command_line, write_whole
 from .model import Transformer
 from .tokenizer import Tokenizer
 
@@ -137,4 +137,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

@@ -28,7 +28,7 @@ from .communicator import ALONE, Alone
 from .config import ModelConfig, TrainConfig, UserError, resolve
 from .data import Corpus, prepare
 from .device import device_name, memory_peak_bytes, resolve_device, to_numpy
-from .files import Busy, cannot_write, locked, write_whole
+from .files import Busy, Output, cannot_write, command_line, locked, write_whole
 from .health import unsound
 from .kernels._launch import set_debug
 from .logbook import (
@@ -150,10 +150,12 @@ def train(
     make_run: Callable[..., Run] = Run,
 ) -> Path:
     """A whole run. -> its folder. Raises UserError on anything the user can mend. ranks, make_run: see ddp.py."""
-    console = console or Console(quiet=ranks.rank > 0)
+    output = Output()
+    console = console or Console(file=output, quiet=ranks.rank > 0)
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     warn = lambda text: say(f"[yellow]warning[/]: {escape(text)}")
     with Stop(seconds(config.time_limit)) as stop, contextlib.ExitStack() as stack:
+        stack.callback(output.end)
         device = resolve_device(config.device)
         set_debug(config.debug)
         if config.tensorboard:
@@ -336,4 +338,4 @@ def _parse(arguments: list[str] | None) -> TrainConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(main))

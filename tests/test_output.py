@@ -1,0 +1,73 @@
+"""Standard output that nobody reads, that has no room or is closed: a run goes on, other command lines end with a word or none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import DATA
+
+TRAIN = [
+    "train", "--data", str(DATA / "grammar.txt"), "--preset", "tiny", "--steps", "4", "--batch", "2", "--seq-len", "32",
+    "--vocab-size", "320", "--eval-every", "2", "--sample-every", "2", "--sample-tokens", "3", "--name", "run",
+]  # fmt: skip
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full (Linux)")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def command(output, *arguments):
+    """-> exit code, what it said on stderr"""
+    done = subprocess.run(
+        [sys.executable, "-m", f"xtrain.{arguments[0]}", *arguments[1:]],
+        stdout=output, stderr=subprocess.PIPE, text=True, timeout=300, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def unread():
+    """A pipe whose reader has gone."""
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+def test_a_run_does_not_need_a_reader(tmp_path, unread):
+    assert command(unread, *TRAIN, "--out", str(tmp_path)) == (0, "")
+    assert (tmp_path / "run/checkpoints/step-000004").is_dir()
+    assert (tmp_path / "run/report.html").exists()
+
+
+@needs_full
+def test_a_run_on_a_full_disk_for_its_output(tmp_path):
+    with open(FULL, "w") as full:
+        assert command(full, *TRAIN, "--out", str(tmp_path)) == (0, "")
+    assert (tmp_path / "run/checkpoints/step-000004").is_dir()
+
+
+@pytest.mark.parametrize("arguments", [["lesson", "list"], ["train", "--help"]], ids=" ".join)
+def test_others_end_without_a_word(unread, arguments):
+    assert command(unread, *arguments) == (141, "")
+
+
+@needs_full
+def test_others_say_that_there_is_no_room():
+    with open(FULL, "w") as full:
+        code, said = command(full, "lesson", "list")
+    assert (
+        code == 1 and said == "xtrain: standard output cannot be written: No space left on device\n"
+    )
+
+
+def test_every_command_line_ends_this_way():
+    for path in (Path(__file__).parent.parent / "xtrain").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "__main__" in text and "def main(" in text:
+            assert "sys.exit(command_line(main))" in text, path.name
