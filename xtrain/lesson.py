@@ -12,7 +12,6 @@ import argparse
 import importlib
 import inspect
 import linecache
-import os
 import re
 import sys
 import types
@@ -277,15 +276,10 @@ def main(arguments: list[str] | None = None) -> int:
     judge.add_argument("file", nargs="?", type=Path, help="default: my_lessons/NN_name.py")
     options = parser.parse_args(arguments)
     try:
-        code = _COMMANDS[options.command](options)
-        sys.stdout.flush()
-        return code
+        return _COMMANDS[options.command](options)
     except UserError as error:
         print(f"xtrain.lesson: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read our output has gone: let Python's last flush go nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 def _list(options):
