@@ -1,6 +1,7 @@
 """A Llama of transformers, taken apart as Meta publishes its own, and converted back: identical logits."""
 
 import json
+import os
 import pickle
 
 import numpy as np
@@ -173,6 +174,9 @@ def test_folders_that_are_none(meta, capsys, tmp_path):
     (meta / "consolidated.00.pth").rename(meta / "consolidated.01.pth")
     refused(capsys, meta, "without a gap, it has: consolidated.01.pth")
     (meta / "consolidated.01.pth").unlink()
+    os.mkfifo(meta / "consolidated.00.pth")  # nobody waits for what comes out of a pipe
+    refused(capsys, meta, "without a gap, it has: ")
+    (meta / "consolidated.00.pth").unlink()
     refused(capsys, meta, "it has: none")
     (meta / "params.json").unlink()
     refused(capsys, meta, "has no params.json")

@@ -118,7 +118,7 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
         raise UserError(
             "reading .pth files needs PyTorch: pip install torch --index-url https://download.pytorch.org/whl/cpu"
         ) from None
-    files = sorted(folder.glob("consolidated.*.pth"))
+    files = sorted(p for p in folder.glob("consolidated.*.pth") if p.is_file())
     numbers = [re.fullmatch(r"consolidated\.(\d+)\.pth", file.name) for file in files]
     if not files or [m and int(m[1]) for m in numbers] != list(range(len(files))):
         raise UserError(
