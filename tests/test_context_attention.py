@@ -181,6 +181,11 @@ def test_bad_input():
     replace = lambda i, x: (*args[:i], x, *args[i + 1 :])
     with pytest.raises(ValueError, match="a sequence is longer than longest = 2"):
         context_attention(*replace(6, 2))
+    with pytest.raises(ValueError, match="longest is -1"):
+        run(replace(6, -1), to_kernel)
+    assert np.array_equal(
+        run(replace(6, 2**31), to_kernel), run(args, to_kernel)
+    )  # not as many blocks
     with pytest.raises(
         ValueError, match="history and new tokens do not fit the cache of 7 positions"
     ):

@@ -187,11 +187,9 @@ def target(device: str) -> Target:
         except (NotImplementedError, MemoryError) as error:  # no room for 2^40 rows
             raise Refused(name) from error
         except RaceError as error:
-            if name != "append_kv":
+            if name not in ("append_kv", "decode_attention"):
                 raise
-            raise Refused(
-                "append_kv: two tokens of one place, which its docstring forbids"
-            ) from error
+            raise Refused(f"{name}: two tokens of one place, as it must not be") from error
         except (ValueError, TypeError) as error:
             if not own_refusal(error):
                 shapes = {

@@ -211,6 +211,8 @@ def context_attention(
     if on_host(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A):
         _check_places(op, edges_E, history_A, rows_A, N, R, S, longest)
         return context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale)
+    check(longest >= 0, f"{op}: longest is {longest}")
+    longest = min(longest, N)  # blocks beyond all queries would do nothing
     check(A * H < 2**16, f"{op}: {A} sequences of {H} heads in one launch, at most 65535 in all")
     o_NHD = empty(q_NHD, q_NHD.shape)
     flat = [x.reshape(-1) for x in (o_NHD, q_NHD, k_RGSD, v_RGSD)]
