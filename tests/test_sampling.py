@@ -303,6 +303,8 @@ def test_bad_input():
     good = parameters(2)
     with pytest.raises(ValueError, match="vocabulary of 11, the logits have 10 columns"):
         sample(logits, ids, *good, vocab=11)
+    with pytest.raises(TypeError, match="seed is float64, expected int64"):
+        sample(logits, ids, *good[:3], good[3].astype(np.float64), *good[4:])
     with pytest.raises(TypeError, match="ids is int64"):
         sample(logits, ids.astype(np.int64), *good)
     with pytest.raises(ValueError, match=r"top_p has shape \(1,\), expected \(2\)"):

@@ -90,13 +90,14 @@ def check_array(
 ) -> None:
     """Refuse what a kernel would read wrongly. In `shape`, None means any length.
 
-    On the CPU float64 passes too: the references are dtype-agnostic, and finite differences need it.
+    On the CPU float64 passes for float32 too: the references are dtype-agnostic, and finite differences need it.
     """
     fits = len(x.shape) == len(shape) and all(s is None or s == n for s, n in zip(shape, x.shape))
     if not fits:
         want = "(" + ", ".join("any" if s is None else str(s) for s in shape) + ")"
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {want}")
-    if x.dtype.name not in dtypes and not (type(x) is np.ndarray and x.dtype == np.float64):
+    wider = type(x) is np.ndarray and x.dtype == np.float64 and "float32" in dtypes
+    if x.dtype.name not in dtypes and not wider:
         raise TypeError(f"{op}: {name} is {x.dtype}, expected {' or '.join(dtypes)}")
     if not (strided or x.flags.c_contiguous):
         raise ValueError(
