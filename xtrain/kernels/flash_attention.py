@@ -25,8 +25,8 @@ With `causal`, query t sees the keys s <= t + (S - T): S > T means that the firs
 Operations: 4 B H T S D forward, 2.5 times that backward, and half of it if causal.
 
     NumPy             the references below
-    bf16, 9.0         flash_attention_hopper.py, _hopper_bwd.py, _hopper_parts.py: wgmma and TMA, D = 64, 128
-    bf16              flash_attention_bf16.py, _bf16_bwd.py, _bf16_pairs.py: tensor cores, D = 16, 32, 64, 128
+    bf16, 9.0         flash_attention_hopper.py and _flash_attention_hopper_*.py: wgmma and TMA, D = 64, 128
+    bf16              flash_attention_bf16.py and _flash_attention_bf16_*.py: tensor cores, D = 16, 32, 64, 128
     float32           flash_attention_fp32.py: any D up to 128; also the version to read first
 
 Nothing is added up by atomics: the same input gives the same bits.
