@@ -6,6 +6,7 @@ last kind is told as well.
 """
 
 import collections
+import faulthandler
 import json
 import multiprocessing
 import resource
@@ -100,6 +101,7 @@ def fuzz(
 
 def _work(name, make, inputs, start, folder, seconds, limit, note, queue):
     _limit_memory()
+    faulthandler.disable()  # how the interpreter ended is reported; pytest's dump would only alarm
     target, result = make(), Result(name)
     said: collections.Counter[str] = collections.Counter()
     begun = time.monotonic()
