@@ -268,9 +268,7 @@ def gpu_collectives(ranks: Ranks, arena: Any, bf16: bool, how: str) -> GpuCollec
 
 def why_no_copies(ranks: Ranks, bf16: bool = False) -> str:
     """Why copy engines cannot do it; "" when they can. The same answer on every rank."""
-    if (
-        bf16
-    ):  # casting twice costs more than half the bytes save: the engines are fast, and mostly hidden
+    if bf16:  # casting twice costs more than half the bytes save
         return "gradients that travel in bf16 are NCCL's"
     if any(ranks.everybody(ranks.local_world != ranks.world)):
         return "the ranks are on several machines"

@@ -14,7 +14,7 @@ MISTAKES = [
     ("23.3", "w1_FC[mine]", "w1_FC", "a COLUMN of w2"),
     ("23.3", "silu(x_NC @ w1_FC[mine].T)", "(x_NC @ w1_FC[mine].T)", "silu is missing"),
     ("23.3", "mine = slice(r * part, (r + 1) * part)", "mine = slice(0, None)", "nothing is divided"),
-    ("23.3", "@ w2_CF[:, mine].T", "@ w2_CF[:, ::-1][:, mine].T", "do not belong to the rows"),
+    ("23.3", "@ w2_CF[:, mine].T", "@ w2_CF[:, r::ranks].T", "do not belong to the rows"),
     ("23.4", " + (1 + ahead) * layer_bytes", "", "its whole weights must be there"),
     ("23.4", "(1 + ahead)", "1", "they take memory, too"),
     ("23.4", "layers * layer_bytes // ranks", "layers * layer_bytes", "expected"),
