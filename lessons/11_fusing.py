@@ -134,7 +134,7 @@ def bytes_before_after(kernels, sizes, kept):
 # %% [markdown]
 # The four places of a transformer where it pays. The unit is an array of N rows and the width of
 # that place. **QK-norm and RoPE**: some models, Qwen3 among them, normalise each head's query and
-# key before they are rotated; the values go along. **SwiGLU**: `silu(gate) * up`.
+# key before they are rotated; the values stay where they are. **SwiGLU**: `silu(gate) * up`.
 # **Cross-entropy**: once over the logits for the loss, once more for the gradient.
 
 # %%
@@ -145,9 +145,9 @@ PLACES = {
         ["h", "y"],
     ),
     "QK-norm + RoPE": (
-        [(["qk of qkv"], ["u"]), (["u"], ["q, k"]), (["v of qkv"], ["v"])],
-        {"qk of qkv": 2, "u": 2, "q, k": 2, "v of qkv": 1, "v": 1},
-        ["q, k", "v"],
+        [(["qk of qkv"], ["u"]), (["u"], ["q, k"])],
+        {"qk of qkv": 2, "u": 2, "q, k": 2},
+        ["q, k"],
     ),
     "SwiGLU": (
         [(["gate"], ["s"]), (["s", "up"], ["y"])],

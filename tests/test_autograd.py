@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from checks import to_host
 
-from xtrain import ModelConfig, Tensor, Transformer, autograd, no_grad
+from xtrain import ModelConfig, Tensor, Transformer, autograd, functional, no_grad
 from xtrain import functional as F
 from xtrain.autograd import Function, is_unit
 from xtrain.device import to_device
 from xtrain.gradcheck import CASES, Draw
+from xtrain.kernels.rope import rope_tables
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
@@ -407,3 +408,32 @@ def test_tensor_basics(device):
 
 def test_the_engine_stays_short():
     assert len(Path(autograd.__file__).read_text().splitlines()) < 300
+
+
+def packed_attention(qkv, more, dtype=np.float64):
+    """-> gradient of packed q, k, v through attention; more: v is used a second and a third time"""
+    B, T, H, G, D = 2, 3, 2, 1, 4
+    tables = rope_tables(D, T, 100.0)
+    x = Tensor(qkv.astype(dtype), requires_grad=True)
+    q, k, v = F.qk_norm_rope(x, None, None, *tables, H, G, T, 1e-6, None)
+    q, k, v4 = (y.reshape(B, T, -1, D) for y in (q, k, v))
+    o = F.attention(q, k, v4, 0.5, True)
+    if more:
+        o = o + F.attention(q, k, v4, 0.5, False)
+        o = o + F.attention(q, k, v.reshape(B, T, -1, D), 0.25, True)
+    o.backward(np.random.default_rng(1).standard_normal(o.shape).astype(dtype))
+    return x.grad
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_the_gradient_of_v_is_written_where_it_belongs(monkeypatch, more):
+    """Its first user writes it into the packed gradient; what others give is added. The values are those without that."""
+    qkv = np.random.default_rng(0).standard_normal((6, 16))
+    seen, same_place = [], functional.same_place
+    monkeypatch.setattr(
+        functional, "same_place", lambda *a: (seen.append(same_place(*a)), seen[-1])[1]
+    )
+    got = packed_attention(qkv, more)
+    assert seen == [not more]
+    monkeypatch.setattr(F.QKNormRope, "grad_place", staticmethod(lambda ctx, i: None))
+    assert np.array_equal(got, packed_attention(qkv, more)) and seen[1:] == [False]

@@ -59,9 +59,11 @@ def launch_everything(dtype):
     rope.rope_bwd(rope.rope_fwd(new(2, 3, 8), table, table, T=2), table, table, T=2)
     for w, dw in ((f32(8), f32(8)), (None, None)):
         shape = (new(2, 48), w, w, table, table, 4, 1, 2)
-        q, k, v, rstd = qk_norm_rope.qk_norm_rope_fwd(*shape, 1e-6)
+        q, k, _, rstd = qk_norm_rope.qk_norm_rope_fwd(*shape, 1e-6)
         grads = (4, 1, 2, dw, dw)
-        qk_norm_rope.qk_norm_rope_bwd(q, k, v, new(2, 48), w, w, rstd, table, table, *grads)
+        qk_norm_rope.qk_norm_rope_bwd(
+            new(2, 48), q, k, new(2, 48), w, w, rstd, table, table, *grads
+        )
     layout.swap_heads(new(1, 2, 3, 4))
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8)), new(2, 8))
     swiglu.swiglu_bwd(new(2, 4), new(2, 8), again=True)

@@ -18,7 +18,7 @@ from xtrain.kernels.decode_attention import (
     make_decode_kernel,
 )
 from xtrain.kernels.flash_attention import flash_attention_ref
-from xtrain.kernels.qk_norm_rope import qk_norm_rope_ref
+from xtrain.kernels.qk_norm_rope import qk_norm_rope_ref, values_of
 from xtrain.kernels.rope import rope_tables
 from xtrain.simulator import KernelError, sim
 
@@ -153,7 +153,8 @@ def test_step_by_step_is_the_whole_prompt_at_once(norm, scaling):
     qkv, _, _, _, _, cos, sin, q_w, k_w, eps, scale = case(
         [0] * T, H, G, D, T, norm=norm, scaling=scaling
     )
-    q, k, v, _ = qk_norm_rope_ref(qkv, q_w, k_w, cos, sin, H, G, np.arange(T), eps)
+    q, k, _ = qk_norm_rope_ref(qkv, q_w, k_w, cos, sin, H, G, np.arange(T), eps)
+    v = values_of(qkv, H, G, 2 * cos.shape[1])
     want, _ = flash_attention_ref(q[None], k[None], v[None], scale)
     for put in (np.array, to_kernel):
         caches = [put(np.zeros((1, G, T, D), np.float32)) for _ in range(2)]

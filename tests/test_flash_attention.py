@@ -75,24 +75,90 @@ def test_grid_covers_every_head_and_row(heads, rows, l2):
     assert fa.make_grid("fwd", (64, 64, 4, 2), True, (0, 5, 2, 16), (0, 5, 2, 16), 13, l2)[2] == 0
 
 
-def test_parts_of_a_packed_array_are_read_in_place():
-    B, T, H, G, D = (2, 600, 4, 2, 64) if GPU else (2, 20, 2, 1, 16)
-    packed = to_kernel(normal(0, B, T, (H + 2 * G) * D, dtype=BF16))
-    heads = lambda first, n: packed[..., first * D : (first + n) * D].reshape(B, T, n, D)
-    q, k, v = heads(0, H), heads(H, G), heads(H + G, G)
-    assert not q.flags.c_contiguous
-    flat, row = fa._flat(q)
-    assert row == (H + 2 * G) * D and flat.ndim == 1
-    if not GPU:
-        assert np.shares_memory(flat, packed)
-    do = to_kernel(normal(1, B, T, H, D, dtype=BF16))
-    for a, b in zip(
-        everything(q, k, v, do, 0.25, True),
-        everything(q.copy(), k.copy(), v.copy(), do, 0.25, True),
-    ):
+def heads_of(packed_BTP, first, n, D):
+    """n heads from `first` on, out of the columns of a packed array: a view"""
+    B, T, P = packed_BTP.shape
+    return packed_BTP.reshape(B, T, P // D, D)[:, :, first : first + n]
+
+
+def same_bits(results, others):
+    for a, b in zip(results, others):
         assert np.array_equal(to_host(a).view(np.uint8), to_host(b).view(np.uint8))
-    odd = packed[..., : H * D].reshape(B, T, H, D)[:, 1:]  # a gap between the sequences
-    assert fa._flat(odd)[1] == H * D
+
+
+PACKED = [(np.float32, 1, 3, 1, 1, 3), (BF16, 2, 5, 2, 1, 16)]  # D = 128: packed and paired, below
+PACKED = (
+    [(d, 2, 600, 4, 2, D) for d in (np.float32, BF16) for D in (16, 64, 128)] if GPU else PACKED
+)
+
+
+@pytest.mark.parametrize("which", ["qkv", "v"])
+@pytest.mark.parametrize("dtype, B, T, H, G, D", PACKED)
+def test_packed_arrays_are_read_and_written_in_place(dtype, B, T, H, G, D, which):
+    """The same bits as from arrays of their own; in the packed gradient nothing but dv is touched."""
+    packed = to_kernel(normal(0, B, T, (H + 2 * G) * D, dtype=dtype))
+    places = {"q": (0, H), "k": (H, G), "v": (H + G, G)}
+    q, k, v = (heads_of(packed, *places[n], D) for n in "qkv")
+    right = q.copy(), k.copy(), v.copy(), to_kernel(normal(1, B, T, H, D, dtype=dtype))
+    given = [x if n in which else y for n, x, y in zip("qkv", (q, k, v), right)]
+    assert not v.flags.c_contiguous
+    if dtype == BF16:
+        flat, row = fa._rows(v)
+        assert row == (H + 2 * G) * D and flat.ndim == 1
+        assert GPU or np.shares_memory(flat, packed)
+    expected = everything(*right, 0.25, True)
+    o, lse = flash_attention_fwd(*given, 0.25)
+    gradient = empty(packed, packed.shape)
+    gradient.view(np.uint8)[...] = 0x5A
+    dv = heads_of(gradient, *places["v"], D)
+    *others, returned = flash_attention_bwd(right[3], *given, o, lse, 0.25, True, dv)
+    assert returned is dv
+    same_bits((o, lse, *others, heads_of(gradient, *places["v"], D).copy()), expected)
+    rest = (
+        to_host(gradient).view(np.uint8).reshape(B, T, -1)[..., : (H + G) * D * gradient.itemsize]
+    )
+    assert (rest == 0x5A).all()
+
+
+def test_packed_arrays_on_the_cpu():
+    packed = normal(0, 2, 5, 4 * 3)
+    q, k, v = (heads_of(packed, *at, 3) for at in ((0, 2), (2, 1), (3, 1)))
+    right, gradient = (
+        [x.copy() for x in (q, k, v)] + [normal(1, 2, 5, 2, 3)],
+        np.full_like(packed, 7),
+    )
+    expected = everything(*right, 0.3, True)
+    o, lse = flash_attention_fwd(q, k, v, 0.3)
+    dv = heads_of(gradient, 3, 1, 3)
+    got = flash_attention_bwd(right[3], q, k, v, o, lse, 0.3, True, dv)
+    assert got[2] is dv and (gradient[..., :9] == 7).all()
+    same_bits([x.copy() for x in (o, lse, *got)], expected)
+
+
+@pytest.mark.parametrize(
+    "odd", ["a gap between sequences", "heads apart", "not on 16 bytes", "rows not"]
+)
+def test_layouts_that_are_copied_first(odd):
+    """Tensor-core kernels copy 16 bytes at a time: what lies otherwise is right too, by way of a copy."""
+    B, T, G, D = 2, 4, 1, 16
+    whole = to_kernel(normal(3, B, T + 1, 3, D + 8, dtype=BF16))
+    flat = whole.reshape(-1)
+    v = {
+        "a gap between sequences": lambda: whole.reshape(B, T + 1, 3 * (D + 8))[:, 1:, :D],
+        "heads apart": lambda: whole[:, :T, :1, :D],
+        "not on 16 bytes": lambda: flat[1 : 1 + B * T * 32].reshape(B, T, 32)[..., :D],
+        "rows not": lambda: flat[: B * T * 35].reshape(B, T, 35)[..., :D],
+    }[odd]().reshape(B, T, G, D)  # fmt: skip
+    if GPU or odd != "not on 16 bytes":
+        assert not fa.in_place(v)
+    q, k, _, do = map(to_kernel, case(B, T, T, 2, G, D, dtype=BF16))
+    expected = everything(q, k, v.copy(), do, 0.3, True)
+    o, lse = flash_attention_fwd(q, k, v, 0.3)
+    before, dv = to_host(whole).copy(), v
+    dq, dk, dv = flash_attention_bwd(do, q, k, v.copy(), o, lse, 0.3, True, dv)
+    same_bits([x.copy() for x in (o, lse, dq, dk, dv)], expected)
+    changed = (to_host(whole).view(np.uint8) != before.view(np.uint8)).reshape(-1, whole.itemsize)
+    assert 0 < changed.any(-1).sum() <= v.size
 
 
 @pytest.mark.gpu
@@ -158,3 +224,7 @@ def test_bad_input():
         flash_attention_bwd(do, q, k, v, o, lse[:, :, :2].copy(), 1.0)
     with pytest.raises(TypeError, match="do is bfloat16"):
         flash_attention_bwd(do.astype(BF16), q, k, v, o, lse, 1.0)
+    with pytest.raises(ValueError, match=r"dv has shape \(1, 4, 4, 24\), expected \(1, 4, 2, 24\)"):
+        flash_attention_bwd(do, q, k, v, o, lse, 1.0, True, np.repeat(v, 2, 2))
+    with pytest.raises(TypeError, match="dv is bfloat16, expected float32"):
+        flash_attention_bwd(do, q, k, v, o, lse, 1.0, True, v.astype(BF16))

@@ -100,7 +100,7 @@ BUGS = {
     # the maths
     "sums not rescaled": (FWD, "total[m, r] *= shrink", "total[m, r] *= float32(1.0)", WRONG),
     "diagonal off by one": (FWD, "last = int32(last - n0", "last = int32(last + 1 - n0", WRONG),
-    "wrong key head": (BWD, "kv = b * S * kv_row + h // group * D", "kv = b * S * kv_row + h % group * D", KernelError),
+    "wrong key head": (BWD, "        head = h // group * D\n", "        head = h % group * D\n", KernelError),
     "delta forgotten": (BWD, "dp[m, n, i] - delta[m, i // 2]", "dp[m, n, i]", WRONG),
     "queries of the past are seen": (BWD, "if int32(8 * n + c) < first:", "if int32(8 * n + c) < first - 1:", WRONG),
 }  # fmt: skip

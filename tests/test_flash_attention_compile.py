@@ -17,11 +17,11 @@ __all__ = ["nvvm"]
 pytestmark = pytest.mark.usefixtures("nvvm")
 
 HALF, FULL = types.Array(types.uint16, 1, "C"), types.Array(types.float32, 1, "C")
-SCALARS = (*[types.int32] * 6, types.float32)
+SCALARS = (*[types.int32] * 7, types.float32)
 SIGNATURES = {
     "fwd": (HALF, FULL, HALF, HALF, HALF, *SCALARS),
     "dq": (HALF, FULL, *[HALF] * 5, FULL, *SCALARS),
-    "dkdv": (*[HALF] * 6, FULL, FULL, *SCALARS),
+    "dkdv": (*[HALF] * 6, FULL, FULL, types.int32, *SCALARS),
 }
 BTHD, BHT = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
 FP32 = {

@@ -112,6 +112,10 @@ def test_packed_in_place_sentinels_and_the_same_bits_twice(on_hopper, monkeypatc
     again = everything(q.copy(), k.copy(), v.copy(), do, 0.25, True)
     for a, b in zip(first, again):
         assert np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    gradient = sim(np.full(packed.shape, 7, BF16))
+    dv = gradient.reshape(B, T, H + 2 * G, D)[:, :, H + G :]
+    fa.flash_attention_bwd(do, q, k, v, *first[:2], 0.25, True, dv)
+    assert np.array_equal(dv, first[4]) and (gradient[..., : (H + G) * D] == 7).all()
     odd = sim(normal(2, B, T, H, D + 4, dtype=BF16))[..., 4:]
     assert mappable(odd) is not odd and mappable(odd).flags.c_contiguous
 

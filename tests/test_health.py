@@ -104,11 +104,11 @@ def put(result, value):
     """value becomes the first element of the first array of floating point numbers in a result."""
     for x in result if isinstance(result, tuple) else (result,):
         if hasattr(x, "dtype") and x.dtype.name in ("float32", "bfloat16", "float64") and x.size:
+            first = (0,) * x.ndim  # of x itself, which need not be contiguous
             if x.dtype.name == "bfloat16":
-                bits = int(np.array(value, x.dtype).view(np.uint16))
-                x.reshape(-1).view(np.uint16)[0] = bits
+                x.view(np.uint16)[first] = int(np.array(value, x.dtype).view(np.uint16))
             else:
-                x.reshape(-1)[0] = value
+                x[first] = value
             return True
     return False
 

@@ -125,6 +125,9 @@ def test_bytes_of_a_launch():
     assert moved("causal_softmax_fwd_kernel", a, n) == 800
     assert moved("embedding_sort_kernel", a, b, n) is None
     assert moved("embedding_fwd_kernel", a, array(10, 5), array(9999, 6), n) == 840
+    wide, one = array(1000, 10), array(1, 11)  # packed: only the columns of v are read
+    assert moved("flash_attention_fwd_kernel", a, one, b, c, wide, n) == 1604
+    assert moved("qk_norm_rope_bwd_kernel", wide, one, a, b, array(1000, 12), n) == 2404
     small, half = array(1, 8), array(100, 9, np.float16)
     update = (a, b, c, half, d, small, small, n)
     assert moved("adamw_kernel", *update, zero_grad=False) == 100 * (24 + 4 + 2) + 4
@@ -134,7 +137,7 @@ def test_bytes_of_a_launch():
 def test_operations_of_attention():
     B, T, H, D = 2, 64, 4, 32
     o, lse = array(B * T * H * D, 1), array(B * T * H, 2)
-    sizes = [np.int32(x) for x in (T, T, H, 1, H * D, H * D)]
+    sizes = [np.int32(x) for x in (T, T, H, 1, H * D, H * D, H * D)]
     forward = kernel_times._attention_flops("flash_attention_fwd_kernel", (o, lse, o, o, o, *sizes))
     assert forward == 4 * B * H * T * T * D / 2
     assert kernel_times._attention_flops("adamw_kernel", ()) is None

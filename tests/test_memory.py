@@ -46,6 +46,9 @@ def test_a_ghost_has_the_shape_of_an_array(ghosts):
         lambda a: a[1:2].reshape(6, 10),
         lambda a: a[..., :5].reshape(-1),
         lambda a: a[:, 2].copy(),
+        lambda a: a[:, 2:4].reshape(2, 2, 2, 10),
+        lambda a: a[:, 2:4].reshape(4, 20),
+        lambda a: a[:, 2:4].reshape(8, 10),
         lambda a: a.astype(np.int32),
         lambda a: a.reshape(-1).view(np.int64),
     ):

@@ -15,6 +15,7 @@ from xtrain.kernels.qk_norm_rope import (
     qk_norm_rope_bwd_ref,
     qk_norm_rope_fwd,
     qk_norm_rope_ref,
+    values_of,
 )
 from xtrain.kernels.rmsnorm import rmsnorm_bwd_ref, rmsnorm_fwd
 from xtrain.kernels.rope import rope_bwd, rope_fwd, rope_tables
@@ -44,8 +45,9 @@ def case(N, H, G, D, T, scale=1.0, dtype=np.float32):
 
 
 def upstream(N, H, G, D, dtype=np.float32):
-    """-> dq, dk, dv"""
-    return [normal(i, N, heads, D).astype(dtype) for i, heads in ((4, H), (5, G), (6, G))]
+    """-> dqkv, in which attention has written dv already, dq, dk"""
+    dqkv = normal(6, N, (H + 2 * G) * D).astype(dtype)
+    return [dqkv, *(normal(i, N, heads, D).astype(dtype) for i, heads in ((4, H), (5, G)))]
 
 
 def single(*arrays):
@@ -62,21 +64,27 @@ def test_reference_against_calculus(shape, norm):
     N, H, G, D, T = shape
     *inputs, cos, sin = case(*shape)
     inputs = double(*inputs) if norm else [inputs[0].astype(np.float64), None, None]
-    outputs, positions = upstream(N, H, G, D, np.float64), np.arange(N) % T
+    (dqkv, *outputs), positions = upstream(N, H, G, D, np.float64), np.arange(N) % T
+    dv = values_of(dqkv, H, G, D).copy()
     forward = lambda *inputs: qk_norm_rope_ref(*inputs, cos, sin, H, G, positions, EPS)
-    f = lambda *inputs: sum(float((y * dy).sum()) for y, dy in zip(forward(*inputs), outputs))
-    rstd = forward(*inputs)[3]
-    gradients = qk_norm_rope_bwd_ref(*outputs, *inputs, rstd, cos, sin, positions)
-    assert_directional(f, inputs, gradients)
+
+    def f(qkv, *weights):
+        y = *forward(qkv, *weights)[:2], values_of(qkv, H, G, D)
+        return sum(float((a * da).sum()) for a, da in zip(y, (*outputs, dv)))
+
+    rstd = forward(*inputs)[2]
+    dw = qk_norm_rope_bwd_ref(dqkv, *outputs, *inputs, rstd, cos, sin, positions)
+    assert_directional(f, inputs, (dqkv, *dw))
 
 
 def test_equals_rmsnorm_and_rope():
     N, H, G, D, T = 6, 4, 2, 8, 3
     qkv, q_w, k_w, cos, sin = case(N, H, G, D, T)
     q, k, v, rstd = qk_norm_rope_fwd(qkv, q_w, k_w, cos, sin, H, G, T, EPS)
-    dq, dk, dv = upstream(N, H, G, D)
+    dqkv, dq, dk = upstream(N, H, G, D)
+    dv = values_of(dqkv, H, G, D).copy()
     dq_w, dk_w = np.zeros(D, np.float32), np.zeros(D, np.float32)
-    dqkv = qk_norm_rope_bwd(dq, dk, dv, qkv, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w)
+    qk_norm_rope_bwd(dqkv, dq, dk, qkv, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     columns = {"q": (0, H), "k": (H, H + G), "v": (H + G, H + 2 * G)}
     part = {
@@ -90,7 +98,7 @@ def test_equals_rmsnorm_and_rope():
         expected_dx, expected_dw = rmsnorm_bwd_ref(du, x, w, r)
         close(dx, expected_dx)
         close(dw, expected_dw)
-    assert np.array_equal(v.reshape(N, -1), part["v"][0])
+    assert np.shares_memory(v, qkv) and np.array_equal(v.reshape(N, -1), part["v"][0])
     assert np.array_equal(dv.reshape(N, -1), part["v"][1])
 
 
@@ -104,7 +112,8 @@ def test_forward_kernel(shape, scale, dtype):
     p = np.arange(N) % T
     exact = qk_norm_rope_ref(*double(*arrays), H, G, p, EPS)
     reference = qk_norm_rope_ref(*single(*arrays), H, G, p, EPS)
-    for name, k, e, r in zip(("q", "k", "v", "rstd"), got, exact, reference):
+    assert np.array_equal(to_host(got[2]), values_of(arrays[0], *shape[1:4]))
+    for name, k, e, r in zip(("q", "k", "rstd"), (*got[:2], got[3]), exact, reference):
         kind = np.float32 if name == "rstd" else dtype
         assert to_host(k).dtype == kind
         assert_as_good(k, e, r.astype(kind), what=name)
@@ -143,16 +152,18 @@ def test_backward_kernel_with_heads_in_several_blocks(monkeypatch):
 def check_backward(N, H, G, D, T, dtype):
     qkv, q_w, k_w, cos, sin = case(N, H, G, D, T, dtype=dtype)
     outputs, before, p = upstream(N, H, G, D, dtype), normal(7, D), np.arange(N) % T
-    rstd = qk_norm_rope_ref(*single(qkv), q_w, k_w, cos, sin, H, G, p, EPS)[3]
+    rstd = qk_norm_rope_ref(*single(qkv), q_w, k_w, cos, sin, H, G, p, EPS)[2]
     dq_w, dk_w = to_kernel(before), to_kernel(before)
     inputs = (*outputs, qkv, q_w, k_w, rstd, cos, sin)
-    dqkv = qk_norm_rope_bwd(*map(to_kernel, inputs), H, G, T, dq_w, dk_w)
-    inputs64 = double(*outputs, qkv, q_w, k_w)
-    rstd64 = qk_norm_rope_ref(*inputs64[3:], cos, sin, H, G, p, EPS)[3]
+    dqkv, *rest = map(to_kernel, inputs)
+    qk_norm_rope_bwd(dqkv, *rest, H, G, T, dq_w, dk_w)
+    inputs64, inputs32 = double(*outputs, qkv, q_w, k_w), single(*inputs)
+    rstd64 = qk_norm_rope_ref(*inputs64[3:], cos, sin, H, G, p, EPS)[2]
     exact = qk_norm_rope_bwd_ref(*inputs64, rstd64, cos, sin, p)
-    reference = qk_norm_rope_bwd_ref(*single(*inputs), p)
-    assert_as_good(dqkv, exact[0], reference[0].astype(dtype), what="dqkv")
-    for name, k, e, r in zip(("dq_w", "dk_w"), (dq_w, dk_w), exact[1:], reference[1:]):
+    reference = qk_norm_rope_bwd_ref(*inputs32, p)
+    assert np.array_equal(values_of(to_host(dqkv), H, G, D), values_of(outputs[0], H, G, D))
+    assert_as_good(dqkv, inputs64[0], inputs32[0].astype(dtype), what="dqkv")
+    for name, k, e, r in zip(("dq_w", "dk_w"), (dq_w, dk_w), exact, reference):
         assert_as_good(k, e + before, r + before, what=name)
 
 
@@ -182,13 +193,12 @@ def test_without_norm(shape):
         assert rstd is None and np.array_equal(to_host(v), x[:, H + G :])
         both = np.concatenate([to_host(q), to_host(k)], 1)
         np.testing.assert_allclose(both, rope_fwd(x[:, : H + G].copy(), cos, sin, T=T), atol=1e-6)
-        dqkv = qk_norm_rope_bwd(
-            *map(to, (*outputs, qkv)), None, None, None, c, s, H, G, T, None, None
-        )
+        dqkv, *rest = map(to, (*outputs, qkv))
+        qk_norm_rope_bwd(dqkv, *rest, None, None, None, c, s, H, G, T, None, None)
         expected = [
-            rope_bwd(outputs[0], cos, sin, T=T),
             rope_bwd(outputs[1], cos, sin, T=T),
-            outputs[2],
+            rope_bwd(outputs[2], cos, sin, T=T),
+            values_of(outputs[0], H, G, D),
         ]
         expected = np.concatenate(expected, 1).reshape(qkv.shape)
         np.testing.assert_allclose(to_host(dqkv), expected, atol=1e-6)
@@ -204,14 +214,15 @@ def test_given_positions(D):
         arrays, p = [to(a) for a in (qkv, q_w, k_w, cos, sin)], to(positions)
         q, _, _, rstd = qk_norm_rope_fwd(*arrays, H, G, 0, EPS, p)
         dw = [to(np.zeros(D, np.float32)) for _ in range(2)]
-        dqkv = qk_norm_rope_bwd(*map(to, outputs), *arrays[:3], rstd, *arrays[3:], H, G, 0, *dw, p)
+        dqkv, *rest = map(to, outputs)
+        qk_norm_rope_bwd(dqkv, *rest, *arrays[:3], rstd, *arrays[3:], H, G, 0, *dw, p)
         for n, at in enumerate(positions):
             one = [qkv[n : n + 1], q_w, k_w, cos[at : at + 1], sin[at : at + 1]]
             alone = qk_norm_rope_fwd(*one, H, G, 1, EPS)
             np.testing.assert_allclose(to_host(q)[n], alone[0][0], atol=1e-5)
-            row = [d[n : n + 1] for d in outputs]
+            expected, *row = [d[n : n + 1].copy() for d in outputs]
             unused = np.zeros(D, np.float32), np.zeros(D, np.float32)
-            expected = qk_norm_rope_bwd(*row, *one[:3], alone[3], *one[3:], H, G, 1, *unused)
+            qk_norm_rope_bwd(expected, *row, *one[:3], alone[3], *one[3:], H, G, 1, *unused)
             np.testing.assert_allclose(to_host(dqkv)[n], expected[0], rtol=1e-4, atol=1e-5)
 
 
@@ -220,13 +231,13 @@ def test_given_positions(D):
 def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch, shape, dtype):
     N, H, G, D, T = shape
     qkv, q_w, k_w, cos, sin = map(to_kernel, case(N, H, G, D, T, dtype=dtype))
-    outputs = [to_kernel(d) for d in upstream(N, H, G, D, dtype)]
     results = []
     for _ in range(2):
+        dqkv, dq, dk = (to_kernel(d) for d in upstream(N, H, G, D, dtype))
         dq_w, dk_w = to_kernel(normal(7, D)), to_kernel(normal(8, D))
         with sentinels(monkeypatch):
             q, k, v, rstd = qk_norm_rope_fwd(qkv, q_w, k_w, cos, sin, H, G, T, EPS)
-            dqkv = qk_norm_rope_bwd(*outputs, qkv, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w)
+            qk_norm_rope_bwd(dqkv, dq, dk, qkv, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w)
         results.append([to_host(a) for a in (q, k, v, rstd, dqkv, dq_w, dk_w)])
     assert all(np.array_equal(a, b) for a, b in zip(*results))
 
@@ -241,10 +252,12 @@ def test_against_pytorch():
     tq, tk = (torch.nn.functional.rms_norm(x, (D,), w, EPS) for x, w in ((tq, tq_w), (tk, tk_w)))
     tables = [torch.tensor(np.concatenate([t, t], 1))[None] for t in (cos, sin)]
     ty = (*apply_rotary_pos_emb(tq, tk, *tables, unsqueeze_dim=2), tv)
-    sum((y * torch.tensor(d).view(y.shape)).sum() for y, d in zip(ty, outputs)).backward()
+    dqkv, *dqk = outputs
+    dy = *dqk, values_of(dqkv, H, G, D).copy()
+    sum((y * torch.tensor(d).view(y.shape)).sum() for y, d in zip(ty, dy)).backward()
     *y, rstd = qk_norm_rope_fwd(qkv, q_w, k_w, cos, sin, H, G, T, EPS)
     dw = [np.zeros(D, np.float32) for _ in range(2)]
-    dqkv = qk_norm_rope_bwd(*outputs, qkv, q_w, k_w, rstd, cos, sin, H, G, T, *dw)
+    qk_norm_rope_bwd(dqkv, *dqk, qkv, q_w, k_w, rstd, cos, sin, H, G, T, *dw)
     pairs = [*zip(y, ty), (dqkv, tqkv.grad), (dw[0], tq_w.grad), (dw[1], tk_w.grad)]
     for ours, theirs in pairs:
         theirs = theirs.detach().numpy().reshape(ours.shape)
@@ -260,8 +273,8 @@ def test_no_rows(D):
         q, k, v, rstd = qk_norm_rope_fwd(*given, H, G, 4, EPS)
         assert q.shape == (0, H, D) and k.shape == v.shape == (0, G, D) and rstd.shape == (0, 3)
         dw = [to(np.ones(D, np.float32)) for _ in range(2)]
-        dqkv = qk_norm_rope_bwd(q, k, v, *given[:3], rstd, *given[3:], H, G, 4, *dw)
-        assert dqkv.shape == (0, 4 * D) and all((to_host(d) == 1).all() for d in dw)
+        qk_norm_rope_bwd(to(arrays[0]), q, k, *given[:3], rstd, *given[3:], H, G, 4, *dw)
+        assert all((to_host(d) == 1).all() for d in dw)
 
 
 def test_bad_input():
@@ -290,7 +303,9 @@ def test_bad_input():
         fwd(qkv.astype(np.float16), q_w, k_w, cos, sin)
     with pytest.raises(TypeError, match="one place"):
         fwd(to_kernel(qkv), q_w, k_w, to_kernel(cos), to_kernel(sin))
-    dq, _, dv = upstream(N, H, G, D)
+    dqkv, dq, dk = upstream(N, H, G, D)
     rstd, dw = fwd(qkv, q_w, k_w, cos, sin)[3], np.zeros(D, np.float32)
     with pytest.raises(ValueError, match=r"dk has shape \(4, 2, 8\), expected \(4, 1, 8\)"):
-        qk_norm_rope_bwd(dq, dq, dv, qkv, q_w, k_w, rstd, cos, sin, H, G, T, dw, dw)
+        qk_norm_rope_bwd(dqkv, dq, dq, qkv, q_w, k_w, rstd, cos, sin, H, G, T, dw, dw)
+    with pytest.raises(ValueError, match=r"dqkv has shape \(3, 32\), expected \(4, 32\)"):
+        qk_norm_rope_bwd(dqkv[:3], dq, dk, qkv, q_w, k_w, rstd, cos, sin, H, G, T, dw, dw)

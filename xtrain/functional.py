@@ -20,7 +20,21 @@ from .kernels import rmsnorm as _rmsnorm
 from .kernels import rope as _rope
 from .kernels import softmax as _softmax
 from .kernels import swiglu as _swiglu
+from .kernels._flat import same_place
 from .kernels._launch import empty, zeros
+
+
+def place_for_grad(ctx, i):
+    """Memory that the gradient of argument i may be written into (not added) and be returned as: a part of a larger gradient, of
+    any layout. None: new memory will do.
+
+    Only the op that made the argument can offer it, by a function grad_place(ctx, which output); its backward must take a
+    gradient that lies elsewhere too.
+    """
+    edge = ctx.edges[i]
+    node = None if edge is None else edge.node
+    offer = None if node is None or node.ctx is None else getattr(node.function, "grad_place", None)
+    return None if offer is None else offer(node.ctx, edge.index)
 
 
 class Embedding(Function):
@@ -142,27 +156,40 @@ class Rope(Function):
 
 
 class QKNormRope(Function):
-    """Packed (N, (H + 2G) D) -> q (N, H, D), k (N, G, D), both normalised and rotated, and v (N, G, D)."""
+    """Packed (N, (H + 2G) D) -> q (N, H, D), k (N, G, D), both normalised and rotated, and v (N, G, D), a view."""
 
     @staticmethod
     def forward(ctx, qkv_NP, q_w_D, k_w_D, cos, sin, H, G, T, eps, positions_N):
         arguments = (qkv_NP, q_w_D, k_w_D, cos, sin, H, G, T, eps, positions_N)
         q, k, v, rstd = _qk_norm_rope.qk_norm_rope_fwd(*arguments)
-        ctx.save(qkv_NP, q_w_D, k_w_D, rstd, cos, sin, H, G, T, positions_N)
+        offered: list = []  # the gradient of qkv, once a place in it has been asked for
+        ctx.save(qkv_NP, q_w_D, k_w_D, rstd, cos, sin, H, G, T, positions_N, offered)
         return q, k, v
 
     @staticmethod
+    def grad_place(ctx, i):
+        """dv's columns of the packed gradient; for one user of v, another one's is added to it."""
+        qkv_NP, *_, cos, _, H, G, _, _, offered = ctx.saved
+        if i != 2 or offered:
+            return None
+        offered.append(empty(qkv_NP, qkv_NP.shape))
+        return _qk_norm_rope.values_of(offered[0], H, G, 2 * cos.shape[1])
+
+    @staticmethod
     def backward(ctx, dq, dk, dv):
-        qkv_NP, q_w, k_w, rstd, cos, sin, H, G, T, positions_N = ctx.saved
-        D = cos.shape[1] * 2
-        dq, dk, dv = (
-            zeros(qkv_NP, (qkv_NP.shape[0], heads, D)) if d is None else d
-            for d, heads in ((dq, H), (dk, G), (dv, G))
-        )
+        qkv_NP, q_w, k_w, rstd, cos, sin, H, G, T, positions_N, offered = ctx.saved
+        N, D = qkv_NP.shape[0], cos.shape[1] * 2
+        dqkv_NP = offered.pop() if offered else empty(qkv_NP, qkv_NP.shape)
+        there = _qk_norm_rope.values_of(dqkv_NP, H, G, D)
+        if dv is None:
+            there[...] = 0
+        elif not same_place(dv, there):
+            there[...] = dv
+        dq, dk = (zeros(qkv_NP, (N, n, D)) if d is None else d for d, n in ((dq, H), (dk, G)))
         dq_w = None if q_w is None else ctx.grad_buffer(1, q_w)
         dk_w = None if k_w is None else ctx.grad_buffer(2, k_w)
-        dqkv_NP = _qk_norm_rope.qk_norm_rope_bwd(
-            dq, dk, dv, qkv_NP, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w, positions_N
+        _qk_norm_rope.qk_norm_rope_bwd(
+            dqkv_NP, dq, dk, qkv_NP, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w, positions_N
         )
         return dqkv_NP, dq_w, dk_w
 
@@ -170,7 +197,8 @@ class QKNormRope(Function):
 class Attention(Function):
     """q (B, T, H, D), k and v (B, S, G, D) -> o (B, T, H, D).
 
-    bf16 goes to FlashAttention, float32 to matrix products around a softmax.
+    bf16 goes to FlashAttention, float32 to matrix products around a softmax. Both take v, and write dv, as a part of a
+    packed array.
     """
 
     @staticmethod
@@ -186,9 +214,10 @@ class Attention(Function):
     @staticmethod
     def backward(ctx, do):
         *saved, scale, causal = ctx.saved
+        dv = place_for_grad(ctx, 2)
         if do.dtype.name == "bfloat16":
-            return _flash_attention.flash_attention_bwd(do, *saved, scale, causal)
-        return _attention.attention_bwd(do, tuple(saved), scale, causal)
+            return _flash_attention.flash_attention_bwd(do, *saved, scale, causal, dv)
+        return _attention.attention_bwd(do, tuple(saved), scale, causal, dv)
 
 
 class CausalSoftmax(Function):
@@ -351,8 +380,13 @@ class Reshape(Function):
 
     @staticmethod
     def forward(ctx, x, shape):
-        ctx.save(x.shape)
+        ctx.save(x.shape, shape)
         return x.reshape(shape)
+
+    @staticmethod
+    def grad_place(ctx, i):
+        place = place_for_grad(ctx, 0)
+        return None if place is None else place.reshape(ctx.saved[1])
 
     @staticmethod
     def backward(ctx, dy):

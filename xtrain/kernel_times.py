@@ -48,6 +48,14 @@ ATTENTION_BY_MAPS = {  # the same of kernels whose first argument are tensor map
     "flash_attention_hopper_dq_kernel": 3,
     "flash_attention_hopper_dkdv_kernel": 4,
 }
+# of these arguments, parts of packed arrays, a kernel touches as many bytes as of those others together
+PARTS = {
+    "flash_attention_fwd_kernel": {4: (3,)},  # v: as of k
+    "flash_attention_dq_kernel": {5: (4,)},
+    "flash_attention_dkdv_kernel": {1: (0,), 5: (0,)},  # dv and v: as of dk
+    "qk_norm_rope_fwd_kernel": {3: (0, 1)},  # qkv: as of q and k
+    "qk_norm_rope_bwd_kernel": {0: (2, 3), 4: (2, 3)},  # dqkv and qkv: as of dq and dk
+}
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,8 @@ def _kernel_bytes(name, kernel, args):
     once = {a.data.ptr: a.nbytes for a in arrays}
     if name in ATTENTION_BY_MAPS:
         return sum(once.values()) + sum(nbytes for _, nbytes in tensors_of(arrays[0]))
+    for i, others in PARTS.get(name, {}).items():
+        once[arrays[i].data.ptr] = sum(arrays[j].nbytes for j in others)
     twice = list(IN_PLACE.get(name, ()))
     if name == "adamw_kernel" and _constants(kernel).get("zero_grad"):
         twice.append(4)

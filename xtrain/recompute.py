@@ -10,8 +10,8 @@ once, in the order in which it would have done without all this.
 
 What a decoder keeps of every token in every layer (numbers; C the width, F that of the MLP, H heads, as many for keys):
 
-    nothing forgotten   9 C + 2 F, and H T more without FlashAttention, which at T = 1024 is most of it
-    attention           6 C + 2 F: q, k, v and what attention saved are gone
+    nothing forgotten   8 C + 2 F; without FlashAttention 9 C + 2 F and H T more, which at T = 1024 is most of it
+    attention           6 C + 2 F: q, k and what attention saved are gone
     block               2 C: the residual stream, and what the last block still has to add to it
 
 (The results of the norms and of SwiGLU are never kept: their backward makes them again on its way.)

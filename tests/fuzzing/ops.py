@@ -24,7 +24,7 @@ from xtrain.simulator import RaceError, sim
 from .drive import Refused, Target
 
 HELPERS = re.compile(
-    r"_|make_|check_|shared_|refuse_|choose|flat_inputs|positions_for|multiprocessors|.*(_bytes|_ref|_kernel)$"
+    r"_|make_|values_of|check_|shared_|refuse_|choose|flat_inputs|positions_for|multiprocessors|.*(_bytes|_ref|_kernel)$"
 )
 INT32 = {"ids", "rows", "lengths", "positions", "edges", "history", "top_k", "step", "plan", "row"}
 INT64 = {"targets", "seed", "sequence"}
@@ -36,6 +36,7 @@ SHORT = (1, 2, 3, 4, 5, 2, 3, 0)  # in the simulator, where 16 heads of 16 seque
 AXES = {
     ("qk_norm_rope_fwd", "qkv"): lambda d: (d["N"], (d["H"] + 2 * d["G"]) * d["D"]),
     ("qk_norm_rope_bwd", "qkv"): lambda d: (d["N"], (d["H"] + 2 * d["G"]) * d["D"]),
+    ("qk_norm_rope_bwd", "dqkv"): lambda d: (d["N"], (d["H"] + 2 * d["G"]) * d["D"]),
     ("qk_norm_rope_bwd", "rstd"): lambda d: (d["N"], d["H"] + d["G"]),
     ("decode_attention", "qkv"): lambda d: (d["B"], (d["H"] + 2 * d["G"]) * d["D"]),
     ("matmul", "out"): lambda d: (d["N"], d["V"]),

@@ -17,7 +17,15 @@ from numba import cuda, float32, int32, int64, uint16
 
 from ._ptx import device, kernel, load1, load8, store1
 from ._reduce import FULL
-from ._tensor_cores import commit_copies, copy4_async, exp2, load2_shared, wait_copies, warp_id
+from ._tensor_cores import (
+    commit_copies,
+    copy4_async,
+    exp2,
+    load2_shared,
+    opaque,
+    wait_copies,
+    warp_id,
+)
 from ._tiles import (
     make_add_product,
     make_copy,
@@ -110,7 +118,7 @@ def make_dq_kernel(D, CAUSAL, config):
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_dq_kernel(
-        dq, delta_BHT, do, q, k, v, o, lse_BHT, T, S, H, group, q_row, kv_row, scale
+        dq, delta_BHT, do, q, k, v, o, lse_BHT, T, S, H, group, q_row, k_row, v_row, scale
     ):
         """Grid (side, ceil(T / BM), ceil(B H / side)). Writes delta too. Arguments as in the forward kernel."""
         smem = cuda.shared.array(0, uint16)
@@ -120,7 +128,7 @@ def make_dq_kernel(D, CAUSAL, config):
         warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
         q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)  # most keys first
         w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
-        kv = b * S * kv_row + h // group * D
+        head = h // group * D
         row, first = H * D, (b * T * H + h) * D  # of o, dO and dQ
         s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
         shift, delta = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
@@ -128,7 +136,8 @@ def make_dq_kernel(D, CAUSAL, config):
         clear(acc)
         copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
         copy_q(smem, DO, do, first + q0 * row, row, T - q0)
-        copy_kv(smem, KV, k, v, kv, kv_row, S)
+        k0, v0 = b * S * k_row + head, b * S * v_row + head
+        copy_kv(smem, KV, k, k0, k_row, v, v0, v_row, S)
         i, valid = int64(bh) * T + w0, T - w0
         statistics(shift, delta, do, o, first + w0 * row, row, lse_BHT, delta_BHT, i, valid)
         end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
@@ -138,7 +147,8 @@ def make_dq_kernel(D, CAUSAL, config):
             wait_copies(0)
             cuda.syncthreads()  # this tile is here, and everybody has left the one before
             if n0 + BN < end:
-                copy_kv(smem, other, k, v, kv + (n0 + BN) * kv_row, kv_row, S - n0 - BN)
+                n = n0 + BN
+                copy_kv(smem, other, k, k0 + n * k_row, k_row, v, v0 + n * v_row, v_row, S - n)
             if n0 < visible:
                 scores(s, smem, mine, now)
                 hide_keys(s, w0, n0, S, past)
@@ -251,7 +261,7 @@ def make_dkdv_kernel(D, CAUSAL, config):
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_dkdv_kernel(
-        dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, kv_row, scale
+        dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
         """Grid (side, ceil(S / BN), ceil(B G / side)). The query heads of a group come one after the other."""
         smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
@@ -271,7 +281,8 @@ def make_dkdv_kernel(D, CAUSAL, config):
         visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)  # from this tile on
         h, t0, end = int32(g * group), first, int32((g + 1) * group)
         now, other = int32(STAGES), int32(STAGES + STAGE)
-        copy_kv(smem, 0, k, v, (b * S + n0) * kv_row + g * D, kv_row, S - n0)
+        k0, v0 = (b * S + n0) * k_row + g * D, (b * S + n0) * v_row + g * D
+        copy_kv(smem, 0, k, k0, k_row, v, v0, v_row, S - n0)
         copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
         while h < end:
             wait_copies(0)
@@ -291,8 +302,9 @@ def make_dkdv_kernel(D, CAUSAL, config):
             h, t0, now, other = next_h, next_t, other, now
         fill(factors, scale)
         scale_rows(acc_k, factors)
-        row, i = G * D, ((b * S + w0) * G + g) * D
-        store_rows(acc_k, smem, mine, dk, i, row, S - w0)
-        store_rows(acc_v, smem, V + mine, dv, i, row, S - w0)
+        row = opaque(dv_row)  # else the addresses of both results are worked out early, and spilled
+        store_rows(acc_v, smem, V + mine, dv, (b * S + w0) * row + g * D, row, S - w0)
+        row = opaque(int32(G * D))
+        store_rows(acc_k, smem, mine, dk, (b * S + w0) * row + g * D, row, S - w0)
 
     return flash_attention_dkdv_kernel

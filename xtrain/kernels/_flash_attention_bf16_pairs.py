@@ -101,7 +101,7 @@ def make_pairs_kernel(D, CAUSAL, config):
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_dkdv_pairs_kernel(
-        dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, kv_row, scale
+        dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
         """Grid (side, ceil(S / BN), ceil(B G / side)). Warps w (dV) and w + PAIRS (dK) share ROWS keys."""
         smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
@@ -119,7 +119,8 @@ def make_pairs_kernel(D, CAUSAL, config):
         h, t0, old_t, end = int32(g * group), first, int32(NEVER), int32((g + 1) * group)
         old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)
         written, read = int32(SENT + pair * ROWS * BM), int32(SENT + (BN + pair * ROWS) * BM)
-        copy_kv(smem, 0, k, v, (b * S + n0) * kv_row + g * D, kv_row, S - n0)
+        k0, v0 = (b * S + n0) * k_row + g * D, (b * S + n0) * v_row + g * D
+        copy_kv(smem, 0, k, k0, k_row, v, v0, v_row, S - n0)
         copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
         while True:
             wait_copies(0)
@@ -142,7 +143,7 @@ def make_pairs_kernel(D, CAUSAL, config):
             old, now, new, written, read = now, new, old, read, written
         fill(factors, scale if is_k else float32(1.0))
         scale_rows(acc, factors)
-        row, i = G * D, ((b * S + w0) * G + g) * D
-        store_rows(acc, smem, own, dk if is_k else dv, i, row, S - w0)
+        row = G * D if is_k else dv_row
+        store_rows(acc, smem, own, dk if is_k else dv, (b * S + w0) * row + g * D, row, S - w0)
 
     return flash_attention_dkdv_pairs_kernel

@@ -46,12 +46,11 @@ from ._hopper import (
     mbar_arrive,
     mbar_expect,
     mbar_wait,
-    opaque,
     shared_base,
     store_shared,
 )
 from ._ptx import device, kernel, wait_for_previous
-from ._tensor_cores import exp2, warp_id
+from ._tensor_cores import exp2, opaque, warp_id
 
 OUT, STATISTICS = 4, 6  # the map of dK, then that of dV; the map of the statistics
 

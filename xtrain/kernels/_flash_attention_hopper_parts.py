@@ -27,13 +27,12 @@ from ._hopper import (
     mbar_init,
     mbar_init_fence,
     mbar_wait,
-    opaque,
     store_shared,
     store_tile,
     wait_stores,
 )
 from ._ptx import device, wait_for_previous
-from ._tensor_cores import pack_bf16
+from ._tensor_cores import opaque, pack_bf16
 
 LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
 NEG_INF = float32(-math.inf)

@@ -18,9 +18,13 @@ A 16-byte access needs an address that is a multiple of 16. An array that begins
 of odd width) and the end of a run are read and written element by element: slower, and right.
 """
 
+import math
+
+import numpy as np
 from numba import cuda, float32, int64, uint32
 
-from ..device import Array
+from ..device import Array, cupy
+from ..simulator import SimArray
 from ._launch import launch
 from ._ptx import device, load1, load4, store1, store4
 
@@ -119,8 +123,44 @@ def on_16_bytes(*arrays: Array) -> bool:
     return all(_address(a) % 16 == 0 for a in arrays)
 
 
+def same_place(a: Array, b: Array) -> bool:
+    """Are these two views of one shape the same elements of memory?"""
+    return _address(a) == _address(b) and a.strides == b.strides
+
+
 def _address(a):
     return a.ctypes.data if hasattr(a, "ctypes") else a.data.ptr
+
+
+def row_step(x: Array) -> int | None:
+    """x (..., X, D), rows of X D elements: how many elements further each row begins than the one before.
+
+    None if rows are not whole, not evenly spaced, or share memory. Where it is more than X D, x is a part of the columns of
+    a packed array.
+    """
+    *outer, X, D = x.shape
+    if x.flags.c_contiguous:
+        return X * D
+    size, step, rows = x.itemsize, X * D * x.itemsize, 1
+    if (D > 1 and x.strides[-1] != size) or (X > 1 and x.strides[-2] != D * size):
+        return None
+    for n, stride in zip(reversed(outer), reversed(x.strides[:-2])):
+        if n > 1:
+            if stride != rows * step and (rows > 1 or stride < step or stride % size):
+                return None
+            step, rows = stride if rows == 1 else step, rows * n
+    return step // size
+
+
+def flat_rows(x: Array) -> Array:
+    """A flat view of an array that has a row_step, from its first element to its last."""
+    if x.flags.c_contiguous:
+        return x.reshape(-1)
+    *outer, X, D = x.shape
+    length = (math.prod(outer) - 1) * row_step(x) + X * D
+    if isinstance(x, SimArray):
+        return np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,), subok=True)
+    return cupy().lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
 
 
 def whole_rows(C: int, *arrays: Array) -> bool:

@@ -56,7 +56,6 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
     unpack(x_2E, x_2W, x)       what they mean
     pack(x_2W, x_2E, x)         the other way
     put(x, i, x_2W)             fetch the other way
-    fetch_one, put_one          the same for a single chunk, of 4 words
     turn(x_2E, cos, sin)        in place: the plane (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin)
     turn_back(x_2E, cos, sin)   the inverse
     total(v)                    sum of v over the S threads of a head, in each of them
@@ -120,5 +119,4 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
         return v
 
     functions = dict(place=place, load=load, fetch=fetch, put=put, unpack=unpack, pack=pack)
-    functions |= dict(fetch_one=fetch_n, put_one=put_n)
     return SimpleNamespace(**functions, turn=turn, turn_back=turn_back, total=total)

@@ -107,9 +107,6 @@ def load_floats(typingctx, registers, address):
     return types.void(registers, types.uint32), codegen
 
 
-# n, but the compiler does not know it: a loop up to it is not unrolled, an address from it not computed before a loop.
-opaque = instruction("opaque", "mov.b32 $0, $1;", _i32, _i32)
-
 # ----------------------------------------------------------------------------- barriers
 # An mbarrier is 8 bytes. Its phase ends when `count` arrivals and the expected bytes are complete ("mbarrier").
 mbar_init = instruction("mbar_init", "mbarrier.init.shared::cta.b64 [$0], $1;", None, _u32, _u32)
@@ -358,7 +355,6 @@ simulates(shared_base)(twins.shared_base)
 simulates(load_shared)(twins.load_shared)
 simulates(store_shared)(twins.store_shared)
 simulates(load_floats)(twins.load_floats)
-simulates(opaque)(lambda thread, site, n: n)
 simulates(mbar_init)(twins.mbar_init)
 simulates(mbar_init_fence)(lambda thread, site: thread.block.engines.show_barriers(thread))
 simulates(mbar_expect)(twins.mbar_expect)

@@ -270,11 +270,11 @@ def _scalar(name, generate, result, *arguments):
     return intrinsic(function)
 
 
-def _instruction(text, constraints, result):
-    return lambda builder, *args: _asm(builder, text, constraints, result, args, effect=False)
+def _instruction(text, constraints, result, effect=False):
+    return lambda builder, *args: _asm(builder, text, constraints, result, args, effect)
 
 
-_f32, _u32 = types.float32, types.uint32
+_f32, _u32, _i32 = types.float32, types.uint32, types.int32
 # 2 ** x and log2(x), off by two units in the last place; exp2(-inf) is 0. "ex2", "lg2"
 exp2 = _scalar("exp2", _instruction("ex2.approx.ftz.f32 $0, $1;", "=f,f", F32), _f32, _f32)
 log2 = _scalar("log2", _instruction("lg2.approx.ftz.f32 $0, $1;", "=f,f", F32), _f32, _f32)
@@ -287,7 +287,10 @@ high_bf16 = _scalar("high_bf16", lambda builder, pair: _widen(builder, pair, 1),
 _WARP_ID = (
     "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; shfl.sync.idx.b32 $0, t, 0, 31, -1; }"
 )
-warp_id = _scalar("warp_id", _instruction(_WARP_ID, "=r", I32), types.int32)
+warp_id = _scalar("warp_id", _instruction(_WARP_ID, "=r", I32), _i32)
+# n, but the compiler does not know it: a loop up to it is not unrolled, an address from it not computed before a loop.
+_MOVE = _instruction("mov.b32 $0, $1;", "=r,r,~{memory}", I32, effect=True)
+opaque = _scalar("opaque", _MOVE, _i32, _i32)
 
 
 # ----------------------------------------------------------------------------- the same in the simulator
@@ -448,3 +451,4 @@ simulates(pack_bf16)(lambda thread, site, x, y: _pairs([_bits(x), _bits(y)])[0])
 simulates(low_bf16)(lambda thread, site, pair: _numbers(_halves([pair]))[0])
 simulates(high_bf16)(lambda thread, site, pair: _numbers(_halves([pair]))[1])
 simulates(warp_id)(lambda thread, site: np.int64(thread.warp))
+simulates(opaque)(lambda thread, site, n: n)

@@ -84,13 +84,15 @@ def make_copy(D, ROWS, THREADS):
 
 @functools.cache
 def make_copy_two(D, ROWS, THREADS):
-    """-> copy_two(...): copy_tile for two tiles, of K and V, one behind the other in shared memory, as one group"""
+    """-> copy_two(smem, a, x, x_first, x_stride, y, y_first, y_stride, valid): copy_tile for two tiles, of K and V, one
+    behind the other in shared memory, as one group
+    """
     copy_tile = make_copy(D, ROWS, THREADS)
 
     @device
-    def copy_two(smem, a, x, y, first, stride, valid):
-        copy_tile(smem, a, x, first, stride, valid)
-        copy_tile(smem, a + ROWS * D, y, first, stride, valid)
+    def copy_two(smem, a, x, x_first, x_stride, y, y_first, y_stride, valid):
+        copy_tile(smem, a, x, x_first, x_stride, valid)
+        copy_tile(smem, a + ROWS * D, y, y_first, y_stride, valid)
         commit_copies()
 
     return copy_two

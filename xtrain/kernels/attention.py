@@ -6,7 +6,8 @@
 
 Two strided-batched GEMMs around one softmax kernel; no loop over heads or sequences. The batch of the GEMMs is
 (sequence, key/value head), B G of them: the H / G query heads that share a key head are stacked as rows, so grouped
-queries cost nothing and dk, dv add up over the group inside the GEMM. One layout kernel brings BTHD to BHTD and back.
+queries cost nothing and dk, dv add up over the group inside the GEMM. One layout kernel brings BTHD to BHTD and back; there
+v may be a part of a packed array, and dv of a packed gradient.
 
 We save p, (B, H, T, S) floats: T times more than q. flash_attention.py recomputes it instead.
 """
@@ -48,9 +49,9 @@ def attention_fwd(
 
 
 def attention_bwd(
-    do_BTHD: Array, saved: tuple, scale: float, causal: bool = True
+    do_BTHD: Array, saved: tuple, scale: float, causal: bool = True, dv_BSGD: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """-> dq (B, T, H, D), dk, dv (B, S, G, D)"""
+    """-> dq (B, T, H, D), dk, dv (B, S, G, D).  dv_BSGD: where dv is written, a part of a packed gradient; None: new"""
     T = do_BTHD.shape[1]
     *shared, p_ARS = saved
     G = shared[1].shape[1]
@@ -60,4 +61,5 @@ def attention_bwd(
     ds_ARS = causal_softmax_bwd(dp_ARS, p_ARS, T, scale, causal)  # in place over dp
     dq = matmul(empty(q, q.shape), ds_ARS, k)
     dk = matmul(empty(k, k.shape), ds_ARS, q, trans_a=True)
-    return tuple(swap_heads(dx.reshape(x.shape)) for dx, x in zip((dq, dk, dv), shared))
+    dq, dk, dv = (dx.reshape(x.shape) for dx, x in zip((dq, dk, dv), shared))
+    return swap_heads(dq), swap_heads(dk), swap_heads(dv, dv_BSGD)

@@ -157,7 +157,7 @@ def make_bf16_kernel(D, config):
         n0 = int32((end - 1) // BN * BN)  # from the diagonal down to key 0
         visible = int32(w0 + ROWS + past if w0 < T else 0)  # up to here
         copy_q(smem, 0, q, head + q0 * stride, stride, T - q0)
-        copy_kv(smem, KV, k, v, kv + n0 * D, D, end - n0)
+        copy_kv(smem, KV, k, kv + n0 * D, D, v, kv + n0 * D, D, end - n0)
         if Q_REGISTERS:
             wait_copies(0)
             cuda.syncthreads()
@@ -168,7 +168,8 @@ def make_bf16_kernel(D, config):
             cuda.syncthreads()  # this tile is here, and everybody has left the one before
             other = int32(2 * KV + STAGE - now)
             if n0 > 0:
-                copy_kv(smem, other, k, v, kv + (n0 - BN) * D, D, BN)
+                to = kv + (n0 - BN) * D
+                copy_kv(smem, other, k, to, D, v, to, D, BN)
             if n0 < visible:
                 if Q_REGISTERS:
                     scores_of(s, fq, smem, now)

@@ -42,7 +42,7 @@ from ._launch import can_overlap, check, check_array, empty, launch, on_host, ze
 from ._ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
 from ._tiles import WIDTHS
 from .kv_cache import check_cache, check_int32
-from .qk_norm_rope import qk_norm_rope_ref
+from .qk_norm_rope import qk_norm_rope_ref, values_of
 from .rope import check_tables
 
 WARPS = 4  # of a block
@@ -63,7 +63,8 @@ def decode_attention_ref(
     wide = np.result_type(qkv_BP.dtype, np.float32)
     qkv = qkv_BP[live_B].astype(wide)
     tables = cos_PR, sin_PR, H, G, lengths_B[live_B]
-    q_NHD, k_NGD, v_NGD, _ = qk_norm_rope_ref(qkv, q_w_D, k_w_D, *tables, eps)
+    q_NHD, k_NGD, _ = qk_norm_rope_ref(qkv, q_w_D, k_w_D, *tables, eps)
+    v_NGD = values_of(qkv, H, G, D)
     for i, b in enumerate(live_B):
         row, t = rows_B[b], lengths_B[b]
         k_RGSD[row, :, t], v_RGSD[row, :, t] = k_NGD[i], v_NGD[i]

@@ -109,7 +109,8 @@ def scale_into_kernel(x_n, factor_1, aligned):
 
 # ----------------------------------------------------------------------------- launchers
 def add_fwd(a: Array, b: Array) -> Array:
-    """a + b, both float32 or both bf16, of one shape."""
+    """a + b, both float32 or both bf16, of one shape and any layout: gradients may be parts of packed arrays."""
+    a, b = (x if x.flags.c_contiguous else x.copy() for x in (a, b))
     _check_two("add", a, b)
     if on_host(a, b):
         return add_ref(a, b)

@@ -45,6 +45,7 @@ from . import flash_attention_bf16 as bf16
 from . import flash_attention_fp32 as fp32
 from . import flash_attention_hopper as hopper
 from ._flash_attention_table import TABLE
+from ._flat import flat_rows, on_16_bytes, row_step
 from ._launch import FLOATS, check, check_array, empty, launch, on_host, wide
 from ._tensor_maps import mappable
 from ._tiles import WIDTHS
@@ -106,8 +107,8 @@ def flash_attention_fwd(
 ) -> tuple[Array, Array]:
     """-> o (B, T, H, D) like q, lse (B, H, T) float32.
 
-    float32 or bf16. q, k and v may be parts of one packed array (B, T, P): positions may lie further apart than
-    H D elements. Raises ValueError or TypeError when shapes or types do not belong together.
+    float32 or bf16. Each of q, k and v may be a part of a packed array (B, T, P): positions may lie further apart
+    than H D elements. Raises ValueError or TypeError when shapes or types do not belong together.
     """
     _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal)
     if on_host(q_BTHD, k_BSGD, v_BSGD):
@@ -138,8 +139,13 @@ def flash_attention_bwd(
     lse_BHT: Array,
     scale: float,
     causal: bool = True,
+    dv_BSGD: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """-> dq (B, T, H, D), dk, dv (B, S, G, D), all new. o and lse are what the forward returned."""
+    """-> dq (B, T, H, D), dk, dv (B, S, G, D). o and lse are what the forward returned.
+
+    dv_BSGD: where dv is written and then returned, of any layout: a part of a packed gradient. None: it is new, as dq and
+    dk always are. Nothing between its rows is touched.
+    """
     op = "flash_attention backward"
     _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal)
     B, T, H, D = q_BTHD.shape
@@ -147,32 +153,53 @@ def flash_attention_bwd(
     for name, x in (("do", do_BTHD), ("o", o_BTHD)):
         check_array(op, name, x, (B, T, H, D), (q_BTHD.dtype.name,))
     check_array(op, "lse", lse_BHT, (B, H, T))
-    if on_host(do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT):
-        inputs = map(wide, (do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD))
-        gradients = flash_attention_bwd_ref(*inputs, lse_BHT, scale, causal)
-        return tuple(x.astype(q_BTHD.dtype) for x in gradients)
-    dq, dk, dv = empty(q_BTHD, (B, T, H, D)), *(empty(k_BSGD, (B, S, G, D)) for _ in range(2))
-    scale = np.float32(scale)
-    if use_hopper(q_BTHD):
-        inputs = map(mappable, (do_BTHD, q_BTHD, k_BSGD, v_BSGD))
-        o = _flat(o_BTHD)[0].reshape(o_BTHD.shape)
-        hopper_bwd.backward((dq, dk, dv), *inputs, o, lse_BHT, scale, causal, _gpu(q_BTHD))
-        return dq, dk, dv
-    delta = empty(lse_BHT, (B, H, T))
-    if q_BTHD.dtype == np.float32:
-        rows, inputs = fp32.tile_rows(D), (do_BTHD, q_BTHD, k_BSGD, v_BSGD)
-        dq_kernel, dkdv_kernel = fp32.make_dq_kernel(D, causal), fp32.make_dkdv_kernel(D, causal)
-        grid_q, grid_k, block = (-(-T // rows), B * H), (-(-S // rows), B * G), fp32.THREADS
-        launch(dq_kernel, grid_q, block, dq, delta, *inputs, o_BTHD, lse_BHT, scale)
-        launch(dkdv_kernel, grid_k, block, dk, dv, *inputs, lse_BHT, delta, scale)
-    else:
-        q, k, v, sizes = flat_inputs(q_BTHD, k_BSGD, v_BSGD)
-        do, o, lse = _flat(do_BTHD)[0], _flat(o_BTHD)[0], lse_BHT.reshape(-1)
-        args = dq.reshape(-1), delta.reshape(-1), do, q, k, v, o, lse, *sizes, scale
-        _launch_bf16("dq", causal, q_BTHD.shape, k_BSGD.shape, *args)
-        args = dk.reshape(-1), dv.reshape(-1), do, q, k, v, lse, delta.reshape(-1), *sizes, scale
-        _launch_bf16("dkdv", causal, q_BTHD.shape, k_BSGD.shape, *args)
-    return dq, dk, dv
+    inputs = (do_BTHD, q_BTHD, k_BSGD, v_BSGD)
+    if dv_BSGD is not None:
+        check_array(op, "dv", dv_BSGD, (B, S, G, D), (q_BTHD.dtype.name,), strided=True)
+    if on_host(*inputs, o_BTHD, lse_BHT, *([] if dv_BSGD is None else [dv_BSGD])):
+        gradients = flash_attention_bwd_ref(*map(wide, (*inputs, o_BTHD)), lse_BHT, scale, causal)
+        dq, dk, dv = (x.astype(q_BTHD.dtype) for x in gradients)
+        return dq, dk, _written(dv, dv_BSGD)
+    half = q_BTHD.dtype != np.float32
+    direct = dv_BSGD is not None and (in_place(dv_BSGD) if half else True)
+    dq, dk = empty(q_BTHD, (B, T, H, D)), empty(k_BSGD, (B, S, G, D))
+    dv = dv_BSGD if direct else empty(k_BSGD, (B, S, G, D))
+    compute = _bwd_hopper if use_hopper(q_BTHD) else _bwd_bf16 if half else _bwd_fp32
+    compute(dq, dk, dv, *inputs, o_BTHD, lse_BHT, np.float32(scale), causal)
+    return dq, dk, dv if direct else _written(dv, dv_BSGD)
+
+
+def _written(x, there):
+    """x, if it is not wanted anywhere else"""
+    if there is None:
+        return x
+    there[...] = x
+    return there
+
+
+def _bwd_hopper(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
+    inputs = map(mappable, (do, q, k, v))
+    o = _rows(o)[0].reshape(o.shape)
+    hopper_bwd.backward((dq, dk, dv), *inputs, o, lse_BHT, scale, causal, _gpu(q))
+
+
+def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
+    (B, T, H, D), (S, G) = q.shape, k.shape[1:3]
+    delta, rows, block = empty(lse_BHT, (B, H, T)), fp32.tile_rows(D), fp32.THREADS
+    dq_kernel, dkdv_kernel = fp32.make_dq_kernel(D, causal), fp32.make_dkdv_kernel(D, causal)
+    grid_q, grid_k = (-(-T // rows), B * H), (-(-S // rows), B * G)
+    launch(dq_kernel, grid_q, block, dq, delta, do, q, k, v, o, lse_BHT, scale)
+    launch(dkdv_kernel, grid_k, block, dk, dv, do, q, k, v, lse_BHT, delta, scale)
+
+
+def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
+    shapes, delta = (q.shape, k.shape), empty(lse_BHT, lse_BHT.shape).reshape(-1)
+    q, k, v, sizes = flat_inputs(q, k, v)
+    (do, _), (o, _), (dv, dv_row), lse = _rows(do), _rows(o), _rows(dv), lse_BHT.reshape(-1)
+    args = dq.reshape(-1), delta, do, q, k, v, o, lse, *sizes, scale
+    _launch_bf16("dq", causal, *shapes, *args)
+    args = dk.reshape(-1), dv, do, q, k, v, lse, delta, *sizes, np.int32(dv_row), scale
+    _launch_bf16("dkdv", causal, *shapes, *args)
 
 
 def _launch_bf16(kind, causal, q_shape, k_shape, *args):
@@ -292,32 +319,21 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
         check(max(T, S) <= most, f"{op}: more than {most} positions: {shapes}")
 
 
+def in_place(x_BTHD: Array) -> bool:
+    """Can the tensor-core kernels read and write x where it is? They copy 16 bytes at a time, out of rows of whole heads."""
+    step = row_step(x_BTHD)
+    return step is not None and step * x_BTHD.itemsize % 16 == 0 and on_16_bytes(x_BTHD)
+
+
+def _rows(x_BTHD):
+    """-> (flat array from the first element on, elements from one position to the next); a copy only if it must be"""
+    x_BTHD = x_BTHD if in_place(x_BTHD) else x_BTHD.copy()
+    return flat_rows(x_BTHD), row_step(x_BTHD)
+
+
 def flat_inputs(q_BTHD: Array, k_BSGD: Array, v_BSGD: Array) -> tuple:
     """-> q, k, v as flat arrays, and the integers that all tensor-core kernels take"""
-    (q, q_row), (k, k_row), (v, v_row) = map(_flat, (q_BTHD, k_BSGD, v_BSGD))
-    if k_row != v_row:
-        (k, k_row), (v, _) = (_flat(x.copy()) for x in (k_BSGD, v_BSGD))
+    flat, steps = zip(*map(_rows, (q_BTHD, k_BSGD, v_BSGD)))
     T, H = q_BTHD.shape[1:3]
     S, G = k_BSGD.shape[1:3]
-    return q, k, v, [np.int32(n) for n in (T, S, H, H // G, q_row, k_row)]
-
-
-def _flat(x_BTHD):
-    """-> (flat array from the first element on, elements from one position to the next)
-
-    Copies only what copy16_async could not read: heads that are not side by side, rows not evenly spaced or not
-    aligned to 16 bytes.
-    """
-    B, T, H, D = x_BTHD.shape
-    size, simulated = x_BTHD.itemsize, isinstance(x_BTHD, SimArray)
-    address = 0 if simulated else x_BTHD.data.ptr
-    if x_BTHD.flags.c_contiguous and address % 16 == 0:
-        return x_BTHD.reshape(-1), H * D
-    row = x_BTHD.strides[1] // size
-    even = x_BTHD.strides == (T * row * size, row * size, D * size, size)
-    if not even or row * size % 16 or address % 16 or x_BTHD.size == 0:
-        return x_BTHD.copy().reshape(-1), H * D
-    shape, strides = ((B * T - 1) * row + H * D,), (size,)
-    if simulated:
-        return np.lib.stride_tricks.as_strided(x_BTHD, shape, strides, subok=True), row
-    return cupy().lib.stride_tricks.as_strided(x_BTHD, shape, strides), row
+    return *flat, [np.int32(n) for n in (T, S, H, H // G, *steps)]

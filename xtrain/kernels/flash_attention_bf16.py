@@ -153,8 +153,8 @@ def make_fwd_kernel(D, CAUSAL, config):
     store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
-    def flash_attention_fwd_kernel(o, lse, q, k, v, T, S, H, group, q_row, kv_row, scale):
-        """Grid (side, ceil(T / BM), ceil(B H / side)). All arrays flat; q_row, kv_row: elements between positions."""
+    def flash_attention_fwd_kernel(o, lse, q, k, v, T, S, H, group, q_row, k_row, v_row, scale):
+        """Grid (side, ceil(T / BM), ceil(B H / side)). All arrays flat; q_row, k_row, v_row: elements between positions."""
         smem = cuda.shared.array(0, uint16)
         bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         if bh * T >= lse.size:  # there is no such head
@@ -162,7 +162,7 @@ def make_fwd_kernel(D, CAUSAL, config):
         warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
         q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)
         w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)  # its rows: in T, in smem
-        kv = b * S * kv_row + h // group * D
+        head = h // group * D
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
         fq = cuda.local.array((KS, MT, 4), uint32)
@@ -173,7 +173,8 @@ def make_fwd_kernel(D, CAUSAL, config):
         n0 = int32((end - 1) // BN * BN)  # from the diagonal down to key 0
         visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)  # up to here
         copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
-        copy_kv(smem, KV, k, v, kv + n0 * kv_row, kv_row, S - n0)
+        at_k, at_v = (b * S + n0) * k_row + head, (b * S + n0) * v_row + head
+        copy_kv(smem, KV, k, at_k, k_row, v, at_v, v_row, S - n0)
         if Q_REGISTERS:
             wait_copies(0)
             cuda.syncthreads()
@@ -184,7 +185,13 @@ def make_fwd_kernel(D, CAUSAL, config):
             cuda.syncthreads()  # this tile is here, and everybody has left the one before
             other = int32(2 * KV + STAGE - now)
             if n0 > 0:
-                copy_kv(smem, other, k, v, kv + (n0 - BN) * kv_row, kv_row, BN)
+                # the same addresses in two ways: for each kind of kernel the one with which no register is spilled
+                if Q_REGISTERS:
+                    n = b * S + int32(n0 - BN)
+                    at_k, at_v = n * k_row + head, n * v_row + head
+                else:
+                    at_k, at_v = at_k - BN * k_row, at_v - BN * v_row
+                copy_kv(smem, other, k, at_k, k_row, v, at_v, v_row, BN)
             if n0 < visible:
                 if Q_REGISTERS:
                     scores_of(s, fq, smem, now)

@@ -22,7 +22,7 @@ import numpy as np
 from numba import cuda, int64, uint32
 
 from ..device import Array
-from ._flat import on_16_bytes
+from ._flat import flat_rows, on_16_bytes, row_step
 from ._launch import FLOATS, check, check_array, empty, launch, on_host, zeros
 from ._ptx import kernel, load1, store1
 from ._words import load_words4, load_words8, store_words4, store_words8
@@ -78,8 +78,8 @@ def make_append_kernel(G, D, each, aligned):
     CHUNKS = -(-D // each)  # of a head
 
     @kernel(BLOCK)
-    def append_kv_kernel(k_cache, v_cache, k, v, rows_N, positions_N, N, R, S):
-        """Grid ceil(N G CHUNKS / BLOCK), block BLOCK. All arrays flat."""
+    def append_kv_kernel(k_cache, v_cache, k, v, rows_N, positions_N, N, R, S, k_row, v_row):
+        """Grid ceil(N G CHUNKS / BLOCK), block BLOCK. All arrays flat; k_row, v_row: elements from one token to the next."""
         i = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
         head, d = i // uint32(CHUNKS), int64(i % uint32(CHUNKS)) * each
         n, g = int64(head // uint32(G)), int64(head % uint32(G))
@@ -88,24 +88,25 @@ def make_append_kernel(G, D, each, aligned):
         row, p = int64(rows_N[n]), int64(positions_N[n])
         if row < 0 or row >= R or p < 0 or p >= S:
             return
-        to, source = ((row * G + g) * S + p) * D + d, (n * G + g) * D + d
+        to = ((row * G + g) * S + p) * D + d
+        at_k, at_v = n * k_row + g * D + d, n * v_row + g * D + d
         if aligned:
             words, more = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
             if each == 8:
-                load_words8(words, k, source)
-                load_words8(more, v, source)
+                load_words8(words, k, at_k)
+                load_words8(more, v, at_v)
                 store_words8(k_cache, to, words)
                 store_words8(v_cache, to, more)
             else:
-                load_words4(words, k, source)
-                load_words4(more, v, source)
+                load_words4(words, k, at_k)
+                load_words4(more, v, at_v)
                 store_words4(k_cache, to, words)
                 store_words4(v_cache, to, more)
         else:
             for j in range(each):
                 if d + j < D:
-                    store1(k_cache, to + j, load1(k, source + j))
-                    store1(v_cache, to + j, load1(v, source + j))
+                    store1(k_cache, to + j, load1(k, at_k + j))
+                    store1(v_cache, to + j, load1(v, at_v + j))
 
     return append_kv_kernel
 
@@ -125,22 +126,28 @@ def append_kv(
 ) -> None:
     """Writes keys and values of N tokens into the cache, token n at position positions_N[n] of row rows_N[n] (int32).
 
-    All four float32 or all bf16. A token whose row is not in 0 .. R - 1, or whose position is not in 0 .. S - 1,
+    All four float32 or all bf16; k and v may be parts of packed arrays. A token whose row is not in 0 .. R - 1, or whose position is not in 0 .. S - 1,
     is left out. No two tokens may have the same place.
     """
     R, G, S, D = check_cache("append_kv", k_RGSD, v_RGSD)
     N, dtypes = k_NGD.shape[0], (k_RGSD.dtype.name,)
     for name, x in (("k", k_NGD), ("v", v_NGD)):
-        check_array("append_kv", name, x, (N, G, D), dtypes)
+        check_array("append_kv", name, x, (N, G, D), dtypes, strided=True)
     check_int32("append_kv", "rows", rows_N, N)
     check_int32("append_kv", "positions", positions_N, N)
     arrays = (k_RGSD, v_RGSD, k_NGD, v_NGD)
     if on_host(*arrays, rows_N, positions_N):
         return append_kv_ref(*arrays, rows_N, positions_N)
-    flat, each = [x.reshape(-1) for x in arrays], 16 // k_RGSD.itemsize
-    append_kernel = make_append_kernel(G, D, each, D % each == 0 and on_16_bytes(*flat))
+    arrays = [x if row_step(x) is not None else x.copy() for x in arrays]
+    flat, each, steps = (
+        [flat_rows(x) for x in arrays],
+        16 // k_RGSD.itemsize,
+        [row_step(x) for x in arrays[2:]],
+    )
+    whole = all(n % each == 0 for n in (D, *steps))
+    append_kernel = make_append_kernel(G, D, each, whole and on_16_bytes(*flat))
     grid = -(-N * G * -(-D // each) // BLOCK)
-    launch(append_kernel, grid, BLOCK, *flat, rows_N, positions_N, N, R, S)
+    launch(append_kernel, grid, BLOCK, *flat, rows_N, positions_N, N, R, S, *steps)
 
 
 def repeat_kv(x_RGSD: Array, repeats: int) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 from numba import cuda, int64, uint32
 
 from ..device import Array
-from ._flat import on_16_bytes
+from ._flat import flat_rows, on_16_bytes, row_step
 from ._launch import FLOATS, check, check_array, empty, launch, on_host
 from ._ptx import kernel
 from ._words import each_of, load_words4, load_words8, store_words4, store_words8
@@ -25,9 +25,12 @@ BLOCK = 256  # of the kernel in use: a thread per 16 bytes
 
 
 # ----------------------------------------------------------------------------- reference
-def swap_heads_ref(x_BXYD):
+def swap_heads_ref(x_BXYD, out_BYXD=None):
     """-> (B, Y, X, D), always a copy"""
-    return np.swapaxes(x_BXYD, 1, 2).copy()
+    if out_BYXD is None:
+        return np.swapaxes(x_BXYD, 1, 2).copy()
+    out_BYXD[...] = np.swapaxes(x_BXYD, 1, 2)
+    return out_BYXD
 
 
 # ----------------------------------------------------------------------------- kernels
@@ -50,35 +53,43 @@ def make_swap_kernel(D, each):
     fetch, put = (load_words8, store_words8) if each == 8 else (load_words4, store_words4)
 
     @kernel(BLOCK)
-    def swap_heads_kernel(y, x, X, Y, chunks):
-        """Grid ceil(chunks / BLOCK), block BLOCK. A thread moves one chunk of x. x, y: flat."""
+    def swap_heads_kernel(y, x, X, Y, x_row, y_row, chunks):
+        """Grid ceil(chunks / BLOCK), block BLOCK. A thread moves one chunk of x. x, y: flat; x_row, y_row: elements from one
+        position (axis 1) to the next.
+        """
         k = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
         if k < chunks:
             words = cuda.local.array(4, uint32)
-            fetch(words, x, int64(k) * each)
             row, chunk = k // uint32(CHUNKS), k % uint32(CHUNKS)  # row (b, i, j) of x
             bi, j = row // uint32(Y), row % uint32(Y)
             b, i = bi // uint32(X), bi % uint32(X)
-            put(y, (((int64(b) * Y + j) * X + i) * CHUNKS + chunk) * each, words)
+            fetch(words, x, int64(bi) * x_row + j * D + chunk * each)
+            put(y, (int64(b) * Y + j) * y_row + i * D + chunk * each, words)
 
     return swap_heads_kernel
 
 
 # ----------------------------------------------------------------------------- launcher
-def swap_heads(x_BXYD: Array) -> Array:
-    """x (B, X, Y, D) float32 or bf16, contiguous -> y (B, Y, X, D), contiguous and never a view of x.
+def swap_heads(x_BXYD: Array, out_BYXD: Array | None = None) -> Array:
+    """x (B, X, Y, D) float32 or bf16 -> y (B, Y, X, D), never a view of x. Both may be parts of packed arrays.
 
-    Raises ValueError or TypeError on another shape or type.
+    out: where y is written, and then returned; None: a new contiguous array. Raises ValueError or TypeError on another shape
+    or type.
     """
-    check_array("swap_heads", "x", x_BXYD, (None,) * 4, FLOATS)
-    if on_host(x_BXYD):
-        return swap_heads_ref(x_BXYD)
+    check_array("swap_heads", "x", x_BXYD, (None,) * 4, FLOATS, strided=True)
     B, X, Y, D = x_BXYD.shape
-    y_BYXD = empty(x_BXYD, (B, Y, X, D))
-    each = each_of(x_BXYD)
-    if D % each == 0 and on_16_bytes(x_BXYD, y_BYXD) and 0 < x_BXYD.size < 2**31 * each:
-        chunks, y, x = x_BXYD.size // each, y_BYXD.reshape(-1), x_BXYD.reshape(-1)
-        launch(make_swap_kernel(D, each), -(-chunks // BLOCK), BLOCK, y, x, X, Y, chunks)
+    if out_BYXD is not None:
+        shape = (B, Y, X, D)
+        check_array("swap_heads", "out", out_BYXD, shape, (x_BXYD.dtype.name,), strided=True)
+    if on_host(x_BXYD, *([] if out_BYXD is None else [out_BYXD])):
+        return swap_heads_ref(x_BXYD, out_BYXD)
+    y_BYXD = empty(x_BXYD, (B, Y, X, D)) if out_BYXD is None else out_BYXD
+    each, steps = each_of(x_BXYD), (row_step(x_BXYD), row_step(y_BYXD))
+    whole = D % each == 0 and all(step is not None and step % each == 0 for step in steps)
+    if whole and on_16_bytes(x_BXYD, y_BYXD) and 0 < x_BXYD.size < 2**31 * each:
+        chunks, y, x = x_BXYD.size // each, flat_rows(y_BYXD), flat_rows(x_BXYD)
+        swap_kernel = make_swap_kernel(D, each)
+        launch(swap_kernel, -(-chunks // BLOCK), BLOCK, y, x, X, Y, *steps, chunks)
     else:
         tiles = -(-Y // WARPS)
         check(

@@ -10,10 +10,12 @@ This is rmsnorm.py over heads, then rope.py. With head x of q (k likewise), weig
                dw = sum over tokens and heads of du xhat
                dx = r (g - xhat mean_d(g xhat)),  g = du w                            (rmsnorm.py)
 
-v is copied. Without weights (Llama) only the rotation remains: u = x.
+v stays where it is: a view of qkv, whose rows lie P elements apart. Likewise attention's backward writes dv into the
+packed gradient, and what is left to do here are the columns of q and k.
+Without weights (Llama) only the rotation remains: u = x.
 We save r and read qkv again in backward; u and xhat never exist in memory.
-qkv, q, k, v are float32 or bf16; weights, tables, r and all arithmetic are float32.
-Bytes moved, forward: read qkv, write q, k, v. Backward: read dq, dk, dv, q and k of qkv, write dqkv.
+qkv, q, k are float32 or bf16; weights, tables, r and all arithmetic are float32.
+Bytes moved, forward: read q and k of qkv, write q, k. Backward: read dq, dk, q and k of qkv, write those of dqkv.
 
 dw is summed in two stages without atomics, as in rmsnorm.py: a thread adds up its heads over many tokens, a
 block writes the sum of its threads as one row of `partial`, then those rows are added in order.
@@ -45,10 +47,9 @@ MULTIPROCESSORS = 132  # of an H200
 
 # ----------------------------------------------------------------------------- reference
 def qk_norm_rope_ref(qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G, positions_N, eps):
-    """-> q (N, H, D), k, v (N, G, D), rstd (N, H + G) or None without weights"""
+    """-> q (N, H, D), k (N, G, D), rstd (N, H + G) or None without weights"""
     N, D = qkv_NP.shape[0], 2 * cos_PR.shape[1]
-    x_NXD = qkv_NP.reshape(N, H + 2 * G, D)
-    u_NAD, rstd_NA = x_NXD[:, : H + G], None
+    u_NAD, rstd_NA = qkv_NP.reshape(N, H + 2 * G, D)[:, : H + G], None
     if q_w_D is not None:
         mean_NA = np.einsum("nad,nad->na", u_NAD, u_NAD) / D
         rstd_NA = 1 / np.sqrt(mean_NA + qkv_NP.dtype.type(eps))
@@ -58,22 +59,19 @@ def qk_norm_rope_ref(qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G, positions_N, ep
         rope_ref(u, cos_PR, sin_PR, positions_N, out=np.empty(u.shape, u.dtype))
         for u in (u_NAD[:, :H], u_NAD[:, H:])
     )
-    return q_NHD, k_NGD, x_NXD[:, H + G :].copy(), rstd_NA
+    return q_NHD, k_NGD, rstd_NA
 
 
 def qk_norm_rope_bwd_ref(
-    dq_NHD, dk_NGD, dv_NGD, qkv_NP, q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions_N
+    dqkv_NP, dq_NHD, dk_NGD, qkv_NP, q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions_N
 ):
-    """-> dqkv (N, P), dq_w (D,), dk_w (D,); the last two None without weights"""
+    """Fills the columns of q and k of dqkv (N, P). -> dq_w (D,), dk_w (D,), both None without weights"""
     (N, H, D), G = dq_NHD.shape, dk_NGD.shape[1]
-    dqkv_NP = np.empty_like(qkv_NP)
-    dx_NXD = dqkv_NP.reshape(N, H + 2 * G, D)
-    du_NAD = dx_NXD[:, : H + G]  # turned into dx in place
+    du_NAD = dqkv_NP.reshape(N, H + 2 * G, D)[:, : H + G]  # turned into dx in place
     rope_ref(dq_NHD, cos_PR, sin_PR, positions_N, -1, out=du_NAD[:, :H])
     rope_ref(dk_NGD, cos_PR, sin_PR, positions_N, -1, out=du_NAD[:, H:])
-    dx_NXD[:, H + G :] = dv_NGD
     if q_w_D is None:
-        return dqkv_NP, None, None
+        return None, None
     xhat_NAD = qkv_NP.reshape(N, H + 2 * G, D)[:, : H + G] * rstd_NA[..., None]
     dq_w_D = np.einsum("nhd,nhd->d", du_NAD[:, :H], xhat_NAD[:, :H])
     dk_w_D = np.einsum("ngd,ngd->d", du_NAD[:, H:], xhat_NAD[:, H:])
@@ -81,7 +79,7 @@ def qk_norm_rope_bwd_ref(
     xhat_NAD *= np.einsum("nad,nad->na", du_NAD, xhat_NAD)[..., None] / D
     du_NAD -= xhat_NAD
     du_NAD *= rstd_NA[..., None]
-    return dqkv_NP, dq_w_D, dk_w_D
+    return dq_w_D, dk_w_D
 
 
 def _per_head(q_w_D, k_w_D, H, G):
@@ -94,14 +92,14 @@ def _per_head(q_w_D, k_w_D, H, G):
 # ----------------------------------------------------------------------------- kernels for heads of any width
 @cuda.jit
 def qk_norm_rope_fwd_warp_kernel(
-    q, k, v, rstd_NA, qkv, q_w_D, k_w_D, cos_PR, sin_PR, positions_N, H, G, T, eps, normalise
+    q, k, rstd_NA, qkv, q_w_D, k_w_D, cos_PR, sin_PR, positions_N, H, G, T, eps, normalise
 ):
-    """Grid (N, ceil((H + 2G) / WARPS)), block (32, WARPS). A warp owns one head of one token.
+    """Grid (N, ceil((H + G) / WARPS)), block (32, WARPS). A warp owns one head of one token.
 
-    q, k, v, qkv: flat. The maths in its plainest form, two or four bytes at a time.
+    q, k, qkv: flat. The maths in its plainest form, two or four bytes at a time.
     """
     n, lane, R = int64(cuda.blockIdx.x), cuda.threadIdx.x, cos_PR.shape[1]
-    a, D = cuda.blockIdx.y * WARPS + cuda.threadIdx.y, 2 * R  # heads of q, then of k, then of v
+    a, D = cuda.blockIdx.y * WARPS + cuda.threadIdx.y, 2 * R  # heads of q, then of k
     x = (n * (H + 2 * G) + a) * D  # where the head begins in qkv
     if a < H + G:
         out, w_D, y = (q, q_w_D, (n * H + a) * D) if a < H else (k, k_w_D, (n * G + a - H) * D)
@@ -121,19 +119,16 @@ def qk_norm_rope_fwd_warp_kernel(
             c, s = cos_PR[p, r], sin_PR[p, r]
             store1(out, y + r, u1 * c - u2 * s)
             store1(out, y + r + R, u2 * c + u1 * s)
-    elif a < H + 2 * G:
-        for d in range(lane, D, 32):
-            store1(v, (n * G + a - H - G) * D + d, load1(qkv, x + d))
 
 
 # The compiler (numba-cuda 0.30) unrolls the loops over planes and keeps addresses for trips that a narrow head never makes:
 # 236 registers on sm_90, so that one block would fill a multiprocessor. With this limit four fit.
 @cuda.jit(max_registers=64)
 def qk_norm_rope_bwd_warp_kernel(
-    dqkv, partial_IE, dq, dk, dv, qkv, q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions_N,
-    N, H, G, T, normalise,
+    dqkv, partial_IE, dq, dk, qkv, q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions_N, N, H, G, T,
+    normalise,
 ):  # fmt: skip
-    """Grid (b, ceil((H + 2G) / WARPS)), block (32, WARPS). A warp owns a head of every b-th token, and a row of dw_WD.
+    """Grid (b, ceil((H + G) / WARPS)), block (32, WARPS). A warp owns a head of every b-th token, and a row of dw_WD.
 
     The block's share of dw goes to one row of partial, E = 2D columns: q's, then k's.
     """
@@ -169,9 +164,6 @@ def qk_norm_rope_bwd_warp_kernel(
                     du2 = rstd * (du2 * w_D[r + R] - xhat2 * mean)
                 store1(dqkv, x + r, du1)
                 store1(dqkv, x + r + R, du2)
-        elif a < H + 2 * G:
-            for d in range(lane, D, 32):
-                store1(dqkv, x + d, load1(dv, (n * G + a - H - G) * D + d))
     cuda.syncthreads()  # every warp's sums are there
     if normalise:
         i = cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x
@@ -180,7 +172,7 @@ def qk_norm_rope_bwd_warp_kernel(
             for w in range(WARPS):  # always in this order: same bits every run
                 if low + w < H:
                     total_q += dw_WD[w, d]
-                else:  # warps of v have added nothing
+                else:  # warps without a head have added nothing
                     total_k += dw_WD[w, d]
             partial_IE[i, d] = total_q
             partial_IE[i, D + d] = total_k
@@ -191,8 +183,8 @@ def qk_norm_rope_bwd_warp_kernel(
 def make_fwd_kernel(H, G, D, each, normalise):
     """-> kernel and plan, see _heads.py; None twice: this shape does not fit.
 
-    Threads are shared out among the key heads. Those of key head g also deal with value head g and, one after the other,
-    with the H / G query heads that use them: one read of cos and sin serves them all.
+    Threads are shared out among the key heads. Those of key head g also deal, one after the other, with the H / G query
+    heads that use it: one read of cos and sin serves them all.
     """
     plan = head_plan(G, D, each, FWD_THREADS) if H % G == 0 else None
     if plan is None:
@@ -223,12 +215,12 @@ def make_fwd_kernel(H, G, D, each, normalise):
 
     @kernel(plan.THREADS, 1)  # without the 1 the compiler aims at more blocks, and spills
     def qk_norm_rope_fwd_kernel(
-        q, k, v, rstd, qkv, q_w_D, k_w_D, cos_PR, sin_PR, positions_N, N, T, eps
+        q, k, rstd, qkv, q_w_D, k_w_D, cos_PR, sin_PR, positions_N, N, T, eps
     ):
         """Grid (ceil(N / TOKENS), parts), block THREADS. All arrays flat."""
         cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
-        x_2E, words_42W = cuda.local.array((2, each), float32), cuda.local.array((4, 2, 4), uint32)
-        k_2W, v_2W, next_2W, q_2W = words_42W[0], words_42W[1], words_42W[2], words_42W[3]
+        x_2E, words_32W = cuda.local.array((2, each), float32), cuda.local.array((3, 2, 4), uint32)
+        k_2W, next_2W, q_2W = words_32W[0], words_32W[1], words_32W[2]
         token, g, r = place()
         n = int64(cuda.blockIdx.x) * TOKENS + token
         live = n < N and g < G
@@ -236,12 +228,9 @@ def make_fwd_kernel(H, G, D, each, normalise):
         g = g if g < G else G - 1
         fetch(next_2W, qkv, (n * X + g * REP) * D + r)  # ask for everything, then compute
         fetch(k_2W, qkv, (n * X + H + g) * D + r)
-        fetch(v_2W, qkv, (n * X + A + g) * D + r)
         p = position_of(n, positions_N, T)
         load(cos, cos_PR, p * R + r)
         load(sin, sin_PR, p * R + r)
-        if live:
-            put(v, (n * G + g) * D + r, v_2W)
         scale = norm_and_turn(k_2W, x_2E, qkv, k_w_D, r, cos, sin, eps)
         if live:
             put(k, (n * G + g) * D + r, k_2W)
@@ -265,16 +254,15 @@ def make_fwd_kernel(H, G, D, each, normalise):
 @functools.cache
 def make_bwd_kernel(H, G, D, each, normalise, overlap):
     """A thread owns its part of one head of q or k, of every so many tokens, and adds up dw in registers. As soon as it has
-    unpacked a head it asks for that of its next token. The threads of a token share out its value heads in 16 bytes each.
+    unpacked a head it asks for that of its next token.
     """
     A, X = H + G, H + 2 * G
     plan = head_plan(A, D, each, BWD_THREADS)
-    if plan is None or H < G:  # fewer query heads than value heads: too few threads
+    if plan is None:
         return None, None
     ops, TOKENS, HEADS, S = make_head_ops(A, D, each, plan), plan.tokens, plan.heads, plan.S
     place, load, fetch, put = ops.place, ops.load, ops.fetch, ops.put
     unpack, pack, turn_back, total = ops.unpack, ops.pack, ops.turn_back, ops.total
-    fetch_one, put_one = ops.fetch_one, ops.put_one
     R, INVERSE, THREADS, TILE = D // 2, 1 / D, plan.THREADS, 2 * each * plan.THREADS
     plan.blocks = max(RESIDENT[each] * 32 // THREADS, 1)  # on a multiprocessor
 
@@ -321,7 +309,7 @@ def make_bwd_kernel(H, G, D, each, normalise, overlap):
 
     @kernel(THREADS, plan.blocks)
     def qk_norm_rope_bwd_kernel(
-        dqkv, partial, dq, dk, dv, qkv, q_w_D, k_w_D, rstd, cos_PR, sin_PR, positions_N, N, T
+        dqkv, partial, dq, dk, qkv, q_w_D, k_w_D, rstd, cos_PR, sin_PR, positions_N, N, T
     ):
         """Grid (B, parts), block THREADS. Block b owns tokens b TOKENS, ..., then those B TOKENS further. Arrays flat.
 
@@ -329,7 +317,7 @@ def make_bwd_kernel(H, G, D, each, normalise, overlap):
         """
         cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
         d_2E, x_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
-        dw_2E, v_W = cuda.local.array((2, each), float32), cuda.local.array(4, uint32)
+        dw_2E = cuda.local.array((2, each), float32)
         d_2W, x_2W = cuda.local.array((2, 4), uint32), cuda.local.array((2, 4), uint32)
         new_2W = cuda.local.array((2, 4), uint32)
         for i in range(2):
@@ -340,13 +328,10 @@ def make_bwd_kernel(H, G, D, each, normalise, overlap):
             slot if slot < A else A - 1
         )  # a thread without a head repeats one, and stores nothing
         dy, w_D, heads, h = (dq, q_w_D, H, a) if a < H else (dk, k_w_D, G, a - H)
-        c = int32(a * (S * each) + r)  # of this thread's part of the value heads
-        has_v, c = c < G * D, int32(c if c < G * D else 0)
         start, step = int32(cuda.blockIdx.x * TOKENS), int32(cuda.gridDim.x * TOKENS)
         end, scale = int32(N), float32(0.0)
         n = int32(start + token if start + token < end else end - 1)
         fetch(d_2W, dy, (int64(n) * heads + h) * D + r)
-        fetch_one(v_W, dv, int64(n) * (G * D) + c)
         if normalise:
             fetch(x_2W, qkv, (int64(n) * X + a) * D + r)
             scale = rstd[int64(n) * A + a]
@@ -357,9 +342,6 @@ def make_bwd_kernel(H, G, D, each, normalise, overlap):
             n = int32(n + step if n + step < end else end - 1)
             unpack(d_2E, d_2W, dy)
             fetch(d_2W, dy, (int64(n) * heads + h) * D + r)
-            if live and has_v:
-                put_one(dqkv, row + A * D + c, v_W)
-            fetch_one(v_W, dv, int64(n) * (G * D) + c)
             if normalise:
                 unpack(x_2E, x_2W, qkv)
                 fetch(x_2W, qkv, (int64(n) * X + a) * D + r)
@@ -396,6 +378,7 @@ def qk_norm_rope_fwd(
 ) -> tuple[Array, Array, Array, Array | None]:
     """qkv (N, (H + 2G) D) float32 or bf16, contiguous -> q (N, H, D), k, v (N, G, D) like it, rstd (N, H + G) float32.
 
+    v is a view of qkv: its heads lie side by side, its rows (H + 2G) D elements apart.
     q_w, k_w (D,), or both None: no norm, and rstd is None. Row n stands at position n % T, or at
     positions_N[n], which must lie in the tables (looked at on the CPU only).
     Raises ValueError or TypeError on other shapes or types.
@@ -406,29 +389,35 @@ def qk_norm_rope_fwd(
     weights = (q_w_D, k_w_D) if normalise else ()
     if on_host(qkv_NP, cos_PR, sin_PR, positions, *weights):
         tables = cos_PR, sin_PR, H, G, positions
-        *parts, rstd = qk_norm_rope_ref(wide(qkv_NP), q_w_D, k_w_D, *tables, eps)
-        return *(x.astype(qkv_NP.dtype, copy=False) for x in parts), rstd
-    q, k, v = (empty(qkv_NP, (N, heads, D)) for heads in (H, G, G))
+        *qk, rstd = qk_norm_rope_ref(wide(qkv_NP), q_w_D, k_w_D, *tables, eps)
+        q, k = (x.astype(qkv_NP.dtype, copy=False) for x in qk)
+        return q, k, values_of(qkv_NP, H, G, D), rstd
+    q, k = (empty(qkv_NP, (N, heads, D)) for heads in (H, G))
     rstd = empty(qkv_NP, (N, H + G), np.float32) if normalise else None
     rstd_given = rstd if normalise else cos_PR  # a kernel takes no None
     q_w, k_w = weights or (cos_PR.reshape(-1),) * 2
-    flat = [x.reshape(-1) for x in (q, k, v, rstd_given, qkv_NP, q_w, k_w, cos_PR, sin_PR)]
+    flat = [x.reshape(-1) for x in (q, k, rstd_given, qkv_NP, q_w, k_w, cos_PR, sin_PR)]
     fwd_kernel, plan = make_fwd_kernel(H, G, D, each_of(qkv_NP), normalise)
     eps = np.float32(eps)
     if plan and on_16_bytes(*flat):
         grid = (-(-N // plan.tokens), plan.parts)
         launch(fwd_kernel, grid, plan.THREADS, *flat, positions, N, T, eps)
-        return q, k, v, rstd
-    arrays = (*flat[:3], rstd_given, flat[4], q_w, k_w, cos_PR, sin_PR, positions)
-    grid = (N, -(-(H + 2 * G) // WARPS))
-    launch(qk_norm_rope_fwd_warp_kernel, grid, (32, WARPS), *arrays, H, G, T, eps, normalise)
-    return q, k, v, rstd
+    else:
+        arrays = (*flat[:2], rstd_given, flat[3], q_w, k_w, cos_PR, sin_PR, positions)
+        grid = (N, -(-(H + G) // WARPS))
+        launch(qk_norm_rope_fwd_warp_kernel, grid, (32, WARPS), *arrays, H, G, T, eps, normalise)
+    return q, k, values_of(qkv_NP, H, G, D), rstd
+
+
+def values_of(packed_NP: Array, H: int, G: int, D: int) -> Array:
+    """The view (N, G, D) of the value heads, the last columns of (N, (H + 2G) D)."""
+    return packed_NP.reshape(packed_NP.shape[0], H + 2 * G, D)[:, H + G :]
 
 
 def qk_norm_rope_bwd(
+    dqkv_NP: Array,
     dq_NHD: Array,
     dk_NGD: Array,
-    dv_NGD: Array,
     qkv_NP: Array,
     q_w_D: Array | None,
     k_w_D: Array | None,
@@ -441,11 +430,15 @@ def qk_norm_rope_bwd(
     dq_w_D: Array | None,
     dk_w_D: Array | None,
     positions_N: Array | None = None,
-) -> Array:
-    """-> dqkv (N, (H + 2G) D). Adds to dq_w, dk_w (D,); without weights these and rstd are None."""
+) -> None:
+    """Fills the columns of q and k of dqkv (N, (H + 2G) D); those of v, which attention's backward writes, stay as they are.
+
+    Adds to dq_w, dk_w (D,); without weights these and rstd are None.
+    """
     op = "qk_norm_rope backward"
     N, D = _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
-    for name, d, heads in (("dq", dq_NHD, H), ("dk", dk_NGD, G), ("dv", dv_NGD, G)):
+    check_array(op, "dqkv", dqkv_NP, qkv_NP.shape, (qkv_NP.dtype.name,))
+    for name, d, heads in (("dq", dq_NHD, H), ("dk", dk_NGD, G)):
         check_array(op, name, d, (N, heads, D), (qkv_NP.dtype.name,))
     normalise = q_w_D is not None
     norm = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D) if normalise else ()
@@ -454,18 +447,18 @@ def qk_norm_rope_bwd(
         check_array(op, "dq_w", dq_w_D, (D,))
         check_array(op, "dk_w", dk_w_D, (D,))
     positions, T = positions_for(op, qkv_NP, cos_PR, positions_N, T)
-    if on_host(dq_NHD, dk_NGD, dv_NGD, qkv_NP, cos_PR, sin_PR, positions, *norm):
-        inputs = map(wide, (dq_NHD, dk_NGD, dv_NGD, qkv_NP))
-        others = q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions
-        dqkv_NP, dq_w, dk_w = qk_norm_rope_bwd_ref(*inputs, *others)
+    gradients, tables = (dqkv_NP, dq_NHD, dk_NGD), (cos_PR, sin_PR, positions)
+    if on_host(*gradients, qkv_NP, *tables, *norm):
+        into, *inputs = map(wide, (*gradients, qkv_NP))
+        dq_w, dk_w = qk_norm_rope_bwd_ref(into, *inputs, q_w_D, k_w_D, rstd_NA, *tables)
+        if into is not dqkv_NP:
+            dqkv_NP[...] = into
         if normalise:
             dq_w_D += dq_w
             dk_w_D += dk_w
-        return dqkv_NP.astype(qkv_NP.dtype, copy=False)
-    dqkv_NP = empty(qkv_NP, qkv_NP.shape)
-    tables = (cos_PR, sin_PR, positions)
+        return
     q_w, k_w, rstd = norm[:3] or (cos_PR.reshape(-1), cos_PR.reshape(-1), cos_PR)  # no None
-    flat = [x.reshape(-1) for x in (dqkv_NP, dq_NHD, dk_NGD, dv_NGD, qkv_NP)]
+    flat = [x.reshape(-1) for x in (*gradients, qkv_NP)]
     bwd_kernel, plan = make_bwd_kernel(H, G, D, each_of(qkv_NP), normalise, can_overlap(qkv_NP))
     if plan and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR):
         blocks = min(-(-N // plan.tokens), max(plan.blocks * MULTIPROCESSORS // plan.parts, 1))
@@ -475,7 +468,7 @@ def qk_norm_rope_bwd(
         grid = (blocks, plan.parts)
         launch(bwd_kernel, grid, plan.THREADS, flat[0], partial.reshape(-1), *arrays, N, T)
     else:
-        tiles = -(-(H + 2 * G) // WARPS)
+        tiles = -(-(H + G) // WARPS)
         grid = (min(N, -(-PARTIALS // tiles)), tiles)
         rows = grid[0] * tiles
         partial = empty(qkv_NP, (rows, 2 * D), np.float32)
@@ -483,7 +476,6 @@ def qk_norm_rope_bwd(
         launch(qk_norm_rope_bwd_warp_kernel, grid, (32, WARPS), flat[0], partial, *arrays)
     if normalise and rows:
         add_column_sums(partial, dq_w_D, dk_w_D)
-    return dqkv_NP
 
 
 def _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G):
