@@ -169,11 +169,39 @@ def test_planted_bugs_are_found(old, new):
             threads,
             *flat,
             *arrays[3:],
+            60,
+            3,
             1,
             1,
             S,
             np.float32(0.25),
         )
+
+
+@pytest.mark.parametrize(
+    "which, values, dtype",
+    [
+        (4, [1, 10**6, 0], np.float32),
+        (4, [1, -1, 0], BF16),
+        (4, [1, 2**31 - 2, 0], BF16),
+        (5, [2, 9, 0], np.float32),
+        (5, [2, -1, 0], BF16),
+        (3, [0, 3, 10**6, 15], BF16),
+        (3, [0, 3, -9, 15], BF16),
+        (3, [0, 3, 2**31 - 1, 15], np.float32),
+    ],
+)
+def test_what_only_the_device_knows_is_looked_at_there(which, values, dtype):
+    """History, rows and edges beyond the arrays: nothing is read or written there (the simulator would say so), and the
+    sequence's rows are NaN; the first one, which fits, is as always."""
+    args = case([3, 7, 5], [1, 0, 4], 2, 1, 16, dtype)
+    want = run(args, to_kernel)
+    o = run((*args[:which], int32(values), *args[which + 1 :]), to_kernel)
+    first = 3 if which != 5 else 0  # another row has other keys
+    assert np.array_equal(o[:first], want[:first])
+    if which != 3:
+        assert np.isnan(o[3:10].astype(np.float32)).all()
+        assert not np.isnan(o[10:].astype(np.float32)).any() or which == 5
 
 
 def test_bad_input():

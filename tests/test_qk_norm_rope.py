@@ -226,6 +226,28 @@ def test_given_positions(D):
             np.testing.assert_allclose(to_host(dqkv)[n], expected[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("D", [8, 10, 32])
+def test_positions_outside_the_tables_on_a_gpu(D):
+    """Only the kernel can look at them: it reads nothing beyond the tables, and q, k and their gradients are NaN."""
+    N, H, G = 4, 2, 1
+    qkv, q_w, k_w, cos, sin = case(N, H, G, D, 9)
+    outputs, inside = upstream(N, H, G, D), np.array([True, False, False, True])
+    results = []
+    for positions in ([8, 9, -1, 0], [8, 0, 0, 0]):
+        arrays, p = (
+            [to_kernel(a) for a in (qkv, q_w, k_w, cos, sin)],
+            to_kernel(np.int32(positions)),
+        )
+        q, k, _, rstd = qk_norm_rope_fwd(*arrays, H, G, 0, EPS, p)
+        dw = [to_kernel(np.zeros(D, np.float32)) for _ in range(2)]
+        dqkv, *rest = map(to_kernel, outputs)
+        qk_norm_rope_bwd(dqkv, *rest, *arrays[:3], rstd, *arrays[3:], H, G, 0, *dw, p)
+        results.append([to_host(x) for x in (q, k, dqkv[:, : (H + G) * D].reshape(N, -1, D))])
+    for got, want in zip(*results):
+        assert np.array_equal(got[inside], want[inside])
+        assert np.isnan(got[~inside]).all()
+
+
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("shape", [(3, 7, 2, 10, 3), (3, 4, 2, 16, 3)])
 def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch, shape, dtype):

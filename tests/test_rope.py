@@ -144,6 +144,19 @@ def test_given_positions(D, dtype):
         np.testing.assert_allclose(to_host(back), x, atol=1e-6)  # there and back
 
 
+@pytest.mark.parametrize("D", [8, 10, 32])
+def test_positions_outside_the_tables_on_a_gpu(D):
+    """Nobody can look at them without waiting: the kernel does, reads nothing beyond the tables, and gives NaN."""
+    x, cos, sin = case(6, 2, D, T=20)
+    positions = np.array([19, 20, 3, -1, 2**40, -(2**62)])
+    inside = np.array([True, False, True, False, False, False])
+    right = np.where(inside, positions, 0)
+    for turn in (rope_fwd, rope_bwd):
+        y, want = (to_host(turn(*map(to_kernel, (x, cos, sin, p)))) for p in (positions, right))
+        assert np.array_equal(y[inside], want[inside])
+        assert np.isnan(y[~inside]).all()
+
+
 def test_only_the_distance_matters():
     cos, sin = rope_tables(16, 50, 10000.0)
     q, k = normal(1, 1, 1, 16, dtype=np.float64), normal(2, 1, 1, 16, dtype=np.float64)

@@ -100,7 +100,7 @@ def make_product_kernel(D, MT, NT, REGISTERS):
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         fa, three = cuda.local.array((KS, MT, 4), uint32), cuda.local.array((MT, 2), float32)
         copy_a(smem, 0, a, 0, D, A)
-        copy_two(smem, A * D, b, c, 0, D, B)
+        copy_two(smem, A * D, b, 0, D, c, 0, D, B)
         wait_copies(0)
         cuda.syncthreads()
         if REGISTERS:

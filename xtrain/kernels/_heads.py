@@ -14,6 +14,7 @@ Widths that do not fit (R no multiple of a chunk, S no power of two) have plain 
 
 from types import SimpleNamespace
 
+import numpy as np
 from numba import cuda, int64, uint32
 
 from ._ptx import device, load4, load8
@@ -31,6 +32,7 @@ from ._words import (
 
 MAX_THREADS = 512  # of a block
 SPLIT_THREADS = 256  # of a block when the heads of a token take more than that
+NAN = np.float32(np.nan)
 
 
 def head_plan(X: int, D: int, each: int, threads: int) -> SimpleNamespace | None:
@@ -52,6 +54,7 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
 
     place()                     -> token within the block, head, first plane; head X or more: this thread has none
     load(registers, x, i)       registers[0:each] = x[i : i + each]
+    load_angles(cos, sin, cos_PR, sin_PR, p, r)   those of position p, of the planes from r on; NaN where p is -1
     fetch(x_2W, x, i)           the chunks at x[i] and x[i + R]
     unpack(x_2E, x_2W, x)       what they mean
     pack(x_2W, x_2E, x)         the other way
@@ -77,6 +80,15 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
     @device
     def load(registers, x, i):
         load_n(registers, x, i)
+
+    @device
+    def load_angles(cos, sin, cos_PR, sin_PR, p, r):
+        if p >= 0:
+            load_n(cos, cos_PR, p * R + r)
+            load_n(sin, sin_PR, p * R + r)
+        else:
+            for j in range(each):
+                cos[j], sin[j] = NAN, NAN
 
     @device
     def fetch(x_2W, x, i):
@@ -119,4 +131,5 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
         return v
 
     functions = dict(place=place, load=load, fetch=fetch, put=put, unpack=unpack, pack=pack)
-    return SimpleNamespace(**functions, turn=turn, turn_back=turn_back, total=total)
+    functions |= dict(load_angles=load_angles, turn=turn, turn_back=turn_back, total=total)
+    return SimpleNamespace(**functions)

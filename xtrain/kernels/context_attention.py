@@ -23,7 +23,7 @@ from ..device import Array
 from . import flash_attention_fp32 as fp32
 from ._flat import on_16_bytes
 from ._launch import check, check_array, empty, launch, on_host
-from ._ptx import device, kernel
+from ._ptx import device, kernel, store1
 from ._tensor_cores import wait_copies, warp_id
 from ._tiles import (
     WIDTHS,
@@ -45,6 +45,8 @@ from .flash_attention_bf16 import (
 )
 from .kv_cache import check_cache, check_int32
 
+NAN = np.float32(np.nan)
+
 
 # ----------------------------------------------------------------------------- reference
 def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
@@ -64,6 +66,22 @@ def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, sca
     return o_NHD
 
 
+# ----------------------------------------------------------------------------- what only the device can look at
+@device
+def inside(past, T, row, R, S):
+    """Are a sequence's keys in the cache?"""
+    return past >= 0 and past <= S - T and row >= 0 and row < R
+
+
+@device
+def fill_nan(o, begin, T, h, H, D, t0, rows):
+    """The block's rows of o, for a sequence of which nothing can be computed: whoever reads them shall notice."""
+    for i in range(cuda.threadIdx.x, rows * D, cuda.blockDim.x):
+        t = t0 + i // D
+        if t < T:
+            store1(o, ((begin + t) * H + h) * D + i % D, NAN)
+
+
 # ----------------------------------------------------------------------------- float32
 @functools.cache
 def make_fp32_kernel(D):
@@ -81,15 +99,21 @@ def make_fp32_kernel(D):
             tile[r, d] = x[base + (first + r) * stride + d] if inside else float32(0.0)
 
     @kernel(fp32.THREADS)
-    def context_attention_fp32_kernel(o, q, k, v, edges_E, history_A, rows_A, H, G, S, scale):
+    def context_attention_fp32_kernel(
+        o, q, k, v, edges_E, history_A, rows_A, N, cache_rows, H, G, S, scale
+    ):
         """Grid (ceil(longest / TILE), A H). q, o, k, v: flat."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         a, h, t0 = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H, int64(cuda.blockIdx.x) * TILE
-        begin, T, past = int64(edges_E[a]), int64(edges_E[a + 1] - edges_E[a]), int64(history_A[a])
-        if t0 >= T:
+        begin, past, row = int64(edges_E[a]), int64(history_A[a]), int64(rows_A[a])
+        T = int64(edges_E[a + 1]) - begin
+        if t0 >= T or begin < 0 or N - begin < T:
+            return
+        if not inside(past, T, row, cache_rows, S):
+            fill_nan(o, begin, T, h, H, D, t0, TILE)
             return
         head, stride = (begin * H + h) * D, H * D
-        kv = (int64(rows_A[a]) * G + h // (H // G)) * S * D
+        kv = (row * G + h // (H // G)) * S * D
         q_s = cuda.shared.array((TILE, PAD), float32)
         k_s = cuda.shared.array((TILE, PAD), float32)
         v_s = cuda.shared.array((TILE, PAD), float32)
@@ -135,18 +159,24 @@ def make_bf16_kernel(D, config):
     store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
-    def context_attention_bf16_kernel(o, q, k, v, edges_E, history_A, rows_A, H, G, S, scale):
+    def context_attention_bf16_kernel(
+        o, q, k, v, edges_E, history_A, rows_A, N, cache_rows, H, G, S, scale
+    ):
         """Grid (ceil(longest / BM), A H). q, o, k, v: flat."""
         smem = cuda.shared.array(0, uint16)
         warp, a, h = warp_id(), int64(cuda.blockIdx.y) // H, int64(cuda.blockIdx.y) % H
-        begin, past = int64(edges_E[a]), int32(history_A[a])
-        T = int32(edges_E[a + 1] - edges_E[a])
+        begin, past, row = int64(edges_E[a]), int32(history_A[a]), int64(rows_A[a])
+        T = int64(edges_E[a + 1]) - begin
         q0 = int32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * BM)
-        if q0 >= T:
+        if q0 >= T or begin < 0 or N - begin < T:
             return
+        if not inside(int64(past), T, row, cache_rows, S):
+            fill_nan(o, begin, T, h, H, D, q0, BM)
+            return
+        T = int32(T)
         w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)  # its rows: in T, in smem
         head, stride = (begin * H + h) * D, int32(H * D)
-        kv = (int64(rows_A[a]) * G + h // (H // G)) * S * D
+        kv = (row * G + h // (H // G)) * S * D
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
         fq = cuda.local.array((KS, MT, 4), uint32)
@@ -199,7 +229,9 @@ def context_attention(
     """-> o (N, H, D) like q. The cache holds the new keys already (kv_cache.append_kv).
 
     q float32 or bf16 like the cache. edges, history, rows: int32. longest: at least the longest new length.
-    Raises ValueError or TypeError for what does not fit; on the CPU also for a history beyond the cache.
+    Raises ValueError or TypeError for what does not fit. What only the device knows (a history beyond the cache, a row
+    that it has not) is an error on the CPU, and NaN in the rows of o of that sequence on a GPU. Edges that are none
+    leave rows of o as they were, there.
     """
     op = "context_attention"
     R, G, S, D = check_cache(op, k_RGSD, v_RGSD)
@@ -217,7 +249,7 @@ def context_attention(
     check(A * H < 2**16, f"{op}: {A} sequences of {H} heads in one launch, at most 65535 in all")
     o_NHD = empty(q_NHD, q_NHD.shape)
     flat = [x.reshape(-1) for x in (o_NHD, q_NHD, k_RGSD, v_RGSD)]
-    arrays, scalars = (*flat, edges_E, history_A, rows_A), (H, G, S, np.float32(scale))
+    arrays, scalars = (*flat, edges_E, history_A, rows_A), (N, R, H, G, S, np.float32(scale))
     if q_NHD.dtype == np.float32:
         check(D <= fp32.MAX_D, f"{op}: head dim {D}, the GPU kernel takes {fp32.MAX_D} at most")
         grid = (-(-longest // fp32.tile_rows(D)), A * H)

@@ -35,7 +35,7 @@ from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_
 from ._ptx import device, kernel, let_next_start, load1, store1
 from ._reduce import add_column_sums, warp_sum
 from ._words import each_of
-from .rope import check_tables, position_of, positions_for, rope_ref
+from .rope import angle, check_tables, position_of, positions_for, rope_ref
 
 WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory
@@ -103,7 +103,7 @@ def qk_norm_rope_fwd_warp_kernel(
     x = (n * (H + 2 * G) + a) * D  # where the head begins in qkv
     if a < H + G:
         out, w_D, y = (q, q_w_D, (n * H + a) * D) if a < H else (k, k_w_D, (n * G + a - H) * D)
-        p, rstd = position_of(n, positions_N, T), float32(1.0)
+        p, rstd = position_of(n, positions_N, T, cos_PR.shape[0]), float32(1.0)
         if normalise:
             acc = float32(0.0)
             for d in range(lane, D, 32):
@@ -116,7 +116,7 @@ def qk_norm_rope_fwd_warp_kernel(
             if normalise:
                 u1 *= rstd * w_D[r]
                 u2 *= rstd * w_D[r + R]
-            c, s = cos_PR[p, r], sin_PR[p, r]
+            c, s = angle(cos_PR, sin_PR, p, r)
             store1(out, y + r, u1 * c - u2 * s)
             store1(out, y + r + R, u2 * c + u1 * s)
 
@@ -143,17 +143,21 @@ def qk_norm_rope_bwd_warp_kernel(
         x = (n * (H + 2 * G) + a) * D
         if a < H + G:
             dy, w_D, y = (dq, q_w_D, (n * H + a) * D) if a < H else (dk, k_w_D, (n * G + a - H) * D)
-            p, rstd, mean = position_of(n, positions_N, T), float32(0.0), float32(0.0)
+            p, rstd, mean = (
+                position_of(n, positions_N, T, cos_PR.shape[0]),
+                float32(0.0),
+                float32(0.0),
+            )
             if normalise:
                 rstd, acc = rstd_NA[n, a], float32(0.0)
                 for r in range(lane, R, 32):
-                    c, s = cos_PR[p, r], sin_PR[p, r]
+                    c, s = angle(cos_PR, sin_PR, p, r)
                     dy1, dy2 = load1(dy, y + r), load1(dy, y + r + R)
                     acc += (dy1 * c + dy2 * s) * w_D[r] * load1(qkv, x + r)
                     acc += (dy2 * c - dy1 * s) * w_D[r + R] * load1(qkv, x + r + R)
                 mean = warp_sum(acc) * rstd / float32(D)  # of g xhat
             for r in range(lane, R, 32):
-                c, s = cos_PR[p, r], sin_PR[p, r]
+                c, s = angle(cos_PR, sin_PR, p, r)
                 dy1, dy2 = load1(dy, y + r), load1(dy, y + r + R)
                 du1, du2 = dy1 * c + dy2 * s, dy2 * c - dy1 * s
                 if normalise:
@@ -190,7 +194,7 @@ def make_fwd_kernel(H, G, D, each, normalise):
     if plan is None:
         return None, None
     ops, TOKENS = make_head_ops(G, D, each, plan), plan.tokens
-    place, load, fetch, put = ops.place, ops.load, ops.fetch, ops.put
+    place, load, load_angles, fetch, put = ops.place, ops.load, ops.load_angles, ops.fetch, ops.put
     unpack, pack, turn, total = ops.unpack, ops.pack, ops.turn, ops.total
     R, REP, A, X, INVERSE = D // 2, H // G, H + G, H + 2 * G, 1 / D
 
@@ -228,9 +232,8 @@ def make_fwd_kernel(H, G, D, each, normalise):
         g = g if g < G else G - 1
         fetch(next_2W, qkv, (n * X + g * REP) * D + r)  # ask for everything, then compute
         fetch(k_2W, qkv, (n * X + H + g) * D + r)
-        p = position_of(n, positions_N, T)
-        load(cos, cos_PR, p * R + r)
-        load(sin, sin_PR, p * R + r)
+        p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
+        load_angles(cos, sin, cos_PR, sin_PR, p, r)
         scale = norm_and_turn(k_2W, x_2E, qkv, k_w_D, r, cos, sin, eps)
         if live:
             put(k, (n * G + g) * D + r, k_2W)
@@ -261,16 +264,10 @@ def make_bwd_kernel(H, G, D, each, normalise, overlap):
     if plan is None:
         return None, None
     ops, TOKENS, HEADS, S = make_head_ops(A, D, each, plan), plan.tokens, plan.heads, plan.S
-    place, load, fetch, put = ops.place, ops.load, ops.fetch, ops.put
+    place, load, load_angles, fetch, put = ops.place, ops.load, ops.load_angles, ops.fetch, ops.put
     unpack, pack, turn_back, total = ops.unpack, ops.pack, ops.turn_back, ops.total
     R, INVERSE, THREADS, TILE = D // 2, 1 / D, plan.THREADS, 2 * each * plan.THREADS
     plan.blocks = max(RESIDENT[each] * 32 // THREADS, 1)  # on a multiprocessor
-
-    @device
-    def load_angles(cos, sin, cos_PR, sin_PR, positions_N, n, T, r):
-        p = position_of(n, positions_N, T)
-        load(cos, cos_PR, p * R + r)
-        load(sin, sin_PR, p * R + r)
 
     @device
     def backward_of_norm(d_2E, x_2E, dw_2E, w_D, rstd, r):
@@ -335,7 +332,8 @@ def make_bwd_kernel(H, G, D, each, normalise, overlap):
         if normalise:
             fetch(x_2W, qkv, (int64(n) * X + a) * D + r)
             scale = rstd[int64(n) * A + a]
-        load_angles(cos, sin, cos_PR, sin_PR, positions_N, n, T, r)
+        p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
+        load_angles(cos, sin, cos_PR, sin_PR, p, r)
         while start < end:
             live, row = start + token < end and slot < A, int64(n) * (X * D)
             rstd_now = scale if live else float32(0.0)  # 0 adds nothing to dw
@@ -349,7 +347,8 @@ def make_bwd_kernel(H, G, D, each, normalise, overlap):
             turn_back(d_2E, cos, sin)
             if normalise:
                 backward_of_norm(d_2E, x_2E, dw_2E, w_D, rstd_now, r)
-            load_angles(cos, sin, cos_PR, sin_PR, positions_N, n, T, r)
+            p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
+            load_angles(cos, sin, cos_PR, sin_PR, p, r)
             pack(new_2W, d_2E, dqkv)
             if live:
                 put(dqkv, row + a * D + r, new_2W)
@@ -380,7 +379,7 @@ def qk_norm_rope_fwd(
 
     v is a view of qkv: its heads lie side by side, its rows (H + 2G) D elements apart.
     q_w, k_w (D,), or both None: no norm, and rstd is None. Row n stands at position n % T, or at
-    positions_N[n], which must lie in the tables (looked at on the CPU only).
+    positions_N[n], which must lie in the tables (ValueError on the CPU; on a GPU q and k of such a row are NaN).
     Raises ValueError or TypeError on other shapes or types.
     """
     N, D = _check("qk_norm_rope", qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)

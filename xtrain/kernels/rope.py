@@ -31,7 +31,7 @@ from numba import cuda, float32, int64, uint32
 
 from ..device import Array
 from ._flat import on_16_bytes
-from ._heads import head_plan, make_head_ops
+from ._heads import NAN, head_plan, make_head_ops
 from ._launch import FLOATS, check, check_array, check_ids, empty, empty_like, launch, on_host
 from ._ptx import kernel, load1, store1
 from ._words import each_of
@@ -107,13 +107,22 @@ def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, sign=1, out=None):
 
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit(device=True)
-def position_of(n, positions_N, T):
-    """Of row n < 2^32. T = 0: they are given."""
+def position_of(n, positions_N, T, P):
+    """Of row n < 2^32. T = 0: they are given; -1 for one that is not in the tables."""
     if T > 0:
         return int64(
             uint32(n) % uint32(T)
         )  # a division of 64-bit numbers takes three times as long
-    return int64(positions_N[n])
+    p = int64(positions_N[n])
+    return p if p >= 0 and p < P else int64(-1)
+
+
+@cuda.jit(device=True)
+def angle(cos_PR, sin_PR, p, r):
+    """-> cos, sin of plane r at position p; NaN where p is -1"""
+    if p >= 0:
+        return cos_PR[p, r], sin_PR[p, r]
+    return NAN, NAN
 
 
 @cuda.jit
@@ -126,8 +135,9 @@ def rope_plane_kernel(y, x, cos_PR, sin_PR, positions_N, H, T, sign):
     h = cuda.blockIdx.y * cuda.blockDim.y + cuda.threadIdx.y
     R = cos_PR.shape[1]
     if h < H:
-        p = position_of(n, positions_N, T)
-        c, s = cos_PR[p, r], sign * sin_PR[p, r]
+        p = position_of(n, positions_N, T, cos_PR.shape[0])
+        c, s = angle(cos_PR, sin_PR, p, r)
+        s *= sign
         i = (n * H + h) * (2 * R) + r
         x1, x2 = load1(x, i), load1(x, i + R)
         store1(y, i, x1 * c - x2 * s)
@@ -141,9 +151,9 @@ def make_rope_kernel(H, D, each, forward):
     if plan is None:
         return None, None
     ops = make_head_ops(H, D, each, plan)
-    place, load, fetch, unpack, pack, put = (
+    place, load_angles, fetch, unpack, pack, put = (
         ops.place,
-        ops.load,
+        ops.load_angles,
         ops.fetch,
         ops.unpack,
         ops.pack,
@@ -161,9 +171,8 @@ def make_rope_kernel(H, D, each, forward):
             cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
             x_2E, x_2W = cuda.local.array((2, each), float32), cuda.local.array((2, 4), uint32)
             fetch(x_2W, x, (n * H + h) * D + r)
-            p = position_of(n, positions_N, T)
-            load(cos, cos_PR, p * R + r)
-            load(sin, sin_PR, p * R + r)
+            p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
+            load_angles(cos, sin, cos_PR, sin_PR, p, r)
             unpack(x_2E, x_2W, x)
             turn(x_2E, cos, sin)
             pack(x_2W, x_2E, y)
@@ -183,7 +192,7 @@ def rope_fwd(
     """x (N, H, D) float32 or bf16, contiguous -> y like x.
 
     Row n stands at positions_N[n], or without those at n % T (T: by default N). Positions must lie
-    in the tables: ValueError on the CPU, but on a GPU nobody looks at given ones.
+    in the tables: ValueError on the CPU; on a GPU, where looking would mean waiting, y of such a row is NaN.
     """
     return _rotate("rope", x_NHD, cos_PR, sin_PR, positions_N, T, 1)
 
