@@ -61,16 +61,16 @@ class Guard:
         while time.monotonic() < until:
             if everybody.Test():
                 if self.ranks.rank == 0:
-                    print(sentence, file=sys.stderr, flush=True)
+                    say(sentence)
                 return
             time.sleep(0.01)
-        print(f"{sentence} (rank {self.ranks.rank})", file=sys.stderr, flush=True)
+        say(f"{sentence} (rank {self.ranks.rank})")
         self._abort(code)
 
     def _die(self, error, code):
         where = place(self.ranks.rank, self.step())
         trace = "".join(traceback.format_exception(error))
-        print(f"{self.name}: {where} failed, all ranks end\n{trace}", file=sys.stderr, flush=True)
+        say(f"{self.name}: {where} failed, all ranks end\n{trace}")
         self._abort(code)
 
     def _abort(self, code):
@@ -120,13 +120,18 @@ class Watchdog(threading.Thread):
         where = place(self.ranks.rank, self.step())
         frames = sys._current_frames()
         main = "".join(traceback.format_stack(frames[threading.main_thread().ident]))
-        print(
-            f"xtrain.ddp: {where}: no progress for {self.seconds:g} s (--watchdog), it ends. It stands at\n{main}",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"xtrain.ddp: {where}: no progress for {self.seconds:g} s (--watchdog), it ends. It stands at\n{main}"
         )
         time.sleep(LAST_WORDS_SECONDS)
         os._exit(1)
+
+
+def say(words: str) -> None:
+    """On the process's own stderr. While a progress bar is drawn sys.stderr belongs to the bar, which writes to stdout: as
+    Open MPI gives rank 0 a terminal there, its last words would be missing where all others' are.
+    """
+    print(words, file=sys.__stderr__, flush=True)
 
 
 def place(rank: int, step: int | None) -> str:
