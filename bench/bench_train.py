@@ -2,6 +2,7 @@
 
     python bench/bench_train.py [--models dim384 dim768 gpt124m] [--precision fp32 bf16] [--against torch]
     python bench/bench_train.py --models dim768 --precision fp32 bf16 --batch 16 32 --against none     what bf16 gains
+    python bench/bench_train.py --models gpt124m --precision bf16 --against none --no-wgmma            attention as on older cards
 
 xtrain and PyTorch run one after the other in one process, from the same weights on the same batches; the loss curves of the
 first 20 steps are printed beside each other. Tokens per second are batch * T / median step time, each step timed to its end.
@@ -25,6 +26,7 @@ import xtrain
 from xtrain.config import PRESETS
 from xtrain.device import memory_peak_bytes
 from xtrain.graph import Graphed
+from xtrain.kernels import flash_attention
 from xtrain.optim import clip
 
 VOCAB = {"gpt124m": 50304}  # GPT-2's 50257 for the others, which xtrain pads in memory
@@ -41,6 +43,7 @@ class Options:
         default_factory=lambda: list(MODES)
     )  # of torch.compile to try, in bf16
     steps: int = 20  # timed, after as many for warm-up and the loss curve
+    wgmma: bool = True  # attention's kernels for compute capability 9.0, where the GPU has it
     batch: list[int] = field(
         default_factory=list
     )  # sequences, one after the other; none: the preset's
@@ -161,7 +164,7 @@ def bench(name, precision, o, batch=None):
     record(
         "bench_train", name, shape=f"B={B} T={T} V={config.vocab_size}", dtype=precision, ms=ms[0],
         value=B * T / ms[0] * 1e3, unit="tok/s", peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
-        p20_p80=[round(x, 3) for x in ms[1:]], **more,
+        p20_p80=[round(x, 3) for x in ms[1:]], **({} if o.wgmma else {"attention": "mma.sync"}), **more,
     )  # fmt: skip
     if theirs:
         print("loss xtrain", " ".join(f"{x:.4f}" for x in losses[:20]))
@@ -173,6 +176,7 @@ def bench(name, precision, o, batch=None):
 
 
 def main(o: Options) -> None:
+    flash_attention.HOPPER = o.wgmma
     for name in o.models:
         for batch in o.batch or [None]:
             for precision in o.precision:
