@@ -128,10 +128,10 @@ class Watchdog(threading.Thread):
 
 
 def say(words: str) -> None:
-    """On the process's own stderr. While a progress bar is drawn sys.stderr belongs to the bar, which writes to stdout: as
-    Open MPI gives rank 0 a terminal there, its last words would be missing where all others' are.
+    """On stderr itself. While a progress bar is drawn sys.stderr belongs to the bar, which writes to stdout: as Open MPI
+    gives rank 0 a terminal there, its last words would be missing where all others' are.
     """
-    print(words, file=sys.__stderr__, flush=True)
+    print(words, file=getattr(sys.stderr, "rich_proxied_file", sys.stderr), flush=True)
 
 
 def place(rank: int, step: int | None) -> str:
