@@ -4,12 +4,17 @@ On compute capability 9.0 both of ours take part, the mma.sync kernels and those
 
     python bench/bench_attention.py [--parts named random sweep]
 
+What the sweep starts is compiled beforehand, one process per core.
+
 Operations: forward 4 B H T^2 D (two matrix products), half of it when causal; forward + backward 3.5 times that (five
 more, whatever an implementation really computes). TFLOP/s are these operations over time. All contestants read and
 write (B, T, H, D). Each runs inside CUDA graphs, in turns with the others; the median of the turns counts.
 """
 
+import itertools
 import math
+import multiprocessing
+import os
 from dataclasses import dataclass, field
 
 import cupy as cp
@@ -20,6 +25,7 @@ import tyro
 NAMED = [  # B, H, T, D
     (32, 12, 256, 32), (32, 12, 256, 64), (16, 12, 1024, 64), (4, 16, 4096, 64), (8, 16, 1024, 128), (4, 16, 4096, 128),
 ]  # fmt: skip
+SWEEP = [2**i for i in range(7, 17)]  # T
 TURNS = 7
 
 
@@ -29,6 +35,8 @@ class Options:
     turns: int = TURNS
     keep: bool = True  # append to bench/results
     alone: bool = False  # also wgmma kernels each of which begins when the one before has ended
+    heads: list[int] = field(default_factory=lambda: [64, 128])  # widths in the sweep
+    mma_sync: bool = True  # in the sweep, those kernels beside wgmma's
 
 
 # ----------------------------------------------------------------------------- timing
@@ -80,16 +88,18 @@ def in_turns(contestants: dict, turns: int) -> dict[str, np.ndarray]:
 
 
 # ----------------------------------------------------------------------------- contestants
-def ours(q, k, v, do, causal, alone):
+def ours(q, k, v, do, causal, alone, mma_sync):
     """-> {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same, where there are such kernels}
 
-    alone: and "alone", wgmma without overlap of one kernel with the next.
+    alone: and "alone", wgmma without overlap of one kernel with the next. mma_sync: also where wgmma is in use
     """
     from xtrain.kernels import _launch, flash_attention
 
     found, usual = {}, flash_attention.HOPPER
     fwd, both = both_ways(q, k, v, do, causal)
     for name in ("mma.sync", "wgmma", "alone")[: 2 + alone]:
+        if name == "mma.sync" and flash_attention.use_hopper(q) and not mma_sync:
+            continue
         flash_attention.HOPPER = name != "mma.sync"
         _launch.set_overlap(name != "alone")
         if name == "mma.sync" or flash_attention.use_hopper(q):
@@ -161,7 +171,9 @@ def operations(B, T, H, D, causal):
     return 4 * B * H * T * T * D / (2 if causal else 1)
 
 
-def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True, alone=False):
+def compare(
+    name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True, alone=False, mma_sync=True
+):
     from _timing import record
 
     from xtrain.kernels import flash_attention
@@ -172,7 +184,7 @@ def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True, alone
         ml_dtypes.bfloat16
     )
     arrays = [make(H), make(G), make(G), make(H)]
-    mine = ours(*arrays, causal, alone)
+    mine = ours(*arrays, causal, alone, mma_sync)
     used = "wgmma" if flash_attention.HOPPER and "wgmma" in mine else "mma.sync"
     calls = {part: n for part, (_, n) in mine[used].items()}
     peers = {b: theirs(b, arrays, causal, calls) for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")}
@@ -186,11 +198,11 @@ def compare(name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True, alone
         print(f"{name:7} {shape} {part}: TFLOP/s {line}", flush=True)
         if keep:
             flash, cudnn = rate.get("FLASH_ATTENTION"), rate.get("CUDNN_ATTENTION")
-            wgmma = rate.get("wgmma")
+            wgmma, usual = rate.get("wgmma"), rate.get("mma.sync")
             record(
                 "bench_attention", f"{name} {part}", shape=shape, dtype="bf16", ms=times[used][0],
                 value=rate[used], unit="TFLOP/s", peer="torch SDPA flash", peer_value=flash, kernels=used,
-                mma_sync_value=round(rate["mma.sync"], 2), wgmma_value=wgmma and round(wgmma, 2),
+                mma_sync_value=usual and round(usual, 2), wgmma_value=wgmma and round(wgmma, 2),
                 cudnn_value=cudnn and round(cudnn, 2),
                 p20_p80=[round(float(x), 4) for x in times[used][1:]],
             )  # fmt: skip
@@ -208,6 +220,29 @@ def random_shapes(n: int = 10, seed: int = 0):
         yield B, G * group, T, D, G
 
 
+def compile_sweep(heads: list[int], mma_sync: bool) -> None:
+    """Fill the kernel cache with what the sweep starts."""
+    import _hopper_tiles
+    import tune_flash_attention as tune
+
+    from xtrain.kernels import flash_attention as fa
+
+    one = cp.empty((1, 1, 1, 64), ml_dtypes.bfloat16)
+    wgmma, limit = fa.use_hopper(one), fa.shared_limit(one)
+    tasks: dict = {}
+    for D, T, kind in itertools.product(heads, SWEEP, tune.WORK):
+        if wgmma:
+            config = _hopper_tiles.hopper.choose(kind, D, T, True)[:5]
+            tasks[_hopper_tiles.compile_one, (kind, D, True, config)] = None
+        if mma_sync or not wgmma:
+            tasks[tune.compile_one, (kind, D, True, fa.choose(kind, D, T, True, limit))] = None
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        for result in [pool.apply_async(compile, (task,)) for compile, task in tasks]:
+            task, _, wrong = result.get()
+            if wrong:
+                print(task, wrong, flush=True)
+
+
 def main(options: Options) -> None:
     more = {"turns": options.turns, "keep": options.keep, "alone": options.alone}
     if "named" in options.parts:
@@ -217,9 +252,9 @@ def main(options: Options) -> None:
         for B, H, T, D, G in random_shapes():
             compare("random", B, H, T, D, G, **more)
     if "sweep" in options.parts:
-        for D in (64, 128):
-            for T in (2**i for i in range(7, 17)):
-                compare("sweep", max(1, 2**15 // T), 16, T, D, **more)
+        compile_sweep(options.heads, options.mma_sync)
+        for D, T in itertools.product(options.heads, SWEEP):
+            compare("sweep", max(1, 2**15 // T), 16, T, D, **more, mma_sync=options.mma_sync)
 
 
 if __name__ == "__main__":

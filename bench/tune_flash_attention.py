@@ -212,7 +212,8 @@ def tune_hopper(options: Options) -> None:
     import _hopper_tiles
 
     heads = [D for D in options.heads if D in (64, 128)]
-    best = _hopper_tiles.tune(heads, options.kernels, options.lengths, options.causal)
+    lengths = options.lengths if options.lengths != list(CLASSES) else list(_hopper_tiles.SHAPES)
+    best = _hopper_tiles.tune(heads, options.kernels, lengths, options.causal)
     if options.write:
         _hopper_tiles.write(best)
 

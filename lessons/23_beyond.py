@@ -477,7 +477,7 @@ lesson.source(flash_attention_hopper.make_consumer, part="for _ in range(1, bloc
 # And the producer, one thread: a stage that is free, the bytes that will come, the copies.
 
 # %%
-lesson.source(_flash_attention_hopper_parts.make_key_producer, part="stage, free = ")
+lesson.source(_flash_attention_hopper_parts.make_key_producer, part="def load_keys")
 
 # %% [markdown]
 # Barriers alternate between two phases, 0 and 1. Stage i % STAGES is used for the (i // STAGES)-th

@@ -27,14 +27,16 @@ from xtrain.simulator import sim
 
 BF16 = ml_dtypes.bfloat16
 SHARED = 227 * 1024  # bytes that a block may have
-ONE = {"fwd": (32, 1, 2, 1), "dq": (32, 1, 2, 1), "dkdv": (32, 1, 2, 1)}
-TWO = {"fwd": (16, 2, 2, 2), "dq": (16, 2, 3, 2), "dkdv": (16, 2, 3, 2)}
+ONE = {"fwd": (32, 1, 2, 1, 1, 0), "dq": (32, 1, 2, 1, 1, 0), "dkdv": (32, 1, 2, 1, 1, 0)}
+TWO = {"fwd": (16, 2, 2, 2, 2, 1), "dq": (16, 2, 3, 2, 2, 1), "dkdv": (16, 2, 3, 2, 2, 1)}
+EARLY = {"fwd": (16, 1, 2, 2, 2, 1), "dq": (16, 1, 2, 2, 2, 1), "dkdv": (16, 1, 2, 2, 2, 1)}
 # B, T, S, H, G, D, causal, tiles: one token; ragged, a past and two sequences; grouped and more tiles than stages; wide heads
 SHAPES = [
     (1, 1, 1, 1, 1, 64, True, ONE),
     (1, 9, 41, 2, 1, 64, True, ONE),
     (1, 70, 70, 1, 1, 64, True, ONE),
     (1, 5, 50, 1, 1, 128, False, ONE),
+    (2, 70, 70, 1, 1, 64, True, EARLY),
 ]
 SLOW = [
     (2, 9, 41, 2, 2, 64, True, ONE),
@@ -147,9 +149,10 @@ CHOSEN = sorted({(*key, config) for key, rows in TABLE.items() for _, config in 
 @pytest.mark.parametrize("choice", CHOSEN, ids=str)
 def test_chosen_tiles_fit(choice):
     kind, D, _, config = choice
-    step, warpgroups, stages, per_sm = config
+    step, warpgroups, stages, per_sm, own, planes = config
     shared_bytes = {"fwd": hopper.fwd_shared_bytes, "dq": backward.dq_shared_bytes}
-    shared = shared_bytes.get(kind, backward.dkdv_shared_bytes)(D, config)
+    shared = shared_bytes.get(kind, backward.dkdv_shared_bytes)(D, config[:5])
+    assert own in (1, 2) and planes >= 0
     assert shared <= SHARED and per_sm * (shared + 1024) <= 228 * 1024  # 1024: the GPU's own
     assert step % 16 == 0 and step <= 256 and stages >= 2
     assert kind != "dkdv" or backward.PAD % step == 0  # a copy of statistics stays within its head
@@ -185,7 +188,13 @@ def test_kernels_have_an_identity_for_the_cache():
         for make in kinds
         for D in (64, 128)
         for causal in (True, False)
-        for config in ((32, 1, 2, 1), (64, 1, 2, 1), (32, 2, 2, 1), (32, 1, 3, 1))
+        for config in (
+            (32, 1, 2, 1, 1),
+            (64, 1, 2, 1, 1),
+            (32, 2, 2, 1, 1),
+            (32, 1, 3, 1, 1),
+            (32, 1, 2, 1, 2),
+        )
     ]
     found = {_compile._identity(k.py_func) for k in kernels}
     assert None not in found and len(found) == len(kernels)

@@ -3,8 +3,10 @@
     compute-sanitizer --tool memcheck --report-api-errors no  python tests/gpu/every_kernel.py
     compute-sanitizer --tool racecheck --kernel-name kns=xtrain python tests/gpu/every_kernel.py
 
-Names of functions below (models, rows ...) start only those.  Values are pytest's business; this only has to reach every line of every kernel, soon: no PyTorch, no hypothesis, and
-every array an allocation of its own, for inside a memory pool's block an access out of bounds would go unseen.
+Names of functions below (models, rows ...) start only those; models:3 only the fourth of its ten models. --apart: a kernel
+is started when the one before has ended, and one that fails is named. Values are pytest's business; this only has to reach every line of every kernel, soon: no
+PyTorch, no hypothesis, and every array an allocation of its own, for inside a memory pool's block an access out of bounds would
+go unseen.
 A kernel of xtrain/kernels that was never started is named at the end (exit code 1).
 """
 
@@ -53,8 +55,8 @@ def backward(y):
     y.backward(draw(*y.shape, dtype=y.dtype))
 
 
-def models():
-    """Whole training steps: forward, backward, clip, AdamW."""
+def models(only=None):
+    """Whole training steps: forward, backward, clip, AdamW. only: the number of one model"""
     shapes = [
         dict(vocab_size=131, dim=37, n_heads=3, n_kv_heads=1, head_dim=16, hidden_dim=53),
         dict(vocab_size=300, dim=64, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96),
@@ -62,7 +64,8 @@ def models():
         dict(vocab_size=517, dim=264, n_heads=2, n_kv_heads=1, head_dim=128, hidden_dim=1000),
         dict(vocab_size=5003, dim=1040, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=136),
     ]
-    for i, (shape, precision) in enumerate(itertools.product(shapes, ("fp32", "bf16"))):
+    chosen = list(enumerate(itertools.product(shapes, ("fp32", "bf16"))))
+    for i, (shape, precision) in chosen if only is None else [chosen[only]]:
         if precision == "bf16" and shape["head_dim"] == 8:
             shape = dict(shape, head_dim=16)
         T = (33, 65, 100)[i % 3]
@@ -70,6 +73,7 @@ def models():
             n_layers=2, max_seq_len=128, qk_norm=i % 4 < 2, tie_embeddings=i % 3 == 0, **shape
         )
         again = ("none", "attention", "block")[i % 3]
+        print(f"models:{i} {precision} T {T} recompute {again} {shape}", flush=True)
         model = xtrain.Transformer(config, 0, "gpu", precision, recompute=again)
         optimizer = xtrain.AdamW(model, 1e-3, weight_decay=0.1)
         ids = RNG.integers(0, config.vocab_size, (3, T)).astype(np.int32)
@@ -254,11 +258,19 @@ WORK = {
 
 def main(names: list[str]) -> int:
     cp.cuda.set_allocator(None)
+    apart = "--apart" in names
+    _launch.set_overlap(not apart)
+    _launch.set_debug(apart)
+    names = [name for name in names if name != "--apart"]
     for name in names or WORK:
-        for dtype in [()] if name in ("models", "optimizer", "scores") else [(d,) for d in DTYPES]:
-            WORK[name](*dtype)
+        name, _, number = name.partition(":")
+        each = [(d,) for d in DTYPES]
+        if name in ("models", "optimizer", "scores"):
+            each = [(int(number),) if number else ()]
+        for arguments in each:
+            WORK[name](*arguments)
             cp.cuda.Device().synchronize()
-            print(name, *dtype, f"{len(_launch._plans)} kernels started", flush=True)
+            print(name, *arguments, f"{len(_launch._plans)} kernels started", flush=True)
     missing = [] if names else never_started()
     print("never started:", ", ".join(missing) or "none", flush=True)
     return bool(missing)

@@ -7,14 +7,14 @@
 with P = exp2(S scale log2 e - lse log2 e) and dS = P (dP - delta). P and dS go from accumulators to left operands in registers;
 K, Q and dO are read from the same tiles in shared memory, plain for one product and transposed for the other.
 
-The dK, dV kernel is in _flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | Q | dO | dQ on its way out | STAGES of K |
-STAGES of V.
+The dK, dV kernel is in _flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | OWN of (Q | dO) | dQ on its
+way out | STAGES of K | STAGES of V.
 """
 
 import functools
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32, uint64
 
 from ..device import Array
 from ._flash_attention_hopper_dkdv import dkdv_shared_bytes, make_dkdv_kernel
@@ -22,14 +22,13 @@ from ._flash_attention_hopper_parts import (
     LOG2E,
     PANEL_ROW,
     SIDE,
-    TILE_FREE,
-    await_tile,
     find_tile,
     make_barriers,
     make_elements,
     make_key_producer,
     make_keys,
     make_layout,
+    make_own,
     make_skip,
     make_store,
     registers,
@@ -58,7 +57,7 @@ from .flash_attention_hopper import choose, launch_tiles
 PAD = 128  # rows of a head's statistics are a multiple of this: no tile of queries has more
 NO_WEIGHT = float32(1e30)  # lse of the padding: exp2(s - 1e30) is 0
 OUT = 4  # the map of dQ
-THREADS = 256  # of the statistics
+THREADS, TURNS = 256, 1  # of the statistics: threads of a block, rows of a thread
 
 
 # ----------------------------------------------------------------------------- delta and lse
@@ -69,37 +68,43 @@ def statistics_at(start, row):
 
 
 @functools.cache
-def make_statistics_kernel(D):
+def make_statistics_kernel(D, TURNS=TURNS):
     LANES = D // 8  # of a row
-    ROWS = THREADS // LANES
+    STEP = THREADS // LANES
+    ROWS = TURNS * STEP
     HALVINGS = LANES.bit_length() - 1
 
     @kernel(THREADS)
     def flash_attention_statistics_kernel(stats, o, do, lse, T, PADDED, H):
         """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2, SIDE). LANES threads a
-        row.
+        row, and TURNS rows a thread: all are asked for before the first is used.
         """
         wait_for_previous()
         let_next_start()
-        tid, bh = cuda.threadIdx.x, int64(cuda.blockIdx.y)
-        row, lane = int32(cuda.blockIdx.x * ROWS + tid // LANES), int32(tid % LANES)
-        x, y = cuda.local.array(8, float32), cuda.local.array(8, float32)
-        dot = float32(0.0)
-        if row < T:
-            i = ((bh // H * T + row) * H + bh % H) * D + 8 * lane
-            load8(x, o, i)
-            load8(y, do, i)
+        tid, bh = int32(cuda.threadIdx.x), int64(cuda.blockIdx.y)
+        first, lane = int32(cuda.blockIdx.x * ROWS + tid // LANES), tid % LANES
+        x, y = cuda.local.array((TURNS, 8), float32), cuda.local.array((TURNS, 8), float32)
+        b, h = split(int32(cuda.blockIdx.y), H)
+        for turn in range(TURNS):
+            row = first + turn * STEP
+            # no branch: it would wait for one row after the other
+            row = cuda.selp(row < T, row, T - 1)
+            i = ((int64(b) * T + row) * H + h) * D + 8 * lane
+            load8(x[turn], o, i)
+            load8(y[turn], do, i)
+        for turn in range(TURNS):
+            row, dot = first + turn * STEP, float32(0.0)
             for e in range(8):
-                dot += x[e] * y[e]
-        for i in range(HALVINGS):
-            dot += cuda.shfl_xor_sync(FULL, dot, 1 << i)
-        if lane == 0 and row < PADDED:
-            shift = NO_WEIGHT
-            if row < T:
-                shift = load1(lse, bh * T + row) * LOG2E
-            i = statistics_at(bh * PADDED, row)
-            store1(stats, i, shift)
-            store1(stats, i + SIDE, dot)
+                dot += x[turn, e] * y[turn, e]
+            for i in range(HALVINGS):
+                dot += cuda.shfl_xor_sync(FULL, dot, 1 << i)
+            if lane == 0 and row < PADDED:
+                shift = NO_WEIGHT
+                if row < T:
+                    shift = load1(lse, bh * T + row) * LOG2E
+                i = statistics_at(bh * PADDED, row)
+                store1(stats, i, shift)
+                store1(stats, i + SIDE, dot)
 
     return flash_attention_statistics_kernel, ROWS
 
@@ -136,9 +141,9 @@ def make_gradient_steps(N):
 @functools.cache
 def make_dq_consumer(D, CAUSAL, config):
     """-> consume(base, maps, stats, T, S, PADDED, B, H, together, scale): a warpgroup's part of dQ"""
-    BN, WGS, STAGES, _ = config
+    BN, WGS, STAGES, _, OWN = config
     BM, RING, ROW_STEP = 64 * WGS, BN * D * 2, 8 if CAUSAL else 0
-    Q_PANEL, KV_PANEL, OWN = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
+    Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
     S_SIZE, A_SIZE, OUT_SIZE = BN // 2, BN // 4, D // 2
     Q, DQ, K, V, _, (K_FULL, K_FREE, V_FULL, V_FREE) = make_layout(D, config, 2)
     scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
@@ -146,6 +151,7 @@ def make_dq_consumer(D, CAUSAL, config):
     wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
     wait_dq, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
     key_blocks, (weights, score_gradients) = make_keys(BM, BN, CAUSAL), make_gradient_steps(BN)
+    _, await_tile, free_tile = make_own(OWN)
     skip, (_, pack, hide_after, _) = make_skip(D, CAUSAL, config, 2), make_elements(BN)
     clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
 
@@ -172,8 +178,6 @@ def make_dq_consumer(D, CAUSAL, config):
         s, dp = cuda.local.array(S_SIZE, float32), cuda.local.array(S_SIZE, float32)
         ds, dq = cuda.local.array(A_SIZE, uint32), cuda.local.array(OUT_SIZE, float32)
         shift, drop = cuda.local.array(2, float32), cuda.local.array(2, float32)
-        own = base + Q + (warp >> 2) * (64 * PANEL_ROW)
-        q, do = descriptor(own), descriptor(own + OWN)
         if lane == 0:
             acquire_map(maps, OUT)
         wait_for_previous()  # for the statistics. Q, K, V and dO are older
@@ -188,6 +192,8 @@ def make_dq_consumer(D, CAUSAL, config):
             w0 = q0 + 64 * (warp >> 2)
             row = w0 + 16 * (warp & 3) + (lane >> 2)
             it, blocks = skip(base, it, key_blocks(q0, T, S), w0, T, S)
+            q = descriptor(base + Q + 2 * QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
+            do = q + uint64(QUERIES >> 4)
             n0 = int32((blocks - 1) * BN)
             clear(dq)
             load_rows(shift, drop, stats, int64(bh) * int64(PADDED), row, PADDED)
@@ -216,8 +222,7 @@ def make_dq_consumer(D, CAUSAL, config):
                 before = stage
                 it += uint32(1)
                 n0 = int32(n0 - BN)
-            cuda.syncwarp()  # all lanes have read TILE
-            mbar_arrive(base + TILE_FREE)
+            free_tile(base, done)
             wait_dq(dq)
             mbar_arrive(base + K_FREE + 8 * before)
             done += uint32(1)
@@ -230,14 +235,14 @@ def make_dq_consumer(D, CAUSAL, config):
 
 @functools.cache
 def make_dq_kernel(D, CAUSAL, config):
-    """config: (BN, consumer warpgroups, stages, blocks per multiprocessor)"""
-    _, WGS, STAGES, PER_SM = config
+    """config: (BN, consumer warpgroups, stages, blocks per multiprocessor, OWN)"""
+    _, WGS, STAGES, PER_SM, OWN = config
     CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
     FEW, MANY = registers(WGS, PER_SM)
     k_full, k_free, v_full, v_free = make_layout(D, config, 2)[5]
     FULLS = tuple(at + 8 * i for at in (k_full, v_full) for i in range(STAGES))
     FREES = tuple(at + 8 * i for at in (k_free, v_free) for i in range(STAGES))
-    set_up = make_barriers(4 * WGS, FULLS, FREES)
+    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
     produce, consume = make_key_producer(D, CAUSAL, config, 2), make_dq_consumer(D, CAUSAL, config)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
@@ -260,12 +265,12 @@ def make_dq_kernel(D, CAUSAL, config):
 
 
 # ----------------------------------------------------------------------------- launching
-def compute_statistics(do: Array, o: Array, lse_BHT: Array) -> tuple[Array, int]:
-    """-> statistics, rows of a head in them. do, o (B, T, H, D): contiguous"""
+def compute_statistics(do: Array, o: Array, lse_BHT: Array, turns=TURNS) -> tuple[Array, int]:
+    """-> statistics, rows of a head in them. do, o (B, T, H, D): contiguous. turns: see make_statistics_kernel"""
     B, T, H, D = o.shape
     padded = -(-T // PAD) * PAD
     stats = empty(lse_BHT, (B * H, 2 * padded))
-    kernel, rows = make_statistics_kernel(D)
+    kernel, rows = make_statistics_kernel(D, turns)
     flat = o.reshape(-1), do.reshape(-1), lse_BHT.reshape(-1)
     sizes = [np.int32(n) for n in (T, padded, H)]
     grid, overlap = (-(-padded // rows), B * H), can_overlap(o)
@@ -278,7 +283,7 @@ def fill_dq(dq, stats, padded, do, q, k, v, scale, causal, gpu, config) -> None:
     S, G = k.shape[1:3]
     rows, step = 64 * config[1], config[0]
     maps = tensor_maps((q, rows), (k, step), (v, step), (do, rows), (dq, 16))
-    kernel, shared = make_dq_kernel(D, causal, config), dq_shared_bytes(D, config)
+    kernel, shared = make_dq_kernel(D, causal, config[:5]), dq_shared_bytes(D, config[:5])
     rest = (T, S, B, H), -(-T // rows), B * H, H // G, 4 * S * D, gpu, (scale,), padded
     launch_tiles(kernel, shared, config, maps, (stats.reshape(-1),), *rest)
 
@@ -288,7 +293,7 @@ def fill_dkdv(dk, dv, stats, do, q, k, v, scale, causal, gpu, config) -> None:
     S, G = k.shape[1:3]
     rows, step, group = 64 * config[1], config[0], H // G
     boxes = (q, step), (k, rows), (v, rows), (do, step), (dk, 16), (dv, 16), (stats, 2 * step)
-    kernel, shared = make_dkdv_kernel(D, causal, config), dkdv_shared_bytes(D, config)
+    kernel, shared = make_dkdv_kernel(D, causal, config[:5]), dkdv_shared_bytes(D, config[:5])
     rest = (T, S, B, G), -(-S // rows), B * G, group, 4 * T * D * group, gpu, (scale,)
     launch_tiles(kernel, shared, config, tensor_maps(*boxes), (), *rest)
 

@@ -3,27 +3,25 @@
 A block owns keys; queries, dO and their statistics pass. Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T are
 born where a product wants its left operand; lse and delta belong to columns then, and come from shared memory.
 
-Shared memory: barriers | K | V | STAGES of Q | STAGES of dO | STAGES of statistics; the results leave through K and V.
+Shared memory: barriers | OWN of (K | V) | STAGES of Q | STAGES of dO | STAGES of statistics; results leave through K and V.
 """
 
 import functools
 
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, uint32, uint64
 
 from ._flash_attention_hopper_parts import (
     HEADER,
     LOG2E,
+    NEXT_TILE,
     PANEL_ROW,
     SIDE,
-    STAGES_AT,
-    TILE,
-    TILE_FREE,
     TILE_FULL,
-    await_tile,
     find_tile,
     leave,
     make_barriers,
     make_elements,
+    make_own,
     make_store,
     next_tile,
     registers,
@@ -47,7 +45,6 @@ from ._hopper import (
     mbar_expect,
     mbar_wait,
     shared_base,
-    store_shared,
 )
 from ._ptx import device, kernel, wait_for_previous
 from ._tensor_cores import exp2, opaque, warp_id
@@ -58,14 +55,14 @@ OUT, STATISTICS = 4, 6  # the map of dK, then that of dV; the map of the statist
 # ----------------------------------------------------------------------------- what lies where
 @functools.cache
 def make_query_layout(D, config):
-    """-> (where lie: V, the ring of Q, of dO, of the statistics, the end), barriers FULL and FREE of the stages"""
-    BM, WGS, STAGES, _ = config
+    """-> (where lie: the first V, the ring of Q, of dO, of the statistics, the end), barriers FULL and FREE of the stages"""
+    BM, WGS, STAGES, _, OWN = config
     own, ring = 64 * WGS * D * 2, BM * D * 2
-    v = HEADER + own
-    q = v + own
+    q = HEADER + 2 * OWN * own
     do = q + STAGES * ring
     rows = do + STAGES * ring
-    return v, q, do, rows, rows + STAGES * 8 * BM, STAGES_AT, STAGES_AT + 8 * STAGES
+    full = NEXT_TILE * OWN
+    return HEADER + own, q, do, rows, rows + STAGES * 8 * BM, full, full + 8 * STAGES
 
 
 def dkdv_shared_bytes(D, config) -> int:
@@ -89,19 +86,19 @@ def make_first(BM, CAUSAL):
 @functools.cache
 def make_query_producer(D, CAUSAL, config):
     """-> produce(base, maps, counter, T, S, B, G, group, together)"""
-    BM, WGS, STAGES, _ = config
+    BM, WGS, STAGES, _, OWN = config
     BN, PANELS, K = 64 * WGS, D // PANEL, HEADER
-    OWN, RING, STATS = BN * D * 2, BM * D * 2, 8 * BM
+    TILE_BYTES, RING, STATS = BN * D * 2, BM * D * 2, 8 * BM
     OWN_PANEL, RING_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
     V, Q, DO, ROWS, _, STAGE_FULL, STAGE_FREE = make_query_layout(D, config)
-    first_query = make_first(BM, CAUSAL)
+    first_query, offer_tile = make_first(BM, CAUSAL), make_own(OWN)[0]
 
     @device
-    def load_own(base, maps, n0, g, b):
-        mbar_expect(base + TILE_FULL, 2 * OWN)
+    def load_own(to, full, maps, n0, g, b):
+        mbar_expect(full, 2 * TILE_BYTES)
         for p in range(PANELS):
-            load_tile(base + K + p * OWN_PANEL, maps, 1, base + TILE_FULL, PANEL * p, n0, g, b)
-            load_tile(base + V + p * OWN_PANEL, maps, 2, base + TILE_FULL, PANEL * p, n0, g, b)
+            load_tile(to + K + p * OWN_PANEL, maps, 1, full, PANEL * p, n0, g, b)
+            load_tile(to + V + p * OWN_PANEL, maps, 2, full, PANEL * p, n0, g, b)
 
     @device
     def load_stage(base, stage, maps, m0, h, b, plane):
@@ -125,9 +122,9 @@ def make_query_producer(D, CAUSAL, config):
             n, bg = find_tile(tile, blocks_n, planes, together)
             n0, (b, g) = int32(n * BN), split(bg, G)
             first = first_query(n0, S - T)
-            mbar_wait(base + TILE_FREE, (done & 1) ^ 1)
-            store_shared(base + TILE, tile)
-            load_own(base, maps, n0, g, b)
+            barriers = offer_tile(base, done, tile)
+            place = base + 2 * TILE_BYTES * (done % OWN)
+            load_own(place, barriers + TILE_FULL, maps, n0, g, b)
             h, end = int32(g * group), int32(g * group + group)
             before = int32((bg - g) * group)  # planes of the sequences before
             while h < end:
@@ -141,9 +138,7 @@ def make_query_producer(D, CAUSAL, config):
                 h = int32(h + 1)
             done += uint32(1)
             tile = next_tile(counter)
-        mbar_wait(base + TILE_FREE, (done & 1) ^ 1)
-        store_shared(base + TILE, tile)
-        mbar_expect(base + TILE_FULL, 0)
+        mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)
         leave(counter)
         wait_for_previous()  # whoever waits for this kernel waits for dQ too
 
@@ -180,8 +175,10 @@ def make_column_steps(BM):
 @functools.cache
 def make_dkdv_consumer(D, CAUSAL, config):
     """-> consume(base, maps, T, S, B, G, group, together, scale): a warpgroup's part of dK and dV"""
-    BM, WGS, STAGES, _ = config
+    BM, WGS, STAGES, _, OWN = config
     BN, K, RING, STATS = 64 * WGS, HEADER, BM * D * 2, 8 * BM
+    OWN_BYTES = 2 * BN * D * 2
+    _, await_tile, free_tile = make_own(OWN)
     UNEVEN = CAUSAL and WGS > 1  # a block's warpgroups see different queries
     KV_PANEL, Q_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
     S_SIZE, A_SIZE, OUT_SIZE = BM // 2, BM // 4, D // 2
@@ -195,11 +192,11 @@ def make_dkdv_consumer(D, CAUSAL, config):
     clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
 
     @device
-    def store_both(base, dk, dv, factor, maps, scale, warp, w0, bg, G):
+    def store_both(to, dk, dv, factor, maps, scale, warp, w0, bg, G):
         """The warpgroup's own rows of K and V are free: the results leave through them."""
         bar_sync(1 + (warp >> 2), 128)  # all its warps have done with them
         b, g = split(bg, G)
-        row, at = w0 + 16 * (warp & 3), base + warp * (16 * PANEL_ROW)
+        row, at = w0 + 16 * (warp & 3), to + warp * (16 * PANEL_ROW)
         factor[0], factor[1] = float32(1.0), float32(1.0)
         store_rows(dv, factor, at + V, KV_PANEL, maps, OUT + 1, row, g, b)
         factor[0], factor[1] = scale, scale
@@ -214,8 +211,6 @@ def make_dkdv_consumer(D, CAUSAL, config):
         a = cuda.local.array(A_SIZE, uint32)  # P^T, then dS^T
         dk, dv = cuda.local.array(OUT_SIZE, float32), cuda.local.array(OUT_SIZE, float32)
         factor = cuda.local.array(2, float32)
-        own = base + (warp >> 2) * (64 * PANEL_ROW)
-        k, v = descriptor(own + K), descriptor(own + V)
         if lane == 0:
             acquire_map(maps, OUT)
             acquire_map(maps, OUT + 1)
@@ -229,6 +224,8 @@ def make_dkdv_consumer(D, CAUSAL, config):
             row = w0 + 16 * (warp & 3) + (lane >> 2)
             first = first_query(n * BN, past)
             m0 = first
+            k = descriptor(base + K + OWN_BYTES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
+            v = k + uint64((V - K) >> 4)
             clear(dk)
             clear(dv)
             before, pending = (
@@ -237,7 +234,8 @@ def make_dkdv_consumer(D, CAUSAL, config):
             )  # pending: dK's product with stage `before` is under way
             for _ in range(group * ((T - first + BM - 1) // BM)):
                 stage, phase = it % STAGES, (it // STAGES) & 1
-                q, do = descriptor(base + Q + stage * RING), descriptor(base + DO + stage * RING)
+                q = descriptor(base + Q + stage * RING)
+                do = q + uint64((DO - Q) >> 4)
                 rows = base + ROWS + stage * STATS + 8 * (lane & 3)
                 mbar_wait(base + STAGE_FULL + 8 * stage, phase)
                 if UNEVEN and m0 + (BM - 1) + past < w0:  # no query sees these keys
@@ -276,22 +274,26 @@ def make_dkdv_consumer(D, CAUSAL, config):
             cuda.syncwarp()
             if pending > 0:
                 mbar_arrive(base + STAGE_FREE + 8 * before)
+            # opaque: what follows from it is not kept in registers meanwhile
+            done = uint32(opaque(int32(done)))
+            store_both(
+                base + OWN_BYTES * (done % OWN), dk, dv, factor, maps, scale, warp, w0, bg, G
+            )
+            free_tile(base, done)
             done += uint32(1)
-            store_both(base, dk, dv, factor, maps, scale, warp, w0, bg, G)
-            mbar_arrive(base + TILE_FREE)
 
     return consume
 
 
 @functools.cache
 def make_dkdv_kernel(D, CAUSAL, config):
-    """config: (BM, consumer warpgroups, stages, blocks per multiprocessor)"""
-    _, WGS, STAGES, PER_SM = config
+    """config: (BM, consumer warpgroups, stages, blocks per multiprocessor, OWN)"""
+    _, WGS, STAGES, PER_SM, OWN = config
     CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
     FEW, MANY = registers(WGS, PER_SM, 24 if D == 128 else 0)
     full, free = make_query_layout(D, config)[5:]
     FULLS, FREES = (tuple(at + 8 * i for i in range(STAGES)) for at in (full, free))
-    set_up = make_barriers(4 * WGS, FULLS, FREES)
+    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
     produce = make_query_producer(D, CAUSAL, config)
     consume = make_dkdv_consumer(D, CAUSAL, config)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)

@@ -3,7 +3,8 @@
 A block is one producer thread and WGS consumer warpgroups. The producer streams tiles by TMA into a ring of stages in shared
 memory; a consumer warpgroup owns 64 rows of the result. Two mbarriers hand a stage over: FULL (the bytes have come) and FREE
 (every warp has done with it). Each is waited for by the parity of its phase: a stage is used for the (i // STAGES)-th time, so
-FULL's phase has that parity, and FREE's the other, which passes the first time round.
+FULL's phase has that parity, and FREE's the other, which passes the first time round. The tiles that a block owns, OWN at a
+time, are handed over in the same way: with OWN = 2 the next one's operands come while this one's results leave.
 
 Blocks are as many as the GPU holds at a time. Each takes the next tile from a counter in global memory when it is free; so long
 tiles (the last queries of a causal mask) start first and short ones fill the end. No sum runs across tiles: whoever computes one,
@@ -20,26 +21,28 @@ from ._hopper import (
     acquire_map,
     commit_stores,
     fence_async,
-    load_shared,
     load_tile,
     mbar_arrive,
     mbar_expect,
     mbar_init,
     mbar_init_fence,
     mbar_wait,
+    post,
+    read_post,
     store_shared,
     store_tile,
     wait_stores,
 )
 from ._ptx import device, wait_for_previous
+from ._reduce import FULL
 from ._tensor_cores import opaque, pack_bf16
 
 LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
 NEG_INF = float32(-math.inf)
 LOWEST = float32(-1e30)  # the first maximum; with -inf, -inf - -inf would be NaN
 HEADER = 1024  # bytes before the first tile: barriers, the number of the tile in work
-TILE_FULL, TILE_FREE, TILE = 0, 8, 16  # the tile that a block owns: its barriers, its number
-STAGES_AT = 24  # barriers of the stages, 8 bytes each
+TILE_FULL, TILE_FREE, TILE = 0, 8, 16  # a tile that the block owns: its barriers, its number
+NEXT_TILE = 24  # those of another one; after the last, the barriers of the stages, 8 bytes each
 SIDE = 16  # rows of lse log2 e, then SIDE of delta, then the next of lse log2 e: statistics for backward
 PANEL_ROW = 128  # bytes of a row of a panel
 
@@ -92,23 +95,46 @@ def leave(counter):
         cuda.atomic.exch(counter, 1, 0)
 
 
-@device
-def await_tile(base, done):
-    """-> number of the block's tile, when its operands are there; done: tiles before it"""
-    mbar_wait(base + TILE_FULL, done & 1)
-    return int32(load_shared(base + TILE))
+@functools.cache
+def make_own(OWN):
+    """A block's tiles, of which OWN have a place in its shared memory. done: how many came before
+
+    offer_tile(base, done, tile)    the producer waits for a place and writes the number there -> address of its barriers
+    await_tile(base, done)          -> the number, when the tile's operands are there
+    free_tile(base, done)           a warp has done with its place
+    """
+
+    @device
+    def offer_tile(base, done, tile):
+        barriers = base + NEXT_TILE * (done % OWN)
+        mbar_wait(barriers + TILE_FREE, ((done // OWN) & 1) ^ 1)
+        post(barriers + TILE, tile)  # consumers read it after TILE_FULL
+        return barriers
+
+    @device
+    def await_tile(base, done):
+        barriers = base + NEXT_TILE * (done % OWN)
+        mbar_wait(barriers + TILE_FULL, (done // OWN) & 1)
+        return cuda.shfl_sync(FULL, read_post(barriers + TILE), 0)
+
+    @device
+    def free_tile(base, done):
+        mbar_arrive(base + NEXT_TILE * (done % OWN) + TILE_FREE)
+
+    return offer_tile, await_tile, free_tile
 
 
 @functools.cache
-def make_barriers(ARRIVALS, FULLS, FREES):
+def make_barriers(ARRIVALS, OWN, FULLS, FREES):
     """-> set_up(base): one thread makes the block's barriers. FULLS, FREES: where those of the stages lie"""
     N = len(FULLS)
 
     @device
     def set_up(base):
         if cuda.threadIdx.x == 0:
-            mbar_init(base + TILE_FULL, 1)
-            mbar_init(base + TILE_FREE, ARRIVALS)
+            for i in range(OWN):
+                mbar_init(base + NEXT_TILE * i + TILE_FULL, 1)
+                mbar_init(base + NEXT_TILE * i + TILE_FREE, ARRIVALS)
             for i in range(N):
                 mbar_init(base + FULLS[i], 1)
                 mbar_init(base + FREES[i], ARRIVALS)
@@ -123,14 +149,14 @@ def make_barriers(ARRIVALS, FULLS, FREES):
 def make_layout(D, config, queries):
     """-> (bytes of: Q (and dO), the output, the ring of K, the ring of V, all), where stage barriers lie
 
-    queries: how many tiles of queries a block owns
+    queries: 1, or 2 if a tile is one of Q and one of dO. (dO follows Q, the next tile's Q follows both.)
     """
-    BN, WGS, STAGES, _ = config
+    BN, WGS, STAGES, _, OWN = config
     own, ring = 64 * WGS * D * 2, BN * D * 2
-    out = HEADER + queries * own
+    out = HEADER + OWN * queries * own
     k = out + own
     v = k + STAGES * ring
-    k_full, k_free, v_full, v_free = (STAGES_AT + 8 * STAGES * i for i in range(4))
+    k_full, k_free, v_full, v_free = (NEXT_TILE * OWN + 8 * STAGES * i for i in range(4))
     return HEADER, out, k, v, v + STAGES * ring, (k_full, k_free, v_full, v_free)
 
 
@@ -153,7 +179,7 @@ def make_skip(D, CAUSAL, config, QUERIES):
     """-> skip(base, it, blocks, w0, T, S): (it, blocks) without the last blocks of keys, those that no query of the warpgroup
     sees which owns rows w0 ... w0 + 63: their stages are given back as they are.
     """
-    BN, _, STAGES, _ = config
+    BN, _, STAGES = config[:3]
     K_FULL, K_FREE, V_FULL, V_FREE = make_layout(D, config, QUERIES)[5]
 
     @device
@@ -181,23 +207,33 @@ def make_skip(D, CAUSAL, config, QUERIES):
 def make_key_producer(D, CAUSAL, config, QUERIES):
     """-> produce(base, maps, counter, T, S, B, H, group, together): the producer thread of forward and dQ.
 
-    QUERIES: tiles of queries that a block owns: Q (map 0), and dO (map 3). Maps 1 and 2: K and V.
+    QUERIES: tiles of queries that a block owns: Q (map 0), and dO (map 3). Maps 1 and 2: K and V. Where two tiles have a
+    place, the first keys of the next are asked for before its place is free.
     """
-    BN, WGS, STAGES, _ = config
+    BN, WGS, STAGES, _, OWN = config
+    EARLY = OWN > 1
     BM, PANELS = 64 * WGS, D // PANEL
-    OWN, RING = BM * D * 2, BN * D * 2
+    ROWS, RING = BM * D * 2, BN * D * 2  # bytes
     OWN_PANEL, RING_PANEL = BM * PANEL_ROW, BN * PANEL_ROW
     Q, _, K, V, _, (K_FULL, K_FREE, V_FULL, V_FREE) = make_layout(D, config, QUERIES)
-    key_blocks = make_keys(BM, BN, CAUSAL)
+    key_blocks, offer_tile = make_keys(BM, BN, CAUSAL), make_own(OWN)[0]
 
     @device
-    def load_own(base, maps, q0, h, b):
-        mbar_expect(base + TILE_FULL, QUERIES * OWN)
+    def load_own(to, full, maps, q0, h, b):
+        mbar_expect(full, QUERIES * ROWS)
         for p in range(PANELS):
-            load_tile(base + Q + p * OWN_PANEL, maps, 0, base + TILE_FULL, PANEL * p, q0, h, b)
+            load_tile(to + p * OWN_PANEL, maps, 0, full, PANEL * p, q0, h, b)
             if QUERIES == 2:
-                to = base + Q + OWN + p * OWN_PANEL
-                load_tile(to, maps, 3, base + TILE_FULL, PANEL * p, q0, h, b)
+                load_tile(to + ROWS + p * OWN_PANEL, maps, 3, full, PANEL * p, q0, h, b)
+
+    @device
+    def load_keys(ring, full, free, maps, i, it, n0, g, b):
+        stage = it % STAGES
+        mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)
+        full, to = full + 8 * stage, ring + stage * RING
+        mbar_expect(full, RING)
+        for p in range(PANELS):
+            load_tile(to + p * RING_PANEL, maps, i, full, PANEL * p, n0, g, b)
 
     @device
     def produce(base, maps, counter, T, S, B, H, group, together):
@@ -209,30 +245,25 @@ def make_key_producer(D, CAUSAL, config, QUERIES):
             m, bh = find_tile(tile, blocks_m, planes, together)
             q0, (b, h) = int32((blocks_m - 1 - m) * BM), split(bh, H)
             g = split(h, group)[0]
-            mbar_wait(base + TILE_FREE, (done & 1) ^ 1)
-            store_shared(base + TILE, tile)  # consumers read it after TILE_FULL
-            load_own(base, maps, q0, h, b)
             n0 = int32((key_blocks(q0, T, S) - 1) * BN)
+            k, v = base + K, base + V
+            if EARLY:
+                load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
+            barriers = offer_tile(base, done, tile)
+            place = base + Q + QUERIES * ROWS * (done % OWN)
+            load_own(place, barriers + TILE_FULL, maps, q0, h, b)
+            if not EARLY:
+                load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
             while opaque(n0) >= 0:
-                stage, free = it % STAGES, ((it // STAGES) & 1) ^ 1
-                mbar_wait(base + K_FREE + 8 * stage, free)
-                full, to = base + K_FULL + 8 * stage, base + K + stage * RING
-                mbar_expect(full, RING)
-                for p in range(PANELS):
-                    load_tile(to + p * RING_PANEL, maps, 1, full, PANEL * p, n0, g, b)
-                mbar_wait(base + V_FREE + 8 * stage, free)
-                full, to = base + V_FULL + 8 * stage, base + V + stage * RING
-                mbar_expect(full, RING)
-                for p in range(PANELS):
-                    load_tile(to + p * RING_PANEL, maps, 2, full, PANEL * p, n0, g, b)
+                load_keys(v, base + V_FULL, base + V_FREE, maps, 2, it, n0, g, b)
                 it += uint32(1)
                 n0 = int32(n0 - BN)
+                if n0 >= 0:
+                    load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
             done += uint32(1)
             wait_for_previous()  # it may be this kernel, with the same counter
             tile = next_tile(counter)
-        mbar_wait(base + TILE_FREE, (done & 1) ^ 1)
-        store_shared(base + TILE, tile)  # there is none: consumers stop
-        mbar_expect(base + TILE_FULL, 0)
+        mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)  # there is none: consumers stop
         leave(counter)
 
     return produce

@@ -13,7 +13,7 @@ from .._simulator.early import note_copy
 from .._simulator.engines import BASE
 from .._simulator.errors import RaceError, where
 from .._simulator.memory import _Bytes
-from .._simulator.scalars import UInt32
+from .._simulator.scalars import Int32, UInt32
 
 WIDTHS = {
     0: 16,
@@ -31,18 +31,21 @@ def shared_base(thread, site):
     return UInt32(BASE)
 
 
-def load_shared(thread, site, address):
-    engines = thread.block.engines
-    first, end = engines.span(thread, address, 4, site)
-    engines.read(thread, first, end, engines.clocks[:, thread.index], site, False)
-    return UInt32(int(engines.bytes[4 * first : 4 * end].view(np.uint32)[0]))
-
-
 def store_shared(thread, site, address, value):
     engines = thread.block.engines
     first, end = engines.span(thread, address, 4, site)
     engines.write(thread, first, end, engines.clocks[:, thread.index], site)
     engines.bytes[4 * first : 4 * end].view(np.uint32)[0] = np.uint32(int(value) & 0xFFFFFFFF)
+
+
+def read_post(thread, site, address):
+    """In order only if a barrier says so, as any other access."""
+    if thread.lane:
+        return Int32(0)
+    engines = thread.block.engines
+    first, end = engines.span(thread, address, 4, site)
+    engines.read(thread, first, end, engines.clocks[:, thread.index], site, False)
+    return Int32(int(engines.bytes[4 * first : 4 * end].view(np.int32)[0]))
 
 
 def load_floats(thread, site, registers, address):

@@ -10,7 +10,7 @@ Per tile of BN keys a consumer warpgroup, 64 queries, does
 and overlaps them: the products of tile i + 1 and p V of tile i run on the tensor cores while the exponentials of tile i + 1
 are computed (Shah et al. 2024, "FlashAttention-3", section 3.2).
 
-Shared memory: barriers | Q | O on its way out | STAGES of K | STAGES of V.
+Shared memory: barriers | OWN of Q | O on its way out | STAGES of K | STAGES of V.
 """
 
 import functools
@@ -24,14 +24,13 @@ from ._flash_attention_hopper_parts import (
     LOG2E,
     LOWEST,
     PANEL_ROW,
-    TILE_FREE,
-    await_tile,
     find_tile,
     make_barriers,
     make_elements,
     make_key_producer,
     make_keys,
     make_layout,
+    make_own,
     make_skip,
     make_store,
     registers,
@@ -123,9 +122,9 @@ def finish_rows(top, total, factor, scale, lse, i, row, T):
 @functools.cache
 def make_consumer(D, CAUSAL, config):
     """-> consume(base, maps, lse, T, S, B, H, together, scale): a warpgroup's part of forward"""
-    BN, WGS, STAGES, _ = config
+    BN, WGS, STAGES, _, OWN = config
     BM, RING, ROW_STEP = 64 * WGS, BN * D * 2, 8 if CAUSAL else 0
-    Q_PANEL, KV_PANEL = BM * PANEL_ROW, BN * PANEL_ROW
+    Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
     S_SIZE, P_SIZE, O_SIZE = BN // 2, BN // 4, D // 2
     Q, O, K, V, _, (K_FULL, K_FREE, V_FULL, V_FREE) = make_layout(D, config, 1)  # noqa: E741
     scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
@@ -133,6 +132,7 @@ def make_consumer(D, CAUSAL, config):
     wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
     wait_o, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
     key_blocks, (softmax, rescale) = make_keys(BM, BN, CAUSAL), make_softmax(D, BN)
+    _, await_tile, free_tile = make_own(OWN)
     skip, (_, pack, hide_after, _) = make_skip(D, CAUSAL, config, 1), make_elements(BN)
     clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
 
@@ -157,7 +157,6 @@ def make_consumer(D, CAUSAL, config):
         p = cuda.local.array(P_SIZE, uint32)
         top, total = cuda.local.array(2, float32), cuda.local.array(2, float32)
         shrink = cuda.local.array(2, float32)
-        q = descriptor(base + Q + (warp >> 2) * (64 * PANEL_ROW))
         if lane == 0:
             acquire_map(maps, OUT)
         it, done = uint32(0), uint32(0)
@@ -170,6 +169,7 @@ def make_consumer(D, CAUSAL, config):
             w0 = q0 + 64 * (warp >> 2)  # this warpgroup's first query
             row = w0 + 16 * (warp & 3) + (lane >> 2)  # this lane's: row, row + 8
             it, blocks = skip(base, it, key_blocks(q0, T, S), w0, T, S)
+            q = descriptor(base + Q + QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
             n0 = int32((blocks - 1) * BN)  # from the diagonal down to key 0
             begin(o, top, total)
             stage, phase = it % STAGES, (it // STAGES) & 1
@@ -202,8 +202,7 @@ def make_consumer(D, CAUSAL, config):
                 mbar_arrive(base + V_FREE + 8 * before)
                 rescale(o, shrink)
                 pack(p, s)
-            cuda.syncwarp()  # all lanes have read TILE
-            mbar_arrive(base + TILE_FREE)
+            free_tile(base, done)
             add_pv(o, p, descriptor(base + V + stage * RING))
             wait_o(o)
             mbar_arrive(base + V_FREE + 8 * stage)
@@ -219,22 +218,22 @@ def make_consumer(D, CAUSAL, config):
 
 @functools.cache
 def make_fwd_kernel(D, CAUSAL, config):
-    """config: (BN, consumer warpgroups, stages, blocks per multiprocessor)"""
-    _, WGS, STAGES, PER_SM = config
+    """config: (BN, consumer warpgroups, stages, blocks per multiprocessor, OWN)"""
+    _, WGS, STAGES, PER_SM, OWN = config
     CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
     FEW, MANY = registers(WGS, PER_SM)
     k_full, k_free, v_full, v_free = make_layout(D, config, 1)[5]
     stages = range(STAGES)
     FULLS = tuple(at + 8 * i for at in (k_full, v_full) for i in stages)
     FREES = tuple(at + 8 * i for at in (k_free, v_free) for i in stages)
-    set_up = make_barriers(4 * WGS, FULLS, FREES)
+    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
     produce, consume = make_key_producer(D, CAUSAL, config, 1), make_consumer(D, CAUSAL, config)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
     @kernel(THREADS, PER_SM)
     def flash_attention_hopper_fwd_kernel(maps, lse, counter, T, S, B, H, group, together, scale):
         """Grid: any. maps: tensor maps of Q, K, V, O, read and written as (B, heads, positions, D); lse (B H T); counter:
-        two zeros, left as zeros; together: see find_tile.
+        two zeros, left as zeros; together: see find_tile. (Which tiles a block takes at what time changes no bit.)
         """
         base = shared_base()
         set_up(base)
@@ -275,11 +274,12 @@ def launch_tiles(
 ):
     """Start a kernel on as many blocks as `gpu` (multiprocessors, bytes of cache) holds, for tiles x planes tiles.
 
+    config: as in the table, with the number of planes whose tiles are taken in turns; 0: as many as fit half of the cache.
     plane_bytes: what the tiles of one plane read; sizes: T, S, B and the heads of a plane's kind
     """
     multiprocessors, l2 = gpu
     grid = min(tiles * planes, multiprocessors * config[3])
-    together = max(1, min(planes, l2 // 2 // max(plane_bytes, 1)))
+    together = max(1, min(planes, config[5] or l2 // 2 // max(plane_bytes, 1)))
     numbers = [np.int32(n) for n in (*sizes, group, together, *more)]
     counter = tile_counter(maps, kernel.py_func.__name__)
     args = maps, *arrays, counter, *numbers, *map(np.float32, scales)
@@ -301,7 +301,7 @@ def fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, config) -> None:
     S, G = k.shape[1:3]
     rows = 64 * config[1]
     maps = tensor_maps((q, rows), (k, config[0]), (v, config[0]), (o_BTHD, 16))
-    kernel, shared = make_fwd_kernel(D, causal, config), fwd_shared_bytes(D, config)
+    kernel, shared = make_fwd_kernel(D, causal, config[:5]), fwd_shared_bytes(D, config[:5])
     sizes, tiles = (T, S, B, H), -(-T // rows)
     lse = lse_BHT.reshape(-1)
     more = H // G, 4 * S * D, gpu, (scale,)
