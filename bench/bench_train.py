@@ -155,7 +155,7 @@ def bench(name, precision, o, batch=None):
         )
         more = {
             "peer": peer, "peer_value": B * T / ms[0] * 1e3,
-            "peer_ms": [round(x, 3) for x in ms], "peer_peak_gb": round(peak, 2),
+            "peer_modes": o.modes if precision == "bf16" else [], "peer_ms": [round(x, 3) for x in ms], "peer_peak_gb": round(peak, 2),
         }  # fmt: skip
     step = xtrain_step(model)
     losses, ms = run(
