@@ -220,17 +220,17 @@ def random_shapes(n: int = 10, seed: int = 0):
         yield B, G * group, T, D, G
 
 
-def compile_sweep(heads: list[int], mma_sync: bool) -> None:
-    """Fill the kernel cache with what the sweep starts."""
+def compile_ahead(shapes: set[tuple[int, int]], mma_sync: bool) -> None:
+    """Fill the kernel cache with what these (D, T) start."""
     import _hopper_tiles
     import tune_flash_attention as tune
 
     from xtrain.kernels import flash_attention as fa
 
     one = cp.empty((1, 1, 1, 64), ml_dtypes.bfloat16)
-    wgmma, limit = fa.use_hopper(one), fa.shared_limit(one)
-    tasks: dict = {}
-    for D, T, kind in itertools.product(heads, SWEEP, tune.WORK):
+    limit, tasks = fa.shared_limit(one), {}
+    for (D, T), kind in itertools.product(sorted(shapes), tune.WORK):
+        wgmma = fa.use_hopper(cp.empty((1, 1, 1, D), ml_dtypes.bfloat16))
         if wgmma:
             config = _hopper_tiles.hopper.choose(kind, D, T, True)[:5]
             tasks[_hopper_tiles.compile_one, (kind, D, True, config)] = None
@@ -245,16 +245,18 @@ def compile_sweep(heads: list[int], mma_sync: bool) -> None:
 
 def main(options: Options) -> None:
     more = {"turns": options.turns, "keep": options.keep, "alone": options.alone}
-    if "named" in options.parts:
-        for B, H, T, D in NAMED:
-            compare("named", B, H, T, D, **more)
-    if "random" in options.parts:
-        for B, H, T, D, G in random_shapes():
-            compare("random", B, H, T, D, G, **more)
-    if "sweep" in options.parts:
-        compile_sweep(options.heads, options.mma_sync)
-        for D, T in itertools.product(options.heads, SWEEP):
-            compare("sweep", max(1, 2**15 // T), 16, T, D, **more, mma_sync=options.mma_sync)
+    runs = {
+        "named": [(B, H, T, D, None) for B, H, T, D in NAMED],
+        "random": list(random_shapes()),
+        "sweep": [
+            (max(1, 2**15 // T), 16, T, D, None) for D, T in itertools.product(options.heads, SWEEP)
+        ],
+    }
+    compile_ahead({(D, T) for p in options.parts for *_, T, D, _ in runs[p]}, options.mma_sync)
+    for part in options.parts:
+        mma_sync = options.mma_sync or part != "sweep"
+        for B, H, T, D, G in runs[part]:
+            compare(part, B, H, T, D, G, **more, mma_sync=mma_sync)
 
 
 if __name__ == "__main__":

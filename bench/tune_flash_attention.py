@@ -103,7 +103,10 @@ def arguments(kind, T, D, causal):
         "dq": [cp.empty_like(lse), do, q, k, v, o, lse],
         "dkdv": [do, q, k, v, lse, delta],
     }[kind]
-    sizes = [np.int32(n) for n in (T, T, H, 1, H * D, H * D)]
+    rows_apart = [H * D] * (
+        4 if kind == "dkdv" else 3
+    )  # of q, k, v; of dv, which may lie in a packed array
+    sizes = [np.int32(n) for n in (T, T, H, 1, *rows_apart)]
     flat = [a.reshape(-1) for a in (*new.values(), *rows)]
     return [*flat, *sizes, np.float32(D**-0.5)], new
 
@@ -113,7 +116,7 @@ def compile_one(task):
     kind = task[0]
     try:
         kernel, shared = fa.make_kernel(*task)
-        sizes = [np.int32(1)] * 6 + [np.float32(1)]
+        sizes = [np.int32(1)] * (8 if kind == "dkdv" else 7) + [np.float32(1)]
         dtypes = {
             "fwd": (2, 4, 2, 2, 2),
             "dq": (2, 4, 2, 2, 2, 2, 2, 4),
