@@ -274,3 +274,16 @@ def test_bad_input():
     decode_attention(*odd)  # any even width on the CPU
     with pytest.raises(ValueError, match="head dim 24, the GPU kernels have"):
         decode_attention(*[to_kernel(a) if isinstance(a, np.ndarray) else a for a in odd])
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("shape", [([50, 3], 4, 2, 16, 64), ([90], 8, 1, 64, 96)], ids=str)
+def test_every_division_of_the_work(monkeypatch, warps, shape):
+    """What may change no bit changes none."""
+    args, o = case(*shape, BF16), []
+    for more in ({}, dict(ahead=True, runs=True, early=True, at_once=16)):
+        config = file.Config(warps, 16, **more)
+        monkeypatch.setattr(file, "choose", lambda *_, config=config: config)
+        o.append(check(args)[0])
+        o.append(run(args, to_kernel, cache_ready=True)[0])
+    assert all(np.array_equal(x, o[0]) for x in o)

@@ -74,12 +74,18 @@ def test_many_tiles_per_block_and_steps_per_tile(monkeypatch, swiglu):
     check(case(2, 32 * 5, 40, norm=True, swiglu=swiglu))
 
 
-@pytest.mark.parametrize("config", [(1, 1, 1), (2, 3, 1), (4, 4, 2), (16, 1, 1)])
-def test_every_division_of_the_work(config):
+CONFIGS = [(1, 1, 1), (2, 3, 1), (4, 4, 2), (16, 1, 1)]
+CONFIGS += [(1, 2, 1, 2, True), (2, 2, 1, 1, False, True), (4, 2, 2, 2, True, True)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_division_of_the_work(monkeypatch, config):
     args = case(3, 32 * 7, 40, norm=True)
     y = to_kernel(np.full((3, 40), np.nan, np.float32))
     given_ = [to_kernel(a) for a in args[:3]]
-    file._launch(y, *given_, EPS, None, False, True, config)
+    monkeypatch.setattr(file, "MULTIPROCESSORS", 1)  # more than a tile per block
+    next_w = to_kernel(np.zeros(1000, BF16))
+    file._launch(y, *given_, EPS, None, False, True, config, next_w)
     exact = gemv_ref(*(a.astype(np.float64) for a in args[:3]), EPS)
     assert_as_good(y, exact, run(args, np.array, dtype=np.float32), floor=6e-3)
 
@@ -158,11 +164,11 @@ def test_planted_bugs_are_found(old, new):
     x, w, norm_w, *_ = case(2, 128, 40, norm=True)
     y = sim(np.zeros((2, 40), np.float32))
     broken = scope["make_tensor_kernel"](
-        128, True, False, False, False, True, True, False, (2, 1, 1)
+        128, True, False, False, False, True, True, False, _gemv_tensor.Config(2, 1, 1)
     )
-    arrays = [a.reshape(-1) for a in (y, sim(x), sim(w), sim(norm_w), sim(x))]
+    arrays = [a.reshape(-1) for a in (y, sim(x), sim(w), sim(norm_w), sim(x), sim(w))]
     with pytest.raises(KernelError):
-        launch(broken, 2, 64, *arrays, 2, 40, np.float32(EPS))
+        launch(broken, 2, 64, *arrays, 2, 40, 0, np.float32(EPS))
 
 
 def test_what_fits():

@@ -128,15 +128,31 @@ def test_writing_what_the_kernel_before_was_not_given():
     assert (np.asarray(y) == 2).all()
 
 
-def test_letting_the_next_start_before_waiting():
-    @cuda.jit
-    def hasty(x):
-        let_next_start()
-        wait_for_previous()
-        x[cuda.threadIdx.x] = float32(1.0)
+@pytest.mark.parametrize("hasty", [True, False])
+def test_letting_the_next_start_before_waiting(hasty):
+    """Then it may begin while the kernel before last still runs, and must mind that one, too."""
 
-    with pytest.raises(RaceError, match=r"lets the next kernel start.*not called wait_for"):
-        simulator.run(hasty, 1, 32, sim(np.zeros(32, np.float32)), overlap=True)
+    @cuda.jit
+    def between(z):
+        if hasty:
+            let_next_start()
+        wait_for_previous()
+        let_next_start()
+        z[cuda.threadIdx.x] = float32(1.0)
+
+    first, second = kernels()
+    x, w, y, z = (sim(np.zeros(32, np.float32)) for _ in range(4))
+
+    def run_three(wait, store):
+        simulator.run(first, 1, 32, x)
+        simulator.run(between, 1, 32, z, overlap=True)
+        simulator.run(second(wait, store), 1, 32, y, x, w, overlap=True)
+
+    run_three(1, False)
+    if not hasty:
+        return run_three(2, False)
+    with pytest.raises(RaceError, match=r"reads x\[0\].*which first writes"):
+        run_three(2, False)
 
 
 def test_never_waiting():

@@ -28,7 +28,7 @@ SHARED = 227 * 1024  # bytes of shared memory a block can have in all; compute c
 class Launch:
     """What all blocks of one launch share."""
 
-    # Of the launch that ended last: (name, base, granule, keys) of what it wrote; its arguments, kept alive; first and last + 1
+    # Of the launch that ended last, and those that may run beside it: (name, base, granule, keys) of what it wrote; its arguments, kept alive; first and last + 1
     # byte of tensors that its copies (kernels/_hopper.py) read or wrote -> did they write?
     last = (), (), {}
 
@@ -36,8 +36,8 @@ class Launch:
         inspect.signature(kernel.py_func).bind(*args)
         self.name = kernel.py_func.__name__
         self.grid, self.block, self.dynamic, self.overlap = grid, block, int(shared), overlap
-        self.before, given, self.copies_before = Launch.last
-        self.needed = [extent(a) for a in given if isinstance(a, np.ndarray)] + [
+        self.before, self.given_before, self.copies_before = Launch.last
+        self.needed = [extent(a) for a in self.given_before if isinstance(a, np.ndarray)] + [
             *self.copies_before
         ]
         x, y, z = map(int, block)
@@ -58,6 +58,7 @@ class Launch:
         self.constants = {}
         self.stored = {}  # address of a tensor -> where copies of this launch have stored to it
         self.copies = {}
+        self.hasty = False  # lets the next one start before it has waited: early.py
 
     def run(self):
         x, y, z = map(int, self.grid)
@@ -68,7 +69,12 @@ class Launch:
         written = [
             (self.name, m.base, m.granule, {*m.old_writes, *m.old_atomics}) for m in self.memories
         ]
-        Launch.last = written, self.given, self.copies
+        given, copies = list(self.given), dict(self.copies)
+        if self.hasty:
+            written += self.before
+            given += self.given_before
+            copies = {**self.copies_before, **copies}
+        Launch.last = written, given, copies
 
     def constant(self, values: np.ndarray):
         """The array in constant memory that a kernel sees for a NumPy array from outside."""

@@ -4,7 +4,8 @@ On a GPU such a kernel is launched with overlap (kernels/_overlap.py) and calls 
 the kernel before does not write, and write what the kernel before was not given. Here one launch follows the other all the same,
 so a mistake would go unseen; EarlyThread looks for it. Waiting turns an EarlyThread into a Thread.
 
-What came before the kernel before is done: a kernel lets the next one start only when it has itself waited.
+What came before the kernel before is done if that one let the next start when it had waited itself. If it did so earlier, the
+next one must mind what the kernel before had to, too (Launch.last).
 """
 
 from . import errors
@@ -69,6 +70,4 @@ def wait(thread, site):
 def let_next(thread, site):
     """What it runs for let_next_start."""
     if type(thread) is EarlyThread:
-        raise errors.early(
-            thread, "lets the next kernel start", "which minds this one alone", "", site
-        )
+        thread.block.launch.hasty = True

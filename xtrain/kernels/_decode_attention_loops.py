@@ -30,7 +30,7 @@ TILE = 16  # keys, on tensor cores
 
 # ----------------------------------------------------------------------------- plain
 @functools.cache
-def make_attend_plain(D, HEADS, WARPS):
+def make_attend_plain(D, HEADS, WARPS, ahead=False):
     """A lane owns a key while scores are computed, then channels while values are added up. q_s: float32."""
     W = -(-D // 32)  # channels of a lane
     SIZE, WEIGHTS = HEADS * D, WARPS * HEADS * 32
@@ -161,8 +161,10 @@ def make_load_operands(D, HEADS):
 
 
 @functools.cache
-def make_attend_tensor(D, HEADS, WARPS):
-    """HEADS: 8 or 16 rows of a left operand; with 8 the other rows are zeros. q_s: bf16."""
+def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
+    """HEADS: 8 or 16 rows of a left operand; with 8 the other rows are zeros. q_s: bf16. AHEAD: the next keys are under way
+    while these are dealt with.
+    """
     STEPS, TILES, SIZE = D // 16, D // 8, HEADS * D
     VALUES, BLOCKS = min(D // 8, 8), HEADS // 8
     load_q, load_k, load_v = make_load_operands(D, HEADS)
@@ -185,6 +187,16 @@ def make_attend_tensor(D, HEADS, WARPS):
                     acc_s[warp * SIZE + h * D + d] = acc[0, i, 2 * r + e]
 
     @device
+    def take(fk, fv, next_k, next_v):
+        for i in range(STEPS):
+            for j in range(2):
+                for m in range(2):
+                    fk[m, i, j] = next_k[m, i, j]
+        for i in range(TILES):
+            for m in range(2):
+                fv[i, m] = next_v[i, m]
+
+    @device
     def attend(acc_s, m_s, l_s, q_s, k, v, base, lo, hi, scale):
         fq, fk = (
             cuda.local.array((STEPS, 4), uint32),
@@ -196,10 +208,24 @@ def make_attend_tensor(D, HEADS, WARPS):
         clear_acc(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
+        next_k, next_v = (
+            cuda.local.array((2, STEPS, 2), uint32),
+            cuda.local.array((TILES, 2), uint32),
+        )
+        first = lo + TILE * (cuda.threadIdx.x >> 5)
+        if AHEAD and first < hi:
+            load_k(next_k, k, base, first, hi)
+            load_v(next_v, v, base, first, hi)
         load_q(fq, q_s)
-        for n0 in range(lo + TILE * (cuda.threadIdx.x >> 5), hi, TILE * WARPS):
-            load_k(fk, k, base, n0, hi)
-            load_v(fv, v, base, n0, hi)
+        for n0 in range(first, hi, TILE * WARPS):
+            if AHEAD:
+                take(fk, fv, next_k, next_v)
+                if n0 + TILE * WARPS < hi:
+                    load_k(next_k, k, base, n0 + TILE * WARPS, hi)
+                    load_v(next_v, v, base, n0 + TILE * WARPS, hi)
+            else:
+                load_k(fk, k, base, n0, hi)
+                load_v(fv, v, base, n0, hi)
             clear_s(s)
             for i in range(STEPS):
                 for m in range(2):

@@ -20,9 +20,9 @@ MAX_SPLITS = 32  # of a row's keys: lanes of the warp that merges them
 AT_ONCE = 8  # partial results that a thread asks for before it adds them
 
 
-def splits_of(S: int) -> int:
+def splits_of(S: int, chunk_keys: int) -> int:
     """How many blocks share the keys of a head when a row holds S tokens"""
-    return min(MAX_SPLITS, -(-S // CHUNK))
+    return min(MAX_SPLITS, -(-S // chunk_keys))
 
 
 @device
@@ -141,7 +141,7 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
 
 
 @functools.cache
-def make_merge(D, HEADS, WARPS):
+def make_merge(D, HEADS, WARPS, AT_ONCE=AT_ONCE):
     """Partial softmax results: m, the largest score (times log2 e), l, the sum of exp2(score - m), and acc, the sum of
     exp2(score - m) v. Two of them are one with M = max m: factors exp2(m - M), added up in a fixed order.
 

@@ -15,11 +15,21 @@ x is rounded to bf16 after the norm weight, before r; sums, r and everything aft
 """
 
 import functools
+from typing import NamedTuple
 
 from numba import cuda, float32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
-from ._ptx import device, kernel, let_next_start, load1, load8, store1, wait_for_previous
+from ._ptx import (
+    device,
+    kernel,
+    let_next_start,
+    load1,
+    load8,
+    prefetch_run,
+    store1,
+    wait_for_previous,
+)
 from ._reduce import FULL
 from ._tensor_cores import mma_bf16, pack_bf16
 from ._words import load_words8
@@ -30,23 +40,40 @@ TILE = 16  # rows of w that a block multiplies at a time
 CHUNK = 32  # columns of w that a warp multiplies at a time: 8 for each of 4 lanes
 AT_ONCE = 8  # chunks of w that a warp asks for when they are all it needs
 MULTIPROCESSORS = 132  # of an H200. Another number changes the speed only
+PIECE = 1024  # elements that a thread asks for at once to come nearer
+
+
+class Config(NamedTuple):
+    """How the work is divided; no choice changes a bit of the result but warps and near."""
+
+    warps: int
+    chunks: int  # of w under way per warp
+    blocks: int  # per multiprocessor
+    ahead: int = 0  # tiles of a block that are brought nearer before it waits
+    early: bool = False  # the next kernel may begin at once, not only when this one has waited
+    near: bool = False  # chunks under way of a warp are neighbours, not a block's width apart
 
 
 @functools.cache
-def make_operands(K, NORM, HALF, M, WARPS, U):
+def make_operands(K, NORM, HALF, M, WARPS, U, NEAR):
     """-> load_w(words (U, M, 2, 4), w, tile, step, F): this warp's chunks step U .. step U + U - 1 of 16 M rows
     load_x(fx (U, 2, 2), x, norm_w, step, N) -> this lane's sum of squares
 
-    Chunk c = WARPS i + warp is the i-th of a warp; beyond the last one there are zeros. HALF: x is bf16 as it is.
+    Chunk WARPS i + warp is the i-th of a warp, or with NEAR each has U neighbours at a time; beyond the last one there are
+    zeros. HALF: x is bf16 as it is.
     """
     CHUNKS = K // CHUNK
     WHOLE = CHUNKS % (WARPS * U) == 0
 
     @device
+    def chunk_of(step, u, warp):
+        return (step * WARPS + warp) * U + u if NEAR else (step * U + u) * WARPS + warp
+
+    @device
     def load_w(words, w, tile, step, F):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         for u in range(U):
-            c = (step * U + u) * WARPS + warp
+            c = chunk_of(step, u, warp)
             for m in range(M):
                 for r in range(2):
                     o = tile * TILE + 8 * r + (lane >> 2)
@@ -64,7 +91,7 @@ def make_operands(K, NORM, HALF, M, WARPS, U):
         words, x_8 = cuda.local.array(4, uint32), cuda.local.array(8, float32)
         nw_8 = cuda.local.array(8, float32)
         for u in range(U):
-            c = (step * U + u) * WARPS + warp
+            c = chunk_of(step, u, warp)
             k = c * CHUNK + 8 * (lane & 3)
             for j in range(4):
                 words[j] = uint32(0)
@@ -175,35 +202,75 @@ def make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS):
 
 
 @functools.cache
-def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, config):
-    """HALF: x is bf16, and taken as it is. ready: so are the weights. config: (warps, chunks of w under way per warp, blocks
-    per multiprocessor). once: a block has one tile, and asks for all of it at once.
+def make_nearer(K, M, WARPS):
+    """-> share_nearer(w, share): the block asks for its share of w to come into the second-level cache
+    tile_nearer(w, tile, F): for the rows of a tile
     """
-    WARPS, U, BLOCKS = config
+    THREADS = 32 * WARPS
+
+    @device
+    def nearer(w, first, end):
+        for i in range(first + cuda.threadIdx.x * PIECE, end, THREADS * PIECE):
+            prefetch_run(w, i, end - i if end - i < PIECE else int64(PIECE))
+
+    @device
+    def share_nearer(w, share):
+        first = int64(cuda.blockIdx.x) * share
+        nearer(w, first, first + share if first + share < w.size else int64(w.size))
+
+    @device
+    def tile_nearer(w, tile, F):
+        rows = F - tile * TILE if F - tile * TILE < TILE else int64(TILE)
+        for m in range(M):
+            first = (tile * TILE + m * F) * K
+            nearer(w, first, first + rows * K)
+
+    return share_nearer, tile_nearer
+
+
+@functools.cache
+def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, config, follow=False):
+    """HALF: x is bf16, and taken as it is. ready: so are the weights. once: a block has one tile, and asks for all of it at
+    once. follow: there are next weights.
+    """
+    WARPS, U, BLOCKS, AHEAD, EARLY, NEAR = config
     M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
-    load_w, load_x = make_operands(K, NORM, HALF, M, WARPS, U)
+    load_w, load_x = make_operands(K, NORM, HALF, M, WARPS, U, NEAR)
+    share_nearer, tile_nearer = make_nearer(K, M, WARPS)
+    AHEAD, FOLLOW = AHEAD if overlap and not once else 0, follow and overlap
     (multiply, take), put = make_multiply(M, U), make_reduce(M, WARPS)[0]
     add_later, finish, EACH = make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS)
 
     @kernel(32 * WARPS, BLOCKS)
-    def gemv_tensor_kernel(y, x, w, norm_w, residual, N, F, eps):
-        """Grid: any number of blocks; block p deals with tiles p, p + grid, ... All arrays flat. F: columns of y."""
+    def gemv_tensor_kernel(y, x, w, norm_w, residual, next_w, N, F, share, eps):
+        """Grid: any number of blocks; block p deals with tiles p, p + grid, ... All arrays flat. F: columns of y.
+        share: elements of next_w that a block brings nearer.
+        """
         sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
         words = cuda.local.array((U, M, 2, 4), uint32)
         next_words = cuda.local.array((U, M, 2, 4), uint32)
         fx, next_fx = cuda.local.array((U, 2, 2), uint32), cuda.local.array((U, 2, 2), uint32)
         s, added = cuda.local.array((M, 4), float32), cuda.local.array(EACH, float32)
         first, grid, lane = int64(cuda.blockIdx.x), int64(cuda.gridDim.x), cuda.threadIdx.x & 31
+        tiles = (F + TILE - 1) // TILE
+        if overlap and EARLY:
+            let_next_start()
         if ready:
             load_w(words, w, first, 0, F)
+            for i in range(AHEAD):
+                if first + i * grid < tiles:
+                    tile_nearer(w, first + i * grid, F)
+            if FOLLOW:
+                share_nearer(next_w, share)
         if overlap:
             wait_for_previous()
-            let_next_start()
+            if not EARLY:
+                let_next_start()
         if not ready:
             load_w(words, w, first, 0, F)
         squares = load_x(fx, x, norm_w, 0, N)
-        for tile in range(first, (F + TILE - 1) // TILE, grid):
+        for tile in range(first, tiles, grid):
             add_later(added, residual, tile, N, F)
             for m in range(M):
                 for j in range(4):
@@ -231,13 +298,13 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, co
     return gemv_tensor_kernel
 
 
-def choose(K: int, F: int, swiglu: bool, norm: bool) -> tuple[int, int, int]:
-    """-> (warps, chunks under way per warp, blocks per multiprocessor) for weights of K columns, y of F.
+def choose(K: int, F: int, swiglu: bool, norm: bool) -> Config:
+    """For weights of K columns, y of F.
 
     8 warps with 128 registers are half a multiprocessor: the next kernel finds room, and begins to read its weights.
     """
     warps = min(8, K // CHUNK)
     chunks = -(-(K // CHUNK) // warps)
     if not swiglu and chunks <= AT_ONCE and F <= 2 * MULTIPROCESSORS * TILE:
-        return warps, chunks, 2
-    return warps, min(2 if swiglu or norm else 4, chunks), 2  # more would spill
+        return Config(warps, chunks, 2)
+    return Config(warps, min(2 if swiglu or norm else 4, chunks), 2)  # more would spill

@@ -199,8 +199,10 @@ def _grid_control(name, instruction):
 # wait_for_previous(): the kernel before this one has ended, and what it wrote is there. What stands before this call may
 # only read what the kernel before does not write, such as weights, and only write what it was not given; every block must
 # call it.
-# let_next_start(): once all blocks have called this or ended, blocks of the next kernel may begin where there is room. Only
-# after wait_for_previous: the next kernel minds the one before it, and none further back.
+# let_next_start(): once all blocks have called this or ended, blocks of the next kernel may begin where there is room. Called
+# after wait_for_previous, the next kernel need mind the one before it only. Called before it, the next kernel may begin while
+# two or more before it still run: what is said above about the kernel before then holds for all of those. (The wait of each is
+# over when the kernel before it has ended, so after it all of them have.)
 wait_for_previous = _grid_control("wait_for_previous", "griddepcontrol.wait")
 let_next_start = _grid_control("let_next_start", "griddepcontrol.launch_dependents")
 
@@ -222,8 +224,40 @@ def prefetch(typingctx, x, i):
     return types.void(x, i), codegen
 
 
+@intrinsic
+def prefetch_run(typingctx, x, i, n):
+    """Asks for x[i : i + n] to be brought into the second-level cache; both ends at multiples of 16 bytes. Compute
+    capability 9.0 and up. "cp.async.bulk.prefetch" """
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.gep(
+            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
+        )
+        there = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
+        bytes_of_one = ir.Constant(I64, sig.args[0].dtype.bitwidth // 8)
+        count = builder.mul(_int64(builder, args[2], sig.args[2]), bytes_of_one)
+        function = ir.FunctionType(ir.VoidType(), [I64, I32])
+        text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
+        asm = ir.InlineAsm(function, text, "l,r", side_effect=True)
+        builder.call(asm, [builder.ptrtoint(there, I64), builder.trunc(count, I32)])
+        return context.get_dummy_value()
+
+    return types.void(x, i, n), codegen
+
+
+def _aligned_run(thread, site, x, i, n):
+    for at in (i, n):
+        if at * x.dtype.itemsize % 16:
+            raise ValueError(
+                f"{site.what}: from element {i}, {n} elements: no multiples of 16 bytes"
+            )
+    if not 0 <= i <= i + n <= x.size:
+        raise ValueError(f"{site.what}: elements {i} to {i + n} of {x.size}")
+
+
 # In the simulator one launch follows the other, but it looks for what would go wrong; and memory is all the same.
 simulates(prefetch)(lambda thread, site, x, i: None)
+simulates(prefetch_run)(_aligned_run)
 simulates(wait_for_previous)(wait)
 simulates(let_next_start)(let_next)
 

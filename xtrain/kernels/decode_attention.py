@@ -28,6 +28,7 @@ Bytes moved: read 2 (t + 1) G D elements of the cache per token; all else is sma
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda, float32, int64, types
@@ -39,14 +40,39 @@ from ._decode_attention_loops import make_attend_plain, make_attend_tensor
 from ._decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last, quotient
 from ._flat import on_16_bytes
 from ._launch import can_overlap, check, check_array, empty, launch, on_host, zeros
-from ._ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
+from ._ptx import (
+    device,
+    kernel,
+    let_next_start,
+    prefetch,
+    prefetch_run,
+    store1,
+    wait_for_previous,
+)
 from ._tiles import WIDTHS
 from .kv_cache import check_cache, check_int32
 from .qk_norm_rope import qk_norm_rope_ref, values_of
 from .rope import check_tables
 
-WARPS = 4  # of a block
 PREFETCHED = 512  # keys of a split, at most
+WIDE_BLOCK = 512  # accumulators of a warp with which 8 warps still fit shared memory
+
+
+class Config(NamedTuple):
+    """How a row's keys are divided; warps and chunk_keys change the order of additions, the others no bit."""
+
+    warps: int = 4  # of a block; 4 for wide heads
+    chunk_keys: int = parts.CHUNK  # of a split, at least
+    ahead: bool = False  # a warp asks for its next keys before it deals with these
+    runs: bool = False  # keys come nearer in one request, not line by line
+    early: bool = False  # the next kernel may begin at once, not only when this one has waited
+    at_once: int = parts.AT_ONCE  # partial results that a thread asks for before it adds them
+    blocks: int = 0  # per multiprocessor, that the compiler must make room for
+
+
+def choose(D: int, heads: int) -> Config:
+    """For heads of D channels, `heads` of a block."""
+    return Config(chunk_keys=parts.CHUNK)
 
 
 # ----------------------------------------------------------------------------- reference
@@ -77,10 +103,16 @@ def decode_attention_ref(
 
 
 # ----------------------------------------------------------------------------- kernel
+def heads_of(half: bool, group: int) -> int:
+    """Query heads of a block"""
+    return 16 if half and group > 8 else 8
+
+
 @functools.cache
-def make_prefetch_keys(D, half, chunk_keys):
+def make_prefetch_keys(D, half, chunk_keys, THREADS, runs):
     """-> prefetch_keys(k, v, base, split, n): a block asks for its first keys and values, of n in all"""
-    split_keys, THREADS = parts.make_split_keys(chunk_keys), 32 * WARPS
+    split_keys = parts.make_split_keys(chunk_keys)
+    PIECE = 16 * D  # elements: 16 keys
     LINE, MOST = 64 if half else 32, PREFETCHED * D  # elements
 
     @device
@@ -89,6 +121,12 @@ def make_prefetch_keys(D, half, chunk_keys):
         first = base + split * keys * D
         count = (n - split * keys if n - split * keys < keys else keys) * D
         count = count if count < MOST else int64(MOST)
+        if runs:
+            for i in range(cuda.threadIdx.x * PIECE, count, THREADS * PIECE):
+                size = count - i if count - i < PIECE else int64(PIECE)
+                prefetch_run(k, first + i, size)
+                prefetch_run(v, first + i, size)
+            return
         for i in range(cuda.threadIdx.x * LINE, count, THREADS * LINE):
             prefetch(k, first + i)
             prefetch(v, first + i)
@@ -97,24 +135,25 @@ def make_prefetch_keys(D, half, chunk_keys):
 
 
 @functools.cache
-def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, chunk_keys):
+def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
     """GROUP: H / G. half: bf16. overlap: see wait_for_previous in _ptx.py. ready: lengths, rows and the cache may be read
-    before it. chunk_keys: of a split.
+    before it.
     """
-    HEADS = 16 if half and GROUP > 8 else 8
+    HEADS = heads_of(half, GROUP)
+    WARPS, chunk_keys, ahead, runs, early, at_once, BLOCKS = config
     CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
     QUERIES, SIZE, ROWS = HEADS * D, WARPS * HEADS * D, WARPS * HEADS
     WEIGHTS = MAX_SPLITS * HEADS
     element = types.uint16 if half else float32
     new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
-    attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, WARPS)
-    merge = parts.make_merge(D, HEADS, WARPS)
+    attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, WARPS, ahead)
+    merge = parts.make_merge(D, HEADS, WARPS, at_once)
     split_keys = parts.make_split_keys(chunk_keys)
-    prefetch_keys = make_prefetch_keys(D, half, chunk_keys)
+    prefetch_keys = make_prefetch_keys(D, half, chunk_keys, THREADS, runs)
     merge_warps, put, merge_splits = merge.merge_warps, merge.put, merge.merge_splits
     finish = merge.finish
 
-    @kernel(THREADS)
+    @kernel(THREADS, BLOCKS)
     def decode_attention_kernel(
         o, part, m_part, l_part, counters, k, v, qkv, lengths_B, rows_B, q_w_D, k_w_D, cos, sin,
         G, S, eps, scale,
@@ -129,16 +168,20 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, chunk_keys):
         split, splits = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
         g, b = int64(cuda.blockIdx.y), int64(cuda.blockIdx.z)
         out = (b * G + g) * GROUP * D
+        if overlap and early:
+            let_next_start()
         if overlap and not ready:
             wait_for_previous()
-            let_next_start()
+            if not early:
+                let_next_start()
         t, row = int64(lengths_B[b]), int64(rows_B[b])
         live = row >= 0 and t >= 0 and t < S
         if overlap and ready:
             if live:
                 prefetch_keys(k, v, (row * G + g) * S * D, split, t + 1)
             wait_for_previous()
-            let_next_start()
+            if not early:
+                let_next_start()
         if not live:
             if split == 0:
                 for i in range(cuda.threadIdx.x, GROUP * D, THREADS):
@@ -237,8 +280,9 @@ def decode_attention(
     o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
     flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
     check(on_16_bytes(*flat[:2]), f"{op}: the cache does not begin at a multiple of 16 bytes")
-    overlap, splits = can_overlap(qkv_BP), parts.splits_of(S)
-    variant = D, group, half, bool(weights), overlap, cache_ready, parts.CHUNK
+    overlap, config = can_overlap(qkv_BP), choose(D, heads_of(half, group))
+    splits = parts.splits_of(S, config.chunk_keys)
+    variant = D, group, half, bool(weights), overlap, cache_ready, config
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
     blocks = B * G * chunks
     part, m_part, l_part = (
@@ -251,5 +295,6 @@ def decode_attention(
     arrays = (o_BC.reshape(-1), part, m_part, l_part, counters, *flat, lengths_B, rows_B, *norms)
     scalars = (G, S, np.float32(eps), np.float32(scale))
     grid = (splits, G, B)
-    launch(decode_kernel, grid, 32 * WARPS, *arrays, cos, sin, *scalars, overlap=overlap)
+    threads = 32 * config.warps
+    launch(decode_kernel, grid, threads, *arrays, cos, sin, *scalars, overlap=overlap)
     return o_BC

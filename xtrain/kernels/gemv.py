@@ -30,6 +30,7 @@ from ._gemv_tensor import (
     MAX_ROWS,
     MULTIPROCESSORS,
     TILE,
+    Config,
     choose,
     make_tensor_kernel,
 )
@@ -39,6 +40,7 @@ from ._reduce import warp_sum
 from .swiglu import sigmoid, silu_ref
 
 BLOCK = 256
+LINE = 64  # bf16 of a line of the second-level cache
 
 
 # ----------------------------------------------------------------------------- reference
@@ -136,12 +138,14 @@ def gemv(
     dtype=None,
     out: Array | None = None,
     weights_ready: bool = False,
+    next_w: Array | None = None,
 ) -> Array:
     """-> y (N, O) = x w^T, or (N, O / 2) with swiglu; see the file's docstring.
 
     x, w, residual, out: float32 or bf16; norm_w float32. y has dtype, else residual's type, else w's. out may be
     residual, but not x. Every row's bits are independent of the other rows.
     weights_ready: the kernel launched last writes neither w nor norm_w, so reading them may begin before it has ended.
+    next_w: weights (or a part of them, flat) that a later kernel will read: they are brought nearer meanwhile, on a GPU.
     On a GPU N is at most MAX_ROWS, and K a multiple of 32 (of 4 for float32 weights).
     """
     check_array("gemv", "x", x_NK, (None, None), FLOATS)
@@ -166,11 +170,13 @@ def gemv(
     fits = gemv_fits(N, K, w_OK.dtype)
     check(fits, f"gemv: {N} rows of {K}, the GPU takes 1 to {MAX_ROWS} of a multiple of {CHUNK}")
     y = empty(x_NK, shape, dtype) if out is None else out
-    _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready)
+    _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, None, next_w)
     return y
 
 
-def _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, config=None):
+def _launch(
+    y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, config=None, next_w=None
+):
     (N, K), F, overlap = x_NK.shape, y.shape[1], can_overlap(x_NK)
     flags = norm_w_K is not None, swiglu, residual_NO is not None, overlap
     norm_w, residual = (x_NK if a is None else a for a in (norm_w_K, residual_NO))  # no None
@@ -181,9 +187,13 @@ def _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, co
         plain_kernel = make_plain_kernel(N, K, *flags)
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
     half = x_NK.dtype != np.float32 and norm_w_K is None
-    config, tiles = config or choose(K, F, swiglu, flags[0]), -(-F // TILE)
-    grid = min(tiles, config[2] * MULTIPROCESSORS)
-    once = tiles == grid and config[0] * config[1] * CHUNK >= K
-    variant = flags[0], half, *flags[1:], weights_ready, once, config
+    config, tiles = Config(*(config or choose(K, F, swiglu, flags[0]))), -(-F // TILE)
+    grid = min(tiles, config.blocks * MULTIPROCESSORS)
+    once = tiles == grid and config.warps * config.chunks * CHUNK >= K
+    following = arrays[2][:0] if next_w is None else next_w.reshape(-1)[: next_w.size // 8 * 8]
+    check(on_16_bytes(following), "gemv: next_w must begin at a multiple of 16 bytes")
+    share = -(-following.size // (grid * LINE)) * LINE
+    variant = flags[0], half, *flags[1:], weights_ready, once, config, following.size > 0
     tensor_kernel = make_tensor_kernel(K, *variant)
-    launch(tensor_kernel, grid, 32 * config[0], *arrays, N, F, eps, overlap=overlap)
+    numbers = N, F, share, eps
+    launch(tensor_kernel, grid, 32 * config.warps, *arrays, following, *numbers, overlap=overlap)

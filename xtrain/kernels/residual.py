@@ -20,8 +20,18 @@ from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from ._flat import on_16_bytes
-from ._launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
-from ._ptx import kernel
+from ._launch import (
+    FLOATS,
+    can_overlap,
+    check,
+    check_array,
+    empty,
+    empty_like,
+    launch,
+    on_host,
+    wide,
+)
+from ._ptx import kernel, let_next_start, wait_for_previous
 from ._reduce import MAX_WARPS
 from ._rows import aligned_rows, make_row_ops
 from ._words import each_of
@@ -42,10 +52,20 @@ def residual_rmsnorm_bwd_ref(dh_NC, dy_NC, h_NC, w_C, rstd_N):
 
 
 # ----------------------------------------------------------------------------- kernels
+FEW = 264  # rows: two per multiprocessor of an H200
+FEW_COLUMNS = (
+    8  # of a thread then: nothing hides how long a thread waits for memory but other threads
+)
+
+
 @functools.cache
-def make_fwd_kernel(C, each, aligned):
-    """rmsnorm.py's forward kernel with an addition in front."""
-    ops = make_row_ops(C, each, aligned)
+def make_fwd_kernel(C, each, aligned, few=False, overlap=False):
+    """rmsnorm.py's forward kernel with an addition in front. few: rows, as in a decoding step."""
+    ops = (
+        make_row_ops(C, each, aligned, columns=FEW_COLUMNS)
+        if few
+        else make_row_ops(C, each, aligned)
+    )
     load, store, total, place = ops.load, ops.store, ops.total, ops.place
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
@@ -54,6 +74,10 @@ def make_fwd_kernel(C, each, aligned):
         """Grid ceil(N / R), block THREADS. x, r, h, y: flat (N C)."""
         row, column = place()
         n = int64(cuda.blockIdx.x) * R + row
+        w_SE = cuda.local.array((STEPS, each), float32)
+        if overlap:
+            wait_for_previous()
+            let_next_start()
         if n >= rstd_N.size:  # the same for all threads of a row: nobody is missing from the sum
             return
         scratch = cuda.shared.array(MAX_WARPS, float32)
@@ -61,11 +85,12 @@ def make_fwd_kernel(C, each, aligned):
             cuda.local.array((STEPS, each), float32),
             cuda.local.array((STEPS, each), float32),
         )
-        w = cuda.local.array(each, float32)
         acc = float32(0.0)
         for s in range(STEPS):
             load(h_SE[s], x, n * C, column + s * STRIDE)
             load(r_SE[s], r, n * C, column + s * STRIDE)
+            if few:
+                load(w_SE[s], w_C, 0, column + s * STRIDE)
         for s in range(STEPS):
             for j in range(each):
                 h_SE[s, j] += r_SE[s, j]
@@ -75,9 +100,10 @@ def make_fwd_kernel(C, each, aligned):
         if column == 0:
             rstd_N[n] = rstd  # kept for backward
         for s in range(STEPS):
-            load(w, w_C, 0, column + s * STRIDE)
+            if not few:
+                load(w_SE[s], w_C, 0, column + s * STRIDE)
             for j in range(each):
-                h_SE[s, j] *= rstd * w[j]
+                h_SE[s, j] *= rstd * w_SE[s, j]
             store(y, n * C, column + s * STRIDE, h_SE[s])
 
     return residual_rmsnorm_fwd_kernel, ops
@@ -101,9 +127,11 @@ def residual_rmsnorm_fwd(
         return h_NC.astype(x_NC.dtype, copy=False), y_NC.astype(r_NC.dtype, copy=False), rstd_N
     h_NC, y_NC, rstd_N = empty_like(x_NC), empty_like(r_NC), empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, h_NC, y_NC, x_NC, r_NC) and on_16_bytes(w_C)
-    fwd_kernel, ops = make_fwd_kernel(C, each_of(x_NC, r_NC), aligned)
+    few, overlap = N <= FEW, N <= FEW and can_overlap(x_NC)
+    fwd_kernel, ops = make_fwd_kernel(C, each_of(x_NC, r_NC), aligned, few, overlap)
     h, y, x, r = (a.reshape(-1) for a in (h_NC, y_NC, x_NC, r_NC))
-    launch(fwd_kernel, -(-N // ops.R), ops.THREADS, h, y, rstd_N, x, r, w_C, np.float32(eps))
+    arguments = (h, y, rstd_N, x, r, w_C, np.float32(eps))
+    launch(fwd_kernel, -(-N // ops.R), ops.THREADS, *arguments, overlap=overlap)
     return h_NC, y_NC, rstd_N
 
 
