@@ -75,6 +75,7 @@ def test_many_tiles_per_block_and_steps_per_tile(monkeypatch, swiglu):
 
 
 CONFIGS = [(1, 1, 1), (2, 3, 1), (4, 4, 2), (16, 1, 1)]
+CONFIGS += [(4, 2, 1, 0, early, True, stages) for early, stages in [(0, 1), (1, 2), (2, 7)]]
 CONFIGS += [(1, 2, 1, 2, True), (2, 2, 1, 1, False, True), (4, 2, 2, 2, True, True)]
 
 

@@ -50,8 +50,9 @@ class Config(NamedTuple):
     chunks: int  # of w under way per warp
     blocks: int  # per multiprocessor
     ahead: int = 0  # tiles of a block that are brought nearer before it waits
-    early: bool = False  # the next kernel may begin at once, not only when this one has waited
-    near: bool = False  # chunks under way of a warp are neighbours, not a block's width apart
+    early: int = 1  # the next kernel may begin: 0 when this one has waited, 1 at once, 2 with `stages`: when all is asked for
+    near: bool = True  # chunks under way of a warp are neighbours, not a block's width apart
+    stages: int = 0  # steps of a ring of weights in shared memory, which is always near: _gemv_ring.py. 0: none
 
 
 @functools.cache
@@ -233,7 +234,7 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, co
     """HALF: x is bf16, and taken as it is. ready: so are the weights. once: a block has one tile, and asks for all of it at
     once. follow: there are next weights.
     """
-    WARPS, U, BLOCKS, AHEAD, EARLY, NEAR = config
+    WARPS, U, BLOCKS, AHEAD, EARLY, NEAR, _ = config
     M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
     load_w, load_x = make_operands(K, NORM, HALF, M, WARPS, U, NEAR)
@@ -299,12 +300,22 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, co
 
 
 def choose(K: int, F: int, swiglu: bool, norm: bool) -> Config:
-    """For weights of K columns, y of F.
+    """For weights of K columns, y of F. Measured on one H200 with bench/tune_decode.py, Llama of 1.1 B parameters.
 
-    8 warps with 128 registers are half a multiprocessor: the next kernel finds room, and begins to read its weights.
+    One tile per block: a tile of 2048 columns is asked for at once, a wider one is read by as many warps as a block may have.
+    With more to do, small blocks: one ends while its neighbours go on, and the next kernel finds room. None may take all
+    registers of a multiprocessor, so that the next kernel begins to read its weights.
     """
-    warps = min(8, K // CHUNK)
-    chunks = -(-(K // CHUNK) // warps)
-    if not swiglu and chunks <= AT_ONCE and F <= 2 * MULTIPROCESSORS * TILE:
-        return Config(warps, chunks, 2)
-    return Config(warps, min(2 if swiglu or norm else 4, chunks), 2)  # more would spill
+    chunks, tiles = K // CHUNK, -(-F // TILE)
+    if swiglu or (norm and tiles > 2 * MULTIPROCESSORS):
+        warps = min(4, chunks)
+        return Config(warps, min(2, -(-chunks // warps)), 4)
+    if tiles <= MULTIPROCESSORS and chunks > 8 * AT_ONCE:
+        return Config(16, 2, 1)
+    warps = min(8, chunks)
+    each = -(-chunks // warps)
+    if norm:
+        return Config(warps, min(2, each), 2)
+    if each <= AT_ONCE and tiles <= 2 * MULTIPROCESSORS:
+        return Config(warps, each, 2)
+    return Config(warps, min(4, each), 2)  # more would spill

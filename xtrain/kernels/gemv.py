@@ -25,6 +25,7 @@ from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from ._flat import on_16_bytes
+from ._gemv_ring import make_ring_kernel, ring_bytes
 from ._gemv_tensor import (
     CHUNK,
     MAX_ROWS,
@@ -189,6 +190,12 @@ def _launch(
     half = x_NK.dtype != np.float32 and norm_w_K is None
     config, tiles = Config(*(config or choose(K, F, swiglu, flags[0]))), -(-F // TILE)
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
+    if config.stages:
+        ring_kernel = make_ring_kernel(K, flags[0], half, *flags[1:], weights_ready, config)
+        numbers, shared = (N, F, eps), ring_bytes(N, K, swiglu, config)
+        threads = 32 * config.warps
+        options = dict(shared=shared, overlap=overlap)
+        return launch(ring_kernel, grid, threads, *arrays, *numbers, **options)
     once = tiles == grid and config.warps * config.chunks * CHUNK >= K
     following = arrays[2][:0] if next_w is None else next_w.reshape(-1)[: next_w.size // 8 * 8]
     check(on_16_bytes(following), "gemv: next_w must begin at a multiple of 16 bytes")
