@@ -234,7 +234,7 @@ def test_planted_bugs_are_found(monkeypatch, old, new, message):
 
 def test_keys_that_are_used_before_they_are_there():
     """A planted bug: the barrier between append and loop is missing."""
-    attend = _decode_attention_loops.make_attend_plain(16, 8, 4)
+    attend = _decode_attention_loops.make_attend_plain(16, 8, 4)[1]
     new_heads = _decode_attention_parts.make_new_heads(16, 2, 8, 4, False)
     cuda, float32 = file.cuda, file.float32
 
@@ -243,7 +243,7 @@ def test_keys_that_are_used_before_they_are_there():
         q_s, acc_s = cuda.shared.array(128, float32), cuda.shared.array(512, float32)
         m_s, l_s = cuda.shared.array(32, float32), cuda.shared.array(32, float32)
         new_heads(q_s, k, v, qkv, 0, 32, 48, 0, True, 0, cos, cos, cos, sin, 0, float32(0.0))
-        attend(acc_s, m_s, l_s, q_s, k, v, 0, 0, 1, float32(1.0))
+        attend(acc_s, m_s, l_s, q_s, k, v, 0, k, v, 0, 0, 1, float32(1.0))
         out[cuda.threadIdx.x] = acc_s[cuda.threadIdx.x]
 
     cos, sin = rope_tables(16, 1, 1e4)
@@ -281,7 +281,8 @@ def test_bad_input():
 def test_every_division_of_the_work(monkeypatch, warps, shape):
     """What may change no bit changes none."""
     args, o = case(*shape, BF16), []
-    for more in ({}, dict(ahead=True, runs=True, early=True, at_once=16)):
+    most = dict(ahead=True, runs=True, at_once=16, sooner=True)
+    for more in (dict(early=False), dict(ahead=True, at_once=2), most):
         config = file.Config(warps, 16, **more)
         monkeypatch.setattr(file, "choose", lambda *_, config=config: config)
         o.append(check(args)[0])

@@ -40,7 +40,7 @@ from .model import Transformer
 WIDTHS = (16, 32, 64, 128)  # of a head, for which the attention kernels exist
 # Bytes of later weights that a product brings nearer, so that memory is not idle while one kernel waits for another:
 # QKV of gate/up's, the output projection what lies behind those, gate/up of down's, down of the next layer's QKV
-AHEAD = (0, 0, 0, 0)
+AHEAD = (0, 4 << 20, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class CachedModel:
         where = (lengths_B, rows_B, self.cos_PR, self.sin_PR)
         norms = (w.q_norm, w.k_norm, self.config.norm_eps)
         return decode_attention(
-            qkv_BP, k_RGSD, v_RGSD, *where, *norms, self.scale, cache_ready=True
+            qkv_BP, k_RGSD, v_RGSD, *where, *norms, self.scale, True, self.batch_invariant
         )
 
     def _logits(self, x_NC):

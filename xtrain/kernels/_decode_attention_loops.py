@@ -31,12 +31,18 @@ TILE = 16  # keys, on tensor cores
 # ----------------------------------------------------------------------------- plain
 @functools.cache
 def make_attend_plain(D, HEADS, WARPS, ahead=False):
-    """A lane owns a key while scores are computed, then channels while values are added up. q_s: float32."""
+    """A lane owns a key while scores are computed, then channels while values are added up. q_s: float32.
+    next_k, next_v, ask: see make_attend_tensor; here nothing is asked for.
+    """
     W = -(-D // 32)  # channels of a lane
     SIZE, WEIGHTS = HEADS * D, WARPS * HEADS * 32
 
     @device
-    def attend(acc_s, m_s, l_s, q_s, k, v, base, lo, hi, scale):
+    def ask(next_k, next_v, k, v, base, lo, hi):
+        pass
+
+    @device
+    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, asked, k, v, base, lo, hi, scale):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         p_s = cuda.shared.array(WEIGHTS, float32)
         s, top, total = (
@@ -83,7 +89,7 @@ def make_attend_plain(D, HEADS, WARPS, ahead=False):
                 if lane + 32 * w < D:
                     acc_s[warp * SIZE + h * D + lane + 32 * w] = acc[h, w]
 
-    return attend
+    return ask, attend
 
 
 # ----------------------------------------------------------------------------- on tensor cores
@@ -162,8 +168,11 @@ def make_load_operands(D, HEADS):
 
 @functools.cache
 def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
-    """HEADS: 8 or 16 rows of a left operand; with 8 the other rows are zeros. q_s: bf16. AHEAD: the next keys are under way
-    while these are dealt with.
+    """-> ask(next_k (2, D / 16, 2), next_v (D / 8, 2), k, v, base, lo, hi): a warp asks for its first keys and values
+    attend(acc_s, m_s, l_s, q_s, next_k, next_v, asked, k, v, base, lo, hi, scale)
+
+    HEADS: 8 or 16 rows of a left operand; with 8 the other rows are zeros. q_s: bf16. AHEAD: the next keys are under way
+    while these are dealt with. asked: first key of a warp from which on nobody has asked yet.
     """
     STEPS, TILES, SIZE = D // 16, D // 8, HEADS * D
     VALUES, BLOCKS = min(D // 8, 8), HEADS // 8
@@ -197,7 +206,14 @@ def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
                 fv[i, m] = next_v[i, m]
 
     @device
-    def attend(acc_s, m_s, l_s, q_s, k, v, base, lo, hi, scale):
+    def ask(next_k, next_v, k, v, base, lo, hi):
+        first = lo + TILE * (cuda.threadIdx.x >> 5)
+        if first < hi:
+            load_k(next_k, k, base, first, hi)
+            load_v(next_v, v, base, first, hi)
+
+    @device
+    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, asked, k, v, base, lo, hi, scale):
         fq, fk = (
             cuda.local.array((STEPS, 4), uint32),
             cuda.local.array((2, STEPS, 2), uint32),
@@ -208,14 +224,9 @@ def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
         clear_acc(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
-        next_k, next_v = (
-            cuda.local.array((2, STEPS, 2), uint32),
-            cuda.local.array((TILES, 2), uint32),
-        )
         first = lo + TILE * (cuda.threadIdx.x >> 5)
-        if AHEAD and first < hi:
-            load_k(next_k, k, base, first, hi)
-            load_v(next_v, v, base, first, hi)
+        if AHEAD and first + TILE > asked:
+            ask(next_k, next_v, k, v, base, lo, hi)
         load_q(fq, q_s)
         for n0 in range(first, hi, TILE * WARPS):
             if AHEAD:
@@ -237,4 +248,4 @@ def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
                 mma_bf16(acc[0, i], fp[0], fv[i])
         put(acc_s, m_s, l_s, acc, top, total, scale)
 
-    return attend
+    return ask, attend

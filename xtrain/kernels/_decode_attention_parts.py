@@ -151,6 +151,8 @@ def make_merge(D, HEADS, WARPS, AT_ONCE=AT_ONCE):
     finish(o, to, acc_s, l_s, count)                 o[to + h D + d] = acc / l for `count` heads
     """
     THREADS, SIZE, EACH = 32 * WARPS, HEADS * D, HEADS // WARPS
+    ONCE, SHARES = SIZE <= 4 * THREADS, max(4 * THREADS // SIZE, 1)
+    QUADS = THREADS // SHARES
 
     @device
     def merge_warps(acc_s, m_s, l_s):
@@ -182,11 +184,18 @@ def make_merge(D, HEADS, WARPS, AT_ONCE=AT_ONCE):
             m_part[i * HEADS + tid], l_part[i * HEADS + tid] = m_s[tid], l_s[tid]
 
     @device
-    def merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used):
-        """weight_s: MAX_SPLITS HEADS floats. The caller's barrier is before; the last one is here."""
-        tid, warp, lane = cuda.threadIdx.x, cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+    def ask(values, part, first, s, end, j):
+        """For parts s .. s + AT_ONCE - 1, below end; instead of later ones the last again."""
+        for i in range(AT_ONCE):
+            split = s + i if s + i < end else end - 1
+            load4(values[i], part, (first + split) * SIZE + j)
+
+    @device
+    def weigh(weight_s, l_s, m_part, l_part, first, used):
+        """-> the splits' weights, 0 from `used` on, and the sum of their l. A lane per split."""
+        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         m, total = cuda.local.array(EACH, float32), cuda.local.array(EACH, float32)
-        for j in range(EACH):  # a lane per split
+        for j in range(EACH):
             i = (first + lane) * HEADS + warp + j * WARPS
             m[j] = m_part[i] if lane < used else NEG_INF
             total[j] = l_part[i] if lane < used else float32(0.0)
@@ -196,22 +205,41 @@ def make_merge(D, HEADS, WARPS, AT_ONCE=AT_ONCE):
             row_total = warp_sum(total[j] * weight)
             if lane == 0:
                 l_s[h] = row_total
-        cuda.syncthreads()
+
+    @device
+    def merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used):
+        """weight_s: MAX_SPLITS HEADS floats. The caller's barrier is before; the last one is here.
+
+        Where there are more threads than quadruples of acc, SHARES of them have a part of the splits each.
+        """
+        tid = cuda.threadIdx.x
+        share, place = tid // QUADS, tid % QUADS
+        each = (used + SHARES - 1) // SHARES
+        begin = share * each
+        end = begin + each if begin + each < used else used
         values, acc = cuda.local.array((AT_ONCE, 4), float32), cuda.local.array(4, float32)
-        for j in range(4 * tid, SIZE, 4 * THREADS):
+        if ONCE and begin < end:  # beside what the weights are made of
+            ask(values, part, first, begin, end, 4 * place)
+        weigh(weight_s, l_s, m_part, l_part, first, used)
+        cuda.syncthreads()
+        for j in range(4 * place, SIZE, 4 * THREADS):
             for e in range(4):
                 acc[e] = float32(0.0)
-            for s in range(0, used, AT_ONCE):
-                for i in range(AT_ONCE):  # ask for all, then add
-                    split = s + i if s + i < used else used - 1
-                    load4(values[i], part, (first + split) * SIZE + j)
+            for s in range(begin, end, AT_ONCE):
+                if not ONCE or s > begin:
+                    ask(values, part, first, s, end, j)
                 for i in range(AT_ONCE):  # always in this order: same bits every run
-                    weight = weight_s[(s + i) * HEADS + j // D]  # 0 from `used` on
+                    weight = weight_s[(s + i) * HEADS + j // D] if s + i < end else float32(0.0)
                     for e in range(4):
                         acc[e] += values[i, e] * weight
             for e in range(4):
-                acc_s[j + e] = acc[e]
+                acc_s[share * SIZE + j + e] = acc[e]
         cuda.syncthreads()
+        if SHARES > 1:
+            for j in range(tid, SIZE, THREADS):
+                for i in range(1, SHARES):
+                    acc_s[j] += acc_s[i * SIZE + j]
+            cuda.syncthreads()
 
     @device
     def finish(o, to, acc_s, l_s, count):
@@ -233,7 +261,7 @@ def arrive_last(counters, i, used):
         cuda.threadfence()
         last[0] = int32(cuda.atomic.add(counters, i, 1) == used - 1)
         if last[0]:
-            cuda.atomic.exch(counters, i, 0)  # for the next launch
             cuda.threadfence()
+            cuda.atomic.exch(counters, i, 0)  # for the next launch; nobody here waits for it
     cuda.syncthreads()
     return last[0] != 0

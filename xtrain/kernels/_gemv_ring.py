@@ -179,10 +179,9 @@ def make_ring_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, config):
                     if step_asked == STEPS:
                         asked, step_asked = asked + grid, 0
                 commit_copies()
+                if overlap and EARLY == 2 and asked * TILE >= F:
+                    let_next_start()  # saying so again does nothing
                 slot = slot + 1 if slot + 1 < STAGES else 0
-            if overlap and EARLY == 2:
-                if asked * TILE >= F:  # all of this block's weights are under way
-                    let_next_start()
             put(s, sums)
             cuda.syncthreads()
             finish(y, added, sums, squares_s, tile, N, F, eps)

@@ -31,7 +31,7 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int64, types
+from numba import cuda, float32, int64, types, uint32
 
 from ..device import Array, cupy
 from ..simulator import SimArray
@@ -55,7 +55,8 @@ from .qk_norm_rope import qk_norm_rope_ref, values_of
 from .rope import check_tables
 
 PREFETCHED = 512  # keys of a split, at most
-WIDE_BLOCK = 512  # accumulators of a warp with which 8 warps still fit shared memory
+FEW_HEADS = 16  # key heads of a launch that leave most multiprocessors idle
+WIDE_BLOCK = 512  # accumulators of a warp with which 8 warps still fit registers
 
 
 class Config(NamedTuple):
@@ -65,13 +66,20 @@ class Config(NamedTuple):
     chunk_keys: int = parts.CHUNK  # of a split, at least
     ahead: bool = False  # a warp asks for its next keys before it deals with these
     runs: bool = False  # keys come nearer in one request, not line by line
-    early: bool = False  # the next kernel may begin at once, not only when this one has waited
+    early: bool = True  # the next kernel may begin at once, not only when this one has waited
     at_once: int = parts.AT_ONCE  # partial results that a thread asks for before it adds them
     blocks: int = 0  # per multiprocessor, that the compiler must make room for
+    sooner: bool = False  # with `ahead`: it asks for the first ones before it waits for the product
 
 
-def choose(D: int, heads: int) -> Config:
-    """For heads of D channels, `heads` of a block."""
+def choose(D: int, heads: int, key_heads: int) -> Config:
+    """For heads of D channels, `heads` of a block; key_heads: of the launch. Measured on one H200 with bench/tune_decode.py.
+
+    Few key heads take as long as one: many warps share its keys, and each has all that it can hold under way.
+    Many keep memory busy whatever a warp does, and small blocks hide each other's waiting.
+    """
+    if key_heads <= FEW_HEADS and heads * D <= WIDE_BLOCK:
+        return Config(8, parts.CHUNK, ahead=True, runs=True, at_once=16)
     return Config(chunk_keys=parts.CHUNK)
 
 
@@ -140,13 +148,15 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
     before it.
     """
     HEADS = heads_of(half, GROUP)
-    WARPS, chunk_keys, ahead, runs, early, at_once, BLOCKS = config
+    WARPS, chunk_keys, ahead, runs, early, at_once, BLOCKS, sooner = config
+    sooner = sooner and ahead and overlap and ready and half
+    KEYS, VALUES = (2, max(D // 16, 1), 2), (D // 8, 2)  # registers of a warp's first keys
     CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
     QUERIES, SIZE, ROWS = HEADS * D, WARPS * HEADS * D, WARPS * HEADS
     WEIGHTS = MAX_SPLITS * HEADS
     element = types.uint16 if half else float32
     new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
-    attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, WARPS, ahead)
+    ask, attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, WARPS, ahead)
     merge = parts.make_merge(D, HEADS, WARPS, at_once)
     split_keys = parts.make_split_keys(chunk_keys)
     prefetch_keys = make_prefetch_keys(D, half, chunk_keys, THREADS, runs)
@@ -168,6 +178,7 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
         split, splits = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
         g, b = int64(cuda.blockIdx.y), int64(cuda.blockIdx.z)
         out = (b * G + g) * GROUP * D
+        next_k, next_v = cuda.local.array(KEYS, uint32), cuda.local.array(VALUES, uint32)
         if overlap and early:
             let_next_start()
         if overlap and not ready:
@@ -178,6 +189,10 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
         live = row >= 0 and t >= 0 and t < S
         if overlap and ready:
             if live:
+                if sooner:  # the new key is not there yet
+                    old, keys = (row * G + g) * S * D, split_keys(t + 1)
+                    lo = split * keys
+                    ask(next_k, next_v, k, v, old, lo, lo + keys if lo + keys < t else t)
                 prefetch_keys(k, v, (row * G + g) * S * D, split, t + 1)
             wait_for_previous()
             if not early:
@@ -204,7 +219,9 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
                 k_w_D, cos, sin, t, eps,
             )  # fmt: skip
             cuda.syncthreads()  # the queries, and the new key and value in the cache
-            attend(acc_s, m_s, l_s, q_s, k, v, base, lo, hi, scale * LOG2E)
+            asked = t if sooner and chunk == 0 else lo
+            keys_of = next_k, next_v, asked, k, v
+            attend(acc_s, m_s, l_s, q_s, *keys_of, base, lo, hi, scale * LOG2E)
             cuda.syncthreads()
             merge_warps(acc_s, m_s, l_s)
             last = True
@@ -250,12 +267,14 @@ def decode_attention(
     eps: float,
     scale: float,
     cache_ready: bool = False,
+    batch_invariant: bool = False,
 ) -> Array:
     """-> o (B, H D) like qkv; keys and values of the B new tokens are appended to the cache.
 
     qkv, caches float32 or all bf16; lengths, rows (B,) int32, in the memory of the device: nothing here depends on their
     values. cos, sin (P, D/2), P >= S, and the norm weights (D,), both or none, float32. No two tokens may share a row.
     cache_ready: the kernel launched last writes neither the cache nor lengths, rows; reading them may begin before it ends.
+    batch_invariant: a row gets the bits that it gets alone. Otherwise they may differ between few rows and many.
     """
     op = "decode_attention"
     R, G, S, D = check_cache(op, k_RGSD, v_RGSD)
@@ -280,7 +299,9 @@ def decode_attention(
     o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
     flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
     check(on_16_bytes(*flat[:2]), f"{op}: the cache does not begin at a multiple of 16 bytes")
-    overlap, config = can_overlap(qkv_BP), choose(D, heads_of(half, group))
+    rows = 1 if batch_invariant else B
+    config = choose(D, heads_of(half, group), rows * G)
+    overlap = can_overlap(qkv_BP)
     splits = parts.splits_of(S, config.chunk_keys)
     variant = D, group, half, bool(weights), overlap, cache_ready, config
     decode_kernel, heads, chunks = make_decode_kernel(*variant)

@@ -53,9 +53,7 @@ def residual_rmsnorm_bwd_ref(dh_NC, dy_NC, h_NC, w_C, rstd_N):
 
 # ----------------------------------------------------------------------------- kernels
 FEW = 264  # rows: two per multiprocessor of an H200
-FEW_COLUMNS = (
-    8  # of a thread then: nothing hides how long a thread waits for memory but other threads
-)
+FEW_COLUMNS = 4  # of a thread then: nothing hides how long it waits for memory but other threads
 
 
 @functools.cache
