@@ -12,6 +12,7 @@ from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm
 from test_compile import signatures
 
 from xtrain.kernels import (
+    _gemv_tensor,
     context_attention,
     decode_attention,
     gemv,
@@ -40,12 +41,15 @@ def launch_engine(dtypes=(np.float32, BF16)):
         padded = padding.restore_padding_heads(tokens, edges, 2)
         padding.remove_padding_heads(padded, edges, 2)
         padding.remove_padding(padding.restore_padding(tokens, edges, 2), edges, 2)
-        for H, D in ((8, 64), (9, 16), (1, 128)):
-            decode(full, dtype, H, D)
+        for B, H, D in ((1, 8, 64), (17, 8, 64), (1, 9, 16), (1, 1, 128)):  # few and many key heads
+            decode(full, dtype, B, H, D)
         q, ends = full(3, 2, 64), i32(0, 3)
         caches = full(1, 1, 4, 64), full(1, 1, 4, 64)
         context_attention.context_attention(q, *caches, ends, i32(0), i32(0), 3, 0.1)
         multiply(full, dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_gemv_tensor, "WITH_RING", tuple(_gemv_tensor.RINGS))
+            multiply(full, dtype)
         row = lambda kind: sim(np.ones(1, kind))
         floats, ints, longs = row(np.float32), row(np.int32), row(np.int64)
         sampling.sample(full(1, 8), ints, floats, ints, floats, longs, longs, ints)
@@ -54,11 +58,11 @@ def launch_engine(dtypes=(np.float32, BF16)):
     padding.padding_offsets(edges, 2, 2)
 
 
-def decode(full, dtype, H, D):
+def decode(full, dtype, B, H, D):
     table, w = sim(np.ones((256, D // 2), np.float32)), sim(np.ones(D, np.float32))
     weights = (w, w) if D == 64 else (None, None)
     caches = full(1, 1, 256, D), full(1, 1, 256, D)
-    arrays = (full(1, (H + 2) * D), *caches, i32(3), i32(0), table, table, *weights)
+    arrays = (full(B, (H + 2) * D), *caches, i32(*[3] * B), i32(*[0] * B), table, table, *weights)
     decode_attention.decode_attention(*arrays, 1e-6, 0.1, cache_ready=True)
 
 
@@ -90,11 +94,12 @@ def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards):
 def threads_of(name):
     """Plain Numba has no launch_bounds."""
     known = {
-        "decode_attention_kernel": 128,
+        "decode_attention_kernel": 256,
         "context_attention_fp32_kernel": 128,
         "context_attention_bf16_kernel": 128,
         "sample_segment_kernel": 512,
         "sample_draw_kernel": 1024,
         "gemv_tensor_kernel": (256, 2),
+        "gemv_ring_kernel": (256, 3),
     }
     return known.get(name, 256)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 
+from xtrain.kernels import residual
 from xtrain.kernels.residual import (
     residual_rmsnorm_bwd,
     residual_rmsnorm_bwd_ref,
@@ -70,6 +71,14 @@ def test_forward_kernel(shape, scale, stream, dtype):
     assert_as_good(y, y64, y32.astype(dtype), what="y")
     assert_as_good(rstd, rstd64, rstd32, what="rstd")
     assert np.array_equal(to_host(h), h32.astype(stream))
+
+
+@pytest.mark.parametrize("stream, dtype", DTYPES)
+@pytest.mark.parametrize("few", [2, 3])
+def test_few_rows_and_more(monkeypatch, few, stream, dtype):
+    """Three rows, on both sides of FEW."""
+    monkeypatch.setattr(residual, "FEW", few)
+    test_forward_kernel((3, 264), 1.0, stream, dtype)
 
 
 @pytest.mark.parametrize("stream, dtype", DTYPES)

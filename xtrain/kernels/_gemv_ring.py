@@ -19,7 +19,9 @@ from ._reduce import FULL
 from ._tensor_cores import commit_copies, copy16_async, pack_bf16, wait_copies
 from ._words import load_words8, load_words8_shared, store_words8_shared
 
-THREADS_BESIDE = 768  # of a multiprocessor, that the compiler must make room for: blocks of three kernels
+THREADS_BESIDE = (
+    768  # of a multiprocessor, that the compiler must make room for: blocks of three kernels
+)
 
 
 def ring_bytes(N: int, K: int, swiglu: bool, config) -> int:
@@ -82,6 +84,7 @@ def make_inputs(K, NORM, HALF, WARPS, U, BASE):
         words, x_8 = cuda.local.array((U, 4), uint32), cuda.local.array((U, 8), float32)
         nw_8 = cuda.local.array((U, 8), float32)
         for step in range(STEPS):
+            some = float32(0.0)
             for u in range(U):  # ask for all
                 c = (step * WARPS + warp) * U + u
                 k = (c if c < CHUNKS else CHUNKS - 1) * CHUNK + 8 * (lane & 3)
@@ -96,12 +99,13 @@ def make_inputs(K, NORM, HALF, WARPS, U, BASE):
                 if not HALF:
                     for j in range(8 if NORM else 0):
                         square = x_8[u, j] * x_8[u, j]
-                        squares += square if WHOLE or c < CHUNKS else float32(0.0)
+                        some += square if WHOLE or c < CHUNKS else float32(0.0)
                         x_8[u, j] *= nw_8[u, j]
                     for j in range(4):
                         words[u, j] = pack_bf16(x_8[u, 2 * j], x_8[u, 2 * j + 1])
                 if c < CHUNKS and (lane >> 2) < N:
                     store_words8_shared(ring, BASE + (c * N + n) * CHUNK + 8 * (lane & 3), words[u])
+            squares += some  # added up as in _gemv_tensor.py
         cuda.syncwarp()  # the chunks of the warp are there, for all its lanes
         return squares
 
@@ -124,7 +128,7 @@ def make_inputs(K, NORM, HALF, WARPS, U, BASE):
 
 @functools.cache
 def make_ring_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, config):
-    """As make_tensor_kernel."""
+    """The flags are those of make_tensor_kernel."""
     WARPS, U, BLOCKS, _, EARLY, _, STAGES = config
     M, SQUARES, LEFT = 2 if SWIGLU else 1, WARPS * MAX_ROWS, STAGES - 1
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS

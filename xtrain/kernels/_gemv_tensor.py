@@ -299,23 +299,41 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, co
     return gemv_tensor_kernel
 
 
-def choose(K: int, F: int, swiglu: bool, norm: bool) -> Config:
+# ----------------------------------------------------------------------------- measured
+WITH_RING = ()  # kinds of products whose weights come through a ring; bench/tune_decode.py compares
+RINGS = {
+    "swiglu": Config(8, 1, 1, stages=6),
+    "head": Config(8, 2, 1, stages=6),
+    "norm": Config(8, 2, 1, stages=4),
+    "wide": Config(8, 2, 1, stages=6),
+    "plain": Config(8, 2, 1, stages=4),
+}
+
+
+def kind_of(K: int, F: int, swiglu: bool, norm: bool) -> str:
+    """Products are as different as their places in a decoder: gate/up, lm_head, QKV, down, what is left."""
+    tiles = -(-F // TILE)
+    if swiglu or norm:
+        return "swiglu" if swiglu else "head" if tiles > 2 * MULTIPROCESSORS else "norm"
+    return "wide" if tiles <= MULTIPROCESSORS and K > 8 * AT_ONCE * CHUNK else "plain"
+
+
+def choose(K: int, F: int, swiglu: bool, norm: bool, ring: bool = True) -> Config:
     """For weights of K columns, y of F. Measured on one H200 with bench/tune_decode.py, Llama of 1.1 B parameters.
 
-    One tile per block: a tile of 2048 columns is asked for at once, a wider one is read by as many warps as a block may have.
-    With more to do, small blocks: one ends while its neighbours go on, and the next kernel finds room. None may take all
-    registers of a multiprocessor, so that the next kernel begins to read its weights.
+    A tile of 2048 columns is asked for at once if a block has but one, a wider one is read by as many warps as a block may
+    have. With more to do, small blocks: one ends while its neighbours go on, and the next kernel finds room.
     """
-    chunks, tiles = K // CHUNK, -(-F // TILE)
-    if swiglu or (norm and tiles > 2 * MULTIPROCESSORS):
-        warps = min(4, chunks)
-        return Config(warps, min(2, -(-chunks // warps)), 4)
-    if tiles <= MULTIPROCESSORS and chunks > 8 * AT_ONCE:
+    kind, chunks = kind_of(K, F, swiglu, norm), K // CHUNK
+    if ring and kind in WITH_RING:
+        return RINGS[kind]
+    if kind == "wide":
         return Config(16, 2, 1)
-    warps = min(8, chunks)
+    warps = min(4 if kind in ("swiglu", "head") else 8, chunks)
     each = -(-chunks // warps)
-    if norm:
+    if kind in ("swiglu", "head"):
+        return Config(warps, min(2, each), 4)
+    if kind == "norm":
         return Config(warps, min(2, each), 2)
-    if each <= AT_ONCE and tiles <= 2 * MULTIPROCESSORS:
-        return Config(warps, each, 2)
-    return Config(warps, min(4, each), 2)  # more would spill
+    once = each <= AT_ONCE and -(-F // TILE) <= 2 * MULTIPROCESSORS
+    return Config(warps, each if once else min(4, each), 2)  # more would spill

@@ -38,6 +38,7 @@ from ._gemv_tensor import (
 from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from ._ptx import kernel, let_next_start, load1, load4, store1, wait_for_previous
 from ._reduce import warp_sum
+from .flash_attention import shared_limit
 from .swiglu import sigmoid, silu_ref
 
 BLOCK = 256
@@ -188,7 +189,10 @@ def _launch(
         plain_kernel = make_plain_kernel(N, K, *flags)
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
     half = x_NK.dtype != np.float32 and norm_w_K is None
-    config, tiles = Config(*(config or choose(K, F, swiglu, flags[0]))), -(-F // TILE)
+    kind = K, F, swiglu, flags[0]
+    config, tiles = Config(*(config or choose(*kind))), -(-F // TILE)
+    if config.stages and ring_bytes(MAX_ROWS, K, swiglu, config) > shared_limit(x_NK):
+        config = choose(*kind, ring=False)  # whatever N is: a row's bits do not depend on it
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
     if config.stages:
         ring_kernel = make_ring_kernel(K, flags[0], half, *flags[1:], weights_ready, config)

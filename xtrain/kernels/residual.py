@@ -60,7 +60,7 @@ FEW_COLUMNS = 4  # of a thread then: nothing hides how long it waits for memory 
 def make_fwd_kernel(C, each, aligned, few=False, overlap=False):
     """rmsnorm.py's forward kernel with an addition in front. few: rows, as in a decoding step."""
     ops = (
-        make_row_ops(C, each, aligned, columns=FEW_COLUMNS)
+        make_row_ops(C, each, aligned, columns=max(each, FEW_COLUMNS))
         if few
         else make_row_ops(C, each, aligned)
     )
