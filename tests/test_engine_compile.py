@@ -12,7 +12,6 @@ from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm
 from test_compile import signatures
 
 from xtrain.kernels import (
-    _gemv_tensor,
     context_attention,
     decode_attention,
     gemv,
@@ -47,9 +46,6 @@ def launch_engine(dtypes=(np.float32, BF16)):
         caches = full(1, 1, 4, 64), full(1, 1, 4, 64)
         context_attention.context_attention(q, *caches, ends, i32(0), i32(0), 3, 0.1)
         multiply(full, dtype)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_gemv_tensor, "WITH_RING", tuple(_gemv_tensor.RINGS))
-            multiply(full, dtype)
         row = lambda kind: sim(np.ones(1, kind))
         floats, ints, longs = row(np.float32), row(np.int32), row(np.int64)
         sampling.sample(full(1, 8), ints, floats, ints, floats, longs, longs, ints)
@@ -100,6 +96,5 @@ def threads_of(name):
         "sample_segment_kernel": 512,
         "sample_draw_kernel": 1024,
         "gemv_tensor_kernel": (256, 2),
-        "gemv_ring_kernel": (256, 3),
     }
     return known.get(name, 256)

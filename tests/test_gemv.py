@@ -74,12 +74,7 @@ def test_many_tiles_per_block_and_steps_per_tile(monkeypatch, swiglu):
     check(case(2, 32 * 5, 40, norm=True, swiglu=swiglu))
 
 
-CONFIGS = [(1, 1, 1), (2, 3, 1), (4, 4, 2), (16, 1, 1)]
-CONFIGS += [(4, 2, 1, 0, early, True, stages) for early, stages in [(0, 1), (1, 2), (2, 7)]]
-CONFIGS += [(1, 2, 1, 2, True), (2, 2, 1, 1, False, True), (4, 2, 2, 2, True, True)]
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [(1, 1, 1), (2, 3, 1), (4, 4, 2), (16, 1, 1)], ids=str)
 def test_every_division_of_the_work(monkeypatch, config):
     args = case(3, 32 * 7, 40, norm=True)
     y = to_kernel(np.full((3, 40), np.nan, np.float32))
@@ -91,47 +86,16 @@ def test_every_division_of_the_work(monkeypatch, config):
     assert_as_good(y, exact, run(args, np.array, dtype=np.float32), floor=6e-3)
 
 
-RING_FORMS = [
-    dict(x=BF16, residual=np.float32),
-    dict(norm=True),
-    dict(norm=True, swiglu=True, residual=BF16),
-]
-
-
-@pytest.mark.parametrize("form", RING_FORMS, ids=str)
-def test_a_ring_changes_no_bit(monkeypatch, form):
-    monkeypatch.setattr(file, "MULTIPROCESSORS", 1)
-    for N, K, rows in ((3, 32 * 7, 40), (8, 32 * 16, 21)):
-        args, got = case(N, K, rows, **form), []
-        for stages in (0, 1, 3, 12):
-            config = _gemv_tensor.Config(4, 2, 2, stages=stages)
-            monkeypatch.setattr(file, "choose", lambda *_, config=config: config)
-            got.append(check(args, weights_ready=stages != 1))
-        assert all(np.array_equal(y, got[0]) for y in got)
-        few = (args[0][:1].copy(), *args[1:4], args[4] if args[4] is None else args[4][:1].copy())
-        assert np.array_equal(run((*few, args[5]), to_kernel), got[0][:1])
-
-
-def test_a_ring_that_is_too_large(monkeypatch):
-    """A card with less shared memory takes registers instead, for one row and for eight."""
-    monkeypatch.setattr(_gemv_tensor, "WITH_RING", tuple(_gemv_tensor.RINGS))
-    started = []
-    monkeypatch.setattr(file, "launch", lambda kernel, *_, **__: started.append(kernel))
-    for limit in (227, 90):
-        monkeypatch.setattr(file, "shared_limit", lambda _, limit=limit: limit * 1024)
-        for N in (1, 8):
-            gemv(*(sim(a) for a in case(N, 2048, 8, norm=True)[:3]))
-    names = [kernel.py_func.__name__ for kernel in started]
-    assert names == ["gemv_ring_kernel"] * 2 + ["gemv_tensor_kernel"] * 2
-
-
 def test_the_products_of_a_decoder():
     kinds = [(2048, 2560, False, True), (2048, 2048, False, False), (2048, 5632, True, True)]
     kinds += [(5632, 2048, False, False), (2048, 32000, False, True)]
-    found = [_gemv_tensor.kind_of(*kind) for kind in kinds]
-    assert found == ["norm", "plain", "swiglu", "wide", "head"]
-    shapes = [_gemv_tensor.choose(*kind)[:3] for kind in kinds]
-    assert shapes == [(8, 2, 2), (8, 8, 2), (4, 2, 4), (16, 2, 1), (4, 2, 4)]
+    assert [_gemv_tensor.choose(*kind) for kind in kinds] == [
+        (8, 2, 2),
+        (8, 8, 2),
+        (4, 2, 4),
+        (16, 2, 1),
+        (4, 2, 4),
+    ]
 
 
 @settings(max_examples=6, deadline=None)
@@ -239,6 +203,8 @@ def test_bad_input():
         gemv(args[0], args[1][:9].copy(), swiglu=True)
     with pytest.raises(TypeError, match="out is float32, expected bfloat16"):
         gemv(*args[:2], out=normal(1, 2, 10))
+    with pytest.raises(ValueError, match=r"next_w has shape \(10, 64\), expected \(any\)"):
+        gemv(*args[:2], next_w=args[1])
     with pytest.raises(ValueError, match="9 rows of 64, the GPU takes 1 to 8 of a multiple of 32"):
         run(case(9, 64, 10), to_kernel)
     with pytest.raises(ValueError, match="2 rows of 48"):

@@ -38,9 +38,8 @@ from .kernels.swiglu import swiglu_fwd
 from .model import Transformer
 
 WIDTHS = (16, 32, 64, 128)  # of a head, for which the attention kernels exist
-# Bytes of later weights that a product brings nearer, so that memory is not idle while one kernel waits for another:
-# QKV of gate/up's, the output projection what lies behind those, gate/up of down's, down of the next layer's QKV
-AHEAD = (0, 4 << 20, 0, 0)
+# Bytes of gate/up's weights that the output projection brings nearer: memory is not idle while one kernel waits for another
+AHEAD = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -218,21 +217,13 @@ class CachedModel:
         product = functools.partial(gemv, weights_ready=True)  # no kernel of a step writes weights
         h_BC = embedding_fwd(ids_B, self.table, np.float32)
         for i, w in enumerate(self.layers):
-            first, second, down, after = self._ahead(i, w)
-            qkv = product(h_BC, w.qkv, w.norm, c.norm_eps, dtype=half, next_w=first)
+            qkv = product(h_BC, w.qkv, w.norm, c.norm_eps, dtype=half)
             o_BC = self._attend_decode(i, w, qkv, lengths_B, rows_B)
-            product(o_BC, w.o_proj, residual_NO=h_BC, out=h_BC, next_w=second)
-            gated = dict(swiglu=True, dtype=half, next_w=down)
-            y_BF = product(h_BC, w.gate_up, w.mlp_norm, c.norm_eps, **gated)
-            product(y_BF, w.down_proj, residual_NO=h_BC, out=h_BC, next_w=after)
+            soon = w.gate_up.reshape(-1)[: AHEAD // w.gate_up.itemsize]
+            product(o_BC, w.o_proj, residual_NO=h_BC, out=h_BC, next_w=soon)
+            y_BF = product(h_BC, w.gate_up, w.mlp_norm, c.norm_eps, swiglu=True, dtype=half)
+            product(y_BF, w.down_proj, residual_NO=h_BC, out=h_BC)
         return product(h_BC, self.head, self.norm, c.norm_eps, dtype=np.float32)
-
-    def _ahead(self, i, w):
-        """-> the pieces of AHEAD, flat"""
-        after = self.layers[i + 1].qkv if i + 1 < len(self.layers) else self.head
-        gate_up, down, after = (x.reshape(-1) for x in (w.gate_up, w.down_proj, after))
-        a, b, c, d = (n // self.dtype.itemsize // 8 * 8 for n in AHEAD)
-        return gate_up[:a], gate_up[a : a + b], down[:c], after[:d]
 
     def _decode_gemm(self, ids_B, lengths_B, rows_B):
         eps = self.config.norm_eps

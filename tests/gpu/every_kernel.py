@@ -22,7 +22,7 @@ import xtrain
 import xtrain.kernels
 from xtrain import functional as F
 from xtrain.autograd import Tensor
-from xtrain.kernels import _gemv_tensor, _launch, flash_attention, padding, sampling
+from xtrain.kernels import _launch, flash_attention, padding, sampling
 from xtrain.kernels.adamw import adamw, adamw_hyper
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.context_attention import context_attention
@@ -150,11 +150,9 @@ def serving(dtype):
     for N, K, M in itertools.product((1, 2, 3, 8, 16, 32), (32, 256, 1056, 5632), (2, 70, 514)):
         if gemv_fits(N, K, dtype):
             x, w, norm = draw(N, K, dtype=dtype), draw(M, K, dtype=dtype), draw(K)
-            for kinds in (), tuple(_gemv_tensor.RINGS):
-                _gemv_tensor.WITH_RING = kinds
-                gemv(x, w)
-                gemv(x, w, norm, 1e-6, swiglu=True)
-                gemv(x, w, residual_NO=draw(N, M))
+            gemv(x, w)
+            gemv(x, w, norm, 1e-6, swiglu=True)
+            gemv(x, w, residual_NO=draw(N, M))
 
 
 def choosing(dtype):

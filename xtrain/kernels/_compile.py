@@ -22,7 +22,6 @@ from ..device import cache_folder, cupy
 
 PACKAGE = __package__
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 
 
 def load_function(kernel, signature: tuple, shared: int) -> tuple[int, object]:
@@ -52,14 +51,6 @@ def allow_shared(handle: int, shared: int, kernel) -> None:
         raise RuntimeError(
             f"{name} needs {shared} bytes of shared memory, the GPU refuses: {error}"
         ) from error
-
-
-def prefer_shared(handle: int) -> None:
-    """As much as possible of the memory that shared memory and first-level cache divide shall be shared memory.
-
-    A multiprocessor changes the division only when it is empty. So two kernels that want it differently never meet there.
-    """
-    cupy().cuda.driver.funcSetAttribute(handle, SHARED_CARVEOUT, 100)
 
 
 def _compile(kernel, signature):

@@ -30,7 +30,7 @@ TILE = 16  # keys, on tensor cores
 
 # ----------------------------------------------------------------------------- plain
 @functools.cache
-def make_attend_plain(D, HEADS, WARPS, ahead=False):
+def make_attend_plain(D, HEADS, WARPS, AHEAD=False):
     """A lane owns a key while scores are computed, then channels while values are added up. q_s: float32.
     next_k, next_v, ask: see make_attend_tensor; here nothing is asked for.
     """

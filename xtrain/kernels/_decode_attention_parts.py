@@ -20,9 +20,9 @@ MAX_SPLITS = 32  # of a row's keys: lanes of the warp that merges them
 AT_ONCE = 8  # partial results that a thread asks for before it adds them
 
 
-def splits_of(S: int, chunk_keys: int) -> int:
+def splits_of(S: int) -> int:
     """How many blocks share the keys of a head when a row holds S tokens"""
-    return min(MAX_SPLITS, -(-S // chunk_keys))
+    return min(MAX_SPLITS, -(-S // CHUNK))
 
 
 @device
@@ -141,18 +141,16 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
 
 
 @functools.cache
-def make_merge(D, HEADS, WARPS, AT_ONCE=AT_ONCE):
+def make_merge(D, HEADS, WARPS):
     """Partial softmax results: m, the largest score (times log2 e), l, the sum of exp2(score - m), and acc, the sum of
     exp2(score - m) v. Two of them are one with M = max m: factors exp2(m - M), added up in a fixed order.
 
     merge_warps(acc_s, m_s, l_s)                     those of the warps, into those of warp 0
     put(part, m_part, l_part, i, acc_s, m_s, l_s)    as number i into global memory
-    merge_splits(acc_s, m_s, l_s, part, m_part, l_part, first, used)    numbers first, first + 1, ... back
+    merge_splits: see make_merge_splits
     finish(o, to, acc_s, l_s, count)                 o[to + h D + d] = acc / l for `count` heads
     """
-    THREADS, SIZE, EACH = 32 * WARPS, HEADS * D, HEADS // WARPS
-    ONCE, SHARES = SIZE <= 4 * THREADS, max(4 * THREADS // SIZE, 1)
-    QUADS = THREADS // SHARES
+    THREADS, SIZE = 32 * WARPS, HEADS * D
 
     @device
     def merge_warps(acc_s, m_s, l_s):
@@ -184,18 +182,27 @@ def make_merge(D, HEADS, WARPS, AT_ONCE=AT_ONCE):
             m_part[i * HEADS + tid], l_part[i * HEADS + tid] = m_s[tid], l_s[tid]
 
     @device
-    def ask(values, part, first, s, end, j):
-        """For parts s .. s + AT_ONCE - 1, below end; instead of later ones the last again."""
-        for i in range(AT_ONCE):
-            split = s + i if s + i < end else end - 1
-            load4(values[i], part, (first + split) * SIZE + j)
+    def finish(o, to, acc_s, l_s, count):
+        for i in range(cuda.threadIdx.x, SIZE, THREADS):
+            if i // D < count:
+                store1(o, to + i, acc_s[i] / l_s[i // D])
+
+    merge_splits = make_merge_splits(D, HEADS, WARPS)
+    return SimpleNamespace(
+        merge_warps=merge_warps, put=put, merge_splits=merge_splits, finish=finish
+    )
+
+
+@functools.cache
+def make_weigh(HEADS, WARPS):
+    """-> weigh(weight_s, l_s, m_part, l_part, first, used): the splits' weights, 0 from `used` on, and the sum of their l"""
+    EACH = HEADS // WARPS
 
     @device
     def weigh(weight_s, l_s, m_part, l_part, first, used):
-        """-> the splits' weights, 0 from `used` on, and the sum of their l. A lane per split."""
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         m, total = cuda.local.array(EACH, float32), cuda.local.array(EACH, float32)
-        for j in range(EACH):
+        for j in range(EACH):  # a lane per split
             i = (first + lane) * HEADS + warp + j * WARPS
             m[j] = m_part[i] if lane < used else NEG_INF
             total[j] = l_part[i] if lane < used else float32(0.0)
@@ -205,6 +212,26 @@ def make_merge(D, HEADS, WARPS, AT_ONCE=AT_ONCE):
             row_total = warp_sum(total[j] * weight)
             if lane == 0:
                 l_s[h] = row_total
+
+    return weigh
+
+
+@functools.cache
+def make_merge_splits(D, HEADS, WARPS):
+    """-> merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used): the partial results with numbers
+    first .. first + used - 1 from global memory become one in shared memory.
+    """
+    THREADS, SIZE = 32 * WARPS, HEADS * D
+    weigh = make_weigh(HEADS, WARPS)
+    ONCE, SHARES = SIZE <= 4 * THREADS, max(4 * THREADS // SIZE, 1)
+    QUADS = THREADS // SHARES
+
+    @device
+    def ask(values, part, first, s, end, j):
+        """For parts s .. s + AT_ONCE - 1, below end; instead of later ones the last again."""
+        for i in range(AT_ONCE):
+            split = s + i if s + i < end else end - 1
+            load4(values[i], part, (first + split) * SIZE + j)
 
     @device
     def merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used):
@@ -241,15 +268,7 @@ def make_merge(D, HEADS, WARPS, AT_ONCE=AT_ONCE):
                     acc_s[j] += acc_s[i * SIZE + j]
             cuda.syncthreads()
 
-    @device
-    def finish(o, to, acc_s, l_s, count):
-        for i in range(cuda.threadIdx.x, SIZE, THREADS):
-            if i // D < count:
-                store1(o, to + i, acc_s[i] / l_s[i // D])
-
-    return SimpleNamespace(
-        merge_warps=merge_warps, put=put, merge_splits=merge_splits, finish=finish
-    )
+    return merge_splits
 
 
 @device

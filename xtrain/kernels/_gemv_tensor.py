@@ -44,31 +44,26 @@ PIECE = 1024  # elements that a thread asks for at once to come nearer
 
 
 class Config(NamedTuple):
-    """How the work is divided; no choice changes a bit of the result but warps and near."""
+    """How the work is divided; warps and chunks change the order of additions, blocks no bit."""
 
     warps: int
     chunks: int  # of w under way per warp
     blocks: int  # per multiprocessor
-    ahead: int = 0  # tiles of a block that are brought nearer before it waits
-    early: int = 1  # the next kernel may begin: 0 when this one has waited, 1 at once, 2 with `stages`: when all is asked for
-    near: bool = True  # chunks under way of a warp are neighbours, not a block's width apart
-    stages: int = 0  # steps of a ring of weights in shared memory, which is always near: _gemv_ring.py. 0: none
 
 
 @functools.cache
-def make_operands(K, NORM, HALF, M, WARPS, U, NEAR):
+def make_operands(K, NORM, HALF, M, WARPS, U):
     """-> load_w(words (U, M, 2, 4), w, tile, step, F): this warp's chunks step U .. step U + U - 1 of 16 M rows
     load_x(fx (U, 2, 2), x, norm_w, step, N) -> this lane's sum of squares
 
-    Chunk WARPS i + warp is the i-th of a warp, or with NEAR each has U neighbours at a time; beyond the last one there are
-    zeros. HALF: x is bf16 as it is.
+    A warp has U neighbouring chunks at a time; beyond the last one there are zeros. HALF: x is bf16 as it is.
     """
     CHUNKS = K // CHUNK
     WHOLE = CHUNKS % (WARPS * U) == 0
 
     @device
     def chunk_of(step, u, warp):
-        return (step * WARPS + warp) * U + u if NEAR else (step * U + u) * WARPS + warp
+        return (step * WARPS + warp) * U + u
 
     @device
     def load_w(words, w, tile, step, F):
@@ -202,31 +197,13 @@ def make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS):
     return add_later, finish, EACH
 
 
-@functools.cache
-def make_nearer(K, M, WARPS):
-    """-> share_nearer(w, share): the block asks for its share of w to come into the second-level cache
-    tile_nearer(w, tile, F): for the rows of a tile
-    """
-    THREADS = 32 * WARPS
-
-    @device
-    def nearer(w, first, end):
-        for i in range(first + cuda.threadIdx.x * PIECE, end, THREADS * PIECE):
-            prefetch_run(w, i, end - i if end - i < PIECE else int64(PIECE))
-
-    @device
-    def share_nearer(w, share):
-        first = int64(cuda.blockIdx.x) * share
-        nearer(w, first, first + share if first + share < w.size else int64(w.size))
-
-    @device
-    def tile_nearer(w, tile, F):
-        rows = F - tile * TILE if F - tile * TILE < TILE else int64(TILE)
-        for m in range(M):
-            first = (tile * TILE + m * F) * K
-            nearer(w, first, first + rows * K)
-
-    return share_nearer, tile_nearer
+@device
+def bring_nearer(w, share):
+    """The block asks for its share of w to come into the second-level cache."""
+    first = int64(cuda.blockIdx.x) * share
+    end = first + share if first + share < w.size else int64(w.size)
+    for i in range(first + cuda.threadIdx.x * PIECE, end, cuda.blockDim.x * PIECE):
+        prefetch_run(w, i, end - i if end - i < PIECE else int64(PIECE))
 
 
 @functools.cache
@@ -234,12 +211,10 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, co
     """HALF: x is bf16, and taken as it is. ready: so are the weights. once: a block has one tile, and asks for all of it at
     once. follow: there are next weights.
     """
-    WARPS, U, BLOCKS, AHEAD, EARLY, NEAR, _ = config
+    WARPS, U, BLOCKS = config
     M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
-    load_w, load_x = make_operands(K, NORM, HALF, M, WARPS, U, NEAR)
-    share_nearer, tile_nearer = make_nearer(K, M, WARPS)
-    AHEAD, FOLLOW = AHEAD if overlap and not once else 0, follow and overlap
+    load_w, load_x = make_operands(K, NORM, HALF, M, WARPS, U)
     (multiply, take), put = make_multiply(M, U), make_reduce(M, WARPS)[0]
     add_later, finish, EACH = make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS)
 
@@ -254,24 +229,18 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, co
         fx, next_fx = cuda.local.array((U, 2, 2), uint32), cuda.local.array((U, 2, 2), uint32)
         s, added = cuda.local.array((M, 4), float32), cuda.local.array(EACH, float32)
         first, grid, lane = int64(cuda.blockIdx.x), int64(cuda.gridDim.x), cuda.threadIdx.x & 31
-        tiles = (F + TILE - 1) // TILE
-        if overlap and EARLY:
+        if overlap:
             let_next_start()
         if ready:
             load_w(words, w, first, 0, F)
-            for i in range(AHEAD):
-                if first + i * grid < tiles:
-                    tile_nearer(w, first + i * grid, F)
-            if FOLLOW:
-                share_nearer(next_w, share)
+            if overlap and follow:
+                bring_nearer(next_w, share)
         if overlap:
             wait_for_previous()
-            if not EARLY:
-                let_next_start()
         if not ready:
             load_w(words, w, first, 0, F)
         squares = load_x(fx, x, norm_w, 0, N)
-        for tile in range(first, tiles, grid):
+        for tile in range(first, (F + TILE - 1) // TILE, grid):
             add_later(added, residual, tile, N, F)
             for m in range(M):
                 for j in range(4):
@@ -300,40 +269,19 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, co
 
 
 # ----------------------------------------------------------------------------- measured
-WITH_RING = ()  # kinds of products whose weights come through a ring; bench/tune_decode.py compares
-RINGS = {
-    "swiglu": Config(8, 1, 1, stages=6),
-    "head": Config(8, 2, 1, stages=6),
-    "norm": Config(8, 2, 1, stages=4),
-    "wide": Config(8, 2, 1, stages=6),
-    "plain": Config(8, 2, 1, stages=4),
-}
-
-
-def kind_of(K: int, F: int, swiglu: bool, norm: bool) -> str:
-    """Products are as different as their places in a decoder: gate/up, lm_head, QKV, down, what is left."""
-    tiles = -(-F // TILE)
-    if swiglu or norm:
-        return "swiglu" if swiglu else "head" if tiles > 2 * MULTIPROCESSORS else "norm"
-    return "wide" if tiles <= MULTIPROCESSORS and K > 8 * AT_ONCE * CHUNK else "plain"
-
-
-def choose(K: int, F: int, swiglu: bool, norm: bool, ring: bool = True) -> Config:
+def choose(K: int, F: int, swiglu: bool, norm: bool) -> Config:
     """For weights of K columns, y of F. Measured on one H200 with bench/tune_decode.py, Llama of 1.1 B parameters.
 
     A tile of 2048 columns is asked for at once if a block has but one, a wider one is read by as many warps as a block may
-    have. With more to do, small blocks: one ends while its neighbours go on, and the next kernel finds room.
+    have. With more to do (gate/up, lm_head), small blocks: one ends while its neighbours go on, and the next kernel finds room.
     """
-    kind, chunks = kind_of(K, F, swiglu, norm), K // CHUNK
-    if ring and kind in WITH_RING:
-        return RINGS[kind]
-    if kind == "wide":
+    chunks, tiles = K // CHUNK, -(-F // TILE)
+    if not (swiglu or norm) and tiles <= MULTIPROCESSORS and K > 8 * AT_ONCE * CHUNK:
         return Config(16, 2, 1)
-    warps = min(4 if kind in ("swiglu", "head") else 8, chunks)
+    much = swiglu or (norm and tiles > 2 * MULTIPROCESSORS)
+    warps = min(4 if much else 8, chunks)
     each = -(-chunks // warps)
-    if kind in ("swiglu", "head"):
-        return Config(warps, min(2, each), 4)
-    if kind == "norm":
-        return Config(warps, min(2, each), 2)
-    once = each <= AT_ONCE and -(-F // TILE) <= 2 * MULTIPROCESSORS
+    if swiglu or norm:
+        return Config(warps, min(2, each), 4 if much else 2)
+    once = each <= AT_ONCE and tiles <= 2 * MULTIPROCESSORS
     return Config(warps, each if once else min(4, each), 2)  # more would spill

@@ -21,7 +21,7 @@ from numba import from_dtype, types
 from .. import simulator
 from ..device import Array, array_module, cupy
 from ..simulator import SimArray
-from ._compile import allow_shared, load_function, prefer_shared
+from ._compile import allow_shared, load_function
 from ._overlap import launch_overlapping
 
 FLOATS = (
@@ -30,7 +30,6 @@ FLOATS = (
 )  # what the memory-bound kernels read and write; they compute in float32
 _debug = False
 _overlap = True
-_one_division = False  # kernels that overlap divide a multiprocessor's memory alike; bench/tune_decode.py compares
 
 
 def set_debug(on: bool) -> None:
@@ -185,8 +184,6 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap):
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _Plan(kernel, args, shared)
-        if overlap and _one_division:
-            prefer_shared(plan.function)
     plan.struct.pack_into(plan.buffer, 0, *values)
     if shared > plan.shared:
         allow_shared(plan.function, shared, kernel)

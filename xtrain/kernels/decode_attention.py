@@ -41,15 +41,7 @@ from ._decode_attention_loops import make_attend_plain, make_attend_tensor
 from ._decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last, quotient
 from ._flat import on_16_bytes
 from ._launch import can_overlap, check, check_array, empty, launch, on_host, zeros
-from ._ptx import (
-    device,
-    kernel,
-    let_next_start,
-    prefetch,
-    prefetch_run,
-    store1,
-    wait_for_previous,
-)
+from ._ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
 from ._tiles import WIDTHS
 from .kv_cache import check_cache, check_int32
 from .qk_norm_rope import qk_norm_rope_ref, values_of
@@ -61,16 +53,10 @@ WIDE_BLOCK = 512  # accumulators of a warp with which 8 warps still fit register
 
 
 class Config(NamedTuple):
-    """How a row's keys are divided; warps and chunk_keys change the order of additions, the others no bit."""
+    """How a block deals with its keys; `warps` changes the order of additions, `ahead` no bit."""
 
-    warps: int = 4  # of a block; 4 for wide heads
-    chunk_keys: int = parts.CHUNK  # of a split, at least
-    ahead: bool = False  # a warp asks for its next keys before it deals with these
-    runs: bool = False  # keys come nearer in one request, not line by line
-    early: bool = True  # the next kernel may begin at once, not only when this one has waited
-    at_once: int = parts.AT_ONCE  # partial results that a thread asks for before it adds them
-    blocks: int = 0  # per multiprocessor, that the compiler must make room for
-    sooner: bool = False  # with `ahead`: it asks for the first ones before it waits for the product
+    warps: int  # of a block
+    ahead: bool  # a warp asks for its next keys before it deals with these, for the first before it waits for the product
 
 
 def choose(D: int, heads: int, key_heads: int) -> Config:
@@ -79,9 +65,8 @@ def choose(D: int, heads: int, key_heads: int) -> Config:
     Few key heads take as long as one: many warps share its keys, and each has all that it can hold under way.
     Many keep memory busy whatever a warp does, and small blocks hide each other's waiting.
     """
-    if key_heads <= FEW_HEADS and heads * D <= WIDE_BLOCK:
-        return Config(8, parts.CHUNK, ahead=True, runs=True, at_once=16)
-    return Config(chunk_keys=parts.CHUNK)
+    few = key_heads <= FEW_HEADS and heads * D <= WIDE_BLOCK
+    return Config(8, ahead=True) if few else Config(4, ahead=False)
 
 
 # ----------------------------------------------------------------------------- reference
@@ -117,54 +102,95 @@ def heads_of(half: bool, group: int) -> int:
     return 16 if half and group > 8 else 8
 
 
-@functools.cache
-def make_prefetch_keys(D, half, chunk_keys, THREADS, runs):
-    """-> prefetch_keys(k, v, base, split, n): a block asks for its first keys and values, of n in all"""
-    split_keys = parts.make_split_keys(chunk_keys)
-    PIECE = 16 * D  # elements: 16 keys
+def make_begin(D, half, overlap, ready, chunk_keys, config, ask):
+    """-> share_of(split, n) -> (lo, hi, used): the keys of a split, of n in all; how many splits there are
+    begin(next_k, next_v, k, v, lengths_B, rows_B, G, S) -> (t, base, live): the token's position, where its keys begin; is
+    there one? When the product that makes qkv has ended. Meanwhile a block asks for some of its first keys and values to
+    come nearer, and with `ahead` each warp for those that it deals with first (ask).
+    """
     LINE, MOST = 64 if half else 32, PREFETCHED * D  # elements
+    THREADS, AHEAD = 32 * config.warps, config.ahead
+    split_keys = parts.make_split_keys(chunk_keys)
 
     @device
-    def prefetch_keys(k, v, base, split, n):
+    def share_of(split, n):
         keys = split_keys(n)
-        first = base + split * keys * D
-        count = (n - split * keys if n - split * keys < keys else keys) * D
+        lo, used = split * keys, quotient(n + keys - 1, keys)
+        return lo, lo + keys if lo + keys < n else n, used
+
+    @device
+    def ask_early(next_k, next_v, k, v, base, t):
+        lo, hi, _ = share_of(int64(cuda.blockIdx.x), t + 1)
+        if AHEAD:  # the new key is not there yet
+            ask(next_k, next_v, k, v, base, lo, hi if hi < t else t)
+        first, count = base + lo * D, (hi - lo) * D
         count = count if count < MOST else int64(MOST)
-        if runs:
-            for i in range(cuda.threadIdx.x * PIECE, count, THREADS * PIECE):
-                size = count - i if count - i < PIECE else int64(PIECE)
-                prefetch_run(k, first + i, size)
-                prefetch_run(v, first + i, size)
-            return
         for i in range(cuda.threadIdx.x * LINE, count, THREADS * LINE):
             prefetch(k, first + i)
             prefetch(v, first + i)
 
-    return prefetch_keys
+    @device
+    def begin(next_k, next_v, k, v, lengths_B, rows_B, G, S):
+        g, b = int64(cuda.blockIdx.y), int64(cuda.blockIdx.z)
+        if overlap:
+            let_next_start()
+            if not ready:
+                wait_for_previous()
+        t, row = int64(lengths_B[b]), int64(rows_B[b])
+        live, base = row >= 0 and t >= 0 and t < S, (row * G + g) * S * D
+        if overlap and ready:
+            if live:
+                ask_early(next_k, next_v, k, v, base, t)
+            wait_for_previous()
+        return t, base, live
+
+    return share_of, begin
 
 
-@functools.cache
-def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
-    """GROUP: H / G. half: bf16. overlap: see wait_for_previous in _ptx.py. ready: lengths, rows and the cache may be read
-    before it.
+def make_combine(D, HEADS, WARPS):
+    """-> combine(o, to, count, ...): the warps' results become one; of several splits the last to come merges all of them.
+    It writes `count` heads.
     """
-    HEADS = heads_of(half, GROUP)
-    WARPS, chunk_keys, ahead, runs, early, at_once, BLOCKS, sooner = config
-    sooner = sooner and ahead and overlap and ready and half
-    KEYS, VALUES = (2, max(D // 16, 1), 2), (D // 8, 2)  # registers of a warp's first keys
-    CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
-    QUERIES, SIZE, ROWS = HEADS * D, WARPS * HEADS * D, WARPS * HEADS
-    WEIGHTS = MAX_SPLITS * HEADS
-    element = types.uint16 if half else float32
-    new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
-    ask, attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, WARPS, ahead)
-    merge = parts.make_merge(D, HEADS, WARPS, at_once)
-    split_keys = parts.make_split_keys(chunk_keys)
-    prefetch_keys = make_prefetch_keys(D, half, chunk_keys, THREADS, runs)
+    merge = parts.make_merge(D, HEADS, WARPS)
     merge_warps, put, merge_splits = merge.merge_warps, merge.put, merge.merge_splits
     finish = merge.finish
 
-    @kernel(THREADS, BLOCKS)
+    @device
+    def combine(
+        o, to, count, acc_s, m_s, l_s, weight_s, part, m_part, l_part, counters, place, split,
+        splits, used,
+    ):  # fmt: skip
+        merge_warps(acc_s, m_s, l_s)
+        last = True
+        if used > 1:
+            put(part, m_part, l_part, place * splits + split, acc_s, m_s, l_s)
+            last = arrive_last(counters, place, used)
+            if last:
+                first = place * splits
+                merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used)
+        if last:
+            finish(o, to, acc_s, l_s, count)
+
+    return combine
+
+
+@functools.cache
+def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, chunk_keys, config):
+    """GROUP: H / G. half: bf16. overlap: see wait_for_previous in _ptx.py. ready: lengths, rows and the cache may be read
+    before it. chunk_keys: of a split.
+    """
+    HEADS, WARPS = heads_of(half, GROUP), config.warps
+    AHEAD = config.ahead and half and overlap and ready  # the first keys have been asked for
+    CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
+    QUERIES, SIZE, ROWS = HEADS * D, WARPS * HEADS * D, WARPS * HEADS
+    WEIGHTS, KEYS, VALUES = MAX_SPLITS * HEADS, (2, D // 16, 2), (D // 8, 2)
+    element = types.uint16 if half else float32
+    new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
+    ask, attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, *config)
+    share_of, begin = make_begin(D, half, overlap, ready, chunk_keys, config, ask)
+    combine = make_combine(D, HEADS, WARPS)
+
+    @kernel(THREADS)
     def decode_attention_kernel(
         o, part, m_part, l_part, counters, k, v, qkv, lengths_B, rows_B, q_w_D, k_w_D, cos, sin,
         G, S, eps, scale,
@@ -176,42 +202,20 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
         q_s = cuda.shared.array(QUERIES, element)
         acc_s, weight_s = cuda.shared.array(SIZE, float32), cuda.shared.array(WEIGHTS, float32)
         m_s, l_s = cuda.shared.array(ROWS, float32), cuda.shared.array(ROWS, float32)
+        next_k, next_v = cuda.local.array(KEYS, uint32), cuda.local.array(VALUES, uint32)
         split, splits = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
         g, b = int64(cuda.blockIdx.y), int64(cuda.blockIdx.z)
         out = (b * G + g) * GROUP * D
-        next_k, next_v = cuda.local.array(KEYS, uint32), cuda.local.array(VALUES, uint32)
-        if overlap and early:
-            let_next_start()
-        if overlap and not ready:
-            wait_for_previous()
-            if not early:
-                let_next_start()
-        t, row = int64(lengths_B[b]), int64(rows_B[b])
-        live = row >= 0 and t >= 0 and t < S
-        if overlap and ready:
-            if live:
-                if sooner:  # the new key is not there yet
-                    old, keys = (row * G + g) * S * D, split_keys(t + 1)
-                    lo = split * keys
-                    ask(next_k, next_v, k, v, old, lo, lo + keys if lo + keys < t else t)
-                prefetch_keys(k, v, (row * G + g) * S * D, split, t + 1)
-            wait_for_previous()
-            if not early:
-                let_next_start()
+        t, base, live = begin(next_k, next_v, k, v, lengths_B, rows_B, G, S)
         if not live:
             if split == 0:
                 for i in range(cuda.threadIdx.x, GROUP * D, THREADS):
                     store1(o, out + i, float32(0.0))
             return
-        keys = split_keys(t + 1)
-        lo, used = split * keys, quotient(t + keys, keys)
+        lo, hi, used = share_of(split, t + 1)
         if split >= used:
             return
-        hi = lo + keys if lo + keys < t + 1 else t + 1
-        base = (row * G + g) * S * D
-        x = (
-            b * (G * GROUP + 2 * G) * D
-        )  # where the token's query heads begin, then its keys, its values
+        x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
         key, value = x + (G * GROUP + g) * D, x + (G * GROUP + G + g) * D
         for chunk in range(CHUNKS):
             owner, h0 = split == used - 1 and chunk == 0, chunk * HEADS
@@ -220,21 +224,13 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
                 k_w_D, cos, sin, t, eps,
             )  # fmt: skip
             cuda.syncthreads()  # the queries, and the new key and value in the cache
-            asked = t if sooner and chunk == 0 else lo
-            keys_of = next_k, next_v, asked, k, v
-            attend(acc_s, m_s, l_s, q_s, *keys_of, base, lo, hi, scale * LOG2E)
+            ahead = next_k, next_v, t if AHEAD and chunk == 0 else lo
+            attend(acc_s, m_s, l_s, q_s, *ahead, k, v, base, lo, hi, scale * LOG2E)
             cuda.syncthreads()
-            merge_warps(acc_s, m_s, l_s)
-            last = True
-            if used > 1:
-                place = (b * G + g) * CHUNKS + chunk
-                put(part, m_part, l_part, place * splits + split, acc_s, m_s, l_s)
-                last = arrive_last(counters, place, used)
-                if last:
-                    first = place * splits
-                    merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used)
-            if last:
-                finish(o, out + h0 * D, acc_s, l_s, GROUP - h0)
+            combine(
+                o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, part, m_part, l_part,
+                counters, (b * G + g) * CHUNKS + chunk, split, splits, used,
+            )  # fmt: skip
             if CHUNKS > 1:
                 cuda.syncthreads()  # everybody has left shared memory
 
@@ -278,7 +274,40 @@ def decode_attention(
     batch_invariant: a row gets the bits that it gets alone. Otherwise they may differ between few rows and many.
     """
     op = "decode_attention"
-    R, G, S, D = check_cache(op, k_RGSD, v_RGSD)
+    weights = _check(op, qkv_BP, k_RGSD, v_RGSD, lengths_B, rows_B, cos_PR, sin_PR, q_w_D, k_w_D)
+    (R, G, S, D), (B, P) = k_RGSD.shape, qkv_BP.shape
+    H = P // D - 2 * G
+    tables = (lengths_B, rows_B, cos_PR, sin_PR)
+    if on_host(qkv_BP, k_RGSD, v_RGSD, *tables, *weights):
+        check((rows_B < R).all(), f"{op}: row {rows_B.max(initial=0)}, the cache has {R}")
+        return decode_attention_ref(qkv_BP, k_RGSD, v_RGSD, *tables, q_w_D, k_w_D, eps, scale)
+    check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels have {WIDTHS}")
+    check(max(B, G) < 2**16, f"{op}: {B} rows of {G} heads in one launch, at most 65535 of each")
+    o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
+    flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
+    check(on_16_bytes(*flat[:2]), f"{op}: the cache does not begin at a multiple of 16 bytes")
+    config = choose(D, heads_of(half, group), G if batch_invariant else B * G)
+    overlap, splits = can_overlap(qkv_BP), parts.splits_of(S)
+    variant = D, group, half, bool(weights), overlap, cache_ready, parts.CHUNK, config
+    decode_kernel, heads, chunks = make_decode_kernel(*variant)
+    blocks = B * G * chunks
+    part, m_part, l_part = (
+        empty(qkv_BP, n * (splits if splits > 1 else 0), np.float32)
+        for n in (blocks * heads * D, blocks * heads, blocks * heads)
+    )
+    counters = _zero_counters(qkv_BP, blocks)
+    cos, sin = cos_PR.reshape(-1), sin_PR.reshape(-1)
+    norms = weights or (cos, cos)  # a kernel takes no None
+    arrays = (o_BC.reshape(-1), part, m_part, l_part, counters, *flat, lengths_B, rows_B, *norms)
+    scalars = (G, S, np.float32(eps), np.float32(scale))
+    grid, threads = (splits, G, B), 32 * config.warps
+    launch(decode_kernel, grid, threads, *arrays, cos, sin, *scalars, overlap=overlap)
+    return o_BC
+
+
+def _check(op, qkv_BP, k_RGSD, v_RGSD, lengths_B, rows_B, cos_PR, sin_PR, q_w_D, k_w_D):
+    """-> the norm weights, () if there are none"""
+    _, G, S, D = check_cache(op, k_RGSD, v_RGSD)
     check_tables(op, cos_PR, sin_PR, D)
     check(cos_PR.shape[0] >= S, f"{op}: tables of {cos_PR.shape[0]} positions, the cache has {S}")
     check_array(op, "qkv", qkv_BP, (None, None), (k_RGSD.dtype.name,))
@@ -291,32 +320,4 @@ def decode_attention(
         check_array(op, "norm weight", w, (D,))
     check_int32(op, "lengths", lengths_B, B)
     check_int32(op, "rows", rows_B, B)
-    tables = (lengths_B, rows_B, cos_PR, sin_PR)
-    if on_host(qkv_BP, k_RGSD, v_RGSD, *tables, *weights):
-        check((rows_B < R).all(), f"{op}: row {rows_B.max(initial=0)}, the cache has {R}")
-        return decode_attention_ref(qkv_BP, k_RGSD, v_RGSD, *tables, q_w_D, k_w_D, eps, scale)
-    check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels have {WIDTHS}")
-    check(max(B, G) < 2**16, f"{op}: {B} rows of {G} heads in one launch, at most 65535 of each")
-    o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
-    flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
-    check(on_16_bytes(*flat[:2]), f"{op}: the cache does not begin at a multiple of 16 bytes")
-    rows = 1 if batch_invariant else B
-    config = choose(D, heads_of(half, group), rows * G)
-    overlap = can_overlap(qkv_BP)
-    splits = parts.splits_of(S, config.chunk_keys)
-    variant = D, group, half, bool(weights), overlap, cache_ready, config
-    decode_kernel, heads, chunks = make_decode_kernel(*variant)
-    blocks = B * G * chunks
-    part, m_part, l_part = (
-        empty(qkv_BP, n * (splits if splits > 1 else 0), np.float32)
-        for n in (blocks * heads * D, blocks * heads, blocks * heads)
-    )
-    counters = _zero_counters(qkv_BP, blocks)
-    cos, sin = cos_PR.reshape(-1), sin_PR.reshape(-1)
-    norms = weights or (cos, cos)  # a kernel takes no None
-    arrays = (o_BC.reshape(-1), part, m_part, l_part, counters, *flat, lengths_B, rows_B, *norms)
-    scalars = (G, S, np.float32(eps), np.float32(scale))
-    grid = (splits, G, B)
-    threads = 32 * config.warps
-    launch(decode_kernel, grid, threads, *arrays, cos, sin, *scalars, overlap=overlap)
-    return o_BC
+    return weights

@@ -25,7 +25,6 @@ from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from ._flat import on_16_bytes
-from ._gemv_ring import make_ring_kernel, ring_bytes
 from ._gemv_tensor import (
     CHUNK,
     MAX_ROWS,
@@ -38,7 +37,6 @@ from ._gemv_tensor import (
 from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from ._ptx import kernel, let_next_start, load1, load4, store1, wait_for_previous
 from ._reduce import warp_sum
-from .flash_attention import shared_limit
 from .swiglu import sigmoid, silu_ref
 
 BLOCK = 256
@@ -147,7 +145,7 @@ def gemv(
     x, w, residual, out: float32 or bf16; norm_w float32. y has dtype, else residual's type, else w's. out may be
     residual, but not x. Every row's bits are independent of the other rows.
     weights_ready: the kernel launched last writes neither w nor norm_w, so reading them may begin before it has ended.
-    next_w: weights (or a part of them, flat) that a later kernel will read: they are brought nearer meanwhile, on a GPU.
+    next_w: weights, or a part of them, flat, that a later kernel will read: they are brought nearer meanwhile, on a GPU.
     On a GPU N is at most MAX_ROWS, and K a multiple of 32 (of 4 for float32 weights).
     """
     check_array("gemv", "x", x_NK, (None, None), FLOATS)
@@ -155,11 +153,13 @@ def gemv(
     check_array("gemv", "w", w_OK, (None, K), FLOATS)
     check(not swiglu or w_OK.shape[0] % 2 == 0, f"gemv: swiglu of {w_OK.shape[0]} rows of w")
     shape = (N, w_OK.shape[0] // 2 if swiglu else w_OK.shape[0])
-    given = [x for x in (norm_w_K, residual_NO, out) if x is not None]
+    given = [x for x in (norm_w_K, residual_NO, out, next_w) if x is not None]
     if norm_w_K is not None:
         check_array("gemv", "norm_w", norm_w_K, (K,))
     if residual_NO is not None:
         check_array("gemv", "residual", residual_NO, shape, FLOATS)
+    if next_w is not None:
+        check_array("gemv", "next_w", next_w, (None,), FLOATS)
     dtype = np.dtype(dtype or (w_OK if residual_NO is None else residual_NO).dtype)
     if out is not None:
         check_array("gemv", "out", out, shape, (dtype.name,))
@@ -189,22 +189,14 @@ def _launch(
         plain_kernel = make_plain_kernel(N, K, *flags)
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
     half = x_NK.dtype != np.float32 and norm_w_K is None
-    kind = K, F, swiglu, flags[0]
-    config, tiles = Config(*(config or choose(*kind))), -(-F // TILE)
-    if config.stages and ring_bytes(MAX_ROWS, K, swiglu, config) > shared_limit(x_NK):
-        config = choose(*kind, ring=False)  # whatever N is: a row's bits do not depend on it
+    config = Config(*(config or choose(K, F, swiglu, flags[0])))
+    tiles = -(-F // TILE)
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
-    if config.stages:
-        ring_kernel = make_ring_kernel(K, flags[0], half, *flags[1:], weights_ready, config)
-        numbers, shared = (N, F, eps), ring_bytes(N, K, swiglu, config)
-        threads = 32 * config.warps
-        options = dict(shared=shared, overlap=overlap)
-        return launch(ring_kernel, grid, threads, *arrays, *numbers, **options)
     once = tiles == grid and config.warps * config.chunks * CHUNK >= K
-    following = arrays[2][:0] if next_w is None else next_w.reshape(-1)[: next_w.size // 8 * 8]
-    check(on_16_bytes(following), "gemv: next_w must begin at a multiple of 16 bytes")
-    share = -(-following.size // (grid * LINE)) * LINE
-    variant = flags[0], half, *flags[1:], weights_ready, once, config, following.size > 0
+    next_w = arrays[2][:0] if next_w is None else next_w[: next_w.size // 8 * 8]
+    check(on_16_bytes(next_w), "gemv: next_w must begin at a multiple of 16 bytes")
+    share = -(-next_w.size // (grid * LINE)) * LINE
+    variant = flags[0], half, *flags[1:], weights_ready, once, config, next_w.size > 0
     tensor_kernel = make_tensor_kernel(K, *variant)
     numbers = N, F, share, eps
-    launch(tensor_kernel, grid, 32 * config.warps, *arrays, following, *numbers, overlap=overlap)
+    launch(tensor_kernel, grid, 32 * config.warps, *arrays, next_w, *numbers, overlap=overlap)
