@@ -28,8 +28,9 @@ SHARED = 227 * 1024  # bytes of shared memory a block can have in all; compute c
 class Launch:
     """What all blocks of one launch share."""
 
-    # Of the launch that ended last, and those that may run beside it: (name, base, granule, keys) of what it wrote; its arguments, kept alive; first and last + 1
-    # byte of tensors that its copies (kernels/_hopper.py) read or wrote -> did they write?
+    # Of the launch that ended last, and of those that may still run beside it: (name, base, granule, keys) of what they wrote;
+    # their arguments, kept alive; first and last + 1 byte of tensors that their copies (kernels/_hopper.py) read or wrote -> did
+    # they write?
     last = (), (), {}
 
     def __init__(self, kernel, grid: Dim3, block: Dim3, args, shared: int, overlap: bool = False):

@@ -208,9 +208,8 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, chunk_keys, co
         out = (b * G + g) * GROUP * D
         t, base, live = begin(next_k, next_v, k, v, lengths_B, rows_B, G, S)
         if not live:
-            if split == 0:
-                for i in range(cuda.threadIdx.x, GROUP * D, THREADS):
-                    store1(o, out + i, float32(0.0))
+            for i in range(cuda.threadIdx.x, GROUP * D if split == 0 else 0, THREADS):
+                store1(o, out + i, float32(0.0))
             return
         lo, hi, used = share_of(split, t + 1)
         if split >= used:
