@@ -483,7 +483,8 @@ for rows_at_once in (1024, 256, 64):
 # ## The library's kernel
 #
 # Your 11.2, for rows of any length: 16 bytes at a time, a row in the registers of a warp or of a
-# block, and the sum stored while it is still there.
+# block, and the sum stored while it is still there. `few` and `overlap` are for decoding, where there
+# is a row per sequence: more threads then share a row, and its weights are asked for with the rest.
 
 # %%
 lesson.source(residual.make_fwd_kernel)

@@ -33,7 +33,7 @@ from ._launch import (
 )
 from ._ptx import kernel, let_next_start, wait_for_previous
 from ._reduce import MAX_WARPS
-from ._rows import aligned_rows, make_row_ops
+from ._rows import MAX_COLUMNS, aligned_rows, make_row_ops
 from ._words import each_of
 from .rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
 
@@ -59,11 +59,8 @@ FEW_COLUMNS = 4  # of a thread then: nothing hides how long it waits for memory 
 @functools.cache
 def make_fwd_kernel(C, each, aligned, few=False, overlap=False):
     """rmsnorm.py's forward kernel with an addition in front. few: rows, as in a decoding step."""
-    ops = (
-        make_row_ops(C, each, aligned, columns=max(each, FEW_COLUMNS))
-        if few
-        else make_row_ops(C, each, aligned)
-    )
+    columns = max(each, FEW_COLUMNS) if few else MAX_COLUMNS
+    ops = make_row_ops(C, each, aligned, columns=columns)
     load, store, total, place = ops.load, ops.store, ops.total, ops.place
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
