@@ -30,7 +30,8 @@ import numpy as np
 from numba import boolean, cuda, float32, int32, int64, uint32
 
 from ..device import Array
-from ._flat import BLOCK, EACH, QUAD, blocks_for_rows, load, make_place, position, store, whole_rows
+from . import _embedding_sum as runs
+from ._flat import BLOCK, EACH, QUAD, blocks_for_rows, load, make_place, on_16_bytes, position, store, whole_rows
 from ._launch import FLOATS, can_overlap, check, check_array, check_ids, empty, launch, on_host
 from ._ptx import device, kernel, wait_for_previous
 from ._reduce import FULL, warp_sum
@@ -46,6 +47,7 @@ PIECE = 32  # rows that one thread adds up at most
 SLICES = EACH  # of the pieces, when they are joined
 JOIN_LOOK = 8  # positions that a block looks at there
 JOIN_GAP = 32 * QUAD  # between the two quads of a thread there
+RUNS = runs.Config()  # how the sum goes through the plan: _embedding_sum.py. None: a position per thread
 
 
 # ----------------------------------------------------------------------------- reference
@@ -451,6 +453,14 @@ def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array, plan_N4: Array | Non
         return
     plan_N4 = embedding_plan(ids_N, V) if plan_N4 is None else plan_N4
     check_array("embedding backward", "plan", plan_N4, (N, 4), ("int32",))
+    if RUNS is None:
+        _sum_by_position(dx_NC, dw_VC, plan_N4)
+    else:
+        _sum_by_runs(dx_NC, dw_VC, plan_N4, RUNS)
+
+
+def _sum_by_position(dx_NC, dw_VC, plan_N4):
+    N, C = dx_NC.shape
     partial = empty(dw_VC, 2 * -(-N // PIECE) * C)
     dw, dx = dw_VC.reshape(-1), dx_NC.reshape(-1)
     whole = whole_rows(C, dw, dx, partial)
@@ -458,6 +468,20 @@ def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array, plan_N4: Array | Non
     grid = (-(-N // (JOIN_LOOK * PIECE)), -(-C // (2 * JOIN_GAP)))
     overlap = can_overlap(dw)
     join_kernel = make_join_kernel(C, whole, overlap)
+    launch(join_kernel, grid, (32, SLICES), dw, partial, plan_N4, overlap=overlap)
+
+
+def _sum_by_runs(dx_NC, dw_VC, plan_N4, config):
+    N, C = dx_NC.shape
+    check(on_16_bytes(plan_N4), "embedding backward: the plan does not begin at 16 bytes")
+    partial = empty(dw_VC, 2 * -(-N // PIECE) * C)
+    dw, dx, plan = dw_VC.reshape(-1), dx_NC.reshape(-1), plan_N4.reshape(-1).view(np.float32)
+    whole, overlap = C % (4 * config.quads) == 0 and on_16_bytes(dw, dx, partial), can_overlap(dw)
+    threads = -(-N // config.positions) * runs.chunks_of_row(C, config.quads)
+    sum_kernel = runs.make_sum_kernel(C, whole, overlap, config)
+    launch(sum_kernel, -(-threads // config.threads), config.threads, dw, partial, dx, plan)
+    join_kernel = runs.make_join_kernel(C, whole, overlap, config)
+    grid = (-(-N // (JOIN_LOOK * PIECE)), -(-C // 128))
     launch(join_kernel, grid, (32, SLICES), dw, partial, plan_N4, overlap=overlap)
 
 
