@@ -40,6 +40,7 @@ from ._launch import (
 )
 from ._ptx import kernel, let_next_start
 from ._reduce import MAX_WARPS, add_column_sums, block_sum
+from ._rmsnorm_ring import Ring, make_ring_kernel
 from ._rows import aligned_rows, make_row_ops, row_plan
 from ._words import each_of
 
@@ -52,6 +53,8 @@ RESIDENT_WIDE = 12  # ... and with 168, which more than 16 columns take where th
 MULTIPROCESSORS = (
     132  # of an H200. Another number changes the order of the sum for dw, and the speed
 )
+
+RINGS = {"bf16": Ring(), "mixed": Ring()}  # of the backward, by types_of: _rmsnorm_ring.py. None: no ring
 
 
 # ----------------------------------------------------------------------------- reference
@@ -268,13 +271,23 @@ def rmsnorm_bwd(
     skip = dy_NC if skip_NC is None else skip_NC  # a kernel takes no None
     arrays = (dy_NC, skip, x_NC)
     aligned = aligned_rows(C, dx_NC, *arrays) and on_16_bytes(w_C)
-    bwd_kernel, ops = make_bwd_kernel(
-        C, each_of(*arrays), aligned, skip_NC is not None, can_overlap(x_NC), bool(again)
-    )
+    add_skip, overlap, again = skip_NC is not None, can_overlap(x_NC), bool(again)
+    each, ring, bwd_kernel = each_of(*arrays), RINGS.get(types_of(dy_NC, x_NC)), None
+    if ring and aligned:
+        bwd_kernel, ops = make_ring_kernel(C, each, add_skip, overlap, again, ring)
+    if bwd_kernel is None:
+        bwd_kernel, ops = make_bwd_kernel(C, each, aligned, add_skip, overlap, again)
+        ops.bytes = 0
     P = min(-(-N // ops.R), MULTIPROCESSORS * ops.blocks)
     partial_PC = empty(x_NC, (P, C), np.float32)
     flat = (a.reshape(-1) for a in (dx_NC, partial_PC, *arrays))
-    launch(bwd_kernel, P, ops.THREADS, *flat, w_C, rstd_N)
+    launch(bwd_kernel, P, ops.THREADS, *flat, w_C, rstd_N, shared=ops.bytes)
     if P:
         add_column_sums(partial_PC, dw_C)
     return dx_NC
+
+
+def types_of(dy: Array, x: Array) -> str:
+    """fp32, bf16, or mixed"""
+    half = {a.dtype.name == "bfloat16" for a in (dy, x)}
+    return "mixed" if len(half) > 1 else "bf16" if True in half else "fp32"
