@@ -7,7 +7,8 @@ import torch
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from xtrain.kernels import _heads, qk_norm_rope
+from xtrain.kernels import _heads, _qk_norm_rope_bwd, qk_norm_rope
+from xtrain.kernels._qk_norm_rope_bwd import Ring
 from xtrain.kernels.qk_norm_rope import (
     PARTIALS,
     WARPS,
@@ -125,27 +126,43 @@ def test_backward_kernel(shape, dtype):
     check_backward(*shape, dtype)
 
 
+@pytest.mark.parametrize("stages", [0, 2, 3])
 @pytest.mark.parametrize("shape", [(7, 2, 1, 8, 7), (5, 5, 3, 6, 2), (19, 2, 1, 32, 5)])
-def test_backward_kernel_with_more_tokens_than_blocks(shape, monkeypatch):
+def test_backward_kernel_with_more_tokens_than_blocks(shape, stages, monkeypatch):
+    dtype = BF16 if stages else np.float32
     monkeypatch.setattr(qk_norm_rope, "PARTIALS", 2)
     monkeypatch.setattr(qk_norm_rope, "MULTIPROCESSORS", 1)
-    monkeypatch.setattr(qk_norm_rope, "BWD_THREADS", 32)
-    monkeypatch.setattr(qk_norm_rope, "RESIDENT", {4: 1, 8: 1})
-    qk_norm_rope.make_bwd_kernel.cache_clear()
-    check_backward(*shape, np.float32)
-    qk_norm_rope.make_bwd_kernel.cache_clear()
+    monkeypatch.setattr(_qk_norm_rope_bwd, "BWD_THREADS", 32)
+    monkeypatch.setattr(_qk_norm_rope_bwd, "RESIDENT", {4: 1, 8: 1})
+    monkeypatch.setitem(qk_norm_rope.RINGS, "bfloat16", Ring(stages, 32, 1, stages == 2))
+    _qk_norm_rope_bwd.make_bwd_kernel.cache_clear()
+    check_backward(*shape, dtype)
+    _qk_norm_rope_bwd.make_bwd_kernel.cache_clear()
+
+
+def test_ways_of_the_backward_agree_bit_for_bit(monkeypatch):
+    """A thread adds up dw in the order of its tokens, wherever they wait."""
+    monkeypatch.setattr(qk_norm_rope, "MULTIPROCESSORS", 1)
+    threads, results = _qk_norm_rope_bwd.BWD_THREADS, []
+    for ring in (None, Ring(2, threads, 20), Ring(4, threads, 20, once=True)):
+        monkeypatch.setitem(qk_norm_rope.RINGS, "bfloat16", ring)
+        results.append(check_backward(400, 2, 1, 32, 400, BF16))
+    assert results[0] == results[1] == results[2]
 
 
 def test_backward_kernel_with_heads_in_several_blocks(monkeypatch):
     monkeypatch.setattr(_heads, "MAX_THREADS", 32)
     monkeypatch.setattr(_heads, "SPLIT_THREADS", 16)
-    for make in (qk_norm_rope.make_fwd_kernel, qk_norm_rope.make_bwd_kernel):
+    makers = (qk_norm_rope.make_fwd_kernel, qk_norm_rope.make_bwd_kernel)
+    makers += (qk_norm_rope.make_ring_kernel,)
+    for make in makers:
         make.cache_clear()
     test_forward_kernel(
         (3, 8, 3, 32, 3), 1.0, np.float32
     )  # blocks of 4 heads: q | q | k k k v | v v
-    check_backward(3, 8, 3, 32, 3, np.float32)
-    for make in (qk_norm_rope.make_fwd_kernel, qk_norm_rope.make_bwd_kernel):
+    for dtype in (np.float32, BF16):
+        check_backward(3, 8, 3, 32, 3, dtype)
+    for make in makers:
         make.cache_clear()
 
 
@@ -165,6 +182,7 @@ def check_backward(N, H, G, D, T, dtype):
     assert_as_good(dqkv, inputs64[0], inputs32[0].astype(dtype), what="dqkv")
     for name, k, e, r in zip(("dq_w", "dk_w"), (dq_w, dk_w), exact, reference):
         assert_as_good(k, e + before, r + before, what=name)
+    return [to_host(a).tobytes() for a in (dqkv, dq_w, dk_w)]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])

@@ -81,6 +81,35 @@ def test_backward_kernel_with_more_rows_than_blocks(shape, monkeypatch):
     rmsnorm.make_bwd_kernel.cache_clear()
 
 
+@pytest.mark.parametrize("types", DTYPES)
+@pytest.mark.parametrize("shape, spread", [((11, 16), False), ((11, 16), True), ((5, 776), False)])
+def test_backward_in_rings_of_several_sizes(shape, types, spread, monkeypatch):
+    """More rows than the rings hold. Not spread, a warp has the rows that it has without a ring: the same bits."""
+    monkeypatch.setattr(rmsnorm, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(rmsnorm, "RESIDENT", 2)
+    monkeypatch.setattr(rmsnorm, "RESIDENT_WIDE", 2)
+    rmsnorm.make_bwd_kernel.cache_clear()
+    name = rmsnorm.types_of(*(np.zeros(1, t) for t in types))
+    results = []
+    for stages in (0, 2, 4):
+        ring = rmsnorm.Ring(stages, 2, spread=spread, once=stages == 2) if stages else None
+        monkeypatch.setitem(rmsnorm.RINGS, name, ring)
+        check_backward(*shape, stages == 2, *types)
+        results.append(some_backward(*shape, *types))
+    same = [got == results[0] for got in results]
+    assert same == [True] * 3 or (spread and same[1:] == [False, False])
+    rmsnorm.make_bwd_kernel.cache_clear()
+
+
+def some_backward(N, C, x_dtype, dtype):
+    """-> the bytes of dx and dw"""
+    x, w, dy, dw0 = case(N, C)
+    x, dy, dw = x.astype(x_dtype), dy.astype(dtype), to_kernel(dw0)
+    rstd = rmsnorm_ref(*single(x, w), EPS)[1]
+    dx = rmsnorm_bwd(*map(to_kernel, (dy, x, w, rstd)), dw)
+    return to_host(dx).tobytes(), to_host(dw).tobytes()
+
+
 def check_backward(N, C, skip, x_dtype, dtype):
     x, w, dy, dw0 = case(N, C)
     x, dy = x.astype(x_dtype), dy.astype(dtype)

@@ -1,8 +1,8 @@
 """A thread's own ring in shared memory: what it needs next is on its way while it deals with what has come.
 
 Registers hold one or two rows under way at most; shared memory holds several. No other thread looks into a ring, so no barrier
-is needed: wait_copies is enough (_tensor_cores.py). A ring counts in slots of 16 bytes; slot k of all threads lies side by
-side, so that neighbouring threads touch neighbouring banks. From compute capability 8.0 on.
+is needed: wait_copies is enough (_tensor_cores.py). Chunk k of all threads lies side by
+side, so that neighbouring threads touch neighbouring banks. A ring is a float32 array; its indices count words. From compute capability 8.0 on.
 
     start_copy4, start_copy8(ring, i, x, j)      x[j : j + 4] (or 8), at most 16 bytes, are on their way to ring[i]
     take4, take8(words, ring, i, x)              words = what came, see _words.py; x: only its dtype counts
@@ -19,7 +19,6 @@ from ._ptx import I32, SHARED, _register, _vector, intrinsic
 from ._tensor_cores import _asm, _global_address, _shared_address
 from ._words import _aligned, _is_half, _set, _words_in, _write
 
-WORDS = 4  # of a slot
 EVICT_FIRST = 0x12F0000000000000  # the policy that "createpolicy.fractional.L2::evict_first" makes
 
 
@@ -68,11 +67,11 @@ take4, take8 = (_make_take(f"take{n}", n) for n in (4, 8))
 def _copy_twin(n):
     def twin(thread, site, ring, i, x, j):
         """The words arrive when wait_copies covers them. Until then the place counts as never written."""
-        _aligned(WORDS, i, site)
+        _aligned(_words_in(n, x), i, site)
         _aligned(n, j, site)
         elements = np.array([thread.load(x, j + e, site) for e in range(n)], x.dtype)
         words = list(elements.view(np.float32))
-        assert len(words) <= WORDS, f"{site.what}: {n} of {x.dtype} are more than a slot"
+        assert len(words) <= 4, f"{site.what}: {n} of {x.dtype} are more than 16 bytes"
         for e, word in enumerate(words):
             thread.store(ring, i + e, word, site)
             for key in ring.keys(ring.locate(i + e)):
@@ -84,7 +83,7 @@ def _copy_twin(n):
 
 def _take_twin(n):
     def twin(thread, site, words, ring, i, x):
-        _aligned(WORDS, i, site)
+        _aligned(_words_in(n, x), i, site)
         got = [thread.load(ring, i + k, site) for k in range(_words_in(n, x))]
         _write(thread, words, np.array(got, np.float32).view(np.uint32), site)
 

@@ -12,7 +12,6 @@ from numba import cuda, float32, int32, int64, uint32
 from ._ptx import device, kernel, let_next_start
 from ._reduce import MAX_WARPS
 from ._rings import (
-    WORDS,
     start_copy4,
     start_copy4_once,
     start_copy8,
@@ -24,7 +23,7 @@ from ._rows import make_row_ops, row_plan
 from ._tensor_cores import commit_copies, wait_copies
 from ._words import pack4, store_words4_shared
 
-SHARED_BYTES = 220_000  # of a multiprocessor, for rings; a little is left for sums
+SHARED_BYTES = 228_000  # of a multiprocessor of compute capability 9.0, for rings; a little is left for other things
 
 
 class Ring(NamedTuple):
@@ -33,17 +32,22 @@ class Ring(NamedTuple):
     stages: int = 3  # rows of a thread, one of which it deals with
     warps: int = 16  # on a multiprocessor
     columns: int = 24  # of a thread
-    spread: bool = True  # the last, incomplete round of rows is shared out among all multiprocessors
+    spread: bool = (
+        True  # the last, incomplete round of rows is shared out among all multiprocessors
+    )
     once: bool = False  # inputs leave the second-level cache first
-    words: bool = False  # the row stays packed until it is needed again: more instructions, fewer registers
 
 
-def ring_plan(C, each, add_skip, ring):
-    """row_plan with bytes of shared memory, stages and blocks per multiprocessor; None if no two rows fit."""
+def ring_plan(C, each, sizes, add_skip, ring):
+    """row_plan with bytes of shared memory, stages and blocks per multiprocessor; None if no two rows fit.
+
+    sizes: bytes of an element of dy (and skip) and of x.
+    """
     plan = row_plan(C, each, ring.warps, ring.columns)
     plan.blocks = max(ring.warps // (plan.W * plan.R), 1)
-    plan.slots = (3 if add_skip else 2) * plan.STEPS
-    stage = plan.slots * plan.THREADS * 16
+    plan.words = tuple(each * size // 4 for size in (*sizes, sizes[0]))  # of a chunk of dy, x, skip
+    stage = sum(plan.words[: 3 if add_skip else 2]) * plan.STEPS * plan.THREADS * 4
+    plan.stage = stage // 4
     plan.stages = min(ring.stages, SHARED_BYTES // plan.blocks // stage)
     sums = plan.R * plan.STEPS * 32 * each * 4 if plan.R > 1 else 0
     plan.bytes = max(plan.stages * stage, sums)
@@ -51,22 +55,25 @@ def ring_plan(C, each, add_skip, ring):
 
 
 @functools.cache
-def make_ring_kernel(C, each, add_skip, overlap, again, ring):
+def make_ring_kernel(C, each, sizes, add_skip, overlap, again, ring):
     """For aligned rows. -> kernel and plan, or None twice"""
-    plan = ring_plan(C, each, add_skip, ring)
+    plan = ring_plan(C, each, sizes, add_skip, ring)
     if plan is None:
         return None, None
     ops = make_row_ops(C, each, True, ring.warps, ring.columns)
     load, store, unpack, total, place = ops.load, ops.store, ops.unpack, ops.total, ops.place
     R, STEPS, STRIDE, THREADS, INVERSE = ops.R, ops.STEPS, ops.STRIDE, ops.THREADS, 1 / C
-    STAGES, SLOTS, WIDTH, FULL = plan.stages, plan.slots, ops.STEPS * ops.STRIDE, C % ops.STRIDE == 0
-    AHEAD, WAIT, ARRAYS, SPREAD, TWICE = STAGES - 1, STAGES - 2, plan.slots // STEPS, ring.spread, ring.words
+    STAGES, STAGE, WIDTH, FULL = plan.stages, plan.stage, STEPS * STRIDE, C % STRIDE == 0
+    AHEAD, WAIT, SPREAD = STAGES - 1, STAGES - 2, ring.spread
+    (A, B, _), COLUMN = plan.words, STEPS * THREADS  # words of a chunk of dy and of x
+    SIZES, BASES = plan.words, (0, COLUMN * A, COLUMN * (A + B))
     copies = (start_copy8_once, start_copy4_once) if ring.once else (start_copy8, start_copy4)
     copy, take = (copies[0], take8) if each == 8 else (copies[1], take4)
 
     @device
-    def slot(stage, k):
-        return ((stage * SLOTS + k) * THREADS + cuda.threadIdx.x) * WORDS
+    def slot(stage, array, s):
+        """Where the thread's chunk s lies. array: 0 dy, 1 x, 2 skip"""
+        return stage * STAGE + BASES[array] + (s * THREADS + cuda.threadIdx.x) * SIZES[array]
 
     @device
     def begin(smem, stage, dy, skip, x, n, N, column):
@@ -75,17 +82,17 @@ def make_ring_kernel(C, each, add_skip, overlap, again, ring):
             for s in range(STEPS):
                 if FULL or column + s * STRIDE < C:
                     i = n * C + (column + s * STRIDE)
-                    copy(smem, slot(stage, s), dy, i)
-                    copy(smem, slot(stage, STEPS + s), x, i)
+                    copy(smem, slot(stage, 0, s), dy, i)
+                    copy(smem, slot(stage, 1, s), x, i)
                     if add_skip:
-                        copy(smem, slot(stage, 2 * STEPS + s), skip, i)
+                        copy(smem, slot(stage, 2, s), skip, i)
         commit_copies()
 
     @device
     def come(values_E, smem, stage, array, s, x, column):
         words = cuda.local.array(each, uint32)
         if FULL or column + s * STRIDE < C:
-            take(words, smem, slot(stage, array * STEPS + s), x)
+            take(words, smem, slot(stage, array, s), x)
         else:
             for j in range(each):
                 words[j] = uint32(0)
@@ -156,17 +163,10 @@ def make_ring_kernel(C, each, add_skip, overlap, again, ring):
                     acc += g_SE[s, j] * xhat_SE[s, j]
             mean = total(acc, scratch) * float32(INVERSE)
             for s in range(STEPS):
-                if TWICE:  # from the ring once more
-                    come(g_SE[s], smem, stage, 0, s, dy, column)
-                    come(xhat_SE[s], smem, stage, 1, s, x, column)
-                    load(w, w_C, 0, column + s * STRIDE)
-                    for j in range(each):
-                        xhat_SE[s, j] *= rstd
-                        g_SE[s, j] *= w[j]
                 for j in range(each):
                     g_SE[s, j] = rstd * (g_SE[s, j] - xhat_SE[s, j] * mean)
                 if add_skip:
-                    come(w, smem, stage, ARRAYS - 1, s, skip, column)
+                    come(w, smem, stage, 2, s, skip, column)
                     for j in range(each):
                         g_SE[s, j] += w[j]
                 store(dx, n * C, column + s * STRIDE, g_SE[s])

@@ -31,7 +31,18 @@ from numba import boolean, cuda, float32, int32, int64, uint32
 
 from ..device import Array
 from . import _embedding_sum as runs
-from ._flat import BLOCK, EACH, QUAD, blocks_for_rows, load, make_place, on_16_bytes, position, store, whole_rows
+from ._flat import (
+    BLOCK,
+    EACH,
+    QUAD,
+    blocks_for_rows,
+    load,
+    make_place,
+    on_16_bytes,
+    position,
+    store,
+    whole_rows,
+)
 from ._launch import FLOATS, can_overlap, check, check_array, check_ids, empty, launch, on_host
 from ._ptx import device, kernel, wait_for_previous
 from ._reduce import FULL, warp_sum
@@ -47,7 +58,9 @@ PIECE = 32  # rows that one thread adds up at most
 SLICES = EACH  # of the pieces, when they are joined
 JOIN_LOOK = 8  # positions that a block looks at there
 JOIN_GAP = 32 * QUAD  # between the two quads of a thread there
-RUNS = runs.Config()  # how the sum goes through the plan: _embedding_sum.py. None: a position per thread
+RUNS = (
+    runs.Config()
+)  # how the sum goes through the plan: _embedding_sum.py. None: a position per thread
 
 
 # ----------------------------------------------------------------------------- reference

@@ -25,14 +25,15 @@ import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from ._flat import on_16_bytes
 from ._heads import head_plan, make_head_ops
 from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
-from ._ptx import device, kernel, let_next_start, load1, store1
+from ._ptx import device, kernel, load1, store1
+from ._qk_norm_rope_bwd import Ring, make_bwd_kernel, make_ring_kernel
 from ._reduce import add_column_sums, warp_sum
 from ._words import each_of
 from .rope import check_tables, position_of, positions_for, rope_ref
@@ -40,8 +41,8 @@ from .rope import check_tables, position_of, positions_for, rope_ref
 WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory
 PARTIALS = 528  # blocks of their backward: 4 on each of an H200's 132 multiprocessors
-FWD_THREADS, BWD_THREADS = 256, 192  # of a block of the kernels in use, about
-RESIDENT = {4: 24, 8: 20}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
+FWD_THREADS = 256  # of a block of the kernel in use, about
+RINGS = {"bfloat16": Ring()}  # of the backward: _qk_norm_rope_bwd.py. None: no ring
 MULTIPROCESSORS = 132  # of an H200
 
 
@@ -251,118 +252,6 @@ def make_fwd_kernel(H, G, D, each, normalise):
     return qk_norm_rope_fwd_kernel, plan
 
 
-@functools.cache
-def make_bwd_kernel(H, G, D, each, normalise, overlap):
-    """A thread owns its part of one head of q or k, of every so many tokens, and adds up dw in registers. As soon as it has
-    unpacked a head it asks for that of its next token.
-    """
-    A, X = H + G, H + 2 * G
-    plan = head_plan(A, D, each, BWD_THREADS)
-    if plan is None:
-        return None, None
-    ops, TOKENS, HEADS, S = make_head_ops(A, D, each, plan), plan.tokens, plan.heads, plan.S
-    place, load, fetch, put = ops.place, ops.load, ops.fetch, ops.put
-    unpack, pack, turn_back, total = ops.unpack, ops.pack, ops.turn_back, ops.total
-    R, INVERSE, THREADS, TILE = D // 2, 1 / D, plan.THREADS, 2 * each * plan.THREADS
-    plan.blocks = max(RESIDENT[each] * 32 // THREADS, 1)  # on a multiprocessor
-
-    @device
-    def load_angles(cos, sin, cos_PR, sin_PR, positions_N, n, T, r):
-        p = position_of(n, positions_N, T)
-        load(cos, cos_PR, p * R + r)
-        load(sin, sin_PR, p * R + r)
-
-    @device
-    def backward_of_norm(d_2E, x_2E, dw_2E, w_D, rstd, r):
-        """d_2E, the gradient of u, becomes that of x. Adds to dw_2E."""
-        w, acc = cuda.local.array(each, float32), float32(0.0)
-        for i in range(2):
-            load(w, w_D, r + i * R)
-            for j in range(each):
-                x_2E[i, j] *= rstd  # xhat
-                dw_2E[i, j] += d_2E[i, j] * x_2E[i, j]
-                d_2E[i, j] *= w[j]  # g
-                acc += d_2E[i, j] * x_2E[i, j]
-        mean = total(acc) * float32(INVERSE)
-        for i in range(2):
-            for j in range(each):
-                d_2E[i, j] = rstd * (d_2E[i, j] - x_2E[i, j] * mean)
-
-    @device
-    def add_heads(partial, at, dw_2E, tile):
-        """partial[at : at + 2D] = the block's sums of dw, of its query heads and of its key heads"""
-        tid, low = cuda.threadIdx.x, cuda.blockIdx.y * HEADS
-        for i in range(2):
-            for j in range(each):
-                tile[(i * each + j) * THREADS + tid] = dw_2E[i, j]
-        cuda.syncthreads()  # every thread's sums are there
-        for d in range(tid, D, THREADS):
-            first = (d // R * each + d % each) * THREADS + d % R // each
-            total_q, total_k = float32(0.0), float32(0.0)
-            for k in range(TOKENS * HEADS):  # in this order: same bits every run
-                if low + k % HEADS < H:
-                    total_q += tile[first + k * S]
-                else:  # threads without a head have added nothing
-                    total_k += tile[first + k * S]
-            partial[at + d] = total_q
-            partial[at + D + d] = total_k
-
-    @kernel(THREADS, plan.blocks)
-    def qk_norm_rope_bwd_kernel(
-        dqkv, partial, dq, dk, qkv, q_w_D, k_w_D, rstd, cos_PR, sin_PR, positions_N, N, T
-    ):
-        """Grid (B, parts), block THREADS. Block b owns tokens b TOKENS, ..., then those B TOKENS further. Arrays flat.
-
-        partial: (parts B, 2D), a block's sums for q_w, then for k_w.
-        """
-        cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
-        d_2E, x_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
-        dw_2E = cuda.local.array((2, each), float32)
-        d_2W, x_2W = cuda.local.array((2, 4), uint32), cuda.local.array((2, 4), uint32)
-        new_2W = cuda.local.array((2, 4), uint32)
-        for i in range(2):
-            for j in range(each):
-                dw_2E[i, j] = float32(0.0)
-        token, slot, r = place()
-        a = int32(
-            slot if slot < A else A - 1
-        )  # a thread without a head repeats one, and stores nothing
-        dy, w_D, heads, h = (dq, q_w_D, H, a) if a < H else (dk, k_w_D, G, a - H)
-        start, step = int32(cuda.blockIdx.x * TOKENS), int32(cuda.gridDim.x * TOKENS)
-        end, scale = int32(N), float32(0.0)
-        n = int32(start + token if start + token < end else end - 1)
-        fetch(d_2W, dy, (int64(n) * heads + h) * D + r)
-        if normalise:
-            fetch(x_2W, qkv, (int64(n) * X + a) * D + r)
-            scale = rstd[int64(n) * A + a]
-        load_angles(cos, sin, cos_PR, sin_PR, positions_N, n, T, r)
-        while start < end:
-            live, row = start + token < end and slot < A, int64(n) * (X * D)
-            rstd_now = scale if live else float32(0.0)  # 0 adds nothing to dw
-            n = int32(n + step if n + step < end else end - 1)
-            unpack(d_2E, d_2W, dy)
-            fetch(d_2W, dy, (int64(n) * heads + h) * D + r)
-            if normalise:
-                unpack(x_2E, x_2W, qkv)
-                fetch(x_2W, qkv, (int64(n) * X + a) * D + r)
-                scale = rstd[int64(n) * A + a]
-            turn_back(d_2E, cos, sin)
-            if normalise:
-                backward_of_norm(d_2E, x_2E, dw_2E, w_D, rstd_now, r)
-            load_angles(cos, sin, cos_PR, sin_PR, positions_N, n, T, r)
-            pack(new_2W, d_2E, dqkv)
-            if live:
-                put(dqkv, row + a * D + r, new_2W)
-            start = int32(start + step)
-        if normalise:
-            if overlap:
-                let_next_start()  # add_column_sums
-            block = int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
-            add_heads(partial, block * (2 * D), dw_2E, cuda.shared.array(TILE, float32))
-
-    return qk_norm_rope_bwd_kernel, plan
-
-
 # ----------------------------------------------------------------------------- launchers
 def qk_norm_rope_fwd(
     qkv_NP: Array,
@@ -459,14 +348,17 @@ def qk_norm_rope_bwd(
         return
     q_w, k_w, rstd = norm[:3] or (cos_PR.reshape(-1), cos_PR.reshape(-1), cos_PR)  # no None
     flat = [x.reshape(-1) for x in (*gradients, qkv_NP)]
-    bwd_kernel, plan = make_bwd_kernel(H, G, D, each_of(qkv_NP), normalise, can_overlap(qkv_NP))
+    ring = RINGS.get(qkv_NP.dtype.name)
+    shape = H, G, D, each_of(qkv_NP), normalise, can_overlap(qkv_NP)
+    bwd_kernel, plan = make_ring_kernel(*shape, ring) if ring else make_bwd_kernel(*shape)
     if plan and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR):
         blocks = min(-(-N // plan.tokens), max(plan.blocks * MULTIPROCESSORS // plan.parts, 1))
         rows = blocks * plan.parts
         partial = empty(qkv_NP, (rows, 2 * D), np.float32)
         arrays = (*flat[1:], q_w, k_w, rstd.reshape(-1), *(t.reshape(-1) for t in tables))
         grid = (blocks, plan.parts)
-        launch(bwd_kernel, grid, plan.THREADS, flat[0], partial.reshape(-1), *arrays, N, T)
+        arrays = (flat[0], partial.reshape(-1), *arrays, N, T)
+        launch(bwd_kernel, grid, plan.THREADS, *arrays, shared=plan.bytes)
     else:
         tiles = -(-(H + G) // WARPS)
         grid = (min(N, -(-PARTIALS // tiles)), tiles)

@@ -54,7 +54,10 @@ MULTIPROCESSORS = (
     132  # of an H200. Another number changes the order of the sum for dw, and the speed
 )
 
-RINGS = {"bf16": Ring(), "mixed": Ring()}  # of the backward, by types_of: _rmsnorm_ring.py. None: no ring
+RINGS = {
+    "bf16": Ring(),
+    "mixed": Ring(),
+}  # of the backward, by types_of: _rmsnorm_ring.py. None: no ring
 
 
 # ----------------------------------------------------------------------------- reference
@@ -274,7 +277,9 @@ def rmsnorm_bwd(
     add_skip, overlap, again = skip_NC is not None, can_overlap(x_NC), bool(again)
     each, ring, bwd_kernel = each_of(*arrays), RINGS.get(types_of(dy_NC, x_NC)), None
     if ring and aligned:
-        bwd_kernel, ops = make_ring_kernel(C, each, add_skip, overlap, again, ring)
+        bwd_kernel, ops = make_ring_kernel(
+            C, each, (dy_NC.itemsize, x_NC.itemsize), add_skip, overlap, again, ring
+        )
     if bwd_kernel is None:
         bwd_kernel, ops = make_bwd_kernel(C, each, aligned, add_skip, overlap, again)
         ops.bytes = 0
