@@ -42,7 +42,7 @@ BF16, EPS = DTYPES["bf16"], 1e-6
 FEW = 64  # rows, where a kernel is only compiled
 CLOSE = 1e-5  # of the largest element of a weight's gradient
 WITHOUT = "without the second stage"
-Norm, Heads, Runs = rmsnorm.Ring, _qk_norm_rope_bwd.Ring, embedding.runs.Config
+Norm, Heads, Runs = rmsnorm.Ring, _qk_norm_rope_bwd.Ring, embedding.sums.Config
 CANDIDATES = {
     "rmsnorm": [
         None,

@@ -4,6 +4,7 @@ The signatures are not written down: the launchers are called with tiny simulato
 launch is compiled instead. What this needs: offline.py.
 """
 
+import contextlib
 import functools
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for
 from xtrain import simulator
 from xtrain.kernels import (
     _launch,
+    _qk_norm_rope_bwd,
     adamw,
     attention,
     cast,
@@ -44,9 +46,28 @@ def f32(*shape):
     return sim(np.ones(shape, np.float32))
 
 
+def launch_backwards(dtype):
+    """Of the norms and the embedding, which come in several forms."""
+    new = lambda *shape: sim(np.ones(shape, dtype))
+    w, table, x, rstd = f32(32), f32(4, 16), new(4, 32), f32(4)
+    for around in (None, x):
+        rmsnorm.rmsnorm_bwd(new(4, 32), x, w, rstd, w, around)
+    grads, heads = (new(4, 96), new(4, 1, 32), new(4, 1, 32), new(4, 96)), f32(4, 2)
+    qk_norm_rope.qk_norm_rope_bwd(*grads, w, w, heads, table, table, 1, 1, 4, w, w)
+    embedding.embedding_bwd(x, sim(np.zeros(4, np.int32)), f32(3, 32))
+
+
 def launch_everything(dtype):
     """Call every launcher once for every kernel it may choose, with activations and weights of this type."""
     new = lambda *shape: sim(np.ones(shape, dtype))
+    launch_backwards(dtype)
+    with contextlib.ExitStack() as stack:
+        swap = lambda *what: stack.enter_context(swapped(*what))
+        swap(embedding, "RUNS", None)
+        if dtype == BF16:
+            swap(rmsnorm, "RINGS", {"bf16": rmsnorm.Ring(2, 4)})
+            swap(qk_norm_rope, "RINGS", {"bfloat16": _qk_norm_rope_bwd.Ring(2, 32, 4)})
+        launch_backwards(dtype)
     ids, table = sim(np.zeros(2, np.int32)), f32(4, 4)
     embedding.embedding_bwd(embedding.embedding_fwd(ids, new(3, 8)), ids, f32(3, 8))
     for C in (8, 37, 1032):

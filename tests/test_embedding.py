@@ -17,6 +17,8 @@ from checks import (
     to_kernel,
 )
 
+from xtrain.kernels import embedding
+from xtrain.kernels._embedding_sum import Config
 from xtrain.kernels._flat import BLOCK
 from xtrain.kernels._launch import launch
 from xtrain.kernels.embedding import (
@@ -106,8 +108,10 @@ def test_two_digits_are_enough():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("runs", [None, Config(), Config(3, 2, 2, 64)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_backward_kernel(shape, dtype):
+def test_backward_kernel(shape, runs, dtype, monkeypatch):
+    monkeypatch.setattr(embedding, "RUNS", runs)
     ids, _, dx, dw0 = case(*shape)
     dx, dw = dx.astype(dtype), to_kernel(dw0)
     assert embedding_bwd(to_kernel(dx), to_kernel(ids), dw) is None
@@ -131,9 +135,16 @@ def in_pieces(dx_NC, ids_N, V):
     return dw_VC
 
 
-@pytest.mark.parametrize("length", [PIECE, PIECE + 1, 2 * PIECE, 11 * PIECE + 3])
-def test_backward_adds_in_a_fixed_order(length):
+RUNS = [None, Config(), Config(4, 8, 2, 64, 4, 4), Config(3, 2, 1, 32, 4, 1), Config(32, 4, 2)]
+
+
+@pytest.mark.parametrize(
+    "length, runs",
+    [(n, RUNS[1]) for n in (PIECE, PIECE + 1, 2 * PIECE)] + [(11 * PIECE + 3, r) for r in RUNS],
+)
+def test_backward_adds_in_a_fixed_order(length, runs, monkeypatch):
     """Tokens with one, two and many pieces side by side: the promised bits; up to PIECE rows the reference's."""
+    monkeypatch.setattr(embedding, "RUNS", runs)
     lengths = [3, length, 1, PIECE + 5, 2, length]
     ids = rng(1).permutation(np.repeat(np.arange(6), lengths)).astype(np.int32)
     dx = normal(2, ids.size, 9, scale=100.0)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32
 
-from ._flat import QUAD, row_gap
+from ._flat import BLOCK, EACH, QUAD, load, make_place, position, row_gap, store
 from ._ptx import device, kernel, let_next_start, load1, store1, store4, wait_for_previous
 from ._reduce import FULL
 from ._words import load_words4, pack4, unpack4
@@ -24,6 +24,8 @@ from ._words import load_words4, pack4, unpack4
 PIECE = 32  # rows that one thread adds up at most
 SLICES = 8  # of the pieces, when they are joined
 JOIN_LOOK = 8  # positions that a block looks at there
+AHEAD, MIN_BLOCKS = 4, 4  # of the kernels with a position per thread, see embedding.py
+JOIN_GAP = 32 * QUAD
 NOWHERE = 0x7FFFFFFF  # a sum that goes on with the next row
 
 
@@ -228,6 +230,110 @@ def make_join_kernel(C, whole, overlap, config):
                     for s in range(SLICES):
                         total += tile[s, y, x]
                     dw[token * C + c + y] += total
+                cuda.syncthreads()  # the tile is free for the next token
+
+    return embedding_join_kernel
+
+
+# ----------------------------------------------------------------------------- a position per thread
+@functools.cache
+def make_position_kernel(C, whole):
+    place, gap = make_place(C)
+
+    @kernel(BLOCK, MIN_BLOCKS)
+    def embedding_bwd_kernel(dw, partial, dx, plan_N4):
+        """Grid blocks_for_rows(N, C), block BLOCK. Position p of the plan, if a piece begins there; 8 columns.
+
+        dw: flat (V C), dx: flat (N C), partial: flat (slots, C). A thread waits for memory, so it asks early: for all
+        of the plan, then for its first row and dw, then for AHEAD rows at once. Numbers are short to save registers.
+        """
+        acc = cuda.local.array(EACH, float32)
+        old = cuda.local.array(EACH, float32)
+        rows = cuda.local.array((AHEAD, EACH), float32)
+        p, c = place()
+        if p >= plan_N4.shape[0]:
+            return
+        p = uint32(p)
+        n, token, first, last = plan_N4[p, 0], plan_N4[p, 1], plan_N4[p, 2], plan_N4[p, 3]
+        if (n | token | first | last) < 0:  # first is; a sum of all keeps the loads together
+            return
+        if uint32(p - uint32(first)) % uint32(PIECE) != 0:
+            return
+        alone = last - first <= PIECE
+        if alone:
+            i = int64(token) * C
+            load(old, dw, i + c, gap, i + C, whole)
+        i = int64(n) * C
+        load(acc, dx, i + c, gap, i + C, whole)
+        count = int32(PIECE if p + PIECE < last else last - p)
+        for q in range(int32(1), count, int32(AHEAD)):  # most tokens occur once: no loop
+            for a in range(AHEAD):  # without a condition, so that all are under way at once
+                step = q + a if q + a < count else count - 1
+                i = int64(plan_N4[uint32(p + step), 0]) * C
+                load(rows[a], dx, i + c, gap, i + C, whole)
+            for a in range(AHEAD):
+                for j in range(EACH):
+                    acc[j] += rows[a, j] if q + a < count else float32(0.0)
+        if alone:
+            i = int64(token) * C
+            for j in range(EACH):
+                acc[j] += old[j]
+            store(dw, i + c, gap, i + C, acc, whole)
+        else:
+            i = slot(int64(first), (int64(p) - first) // PIECE) * C
+            store(partial, i + c, gap, i + C, acc, whole)
+
+    return embedding_bwd_kernel
+
+
+@functools.cache
+def make_position_join_kernel(C, whole, overlap):
+    @kernel(32 * SLICES)
+    def embedding_join_kernel(dw, partial, plan_N4):
+        """Grid (ceil(N / (JOIN_LOOK PIECE)), ceil(C / 256)), block (32, SLICES). dw += the pieces of tokens with several.
+
+        Such a token covers a position that is a multiple of PIECE; whoever looks at the first of these joins it. A block
+        looks at JOIN_LOOK, and owns 256 columns. Slice y adds pieces y, y + SLICES, ...; then the slices are added.
+        """
+        tile = cuda.shared.array((SLICES, EACH, 32), float32)
+        acc = cuda.local.array(EACH, float32)
+        parts = cuda.local.array((AHEAD, EACH), float32)
+        x, y = cuda.threadIdx.x, cuda.threadIdx.y
+        c = cuda.blockIdx.y * (2 * JOIN_GAP) + x * QUAD
+        inside = whole and c + JOIN_GAP + QUAD <= C
+        if overlap:
+            wait_for_previous()
+        p0 = int64(cuda.blockIdx.x) * (JOIN_LOOK * PIECE)
+        p = p0 + x * PIECE
+        joins = False
+        if x < JOIN_LOOK and p < plan_N4.shape[0]:
+            first, last = plan_N4[p, 2], plan_N4[p, 3]
+            joins = first >= 0 and last - first > PIECE and p - first < PIECE
+        found = cuda.ballot_sync(FULL, joins)  # the same in all warps
+        for k in range(JOIN_LOOK):
+            if found & (1 << k):
+                p = p0 + k * PIECE
+                token, first, last = int64(plan_N4[p, 1]), int64(plan_N4[p, 2]), plan_N4[p, 3]
+                pieces = (last - first + PIECE - 1) // PIECE
+                for j in range(EACH):
+                    acc[j] = float32(0.0)
+                for q in range(y, pieces, AHEAD * SLICES):
+                    for a in range(AHEAD):
+                        piece = q + a * SLICES
+                        i = slot(first, piece if piece < pieces else q) * C
+                        load(parts[a], partial, i + c, JOIN_GAP, i + C, inside)
+                    for a in range(AHEAD):
+                        for j in range(EACH):
+                            acc[j] += parts[a, j] if q + a * SLICES < pieces else float32(0.0)
+                for j in range(EACH):
+                    tile[y, j, x] = acc[j]
+                cuda.syncthreads()  # the sums of all slices are there
+                column = position(c, JOIN_GAP, y)  # SLICES = EACH: a warp per register
+                if column < C:
+                    total = float32(0.0)
+                    for s in range(SLICES):
+                        total += tile[s, y, x]
+                    dw[token * C + column] += total
                 cuda.syncthreads()  # the tile is free for the next token
 
     return embedding_join_kernel

@@ -13,6 +13,7 @@ meminfo, parent, size, itemsize, data pointer, shape..., strides... .
 """
 
 import ctypes
+import functools
 import struct
 
 import numpy as np
@@ -229,3 +230,16 @@ def numba_type(a):
         return from_dtype(a.dtype)
     element = types.uint16 if a.dtype.name == "bfloat16" else from_dtype(a.dtype)
     return types.Array(element, a.ndim, "C" if a.flags.c_contiguous else "A")
+
+
+# ----------------------------------------------------------------------------- what the GPU has
+def shared_limit(x: Array) -> int:
+    """Bytes of shared memory that a block may have where x lives."""
+    if isinstance(x, SimArray):
+        return 227 * 1024
+    return gpu_attribute(x.device.id, "MaxSharedMemoryPerBlockOptin")
+
+
+@functools.cache
+def gpu_attribute(device: int, name: str) -> int:
+    return cupy().cuda.Device(device).attributes[name]

@@ -25,7 +25,7 @@ from .rope import position_of
 
 BWD_THREADS = 192  # of a block, about
 RESIDENT = {4: 24, 8: 20}  # warps on a multiprocessor, for chunks of 4 and 8
-SHARED_BYTES = 200_000  # of a multiprocessor, for rings; the rest is for the sums of its blocks
+SPARE = 16384  # bytes of a multiprocessor's shared memory for other things than rings
 
 
 class Ring(NamedTuple):
@@ -161,8 +161,8 @@ def make_bwd_kernel(H, G, D, each, normalise, overlap):
 
 
 @functools.cache
-def make_ring_kernel(H, G, D, each, normalise, overlap, ring):
-    """`stages` - 1 tokens are under way. -> kernel and plan; None twice: this shape does not fit."""
+def make_ring_kernel(H, G, D, each, normalise, overlap, ring, shared):
+    """`stages` - 1 tokens are under way. shared: bytes that a multiprocessor has. -> kernel and plan; None twice: this shape does not fit."""
     A, X = H + G, H + 2 * G
     plan = head_plan(A, D, each, ring.threads)
     if plan is None:
@@ -174,7 +174,7 @@ def make_ring_kernel(H, G, D, each, normalise, overlap, ring):
     add_heads = parts.add_heads
     plan.blocks = max(ring.warps * 32 // THREADS, 1)  # on a multiprocessor
     CHUNK, STAGE = 4 * THREADS, 16 * THREADS  # words: two chunks of d, two of x
-    STAGES = max(min(ring.stages, SHARED_BYTES // plan.blocks // (4 * STAGE)), 2)
+    STAGES = max(min(ring.stages, (shared - SPARE) // plan.blocks // (4 * STAGE)), 2)
     plan.bytes = max(STAGES * STAGE, 2 * each * THREADS) * 4
     R, AHEAD, WAIT = D // 2, STAGES - 1, STAGES - 2
     copies = (start_copy8_once, start_copy4_once) if ring.once else (start_copy8, start_copy4)

@@ -23,7 +23,7 @@ from ._rows import make_row_ops, row_plan
 from ._tensor_cores import commit_copies, wait_copies
 from ._words import pack4, store_words4_shared
 
-SHARED_BYTES = 228_000  # of a multiprocessor of compute capability 9.0, for rings; a little is left for other things
+SPARE = 4096  # bytes of a multiprocessor's shared memory for other things than rings
 
 
 class Ring(NamedTuple):
@@ -38,26 +38,26 @@ class Ring(NamedTuple):
     once: bool = False  # inputs leave the second-level cache first
 
 
-def ring_plan(C, each, sizes, add_skip, ring):
+def ring_plan(C, each, sizes, add_skip, ring, shared):
     """row_plan with bytes of shared memory, stages and blocks per multiprocessor; None if no two rows fit.
 
-    sizes: bytes of an element of dy (and skip) and of x.
+    sizes: bytes of an element of dy (and skip) and of x. shared: bytes that a multiprocessor has.
     """
     plan = row_plan(C, each, ring.warps, ring.columns)
     plan.blocks = max(ring.warps // (plan.W * plan.R), 1)
     plan.words = tuple(each * size // 4 for size in (*sizes, sizes[0]))  # of a chunk of dy, x, skip
     stage = sum(plan.words[: 3 if add_skip else 2]) * plan.STEPS * plan.THREADS * 4
     plan.stage = stage // 4
-    plan.stages = min(ring.stages, SHARED_BYTES // plan.blocks // stage)
+    plan.stages = min(ring.stages, (shared - SPARE) // plan.blocks // stage)
     sums = plan.R * plan.STEPS * 32 * each * 4 if plan.R > 1 else 0
     plan.bytes = max(plan.stages * stage, sums)
-    return plan if plan.stages >= 2 and plan.bytes * plan.blocks <= SHARED_BYTES else None
+    return plan if plan.stages >= 2 and plan.bytes * plan.blocks <= shared - SPARE else None
 
 
 @functools.cache
-def make_ring_kernel(C, each, sizes, add_skip, overlap, again, ring):
+def make_ring_kernel(C, each, sizes, add_skip, overlap, again, ring, shared):
     """For aligned rows. -> kernel and plan, or None twice"""
-    plan = ring_plan(C, each, sizes, add_skip, ring)
+    plan = ring_plan(C, each, sizes, add_skip, ring, shared)
     if plan is None:
         return None, None
     ops = make_row_ops(C, each, True, ring.warps, ring.columns)

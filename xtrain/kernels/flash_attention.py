@@ -32,11 +32,9 @@ Operations: 4 B H T S D forward, 2.5 times that backward, and half of it if caus
 Nothing is added up by atomics: the same input gives the same bits.
 """
 
-import functools
-
 import numpy as np
 
-from ..device import Array, cupy
+from ..device import Array
 from ..simulator import SimArray
 from . import _flash_attention_bf16_bwd as bf16_bwd
 from . import _flash_attention_bf16_pairs as bf16_pairs
@@ -46,7 +44,17 @@ from . import flash_attention_fp32 as fp32
 from . import flash_attention_hopper as hopper
 from ._flash_attention_table import TABLE
 from ._flat import flat_rows, on_16_bytes, row_step
-from ._launch import FLOATS, check, check_array, empty, launch, on_host, wide
+from ._launch import (
+    FLOATS,
+    check,
+    check_array,
+    empty,
+    gpu_attribute,
+    launch,
+    on_host,
+    shared_limit,
+    wide,
+)
 from ._tensor_maps import mappable
 from ._tiles import WIDTHS
 
@@ -275,25 +283,13 @@ def _gpu(x):
     return multiprocessors(x), l2_bytes(x)
 
 
-def shared_limit(x: Array) -> int:
-    """Bytes of shared memory that a block may have where x lives."""
-    if isinstance(x, SimArray):
-        return 227 * 1024
-    return _gpu_attribute(x.device.id, "MaxSharedMemoryPerBlockOptin")
-
-
 def multiprocessors(x: Array) -> int:
-    return 1 if isinstance(x, SimArray) else _gpu_attribute(x.device.id, "MultiProcessorCount")
+    return 1 if isinstance(x, SimArray) else gpu_attribute(x.device.id, "MultiProcessorCount")
 
 
 def l2_bytes(x: Array) -> int:
     """Bytes of second-level cache beside x. In the simulator few, so that a few heads already take turns."""
-    return 1536 if isinstance(x, SimArray) else _gpu_attribute(x.device.id, "L2CacheSize")
-
-
-@functools.cache
-def _gpu_attribute(device: int, name: str) -> int:
-    return cupy().cuda.Device(device).attributes[name]
+    return 1536 if isinstance(x, SimArray) else gpu_attribute(x.device.id, "L2CacheSize")
 
 
 # ----------------------------------------------------------------------------- what goes in

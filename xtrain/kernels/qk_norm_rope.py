@@ -31,9 +31,19 @@ from numba.cuda.libdevice import rsqrtf
 from ..device import Array
 from ._flat import on_16_bytes
 from ._heads import head_plan, make_head_ops
-from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
+from ._launch import (
+    FLOATS,
+    can_overlap,
+    check,
+    check_array,
+    empty,
+    launch,
+    on_host,
+    shared_limit,
+    wide,
+)
 from ._ptx import device, kernel, load1, store1
-from ._qk_norm_rope_bwd import Ring, make_bwd_kernel, make_ring_kernel
+from ._qk_norm_rope_bwd import make_bwd_kernel, make_ring_kernel
 from ._reduce import add_column_sums, warp_sum
 from ._words import each_of
 from .rope import check_tables, position_of, positions_for, rope_ref
@@ -42,7 +52,7 @@ WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory
 PARTIALS = 528  # blocks of their backward: 4 on each of an H200's 132 multiprocessors
 FWD_THREADS = 256  # of a block of the kernel in use, about
-RINGS = {"bfloat16": Ring()}  # of the backward: _qk_norm_rope_bwd.py. None: no ring
+RINGS = {"bfloat16": None}  # of the backward: _qk_norm_rope_bwd.py. None: no ring
 MULTIPROCESSORS = 132  # of an H200
 
 
@@ -350,7 +360,9 @@ def qk_norm_rope_bwd(
     flat = [x.reshape(-1) for x in (*gradients, qkv_NP)]
     ring = RINGS.get(qkv_NP.dtype.name)
     shape = H, G, D, each_of(qkv_NP), normalise, can_overlap(qkv_NP)
-    bwd_kernel, plan = make_ring_kernel(*shape, ring) if ring else make_bwd_kernel(*shape)
+    bwd_kernel, plan = (
+        make_ring_kernel(*shape, ring, shared_limit(qkv_NP)) if ring else make_bwd_kernel(*shape)
+    )
     if plan and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR):
         blocks = min(-(-N // plan.tokens), max(plan.blocks * MULTIPROCESSORS // plan.parts, 1))
         rows = blocks * plan.parts

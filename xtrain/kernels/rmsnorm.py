@@ -36,6 +36,7 @@ from ._launch import (
     empty_like,
     launch,
     on_host,
+    shared_limit,
     wide,
 )
 from ._ptx import kernel, let_next_start
@@ -276,9 +277,10 @@ def rmsnorm_bwd(
     aligned = aligned_rows(C, dx_NC, *arrays) and on_16_bytes(w_C)
     add_skip, overlap, again = skip_NC is not None, can_overlap(x_NC), bool(again)
     each, ring, bwd_kernel = each_of(*arrays), RINGS.get(types_of(dy_NC, x_NC)), None
+    sizes = dy_NC.itemsize, x_NC.itemsize
     if ring and aligned:
         bwd_kernel, ops = make_ring_kernel(
-            C, each, (dy_NC.itemsize, x_NC.itemsize), add_skip, overlap, again, ring
+            C, each, sizes, add_skip, overlap, again, ring, shared_limit(x_NC)
         )
     if bwd_kernel is None:
         bwd_kernel, ops = make_bwd_kernel(C, each, aligned, add_skip, overlap, again)
