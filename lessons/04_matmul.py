@@ -492,11 +492,15 @@ lesson.source(gemm.linear_fwd)
 
 # %% tags=["bench"]
 def make_tiled_kernel(TILE):
+    WIDE = (
+        TILE + 1
+    )  # a size of shared memory must be a number when the kernel is compiled, not a sum
+
     @cuda.jit
     def tiled_kernel(y_NO, x_NI, w_OI):
         """Grid (O / TILE, N / TILE), block (TILE, TILE). All sizes are multiples of TILE."""
-        x_tile = cuda.shared.array((TILE, TILE + 1), float32)
-        w_tile = cuda.shared.array((TILE, TILE + 1), float32)
+        x_tile = cuda.shared.array((TILE, WIDE), float32)
+        w_tile = cuda.shared.array((TILE, WIDE), float32)
         tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
         n, o = cuda.blockIdx.y * TILE, cuda.blockIdx.x * TILE
         acc = float32(0.0)
