@@ -1,10 +1,11 @@
 """Compiling kernels without a GPU: to PTX by Numba and NVVM, and on to machine code by ptxas where there is one.
 
-`pip install -e '.[compile]'` brings NVVM from PyPI, and numba-cuda, since Numba 0.68 alone finds no NVVM there and knows no card
+`pip install -e '.[compile]'` brings NVVM and ptxas from PyPI, and numba-cuda, since Numba 0.68 alone finds no NVVM there and knows no card
 after sm_90. Without numba-cuda these tests are skipped. XTRAIN_COMPILE=all (as in .ci/run) compiles for every card, and what
 cannot be compiled is a failure.
 """
 
+import glob
 import importlib.util
 import os
 import re
@@ -27,6 +28,12 @@ only_all = pytest.mark.skipif(not ALL, reason="takes minutes: XTRAIN_COMPILE=all
 def give_up(why):
     """Whoever asks for every card wants to know; a user without a compiler has nothing to compile with."""
     (pytest.fail if ALL else pytest.skip)(why)
+
+
+def missing(why):
+    """A check that is left out unless everything was asked for."""
+    if ALL:
+        pytest.fail(why)
 
 
 @pytest.fixture(scope="session")
@@ -86,14 +93,18 @@ def ptx_for(monkeypatch, kernel, signature, cards):
 
 
 def ptxas():
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("ptxas") or shutil.which("ptxas", path=f"{home}/bin")
+    """-> that of this environment's packages, which is as new as their NVVM, else the machine's; None"""
+    found = importlib.util.find_spec("nvidia")
+    packages = [f"{folder}/*/bin" for folder in found.submodule_search_locations] if found else []
+    folders = [f for pattern in packages for f in sorted(glob.glob(pattern), reverse=True)]
+    folders += [os.environ.get("PATH", ""), os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"]
+    return shutil.which("ptxas", path=os.pathsep.join(folders))
 
 
 def check_registers(tmp_path, ptx, threads, min_blocks, cc):
     """No spills, told the block size and how many blocks shall fit a multiprocessor. Nothing where there is no ptxas."""
     if not ptxas():
-        return
+        return missing("no ptxas: pip install -e '.[compile]'")
     bounds = f".maxntid {threads}, 1, 1\n.minnctapersm {min_blocks}\n{{"
     if ".maxntid" not in ptx:  # plain Numba has no launch_bounds
         ptx = re.sub(r"(\.visible \.entry[^{]*)\{", lambda m: m.group(1) + bounds, ptx, count=1)
@@ -101,7 +112,7 @@ def check_registers(tmp_path, ptx, threads, min_blocks, cc):
     command = [ptxas(), "-v", f"--gpu-name=sm_{cc[0]}{cc[1]}", "kernel.ptx", "-o", os.devnull]
     report = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     if "Unsupported .version" in report.stderr:
-        return  # a ptxas older than NVVM
+        return missing("this ptxas is older than NVVM")
     assert report.returncode == 0, report.stderr
     spilled = re.search(r"(\d+) bytes spill stores", report.stderr).group(1)
     registers = re.search(r"Used (\d+) registers", report.stderr).group(1)
