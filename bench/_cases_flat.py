@@ -244,7 +244,7 @@ def embedding_plan(dtype):
     return Case(
         ids.nbytes + N * 16,
         lambda: embedding.embedding_plan(on_gpu, V),
-        got=lambda: (embedding.embedding_plan(on_gpu, V).astype(np.float32),),
+        got=lambda: (embedding.embedding_plan(on_gpu, V).order_N4.astype(np.float32),),
         want=want,
         shape=f"N={N} V={V}",
     )

@@ -28,6 +28,7 @@ from xtrain.kernels.embedding import (
     embedding_bwd_naive_kernel,
     embedding_bwd_ref,
     embedding_fwd,
+    embedding_plan,
     embedding_ref,
     make_sort_kernel,
     make_split_kernel,
@@ -216,3 +217,11 @@ def test_bad_input():
         embedding_bwd(w[:2], ids, w)
     with pytest.raises(TypeError, match="one place"):
         embedding_fwd(to_kernel(ids), w)
+    on_gpu = [to_kernel(x) for x in (w[:3], ids, w)]
+    for given in (to_kernel(np.zeros((3, 4), np.int32)), 1):  # its kernels would read where it says
+        with pytest.raises(TypeError, match=r"plan is .*, pass what embedding_plan gives"):
+            embedding_bwd(*on_gpu, given)
+    with pytest.raises(ValueError, match="a plan for 6 rows, dw has 5"):
+        embedding_bwd(*on_gpu, embedding_plan(on_gpu[1], 6))
+    with pytest.raises(ValueError, match=r"plan has shape \(2, 4\), expected \(3, 4\)"):
+        embedding_bwd(*on_gpu, embedding_plan(on_gpu[1][:2], 5))

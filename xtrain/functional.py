@@ -46,15 +46,16 @@ class Embedding(Function):
 
     @staticmethod
     def forward(ctx, ids_N, w_VC):
-        plan_N4 = _embedding.embedding_plan(ids_N, w_VC.shape[0]) if ctx.needs_grad[1] else None
-        ctx.save(ids_N, w_VC, plan_N4)
+        plan = _embedding.embedding_plan(ids_N, w_VC.shape[0]) if ctx.needs_grad[1] else None
+        ctx.save(ids_N, w_VC, plan and plan.order_N4)
         return _embedding.embedding_fwd(ids_N, w_VC)
 
     @staticmethod
     def backward(ctx, dx_NC):
         ids_N, w_VC, plan_N4 = ctx.saved
         dw_VC = ctx.grad_buffer(1, w_VC)
-        _embedding.embedding_bwd(dx_NC, ids_N, dw_VC, plan_N4)
+        plan = None if plan_N4 is None else _embedding.Plan(plan_N4, w_VC.shape[0])
+        _embedding.embedding_bwd(dx_NC, ids_N, dw_VC, plan)
         return None, dw_VC
 
 

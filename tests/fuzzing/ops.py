@@ -18,6 +18,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import xtrain.kernels
+from xtrain.kernels import embedding
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.simulator import RaceError, sim
 
@@ -56,7 +57,7 @@ def launchers() -> Iterator[tuple[str, Callable]]:
                 continue
             names = inspect.signature(f).parameters
             scalars = [p for n, p in names.items() if not _is_array(n) and n != "dtype"]
-            kinds = (int, float, bool, int | None)
+            kinds = (int, float, bool, int | None, embedding.Plan | None)
             plain = all(
                 p.annotation in kinds or isinstance(p.default, (bool, float)) for p in scalars
             )

@@ -25,6 +25,7 @@ of n. And no thread adds more than PIECE rows, even when all tokens are the same
 
 import functools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numba import boolean, cuda, float32, int32, int64, uint32
@@ -397,6 +398,16 @@ def make_join_kernel(C, whole, overlap):
 
 
 # ----------------------------------------------------------------------------- launchers
+@dataclass(frozen=True)
+class Plan:
+    """What embedding_plan makes of N ids for a table of V rows. The kernels of the backward read and write where it says, so
+    embedding_bwd takes nothing else.
+    """
+
+    order_N4: Array  # int32, as embedding_sort_kernel writes it
+    V: int
+
+
 def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
     """ids (N,) of any integer type, w (V, C) float32 or bf16 -> x (N, C) in `dtype`, by default that of w.
 
@@ -417,8 +428,8 @@ def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
     return x_NC
 
 
-def embedding_plan(ids_N: Array, V: int) -> Array | None:
-    """The plan of the backward for ids (N,) and a table of V rows: (N, 4) int32. None on the CPU, which needs none.
+def embedding_plan(ids_N: Array, V: int) -> Plan | None:
+    """The plan of the backward for ids (N,) and a table of V rows. None on the CPU, which needs none.
 
     It depends on the ids alone, so it can be made while there is no gradient yet. ValueError as in embedding_bwd.
     """
@@ -431,10 +442,10 @@ def embedding_plan(ids_N: Array, V: int) -> Array | None:
     if N:
         launch(make_split_kernel(T), tiles, threads, split_n, first_IE, ids_N, V)
         launch(make_sort_kernel(T), -(-V // T), threads, plan_N4, split_n, first_IE)
-    return plan_N4
+    return Plan(plan_N4, V)
 
 
-def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array, plan_N4: Array | None = None) -> None:
+def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array, plan: Plan | None = None) -> None:
     """dx (N, C) float32 or bf16, ids (N,). Adds dw to dw_VC (V, C) float32. Same bits every run.
 
     plan: what embedding_plan says of these ids; by default it is made here. Rows whose id does not occur are left alone.
@@ -444,12 +455,17 @@ def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array, plan_N4: Array | Non
     V, C = dw_VC.shape
     N = ids_N.size
     check_array("embedding backward", "dx", dx_NC, (N, C), FLOATS)
+    if not isinstance(plan, Plan | None):
+        kind = type(plan).__name__
+        raise TypeError(f"embedding backward: plan is {kind}, pass what embedding_plan gives")
     if _check_ids(ids_N, V, dx_NC, dw_VC):
         dw_VC += embedding_bwd_ref(dx_NC, ids_N, V)
         return
     if not (N and V and C):
         return
-    plan_N4 = embedding_plan(ids_N, V) if plan_N4 is None else plan_N4
+    plan = embedding_plan(ids_N, V) if plan is None else plan
+    check(plan.V == V, f"embedding backward: a plan for {plan.V} rows, dw has {V}")
+    plan_N4 = plan.order_N4
     check_array("embedding backward", "plan", plan_N4, (N, 4), ("int32",))
     partial = empty(dw_VC, 2 * -(-N // PIECE) * C)
     dw, dx = dw_VC.reshape(-1), dx_NC.reshape(-1)
