@@ -509,6 +509,21 @@ times = lesson.measure(
 )
 
 # %% [markdown]
+# The same on the machine of the records, for whoever has no GPU here, and with more sizes:
+
+# %%
+lesson.table(
+    [f"bench_lessons/add_block_{t}/n=16777216/fp32" for t in (1, 8, 32, 48, 64, 128, 256, 1024)],
+    {"ms": "ms", "GB/s": "value"},
+)
+
+# %% [markdown]
+# Divide the first rows by their number of blocks, 16,777,216 over the size of a block: 0.6 billionths
+# of a second each time, one clock of the chip. Up to 128 threads a block that is all there is to see:
+# the part of the hardware that hands out blocks gives one per clock. From 256 on memory is the limit.
+# Blocks of 1024 are slower again: a multiprocessor holds two of them, and a new one begins only when
+# the last warp of an old one has ended.
+#
 # ## The library's kernel
 #
 # This is xtrain's own, read from its file at this moment, so it cannot be out of date:

@@ -387,7 +387,23 @@ runs = {
 times = lesson.measure(runs, nbytes=2 * 4 * n)
 
 # %% [markdown]
-# Measured on the machine of the records: `add`, and the narrowing cast from float32 to bf16 (a
+# On the machine of the records, the copies of this lesson and its transposes (4096 x 4096):
+
+# %%
+lesson.table(
+    [
+        f"bench_lessons/{name}/{shape}/fp32"
+        for shape, names in {
+            "n=16777216": ("copy_chunk", "copy_naive", "copy_grid_stride", "copy_four"),
+            "R=C=4096": ("transpose_naive", "transpose_tiled"),
+        }.items()
+        for name in names
+    ],
+    {"ms": "ms", "GB/s": "value", "a copy, ms": "copy_ms"},
+)
+
+# %% [markdown]
+# And the library's: `add`, and the narrowing cast from float32 to bf16 (a
 # float of 2 bytes, the subject of lesson 12), each with one element per thread, and as the library
 # does it, with 16-byte accesses and several under way. The last column is what counts: the time of
 # a plain copy of as many bytes, over the time of the kernel.
