@@ -126,8 +126,8 @@ def append_kv(
 ) -> None:
     """Writes keys and values of N tokens into the cache, token n at position positions_N[n] of row rows_N[n] (int32).
 
-    All four float32 or all bf16; k and v may be parts of packed arrays. A token whose row is not in 0 .. R - 1, or whose position is not in 0 .. S - 1,
-    is left out. No two tokens may have the same place.
+    All four float32 or all bf16; k and v may be parts of packed arrays. A token whose row is not in 0 .. R - 1, or whose
+    position is not in 0 .. S - 1, is left out. No two tokens may have the same place.
     """
     R, G, S, D = check_cache("append_kv", k_RGSD, v_RGSD)
     N, dtypes = k_NGD.shape[0], (k_RGSD.dtype.name,)
