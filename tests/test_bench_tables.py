@@ -78,7 +78,7 @@ def tables(folder):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    path = os.pathsep.join([str(BENCH), str(BENCH.parent)])
+    path = os.pathsep.join([str(BENCH), str(BENCH.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", WRITE], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": path, "XTRAIN_RESULTS": str(folder)},

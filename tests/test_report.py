@@ -245,6 +245,8 @@ def test_chart_edges():
         [5, None, 7],
         [float("inf"), 1.0],
         [-3, -3],
+        [54943611.84262803, 54943611.84262804],  # neighbours in float64
+        [0.02324663451601074, 0.023246634516010743],
     ):
         for log in (False, True):
             drawn = chart("x", "", [Curve("a", list(enumerate(values)), "red")], log)

@@ -145,7 +145,7 @@ def _scale(low, high, log):
 
 def _axis(low: float, high: float, log: bool, most: int) -> tuple[float, float, list[float]]:
     """-> ends of the axis, and round numbers between them."""
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # ticks would need more than float64's digits
         margin = abs(low) / 10 or 1.0
         low, high = (low / 1.5, high * 1.5) if log else (low - margin, high + margin)
     if log:
