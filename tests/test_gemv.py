@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from xtrain.kernels import _gemv_tensor
 from xtrain.kernels import gemv as file
+from xtrain.kernels._gemv_tensor import Config, shared_bytes, staged
 from xtrain.kernels._launch import launch
 from xtrain.kernels.gemv import gemv, gemv_fits, gemv_naive_kernel, gemv_ref
 from xtrain.simulator import KernelError, sim
@@ -156,27 +157,40 @@ def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, w):
 
 
 @pytest.mark.parametrize(
-    "old, new",
+    "stage, old, new",
     [
-        ("            cuda.syncthreads()\n            finish", "            finish"),
-        ("            cuda.syncthreads()  # the sums have been read\n", ""),
+        (True, "            cuda.syncthreads()\n            finish", "            finish"),
+        (True, "            cuda.syncthreads()  # the sums have been read\n", ""),
         (
+            False,
             "        if ready:\n            load_w(words",
             "        if not ready:\n            load_w(words",
         ),
-        ("                if lane & 3 == 0:\n    ", "                if True:\n    "),
+        (False, "                if lane & 3 == 0:\n    ", "                if True:\n    "),
+        (True, "            cuda.syncthreads()  # x is there\n", ""),
     ],
 )
-def test_planted_bugs_are_found(old, new):
-    scope = with_bug(_gemv_tensor.make_tensor_kernel, old, new, dict(vars(_gemv_tensor)))
+def test_planted_bugs_are_found(stage, old, new):
+    make = _gemv_tensor.make_tensor_kernel
+    scope = with_bug(make, old, new, dict(vars(_gemv_tensor)))
     x, w, norm_w, *_ = case(2, 128, 40, norm=True)
     y = sim(np.zeros((2, 40), np.float32))
-    broken = scope["make_tensor_kernel"](
-        128, True, False, False, False, True, True, False, _gemv_tensor.Config(2, 1, 1)
-    )
     arrays = [a.reshape(-1) for a in (y, sim(x), sim(w), sim(norm_w), sim(x), sim(w))]
+    variant = 128, True, False, False, False, True, True, False, stage, Config(2, 1, 1)
+    go = lambda make: launch(
+        make(*variant), 2, 64, *arrays, 2, 40, 0, np.float32(EPS), shared=shared_bytes(2, 128)
+    )
+    go(make)
     with pytest.raises(KernelError):
-        launch(broken, 2, 64, *arrays, 2, 40, 0, np.float32(EPS))
+        go(scope["make_tensor_kernel"])
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_wider_than_shared_memory(norm):
+    """x stays in global memory then; the plain division of the work gives the same."""
+    K = 8192
+    assert not staged(K, False) and staged(4096, False) and not staged(64, True)
+    check(case(2, K, 5, norm=norm))
 
 
 def test_what_fits():

@@ -7,17 +7,18 @@ same columns of row g of x: a product's inner index may run in any order if both
     chunk    32 columns of a tile, 16 rows: lanes t = 0..3 read columns 0..7, 8..15, 16..23, 24..31
              step 0 multiplies the first 4 of each lane, step 1 its last 4
 
-The warps of a block share the columns of a tile of 16 rows, and add up in the order of the warps. Weights and x of the next
+The warps of a block share the columns of a tile of 16 rows, and add up in the order of the warps. Weights of the next
 chunks, or of the next tile, are under way while those before are multiplied. The first weights are asked for before the
 kernel waits for its input (wait_for_previous in _ptx.py) if they are known to be there. A block that has one tile of 2048
-columns or less asks for all of it at once: then nothing is left to do but wait.
+columns or less asks for all of it at once: then nothing is left to do but wait. Any other block first puts x, times the norm
+weight, into shared memory, if it fits: fetched chunk by chunk, x would cost a trip to the second-level cache for each.
 x is rounded to bf16 after the norm weight, before r; sums, r and everything after are float32.
 """
 
 import functools
 from typing import NamedTuple
 
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int64, uint16, uint32
 from numba.cuda.libdevice import rsqrtf
 
 from ._ptx import (
@@ -28,11 +29,12 @@ from ._ptx import (
     load8,
     prefetch_run,
     store1,
+    store8_shared,
     wait_for_previous,
 )
-from ._reduce import FULL
+from ._reduce import FULL, warp_sum
 from ._tensor_cores import mma_bf16, pack_bf16
-from ._words import load_words8
+from ._words import load_words8, load_words8_shared, store_words8_shared
 from .swiglu import sigmoid
 
 MAX_ROWS = 8  # columns of one tensor-core tile
@@ -40,7 +42,21 @@ TILE = 16  # rows of w that a block multiplies at a time
 CHUNK = 32  # columns of w that a warp multiplies at a time: 8 for each of 4 lanes
 AT_ONCE = 8  # chunks of w that a warp asks for when they are all it needs
 MULTIPROCESSORS = 132  # of an H200. Another number changes the speed only
+PAD = 32  # elements between the rows of x in shared memory: 4 lanes of two rows meet no bank twice
+MOST_SHARED = 99 << 10  # bytes: what a block may have on every card since compute capability 8.0
+MOST_SUMS = 8704  # bytes of a block's sums, with 16 warps or with swiglu and 8
+ROWS_AT_ONCE = 4  # of x that a thread asks for
 PIECE = 1024  # elements that a thread asks for at once to come nearer
+
+
+def shared_bytes(N: int, K: int) -> int:
+    """of N rows of x"""
+    return 2 * N * (K + PAD)
+
+
+def staged(K: int, once: bool) -> bool:
+    """Does x go through shared memory? For all numbers of rows alike, so that a row does not depend on them."""
+    return not once and shared_bytes(MAX_ROWS, K) + MOST_SUMS <= MOST_SHARED
 
 
 class Config(NamedTuple):
@@ -55,6 +71,7 @@ class Config(NamedTuple):
 def make_operands(K, NORM, HALF, M, WARPS, U):
     """-> load_w(words (U, M, 2, 4), w, tile, step, F): this warp's chunks step U .. step U + U - 1 of 16 M rows
     load_x(fx (U, 2, 2), x, norm_w, step, N) -> this lane's sum of squares
+    take_x(fx, x_s, step, N): the same from shared memory
 
     A warp has U neighbouring chunks at a time; beyond the last one there are zeros. HALF: x is bf16 as it is.
     """
@@ -107,7 +124,65 @@ def make_operands(K, NORM, HALF, M, WARPS, U):
                 fx[u, j // 2, j % 2] = words[j]
         return squares
 
-    return load_w, load_x
+    @device
+    def take_x(fx, x_s, step, N):
+        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        n, words = lane >> 2, cuda.local.array(4, uint32)
+        for u in range(U):
+            c = chunk_of(step, u, warp)
+            for j in range(4):
+                words[j] = uint32(0)
+            if n < N and (WHOLE or c < CHUNKS):
+                load_words8_shared(words, x_s, n * (K + PAD) + c * CHUNK + 8 * (lane & 3))
+            for j in range(4):
+                fx[u, j // 2, j % 2] = words[j]
+
+    return load_w, load_x, take_x
+
+
+@functools.cache
+def make_stage(K, NORM, HALF, THREADS):
+    """-> stage(x_s, squares_s, x, norm_w, N): x to shared memory as mma_bf16 takes it, the warps' sums of squares to squares_s
+
+    What becomes of a row does not depend on how many there are.
+    """
+
+    @device
+    def stage(x_s, squares_s, x, norm_w, N):
+        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        x_R8, w_8 = cuda.local.array((ROWS_AT_ONCE, 8), float32), cuda.local.array(8, float32)
+        words_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
+        squares_R = cuda.local.array(ROWS_AT_ONCE, float32)
+        for low in range(0, N, ROWS_AT_ONCE):
+            for i in range(ROWS_AT_ONCE):
+                squares_R[i] = float32(0.0)
+            for k in range(8 * cuda.threadIdx.x, K, 8 * THREADS):
+                if NORM:
+                    load8(w_8, norm_w, k)
+                for i in range(ROWS_AT_ONCE):
+                    if low + i < N:
+                        if HALF:
+                            load_words8(words_R4[i], x, int64(low + i) * K + k)
+                        else:
+                            load8(x_R8[i], x, int64(low + i) * K + k)
+                for i in range(ROWS_AT_ONCE):
+                    at = (low + i) * (K + PAD) + k
+                    if low + i < N:
+                        if HALF:
+                            store_words8_shared(x_s, at, words_R4[i])
+                        else:
+                            if NORM:
+                                for j in range(8):
+                                    squares_R[i] += x_R8[i, j] * x_R8[i, j]
+                                    x_R8[i, j] *= w_8[j]
+                            store8_shared(x_s, at, x_R8[i])
+            if NORM:
+                for i in range(ROWS_AT_ONCE):
+                    total = warp_sum(squares_R[i])
+                    if lane == 0:
+                        squares_s[warp * MAX_ROWS + low + i] = total
+
+    return stage
 
 
 @functools.cache
@@ -135,7 +210,9 @@ def make_reduce(M, WARPS):
 
 @functools.cache
 def make_multiply(M, U):
-    """-> multiply(s (M, 4), words, fx): s += U chunks of w times x.   take(words, fx, ...): the next become these."""
+    """-> multiply(s (M, 4), words, fx): s += U chunks of w times x
+    take(words, next_words), take_fx(fx, next_fx): the next become these
+    """
 
     @device
     def multiply(s, words, fx):
@@ -148,15 +225,20 @@ def make_multiply(M, U):
                     mma_bf16(s[m], fa, fx[u, i])
 
     @device
-    def take(words, fx, next_words, next_fx):
+    def take(words, next_words):
+        for u in range(U):
+            for m in range(M):
+                for r in range(2):
+                    for i in range(4):
+                        words[u, m, r, i] = next_words[u, m, r, i]
+
+    @device
+    def take_fx(fx, next_fx):
         for u in range(U):
             for i in range(4):
-                for m in range(M):
-                    for r in range(2):
-                        words[u, m, r, i] = next_words[u, m, r, i]
                 fx[u, i // 2, i % 2] = next_fx[u, i // 2, i % 2]
 
-    return multiply, take
+    return multiply, take, take_fx
 
 
 @functools.cache
@@ -207,39 +289,50 @@ def bring_nearer(w, share):
 
 
 @functools.cache
-def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, config, follow=False):
+def make_tensor_kernel(
+    K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, STAGED, config, follow=False
+):
     """HALF: x is bf16, and taken as it is. ready: so are the weights. once: a block has one tile, and asks for all of it at
-    once. follow: there are next weights.
+    once. STAGED: x goes through shared memory. follow: there are next weights.
     """
     WARPS, U, BLOCKS = config
     M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
-    load_w, load_x = make_operands(K, NORM, HALF, M, WARPS, U)
-    (multiply, take), put = make_multiply(M, U), make_reduce(M, WARPS)[0]
+    load_w, load_x, take_x = make_operands(K, NORM, HALF, M, WARPS, U)
+    (multiply, take, take_fx), put = make_multiply(M, U), make_reduce(M, WARPS)[0]
     add_later, finish, EACH = make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS)
+    stage = make_stage(K, NORM, HALF, 32 * WARPS)
 
     @kernel(32 * WARPS, BLOCKS)
     def gemv_tensor_kernel(y, x, w, norm_w, residual, next_w, N, F, share, eps):
         """Grid: any number of blocks; block p deals with tiles p, p + grid, ... All arrays flat. F: columns of y.
-        share: elements of next_w that a block brings nearer.
+        share: elements of next_w that a block brings nearer. Dynamic shared memory: shared_bytes(N, K) if STAGED.
         """
         sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
+        x_s = cuda.shared.array(0, uint16)
         words = cuda.local.array((U, M, 2, 4), uint32)
         next_words = cuda.local.array((U, M, 2, 4), uint32)
         fx, next_fx = cuda.local.array((U, 2, 2), uint32), cuda.local.array((U, 2, 2), uint32)
         s, added = cuda.local.array((M, 4), float32), cuda.local.array(EACH, float32)
         first, grid, lane = int64(cuda.blockIdx.x), int64(cuda.gridDim.x), cuda.threadIdx.x & 31
+        squares = float32(0.0)
         if overlap:
             let_next_start()
         if ready:
             load_w(words, w, first, 0, F)
+            if NORM and overlap:
+                bring_nearer(norm_w, PIECE)
             if overlap and follow:
                 bring_nearer(next_w, share)
         if overlap:
             wait_for_previous()
         if not ready:
             load_w(words, w, first, 0, F)
-        squares = load_x(fx, x, norm_w, 0, N)
+        if STAGED:
+            stage(x_s, squares_s, x, norm_w, N)
+            cuda.syncthreads()  # x is there
+        else:
+            squares = load_x(fx, x, norm_w, 0, N)
         for tile in range(first, (F + TILE - 1) // TILE, grid):
             add_later(added, residual, tile, N, F)
             for m in range(M):
@@ -250,13 +343,18 @@ def make_tensor_kernel(K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, co
                 more = not once and following * TILE < F
                 if more:
                     load_w(next_words, w, following, (step + 1) % STEPS, F)
+                if STAGED:
+                    take_x(fx, x_s, step, N)
+                elif more:
                     new = load_x(next_fx, x, norm_w, (step + 1) % STEPS, N)
                     squares += new if following == first else float32(0.0)
                 multiply(s, words, fx)
                 if more:
-                    take(words, fx, next_words, next_fx)
+                    take(words, next_words)
+                    if not STAGED:
+                        take_fx(fx, next_fx)
             put(s, sums)
-            if NORM and tile == first:
+            if NORM and not STAGED and tile == first:
                 squares += cuda.shfl_xor_sync(FULL, squares, 1)
                 squares += cuda.shfl_xor_sync(FULL, squares, 2)
                 if lane & 3 == 0:

@@ -33,6 +33,8 @@ from ._gemv_tensor import (
     Config,
     choose,
     make_tensor_kernel,
+    shared_bytes,
+    staged,
 )
 from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from ._ptx import kernel, let_next_start, load1, load4, store1, wait_for_previous
@@ -196,7 +198,9 @@ def _launch(
     next_w = arrays[2][:0] if next_w is None else next_w[: next_w.size // 8 * 8]
     check(on_16_bytes(next_w), "gemv: next_w must begin at a multiple of 16 bytes")
     share = -(-next_w.size // (grid * LINE)) * LINE
-    variant = flags[0], half, *flags[1:], weights_ready, once, config, next_w.size > 0
+    stage = staged(K, once)
+    variant = flags[0], half, *flags[1:], weights_ready, once, stage, config, next_w.size > 0
     tensor_kernel = make_tensor_kernel(K, *variant)
-    numbers = N, F, share, eps
-    launch(tensor_kernel, grid, 32 * config.warps, *arrays, next_w, *numbers, overlap=overlap)
+    shared, numbers = shared_bytes(N, K) if stage else 0, (N, F, share, eps)
+    block, arrays = 32 * config.warps, (*arrays, next_w)
+    launch(tensor_kernel, grid, block, *arrays, *numbers, shared=shared, overlap=overlap)

@@ -40,8 +40,8 @@ from .rope import angle, check_tables, position_of, positions_for, rope_ref
 WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory
 PARTIALS = 528  # blocks of their backward: 4 on each of an H200's 132 multiprocessors
-FWD_THREADS, BWD_THREADS = 256, 192  # of a block of the kernels in use, about
-RESIDENT = {4: 24, 8: 20}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
+FWD_THREADS, BWD_THREADS = 256, 96  # of a block of the kernels in use, about
+RESIDENT = {4: 20, 8: 16}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
 MULTIPROCESSORS = 132  # of an H200
 
 
@@ -255,9 +255,9 @@ def make_fwd_kernel(H, G, D, each, normalise):
 
 
 @functools.cache
-def make_bwd_kernel(H, G, D, each, normalise, overlap):
+def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
     """A thread owns its part of one head of q or k, of every so many tokens, and adds up dw in registers. As soon as it has
-    unpacked a head it asks for that of its next token.
+    unpacked a head it asks for that of its next token. given: positions are, else they are n % T.
     """
     A, X = H + G, H + 2 * G
     plan = head_plan(A, D, each, BWD_THREADS)
@@ -271,19 +271,19 @@ def make_bwd_kernel(H, G, D, each, normalise, overlap):
 
     @device
     def backward_of_norm(d_2E, x_2E, dw_2E, w_D, rstd, r):
-        """d_2E, the gradient of u, becomes that of x. Adds to dw_2E."""
+        """d_2E, the gradient of u, becomes that of x. Adds to dw_2E. xhat = r x is never formed: r goes into du first."""
         w, acc = cuda.local.array(each, float32), float32(0.0)
         for i in range(2):
             load(w, w_D, r + i * R)
             for j in range(each):
-                x_2E[i, j] *= rstd  # xhat
+                d_2E[i, j] *= rstd  # r du
                 dw_2E[i, j] += d_2E[i, j] * x_2E[i, j]
-                d_2E[i, j] *= w[j]  # g
+                d_2E[i, j] *= w[j]  # r g
                 acc += d_2E[i, j] * x_2E[i, j]
-        mean = total(acc) * float32(INVERSE)
+        mean = total(acc) * (rstd * rstd * float32(INVERSE))  # r^2 mean(r g x)
         for i in range(2):
             for j in range(each):
-                d_2E[i, j] = rstd * (d_2E[i, j] - x_2E[i, j] * mean)
+                d_2E[i, j] -= x_2E[i, j] * mean
 
     @device
     def add_heads(partial, at, dw_2E, tile):
@@ -325,34 +325,47 @@ def make_bwd_kernel(H, G, D, each, normalise, overlap):
             slot if slot < A else A - 1
         )  # a thread without a head repeats one, and stores nothing
         dy, w_D, heads, h = (dq, q_w_D, H, a) if a < H else (dk, k_w_D, G, a - H)
-        start, step = int32(cuda.blockIdx.x * TOKENS), int32(cuda.gridDim.x * TOKENS)
-        end, scale = int32(N), float32(0.0)
-        n = int32(start + token if start + token < end else end - 1)
-        fetch(d_2W, dy, (int64(n) * heads + h) * D + r)
+        step, end, scale = int32(cuda.gridDim.x * TOKENS), int32(N), float32(0.0)
+        mine = int32(cuda.blockIdx.x * TOKENS + token)  # as are mine + step, ...
+        first, has_head = int32(cuda.blockIdx.x * TOKENS), slot < A
+        n = int32(mine if mine < end else end - 1)
+        at_d, at_x = (int64(n) * heads + h) * D + r, (int64(n) * X + a) * D + r
+        p = int32(position_of(n, positions_N, T, cos_PR.shape[0] // R))
+        jump = int32(0) if given else int32(position_of(step, positions_N, T, 0))
+        fetch(d_2W, dy, at_d)
         if normalise:
-            fetch(x_2W, qkv, (int64(n) * X + a) * D + r)
+            fetch(x_2W, qkv, at_x)
             scale = rstd[int64(n) * A + a]
-        p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
         load_angles(cos, sin, cos_PR, sin_PR, p, r)
-        while start < end:
-            live, row = start + token < end and slot < A, int64(n) * (X * D)
+        while first < end:
+            here, live = at_x, mine < end and has_head
             rstd_now = scale if live else float32(0.0)  # 0 adds nothing to dw
-            n = int32(n + step if n + step < end else end - 1)
+            first, mine = int32(first + step), int32(mine + step)
+            go = step if mine < end else int32(0)  # at the end the last token again
+            n = int32(n + go)
+            at_d += int64(go) * int32(heads * D)
+            at_x += int64(go) * int32(X * D)
             unpack(d_2E, d_2W, dy)
-            fetch(d_2W, dy, (int64(n) * heads + h) * D + r)
+            fetch(d_2W, dy, at_d)
             if normalise:
                 unpack(x_2E, x_2W, qkv)
-                fetch(x_2W, qkv, (int64(n) * X + a) * D + r)
+                fetch(x_2W, qkv, at_x)
                 scale = rstd[int64(n) * A + a]
+            cuda.syncwarp()  # or the compiler moves the asking behind the arithmetic
             turn_back(d_2E, cos, sin)
             if normalise:
                 backward_of_norm(d_2E, x_2E, dw_2E, w_D, rstd_now, r)
-            p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
-            load_angles(cos, sin, cos_PR, sin_PR, p, r)
+            if given:
+                p = int32(position_of(n, positions_N, T, cos_PR.shape[0] // R))
+                load_angles(cos, sin, cos_PR, sin_PR, p, r)
+            else:
+                p = int32(p + jump)
+                p = int32(p - T if p >= T else p)
+                load(cos, cos_PR, p * R + r)
+                load(sin, sin_PR, p * R + r)
             pack(new_2W, d_2E, dqkv)
             if live:
-                put(dqkv, row + a * D + r, new_2W)
-            start = int32(start + step)
+                put(dqkv, here, new_2W)
         if normalise:
             if overlap:
                 let_next_start()  # add_column_sums
@@ -458,7 +471,8 @@ def qk_norm_rope_bwd(
         return
     q_w, k_w, rstd = norm[:3] or (cos_PR.reshape(-1), cos_PR.reshape(-1), cos_PR)  # no None
     flat = [x.reshape(-1) for x in (*gradients, qkv_NP)]
-    bwd_kernel, plan = make_bwd_kernel(H, G, D, each_of(qkv_NP), normalise, can_overlap(qkv_NP))
+    variant = normalise, T == 0, can_overlap(qkv_NP)
+    bwd_kernel, plan = make_bwd_kernel(H, G, D, each_of(qkv_NP), *variant)
     if plan and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR):
         blocks = min(-(-N // plan.tokens), max(plan.blocks * MULTIPROCESSORS // plan.parts, 1))
         rows = blocks * plan.parts

@@ -154,7 +154,7 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
             cuda.local.array((STEPS, each), uint32),
         )
         skip_SW = cuda.local.array((STEPS, each), uint32)
-        g_SE, xhat_SE = (
+        g_SE, x_SE = (
             cuda.local.array((STEPS, each), float32),
             cuda.local.array((STEPS, each), float32),
         )
@@ -174,12 +174,13 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
             rstd, acc = next_rstd, float32(0.0)
             for s in range(STEPS):
                 unpack(g_SE[s], dy_SW[s], dy)
-                unpack(xhat_SE[s], x_SW[s], x)
-            if n + step < N:
-                next_rstd = rstd_N[n + step]
-                for s in range(STEPS):
-                    fetch(dy_SW[s], dy, (n + step) * C, column + s * STRIDE)
-                    fetch(x_SW[s], x, (n + step) * C, column + s * STRIDE)
+                unpack(x_SE[s], x_SW[s], x)
+            after = int32(n + step if n + step < N else n)  # at the end the last row again
+            next_rstd = rstd_N[after]
+            for s in range(STEPS):
+                fetch(dy_SW[s], dy, after * C, column + s * STRIDE)
+                fetch(x_SW[s], x, after * C, column + s * STRIDE)
+            cuda.syncwarp()  # or the compiler moves the asking behind the arithmetic
             if add_skip:
                 for s in range(STEPS):
                     fetch(skip_SW[s], skip, n * C, column + s * STRIDE)
@@ -188,17 +189,17 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
                 if again:
                     y = cuda.local.array(each, float32)
                     for j in range(each):
-                        y[j] = xhat_SE[s, j] * (rstd * w[j])
+                        y[j] = x_SE[s, j] * (rstd * w[j])
                     store(dy, n * C, column + s * STRIDE, y)
                 for j in range(each):
-                    xhat_SE[s, j] *= rstd
-                    dw_SE[s, j] += g_SE[s, j] * xhat_SE[s, j]
-                    g_SE[s, j] *= w[j]
-                    acc += g_SE[s, j] * xhat_SE[s, j]
-            mean = total(acc, scratch) * float32(INVERSE)
+                    g_SE[s, j] *= rstd  # r dy
+                    dw_SE[s, j] += g_SE[s, j] * x_SE[s, j]
+                    g_SE[s, j] *= w[j]  # r g
+                    acc += g_SE[s, j] * x_SE[s, j]
+            mean = total(acc, scratch) * (rstd * rstd * float32(INVERSE))  # r^2 mean(r g x)
             for s in range(STEPS):
                 for j in range(each):
-                    g_SE[s, j] = rstd * (g_SE[s, j] - xhat_SE[s, j] * mean)
+                    g_SE[s, j] -= x_SE[s, j] * mean
                 if add_skip:
                     unpack(w, skip_SW[s], skip)
                     for j in range(each):
