@@ -1,6 +1,6 @@
 """Find the fastest division of the work in a decoding step on this GPU.
 
-    python bench/tune_decode.py [--stages qkv o gate_up down head few many ahead residual] [--jobs 16]
+    python bench/tune_decode.py [--stages qkv o gate_up down head few many ahead split residual] [--jobs 16]
 
 The model of bench_decode.py, all 22 layers with weights of their own, as the engine decodes with it: a graph of the step
 without sampling, replayed back to back. It begins with what the library chooses. One stage after the other tries its
@@ -8,9 +8,10 @@ alternatives on top of what was best so far, which is measured again with them, 
 product of shares of the memory bound at both contexts. New kernels are compiled beside others first, one process per core.
 A candidate whose logits are further than ALLOWED from those of the library's choice is not kept.
 
-    qkv ... head    _gemv_tensor.Config of a product: warps, chunks, blocks per multiprocessor
+    qkv ... head    _gemv_tensor.Config of a product: warps, chunks, blocks per multiprocessor, stage
     few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many (batch 32)
     ahead           cached_model.AHEAD, bytes
+    split           _decode_attention_parts.CHUNK, keys of a split at least; it changes bits
     residual        residual.FEW and FEW_COLUMNS (batch 32)
 
 Prints at the end what to write into the files.
@@ -35,21 +36,22 @@ from _timing import copy_bandwidth
 from bench_engine import BF16, EPS, MATRICES, D, G, P, int32, replay_ms
 
 from xtrain import cached_model
-from xtrain.kernels import decode_attention, gemv, residual, rope
+from xtrain.kernels import _decode_attention_parts, decode_attention, gemv, residual, rope
 from xtrain.kernels.cast import cast_fwd
 
 CONTEXTS = (128, 4096)
 BATCHES = {"many": 32, "residual": 32}  # of a stage; 1 otherwise
 ALLOWED = 0.2  # of the largest logit: two orders of addition are about 0.1 apart in bf16, a wrong kernel 1 and more
 ALTERNATIVES = {
-    "qkv": [(8, 4, 2), (8, 1, 2), (4, 2, 4), (8, 2, 3), (8, 8, 2)],
-    "o": [(8, 4, 2), (8, 2, 2), (16, 4, 1)],
-    "gate_up": [(8, 2, 2), (4, 4, 3), (4, 2, 5), (4, 1, 4), (8, 1, 2)],
-    "down": [(16, 4, 1), (8, 4, 2), (16, 1, 1), (8, 2, 2)],
-    "head": [(8, 2, 2), (4, 4, 4), (4, 2, 5), (8, 2, 3)],
+    "qkv": [(8, 8, 2), (4, 8, 3), (16, 4, 1), (4, 4, 4)],
+    "o": [(8, 8, 2, True), (16, 4, 1), (16, 4, 1, False), (4, 8, 4)],
+    "gate_up": [(8, 4, 1), (4, 4, 2), (4, 3, 4), (8, 3, 2)],
+    "down": [(16, 11, 1), (16, 5, 1), (8, 11, 1), (16, 3, 1)],
+    "head": [(2, 4, 8), (8, 4, 2), (4, 8, 2), (4, 4, 3)],
     "few": [(8, False), (4, True), (4, False)],
     "many": [(4, True), (8, True), (8, False)],
-    "ahead": [0, 1 << 20, 2 << 20, 8 << 20],
+    "ahead": [1048576, 2097152, 8388608, 16777216],
+    "split": [128, 192],
     "residual": [(0, 4), (264, 8)],
 }
 
@@ -74,6 +76,7 @@ CHOSEN = {
     "few": decode_attention.choose(D, 8, G),
     "many": decode_attention.choose(D, 8, 32 * G),
     "ahead": cached_model.AHEAD,
+    "split": _decode_attention_parts.CHUNK,
     "residual": (residual.FEW, residual.FEW_COLUMNS),
 }
 
@@ -86,6 +89,7 @@ def use(candidate):
     gemv.choose = lambda *key: products[key]
     decode_attention.choose = lambda D, heads, key_heads: few if key_heads <= limit else many
     cached_model.AHEAD = candidate["ahead"]
+    _decode_attention_parts.CHUNK = candidate["split"]
     residual.FEW, residual.FEW_COLUMNS = candidate["residual"]
     residual.make_fwd_kernel.cache_clear()  # FEW_COLUMNS is none of its arguments
 

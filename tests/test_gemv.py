@@ -91,11 +91,11 @@ def test_the_products_of_a_decoder():
     kinds = [(2048, 2560, False, True), (2048, 2048, False, False), (2048, 5632, True, True)]
     kinds += [(5632, 2048, False, False), (2048, 32000, False, True)]
     assert [_gemv_tensor.choose(*kind) for kind in kinds] == [
-        (8, 2, 2),
-        (8, 8, 2),
-        (4, 2, 4),
-        (16, 2, 1),
-        (4, 2, 4),
+        (8, 4, 2, True),
+        (8, 8, 2, False),
+        (4, 4, 3, True),
+        (16, 4, 1, True),
+        (4, 4, 4, True),
     ]
 
 
@@ -189,7 +189,8 @@ def test_planted_bugs_are_found(stage, old, new):
 def test_wider_than_shared_memory(norm):
     """x stays in global memory then; the plain division of the work gives the same."""
     K = 8192
-    assert not staged(K, False) and staged(4096, False) and not staged(64, True)
+    plain, direct = Config(8, 2, 1), Config(8, 2, 1, False)
+    assert not staged(K, plain) and staged(4096, plain) and not staged(64, direct)
     check(case(2, K, 5, norm=norm))
 
 

@@ -54,17 +54,18 @@ def shared_bytes(N: int, K: int) -> int:
     return 2 * N * (K + PAD)
 
 
-def staged(K: int, once: bool) -> bool:
-    """Does x go through shared memory? For all numbers of rows alike, so that a row does not depend on them."""
-    return not once and shared_bytes(MAX_ROWS, K) + MOST_SUMS <= MOST_SHARED
-
-
 class Config(NamedTuple):
     """How the work is divided; warps and chunks change the order of additions, blocks no bit."""
 
     warps: int
     chunks: int  # of w under way per warp
     blocks: int  # per multiprocessor
+    stage: bool = True  # x goes through shared memory, if it fits
+
+
+def staged(K: int, config: Config) -> bool:
+    """Does x go through shared memory? For all numbers of rows alike, so that a row does not depend on them."""
+    return config.stage and shared_bytes(MAX_ROWS, K) + MOST_SUMS <= MOST_SHARED
 
 
 @functools.cache
@@ -295,7 +296,7 @@ def make_tensor_kernel(
     """HALF: x is bf16, and taken as it is. ready: so are the weights. once: a block has one tile, and asks for all of it at
     once. STAGED: x goes through shared memory. follow: there are next weights.
     """
-    WARPS, U, BLOCKS = config
+    WARPS, U, BLOCKS, _ = config
     M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
     load_w, load_x, take_x = make_operands(K, NORM, HALF, M, WARPS, U)
@@ -370,16 +371,17 @@ def make_tensor_kernel(
 def choose(K: int, F: int, swiglu: bool, norm: bool) -> Config:
     """For weights of K columns, y of F. Measured on one H200 with bench/tune_decode.py, Llama of 1.1 B parameters.
 
-    A tile of 2048 columns is asked for at once if a block has but one, a wider one is read by as many warps as a block may
-    have. With more to do (gate/up, lm_head), small blocks: one ends while its neighbours go on, and the next kernel finds room.
+    What counts is how many bytes of w are under way. A narrow tile is asked for at once if a block has but one, a wide one is
+    read by as many warps as a block may have. With more to do (gate/up, lm_head), small blocks: one ends while its neighbours
+    go on, and the next kernel finds room.
     """
     chunks, tiles = K // CHUNK, -(-F // TILE)
     if not (swiglu or norm) and tiles <= MULTIPROCESSORS and K > 8 * AT_ONCE * CHUNK:
-        return Config(16, 2, 1)
+        return Config(16, 4, 1)
     much = swiglu or (norm and tiles > 2 * MULTIPROCESSORS)
     warps = min(4 if much else 8, chunks)
     each = -(-chunks // warps)
     if swiglu or norm:
-        return Config(warps, min(2, each), 4 if much else 2)
+        return Config(warps, min(4, each), (3 if swiglu else 4) if much else 2)
     once = each <= AT_ONCE and tiles <= 2 * MULTIPROCESSORS
-    return Config(warps, each if once else min(4, each), 2)  # more would spill
+    return Config(warps, each if once else min(4, each), 2, not once)  # more would spill

@@ -198,7 +198,7 @@ def _launch(
     next_w = arrays[2][:0] if next_w is None else next_w[: next_w.size // 8 * 8]
     check(on_16_bytes(next_w), "gemv: next_w must begin at a multiple of 16 bytes")
     share = -(-next_w.size // (grid * LINE)) * LINE
-    stage = staged(K, once)
+    stage = staged(K, config)
     variant = flags[0], half, *flags[1:], weights_ready, once, stage, config, next_w.size > 0
     tensor_kernel = make_tensor_kernel(K, *variant)
     shared, numbers = shared_bytes(N, K) if stage else 0, (N, F, share, eps)

@@ -32,7 +32,7 @@ from ..device import Array
 from ._flat import on_16_bytes
 from ._heads import head_plan, make_head_ops
 from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
-from ._ptx import device, kernel, let_next_start, load1, store1
+from ._ptx import device, kernel, let_next_start, load1, prefetch, store1
 from ._reduce import add_column_sums, warp_sum
 from ._words import each_of
 from .rope import angle, check_tables, position_of, positions_for, rope_ref
@@ -41,6 +41,7 @@ WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory
 PARTIALS = 528  # blocks of their backward: 4 on each of an H200's 132 multiprocessors
 FWD_THREADS, BWD_THREADS = 256, 96  # of a block of the kernels in use, about
+FAR = True
 RESIDENT = {4: 20, 8: 16}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
 MULTIPROCESSORS = 132  # of an H200
 
@@ -312,6 +313,8 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
 
         partial: (parts B, 2D), a block's sums for q_w, then for k_w.
         """
+        if normalise and overlap:
+            let_next_start()  # add_column_sums, which will wait
         cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
         d_2E, x_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
         dw_2E = cuda.local.array((2, each), float32)
@@ -351,6 +354,10 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
                 unpack(x_2E, x_2W, qkv)
                 fetch(x_2W, qkv, at_x)
                 scale = rstd[int64(n) * A + a]
+            if FAR and int32(mine + step) < end:
+                prefetch(dy, at_d + int64(step) * int32(heads * D))
+                if normalise:
+                    prefetch(qkv, at_x + int64(step) * int32(X * D))
             cuda.syncwarp()  # or the compiler moves the asking behind the arithmetic
             turn_back(d_2E, cos, sin)
             if normalise:
@@ -367,8 +374,6 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
             if live:
                 put(dqkv, here, new_2W)
         if normalise:
-            if overlap:
-                let_next_start()  # add_column_sums
             block = int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
             add_heads(partial, block * (2 * D), dw_2E, cuda.shared.array(TILE, float32))
 

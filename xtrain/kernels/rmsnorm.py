@@ -147,6 +147,8 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
 
         dx, dy, skip, x: flat (N C). partial: flat (P C), block p writes row p.
         """
+        if overlap:
+            let_next_start()  # add_column_sums, which will wait
         row, column = place()
         scratch = cuda.shared.array(MAX_WARPS, float32)
         dy_SW, x_SW = (
@@ -206,8 +208,6 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
                         g_SE[s, j] += w[j]
                 store(dx, n * C, column + s * STRIDE, g_SE[s])
             n = int32(n + step)
-        if overlap:
-            let_next_start()  # add_column_sums
         add_rows(partial, int64(cuda.blockIdx.x) * C, dw_SE)
 
     return rmsnorm_bwd_kernel, ops
