@@ -1,6 +1,6 @@
 """Find the fastest division of the work in a decoding step on this GPU.
 
-    python bench/tune_decode.py [--stages qkv o gate_up down head few many ahead split residual] [--jobs 16]
+    python bench/tune_decode.py [--stages qkv o gate_up down head few many ahead residual] [--jobs 16]
 
 The model of bench_decode.py, all 22 layers with weights of their own, as the engine decodes with it: a graph of the step
 without sampling, replayed back to back. It begins with what the library chooses. One stage after the other tries its
@@ -11,7 +11,6 @@ A candidate whose logits are further than ALLOWED from those of the library's ch
     qkv ... head    _gemv_tensor.Config of a product: warps, chunks, blocks per multiprocessor, stage
     few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many (batch 32)
     ahead           cached_model.AHEAD, bytes
-    split           _decode_attention_parts.CHUNK, keys of a split at least; it changes bits
     residual        residual.FEW and FEW_COLUMNS (batch 32)
 
 Prints at the end what to write into the files.
@@ -36,7 +35,7 @@ from _timing import copy_bandwidth
 from bench_engine import BF16, EPS, MATRICES, D, G, P, int32, replay_ms
 
 from xtrain import cached_model
-from xtrain.kernels import _decode_attention_parts, decode_attention, gemv, residual, rope
+from xtrain.kernels import decode_attention, gemv, residual, rope
 from xtrain.kernels.cast import cast_fwd
 
 CONTEXTS = (128, 4096)
@@ -48,10 +47,9 @@ ALTERNATIVES = {
     "gate_up": [(8, 4, 1), (4, 4, 2), (4, 3, 4), (8, 3, 2)],
     "down": [(16, 11, 1), (16, 5, 1), (8, 11, 1), (16, 3, 1)],
     "head": [(2, 4, 8), (8, 4, 2), (4, 8, 2), (4, 4, 3)],
-    "few": [(8, False), (4, True), (4, False)],
-    "many": [(4, True), (8, True), (8, False)],
+    "few": [(8, True, 256), (8, True, 160), (8, True, 224), (4, True, 192)],
+    "many": [(4, True, 256), (8, True, 256), (4, False, 512)],
     "ahead": [1048576, 2097152, 8388608, 16777216],
-    "split": [128, 192],
     "residual": [(0, 4), (264, 8)],
 }
 
@@ -76,7 +74,6 @@ CHOSEN = {
     "few": decode_attention.choose(D, 8, G),
     "many": decode_attention.choose(D, 8, 32 * G),
     "ahead": cached_model.AHEAD,
-    "split": _decode_attention_parts.CHUNK,
     "residual": (residual.FEW, residual.FEW_COLUMNS),
 }
 
@@ -89,7 +86,6 @@ def use(candidate):
     gemv.choose = lambda *key: products[key]
     decode_attention.choose = lambda D, heads, key_heads: few if key_heads <= limit else many
     cached_model.AHEAD = candidate["ahead"]
-    _decode_attention_parts.CHUNK = candidate["split"]
     residual.FEW, residual.FEW_COLUMNS = candidate["residual"]
     residual.make_fwd_kernel.cache_clear()  # FEW_COLUMNS is none of its arguments
 

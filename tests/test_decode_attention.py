@@ -87,6 +87,7 @@ def test_kernel(shape, dtype):
 def short_splits(monkeypatch):
     """Splits of 16 keys instead of 256, so that short rows have several."""
     monkeypatch.setattr(_decode_attention_parts, "CHUNK", 16)
+    monkeypatch.setattr(_decode_attention_parts, "FEW_CHUNK", 16)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
@@ -95,6 +96,7 @@ def test_split_keys_equal_unsplit(short_splits, monkeypatch, shape, dtype):
     args = case(*shape, dtype, True)
     o, k, v = check(args)
     monkeypatch.setattr(_decode_attention_parts, "CHUNK", 256)
+    monkeypatch.setattr(_decode_attention_parts, "FEW_CHUNK", 256)
     o1, k1, v1 = run(args, to_kernel)
     assert np.array_equal(k, k1) and np.array_equal(v, v1)
     tolerance = 2e-6 if dtype == np.float32 else 2e-2
@@ -210,8 +212,8 @@ def planted(monkeypatch, old, new):
     scope = with_bug(
         _decode_attention_parts, old, new, dict(__name__=name, __package__="xtrain.kernels")
     )
-    scope["CHUNK"] = 16
-    for key in ("CHUNK", "make_new_heads", "make_merge"):
+    scope["CHUNK"] = scope["FEW_CHUNK"] = 16
+    for key in ("CHUNK", "FEW_CHUNK", "make_new_heads", "make_merge"):
         monkeypatch.setattr(_decode_attention_parts, key, scope[key])
     monkeypatch.setattr(file, "arrive_last", scope["arrive_last"])
     make_decode_kernel.cache_clear()
@@ -291,7 +293,7 @@ def test_bad_input():
 def test_asking_ahead_changes_no_bit(short_splits, monkeypatch, warps, shape):
     args, o = case(*shape, BF16), []
     for ahead in (False, True):
-        monkeypatch.setattr(file, "choose", lambda *_, ahead=ahead: file.Config(warps, ahead))
+        monkeypatch.setattr(file, "choose", lambda *_, ahead=ahead: file.Config(warps, ahead, 16))
         o.append(check(args)[0])
         o.append(run(args, to_kernel, cache_ready=True)[0])
     assert all(np.array_equal(x, o[0]) for x in o)

@@ -94,7 +94,7 @@ def test_the_products_of_a_decoder():
         (8, 4, 2, True),
         (8, 8, 2, False),
         (4, 4, 3, True),
-        (16, 4, 1, True),
+        (16, 11, 1, True),
         (4, 4, 4, True),
     ]
 

@@ -16,13 +16,14 @@ from ._tensor_cores import exp2
 
 LOG2E = float32(math.log2(math.e))
 CHUNK = 256  # keys of a split, at least: four rounds of a warp, so that reading them outweighs the rest of its work
+FEW_CHUNK = 192  # where few key heads leave multiprocessors idle; shorter ones make more to merge than they save
 MAX_SPLITS = 32  # of a row's keys: lanes of the warp that merges them
 AT_ONCE = 8  # partial results that a thread asks for before it adds them
 
 
-def splits_of(S: int) -> int:
-    """How many blocks share the keys of a head when a row holds S tokens"""
-    return min(MAX_SPLITS, -(-S // CHUNK))
+def splits_of(S: int, keys: int) -> int:
+    """How many blocks share the keys of a head when a row holds S tokens. keys: of a split, at least"""
+    return min(MAX_SPLITS, -(-S // keys))
 
 
 @device

@@ -41,6 +41,7 @@ MAX_ROWS = 8  # columns of one tensor-core tile
 TILE = 16  # rows of w that a block multiplies at a time
 CHUNK = 32  # columns of w that a warp multiplies at a time: 8 for each of 4 lanes
 AT_ONCE = 8  # chunks of w that a warp asks for when they are all it needs
+MOST_OF_16 = 11  # the same with 16 warps and x in shared memory: their registers hold no more
 MULTIPROCESSORS = 132  # of an H200. Another number changes the speed only
 PAD = 32  # elements between the rows of x in shared memory: 4 lanes of two rows meet no bank twice
 MOST_SHARED = 99 << 10  # bytes: what a block may have on every card since compute capability 8.0
@@ -377,7 +378,8 @@ def choose(K: int, F: int, swiglu: bool, norm: bool) -> Config:
     """
     chunks, tiles = K // CHUNK, -(-F // TILE)
     if not (swiglu or norm) and tiles <= MULTIPROCESSORS and K > 8 * AT_ONCE * CHUNK:
-        return Config(16, 4, 1)
+        each = -(-chunks // 16)
+        return Config(16, each if each <= MOST_OF_16 else 4, 1)
     much = swiglu or (norm and tiles > 2 * MULTIPROCESSORS)
     warps = min(4 if much else 8, chunks)
     each = -(-chunks // warps)

@@ -53,10 +53,11 @@ WIDE_BLOCK = 512  # accumulators of a warp with which 8 warps still fit register
 
 
 class Config(NamedTuple):
-    """How a block deals with its keys; `warps` changes the order of additions, `ahead` no bit."""
+    """How a block deals with its keys; `warps` and `keys` change the order of additions, `ahead` no bit."""
 
     warps: int  # of a block
     ahead: bool  # a warp asks for its next keys before it deals with these, for the first before it waits for the product
+    keys: int  # of a split, at least
 
 
 def choose(D: int, heads: int, key_heads: int) -> Config:
@@ -66,7 +67,7 @@ def choose(D: int, heads: int, key_heads: int) -> Config:
     Many keep memory busy whatever a warp does, and small blocks hide each other's waiting.
     """
     few = key_heads <= FEW_HEADS and heads * D <= WIDE_BLOCK
-    return Config(8, ahead=True) if few else Config(4, ahead=False)
+    return Config(8, True, parts.FEW_CHUNK) if few else Config(4, False, parts.CHUNK)
 
 
 # ----------------------------------------------------------------------------- reference
@@ -102,7 +103,7 @@ def heads_of(half: bool, group: int) -> int:
     return 16 if half and group > 8 else 8
 
 
-def make_begin(D, half, overlap, ready, chunk_keys, config, ask):
+def make_begin(D, half, overlap, ready, config, ask):
     """-> share_of(split, n) -> (lo, hi, used): the keys of a split, of n in all; how many splits there are
     begin(next_k, next_v, k, v, lengths_B, rows_B, G, S) -> (t, base, live): the token's position, where its keys begin; is
     there one? When the product that makes qkv has ended. Meanwhile a block asks for some of its first keys and values to
@@ -110,7 +111,7 @@ def make_begin(D, half, overlap, ready, chunk_keys, config, ask):
     """
     LINE, MOST = 64 if half else 32, PREFETCHED * D  # elements
     THREADS, AHEAD = 32 * config.warps, config.ahead
-    split_keys = parts.make_split_keys(chunk_keys)
+    split_keys = parts.make_split_keys(config.keys)
 
     @device
     def share_of(split, n):
@@ -175,9 +176,9 @@ def make_combine(D, HEADS, WARPS):
 
 
 @functools.cache
-def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, chunk_keys, config):
+def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
     """GROUP: H / G. half: bf16. overlap: see wait_for_previous in _ptx.py. ready: lengths, rows and the cache may be read
-    before it. chunk_keys: of a split.
+    before it.
     """
     HEADS, WARPS = heads_of(half, GROUP), config.warps
     AHEAD = config.ahead and half and overlap and ready  # the first keys have been asked for
@@ -186,8 +187,8 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, chunk_keys, co
     WEIGHTS, KEYS, VALUES = MAX_SPLITS * HEADS, (2, D // 16, 2), (D // 8, 2)
     element = types.uint16 if half else float32
     new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
-    ask, attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, *config)
-    share_of, begin = make_begin(D, half, overlap, ready, chunk_keys, config, ask)
+    ask, attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, WARPS, config.ahead)
+    share_of, begin = make_begin(D, half, overlap, ready, config, ask)
     combine = make_combine(D, HEADS, WARPS)
 
     @kernel(THREADS)
@@ -286,8 +287,8 @@ def decode_attention(
     flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
     check(on_16_bytes(*flat[:2]), f"{op}: the cache does not begin at a multiple of 16 bytes")
     config = choose(D, heads_of(half, group), G if batch_invariant else B * G)
-    overlap, splits = can_overlap(qkv_BP), parts.splits_of(S)
-    variant = D, group, half, bool(weights), overlap, cache_ready, parts.CHUNK, config
+    overlap, splits = can_overlap(qkv_BP), parts.splits_of(S, config.keys)
+    variant = D, group, half, bool(weights), overlap, cache_ready, config
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
     blocks = B * G * chunks
     part, m_part, l_part = (

@@ -35,13 +35,15 @@ from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_
 from ._ptx import device, kernel, let_next_start, load1, prefetch, store1
 from ._reduce import add_column_sums, warp_sum
 from ._words import each_of
-from .rope import angle, check_tables, position_of, positions_for, rope_ref
+from .rope import angle, check_tables, cycle, position_of, positions_for, rope_ref
 
 WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory
 PARTIALS = 528  # blocks of their backward: 4 on each of an H200's 132 multiprocessors
-FWD_THREADS, BWD_THREADS = 256, 96  # of a block of the kernels in use, about
+FWD_THREADS, BWD_THREADS = 192, 96  # of a block of the kernels in use, about
+FWD_RESIDENT = 30  # warps of their forward on a multiprocessor
 FAR = True
+EARLY = True
 RESIDENT = {4: 20, 8: 16}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
 MULTIPROCESSORS = 132  # of an H200
 
@@ -185,72 +187,58 @@ def qk_norm_rope_bwd_warp_kernel(
 
 # ----------------------------------------------------------------------------- kernels in use: 16 bytes at a time
 @functools.cache
-def make_fwd_kernel(H, G, D, each, normalise):
+def make_fwd_kernel(H, G, D, each, normalise, given):
     """-> kernel and plan, see _heads.py; None twice: this shape does not fit.
 
-    Threads are shared out among the key heads. Those of key head g also deal, one after the other, with the H / G query
-    heads that use it: one read of cos and sin serves them all.
+    A thread owns its part of one head of q or k, of one token. given: positions are, else they are n % T.
     """
-    plan = head_plan(G, D, each, FWD_THREADS) if H % G == 0 else None
+    A, X = H + G, H + 2 * G
+    plan = head_plan(A, D, each, FWD_THREADS)
     if plan is None:
         return None, None
-    ops, TOKENS = make_head_ops(G, D, each, plan), plan.tokens
+    ops, TOKENS = make_head_ops(A, D, each, plan), plan.tokens
     place, load, load_angles, fetch, put = ops.place, ops.load, ops.load_angles, ops.fetch, ops.put
     unpack, pack, turn, total = ops.unpack, ops.pack, ops.turn, ops.total
-    R, REP, A, X, INVERSE = D // 2, H // G, H + G, H + 2 * G, 1 / D
+    R, INVERSE = D // 2, 1 / D
 
-    @device
-    def norm_and_turn(x_2W, x_2E, x, w_D, r, cos, sin, eps):
-        """In place. -> rstd"""
-        unpack(x_2E, x_2W, x)
-        w, rstd = cuda.local.array(each, float32), float32(1.0)
-        if normalise:
-            acc = float32(0.0)
-            for i in range(2):
-                for j in range(each):
-                    acc += x_2E[i, j] * x_2E[i, j]
-            rstd = rsqrtf(total(acc) * float32(INVERSE) + eps)
-            for i in range(2):
-                load(w, w_D, r + i * R)
-                for j in range(each):
-                    x_2E[i, j] *= rstd * w[j]
-        turn(x_2E, cos, sin)
-        pack(x_2W, x_2E, x)
-        return rstd
-
-    @kernel(plan.THREADS, 1)  # without the 1 the compiler aims at more blocks, and spills
+    @kernel(plan.THREADS, FWD_RESIDENT * 32 // plan.THREADS)
     def qk_norm_rope_fwd_kernel(
         q, k, rstd, qkv, q_w_D, k_w_D, cos_PR, sin_PR, positions_N, N, T, eps
     ):
         """Grid (ceil(N / TOKENS), parts), block THREADS. All arrays flat."""
         cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
-        x_2E, words_32W = cuda.local.array((2, each), float32), cuda.local.array((3, 2, 4), uint32)
-        k_2W, next_2W, q_2W = words_32W[0], words_32W[1], words_32W[2]
-        token, g, r = place()
-        n = int64(cuda.blockIdx.x) * TOKENS + token
-        live = n < N and g < G
-        n = n if n < N else N - 1  # a thread without a head repeats one, and stores nothing
-        g = g if g < G else G - 1
-        fetch(next_2W, qkv, (n * X + g * REP) * D + r)  # ask for everything, then compute
-        fetch(k_2W, qkv, (n * X + H + g) * D + r)
-        p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
-        load_angles(cos, sin, cos_PR, sin_PR, p, r)
-        scale = norm_and_turn(k_2W, x_2E, qkv, k_w_D, r, cos, sin, eps)
+        x_2E, x_2W = cuda.local.array((2, each), float32), cuda.local.array((2, 4), uint32)
+        w, acc, scale = cuda.local.array(each, float32), float32(0.0), float32(1.0)
+        token, slot, r = place()
+        mine, end, a = int32(cuda.blockIdx.x * TOKENS + token), int32(N), int32(slot)
+        live = mine < end and a < A  # a thread without a head repeats one, and stores nothing
+        n, a = int64(mine if mine < end else end - 1), int32(a if a < A else A - 1)
+        out, w_D, heads, h = (q, q_w_D, H, a) if a < H else (k, k_w_D, G, a - H)
+        if given:
+            p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
+            load_angles(cos, sin, cos_PR, sin_PR, p, r)
+        else:
+            p = cycle(n, T)
+            load(cos, cos_PR, p * R + r)
+            load(sin, sin_PR, p * R + r)
+        cuda.syncwarp()  # without it the compiler asks for the angles when it has summed up the squares
+        fetch(x_2W, qkv, (n * X + a) * D + r)
+        unpack(x_2E, x_2W, qkv)
+        if normalise:
+            for i in range(2):
+                for j in range(each):
+                    acc += x_2E[i, j] * x_2E[i, j]
+            scale = rsqrtf(total(acc) * float32(INVERSE) + eps)
+            for i in range(2):
+                load(w, w_D, r + i * R)
+                for j in range(each):
+                    x_2E[i, j] *= scale * w[j]
+        turn(x_2E, cos, sin)
+        pack(x_2W, x_2E, qkv)
         if live:
-            put(k, (n * G + g) * D + r, k_2W)
+            put(out, (n * heads + h) * D + r, x_2W)
             if normalise and r == 0:
-                rstd[n * A + H + g] = scale  # kept for backward
-        for i in range(REP):
-            h = g * REP + i
-            for j in range(4):
-                q_2W[0, j], q_2W[1, j] = next_2W[0, j], next_2W[1, j]
-            if i + 1 < REP:
-                fetch(next_2W, qkv, (n * X + h + 1) * D + r)
-            scale = norm_and_turn(q_2W, x_2E, qkv, q_w_D, r, cos, sin, eps)
-            if live:
-                put(q, (n * H + h) * D + r, q_2W)
-                if normalise and r == 0:
-                    rstd[n * A + h] = scale
+                rstd[n * A + a] = scale  # kept for backward
 
     return qk_norm_rope_fwd_kernel, plan
 
@@ -313,7 +301,7 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
 
         partial: (parts B, 2D), a block's sums for q_w, then for k_w.
         """
-        if normalise and overlap:
+        if normalise and overlap and EARLY:
             let_next_start()  # add_column_sums, which will wait
         cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
         d_2E, x_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
@@ -334,7 +322,7 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
         n = int32(mine if mine < end else end - 1)
         at_d, at_x = (int64(n) * heads + h) * D + r, (int64(n) * X + a) * D + r
         p = int32(position_of(n, positions_N, T, cos_PR.shape[0] // R))
-        jump = int32(0) if given else int32(position_of(step, positions_N, T, 0))
+        jump = int32(0) if given else int32(cycle(step, T))
         fetch(d_2W, dy, at_d)
         if normalise:
             fetch(x_2W, qkv, at_x)
@@ -374,6 +362,8 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
             if live:
                 put(dqkv, here, new_2W)
         if normalise:
+            if overlap and not EARLY:
+                let_next_start()
             block = int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
             add_heads(partial, block * (2 * D), dw_2E, cuda.shared.array(TILE, float32))
 
@@ -414,7 +404,7 @@ def qk_norm_rope_fwd(
     rstd_given = rstd if normalise else cos_PR  # a kernel takes no None
     q_w, k_w = weights or (cos_PR.reshape(-1),) * 2
     flat = [x.reshape(-1) for x in (q, k, rstd_given, qkv_NP, q_w, k_w, cos_PR, sin_PR)]
-    fwd_kernel, plan = make_fwd_kernel(H, G, D, each_of(qkv_NP), normalise)
+    fwd_kernel, plan = make_fwd_kernel(H, G, D, each_of(qkv_NP), normalise, T == 0)
     eps = np.float32(eps)
     if plan and on_16_bytes(*flat):
         grid = (-(-N // plan.tokens), plan.parts)

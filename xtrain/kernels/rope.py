@@ -107,12 +107,16 @@ def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, sign=1, out=None):
 
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit(device=True)
+def cycle(n, T):
+    """n % T, both below 2^32: a division of 64-bit numbers takes three times as long."""
+    return int64(uint32(n) % uint32(T))
+
+
+@cuda.jit(device=True)
 def position_of(n, positions_N, T, P):
     """Of row n < 2^32. T = 0: they are given; -1 for one that is not in the tables."""
     if T > 0:
-        return int64(
-            uint32(n) % uint32(T)
-        )  # a division of 64-bit numbers takes three times as long
+        return cycle(n, T)
     p = int64(positions_N[n])
     return p if p >= 0 and p < P else int64(-1)
 
