@@ -91,7 +91,7 @@ def test_the_products_of_a_decoder():
     kinds = [(2048, 2560, False, True), (2048, 2048, False, False), (2048, 5632, True, True)]
     kinds += [(5632, 2048, False, False), (2048, 32000, False, True)]
     assert [_gemv_tensor.choose(*kind) for kind in kinds] == [
-        (8, 4, 2, True),
+        (16, 4, 1, True),
         (8, 8, 2, False),
         (4, 4, 3, True),
         (16, 11, 1, True),

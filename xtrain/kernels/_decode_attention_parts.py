@@ -109,7 +109,7 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
     key, value: where they begin in qkv. A warp asks for all its heads before it deals with the first.
     """
     load_pairs, load_angles, turn, put_pairs, PLANES = make_pairs(D, NORMALISE)
-    EACH = HEADS // WARPS
+    EACH = -(-HEADS // WARPS)
     FULL_CHUNKS = GROUP % HEADS == 0
 
     @device
@@ -124,7 +124,7 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
         load_angles(c, s, cos, sin, p)
         for j in range(EACH):
             h = h0 + warp + j * WARPS
-            h = h if FULL_CHUNKS or h < GROUP else GROUP - 1
+            h = h if h < GROUP else GROUP - 1  # where there are more warps than heads, too
             load_pairs(x1[j], x2[j], qkv, x + h * D)
         if owner and warp >= WARPS - 2:
             load_pairs(more1, more2, qkv, key if warp == WARPS - 1 else value)
@@ -132,7 +132,8 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
             if not FULL_CHUNKS and h0 + warp + j * WARPS >= GROUP:
                 for i in range(PLANES):
                     x1[j, i], x2[j, i] = float32(0.0), float32(0.0)
-            turn(q_s, (warp + j * WARPS) * D, x1[j], x2[j], q_w_D, c, s, eps)
+            if warp + j * WARPS < HEADS:
+                turn(q_s, (warp + j * WARPS) * D, x1[j], x2[j], q_w_D, c, s, eps)
         if owner and warp == WARPS - 1:
             turn(k, at, more1, more2, k_w_D, c, s, eps)
         if owner and warp == WARPS - 2:
@@ -197,22 +198,25 @@ def make_merge(D, HEADS, WARPS):
 @functools.cache
 def make_weigh(HEADS, WARPS):
     """-> weigh(weight_s, l_s, m_part, l_part, first, used): the splits' weights, 0 from `used` on, and the sum of their l"""
-    EACH = HEADS // WARPS
+    EACH = -(-HEADS // WARPS)
 
     @device
     def weigh(weight_s, l_s, m_part, l_part, first, used):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         m, total = cuda.local.array(EACH, float32), cuda.local.array(EACH, float32)
         for j in range(EACH):  # a lane per split
-            i = (first + lane) * HEADS + warp + j * WARPS
-            m[j] = m_part[i] if lane < used else NEG_INF
-            total[j] = l_part[i] if lane < used else float32(0.0)
+            h = warp + j * WARPS
+            i, there = (first + lane) * HEADS + h, lane < used and h < HEADS
+            m[j] = m_part[i] if there else NEG_INF
+            total[j] = l_part[i] if there else float32(0.0)
         for j in range(EACH):
-            h, weight = warp + j * WARPS, exp2(m[j] - warp_max(m[j]))
-            weight_s[lane * HEADS + h] = weight
-            row_total = warp_sum(total[j] * weight)
-            if lane == 0:
-                l_s[h] = row_total
+            h = warp + j * WARPS
+            if h < HEADS:
+                weight = exp2(m[j] - warp_max(m[j]))
+                weight_s[lane * HEADS + h] = weight
+                row_total = warp_sum(total[j] * weight)
+                if lane == 0:
+                    l_s[h] = row_total
 
     return weigh
 

@@ -381,9 +381,9 @@ def choose(K: int, F: int, swiglu: bool, norm: bool) -> Config:
         each = -(-chunks // 16)
         return Config(16, each if each <= MOST_OF_16 else 4, 1)
     much = swiglu or (norm and tiles > 2 * MULTIPROCESSORS)
-    warps = min(4 if much else 8, chunks)
+    warps = min(4 if much else 16 if norm else 8, chunks)
     each = -(-chunks // warps)
     if swiglu or norm:
-        return Config(warps, min(4, each), (3 if swiglu else 4) if much else 2)
+        return Config(warps, min(4, each), 3 if swiglu else 4 if much else 1)
     once = each <= AT_ONCE and tiles <= 2 * MULTIPROCESSORS
     return Config(warps, each if once else min(4, each), 2, not once)  # more would spill

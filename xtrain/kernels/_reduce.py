@@ -64,13 +64,11 @@ def block_max(v, partial):
 
 COLUMNS = 32  # one warp reads 32 neighbouring columns
 SLICES = 32  # warps that share the rows: few rows each, since all a thread does is wait for them
-MOST_AHEAD = 24  # rows that a thread asks for at once: with more, registers run out
+AHEAD = 8  # rows that a thread asks for at once
 
 
 @functools.cache
-def make_add_column_sums_kernel(AHEAD, overlap):
-    """AHEAD: rows that a thread asks for at once. It changes no bit."""
-
+def make_add_column_sums_kernel(overlap):
     @kernel(COLUMNS * SLICES)
     def add_column_sums_kernel(out_C, more_C, partial_PC):
         """Grid ceil(C / COLUMNS), block (COLUMNS, up to SLICES). C: columns of out and, after them, of more.
@@ -116,7 +114,6 @@ def add_column_sums(partial_PC, out_C, more_C=None) -> None:
     P, C = partial_PC.shape
     block = COLUMNS, min(SLICES, P)
     more_C = out_C if more_C is None else more_C  # a kernel takes no None
-    overlap, each = can_overlap(partial_PC), -(-P // SLICES)  # rows of a thread
-    ahead = min(-(-each // 8) * 8, MOST_AHEAD)
-    sums_kernel, grid = make_add_column_sums_kernel(ahead, overlap), -(-C // COLUMNS)
+    overlap = can_overlap(partial_PC)
+    sums_kernel, grid = make_add_column_sums_kernel(overlap), -(-C // COLUMNS)
     launch(sums_kernel, grid, block, out_C, more_C, partial_PC, overlap=overlap)

@@ -40,11 +40,10 @@ from .rope import angle, check_tables, cycle, position_of, positions_for, rope_r
 WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory
 PARTIALS = 528  # blocks of their backward: 4 on each of an H200's 132 multiprocessors
-FWD_THREADS, BWD_THREADS = 192, 96  # of a block of the kernels in use, about
+FWD_THREADS, BWD_THREADS = 96, 96  # of a block of the kernels in use, about
 FWD_RESIDENT = 30  # warps of their forward on a multiprocessor
-FAR = True
-EARLY = True
-RESIDENT = {4: 20, 8: 16}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
+FAR = 1
+RESIDENT = {4: 20, 8: 12}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
 MULTIPROCESSORS = 132  # of an H200
 
 
@@ -301,8 +300,6 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
 
         partial: (parts B, 2D), a block's sums for q_w, then for k_w.
         """
-        if normalise and overlap and EARLY:
-            let_next_start()  # add_column_sums, which will wait
         cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
         d_2E, x_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
         dw_2E = cuda.local.array((2, each), float32)
@@ -342,10 +339,10 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
                 unpack(x_2E, x_2W, qkv)
                 fetch(x_2W, qkv, at_x)
                 scale = rstd[int64(n) * A + a]
-            if FAR and int32(mine + step) < end:
-                prefetch(dy, at_d + int64(step) * int32(heads * D))
+            if FAR and int32(mine + FAR * step) < end:
+                prefetch(dy, at_d + int64(step) * int32(FAR * heads * D))
                 if normalise:
-                    prefetch(qkv, at_x + int64(step) * int32(X * D))
+                    prefetch(qkv, at_x + int64(step) * int32(FAR * X * D))
             cuda.syncwarp()  # or the compiler moves the asking behind the arithmetic
             turn_back(d_2E, cos, sin)
             if normalise:
@@ -362,8 +359,8 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
             if live:
                 put(dqkv, here, new_2W)
         if normalise:
-            if overlap and not EARLY:
-                let_next_start()
+            if overlap:
+                let_next_start()  # add_column_sums
             block = int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
             add_heads(partial, block * (2 * D), dw_2E, cuda.shared.array(TILE, float32))
 

@@ -47,7 +47,6 @@ BLOCK = 256  # of the naive kernel: 8 warps
 BWD_COLUMNS = (
     24  # of a thread of the backward: it keeps x, dy and dw, and the next row is on its way
 )
-EARLY = True
 RESIDENT = 16  # its warps on a multiprocessor: with 128 registers a thread no more fit,
 RESIDENT_WIDE = 12  # ... and with 168, which more than 16 columns take where the next row is float32, no more than these
 MULTIPROCESSORS = (
@@ -148,8 +147,6 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
 
         dx, dy, skip, x: flat (N C). partial: flat (P C), block p writes row p.
         """
-        if overlap and EARLY:
-            let_next_start()  # add_column_sums, which will wait
         row, column = place()
         scratch = cuda.shared.array(MAX_WARPS, float32)
         dy_SW, x_SW = (
@@ -209,7 +206,7 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
                         g_SE[s, j] += w[j]
                 store(dx, n * C, column + s * STRIDE, g_SE[s])
             n = int32(n + step)
-        if overlap and not EARLY:
+        if overlap:
             let_next_start()  # add_column_sums
         add_rows(partial, int64(cuda.blockIdx.x) * C, dw_SE)
 
