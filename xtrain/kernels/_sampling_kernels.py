@@ -106,7 +106,7 @@ def exchange(x_s, i, other, falling):
 
 @device
 def block_max_place(v, scratch):
-    """The largest v, in thread 0"""
+    """The largest v >= -1, in thread 0"""
     tid = cuda.threadIdx.x
     for step in (16, 8, 4, 2, 1):
         other = cuda.shfl_xor_sync(FULL, v, step)
@@ -114,9 +114,11 @@ def block_max_place(v, scratch):
     if tid & 31 == 0:
         scratch[tid >> 5] = v
     cuda.syncthreads()
-    if tid == 0:
-        for warp in range(1, cuda.blockDim.x >> 5):
-            v = v if v > scratch[warp] else scratch[warp]
+    if tid < 32:
+        v = scratch[tid] if tid < cuda.blockDim.x >> 5 else int64(-1)
+        for step in (16, 8, 4, 2, 1):
+            other = cuda.shfl_xor_sync(FULL, v, step)
+            v = v if v > other else other
     return v
 
 

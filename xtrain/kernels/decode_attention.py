@@ -63,11 +63,11 @@ class Config(NamedTuple):
 def choose(D: int, heads: int, key_heads: int) -> Config:
     """For heads of D channels, `heads` of a block; key_heads: of the launch. Measured on one H200 with bench/tune_decode.py.
 
-    Few key heads take as long as one: many warps share its keys, and each has all that it can hold under way.
+    Few key heads take as long as one: so many warps share a split that each has one round of keys.
     Many keep memory busy whatever a warp does, and small blocks hide each other's waiting.
     """
     few = key_heads <= FEW_HEADS and heads * D <= WIDE_BLOCK
-    return Config(8, True, parts.FEW_CHUNK) if few else Config(4, False, parts.CHUNK)
+    return Config(12, False, parts.FEW_CHUNK) if few else Config(4, False, parts.CHUNK)
 
 
 # ----------------------------------------------------------------------------- reference
