@@ -446,7 +446,7 @@ print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the tim
 # ## The library's kernel
 #
 # Your 21.2, and around it the step that becomes a CUDA graph: model, sampling, counting up.
-# Python's part of a step is one launch, and one copy of b token ids.
+# Python's part of a step is one launch, and reading b token ids: the last kernel puts them into memory of the host.
 
 # %%
 from xtrain import text_stream

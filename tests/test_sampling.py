@@ -254,6 +254,19 @@ def test_advance():
         assert to_host(lengths).tolist() == [4, 4, 6] and to_host(steps).tolist() == [1, 7, 2]
 
 
+def test_advance_leaves_the_ids_in_one_of_two_slots():
+    start = [np.array(x, np.int32) for x in ([3, 4, 5], [0, 7, 1], [2, -1, 0])]
+    for put in (to_kernel, np.array):
+        lengths, steps, rows = map(put, start)
+        mail = put(np.full((2, 5), 99, np.int32))
+        for ids in ([7, 8, 9], [17, 18, 19]):
+            advance(lengths, steps, rows, put(np.array(ids, np.int32)), mail)
+        assert to_host(mail).tolist() == [[7, 99, 19, 99, 99], [17, 99, 9, 99, 99]]
+        assert to_host(lengths).tolist() == [5, 4, 7]
+        with pytest.raises(ValueError, match="mail for 2 rows of 3"):
+            advance(lengths, steps, rows, rows, put(np.zeros((2, 2), np.int32)))
+
+
 BUGS = [
     ("running_sum", "    cuda.syncthreads()  # scratch is free\n", ""),
     ("find_bin", "    cuda.syncthreads()  # the bins are full\n", ""),

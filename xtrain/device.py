@@ -162,6 +162,17 @@ class PrivatePool:
         self.alive.add(self)
 
 
+def both_see(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Any]:
+    """-> an array of host memory that the GPU can write (pinned and mapped), as the host and as kernels see it"""
+    cp, dtype = cupy(), np.dtype(dtype)
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    memory = cp.cuda.alloc_pinned_memory(nbytes)
+    owned = cp.cuda.UnownedMemory(memory.ptr, nbytes, memory, cp.cuda.Device().id)
+    here = np.frombuffer(memory, dtype, int(np.prod(shape))).reshape(shape)
+    here[...] = 0
+    return here, cp.ndarray(shape, dtype, cp.cuda.MemoryPointer(owned, 0))
+
+
 def free_cached(device: str) -> None:
     """Give memory that nothing uses back to the GPU. (The pool keeps it otherwise, for arrays to come.)"""
     if device == "gpu":

@@ -32,7 +32,7 @@ import numpy as np
 
 from .cached_model import CachedModel
 from .config import UserError
-from .device import cupy, to_numpy
+from .device import both_see, cupy, to_numpy
 from .graph import Graphed
 from .kernels.sampling import advance, sample
 from .model import Transformer
@@ -96,11 +96,13 @@ class Engine:
         self.free = list(range(max_batch))  # rows
         self.held: list[list[int]] = [[] for _ in range(max_batch)]  # what is in each row's cache
         self.weights_version = model.arena.version.count
-        self.lanes = Lanes(max_batch, model.device)
+        self.lanes, on_gpu = Lanes(max_batch, model.device), model.device == "gpu"
+        # The last two steps' ids, in host memory that a GPU writes to: one may be read while the other is being made.
+        shape = (2, max_batch)
+        self.mail, self.mail_there = both_see(shape, np.int32) if on_gpu else (None, None)
         self.stale = True  # the lanes are not as `active` says
         self.stepping = False
         self.flights: collections.deque[tuple[list[Request], Any]] = collections.deque()
-        on_gpu = model.device == "gpu"
         self.run_ahead = on_gpu  # elsewhere a step is over when it has been started
         self.graphed = Graphed(self._decode) if graph and on_gpu else None
 
@@ -285,7 +287,7 @@ class Engine:
         lanes = self.lanes.first(b)
         logits = self.cached_model.decode(lanes["ids"], lanes["lengths"], lanes["rows"])
         self._sample(logits, lanes)
-        advance(lanes["lengths"], lanes["step"], lanes["rows"])
+        advance(*(lanes[name] for name in ("lengths", "step", "rows", "ids")), self.mail_there)
         return (lanes["ids"],)
 
     def _launch(self, requests: list[Request]) -> None:
@@ -299,20 +301,20 @@ class Engine:
             self.graphed(variant=(graph_size(b, self.max_batch),))
         else:  # on a GPU with the same idle lanes: the same bits as the graph's
             self._decode(graph_size(b, self.max_batch) if self.model.device == "gpu" else b)
-        self.flights.append((list(requests), self._fetch(b)))
+        self.flights.append((list(requests), self._fetch(requests)))
         for request in requests:
             request.cached += 1
 
-    def _fetch(self, b: int):
+    def _fetch(self, requests):
         """-> a function that waits for the ids of the step just started and returns them"""
-        ids = self.lanes.there["ids"][:b]
         if self.model.device != "gpu":
-            ids = to_numpy(ids).tolist()
+            ids = to_numpy(self.lanes.there["ids"][: len(requests)]).tolist()
             return lambda: ids
-        here = np.frombuffer(cupy().cuda.alloc_pinned_memory(4 * b), np.int32, b)
-        ids.get(out=here, blocking=False)
-        arrived = cupy().cuda.get_current_stream().record()
-        return lambda: (arrived.synchronize(), here.tolist())[1]
+        # Where `advance` writes them: a request's step is its tokens so far, with those that are still on their way.
+        slots = [(len(r.completion) + len(self.flights)) % 2 for r in requests]
+        arrived = cupy().cuda.Event(disable_timing=True)
+        arrived.record()
+        return lambda: (arrived.synchronize(), self.mail[slots, range(len(slots))].tolist())[1]
 
     def _may_run_ahead(self) -> bool:
         """Start the next step before the ids of this one are known? While nobody waits and nobody will end by count."""

@@ -352,15 +352,19 @@ def make_draw_kernel(K, overlap):
 
 # ----------------------------------------------------------------------------- the end of a step
 @functools.cache
-def make_advance_kernel(overlap):
+def make_advance_kernel(overlap, post):
+    """post: also write the ids where the host can read them."""
+
     @kernel(32)
-    def advance_kernel(lengths_B, step_B, rows_B):
+    def advance_kernel(lengths_B, step_B, rows_B, ids_B, mail_2L):
         """Grid ceil(B / 32), block 32."""
         b = int64(cuda.blockIdx.x) * 32 + cuda.threadIdx.x
         if overlap:
             wait_for_previous()
             let_next_start()
         if b < rows_B.size and rows_B[b] >= 0:
+            if post:
+                mail_2L[step_B[b] & 1, b] = ids_B[b]
             lengths_B[b] += 1
             step_B[b] += 1
 

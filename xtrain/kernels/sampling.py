@@ -141,13 +141,36 @@ def sample(
     launch(draw_kernel, B, MAX_TOP_K, *arguments, overlap=overlap)
 
 
-def advance(lengths_B: Array, step_B: Array, rows_B: Array) -> None:
-    """lengths += 1 and step += 1 (int32) wherever rows >= 0: the end of a decoding step."""
+def advance(
+    lengths_B: Array,
+    step_B: Array,
+    rows_B: Array,
+    ids_B: Array | None = None,
+    mail_2L: Array | None = None,
+) -> None:
+    """lengths += 1 and step += 1 (int32) wherever rows >= 0: the end of a decoding step.
+
+    ids (B,), mail (2, L), L >= B, both int32 or None: before that, mail[step % 2, b] = ids[b]. With mail in memory that host and
+    GPU share (device.both_see), no copy stands between two steps.
+    """
     for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
         check_array("advance", name, x, (rows_B.size,), ("int32",))
+    post = mail_2L is not None
+    if post:
+        check_array("advance", "ids", ids_B, (rows_B.size,), ("int32",))
+        check_array("advance", "mail", mail_2L, (2, None), ("int32",))
+        check(
+            mail_2L.shape[1] >= rows_B.size,
+            f"advance: mail for {mail_2L.shape[1]} rows of {rows_B.size}",
+        )
     if on_host(lengths_B, step_B, rows_B):
-        lengths_B += rows_B >= 0
-        step_B += rows_B >= 0
+        there = np.flatnonzero(rows_B >= 0)
+        if post:
+            mail_2L[step_B[there] % 2, there] = ids_B[there]
+        lengths_B[there] += 1
+        step_B[there] += 1
         return
     overlap, arrays = can_overlap(rows_B), (lengths_B, step_B, rows_B)
-    launch(make_advance_kernel(overlap), -(-rows_B.size // 32), 32, *arrays, overlap=overlap)
+    more = (ids_B, mail_2L) if post else (rows_B, rows_B.reshape(1, -1))  # a kernel takes no None
+    advance_kernel = make_advance_kernel(overlap, post)
+    launch(advance_kernel, -(-rows_B.size // 32), 32, *arrays, *more, overlap=overlap)
