@@ -258,15 +258,14 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
     plan.blocks = max(RESIDENT[each] * 32 // THREADS, 1)  # on a multiprocessor
 
     @device
-    def backward_of_norm(d_2E, x_2E, dw_2E, w_D, rstd, r):
+    def backward_of_norm(d_2E, x_2E, dw_2E, w_2E, rstd):
         """d_2E, the gradient of u, becomes that of x. Adds to dw_2E. xhat = r x is never formed: r goes into du first."""
-        w, acc = cuda.local.array(each, float32), float32(0.0)
+        acc = float32(0.0)
         for i in range(2):
-            load(w, w_D, r + i * R)
             for j in range(each):
                 d_2E[i, j] *= rstd  # r du
                 dw_2E[i, j] += d_2E[i, j] * x_2E[i, j]
-                d_2E[i, j] *= w[j]  # r g
+                d_2E[i, j] *= w_2E[i, j]  # r g
                 acc += d_2E[i, j] * x_2E[i, j]
         mean = total(acc) * (rstd * rstd * float32(INVERSE))  # r^2 mean(r g x)
         for i in range(2):
@@ -302,7 +301,7 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
         """
         cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
         d_2E, x_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
-        dw_2E = cuda.local.array((2, each), float32)
+        dw_2E, w_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
         d_2W, x_2W = cuda.local.array((2, 4), uint32), cuda.local.array((2, 4), uint32)
         new_2W = cuda.local.array((2, 4), uint32)
         for i in range(2):
@@ -324,6 +323,8 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
         if normalise:
             fetch(x_2W, qkv, at_x)
             scale = rstd[int64(n) * A + a]
+            for i in range(2):
+                load(w_2E[i], w_D, r + i * R)
         load_angles(cos, sin, cos_PR, sin_PR, p, r)
         while first < end:
             here, live = at_x, mine < end and has_head
@@ -346,7 +347,7 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
             cuda.syncwarp()  # or the compiler moves the asking behind the arithmetic
             turn_back(d_2E, cos, sin)
             if normalise:
-                backward_of_norm(d_2E, x_2E, dw_2E, w_D, rstd_now, r)
+                backward_of_norm(d_2E, x_2E, dw_2E, w_2E, rstd_now)
             if given:
                 p = int32(position_of(n, positions_N, T, cos_PR.shape[0] // R))
                 load_angles(cos, sin, cos_PR, sin_PR, p, r)
