@@ -165,7 +165,7 @@ def test_early_return_before_a_barrier(planted):
 
 
 def test_no_syncwarp_between_lanes(planted):
-    module = planted("qk_norm_rope", "cuda.syncwarp()", "pass")
+    module = planted("qk_norm_rope", "cuda.syncwarp()  # from here", "pass  # from here")
     with pytest.raises(RaceError) as caught:
         run_qk_norm_bwd(module)
     words = "thread (6, 0, 0) wrote dw_WD[0, 6]", "thread (0, 0, 0) read", "shared memory"
