@@ -39,7 +39,7 @@ from .model import Transformer
 
 WIDTHS = (16, 32, 64, 128)  # of a head, for which the attention kernels exist
 # Bytes of the next product's weights that a product brings nearer: memory is not idle while one kernel waits for another.
-AHEAD = {"qkv": 4 << 20, "o": 8 << 20, "gate_up": 4 << 20, "down": 0 << 20}
+AHEAD = {"qkv": 0, "o": 8 << 20, "gate_up": 0, "down": 0}
 
 
 @dataclass(frozen=True)
