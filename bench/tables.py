@@ -17,13 +17,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "lessons").rglob("*.md"))]
 NOTHING = "Not measured yet."
 
 
-def latest(bench: str) -> list[dict]:
+def latest(bench: str, per_peer: bool = True) -> list[dict]:
     """The newest line of every (name, shape, dtype, peer) of one bench, in the order of first appearance."""
     path = RESULTS / f"{bench}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     newest = {}
     for i, record in enumerate(map(json.loads, filter(str.strip, lines))):
-        key = record["name"], record["shape"], record["dtype"], record["peer"]
+        key = record["name"], record["shape"], record["dtype"], record["peer"] if per_peer else None
         newest[key] = {**record, "line": i}
     return list(newest.values())
 
@@ -169,7 +169,7 @@ def rates(r: dict, two: bool) -> list[str]:
 
 def kernels() -> str:
     """All of bench_kernels: time, and the time of a copy of the same bytes as a share of it."""
-    rows, records = [], latest("bench_kernels")
+    rows, records = [], latest("bench_kernels", per_peer=False)
     for r in records:
         peers = [number(r.get(f"torch_{key}_ms"), ".4f") for key in ("compile", "eager")]
         times = [f"{r['ms']:.4f}", f"{r['value']:,.0f}", f"{r['share']:.0%}"]

@@ -189,7 +189,7 @@ for chunk in (50, 16, 7):
 # ## Exercise 19.3: how many parts?
 #
 # Too few parts, and multiprocessors idle. Too many, and each has hardly a key, while the merge
-# grows. xtrain takes at least 256 keys for a part, and at most 32 parts. Note what the answer
+# grows. xtrain takes at least 256 keys for a part (192 where sequences are few), and at most 32 parts. Note what the answer
 # depends on: **the length of the row, and nothing else**. Not on how many other sequences are in
 # the batch; otherwise a sequence's last bits would depend on its company.
 

@@ -32,7 +32,7 @@ from ..device import Array
 from ._flat import on_16_bytes
 from ._heads import head_plan, make_head_ops
 from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
-from ._ptx import device, kernel, let_next_start, load1, prefetch, store1
+from ._ptx import device, kernel, let_next_start, load1, store1
 from ._reduce import add_column_sums, warp_sum
 from ._words import each_of
 from .rope import angle, check_tables, cycle, position_of, positions_for, rope_ref
@@ -42,7 +42,6 @@ MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared 
 PARTIALS = 528  # blocks of their backward: 4 on each of an H200's 132 multiprocessors
 FWD_THREADS, BWD_THREADS = 96, 192  # of a block of the kernels in use, about
 FWD_RESIDENT = 30  # warps of their forward on a multiprocessor
-FAR = 1
 RESIDENT = {4: 20, 8: 12}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
 MULTIPROCESSORS = 132  # of an H200
 
@@ -340,10 +339,6 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
                 unpack(x_2E, x_2W, qkv)
                 fetch(x_2W, qkv, at_x)
                 scale = rstd[int64(n) * A + a]
-            if FAR and int32(mine + FAR * step) < end:
-                prefetch(dy, at_d + int64(step) * int32(FAR * heads * D))
-                if normalise:
-                    prefetch(qkv, at_x + int64(step) * int32(FAR * X * D))
             cuda.syncwarp()  # or the compiler moves the asking behind the arithmetic
             turn_back(d_2E, cos, sin)
             if normalise:
