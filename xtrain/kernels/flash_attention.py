@@ -321,7 +321,7 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
 
 def in_place(x_BTHD: Array) -> bool:
     """Can the tensor-core kernels read and write x where it is? They copy 16 bytes at a time, out of rows of whole heads."""
-    step = row_step(x_BTHD)
+    step = row_step(x_BTHD) if x_BTHD.ndim == 4 else None
     return step is not None and step * x_BTHD.itemsize % 16 == 0 and on_16_bytes(x_BTHD)
 
 

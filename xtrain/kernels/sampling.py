@@ -156,6 +156,7 @@ def advance(
     for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
         check_array("advance", name, x, (rows_B.size,), ("int32",))
     post = mail_2L is not None
+    check((ids_B is None) != post, "advance: give ids and mail, or neither")
     if post:
         check_array("advance", "ids", ids_B, (rows_B.size,), ("int32",))
         check_array("advance", "mail", mail_2L, (2, None), ("int32",))
