@@ -150,13 +150,13 @@ def advance(
 ) -> None:
     """lengths += 1 and step += 1 (int32) wherever rows >= 0: the end of a decoding step.
 
-    ids (B,), mail (2, L), L >= B, both int32 or None: before that, mail[step % 2, b] = ids[b]. With mail in memory that host and
+    ids (B,), mail (2, L), L >= B, both int32: before that, mail[step % 2, b] = ids[b]. Without mail, nothing. With mail in memory that host and
     GPU share (device.both_see), no copy stands between two steps.
     """
     for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
         check_array("advance", name, x, (rows_B.size,), ("int32",))
     post = mail_2L is not None
-    check((ids_B is None) != post, "advance: give ids and mail, or neither")
+    check(not post or ids_B is not None, "advance: mail for which ids are missing")
     if post:
         check_array("advance", "ids", ids_B, (rows_B.size,), ("int32",))
         check_array("advance", "mail", mail_2L, (2, None), ("int32",))
