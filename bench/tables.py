@@ -18,7 +18,10 @@ NOTHING = "Not measured yet."
 
 
 def latest(bench: str, per_peer: bool = True) -> list[dict]:
-    """The newest line of every (name, shape, dtype, peer) of one bench, in the order of first appearance."""
+    """The newest line of every (name, shape, dtype, peer) of one bench, in the order of first appearance.
+
+    per_peer False: the newest of all peers, and of none.
+    """
     path = RESULTS / f"{bench}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     newest = {}

@@ -10,7 +10,7 @@ A candidate whose logits are further than ALLOWED from those of the library's ch
 
     qkv ... head    _gemv_tensor.Config of a product: warps, chunks, blocks per multiprocessor, stage
     few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many (batch 32)
-    ahead           cached_model.AHEAD: bytes that qkv, o, gate_up and down bring nearer
+    ahead           cached_model.AHEAD, bytes
     residual        residual.FEW and FEW_COLUMNS (batch 32)
 
 Prints at the end what to write into the files.
@@ -49,16 +49,7 @@ ALTERNATIVES = {
     "head": [(2, 4, 8), (8, 4, 2), (4, 8, 2), (4, 4, 3)],
     "few": [(12, False, 192), (8, True, 256)],
     "many": [(4, True, 256), (8, True, 256), (4, False, 512)],
-    "ahead": [
-        (8 << 20, 4 << 20, 0, 0),
-        (4 << 20, 4 << 20, 0, 0),
-        (0, 4 << 20, 0, 4 << 20),
-        (0, 4 << 20, 0, 10 << 20),
-        (0, 4 << 20, 4 << 20, 0),
-        (0, 8 << 20, 0, 0),
-        (8 << 20, 8 << 20, 0, 4 << 20),
-        (8 << 20, 4 << 20, 4 << 20, 4 << 20),
-    ],
+    "ahead": [0, 4 << 20, 12 << 20],
     "residual": [(0, 4), (264, 8)],
 }
 
@@ -82,7 +73,7 @@ CHOSEN = {
     **{name: gemv.choose(*key_of(name)) for name in MATRICES},
     "few": decode_attention.choose(D, 8, G),
     "many": decode_attention.choose(D, 8, 32 * G),
-    "ahead": tuple(cached_model.AHEAD.values()),
+    "ahead": cached_model.AHEAD,
     "residual": (residual.FEW, residual.FEW_COLUMNS),
 }
 
@@ -94,7 +85,7 @@ def use(candidate):
     limit = decode_attention.FEW_HEADS
     gemv.choose = lambda *key: products[key]
     decode_attention.choose = lambda D, heads, key_heads: few if key_heads <= limit else many
-    cached_model.AHEAD = dict(zip(cached_model.AHEAD, candidate["ahead"]))
+    cached_model.AHEAD = candidate["ahead"]
     residual.FEW, residual.FEW_COLUMNS = candidate["residual"]
     residual.make_fwd_kernel.cache_clear()  # FEW_COLUMNS is none of its arguments
 
@@ -111,7 +102,7 @@ def compile_one(task):
             h = cp.empty((1, rows), np.float32) if form.get("residual") else None
             norm_w, next_w = (
                 cp.empty(K, np.float32) if norm else None,
-                w[0],
+                w[0] if stage == "o" else None,
             )
             gemv.gemv(x, w, norm_w, EPS, h, swiglu, form.get("dtype"), h, True, next_w)
         elif stage in ("few", "many"):

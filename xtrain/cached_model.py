@@ -38,8 +38,9 @@ from .kernels.swiglu import swiglu_fwd
 from .model import Transformer
 
 WIDTHS = (16, 32, 64, 128)  # of a head, for which the attention kernels exist
-# Bytes of the next product's weights that a product brings nearer: memory is not idle while one kernel waits for another.
-AHEAD = {"qkv": 0, "o": 8 << 20, "gate_up": 0, "down": 0}
+# Bytes of gate/up's weights that the output projection brings nearer: memory is not idle while one kernel waits for another.
+# Asking from the other products too was no faster, or slower.
+AHEAD = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -217,17 +218,12 @@ class CachedModel:
         product = functools.partial(gemv, weights_ready=True)  # no kernel of a step writes weights
         h_BC = embedding_fwd(ids_B, self.table, np.float32)
         for i, w in enumerate(self.layers):
-            after = self.layers[i + 1].qkv if i + 1 < len(self.layers) else self.head
-            qkv = product(
-                h_BC, w.qkv, w.norm, c.norm_eps, dtype=half, next_w=_soon("qkv", w.o_proj)
-            )
+            qkv = product(h_BC, w.qkv, w.norm, c.norm_eps, dtype=half)
             o_BC = self._attend_decode(i, w, qkv, lengths_B, rows_B)
-            product(o_BC, w.o_proj, residual_NO=h_BC, out=h_BC, next_w=_soon("o", w.gate_up))
-            y_BF = product(
-                h_BC, w.gate_up, w.mlp_norm, c.norm_eps, swiglu=True, dtype=half,
-                next_w=_soon("gate_up", w.down_proj),
-            )  # fmt: skip
-            product(y_BF, w.down_proj, residual_NO=h_BC, out=h_BC, next_w=_soon("down", after))
+            soon = w.gate_up.reshape(-1)[: AHEAD // w.gate_up.itemsize]
+            product(o_BC, w.o_proj, residual_NO=h_BC, out=h_BC, next_w=soon)
+            y_BF = product(h_BC, w.gate_up, w.mlp_norm, c.norm_eps, swiglu=True, dtype=half)
+            product(y_BF, w.down_proj, residual_NO=h_BC, out=h_BC)
         return product(h_BC, self.head, self.norm, c.norm_eps, dtype=np.float32)
 
     def _decode_gemm(self, ids_B, lengths_B, rows_B):
@@ -280,8 +276,3 @@ def _layer_weights(layer, qk_norm):
         attention.o_proj.weight.value, layer.post_attention_layernorm.weight.value,
         mlp.gate_up.value, mlp.down_proj.weight.value,
     )  # fmt: skip
-
-
-def _soon(product: str, w: Array) -> Array:
-    """The part of the next weights that `product` asks for."""
-    return w.reshape(-1)[: AHEAD[product] // w.itemsize]

@@ -230,6 +230,7 @@ def make_merge_splits(D, HEADS, WARPS):
     weigh = make_weigh(HEADS, WARPS)
     ONCE, SHARES = SIZE <= 4 * THREADS, max(4 * THREADS // SIZE, 1)
     QUADS = THREADS // SHARES
+    assert not ONCE or 4 * QUADS == SIZE, f"{WARPS} warps cannot share {SIZE} sums evenly"
 
     @device
     def ask(values, part, first, s, end, j):
