@@ -62,41 +62,47 @@ def block_max(v, partial):
     return warp_max(v)
 
 
-COLUMNS = 32  # one warp reads 32 neighbouring columns
-SLICES = 32  # warps that share the rows: few rows each, since all a thread does is wait for them
+COLUMNS = 8  # neighbouring columns of a block: the 32 bytes that memory hands over at once
+PARTS = 4  # rows that a warp reads at a time
+WARPS = 32  # that share the rows: few rows each, since all a thread does is wait for them
 AHEAD = 8  # rows that a thread asks for at once
 
 
 @functools.cache
 def make_add_column_sums_kernel(overlap):
-    @kernel(COLUMNS * SLICES)
+    @kernel(COLUMNS * PARTS * WARPS)
     def add_column_sums_kernel(out_C, more_C, partial_PC):
-        """Grid ceil(C / COLUMNS), block (COLUMNS, up to SLICES). C: columns of out and, after them, of more.
+        """Grid ceil(C / COLUMNS), block (COLUMNS, PARTS, up to WARPS). C: columns of out and, after them, of more.
 
         out_C[c] += sum over p of partial_PC[p, c]
         """
-        tile = cuda.shared.array((SLICES, COLUMNS), float32)
+        tile = cuda.shared.array((WARPS, COLUMNS), float32)
         rows = cuda.local.array(AHEAD, float32)
-        column, part, parts = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.y
+        column, warp, warps = cuda.threadIdx.x, cuda.threadIdx.z, cuda.blockDim.z
         c = cuda.blockIdx.x * COLUMNS + column
         P, C = partial_PC.shape
         if overlap:
             wait_for_previous()
-        acc, old, p = float32(0.0), float32(0.0), part
-        if part == 0 and c < C:  # comes while the rows are added up
+        acc, old = float32(0.0), float32(0.0)
+        first = cuda.threadIdx.y == 0 and warp == 0 and c < C
+        if first:  # comes while the rows are added up
             old = out_C[c] if c < out_C.size else more_C[c - out_C.size]
+        p = warp * PARTS + cuda.threadIdx.y
         while p < P and c < C:
             for a in range(AHEAD):  # without a condition, so that all are under way at once
-                q = p + a * parts
+                q = p + a * PARTS * warps
                 rows[a] = partial_PC[q if q < P else p, c]
             for a in range(AHEAD):
-                acc += rows[a] if p + a * parts < P else float32(0.0)
-            p += AHEAD * parts
-        tile[part, column] = acc
+                acc += rows[a] if p + a * PARTS * warps < P else float32(0.0)
+            p += AHEAD * PARTS * warps
+        for step in (COLUMNS, 2 * COLUMNS):  # the same column's lanes
+            acc += cuda.shfl_xor_sync(FULL, acc, step)
+        if cuda.threadIdx.y == 0:
+            tile[warp, column] = acc
         cuda.syncthreads()
-        if part == 0 and c < C:
+        if first:
             total = float32(0.0)
-            for i in range(parts):  # always in this order: same bits every run
+            for i in range(warps):  # always in this order: same bits every run
                 total += tile[i, column]
             if c < out_C.size:
                 out_C[c] = old + total
@@ -112,7 +118,7 @@ def add_column_sums(partial_PC, out_C, more_C=None) -> None:
     more: a second gradient, for the columns of partial that follow those of out.
     """
     P, C = partial_PC.shape
-    block = COLUMNS, min(SLICES, P)
+    block = COLUMNS, PARTS, min(WARPS, -(-P // PARTS))
     more_C = out_C if more_C is None else more_C  # a kernel takes no None
     overlap = can_overlap(partial_PC)
     sums_kernel, grid = make_add_column_sums_kernel(overlap), -(-C // COLUMNS)
