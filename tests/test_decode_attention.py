@@ -220,9 +220,13 @@ def planted(monkeypatch, old, new):
 
 
 BUGS = [
-    ("        cuda.threadfence()\n        last[0]", "        last[0]", "race between blocks"),
-    ("    cuda.syncthreads()  # the block's writes come before thread 0's fence\n", "", "race"),
-    ("        cuda.syncthreads()  # everybody has read m\n", "", "race"),
+    ("atomic_add_in_order(counters, i, int32(1))", "cuda.atomic.add(counters, i, 1)", "race between blocks"),
+    ("    cuda.syncthreads()  # the block's writes come before thread 0's addition\n", "", "race"),
+    (
+        "weigh(weight_s, l_s, m_part, l_part, first, used)\n        cuda.syncthreads()\n",
+        "weigh(weight_s, l_s, m_part, l_part, first, used)\n",
+        "race",
+    ),
     (
         "        if owner and warp == WARPS - 1:",
         "        if owner and warp >= WARPS - 2:",

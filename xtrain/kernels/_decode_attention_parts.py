@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from numba import cuda, float32, int32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
-from ._ptx import device, load1, load4, store1
+from ._ptx import atomic_add_in_order, device, load1, load4, load4_shared, store1, store4, store4_shared
 from ._reduce import NEG_INF, warp_max, warp_sum
 from ._tensor_cores import exp2
 
@@ -145,54 +145,47 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
 @functools.cache
 def make_merge(D, HEADS, WARPS):
     """Partial softmax results: m, the largest score (times log2 e), l, the sum of exp2(score - m), and acc, the sum of
-    exp2(score - m) v. Two of them are one with M = max m: factors exp2(m - M), added up in a fixed order.
+    exp2(score - m) v. Two of them are one with M = max m: factors exp2(m - M), added up in a fixed order. A thread has 4
+    neighbouring elements of acc, j .. j + 3, of one head.
 
-    merge_warps(acc_s, m_s, l_s)                     those of the warps, into those of warp 0
-    put(part, m_part, l_part, i, acc_s, m_s, l_s)    as number i into global memory
+    gather(acc, acc_s, m_s, l_s, j) -> m, l     of all warps' results
+    put(part, m_part, l_part, i, j, acc, m, l)  as number i into global memory
+    finish(o, to, count, j, acc, l)             o[to + j] = acc / l, if it belongs to the first `count` heads
     merge_splits: see make_merge_splits
-    finish(o, to, acc_s, l_s, count)                 o[to + h D + d] = acc / l for `count` heads
     """
-    THREADS, SIZE = 32 * WARPS, HEADS * D
+    SIZE = HEADS * D
 
     @device
-    def merge_warps(acc_s, m_s, l_s):
-        """Between two barriers of the caller; an element's sum is formed by its one thread."""
-        tid = cuda.threadIdx.x
-        for i in range(tid, SIZE, THREADS):
-            h, top, acc = i // D, m_s[i // D], float32(0.0)
-            for w in range(1, WARPS):
-                top = top if top > m_s[w * HEADS + h] else m_s[w * HEADS + h]
-            for w in range(WARPS):
-                acc += acc_s[w * SIZE + i] * exp2(m_s[w * HEADS + h] - top)
-            acc_s[i] = acc
-        cuda.syncthreads()  # everybody has read m
-        if tid < HEADS:
-            top, total = m_s[tid], float32(0.0)
-            for w in range(1, WARPS):
-                top = top if top > m_s[w * HEADS + tid] else m_s[w * HEADS + tid]
-            for w in range(WARPS):
-                total += l_s[w * HEADS + tid] * exp2(m_s[w * HEADS + tid] - top)
-            m_s[tid], l_s[tid] = top, total
-        cuda.syncthreads()
+    def gather(acc, acc_s, m_s, l_s, j):
+        h, values = j // D, cuda.local.array(4, float32)
+        top, total = m_s[h], float32(0.0)
+        for w in range(1, WARPS):
+            top = top if top > m_s[w * HEADS + h] else m_s[w * HEADS + h]
+        for e in range(4):
+            acc[e] = float32(0.0)
+        for w in range(WARPS):
+            weight = exp2(m_s[w * HEADS + h] - top)
+            total += l_s[w * HEADS + h] * weight
+            load4_shared(values, acc_s, w * SIZE + j)
+            for e in range(4):
+                acc[e] += values[e] * weight
+        return top, total
 
     @device
-    def put(part, m_part, l_part, i, acc_s, m_s, l_s):
-        tid = cuda.threadIdx.x
-        for j in range(tid, SIZE, THREADS):
-            part[i * SIZE + j] = acc_s[j]
-        if tid < HEADS:
-            m_part[i * HEADS + tid], l_part[i * HEADS + tid] = m_s[tid], l_s[tid]
+    def put(part, m_part, l_part, i, j, acc, m, l):
+        store4(part, i * SIZE + j, acc)
+        if j % D == 0:
+            m_part[i * HEADS + j // D], l_part[i * HEADS + j // D] = m, l
 
     @device
-    def finish(o, to, acc_s, l_s, count):
-        for i in range(cuda.threadIdx.x, SIZE, THREADS):
-            if i // D < count:
-                store1(o, to + i, acc_s[i] / l_s[i // D])
+    def finish(o, to, count, j, acc, l):
+        if j // D < count:
+            for e in range(4):
+                acc[e] /= l
+            store4(o, to + j, acc)
 
-    merge_splits = make_merge_splits(D, HEADS, WARPS)
-    return SimpleNamespace(
-        merge_warps=merge_warps, put=put, merge_splits=merge_splits, finish=finish
-    )
+    merge_splits = make_merge_splits(D, HEADS, WARPS, finish)
+    return SimpleNamespace(gather=gather, put=put, finish=finish, merge_splits=merge_splits)
 
 
 @functools.cache
@@ -222,9 +215,9 @@ def make_weigh(HEADS, WARPS):
 
 
 @functools.cache
-def make_merge_splits(D, HEADS, WARPS):
-    """-> merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used): the partial results with numbers
-    first .. first + used - 1 from global memory become one in shared memory.
+def make_merge_splits(D, HEADS, WARPS, finish):
+    """-> merge_splits(o, to, count, acc_s, l_s, weight_s, part, m_part, l_part, first, used): the partial results with
+    numbers first .. first + used - 1 from global memory become one, and `count` heads of o.
     """
     THREADS, SIZE = 32 * WARPS, HEADS * D
     weigh = make_weigh(HEADS, WARPS)
@@ -240,8 +233,8 @@ def make_merge_splits(D, HEADS, WARPS):
             load4(values[i], part, (first + split) * SIZE + j)
 
     @device
-    def merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used):
-        """weight_s: MAX_SPLITS HEADS floats. The caller's barrier is before; the last one is here.
+    def merge_splits(o, to, count, acc_s, l_s, weight_s, part, m_part, l_part, first, used):
+        """weight_s: MAX_SPLITS HEADS floats. The caller's barrier is before.
 
         Where there are more threads than quadruples of acc, SHARES of them have a part of the splits each.
         """
@@ -265,14 +258,18 @@ def make_merge_splits(D, HEADS, WARPS):
                     weight = weight_s[(s + i) * HEADS + j // D] if s + i < end else float32(0.0)
                     for e in range(4):
                         acc[e] += values[i, e] * weight
-            for e in range(4):
-                acc_s[share * SIZE + j + e] = acc[e]
-        cuda.syncthreads()
+            if SHARES == 1:
+                finish(o, to, count, j, acc, l_s[j // D])
+            elif share > 0:
+                store4_shared(acc_s, share * SIZE + j, acc)
         if SHARES > 1:
-            for j in range(tid, SIZE, THREADS):
-                for i in range(1, SHARES):
-                    acc_s[j] += acc_s[i * SIZE + j]
             cuda.syncthreads()
+            if share == 0:
+                for i in range(1, SHARES):
+                    load4_shared(values[0], acc_s, i * SIZE + 4 * place)
+                    for e in range(4):
+                        acc[e] += values[0, e]
+                finish(o, to, count, 4 * place, acc, l_s[4 * place // D])
 
     return merge_splits
 
@@ -281,12 +278,10 @@ def make_merge_splits(D, HEADS, WARPS):
 def arrive_last(counters, i, used):
     """A barrier for the block. -> is it the last of `used` blocks to come here? Then it sees what the others wrote."""
     last = cuda.shared.array(1, int32)
-    cuda.syncthreads()  # the block's writes come before thread 0's fence
+    cuda.syncthreads()  # the block's writes come before thread 0's addition
     if cuda.threadIdx.x == 0:
-        cuda.threadfence()
-        last[0] = int32(cuda.atomic.add(counters, i, 1) == used - 1)
+        last[0] = int32(atomic_add_in_order(counters, i, int32(1)) == used - 1)
         if last[0]:
-            cuda.threadfence()
             cuda.atomic.exch(counters, i, 0)  # for the next launch; nobody here waits for it
     cuda.syncthreads()
     return last[0] != 0

@@ -145,6 +145,7 @@ def _store(name, count, space):
 load8, store8 = _load("load8", 8, GLOBAL), _store("store8", 8, GLOBAL)
 load4, store4 = _load("load4", 4, GLOBAL), _store("store4", 4, GLOBAL)
 load8_shared, store8_shared = _load("load8_shared", 8, SHARED), _store("store8_shared", 8, SHARED)
+load4_shared, store4_shared = _load("load4_shared", 4, SHARED), _store("store4_shared", 4, SHARED)
 
 
 @intrinsic
@@ -255,10 +256,36 @@ def _aligned_run(thread, site, x, i, n):
         raise ValueError(f"{site.what}: elements {i} to {i + n} of {x.size}")
 
 
+@intrinsic
+def atomic_add_in_order(typingctx, x, i, value):
+    """x[i] += value, int32 in global memory -> what it was. What this thread knew before, its own writes and, after a
+    barrier, its block's, is known to whoever finds this addition by another one. "atom", .acq_rel: it waits once, for those
+    writes, where cuda.threadfence before and after an atomic waits twice.
+    """
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.gep(
+            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
+        )
+        there = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
+        function = ir.FunctionType(I32, [I64, I32])
+        text = "atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;"
+        asm = ir.InlineAsm(function, text, "=r,l,r,~{memory}", side_effect=True)
+        return builder.call(asm, [builder.ptrtoint(there, I64), args[2]])
+
+    return types.int32(x, i, types.int32), codegen
+
+
 # In the simulator one launch follows the other, but it looks for what would go wrong; and memory is all the same.
 simulates(prefetch)(lambda thread, site, x, i: None)
 simulates(prefetch_run)(_aligned_run)
 simulates(wait_for_previous)(wait)
+
+
+@simulates(atomic_add_in_order)
+def _add_in_order_twin(thread, site, x, i, value):
+    thread.threadfence()
+    return thread.atomic_add(site, x, i, value)
 simulates(let_next_start)(let_next)
 
 
@@ -304,8 +331,10 @@ for _of_8 in (load8, load8_shared):
     simulates(_of_8)(_load_twin(8))
 for _of_8 in (store8, store8_shared):
     simulates(_of_8)(_store_twin(8))
-simulates(load4)(_load_twin(4))
-simulates(store4)(_store_twin(4))
+for _of_4 in (load4, load4_shared):
+    simulates(_of_4)(_load_twin(4))
+for _of_4 in (store4, store4_shared):
+    simulates(_of_4)(_store_twin(4))
 
 
 @simulates(load1)

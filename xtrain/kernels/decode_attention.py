@@ -153,24 +153,23 @@ def make_combine(D, HEADS, WARPS):
     It writes `count` heads.
     """
     merge = parts.make_merge(D, HEADS, WARPS)
-    merge_warps, put, merge_splits = merge.merge_warps, merge.put, merge.merge_splits
-    finish = merge.finish
+    gather, put, finish, merge_splits = merge.gather, merge.put, merge.finish, merge.merge_splits
+    SIZE, THREADS = HEADS * D, 32 * WARPS
 
     @device
     def combine(
         o, to, count, acc_s, m_s, l_s, weight_s, part, m_part, l_part, counters, place, split,
         splits, used,
     ):  # fmt: skip
-        merge_warps(acc_s, m_s, l_s)
-        last = True
-        if used > 1:
-            put(part, m_part, l_part, place * splits + split, acc_s, m_s, l_s)
-            last = arrive_last(counters, place, used)
-            if last:
-                first = place * splits
-                merge_splits(acc_s, m_s, l_s, weight_s, part, m_part, l_part, first, used)
-        if last:
-            finish(o, to, acc_s, l_s, count)
+        acc, first = cuda.local.array(4, float32), place * splits
+        for j in range(4 * cuda.threadIdx.x, SIZE, 4 * THREADS):
+            m, l = gather(acc, acc_s, m_s, l_s, j)
+            if used > 1:
+                put(part, m_part, l_part, first + split, j, acc, m, l)
+            else:
+                finish(o, to, count, j, acc, l)
+        if used > 1 and arrive_last(counters, place, used):
+            merge_splits(o, to, count, acc_s, l_s, weight_s, part, m_part, l_part, first, used)
 
     return combine
 
@@ -200,8 +199,9 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
 
         part, m_part, l_part: acc, m, l of (B, G, CHUNKS, splits); counters (B G CHUNKS), zeros before and after.
         """
-        q_s = cuda.shared.array(QUERIES, element)
-        acc_s, weight_s = cuda.shared.array(SIZE, float32), cuda.shared.array(WEIGHTS, float32)
+        q_s = cuda.shared.array(QUERIES, element, alignment=16)
+        acc_s = cuda.shared.array(SIZE, float32, alignment=16)
+        weight_s = cuda.shared.array(WEIGHTS, float32)
         m_s, l_s = cuda.shared.array(ROWS, float32), cuda.shared.array(ROWS, float32)
         next_k, next_v = cuda.local.array(KEYS, uint32), cuda.local.array(VALUES, uint32)
         split, splits = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
