@@ -279,7 +279,8 @@ class Engine:
 
     def _sample(self, logits, lanes):
         names = ("ids", "temperature", "top_k", "top_p", "seed", "number", "step")
-        sample(logits, *(lanes[name] for name in names), vocab=self.config.vocab_size)
+        parameters = [lanes[name] for name in names]  # the product before this writes none of them
+        sample(logits, *parameters, vocab=self.config.vocab_size, parameters_ready=True)
 
     # ------------------------------------------------------------------------- decoding
     def _decode(self, b: int) -> tuple:

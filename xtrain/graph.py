@@ -44,13 +44,14 @@ class Graphed:
         key = (variant, *((x.shape, x.dtype.str) for x in inputs))
         if key not in self.recordings:
             self.recordings[key] = _Recording(inputs)
-        caller = cupy().cuda.get_current_stream()
+        recording, caller = self.recordings[key], cupy().cuda.get_current_stream()
+        if recording.graph is not None:  # on the caller's stream: no stream has to wait for another
+            return recording.replay(inputs, caller)
         self.stream.wait_event(caller.record())
         with cupy().cuda.using_allocator(self.pool.malloc), self.stream:
             if all(r.graph is None for r in self.recordings.values()):
                 self.pool.free_all_blocks()
-            step = functools.partial(self.step, *variant)
-            out = self.recordings[key].run(step, inputs, self.stream)
+            out = recording.run(functools.partial(self.step, *variant), inputs, self.stream)
         caller.wait_event(self.stream.record())
         return out
 
@@ -63,18 +64,25 @@ class _Recording:
         self.calls, self.graph, self.outputs = 0, None, ()
 
     def run(self, step: Callable, inputs: tuple, stream: Any) -> tuple:
+        """The first calls: eagerly; then the capture, which runs nothing, and a first replay."""
+        self.calls += 1
+        if self.calls <= EAGER_CALLS:
+            self._take(inputs)
+            return step(*self.buffers)
+        self.graph, self.outputs = self._capture(step, stream)
+        return self.replay(inputs, stream)
+
+    def replay(self, inputs: tuple, stream: Any) -> tuple:
+        self._take(inputs)
+        self.graph.launch(stream)
+        return self.outputs
+
+    def _take(self, inputs):
         for buffer, x in zip(self.buffers, inputs):
             if isinstance(x, np.ndarray):
                 buffer.set(x)
             else:
                 buffer[...] = x
-        self.calls += 1
-        if self.calls <= EAGER_CALLS:
-            return step(*self.buffers)
-        if self.graph is None:
-            self.graph, self.outputs = self._capture(step, stream)
-        self.graph.launch(stream)
-        return self.outputs
 
     def _capture(self, step, stream):
         stream.begin_capture()

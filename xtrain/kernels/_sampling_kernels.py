@@ -144,8 +144,8 @@ def running_sum(v, scratch):
 
 # ----------------------------------------------------------------------------- first round
 @functools.cache
-def make_segment_kernel(SEGMENT, K, overlap):
-    """K: the longest list, at most SEGMENT; both powers of two."""
+def make_segment_kernel(SEGMENT, K, overlap, ready):
+    """K: the longest list, at most SEGMENT; both powers of two. ready: the rows' parameters may be read before the wait."""
     THREADS = min(max(SEGMENT // 2, 32), 512)
 
     @kernel(THREADS)
@@ -155,10 +155,13 @@ def make_segment_kernel(SEGMENT, K, overlap):
         tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.y)
         first = int64(cuda.blockIdx.x) * SEGMENT
         out = (b * cuda.gridDim.x + cuda.blockIdx.x) * K
-        if overlap:
+        if overlap and not ready:
             wait_for_previous()
-            let_next_start()
         _, width = wanted(temperature_B[b], top_k_B[b], K)
+        if overlap:
+            if ready:
+                wait_for_previous()
+            let_next_start()
         best = int64(-1)
         for i in range(tid, SEGMENT, THREADS):
             token, place = first + i, int64(-1)
@@ -287,8 +290,8 @@ def pick(logits, first, V, top, inverse, goal, bins, found):
 
 
 @functools.cache
-def make_draw_kernel(K, overlap):
-    """K: the longest list, a power of two from 32 to 1024, and the threads of a block"""
+def make_draw_kernel(K, overlap, ready):
+    """K: the longest list, a power of two from 32 to 1024, and the threads of a block. ready: as in the first round"""
     merge_lists = make_merge_lists(K)
 
     @kernel(K)
@@ -299,10 +302,13 @@ def make_draw_kernel(K, overlap):
         best, scratch = cuda.shared.array(K, int64), cuda.shared.array(32, int64)
         bins, found = cuda.shared.array(BINS, int64), cuda.shared.array(2, int64)
         tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.x)
-        if overlap:
+        if overlap and not ready:
             wait_for_previous()
-            let_next_start()
         need, width = wanted(temperature_B[b], top_k_B[b], K)
+        if overlap:
+            if ready:
+                wait_for_previous()
+            let_next_start()
         merge_lists(best, scratch, lists, b * segments * K, segments, width)
         top = logit_of(best[0])
         if top != top:

@@ -105,12 +105,14 @@ def sample(
     sequence_B: Array,
     step_B: Array,
     vocab: int | None = None,
+    parameters_ready: bool = False,
 ) -> None:
     """Writes the next token of every row to ids_B (int32); -1 for a row with a NaN among its logits.
 
     logits float32 or bf16; of their V columns the first `vocab` are tokens, the others padding. temperature, top_p
     float32, top_k and step int32, seed and sequence int64, all (B,): they may be mixed, and change between launches.
     check_sampling says what their values may be.
+    parameters_ready: the kernel launched last writes none of these; reading them may begin before it has ended.
     """
     check_array("sample", "logits", logits_BV, (None, None), FLOATS)
     B, V = logits_BV.shape
@@ -131,12 +133,13 @@ def sample(
         return
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
     segments, overlap = -(-vocab // SEGMENT), can_overlap(logits_BV)
-    segment_kernel, threads = make_segment_kernel(SEGMENT, MAX_TOP_K, overlap)
+    variant = overlap, parameters_ready
+    segment_kernel, threads = make_segment_kernel(SEGMENT, MAX_TOP_K, *variant)
     lists, logits = empty(logits_BV, B * segments * MAX_TOP_K, np.int64), logits_BV.reshape(-1)
     grid, sizes = (segments, B), (vocab, V)
     arguments = (lists, logits, temperature_B, top_k_B, *sizes)
     launch(segment_kernel, grid, threads, *arguments, overlap=overlap)
-    draw_kernel = make_draw_kernel(MAX_TOP_K, overlap)
+    draw_kernel = make_draw_kernel(MAX_TOP_K, *variant)
     arguments = (ids_B, lists, logits, *arrays[1:], segments, *sizes)
     launch(draw_kernel, B, MAX_TOP_K, *arguments, overlap=overlap)
 
