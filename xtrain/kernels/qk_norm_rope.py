@@ -40,9 +40,9 @@ from .rope import angle, check_tables, cycle, position_of, positions_for, rope_r
 WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory
 PARTIALS = 528  # blocks of their backward: 4 on each of an H200's 132 multiprocessors
-FWD_THREADS, BWD_THREADS = 96, 192  # of a block of the kernels in use, about
+FWD_THREADS = BWD_THREADS = 96  # of a block of the kernels in use, about
 FWD_RESIDENT = 30  # warps of their forward on a multiprocessor
-RESIDENT = {4: 20, 8: 12}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
+RESIDENT = {4: 20, 8: 18}  # warps of their backward on a multiprocessor, for chunks of 4 and 8
 MULTIPROCESSORS = 132  # of an H200
 
 
