@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 CODE = """
 import importlib, multiprocessing, os, pkgutil, signal, subprocess, sys, time
-import numba, numpy  # they know their platform themselves
+import numba.cuda, numpy  # they know their platform themselves
 
 ABSENT = "fcntl", "resource", "pwd", "grp", "termios", "tty", "pty"
 
@@ -35,6 +35,7 @@ from xtrain.train import main
 out = sys.argv[1]
 code = main([
     "--preset", "tiny", "--steps", "2", "--batch", "2", "--seq-len", "32", "--vocab-size", "300", "--data", sys.argv[2], "--out", out,
+    "--device", "cpu",
 ])
 assert code == 0, code
 import xtrain
