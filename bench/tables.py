@@ -54,7 +54,9 @@ def number(x: float | None, form: str = ",.0f") -> str:
 def train() -> str:
     """Of every step the newest run beside PyTorch, whichever of its modes was the fastest then."""
     raced = [r for r in latest("bench_train") if r["peer"]]
-    newest = {(r["name"], r["shape"], r["dtype"]): r for r in sorted(raced, key=lambda r: r["line"])}
+    newest = {
+        (r["name"], r["shape"], r["dtype"]): r for r in sorted(raced, key=lambda r: r["line"])
+    }
     rows, records = [], sorted(newest.values(), key=lambda r: r["name"])
     for r in records:
         peer, ratio = f"{r['peer_value']:,.0f} ({r['peer']})", f"{r['ratio']:.2f}"

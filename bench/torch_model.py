@@ -39,7 +39,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """padded: pad the vocabulary as xtrain does (the padding takes part in nothing but the matrix product)."""
+    """padded: a vocabulary as large as xtrain's is in memory. Here the padding is part of the softmax, as users have it: with 47
+    more tokens than 50257 the loss begins 0.0009 higher."""
 
     def __init__(self, c: ModelConfig, T: int, padded: bool):
         super().__init__()

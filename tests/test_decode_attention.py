@@ -220,7 +220,11 @@ def planted(monkeypatch, old, new):
 
 
 BUGS = [
-    ("atomic_add_in_order(counters, i, int32(1))", "cuda.atomic.add(counters, i, 1)", "race between blocks"),
+    (
+        "atomic_add_in_order(counters, i, int32(1))",
+        "cuda.atomic.add(counters, i, 1)",
+        "race between blocks",
+    ),
     ("    cuda.syncthreads()  # the block's writes come before thread 0's addition\n", "", "race"),
     (
         "weigh(weight_s, l_s, m_part, l_part, first, used)\n        cuda.syncthreads()\n",

@@ -196,8 +196,8 @@ def cupti_times(run: Callable[[], Any]) -> list[Timed]:
     """run() with CUPTI watching -> everything that the GPU did meanwhile, by start. Raises NoTimes."""
     try:
         from cupti import cupti
-    except ImportError:
-        raise NoTimes("cupti-python is not installed (pip install 'xtrain[profile]')") from None
+    except ImportError as error:  # itself, or what it needs
+        raise NoTimes(f"{error} (pip install 'xtrain[profile]' brings cupti-python)") from None
     except (OSError, RuntimeError) as error:
         raise NoTimes(f"cupti-python does not find its library ({error})") from None
     found, kinds = [], cupti.ActivityKind

@@ -10,7 +10,16 @@ from types import SimpleNamespace
 from numba import cuda, float32, int32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
-from ._ptx import atomic_add_in_order, device, load1, load4, load4_shared, store1, store4, store4_shared
+from ._ptx import (
+    atomic_add_in_order,
+    device,
+    load1,
+    load4,
+    load4_shared,
+    store1,
+    store4,
+    store4_shared,
+)
 from ._reduce import NEG_INF, warp_max, warp_sum
 from ._tensor_cores import exp2
 

@@ -286,6 +286,8 @@ simulates(wait_for_previous)(wait)
 def _add_in_order_twin(thread, site, x, i, value):
     thread.threadfence()
     return thread.atomic_add(site, x, i, value)
+
+
 simulates(let_next_start)(let_next)
 
 
