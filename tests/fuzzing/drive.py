@@ -104,7 +104,7 @@ def _work(name, make, inputs, start, folder, seconds, limit, note, queue):
     faulthandler.disable()  # how the interpreter ended is reported; pytest's dump would only alarm
     target, result = make(), Result(name)
     said: collections.Counter[str] = collections.Counter()
-    begun = time.monotonic()
+    begun = None  # with the first input: what Hypothesis prepares takes seconds on a busy machine
     signal.signal(signal.SIGALRM, _too_long(limit))
 
     @seed(start)
@@ -115,6 +115,8 @@ def _work(name, make, inputs, start, folder, seconds, limit, note, queue):
     )  # fmt: skip
     @given(target.strategy)
     def one(value):
+        nonlocal begun
+        begun = begun or time.monotonic()
         if time.monotonic() - begun > seconds:
             raise _OutOfTime
         note.write_text(repr(value))
@@ -140,7 +142,8 @@ def _work(name, make, inputs, start, folder, seconds, limit, note, queue):
         pass
     except BaseException as error:
         result.finding = _short(error)
-    result.seconds, result.sentences = round(time.monotonic() - begun, 1), len(said)
+    result.seconds = round(time.monotonic() - begun, 1) if begun else 0.0
+    result.sentences = len(said)
     queue.put(asdict(result))
 
 
