@@ -34,7 +34,7 @@ from xtrain.optim import clip
 
 VOCAB = {"gpt124m": 50304}  # GPT-2's 50257 for the others, which xtrain pads in memory
 LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
-WARMUP = 20  # steps in which the learning rate grows to LR
+WARMUP = 100  # steps in which the learning rate grows to LR
 MODES = ("default", "reduce-overhead", "max-autotune")  # of torch.compile
 
 
