@@ -39,12 +39,16 @@ class Graphed:
         self.step, self.recordings = step, {}
         free_cached("gpu")  # it would lie idle beside the pool that is made here
         self.pool, self.stream = PrivatePool(), cupy().cuda.Stream(non_blocking=True)
+        self.caller = cupy().cuda.get_current_stream()
 
     def __call__(self, *inputs: Array, variant: tuple = ()) -> tuple[Array, ...]:
         key = (variant, *((x.shape, x.dtype.str) for x in inputs))
         if key not in self.recordings:
             self.recordings[key] = _Recording(inputs)
         recording, caller = self.recordings[key], cupy().cuda.get_current_stream()
+        if caller.ptr != self.caller.ptr:  # the steps started there use the same memory
+            caller.wait_event(self.caller.record())
+            self.caller = caller
         if recording.graph is not None:  # on the caller's stream: no stream has to wait for another
             return recording.replay(inputs, caller)
         self.stream.wait_event(caller.record())

@@ -157,9 +157,9 @@ def make_merge(D, HEADS, WARPS):
     exp2(score - m) v. Two of them are one with M = max m: factors exp2(m - M), added up in a fixed order. A thread has 4
     neighbouring elements of acc, j .. j + 3, of one head.
 
-    gather(acc, acc_s, m_s, l_s, j) -> m, l     of all warps' results
-    put(part, m_part, l_part, i, j, acc, m, l)  as number i into global memory
-    finish(o, to, count, j, acc, l)             o[to + j] = acc / l, if it belongs to the first `count` heads
+    gather(acc, acc_s, m_s, l_s, j) -> m, l            of all warps' results
+    put(part, m_part, l_part, i, j, acc, top, total)   with these m and l, as number i into global memory
+    finish(o, to, count, j, acc, total)                o[to + j] = acc / l, if it belongs to the first `count` heads
     merge_splits: see make_merge_splits
     """
     SIZE = HEADS * D
@@ -181,16 +181,16 @@ def make_merge(D, HEADS, WARPS):
         return top, total
 
     @device
-    def put(part, m_part, l_part, i, j, acc, m, l):
+    def put(part, m_part, l_part, i, j, acc, top, total):
         store4(part, i * SIZE + j, acc)
         if j % D == 0:
-            m_part[i * HEADS + j // D], l_part[i * HEADS + j // D] = m, l
+            m_part[i * HEADS + j // D], l_part[i * HEADS + j // D] = top, total
 
     @device
-    def finish(o, to, count, j, acc, l):
+    def finish(o, to, count, j, acc, total):
         if j // D < count:
             for e in range(4):
-                acc[e] /= l
+                acc[e] /= total
             store4(o, to + j, acc)
 
     merge_splits = make_merge_splits(D, HEADS, WARPS, finish)

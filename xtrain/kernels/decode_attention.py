@@ -163,11 +163,11 @@ def make_combine(D, HEADS, WARPS):
     ):  # fmt: skip
         acc, first = cuda.local.array(4, float32), place * splits
         for j in range(4 * cuda.threadIdx.x, SIZE, 4 * THREADS):
-            m, l = gather(acc, acc_s, m_s, l_s, j)
+            top, total = gather(acc, acc_s, m_s, l_s, j)
             if used > 1:
-                put(part, m_part, l_part, first + split, j, acc, m, l)
+                put(part, m_part, l_part, first + split, j, acc, top, total)
             else:
-                finish(o, to, count, j, acc, l)
+                finish(o, to, count, j, acc, total)
         if used > 1 and arrive_last(counters, place, used):
             merge_splits(o, to, count, acc_s, l_s, weight_s, part, m_part, l_part, first, used)
 

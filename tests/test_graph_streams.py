@@ -1,0 +1,80 @@
+"""Which stream waits for which when a captured step is started: with streams that only write down what they are asked.
+
+(What the steps compute is test_graph.py's business, on a GPU.)
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from xtrain import graph
+
+
+class Stream:
+    now = None
+
+    def __init__(self, log, name):
+        self.log, self.name, self.ptr = log, name, id(self)
+
+    def record(self):
+        return self.name
+
+    def wait_event(self, name):
+        self.log.append(f"{self.name} waits for {name}")
+
+    def begin_capture(self):
+        self.log.append(f"capture on {self.name}")
+
+    def end_capture(self):
+        return SimpleNamespace(launch=lambda stream: self.log.append(f"graph on {stream.name}"))
+
+    def __enter__(self):
+        self.before, Stream.now = Stream.now, self
+
+    def __exit__(self, *_):
+        Stream.now = self.before
+
+
+class Buffer(np.ndarray):
+    def set(self, x):
+        self[...] = x
+
+
+@pytest.fixture
+def log(monkeypatch):
+    said = []
+    cuda = SimpleNamespace(
+        Stream=lambda non_blocking: Stream(said, "own"),
+        get_current_stream=lambda: Stream.now,
+        using_allocator=lambda malloc: contextlib.nullcontext(),
+    )
+    cupy = SimpleNamespace(cuda=cuda, empty=lambda *a: np.empty(*a).view(Buffer))
+    monkeypatch.setattr(graph, "cupy", lambda: cupy)
+    monkeypatch.setattr(graph, "free_cached", lambda device: None)
+    pool = SimpleNamespace(malloc=None, free_all_blocks=lambda: None)
+    monkeypatch.setattr(graph, "PrivatePool", lambda: pool)
+    return said
+
+
+def test_who_waits_for_whom(log):
+    a, b, x = Stream(log, "A"), Stream(log, "B"), np.ones(3)
+    around = lambda *what: ["own waits for A", *what, "A waits for own"]
+    with a:
+        run = graph.Graphed(lambda x: (log.append(f"step on {Stream.now.name}") or x,))
+        for expected in (
+            around("step on own"), around("step on own"),  # eagerly
+            around("capture on own", "step on own", "graph on own"),
+            ["graph on A"], ["graph on A"],  # where the caller is: nobody waits
+        ):  # fmt: skip
+            log.clear()
+            assert np.array_equal(run(x)[0], x)
+            assert log == expected
+    with b:  # another caller: the steps share their memory
+        log.clear()
+        run(x), run(x), run(np.ones(4))
+    assert log == [
+        "B waits for A", "graph on B", "graph on B",
+        "own waits for B", "step on own", "B waits for own",
+    ]  # fmt: skip
