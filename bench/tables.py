@@ -198,14 +198,15 @@ def lessons() -> str:
 
 # ----------------------------------------------------------------------------- serving
 def decode() -> str:
-    """bench_decode: what a user waits for, beside transformers. Ratios are of one run: each with its own peer."""
+    """bench_decode: what a user waits for, beside transformers where they ran. A row is of one run."""
     runs: dict[tuple, dict] = {}
     records = latest("bench_decode")
     for r in records:
         runs.setdefault((r["name"], r["shape"]), {})[r["peer"]] = r
     rows = []
     for (name, shape), peers in runs.items():
-        mine = max(peers.values(), key=lambda r: r["line"])
+        raced = [r for peer, r in peers.items() if peer]
+        mine = max(raced or peers.values(), key=lambda r: r["line"])
         cells = [f"{name}, {shape}", f"{mine['value']:,.0f}", f"{mine['share_of_bound']:.0%}"]
         theirs = [peers.get(f"transformers {kind}") for kind in ("plain", "compile")]
         cells += [f"{r['peer_value']:,.0f} ({r['ratio']:.2f} x)" if r else "-" for r in theirs]

@@ -232,6 +232,11 @@ BUGS = [
         "race",
     ),
     (
+        "            cuda.syncthreads()\n            if share == 0:\n",
+        "            if share == 0:\n",
+        "race",
+    ),
+    (
         "        if owner and warp == WARPS - 1:",
         "        if owner and warp >= WARPS - 2:",
         "race",

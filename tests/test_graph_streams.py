@@ -58,11 +58,21 @@ def log(monkeypatch):
     return said
 
 
+def step_that_fails_on_5(log):
+    def step(x):
+        log.append(f"step on {Stream.now.name}")
+        if x.size == 5:
+            raise MemoryError
+        return (x,)
+
+    return step
+
+
 def test_who_waits_for_whom(log):
     a, b, x = Stream(log, "A"), Stream(log, "B"), np.ones(3)
     around = lambda *what: ["own waits for A", *what, "A waits for own"]
     with a:
-        run = graph.Graphed(lambda x: (log.append(f"step on {Stream.now.name}") or x,))
+        run = graph.Graphed(step_that_fails_on_5(log))
         for expected in (
             around("step on own"), around("step on own"),  # eagerly
             around("capture on own", "step on own", "graph on own"),
@@ -71,6 +81,11 @@ def test_who_waits_for_whom(log):
             log.clear()
             assert np.array_equal(run(x)[0], x)
             assert log == expected
+        log.clear()
+        with pytest.raises(MemoryError):
+            run(np.ones(5))
+        run(x)
+        assert log == [*around("step on own"), "graph on A"]
     with b:  # another caller: the steps share their memory
         log.clear()
         run(x), run(x), run(np.ones(4))

@@ -279,7 +279,9 @@ class Engine:
 
     def _sample(self, logits, lanes):
         names = ("ids", "temperature", "top_k", "top_p", "seed", "number", "step")
-        parameters = [lanes[name] for name in names]  # the product before this writes none of them
+        parameters = [
+            lanes[name] for name in names
+        ]  # no kernel of a step writes temperature, top_k
         sample(logits, *parameters, vocab=self.config.vocab_size, parameters_ready=True)
 
     # ------------------------------------------------------------------------- decoding

@@ -52,12 +52,13 @@ class Graphed:
         if recording.graph is not None:  # on the caller's stream: no stream has to wait for another
             return recording.replay(inputs, caller)
         self.stream.wait_event(caller.record())
-        with cupy().cuda.using_allocator(self.pool.malloc), self.stream:
-            if all(r.graph is None for r in self.recordings.values()):
-                self.pool.free_all_blocks()
-            out = recording.run(functools.partial(self.step, *variant), inputs, self.stream)
-        caller.wait_event(self.stream.record())
-        return out
+        try:
+            with cupy().cuda.using_allocator(self.pool.malloc), self.stream:
+                if all(r.graph is None for r in self.recordings.values()):
+                    self.pool.free_all_blocks()
+                return recording.run(functools.partial(self.step, *variant), inputs, self.stream)
+        finally:  # after an error too: what was started before it still uses the pool
+            caller.wait_event(self.stream.record())
 
 
 class _Recording:

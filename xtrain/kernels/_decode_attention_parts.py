@@ -1,6 +1,6 @@
 """What surrounds the loop over the keys in decode_attention.py: new heads in, partial results together.
 
-All shared memory is flat. HEADS: query heads of a block, those of one key head or 16 of them.
+All shared memory is flat. HEADS: query heads of a block, 8 or 16, of one key head; absent ones are zeros.
 """
 
 import functools

@@ -146,7 +146,8 @@ def make_row_ops(
             for s in range(STEPS):
                 store(out, first, cuda.threadIdx.x * each + s * STRIDE, sums_SC[s])
         else:  # W = 1: a row is a warp
-            tile, tid = cuda.shared.array(TILE, float32), cuda.threadIdx.x
+            tile = cuda.shared.array(TILE, float32, alignment=16)  # 16 bytes at a time
+            tid = cuda.threadIdx.x
             words, at = cuda.local.array(4, uint32), (tid >> 5) * WIDTH + (tid & 31) * each
             for s in range(STEPS):
                 for part in range(0, each, 4):

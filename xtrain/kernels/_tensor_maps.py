@@ -136,7 +136,7 @@ def _upload(content: bytes) -> Array:
 
 
 def tile_counter(maps: Array, name: str) -> Array:
-    """Two zeros beside `maps` for the kernels of this stream and name; each launch leaves them so. (Kernels of different
+    """Two zeros beside `maps` for the kernels launched or captured on this stream, by name; each launch leaves them so. (Kernels of different
     names may run at the same time.)
     """
     if isinstance(maps, SimArray) or maps.device.id < 0:

@@ -9,7 +9,7 @@ Token b stands at position t = lengths[b] of cache row r = rows[b]:
 A row with rows[b] < 0, or a length outside 0 .. S - 1, is idle: nothing is appended, and o[b] = 0.
 
 A block reads every key and value of one key head once, for all H / G query heads that share it (grouped queries without
-copies; in groups of more than 16 it does so twice or more). One block alone would take long over a long context, and few
+copies; in groups of more than 16, in float32 of more than 8, it does so twice or more). One block alone would take long over a long context, and few
 rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks (flash-decoding, Dao et
 al. 2023). Each leaves m, l, acc of its keys in memory; the block that comes last, which an atomic counter tells, merges
 them in the order of the keys, so that bits do not change with the order of arrival:
@@ -199,6 +199,7 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
 
         part, m_part, l_part: acc, m, l of (B, G, CHUNKS, splits); counters (B G CHUNKS), zeros before and after.
         """
+        # Numba aligns a shared array to its element: these two are read 16 bytes at a time
         q_s = cuda.shared.array(QUERIES, element, alignment=16)
         acc_s = cuda.shared.array(SIZE, float32, alignment=16)
         weight_s = cuda.shared.array(WEIGHTS, float32)
@@ -238,7 +239,7 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
 
 
 # ----------------------------------------------------------------------------- launcher
-_counters: dict = {}  # (device, stream, size) -> zeros: a launch leaves them as it found them. Kept: graphs know their address
+_counters: dict = {}  # (device, stream of the launch or the capture, size) -> zeros: a launch leaves them as it found them. Kept: graphs know their address
 
 
 def _zero_counters(like, n):

@@ -112,7 +112,8 @@ def sample(
     logits float32 or bf16; of their V columns the first `vocab` are tokens, the others padding. temperature, top_p
     float32, top_k and step int32, seed and sequence int64, all (B,): they may be mixed, and change between launches.
     check_sampling says what their values may be.
-    parameters_ready: the kernel launched last writes none of these; reading them may begin before it has ended.
+    parameters_ready: neither the kernel launched last nor one that may still run beside it (let_next_start in _ptx.py) writes
+    temperature or top_k; reading these two may begin before it has ended.
     """
     check_array("sample", "logits", logits_BV, (None, None), FLOATS)
     B, V = logits_BV.shape
