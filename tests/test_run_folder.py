@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import signal
-from pathlib import Path
+import time
 
 import pytest
 from rich.console import Console
@@ -226,7 +226,10 @@ def test_the_folder_goes_while_it_trains(tmp_path, monkeypatch, what):
 
     def without(self):
         if self.done == 4:
-            Path(tmp_path / "run" / what).resolve().rename(tmp_path / "gone")
+            folder = (tmp_path / "run" / what).resolve()
+            while not folder.exists():  # the first checkpoint is being written by a thread
+                time.sleep(0.01)
+            folder.rename(tmp_path / "gone")
         return step(self)
 
     monkeypatch.setattr(Run, "step", without)

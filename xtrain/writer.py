@@ -5,6 +5,7 @@ What goes wrong in the thread is told in the next step. A full disk is a warning
 there stay. Anything else ends the run.
 """
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 from . import checkpoint
 from .checkpoint import Snapshot
-from .files import DiskFull
+from .files import DiskFull, cannot_write
 
 
 class Writer:
@@ -89,6 +90,11 @@ class Writer:
     def _work(self, snapshot, then):
         started = time.monotonic()
         try:
+            if (
+                self.seconds and not (self.run / "checkpoints").is_dir()
+            ):  # it was there: a disk may be gone
+                where = self.run / "checkpoints"
+                raise cannot_write(where, FileNotFoundError(errno.ENOENT, "it is gone"))
             checkpoint.write(self.run, snapshot)
             checkpoint.prune(self.run, snapshot.state["step"], self.keep)
             then()
