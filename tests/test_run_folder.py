@@ -15,6 +15,7 @@ from runs import DATA, assert_same_run, checkpoints, run
 
 from xtrain import checkpoint, manifest
 from xtrain.config import UserError
+from xtrain.files import DiskFull
 from xtrain.logbook import Logbook
 from xtrain.run import Run
 from xtrain.train import main
@@ -242,3 +243,18 @@ def test_a_time_limit_shorter_than_anything(tmp_path):
     for done in (1, 2):
         out = run(tmp_path, steps=2, time_limit="0.001", resume=done > 1)
         assert checkpoints(out)[-1] == f"step-{done:06d}"
+
+
+def test_a_disk_that_is_full_before_anything_is_there(tmp_path, monkeypatch):
+    """The folder of checkpoints could not be made: that is no folder taken away, and the next checkpoint makes it."""
+    write, calls = checkpoint.write, []
+
+    def full_at_first(folder, snapshot):
+        calls.append(snapshot)
+        if len(calls) == 1:
+            raise DiskFull("no space left")
+        return write(folder, snapshot)
+
+    monkeypatch.setattr(checkpoint, "write", full_at_first)
+    out = run(tmp_path, **KIND)
+    assert checkpoints(out) == ["step-000006", "step-000009"]

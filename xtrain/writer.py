@@ -28,6 +28,7 @@ class Writer:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.failed = False  # is there something to tell?
+        self.written = False  # a checkpoint, by this writer
         self.seconds = 0.0  # what the slowest checkpoint took
 
     def save(
@@ -90,12 +91,11 @@ class Writer:
     def _work(self, snapshot, then):
         started = time.monotonic()
         try:
-            if (
-                self.seconds and not (self.run / "checkpoints").is_dir()
-            ):  # it was there: a disk may be gone
-                where = self.run / "checkpoints"
+            where = self.run / "checkpoints"
+            if self.written and not where.is_dir():  # it was there: a disk may be gone
                 raise cannot_write(where, FileNotFoundError(errno.ENOENT, "it is gone"))
             checkpoint.write(self.run, snapshot)
+            self.written = True
             checkpoint.prune(self.run, snapshot.state["step"], self.keep)
             then()
         except BaseException as error:

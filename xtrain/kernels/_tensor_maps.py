@@ -136,8 +136,8 @@ def _upload(content: bytes) -> Array:
 
 
 def tile_counter(maps: Array, name: str) -> Array:
-    """Two zeros beside `maps` for the kernels launched or captured on this stream, by name; each launch leaves them so. (Kernels of different
-    names may run at the same time.)
+    """Two zeros beside `maps` for the kernels launched or captured on this stream, by name; each launch leaves them so.
+    (Kernels of different names may run at the same time.)
     """
     if isinstance(maps, SimArray) or maps.device.id < 0:
         return zeros(maps, (2,), np.int32)

@@ -9,8 +9,8 @@ Token b stands at position t = lengths[b] of cache row r = rows[b]:
 A row with rows[b] < 0, or a length outside 0 .. S - 1, is idle: nothing is appended, and o[b] = 0.
 
 A block reads every key and value of one key head once, for all H / G query heads that share it (grouped queries without
-copies; in groups of more than 16, in float32 of more than 8, it does so twice or more). One block alone would take long over a long context, and few
-rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks (flash-decoding, Dao et
+copies; in groups of more than 16, in float32 of more than 8, it does so twice or more). One block alone would take long
+over a long context, and few rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks (flash-decoding, Dao et
 al. 2023). Each leaves m, l, acc of its keys in memory; the block that comes last, which an atomic counter tells, merges
 them in the order of the keys, so that bits do not change with the order of arrival:
 
