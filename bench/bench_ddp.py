@@ -6,7 +6,8 @@ Batch 32 per GPU, bf16. A time is the mean of `steps` steps started one after th
 between), the median of five such runs, on a chip warmed by a second of the same. What is printed of each variant, in ms:
 
     step           the whole step
-    alone          the step of xtrain.train on each of the same GPUs, all busy, in turns with it: chips differ, and a warm one is slower
+    alone          the step of xtrain.train on each of the same GPUs, all busy, in turns with it: chips differ, and
+                   a warm one is slower
     exposed        step minus the step of --dp none, which communicates nothing: what communication costs
     communication  the same collectives alone, with nothing else to do; GB/s: bytes per rank * 2 (n-1)/n / that time
     optimizer      norm, AdamW and, with ZeRO, the all-gather, alone

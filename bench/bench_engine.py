@@ -2,7 +2,8 @@
 
     python bench/bench_engine.py [--only gemv] [--configs]
 
-gemv, decode_attention      a call in a CUDA graph with the cache flushed before it, as a share of a copy that moves the same bytes
+gemv, decode_attention      a call in a CUDA graph with the cache flushed before it, as a share of a copy that moves the
+                            same bytes
 context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it sees; beside it our
                             attention of training on as many tokens in equal sequences, where there is no history
 sample                      microseconds for 1 and 32 rows

@@ -10,8 +10,8 @@ through a peak of the loss in which two roundings of the same mathematics come o
 batch * T / median step time, each step timed to its end.
 Peak memory is what each library's allocator took from the card.
 
-The opponent: in fp32 eager PyTorch without TF32; in bf16 the fastest of torch.compile's modes, with autocast, fused AdamW, and the
-vocabulary padded as ours is.
+The opponent: in fp32 eager PyTorch without TF32; in bf16 the fastest of torch.compile's modes, with autocast, fused AdamW,
+and the vocabulary padded as ours is.
 """
 
 import gc

@@ -3,8 +3,8 @@
     python lessons/allocator.py        replays three programs through four allocators (with a GPU: and through CuPy's pool)
 
 Giving memory back to the driver waits for the GPU, and asking for it takes longer than starting a kernel; a training step
-asks hundreds of times. So a library keeps what it was given back and hands it out again. This file is such a pool in its simplest honest form,
-after the caching allocators of PyTorch and CuPy:
+asks hundreds of times. So a library keeps what it was given back and hands it out again. This file is such a pool in its
+simplest honest form, after the caching allocators of PyTorch and CuPy:
 
     round     every request is rounded up to 512 bytes, so that blocks fit many requests
     segments  the driver is asked for large pieces: 2 MB, or what a larger request needs

@@ -1,8 +1,8 @@
 """Compiling kernels without a GPU: to PTX by Numba and NVVM, and on to machine code by ptxas where there is one.
 
-`pip install -e '.[compile]'` brings NVVM and ptxas from PyPI, and numba-cuda, since Numba 0.68 alone finds no NVVM there and knows no card
-after sm_90. Without numba-cuda these tests are skipped. XTRAIN_COMPILE=all (as in .ci/run) compiles for every card, and what
-cannot be compiled is a failure.
+`pip install -e '.[compile]'` brings NVVM and ptxas from PyPI, and numba-cuda, since Numba 0.68 alone finds no NVVM there and
+knows no card after sm_90. Without numba-cuda these tests are skipped. XTRAIN_COMPILE=all (as in .ci/run) compiles for every
+card, and what cannot be compiled is a failure.
 """
 
 import glob

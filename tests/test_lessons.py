@@ -1,7 +1,8 @@
-"""Every lesson: the gap gets a helpful answer, the solution passes, typical mistakes are told apart. And the tools around them."""
+"""Every lesson: the gap gets a helpful answer, the solution passes, typical mistakes are told apart. And the tools around."""
 
 import importlib.util
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -259,6 +260,33 @@ def test_record_older_than_its_kernel_is_noticed(repository):
     assert records.changed_since(find()) is None
     kernel.write_text("def square_fwd(x):\n    return x + 0 * x\n")
     assert "has changed" in records.changed_since(find())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_a_notebook_shows_the_library_as_it_is(path):
+    assert notebooks.old_source(path) is None
+
+
+def test_a_notebook_that_shows_old_code_is_noticed(tmp_path):
+    library = tmp_path / "xtrain" / "kernels" / "square.py"
+    library.parent.mkdir(parents=True)
+    library.write_text(
+        '"""Squares.\n\n    y = x x\n"""\n\n\ndef square_ref(x):\n    return x * x\n'
+    )
+    cell = lambda source, *lines: {"cell_type": "code", "source": source, "outputs": [{"name": "stdout", "text": [line + "\n" for line in lines]}]}  # fmt: skip
+    code = cell("lesson.source(square_ref)", "# xtrain/kernels/square.py", "def square_ref(x):", "    return x * x")  # fmt: skip
+    doc, other = (
+        cell("print(square.__doc__)", "Squares.", "", "    y = x x", ""),
+        cell("print(3 * 3)", "9"),
+    )
+    notebook = tmp_path / "01_squares.ipynb"
+    notebook.write_text(json.dumps({"cells": [code, doc, other]}))
+    find = lambda: notebooks.old_source(notebook.with_suffix(".py"), tmp_path)
+    assert find() is None
+    library.write_text(library.read_text().replace("x * x", "x**2"))
+    assert find() == "01_squares.ipynb shows what the library no longer has:     return x * x"
+    library.write_text(library.read_text().replace("x**2", "x * x").replace("y = x x", "y = x^2"))
+    assert find() == "01_squares.ipynb shows what the library no longer has:     y = x x"
 
 
 def test_a_fork_changes_one_line(tmp_path):

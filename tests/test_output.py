@@ -1,4 +1,4 @@
-"""Standard output that nobody reads, that has no room or is closed: a run goes on, other command lines end with a word or none."""
+"""Standard output that nobody reads, that has no room or is closed: a run goes on, others end with a word or none."""
 
 import os
 import subprocess

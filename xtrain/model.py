@@ -136,7 +136,8 @@ class Transformer(Module):
     """The model. device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
 
     precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights, their gradients,
-    moments, the residual stream and all sums in float32.  seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).
+    moments, the residual stream and all sums in float32.
+    seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).
     recompute: what backward computes again instead of keeping it: "none", "attention" (between its matrix products) or
     "block"; may be set at any time, and changes no bit of any gradient.
     world: the number of ranks among which the arena can be divided (nn.Arena).

@@ -4,8 +4,9 @@
     pip install websocket-client && python lessons/tools/browse.py /tmp/site [--shots FOLDER PAGE.html ...]
 
 At desktop and at phone width each page must have no error or warning in the console, no request to another site, none that
-fails, no broken picture, nothing wider than the screen that does not scroll by itself, and no formula left as text. Then the search
-must find a word. Exit code 1 when anything is found. `chromium` (or $CHROMIUM) is started with a profile of its own.
+fails, no broken picture, nothing wider than the screen that does not scroll by itself, and no formula left as text. Then
+the search must find a word. Exit code 1 when anything is found. `chromium` (or $CHROMIUM) is started with a profile of its
+own.
 --shots: pictures of these pages, at both widths.
 """
 

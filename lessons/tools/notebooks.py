@@ -1,14 +1,15 @@
 """Keep each lessons/NN_name.ipynb in step with its NN_name.py, the file that people edit.
 
     python lessons/tools/notebooks.py run [NN ...]         write and execute the notebooks of these lessons (default: all)
-    python lessons/tools/notebooks.py pairs                exit 1 when a notebook is not what its .py says
+    python lessons/tools/notebooks.py pairs                exit 1 when a notebook is not what its .py says, or shows old code
     python lessons/tools/notebooks.py outputs FOLDER       exit 1 when a run in FOLDER printed anything else than is committed
-    python lessons/tools/notebooks.py repository           write the repository that mkdocs.yml names into badges and install cells
+    python lessons/tools/notebooks.py repository           write the repository of mkdocs.yml into badges and install cells
 
 A cell tagged "solution" is folded in Jupyter and on Colab. Cell ids are counted, so a new run changes no more than it must.
 """
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -17,6 +18,9 @@ from pathlib import Path
 
 LESSONS = Path(__file__).resolve().parents[1]
 SECONDS = 120  # for one cell
+SHOWS = re.compile(  # a cell that does nothing but show sources and docstrings
+    r"(((from|import) .+)?\n)*(((lesson\.)?source\(.+\)|print\(\S+\.__doc__.*\))\n?)+"
+)
 PLACES = (  # where a lesson names the repository: Colab's badge, the install cell
     re.compile(r"(?<=colab\.research\.google\.com/github/)[\w.-]+/[\w.-]+(?=/blob/)"),
     re.compile(r"(?<=git clone -q --depth 1 https://github\.com/)[\w.-]+/[\w.-]+(?= xtrain)"),
@@ -113,6 +117,18 @@ def out_of_step(path: Path) -> str | None:
                 return f"{paired.name} holds an error: {output.ename}: {output.evalue}"
     if not any(c.get("outputs") for c in there.cells):
         return f"{paired.name} has no outputs"
+    return old_source(path)
+
+
+def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
+    """Where a notebook shows a line of the library that is no longer there, or None. Nothing is run."""
+    text = "\n".join(p.read_text(encoding="utf-8") for p in root.glob("xtrain/**/*.py"))
+    for cell in json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] != "code" or not SHOWS.fullmatch("".join(cell["source"]).strip()):
+            continue
+        for line in "".join(x for o in cell["outputs"] for x in o.get("text", [])).splitlines():
+            if line.strip() not in text and not re.fullmatch(r"# \S+\.py", line):
+                return f"{path.stem}.ipynb shows what the library no longer has: {line}"
     return None
 
 

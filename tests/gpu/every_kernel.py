@@ -4,9 +4,9 @@
     compute-sanitizer --tool racecheck --kernel-name kns=xtrain python tests/gpu/every_kernel.py
 
 Names of functions below (models, rows ...) start only those; models:3 only the fourth of its ten models. --apart: a kernel
-is started when the one before has ended, and one that fails is named. Values are pytest's business; this only has to reach every line of every kernel, soon: no
-PyTorch, no hypothesis, and every array an allocation of its own, for inside a memory pool's block an access out of bounds would
-go unseen.
+is started when the one before has ended, and one that fails is named. Values are pytest's business; this only has to reach
+every line of every kernel, soon: no PyTorch, no hypothesis, and every array an allocation of its own, for inside a memory
+pool's block an access out of bounds would go unseen.
 A kernel of xtrain/kernels that was never started is named at the end (exit code 1).
 """
 

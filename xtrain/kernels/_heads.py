@@ -50,7 +50,7 @@ def head_plan(X: int, D: int, each: int, threads: int) -> SimpleNamespace | None
 
 
 def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNamespace:
-    """-> device functions. x_2E: a thread's two chunks of a head, (2, each) registers; x_2W: the same as (2, 4) words (_words.py).
+    """-> device functions. x_2E: a thread's two chunks of a head, (2, each) registers; x_2W: as (2, 4) words (_words.py).
 
     place()                     -> token within the block, head, first plane; head X or more: this thread has none
     load(registers, x, i)       registers[0:each] = x[i : i + each]

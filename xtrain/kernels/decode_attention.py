@@ -10,15 +10,16 @@ A row with rows[b] < 0, or a length outside 0 .. S - 1, is idle: nothing is appe
 
 A block reads every key and value of one key head once, for all H / G query heads that share it (grouped queries without
 copies; in groups of more than 16, in float32 of more than 8, it does so twice or more). One block alone would take long
-over a long context, and few rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks (flash-decoding, Dao et
-al. 2023). Each leaves m, l, acc of its keys in memory; the block that comes last, which an atomic counter tells, merges
-them in the order of the keys, so that bits do not change with the order of arrival:
+over a long context, and few rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks
+(flash-decoding, Dao et al. 2023). Each leaves m, l, acc of its keys in memory; the block that comes last, which an atomic
+counter tells, merges them in the order of the keys, so that bits do not change with the order of arrival:
 
     M = max m_i    o = sum_i exp(m_i - M) acc_i / sum_i exp(m_i - M) l_i
 
 How the keys are split depends on the length of the row alone, which is read on the device: the same graph serves all
-lengths, and a row's bits do not depend on the other rows. Blocks without keys leave at once. A launch of few rows has more warps
-a block than one of many (choose), which changes the order of additions, unless it is asked to be batch-invariant.
+lengths, and a row's bits do not depend on the other rows. Blocks without keys leave at once. A launch of few rows has
+more warps a block than one of many (choose), which changes the order of additions, unless it is asked to be
+batch-invariant.
 Every block computes its queries from qkv anew, which costs less than one more kernel. The block of the last keys appends
 the new key and value, then reads them back from the cache like all others. Keys and values of earlier tokens were there
 long before: while the product that makes qkv still runs, a block asks for them to come nearer.
