@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from test_generate import sentencepiece_tokenizer
 from twins import random_model, small
 
 from xtrain import Engine, UserError, pretrained
@@ -154,6 +155,30 @@ def test_a_turn_computes_only_what_is_new(folder, template):
     if template == CHATML:
         rendered = talk.p.template.render(talk.messages, add_generation_prompt=False)
         assert rendered.startswith(talk.text)
+
+
+@pytest.mark.parametrize("template", [TEMPLATES["llama 2"], None], ids=["llama 2", "none"])
+def test_a_tokenizer_that_begins_every_text_with_a_space(tmp_path, template):
+    """As Llama 2's: what is said next continues a text, and gets no space of its own."""
+    content = sentencepiece_tokenizer()
+    spaceless = lambda merge: "▁" not in "".join(merge)[1:]  # as in Llama 2's vocabulary
+    content["model"]["merges"] = [m for m in content["model"]["merges"] if spaceless(m)]
+    size = len(content["model"]["vocab"])
+    random_model(small(vocab_size=size, max_seq_len=256, head_dim=16)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}  # fmt: skip
+    more = {"chat_template": template} if template else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | more))
+    theirs, talk = transformers.AutoTokenizer.from_pretrained(tmp_path), conversation(tmp_path)
+    for said in ("def f", "x", "return x"):
+        messages = [*talk.messages, {"role": "user", "content": said}]
+        text, tokens = talk._rendered(messages, said)
+        whole = theirs.apply_chat_template(messages)["input_ids"] if template else theirs(text)["input_ids"]  # fmt: skip
+        assert tokens == whole
+        answer = " def return"  # as if the model had said so
+        talk.messages = [*messages, {"role": "assistant", "content": answer}]
+        talk.text, talk.turns = text + answer, talk.turns + 1
+        talk.tokens = tokens + talk.p.tokenizer.encode(answer.strip())
 
 
 def test_greedy_turns_are_those_of_transformers(folder, tokenizer):

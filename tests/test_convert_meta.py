@@ -142,11 +142,13 @@ def test_more_files_than_key_heads(tmp_path):
 def test_scaled_rope_shards_and_the_tokenizer(meta, tmp_path, monkeypatch, capsys):
     params = json.loads((meta / "params.json").read_text())
     (meta / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
-    (meta / "tokenizer.json").write_text("{}")
+    files = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")  # fmt: skip
+    for name in files:
+        (meta / name).write_text("{}")
     monkeypatch.setattr(convert_meta, "MAX_SHARD_BYTES", 10_000)
     assert main([str(meta), str(tmp_path / "hf"), "--rope-factor", "8", "--max-seq-len", "48"]) == 0
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
-    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+    assert all((tmp_path / "hf" / name).read_text() == "{}" for name in files)
     model = Transformer.from_pretrained(tmp_path / "hf")
     scaling = LLAMA3 | {"original_max_position_embeddings": 8192}
     assert model.config == config(rope_scaling=scaling, max_seq_len=48)

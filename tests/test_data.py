@@ -287,6 +287,11 @@ def test_given_tokenizer(corpus, text_folder, tmp_path):
     other = prepare(text_folder, VOCAB, tmp_path, tokenizer=corpus.folder / "tokenizer.json")
     assert other.tokenizer.sha256 == corpus.tokenizer.sha256
     assert other.train[0].read_bytes() == corpus.train[0].read_bytes()
+    corpus.tokenizer.save(tmp_path / "mine")  # the same tokens, and by now a chat template
+    (tmp_path / "mine" / "chat_template.jinja").write_text("{{ messages }}")
+    again = prepare(text_folder, VOCAB, tmp_path, tokenizer=tmp_path / "mine")
+    again.tokenizer.save(tmp_path / "saved")
+    assert again.folder == other.folder and (tmp_path / "saved" / "chat_template.jinja").is_file()
     with pytest.raises(UserError, match="there is no tokenizer at"):
         prepare(text_folder, VOCAB, tmp_path, tokenizer=tmp_path / "nothing")
 

@@ -230,6 +230,20 @@ def test_prefixes_choose_their_rows_and_forget_old_weights():
     assert engine.prefilled_tokens == 12 + 3 * 2 + 3 * 10
 
 
+def test_stretched_keys_are_not_reused():
+    """Dynamic scaling: a prompt beyond the trained length turns all its keys by other angles than a short one."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    config = small(head_dim=16, n_layers=3, qk_norm=False, max_seq_len=16, rope_scaling=scaling)
+    for seed in range(4):
+        model, tokens = random_model(config, seed), rng(seed).integers(0, 61, 41).tolist()
+        engine = Engine(model, 1, reuse_prefix=True)
+        for prompt in (tokens[:40], tokens[:10], tokens, tokens[:12]):
+            assert engine.generate([prompt], 5) == Engine(model, 1).generate([prompt], 5)
+        assert engine.reused_tokens == 0, "12 tokens of 10 come after a long prompt again"
+        engine.generate([tokens[:14]], 1)
+        assert engine.reused_tokens == 12
+
+
 @pytest.mark.parametrize("pieces", [1, 3, 7, 16])
 def test_a_prefill_in_pieces(pieces):
     model = random_model(SHAPES["qwen3"])

@@ -212,6 +212,10 @@ REFUSED = [
     (dict(seed=-1), "seed must be a whole number from 0"),
     (dict(seed=2**63), "seed must be"),
     (dict(stop=["x"]), "stop must hold token ids"),
+    (dict(stop="12"), "stop must hold token ids, got '12'"),
+    (dict(temperature=1e39), "temperature inf: expected 0 (greedy), or a finite number"),
+    (dict(temperature=10**400), "sampling: int too large"),
+    (dict(temperature=1.0, top_p=1e-50), "top_p 0.0: expected more than 0"),
 ]  # fmt: skip
 
 
@@ -235,6 +239,7 @@ def test_requests_that_make_no_sense(model, options, words):
         (dict(max_batch=True), "max_batch must be a positive whole number, got True"),
         (dict(max_seq_len="40"), "max_seq_len must be a positive whole number, got '40'"),
         (dict(max_seq_len=40.0), "max_seq_len must be"),
+        (dict(batch_invariant=True, reuse_prefix=True), "exclude each other"),
         (
             dict(model="folder"),
             r"model must be a Transformer, got str: Transformer.from_pretrained",
@@ -253,7 +258,7 @@ def test_prompts_in_any_container(model):
         np.array([[1, 2], [3, 4]]),
         (iter(x) for x in ([1, 2], [3, 4])),
     ):
-        assert Engine(model, 2, 20).generate(prompts, 5) == want
+        assert Engine(model, 2, 20).generate(prompts, np.array(5), np.array(0.0)) == want
 
 
 def test_no_memory_for_the_cache(model, monkeypatch):

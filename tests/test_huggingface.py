@@ -311,6 +311,20 @@ def test_the_tokenizer_travels_with_the_model(tmp_path):
     assert not (tmp_path / "small").exists()
 
 
+def test_special_tokens_of_a_folder_stay(tmp_path):
+    """Read and written again without a tokenizer, and transformers still knows where an answer ends."""
+    random_model(small()).save_pretrained(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config["bos_token_id"] is config["eos_token_id"] is None
+    config |= {"bos_token_id": 1, "eos_token_id": 2}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    generation = {"eos_token_id": [5, 7], "pad_token_id": 0, "bos_token_id": "x"}
+    (tmp_path / "a" / "generation_config.json").write_text(json.dumps(generation))
+    Transformer.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    theirs = auto(tmp_path / "b").generation_config
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, [5, 7], 0)
+
+
 # ----------------------------------------------------------------------------- damage
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,6 +84,35 @@ def test_end_of_text_of_another_tokenizer(tmp_path):
     assert Tokenizer.load(file).eot == "<|end_of_text|>"
     config.write_text('{"eos_token": {"content": "!"}}', "utf-8")
     assert Tokenizer.load(file).eot_id == TOKENIZER.encode("!")[0]
+
+
+def test_what_lies_beside_a_tokenizer_goes_with_it(tmp_path):
+    """The names of special tokens and the chat template of a tokenizer that others made."""
+    TOKENIZER.save(tmp_path / "in")
+    config = {"bos_token": {"content": "!"}, "eos_token": END_OF_TEXT, "chat_template": "{{ messages }}"}  # fmt: skip
+    (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    (tmp_path / "in" / "chat_template.jinja").write_text("{{ bos_token }}", "utf-8")
+    (tmp_path / "in" / "other.txt").write_text("not a tokenizer's")
+    loaded = Tokenizer.load(tmp_path / "in")
+    assert loaded.encode("!") == [loaded.bos_token_id] and loaded.eos_token_id == TOKENIZER.eot_id
+    loaded.save(tmp_path / "out")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
+    assert len(list((tmp_path / "out").iterdir())) == 3
+    (tmp_path / "in" / "tokenizer_config.json").write_text('{"bos_token": null}', "utf-8")
+    assert Tokenizer.load(tmp_path / "in").bos_token_id is None
+    assert TOKENIZER.bos_token_id == TOKENIZER.eot_id
+    (tmp_path / "in" / "tokenizer_config.json").write_text("[", "utf-8")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is damaged"):
+        Tokenizer.load(tmp_path / "in")
+
+
+def test_added_tokens_of_a_byte_level_vocabulary_are_texts():
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER._json().decode())
+    backend.add_tokens(["<｜tool▁call｜>", "<0xZZ>"])
+    tokenizer, text = Tokenizer(backend), "a<｜tool▁call｜>b<0xZZ>"
+    assert "".join(tokenizer.stream(tokenizer.encode(text))) == text
+    assert len(tokenizer.encode(text)) == 4
 
 
 def test_sentencepiece_bytes():

@@ -101,14 +101,13 @@ class Conversation:
 
     def _rendered(self, messages, said):
         """-> (text, tokens) of the conversation up to where the answer begins"""
-        encode = self.p.tokenizer.encode
-        if self.p.template is None:
-            new = ("\n" if self.turns else "") + said
-            return self.text + new, self.tokens + encode(new, special=not self.turns)
-        text = self.p.template.render(messages)
+        tokenizer, template = self.p.tokenizer, self.p.template
+        if template is None and not self.turns:
+            return said, tokenizer.encode(said, special=True)
+        text = f"{self.text}\n{said}" if template is None else template.render(messages)
         if self.turns and text.startswith(self.text):
-            return text, self.tokens + encode(text[len(self.text) :])
-        return text, encode(text)
+            return text, self.tokens + tokenizer.encode_more(text[len(self.text) :])
+        return text, tokenizer.encode(text)
 
 
 def chat(options: Options) -> None:

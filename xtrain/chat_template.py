@@ -19,6 +19,7 @@ import jinja2.sandbox
 
 from .config import UserError
 from .tensor_file import read_json, reading
+from .tokenizer import token_text
 
 TOKENS = (
     "bos_token",
@@ -78,12 +79,6 @@ class ChatTemplate:
             )
         tokens = {name: token_text(config.get(name)) for name in TOKENS}
         return cls(source, {name: text for name, text in tokens.items() if text is not None})
-
-
-def token_text(entry: Any) -> str | None:
-    """tokenizer_config.json names a token by its text, or by an object that holds it."""
-    entry = entry.get("content") if isinstance(entry, dict) else entry
-    return entry if isinstance(entry, str) else None
 
 
 class _Generation(jinja2.ext.Extension):

@@ -29,8 +29,16 @@ import tyro
 
 from .config import ModelConfig, UserError
 from .files import command_line
-from .huggingface import MAX_SHARD_BYTES, config_to_hf, replacing, tensor_shapes, write_weights
+from .huggingface import (
+    GENERATION,
+    MAX_SHARD_BYTES,
+    config_to_hf,
+    replacing,
+    tensor_shapes,
+    write_weights,
+)
 from .tensor_file import DTYPES, listed, read_json
+from .tokenizer import BESIDE
 
 ROWS, COLUMNS, SAME = 0, 1, None  # along which axis the shards of a tensor are joined
 LAYER = {  # Meta's name -> Hugging Face's, and how it is divided
@@ -94,7 +102,7 @@ def convert(options: Options) -> ModelConfig:
     tensors = dict(sorted(make_tensors(config, shards).items()))
     with replacing(options.target.resolve()) as new:
         write_weights(new, tensors, MAX_SHARD_BYTES, config_to_hf(config))
-        for file in ("tokenizer.json", "tokenizer_config.json"):
+        for file in ("tokenizer.json", *BESIDE, GENERATION):
             if (options.source / file).is_file():
                 shutil.copyfile(options.source / file, new / file)
     return config
@@ -298,7 +306,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if not (options.target / "tokenizer.json").is_file():
         print(
-            "it has no tokenizer.json yet: copy it from the Hugging Face release of the same model"
+            "it has no tokenizer.json yet: copy it from the Hugging Face release of the same model, with the files "
+            f"{', '.join(BESIDE)} and {GENERATION} that are there (tokens that end an answer, chat template)"
         )
     return 0
 

@@ -190,7 +190,7 @@ def prepare(
     key = f"{found.sha256[:16]}-{which}-f{FORMAT}"
     folder = Path(cache_dir or cache_folder()) / key
     about = {"name": texts.name, "files": texts.files, "skipped": texts.skipped}
-    corpus = _open(folder, found, about)
+    corpus = _open(folder, found, about, given)
     if corpus is None:
         shutil.rmtree(folder, ignore_errors=True)  # damaged, or not there
         try:
@@ -198,7 +198,7 @@ def prepare(
         except OSError as error:
             where = f"the cache folder {folder.parent} cannot be written ({error.strerror})"
             raise UserError(f"{where}: make room, or set XTRAIN_CACHE to another folder") from None
-        corpus = _open(folder, found, about)
+        corpus = _open(folder, found, about, given)
         if corpus is None:
             raise UserError(
                 f"{folder} cannot be read back: set XTRAIN_CACHE to a folder on another disk"
@@ -207,7 +207,7 @@ def prepare(
     return corpus
 
 
-def _open(folder: Path, found: Survey, about: dict) -> Corpus | None:
+def _open(folder: Path, found: Survey, about: dict, given: Tokenizer | None) -> Corpus | None:
     """The cache entry, or None if it is absent or not whole."""
     try:
         record = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
@@ -216,7 +216,8 @@ def _open(folder: Path, found: Survey, about: dict) -> Corpus | None:
                 return None
         record["train"] = [folder / name for name in record["train"]]
         record["val"] = [folder / name for name in record["val"]]
-        corpus = Corpus(**about, **record, folder=folder, tokenizer=Tokenizer.load(folder))
+        tokenizer = given or Tokenizer.load(folder)
+        corpus = Corpus(**about, **record, folder=folder, tokenizer=tokenizer)
         sizes = [
             sum(len(read_shard(path)) for path in shards) for shards in (corpus.train, corpus.val)
         ]

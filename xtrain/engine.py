@@ -50,7 +50,8 @@ class Engine:
     max_batch: sequences at a time.  max_seq_len: tokens of a sequence, prompt and answer; None: what the model takes.
     batch_invariant: a sequence's tokens do not depend on which others are served, not even in the last bit.
     reuse_prefix: a prompt that begins like what a free row holds (the earlier turns of a chat) is computed from there
-    on.  graph: capture the decoding step on a GPU.  prefill_tokens: at most in one forward pass, longer prompts go in
+    on. New weights are noticed when they are given as `parameter.data = x`, not when they are written in place.
+    graph: capture the decoding step on a GPU.  prefill_tokens: at most in one forward pass, longer prompts go in
     pieces; None: 8192 on a GPU, else 512.
     Raises UserError when the memory for the cache (`cache_bytes`) cannot be had.
     """
@@ -82,6 +83,11 @@ class Engine:
         if not 2 <= self.max_seq_len <= context:
             raise UserError(
                 f"max_seq_len {self.max_seq_len} must be at least 2 and at most {context}, what the model takes"
+            )
+        if batch_invariant and reuse_prefix:
+            raise UserError(
+                "batch_invariant and reuse_prefix exclude each other: what is reused was computed in other pieces, "
+                "which may differ in the last bit"
             )
         self.model, self.config, self.max_batch = model, model.config, max_batch
         self.batch_invariant, self.reuse_prefix = batch_invariant, reuse_prefix
@@ -239,7 +245,8 @@ class Engine:
         version = self.model.arena.version.count
         if self.weights_version != version:  # other weights: what is held is of no use
             self.weights_version, self.held = version, [[] for _ in self.held]
-        if self.reuse_prefix:
+        # Dynamic scaling turns the keys of a long prompt by other angles, from its first token on.
+        if self.reuse_prefix and not self.cached_model.stretched(len(request.prompt)):
             common = lambda r: _common(self.held[r], request.prompt)
             row = max(self.free, key=lambda r: (common(r), -len(self.held[r])))
             request.cached = min(common(row), len(request.prompt) - 1)  # one must be computed
@@ -359,6 +366,8 @@ class Engine:
         request.completion.reason = reason
         self.active.remove(request)
         self.free.append(request.row)
+        if self.cached_model.stretched(len(request.prompt)):
+            self.held[request.row] = []
         self.stale = True
         now.ended.append((request.name, reason))
 

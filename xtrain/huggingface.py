@@ -27,6 +27,7 @@ from .tensor_file import listed, read_header, read_json, tensor_bytes, write_saf
 MAX_SHARD_BYTES = 5 * 10**9  # as transformers cuts
 MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION, SPECIAL = "generation_config.json", ("bos_token_id", "eos_token_id", "pad_token_id")
 
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 FIELDS = {  # Hugging Face's name -> ModelConfig's
@@ -91,9 +92,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "dtype": "float32",
         "torch_dtype": "float32",
         "use_cache": True,
-        "bos_token_id": None,  # said, because transformers would take 1 and 2 for a Llama
-        "eos_token_id": None,
-        "pad_token_id": None,
+        **dict.fromkeys(SPECIAL),  # said, because transformers would take 1 and 2 for a Llama
     }
 
 
@@ -230,7 +229,23 @@ def load(
     _check_tensors(folder, config, stored)
     verify_weights(folder)
     model = Transformer(config, None, device, precision, world=world, trainable=trainable)
+    model.special_tokens = read_special_tokens(folder)
     return _fill(model, stored)
+
+
+def read_special_tokens(folder: Path) -> dict[str, Any]:
+    """-> bos_token_id, eos_token_id, pad_token_id, as far as config.json and, before it, generation_config.json say."""
+    found = {}
+    for file in filter(Path.is_file, (folder / CONFIG, folder / GENERATION)):
+        content = read_json(file)
+        found |= {key: content[key] for key in SPECIAL if as_ids(content.get(key))}
+    return found
+
+
+def as_ids(value: Any) -> frozenset[int]:
+    """One token id or a list of them; whatever is no id is left out."""
+    values = value if isinstance(value, list) else [value]
+    return frozenset(x for x in values if type(x) is int and x >= 0)
 
 
 def load_into(model: Transformer, folder: Path) -> None:
@@ -345,7 +360,8 @@ def save(
 ) -> None:
     """Write model (fp32) and tokenizer as a Hugging Face folder. The same weights give the same bytes.
 
-    tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder). Files of the same name are replaced,
+    tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder); None: the ids of special tokens stay those of
+    the folder that the model was read from. Files of the same name are replaced,
     weights of an earlier export removed, other files left alone. Raises UserError when the disk refuses; what
     was there before is then still there.
     """
@@ -357,7 +373,8 @@ def write_files(
     model: Transformer, folder: Path, tokenizer: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """The same into a folder that is there and is the caller's to throw away on failure. Raises OSError."""
-    content = config_to_hf(model.config) | _special_tokens(tokenizer, model.config)
+    known = getattr(model, "special_tokens", {}) if tokenizer is None else {}
+    content = config_to_hf(model.config) | known | _special_tokens(tokenizer, model.config)
     tensors = dict(sorted(model.named_parameters(), key=lambda item: item[0]))
     write_weights(folder, tensors, max_shard_bytes, content)
     if tokenizer is not None:
@@ -369,8 +386,7 @@ def _special_tokens(tokenizer, config):
     """bos and eos for config.json. Raises UserError when the tokenizer has more tokens than the model."""
     if tokenizer is None:
         return {}
-    eot = getattr(tokenizer, "eot_id", None)  # xtrain's: one token both starts and ends a document
-    ids = {key: getattr(tokenizer, key, eot) for key in ("bos_token_id", "eos_token_id")}
+    ids = {key: getattr(tokenizer, key, None) for key in SPECIAL}
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else tokenizer.vocab_size
     if size > config.vocab_size:
         raise UserError(

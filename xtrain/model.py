@@ -142,6 +142,7 @@ class Transformer(Module):
     "block"; may be set at any time, and changes no bit of any gradient.
     world: the number of ranks among which the arena can be divided (nn.Arena).
     trainable False: to compute with only: no memory for gradients, and in bf16 none for float32 matrices.
+    special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that it was read from, for `save_pretrained`.
     Calling the model gives logits, `loss` the mean cross-entropy.
     """
 
@@ -173,6 +174,7 @@ class Transformer(Module):
             self.model.layers[0].input_layernorm.out_dtype = BFLOAT16
         self.arena = self.make_arena(self.device, seed, precision == "bf16", world, trainable)
         self.rotary = RotaryTables(config, self.device)
+        self.special_tokens: dict[str, Any] = {}
 
     def _check_precision(self) -> None:
         D, half = self.config.head_dim, self.precision == "bf16"

@@ -7,7 +7,6 @@ import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from . import checkpoint, huggingface
 from .chat_template import ChatTemplate
@@ -78,20 +77,14 @@ def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
 
     Raises UserError where they ask for beam search.
     """
-    for name in ("generation_config.json", huggingface.CONFIG):
+    for name in (huggingface.GENERATION, huggingface.CONFIG):
         content = read_json(folder / name) if (folder / name).is_file() else {}
         beams = content.get("num_beams")
         if beams not in (None, 1):
             raise UserError(
                 f"{folder / name} asks for num_beams {beams!r}: xtrain has no beam search; set it to 1"
             )
-        ids = as_ids(content.get("eos_token_id"))
+        ids = huggingface.as_ids(content.get("eos_token_id"))
         if ids:
             return ids
     return frozenset([tokenizer.eot_id])
-
-
-def as_ids(value: Any) -> frozenset[int]:
-    """One token id or a list of them; whatever is no id is left out."""
-    values = value if isinstance(value, list) else [value]
-    return frozenset(x for x in values if type(x) is int and x >= 0)

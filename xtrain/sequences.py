@@ -81,6 +81,8 @@ def make_requests(
     n, seeds = len(prompts), isinstance(seed, (list, tuple, np.ndarray))
     columns = [_each(name, value, n) for name, value in (options | {"seed": seed}).items()]
     try:
+        if isinstance(stop, (str, bytes)):
+            raise TypeError
         stop = frozenset(int(token) for token in stop)
     except (TypeError, ValueError):
         raise UserError(f"stop must hold token ids, got {stop!r}") from None
@@ -92,8 +94,10 @@ def make_requests(
         k = values["top_k"]
         values["top_k"] = 0 if k is None or k >= config.vocab_size else int(k)
         try:
-            check_sampling(values["temperature"], values["top_k"], values["top_p"])
-        except (TypeError, ValueError) as error:
+            with np.errstate(over="ignore"):  # as the kernels will see them
+                temperature, top_p = (np.float32(values[name]) for name in ("temperature", "top_p"))
+            check_sampling(temperature, values["top_k"], top_p)
+        except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"sampling: {error}") from None
         requests.append(Request(tokens, **values, number=0 if seeds else i, stop=stop))
     return requests
@@ -102,6 +106,8 @@ def make_requests(
 def _each(name, value, n):
     if not isinstance(value, (list, tuple, np.ndarray)):
         return [value] * n
+    if np.ndim(value) == 0:
+        return [value[()]] * n
     if len(value) != n:
         raise UserError(
             f"{name} has {len(value)} values for {n} prompts: give one, or one per prompt"

@@ -5,7 +5,8 @@ of its tokens, one after the other, are the text. Two things follow from that: `
 per byte is exact for any window of tokens) and `stream` (a token may end inside a character; text
 comes out as soon as the character is complete).
 
-A tokenizer is saved as Hugging Face does: tokenizer.json and tokenizer_config.json.
+A tokenizer is saved as Hugging Face does: tokenizer.json and tokenizer_config.json. One that was loaded keeps what lay
+beside it: the names of its special tokens, its chat template.
 """
 
 import codecs
@@ -13,18 +14,26 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from .config import UserError
+from .tensor_file import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB = 257  # 256 bytes and the end of text
 MAX_VOCAB = 1 << 24  # a larger id is a damaged file, and a table of that size would fill the memory
 # What other tokenizers call it, when no tokenizer_config.json beside them says so.
 OTHER_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
+CONFIG = "tokenizer_config.json"
+BESIDE = (
+    CONFIG,
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)  # what belongs to a tokenizer.json
 
 
 class Tokenizer:
@@ -35,17 +44,31 @@ class Tokenizer:
                    token, as Hugging Face does
     token_bytes    list of V byte strings
     token_lengths  (V,) int32: their lengths, but 0 for the end of text
+    bos_token_id   the token that begins a text, None where there is none; eos_token_id: eot_id
     special_ids    tokens that steer a model and are no text: begin, end, roles of a chat
     sha256         of the saved tokenizer.json
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eot: str = END_OF_TEXT):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        eot: str = END_OF_TEXT,
+        beside: dict[str, bytes] | None = None,
+    ):
         backend.no_truncation()  # settings of an inference server that would cut a document short
         backend.no_padding()
         self._backend = backend
         self.eot, self.eot_id = eot, backend.token_to_id(eot)
         if self.eot_id is None:
             raise UserError(f"the tokenizer has no token {eot!r} to end a document with")
+        self._beside = beside or {}  # {name: content} of files that `save` gives back as they were
+        if CONFIG not in self._beside:
+            own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,
+                   "clean_up_tokenization_spaces": False}  # fmt: skip
+            self._beside[CONFIG] = (json.dumps(own, indent=2) + "\n").encode()
+        bos = token_text(json.loads(self._beside[CONFIG]).get("bos_token"))
+        self.bos_token_id = None if bos is None else backend.token_to_id(bos)
+        self.eos_token_id = self.eot_id
         ids = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > MAX_VOCAB:
@@ -92,7 +115,10 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-            return cls(backend, _end_of_text(path, backend))
+            files = [path.with_name(name) for name in BESIDE]
+            beside = {file.name: file.read_bytes() for file in files if file.is_file()}
+            config = parse_json(beside[CONFIG], path.with_name(CONFIG)) if CONFIG in beside else {}
+            return cls(backend, _end_of_text(config, backend), beside)
         except UserError as error:
             raise UserError(f"{path} cannot be used: {error}") from None
         except OSError as error:
@@ -105,23 +131,21 @@ class Tokenizer:
             raise UserError(f"{path} is not a tokenizer.json: {reason}") from None
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, for transformers.AutoTokenizer."""
+        """Write tokenizer.json, tokenizer_config.json and what else was loaded, for transformers.AutoTokenizer."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self.eot,
-            "eos_token": self.eot,
-            "clean_up_tokenization_spaces": False,
-        }
-        (folder / "tokenizer.json").write_bytes(self._json())
-        (folder / "tokenizer_config.json").write_bytes(
-            (json.dumps(config, indent=2) + "\n").encode()
-        )
+        for name, content in {"tokenizer.json": self._json(), **self._beside}.items():
+            (folder / name).write_bytes(content)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """special: add what the tokenizer puts around a text for its model, such as a token for the beginning."""
         return self._backend.encode(text, add_special_tokens=special).ids
+
+    def encode_more(self, text: str) -> list[int]:
+        """Of a text that continues another. Some tokenizers (Llama 2's) put a space in front of whatever they are given."""
+        before, whole = self.encode("\n"), self.encode("\n" + text)
+        n = len(before)
+        return whole[n:] if whole[:n] == before else self.encode(text)  # else the two grew together
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The same for many texts, on all cores."""
@@ -145,17 +169,16 @@ class Tokenizer:
         return (self._backend.to_str(pretty=True) + "\n").encode()
 
 
-def _end_of_text(path: Path, backend: tokenizers.Tokenizer) -> str:
-    """eos_token of the tokenizer_config.json beside it, otherwise the first known name it has."""
-    config = path.with_name("tokenizer_config.json")
-    if config.is_file():
-        eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        eos = eos.get("content") if isinstance(eos, dict) else eos
-        if isinstance(eos, str):
-            return eos
-    return next(
-        (name for name in OTHER_END_OF_TEXT if backend.token_to_id(name) is not None), END_OF_TEXT
-    )
+def _end_of_text(config: dict[str, Any], backend: tokenizers.Tokenizer) -> str:
+    """eos_token of tokenizer_config.json, otherwise the first known name that there is."""
+    known = (name for name in OTHER_END_OF_TEXT if backend.token_to_id(name) is not None)
+    return token_text(config.get("eos_token")) or next(known, END_OF_TEXT)
+
+
+def token_text(entry: Any) -> str | None:
+    """tokenizer_config.json names a token by its text, or by an object that holds it."""
+    entry = entry.get("content") if isinstance(entry, dict) else entry
+    return entry if isinstance(entry, str) else None
 
 
 def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict) -> list[bytes]:
@@ -169,12 +192,12 @@ def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict) -> list[bytes
     for token, i in ids.items():
         if byte_level and i not in added:
             table[i] = bytes(byte_of[c] for c in token)
+        elif byte_level:
+            table[i] = token.encode()
         elif len(token) == 6 and token.startswith("<0x"):  # byte fallback of SentencePiece
             table[i] = bytes([int(token[3:5], 16)])
-        else:
-            table[i] = token.replace(
-                "▁", " "
-            ).encode()  # SentencePiece writes a space as this character
+        else:  # SentencePiece writes a space as this character
+            table[i] = token.replace("▁", " ").encode()
     return table
 
 
