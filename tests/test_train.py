@@ -134,11 +134,14 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path):
 def test_from_given_weights(tmp_path):
     run = train(options(tmp_path / "a", steps=10))
     last = run / "checkpoints" / "step-000010"
-    more = train(
-        options(tmp_path / "b", steps=2, init=str(last), tokenizer=str(last / "tokenizer.json"))
-    )
+    own = str(last / "tokenizer.json")
+    more = train(options(tmp_path / "b", steps=2, init=str(last), tokenizer=own))
     before = [m["loss"] for m in metrics(run) if "loss" in m]
     assert metrics(more)[0]["loss"] < before[0] - 0.3
+    alike = train(options(tmp_path / "c", steps=2, init=str(last), vocab_size=None))
+    assert metrics(alike) == metrics(more)  # the tokenizer of these weights
+    other = train(options(tmp_path / "d", steps=2, init=str(last), vocab_size=258))
+    assert metrics(other)[0]["loss"] != metrics(more)[0]["loss"]  # another, for who asks for it
 
 
 BAD = {

@@ -196,7 +196,9 @@ class TrainConfig:
     eps: float = 1e-8  # AdamW: added to the root of that mean
     clip: float = 1.0  # largest global gradient norm; 0 switches clipping off
     vocab_size: int | None = None  # tokens of the tokenizer that is trained on the corpus
-    tokenizer: str | None = None  # a tokenizer.json to use instead of training one
+    tokenizer: str | None = (
+        None  # a tokenizer.json to use instead of training one; with --init its own
+    )
     eval_every: int | None = None  # steps between validations
     eval_batches: int = 8  # validation batches each time
     sample_every: int | None = None  # steps between generated samples
@@ -354,6 +356,9 @@ def resolve(config: TrainConfig, gpu: bool, world: int = 1) -> tuple[TrainConfig
             world == 1 or batch // world % config.micro_batch == 0,
             f"--batch {batch} is not a multiple of {world} ranks x --micro-batch {config.micro_batch}",
         )
+    if config.init and config.tokenizer is None and config.vocab_size is None:
+        own = Path(config.init) / "tokenizer.json"  # with another one these weights would be noise
+        filled["tokenizer"] = str(own) if own.is_file() else None
     if config.name is None:
         filled["name"] = name
     config = replace(config, preset=name, **filled)

@@ -311,7 +311,7 @@ def _farewell(console: Console, run: Run, folder: Path, stop: Stop) -> None:
         f"{state}. What next:{go_on}\n"
         f"  look at the run         {page}\n"
         f"  train on your own text  python -m xtrain.train --data FILE_OR_FOLDER\n"
-        f"  go on from these weights  python -m xtrain.train --init {last} --tokenizer {last / 'tokenizer.json'}\n"
+        f"  go on from these weights  python -m xtrain.train --init {last}\n"
         f'  let it write            python -m xtrain.generate --model {folder} "{run.config.sample_prompt}"\n'
         f"  use it from Python      xtrain.Transformer.from_pretrained({str(last)!r})",
         markup=False,
