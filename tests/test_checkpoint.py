@@ -298,7 +298,7 @@ def a_run(folder):
     config, shape = resolve(options(folder), False)
     corpus = prepare(config.data, config.vocab_size)
     shape["vocab_size"] = corpus.vocab_size
-    made = Run(config, _make_model(config, shape, corpus, "cpu", 1), corpus)
+    made = Run(config, _make_model(config, shape, corpus, None, "cpu", 1), corpus)
     made.step()
     return made
 

@@ -122,7 +122,8 @@ def test_a_changed_option_is_refused(stopped, tmp_path, name):
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     with pytest.raises(UserError) as error:
         run(tmp_path, resume=True, **changed)
-    assert sentence in str(error.value) and "--allow-change" in str(error.value)
+    fits = name not in ("vocab_size", "dim")  # the weights of a checkpoint have one shape
+    assert sentence in str(error.value) and ("--allow-change" in str(error.value)) is fits
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 

@@ -3,8 +3,10 @@
 Either the run goes on and ends as it should, or it ends with a sentence; nothing waits for ever.
 """
 
+import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -14,6 +16,7 @@ from rich.console import Console
 from runs import DATA, assert_same_run, checkpoints, run
 
 from xtrain import checkpoint, manifest
+from xtrain import train as train_module
 from xtrain.config import UserError
 from xtrain.files import DiskFull
 from xtrain.logbook import Logbook
@@ -182,7 +185,8 @@ def test_names_that_look_like_something_else(tmp_path, name, capsys):
         resume=True,
     )
     said = capsys.readouterr().out
-    assert f"resumed from {out}" in said and f"--model {out}" in said and "[/i]" in said
+    assert f"resumed from {out}" in said and "[/i]" in said
+    assert f"--model {shlex.quote(str(out))}" in said  # can be pasted into a shell
 
 
 @pytest.mark.parametrize("more", [[], ["--resume"]])
@@ -258,3 +262,101 @@ def test_a_disk_that_is_full_before_anything_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "write", full_at_first)
     out = run(tmp_path, **KIND)
     assert checkpoints(out) == ["step-000006", "step-000009"]
+
+
+# ----------------------------------------------------------------------------- what others do meanwhile
+def meanwhile(monkeypatch, *works):
+    """While a text is being read, do works[0](), while the next one is, works[1](); then nothing more."""
+    read, left = train_module.prepare, list(works)
+
+    def slow(*args, **options):
+        corpus = read(*args, **options)
+        if left:
+            left.pop(0)()
+        return corpus
+
+    monkeypatch.setattr(train_module, "prepare", slow)
+
+
+def test_a_run_that_was_made_while_the_text_was_read(tmp_path, monkeypatch):
+    """The folder was free when this process looked, and holds a finished run when it has read its text."""
+    other = lambda: run(tmp_path, **KIND | dict(name=None))  # a process with a shorter text
+    meanwhile(monkeypatch, other, lambda: None)
+    ours = run(tmp_path, **KIND | dict(name=None, seed=1))
+    assert ours.name == "test-2" and len(checkpoints(tmp_path / "test")) == 3
+    meanwhile(monkeypatch, lambda: run(tmp_path, **KIND), lambda: None)
+    with pytest.raises(UserError, match="is there already: add --resume"):
+        run(tmp_path, **KIND | dict(seed=1))
+    assert_same_run(tmp_path / "run", tmp_path / "test")
+
+
+def test_a_checkpoint_that_was_written_while_the_text_was_read(stopped, folder, monkeypatch):
+    """The process that was asked to stop was still writing when its successor began."""
+    shutil.move(folder / "checkpoints/step-000006", folder.parent)
+    arrives = lambda: shutil.move(folder.parent / "step-000006", folder / "checkpoints")
+    meanwhile(monkeypatch, arrives)
+    said = Console(record=True, width=1000)
+    run(folder.parent, said, **KIND, resume=True)
+    assert f"resumed from {folder / 'checkpoints/step-000006'}" in said.export_text()
+    assert_same_run(folder, stopped[1])
+
+
+# ----------------------------------------------------------------------------- files of the user's own
+def test_a_file_beside_the_weights_is_no_damage(stopped, folder):
+    """Results of an evaluation, say. The run goes on, and that checkpoint is not tidied away."""
+    own = folder / "checkpoints/step-000003/eval.json"
+    own.write_text('{"mmlu": 0.3}')
+    (folder / "checkpoints/step-000006/.DS_Store").write_text("")
+    said = []
+    assert checkpoint.newest(folder, said.append).step == 6 and said == []
+    run(folder.parent, **KIND, resume=True, keep=1)
+    assert own.read_text() == '{"mmlu": 0.3}'
+    assert checkpoints(folder) == ["step-000003", "step-000009"]
+    own.unlink()
+    assert_same_run(folder, stopped[1])
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_thrown_away(folder, monkeypatch):
+    """No permission, too many open files: that will be mended. A broken disk will not."""
+    good, code = manifest.digest, [errno.EACCES]
+
+    def refuses(path):
+        if path.name == "optimizer.safetensors" and "step-000006" in str(path):
+            raise OSError(code[0], os.strerror(code[0]))
+        return good(path)
+
+    monkeypatch.setattr(manifest, "digest", refuses)
+    with pytest.raises(UserError, match=r"cannot be read \(Permission denied\): mend that"):
+        run(folder.parent, **KIND, resume=True)
+    assert checkpoints(folder) == ["step-000003", "step-000006"]
+    code[0], said = errno.EIO, []
+    assert checkpoint.newest(folder, said.append).step == 3
+    assert "cannot be read (Input/output error): going back to step-000003" in said[0]
+
+
+# ----------------------------------------------------------------------------- what the command line says
+def test_weights_to_begin_with_are_needed_once(stopped, tmp_path):
+    """A run goes on with the shape, the weights and the tokenizer of its checkpoint, whatever became of --init."""
+    first = tmp_path / "first"
+    shutil.copytree(stopped[0] / "checkpoints/step-000006", first)
+    kind = KIND | dict(init=str(first), preset="tiny", vocab_size=None)
+    whole = run(tmp_path / "whole", **kind)
+    ours = run(tmp_path / "ours", **kind, stop_at=3)
+    first.rename(tmp_path / "elsewhere")
+    run(tmp_path / "ours", **kind, stop_at=6, resume=True)
+    run(tmp_path / "ours", **kind | dict(init=None), resume=True)  # nor need it be said again
+    assert_same_run(ours, whole)
+
+
+def test_how_to_go_on(tmp_path):
+    def ends(**more):
+        said = Console(record=True, width=1000)
+        run(tmp_path, said, **KIND | more)
+        return next((x.split("  ")[-1].strip() for x in said.export_text().splitlines() if "go on with" in x), "")  # fmt: skip
+
+    assert ends(stop_at=3) == "the same command with --resume and another --stop-at than 3"
+    assert ends(stop_at=3, resume=True) == "the same command with --resume and another --stop-at than 3"  # fmt: skip
+    assert ends(time_limit="0.001", resume=True) == "the same command with --resume"
+    assert ends(resume=True) == ""
+    words = "with --resume and more --steps: it is past 5"
+    assert ends(resume=True, steps=5, allow_change=("steps",)) == words

@@ -29,7 +29,7 @@ from .autograd import Tensor
 from .config import ModelConfig, UserError
 from .device import HostCopies, is_gpu, to_device
 from .files import cannot_write, sync, sync_folder
-from .manifest import Damaged, tensor_checksum, verify, write_manifest
+from .manifest import Damaged, Unreadable, strangers, tensor_checksum, verify, write_manifest
 from .model import Transformer
 from .optim import AdamW
 from .tensor_file import read_header, read_json, reading, write_safetensors
@@ -154,7 +154,8 @@ def _remove(path):
 def prune(run: Path, newest: int, keep: int) -> None:
     """After checkpoint `newest` was written: remove all but the last `keep` up to it and the best on validation. 0: keep all.
 
-    Later ones are of a future that is no more: they could not be read when the run went on from an earlier one.
+    Later ones are of a future that is no more: they could not be read when the run went on from an earlier one. One in
+    which somebody has put files of his own stays.
     """
     there = folders(run)
     past = [folder for folder in there if _step(folder) <= newest]
@@ -163,8 +164,16 @@ def prune(run: Path, newest: int, keep: int) -> None:
     for folder in there:
         if folder not in kept:
             with contextlib.suppress(OSError):  # the next one tries again
-                _remove(_put_aside(folder))
+                if not _has_strangers(folder):
+                    _remove(_put_aside(folder))
     _remove_strays(run / "checkpoints")
+
+
+def _has_strangers(folder):
+    try:
+        return bool(strangers(folder))
+    except UserError:  # no sound manifest
+        return False
 
 
 def _best(past):
@@ -190,8 +199,13 @@ def _step(folder):
     return int(folder.name[5:])
 
 
-def newest(run: Path, say: Callable[[str], None] = lambda sentence: None) -> Saved:
-    """The last good checkpoint of a run; say(what is wrong) for each newer one. Raises UserError when there is none."""
+def newest(
+    run: Path,
+    say: Callable[[str], None] = lambda sentence: None,
+    advice: str = "start again under another --name",
+) -> Saved:
+    """The last good checkpoint of a run; say(what is wrong) for each newer one. Raises UserError when there is none,
+    and Unreadable, rather than go back, when one cannot be read at the moment."""
     there, wrong = folders(run), []
     if not there:
         raise UserError(
@@ -200,15 +214,15 @@ def newest(run: Path, say: Callable[[str], None] = lambda sentence: None) -> Sav
     for folder in reversed(there):
         try:
             saved = _open(folder)
+        except Unreadable:
+            raise
         except UserError as error:
             wrong.append(str(error))
             continue
         for sentence in wrong:
             say(f"{sentence}: going back to {folder.name}")
         return saved
-    raise UserError(
-        f"no checkpoint of {run} can be used: {'; '.join(wrong)}: start again under another --name"
-    )
+    raise UserError(f"no checkpoint of {run} can be used: {'; '.join(wrong)}: {advice}")
 
 
 def _open(folder):

@@ -44,6 +44,8 @@ MATTERS = (
     "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay", "beta1", "beta2",
     "eps", "clip", "seed", "precision", "grad_comm",
 )  # fmt: skip
+# Fields of ModelConfig on which the shapes of tensors depend.
+SHAPES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "tie_embeddings")  # fmt: skip
 LARGEST = 1e30  # of any number in a model's config: beyond it float32 ends
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to this in memory: an odd width makes the head's GEMM 5 times slower
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from .config import ROPE_SCALINGS, ModelConfig, UserError
 from .device import to_device
-from .manifest import MANIFEST, verify_weights
+from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
 from .model import Transformer
 from .tensor_file import listed, read_header, read_json, tensor_bytes, write_safetensors
 
@@ -424,9 +424,6 @@ def _dump(value):
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-_WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside; what was written there takes the place of the old, or nothing happens at all."""
@@ -447,7 +444,7 @@ def replacing(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(folder / name)
             os.replace(new / name, folder / name)
         for old in list(folder.iterdir()):
-            stale = old.name == MANIFEST or _WEIGHT_FILES.fullmatch(old.name)
+            stale = old.name == MANIFEST or WEIGHT_FILES.fullmatch(old.name)
             if old.name not in names and stale:
                 old.unlink()
     except OSError as error:

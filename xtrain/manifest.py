@@ -10,9 +10,12 @@ the tensors are taken from memory before anything is written, so they also find 
 they say which tensor is hit.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import math
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -26,10 +29,36 @@ from .tensor_file import listed, parse_json, read_header, reading
 MANIFEST = "manifest.json"
 FORMAT = 1
 PIECE = 1 << 24  # bytes read at once
+WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def strangers(folder: Path) -> list[str]:
+    """Names of files that somebody has put beside those of the manifest. Raises Damaged where there is none."""
+    own = {MANIFEST, *_read(folder / MANIFEST)["files"]}
+    return [p.name for p in folder.iterdir() if p.name not in own and not p.name.startswith(".")]
 
 
 class Damaged(UserError):
     """A folder is not what its manifest says. The message names the files."""
+
+
+class Unreadable(UserError):
+    """A file cannot be read now. That says nothing of what is in it: whoever mends the cause has all of it again."""
+
+
+NOT_NOW = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENOMEM)
+
+
+@contextlib.contextmanager
+def _readable(path):
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NOT_NOW:
+            raise Unreadable(
+                f"{path} cannot be read ({error.strerror}): mend that, then try again"
+            ) from None
+        raise
 
 
 def tensor_checksum(values: np.ndarray) -> int:
@@ -56,13 +85,18 @@ def write_manifest(folder: Path, tensors: dict[str, int]) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Raises Damaged, which names every file that is missing, cut short, changed or does not belong."""
+    """Raises Damaged, which names every file that is missing, cut short or changed, and weights that are not its own.
+
+    Other files are their owner's business. Raises Unreadable where nothing can be said.
+    """
     content = _read(folder / MANIFEST)
-    with reading(folder):
-        there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    there.remove(MANIFEST)
+    with reading(folder), _readable(folder):
+        there = {path.name for path in folder.iterdir()}
     wrong = [f"{name} is missing" for name in content["files"] if name not in there]
-    wrong += [f"{name} does not belong there" for name in sorted(there - content["files"].keys())]
+    weights = [
+        name for name in sorted(there - content["files"].keys()) if WEIGHT_FILES.fullmatch(name)
+    ]
+    wrong += [f"{name} does not belong there, move it away" for name in weights]
     for name, entry in content["files"].items():
         if name in there:
             wrong += _wrong(folder / name, entry, content["tensors"])
@@ -92,9 +126,11 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise Damaged(f"{path.parent}: {MANIFEST} is missing")
     try:
-        with reading(path):
+        with reading(path), _readable(path):
             text = path.read_bytes()
         content = parse_json(text, path)
+    except Unreadable:
+        raise
     except UserError as error:
         raise Damaged(str(error)) from None
     if text != _dump(content) or content.pop("itself", None) != _of_itself(content):
@@ -129,13 +165,14 @@ def _wrong(path: Path, entry: dict[str, Any], tensors: dict[str, int]) -> list[s
     if not path.is_file():
         return [f"{path.name} is no file"]
     try:
-        size = path.stat().st_size
-        if size < entry["bytes"]:
-            return [f"{path.name} was cut short ({size} of {entry['bytes']} bytes)"]
-        if size > entry["bytes"]:
-            return [f"{path.name} is too long ({size} bytes instead of {entry['bytes']})"]
-        if digest(path) == entry["blake2b"]:
-            return []
+        with _readable(path):
+            size = path.stat().st_size
+            if size < entry["bytes"]:
+                return [f"{path.name} was cut short ({size} of {entry['bytes']} bytes)"]
+            if size > entry["bytes"]:
+                return [f"{path.name} is too long ({size} bytes instead of {entry['bytes']})"]
+            if digest(path) == entry["blake2b"]:
+                return []
         try:
             where = _wrong_tensors(path, tensors) if path.suffix == ".safetensors" else []
         except UserError:

@@ -65,7 +65,8 @@ def model_folder(folder: Path) -> Path:
             f"{folder} {what}: give a Hugging Face folder on this machine (nothing is downloaded) or one of xtrain's runs"
         )
     if checkpoint.folders(folder):
-        return checkpoint.newest(folder, lambda sentence: print(sentence, file=sys.stderr)).folder
+        say = lambda sentence: print(sentence, file=sys.stderr)
+        return checkpoint.newest(folder, say, "there is nothing to serve").folder
     config = folder / huggingface.CONFIG
     if config.is_file() and {"train", "model"} <= read_json(config).keys():
         raise UserError(f"{folder} is a run without a checkpoint: train it first")

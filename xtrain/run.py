@@ -14,7 +14,7 @@ from .autograd import Tensor, no_grad
 from .checkpoint import Saved, Snapshot
 from .clock import off
 from .communicator import ALONE, Alone
-from .config import MATTERS, TrainConfig, UserError
+from .config import MATTERS, SHAPES, TrainConfig, UserError
 from .data import Corpus
 from .device import Array, HostCopies, device_name, to_device, to_numpy
 from .graph import Graphed
@@ -208,10 +208,10 @@ class Run:
         allowed = {name.replace("-", "_") for name in self.config.allow_change}
         changed = changes(saved.state["options"], self.matters(), same_ranks)
         if refused := [text for name, text in changed.items() if name not in allowed]:
-            raise UserError(
-                f"cannot resume {saved.folder}: {'; '.join(refused)}: use the options it was started with, or say what "
-                f"may differ: --allow-change {' '.join(name for name in changed)}"
-            )
+            advice = "use the options it was started with"
+            if not changed.keys() & set(SHAPES):  # no option makes its weights fit another shape
+                advice += f", or say what may differ: --allow-change {' '.join(changed)}"
+            raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {advice}")
         self.load(saved)
         if changed.keys() & {"data", "tokenizer", "seq_len", "seed"}:
             say("the text, or how it is cut, has changed: it is read from its start")

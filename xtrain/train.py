@@ -8,10 +8,12 @@ import contextlib
 import json
 import os
 import platform
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from .logbook import (
 from .model import Transformer
 from .run import Run
 from .stopping import Stop, seconds
+from .tensor_file import read_json
 from .writer import Writer
 
 POINTS = 100  # of the gradient norms per layer, over a run
@@ -163,19 +166,21 @@ def train(
         asked_name = config.name
         config, shape = resolve(config, device == "gpu", ranks.world)
         stack.enter_context(out_of_memory.explained(config, shape, device))
-        folder, saved = ranks.first(lambda: _run_folder(config, asked_name, warn))
+        place = ranks.first(lambda: _run_folder(config, asked_name, warn))
+        config = _as_it_began(config, place)
         corpus = _read_text(config, ranks, console)
         shape["vocab_size"] = corpus.vocab_size
-        model = _make_model(config, shape, corpus, device, ranks.world)
+        model = _make_model(config, shape, corpus, place.saved, device, ranks.world)
         run = make_run(config, model, corpus, ranks)
         corpus.val_batches(1, config.micro_batch, config.seq_len)  # too little text is said now
+        place = ranks.first(lambda: _claim(place, config, asked_name, warn, stack))
+        folder, saved = place.folder, place.saved
         say(f"[bold]{escape(folder.name)}[/]: {describe(model.config)}, on {device_name(device)}")
         say(
             f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, sha256 {corpus.sha256[:16]}, "
             f"{corpus.train_tokens:,} training tokens, {corpus.val_tokens:,} held out"
         )
         console.print(parameter_table(model))
-        ranks.first(lambda: _lock(folder, stack))
         if saved:
             run.resume(saved, warn)
             say(f"resumed from {escape(str(saved.folder))}")
@@ -214,26 +219,76 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
         raise cannot_write(folder, error) from error
 
 
-def _run_folder(
-    config: TrainConfig, asked_name: str | None, warn: Callable[[str], None]
-) -> tuple[Path, Saved | None]:
-    """-> (folder of this run, the checkpoint to resume from). A run that is there already is never overwritten."""
+@dataclass(frozen=True)
+class Place:
+    """Where a run is written. saved: the checkpoint to resume from.  there: what is in the folder.
+    began: the options that the run began with, as far as they are known."""
+
+    folder: Path
+    saved: Saved | None = None
+    there: tuple[str, ...] = ()
+    began: dict[str, Any] = field(default_factory=dict)
+
+
+def _run_folder(config: TrainConfig, asked_name: str | None, warn: Callable[[str], None]) -> Place:
+    """A run that is there already is never overwritten."""
     folder = Path(config.out) / config.name
-    taken = lambda path: any(os.path.exists(path / n) for n in ("config.json", "checkpoints"))
     if config.resume:
-        while asked_name is None and taken(folder.with_name(_next_name(folder.name, config.name))):
+        while asked_name is None and _there(folder.with_name(_next_name(folder.name, config.name))):
             folder = folder.with_name(_next_name(folder.name, config.name))
-        if taken(folder) and not checkpoint.folders(folder):
+        there, saved = _there(folder), None
+        if there and not checkpoint.folders(folder):
             warn(f"{folder} holds no checkpoint yet: the run starts from its beginning")
-            return folder, None
-        return folder, checkpoint.newest(folder, warn)
-    if asked_name is not None and taken(folder):
+        else:
+            saved = checkpoint.newest(folder, warn)
+        return Place(folder, saved, there, _began(folder))
+    if asked_name is not None and _there(folder):
         raise UserError(
             f"{folder} is there already: add --resume to go on with it, or choose another --name"
         )
-    while taken(folder):
+    while _there(folder):
         folder = folder.with_name(_next_name(folder.name, config.name))
-    return folder, None
+    return Place(folder)
+
+
+def _there(folder: Path) -> tuple[str, ...]:
+    """What makes this the folder of a run, its checkpoints by name; nothing where there is none."""
+    found = [name for name in ("config.json", "checkpoints") if os.path.exists(folder / name)]
+    return (*found, *(path.name for path in checkpoint.folders(folder)))
+
+
+def _claim(
+    place: Place,
+    config: TrainConfig,
+    asked_name: str | None,
+    warn: Callable[[str], None],
+    stack: contextlib.ExitStack,
+) -> Place:
+    """Lock the run's folder. Reading the text takes time, in which another process may have written there: look again."""
+    while True:
+        with contextlib.ExitStack() as attempt:
+            _lock(place.folder, attempt)
+            if _there(place.folder) == place.there:
+                stack.push(attempt.pop_all())
+                return place
+        place = _run_folder(config, asked_name, warn)
+
+
+def _began(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(UserError):
+        began = read_json(folder / "config.json").get("train")
+        return began if isinstance(began, dict) else {}
+    return {}
+
+
+def _as_it_began(config: TrainConfig, place: Place) -> TrainConfig:
+    """On --resume shape, weights and tokenizer come from the checkpoint: the folder of --init may be gone."""
+    if place.saved is None:
+        return config
+    tokenizer = config.tokenizer
+    if tokenizer is None and place.began.get("tokenizer"):
+        tokenizer = str(place.saved.folder / "tokenizer.json")
+    return replace(config, init=config.init or place.began.get("init"), tokenizer=tokenizer)
 
 
 def _next_name(name: str, first: str) -> str:
@@ -242,13 +297,21 @@ def _next_name(name: str, first: str) -> str:
 
 
 def _make_model(
-    config: TrainConfig, shape: dict[str, Any], corpus: Corpus, device: str, world: int
+    config: TrainConfig,
+    shape: dict[str, Any],
+    corpus: Corpus,
+    saved: Saved | None,
+    device: str,
+    world: int,
 ) -> Transformer:
+    kind = (device, config.precision, config.recompute, world)
     if config.init is None:
-        model = ModelConfig(**shape)
-        return Transformer(model, config.seed, device, config.precision, config.recompute, world)
-    model = huggingface.load(Path(config.init), device, config.precision, world)
-    model.recompute = config.recompute
+        return Transformer(ModelConfig(**shape), config.seed, *kind)
+    if saved is None:
+        model = huggingface.load(Path(config.init), device, config.precision, world)
+        model.recompute = config.recompute
+    else:
+        model = Transformer(huggingface.read_config(saved.folder), None, *kind)
     if corpus.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size} tokens, the model in {config.init} only {model.config.vocab_size}: "
@@ -301,23 +364,33 @@ def _farewell(console: Console, run: Run, folder: Path, stop: Stop) -> None:
     state = "done" if run.done == run.config.steps else f"stopped after step {run.done}{why}"
     if run.skipped:
         console.print(f"{run.skipped} steps were skipped", highlight=False)
-    go_on = (
-        ""
-        if run.done == run.config.steps
-        else "\n  go on with this run     the same command with --resume"
-    )
-    page = folder / "report.html" if not stop.asked else f"python -m xtrain.report {folder}"
+    go_on = "" if run.done == run.config.steps else f"\n  go on with this run     {_go_on(run)}"
+    page = folder / "report.html" if not stop.asked else f"python -m xtrain.report {quote(folder)}"
     console.print(
         f"{state}. What next:{go_on}\n"
         f"  look at the run         {page}\n"
         f"  train on your own text  python -m xtrain.train --data FILE_OR_FOLDER\n"
-        f"  go on from these weights  python -m xtrain.train --init {last}\n"
-        f'  let it write            python -m xtrain.generate --model {folder} "{run.config.sample_prompt}"\n'
+        f"  go on from these weights  python -m xtrain.train --init {quote(last)}\n"
+        f"  let it write            python -m xtrain.generate --model {quote(folder)} {quote(run.config.sample_prompt)}\n"
         f"  use it from Python      xtrain.Transformer.from_pretrained({str(last)!r})",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _go_on(run: Run) -> str:
+    c = run.config
+    if run.done > c.steps:
+        return f"with --resume and more --steps: it is past {c.steps}"
+    if c.stop_at is not None and run.done >= c.stop_at:
+        return f"the same command with --resume and another --stop-at than {c.stop_at}"
+    return "the same command with --resume"
+
+
+def quote(text: str | Path) -> str:
+    """As this machine's shell takes it for one word."""
+    return subprocess.list2cmdline([str(text)]) if os.name == "nt" else shlex.quote(str(text))
 
 
 def main(arguments: list[str] | None = None) -> int:
