@@ -1,5 +1,6 @@
 """Standard output that nobody reads, that has no room or is closed: a run goes on, others end with a word or none."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from runs import DATA
+
+from xtrain.files import Output, command_line
 
 TRAIN = [
     "train", "--data", str(DATA / "grammar.txt"), "--preset", "tiny", "--steps", "4", "--batch", "2", "--seq-len", "32",
@@ -71,3 +74,37 @@ def test_every_command_line_ends_this_way():
         text = path.read_text(encoding="utf-8")
         if "__main__" in text and "def main(" in text:
             assert "sys.exit(command_line(main))" in text, path.name
+
+
+# ----------------------------------------------------------------------------- streams of other kinds
+def in_ascii():
+    return io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+
+
+def test_what_the_encoding_does_not_know_is_a_question_mark(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", in_ascii())
+    output = Output()
+    assert output.write("a 日本 \udcff z\n") == 9
+    output.flush()
+    assert sys.stdout.buffer.getvalue() == b"a ?? ? z\n" and not output.refused
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # has no encoding
+    output.write("日")
+    assert sys.stdout.getvalue() == "日"
+
+
+def test_other_programs_write_question_marks_too(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", in_ascii())
+    assert command_line(lambda: print("日") or 0) == 0
+    assert sys.stdout.buffer.getvalue() == b"?\n"
+
+
+def test_streams_that_are_closed(monkeypatch):
+    """Python makes them None, which has no methods."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+
+    def talk():
+        assert not sys.stdin.isatty() and sys.stdin.readline() == ""
+        return sys.stdout.write("x") + sys.stderr.write("y")
+
+    assert command_line(talk) == 2

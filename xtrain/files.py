@@ -174,7 +174,9 @@ class Output:
         return getattr(sys.stdout, name)  # the one of now: somebody may redirect it
 
     def write(self, text: str) -> int:
-        self._try(lambda: sys.stdout.write(text))
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        known = text.encode(encoding, "replace").decode(encoding)  # ? for what it does not know
+        self._try(lambda: sys.stdout.write(known))
         return len(text)
 
     def flush(self) -> None:
@@ -195,6 +197,7 @@ class Output:
 
 def command_line(main: Callable[[], int]) -> int:
     """main() -> the exit code of the program: UNREAD when nobody reads its output (`| head`), 1 when that has no room."""
+    _open_streams()
     try:
         try:
             code = main()
@@ -211,6 +214,16 @@ def command_line(main: Callable[[], int]) -> int:
             return UNREAD
         print(f"xtrain: standard output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _open_streams():
+    """Streams that are closed (<&-, >&-) lead nowhere; those without Unicode show ? instead of ending us."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif name != "stderr" and hasattr(stream, "reconfigure"):  # stderr shows \\u65e5 by itself
+            stream.reconfigure(errors="replace")
 
 
 def _discard_output():

@@ -177,13 +177,6 @@ def run(
     name: str, options: type, do: Callable, description: str, arguments: list[str] | None
 ) -> int:
     """What the command lines of generate and chat share. -> exit code"""
-    for stream in (
-        sys.stdin,
-        sys.stdout,
-        sys.stderr,
-    ):  # a terminal without Unicode shows ? instead of ending us
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     try:
         do(tyro.cli(options, prog=f"python -m {name}", description=description, args=arguments))
         return 0
