@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checks import GPU
@@ -161,6 +162,23 @@ def test_launchers(tmp_path, name):
 def test_a_launcher_that_is_not_there(tmp_path):
     (check,) = doctor._ranks(str(tmp_path / "none"))
     assert check.ok is False and "FileNotFoundError" in check.found
+
+
+def test_a_rank_says_its_number_in_one_write(monkeypatch):
+    """Unbuffered, two writes are torn apart by those of other ranks, and a healthy MPI would look broken."""
+    written, code = [], []
+
+    def launch(command, **_):
+        code.append(command[-1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(doctor.subprocess, "run", launch)
+    list(doctor._ranks("mpirun"))
+    mpi = SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=SimpleNamespace(size=2)))
+    monkeypatch.setitem(sys.modules, "mpi4py", mpi)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append))
+    exec(code[0])
+    assert [text for text in written if text] == ["ranks 2\n"]
 
 
 # ----------------------------------------------------------------------------- what takes the interpreter with it

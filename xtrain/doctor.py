@@ -314,7 +314,8 @@ def _ranks(launcher: str) -> Iterator[Check]:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     for name, n in (("two ranks", 2), ("more ranks than cores", cores + 1)):
-        code = "from mpi4py import MPI; print('ranks', MPI.COMM_WORLD.size)"
+        # in one write, also with PYTHONUNBUFFERED: ranks may write between two of them
+        code = "from mpi4py import MPI; print(f'ranks {MPI.COMM_WORLD.size}\\n', end='')"
         try:
             done = subprocess.run(
                 [launcher, "-n", str(n), sys.executable, "-c", code],
