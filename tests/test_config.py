@@ -140,6 +140,7 @@ WRONG = [
     (dict(sample_prompt="a\udcff"), "--sample-prompt 'a\\udcff' is not text in UTF-8"),
     *((dict(name=bad), "is no folder inside --out") for bad in ("", ".", "..", "a/../..", "/tmp/a")),
     *((dict([(n, bad)]), f"--{n} {bad!r} is not text") for n in ("name", "out") for bad in ("a\0b", "\ud800")),
+    *((dict([(name, "")]), f"--{name} is empty: give a path") for name in ("data", "out", "init", "tokenizer")),
     (dict(seed=-1), "--seed must not be negative, got -1"),
     (dict(batch=8, micro_batch=3), "--batch 8 is not a multiple of --micro-batch 3"),
     (dict(preset="huge"), "--preset 'huge' is not known: choose one of auto, tiny, dim384"),

@@ -131,7 +131,8 @@ def test_good_files_among_others(tmp_path, capsys):
     (text / "d.md").symlink_to(text / "gone")
     os.mkfifo(text / "pipe")
     assert start(text, tmp_path) == 0
-    assert "in 1 files" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "in 1 files" in said and "held out, files left out (no text): 2\n" in said
 
 
 def test_changed_since_it_was_tokenised(tmp_path, capsys):

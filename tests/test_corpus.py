@@ -45,6 +45,21 @@ def test_folder_is_read_in_sorted_order(tmp_path):
     assert (texts.files, texts.skipped) == (4, 2)
 
 
+def test_links_to_folders_are_followed(tmp_path):
+    write(tmp_path, {"big/b.txt": "2", "big/more/c.txt": "3", "data/a.txt": "1"})
+    (tmp_path / "data/part").symlink_to(tmp_path / "big")
+    (tmp_path / "data/twice").symlink_to("../big/more")  # is in part already
+    (tmp_path / "data/0").symlink_to("z")  # what is really there keeps its place
+    write(tmp_path, {"data/z/d.txt": "4"})
+    (tmp_path / "big/round").symlink_to(tmp_path / "data")
+    (tmp_path / "big/self").symlink_to("self")
+    (tmp_path / "data/gone").symlink_to("nowhere")
+    assert list(Texts(tmp_path / "data")) == ["1", "2", "3", "4"]
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only/link").symlink_to(tmp_path / "big/more")
+    assert list(Texts(tmp_path / "only")) == ["3"]
+
+
 def test_text_is_kept_as_it_is(tmp_path):
     write(tmp_path, {"a.txt": b"\xef\xbb\xbfa\r\nb \xc3\xa9"})
     assert list(Texts(tmp_path / "a.txt")) == ["a\r\nb é"]
@@ -102,13 +117,16 @@ def test_missing_path(tmp_path, name):
         list(Texts(tmp_path / name))
 
 
-def test_unreadable(tmp_path, monkeypatch):
-    def refuse(*args):
-        raise PermissionError(13, "Permission denied", str(tmp_path / "a.txt"))
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a"])
+def test_unreadable(tmp_path, monkeypatch, name):
+    """It may be text: to leave it out would train on something else."""
 
-    write(tmp_path, {"a.txt": "text"})
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied", str(tmp_path / name))
+
+    write(tmp_path, {name: "text"})
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(UserError, match=r"a.txt cannot be read \(Permission denied\)"):
+    with pytest.raises(UserError, match=rf"{name} cannot be read \(Permission denied\)"):
         list(Texts(tmp_path))
 
 

@@ -288,6 +288,9 @@ class TrainConfig:
             value = getattr(self, name)
             sound = value is None or (_encodes(value) and "\0" not in value)
             _need(sound, f"--{name.replace('_', '-')} {value!r} is not text in UTF-8")
+        # --data "$UNSET": Path("") would be the current folder
+        for name in ("data", "out", "init", "tokenizer"):
+            _need(getattr(self, name) != "", f"--{name} is empty: give a path, or leave it out")
         _need(
             self.name is None or _inside(self.name),
             f"--name {self.name!r} is no folder inside --out: give a name such as tiny-2",

@@ -30,9 +30,10 @@ class Texts:
     """The documents of a file or folder, read anew by each `for`.
 
     data None: the Python standard library's own source. Folders are read recursively in sorted
-    order, without names that begin with a dot. Files in a folder that are not text are counted in
-    `skipped`; a .txt, .jsonl or .parquet that cannot be read, or a file given by name, raises
-    UserError. A .txt must fit in memory, a .jsonl need not.
+    order, without names that begin with a dot; links to folders are followed, and no folder is read
+    twice. Files in a folder that are not text are counted in `skipped`; a .txt, .jsonl or .parquet
+    that is none, a file given by name, and one that cannot be read at all raise UserError. A .txt
+    must fit in memory, a .jsonl need not.
     """
 
     def __init__(self, data: str | Path | None = None):
@@ -64,25 +65,35 @@ class Texts:
             there = "\0" not in str(self.root) and os.path.exists(self.root)
             what = "is neither a file nor a folder" if there else "is not there"
             raise UserError(f"there is no file or folder {self.root} (it {what}): {hint}")
-        unwanted = ("site-packages", "dist-packages", "__pycache__") if self.own_source else ()
-        found = []
-        for folder, folders, names in os.walk(self.root, onerror=_unreadable):
-            folders[:] = [
-                name for name in folders if name not in unwanted and not name.startswith(".")
-            ]
-            found += [Path(folder, name) for name in names if not name.startswith(".")]
+        found = [path for path in self._walk() if os.path.isfile(path)]
         if self.own_source:
             found = [path for path in found if path.suffix == ".py"]
-        found = [path for path in found if os.path.isfile(path)]
         return sorted(found, key=lambda path: path.relative_to(self.root).as_posix())
 
+    def _walk(self) -> Iterator[Path]:
+        unwanted = ("site-packages", "dist-packages", "__pycache__") if self.own_source else ()
+        places, seen = [self.root], set()
+        for place in places:  # it grows: links come behind all that is really there
+            for folder, folders, names in os.walk(place, onerror=_unreadable):
+                real = os.path.realpath(folder)
+                if real in seen:  # two links to one folder, or a circle
+                    folders.clear()
+                    continue
+                seen.add(real)
+                wanted = lambda name: name not in unwanted and not name.startswith(".")
+                folders[:] = sorted(filter(wanted, folders))  # the same on every machine
+                if not self.own_source:
+                    places += filter(os.path.islink, [Path(folder, name) for name in folders])
+                yield from (Path(folder, name) for name in names if not name.startswith("."))
+
     def _read(self, path: Path) -> Iterable[str]:
+        if path.suffix == ".jsonl":
+            return _read_jsonl(path)
+        if path.suffix == ".parquet":
+            return _read_parquet(path)
+        raw = _read_bytes(path)
         try:
-            if path.suffix == ".jsonl":
-                return _read_jsonl(path)
-            if path.suffix == ".parquet":
-                return _read_parquet(path)
-            return [_read_text(path)]
+            return [_decode(raw, path)]
         except UserError:
             if path == self.root or path.suffix == ".txt":
                 raise
@@ -95,12 +106,11 @@ def _unreadable(error: OSError, path: Path | None = None) -> None:
     raise UserError(f"{where} cannot be read ({error.strerror}): check its permissions") from None
 
 
-def _read_text(path: Path) -> str:
+def _read_bytes(path: Path) -> bytes:
     try:
-        raw = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         _unreadable(error, path)
-    return _decode(raw, path)
 
 
 def _decode(raw: bytes, where: Path | str) -> str:

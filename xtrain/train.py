@@ -179,6 +179,7 @@ def train(
         say(
             f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, sha256 {corpus.sha256[:16]}, "
             f"{corpus.train_tokens:,} training tokens, {corpus.val_tokens:,} held out"
+            + (f", files left out (no text): {corpus.skipped}" if corpus.skipped else "")
         )
         console.print(parameter_table(model))
         if saved:
