@@ -1,5 +1,6 @@
 """Every lesson: the gap gets a helpful answer, the solution passes, typical mistakes are told apart. And the tools around."""
 
+import errno
 import importlib.util
 import itertools
 import json
@@ -151,6 +152,28 @@ def test_from_start_to_a_passed_check(tmp_path):
     mine.write_text("def broken(:\n")
     done = command(tmp_path, "check", "1")
     assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_place_for_my_lessons(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_lessons").write_text("a file\n")
+    assert lesson.main(["start", "1"]) == 2
+    mine = tmp_path / "my_lessons" / "01_threads.py"
+    (tmp_path / "my_lessons").unlink()
+    mine.mkdir(parents=True)
+    assert lesson.main(["start", "1", "--force"]) == 2
+    mine.rmdir()
+    mine.write_text("my work\n")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert lesson.main(["start", "1", "--force"]) == 2
+    assert mine.read_text() == "my work\n"
+    error = capsys.readouterr().err
+    assert error.count("01_threads.py cannot be written (") == 2 and error.count("\n") == 3
+    assert "no space left to write" in error and "or begin in another folder" in error
 
 
 def test_bad_lesson_numbers(tmp_path, capsys):

@@ -22,10 +22,10 @@ class DiskFull(UserError):
     """There is no room to write what had to be written."""
 
 
-def cannot_write(path: Path, error: OSError) -> UserError:
+def cannot_write(path: Path, error: OSError, instead: str = "choose another --out") -> UserError:
     if error.errno in FULL:
-        return DiskFull(f"no space left to write {path}: make room or choose another --out")
-    return UserError(f"{path} cannot be written ({error.strerror or error}): choose another --out")
+        return DiskFull(f"no space left to write {path}: make room or {instead}")
+    return UserError(f"{path} cannot be written ({error.strerror or error}): {instead}")
 
 
 def sync(path: Path) -> None:

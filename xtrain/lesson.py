@@ -12,6 +12,7 @@ import argparse
 import importlib
 import inspect
 import linecache
+import os
 import re
 import sys
 import types
@@ -25,7 +26,7 @@ from ._lesson import attempt, figures, records
 from ._lesson.attempt import EXERCISES, Verdict
 from ._lesson.trace import Trace, owners, traced, tracing
 from .config import UserError
-from .files import command_line
+from .files import cannot_write, command_line, write_whole
 from .kernels._launch import empty, launch, zeros
 
 __all__ = [
@@ -211,19 +212,21 @@ def load(code: str, file: str) -> types.ModuleType:
 
 
 def start(lesson: str, folder: Path = WORK, force=False) -> Path:
-    """Write a lesson's exercises, gaps and all, to `folder`. -> the file. Raises UserError when it exists."""
+    """Write a lesson's exercises, gaps and all, to `folder`. -> the file. Raises UserError, also when it exists."""
     path = lesson_file(lesson)
     mine = folder / path.name
-    if mine.exists() and not force:
+    if os.path.exists(mine) and not force:
         raise UserError(f"{mine} exists: go on there, or give --force to begin anew")
     head = (
         f'"""Exercises of {path.stem}: fill every gap, then run  python -m xtrain.lesson check {int(lesson)}\n\n'
         f'The text that goes with them: lessons/{path.stem}.ipynb, or the page of the lesson."""\n\n'
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    mine.write_text(
-        head + tagged(path.read_text(encoding="utf-8"), "imports", "exercise"), encoding="utf-8"
-    )
+    text = head + tagged(path.read_text(encoding="utf-8"), "imports", "exercise")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(mine, text.encode())  # --force on a full disk must not lose what is there
+    except OSError as error:
+        raise cannot_write(mine, error, "begin in another folder") from error
     return mine
 
 
