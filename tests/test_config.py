@@ -1,5 +1,6 @@
 """Every sentence that a bad config is refused with, the presets, and the way to JSON and back."""
 
+import faulthandler
 import json
 import math
 from dataclasses import FrozenInstanceError, replace
@@ -8,6 +9,7 @@ import pytest
 
 from xtrain import ModelConfig, TrainConfig, UserError
 from xtrain.config import PRESETS, ROPE_SCALINGS, resolve
+from xtrain.ddp import LONGEST_WATCHDOG, ParallelConfig
 
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192,
@@ -153,6 +155,23 @@ def test_options_that_make_no_sense(options, sentence):
     with pytest.raises(UserError) as error:
         resolve(TrainConfig(**options), gpu=False)
     assert sentence in str(error.value)
+
+
+WRONG_OF_DDP = [
+    *((dict(watchdog=bad), f"--watchdog must be between 0 (never) and 100000000 seconds, got {bad}")
+      for bad in (-1.0, 1e10, math.inf, math.nan)),
+    *((dict(bucket_mb=bad), f"--bucket-mb must be a positive number, got {bad}") for bad in (0.0, math.inf, math.nan)),
+    (dict(check_ranks=-1), "--check-ranks must not be negative, got -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, sentence", WRONG_OF_DDP)
+def test_options_of_ddp_that_make_no_sense(options, sentence):
+    with pytest.raises(UserError) as error:
+        ParallelConfig(**options).validate()
+    assert sentence in str(error.value)
+    faulthandler.dump_traceback_later(LONGEST_WATCHDOG + 0.5)  # the system takes what is allowed
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("preset", PRESETS)

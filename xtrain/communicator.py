@@ -114,7 +114,7 @@ class Ranks(Alone):
         """Raises UserError, on every rank, when some rank has another value for one of the names."""
         for rank, other in enumerate(everybody := self.everybody(things)):
             for name, value in everybody[0].items():
-                if other.get(name) != value:
+                if repr(other.get(name)) != repr(value):  # nan is not equal to itself
                     raise UserError(
                         f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: "
                         "all ranks need the same version and the same options"

@@ -63,6 +63,8 @@ from .run import Run
 from .train import train
 from .zero import Pieces, ShardedAdamW
 
+LONGEST_WATCHDOG = 10**8  # seconds, three years; the system's timers end at some 10^10
+
 
 @dataclass(frozen=True)
 class ParallelConfig(TrainConfig):
@@ -84,11 +86,13 @@ class ParallelConfig(TrainConfig):
         """Raises UserError on a value that makes no sense."""
         super().validate()
         if not 0 < self.bucket_mb < float("inf"):
-            raise UserError(f"--bucket-mb must be positive, got {self.bucket_mb}")
-        for name in ("check_ranks", "watchdog"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise UserError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+            raise UserError(f"--bucket-mb must be a positive number, got {self.bucket_mb}")
+        if self.check_ranks < 0:
+            raise UserError(f"--check-ranks must not be negative, got {self.check_ranks}")
+        if not 0 <= self.watchdog <= LONGEST_WATCHDOG:
+            raise UserError(
+                f"--watchdog must be between 0 (never) and {LONGEST_WATCHDOG} seconds, got {self.watchdog}"
+            )
         if self.sharded and self.dp == "none":
             raise UserError(
                 "--zero 1 needs the gradients of all ranks: choose another --dp than none"

@@ -21,8 +21,9 @@ BAD = [
     ({"batch": 16, "micro-batch": 8}, "--batch 16 is not a multiple of 4 ranks x --micro-batch 8"),
     ({"data": "/nowhere"}, "/nowhere"),
     ({"zero": 1, "dp": "none"}, "choose another --dp than none"),
-    ({"bucket-mb": 0}, "--bucket-mb must be positive"),
-    ({"watchdog": -1}, "--watchdog must not be negative"),
+    ({"bucket-mb": 0}, "--bucket-mb must be a positive number, got 0"),
+    ({"watchdog": -1}, "--watchdog must be between 0 (never) and"),
+    ({"lr": "nan"}, "--lr must be a positive number, got nan"),  # the ranks agree on it
     (
         {"lr": 1e30, "clip": 0, "warmup": 0, "max-skips": 2},
         "2 steps in a row were skipped (--max-skips), at last step 3: the gradient norm is nan. First not "
