@@ -170,7 +170,7 @@ def test_another_machine_is_told(stopped, tmp_path, monkeypatch):
 
 
 # ----------------------------------------------------------------------------- stopping early
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_signal_finishes_the_step_and_saves(tmp_path, name):
     step, before = Run.step, signal.getsignal(getattr(signal, name))
 
@@ -191,6 +191,15 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, name):
     )
     run(tmp_path / "b", resume=True)
     assert_same_run(run(tmp_path / "a"), parts)
+
+
+def test_nohup_stays():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping.Stop():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
@@ -219,7 +228,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
 def test_before_the_first_step_any_signal_ends_it(tmp_path, monkeypatch, capsys):
     from xtrain import train as module
 
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         stop = lambda *_, **__: os.kill(os.getpid(), getattr(signal, name)) or time.sleep(0.1)  # noqa: B023
         monkeypatch.setattr(module, "prepare", stop)
         assert main(["--out", str(tmp_path), "--preset", "tiny"]) == 130

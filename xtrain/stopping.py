@@ -1,7 +1,8 @@
 """When to stop early, with a checkpoint: a signal, or the end of the time that a job has.
 
-SIGINT (Ctrl-C), SIGTERM, SIGUSR1: the step is finished, a checkpoint is written, the program ends with 0. A second SIGINT
-ends at once. Before the first step there is nothing to save: any of them ends the program.
+SIGINT (Ctrl-C), SIGTERM, SIGUSR1, SIGHUP (the terminal is closed): the step is finished, a checkpoint is written, the program
+ends with 0. A second SIGINT ends at once. Before the first step there is nothing to save: any of them ends the program. A
+SIGHUP that is ignored (nohup) stays so.
 """
 
 import math
@@ -37,6 +38,10 @@ def _age() -> float:
 STARTED = time.monotonic() - _age()
 
 
+def _ignored(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
 class Stop:
     """with Stop(limit) as stop: training calls stop.step() after every step.
 
@@ -50,9 +55,9 @@ class Stop:
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-            number = getattr(signal, name, None)
-            if number is not None:
+        for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows lacks two of them
+            if number is not None and not (name == "SIGHUP" and _ignored(number)):
                 try:
                     self.before[number] = signal.signal(number, self._ask)
                 except ValueError:  # not in the main thread: the caller handles signals
