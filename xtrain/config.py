@@ -198,9 +198,8 @@ class TrainConfig:
     eps: float = 1e-8  # AdamW: added to the root of that mean
     clip: float = 1.0  # largest global gradient norm; 0 switches clipping off
     vocab_size: int | None = None  # tokens of the tokenizer that is trained on the corpus
-    tokenizer: str | None = (
-        None  # a tokenizer.json to use instead of training one; with --init its own
-    )
+    # a tokenizer.json to use instead of training one; none: with --init its own
+    tokenizer: str | None = None
     eval_every: int | None = None  # steps between validations
     eval_batches: int = 8  # validation batches each time
     sample_every: int | None = None  # steps between generated samples
