@@ -83,8 +83,27 @@ def test_on_a_cpu_ops_are_listed(capsys, tmp_path):
     for part in ("data", "forward", "backward", "clip + AdamW", "whole step", "SwiGLU", "tokens per second"):  # fmt: skip
         assert part in out, part
     assert picture.stat().st_size > 10_000
-    assert main([*SMALL, "--steps", "1", "--picture", str(tmp_path / "none" / "x.png")]) == 2
-    assert "x.png cannot be written: No such file or directory\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--picture", "none/x.png"], "none/x.png cannot be written: No such file or directory"),
+        (["--picture", "a.txt/x.png"], "a.txt/x.png cannot be written: Not a directory"),
+        (["--picture", "x.foo"], "--picture x.foo must end with one of .png"),
+        (["--trace", "x.json"], "--trace shows the kernels of a GPU: leave it out on a CPU"),
+        (["--plan", "--picture", "x.png"], "--plan runs nothing"),
+    ],
+)
+def test_files_are_refused_before_anything_is_measured(
+    capsys, tmp_path, monkeypatch, arguments, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    assert main([*SMALL, "--device", "cpu", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"xtrain.profile: {sentence}") and not said.out
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 @pytest.mark.gpu

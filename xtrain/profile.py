@@ -17,6 +17,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -65,6 +66,7 @@ LARGE = {  # shapes to plan with, beyond the presets that one card trains in an 
         dict(batch=1, seq_len=4096),
     ),
 }
+PICTURES = (".png", ".svg", ".pdf")
 SHAPE = {  # option -> field of ModelConfig
     "dim": "dim", "layers": "n_layers", "heads": "n_heads", "kv_heads": "n_kv_heads",
     "head_dim": "head_dim", "hidden_dim": "hidden_dim",
@@ -276,6 +278,22 @@ def _wall(f: Callable[[], Any], device: str, runs: int) -> float:
     return 1e3 * float(np.median(times))
 
 
+def check_files(o: Options) -> None:
+    """Raises UserError now for what could not be written after all measurements."""
+    if o.plan and (o.trace or o.picture):
+        raise UserError("--plan runs nothing that --trace or --picture could show: leave them out")
+    if o.trace and resolve_device(o.device) == "cpu":
+        raise UserError("--trace shows the kernels of a GPU: leave it out on a CPU")
+    if o.picture and Path(o.picture).suffix.lower() not in PICTURES:
+        raise UserError(f"--picture {o.picture} must end with one of {', '.join(PICTURES)}")
+    for path in filter(None, (o.trace, o.picture)):
+        with _writing(path):
+            new = not os.path.exists(path)
+            open(path, "ab").close()
+            if new:
+                os.unlink(path)
+
+
 def measure(o: Options, console: Console) -> None:
     if o.steps < 1:
         raise UserError(f"--steps must be positive, got {o.steps}")
@@ -455,6 +473,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         o = tyro.cli(Options, prog="python -m xtrain.profile", description=__doc__, args=arguments)
         o = o if o.run is None else with_options_of(o.run, o)
+        check_files(o)
         show_plan(o, console) if o.plan else measure(o, console)
         if o.run is not None and not o.plan:
             kept = console.keep(o.run)
