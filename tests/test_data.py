@@ -454,6 +454,11 @@ def test_bad_loader(shards):
         Loader(shards, 1, 100)
     with pytest.raises(UserError, match="--batch 5 is not a multiple of the 2 ranks"):
         Loader(shards, 5, 4, world=2)
+    windows = Loader(shards, 1, 4).windows
+    Loader(shards, 1000 * windows, 4)
+    sentence = rf"--batch {1001 * windows} is 1,001 times the text, which has {windows} windows"
+    with pytest.raises(UserError, match=sentence):
+        Loader(shards, 1001 * windows, 4)
     with pytest.raises(UserError, match="has the id 99, the tokenizer has 50 tokens"):
         Loader(shards, 1, 4, vocab_size=50)
     with pytest.raises(UserError, match="the validation text has 100 tokens, a window needs 101"):

@@ -58,6 +58,7 @@ SAMPLE_PIECE = (
 ENCODE_PIECE = 1 << 20  # characters encoded as one string: bounds the memory for one huge document
 ENCODE_BATCH = 8 << 20  # bytes encoded at once, on all cores
 SHARD_TOKENS = 100_000_000
+MOST_EPOCHS = 1000  # in one batch: more is a slip, and would take minutes and gigabytes to say so
 HEADER_INTS = 256
 SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 
@@ -382,6 +383,11 @@ class Loader:
         self.windows = int(self._ends_S[-1])  # in an epoch
         if not self.windows:
             _too_short("training", max(map(len, self._shards)), T)
+        if B / self.windows > MOST_EPOCHS:
+            raise UserError(
+                f"--batch {B} is {B // self.windows:,} times the text, which has {self.windows:,} windows of "
+                f"--seq-len {T}: choose a smaller one"
+            )
         self.position = 0
         self._epoch = lru_cache(2)(
             self._epoch
