@@ -98,6 +98,14 @@ def test_other_programs_write_question_marks_too(monkeypatch):
     assert sys.stdout.buffer.getvalue() == b"?\n"
 
 
+def test_ctrl_c_is_no_traceback(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert command_line(interrupted) == 130
+    assert capsys.readouterr().err == "\nxtrain: interrupted\n"
+
+
 def test_streams_that_are_closed(monkeypatch):
     """Python makes them None, which has no methods."""
     for name in ("stdin", "stdout", "stderr"):

@@ -196,16 +196,19 @@ class Output:
 
 
 def command_line(main: Callable[[], int]) -> int:
-    """main() -> the exit code of the program: UNREAD when nobody reads its output (`| head`), 1 when that has no room."""
+    """main() -> the exit code of the program: 130 for Ctrl-C, UNREAD when nobody reads its output (`| head`), 1 when that
+    has no room."""
     _open_streams()
     try:
         try:
             code = main()
         except SystemExit as stop:  # --help
             code = stop.code
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        print("\nxtrain: interrupted", file=sys.stderr)
+        return 130
     except OSError as error:
         if error.filename is not None or error.errno not in {errno.EPIPE, errno.EIO, *FULL}:
             raise
