@@ -1,6 +1,7 @@
 """Which device there is, and the way of an array to it and back."""
 
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,3 +114,63 @@ def test_copies_from_a_gpu(monkeypatch):
     wait()
     assert x.tolist() == [7] * 4
     assert asked == ["page-locked", ("copy", False), "event", ("copy", False), "event", "wait"]
+
+
+# ----------------------------------------------------------------------------- a pool that a graph knows
+class Full(Exception):
+    status = device.OUT_OF_MEMORY
+
+
+def test_a_full_gpu_takes_no_block_from_a_graph(monkeypatch):
+    """What CuPy's pool does when the GPU refuses: give its free blocks back, try again. With a graph it must not come to that."""
+    said, room = [], [100]
+
+    def take(size):
+        if size > room[0]:
+            raise Full
+        return size
+
+    def default_gives_back():
+        said.append("the default pool gives back")
+        room[0] += 50
+
+    class Pool:
+        total_bytes = None
+
+        def __init__(self, allocator):
+            self.allocator = allocator
+
+        def malloc(self, size):
+            try:
+                return self.allocator(size)
+            except Full:
+                self.free_all_blocks()
+                return self.allocator(size)
+
+        def free_all_blocks(self):
+            said.append("the pool gives back")
+            room[0] += 50
+
+        def set_limit(self, size):
+            assert size == 0
+
+    cuda = SimpleNamespace(
+        MemoryPool=Pool, Memory=take, MemoryPointer=lambda memory, offset: memory,
+        runtime=SimpleNamespace(CUDARuntimeError=Full),
+    )  # fmt: skip
+    default = SimpleNamespace(free_all_blocks=default_gives_back)
+    fake = SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: default)
+    monkeypatch.setattr(device, "cupy", lambda: fake)
+    pool = device.PrivatePool()
+    assert pool.malloc(100) == 100 and pool.malloc(150) == 150
+    assert said == ["the pool gives back"]
+    pool.keep()
+    assert pool.malloc(200) == 200 and said[1:] == ["the default pool gives back"]
+    with pytest.raises(
+        MemoryError, match="Out of memory allocating 1,000 bytes beside a CUDA graph"
+    ):
+        pool.malloc(1000)
+    assert said[2:] == ["the default pool gives back"]
+    gone = weakref.ref(pool)
+    del pool
+    assert gone() is None, "nothing else holds it"

@@ -251,6 +251,32 @@ def test_engines_that_cannot_be(model, options, words):
         Engine(**({"model": model} | options))
 
 
+def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
+    """It ends the stream that was asked for a token; another one on the same engine misses none."""
+    alone = Engine(model, 2).generate([[4, 5, 6]], 12)
+    served = Engine(model, 2)
+    first, second = served.stream([[1, 2]], 12), served.stream([[4, 5, 6]], 12)
+    next(first), next(second), next(first), next(second)
+    real, left = Engine._fetch, [1]
+
+    def fetch(self, requests):
+        then = real(self, requests)
+
+        def wait():
+            if left.pop() if left else 0:
+                raise KeyboardInterrupt
+            return then()
+
+        return wait
+
+    served.step()  # whatever was under way already
+    monkeypatch.setattr(Engine, "_fetch", fetch)
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    list(second)
+    assert second.completions == alone and not served.active and not served.flights
+
+
 def test_prompts_in_any_container(model):
     want = Engine(model, 2, 20).generate([[1, 2], [3, 4]], 5)
     for prompts in (

@@ -53,7 +53,8 @@ def log(monkeypatch):
     cupy = SimpleNamespace(cuda=cuda, empty=lambda *a: np.empty(*a).view(Buffer))
     monkeypatch.setattr(graph, "cupy", lambda: cupy)
     monkeypatch.setattr(graph, "free_cached", lambda device: None)
-    pool = SimpleNamespace(malloc=None, free_all_blocks=lambda: None)
+    keep = lambda: said.append("the pool keeps its blocks")
+    pool = SimpleNamespace(malloc=None, free_all_blocks=lambda: None, keep=keep)
     monkeypatch.setattr(graph, "PrivatePool", lambda: pool)
     return said
 
@@ -75,7 +76,7 @@ def test_who_waits_for_whom(log):
         run = graph.Graphed(step_that_fails_on_5(log))
         for expected in (
             around("step on own"), around("step on own"),  # eagerly
-            around("capture on own", "step on own", "graph on own"),
+            around("the pool keeps its blocks", "capture on own", "step on own", "graph on own"),
             ["graph on A"], ["graph on A"],  # where the caller is: nobody waits
         ):  # fmt: skip
             log.clear()

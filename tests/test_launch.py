@@ -1,12 +1,17 @@
 """Where arrays meet kernels: which implementation, checks, scalars, strides, shared memory, very large arrays."""
 
+import ctypes
+import threading
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from checks import GPU, normal, to_host, to_kernel
 from numba import cuda, float32, int64
 
 from xtrain.device import cupy, to_device
-from xtrain.kernels import _launch
+from xtrain.kernels import _compile, _launch
 from xtrain.kernels._launch import (
     check_array,
     check_ids,
@@ -187,6 +192,45 @@ def test_dynamic_shared_memory(kilobytes):
     y = to_kernel(np.zeros_like(x))
     launch(reverse_kernel, 1, 64, y, to_kernel(x), shared=x.nbytes)
     assert np.array_equal(to_host(y), x[::-1])
+
+
+@pytest.mark.parametrize("shared", [0, 1, 45312, 60000])
+def test_the_driver_is_asked_for_all_dynamic_shared_memory(monkeypatch, shared):
+    """Also below 48 KB: without asking these are for dynamic and static arrays together."""
+    asked, function = [], SimpleNamespace(ptr=7)
+    module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: function)
+    driver = SimpleNamespace(funcSetAttribute=lambda *a: asked.append(a), CUDADriverError=OSError)
+    cuda_ = SimpleNamespace(function=SimpleNamespace(Module=lambda: module), driver=driver)
+    monkeypatch.setattr(_compile, "cupy", lambda: SimpleNamespace(cuda=cuda_))
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: None)
+    monkeypatch.setattr(_compile, "_read", lambda path: ("k", b""))
+    assert _compile.load_function(None, (), shared) == (7, module)
+    assert asked == ([(7, _compile.MAX_DYNAMIC_SHARED, shared)] if shared else [])
+
+
+def test_threads_do_not_share_arguments(monkeypatch):
+    """Two threads start one kernel: each launch reads the arguments that its own thread has written."""
+    started = []
+
+    def start(function, *rest):
+        address = ctypes.c_void_p.from_address(rest[-2]).value  # of the first argument
+        time.sleep(1e-3)  # the other thread's turn
+        started.append((ctypes.c_int64.from_address(address).value, rest[0]))
+
+    gpu = SimpleNamespace(
+        runtime=SimpleNamespace(getDevice=lambda: 0), get_current_stream=lambda: SimpleNamespace(ptr=0),
+        driver=SimpleNamespace(launchKernel=start, CUDADriverError=OSError),
+    )  # fmt: skip
+    monkeypatch.setattr(_launch, "cupy", lambda: SimpleNamespace(cuda=gpu))
+    monkeypatch.setattr(_launch, "load_function", lambda *a: (7, None))
+    kernel = type("Kernel", (), {"py_func": lambda: None})()
+    one = lambda n: _launch._launch_gpu(kernel, (n, 1, 1), (1, 1, 1), (np.int64(n),), 0, False)
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(1, 30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(started) == [(n, n) for n in range(1, 30)]
 
 
 # ----------------------------------------------------------------------------- on the GPU

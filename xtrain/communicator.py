@@ -352,6 +352,7 @@ class NcclCollectives(GpuCollectives):
 
     def start_gather(self, own_1: Array) -> Array:
         all_R = empty(own_1, self.ranks.world)
+        self.given = own_1  # the other stream reads it later than we return
         with self._side() as stream:
             self.nccl.allGather(own_1.data.ptr, all_R.data.ptr, 1, self.types[4], stream)
         return all_R

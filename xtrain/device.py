@@ -16,6 +16,7 @@ import numpy as np
 
 from .config import UserError
 
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 Array = Any  # numpy.ndarray | cupy.ndarray | simulator.SimArray: CuPy is optional, so no name to write here
 
 
@@ -150,16 +151,42 @@ def device_name(device: str) -> str:
 
 
 class PrivatePool:
-    """A CuPy memory pool of its own, for a CUDA graph; counted by memory_peak_bytes while it lives."""
+    """A CuPy memory pool of its own, for a CUDA graph; counted by memory_peak_bytes while it lives.
+
+    When the GPU is full, a pool gives its free blocks back and tries again. Once a graph knows their addresses (`keep`) that
+    must not happen: then the default pool gives its own back, and if that is not enough, there is a MemoryError.
+    """
 
     alive: weakref.WeakSet = weakref.WeakSet()
 
     def __init__(self):
-        self.pool = cupy().cuda.MemoryPool()
+        self.kept: list = []  # not a field: the pool must not hold us, or neither would ever go
+        self.pool = cupy().cuda.MemoryPool(functools.partial(_take, self.kept))
         self.malloc, self.total_bytes = self.pool.malloc, self.pool.total_bytes
         self.free_all_blocks = self.pool.free_all_blocks
         weakref.finalize(self, self.pool.free_all_blocks)  # CuPy 14 leaves them on the GPU
         self.alive.add(self)
+
+    def keep(self) -> None:
+        """From now on no block goes back to the GPU while this lives."""
+        self.kept.append(True)
+        self.pool.set_limit(size=0)  # $CUPY_GPU_MEMORY_LIMIT: at a limit, too, blocks would go back
+
+
+def _take(kept: list, size: int) -> Any:
+    """Memory from the GPU itself, for a PrivatePool."""
+    gpu = cupy().cuda
+    new = lambda: gpu.MemoryPointer(gpu.Memory(size), 0)
+    try:
+        return new()
+    except gpu.runtime.CUDARuntimeError as error:
+        if not kept or error.status != OUT_OF_MEMORY:
+            raise
+    free_cached("gpu")
+    try:
+        return new()
+    except gpu.runtime.CUDARuntimeError as error:
+        raise MemoryError(f"Out of memory allocating {size:,} bytes beside a CUDA graph") from error
 
 
 def both_see(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Any]:

@@ -336,9 +336,10 @@ class Engine:
 
     def _land(self, now: Step) -> list[tuple[Request, int]]:
         """The ids of the oldest step that was started."""
-        requests, fetch = self.flights.popleft()
-        events = []
-        for request, token in zip(requests, fetch()):
+        requests, fetch = self.flights[0]
+        tokens, events = fetch(), []  # Ctrl-C while it waits: the next step asks again
+        self.flights.popleft()
+        for request, token in zip(requests, tokens):
             if request.completion.reason is None:
                 self.decoded_tokens += 1
                 now.decoded.append(request.name)

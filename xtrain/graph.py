@@ -10,7 +10,7 @@ What that asks of the step:
 - memory comes from a pool of its own, which is emptied before the capture: then the capture takes from the GPU just what the
   step needs, in the order in which it needs it. In a pool that an earlier call has filled, best fit would choose other blocks,
   split them for smaller arrays, and end up short of large ones. (cudaMalloc is allowed in CuPy's mode of capture.) The graph
-  holds addresses, so from then on the pool keeps everything.
+  holds addresses, so from then on the pool keeps everything, also when the GPU is full.
 
 The eager calls are real steps. The same kernels run with the same arguments either way, so the bits are the same.
 """
@@ -56,6 +56,8 @@ class Graphed:
             with cupy().cuda.using_allocator(self.pool.malloc), self.stream:
                 if all(r.graph is None for r in self.recordings.values()):
                     self.pool.free_all_blocks()
+                if recording.is_next_captured():
+                    self.pool.keep()
                 return recording.run(functools.partial(self.step, *variant), inputs, self.stream)
         finally:  # after an error too: what was started before it still uses the pool
             caller.wait_event(self.stream.record())
@@ -67,6 +69,9 @@ class _Recording:
     def __init__(self, inputs):
         self.buffers = [cupy().empty(x.shape, x.dtype) for x in inputs]
         self.calls, self.graph, self.outputs = 0, None, ()
+
+    def is_next_captured(self) -> bool:
+        return self.calls == EAGER_CALLS
 
     def run(self, step: Callable, inputs: tuple, stream: Any) -> tuple:
         """The first calls: eagerly; then the capture, which runs nothing, and a first replay."""

@@ -41,7 +41,8 @@ class RotaryTables:
         c = self.config
         P = max(T, c.max_seq_len)  # more with dynamic scaling alone: there the angles follow T
         if P not in self.tables:
-            self.tables.clear()  # generating would leave one for every length
+            for longer in [n for n in self.tables if n > c.max_seq_len]:
+                del self.tables[longer]  # generating would leave one for every length
             tables = rope_tables(
                 c.head_dim, P, c.rope_theta, c.rope_scaling, seq_len=P, max_seq_len=c.max_seq_len
             )

@@ -56,6 +56,7 @@ class AdamW:
         """The host's part of a step: count it. -> the numbers that the kernel needs this time, (3,) float32."""
         self.t += 1
         a = self.arena
+        a.refresh()  # if weights were given since the last step: a captured one does not look
         a.half_version += a.half_version == a.version.count  # the kernel writes the bf16 copy too
         a.version.count += 1
         return adamw_hyper(self.lr, *self.betas, self.t)

@@ -101,6 +101,7 @@ class CopyCollectives(GpuCollectives):
     def start_gather(self, own_1: Array) -> Array:
         all_R, me = empty(own_1, self.ranks.world), self.ranks.rank
         row, first = self.mail[self.turn], (self.turn * self.ranks.world + me) * 4
+        self.given = own_1  # the other stream reads it later than we return
         with self._side() as stream:
             row[me, :1] = own_1
             self._send(self.mail, slice(first, first + 4), stream)

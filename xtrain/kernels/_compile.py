@@ -36,13 +36,16 @@ def load_function(kernel, signature: tuple, shared: int) -> tuple[int, object]:
     module = cupy().cuda.function.Module()
     module.load(cubin)
     function = module.get_function(name)
-    if shared > 48 * 1024:  # more than every kernel gets without asking
+    if shared:  # without asking every kernel gets 48 KB, its static arrays included
         allow_shared(function.ptr, shared, kernel)
     return function.ptr, module
 
 
 def allow_shared(handle: int, shared: int, kernel) -> None:
-    """Let a kernel use more than 48 KB of shared memory. Raises RuntimeError when the card has less."""
+    """Let a kernel use so many bytes of dynamic shared memory beside its static arrays.
+
+    Raises RuntimeError when the card has less.
+    """
     driver = cupy().cuda.driver
     try:
         driver.funcSetAttribute(handle, MAX_DYNAMIC_SHARED, shared)

@@ -14,6 +14,7 @@ meminfo, parent, size, itemsize, data pointer, shape..., strides... .
 
 import ctypes
 import struct
+import threading
 
 import numpy as np
 from numba import from_dtype, types
@@ -152,6 +153,7 @@ def _dim3(n) -> tuple[int, int, int]:
     return (n, 1, 1) if isinstance(n, int) else (*n, 1, 1)[:3]
 
 
+_one_at_a_time = threading.Lock()
 _plans: dict = {}  # (kernel, device, kind of every argument) -> _Plan
 
 
@@ -184,16 +186,19 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap):
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _Plan(kernel, args, shared)
-    plan.struct.pack_into(plan.buffer, 0, *values)
     if shared > plan.shared:
         allow_shared(plan.function, shared, kernel)
         plan.shared = shared
     stream = gpu.get_current_stream().ptr
     try:
-        if overlap:
-            launch_overlapping(plan.function, grid, block, shared, stream, plan.pointers)
-        else:
-            gpu.driver.launchKernel(plan.function, *grid, *block, shared, stream, plan.pointers, 0)
+        with _one_at_a_time:  # other threads use the same buffer
+            plan.struct.pack_into(plan.buffer, 0, *values)
+            if overlap:
+                launch_overlapping(plan.function, grid, block, shared, stream, plan.pointers)
+            else:
+                gpu.driver.launchKernel(
+                    plan.function, *grid, *block, shared, stream, plan.pointers, 0
+                )
     except gpu.driver.CUDADriverError as error:
         raise RuntimeError(
             f"the driver refused to start {kernel.py_func.__name__}: {error}"

@@ -64,7 +64,7 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
             if len(_loose) >= SETS and not capturing:
                 cupy().cuda.Device().synchronize()  # nobody reads them any more
                 _loose.clear()
-            maps = _loose[key] = _upload(b"".join(_encode(*one) for one in described))
+            maps = _loose[key] = upload(b"".join(_encode(*one) for one in described))
         if capturing:
             _captured[key] = _loose.pop(key)
     return maps
@@ -122,7 +122,7 @@ def _encode(address, dims, strides, box) -> bytes:
     return ctypes.string_at(aligned, 128)
 
 
-def _upload(content: bytes) -> Array:
+def upload(content: bytes) -> Array:
     """In memory of its own, past any pool and any capture: it is there when this returns."""
     gpu = cupy().cuda
     memory = gpu.MemoryPointer(gpu.Memory(len(content)), 0)
@@ -145,5 +145,5 @@ def tile_counter(maps: Array, name: str) -> Array:
     key = maps.device.id, stream.ptr, name
     if key not in _counters:
         content = bytes(8)
-        _counters[key] = _upload(content).view(np.int32)
+        _counters[key] = upload(content).view(np.int32)
     return _counters[key]

@@ -43,6 +43,7 @@ from ._decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last, quotient
 from ._flat import on_16_bytes
 from ._launch import can_overlap, check, check_array, empty, launch, on_host, zeros
 from ._ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
+from ._tensor_maps import upload
 from ._tiles import WIDTHS
 from .kv_cache import check_cache, check_int32
 from .qk_norm_rope import qk_norm_rope_ref, values_of
@@ -240,7 +241,9 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
 
 
 # ----------------------------------------------------------------------------- launcher
-_counters: dict = {}  # (device, stream of the launch or the capture, size) -> zeros: a launch leaves them as it found them. Kept: graphs know their address
+# (device, stream of the launch or the capture, size) -> zeros; a launch leaves them as it found them. Kept, since graphs know
+# their address, and in no pool: in a graph's pool they could lie where an earlier graph of that pool writes.
+_counters: dict = {}
 
 
 def _zero_counters(like, n):
@@ -249,7 +252,7 @@ def _zero_counters(like, n):
     n = max(1 << (n - 1).bit_length(), 1 << 12)
     key = like.device.id, cupy().cuda.get_current_stream().ptr, n
     if key not in _counters:
-        _counters[key] = zeros(like, n, np.int32)
+        _counters[key] = upload(bytes(4 * n)).view(np.int32)
     return _counters[key]
 
 

@@ -12,6 +12,7 @@ fp32 stays fp32: TF32 is not allowed here. bf16 operands are multiplied by tenso
 """
 
 import functools
+import threading
 
 import numpy as np
 
@@ -26,6 +27,7 @@ COMBINATIONS = [  # of out, a, b; sums are always float32
     ("float32", "bfloat16", "bfloat16"),  # weight gradients add up in float32
 ]
 COMPUTE_32F, DEFAULT_ALGO = 68, -1  # cublasComputeType, cublasGemmAlgo
+_one_at_a_time = threading.Lock()
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
@@ -89,8 +91,7 @@ def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
     """Column-major: c (m, n) = alpha op(a) (m, k) op(b) (k, n)."""
     types = _element_types(c, a, b)
     cublas, handle, workspace = _handle(cupy().cuda.runtime.getDevice())
-    cublas.set_stream(handle, cupy().cuda.get_current_stream().ptr)  # this resets the workspace
-    cublas.set_workspace(handle, workspace.ptr, WORKSPACE)
+    stream = cupy().cuda.get_current_stream().ptr
     alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
     beta = _ONE if accumulate else _ZERO
     operands = []
@@ -111,10 +112,13 @@ def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
         beta.ctypes.data,
         *out,
     )
-    if c.ndim == 2:
-        cublas.gemm_ex(*arguments, COMPUTE_32F, DEFAULT_ALGO)
-    else:
-        cublas.gemm_strided_batched_ex(*arguments, c.shape[0], COMPUTE_32F, DEFAULT_ALGO)
+    with _one_at_a_time:  # other threads use the same handle
+        cublas.set_stream(handle, stream)  # this resets the workspace
+        cublas.set_workspace(handle, workspace.ptr, WORKSPACE)
+        if c.ndim == 2:
+            cublas.gemm_ex(*arguments, COMPUTE_32F, DEFAULT_ALGO)
+        else:
+            cublas.gemm_strided_batched_ex(*arguments, c.shape[0], COMPUTE_32F, DEFAULT_ALGO)
 
 
 def _element_types(c, a, b):
