@@ -31,6 +31,8 @@ from numba import cuda
 
 from .. import simulator
 from .._simulator.block import Launch
+from .._simulator.errors import Site
+from .._simulator.source import translate
 from .._simulator.thread import Thread
 from ..simulator import KernelError, SimArray, sim
 from .reading import GAP, home_of, is_empty, library_name
@@ -113,7 +115,7 @@ def judge(exercise: Exercise, work) -> Verdict:
     attempt = Attempt(exercise, work)
     try:
         attempt.look()
-        with _time_limit(), _wide_stores() as attempt.wide:
+        with _time_limit(), _wide_values(attempt.work) as attempt.wide:
             exercise.judge(attempt)
         attempt.narrow()
     except (Wrong, TimeoutError) as wrong:
@@ -144,7 +146,8 @@ class Attempt:
     where: str = ""  # of the case that is running: "n = 33, grid 2, block 32"
     source: str = ""
     empty: bool = False
-    wide: list = field(default_factory=list)  # where float64 is stored to a float32 array: Site
+    wide: list = field(default_factory=list)  # where float64 becomes float32: Site
+    names: dict = field(default_factory=dict)  # id of an argument -> the reader's name for it
     written: list = field(default_factory=list)  # by kernels, in this case: see Launch.last
     _seed: int = field(default=0)
 
@@ -186,7 +189,7 @@ class Attempt:
             if site.file == mine:
                 line = linecache.getline(site.file, site.line).strip()
                 raise Wrong(
-                    f"The values are right, but what is stored at {site} was computed in float64:\n    {line}\n"
+                    f"The values are right, but what becomes float32 at {site} was computed in float64:\n    {line}\n"
                     "A literal such as 0.5, an integer and a quotient of integers make float64 of what they are combined "
                     "with: write float32(0.5), float32(C)."
                 )
@@ -215,13 +218,12 @@ class Attempt:
         accesses, a Trace.
         """
         self.case(f"{case}, grid {grid}, block {block}".lstrip(", "))
-        try:
-            inspect.signature(self.work.py_func).bind(*args)
-        except TypeError:
-            want = len(args)
+        parameters = list(inspect.signature(self.work.py_func).parameters)
+        if len(parameters) != len(args):
             raise Wrong(
-                f"{self.exercise.name} is called with {want} arguments: keep the first line as it was given."
-            ) from None
+                f"{self.exercise.name} is called with {len(args)} arguments: keep the first line as it was given."
+            )
+        self.names = {id(a): name for name, a in zip(parameters, args)}
         try:
             run = traced if trace else simulator.run
             result = run(self.work, grid, block, *args, shared=shared)
@@ -231,6 +233,10 @@ class Attempt:
         self.written += Launch.last[0]
         return result
 
+    def name(self, a) -> str:
+        """What the reader calls this argument of the kernel that ran last: a trace knows arrays by that."""
+        return self.names[id(a)]
+
     def wrote(self, a) -> np.ndarray:
         """Which elements of `a` this case's kernels have written. bool, shape of a."""
         offset = np.tensordot(np.array(a.strides), np.indices(a.shape), 1) if a.ndim else 0
@@ -239,6 +245,20 @@ class Attempt:
         for _, base, granule, keys in self.written:
             done |= np.isin((address - base) // granule, list(keys)) & (address >= base)
         return done
+
+    def divided(self, trace, a, threads):
+        """Wrong when one thread does the work of many, or each does all. threads: for how many `a` has elements"""
+        reads = trace.of(self.name(a), write=False)
+        busy = len({(r.block, r.thread) for r in reads})
+        self.need(
+            2 * busy > threads,
+            f"The values are right, but {busy} of {threads} threads read {self.name(a)}: all of them share the work.",
+        )
+        self.need(
+            len(reads) <= 3 * a.size,
+            f"The values are right, but {self.name(a)} is read {len(reads) // a.size} times as a whole: each thread reads its own part, "
+            "and what the threads have is brought together.",
+        )
 
     def call(self, *args, case="", **options):
         """-> what the reader's Python function returns."""
@@ -393,20 +413,35 @@ def _watched(exercise):
 
 
 @contextlib.contextmanager
-def _wide_stores():
-    """-> a list that gets the Site of every store of a float64 to a float32 array, while inside."""
-    sites, store = [], Thread.store
+def _wide_values(work):
+    """-> a list that gets the Site of every float64 that a float32 array takes, or float32(...), while inside."""
+    sites, store, scope, casts = [], Thread.store, {}, {}
 
     def noted_store(self, a, index, value, site):
         if type(value) is np.float64 and a.dtype == np.float32 and site not in sites:
             sites.append(site)
         return store(self, a, index, value, site)
 
+    def noted_cast(x):
+        if type(x) is np.float64 and np.isfinite(x):  # float32(-math.inf) is no computation
+            frame = sys._getframe(1)
+            site = Site(frame.f_code.co_filename, frame.f_lineno, 0, frame.f_code.co_name, "")
+            if site not in sites:
+                sites.append(site)
+        return np.float32(x)
+
+    noted_cast.scalar, noted_cast.dtype = np.float32, np.dtype(np.float32)
+    if hasattr(work, "py_func"):
+        with contextlib.suppress(KernelError):  # is reported when the kernel runs
+            scope = translate(work.py_func).function.__globals__
+        casts = {k: f for k, f in scope.items() if getattr(f, "scalar", None) is np.float32}
     Thread.store = noted_store
+    scope.update(dict.fromkeys(casts, noted_cast))
     try:
         yield sites
     finally:
         Thread.store = store
+        scope.update(casts)
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def tracing() -> Iterator[Trace]:
     load, store = Thread.load, Thread.store
 
     def note(thread, a, index, site, write):
-        if type(a) is tuple or a.memory.kind == "local":
+        if not isinstance(a, Array) or a.memory.kind == "local":
             return
         k = a.locate(index)
         if k is None:
