@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -52,26 +53,64 @@ def test_gap_gets_a_helpful_answer_and_solution_passes(number):
         assert verdict.passed, verdict.text
 
 
-def mistakes():
+def mistakes(table="MISTAKES"):
+    """MISTAKES: (exercise, old, new, words of the answer)
+    UNTRUE: (exercise, old, new, words that are not said)   RIGHT: (exercise, old, new), which passes"""
     for path in sorted((ROOT / "tests" / "lesson_mistakes").glob("lesson_*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        yield from module.MISTAKES
+        yield from getattr(module, table, ())
 
 
-@pytest.mark.parametrize("number, old, new, words", list(mistakes()))
-def test_typical_mistake_gets_its_own_answer(number, old, new, words):
+def planted(number, old, new, rename=()):
+    """-> the verdict on the solution of an exercise after a change of its text, and then of its parameters' names"""
     lesson._exercises_of(number.split(".")[0])
     name = EXERCISES[number].name
 
     def plant(code):
         head, last = code.rsplit(f"def {name}(", 1)
         assert old in last, f"the solution of {number} has changed: {old!r} is not in it"
-        return f"{head}def {name}({last.replace(old, new)}"
+        last = last.replace(old, new)
+        for parameter in rename:
+            last = re.sub(rf"\b{parameter}\b", f"{parameter}_", last)
+        return f"{head}def {name}({last}"
 
-    verdict = lesson.verdict(number, getattr(work(number, SOLVED, plant), name))
+    return lesson.verdict(number, getattr(work(number, SOLVED, plant), name))
+
+
+@pytest.mark.parametrize("number, old, new, words", list(mistakes()))
+def test_typical_mistake_gets_its_own_answer(number, old, new, words):
+    verdict = planted(number, old, new)
     assert not verdict.passed and words in verdict.text, verdict.text
+
+
+@pytest.mark.parametrize("number, old, new, words", list(mistakes("UNTRUE")))
+def test_nothing_untrue_is_said(number, old, new, words):
+    verdict = planted(number, old, new)
+    assert not verdict.passed and words not in verdict.text, verdict.text
+
+
+@pytest.mark.parametrize("number, old, new", list(mistakes("RIGHT")))
+def test_another_way_passes(number, old, new):
+    verdict = planted(number, old, new)
+    assert verdict.passed, verdict.text
+
+
+TRACED = {  # words of the answer to a mistake that shows in the accesses alone
+    "2.1": "neighbouring threads must touch", "2.3": "move 16 bytes per thread", "3.1": "one lane reads one element",
+    "4.1": "through memory at each turn", "4.2": "multiply from the tiles", "11.2": "read back from memory",
+    "13.2": "lie in the future",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", TRACED)
+def test_such_a_mistake_is_found_whatever_the_parameters_are_called(number):
+    mistake = next(m for m in mistakes() if m[0] == number and TRACED[number] in m[3])
+    lesson._exercises_of(number.split(".")[0])
+    solved = getattr(work(number, SOLVED), EXERCISES[number].name)
+    verdict = planted(*mistake[:3], rename=inspect.signature(solved.py_func).parameters)
+    assert not verdict.passed and TRACED[number] in verdict.text, verdict.text
 
 
 @pytest.mark.parametrize("number", NUMBERS)

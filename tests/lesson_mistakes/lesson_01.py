@@ -33,4 +33,12 @@ MISTAKES = [
     ("1.3", "tile[m - 1 - t]", "tile[m - t]", "the mirror image of t is m - 1 - t"),
     ("1.3", "first = cuda.blockIdx.x * 32", "first = cuda.blockIdx.x * 0", "block b begins at element 32 * b"),
     ("1.3", "tile[m - 1 - t]", "x_n[first + m - 1 - t]", "does not come from `tile`"),
+    ("1.1", "cuda.blockDim.x", "32", "Only the first block did its work"),
+    ("1.2", "y_RC[r, c] =", "y_RC[r, c] +=", "assign it with ="),
+]  # fmt: skip
+
+RIGHT = [  # unusual, and right
+    ("1.1", "cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x", "cuda.grid(1)"),
+    ("1.1", "y_n", "out"),
+    ("1.3", "tile", "piece"),
 ]  # fmt: skip

@@ -24,4 +24,20 @@ MISTAKES = [
         "        for j in range(4):\n            y_n[i + j] = x_n[i + j]",
         "load4 and store4 move 16 bytes per thread at once",
     ),
+    ("2.1", "step = cuda.gridDim.x * cuda.blockDim.x", "step = 128", "The step is too large"),
+    ("2.3", "cuda.blockDim.x", "64", "Only the first block did its work"),
+    ("2.3", "        load4(registers, x_n, i)\n", "        load4(registers, x_n, i)\n        load4(registers, x_n, i)\n", "by 8 instructions"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("2.1", "y_n[i] = x_n[i]", "y_n[i] = x_n[0]", "ends before the last element"),
+    ("2.1", "range(first, y_n.size, step)", "range(first + 1, y_n.size, step)", "The step is too large"),
+    ("2.2", "if r < x_RC.shape[0] and c < x_RC.shape[1]:\n        y_CR", "if r < x_RC.shape[0] - 1 and c < x_RC.shape[1]:\n        y_CR", "The block at (bx, by)"),
+    ("2.3", "        store4(y_n, i, registers)\n", "        pass\n", "Only every fourth element"),
+]  # fmt: skip
+
+RIGHT = [  # unusual, and right
+    ("2.2", "tile", "t"),
+    ("2.2", "(16, 17)", "(16, 19)"),
+    ("2.3", "x_n", "x"),
 ]  # fmt: skip

@@ -40,4 +40,20 @@ MISTAKES = [
     ("3.3", "float32(1.0) /", "1.0 /", "computed in float64"),
     ("3.3", "float32(C)", "C", "computed in float64"),
     ("3.3", "    if tid == 0:\n", "    if True:\n", "One thread writes rstd_N[n]"),
+    ("3.1", "(16, 8, 4, 2, 1)", "(0, 1, 2, 3, 4)", "each half of the one before"),
+    ("3.2", "    v = warp_sum(acc)\n    if lane == 0:\n        partial[warp] = v\n    cuda.syncthreads()\n    v = partial[lane] if lane < cuda.blockDim.x // 32 else float32(0.0)\n    v = warp_sum(v)\n    if tid == 0:\n        total_1[0] = v\n", "    tree = cuda.shared.array(1024, float32)\n    tree[tid] = acc\n    cuda.syncthreads()\n    half = cuda.blockDim.x // 2\n    while half > 0:\n        if tid < half:\n            tree[tid] += tree[tid + half]\n        cuda.syncthreads()\n        half //= 2\n    if tid == 0:\n        total_1[0] = tree[0]\n", "half of 3 is 1"),
+    ("3.2", "cuda.blockDim.x):", "128):", "expected"),
+    ("3.2", "    for i in range(tid, x_n.size, cuda.blockDim.x):\n        acc", "    for i in range(x_n.size):\n      if tid == 0:\n        acc", "1 of 128 threads read x_n"),
+    ("3.2", "    for i in range(tid, x_n.size, cuda.blockDim.x):\n        acc", "    for i in range(tid, x_n.size, 32):\n      if tid < 32:\n        acc", "32 of 128 threads read x_n"),
+    ("3.3", "cuda.blockDim.x", "64", "not 64"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("3.1", "cuda.shfl_xor_sync(FULL, v, step)", "cuda.shfl_up_sync(FULL, v, step)", "Only block 0"),
+]  # fmt: skip
+
+RIGHT = [  # unusual, and right
+    ("3.1", "cuda.shfl_xor_sync", "cuda.shfl_down_sync"),
+    ("3.1", "x_n", "x"),
+    ("3.2", "    for i in range(tid, x_n.size, cuda.blockDim.x):", "    each = (x_n.size + cuda.blockDim.x - 1) // cuda.blockDim.x\n    for i in range(tid * each, min(x_n.size, tid * each + each)):"),
 ]  # fmt: skip

@@ -36,4 +36,14 @@ MISTAKES = [
     ("4.3", "w_OI, I,", "w_OI.T, I,", "a transposed view"),
     ("4.3", "    gemm(True, False, O, N, I, w_OI, I, x_NI, I, y_NO, O)", "    y_NO[:] = x_NI @ w_OI.T", "gemm was called 0 times"),
     ("4.3", "    gemm(True, False, O, N, I, w_OI, I, x_NI, I, y_NO, O)", "    pass", "never called"),
+    ("4.1", "        acc = float32(0.0)\n        for i in range(x_NI.shape[1]):\n            acc += x_NI[n, i] * w_OI[o, i]\n        y_NO[n, o] = acc", "        acc = 0.0\n        for i in range(x_NI.shape[1]):\n            acc += x_NI[n, i] * w_OI[o, i]\n        y_NO[n, o] = float32(acc)", "computed in float64"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("4.1", "if n < y_NO.shape[0] and", "if n < y_NO.shape[0] - 1 and", "the grid's x parts count"),
+    ("4.2", "y_NO[n, first + tx] = acc", "pass", "written with +="),
+]  # fmt: skip
+
+RIGHT = [  # unusual, and right
+    ("4.1", "y_NO", "out"),
 ]  # fmt: skip

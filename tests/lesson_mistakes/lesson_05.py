@@ -36,4 +36,15 @@ MISTAKES = [
     ("5.4", "(dy_NC[n, c] * w_C[c] - ", "(dy_NC[n, c] - ", "w is missing in the first term"),
     ("5.4", " - x_NC[n, c] * rstd * mean", "", "only the first term"),
     ("5.4", "acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd", "acc += dy_NC[n, c] * w_C[c] * x_NC[n, c]", "where xhat = x r belongs"),
+    ("5.3", "abs(numeric - analytic) / max(abs(numeric), abs(analytic))", "abs(abs(numeric) - abs(analytic)) / abs(analytic)", "A gradient of the wrong sign"),
+    ("5.4", "cuda.blockDim.x", "64", "not 64"),
+    ("5.4", "    for c in range(tid, C, cuda.blockDim.x):\n        acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd\n    mean = block_sum(acc, partial)", "    for c in range(C):\n        acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd\n    mean = acc", "times as a whole"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("5.3", "max(abs(numeric), abs(analytic))", "max(numeric, 1e-9)", "a million times"),
+]  # fmt: skip
+
+RIGHT = [  # unusual, and right
+    ("5.3", "max(abs(numeric), abs(analytic))", "(abs(numeric) + abs(analytic))"),
 ]  # fmt: skip

@@ -25,13 +25,13 @@ REVERSE_SHORT = (
     },
 )  # fmt: skip
 def add_kernel(e):
-    for n, block in ((5, 8), (32, 32), (100, 32), (33, 32), (1, 32)):
+    for n, block in ((5, 8), (32, 32), (100, 32), (20, 8), (1, 32)):
         a, b, y = e.normal(n), e.normal(n), e.blank(n)
         e.run(-(-n // block), block, y, a, b, case=f"n = {n}")
         gap, wrote = np.isnan(np.asarray(y)), e.wrote(y)
         first = np.arange(n) < block
         e.same("y", y, a + b, {
-            "Only the first block did its work: i has to go on where the block before ended.":
+            "Only the first block did its work: i has to go on where the block before ended, blockDim.x elements further.":
                 lambda got: n > block and gap[~first].all() and not gap[first].any(),
             "Every block begins too early or too late: the stride from block to block is blockDim.x, "
             "the threads of a block; gridDim.x is the number of blocks.":
@@ -67,12 +67,14 @@ def add_bias_kernel(e):
         x, bias, y = e.normal(R, C), e.normal(C), e.blank(R, C)
         grid = -(-C // block[0]), -(-R // block[1])
         e.run(grid, block, y, x, bias, case=f"{R} rows, {C} columns")
-        bias, x = np.asarray(bias), np.asarray(x)
+        bias, x, wrote = np.asarray(bias), np.asarray(x), e.wrote(y)
         wrong = {
             "The bias of the row was added: bias_C has one number per column.":
                 x + bias[:R, None] if R <= C else np.empty(0),
             "Only part of the elements was written: does `i` of a row come from the y parts, of a column from the x parts?":
-                lambda got: np.isnan(got).any(),
+                lambda got: wrote.any() and not wrote.all(),
+            "y was written with += : it holds NaN before you write, so assign it with =.":
+                lambda got: wrote.all() and np.isnan(got).all(),
             "That is x alone: the bias is missing.": x,
         }  # fmt: skip
         e.same("y", y, x + bias, wrong)

@@ -5,8 +5,9 @@ import numpy as np
 from .attempt import exercise
 
 
-def coalesced(e, trace, array, write):
+def coalesced(e, trace, a, write):
     """Wrong when the warps' accesses to an array move much more than they want."""
+    array = e.name(a)
     t = trace.traffic(array, write)
     e.need(
         t.efficiency > 0.8,
@@ -25,21 +26,21 @@ def coalesced(e, trace, array, write):
     },
 )  # fmt: skip
 def copy_kernel(e):
-    for n, grid, block in ((1000, 2, 64), (256, 2, 64), (7, 1, 32), (129, 4, 32)):
+    for n, grid, block in ((1000, 2, 64), (500, 3, 32), (7, 1, 32), (129, 4, 32)):
         x, y = e.normal(n), e.blank(n)
         trace = e.run(grid, block, y, x, case=f"n = {n}", trace=True)
-        x = np.asarray(x)
-        e.same("y", y, x, {
+        want, wrote, all_threads = np.asarray(x), e.wrote(y), grid * block
+        e.same("y", y, want, {
             "Every thread copied one element and stopped: there are more elements than threads, so each must go on.":
-                lambda got: n > grid * block and np.isnan(got[grid * block :]).all() and not np.isnan(got[: grid * block]).any(),
+                lambda got: n > all_threads and wrote[:all_threads].all() and not wrote[all_threads:].any(),
             "The loop ends before the last element: it goes up to y_n.size, range(first, y_n.size, step).":
-                lambda got: e.wrote(y)[:-1].all(),
+                lambda got: wrote[:-1].all() and not wrote[-1],
             "The step is too large: some elements belong to nobody. It is the number of all threads, "
-            "cuda.gridDim.x * cuda.blockDim.x.": lambda got: np.isnan(got).any() and not np.isnan(got).all(),
+            "cuda.gridDim.x * cuda.blockDim.x.": lambda got: wrote[:all_threads].all() and not wrote.all(),
         })  # fmt: skip
         if n >= 256:
-            coalesced(e, trace, "x_n", False)
-            coalesced(e, trace, "y_n", True)
+            coalesced(e, trace, x, False)
+            coalesced(e, trace, y, True)
 
 
 @exercise(
@@ -61,7 +62,7 @@ def transpose_kernel(e):
         x, y = e.normal(R, C), e.blank(C, R)
         grid = -(-C // 16), -(-R // 16)
         trace = e.run(grid, (16, 16), y, x, case=f"x ({R}, {C})", trace=True)
-        want = np.asarray(x).T
+        want, wrote = np.asarray(x).T, e.wrote(y)
         local = want.copy()
         for c in range(0, C, 16):
             for r in range(0, R, 16):
@@ -70,16 +71,15 @@ def transpose_kernel(e):
         e.same("y", y, want, {
             "The tiles are at the right places, but none is transposed within: read tile[tx, ty].": local,
             "Part of y was never written. The block at (bx, by) of x writes the block at (by, bx) of y: "
-            "its rows begin at bx * 16, its columns at by * 16.": lambda got: np.isnan(got).any() and not np.isnan(got).all(),
+            "its rows begin at bx * 16, its columns at by * 16.": lambda got: wrote[:16, :16].all() and not wrote.all(),
         })  # fmt: skip
-    used = trace.of("tile", kind="shared")
     e.need(
-        len(used) > 0,
+        len(trace.of(kind="shared")) > 0,
         "This works without shared memory, so one side must be uncoalesced: use the tile.",
     )
-    coalesced(e, trace, "x_RC", False)
-    coalesced(e, trace, "y_CR", True)
-    ways = max(trace.bank_conflicts("tile"))
+    coalesced(e, trace, x, False)
+    coalesced(e, trace, y, True)
+    ways = max(trace.bank_conflicts())
     e.need(
         ways <= 2,
         f"Right and coalesced. But {ways} lanes of a warp meet in one bank of shared memory: give the rows of the tile "
@@ -100,25 +100,26 @@ def transpose_kernel(e):
     },
 )  # fmt: skip
 def copy4_kernel(e):
-    for n in (128, 130, 3, 512, 1):
+    for n, block in ((200, 32), (130, 64), (3, 64), (512, 64), (1, 64)):
         x, y = e.normal(n), e.blank(n)
-        trace = e.run(-(-n // 256), 64, y, x, case=f"n = {n}", trace=True)
-        x = np.asarray(x)
-        tail = x.copy()
+        trace = e.run(-(-n // (4 * block)), block, y, x, case=f"n = {n}", trace=True)
+        t, wrote = trace.traffic(e.name(x)), e.wrote(y)
+        tail = np.array(x)
         tail[n // 4 * 4 :] = np.nan
-        e.same("y", y, x, {
+        e.same("y", y, np.asarray(x), {
             "The last, incomplete group of 4 is missing: copy it element by element.": tail,
             "Only every fourth element, or a quarter of them, was copied: one thread owns 4 neighbouring ones.":
-                lambda got: n % 4 == 0 and np.isnan(got).sum() >= n // 2,
+                lambda got: wrote.any() and n % 4 == 0 and not wrote.reshape(-1, 4).all(1).any(),
+            "Only the first block did its work: the next begins 4 * blockDim.x elements further.":
+                lambda got: n > 4 * block and wrote[: 4 * block].all() and not wrote[4 * block :].any(),
         })  # fmt: skip
         if n == 512:
             e.need(
-                trace.traffic("x_n").requests in (4, 16),
+                t.requests != 8 or t.wanted > x.nbytes,
                 "The values are right, but a whole group of 4 is left to the loop: the condition is i + 4 <= y_n.size.",
             )
-            instructions = trace.traffic("x_n").requests
             e.need(
-                instructions == 4,
-                f"The values are right, but x is read by {instructions} instructions of a warp where 4 do: "
+                t.requests == 4,
+                f"The values are right, but x is read by {t.requests} instructions of a warp where 4 do: "
                 "load4 and store4 move 16 bytes per thread at once.",
             )

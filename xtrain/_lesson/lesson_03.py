@@ -26,19 +26,23 @@ def warp_sums_kernel(e):
         x, sums = e.normal(n), e.blank(-(-n // 32))
         trace = e.run(-(-n // 32), 32, sums, x, case=f"n = {n}", trace=True)
         padded = np.concatenate([np.asarray(x), np.zeros(-n % 32, np.float32)]).reshape(-1, 32)
-        half = padded[:, ::2].sum(1)
+        half, counted = padded[:, ::2].sum(1), padded
+        for d in range(5):
+            counted = counted + counted[:, np.arange(32) ^ d]
         e.same("sums", sums, padded.sum(1), {
             "Half of the elements are missing, those of odd lanes: the last step has width 1.": half,
             "Half of the elements are missing: the first step has width 16.": padded[:, :16].sum(1),
+            "The distances are 16, 8, 4, 2, 1 lanes, each half of the one before: with 0, 1, 2, 3, 4 a lane adds itself, and others twice.":
+                counted[:, 0],
             "Every element is counted twice: five steps are enough for 32 lanes (16, 8, 4, 2, 1).": 2 * padded.sum(1),
             "That is one element of each warp: the value that the shuffle returns has to be added to v.": padded[:, 31],
             "That was added to what stood in sums_W before, which is NaN here: add up in a variable, and write once.":
                 lambda got: e.wrote(sums).all() and np.isnan(got).all(),
             "Only block 0 has written its sum: in every block it is the lane with threadIdx.x == 0.":
-                lambda got: e.wrote(sums)[0] and not e.wrote(sums)[1:].any(),
+                lambda got: len(got) > 1 and e.wrote(sums)[0] and not e.wrote(sums)[1:].any(),
         }, rtol=1e-4)  # fmt: skip
         e.need(
-            len(trace.requests("x_n")) == len(padded),
+            len(trace.requests(e.name(x))) == len(padded),
             "The sums are right, but one lane reads one element after the other. Each lane loads its own, at the same moment, "
             "and shuffles bring them together.",
         )
@@ -59,10 +63,17 @@ def warp_sums_kernel(e):
     },
 )  # fmt: skip
 def block_sum_kernel(e):
-    for n, block in ((256, 128), (1000, 128), (40, 64), (3, 32)):
+    for n, block in ((256, 128), (1000, 128), (200, 96), (3, 32)):
         x, total = e.normal(n), e.blank(1)
-        e.run(1, block, total, x, case=f"n = {n}")
-        x = np.asarray(x)
+        trace = e.run(1, block, total, x, case=f"n = {n}", trace=True)
+        sums = np.zeros(block, np.float32)  # of the threads, added up by a tree that halves
+        for i, v in enumerate(np.asarray(x)):
+            sums[i % block] += v
+        half = block // 2
+        while half:
+            sums[:half] += sums[half : 2 * half]
+            half //= 2
+        given, x = x, np.asarray(x)
         own = np.array([x[i::block].sum() for i in range(min(block, n))], np.float32)
         e.same("total", total, np.array([x.sum()]), {
             "That is the sum of the first warp alone: the sums of the other warps go through `partial`.":
@@ -73,9 +84,12 @@ def block_sum_kernel(e):
                 x[:block].sum(keepdims=True) if n > block else np.empty(0),
             "Elements were added more than once: the step from one element of a thread to its next is all threads of the "
             "block, cuda.blockDim.x.": np.array([sum(x[i::32].sum() for i in range(block))]) if block > 32 else np.empty(0),
+            "A tree that halves loses numbers when the block is no power of 2: half of 3 is 1. Here warp_sum adds up a warp, and then "
+            "the warps' sums.": sums[:1],
             "The warps' sums are counted 32 times over: after the barrier each lane brings the sum of ONE warp, partial[lane].":
                 32 * x.sum(keepdims=True),
         }, rtol=1e-4)  # fmt: skip
+        e.divided(trace, given, min(n, block))
 
 
 @exercise(
@@ -91,9 +105,10 @@ def block_sum_kernel(e):
 )  # fmt: skip
 def rmsnorm_kernel(e):
     eps = np.float32(1e-2)
-    for N, C in ((2, 64), (3, 100), (2, 7)):
+    for N, C, block in ((2, 64, 64), (3, 100, 32), (2, 7, 64)):
         x, w, y, rstd = e.normal(N, C), e.normal(C), e.blank(N, C), e.blank(N)
-        trace = e.run(N, 64, y, rstd, x, w, eps, case=f"{N} rows, {C} columns", trace=True)
+        trace = e.run(N, block, y, rstd, x, w, eps, case=f"{N} rows, {C} columns", trace=True)
+        reads, threads = len(trace.of(e.name(x), write=False)), np.arange(C) % block
         x, w = np.asarray(x), np.asarray(w)
         want, want_rstd = rmsnorm_ref(x.astype(np.float64), w, float(eps))
         squares = np.square(x).sum(1)
@@ -108,22 +123,24 @@ def rmsnorm_kernel(e):
             "The numbers were added up, not their squares.":
                 lambda got: np.allclose(got, 1 / np.sqrt(x.sum(1) / C + eps), 1e-4, equal_nan=True),
             "That is what thread 0 has added up alone: block_sum(acc, partial) adds up the threads of the block.":
-                as_rstd(1 / np.sqrt(np.square(x[:, ::64]).sum(1) / C + eps)),
+                as_rstd(1 / np.sqrt(np.square(x[:, ::block]).sum(1) / C + eps)),
             "That is the sum of the first warp alone: block_sum(acc, partial) adds up all warps.":
-                as_rstd(1 / np.sqrt((np.square(x[:, :32]).sum(1) + np.square(x[:, 64:96]).sum(1)) / C + eps)),
+                as_rstd(1 / np.sqrt(np.square(x[:, threads < 32]).sum(1) / C + eps)),
             "That is the root itself; rstd is 1 over it.": as_rstd(np.sqrt(squares / C + eps)),
             "Only the first columns were added, one per thread: a row is longer than the block.":
-                as_rstd(1 / np.sqrt(np.square(x[:, :64]).sum(1) / C + eps)) if C > 64 else np.empty(0),
+                as_rstd(1 / np.sqrt(np.square(x[:, :block]).sum(1) / C + eps)) if block < C else np.empty(0),
+            "The step from one column of a thread to its next is all threads of the block, cuda.blockDim.x, not 64.":
+                as_rstd(1 / np.sqrt(np.square(x[:, np.arange(C) % 64 < block]).sum(1) / C + eps)),
         }, rtol=1e-4)  # fmt: skip
         e.same("y", y, want, {
             "The weight w is missing.": x * want_rstd[:, None],
             "The row was not divided by its root mean square: rstd is missing in y.": x * w,
             "The weight belongs to the column: w_C[c].": x * want_rstd[:, None] * w[:N, None],
-            "The columns from 64 on were never written: this loop, too, goes on in steps of blockDim.x.":
-                lambda got: C > 64 and np.isnan(got[:, 64:]).all() and not np.isnan(got[:, :64]).any(),
+            f"The columns from {block} on were never written: this loop, too, goes on in steps of blockDim.x.":
+                lambda got: block < C and np.isnan(got[:, block:]).all() and not np.isnan(got[:, :block]).any(),
         }, rtol=1e-4)  # fmt: skip
         e.need(
-            len(trace.of("x_NC", write=False)) <= 3 * N * C,
+            reads <= 3 * N * C,
             "The values are right, but threads read each other's columns: a thread adds up its own, c = tid, tid + blockDim.x, ..., "
             "and block_sum does the rest.",
         )

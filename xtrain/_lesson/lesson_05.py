@@ -130,6 +130,11 @@ def gradient_error(e):
         f"A right gradient gets the error {error:.3g}, it should be below 1e-7. Divide by 2 step, and compare with "
         "sum(gradient * v), not with the gradient's sum.",
     )
+    error = float(e.call(noting, x.copy(), -gradient, v, 1e-5, case="minus the right gradient"))
+    e.need(
+        error > 0.5,
+        f"A gradient of the wrong sign gets the error {error:.3g}: take the difference of the two slopes first, and its absolute value then.",
+    )
     wrong = gradient.copy()
     wrong[2, 3] *= 1.05
     error = float(
@@ -142,17 +147,21 @@ def gradient_error(e):
         f"A wrong gradient gets the error {error:.3g}; it should be near {want:.3g}."
         + " Take the absolute value." * (error < 0),
     )
-    for factor, case in (
-        (1e6, "the same, f a million times larger"),
-        (-1.0, "the same, f with the other sign"),
-    ):
-        scaled = e.call(lambda z: factor * noting(z), x.copy(), factor * wrong, v, 1e-5, case=case)
-        e.need(
-            float(scaled) < 1,
-            f"With f a million times larger the error is {scaled:.3g}: divide by the size of the slope, so that the error is relative.",
+    for factor, what in ((1e6, "f a million times larger"), (-1.0, "f with the other sign")):
+        scaled = e.call(
+            lambda z: factor * noting(z),
+            x.copy(),
+            factor * wrong,
+            v,
+            1e-5,
+            case=f"the same, {what}",
         )
         e.need(
-            float(scaled) > want / 10,
+            float(scaled) < 1,
+            f"With {what} the error is {scaled:.3g}: divide by the size of the slope, so that the error is relative.",
+        )
+        e.need(
+            factor > 0 or float(scaled) > want / 10,
             f"Both slopes have changed their sign, and the error is {scaled:.3g}; before it was {error:.3g}. "
             "The larger of two slopes is max(abs(numeric), abs(analytic)).",
         )
@@ -168,19 +177,23 @@ def gradient_error(e):
     },
 )  # fmt: skip
 def rmsnorm_bwd_dx_kernel(e):
-    for N, C in ((2, 64), (3, 100), (2, 7)):
+    for N, C, block in ((2, 64, 64), (3, 100, 32), (2, 7, 64)):
         x, w, dy, dx = e.normal(N, C), e.normal(C), e.normal(N, C), e.blank(N, C)
         x64, w64, dy64 = map(double, (x, w, dy))
         rstd = rmsnorm_ref(x64, w64, EPS)[1]
         r, g = rstd[:, None], dy64 * w64
         xhat = x64 * r
         short = np.array(rstd.astype(np.float32)).view(type(x))
-        e.run(N, 64, dx, dy, x, w, short, case=f"{N} rows, {C} columns")
+        case = f"{N} rows, {C} columns"
+        trace = e.run(N, block, dx, dy, x, w, short, case=case, trace=True)
+        lost = np.where(np.arange(C) % 64 < block, g * xhat, 0).mean(1, keepdims=True)
         e.same("dx", dx, rmsnorm_bwd_ref(dy64, x64, w64, rstd)[0], {
             "That is only the first term, r g: the mean of g xhat over the row is missing.": r * g,
             "The sum of g xhat was not divided by C.": r * (g - xhat * (g * xhat).sum(1, keepdims=True)),
-            "The columns from 64 on were never written: go on in steps of cuda.blockDim.x.":
-                lambda got: C > 64 and np.isnan(got[:, 64:]).all() and not np.isnan(got[:, :64]).any(),
+            "The step from one column of a thread to its next is all threads of the block, cuda.blockDim.x, not 64.":
+                lambda got: block < 64 and np.allclose(got[:, :block], (r * (g - xhat * lost))[:, :block], 1e-4, 1e-5),
+            f"The columns from {block} on were never written: go on in steps of cuda.blockDim.x.":
+                lambda got: block < C and np.isnan(got[:, block:]).all() and not np.isnan(got[:, :block]).any(),
             "x stands in the sum where xhat = x r belongs.": r * (g - xhat * (g * x64).mean(1, keepdims=True)),
             "dx was written with += : it holds NaN before. An activation's gradient is written with = .":
                 lambda got: e.wrote(dx).all() and np.isnan(got).all(),
@@ -191,3 +204,4 @@ def rmsnorm_bwd_dx_kernel(e):
                 r * (g - xhat * (dy64 * xhat).mean(1, keepdims=True)),
             "w is missing in the first term: g = dy w.": r * (dy64 - xhat * (g * xhat).mean(1, keepdims=True)),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
+        e.divided(trace, x, N * min(block, C))
