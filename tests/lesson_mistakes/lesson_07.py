@@ -29,4 +29,10 @@ MISTAKES = [
     ("7.3", "    p_NV[n, target_N] -= 1\n", "", "1 of the target is missing"),
     ("7.3", "counted[:, None] / counted.sum()", "counted[:, None]", "the loss is a mean"),
     ("7.3", "p_NV * counted[:, None] / counted.sum()", "p_NV / counted.sum()", "theirs is 0"),
+    ("7.2", "cuda.blockDim.x", "32", "Two threads write one place of p"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("7.2", "p_TS[t, s] = math", "p_TS[t, s] += math", "Row 0 must see one key"),
+    ("7.3", "loss_N[counted].mean()", "loss_N[counted].sum() * np.inf", "has overflowed"),
 ]  # fmt: skip

@@ -39,4 +39,10 @@ MISTAKES = [
     ("8.3", "math.sqrt(sum(float((g * g).sum()) for g in gradients))", "sum(math.sqrt(float((g * g).sum())) for g in gradients)", "adds the norms"),
     ("8.3", "math.sqrt(sum(float((g * g).sum()) for g in gradients))", "sum(float((g * g).sum()) for g in gradients)", "The root is missing"),
     ("8.3", "math.sqrt(sum(float((g * g).sum()) for g in gradients))", "max(float(abs(g).max()) for g in gradients)", "largest element"),
+    ("8.1", "cuda.blockDim.x", "32", "was never written"),
+    ("8.3", "min(1.0, limit / norm)", "norm", "That is the norm"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("8.3", "min(1.0, limit / norm)", "1.0 + norm", "A small gradient"),
 ]  # fmt: skip

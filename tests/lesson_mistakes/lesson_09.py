@@ -37,4 +37,10 @@ MISTAKES = [
     ("9.3", "free = max(launched, free) + run", "free = launched + run", "kernels run at the same time"),
     ("9.3", "max(launched, free)", "free", "the GPU never waits for Python"),
     ("9.3", "(i + 1) * launch_us", "i * launch_us", "its launch BEGINS"),
+    ("9.1", "cuda.blockDim.x", "32", "columns from 4 on were never written"),
+    ("9.1", "y_NC[n, c] = acc", "y_NC[n, c] += acc", "written with +="),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("9.2", "if i < T and j < T", "if i < T - 1 and j < T", "i is cuda.blockIdx.y"),
 ]  # fmt: skip

@@ -31,4 +31,7 @@ MISTAKES = [
     ("10.3", "lr_1[0] * ", "", "lr is missing"),
     ("10.3", "lr_1[0] * ", "0.5 * ", "do not write a number down"),
     ("10.3", "    if i < w_n.size:\n", "    if True:\n", "threads past the end"),
+    ("10.1", "        begin = machine.record()\n        run()\n", "        run()\n        begin = machine.record()\n", "No time has passed"),
+    ("10.2", "busy += max(0, end - max(start, until))", "busy += end - max(start, until)", "not less than nothing"),
+    ("10.3", "cuda.blockDim.x", "32", "was never written"),
 ]  # fmt: skip

@@ -43,3 +43,11 @@ MISTAKES = [
     ("11.4", "range(0, N, rows)", "range(0, N - rows + 1, rows)", "may have fewer than `rows`"),
     ("11.4", "    loss, dx_NC", "    rows = N\n    loss, dx_NC", "were in use at once"),
 ]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("11.2", "h_NC[n, c] = h\n", "h_NC[n, c] += h\n", "h was not written"),
+]  # fmt: skip
+
+RIGHT = [  # unusual, and right
+    ("11.2", "x_NC", "x"),
+]  # fmt: skip

@@ -40,4 +40,10 @@ MISTAKES = [
         "    if lane == 0:\n        store1(y_N, n, float32(0.0))\n        for c in range(C):\n"
         "            store1(y_N, n, load1(y_N, n) + load1(x, n * C + c))", "rounded to bf16 after each addition",
     ),
+    ("12.1", "cuda.blockDim.x", "32", "expected"),
+    ("12.3", "    for c in range(lane, C, 32):\n        acc += load1(x, n * C + c)\n    acc = warp_sum(acc)\n", "    for c in range(C):\n      if lane == 0:\n        acc += load1(x, n * C + c)\n", "threads read x"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("12.3", "if lane == 0:", "if lane == 0 and n == 0:", "does not begin at n * C"),
 ]  # fmt: skip

@@ -17,7 +17,7 @@ def double(a):
 )  # fmt: skip
 def adamw_kernel(e):
     lr, beta1, beta2, eps, decay = 0.1, 0.9, 0.95, 1e-3, 0.5
-    for n, n_decay, step in ((6, 4, 1), (40, 0, 3), (33, 33, 2)):
+    for n, n_decay, step, block in ((6, 4, 1, 32), (40, 0, 3, 16), (33, 33, 2, 32)):
         w, g = e.normal(n), e.normal(n)
         m, v = e.normal(n), np.abs(e.normal(n)).view(type(w))
         if step == 1:
@@ -33,8 +33,8 @@ def adamw_kernel(e):
         numbers = [np.float32(x) for x in (lr, c1, root2)]
         rest = [np.float32(x) for x in (beta1, beta2, eps, decay)]
         e.run(
-            -(-n // 32),
-            32,
+            -(-n // block),
+            block,
             w,
             m,
             v,
@@ -169,7 +169,7 @@ def clip_factor(e):
             "The gradients have been changed: return the factor, the optimizer multiplies by it as it reads them.",
         )
         e.same("the factor", np.asarray(float(got)), np.asarray(want), {
-            "A small gradient is left alone: the factor is never above 1.": lambda got: got > 1,
+            "A small gradient is left alone: the factor is never above 1.": lambda got: got > 1 and want == 1,
             "That adds the norms of the arrays. The squares are added, and the root is taken once.":
                 np.asarray(min(1.0, limit / sum(np.sqrt((a**2).sum()) for a in arrays))),
             "The root is missing: the norm is the root of the sum of squares.": np.asarray(min(1.0, limit / norm**2)),
