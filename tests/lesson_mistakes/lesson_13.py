@@ -11,7 +11,7 @@ MISTAKES = [
     ("13.1", "-np.inf, 0.0, np", "0.0, 0.0, np", "must begin below every possible score"),
     ("13.1", "top + np.log(total)", "np.log(total)", "the maximum has to be added"),
     ("13.1", "top + np.log(total)", "top", "That is the maximum alone"),
-    ("13.1", "k_SD[first : first + tile]", "k_SD[first:]", "rows at once"),
+    ("13.1", "k_SD[first : first + tile]", "k_SD[first:]", "keys at once"),
     ("13.1", "k_SD[first : first + tile] @", "np.asarray(k_SD) @", "All 4 keys at once"),
     ("13.1", "k_SD[first : first + tile] @", "k_SD @", "keys at once"),
     ("13.1", "np.exp(top - new)", "np.exp(new - top)", "upside down"),
@@ -41,4 +41,10 @@ MISTAKES = [
     ("13.3", "first + j <= t and t < T", "t < T", "No mask"),
     ("13.3", SKIP, "range(0, T, TILE)", "lie in the future"),
     ("13.3", "    if t < T:\n        lse", "    if True:\n        lse", "Threads past the end have no query"),
+    ("13.1", "range(0, k_SD.shape[0], tile)", "range(tile, k_SD.shape[0], tile)", "Keys are missing"),
+    ("13.2", "s *= scale", "s *= float32(1.0) / math.sqrt(float32(D))", "expected"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("13.2", "math.exp(s - new)", "math.exp(s - top)", "saw no key at all"),
 ]  # fmt: skip

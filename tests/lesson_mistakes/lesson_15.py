@@ -33,3 +33,7 @@ MISTAKES = [
     ('15.3', 'ready.append(i)', 'ready.append((a, b))', 'named by its number'),
     ('15.2', '    for rank in others:\n        own_n[mine]', '    for rank in range(world):\n        own_n[mine]', 'in the sum twice'),
 ]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("15.2", "    yield\n    for rank in others:\n        theirs = part(own_n.size, world, rank)\n        own_n[theirs] = read(rank, theirs.start, theirs.stop)\n", "    own_n[mine] *= 0.5\n    yield\n", "goes to that rank's part"),
+]  # fmt: skip

@@ -26,4 +26,10 @@ MISTAKES = [
     ('16.2', 'joined[-1][0] + joined[-1][1] == at', 'joined[-1][0] + joined[-1][1] >= at - 1', 'memory that is in use'),
     ('16.2', 'joined.append((at, s))', 'joined.append([at, s])', 'Blocks are tuples'),
     ('16.3', 'sum(inputs[: i + 1]) + kept[i]', 'kept[i]', 'kept for backward are alive beside them'),
+    ("16.2", "sorted([*free, (start, size)])", "[(start, size)]", "Memory is lost"),
+    ("16.3", "        return sum(kept)\n", "        return None\n", "Nothing is returned"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("16.1", "return start, [x", "return start + 100, [x", "is the front of the block"),
 ]  # fmt: skip

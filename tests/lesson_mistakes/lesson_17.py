@@ -20,4 +20,9 @@ MISTAKES = [
     ('17.1', 'if a >= step', 'if a > step', 'So a >= step'),
     ('17.3', 'past + i + 1', 'past + i', 'An empty array has no maximum'),
     ('17.3', 'past + i + 1', 'past + edges_E[a + 1] - edges_E[a]', 'the later ones as well'),
+    ("17.1", "    v = lengths_A[a] if a < lengths_A.size else int32(0)\n    for step in (1, 2, 4, 8, 16):\n        before = cuda.shfl_up_sync(FULL, v, step)\n        if a >= step:\n            v = int32(v + before)\n", "    v = int32(0)\n    if a < lengths_A.size:\n        for i in range(a + 1):\n            v = int32(v + lengths_A[i])\n", "the warp reads lengths 3 times"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("17.3", "p = np.exp(s - s.max())", "p = np.exp(s - s.max()) / (past != 2)", "nobody has written yet"),
 ]  # fmt: skip

@@ -21,4 +21,5 @@ MISTAKES = [
     ('18.1', 'range(cuda.threadIdx.x, new_NGD.shape[2], 32)', 'range(cuda.threadIdx.x, min(32, new_NGD.shape[2]), 32)', 'in steps of 32'),
     ('18.2', 'p = np.exp(s - s.max())', 'p = np.exp(s)', 'exp overflows'),
     ('18.3', 'free // one', '-(-free // one)', 'does not fit as a whole'),
+    ("18.1", "p >= 0", "p > 0", "position 0 are places"),
 ]  # fmt: skip

@@ -19,3 +19,7 @@ MISTAKES = [
     ('19.2', '    share_S = np.exp(m_S - m_S.max())\n', '    share_S = np.ones_like(m_S)\n', 'Neither sum was rescaled'),
     ('19.2', 'np.exp(m_S - m_S.max())', 'np.exp(m_S.max() - m_S)', 'not M - m_i'),
 ]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("19.2", "return (share", "return np.nan * (share", "exp overflows"),
+]  # fmt: skip

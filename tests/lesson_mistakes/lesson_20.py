@@ -8,7 +8,7 @@ MISTAKES = [
     ("20.1", "ids_S[cuda.blockIdx.x] = best_id", "ids_S[cuda.blockIdx.x] = best_id - first", "add where the segment begins"),
     ("20.2", "[:k] + first", "[:1] + first", "each must hand on k"),
     ("20.2", "[:k] + first", "[:k]", "add where it begins"),
-    ("20.2", "np.argsort(-logits_V[kept], kind=\"stable\")", "np.argsort(logits_V[kept], kind=\"stable\")", "One of the best k is missing"),
+    ("20.2", "np.argsort(-logits_V[kept], kind=\"stable\")", "np.argsort(logits_V[kept], kind=\"stable\")", "smallest of all that were kept"),
     ("20.2", "return kept[order[:k]]", "return np.sort(kept[order[:k]])", "not the best first"),
     ("20.3", "/ temperature", "* temperature", "DIVIDED"),
     ("20.3", "np.cumsum(w) - w < top_p * w.sum()", "np.cumsum(w) < top_p * w.sum()", "the token that crosses p belongs"),
@@ -24,4 +24,12 @@ MISTAKES = [
     ('20.3', 'u * w.sum()', 'u * 1.0 * np.exp(logits_V - logits_V.max()).sum()', 'a share of what has STAYED'),
     ('20.4', 'M0 * c0', 'M1 * c0', 'It gives'),
     ('20.4', 'return c0, c1, c2, c3', 'return tuple(np.uint32(c) for c in (c0, c1, c2, c3))', "Python's integers"),
+    ("20.1", "    for i in range(first + lane, last, 32):\n", "    for i in range(first, last):\n", "times as a whole"),
+    ("20.1", "    for i in range(first + lane, last, 32):\n        if ", "    for i in range(first, last):\n        if lane == 0 and ", "1 of 32 threads"),
+    ("20.2", "    kept = []\n", "    return np.argsort(-logits_V, kind='stable')[:k]\n", "All 10 logits at once"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("20.1", "ids_S[cuda.blockIdx.x] = best_id", "ids_S[cuda.blockIdx.x] = int32(lane)", "The id stayed behind"),
+    ("20.2", "return kept[order[:k]]", "return kept[order[-k:]]", "each must hand on k"),
 ]  # fmt: skip

@@ -26,4 +26,9 @@ MISTAKES = [
         "        return data[: error.start].decode(), data[error.start :]\n    decoder = codecs", "for ever",
     ),
     ('21.3', '    n = 0\n', '    if held != prompt[: len(held)]:\n        return 0\n    n = 0\n', 'What agrees in part'),
+    ("21.2", "cuda.blockDim.x", "32", "expected"),
+]  # fmt: skip
+
+UNTRUE = [  # what is not to be said of these
+    ("21.1", "free_at[row] = start + n", "free_at[row] = start + n + 2", "Rows stand empty for a step"),
 ]  # fmt: skip

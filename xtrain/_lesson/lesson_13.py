@@ -3,38 +3,11 @@
 import numpy as np
 
 from ..kernels.flash_attention import flash_attention_bwd_ref, flash_attention_ref
-from .attempt import Wrong, exercise
+from .attempt import exercise
+from .pieces import Pieces
 
 D, TILE = 16, 32  # as in the lesson
-SCALE = np.float32(0.25)
-
-
-class Rows(np.lib.mixins.NDArrayOperatorsMixin):
-    """A (S, D) array that hands out at most `tile` rows at a time."""
-
-    def __init__(self, x, tile):
-        self._x, self._tile = x, tile
-        self.shape, self.dtype, self.ndim = x.shape, x.dtype, x.ndim
-
-    def __len__(self):
-        return len(self._x)
-
-    def __getitem__(self, key):
-        rows = key[0] if isinstance(key, tuple) else key
-        n = len(range(*rows.indices(len(self._x)))) if isinstance(rows, slice) else np.size(rows)
-        if n > self._tile:
-            raise Wrong(
-                f"That asks for {n} rows at once; a tile has {self._tile}: k_SD[first : first + tile]."
-            )
-        return self._x[key]
-
-    def _all(self, *args, **options):
-        raise Wrong(
-            f"All {len(self)} keys at once: walk over them in slices of `tile` rows, k_SD[first : first + tile]."
-        )
-
-    __array__ = __array_ufunc__ = __array_function__ = _all
-    T = property(_all)
+SCALE = np.float32(0.3)  # not 1 / sqrt(D): a kernel has to use the scale that it is given
 
 
 def walk(q, k, v, scale, tile, shrink_acc=True, shrink_total=True, top=-np.inf, S=None, sign=1):
@@ -74,7 +47,9 @@ def attention_row(e):
         case = f"S = {S}, tile = {tile}" + (f", scores near {scale * shift:g}" if shift else "")
         case += ", scores that fall and fall" if fall else ""
         with np.errstate(all="ignore"):
-            got = e.call(q, Rows(k, tile), Rows(v, tile), scale, tile, case=case)
+            keys = Pieces(k, tile, "keys", "k_SD[first : first + tile]")
+            values = Pieces(v, tile, "values", "v_SD[first : first + tile]")
+            got = e.call(q, keys, values, scale, tile, case=case)
             e.need(isinstance(got, tuple) and len(got) == 2, "Return two things: o, lse.")
             acc, total, top = walk(q, k, v, scale, tile)
             plain = walk(q, k, v, scale, tile, shrink_acc=False)
@@ -88,6 +63,7 @@ def attention_row(e):
                     ratio(*walk(q, k, v, scale, tile, shrink_total=False)),
                 "Neither the sum nor acc was multiplied by exp(old maximum - new maximum): what they hold was computed with the old one.":
                     ratio(*walk(q, k, v, scale, tile, shrink_acc=False, shrink_total=False)),
+                "Keys are missing: the walk begins at key 0, and goes on to the last one.": lambda got: keys.asked < S,
                 "The factor is upside down: exp(old maximum - new maximum), at most 1.":
                     lambda got: not (shift or fall) and (np.isnan(got).all() or _same(got, ratio(*walk(q, k, v, scale, tile, sign=-1)))),
                 "The scores are not multiplied by scale.": ratio(*walk(q, k, v, 1.0, tile)),
@@ -131,11 +107,12 @@ WALK = {
 }  # fmt: skip
 
 
-def tiles_read(e, trace, T):
+def tiles_read(e, trace, k, v):
     """Wrong when tiles of the future are loaded."""
+    T = len(k)
     n = -(-T // TILE)
     rows = sum(min(TILE * (i + 1), T) for i in range(n))
-    for name in ("k_TD", "v_TD"):
+    for name in (e.name(k), e.name(v)):
         moved = trace.traffic(name).moved
         e.need(
             moved <= rows * D * 4,
@@ -151,7 +128,7 @@ def tiles_read(e, trace, T):
     allow=("load_tile",), hints=WALK,
 )  # fmt: skip
 def flash_kernel(e):
-    for T in (32, 40, 5):
+    for T in (32, 35, 5):
         q, k, v = e.normal(T, D, scale=2), e.normal(T, D), e.normal(T, D)
         o, lse = e.blank(T, D), e.blank(T)
         trace = e.run(-(-T // TILE), TILE, o, lse, q, k, v, SCALE, case=f"T = {T}", trace=True)
@@ -177,17 +154,13 @@ def flash_kernel(e):
             "The mask compares places within the tile, j and threadIdx.x: it is the key's place among all, first + j, that is at most t.":
                 hidden_attention(q, k, v, SCALE, (tiles[:, None] >= tiles) & (places[:, None] >= places)),
             "The first query saw no key at all, and 0 / 0 is NaN: the walk must come to the block's own tile, the one that begins at "
-            "TILE * blockIdx.x.": lambda got: np.isnan(got[0]).all() and not np.isfinite(np.asarray(lse)).all() and _written(trace, "o_TD"),
+            "TILE * blockIdx.x.": lambda got: np.isnan(got[0]).all() and np.isneginf(np.asarray(lse)[0]) and e.wrote(o).all(),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
         e.same("lse", lse, want_lse[:, 0], {
             "That is the logarithm of the sum alone: add the maximum, top.": np.log(total[:, 0]),
             "That is the maximum alone: add the logarithm of the sum.": _tops(q, k),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
-        tiles_read(e, trace, T)
-
-
-def _written(trace, array):
-    return trace.traffic(array, write=True).moved > 0
+        tiles_read(e, trace, k, v)
 
 
 def _tops(q, k):
@@ -209,7 +182,7 @@ def _unshrunk(q, k, v, acc):
     allow=("load_tile",), hints={**WALK, "OutOfBoundsError": "Threads past the end have no query: read q, do, o and lse, and write dq, only if t < T."},
 )  # fmt: skip
 def flash_dq_kernel(e):
-    for T in (32, 40, 5):
+    for T in (32, 35, 5):
         q, k, v, do = e.normal(T, D, scale=2), *(e.normal(T, D) for _ in range(3))
         o, lse = flash_attention_ref(*heads(q, k, v), float(SCALE))
         given = heads(do, q, k, v) + [o]
@@ -241,7 +214,7 @@ def flash_dq_kernel(e):
             "delta is do . v of one key, or the sum of do: it is the sum of do_TD[t, d] * o_TD[t, d] over d.":
                 p * (dp - np.asarray(do, np.float64).sum(1, keepdims=True)) @ wide_k,
         }, rtol=1e-3, atol=1e-4)  # fmt: skip
-        tiles_read(e, trace, T)
+        tiles_read(e, trace, k, v)
 
 
 def _close(got, value):

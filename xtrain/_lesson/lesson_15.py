@@ -114,7 +114,8 @@ def all_reduce(e):
                 "The first half reads the SAME part of every rank, the one that this rank owns; here each rank's own was read.":
                     lambda got, mine=mine: np.allclose(got[mine], sum(double(given[r][p]) for r, p in enumerate(parts)), 1e-5, 1e-5),
                 "In the second half what comes from a rank goes to that rank's part of the array, not to this rank's own.":
-                    lambda got, me=me, others=others: np.array_equal(got[others], given[me][others]),
+                    lambda got, me=me, mine=mine, others=others: np.array_equal(got[others], given[me][others])
+                    and any(np.allclose(got[mine], want[p], 1e-5, 1e-5) for p in parts),
             }, rtol=1e-5, atol=1e-5)  # fmt: skip
         for me in range(1, world):
             e.need(np.array_equal(arrays[me].view(np.uint32), arrays[0].view(np.uint32)),

@@ -81,7 +81,9 @@ def take(e):
                 start != worst,
                 f"{said} That is the largest block; best fit takes the smallest that is large enough.",
             )
-            raise e.wrong(f"{said} The part that is taken is the front of the block.")
+            behind = best + blocks[best] - size
+            e.need(start != behind, f"{said} The part that is taken is the front of the block.")
+            raise e.wrong(said)
         want = taken(free, best, size)
         if list(new) != want:
             said = f"the new list is {list(new)}, it should be {want}."
@@ -137,7 +139,11 @@ def give(e):
             f"{said} The block is not in it.",
         )
         e.need(
-            len(got) >= len(want) or sum(s for _, s in got) > sum(s for _, s in want),
+            sum(s for _, s in got) >= sum(s for _, s in want),
+            f"{said} Memory is lost: all that was free stays free.",
+        )
+        e.need(
+            len(got) >= len(want),
             f"{said} Between these blocks lies memory that is in use: only blocks that touch become one.",
         )
         before = any(sum(b) == start for b in free)
@@ -173,6 +179,7 @@ def peak(e):
             want = max(alive) if again else sum(kept)
             if got == want:
                 continue
+            e.need(got is not None, "Nothing is returned: return the number of bytes.")
             said = f"you give {got}, it is {want}."
             mistakes = {
                 "Without `again` nothing is forgotten: all that is kept is alive when forward ends.": None if again else max(alive),

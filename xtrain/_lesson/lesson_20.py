@@ -4,6 +4,7 @@ import numpy as np
 
 from ..kernels.sampling import philox_ref
 from .attempt import exercise
+from .pieces import Pieces
 
 
 @exercise(
@@ -23,23 +24,39 @@ def segment_best_kernel(e):
             x[...] = np.round(np.asarray(x))
         S = -(-V // 64)
         value, ids = e.blank(S), e.blank(S, dtype=np.int32)
-        e.run(S, 32, ids, value, x, case=f"V = {V}" + (", many equal logits" if ties else ""))
-        x = np.asarray(x)
+        case = f"V = {V}" + (", many equal logits" if ties else "")
+        trace = e.run(S, 32, ids, value, x, case=case, trace=True)
+        given, x = x, np.asarray(x)
         parts = [x[i : i + 64] for i in range(0, V, 64)]
         half = [np.flatnonzero(np.arange(len(p)) % 32 < 16) for p in parts]  # lanes 0 to 15
         want = np.array([p.argmax() + 64 * i for i, p in enumerate(parts)], np.int32)
-        e.same("value", value, np.array([p.max() for p in parts]), {
-            "All logits are negative here, and a 0 has won: begin with minus infinity.": lambda got: (got >= 0).any(),
+        best = np.array([p.max() for p in parts])
+        behind = [
+            64 * i + 32 * int(p[32:33].sum() > p[0]) for i, p in enumerate(parts) if len(p) > 32
+        ]
+        e.same("value", value, best, {
+            "The logits of a segment are negative here, and a 0 has won: begin with minus infinity.":
+                lambda got: ((got == 0) & (best < 0)).any(),
             "Only half of the lanes came together: five shuffles, of 16, 8, 4, 2 and 1.": np.array([p[i].max() for p, i in zip(parts, half)]),
             "Each lane looked at one element only: a segment has 64, so a lane has two.": np.array([p[:32].max() for p in parts]),
         })  # fmt: skip
         e.same("ids", ids, want, {
             "The id stayed behind: shuffle it as well, and take it over together with its value.":
-                lambda got: not ties and all(i % 32 == 0 for i in got),
+                lambda got: not ties and np.array_equal(got[: len(behind)], behind),
             "Of equal logits the LOWER id wins, in the lane's own loop and in every comparison.":
                 lambda got: all(0 <= i < V and x[i] == x[j] for i, j in zip(got, want)),
             "The id is that within the segment: add where the segment begins.": np.array([p.argmax() for p in parts], np.int32) if S > 1 else np.empty(0),
         })  # fmt: skip
+        e.divided(trace, given, sum(min(len(p), 32) for p in parts))
+
+
+def best_of(x, k, segment, kept):
+    """The best k ids of those that are left when each segment hands on `kept` only"""
+    parts = [
+        a + np.argsort(-x[a : a + segment], kind="stable")[:kept] for a in range(0, len(x), segment)
+    ]
+    ids = np.concatenate(parts)
+    return ids[np.argsort(-x[ids], kind="stable")[:k]]
 
 
 @exercise(
@@ -59,8 +76,9 @@ def top_k(e):
         x = np.asarray(e.normal(V))
         x = np.round(x) if ties else np.sort(grows * x) * grows if grows else x
         trend = {0: "", 1: ", from small to large", -1: ", from large to small"}[grows]
+        how = "logits_V[first : first + segment]"
         got = e.call(
-            x,
+            Pieces(x, segment, "logits", how, chosen=k * -(-V // segment)),
             k,
             segment,
             case=f"{V} logits, k = {k}, segments of {segment}"
@@ -76,6 +94,8 @@ def top_k(e):
         e.need(got.shape == (k,), f"Return {k} ids, there are {got.size}.")
         e.same("the ids", got, want, {
             "Those are the smallest logits: sort by -x.": np.argsort(x, kind="stable")[:k],
+            "The second round has taken the smallest of all that were kept: sort by -x there, too.":
+                kept[np.argsort(x[kept], kind="stable")[:k]],
             "Ids within the segment were returned: add where it begins.": lambda got: set(got) <= set(range(segment)) and not set(want) <= set(range(segment)),
             "Those are logits; return their ids.": x[want],
             "Those are places in the list of candidates: return the ids that stand there.": 
@@ -85,7 +105,7 @@ def top_k(e):
             "The right ids, but not the best first.": lambda got: set(got) == set(want) and not ties,
             "Of equal logits the lower id comes first: use kind='stable'.": lambda got: ties and np.array_equal(x[got], x[want]),
             "One of the best k is missing: a single segment may hold all of them, so each must hand on k.":
-                lambda got: set(got) != set(want),
+                lambda got: any(set(got) == set(best_of(x, k, segment, m)) for m in range(1, k)),
         })  # fmt: skip
 
 

@@ -12,7 +12,7 @@ KINDS = {"F32": np.float32, "I64": np.int64, "F16": np.float16}
 
 def safetensors(tensors):
     """-> the bytes of a .safetensors file"""
-    header, body = {"__metadata__": {"format": "pt"}}, b""
+    header, body = {}, b""
     names = {np.dtype(v): k for k, v in KINDS.items()}
     for name, a in tensors.items():
         raw = a.tobytes()
@@ -22,7 +22,8 @@ def safetensors(tensors):
             "data_offsets": [len(body), len(body) + len(raw)],
         }
         body += raw
-    text = json.dumps(header).encode()
+    about = {"__metadata__": {"format": "pt"}}
+    text = json.dumps(about | dict(reversed(header.items()))).encode()  # in another order than data
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + body
 
