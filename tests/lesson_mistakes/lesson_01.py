@@ -37,6 +37,11 @@ MISTAKES = [
     ("1.2", "y_RC[r, c] =", "y_RC[r, c] +=", "assign it with ="),
 ]  # fmt: skip
 
+UNTRUE = [  # what is not to be said of these
+    ("1.1", "b_n[i]", "b_n[i - 1]", "The last block has more threads"),
+    ("1.2", "if r < y_RC.shape[0]", "if r < y_RC.shape[0] - 1", "come from the y parts"),
+]  # fmt: skip
+
 RIGHT = [  # unusual, and right
     ("1.1", "cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x", "cuda.grid(1)"),
     ("1.1", "y_n", "out"),

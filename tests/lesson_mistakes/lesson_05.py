@@ -43,6 +43,7 @@ MISTAKES = [
 
 UNTRUE = [  # what is not to be said of these
     ("5.3", "max(abs(numeric), abs(analytic))", "max(numeric, 1e-9)", "a million times"),
+    ("5.3", "/ max(abs(numeric), abs(analytic))", "/ analytic**2", "the difference of the two slopes first"),
 ]  # fmt: skip
 
 RIGHT = [  # unusual, and right

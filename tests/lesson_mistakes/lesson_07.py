@@ -29,6 +29,7 @@ MISTAKES = [
     ("7.3", "    p_NV[n, target_N] -= 1\n", "", "1 of the target is missing"),
     ("7.3", "counted[:, None] / counted.sum()", "counted[:, None]", "the loss is a mean"),
     ("7.3", "p_NV * counted[:, None] / counted.sum()", "p_NV / counted.sum()", "theirs is 0"),
+    ("7.2", "visible = t + 1", "visible = t + 2 if t + 2 < S else S", "one key too many"),
     ("7.2", "cuda.blockDim.x", "32", "Two threads write one place of p"),
 ]  # fmt: skip
 

@@ -364,7 +364,8 @@ ADVICE = (  # what is said of an error that has all these words
 def _hint(error, levels):
     """The first that fits in the first of the levels, dicts by name of the error.
 
-    "RaceError between blocks" and "RaceError in shared memory" (global, local) come before "RaceError".
+    "RaceError between blocks" and "RaceError in shared memory" (global, local) come before "RaceError",
+    "OutOfBoundsError below 0" before "OutOfBoundsError".
     """
     kind, text = type(error).__name__, str(error)
     for words, advice in ADVICE:
@@ -373,6 +374,7 @@ def _hint(error, levels):
     if (name := re.search(r"name '(\w+)' is not defined", text)) and hasattr(cuda, name[1]):
         return f"It belongs to cuda: write cuda.{name[1]}."
     kinds = [f"{kind} between blocks"] * text.startswith("race between blocks")
+    kinds += [f"{kind} below 0"] * ("is negative" in text)
     kinds += [
         f"{kind} in {memory}" for memory in re.findall(r"(?:shared|local|global) memory", text)
     ]

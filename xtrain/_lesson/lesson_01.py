@@ -20,6 +20,7 @@ REVERSE_SHORT = (
     hints={
         "RaceError": "Several threads of one block write the same element: a thread does its own i only, without a loop.",
         "RaceError between blocks": GRID_RACE,
+        "OutOfBoundsError below 0": "Thread i needs a[i] and b[i] alone, nothing before them.",
         "OutOfBoundsError": "The last block has more threads than there are elements left. "
         "Threads whose i is not below y_n.size must do nothing.",
     },
@@ -72,7 +73,7 @@ def add_bias_kernel(e):
             "The bias of the row was added: bias_C has one number per column.":
                 x + bias[:R, None] if R <= C else np.empty(0),
             "Only part of the elements was written: does `i` of a row come from the y parts, of a column from the x parts?":
-                lambda got: wrote.any() and not wrote.all(),
+                lambda got: max(grid) > 1 and wrote.any() and not wrote.all(),
             "y was written with += : it holds NaN before you write, so assign it with =.":
                 lambda got: wrote.all() and np.isnan(got).all(),
             "That is x alone: the bias is missing.": x,

@@ -133,7 +133,8 @@ def gradient_error(e):
     error = float(e.call(noting, x.copy(), -gradient, v, 1e-5, case="minus the right gradient"))
     e.need(
         error > 0.5,
-        f"A gradient of the wrong sign gets the error {error:.3g}: take the difference of the two slopes first, and its absolute value then.",
+        f"A gradient of the wrong sign gets the error {error:.3g}, it should be 1 or more: it is abs(numeric - analytic) over the size "
+        "of a slope.",
     )
     wrong = gradient.copy()
     wrong[2, 3] *= 1.05

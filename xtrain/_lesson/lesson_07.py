@@ -121,11 +121,12 @@ def causal_softmax_kernel(e):
             "Places after t hold something else than 0: row t does not see them.":
                 lambda got: np.allclose(got[mask], want[mask], 1e-4) and not np.isnan(got).any(),
             "Every row sees all keys: row t may only look at keys up to t.": softmax(x, np.ones_like(mask)),
+            "Row t sees one key too many: its keys are 0 to t, and t + 1 comes later.": softmax(x, np.tri(T, S, 1, dtype=bool)),
             "The scores were not scaled.": softmax(double(s), mask),
             "exp overflows: subtract the maximum of the row first, which changes nothing in the quotient.":
                 lambda got: big > 1 and np.isnan(got[mask]).any(),
             "The row does not sum to 1: divide by the sum of exp over what the row sees.":
-                lambda got: not np.isnan(got).any() and not np.allclose(np.where(mask, got, 0).sum(1), 1, 1e-3),
+                lambda got: not np.isnan(got).any() and not np.allclose(got.sum(1), 1, 1e-3),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
 
 
