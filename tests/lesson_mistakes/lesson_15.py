@@ -32,8 +32,13 @@ MISTAKES = [
     ('15.3', 'if p < b and a < q', 'if p <= b and a <= q', 'only touches'),
     ('15.3', 'ready.append(i)', 'ready.append((a, b))', 'named by its number'),
     ('15.2', '    for rank in others:\n        own_n[mine]', '    for rank in range(world):\n        own_n[mine]', 'in the sum twice'),
+    ("15.3", "p < b and a < q", "a <= p < b or a < q <= b", "it is [[], [0, 1, 2]]"),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these
     ("15.2", "    yield\n    for rank in others:\n        theirs = part(own_n.size, world, rank)\n        own_n[theirs] = read(rank, theirs.start, theirs.stop)\n", "    own_n[mine] *= 0.5\n    yield\n", "goes to that rank's part"),
+]  # fmt: skip
+
+RIGHT = [  # unusual, and right
+    ("15.1", "count = total(valid.sum())", "count = total(np.array([valid.sum()]))"),
 ]  # fmt: skip

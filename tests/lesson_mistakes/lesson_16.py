@@ -28,6 +28,7 @@ MISTAKES = [
     ('16.3', 'sum(inputs[: i + 1]) + kept[i]', 'kept[i]', 'kept for backward are alive beside them'),
     ("16.2", "sorted([*free, (start, size)])", "[(start, size)]", "Memory is lost"),
     ("16.3", "        return sum(kept)\n", "        return None\n", "Nothing is returned"),
+    ("16.2", "joined[-1][0] + joined[-1][1] == at", "joined[-1][0] + joined[-1][1] >= at - 3", "memory that is in use"),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these

@@ -22,4 +22,7 @@ MISTAKES = [
     ('18.2', 'p = np.exp(s - s.max())', 'p = np.exp(s)', 'exp overflows'),
     ('18.3', 'free // one', '-(-free // one)', 'does not fit as a whole'),
     ("18.1", "p >= 0", "p > 0", "position 0 are places"),
+    ("18.1", "new_NGD.shape[2], 32", "new_NGD.shape[2] - 1, 32", "All channels of a head"),
+    ("18.1", "p < cache_RGSD.shape[2]", "p < 4", "was never written"),
+    ("18.2", "* scale", "/ np.sqrt(D)", "expected"),
 ]  # fmt: skip

@@ -18,8 +18,10 @@ MISTAKES = [
     ('19.1', '* v_ND[i, d]', '* k_ND[i, d]', 'times VALUES'),
     ('19.2', '    share_S = np.exp(m_S - m_S.max())\n', '    share_S = np.ones_like(m_S)\n', 'Neither sum was rescaled'),
     ('19.2', 'np.exp(m_S - m_S.max())', 'np.exp(m_S.max() - m_S)', 'not M - m_i'),
+    ("19.2", "m_S.max()", "m_S[0]", "the largest m first"),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these
     ("19.2", "return (share", "return np.nan * (share", "exp overflows"),
+    ("19.2", "m_S.max()", "m_S.mean()", "an empty part has l = 0"),
 ]  # fmt: skip

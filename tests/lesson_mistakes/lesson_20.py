@@ -27,9 +27,16 @@ MISTAKES = [
     ("20.1", "    for i in range(first + lane, last, 32):\n", "    for i in range(first, last):\n", "times as a whole"),
     ("20.1", "    for i in range(first + lane, last, 32):\n        if ", "    for i in range(first, last):\n        if lane == 0 and ", "1 of 32 threads"),
     ("20.2", "    kept = []\n", "    return np.argsort(-logits_V, kind='stable')[:k]\n", "All 10 logits at once"),
+    ("20.1", "x_V[i] > best", "x_V[i] >= best", "the LOWER id wins"),
+    ("20.3", "if k:", "if k > 1:", "only the best token stays"),
+    ("20.4", "range(10)", "range(11)", "That is eleven rounds"),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these
     ("20.1", "ids_S[cuda.blockIdx.x] = best_id", "ids_S[cuda.blockIdx.x] = int32(lane)", "The id stayed behind"),
     ("20.2", "return kept[order[:k]]", "return kept[order[-k:]]", "each must hand on k"),
+]  # fmt: skip
+
+RIGHT = [  # unusual, and right
+    ("20.4", "return c0, c1, c2, c3", "return [c0, c1, c2, c3]"),
 ]  # fmt: skip

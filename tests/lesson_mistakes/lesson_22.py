@@ -15,4 +15,6 @@ MISTAKES = [
     ('22.3', 'np.abs(theirs[name]).max()', 'theirs[name].max()', 'that of the largest size'),
     ('22.3', 'np.abs(theirs[name]).max()', 'np.abs(theirs[name])[1, 2]', 'not to each value'),
     ("22.1", "    tensors = {}\n    for name, about in json.loads(data[8 : 8 + n]).items():\n        if name == \"__metadata__\":\n            continue\n        begin, end = about[\"data_offsets\"]\n        raw = data[first + begin : first + end]\n", "    tensors, here = {}, first\n    for name, about in json.loads(data[8 : 8 + n]).items():\n        if name == \"__metadata__\":\n            continue\n        begin, end = about[\"data_offsets\"]\n        raw = data[here : here + end - begin]\n        here += end - begin\n", "data_offsets count"),
+    ("22.3", "in theirs:", "in sorted(theirs):", "later ones have inherited it"),
+    ("22.3", "np.abs(ours[name] - theirs[name]).max()", "np.abs(ours[name] - theirs[name]).mean()", "The LARGEST difference"),
 ]  # fmt: skip

@@ -32,8 +32,8 @@ def share(e):
 
             def total(value, asked=asked, n=n):
                 asked.append(value)
-                if np.size(value) == 1 and float(value) == n:
-                    return count
+                if np.size(value) == 1 and np.sum(value) == n:
+                    return np.full(np.shape(value), count)[()]
                 return value * R  # whatever it was, the others gave as much
 
             e.case(f"{count} targets on {R} ranks, {n} of them here")
@@ -43,7 +43,7 @@ def share(e):
             )
             e.need(len(asked) == 1, f"total was called {len(asked)} times: every rank calls it once, for the number of targets."
                    + (" Without it a rank does not know how many targets the others have." if not asked else ""))  # fmt: skip
-            e.need(np.size(asked[0]) == 1 and float(asked[0]) == n,
+            e.need(np.size(asked[0]) == 1 and np.sum(asked[0]) == n,
                    f"total was called with {asked[0]}; this rank has {n} targets that are not NaN.")  # fmt: skip
         want = terms[0] / count
         with np.errstate(all="ignore"):
@@ -201,6 +201,7 @@ CASES = {
     "three parameters, a bucket for each": (["c", "b", "a"], {"a": (0, 4), "b": (4, 8), "c": (8, 12)}, [(8, 12), (4, 8), (0, 4)]),
     "two parameters in one bucket": (["c", "b", "a"], {"a": (0, 4), "b": (4, 8), "c": (8, 12)}, [(4, 12), (0, 4)]),
     "a parameter in two buckets": (["b", "a"], {"a": (0, 8), "b": (8, 10)}, [(6, 10), (0, 6)]),
+    "a parameter in three buckets": (["b", "a"], {"a": (0, 10), "b": (10, 12)}, [(8, 12), (4, 8), (0, 4)]),
     "a parameter that is used twice": (["a", "c", "b", "a"], {"a": (0, 4), "b": (4, 8), "c": (8, 12)}, [(8, 12), (4, 8), (0, 4)]),
 }  # fmt: skip
 

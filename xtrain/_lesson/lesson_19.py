@@ -93,11 +93,10 @@ def merge(e):
         )
         m, total, acc = parts_of(q, k, v, 1.0, chunk)
         empty = len(m) > 2
-        if empty:  # a block without keys
+        if empty:  # a block without keys, behind the others or in front of them
+            at = 0 if big > 1 else len(m)
             m, total, acc = (
-                np.append(m, -np.inf),
-                np.append(total, 0.0),
-                np.vstack([acc, np.zeros(3)]),
+                np.insert(a, at, x, 0) for a, x in ((m, -np.inf), (total, 0), (acc, 0))
             )
         case = (
             f"{n} keys in parts of {chunk}"
@@ -122,7 +121,8 @@ def merge(e):
                 (share[:, None] * acc / total[:, None]).sum(0) / share.sum() if len(m) == 2 else np.empty(0),
             "The exponent is m_i - M, not M - m_i: the part with the largest score counts fully, the others less.":
                 (acc / share[:, None]).sum(0) / (total / share).sum() if len(m) == 2 else np.empty(0),
-            "0 / 0: an empty part has l = 0 and exp(-inf - M) = 0. Add up first, and divide once, at the end.":
+            "NaN comes from the empty part. With the largest of all m for M, exp(-inf - M) is 0; and 0 / 0 is NaN: add up first, and "
+            "divide once, at the end.":
                 lambda got: empty and big == 1 and np.isnan(got).any(),
             "exp overflows: subtract the largest m first.": lambda got: big > 1 and not np.isfinite(got).all(),
         }, rtol=1e-6)  # fmt: skip

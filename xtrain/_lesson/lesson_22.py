@@ -169,6 +169,8 @@ def first_parting(e):
         layer_0=-0.1,
     )
     case("layer 0 and everything after it differ", "layer 0", "The FIRST stage that parts is the one to look at; later ones have inherited it.",
-         layer_0=0.1, layer_1=300.0, logits=1.0)  # fmt: skip
+         layer_0=0.1, layer_1=300.0, final_norm=1.0, logits=1.0)  # fmt: skip
+    case("one value in layer 0 that is too large by 0.0005", "layer 0", "The LARGEST difference of a stage counts, not their mean.",
+         layer_0=5e-4)  # fmt: skip
     case("a NaN in layer 1", "layer 1", "A NaN is larger than every tolerance, but `nan > tolerance` is False: ask `not difference <= tolerance`.",
          layer_1=np.nan)  # fmt: skip
