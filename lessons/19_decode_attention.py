@@ -189,7 +189,7 @@ for chunk in (50, 16, 7):
 # ## Exercise 19.3: how many parts?
 #
 # Too few parts, and multiprocessors idle. Too many, and each has hardly a key, while the merge
-# grows. xtrain takes at least 256 keys for a part (192 where sequences are few), and at most 32 parts. Note what the answer
+# grows. xtrain makes one part for every 256 keys begun (192 where sequences are few), at most 32. Note what the answer
 # depends on: **the length of the row, and nothing else**. Not on how many other sequences are in
 # the batch; otherwise a sequence's last bits would depend on its company.
 
@@ -199,7 +199,7 @@ def splits(n, chunk, most):
     """-> [(begin, end), ...]: equal parts of n keys, end not included; the last may be
     shorter.
 
-    At most `most` parts; with more than one, all but the last have at least `chunk` keys.
+    At most `most` parts, and no more than ceil(n / chunk).
     """
     # YOUR CODE
 
@@ -222,7 +222,7 @@ def splits(n, chunk, most):
     """-> [(begin, end), ...]: equal parts of n keys, end not included; the last may be
     shorter.
 
-    At most `most` parts; with more than one, all but the last have at least `chunk` keys.
+    At most `most` parts, and no more than ceil(n / chunk).
     """
     used = min(most, -(-n // chunk))
     size = -(-n // used)

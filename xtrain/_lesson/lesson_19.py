@@ -142,7 +142,7 @@ def splits(e):
         (1, 256, 32),
     ):
         got = e.call(
-            n, chunk, most, case=f"{n} keys, at least {chunk} for a part, at most {most} parts"
+            n, chunk, most, case=f"{n} keys, a part for every {chunk} begun, at most {most} parts"
         )
         e.need(
             isinstance(got, list) and all(isinstance(x, tuple) and len(x) == 2 for x in got),
@@ -162,7 +162,7 @@ def splits(e):
         e.need(len(got) <= most, f"There are {len(got)} parts, at most {most} are allowed.")
         e.need(
             len(got) <= used,
-            f"There are {len(got)} parts for {n} keys; {used} are enough, so that none but the last has fewer than {chunk} keys.",
+            f"There are {len(got)} parts for {n} keys; no more than {used} are allowed, one for every {chunk} keys begun.",
         )
         e.need(
             len(got) >= used - 1 or used == 1,
