@@ -58,7 +58,7 @@ def copy_kernel(e):
     },
 )
 def transpose_kernel(e):
-    for R, C in ((16, 16), (32, 16), (5, 19), (32, 64)):
+    for R, C in ((16, 16), (32, 16), (5, 19), (16, 48)):
         x, y = e.normal(R, C), e.blank(C, R)
         grid = -(-C // 16), -(-R // 16)
         trace = e.run(grid, (16, 16), y, x, case=f"x ({R}, {C})", trace=True)

@@ -18,7 +18,7 @@ from .pieces import Pieces
     },
 )  # fmt: skip
 def segment_best_kernel(e):
-    for V, ties in ((64, False), (630, False), (130, True), (5, True)):
+    for V, ties in ((64, False), (310, False), (130, True), (5, True)):
         x = e.normal(V, mean=-3.0)
         if ties:
             x[...] = np.minimum(np.round(np.asarray(x)), -1)
