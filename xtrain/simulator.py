@@ -45,7 +45,7 @@ from ._simulator.errors import (
     Site,
     UninitializedError,
 )
-from ._simulator.source import simulates
+from ._simulator.intrinsics import simulates
 from ._simulator.thread import Dim3
 
 __all__ = [

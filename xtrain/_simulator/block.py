@@ -14,9 +14,10 @@ from . import errors
 from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site
+from .intrinsics import WARPGROUP, Waiting
 from .memory import Mark, Memory, dense_array, extent, global_arrays, poisoned
 from .scalars import Int32, typed
-from .source import BLOCK_BARRIERS, WARPGROUP, Waiting, translate
+from .source import BLOCK_BARRIERS, translate
 from .thread import Dim3, Thread
 from .warp import run_collective
 

@@ -16,6 +16,7 @@ freezes them when it compiles.
 
 import ast
 import builtins
+import contextlib
 import inspect
 import itertools
 import math
@@ -28,6 +29,7 @@ import numpy as np
 from numba import cuda
 
 from .errors import KernelError, Site
+from .intrinsics import INTRINSICS
 from .scalars import power, promote, twin, typed
 from .thread import Thread
 
@@ -43,42 +45,6 @@ class Translated(NamedTuple):
     function: types.FunctionType  # called with (thread, *args)
     waits: bool  # it is a generator, since somewhere it waits for other threads
     granule: int  # bytes; divides the element size of every dynamic shared array in it
-
-
-# ----------------------------------------------------------------------------- intrinsics
-INTRINSICS: dict = {}
-WARPGROUP = 128  # threads that issue a product together on compute capability 9.0
-
-
-class Waiting(NamedTuple):
-    """What a thread asks for that waits for more than its warp."""
-
-    function: object
-    collective: int  # WARPGROUP, or 0: asked again and again until it says yes
-
-
-def simulates(intrinsic, collective: bool | int = False, polled: bool = False):
-    """Decorator: what the simulator runs where a kernel calls `intrinsic`, a function that exists on GPUs only.
-
-    By itself        f(thread, site, *args) -> value, for one thread. thread.load and thread.store
-                     check and record accesses; thread.state is a dict to keep things in, such as
-                     the copies in flight of a cp.async.
-    collective=True  f(threads, sites, args) -> values, once for the 32 lanes of a warp after all
-                     have called it; each argument and the result have an entry per lane. For a
-                     tensor-core mma, an ldmatrix. collective=WARPGROUP: the same for the 128
-                     threads of four warps.
-    polled=True      f(thread, site, *args) -> may the thread go on? Asked until it says True; what
-                     another thread or a copy (engines.py) does in between may change the answer.
-    """
-
-    def register(f):
-        if polled or collective == WARPGROUP:
-            INTRINSICS[intrinsic] = (Waiting(f, 0 if polled else WARPGROUP), True)
-        else:
-            INTRINSICS[intrinsic] = (f, collective)
-        return f
-
-    return register
 
 
 # ----------------------------------------------------------------------------- translation
@@ -132,6 +98,7 @@ class _Rewriter(ast.NodeTransformer):
         }
         self.scope = {"__name__": function.__module__}
         self.waits, self.granule = False, 0
+        self.inner = {}  # name of a function inside this one -> does it wait?
         self.temporaries = itertools.count()
 
     # ------------------------------------------------------------------------- helpers
@@ -166,6 +133,19 @@ class _Rewriter(ast.NodeTransformer):
 
     def temporary(self):
         return f"_temporary_{next(self.temporaries)}"
+
+    @contextlib.contextmanager
+    def inside(self, node, name):
+        """While the body of an inner function is visited: its names are its own, self.waits is about it alone."""
+        before = self.name, self.locals, self.waits
+        names = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        names |= {n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef)}
+        for n in ast.walk(node):
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store):
+                names.add(n.id)
+        self.name, self.locals, self.waits = name, self.locals | names, False
+        yield
+        self.name, self.locals, self.waits = before
 
     def static(self, node):
         """The object that a global, a closure variable or an attribute of one names; else _DYNAMIC."""
@@ -206,6 +186,8 @@ class _Rewriter(ast.NodeTransformer):
     # ------------------------------------------------------------------------- names and numbers
     def visit_Name(self, node):
         value = self.static(node)
+        if self.inner.get(node.id) and isinstance(node.ctx, ast.Load):
+            raise self.error(node, f"{node.id} waits for other threads, so it may only be called")
         if isinstance(node.ctx, ast.Store) or value is _DYNAMIC:
             return node
         return self.object(value, node, node.id)
@@ -309,6 +291,11 @@ class _Rewriter(ast.NodeTransformer):
                 node,
                 f"{function.__name__} is a Python function: write @cuda.jit(device=True) above it",
             )
+        if isinstance(node.func, ast.Name) and self.inner.get(node.func.id):
+            self.waits = True
+            node.args = [self.visit(a) for a in node.args]
+            node.keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
+            return _at(ast.YieldFrom(node), node)
         new = self.generic_visit(node)
         return self.folded(new, function)
 
@@ -352,6 +339,27 @@ class _Rewriter(ast.NodeTransformer):
             self.waits = True
             return _at(ast.YieldFrom(result), node)
         return result
+
+    # ------------------------------------------------------------------------- functions inside
+    def visit_FunctionDef(self, node):
+        if node.decorator_list:
+            raise self.error(node, f"{node.name} has a decorator: write it outside the kernel")
+        node.args.defaults = [self.visit(d) for d in node.args.defaults]
+        node.returns = None
+        for argument in node.args.args:
+            argument.annotation = None
+        with self.inside(node, node.name):
+            node.body = self.block(node.body)
+            waits = self.waits
+        self.inner[node.name] = waits or self.inner.get(node.name, False)
+        return node
+
+    def visit_Lambda(self, node):
+        with self.inside(node, "lambda"):
+            node.body = self.visit(node.body)
+            if self.waits:
+                raise self.error(node, "it waits for other threads: write it with def")
+        return node
 
     # ------------------------------------------------------------------------- statements
     def visit_Return(self, node):
