@@ -106,6 +106,8 @@ libdevice.fast_expf(x) | cuda.ballot_sync(1, n) | cuda.shfl_sync(1, x, 0) | cuda
 cuda.shfl_xor_sync(1, k, 0) | cuda.shfl_sync(1, d, 0) | cuda.any_sync(1, t) | cuda.match_any_sync(1, n)
 cuda.syncthreads_count(n) | cuda.syncthreads_or(n) | np.float32(n) | np.int32(x) * n | math.inf | math.pi * x
 HALF * x | HALF32 * x | COUNT * n | COUNT * x
+t + t | t - t | t * t | t / t | t // t | t % t | t << t | t >> t | t ** 2 | -t | +t | ~t | t & t | t + n | t * u | t * x
+t + d | (t + t) * x | (x > 0) + t | t + False | (t + t) / x | w / k | ~u | -u
 """
 HALF, HALF32, COUNT = 0.5, np.float32(0.5), 8
 ARGUMENTS = dict(
@@ -192,6 +194,36 @@ def test_values_round_and_wrap_as_on_a_gpu():
     for _ in range(5):
         v = (v * 747796405 + 2891336453) % 2**32
     assert h.tolist() == [v, 2**30, 5, (2**31 + 1) * 65537 * 65537 % 2**32]
+
+
+@cuda.jit
+def bools_and_bits(out, p, x, u8, u16, u32, u64, i32):
+    t, f = x[0] > 0, x[1] > 0
+    both, many = False, False
+    for i in range(4):
+        both += p[0]
+        many += x[i] > -2
+    p_sum = p[0] + p[0]
+    out[0], out[1], out[2], out[3], out[4] = t + t, f - t, p_sum, both, many
+    out[5] = p[0]
+    out[5] += p[0] * p[0]
+    out[6], out[7], out[8] = ~u8[0], ~u16[0], ~u32[0]
+    out[9], out[10], out[11] = -u8[0], -u16[0], -u32[0]
+    out[12] = cuda.popc(~u32[0])
+    out[13], out[14] = -i32[0], abs(i32[0])
+    x[0] = u64[0] / i32[1]
+    p[1] = ~p[0]
+
+
+def test_bools_count_as_integers_and_bits_turn_before_they_widen():
+    """What Numba's code does: `zext` of both bools to int64; `xor i32 %a, -1`, `sub i32 0, %a` and only then 64 bits."""
+    out, x, p = np.zeros(15, np.int64), np.array([1, -1, 2, 3], np.float32), np.ones(2, bool)
+    least = np.array([-(2**31), -7], np.int32)
+    unsigned = [np.ones(1, np.uint8), np.ones(1, np.uint16), np.ones(1, np.uint32)]
+    run(bools_and_bits, 1, 1, out, p, x, *unsigned, np.array([2**63 + 5], np.uint64), least)
+    bits = [2**b - 2 for b in (8, 16, 32)] + [2**b - 1 for b in (8, 16, 32)]
+    assert out.tolist() == [2, -1, 2, 4, 4, 2, *bits, 31, -(2**31), -(2**31)]
+    assert x[0] == np.float32(-(2**63) / 7) and not p[1]
 
 
 def test_scalar_arguments_have_numbas_types():

@@ -31,17 +31,19 @@ def _float_type(integer, other):
 
 
 def _arithmetic(op):
+    wide = np.float64 if op is operator.truediv else np.int64
+
     def forward(self, other):
         if isinstance(other, FLOATS):
             return op(_float_type(self, other)(self), other)
         if self.unsigned and getattr(other, "unsigned", False):
             return _unsigned(op(np.uint64(self), np.uint64(other)))
-        return op(np.int64(self), np.int64(other))
+        return op(wide(self), wide(other))
 
     def backward(self, other):
         if isinstance(other, FLOATS):
             return op(other, _float_type(self, other)(self))
-        return op(np.int64(other), np.int64(self))  # two of our integers meet in forward
+        return op(wide(other), wide(self))  # two of our integers meet in forward
 
     return forward, backward
 
@@ -68,8 +70,11 @@ def _comparison(op):
 
 
 def _unary(op):
+    """In the operand's own bits, and 64 of them afterwards."""
+
     def apply(self):
-        return UInt64(op(np.uint64(self))) if self.unsigned else op(np.int64(self))
+        value = op(self.base(self))
+        return UInt64(value) if self.unsigned else np.int64(value)
 
     return apply
 
@@ -83,7 +88,7 @@ def _integer_methods():
         "__slots__": (),
         "__array_ufunc__": None,  # NumPy's scalars then leave mixed arithmetic to these methods
         "__hash__": lambda self: hash(int(self)),
-        "__abs__": lambda self: type(self)(abs(int(self))),
+        "__abs__": lambda self: type(self)(abs(self.base(self))),  # the least one stays itself
     }
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
         op = getattr(operator, name + "_" * (name in ("and", "or")))
@@ -100,7 +105,7 @@ def _integer_methods():
 def _integer(name, base, in_float32=False):
     """A subclass of a NumPy integer that computes as Numba does. in_float32: what Numba thinks safe to convert."""
     unsigned = issubclass(base, np.unsignedinteger)
-    more = {"unsigned": unsigned, "in_float32": in_float32, "__module__": __name__}
+    more = {"unsigned": unsigned, "in_float32": in_float32, "base": base, "__module__": __name__}
     return type(name, (base,), _integer_methods() | more)  # NumPy allows no second base class
 
 
@@ -184,6 +189,11 @@ def promote(x, like):
     return unify(type(x), type(like))(x)
 
 
+def number(x):
+    """x as an operand of + - * / // % << >>: a bool counts as 0 or 1. An Int8 has float32 stay float32, as a bool does."""
+    return Int8(x) if type(x) is np.bool_ or type(x) is bool else x
+
+
 # ----------------------------------------------------------------------------- builtins
 def _select(better):
     """min or max. A NaN loses against a number, as in the GPU's fminf and fmaxf."""
@@ -200,6 +210,7 @@ def _select(better):
 
 def power(a, b):
     """float32 to an integer power stays float32."""
+    a = number(a)
     if type(a) is np.float32 and isinstance(b, np.integer):
         b = int(b)
     return a**b

@@ -30,7 +30,7 @@ from numba import cuda
 
 from .errors import KernelError, Site
 from .intrinsics import INTRINSICS
-from .scalars import power, promote, twin, typed
+from .scalars import number, power, promote, twin, typed
 from .thread import Thread
 
 BLOCK_BARRIERS = {"syncthreads", "syncthreads_and", "syncthreads_or", "syncthreads_count"}
@@ -38,7 +38,10 @@ WARP_FUNCTIONS = {"syncwarp", "all_sync", "any_sync", "eq_sync", "ballot_sync"}
 WARP_FUNCTIONS |= {"shfl_sync", "shfl_up_sync", "shfl_down_sync", "shfl_xor_sync"}
 WARP_FUNCTIONS |= {"match_any_sync", "match_all_sync"}
 _NAMESPACES = {"atomic", "shared", "local", "const"}
-_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+_ARITHMETIC = (
+    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.LShift, ast.RShift,
+    ast.UAdd, ast.USub,
+)  # fmt: skip
 
 
 class Translated(NamedTuple):
@@ -177,7 +180,7 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(node, ast.BinOp):
             sides = self.witness(node.left), self.witness(node.right)
             if None not in sides:
-                return self.visit_BinOp(_at(ast.BinOp(sides[0], node.op, sides[1]), node))
+                return self.binary(node, *sides)
         if isinstance(node, ast.Call):
             scalar = getattr(twin(self.static(node.func)), "scalar", None)
             return None if scalar is None else self.constant(scalar(1), node, "one")
@@ -220,19 +223,39 @@ class _Rewriter(ast.NodeTransformer):
     def visit_UnaryOp(self, node):
         if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
             return self.constant(typed(-node.operand.value), node, "literal")
-        return self.generic_visit(node)
+        operand = self.visit(node.operand)
+        if isinstance(node.op, _ARITHMETIC) and not self.shows_number(node.operand):
+            operand = self.number(operand)
+        return _at(ast.UnaryOp(node.op, operand), node)
 
     def visit_BinOp(self, node):
+        numbers = self.shows_number(node.left) or self.shows_number(node.right)
+        return self.binary(node, self.visit(node.left), self.visit(node.right), numbers)
+
+    def binary(self, node, left, right, numbers=False):
+        """left node.op right, of rewritten expressions. numbers: one of them is known not to be a bool."""
         if isinstance(node.op, ast.Pow):
-            args = [self.visit(node.left), self.visit(node.right)]
-            return _at(ast.Call(self.constant(power, node, "power"), args, []), node)
-        logical = (
-            isinstance(node.op, _ARITHMETIC) and _is_logical(node.left) and _is_logical(node.right)
+            return _at(ast.Call(self.constant(power, node, "power"), [left, right], []), node)
+        if isinstance(node.op, _ARITHMETIC) and not numbers:
+            left = self.number(left)
+        return _at(ast.BinOp(left, node.op, right), node)
+
+    def number(self, expression):
+        return _at(
+            ast.Call(self.constant(number, expression, "number"), [expression], []), expression
         )
-        node = self.generic_visit(node)
-        if logical:  # True + True is 2, not NumPy's True
-            node.left = _at(ast.Call(self.constant(np.int64, node, "int64"), [node.left], []), node)
-        return node
+
+    def shows_number(self, node):
+        """Is it plain from its text that this is no bool? Then number() can be left out."""
+        if isinstance(node, ast.Constant):
+            return not isinstance(node.value, bool)
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
+            return isinstance(node.op, (*_ARITHMETIC, ast.Pow))
+        if isinstance(node, ast.Call):
+            return getattr(twin(self.static(node.func)), "scalar", np.bool_) is not np.bool_
+        if isinstance(node, ast.Attribute) and self.cuda_name(node.value) is not None:
+            return True  # cuda.threadIdx.x
+        return isinstance(typed(self.static(node)), np.number)
 
     def visit_IfExp(self, node):
         """Both sides get the type that Numba unifies them to: `x if c else 0.0` is float64 for a float32 x."""
@@ -403,10 +426,9 @@ class _Rewriter(ast.NodeTransformer):
     def visit_AugAssign(self, node):
         target = node.target
         if not isinstance(target, ast.Subscript):
-            value = self.visit_BinOp(
-                ast.BinOp(_at(ast.Name(target.id, ast.Load()), node), node.op, node.value)
-            )
-            return _at(ast.Assign([target], _at(value, node)), node)
+            old = _at(ast.Name(target.id, ast.Load()), node)
+            value = self.visit_BinOp(_at(ast.BinOp(old, node.op, node.value), node))
+            return _at(ast.Assign([target], value), node)
         array, index = self.temporary(), self.temporary()
         new = [
             ast.Assign([ast.Name(array, ast.Store())], self.visit(target.value)),
@@ -415,23 +437,13 @@ class _Rewriter(ast.NodeTransformer):
         site = self.site(target, ast.unparse(target.value))
         place = ast.Name(array, ast.Load()), ast.Name(index, ast.Load())
         old = self.call(node, "load", *place, site)
-        value = self.visit(node.value)
-        if isinstance(node.op, ast.Pow):
-            value = ast.Call(self.constant(power, node, "power"), [old, value], [])
-        else:
-            value = ast.BinOp(old, node.op, value)
+        value = self.binary(node, old, self.visit(node.value), self.shows_number(node.value))
         new.append(ast.Expr(self.call(node, "store", *place, value, site)))
         return [_at(statement, node) for statement in new]
 
 
 def _at(new, node):
     return ast.fix_missing_locations(ast.copy_location(new, node))
-
-
-def _is_logical(node):
-    return isinstance(node, (ast.Compare, ast.BoolOp)) or (
-        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
-    )
 
 
 def _hashable(x):
