@@ -98,7 +98,8 @@ class Block:
         self.static_bytes = 0
         self.dynamic = None  # (Memory, bytes) once a kernel asks for it
         self._engines = None  # see engines.py
-        self.acquired = []  # (mark that released, mark that acquired), see memory.py
+        # Epochs with a threadfence; element of an atomic -> what was learnt there: releases.py
+        self.fenced, self.acquired = [], {}
         kind = EarlyThread if launch.overlap else Thread
         self.threads = [kind(self, i, at) for i, at in enumerate(launch.positions)]
         self.waited = False  # for the kernel before: early.py
@@ -128,6 +129,7 @@ class Block:
         for thread in self.threads:  # shadows keep marks, marks keep threads: no more than that
             thread.mark = thread.generator = None
         self.threads = self.warps = self.shared = self.dynamic = self._engines = None
+        self.acquired = None
 
     engines_in_use = property(lambda self: self._engines is not None)
 

@@ -8,7 +8,7 @@ synchronisations. Two accesses by different threads are in order when
     against Thread.seen, vector clocks over the 32 lanes. Shuffles and votes order no memory, says
     the CUDA guide, or
   - the blocks differ and the second learnt of the first by an atomic, behind a threadfence
-    (`_released`).
+    (releases.py).
 Anything else is a race unless both only read or both are atomics.
 """
 
@@ -17,6 +17,7 @@ from operator import index as as_int
 
 import numpy as np
 
+from . import releases
 from .scalars import scalar_type
 
 
@@ -26,31 +27,20 @@ class Mark:
     def __init__(self, thread, epoch, clock):
         self.thread, self.epoch, self.clock = thread, epoch, clock
 
+    def next(self):
+        """The thread goes on: what it does from here on can be told from what it did before."""
+        return Mark(self.thread, self.epoch, self.clock + 1)
+
 
 def in_order(earlier: Mark, now: Mark) -> bool:
     a, b = earlier.thread, now.thread
     if a is b:
         return True
     if a.block is not b.block:
-        return _released(earlier, now)
+        return releases.known(earlier, now)
     if earlier.epoch != now.epoch:
         return True
     return a.warp == b.warp and b.seen is not None and b.seen[a.lane] >= earlier.clock
-
-
-def _released(earlier, now):
-    """The "last block done" pattern: one thread of a block does threadfence, then an atomic; another
-    block that finds it with an atomic on the same element may use what was written before: by that
-    thread, or by its block up to the barrier before the fence.
-    """
-    for release, acquire in now.thread.block.acquired:
-        if (
-            release.thread.block is earlier.thread.block
-            and (earlier.epoch < release.epoch or earlier.thread is release.thread)
-            and (acquire.thread is now.thread or acquire.epoch < now.epoch)
-        ):
-            return True
-    return False
 
 
 class Memory:
@@ -68,14 +58,14 @@ class Memory:
         self.base = 0  # global memory: the address of key 0
         self.writes, self.reads, self.atomics = {}, {}, {}  # by threads of the running block
         self.old_writes, self.old_reads, self.old_atomics = {}, {}, {}  # by blocks that are done
-        self.releases = {}  # key of an atomic -> marks that released there
+        self.releases = {}  # key of an atomic -> {block: Release}
         self.busy = None  # registers that a product under way still uses: see errors.in_use
         self.watched = False  # there are atomics, or blocks that are done: look into all six
 
     def end_of_block(self):
         self.old_writes.update(self.writes)
-        self.old_reads.update(self.reads)
-        self.old_atomics.update(self.atomics)
+        releases.keep(self.old_reads, self.reads)
+        releases.keep(self.old_atomics, self.atomics)
         for shadow in (self.writes, self.reads, self.atomics):
             shadow.clear()
         self.watched = bool(self.old_writes or self.old_reads or self.old_atomics)
@@ -108,13 +98,9 @@ def unordered(record, mark):
     """-> the (mark, site) in a record that nothing orders before `mark`, or None"""
     if record is None:
         return None
-    if len(record) == 3:
-        candidates = record[2].values()
-    else:
-        candidates = (record[:2], record[2:]) if len(record) == 4 else (record,)
-    for candidate in candidates:
-        if not in_order(candidate[0], mark):
-            return candidate
+    for access in releases.accesses(record):
+        if not in_order(access[0], mark):
+            return access
     return None
 
 

@@ -13,7 +13,7 @@ import operator
 
 import numpy as np
 
-from . import errors
+from . import errors, releases
 from .memory import Array, Mark, Memory, add_reader, dense_array, poisoned, unordered
 from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, unify
 
@@ -37,14 +37,14 @@ class Thread:
     """Made by simulator.run for every thread of every block.
 
     block: the running Block; index: position in the block; lane, warp: index % 32, index // 32
-    mark: this thread since its last synchronisation
+    mark: this thread since its last synchronisation; fences: its marks behind a threadfence (releases.py)
     seen: what it knows of each lane of its warp (memory.py); None before the first syncwarp
     left: the Site of the return statement that ended it
     state: for the simulated functions of intrinsics, which may keep here what they need between calls
     """
 
     __slots__ = (
-        "_state", "block", "blockDim", "blockIdx", "fence", "generator", "gridDim", "index", "lane",
+        "_state", "block", "blockDim", "blockIdx", "fences", "generator", "gridDim", "index", "lane",
         "laneid", "left", "mark", "reply", "request", "seen", "threadIdx", "warp",
     )  # fmt: skip
     warpsize = Int32(32)
@@ -56,8 +56,8 @@ class Thread:
         self.blockIdx = block.position
         self.blockDim, self.gridDim = block.launch.block, block.launch.grid
         self.mark = Mark(self, block.epoch, 1)
-        self.generator = self.request = self.reply = self.seen = self.fence = self.left = None
-        self._state = None
+        self.generator = self.request = self.reply = self.seen = self.left = None
+        self._state, self.fences = None, ()
 
     @property
     def state(self) -> dict:
@@ -148,9 +148,7 @@ class Thread:
         memory = a.memory
         if memory.kind != "global" and key not in memory.writes and key not in memory.atomics:
             raise errors.uninitialized(self, memory.kind, site, index)
-        for record in memory.releases.get(key) or ():
-            if record.thread.block is not self.block:
-                self.block.acquired.append((record, self.mark))
+        releases.acquire(self.mark, memory, key)
         for shadow, did in (
             (memory.writes, "wrote"), (memory.reads, "read"),
             (memory.old_writes, "wrote"), (memory.old_reads, "read"),
@@ -159,9 +157,7 @@ class Thread:
         if not a.writeable:
             raise errors.read_only(self, site, index)
         memory.watched = True
-        add_reader(memory.atomics, key, self.mark, site)
-        if self.fence is self.mark:
-            memory.releases.setdefault(key, []).append(self.mark)
+        add_reader(memory.atomics, key, releases.publish(self, memory, key), site)
 
     def _order(self, memory, record, did, does, index, site):
         if record is not None:
@@ -219,7 +215,7 @@ class Thread:
         return self.atomic_cas(site, a, 0, old, new)
 
     def threadfence(self):
-        self.fence = self.mark
+        releases.fence(self)
 
     threadfence_system = threadfence
 

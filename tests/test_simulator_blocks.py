@@ -1,0 +1,151 @@
+"""Which accesses of two blocks the simulator takes to be in order, and which it reports: _simulator/releases.py."""
+
+import sys
+
+import numpy as np
+import pytest
+from numba import cuda, int32
+
+from xtrain.simulator import RaceError, run
+
+
+def last_block(before="", behind="", threads="tid == 0", after=""):
+    """A kernel: each block writes its part, the one that comes last adds them up. before, behind: the barrier."""
+    return f"""
+@cuda.jit
+def kernel(out, part, counter):
+    last = cuda.shared.array(1, int32)
+    b, tid = cuda.blockIdx.x, cuda.threadIdx.x
+    {before.partition("|")[0]}
+    part[b, tid] = 1
+    {before.partition("|")[2]}
+    cuda.syncthreads()
+    if {threads}:
+        {behind}
+        last[0] = cuda.atomic.add(counter, 0, 1) == cuda.gridDim.x - 1
+    {after}
+    cuda.syncthreads()
+    if last[0] and tid == 1:
+        counter[0] = 0
+        out[0] = 0
+        for i in range(cuda.gridDim.x):
+            for t in range(cuda.blockDim.x):
+                out[0] += part[i, t]
+"""
+
+
+def run_source(defined, source, grid, block, *args):
+    run(defined("kernel", source), grid, block, *args)
+
+
+@pytest.fixture
+def defined(tmp_path):
+    """-> a function of a text, with its source where inspect finds it."""
+
+    def define(name, source):
+        file = tmp_path / "kernel.py"
+        file.write_text(source)
+        exec(compile(source, str(file), "exec"), scope := {"cuda": cuda, "int32": int32})
+        return scope[name]
+
+    return define
+
+
+def outputs(blocks=3, threads=64):
+    return np.zeros(1, np.int32), np.zeros((blocks, threads), np.int32), np.zeros(1, np.int32)
+
+
+FENCE = "cuda.threadfence()"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        dict(before=f"|{FENCE}"),  # each thread's fence, the barrier, one thread's atomic
+        dict(behind=FENCE),
+        dict(before=f"|{FENCE}", behind=FENCE),
+    ],
+)
+def test_a_fence_before_or_behind_the_barrier(defined, words):
+    out, part, counter = outputs()
+    run_source(defined, last_block(**words), 3, 64, out, part, counter)
+    assert out[0] == 3 * 64 and counter[0] == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        dict(),
+        dict(before=FENCE),  # before what it should publish
+        dict(before=f"|if tid != 5: {FENCE}"),
+        dict(before=f"|if tid == 0: {FENCE}"),  # the others' writes come before no fence
+        dict(after=FENCE),
+        dict(behind=f"{FENCE}; part[b, 0] = 2"),
+    ],
+)
+def test_a_fence_that_does_not_cover_what_is_read(defined, words):
+    with pytest.raises(RaceError, match="between blocks"):
+        run_source(defined, last_block(**words), 3, 64, *outputs())
+
+
+@cuda.jit
+def earlier_readers(x, o, counter, left_out):
+    """The last block writes what all others have read; block `left_out` of them tells nobody that it has."""
+    b = cuda.blockIdx.x
+    last = cuda.gridDim.x - 1
+    if b < last:
+        o[b] = x[0]
+        if b != left_out:
+            cuda.threadfence()
+            cuda.atomic.add(counter, 0, 1)
+    elif cuda.atomic.add(counter, 0, 1) >= 1:
+        x[0] = 5
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_later_blocks_read_does_not_hide_an_earlier_one(left_out):
+    x, o, counter = np.ones(1, np.int32), np.zeros(3, np.int32), np.zeros(1, np.int32)
+    with pytest.raises(RaceError, match=rf"block \({left_out}, 0, 0\) thread 0 read x\[0\]"):
+        run(earlier_readers, 4, 1, x, o, counter, left_out)
+    run(earlier_readers, 4, 1, x, o, counter, 9)
+    assert x[0] == 5
+
+
+@cuda.jit
+def two_counters(x, o, counter):
+    """Blocks 0 and 1 publish at different places; block 2 looks at one of them."""
+    b = cuda.blockIdx.x
+    if b < 2:
+        o[b] = x[0]
+        cuda.threadfence()
+        cuda.atomic.add(counter, b, 1)
+    elif cuda.atomic.add(counter, 1, 1) == 1:
+        x[0] = 5
+
+
+def test_each_publication_is_known_by_itself():
+    with pytest.raises(RaceError, match=r"block \(0, 0, 0\) thread 0 read x\[0\]"):
+        run(two_counters, 3, 1, np.ones(1, np.int32), np.zeros(3, np.int32), np.zeros(2, np.int32))
+
+
+@cuda.jit
+def every_thread_publishes(counter):
+    cuda.threadfence()
+    cuda.atomic.add(counter, 0, 1)
+
+
+def test_many_publications_take_time_in_proportion():
+    """Counted in calls, which do not depend on the machine. The 32 blocks took 16 times as many as 8 once."""
+
+    def calls(blocks):
+        counter, events = np.zeros(1, np.int32), []
+        sys.setprofile(lambda frame, event, argument: events.append(None))
+        try:
+            run(every_thread_publishes, blocks, 32, counter)
+        finally:
+            sys.setprofile(None)
+        assert counter[0] == 32 * blocks
+        return len(events)
+
+    calls(1)
+    assert calls(32) < 5 * calls(8)
