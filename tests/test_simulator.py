@@ -223,6 +223,26 @@ def test_votes_and_shuffles():
 
 
 @cuda.jit
+def ticket(out, counter, k):
+    """One lane's int32 goes to all. `base` is an int64 for Numba, as the 0 is that the others hold."""
+    base = 0
+    if cuda.laneid == 3:
+        base = cuda.atomic.add(counter, 0, 5)
+    out[0, cuda.laneid] = cuda.shfl_sync(FULL, base, 3)
+    v = cuda.laneid
+    if v > 9:
+        v = k * 2**40
+    out[1, cuda.laneid] = cuda.shfl_down_sync(FULL, v, 1)
+
+
+def test_a_shuffled_integer_has_one_type():
+    out = np.zeros((2, 32), np.int64)
+    run(ticket, 1, 32, out, np.full(1, 7, np.int32), 3)
+    assert (out[0] == 7).all()
+    assert out[1].tolist() == [*range(1, 10), *[3 * 2**40] * 22, 3 * 2**40]
+
+
+@cuda.jit
 def half_a_warp(out):
     """Shuffles and syncwarp in part of a warp, with a mask that says so; early return of the rest."""
     lane = cuda.laneid

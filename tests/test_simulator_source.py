@@ -122,3 +122,38 @@ def test_mistakes_with_inner_functions(kernel, error, words):
     with pytest.raises(error) as caught:
         run(kernel, 1, 8, np.zeros(8, np.float32), ramp())
     assert words in str(caught.value) and "test_simulator_source.py:" in str(caught.value)
+
+
+# ----------------------------------------------------------------------------- conditional expressions
+@cuda.jit
+def only_one_side(o, x_n, n):
+    i = cuda.grid(1)
+    if i < n:
+        w = x_n[i]
+    o[0, i] = w if i < n else float32(-1)
+    o[1, i] = 2 ** (i - 4) if i >= 4 else 0
+    o[2, i] = w * 2 if i < n else 7
+
+
+def test_the_side_that_is_not_taken_need_not_have_a_value():
+    o = np.zeros((3, 8), np.float32)
+    run(only_one_side, 1, 8, o, ramp(), 5)
+    assert o[0].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert o[1].tolist() == [0, 0, 0, 0, 1, 2, 4, 8]
+    assert o[2].tolist() == [0, 2, 4, 6, 8, 7, 7, 7]
+
+
+@cuda.jit
+def left_early(o, n):
+    for j in range(n):
+        if j == cuda.threadIdx.x:
+            break
+    for k in range(n, 0, -1):
+        o[cuda.threadIdx.x] = j + k - n
+        break
+
+
+def test_a_long_range_takes_no_memory():
+    o = np.zeros(4, np.int64)
+    run(left_early, 1, 4, o, 1 << 50)
+    assert o.tolist() == [0, 1, 2, 3]

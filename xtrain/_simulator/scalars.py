@@ -194,6 +194,14 @@ def number(x):
     return Int8(x) if type(x) is np.bool_ or type(x) is bool else x
 
 
+def promote_if_known(x, like):
+    """like: a function of nothing. The side that is not taken may have no value here: a name not set, 2 ** -1."""
+    try:
+        return promote(x, like())
+    except Exception:
+        return x
+
+
 # ----------------------------------------------------------------------------- builtins
 def _select(better):
     """min or max. A NaN loses against a number, as in the GPU's fminf and fmaxf."""
@@ -221,7 +229,13 @@ def _range(*args):
         return map(Int32, range(*map(int, args)))
     if any(getattr(a, "unsigned", False) for a in args):
         return map(UInt64, range(*map(int, args)))
-    return np.arange(*map(int, args))  # iterating over it gives np.int64
+    whole = range(*map(int, args))
+    # An array is quicker, since iterating over it gives np.int64; but it may be left after a few rounds.
+    return (
+        np.arange(whole.start, whole.stop, whole.step)
+        if len(whole) < 2**16
+        else map(np.int64, whole)
+    )
 
 
 def _int(x):

@@ -30,7 +30,7 @@ from numba import cuda
 
 from .errors import KernelError, Site
 from .intrinsics import INTRINSICS
-from .scalars import number, power, promote, twin, typed
+from .scalars import number, power, promote, promote_if_known, twin, typed
 from .thread import Thread
 
 BLOCK_BARRIERS = {"syncthreads", "syncthreads_and", "syncthreads_or", "syncthreads_count"}
@@ -263,8 +263,12 @@ class _Rewriter(ast.NodeTransformer):
         node = self.generic_visit(node)
         for side, like in likes.items():
             if like is not None:
+                helper = promote
+                if not (isinstance(like, ast.Name) and like.id in self.scope):  # not a constant
+                    nothing = ast.arguments([], [], None, [], [], None, [])
+                    like, helper = ast.Lambda(nothing, like), promote_if_known
                 args = [getattr(node, side), like]
-                promoted = ast.Call(self.constant(promote, node, "promote"), args, [])
+                promoted = ast.Call(self.constant(helper, node, "promote"), args, [])
                 setattr(node, side, _at(promoted, node))
         return node
 

@@ -1,12 +1,13 @@
 """Functions for which the lanes of a warp come together: shuffles, votes, syncwarp."""
 
+import functools
 import operator
 
 import numpy as np
 
 from .errors import CollectiveError, ranges, where
 from .memory import Mark
-from .scalars import Int8, Int16, Int32, UInt8, UInt16, UInt32
+from .scalars import Int8, Int16, Int32, UInt8, UInt16, UInt32, unify
 
 FULL = 0xFFFFFFFF
 # Numba has shuffles of int32, int64, float32 and float64; other types become one of these.
@@ -97,14 +98,7 @@ _SOURCES = {
 
 def _shuffle(lanes, args, source):
     values = {t.lane: a[1] for t, a in zip(lanes, args)}
-    kinds = {type(v) for v in values.values()}
-    if len(kinds) > 1:
-        names = " and ".join(sorted(kind.__name__.lower() for kind in kinds))
-        raise _error(
-            lanes[0], f"its lanes hold {names}: on a GPU this variable has one type, cast it"
-        )
-    kind = kinds.pop()
-    convert = _SHUFFLED.get(kind)
+    convert = _one_type(lanes, {type(v) for v in values.values()})
     replies = []
     for thread, (_, value, k) in zip(lanes, args):
         lane = source(thread.lane, int(k))
@@ -115,8 +109,19 @@ def _shuffle(lanes, args, source):
                 thread,
                 f"lane {thread.lane} reads from lane {lane}, which takes no part in this call",
             )
-        replies.append(value if convert is None else convert(value))
+        replies.append(convert(value))
     return replies
+
+
+def _one_type(lanes, kinds):
+    """What a shuffled value becomes. A variable that is int32 here and int64 there is int64 everywhere for Numba."""
+    kind = functools.reduce(unify, kinds)
+    whole = all(issubclass(k, (bool, np.bool_, np.integer)) for k in (*kinds, kind))
+    if len(kinds) > 1 and not whole:
+        names = " and ".join(sorted(k.__name__.lower() for k in kinds))
+        one = f"Numba makes this variable {kind.__name__.lower()} in all of them, cast it"
+        raise _error(lanes[0], f"its lanes hold {names}: {one}")
+    return _SHUFFLED.get(kind, kind)
 
 
 def _bits(lanes) -> int:
