@@ -160,6 +160,7 @@ def test_dynamic_shared_memory_is_one_stretch_of_bytes():
 
 def make_polynomial(degree, coefficients):
     """A closure over numbers, a tuple and a device function."""
+    size = degree + 1  # Numba computes nothing in a shape
 
     @cuda.jit(device=True)
     def power(x, n=1):
@@ -170,7 +171,7 @@ def make_polynomial(degree, coefficients):
 
     @cuda.jit
     def kernel(out, x):
-        terms = cuda.local.array(degree + 1, float32)
+        terms = cuda.local.array(size, float32)
         i = cuda.grid(1)
         if i >= x.size:
             return
@@ -194,9 +195,9 @@ def test_closures_local_arrays_and_device_functions():
 def votes(out, x):
     i = cuda.threadIdx.x
     v = x[i]
-    out[0, i] = cuda.syncthreads_count(v > 2)
-    out[1, i] = cuda.syncthreads_or(v > 40)
-    out[2, i] = cuda.syncthreads_and(v < 64)
+    out[0, i] = cuda.syncthreads_count(int32(v > 2))
+    out[1, i] = cuda.syncthreads_or(int32(v > 40))
+    out[2, i] = cuda.syncthreads_and(int32(v < 64))
     out[3, i] = cuda.ballot_sync(FULL, v % 2 == 1)
     out[4, i] = cuda.any_sync(FULL, v == 3)
     out[5, i] = cuda.all_sync(FULL, v < 32)

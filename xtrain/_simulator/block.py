@@ -7,6 +7,7 @@ barrier. Else: a deadlock.
 
 import contextlib
 import inspect
+import math
 
 import numpy as np
 
@@ -21,7 +22,9 @@ from .source import BLOCK_BARRIERS, translate
 from .thread import Dim3, Thread
 from .warp import run_collective
 
-MAX_THREADS = 1024  # of a block, on every GPU
+MAX_THREADS = 1024  # of a block, on every GPU; no more than MAX_Z of them along z
+MAX_Z = 64
+MAX_GRID_YZ = 65535  # blocks along y and along z; along x there may be 2**31 - 1
 STATIC_SHARED = 48 * 1024  # bytes that cuda.shared.array(shape, dtype) may take in one block
 SHARED = 227 * 1024  # bytes of shared memory a block can have in all; compute capability 9.0
 
@@ -42,25 +45,35 @@ class Launch:
         self.needed = [extent(a) for a in self.given_before if isinstance(a, np.ndarray)] + [
             *self.copies_before
         ]
-        x, y, z = map(int, block)
-        self.threads = x * y * z
-        if self.threads > MAX_THREADS:
-            raise KernelError(
-                f"{self.name}: a block of {self.threads} threads, a GPU takes {MAX_THREADS}"
-            )
-        if self.dynamic > SHARED:
-            raise KernelError(f"{self.name}: {shared} bytes of shared memory, a block has {SHARED}")
+        self._check_size(shared)
         arrays = global_arrays([a for a in args if isinstance(a, np.ndarray)])
         self.memories = list(dict.fromkeys(a.memory for a in arrays))
         self.given, arrays = args, iter(arrays)
         self.args = [next(arrays) if isinstance(a, np.ndarray) else typed(a) for a in args]
         self.translated = translate(kernel.py_func)
+        if self.translated.device_only is not None:
+            raise self.translated.device_only
+        x, y, z = map(int, block)
         self.positions = [Dim3(i, j, k) for k, j, i in np.ndindex(z, y, x)]
         self.epoch = 0  # counts the intervals between block barriers, over all blocks
         self.constants = {}
         self.stored = {}  # address of a tensor -> where copies of this launch have stored to it
         self.copies = {}
         self.hasty = False  # lets the next one start before it has waited: early.py
+
+    def _check_size(self, shared):
+        self.threads = math.prod(map(int, self.block))
+        text = None
+        if self.threads > MAX_THREADS:
+            text = f"a block of {self.threads} threads, a GPU takes {MAX_THREADS}"
+        elif self.block.z > MAX_Z:
+            text = f"a block {self.block} of threads, a GPU takes {MAX_Z} along z"
+        elif max(self.grid.y, self.grid.z) > MAX_GRID_YZ:
+            text = f"a grid of {self.grid} blocks, a GPU takes {MAX_GRID_YZ} along y and z: count the long axis in x"
+        elif self.dynamic > SHARED:
+            text = f"{shared} bytes of shared memory, a block has {SHARED}"
+        if text:
+            raise KernelError(f"{self.name}: {text}")
 
     def run(self):
         x, y, z = map(int, self.grid)
@@ -177,7 +190,8 @@ class Block:
             or any(_path(t) != path for t in waiting)
         ):
             raise self._deadlock()
-        reply = _REPLIES[name]([bool(vote) for t in waiting for vote in t.request[2]])
+        votes = [_vote(t, vote) for t in waiting for vote in t.request[2]]
+        reply = _REPLIES[name](votes)
         self.epoch = self.launch.next_epoch()
         for thread in waiting:
             thread.mark = Mark(thread, self.epoch, thread.mark.clock)
@@ -252,6 +266,12 @@ _REPLIES = {
     "syncthreads_and": lambda votes: Int32(all(votes)),
     "syncthreads_count": lambda votes: Int32(sum(votes)),
 }
+
+
+def _vote(thread, vote) -> bool:
+    if not isinstance(vote, np.integer):
+        raise errors.no_integer(thread, thread.request[1], vote)
+    return bool(vote)
 
 
 # ----------------------------------------------------------------------------- one thread

@@ -160,3 +160,19 @@ def out_of_bounds(thread, a, index, site):
         f"but its shape is ({shape}{',' * (a.ndim == 1)}): {reason}",
         (site,),
     )
+
+
+def atomic_kind(thread, site, name, a, kinds):
+    return KernelError(
+        f"cuda.atomic.{name} {where(thread, site)}: {site.what} is an array of {a.dtype}, Numba has it for "
+        f"{', '.join(kinds)}",
+        (site,),
+    )
+
+
+def no_integer(thread, site, vote):
+    kind = type(vote).__name__.lower().rstrip("_")
+    return KernelError(
+        f"{site.what} {where(thread, site)}: it takes an integer, this is a {kind}: write cuda.{site.what}(int32(...))",
+        (site,),
+    )

@@ -189,9 +189,12 @@ def promote(x, like):
     return unify(type(x), type(like))(x)
 
 
+_BOOL = np.bool_
+
+
 def number(x):
     """x as an operand of + - * / // % << >>: a bool counts as 0 or 1. An Int8 has float32 stay float32, as a bool does."""
-    return Int8(x) if type(x) is np.bool_ or type(x) is bool else x
+    return Int8(x) if type(x) is _BOOL or type(x) is bool else x
 
 
 def promote_if_known(x, like):
@@ -229,13 +232,10 @@ def _range(*args):
         return map(Int32, range(*map(int, args)))
     if any(getattr(a, "unsigned", False) for a in args):
         return map(UInt64, range(*map(int, args)))
-    whole = range(*map(int, args))
-    # An array is quicker, since iterating over it gives np.int64; but it may be left after a few rounds.
-    return (
-        np.arange(whole.start, whole.stop, whole.step)
-        if len(whole) < 2**16
-        else map(np.int64, whole)
-    )
+    args = [*map(int, args)]
+    if len(range(*args)) < 2**16:
+        return np.arange(*args)  # iterating over it gives np.int64
+    return map(np.int64, range(*args))  # it may be left after a few rounds
 
 
 def _int(x):

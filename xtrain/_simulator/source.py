@@ -28,8 +28,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda
 
+from . import refused
 from .errors import KernelError, Site
 from .intrinsics import INTRINSICS
+from .names import assignments, parameters
 from .scalars import number, power, promote, promote_if_known, twin, typed
 from .thread import Thread
 
@@ -48,6 +50,7 @@ class Translated(NamedTuple):
     function: types.FunctionType  # called with (thread, *args)
     waits: bool  # it is a generator, since somewhere it waits for other threads
     granule: int  # bytes; divides the element size of every dynamic shared array in it
+    device_only: KernelError | None  # why no GPU takes it as a kernel
 
 
 # ----------------------------------------------------------------------------- translation
@@ -74,6 +77,8 @@ def _translate(function):
     definition = tree.body[0].body[0] if nested else tree.body[0]
     rewriter = _Rewriter(function, definition.name)
     definition.decorator_list = []
+    device_only = refused.check(rewriter, definition)
+    rewriter.find_numbers(definition)
     definition.args.args.insert(0, ast.arg("_t"))
     if ast.get_docstring(definition) is not None:
         definition.body[0] = ast.Pass()
@@ -82,9 +87,10 @@ def _translate(function):
     module = ast.fix_missing_locations(ast.Module([definition], []))
     scope = rewriter.scope
     exec(compile(module, function.__code__.co_filename, "exec"), scope)
-    return Translated(scope[definition.name], rewriter.waits, rewriter.granule)
+    return Translated(scope[definition.name], rewriter.waits, rewriter.granule, device_only)
 
 
+_BOOL = np.bool_
 _DYNAMIC = object()  # not known before the kernel runs
 
 
@@ -102,6 +108,7 @@ class _Rewriter(ast.NodeTransformer):
         self.scope = {"__name__": function.__module__}
         self.waits, self.granule = False, 0
         self.inner = {}  # name of a function inside this one -> does it wait?
+        self.numbers = set()  # local names that are never a bool
         self.temporaries = itertools.count()
 
     # ------------------------------------------------------------------------- helpers
@@ -140,15 +147,15 @@ class _Rewriter(ast.NodeTransformer):
     @contextlib.contextmanager
     def inside(self, node, name):
         """While the body of an inner function is visited: its names are its own, self.waits is about it alone."""
-        before = self.name, self.locals, self.waits
+        before = self.name, self.locals, self.waits, self.numbers
         names = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
         names |= {n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef)}
         for n in ast.walk(node):
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store):
                 names.add(n.id)
-        self.name, self.locals, self.waits = name, self.locals | names, False
+        self.name, self.locals, self.waits, self.numbers = name, self.locals | names, False, set()
         yield
-        self.name, self.locals, self.waits = before
+        self.name, self.locals, self.waits, self.numbers = before
 
     def static(self, node):
         """The object that a global, a closure variable or an attribute of one names; else _DYNAMIC."""
@@ -245,17 +252,38 @@ class _Rewriter(ast.NodeTransformer):
             ast.Call(self.constant(number, expression, "number"), [expression], []), expression
         )
 
+    def find_numbers(self, definition):
+        """Fill self.numbers. It begins with all names, since `acc = acc + x[i]` says nothing by itself."""
+        values, size = assignments(definition), None
+        self.numbers = {*values} - parameters(definition)
+        while size != len(self.numbers):
+            size = len(self.numbers)
+            self.numbers = {n for n in self.numbers if all(map(self.shows_number, values[n]))}
+
     def shows_number(self, node):
         """Is it plain from its text that this is no bool? Then number() can be left out."""
         if isinstance(node, ast.Constant):
             return not isinstance(node.value, bool)
         if isinstance(node, (ast.BinOp, ast.UnaryOp)):
             return isinstance(node.op, (*_ARITHMETIC, ast.Pow))
+        if isinstance(node, ast.IfExp):
+            return self.shows_number(node.body) and self.shows_number(node.orelse)
         if isinstance(node, ast.Call):
-            return getattr(twin(self.static(node.func)), "scalar", np.bool_) is not np.bool_
-        if isinstance(node, ast.Attribute) and self.cuda_name(node.value) is not None:
-            return True  # cuda.threadIdx.x
-        return isinstance(typed(self.static(node)), np.number)
+            function = self.static(node.func)
+            return function is range or getattr(twin(function), "scalar", _BOOL) is not _BOOL
+        if isinstance(node, ast.Subscript):
+            return isinstance(node.value, ast.Attribute) and self.shows_number(node.value)
+        if isinstance(node, ast.Attribute) and node.attr in (
+            "shape",
+            "size",
+            "ndim",
+            "x",
+            "y",
+            "z",
+        ):
+            return self.static(node) is _DYNAMIC  # of an array, of cuda.threadIdx
+        name = isinstance(node, ast.Name) and node.id in self.numbers
+        return name or isinstance(typed(self.static(node)), np.number)
 
     def visit_IfExp(self, node):
         """Both sides get the type that Numba unifies them to: `x if c else 0.0` is float64 for a float32 x."""

@@ -196,8 +196,11 @@ class Thread:
         return values if isinstance(values, Array) else self.block.launch.constant(values)
 
     # ------------------------------------------------------------------------- atomics
-    def _atomic(self, site, a, index, change):
+    def _atomic(self, site, a, index, name, change):
         """a[index] = change(a[index]) in one step. -> the old value"""
+        kinds = _ATOMIC_KINDS.get(name, _WHOLE)
+        if a.dtype.name not in kinds:
+            raise errors.atomic_kind(self, site, name, a, kinds)
         k = a.locate(index)
         if k is None:
             raise errors.out_of_bounds(self, a, index, site)
@@ -209,7 +212,7 @@ class Thread:
 
     def atomic_cas(self, site, a, index, old, new):
         old, new = a.dtype.type(old), a.dtype.type(new)
-        return self._atomic(site, a, index, lambda now: new if now == old else now)
+        return self._atomic(site, a, index, "cas", lambda now: new if now == old else now)
 
     def atomic_compare_and_swap(self, site, a, old, new):
         return self.atomic_cas(site, a, 0, old, new)
@@ -295,13 +298,21 @@ _ATOMICS = {
 }
 
 
-def _atomic_method(change):
+# The arrays for which Numba has them, and those for which it has all the others.
+_ATOMIC_KINDS = dict.fromkeys(("inc", "dec"), ("uint32", "uint64"))
+_WHOLE = ("int32", "int64", "uint32", "uint64")
+_ATOMIC_KINDS |= dict.fromkeys(
+    ("add", "sub", "max", "min", "nanmax", "nanmin"), (*_WHOLE, "float32", "float64")
+)
+
+
+def _atomic_method(name, change):
     def atomic(self, site, a, index, value):
         value = a.dtype.type(value)
-        return self._atomic(site, a, index, lambda old: change(old, value))
+        return self._atomic(site, a, index, name, lambda old: change(old, value))
 
     return atomic
 
 
 for _name, _change in _ATOMICS.items():
-    setattr(Thread, f"atomic_{_name}", _atomic_method(_change))
+    setattr(Thread, f"atomic_{_name}", _atomic_method(_name, _change))

@@ -1,0 +1,153 @@
+"""What Python runs and Numba refuses: a kernel that no GPU would get must not pass here.
+
+Only what both numba and numba-cuda refuse is refused; tests/test_simulator_refused.py asks them.
+"""
+
+import ast
+import enum
+import math
+import types
+
+import numpy as np
+
+from .errors import KernelError
+from .names import assignments, parameters
+
+LISTS = (
+    "a kernel has numbers and arrays, no lists: a few numbers go into cuda.local.array(n, float32)"
+)
+SYNTAX = {
+    ast.ListComp: LISTS,
+    ast.GeneratorExp: "a generator expression does not compile: write a loop",
+    ast.SetComp: "a kernel has no sets",
+    ast.Set: "a kernel has no sets",
+    ast.DictComp: "a kernel has no dicts",
+    ast.Dict: "a kernel has no dicts",
+    ast.Try: "try does not compile: nothing catches an exception on a GPU",
+    ast.With: "with does not compile",
+    ast.JoinedStr: "an f-string does not compile",
+    ast.ClassDef: "a class does not compile",
+    ast.Delete: "del does not compile",
+    ast.Global: "a kernel cannot set a global: it is a constant when Numba compiles",
+    ast.Nonlocal: "a kernel cannot set a variable of the function around it",
+    ast.Import: "an import does not compile: write it at the top of the file",
+    ast.ImportFrom: "an import does not compile: write it at the top of the file",
+}
+# NumPy's functions of numbers that Numba does not have on a GPU; of those it has, some compute in float64.
+_NUMPY = """
+abs absolute add array cbrt ceil clip copysign divmod dot empty exp exp2 expm1 fabs float_power floor floor_divide fmod full
+isfinite isinf ldexp log1p logaddexp max min mod multiply negative ones pow power reciprocal remainder rint sign signbit sqrt
+square subtract trunc where zeros
+"""
+_ARRAYS = ("shared_array", "local_array")
+
+
+def check(rewriter, definition):
+    """Raises KernelError for what no GPU gets. -> why this may be a device function only, a KernelError or None"""
+    sizes, device_only = _Sizes(rewriter, definition), None
+    inner = set()
+    for outer in _functions(definition):
+        inner.update(n for n in ast.walk(outer) if n is not outer)
+    for node in (n for statement in definition.body for n in ast.walk(statement)):
+        if type(node) in SYNTAX:
+            raise rewriter.error(node, SYNTAX[type(node)])
+        if isinstance(node, (ast.Assign, ast.Subscript)) and isinstance(node.value, ast.List):
+            raise rewriter.error(node, LISTS)
+        if node in inner:  # its names are its own
+            continue
+        if isinstance(node, ast.Attribute):
+            _check_attribute(rewriter, node)
+        if isinstance(node, ast.Return) and not _nothing(node.value):
+            text = "a kernel returns nothing: write the result to an array"
+            device_only = device_only or rewriter.error(node, text)
+        if isinstance(node, ast.Call) and rewriter.cuda_name(node.func) in _ARRAYS:
+            device_only = device_only or sizes.check(node)
+    return device_only
+
+
+def _functions(definition):
+    nested = (ast.FunctionDef, ast.Lambda)
+    return [n for n in ast.walk(definition) if isinstance(n, nested) and n is not definition]
+
+
+def _nothing(value):
+    return value is None or (isinstance(value, ast.Constant) and value.value is None)
+
+
+def _check_attribute(rewriter, node):
+    owner, text = rewriter.static(node.value), ast.unparse(node)
+    if owner is np and node.attr in _NUMPY.split():
+        instead = "abs" if node.attr in ("abs", "absolute") else f"math.{node.attr}"
+        known = instead == "abs" or hasattr(math, node.attr)
+        raise rewriter.error(node, f"Numba has no {text} on a GPU" + f": write {instead}" * known)
+    if isinstance(owner, (types.ModuleType, tuple, enum.Enum, enum.EnumMeta)):
+        return
+    kind = owner if isinstance(owner, type) else type(owner)
+    if kind.__module__.partition(".")[0] not in ("numba", "numpy", "builtins", "ml_dtypes"):
+        name = ast.unparse(node.value)
+        raise rewriter.error(
+            node,
+            f"Numba cannot look into {name}, a Python object ({kind.__name__}): give {text} a name outside the kernel",
+        )
+
+
+class _Sizes:
+    """Is the shape of a shared or local array known when Numba compiles? It computes nothing then: TILE yes, TILE + 1 no."""
+
+    def __init__(self, rewriter, definition):
+        self.rewriter = rewriter
+        self.parameters, self.values = parameters(definition), assignments(definition)
+
+    def check(self, call):
+        """-> a KernelError to raise if the function is launched, not called: its parameter may be a constant there"""
+        shapes = [k.value for k in call.keywords if k.arg == "shape"] + call.args[:1]
+        given = set()
+        if all(self.known(shape, given) for shape in shapes):
+            return self._error(call, given.pop()) if given else None
+        raise self._error(call, ast.unparse(shapes[0]))
+
+    def _error(self, call, what) -> KernelError:
+        text = f"the shape of {ast.unparse(call.func)} must be known when Numba compiles, and {what} is not"
+        hint = "a literal, or a name set outside the kernel, as TILE1 = TILE + 1 there"
+        return self.rewriter.error(call, f"{text}: write {hint}")
+
+    def known(self, node, given, looking=()):
+        """given: gets the names of parameters that it depends on"""
+        if isinstance(node, ast.Constant):
+            return type(node.value) is int
+        if isinstance(node, ast.Tuple):
+            return all(self.known(e, given, looking) for e in node.elts)
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):  # Python folds those of literals
+            leaves = [
+                n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute, ast.Call))
+            ]
+            return not leaves and isinstance(_folded(node), (int, tuple))
+        if isinstance(node, ast.IfExp):
+            return all(self.known(side, given, looking) for side in (node.body, node.orelse))
+        if isinstance(node, ast.Attribute):
+            return node.attr == "ndim"
+        if isinstance(node, ast.Subscript):
+            leaves = [n.id for n in ast.walk(node.slice) if isinstance(n, ast.Name)]
+            return isinstance(self.rewriter.static(node.value), tuple) and not leaves
+        if isinstance(node, ast.Call):  # of an inner function, which Numba puts in its place
+            return isinstance(node.func, ast.Name) and node.func.id in self.rewriter.locals
+        return isinstance(node, ast.Name) and self._known_name(node, given, looking)
+
+    def _known_name(self, node, given, looking):
+        name = node.id
+        if name not in self.rewriter.locals:
+            return isinstance(self.rewriter.static(node), (int, np.integer, tuple))
+        if name in looking:
+            return True
+        values = self.values.get(name, ())
+        if name in self.parameters and not values:
+            given.add(name)
+            return True
+        return all(self.known(v, given, (*looking, name)) for v in values)
+
+
+def _folded(node):
+    try:
+        return eval(compile(ast.Expression(node), "", "eval"), {})
+    except Exception:
+        return None
