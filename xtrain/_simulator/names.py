@@ -1,6 +1,21 @@
-"""The local names of a kernel, and all that they are set to."""
+"""The names in a kernel: what they stand for, and all that the local ones are set to."""
 
 import ast
+import builtins
+import contextlib
+import itertools
+
+import numpy as np
+from numba import cuda
+
+from .errors import KernelError, Site
+from .scalars import twin, typed
+
+NAMESPACES = {"atomic", "shared", "local", "const"}
+ARITHMETIC = (
+    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.LShift, ast.RShift,
+    ast.UAdd, ast.USub,
+)  # fmt: skip
 
 
 def assignments(definition) -> dict:
@@ -31,3 +46,129 @@ def _set(values, target, value):
 
 def parameters(definition) -> set:
     return {a.arg for a in ast.walk(definition.args) if isinstance(a, ast.arg)}
+
+
+_BOOL = np.bool_
+DYNAMIC = object()  # not known before the kernel runs
+
+
+def at(new, node):
+    return ast.fix_missing_locations(ast.copy_location(new, node))
+
+
+class Names(ast.NodeTransformer):
+    """What the names in a function stand for, and how to make new ones."""
+
+    def __init__(self, function, name):
+        code = function.__code__
+        cells = (c.cell_contents for c in function.__closure__ or ())
+        self.file, self.name = code.co_filename, name
+        self.locals = {*code.co_varnames, *code.co_cellvars}
+        self.names = {
+            **vars(builtins),
+            **function.__globals__,
+            **dict(zip(code.co_freevars, cells)),
+        }
+        self.scope = {"__name__": function.__module__}
+        self.waits, self.granule = False, 0
+        self.inner = {}  # name of a function inside this one -> does it wait?
+        self.numbers = set()  # local names that are never a bool
+        self.temporaries = itertools.count()
+
+    # ------------------------------------------------------------------------- helpers
+    def block(self, statements):
+        new = []
+        for statement in statements:
+            result = self.visit(statement)
+            new += result if isinstance(result, list) else [result]
+        return new
+
+    def site(self, node, what):
+        return self.constant(
+            Site(self.file, node.lineno, node.col_offset, self.name, what), node, "site"
+        )
+
+    def error(self, node, message):
+        return KernelError(
+            f"{self.name}, {message}",
+            (Site(self.file, node.lineno, node.col_offset, self.name, ""),),
+        )
+
+    def constant(self, value, node, hint):
+        """A global of the rewritten function that holds value."""
+        name = f"_{hint}_{len(self.scope)}"
+        self.scope[name] = value
+        return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+    def call(self, node, method, *args):
+        """_t.method(*args)"""
+        function = ast.Attribute(ast.Name("_t", ast.Load()), method, ast.Load())
+        return at(ast.Call(function, list(args), []), node)
+
+    def temporary(self):
+        return f"_temporary_{next(self.temporaries)}"
+
+    @contextlib.contextmanager
+    def inside(self, node, name):
+        """While the body of an inner function is visited: its names are its own, self.waits is about it alone."""
+        before = self.name, self.locals, self.waits, self.numbers
+        names = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        names |= {n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef)}
+        for n in ast.walk(node):
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store):
+                names.add(n.id)
+        self.name, self.locals, self.waits, self.numbers = name, self.locals | names, False, set()
+        yield
+        self.name, self.locals, self.waits, self.numbers = before
+
+    def static(self, node):
+        """The object that a global, a closure variable or an attribute of one names; else DYNAMIC."""
+        if isinstance(node, ast.Name) and node.id not in self.locals:
+            return self.names.get(node.id, DYNAMIC)
+        if isinstance(node, ast.Attribute):
+            owner = self.static(node.value)
+            if owner is not DYNAMIC and not isinstance(owner, (np.ndarray, type)):
+                return getattr(owner, node.attr, DYNAMIC)
+        return DYNAMIC
+
+    def cuda_name(self, node):
+        """ "syncthreads" for cuda.syncthreads, "atomic_add" for cuda.atomic.add; None for anything else."""
+        if isinstance(node, ast.Attribute):
+            if self.static(node.value) is cuda:
+                return node.attr
+            if self.cuda_name(node.value) in NAMESPACES:
+                return f"{node.value.attr}_{node.attr}"
+        return None
+
+    def find_numbers(self, definition):
+        """Fill self.numbers. It begins with all names, since `acc = acc + x[i]` says nothing by itself."""
+        values, size = assignments(definition), None
+        self.numbers = {*values} - parameters(definition)
+        while size != len(self.numbers):
+            size = len(self.numbers)
+            self.numbers = {n for n in self.numbers if all(map(self.shows_number, values[n]))}
+
+    def shows_number(self, node):
+        """Is it plain from its text that this is no bool? Then number() can be left out."""
+        if isinstance(node, ast.Constant):
+            return not isinstance(node.value, bool)
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
+            return isinstance(node.op, (*ARITHMETIC, ast.Pow))
+        if isinstance(node, ast.IfExp):
+            return self.shows_number(node.body) and self.shows_number(node.orelse)
+        if isinstance(node, ast.Call):
+            function = self.static(node.func)
+            return function is range or getattr(twin(function), "scalar", _BOOL) is not _BOOL
+        if isinstance(node, ast.Subscript):
+            return isinstance(node.value, ast.Attribute) and self.shows_number(node.value)
+        if isinstance(node, ast.Attribute) and node.attr in (
+            "shape",
+            "size",
+            "ndim",
+            "x",
+            "y",
+            "z",
+        ):
+            return self.static(node) is DYNAMIC  # of an array, of cuda.threadIdx
+        name = isinstance(node, ast.Name) and node.id in self.numbers
+        return name or isinstance(typed(self.static(node)), np.number)

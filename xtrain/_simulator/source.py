@@ -15,10 +15,7 @@ freezes them when it compiles.
 """
 
 import ast
-import builtins
-import contextlib
 import inspect
-import itertools
 import math
 import types
 import weakref
@@ -29,9 +26,9 @@ import numpy as np
 from numba import cuda
 
 from . import refused
-from .errors import KernelError, Site
+from .errors import KernelError
 from .intrinsics import INTRINSICS
-from .names import assignments, parameters
+from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at
 from .scalars import number, power, promote, promote_if_known, twin, typed
 from .thread import Thread
 
@@ -39,11 +36,6 @@ BLOCK_BARRIERS = {"syncthreads", "syncthreads_and", "syncthreads_or", "syncthrea
 WARP_FUNCTIONS = {"syncwarp", "all_sync", "any_sync", "eq_sync", "ballot_sync"}
 WARP_FUNCTIONS |= {"shfl_sync", "shfl_up_sync", "shfl_down_sync", "shfl_xor_sync"}
 WARP_FUNCTIONS |= {"match_any_sync", "match_all_sync"}
-_NAMESPACES = {"atomic", "shared", "local", "const"}
-_ARITHMETIC = (
-    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.LShift, ast.RShift,
-    ast.UAdd, ast.USub,
-)  # fmt: skip
 
 
 class Translated(NamedTuple):
@@ -90,95 +82,10 @@ def _translate(function):
     return Translated(scope[definition.name], rewriter.waits, rewriter.granule, device_only)
 
 
-_BOOL = np.bool_
-_DYNAMIC = object()  # not known before the kernel runs
-
-
-class _Rewriter(ast.NodeTransformer):
-    def __init__(self, function, name):
-        code = function.__code__
-        cells = (c.cell_contents for c in function.__closure__ or ())
-        self.file, self.name = code.co_filename, name
-        self.locals = {*code.co_varnames, *code.co_cellvars}
-        self.names = {
-            **vars(builtins),
-            **function.__globals__,
-            **dict(zip(code.co_freevars, cells)),
-        }
-        self.scope = {"__name__": function.__module__}
-        self.waits, self.granule = False, 0
-        self.inner = {}  # name of a function inside this one -> does it wait?
-        self.numbers = set()  # local names that are never a bool
-        self.temporaries = itertools.count()
-
-    # ------------------------------------------------------------------------- helpers
-    def block(self, statements):
-        new = []
-        for statement in statements:
-            result = self.visit(statement)
-            new += result if isinstance(result, list) else [result]
-        return new
-
-    def site(self, node, what):
-        return self.constant(
-            Site(self.file, node.lineno, node.col_offset, self.name, what), node, "site"
-        )
-
-    def error(self, node, message):
-        return KernelError(
-            f"{self.name}, {message}",
-            (Site(self.file, node.lineno, node.col_offset, self.name, ""),),
-        )
-
-    def constant(self, value, node, hint):
-        """A global of the rewritten function that holds value."""
-        name = f"_{hint}_{len(self.scope)}"
-        self.scope[name] = value
-        return ast.copy_location(ast.Name(name, ast.Load()), node)
-
-    def call(self, node, method, *args):
-        """_t.method(*args)"""
-        function = ast.Attribute(ast.Name("_t", ast.Load()), method, ast.Load())
-        return _at(ast.Call(function, list(args), []), node)
-
-    def temporary(self):
-        return f"_temporary_{next(self.temporaries)}"
-
-    @contextlib.contextmanager
-    def inside(self, node, name):
-        """While the body of an inner function is visited: its names are its own, self.waits is about it alone."""
-        before = self.name, self.locals, self.waits, self.numbers
-        names = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
-        names |= {n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef)}
-        for n in ast.walk(node):
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store):
-                names.add(n.id)
-        self.name, self.locals, self.waits, self.numbers = name, self.locals | names, False, set()
-        yield
-        self.name, self.locals, self.waits, self.numbers = before
-
-    def static(self, node):
-        """The object that a global, a closure variable or an attribute of one names; else _DYNAMIC."""
-        if isinstance(node, ast.Name) and node.id not in self.locals:
-            return self.names.get(node.id, _DYNAMIC)
-        if isinstance(node, ast.Attribute):
-            owner = self.static(node.value)
-            if owner is not _DYNAMIC and not isinstance(owner, (np.ndarray, type)):
-                return getattr(owner, node.attr, _DYNAMIC)
-        return _DYNAMIC
-
-    def cuda_name(self, node):
-        """ "syncthreads" for cuda.syncthreads, "atomic_add" for cuda.atomic.add; None for anything else."""
-        if isinstance(node, ast.Attribute):
-            if self.static(node.value) is cuda:
-                return node.attr
-            if self.cuda_name(node.value) in _NAMESPACES:
-                return f"{node.value.attr}_{node.attr}"
-        return None
-
+class _Rewriter(Names):
     def witness(self, node):
         """An expression with the type of node that reads no memory; None where the type does not show."""
-        if isinstance(node, (ast.Constant, ast.Name)) or self.static(node) is not _DYNAMIC:
+        if isinstance(node, (ast.Constant, ast.Name)) or self.static(node) is not DYNAMIC:
             return self.visit(node)
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
             return self.call(node, "element", self.visit(node.value))
@@ -198,21 +105,19 @@ class _Rewriter(ast.NodeTransformer):
         value = self.static(node)
         if self.inner.get(node.id) and isinstance(node.ctx, ast.Load):
             raise self.error(node, f"{node.id} waits for other threads, so it may only be called")
-        if isinstance(node.ctx, ast.Store) or value is _DYNAMIC:
+        if isinstance(node.ctx, ast.Store) or value is DYNAMIC:
             return node
         return self.object(value, node, node.id)
 
     def visit_Attribute(self, node):
         value, name = self.static(node), self.cuda_name(node)
         if name is not None and hasattr(Thread, name):
-            return _at(ast.Attribute(ast.Name("_t", ast.Load()), name, ast.Load()), node)
+            return at(ast.Attribute(ast.Name("_t", ast.Load()), name, ast.Load()), node)
         if name is not None and twin(value) is value:
             near = get_close_matches(name, dir(cuda), 1)
             meant = f"; did you mean cuda.{near[0]}?" * (not hasattr(cuda, name)) if near else ""
             raise self.error(node, f"cuda.{name} is not simulated{meant}")
-        return (
-            self.generic_visit(node) if value is _DYNAMIC else self.object(value, node, node.attr)
-        )
+        return self.generic_visit(node) if value is DYNAMIC else self.object(value, node, node.attr)
 
     def object(self, value, node, hint):
         if isinstance(value, np.ndarray):  # Numba copies a global array into constant memory
@@ -231,9 +136,9 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
             return self.constant(typed(-node.operand.value), node, "literal")
         operand = self.visit(node.operand)
-        if isinstance(node.op, _ARITHMETIC) and not self.shows_number(node.operand):
+        if isinstance(node.op, ARITHMETIC) and not self.shows_number(node.operand):
             operand = self.number(operand)
-        return _at(ast.UnaryOp(node.op, operand), node)
+        return at(ast.UnaryOp(node.op, operand), node)
 
     def visit_BinOp(self, node):
         numbers = self.shows_number(node.left) or self.shows_number(node.right)
@@ -242,48 +147,15 @@ class _Rewriter(ast.NodeTransformer):
     def binary(self, node, left, right, numbers=False):
         """left node.op right, of rewritten expressions. numbers: one of them is known not to be a bool."""
         if isinstance(node.op, ast.Pow):
-            return _at(ast.Call(self.constant(power, node, "power"), [left, right], []), node)
-        if isinstance(node.op, _ARITHMETIC) and not numbers:
+            return at(ast.Call(self.constant(power, node, "power"), [left, right], []), node)
+        if isinstance(node.op, ARITHMETIC) and not numbers:
             left = self.number(left)
-        return _at(ast.BinOp(left, node.op, right), node)
+        return at(ast.BinOp(left, node.op, right), node)
 
     def number(self, expression):
-        return _at(
+        return at(
             ast.Call(self.constant(number, expression, "number"), [expression], []), expression
         )
-
-    def find_numbers(self, definition):
-        """Fill self.numbers. It begins with all names, since `acc = acc + x[i]` says nothing by itself."""
-        values, size = assignments(definition), None
-        self.numbers = {*values} - parameters(definition)
-        while size != len(self.numbers):
-            size = len(self.numbers)
-            self.numbers = {n for n in self.numbers if all(map(self.shows_number, values[n]))}
-
-    def shows_number(self, node):
-        """Is it plain from its text that this is no bool? Then number() can be left out."""
-        if isinstance(node, ast.Constant):
-            return not isinstance(node.value, bool)
-        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
-            return isinstance(node.op, (*_ARITHMETIC, ast.Pow))
-        if isinstance(node, ast.IfExp):
-            return self.shows_number(node.body) and self.shows_number(node.orelse)
-        if isinstance(node, ast.Call):
-            function = self.static(node.func)
-            return function is range or getattr(twin(function), "scalar", _BOOL) is not _BOOL
-        if isinstance(node, ast.Subscript):
-            return isinstance(node.value, ast.Attribute) and self.shows_number(node.value)
-        if isinstance(node, ast.Attribute) and node.attr in (
-            "shape",
-            "size",
-            "ndim",
-            "x",
-            "y",
-            "z",
-        ):
-            return self.static(node) is _DYNAMIC  # of an array, of cuda.threadIdx
-        name = isinstance(node, ast.Name) and node.id in self.numbers
-        return name or isinstance(typed(self.static(node)), np.number)
 
     def visit_IfExp(self, node):
         """Both sides get the type that Numba unifies them to: `x if c else 0.0` is float64 for a float32 x."""
@@ -297,14 +169,12 @@ class _Rewriter(ast.NodeTransformer):
                     like, helper = ast.Lambda(nothing, like), promote_if_known
                 args = [getattr(node, side), like]
                 promoted = ast.Call(self.constant(helper, node, "promote"), args, [])
-                setattr(node, side, _at(promoted, node))
+                setattr(node, side, at(promoted, node))
         return node
 
     def visit_Subscript(self, node):
         if isinstance(node.value, ast.Attribute) and node.value.attr in ("shape", "strides"):
-            return _at(
-                ast.Subscript(self.visit(node.value), self.index(node.slice), node.ctx), node
-            )
+            return at(ast.Subscript(self.visit(node.value), self.index(node.slice), node.ctx), node)
         site = self.site(node, ast.unparse(node.value))
         return self.call(node, "load", self.visit(node.value), self.index(node.slice), site)
 
@@ -313,13 +183,13 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(node, ast.Constant):
             return node
         if isinstance(node, ast.Tuple):
-            return _at(ast.Tuple([self.index(e) for e in node.elts], ast.Load()), node)
+            return at(ast.Tuple([self.index(e) for e in node.elts], ast.Load()), node)
         if isinstance(node, ast.Slice):
             ends = [
                 ast.Constant(None) if e is None else self.index(e)
                 for e in (node.lower, node.upper, node.step)
             ]
-            return _at(ast.Call(self.constant(slice, node, "slice"), ends, []), node)
+            return at(ast.Call(self.constant(slice, node, "slice"), ends, []), node)
         return self.visit(node)
 
     # ------------------------------------------------------------------------- calls
@@ -327,7 +197,7 @@ class _Rewriter(ast.NodeTransformer):
         name, function = self.cuda_name(node.func), self.static(node.func)
         if name in BLOCK_BARRIERS or name in WARP_FUNCTIONS:
             return self.wait(node, name)
-        if name is not None and name.partition("_")[0] in _NAMESPACES:
+        if name is not None and name.partition("_")[0] in NAMESPACES:
             if name == "shared_array":
                 kind = twin(self.static(node.args[1])) if len(node.args) > 1 else None
                 self.granule = math.gcd(
@@ -350,7 +220,7 @@ class _Rewriter(ast.NodeTransformer):
             self.waits = True
             node.args = [self.visit(a) for a in node.args]
             node.keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
-            return _at(ast.YieldFrom(node), node)
+            return at(ast.YieldFrom(node), node)
         new = self.generic_visit(node)
         return self.folded(new, function)
 
@@ -369,9 +239,9 @@ class _Rewriter(ast.NodeTransformer):
     def wait(self, node, name):
         """(yield (name, site, args)): the scheduler sends the result."""
         self.waits = True
-        args = _at(ast.Tuple([self.visit(a) for a in node.args], ast.Load()), node)
-        request = [_at(ast.Constant(name), node), self.site(node, name), args]
-        return _at(ast.Yield(_at(ast.Tuple(request, ast.Load()), node)), node)
+        args = at(ast.Tuple([self.visit(a) for a in node.args], ast.Load()), node)
+        request = [at(ast.Constant(name), node), self.site(node, name), args]
+        return at(ast.Yield(at(ast.Tuple(request, ast.Load()), node)), node)
 
     def intrinsic(self, node, function):
         simulated, collective = INTRINSICS[function]
@@ -381,18 +251,18 @@ class _Rewriter(ast.NodeTransformer):
             return request
         site = self.site(node, ast.unparse(node))
         args = [ast.Name("_t", ast.Load()), site, *map(self.visit, node.args)]
-        return _at(ast.Call(self.constant(simulated, node, "intrinsic"), args, node.keywords), node)
+        return at(ast.Call(self.constant(simulated, node, "intrinsic"), args, node.keywords), node)
 
     def device_function(self, node, function):
         translated = translate(function)
         args = [ast.Name("_t", ast.Load()), *map(self.visit, node.args)]
         keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
         called = self.constant(translated.function, node, function.__name__)
-        result = _at(ast.Call(called, args, keywords), node)
+        result = at(ast.Call(called, args, keywords), node)
         self.granule = math.gcd(self.granule, translated.granule)
         if translated.waits:
             self.waits = True
-            return _at(ast.YieldFrom(result), node)
+            return at(ast.YieldFrom(result), node)
         return result
 
     # ------------------------------------------------------------------------- functions inside
@@ -422,7 +292,7 @@ class _Rewriter(ast.NodeTransformer):
         if node.value is not None:
             return self.generic_visit(node)
         left = ast.Attribute(ast.Name("_t", ast.Load()), "left", ast.Store())
-        return [_at(ast.Assign([left], self.site(node, "return")), node), node]
+        return [at(ast.Assign([left], self.site(node, "return")), node), node]
 
     def store(self, target, value):
         """Statements for target[...] = value; value is a rewritten expression."""
@@ -437,9 +307,9 @@ class _Rewriter(ast.NodeTransformer):
         if len(node.targets) == 1 and isinstance(node.targets[0], ast.Subscript):
             return self.store(node.targets[0], value)
         name = self.temporary()
-        new = [_at(ast.Assign([ast.Name(name, ast.Store())], value), node)]
+        new = [at(ast.Assign([ast.Name(name, ast.Store())], value), node)]
         for target in node.targets:
-            new += self.unpack(target, _at(ast.Name(name, ast.Load()), node))
+            new += self.unpack(target, at(ast.Name(name, ast.Load()), node))
         return new
 
     def unpack(self, target, value):
@@ -447,20 +317,20 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(target, ast.Subscript):
             return [self.store(target, value)]
         if isinstance(target, ast.Name):
-            return [_at(ast.Assign([target], value), target)]
+            return [at(ast.Assign([target], value), target)]
         names = [self.temporary() for _ in target.elts]
         parts = ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())
-        new = [_at(ast.Assign([parts], value), target)]
+        new = [at(ast.Assign([parts], value), target)]
         for name, element in zip(names, target.elts):
-            new += self.unpack(element, _at(ast.Name(name, ast.Load()), element))
+            new += self.unpack(element, at(ast.Name(name, ast.Load()), element))
         return new
 
     def visit_AugAssign(self, node):
         target = node.target
         if not isinstance(target, ast.Subscript):
-            old = _at(ast.Name(target.id, ast.Load()), node)
-            value = self.visit_BinOp(_at(ast.BinOp(old, node.op, node.value), node))
-            return _at(ast.Assign([target], value), node)
+            old = at(ast.Name(target.id, ast.Load()), node)
+            value = self.visit_BinOp(at(ast.BinOp(old, node.op, node.value), node))
+            return at(ast.Assign([target], value), node)
         array, index = self.temporary(), self.temporary()
         new = [
             ast.Assign([ast.Name(array, ast.Store())], self.visit(target.value)),
@@ -471,11 +341,7 @@ class _Rewriter(ast.NodeTransformer):
         old = self.call(node, "load", *place, site)
         value = self.binary(node, old, self.visit(node.value), self.shows_number(node.value))
         new.append(ast.Expr(self.call(node, "store", *place, value, site)))
-        return [_at(statement, node) for statement in new]
-
-
-def _at(new, node):
-    return ast.fix_missing_locations(ast.copy_location(new, node))
+        return [at(statement, node) for statement in new]
 
 
 def _hashable(x):
