@@ -1,8 +1,11 @@
 """The Python that a kernel may be written in: the simulator runs what Numba compiles, and says what it does not."""
 
+import linecache
+
 import numpy as np
 import pytest
-from numba import cuda, float32
+from numba import cuda, float32, int32
+from numba.cuda import syncthreads, threadIdx  # noqa: F401  a kernel below names it
 
 from xtrain.simulator import DeadlockError, KernelError, UninitializedError, run
 
@@ -157,3 +160,77 @@ def test_a_long_range_takes_no_memory():
     o = np.zeros(4, np.int64)
     run(left_early, 1, 4, o, 1 << 50)
     assert o.tolist() == [0, 1, 2, 3]
+
+
+# ----------------------------------------------------------------------------- what an error says
+FULL, TABLE = 0xFFFFFFFF, [1, 2, 3]
+
+
+@cuda.jit(device=True)
+def factorial(n):
+    return 1 if n < 2 else n * factorial(n - 1)
+
+
+def body(text):
+    """A kernel with this one line. h: int32, p: bool, m: two axes"""
+    lines = f"def kernel(o, x_n, h, p, m):\n    i = cuda.grid(1)\n    {text}\n"
+    file = f"<body {text}>"
+    linecache.cache[file] = (len(lines), None, lines.splitlines(True), file)
+    exec(compile(lines, file, "exec"), globals(), scope := {})
+    return cuda.jit(scope["kernel"])
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("cuda.syncthreads", "cuda.syncthreads is a function: write cuda.syncthreads()"),
+        ("cuda.syncthreads(1)", "cuda.syncthreads takes ()"),
+        ("cuda.atomic.add(h, x_n[i] / 2, 1)", "thread 0 uses h[0.0]"),
+        ("cuda.atomic.add(h, i / 2, 1); cuda.syncthreads()", "an index is an integer"),
+        ("o[i] = cuda.shfl_down_sync(FULL, x_n[i])", "takes (mask, value, delta), in this order"),
+        ("o[i] = cuda.shfl_down_sync(x_n[i], 1)", "takes (mask, value, delta), in this order"),
+        ("o[i] = cuda.any_sync(p[i])", "cuda.any_sync takes (mask, predicate)"),
+        ("o[i] = cuda.any_sync(mask=FULL, predicate=p[i])", "without keywords"),
+        ("cuda.syncwarp(mask=0xFF)", "cuda.syncwarp takes (mask), in this order and without keywords"),
+        ("cuda.atomic.add(ary=h, idx=0, val=1)", "takes an array, an index, a value: no keywords"),
+        ("m[i].x = 5", "record arrays are not simulated"),
+        ("cuda.cg.this_grid().sync()", "barriers of the whole grid (cuda.cg) are not simulated"),
+        ("o[threadIdx.x] = 1", "Numba does not know threadIdx by itself: write cuda.threadIdx"),
+        ("o[i] = m[i]", "stores an array of shape (2,) to o[0]"),
+        ("h[i] = m[i]", "to h[0] at <body"),
+        ("cuda.atomic.append(h, 0, 1)", "cuda.atomic.append is not simulated"),
+        ("cuda.atomic.ad(h, 0, 1)", "did you mean cuda.atomic.add?"),
+        ("cuda.syncthread()", "cuda.syncthread is not simulated; did you mean cuda.syncthreads?"),
+        ("o[i] = factorial(i)", "factorial calls itself: write a loop"),
+        ("o[i] = TABLE[i]", "TABLE is a list: a kernel knows numbers, tuples and arrays"),
+        ("o[i] = x_n.reshape(2, 4)[0, i]", "x_n.reshape is not simulated"),
+    ],
+)  # fmt: skip
+def test_what_an_error_says(text, words):
+    h, p, m = np.zeros(8, np.int32), np.zeros(8, bool), np.zeros((8, 2), np.float32)
+    with pytest.raises(KernelError) as caught:
+        run(body(text), 1, 8, np.zeros(8, np.float32), ramp(), h, p, m)
+    assert words in str(caught.value)
+
+
+def test_arguments_that_no_kernel_takes():
+    kernel = body("o[i] = 1")
+    with pytest.raises(KernelError, match="kernel: o is a list: a kernel takes arrays"):
+        run(kernel, 1, 1, [1, 2], 0, 0, 0, 0)
+    with pytest.raises(KernelError, match="kernel: m is a record array"):
+        run(kernel, 1, 1, ramp(), 0, 0, 0, np.zeros(3, [("x", np.float32)]))
+
+
+@cuda.jit
+def by_name(o, x_n):
+    s = cuda.shared.array(8, int32)
+    s[cuda.threadIdx.x] = cuda.threadIdx.x
+    syncthreads()
+    v = cuda.shfl_xor_sync(0xFF, value=s[7 - cuda.threadIdx.x], lane_mask=1)
+    o[cuda.threadIdx.x] = v + cuda.syncthreads_or(predicate=1)
+
+
+def test_names_imported_from_cuda_and_keywords():
+    o = np.zeros(8, np.float32)
+    run(by_name, 1, 8, o, ramp())
+    assert o.tolist() == [7, 8, 5, 6, 3, 4, 1, 2]

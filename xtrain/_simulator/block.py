@@ -38,8 +38,16 @@ class Launch:
     last = (), (), {}
 
     def __init__(self, kernel, grid: Dim3, block: Dim3, args, shared: int, overlap: bool = False):
-        inspect.signature(kernel.py_func).bind(*args)
+        given = inspect.signature(kernel.py_func).bind(*args).arguments
         self.name = kernel.py_func.__name__
+        for name, value in given.items():
+            if isinstance(value, (list, dict, set, str)):
+                kind = type(value).__name__
+                raise KernelError(
+                    f"{self.name}: {name} is a {kind}: a kernel takes arrays, numbers and tuples"
+                )
+            if isinstance(value, np.ndarray) and value.dtype.names:
+                raise KernelError(f"{self.name}: {name} is a record array, those are not simulated")
         self.grid, self.block, self.dynamic, self.overlap = grid, block, int(shared), overlap
         self.before, self.given_before, self.copies_before = Launch.last
         self.needed = [extent(a) for a in self.given_before if isinstance(a, np.ndarray)] + [

@@ -144,9 +144,14 @@ def out_of_bounds(thread, a, index, site):
         reason = f"{len(axes)} indices for {a.ndim} axes"
     else:
         whole = range(a.ndim)
-        axis = next(
-            i for i in whole if not isinstance(axes[i], slice) and not 0 <= axes[i] < a.dims[i]
-        )
+        bad = (i for i in whole if not isinstance(axes[i], slice) and not 0 <= axes[i] < a.dims[i])
+        axis = next(bad, None)
+        if axis is None:
+            return KernelError(
+                f"no index {where(thread, site)}: {thread} uses {element(site, index)} at {site}: an index is an "
+                "integer: a quotient by / is not, one by // is",
+                (site,),
+            )
         reason = (
             f"index {axes[axis]} is negative (Numba counts it from the end)"
             if axes[axis] < 0
@@ -174,5 +179,13 @@ def no_integer(thread, site, vote):
     kind = type(vote).__name__.lower().rstrip("_")
     return KernelError(
         f"{site.what} {where(thread, site)}: it takes an integer, this is a {kind}: write cuda.{site.what}(int32(...))",
+        (site,),
+    )
+
+
+def array_stored(thread, site, index, value):
+    return KernelError(
+        f"an array for a number {where(thread, site)}: {thread} stores an array of shape {tuple(map(int, value.dims))} to "
+        f"{element(site, index)} at {site}: its index is missing",
         (site,),
     )

@@ -133,6 +133,11 @@ class Names(ast.NodeTransformer):
 
     def cuda_name(self, node):
         """ "syncthreads" for cuda.syncthreads, "atomic_add" for cuda.atomic.add; None for anything else."""
+        if isinstance(node, ast.Name):  # from numba.cuda import syncthreads
+            value = self.static(node)
+            home = getattr(value, "__module__", None) or ""
+            named = home.startswith("numba") and getattr(cuda, node.id, None) is value
+            return node.id if named else None
         if isinstance(node, ast.Attribute):
             if self.static(node.value) is cuda:
                 return node.attr

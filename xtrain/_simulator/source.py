@@ -33,9 +33,19 @@ from .scalars import number, power, promote, promote_if_known, twin, typed
 from .thread import Thread
 
 BLOCK_BARRIERS = {"syncthreads", "syncthreads_and", "syncthreads_or", "syncthreads_count"}
-WARP_FUNCTIONS = {"syncwarp", "all_sync", "any_sync", "eq_sync", "ballot_sync"}
-WARP_FUNCTIONS |= {"shfl_sync", "shfl_up_sync", "shfl_down_sync", "shfl_xor_sync"}
-WARP_FUNCTIONS |= {"match_any_sync", "match_all_sync"}
+_VOTES = ("all_sync", "any_sync", "eq_sync", "ballot_sync")
+_MATCHES = ("match_any_sync", "match_all_sync")
+_PARAMETERS = {
+    "syncthreads": (),
+    **dict.fromkeys(("syncthreads_and", "syncthreads_or", "syncthreads_count"), ("predicate",)),
+    "syncwarp": ("mask",),
+    **dict.fromkeys(_VOTES, ("mask", "predicate")),
+    **dict.fromkeys(_MATCHES, ("mask", "value")),
+    "shfl_sync": ("mask", "value", "src_lane"),
+    "shfl_up_sync": ("mask", "value", "delta"),
+    "shfl_down_sync": ("mask", "value", "delta"),
+    "shfl_xor_sync": ("mask", "value", "lane_mask"),
+}
 
 
 class Translated(NamedTuple):
@@ -52,7 +62,12 @@ _translated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def translate(function) -> Translated:
     """function: the Python function under @cuda.jit (`py_func`)."""
     if function not in _translated:
-        _translated[function] = _translate(function)
+        _translated[function] = None  # under way
+        try:
+            _translated[function] = _translate(function)
+        finally:
+            if _translated[function] is None:
+                del _translated[function]
     return _translated[function]
 
 
@@ -102,7 +117,9 @@ class _Rewriter(Names):
 
     # ------------------------------------------------------------------------- names and numbers
     def visit_Name(self, node):
-        value = self.static(node)
+        value, name = self.static(node), self.cuda_name(node)
+        if name is not None:  # from numba.cuda import syncthreads
+            return self.cuda_attribute(node, name) or self.object(value, node, name)
         if self.inner.get(node.id) and isinstance(node.ctx, ast.Load):
             raise self.error(node, f"{node.id} waits for other threads, so it may only be called")
         if isinstance(node.ctx, ast.Store) or value is DYNAMIC:
@@ -110,20 +127,46 @@ class _Rewriter(Names):
         return self.object(value, node, node.id)
 
     def visit_Attribute(self, node):
+        if isinstance(node.ctx, ast.Store):
+            text = "record arrays are not simulated, and other attributes cannot be set"
+            raise self.error(node, f"{ast.unparse(node)} = ...: {text}")
+        of_array = isinstance(node.value, ast.Name) and self.static(node.value) is DYNAMIC
+        if of_array and node.attr in ("reshape", "view", "flat"):
+            raise self.error(
+                node, f"{ast.unparse(node)} is not simulated: index the array as it is"
+            )
         value, name = self.static(node), self.cuda_name(node)
-        if name is not None and hasattr(Thread, name):
-            return at(ast.Attribute(ast.Name("_t", ast.Load()), name, ast.Load()), node)
-        if name is not None and twin(value) is value:
-            near = get_close_matches(name, dir(cuda), 1)
-            meant = f"; did you mean cuda.{near[0]}?" * (not hasattr(cuda, name)) if near else ""
-            raise self.error(node, f"cuda.{name} is not simulated{meant}")
+        if name is not None and (new := self.cuda_attribute(node, name)):
+            return new
         return self.generic_visit(node) if value is DYNAMIC else self.object(value, node, node.attr)
+
+    def cuda_attribute(self, node, name):
+        """What stands for cuda.<name>; None if the simulator can take it as it is, as cuda.libdevice."""
+        if isinstance(node, ast.Name) and isinstance(self.static(node), type):
+            raise self.error(node, f"Numba does not know {node.id} by itself: write cuda.{name}")
+        if hasattr(Thread, name):
+            return at(ast.Attribute(ast.Name("_t", ast.Load()), name, ast.Load()), node)
+        if name in _PARAMETERS:
+            raise self.error(node, f"cuda.{name} is a function: write cuda.{name}()")
+        value = self.static(node)
+        if twin(value) is not value:
+            return None
+        owner = self.static(node.value) if isinstance(node, ast.Attribute) else cuda
+        attribute = node.attr if isinstance(node, ast.Attribute) else name
+        near = get_close_matches(attribute, dir(owner), 1)
+        text = f"{ast.unparse(node)} is not simulated"
+        if near and not hasattr(owner, attribute):
+            text += f"; did you mean {ast.unparse(node).removesuffix(attribute)}{near[0]}?"
+        raise self.error(node, text)
 
     def object(self, value, node, hint):
         if isinstance(value, np.ndarray):  # Numba copies a global array into constant memory
             return self.call(
                 node, "const_array_like", self.site(node, hint), self.constant(value, node, hint)
             )
+        if isinstance(value, (list, dict, set)):
+            kind = type(value).__name__
+            raise self.error(node, f"{hint} is a {kind}: a kernel knows numbers, tuples and arrays")
         return self.constant(twin(value), node, hint)
 
     def visit_Constant(self, node):
@@ -195,7 +238,7 @@ class _Rewriter(Names):
     # ------------------------------------------------------------------------- calls
     def visit_Call(self, node):
         name, function = self.cuda_name(node.func), self.static(node.func)
-        if name in BLOCK_BARRIERS or name in WARP_FUNCTIONS:
+        if name in _PARAMETERS:
             return self.wait(node, name)
         if name is not None and name.partition("_")[0] in NAMESPACES:
             if name == "shared_array":
@@ -203,6 +246,12 @@ class _Rewriter(Names):
                 self.granule = math.gcd(
                     self.granule, kind.dtype.itemsize if hasattr(kind, "dtype") else 1
                 )
+            if "atomic" in name and (node.keywords or not node.args):
+                raise self.error(
+                    node, f"{ast.unparse(node.func)} takes an array, an index, a value: no keywords"
+                )
+            if "atomic" in name:
+                self.visit(node.func)  # is there such a one?
             site = self.site(node, ast.unparse(node.args[0]) if "atomic" in name else name)
             node = self.generic_visit(node)
             node.args.insert(0, site)
@@ -211,6 +260,8 @@ class _Rewriter(Names):
             return self.intrinsic(node, function)
         if hasattr(function, "py_func"):
             return self.device_function(node, function.py_func)
+        if isinstance(node.func, ast.Attribute) and self.cuda_name(node.func.value) == "cg":
+            raise self.error(node, "barriers of the whole grid (cuda.cg) are not simulated")
         if isinstance(function, types.FunctionType) and twin(function) is function:
             raise self.error(
                 node,
@@ -237,16 +288,29 @@ class _Rewriter(Names):
         return node
 
     def wait(self, node, name):
-        """(yield (name, site, args)): the scheduler sends the result."""
+        """The scheduler sends the result of cuda.<name>."""
+        wanted, given = _PARAMETERS[name], {k.arg: k.value for k in node.keywords}
+        known = name.startswith(("shfl", "syncthreads")) and set(given) == {
+            *wanted[len(node.args) :]
+        }
+        args = [*node.args, *(given[k] for k in wanted if known and k in given)]
+        optional = name == "syncwarp" and not args
+        if (given and not known) or (len(args) != len(wanted) and not optional):
+            takes = f"takes ({', '.join(wanted)}), in this order and without keywords"
+            raise self.error(node, f"cuda.{name} {takes}, this is {ast.unparse(node)}")
+        return self.request(node, name, args)
+
+    def request(self, node, name, args):
+        """(yield (name, site, args))"""
         self.waits = True
-        args = at(ast.Tuple([self.visit(a) for a in node.args], ast.Load()), node)
+        args = at(ast.Tuple([self.visit(a) for a in args], ast.Load()), node)
         request = [at(ast.Constant(name), node), self.site(node, name), args]
         return at(ast.Yield(at(ast.Tuple(request, ast.Load()), node)), node)
 
     def intrinsic(self, node, function):
         simulated, collective = INTRINSICS[function]
         if collective:
-            request = self.wait(node, getattr(function, "__name__", "intrinsic"))
+            request = self.request(node, getattr(function, "__name__", "intrinsic"), node.args)
             request.value.elts[0] = self.constant(simulated, node, "intrinsic")
             return request
         site = self.site(node, ast.unparse(node))
@@ -255,6 +319,8 @@ class _Rewriter(Names):
 
     def device_function(self, node, function):
         translated = translate(function)
+        if translated is None:
+            raise self.error(node, f"{function.__name__} calls itself: write a loop")
         args = [ast.Name("_t", ast.Load()), *map(self.visit, node.args)]
         keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
         called = self.constant(translated.function, node, function.__name__)
@@ -318,6 +384,8 @@ class _Rewriter(Names):
             return [self.store(target, value)]
         if isinstance(target, ast.Name):
             return [at(ast.Assign([target], value), target)]
+        if isinstance(target, ast.Attribute):
+            return self.visit(target)
         names = [self.temporary() for _ in target.elts]
         parts = ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())
         new = [at(ast.Assign([parts], value), target)]

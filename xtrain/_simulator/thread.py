@@ -99,7 +99,12 @@ class Thread:
         else:
             for key in a.keys(k):
                 self._write(a, key, index, site)
-        a.flat[k] = value if a.convert is None else a.convert(value)
+        try:
+            a.flat[k] = value if a.convert is None else a.convert(value)
+        except TypeError:
+            if isinstance(value, Array):
+                raise errors.array_stored(self, site, index, value) from None
+            raise
 
     def _read(self, a, key, index, site):
         memory, mark = a.memory, self.mark
