@@ -162,6 +162,44 @@ def test_a_long_range_takes_no_memory():
     assert o.tolist() == [0, 1, 2, 3]
 
 
+# ----------------------------------------------------------------------------- loops over arrays
+STEPS = (4, 2, 1)
+
+
+@cuda.jit
+def loops_over_arrays(o, x_n, m):
+    i = cuda.grid(1)
+    row = m[i]
+    for k, (v, w) in enumerate(zip(row, x_n), 1):
+        o[i] += v * w * k
+    for v in m[i, 1:]:
+        o[i] += v
+    for row in m:
+        o[i] += row[0]
+    for step in STEPS:
+        o[i] += step
+    for j in range(3):
+        o[i] += j
+    else:
+        o[i] += 1
+
+
+def test_loops_over_arrays():
+    m, o = ramp(12).reshape(4, 3), np.zeros(4, np.float32)
+    run(loops_over_arrays, 1, 4, o, ramp() + 1, m)
+    want = m @ [1, 4, 9] + m[:, 1:].sum(1) + m[:, 0].sum() + 7 + 3 + 1
+    assert (o == want).all()
+    with pytest.raises(UninitializedError, match=r"reads s\[0\]"):
+        run(loops_over_nothing, 1, 1, o)
+
+
+@cuda.jit
+def loops_over_nothing(o):
+    s = cuda.shared.array(4, float32)
+    for v in s:
+        o[0] += v
+
+
 # ----------------------------------------------------------------------------- what an error says
 FULL, TABLE = 0xFFFFFFFF, [1, 2, 3]
 

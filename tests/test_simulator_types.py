@@ -107,7 +107,8 @@ cuda.shfl_xor_sync(1, k, 0) | cuda.shfl_sync(1, d, 0) | cuda.any_sync(1, t) | cu
 cuda.syncthreads_count(n) | cuda.syncthreads_or(n) | np.float32(n) | np.int32(x) * n | math.inf | math.pi * x
 HALF * x | HALF32 * x | COUNT * n | COUNT * x
 t + t | t - t | t * t | t / t | t // t | t % t | t << t | t >> t | t ** 2 | -t | +t | ~t | t & t | t + n | t * u | t * x
-t + d | (t + t) * x | (x > 0) + t | t + False | (t + t) / x | w / k | ~u | -u
+math.trunc(x) | math.trunc(d) | math.trunc(n) | libdevice.truncf(x) | math.ldexp(x, n) | math.ldexp(d, n) | t + d | (t + t) * x
+(x > 0) + t | t + False | (t + t) / x | w / k | ~u | -u
 """
 HALF, HALF32, COUNT = 0.5, np.float32(0.5), 8
 ARGUMENTS = dict(

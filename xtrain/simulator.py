@@ -24,12 +24,17 @@ kernel, block, threads, file and lines of
 A launcher runs its kernel here when it is given a SimArray: `rmsnorm_fwd(sim(x), sim(w), eps)`.
 That, not a mode or a flag, is what chooses the simulator.
 
+A kernel that Numba would not compile is a KernelError too, where that shows in its source, in the
+types that meet or in its grid and block: a shape of a shared array that must be computed, a list,
+an atomic on uint8 (_simulator/refused.py, thread.py).
+
 Limits: a thread that spins until another one writes never ends, since threads change only where
 they wait. Unwritten global memory is not tracked (launchers fill it with NaN). The schedule is
 always the same; races are found by bookkeeping, not by luck, and _simulator/memory.py says which
-orders it understands. A variable that gets different types in different branches keeps each of
-them; Numba would take the wider one. Float functions are rounded correctly; a GPU's are off by a
-few units in the last place.
+orders it understands; a lock that threads of one block hand on by atomics is not among them, so
+what it guards is reported as a race. A variable that gets different types in different branches
+keeps each of them; Numba would take the wider one. Float functions are rounded correctly; a GPU's
+are off by a few units in the last place.
 """
 
 import numpy as np

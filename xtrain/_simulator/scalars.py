@@ -281,7 +281,7 @@ def _float_function(name, f, scalar=None):
 
 _FUNCTIONS = (
     "exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
-    "erf erfc gamma lgamma fabs floor ceil trunc pow atan2 copysign fmod hypot degrees radians"
+    "erf erfc gamma lgamma fabs floor ceil pow atan2 copysign fmod hypot degrees radians"
 )
 
 _EXTRA = {  # libdevice only
@@ -293,6 +293,7 @@ _EXTRA = {  # libdevice only
     "fmin": lambda a, b: TWINS[min](np.float64(a), np.float64(b)),
     "rint": lambda x: np.rint(np.float64(x)),
     "cbrt": lambda x: np.cbrt(np.float64(x)),
+    "trunc": lambda x: np.trunc(np.float64(x)),
     "saturate": lambda x: min(max(float(x), 0.0), 1.0),
 }
 
@@ -332,7 +333,8 @@ TWINS = {
     builtins.float: _float,
     builtins.bool: np.bool_,
     builtins.round: _round,
-    builtins.enumerate: lambda x: ((np.int64(i), v) for i, v in enumerate(x)),
+    builtins.enumerate: lambda x, first=0: ((np.int64(i), v) for i, v in enumerate(x, int(first))),
+    math.ldexp: lambda x, n: np.ldexp(x, int(n)),
     math.isnan: lambda x: np.bool_(math.isnan(x)),
     math.isinf: lambda x: np.bool_(math.isinf(x)),
     math.isfinite: lambda x: np.bool_(math.isfinite(x)),
@@ -340,6 +342,7 @@ TWINS = {
 TWINS |= {
     getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS.split()
 }
+TWINS[math.trunc] = _float_function("trunc", _EXTRA["trunc"])  # a float for Numba
 TWINS |= dict(_libdevice_table())
 
 

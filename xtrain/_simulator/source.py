@@ -331,6 +331,22 @@ class _Rewriter(Names):
             return at(ast.YieldFrom(result), node)
         return result
 
+    def visit_For(self, node):
+        node.iter = self.each(node.iter)
+        node.body, node.orelse = self.block(node.body), self.block(node.orelse)
+        return node
+
+    def each(self, node):
+        """What a loop goes over. An array's elements are read one by one, as the loop comes to them."""
+        if not isinstance(node, ast.Call):
+            site = self.site(node, ast.unparse(node))
+            return self.call(node, "each", self.visit(node), site)
+        function = self.static(node.func)
+        if function is zip or function is enumerate:
+            args = [self.each(a) for a in node.args]
+            return at(ast.Call(self.visit(node.func), args, []), node)
+        return self.visit(node)
+
     # ------------------------------------------------------------------------- functions inside
     def visit_FunctionDef(self, node):
         if node.decorator_list:

@@ -89,6 +89,10 @@ class Thread:
         """A number of the type that a[i] has, without a look at the memory."""
         return a[0] if type(a) is tuple else (a.wrap or a.dtype.type)(1)
 
+    def each(self, a, site):
+        """for v in a"""
+        return (self.load(a, i, site) for i in range(a.dims[0])) if type(a) is Array else a
+
     def store(self, a, index, value, site):
         """a[index] = value"""
         k = a.locate(index)
