@@ -18,7 +18,7 @@ MISTAKES = [
     ("1.1", "y_n.size", "y_n.size()", "leave the () after it away"),
     ("1.1", "y_n[i] =", "y_n[i / 1] =", "one by // is"),
     ("1.1", "a_n[i] + b_n[i]", "[a_n[i] + b_n[i]][0]", "no lists"),
-    ("1.1", "    i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x\n", "    for i, _ in enumerate(a_n):\n      pass\n", "every array needs its index"),
+    ("1.1", "    i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x\n", "    for i, _ in enumerate(a_n):\n      pass\n", "without a loop"),
     ("1.3", "cuda.syncthreads", "cuda.syncthread", "did you mean cuda.syncthreads?"),
     ("1.2", "bias_C[c]", "bias_C[r]", "one number per column"),
     ("1.2", "y_RC[r, c] =", "y_RC[c, r] =", "a row comes first"),

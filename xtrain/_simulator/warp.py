@@ -109,15 +109,17 @@ def _shuffle(lanes, args, source):
                 thread,
                 f"lane {thread.lane} reads from lane {lane}, which takes no part in this call",
             )
-        replies.append(convert(value))
+        replies.append(value if convert is None else convert(value))
     return replies
 
 
 def _one_type(lanes, kinds):
-    """What a shuffled value becomes. A variable that is int32 here and int64 there is int64 everywhere for Numba."""
+    """What a shuffled value becomes, None: as it is. One that is int32 here and int64 there is int64 everywhere for Numba."""
+    if len(kinds) == 1:
+        return _SHUFFLED.get(*kinds)
     kind = functools.reduce(unify, kinds)
     whole = all(issubclass(k, (bool, np.bool_, np.integer)) for k in (*kinds, kind))
-    if len(kinds) > 1 and not whole:
+    if not whole:
         names = " and ".join(sorted(k.__name__.lower() for k in kinds))
         one = f"Numba makes this variable {kind.__name__.lower()} in all of them, cast it"
         raise _error(lanes[0], f"its lanes hold {names}: {one}")
