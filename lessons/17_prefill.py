@@ -92,8 +92,8 @@ print(padding.cumulative_lengths_ref(lengths))
 # ```
 #
 # `cuda.shfl_up_sync(FULL, v, step)` gives each lane the v of the lane `step` below. A lane that has
-# nobody there gets its own v back. (For Numba the sum of two int32 is an int64, and a shuffle wants
-# one type in all lanes: so `v = int32(v + w)`.)
+# nobody there gets its own v back. (For Numba the sum of two int32 is an int64. `v = int32(v + w)`
+# stays with the four bytes that a shuffle moves at once.)
 
 
 # %% tags=["exercise"]
@@ -114,8 +114,7 @@ lesson.check("17.1", edges_kernel)
 # <details><summary>Hint</summary>
 #
 # `v = lengths_A[a] if a < lengths_A.size else int32(0)`; in the loop `before =
-# cuda.shfl_up_sync(FULL, v, step)`, and `if a >= step: v = int32(v + before)` (for Numba the sum of
-# two int32 is an int64, and a shuffle wants one type in all lanes).
+# cuda.shfl_up_sync(FULL, v, step)`, and `if a >= step: v = int32(v + before)`.
 #
 # </details>
 

@@ -355,7 +355,6 @@ ADVICE = (  # what is said of an error that has all these words
     (("'Array'", "not iterable"), WHOLE),
     (("is not callable",), "A number is called as if it were a function: leave the () after it away."),
     (("cannot be interpreted as an integer",), "An index is an integer: a quotient by / is not, one by // is."),
-    (("hold int32 and int64",), "For Numba the sum of two int32 is an int64, and so is a literal or a size; a variable has one type: v = int32(v + w)."),
     (("lanes hold float", "int64"), "A sum that begins with the integer 0 has no one type: it begins with float32(0.0)."),
     (("zero-size array",), "An empty array has no maximum: here a slice holds nothing at all. Look at its ends."),
     (("is not 16-byte aligned",), "Accesses of 16 bytes begin at multiples of 16 bytes: 8 elements of bf16, 4 of float32."),
