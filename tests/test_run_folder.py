@@ -301,6 +301,22 @@ def test_a_checkpoint_that_was_written_while_the_text_was_read(stopped, folder, 
     assert_same_run(folder, stopped[1])
 
 
+def test_a_checkpoint_that_went_while_the_model_was_made(stopped, folder, monkeypatch):
+    """A model that was to be filled from it must not be trained from nothing."""
+    kind = KIND | dict(init=str(stopped[0] / "checkpoints/step-000006"), vocab_size=None)
+    run(folder.parent, **kind | dict(name="new"), stop_at=3)
+    real = train_module._make_model
+
+    def make(*args):
+        model = real(*args)
+        shutil.move(folder.parent / "new/checkpoints/step-000003", folder.parent)
+        return model
+
+    monkeypatch.setattr(train_module, "_make_model", make)
+    with pytest.raises(UserError, match="step-000003 is gone: start again"):
+        run(folder.parent, **kind | dict(name="new"), resume=True)
+
+
 # ----------------------------------------------------------------------------- files of the user's own
 def test_a_file_beside_the_weights_is_no_damage(stopped, folder):
     """Results of an evaluation, say. The run goes on, and that checkpoint is not tidied away."""
@@ -320,12 +336,19 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_thrown_away(folder, monkeyp
     """No permission, too many open files: that will be mended. A broken disk will not."""
     good, code = manifest.digest, [errno.EACCES]
 
+    def unknown(folder):
+        raise manifest.Unreadable("no permission")
+
     def refuses(path):
         if path.name == "optimizer.safetensors" and "step-000006" in str(path):
             raise OSError(code[0], os.strerror(code[0]))
         return good(path)
 
     monkeypatch.setattr(manifest, "digest", refuses)
+    with monkeypatch.context() as patch:  # nor when it would be tidied away
+        patch.setattr(checkpoint, "strangers", unknown)
+        checkpoint.prune(folder, 6, 1)
+    assert checkpoints(folder) == ["step-000003", "step-000006"]
     with pytest.raises(UserError, match=r"cannot be read \(Permission denied\): mend that"):
         run(folder.parent, **KIND, resume=True)
     assert checkpoints(folder) == ["step-000003", "step-000006"]

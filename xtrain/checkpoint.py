@@ -172,6 +172,8 @@ def prune(run: Path, newest: int, keep: int) -> None:
 def _has_strangers(folder):
     try:
         return bool(strangers(folder))
+    except Unreadable:  # nobody knows
+        return True
     except UserError:  # no sound manifest
         return False
 

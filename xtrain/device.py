@@ -160,7 +160,7 @@ class PrivatePool:
     alive: weakref.WeakSet = weakref.WeakSet()
 
     def __init__(self):
-        self.kept: list = []  # not a field: the pool must not hold us, or neither would ever go
+        self.kept: list = []  # a list, since the pool holds it: if it held us, neither would ever go
         self.pool = cupy().cuda.MemoryPool(functools.partial(_take, self.kept))
         self.malloc, self.total_bytes = self.pool.malloc, self.pool.total_bytes
         self.free_all_blocks = self.pool.free_all_blocks

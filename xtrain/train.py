@@ -272,7 +272,9 @@ def _claim(
             if _there(place.folder) == place.there:
                 stack.push(attempt.pop_all())
                 return place
-        place = _run_folder(config, asked_name, warn)
+        before, place = place, _run_folder(config, asked_name, warn)
+        if before.saved and not place.saved:  # the model was made to be filled from it
+            raise UserError(f"{before.saved.folder} is gone: start again")
 
 
 def _began(folder: Path) -> dict[str, Any]:
