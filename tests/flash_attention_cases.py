@@ -1,6 +1,6 @@
 """What the tests of FlashAttention share: inputs, all results at once, the float64 truth and PyTorch's answer.
 
-In the simulator the bf16 kernels get small tiles, so that a few dozen tokens make several of them; on a GPU the tuned ones.
+In the simulator the kernels get small tiles, so that a few dozen tokens make several of them; on a GPU the tuned ones.
 """
 
 import ml_dtypes
@@ -9,7 +9,9 @@ import pytest
 import torch
 from checks import GPU, normal
 
+from xtrain.kernels import context_attention
 from xtrain.kernels import flash_attention as fa
+from xtrain.kernels import flash_attention_fp32 as fp32
 from xtrain.kernels.flash_attention import flash_attention_bwd, flash_attention_fwd
 
 BF16 = ml_dtypes.bfloat16
@@ -21,8 +23,27 @@ TILES = {  # two warps where a row is narrow enough, and three tiles for 70 toke
 WIDE_TILES = {"fwd": (64, 16, 4, 1, False), "dq": (64, 16, 4, 1), "dkdv": (64, 32, 4, 1)}
 
 
+def _forget_fp32_kernels():
+    for x in (*vars(fp32).values(), *vars(context_attention).values()):
+        if hasattr(x, "cache_clear"):
+            x.cache_clear()
+
+
+@pytest.fixture
+def small_fp32_tiles(monkeypatch):
+    """Tiles of 16 rows: a quarter of the work. (test_flash_attention_fp32.py has those of 32.)"""
+    if GPU:
+        yield
+    else:
+        _forget_fp32_kernels()
+        with monkeypatch.context() as patch:
+            patch.setattr(fp32, "tile_rows", lambda D: 16)
+            yield
+        _forget_fp32_kernels()
+
+
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
+def small_tiles(monkeypatch, small_fp32_tiles):
     """For the mma.sync kernels. (Those with wgmma: test_flash_attention_hopper.py)"""
     monkeypatch.setattr(fa, "HOPPER", False)
     if not GPU:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from checks import GPU, assert_as_good, normal, rng, sentinels, to_host, to_kernel, with_bug
+from flash_attention_cases import small_fp32_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from xtrain.kernels.kv_cache import append_kv
 from xtrain.kernels.padding import token_places
 from xtrain.simulator import KernelError, sim
 
+__all__ = ["small_fp32_tiles"]
+pytestmark = pytest.mark.usefixtures("small_fp32_tiles")
 BF16 = ml_dtypes.bfloat16
 
 

@@ -6,7 +6,15 @@ Shapes: test_flash_attention_bf16.py and test_flash_attention_fp32.py.
 import numpy as np
 import pytest
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
-from flash_attention_cases import BF16, case, everything, exact, small_tiles, torch_sdpa
+from flash_attention_cases import (
+    BF16,
+    case,
+    everything,
+    exact,
+    small_fp32_tiles,
+    small_tiles,
+    torch_sdpa,
+)
 
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels._launch import empty
@@ -18,7 +26,7 @@ from xtrain.kernels.flash_attention import (
     flash_attention_ref,
 )
 
-__all__ = ["small_tiles"]
+__all__ = ["small_fp32_tiles", "small_tiles"]
 
 
 # ----------------------------------------------------------------------------- the reference

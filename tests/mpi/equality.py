@@ -18,7 +18,7 @@ from xtrain.train import Run
 from xtrain.zero import ShardedAdamW
 
 STAGES = ("naive", "flat", "overlap", "bucket")
-SHAPE = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, max_seq_len=16)
+SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, max_seq_len=16)
 
 
 def make_run(folder, ranks, batch=8, recompute="none", tied=False, some_ignored=False, **more):
@@ -142,7 +142,7 @@ def masters_exist_once(folder):
     if ranks is None:
         return
     shape = dict(
-        vocab_size=40, dim=16, n_layers=1, n_heads=2, head_dim=16, hidden_dim=24, max_seq_len=8
+        vocab_size=24, dim=16, n_layers=1, n_heads=1, head_dim=16, hidden_dim=16, max_seq_len=8
     )
     plain, sharded = (
         Transformer(ModelConfig(**shape), 0, "sim", "bf16", world=2) for _ in range(2)

@@ -6,6 +6,7 @@ barrier. Else: a deadlock.
 """
 
 import contextlib
+import gc
 import inspect
 import math
 
@@ -85,10 +86,11 @@ class Launch:
 
     def run(self):
         x, y, z = map(int, self.grid)
-        for k, j, i in np.ndindex(z, y, x):
-            Block(self, Dim3(i, j, k)).run()
-            for memory in self.memories:
-                memory.end_of_block()
+        with _rare_collections():
+            for k, j, i in np.ndindex(z, y, x):
+                Block(self, Dim3(i, j, k)).run()
+                for memory in self.memories:
+                    memory.end_of_block()
         written = [
             (self.name, m.base, m.granule, {*m.old_writes, *m.old_atomics}) for m in self.memories
         ]
@@ -109,6 +111,17 @@ class Launch:
     def next_epoch(self) -> int:
         self.epoch += 1
         return self.epoch
+
+
+@contextlib.contextmanager
+def _rare_collections():
+    """Threads and records are many and stay for long: Python's collector would look at them again and again."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 50_000) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Block:

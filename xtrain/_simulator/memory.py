@@ -47,13 +47,13 @@ class Memory:
     """The shadow of one stretch of memory: a global array with all its aliases, one shared array, one local array."""
 
     __slots__ = (
-        "atomics", "base", "busy", "granule", "kind", "old_atomics", "old_reads", "old_writes", "reads", "releases",
+        "atomics", "base", "busy", "granule", "kind", "local", "old_atomics", "old_reads", "old_writes", "reads", "releases",
         "watched",
         "writes",
     )  # fmt: skip
 
     def __init__(self, kind: str, granule: int):
-        self.kind = kind  # "global" | "shared" | "local"
+        self.kind, self.local = kind, kind == "local"  # "global" | "shared" | "local"
         self.granule = granule  # bytes per key
         self.base = 0  # global memory: the address of key 0
         self.writes, self.reads, self.atomics = {}, {}, {}  # by threads of the running block
@@ -161,23 +161,38 @@ class Array:
 
     def locate(self, index):
         """-> the element's place in flat, or None: no such element, or a slice."""
-        k, steps = self.start, self.steps
         try:
             if type(index) is not tuple:
                 i = as_int(index)
-                return k + i * steps[0] if self.ndim == 1 and 0 <= i < self.dims[0] else None
-            if len(index) == 2 == self.ndim:
-                i, j = as_int(index[0]), as_int(index[1])
+                if self.ndim == 1 and 0 <= i < self.dims[0]:
+                    return self.start + i * self.steps[0]
+                return None
+            if self.ndim == 2:
+                i, j = index
+                i, j = as_int(i), as_int(j)
                 n, m = self.dims
-                return k + i * steps[0] + j * steps[1] if 0 <= i < n and 0 <= j < m else None
+                if 0 <= i < n and 0 <= j < m:
+                    n, m = self.steps
+                    return self.start + i * n + j * m
+                return None
+            if self.ndim == 3:
+                h, i, j = index
+                h, i, j = as_int(h), as_int(i), as_int(j)
+                l, n, m = self.dims
+                if 0 <= h < l and 0 <= i < n and 0 <= j < m:
+                    l, n, m = self.steps
+                    return self.start + h * l + i * n + j * m
+                return None
             if len(index) != self.ndim:
                 return None
-            for i, n, step in zip(map(as_int, index), self.dims, steps):
+            k = self.start
+            for i, n, step in zip(index, self.dims, self.steps):
+                i = as_int(i)
                 if not 0 <= i < n:
                     return None
                 k += i * step
             return k
-        except TypeError:
+        except (TypeError, ValueError):  # a slice, or not two
             return None
 
 

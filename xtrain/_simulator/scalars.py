@@ -228,14 +228,21 @@ def power(a, b):
 
 
 def _range(*args):
-    if all(isinstance(a, (Int8, Int16, Int32)) for a in args):
-        return map(Int32, range(*map(int, args)))
-    if any(getattr(a, "unsigned", False) for a in args):
-        return map(UInt64, range(*map(int, args)))
-    args = [*map(int, args)]
-    if len(range(*args)) < 2**16:
-        return np.arange(*args)  # iterating over it gives np.int64
-    return map(np.int64, range(*args))  # it may be left after a few rounds
+    if {*map(type, args)} == _INT64:
+        kind = np.int64
+    elif all(isinstance(a, (Int8, Int16, Int32)) for a in args):
+        kind = Int32
+    else:
+        kind = UInt64 if any(getattr(a, "unsigned", False) for a in args) else np.int64
+    numbers = range(*map(int, args))
+    if numbers.step > 0 and numbers.start >= 0 and numbers.stop <= SMALL:
+        return _SMALL[kind][numbers.start : max(numbers.stop, 0) : numbers.step]
+    return map(kind, numbers)
+
+
+_INT64 = {np.int64}
+SMALL = 1024
+_SMALL = {kind: [*map(kind, range(SMALL))] for kind in (np.int64, Int32, UInt64)}  # made once
 
 
 def _int(x):

@@ -77,7 +77,10 @@ class Thread:
         k = a.locate(index)
         if k is None:
             return self._view(a, index, site)
-        if a.span == 1:
+        memory = a.memory
+        if memory.local and k in memory.writes:
+            pass  # nobody else has it
+        elif a.span == 1:
             self._read(a, k + a.bias, index, site)
         else:
             for key in a.keys(k):
@@ -98,7 +101,9 @@ class Thread:
         k = a.locate(index)
         if k is None:
             return self._store_view(a, index, value, site)
-        if a.span == 1:
+        if a.memory.local and a.writeable:
+            a.memory.writes[k] = self.mark, site
+        elif a.span == 1:
             self._write(a, k + a.bias, index, site)
         else:
             for key in a.keys(k):
@@ -115,14 +120,12 @@ class Thread:
         epoch = mark.epoch
         record = memory.writes.get(key)
         if record is None:
-            if memory.busy and memory.kind == "local":
+            if memory.busy and memory.local:
                 raise errors.in_use(self, memory.busy, "reads", site, index)
             if memory.kind != "global" and key not in memory.atomics:
                 raise errors.uninitialized(self, memory.kind, site, index)
         elif record[0] is not mark and record[0].epoch == epoch:
             self._order(memory, record, "wrote", "read", index, site)
-        if memory.kind == "local":
-            return
         if memory.watched:
             self._order(memory, memory.old_writes.get(key), "wrote", "read", index, site)
             self._order(memory, memory.atomics.get(key), ATOMIC, "read", index, site)
