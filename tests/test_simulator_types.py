@@ -237,3 +237,15 @@ def test_scalar_arguments_have_numbas_types():
 def test_numba_types_are_known():
     for kind in KINDS:
         assert scalars.dtype_of(kind) == np.dtype(str(types.bool_ if kind is boolean else kind))
+
+
+@pytest.mark.parametrize(
+    "kind, gives",
+    [(np.int64, np.int64), (scalars.Int32, scalars.Int32), (scalars.UInt32, scalars.UInt64)],
+)
+def test_ranges_are_those_of_python(kind, gives):
+    for given in ((5,), (0,), (-3,), (2, 9), (9, 2), (1, 12, 5), (1020, 1030), (5000, 3), (7, -1, -2), (-4, 3)):  # fmt: skip
+        if kind is UInt32 and min(given) < 0:
+            continue
+        numbers = [*scalars.TWINS[range](*map(kind, given))]
+        assert [*map(int, numbers)] == [*range(*given)] and {*map(type, numbers)} <= {gives}
