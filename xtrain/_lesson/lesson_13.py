@@ -142,6 +142,8 @@ def flash_kernel(e):
         )
         total = np.exp(want_lse[:, 0] - _tops(q, k))[:, None]
         e.same("o", o, want_o, {
+            "exp overflows: the weight of a key is exp(s - new), with the new maximum; top is still far below.":
+                lambda got: np.isnan(got[0]).all() and np.isposinf(np.asarray(lse)[0]),
             "No mask: every query saw all keys. Query t sees the keys up to t, so first + j <= t.":
                 lambda got: any(np.allclose(got, o, 1e-4, 1e-5) for o in _unmasked(q, k, v)),
             "A query sees itself, too: first + j <= t, not < t.": lambda got: np.allclose(got[1:], strict[1:], 1e-4, 1e-5),
@@ -187,7 +189,7 @@ def _unshrunk(q, k, v, acc):
 
 @exercise(
     "13.3", "flash_dq_kernel",
-    first_step="before the walk, delta: the sum of do_TD[t, d] * o_TD[t, d] over d. Per key: s, then p = exp(scale s - lse), dp, ds.",
+    first_step="before the walk, delta: the sum of do_TD[t, d] * o_TD[t, d] over d. Per key: s = scale q . k, then p = exp(s - lse), dp, ds.",
     allow=("load_tile",), hints={**WALK, "OutOfBoundsError": "Threads past the end have no query: read q, do, o and lse, and write dq, only if t < T."},
 )  # fmt: skip
 def flash_dq_kernel(e):
