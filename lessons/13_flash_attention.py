@@ -336,8 +336,8 @@ print("do . o of each row:       ", (do * o).sum(1).round(4))
 # %% [markdown]
 # ## Exercise 13.3: dq
 #
-# The same walk as in 13.2. Per visible key: its score, p = exp(scale s - lse), dp = do . v, ds = p
-# (dp - delta), and dq grows by ds k. The factor `scale` of dq can wait until the end.
+# The same walk as in 13.2. Per visible key: its scaled score s, p = exp(s - lse), dp = do . v, ds =
+# p (dp - delta), and dq grows by ds k. The factor `scale` of dq can wait until the end.
 
 
 # %% tags=["exercise"]
@@ -510,7 +510,6 @@ by_three = np.array(o_sim)
 flash = lesson.traced(flash_kernel, n // TILE, TILE, o_sim, lse_sim, *sims, scale)
 print("the same output:", np.allclose(by_three, o_sim, atol=1e-5))
 scores_moved = sum(three.traffic(name).moved for name in ("s_TT", "p_TT"))
-scores_moved += three.traffic("s_TT", write=True).moved
 k_and_v = sum(flash.traffic(name).moved for name in ("k_TD", "v_TD"))
 print(f"three kernels: {scores_moved:7,} bytes of scores and weights moved")
 print(f"flash:         {0:7,} bytes of scores and weights, {k_and_v:,} bytes of k and v")
@@ -608,7 +607,7 @@ lesson.source(softmax_kernels.online_softmax)
 
 # %% [markdown]
 # In the float32 FlashAttention, one tile at a time. 16 lanes share a row, so the maximum goes
-# through `row_max`, a shuffle; each lane has C scores and W columns of acc:
+# through `row_max`, a shuffle; of each of its R rows a lane has C scores and W columns of acc:
 
 # %%
 lesson.source(flash_attention_fp32.make_add_scores)
@@ -641,9 +640,9 @@ lesson.table(
 
 # %% [markdown]
 # These are xtrain's kernels of lesson 14, which run on every card since the A100. From 1024 tokens
-# on cuDNN is ahead of them: it uses instructions that exist on Hopper only. [Lesson
-# 23](23_beyond.ipynb) is about those, and about the kernels that xtrain has for them. At 65,536
-# tokens PyTorch's own flash kernels are about as fast as these.
+# on cuDNN, NVIDIA's own library, is ahead of them: it uses instructions that exist on Hopper only.
+# [Lesson 23](23_beyond.ipynb) is about those, and about the kernels that xtrain has for them. At
+# 65,536 tokens PyTorch's own flash kernels are about as fast as these.
 #
 # ## What did not help
 #

@@ -188,14 +188,14 @@ def mma_kernel(c, a, b):
 
 # %% [markdown]
 # How does such an instruction get into a Python function at all? Numba compiles a kernel by way of
-# LLVM, and lets us add an *intrinsic*: a function that writes its own LLVM code, here one line of
-# assembly. The `%` and `$` things are which registers it may use:
+# LLVM, and lets us add an *intrinsic*: a function that writes its own LLVM code, here around one
+# line of assembly. `$0` to `$13` are its registers: four results, then the operands a, b and c:
 
 # %%
 from xtrain.kernels import _tensor_cores
 
+lesson.source(_tensor_cores.mma_bf16)
 lesson.source(_tensor_cores._asm)
-print(_tensor_cores.mma_bf16.__doc__)
 
 # %% [markdown]
 # ## ldmatrix: fragments from shared memory
@@ -420,8 +420,8 @@ lesson.report(simulator.run, straight_kernel, 1, 32, s_sim, bits)
 # ## Measure
 #
 # How many instructions does a warp issue for a 16 x 16 piece of scores with 64 columns? With
-# ordinary multiply-adds each lane owns 8 of the 256 scores and needs 64 of them for each; with
-# tensor cores:
+# ordinary multiply-adds each lane owns 8 of the 256 scores, 64 instructions each; with tensor
+# cores:
 
 # %%
 scores, columns = 16 * 16, 64
@@ -603,6 +603,7 @@ for D in (32, 64, 128):
 #
 # - NVIDIA, *PTX ISA*, sections "Matrix Fragments for mma.m16n8k16 with floating point type",
 #   "ldmatrix", "cp.async".
-# - NVIDIA, *CUTLASS* documentation, "Efficient GEMM in CUDA": stages, swizzles.
+# - NVIDIA, *CUTLASS* documentation: "Efficient GEMM in CUDA" on two stages; "CUTLASS Convolution",
+#   section "Shared Memory Layouts", on ldmatrix and the swizzle.
 # - T. Dao, *FlashAttention-2*, 2023: the order of loops, and why warps split queries and not keys.
 # - NVIDIA H200 data sheet: 989 TFLOP/s bf16 (dense), 67 TFLOP/s float32.

@@ -372,7 +372,8 @@ print(f"{embedding / total_parameters:.0%} of all bytes can leave only when back
 # %% [markdown]
 # And what do many short messages cost? The records of whole steps on four H200s also hold what the
 # messages take with nothing else to do: all gradients of that model in one (`flat`), in buckets of
-# 32 MiB, and in one message per parameter (`naive`), all three by NCCL.
+# 32 MiB, and in one message per parameter (`naive`), all three by NCCL, NVIDIA's library for
+# messages between GPUs.
 
 # %%
 small = xtrain.ModelConfig(vocab_size=32, dim=16, n_layers=12, n_heads=2, max_seq_len=8)
@@ -398,11 +399,12 @@ lesson.figures.bars(
 # %% [markdown]
 # A message per parameter, `--dp overlap`, hides its communication and multiplies it.
 #
-# **The improvement of this lesson:** overlap hides what can be hidden, and buckets make it cheap: a
-# few messages take hardly longer than a single one.
+# **The improvement of this lesson:** overlap hides what can be hidden, and buckets make it cheap:
+# nine messages take about a sixth longer than a single one, 99 more than twice as long.
 #
 # Whole steps of that model on four GPUs, in the order of the stages. `none` leaves communication
-# out; what a step takes above it is *exposed*:
+# out; what a step takes above it is *exposed*. (`copy` is a subject of the next section, ZeRO-1 of
+# [lesson 16](16_memory.ipynb).)
 
 # %%
 stages = [
@@ -419,17 +421,17 @@ lesson.table(stages, columns | {"linear": lambda r: f"{r['of_linear']:.0%}"})
 
 # %% [markdown]
 # *Alone* is how long the same messages take with nothing else to do, *linear* the share of what the
-# four GPUs do by themselves. A message per parameter takes as long for `naive` as for `overlap`; the
-# one exposes all of it, and waits at every message besides, the other hides a part. `flat` sends
-# one message and hides nothing. The last three hide and send few. Between them stands the next
-# question:
+# four GPUs do by themselves. A message per parameter takes as long for `naive` as for `overlap`;
+# the one exposes all of it, and waits at every message besides, the other hides a part. `flat`
+# sends one message and hides nothing. The last three hide and send few. Between them stands the
+# next question:
 #
 # ## Who does the copying?
 #
-# One more cost does not show on a time line. NCCL, the usual library for this, adds and copies with
-# *kernels*. They occupy multiprocessors, and a matrix product that was laid out for all of them
-# then needs a second round. The docstring of `peer.py`, xtrain's own way between the GPUs of one
-# machine:
+# One more cost does not show on a time line. NCCL adds and copies with *kernels*. They occupy
+# multiprocessors, and a matrix product that was laid out for all of them then needs a second round.
+# The docstring of `peer.py`, xtrain's own way between the GPUs of one machine (NVLink is what
+# connects them):
 
 # %%
 from xtrain import peer
@@ -439,7 +441,7 @@ print(peer.__doc__.split("\n\n")[1])
 # %% [markdown]
 # ## The library's kernel
 #
-# There is none: the ranks' work is two copies and an addition. Your exercise 15.2, with one rank
+# There is none: the ranks' work is two copies and an addition, your exercise 15.2 with one rank
 # per GPU, `_copy` instead of `read` and a barrier of flags in GPU memory. Two things differ. The
 # owner does not wait to be read: it *sends* its sum, into memory that nobody else needs any more,
 # so the second barrier goes. And when backward is over (`idle`), the addition itself reads the
@@ -515,9 +517,8 @@ lesson.figures.bars(forward_backward, "ms", "a thread per GPU: the same work per
 # rounded sum that the others copy. `own_n[mine]` has to be rounded after the sum is complete, else
 # the owner alone keeps more digits. 2: Only after the last; the arena adds up. All four use 1 /
 # count of the whole batch. 3: Reduce-scatter inside each machine, all-reduce of each part between
-# the two, all-gather inside: n / 4 numbers per GPU pass between the machines, in each direction, as
-# in NCCL's hierarchical algorithms. 4: They agree to rounding: the order of additions is another
-# one.
+# the two, all-gather inside: n / 4 numbers per GPU pass between the machines, in each direction. 4:
+# They agree to rounding: the order of additions is another one.
 #
 # </details>
 #

@@ -357,7 +357,7 @@ lesson.figures.bars(
 # The question's answer: weights, gradients and moments are 1.07 GB; activations make up nearly all
 # the rest. In float32 more than a third of those are attention's. `peak` is what lives at once,
 # `reserved` what the pool had to take for it; the difference is fragmentation: one percent in the
-# first row, seven in the third.
+# first row, nine in the third.
 #
 # Measured on an H200, with PyTorch (eager, the same model and batch) beside it for scale:
 

@@ -192,8 +192,8 @@ def decode_attention(q_HD, k_GSD, v_GSD, length, scale):
 # ## It is the same model
 #
 # A decoder with a cache in a few lines: lesson 7's forward pass for one token, with your two
-# functions in the middle. Greedy decoding with it must give, at *every* position, the token that
-# the whole forward pass gives.
+# functions in the middle. *Greedy* decoding, which always takes the most likely token, must give
+# with it, at *every* position, the token that the whole forward pass gives.
 
 # %%
 import xtrain
@@ -357,9 +357,9 @@ lesson.table(
 )
 
 # %% [markdown]
-# 32 sequences of few tokens cost little more than one. With 4096 tokens each, their caches weigh
-# more than the weights, and the step takes accordingly longer. (About half of the bound is reached:
-# a step is some hundred small kernels, one after the other.)
+# 32 sequences of few tokens take less than half as long again as one. With 4096 tokens each, their
+# caches weigh more than the weights, and the step takes accordingly longer. (Half to five eighths
+# of the bound is reached: a step is some hundred small kernels, one after the other.)
 #
 # On a GPU: your append against the library's, which moves 16 bytes per thread and does keys and
 # values together.

@@ -150,7 +150,9 @@ def segment_best_kernel(ids_S, best_S, x_V):
 # %% [markdown]
 # ## Exercise 20.2: the best k in two rounds
 #
-# In NumPy. How many must each segment hand on, so that none of the best k is lost?
+# In NumPy. How many must each segment hand on, so that none of the best k is lost? `logits_V` gives
+# at most `segment` logits at a time, `logits_V[a:b]`; single ones, or those of a list of ids, only
+# of tokens that a segment has handed on.
 
 
 # %% tags=["exercise"]
@@ -409,7 +411,8 @@ lesson.source(sampling.kept_ref)
 lesson.source(sampling.sample_ref)
 
 # %% [markdown]
-# And the first round of the kernels: the best of a segment are found by a bitonic sort in shared
+# And the first round of the kernels. Your pair, value and id, is a single int64 here (`place_of`),
+# so that one comparison decides. The best of a segment are found by a bitonic sort in shared
 # memory, in which threads compare and exchange in a fixed pattern.
 
 # %%
@@ -435,9 +438,10 @@ print("the library:", ids_B.tolist(), " yours:", mine)
 # %% [markdown]
 # ## What did not help
 #
-# *Sorting everything.* A full sort of 150 000 logits gives top-k, top-p and the draw in one stroke,
-# and reads and writes the whole array some twenty times. Top-k of 1024 at most, and the first round
-# reads once.
+# *Sorting everything.* A full sort of 150 000 logits gives top-k, top-p and the draw in one stroke.
+# But a radix sort, the usual one on a GPU, reads and writes all logits and their ids once for every
+# 8 bits of a logit. With a top-k of at most 1024 the first round reads the logits once, and writes
+# few.
 #
 # *A generator with a state per sequence* (as cuRAND's default): 48 bytes per thread to keep, load
 # and store, and a sequence that moves to another row takes the wrong one. The counter is the

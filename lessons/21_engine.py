@@ -177,10 +177,10 @@ for prompt, n, answer in zip(prompts, lengths, answers):
 # ## What the GPU keeps
 #
 # In a step Python should only have to say "again": everything the kernels need lies on the device,
-# in **lanes**. Lane b holds for one sequence its last token, its length (where the next key goes),
-# how many tokens it has drawn, and its row; -1 says that nobody is there. The number of lanes is
-# fixed, because the step is a CUDA graph (lesson 10), so there are idle ones. At the end of a step
-# a kernel counts up.
+# in **lanes** (not those of a warp). Lane b holds for one sequence its last token, its length (where
+# the next key goes), how many tokens it has drawn, and its row; -1 says that nobody is there. The
+# number of lanes is fixed, because the step is a CUDA graph (lesson 10), so there are idle ones. At
+# the end of a step a kernel counts up.
 #
 # ## Exercise 21.2: the end of a step
 
@@ -446,7 +446,8 @@ print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the tim
 # ## The library's kernel
 #
 # Your 21.2, and around it the step that becomes a CUDA graph: model, sampling, counting up.
-# Python's part of a step is one launch, and reading b token ids: the last kernel puts them into memory of the host.
+# Python's part of a step is one launch, and reading b token ids: the last kernel puts them into
+# memory of the host.
 
 # %%
 from xtrain import text_stream

@@ -50,7 +50,7 @@ from xtrain import lesson
 # ## What travels
 #
 # A Hugging Face folder is three things: `config.json` (the shape), `model.safetensors` (the
-# weights), and a tokenizer. Save a small model and look:
+# weights), and a tokenizer. Save a small model, which has no tokenizer, and look:
 
 # %%
 config = xtrain.ModelConfig(

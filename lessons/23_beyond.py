@@ -691,8 +691,8 @@ print(zero.__doc__)
 
 # %% [markdown]
 # To go from ZeRO-1 to FSDP, what would have to change? The arena (lesson 16) is already cut into
-# buckets of which each rank owns a part. Weights would be gathered bucket by bucket before a layer
-# runs, and dropped after it: the reverse of what `zero.py` does after the optimizer's step.
+# buckets of which each rank owns a part. The all-gather that `zero.py` makes after the optimizer's
+# step would be made bucket by bucket before a layer runs, into memory that is dropped after it.
 #
 # ## What did not help
 #
@@ -736,9 +736,10 @@ for M in (1, 8, 64):
 # 1: rows of wq, wk, wv of its heads, columns of wo that belong to them; the outputs of wo are
 # summed. With grouped queries a rank needs whole groups. 2: yes, the norm needs the whole row; so
 # reduce-scatter over tokens, norm, all-gather: the same traffic as the all-reduce, and the norm's
-# work is divided, too. 4: nothing here, since the product needs both; in attention the scores can
-# begin when q and k are there, while v is still on its way, and so the kernel has barriers for k
-# and for v.
+# work is divided, too. 3: `Ranks.total` gathers a few numbers and adds them in the order of the
+# ranks; the sums of gradients are left to MPI and NCCL, as the docstring of the file says. 4:
+# nothing here, since the product needs both; in attention the scores can begin when q and k are
+# there, while v is still on its way, and so the kernel has barriers for k and for v.
 #
 # </details>
 #

@@ -43,8 +43,15 @@ MISTAKES = [
     ("13.3", "    if t < T:\n        lse", "    if True:\n        lse", "Threads past the end have no query"),
     ("13.1", "range(0, k_SD.shape[0], tile)", "range(tile, k_SD.shape[0], tile)", "Keys are missing"),
     ("13.2", "s *= scale", "s *= float32(1.0) / math.sqrt(float32(D))", "expected"),
+    ("13.2", "math.exp(s - new)", "math.exp(s - top)", "with the new maximum"),
+    ("13.2", "if first + j <= t:", "if j <= t:", "compares t with j"),
+    ("13.1", "        top = new\n    return acc", "    return acc", "that of the beginning"),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these
     ("13.2", "math.exp(s - new)", "math.exp(s - top)", "saw no key at all"),
+]  # fmt: skip
+
+RIGHT = [  # unusual, and right
+    ("13.2", "        acc[d] = float32(0.0)", "        acc[d] = 0.0"),
 ]  # fmt: skip

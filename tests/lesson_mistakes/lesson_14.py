@@ -4,6 +4,7 @@ MISTAKES = [
     ("14.1", "g + 8 * (i % 2), 2 * t + 8 * (i // 2)", "g + 8 * (i // 2), 2 * t + 8 * (i % 2)", "a[1] and a[2] are swapped"),
     ("14.1", "pack_bf16(a[row, column], a[row, column + 1])", "pack_bf16(a[row, column + 1], a[row, column])", "The pairs of a or those of b"),
     ("14.1", "pack_bf16(b[row, g], b[row + 1, g])", "pack_bf16(b[row + 1, g], b[row, g])", "The pairs of a or those of b"),
+    ("14.1", "pack_bf16(b[row, g], b[row + 1, g])", "pack_bf16(b[2 * t + i, g], b[2 * t + i + 8, g])", "two neighbouring rows"),
     ("14.1", "pack_bf16(b[row, g], b[row + 1, g])", "pack_bf16(b[row, g], b[row, g + 1])", "two neighbouring ROWS"),
     ("14.1", "c[g + 8 * (i // 2), 2 * t + i % 2]", "c[g + 8 * (i % 2), 2 * t + i // 2]", "c[1] and c[2] are swapped"),
     ("14.1", "row = 2 * t + 8 * i", "row = 2 * t", "b[0] and b[1] hold the same rows"),

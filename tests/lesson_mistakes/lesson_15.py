@@ -32,10 +32,12 @@ MISTAKES = [
     ('15.3', 'if p < b and a < q', 'if p <= b and a <= q', 'only touches'),
     ('15.3', 'ready.append(i)', 'ready.append((a, b))', 'named by its number'),
     ('15.2', '    for rank in others:\n        own_n[mine]', '    for rank in range(world):\n        own_n[mine]', 'in the sum twice'),
+    ("15.2", "own_n[theirs] = read", "own_n[theirs] += read", "not added to this rank's own"),
     ("15.3", "p < b and a < q", "a <= p < b or a < q <= b", "it is [[], [0, 1, 2]]"),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these
+    ("15.1", "2 * error", "4 * error", "a share of the WHOLE batch"),
     ("15.2", "    yield\n    for rank in others:\n        theirs = part(own_n.size, world, rank)\n        own_n[theirs] = read(rank, theirs.start, theirs.stop)\n", "    own_n[mine] *= 0.5\n    yield\n", "goes to that rank's part"),
 ]  # fmt: skip
 

@@ -28,6 +28,10 @@ MISTAKES = [
     ("20.1", "    for i in range(first + lane, last, 32):\n        if ", "    for i in range(first, last):\n        if lane == 0 and ", "1 of 32 threads"),
     ("20.2", "    kept = []\n", "    return np.argsort(-logits_V, kind='stable')[:k]\n", "All 10 logits at once"),
     ("20.1", "x_V[i] > best", "x_V[i] >= best", "the LOWER id wins"),
+    ("20.2", "    kept = []\n", "    return sorted(range(len(logits_V)), key=lambda i: -logits_V[i])[:k]\n", "one by one"),
+    ("20.2", "    kept = []\n", "    return np.argsort([-x for x in logits_V], kind='stable')[:k]\n", "one by one"),
+    ("20.1", "or (other == best and other_id < best_id)", "", "the LOWER id wins"),
+    ("20.3", 'side="right"', 'side="left"', "does not EXCEED u"),
     ("20.3", "if k:", "if k > 1:", "only the best token stays"),
     ("20.4", "range(10)", "range(11)", "That is eleven rounds"),
 ]  # fmt: skip
@@ -38,5 +42,6 @@ UNTRUE = [  # what is not to be said of these
 ]  # fmt: skip
 
 RIGHT = [  # unusual, and right
+    ("20.2", "-logits_V[kept]", "[-logits_V[i] for i in kept]"),
     ("20.4", "return c0, c1, c2, c3", "return [c0, c1, c2, c3]"),
 ]  # fmt: skip

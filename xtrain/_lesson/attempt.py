@@ -419,13 +419,16 @@ def _wide_values(work):
     """-> a list that gets the Site of every float64 that a float32 array takes, or float32(...), while inside."""
     sites, store, scope, casts = [], Thread.store, {}, {}
 
+    def computed(value):  # 0.0 and -math.inf are constants, of which the compiler makes float32
+        return type(value) is np.float64 and value != 0 and np.isfinite(value)
+
     def noted_store(self, a, index, value, site):
-        if type(value) is np.float64 and a.dtype == np.float32 and site not in sites:
+        if computed(value) and a.dtype == np.float32 and site not in sites:
             sites.append(site)
         return store(self, a, index, value, site)
 
     def noted_cast(x):
-        if type(x) is np.float64 and np.isfinite(x):  # float32(-math.inf) is no computation
+        if computed(x):
             frame = sys._getframe(1)
             site = Site(frame.f_code.co_filename, frame.f_lineno, 0, frame.f_code.co_name, "")
             if site not in sites:

@@ -76,6 +76,7 @@ def attention_row(e):
         e.same("lse", np.asarray(got[1], np.float64), np.float64(top + np.log(total)), {
             "That is the logarithm of the sum of exp(s - maximum): the maximum has to be added.": np.float64(np.log(total)),
             "That is the maximum alone: log of the sum has to be added.": np.float64(top),
+            "The maximum is still that of the beginning: each turn ends with old maximum = new maximum.": lambda got: np.isneginf(got),
         }, rtol=1e-6)  # fmt: skip
 
 
@@ -142,6 +143,8 @@ def flash_kernel(e):
         )
         total = np.exp(want_lse[:, 0] - _tops(q, k))[:, None]
         e.same("o", o, want_o, {
+            "exp overflows: the weight of a key is exp(s - new), with the new maximum; top is still far below.":
+                lambda got: np.isnan(got[0]).all() and np.isposinf(np.asarray(lse)[0]),
             "No mask: every query saw all keys. Query t sees the keys up to t, so first + j <= t.":
                 lambda got: any(np.allclose(got, o, 1e-4, 1e-5) for o in _unmasked(q, k, v)),
             "A query sees itself, too: first + j <= t, not < t.": lambda got: np.allclose(got[1:], strict[1:], 1e-4, 1e-5),
@@ -153,6 +156,8 @@ def flash_kernel(e):
                 hidden_attention(q, k, v, SCALE, causal & (tiles[:, None] == tiles)),
             "The mask compares places within the tile, j and threadIdx.x: it is the key's place among all, first + j, that is at most t.":
                 hidden_attention(q, k, v, SCALE, (tiles[:, None] >= tiles) & (places[:, None] >= places)),
+            "The mask compares t with j, a place within the tile: it is the key's place among all, first + j, that is at most t.":
+                _unmasked(q, k, v, lambda key: key % TILE <= np.arange(T)[:, None])[0],
             "The first query saw no key at all, and 0 / 0 is NaN: the walk must come to the block's own tile, the one that begins at "
             "TILE * blockIdx.x.": lambda got: np.isnan(got[0]).all() and np.isneginf(np.asarray(lse)[0]) and e.wrote(o).all(),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
@@ -163,12 +168,12 @@ def flash_kernel(e):
         tiles_read(e, trace, k, v)
 
 
-def _unmasked(q, k, v):
-    """Without a mask: all keys of the tiles that a block visits with the zeros past the end, without them, all keys"""
+def _unmasked(q, k, v, mask=lambda key: True):
+    """No mask, or another: all keys of the tiles that a block visits with the zeros past the end, without them, all keys"""
     T, wide = len(q), -(-len(q) // TILE) * TILE
     k, v = (np.pad(np.asarray(x, np.float64), ((0, wide - T), (0, 0))) for x in (k, v))
     key = np.arange(wide)
-    visited, there = np.arange(T)[:, None] // TILE >= key // TILE, key < T
+    visited, there = (np.arange(T)[:, None] // TILE >= key // TILE) & mask(key), key < T
     return [hidden_attention(q, k, v, SCALE, sees) for sees in (visited, visited & there, there)]
 
 
@@ -187,7 +192,7 @@ def _unshrunk(q, k, v, acc):
 
 @exercise(
     "13.3", "flash_dq_kernel",
-    first_step="before the walk, delta: the sum of do_TD[t, d] * o_TD[t, d] over d. Per key: s, then p = exp(scale s - lse), dp, ds.",
+    first_step="before the walk, delta: the sum of do_TD[t, d] * o_TD[t, d] over d. Per key: s = scale q . k, then p = exp(s - lse), dp, ds.",
     allow=("load_tile",), hints={**WALK, "OutOfBoundsError": "Threads past the end have no query: read q, do, o and lse, and write dq, only if t < T."},
 )  # fmt: skip
 def flash_dq_kernel(e):

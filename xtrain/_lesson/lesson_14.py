@@ -34,6 +34,7 @@ def mma_kernel(e):
         quarters = a.copy()
         quarters[:8, 8:], quarters[8:, :8] = a[8:, :8], a[:8, 8:]
         pairs = np.arange(16) ^ 1
+        apart = np.arange(16).reshape(2, 4, 2).T.ravel()
         g, t = np.divmod(np.arange(32), 4)
         crossed = np.empty_like(want)
         for i in range(4):
@@ -42,6 +43,7 @@ def mma_kernel(e):
             "a[1] and a[2] are swapped: a[1] is 8 rows further, a[2] 8 columns.": quarters @ b,
             "The pairs of a or those of b are swapped: the first argument of pack_bf16, the lower half, is the left element of a, "
             "the upper one of b.": a @ b[pairs],
+            "b[0] holds two neighbouring rows, 2t and 2t + 1; b[1] holds 2t + 8 and 2t + 9.": a @ b[apart],
             "c[1] and c[2] are swapped: c[1] is one column further, c[2] 8 rows.": crossed,
             "b[0] and b[1] hold the same rows: b[1] is 8 rows further.": a @ b[np.arange(16) % 8],
             "These are the products of the numbers before rounding: multiply with mma_bf16.": exact,

@@ -19,7 +19,7 @@ def double(a):
     kernel=False,
 )  # fmt: skip
 def share(e):
-    for counts in ((3, 3), (4, 1, 2), (2, 0)):
+    for counts in ((3, 1, 1), (4, 4), (2, 0)):
         N, R = 4, len(counts)
         w, x, t = double(e.normal(3)), double(e.normal(R, N, 3)), double(e.normal(R, N))
         for r, n in enumerate(counts):
@@ -103,9 +103,11 @@ def all_reduce(e):
             alone[parts[me]] = want[parts[me]]
             mine, others = parts[me], np.ones(n, bool)
             others[mine] = False
+            added = want + np.where(others, double(given[me]), 0)
             e.same(f"array of rank {me}", arrays[me], want, {
                 f"The parts that later ranks own were copied before those had added them up. {BARRIER}": stale,
                 "Only this rank's own part is a sum: in the second half the parts of the others have to be copied from their owners.": alone,
+                "In the second half the sums of the others are copied, own_n[...] = ..., not added to this rank's own numbers.": added,
                 "Nothing has changed: add and copy in place, own_n[...] = ...": given[me],
                 "That is the mean: the shares are to be added.": want / world,
                 "That is the sum without this rank's own array.": want - given[me],

@@ -23,6 +23,7 @@ def segment_best_kernel(e):
         if ties:
             x[...] = np.minimum(np.round(np.asarray(x)), -1)
             x[3::16] = -0.5  # the best, in two lanes, and twice in each
+            x[67:68] = -1  # in the second segment the lower lane has the higher id
         S = -(-V // 64)
         value, ids = e.blank(S), e.blank(S, dtype=np.int32)
         case = f"V = {V}" + (", many equal logits" if ties else "")
@@ -136,6 +137,18 @@ def choose(e):
         got = e.call(x.copy(), temperature, k, p, u, case=case)
         e.need(got is not None and np.ndim(got) == 0, "Return one id.")
         e.need(int(got) == want, f"It chose {int(got)}; expected {want}.\n{why}")
+    got = e.call(
+        np.zeros(4),
+        1.0,
+        0,
+        1.0,
+        0.5,
+        case="four equal logits, temperature 1, k = 0, p = 1, u = 0.5",
+    )
+    e.need(
+        int(got) == 2,
+        f"It chose {int(got)}; expected 2.\nThe running sum is 0.25, 0.5, 0.75, 1, and that of id 1 does not EXCEED u.",
+    )
     got = e.call(x + 800, 1.0, 0, 1.0, 0.45, case="the same, all logits larger by 800, u = 0.45")
     e.need(
         int(got) == 3,

@@ -16,10 +16,10 @@ counter tells, merges them in the order of the keys, so that bits do not change 
 
     M = max m_i    o = sum_i exp(m_i - M) acc_i / sum_i exp(m_i - M) l_i
 
-How the keys are split depends on the length of the row alone, which is read on the device: the same graph serves all
+How a launch splits the keys depends on the length of the row alone, which is read on the device: the same graph serves all
 lengths, and a row's bits do not depend on the other rows. Blocks without keys leave at once. A launch of few rows has
-more warps a block than one of many (choose), which changes the order of additions, unless it is asked to be
-batch-invariant.
+more warps a block and shorter splits than one of many (choose), which changes the order of additions, unless it is
+asked to be batch-invariant.
 Every block computes its queries from qkv anew, which costs less than one more kernel. The block of the last keys appends
 the new key and value, then reads them back from the cache like all others. Keys and values of earlier tokens were there
 long before: while the product that makes qkv still runs, a block asks for them to come nearer.
