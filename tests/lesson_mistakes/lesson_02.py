@@ -27,6 +27,8 @@ MISTAKES = [
     ("2.1", "step = cuda.gridDim.x * cuda.blockDim.x", "step = 128", "The step is too large"),
     ("2.3", "cuda.blockDim.x", "64", "Only the first block did its work"),
     ("2.3", "        load4(registers, x_n, i)\n", "        load4(registers, x_n, i)\n        load4(registers, x_n, i)\n", "by 8 instructions"),
+    ("2.3", "load4(registers, x_n, i)", "load4(x_n, i)", "too few or too many arguments"),
+    ("2.3", "load4(registers, x_n, i)", "load4(x_n, i)", "load4() missing"),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these

@@ -37,6 +37,7 @@ MISTAKES = [
     ("4.3", "    gemm(True, False, O, N, I, w_OI, I, x_NI, I, y_NO, O)", "    y_NO[:] = x_NI @ w_OI.T", "gemm was called 0 times"),
     ("4.3", "    gemm(True, False, O, N, I, w_OI, I, x_NI, I, y_NO, O)", "    pass", "never called"),
     ("4.1", "        acc = float32(0.0)\n        for i in range(x_NI.shape[1]):\n            acc += x_NI[n, i] * w_OI[o, i]\n        y_NO[n, o] = acc", "        acc = 0.0\n        for i in range(x_NI.shape[1]):\n            acc += x_NI[n, i] * w_OI[o, i]\n        y_NO[n, o] = float32(acc)", "computed in float64"),
+    ("4.3", "gemm(True, False, O, N, I, w_OI, I,", "gemm(False, False, O, N, I, w_OI.T.copy(), O,", "a is a copy"),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these

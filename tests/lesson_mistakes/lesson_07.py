@@ -31,6 +31,7 @@ MISTAKES = [
     ("7.3", "p_NV * counted[:, None] / counted.sum()", "p_NV / counted.sum()", "theirs is 0"),
     ("7.2", "visible = t + 1", "visible = t + 2 if t + 2 < S else S", "one key too many"),
     ("7.2", "cuda.blockDim.x", "32", "Two threads write one place of p"),
+    ("7.2", "        v = scale * s_TS[t, s]", "        v = s_TS[t, s]", "The maximum of s was subtracted"),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these

@@ -41,6 +41,13 @@ MISTAKES = [
     ("8.3", "math.sqrt(sum(float((g * g).sum()) for g in gradients))", "max(float(abs(g).max()) for g in gradients)", "largest element"),
     ("8.1", "cuda.blockDim.x", "32", "was never written"),
     ("8.3", "min(1.0, limit / norm)", "norm", "That is the norm"),
+    ("8.1", "math.sqrt(v) / root2 + eps", "math.sqrt(v + eps) / root2", "after the root"),
+    (
+        "8.1", "        w_n[i] = w - lr / c1 * m / (math.sqrt(v) / root2 + eps)\n",
+        "        w = w_n[i] - lr / c1 * m / (math.sqrt(v) / root2 + eps)\n"
+        "        w_n[i] = w - lr * weight_decay * w if i < n_decay else w\n", "The decay came after the step",
+    ),
+    ("8.3", "return min(1.0, limit / norm)", "return [g * min(1.0, limit / norm) for g in gradients]", "Return one number"),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these

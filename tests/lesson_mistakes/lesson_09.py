@@ -39,6 +39,10 @@ MISTAKES = [
     ("9.3", "(i + 1) * launch_us", "i * launch_us", "its launch BEGINS"),
     ("9.1", "cuda.blockDim.x", "32", "columns from 4 on were never written"),
     ("9.1", "y_NC[n, c] = acc", "y_NC[n, c] += acc", "written with +="),
+    (
+        "9.2", "    j = cuda.blockIdx.x * 8 + cuda.threadIdx.x\n    i = cuda.blockIdx.y * 8 + cuda.threadIdx.y\n",
+        "    i = cuda.blockIdx.x * 8 + cuda.threadIdx.x\n    j = cuda.blockIdx.y * 8 + cuda.threadIdx.y\n", "one column of s",
+    ),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these

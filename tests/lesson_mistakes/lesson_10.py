@@ -34,4 +34,6 @@ MISTAKES = [
     ("10.1", "        begin = machine.record()\n        run()\n", "        run()\n        begin = machine.record()\n", "No time has passed"),
     ("10.2", "busy += max(0, end - max(start, until))", "busy += end - max(start, until)", "not less than nothing"),
     ("10.3", "cuda.blockDim.x", "32", "was never written"),
+    ("10.1", "machine.elapsed_us(begin, end)", "1e-5", "clock of this world"),
+    ("10.2", "return busy", "return 100 * busy", "in per cent"),
 ]  # fmt: skip

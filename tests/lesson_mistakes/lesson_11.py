@@ -42,6 +42,11 @@ MISTAKES = [
     ("11.4", "return loss / N", "return loss", "the mean is asked for"),
     ("11.4", "range(0, N, rows)", "range(0, N - rows + 1, rows)", "may have fewer than `rows`"),
     ("11.4", "    loss, dx_NC", "    rows = N\n    loss, dx_NC", "were in use at once"),
+    (
+        "11.4", "loss -= d_RV[n, target].sum()\n        np.exp(d_RV, out=d_RV)\n        total = d_RV.sum(1, keepdims=True)\n        loss += np.log(total).sum()",
+        "loss -= N * d_RV[n, target].mean()\n        np.exp(d_RV, out=d_RV)\n        total = d_RV.sum(1, keepdims=True)\n        loss += N * np.log(total).mean()",
+        "The means of the chunks",
+    ),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these

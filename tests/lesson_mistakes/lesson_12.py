@@ -42,6 +42,11 @@ MISTAKES = [
     ),
     ("12.1", "cuda.blockDim.x", "32", "expected"),
     ("12.3", "    for c in range(lane, C, 32):\n        acc += load1(x, n * C + c)\n    acc = warp_sum(acc)\n", "    for c in range(C):\n      if lane == 0:\n        acc += load1(x, n * C + c)\n", "threads read x"),
+    ("12.2", "half_n[...] = master_n.astype(half_n.dtype)", "half_n -= (lr * g_n).astype(half_n.dtype)", "went its own way"),
+    (
+        "12.3", "        acc += load1(x, n * C + c)\n    acc = warp_sum(acc)\n    if lane == 0:\n        store1(y_N, n, acc)",
+        "        acc += x[n * C + c]\n    acc = warp_sum(acc)\n    if lane == 0:\n        y_N[n] = acc", "added and stored as a whole number",
+    ),
 ]  # fmt: skip
 
 UNTRUE = [  # what is not to be said of these

@@ -357,6 +357,7 @@ ADVICE = (  # what is said of an error that has all these words
     (("cannot be interpreted as an integer",), "An index is an integer: a quotient by / is not, one by // is."),
     (("lanes hold float", "int64"), "A sum that begins with the integer 0 has no one type: it begins with float32(0.0)."),
     (("zero-size array",), "An empty array has no maximum: here a slice holds nothing at all. Look at its ends."),
+    (("positional argument",), "This call has too few or too many arguments: the lesson says what the function takes, and in which order."),
     (("is not 16-byte aligned",), "Accesses of 16 bytes begin at multiples of 16 bytes: 8 elements of bf16, 4 of float32."),
 )  # fmt: skip
 

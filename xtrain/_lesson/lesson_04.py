@@ -111,6 +111,11 @@ def linear_by_blas(e):
 
     def gemm(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc):
         calls.append((trans_a, trans_b, m, n, k, lda, ldb, ldc))
+        for name, array in (("a", a), ("b", b), ("c", c)):
+            e.need(
+                any(np.shares_memory(array, own) for own in (x, w, y)),
+                f"{name} is a copy: hand over x, w and y themselves. That BLAS reads one of them transposed is said by a flag.",
+            )
         blas(e, trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc)
 
     for N, O, I in ((2, 4, 3), (5, 5, 5), (7, 2, 9)):

@@ -166,6 +166,13 @@ def gradient_error(e):
             f"Both slopes have changed their sign, and the error is {scaled:.3g}; before it was {error:.3g}. "
             "The larger of two slopes is max(abs(numeric), abs(analytic)).",
         )
+    for factor in (100, 0.01):
+        case = f"{factor} times the right gradient"
+        error = float(e.call(noting, x.copy(), factor * gradient, v, 1e-5, case=case))
+        e.need(
+            error < 1.01,
+            f"With {case} the error is {error:.3g}: divide by the LARGER of the two slopes, then it is 0.99.",
+        )
 
 
 @exercise(

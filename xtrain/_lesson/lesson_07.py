@@ -105,6 +105,10 @@ def causal_softmax_kernel(e):
             return p / p.sum(1, keepdims=True)
 
         want = softmax(x, mask)
+        unscaled = np.where(mask, np.asarray(s), -np.inf).max(1, keepdims=True)
+        with np.errstate(all="ignore"):
+            below = np.where(mask, np.exp(x.astype(np.float32) - unscaled), 0)
+            below = np.where(mask, below / below.sum(1, keepdims=True), 0)
         hidden = np.where(mask, want, np.nan)
         strict = np.tri(T, S, -1, dtype=bool)
         strict[0, 0] = True
@@ -123,6 +127,7 @@ def causal_softmax_kernel(e):
             "Every row sees all keys: row t may only look at keys up to t.": softmax(x, np.ones_like(mask)),
             "Row t sees one key too many: its keys are 0 to t, and t + 1 comes later.": softmax(x, np.tri(T, S, 1, dtype=bool)),
             "The scores were not scaled.": softmax(double(s), mask),
+            "The maximum of s was subtracted from scale s: take the maximum of scale s, or multiply it by scale.": below,
             "exp overflows: subtract the maximum of the row first, which changes nothing in the quotient.":
                 lambda got: big > 1 and np.isnan(got[mask]).any(),
             "The row does not sum to 1: divide by the sum of exp over what the row sees.":

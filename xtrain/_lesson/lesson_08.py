@@ -79,7 +79,10 @@ def adamw_kernel(e):
                 w64 * (1 - lr * decay) - lr / c1 * m1 / (size + eps) if n_decay < n else np.empty(0),
             "Nothing decays: elements below n_decay are multiplied by 1 - lr weight_decay.":
                 w64 - lr / c1 * m1 / (size + eps) if n_decay else np.empty(0),
-            "eps is added after the root, not under it.": kept - lr / c1 * m1 / np.sqrt(v1 / root2**2 + eps),
+            "eps is added after the root, not under it.": lambda got: any(
+                np.allclose(got, kept - lr / c1 * m1 / s, 1e-4, 1e-6) for s in (np.sqrt(v1 / root2**2 + eps), np.sqrt(v1 + eps) / root2)),
+            "The decay came after the step: first it, from the old w, then the step.":
+                (w64 - lr / c1 * m1 / (size + eps)) * (kept / w64) if n_decay else np.empty(0),
             "The step goes uphill: subtract it.": kept + lr / c1 * m1 / (size + eps),
             "The decay is not multiplied by lr.": np.where(np.arange(n) < n_decay, w64 * (1 - decay), w64) - lr / c1 * m1 / (size + eps),
         }, rtol=1e-4)  # fmt: skip
@@ -161,7 +164,7 @@ def clip_factor(e):
             arrays, limit, case=f"three gradients of norm {norm:.3g} together, limit {limit:g}"
         )
         e.need(
-            got is not None and np.ndim(got) == 0,
+            not isinstance(got, (list, tuple, type(None))) and np.ndim(got) == 0,
             "Return one number, the factor for all gradients; 1.0 where there is nothing to shorten.",
         )
         e.need(

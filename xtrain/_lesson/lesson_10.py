@@ -36,6 +36,7 @@ def time_us(e):
         "That is how long LAUNCHING takes. A launch does not wait for the kernel: use events, or synchronize before the clock is read.":
             lambda got: close(got, 10) or got == 300_010,
         "No time has passed between the two moments: one comes before run(), the other after it.": lambda got: got == 0,
+        "That is a clock of this world. The machine has its own: machine.clock(), and its events.": lambda got: 0 < got < 1,
         "The time is negative: elapsed_us takes the earlier event first.": lambda got: got < 0,
         "The first call compiles the kernel. Call run() a few times before measuring.": lambda got: got > 300_000,
         "Runs that were still in the queue are counted too: synchronize after the warm-up, or use events, which are in the queue themselves.":
@@ -101,6 +102,7 @@ def busy_share(e):
                 np.float64(total / (last - first)),
             "That is the busy time, not its share of the time from the first start to the last end.": np.float64(slots.sum()),
             "The time before the first kernel counts as idle: begin at the first start.": np.float64(slots.sum() / last),
+            "That is in per cent: a share goes from 0 to 1.": np.float64(100 * want),
             "That is the idle share.": np.float64(1 - want) if want < 1 else np.empty(0),
             "The time ends at the LATEST end, not where the span ends that started last.":
                 np.float64(slots.sum() / (max(spans)[1] - first)) if max(spans)[1] < last else np.empty(0),

@@ -186,6 +186,7 @@ def head_loss(e):
         e.same("loss", np.float64(loss), losses.mean(), {
             "That is the sum over rows; the mean is asked for: divide by N.": np.float64(losses.sum()),
             "Only the last chunk is in the loss: add up over chunks.": np.float64(losses[last].sum() / N),
+            "The means of the chunks were added up: add up the losses of all rows, and divide by N once.": np.float64((losses / size[:, 0]).sum()),
             "Rows are missing: the last chunk may have fewer than `rows`.": np.float64(losses[:whole].sum() / N),
         }, rtol=1e-6)  # fmt: skip
         e.same("dx", dx, d @ w, {

@@ -28,6 +28,7 @@ def simulates(intrinsic, collective: bool | int = False, polled: bool = False):
     """
 
     def register(f):
+        f.__qualname__ = intrinsic.__name__  # Python's complaint about missing arguments names it
         if polled or collective == WARPGROUP:
             INTRINSICS[intrinsic] = (Waiting(f, 0 if polled else WARPGROUP), True)
         else:
