@@ -163,7 +163,8 @@ print(lesson.host(y_here))
 #
 # Which thread wrote which element? The simulator can keep a list of all accesses, `lesson.traced`.
 # From it we draw the map: one cell per element, and in it the number of the thread *within its
-# block*. A new block begins where the numbers begin again at 0.
+# block*. A new block begins where the numbers begin again at 0. (`simulator.sim` puts an array into
+# the simulator, also where there is a GPU.)
 
 # %%
 y_sim, a_sim, b_sim = simulator.sim(y), simulator.sim(a), simulator.sim(b)
@@ -519,7 +520,7 @@ lesson.table(
 
 # %% [markdown]
 # Divide the first rows by their number of blocks, 16,777,216 over the size of a block: 0.6 billionths
-# of a second each time, one clock of the chip. Up to 128 threads a block that is all there is to see:
+# of a second each time, about one clock of the chip. Up to 128 threads a block that is all there is to see:
 # the part of the hardware that hands out blocks gives one per clock. From 256 on memory is the limit.
 # Blocks of 1024 are slower again: a multiprocessor holds two of them, and a new one begins only when
 # the last warp of an old one has ended.
@@ -633,6 +634,6 @@ for name, trace in (("straight", straight), ("by way of shared memory", detour))
 #
 # - NVIDIA, *CUDA C++ Programming Guide*, chapters "Programming Model" and "Hardware
 #   Implementation": threads, blocks, warps, barriers.
-# - Numba, *CUDA Python*, "Writing CUDA kernels": the same in Python.
+# - Numba-CUDA, *User guide*, "Writing CUDA Kernels": the same in Python.
 # - S. Rush, *GPU Puzzles*: exercises with a gap and a check, from which this form is borrowed.
 # - `xtrain/simulator.py`: what the simulator finds, and what it does not.

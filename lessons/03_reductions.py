@@ -457,7 +457,7 @@ x_1k, total = simulator.sim(np.ones(1000, np.float32)), simulator.sim(np.zeros(1
 for name, kernel, barriers in (("tree", tree_sum_kernel, 7), ("shuffles", block_sum_kernel, 1)):
     trace = lesson.traced(kernel, 1, 128, total, x_1k)
     print(
-        f"{name:9} sum {total[0]:g}, {len(trace.requests(kind='shared')):2} instructions for shared memory, {barriers} barriers"
+        f"{name:9} sum {total[0]:g}, {len(trace.requests(kind='shared')):2} instructions for shared memory, barriers: {barriers}"
     )
 
 # %% [markdown]

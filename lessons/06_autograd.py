@@ -430,8 +430,9 @@ for layers in (2, 4, 8, 16):
 # 1: `Tensor(np.maximum(x.data, 0), [(x, lambda dy: dy * (x.data > 0))])` and `Tensor(x.data.sum(),
 # [(x, lambda dy: dy * np.ones_like(x.data))])`.
 #
-# 2: yours adds everything a second time to what is there; xtrain refuses, since the saved arrays
-# are gone.
+# 2: yours gives wrong numbers. The second time it adds to the gradients of the tensors in between,
+# and passes on the sum: in z = x y + x dx becomes 8, not 6. xtrain keeps none of those, and refuses,
+# since the saved arrays are gone.
 #
 # 3: in `Tensor.__init__` (parents become empty) is enough for yours; xtrain asks in `Context`, so
 # that nothing is saved either.

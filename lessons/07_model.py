@@ -17,11 +17,11 @@
 #
 # **The question.** What is a Llama, exactly? Not a diagram: every operation from token numbers to
 # the loss, small enough to compute by hand, and equal to what everybody else calls by that name to
-# the sixth digit.
+# the fifth digit.
 #
 # You know RMSNorm and linear layers. Four things are new: the embedding, positions (RoPE),
-# attention with its softmax, SwiGLU; and at the end the cross-entropy. You write three of their
-# kernels, then put everything together in forty lines of NumPy, and compare.
+# attention with its softmax, SwiGLU; and at the end the cross-entropy. You write three of
+# them, then put everything together in forty lines of NumPy, and compare.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -66,7 +66,7 @@ from xtrain.kernels._reduce import block_max, block_sum
 # Attention works on H *heads*, vectors of D numbers each, into which a linear layer has turned the
 # token: an array (N, H, D). It compares tokens by dot products, which know nothing of order. RoPE
 # (*rotary position embedding*) gives them a position by *turning*: a head of D numbers is seen as R
-# = D / 2 planes, and in plane r the token at position t is turned by the angle $t f_r$. Fast planes
+# = D / 2 planes, and in plane r the token at position t is turned by the angle $t f_r$, where $f_r = 10000^{-r / R}$. Fast planes
 # tell neighbours apart, slow ones the far-away. Plane r is made of number r of the lower half and
 # number r of the upper half:
 #
@@ -316,7 +316,8 @@ def cross_entropy(logits_NV, targets_N):
 # ## Everything together
 #
 # Forty lines. The weights have the names that Hugging Face gives them; two query heads share one
-# key head (*grouped queries*, lesson 18). We take them from a small model of xtrain.
+# key head (*grouped queries*, lesson 18). We take them from a small model of xtrain. (`qk_norm`:
+# Qwen3 has two more norms, of each query and each key head, before RoPE. Llama has not.)
 
 # %%
 import xtrain
@@ -503,14 +504,14 @@ runs = {
     "yours": lambda: lesson.launch(causal_softmax_kernel, T, 256, p, scores, np.float32(0.125)),
     "in use (in place)": lambda: softmax.causal_softmax_fwd(scores.reshape(1, T, T), T, 0.125),
 }
-times = lesson.measure(runs, nbytes=6 * T * T)
+times = lesson.measure(runs, nbytes=6 * T * T)  # half of the scores are read, all of p is written
 
 # %% [markdown]
 # ## The library's kernel
 #
 # The softmax for long rows, closest to yours. It finds maximum and sum in *one* pass: when a larger
 # score appears, the sum so far is multiplied by exp(old maximum - new maximum). Lesson 13 builds
-# FlashAttention on this line.
+# FlashAttention on this line. (`fmul_rn` is a product that is rounded by itself: lesson 8.)
 
 # %%
 lesson.source(softmax.online_softmax)
@@ -529,8 +530,8 @@ lesson.source(xmodel.Block)
 # %% [markdown]
 # ## What did not help
 #
-# *A mask as an array.* Adding a (T, T) array of zeros and minus infinities is what most code does,
-# and what `forward` above does. It reads as many bytes again as the scores, to say something that
+# *A mask as an array.* Adding a (T, T) array of zeros and minus infinities is what most code does
+# (`attention` above has one of booleans). It reads as many bytes again as the scores, to say what
 # an `if` knows: s <= t. And with the mask as an end of the loop, *half of the work disappears* too.
 #
 # *exp without the maximum.* It saves one pass, and works until one score passes 88:

@@ -80,7 +80,7 @@ for t in (1, 2, 3):
 # well. It acts on matrices; norm weights, of which there are few, are spared. In xtrain's memory
 # the decayed weights come first, so one number, `n_decay`, says where decay ends.
 #
-# The reference, from the library:
+# The reference, from the library (`half_n` is a copy in bf16: lesson 12):
 
 # %%
 from xtrain.kernels import adamw
@@ -156,8 +156,8 @@ def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, 
 def learning_rate(step, steps, peak, warmup, min_ratio):
     """Rate at `step` (0 ... steps - 1), a number.
 
-    First a line that reaches peak at step warmup - 1, then half a cosine from peak (at step
-    warmup) down to min_ratio * peak (at the last step).
+    First a line from peak / warmup (at step 0) to peak (at step warmup - 1), then half a cosine
+    from peak (at step warmup) down to min_ratio * peak (at the last step).
     """
     # YOUR CODE
 
@@ -179,8 +179,8 @@ lesson.check("8.2", learning_rate)
 def learning_rate(step, steps, peak, warmup, min_ratio):
     """Rate at `step` (0 ... steps - 1), a number.
 
-    First a line that reaches peak at step warmup - 1, then half a cosine from peak (at step
-    warmup) down to min_ratio * peak (at the last step).
+    First a line from peak / warmup (at step 0) to peak (at step warmup - 1), then half a cosine
+    from peak (at step warmup) down to min_ratio * peak (at the last step).
     """
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -372,13 +372,13 @@ print(f"knowing nothing: ln {len(WORDS)} = {math.log(len(WORDS)):.1f}")
 
 # %%
 nats = (
-    math.log(2) * 2
-    + 2 * (0.5 * math.log(2))
-    + 2 * math.log(2)
-    + 2 * (0.5 * math.log(2))
-    + 3 * math.log(3)
+    2 * math.log(2)  # is the subject one or many, and the object?
+    + 2 * 0.5 * math.log(2)  # "the" or "a", where it is one
+    + 2 * math.log(2)  # an adjective or none
+    + 2 * 0.5 * math.log(2)  # and which
+    + 3 * math.log(3)  # noun, verb, noun
 )
-words = 2 * (1 + 0.5 + 1) + 1 + 1
+words = 2 * (1 + 0.5 + 1) + 1 + 1  # twice article, perhaps an adjective, noun; verb; full stop
 print(
     f"entropy: about {nats / words:.1f} nats a word; the last ten losses: {np.mean(losses[-10:]):.1f}"
 )
@@ -552,7 +552,7 @@ for decoupled in (True, False):
 
 # %% [markdown]
 # With AdamW both have shrunk alike. With L2 the first hardly at all, and the second has been driven
-# to zero.
+# nearly to zero.
 #
 # *Clipping each array by itself*: every array is shortened by another factor, so the direction
 # changes. *No warm-up*: on the small language above it makes no difference; on large models it is

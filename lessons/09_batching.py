@@ -616,7 +616,7 @@ lesson.source(layout.swap_heads_plain_kernel)
 # targets of the *whole* batch, and `inv_count` is one over that number.
 #
 # 3: Python's part P is the time of "bf16 eager", for that step waits for Python; G is the time of
-# "bf16" divided by 32; the answer is P / G, far more than the 32 that were measured.
+# "bf16" divided by 32: P / G = 16.21 / (7.807 / 32) = 66, twice the 32 that were measured.
 #
 # </details>
 #

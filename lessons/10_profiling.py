@@ -251,10 +251,11 @@ print("float32:", _launch.numba_type(np.float32(1)), "as", _launch._slots(np.flo
 lesson.source(_launch._launch_gpu, "for a in args")
 
 # %% [markdown]
-# (Two zeros that Numba keeps for itself, the number of elements, the bytes of one, the address, the
-# shape, the strides.) Numba's own way of launching does more: it looks up types, wraps each array
-# again (on a GPU xtrain's arrays are CuPy's, a NumPy for the GPU), and may wait for the GPU. On a
-# GPU the next cell times a thousand launches of an empty kernel both ways.
+# (`q` is an integer of 8 bytes, `f4x` a float32 and 4 bytes of nothing: the letters of Python's
+# `struct`. An array is two zeros that Numba keeps for itself, the number of elements, the bytes of
+# one, the address, the shape, the strides.) Numba's own way of launching does more: it looks up
+# types, wraps each array again (on a GPU xtrain's arrays are CuPy's, a NumPy for the GPU), and may
+# wait for the GPU. On a GPU the next cell times a thousand launches of an empty kernel both ways.
 
 
 # %%

@@ -389,6 +389,21 @@ def test_trace_counts_sectors_and_banks():
         assert trace.traffic("y_n", write=True).efficiency == 1.0
 
 
+def test_trace_tells_two_reads_in_one_line_apart():
+    from numba import cuda
+
+    from xtrain.simulator import sim
+
+    @cuda.jit
+    def sums_kernel(y_n, x_n):
+        i = cuda.threadIdx.x
+        y_n[i] = x_n[i] + x_n[i + 32] + x_n[i] * x_n[i]
+
+    x, y = sim(np.ones(64, np.float32)), sim(np.zeros(32, np.float32))
+    read = lesson.traced(sums_kernel, 1, 32, y, x).traffic("x_n")
+    assert (read.requests, read.sectors, read.wanted) == (2, 8, 256)
+
+
 def test_trace_sees_one_request_for_a_16_byte_load():
     from xtrain.kernels import elementwise
     from xtrain.simulator import sim

@@ -7,6 +7,7 @@
 The hardware serves a warp at once: the 32 lanes of one instruction become as many transactions as there are different
 32-byte sectors among their addresses. Here an instruction is a place in the source, and the k-th time that a lane is
 there belongs to the k-th time that its neighbours are. That holds for kernels whose lanes take the same path.
+Two places in one line that read the same elements, as in x[i] * x[i], are one instruction, as for a compiler.
 """
 
 import contextlib
@@ -41,6 +42,7 @@ class Access(NamedTuple):
     line: int
     turn: int
     launch: int = 0
+    column: int = 0  # of the place in its line
 
 
 class Traffic(NamedTuple):
@@ -80,8 +82,12 @@ class Trace:
         """Accesses grouped as the hardware sees them: one list per warp, instruction and turn."""
         groups = defaultdict(list)
         for a in self.of(array, write, kind):
-            groups[a.launch, a.array, a.block, a.thread // 32, a.line, a.write, a.turn].append(a)
-        return list(groups.values())
+            line = a.launch, a.array, a.block, a.thread // 32, a.line, a.write, a.turn
+            groups[line, a.column].append(a)
+        once = {}
+        for (line, _), group in groups.items():
+            once.setdefault((line, tuple((a.thread, a.index) for a in group)), group)
+        return list(once.values())
 
     def traffic(self, array=None, write=None) -> Traffic:
         """Sectors of global memory, cache left aside: what the warps ask of it."""
@@ -136,7 +142,7 @@ def tracing() -> Iterator[Trace]:
         who = (number, position, thread.index, site.line, site.column, name, write)
         turn, turns[who] = turns[who] // widths[site], turns[who] + 1
         what = (name, a.memory.kind, write, position, thread.index, int(k), size)
-        accesses.append(Access(*what, site.line, turn, number))
+        accesses.append(Access(*what, site.line, turn, number, site.column))
 
     def noted_load(self, a, index, site):
         note(self, a, index, site, False)
