@@ -289,18 +289,18 @@ for name, trace in (("naive", plain), ("through a tile", tiled)):
 # %%
 add = lesson.record("bench_kernels/add/fp32")
 bandwidth = add["nbytes"] / add["copy_ms"] * 1e3  # bytes per second, of a plain copy on that card
-latency = (
-    600e-9  # seconds, a round number: an idle memory answers in half of it, a busy one in more
-)
+reading = bandwidth / 2  # half of a copy; nobody waits for what is written
+latency = 600e-9  # seconds, a round number: an idle memory needs half of it, a busy one more
 multiprocessors = 132
-flight = bandwidth * latency
-print(f"{bandwidth / 1e12:.2f} TB/s x {latency * 1e9:.0f} ns = {flight / 1e6:.1f} MB under way,")
+flight = reading * latency
+print(f"{reading / 1e12:.2f} TB/s x {latency * 1e9:.0f} ns = {flight / 1e6:.1f} MB under way,")
 print(f"{flight / multiprocessors / 1024:.0f} KB for each of the {multiprocessors} multiprocessors")
 print(f"2048 threads with one float32 each ask for {2048 * 4 // 1024} KB")
 
 # %% [markdown]
 # So one element per thread is too little, however many threads there are: a multiprocessor takes at
-# most 2048. Two remedies, and the library uses both:
+# most 2048, and they never all wait at once; some compute an address, some write, some have just
+# begun. xtrain's kernels keep about 25 KB under way. Two remedies, and the library uses both:
 #
 # - **larger accesses**: one instruction can move 16 bytes per thread, four neighbouring float32;
 # - **more of them before the first wait**: load two or four groups, *then* compute.

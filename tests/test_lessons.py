@@ -415,6 +415,15 @@ def test_trace_sees_one_request_for_a_16_byte_load():
     assert trace.traffic("a_n").efficiency == 1.0
 
 
+def test_names_under_the_roof_stand_at_their_own_points():
+    points = {"norm": (0.5, 1.85e12), "adamw": (0.536, 2.19e12)}  # two that are close to each other
+    (axes,) = lesson.figures.roofline(points, 4e12, 67e12).axes
+    names = {t.get_text(): t.get_window_extent() for t in axes.texts if t.get_text() in points}
+    for name, (x, y) in points.items():
+        height = axes.transData.transform((x, y / 1e12))[1]  # in pixels
+        assert abs(height - (names[name].y0 + names[name].y1) / 2) < 3, name
+
+
 def test_figures_are_drawn():
     f = lesson.figures
     made = [

@@ -132,8 +132,9 @@ def roofline(
         axes.annotate(
             name,
             (intensity, speed / 1e12),
-            xytext=(8, -12) if i % 2 else (-8, 7),
+            xytext=(8 if i % 2 else -8, 0),
             ha="left" if i % 2 else "right",
+            va="center",
             textcoords="offset points",
             fontsize=8,
         )

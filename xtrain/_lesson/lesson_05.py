@@ -171,7 +171,7 @@ def gradient_error(e):
         error = float(e.call(noting, x.copy(), factor * gradient, v, 1e-5, case=case))
         e.need(
             error < 1.01,
-            f"With {case} the error is {error:.3g}: divide by the LARGER of the two slopes, then it is 0.99.",
+            f"The error is {error:.3g}: divide by the LARGER of the two slopes, then it is 0.99.",
         )
 
 
