@@ -403,11 +403,11 @@ lesson.table(
 )
 
 # %% [markdown]
-# Cards are dealt 15 times as fast as stretches; 16 bytes at once come within 6 % of a copy; the tile
-# makes the transpose 1.7 times as fast. And the library's: `add`, and the narrowing cast from float32
-# to bf16 (a float of 2 bytes, the subject of lesson 12), each with one element per thread, and as
-# the library does it, with 16-byte accesses and several under way. The last column is what counts:
-# the time of a plain copy of as many bytes, over the time of the kernel.
+# Cards are dealt 15 times as fast as stretches; 16 bytes at once come within 6 % of a copy; the
+# tile makes the transpose 1.7 times as fast. And the library's: `add`, and the narrowing cast from
+# float32 to bf16 (a float of 2 bytes, the subject of lesson 12), each with one element per thread,
+# and as the library does it, with 16-byte accesses and several under way. The last column is what
+# counts: the time of a plain copy of as many bytes, over the time of the kernel.
 
 # %%
 lesson.table(

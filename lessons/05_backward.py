@@ -485,8 +485,8 @@ print(
 # Seven: the kernel for dx reads dy and x in each of its two loops and writes dx, the one for dw
 # reads both once more. **The improvement:** everything in one pass. A row of dy and x is loaded
 # into registers once; from there come the mean, dx, and the row's share of dw. The floor is 3: read
-# dy, read x, write dx. (Five here, for the kernel asks one row ahead, and at the end for its last row
-# again: in this small example every warp has one row only. With thousands of rows it is 3.)
+# dy, read x, write dx. (Five here, for the kernel asks one row ahead, and at the end for its last
+# row again: in this small example every warp has one row only. With thousands of rows it is 3.)
 #
 # The shares of dw from different blocks must be added. Atomics would do it in whatever order blocks
 # finish; that is another sum at every run (lesson 3). So each block adds up its own rows, writes

@@ -336,8 +336,9 @@ print(f"about {launches} launches in {eager['ms']:.1f} ms: {each:.0f} us each")
 # each launch.
 #
 # Here is such a table from the records: kernels of a bf16 step of 32768 tokens, width 768, each as
-# often as 12 layers call it (the vocabulary is 50304, AdamW has 150 million parameters; the residual
-# kernels were measured with all arrays in bf16, while a step keeps the stream in float32, lesson 12):
+# often as 12 layers call it (the vocabulary is 50304, AdamW has 150 million parameters; the
+# residual kernels were measured with all arrays in bf16, while a step keeps the stream in float32,
+# lesson 12):
 
 # %%
 CALLS = {
