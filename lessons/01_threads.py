@@ -521,9 +521,9 @@ lesson.table(
 # %% [markdown]
 # Divide the first rows by their number of blocks, 16,777,216 over the size of a block: 0.6
 # billionths of a second each time, about one clock of the chip. Up to 128 threads a block that is
-# all there is to see: the part of the hardware that hands out blocks gives about one per clock. From 256
-# on memory is the limit. Blocks of 1024 are slower again: a multiprocessor holds two of them, and a
-# new one begins only when the last warp of an old one has ended.
+# all there is to see: the part of the hardware that hands out blocks gives about one per clock.
+# From 256 on memory is the limit. Blocks of 1024 are slower again: a multiprocessor holds two of
+# them, and a new one begins only when the last warp of an old one has ended.
 #
 # ## The library's kernel
 #

@@ -66,9 +66,9 @@ from xtrain.kernels._reduce import block_max, block_sum
 # Attention works on H *heads*, vectors of D numbers each, into which a linear layer has turned the
 # token: an array (N, H, D). It compares tokens by dot products, which know nothing of order. RoPE
 # (*rotary position embedding*) gives them a position by *turning*: a head of D numbers is seen as R
-# = D / 2 planes, and in plane r the token at position t is turned by the angle $t f_r$, where $f_r
-# = 10000^{-r / R}$. Fast planes tell neighbours apart, slow ones the far-away. Plane r is made of
-# number r of the lower half and number r of the upper half:
+# = D / 2 planes, and in plane r the token at position t is turned by the angle $t f_r$, where
+# $f_r = 10000^{-r / R}$. Fast planes tell neighbours apart, slow ones the far-away. Plane r is made
+# of number r of the lower half and number r of the upper half:
 #
 # $$y_r = x_r \cos(t f_r) - x_{r+R} \sin(t f_r) \qquad y_{r+R} = x_{r+R} \cos(t f_r) + x_r \sin(t f_r)$$
 #
