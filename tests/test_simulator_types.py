@@ -245,7 +245,7 @@ def test_numba_types_are_known():
 )
 def test_ranges_are_those_of_python(kind, gives):
     for given in ((5,), (0,), (-3,), (2, 9), (9, 2), (1, 12, 5), (1020, 1030), (5000, 3), (7, -1, -2), (-4, 3)):  # fmt: skip
-        if kind is UInt32 and min(given) < 0:
+        if kind is scalars.UInt32 and min(given) < 0:
             continue
         numbers = [*scalars.TWINS[range](*map(kind, given))]
         assert [*map(int, numbers)] == [*range(*given)] and {*map(type, numbers)} <= {gives}

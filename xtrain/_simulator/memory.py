@@ -178,10 +178,10 @@ class Array:
             if self.ndim == 3:
                 h, i, j = index
                 h, i, j = as_int(h), as_int(i), as_int(j)
-                l, n, m = self.dims
-                if 0 <= h < l and 0 <= i < n and 0 <= j < m:
-                    l, n, m = self.steps
-                    return self.start + h * l + i * n + j * m
+                k, n, m = self.dims
+                if 0 <= h < k and 0 <= i < n and 0 <= j < m:
+                    k, n, m = self.steps
+                    return self.start + h * k + i * n + j * m
                 return None
             if len(index) != self.ndim:
                 return None
