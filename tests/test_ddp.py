@@ -278,7 +278,7 @@ def test_no_mpi4py(environment):
             env={**environment, "PMI_RANK": rank},
         )  # fmt: skip
         assert done.returncode == 2 and done.stderr.count("\n") == sentences
-        assert sentences == 0 or "pip install 'xtrain[mpi]'" in done.stderr
+        assert sentences == 0 or "pip install -e '.[mpi]'" in done.stderr
     script = script.replace("main([])", "main(['--help'])")  # needs none
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment

@@ -136,7 +136,7 @@ class Ranks(Alone):
 
 def connect() -> Ranks:
     """The ranks that mpirun (or srun) started. Raises UserError when there is no MPI to be had."""
-    how = "`pip install 'xtrain[mpi]'` brings mpi4py and an MPI library"
+    how = "`pip install -e '.[mpi]'` in the checkout brings mpi4py and an MPI library"
     try:
         from mpi4py import MPI
     except ModuleNotFoundError:

@@ -59,7 +59,7 @@ def resolve_device(device: str) -> str:
     if device == "gpu" and not gpu_available():
         raise UserError(
             "no GPU can be used here: check that nvidia-smi lists one and that "
-            "`pip install 'xtrain[gpu]'` was run, or choose the cpu"
+            "`pip install -e '.[gpu]'` was run in the checkout, or choose the cpu"
         )
     return device
 

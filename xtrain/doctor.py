@@ -25,10 +25,13 @@ from .files import command_line
 # package: (least version, first version that does not fit any more); of setup.cfg, a test compares them
 NEEDED = {
     "numpy": ("2.0", "2.5"), "numba": ("0.61", None), "ml_dtypes": ("0.5", None), "safetensors": ("0.5", None),
-    "tokenizers": ("0.20", None), "tyro": ("0.9.20", None), "rich": ("13", None), "jinja2": ("3.1", None),
-    "matplotlib": ("3.8", None),
+    "tokenizers": ("0.20", None), "tyro": ("1.0", None), "rich": ("13", None), "jinja2": ("3.1", None),
+    "matplotlib": ("3.8.4", None),
 }  # fmt: skip
 ON_GPU = {"numba-cuda": "0.24", "nvmath-python": "0.6"}
+# Never by the name alone: on PyPI `xtrain` is another project.
+EXTRA = "pip install -e '.[{}]'  # in the checkout"
+AGAIN_MPI = "pip install --force-reinstall mpi4py mpich"
 DRIVERS = {
     13: 580,
     12: 525,
@@ -130,7 +133,7 @@ def disk() -> Iterator[Check]:
     ):
         there = next(p for p in (folder, *folder.parents) if p.exists())
         free = shutil.disk_usage(there).free
-        writable = os.access(there, os.W_OK)
+        writable = there.is_dir() and os.access(there, os.W_OK)
         found = f"{free / GB:.1f} GB free in {folder}" + ("" if writable else ", not writable")
         yield Check(name, writable and free >= LEAST_DISK, found, mend)
 
@@ -182,7 +185,7 @@ def gpu() -> list[Check]:
     name, version = driver
     major = next((cuda for cuda, least in DRIVERS.items() if _numbers(version) >= (least,)), None)
     extra = "gpu12" if major == 12 else "gpu"
-    install = f"pip install 'xtrain[{extra}]'"
+    install = EXTRA.format(extra)
     checks = [
         Check(
             "driver",
@@ -209,7 +212,8 @@ def gpu() -> list[Check]:
         found = _version(package)
         ok = found is not None and _numbers(found) >= _numbers(least)
         checks.append(Check(package, ok, found or "not installed", install))
-    return checks + _apart("GPU", "xtrain.doctor.try_gpu", f"{install} --force-reinstall")
+    again = f"pip uninstall -y {cupys[0]} numba-cuda nvmath-python && {install}"
+    return checks + _apart("GPU", "xtrain.doctor.try_gpu", again)
 
 
 def _driver() -> tuple[str, str] | None:
@@ -287,10 +291,10 @@ def mpi() -> list[Check]:
                 "MPI",
                 None,
                 "mpi4py is not installed: one process only",
-                "pip install 'xtrain[mpi]'",
+                EXTRA.format("mpi"),
             )
         ]
-    checks = _apart("MPI", "xtrain.doctor.try_mpi", "pip install --force-reinstall 'xtrain[mpi]'")
+    checks = _apart("MPI", "xtrain.doctor.try_mpi", AGAIN_MPI)
     if not all(check.ok for check in checks):
         return checks
     beside = Path(sys.executable).with_name("mpirun")
@@ -328,7 +332,7 @@ def _ranks(launcher: str) -> Iterator[Check]:
                 name,
                 False,
                 f"{launcher}: {_first_line(error)}",
-                "pip install --force-reinstall 'xtrain[mpi]'",
+                AGAIN_MPI,
             )
             return
         said = done.stdout + done.stderr
@@ -348,12 +352,12 @@ def _why(said: str, launcher: str) -> tuple[str, str]:
     if "ranks 1" in said:
         return (
             f"{launcher} belongs to another MPI than mpi4py",
-            "pip install --force-reinstall 'xtrain[mpi]'",
+            AGAIN_MPI,
         )
     lines = [line for line in said.splitlines() if line.strip()]
     return (
         f"{launcher} fails: {lines[-1] if lines else 'without a word'}",
-        "pip install --force-reinstall 'xtrain[mpi]'",
+        AGAIN_MPI,
     )
 
 

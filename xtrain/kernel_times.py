@@ -197,7 +197,7 @@ def cupti_times(run: Callable[[], Any]) -> list[Timed]:
     try:
         from cupti import cupti
     except ImportError as error:  # itself, or what it needs
-        raise NoTimes(f"{error} (pip install 'xtrain[profile]' brings cupti-python)") from None
+        raise NoTimes(f"{error} (pip install cupti-python)") from None
     except (OSError, RuntimeError) as error:
         raise NoTimes(f"cupti-python does not find its library ({error})") from None
     found, kinds = [], cupti.ActivityKind

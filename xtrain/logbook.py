@@ -304,7 +304,7 @@ def summary_writer() -> Any:
         from tensorboardX import SummaryWriter
     except ImportError:
         raise UserError(
-            "--tensorboard needs a package that is not installed: `pip install 'xtrain[tensorboard]'`"
+            "--tensorboard needs a package that is not installed: `pip install tensorboardX`"
         ) from None
     return SummaryWriter
 
