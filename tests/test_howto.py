@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "lessons" / "howto").glob("*.md")) + [ROOT / "lessons" / "index.md"]
+PAGES = [ROOT / "lessons/index.md", *ROOT.glob("lessons/howto/*.md"), *ROOT.glob("*.md")]
 COMMAND = re.compile(r"python -m (xtrain\.\w+)((?:[^`\n#]|\\\n)*)")
 
 
@@ -44,7 +44,7 @@ def test_options_exist(page, module):
 
 
 @pytest.mark.parametrize(
-    "module", ["train", "generate", "chat", "report", "compare", "profile", "convert_meta"]
+    "module", ["train", "ddp", "generate", "chat", "report", "compare", "profile", "convert_meta"]
 )
 def test_every_option_says_what_it_is(module):
     """In words of its own: tyro gives a field without a comment that of the fields above it."""
@@ -56,6 +56,19 @@ def test_every_option_says_what_it_is(module):
         assert words not in said, f"{module} {option} says what {said[words]} says: {words}"
         said[words] = option
     assert len(said) > 1
+
+
+def test_help_names_what_can_be_chosen():
+    from xtrain.config import PRESETS
+    from xtrain.gradcheck import CASES
+
+    for module, names in (("train", PRESETS), ("ddp", PRESETS), ("gradcheck", CASES)):
+        words = re.findall(r"\w+", help_of(f"xtrain.{module}"))
+        assert set(names) <= set(words), module
+    text = " ".join(re.sub(r"[│\s]+", " ", help_of("xtrain.train")).split())
+    for option in {name for preset in PRESETS.values() for name in preset.train}:
+        said = re.search(rf"--{option.replace('_', '-')} (.*?)\(default", text)[1]
+        assert "none: the preset's" in said, option
 
 
 def test_presets_exist():

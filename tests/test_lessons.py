@@ -215,10 +215,20 @@ def test_no_place_for_my_lessons(tmp_path, monkeypatch, capsys):
     assert "no space left to write" in error and "or begin in another folder" in error
 
 
+@pytest.mark.parametrize("words", [["list"], ["start", "1"], ["check", "1"]], ids=" ".join)
+def test_an_installed_package_has_no_lessons(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.setattr(lesson, "LESSONS", tmp_path / "site-packages" / "lessons")
+    monkeypatch.chdir(tmp_path)
+    assert lesson.main(words) == 2
+    said = capsys.readouterr()
+    assert "inside a checkout" in said.err and said.err.count("\n") == 1 and not said.out
+
+
 def test_bad_lesson_numbers(tmp_path, capsys):
     assert lesson.main(["check", "1.7"]) == 2 and "lesson 1 has 1.1, 1.2" in capsys.readouterr().err
     assert lesson.main(["start", "77"]) == 2 and "there is no lesson 77" in capsys.readouterr().err
     assert lesson.main(["check", "x"]) == 2 and "there is no lesson x" in capsys.readouterr().err
+    assert lesson.main(["start", "²"]) == 2 and "there is no lesson ²" in capsys.readouterr().err
     assert lesson.main(["check", "1", str(tmp_path / "a.py")]) == 2
     assert "start 1" in capsys.readouterr().err
 

@@ -179,33 +179,36 @@ class ModelConfig:
 class TrainConfig:
     """One training run. The defaults come from the preset; whatever is given explicitly wins."""
 
-    preset: str = "auto"  # a name of PRESETS; auto: tiny without a GPU, dim384 with one
+    # tiny, dim384, dim512, dim768 or gpt124m; auto: tiny without a GPU, dim384 with one
+    preset: str = "auto"
     # text file or folder (.txt and other text, .jsonl, .parquet); none: Python's own source
     data: str | None = None
     name: str | None = None  # the run's folder is OUT/NAME; none: the preset's name
     out: str = "runs"  # folder of all runs
-    steps: int | None = None  # optimizer steps
-    batch: int | None = None  # sequences per optimizer step, over all ranks
+    steps: int | None = None  # optimizer steps; none: the preset's
+    batch: int | None = None  # sequences per optimizer step, over all ranks; none: the preset's
     # sequences per forward pass and rank; none: the whole batch at once
     micro_batch: int | None = None
-    seq_len: int | None = None  # T, tokens per sequence
-    lr: float | None = None  # peak learning rate
+    seq_len: int | None = None  # T, tokens per sequence; none: the preset's
+    lr: float | None = None  # peak learning rate; none: the preset's
     min_lr_ratio: float = 0.1  # the cosine ends at this share of the peak
-    warmup: int | None = None  # steps of linear warm-up
+    warmup: int | None = None  # steps of linear warm-up; none: the preset's
     weight_decay: float = 0.1  # decoupled, on matrices only
     beta1: float = 0.9  # AdamW: decay of the mean of the gradient
     beta2: float = 0.95  # AdamW: decay of the mean of its square
     eps: float = 1e-8  # AdamW: added to the root of that mean
     clip: float = 1.0  # largest global gradient norm; 0 switches clipping off
-    vocab_size: int | None = None  # tokens of the tokenizer that is trained on the corpus
+    # tokens of the tokenizer that is trained on the corpus; none: the preset's
+    vocab_size: int | None = None
     # a tokenizer.json to use instead of training one; none: with --init its own
     tokenizer: str | None = None
-    eval_every: int | None = None  # steps between validations
+    eval_every: int | None = None  # steps between validations; none: the preset's
     eval_batches: int = 8  # validation batches each time
-    sample_every: int | None = None  # steps between generated samples
+    sample_every: int | None = None  # steps between generated samples; none: the preset's
     sample_prompt: str = "def "  # what a sample continues
     sample_tokens: int = 100  # tokens generated per sample
-    save_every: int | None = None  # steps between checkpoints (one is always written at the end)
+    # steps between checkpoints (one is always written at the end); none: the preset's
+    save_every: int | None = None
     seed: int = 0  # of the initialisation, the batches and the samples
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     # of activations and matrix products; bf16 needs a GPU

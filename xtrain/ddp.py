@@ -72,9 +72,8 @@ class ParallelConfig(TrainConfig):
 
     # how gradients are added up
     dp: Literal["none", "naive", "flat", "overlap", "bucket"] = "bucket"
-    zero: Literal[0, 1] | None = (
-        None  # 1: the optimizer is divided among the ranks (ZeRO-1); default: 1 with --dp bucket
-    )
+    # 1: the optimizer is divided among the ranks (ZeRO-1); none: 1 with --dp bucket, else 0
+    zero: Literal[0, 1] | None = None
     bucket_mb: float = 32.0  # MiB of float32 gradients in one message
     grad_comm: Literal["fp32", "bf16"] = "fp32"  # what gradients travel in
     # between GPUs: NCCL's kernels, or copy engines (one machine; auto: where possible)

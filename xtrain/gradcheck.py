@@ -188,7 +188,7 @@ def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
     try:
         from hypothesis import Phase, given, settings, strategies
     except ImportError:
-        raise UserError("the shapes are drawn by hypothesis: pip install 'xtrain[test]'") from None
+        raise UserError("the shapes are drawn by hypothesis: pip install hypothesis") from None
     found = {}
     phases = [Phase.generate, Phase.shrink]  # the draw that fails last is the smallest
 
@@ -225,8 +225,10 @@ def _check_case(op, d):
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> 0: all right, 1: a gradient is wrong, 2: the arguments are."""
-    parser = argparse.ArgumentParser("xtrain.gradcheck", description=__doc__.split("\n")[0])
-    parser.add_argument("op", nargs="*", help="which to check; none: all of them")
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser("python -m xtrain.gradcheck", description=about)
+    which = f"which to check: {', '.join(CASES)}; none: all of them"
+    parser.add_argument("op", nargs="*", help=which)
     table = Table("op", "input", "shapes", "error", "tolerance", "ok", box=None)
     failures = []
     try:

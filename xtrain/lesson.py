@@ -181,8 +181,20 @@ def compare(name: str, got, want) -> None:
 
 
 # ----------------------------------------------------------------------------- the files of a lesson
+def lesson_files() -> list[Path]:
+    """All lessons, in order. Raises UserError where there are none: an installed package does not hold them."""
+    found = sorted(LESSONS.glob("[0-9][0-9]_*.py"))
+    if not found:
+        raise UserError(
+            "the lessons are in xtrain's repository and not in the installed package: run this inside a checkout"
+        )
+    return found
+
+
 def lesson_file(lesson: str) -> Path:
-    found = sorted(LESSONS.glob(f"{int(lesson):02d}_*.py")) if lesson.isdigit() else []
+    """Raises UserError when there is none with this number."""
+    files = lesson_files()
+    found = [f for f in files if lesson.isdecimal() and f.name.startswith(f"{int(lesson):02d}_")]
     if not found:
         raise UserError(
             f"there is no lesson {lesson} in {LESSONS}: `python -m xtrain.lesson list` shows those that are there"
@@ -286,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _list(options):
-    for path in sorted(LESSONS.glob("[0-9][0-9]_*.py")):
+    for path in lesson_files():
         lesson = str(int(path.name[:2]))
         mine = WORK / path.name
         done = f"{mine}" if mine.exists() else "not started"

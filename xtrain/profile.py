@@ -79,16 +79,17 @@ class Options:
 
     plan: bool = False  # only say what memory a step would take
     run: Path | None = None  # profile the model of this run (runs/NAME), with its options
-    preset: str = "auto"  # a preset of xtrain.train; for --plan also 1b and 7b
-    dim: int | None = None  # width
-    layers: int | None = None  # blocks
-    heads: int | None = None  # query heads
-    kv_heads: int | None = None  # key/value heads
-    head_dim: int | None = None  # width of a head
-    hidden_dim: int | None = None  # width of the MLP
-    vocab_size: int | None = None  # tokens
-    batch: int | None = None  # sequences in one forward pass, on each GPU
-    seq_len: int | None = None  # tokens per sequence
+    preset: str = "auto"  # of xtrain.train: tiny, dim384 ...; for --plan also 1b and 7b
+    dim: int | None = None  # width; none: the preset's
+    layers: int | None = None  # blocks; none: the preset's
+    heads: int | None = None  # query heads; none: the preset's
+    kv_heads: int | None = None  # key/value heads; none: the preset's
+    head_dim: int | None = None  # width of a head; none: the preset's
+    hidden_dim: int | None = None  # width of the MLP; none: the preset's
+    vocab_size: int | None = None  # tokens; none: the preset's, else 50257
+    # sequences in one forward pass, on each GPU; none: the preset's
+    batch: int | None = None
+    seq_len: int | None = None  # tokens per sequence; none: the preset's
     precision: Literal["fp32", "bf16"] = "fp32"  # of activations and matrix products
     recompute: Literal["none", "attention", "block"] = "none"  # what backward computes again
     gpus: str = "1,4,8"  # --plan: numbers of GPUs, with commas

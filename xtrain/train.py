@@ -367,15 +367,15 @@ def _farewell(console: Console, run: Run, folder: Path, stop: Stop) -> None:
     state = "done" if run.done == run.config.steps else f"stopped after step {run.done}{why}"
     if run.skipped:
         console.print(f"{run.skipped} steps were skipped", highlight=False)
-    go_on = "" if run.done == run.config.steps else f"\n  go on with this run     {_go_on(run)}"
+    go_on = "" if run.done == run.config.steps else f"\n  go on with this run       {_go_on(run)}"
     page = folder / "report.html" if not stop.asked else f"python -m xtrain.report {quote(folder)}"
     console.print(
         f"{state}. What next:{go_on}\n"
-        f"  look at the run         {page}\n"
-        f"  train on your own text  python -m xtrain.train --data FILE_OR_FOLDER\n"
+        f"  look at the run           {page}\n"
+        f"  train on your own text    python -m xtrain.train --data FILE_OR_FOLDER\n"
         f"  go on from these weights  python -m xtrain.train --init {quote(last)}\n"
-        f"  let it write            python -m xtrain.generate --model {quote(folder)} {quote(run.config.sample_prompt)}\n"
-        f"  use it from Python      xtrain.Transformer.from_pretrained({str(last)!r})",
+        f"  let it write              python -m xtrain.generate --model {quote(folder)} {quote(run.config.sample_prompt)}\n"
+        f"  use it from Python        xtrain.Transformer.from_pretrained({str(last)!r})",
         markup=False,
         highlight=False,
         soft_wrap=True,
