@@ -37,6 +37,18 @@ def test_relative_links(page):
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_the_source_distribution_is_the_repository():
+    """Setuptools adds its own files, xtrain/ and half of the tests; the rest is named in MANIFEST.in."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("no git, or no clone")
+    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    named = [p for what, *rest in lines if what in ("graft", "include") for p in rest]
+    named += ["xtrain", "LICENSE", "setup.cfg", "pyproject.toml", "MANIFEST.in", ".gitignore"]
+    files = [Path(name) for name in done.stdout.splitlines()]
+    assert [str(f) for f in files if not any(f.match(n) or f.parts[0] == n for n in named)] == []
+
+
 def imports(path):
     """Modules of xtrain that a file imports when it is imported itself."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
