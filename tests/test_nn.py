@@ -39,6 +39,8 @@ def test_names_and_shapes_are_those_of_hugging_face(qk_norm, tied):
     with torch.device("meta"):
         theirs = getattr(transformers, f"{family}ForCausalLM")(their_config)
     want = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
+    if tied:  # transformers 5.0 does not tie on the meta device
+        want.pop("lm_head.weight", None)
     model = Transformer(small(qk_norm=qk_norm, tie_embeddings=tied))
     assert {name: p.shape for name, p in model.named_parameters()} == want
     assert len(list(model.named_parameters())) == len(want)
