@@ -219,6 +219,17 @@ def test_trials_that_go_wrong(monkeypatch, tmp_path, name, seconds, said):
     assert name != "end_at_once" or checks[0] == doctor.Check("before", True, "fine")
 
 
+def test_a_trial_finds_what_the_user_would(monkeypatch, tmp_path):
+    """Installed, xtrain lies among other packages: these must not come before those of PYTHONPATH."""
+    (tmp_path / "patients.py").write_text(
+        "import sys\nfrom xtrain.doctor import Check\n"
+        "def where(): yield Check('where', True, str(sys.path))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (check,) = doctor._apart("a trial", "patients.where", "mend")
+    assert check.found.index(str(tmp_path)) < check.found.index(f"'{ROOT}'")
+
+
 def test_a_look_that_raises(monkeypatch, capsys):
     def memory():
         raise RuntimeError("no such thing\nand more")

@@ -32,6 +32,7 @@ ON_GPU = {"numba-cuda": "0.24", "nvmath-python": "0.6"}
 # Never by the name alone: on PyPI `xtrain` is another project.
 EXTRA = "pip install -e '.[{}]'  # in the checkout"
 AGAIN_MPI = "pip install --force-reinstall mpi4py mpich"
+TEXT = {"encoding": "utf-8", "errors": "replace"}  # of what other programs say, whatever the locale
 DRIVERS = {
     13: 580,
     12: 525,
@@ -111,12 +112,12 @@ def memory() -> Iterator[Check]:
 def free_memory() -> int | None:
     """Of the machine, and where a container allows less, of it."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        text = Path("/proc/meminfo").read_text()
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
         free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", text)[1])
         with contextlib.suppress(OSError, ValueError):
             group = Path("/sys/fs/cgroup")
-            limit = int((group / "memory.max").read_text())
-            free = min(free, limit - int((group / "memory.current").read_text()))
+            limit = int((group / "memory.max").read_text(encoding="utf-8"))
+            free = min(free, limit - int((group / "memory.current").read_text(encoding="utf-8")))
         return max(free, 0)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -222,13 +223,13 @@ def _driver() -> tuple[str, str] | None:
     if tool is not None:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-            done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+            done = subprocess.run(query, capture_output=True, **TEXT, timeout=30)
             line = done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else ""
             if "," in line:
                 name, version = line.rsplit(",", 1)
                 return name.strip(), version.strip()
     with contextlib.suppress(OSError, AttributeError):
-        text = Path("/proc/driver/nvidia/version").read_text()
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
         return "nvidia-smi does not answer", re.search(r"Module.*?\s(\d+\.[\d.]+)", text)[1]
     return None
 
@@ -324,7 +325,7 @@ def _ranks(launcher: str) -> Iterator[Check]:
             done = subprocess.run(
                 [launcher, "-n", str(n), sys.executable, "-c", code],
                 capture_output=True,
-                text=True,
+                **TEXT,
                 timeout=60,
             )
         except (OSError, subprocess.SubprocessError) as error:
@@ -369,15 +370,14 @@ def _root() -> bool:
 def _apart(name: str, trial: str, mend: str) -> list[Check]:
     """The checks of `trial`, module.function; a failed one for a process that ended otherwise."""
     code = f"import xtrain.doctor, {trial.rpartition('.')[0]}; xtrain.doctor.tell({trial})"
-    path = os.pathsep.join(
-        [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    ).rstrip(os.pathsep)
-    environment = {**os.environ, "PYTHONPATH": path}
+    # last: where xtrain is installed there are other packages too, and the user's own come before them
+    path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
-            text=True,
+            **TEXT,
             timeout=SECONDS,
             env=environment,
         )
