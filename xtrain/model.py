@@ -265,12 +265,6 @@ class Transformer(Module):
                 )
         return ids
 
-    def zero_grad(self) -> None:
-        """All gradients = 0; needed before each backward, which adds to them."""
-        if self.arena.grads is None:
-            raise UserError("this model has no gradients: make it with trainable=True")
-        self.arena.grads.fill(0)
-
     @no_grad()
     def generate(
         self,
