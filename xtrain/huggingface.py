@@ -231,7 +231,7 @@ def load(
         )
     config = read_config(folder)
     stored = _find_tensors(folder)
-    _check_tensors(folder, config, stored, tensor_shapes(config))
+    _check_tensors(folder, config, stored)
     verify_weights(folder)
     model = Transformer(config, None, device, precision, world=world, trainable=trainable)
     model.special_tokens = read_special_tokens(folder)
@@ -321,8 +321,8 @@ def _is_file_name(name):
     return isinstance(name, str) and name.endswith(".safetensors") and not set(name) & set("/\\:\0")
 
 
-def _check_tensors(folder, config, stored, expected):
-    """Raises UserError unless the files hold exactly the tensors expected, {name: shape}."""
+def _check_tensors(folder, config, stored, expected=None):
+    """Raises UserError unless the files hold exactly the tensors expected, {name: shape}; None: what the config describes."""
     if config.n_layers > len(stored):
         raise UserError(
             f"{folder}: {CONFIG} says num_hidden_layers {config.n_layers}, "
@@ -330,6 +330,7 @@ def _check_tensors(folder, config, stored, expected):
         )
     # Older transformers stored the RoPE frequencies, which follow from the config.
     found = {name for name in stored if not name.endswith("rotary_emb.inv_freq")}
+    expected = expected or tensor_shapes(config)
     if config.tie_embeddings and "lm_head.weight" in found:
         _check_tied(folder, stored)
         found.remove("lm_head.weight")
