@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from checks import normal, rng
+from runs import SILENT, assert_same_run, metrics, options
 from twins import set_weights, small
 
 from xtrain import AdamW, Engine, Transformer, UserError, compare
 from xtrain import functional as F
 from xtrain.gradcheck import check
+from xtrain.logbook import Logbook
+from xtrain.train import train
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "change_the_model"))
 
@@ -284,8 +287,27 @@ def test_what_is_no_variation(tmp_path):
     assert model.variation == Transformer(replace(CONFIG, qk_norm=False)).variation == ""
     model.save_pretrained(tmp_path)
     assert Transformer.from_pretrained(tmp_path).variation == ""
+    model.lm_head = model.model.embed_tokens.weight  # its file would lack a tensor
+    assert model.variation == "parameters in two places"
+    model = Transformer(CONFIG)
     del model.model.layers[2]
     assert model.variation == "2 layers"
+
+
+def test_a_run_of_ones_own_is_resumed_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    kind = dict(steps=6, eval_every=4, save_every=3, sample_every=6, device="cpu")
+    mine = lambda out, **more: train(
+        options(tmp_path / out, **kind, **more), SILENT, make_run=variants.MyRun
+    )
+    whole = mine("a")
+    mine("b", stop_at=3)
+    assert_same_run(whole, mine("b", resume=True))
+    rates = [step["lr"] for step in metrics(whole) if "loss" in step]
+    assert rates[0] == 5e-4 and rates[-1] == pytest.approx(5e-4 * 5 / 6)
+    with pytest.raises(UserError, match=r"variation was .*PlainMLP"):
+        train(options(tmp_path / "b", **kind, resume=True), SILENT)
 
 
 def test_stages_of_a_variant():

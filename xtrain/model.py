@@ -324,6 +324,8 @@ class Transformer(Module):
         found = [f"{len(self.model.layers)} layers"] * (
             len(self.model.layers) != self.config.n_layers
         )
+        if len(list(self._storage(""))) > len(list(self.storage())):
+            found.append("parameters in two places")
         for name in ("__call__", "hidden", "logits"):
             if getattr(type(self), name) is not getattr(Transformer, name):
                 found.append(f"{name} of {type(self).__name__}")
