@@ -134,6 +134,11 @@ def test_differences_and_quotients():
     assert grads(x, y) == [[-0.25, -0.25], [-1, -1]]
 
 
+def test_a_number_where_an_array_is_expected():
+    with pytest.raises(TypeError, match=r"inv_count must be an array, got 0\.5"):
+        F.cross_entropy(leaf([1, 2], [3, 4]), np.array([0, 1]), 2, 0.5)
+
+
 def test_types_are_not_mixed_in_a_product():
     w = Tensor(np.ones((2, 2), np.float32), requires_grad=True)
     with pytest.raises(TypeError, match=r"float64 times float32 .* NumPy scalars"):

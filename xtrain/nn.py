@@ -55,8 +55,11 @@ class Parameter(Tensor):
     ):
         self._grad: Array | None = None
         super().__init__(np.empty(0, np.float32), requires_grad=True)
-        if not shape:
-            raise UserError("a parameter needs at least one axis: (1,) for a single number")
+        if not isinstance(shape, tuple) or not shape:
+            raise UserError(
+                "a Parameter takes a shape of at least one axis, (1,) for a single number; its values come later, "
+                "by `parameter.data = array`"
+            )
         self.offset: int | None = None  # in its arena
         self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
         self.parts = parts or {"weight": shape[0]}
