@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+from checks import to_host
 from test_autograd import DEVICES, grads, leaf, mul, total
 
 from xtrain import AdamW, ModelConfig, Tensor, Transformer
+from xtrain import functional as F
 from xtrain.autograd import Function
+from xtrain.device import to_device
+from xtrain.kernels.cross_entropy import count_targets
 
 
 # ----------------------------------------------------------------------------- errors
@@ -64,6 +68,91 @@ def test_what_a_tensor_cannot_hold():
     with pytest.raises(TypeError, match="only floating point"):
         Tensor(np.arange(3), requires_grad=True)
     assert Tensor([[1.0, 2.0]]).shape == (1, 2)
+
+
+@pytest.mark.parametrize("given", [1, 3])
+def test_a_gradient_for_every_argument(given):
+    """One that is forgotten would leave a parameter as it is, without a word."""
+
+    class Bad(Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x + y
+
+        @staticmethod
+        def backward(ctx, dz):
+            return (dz,) * given
+
+    with pytest.raises(ValueError, match=f"Bad gave {given} gradients for 2 arguments"):
+        total(Bad.apply(leaf(1, 2), leaf(3, 4))).backward()
+    if given == 1:  # y needs none
+        x = leaf(1, 2)
+        total(Bad.apply(x, np.ones(2, np.float32))).backward()
+        assert grads(x) == [[1, 1]]
+
+
+def test_a_gradient_of_any_layout_reaches_a_leaf():
+    class Transposed(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.T.copy()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy.T
+
+    x = leaf([1, 2, 3], [4, 5, 6])
+    Transposed.apply(x).backward(np.arange(6, dtype=np.float32).reshape(3, 2))
+    assert grads(x) == [[[0, 2, 4], [1, 3, 5]]]
+
+
+def test_numpy_and_tensors():
+    x, ones = leaf(1, 2), np.ones(2, np.float32)
+    assert np.array_equal((ones + x).data, [2, 3]) and (ones + x).requires_grad
+    assert np.array_equal((np.float64(2) * x).data, [2, 4])
+    for wrong in (lambda: ones * x, lambda: x * x, lambda: x * leaf(2), lambda: x * ones):
+        with pytest.raises(TypeError, match="multiplied by a number"):
+            wrong()  # the second factor would get no gradient
+    with pytest.raises(TypeError, match="not 1"):
+        _ = 1 + x
+    for wrong in (lambda: np.asarray(x), lambda: np.array([x, x]), lambda: mul(x, x).backward(x)):
+        with pytest.raises(TypeError, match="a Tensor is no array"):
+            wrong()
+    with pytest.raises(TypeError, match="__array_ufunc__"):
+        np.exp(x)
+    with pytest.raises(ValueError, match=r"gradient has shape \(\), the tensor \(2,\)"):
+        mul(x, x).backward(1.0)
+    with pytest.raises(TypeError, match="a Tensor holds numbers"):
+        Tensor(None)  # what a forward without return gives
+
+
+def test_differences_and_quotients():
+    x, y = leaf(1, 2), leaf(5, 3)
+    z = -x / 4 - y
+    assert np.array_equal(z.data, [-5.25, -3.5])
+    total(z).backward()
+    assert grads(x, y) == [[-0.25, -0.25], [-1, -1]]
+
+
+def test_a_number_where_an_array_is_expected():
+    with pytest.raises(TypeError, match=r"inv_count must be an array, got 0\.5"):
+        F.cross_entropy(leaf([1, 2], [3, 4]), np.array([0, 1]), 2, 0.5)
+
+
+def test_types_are_not_mixed_in_a_product():
+    w = Tensor(np.ones((2, 2), np.float32), requires_grad=True)
+    with pytest.raises(TypeError, match=r"float64 times float32 .* NumPy scalars"):
+        F.linear(Tensor(w.data * np.sqrt(2.0)), w)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ops_leave_their_inputs_as_they_are(device):
+    """Cross-entropy and softmax work in place, in copies: a second term of the loss may read the same logits."""
+    x, targets = leaf([1, 2, 3], [3, 1, 2], device=device), to_device(np.array([0, 1]), device)
+    before = to_host(x.data).copy()
+    F.cross_entropy(x, targets, 3, count_targets(targets))
+    F.causal_softmax(x.reshape(1, 2, 3), 2, 1.0, False)
+    assert np.array_equal(to_host(x.data), before)
 
 
 # ----------------------------------------------------------------------------- in-place changes

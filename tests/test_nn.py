@@ -1,5 +1,6 @@
 """The arena: where parameters lie, how they are called, how they begin."""
 
+import copy
 import math
 
 import numpy as np
@@ -211,6 +212,66 @@ def test_a_module_of_ones_own():
     grads = {name: p.grad for name, p in model.named_parameters()}
     assert grads["blocks.0.up.weight"].any() and grads["table.weight"][2].any()
     assert not grads["table.weight"][0].any() and not grads["weight"].any()
+
+
+def test_modules_are_found_wherever_they_are():
+    model = Own()
+    model.experts = {"a": [nn.Linear(2, 3, 0.1)], "b": (Parameter((4,), None), "no module")}
+    model.again = model.experts["a"][0]  # one parameter in two places: one memory, one name
+    before = weights(model.blocks[0])["up.weight"].copy()
+    model.blocks[0].up.weight.data = before + 1
+    model.renew_arena()
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    assert shapes.keys() >= {"experts.a.0.weight", "experts.b.0.weight"}
+    assert not any(name.startswith("again") for name in shapes)
+    assert np.array_equal(weights(model)["blocks.0.up.weight"], before + 1)  # kept
+    assert np.array_equal(weights(model)["experts.b.0.weight"], np.ones(4))  # initialised
+    assert [path for path, _ in model.modules()][:3] == ["", "table.", "blocks.0."]
+    assert np.shares_memory(model.again.weight.data, model.arena.weights)
+
+
+def test_parameters_that_cannot_be():
+    with pytest.raises(UserError, match="at least one axis"):
+        Parameter((), None)
+    with pytest.raises(UserError, match="takes a shape"):
+        Parameter(np.ones((3, 4), np.float32), None)
+    with pytest.raises(UserError, match="more rows"):
+        Parameter((3, 4), 0.1, {"a": 2, "b": 2})
+    with pytest.raises(UserError, match=r"has no memory: call model\.renew_arena"):
+        nn.Linear(4, 3, 0.1)(Tensor(np.ones((2, 4), np.float32)))
+    model = Own()
+    model.offset = Parameter((7,), None)
+    with pytest.raises(UserError, match="two parameters are called weight"):
+        model.renew_arena()
+    with pytest.raises(UserError, match="cannot be copied"):
+        copy.deepcopy(Own())
+
+
+def test_freezing():
+    model = Own()
+    for name, p in model.storage():
+        p.requires_grad = "up" not in name
+    model.renew_arena()  # does not thaw
+    a, b = model(np.array([1, 2]))
+    (a + b).backward(np.ones((2, 7), np.float32))
+    for name, p in model.named_parameters():
+        assert p.grad.any() == (name == "table.weight" or "norm" in name), name
+    with pytest.raises(UserError, match=r"model\.storage"):  # it would have no effect
+        next(p for name, p in model.named_parameters() if "norm" in name).requires_grad = False
+
+
+def test_a_gradient_stays_in_the_arena():
+    """`p.grad = None` empties it; as an attribute it would leave the optimizer an old one."""
+    model = Own()
+    model.arena.grads.fill(3)
+    for _, p in model.storage():
+        p.grad = None
+    assert all(not p.grad.any() for _, p in model.named_parameters())
+    for _, p in model.named_parameters():
+        p.grad = np.full(p.shape, 2, np.float32)
+        p.grad *= 2
+    assert all((p.grad == 4).all() for _, p in model.named_parameters())
+    assert np.shares_memory(model.table.weight.grad, model.arena.grads)
 
 
 def test_a_norm_with_and_without_a_residual():

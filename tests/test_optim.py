@@ -7,7 +7,7 @@ import pytest
 import torch
 from checks import normal, to_host
 
-from xtrain import AdamW, ModelConfig, Transformer, UserError
+from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError, nn
 from xtrain.device import to_device
 from xtrain.optim import clip, learning_rate
 
@@ -71,6 +71,50 @@ def test_only_matrices_decay_and_padding_stays_zero(device):
     for table in (model.model.embed_tokens.weight, model.lm_head):
         assert table.shape[0] == 128 and not to_host(table.data)[50:].any()
         assert to_host(table.data)[:50].all()
+
+
+def test_frozen_parameters_stay():
+    """Those between them get what they would get without freezing: their part of the moments too."""
+    free, model = (Transformer(TINY) for _ in range(2))
+    frozen = ("model.layers.0.mlp.", "model.embed_tokens.", "model.layers.1.self_attn.q_norm.")
+    for name, p in model.storage():
+        p.requires_grad = not name.startswith(frozen)
+    before = {name: p.data.copy() for name, p in model.named_parameters()}
+    steps = AdamW(free, lr=0.1), AdamW(model, lr=0.1)
+    for i in range(3):
+        for m, optimizer in zip((free, model), steps):
+            set_gradients(m, i)
+            optimizer.step()
+    for (name, p), (_, other) in zip(model.named_parameters(), free.named_parameters()):
+        want = before[name] if name.startswith(frozen) else other.data
+        assert np.array_equal(p.data, want), name
+
+
+def test_a_model_that_was_changed_needs_a_new_arena():
+    model, other = Transformer(TINY), Transformer(TINY)
+    optimizer = AdamW(model, lr=0.1)
+    model.renew_arena()
+    with pytest.raises(UserError, match="make AdamW last"):
+        optimizer.step()
+    model.model.norm = other.model.norm
+    with pytest.raises(UserError, match="not in the model's arena"):
+        AdamW(model, lr=0.1)
+
+
+def test_a_module_of_ones_own_trains():
+    class Line(nn.Module):
+        def __init__(self):
+            self.up = nn.Linear(3, 1, 0.1)
+            self.arena = self.make_arena("cpu", seed=0)
+
+    model, x = Line(), normal(1, 8, 3)
+    optimizer, want = AdamW(model, lr=0.1, weight_decay=0), x @ np.ones((3, 1), np.float32)
+    for _ in range(100):
+        model.zero_grad()
+        y = model.up(Tensor(x))
+        y.backward(y.data - want)
+        optimizer.step()
+    np.testing.assert_allclose(model.up.weight.data, 1, atol=0.02)
 
 
 def test_the_clip_factor_scales_the_gradient():

@@ -50,8 +50,9 @@ class Tensor:
         if isinstance(data, Tensor):
             raise TypeError("a Tensor was given where an array is expected: use .detach()")
         self._data = as_array(data)
-        if requires_grad and self._data.dtype.kind not in "fV":  # V: bfloat16
-            raise TypeError(f"only floating point can have a gradient, got {self._data.dtype}")
+        if self._data.dtype.kind not in ("fV" if requires_grad else "fViub"):  # V: bfloat16
+            kind = self._data.dtype
+            raise TypeError(f"a Tensor holds numbers, with a gradient only floating point: {kind}")
         self.grad: Array | None = None
         self.requires_grad = requires_grad
         self.node: Node | None = None  # None: a leaf
@@ -79,6 +80,7 @@ class Tensor:
     dtype = property(lambda self: self._data.dtype)
     ndim = property(lambda self: self._data.ndim)
     size = property(lambda self: self._data.size)
+    __len__ = lambda self: len(self._data)
 
     def numpy(self) -> np.ndarray:
         """The values on the host (from a GPU: a copy, and a wait for it)."""
@@ -96,9 +98,6 @@ class Tensor:
 
     def backward(self, gradient: Array | None = None) -> None:
         backward(self, gradient)
-
-    def __len__(self) -> int:
-        return len(self._data)
 
     def __repr__(self) -> str:
         made = f", made by {self.node.function.__name__}" if self.node else ""
@@ -233,7 +232,7 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
         if root.size != 1:
             raise ValueError(f"backward of shape {root.shape} needs a gradient")
         gradient = _unit(root.data)
-    elif gradient.shape != root.shape:
+    elif (gradient := as_array(gradient)).shape != root.shape:
         raise ValueError(f"the gradient has shape {gradient.shape}, the tensor {root.shape}")
     # node -> the gradients of its outputs, for every node that was reached
     gradients = {root.node: [None] * root.node.n_outputs}
@@ -280,20 +279,19 @@ def _call_backward(node, gradients):
     ctx, result = node.ctx, node.function.backward(node.ctx, *gradients)
     node.ctx = None
     result = result if isinstance(result, tuple) else (result,)
-    found = []
-    for i, (edge, dx) in enumerate(zip(ctx.edges, result)):
-        if edge is not None and dx is not None:
-            if dx.shape != edge.shape:
-                raise ValueError(
-                    f"{name} gave a gradient of shape {dx.shape} for argument {i} of shape {edge.shape}"
-                )
-            found.append((edge, as_array(dx)))
+    if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):
+        raise ValueError(f"{name} gave {len(result)} gradients for {len(ctx.edges)} arguments")
+    found = [(e, as_array(dx)) for e, dx in zip(ctx.edges, result) if e and dx is not None]
+    for edge, dx in found:
+        if dx.shape != edge.shape:
+            where = f"argument {ctx.edges.index(edge)} of shape {edge.shape}"
+            raise ValueError(f"{name} gave a gradient of shape {dx.shape} for {where}")
     return found
 
 
 def _add_to_leaf(leaf, dx):
     if dx is not leaf.grad:  # otherwise the op has added it there itself
         leaf.grad = zeros(leaf.data, leaf.shape) if leaf.grad is None else leaf.grad
-        add_into(leaf.grad, dx)
+        add_into(leaf.grad, dx if dx.flags.c_contiguous else dx.copy())
     if leaf.on_gradient is not None:
         leaf.on_gradient(leaf)

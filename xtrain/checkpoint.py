@@ -64,6 +64,7 @@ class Snapshot:
     state: dict[str, Any]  # what state.json will say
     tokenizer: Any
     wait: Callable[[], None]
+    variation: str = ""  # Transformer.variation
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """As a model has it: what huggingface.write_files asks for."""
@@ -88,7 +89,7 @@ def take(
     }
     return Snapshot(
         model.config, dict(model.views(weights)), moments, {**state, "optimizer_step": optimizer.t}, tokenizer,
-        copies.event(),
+        copies.event(), model.variation,
     )  # fmt: skip
 
 

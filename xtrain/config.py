@@ -267,7 +267,7 @@ class TrainConfig:
         )
         _need(self.keep >= 0, f"--keep must not be negative, got {self.keep}")
         _need(self.spike_z >= 0, f"--spike-z must not be negative, got {self.spike_z}")
-        known = {*MATTERS, "data", "tokenizer", *(f.name for f in fields(ModelConfig))}
+        known = {*MATTERS, "data", "tokenizer", "variation", *(f.name for f in fields(ModelConfig))}
         for name in self.allow_change:
             _need(
                 name.replace("-", "_") in known,

@@ -70,6 +70,11 @@ class Engine:
             raise UserError(
                 f"model must be a Transformer, got {type(model).__name__}: Transformer.from_pretrained(folder) makes one"
             )
+        if model.variation:
+            raise UserError(
+                f"the engine has Llama's and Qwen3's layers alone, this model has others ({model.variation}): use "
+                "model.generate"
+            )
         context = model.config.context
         if prefill_tokens is None:
             prefill_tokens = PREFILL_TOKENS[model.device]

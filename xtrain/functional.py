@@ -133,7 +133,7 @@ class ResidualRMSNormLinear(Function):
     def backward(ctx, dh_NC, dy_NO):
         h_NC, w_C, rstd_N, v_OC = ctx.saved
         if dy_NO is None:  # only h was used
-            return dh_NC, dh_NC
+            return dh_NC, dh_NC, None, None
         dn_NC, dw_C, dv_OC = _gemm.linear_bwd_x(dy_NO, v_OC), ctx.grad_buffer(2, w_C), None
         dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C, again=True)
         n_NC = dn_NC
@@ -222,11 +222,11 @@ class Attention(Function):
 
 
 class CausalSoftmax(Function):
-    """Rows of (A, R, S): row r is position r % T. The input is overwritten with the result."""
+    """Rows of (A, R, S): row r is position r % T."""
 
     @staticmethod
     def forward(ctx, s_ARS, T, scale, causal):
-        p_ARS = _softmax.causal_softmax_fwd(s_ARS, T, scale, causal)
+        p_ARS = _softmax.causal_softmax_fwd(s_ARS.copy(), T, scale, causal)
         ctx.save(p_ARS, T, scale, causal)
         return p_ARS
 
@@ -283,12 +283,12 @@ class SiLU(Function):
 
 
 class CrossEntropy(Function):
-    """Mean loss over the targets that are not -100; the logits are overwritten with their gradient."""
+    """Mean loss over the targets that are not -100. (The kernel overwrites logits with their gradient: here a copy of them.)"""
 
     @staticmethod
     def forward(ctx, logits_NP, targets_N, vocab_size, inv_count_1):
         loss_N, dlogits_NP = _cross_entropy.cross_entropy(
-            logits_NP, targets_N, vocab_size, inv_count_1, with_gradient=ctx.needs_grad[0]
+            logits_NP.copy(), targets_N, vocab_size, inv_count_1, with_gradient=ctx.needs_grad[0]
         )
         ctx.save(dlogits_NP)
         return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())
@@ -420,6 +420,27 @@ swiglu_linear, linear_cross_entropy = SwiGLULinear.apply, LinearCrossEntropy.app
 add, scale, cast = Add.apply, Scale.apply, Cast.apply
 swap_heads, reshape, narrow = SwapHeads.apply, Reshape.apply, Narrow.apply
 
-Tensor.__add__ = lambda a, b: add(a, b)
-Tensor.__mul__ = Tensor.__rmul__ = lambda x, factor: scale(x, float(factor))
+
+def _no_array(tensor, *_, **__):  # it would lose its gradient without a word
+    raise TypeError("a Tensor is no array: take .data or .numpy(), or give it to an op")
+
+
+def _plus(a, b):
+    if not hasattr(b, "shape"):
+        raise TypeError(f"a Tensor and an array or Tensor of its shape can be added, not {b!r}")
+    return add(a, b)
+
+
+def _times(x, factor):
+    if isinstance(factor, Tensor) or getattr(factor, "ndim", 0):
+        raise TypeError("a Tensor is multiplied by a number; for anything else write a Function")
+    return scale(x, float(factor))
+
+
+Tensor.__array__, Tensor.__array_ufunc__ = _no_array, None  # NumPy leaves array + tensor to us
+Tensor.__add__ = Tensor.__radd__ = _plus
+Tensor.__sub__ = lambda a, b: _plus(a, -1.0 * b)
+Tensor.__mul__ = Tensor.__rmul__ = _times
+Tensor.__neg__ = lambda x: _times(x, -1.0)
+Tensor.__truediv__ = lambda x, number: _times(x, 1.0 / number)
 Tensor.reshape = lambda x, *shape: reshape(x, shape[0] if isinstance(shape[0], tuple) else shape)

@@ -144,7 +144,7 @@ class Draw:
 def _transformer(d, *weights):
     """The whole loss in float64: the parameters take the memory of the tensors, and gradients are added in place."""
     for (_, parameter), weight in zip(d.model.storage(), weights):
-        parameter._data, parameter.grad = weight.data, weight.grad
+        parameter._data, parameter._grad = weight.data, weight.grad
     ids, targets = (x.reshape(d.B, d.T) for x in (d.ids(d.M, 11), d.targets(d.M, 11)))
     return d.model.loss(ids, targets)
 

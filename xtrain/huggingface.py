@@ -27,6 +27,7 @@ from .tensor_file import listed, read_header, read_json, tensor_bytes, write_saf
 MAX_SHARD_BYTES = 5 * 10**9  # as transformers cuts
 MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+VARIATION = "xtrain_variation"  # in config.json: Transformer.variation
 GENERATION, SPECIAL = "generation_config.json", ("bos_token_id", "eos_token_id", "pad_token_id")
 
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
@@ -100,6 +101,10 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     """The content of a config.json -> ModelConfig. Raises UserError that names what xtrain lacks."""
     if not isinstance(config, dict):
         raise UserError("it must hold a JSON object")
+    if VARIATION in config:
+        raise UserError(
+            f"the model is neither Llama nor Qwen3 ({config[VARIATION]}): make it as it was made, then model.load_weights(folder)"
+        )
     model_type = _model_type(config)
     asked = [
         f"{key} {config[key]!r}"
@@ -249,10 +254,12 @@ def as_ids(value: Any) -> frozenset[int]:
 
 
 def load_into(model: Transformer, folder: Path) -> None:
-    """Give a model the weights in a Hugging Face folder. Raises UserError when they do not fit; then it is unchanged."""
+    """Give a model, which need not be a Llama or Qwen3, the weights in a folder. Raises UserError when they do not fit; then it
+    is unchanged."""
     stored = _find_tensors(Path(folder))
-    _check_tensors(folder, model.config, stored)
-    for name in tensor_shapes(model.config):
+    expected = {name: tensor.shape for name, tensor in model.named_parameters()}
+    _check_tensors(folder, model.config, stored, expected)
+    for name in expected:
         stored[name].read_finite()
     _fill(model, stored)
 
@@ -314,8 +321,8 @@ def _is_file_name(name):
     return isinstance(name, str) and name.endswith(".safetensors") and not set(name) & set("/\\:\0")
 
 
-def _check_tensors(folder, config, stored):
-    """Raises UserError unless the files hold exactly what the config describes."""
+def _check_tensors(folder, config, stored, expected=None):
+    """Raises UserError unless the files hold exactly the tensors expected, {name: shape}; None: what the config describes."""
     if config.n_layers > len(stored):
         raise UserError(
             f"{folder}: {CONFIG} says num_hidden_layers {config.n_layers}, "
@@ -323,7 +330,7 @@ def _check_tensors(folder, config, stored):
         )
     # Older transformers stored the RoPE frequencies, which follow from the config.
     found = {name for name in stored if not name.endswith("rotary_emb.inv_freq")}
-    expected = tensor_shapes(config)
+    expected = expected or tensor_shapes(config)
     if config.tie_embeddings and "lm_head.weight" in found:
         _check_tied(folder, stored)
         found.remove("lm_head.weight")
@@ -375,6 +382,12 @@ def write_files(
     """The same into a folder that is there and is the caller's to throw away on failure. Raises OSError."""
     known = getattr(model, "special_tokens", {}) if tokenizer is None else {}
     content = config_to_hf(model.config) | known | _special_tokens(tokenizer, model.config)
+    if model.variation:  # nobody may take it for the model that its tensors' names remind of
+        content |= {
+            "architectures": ["Variation"],
+            "model_type": "xtrain",
+            VARIATION: model.variation,
+        }
     tensors = dict(sorted(model.named_parameters(), key=lambda item: item[0]))
     write_weights(folder, tensors, max_shard_bytes, content)
     if tokenizer is not None:

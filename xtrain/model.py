@@ -28,7 +28,7 @@ from .kernels.rope import rope_tables
 from .nn import Embedding, Linear, Module, Parameter, RMSNorm
 from .recompute import recompute
 
-STD = 0.02
+STD = 0.02  # of the initialisation
 
 
 class RotaryTables:
@@ -133,6 +133,9 @@ class Decoder(Module):
         return self.norm(*stream)[1]  # (N, C)
 
 
+STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)
+
+
 class Transformer(Module):
     """The model. device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
 
@@ -145,6 +148,9 @@ class Transformer(Module):
     trainable False: to compute with only: no memory for gradients, and in bf16 none for float32 matrices.
     special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that it was read from, for `save_pretrained`.
     Calling the model gives logits, `loss` the mean cross-entropy.
+
+    To change it, put modules of your own in the place of others (`model.model.layers[3].mlp = MyMLP(config)`) and call
+    `renew_arena`; or derive a class with a `logits` or `loss` of its own: lessons/howto/change_the_model.md.
     """
 
     def __init__(
@@ -201,7 +207,7 @@ class Transformer(Module):
         """
         ids = self._check_ids(ids, "ids")
         B, T = ids.shape
-        logits_BTP = self._logits(self._hidden(ids)).reshape(B, T, -1)
+        logits_BTP = self.logits(self.hidden(ids)).reshape(B, T, -1)
         return F.narrow(logits_BTP, self.config.vocab_size)
 
     def loss(self, ids: Array, targets: Array, inv_count: Array | None = None) -> Tensor:
@@ -219,11 +225,14 @@ class Transformer(Module):
         targets_N = self._to_device(targets.reshape(-1))
         if inv_count is None:
             inv_count = count_targets(targets_N)
-        return F.linear_cross_entropy(
-            self._hidden(ids), self._head(), targets_N, self.config.vocab_size, inv_count
-        )
+        x_NC, vocab_size = self.hidden(ids), self.config.vocab_size
+        if type(self).logits is not Transformer.logits:  # a class with a head of its own
+            return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
+        return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
 
-    def _hidden(self, ids: Array) -> Tensor:
+    def hidden(self, ids: Array) -> Tensor:
+        """ids (B, T) -> (N, C), N = B T: the last norm's output, of which the head makes logits. Raises UserError."""
+        ids = self._check_ids(ids, "ids")
         B, T = ids.shape
         self.arena.refresh()
         return self.model(self._to_device(ids.reshape(-1)), B, self.rotary(T), self.recompute)
@@ -231,8 +240,11 @@ class Transformer(Module):
     def _head(self) -> Parameter:
         return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
 
-    def _logits(self, x_NC: Tensor) -> Tensor:
-        """(N, C) -> (N, padded V) float32, also in bf16: the next token is chosen by their differences."""
+    def logits(self, x_NC: Tensor) -> Tensor:
+        """hidden (N, C) -> (N, padded V) float32, also in bf16: the next token is chosen by their differences.
+
+        A derived class may change them: calling the model, `loss` and `generate` all follow.
+        """
         dtype = np.float32 if x_NC.dtype == BFLOAT16 else None
         return F.linear(x_NC, self._head(), dtype)
 
@@ -264,12 +276,6 @@ class Transformer(Module):
                     f"{what} hold {int(ids[bad][0])}: they must be below vocab_size, {c.vocab_size}"
                 )
         return ids
-
-    def zero_grad(self) -> None:
-        """All gradients = 0; needed before each backward, which adds to them."""
-        if self.arena.grads is None:
-            raise UserError("this model has no gradients: make it with trainable=True")
-        self.arena.grads.fill(0)
 
     @no_grad()
     def generate(
@@ -304,16 +310,44 @@ class Transformer(Module):
         streams = [np.random.default_rng([seed, row]) for row in range(len(tokens))]
         for _ in range(max_new_tokens):
             B, T = tokens.shape
-            last_BC = self._hidden(tokens).data.reshape(B, T, -1)[:, -1].copy()
-            logits = to_numpy(self._logits(Tensor(last_BC)).data)[:, : self.config.vocab_size]
+            last_BC = self.hidden(tokens).data.reshape(B, T, -1)[:, -1].copy()
+            logits = to_numpy(self.logits(Tensor(last_BC)).data)[:, : self.config.vocab_size]
             picks = [pick(row, temperature, top_k, stream) for row, stream in zip(logits, streams)]
             tokens = np.concatenate([tokens, np.array(picks, tokens.dtype)[:, None]], axis=1)
         fits = self.config.vocab_size - 1 <= np.iinfo(ids.dtype).max
         out = tokens.reshape(*ids.shape[:-1], -1).astype(ids.dtype if fits else np.int64)
         return to_device(out, "gpu") if is_gpu(ids) else out
 
+    @property
+    def variation(self) -> str:
+        """What of this model is neither Llama's nor Qwen3's, for others compute those alone; "" if nothing."""
+        found = [f"{len(self.model.layers)} layers"] * (
+            len(self.model.layers) != self.config.n_layers
+        )
+        if len(list(self._storage(""))) > len(list(self.storage())):
+            found.append("parameters in two places")
+        for name in ("__call__", "hidden", "logits"):
+            if getattr(type(self), name) is not getattr(Transformer, name):
+                found.append(f"{name} of {type(self).__name__}")
+        for path, module in list(self.modules())[1:]:
+            if type(module) not in STANDARD:
+                found.append(f"{path}{type(module).__name__}")
+            elif isinstance(module, Attention) and module.config != self.config:
+                found.append(f"{path}config")
+        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Take the weights in a folder, as `save_pretrained` or a run has written them, into this model, whatever it computes.
+        Raises UserError when names or shapes do not fit; then it is unchanged."""
+        from .huggingface import load_into
+
+        load_into(self, Path(folder))
+
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:
-        """Write the Hugging Face layout (LlamaForCausalLM or Qwen3ForCausalLM); see huggingface.save."""
+        """Write the Hugging Face layout (LlamaForCausalLM or Qwen3ForCausalLM); see huggingface.save.
+
+        Of a model with a `variation` the weights are written, under a config.json that only load_weights accepts.
+        """
         from .huggingface import save
 
         save(self, Path(folder), tokenizer)

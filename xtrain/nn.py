@@ -19,6 +19,7 @@ import numpy as np
 
 from . import functional as F
 from .autograd import Tensor, Version
+from .config import UserError
 from .device import Array, free_cached, to_device, zeros_on
 from .kernels._launch import empty
 from .kernels.cast import BFLOAT16, cast_into
@@ -31,29 +32,66 @@ ALIGN = (
 class Parameter(Tensor):
     """A trainable tensor. It has a shape from the start, and memory once its model has made the arena.
 
-    shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding.
+    shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None: all
+    rows, by the name "weight".
     std: of the normal initialisation; None: ones.  decay: weight decay applies.
+    requires_grad may be set to False at any time: no gradient is computed then, and AdamW leaves the parameter alone.
     on_gradient: called with the parameter after each addition to its gradient, if not None (see ddp.py).
     """
 
-    __slots__ = ("decay", "declared_shape", "half", "offset", "on_gradient", "parts", "std")
+    __slots__ = (
+        "_grad",
+        "decay",
+        "declared_shape",
+        "half",
+        "offset",
+        "on_gradient",
+        "parts",
+        "std",
+    )
 
     def __init__(
         self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
     ):
+        self._grad: Array | None = None
         super().__init__(np.empty(0, np.float32), requires_grad=True)
+        if not isinstance(shape, tuple) or not shape:
+            raise UserError(
+                "a Parameter takes a shape of at least one axis, (1,) for a single number; its values come later, "
+                "by `parameter.data = array`"
+            )
+        self.offset: int | None = None  # in its arena
         self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
         self.parts = parts or {"weight": shape[0]}
+        if sum(self.parts.values()) > shape[0]:
+            raise UserError(f"{self.parts} are more rows than a parameter of shape {shape} has")
         self.half: Array | None = None  # in bf16 training: the copy that forward and backward use
         self.on_gradient = None
 
     @property
     def value(self) -> Array:
         """What ops compute with: the bf16 copy if there is one, else the weights themselves."""
-        return self._data if self.half is None else self.half
+        return self.data if self.half is None else self.half
+
+    @property
+    def grad(self) -> Array | None:
+        return self._grad
+
+    @grad.setter
+    def grad(self, array: Array | None) -> None:
+        """The values are copied into the arena, which the optimizer reads; None: zeros."""
+        if self._grad is not None and array is not self._grad:
+            self._grad[...] = 0 if array is None else array
+        elif self._grad is None and array is not None:
+            raise UserError("a parameter without memory for gradients (trainable=False) got one")
 
     @property
     def data(self) -> Array:
+        if self.offset is None:
+            raise UserError(
+                f"a parameter of shape {self.declared_shape} has no memory: call model.renew_arena() "
+                "when all modules are in their places"
+            )
         return self._data
 
     @data.setter
@@ -73,14 +111,27 @@ class Parameter(Tensor):
 class _Part(Tensor):
     """One Hugging Face tensor inside a Parameter: views of its data and gradient."""
 
-    __slots__ = ()
+    __slots__ = ("_grad", "offset", "parameter")
 
-    data = Parameter.data
+    data, grad = Parameter.data, Parameter.grad
 
     def __init__(self, parameter, rows):
+        self.parameter, self.offset, self._grad = parameter, parameter.offset, None
         super().__init__(parameter.data[rows], parameter.requires_grad)
-        self.grad = None if parameter.grad is None else parameter.grad[rows]
+        self._grad = None if parameter.grad is None else parameter.grad[rows]
         self.version = parameter.version
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value != self.parameter.requires_grad:
+            raise UserError(
+                "this is a view of a Parameter, which may hold several: freeze with "
+                "`for name, parameter in model.storage(): parameter.requires_grad = False`"
+            )
 
 
 def arena_unit(world: int) -> int:
@@ -96,6 +147,7 @@ class Arena:
     world: both regions can be divided among so many ranks, in parts of whole 16 bytes (ZeRO-1).
     weights is None while ZeRO-1 keeps each float32 weight on one rank only (ddp.py); the bf16 copy is then all there is.
     trainable False: no gradients, and in bf16 float32 memory for the norms alone; the parameters' data are bf16 then.
+    kind: device, bf16, world and trainable, as they were given.
     """
 
     def __init__(
@@ -106,6 +158,7 @@ class Arena:
         world: int = 1,
         trainable: bool = True,
     ):
+        self.kind = (device, bf16, world, trainable)
         decayed, rest = ([p for p in parameters if p.decay is flag] for flag in (True, False))
         offsets, size, unit = [], 0, arena_unit(world)
         for region in (decayed, rest):
@@ -131,9 +184,15 @@ class Arena:
             half = view(self.half, offset) if bf16 and parameter.decay else None
             alone = only_half and parameter.decay
             parameter._data = half if alone else view(self.weights, offset - first)
-            parameter.grad = view(self.grads, offset) if trainable else None
+            parameter._grad = view(self.grads, offset) if trainable else None
             parameter.half, parameter.version = half, self.version
-            parameter.requires_grad = trainable
+            parameter.requires_grad &= trainable  # what was frozen stays so
+
+    def __reduce__(self):  # copy.deepcopy and pickle: their views would be arrays of their own
+        raise UserError(
+            "a model cannot be copied or pickled, for its parameters are views of one array: make it a second time "
+            "and give each parameter its values, `new.data = old.data`; or save_pretrained and load_weights"
+        )
 
     def refresh(self) -> None:
         """Make the bf16 copy again if the weights were changed by anything but AdamW."""
@@ -144,18 +203,32 @@ class Arena:
 
 
 class Module:
-    """A tree of modules and parameters, found by walking the attributes in the order they were set."""
+    """A tree of modules and parameters, found by walking the attributes in the order they were set, also those in lists,
+    tuples and dicts."""
+
+    def modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
+        """(name, module), this one first, depth first. The names end in a dot, but for the first: ""."""
+        yield prefix, self
+        for name, value in vars(self).items():
+            for path, item in _items(name, value):
+                if isinstance(item, Module):
+                    yield from item.modules(f"{prefix}{path}.")
 
     def storage(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """(name of the module, Parameter as it lies in memory), depth first."""
+        """(name of the module, Parameter as it lies in memory), depth first; one that is in two places, once."""
+        seen = set()
+        for path, parameter in self._storage(prefix):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield path, parameter
+
+    def _storage(self, prefix):
         for name, value in vars(self).items():
-            if isinstance(value, Parameter):
-                yield prefix, value
-            elif isinstance(value, Module):
-                yield from value.storage(f"{prefix}{name}.")
-            elif isinstance(value, list):
-                for i, item in enumerate(value):
-                    yield from item.storage(f"{prefix}{name}.{i}.")
+            for path, item in _items(name, value):
+                if isinstance(item, Module):
+                    yield from item._storage(f"{prefix}{path}.")
+                elif isinstance(item, Parameter):
+                    yield (prefix if item is value else f"{prefix}{path}."), item
 
     def views(self, array: Array) -> Iterator[tuple[str, Array]]:
         """(Hugging Face name, view) into any array laid out like the arena: weights, gradients, moments."""
@@ -188,6 +261,11 @@ class Module:
         Every tensor has a random stream of its own, named by the seed and its Hugging Face name: the numbers
         depend neither on packing nor on padding nor on the order of the layers.
         """
+        names = [prefix + suffix for prefix, p in self.storage() for suffix in p.parts]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(
+                f"two parameters are called {twice[0]}: give one of them another name, parts={{name: rows}}"
+            )
         arena = Arena([p for _, p in self.storage()], device, bf16, world, trainable)
         if seed is None:
             return arena
@@ -201,6 +279,32 @@ class Module:
             tensor.data = to_device(values.astype(tensor.dtype, copy=False), device)
         free_cached(device)  # the temporaries, before other arrays settle in their memory
         return arena
+
+    def renew_arena(self, seed: int = 0) -> None:
+        """After modules were exchanged or added: one arena for all parameters there are now, in self.arena.
+
+        Parameters that had values keep them, new ones are initialised as in a new model of that seed. To be called before the
+        optimizer is made.
+        """
+        kept = [(p, p.data) for _, p in self.storage() if p.offset is not None]
+        self.arena = self.make_arena(self.arena.kind[0], seed, *self.arena.kind[1:])
+        for parameter, values in kept:
+            parameter.data = values
+
+    def zero_grad(self) -> None:
+        """All gradients = 0; needed before each backward, which adds to them."""
+        if self.arena.grads is None:
+            raise UserError("this model has no gradients: make it with trainable=True")
+        self.arena.grads.fill(0)
+
+
+def _items(name, value):
+    """What an attribute holds: itself, or what is in a list, a tuple or a dict -> (path, item)"""
+    if isinstance(value, (list, tuple, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _items(f"{name}.{key}", item)
+    else:
+        yield name, value
 
 
 class Embedding(Module):

@@ -73,7 +73,7 @@ class Catch(Function):
     @staticmethod
     def backward(ctx, *gradients):
         ctx.saved[0].extend(gradients)
-        return ()
+        return (None,) * (1 + len(gradients))
 
 
 class Start(Function):

@@ -62,15 +62,20 @@ class Run:
 
     def step(self) -> tuple[Any, Any, float]:
         """One optimizer step. -> loss and gradient norm, (1,) arrays still on the device; learning rate."""
-        c, optimizer = self.config, self.optimizer
+        optimizer = self.optimizer
         self.clock("data")
         ids, targets, *more = self.next_batch()
         self.clock("step")
-        optimizer.lr = learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
+        optimizer.lr = self.learning_rate()
         loss, norm = self.on_device(ids, targets, optimizer.advance(), *more)
         self.clock(None)
         self.done += 1
         return loss, norm, optimizer.lr
+
+    def learning_rate(self) -> float:
+        """Of the next step; self.done steps have been made."""
+        c = self.config
+        return learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
 
     def next_batch(self) -> tuple[np.ndarray, ...]:
         """-> ids, targets (batch, T); and with several ranks 1 / number of targets that all have together."""
@@ -168,7 +173,8 @@ class Run:
             name: getattr(self.config, name, "fp32") for name in MATTERS
         }  # grad_comm: ddp.py
         text = {"data": self.corpus.sha256, "tokenizer": self.corpus.tokenizer.sha256}
-        return {**options, **text, **self.model.config.to_dict()}
+        variation = {"variation": self.model.variation} if self.model.variation else {}
+        return {**options, **text, **self.model.config.to_dict(), **variation}
 
     def save(self, folder: Path) -> Path | None:
         """Write a checkpoint at once. -> its folder, None on a rank that does not write."""

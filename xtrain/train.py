@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,11 @@ def train(
     ranks: Alone = ALONE,
     make_run: Callable[..., Run] = Run,
 ) -> Path:
-    """A whole run. -> its folder. Raises UserError on anything the user can mend. ranks, make_run: see ddp.py."""
+    """A whole run. -> its folder. Raises UserError on anything the user can mend.
+
+    make_run: a class derived from Run, with another model, optimizer, schedule, data or evaluation
+    (lessons/howto/change_the_model.md).  ranks: see ddp.py.
+    """
     output = Output()
     console = console or Console(file=output, quiet=ranks.rank > 0)
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
@@ -172,6 +176,7 @@ def train(
         shape["vocab_size"] = corpus.vocab_size
         model = _make_model(config, shape, corpus, place.saved, device, ranks.world)
         run = make_run(config, model, corpus, ranks)
+        model = run.model  # a Run of one's own may have changed it
         corpus.val_batches(1, config.micro_batch, config.seq_len)  # too little text is said now
         place = ranks.first(lambda: _claim(place, config, asked_name, warn, stack))
         folder, saved = place.folder, place.saved
@@ -314,7 +319,9 @@ def _make_model(
         model = huggingface.load(Path(config.init), device, config.precision, world)
         model.recompute = config.recompute
     else:
-        model = Transformer(huggingface.read_config(saved.folder), None, *kind)
+        names = {f.name for f in fields(ModelConfig)}
+        shape = {name: x for name, x in saved.state["options"].items() if name in names}
+        model = Transformer(ModelConfig(**shape), None, *kind)
     if corpus.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size} tokens, the model in {config.init} only {model.config.vocab_size}: "
@@ -369,13 +376,19 @@ def _farewell(console: Console, run: Run, folder: Path, stop: Stop) -> None:
         console.print(f"{run.skipped} steps were skipped", highlight=False)
     go_on = "" if run.done == run.config.steps else f"\n  go on with this run       {_go_on(run)}"
     page = folder / "report.html" if not stop.asked else f"python -m xtrain.report {quote(folder)}"
+    use = [
+        f"go on from these weights  python -m xtrain.train --init {quote(last)}",
+        f"let it write              python -m xtrain.generate --model {quote(folder)} {quote(run.config.sample_prompt)}",
+        f"use it from Python        xtrain.Transformer.from_pretrained({str(last)!r})",
+    ]
+    if run.model.variation:
+        use = [f"use it from Python        make it again, then model.load_weights({str(last)!r})"]
     console.print(
         f"{state}. What next:{go_on}\n"
         f"  look at the run           {page}\n"
-        f"  train on your own text    python -m xtrain.train --data FILE_OR_FOLDER\n"
-        f"  go on from these weights  python -m xtrain.train --init {quote(last)}\n"
-        f"  let it write              python -m xtrain.generate --model {quote(folder)} {quote(run.config.sample_prompt)}\n"
-        f"  use it from Python        xtrain.Transformer.from_pretrained({str(last)!r})",
+        f"  train on your own text    python -m xtrain.train --data FILE_OR_FOLDER",
+        *use,
+        sep="\n  ",
         markup=False,
         highlight=False,
         soft_wrap=True,

@@ -22,12 +22,12 @@ Look = Callable[[str, str, str, tuple, tuple], None]
 @contextlib.contextmanager
 def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
     """owner.name is `value` inside."""
-    before = vars(owner)[name]
+    own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, before) if own else delattr(owner, name)
 
 
 @contextlib.contextmanager
@@ -66,8 +66,9 @@ def watch_ops(model: Transformer, note: Note, look: Look | None = None) -> Itera
             for way in {"forward", "backward"} & set(vars(cls)):
                 noted = functools.partial(op_call, cls, way, getattr(cls, way))
                 stack.enter_context(swapped(cls, way, staticmethod(noted)))
-        block = type(model.model.layers[0])
-        stack.enter_context(swapped(block, "__call__", _method(layer_call, block.__call__)))
+        calls = {block: block.__call__ for block in map(type, model.model.layers)}
+        for block, call in calls.items():
+            stack.enter_context(swapped(block, "__call__", _method(layer_call, call)))
         yield
 
 

@@ -89,7 +89,7 @@ class ShardedAdamW(AdamW):
     def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
         first, n_decay = 0, self.arena.n_decay
         for (a, b), (start, end) in zip(self.pieces, self.owned):
-            self.update(start, end, first, hyper_3, self._one if factor_1 is None else factor_1)
+            self.update_trained(start, end, first, hyper_3, factor_1)
             if self.master is None:
                 self.collectives.all_gather(self.arena.weights, a, b)
             elif a < n_decay:

@@ -93,6 +93,8 @@ def check_array(
 
     On the CPU float64 passes for float32 too: the references are dtype-agnostic, and finite differences need it.
     """
+    if not hasattr(x, "shape"):
+        raise TypeError(f"{op}: {name} must be an array, got {x!r}")
     fits = len(x.shape) == len(shape) and all(s is None or s == n for s, n in zip(shape, x.shape))
     if not fits:
         want = "(" + ", ".join("any" if s is None else str(s) for s in shape) + ")"

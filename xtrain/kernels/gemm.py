@@ -49,6 +49,13 @@ def matmul(
         not any(x.dtype.kind in "biu" for x in (out, a, b)),
         f"matmul: {a.dtype} times {b.dtype} to {out.dtype}, expected floating-point numbers",
     )
+    if a.dtype != b.dtype:
+        hint = (
+            "float64 comes from NumPy scalars such as np.sqrt(2): use Python's numbers, or astype"
+        )
+        raise TypeError(
+            f"matmul: {a.dtype} times {b.dtype} into {out.dtype} is not supported ({hint})"
+        )
     if isinstance(out, np.ndarray):  # the simulator has no cuBLAS either
         a, b = (x.swapaxes(-1, -2) if t else x for x, t in ((a, trans_a), (b, trans_b)))
         if accumulate:
