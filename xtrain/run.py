@@ -44,6 +44,7 @@ class Run:
         self.val_loss: tuple[int, float] | None = None  # the last validation: step, loss
         self.copies = HostCopies()
         self.beat = lambda: None  # tells a watchdog that all is well
+        self.rest = lambda: None  # tells it that no more steps will come
         self.clock = off  # see clock.py
         if model.device == "cpu":
             self.on_device = self.compute
@@ -141,6 +142,7 @@ class Run:
         B = c.micro_batch * ranks.world
         mine = slice(c.micro_batch * ranks.rank, c.micro_batch * (ranks.rank + 1))
         for ids, targets in self.corpus.val_batches(c.eval_batches, B, c.seq_len):
+            self.beat()
             ids, targets = ids[mine], targets[mine]
             if not targets.size:  # the last batch may have fewer rows
                 continue
@@ -207,6 +209,11 @@ class Run:
         same_ranks = saved.state["made_on"]["ranks"] == self.ranks.world
         allowed = {name.replace("-", "_") for name in self.config.allow_change}
         changed = changes(saved.state["options"], self.matters(), same_ranks)
+        if 1 in (
+            saved.state["made_on"]["ranks"],
+            self.ranks.world,
+        ):  # gradients do not travel there
+            changed.pop("grad_comm", None)
         if refused := [text for name, text in changed.items() if name not in allowed]:
             advice = "use the options it was started with"
             if not changed.keys() & set(SHAPES):  # no option makes its weights fit another shape
