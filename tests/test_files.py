@@ -102,6 +102,21 @@ def test_logs_of_a_run_on_a_full_disk(tmp_path, monkeypatch):
     assert_same_run(whole, full)
 
 
+def test_a_full_disk_is_told_once_though_one_file_has_room(tmp_path, monkeypatch):
+    disk, told = Disk(monkeypatch, 0), []
+    book = Logbook.__new__(Logbook)
+    book.folder, book.full, book.warn = tmp_path, False, told.append
+    book.files = {name: Journal(tmp_path / name) for name in "ab"}
+    for disk.room in (0, 100, 0, 100, 0):
+        book.append("a" if disk.room else "b", "line\n")
+    assert len(told) == 1
+    disk.room = 100
+    assert book.flush()
+    for disk.room in (100, 0):
+        book.append("b", "line\n")
+    assert len(told) == 2, "full again"
+
+
 def test_write_whole(tmp_path, monkeypatch):
     path = tmp_path / "a"
     write_whole(path, b"one")
