@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,33 @@ def test_logs_of_a_run_on_a_full_disk(tmp_path, monkeypatch):
     assert "no space left for a checkpoint of step 8; training goes on" in text
     assert checkpoints(full) == ["step-000004", "step-000012"]
     assert_same_run(whole, full)
+
+
+def test_a_full_disk_is_told_once_though_one_file_has_room(tmp_path, monkeypatch):
+    disk, told = Disk(monkeypatch, 0), []
+    book = Logbook.__new__(Logbook)
+    book.folder, book.full, book.warn = tmp_path, False, told.append
+    book.files = {name: Journal(tmp_path / name) for name in "ab"}
+    for disk.room in (0, 100, 0, 100, 0):
+        book.append("a" if disk.room else "b", "line\n")
+    assert len(told) == 1
+    disk.room = 100
+    assert book.flush()
+    for disk.room in (100, 0):
+        book.append("b", "line\n")
+    assert len(told) == 2, "full again"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signals here")
+@pytest.mark.parametrize("code, ends", [(0, 0), (2, -signal.SIGTERM)])
+def test_a_signal_after_the_end_is_no_failure(code, ends):
+    """Python and MPI take a while to end: whoever is told to stop then has stopped already."""
+    script = (
+        "import atexit, os, signal, sys; from xtrain.files import command_line\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
+        f"sys.exit(command_line(lambda: {code}))"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == ends
 
 
 def test_write_whole(tmp_path, monkeypatch):

@@ -21,8 +21,10 @@ Sums of the same numbers are the same bits on every rank: MPI and NCCL add each 
 
 import contextlib
 import ctypes
+import faulthandler
 import hashlib
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +35,8 @@ from .config import UserError
 from .device import Array, cupy, to_numpy
 from .kernels._launch import empty
 from .kernels.cast import BFLOAT16, cast_into
+
+START_SECONDS = 600.0  # between the start of the first rank and that of the last, at most
 
 
 class Alone:
@@ -110,14 +114,13 @@ class Ranks(Alone):
         self.comm.Gather(np.ascontiguousarray(own_n), all_Rn)
         return all_Rn
 
-    def check_same(self, things: dict[str, Any]) -> None:
-        """Raises UserError, on every rank, when some rank has another value for one of the names."""
+    def check_same(self, things: dict[str, Any], needed: str) -> None:
+        """Raises UserError, on every rank, when some rank has another value for one of the names. needed: of all ranks."""
         for rank, other in enumerate(everybody := self.everybody(things)):
             for name, value in everybody[0].items():
                 if repr(other.get(name)) != repr(value):  # nan is not equal to itself
                     raise UserError(
-                        f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: "
-                        "all ranks need the same version and the same options"
+                        f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: all ranks need {needed}"
                     )
 
     def check_identical(self, arrays: list[Array], step: int) -> None:
@@ -128,9 +131,12 @@ class Ranks(Alone):
         found = self.everybody(digest.hexdigest())
         others = [rank for rank, other in enumerate(found) if other != found[0]]
         if others:
+            when, advice = f"after step {step}", "resume from the last checkpoint, with --zero 1"
+            if step == 0:
+                when, advice = "before the first step", "all need the same --init"
             raise UserError(
-                f"after step {step} the parameters of rank {others[0]} are not those of rank 0 "
-                f"({len(others)} of {self.world} ranks differ): resume from the last checkpoint, with --zero 1"
+                f"{when} the parameters of rank {others[0]} are not those of rank 0 "
+                f"({len(others)} of {self.world} ranks differ): {advice}"
             )
 
 
@@ -138,9 +144,12 @@ def connect() -> Ranks:
     """The ranks that mpirun (or srun) started. Raises UserError when there is no MPI to be had."""
     how = "`pip install -e '.[mpi]'` in the checkout brings mpi4py and an MPI library"
     try:
-        from mpi4py import MPI
+        MPI = _when_all_ranks_have_started()
     except ModuleNotFoundError:
-        raise UserError(f"several ranks need mpi4py, which is not installed: {how}") from None
+        where = platform.node()  # one machine of several may lack it
+        raise UserError(
+            f"several ranks need mpi4py, which is not installed on {where}: {how}"
+        ) from None
     except (
         ImportError,
         RuntimeError,
@@ -148,6 +157,18 @@ def connect() -> Ranks:
         reason = str(error).splitlines()[0]
         raise UserError(f"mpi4py finds no MPI library ({reason}): {how}") from None
     return Ranks(MPI.COMM_WORLD)
+
+
+def _when_all_ranks_have_started() -> Any:
+    """-> MPI. Importing it waits for all ranks. MPICH waits for ever for one that has failed before it came so far: then
+    this process ends. It cannot speak meanwhile, but where it stood is printed: hence this function's name."""
+    with contextlib.suppress(RuntimeError, ValueError, OSError):  # a stderr that is no file
+        faulthandler.dump_traceback_later(START_SECONDS, exit=True)
+    try:
+        from mpi4py import MPI
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return MPI
 
 
 def choose_gpu(ranks: Ranks) -> None:

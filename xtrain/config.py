@@ -203,7 +203,7 @@ class TrainConfig:
     # a tokenizer.json to use instead of training one; none: with --init its own
     tokenizer: str | None = None
     eval_every: int | None = None  # steps between validations; none: the preset's
-    eval_batches: int = 8  # validation batches each time
+    eval_batches: int = 8  # validation batches each time, of --batch sequences
     sample_every: int | None = None  # steps between generated samples; none: the preset's
     sample_prompt: str = "def "  # what a sample continues
     sample_tokens: int = 100  # tokens generated per sample

@@ -52,9 +52,10 @@ from .config import TrainConfig, UserError
 from .data import Corpus
 from .device import Array, resolve_device, synchronize
 from .faults import Guard, Watchdog
-from .files import command_line
+from .files import command_line, digest
 from .kernels.cross_entropy import IGNORE
 from .kernels.elementwise import add_fwd
+from .manifest import MANIFEST
 from .model import Transformer
 from .nn import Parameter, arena_unit
 from .optim import AdamW
@@ -63,6 +64,8 @@ from .run import Run
 from .train import train
 from .zero import Pieces, ShardedAdamW
 
+# where launchers say which rank of its machine this is
+LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 LONGEST_WATCHDOG = 10**8  # seconds, three years; the system's timers end at some 10^10
 
 
@@ -288,10 +291,6 @@ class ParallelRun(Run):
         sums = self.ranks.total(list(mine.values())) if self.config.sharded else mine.values()
         return dict(zip(mine, sums))
 
-    def validate(self) -> tuple[float, float]:
-        self.beat()
-        return super().validate()
-
     def sample(self) -> str:
         self.beat()
         return super().sample() if self.ranks.rank == 0 else ""
@@ -309,6 +308,10 @@ class ParallelRun(Run):
         return snapshot
 
     def load(self, saved: checkpoint.Saved) -> None:
+        # rank 0 has verified what it sees: does everybody see that?
+        manifest = saved.folder / MANIFEST
+        seen = f"with manifest {digest(manifest)}" if manifest.is_file() else "without a manifest"
+        self.ranks.check_same({str(saved.folder): seen}, "to see the same --out")
         if not self.config.sharded:
             return super().load(saved)
         m, v = (np.zeros(self.model.arena.grads.shape, np.float32) for _ in range(2))
@@ -328,6 +331,7 @@ def train_parallel(
 ) -> Path:
     """A whole run on all ranks, each of which calls this. -> its folder. Raises UserError."""
     if ranks.world == 1:
+        config.validate()
         plain = {f.name: getattr(config, f.name) for f in fields(TrainConfig)}
         return train(TrainConfig(**plain), console)
     check_ranks_agree(config, ranks)
@@ -340,10 +344,15 @@ def train_parallel(
     with contextlib.ExitStack() as stack:
 
         def make_run(config: ParallelConfig, model: Transformer, corpus: Corpus, ranks: Alone):
+            text = {"text": corpus.sha256[:16], "tokenizer": corpus.tokenizer.sha256[:16]}
+            ranks.check_same(
+                text, "the same --data and the same tokenizer (these are their sha256)"
+            )
             run = ParallelRun(config, model, corpus, ranks)
             run.check_ranks()  # the same seed and libraries have made the same weights
             now = lambda: run.done + 1
-            run.beat = stack.enter_context(Watchdog(config.watchdog, ranks, now)).beat
+            watchdog = stack.enter_context(Watchdog(config.watchdog, ranks, now))
+            run.beat, run.rest = watchdog.beat, watchdog.rest
             if guard is not None:
                 guard.step = now
             runs.append(run)
@@ -361,7 +370,7 @@ def check_ranks_agree(config: ParallelConfig, ranks: Ranks) -> None:
     options = {f"--{key.replace('_', '-')}": value for key, value in asdict(config).items()}
     options["--device"] = resolve_device(config.device)
     versions = {"xtrain": __version__, "numpy": np.__version__, "Python": platform.python_version()}
-    ranks.check_same(versions | options)
+    ranks.check_same(versions | options, "the same version and the same options")
 
 
 def divide_cores(ranks: Ranks) -> None:
@@ -381,8 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         ranks = connect()
     except UserError as error:
-        first = {os.environ.get(name, "0") for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK")}
-        if first == {"0"}:  # without MPI only the launcher's word says which rank this is
+        if all(os.environ.get(name, "0") == "0" for name in LOCAL_RANK):  # once per machine
             if {"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments):
                 return _parse(arguments, ALONE)[1]
             print(f"xtrain.ddp: {error}", file=sys.stderr)

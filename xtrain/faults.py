@@ -95,19 +95,23 @@ class Watchdog(threading.Thread):
         self.ended = threading.Event()
 
     def __enter__(self) -> "Watchdog":
-        self.beat()
-        if self.seconds > 0:
-            self.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.ended.set()
-        if self.seconds > 0:
-            self.join()
-            faulthandler.cancel_dump_traceback_later()
+        self.rest()
 
     def beat(self) -> None:
+        """All is well. It begins to watch with the first: loading a checkpoint may take its time."""
         self.last = time.monotonic()
+        if self.seconds > 0 and self.ident is None:
+            self.start()
+
+    def rest(self) -> None:
+        """No more to watch."""
+        self.ended.set()
+        if self.ident is not None:
+            self.join()
+            faulthandler.cancel_dump_traceback_later()
 
     def run(self) -> None:
         while not self.ended.wait(min(1.0, self.seconds / 8)):

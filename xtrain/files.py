@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -205,6 +206,9 @@ def command_line(main: Callable[[], int]) -> int:
         except SystemExit as stop:  # --help
             code = stop.code
         sys.stdout.flush()
+        if not code:  # all is done: a signal while Python and MPI end must not make it a failure
+            for name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"} & set(dir(signal)):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
         return code
     except KeyboardInterrupt:
         print("\nxtrain: interrupted", file=sys.stderr)

@@ -233,7 +233,7 @@ class Logbook:
             self.warn(
                 f"no space left to write {self.folder / name}: training goes on, the lines are kept until there is"
             )
-        self.full = not written
+        self.full = any(file.waiting for file in self.files.values())  # one may have room left
 
     def flush(self) -> bool:
         """-> is everything in the files? A checkpoint must not be newer than they are."""

@@ -44,6 +44,7 @@ class Run:
         self.val_loss: tuple[int, float] | None = None  # the last validation: step, loss
         self.copies = HostCopies()
         self.beat = lambda: None  # tells a watchdog that all is well
+        self.rest = lambda: None  # tells it that no more steps will come
         self.clock = off  # see clock.py
         if model.device == "cpu":
             self.on_device = self.compute
@@ -143,15 +144,16 @@ class Run:
     def validate(self) -> tuple[float, float]:
         """-> (mean loss in nats per token, bits per byte) over the fixed validation batches."""
         c, ranks, nats, tokens, lengths = self.config, self.ranks, 0.0, 0, 0
-        B = c.micro_batch * ranks.world
-        mine = slice(c.micro_batch * ranks.rank, c.micro_batch * (ranks.rank + 1))
-        for ids, targets in self.corpus.val_batches(c.eval_batches, B, c.seq_len):
-            ids, targets = ids[mine], targets[mine]
-            if not targets.size:  # the last batch may have fewer rows
-                continue
-            nats += self.model.loss(ids, targets).item() * targets.size
-            tokens += targets.size
-            lengths += int(self.corpus.token_lengths[targets].sum())
+        share = c.batch // ranks.world
+        for all_ids, all_targets in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
+            for i in range(share * ranks.rank, share * (ranks.rank + 1), c.micro_batch):
+                self.beat()
+                ids, targets = all_ids[i : i + c.micro_batch], all_targets[i : i + c.micro_batch]
+                if not targets.size:  # the last batch may have fewer rows
+                    continue
+                nats += self.model.loss(ids, targets).item() * targets.size
+                tokens += targets.size
+                lengths += int(self.corpus.token_lengths[targets].sum())
         nats, tokens, lengths = ranks.total([nats, tokens, lengths])
         self.val_loss = self.done, nats / tokens
         return nats / tokens, nats / np.log(2) / max(lengths, 1)
@@ -213,6 +215,11 @@ class Run:
         same_ranks = saved.state["made_on"]["ranks"] == self.ranks.world
         allowed = {name.replace("-", "_") for name in self.config.allow_change}
         changed = changes(saved.state["options"], self.matters(), same_ranks)
+        if 1 in (
+            saved.state["made_on"]["ranks"],
+            self.ranks.world,
+        ):  # gradients do not travel there
+            changed.pop("grad_comm", None)
         if refused := [text for name, text in changed.items() if name not in allowed]:
             advice = "use the options it was started with"
             if not changed.keys() & set(SHAPES):  # no option makes its weights fit another shape

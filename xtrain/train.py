@@ -91,13 +91,14 @@ class Loop:
                 self.do(due)
                 self.since = time.perf_counter()
             if asked:
+                self.stop.why = self.stop.why or "asked on another rank"
                 break
         self.settle()
         run.ranks.first(self.writer.finish)
 
     def settle(self) -> None:
         """Until nothing is being written. All ranks wait together, or a watchdog would take it for a hang."""
-        while self.run.ranks.any(self.writer.busy(1.0)):
+        while self.run.ranks.any(self.writer.busy(0.1)):
             self.run.beat()
 
     def do(self, due: dict[str, bool]) -> None:
@@ -196,8 +197,9 @@ def train(
             log = Logbook(folder, config, saved.state if saved else {}, console)
         with log, Writer(folder, config.keep, warn) as writer:
             Loop(run, log, stop, writer)()
-        if ranks.rank == 0 and not stop.asked:  # there may be no time
-            report.finish(folder, run, warn)
+        run.rest()
+        # There may be no time for it. Until it is there no rank leaves: a signal would end one that has
+        ranks.first(lambda: stop.why or report.finish(folder, run, warn))
         _farewell(console, run, folder, stop)
     return folder
 
@@ -375,7 +377,7 @@ def _farewell(console: Console, run: Run, folder: Path, stop: Stop) -> None:
     if run.skipped:
         console.print(f"{run.skipped} steps were skipped", highlight=False)
     go_on = "" if run.done == run.config.steps else f"\n  go on with this run       {_go_on(run)}"
-    page = folder / "report.html" if not stop.asked else f"python -m xtrain.report {quote(folder)}"
+    page = folder / "report.html" if not stop.why else f"python -m xtrain.report {quote(folder)}"
     use = [
         f"go on from these weights  python -m xtrain.train --init {quote(last)}",
         f"let it write              python -m xtrain.generate --model {quote(folder)} {quote(run.config.sample_prompt)}",

@@ -119,8 +119,10 @@ def bf16_communication_stays_close(folder):
 
 def validation_is_global(folder):
     ranks = some_ranks(4)
-    mine, alone = make_run(folder, ranks).validate(), make_run(folder, None).validate()
-    np.testing.assert_allclose(mine, alone, rtol=1e-6)
+    alone = make_run(folder, None, eval_batches=2).validate()
+    for more in ({}, {"micro_batch": 1}):
+        mine = make_run(folder, ranks, eval_batches=2, **more).validate()
+        np.testing.assert_allclose(mine, alone, rtol=1e-6)
 
 
 def without_communication_ranks_part(folder):

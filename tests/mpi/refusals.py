@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import sys
+from pathlib import Path
 
 from common import TEXT, WORLD, run_checks
 
@@ -61,6 +62,44 @@ def everything_is_said_once(folder):
             assert not said.getvalue(), said.getvalue()
 
 
+@contextlib.contextmanager
+def another_machine(folder):
+    """Ranks 2 and 3 work in a folder of their own, where other files have the same names."""
+    here, mine = os.getcwd(), folder / f"machine {WORLD.rank // 2}"
+    mine.mkdir(parents=True, exist_ok=True)
+    os.chdir(mine)
+    yield
+    os.chdir(here)
+
+
+def what_is_not_the_same_everywhere(folder):
+    for options, sentence in [
+        ({"data": "text.txt", "out": folder / "out"}, "rank 2 has text "),
+        ({"out": "runs", "stop-at": 1}, None),
+        (
+            {"out": "runs", "resume": True},
+            "rank 2 has runs/run/checkpoints/step-000001 without a manifest",
+        ),
+    ]:
+        given = {**GOOD, **options}
+        arguments = [f"--{k}={v}" if v is not True else f"--{k}" for k, v in given.items()]
+        said = io.StringIO()
+        with (
+            another_machine(folder / "not the same"),
+            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            Path("text.txt").write_bytes(TEXT.read_bytes()[WORLD.rank // 2 :])
+            code = main(arguments)
+        text = said.getvalue()
+        assert code == (2 if sentence else 0), (options, text)
+        if WORLD.rank == 0 and sentence:
+            assert sentence in text and text.count("\n") == 1, text
+        else:
+            assert not text, text
+    assert not (folder / "out").exists(), "nothing is trained on two texts"
+
+
 def the_last_checkpoint_cannot_be_written(folder):
     """A full disk at the very end: every rank ends with 2, and it is said once. Another disk error: in the next step."""
     write = checkpoint.write
@@ -87,4 +126,9 @@ def the_last_checkpoint_cannot_be_written(folder):
 
 
 if __name__ == "__main__":
-    run_checks([everything_is_said_once, the_last_checkpoint_cannot_be_written], sys.argv[1])
+    checks = [
+        everything_is_said_once,
+        what_is_not_the_same_everywhere,
+        the_last_checkpoint_cannot_be_written,
+    ]
+    run_checks(checks, sys.argv[1])

@@ -4,18 +4,24 @@ mpirun -n 4 python resume.py FOLDER
 """
 
 import contextlib
+import io
 import json
+import os
+import signal
 import sys
+import threading
+import time
 
 import numpy as np
 from common import TEXT, WORLD, options, run_checks, some_ranks, wait
 from rich.console import Console
 
-from xtrain import checkpoint
+from xtrain import checkpoint, report
 from xtrain import functional as F
 from xtrain.config import ModelConfig, UserError
 from xtrain.data import prepare
 from xtrain.ddp import ParallelRun, train_parallel
+from xtrain.faults import Watchdog
 from xtrain.model import Transformer
 from xtrain.train import train
 
@@ -141,9 +147,57 @@ def the_rank_is_named(folder):
         wait()
 
 
+def one_rank_has_nothing_to_send(folder):
+    """--grad-comm belongs to several ranks: it is no change that one rank in between has none."""
+    at = dict(out=folder / "alone between", steps=3, grad_comm="bf16")
+    for i, n in enumerate((2, 1, 2)):
+        run = train_on(n, options(**at, stop_at=i + 1, resume=i > 0))
+    if WORLD.rank == 0:
+        assert len(losses(run)) == 3
+
+
+def all_ranks_wait_for_the_report(folder):
+    """A signal to the job would end a rank that had left, and the job with it. No watchdog looks on."""
+    finish, watched = report.finish, []
+
+    def slowly(*about):
+        watched.extend(t for t in threading.enumerate() if isinstance(t, Watchdog) and t.is_alive())
+        time.sleep(0.3)
+        return finish(*about)
+
+    report.finish = slowly
+    run = train_on(2, options(folder / "report", steps=1))
+    report.finish = finish
+    assert run is None or ((run / "report.html").exists() and not watched), watched
+
+
+def one_rank_is_asked_to_stop(folder):
+    """All stop, and rank 0 knows: there is no time for a report."""
+    step = ParallelRun.step
+
+    def asked(run):
+        if WORLD.rank == 1 and run.done == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return step(run)
+
+    ParallelRun.step, said = asked, io.StringIO()
+    ranks = some_ranks(2)
+    if ranks is not None:
+        run = train_parallel(
+            options(folder / "asked", steps=9), ranks, Console(file=said, quiet=ranks.rank > 0)
+        )
+        assert checkpoint.newest(run).step == 2 and not (run / "report.html").exists()
+        assert ranks.rank or "stopped after step 2 (asked on another rank)" in said.getvalue()
+    ParallelRun.step = step
+    wait()
+
+
 if __name__ == "__main__":
     checks = [
         elastic,
+        one_rank_has_nothing_to_send,
+        all_ranks_wait_for_the_report,
+        one_rank_is_asked_to_stop,
         the_same_world_is_byte_exact,
         a_bad_step_is_skipped_by_all,
         the_rank_is_named,
