@@ -1,12 +1,13 @@
 """python -m xtrain.profile: the plan of any model, the measurement on what is here, clear sentences."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from checks import GPU
 from rich.console import Console
 
-from xtrain import memory, profile
+from xtrain import kernel_times, memory, profile
 from xtrain.config import UserError
 from xtrain.kernel_times import Row
 from xtrain.profile import Options, main, model_config
@@ -106,6 +107,27 @@ def test_files_are_refused_before_anything_is_measured(
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
+def test_what_a_profile_lacks_is_named_whole(monkeypatch, capsys):
+    """Why there is no CUPTI, also with brackets, which rich takes for markup."""
+
+    class Recorder:
+        def __init__(self, events=False): ...
+        def __call__(self, model, run, note=None): ...
+        def timed(self): ...
+
+    def cupti_times(run):
+        raise kernel_times.NoTimes("no cupti.so in [lib, lib64]")
+
+    monkeypatch.setattr(kernel_times, "cupti_times", cupti_times)
+    monkeypatch.setattr(kernel_times, "limits", lambda precision: (1.0, 1.0))
+    monkeypatch.setattr(kernel_times, "rows", lambda times, steps: [])
+    monkeypatch.setattr(profile, "Recorder", Recorder)
+    monkeypatch.setattr(profile, "kernel_table", lambda *_: "")
+    run = SimpleNamespace(model=None, config=SimpleNamespace(precision="fp32"))
+    profile._kernels(SimpleNamespace(trace=None, steps=1), run, Console())
+    assert "no cupti.so in [lib, lib64]: times are from" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("more", [["--no-graph"], ["--precision", "bf16", "--recompute", "block"]])
 def test_on_a_gpu_kernels_are_listed(capsys, tmp_path, more):
@@ -115,7 +137,7 @@ def test_on_a_gpu_kernels_are_listed(capsys, tmp_path, more):
     out = capsys.readouterr().out
     for part in ("whole step", "adamw_kernel", "product", "TFLOP/s"):
         assert part in out, part
-    assert "busy" in out or "brings cupti-python" in out
+    assert "busy" in out or "pip install cupti-python" in out
     assert json.loads(trace.read_text())["traceEvents"] and picture.stat().st_size > 10_000
 
 

@@ -361,7 +361,7 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
     except kernel_times.NoTimes as reason:
         _say(
             console,
-            f"{reason}: times are from CUDA events around the launches of an eager step, a few microseconds too long each",
+            f"{escape(str(reason))}: times are from CUDA events around the launches of an eager step, a few microseconds too long each",
         )
         events, steps = Recorder(events=True), 1
         events(run.model, lambda: _eager(run))
