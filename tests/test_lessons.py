@@ -359,6 +359,8 @@ def test_a_notebook_that_shows_old_code_is_noticed(tmp_path):
     assert find() == "01_squares.ipynb shows what the library no longer has:     return x * x"
     library.write_text(library.read_text().replace("x**2", "x * x").replace("y = x x", "y = x^2"))
     assert find() == "01_squares.ipynb shows what the library no longer has:     y = x x"
+    library.write_text(library.read_text().replace("y = x^2", "y = x x").replace("    return", "    x = +x\n    return"))  # fmt: skip
+    assert find() == "01_squares.ipynb does not show as it is: def square_ref(x):"
 
 
 def test_a_fork_changes_one_line(tmp_path):

@@ -121,15 +121,30 @@ def out_of_step(path: Path) -> str | None:
 
 
 def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
-    """Where a notebook shows a line of the library that is no longer there, or None. Nothing is run."""
+    """Where a notebook shows a line of the library that is no longer there, or lacks one, or None. Nothing is run."""
     text = "\n".join(p.read_text(encoding="utf-8") for p in root.glob("xtrain/**/*.py"))
+    whole = _dense(text)
     for cell in json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]:
-        if cell["cell_type"] != "code" or not SHOWS.fullmatch("".join(cell["source"]).strip()):
+        code = "".join(cell["source"]).strip()
+        if cell["cell_type"] != "code" or not code:
             continue
-        for line in "".join(x for o in cell["outputs"] for x in o.get("text", [])).splitlines():
-            if line.strip() not in text and not re.fullmatch(r"# \S+\.py", line):
-                return f"{path.stem}.ipynb shows what the library no longer has: {line}"
+        shown = "".join(x for o in cell["outputs"] for x in o.get("text", []))
+        sources = re.split(r"^# \S+\.py$", shown, flags=re.MULTILINE)[1:]
+        if SHOWS.fullmatch(code):
+            for line in shown.splitlines():
+                if line.strip() not in text and not re.fullmatch(r"# \S+\.py", line):
+                    return f"{path.stem}.ipynb shows what the library no longer has: {line}"
+        elif not code.splitlines()[-1].startswith("lesson.source("):
+            continue
+        for source in sources if SHOWS.fullmatch(code) else sources[-1:]:
+            if _dense(source) not in whole:
+                return f"{path.stem}.ipynb does not show as it is: {_dense(source).splitlines()[0]}"
     return None
+
+
+def _dense(text: str) -> str:
+    """Without indents and empty lines."""
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def printed(path: Path) -> list[str]:
