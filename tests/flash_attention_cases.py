@@ -29,21 +29,20 @@ def _forget_fp32_kernels():
             x.cache_clear()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_fp32_tiles(monkeypatch):
     """Tiles of 16 rows: a quarter of the work. (test_flash_attention_fp32.py has those of 32.)"""
     if GPU:
         yield
-    else:
-        _forget_fp32_kernels()
-        with monkeypatch.context() as patch:
-            patch.setattr(fp32, "tile_rows", lambda D: 16)
-            yield
-        _forget_fp32_kernels()
+        return
+    _forget_fp32_kernels()
+    monkeypatch.setattr(fp32, "tile_rows", lambda D: 16)
+    yield
+    _forget_fp32_kernels()
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch, small_fp32_tiles):
+def small_bf16_tiles(monkeypatch):
     """For the mma.sync kernels. (Those with wgmma: test_flash_attention_hopper.py)"""
     monkeypatch.setattr(fa, "HOPPER", False)
     if not GPU:

@@ -16,7 +16,6 @@ from xtrain.kernels.padding import token_places
 from xtrain.simulator import KernelError, sim
 
 __all__ = ["small_fp32_tiles"]
-pytestmark = pytest.mark.usefixtures("small_fp32_tiles")
 BF16 = ml_dtypes.bfloat16
 
 

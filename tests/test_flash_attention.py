@@ -11,8 +11,8 @@ from flash_attention_cases import (
     case,
     everything,
     exact,
+    small_bf16_tiles,
     small_fp32_tiles,
-    small_tiles,
     torch_sdpa,
 )
 
@@ -26,7 +26,7 @@ from xtrain.kernels.flash_attention import (
     flash_attention_ref,
 )
 
-__all__ = ["small_fp32_tiles", "small_tiles"]
+__all__ = ["small_bf16_tiles", "small_fp32_tiles"]
 
 
 # ----------------------------------------------------------------------------- the reference

@@ -3,19 +3,11 @@
 import numpy as np
 import pytest
 from checks import GPU, assert_as_good, to_host, to_kernel
-from flash_attention_cases import (
-    BF16,
-    case,
-    everything,
-    exact,
-    small_fp32_tiles,
-    small_tiles,
-    torch_sdpa,
-)
+from flash_attention_cases import BF16, case, everything, exact, small_bf16_tiles, torch_sdpa
 
 from xtrain.kernels import flash_attention as fa
 
-__all__ = ["small_fp32_tiles", "small_tiles"]
+__all__ = ["small_bf16_tiles"]
 # B, T, S, H, G, D, causal: one token; a whole tile; ragged and grouped; a past; few keys for many queries
 SHAPES = [
     (1, 1, 1, 1, 1, 16, True), (1, 32, 32, 1, 1, 32, True), (1, 70, 70, 2, 1, 16, True),

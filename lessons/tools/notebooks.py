@@ -130,13 +130,14 @@ def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
             continue
         shown = "".join(x for o in cell["outputs"] for x in o.get("text", []))
         sources = re.split(r"^# \S+\.py$", shown, flags=re.MULTILINE)[1:]
-        if SHOWS.fullmatch(code):
+        only = SHOWS.fullmatch(code)
+        if only:
             for line in shown.splitlines():
                 if line.strip() not in text and not re.fullmatch(r"# \S+\.py", line):
                     return f"{path.stem}.ipynb shows what the library no longer has: {line}"
         elif not code.splitlines()[-1].startswith("lesson.source("):
             continue
-        for source in sources if SHOWS.fullmatch(code) else sources[-1:]:
+        for source in sources if only else sources[-1:]:
             if _dense(source) not in whole:
                 return f"{path.stem}.ipynb does not show as it is: {_dense(source).splitlines()[0]}"
     return None
