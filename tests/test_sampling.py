@@ -269,34 +269,37 @@ def test_advance_leaves_the_ids_in_one_of_two_slots():
             advance(lengths, steps, rows, mail_2L=mail)
 
 
+BARRIER, ZEROS = "    cuda.syncthreads()\n", "bins[1, tid] = uint32(0)\n"
 BUGS = [
-    ("running_sum", "    cuda.syncthreads()  # scratch is free\n", ""),
-    ("find_bin", "    cuda.syncthreads()  # the bins are full\n", ""),
-    ("pick", "            bins[i] = 0\n        cuda.syncthreads()\n", "            bins[i] = 0\n"),
-    (
-        "pick",
-        "cuda.atomic.add(bins, there, weight_of(logit, top, inverse))\n            elif",
-        "bins[there] += 1\n            elif",
-    ),
-]
+    ("running_sum", BARRIER + "    total", "    total", {}),
+    ("whose", BARRIER + "    what", "    what", {}),
+    ("put_in_order", "step > 32 or after > 32", "step > 64 or after > 64", dict(top_k=20)),
+    ("put_in_order", "cuda.syncwarp()", "pass", dict(top_k=20)),
+    ("add_weight", "int64(cuda.atomic.add(bins, (0, i), uint32(low)))", "int64(bins[0, i])\n    bins[0, i] = 1", {}),
+    ("make_search", ZEROS + "    " + BARRIER, ZEROS, {}),
+    ("make_search", "count[0] = 0\n        " + BARRIER, "count[0] = 0\n", {}),
+    ("make_search", "i = cuda.atomic.add(count, 0, 1)", "i = count[0]\n" + 28 * " " + "count[0] = i + 1", {}),
+    ("make_merge_lists", "held[i] = place\n        " + BARRIER, "held[i] = place\n", dict(top_k=20)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, old, new", BUGS)
-def test_planted_bugs_are_found(monkeypatch, name, old, new):
+@pytest.mark.parametrize("name, old, new, given_", BUGS)
+def test_planted_bugs_are_found(monkeypatch, name, old, new, given_):
     from xtrain._simulator.source import _translated
 
-    monkeypatch.setattr(sampling, "SEGMENT", 64)
+    monkeypatch.setattr(sampling, "SEGMENT", 128)
     monkeypatch.setattr(sampling, "MAX_TOP_K", 64)
-    function = getattr(_sampling_kernels, name).py_func
+    function = getattr(_sampling_kernels, name)
+    function = getattr(function, "py_func", function)
     broken = with_bug(function, old, new, dict(vars(_sampling_kernels)))[name]
-    _translated.clear()
-    _sampling_kernels.make_draw_kernel.cache_clear()
+    makers = [make for make in vars(_sampling_kernels).values() if hasattr(make, "cache_clear")]
+    forget = lambda: [clear() for clear in (_translated.clear, *(m.cache_clear for m in makers))]
+    forget()
     monkeypatch.setattr(_sampling_kernels, name, broken)
-    with pytest.raises(KernelError, match="race"):
-        draw(np.zeros((2, 150), np.float32), sim, top_p=0.99)
+    with pytest.raises(KernelError, match="race|uninitialised"):
+        draw(np.zeros((2, 400), np.float32), sim, **{"top_p": 0.99, **given_})
     monkeypatch.undo()
-    _translated.clear()
-    _sampling_kernels.make_draw_kernel.cache_clear()
+    forget()
 
 
 def test_bad_input():

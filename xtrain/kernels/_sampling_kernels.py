@@ -1,21 +1,22 @@
-"""The kernels of sampling.py: two rounds of top-k, then the draw; and what happens when the list of the largest is too short.
+"""The kernels of sampling.py: two rounds of top-k, then the draw; without top-k, a search in the whole vocabulary.
 
     place    of a token in the order: one whole number, its logit in the upper bits (as a number that grows with it), what is
              missing from its id to the largest possible one below. Places are all different, and larger is earlier, so "lower id
              first" needs no further care. -1 is nobody. A NaN comes before everybody.
     first    a block per segment of the vocabulary sorts the places of its segment (bitonic sort, Batcher 1968) and leaves
-             the first K of them. Greedy rows need one, and sort nothing.
-    second   a block per row merges those lists: of two lists in falling order, the larger of list i and of the other's K - 1 - i
-             are the K largest of both, and half a bitonic sort puts them in order. Then weights, their running sum, the draw.
-
-Without top-k the list holds only the first of all tokens. The draw and the end of top-p fall into it nearly always; where
-not, `pick` looks for the place in the whole vocabulary: by distance from the largest logit, then 8 bits of the place at a time.
+             the first k of them. Rows without top-k need one, and sort nothing.
+    second   a block per row merges those lists: of two lists in falling order, the larger of list i and of the other's
+             k - 1 - i are the k largest of both, and half a bitonic sort puts them in order. As many lists as shared memory
+             holds lie side by side; then half of them are merged with the other half, until one is left.
+    draw     with top-k, the running sum over the list. Without, tokens fall into bins by their distance from the largest
+             logit. The bin in which the end of top-p, or the draw, falls is gathered and sorted like a list; should it hold
+             more tokens than a list, the next bits of the place are bins in turn.
 """
 
 import functools
 import math
 
-from numba import cuda, float32, int32, int64
+from numba import cuda, float32, int32, int64, uint32
 from numba.cuda.libdevice import float_as_int, int_as_float
 
 from ._ptx import device, kernel, let_next_start, load1, wait_for_previous
@@ -30,9 +31,11 @@ PHILOX_M = (0xD2511F53, 0xCD9E8D57)  # multipliers and Weyl constants of the pap
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD = 0xFFFFFFFF
-BINS = 256
 INFINITY = float32(math.inf)
-STEEP = float32(8.0)  # bins per factor e
+DISTANCE = 32  # factors of e that the bins span; ONE times e^-28 is less than one
+BATCH = 6  # logits that a thread asks for before it looks at the first
+PLACE = 63  # bits of a place
+FAR = 1 << 62
 
 
 # ----------------------------------------------------------------------------- numbers
@@ -85,23 +88,46 @@ def random_fraction(seed, sequence, step):
 
 @device
 def wanted(temperature, top_k, K):
-    """How many of the first tokens a row needs, and the power of two that holds them"""
-    need = int64(top_k) if top_k > 0 and top_k < K else int64(K)
+    """How many of the first tokens a row needs, 0: all; and the bits of the power of two that holds so many"""
+    need, bits = max(min(int64(top_k), int64(K)), int64(0)), int64(0)
     if temperature <= float32(0.0):
         need = int64(1)
-    width = int64(1)
-    while width < need:
-        width *= 2
-    return need, width
+    while int64(1) << bits < need:
+        bits += 1
+    return need, bits
 
 
 # ----------------------------------------------------------------------------- of a block
 @device
-def exchange(x_s, i, other, falling):
-    """Puts x_s[i] and x_s[other], i < other, in order."""
-    a, b = x_s[i], x_s[other]
-    if (a < b) == falling:
-        x_s[i], x_s[other] = b, a
+def put_in_order(x_s, pairs, step, size, then):
+    """A bitonic merge: of x_s[0 : 2 pairs] those `step` apart are put in order, then those half as far, ... down to 1.
+
+    Runs of `size` fall and rise in turn. then: how far from its pair a thread will look afterwards. A warp's 32 pairs
+    lie in 64 neighbours while step <= 32, always the same ones, so only longer ways need the whole block to wait.
+    """
+    while step > 0:
+        i = int64(cuda.threadIdx.x)
+        while i < pairs:
+            at = 2 * i - (i & (step - 1))
+            a, b = x_s[at], x_s[at + step]
+            if (a < b) == (at & size == 0):
+                x_s[at], x_s[at + step] = b, a
+            i += cuda.blockDim.x
+        after = step >> 1 if step > 1 else then
+        if step > 32 or after > 32:
+            cuda.syncthreads()
+        else:
+            cuda.syncwarp()
+        step >>= 1
+
+
+@device
+def sort_places(x_s, length):
+    """x_s[0:length], a power of two, in falling order"""
+    size = int64(2)
+    while size <= length:
+        put_in_order(x_s, length >> 1, size >> 1, size, size)
+        size <<= 1
 
 
 @device
@@ -124,13 +150,12 @@ def block_max_place(v, scratch):
 
 @device
 def running_sum(v, scratch):
-    """-> the sum of v over the threads up to and with this one, and over all. scratch: 32 int64."""
+    """-> the sum of v over the threads up to and with this one, and over all. scratch: 32 int64 that nobody uses."""
     tid, lane = cuda.threadIdx.x, cuda.threadIdx.x & 31
     for i in range(5):
         before = cuda.shfl_up_sync(FULL, v, 1 << i)
         if lane >= 1 << i:
             v += before
-    cuda.syncthreads()  # scratch is free
     if lane == 31:
         scratch[tid >> 5] = v
     cuda.syncthreads()
@@ -147,6 +172,7 @@ def running_sum(v, scratch):
 def make_segment_kernel(SEGMENT, K, overlap, ready):
     """K: the longest list, at most SEGMENT; both powers of two. ready: the rows' parameters may be read before the wait."""
     THREADS = min(max(SEGMENT // 2, 32), 512)
+    EACH = SEGMENT // THREADS
 
     @kernel(THREADS)
     def sample_segment_kernel(lists, logits, temperature_B, top_k_B, V, columns):
@@ -157,35 +183,29 @@ def make_segment_kernel(SEGMENT, K, overlap, ready):
         out = (b * cuda.gridDim.x + cuda.blockIdx.x) * K
         if overlap and not ready:
             wait_for_previous()
-        _, width = wanted(temperature_B[b], top_k_B[b], K)
+        _, bits = wanted(temperature_B[b], top_k_B[b], K)
         if overlap:
             if ready:
                 wait_for_previous()
             let_next_start()
-        best = int64(-1)
-        for i in range(tid, SEGMENT, THREADS):
-            token, place = first + i, int64(-1)
+        x, best = cuda.local.array(EACH, float32), int64(-1)
+        for j in range(EACH):  # all under way before one is used
+            token = first + j * THREADS + tid
+            x[j] = load1(logits, b * columns + token) if token < V else float32(0.0)
+        for j in range(EACH):
+            token, place = first + j * THREADS + tid, int64(-1)
             if token < V:
-                place = place_of(load1(logits, b * columns + token), token)
+                place = place_of(x[j], token)
             best = best if best > place else place
-            places[i] = place
-        if width == 1:
+            places[j * THREADS + tid] = place
+        if bits == 0:
             best = block_max_place(best, scratch)
             if tid == 0:
                 lists[out] = best
             return
         cuda.syncthreads()
-        size = 2
-        while size <= SEGMENT:
-            step = size >> 1
-            while step > 0:
-                for i in range(tid, SEGMENT // 2, THREADS):
-                    at = 2 * i - (i & (step - 1))
-                    exchange(places, at, at + step, at & size == 0)
-                cuda.syncthreads()
-                step >>= 1
-            size <<= 1
-        for i in range(tid, width, THREADS):
+        sort_places(places, int64(SEGMENT))
+        for i in range(tid, int64(1) << bits, THREADS):
             lists[out + i] = places[i]
 
     return sample_segment_kernel, THREADS
@@ -194,164 +214,208 @@ def make_segment_kernel(SEGMENT, K, overlap, ready):
 # ----------------------------------------------------------------------------- second round
 @functools.cache
 def make_merge_lists(K):
-    """-> merge_lists(best, scratch, lists, first, segments, width): best[0:width] = the largest of all, in falling order"""
+    """-> merge_lists(held, scratch, lists, first, segments, bits): held[0 : 2^bits] = the largest of all, in falling order
+
+    held has room for 2 K places; beyond those 2^bits it is left as it happens to be.
+    """
 
     @device
-    def merge_lists(best, scratch, lists, first, segments, width):
-        tid = cuda.threadIdx.x
-        coming = int64(-1)
-        if width == 1:
-            for s in range(tid, segments, K):
+    def merge_lists(held, scratch, lists, first, segments, bits):
+        tid, last = cuda.threadIdx.x, (int64(1) << bits) - 1
+        if bits == 0:
+            best = int64(-1)
+            s = int64(tid)
+            while s < segments:
                 place = lists[first + s * K]
-                coming = coming if coming > place else place
-            coming = block_max_place(coming, scratch)
-            segments = int64(1)
-        if tid < width:
-            best[tid] = lists[first + tid] if width > 1 else coming
-            if segments > 1:
-                coming = lists[first + K + width - 1 - tid]
-        for s in range(1, segments):
-            now = coming
-            if tid < width and s + 1 < segments:  # under way while this one is merged
-                coming = lists[first + (s + 1) * K + width - 1 - tid]
-            if tid < width and now > best[tid]:
-                best[tid] = now
+                best = best if best > place else place
+                s += K
+            best = block_max_place(best, scratch)
+            if tid == 0:
+                held[0] = best
             cuda.syncthreads()
-            step = width >> 1
-            while step > 0:
-                if tid < width >> 1:
-                    at = 2 * tid - (tid & (step - 1))
-                    exchange(best, at, at + step, True)
+            return
+        side_by_side = int64(2 * K) >> bits
+        for s in range(0, segments, side_by_side):
+            for j in range(2):
+                i = tid + j * K
+                mine, at, place = s + (i >> bits), i & last, int64(-1)
+                if mine < segments:
+                    place = lists[first + mine * K + (at if s == 0 else last - at)]
+                if s == 0 or place > held[i]:
+                    held[i] = place
+            cuda.syncthreads()
+            if s > 0:
+                put_in_order(held, K, (last + 1) >> 1, FAR, FAR)
+        while side_by_side > 1:
+            side_by_side >>= 1
+            if side_by_side < segments:
+                half = side_by_side << bits
+                if tid < half:
+                    place = held[half + (tid ^ last)]  # list by list, from its end
+                    if place > held[tid]:
+                        held[tid] = place
                 cuda.syncthreads()
-                step >>= 1
-        cuda.syncthreads()
+                put_in_order(held, half >> 1, (last + 1) >> 1, FAR, FAR)
 
     return merge_lists
 
 
+# ----------------------------------------------------------------------------- the draw
 @device
-def find_bin(bins, goal, found):
-    """The first bin at which the running sum exceeds goal: found[0] = it, found[1] = the sum before. Warp 0 looks."""
-    lane = cuda.threadIdx.x & 31
-    cuda.syncthreads()  # the bins are full
-    if cuda.threadIdx.x < 32:
-        mine = int64(0)
-        for i in range(BINS // 32):
-            mine += bins[lane * (BINS // 32) + i]
-        end = mine
-        for i in range(5):
-            before = cuda.shfl_up_sync(FULL, end, 1 << i)
-            if lane >= 1 << i:
-                end += before
-        start = end - mine
-        if start <= goal and goal < end:
-            i = int64(lane) * (BINS // 32)
-            while start + bins[i] <= goal:
-                start += bins[i]
-                i += 1
-            found[0], found[1] = i, start
+def whose(goal, end, mine, what, found):
+    """The one thread whose part of a running sum holds goal tells all what it stands for, and the sum before it."""
+    if end - mine <= goal and goal < end:
+        found[0], found[1] = what, end - mine
     cuda.syncthreads()
+    what, before = found[0], found[1]
+    cuda.syncthreads()
+    return what, before
 
 
 @device
-def bin_of(logit, top, inverse):
-    """Falls with the logit, and never rises: rounding keeps the order."""
-    distance = (top - logit) * inverse * STEEP
-    return int64(distance) if distance < float32(BINS - 1) else int64(BINS - 1)
+def add_weight(bins, i, w):
+    """bins[0, i] are the lower, bins[1, i] the upper 32 bits of a sum: shared memory adds no more bits at once."""
+    low = w & WORD
+    low += int64(cuda.atomic.add(bins, (0, i), uint32(low)))
+    high = (w >> 32) + (low >> 32)
+    if high > 0:
+        cuda.atomic.add(bins, (1, i), uint32(high))
 
 
 @device
-def pick(logits, first, V, top, inverse, goal, bins, found):
-    """-> the place at which the running sum over the whole vocabulary exceeds goal, and the sum before it"""
-    tid, threads = cuda.threadIdx.x, cuda.blockDim.x
-    before, chosen, prefix = int64(0), int64(0), int64(0)
-    for digit in range(-1, 8):
-        shift = 56 - 8 * digit
-        for i in range(tid, BINS, threads):
-            bins[i] = 0
+def of_bin(bins, i):
+    return int64(bins[1, i]) << 32 | int64(bins[0, i])
+
+
+@device
+def load_batch(x, logits, first, token, V):
+    """x[j] = the logit of token + j blockDim, -inf behind the last; all are under way before one is used."""
+    for j in range(BATCH):
+        there = token + j * cuda.blockDim.x
+        x[j] = load1(logits, first + there) if there < V else -INFINITY
+
+
+@functools.cache
+def make_search(K):
+    """K: length of a list, bins and threads of the block. -> weigh, look_closer"""
+    BITS, STEEP = K.bit_length() - 1, float32(K / DISTANCE)
+
+    @device
+    def bin_of(logit, top, inverse):
+        """Never falls while the logit falls: rounding keeps the order."""
+        distance = (top - logit) * inverse * STEEP
+        return int64(distance) if distance < float32(K - 1) else int64(K - 1)
+
+    @device
+    def weigh(bins, logits, first, V, top, inverse):
+        """-> the weight of all tokens in this thread's bin"""
+        tid = cuda.threadIdx.x
+        bins[0, tid] = bins[1, tid] = uint32(0)
         cuda.syncthreads()
-        for token in range(tid, V, threads):
-            logit = load1(logits, first + token)
-            there = bin_of(logit, top, inverse)
-            if digit < 0:
-                cuda.atomic.add(bins, there, weight_of(logit, top, inverse))
-            elif there == chosen:
-                place = place_of(logit, token)
-                if digit == 0 or place >> (shift + 8) == prefix:
-                    there = BINS - 1 - (place >> shift & (BINS - 1))
-                    cuda.atomic.add(bins, there, weight_of(logit, top, inverse))
-        find_bin(bins, goal - before, found)
-        before += found[1]
-        if digit < 0:
-            chosen = found[0]
-        else:
-            prefix = prefix << 8 | (BINS - 1 - found[0])
-    return prefix, before
+        x = cuda.local.array(BATCH, float32)
+        for token in range(tid, V, BATCH * K):
+            load_batch(x, logits, first, token, V)
+            for j in range(BATCH):
+                w = weight_of(x[j], top, inverse)
+                if w > 0:
+                    add_weight(bins, bin_of(x[j], top, inverse), w)
+        cuda.syncthreads()
+        return of_bin(bins, tid)
+
+    @device
+    def look_closer(held, bins, count, scratch, found, logits, first, V, top, inverse, chosen, before, goal):
+        """The running sum exceeds goal within the bin `chosen`, which begins at `before`. -> the place, the sum before it"""
+        tid = cuda.threadIdx.x
+        x, prefix, shift, n = cuda.local.array(BATCH, float32), int64(0), int64(PLACE), int64(K + 1)
+        while n > K:
+            lower = max(shift - BITS, int64(0))
+            digits = (int64(1) << (shift - lower)) - 1
+            held[tid], bins[0, tid], bins[1, tid] = int64(-1), uint32(0), uint32(0)
+            if tid == 0:
+                count[0] = 0
+            cuda.syncthreads()
+            for token in range(tid, V, BATCH * K):
+                load_batch(x, logits, first, token, V)
+                for j in range(BATCH):
+                    if bin_of(x[j], top, inverse) == chosen:
+                        place = place_of(x[j], token + j * K)
+                        if place >> shift == prefix:
+                            i = cuda.atomic.add(count, 0, 1)
+                            if i < K:
+                                held[i] = place
+                            digit = digits - (place >> lower & digits)
+                            add_weight(bins, digit, weight_of(x[j], top, inverse))
+            cuda.syncthreads()
+            n = int64(count[0])
+            if n > K:
+                mine = of_bin(bins, tid)
+                end, _ = running_sum(mine, scratch)
+                digit, more = whose(goal - before, end, mine, int64(tid), found)
+                before += more
+                prefix, shift = prefix << (shift - lower) | (digits - digit), lower
+        length = int64(2)
+        while length < n:
+            length <<= 1
+        sort_places(held, length)
+        place, mine = held[tid], int64(0)
+        if place >= 0:
+            mine = weight_of(logit_of(place), top, inverse)
+        end, _ = running_sum(mine, scratch)
+        return whose(goal, end + before, mine, place, found)
+
+    return weigh, look_closer
 
 
 @functools.cache
 def make_draw_kernel(K, overlap, ready):
     """K: the longest list, a power of two from 32 to 1024, and the threads of a block. ready: as in the first round"""
-    merge_lists = make_merge_lists(K)
+    ROOM, merge_lists, (weigh, look_closer) = 2 * K, make_merge_lists(K), make_search(K)
 
     @kernel(K)
     def sample_draw_kernel(
         ids_B, lists, logits, temperature_B, top_k_B, top_p_B, seed_B, sequence_B, step_B, segments, V, columns
     ):  # fmt: skip
         """Grid B, block K."""
-        best, scratch = cuda.shared.array(K, int64), cuda.shared.array(32, int64)
-        bins, found = cuda.shared.array(BINS, int64), cuda.shared.array(2, int64)
+        held, scratch = cuda.shared.array(ROOM, int64), cuda.shared.array(32, int64)
+        bins, found = cuda.shared.array((2, K), uint32), cuda.shared.array(2, int64)
+        count = cuda.shared.array(1, int32)
         tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.x)
         if overlap and not ready:
             wait_for_previous()
-        need, width = wanted(temperature_B[b], top_k_B[b], K)
+        need, bits = wanted(temperature_B[b], top_k_B[b], K)
         if overlap:
             if ready:
                 wait_for_previous()
             let_next_start()
-        merge_lists(best, scratch, lists, b * segments * K, segments, width)
-        top = logit_of(best[0])
-        if top != top:
+        merge_lists(held, scratch, lists, b * segments * K, segments, bits)
+        top = logit_of(held[0])
+        # of infinite logits the first is as good as any
+        if need == 1 or top != top or top == INFINITY or top == -INFINITY:
             if tid == 0:
-                ids_B[b] = -1
+                ids_B[b] = token_of(held[0]) if top == top else int32(-1)
             return
-        if (
-            need == 1 or top == INFINITY or top == -INFINITY
-        ):  # of infinite logits the first is as good as any
-            if tid == 0:
-                ids_B[b] = token_of(best[0])
-            return
-        inverse, mine = float32(1.0) / temperature_B[b], int64(0)
-        if tid < need and best[tid] >= 0:
-            mine = weight_of(logit_of(best[tid]), top, inverse)
-        end, listed = running_sum(mine, scratch)
-        total = listed
-        if top_k_B[b] <= 0:
-            mass = int64(0)
-            for token in range(tid, V, K):
-                mass += weight_of(load1(logits, b * columns + token), top, inverse)
-            _, total = running_sum(mass, scratch)
-        kept = total
-        if top_p_B[b] < float32(1.0):
-            limit = scaled(total, int64(top_p_B[b] * float32(1 << FRACTION)))
-            limit = limit if limit > 1 else int64(1)
-            if limit <= listed:
-                if end - mine < limit and limit <= end:
-                    found[0] = end  # of the last token that stays
-                cuda.syncthreads()
-                kept = found[0]
-                cuda.syncthreads()
-            else:
-                place, before = pick(logits, b * columns, V, top, inverse, limit - 1, bins, found)
-                kept = before + weight_of(logit_of(place), top, inverse)
-        goal = scaled(kept, random_fraction(seed_B[b], sequence_B[b], step_B[b]))
-        if goal < listed:
-            if end - mine <= goal and goal < end:
-                ids_B[b] = token_of(best[tid])
-        else:
-            place, _ = pick(logits, b * columns, V, top, inverse, goal, bins, found)
-            if tid == 0:
-                ids_B[b] = token_of(place)
+        inverse, first, what, mine = float32(1.0) / temperature_B[b], b * columns, int64(tid), int64(0)
+        if need == 0:
+            mine = weigh(bins, logits, first, V, top, inverse)
+        elif tid < need and held[tid] >= 0:
+            what = held[tid]
+            mine = weight_of(logit_of(what), top, inverse)
+        end, kept = running_sum(mine, scratch)
+        draws = top_p_B[b] >= float32(1.0)  # else the last token that stays is looked for first
+        goal = max(scaled(kept, int64(top_p_B[b] * float32(1 << FRACTION))), int64(1)) - 1
+        while True:
+            if draws:
+                goal = scaled(kept, random_fraction(seed_B[b], sequence_B[b], step_B[b]))
+            place, before = whose(goal, end, mine, what, found)
+            if need == 0:
+                place, before = look_closer(
+                    held, bins, count, scratch, found, logits, first, V, top, inverse, place, before, goal
+                )  # fmt: skip
+            if draws:
+                break
+            kept, draws = before + weight_of(logit_of(place), top, inverse), True
+        if tid == 0:
+            ids_B[b] = token_of(place)
 
     return sample_draw_kernel
 
