@@ -6,7 +6,7 @@ gemv, decode_attention      a call in a CUDA graph with the cache flushed before
                             same bytes
 context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it sees; beside it our
                             attention of training on as many tokens in equal sequences, where there is no history
-sample                      microseconds for 1 and 32 rows
+sample                      microseconds for 1 and 32 rows, of this vocabulary and of Qwen3's
 step                        all layers as the engine launches them, in one CUDA graph replayed many times: tokens/s, and the
                             share of the memory bound, (weights + cache read) / copy bandwidth
 
@@ -123,15 +123,14 @@ def sampling_inputs(B, temperature, top_k, top_p):
 
 
 def bench_sample(o):
-    for B in o.batches:
-        logits = draw(np.float32, B, V, scale=3.0)
-        for name, settings in dict(
-            greedy=(0, 0, 1), top_50=(0.8, 50, 1), top_p=(1, 0, 0.9), all=(1, 0, 1)
-        ).items():
+    kinds = dict(greedy=(0, 0, 1), top_50=(0.8, 50, 1), top_p=(1, 0, 0.9), all=(1, 0, 1))
+    for B, vocab in itertools.product(o.batches, o.vocabularies):
+        logits = draw(np.float32, B, vocab, scale=3.0)
+        for name, settings in kinds.items():
             inputs = sampling_inputs(B, *settings)
             ms = graph_ms(lambda: sampling.sample(logits, *inputs), o.runs)  # noqa: B023
             record(
-                "bench_engine", f"sample_{name}", shape=f"B={B} V={V}", dtype="fp32", ms=ms[0],
+                "bench_engine", f"sample_{name}", shape=f"B={B} V={vocab}", dtype="fp32", ms=ms[0],
                 value=1e3 * ms[0], unit="us",
             )  # fmt: skip
 
@@ -243,6 +242,7 @@ class Options:
     only: list[str] = field(default_factory=list)  # gemv attention context sample step; none: all
     rows: list[int] = field(default_factory=lambda: [1, 8])
     batches: list[int] = field(default_factory=lambda: [1, 32])
+    vocabularies: list[int] = field(default_factory=lambda: [V, 151936])  # the second is Qwen3's
     shapes: list[tuple[int, int]] = field(
         default_factory=lambda: [(1, 128), (1, 4096), (32, 128), (32, 4096)]
     )

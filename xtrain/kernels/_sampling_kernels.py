@@ -1,16 +1,16 @@
 """The kernels of sampling.py: two rounds of top-k, then the draw; without top-k, a search in the whole vocabulary.
 
-    place    of a token in the order: one whole number, its logit in the upper bits (as a number that grows with it), what is
-             missing from its id to the largest possible one below. Places are all different, and larger is earlier, so "lower id
-             first" needs no further care. -1 is nobody. A NaN comes before everybody.
-    first    a block per segment of the vocabulary sorts the places of its segment (bitonic sort, Batcher 1968) and leaves
-             the first k of them. Rows without top-k need one, and sort nothing.
-    second   a block per row merges those lists: of two lists in falling order, the larger of list i and of the other's
-             k - 1 - i are the k largest of both, and half a bitonic sort puts them in order. As many lists as shared memory
-             holds lie side by side; then half of them are merged with the other half, until one is left.
-    draw     with top-k, the running sum over the list. Without, tokens fall into bins by their distance from the largest
-             logit. The bin in which the end of top-p, or the draw, falls is gathered and sorted like a list; should it hold
-             more tokens than a list, the next bits of the place are bins in turn.
+place    of a token in the order: one whole number, its logit in the upper bits (as a number that grows with it), what is
+         missing from its id to the largest possible one below. Places are all different, and larger is earlier, so "lower id
+         first" needs no further care. -1 is nobody. A NaN comes before everybody.
+first    a block per segment of the vocabulary sorts the places of its segment (bitonic sort, Batcher 1968) and leaves
+         the first k of them. Rows without top-k need one, and sort nothing.
+second   a block per row merges those lists: of two lists in falling order, the larger of list i and of the other's
+         k - 1 - i are the k largest of both, and half a bitonic sort puts them in order. As many lists as shared memory
+         holds lie side by side; then half of them are merged with the other half, until one is left.
+draw     with top-k, the running sum over the list. Without, tokens fall into bins by their distance from the largest
+         logit. The bin in which the end of top-p, or the draw, falls is gathered and sorted like a list; should it hold
+         more tokens than a list, the next bits of the place are bins in turn.
 """
 
 import functools
@@ -323,7 +323,9 @@ def make_search(K):
         return of_bin(bins, tid)
 
     @device
-    def look_closer(held, bins, count, scratch, found, logits, first, V, top, inverse, chosen, before, goal):
+    def look_closer(
+        held, bins, count, scratch, found, logits, first, V, top, inverse, chosen, before, goal
+    ):
         """The running sum exceeds goal within the bin `chosen`, which begins at `before`. -> the place, the sum before it"""
         tid = cuda.threadIdx.x
         x, prefix, shift, n = cuda.local.array(BATCH, float32), int64(0), int64(PLACE), int64(K + 1)
@@ -394,7 +396,12 @@ def make_draw_kernel(K, overlap, ready):
             if tid == 0:
                 ids_B[b] = token_of(held[0]) if top == top else int32(-1)
             return
-        inverse, first, what, mine = float32(1.0) / temperature_B[b], b * columns, int64(tid), int64(0)
+        inverse, first, what, mine = (
+            float32(1.0) / temperature_B[b],
+            b * columns,
+            int64(tid),
+            int64(0),
+        )
         if need == 0:
             mine = weigh(bins, logits, first, V, top, inverse)
         elif tid < need and held[tid] >= 0:
