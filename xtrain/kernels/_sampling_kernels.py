@@ -3,11 +3,11 @@
 place    of a token in the order: one whole number, its logit in the upper bits (as a number that grows with it), what is
          missing from its id to the largest possible one below. Places are all different, and larger is earlier, so "lower id
          first" needs no further care. -1 is nobody. A NaN comes before everybody.
-first    a block per segment of the vocabulary sorts the places of its segment (bitonic sort, Batcher 1968) and leaves
-         the first k of them. Rows without top-k need one, and sort nothing.
-second   a block per row merges those lists: of two lists in falling order, the larger of list i and of the other's
-         k - 1 - i are the k largest of both, and half a bitonic sort puts them in order. As many lists as shared memory
-         holds lie side by side; then half of them are merged with the other half, until one is left.
+first    a block per segment of the vocabulary sorts lists of k places (bitonic sort, Batcher 1968), k a power of two, and
+         merges them until one is left. Of two lists in falling order, the larger of place i and of the other's place
+         k - 1 - i are the k largest of both, and half a bitonic sort puts them in order. Rows without top-k need only
+         the first of all, and sort nothing.
+second   a block per row merges those lists in the same way, as many at a time as shared memory holds.
 draw     with top-k, the running sum over the list. Without, tokens fall into bins by their distance from the largest
          logit. The bin in which the end of top-p, or the draw, falls is gathered and sorted like a list; should it hold
          more tokens than a list, the next bits of the place are bins in turn.
@@ -108,10 +108,13 @@ def put_in_order(x_s, pairs, step, size, then):
     while step > 0:
         i = int64(cuda.threadIdx.x)
         while i < pairs:
-            at = 2 * i - (i & (step - 1))
-            a, b = x_s[at], x_s[at + step]
+            at = uint32(
+                2 * i - (i & (step - 1))
+            )  # unsigned: no code for indices that count from the end
+            other = uint32(at + step)
+            a, b = x_s[at], x_s[other]
             if (a < b) == (at & size == 0):
-                x_s[at], x_s[at + step] = b, a
+                x_s[at], x_s[other] = b, a
             i += cuda.blockDim.x
         after = step >> 1 if step > 1 else then
         if step > 32 or after > 32:
@@ -122,12 +125,29 @@ def put_in_order(x_s, pairs, step, size, then):
 
 
 @device
-def sort_places(x_s, length):
-    """x_s[0:length], a power of two, in falling order"""
+def sort_lists(x_s, length, bits):
+    """x_s[0:length], a power of two, becomes lists of 2^bits, each in falling order."""
     size = int64(2)
-    while size <= length:
+    while size < int64(1) << bits:
         put_in_order(x_s, length >> 1, size >> 1, size, size)
         size <<= 1
+    put_in_order(x_s, length >> 1, (int64(1) << bits) >> 1, FAR, FAR)
+
+
+@device
+def merge_halves(x_s, lists, bits):
+    """Of `lists` lists in falling order, a power of two, the 2^bits largest come first."""
+    last = (int64(1) << bits) - 1
+    while lists > 1:
+        lists >>= 1
+        half, i = lists << bits, int64(cuda.threadIdx.x)
+        while i < half:
+            other = x_s[uint32(half + (i ^ last))]  # list by list, from its end
+            if other > x_s[uint32(i)]:
+                x_s[uint32(i)] = other
+            i += cuda.blockDim.x
+        cuda.syncthreads()
+        put_in_order(x_s, half >> 1, (last + 1) >> 1, FAR, FAR)
 
 
 @device
@@ -204,7 +224,8 @@ def make_segment_kernel(SEGMENT, K, overlap, ready):
                 lists[out] = best
             return
         cuda.syncthreads()
-        sort_places(places, int64(SEGMENT))
+        sort_lists(places, int64(SEGMENT), bits)
+        merge_halves(places, int64(SEGMENT) >> bits, bits)
         for i in range(tid, int64(1) << bits, THREADS):
             lists[out + i] = places[i]
 
@@ -246,16 +267,9 @@ def make_merge_lists(K):
             cuda.syncthreads()
             if s > 0:
                 put_in_order(held, K, (last + 1) >> 1, FAR, FAR)
-        while side_by_side > 1:
+        while side_by_side >> 1 >= segments:
             side_by_side >>= 1
-            if side_by_side < segments:
-                half = side_by_side << bits
-                if tid < half:
-                    place = held[half + (tid ^ last)]  # list by list, from its end
-                    if place > held[tid]:
-                        held[tid] = place
-                cuda.syncthreads()
-                put_in_order(held, half >> 1, (last + 1) >> 1, FAR, FAR)
+        merge_halves(held, side_by_side, bits)
 
     return merge_lists
 
@@ -355,10 +369,10 @@ def make_search(K):
                 digit, more = whose(goal - before, end, mine, int64(tid), found)
                 before += more
                 prefix, shift = prefix << (shift - lower) | (digits - digit), lower
-        length = int64(2)
-        while length < n:
-            length <<= 1
-        sort_places(held, length)
+        bits = int64(1)
+        while int64(1) << bits < n:
+            bits += 1
+        sort_lists(held, int64(1) << bits, bits)
         place, mine = held[tid], int64(0)
         if place >= 0:
             mine = weight_of(logit_of(place), top, inverse)
@@ -389,6 +403,7 @@ def make_draw_kernel(K, overlap, ready):
             if ready:
                 wait_for_previous()
             let_next_start()
+        fraction, p = random_fraction(seed_B[b], sequence_B[b], step_B[b]), top_p_B[b]
         merge_lists(held, scratch, lists, b * segments * K, segments, bits)
         top = logit_of(held[0])
         # of infinite logits the first is as good as any
@@ -408,11 +423,11 @@ def make_draw_kernel(K, overlap, ready):
             what = held[tid]
             mine = weight_of(logit_of(what), top, inverse)
         end, kept = running_sum(mine, scratch)
-        draws = top_p_B[b] >= float32(1.0)  # else the last token that stays is looked for first
-        goal = max(scaled(kept, int64(top_p_B[b] * float32(1 << FRACTION))), int64(1)) - 1
+        draws = p >= float32(1.0)  # else the last token that stays is looked for first
+        goal = max(scaled(kept, int64(p * float32(1 << FRACTION))), int64(1)) - 1
         while True:
             if draws:
-                goal = scaled(kept, random_fraction(seed_B[b], sequence_B[b], step_B[b]))
+                goal = scaled(kept, fraction)
             place, before = whose(goal, end, mine, what, found)
             if need == 0:
                 place, before = look_closer(
