@@ -58,6 +58,12 @@ def test_every_option_says_what_it_is(module):
     assert len(said) > 1
 
 
+def test_the_programs_are_listed(capsys):
+    importlib.import_module("xtrain.__main__").main()
+    said = re.findall(r"^python -m xtrain\.(\w+) +\S.*\w", capsys.readouterr().out, re.M)
+    assert sorted(said) == sorted([*PROGRAMS, "gradcheck"])
+
+
 def test_help_names_what_can_be_chosen():
     from xtrain.config import PRESETS
     from xtrain.gradcheck import CASES
