@@ -1,8 +1,8 @@
 """Did anything become slower?   python bench/compare.py OLD NEW
 
-OLD, NEW: a results file (.jsonl) or a folder of them. Lines belong together when bench, name, shape,
-dtype and gpu are equal; of several the last counts. What is compared is the time (ms), lower is
-better. A change of more than 3 % is marked, and if one of these is for the worse the exit code is 1.
+OLD, NEW: a results file (.jsonl), or a folder, of which bench_*.jsonl are read. Lines belong together
+when bench, name, shape, dtype and gpu are equal; of several the last counts. What is compared is the
+time (ms), lower is better. A change of more than 3 % is marked, and if one of these is for the worse the exit code is 1.
 (2: nothing could be compared.)
 """
 
@@ -20,7 +20,7 @@ KEY = ("bench", "name", "shape", "dtype", "gpu")
 
 @dataclass
 class Options:
-    old: tyro.conf.Positional[Path]  # .jsonl file, or folder of such files
+    old: tyro.conf.Positional[Path]  # .jsonl file, or folder of bench_*.jsonl
     new: tyro.conf.Positional[Path]
     percent: float = 3.0  # changes up to this are noise
     all: bool = False  # also list what has not changed
@@ -40,7 +40,7 @@ class Change:
 
 def read(path: Path) -> dict[tuple[str, ...], float]:
     """-> {key: ms}. Raises ValueError, which names file and line, and OSError."""
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    files = sorted(path.glob("bench_*.jsonl")) if path.is_dir() else [path]
     found = {}
     for file in files:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):

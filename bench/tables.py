@@ -6,6 +6,7 @@ python bench/tables.py --check    exit 1 when a table is not what the records sa
 A table without records says "Not measured yet."
 """
 
+import argparse
 import functools
 import json
 import sys
@@ -295,4 +296,8 @@ def main(check: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    sys.exit(main(parser.parse_args().check))

@@ -70,10 +70,18 @@ def test_of_several_lines_the_last_counts(tmp_path):
 def test_folders(tmp_path):
     for folder, ms in (("old", 1.0), ("new", 2.0)):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.jsonl").write_text(line(ms, "a"))
-        (tmp_path / folder / "b.jsonl").write_text(line(1.0, "b") + "\n")
+        (tmp_path / folder / "bench_a.jsonl").write_text(line(ms, "a"))
+        (tmp_path / folder / "bench_b.jsonl").write_text(line(1.0, "b") + "\n")
     options = bench_compare.Options(tmp_path / "old", tmp_path / "new")
     assert bench_compare.main(options, Console(file=io.StringIO())) == 1
+
+
+def test_the_records_of_this_repository():
+    """Beside the benches' lines there are those of the fuzzer, which are no times."""
+    results = path.parent / "results"
+    console = Console(file=io.StringIO(), width=160)
+    assert bench_compare.main(bench_compare.Options(results, results), console) == 0
+    assert "0 slower and 0 faster" in console.file.getvalue()
 
 
 def test_what_cannot_be_compared(tmp_path):

@@ -184,6 +184,16 @@ def test_ddp(tmp_path):
     assert [row[0] for row in rows(module.ddp(("flat",)))] == ["m, 2 GPU, flat", "m, 4 GPU, flat"]
 
 
+@pytest.mark.parametrize("words, code", [("--help", 0), ("--chek", 2)])
+def test_only_a_plain_call_writes(tmp_path, words, code):
+    """A copy beside no pages: reading one would fail."""
+    copy = tmp_path / "bench" / "tables.py"
+    copy.parent.mkdir()
+    copy.write_text((BENCH / "tables.py").read_text())
+    done = subprocess.run([sys.executable, copy, words], capture_output=True, text=True)
+    assert done.returncode == code and "usage:" in done.stdout + done.stderr
+
+
 def test_markers(written):
     page = "a\n<!-- results:head -->\nold\n<!-- results:end -->\nb <!-- results:ddp --><!-- results:end -->"
     new = written.filled(page)

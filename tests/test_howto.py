@@ -58,6 +58,12 @@ def test_every_option_says_what_it_is(module):
     assert len(said) > 1
 
 
+def test_the_programs_are_listed(capsys):
+    importlib.import_module("xtrain.__main__").main()
+    said = re.findall(r"^python -m xtrain\.(\w+) +\S.*\w", capsys.readouterr().out, re.M)
+    assert sorted(said) == sorted([*PROGRAMS, "gradcheck"])
+
+
 def test_help_names_what_can_be_chosen():
     from xtrain.config import PRESETS
     from xtrain.gradcheck import CASES
@@ -72,12 +78,89 @@ def test_help_names_what_can_be_chosen():
         assert "none: the preset's" in said, option
 
 
+PROGRAMS = (
+    "train", "ddp", "generate", "chat", "report", "compare", "profile", "convert_meta", "lesson", "doctor"
+)  # fmt: skip
+OTHERS = {  # of other programs, of the benches, of `lesson start`
+    "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shots", "--strict", "--tool",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_options_in_the_text_exist(page):
+    """Also those that stand alone, in tables and sentences."""
+    said = set()
+    for words in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
+        said |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", words))
+    known = " ".join(help_of(f"xtrain.{program}") for program in PROGRAMS)
+    assert [o for o in sorted(said - OTHERS) if not re.search(rf"{o}(?![\w-])", known)] == []
+
+
+def test_presets_are_as_the_page_says():
+    from xtrain.config import PRESETS, ModelConfig, TrainConfig, resolve
+    from xtrain.memory import parameters
+
+    page = (ROOT / "lessons/howto/own_data.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `(\w+)`[^|]*\| ([\d, of]+) \| ([\d.]+) \| ([\d x]+) \| (\d+) \|$", page, re.M
+    )
+    assert {row[0] for row in rows} == PRESETS.keys() - {"test", "killed"}
+    for name, shape, millions, tokens, steps in rows:
+        train, model = resolve(TrainConfig(preset=name), gpu=True)
+        c = ModelConfig(vocab_size=train.vocab_size, **model)
+        assert f"{c.n_layers}, {c.dim}, {c.n_heads} of {c.head_dim}" == shape
+        assert f"{train.batch} x {train.seq_len}" == tokens and train.steps == int(steps)
+        assert f"{parameters(c) / 1e6:.1f}" == millions, name
+
+
 def test_presets_exist():
     from xtrain.config import PRESETS
 
     for page, module, words in commands():
         for name in (b for a, b in itertools.pairwise(words) if a == "--preset"):
             assert name in PRESETS or "--plan" in words, f"{page}: {module} has no preset {name}"
+
+
+def test_export_and_serve_run(tmp_path, monkeypatch, capsys):
+    """What the pages' Python does, and the command that then uses what it has written."""
+    import xtrain
+    from xtrain.generate import main
+    from xtrain.tokenizer import Tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer = Tokenizer.train(["Once upon a time def f(): pass " * 9], 300)
+    shape = dict(vocab_size=tokenizer.vocab_size, dim=32, n_layers=1, n_heads=2, max_seq_len=1024)
+    model = xtrain.Transformer(xtrain.ModelConfig(**shape), seed=0, device="cpu")
+    for folder in ("FOLDER", "runs/mine/checkpoints/step-003000"):
+        model.save_pretrained(folder, tokenizer)
+    for page in ("export", "serve"):
+        text = (ROOT / f"lessons/howto/{page}.md").read_text(encoding="utf-8")
+        blocks = [b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "import xtrain" in b]
+        assert len(blocks) == 1
+        exec(compile(blocks[0], page, "exec"), {})
+    assert " length" in capsys.readouterr().out
+    assert main(["--model", "my-model", "Once upon", "--max-new-tokens", "2"]) == 0
+
+
+def test_the_example_of_the_simulator(tmp_path):
+    """It is as the page says: right, and without the barrier an error."""
+    text = (ROOT / "lessons/api.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    less = re.sub(r"^    cuda\.syncthreads.*\n", "", code, flags=re.M)
+    assert less != code
+    from xtrain.simulator import UninitializedError
+
+    for name, source in (("right", code), ("wrong", less)):
+        file = tmp_path / f"{name}.py"  # the simulator reads a kernel's file
+        file.write_text(source, encoding="utf-8")
+        space = {"__name__": name}
+        run = functools.partial(exec, compile(source, str(file), "exec"), space)
+        if name == "wrong":
+            with pytest.raises(UninitializedError, match=r"tile\[1\]"):
+                run()
+        else:
+            run()
+            assert space["y"][:2].tolist() == [0.5, 1.5] and space["y"][63] == 31.5
 
 
 def test_every_page_is_in_the_navigation_and_linked_from_the_index():

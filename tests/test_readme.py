@@ -1,6 +1,7 @@
 """The README's numbers are those of bench/results, and its example runs."""
 
 import ast
+import configparser
 import os
 import re
 import shutil
@@ -57,6 +58,32 @@ def test_the_source_distribution_is_the_repository():
     named += ["xtrain", "LICENSE", "setup.cfg", "pyproject.toml", "MANIFEST.in", ".gitignore"]
     named_by = lambda f: any(f.match(name) or f.parts[0] == name for name in named)
     assert [str(f) for f in map(Path, files) if not named_by(f)] == []
+
+
+def setup(section):
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser[section]
+
+
+def test_the_oldest_versions_are_those_that_pip_takes():
+    """Of all that the package needs, and of what its tests compare with."""
+    row = re.search(r"^\| the oldest.*?\| (.*) \|$", (ROOT / "README.md").read_text("utf-8"), re.M)[
+        1
+    ]
+    said = {n.lower(): v for n, v in re.findall(r"([\w-]+) ([\d.]+)(?=[,;]|$)", row)}
+    find = lambda text: dict(re.findall(r"^([\w-]+)>=([\d.]+)", text, re.M))
+    needed = find(setup("options")["install_requires"])
+    known = needed | find(setup("options.extras_require")["test"])
+    numbers = lambda version: re.sub(r"(\.0)+$", "", version)
+    assert needed.keys() <= said.keys() <= known.keys()
+    assert {n: numbers(v) for n, v in said.items()} == {n: numbers(known[n]) for n in said}
+
+
+def test_every_extra_is_named():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    extras = setup("options.extras_require")
+    assert [e for e in extras if not re.search(rf"`{e}`|\[(\w+,)*{e}(,\w+)*\]", text)] == []
 
 
 def imports(path):

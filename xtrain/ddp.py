@@ -2,10 +2,11 @@
 
 Every rank holds the whole model and takes its share of every batch: loss and gradient are sums over the tokens of the
 batch, so the ranks' gradients add up to the gradient of the whole. (--batch counts the sequences of all ranks.) Then all
-make the same AdamW step and stay the same, bit for bit. On a GPU a rank has one GPU and NCCL; without, NumPy and MPI.
+make the same AdamW step and stay the same, bit for bit. With GPUs a rank has one, and copy engines or NCCL move the
+gradients; without, NumPy and MPI.
 
-    laptop      mpirun -n 2 python -m xtrain.ddp
-    one machine with four GPUs      mpirun -n 4 python -m xtrain.ddp --batch 128
+    a laptop             mpirun -n 2 python -m xtrain.ddp
+    four GPUs            mpirun -n 4 python -m xtrain.ddp --batch 128
     several machines     mpirun -n 16 --hostfile hosts python -m xtrain.ddp      or     srun --mpi=pmix -n 16 python -m xtrain.ddp
                          (the folders --out and the cache must be visible on all of them)
 

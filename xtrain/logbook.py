@@ -7,6 +7,7 @@
     timing.jsonl    tokens per second, MFU, milliseconds, also by phase (clock.py), memory so far: different every time
     samples.txt     generated text
     loss.png        the loss curve
+    sentence.json   what the model makes of a sentence of held-out text, at the end
     report.html     all of it on one page (report.py)
 
 MFU, model FLOP/s utilisation (Chowdhery et al. 2022): the floating-point operations that the model's mathematics needs,
