@@ -412,11 +412,30 @@ lesson.source(sampling.sample_ref)
 
 # %% [markdown]
 # And the first round of the kernels. Your pair, value and id, is a single int64 here (`place_of`),
-# so that one comparison decides. The best of a segment are found by a bitonic sort in shared
-# memory, in which threads compare and exchange in a fixed pattern.
+# so that one comparison decides. A block sorts lists of k places, k rounded up to a power of two, by
+# a bitonic sort in shared memory: threads compare and exchange in a fixed pattern, and only where a
+# pair is more than 32 apart does a warp wait for others. Then it merges the lists, half of them with
+# the other half, until one is left.
 
 # %%
 lesson.source(_sampling_kernels.make_segment_kernel)
+lesson.source(_sampling_kernels.put_in_order)
+lesson.source(_sampling_kernels.merge_halves)
+
+# %% [markdown]
+# **Without top-k** no list is long enough for sure. The first version sorted the 1024 largest
+# nevertheless, merged them segment by segment, and then added up the whole vocabulary: RESULT.
+# Now nobody sorts before it is known what. Tokens fall into 1024 bins by their distance from the
+# largest logit, an exact histogram of weights; the running sum over the bins tells in which bin the
+# end of top-p, or the draw, falls; and only that bin's tokens are gathered and sorted.
+#
+# The histogram had a trap of its own. `cuda.atomic.add` on 64-bit numbers in shared memory is no
+# instruction of the card but a loop: read, add, compare and swap, and again if another thread was
+# faster. Two additions of 32 bits, with the carry from the first to the second, are instructions,
+# and as exact.
+
+# %%
+lesson.source(_sampling_kernels.add_weight)
 
 # %% [markdown]
 # One call for sequences with different rules, in the simulator here, against yours:

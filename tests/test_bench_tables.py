@@ -130,7 +130,8 @@ def test_engine(written):
     assert kernels["`decode_attention`"][1:] == ["500.0", "4 GB/s", "80%", "-"]
     # 4 H D = 8192 operations for each of 2 x 1000 queries and the 3000 + 500.5 keys that they see on average
     assert kernels["`context_attention`"][1:] == ["500.0", "115 TFLOP/s", "-", "-"]
-    assert kernels["`sample_greedy`"] == ["B=1 V=32000", "500.0", "-", "-", "-"]
+    assert kernels["`sample_greedy`"] == ["B=1 V=151936", "500.0", "-", "-", "-"]
+    assert "`sample_greedy` | B=1 V=32000 | 500.0" in written.engine_kernels()
     assert rows(written.engine_step()) == [["B=1 context=128", "1,000", "50%", "800", "40%"]]
 
 
