@@ -43,7 +43,9 @@ def environment(tmp_path_factory):
         "XTRAIN_CACHE": str(tmp_path_factory.getbasetemp() / "cache"),
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": "ignore", "COLUMNS": "200",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        # more ranks than cores: Open MPI 5, Open MPI 4
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }  # fmt: skip
     return {**os.environ, **more}
 
