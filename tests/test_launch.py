@@ -203,9 +203,55 @@ def test_the_driver_is_asked_for_all_dynamic_shared_memory(monkeypatch, shared):
     cuda_ = SimpleNamespace(function=SimpleNamespace(Module=lambda: module), driver=driver)
     monkeypatch.setattr(_compile, "cupy", lambda: SimpleNamespace(cuda=cuda_))
     monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: None)
-    monkeypatch.setattr(_compile, "_read", lambda path: ("k", b""))
+    monkeypatch.setattr(_compile, "_compile", lambda kernel, signature: ("k", b""))
     assert _compile.load_function(None, (), shared) == (7, module)
     assert asked == ([(7, _compile.MAX_DYNAMIC_SHARED, shared)] if shared else [])
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """A compiler and a driver that take no time. -> kernels compiled so far"""
+    compiled, function = [], SimpleNamespace(ptr=7)
+    module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: function)
+    function_ = SimpleNamespace(Module=lambda: module)
+    gpu = SimpleNamespace(cuda=SimpleNamespace(function=function_))
+    monkeypatch.setattr(_compile, "cupy", lambda: gpu)
+    compile_ = lambda kernel, signature: compiled.append(kernel) or ("name", b"code")
+    monkeypatch.setattr(_compile, "_compile", compile_)
+    return compiled
+
+
+def test_machine_code_is_kept_and_a_damaged_file_replaced(monkeypatch, tmp_path, compiling):
+    path = tmp_path / "kernels" / "k.cubin"
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: path)
+    for damage, expected in ((None, 1), (None, 1), (b"damaged", 2), (None, 2)):
+        if damage:
+            path.write_bytes(damage)
+        _compile.load_function("k", (), 0)
+        assert len(compiling) == expected
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("where", ["no folder", "not to be looked at", "read-only"])
+def test_a_place_where_no_machine_code_can_be_kept(monkeypatch, tmp_path, compiling, where):
+    """It is compiled in each process, and that is all."""
+    (tmp_path / "file").write_bytes(b"")
+    path = tmp_path / ("file" if where == "no folder" else "kernels") / "k.cubin"
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: path)
+
+    def refuse(*_, **__):
+        raise PermissionError
+
+    if where == "not to be looked at":  # as root there is no such place
+        for call in ("exists", "read_bytes", "write_bytes", "unlink"):
+            monkeypatch.setattr(_compile.Path, call, refuse)
+    elif where == "read-only":
+        path.parent.mkdir()
+        for call in ("write_bytes", "unlink"):
+            monkeypatch.setattr(_compile.Path, call, refuse)
+    _compile.load_function("k", (), 0)
+    _compile.load_function("k", (), 0)
+    assert compiling == ["k", "k"]
 
 
 def test_threads_do_not_share_arguments(monkeypatch):
