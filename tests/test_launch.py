@@ -24,9 +24,12 @@ from xtrain.kernels._launch import (
 )
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.cross_entropy import cross_entropy
+from xtrain.kernels.embedding import embedding_bwd
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
 from xtrain.kernels.residual import residual_rmsnorm_fwd
 from xtrain.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from xtrain.kernels.rope import rope_bwd, rope_fwd
+from xtrain.kernels.swiglu import silu_bwd, silu_fwd, swiglu_bwd, swiglu_fwd
 from xtrain.simulator import SimArray, sim
 
 
@@ -415,12 +418,28 @@ def test_bf16_on_the_cpu():
         np.ones(1, np.float32),
     )
     ids = np.arange(3)
+
+    def swiglu_again(dy, gu):
+        return swiglu_bwd(dy, gu, again=True), dy
+
+    def table_gradient(dx):
+        dw = np.zeros((2, 2), np.float32)
+        embedding_bwd(dx, np.ones(3000, int), dw)
+        return dx, dw
+
     cases = {
         "rmsnorm": (lambda x: rmsnorm_fwd(x, w, 1e-6), (half(3, 3, 8),)),
         "rmsnorm backward": (lambda dy, x: rmsnorm_bwd(dy, x, w, rstd, w * 0), (half(3, 3, 8), half(4, 3, 8))),
         "residual": (lambda x, r: residual_rmsnorm_fwd(x, r, w, 1e-6), (half(3, 3, 8), half(4, 3, 8))),
         "cross entropy": (lambda x: cross_entropy(x, targets, 5, inv), (half(3, 3, 8),)),
         "qk norm": (lambda x: qk_norm_rope_fwd(x, w[:4], w[4:], *rope, 2, 1, 3, 1e-6, ids), (half(3, 3, 16),)),
+        "rope": (lambda x: rope_fwd(x, *rope, ids), (half(3, 3, 2, 4),)),
+        "rope backward": (lambda dy: rope_bwd(dy, *rope, ids), (half(3, 3, 2, 4),)),
+        "swiglu": (swiglu_fwd, (half(3, 3, 8),)),
+        "swiglu backward": (swiglu_again, (half(3, 3, 4), half(4, 3, 8))),
+        "silu": (silu_fwd, (half(3, 3, 8),)),
+        "silu backward": (silu_bwd, (half(3, 3, 8), half(4, 3, 8))),
+        "embedding backward": (table_gradient, (np.ones((3000, 2), BFLOAT16),)),
         "qk norm backward": (_qk_norm_bwd(w, rstd, rope, ids), (half(3, 3, 16), half(4, 3, 2, 4), half(5, 3, 1, 4))),
     }  # fmt: skip
     for name, (call, given) in cases.items():

@@ -239,6 +239,8 @@ def test_parameters_that_cannot_be():
         Parameter((3, 4), 0.1, {"a": 2, "b": 2})
     with pytest.raises(UserError, match=r"has no memory: call model\.renew_arena"):
         nn.Linear(4, 3, 0.1)(Tensor(np.ones((2, 4), np.float32)))
+    with pytest.raises(UserError, match=r"has no memory: call model\.renew_arena"):
+        Parameter((3, 4), 0.1).data = np.ones((3, 4), np.float32)
     model = Own()
     model.offset = Parameter((7,), None)
     with pytest.raises(UserError, match="two parameters are called weight"):

@@ -97,7 +97,7 @@ class Parameter(Tensor):
     @data.setter
     def data(self, array: Array) -> None:
         """The values are copied into the arena; the parameter stays a view of it."""
-        if array.shape != self.shape:
+        if array.shape != self.data.shape:  # self.data: is there memory?
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
             )
