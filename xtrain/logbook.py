@@ -27,6 +27,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .checkpoint import LOGS
 from .config import ModelConfig, TrainConfig, UserError
 from .device import cupy
 from .files import FULL, Journal, cannot_write, write_whole
@@ -114,8 +115,7 @@ class Logbook:
 
     def __init__(self, folder: Path, config: TrainConfig, state: dict[str, Any], console: Console):
         self.folder, self.steps, self.console = folder, config.steps, console
-        names = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")
-        for path in (folder / name for name in names):
+        for path in (folder / name for name in LOGS):
             if os.path.lexists(path) and not path.is_file():  # opening a pipe would wait for ever
                 raise UserError(f"{path} is no file: move it away")
         self.spike_z, self.first_step = config.spike_z, state.get("step", 0)
@@ -129,7 +129,7 @@ class Logbook:
             self.warn(
                 f"{folder / 'metrics.jsonl'} lacks {missing} of the {self.first_step} steps so far"
             )
-        self.files = {name: Journal(folder / name) for name in names}
+        self.files = {name: Journal(folder / name) for name in LOGS}
         self.full = False  # has a full disk been told?
         self.board = None
         if config.tensorboard:  # what it has of later steps is hidden there
