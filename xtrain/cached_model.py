@@ -22,6 +22,7 @@ import numpy as np
 from .config import UserError
 from .device import Array, to_device
 from .kernels._launch import empty
+from .kernels._tiles import WIDTHS
 from .kernels.cast import BFLOAT16
 from .kernels.context_attention import context_attention
 from .kernels.decode_attention import decode_attention
@@ -37,7 +38,6 @@ from .kernels.rope import rope_frequencies, rope_tables
 from .kernels.swiglu import swiglu_fwd
 from .model import Transformer
 
-WIDTHS = (16, 32, 64, 128)  # of a head, for which the attention kernels exist
 # Bytes of gate/up's weights that the output projection brings nearer: memory is not idle while one kernel waits for another.
 # Asking from the other products too was no faster, or slower.
 AHEAD = 8 << 20
