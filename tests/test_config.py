@@ -127,6 +127,9 @@ WRONG = [
       for name in ("steps", "batch", "micro_batch", "seq_len", "vocab_size", "eval_every", "sample_every",
                    "save_every", "stop_at", "eval_batches", "sample_tokens")
       for bad in (0, -3)),
+    (dict(max_skips=0), "--max-skips must be positive, got 0"),
+    (dict(max_skips=2**31), "--max-skips must be at most 2147483647, got 2147483648"),
+    (dict(keep=-1), "--keep must not be negative, got -1"),
     (dict(warmup=-1), "--warmup must not be negative, got -1"),
     (dict(lr=0.0), "--lr must be a positive number, got 0.0"),
     (dict(lr=math.inf), "--lr must be a positive number, got inf"),

@@ -252,6 +252,8 @@ class TrainConfig:
         for name in (*counts, "eval_batches", "sample_tokens", "max_skips"):
             value = getattr(self, name)
             _need(value > 0, f"{_option(name)} must be positive, got {value}")
+        most = 2**31 - 1  # counted on the device, in 32 bits
+        _need(self.max_skips <= most, f"--max-skips must be at most {most}, got {self.max_skips}")
         for name in ("warmup", "seed", "keep"):
             value = getattr(self, name)
             _need(value is None or value >= 0, f"{_option(name)} must not be negative, got {value}")
