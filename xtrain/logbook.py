@@ -76,20 +76,19 @@ def peak_flops(precision: str) -> float | None:
 
 def parameter_table(model: Transformer) -> Table:
     """Parameters of the embedding, the head and the core, apart: a large vocabulary dominates small models."""
-    groups = {"embedding": 0, "attention": 0, "MLP": 0, "norms": 0, "head": 0}
+    marks = {
+        "norm": "norms", "embed": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "MLP",
+    }  # fmt: skip
+    groups = dict.fromkeys(("embedding", "attention", "MLP", "norms", "head", "other"), 0)
     for name, tensor in model.named_parameters():
-        marks = {
-            "norm": "norms",
-            "embed": "embedding",
-            "lm_head": "head",
-            "self_attn": "attention",
-            "mlp": "MLP",
-        }
-        kind = next(group for mark, group in marks.items() if mark in name)
+        kind = next((group for mark, group in marks.items() if mark in name), "other")
         groups[kind] += tensor.size
+    total = sum(groups.values())
+    core = total - groups["embedding"] - groups["head"]
     if model.config.tie_embeddings:
         del groups["head"]
-    total, core = sum(groups.values()), groups["attention"] + groups["MLP"] + groups["norms"]
+    if not groups["other"]:
+        del groups["other"]
     table = Table(title="parameters", title_justify="left")
     table.add_column("part")
     table.add_column("number", justify="right")
