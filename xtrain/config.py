@@ -120,18 +120,19 @@ class ModelConfig:
 
     @staticmethod
     def _positive_int(name, value):
-        ok = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+        ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
         _need(ok, f"{name} must be a positive whole number, got {value!r}")
+        _need(value < 2**31, f"{name} must be less than 2^31, got {value}")
 
     def _check_rope_scaling(self):
         scaling = self.rope_scaling
         if scaling is None:
             return
         _need(isinstance(scaling, dict), f"rope_scaling must be a dict or None, got {scaling!r}")
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        kind = self.rope_type
         known = ", ".join(ROPE_SCALINGS)
         _need(
-            kind in ROPE_SCALINGS,
+            kind in list(ROPE_SCALINGS),  # whatever it is: a list has no hash
             f"rope_scaling type {kind!r} is not supported: choose one of {known}",
         )
         for key in ROPE_SCALINGS[kind]:
@@ -153,11 +154,16 @@ class ModelConfig:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
+    def rope_type(self) -> str:
+        """Of the RoPE scaling, a key of ROPE_SCALINGS; older configs call it type."""
+        scaling = self.rope_scaling or {}
+        return scaling.get("rope_type", scaling.get("type", "default"))
+
+    @property
     def context(self) -> int:
         """Longest sequence the model takes: max_seq_len, and with dynamic RoPE scaling `factor` times that."""
-        scaling = self.rope_scaling or {}
-        if scaling.get("rope_type", scaling.get("type")) == "dynamic":
-            return int(max(1, min(scaling["factor"], 2**31)) * self.max_seq_len)
+        if self.rope_type == "dynamic":
+            return int(max(1, min(self.rope_scaling["factor"], 2**31)) * self.max_seq_len)
         return self.max_seq_len
 
     def to_dict(self) -> dict[str, Any]:
