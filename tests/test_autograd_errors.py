@@ -5,11 +5,13 @@ import pytest
 from checks import to_host
 from test_autograd import DEVICES, grads, leaf, mul, total
 
-from xtrain import AdamW, ModelConfig, Tensor, Transformer
+from xtrain import AdamW, ModelConfig, Tensor, Transformer, nn
 from xtrain import functional as F
 from xtrain.autograd import Function
 from xtrain.device import to_device
+from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.cross_entropy import count_targets
+from xtrain.simulator import sim
 
 
 # ----------------------------------------------------------------------------- errors
@@ -222,6 +224,21 @@ def test_an_optimizer_step_between_forward_and_backward_is_found(device):
     with pytest.raises(RuntimeError, match="changed in place before backward"):
         loss.backward()
     model.loss(ids, ids).backward()
+
+
+def test_a_bf16_copy_that_an_optimizer_step_wrote_is_found():
+    """Where no checksum is taken: the ops are given the copy, the optimizer is known by the float32 weights."""
+    model = nn.Linear(4, 3, 0.1)
+    model.arena = model.make_arena("sim", 0, bf16=True)
+    model.arena.refresh()
+    x, dy = (sim(np.ones(shape).astype(BFLOAT16)) for shape in ((2, 4), (2, 3)))
+    y = model(Tensor(x))
+    model.weight.data = model.weight.data + 1
+    model.arena.refresh()
+    with pytest.raises(
+        RuntimeError, match="shape \\(3, 4\\) that Linear saved was changed in place"
+    ):
+        y.backward(dy)
 
 
 def test_a_changed_parameter_is_found_under_its_hugging_face_name():

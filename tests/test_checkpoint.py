@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 from runs import assert_same_run, checkpoints, metrics, options, run
 
-from xtrain import checkpoint, files, manifest, writer
+import xtrain
+from xtrain import checkpoint, files, manifest, tensor_file, writer
 from xtrain.config import UserError
+from xtrain.device import HostCopies
 from xtrain.manifest import verify
 from xtrain.run import Run
 from xtrain.train import main
@@ -109,8 +111,6 @@ def test_the_damaged_tensor_is_named(stopped, tmp_path, name, tensor):
 
 def test_a_flipped_bit_is_found_when_the_model_is_loaded(stopped, tmp_path):
     """Without --resume, too. Other files may be changed; and what is saved over it is not called damaged."""
-    import xtrain
-
     folder = a_copy(stopped, tmp_path) / "checkpoints/step-000008"
     (folder / "README.md").write_text("mine")
     flip(folder / "tokenizer_config.json", 8 * 5 + 1)
@@ -122,6 +122,10 @@ def test_a_flipped_bit_is_found_when_the_model_is_loaded(stopped, tmp_path):
         xtrain.Transformer.from_pretrained(folder)
     with pytest.raises(UserError, match=r"model.safetensors is damaged"):
         run(tmp_path, init=str(folder), name="other")
+    before = model.arena.weights.tobytes()
+    with pytest.raises(UserError, match=r"model.safetensors is damaged"):
+        model.load_weights(folder)
+    assert model.arena.weights.tobytes() == before
     model.save_pretrained(folder)
     again = xtrain.Transformer.from_pretrained(folder)
     assert again.arena.weights.tobytes() == model.arena.weights.tobytes()
@@ -129,6 +133,49 @@ def test_a_flipped_bit_is_found_when_the_model_is_loaded(stopped, tmp_path):
     xtrain.Transformer.from_pretrained(folder)
     (folder / "manifest.json").write_text("no JSON")
     xtrain.Transformer.from_pretrained(folder)
+
+
+def test_moments_of_another_model_leave_this_one_alone(tmp_path):
+    models = [xtrain.Transformer(SMALL, seed) for seed in (0, 1)]
+    optimizers = [xtrain.AdamW(model, 1e-3) for model in models]
+    state = dict(step=3, loader={}, options={}, made_on={}, row=0)
+    folder = checkpoint.write(tmp_path, snapshot(models[0], optimizers[0], state))
+    saved = checkpoint.newest(tmp_path)
+    stored = tensor_file.read_header(folder / "optimizer.safetensors")
+    tensors = {name: xtrain.Tensor(x.read()) for name, x in stored.items()}
+    moment = tensors.pop("v.model.norm.weight")
+    for names in ({}, {"v.model.norm.weights": moment}):
+        tensor_file.write_safetensors(folder / "optimizer.safetensors", tensors | names)
+        before = models[1].arena.weights.copy()
+        with pytest.raises(UserError, match=r"not belong to this model \(v\.model\.norm\.weight\)"):
+            checkpoint.load(saved, models[1], optimizers[1])
+        assert np.array_equal(models[1].arena.weights, before)
+        assert optimizers[1].t == 0
+    tensors["v.model.norm.weight"] = moment
+    tensor_file.write_safetensors(folder / "optimizer.safetensors", tensors)
+    checkpoint.load(saved, models[1], optimizers[1])
+    assert np.array_equal(models[1].arena.weights, models[0].arena.weights)
+
+
+SMALL = xtrain.ModelConfig(vocab_size=11, dim=8, n_layers=1, n_heads=2, max_seq_len=8)
+
+
+def snapshot(model, optimizer, state):
+    return checkpoint.take(model, optimizer, state, None, HostCopies())
+
+
+@pytest.mark.parametrize("kind", ["a link to nowhere", "a pipe"])
+def test_what_somebody_has_put_beside_the_logs(tmp_path, monkeypatch, kind):
+    synced = []
+    monkeypatch.setattr(checkpoint, "sync", synced.append)
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    mine = tmp_path / "notes.txt"
+    mine.symlink_to("nowhere") if kind == "a link to nowhere" else os.mkfifo(mine)
+    model = xtrain.Transformer(SMALL)
+    state = dict(step=3, loader={}, options={}, made_on={}, row=0)
+    checkpoint.write(tmp_path, snapshot(model, xtrain.AdamW(model, 1e-3), state))
+    assert tmp_path / "metrics.jsonl" in synced and mine not in synced
+    assert checkpoint.newest(tmp_path).step == 3
 
 
 def test_files_from_elsewhere_are_named(stopped, tmp_path):

@@ -209,7 +209,7 @@ def test_what_only_the_device_knows_is_looked_at_there(which, values, dtype):
 def test_bad_input():
     args = case([3, 2], [1, 0], 4, 2, 16)
     replace = lambda i, x: (*args[:i], x, *args[i + 1 :])
-    with pytest.raises(ValueError, match="a sequence is longer than longest = 2"):
+    with pytest.raises(ValueError, match="a sequence of 3 tokens, where 2 are the most"):
         context_attention(*replace(6, 2))
     with pytest.raises(ValueError, match="longest is -1"):
         run(replace(6, -1), to_kernel)
@@ -222,8 +222,11 @@ def test_bad_input():
         context_attention(*replace(4, int32([5, 0])))
     with pytest.raises(ValueError, match=r"a row is not in 0 \.\. 2"):
         context_attention(*replace(5, int32([0, 3])))
-    with pytest.raises(ValueError, match="5 queries, the edges end at 4"):
+    with pytest.raises(ValueError, match="5 packed tokens, the edges end at 4"):
         context_attention(*replace(3, int32([0, 3, 4])))
+    for edges in ([1, 3, 5], [0, 6, 5]):
+        with pytest.raises(ValueError, match="edges must begin at 0 and not fall"):
+            context_attention(*replace(3, int32(edges)))
     with pytest.raises(TypeError, match="q is bfloat16, expected float32"):
         context_attention(*replace(0, args[0].astype(BF16)))
     with pytest.raises(ValueError, match="3 query heads cannot share 2 key heads"):

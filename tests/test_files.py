@@ -81,6 +81,17 @@ def test_a_journal_that_somebody_cut(tmp_path):
     assert (tmp_path / "a").read_text() == "three\n"
 
 
+def test_a_journal_that_somebody_added_to(tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "a")
+    journal.write("one\n")
+    with open(tmp_path / "a", "a", encoding="utf-8") as file:
+        file.write("a note\n")
+    journal.write("two\n")
+    Disk(monkeypatch, 3)
+    assert not journal.write("three\n")
+    assert (tmp_path / "a").read_text() == "one\na note\ntwo\n"
+
+
 def test_logs_of_a_run_on_a_full_disk(tmp_path, monkeypatch):
     """From step 6 to 9 nothing can be written. The run goes on; in the end every line is there."""
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))

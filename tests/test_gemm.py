@@ -8,6 +8,7 @@ import torch
 from checks import GPU, assert_as_good, normal, to_host
 
 from xtrain.device import to_device
+from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.gemm import linear_bwd_w, linear_bwd_x, linear_fwd, matmul
 
 FLAGS = list(itertools.product((False, True), (False, True)))
@@ -165,6 +166,19 @@ def test_other_dtypes_are_refused():
         matmul(zeros(2, 2), zeros(2, 2).astype(np.float16), zeros(2, 2))
     with pytest.raises(TypeError, match="one place"):
         matmul(zeros(2, 2), np.zeros((2, 2), np.float32), zeros(2, 2))
+
+
+def test_only_float64_is_told_where_it_comes_from():
+    given = {name: np.zeros((2, 2), name) for name in ("float32", "float64")}
+    given["bfloat16"] = given["float32"].astype(BFLOAT16)
+    for a, b, hint in (
+        ("float32", "bfloat16", "cast one of them, by astype or functional.cast"),
+        ("float32", "float64", "float64 comes from NumPy scalars such as"),
+        ("float64", "bfloat16", "float64 comes from NumPy scalars such as"),
+    ):
+        said = rf"{a} times {b} into float32 is not supported \({hint}"
+        with pytest.raises(TypeError, match=said):
+            matmul(given["float32"], given[a], given[b])
 
 
 # ----------------------------------------------------------------------------- linear

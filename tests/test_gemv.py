@@ -222,5 +222,8 @@ def test_bad_input():
         gemv(*args[:2], next_w=args[1])
     with pytest.raises(ValueError, match="9 rows of 64, the GPU takes 1 to 8 of a multiple of 32"):
         run(case(9, 64, 10), to_kernel)
+    args = [to_kernel(normal(i, n, 6)) for i, n in ((1, 2), (2, 10))]
+    with pytest.raises(ValueError, match="2 rows of 6, the GPU takes 1 to 8 of a multiple of 4"):
+        gemv(*args)
     with pytest.raises(ValueError, match="2 rows of 48"):
         run(case(2, 48, 10), to_kernel)

@@ -94,3 +94,24 @@ def test_who_waits_for_whom(log):
         "B waits for A", "graph on B", "graph on B",
         "own waits for B", "step on own", "B waits for own",
     ]  # fmt: skip
+
+
+def test_a_call_that_was_interrupted_does_not_count(log):
+    """Two whole ones come before the capture: in the first kernels are compiled."""
+    interrupts = iter([KeyboardInterrupt, KeyboardInterrupt])
+
+    def step(x):
+        log.append("step")
+        if interrupt := next(interrupts, None):
+            raise interrupt
+        return (x,)
+
+    with Stream(log, "A"):
+        run = graph.Graphed(step)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                run(np.ones(3))
+        for captured in (False, False, True):
+            log.clear()
+            run(np.ones(3))
+            assert ("capture on own" in log) == captured

@@ -24,9 +24,12 @@ from xtrain.kernels._launch import (
 )
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.cross_entropy import cross_entropy
+from xtrain.kernels.embedding import embedding_bwd
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
 from xtrain.kernels.residual import residual_rmsnorm_fwd
 from xtrain.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from xtrain.kernels.rope import rope_bwd, rope_fwd
+from xtrain.kernels.swiglu import silu_bwd, silu_fwd, swiglu_bwd, swiglu_fwd
 from xtrain.simulator import SimArray, sim
 
 
@@ -203,9 +206,55 @@ def test_the_driver_is_asked_for_all_dynamic_shared_memory(monkeypatch, shared):
     cuda_ = SimpleNamespace(function=SimpleNamespace(Module=lambda: module), driver=driver)
     monkeypatch.setattr(_compile, "cupy", lambda: SimpleNamespace(cuda=cuda_))
     monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: None)
-    monkeypatch.setattr(_compile, "_read", lambda path: ("k", b""))
+    monkeypatch.setattr(_compile, "_compile", lambda kernel, signature: ("k", b""))
     assert _compile.load_function(None, (), shared) == (7, module)
     assert asked == ([(7, _compile.MAX_DYNAMIC_SHARED, shared)] if shared else [])
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """A compiler and a driver that take no time. -> kernels compiled so far"""
+    compiled, function = [], SimpleNamespace(ptr=7)
+    module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: function)
+    function_ = SimpleNamespace(Module=lambda: module)
+    gpu = SimpleNamespace(cuda=SimpleNamespace(function=function_))
+    monkeypatch.setattr(_compile, "cupy", lambda: gpu)
+    compile_ = lambda kernel, signature: compiled.append(kernel) or ("name", b"code")
+    monkeypatch.setattr(_compile, "_compile", compile_)
+    return compiled
+
+
+def test_machine_code_is_kept_and_a_damaged_file_replaced(monkeypatch, tmp_path, compiling):
+    path = tmp_path / "kernels" / "k.cubin"
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: path)
+    for damage, expected in ((None, 1), (None, 1), (b"damaged", 2), (None, 2)):
+        if damage:
+            path.write_bytes(damage)
+        _compile.load_function("k", (), 0)
+        assert len(compiling) == expected
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("where", ["no folder", "not to be looked at", "read-only"])
+def test_a_place_where_no_machine_code_can_be_kept(monkeypatch, tmp_path, compiling, where):
+    """It is compiled in each process, and that is all."""
+    (tmp_path / "file").write_bytes(b"")
+    path = tmp_path / ("file" if where == "no folder" else "kernels") / "k.cubin"
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: path)
+
+    def refuse(*_, **__):
+        raise PermissionError
+
+    if where == "not to be looked at":  # as root there is no such place
+        for call in ("exists", "read_bytes", "write_bytes", "unlink"):
+            monkeypatch.setattr(_compile.Path, call, refuse)
+    elif where == "read-only":
+        path.parent.mkdir()
+        for call in ("write_bytes", "unlink"):
+            monkeypatch.setattr(_compile.Path, call, refuse)
+    _compile.load_function("k", (), 0)
+    _compile.load_function("k", (), 0)
+    assert compiling == ["k", "k"]
 
 
 def test_threads_do_not_share_arguments(monkeypatch):
@@ -369,12 +418,28 @@ def test_bf16_on_the_cpu():
         np.ones(1, np.float32),
     )
     ids = np.arange(3)
+
+    def swiglu_again(dy, gu):
+        return swiglu_bwd(dy, gu, again=True), dy
+
+    def table_gradient(dx):
+        dw = np.zeros((2, 2), np.float32)
+        embedding_bwd(dx, np.ones(3000, int), dw)
+        return dx, dw
+
     cases = {
         "rmsnorm": (lambda x: rmsnorm_fwd(x, w, 1e-6), (half(3, 3, 8),)),
         "rmsnorm backward": (lambda dy, x: rmsnorm_bwd(dy, x, w, rstd, w * 0), (half(3, 3, 8), half(4, 3, 8))),
         "residual": (lambda x, r: residual_rmsnorm_fwd(x, r, w, 1e-6), (half(3, 3, 8), half(4, 3, 8))),
         "cross entropy": (lambda x: cross_entropy(x, targets, 5, inv), (half(3, 3, 8),)),
         "qk norm": (lambda x: qk_norm_rope_fwd(x, w[:4], w[4:], *rope, 2, 1, 3, 1e-6, ids), (half(3, 3, 16),)),
+        "rope": (lambda x: rope_fwd(x, *rope, ids), (half(3, 3, 2, 4),)),
+        "rope backward": (lambda dy: rope_bwd(dy, *rope, ids), (half(3, 3, 2, 4),)),
+        "swiglu": (swiglu_fwd, (half(3, 3, 8),)),
+        "swiglu backward": (swiglu_again, (half(3, 3, 4), half(4, 3, 8))),
+        "silu": (silu_fwd, (half(3, 3, 8),)),
+        "silu backward": (silu_bwd, (half(3, 3, 8), half(4, 3, 8))),
+        "embedding backward": (table_gradient, (np.ones((3000, 2), BFLOAT16),)),
         "qk norm backward": (_qk_norm_bwd(w, rstd, rope, ids), (half(3, 3, 16), half(4, 3, 2, 4), half(5, 3, 1, 4))),
     }  # fmt: skip
     for name, (call, given) in cases.items():

@@ -239,6 +239,8 @@ def test_parameters_that_cannot_be():
         Parameter((3, 4), 0.1, {"a": 2, "b": 2})
     with pytest.raises(UserError, match=r"has no memory: call model\.renew_arena"):
         nn.Linear(4, 3, 0.1)(Tensor(np.ones((2, 4), np.float32)))
+    with pytest.raises(UserError, match=r"has no memory: call model\.renew_arena"):
+        Parameter((3, 4), 0.1).data = np.ones((3, 4), np.float32)
     model = Own()
     model.offset = Parameter((7,), None)
     with pytest.raises(UserError, match="two parameters are called weight"):
@@ -272,6 +274,9 @@ def test_a_gradient_stays_in_the_arena():
         p.grad *= 2
     assert all((p.grad == 4).all() for _, p in model.named_parameters())
     assert np.shares_memory(model.table.weight.grad, model.arena.grads)
+    for p in (model.table.weight, next(iter(model.named_parameters()))[1]):
+        with pytest.raises(ValueError, match=r"cannot have a gradient of shape \(1,\)"):
+            p.grad = np.ones(1, np.float32)  # NumPy would write it everywhere
 
 
 def test_a_norm_with_and_without_a_residual():

@@ -124,7 +124,7 @@ def test_bad_input():
     edges, x = edges_of((3, 1)), normal(1, 4, 2)
     with pytest.raises(ValueError, match="3 packed tokens, the edges end at 4"):
         token_places(edges, 3)
-    with pytest.raises(ValueError, match="a sequence of 3 tokens in rows of 2"):
+    with pytest.raises(ValueError, match="a sequence of 3 tokens, where 2 are the most"):
         restore_padding(x, edges, 2)
     with pytest.raises(ValueError, match="must begin at 0 and not fall"):
         token_places(int32([0, 3, 2]), 2)

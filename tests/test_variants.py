@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from checks import normal, rng
 from runs import SILENT, assert_same_run, metrics, options
 from twins import set_weights, small
 
-from xtrain import AdamW, Engine, Transformer, UserError, compare
+from xtrain import AdamW, Engine, TrainConfig, Transformer, UserError, compare, nn
 from xtrain import functional as F
 from xtrain.gradcheck import check
-from xtrain.logbook import Logbook
+from xtrain.logbook import Logbook, parameter_table
+from xtrain.run import Run
 from xtrain.train import train
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "change_the_model"))
@@ -318,3 +320,22 @@ def test_stages_of_a_variant():
     ids = batch(0)[0]
     assert set(variants.attention_weights(model, ids)) == {"layer 0", "layer 1", "layer 2"}
     assert "layer 2 output" in compare.stages(model, ids)
+
+
+def test_modules_of_ones_own_have_a_line_in_the_tables():
+    model = Transformer(CONFIG)
+    model.gate = nn.Parameter((3, 4), 0.1, {"gate.weight": 3})
+    model.model.extra = nn.Linear(4, 4, 0.1)
+    model.renew_arena()
+    parts, numbers, _ = (list(column.cells) for column in parameter_table(model).columns)
+    assert parts[:6] == ["embedding", "attention", "MLP", "norms", "head", "other"]
+    assert numbers[5] == "28" and parts[-2].startswith("core")
+    counts = [int(number.replace(",", "")) for number in numbers]
+    assert counts[-1] == sum(counts[:6]) == counts[-2] + counts[0] + counts[4]
+    c = TrainConfig(batch=2, micro_batch=2, seq_len=8, steps=2, lr=1e-3, warmup=0)
+    run = Run(c, model, SimpleNamespace(loader=lambda *_: None))
+    for _, p in model.storage():
+        p.grad = np.ones(p.shape, np.float32)
+    norms = run.layer_norms()
+    assert norms["other"] == pytest.approx(28**0.5)
+    assert norms["head"] == pytest.approx((CONFIG.padded_vocab_size * CONFIG.dim) ** 0.5)

@@ -22,6 +22,7 @@ import numpy as np
 from .config import UserError
 from .device import Array, to_device
 from .kernels._launch import empty
+from .kernels._tiles import WIDTHS
 from .kernels.cast import BFLOAT16
 from .kernels.context_attention import context_attention
 from .kernels.decode_attention import decode_attention
@@ -37,7 +38,6 @@ from .kernels.rope import rope_frequencies, rope_tables
 from .kernels.swiglu import swiglu_fwd
 from .model import Transformer
 
-WIDTHS = (16, 32, 64, 128)  # of a head, for which the attention kernels exist
 # Bytes of gate/up's weights that the output projection brings nearer: memory is not idle while one kernel waits for another.
 # Asking from the other products too was no faster, or slower.
 AHEAD = 8 << 20
@@ -102,7 +102,7 @@ class CachedModel:
         them when the sequence grows: as transformers does, whose cache holds keys that are turned already.
         """
         c = self.config
-        if not self._is_dynamic():
+        if c.rope_type != "dynamic":
             return self._on_device(self._tables_for(self.capacity))
         tables = self._tables_for(min(self.capacity, c.max_seq_len))
         angles = [
@@ -114,10 +114,6 @@ class CachedModel:
             tables = [np.concatenate(pair) for pair in zip(tables, beyond)]
         return self._on_device(tables)
 
-    def _is_dynamic(self) -> bool:
-        scaling = self.config.rope_scaling or {}
-        return scaling.get("rope_type", scaling.get("type")) == "dynamic"
-
     def _tables_for(self, length):
         c = self.config
         return rope_tables(c.head_dim, length, c.rope_theta, c.rope_scaling, length, c.max_seq_len)
@@ -127,7 +123,7 @@ class CachedModel:
 
     def stretched(self, length: int) -> bool:
         """Does a prompt of this length need angles of its own? (Dynamic scaling, beyond the trained length.)"""
-        return self._is_dynamic() and length > self.config.max_seq_len
+        return self.config.rope_type == "dynamic" and length > self.config.max_seq_len
 
     # ------------------------------------------------------------------------- prefill
     def prefill(

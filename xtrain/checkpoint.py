@@ -35,6 +35,7 @@ from .optim import AdamW
 from .tensor_file import read_header, read_json, reading, write_safetensors
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
+LOGS = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")  # of a run: see logbook.py
 TEMPORARY = ".step-*.tmp"  # what is being written, or was when somebody pulled the plug
 
 
@@ -105,9 +106,9 @@ def write(run: Path, snapshot: Snapshot) -> Path:
         snapshot.wait()
         _write_files(new, snapshot)
         sync_folder(new)
-        for log in run.iterdir():  # a checkpoint must not be newer than the numbers that led to it
-            if log.suffix in (".jsonl", ".txt"):
-                sync(log)
+        # a checkpoint must not be newer than the numbers that led to it
+        for log in filter(Path.is_file, (run / name for name in LOGS)):
+            sync(log)
         _publish(new, folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
@@ -241,17 +242,21 @@ def _open(folder):
 
 # ----------------------------------------------------------------------------- loading
 def load(saved: Saved, model: Transformer, optimizer: AdamW) -> None:
-    """Fill model and optimizer. Raises UserError when the files are damaged or belong to another model."""
-    huggingface.load_into(model, saved.folder)
-    stored = read_header(saved.folder / OPTIMIZER)
-    for letter, array in (("m", optimizer.m), ("v", optimizer.v)):
-        values = np.zeros(array.shape, np.float32)
-        for name, view in model.views(values):
+    """Fill model and optimizer. Raises UserError when the files are damaged or belong to another model.
+
+    Names and shapes are looked at first: where they do not fit, model and optimizer are unchanged.
+    """
+    path, moments = saved.folder / OPTIMIZER, {"m": optimizer.m, "v": optimizer.v}
+    stored = read_header(path)
+    for letter, array in moments.items():
+        for name, view in model.views(array):
             tensor = stored.get(f"{letter}.{name}")
             if tensor is None or tensor.shape != view.shape:
-                raise UserError(
-                    f"{saved.folder / OPTIMIZER} does not belong to this model ({letter}.{name})"
-                )
-            view[...] = tensor.read()
+                raise UserError(f"{path} does not belong to this model ({letter}.{name})")
+    huggingface.load_into(model, saved.folder)
+    for letter, array in moments.items():
+        values = np.zeros(array.shape, np.float32)
+        for name, view in model.views(values):
+            view[...] = stored[f"{letter}.{name}"].read()
         array[...] = to_device(values, model.device) if is_gpu(array) else values
     optimizer.t = saved.state["optimizer_step"]

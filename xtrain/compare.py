@@ -9,7 +9,6 @@ Exit code 0: they agree; 1: they part; 2: the folder or the options cannot be us
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +24,7 @@ from .device import to_numpy
 from .files import command_line
 from .huggingface import load
 from .model import Transformer
+from .watch import swapped
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
 
         def tap(owner, name, note):
             tapped = _Tapped(getattr(owner, name), note)
-            stack.enter_context(_swapped(owner, name, tapped))
+            stack.enter_context(swapped(owner, name, tapped))
 
         tap(decoder, "embed_tokens", lambda out: keep("embedding", out))
         layers = []
@@ -92,7 +92,7 @@ def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
             layers.append(
                 _Tapped(layer, lambda out, i=i: keep(f"layer {i} output", out[0] + out[1]))
             )
-        stack.enter_context(_swapped(decoder, "layers", layers))
+        stack.enter_context(swapped(decoder, "layers", layers))
         tap(decoder, "norm", lambda out: keep("final norm", out[1]))
         keep("logits", model(ids))
     found["loss"] = to_numpy(model.loss(ids, next_tokens(ids)).data)
@@ -112,16 +112,6 @@ class _Tapped:
         out = self._module(*args)
         self._note(out)
         return out
-
-
-@contextlib.contextmanager
-def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def next_tokens(ids: np.ndarray) -> np.ndarray:

@@ -26,6 +26,11 @@ def _encodes(text: str) -> bool:
     return True
 
 
+def _option(name: str) -> str:
+    """As it is given on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def _need(ok: bool, sentence: str) -> None:
     if not ok:
         raise UserError(sentence)
@@ -115,18 +120,19 @@ class ModelConfig:
 
     @staticmethod
     def _positive_int(name, value):
-        ok = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+        ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
         _need(ok, f"{name} must be a positive whole number, got {value!r}")
+        _need(value < 2**31, f"{name} must be less than 2^31, got {value}")
 
     def _check_rope_scaling(self):
         scaling = self.rope_scaling
         if scaling is None:
             return
         _need(isinstance(scaling, dict), f"rope_scaling must be a dict or None, got {scaling!r}")
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        kind = self.rope_type
         known = ", ".join(ROPE_SCALINGS)
         _need(
-            kind in ROPE_SCALINGS,
+            kind in list(ROPE_SCALINGS),  # whatever it is: a list has no hash
             f"rope_scaling type {kind!r} is not supported: choose one of {known}",
         )
         for key in ROPE_SCALINGS[kind]:
@@ -148,11 +154,16 @@ class ModelConfig:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
+    def rope_type(self) -> str:
+        """Of the RoPE scaling, a key of ROPE_SCALINGS; older configs call it type."""
+        scaling = self.rope_scaling or {}
+        return scaling.get("rope_type", scaling.get("type", "default"))
+
+    @property
     def context(self) -> int:
         """Longest sequence the model takes: max_seq_len, and with dynamic RoPE scaling `factor` times that."""
-        scaling = self.rope_scaling or {}
-        if scaling.get("rope_type", scaling.get("type")) == "dynamic":
-            return int(max(1, min(scaling["factor"], 2**31)) * self.max_seq_len)
+        if self.rope_type == "dynamic":
+            return int(max(1, min(self.rope_scaling["factor"], 2**31)) * self.max_seq_len)
         return self.max_seq_len
 
     def to_dict(self) -> dict[str, Any]:
@@ -235,44 +246,35 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raises UserError on a value that makes no sense. (Not on construction: the command line reports it better.)"""
-        for name in (
-            "steps",
-            "batch",
-            "micro_batch",
-            "seq_len",
-            "vocab_size",
-            "eval_every",
-            "sample_every",
-            "save_every",
-            "stop_at",
-        ):
-            value = getattr(self, name)
-            _need(
-                value is None or value > 0,
-                f"--{name.replace('_', '-')} must be positive, got {value}",
-            )
-        for name in ("eval_batches", "sample_tokens", "max_skips"):
-            _need(
-                getattr(self, name) > 0,
-                f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}",
-            )
-        _need(
-            self.warmup is None or self.warmup >= 0,
-            f"--warmup must not be negative, got {self.warmup}",
+        self._check_counts()
+        self._check_numbers()
+        self._check_words()
+
+    def _check_counts(self):
+        optional = (
+            "steps batch micro_batch seq_len vocab_size eval_every sample_every save_every stop_at"
         )
-        _need(self.seed >= 0, f"--seed must not be negative, got {self.seed}")
+        counts = [name for name in optional.split() if getattr(self, name) is not None]
+        for name in (*counts, "eval_batches", "sample_tokens", "max_skips"):
+            value = getattr(self, name)
+            _need(value > 0, f"{_option(name)} must be positive, got {value}")
+        most = 2**31 - 1  # counted on the device, in 32 bits
+        _need(self.max_skips <= most, f"--max-skips must be at most {most}, got {self.max_skips}")
+        for name in ("warmup", "seed", "keep"):
+            value = getattr(self, name)
+            _need(value is None or value >= 0, f"{_option(name)} must not be negative, got {value}")
+        if self.batch is not None and self.micro_batch is not None:
+            _need(
+                self.batch % self.micro_batch == 0,
+                f"--batch {self.batch} is not a multiple of --micro-batch {self.micro_batch}",
+            )
+
+    def _check_numbers(self):
         _need(
             self.lr is None or 0 < self.lr < float("inf"),
             f"--lr must be a positive number, got {self.lr}",
         )
-        _need(self.keep >= 0, f"--keep must not be negative, got {self.keep}")
         _need(self.spike_z >= 0, f"--spike-z must not be negative, got {self.spike_z}")
-        known = {*MATTERS, "data", "tokenizer", "variation", *(f.name for f in fields(ModelConfig))}
-        for name in self.allow_change:
-            _need(
-                name.replace("-", "_") in known,
-                f"--allow-change {repr(name)[1:-1]} is not known: choose from {', '.join(sorted(known))}",
-            )
         _need(
             0 <= self.min_lr_ratio <= 1,
             f"--min-lr-ratio must be between 0 and 1, got {self.min_lr_ratio}",
@@ -286,10 +288,18 @@ class TrainConfig:
             self.clip >= 0 and 0 <= self.weight_decay < float("inf"),
             "--clip and --weight-decay must be numbers and not negative",
         )
+
+    def _check_words(self):
+        known = {*MATTERS, "data", "tokenizer", "variation", *(f.name for f in fields(ModelConfig))}
+        for name in self.allow_change:
+            _need(
+                name.replace("-", "_") in known,
+                f"--allow-change {repr(name)[1:-1]} is not known: choose from {', '.join(sorted(known))}",
+            )
         for name in ("sample_prompt", "name", "out"):
             value = getattr(self, name)
             sound = value is None or (_encodes(value) and "\0" not in value)
-            _need(sound, f"--{name.replace('_', '-')} {value!r} is not text in UTF-8")
+            _need(sound, f"{_option(name)} {value!r} is not text in UTF-8")
         # --data "$UNSET": Path("") would be the current folder
         for name in ("data", "out", "init", "tokenizer"):
             _need(getattr(self, name) != "", f"--{name} is empty: give a path, or leave it out")
@@ -297,11 +307,6 @@ class TrainConfig:
             self.name is None or _inside(self.name),
             f"--name {self.name!r} is no folder inside --out: give a name such as tiny-2",
         )
-        if self.batch is not None and self.micro_batch is not None:
-            _need(
-                self.batch % self.micro_batch == 0,
-                f"--batch {self.batch} is not a multiple of --micro-batch {self.micro_batch}",
-            )
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,6 @@ class Tensor:
     dtype: np.dtype
     make: Callable[[], np.ndarray]
 
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
-
     def numpy(self) -> np.ndarray:
         """The whole tensor, joined from its shards."""
         return self.make()
@@ -240,12 +236,11 @@ def make_tensors(config: ModelConfig, shards: list[dict]) -> dict[str, Tensor]:
         raise UserError(f"the files do not fit params.json: {'; '.join(said)}")
     shapes = tensor_shapes(config)
     return {
-        name: _tensor(config, shards, theirs, name, shapes[name], axis)
-        for theirs, name, axis in names
+        name: _tensor(config, shards, theirs, shapes[name], axis) for theirs, name, axis in names
     }
 
 
-def _tensor(config, shards, theirs, name, shape, axis):
+def _tensor(config, shards, theirs, shape, axis):
     parts, heads = [shard[theirs] for shard in shards], None
     if theirs == EMBEDDING and parts[0].shape[1] != config.dim:
         axis = COLUMNS  # Llama 2 divided the embedding by columns, Llama 3 by rows

@@ -151,7 +151,7 @@ class Journal:
 
     def _append(self):
         with open(self.path, "ab", buffering=0) as file:
-            self.size = min(self.size, os.fstat(file.fileno()).st_size)  # somebody may have cut it
+            self.size = os.fstat(file.fileno()).st_size  # somebody may have cut it, or added to it
             rest = memoryview(self.waiting)
             try:
                 while rest:

@@ -395,7 +395,7 @@ class Reshape(Function):
 
 
 class Narrow(Function):
-    """The first n of the last axis, in new memory: how the padding of the vocabulary disappears."""
+    """The first n of the last axis, in new memory if there are more: how the padding of the vocabulary disappears."""
 
     @staticmethod
     def forward(ctx, x, n):

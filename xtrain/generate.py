@@ -4,7 +4,6 @@ Prints each prompt and what the model adds to it; everything else goes to stderr
 Qwen3), or a run of xtrain.train. Of its generation_config.json the tokens that end a text are used, and nothing else.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -194,9 +193,6 @@ def run(
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output has gone: let Python's last flush go nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 if __name__ == "__main__":

@@ -68,17 +68,18 @@ class _Recording:
 
     def __init__(self, inputs):
         self.buffers = [cupy().empty(x.shape, x.dtype) for x in inputs]
-        self.calls, self.graph, self.outputs = 0, None, ()
+        self.calls, self.graph, self.outputs = 0, None, ()  # calls: eager ones
 
     def is_next_captured(self) -> bool:
         return self.calls == EAGER_CALLS
 
     def run(self, step: Callable, inputs: tuple, stream: Any) -> tuple:
         """The first calls: eagerly; then the capture, which runs nothing, and a first replay."""
-        self.calls += 1
-        if self.calls <= EAGER_CALLS:
+        if self.calls < EAGER_CALLS:
             self._take(inputs)
-            return step(*self.buffers)
+            outputs = step(*self.buffers)
+            self.calls += 1  # now: one that was interrupted has not made what stays
+            return outputs
         self.graph, self.outputs = self._capture(step, stream)
         return self.replay(inputs, stream)
 

@@ -82,7 +82,7 @@ class Timed:
 
 # ----------------------------------------------------------------------------- record
 class Recorder:
-    """Watches steps. launches: in order. With `events`, each is timed by two CUDA events: times_ms()."""
+    """Watches steps. launches: in order. With `events`, each is timed by two CUDA events: timed()."""
 
     def __init__(self, events: bool = False):
         self.launches, self.scope, self.events = [], [("", "", "")], [] if events else None

@@ -28,6 +28,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .checkpoint import LOGS
 from .config import ModelConfig, TrainConfig, UserError
 from .device import cupy
 from .files import FULL, Journal, cannot_write, write_whole
@@ -76,20 +77,19 @@ def peak_flops(precision: str) -> float | None:
 
 def parameter_table(model: Transformer) -> Table:
     """Parameters of the embedding, the head and the core, apart: a large vocabulary dominates small models."""
-    groups = {"embedding": 0, "attention": 0, "MLP": 0, "norms": 0, "head": 0}
+    marks = {
+        "norm": "norms", "embed": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "MLP",
+    }  # fmt: skip
+    groups = dict.fromkeys(("embedding", "attention", "MLP", "norms", "head", "other"), 0)
     for name, tensor in model.named_parameters():
-        marks = {
-            "norm": "norms",
-            "embed": "embedding",
-            "lm_head": "head",
-            "self_attn": "attention",
-            "mlp": "MLP",
-        }
-        kind = next(group for mark, group in marks.items() if mark in name)
+        kind = next((group for mark, group in marks.items() if mark in name), "other")
         groups[kind] += tensor.size
+    total = sum(groups.values())
+    core = total - groups["embedding"] - groups["head"]
     if model.config.tie_embeddings:
         del groups["head"]
-    total, core = sum(groups.values()), groups["attention"] + groups["MLP"] + groups["norms"]
+    if not groups["other"]:
+        del groups["other"]
     table = Table(title="parameters", title_justify="left")
     table.add_column("part")
     table.add_column("number", justify="right")
@@ -115,8 +115,7 @@ class Logbook:
 
     def __init__(self, folder: Path, config: TrainConfig, state: dict[str, Any], console: Console):
         self.folder, self.steps, self.console = folder, config.steps, console
-        names = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")
-        for path in (folder / name for name in names):
+        for path in (folder / name for name in LOGS):
             if os.path.lexists(path) and not path.is_file():  # opening a pipe would wait for ever
                 raise UserError(f"{path} is no file: move it away")
         self.spike_z, self.first_step = config.spike_z, state.get("step", 0)
@@ -130,7 +129,7 @@ class Logbook:
             self.warn(
                 f"{folder / 'metrics.jsonl'} lacks {missing} of the {self.first_step} steps so far"
             )
-        self.files = {name: Journal(folder / name) for name in names}
+        self.files = {name: Journal(folder / name) for name in LOGS}
         self.full = False  # has a full disk been told?
         self.board = None
         if config.tensorboard:  # what it has of later steps is hidden there

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import re
 import zlib
 from pathlib import Path
@@ -188,7 +187,7 @@ def _wrong_tensors(path: Path, tensors: dict[str, int]) -> list[str]:
     with open(path, "rb") as file:
         for name, stored in read_header(path).items():
             file.seek(stored.start)
-            crc, left = 0, math.prod(stored.shape) * stored.dtype.itemsize
+            crc, left = 0, stored.nbytes
             while left and (piece := file.read(min(left, PIECE))):
                 crc, left = zlib.crc32(piece, crc), left - len(piece)
             if left or tensors.get(name) != crc:

@@ -338,9 +338,11 @@ class Transformer(Module):
 
     def load_weights(self, folder: str | Path) -> None:
         """Take the weights in a folder, as `save_pretrained` or a run has written them, into this model, whatever it computes.
-        Raises UserError when names or shapes do not fit; then it is unchanged."""
+        Raises UserError when names or shapes do not fit, or checksums beside them; then it is unchanged."""
         from .huggingface import load_into
+        from .manifest import verify_weights
 
+        verify_weights(Path(folder))
         load_into(self, Path(folder))
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:

@@ -80,6 +80,10 @@ class Parameter(Tensor):
     @grad.setter
     def grad(self, array: Array | None) -> None:
         """The values are copied into the arena, which the optimizer reads; None: zeros."""
+        if array is not None and array.shape != self.data.shape:
+            raise ValueError(
+                f"a parameter of shape {self.shape} cannot have a gradient of shape {array.shape}"
+            )
         if self._grad is not None and array is not self._grad:
             self._grad[...] = 0 if array is None else array
         elif self._grad is None and array is not None:
@@ -97,7 +101,7 @@ class Parameter(Tensor):
     @data.setter
     def data(self, array: Array) -> None:
         """The values are copied into the arena; the parameter stays a view of it."""
-        if array.shape != self.shape:
+        if array.shape != self.data.shape:  # self.data: is there memory?
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
             )

@@ -126,13 +126,13 @@ class Run:
         return {}
 
     def layer_norms(self) -> dict[str, float]:
-        """Gradient norms of the last step, before clipping: embedding, each layer, the last norm, head."""
+        """Gradient norms of the last step, before clipping: embedding, each layer, the last norm, head, other modules."""
         return {name: float(np.sqrt(x)) for name, x in self.layer_squares().items()}
 
     def layer_squares(self) -> dict[str, float]:
         sums: dict[str, float] = {}
         for prefix, p in self.model.storage():
-            name = _group(prefix)
+            name = _group(prefix + next(iter(p.parts)))
             sums.setdefault(name, 0.0)
             for start, end in self.optimizer.owned:
                 a, b = max(start, p.offset), min(end, p.offset + p.size)
@@ -260,14 +260,13 @@ class Run:
         return f"{what} when the step is done again: the norm is too large, or the fault does not repeat"
 
 
-def _group(prefix):
-    """Of the modules in model.py: "model.layers.3.mlp." -> "layer 3"."""
-    words = prefix.split(".")
+def _group(name):
+    """Of a parameter by its Hugging Face name: "model.layers.3.mlp.up_proj.weight" -> "layer 3"."""
+    words = name.split(".")
     if "layers" in words:
         return f"layer {words[words.index('layers') + 1]}"
-    return {"embed_tokens": "embedding", "norm": "last norm"}.get(
-        words[-2] if words[1:] else "", "head"
-    )
+    groups = {"embed_tokens": "embedding", "norm": "last norm", "lm_head": "head"}
+    return groups.get(words[-2] if words[1:] else "", "other")
 
 
 def changes(then: dict[str, Any], now: dict[str, Any], same_ranks: bool) -> dict[str, str]:

@@ -8,6 +8,7 @@ the second rank, compiles nothing. A file is written beside its place and rename
 Kernels defined elsewhere (a lesson, a test) are compiled anew in each process: nobody watches their sources.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -30,8 +31,9 @@ def load_function(kernel, signature: tuple, shared: int) -> tuple[int, object]:
     shared: bytes of dynamic shared memory it will be started with.
     """
     path = _cache_path(kernel, signature)
-    name, cubin = _read(path) or _compile(kernel, signature)
-    if path is not None and not path.exists():
+    found = None if path is None else _read(path)
+    name, cubin = found or _compile(kernel, signature)
+    if path is not None and found is None:
         _write(path, name, cubin)
     module = cupy().cuda.function.Module()
     module.load(cubin)
@@ -124,7 +126,7 @@ def _read(path):
     """-> (name, machine code), or None when there is none or it is not whole."""
     try:
         checksum, name, cubin = path.read_bytes().split(b"\n", 2)
-    except (AttributeError, OSError, ValueError):
+    except (OSError, ValueError):
         return None
     if hashlib.sha256(name + cubin).hexdigest().encode() != checksum:
         return None
@@ -145,4 +147,5 @@ def _write(path, name, cubin):
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError:  # a full or read-only disk: the next process compiles again
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()

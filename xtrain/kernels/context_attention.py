@@ -44,6 +44,7 @@ from .flash_attention_bf16 import (
     make_softmax,
 )
 from .kv_cache import check_cache, check_int32
+from .padding import check_lengths
 
 NAN = np.float32(np.nan)
 
@@ -265,9 +266,7 @@ def context_attention(
 
 
 def _check_places(op, edges_E, history_A, rows_A, N, R, S, longest):
-    lengths_A = np.diff(edges_E)
-    check(edges_E[-1] == N, f"{op}: {N} queries, the edges end at {edges_E[-1]}")
-    check((lengths_A <= longest).all(), f"{op}: a sequence is longer than longest = {longest}")
-    fits = (history_A >= 0).all() and (history_A + lengths_A <= S).all()
+    check_lengths(op, edges_E, N, longest)
+    fits = (history_A >= 0).all() and (history_A + np.diff(edges_E) <= S).all()
     check(fits, f"{op}: history and new tokens do not fit the cache of {S} positions")
     check(((rows_A >= 0) & (rows_A < R)).all(), f"{op}: a row is not in 0 .. {R - 1}")

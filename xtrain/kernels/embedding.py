@@ -56,8 +56,8 @@ def embedding_ref(ids_N, w_VC):
 
 
 def embedding_bwd_ref(dx_NC, ids_N, V):
-    """-> dw (V, C)"""
-    dw_VC = np.zeros((V, dx_NC.shape[1]), dx_NC.dtype)
+    """-> dw (V, C), of bf16 in float32"""
+    dw_VC = np.zeros((V, dx_NC.shape[1]), np.result_type(dx_NC.dtype, np.float32))
     np.add.at(dw_VC, ids_N, dx_NC)  # in the order of n
     return dw_VC
 

@@ -36,8 +36,9 @@ def matmul(
 ) -> Array:
     """out = alpha op(a) op(b), or out += with accumulate. -> out
 
-    a: (M, K), or (K, M) with trans_a.  b: (K, N), or (N, K) with trans_b.  out: (M, N).  All float32, or all
-    with one more leading axis, the batch. Rows must be contiguous. Raises ValueError when the shapes disagree.
+    a: (M, K), or (K, M) with trans_a.  b: (K, N), or (N, K) with trans_b.  out: (M, N).  All three may have one more
+    leading axis, the batch. Types: see COMBINATIONS; NumPy also takes float64. Rows must be contiguous, and out is neither
+    a nor b. Raises ValueError when the shapes disagree, TypeError on other types.
     """
     (*batch_a, M, K), (*batch_b, K2, N) = _op_shape(a, trans_a), _op_shape(b, trans_b)
     fits = K == K2 and batch_a == batch_b and _op_shape(out, False) == (*batch_a, M, N)
@@ -50,12 +51,7 @@ def matmul(
         f"matmul: {a.dtype} times {b.dtype} to {out.dtype}, expected floating-point numbers",
     )
     if a.dtype != b.dtype:
-        hint = (
-            "float64 comes from NumPy scalars such as np.sqrt(2): use Python's numbers, or astype"
-        )
-        raise TypeError(
-            f"matmul: {a.dtype} times {b.dtype} into {out.dtype} is not supported ({hint})"
-        )
+        raise _unsupported(out, a, b)
     if isinstance(out, np.ndarray):  # the simulator has no cuBLAS either
         a, b = (x.swapaxes(-1, -2) if t else x for x, t in ((a, trans_a), (b, trans_b)))
         if accumulate:
@@ -132,8 +128,19 @@ def _element_types(c, a, b):
     """cuBLAS's names of the three types. Raises TypeError on a combination that we do not use."""
     names = tuple(x.dtype.name for x in (c, a, b))
     if names not in COMBINATIONS:
-        raise TypeError(f"matmul: {names[1]} times {names[2]} into {names[0]} is not supported")
+        raise _unsupported(c, a, b)
     return [TYPES[name] for name in names]
+
+
+def _unsupported(out, a, b):
+    hint = "cast one of them, by astype or functional.cast"
+    if np.float64 in (out.dtype, a.dtype, b.dtype):
+        hint = (
+            "float64 comes from NumPy scalars such as np.sqrt(2): use Python's numbers, or astype"
+        )
+    return TypeError(
+        f"matmul: {a.dtype} times {b.dtype} into {out.dtype} is not supported ({hint})"
+    )
 
 
 def _lead(x):

@@ -127,7 +127,12 @@ def make_plain_kernel(N, K, NORM, SWIGLU, RESIDUAL, overlap):
 # ----------------------------------------------------------------------------- launchers
 def gemv_fits(N: int, K: int, dtype) -> bool:
     """Can gemv multiply N rows with K-wide weights of this dtype on a GPU?"""
-    return 0 < N <= MAX_ROWS and K % (4 if np.dtype(dtype) == np.float32 else CHUNK) == 0
+    return 0 < N <= MAX_ROWS and K % _unit(dtype) == 0
+
+
+def _unit(dtype):
+    """The widths K of such weights that a kernel takes are multiples of it."""
+    return 4 if np.dtype(dtype) == np.float32 else CHUNK
 
 
 def gemv(
@@ -171,8 +176,8 @@ def gemv(
             return y
         out[...] = y
         return out
-    fits = gemv_fits(N, K, w_OK.dtype)
-    check(fits, f"gemv: {N} rows of {K}, the GPU takes 1 to {MAX_ROWS} of a multiple of {CHUNK}")
+    unit, fits = _unit(w_OK.dtype), gemv_fits(N, K, w_OK.dtype)
+    check(fits, f"gemv: {N} rows of {K}, the GPU takes 1 to {MAX_ROWS} of a multiple of {unit}")
     y = empty(x_NK, shape, dtype) if out is None else out
     _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, None, next_w)
     return y

@@ -194,7 +194,7 @@ def token_places(
         if x is not None:
             check_int32("token_places", name, x, A)
     if on_host(edges_E, *given):
-        _check_total("token_places", edges_E, N)
+        check_lengths("token_places", edges_E, N)
         return token_places_ref(edges_E, N, history_A, rows_A)
     rows_N, positions_N = empty(edges_E, N), empty(edges_E, N)
     history, rows = (edges_E if x is None else x for x in (history_A, rows_A))  # no None
@@ -208,7 +208,7 @@ def padding_offsets(edges_E: Array, N: int, T: int) -> Array:
     """-> offset (N,) int32: packed token n is row n + offset[n] of the padded array, whose sequences are T long."""
     _check_edges("padding_offsets", edges_E, N, T)
     if on_host(edges_E):
-        _check_total("padding_offsets", edges_E, N, T)
+        check_lengths("padding_offsets", edges_E, N, T)
         return padding_offsets_ref(edges_E, N, T)
     offset_N = empty(edges_E, N)
     launch(padding_offsets_kernel, -(-N // BLOCK), BLOCK, offset_N, edges_E, N, T)
@@ -222,7 +222,7 @@ def remove_padding(x_AT: Array, edges_E: Array, N: int) -> Array:
     A = _check_edges("remove_padding", edges_E, N, T)
     check_array("remove_padding", "x", x_AT, (A, *x_AT.shape[1:]), FLOATS)
     if on_host(x_AT, edges_E):
-        _check_total("remove_padding", edges_E, N, T)
+        check_lengths("remove_padding", edges_E, N, T)
         return remove_padding_ref(x_AT, edges_E, N)
     y_N = empty(x_AT, (N, *x_AT.shape[2:]))
     _move(y_N, x_AT, edges_E, N, N, T, 1, _product(x_AT.shape[2:]), False, False)
@@ -234,7 +234,7 @@ def restore_padding(x_N: Array, edges_E: Array, T: int) -> Array:
     check_array("restore_padding", "x", x_N, (None, *x_N.shape[1:]), FLOATS)
     A = _check_edges("restore_padding", edges_E, x_N.shape[0], T)
     if on_host(x_N, edges_E):
-        _check_total("restore_padding", edges_E, x_N.shape[0], T)
+        check_lengths("restore_padding", edges_E, x_N.shape[0], T)
         return restore_padding_ref(x_N, edges_E, T)
     y_AT = empty(x_N, (A, T, *x_N.shape[1:]))
     rows = x_N.shape[0]
@@ -249,7 +249,7 @@ def remove_padding_heads(x_AHTD: Array, edges_E: Array, N: int) -> Array:
     A = _check_edges("remove_padding_heads", edges_E, N, T)
     check_array("remove_padding_heads", "x", x_AHTD, (A, H, T, D), FLOATS)
     if on_host(x_AHTD, edges_E):
-        _check_total("remove_padding_heads", edges_E, N, T)
+        check_lengths("remove_padding_heads", edges_E, N, T)
         return remove_padding_ref(np.ascontiguousarray(x_AHTD.swapaxes(1, 2)), edges_E, N)
     y_NHD = empty(x_AHTD, (N, H, D))
     _move(y_NHD, x_AHTD, edges_E, N, N, T, H, D, False, True)
@@ -262,7 +262,7 @@ def restore_padding_heads(x_NHD: Array, edges_E: Array, T: int) -> Array:
     N, H, D = x_NHD.shape
     A = _check_edges("restore_padding_heads", edges_E, N, T)
     if on_host(x_NHD, edges_E):
-        _check_total("restore_padding_heads", edges_E, N, T)
+        check_lengths("restore_padding_heads", edges_E, N, T)
         return np.ascontiguousarray(restore_padding_ref(x_NHD, edges_E, T).swapaxes(1, 2))
     y_AHTD = empty(x_NHD, (A, H, T, D))
     _move(y_AHTD, x_NHD, edges_E, A * T, N, T, H, D, True, True)
@@ -291,10 +291,15 @@ def _check_edges(op, edges_E, N, T=0):
     return A
 
 
-def _check_total(op, edges_E, N, T=None):
-    """Only where looking costs nothing: a GPU would have to be waited for."""
+def check_lengths(op: str, edges_E: np.ndarray, N: int, T: int | None = None) -> None:
+    """Do they cut N packed tokens into sequences, of at most T?
+
+    Only where looking costs nothing: a GPU would have to be waited for.
+    """
     lengths_A = np.diff(edges_E)
     check(edges_E[0] == 0 and (lengths_A >= 0).all(), f"{op}: edges must begin at 0 and not fall")
     check(edges_E[-1] == N, f"{op}: {N} packed tokens, the edges end at {edges_E[-1]}")
     longest = lengths_A.max(initial=0)
-    check(T is None or longest <= T, f"{op}: a sequence of {longest} tokens in rows of {T}")
+    check(
+        T is None or longest <= T, f"{op}: a sequence of {longest} tokens, where {T} are the most"
+    )

@@ -442,10 +442,9 @@ def qk_norm_rope_bwd(
         check_array(op, name, d, (N, heads, D), (qkv_NP.dtype.name,))
     normalise = q_w_D is not None
     norm = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D) if normalise else ()
-    if normalise:
-        check_array(op, "rstd", rstd_NA, (N, H + G))
-        check_array(op, "dq_w", dq_w_D, (D,))
-        check_array(op, "dk_w", dk_w_D, (D,))
+    shapes = {"rstd": (N, H + G), "dq_w": (D,), "dk_w": (D,)}
+    for name, x in zip(shapes, norm[2:]):
+        check_array(op, name, x, shapes[name])
     positions, T = positions_for(op, qkv_NP, cos_PR, positions_N, T)
     gradients, tables = (dqkv_NP, dq_NHD, dk_NGD), (cos_PR, sin_PR, positions)
     if on_host(*gradients, qkv_NP, *tables, *norm):
@@ -461,21 +460,18 @@ def qk_norm_rope_bwd(
     flat = [x.reshape(-1) for x in (*gradients, qkv_NP)]
     variant = normalise, T == 0, can_overlap(qkv_NP)
     bwd_kernel, plan = make_bwd_kernel(H, G, D, each_of(qkv_NP), *variant)
-    if plan and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR):
-        blocks = min(-(-N // plan.tokens), max(plan.blocks * MULTIPROCESSORS // plan.parts, 1))
-        rows = blocks * plan.parts
-        partial = empty(qkv_NP, (rows, 2 * D), np.float32)
+    fast = plan is not None and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR)
+    parts = plan.parts if fast else -(-(H + G) // WARPS)
+    most = plan.blocks * MULTIPROCESSORS // parts if fast else -(-PARTIALS // parts)
+    grid = (min(-(-N // plan.tokens) if fast else N, max(most, 1)), parts)
+    partial = empty(qkv_NP, (grid[0] * parts, 2 * D), np.float32)
+    if fast:
         arrays = (*flat[1:], q_w, k_w, rstd.reshape(-1), *(t.reshape(-1) for t in tables))
-        grid = (blocks, plan.parts)
         launch(bwd_kernel, grid, plan.THREADS, flat[0], partial.reshape(-1), *arrays, N, T)
     else:
-        tiles = -(-(H + G) // WARPS)
-        grid = (min(N, -(-PARTIALS // tiles)), tiles)
-        rows = grid[0] * tiles
-        partial = empty(qkv_NP, (rows, 2 * D), np.float32)
         arrays = (*flat[1:], q_w, k_w, rstd, *tables, N, H, G, T, normalise)
         launch(qk_norm_rope_bwd_warp_kernel, grid, (32, WARPS), flat[0], partial, *arrays)
-    if normalise and rows:
+    if normalise and N:
         add_column_sums(partial, dq_w_D, dk_w_D)
 
 

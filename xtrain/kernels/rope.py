@@ -32,7 +32,17 @@ from numba import cuda, float32, int64, uint32
 from ..device import Array
 from ._flat import on_16_bytes
 from ._heads import NAN, head_plan, make_head_ops
-from ._launch import FLOATS, check, check_array, check_ids, empty, empty_like, launch, on_host
+from ._launch import (
+    FLOATS,
+    check,
+    check_array,
+    check_ids,
+    empty,
+    empty_like,
+    launch,
+    on_host,
+    wide,
+)
 from ._ptx import kernel, load1, store1
 from ._words import each_of
 
@@ -218,7 +228,8 @@ def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
     check_tables(op, cos_PR, sin_PR, D)
     positions, T = positions_for(op, x_NHD, cos_PR, positions_N, T)
     if on_host(x_NHD, cos_PR, sin_PR, positions):
-        return rope_ref(x_NHD, cos_PR, sin_PR, positions, sign)
+        y_NHD = rope_ref(wide(x_NHD), cos_PR, sin_PR, positions, sign)
+        return y_NHD.astype(x_NHD.dtype, copy=False)
     y_NHD = empty_like(x_NHD)
     R = D // 2
     check(0 < R <= BLOCK, f"{op}: head width {D} is not in 2 to {2 * BLOCK}")

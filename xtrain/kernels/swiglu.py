@@ -42,7 +42,7 @@ from ._flat import (
     store,
     whole_rows,
 )
-from ._launch import FLOATS, check, check_array, empty, empty_like, launch, on_host
+from ._launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
 from ._ptx import device, kernel
 
 
@@ -235,7 +235,7 @@ def swiglu_fwd(gu_N2F: Array) -> Array:
     N, F2 = gu_N2F.shape
     check(F2 % 2 == 0, f"swiglu: gu has {F2} columns, expected gate and up of equal width")
     if on_host(gu_N2F):
-        return swiglu_ref(gu_N2F)
+        return swiglu_ref(wide(gu_N2F)).astype(gu_N2F.dtype, copy=False)
     F = F2 // 2
     y_NF = empty(gu_N2F, (N, F))
     _launch_rows(make_swiglu_fwd_kernel, N, F, y_NF, gu_N2F)
@@ -251,7 +251,11 @@ def swiglu_bwd(dy_NF: Array, gu_N2F: Array, again: bool = False) -> Array:
     N, F = dy_NF.shape
     check_array("swiglu backward", "gu", gu_N2F, (N, 2 * F), (dy_NF.dtype.name,))
     if on_host(dy_NF, gu_N2F):
-        return swiglu_bwd_ref(dy_NF, gu_N2F, again)
+        dy = wide(dy_NF)
+        dgu_N2F = swiglu_bwd_ref(dy, wide(gu_N2F), again)
+        if again and dy is not dy_NF:
+            dy_NF[...] = dy
+        return dgu_N2F.astype(gu_N2F.dtype, copy=False)
     dgu_N2F = empty_like(gu_N2F)
     make_kernel = functools.partial(make_swiglu_bwd_kernel, again=bool(again))
     _launch_rows(make_kernel, N, F, dgu_N2F, dy_NF, gu_N2F)
@@ -268,7 +272,7 @@ def silu_fwd(x: Array) -> Array:
     """x float32 or bf16 of any shape -> silu(x)"""
     check_array("silu", "x", x, x.shape, FLOATS)
     if on_host(x):
-        return silu_ref(x)
+        return silu_ref(wide(x)).astype(x.dtype, copy=False)
     y = empty_like(x)
     launch_flat(silu_fwd_kernel, y, x)
     return y
@@ -279,7 +283,7 @@ def silu_bwd(dy: Array, x: Array) -> Array:
     check_array("silu backward", "x", x, x.shape, FLOATS)
     check_array("silu backward", "dy", dy, x.shape, (x.dtype.name,))
     if on_host(dy, x):
-        return silu_bwd_ref(dy, x)
+        return silu_bwd_ref(wide(dy), wide(x)).astype(x.dtype, copy=False)
     dx = empty_like(x)
     launch_flat(silu_bwd_kernel, dx, dy, x)
     return dx
