@@ -4,9 +4,9 @@ import signal as _signal
 import sys as _sys
 
 # `python -m xtrain.train` has only begun to import: Ctrl-C just ends it, until files.command_line takes over.
-if _sys.argv[:1] == ["-m"] and any(name.startswith("xtrain.") for name in _sys.orig_argv):
-    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+_importing = _sys.argv[:1] == ["-m"] and any(a.startswith("xtrain.") for a in _sys.orig_argv)
+if _importing and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 try:
     from .autograd import Tensor, no_grad
