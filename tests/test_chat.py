@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import transformers
-from test_generate import sentencepiece_tokenizer
+from serving import sentencepiece_tokenizer
 from twins import random_model, small
 
 from xtrain import Engine, UserError, pretrained
@@ -274,6 +274,24 @@ def test_ctrl_c_ends_the_answer_and_the_talk_goes_on(folder, monkeypatch, capsys
     monkeypatch.setattr(Engine, "_step", whole)
     plain = run(monkeypatch, capsys, folder, "größe\n", *options)[1]
     assert plain.startswith(out.split("\n")[0]) and len(out.split("\n")[0]) < len(plain)
+
+
+def test_a_system_message_that_cannot_be(folder, monkeypatch, capsys):
+    set_template(folder, CHATML)
+    code, out, err = run(monkeypatch, capsys, folder, "x\n", "--system", "\udcff")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "--system holds bytes" in err
+    code, out, err = run(monkeypatch, capsys, folder, "x\n", "--system", "größe " * 200)
+    assert code == 0 and "[--system and this text have" in err
+
+
+def test_what_a_template_refuses_later_does_not_end_the_talk(folder, monkeypatch, capsys):
+    angry = "{% if messages[-1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
+    set_template(folder, angry + CHATML)
+    options = ["--max-new-tokens", "3", "--temperature", "0"]
+    code, out, err = run(monkeypatch, capsys, folder, "x\nno\ny\n", *options)
+    assert code == 0 and "[the model's chat template refuses this conversation: not that]" in err
+    assert out == run(monkeypatch, capsys, folder, "x\ny\n", *options)[1]
+    assert run(monkeypatch, capsys, folder, "no\ny\n", *options)[0] == 2  # nothing was said yet
 
 
 def test_the_loop_says_what_is_missing(folder, monkeypatch, capsys):

@@ -22,7 +22,7 @@ from .config import ROPE_SCALINGS, ModelConfig, UserError
 from .device import to_device
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
 from .model import Transformer
-from .tensor_file import listed, read_header, read_json, tensor_bytes, write_safetensors
+from .tensor_file import is_folder, listed, read_header, read_json, tensor_bytes, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9  # as transformers cuts
 MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
@@ -224,7 +224,7 @@ def load(
     checksums. Raises UserError: one sentence.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(
             f"{folder} {what}: give a folder on this machine with {CONFIG} and {WEIGHTS}"
@@ -440,6 +440,8 @@ def _dump(value):
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside; what was written there takes the place of the old, or nothing happens at all."""
+    if not folder.name:
+        raise UserError(f"{folder} is the root of the disk: give a folder to write to")
     new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     try:
         if folder.exists() and not folder.is_dir():
