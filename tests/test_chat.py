@@ -116,11 +116,24 @@ def test_templates_that_fail(folder):
         ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "refuses this conversation"),
         ("{% for i in range(10**12) %}{% endfor %}", "refuses this conversation"),
         ({"a": 1}, "must be a text or a list"),
+        ("{{ '{x}'.format() }}", "refuses this conversation: KeyError 'x'"),
+        ("{{ '{}'.format() }}", "refuses this conversation: IndexError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses .*: RecursionError"),
+        ("{{" + "(" * 10**4 + "1" + ")" * 10**4 + "}}", "cannot be read: RecursionError"),
     ):
         set_template(folder, source)
         with pytest.raises(UserError, match=words) as caught:
             ChatTemplate.load(folder).render(TALK)
         assert "\n" not in str(caught.value)
+
+
+def test_a_template_stays_in_its_sandbox():
+    """It is somebody's code. Jinja 3.1.5 showed the second one the names of the module; doctor.py asks for a later one."""
+    for source in (
+        "{{ '{0.__globals__}'.format(raise_exception) }}",
+        "{% set f = '{0.__globals__}'|attr('format') %}{{ f(raise_exception) }}",
+    ):
+        assert ChatTemplate(source, {}).render(TALK) == ""
 
 
 # ----------------------------------------------------------------------------- conversations
