@@ -289,6 +289,33 @@ def test_ctrl_c_ends_the_answer_and_the_talk_goes_on(folder, monkeypatch, capsys
     assert plain.startswith(out.split("\n")[0]) and len(out.split("\n")[0]) < len(plain)
 
 
+def test_ctrl_c_at_the_prompt_is_for_the_line(folder, monkeypatch, capsys):
+    """It comes easily a moment after an answer has ended; a person leaves in another way. A script is ended."""
+    set_template(folder, CHATML)
+    options = ["--max-new-tokens", "6", "--temperature", "0"]
+    plain = run(monkeypatch, capsys, folder, "größe\nx\n", *options)[1]
+
+    class Typed:
+        encoding, errors = "utf-8", "strict"
+
+        def __init__(self, person):
+            self.isatty = lambda: person
+            self.lines = iter(["größe\n", None, "x\n", None])
+
+        def readline(self, *_):
+            line = next(self.lines, "")
+            if line is None:
+                raise KeyboardInterrupt
+            return line
+
+    for person, said in ((True, plain), (False, plain.split("\n")[0] + "\n")):
+        monkeypatch.setattr("sys.stdin", Typed(person))
+        assert main(["--model", str(folder), "--device", "cpu", *options]) == (0 if person else 130)
+        out, err = capsys.readouterr()
+        assert out.replace("> ", "") == said
+        assert err.count("[/exit or Ctrl-D leaves]") == (2 if person else 0)
+
+
 def test_a_system_message_that_cannot_be(folder, monkeypatch, capsys):
     set_template(folder, CHATML)
     code, out, err = run(monkeypatch, capsys, folder, "x\n", "--system", "\udcff")

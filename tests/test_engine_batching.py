@@ -365,6 +365,11 @@ def test_no_memory_for_the_cache(model, monkeypatch):
         Engine(model, 2)
 
 
+def test_a_cache_larger_than_any_memory(model):
+    with pytest.raises(UserError, match=r"no memory for a KV cache of .* GB \(10{15} rows of 48"):
+        Engine(model, 10**15)
+
+
 def test_a_failure_in_the_middle_loses_no_row(model, monkeypatch):
     served = Engine(model, 2)
     expected = served.generate([[1, 2], [3]], 4)

@@ -126,6 +126,7 @@ CONFIGS = [
     ({"hidden_size": "wide"}, "hidden_size must be a positive whole number"),
     ({"num_attention_heads": 5}, "not divisible"),
     ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 1e12}}, "x the RoPE factor is"),
     ({"rms_norm_eps": -1}, "rms_norm_eps"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
     ({"rope_theta": 0}, "rope_theta"),

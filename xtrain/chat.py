@@ -132,13 +132,18 @@ def chat(options: Options) -> None:
     )  # refuses before anyone types
     print(f"{p.folder}; {engine.describe()}", *notes, sep="; ", file=sys.stderr)
     while True:
-        said = _read()
-        if said is None or said.strip() in ("/exit", "/quit"):
-            return
-        if said.strip() == "/reset":
-            conversation.reset()
-        elif said.strip():
-            _answer(conversation, said, sampling, o.seed)
+        try:
+            said = _read()
+            if said is None or said.strip() in ("/exit", "/quit"):
+                return
+            if said.strip() == "/reset":
+                conversation.reset()
+            elif said.strip():
+                _answer(conversation, said, sampling, o.seed)
+        except KeyboardInterrupt:  # just after an answer: the talk must not be lost
+            if not sys.stdin.isatty():
+                raise
+            print("\n[/exit or Ctrl-D leaves]", file=sys.stderr)
 
 
 def _read() -> str | None:

@@ -127,11 +127,16 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         if fields.get(name) is None:
             fields.pop(name, None)
     try:
-        return ModelConfig(**fields, qk_norm=model_type == "qwen3")
+        made = ModelConfig(**fields, qk_norm=model_type == "qwen3")
     except UserError as error:
         names = {ours: theirs for theirs, ours in FIELDS.items()}
         words = lambda m: names.get(m[0], m[0])  # speak of the file's keys
         raise UserError(re.sub(r"\w+", words, str(error))) from None
+    if made.context > MAX_POSITIONS:
+        raise UserError(
+            f"max_position_embeddings x the RoPE factor is {made.context}, more than {MAX_POSITIONS}"
+        )
+    return made
 
 
 def _model_type(config):
