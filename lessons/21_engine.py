@@ -466,6 +466,7 @@ lesson.source(Engine._decode)
 # %%
 lesson.source(Engine._step)
 lesson.source(Engine._give)
+lesson.source(Engine._end_if_over)
 
 # %% [markdown]
 # Your 21.3 is in `_take_row`: of all free rows the one that holds the longest beginning of the

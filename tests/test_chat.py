@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import transformers
-from test_generate import sentencepiece_tokenizer
+from serving import sentencepiece_tokenizer
 from twins import random_model, small
 
 from xtrain import Engine, UserError, pretrained
@@ -116,11 +116,24 @@ def test_templates_that_fail(folder):
         ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "refuses this conversation"),
         ("{% for i in range(10**12) %}{% endfor %}", "refuses this conversation"),
         ({"a": 1}, "must be a text or a list"),
+        ("{{ '{x}'.format() }}", "refuses this conversation: KeyError 'x'"),
+        ("{{ '{}'.format() }}", "refuses this conversation: IndexError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses .*: RecursionError"),
+        ("{{" + "(" * 10**4 + "1" + ")" * 10**4 + "}}", "cannot be read: RecursionError"),
     ):
         set_template(folder, source)
         with pytest.raises(UserError, match=words) as caught:
             ChatTemplate.load(folder).render(TALK)
         assert "\n" not in str(caught.value)
+
+
+def test_a_template_stays_in_its_sandbox():
+    """It is somebody's code. Jinja 3.1.5 showed the second one the names of the module; doctor.py asks for a later one."""
+    for source in (
+        "{{ '{0.__globals__}'.format(raise_exception) }}",
+        "{% set f = '{0.__globals__}'|attr('format') %}{{ f(raise_exception) }}",
+    ):
+        assert ChatTemplate(source, {}).render(TALK) == ""
 
 
 # ----------------------------------------------------------------------------- conversations
@@ -274,6 +287,51 @@ def test_ctrl_c_ends_the_answer_and_the_talk_goes_on(folder, monkeypatch, capsys
     monkeypatch.setattr(Engine, "_step", whole)
     plain = run(monkeypatch, capsys, folder, "größe\n", *options)[1]
     assert plain.startswith(out.split("\n")[0]) and len(out.split("\n")[0]) < len(plain)
+
+
+def test_ctrl_c_at_the_prompt_is_for_the_line(folder, monkeypatch, capsys):
+    """It comes easily a moment after an answer has ended; a person leaves in another way. A script is ended."""
+    set_template(folder, CHATML)
+    options = ["--max-new-tokens", "6", "--temperature", "0"]
+    plain = run(monkeypatch, capsys, folder, "größe\nx\n", *options)[1]
+
+    class Typed:
+        encoding, errors = "utf-8", "strict"
+
+        def __init__(self, person):
+            self.isatty = lambda: person
+            self.lines = iter(["größe\n", None, "x\n", None])
+
+        def readline(self, *_):
+            line = next(self.lines, "")
+            if line is None:
+                raise KeyboardInterrupt
+            return line
+
+    for person, said in ((True, plain), (False, plain.split("\n")[0] + "\n")):
+        monkeypatch.setattr("sys.stdin", Typed(person))
+        assert main(["--model", str(folder), "--device", "cpu", *options]) == (0 if person else 130)
+        out, err = capsys.readouterr()
+        assert out.replace("> ", "") == said
+        assert err.count("[/exit or Ctrl-D leaves]") == (2 if person else 0)
+
+
+def test_a_system_message_that_cannot_be(folder, monkeypatch, capsys):
+    set_template(folder, CHATML)
+    code, out, err = run(monkeypatch, capsys, folder, "x\n", "--system", "\udcff")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "--system holds bytes" in err
+    code, out, err = run(monkeypatch, capsys, folder, "x\n", "--system", "größe " * 200)
+    assert code == 0 and "[--system and this text have" in err
+
+
+def test_what_a_template_refuses_later_does_not_end_the_talk(folder, monkeypatch, capsys):
+    angry = "{% if messages[-1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
+    set_template(folder, angry + CHATML)
+    options = ["--max-new-tokens", "3", "--temperature", "0"]
+    code, out, err = run(monkeypatch, capsys, folder, "x\nno\ny\n", *options)
+    assert code == 0 and "[the model's chat template refuses this conversation: not that]" in err
+    assert out == run(monkeypatch, capsys, folder, "x\ny\n", *options)[1]
+    assert run(monkeypatch, capsys, folder, "no\ny\n", *options)[0] == 2  # nothing was said yet
 
 
 def test_the_loop_says_what_is_missing(folder, monkeypatch, capsys):

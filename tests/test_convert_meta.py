@@ -1,5 +1,6 @@
 """A Llama of transformers, taken apart as Meta publishes its own, and converted back: identical logits."""
 
+import errno
 import json
 import os
 import pickle
@@ -182,6 +183,30 @@ def test_folders_that_are_none(meta, capsys, tmp_path):
     refused(capsys, meta, "it has: none")
     (meta / "params.json").unlink()
     refused(capsys, meta, "has no params.json")
+
+
+def test_names_that_are_no_folders(meta, capsys, tmp_path, monkeypatch):
+    """An empty name would be the current folder, whose weights would be replaced."""
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    for names, words in (
+        ([str(meta), ""], "the name of a folder is empty"),
+        (["", "target"], "the name of a folder is empty"),
+        (["x" * 300, "target"], "cannot be read: File name too long"),
+        ([str(meta), "/"], "the root of the disk"),
+    ):
+        assert main(names) == 2
+        message = capsys.readouterr().err
+        assert words in message and message.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_that_nobody_may_read(meta, capsys, monkeypatch):
+    def denied(file, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(torch, "load", denied)
+    refused(capsys, meta, "consolidated.00.pth cannot be read: Permission denied")
 
 
 def test_options_that_make_no_sense(meta, capsys):

@@ -230,6 +230,22 @@ def test_prefixes_choose_their_rows_and_forget_old_weights():
     assert engine.prefilled_tokens == 12 + 3 * 2 + 3 * 10
 
 
+def test_keys_from_before_new_weights_are_not_reused():
+    model = random_model(SHAPES["llama"])
+    engine = Engine(model, 2, reuse_prefix=True)
+    stream = engine.stream([[1, 2, 3]], 8)
+    next(stream), next(stream)
+    _, tensor = next(iter(model.named_parameters()))
+    tensor.data = tensor.data * np.float32(0.5)
+    engine.generate([[9]], 1)  # notices it while the other sequence goes on
+    list(stream)
+    (answer,) = stream.completions
+    later = [[*answer[k:], 5] for k in range(6)]
+    assert engine.generate(later[:1], 5) == Engine(model, 1).generate(later[:1], 5)
+    for prompt in later:
+        assert engine.generate([prompt], 5) == Engine(model, 1).generate([prompt], 5)
+
+
 def test_stretched_keys_are_not_reused():
     """Dynamic scaling: a prompt beyond the trained length turns all its keys by other angles than a short one."""
     scaling = {"rope_type": "dynamic", "factor": 4.0}

@@ -1,5 +1,7 @@
 """Continuous batching: who is served when, why sequences end, what is refused, and what a failure leaves behind."""
 
+import sys
+
 import numpy as np
 import pytest
 from twins import random_model, small
@@ -277,6 +279,71 @@ def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
     assert second.completions == alone and not served.active and not served.flights
 
 
+class Remembered:
+    """In the place of CachedModel, in no time: the next token follows from all tokens that the row holds."""
+
+    def __init__(self, *_):
+        self.held, self.nbytes = np.zeros((2, 48), int), 0
+
+    def stretched(self, length):
+        return False
+
+    def prefill(self, ids, lengths, history, rows, wanted, whole):
+        edges = np.cumsum([0, *lengths])
+        for a, (row, before, n) in enumerate(zip(rows, history, lengths)):
+            self.held[row, before : before + n] = ids[edges[a] : edges[a + 1]]
+        return np.array([self.next(rows[a], history[a] + lengths[a]) for a in wanted])
+
+    def decode(self, ids, lengths, rows):
+        self.held[rows, lengths] = ids
+        return np.array([self.next(row, n + 1) for row, n in zip(rows, lengths)])
+
+    def next(self, row, n):
+        return hash(tuple(self.held[row, :n].tolist())) % 50
+
+
+def break_off(model, at, visit):
+    """Ctrl-C before line `at` of engine.py runs for the nth time. -> the lines that ran; what is left for others"""
+    served, lines = Engine(model, 2, reuse_prefix=True), []
+    second, first = served.stream([[4, 5, 6]], 4), served.stream([[1, 2], [3]], 2)
+    next(second)
+
+    def watch(frame, event, _):
+        if frame.f_code.co_filename != engine.__file__:
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if frame.f_lineno == at and lines.count(at) == visit:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return watch
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(watch)
+        list(first)
+    except KeyboardInterrupt:
+        first.close()
+    finally:
+        sys.settrace(before)
+    list(second)
+    assert all(completion.reason for completion in first.completions)
+    return lines, (second.completions[0], served.active, len(served.waiting), sorted(served.free))
+
+
+def test_ctrl_c_between_any_two_statements(model, monkeypatch, way):
+    """It ends the stream that was asked for a token. Another on the same engine misses none, and no row is lost."""
+    monkeypatch.setattr(engine, "CachedModel", Remembered)
+    monkeypatch.setattr(engine, "sample", lambda picked, ids, *_, **__: np.copyto(ids, picked))
+    expected = (Engine(model, 2).generate([[4, 5, 6]], 4)[0], [], 0, [0, 1])
+    lines, result = break_off(model, 0, 0)
+    assert result == expected and len(set(lines)) > 100
+    for line in sorted(set(lines)):
+        visit = 1 if way == "ahead" else lines.count(line)  # the first or the last time
+        broken, result = break_off(model, line, visit)
+        assert broken.count(line) == visit and result == expected, f"line {line}, time {visit}"
+
+
 def test_prompts_in_any_container(model):
     want = Engine(model, 2, 20).generate([[1, 2], [3, 4]], 5)
     for prompts in (
@@ -296,6 +363,11 @@ def test_no_memory_for_the_cache(model, monkeypatch):
         UserError, match=r"no memory for a KV cache of 0.00 GB \(2 rows of 48 tokens\)"
     ):
         Engine(model, 2)
+
+
+def test_a_cache_larger_than_any_memory(model):
+    with pytest.raises(UserError, match=r"no memory for a KV cache of .* GB \(10{15} rows of 48"):
+        Engine(model, 10**15)
 
 
 def test_a_failure_in_the_middle_loses_no_row(model, monkeypatch):

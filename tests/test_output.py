@@ -108,6 +108,30 @@ def test_ctrl_c_is_no_traceback(capsys):
     assert capsys.readouterr().err == "\nxtrain: interrupted\n"
 
 
+def test_ctrl_c_while_a_command_imports(tmp_path):
+    """Nothing has begun: it just ends, as a program in C does. A library that imports xtrain keeps Python's way."""
+    first = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+    (tmp_path / "numpy.py").write_text(first)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    for arguments, words in (
+        (["-m", "xtrain.generate"], ""),
+        (["-c", "import xtrain"], "Keyboard"),
+    ):
+        command, env = [sys.executable, *arguments], os.environ | {"PYTHONPATH": path}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGINT and words in done.stderr
+        assert words or not done.stderr
+
+
+def test_ctrl_c_is_an_exception_once_a_command_runs():
+    before, seen = signal.signal(signal.SIGINT, signal.SIG_DFL), []
+    try:
+        assert command_line(lambda: seen.append(signal.getsignal(signal.SIGINT)) or 2) == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.default_int_handler]
+
+
 def test_streams_that_are_closed(monkeypatch):
     """Python makes them None, which has no methods."""
     for name in ("stdin", "stdout", "stderr"):

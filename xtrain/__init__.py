@@ -1,5 +1,13 @@
 """xtrain: train and serve language models with GPU kernels that are all readable Python."""
 
+import signal as _signal
+import sys as _sys
+
+# `python -m xtrain.train` has only begun to import: Ctrl-C just ends it, until files.command_line takes over.
+_importing = _sys.argv[:1] == ["-m"] and any(a.startswith("xtrain.") for a in _sys.orig_argv)
+if _importing and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
 try:
     from .autograd import Tensor, no_grad
     from .config import ModelConfig, TrainConfig, UserError

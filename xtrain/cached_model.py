@@ -87,7 +87,10 @@ class CachedModel:
         try:
             self.kv_L2RGSD = empty_kv_cache(self.norm, *size)
         except Exception as error:
-            if "memory" not in f"{type(error).__name__} {error}".lower():
+            said = f"{type(error).__name__} {error}".lower()
+            if (
+                "memory" not in said and "too big" not in said
+            ):  # the latter for more than 2^63 bytes
                 raise
             raise UserError(
                 f"there is no memory for a KV cache of {self.nbytes / 1e9:.2f} GB ({rows} rows of {capacity} tokens): "

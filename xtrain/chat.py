@@ -15,7 +15,7 @@ from typing import Literal
 from .config import UserError
 from .engine import Engine
 from .files import command_line
-from .generate import pieces, run
+from .generate import is_text, pieces, run
 from .pretrained import Pretrained, load
 from .sequences import make_requests
 from .text_stream import TextStream
@@ -93,7 +93,8 @@ class Conversation:
     def _too_long(self, tokens):
         most = self.engine.max_seq_len
         if not self.turns:
-            return f"this text has {tokens} tokens, the context {most}, answer included: shorten it"
+            what = "--system and this text have" if self.system else "this text has"
+            return f"{what} {tokens} tokens, the context {most}, answer included: shorten it"
         return (
             f"the context is full: the conversation would have {tokens} tokens, and {most} with the answer is all; "
             "/reset begins anew"
@@ -113,6 +114,8 @@ class Conversation:
 def chat(options: Options) -> None:
     """Read from stdin, answer on stdout until the input ends. Raises UserError."""
     o = options
+    if not is_text(o.system or ""):
+        raise UserError("--system holds bytes that are no UTF-8: give text")
     p = load(o.model, o.device, o.precision)
     template, context = p.template, p.model.config.context
     size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
@@ -129,13 +132,18 @@ def chat(options: Options) -> None:
     )  # refuses before anyone types
     print(f"{p.folder}; {engine.describe()}", *notes, sep="; ", file=sys.stderr)
     while True:
-        said = _read()
-        if said is None or said.strip() in ("/exit", "/quit"):
-            return
-        if said.strip() == "/reset":
-            conversation.reset()
-        elif said.strip():
-            _answer(conversation, said, sampling, o.seed)
+        try:
+            said = _read()
+            if said is None or said.strip() in ("/exit", "/quit"):
+                return
+            if said.strip() == "/reset":
+                conversation.reset()
+            elif said.strip():
+                _answer(conversation, said, sampling, o.seed)
+        except KeyboardInterrupt:  # just after an answer: the talk must not be lost
+            if not sys.stdin.isatty():
+                raise
+            print("\n[/exit or Ctrl-D leaves]", file=sys.stderr)
 
 
 def _read() -> str | None:
@@ -155,8 +163,10 @@ def _answer(conversation: Conversation, said: str, sampling: dict, seed: int) ->
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
         print(" [interrupted]", file=sys.stderr)
-    except ContextFull as full:
-        return print(f"[{full}]", file=sys.stderr)
+    except UserError as refused:  # what was said before is not lost
+        if not conversation.turns and not isinstance(refused, ContextFull):
+            raise
+        return print(f"[{refused}]", file=sys.stderr)
     print(flush=True)
     completion, engine = conversation.completion, conversation.engine
     if completion.reason == "full":

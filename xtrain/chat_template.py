@@ -44,7 +44,7 @@ class ChatTemplate:
         self.special_tokens = special_tokens
         try:
             self.template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # of Python's own compiler too: a template is somebody's code
             raise UserError(f"the chat template cannot be read: {_one_line(error)}") from None
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
@@ -54,7 +54,7 @@ class ChatTemplate:
             text = self.template.render(**names, add_generation_prompt=add_generation_prompt)
             text.encode()  # half a surrogate pair is no text: ValueError
             return text
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        except Exception as error:  # a KeyError of '{x}'.format(), say
             raise UserError(
                 f"the model's chat template refuses this conversation: {_one_line(error)}"
             ) from None
@@ -107,4 +107,6 @@ def _now(format):
 
 
 def _one_line(error):
-    return " ".join(str(error).split())[:300]
+    own = isinstance(error, jinja2.TemplateError) and str(error)
+    said = str(error) if own else f"{type(error).__name__} {error}"
+    return " ".join(said.split())[:300]

@@ -37,7 +37,7 @@ from .huggingface import (
     tensor_shapes,
     write_weights,
 )
-from .tensor_file import DTYPES, listed, read_json
+from .tensor_file import DTYPES, is_folder, listed, read_json
 from .tokenizer import BESIDE
 
 ROWS, COLUMNS, SAME = 0, 1, None  # along which axis the shards of a tensor are joined
@@ -67,8 +67,8 @@ LLAMA3_SCALING = {
 class Options:
     """Turn a folder of Meta's consolidated.*.pth and params.json into the Hugging Face layout."""
 
-    source: Annotated[Path, tyro.conf.Positional]  # folder with consolidated.*.pth and params.json
-    target: Annotated[Path, tyro.conf.Positional]  # folder to write
+    source: Annotated[str, tyro.conf.Positional]  # folder with consolidated.*.pth and params.json
+    target: Annotated[str, tyro.conf.Positional]  # folder to write
     # params.json does not say it; none: 4096, Llama 3 8192, 3.1 on 131072
     max_seq_len: int | None = None
     # of Llama 3.1's scaling where params.json has none; none: 8, below dim 4096 32
@@ -92,22 +92,25 @@ def convert(options: Options) -> ModelConfig:
     """Write options.target. -> the model's config. Raises UserError; then nothing is written."""
     if options.max_seq_len is not None and options.max_seq_len < 1:
         raise UserError(f"--max-seq-len {options.max_seq_len} must be a positive number of tokens")
-    params = read_params(options.source)
-    shards = read_shards(options.source)
+    if not options.source or not options.target:  # "$UNSET": Path("") would be the current folder
+        raise UserError("the name of a folder is empty: give SOURCE and TARGET")
+    source = Path(options.source)
+    params = read_params(source)
+    shards = read_shards(source)
     config = read_config(params, shards, options)
     tensors = dict(sorted(make_tensors(config, shards).items()))
-    with replacing(options.target.resolve()) as new:
+    with replacing(Path(options.target).resolve()) as new:
         write_weights(new, tensors, MAX_SHARD_BYTES, config_to_hf(config))
         for file in ("tokenizer.json", *BESIDE, GENERATION):
-            if (options.source / file).is_file():
-                shutil.copyfile(options.source / file, new / file)
+            if (source / file).is_file():
+                shutil.copyfile(source / file, new / file)
     return config
 
 
 # ----------------------------------------------------------------------------- reading
 def read_params(folder: Path) -> dict[str, Any]:
     """params.json of a folder of Meta's. Raises UserError."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"{folder} is no folder: give one with params.json and consolidated.*.pth")
     if not (folder / "params.json").is_file():
         raise UserError(f"{folder} has no params.json: it is not a checkpoint of Meta's")
@@ -133,6 +136,8 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
     for file in files:
         try:
             shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except PermissionError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}") from None
         except (
             Exception
         ) as error:  # the library raises many kinds, also for what it refuses to unpickle
@@ -152,14 +157,13 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
 
 def read_config(params: dict, shards: list[dict], options: Options) -> ModelConfig:
     """What params.json says, and what only the shapes of the tensors say."""
+    file = Path(options.source) / "params.json"
     missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if params.get(key) is None]
     if missing:
-        raise UserError(f"{options.source / 'params.json'} lacks {', '.join(missing)}")
+        raise UserError(f"{file} lacks {', '.join(missing)}")
     odd = sorted({"moe", "lora_args", "quantization_args", "vision_chunk_size"} & params.keys())
     if odd:
-        raise UserError(
-            f"{options.source / 'params.json'} asks for {', '.join(odd)}, which xtrain does not have"
-        )
+        raise UserError(f"{file} asks for {', '.join(odd)}, which xtrain does not have")
     dim, n = params["dim"], len(shards)
     table, gate = (shards[0].get(name) for name in (EMBEDDING, "layers.0.feed_forward.w1.weight"))
     if table is None or gate is None or table.ndim != 2 or gate.ndim != 2:
@@ -185,7 +189,7 @@ def read_config(params: dict, shards: list[dict], options: Options) -> ModelConf
             tie_embeddings=HEAD not in shards[0] or _equal(shards, HEAD, EMBEDDING),
         )
     except UserError as error:
-        raise UserError(f"{options.source / 'params.json'} cannot be used: {error}") from None
+        raise UserError(f"{file} cannot be used: {error}") from None
 
 
 def read_scaling(params: dict, options: Options) -> dict[str, Any] | None:
@@ -194,7 +198,7 @@ def read_scaling(params: dict, options: Options) -> dict[str, Any] | None:
     if not params.get("use_scaled_rope"):
         if factor is not None:
             raise UserError(
-                f"--rope-factor {factor}: {options.source / 'params.json'} asks for no scaling"
+                f"--rope-factor {factor}: params.json in {options.source} asks for no scaling"
             )
         return None
     if factor is None:
@@ -299,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{options.target}: {config.n_layers} layers, dim {config.dim}, vocabulary {config.vocab_size}, "
         f"context {config.max_seq_len}, RoPE scaling {config.rope_scaling or 'none'}"
     )
-    if not (options.target / "tokenizer.json").is_file():
+    if not (Path(options.target) / "tokenizer.json").is_file():
         print(
             "it has no tokenizer.json yet: copy it from the Hugging Face release of the same model, with the files "
             f"{', '.join(BESIDE)} and {GENERATION} that are there (tokens that end an answer, chat template)"

@@ -25,8 +25,8 @@ from .files import command_line
 # package: (least version, first version that does not fit any more); of setup.cfg, a test compares them
 NEEDED = {
     "numpy": ("2.0", "2.5"), "numba": ("0.61", None), "ml_dtypes": ("0.5", None), "safetensors": ("0.5", None),
-    "tokenizers": ("0.20", None), "tyro": ("1.0", None), "rich": ("13", None), "jinja2": ("3.1", None),
-    "matplotlib": ("3.8.4", None),
+    "tokenizers": ("0.20", None), "tyro": ("1.0", None), "rich": ("13", None),
+    "jinja2": ("3.1.6", None), "matplotlib": ("3.8.4", None),
 }  # fmt: skip
 ON_GPU = {"numba-cuda": "0.24", "nvmath-python": "0.6"}
 # Never by the name alone: on PyPI `xtrain` is another project.

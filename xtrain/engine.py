@@ -23,6 +23,7 @@ batch_invariant=True rules that out, at some cost in speed (cached_model.py).
 """
 
 import collections
+import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -102,17 +103,18 @@ class Engine:
         self.trace: collections.deque[Step] = collections.deque(maxlen=TRACE_STEPS)
         self.steps = self.submitted = 0
         self.prefilled_tokens = self.reused_tokens = self.decoded_tokens = 0
+        self.unfinished: dict[int, Request] = {}  # by name: those waiting and those with a row
         self.waiting: collections.deque[Request] = collections.deque()
         self.active: list[Request] = []  # those with a row; lane b is active[b]
         self.free = list(range(max_batch))  # rows
-        self.held: list[list[int]] = [[] for _ in range(max_batch)]  # what is in each row's cache
+        self.held: list[list[int]] = [[] for _ in range(max_batch)]  # what is in a free row's cache
         self.weights_version = model.arena.version.count
         self.lanes, on_gpu = Lanes(max_batch, model.device), model.device == "gpu"
         # The last two steps' ids, in host memory that a GPU writes to: one may be read while the other is being made.
         shape = (2, max_batch)
         self.mail, self.mail_there = both_see(shape, np.int32) if on_gpu else (None, None)
         self.stale = True  # the lanes are not as `active` says
-        self.stepping = False
+        self.changing, self.settled = False, True
         self.flights: collections.deque[tuple[list[Request], Any]] = collections.deque()
         self.run_ahead = on_gpu  # elsewhere a step is over when it has been started
         self.graphed = Graphed(self._decode) if graph and on_gpu else None
@@ -164,19 +166,24 @@ class Engine:
         """End it now; its row is free in the next step. May be called at any time, as garbage collection does."""
         if request.completion.reason is None:
             request.completion.reason = "cancelled"
-            if not self.stepping:
+            if not self.changing:  # else whoever changes things, or the next step, sees it
                 self._remove_cancelled()
 
     def _remove_cancelled(self) -> None:
-        for request in [r for r in self.active if r.completion.reason]:
-            self._end(request, "cancelled", self.trace[-1])
-        self.waiting = collections.deque(r for r in self.waiting if not r.completion.reason)
+        with self._changing():
+            for request in [r for r in self.active if r.completion.reason]:
+                self._end(request, "cancelled", self.trace[-1])
+            for request in [r for r in self.waiting if r.completion.reason]:
+                self.waiting.remove(request)
+                del self.unfinished[request.name]
 
     def submit(self, request: Request) -> None:
         """Queue it; `step` will admit it when a row is free."""
-        request.name = self.submitted
-        self.submitted += 1
-        self.waiting.append(request)
+        with self._changing():
+            request.name = self.submitted
+            self.submitted += 1
+            self.unfinished[request.name] = request
+            self.waiting.append(request)
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> list[tuple[Request, int]]:
@@ -186,11 +193,10 @@ class Engine:
         start, now = time.perf_counter(), Step(self.steps)
         self.trace.append(now)
         self.steps += 1
-        self.stepping = True
         try:
-            return self._step(now)
+            with self._changing():
+                return self._step(now)
         finally:
-            self.stepping = False
             self._remove_cancelled()
             now.seconds = time.perf_counter() - start
 
@@ -207,6 +213,33 @@ class Engine:
             events += self._land(now)
         return events
 
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What is broken off inside, by Ctrl-C or a failure between any two statements, is settled before the next change."""
+        self.changing = True
+        try:
+            if not self.settled:
+                self._settle()
+            self.settled = False
+            yield  # an exception passes by the next line
+            self.settled = True
+        finally:
+            self.changing = False
+
+    def _settle(self) -> None:
+        """Who has tokens goes on behind the last of them, who has none waits again: no other sequence loses anything."""
+        self.flights.clear()
+        self.stale = True
+        self.active = [r for r in self.unfinished.values() if r.completion]
+        self.waiting = collections.deque(r for r in self.unfinished.values() if not r.completion)
+        for request in self.waiting:
+            request.cached = 0
+        taken = {request.row for request in self.active}
+        self.free = [row for row in range(self.max_batch) if row not in taken]
+        for request in list(self.active):
+            request.cached = len(request.prompt) + len(request.completion) - 1
+            self._end_if_over(request, self.trace[-1])
+
     def _admit(self, now: Step) -> list[tuple[Request, int]]:
         """Waiting prompts get free rows, are prefilled, and have their first tokens picked."""
         new = []
@@ -215,15 +248,7 @@ class Engine:
             self._take_row(request)
             new.append(request)
             now.admitted.append((request.name, request.row))
-        try:
-            return [event for pack in self._packs(new) for event in self._prefill(pack, now)]
-        except BaseException:  # out of memory, Ctrl-C: the rows must not be lost
-            for request in new:
-                if request not in self.active and request.row not in self.free:
-                    self.held[request.row] = []
-                    self.active.append(request)
-                    self._end(request, "cancelled", now)
-            raise
+        return [event for pack in self._packs(new) for event in self._prefill(pack, now)]
 
     def _prefill(self, pack: list[tuple[Request, int]], now: Step) -> list[tuple[Request, int]]:
         """pack: (request, how many of its tokens are computed now)"""
@@ -239,7 +264,6 @@ class Engine:
         for request, n in pack:
             request.cached += n
             request.completion.prefilled += n
-            self.held[request.row] = request.prompt[: request.cached]
             self.prefilled_tokens += n
             now.prefilled += n
         return self._first_tokens([pack[i][0] for i in done], logits, now) if done else []
@@ -255,8 +279,9 @@ class Engine:
             common = lambda r: _common(self.held[r], request.prompt)
             row = max(self.free, key=lambda r: (common(r), -len(self.held[r])))
             request.cached = min(common(row), len(request.prompt) - 1)  # one must be computed
+        self.held[row] = []
         self.free.remove(row)
-        request.row, request.completion.reused = row, request.cached
+        request.row, request.weights, request.completion.reused = row, version, request.cached
         self.reused_tokens += request.cached
 
     def _packs(self, new: list[Request]) -> Iterator[list[tuple[Request, int]]]:
@@ -342,13 +367,12 @@ class Engine:
     def _land(self, now: Step) -> list[tuple[Request, int]]:
         """The ids of the oldest step that was started."""
         requests, fetch = self.flights[0]
-        tokens, events = fetch(), []  # Ctrl-C while it waits: the next step asks again
+        tokens, events = fetch(), []
         self.flights.popleft()
         for request, token in zip(requests, tokens):
             if request.completion.reason is None:
                 self.decoded_tokens += 1
                 now.decoded.append(request.name)
-                self.held[request.row].append(request.completion[-1])
                 events += self._give(request, token, now)
         return events
 
@@ -360,22 +384,35 @@ class Engine:
             self._end(request, "nan", now)
             return []
         request.completion.append(token)
-        if token in request.stop:
+        self._end_if_over(request, now)
+        return [(request, token)]
+
+    def _end_if_over(self, request: Request, now: Step) -> None:
+        if request.completion.reason:  # by `cancel`, or `_end` was broken off
+            self._end(request, request.completion.reason, now)
+        elif request.completion[-1] in request.stop:
             self._end(request, "stop", now)
         elif len(request.completion) == request.max_new_tokens:
             self._end(request, "length", now)
         elif len(request.prompt) + len(request.completion) == self.max_seq_len:
             self._end(request, "full", now)
-        return [(request, token)]
 
     def _end(self, request: Request, reason: str, now: Step) -> None:
         request.completion.reason = reason
+        self.held[request.row] = self._cached_tokens(request)
+        del self.unfinished[request.name]
         self.active.remove(request)
         self.free.append(request.row)
-        if self.cached_model.stretched(len(request.prompt)):
-            self.held[request.row] = []
         self.stale = True
         now.ended.append((request.name, reason))
+
+    def _cached_tokens(self, request: Request) -> list[int]:
+        """What a later prompt may find in its row: nothing under other weights, or with angles of its own."""
+        same = request.weights == self.model.arena.version.count
+        if not same or self.cached_model.stretched(len(request.prompt)):
+            return []
+        tokens = [*request.prompt, *request.completion]
+        return tokens[: min(request.cached, len(tokens) - 1)]
 
 
 class Stream:

@@ -201,6 +201,8 @@ def command_line(main: Callable[[], int]) -> int:
     has no room."""
     _open_streams()
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as __init__.py left it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             code = main()
         except SystemExit as stop:  # --help

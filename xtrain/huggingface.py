@@ -22,7 +22,7 @@ from .config import ROPE_SCALINGS, ModelConfig, UserError
 from .device import to_device
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
 from .model import Transformer
-from .tensor_file import listed, read_header, read_json, tensor_bytes, write_safetensors
+from .tensor_file import is_folder, listed, read_header, read_json, tensor_bytes, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9  # as transformers cuts
 MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
@@ -127,11 +127,16 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         if fields.get(name) is None:
             fields.pop(name, None)
     try:
-        return ModelConfig(**fields, qk_norm=model_type == "qwen3")
+        made = ModelConfig(**fields, qk_norm=model_type == "qwen3")
     except UserError as error:
         names = {ours: theirs for theirs, ours in FIELDS.items()}
         words = lambda m: names.get(m[0], m[0])  # speak of the file's keys
         raise UserError(re.sub(r"\w+", words, str(error))) from None
+    if made.context > MAX_POSITIONS:
+        raise UserError(
+            f"max_position_embeddings x the RoPE factor is {made.context}, more than {MAX_POSITIONS}"
+        )
+    return made
 
 
 def _model_type(config):
@@ -224,7 +229,7 @@ def load(
     checksums. Raises UserError: one sentence.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(
             f"{folder} {what}: give a folder on this machine with {CONFIG} and {WEIGHTS}"
@@ -440,6 +445,8 @@ def _dump(value):
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside; what was written there takes the place of the old, or nothing happens at all."""
+    if not folder.name:
+        raise UserError(f"{folder} is the root of the disk: give a folder to write to")
     new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     try:
         if folder.exists() and not folder.is_dir():

@@ -13,7 +13,7 @@ from .chat_template import ChatTemplate
 from .config import UserError
 from .device import has_bf16, resolve_device
 from .model import Transformer
-from .tensor_file import read_json
+from .tensor_file import is_folder, read_json
 from .tokenizer import Tokenizer
 
 
@@ -37,6 +37,8 @@ def load(folder: str | Path, device: str = "auto", precision: str = "auto") -> P
 
     The tokenizer is looked at first: it costs little, and no weights are read in vain. Raises UserError: one sentence.
     """
+    if not str(folder):  # --model "$UNSET": Path("") would be the current folder
+        raise UserError("the name of the model's folder is empty: give one")
     folder, device = model_folder(Path(folder)), resolve_device(device)
     if precision == "auto":
         precision = "bf16" if device == "gpu" and has_bf16() else "fp32"
@@ -59,7 +61,7 @@ def load(folder: str | Path, device: str = "auto", precision: str = "auto") -> P
 
 def model_folder(folder: Path) -> Path:
     """The folder itself, or the newest good checkpoint of a run (passing over a damaged one is said). Raises UserError."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(
             f"{folder} {what}: give a Hugging Face folder on this machine (nothing is downloaded) or one of xtrain's runs"

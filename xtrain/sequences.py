@@ -48,6 +48,7 @@ class Request:
     name: int = -1  # in the trace: its number, in the order of submission
     row: int = -1  # of the cache
     cached: int = 0  # tokens of it that are in the cache
+    weights: int = -1  # version of the weights that it began with
 
 
 @dataclass

@@ -180,6 +180,12 @@ def reading(path: Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
+def is_folder(path: Path) -> bool:
+    """Raises UserError where nobody may look, or where the name is too long to be one."""
+    with reading(path):
+        return path.is_dir()
+
+
 def listed(items: list[str], most: int = 10, longest: int = 160) -> str:
     """A list in a sentence. Names from a file may be long or hold line breaks."""
     short = [repr(item)[1:-1] for item in items[:most]]

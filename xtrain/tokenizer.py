@@ -122,7 +122,7 @@ class Tokenizer:
         except UserError as error:
             raise UserError(f"{path} cannot be used: {error}") from None
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+            raise UserError(f"{error.filename or path} cannot be read: {error.strerror}") from None
         except BaseException as error:
             # the library raises the base class for what it cannot parse; a panic of its Rust code is not even an Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
