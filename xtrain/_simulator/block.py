@@ -15,7 +15,7 @@ import numpy as np
 from . import errors
 from .early import EarlyThread
 from .engines import Engines
-from .errors import CollectiveError, DeadlockError, KernelError, Site
+from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
 from .intrinsics import WARPGROUP, Waiting
 from .memory import Mark, Memory, dense_array, extent, global_arrays, poisoned
 from .scalars import Int32, typed
@@ -147,12 +147,10 @@ class Block:
                 thread.generator = function(thread, *args)
             ready = self.threads
             while ready:
-                for thread in ready:
-                    _guarded(thread, _resume, thread)
+                _go(ready, _resume)
                 ready = self._answer()
         else:
-            for thread in self.threads:
-                _guarded(thread, function, thread, *args)
+            _go(self.threads, function, *args)
         if self.launch.overlap and not self.waited:
             raise KernelError(
                 f"{self.launch.name}, block {self.position}: it may begin before the kernel before it has ended, and "
@@ -296,6 +294,21 @@ def _vote(thread, vote) -> bool:
 
 
 # ----------------------------------------------------------------------------- one thread
+def _go(threads, function, *args):
+    """Each of them goes on to where it waits."""
+    others = iter(threads)
+    try:
+        for thread in others:
+            _guarded(thread, function, thread, *args)
+    except UninitializedError as error:
+        for thread in others:  # does one of them write what was read too early?
+            with contextlib.suppress(Exception):
+                _guarded(thread, function, thread, *args)
+        _, memory, key, *_ = error.read
+        found = errors.uninitialized(*error.read, later=memory.writes.get(key))
+        raise found.with_traceback(error.__traceback__) from None
+
+
 def _resume(thread):
     thread.request = None
     with contextlib.suppress(StopIteration):
@@ -345,7 +358,12 @@ def _guarded(thread, function, *args):
         if site is None:
             raise
         kind, place = type(error).__name__, errors.where(thread, site)
-        raise KernelError(f"{kind} {place}: {thread} at {site}: {error}", (site,)) from error
+        text = str(error)
+        if kind == "UnboundLocalError":
+            text += (
+                ": the branch or loop that sets it was not taken, and a GPU goes on with any value"
+            )
+        raise KernelError(f"{kind} {place}: {thread} at {site}: {text}", (site,)) from error
 
 
 def _generators(thread):
