@@ -92,7 +92,8 @@ def run(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> N
 
 
 def _dim3(n) -> Dim3:
-    n = (n,) if isinstance(n, (int, np.integer)) else tuple(n)
-    if not 1 <= len(n) <= 3 or any(int(x) < 1 for x in n):
-        raise ValueError(f"a grid or a block is 1 to 3 positive numbers, got {n}")
+    n = tuple(n) if np.iterable(n) else (n,)
+    if not 1 <= len(n) <= 3 or not all(isinstance(x, (int, np.integer)) and x > 0 for x in n):
+        got = ", ".join(map(str, n))
+        raise ValueError(f"a grid or a block is 1 to 3 positive numbers, integers, got ({got})")
     return Dim3(*(*n, 1, 1)[:3])

@@ -30,6 +30,11 @@ STATIC_SHARED = 48 * 1024  # bytes that cuda.shared.array(shape, dtype) may take
 SHARED = 227 * 1024  # bytes of shared memory a block can have in all; compute capability 9.0
 
 
+def _known(dtype) -> bool:
+    """Not an array of Python objects, of swapped bytes, of long double."""
+    return dtype.isnative and dtype.char not in "OgG"
+
+
 class Launch:
     """What all blocks of one launch share."""
 
@@ -49,6 +54,10 @@ class Launch:
                 )
             if isinstance(value, np.ndarray) and value.dtype.names:
                 raise KernelError(f"{self.name}: {name} is a record array, those are not simulated")
+            if isinstance(value, np.ndarray) and not _known(value.dtype):
+                raise KernelError(
+                    f"{self.name}: {name} is an array of {value.dtype}: Numba has none"
+                )
         self.grid, self.block, self.dynamic, self.overlap = grid, block, int(shared), overlap
         self.before, self.given_before, self.copies_before = Launch.last
         self.needed = [extent(a) for a in self.given_before if isinstance(a, np.ndarray)] + [
