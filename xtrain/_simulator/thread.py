@@ -74,8 +74,8 @@ class Thread:
     # ------------------------------------------------------------------------- memory
     def load(self, a, index, site):
         """a[index]"""
-        if type(a) is not Array:
-            return a[index]  # a tuple
+        if type(a) is not Array and isinstance(a, tuple):
+            return a[index]
         k = a.locate(index)
         if k is None:
             return self._view(a, index, site)
@@ -92,7 +92,7 @@ class Thread:
 
     def element(self, a):
         """A number of the type that a[i] has, without a look at the memory."""
-        return a[0] if type(a) is not Array else (a.wrap or a.dtype.type)(1)
+        return a[0] if isinstance(a, tuple) else (a.wrap or a.dtype.type)(1)
 
     def each(self, a, site):
         """for v in a"""
