@@ -425,6 +425,11 @@ def test_bad_launches():
         run(row_sums, 1, (64, 32), out, x)
     with pytest.raises(ValueError, match="1 to 3 positive numbers"):
         run(row_sums, 0, 32, out, x)
+    with pytest.raises(ValueError, match=r"1 to 3 positive numbers, integers, got \(0.5\)"):
+        run(row_sums, 16 / 32, 32, out, x)
+    for kind in ("O", ">f4", "g"):
+        with pytest.raises(KernelError, match=r"row_sums: x is an array of .*: Numba has none"):
+            run(row_sums, 1, 32, out, x.astype(kind))
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         run(row_sums, 1, 32, out)
 

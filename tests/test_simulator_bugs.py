@@ -108,7 +108,7 @@ def test_no_barrier_between_two_uses_of_shared_memory(planted):
 
 
 def test_no_barrier_between_write_and_read(planted):
-    """Warp 0 runs first here, and finds a place that nobody has written yet."""
+    """Warp 0 runs first here, and finds a place that warp 1 writes later."""
     after = "  # every warp's maximum is there"
     reduce = planted("_reduce", "cuda.syncthreads()" + after, "pass" + after)
     with pytest.raises(UninitializedError) as caught:
@@ -118,9 +118,11 @@ def test_no_barrier_between_write_and_read(planted):
         reduce,
         "block_max",
         "thread 1 reads partial[1]",
-        "shared",
-        lines=("v = partial[lane]",),
+        "shared memory that thread 32 writes",
+        lines=("v = partial[lane]", "partial[warp] = v"),
     )
+    read, write = caught.value.sites
+    assert read.line > write.line
 
 
 def test_barrier_in_a_branch_that_some_threads_take(planted):

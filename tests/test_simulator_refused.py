@@ -74,6 +74,9 @@ GOOD = [
     "o[0] = tokenize.NAME + Kind.FOUR.value",
     "o[0] = 0| for i in [1, 2, 3]: o[0] += i",
     "o[0] = n in [1, 2]",
+    "o[...] = 1",
+    "o[1:3] = x[0]",
+    "match n:|     case 1 |-1: o[0] = 1|     case 3 if x[0] > 5: o[0] = 2|     case k: o[0] = k",
     "if n > 99: raise ValueError('many')| o[0] = 1| return None",
     "o[0] = cuda.syncthreads_or(n) + cuda.syncthreads_count(int32(n > 0))",
 ]  # fmt: skip
@@ -104,6 +107,13 @@ BAD = [
     "import math| o[0] = math.sqrt(x[0])",
     "global W| W = 3",
     "del n",
+    *(f"s = {call}" for call in ("any((True, False))", "str(n)", "sorted((2, 1))", "hash(n)")),
+    "for i in reversed(range(3)): o[i] = 1",
+    "for i in map(abs, (1, 2)): o[i] = 1",
+    "a, *b = (1, 2, 3)| o[0] = a",
+    "match (n, n):|     case (1, k): o[0] = k",
+    "o[:] = x",
+    "o[0:2] = x[1:3]",
     "return x[0]",
     "return 5",
 ]
@@ -155,6 +165,8 @@ def test_messages_say_what_to_write():
         shaped("n", where="local"): "cuda.local.array must be known when Numba compiles, and n is not",
         "o[0] = np.sqrt(x[0])": "Numba has no np.sqrt on a GPU: write math.sqrt",
         "o[0] = settings.N": "cannot look into settings, a Python object (SimpleNamespace)",
+        "o[:] = x": "stores an array to several elements of o at <refused o[:] = x>:2, which Numba does not",
+        "o[0] = all((n, 1))": "Numba has no all on a GPU",
         "return 5": "a kernel returns nothing: write the result to an array",
         "o[0] = cuda.syncthreads_or(x[0] > 0)": "it takes an integer, this is a bool: write cuda.syncthreads_or(int32(...))",
     }.items():  # fmt: skip

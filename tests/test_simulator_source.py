@@ -1,12 +1,14 @@
 """The Python that a kernel may be written in: the simulator runs what Numba compiles, and says what it does not."""
 
 import linecache
+from collections import namedtuple
 
 import numpy as np
 import pytest
 from numba import cuda, float32, int32
 from numba.cuda import syncthreads, threadIdx  # noqa: F401  a kernel below names it
 
+from xtrain._simulator import thread
 from xtrain.simulator import DeadlockError, KernelError, UninitializedError, run
 
 
@@ -241,6 +243,8 @@ def body(text):
         ("cuda.syncthread()", "cuda.syncthread is not simulated; did you mean cuda.syncthreads?"),
         ("o[i] = factorial(i)", "factorial calls itself: write a loop"),
         ("o[i] = TABLE[i]", "TABLE is a list: a kernel knows numbers, tuples and arrays"),
+        ("for k in range(h[0]): o[i] = 1\n    o[i] = k", "the branch or loop that sets it was not taken"),
+        ("s = cuda.shared.array(0, int32); s[i] = 1", "the launch gives it no bytes of dynamic shared"),
         ("o[i] = x_n.reshape(2, 4)[0, i]", "x_n.reshape is not simulated"),
     ],
 )  # fmt: skip
@@ -249,6 +253,68 @@ def test_what_an_error_says(text, words):
     with pytest.raises(KernelError) as caught:
         run(body(text), 1, 8, np.zeros(8, np.float32), ramp(), h, p, m)
     assert words in str(caught.value)
+
+
+@cuda.jit
+def waits_in_a_loop(flag, o):
+    if cuda.threadIdx.x == 0:
+        while cuda.atomic.add(flag, 0, 0) == 0:
+            pass
+        o[0] = 1
+    else:
+        cuda.atomic.exch(flag, 0, 1)
+
+
+def test_a_thread_that_waits_in_a_loop(monkeypatch):
+    monkeypatch.setattr(thread, "MAX_TURNS", 100)
+    o = np.zeros(1, np.float32)
+    with pytest.raises(KernelError) as caught:
+        run(waits_in_a_loop, 1, 2, np.zeros(1, np.int32), o)
+    line = waits_in_a_loop.py_func.__code__.co_firstlineno + 3
+    words = f"thread 0 goes round while cuda.atomic.add(flag, 0, 0) == 0 at test_simulator_source.py:{line} for the 101th"
+    assert words in str(caught.value) and "it waits for another thread" in str(caught.value)
+    run(waits_in_a_loop, 1, 2, np.ones(1, np.int32), o)
+    assert o[0] == 1
+
+
+@cuda.jit
+def counted_loops(o, n):
+    i = j = 0
+    while i < n:
+        i += 1
+        if i == 3:
+            continue
+        while j < 2 * i:
+            j += 1
+            cuda.syncthreads()
+    else:
+        o[0] = 10 * j
+    while True:
+        i += 1
+        if i > 100:
+            break
+    else:
+        o[0] = -1
+    o[1] = i
+
+
+def test_while_loops(monkeypatch):
+    o = np.zeros(2, np.int64)
+    monkeypatch.setattr(thread, "MAX_TURNS", 97)  # of one time that a loop is gone through
+    with pytest.raises(KernelError, match=r"goes round while i < n at .* for the 98th"):
+        run(counted_loops, 1, 1, o, 98)
+    run(counted_loops, 1, 1, o, 5)
+    assert o.tolist() == [100, 101]
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_a_tuple_with_names():
+    o = np.zeros(8, np.float32)
+    kernel = body("o[i] = h.first + h[1] * p.second")
+    run(kernel, 1, 8, o, 0, Pair(1, 2.5), Pair(0, np.int32(4)), 0)
+    assert (o == 11).all()
 
 
 def test_arguments_that_no_kernel_takes():

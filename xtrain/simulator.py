@@ -11,7 +11,8 @@ kernel, block, threads, file and lines of
     RaceError           two threads touch one element of shared or global memory, at least one
                         writes without an atomic, and neither a barrier nor syncwarp stands
                         between; or threads of two blocks do; or two kernels that overlap
-    UninitializedError  a read of shared or local memory that was never written
+    UninitializedError  a read of shared or local memory that was never written, or, before the
+                        next barrier, is written by another thread: then both lines are named
     OutOfBoundsError    an index past the end, or below zero, on any axis
     DeadlockError       a barrier or a warp function that some threads do not reach: who waits where
     AsyncError          a copy or product that runs beside the threads (TMA, wgmma) is used, or what it
@@ -28,13 +29,13 @@ A kernel that Numba would not compile is a KernelError too, where that shows in 
 types that meet or in its grid and block: a shape of a shared array that must be computed, a list,
 an atomic on uint8 (_simulator/refused.py, thread.py).
 
-Limits: a thread that spins until another one writes never ends, since threads change only where
-they wait. Unwritten global memory is not tracked (launchers fill it with NaN). The schedule is
-always the same; races are found by bookkeeping, not by luck, and _simulator/memory.py says which
-orders it understands; a lock that threads of one block hand on by atomics is not among them, so
-what it guards is reported as a race. A variable that gets different types in different branches
-keeps each of them; Numba would take the wider one. Float functions are rounded correctly; a GPU's
-are off by a few units in the last place.
+Limits: threads change only where they wait, so one that spins until another one writes would never
+end; a while loop of more than a million turns is a KernelError. Unwritten global memory is not
+tracked (launchers fill it with NaN). The schedule is always the same; races are found by
+bookkeeping, not by luck, and _simulator/memory.py says which orders it understands; a lock that
+threads of one block hand on by atomics is not among them, so what it guards is reported as a race.
+A variable that gets different types in different branches keeps each of them; Numba would take the
+wider one. Float functions are rounded correctly; a GPU's are off by a few units in the last place.
 """
 
 import numpy as np
@@ -91,7 +92,8 @@ def run(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> N
 
 
 def _dim3(n) -> Dim3:
-    n = (n,) if isinstance(n, (int, np.integer)) else tuple(n)
-    if not 1 <= len(n) <= 3 or any(int(x) < 1 for x in n):
-        raise ValueError(f"a grid or a block is 1 to 3 positive numbers, got {n}")
+    n = tuple(n) if np.iterable(n) else (n,)
+    if not 1 <= len(n) <= 3 or not all(isinstance(x, (int, np.integer)) and x > 0 for x in n):
+        got = ", ".join(map(str, n))
+        raise ValueError(f"a grid or a block is 1 to 3 positive numbers, integers, got ({got})")
     return Dim3(*(*n, 1, 1)[:3])

@@ -15,7 +15,7 @@ import numpy as np
 from . import errors
 from .early import EarlyThread
 from .engines import Engines
-from .errors import CollectiveError, DeadlockError, KernelError, Site
+from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
 from .intrinsics import WARPGROUP, Waiting
 from .memory import Mark, Memory, dense_array, extent, global_arrays, poisoned
 from .scalars import Int32, typed
@@ -28,6 +28,11 @@ MAX_Z = 64
 MAX_GRID_YZ = 65535  # blocks along y and along z; along x there may be 2**31 - 1
 STATIC_SHARED = 48 * 1024  # bytes that cuda.shared.array(shape, dtype) may take in one block
 SHARED = 227 * 1024  # bytes of shared memory a block can have in all; compute capability 9.0
+
+
+def _known(dtype) -> bool:
+    """Not an array of Python objects, of swapped bytes, of long double."""
+    return dtype.isnative and dtype.char not in "OgG"
 
 
 class Launch:
@@ -49,6 +54,10 @@ class Launch:
                 )
             if isinstance(value, np.ndarray) and value.dtype.names:
                 raise KernelError(f"{self.name}: {name} is a record array, those are not simulated")
+            if isinstance(value, np.ndarray) and not _known(value.dtype):
+                raise KernelError(
+                    f"{self.name}: {name} is an array of {value.dtype}: Numba has none"
+                )
         self.grid, self.block, self.dynamic, self.overlap = grid, block, int(shared), overlap
         self.before, self.given_before, self.copies_before = Launch.last
         self.needed = [extent(a) for a in self.given_before if isinstance(a, np.ndarray)] + [
@@ -147,12 +156,10 @@ class Block:
                 thread.generator = function(thread, *args)
             ready = self.threads
             while ready:
-                for thread in ready:
-                    _guarded(thread, _resume, thread)
+                _go(ready, _resume)
                 ready = self._answer()
         else:
-            for thread in self.threads:
-                _guarded(thread, function, thread, *args)
+            _go(self.threads, function, *args)
         if self.launch.overlap and not self.waited:
             raise KernelError(
                 f"{self.launch.name}, block {self.position}: it may begin before the kernel before it has ended, and "
@@ -296,6 +303,21 @@ def _vote(thread, vote) -> bool:
 
 
 # ----------------------------------------------------------------------------- one thread
+def _go(threads, function, *args):
+    """Each of them goes on to where it waits."""
+    others = iter(threads)
+    try:
+        for thread in others:
+            _guarded(thread, function, thread, *args)
+    except UninitializedError as error:
+        for thread in others:  # does one of them write what was read too early?
+            with contextlib.suppress(Exception):
+                _guarded(thread, function, thread, *args)
+        _, memory, key, *_ = error.read
+        found = errors.uninitialized(*error.read, later=memory.writes.get(key))
+        raise found.with_traceback(error.__traceback__) from None
+
+
 def _resume(thread):
     thread.request = None
     with contextlib.suppress(StopIteration):
@@ -345,7 +367,12 @@ def _guarded(thread, function, *args):
         if site is None:
             raise
         kind, place = type(error).__name__, errors.where(thread, site)
-        raise KernelError(f"{kind} {place}: {thread} at {site}: {error}", (site,)) from error
+        text = str(error)
+        if kind == "UnboundLocalError":
+            text += (
+                ": the branch or loop that sets it was not taken, and a GPU goes on with any value"
+            )
+        raise KernelError(f"{kind} {place}: {thread} at {site}: {text}", (site,)) from error
 
 
 def _generators(thread):

@@ -41,6 +41,8 @@ class RaceError(KernelError):
 class UninitializedError(KernelError):
     """A read of shared or local memory that was never written."""
 
+    read = None  # the arguments of uninitialized()
+
 
 class OutOfBoundsError(KernelError):
     """An index below zero or past the end of its axis."""
@@ -123,10 +125,25 @@ def in_use(thread, busy, verb, site, index):
     )
 
 
-def uninitialized(thread, kind, site, index):
-    return UninitializedError(
+def uninitialized(thread, memory, key, site, index, later=None):
+    """later: (mark, site) of another thread that writes it before the next barrier, when this one has read it"""
+    why, sites = "that nobody has written", (site,)
+    if later is not None:
+        why = f"that {later[0].thread} writes at {later[1]}, with no barrier between"
+        sites = (site, later[1])
+    error = UninitializedError(
         f"uninitialised read {where(thread, site)}: {thread} reads {element(site, index)} at {site}, "
-        f"{kind} memory that nobody has written",
+        f"{memory.kind} memory {why}",
+        sites,
+    )
+    error.read = thread, memory, key, site, index
+    return error
+
+
+def endless(thread, site, turns) -> KernelError:
+    return KernelError(
+        f"no end {where(thread, site)}: {thread} goes round {site.what} at {site} for the {turns:,}th time: either "
+        "it never ends, or it waits for another thread, and here threads change only at barriers, shuffles and votes",
         (site,),
     )
 
@@ -157,6 +174,8 @@ def out_of_bounds(thread, a, index, site):
             if axes[axis] < 0
             else f"index {axes[axis]} is past the end, the axis has {a.dims[axis]}"
         )
+        if a.memory.kind == "shared" and a.dims == (0,):
+            reason = "the launch gives it no bytes of dynamic shared memory"
         if a.ndim > 1:
             reason = f"axis {axis}: {reason}"
     shape = ", ".join(map(str, a.dims))
@@ -179,6 +198,14 @@ def no_integer(thread, site, vote):
     kind = type(vote).__name__.lower().rstrip("_")
     return KernelError(
         f"{site.what} {where(thread, site)}: it takes an integer, this is a {kind}: write cuda.{site.what}(int32(...))",
+        (site,),
+    )
+
+
+def array_copied(thread, site):
+    return KernelError(
+        f"a slice copied {where(thread, site)}: {thread} stores an array to several elements of {site.what} at {site}, "
+        "which Numba does not compile: write a loop over them",
         (site,),
     )
 

@@ -4,6 +4,7 @@ Only what both numba and numba-cuda refuse is refused; tests/test_simulator_refu
 """
 
 import ast
+import builtins
 import enum
 import math
 import types
@@ -16,6 +17,7 @@ from .names import assignments, parameters
 LISTS = (
     "a kernel has numbers and arrays, no lists: a few numbers go into cuda.local.array(n, float32)"
 )
+CASES = "a case that takes something apart does not compile: a case is a number or a name"
 SYNTAX = {
     ast.ListComp: LISTS,
     ast.GeneratorExp: "a generator expression does not compile: write a loop",
@@ -31,6 +33,9 @@ SYNTAX = {
     ast.Global: "a kernel cannot set a global: it is a constant when Numba compiles",
     ast.Nonlocal: "a kernel cannot set a variable of the function around it",
     ast.Import: "an import does not compile: write it at the top of the file",
+    ast.MatchSequence: CASES,
+    ast.MatchMapping: CASES,
+    ast.MatchClass: CASES,
     ast.ImportFrom: "an import does not compile: write it at the top of the file",
 }
 # NumPy's functions of numbers that Numba does not have on a GPU; of those it has, some compute in float64.
@@ -39,6 +44,10 @@ abs absolute add array cbrt ceil clip copysign divmod dot empty exp exp2 expm1 f
 isfinite isinf ldexp log1p logaddexp max min mod multiply negative ones pow power reciprocal remainder rint sign signbit sqrt
 square subtract trunc where zeros
 """
+_BUILTINS = (
+    "all any bin callable chr dict getattr hash hex id list map repr reversed set sorted str"
+)
+_UNKNOWN = {id(getattr(builtins, name)) for name in _BUILTINS.split()}
 _ARRAYS = ("shared_array", "local_array")
 
 
@@ -49,6 +58,8 @@ def check(rewriter, definition):
     for outer in _functions(definition):
         inner.update(n for n in ast.walk(outer) if n is not outer)
     for node in (n for statement in definition.body for n in ast.walk(statement)):
+        if isinstance(node, ast.Starred) and isinstance(node.ctx, ast.Store):
+            raise rewriter.error(node, "a, *b = ... does not compile: give each part a name")
         if type(node) in SYNTAX:
             raise rewriter.error(node, SYNTAX[type(node)])
         if isinstance(node, (ast.Assign, ast.Subscript)) and isinstance(node.value, ast.List):
@@ -57,6 +68,8 @@ def check(rewriter, definition):
             continue
         if isinstance(node, ast.Attribute):
             _check_attribute(rewriter, node)
+        if isinstance(node, ast.Name) and id(rewriter.static(node)) in _UNKNOWN:
+            raise rewriter.error(node, f"Numba has no {node.id} on a GPU")
         if isinstance(node, ast.Return) and not _nothing(node.value):
             text = "a kernel returns nothing: write the result to an array"
             device_only = device_only or rewriter.error(node, text)

@@ -172,7 +172,8 @@ def typed(value):
     if isinstance(value, float):
         return np.float64(value)
     if isinstance(value, tuple):
-        return tuple(map(typed, value))
+        values = map(typed, value)
+        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
     return value
 
 

@@ -3,6 +3,7 @@
     cuda.threadIdx.x                 _t.threadIdx.x              _t is the Thread, a new first parameter
     a[i, j]                          _t.load(a, (i, j), site)
     a[i] = v                         _t.store(a, i, v, site)
+    while a < b:                     while turn() and a < b:     turn = _t.turns(site), which counts
     cuda.syncthreads()               (yield ("syncthreads", site, ()))
     cuda.shfl_xor_sync(m, v, 16)     (yield ("shfl_xor_sync", site, (m, v, int64(16))))
     block_sum(v, scratch)            (yield from block_sum(_t, v, scratch))     a device function that waits
@@ -334,6 +335,19 @@ class _Rewriter(Names):
     def visit_For(self, node):
         node.iter = self.each(node.iter)
         node.body, node.orelse = self.block(node.body), self.block(node.orelse)
+        return node
+
+    def visit_While(self, node):
+        """turn = _t.turns(site) before it, and `while turn() and ...`"""
+        turn, site = self.temporary(), self.site(node, f"while {ast.unparse(node.test)}")
+        start = ast.Assign([ast.Name(turn, ast.Store())], self.call(node, "turns", site))
+        count = ast.Call(ast.Name(turn, ast.Load()), [], [])
+        node = self.generic_visit(node)
+        node.test = at(ast.BoolOp(ast.And(), [count, node.test]), node)
+        return [at(start, node), node]
+
+    def visit_MatchValue(self, node):
+        """Python allows no name there; a literal compares as it is."""
         return node
 
     def each(self, node):

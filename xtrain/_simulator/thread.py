@@ -8,6 +8,7 @@ is the running Thread.
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 
@@ -18,6 +19,7 @@ from .memory import Array, Mark, Memory, add_reader, dense_array, poisoned, unor
 from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, unify
 
 ATOMIC = "atomically changed"  # in a report
+MAX_TURNS = 1_000_000  # of one while loop of one thread: a second or two
 
 
 class Dim3:
@@ -72,7 +74,7 @@ class Thread:
     # ------------------------------------------------------------------------- memory
     def load(self, a, index, site):
         """a[index]"""
-        if type(a) is tuple:
+        if type(a) is not Array and isinstance(a, tuple):
             return a[index]
         k = a.locate(index)
         if k is None:
@@ -90,7 +92,7 @@ class Thread:
 
     def element(self, a):
         """A number of the type that a[i] has, without a look at the memory."""
-        return a[0] if type(a) is tuple else (a.wrap or a.dtype.type)(1)
+        return a[0] if isinstance(a, tuple) else (a.wrap or a.dtype.type)(1)
 
     def each(self, a, site):
         """for v in a"""
@@ -123,7 +125,7 @@ class Thread:
             if memory.busy and memory.local:
                 raise errors.in_use(self, memory.busy, "reads", site, index)
             if memory.kind != "global" and key not in memory.atomics:
-                raise errors.uninitialized(self, memory.kind, site, index)
+                raise errors.uninitialized(self, memory, key, site, index)
         elif record[0] is not mark and record[0].epoch == epoch:
             self._order(memory, record, "wrote", "read", index, site)
         if memory.watched:
@@ -159,7 +161,7 @@ class Thread:
         """The records of an atomic."""
         memory = a.memory
         if memory.kind != "global" and key not in memory.writes and key not in memory.atomics:
-            raise errors.uninitialized(self, memory.kind, site, index)
+            raise errors.uninitialized(self, memory, key, site, index)
         releases.acquire(self.mark, memory, key)
         for shadow, did in (
             (memory.writes, "wrote"), (memory.reads, "read"),
@@ -180,7 +182,9 @@ class Thread:
     def _view(self, a, index, site):
         """A row or a slice; anything else is out of bounds."""
         index = index if isinstance(index, tuple) else (index,)
-        sliced = any(isinstance(i, slice) for i in index)
+        rest = (slice(None),) * (a.ndim - len(index) + 1)
+        sliced = any(isinstance(i, slice) or i is ... for i in index)
+        index = tuple(j for i in index for j in (rest if i is ... else (i,)))
         for i in index:
             if not isinstance(i, slice):
                 operator.index(i)  # raises TypeError for a float
@@ -192,10 +196,10 @@ class Thread:
     def _store_view(self, a, index, value, site):
         """a[2:5] = value"""
         part = self._view(a, index, site)
+        if isinstance(value, Array):
+            raise errors.array_copied(self, site)
         for i in np.ndindex(part.dims):
-            self.store(
-                part, i, self.load(value, i, site) if isinstance(value, Array) else value, site
-            )
+            self.store(part, i, value, site)
 
     def shared_array(self, site, shape, dtype, **_):
         return self.block.shared_array(self, site, _shape(shape), dtype_of(dtype))
@@ -280,6 +284,15 @@ class Thread:
 
     def nanosleep(self, ns):
         pass
+
+    def turns(self, site):
+        """A function that a while loop calls in each turn, until there are too many. -> True"""
+
+        def counted():
+            yield from itertools.repeat(True, MAX_TURNS)
+            raise errors.endless(self, site, MAX_TURNS + 1)
+
+        return counted().__next__
 
 
 def _shape(shape) -> tuple[int, ...]:
