@@ -310,6 +310,8 @@ def _go(threads, function, *args):
         for thread in others:
             _guarded(thread, function, thread, *args)
     except UninitializedError as error:
+        if error.read is None:  # bytes that a copy or a matrix product reads
+            raise
         for thread in others:  # does one of them write what was read too early?
             with contextlib.suppress(Exception):
                 _guarded(thread, function, thread, *args)
