@@ -424,10 +424,12 @@ lesson.source(_sampling_kernels.merge_halves)
 
 # %% [markdown]
 # **Without top-k** no list is long enough for sure. The first version sorted the 1024 largest
-# nevertheless, merged them segment by segment, and then added up the whole vocabulary: RESULT.
-# Now nobody sorts before it is known what. Tokens fall into 1024 bins by their distance from the
-# largest logit, an exact histogram of weights; the running sum over the bins tells in which bin the
-# end of top-p, or the draw, falls; and only that bin's tokens are gathered and sorted.
+# nevertheless, merged them segment by segment, and then added up the whole vocabulary: 186
+# microseconds with top-p 0.9 and 32 000 tokens, where a whole step of a Llama of 1.1 billion
+# parameters takes 787 (one H200). Now nobody sorts before it is known what. Tokens fall into 1024
+# bins by their distance from the largest logit, an exact histogram of weights; the running sum over
+# the bins tells in which bin the end of top-p, or the draw, falls; and only that bin's tokens are
+# gathered and sorted: 54 microseconds.
 #
 # The histogram had a trap of its own. `cuda.atomic.add` on 64-bit numbers in shared memory is no
 # instruction of the card but a loop: read, add, compare and swap, and again if another thread was
