@@ -331,8 +331,9 @@ def break_off(model, at, visit):
     return lines, (second.completions[0], served.active, len(served.waiting), sorted(served.free))
 
 
-def test_ctrl_c_between_any_two_statements(model, monkeypatch, way):
+def test_ctrl_c_between_any_two_statements(monkeypatch, way):
     """It ends the stream that was asked for a token. Another on the same engine misses none, and no row is lost."""
+    model = random_model(CONFIG, device="cpu")  # Remembered lives in NumPy arrays
     monkeypatch.setattr(engine, "CachedModel", Remembered)
     monkeypatch.setattr(engine, "sample", lambda picked, ids, *_, **__: np.copyto(ids, picked))
     expected = (Engine(model, 2).generate([[4, 5, 6]], 4)[0], [], 0, [0, 1])

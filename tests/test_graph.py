@@ -55,10 +55,8 @@ def test_graph_and_eager_give_the_same_bits(precision):
             out += [to_numpy(x).copy() for x in run(*batch(step, **shape), optimizer.advance())]
         results.append((out, to_numpy(model.arena.weights), to_numpy(optimizer.v)))
         if graph:
-            assert sorted(r.calls for r in run.recordings.values()) == [
-                1,
-                3,
-            ]  # replays are not counted
+            # eager calls; the step of the other shape came once
+            assert sorted(r.calls for r in run.recordings.values()) == [1, 2]
             assert [r.graph is not None for r in run.recordings.values()] == [True, False]
     assert all(np.array_equal(a, b) for a, b in zip(*(r[0] for r in results)))
     assert np.array_equal(results[0][1], results[1][1]) and np.array_equal(

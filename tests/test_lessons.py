@@ -152,6 +152,7 @@ def test_what_is_no_kernel():
 
 def test_endless_loop_is_stopped(monkeypatch):
     monkeypatch.setattr(lesson.attempt, "SECONDS", 1)
+    monkeypatch.setattr("xtrain._simulator.thread.MAX_TURNS", 10**12)  # else the simulator ends it
     code = "from numba import cuda\n@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    i = 0\n    while i < 1:\n        y_n[i] = 1\n"
     verdict = lesson.verdict("1.1", lesson.load(code, "endless.py").add_kernel)
     assert "did not end within 1 seconds" in verdict.text

@@ -403,7 +403,6 @@ def make_draw_kernel(K, overlap, ready):
             if ready:
                 wait_for_previous()
             let_next_start()
-        fraction, p = random_fraction(seed_B[b], sequence_B[b], step_B[b]), top_p_B[b]
         merge_lists(held, scratch, lists, b * segments * K, segments, bits)
         top = logit_of(held[0])
         # of infinite logits the first is as good as any
@@ -411,6 +410,7 @@ def make_draw_kernel(K, overlap, ready):
             if tid == 0:
                 ids_B[b] = token_of(held[0]) if top == top else int32(-1)
             return
+        fraction, p = random_fraction(seed_B[b], sequence_B[b], step_B[b]), top_p_B[b]
         inverse, first, what, mine = (
             float32(1.0) / temperature_B[b],
             b * columns,
