@@ -108,9 +108,8 @@ def put_in_order(x_s, pairs, step, size, then):
     while step > 0:
         i = int64(cuda.threadIdx.x)
         while i < pairs:
-            at = uint32(
-                2 * i - (i & (step - 1))
-            )  # unsigned: no code for indices that count from the end
+            # unsigned: no code for indices that count from the end
+            at = uint32(2 * i - (i & (step - 1)))
             other = uint32(at + step)
             a, b = x_s[at], x_s[other]
             if (a < b) == (at & size == 0):
@@ -411,12 +410,8 @@ def make_draw_kernel(K, overlap, ready):
                 ids_B[b] = token_of(held[0]) if top == top else int32(-1)
             return
         fraction, p = random_fraction(seed_B[b], sequence_B[b], step_B[b]), top_p_B[b]
-        inverse, first, what, mine = (
-            float32(1.0) / temperature_B[b],
-            b * columns,
-            int64(tid),
-            int64(0),
-        )
+        inverse, first = float32(1.0) / temperature_B[b], b * columns
+        what, mine = int64(tid), int64(0)
         if need == 0:
             mine = weigh(bins, logits, first, V, top, inverse)
         elif tid < need and held[tid] >= 0:
