@@ -242,6 +242,19 @@ def test_the_folder_goes_while_it_trains(tmp_path, monkeypatch, what):
         run(tmp_path, **KIND)
 
 
+def test_the_folder_goes_before_a_checkpoint_is_whole(tmp_path, monkeypatch):
+    """Its files are read again for the manifest."""
+    read = manifest.read_header
+
+    def late(path):
+        path.parent.parent.rename(tmp_path / "gone")
+        return read(path)
+
+    monkeypatch.setattr(manifest, "read_header", late)
+    with pytest.raises(UserError, match=r"step-\d+ cannot be written"):
+        run(tmp_path, **KIND)
+
+
 def test_a_time_limit_shorter_than_anything(tmp_path):
     """Every start gives one step, so that it comes to an end all the same."""
     for done in (1, 2):

@@ -112,6 +112,10 @@ def write(run: Path, snapshot: Snapshot) -> Path:
         _publish(new, folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
+    except UserError as error:
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise cannot_write(folder, error.__context__) from error  # what was written is gone
     finally:
         _remove(new)
     return folder
