@@ -86,8 +86,9 @@ def launch_everything(dtype):
             p = softmax.causal_softmax_fwd(new(1, 2, S), 2, 0.1)
             softmax.causal_softmax_bwd(new(1, 2, S), p, 2, 0.1)
     with swapped(flash_attention, "HOPPER", False):  # those: test_flash_attention_hopper_compile.py
-        for D, causal in ((32, True), (128, False)):  # all others: test_flash_attention_compile.py
-            q, k = new(1, 2, 2, D), new(1, 3, 1, D)
+        # two kernels for dQ and dK, dV, or one; all others: test_flash_attention_compile.py
+        for T, D, causal in ((2, 32, True), (2, 128, False), (65, 32, True)):
+            q, k = new(1, T, 2, D), new(1, T + 1, 1, D)
             o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
             flash_attention.flash_attention_bwd(o, q, k, k, o, lse, 0.1, causal)
 

@@ -25,9 +25,10 @@ FILES = (
     "flash_attention_bf16",
     "_flash_attention_bf16_bwd",
     "_flash_attention_bf16_pairs",
+    "_flash_attention_bf16_whole",
     "flash_attention",
 )
-FWD, BWD, PAIRS = FILES[1:4]
+FWD, BWD, PAIRS, ALL_KEYS = FILES[1:5]
 CONFIGS = {"fwd": (32, 16, 2, 1, False), "dq": (32, 16, 2, 1), "dkdv": (32, 32, 2, 1)}
 WRONG = None  # no report, but wrong numbers
 SHAPE = 1, 37, 40, 2, 1, 16  # B, T, S, H, G, D
@@ -57,12 +58,13 @@ def planted(tmp_path, monkeypatch):
     return plant
 
 
-def errors(module, backward=True):
+def errors(module, backward=True, all_keys=False):
     """Run the kernels. -> {output: error relative to its largest value}"""
     B, T, S, H, G, D = SHAPE
     shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
     q, k, v, do = (normal(i, *s, dtype=ml_dtypes.bfloat16) for i, s in enumerate(shapes))
     module.choose = lambda kind, *rest: CONFIGS[kind]
+    module.choose_whole = lambda *_: (64, 1) if all_keys else None
     o, lse = module.flash_attention_fwd(*map(sim, (q, k, v)), 0.3)
     gradients = ()
     if backward:
@@ -140,3 +142,32 @@ def test_bugs_between_two_warps(planted, bug):
     except KernelError:
         return
     assert expected is WRONG and max(found["dk"], found["dv"]) > 3e-2, found
+
+
+ALL_KEYS_BUGS = {
+    "gradients of scores read before they are whole": ("            cuda.syncthreads()  # dS is whole\n", "", KernelError),
+    "queries not waited for": ("            wait_copies(0)\n", "", UninitializedError),
+    "no barrier before the next queries": ("            wait_copies(0)\n            cuda.syncthreads()  #", "            wait_copies(0)  #", KernelError),
+    "keys written over while they are read": ("        cuda.syncthreads()  # nobody reads K any more\n", "", KernelError),
+    "rows of dQ stored before they are whole": ("        cuda.syncwarp()\n", "", RaceError),
+    "diagonal off by one": ("key - past - t0 if", "key - past - t0 - 1 if", WRONG),
+    "statistics of one query": ("weights(s, stats, LSE + t,", "weights(s, stats, LSE + t0,", WRONG),
+    "the other half of the keys": ("(32 * j + 16 * i) * BM", "(32 * j + 16 - 16 * i) * BM", WRONG),
+    "one half of the channels": ("left_lane() ^ (16 * n)", "left_lane()", WRONG),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", [None, *ALL_KEYS_BUGS])
+def test_bugs_where_a_block_holds_all_keys(planted, monkeypatch, bug):
+    monkeypatch.setattr("test_flash_attention_bugs.SHAPE", (1, 37, 40, 1, 1, 32))
+    old, new, expected = (
+        ALL_KEYS_BUGS[bug] if bug else ("STEP = 32, 64, 16", "STEP = 32, 64, 16", None)
+    )
+    module = planted(ALL_KEYS, old, new)
+    if expected in (None, WRONG):
+        found = errors(module, all_keys=True)
+        assert max(found.values()) < 1e-2 if bug is None else max(found.values()) > 3e-2, found
+    else:
+        with pytest.raises(expected) as caught:
+            errors(module, all_keys=True)
+        assert caught.value.sites, "the report names no line"

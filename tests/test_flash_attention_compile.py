@@ -11,6 +11,7 @@ from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, only_all
 
 from xtrain.kernels import flash_attention as fa
 from xtrain.kernels import flash_attention_fp32 as fp32
+from xtrain.kernels._flash_attention_bf16_whole import CONFIG, WIDTHS
 from xtrain.kernels._flash_attention_table import TABLE
 
 __all__ = ["nvvm"]
@@ -22,6 +23,7 @@ SIGNATURES = {
     "fwd": (HALF, FULL, HALF, HALF, HALF, *SCALARS),
     "dq": (HALF, FULL, *[HALF] * 5, FULL, *SCALARS),
     "dkdv": (*[HALF] * 6, FULL, FULL, types.int32, *SCALARS),
+    "whole": (*[HALF] * 8, FULL, types.int32, *SCALARS),
 }
 BTHD, BHT = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
 FP32 = {
@@ -30,10 +32,11 @@ FP32 = {
     "dkdv": (*[BTHD] * 6, BHT, BHT, types.float32),
 }
 CHOSEN = {(*key, config) for key, rows in TABLE.items() for _, config in rows}
+CHOSEN |= {("whole", D, causal, CONFIG) for D in WIDTHS for causal in (True, False)}
 SMALL = {(*key, fa.SMALL[key[0]]) for key in TABLE if key[2]}
 ONE_OF_EACH = [(kind, D, True, TABLE[kind, D, True][-1][1]) for kind, D in (
     ("fwd", 64), ("dq", 32), ("dkdv", 16), ("dkdv", 128),
-)]  # fmt: skip
+)] + [("whole", 32, True, CONFIG)]  # fmt: skip
 
 
 def check_bf16(monkeypatch, tmp_path, choice, cards=((9, 0),)):
@@ -41,8 +44,9 @@ def check_bf16(monkeypatch, tmp_path, choice, cards=((9, 0),)):
     kernel, _ = fa.make_kernel(kind, D, causal, config)
     for cc, ptx in compiled(monkeypatch, kernel, SIGNATURES[kind], cards).items():
         assert "mma.sync.aligned.m16n8k16" in ptx and "cp.async" in ptx and "ldmatrix" in ptx
+        threads, blocks = config if kind == "whole" else (32 * config[2], config[3])
         if cc == (9, 0):  # whose tiles are tuned
-            check_registers(tmp_path, ptx, 32 * config[2], config[3], cc)
+            check_registers(tmp_path, ptx, threads, blocks, cc)
 
 
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=str)

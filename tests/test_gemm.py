@@ -206,3 +206,17 @@ def test_linear_without_rows():
 def test_linear_bad_shapes():
     with pytest.raises(ValueError, match="does not give"):
         linear_fwd(zeros(4, 3), zeros(5, 2))
+
+
+def test_only_products_with_few_tiles_get_a_workspace():
+    """With many, cuBLAS would use it for a counter and a memset before every product."""
+    for m, n, batch in ((8192, 3072, 1), (8192, 384, 1), (1, 128 * 132, 1), (100, 100, 132)):
+        assert gemm.workspace_bytes(m, n, batch, 132) == 0, (m, n, batch)
+    for m, n, batch in (
+        (384, 384, 1),
+        (2048, 384, 1),
+        (1, 1, 1),
+        (128, 128 * 131, 1),
+        (64, 64, 131),
+    ):
+        assert gemm.workspace_bytes(m, n, batch, 132) == gemm.WORKSPACE, (m, n, batch)

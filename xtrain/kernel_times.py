@@ -42,6 +42,7 @@ ATTENTION = {  # how many products of T x S x D per head; which argument has (B 
     "flash_attention_fwd_kernel": (2, 0),
     "flash_attention_dq_kernel": (3, 0),
     "flash_attention_dkdv_kernel": (4, 2),
+    "flash_attention_whole_kernel": (5, 0),
 }
 ATTENTION_BY_MAPS = {  # the same of kernels whose first argument are tensor maps of Q, K, ...
     "flash_attention_hopper_fwd_kernel": 2,
@@ -53,6 +54,7 @@ PARTS = {
     "flash_attention_fwd_kernel": {4: (3,)},  # v: as of k
     "flash_attention_dq_kernel": {5: (4,)},
     "flash_attention_dkdv_kernel": {1: (0,), 5: (0,)},  # dv and v: as of dk
+    "flash_attention_whole_kernel": {2: (1,), 6: (1,)},
     "qk_norm_rope_fwd_kernel": {3: (0, 1)},  # qkv: as of q and k
     "qk_norm_rope_bwd_kernel": {0: (2, 3), 4: (2, 3)},  # dqkv and qkv: as of dq and dk
 }

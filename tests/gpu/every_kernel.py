@@ -22,7 +22,13 @@ import xtrain
 import xtrain.kernels
 from xtrain import functional as F
 from xtrain.autograd import Tensor
-from xtrain.kernels import _launch, flash_attention, padding, sampling
+from xtrain.kernels import (
+    _flash_attention_bf16_whole,
+    _launch,
+    flash_attention,
+    padding,
+    sampling,
+)
 from xtrain.kernels.adamw import adamw, adamw_hyper
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.context_attention import context_attention
@@ -210,6 +216,11 @@ def flash(dtype):
             k, v = (draw(B, T, G, D, dtype=dtype) for _ in range(2))
             o, lse = flash_attention.flash_attention_fwd(q, k, v, 0.2, causal)
             flash_attention.flash_attention_bwd(do, q, k, v, o, lse, 0.2, causal)
+            if dtype != np.float32 and D in _flash_attention_bf16_whole.WIDTHS:
+                chosen = flash_attention.choose_whole
+                flash_attention.choose_whole = lambda *_: _flash_attention_bf16_whole.CONFIG
+                flash_attention.flash_attention_bwd(do, q, k, v, o, lse, 0.2, causal)
+                flash_attention.choose_whole = chosen
     flash_attention.HOPPER = usual
 
 

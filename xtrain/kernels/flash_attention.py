@@ -26,7 +26,8 @@ Operations: 4 B H T S D forward, 2.5 times that backward, and half of it if caus
 
     NumPy             the references below
     bf16, 9.0         flash_attention_hopper.py and _flash_attention_hopper_*.py: wgmma and TMA, D = 64, 128
-    bf16              flash_attention_bf16.py and _flash_attention_bf16_*.py: tensor cores, D = 16, 32, 64, 128
+    bf16              flash_attention_bf16.py and _flash_attention_bf16_*.py: tensor cores, D = 16, 32, 64, 128;
+                      the backward of many short, narrow heads: _flash_attention_bf16_whole.py
     float32           flash_attention_fp32.py: any D up to 128; also the version to read first
 
 Nothing is added up by atomics: the same input gives the same bits.
@@ -40,6 +41,7 @@ from ..device import Array, cupy
 from ..simulator import SimArray
 from . import _flash_attention_bf16_bwd as bf16_bwd
 from . import _flash_attention_bf16_pairs as bf16_pairs
+from . import _flash_attention_bf16_whole as bf16_whole
 from . import _flash_attention_hopper_bwd as hopper_bwd
 from . import flash_attention_bf16 as bf16
 from . import flash_attention_fp32 as fp32
@@ -193,9 +195,16 @@ def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
 
 
 def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
-    shapes, delta = (q.shape, k.shape), empty(lse_BHT, lse_BHT.shape).reshape(-1)
+    shapes, whole = (q.shape, k.shape), choose_whole(q.shape, k.shape, q)
     q, k, v, sizes = flat_inputs(q, k, v)
     (do, _), (o, _), (dv, dv_row), lse = _rows(do), _rows(o), _rows(dv), lse_BHT.reshape(-1)
+    if whole is not None:
+        B, _, G, D = shapes[1]
+        kernel, shared = make_kernel("whole", D, causal, whole)
+        args = dq.reshape(-1), dk.reshape(-1), dv, do, q, k, v, o, lse, *sizes
+        launch(kernel, (G, B), whole[0], *args, np.int32(dv_row), scale, shared=shared)
+        return
+    delta = empty(lse_BHT, lse_BHT.shape).reshape(-1)
     args = dq.reshape(-1), delta, do, q, k, v, o, lse, *sizes, scale
     _launch_bf16("dq", causal, *shapes, *args)
     args = dk.reshape(-1), dv, do, q, k, v, lse, delta, *sizes, np.int32(dv_row), scale
@@ -241,7 +250,7 @@ def make_grid(
 
 # ----------------------------------------------------------------------------- which kernel
 def make_kernel(kind: str, D: int, causal: bool, config: tuple) -> tuple:
-    """-> (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq" or "dkdv"; config: see _flash_attention_table.py"""
+    """-> (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq", "dkdv" (config: _flash_attention_table.py), "whole" """
     make, shared_bytes = _maker(kind, D)
     return make(D, causal, config), shared_bytes(D, config)
 
@@ -249,6 +258,8 @@ def make_kernel(kind: str, D: int, causal: bool, config: tuple) -> tuple:
 def _maker(kind, D):
     if kind == "fwd":
         return bf16.make_fwd_kernel, bf16.fwd_shared_bytes
+    if kind == "whole":
+        return bf16_whole.make_whole_kernel, bf16_whole.whole_shared_bytes
     if kind == "dq":
         return bf16_bwd.make_dq_kernel, bf16_bwd.dq_shared_bytes
     if D == 128:
@@ -261,6 +272,21 @@ def choose(kind: str, D: int, T: int, causal: bool, shared: int) -> tuple:
     rows = TABLE[kind, D, causal]
     config = next(config for longest, config in rows if longest is None or longest >= T)
     return config if _maker(kind, D)[1](D, config) <= shared else SMALL[kind]
+
+
+def choose_whole(q_shape: tuple, k_shape: tuple, x: Array) -> tuple | None:
+    """The configuration of the backward in which a block holds all keys of a head, on the GPU of x. None: not for these: heads
+    too wide, too many or too few keys, or fewer key heads than multiprocessors, of which some would have none."""
+    (B, T, _, D), (_, S, G, _) = q_shape, k_shape
+    config = bf16_whole.CONFIG
+    if (
+        D not in bf16_whole.WIDTHS
+        or not bf16_whole.FEWEST <= S <= config[0]
+        or not 0 < T <= config[0]
+    ):
+        return None
+    there = bf16_whole.whole_shared_bytes(D, config) <= shared_limit(x)
+    return config if there and multiprocessors(x) <= B * G else None
 
 
 def use_hopper(q_BTHD: Array) -> bool:
