@@ -367,9 +367,11 @@ lesson.source(autograd.backward)
 # %% [markdown]
 # Three things that yours has not:
 #
-# - **Parameters collect in place.** In `Linear.backward`, `ctx.grad_buffer` is the parameter's own
+# - **Parameters collect in place.** In `Linear.backward`, `target_of_grad` finds the parameter's own
 #   `.grad`, and the matrix product *adds* to it. No second buffer for the largest arrays of all,
-#   and gradients of several micro-batches add up for nothing.
+#   and gradients of several micro-batches add up for nothing. (`add` is False where there is nothing
+#   yet: for the gradient of a weight that was computed, and in a captured step, where the zeros
+#   themselves are left out. The top of `xtrain/nn.py` tells how.)
 # - **Freed as it goes.** After an op's backward what it had saved is dropped at once. So the memory
 #   shrinks during the backward pass.
 # - **It notices changes.** If an array that was saved is changed before backward, the result would

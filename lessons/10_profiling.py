@@ -550,7 +550,8 @@ lesson.source(adamw.make_adamw_kernel, "factor, lr, root2")
 
 # %% [markdown]
 # The whole machinery of graphs is one file. The first two calls of a step run as they are (they
-# compile kernels); the third is captured.
+# compile kernels); the third is captured. `end` does what the step has put off until it is known
+# whether it is needed: setting those gradients to zero that backward has not written.
 
 # %%
 lesson.source(graph_module._Recording)

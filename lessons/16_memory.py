@@ -266,7 +266,8 @@ lesson.source(xtrain.nn.Arena.__init__, part="offsets, size, unit")
 # %% [markdown]
 # One allocation cannot fragment. And one array is one kernel: AdamW, the norm of all gradients,
 # setting them to zero, a bucket of [lesson 15](15_data_parallel.ipynb) are each a single launch
-# over a flat range, where a model of 12 layers has 99 parameters. The decayed ones come first, so
+# over a flat range, where a model of 12 layers has 99 parameters. (Better still is not to set them
+# to zero: in a captured step backward writes over what is there.) The decayed ones come first, so
 # weight decay is a comparison of indices.
 #
 # ## Forgetting on purpose

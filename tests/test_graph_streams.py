@@ -28,6 +28,7 @@ class Stream:
         self.log.append(f"capture on {self.name}")
 
     def end_capture(self):
+        self.log.append("end of the capture")
         return SimpleNamespace(launch=lambda stream: self.log.append(f"graph on {stream.name}"))
 
     def __enter__(self):
@@ -49,6 +50,7 @@ def log(monkeypatch):
         Stream=lambda non_blocking: Stream(said, "own"),
         get_current_stream=lambda: Stream.now,
         using_allocator=lambda malloc: contextlib.nullcontext(),
+        runtime=SimpleNamespace(CUDARuntimeError=RuntimeError),
     )
     cupy = SimpleNamespace(cuda=cuda, empty=lambda *a: np.empty(*a).view(Buffer))
     monkeypatch.setattr(graph, "cupy", lambda: cupy)
@@ -76,7 +78,7 @@ def test_who_waits_for_whom(log):
         run = graph.Graphed(step_that_fails_on_5(log))
         for expected in (
             around("step on own"), around("step on own"),  # eagerly
-            around("the pool keeps its blocks", "capture on own", "step on own", "graph on own"),
+            around("the pool keeps its blocks", "capture on own", "step on own", "end of the capture", "graph on own"),
             ["graph on A"], ["graph on A"],  # where the caller is: nobody waits
         ):  # fmt: skip
             log.clear()
@@ -115,3 +117,29 @@ def test_a_call_that_was_interrupted_does_not_count(log):
             log.clear()
             run(np.ones(3))
             assert ("capture on own" in log) == captured
+
+
+def test_what_is_put_off_is_recorded_at_the_end_of_the_capture(log):
+    """After an error it is done outside, when the stream has left that mode; and an eager call puts nothing off."""
+    fails = False
+
+    def step(x):
+        put_off = graph.at_end_of_capture(lambda: log.append("at the end"))
+        log.append("step" if put_off else "eager step")
+        if fails:
+            raise MemoryError
+        return (x,)
+
+    with Stream(log, "A"):
+        run = graph.Graphed(step)
+        run(np.ones(3)), run(np.ones(3))
+        assert log.count("eager step") == 2 and "at the end" not in log
+        log.clear()
+        fails = True
+        with pytest.raises(MemoryError):
+            run(np.ones(3))
+        end = ["step", "end of the capture", "at the end", "A waits for own"]
+        assert log[-4:] == end and not graph.at_end_of_capture(log.clear)
+        fails = False
+        run(np.ones(3))
+    assert log[-5:-1] == ["step", "at the end", "end of the capture", "graph on own"]

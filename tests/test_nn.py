@@ -274,6 +274,9 @@ def test_a_gradient_stays_in_the_arena():
         p.grad *= 2
     assert all((p.grad == 4).all() for _, p in model.named_parameters())
     assert np.shares_memory(model.table.weight.grad, model.arena.grads)
+    model.arena.grads = np.full_like(model.arena.weights, 3)
+    model.arena.grads *= 2
+    assert all((p.grad == 6).all() for _, p in model.named_parameters())
     for p in (model.table.weight, next(iter(model.named_parameters()))[1]):
         with pytest.raises(ValueError, match=r"cannot have a gradient of shape \(1,\)"):
             p.grad = np.ones(1, np.float32)  # NumPy would write it everywhere

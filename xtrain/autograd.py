@@ -75,6 +75,7 @@ class Tensor:
         self.version.count += 1
 
     on_gradient = None  # a leaf may have a function: it is called with the leaf after each addition to its gradient
+    blank = False  # a Parameter's gradient may count as zero whatever is in its memory: see nn.py
     value = property(lambda self: self._data)  # what ops compute with
     shape = property(lambda self: self._data.shape)
     dtype = property(lambda self: self._data.dtype)

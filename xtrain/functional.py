@@ -37,6 +37,19 @@ def place_for_grad(ctx, i):
     return None if offer is None else offer(node.ctx, edge.index)
 
 
+def target_of_grad(ctx, i, like):
+    """-> memory for the gradient of argument i (to be returned from backward), and whether to add to what is there: if not, to
+    write over it. `like`: the argument's value. Where every op would add, ctx.grad_buffer is enough."""
+    edge = ctx.edges[i]
+    leaf = None if edge is None else edge.leaf
+    if leaf is None:
+        return empty(like, like.shape), False
+    if leaf.blank and leaf.ahead is None:
+        leaf.blank = False
+        return leaf._grad, False
+    return ctx.grad_buffer(i, like), True
+
+
 class Embedding(Function):
     """ids (N,), w (V, C) -> the rows w[ids] (N, C)."""
 
@@ -74,8 +87,8 @@ class Linear(Function):
         dx_NI = _gemm.linear_bwd_x(dy_NO, w_OI) if ctx.needs_grad[0] else None
         dw_OI = None
         if ctx.needs_grad[1]:
-            dw_OI = ctx.grad_buffer(1, w_OI)
-            _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI)
+            dw_OI, add = target_of_grad(ctx, 1, w_OI)
+            _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
         return dx_NI, dw_OI
 
 
@@ -138,8 +151,8 @@ class ResidualRMSNormLinear(Function):
         dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C, again=True)
         n_NC = dn_NC
         if ctx.needs_grad[3]:
-            dv_OC = ctx.grad_buffer(3, v_OC)
-            _gemm.linear_bwd_w(dy_NO, n_NC, dv_OC)
+            dv_OC, add = target_of_grad(ctx, 3, v_OC)
+            _gemm.linear_bwd_w(dy_NO, n_NC, dv_OC, add)
         return dx_NC, dx_NC, dw_C, dv_OC
 
 
@@ -264,8 +277,8 @@ class SwiGLULinear(Function):
         dgu_N2F = _swiglu.swiglu_bwd(dy_NF, gu_N2F, again=True)
         y_NF, dw_OF = dy_NF, None
         if ctx.needs_grad[1]:
-            dw_OF = ctx.grad_buffer(1, w_OF)
-            _gemm.linear_bwd_w(dz_NO, y_NF, dw_OF)
+            dw_OF, add = target_of_grad(ctx, 1, w_OF)
+            _gemm.linear_bwd_w(dz_NO, y_NF, dw_OF, add)
         return dgu_N2F, dw_OF
 
 
@@ -303,24 +316,32 @@ class CrossEntropy(Function):
 
 class LinearCrossEntropy(Function):
     """The head and CrossEntropy together: the logits exist for a few rows at a time, their gradient has gone on to
-    x and w before forward returns."""
+    x and w before forward returns: into the memory of w's gradient itself where that is blank (see nn.py)."""
 
     @staticmethod
     def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows=None):
+        leaf = ctx.edges[1].leaf if ctx.needs_grad[1] else None
+        ahead = [leaf._grad] if leaf is not None and leaf.blank and leaf.ahead is None else None
         loss_N, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(
-            x_NC, w_PC, targets_N, vocab_size, inv_count_1, *ctx.needs_grad[:2], rows
+            x_NC, w_PC, targets_N, vocab_size, inv_count_1, *ctx.needs_grad[:2], rows, *ahead or ()
         )
-        ctx.save(dx_NC, dw_PC, w_PC)
+        if ahead is not None:  # until backward the gradient counts as zero; see Parameter.settle
+            leaf.ahead, dw_PC = ahead, None
+        ctx.save(dx_NC, dw_PC, w_PC, ahead)
         return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())
 
     @staticmethod
     def backward(ctx, dloss):
-        dx_NC, dw_PC, w_PC = ctx.saved
+        dx_NC, dw_PC, w_PC, ahead = ctx.saved
+        dw_PC = dw_PC if ahead is None else ahead[0]
         if not is_unit(dloss):
             for gradient in filter(lambda g: g is not None, (dx_NC, dw_PC)):
                 _elementwise.scale_into(gradient, dloss.reshape(1))
         if dw_PC is None:
             return dx_NC, None
+        if ahead is not None and (leaf := ctx.edges[1].leaf).ahead is ahead:  # it is there already
+            leaf.blank, leaf.ahead = False, None
+            return dx_NC, dw_PC
         sum_PC = ctx.grad_buffer(1, w_PC)
         _elementwise.add_into(sum_PC, _cast.cast_fwd(dw_PC, sum_PC.dtype))
         return dx_NC, sum_PC

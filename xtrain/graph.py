@@ -12,12 +12,14 @@ What that asks of the step:
   split them for smaller arrays, and end up short of large ones. (cudaMalloc is allowed in CuPy's mode of capture.) The graph
   holds addresses, so from then on the pool keeps everything, also when the GPU is full.
 
-The eager calls are real steps. The same kernels run with the same arguments either way, so the bits are the same.
+The eager calls are real steps. The same kernels run with the same arguments either way, so the bits are the same. (But for
+zeros that a captured step need neither write nor add to: see nn.py.)
 """
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,39 @@ import numpy as np
 from .device import Array, PrivatePool, cupy, free_cached
 
 EAGER_CALLS = 2  # the first compiles kernels and makes what stays from step to step
+_at_end: ContextVar[list[Callable[[], None]] | None] = ContextVar("_at_end", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Callable[[], None]]:
+    """Inside, a step is captured; the function that is given ends it, and is to be called within the capture.
+
+    After an error, what was to be done at the end is done on the way out.
+    """
+    todo: list[Callable[[], None]] = []
+
+    def end():
+        while todo:
+            todo.pop(0)()
+
+    token = _at_end.set(todo)
+    try:
+        yield end
+    finally:
+        _at_end.reset(token)
+        end()
+
+
+def at_end_of_capture(do: Callable[[], None]) -> bool:
+    """Have do() called, and recorded, at the end of the capture that is under way; if none is, False and no call.
+
+    So a step may put off what it might not have to do at all. Only in a capture: there the kernels always run in the order in
+    which Python recorded them, whatever is replayed or called between two replays.
+    """
+    todo = _at_end.get()
+    if todo is not None:
+        todo.append(do)
+    return todo is not None
 
 
 class Graphed:
@@ -96,11 +131,13 @@ class _Recording:
                 buffer[...] = x
 
     def _capture(self, step, stream):
-        stream.begin_capture()
-        try:
-            outputs = step(*self.buffers)
-        except BaseException:
-            with contextlib.suppress(cupy().cuda.runtime.CUDARuntimeError):
-                stream.end_capture()  # what was recorded is of no use, but the stream must leave this mode
-            raise
-        return stream.end_capture(), outputs
+        with recording() as end:
+            stream.begin_capture()
+            try:
+                outputs = step(*self.buffers)
+                end()
+            except BaseException:
+                with contextlib.suppress(cupy().cuda.runtime.CUDARuntimeError):
+                    stream.end_capture()  # what was recorded is of no use, but the stream must leave this mode
+                raise
+            return stream.end_capture(), outputs

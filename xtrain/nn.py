@@ -7,6 +7,11 @@
 Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and nothing is ever
 flattened. The order is that of the forward pass: backward fills the gradients from the end.
 
+Backward adds to gradients, so they are set to zero before it. Writing 4 bytes per parameter and reading them again, only to
+add to them, is work that a step captured in a CUDA graph leaves out: zero_grad marks matrices as `blank` there, and the first op
+that has a gradient for one writes it over whatever is in memory. Whoever reads a blank gradient finds zeros, for asking for it
+fills it; what nobody asked for is filled at the end of the capture. So outside of a capture nothing is ever blank.
+
 A Parameter may hold several tensors of the Hugging Face layout as blocks of its rows (q, k and v; gate and up), and
 rows of padding after them (the vocabulary). `named_parameters()` yields each tensor as a view under its Hugging Face name.
 """
@@ -21,6 +26,7 @@ from . import functional as F
 from .autograd import Tensor, Version
 from .config import UserError
 from .device import Array, free_cached, to_device, zeros_on
+from .graph import at_end_of_capture
 from .kernels._launch import empty
 from .kernels.cast import BFLOAT16, cast_into
 
@@ -36,11 +42,16 @@ class Parameter(Tensor):
     rows, by the name "weight".
     std: of the normal initialisation; None: ones.  decay: weight decay applies.
     requires_grad may be set to False at any time: no gradient is computed then, and AdamW leaves the parameter alone.
-    on_gradient: called with the parameter after each addition to its gradient, if not None (see ddp.py).
+    on_gradient: called with the parameter after each addition to its gradient, the first of which may be written over what was
+    there, if not None (see ddp.py).
+    blank: its gradient counts as zero, whatever is in its memory, `_grad`.  ahead: None, or a list of one array: `_grad` itself,
+    which holds values already that some backward is still to give.
     """
 
     __slots__ = (
         "_grad",
+        "ahead",
+        "blank",
         "decay",
         "declared_shape",
         "half",
@@ -54,6 +65,7 @@ class Parameter(Tensor):
         self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
     ):
         self._grad: Array | None = None
+        self.blank, self.ahead = False, None
         super().__init__(np.empty(0, np.float32), requires_grad=True)
         if not isinstance(shape, tuple) or not shape:
             raise UserError(
@@ -73,8 +85,17 @@ class Parameter(Tensor):
         """What ops compute with: the bf16 copy if there is one, else the weights themselves."""
         return self.data if self.half is None else self.half
 
+    def settle(self) -> None:
+        """If it is blank, make its memory say so: zeros. What is there ahead of time moves out."""
+        if self.blank:
+            if self.ahead is not None:
+                self.ahead[0] = self._grad.copy()
+            self._grad.fill(0)
+            self.blank, self.ahead = False, None
+
     @property
     def grad(self) -> Array | None:
+        self.settle()
         return self._grad
 
     @grad.setter
@@ -85,6 +106,7 @@ class Parameter(Tensor):
                 f"a parameter of shape {self.shape} cannot have a gradient of shape {array.shape}"
             )
         if self._grad is not None and array is not self._grad:
+            self.settle()
             self._grad[...] = 0 if array is None else array
         elif self._grad is None and array is not None:
             raise UserError("a parameter without memory for gradients (trainable=False) got one")
@@ -122,8 +144,11 @@ class _Part(Tensor):
     def __init__(self, parameter, rows):
         self.parameter, self.offset, self._grad = parameter, parameter.offset, None
         super().__init__(parameter.data[rows], parameter.requires_grad)
-        self._grad = None if parameter.grad is None else parameter.grad[rows]
+        self._grad = None if parameter._grad is None else parameter._grad[rows]
         self.version = parameter.version
+
+    def settle(self) -> None:
+        self.parameter.settle()
 
     @property
     def requires_grad(self) -> bool:
@@ -173,10 +198,11 @@ class Arena:
         ordered = decayed + rest
         self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
         self.trainable, self.version, self.half_version = trainable, Version(), -1
+        self.matrices = decayed
         only_half = bf16 and not trainable
         first = self.n_decay if only_half else 0  # offset at which weights begins
         self.weights = zeros_on(device, size - first, np.float32)
-        self.grads = zeros_on(device, size, np.float32) if trainable else None
+        self._grads = zeros_on(device, size, np.float32) if trainable else None
         self.half = None
         if only_half:
             self.half = zeros_on(device, first, BFLOAT16)
@@ -188,7 +214,7 @@ class Arena:
             half = view(self.half, offset) if bf16 and parameter.decay else None
             alone = only_half and parameter.decay
             parameter._data = half if alone else view(self.weights, offset - first)
-            parameter._grad = view(self.grads, offset) if trainable else None
+            parameter._grad = view(self._grads, offset) if trainable else None
             parameter.half, parameter.version = half, self.version
             parameter.requires_grad &= trainable  # what was frozen stays so
 
@@ -197,6 +223,35 @@ class Arena:
             "a model cannot be copied or pickled, for its parameters are views of one array: make it a second time "
             "and give each parameter its values, `new.data = old.data`; or save_pretrained and load_weights"
         )
+
+    @property
+    def grads(self) -> Array | None:
+        self.settle()
+        return self._grads
+
+    @grads.setter
+    def grads(self, array: Array) -> None:
+        """The values are copied: the array stays the same. (`arena.grads *= 2` ends here too.)"""
+        if array is not self._grads:
+            self.grads[...] = array
+
+    def settle(self) -> None:
+        """No parameter is blank after this: whoever kept `grads` can read it."""
+        for parameter in self.matrices:
+            parameter.settle()
+
+    def zero_grad(self) -> None:
+        """All gradients = 0; in a capture those of matrices only count as zero."""
+        if not at_end_of_capture(self.settle):
+            self.grads.fill(0)
+            return
+        size, end = self._grads.size, 0
+        for start, stop in [*((p.offset, p.offset + p.size) for p in self.matrices), (size, size)]:
+            if end < start:  # between matrices, and after them
+                self._grads[end:start].fill(0)
+            end = stop
+        for parameter in self.matrices:
+            parameter.blank = True
 
     def refresh(self) -> None:
         """Make the bf16 copy again if the weights were changed by anything but AdamW."""
@@ -296,10 +351,10 @@ class Module:
             parameter.data = values
 
     def zero_grad(self) -> None:
-        """All gradients = 0; needed before each backward, which adds to them."""
-        if self.arena.grads is None:
+        """All gradients = 0; needed before each backward, which adds to them. In a capture matrices become blank instead."""
+        if not self.arena.trainable:
             raise UserError("this model has no gradients: make it with trainable=True")
-        self.arena.grads.fill(0)
+        self.arena.zero_grad()
 
 
 def _items(name, value):

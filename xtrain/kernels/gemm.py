@@ -1,7 +1,7 @@
 """Matrix products: cuBLAS on CuPy arrays, numpy.matmul on NumPy arrays. The one op that is not our own kernel.
 
     linear     y = x w^T           x: (N, I)   w: (O, I) as Hugging Face stores it   y: (N, O)
-    backward   dx = dy w           dw += dy^T x  (beta = 1: the sum happens inside the GEMM)
+    backward   dx = dy w           dw += dy^T x  (beta = 1: the sum happens inside the GEMM; or =, beta = 0)
 
 cuBLAS thinks in columns. A row-major (M, N) array *is* a column-major (N, M) one, so C = A B is asked for as
 C^T = B^T A^T: swap the operands and nothing is ever transposed in memory. Strided batches serve attention.
@@ -175,6 +175,6 @@ def linear_bwd_x(dy_NO: Array, w_OI: Array) -> Array:
     return matmul(empty(dy_NO, (dy_NO.shape[0], w_OI.shape[1])), dy_NO, w_OI)
 
 
-def linear_bwd_w(dy_NO: Array, x_NI: Array, dw_OI: Array) -> None:
-    """dw += dy^T x"""
-    matmul(dw_OI, dy_NO, x_NI, trans_a=True, accumulate=True)
+def linear_bwd_w(dy_NO: Array, x_NI: Array, dw_OI: Array, add: bool = True) -> None:
+    """dw += dy^T x, or = without add"""
+    matmul(dw_OI, dy_NO, x_NI, trans_a=True, accumulate=add)

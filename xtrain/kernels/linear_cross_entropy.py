@@ -10,7 +10,8 @@ dw added inside the matrix product; the next chunk uses the same memory.
 
 That does the backward's work in the forward, where the gradient L gets from above is not known yet. It is the same factor
 everywhere: the results are those of L itself, and backward multiplies them if it must (Hsu et al. 2024, Liger-Kernel).
-What stays until then: dx, N C elements, and dw, P C float32, in place of N P logits.
+What stays until then: dx, N C elements, and dw, P C float32, in place of N P logits. (dw may be written where the gradient of w
+belongs: then it takes no memory of its own.)
 
 Every chunk reads and writes dw once more, 8 P C bytes, in a product of 2 rows P C operations, and its product for dx may have
 fewer tiles than the GPU has multiprocessors. So fewer rows take less memory and more time: bench/bench_head.py measures both.
@@ -49,11 +50,13 @@ def linear_cross_entropy(
     want_dx: bool = True,
     want_dw: bool = True,
     rows: int | None = None,
+    dw_PC: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     """x (N, C) and w (P >= vocab_size, C), both float32 or both bf16; targets (N,) whole numbers.
 
     -> loss (N,) float32, and of inv_count sum(loss) the gradients dx like x, and dw (P, C) float32; None for those that
-    are not wanted (without both inv_count may be None). rows: at most so many at a time. Errors as in cross_entropy.
+    are not wanted (without both inv_count may be None). rows: at most so many at a time. dw_PC: memory that dw is written to.
+    Errors as in cross_entropy.
     """
     op = "linear_cross_entropy"
     check_array(op, "x", x_NC, (None, None), FLOATS)
@@ -69,7 +72,8 @@ def linear_cross_entropy(
     wide = np.float64 if x_NC.dtype == np.float64 else np.float32
     loss_N = empty(x_NC, N, wide)
     dx_NC = empty(x_NC, (N, C)) if want_dx else None
-    dw_PC = empty(w_PC, (P, C), wide) if want_dw else None
+    if dw_PC is None and want_dw:
+        dw_PC = empty(w_PC, (P, C), wide)
     if want_dw and not N:
         dw_PC.fill(0)
     if on_host(x_NC, w_PC, targets_N):
