@@ -8,6 +8,7 @@ import torch
 from checks import GPU, assert_as_good, normal, to_host
 
 from xtrain.device import to_device
+from xtrain.kernels import gemm
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.gemm import linear_bwd_w, linear_bwd_x, linear_fwd, matmul
 
