@@ -46,10 +46,8 @@ from .flash_attention_bf16 import LOG2E, NEG_INF
 
 ROWS, BM, STEP = 32, 64, 16  # keys of a warp; queries between two barriers; queries of one product
 WIDTHS = (16, 32)  # of a head; wider ones leave no registers
-CONFIG, FEWEST = (
-    (256, 2),
-    65,
-)  # see make_whole_kernel; keys from which on it is faster than two kernels, measured on an H200
+CONFIG = (256, 2)  # see make_whole_kernel
+FEWEST = 48  # keys; from there on it was seen to be faster than two kernels
 
 
 def whole_shared_bytes(D, config) -> int:

@@ -276,17 +276,13 @@ def choose(kind: str, D: int, T: int, causal: bool, shared: int) -> tuple:
 
 def choose_whole(q_shape: tuple, k_shape: tuple, x: Array) -> tuple | None:
     """The configuration of the backward in which a block holds all keys of a head, on the GPU of x. None: not for these: heads
-    too wide, too many or too few keys, or fewer key heads than multiprocessors, of which some would have none."""
+    too wide, too many or too few keys, or so few key heads that half of the multiprocessors would have none."""
     (B, T, _, D), (_, S, G, _) = q_shape, k_shape
-    config = bf16_whole.CONFIG
-    if (
-        D not in bf16_whole.WIDTHS
-        or not bf16_whole.FEWEST <= S <= config[0]
-        or not 0 < T <= config[0]
-    ):
+    config, (keys, _) = bf16_whole.CONFIG, bf16_whole.CONFIG
+    fits = D in bf16_whole.WIDTHS and bf16_whole.FEWEST <= S <= keys and 0 < T <= keys
+    if not fits or bf16_whole.whole_shared_bytes(D, config) > shared_limit(x):
         return None
-    there = bf16_whole.whole_shared_bytes(D, config) <= shared_limit(x)
-    return config if there and multiprocessors(x) <= B * G else None
+    return config if multiprocessors(x) <= 2 * B * G else None
 
 
 def use_hopper(q_BTHD: Array) -> bool:
