@@ -278,7 +278,7 @@ def choose_whole(q_shape: tuple, k_shape: tuple, x: Array) -> tuple | None:
     """The configuration of the backward in which a block holds all keys of a head, on the GPU of x. None: not for these: heads
     too wide, too many or too few keys, or so few key heads that half of the multiprocessors would have none."""
     (B, T, _, D), (_, S, G, _) = q_shape, k_shape
-    config, (keys, _) = bf16_whole.CONFIG, bf16_whole.CONFIG
+    config, keys = bf16_whole.CONFIG, bf16_whole.CONFIG[0]
     fits = D in bf16_whole.WIDTHS and bf16_whole.FEWEST <= S <= keys and 0 < T <= keys
     if not fits or bf16_whole.whole_shared_bytes(D, config) > shared_limit(x):
         return None
