@@ -51,10 +51,9 @@ FEWEST = 48  # keys; from there on it was seen to be faster than two kernels
 
 
 def whole_shared_bytes(D, config) -> int:
+    """Of K, V; dS; two stages of Q, dO; lse, delta"""
     BN = config[0]
-    return (
-        2 * (2 * BN * D + BN * BM + 4 * BM * D) + 8 * BN
-    )  # K, V; dS; two stages of Q, dO; lse, delta
+    return 2 * (2 * BN * D + BN * BM + 4 * BM * D) + 8 * BN
 
 
 @functools.cache
@@ -76,10 +75,8 @@ def make_statistics(D, BN):
                 load8(y, o, first + t * stride + CHUNK * chunk)
                 for e in range(CHUNK):
                     dot += x[e] * y[e]
-        stats[uint32(at + t)], stats[uint32(at + BN + t)] = (
-            norm,
-            dot,
-        )  # no test for negative indices
+        stats[uint32(at + t)] = norm  # unsigned: no test for negative indices
+        stats[uint32(at + BN + t)] = dot
 
     return statistics
 
@@ -220,7 +217,7 @@ def make_whole_kernel(D, CAUSAL, config):
         seen = first_query(w0, T, S, past)
         hidden = int32(
             w0 + ROWS - 1 - past if CAUSAL else 0
-        )  # up to this query some of its keys are
+        )  # queries below do not see all its keys
         if w0 + ROWS > S:
             hidden = T
         s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
