@@ -9,7 +9,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import assert_as_good, normal, sentinels
+from checks import assert_as_good, normal, only_slow, sentinels
 from flash_attention_cases import case, everything, exact, torch_sdpa
 from numba import cuda
 
@@ -75,7 +75,7 @@ def test_as_exact_as_torch(on_hopper, shape):
     check(on_hopper, *shape)
 
 
-@pytest.mark.slow
+@only_slow
 @pytest.mark.parametrize("shape", SLOW, ids=lambda s: str(s[:-1]))
 def test_more_shapes(on_hopper, shape):
     check(on_hopper, *shape)

@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import normal
+from checks import normal, only_slow
 
 import xtrain.kernels
 from xtrain.kernels.cast import cast_fwd
@@ -176,7 +176,7 @@ FAST = (
 
 
 @pytest.mark.parametrize(
-    "bug", [b if b in FAST else pytest.param(b, marks=pytest.mark.slow) for b in BUGS]
+    "bug", [b if b in FAST else pytest.param(b, marks=only_slow) for b in BUGS]
 )
 def test_bugs(planted, bug):
     file, old, new, expected, run = BUGS[bug]
