@@ -22,6 +22,7 @@ from xtrain.files import DiskFull
 from xtrain.logbook import Logbook
 from xtrain.run import Run
 from xtrain.train import main
+from xtrain.writer import Writer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -231,15 +232,29 @@ def test_the_folder_goes_while_it_trains(tmp_path, monkeypatch, what):
 
     def without(self):
         if self.done == 4:
-            folder = (tmp_path / "run" / what).resolve()
-            while not folder.exists():  # the first checkpoint is being written by a thread
+            there = tmp_path / "run" / "checkpoints"
+            while not there.exists():  # the first checkpoint is being written by a thread
                 time.sleep(0.01)
-            folder.rename(tmp_path / "gone")
+            (tmp_path / "run" / what).resolve().rename(tmp_path / "gone")
         return step(self)
 
     monkeypatch.setattr(Run, "step", without)
     with pytest.raises(UserError, match="cannot be written"):
         run(tmp_path, **KIND)
+
+
+def test_the_folder_goes_before_the_first_checkpoint(tmp_path, monkeypatch):
+    """It is not made again: the log of the run went with it."""
+    work = Writer._work
+
+    def late(self, *given):
+        self.run.rename(tmp_path / "gone")
+        work(self, *given)
+
+    monkeypatch.setattr(Writer, "_work", late)
+    with pytest.raises(UserError, match="run cannot be written"):
+        run(tmp_path, **KIND)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_folder_goes_before_a_checkpoint_is_whole(tmp_path, monkeypatch):

@@ -91,9 +91,10 @@ class Writer:
     def _work(self, snapshot, then):
         started = time.monotonic()
         try:
-            where = self.run / "checkpoints"
-            if self.written and not where.is_dir():  # it was there: a disk may be gone
-                raise cannot_write(where, FileNotFoundError(errno.ENOENT, "it is gone"))
+            there = (self.run, self.run / "checkpoints") if self.written else (self.run,)
+            for where in there:  # it was there: a disk may be gone
+                if not where.is_dir():
+                    raise cannot_write(where, FileNotFoundError(errno.ENOENT, "it is gone"))
             checkpoint.write(self.run, snapshot)
             self.written = True
             checkpoint.prune(self.run, snapshot.state["step"], self.keep)
