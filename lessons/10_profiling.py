@@ -561,7 +561,7 @@ lesson.source(graph_module._Recording)
 # nobody had asked for, each of a few microseconds and most of them many times. Gradients were set to
 # zero, only to be added to; that of the head was computed in one place and added to another; and
 # before each large product cuBLAS cleared a counter, from which its blocks took their tiles, for it had
-# been given memory for one (`xtrain/kernels/gemm.py`). Together they were some 4 % of the step.
+# been given memory for one (`xtrain/kernels/gemm.py`).
 #
 # And your 10.2, at work in `python -m xtrain.profile`:
 

@@ -695,7 +695,7 @@ print(f"beside the {2 * TILE * D:,} of the two products")
 # dP are computed in both kernels), 29 % less arithmetic, and give other bits in every run. xtrain
 # pays. It need not where one block can hold all keys of a head, up to 256 of them, 16 or 32 wide:
 # there the warps put their ds into shared memory, and dq is one more product, added up in a fixed
-# order (`xtrain/kernels/_flash_attention_bf16_whole.py`). That is 13 % faster on an H200, not 29 %: with a
+# order (`xtrain/kernels/_flash_attention_bf16_whole.py`). That is faster, but not by 29 %: with a
 # causal mask few queries see the late keys, and the warps that own those wait for the others.
 #
 # ## More exercises

@@ -75,6 +75,7 @@ def test_as_exact_as_torch(on_hopper, shape):
     check(on_hopper, *shape)
 
 
+@pytest.mark.slow
 @only_slow
 @pytest.mark.parametrize("shape", SLOW, ids=lambda s: str(s[:-1]))
 def test_more_shapes(on_hopper, shape):

@@ -175,9 +175,10 @@ FAST = (
 )
 
 
-@pytest.mark.parametrize(
-    "bug", [b if b in FAST else pytest.param(b, marks=only_slow) for b in BUGS]
-)
+SLOW = (pytest.mark.slow, only_slow)
+
+
+@pytest.mark.parametrize("bug", [b if b in FAST else pytest.param(b, marks=SLOW) for b in BUGS])
 def test_bugs(planted, bug):
     file, old, new, expected, run = BUGS[bug]
     modules = planted(run, file, old, new)
