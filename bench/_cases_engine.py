@@ -4,8 +4,8 @@ import cupy as cp
 import numpy as np
 from _cases import C, Case, D, H, N, Peer, case, double, draw, size
 
-from xtrain.kernels import gemv, kv_cache, padding
-from xtrain.kernels._launch import launch
+from xtrain.kernels.decoding import gemv, kv_cache, padding
+from xtrain.kernels.runtime.launch import launch
 
 A, G = 64, 4  # sequences packed in a prefill, key heads
 LENGTHS = np.random.default_rng(0).integers(64, 2 * N // A - 64, A)

@@ -22,8 +22,8 @@ from _cases import (
 
 from xtrain.kernels import adamw as A
 from xtrain.kernels import cast, elementwise, embedding, grad_norm, swiglu
-from xtrain.kernels._flat import BLOCK
-from xtrain.kernels._launch import launch
+from xtrain.kernels.primitives.flat import BLOCK
+from xtrain.kernels.runtime.launch import launch
 
 
 # ----------------------------------------------------------------------------- elementwise.py, cast.py

@@ -7,7 +7,7 @@ import numpy as np
 from _cases import C, Case, D, H, N, Peer, T, V, case, converted, double, draw, functional, size
 
 from xtrain.kernels import cross_entropy, layout, qk_norm_rope, residual, rmsnorm, rope, softmax
-from xtrain.kernels._launch import launch
+from xtrain.kernels.runtime.launch import launch
 
 EPS, SCALE = 1e-6, 0.125
 SOME = 2 * T  # rows

@@ -25,13 +25,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_attention import capture, in_turns
 
-from xtrain.kernels import _flash_attention_hopper_bwd as backward
-from xtrain.kernels import _launch
-from xtrain.kernels import flash_attention as fa
-from xtrain.kernels import flash_attention_hopper as hopper
-from xtrain.kernels._compile import load_function
-from xtrain.kernels._flash_attention_hopper_table import TABLE
-from xtrain.kernels._launch import numba_type
+from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
+from xtrain.kernels.runtime import launch as _launch
+from xtrain.kernels.attention import flash_attention as fa
+from xtrain.kernels.attention import flash_attention_hopper as hopper
+from xtrain.kernels.runtime.compile import load_function
+from xtrain.kernels.attention.flash_attention_hopper_table import TABLE
+from xtrain.kernels.runtime.launch import numba_type
 
 TABLE_FILE = Path(hopper.__file__).with_name("_flash_attention_hopper_table.py")
 SHARED = 227 * 1024

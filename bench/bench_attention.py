@@ -93,7 +93,8 @@ def ours(q, k, v, do, causal, alone, mma_sync):
 
     alone: and "alone", wgmma without overlap of one kernel with the next. mma_sync: also where wgmma is in use
     """
-    from xtrain.kernels import _launch, flash_attention
+    from xtrain.kernels.runtime import launch as _launch
+    from xtrain.kernels.attention import flash_attention
 
     found, usual = {}, flash_attention.HOPPER
     fwd, both = both_ways(q, k, v, do, causal)
@@ -110,7 +111,7 @@ def ours(q, k, v, do, causal, alone, mma_sync):
 
 
 def both_ways(q, k, v, do, causal):
-    from xtrain.kernels.flash_attention import flash_attention_bwd, flash_attention_fwd
+    from xtrain.kernels.attention.flash_attention import flash_attention_bwd, flash_attention_fwd
 
     scale = q.shape[-1] ** -0.5
 
@@ -176,7 +177,7 @@ def compare(
 ):
     from _timing import record
 
-    from xtrain.kernels import flash_attention
+    from xtrain.kernels.attention import flash_attention
 
     G = G or H
     draw = cp.random.default_rng(0)
@@ -225,7 +226,7 @@ def compile_ahead(shapes: set[tuple[int, int]], mma_sync: bool) -> None:
     import _hopper_tiles
     import tune_flash_attention as tune
 
-    from xtrain.kernels import flash_attention as fa
+    from xtrain.kernels.attention import flash_attention as fa
 
     one = cp.empty((1, 1, 1, 64), ml_dtypes.bfloat16)
     limit, tasks = fa.shared_limit(one), {}

@@ -118,7 +118,7 @@ def alone(work, ranks, steps):
     """-> ms of work() on the GPU, captured in a graph"""
     import cupy as cp
 
-    from xtrain.graph import Graphed
+    from xtrain.nn.cuda_graph import Graphed
 
     graph = Graphed(lambda: (work(), cp.zeros(1))[1:])
     for _ in range(3):
@@ -136,10 +136,10 @@ def run_alone(name, precision, rank):
     all ranks."""
     from bench_train import model_config
 
-    from xtrain.communicator import ALONE
+    from xtrain.training.single_process import ALONE
     from xtrain.config import TrainConfig
-    from xtrain.model import Transformer
-    from xtrain.run import Run
+    from xtrain.nn.model import Transformer
+    from xtrain.training.run import Run
 
     shape, _, T = model_config(name)
     corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, rank))
@@ -155,10 +155,10 @@ def one_variant(o, name, v, ranks):
     import cupy as cp
     from bench_train import model_config
 
-    from xtrain.ddp import ParallelConfig, ParallelRun
+    from xtrain.parallel.ddp import ParallelConfig, ParallelRun
     from xtrain.device import memory_peak_bytes
-    from xtrain.model import Transformer
-    from xtrain.optim import clip
+    from xtrain.nn.model import Transformer
+    from xtrain.nn.optim import clip
 
     shape, _, T = model_config(name)
     n, pool = ranks.world, cp.get_default_memory_pool()
@@ -220,8 +220,9 @@ def communicate(run):
 def worker(o: Options) -> None:
     import cupy as cp
 
-    from xtrain.communicator import ALONE, choose_gpu, connect
-    from xtrain.faults import Guard
+    from xtrain.training.single_process import ALONE
+    from xtrain.parallel.ranks import choose_gpu, connect
+    from xtrain.parallel.watchdog import Guard
 
     task = json.loads(o.worker)
     ranks = connect()

@@ -27,9 +27,9 @@ from _timing import copy_bandwidth, gpu_ms, record
 
 import xtrain
 from xtrain.device import memory_peak_bytes
-from xtrain.engine import graph_size
-from xtrain.huggingface import config_to_hf
-from xtrain.kernel_times import NoTimes, cupti_times
+from xtrain.serving.engine import graph_size
+from xtrain.formats.huggingface import config_to_hf
+from xtrain.inspect.kernel_times import NoTimes, cupti_times
 from xtrain.kernels.cast import cast_fwd
 
 SHAPE = dict(

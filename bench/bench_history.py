@@ -22,10 +22,10 @@ from _timing import record
 from bench_train import batches, model_config, xtrain_step
 
 import xtrain
-from xtrain import functional as F
-from xtrain.autograd import Function
-from xtrain.kernels.attention import attention_bwd, attention_fwd
-from xtrain.optim import clip
+from xtrain.nn import functional as F
+from xtrain.nn.autograd import Function
+from xtrain.kernels.attention.gemm_attention import attention_bwd, attention_fwd
+from xtrain.nn.optim import clip
 
 
 class LoopedAttention(Function):

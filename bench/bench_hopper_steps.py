@@ -24,8 +24,8 @@ import numpy as np
 import tyro
 from bench_attention import capture, in_turns, operations
 
-from xtrain.kernels import flash_attention as fa
-from xtrain.kernels import flash_attention_hopper as hopper
+from xtrain.kernels.attention import flash_attention as fa
+from xtrain.kernels.attention import flash_attention_hopper as hopper
 
 B, H, T = 4, 16, 4096
 SMALL = {64: (64, 1, 3, 3, 1, 0), 128: (64, 1, 2, 2, 1, 0)}  # as in the table

@@ -18,7 +18,7 @@ from _timing import copy_ms, graph_ms, record
 
 from xtrain import lesson
 from xtrain.kernels import gemm, rmsnorm
-from xtrain.kernels._launch import launch
+from xtrain.kernels.runtime.launch import launch
 
 FP32, BF16 = DTYPES["fp32"], DTYPES["bf16"]
 COPY, SIDE = 1 << 24, 4096  # elements of a copy; rows and columns of a transpose

@@ -28,9 +28,9 @@ from _timing import record
 import xtrain
 from xtrain.config import PRESETS
 from xtrain.device import memory_peak_bytes
-from xtrain.graph import Graphed
-from xtrain.kernels import flash_attention
-from xtrain.optim import clip
+from xtrain.nn.cuda_graph import Graphed
+from xtrain.kernels.attention import flash_attention
+from xtrain.nn.optim import clip
 
 VOCAB = {"gpt124m": 50304}  # GPT-2's 50257 for the others, which xtrain pads in memory
 LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0

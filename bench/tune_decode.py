@@ -34,8 +34,10 @@ import bench_decode
 from _timing import copy_bandwidth
 from bench_engine import BF16, EPS, MATRICES, D, G, P, int32, replay_ms
 
-from xtrain import cached_model
-from xtrain.kernels import decode_attention, gemv, residual, rope
+from xtrain.serving import cached_model
+from xtrain.kernels.attention import decode_attention
+from xtrain.kernels.decoding import gemv
+from xtrain.kernels import residual, rope
 from xtrain.kernels.cast import cast_fwd
 
 CONTEXTS = (128, 4096)

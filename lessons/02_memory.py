@@ -40,7 +40,7 @@ import numpy as np
 from numba import cuda, float32
 
 from xtrain import lesson, simulator
-from xtrain.kernels._ptx import load4, store4
+from xtrain.kernels.primitives.ptx import load4, store4
 
 # %% [markdown]
 # ## What a warp asks for
@@ -474,7 +474,7 @@ lesson.figures.roofline(
 # How xtrain lays out what you have just done, in its own words:
 
 # %%
-from xtrain.kernels import _flat
+from xtrain.kernels.primitives import flat as _flat
 
 print(_flat.__doc__)
 
@@ -491,7 +491,7 @@ lesson.source(_flat.load)
 # 32-byte instruction here, so it is two of 16, and each of the two touches *half* of every sector:
 
 # %% tags=["bench"]
-from xtrain.kernels._ptx import load8, store8
+from xtrain.kernels.primitives.ptx import load8, store8
 
 
 @cuda.jit

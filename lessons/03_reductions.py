@@ -42,7 +42,7 @@ import numpy as np
 from numba import cuda, float32
 
 from xtrain import lesson, simulator
-from xtrain.kernels._reduce import block_sum, warp_sum
+from xtrain.kernels.primitives.reduce import block_sum, warp_sum
 from xtrain.kernels.rmsnorm import rmsnorm_ref
 
 FULL = 0xFFFFFFFF  # a mask of 32 ones: all lanes of a warp take part

@@ -41,7 +41,7 @@ import numpy as np
 from numba import cuda, float32
 
 from xtrain import lesson, simulator
-from xtrain.kernels._reduce import block_sum
+from xtrain.kernels.primitives.reduce import block_sum
 from xtrain.kernels.rmsnorm import rmsnorm_bwd_ref, rmsnorm_ref
 
 # %% [markdown]
@@ -535,7 +535,7 @@ lesson.source(rmsnorm.make_bwd_kernel)
 # And your 5.3, for any function of any number of arrays:
 
 # %%
-from xtrain import gradcheck
+from xtrain.inspect import gradcheck
 
 lesson.source(gradcheck.check)
 

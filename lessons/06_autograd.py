@@ -302,9 +302,9 @@ print("relative error below 1e-6:", bool(abs(numeric - (w1.grad * v).sum()) < 1e
 # back to 64.
 
 # %%
-from xtrain import functional as F
-from xtrain.autograd import Tensor as XTensor
-from xtrain.memory import saved_bytes
+from xtrain.nn import functional as F
+from xtrain.nn.autograd import Tensor as XTensor
+from xtrain.training.memory_plan import saved_bytes
 
 N, C, hidden = 256, 64, 192
 tokens = XTensor(rng.standard_normal((N, C)).astype(np.float32), requires_grad=True)
@@ -360,7 +360,7 @@ lesson.source(F.Linear)
 # something already, pass on.
 
 # %%
-from xtrain import autograd
+from xtrain.nn import autograd
 
 lesson.source(autograd.backward)
 

@@ -42,7 +42,7 @@ import numpy as np
 from numba import cuda, float32
 
 from xtrain import lesson
-from xtrain.kernels._reduce import block_max, block_sum
+from xtrain.kernels.primitives.reduce import block_max, block_sum
 
 # %% [markdown]
 # ## The whole in one picture
@@ -522,7 +522,7 @@ lesson.source(softmax.causal_softmax_fwd_kernel)
 # norms:
 
 # %%
-from xtrain import model as xmodel
+from xtrain.nn import model as xmodel
 
 lesson.source(xmodel.Attention.attend)
 lesson.source(xmodel.Block)

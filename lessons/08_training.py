@@ -512,7 +512,7 @@ lesson.source(adamw.update)
 # The training step of xtrain, all of it:
 
 # %%
-from xtrain import run
+from xtrain.training import run
 
 lesson.source(run.Run.step)
 lesson.source(run.Run.compute)

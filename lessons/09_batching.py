@@ -390,8 +390,8 @@ for run in (1, 4, 10, 30, 100):
 from collections import Counter
 
 import xtrain
-from xtrain.optim import clip
-from xtrain.watch import swapped
+from xtrain.nn.optim import clip
+from xtrain.nn.observers import swapped
 
 
 def count_launches(n_layers, sequences):
@@ -565,8 +565,9 @@ for name, eager, graph in pairs:
 # gets T and divides, as you did in 9.1:
 
 # %%
-from xtrain import model
-from xtrain.kernels import attention, layout, rope
+from xtrain.nn import model
+from xtrain.kernels.attention import gemm_attention as attention
+from xtrain.kernels import layout, rope
 
 lesson.source(rope.position_of)
 lesson.source(rope.rope_plane_kernel)

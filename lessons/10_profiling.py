@@ -243,7 +243,7 @@ for runs_us in (4, 9, 50):
 # shape (2, 3) and a scalar, as 8-byte words:
 
 # %%
-from xtrain.kernels import _launch
+from xtrain.kernels.runtime import launch as _launch
 
 x_23 = simulator.sim(np.ones((2, 3), np.float32))
 print("array:  ", _launch.numba_type(x_23), "as", _launch._slots(x_23))
@@ -295,8 +295,8 @@ else:
 
 # %%
 import xtrain
-from xtrain.optim import clip
-from xtrain.watch import swapped
+from xtrain.nn.optim import clip
+from xtrain.nn.observers import swapped
 
 
 def count_launches(precision):
@@ -386,8 +386,8 @@ print(f"together {whole:.1f} ms, to gain {gain:.1f} ms, {gain / whole:.0%}")
 # %%
 import contextlib
 
-from xtrain import profile
-from xtrain.watch import watch_ops
+from xtrain.inspect import profile
+from xtrain.nn.observers import watch_ops
 
 ranges = []
 
@@ -541,8 +541,8 @@ print(f"so before, the GPU was busy for about {graph['ms'] / eager['ms']:.0%}")
 # (the betas) are scalars, since they never change:
 
 # %%
-from xtrain import graph as graph_module
-from xtrain import kernel_times
+from xtrain.nn import cuda_graph as graph_module
+from xtrain.inspect import kernel_times
 from xtrain.kernels import adamw
 
 lesson.source(adamw.adamw_hyper)

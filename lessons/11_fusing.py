@@ -44,7 +44,7 @@ import numpy as np
 from numba import cuda, float32
 
 from xtrain import lesson, simulator
-from xtrain.kernels._reduce import block_sum
+from xtrain.kernels.primitives.reduce import block_sum
 
 # %% [markdown]
 # ## Bytes by hand

@@ -43,8 +43,8 @@ import numpy as np
 from numba import cuda, float32, int64
 
 from xtrain import lesson
-from xtrain.kernels._ptx import load1, store1
-from xtrain.kernels._reduce import warp_sum
+from xtrain.kernels.primitives.ptx import load1, store1
+from xtrain.kernels.primitives.reduce import warp_sum
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -346,9 +346,10 @@ print("float32:", logits, "   as bf16:", logits.astype(BFLOAT16).astype(np.float
 import contextlib
 
 import xtrain
-from xtrain.kernels import attention, gemm, linear_cross_entropy
-from xtrain.optim import clip
-from xtrain.watch import swapped
+from xtrain.kernels.attention import gemm_attention as attention
+from xtrain.kernels import gemm, linear_cross_entropy
+from xtrain.nn.optim import clip
+from xtrain.nn.observers import swapped
 
 float32_matmul = gemm.matmul
 
@@ -515,7 +516,7 @@ lesson.table(
 # needs no GPU:
 
 # %%
-from xtrain import memory
+from xtrain.training import memory_plan as memory
 from xtrain.config import PRESETS
 
 big = xtrain.ModelConfig(vocab_size=50257, max_seq_len=256, **PRESETS["dim768"].model)

@@ -89,7 +89,7 @@ print("output\n", (p @ v).round(4))
 # we shall need: lse, the logarithm of each row's sum of exp.
 
 # %%
-from xtrain.kernels import flash_attention
+from xtrain.kernels.attention import flash_attention
 
 lesson.source(flash_attention.flash_attention_ref)
 
@@ -600,7 +600,7 @@ print(f"and in the trace of your kernel, 64 tokens: {counted} tiles of k were re
 # The online softmax as it stands in the softmax kernel, one score at a time:
 
 # %%
-from xtrain.kernels import flash_attention_fp32
+from xtrain.kernels.attention import flash_attention_fp32
 from xtrain.kernels import softmax as softmax_kernels
 
 lesson.source(softmax_kernels.online_softmax)

@@ -43,15 +43,8 @@ import numpy as np
 from numba import cuda, float32, uint16, uint32
 
 from xtrain import device, lesson, simulator
-from xtrain.kernels._tensor_cores import (
-    commit_copies,
-    copy16_async,
-    ldmatrix,
-    mma_bf16,
-    pack_bf16,
-    wait_copies,
-)
-from xtrain.kernels._tiles import make_place
+from xtrain.kernels.primitives.tensor_cores import commit_copies, copy16_async, ldmatrix, mma_bf16, pack_bf16, wait_copies
+from xtrain.kernels.primitives.tiles import make_place
 
 place64 = make_place(64)  # for exercise 14.3; what it does is exercise 14.2
 
@@ -192,7 +185,7 @@ def mma_kernel(c, a, b):
 # line of assembly. `$0` to `$13` are its registers: four results, then the operands a, b and c:
 
 # %%
-from xtrain.kernels import _tensor_cores
+from xtrain.kernels.primitives import tensor_cores as _tensor_cores
 
 lesson.source(_tensor_cores.mma_bf16)
 lesson.source(_tensor_cores._asm)
@@ -517,7 +510,8 @@ print("A's places are those of two C tiles side by side:", np.array_equal(owner_
 # the row's number is shifted first:
 
 # %%
-from xtrain.kernels import _tiles, flash_attention_bf16
+from xtrain.kernels.primitives import tiles as _tiles
+from xtrain.kernels.attention import flash_attention_bf16
 
 lesson.source(_tiles.make_place)
 
@@ -564,7 +558,7 @@ for MT in (1, 2, 4):
 # use 32 rows per warp nearly everywhere (BM over warps):
 
 # %%
-from xtrain.kernels._flash_attention_table import TABLE
+from xtrain.kernels.attention.flash_attention_table import TABLE
 
 for D in (32, 64, 128):
     rows = TABLE["fwd", D, True]

@@ -434,7 +434,7 @@ lesson.table(stages, columns | {"linear": lambda r: f"{r['of_linear']:.0%}"})
 # connects them):
 
 # %%
-from xtrain import peer
+from xtrain.parallel import copy_collectives as peer
 
 print(peer.__doc__.split("\n\n")[1])
 
@@ -457,7 +457,7 @@ lesson.source(peer.CopyCollectives._send)
 # specification: the tests compare all others with it.
 
 # %%
-from xtrain import ddp
+from xtrain.parallel import ddp
 
 lesson.source(ddp.Naive)
 lesson.source(ddp.Flat)

@@ -75,7 +75,7 @@ print(f"{B * T} tokens, 4 bytes each: {4 * B * T * per_token} bytes per layer")
 # (the reference of this lesson). A second layer must add just that:
 
 # %%
-from xtrain import memory
+from xtrain.training import memory_plan as memory
 
 
 def kept(layers):
@@ -417,7 +417,7 @@ for R in (1, 2, 4, 8, 64):
 # recording.
 
 # %%
-from xtrain.recompute import Recompute
+from xtrain.nn.recompute import Recompute
 
 lesson.source(Recompute)
 
@@ -426,7 +426,7 @@ lesson.source(Recompute)
 # one is computed.
 
 # %%
-from xtrain.zero import ShardedAdamW
+from xtrain.parallel.zero import ShardedAdamW
 
 lesson.source(ShardedAdamW.apply)
 

@@ -72,7 +72,7 @@ for lengths in ((3, 1, 2), (12, 40, 180, 25), (7, 900, 30, 15, 60, 22, 410, 9)):
 # The reference:
 
 # %%
-from xtrain.kernels import padding
+from xtrain.kernels.decoding import padding
 
 lesson.source(padding.cumulative_lengths_ref)
 lengths = np.array([3, 1, 2], np.int32)
@@ -270,7 +270,7 @@ def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
 
 # %%
 import xtrain
-from xtrain.cached_model import CachedModel
+from xtrain.serving.cached_model import CachedModel
 
 config = xtrain.ModelConfig(
     vocab_size=60,
@@ -368,7 +368,7 @@ lesson.source(padding.cumulative_lengths_kernel)
 # at once, so nothing is computed for padding:
 
 # %%
-from xtrain.kernels import context_attention as library_attention
+from xtrain.kernels.attention import context_attention as library_attention
 
 lesson.source(library_attention.make_fp32_kernel, "def context_attention_fp32_kernel")
 

@@ -365,7 +365,7 @@ lesson.table(
 # values together.
 
 # %%
-from xtrain.kernels import kv_cache
+from xtrain.kernels.decoding import kv_cache
 
 R, G, S, D = (64, 8, 1024, 128) if lesson.on_gpu() else (2, 2, 8, 16)
 rng = np.random.default_rng(0)
@@ -415,7 +415,7 @@ lesson.source(kv_cache.make_append_kernel)
 # many sequences at once. Its kernel is the subject of lesson 19.
 
 # %%
-from xtrain.kernels import decode_attention as library_decode
+from xtrain.kernels.attention import decode_attention as library_decode
 
 lesson.source(library_decode.decode_attention_ref)
 

@@ -41,7 +41,7 @@ import numpy as np
 from numba import cuda, float32
 
 from xtrain import lesson, simulator
-from xtrain.kernels._reduce import warp_sum
+from xtrain.kernels.primitives.reduce import warp_sum
 
 # %% [markdown]
 # ## A softmax in parts, by hand
@@ -355,8 +355,8 @@ times = lesson.measure(
 # work. Its text, and how it divides the keys:
 
 # %%
-from xtrain.kernels import _decode_attention_parts as library_parts
-from xtrain.kernels import decode_attention as library
+from xtrain.kernels.attention import decode_attention_parts as library_parts
+from xtrain.kernels.attention import decode_attention as library
 
 print(library.__doc__)
 

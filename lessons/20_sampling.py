@@ -405,7 +405,7 @@ times = lesson.measure(runs, nbytes=4 * n)
 # The reference, your 20.3 with whole numbers and Philox:
 
 # %%
-from xtrain.kernels import _sampling_kernels, sampling
+from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels, sampling
 
 lesson.source(sampling.kept_ref)
 lesson.source(sampling.sample_ref)

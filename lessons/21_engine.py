@@ -231,7 +231,7 @@ def advance_kernel(lengths_B, step_B, rows_B):
 # model's answer is what follows. The template comes with the model:
 
 # %%
-from xtrain.chat_template import ChatTemplate
+from xtrain.serving.chat_template import ChatTemplate
 
 template = ChatTemplate(
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -450,9 +450,9 @@ print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the tim
 # memory of the host.
 
 # %%
-from xtrain import text_stream
-from xtrain.engine import Engine
-from xtrain.kernels import _sampling_kernels
+from xtrain.serving import text_stream
+from xtrain.serving.engine import Engine
+from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
 
 lesson.source(_sampling_kernels.make_advance_kernel)
 lesson.source(Engine._decode)

@@ -405,7 +405,7 @@ print("rows in memory:", c.padded_vocab_size, " exported:", tensors["lm_head.wei
 # (and thus would compute wrongly):
 
 # %%
-from xtrain import huggingface
+from xtrain.formats import huggingface
 
 print({k: v[0] for k, v in huggingface.ALLOWED.items()})
 lesson.source(huggingface.config_from_hf)
@@ -421,7 +421,7 @@ for change in ({"hidden_act": "gelu"}, {"attention_bias": True}, {"num_hidden_la
 # And your 22.3 as a command, the part that notes what each stage returns:
 
 # %%
-from xtrain import compare
+from xtrain.inspect import compare
 
 lesson.source(compare.stages)
 

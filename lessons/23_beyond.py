@@ -41,19 +41,7 @@ import numpy as np
 from numba import cuda, float32
 
 from xtrain import lesson, simulator
-from xtrain.kernels._hopper import (
-    acquire_map,
-    along_rows,
-    load_tile,
-    make_descriptor,
-    make_product,
-    make_wait,
-    mbar_expect,
-    mbar_init,
-    mbar_init_fence,
-    mbar_wait,
-    shared_base,
-)
+from xtrain.kernels.primitives.hopper import acquire_map, along_rows, load_tile, make_descriptor, make_product, make_wait, mbar_expect, mbar_init, mbar_init_fence, mbar_wait, shared_base
 
 TILE_BYTES = 64 * 64 * 2  # a tile of 64 rows of 64 numbers in bf16
 Q, K = 1024, 1024 + TILE_BYTES  # where the tiles of exercise 23.1 lie, in bytes
@@ -189,7 +177,7 @@ def warpgroup_kernel(s, maps):
 # GPU that reads whatever is in the registers.
 
 # %%
-from xtrain.kernels._tensor_maps import tensor_maps
+from xtrain.kernels.primitives.tensor_maps import tensor_maps
 
 random = np.random.default_rng(0)
 q, k = (random.standard_normal((64, 64)).astype(ml_dtypes.bfloat16) for _ in range(2))
@@ -497,7 +485,7 @@ lesson.table(
 # computes the exponentials while p v runs.
 
 # %%
-from xtrain.kernels import _flash_attention_hopper_parts, flash_attention_hopper
+from xtrain.kernels.attention import flash_attention_hopper_parts as _flash_attention_hopper_parts, flash_attention_hopper
 
 lesson.source(flash_attention_hopper.make_consumer, part="for _ in range(1, blocks)")
 
@@ -685,7 +673,7 @@ for idea, file in MAP.items():
     print(f"{idea:38} {file}{'' if there else '  (not in this checkout)'}")
 
 # %%
-from xtrain import zero
+from xtrain.parallel import zero
 
 print(zero.__doc__)
 

@@ -9,7 +9,7 @@ import pytest
 
 from xtrain import ModelConfig, TrainConfig, UserError
 from xtrain.config import PRESETS, ROPE_SCALINGS, resolve
-from xtrain.ddp import LONGEST_WATCHDOG, ParallelConfig
+from xtrain.parallel.ddp import LONGEST_WATCHDOG, ParallelConfig
 
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192,

@@ -21,9 +21,9 @@ from relu_squared import (
     relu_squared_ref,
 )
 
-from xtrain import gradcheck
-from xtrain.autograd import Tensor
-from xtrain.kernels._launch import empty_like, launch
+from xtrain.inspect import gradcheck
+from xtrain.nn.autograd import Tensor
+from xtrain.kernels.runtime.launch import empty_like, launch
 
 BF16 = ml_dtypes.bfloat16
 SHAPES = [(1,), (3, 5), (4097,)]

@@ -12,9 +12,9 @@ from rich.console import Console
 from runs import assert_same_run, checkpoints, run
 
 from xtrain import files
-from xtrain.config import UserError
+from xtrain.errors import UserError
 from xtrain.files import Busy, DiskFull, Journal, cannot_write, digest, locked, write_whole
-from xtrain.logbook import Logbook
+from xtrain.training.run_log import Logbook
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,11 +12,11 @@ from fuzzing import TARGETS, drive
 from fuzzing.files import CORPUS, changed_bytes, changed_json
 from hypothesis import strategies as st
 
-from xtrain import huggingface
-from xtrain.config import UserError
-from xtrain.data import read_shard
-from xtrain.tensor_file import read_header
-from xtrain.tokenizer import Tokenizer
+from xtrain.formats import huggingface
+from xtrain.errors import UserError
+from xtrain.data.dataset import read_shard
+from xtrain.formats.tensor_file import read_header
+from xtrain.data.tokenizer import Tokenizer
 
 INPUTS = {
     "safetensors": 150, "config": 80, "tokenizer": 60, "shard": 150, "run_folder": 30, "arguments": 15,
@@ -99,7 +99,7 @@ def test_a_seeded_fault_is_found(name, tmp_path, monkeypatch):
 
 def test_a_fault_in_a_parser_is_found(tmp_path, monkeypatch):
     """As if one check of safetensors headers had been forgotten."""
-    from xtrain import tensor_file
+    from xtrain.formats import tensor_file
 
     monkeypatch.setattr(tensor_file, "_naturals", lambda x: isinstance(x, list))
     result = drive.fuzz("safetensors", TARGETS["safetensors"], 3000, 0, tmp_path, seconds=60)

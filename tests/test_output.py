@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import DATA
 
-from xtrain.files import Output, command_line
+from xtrain.cli import Output, command_line
 
 TRAIN = [
     "train", "--data", str(DATA / "grammar.txt"), "--preset", "tiny", "--steps", "4", "--batch", "2", "--seq-len", "32",

@@ -3,20 +3,20 @@
 import signal as _signal
 import sys as _sys
 
-# `python -m xtrain.train` has only begun to import: Ctrl-C just ends it, until files.command_line takes over.
+# `python -m xtrain.train` has only begun to import: Ctrl-C just ends it, until cli.command_line takes over.
 _importing = _sys.argv[:1] == ["-m"] and any(a.startswith("xtrain.") for a in _sys.orig_argv)
 if _importing and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 try:
-    from .autograd import Tensor, no_grad
-    from .config import ModelConfig, TrainConfig, UserError
-    from .engine import Engine
-    from .model import Transformer
-    from .optim import AdamW
-except (
-    Exception
-) as error:  # a package that is missing or does not fit: doctor.py must be able to say so
+    from .config import ModelConfig, TrainConfig
+    from .errors import UserError
+    from .nn import functional
+    from .nn.autograd import Tensor, no_grad
+    from .nn.model import Transformer
+    from .nn.optim import AdamW
+    from .serving.engine import Engine
+except Exception as error:  # a package is missing or does not fit; `xtrain.doctor` must still run
     _reason = f"{type(error).__name__}: {error}"
 
     def __getattr__(name):
@@ -34,5 +34,6 @@ __all__ = [
     "TrainConfig",
     "Transformer",
     "UserError",
+    "functional",
     "no_grad",
 ]

@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from .files import command_line
+from .cli import command_line
 
 
 def main() -> int:

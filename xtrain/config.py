@@ -7,9 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-
-class UserError(ValueError):
-    """Bad input. The message is one sentence that says what to do; a command line prints it and exits with 2."""
+from .errors import UserError
 
 
 def _inside(name: str) -> bool:

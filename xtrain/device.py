@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import UserError
+from .errors import UserError
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 Array = Any  # numpy.ndarray | cupy.ndarray | simulator.SimArray: CuPy is optional, so no name to write here

@@ -5,15 +5,12 @@ import errno
 import hashlib
 import os
 import shutil
-import signal
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from .config import UserError
+from .errors import UserError
 
 STRAY_SECONDS = 3600  # where folders cannot be locked: one untouched for so long is nobody's
 FULL = {errno.ENOSPC, errno.EDQUOT}  # no room: freeing some mends it, so a run goes on
@@ -159,82 +156,3 @@ class Journal:
             except OSError:
                 file.truncate(self.size)  # half a line would be taken for a whole one
                 raise
-
-
-# ----------------------------------------------------------------------------- standard output
-UNREAD = 141  # what a shell says of a program that wrote to a pipe without a reader: 128 + SIGPIPE
-
-
-class Output:
-    """Standard output for a run, which does not depend on it: what a full disk or a closed pipe refuses is dropped."""
-
-    def __init__(self):
-        self.refused = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)  # the one of now: somebody may redirect it
-
-    def write(self, text: str) -> int:
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        known = text.encode(encoding, "replace").decode(encoding)  # ? for what it does not know
-        self._try(lambda: sys.stdout.write(known))
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(lambda: sys.stdout.flush())
-
-    def _try(self, call):
-        if sys.stdout is not None:
-            try:
-                call()
-            except (OSError, ValueError):  # ValueError: it is closed
-                self.refused = True
-
-    def end(self) -> None:
-        """Let nothing of what was refused be tried again at the end of the program, where it would be an error."""
-        if self.refused:
-            _discard_output()
-
-
-def command_line(main: Callable[[], int]) -> int:
-    """main() -> the exit code of the program: 130 for Ctrl-C, UNREAD when nobody reads its output (`| head`), 1 when that
-    has no room."""
-    _open_streams()
-    try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as __init__.py left it
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            code = main()
-        except SystemExit as stop:  # --help
-            code = stop.code
-        sys.stdout.flush()
-        if not code:  # all is done: a signal while Python and MPI end must not make it a failure
-            for name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"} & set(dir(signal)):
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
-        return code
-    except KeyboardInterrupt:
-        print("\nxtrain: interrupted", file=sys.stderr)
-        return 130
-    except OSError as error:
-        if error.filename is not None or error.errno not in {errno.EPIPE, errno.EIO, *FULL}:
-            raise
-        _discard_output()
-        if error.errno == errno.EPIPE:
-            return UNREAD
-        print(f"xtrain: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
-
-
-def _open_streams():
-    """Streams that are closed (<&-, >&-) lead nowhere; those without Unicode show ? instead of ending us."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-        elif name != "stderr" and hasattr(stream, "reconfigure"):  # stderr shows \\u65e5 by itself
-            stream.reconfigure(errors="replace")
-
-
-def _discard_output():
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

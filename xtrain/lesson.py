@@ -2,278 +2,49 @@
 
     python -m xtrain.lesson list           the exercises, and the file with yours
     python -m xtrain.lesson start 1        copy lesson 1's exercises to my_lessons/, where you write
-    python -m xtrain.lesson check 1        run them in the simulator, and hear what is wrong; check 1.2 takes one
+    python -m xtrain.lesson check 1        run them in the simulator and say what is wrong; check 1.2 takes one
 
-In a notebook: `check("1.1", my_kernel)`. A check never calls the library's kernel for you, and refuses work that does.
-The rest of this file is what the notebooks use: where arrays live, sources, records of measurements, traces, figures.
+In a notebook: `from xtrain import lesson`, then `lesson.check("1.1", my_kernel)`. The names are those of lessons/checks/api.py.
 """
 
 import argparse
 import importlib
-import inspect
-import linecache
-import os
-import re
+import importlib.util
 import sys
-import types
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from .cli import command, command_line
+from .errors import UserError
 
-from . import device, simulator
-from ._lesson import attempt, figures, records
-from ._lesson.attempt import EXERCISES, Verdict
-from ._lesson.trace import Trace, owners, traced, tracing
-from .config import UserError
-from .files import cannot_write, command_line, write_whole
-from .kernels._launch import empty, launch, zeros
-
-__all__ = [
-    "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners", "record",
-    "report", "source", "table", "traced", "tracing", "zeros",
-]  # fmt: skip
-
-LESSONS = records.ROOT / "lessons"
-WORK = Path("my_lessons")  # where a reader writes; git ignores it
+CHECKS = Path(__file__).resolve().parents[1] / "lessons" / "checks"
+PACKAGE = "lesson_checks"  # the folder's name as a package; "checks" would be too common a name
 
 
-# ----------------------------------------------------------------------------- checks
-def check(number: str, work: Callable) -> None:
-    """Judge an exercise ("1.1") and print what came out. work: the function that you wrote."""
-    print(verdict(number, work))
-
-
-def verdict(number: str, work: Callable) -> Verdict:
-    """check() without printing."""
-    lesson = number.split(".")[0]
-    _exercises_of(lesson)
-    if number not in EXERCISES:
-        raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
-    return attempt.judge(EXERCISES[number], work)
-
-
-def _exercises_of(lesson: str) -> list[attempt.Exercise]:
-    """Those of one lesson, in order; its file is read when it is first asked for."""
-    try:
-        importlib.import_module(f"{__package__}._lesson.lesson_{int(lesson):02d}")
-    except (ImportError, ValueError):
-        raise UserError(
-            f"there is no lesson {lesson} with exercises: see lessons/index.md"
-        ) from None
-    mine = [e for e in EXERCISES.values() if e.number.split(".")[0] == str(int(lesson))]
-    return sorted(mine, key=lambda e: int(e.number.split(".")[1]))
-
-
-def _names(lesson):
-    return ", ".join(e.number for e in _exercises_of(lesson))
-
-
-# ----------------------------------------------------------------------------- where arrays live
-def on_gpu() -> bool:
-    return device.gpu_available()
-
-
-def array(x) -> device.Array:
-    """A copy of x where kernels run: on the GPU if there is one, else in the simulator."""
-    x = np.asarray(x, order="C")
-    return device.to_device(x, "gpu") if on_gpu() else simulator.sim(x)
-
-
-def host(x) -> np.ndarray:
-    """The numbers of an array as a plain NumPy array."""
-    return np.array(device.to_numpy(x)).view(np.ndarray)
-
-
-# ----------------------------------------------------------------------------- sources
-def source(thing, part: str | None = None) -> None:
-    """Print the source of a function, kernel or module of the library, as it stands in its file.
-
-    part: only from the line that contains this text to the next blank line.
-    """
-    thing = inspect.unwrap(getattr(thing, "py_func", thing))
-    text = inspect.cleandoc("\n" + inspect.getsource(thing))
-    if part is not None:
-        lines = text.splitlines()
-        starts = [i for i, line in enumerate(lines) if part in line]
-        if not starts:
-            raise UserError(f"{thing.__name__} has no line with {part!r}")
-        end = next((i for i in range(starts[0], len(lines)) if not lines[i].strip()), len(lines))
-        text = "\n".join(lines[starts[0] : end])
-    file = Path(inspect.getsourcefile(thing))
-    where = file.relative_to(records.ROOT) if file.is_relative_to(records.ROOT) else file.name
-    print(f"# {where}\n{text}")
-
-
-# ----------------------------------------------------------------------------- measurements
-def record(identity: str) -> dict:
-    """One measurement of bench/results by its id, "bench_kernels/rmsnorm_fwd/fp32": see _lesson/records.py."""
-    return records.find(identity)
-
-
-def table(identities: list[str], columns: dict[str, str | Callable]) -> None:
-    """Print records as a table. columns: {heading: field of the record, or a function of the record}."""
-    found = [record(i) for i in identities]
-    cells = [["", *columns]]
-    for r in found:
-        values = [c(r) if callable(c) else r.get(c) for c in columns.values()]
-        cells.append([f"{r['name']} {r['dtype']}", *map(_cell, values)])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for first, *rest in cells:
-        print(first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:])), sep="   ")
-    print(
-        records.machine(found) + f" Shape: {', '.join(dict.fromkeys(r['shape'] for r in found))}."
-    )
-
-
-def _cell(value):
-    if value is None:
-        return "–"
-    return value if isinstance(value, str) else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
-
-
-def measure(
-    variants: dict[str, Callable], nbytes: int = 0, flops: int = 0, runs: int = 20
-) -> dict[str, float]:
-    """Time functions that launch kernels, on a GPU: milliseconds by name, printed with the speed reached.
-
-    nbytes: what must be read and written at least. flops: operations. Without a GPU nothing is timed, and the line
-    printed says so: the simulator's seconds mean nothing. Medians between CUDA events after three warm-up runs.
-    """
-    if not on_gpu():
-        print("No GPU here, so nothing is timed.")
-        return {}
-    cupy, times = device.cupy(), {}
-    for name, run in variants.items():
-        for _ in range(3):
-            run()
-        spans = []
-        for _ in range(runs):
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            spans.append(cupy.cuda.get_elapsed_time(begin, end))
-        ms = times[name] = float(np.median(spans))
-        speeds = f"   {nbytes / ms / 1e6:8.0f} GB/s" if nbytes else ""
-        speeds += f"   {flops / ms / 1e9:8.2f} TFLOP/s" if flops else ""
-        print(f"{name:<24} {ms:8.3f} ms{speeds}")
-    return times
-
-
-# ----------------------------------------------------------------------------- showing what happens
-def report(run: Callable, *arguments, **options) -> None:
-    """Call something that raises a KernelError, and print the report instead of a traceback."""
-    try:
-        run(*arguments, **options)
-    except simulator.KernelError as error:
-        print(Verdict(False, f"{type(error).__name__}: {error}"))
-    else:
-        print("no error was reported")
-
-
-def compare(name: str, got, want) -> None:
-    """Print how far two arrays are apart."""
-    got, want = host(got).astype(np.float64), host(want).astype(np.float64)
-    error = np.abs(got - want)
-    print(f"{name}: largest difference {error.max():.1e} (values up to {np.abs(want).max():.3g})")
-
-
-# ----------------------------------------------------------------------------- the files of a lesson
-def lesson_files() -> list[Path]:
-    """All lessons, in order. Raises UserError where there are none: an installed package does not hold them."""
-    found = sorted(LESSONS.glob("[0-9][0-9]_*.py"))
-    if not found:
-        raise UserError(
-            "the lessons are in xtrain's repository and not in the installed package: run this inside a checkout"
-        )
-    return found
-
-
-def lesson_file(lesson: str) -> Path:
-    """Raises UserError when there is none with this number."""
-    files = lesson_files()
-    found = [f for f in files if lesson.isdecimal() and f.name.startswith(f"{int(lesson):02d}_")]
-    if not found:
-        raise UserError(
-            f"there is no lesson {lesson} in {LESSONS}: `python -m xtrain.lesson list` shows those that are there"
-        )
-    return found[0]
-
-
-def cells(text: str) -> list[tuple[str, str]]:
-    """[(header, source)] of a jupytext percent file; the header is what follows `# %%`."""
-    parts = re.split(r"^# %%(.*)\n", text, flags=re.M)[1:]
-    return [(h.strip(), body.strip("\n")) for h, body in zip(parts[::2], parts[1::2])]
-
-
-def tagged(text: str, *tags: str) -> str:
-    """The code of all cells with one of these tags."""
-    chosen = [b for h, b in cells(text) if any(f'"{t}"' in h for t in tags)]
-    return "\n\n\n".join(chosen) + "\n"
-
-
-def load(code: str, file: str) -> types.ModuleType:
-    """Run code as a module of its own; `file` is its name in reports, where its lines can be looked up."""
-    module = types.ModuleType(Path(file).stem)
-    module.__file__ = file
-    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
-    exec(compile(code, file, "exec"), module.__dict__)
-    return module
-
-
-def start(lesson: str, folder: Path = WORK, force=False) -> Path:
-    """Write a lesson's exercises, gaps and all, to `folder`. -> the file. Raises UserError, also when it exists."""
-    path = lesson_file(lesson)
-    mine = folder / path.name
-    if os.path.exists(mine) and not force:
-        raise UserError(f"{mine} exists: go on there, or give --force to begin anew")
-    head = (
-        f'"""Exercises of {path.stem}: fill every gap, then run  python -m xtrain.lesson check {int(lesson)}\n\n'
-        f'The text that goes with them: lessons/{path.stem}.ipynb, or the page of the lesson."""\n\n'
-    )
-    text = head + tagged(path.read_text(encoding="utf-8"), "imports", "exercise")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(mine, text.encode())  # --force on a full disk must not lose what is there
-    except OSError as error:
-        raise cannot_write(mine, error, "begin in another folder") from error
-    return mine
-
-
-def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
-    """Judge the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file."""
-    lesson, _, one = lesson.partition(".")
-    exercises = [e for e in _exercises_of(lesson) if not one or e.number.split(".")[1] == one]
-    if not exercises:
-        raise UserError(
-            f"there is no exercise {lesson}.{one}: lesson {lesson} has {_names(lesson)}"
-        )
-    if file is None:
-        file = WORK / lesson_file(lesson).name
-    if not file.exists():
-        raise UserError(f"{file} is not there: `python -m xtrain.lesson start {lesson}` makes it")
-    try:
-        module = load(file.read_text(encoding="utf-8"), str(file.resolve()))
-    except Exception as error:
-        at = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise UserError(
-            f"{file} cannot be read as Python: {type(error).__name__}{at}: {error}"
-        ) from None
-    verdicts = []
-    for e in exercises:
-        work = getattr(module, e.name, None)
-        if work is None:
-            verdicts.append(
-                Verdict(False, f"{e.number} {e.name}: not yet.\n  {file} has no {e.name}.")
+def load_checks(module: str) -> Any:
+    """A module of lessons/checks. Raises UserError where the lessons are not: an installed package does not contain them."""
+    if PACKAGE not in sys.modules:
+        if not CHECKS.is_dir():
+            raise UserError(
+                "the lessons are in xtrain's repository, not in the installed package: run this inside a clone"
             )
-        else:
-            verdicts.append(attempt.judge(e, work))
-    return verdicts
+        spec = importlib.util.spec_from_file_location(
+            PACKAGE, CHECKS / "__init__.py", submodule_search_locations=[str(CHECKS)]
+        )
+        package = importlib.util.module_from_spec(spec)
+        sys.modules[PACKAGE] = package
+        spec.loader.exec_module(package)
+    return importlib.import_module(f"{PACKAGE}.{module}")
 
 
-# ----------------------------------------------------------------------------- command line
+def __getattr__(name: str) -> Any:
+    """lesson.check, lesson.source, ...: the names of lessons/checks/api.py."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(load_checks("api"), name)
+
+
+@command("xtrain.lesson")
 def main(arguments: list[str] | None = None) -> int:
     """-> 0 all exercises pass, 1 some do not yet, 2 bad input."""
     parser = argparse.ArgumentParser(
@@ -285,43 +56,23 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("list", help="the exercises, and the file with yours")
     begin = commands.add_parser("start", help="copy a lesson's exercises")
     begin.add_argument("lesson", help="its number: 1")
-    begin.add_argument("--force", action="store_true", help="overwrite what is there")
+    begin.add_argument("--force", action="store_true", help="overwrite an existing file")
     judge = commands.add_parser("check", help="judge them")
     judge.add_argument("lesson", help="its number: 1; or that of one exercise: 1.2")
     judge.add_argument("file", nargs="?", type=Path, help="default: my_lessons/NN_name.py")
     options = parser.parse_args(arguments)
-    try:
-        return _COMMANDS[options.command](options)
-    except UserError as error:
-        print(f"xtrain.lesson: {error}", file=sys.stderr)
-        return 2
-
-
-def _list(options):
-    for path in lesson_files():
-        lesson = str(int(path.name[:2]))
-        mine = WORK / path.name
-        done = f"{mine}" if mine.exists() else "not started"
-        print(
-            f"{lesson:>2}  {path.stem[3:].replace('_', ' ')}: exercises {_names(lesson)} ({done})"
-        )
-    return 0
-
-
-def _start(options):
-    path = start(options.lesson, force=options.force)
-    print(f"{path}: fill the gaps, then  python -m xtrain.lesson check {options.lesson}")
-    return 0
-
-
-def _check(options):
-    verdicts = check_file(options.lesson, options.file)
-    for v in verdicts:
-        print(v)
+    checks = load_checks("api")
+    if options.command == "list":
+        print(*checks.overview(), sep="\n")
+        return 0
+    if options.command == "start":
+        path = checks.start(options.lesson, force=options.force)
+        print(f"{path}: fill the gaps, then  python -m xtrain.lesson check {options.lesson}")
+        return 0
+    verdicts = checks.check_file(options.lesson, options.file)
+    print(*verdicts, sep="\n")
     return 0 if all(v.passed for v in verdicts) else 1
 
-
-_COMMANDS = {"list": _list, "start": _start, "check": _check}
 
 if __name__ == "__main__":
     sys.exit(command_line(main))

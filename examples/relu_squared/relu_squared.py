@@ -10,22 +10,11 @@ Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory
 import numpy as np
 from numba import cuda, float32
 
-from xtrain.autograd import Function
+from xtrain.nn.autograd import Function
 from xtrain.device import Array
-from xtrain.kernels._flat import (
-    BLOCK,
-    EACH,
-    GAP,
-    STEPS,
-    STRIDE,
-    first_element,
-    is_whole,
-    launch_flat,
-    load,
-    store,
-)
-from xtrain.kernels._launch import FLOATS, check_array, empty_like, on_host
-from xtrain.kernels._ptx import device, kernel
+from xtrain.kernels.primitives.flat import BLOCK, EACH, GAP, STEPS, STRIDE, first_element, is_whole, launch_flat, load, store
+from xtrain.kernels.runtime.launch import FLOATS, check_array, empty_like, on_host
+from xtrain.kernels.primitives.ptx import device, kernel
 
 # --8<-- [end:imports]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from xtrain import huggingface
-from xtrain._report import record
-from xtrain.config import UserError
-from xtrain.data import read_shard
-from xtrain.manifest import verify
-from xtrain.report import page
-from xtrain.tensor_file import read_header
-from xtrain.tokenizer import Tokenizer
+from xtrain.formats import huggingface
+from xtrain.report import record
+from xtrain.errors import UserError
+from xtrain.data.dataset import read_shard
+from xtrain.formats.manifest import verify
+from xtrain.report.page import page
+from xtrain.formats.tensor_file import read_header
+from xtrain.data.tokenizer import Tokenizer
 
 from .drive import Refused, Target
 

@@ -9,22 +9,17 @@ import typing
 
 from hypothesis import strategies as st
 
-from xtrain import (
-    chat,
-    compare,
-    convert_meta,
-    ddp,
-    doctor,
-    generate,
-    gradcheck,
-    lesson,
-    profile,
-    report,
-    train,
-)
-from xtrain.communicator import ALONE
-from xtrain.config import ModelConfig, TrainConfig, UserError, resolve
-from xtrain.stopping import seconds
+from xtrain.serving import conversation as chat, text_generation as generate
+from xtrain.inspect import compare, doctor, gradcheck, profile
+from xtrain.formats import meta as convert_meta
+from xtrain.parallel import ddp
+from xtrain import lesson
+from xtrain.report import page as report
+from xtrain.training import loop as train
+from xtrain.training.single_process import ALONE
+from xtrain.config import ModelConfig, TrainConfig, resolve
+from xtrain.errors import UserError
+from xtrain.training.preemption import seconds
 
 from .drive import Refused, Target
 from .files import refusing

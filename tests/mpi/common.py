@@ -6,10 +6,10 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from xtrain.communicator import Ranks
-from xtrain.ddp import ParallelConfig
-from xtrain.faults import Guard
-from xtrain.logbook import Logbook
+from xtrain.parallel.ranks import Ranks
+from xtrain.parallel.ddp import ParallelConfig
+from xtrain.parallel.watchdog import Guard
+from xtrain.training.run_log import Logbook
 
 Logbook.picture = lambda self: (
     None

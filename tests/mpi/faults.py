@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from common import WORLD, options
 
-from xtrain import ddp
-from xtrain.communicator import HostCollectives
+from xtrain.parallel import ddp
+from xtrain.parallel.collectives import HostCollectives
 
 AT_STEP = 3
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from common import TEXT, WORLD, run_checks
 
-from xtrain import checkpoint
-from xtrain.ddp import main
+from xtrain.training import checkpoint
+from xtrain.parallel.ddp import main
 from xtrain.files import cannot_write
 
 GOOD = {

@@ -32,9 +32,9 @@ from numba import cuda, float32, int64
 from numba.cuda.libdevice import fadd_rn, fdiv_rn, fmul_rn, fsqrt_rn, fsub_rn
 
 from ..device import Array
-from ._flat import BLOCK, EACH, GAP, QUAD, STRIDE, load, on_16_bytes, position, store
-from ._launch import check, check_array, launch, on_host
-from ._ptx import device, kernel
+from .primitives.flat import BLOCK, EACH, GAP, QUAD, STRIDE, load, on_16_bytes, position, store
+from .primitives.ptx import device, kernel
+from .runtime.launch import check, check_array, launch, on_host
 
 TILE = STRIDE  # one chunk per thread: four arrays are enough bytes under way
 

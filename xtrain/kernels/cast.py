@@ -25,7 +25,7 @@ import numpy as np
 from numba import cuda, float32, int64
 
 from ..device import Array
-from ._flat import (
+from .primitives.flat import (
     BLOCK,
     EACH,
     GAP,
@@ -38,8 +38,8 @@ from ._flat import (
     position,
     store,
 )
-from ._launch import FLOATS, check, check_array, empty, on_host
-from ._ptx import device, kernel
+from .primitives.ptx import device, kernel
+from .runtime.launch import FLOATS, check, check_array, empty, on_host
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

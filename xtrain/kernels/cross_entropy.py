@@ -28,12 +28,11 @@ from numba import cuda, float32, int64, types, uint32
 
 from ..device import Array, cupy
 from ..simulator import SimArray
-from ._launch import FLOATS, check, check_array, check_ids, empty, launch, on_host, wide
-from ._ptx import device, kernel, load1, store1
-from ._reduce import MAX_WARPS, block_max, block_sum
-from ._rows import aligned_rows
-from ._tensor_cores import exp2, fmax
-from ._words import (
+from .primitives.ptx import device, kernel, load1, store1
+from .primitives.reduce import MAX_WARPS, block_max, block_sum
+from .primitives.rows import aligned_rows
+from .primitives.tensor_cores import exp2, fmax
+from .primitives.words import (
     each_of,
     load_words4,
     load_words4_shared,
@@ -48,6 +47,7 @@ from ._words import (
     unpack4,
     unpack8,
 )
+from .runtime.launch import FLOATS, check, check_array, check_ids, empty, launch, on_host, wide
 from .softmax import LOG2E, LOWEST, online_softmax
 
 IGNORE = -100  # a target that does not count, as in PyTorch and Hugging Face

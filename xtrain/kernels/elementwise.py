@@ -13,7 +13,7 @@ import numpy as np
 from numba import cuda, float32, int64
 
 from ..device import Array
-from ._flat import (
+from .primitives.flat import (
     BLOCK,
     EACH,
     GAP,
@@ -25,8 +25,8 @@ from ._flat import (
     load,
     store,
 )
-from ._launch import FLOATS, check_array, empty_like, on_host
-from ._ptx import device, kernel
+from .primitives.ptx import device, kernel
+from .runtime.launch import FLOATS, check_array, empty_like, on_host
 
 
 # ----------------------------------------------------------------------------- reference

@@ -31,10 +31,29 @@ import numpy as np
 from numba import boolean, cuda, float32, int32, int64, uint32
 
 from ..device import Array
-from ._flat import BLOCK, EACH, QUAD, blocks_for_rows, load, make_place, position, store, whole_rows
-from ._launch import FLOATS, can_overlap, check, check_array, check_ids, empty, launch, on_host
-from ._ptx import device, kernel, wait_for_previous
-from ._reduce import FULL, warp_sum
+from .primitives.flat import (
+    BLOCK,
+    EACH,
+    QUAD,
+    blocks_for_rows,
+    load,
+    make_place,
+    position,
+    store,
+    whole_rows,
+)
+from .primitives.ptx import device, kernel, wait_for_previous
+from .primitives.reduce import FULL, warp_sum
+from .runtime.launch import (
+    FLOATS,
+    can_overlap,
+    check,
+    check_array,
+    check_ids,
+    empty,
+    launch,
+    on_host,
+)
 
 NAN = float32(math.nan)
 AHEAD = 4  # rows under way before the first is used

@@ -19,7 +19,7 @@ import threading
 import numpy as np
 
 from ..device import Array, cupy
-from ._launch import FLOATS, check, check_array, empty, on_host
+from .runtime.launch import FLOATS, check, check_array, empty, on_host
 
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for sm_90, 8 times what older cards need
 TILE = 128  # rows and columns of out that a block computes; cuBLAS's are mostly of this size

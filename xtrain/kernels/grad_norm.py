@@ -19,10 +19,21 @@ import numpy as np
 from numba import cuda, float32, int64
 
 from ..device import Array
-from ._flat import BLOCK, EACH, GAP, QUAD, STEPS, STRIDE, TILE, is_whole, load, on_16_bytes
-from ._launch import check, check_array, empty, launch, on_host
-from ._ptx import kernel
-from ._reduce import MAX_WARPS, block_sum
+from .primitives.flat import (
+    BLOCK,
+    EACH,
+    GAP,
+    QUAD,
+    STEPS,
+    STRIDE,
+    TILE,
+    is_whole,
+    load,
+    on_16_bytes,
+)
+from .primitives.ptx import kernel
+from .primitives.reduce import MAX_WARPS, block_sum
+from .runtime.launch import check, check_array, empty, launch, on_host
 
 PARTIALS = 1056  # 8 blocks on each of an H200's 132 multiprocessors: all the threads it can hold
 INF = float32(math.inf)

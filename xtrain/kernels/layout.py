@@ -14,10 +14,10 @@ import numpy as np
 from numba import cuda, int64, uint32
 
 from ..device import Array
-from ._flat import flat_rows, on_16_bytes, row_step
-from ._launch import FLOATS, check, check_array, empty, launch, on_host
-from ._ptx import kernel
-from ._words import each_of, load_words4, load_words8, store_words4, store_words8
+from .primitives.flat import flat_rows, on_16_bytes, row_step
+from .primitives.ptx import kernel
+from .primitives.words import each_of, load_words4, load_words8, store_words4, store_words8
+from .runtime.launch import FLOATS, check, check_array, empty, launch, on_host
 
 WARPS = 8  # of the plain kernel: rows of D in a block, one warp each
 MAX_GRID_Y = 65535  # the hardware's limit

@@ -20,9 +20,9 @@ fewer tiles than the GPU has multiprocessors. So fewer rows take less memory and
 import numpy as np
 
 from ..device import Array
-from ._launch import FLOATS, check, check_array, check_ids, empty, on_host
 from .cross_entropy import cross_entropy, refuse_wrong
 from .gemm import matmul
+from .runtime.launch import FLOATS, check, check_array, check_ids, empty, on_host
 
 ROWS = 2048
 UNIT = 64  # all chunks but the last are a multiple of it

@@ -29,13 +29,13 @@ from numba import cuda, float32, int32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
-from ._flat import on_16_bytes
-from ._heads import head_plan, make_head_ops
-from ._launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
-from ._ptx import device, kernel, let_next_start, load1, store1
-from ._reduce import add_column_sums, warp_sum
-from ._words import each_of
+from .primitives.flat import on_16_bytes
+from .primitives.heads import head_plan, make_head_ops
+from .primitives.ptx import device, kernel, let_next_start, load1, store1
+from .primitives.reduce import add_column_sums, warp_sum
+from .primitives.words import each_of
 from .rope import angle, check_tables, cycle, position_of, positions_for, rope_ref
+from .runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
 
 WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
 MAX_D = 256  # widest head: the sums for dw take WARPS * MAX_D floats of shared memory

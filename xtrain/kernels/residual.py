@@ -19,8 +19,13 @@ from numba import cuda, float32, int64
 from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
-from ._flat import on_16_bytes
-from ._launch import (
+from .primitives.flat import on_16_bytes
+from .primitives.ptx import kernel, let_next_start, wait_for_previous
+from .primitives.reduce import MAX_WARPS
+from .primitives.rows import MAX_COLUMNS, aligned_rows, make_row_ops
+from .primitives.words import each_of
+from .rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
+from .runtime.launch import (
     FLOATS,
     can_overlap,
     check,
@@ -31,11 +36,6 @@ from ._launch import (
     on_host,
     wide,
 )
-from ._ptx import kernel, let_next_start, wait_for_previous
-from ._reduce import MAX_WARPS
-from ._rows import MAX_COLUMNS, aligned_rows, make_row_ops
-from ._words import each_of
-from .rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
 
 
 # ----------------------------------------------------------------------------- reference

@@ -26,8 +26,12 @@ from numba import cuda, float32, int32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
-from ._flat import on_16_bytes
-from ._launch import (
+from .primitives.flat import on_16_bytes
+from .primitives.ptx import kernel, let_next_start
+from .primitives.reduce import MAX_WARPS, add_column_sums, block_sum
+from .primitives.rows import aligned_rows, make_row_ops, row_plan
+from .primitives.words import each_of
+from .runtime.launch import (
     FLOATS,
     can_overlap,
     check,
@@ -38,10 +42,6 @@ from ._launch import (
     on_host,
     wide,
 )
-from ._ptx import kernel, let_next_start
-from ._reduce import MAX_WARPS, add_column_sums, block_sum
-from ._rows import aligned_rows, make_row_ops, row_plan
-from ._words import each_of
 
 BLOCK = 256  # of the naive kernel: 8 warps
 BWD_COLUMNS = (

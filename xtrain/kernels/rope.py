@@ -30,9 +30,11 @@ import numpy as np
 from numba import cuda, float32, int64, uint32
 
 from ..device import Array
-from ._flat import on_16_bytes
-from ._heads import NAN, head_plan, make_head_ops
-from ._launch import (
+from .primitives.flat import on_16_bytes
+from .primitives.heads import NAN, head_plan, make_head_ops
+from .primitives.ptx import kernel, load1, store1
+from .primitives.words import each_of
+from .runtime.launch import (
     FLOATS,
     check,
     check_array,
@@ -43,8 +45,6 @@ from ._launch import (
     on_host,
     wide,
 )
-from ._ptx import kernel, load1, store1
-from ._words import each_of
 
 BLOCK = 256  # threads, about. In the plain kernel: as many whole heads as fit, one thread per plane
 

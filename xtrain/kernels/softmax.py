@@ -23,12 +23,12 @@ from numba import cuda, float32, int32, int64
 from numba.cuda.libdevice import fmul_rn
 
 from ..device import Array
-from ._flat import on_16_bytes
-from ._launch import check, check_array, launch, on_host
-from ._ptx import device, kernel, load4, store4
-from ._reduce import MAX_WARPS, block_max, block_sum, warp_max, warp_sum
-from ._rows import row_plan
-from ._tensor_cores import exp2, fmax
+from .primitives.flat import on_16_bytes
+from .primitives.ptx import device, kernel, load4, store4
+from .primitives.reduce import MAX_WARPS, block_max, block_sum, warp_max, warp_sum
+from .primitives.rows import row_plan
+from .primitives.tensor_cores import exp2, fmax
+from .runtime.launch import check, check_array, launch, on_host
 
 BLOCK = 256
 WARPS = BLOCK // 32

@@ -27,7 +27,7 @@ from numba import cuda, float32, int64
 from numba.cuda.libdevice import fast_fdividef
 
 from ..device import Array
-from ._flat import (
+from .primitives.flat import (
     BLOCK,
     EACH,
     GAP,
@@ -42,8 +42,8 @@ from ._flat import (
     store,
     whole_rows,
 )
-from ._launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
-from ._ptx import device, kernel
+from .primitives.ptx import device, kernel
+from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
 
 
 # ----------------------------------------------------------------------------- reference

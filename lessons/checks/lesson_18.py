@@ -1,0 +1,153 @@
+"""Exercises of lesson 18: the KV cache and grouped queries."""
+
+import numpy as np
+
+from xtrain.kernels.decoding.kv_cache import kv_cache_bytes
+
+from .attempt import exercise
+
+
+def ints(like, values):
+    return np.array(values, np.int32).view(type(like))
+
+
+@exercise(
+    "18.1", "append_kernel",
+    first_step="block (n, g) copies head g of token n; thread d one channel. It goes to row rows[n], head g, position positions[n].",
+    hints={
+        "OutOfBoundsError": "A token without a place is left out: only if rows[n] >= 0 and 0 <= positions[n] < S. "
+        "And the cache is (R, G, S, D): row, head, position, channel.",
+        "RaceError": "Two threads write one place. Block (n, g) does head g = blockIdx.y, thread d begins at channel d; "
+        "and the place comes from rows[n] AND positions[n].",
+    },
+)  # fmt: skip
+def append_kernel(e):
+    like = e.normal(1)
+    for rows, positions, D in (
+        ((0,), (5,), 3),
+        ((1, 0, 1), (0, 3, 1), 40),
+        ((0, -1, 1, 0, 1), (1, 2, 4, 0, -1), 3),
+    ):
+        N, R, G, S = len(rows), 2, 2, 4 if -1 in rows else 6
+        cache, new = e.blank(R, G, S, D), e.normal(N, G, D)
+        case = f"rows {', '.join(map(str, rows))}, positions {', '.join(map(str, positions))}, capacity {S}"
+        e.run((N, G), 32, cache, new, ints(like, rows), ints(like, positions), case=case)
+        want, other, first = (np.full((R, G, S, D), np.nan, np.float32) for _ in range(3))
+        for n, (r, p) in enumerate(zip(rows, positions)):
+            if r >= 0 and 0 <= p < S:
+                want[r, :, p] = np.asarray(new)[n]
+                first[r, 0, p] = np.asarray(new)[n, 0]
+            if n < R:
+                other[n, :, p % S] = np.asarray(new)[n]
+        wrote, places = e.wrote(cache).any(-1), ~np.isnan(want).any(-1)
+        zero = (np.arange(R)[:, None, None] == 0) | (np.arange(S) == 0)  # row 0 or position 0
+        e.same("cache", cache, want, {
+            "Nothing was written at all. Row 0 and position 0 are places, too: rows[n] >= 0 and 0 <= positions[n] < S.":
+                lambda got: np.isnan(got).all(),
+            "Token n went to row n: its row is rows[n].": other,
+            "Only head 0 was written: block (n, g) does head g = blockIdx.y.": first,
+            "Only the first 32 channels were copied: a thread goes on in steps of 32.":
+                lambda got: D > 32 and np.array_equal(got[..., :32], want[..., :32], True) and np.isnan(got[..., 32:]).all(),
+            "A token is left out that has a place. Row 0 and position 0 are places, too: rows[n] >= 0 and 0 <= positions[n] < S.":
+                lambda got: (places & zero & ~wrote).any() and not (places & ~zero & ~wrote).any(),
+            "All channels of a head have to be copied, d = 0 .. D - 1.":
+                lambda got: np.array_equal(wrote, places) and np.isnan(got).sum() > np.isnan(want).sum(),
+        })  # fmt: skip
+
+
+@exercise(
+    "18.2", "decode_attention",
+    first_step="one query per head: scores against the first `length` keys of its key head, a softmax, the weighted sum of values.",
+    kernel=False,
+)  # fmt: skip
+def decode_attention(e):
+    scale = 0.4
+    cases = (
+        (2, 2, 4, 6, 4, 1.0),
+        (2, 2, 3, 5, 1, 1.0),
+        (6, 2, 4, 8, 7, 1.0),
+        (2, 2, 4, 6, 4, 100.0),
+    )
+    for H, G, D, S, length, large in cases:
+        q = np.asarray(e.normal(H, D, scale=large))
+        k, v = (np.asarray(e.normal(G, S, D, scale=2.0)).copy() for _ in range(2))
+        k[:, length:] = v[:, length:] = np.nan
+        got = e.call(
+            q,
+            k,
+            v,
+            length,
+            scale,
+            case=f"{H} query heads on {G} key heads, {length} of {S} places filled"
+            + (", large scores" if large > 1 else ""),
+        )
+        e.need(got is not None, "It returns None: return o (H, D).")
+
+        def attend(head, scale=scale, k=k, v=v, n=length, q=q, H=H, whole=True):
+            out = np.zeros_like(q)
+            for h in range(H):
+                s = k[head(h), :n] @ q[h] * scale
+                p = np.exp(s - s.max())
+                out[h] = p / (p.sum() if whole else 1) @ v[head(h), :n]
+            return out
+
+        def across():
+            s = np.stack([k[h // (H // G), :length] @ q[h] * scale for h in range(H)])
+            p = np.exp(s - s.max(0))
+            return np.stack([w @ v[h // (H // G), :length] for h, w in enumerate(p / p.sum(0))])
+
+        e.same("o", got, attend(lambda h: h // (H // G)), {
+            "exp overflows: subtract the largest score before exp.": lambda got: large > 1 and not np.isfinite(got).all(),
+            "The softmax runs over the heads here: it runs over the keys of one head.": across(),
+            "It reads places that nobody has filled (they are NaN): only the first `length` keys and values count.":
+                lambda got: np.isnan(got).any(),
+            "Query head h belongs to key head h // (H / G): neighbours share one.": attend(lambda h: h % G),
+            "All query heads read key head 0.": attend(lambda h: 0),
+            "The newest key is left out: the token itself is among the first `length`.":
+                attend(lambda h: h // (H // G), n=length - 1) if length > 1 else np.empty(0),
+            "The scores were not scaled.": attend(lambda h: h // (H // G), scale=1.0),
+            "The weights do not sum to 1: divide by the sum of the exponentials.":
+                attend(lambda h: h // (H // G), whole=False) if length > 1 else np.empty(0),
+        }, rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+@exercise(
+    "18.3", "largest_batch",
+    first_step="bytes of ONE sequence: for every layer, keys and values, for every key head and every position, D numbers.",
+    kernel=False,
+)  # fmt: skip
+def largest_batch(e):
+    for L, H, G, D, S, size, free in (
+        (12, 12, 12, 64, 1024, 4, 10**9),
+        (32, 32, 8, 128, 8192, 2, 64 * 10**9),
+        (2, 4, 4, 8, 16, 4, 100),
+    ):
+        got = e.call(
+            L,
+            H,
+            G,
+            D,
+            S,
+            size,
+            free,
+            case=f"{L} layers, {H} query and {G} key heads of {D}, {S} tokens, {size} bytes a number, {free:,} bytes free",
+        )
+        one = kv_cache_bytes(L, 1, G, S, D, {4: np.float32, 2: np.float16}[size])
+        want = free // one
+        if got == want:
+            continue
+        e.need(got is not None and np.ndim(got) == 0, "Return one whole number.")
+        say = f"It says {got}; expected {want}."
+        if got == free // (one // 2):
+            say += " Keys AND values are kept: twice as much."
+        elif got == free // (one // L):
+            say += " Each layer has keys and values of its own."
+        elif got == free // (one // G * H):
+            say += " The cache holds key heads, not query heads: that is what grouping saves."
+        elif got == free // (one // size):
+            say += " A number takes more than one byte."
+        elif got == want + 1:
+            say += " The last one does not fit as a whole: round down, with //."
+        elif np.isclose(float(got), free / one):
+            say += " Sequences are whole: round down, with //."
+        raise e.wrong(say)

@@ -1,0 +1,225 @@
+"""Exercises of lesson 23: beyond one card and one kind of kernel."""
+
+import ml_dtypes
+import numpy as np
+
+from xtrain.kernels.primitives.tensor_maps import tensor_maps
+
+from .attempt import exercise
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+BYTES = 64 * 64 * 2
+
+
+@exercise(
+    "23.1", "warpgroup_kernel",
+    first_step="thread 0 makes the barrier, then a cuda.syncthreads(), then thread 0 expects 2 * TILE_BYTES bytes and starts two copies.",
+    allow=(
+        "shared_base", "mbar_init", "mbar_init_fence", "mbar_expect", "mbar_wait", "acquire_map", "load_tile",
+        "begin_product", "wait_for_product", "describe",
+    ),
+    hints={
+        "AsyncError": "Keep the order of the table: cuda.syncthreads() between making the barrier and waiting at it, acquire_map before load_tile, mbar_wait(base, 0) before the tiles are used, wait_for_product(acc) before acc is.",
+        "DeadlockError": "The phase of a barrier ends when all that it expects has come: one arrival, mbar_expect by thread 0 alone, with the bytes "
+        "of BOTH tiles, 2 * TILE_BYTES. And begin_product is for all 128 threads.",
+        "CollectiveError": "begin_product and wait_for_product are for all 128 threads: outside of any `if`.",
+        "UninitializedError": "Something is read that has not come: the tiles are there after mbar_wait(base, 0), acc after wait_for_product(acc); and begin_product is for "
+        "all 128 threads.",
+        "UninitializedError in shared memory": "The tiles lie at base + Q and base + K, and are there after mbar_wait(base, 0).",
+        "RaceError": "One thread makes the barrier and starts the copies: if thread == 0. A cuda.syncthreads() stands between making the barrier and "
+        "waiting at it.",
+        "RaceError in global memory": "Each element of s is written by one thread: row 16 w + g + 8 (i // 2), column 8 j + 2 t + i % 2, with "
+        "w = thread // 32, g = thread % 32 // 4, t = thread % 4.",
+        "OutOfBoundsError": "s is (64, 64): row 16 w + g + 8 (i // 2), column 8 j + 2 t + i % 2, with w = thread // 32, g = thread % 32 // 4, t = "
+        "thread % 4; acc has 32 elements. And the product takes descriptors: describe(base + Q).",
+    },
+)  # fmt: skip
+def warpgroup_kernel(e):
+    for _ in range(2):
+        q, k = (e.normal(1, 64, 1, 64, dtype=ml_dtypes.bfloat16) for _ in range(2))
+        s = e.blank(64, 64)
+        e.run(
+            1, 128, s, tensor_maps((q, 64), (k, 64)), shared=1024 + 2 * BYTES, case="q, k (64, 64)"
+        )
+        a, b = (np.asarray(x).astype(np.float64).reshape(64, 64) for x in (q, k))
+        w, g, t = (
+            x[:, None, None]
+            for x in (np.arange(128) // 32, np.arange(128) % 32 // 4, np.arange(128) % 4)
+        )
+        j, i = np.arange(8)[None, :, None], np.arange(4)[None, None, :]
+        crossed = np.empty((64, 64))
+        crossed[16 * w + g + 8 * (i % 2), 8 * j + 2 * t + i // 2] = (a @ b.T)[
+            16 * w + g + 8 * (i // 2), 8 * j + 2 * t + i % 2
+        ]
+        n = 8 * i + j
+        turned = np.empty((64, 64))
+        turned[16 * w + g + 8 * (i // 2), 8 * j + 2 * t + i % 2] = (a @ b.T)[
+            16 * w + g + 8 * (n % 4 // 2), 8 * (n // 4) + 2 * t + n % 2
+        ]
+        e.same("s", s, a @ b.T, {
+            "acc holds the 4 numbers of one group of columns side by side: acc[4 * j + i], not acc[8 * i + j].": turned,
+            "That is k q^T: the first descriptor is the left operand, q.": b @ a.T,
+            "That is q q^T: the second descriptor is k's, describe(base + K).": a @ a.T,
+            "That is k k^T: the first descriptor is q's, describe(base + Q).": b @ b.T,
+            "acc[1] and acc[2] are exchanged: acc[4 j + 1] is one column further, acc[4 j + 2] 8 rows.": crossed,
+            "Only the first warp's rows are written: warp w = thread // 32 has rows 16 w to 16 w + 15.":
+                lambda got: np.isnan(got[16:]).all() and np.allclose(got[:16], (a @ b.T)[:16], 1e-3, 1e-3),
+        }, rtol=1e-3, atol=1e-3)  # fmt: skip
+
+
+@exercise(
+    "23.3", "mlp_shares",
+    first_step="rank r owns some of the hidden numbers: rows of w1, and the columns of w2 that belong to the SAME hidden numbers.",
+    hints={"ValueError": "w1 is (F, C), w2 is (C, F): a hidden number is a ROW of w1 and a COLUMN of w2, w1[mine] and w2[:, mine]."},
+    kernel=False,
+)  # fmt: skip
+def mlp_shares(e):
+    for N, C, F, ranks in ((3, 4, 6, 1), (3, 4, 6, 2), (2, 5, 12, 4), (2, 6, 6, 3)):
+        x, w1, w2 = (np.asarray(e.normal(*s)).astype(np.float64) for s in ((N, C), (F, C), (C, F)))
+        got = e.call(
+            x, w1, w2, ranks, case=f"x ({N}, {C}), w1 ({F}, {C}), w2 ({C}, {F}), {ranks} ranks"
+        )
+        e.need(
+            isinstance(got, list) and len(got) == ranks,
+            f"Return a list with one array for each of the {ranks} ranks.",
+        )
+        want = silu(x @ w1.T) @ w2.T
+        part = F // ranks
+        mine = slice(0, part)
+        first = silu(x @ w1[mine].T) @ w2[:, mine].T
+        e.need(
+            np.shape(got[0]) == (N, C),
+            f"The share of rank 0 has shape {np.shape(got[0])}: each is (N, C), as large as the result, and they are added up.",
+        )
+        total = sum(np.asarray(s) for s in got)
+        e.need(
+            ranks == 1 or not np.allclose(got[0], want),
+            "Every rank computes the whole: nothing is divided. Rank r may use F / ranks rows of w1 and columns of w2.",
+        )
+        e.need(
+            ranks == 1 or not all(np.allclose(share, want / ranks) for share in got),
+            "Every rank computes the whole and takes a part of the result: nothing is divided. Rank r may use F / ranks hidden numbers.",
+        )
+        rows, strided = _slices(F, ranks), [slice(r, None, ranks) for r in range(ranks)]
+        pairs = zip(rows, strided), zip(strided, rows), zip(rows, rows[::-1])
+        unmatched = [sum(silu(x @ w1[a].T) @ w2[:, b].T for a, b in pair) for pair in pairs]
+        inputs = (
+            sum(silu(x[:, s] @ w1[:, s].T) @ w2.T for s in _slices(C, ranks))
+            if C % ranks == 0
+            else None
+        )
+        e.same("the sum of the shares", total, want, {
+            "w1 was divided along its inputs. The sum over inputs would have to be complete BEFORE silu, which does not add up: "
+            "silu(a + b) is not silu(a) + silu(b).": inputs if inputs is not None else np.empty(0),
+            "silu is missing between the two products.": (x @ w1.T) @ w2.T,
+            "The columns of w2 do not belong to the rows of w1: both are r F / ranks to (r + 1) F / ranks.":
+                lambda got: any(np.allclose(got, wrong) for wrong in unmatched),
+        }, rtol=1e-6)  # fmt: skip
+        e.same("the share of rank 0", np.asarray(got[0]), first, {
+            "The sum is right, but rank 0 has every ranks-th hidden number. A rank's are neighbours, so that its weights are one piece of memory.":
+                silu(x @ w1[::ranks].T) @ w2[:, ::ranks].T,
+        }, rtol=1e-6)  # fmt: skip
+
+
+def _slices(n, parts):
+    return [slice(i * n // parts, (i + 1) * n // parts) for i in range(parts)]
+
+
+@exercise(
+    "23.4", "fsdp_bytes",
+    first_step="each rank keeps 1 / ranks of every layer's weights for good. How many whole layers must be there at one moment?",
+    kernel=False,
+)  # fmt: skip
+def fsdp_bytes(e):
+    for layers, size, ranks, ahead in (
+        (4, 100, 1, 0),
+        (32, 800, 8, 0),
+        (32, 800, 8, 1),
+        (10, 64, 4, 2),
+    ):
+        got = e.call(
+            layers,
+            size,
+            ranks,
+            ahead,
+            case=f"{layers} layers of {size} bytes, {ranks} ranks, {ahead} gathered ahead",
+        )
+        want = layers * size // ranks + (1 + ahead) * size if ranks > 1 else layers * size
+        if got == want:
+            continue
+        e.need(got is not None and np.ndim(got) == 0, "Return one number.")
+        say = f"It says {got}; expected {want}."
+        if got == layers * size:
+            say += " That is everything on every rank: data parallel without sharding."
+        elif got == layers * size // ranks:
+            say += " To compute a layer, its whole weights must be there: gathered from all ranks, used, and dropped."
+        elif ahead and got == layers * size // ranks + size:
+            say += " While a layer is computed the next ones are gathered already: they take memory, too."
+        elif ranks > 1 and got == layers * size / ranks + (1 + ahead) * size * (ranks - 1) / ranks:
+            say += " A gathered layer is a whole new array, with a copy of the own part in it: layer_bytes each."
+        elif got == layers * size / ranks + ahead * size and ahead:
+            say += " The layer that is being computed is there as a whole, beside those gathered ahead."
+        elif ranks == 1:
+            say += " A single rank has all of it anyway; nothing is gathered."
+        raise e.wrong(say)
+
+
+@exercise(
+    "23.2", "finish_time",
+    first_step="two lists, when each load ends and when each computation ends. Tile i needs a free buffer: computation i - stages must be over.",
+    hints={"IndexError": "Tile 0 has nobody before it: loaded and done are empty, and i - stages is below 0."},
+    kernel=False,
+)  # fmt: skip
+def finish_time(e):
+    for tiles, load, compute, stages in (
+        (3, 2.0, 3.0, 1),
+        (3, 2.0, 3.0, 2),
+        (4, 3.0, 1.0, 2),
+        (5, 1.0, 2.0, 3),
+        (1, 2.0, 3.0, 4),
+    ):
+        got = e.call(
+            tiles,
+            load,
+            compute,
+            stages,
+            case=f"{tiles} tiles, load {load:g}, compute {compute:g}, {stages} buffers",
+        )
+        loaded, done = [], []
+        for i in range(tiles):
+            begin = max(loaded[-1] if loaded else 0, done[i - stages] if i >= stages else 0)
+            loaded.append(begin + load)
+            done.append(max(loaded[i], done[-1] if done else 0) + compute)
+        if got is not None and np.ndim(got) == 0 and np.isclose(float(got), done[-1]):
+            continue
+        e.need(
+            got is not None and np.ndim(got) == 0,
+            "Return one number, the time at which the last computation ends.",
+        )
+        say = f"It says {got:g}; expected {done[-1]:g}."
+        side, free = [], []  # loads beside each other; computations beside each other
+        for i in range(tiles):
+            side.append(
+                max((side[i - stages] if i >= stages else 0) + load, side[-1] if side else 0)
+                + compute
+            )
+            free.append(
+                max(loaded[i - 1] if i else 0, free[i - stages] if i >= stages else 0)
+                + load
+                + compute
+            )
+        if np.isclose(got, side[-1]) and not np.isclose(got, tiles * (load + compute)):
+            say += " Loads go one after another: load i begins when load i - 1 has ended."
+        elif np.isclose(got, free[-1]) and not np.isclose(got, tiles * (load + compute)):
+            say += " Computations go one after another: computation i begins when computation i - 1 has ended."
+        elif np.isclose(got, tiles * (load + compute)):
+            say += " That is one after the other. With several buffers the next tile is loaded while this one is computed."
+        elif np.isclose(got, tiles * max(load, compute)):
+            say += " The first load cannot overlap anything: nobody has something to compute yet."
+        elif np.isclose(got, load + tiles * compute) or np.isclose(got, tiles * load + compute):
+            say += " A load needs a free buffer: tile i waits until the computation of tile i - stages is over."
+        raise e.wrong(say)

@@ -1,0 +1,192 @@
+"""Who touched what: a kernel's accesses to memory, as the simulator saw them.
+
+    trace = traced(kernel, grid, block, *args)
+    trace.accesses                    list of Access, in the order in which the simulator ran them
+    trace.sectors("x_NC")             32-byte sectors that the warps asked for, and the bytes that threads wanted
+
+The hardware serves a warp at once: the 32 lanes of one instruction become as many transactions as there are different
+32-byte sectors among their addresses. Here an instruction is a place in the source, and the k-th time that a lane is
+there belongs to the k-th time that its neighbours are. That holds for kernels whose lanes take the same path.
+Two places in one line that read the same elements, as in x[i] * x[i], are one instruction, as for a compiler.
+"""
+
+import contextlib
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from xtrain import simulator
+from xtrain.simulator.memory import Array
+from xtrain.simulator.thread import Thread
+
+SECTOR = 32  # bytes: what memory and caches of NVIDIA GPUs move at once
+
+
+class Access(NamedTuple):
+    """One thread at one element. index: of the element in its array, flat. turn: how often it was there before.
+
+    launch: 0 for the first kernel that was traced, 1 for the second, ...
+    """
+
+    array: str
+    kind: str  # "global" | "shared"
+    write: bool
+    block: tuple[int, int, int]
+    thread: int  # position in the block
+    index: int
+    bytes: int
+    line: int
+    turn: int
+    launch: int = 0
+    column: int = 0  # of the place in its line
+
+
+class Traffic(NamedTuple):
+    """requests: instructions of whole warps. sectors: of 32 bytes that they touched. wanted: bytes that threads asked for."""
+
+    requests: int
+    sectors: int
+    wanted: int
+
+    @property
+    def moved(self) -> int:
+        return self.sectors * SECTOR
+
+    @property
+    def efficiency(self) -> float:
+        """Bytes wanted over bytes moved: 1.0 is a perfectly coalesced access."""
+        return self.wanted / self.moved if self.sectors else 1.0
+
+
+class Trace:
+    def __init__(self, accesses: list[Access]):
+        self.accesses = accesses
+
+    def of(
+        self, array: str | None = None, write: bool | None = None, kind="global"
+    ) -> list[Access]:
+        """The accesses of one array, only writes or only reads."""
+        return [
+            a
+            for a in self.accesses
+            if a.kind == kind
+            and (array is None or a.array == array)
+            and (write is None or a.write == write)
+        ]
+
+    def requests(self, array=None, write=None, kind="global") -> list[list[Access]]:
+        """Accesses grouped as the hardware sees them: one list per warp, instruction and turn."""
+        groups = defaultdict(list)
+        for a in self.of(array, write, kind):
+            line = a.launch, a.array, a.block, a.thread // 32, a.line, a.write, a.turn
+            groups[line, a.column].append(a)
+        once = {}
+        for (line, _), group in groups.items():
+            once.setdefault((line, tuple((a.thread, a.index) for a in group)), group)
+        return list(once.values())
+
+    def traffic(self, array=None, write=None) -> Traffic:
+        """Sectors of global memory, cache left aside: what the warps ask of it."""
+        requests = self.requests(array, write)
+        sectors = sum(len({a.index * a.bytes // SECTOR for a in r}) for r in requests)
+        wanted = sum(a.bytes for r in requests for a in r)
+        return Traffic(len(requests), sectors, wanted)
+
+    def bank_conflicts(self, array=None) -> list[int]:
+        """For every warp access to shared memory: into how many passes its banks force it. 1 is no conflict."""
+        ways = []
+        for request in self.requests(array, None, "shared"):
+            words = defaultdict(set)
+            for a in request:
+                word = a.index * a.bytes // 4
+                words[word % 32].add(word)
+            ways.append(max(len(w) for w in words.values()))
+        return ways
+
+
+def traced(kernel, grid, block, *args, shared: int = 0) -> Trace:
+    """Run a kernel in the simulator (arrays are changed in place) and keep every access to global and shared memory.
+
+    A global array goes by the name of the kernel's parameter, also inside device functions.
+    """
+    with tracing() as trace:
+        simulator.run(kernel, grid, block, *args, shared=shared)
+    return trace
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[Trace]:
+    """The accesses of everything that runs in the simulator inside, such as the kernels of a launcher given SimArrays."""
+    accesses, turns, widths, launches = [], defaultdict(int), {}, {}
+    load, store = Thread.load, Thread.store
+
+    def note(thread, a, index, site, write):
+        if not isinstance(a, Array) or a.memory.kind == "local":
+            return
+        k = a.locate(index)
+        if k is None:
+            return
+        launch, size, name = thread.block.launch, a.dtype.itemsize, site.what
+        if launch not in launches:
+            launches[launch] = len(launches), _parameters(launch)
+        number, parameters = launches[launch]
+        if a.memory.kind == "global":
+            name, k = _place(parameters, a.flat.__array_interface__["data"][0] + k * size, size)
+        if site not in widths:
+            widths[site] = _width(site.what, size)
+        position = tuple(int(i) for i in thread.block.position)
+        who = (number, position, thread.index, site.line, site.column, name, write)
+        turn, turns[who] = turns[who] // widths[site], turns[who] + 1
+        what = (name, a.memory.kind, write, position, thread.index, int(k), size)
+        accesses.append(Access(*what, site.line, turn, number, site.column))
+
+    def noted_load(self, a, index, site):
+        note(self, a, index, site, False)
+        return load(self, a, index, site)
+
+    def noted_store(self, a, index, value, site):
+        note(self, a, index, site, True)
+        return store(self, a, index, value, site)
+
+    Thread.load, Thread.store = noted_load, noted_store
+    try:
+        yield Trace(accesses)
+    finally:
+        Thread.load, Thread.store = load, store
+
+
+def _parameters(launch):
+    """-> [(first byte, end, name)] of the array arguments"""
+    found = []
+    names = list(inspect.signature(launch.translated.function).parameters)[1:]  # not the thread
+    for name, a in zip(names, launch.args):
+        if isinstance(a, Array):
+            low = a.flat.__array_interface__["data"][0]
+            found.append((low, low + a.flat.nbytes, name))
+    return found
+
+
+def _place(parameters, address, size):
+    """-> name of the parameter that holds this byte, index of the element in it"""
+    for low, high, name in parameters:
+        if low <= address < high:
+            return name, (address - low) // size
+    return "constant", 0
+
+
+def _width(what, size):
+    """Elements that one instruction moves: 4 for load4 of float32. Sites of intrinsics are whole calls."""
+    call = re.match(r"(?:\w+\.)*(?:load|store)(?:_words)?(\d+)\(", what)
+    return min(int(call[1]), 16 // size) if call else 1
+
+
+def owners(trace: Trace, array: str, shape, what="thread") -> np.ndarray:
+    """-> integer array of `shape`: which thread (or block) wrote each element of an array last; -1 for nobody."""
+    owner = np.full(int(np.prod(shape)), -1)
+    for a in trace.of(array, write=True):
+        owner[a.index] = a.thread if what == "thread" else a.block[0]
+    return owner.reshape(shape)

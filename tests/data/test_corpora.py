@@ -1,0 +1,164 @@
+"""Texts as they come: each bad one is one sentence and exit code 2 at the command line, and leaves nothing behind."""
+
+import os
+
+import numpy as np
+import pytest
+from runs import DATA, checkpoints, metrics
+
+from xtrain.data import corpus
+from xtrain.data.dataset import prepare, read_shard
+from xtrain.training.run_log import Logbook
+from xtrain.training.loop import main
+
+WORDS = "the quick brown fox jumps over the lazy dog and runs away. "
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    (tmp_path / "text").mkdir()
+    return tmp_path / "cache"
+
+
+def start(text, tmp_path, *more):
+    small = [
+        "--preset=tiny",
+        "--vocab-size=300",
+        "--steps=2",
+        "--batch=2",
+        "--seq-len=16",
+        "--eval-batches=1",
+    ]
+    where = ["--data", str(text), "--out", str(tmp_path / "runs"), "--name=run", "--device=cpu"]
+    return main([*small, *where, "--sample-tokens=2", *more])
+
+
+def a_file(name, content):
+    def make(folder):
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return make
+
+
+def a_folder(**files):
+    def make(folder):
+        for name, content in files.items():
+            (folder / name.replace("_dot_", ".")).write_bytes(content)
+        return folder
+
+    return make
+
+
+def a_pipe(folder):
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+def a_broken_link(folder):
+    (folder / "link.txt").symlink_to(folder / "gone.txt")
+    return folder / "link.txt"
+
+
+BAD = {
+    "empty": (a_file("a.txt", b""), "has no text"),
+    "only a mark of its encoding": (a_file("a.txt", b"\xef\xbb\xbf"), "has no text"),
+    "one byte": (a_file("a.txt", b"a"), "the text has 1 bytes, too few to hold some out"),
+    "one token": (a_file("a.txt", b"aa"), "tokens, a window needs 17"),
+    "a few tokens": (a_file("a.txt", b"some words "), "tokens, a window needs 17"),
+    "held out text too short": (a_file("a.txt", WORDS.encode() * 2), "the validation text has"),
+    "only ends of text": (a_file("a.txt", b"<|endoftext|>" * 9), "has no text"),
+    "binary": (a_file("a.txt", b"text\0text"), "is binary (a NUL at byte 4): give UTF-8 text"),
+    "a picture": (a_file("a.png", b"\x89PNG\r\n\x1a\n\0\0"), "is binary"),
+    "UTF-16": (a_file("a.txt", WORDS.encode("utf-16")), "is binary"),
+    "Latin-1": (a_file("a.txt", "größe".encode("latin-1")), "is not UTF-8 (byte 2): convert it to UTF-8"),
+    "half a character": (a_file("a.txt", "größe".encode()[:3]), "is not UTF-8 (byte 2)"),
+    "not JSON": (a_file("a.jsonl", b"{]"), "a.jsonl line 1 is not JSON"),
+    "an empty folder": (a_folder(), "has no text (files that are no text: 0)"),
+    "a folder of empty files": (a_folder(a_dot_txt=b"", b_dot_txt=b""), "has no text"),
+    "a folder of other things": (a_folder(a_dot_png=b"\0", b_dot_bin=b"\xff"), "files that are no text: 2"),
+    "one bad text in a folder": (a_folder(a_dot_txt=WORDS.encode() * 99, b_dot_txt=b"\xff"), "b.txt is not UTF-8"),
+    "a pipe": (a_pipe, "is neither a file nor a folder"),
+    "a device": (lambda folder: "/dev/zero", "is neither a file nor a folder"),
+    "a broken link": (a_broken_link, "is not there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_text(tmp_path, cache, capsys, name):
+    make, sentence = BAD[name]
+    if name in ("a pipe", "a device") and not hasattr(os, "mkfifo"):
+        # Windows has neither, so there is nothing to refuse
+        pytest.skip("not on this system")
+    assert start(make(tmp_path / "text"), tmp_path) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1 and "Traceback" not in error, error
+    assert not (tmp_path / "runs").exists()
+    assert not cache.exists() or not [p for p in cache.iterdir() if p.name.startswith(".")]
+
+
+def refuse(*_, **__):
+    raise PermissionError(13, "Permission denied", "secret")
+
+
+@pytest.mark.parametrize("owner, name", [(corpus.Path, "read_bytes"), (os, "scandir")])
+def test_unreadable(tmp_path, monkeypatch, capsys, owner, name):
+    """A file, or a folder, that the system does not let us read. (Root may read everything: so it is played.)"""
+    (tmp_path / "text" / "a.txt").write_text(WORDS * 99)
+    monkeypatch.setattr(owner, name, refuse)
+    assert start(tmp_path / "text", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "cannot be read (Permission denied)" in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("letters", [2, 26])
+def test_one_huge_line(tmp_path, letters):
+    """Without a space or a line break: nothing to cut at, and no two words alike."""
+    codes = np.random.default_rng(0).integers(97, 97 + letters, 300_000)
+    text = codes.astype(np.uint8).tobytes().decode()
+    (tmp_path / "text" / "a.txt").write_text(text)
+    assert start(tmp_path / "text", tmp_path) == 0
+    assert checkpoints(tmp_path / "runs" / "run") == ["step-000002"]
+
+
+def test_good_files_among_others(tmp_path, capsys):
+    text = tmp_path / "text"
+    (text / "a.txt").write_text(WORDS * 99)
+    (text / "b.png").write_bytes(b"\x89PNG\0")
+    (text / "c.md").write_bytes(b"\xff")
+    (text / "d.md").symlink_to(text / "gone")
+    os.mkfifo(text / "pipe")
+    assert start(text, tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "in 1 files" in said and "held out, files left out (no text): 2\n" in said
+
+
+def test_changed_since_it_was_tokenised(tmp_path, capsys):
+    """A run does not go on with another text, not even one of the same length; a new run reads the new text."""
+    path = tmp_path / "text" / "a.txt"
+    path.write_bytes((DATA / "grammar.txt").read_bytes())
+    assert start(path, tmp_path, "--stop-at=1") == 0
+    path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
+    assert start(path, tmp_path, "--resume") == 2
+    assert "the text is not the same (sha256 was " in capsys.readouterr().err
+    assert start(path, tmp_path, "--resume", "--allow-change", "data", "tokenizer") == 0
+    assert metrics(tmp_path / "runs" / "run")[-1]["step"] == 2
+
+
+@pytest.mark.parametrize("damage", ["header", "tail", "token"])
+def test_damaged_shards_are_made_again(tmp_path, cache, capsys, damage):
+    path = tmp_path / "text" / "a.txt"
+    path.write_bytes((DATA / "grammar.txt").read_bytes())
+    shard = prepare(path, 300).train[0]
+    good = shard.read_bytes()
+    bad = {
+        "header": b"\0" * 1024 + good[1024:],
+        "tail": good[:-3],
+        "token": good[:2000] + bytes([good[2000] ^ 1]) + good[2001:],  # a valid one, but another
+    }
+    shard.write_bytes(bad[damage])
+    assert start(path, tmp_path) == 0
+    assert shard.read_bytes() == good and len(read_shard(shard)) > 1000
+    assert os.listdir(cache) == [shard.parent.name]

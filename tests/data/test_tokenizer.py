@@ -1,0 +1,192 @@
+"""The tokenizer: nothing lost, the same file every time, and what transformers makes of it."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xtrain.errors import UserError
+from xtrain.data.tokenizer import END_OF_TEXT, MIN_VOCAB, Tokenizer
+
+TEXTS = ["def add(a, b):\n    return a + b\n" * 3, "Größe, 你好, 🙂: ça va? Größe!\r\n\t" * 3]
+TOKENIZER = Tokenizer.train(TEXTS, 300)
+
+
+@given(st.text())
+def test_round_trip(text):
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text
+    assert all(0 <= i < TOKENIZER.vocab_size for i in ids)
+    assert TOKENIZER.token_lengths[ids].sum() == len(text.replace(END_OF_TEXT, "").encode())
+
+
+@given(st.lists(st.text(), max_size=5))
+def test_batch_equals_one_by_one(texts):
+    assert TOKENIZER.encode_batch(texts) == [TOKENIZER.encode(text) for text in texts]
+
+
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size + 5)))
+def test_stream_equals_decode(ids):
+    """Any ids, so also half characters, bytes that are no UTF-8 and ids beyond the vocabulary."""
+    assert "".join(TOKENIZER.stream(ids)) == TOKENIZER.decode(ids)
+
+
+def test_stream_holds_back_half_a_character():
+    ids = [TOKENIZER.token_bytes.index(bytes([byte])) for byte in "a€b".encode()]
+    assert list(TOKENIZER.stream(ids)) == ["a", "€", "b"]
+
+
+def test_end_of_text():
+    assert TOKENIZER.decode([TOKENIZER.eot_id]) == END_OF_TEXT
+    assert TOKENIZER.encode("a" + END_OF_TEXT)[-1] == TOKENIZER.eot_id
+    assert TOKENIZER.token_lengths[TOKENIZER.eot_id] == 0
+
+
+def test_same_texts_same_file(tmp_path):
+    for name in ("a", "b"):
+        Tokenizer.train(TEXTS, 300).save(tmp_path / name)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize("what", ["", "tokenizer.json"])
+def test_save_and_load(tmp_path, what):
+    TOKENIZER.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path / what)
+    assert loaded.sha256 == TOKENIZER.sha256
+    assert (loaded.vocab_size, loaded.eot_id) == (TOKENIZER.vocab_size, TOKENIZER.eot_id)
+    assert loaded.encode(TEXTS[1]) == TOKENIZER.encode(TEXTS[1])
+
+
+def test_vocabulary_of_a_short_text_is_smaller_than_asked():
+    assert Tokenizer.train(["ab"], 1000).vocab_size == MIN_VOCAB
+    assert Tokenizer.train(TEXTS, MIN_VOCAB).vocab_size == MIN_VOCAB
+    with pytest.raises(UserError, match="--vocab-size 256 is too small"):
+        Tokenizer.train(TEXTS, 256)
+
+
+def test_settings_of_a_server_do_not_cut_documents(tmp_path):
+    TOKENIZER.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"truncation": cut}), "utf-8")
+    assert Tokenizer.load(file).encode(TEXTS[0]) == TOKENIZER.encode(TEXTS[0])
+
+
+def test_end_of_text_of_another_tokenizer(tmp_path):
+    TOKENIZER.save(tmp_path)
+    file, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    file.write_text(file.read_text("utf-8").replace(END_OF_TEXT, "<|end_of_text|>"), "utf-8")
+    config.unlink()
+    assert Tokenizer.load(file).eot == "<|end_of_text|>"
+    config.write_text('{"eos_token": {"content": "!"}}', "utf-8")
+    assert Tokenizer.load(file).eot_id == TOKENIZER.encode("!")[0]
+
+
+def test_what_lies_beside_a_tokenizer_goes_with_it(tmp_path):
+    """The names of special tokens and the chat template of a tokenizer that others made."""
+    TOKENIZER.save(tmp_path / "in")
+    config = {"bos_token": {"content": "!"}, "eos_token": END_OF_TEXT, "chat_template": "{{ messages }}"}  # fmt: skip
+    (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    (tmp_path / "in" / "chat_template.jinja").write_text("{{ bos_token }}", "utf-8")
+    (tmp_path / "in" / "other.txt").write_text("not a tokenizer's")
+    loaded = Tokenizer.load(tmp_path / "in")
+    assert loaded.encode("!") == [loaded.bos_token_id] and loaded.eos_token_id == TOKENIZER.eot_id
+    loaded.save(tmp_path / "out")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
+    assert len(list((tmp_path / "out").iterdir())) == 3
+    (tmp_path / "in" / "tokenizer_config.json").write_text('{"bos_token": null}', "utf-8")
+    assert Tokenizer.load(tmp_path / "in").bos_token_id is None
+    assert TOKENIZER.bos_token_id == TOKENIZER.eot_id
+    (tmp_path / "in" / "tokenizer_config.json").write_text("[", "utf-8")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is damaged"):
+        Tokenizer.load(tmp_path / "in")
+
+
+def test_added_tokens_of_a_byte_level_vocabulary_are_texts():
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER._json().decode())
+    backend.add_tokens(["<｜tool▁call｜>", "<0xZZ>"])
+    tokenizer, text = Tokenizer(backend), "a<｜tool▁call｜>b<0xZZ>"
+    assert "".join(tokenizer.stream(tokenizer.encode(text))) == text
+    assert len(tokenizer.encode(text)) == 4
+
+
+def test_sentencepiece_bytes():
+    """Llama 2's way of writing a vocabulary: spaces as U+2581, bytes as <0x..>."""
+    backend = pytest.importorskip("tokenizers").Tokenizer.from_str(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [],
+                "model": {
+                    "type": "BPE",
+                    "vocab": {"</s>": 0, "<0x0A>": 1, "▁a": 2, "é": 3},
+                    "merges": [],
+                    "byte_fallback": True,
+                },
+                "decoder": {"type": "ByteFallback"},
+            }
+        )
+    )
+    tokenizer = Tokenizer(backend, "</s>")
+    assert tokenizer.token_bytes[1:] == [b"\n", b" a", "é".encode()]
+    np.testing.assert_array_equal(tokenizer.token_lengths, [0, 1, 2, 2])
+
+
+WORDLEVEL = {
+    "version": "1.0",
+    "model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": ""},
+}
+HUGE_ID = {"model": {"type": "BPE", "vocab": {"</s>": 4_000_000_000}, "merges": []}}
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (None, "there is no tokenizer at"),
+        (b"", "is not a tokenizer.json"),
+        (b"{}", "is not a tokenizer.json"),
+        (b"\xff\x00", "is not a tokenizer.json"),
+        (json.dumps(WORDLEVEL).encode(), "WordLevel tokenizer, xtrain needs BPE"),
+        (json.dumps(HUGE_ID).encode(), "xtrain takes ids below"),
+        (TOKENIZER._json().replace(b"<|endoftext|>", b"<end>"), "no token '<|endoftext|>'"),
+    ],
+)
+def test_bad_tokenizer(tmp_path, content, sentence):
+    file = tmp_path / "tokenizer.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        Tokenizer.load(file)
+    assert sentence in str(error.value) and str(file) in str(error.value)
+
+
+@given(st.data())
+def test_damaged_tokenizer_never_escapes(tmp_path_factory, data):
+    """A damaged file loads or raises UserError, nothing else."""
+    raw = bytearray(TOKENIZER._json())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    file = tmp_path_factory.getbasetemp() / "tokenizer.json"
+    file.write_bytes(raw)
+    try:
+        Tokenizer.load(file).encode(TEXTS[0])
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "qwen3"])
+def test_transformers_agrees(tmp_path, model_type):
+    transformers = pytest.importorskip("transformers")
+    TOKENIZER.save(tmp_path)
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), "utf-8")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = f"def ça():\n\n\treturn '你好'  # {END_OF_TEXT} \n"
+    assert theirs(text)["input_ids"] == TOKENIZER.encode(text)
+    assert theirs.decode(TOKENIZER.encode(text)) == text
+    assert theirs.eos_token_id == TOKENIZER.eot_id and len(theirs) == TOKENIZER.vocab_size

@@ -1,0 +1,465 @@
+"""Folders in the Hugging Face layout: to transformers and back bit for bit, and every way they can be wrong."""
+
+import copy
+import errno
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from twins import DEVICE, LLAMA3, batch, empty_twin, random_model, small, twin, weights
+
+from xtrain import ModelConfig, Transformer, UserError
+from xtrain.formats import huggingface, tensor_file
+from xtrain.formats.huggingface import config_from_hf, config_to_hf, load, load_into, save, tensor_shapes
+from xtrain.data.tokenizer import Tokenizer
+
+CONFIGS = {
+    "llama": small(qk_norm=False),
+    "llama tied": small(qk_norm=False, tie_embeddings=True),
+    "qwen3": small(),
+    "qwen3 tied": small(tie_embeddings=True, n_kv_heads=1),
+    "linear": small(rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "dynamic": small(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, qk_norm=False),
+    "llama3": small(rope_scaling=LLAMA3, qk_norm=False, rope_theta=500000.0, norm_eps=1e-5),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def auto(folder, **options):
+    """Loaded by transformers, which must neither miss nor ignore a tensor."""
+    options = {"dtype": torch.float32, "attn_implementation": "eager"} | options
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **options
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+# ----------------------------------------------------------------------------- config.json
+LLAMA_3_1 = {  # as Meta published it
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+QWEN3 = {  # Qwen3-0.6B
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+LLAMA_1 = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+           "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-5}  # fmt: skip
+
+
+def new_style(config):
+    """As transformers 5 writes it."""
+    config = copy.deepcopy(config)
+    scaling = config.pop("rope_scaling", None) or {"rope_type": "default"}
+    config["rope_parameters"] = scaling | {"rope_theta": config.pop("rope_theta")}
+    config["dtype"] = config.pop("torch_dtype")
+    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    return config
+
+
+@pytest.mark.parametrize("style", [copy.deepcopy, new_style], ids=["old", "new"])
+def test_published_configs(style):
+    scaling = {key: LLAMA_3_1["rope_scaling"][key] for key in LLAMA3}
+    assert config_from_hf(style(LLAMA_3_1)) == ModelConfig(
+        vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336,
+        max_seq_len=131072, rope_theta=500000.0, rope_scaling=scaling, norm_eps=1e-5, qk_norm=False,
+    )  # fmt: skip
+    assert config_from_hf(style(QWEN3)) == ModelConfig(
+        vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
+        max_seq_len=40960, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
+    )  # fmt: skip
+
+
+def test_what_is_not_said_is_as_in_transformers():
+    config = config_from_hf(LLAMA_1)
+    assert (config.n_kv_heads, config.max_seq_len, config.rope_theta) == (32, 2048, 10000.0)
+    qwen = {
+        key: value
+        for key, value in QWEN3.items()
+        if key not in ("head_dim", "max_position_embeddings")
+    }
+    assert config_from_hf(qwen).head_dim == 128 and config_from_hf(qwen).max_seq_len == 32768
+    old = QWEN3 | {"rope_scaling": {"type": "linear", "factor": 4}}
+    assert config_from_hf(old).rope_scaling == {"rope_type": "linear", "factor": 4}
+    bare = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+    scaling = config_from_hf(LLAMA_3_1 | {"rope_scaling": bare}).rope_scaling
+    assert scaling["original_max_position_embeddings"] == 131072
+
+
+@every_config
+def test_config_round_trip(config):
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+    assert (
+        config_from_hf(empty_twin(config).config.to_dict()) == config
+    )  # as transformers writes it
+
+
+@every_config
+def test_every_tensor_has_its_hugging_face_name_and_shape(config):
+    model = Transformer(config)
+    shapes = {name: tensor.shape for name, tensor in model.named_parameters()}
+    assert shapes == tensor_shapes(config)
+    theirs = {name: tuple(p.shape) for name, p in empty_twin(config).named_parameters()}
+    assert shapes == theirs
+
+
+ASKED = [
+    ({"attention_bias": True}, "attention_bias True"),
+    ({"mlp_bias": True}, "mlp_bias True"),
+    ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window True"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer type 'sliding_attention'"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn'"),
+    ({"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}}, "RoPE type 'longrope'"),
+    ({"rope_scaling": {"rope_type": ["x"]}}, "RoPE type"),
+    ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "one set of parameters"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "'factor'"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
+    ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM'"),
+    ({"architectures": ["Qwen3ForCausalLM"]}, "model_type 'llama'"),
+    ({"architectures": None, "model_type": "gemma"}, "model_type 'gemma'"),
+    ({"architectures": None, "model_type": None}, "model_type None"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"pretraining_tp": 2}, "pretraining_tp 2"),
+    ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+    ({"hidden_size": None}, "lacks hidden_size"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive whole number"),
+    ({"num_key_value_heads": 5}, "num_attention_heads 32 is not divisible by num_key_value_heads 5"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number"),
+    ({"rope_theta": -1.0}, "rope_theta must be a positive number"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    ({"max_position_embeddings": 2**31 - 1}, "max_position_embeddings"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, words", ASKED, ids=[words for _, words in ASKED])
+def test_what_we_lack_is_refused_by_name(changes, words):
+    with pytest.raises(UserError) as caught:
+        config_from_hf(LLAMA_3_1 | changes)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", sorted(QWEN3.keys() | new_style(QWEN3).keys()))
+def test_no_value_of_any_key_is_more_than_a_user_error(key):
+    odd = [
+        None,
+        -1,
+        0,
+        1,
+        2.5,
+        "x",
+        [],
+        {},
+        ["x"],
+        {"a": {}},
+        True,
+        float("nan"),
+        float("inf"),
+        10**400,
+    ]
+    for config in (QWEN3, new_style(QWEN3)):
+        for value in odd:
+            try:
+                config_from_hf(config | {key: value})
+            except UserError as error:
+                assert "\n" not in str(error)
+
+
+# ----------------------------------------------------------------------------- there and back
+@every_config
+def test_to_transformers_and_back(config, tmp_path):
+    model = random_model(config)
+    model.save_pretrained(tmp_path / "ours")
+    theirs = auto(tmp_path / "ours")
+    state, ours = theirs.state_dict(), weights(model)
+    for name, values in ours.items():
+        assert np.array_equal(values, state[name].numpy()), name
+    ids, _ = batch(config, 2, 6)
+    tokens = model.generate(ids, 12)
+    inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.ones(ids.shape)}
+    assert np.array_equal(tokens, theirs.generate(**inputs, max_new_tokens=12, do_sample=False))
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = Transformer.from_pretrained(tmp_path / "theirs", device=DEVICE)
+    assert back.config == config and back.device == DEVICE
+    for name, values in weights(back).items():
+        assert np.array_equal(values, ours[name]), name
+    assert np.array_equal(back.generate(ids, 12), tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sharded_files_of_every_width(dtype, tmp_path):
+    other = twin(random_model(small())).to(dtype)
+    other.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    model = Transformer.from_pretrained(str(tmp_path))
+    state = other.state_dict()
+    for name, values in weights(model).items():
+        assert values.dtype == np.float32 and np.array_equal(values, state[name].float().numpy())
+
+
+def test_our_shards(tmp_path):
+    model = random_model(small())
+    save(model, tmp_path, max_shard_bytes=20_000)
+    shards = sorted(f.name for f in tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert all((tmp_path / name).stat().st_size < 22_000 for name in shards)
+    state = auto(tmp_path).state_dict()
+    again = weights(load(tmp_path))
+    for name, values in weights(model).items():
+        assert np.array_equal(values, again[name]) and np.array_equal(values, state[name].numpy())
+
+
+def test_files_of_older_transformers(tmp_path):
+    """They hold RoPE frequencies, or the head of a tied model once more."""
+    model = random_model(CONFIGS["llama tied"])
+    save(model, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
+    save_file(tensors, path)
+    assert weights(load(tmp_path)).keys() == weights(model).keys()
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, path)
+    refused(tmp_path, "lm_head.weight is not the embedding table")
+
+
+def contents(folder):
+    return {f.name: f.read_bytes() for f in folder.iterdir()}
+
+
+def test_same_weights_same_bytes(tmp_path):
+    model = random_model(small())
+    for name in ("a", "b"):
+        save(model, tmp_path / name)
+    save(load(tmp_path / "a", DEVICE), tmp_path / "c")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "c")
+    assert set(contents(tmp_path / "a")) == {"config.json", "model.safetensors"}
+
+
+def test_an_older_export_is_replaced_and_other_files_stay(tmp_path):
+    folder = tmp_path / "model"
+    save(random_model(small(), seed=1), folder, max_shard_bytes=20_000)
+    (folder / "README.md").write_text("mine")
+    (folder / "model-mine.safetensors").write_text("mine too")
+    new = random_model(small(n_layers=1), seed=2)
+    save(new, folder)
+    names = {"config.json", "model.safetensors", "README.md", "model-mine.safetensors"}
+    assert set(contents(folder)) == names
+    for name, values in weights(load(folder)).items():
+        assert np.array_equal(values, weights(new)[name])
+    save(new, folder, max_shard_bytes=20_000)
+    assert "model.safetensors" not in contents(folder)
+    assert [f.name for f in tmp_path.iterdir()] == ["model"]  # nothing temporary is left
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    save(random_model(small()), folder)
+    before = contents(folder)
+
+    def full(path, tensors):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface, "write_safetensors", full)
+    for target in (folder, tmp_path / "new"):
+        with pytest.raises(UserError, match=r"cannot be written: No space left on device$"):
+            save(random_model(small(), seed=1), target)
+    assert contents(folder) == before and [f.name for f in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        save(random_model(small()), tmp_path / "file")
+
+
+# ----------------------------------------------------------------------------- tokenizers
+def test_the_tokenizer_travels_with_the_model(tmp_path):
+    tokenizer = Tokenizer.train(["def f(x):\n    return x\n" * 50], 270)
+    model = random_model(small(vocab_size=280))
+    model.save_pretrained(tmp_path / "ours", tokenizer)
+    other = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    text = "def g(y): return f(y)"
+    assert other(text)["input_ids"] == tokenizer.encode(text)
+    theirs = auto(tmp_path / "ours")
+    assert theirs.generation_config.eos_token_id == tokenizer.eot_id == other.eos_token_id
+    model.save_pretrained(tmp_path / "again", other)  # any tokenizer of transformers will do
+    assert (
+        json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"]
+        == tokenizer.eot_id
+    )
+    with pytest.raises(UserError, match=r"the tokenizer has \d+ tokens, the model only 100"):
+        random_model(small(vocab_size=100)).save_pretrained(tmp_path / "small", tokenizer)
+    assert not (tmp_path / "small").exists()
+
+
+def test_special_tokens_of_a_folder_stay(tmp_path):
+    """Read and written again without a tokenizer, and transformers still knows where an answer ends."""
+    random_model(small()).save_pretrained(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config["bos_token_id"] is config["eos_token_id"] is None
+    config |= {"bos_token_id": 1, "eos_token_id": 2}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    generation = {"eos_token_id": [5, 7], "pad_token_id": 0, "bos_token_id": "x"}
+    (tmp_path / "a" / "generation_config.json").write_text(json.dumps(generation))
+    Transformer.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    theirs = auto(tmp_path / "b").generation_config
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, [5, 7], 0)
+
+
+# ----------------------------------------------------------------------------- damage
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    save(random_model(small(n_layers=1)), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    for file in saved.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def refused(folder, *words):
+    with pytest.raises(UserError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message and len(message) < 3000
+
+
+def test_not_a_model(tmp_path, folder):
+    refused(tmp_path / "none", "none does not exist", "give a folder")
+    refused(folder / "config.json", "is a file")
+    (folder / "config.json").unlink()
+    refused(folder, "has no config.json")
+    for text in (b"{", b"[1]", b"\xff\xfe", b"[" * 10**5, b'{"a": ' + b"9" * 5000 + b"}"):
+        (folder / "config.json").write_bytes(text)
+        refused(folder, "config.json is damaged")
+    (folder / "config.json").write_bytes(b" " * (tensor_file.MAX_JSON_BYTES + 1))
+    refused(folder, "more than 16 MB")
+
+
+def test_a_run_is_no_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "checkpoints" / "step-000200").mkdir(parents=True)
+    refused(tmp_path, "is a run: give one of its checkpoints", "step-000200")
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, "neither model.safetensors nor", "pytorch_model.bin must be converted")
+    (folder / "pytorch_model.bin").unlink()
+    refused(folder, "neither model.safetensors nor")
+
+
+def test_a_damaged_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    refused(folder, "model.safetensors was cut short")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers(folder, bad):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = bad
+    save_file(tensors, path)
+    refused(folder, "model.norm.weight holds values that are not finite numbers")
+    model = random_model(small(n_layers=1), seed=5)
+    before = weights(model)
+    with pytest.raises(UserError, match="not finite"):
+        load_into(model, folder)
+    assert all(np.array_equal(values, before[name]) for name, values in weights(model).items())
+
+
+def test_missing_and_extra_tensors_and_wrong_shapes_are_named(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
+    tensors["evil\nname" + "x" * 10**4] = torch.zeros(1)
+    del tensors["model.layers.0.mlp.up_proj.weight"], tensors["lm_head.weight"]
+    tensors["model.norm.weight"] = torch.zeros(7)
+    save_file(tensors, path)
+    refused(
+        folder,
+        "missing tensors: lm_head.weight, model.layers.0.mlp.up_proj.weight",
+        r"do not belong: evil\nname",
+        "q_proj.bias",
+        "model.norm.weight has shape (7,), expected (32,)",
+    )
+
+
+def test_a_config_that_does_not_fit_takes_no_memory(folder):
+    config = json.loads((folder / "config.json").read_text())
+    for changes, words in (
+        ({"num_hidden_layers": 2**30}, "num_hidden_layers 1073741824"),
+        ({"vocab_size": 2**30}, "expected (1073741824, 32)"),
+        ({"hidden_size": 2**30, "intermediate_size": 2**30}, "wrong shapes"),
+        ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding table"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "q_norm.weight"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        refused(folder, words)
+
+
+def test_damaged_shards(folder):
+    (folder / "model.safetensors").unlink()
+    save(random_model(small(n_layers=1)), folder, max_shard_bytes=10_000)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = content["weight_map"]["model.norm.weight"]
+    for weight_map in (None, [], {"a": 5}, {"a": "../x.safetensors"}, {"a": "/x.safetensors"}):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        refused(folder, "index.json is damaged")
+    wrong = content["weight_map"] | {"model.nothing": shard}
+    index.write_text(json.dumps({"weight_map": wrong}))
+    refused(folder, "names tensors that the files lack: model.nothing")
+    index.write_text(json.dumps(content))
+    first = content["weight_map"]["lm_head.weight"]
+    second = next(f for f in content["weight_map"].values() if f != first)
+    original = (folder / second).read_bytes()
+    (folder / second).write_bytes((folder / first).read_bytes())
+    refused(folder, "twice")
+    (folder / second).unlink()
+    refused(folder, f"lacks {second}")
+    (folder / second).write_bytes(original[:-4])
+    refused(folder, second, "cut short")
+
+
+def test_load_into_changes_nothing_unless_everything_fits(folder):
+    model = random_model(small(n_layers=1), seed=5)
+    before = weights(model)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-4])
+    with pytest.raises(UserError, match="cut short"):
+        load_into(model, folder)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="wrong shapes"):
+        load_into(random_model(replace(model.config, hidden_dim=44)), folder)
+    assert all(np.array_equal(values, before[name]) for name, values in weights(model).items())
+    load_into(model, folder)
+    expected = weights(load(folder))
+    assert all(np.array_equal(values, expected[name]) for name, values in weights(model).items())

@@ -1,0 +1,179 @@
+"""safetensors files: as the format's own library has them, and every way they can be damaged."""
+
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from checks import rng
+from safetensors.torch import load_file, save_file
+
+from xtrain import Tensor, UserError
+from xtrain.formats.tensor_file import read_header, write_safetensors
+
+SHAPES = {"w": (3, 5), "norm": (4,), "scalar": (), "nothing": (0, 7), "größe": (2, 1, 2)}
+
+
+@pytest.fixture
+def tensors():
+    return {name: rng(i).standard_normal(s).astype(np.float32)
+            for i, (name, s) in enumerate(SHAPES.items())}  # fmt: skip
+
+
+@pytest.fixture
+def path(tensors, tmp_path):
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {name: Tensor(array) for name, array in tensors.items()})
+    return path
+
+
+def refused(path, *words):
+    with pytest.raises(UserError) as caught:
+        read_header(path)
+    message = str(caught.value)
+    assert all(word in message for word in (path.name, *words)), message
+    assert "\n" not in message and len(message) < 1000
+
+
+def header_of(path):
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def write_header(path, header, data):
+    text = json.dumps(header).encode() if isinstance(header, dict) else header
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def same(a, b):
+    return a.dtype == b.dtype == np.float32 and a.shape == b.shape and np.array_equal(a, b)
+
+
+def test_there_and_back(path, tensors):
+    stored, library = read_header(path), load_file(path)
+    assert list(stored) == list(tensors) and library.keys() == tensors.keys()
+    assert all(same(stored[name].read(), tensors[name]) for name in tensors)
+    assert all(same(library[name].numpy(), tensors[name]) for name in tensors)
+
+
+def test_the_data_is_aligned_and_the_bytes_are_always_the_same(path, tensors):
+    length = struct.unpack("<Q", path.read_bytes()[:8])[0]
+    assert length % 8 == 0
+    again = path.with_name("again")
+    write_safetensors(again, {name: Tensor(array) for name, array in tensors.items()})
+    assert again.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_files_of_the_library(dtype, tensors, path):
+    theirs = {name: torch.from_numpy(array).to(dtype) for name, array in tensors.items()}
+    save_file(theirs, path)
+    stored = read_header(path)
+    assert all(same(stored[name].read(), theirs[name].float().numpy()) for name in tensors)
+
+
+def test_every_bfloat16_there_is(path):
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    save_file({"x": torch.from_numpy(bits).view(torch.bfloat16)}, path)
+    got, expected = read_header(path)["x"].read(), bits.view(ml_dtypes.bfloat16).astype(np.float32)
+    assert np.array_equal(got, expected, equal_nan=True)
+
+
+def test_every_truncation(path):
+    data = path.read_bytes()
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        refused(path, "cut short")
+    path.write_bytes(data + b"x")
+    refused(path, "is damaged")
+
+
+def test_flipped_bits_in_the_header(path):
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    for bit in range(0, 8 * (8 + length), 7):  # 7: every place in a byte is met
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:  # a name, or the order of a shape, may change unseen: load compares them with the config
+            for tensor in read_header(path).values():
+                tensor.read()
+        except UserError as error:
+            assert "\n" not in str(error)
+
+
+LIES = {
+    "dtype": (5, "F8_E4M3", None, ["F32"]),
+    "shape": ([-4], "4", None, [2**62, 4], [4.0], [[4]], [1] * 10**4, [True] * 4, [2**70, 0]),
+    "data_offsets": ([16, 0], [0], [-16, 0], "0", None, [0, 2**62], [0.0, 16.0], [2**70, 2**70 + 16]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LIES)
+def test_headers_that_lie(key, path):
+    header, data = header_of(path)
+    for value in LIES[key]:
+        write_header(path, header | {"norm": header["norm"] | {key: value}}, data)
+        refused(path, "norm")
+
+
+def test_tensors_that_overlap_or_leave_a_hole(path):
+    header, data = header_of(path)
+    first = header["w"]["data_offsets"]
+    for start in (first[0] + 4, first[1] - 4):
+        offsets = [start, start + 16]
+        write_header(path, header | {"norm": header["norm"] | {"data_offsets": offsets}}, data)
+        refused(path, "does not begin where another tensor ends")
+
+
+def test_a_name_twice(path):
+    header, data = header_of(path)
+    text = json.dumps(header).replace('"scalar"', '"norm"').encode()
+    write_header(path, text, data)
+    refused(path, "no sound JSON (norm occurs twice)")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_type_is_written_as_it_is(dtype, path, tensors):
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    narrow = {name: array.astype(dtype) for name, array in tensors.items()}
+    write_safetensors(path, {name: Tensor(array) for name, array in narrow.items()})
+    library, stored = load_file(path), read_header(path)
+    for name, array in narrow.items():
+        assert np.array_equal(library[name].float().numpy(), array.astype(np.float32))
+        assert same(stored[name].read(), array.astype(np.float32))
+
+
+def test_headers_that_are_none(path):
+    header, data = header_of(path)
+    for entry in ("x", None, [], {}):
+        write_header(path, header | {"norm": entry}, data)
+        refused(path, "describes norm wrongly")
+    write_header(path, header | {"evil\n" + "x" * 10**5: {}}, data)
+    refused(path, r"describes evil\nxxx")
+    for text, words in (
+        (b"[]", "must hold a JSON object"),
+        (b"{" * 10**5, "no sound JSON"),
+        (b"\xff", "no sound JSON"),
+    ):
+        write_header(path, text, data)
+        refused(path, words)
+    path.write_bytes(struct.pack("<Q", 2**64 - 1) + data)
+    refused(path, "its header claims 18446744073709551615 bytes")
+    with open(path, "wb") as file:  # a header of 100 MB: refused before it is read
+        file.write(struct.pack("<Q", 100 << 20))
+        file.truncate(101 << 20)
+    refused(path, "its header claims 104857600 bytes")
+
+
+def test_a_file_that_shrinks_while_it_is_read(path):
+    stored = read_header(path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(UserError, match="became shorter"):
+        stored["größe"].read()
+    path.unlink()
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        stored["w"].read()

@@ -1,0 +1,112 @@
+"""What the tests of all kernels share: where a kernel runs, how exact it must be, derivatives, sentinels.
+
+Without a GPU a kernel runs in xtrain.simulator on tiny arrays; with one it runs there, on larger ones.
+"""
+
+import contextlib
+import inspect
+import linecache
+import os
+
+import numpy as np
+import pytest
+
+from xtrain import device, simulator
+from xtrain.kernels.runtime import launch as _launch
+
+GPU = device.gpu_available()
+EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
+# more shapes and more planted bugs, for which the simulator takes long; .ci/run runs them too
+only_slow = pytest.mark.skipif(not os.environ.get("XTRAIN_SLOW"), reason="slow: XTRAIN_SLOW=1")
+
+
+def to_kernel(array):
+    """The array where a launcher runs its kernel: on the GPU if there is one, else in the simulator."""
+    return device.to_device(np.asarray(array, order="C"), "gpu") if GPU else simulator.sim(array)
+
+
+def to_host(array) -> np.ndarray:
+    return np.asarray(device.to_numpy(array))
+
+
+def rng(*seed) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def normal(seed, *shape, mean=0.3, scale=1.0, dtype=np.float32) -> np.ndarray:
+    """Random numbers whose mean is not zero: a kernel that forgets to subtract or add a mean is found."""
+    return (rng(seed).standard_normal(shape) * scale + mean).astype(dtype)
+
+
+def assert_as_good(kernel, exact, reference, floor=2e-7, what="", factor=2.0, scale=1e-30):
+    """The kernel's error against float64 is at most twice that of the reference run in the kernel's dtype.
+
+    floor: relative to the largest exact value, or to `scale` where the result is a small difference of numbers of
+    that size; about two units in the last place of float32.
+    """
+    kernel, exact, reference = (to_host(a).astype(np.float64) for a in (kernel, exact, reference))
+    assert kernel.shape == exact.shape, f"{what}: shape {kernel.shape}, expected {exact.shape}"
+    if exact.size == 0:
+        return
+    error, allowed = np.abs(kernel - exact), np.abs(reference - exact).max()
+    limit = factor * allowed + floor * max(np.abs(exact).max(), scale)
+    worst = np.unravel_index(np.nanargmax(np.where(np.isnan(error), np.inf, error)), error.shape)
+    assert not np.isnan(error).any() and error[worst] <= limit, (
+        f"{what}: shape {kernel.shape}, worst at {tuple(int(i) for i in worst)}: kernel {kernel[worst]!r}, "
+        f"exact {exact[worst]!r}, error {error[worst]:.3g} > {limit:.3g} (reference errs by {allowed:.3g})"
+    )
+
+
+def assert_directional(f, inputs, gradients, seed=0, tol=1e-6, step=1e-5):
+    """(f(x + e v) - f(x - e v)) / 2e == <gradient, v> for a random direction v of each input, in float64.
+
+    f(*inputs) -> float. gradients: one array per input, None where there is none.
+    """
+    for i, (x, gradient) in enumerate(zip(inputs, gradients)):
+        if gradient is None:
+            continue
+        v = rng(seed, i).standard_normal(x.shape)
+        v /= max(np.linalg.norm(v), 1e-30)
+        moved = lambda e: f(*inputs[:i], x + e * v, *inputs[i + 1 :])  # noqa: B023
+        numeric = (moved(step) - moved(-step)) / (2 * step)
+        analytic = float((gradient * v).sum())
+        size = max(abs(numeric), abs(analytic), float(np.linalg.norm(gradient)) * 0.1, 1e-3)
+        assert abs(numeric - analytic) <= tol * size, (
+            f"input {i}: numeric {numeric}, analytic {analytic}"
+        )
+
+
+@contextlib.contextmanager
+def sentinels(monkeypatch, pad=64):
+    """Every array that a launcher allocates gets `pad` sentinel elements on both sides; checked at the end."""
+    blocks, allocate = [], _launch._allocate
+
+    def guarded(like, shape, dtype):
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        size = int(np.prod(shape))
+        block = allocate(like, (size + 2 * pad,), dtype)
+        block.view(np.uint8)[...] = 0x5A
+        blocks.append((block, size))
+        return block[pad : pad + size].reshape(shape)
+
+    monkeypatch.setattr(_launch, "_allocate", guarded)
+    yield
+    monkeypatch.setattr(_launch, "_allocate", allocate)
+    assert blocks, "the launcher allocated nothing through _launch.empty"
+    for block, size in blocks:
+        edges = to_host(block).view(np.uint8).reshape(size + 2 * pad, -1)
+        untouched = (edges[:pad] == 0x5A).all() and (edges[pad + size :] == 0x5A).all()
+        assert untouched, f"wrote outside an output of {size} elements"
+
+
+def with_bug(thing, old: str, new: str, scope: dict) -> dict:
+    """Runs the source of a module or function in `scope`, `old` (which occurs once) replaced by `new`. -> scope
+
+    The simulator's reports show the changed lines.
+    """
+    source = inspect.getsource(thing)
+    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+    source, name = source.replace(old, new), f"<{old.strip()[:30]} -> {new.strip()[:30]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), scope)
+    return scope

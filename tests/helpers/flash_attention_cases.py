@@ -1,0 +1,88 @@
+"""What the tests of FlashAttention share: inputs, all results at once, the float64 truth and PyTorch's answer.
+
+In the simulator the kernels get small tiles, so that a few dozen tokens make several of them; on a GPU the tuned ones.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from checks import GPU, normal
+
+from xtrain.kernels.attention import context_attention
+from xtrain.kernels.attention import flash_attention as fa
+from xtrain.kernels.attention import flash_attention_fp32 as fp32
+from xtrain.kernels.attention.flash_attention import flash_attention_bwd, flash_attention_fwd
+
+BF16 = ml_dtypes.bfloat16
+TILES = {  # two warps where a row is narrow enough, and three tiles for 70 tokens
+    "fwd": (32, 32, 2, 1, True),
+    "dq": (32, 16, 2, 1),
+    "dkdv": (32, 32, 2, 1),
+}
+WIDE_TILES = {"fwd": (64, 16, 4, 1, False), "dq": (64, 16, 4, 1), "dkdv": (64, 32, 4, 1)}
+
+
+def _forget_fp32_kernels():
+    for x in (*vars(fp32).values(), *vars(context_attention).values()):
+        if hasattr(x, "cache_clear"):
+            x.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def small_fp32_tiles(monkeypatch):
+    """Tiles of 16 rows: a quarter of the work. (test_flash_attention_fp32.py has those of 32.)"""
+    if GPU:
+        yield
+        return
+    _forget_fp32_kernels()
+    monkeypatch.setattr(fp32, "tile_rows", lambda D: 16)
+    yield
+    _forget_fp32_kernels()
+
+
+@pytest.fixture(autouse=True)
+def small_bf16_tiles(monkeypatch):
+    """For the mma.sync kernels. (Those with wgmma: test_flash_attention_hopper.py)"""
+    monkeypatch.setattr(fa, "HOPPER", False)
+    if not GPU:
+        choose = lambda kind, D, *rest: (WIDE_TILES if D == 128 else TILES)[kind]
+        monkeypatch.setattr(fa, "choose", choose)
+        monkeypatch.setattr(fa, "choose_whole", lambda *_: None)
+
+
+def case(B, T, S, H, G, D, dtype=np.float64):
+    shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
+    return [normal(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]  # q, k, v, do
+
+
+def everything(q, k, v, do, scale, causal):
+    """-> o, lse, dq, dk, dv"""
+    o, lse = flash_attention_fwd(q, k, v, scale, causal)
+    return o, lse, *flash_attention_bwd(do, q, k, v, o, lse, scale, causal)
+
+
+def exact(arrays, scale, causal):
+    return everything(*(x.astype(np.float64) for x in arrays), scale, causal)
+
+
+def torch_sdpa(q, k, v, do, scale, causal):
+    """-> o, dq, dk, dv in bf16: the same rounded inputs through PyTorch, on the GPU with its flash kernel"""
+    to = lambda x: torch.from_numpy(np.ascontiguousarray(x).view(np.uint16)).view(torch.bfloat16)
+    q, k, v, do = (to(x).to("cuda" if GPU else "cpu").transpose(1, 2) for x in (q, k, v, do))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    T, S = q.shape[2], k.shape[2]
+    past = causal and S > T
+    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if past else None
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        mask,
+        is_causal=causal and not past,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    o.backward(do)
+    results = (o, q.grad, k.grad, v.grad)
+    return [x.detach().transpose(1, 2).float().cpu().numpy() for x in results]

@@ -1,0 +1,238 @@
+"""Kill training runs at random times, let them go on, compare with a run that was never killed.
+
+    python tests/kills.py --kills 100 --record bench/results/kills.jsonl
+
+A process trains, is killed (SIGKILL) at a wall time drawn uniformly from [0, a whole training), and is started again with
+--resume, until the run is done; then the next run begins. After every kill and at every end:
+
+- each checkpoint that has its name is whole: all checksums are right;
+- no checkpoint that was there before has been lost, and the next process goes on from the newest;
+- up to that step metrics.jsonl and samples.txt are those of the run that was never killed;
+- what an earlier kill had left half-written is gone after the next checkpoint;
+- a finished run equals the other byte for byte (numbers, samples, checkpoints) and has nothing else in its folder.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from runs import SHAPE, assert_same_run, checkpoints, options
+
+from xtrain.training import checkpoint
+from xtrain.config import PRESETS, Preset
+from xtrain.training.run_log import Logbook
+from xtrain.formats.manifest import MANIFEST, verify
+from xtrain.training.loop import Loop, train
+
+PRESETS["killed"] = Preset({**SHAPE, "dim": 128, "hidden_dim": 384}, PRESETS["tiny"].train)
+OPTIONS = dict(
+    preset="killed", steps=30, save_every=2, eval_every=4, sample_every=5, keep=2, batch=2, device="cpu"
+)  # fmt: skip
+LOGS = ("metrics.jsonl", "samples.txt")
+
+
+class Worker:
+    """A process that trains. It says at which step it begins to, and when it has done the last step."""
+
+    def __init__(self, out: Path):
+        reader, writer = os.pipe()
+        resume = (out / "run" / "config.json").exists()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(reader)
+            _child(out, resume, writer)
+        os.close(writer)
+        self.pipe, self.alive = os.fdopen(reader, "rb", buffering=0), True
+        self.first_step = int.from_bytes(self.pipe.read(4), "little")
+        self.started = time.monotonic()
+
+    def wait(self, seconds: float | None) -> bool:
+        """-> has it ended, within so many seconds?"""
+        ready, _, _ = select.select([self.pipe], [], [], seconds)
+        if ready and self.alive:
+            self._gone()
+            assert self.code == 0, f"training failed with {self.code}"
+        return bool(ready)
+
+    def kill(self) -> bool:
+        """-> was it killed? (No: it had just ended.)"""
+        os.kill(self.pid, signal.SIGKILL)
+        self._gone()
+        return self.code == -signal.SIGKILL
+
+    def _gone(self):
+        _, status = os.waitpid(self.pid, 0)
+        self.code, self.alive = os.waitstatus_to_exitcode(status), False
+        self.seconds = time.monotonic() - self.started
+
+
+def _child(out, resume, pipe):
+    """The pipe closes when this process ends, however it does."""
+    code = 1
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        Logbook.picture = lambda self: None  # would take longer than all the rest
+        begin = Loop.__call__
+
+        def begins(loop):
+            os.write(pipe, loop.run.done.to_bytes(4, "little"))
+            begin(loop)
+
+        Loop.__call__ = begins
+        train(options(out, **OPTIONS, resume=resume))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+class Killed:
+    """One run that is killed now and then, beside `whole`, the one that was not."""
+
+    def __init__(self, out: Path, whole: Path):
+        self.out, self.folder, self.whole = out, out / "run", whole
+        self.newest, self.strays = 0, set()
+
+    def check(self, first_step: int) -> None:
+        """After a process that began at first_step has ended."""
+        assert first_step == self.newest, (
+            f"went on from {first_step}, the checkpoint was {self.newest}"
+        )
+        there = checkpoint.folders(self.folder)
+        for folder in there:
+            verify(folder)
+        newest = int(there[-1].name[5:]) if there else 0
+        assert newest >= self.newest, f"checkpoint {self.newest} is lost"
+        if newest:
+            self.check_logs(there[-1])
+        left = {
+            (p.name, p.stat().st_ino)
+            for p in (*self.folder.rglob("*.tmp"), *self.folder.rglob(".step-*"))
+        }
+        if newest > self.newest:
+            assert not left & self.strays, f"{left & self.strays} outlived a checkpoint"
+        self.newest, self.strays = newest, left
+
+    def check_logs(self, saved: Path) -> None:
+        step = int(saved.name[5:])
+        samples = json.loads((saved / "state.json").read_text())["logs"]["samples.txt"]
+        lengths = {"samples.txt": samples, "metrics.jsonl": self._length_until(step)}
+        for name in LOGS:
+            mine, other = (
+                (f / name).read_bytes() if (f / name).exists() else b""
+                for f in (self.folder, self.whole)
+            )
+            assert mine[: lengths[name]] == other[: lengths[name]], (
+                f"{name} differs before step {step}"
+            )
+            assert len(mine) >= lengths[name], f"{name} has lost lines"
+
+    def _length_until(self, step):
+        lines = (self.whole / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        return sum(len(line) for line in lines if json.loads(line)["step"] <= step)
+
+    def phase(self) -> str:
+        """What the writer was doing when the process was killed."""
+        writing = [
+            p
+            for p in self.folder.glob("checkpoints/.step-*.tmp")
+            if not p.name.endswith(".old.tmp")
+        ]
+        if list(self.folder.glob("checkpoints/.step-*.old.tmp")):
+            return "removing an old checkpoint"
+        if not writing:
+            return "nothing"
+        names = {p.name for p in writing[0].iterdir()}
+        for name, phase in (
+            (MANIFEST, "syncing and renaming"), ("state.json", "computing checksums"),
+            ("optimizer.safetensors", "writing moments"), ("model.safetensors", "writing weights"),
+        ):  # fmt: skip
+            if name in names:
+                return phase
+        return "starting"
+
+    def check_end(self) -> None:
+        assert_same_run(self.folder, self.whole)
+        saved = [checkpoints(f) for f in (self.folder, self.whole)]
+        assert saved[0] == saved[1], saved
+        names = [sorted(p.name for p in f.iterdir()) for f in (self.folder, self.whole)]
+        assert names[0] == names[1], names
+
+
+def kill_runs(kills: int, seed: int, root: Path) -> dict:
+    """-> what happened"""
+    rng = np.random.default_rng(seed)
+    worker = Worker(root / "whole")
+    assert worker.wait(600)
+    whole, horizon = root / "whole" / "run", worker.seconds
+    phases, times, redone, runs, run = Counter(), [], [], 0, Killed(root / "killed", whole)
+    while len(times) < kills or run.newest:
+        worker = Worker(run.out)
+        at = rng.uniform(0, horizon) if len(times) < kills else 600
+        if worker.wait(at) or not worker.kill():
+            run.check(worker.first_step)
+            run.check_end()
+            shutil.rmtree(run.out)
+            runs, run = runs + 1, Killed(run.out, whole)
+            continue
+        times.append(at)
+        lines = run.folder / "metrics.jsonl"
+        reached = lines.read_text().count('"lr"') if lines.exists() else 0
+        run.check(worker.first_step)
+        redone.append(max(0, reached - run.newest))
+        phases[run.phase()] += 1
+    share, _ = np.histogram(np.array(times) / horizon, bins=10, range=(0, 1))
+    return {
+        "kills": len(times), "runs": runs, "in_writer": len(times) - phases["nothing"],
+        "writer_was": dict(phases.most_common()), "kill_times_tenths": share.tolist(),
+        "training_s": round(horizon, 2), "steps_done_again_mean": float(np.mean(redone)),
+        "steps_done_again_max": int(max(redone)),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--record", type=Path, help="append what happened to this file, a JSON line"
+    )
+    arguments = parser.parse_args()
+    if os.environ.get("OPENBLAS_NUM_THREADS") != "1":  # a process with threads should not fork
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XTRAIN_CACHE"] = folder + "/cache"
+        found = kill_runs(arguments.kills, arguments.seed, Path(folder))
+    print(json.dumps(found))
+    if arguments.record:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
+        about = {
+            "bench": "kills", "name": "SIGKILL while training", "value": found["kills"], "unit": "kills survived",
+            "versions": {"python": platform.python_version(), "numpy": np.__version__}, "gpu": None,
+            "commit": commit, "date": datetime.date.today().isoformat(),
+        }  # fmt: skip
+        with open(arguments.record, "a", encoding="utf-8") as file:
+            file.write(json.dumps(about | found) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

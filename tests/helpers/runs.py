@@ -1,0 +1,49 @@
+"""Short runs of a very small model, for the tests of whole runs: options, and what two runs have in common."""
+
+import json
+from pathlib import Path
+
+from checks import GPU
+from rich.console import Console
+
+from xtrain.config import PRESETS, Preset, TrainConfig
+from xtrain.training.loop import train
+
+DATA = Path(__file__).parent / "data"
+SILENT = Console(quiet=True)
+DEVICE = "gpu" if GPU else "cpu"
+SHAPE = dict(dim=64, n_layers=2, n_heads=2, head_dim=32, hidden_dim=96)
+PRESETS["test"] = Preset(SHAPE, PRESETS["tiny"].train)
+
+
+def options(out, **more) -> TrainConfig:
+    defaults = {
+        "preset": "test", "data": str(DATA / "grammar.txt"), "out": str(out), "name": "run", "vocab_size": 320,
+        "steps": 20, "batch": 4, "seq_len": 32, "eval_batches": 2, "eval_every": 10, "sample_every": 10,
+        "sample_tokens": 4, "save_every": 10, "warmup": 2, "lr": 5e-4,
+    }  # fmt: skip
+    return TrainConfig(**{**defaults, **more})
+
+
+def run(out, console=SILENT, **more) -> Path:
+    """Train. -> the run's folder"""
+    return train(options(out, **more), console)
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoints(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def assert_same_run(a, b) -> None:
+    """Numbers, samples and every checkpoint that both have, byte for byte."""
+    both = sorted(set(checkpoints(a)) & set(checkpoints(b)))
+    assert both, (checkpoints(a), checkpoints(b))
+    names = ["metrics.jsonl", "layers.jsonl", "samples.txt"]
+    for step in both:
+        names += [f"checkpoints/{step}/{p.name}" for p in (a / "checkpoints" / step).iterdir()]
+    for name in names:
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name

@@ -1,0 +1,82 @@
+"""A model of ours and the same in transformers, with random weights, for the tests that compare the two."""
+
+import numpy as np
+import torch
+from checks import rng, to_host
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from xtrain import ModelConfig, Transformer, device
+from xtrain.formats.huggingface import config_to_hf
+
+torch.set_num_threads(1)  # for models this small threads only get in each other's way
+DEVICE = "gpu" if device.gpu_available() else "cpu"
+SHAPE = dict(  # a head is wider than dim / n_heads; nothing is a multiple of another by accident
+    vocab_size=61, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=12, hidden_dim=40, max_seq_len=48,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+
+
+def small(**changes) -> ModelConfig:
+    return ModelConfig(**(SHAPE | changes))
+
+
+def random_model(config: ModelConfig, seed: int = 0, device: str = DEVICE) -> Transformer:
+    """Weights that give logits of order 1; norm weights are never 1."""
+    model = Transformer(config, device=device)
+    for i, (_, tensor) in enumerate(model.named_parameters()):
+        values = rng(seed, i).standard_normal(tensor.shape)
+        values = 1 + 0.3 * values if tensor.ndim == 1 else values * tensor.shape[1] ** -0.5
+        set_weights(tensor, values.astype(np.float32))
+    return model
+
+
+def set_weights(tensor, values: np.ndarray) -> None:
+    tensor.data = device.to_device(values, "gpu" if device.is_gpu(tensor.data) else "cpu")
+
+
+def weights(model: Transformer) -> dict[str, np.ndarray]:
+    return {name: to_host(tensor.data).copy() for name, tensor in model.named_parameters()}
+
+
+def gradients(model: Transformer) -> dict[str, np.ndarray]:
+    return {name: to_host(tensor.grad).copy() for name, tensor in model.named_parameters()}
+
+
+def empty_twin(config: ModelConfig) -> torch.nn.Module:
+    make, make_config = (
+        (Qwen3ForCausalLM, Qwen3Config) if config.qk_norm else (LlamaForCausalLM, LlamaConfig)
+    )
+    return make(make_config(**config_to_hf(config), attn_implementation="eager")).eval()
+
+
+def twin(model: Transformer) -> torch.nn.Module:
+    """The same model in transformers: fp32, eager attention."""
+    other = empty_twin(model.config)
+    state = {name: torch.from_numpy(values) for name, values in weights(model).items()}
+    missing, unexpected = other.load_state_dict(state, strict=False)
+    assert not unexpected and missing == (["lm_head.weight"] if model.config.tie_embeddings else [])
+    return other
+
+
+def batch(config: ModelConfig, B: int, T: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Random ids and targets (B, T); some targets are ignored."""
+    draw = rng(seed)
+    ids = draw.integers(0, config.vocab_size, (B, T))
+    targets = draw.integers(0, config.vocab_size, (B, T))
+    targets[draw.random((B, T)) < 0.2] = -100
+    return ids, targets
+
+
+def torch_loss(other: torch.nn.Module, ids: np.ndarray, targets: np.ndarray):
+    """-> (loss, logits)"""
+    logits = other(input_ids=torch.from_numpy(ids)).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(targets).flatten()
+    )
+    return loss, logits

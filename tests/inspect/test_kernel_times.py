@@ -1,0 +1,186 @@
+"""The kernel table: names out of mangled ones, times laid beside launches, rates, busy share, the trace."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+from checks import GPU
+
+from xtrain.inspect import kernel_times
+from xtrain.config import ModelConfig
+from xtrain.inspect.kernel_times import Launch, Recorder, Timed, busy_share, chrome_trace, match, rows, short_name, without_first_step
+from xtrain.kernels.primitives import tensor_maps as _tensor_maps
+from xtrain.nn.model import Transformer
+
+
+@pytest.mark.parametrize(
+    "mangled, name",
+    [
+        ("_ZN6xtrain7kernels5adamw17make_adamw_kernel12_3clocals_3e12adamw_kernelB2v1B92cw51E5ArrayIfLi1E", "adamw_kernel"),
+        ("_ZN6xtrain7kernels7softmax26causal_softmax_fwd_kernel_B3v24", "causal_softmax_fwd_kernel_"),
+        ("_ZN7cutlass7Kernel2I21cutlass_80_simt_sgemmEEvNT_6ParamsE", "cutlass_80_simt_sgemm"),
+        ("_Z16gemmSN_NN_kernelIfLi128EEvi", "gemmSN_NN_kernel"),
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopB_TNT", "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopB_TNT"),
+    ],
+)  # fmt: skip
+def test_short_names(mangled, name):
+    assert short_name(mangled) == name
+
+
+STEP = [
+    Launch("norm_kernel", "RMSNorm", "forward", "layer 0", 1000, None),
+    Launch("product 4 x 5 x 6", "Linear", "forward", "layer 0", 500, 240.0),
+    Launch("product 4 x 5 x 5", "Linear", "forward", "layer 1", 500, 200.0),
+    Launch("flash_attention_fwd_kernel", "Attention", "forward", "layer 1", 300, 100.0),
+    Launch("adamw_kernel", "", "", "", 4000, None),
+]
+
+
+def gpu_times(*names, start=0):
+    """Each takes 10 ns, 2 ns apart."""
+    return [Timed(name, start + 12 * i, start + 12 * i + 10) for i, name in enumerate(names)]
+
+
+NAMES = ["copy", "norm_kernel", "nvjet_a", "nvjet_splitK", "splitKreduce_kernel", "cupy_fill", "flash_attention_fwd_kernel", "memset32", "adamw_kernel"]  # fmt: skip
+
+
+def test_times_find_their_launches():
+    times = match(gpu_times(*NAMES * 3), STEP)
+    expected = [None, STEP[0], STEP[1], STEP[2], None, None, STEP[3], None, STEP[4]] * 3
+    assert [t.launch for t in times] == expected
+    assert [t.name for t in times] == NAMES * 3
+
+
+def test_a_product_that_left_no_trace_costs_only_itself():
+    names = ["norm_kernel", "nvjet_a", "flash_attention_fwd_kernel", "adamw_kernel"]
+    times = match(gpu_times(*names * 2), STEP)
+    assert [t.launch for t in times] == [STEP[0], STEP[1], STEP[3], STEP[4]] * 2
+
+
+def test_rows_are_per_step_and_sorted():
+    table = rows(match(gpu_times(*NAMES * 2), STEP), steps=2)
+    assert sum(row.ns for row in table) == 90
+    by_name = {row.name: row for row in table}
+    assert by_name["norm_kernel"].calls == 1 and by_name["norm_kernel"].nbytes == 1000
+    assert by_name["product 4 x 5 x 6"].flops == 240 and by_name["copy"].nbytes is None
+    assert [row.ns for row in table] == sorted((row.ns for row in table), reverse=True)
+
+
+def test_busy_share_counts_overlaps_once():
+    times = [Timed("a", 0, 10), Timed("b", 5, 12), Timed("c", 6, 8), Timed("d", 16, 20)]
+    assert busy_share(times) == 16 / 20
+
+
+def test_the_first_step_is_left_out():
+    times = match(gpu_times(*NAMES * 3), STEP)
+    rest = without_first_step(times, STEP)
+    assert len(rest) == 2 * len(NAMES) - 1 and rest[0].launch is STEP[0]
+
+
+def test_the_trace_has_spans_of_ops_and_layers():
+    trace = json.loads(json.dumps(chrome_trace(match(gpu_times(*NAMES), STEP))))
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    layers = {e["name"]: e for e in spans if e["tid"] == 1}
+    assert set(layers) == {"layer 0 forward", "layer 1 forward"}
+    assert layers["layer 1 forward"]["ts"] == pytest.approx(0.036)
+    assert layers["layer 1 forward"]["dur"] == pytest.approx(0.046)  # up to the end of attention
+    kernels = [e for e in spans if e["tid"] == 3]
+    assert len(kernels) == len(NAMES) and kernels[1]["args"]["bytes"] == 1000
+
+
+# ----------------------------------------------------------------------------- what a launch moves
+def kernel(name, **constants):
+    cells = tuple(types.CellType(value) for value in constants.values())
+    code = types.SimpleNamespace(co_freevars=tuple(constants))
+    function = types.SimpleNamespace(__name__=name, __code__=code, __closure__=cells)
+    return types.SimpleNamespace(py_func=function)
+
+
+def array(n, at, dtype=np.float32):
+    data = types.SimpleNamespace(ptr=at)
+    return types.SimpleNamespace(nbytes=n * np.dtype(dtype).itemsize, size=n, data=data)
+
+
+def moved(name, *args, **constants):
+    return kernel_times._kernel_bytes(name, kernel(name, **constants), args)
+
+
+def test_bytes_of_a_launch():
+    a, b, c, d = (array(100, at) for at in (1, 2, 3, 4))
+    n = np.int64(7)
+    assert moved("swiglu_fwd_kernel", a, b, n) == 800
+    assert moved("rmsnorm_bwd_kernel", a, b, c, c, d, n) == 1600  # no skip: dy stands in for it
+    assert moved("add_kernel", a, b, c, n) == 1200 and moved("add_kernel", a, a, b, n) == 1200
+    assert moved("causal_softmax_fwd_kernel", a, n) == 800
+    assert moved("embedding_sort_kernel", a, b, n) is None
+    assert moved("embedding_fwd_kernel", a, array(10, 5), array(9999, 6), n) == 840
+    wide, one = array(1000, 10), array(1, 11)  # packed: only the columns of v are read
+    assert moved("flash_attention_fwd_kernel", a, one, b, c, wide, n) == 1604
+    assert moved("qk_norm_rope_bwd_kernel", wide, one, a, b, array(1000, 12), n) == 2404
+    small, half = array(1, 8), array(100, 9, np.float16)
+    update = (a, b, c, half, d, small, small, n)
+    assert moved("adamw_kernel", *update, zero_grad=False) == 100 * (24 + 4 + 2) + 4
+    assert moved("adamw_kernel", *update, zero_grad=True) == 100 * (24 + 8 + 2) + 4
+
+
+def test_operations_of_attention():
+    B, T, H, D = 2, 64, 4, 32
+    o, lse = array(B * T * H * D, 1), array(B * T * H, 2)
+    sizes = [np.int32(x) for x in (T, T, H, 1, H * D, H * D, H * D)]
+    forward = kernel_times._attention_flops("flash_attention_fwd_kernel", (o, lse, o, o, o, *sizes))
+    assert forward == 4 * B * H * T * T * D / 2
+    assert kernel_times._attention_flops("adamw_kernel", ()) is None
+
+
+def test_operations_and_bytes_of_attention_through_tensor_maps(monkeypatch):
+    B, T, S, H, G, D = 2, 64, 100, 4, 2, 32
+    maps, lse = array(64, 1, np.uint64), array(B * T * H, 2)
+    dims = (D, H, T, B), (D, G, S, B), (D, G, S, B), (D, H, T, B), (256, 8)
+    described = [(0, d, (), ()) for d in dims]
+    monkeypatch.setattr(_tensor_maps, "_loose", {(0, tuple(described)): maps})
+    name, args = "flash_attention_hopper_dq_kernel", (maps, lse)
+    assert kernel_times._attention_flops(name, args) == 6 * B * H * T * S * D
+    elements = 2 * B * H * T * D + 2 * B * G * S * D
+    assert moved(name, *args) == 2 * elements + 4 * 256 * 8 + maps.nbytes + lse.nbytes
+    with pytest.raises(ValueError, match="tensor_maps has not made"):
+        moved(name, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_eager_step_is_recorded_and_timed(precision):
+    config = ModelConfig(
+        vocab_size=300, dim=128, n_layers=2, n_heads=4, head_dim=32, max_seq_len=64
+    )
+    model = Transformer(config, device="gpu", precision=precision)
+    ids = np.zeros((2, 64), np.int32)
+    step = lambda: model.loss(ids, ids).backward()
+    step()  # compiles
+    recorder, plain = Recorder(events=True), Recorder()
+    recorder(model, step)
+    plain(model, step)
+    assert recorder.launches == plain.launches and len(plain.launches) > 40
+    products = [x for x in plain.launches if x.name.startswith("product")]
+    head = [x for x in products if x.layer == "" and x.way == "forward"]
+    # logits, and at once the gradients of what went in and of the weights
+    assert [x.flops for x in head] == 3 * [2.0 * 128 * 128 * config.padded_vocab_size]
+    assert {x.layer for x in plain.launches} == {"", "layer 0", "layer 1"}
+    times = recorder.timed()
+    assert all(t.end >= t.start for t in times) and times[-1].end > times[0].end
+    assert GPU
+
+
+@pytest.mark.gpu
+def test_cupti_sees_kernels_inside_a_graph():
+    pytest.importorskip("cupti")
+    from xtrain.device import cupy
+    from xtrain.nn.cuda_graph import Graphed
+    from xtrain.kernels.elementwise import scale_fwd
+
+    run = Graphed(lambda x: (scale_fwd(scale_fwd(x, 2.0), 3.0),))
+    x = cupy().ones(1 << 20, np.float32)
+    for _ in range(3):
+        run(x)
+    times = kernel_times.cupti_times(lambda: [run(x) for _ in range(5)])
+    assert sum(t.name == "scale_kernel" for t in times) == 10

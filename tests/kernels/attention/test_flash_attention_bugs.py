@@ -1,0 +1,173 @@
+"""Bugs planted in copies of the tensor-core kernels: each is reported by the simulator, or gives visibly wrong numbers.
+
+A copy of the kernel files with one line changed is imported beside the real ones and run on one small case.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checks import GPU, normal
+
+import xtrain.kernels
+from xtrain.kernels.attention import flash_attention
+from xtrain.kernels.attention.flash_attention import flash_attention_bwd_ref, flash_attention_ref
+from xtrain.simulator import KernelError, RaceError, UninitializedError, sim
+
+pytestmark = pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+
+FOLDER = Path(xtrain.kernels.__file__).parent
+FILES = (
+    "_tiles",
+    "flash_attention_bf16",
+    "_flash_attention_bf16_bwd",
+    "_flash_attention_bf16_pairs",
+    "_flash_attention_bf16_whole",
+    "flash_attention",
+)
+FWD, BWD, PAIRS, ALL_KEYS = FILES[1:5]
+CONFIGS = {"fwd": (32, 16, 2, 1, False), "dq": (32, 16, 2, 1), "dkdv": (32, 32, 2, 1)}
+WRONG = None  # no report, but wrong numbers
+SHAPE = 1, 37, 40, 2, 1, 16  # B, T, S, H, G, D
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """-> plant(file, old, new): the module flash_attention, with `old` in that file replaced by `new`"""
+
+    def plant(changed, old, new):
+        for file in FILES:
+            source = (FOLDER / f"{file}.py").read_text()
+            if file == changed:
+                assert source.count(old) == 1, (
+                    f"{file}.py has changed: {old!r}, {source.count(old)}"
+                )
+                source = source.replace(old, new)
+            path = tmp_path / f"{file}.py"
+            path.write_text(source)
+            spec = importlib.util.spec_from_file_location(f"xtrain.kernels.{file}", path)
+            module = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, spec.name, module)
+            monkeypatch.setattr(xtrain.kernels, file, module, raising=False)
+            spec.loader.exec_module(module)
+        return module
+
+    return plant
+
+
+def errors(module, backward=True, all_keys=False):
+    """Run the kernels. -> {output: error relative to its largest value}"""
+    B, T, S, H, G, D = SHAPE
+    shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
+    q, k, v, do = (normal(i, *s, dtype=ml_dtypes.bfloat16) for i, s in enumerate(shapes))
+    module.choose = lambda kind, *rest: CONFIGS[kind]
+    module.choose_whole = lambda *_: (64, 1) if all_keys else None
+    o, lse = module.flash_attention_fwd(*map(sim, (q, k, v)), 0.3)
+    gradients = ()
+    if backward:
+        gradients = module.flash_attention_bwd(*map(sim, (do, q, k, v)), o, lse, 0.3)
+    q, k, v, do = (x.astype(np.float64) for x in (q, k, v, do))
+    exact_o, exact_lse = flash_attention_ref(q, k, v, 0.3)
+    exact = exact_o, *flash_attention_bwd_ref(do, q, k, v, exact_o, exact_lse, 0.3)
+    found = {}
+    for name, x, e in zip(("o", "dq", "dk", "dv"), (o, *gradients), exact):
+        found[name] = float(np.abs(np.asarray(x).astype(np.float64) - e).max() / np.abs(e).max())
+    return found
+
+
+def test_nothing_planted(planted):
+    module = planted("_tiles", "CHUNK = 8", "CHUNK = 8")
+    assert module is not flash_attention and module.bf16 is not flash_attention.bf16
+    assert max(errors(module).values()) < 1e-2
+
+
+BUGS = {
+    # waits and barriers
+    "tile not waited for": (FWD, "            wait_copies(0)\n            cuda.syncthreads()  # this", "            cuda.syncthreads()  # this", UninitializedError),
+    "no barrier before the next tile": (FWD, "            wait_copies(0)\n            cuda.syncthreads()  # this", "            wait_copies(0)  # this", KernelError),
+    "one copy too many under way": (BWD, "        while n0 < end:\n            wait_copies(0)", "        while n0 < end:\n            wait_copies(1)", UninitializedError),
+    "copies not committed": ("_tiles", "stride, valid)\n        commit_copies()", "stride, valid)", UninitializedError),
+    "next tile into this one's place": (FWD, "copy_kv(smem, other, k,", "copy_kv(smem, now, k,", KernelError),
+    "rows stored before they are whole": ("_tiles", "        cuda.syncwarp()  # the rows are whole\n", "", RaceError),
+    "statistics of the other stage": (BWD, "weights(s, stats, now // 2 + LSE", "weights(s, stats, other // 2 + LSE", KernelError),
+    # swizzle and fragments
+    "no swizzle": ("_tiles", "chunk ^ ((row >> SHIFT) & MASK)", "chunk", KernelError),
+    "rows swizzled by another rule than read": ("_tiles", "to, source = a + place(row, chunk)", "to, source = a + row * D + chunk * 8", WRONG),
+    "right operand not transposed": ("_tiles", "            ldmatrix_trans(fb, smem, b + left_lane(), 16 * n, 16 * k * D)", "            ldmatrix(fb, smem, b + left_lane(), 16 * n, 16 * k * D)", WRONG),
+    "halves of the right operand exchanged": ("_tiles", "mma_bf16(s[m, 2 * n + 1], fa[m], fb[1])", "mma_bf16(s[m, 2 * n + 1], fa[m], fb[0])", WRONG),
+    "packed tiles in the wrong order": ("_tiles", "n, r = 2 * k + i // 2, i % 2", "n, r = 2 * k + i % 2, i // 2", WRONG),
+    # the maths
+    "sums not rescaled": (FWD, "total[m, r] *= shrink", "total[m, r] *= float32(1.0)", WRONG),
+    "diagonal off by one": (FWD, "last = int32(last - n0", "last = int32(last + 1 - n0", WRONG),
+    "wrong key head": (BWD, "        head = h // group * D\n", "        head = h % group * D\n", KernelError),
+    "delta forgotten": (BWD, "dp[m, n, i] - delta[m, i // 2]", "dp[m, n, i]", WRONG),
+    "queries of the past are seen": (BWD, "if int32(8 * n + c) < first:", "if int32(8 * n + c) < first - 1:", WRONG),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs(planted, bug):
+    file, old, new, expected = BUGS[bug]
+    if expected is WRONG:
+        found = errors(planted(file, old, new), backward=file != FWD)
+        assert max(found.values()) > 3e-2 or np.isnan(list(found.values())).any(), found
+    else:
+        with pytest.raises(expected) as caught:
+            errors(planted(file, old, new))
+        assert caught.value.sites, "the report names no line"
+
+
+PAIR_BUGS = {
+    "weights read in the turn they are written": (PAIRS, "now, new, old, read, written", "now, new, old, written, read", WRONG),
+    "weights of the tile to come": (PAIRS, "scores(s, smem, own, old + BM * D)", "scores(s, smem, own, now + BM * D)", WRONG),
+    "two stages instead of three": (PAIRS, "old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)", "old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES)", KernelError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", [None, *PAIR_BUGS])
+def test_bugs_between_two_warps(planted, bug):
+    file, old, new, expected = PAIR_BUGS[bug] if bug else ("_tiles", "CHUNK = 8", "CHUNK = 8", None)
+    module = planted(file, old, new)
+    maker = module.bf16_pairs.make_pairs_kernel, module.bf16_pairs.pairs_shared_bytes
+    single = module._maker
+    module._maker = lambda kind, D: maker if kind == "dkdv" else single(kind, D)
+    if bug is None:
+        assert max(errors(module).values()) < 1e-2
+        return
+    try:
+        found = errors(module)
+    except KernelError:
+        return
+    assert expected is WRONG and max(found["dk"], found["dv"]) > 3e-2, found
+
+
+ALL_KEYS_BUGS = {
+    "gradients of scores read before they are whole": ("            cuda.syncthreads()  # dS is whole\n", "", KernelError),
+    "queries not waited for": ("            wait_copies(0)\n", "", UninitializedError),
+    "no barrier before the next queries": ("            wait_copies(0)\n            cuda.syncthreads()  #", "            wait_copies(0)  #", KernelError),
+    "keys written over while they are read": ("        cuda.syncthreads()  # nobody reads K any more\n", "", KernelError),
+    "rows of dQ stored before they are whole": ("        cuda.syncwarp()\n", "", RaceError),
+    "diagonal off by one": ("key - past - t0 if", "key - past - t0 - 1 if", WRONG),
+    "statistics of one query": ("weights(s, stats, LSE + t,", "weights(s, stats, LSE + t0,", WRONG),
+    "the other half of the keys": ("(32 * j + 16 * i) * BM", "(32 * j + 16 - 16 * i) * BM", WRONG),
+    "one half of the channels": ("left_lane() ^ (16 * n)", "left_lane()", WRONG),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", [None, *ALL_KEYS_BUGS])
+def test_bugs_where_a_block_holds_all_keys(planted, monkeypatch, bug):
+    monkeypatch.setattr("test_flash_attention_bugs.SHAPE", (1, 37, 40, 1, 1, 32))
+    old, new, expected = (
+        ALL_KEYS_BUGS[bug] if bug else ("STEP = 32, 64, 16", "STEP = 32, 64, 16", None)
+    )
+    module = planted(ALL_KEYS, old, new)
+    if expected in (None, WRONG):
+        found = errors(module, all_keys=True)
+        assert max(found.values()) < 1e-2 if bug is None else max(found.values()) > 3e-2, found
+    else:
+        with pytest.raises(expected) as caught:
+            errors(module, all_keys=True)
+        assert caught.value.sites, "the report names no line"

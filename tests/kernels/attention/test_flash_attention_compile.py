@@ -1,0 +1,76 @@
+"""The FlashAttention kernels compile without a GPU: in float32, registers instead of local memory, no spills.
+
+What this needs: offline.py.
+"""
+
+import re
+
+import pytest
+from numba import types
+from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, only_all
+
+from xtrain.kernels.attention import flash_attention as fa
+from xtrain.kernels.attention import flash_attention_fp32 as fp32
+from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import CONFIG, WIDTHS
+from xtrain.kernels.attention.flash_attention_table import TABLE
+
+__all__ = ["nvvm"]
+pytestmark = pytest.mark.usefixtures("nvvm")
+
+HALF, FULL = types.Array(types.uint16, 1, "C"), types.Array(types.float32, 1, "C")
+SCALARS = (*[types.int32] * 7, types.float32)
+SIGNATURES = {
+    "fwd": (HALF, FULL, HALF, HALF, HALF, *SCALARS),
+    "dq": (HALF, FULL, *[HALF] * 5, FULL, *SCALARS),
+    "dkdv": (*[HALF] * 6, FULL, FULL, types.int32, *SCALARS),
+    "whole": (*[HALF] * 8, FULL, types.int32, *SCALARS),
+}
+BTHD, BHT = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
+FP32 = {
+    "fwd": (BTHD, BHT, BTHD, BTHD, BTHD, types.float32),
+    "dq": (BTHD, BHT, *[BTHD] * 5, BHT, types.float32),
+    "dkdv": (*[BTHD] * 6, BHT, BHT, types.float32),
+}
+CHOSEN = {(*key, config) for key, rows in TABLE.items() for _, config in rows}
+CHOSEN |= {("whole", D, causal, CONFIG) for D in WIDTHS for causal in (True, False)}
+SMALL = {(*key, fa.SMALL[key[0]]) for key in TABLE if key[2]}
+ONE_OF_EACH = [(kind, D, True, TABLE[kind, D, True][-1][1]) for kind, D in (
+    ("fwd", 64), ("dq", 32), ("dkdv", 16), ("dkdv", 128),
+)] + [("whole", 32, True, CONFIG)]  # fmt: skip
+
+
+def check_bf16(monkeypatch, tmp_path, choice, cards=((9, 0),)):
+    kind, D, causal, config = choice
+    kernel, _ = fa.make_kernel(kind, D, causal, config)
+    for cc, ptx in compiled(monkeypatch, kernel, SIGNATURES[kind], cards).items():
+        assert "mma.sync.aligned.m16n8k16" in ptx and "cp.async" in ptx and "ldmatrix" in ptx
+        threads, blocks = config if kind == "whole" else (32 * config[2], config[3])
+        if cc == (9, 0):  # whose tiles are tuned
+            check_registers(tmp_path, ptx, threads, blocks, cc)
+
+
+@pytest.mark.parametrize("choice", ONE_OF_EACH, ids=str)
+def test_tensor_core_kernels_compile(monkeypatch, tmp_path, choice):
+    check_bf16(monkeypatch, tmp_path, choice)
+
+
+@only_all
+@pytest.mark.parametrize("choice", sorted(CHOSEN, key=str), ids=str)
+def test_all_chosen_tiles(monkeypatch, tmp_path, choice):
+    check_bf16(monkeypatch, tmp_path, choice)
+
+
+@only_all
+@pytest.mark.parametrize("choice", sorted(SMALL, key=str), ids=str)
+def test_small_tiles_on_other_cards(monkeypatch, tmp_path, choice):
+    check_bf16(monkeypatch, tmp_path, choice, CARDS_BF16)
+
+
+@pytest.mark.parametrize("kind", list(FP32))
+def test_fp32_kernels_compile(monkeypatch, kind):
+    makers = {"fwd": fp32.make_fwd_kernel, "dq": fp32.make_dq_kernel, "dkdv": fp32.make_dkdv_kernel}
+    for D, cards in ((64, CARDS[:1]), (33, CARDS[-1:])):
+        kernel = makers[kind](D, True)
+        for ptx in compiled(monkeypatch, kernel, FP32[kind], cards).values():
+            shared = [int(n) for n in re.findall(r"\.shared[^;]*\[(\d+)\];", ptx)]
+            assert sum(shared) <= 48 * 1024

@@ -1,0 +1,182 @@
+"""Bugs planted in copies of the kernels for compute capability 9.0: the simulator reports each, with a line.
+
+As in test_flash_attention_bugs.py, a copy of the kernel files with one place changed is imported beside the real ones.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checks import normal, only_slow
+
+import xtrain.kernels
+from xtrain.kernels.cast import cast_fwd
+from xtrain.kernels.attention.flash_attention import flash_attention_bwd_ref, flash_attention_ref
+from xtrain.simulator import AsyncError, DeadlockError, KernelError, OutOfBoundsError, RaceError, UninitializedError, sim
+
+FOLDER = Path(xtrain.kernels.__file__).parent
+FILES = (
+    "_hopper",
+    "_flash_attention_hopper_parts",
+    "flash_attention_hopper",
+    "_flash_attention_hopper_dkdv",
+    "_flash_attention_hopper_bwd",
+)
+INSTRUCTIONS, PARTS, FWD, DKDV, BWD = FILES
+TILES = {"fwd": (16, 1, 2, 1, 1, 0), "dq": (32, 1, 2, 1, 2, 0), "dkdv": (16, 1, 2, 1, 2, 0)}
+WRONG = None  # no report, but wrong numbers
+# B, T, S, H, G, D
+SHAPES = {
+    "fwd": (1, 9, 61, 2, 1, 64),
+    "bwd": (1, 40, 72, 2, 1, 64),
+    "skip": (1, 128, 128, 1, 1, 64),
+}
+WIDE = {
+    "fwd": (32, 2, 2, 1, 2, 0)
+}  # two warpgroups: the first does not see the last keys of a block
+GPU = 1, 1536  # multiprocessors, bytes of cache: one block takes all tiles
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """-> plant(run, file, old, new): the modules forward and backward, with `old` in that file replaced by `new`"""
+
+    def plant(run, changed, old, new):
+        modules = {}
+        for file in FILES:
+            source = (FOLDER / f"{file}.py").read_text()
+            if file == changed:
+                count = source.count(old)
+                assert count == 1, f"{file}.py has changed: {old!r}, {count}"
+                source = source.replace(old, new)
+            path = tmp_path / f"{file}.py"
+            path.write_text(source)
+            spec = importlib.util.spec_from_file_location(f"xtrain.kernels.{file}", path)
+            module = modules[file] = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, spec.name, module)
+            monkeypatch.setattr(xtrain.kernels, file, module, raising=False)
+            spec.loader.exec_module(module)
+        tiles = {**TILES, **WIDE} if run == "skip" else TILES
+        for module in (modules[FWD], modules[BWD]):
+            module.choose = lambda kind, *rest: tiles[kind]
+        return modules[FWD], modules[BWD]
+
+    return plant
+
+
+def errors(modules, run):
+    """Run the forward, or with exact o and lse the backward. -> the largest error relative to the largest value"""
+    forward, backward = modules
+    B, T, S, H, G, D = SHAPES[run]
+    shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
+    arrays = [normal(i, *s, dtype=ml_dtypes.bfloat16) for i, s in enumerate(shapes)]
+    q, k, v, do = (x.astype(np.float64) for x in arrays)
+    o, lse = flash_attention_ref(q, k, v, 0.3)
+    _, k_, v_, do_ = map(sim, arrays)
+    q_ = cast_fwd(sim(q.astype(np.float32)), arrays[0].dtype)  # a kernel stands before
+    empty = lambda *shape: sim(np.full(shape, np.nan, ml_dtypes.bfloat16))
+    if run != "bwd":
+        got, exact = [empty(*o.shape)], [o]
+        forward.forward(got[0], sim(np.zeros(lse.shape, np.float32)), q_, k_, v_, 0.3, True, GPU)
+    else:
+        got, exact = (
+            [empty(*x.shape) for x in (q, k, v)],
+            flash_attention_bwd_ref(do, q, k, v, o, lse, 0.3),
+        )
+        rest = sim(o.astype(ml_dtypes.bfloat16)), sim(lse.astype(np.float32)), 0.3, True, GPU
+        backward.backward(tuple(got), do_, q_, k_, v_, *rest)
+    pairs = [(np.asarray(x).astype(np.float64), e) for x, e in zip(got, exact)]
+    return max(float(np.abs(x - e).max() / np.abs(e).max()) for x, e in pairs)
+
+
+@pytest.mark.parametrize("run", list(SHAPES))
+def test_nothing_planted(planted, run):
+    assert errors(planted(run, PARTS, "HEADER = 1024", "HEADER = 1024"), run) < 2e-2
+
+
+BUGS = {
+    # copies and their barriers
+    "tile read before it has come": (FWD, "            mbar_wait(base + K_FULL + 8 * stage, phase)\n            scores(", "            scores(", AsyncError, "fwd"),
+    "wrong parity, the wait passes": (FWD, "            mbar_wait(base + V_FULL + 8 * stage, phase)\n            for _", "            mbar_wait(base + V_FULL + 8 * stage, phase ^ 1)\n            for _", AsyncError, "fwd"),
+    "wrong parity, the producer waits for ever": (PARTS, "mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)", "mbar_wait(free + 8 * stage, (it // STAGES) & 1)", DeadlockError, "fwd"),
+    "stage not waited for": (PARTS, "        mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)\n", "", AsyncError, "fwd"),
+    "too few bytes expected": (PARTS, "        mbar_expect(full, RING)", "        mbar_expect(full, RING // 2)", KernelError, "fwd"),
+    "too many bytes expected": (PARTS, "mbar_expect(full, QUERIES * ROWS)", "mbar_expect(full, 2 * QUERIES * ROWS)", DeadlockError, "fwd"),
+    "barriers not shown to the copy engine": (PARTS, "            mbar_init_fence()\n", "", AsyncError, "fwd"),
+    "threads meet no barrier that is made": (PARTS, "            mbar_init_fence()\n        cuda.syncthreads()", "            mbar_init_fence()", AsyncError, "fwd"),
+    "one warp's arrival for four": (FWD, "make_barriers(4 * WGS,", "make_barriers(1,", KernelError, "fwd"),
+    "map not acquired": (FWD, "            acquire_map(maps, OUT)\n", "            pass\n", AsyncError, "fwd"),
+    "tiles off their boundary": (PARTS, "HEADER = 1024", "HEADER = 512", AsyncError, "fwd"),
+    "tile number overwritten while it is read": (PARTS, "        mbar_wait(barriers + TILE_FREE, ((done // OWN) & 1) ^ 1)\n        post(", "        post(", AsyncError, "fwd"),
+    "tile number read before it is there": (PARTS, "        mbar_wait(barriers + TILE_FULL, (done // OWN) & 1)\n", "", UninitializedError, "fwd"),
+    # products
+    "scores used before they are there": (FWD, "            wait_s(s)\n", "", AsyncError, "fwd"),
+    "one product too many under way": (FWD, "make_wait(BN, 1), make_wait(BN, 0)", "make_wait(BN, 1), make_wait(BN, 1)", AsyncError, "fwd"),
+    "operand changed while a product reads it": (FWD, "                hold_s(s)\n", "                pack(p, s)\n", AsyncError, "fwd"),
+    "sum used before it is there": (FWD, "                wait_o(o)\n", "", AsyncError, "fwd"),
+    "stage given back before the product is done": (FWD, "                wait_o(o)\n                mbar_arrive(base + V_FREE + 8 * before)\n", "                mbar_arrive(base + V_FREE + 8 * before)\n                wait_o(o)\n", AsyncError, "fwd"),
+    "product of half a warpgroup": (FWD, "            wait_s(s)\n", "            wait_s(s)\n            if warp < 2:\n                wait_s(s)\n            if warp < 2:\n                scores(s, q, descriptor(base + K))\n", KernelError, "fwd"),
+    # descriptors
+    "wrong stride": (INSTRUCTIONS, "(1024 >> 4) << 32", "(512 >> 4) << 32", AsyncError, "fwd"),
+    "wrong swizzle": (INSTRUCTIONS, "SWIZZLE_128 = 1", "SWIZZLE_128 = 2", AsyncError, "fwd"),
+    "slices too far apart": (INSTRUCTIONS, "32 * (k % 4) + k // 4", "64 * (k % 4) + k // 4", AsyncError, "fwd"),
+    "slices down the rows too close": (INSTRUCTIONS, "16 * 128 * k", "8 * 128 * k", AsyncError, "bwd"),
+    "not transposed": (FWD, "down_rows(BN), b_rows=True", "down_rows(BN), b_rows=False", KernelError, "fwd"),
+    "tile of another stage": (FWD, "            mbar_wait(base + V_FULL + 8 * stage, phase)\n            for _", "            for _", AsyncError, "fwd"),
+    "past the end of shared memory": (FWD, "fwd_shared_bytes(D, config[:5])", "fwd_shared_bytes(D, config[:5]) - 1024", OutOfBoundsError, "fwd"),
+    # results
+    "no fence before the results leave": (PARTS, "        fence_async()\n", "", AsyncError, "fwd"),
+    "rows leave before all lanes have written them": (PARTS, "        cuda.syncwarp()\n        if lane == 0:", "        if lane == 0:", UninitializedError, "fwd"),
+    "rows overwritten while they leave": (FWD, "        stores_done()  # of the tile before\n", "", AsyncError, "fwd"),
+    "stores not committed": (PARTS, "            commit_stores()\n", "", AsyncError, "fwd"),
+    "end before the stores are read": (FWD, "        stores_done()\n\n    return consume", "        return\n\n    return consume", AsyncError, "fwd"),
+    "rows not swizzled": (PARTS, "((n ^ g) << 4)", "(n << 4)", WRONG, "fwd"),
+    # backward
+    "K given back while dQ reads it": (BWD, "                if i > 0:\n                    mbar_arrive(base + K_FREE + 8 * before)\n", "                mbar_arrive(base + K_FREE + 8 * stage)\n", KernelError, "bwd"),
+    "statistics overwritten while they are read": (DKDV, "                        cuda.syncwarp()  # all lanes have read its statistics\n", "", AsyncError, "bwd"),
+    "K overwritten while other warps read it": (DKDV, "        bar_sync(1 + (warp >> 2), 128)  # all its warps have done with them\n", "", AsyncError, "bwd"),
+    "P overwritten while dV reads it": (DKDV, "                    wait_out(dv)  # then `a` may be written again\n", "", AsyncError, "bwd"),
+    "stage passed over and not given back": (PARTS, "            mbar_arrive(base + V_FREE + 8 * stage)\n            it +=", "            it +=", DeadlockError, "skip"),
+    "statistics of another head": (DKDV, "before + h)", "before)", WRONG, "bwd"),
+    # one kernel beginning while the one before still runs
+    "statistics read before they are written": (BWD, "        wait_for_previous()  # for the statistics. Q, K, V and dO are older\n        let_next_start()\n", "", RaceError, "bwd"),
+    "dK, dV may start while the statistics are written": (BWD, "        wait_for_previous()  # for the statistics. Q, K, V and dO are older\n        let_next_start()\n", "        let_next_start()\n        wait_for_previous()\n", RaceError, "bwd"),
+    "queries read before they are written": (FWD, "        wait_for_previous()\n        let_next_start()\n", "", RaceError, "fwd"),
+    "dK, dV end before dQ": (DKDV, "        wait_for_previous()  # whoever", "        # whoever", KernelError, "bwd"),
+    # results
+    "delta forgotten": (DKDV, "dp[4 * n + j] - drop[j % 2]", "dp[4 * n + j]", WRONG, "bwd"),
+}  # fmt: skip
+FAST = (
+    "tile read before it has come",
+    "wrong parity, the wait passes",
+    "wrong parity, the producer waits for ever",
+    "stage not waited for",
+    "too few bytes expected",
+    "scores used before they are there",
+    "operand changed while a product reads it",
+    "wrong stride",
+    "wrong swizzle",
+    "no fence before the results leave",
+    "stores not committed",
+    "statistics overwritten while they are read",
+    "statistics of another head",
+    "dK, dV may start while the statistics are written",
+)
+
+
+SLOW = (pytest.mark.slow, only_slow)
+
+
+@pytest.mark.parametrize("bug", [b if b in FAST else pytest.param(b, marks=SLOW) for b in BUGS])
+def test_bugs(planted, bug):
+    file, old, new, expected, run = BUGS[bug]
+    modules = planted(run, file, old, new)
+    if expected is WRONG:
+        assert not errors(modules, run) < 3e-2
+        return
+    with pytest.raises(expected) as caught:
+        errors(modules, run)
+    assert caught.value.sites or "never calls" in str(caught.value), "the report names no line"

@@ -1,0 +1,229 @@
+"""gemv.py: every fused form against float64, PyTorch as the oracle, rows that do not feel each other."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from checks import GPU, assert_as_good, normal, sentinels, to_host, to_kernel, with_bug
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xtrain.kernels.decoding import gemv_tensor_cores as _gemv_tensor
+from xtrain.kernels.decoding import gemv as file
+from xtrain.kernels.decoding.gemv_tensor_cores import Config, shared_bytes, staged
+from xtrain.kernels.runtime.launch import launch
+from xtrain.kernels.decoding.gemv import gemv, gemv_fits, gemv_naive_kernel, gemv_ref
+from xtrain.simulator import KernelError, sim
+
+BF16 = ml_dtypes.bfloat16
+EPS = 1e-6
+
+
+def case(N, K, rows, x=np.float32, w=BF16, norm=False, residual=None, swiglu=False):
+    """-> x, w, norm_w, eps, residual, swiglu"""
+    width, rows = rows, rows * (2 if swiglu else 1)
+    norm_w = normal(3, K) if norm else None
+    added = normal(4, N, width).astype(residual) if residual else None
+    weights = (normal(2, rows, K) * K**-0.5).astype(w)
+    return normal(1, N, K).astype(x), weights, norm_w, EPS, added, swiglu
+
+
+def run(args, put, **more):
+    given_ = [put(a) if isinstance(a, np.ndarray) else a for a in args]
+    return to_host(gemv(*given_, **more))
+
+
+def check(args, **more):
+    got, single = run(args, to_kernel, **more), run(args, np.array, **more)
+    exact = gemv_ref(*(a.astype(np.float64) if isinstance(a, np.ndarray) else a for a in args))
+    assert got.dtype == single.dtype
+    rounded = args[1].dtype == BF16 and (
+        args[2] is not None or args[0].dtype != BF16
+    )  # x becomes bf16
+    # adding in tensor cores truncates: the error grows with the number of additions and has a sign
+    floor = 6e-3 if rounded else 4e-6 if args[1].dtype == BF16 else 1e-6
+    assert_as_good(got, exact, single, what="y", floor=floor, scale=1.0)
+    return got
+
+
+SHAPES = [(8, 32, 5), (2, 288, 21)]
+SHAPES += [(1, 2048, 2560), (8, 5632, 2048), (3, 2048, 32000), (1, 14336, 4096)] if GPU else []
+FORMS = [  # x, w, then what is fused
+    dict(x=BF16),
+    dict(x=np.float32),
+    dict(norm=True),
+    dict(norm=True, swiglu=True),
+    dict(x=BF16, residual=np.float32),
+    dict(x=BF16, norm=True, residual=BF16, swiglu=True),
+    dict(w=np.float32),
+    dict(w=np.float32, norm=True, swiglu=True),
+    dict(w=np.float32, residual=np.float32),
+    dict(w=np.float32, x=BF16, norm=True),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_kernel(form, shape):
+    check(case(*shape, **form))
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_many_tiles_per_block_and_steps_per_tile(monkeypatch, swiglu):
+    monkeypatch.setattr(file, "MULTIPROCESSORS", 1)
+    check(case(2, 32 * 18, 20, norm=True, residual=np.float32, swiglu=swiglu))
+    check(case(2, 32 * 5, 40, norm=True, swiglu=swiglu))
+
+
+@pytest.mark.parametrize("config", [(1, 1, 1), (2, 3, 1), (4, 4, 2), (16, 1, 1)], ids=str)
+def test_every_division_of_the_work(monkeypatch, config):
+    args = case(3, 32 * 7, 40, norm=True)
+    y = to_kernel(np.full((3, 40), np.nan, np.float32))
+    given_ = [to_kernel(a) for a in args[:3]]
+    monkeypatch.setattr(file, "MULTIPROCESSORS", 1)  # more than a tile per block
+    next_w = to_kernel(np.zeros(1000, BF16))
+    file._launch(y, *given_, EPS, None, False, True, config, next_w)
+    exact = gemv_ref(*(a.astype(np.float64) for a in args[:3]), EPS)
+    assert_as_good(y, exact, run(args, np.array, dtype=np.float32), floor=6e-3)
+
+
+def test_the_products_of_a_decoder():
+    kinds = [(2048, 2560, False, True), (2048, 2048, False, False), (2048, 5632, True, True)]
+    kinds += [(5632, 2048, False, False), (2048, 32000, False, True)]
+    assert [_gemv_tensor.choose(*kind) for kind in kinds] == [
+        (16, 4, 1, True),
+        (8, 8, 2, False),
+        (4, 4, 3, True),
+        (16, 11, 1, True),
+        (4, 4, 4, True),
+    ]
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.data())
+def test_any_shape(data):
+    form = dict(data.draw(st.sampled_from(FORMS)))
+    K = data.draw(st.integers(1, 6)) * 32
+    check(case(data.draw(st.integers(1, 8)), K, data.draw(st.integers(1, 40)), **form))
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[7]], ids=str)
+def test_a_row_does_not_feel_the_others(form):
+    args = case(5, 96, 20, **form)
+    for put in (to_kernel, np.array):
+        together = run(args, put)
+        turned = run((args[0][::-1].copy(), *args[1:]), put)
+        assert np.array_equal(turned[::-1], together)
+        for n, ready in ((1, True), (3, False)):
+            some = run((args[0][:n].copy(), *args[1:]), put, weights_ready=ready)
+            assert np.array_equal(some, together[:n])
+
+
+@pytest.mark.parametrize("w", [np.float32, BF16])
+def test_in_place_and_types(w):
+    args = case(2, 64, 10, x=w, w=w, residual=np.float32)
+    for put in (to_kernel, np.array):
+        x, weights, h = put(args[0]), put(args[1]), put(args[4])
+        y = gemv(x, weights, residual_NO=h, out=h)
+        assert y is h and np.array_equal(to_host(h), run(args, put))
+        assert gemv(x, weights).dtype == w
+        assert gemv(x, weights, dtype=np.float32).dtype == np.float32
+
+
+def test_naive_kernel():
+    x, w = normal(1, 2, 30), normal(2, 7, 30)
+    y = to_kernel(np.zeros((2, 7), np.float32))
+    launch(gemv_naive_kernel, (1, 2), file.BLOCK, y, to_kernel(x), to_kernel(w))
+    np.testing.assert_allclose(to_host(y), x @ w.T, rtol=1e-5)
+
+
+def test_against_pytorch():
+    x, w, norm_w, eps, added, _ = args = case(
+        3, 64, 12, w=np.float32, norm=True, residual=np.float32, swiglu=True
+    )
+    t = [torch.tensor(a) for a in (x, w, norm_w, added)]
+    gate, up = (torch.nn.functional.rms_norm(t[0], (64,), t[2], eps) @ t[1].T).chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up + t[3]
+    for put in (to_kernel, np.array):
+        np.testing.assert_allclose(run(args, put), want.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("w", [np.float32, BF16])
+def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, w):
+    args = case(3, 96, 21, w=w, norm=True)
+    with sentinels(monkeypatch):
+        first = run(args, to_kernel)
+    assert np.array_equal(first, run(args, to_kernel))
+
+
+@pytest.mark.parametrize(
+    "stage, old, new",
+    [
+        (True, "            cuda.syncthreads()\n            finish", "            finish"),
+        (True, "            cuda.syncthreads()  # the sums have been read\n", ""),
+        (
+            False,
+            "        if ready:\n            load_w(words",
+            "        if not ready:\n            load_w(words",
+        ),
+        (False, "                if lane & 3 == 0:\n    ", "                if True:\n    "),
+        (True, "            cuda.syncthreads()  # x is there\n", ""),
+    ],
+)
+def test_planted_bugs_are_found(stage, old, new):
+    make = _gemv_tensor.make_tensor_kernel
+    scope = with_bug(make, old, new, dict(vars(_gemv_tensor)))
+    x, w, norm_w, *_ = case(2, 128, 40, norm=True)
+    y = sim(np.zeros((2, 40), np.float32))
+    arrays = [a.reshape(-1) for a in (y, sim(x), sim(w), sim(norm_w), sim(x), sim(w))]
+    variant = 128, True, False, False, False, True, True, False, stage, Config(2, 1, 1)
+    go = lambda make: launch(
+        make(*variant), 2, 64, *arrays, 2, 40, 0, np.float32(EPS), shared=shared_bytes(2, 128)
+    )
+    go(make)
+    with pytest.raises(KernelError):
+        go(scope["make_tensor_kernel"])
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_wider_than_shared_memory(norm):
+    """x stays in global memory then; the plain division of the work gives the same."""
+    K = 8192
+    plain, direct = Config(8, 2, 1), Config(8, 2, 1, False)
+    assert not staged(K, plain) and staged(4096, plain) and not staged(64, direct)
+    check(case(2, K, 5, norm=norm))
+
+
+def test_what_fits():
+    assert gemv_fits(8, 64, BF16) and gemv_fits(1, 36, np.float32)
+    assert not any(
+        (
+            gemv_fits(9, 64, BF16),
+            gemv_fits(0, 64, BF16),
+            gemv_fits(1, 48, BF16),
+            gemv_fits(1, 6, np.float32),
+        )
+    )
+
+
+def test_bad_input():
+    args = case(2, 64, 10)
+    with pytest.raises(ValueError, match=r"w has shape \(10, 64\), expected \(any, 32\)"):
+        gemv(args[0][:, :32].copy(), args[1])
+    with pytest.raises(ValueError, match=r"norm_w has shape \(3,\), expected \(64\)"):
+        gemv(*args[:2], normal(1, 3))
+    with pytest.raises(ValueError, match=r"residual has shape \(2, 9\), expected \(2, 10\)"):
+        gemv(*args[:2], residual_NO=normal(1, 2, 9))
+    with pytest.raises(ValueError, match="swiglu of 9 rows"):
+        gemv(args[0], args[1][:9].copy(), swiglu=True)
+    with pytest.raises(TypeError, match="out is float32, expected bfloat16"):
+        gemv(*args[:2], out=normal(1, 2, 10))
+    with pytest.raises(ValueError, match=r"next_w has shape \(10, 64\), expected \(any\)"):
+        gemv(*args[:2], next_w=args[1])
+    with pytest.raises(ValueError, match="9 rows of 64, the GPU takes 1 to 8 of a multiple of 32"):
+        run(case(9, 64, 10), to_kernel)
+    args = [to_kernel(normal(i, n, 6)) for i, n in ((1, 2), (2, 10))]
+    with pytest.raises(ValueError, match="2 rows of 6, the GPU takes 1 to 8 of a multiple of 4"):
+        gemv(*args)
+    with pytest.raises(ValueError, match="2 rows of 48"):
+        run(case(2, 48, 10), to_kernel)

@@ -1,0 +1,327 @@
+"""sampling.py: which tokens stay, how often each is drawn, and that a row depends on itself alone."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from checks import GPU, normal, to_host, to_kernel, with_bug
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xtrain import simulator
+from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels, sampling
+from xtrain.kernels.primitives.ptx import kernel
+from xtrain.kernels.decoding.sampling import advance, check_sampling, kept_ref, philox_ref, random_fraction_ref, sample
+from xtrain.simulator import KernelError, sim
+
+BF16 = ml_dtypes.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Lists of 32 candidates from segments of 64 tokens: a vocabulary of 200 has four, and its tail is in no list."""
+    if not GPU:
+        monkeypatch.setattr(sampling, "SEGMENT", 64)
+        monkeypatch.setattr(sampling, "MAX_TOP_K", 32)
+
+
+def parameters(B, temperature=1.0, top_k=0, top_p=1.0, seed=7, sequence=None, step=0):
+    full = lambda value, dtype: np.array(np.broadcast_to(value, B), dtype)
+    sequence = np.arange(B) if sequence is None else sequence
+    return [
+        full(temperature, np.float32), full(top_k, np.int32), full(top_p, np.float32),
+        full(seed, np.int64), full(sequence, np.int64), full(step, np.int32),
+    ]  # fmt: skip
+
+
+def draw(logits, put=to_kernel, vocab=None, **given_):
+    ids = put(np.full(len(logits), -5, np.int32))
+    sample(put(logits), ids, *map(put, parameters(len(logits), **given_)), vocab)
+    return to_host(ids).tolist()
+
+
+# ----------------------------------------------------------------------------- random numbers
+def test_philox_known_answers():
+    """kat_vectors of the authors' library Random123, philox4x32 10"""
+    full, ones = 0xFFFFFFFF, (0xFFFFFFFF,) * 2
+    assert philox_ref((0,) * 4, (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert philox_ref((full,) * 4, ones) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+    assert philox_ref(*pi) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@kernel(1)
+def fractions_kernel(out, seed, sequence, step):
+    for i in range(out.size):
+        out[i] = _sampling_kernels.random_fraction(seed[i], sequence[i], step[i])
+
+
+def test_kernel_has_the_same_random_numbers():
+    seeds = np.array([0, 1, -1, 2**40 + 3, -(2**63)], np.int64)
+    sequences, steps = (
+        np.array([0, 2**33, 5, -2, 7], np.int64),
+        np.array([0, 1, 2, 3, 2**31 - 1], np.int32),
+    )
+    out = np.zeros(5, np.int64)
+    simulator.run(fractions_kernel, 1, 1, out, seeds, sequences, steps)
+    assert out.tolist() == [random_fraction_ref(*map(int, x)) for x in zip(seeds, sequences, steps)]
+
+
+# ----------------------------------------------------------------------------- which tokens stay
+def by_hand(logits, temperature, top_k, top_p):
+    """The definition in float64: sorted tokens, probabilities, the smallest set with at least p. -> ids, probabilities"""
+    x = np.asarray(logits, np.float64) / temperature
+    order = sorted(range(len(x)), key=lambda i: (-logits[i], i))[: top_k or len(x)]
+    p = np.exp(x[order] - x[order[0]])
+    p /= p.sum()
+    count = (
+        1
+        if top_p == 0
+        else next((i + 1 for i in range(len(p)) if p[: i + 1].sum() >= top_p), len(p))
+    )
+    return order[:count], p[:count] / p[:count].sum()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize(
+    "top_k, top_p", [(0, 1.0), (5, 1.0), (1, 1.0), (0, 0.9), (50, 0.5), (7, 0.01), (0, 0.999)]
+)
+def test_sets_are_exact(temperature, top_k, top_p):
+    logits = normal(3, 300, scale=2.0)
+    logits[100:120] = logits[50]  # ties
+    ids, weights = kept_ref(logits, temperature, top_k, top_p)
+    want, p = by_hand(logits, temperature, top_k, top_p)
+    assert ids.tolist() == want
+    np.testing.assert_allclose(weights / weights.sum(), p, rtol=1e-5, atol=1e-10)
+
+
+def transformers_set(logits, temperature, top_k, top_p):
+    from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    scores = torch.tensor(logits)[None]
+    warpers = [TemperatureLogitsWarper(temperature)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    for warper in warpers:
+        scores = warper(None, scores)
+    return set(torch.isfinite(scores[0]).nonzero().ravel().tolist())
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p", [(0.7, 20, 1.0), (1.0, 0, 0.8), (1.3, 30, 0.6)]
+)
+def test_sets_are_those_of_transformers(temperature, top_k, top_p):
+    logits = normal(4, 200, scale=2.0)
+    assert set(kept_ref(logits, temperature, top_k, top_p)[0]) == transformers_set(
+        logits, temperature, top_k, top_p
+    )
+
+
+# ----------------------------------------------------------------------------- the kernels draw the same
+MIXED = dict(  # every kind of row in one launch
+    temperature=[0.0, 1.0, 0.5, 1.5, 1.0, 2.0, 1.0, 1.0],
+    top_k=[0, 1, 20, 0, 3, 32, 0, 0],
+    top_p=[1.0, 1.0, 0.7, 0.9, 1.0, 0.95, 1.0, 0.3],
+)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("V", [5, 64, 200, *([2049, 32000, 151936] if GPU else [])])
+def test_kernel_draws_what_the_reference_draws(V, dtype):
+    logits = normal(V, 8, V, scale=3.0).astype(dtype)
+    for step in range(2):
+        assert draw(logits, step=step, **MIXED) == draw(logits, np.array, step=step, **MIXED)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_row(data):
+    V, B = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 3))
+    values = st.one_of(st.floats(-8, 8, width=32), st.sampled_from([0.0, -0.0, 1.0, -np.inf]))
+    logits = np.array(
+        data.draw(st.lists(st.lists(values, min_size=V, max_size=V), min_size=B, max_size=B)),
+        np.float32,
+    )
+    given_ = dict(
+        temperature=data.draw(st.sampled_from([0.0, 0.1, 1.0, 3.0])),
+        top_k=data.draw(st.integers(0, 32)),
+        top_p=data.draw(st.sampled_from([0.05, 0.5, 0.99, 1.0])),
+        seed=data.draw(st.integers(-(2**63), 2**63 - 1)),
+        step=data.draw(st.integers(0, 2**31 - 1)),
+    )
+    assert draw(logits, **given_) == draw(logits, np.array, **given_)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.999])
+def test_a_draw_beyond_the_list(top_p):
+    """Equal logits: most of the probability, and the end of top-p, lie outside the list of candidates."""
+    V = 5 * sampling.MAX_TOP_K
+    logits = np.zeros((6, V), np.float32)
+    logits[3:] = normal(1, V, scale=0.01)
+    ids = draw(logits, top_p=top_p)
+    assert ids == draw(logits, np.array, top_p=top_p) and max(ids[:3]) >= sampling.MAX_TOP_K
+
+
+def test_ties_go_to_the_lower_id():
+    logits = np.zeros((3, 200), np.float32)
+    logits[1, 150], logits[1, 70] = 2.0, 2.0
+    logits[2, 199] = 1.0
+    assert draw(logits, temperature=0.0) == [0, 70, 199]
+    kept = {draw(logits[:1], top_k=4, step=step)[0] for step in range(12)}
+    assert kept <= {0, 1, 2, 3} and len(kept) > 1
+
+
+def test_not_a_number_and_infinity():
+    logits = np.zeros((6, 100), np.float32)
+    logits[0, 80] = np.nan
+    logits[1, [90, 40]] = np.inf
+    logits[2] = -np.inf
+    logits[3, 1:] = -np.inf
+    logits[4, 3], logits[4, 5] = np.nan, np.inf
+    logits[5, 99] = -np.nan
+    for put in (to_kernel, np.array):
+        for given_ in (dict(temperature=0.0), dict(), dict(top_k=3), dict(top_p=0.5)):
+            assert draw(logits, put, **given_) == [-1, 40, 0, 0, -1, -1]
+
+
+def test_padding_is_never_looked_at():
+    logits = normal(1, 2, 128)
+    logits[:, 100:] = np.nan
+    for put in (to_kernel, np.array):
+        assert all(0 <= i < 100 for i in draw(logits, put, vocab=100))
+        assert draw(logits, put, vocab=100) == draw(logits[:, :100].copy(), put)
+
+
+def test_a_row_does_not_feel_the_others():
+    logits = normal(5, 4, 100, scale=2.0)
+    together = draw(logits, sequence=[3, 9, 4, 1])
+    for b, sequence in enumerate([3, 9, 4, 1]):
+        assert draw(logits[b : b + 1], sequence=[sequence]) == together[b : b + 1]
+    assert draw(logits[::-1].copy(), sequence=[1, 4, 9, 3]) == together[::-1]
+
+
+def test_seed_sequence_and_step_matter():
+    logits = np.zeros((1, 200), np.float32)
+    base = draw(logits)
+    for change in (dict(seed=8), dict(sequence=[1]), dict(step=1)):
+        assert draw(logits, **change) != base
+    assert draw(logits) == base
+
+
+# ----------------------------------------------------------------------------- how often
+def chi_square(counts, p):
+    """-> (statistic - degrees of freedom) / standard deviation"""
+    expected, freedom = p * counts.sum(), len(p) - 1
+    return (((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("by", ["step", "sequence", "seed"])
+@pytest.mark.parametrize("temperature, top_k, top_p", [(1.0, 0, 1.0), (0.7, 8, 1.0), (1.0, 0, 0.9)])
+def test_frequencies(by, temperature, top_k, top_p):
+    """20000 draws of the reference, which the kernels equal; the kernels alone on a GPU."""
+    logits, n = normal(2, 12), 20000
+    ids, p = by_hand(logits, temperature, top_k, top_p)
+    runs = dict(
+        step=0, sequence=np.zeros(n), seed=5, temperature=temperature, top_k=top_k, top_p=top_p
+    )
+    runs[by] = np.arange(n)
+    tokens = draw(np.tile(logits, (n, 1)), to_kernel if GPU else np.array, **runs)
+    counts = np.bincount(tokens, minlength=12)
+    assert counts[ids].sum() == n and chi_square(counts[ids], p) < 4
+
+
+def test_neighbouring_steps_are_independent():
+    """Pairs of one step and the next, over 16 halves of equal probability."""
+    n = 8000
+    bits = [random_fraction_ref(1, 2, step) >> 27 for step in range(n)]
+    pairs = np.bincount([16 * a + b for a, b in zip(bits[::2], bits[1::2])], minlength=256)
+    assert abs(chi_square(pairs, np.full(256, 1 / 256))) < 4
+
+
+# ----------------------------------------------------------------------------- the end of a step, planted bugs, bad input
+def test_advance():
+    arrays = [np.array(x, np.int32) for x in ([3, 4, 5], [0, 7, 1], [2, -1, 0])]
+    for put in (to_kernel, np.array):
+        lengths, steps, rows = map(put, arrays)
+        advance(lengths, steps, rows)
+        assert to_host(lengths).tolist() == [4, 4, 6] and to_host(steps).tolist() == [1, 7, 2]
+
+
+def test_advance_leaves_the_ids_in_one_of_two_slots():
+    start = [np.array(x, np.int32) for x in ([3, 4, 5], [0, 7, 1], [2, -1, 0])]
+    for put in (to_kernel, np.array):
+        lengths, steps, rows = map(put, start)
+        mail = put(np.full((2, 5), 99, np.int32))
+        for ids in ([7, 8, 9], [17, 18, 19]):
+            advance(lengths, steps, rows, put(np.array(ids, np.int32)), mail)
+        assert to_host(mail).tolist() == [[7, 99, 19, 99, 99], [17, 99, 9, 99, 99]]
+        assert to_host(lengths).tolist() == [5, 4, 7]
+        with pytest.raises(ValueError, match="mail for 2 rows of 3"):
+            advance(lengths, steps, rows, rows, put(np.zeros((2, 2), np.int32)))
+        with pytest.raises(ValueError, match="mail for which ids are missing"):
+            advance(lengths, steps, rows, mail_2L=mail)
+
+
+BARRIER, ZEROS = "    cuda.syncthreads()\n", "bins[1, tid] = uint32(0)\n"
+BUGS = [
+    ("running_sum", BARRIER + "    total", "    total", {}),
+    ("whose", BARRIER + "    what", "    what", {}),
+    ("put_in_order", "step > 32 or after > 32", "step > 64 or after > 64", dict(top_k=100)),
+    ("put_in_order", "cuda.syncwarp()", "pass", dict(top_k=20)),
+    ("add_weight", "int64(cuda.atomic.add(bins, (0, i), uint32(low)))", "int64(bins[0, i])\n    bins[0, i] = 1", {}),
+    ("make_search", ZEROS + "    " + BARRIER, ZEROS, {}),
+    ("make_search", "count[0] = 0\n        " + BARRIER, "count[0] = 0\n", {}),
+    ("make_search", "i = cuda.atomic.add(count, 0, 1)", "i = count[0]\n" + 28 * " " + "count[0] = i + 1", {}),
+    ("make_merge_lists", "held[i] = place\n        " + BARRIER, "held[i] = place\n", dict(top_k=20)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, old, new, given_", BUGS)
+def test_planted_bugs_are_found(monkeypatch, name, old, new, given_):
+    from xtrain.simulator.source import _translated
+
+    monkeypatch.setattr(sampling, "SEGMENT", 128)
+    monkeypatch.setattr(sampling, "MAX_TOP_K", 128)
+    function = getattr(_sampling_kernels, name)
+    function = getattr(function, "py_func", function)
+    broken = with_bug(function, old, new, dict(vars(_sampling_kernels)))[name]
+    makers = [make for make in vars(_sampling_kernels).values() if hasattr(make, "cache_clear")]
+    forget = lambda: [clear() for clear in (_translated.clear, *(m.cache_clear for m in makers))]
+    forget()
+    monkeypatch.setattr(_sampling_kernels, name, broken)
+    with pytest.raises(KernelError, match=r"race|uninitialised"):
+        draw(np.zeros((2, 400), np.float32), sim, **{"top_p": 0.99, **given_})
+    monkeypatch.undo()
+    forget()
+
+
+def test_bad_input():
+    for bad in (
+        (-1, 0, 1),
+        (1e-9, 0, 1),
+        (np.inf, 0, 1),
+        (np.nan, 0, 1),
+        (1, -1, 1),
+        (1, 4096, 1),
+        (1, 0, 0),
+        (1, 0, 1.5),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            check_sampling(*bad)
+    check_sampling(0, 0, 1)
+    check_sampling(0.7, sampling.MAX_TOP_K, 0.5)
+    logits, ids = normal(1, 2, 10), np.zeros(2, np.int32)
+    good = parameters(2)
+    with pytest.raises(ValueError, match="vocabulary of 11, the logits have 10 columns"):
+        sample(logits, ids, *good, vocab=11)
+    with pytest.raises(TypeError, match="seed is float64, expected int64"):
+        sample(logits, ids, *good[:3], good[3].astype(np.float64), *good[4:])
+    with pytest.raises(TypeError, match="ids is int64"):
+        sample(logits, ids.astype(np.int64), *good)
+    with pytest.raises(ValueError, match=r"top_p has shape \(1,\), expected \(2\)"):
+        sample(logits, ids, good[0], good[1], good[2][:1], *good[3:])
+    for bad in ((0.1, -3, 1.0), (1e-9, 0, 1.0), (1.0, 0, 7.0)):  # on a GPU nobody looks
+        with pytest.raises(ValueError, match="expected"):
+            sample(logits, ids, *parameters(2, *bad))
+    with pytest.raises(TypeError, match="one place"):
+        sample(to_kernel(logits), ids, *good)

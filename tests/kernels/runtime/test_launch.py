@@ -1,0 +1,442 @@
+"""Where arrays meet kernels: which implementation, checks, scalars, strides, shared memory, very large arrays."""
+
+import ctypes
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from checks import GPU, normal, to_host, to_kernel
+from numba import cuda, float32, int64
+
+from xtrain.device import cupy, to_device
+from xtrain.kernels.runtime import compile as _compile, launch as _launch
+from xtrain.kernels.runtime.launch import check_array, check_ids, empty, empty_like, launch, on_host, set_debug, zeros
+from xtrain.kernels.cast import BFLOAT16
+from xtrain.kernels.cross_entropy import cross_entropy
+from xtrain.kernels.embedding import embedding_bwd
+from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
+from xtrain.kernels.residual import residual_rmsnorm_fwd
+from xtrain.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from xtrain.kernels.rope import rope_bwd, rope_fwd
+from xtrain.kernels.swiglu import silu_bwd, silu_fwd, swiglu_bwd, swiglu_fwd
+from xtrain.simulator import SimArray, sim
+
+
+# ----------------------------------------------------------------------------- which implementation
+def test_the_array_type_decides():
+    x = np.ones(3, np.float32)
+    assert on_host(x) and on_host(x, x.astype(np.int64))
+    assert not on_host(sim(x)) and not on_host(to_kernel(x), to_kernel(x))
+
+
+def test_a_mixture_is_refused_by_name():
+    x = np.ones(3, np.float32)
+    for mixture in ((x, sim(x)), (sim(x), x), (x, x, sim(x))):
+        with pytest.raises(TypeError, match=r"one place, got numpy\.ndarray, xtrain\.SimArray"):
+            on_host(*mixture)
+    with pytest.raises(TypeError, match=r"numpy\.float32"):
+        on_host(x, np.float32(1))
+
+
+@pytest.mark.gpu
+def test_a_mixture_with_the_gpu():
+    x = np.ones(3, np.float32)
+    with pytest.raises(TypeError, match=r"one place, got cupy\.ndarray, numpy\.ndarray"):
+        on_host(x, to_device(x, "gpu"))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, BFLOAT16])
+def test_unwritten_memory_is_poisoned_in_the_simulator(dtype):
+    like = sim(np.ones(3, np.float32))
+    assert np.isnan(np.asarray(empty(like, (2, 3), dtype)).astype(np.float32)).all()
+    assert type(empty_like(like)) is SimArray
+
+
+def test_unwritten_integers_are_poisoned_too():
+    like = sim(np.ones(3, np.float32))
+    assert (np.asarray(empty(like, 4, np.int32)) == 0x7F7F7F7F).all()
+    assert empty(like, (0, 3), np.int64).shape == (0, 3)
+
+
+@pytest.mark.parametrize("where", [np.asarray, sim, to_kernel])
+def test_new_memory_lies_where_the_old_does(where):
+    x = where(np.ones((2, 3), np.float32))
+    assert type(empty(x, 5)) is type(zeros(x, (2, 2))) is type(empty_like(x)) is type(x)
+    assert empty(x, 5).shape == (5,) and empty(x, 5).dtype == np.float32
+    assert empty(x, (1, 2), np.int64).dtype == np.int64 and empty_like(x).shape == (2, 3)
+    assert not to_host(zeros(x, (2, 2), np.int32)).any()
+
+
+# ----------------------------------------------------------------------------- is the input sound
+def test_check_array():
+    x = np.ones((2, 3), np.float32)
+    check_array("op", "x", x, (2, 3))
+    check_array("op", "x", x, (None, 3))
+    check_array("op", "x", x[:, ::2], (2, 2), strided=True)
+    with pytest.raises(ValueError, match=r"^op: x has shape \(2, 3\), expected \(2, 4\)$"):
+        check_array("op", "x", x, (2, 4))
+    with pytest.raises(ValueError, match=r"^op: x has shape \(2, 3\), expected \(any, 3, 1\)$"):
+        check_array("op", "x", x, (None, 3, 1))
+    with pytest.raises(TypeError, match=r"^op: x is int32, expected float32$"):
+        check_array("op", "x", x.astype(np.int32), (2, 3))
+    with pytest.raises(TypeError, match=r"^op: x is int32, expected float32 or bfloat16$"):
+        check_array("op", "x", x.astype(np.int32), (2, 3), ("float32", "bfloat16"))
+    with pytest.raises(ValueError, match=r"^op: x with shape \(2, 2\) is not contiguous: copy it"):
+        check_array("op", "x", x[:, ::2], (2, 2))
+
+
+def test_float64_is_for_references_alone():
+    x = np.ones(3)
+    check_array("op", "x", x, (3,))
+    with pytest.raises(TypeError, match="x is float64, expected float32"):
+        check_array("op", "x", to_kernel(x), (3,))
+
+
+def test_check_ids():
+    check_ids("op", "ids", np.ones(3, np.uint8))
+    for dtype in (np.float32, bool):
+        with pytest.raises(
+            ValueError, match=f"op: ids must hold whole numbers, got {np.dtype(dtype)}"
+        ):
+            check_ids("op", "ids", np.ones(3, dtype))
+
+
+# ----------------------------------------------------------------------------- start a kernel
+@cuda.jit
+def scalars_kernel(out, number, count, flag, small):
+    """Grid 1, block 4."""
+    tid = cuda.threadIdx.x
+    value = number
+    if tid == 1:
+        value = float32(count // int64(1 << 30))
+    elif tid == 2:
+        value = float32(1.0) if flag else float32(2.0)
+    elif tid == 3:
+        value = float32(small)
+    out[tid] = value
+
+
+@pytest.mark.parametrize("flag", [True, False, np.bool_(True)])
+def test_scalars(flag):
+    """A Python int travels as int64 (it may count more than 2^31), a float as float32, a bool as one byte."""
+    out = to_kernel(np.zeros(4, np.float32))
+    launch(scalars_kernel, 1, 4, out, -0.1, 5 << 30, flag, np.int32(-7))
+    assert to_host(out).tolist() == [np.float32(-0.1), 5, 1 if flag else 2, -7]
+
+
+def test_a_float64_scalar_is_refused():
+    with pytest.raises(TypeError, match=r"np\.float32"):
+        launch(scalars_kernel, 1, 4, to_kernel(np.zeros(4, np.float32)), np.float64(1), 1, True, 1)
+
+
+@cuda.jit
+def copy_kernel(y, x):
+    """Grid (rows, slabs), block columns."""
+    b, i, j = cuda.blockIdx.y, cuda.blockIdx.x, cuda.threadIdx.x
+    y[b, i, j] = x[b, i, j]
+
+
+VIEWS = {
+    "whole": lambda x: x,
+    "every second row": lambda x: x[:, ::2],
+    "columns": lambda x: x[..., 1:4],
+    "transposed": lambda x: x.transpose(2, 0, 1),
+    "backwards": lambda x: x[::-1, :, ::-1],
+    "one element": lambda x: x[1:2, 2:3, 3:4],
+}
+
+
+@pytest.mark.parametrize("target", ["contiguous", "view"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_strides(name, target):
+    values = normal(0, 3, 4, 5)
+    x = VIEWS[name](to_kernel(values))
+    B, I, J = x.shape  # noqa: E741
+    y = to_kernel(np.full((B, I + 1, J), -1, np.float32))
+    y = y[:, :I] if target == "view" else to_kernel(np.full((B, I, J), -1, np.float32))
+    launch(copy_kernel, (I, B), J, y, x)
+    assert np.array_equal(to_host(y), VIEWS[name](values))
+
+
+@pytest.mark.parametrize("grid", [0, (0, 3), (3, 0), (2, 2, 0)])
+def test_an_empty_grid_launches_nothing(grid):
+    y = to_kernel(np.full((1, 1, 1), -1, np.float32))
+    launch(copy_kernel, grid, 1, y, y)
+    assert to_host(y).item() == -1
+
+
+@cuda.jit
+def reverse_kernel(y, x):
+    """Grid 1, block any. Dynamic shared memory: n floats."""
+    n, tid = x.size, cuda.threadIdx.x
+    held = cuda.shared.array(0, float32)
+    for i in range(tid, n, cuda.blockDim.x):
+        held[i] = x[i]
+    cuda.syncthreads()
+    for i in range(tid, n, cuda.blockDim.x):
+        y[i] = held[n - 1 - i]
+
+
+@pytest.mark.parametrize("kilobytes", [1, 52, *([90, 2] if GPU else [])])
+def test_dynamic_shared_memory(kilobytes):
+    """Up to 48 KB a kernel gets without asking; above, the launcher asks."""
+    x = np.arange(kilobytes * 256, dtype=np.float32)
+    y = to_kernel(np.zeros_like(x))
+    launch(reverse_kernel, 1, 64, y, to_kernel(x), shared=x.nbytes)
+    assert np.array_equal(to_host(y), x[::-1])
+
+
+@pytest.mark.parametrize("shared", [0, 1, 45312, 60000])
+def test_the_driver_is_asked_for_all_dynamic_shared_memory(monkeypatch, shared):
+    """Also below 48 KB: without asking these are for dynamic and static arrays together."""
+    asked, function = [], SimpleNamespace(ptr=7)
+    module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: function)
+    driver = SimpleNamespace(funcSetAttribute=lambda *a: asked.append(a), CUDADriverError=OSError)
+    cuda_ = SimpleNamespace(function=SimpleNamespace(Module=lambda: module), driver=driver)
+    monkeypatch.setattr(_compile, "cupy", lambda: SimpleNamespace(cuda=cuda_))
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: None)
+    monkeypatch.setattr(_compile, "_compile", lambda kernel, signature: ("k", b""))
+    assert _compile.load_function(None, (), shared) == (7, module)
+    assert asked == ([(7, _compile.MAX_DYNAMIC_SHARED, shared)] if shared else [])
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """A compiler and a driver that take no time. -> kernels compiled so far"""
+    compiled, function = [], SimpleNamespace(ptr=7)
+    module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: function)
+    function_ = SimpleNamespace(Module=lambda: module)
+    gpu = SimpleNamespace(cuda=SimpleNamespace(function=function_))
+    monkeypatch.setattr(_compile, "cupy", lambda: gpu)
+    compile_ = lambda kernel, signature: compiled.append(kernel) or ("name", b"code")
+    monkeypatch.setattr(_compile, "_compile", compile_)
+    return compiled
+
+
+def test_machine_code_is_kept_and_a_damaged_file_replaced(monkeypatch, tmp_path, compiling):
+    path = tmp_path / "kernels" / "k.cubin"
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: path)
+    for damage, expected in ((None, 1), (None, 1), (b"damaged", 2), (None, 2)):
+        if damage:
+            path.write_bytes(damage)
+        _compile.load_function("k", (), 0)
+        assert len(compiling) == expected
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("where", ["no folder", "not to be looked at", "read-only"])
+def test_a_place_where_no_machine_code_can_be_kept(monkeypatch, tmp_path, compiling, where):
+    """It is compiled in each process, and that is all."""
+    (tmp_path / "file").write_bytes(b"")
+    path = tmp_path / ("file" if where == "no folder" else "kernels") / "k.cubin"
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: path)
+
+    def refuse(*_, **__):
+        raise PermissionError
+
+    if where == "not to be looked at":  # as root there is no such place
+        for call in ("exists", "read_bytes", "write_bytes", "unlink"):
+            monkeypatch.setattr(_compile.Path, call, refuse)
+    elif where == "read-only":
+        path.parent.mkdir()
+        for call in ("write_bytes", "unlink"):
+            monkeypatch.setattr(_compile.Path, call, refuse)
+    _compile.load_function("k", (), 0)
+    _compile.load_function("k", (), 0)
+    assert compiling == ["k", "k"]
+
+
+def test_threads_do_not_share_arguments(monkeypatch):
+    """Two threads start one kernel: each launch reads the arguments that its own thread has written."""
+    started = []
+
+    def start(function, *rest):
+        address = ctypes.c_void_p.from_address(rest[-2]).value  # of the first argument
+        time.sleep(1e-3)  # the other thread's turn
+        started.append((ctypes.c_int64.from_address(address).value, rest[0]))
+
+    gpu = SimpleNamespace(
+        runtime=SimpleNamespace(getDevice=lambda: 0), get_current_stream=lambda: SimpleNamespace(ptr=0),
+        driver=SimpleNamespace(launchKernel=start, CUDADriverError=OSError),
+    )  # fmt: skip
+    monkeypatch.setattr(_launch, "cupy", lambda: SimpleNamespace(cuda=gpu))
+    monkeypatch.setattr(_launch, "load_function", lambda *a: (7, None))
+    kernel = type("Kernel", (), {"py_func": lambda: None})()
+    one = lambda n: _launch._launch_gpu(kernel, (n, 1, 1), (1, 1, 1), (np.int64(n),), 0, False)
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(1, 30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(started) == [(n, n) for n in range(1, 30)]
+
+
+# ----------------------------------------------------------------------------- on the GPU
+@pytest.mark.gpu
+def test_a_signature_is_compiled_once():
+    a, b = (to_device(normal(i, 3, 4, 5), "gpu") for i in (0, 1))
+    launch(copy_kernel, (4, 3), 5, a, b)
+    compiled, functions = len(copy_kernel.overloads), len(_launch._plans)
+    launch(copy_kernel, (2, 1), 3, b, a)
+    launch(copy_kernel, (2, 1), 3, b[:1], a[:1])  # other sizes, still contiguous
+    assert (len(copy_kernel.overloads), len(_launch._plans)) == (compiled, functions)
+    launch(copy_kernel, (4, 3), 5, a.astype(np.float64), b)
+    assert len(_launch._plans) == functions + 1
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_used_and_can_be_captured():
+    x, y = to_device(normal(0, 1, 4, 5), "gpu"), to_device(np.zeros((1, 4, 5), np.float32), "gpu")
+    launch(copy_kernel, (4, 1), 5, y, x)  # compiled before the capture
+    y.fill(0)
+    cupy().cuda.Device().synchronize()
+    stream = cupy().cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        launch(copy_kernel, (4, 1), 5, y, x)
+        graph = stream.end_capture()
+        assert not to_host(y).any()  # recorded, not run
+        graph.launch(stream)
+    stream.synchronize()
+    assert np.array_equal(to_host(y), to_host(x))
+
+
+@pytest.mark.gpu
+def test_debug_waits_after_every_launch():
+    x, y = to_device(normal(0, 1, 4, 5), "gpu"), to_device(np.zeros((1, 4, 5), np.float32), "gpu")
+    set_debug(True)
+    try:
+        launch(copy_kernel, (4, 1), 5, y, x)
+    finally:
+        set_debug(False)
+    assert np.array_equal(to_host(y), to_host(x))
+
+
+@pytest.mark.gpu
+def test_a_launch_that_the_driver_refuses_names_the_kernel():
+    x = to_device(normal(0, 1, 4, 5), "gpu")
+    with pytest.raises(RuntimeError, match="copy_kernel"):
+        launch(copy_kernel, 1, 2048, x, x)  # a block has at most 1024 threads
+
+
+@pytest.fixture
+def beyond():
+    """2^31 + 2^17 floats, 8.6 GB: all 0.5 but the last 2^17, which are random. Indices of 32 bits would wrap."""
+    free = cupy().cuda.runtime.memGetInfo()[0]
+    if free < 28 << 30:
+        # indices beyond 2^31 need arrays of that length: three of them
+        pytest.skip(f"needs 28 GB of free GPU memory, there are {free >> 30}")
+    base = cupy().full(2**31 + 2**17, 0.5, np.float32)
+    base[-(2**17) :] = to_device(normal(0, 2**17), "gpu")
+    yield base
+    del base
+    cupy().get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("C", [1024, 4096])  # a warp per row, a block per row
+def test_rmsnorm_beyond_2_31_elements(beyond, C):
+    from xtrain.kernels.rmsnorm import rmsnorm_fwd, rmsnorm_ref
+
+    x, w = beyond.reshape(-1, C), normal(1, C)
+    y, rstd = rmsnorm_fwd(x, to_device(w, "gpu"), 1e-6)
+    N = x.shape[0]
+    rows = np.array([0, 1, N // 2, 2**31 // C - 1, 2**31 // C, N - 2, N - 1])
+    want_y, want_rstd = rmsnorm_ref(to_host(x[rows]), w, 1e-6)
+    np.testing.assert_allclose(to_host(y[rows]), want_y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(to_host(rstd[rows]), want_rstd, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_embedding_beyond_2_31_elements(beyond):
+    from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
+
+    w, C = beyond.reshape(-1, 1024), 1024
+    V = w.shape[0]
+    ids = np.array([V - 1, 0, 2**21, 2**21 - 1, V - 1, V - 2])
+    there = to_device(ids, "gpu")
+    assert np.array_equal(to_host(embedding_fwd(there, w)), to_host(w[there]))
+    dx = normal(2, ids.size, C)
+    dw = cupy().zeros_like(w)
+    embedding_bwd(to_device(dx, "gpu"), there, dw)
+    want = {V - 1: dx[0] + dx[4], 0: dx[1], 2**21: dx[2], 2**21 - 1: dx[3], V - 2: dx[5], V - 3: 0 * dx[0], 1: 0 * dx[0]}  # fmt: skip
+    for row, gradient in want.items():
+        np.testing.assert_allclose(to_host(dw[row]), gradient, rtol=1e-6)
+    assert float(cupy().abs(dw).sum(dtype=np.float64)) == pytest.approx(
+        sum(np.abs(g).sum(dtype=np.float64) for g in want.values()), rel=1e-5
+    )
+
+
+@pytest.mark.gpu
+def test_cross_entropy_beyond_2_31_elements(beyond):
+    from xtrain.kernels.cross_entropy import cross_entropy, cross_entropy_ref
+
+    P = 2**17
+    logits = beyond.reshape(-1, P)
+    N, V = logits.shape[0], P - 5
+    targets = np.arange(N) % V
+    inv_count = np.array([0.25], np.float32)
+    rows = np.array([0, N - 2, N - 1])
+    want_loss, want = cross_entropy_ref(to_host(logits[rows]), targets[rows], V, inv_count)
+    arrays = to_device(targets, "gpu"), V, to_device(inv_count, "gpu")
+    loss, gradient = cross_entropy(logits, *arrays)
+    np.testing.assert_allclose(to_host(loss[rows]), want_loss, rtol=1e-5)
+    np.testing.assert_allclose(to_host(gradient[rows]), want, rtol=1e-4, atol=1e-9)
+
+
+def _qk_norm_bwd(w, rstd, rope, ids):
+    def call(qkv, *d):
+        dqkv = np.zeros_like(qkv)
+        sums = w[:4] * 0, w[4:] * 0
+        qk_norm_rope_bwd(
+            dqkv, *d, qkv, w[:4], w[4:], rstd[:, None] * w[:3], *rope, 2, 1, 3, *sums, ids
+        )
+        return dqkv, *(x.astype(qkv.dtype) for x in sums)
+
+    return call
+
+
+def test_bf16_on_the_cpu():
+    """NumPy has no einsum of bf16: the references compute in float32 and round once, as the kernels do."""
+    half = lambda i, *shape: normal(i, *shape).astype(BFLOAT16)
+    rope = normal(8, 5, 2), normal(9, 5, 2)
+    w, rstd, targets, inv = (
+        normal(1, 8),
+        normal(2, 3) ** 2,
+        np.array([1, 0, 4]),
+        np.ones(1, np.float32),
+    )
+    ids = np.arange(3)
+
+    def swiglu_again(dy, gu):
+        return swiglu_bwd(dy, gu, again=True), dy
+
+    def table_gradient(dx):
+        dw = np.zeros((2, 2), np.float32)
+        embedding_bwd(dx, np.ones(3000, int), dw)
+        return dx, dw
+
+    cases = {
+        "rmsnorm": (lambda x: rmsnorm_fwd(x, w, 1e-6), (half(3, 3, 8),)),
+        "rmsnorm backward": (lambda dy, x: rmsnorm_bwd(dy, x, w, rstd, w * 0), (half(3, 3, 8), half(4, 3, 8))),
+        "residual": (lambda x, r: residual_rmsnorm_fwd(x, r, w, 1e-6), (half(3, 3, 8), half(4, 3, 8))),
+        "cross entropy": (lambda x: cross_entropy(x, targets, 5, inv), (half(3, 3, 8),)),
+        "qk norm": (lambda x: qk_norm_rope_fwd(x, w[:4], w[4:], *rope, 2, 1, 3, 1e-6, ids), (half(3, 3, 16),)),
+        "rope": (lambda x: rope_fwd(x, *rope, ids), (half(3, 3, 2, 4),)),
+        "rope backward": (lambda dy: rope_bwd(dy, *rope, ids), (half(3, 3, 2, 4),)),
+        "swiglu": (swiglu_fwd, (half(3, 3, 8),)),
+        "swiglu backward": (swiglu_again, (half(3, 3, 4), half(4, 3, 8))),
+        "silu": (silu_fwd, (half(3, 3, 8),)),
+        "silu backward": (silu_bwd, (half(3, 3, 8), half(4, 3, 8))),
+        "embedding backward": (table_gradient, (np.ones((3000, 2), BFLOAT16),)),
+        "qk norm backward": (_qk_norm_bwd(w, rstd, rope, ids), (half(3, 3, 16), half(4, 3, 2, 4), half(5, 3, 1, 4))),
+    }  # fmt: skip
+    for name, (call, given) in cases.items():
+        want, got = call(*(x.astype(np.float32) for x in given)), call(*(x.copy() for x in given))
+        want, got = (x if isinstance(x, tuple) else (x,) for x in (want, got))
+        assert any(g.dtype == BFLOAT16 for g in got), name
+        for w_, g in zip(want, got):
+            assert np.array_equal(w_.astype(g.dtype), g), name
+    assert rmsnorm_fwd(half(3, 3, 8), w, 1e-6, np.float32)[0].dtype == np.float32

@@ -1,0 +1,131 @@
+"""Every kernel compiles without a GPU, for the oldest and newest cards it is meant for, and computes in float32.
+
+The signatures are not written down: the launchers are called with tiny simulator arrays, and what they would
+launch is compiled instead. What this needs: offline.py.
+"""
+
+import functools
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for
+
+from xtrain import simulator
+from xtrain.kernels.runtime import launch as _launch
+from xtrain.kernels import adamw, cast, cross_entropy, elementwise, embedding, grad_norm, layout, qk_norm_rope, residual, rmsnorm, rope, skip_nonfinite as skip, softmax, swiglu
+from xtrain.kernels.attention import gemm_attention as attention, flash_attention
+from xtrain.simulator import sim
+from xtrain.nn.observers import swapped
+
+__all__ = ["nvvm"]
+BF16 = ml_dtypes.bfloat16
+
+
+def f32(*shape):
+    return sim(np.ones(shape, np.float32))
+
+
+def launch_everything(dtype):
+    """Call every launcher once for every kernel it may choose, with activations and weights of this type."""
+    new = lambda *shape: sim(np.ones(shape, dtype))
+    ids, table = sim(np.zeros(2, np.int32)), f32(4, 4)
+    embedding.embedding_bwd(embedding.embedding_fwd(ids, new(3, 8)), ids, f32(3, 8))
+    for C in (8, 37, 1032):
+        x, w = new(2, C), new(C)
+        y, rstd = rmsnorm.rmsnorm_fwd(x, w, 1e-6)
+        rmsnorm.rmsnorm_bwd(y, x, w, rstd, f32(C))
+        h, y, rstd = residual.residual_rmsnorm_fwd(x, x, w, 1e-6)
+        for again in (False, True):
+            residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C), again)
+    rope.rope_bwd(rope.rope_fwd(new(2, 3, 8), table, table, T=2), table, table, T=2)
+    for w, dw in ((f32(8), f32(8)), (None, None)):
+        shape = (new(2, 48), w, w, table, table, 4, 1, 2)
+        q, k, _, rstd = qk_norm_rope.qk_norm_rope_fwd(*shape, 1e-6)
+        grads = (4, 1, 2, dw, dw)
+        qk_norm_rope.qk_norm_rope_bwd(
+            new(2, 48), q, k, new(2, 48), w, w, rstd, table, table, *grads
+        )
+    layout.swap_heads(new(1, 2, 3, 4))
+    swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8)), new(2, 8))
+    swiglu.swiglu_bwd(new(2, 4), new(2, 8), again=True)
+    swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
+    elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
+    elementwise.scale_into(elementwise.scale_fwd(new(8), 0.5), f32(1))
+    inverse = cross_entropy.count_targets(ids)
+    loss, _ = cross_entropy.cross_entropy(new(2, 128), ids, 100, inverse)
+    cross_entropy.mean_loss(loss, inverse)
+    cast.cast_fwd(new(8), np.float32 if dtype == BF16 else BF16)
+    stats = grad_norm.grad_norm(f32(8), 1.0)
+    skip.skip_unless_finite(stats[1:], sim(np.zeros(1, np.int32)), stats[:1], f32(2), 3)
+    hyper = sim(adamw.adamw_hyper(1e-3, 0.9, 0.95, 1))
+    arrays, half = [f32(8) for _ in range(4)], new(8) if dtype == BF16 else None
+    adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1, half_n=half)
+    if dtype == np.float32:
+        o, saved = attention.attention_fwd(new(1, 2, 2, 8), new(1, 2, 1, 8), new(1, 2, 1, 8), 0.1)
+        attention.attention_bwd(o, saved, 0.1)
+        for S in (3, softmax.NARROW + 1):
+            p = softmax.causal_softmax_fwd(new(1, 2, S), 2, 0.1)
+            softmax.causal_softmax_bwd(new(1, 2, S), p, 2, 0.1)
+    with swapped(flash_attention, "HOPPER", False):  # those: test_flash_attention_hopper_compile.py
+        # two kernels for dQ and dK, dV, or one; all others: test_flash_attention_compile.py
+        for T, D, causal in ((2, 32, True), (2, 128, False), (65, 32, True)):
+            q, k = new(1, T, 2, D), new(1, T + 1, 1, D)
+            o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
+            flash_attention.flash_attention_bwd(o, q, k, k, o, lse, 0.1, causal)
+
+
+def signatures(monkeypatch, launch_all):
+    """-> {(kernel, argument types)} of everything that was launched"""
+    found = {}
+
+    def note(kernel, grid, block, *args, **options):
+        kinds = tuple(_launch.numba_type(a) for a in args)
+        found[kernel, kinds] = None
+
+    monkeypatch.setattr(simulator, "run", note)
+    launch_all()
+    return list(found)
+
+
+@pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
+def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cards):
+    found = signatures(monkeypatch, functools.partial(launch_everything, dtype))
+    named = {kernel.py_func.__name__ for kernel, _ in found}
+    assert len(named) >= 25, sorted(named)
+    for kernel, signature in found:
+        compiled(monkeypatch, kernel, signature, cards)
+
+
+def test_adamw_is_not_contracted(monkeypatch, nvvm):
+    """Every float operation of AdamW is marked .rn: nobody may merge two into an fma, for it equals its reference bit for bit."""
+    found = signatures(monkeypatch, functools.partial(launch_everything, BF16))
+    found += signatures(monkeypatch, functools.partial(launch_everything, np.float32))
+    kernels = [(k, types) for k, types in found if k.py_func.__module__ == adamw.__name__]
+    assert len(kernels) >= 2  # with the bf16 copy and without
+    for kernel, types in kernels:
+        ptx = ptx_for(monkeypatch, kernel, types, [(9, 0)])[9, 0]
+        assert "mul.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
+        free = r"\bfma\.\S+|\b(?:add|sub|mul)\.f32|\S+\.ftz\S*|\S+\.approx\S*|\S+\.f64"
+        assert not re.findall(free, ptx), set(re.findall(free, ptx))
+
+
+def test_every_kernel_file_is_launched_above(monkeypatch):
+    """A new kernel file must be added to launch_everything, here or in test_engine_compile.py."""
+    import test_engine_compile
+
+    calls = [functools.partial(launch_everything, dtype) for dtype in (np.float32, BF16)]
+    calls.append(test_engine_compile.launch_engine)
+    launched = [found for call in calls for found in signatures(monkeypatch, call)]
+    modules = {kernel.py_func.__module__ for kernel, _ in launched}
+    package = _launch.__name__.rsplit(".", 1)[0]
+    folder = Path(_launch.__file__).parent
+    has_kernel = re.compile(r"^ *@(cuda\.jit|kernel)\b(?!.*device=True)", re.M)
+    files = {p.stem for p in folder.glob("*.py") if has_kernel.search(p.read_text())}
+    files -= {
+        p.stem for p in folder.glob("*_hopper*.py")
+    }  # for sm_90a: test_flash_attention_hopper_compile.py
+    missing = {f"{package}.{stem}" for stem in files} - modules
+    assert not missing, f"never launched here: {sorted(missing)}"

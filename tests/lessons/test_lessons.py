@@ -1,0 +1,452 @@
+"""Every lesson: the gap gets a helpful answer, the solution passes, typical mistakes are told apart. And the tools around."""
+
+import errno
+import importlib.util
+import inspect
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xtrain import lesson
+from xtrain._lesson import records
+from xtrain._lesson.attempt import EXERCISES
+from xtrain.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "lessons").glob("[0-9][0-9]_*.py"))
+NUMBERS = [str(int(p.name[:2])) for p in SOURCES]
+path = ROOT / "lessons" / "tools" / "notebooks.py"
+spec = importlib.util.spec_from_file_location("notebooks", path)
+notebooks = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(notebooks)
+COUNT = itertools.count()  # every text a file name of its own: sources are looked up by name
+GAPS, SOLVED = ("imports", "exercise"), ("imports", "exercise", "solution")
+
+
+def text_of(number):
+    return lesson.lesson_file(number.split(".")[0]).read_text(encoding="utf-8")
+
+
+def work(number, tags, change=lambda code: code):
+    """The functions of a lesson's cells with these tags, after a change of their text."""
+    return lesson.load(change(lesson.tagged(text_of(number), *tags)), f"attempt_{next(COUNT)}.py")
+
+
+# ----------------------------------------------------------------------------- every exercise
+@pytest.mark.parametrize("number", NUMBERS)
+def test_gap_gets_a_helpful_answer_and_solution_passes(number):
+    gaps, solved = work(number, GAPS), work(number, SOLVED)
+    exercises = lesson._exercises_of(number)
+    assert exercises
+    for e in exercises:
+        verdict = lesson.verdict(e.number, getattr(gaps, e.name))
+        assert not verdict.passed and "YOUR CODE" in verdict.text, verdict.text
+        assert len(verdict.text.splitlines()) >= 2, verdict.text
+        verdict = lesson.verdict(e.number, getattr(solved, e.name))
+        assert verdict.passed, verdict.text
+
+
+def mistakes(table="MISTAKES"):
+    """MISTAKES: (exercise, old, new, words of the answer)
+    UNTRUE: (exercise, old, new, words that are not said)   RIGHT: (exercise, old, new), which passes"""
+    for path in sorted((ROOT / "tests" / "lesson_mistakes").glob("lesson_*.py")):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield from getattr(module, table, ())
+
+
+def planted(number, old, new, rename=()):
+    """-> the verdict on the solution of an exercise after a change of its text, and then of its parameters' names"""
+    lesson._exercises_of(number.split(".")[0])
+    name = EXERCISES[number].name
+
+    def plant(code):
+        head, last = code.rsplit(f"def {name}(", 1)
+        assert old in last, f"the solution of {number} has changed: {old!r} is not in it"
+        last = last.replace(old, new)
+        for parameter in rename:
+            last = re.sub(rf"\b{parameter}\b", f"{parameter}_", last)
+        return f"{head}def {name}({last}"
+
+    return lesson.verdict(number, getattr(work(number, SOLVED, plant), name))
+
+
+@pytest.mark.parametrize("number, old, new, words", list(mistakes()))
+def test_typical_mistake_gets_its_own_answer(number, old, new, words):
+    verdict = planted(number, old, new)
+    assert not verdict.passed and words in verdict.text, verdict.text
+
+
+@pytest.mark.parametrize("number, old, new, words", list(mistakes("UNTRUE")))
+def test_nothing_untrue_is_said(number, old, new, words):
+    verdict = planted(number, old, new)
+    assert not verdict.passed and words not in verdict.text, verdict.text
+
+
+@pytest.mark.parametrize("number, old, new", list(mistakes("RIGHT")))
+def test_another_way_passes(number, old, new):
+    verdict = planted(number, old, new)
+    assert verdict.passed, verdict.text
+
+
+TRACED = {  # words of the answer to a mistake that shows in the accesses alone
+    "2.1": "neighbouring threads must touch", "2.3": "move 16 bytes per thread", "3.1": "one lane reads one element",
+    "4.1": "through memory at each turn", "4.2": "multiply from the tiles", "11.2": "read back from memory",
+    "13.3": "lie in the future",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", TRACED)
+def test_such_a_mistake_is_found_whatever_the_parameters_are_called(number):
+    mistake = next(m for m in mistakes() if m[0] == number and TRACED[number] in m[3])
+    lesson._exercises_of(number.split(".")[0])
+    solved = getattr(work(number, SOLVED), EXERCISES[number].name)
+    verdict = planted(*mistake[:3], rename=inspect.signature(solved.py_func).parameters)
+    assert not verdict.passed and TRACED[number] in verdict.text, verdict.text
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_at_least_three_mistakes_are_known(number):
+    known = list(mistakes())
+    for e in lesson._exercises_of(number):
+        answers = {words for n, _, _, words in known if n == e.number}
+        assert len(answers) >= 3, f"{e.number} has {len(answers)} in tests/lesson_mistakes"
+
+
+# ----------------------------------------------------------------------------- refusals
+PREFIX = "from numba import cuda\nfrom xtrain.kernels import elementwise, _reduce\n"
+REFUSED = {
+    "by name": "@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    elementwise.add_chunks(y_n, a_n, b_n, 0, False)\n",
+    "by another name": "mine = elementwise.add_chunks\n@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    mine(y_n, a_n, b_n, 0, False)\n",
+    "through a helper": "@cuda.jit(device=True)\ndef helper(v):\n    return _reduce.warp_sum(v)\n"
+    "@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    helper(a_n[0])\n",
+    "the kernel itself": "add_kernel = elementwise.add_naive_kernel\n",
+    "by import": "@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    from xtrain.kernels.elementwise import add_ref\n    y_n[0] = 1\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_library_is_refused(how):
+    module = lesson.load(PREFIX + REFUSED[how], f"refused_{how}.py")
+    verdict = lesson.verdict("1.1", module.add_kernel)
+    assert not verdict.passed and "the library's own" in verdict.text, verdict.text
+
+
+def test_what_is_no_kernel():
+    code = "def add_kernel(y_n, a_n, b_n):\n    y_n[0] = a_n[0]\n"
+    verdict = lesson.verdict("1.1", lesson.load(code, "plain.py").add_kernel)
+    assert "write @cuda.jit above it" in verdict.text
+    assert "must be a function" in lesson.verdict("1.1", 3).text
+    code = "from numba import cuda\n@cuda.jit\ndef add_kernel(y_n):\n    y_n[0] = 1\n"
+    verdict = lesson.verdict("1.1", lesson.load(code, "arguments.py").add_kernel)
+    assert "called with 3 arguments" in verdict.text
+
+
+def test_endless_loop_is_stopped(monkeypatch):
+    monkeypatch.setattr(lesson.attempt, "SECONDS", 1)
+    monkeypatch.setattr("xtrain._simulator.thread.MAX_TURNS", 10**12)  # else the simulator ends it
+    code = "from numba import cuda\n@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    i = 0\n    while i < 1:\n        y_n[i] = 1\n"
+    verdict = lesson.verdict("1.1", lesson.load(code, "endless.py").add_kernel)
+    assert "did not end within 1 seconds" in verdict.text
+
+
+def test_unknown_exercises():
+    with pytest.raises(UserError, match="there is no lesson 99"):
+        lesson.verdict("99.1", print)
+    with pytest.raises(UserError, match=r"no exercise 1\.77: lesson 1 has 1\.1, 1\.2, 1\.3"):
+        lesson.verdict("1.77", print)
+
+
+# ----------------------------------------------------------------------------- the command line
+def command(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "xtrain.lesson", *arguments], cwd=folder, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+
+
+def test_from_start_to_a_passed_check(tmp_path):
+    done = command(tmp_path, "start", "1")
+    mine = tmp_path / "my_lessons" / "01_threads.py"
+    assert done.returncode == 0 and mine.exists(), done.stderr
+    assert mine.read_text().count("# YOUR CODE") == 3
+    done = command(tmp_path, "check", "1")
+    assert done.returncode == 1 and done.stdout.count("Nothing is written yet") == 3
+    mine.write_text(mine.read_text() + lesson.tagged(text_of("1"), "solution"))
+    done = command(tmp_path, "check", "1")
+    assert done.returncode == 0 and done.stdout.count("correct") == 3, done.stdout + done.stderr
+    done = command(tmp_path, "check", "1.2")
+    assert (
+        done.returncode == 0 and done.stdout.startswith("1.2") and done.stdout.count("correct") == 1
+    )
+    done = command(tmp_path, "start", "1")
+    assert done.returncode == 2 and "--force" in done.stderr
+    mine.write_text("def broken(:\n")
+    done = command(tmp_path, "check", "1")
+    assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_place_for_my_lessons(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_lessons").write_text("a file\n")
+    assert lesson.main(["start", "1"]) == 2
+    mine = tmp_path / "my_lessons" / "01_threads.py"
+    (tmp_path / "my_lessons").unlink()
+    mine.mkdir(parents=True)
+    assert lesson.main(["start", "1", "--force"]) == 2
+    mine.rmdir()
+    mine.write_text("my work\n")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert lesson.main(["start", "1", "--force"]) == 2
+    assert mine.read_text() == "my work\n"
+    error = capsys.readouterr().err
+    assert error.count("01_threads.py cannot be written (") == 2 and error.count("\n") == 3
+    assert "no space left to write" in error and "or begin in another folder" in error
+
+
+@pytest.mark.parametrize("words", [["list"], ["start", "1"], ["check", "1"]], ids=" ".join)
+def test_an_installed_package_has_no_lessons(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.setattr(lesson, "LESSONS", tmp_path / "site-packages" / "lessons")
+    monkeypatch.chdir(tmp_path)
+    assert lesson.main(words) == 2
+    said = capsys.readouterr()
+    assert "inside a checkout" in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_bad_lesson_numbers(tmp_path, capsys):
+    assert lesson.main(["check", "1.7"]) == 2 and "lesson 1 has 1.1, 1.2" in capsys.readouterr().err
+    assert lesson.main(["start", "77"]) == 2 and "there is no lesson 77" in capsys.readouterr().err
+    assert lesson.main(["check", "x"]) == 2 and "there is no lesson x" in capsys.readouterr().err
+    assert lesson.main(["start", "²"]) == 2 and "there is no lesson ²" in capsys.readouterr().err
+    assert lesson.main(["check", "1", str(tmp_path / "a.py")]) == 2
+    assert "start 1" in capsys.readouterr().err
+
+
+def test_work_is_not_tracked():
+    assert "my_lessons/" in (ROOT / ".gitignore").read_text().split()
+
+
+# ----------------------------------------------------------------------------- pages and records
+def test_syllabus_links_what_is_written():
+    index = (ROOT / "lessons" / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", index, re.M)
+    assert [int(n) for n, _ in rows] == list(range(1, 24))
+    for number, title in rows:
+        file = next((p for p in SOURCES if int(p.name[:2]) == int(number)), None)
+        links = re.findall(r"\]\((.*?)\)", title)
+        assert links == ([f"{file.stem}.ipynb"] if file else []), title
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_shape_of_a_lesson(path):
+    text = path.read_text(encoding="utf-8")
+    badge = f"/github/{notebooks.repository()}/blob/main/lessons/{path.stem}.ipynb)"
+    assert badge in text, "the Colab badge: run lessons/tools/notebooks.py repository"
+    assert f"https://github.com/{notebooks.repository()} xtrain" in text, "the install cell"
+    assert path.with_suffix(".ipynb").exists(), "run lessons/tools/notebooks.py"
+    headings = re.findall(r"^# ## (.+)$", text, re.M)
+    for wanted in (
+        "Measure",
+        "The library's kernel",
+        "What did not help",
+        "More exercises",
+        "Sources",
+    ):
+        assert any(wanted in h for h in headings), f"no section {wanted!r}"
+    assert 'tags=["install"]' in text and "<details><summary>Hint" in text
+    broken = re.findall(r"^# [^\s*+\-|<#%\d].*\n# (?:[+*-] |\d+\. ).*$", text, re.M)
+    assert not broken, f"Markdown takes the second line for a list: {broken}"
+    install = [b for h, b in lesson.cells(text) if '"install"' in h]
+    first = [b for h, b in lesson.cells(SOURCES[0].read_text(encoding="utf-8")) if '"install"' in h]
+    assert install == first, "the install cell is the same in all lessons"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_records_exist(path):
+    for identity in re.findall(
+        r"[\"'](bench_\w+/[^\"'{}]+)[\"']", path.read_text(encoding="utf-8")
+    ):
+        assert records.find(identity)["gpu"]
+
+
+def test_record_ids():
+    with pytest.raises(
+        UserError,
+        match=r"no record has the id 'bench_kernels/rmsnorm_fwd/fp8'.*bench_kernels/rmsnorm_fwd/",
+    ):
+        records.find("bench_kernels/rmsnorm_fwd/fp8")
+    with pytest.raises(UserError, match="no records of 'nothing'"):
+        records.find("nothing/a/b")
+
+
+def test_records_say_how_many_gpus():
+    record = lambda name: {"name": name, "gpu": "H200", "date": "2026-01-01", "commit": "abc"}
+    says = lambda *names: records.machine([record(name) for name in names]).split(" H200")[0]
+    assert says("rmsnorm_fwd") == says("dim384, 1 GPU, one GPU") == "Measured on one"
+    assert says("dim384, 4 GPU, flat", "dim384, 4 GPU, naive") == "Measured on 4"
+    assert says("dim384, 2 GPU, flat", "dim384, 4 GPU, naive") == "Measured on up to 4"
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A checkout with one kernel and one measurement of it, at its first commit."""
+    git = lambda *a: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *a], cwd=tmp_path, check=True, capture_output=True, text=True).stdout  # fmt: skip
+    kernel = tmp_path / "xtrain" / "kernels" / "square.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("def square_fwd(x):\n    return x * x\n")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "first")
+    results = tmp_path / "bench" / "results"
+    results.mkdir(parents=True)
+    line = '{"bench": "bench_kernels", "name": "square_fwd", "shape": "N=1", "dtype": "fp32", "ms": 1, "gpu": "g", "date": "d", "commit": "COMMIT"}\n'
+    (results / "bench_kernels.jsonl").write_text(
+        line.replace("COMMIT", git("rev-parse", "--short", "HEAD").strip())
+    )
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", results)
+    return kernel, git, results
+
+
+def test_record_older_than_its_kernel_is_noticed(repository):
+    kernel, git, results = repository
+    find = lambda: records.find("bench_kernels/square_fwd/fp32")
+    assert records.changed_since(find()) is None
+    kernel.write_text("def square_fwd(x):\n    return x ** 2\n")
+    assert "xtrain/kernels/square.py has changed since square_fwd" in records.changed_since(find())
+    path = results / "bench_kernels.jsonl"
+    path.write_text(re.sub('"commit": "[^"]*"', '"commit": "unknown"', path.read_text()))
+    git("add", "-A")
+    git("commit", "-qm", "measured, without a commit")
+    assert records.changed_since(find()) is None
+    kernel.write_text("def square_fwd(x):\n    return x + 0 * x\n")
+    assert "has changed" in records.changed_since(find())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_a_notebook_shows_the_library_as_it_is(path):
+    assert notebooks.old_source(path) is None
+
+
+def test_a_notebook_that_shows_old_code_is_noticed(tmp_path):
+    library = tmp_path / "xtrain" / "kernels" / "square.py"
+    library.parent.mkdir(parents=True)
+    library.write_text(
+        '"""Squares.\n\n    y = x x\n"""\n\n\ndef square_ref(x):\n    return x * x\n'
+    )
+    cell = lambda source, *lines: {"cell_type": "code", "source": source, "outputs": [{"name": "stdout", "text": [line + "\n" for line in lines]}]}  # fmt: skip
+    code = cell("lesson.source(square_ref)", "# xtrain/kernels/square.py", "def square_ref(x):", "    return x * x")  # fmt: skip
+    doc, other = (
+        cell("print(square.__doc__)", "Squares.", "", "    y = x x", ""),
+        cell("print(3 * 3)", "9"),
+    )
+    notebook = tmp_path / "01_squares.ipynb"
+    notebook.write_text(json.dumps({"cells": [code, doc, other]}))
+    find = lambda: notebooks.old_source(notebook.with_suffix(".py"), tmp_path)
+    assert find() is None
+    library.write_text(library.read_text().replace("x * x", "x**2"))
+    assert find() == "01_squares.ipynb shows what the library no longer has:     return x * x"
+    library.write_text(library.read_text().replace("x**2", "x * x").replace("y = x x", "y = x^2"))
+    assert find() == "01_squares.ipynb shows what the library no longer has:     y = x x"
+    library.write_text(library.read_text().replace("y = x^2", "y = x x").replace("    return", "    x = +x\n    return"))  # fmt: skip
+    assert find() == "01_squares.ipynb does not show as it is: def square_ref(x):"
+
+
+def test_a_fork_changes_one_line(tmp_path):
+    """What `notebooks.py repository` does: every place that names the repository, in both files of a lesson, and no other."""
+    for path in SOURCES[:2]:
+        for suffix in (".py", ".ipynb"):
+            text = path.with_suffix(suffix).read_text(encoding="utf-8")
+            (tmp_path / path.with_suffix(suffix).name).write_text(text, encoding="utf-8")
+    before = {p.name: p.read_text(encoding="utf-8") for p in tmp_path.iterdir()}
+    assert notebooks.name_repository("me.too/my-xtrain", tmp_path) == sorted(before)
+    old = notebooks.repository()
+    for name, text in before.items():
+        assert text.count(old) == 2
+        new = (tmp_path / name).read_text(encoding="utf-8")
+        assert new == text.replace(old, "me.too/my-xtrain")
+    assert notebooks.name_repository("me.too/my-xtrain", tmp_path) == []
+
+
+# ----------------------------------------------------------------------------- traces and figures
+def test_trace_counts_sectors_and_banks():
+    from numba import cuda, float32, int32
+
+    from xtrain.simulator import sim
+
+    @cuda.jit
+    def strided_kernel(y_n, x_n, stride):
+        tile = cuda.shared.array(1024, float32)
+        t = cuda.threadIdx.x
+        tile[t * stride] = x_n[t * stride]
+        y_n[t] = tile[t * stride]
+
+    x, y = sim(np.arange(1024, dtype=np.float32)), sim(np.zeros(32, np.float32))
+    for stride, sectors, ways in ((1, 4, 1), (2, 8, 2), (8, 32, 8), (32, 32, 32), (31, 32, 1)):
+        trace = lesson.traced(strided_kernel, 1, 32, y, x, int32(stride))
+        read = trace.traffic("x_n")
+        assert (read.requests, read.sectors, read.wanted) == (1, sectors, 128)
+        assert trace.bank_conflicts("tile") == [ways, ways]
+        assert trace.traffic("y_n", write=True).efficiency == 1.0
+
+
+def test_trace_tells_two_reads_in_one_line_apart():
+    from numba import cuda
+
+    from xtrain.simulator import sim
+
+    @cuda.jit
+    def sums_kernel(y_n, x_n):
+        i = cuda.threadIdx.x
+        y_n[i] = x_n[i] + x_n[i + 32] + x_n[i] * x_n[i]
+
+    x, y = sim(np.ones(64, np.float32)), sim(np.zeros(32, np.float32))
+    read = lesson.traced(sums_kernel, 1, 32, y, x).traffic("x_n")
+    assert (read.requests, read.sectors, read.wanted) == (2, 8, 256)
+
+
+def test_trace_sees_one_request_for_a_16_byte_load():
+    from xtrain.kernels import elementwise
+    from xtrain.simulator import sim
+
+    a, b, y = (sim(np.ones(4096, np.float32)) for _ in range(3))
+    trace = lesson.traced(elementwise.add_kernel, 1, elementwise.BLOCK, y, a, b, np.bool_(True))
+    widths = {len([x for x in r if x.thread == r[0].thread]) for r in trace.requests("a_n")}
+    assert widths == {4}
+    assert trace.traffic("a_n").efficiency == 1.0
+
+
+def test_names_under_the_roof_stand_at_their_own_points():
+    points = {"norm": (0.5, 1.85e12), "adamw": (0.536, 2.19e12)}  # two that are close to each other
+    (axes,) = lesson.figures.roofline(points, 4e12, 67e12).axes
+    names = {t.get_text(): t.get_window_extent() for t in axes.texts if t.get_text() in points}
+    for name, (x, y) in points.items():
+        height = axes.transData.transform((x, y / 1e12))[1]  # in pixels
+        assert abs(height - (names[name].y0 + names[name].y1) / 2) < 3, name
+
+
+def test_figures_are_drawn():
+    f = lesson.figures
+    made = [
+        f.ownership(np.arange(12).reshape(3, 4)),
+        f.timeline({"a": [(0, 1, "x")]}),
+        f.roofline({"copy": (0.1, 1e11)}, 4e12, 6e13),
+        f.bars({"a": 1.0, "b": 2.0}, "GB/s", limit=("copy", 3.0)),
+        f.tiles(8, 8, 12, 4, (1, 0), 1),
+        f.butterfly([1, 2, 3, 4], (2, 1)),
+        f.graph({"x": (0, 0), "y": (1, 0)}, [("x", "y")]),
+        f.curves([1, 10], {"a": [1, 2]}, "x", "y"),
+    ]
+    assert all(figure.axes for figure in made)

@@ -1,0 +1,62 @@
+"""Every kernel that a lesson's solution holds compiles for the cards from a free Colab T4 to today's, in float32."""
+
+import types as python_types
+
+import pytest
+import test_lessons
+from numba import types
+from offline import check_float32, nvvm, ptx_for
+
+from xtrain import lesson
+from xtrain._lesson import attempt
+from xtrain.kernels.runtime import launch as _launch
+
+__all__ = ["nvvm"]
+
+
+def launched(number, monkeypatch):
+    """-> {(kernel, argument types)} of what the judges of a lesson run"""
+    found = {}
+
+    def noting(run):
+        def noted(kernel, grid, block, *args, shared=0):
+            scalars = [_launch._scalar(a) for a in args]
+            found[kernel, tuple(map(_launch.numba_type, scalars))] = None
+            return run(kernel, grid, block, *args, shared=shared)
+
+        return noted
+
+    simulator = python_types.SimpleNamespace(run=noting(attempt.simulator.run))
+    monkeypatch.setattr(attempt, "simulator", simulator)
+    monkeypatch.setattr(attempt, "traced", noting(attempt.traced))
+    solved = test_lessons.work(number, test_lessons.SOLVED)
+    for e in lesson._exercises_of(number):
+        assert lesson.verdict(e.number, getattr(solved, e.name)).passed
+    return list(found)
+
+
+@pytest.mark.parametrize("number", test_lessons.NUMBERS)
+def test_solutions_compile_to_float32(number, nvvm, monkeypatch):
+    for kernel, signature in launched(number, monkeypatch):
+        for cc, ptx in ptx_for(monkeypatch, kernel, signature, [(7, 5)]).items():
+            check_float32(kernel, cc, ptx)
+
+
+def timed_only(number):
+    """-> the kernels of a lesson's cells that bench/bench_lessons.py times beside its exercises, and their number of arrays"""
+    path = lesson.lesson_file(number)
+    text = lesson.tagged(path.read_text(encoding="utf-8"), "imports", "bench")
+    for name, value in vars(lesson.load(text, f"timed_of_{path.name}")).items():
+        if name.startswith("make_") and name.endswith("_kernel"):
+            yield from (value(size) for size in (8, 16))
+        elif name.endswith("_kernel") and hasattr(value, "py_func"):
+            yield value
+
+
+def test_kernels_that_are_only_timed_compile(nvvm, monkeypatch):
+    """Matrix products: all take three matrices."""
+    kernels = list(timed_only("4"))
+    assert len(kernels) == 3
+    for kernel in kernels:
+        for cc, ptx in ptx_for(monkeypatch, kernel, (types.float32[:, ::1],) * 3, [(7, 5)]).items():
+            check_float32(kernel, cc, ptx)

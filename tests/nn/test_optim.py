@@ -1,0 +1,220 @@
+"""AdamW against PyTorch over twenty steps, clipping, the schedule."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from checks import normal, to_host
+
+from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError
+from xtrain.nn import modules as nn
+from xtrain.device import to_device
+from xtrain.nn.optim import clip, learning_rate
+
+DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
+TINY = ModelConfig(
+    vocab_size=50, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, hidden_dim=24, max_seq_len=16
+)  # fmt: skip
+
+
+def set_gradients(model, seed, scale=1.0):
+    """The same random gradient for every parameter, on every device. -> {name: gradient}"""
+    gradients = {}
+    for i, (name, p) in enumerate(model.named_parameters()):
+        gradients[name] = normal([seed, i], *p.shape, scale=scale)
+        p.grad[...] = to_device(gradients[name], model.device)
+    return gradients
+
+
+# ----------------------------------------------------------------------------- AdamW
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, dict(betas=(0.8, 0.999), eps=1e-6, weight_decay=0.0)])
+def test_twenty_steps_against_pytorch(options, device):
+    model = Transformer(TINY, device=device)
+    theirs = {name: torch.tensor(to_host(p.data).copy()) for name, p in model.named_parameters()}
+    decay = options.get("weight_decay", 0.1)
+    groups = [
+        dict(params=[p for n, p in theirs.items() if "norm" not in n], weight_decay=decay),
+        dict(params=[p for n, p in theirs.items() if "norm" in n], weight_decay=0.0),
+    ]
+    torch_options = dict(
+        lr=1e-2, betas=options.get("betas", (0.9, 0.95)), eps=options.get("eps", 1e-8)
+    )
+    reference = torch.optim.AdamW(groups, **torch_options)
+    ours = AdamW(model, 1e-2, **options)
+    for step in range(20):
+        ours.lr = reference.param_groups[0]["lr"] = reference.param_groups[1]["lr"] = 1e-2 / (
+            1 + step
+        )
+        for name, gradient in set_gradients(model, step, scale=0.1).items():
+            theirs[name].grad = torch.tensor(gradient)
+        ours.step()
+        reference.step()
+    assert ours.t == 20
+    for name, p in model.named_parameters():
+        difference = np.abs(to_host(p.data) - theirs[name].numpy()).max()
+        assert difference <= 1e-6, f"{name}: {difference}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_matrices_decay_and_padding_stays_zero(device):
+    model = Transformer(TINY, device=device)
+    before = {name: to_host(p.data).copy() for name, p in model.named_parameters()}
+    optimizer = AdamW(model, lr=0.1, weight_decay=0.5)
+    optimizer.step()  # all gradients are zero: what is left is the decay
+    for name, p in model.named_parameters():
+        factor = np.float32(1 if "norm" in name else 1 - 0.1 * 0.5)
+        np.testing.assert_allclose(to_host(p.data), before[name] * factor, rtol=1e-6)
+    for _ in range(3):
+        set_gradients(model, 1)
+        optimizer.step()
+    for table in (model.model.embed_tokens.weight, model.lm_head):
+        assert table.shape[0] == 128 and not to_host(table.data)[50:].any()
+        assert to_host(table.data)[:50].all()
+
+
+def test_frozen_parameters_stay():
+    """Those between them get what they would get without freezing: their part of the moments too."""
+    free, model = (Transformer(TINY) for _ in range(2))
+    frozen = ("model.layers.0.mlp.", "model.embed_tokens.", "model.layers.1.self_attn.q_norm.")
+    for name, p in model.storage():
+        p.requires_grad = not name.startswith(frozen)
+    before = {name: p.data.copy() for name, p in model.named_parameters()}
+    steps = AdamW(free, lr=0.1), AdamW(model, lr=0.1)
+    for i in range(3):
+        for m, optimizer in zip((free, model), steps):
+            set_gradients(m, i)
+            optimizer.step()
+    for (name, p), (_, other) in zip(model.named_parameters(), free.named_parameters()):
+        want = before[name] if name.startswith(frozen) else other.data
+        assert np.array_equal(p.data, want), name
+
+
+def test_a_model_that_was_changed_needs_a_new_arena():
+    model, other = Transformer(TINY), Transformer(TINY)
+    optimizer = AdamW(model, lr=0.1)
+    model.renew_arena()
+    with pytest.raises(UserError, match="make AdamW last"):
+        optimizer.step()
+    model.model.norm = other.model.norm
+    with pytest.raises(UserError, match="not in the model's arena"):
+        AdamW(model, lr=0.1)
+
+
+def test_a_module_of_ones_own_trains():
+    class Line(nn.Module):
+        def __init__(self):
+            self.up = nn.Linear(3, 1, 0.1)
+            self.arena = self.make_arena("cpu", seed=0)
+
+    model, x = Line(), normal(1, 8, 3)
+    optimizer, want = AdamW(model, lr=0.1, weight_decay=0), x @ np.ones((3, 1), np.float32)
+    for _ in range(100):
+        model.zero_grad()
+        y = model.up(Tensor(x))
+        y.backward(y.data - want)
+        optimizer.step()
+    np.testing.assert_allclose(model.up.weight.data, 1, atol=0.02)
+
+
+def test_the_clip_factor_scales_the_gradient():
+    one, two = Transformer(TINY), Transformer(TINY)
+    for model, scale, factor in ((one, 1.0, 0.25), (two, 0.25, None)):
+        set_gradients(model, 0)
+        model.arena.grads *= np.float32(scale)
+        AdamW(model, 0.1).step(None if factor is None else np.full(1, factor, np.float32))
+    assert np.array_equal(one.arena.weights, two.arena.weights)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_bits_twice(device):
+    results = []
+    for _ in range(2):
+        model = Transformer(TINY, device=device)
+        optimizer = AdamW(model, 0.01)
+        for step in range(3):
+            set_gradients(model, step)
+            optimizer.step(clip(model, 1.0)[1])
+        results.append([to_host(x) for x in (model.arena.weights, optimizer.m, optimizer.v)])
+    assert all(np.array_equal(a, b) for a, b in zip(*results))
+
+
+def test_zero_grad():
+    model = Transformer(TINY)
+    set_gradients(model, 0)
+    AdamW(model, 0.1).zero_grad()
+    assert not model.arena.grads.any()
+    set_gradients(model, 0)
+    model.zero_grad()
+    assert not model.arena.grads.any()
+
+
+@pytest.mark.parametrize(
+    "name, bad",
+    [
+        ("lr", -1e-3), ("lr", math.inf), ("lr", math.nan), ("betas", (1.0, 0.9)), ("betas", (0.9, -0.1)),
+        ("betas", (0.9, math.nan)), ("eps", 0.0), ("eps", -1.0), ("weight_decay", -0.1),
+        ("weight_decay", math.nan),
+    ],
+)  # fmt: skip
+def test_hyperparameters_out_of_range(name, bad):
+    options = {"lr": 1e-3, name: bad}
+    with pytest.raises(UserError, match=f"AdamW: {name}"):
+        AdamW(Transformer(TINY), **options)
+
+
+# ----------------------------------------------------------------------------- clipping
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 1e6])
+def test_clip_against_pytorch(max_norm, device):
+    model = Transformer(TINY, device=device)
+    theirs = []
+    for gradient in set_gradients(model, 7).values():
+        theirs.append(torch.zeros(gradient.shape, requires_grad=True))
+        theirs[-1].grad = torch.tensor(gradient)
+    first = theirs[0].grad.clone()
+    want = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    before = to_host(model.arena.grads).copy()
+    norm, factor = clip(model, max_norm)
+    assert norm.shape == factor.shape == (1,) and np.array_equal(to_host(model.arena.grads), before)
+    np.testing.assert_allclose(to_host(norm), float(want), rtol=1e-6)
+    np.testing.assert_allclose(to_host(factor)[0] * first, theirs[0].grad, rtol=1e-5)
+
+
+def test_clipping_switched_off():
+    model = Transformer(TINY)
+    norm, factor = clip(model, 0)
+    assert norm[0] == 0 and factor[0] == 1  # no gradient, no norm, and nothing is divided by it
+    set_gradients(model, 0, scale=100)
+    norm, factor = clip(model, 0)
+    assert norm[0] > 1000 and factor[0] == 1
+
+
+# ----------------------------------------------------------------------------- the schedule
+def test_learning_rate_at_the_corners():
+    rate = lambda step: learning_rate(step, steps=100, peak=2.0, warmup=10, min_ratio=0.1)
+    assert rate(0) == pytest.approx(0.2) and rate(4) == pytest.approx(1.0)
+    assert rate(9) == pytest.approx(2.0) and rate(10) == pytest.approx(2.0)
+    assert rate(99) == pytest.approx(0.2) and rate(1000) == pytest.approx(0.2)
+    middle = 10 + (99 - 10) / 2
+    assert (rate(math.floor(middle)) + rate(math.ceil(middle))) / 2 == pytest.approx(1.1)
+    rates = [rate(step) for step in range(100)]
+    assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    "steps, warmup, want",
+    [
+        (1, 0, [1.0]),
+        (2, 0, [1.0, 0.0]),
+        (3, 0, [1.0, 0.5, 0.0]),
+        (2, 2, [0.5, 1.0]),
+        (3, 2, [0.5, 1.0, 1.0]),
+        (2, 5, [0.2, 0.4]),
+        (0, 0, []),
+    ],
+)
+def test_short_runs(steps, warmup, want):
+    rates = [learning_rate(step, steps, 1.0, warmup, 0.0) for step in range(steps)]
+    assert rates == pytest.approx(want)

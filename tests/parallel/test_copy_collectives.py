@@ -1,0 +1,256 @@
+"""Collectives over copy engines, with threads as GPUs: memory is shared, a copy is a memmove, and a stream that waits for a
+flag is a thread that does. tests/mpi/gpus.py does the same between real GPUs."""
+
+import ctypes
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from xtrain.parallel import collectives as communicator, copy_collectives as peer
+from xtrain.errors import UserError
+from xtrain.kernels.cast import BFLOAT16
+
+PATIENCE = 20.0  # seconds until a wait counts as a deadlock
+
+
+class Array(np.ndarray):
+    data = property(lambda self: SimpleNamespace(ptr=self.__array_interface__["data"][0]))
+
+
+def array(shape, dtype=np.float32, fill=0):
+    return np.full(shape, fill, dtype).view(Array)
+
+
+class World:
+    """R ranks that share this process's memory. Each barrier of the hosts is one of these threads."""
+
+    def __init__(self, size, seed):
+        self.size, self.barrier = size, threading.Barrier(size, timeout=PATIENCE)
+        self.slots, self.broken = [None] * size, threading.Event()
+        self.rngs = [np.random.default_rng([seed, rank]) for rank in range(size)]
+
+    def ranks(self, rank):
+        def everybody(thing):
+            self.slots[rank] = thing
+            self.barrier.wait()
+            found = list(self.slots)
+            self.barrier.wait()
+            return found
+
+        return SimpleNamespace(
+            rank=rank, world=self.size, everybody=everybody, total=lambda x: everybody(x)
+        )
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """-> run(world, work): work(collectives' ranks) on every rank at once; raises what a rank raised."""
+    local = threading.local()
+
+    def pause():  # ranks are never in step
+        if local.rng.random() < 0.2:
+            time.sleep(local.rng.random() * 1e-3)
+
+    def batch(stream, count, operations, flags):
+        assert count == len(operations)
+        for verb, address, value in operations:
+            pause()
+            word = ctypes.c_int32.from_address(address)
+            if verb == "write":
+                word.value = value
+            end = time.monotonic() + PATIENCE
+            while verb == "wait" and word.value != value:
+                if local.world.broken.is_set() or time.monotonic() > end:
+                    raise TimeoutError("a flag that never came")
+                time.sleep(0)
+        return (0,)
+
+    def copy(target, source, nbytes, kind, stream):
+        pause()
+        ctypes.memmove(target, source, nbytes)
+
+    class Stream:
+        ptr = 0
+        __init__ = lambda self, **_: None
+        wait_event = __exit__ = lambda *_: None
+        __enter__ = lambda self: self
+
+    event = lambda **_: SimpleNamespace(record=lambda stream: None)
+    runtime = SimpleNamespace(
+        memcpyAsync=copy, memcpyDeviceToDevice=3, ipcGetMemHandle=lambda base: base.to_bytes(8, "big"),
+        ipcOpenMemHandle=lambda handle: int.from_bytes(handle, "big"), ipcCloseMemHandle=lambda _: None,
+    )  # fmt: skip
+    cuda = SimpleNamespace(
+        Stream=Stream, Event=event, get_current_stream=Stream, runtime=runtime,
+        Device=lambda: SimpleNamespace(synchronize=lambda: None),
+    )  # fmt: skip
+    for module in (communicator, peer):
+        monkeypatch.setattr(module, "cupy", lambda: SimpleNamespace(cuda=cuda))
+        empty = lambda like, shape, dtype=None: array(shape, dtype or like.dtype, 99)
+        monkeypatch.setattr(module, "empty", empty)
+    driver = SimpleNamespace(cuStreamBatchMemOp=batch, CUresult=SimpleNamespace(CUDA_SUCCESS=0))
+    monkeypatch.setattr(peer, "zeros", lambda _, shape, dtype: array(shape, dtype))
+    monkeypatch.setattr(peer, "add_into", lambda a, b: a.__iadd__(b))
+    there = lambda address, n: np.ctypeslib.as_array((ctypes.c_float * n).from_address(address))
+    monkeypatch.setattr(peer, "at_address", there)
+    monkeypatch.setattr(peer, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(peer, "write", lambda address, value: ("write", address, value))
+    monkeypatch.setattr(peer, "wait", lambda address, value: ("wait", address, value))
+    monkeypatch.setattr(peer, "allocation", lambda address: address - 64)
+    monkeypatch.setattr(peer, "STEP", 96)  # longer pieces go in several steps
+
+    def run(world, work):
+        errors = []
+
+        def rank_main(rank):
+            local.rng, local.world = world.rngs[rank], world
+            try:
+                work(world.ranks(rank))
+            except Exception as error:
+                errors.append(error)
+                world.broken.set()
+                world.barrier.abort()
+
+        threads = [threading.Thread(target=rank_main, args=(r,)) for r in range(world.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+
+    return run
+
+
+def numbers(rank, step, n):
+    """Whole numbers: sums are exact in any order."""
+    return np.random.default_rng([rank, step]).integers(-8, 9, n).astype(np.float32)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_every_collective_at_random(fake_gpu, size, half):
+    """Steps of random collectives, an odd or even number of barriers in each, every rank at its own pace."""
+    n, steps = 384 * size, 12
+    plans = np.random.default_rng(size)
+    plan = []
+    for _ in range(steps):
+        cuts = (
+            np.sort(plans.choice(np.arange(1, n // 64), plans.integers(1, 6), replace=False)) * 64
+        )
+        edges = [0, *cuts.tolist(), n]
+        pieces = [(a, b - int(plans.integers(0, 5))) for a, b in itertools.pairwise(edges)]
+        plan.append([(plans.choice(["all_reduce", "reduce_scatter"]), *p) for p in pieces])
+    idle = plans.random(steps) < 0.5
+
+    def work(ranks):
+        grads = array(n)
+        weights = array(n, BFLOAT16 if half else np.float32)
+        arena = SimpleNamespace(grads=grads, weights=weights, half=weights if half else None)
+        c, norms = peer.CopyCollectives(ranks, arena), array(n // 4)
+        c.share(norms)
+        value = lambda step: array(1, fill=ranks.rank + step)
+        for step, pieces in enumerate(plan):
+            grads[...] = numbers(ranks.rank, step, n)
+            expected = sum(numbers(rank, step, n) for rank in range(size))
+            losses = c.start_gather(value(step))
+            for what, a, b in pieces:
+                getattr(c, what)(a, b, idle=idle[step])
+            c.join()
+            for what, a, b in pieces:
+                where = slice(a, b) if what == "all_reduce" else c.part(a, b)
+                assert np.array_equal(grads[where], expected[where]), (step, what, a, b)
+            assert losses.tolist() == [rank + step for rank in range(size)]
+            before = weights.astype(np.float32)  # still the old ones, whatever the others do by now
+            assert np.array_equal(before, numbers(7, step - 1, n) if step else np.zeros(n))
+            if step % 3:
+                assert c.gather_1(value(2 * step)).tolist() == [r + 2 * step for r in range(size)]
+            for shared in (weights, norms, array(n)):
+                own = c.part(0, shared.size)
+                shared[own] = numbers(7, step, shared.size)[own]
+                c.all_gather(shared, 0, shared.size)
+            c.join()
+            assert np.array_equal(weights.astype(np.float32), numbers(7, step, n))
+            assert np.array_equal(norms, numbers(7, step, n // 4))
+            assert np.array_equal(shared, numbers(7, step, n))
+        c.close()
+
+    fake_gpu(World(size, 1), work)
+
+
+def test_parts_cover_every_piece():
+    for world in (1, 2, 3, 5, 8):
+        for length in (0, 1, 4, 37, 64, 1000):
+            ranks = [SimpleNamespace(rank=r, world=world) for r in range(world)]
+            part = peer.CopyCollectives.part
+            parts = [part(SimpleNamespace(ranks=r), 8, 8 + length) for r in ranks]
+            assert parts[0].start == 8 and parts[-1].stop == 8 + length
+            assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
+            assert all(p.start % 4 == 0 or p.start == p.stop for p in parts)
+            if length % (4 * world) == 0:
+                assert len({p.stop - p.start for p in parts}) == 1, "ZeRO divides evenly"
+
+
+@pytest.mark.parametrize("broken", ["one row", "no barrier at the end", "none before sending"])
+def test_the_test_sees_a_broken_protocol(fake_gpu, monkeypatch, broken):
+    """With fewer rows of flags or barriers some rank reads too early, is written to too early, or waits for ever."""
+    monkeypatch.setattr(f"{__name__}.PATIENCE", 2.0)
+    copies = peer.CopyCollectives
+    if broken == "one row":
+        monkeypatch.setattr(copies, "_barrier", lambda self, s: self._pass_barrier(peer.JOIN, s))
+    elif broken == "no barrier at the end":
+        monkeypatch.setattr(copies, "join", lambda self: None)
+    else:
+        always = property(lambda self: True, lambda self, value: None)
+        monkeypatch.setattr(copies, "aligned", always, raising=False)
+
+    def work(ranks):
+        grads, weights = array(512), array(512)
+        c = copies(ranks, SimpleNamespace(grads=grads, weights=weights, half=None))
+        for step in range(200):
+            grads[...] = numbers(ranks.rank, step, 512)
+            c.reduce_scatter(0, 512)
+            c.join()
+            own = c.part(0, 512)
+            assert np.array_equal(grads[own], sum(numbers(r, step, 512) for r in range(3))[own])
+            if step:
+                assert np.array_equal(weights, numbers(7, step - 1, 512))
+            weights[own] = numbers(7, step, 512)[own]
+            c.all_gather(weights, 0, 512)
+            c.join()
+
+    with pytest.raises((AssertionError, TimeoutError)):
+        fake_gpu(World(3, 2), work)
+
+
+def test_where_copies_cannot_be_had(monkeypatch):
+    def ranks(local_world, world, mine=0):
+        return SimpleNamespace(
+            local=mine, local_world=local_world, world=world, everybody=lambda x: [x] * world
+        )
+
+    def gpus(count, connected=True):
+        runtime = SimpleNamespace(
+            getDeviceCount=lambda: count,
+            getDevice=lambda: 0,
+            deviceCanAccessPeer=lambda a, b: connected,
+        )
+        monkeypatch.setattr(
+            peer, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+        )
+
+    gpus(4)
+    assert peer.why_no_copies(ranks(4, 4)) == ""
+    assert "several machines" in peer.why_no_copies(ranks(4, 8))
+    gpus(1)
+    assert "its own GPU" in peer.why_no_copies(ranks(4, 4))
+    gpus(2, connected=False)
+    assert "not connected" in peer.why_no_copies(ranks(2, 2))
+    with pytest.raises(
+        UserError, match="--transport copy cannot be had: its GPUs are not connected"
+    ):
+        peer.gpu_collectives(ranks(2, 2), None, False, "copy")

@@ -1,0 +1,449 @@
+"""The page of a run: what is on it, that a browser shows it without a complaint, and that nothing in a folder can break it."""
+
+import html
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from checks import GPU
+from runs import SILENT, metrics, options, run
+
+from xtrain.report import page as report
+from xtrain.report.chart import Curve, chart, running_mean
+from xtrain.report.pictures import png
+from xtrain.report.sentence import look
+from xtrain.errors import UserError
+from xtrain.nn.model import Transformer
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.training.loop import train
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium (apt-get install chromium)"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    base = tmp_path_factory.mktemp("runs")
+    return run(base, name="one", steps=12, eval_every=4, sample_every=6)
+
+
+@pytest.fixture(scope="module")
+def other(folder):
+    return run(folder.parent, name="two", steps=12, lr=1e-3, eval_every=4)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ----------------------------------------------------------------------------- what is written
+def test_training_leaves_a_page(folder):
+    page = (folder / "report.html").read_text()
+    for title in (
+        "Loss",
+        "Learning rate",
+        "Gradient norm per layer",
+        "Throughput",
+        "Time by phase",
+        "Memory",
+    ):
+        assert f'aria-label="{title} over steps"' in page, title
+    for text in (
+        "What comes next",
+        "Where attention looks",
+        "Samples over time",
+        "Configuration",
+        "Machine",
+    ):
+        assert text in page, text
+    assert page.count('class="map"') == 2 * (1 + 2)  # layers x (mean, heads)
+    for part in (json.loads((folder / "config.json").read_text())["model"], {"sha256": ""}):
+        assert all(f"<td>{key}</td>" in page for key in part)
+
+
+def test_a_page_loads_nothing(folder):
+    page = (folder / "report.html").read_text()
+    assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+    assert set(re.findall(r'(?:src|href)="([a-z]+:)', page)) == {"data:"}
+
+
+def test_the_loss_curve_goes_through_the_numbers(folder):
+    losses = [m["loss"] for m in metrics(folder) if "loss" in m]
+    page = (folder / "report.html").read_text()
+    d = re.search(r'<path class="faint"[^>]*d="M([^"]*)"', page)[1]
+    ys = np.array([float(p.split()[1]) for p in d.split("L")])
+    assert len(ys) == 12
+    np.testing.assert_allclose(np.corrcoef(ys, losses)[0, 1], -1, atol=1e-5)  # down is up in SVG
+
+
+def test_timing_by_phase(folder):
+    for line in lines(folder / "timing.jsonl"):
+        assert {"tokens_per_s", "mfu", "ms", "phases_ms", "memory_bytes"} <= set(line)
+        phases = line["phases_ms"]
+        assert (
+            min(phases.values()) >= 0
+            and 0.3 * line["ms"] < sum(phases.values()) <= line["ms"] * 1.001
+        )
+        assert 1e6 < line["memory_bytes"] < 1e12
+    if not GPU:
+        assert list(phases) == ["data", "forward", "backward", "optimizer"]
+
+
+def test_layer_norms_add_up(folder):
+    total = {m["step"]: m["grad_norm"] for m in metrics(folder) if "grad_norm" in m}
+    rows = lines(folder / "layers.jsonl")
+    assert rows and set(rows[0]) == {"step", "embedding", "layer 0", "layer 1", "last norm", "head"}
+    for row in rows:
+        norms = np.array([x for key, x in row.items() if key != "step"])
+        np.testing.assert_allclose(np.sqrt((norms**2).sum()), total[row["step"]], rtol=1e-5)
+
+
+def test_attention_and_probabilities_are_the_models(folder):
+    newest = max((folder / "checkpoints").iterdir())
+    model, tokenizer = Transformer.from_pretrained(newest), Tokenizer.load(newest)
+    ids = tokenizer.encode("the cat sees the dog . a bird")[:9]
+    seen = look(model, tokenizer, ids, 12)
+    logits = model(np.array([ids])).numpy()[0].astype(np.float64)
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    for t, following in enumerate(seen["next"]):
+        assert following["top"][0] == [tokenizer.decode([p[t].argmax()]), round(p[t].max(), 4)]
+        real = None if t + 1 == len(ids) else round(p[t, ids[t + 1]], 4)
+        assert following["real"] == real
+    for maps in seen["attention"].values():
+        heads = np.array(list(maps["heads"].values()))
+        np.testing.assert_allclose(heads.sum(-1), 1, atol=0.02)
+        np.testing.assert_allclose(heads.mean(0), maps["mean"], atol=2e-3)
+        assert (heads * np.triu(np.ones(heads.shape[1:]), 1) == 0).all()  # nobody sees the future
+    assert list(seen["attention"]) == ["layer 0", "layer 1"]
+
+
+# ----------------------------------------------------------------------------- hostile and broken folders
+def test_what_a_model_writes_is_text(folder, tmp_path):
+    copy = tmp_path / "<b>evil</b>"
+    shutil.copytree(folder, copy)
+    (copy / "samples.txt").write_text("--- step 3\n<script>alert(1)</script></pre><img src=x>\n")
+    content = json.loads((copy / "sentence.json").read_text())
+    content["tokens"][0] = "<script>"
+    (copy / "sentence.json").write_text(json.dumps(content))
+    page = report.write([copy]).read_text()
+    assert "<script" not in page and "<img src=x" not in page and "<b>evil" not in page
+    assert html.escape("<script>alert(1)</script>") in page
+
+
+BROKEN = {
+    "cut lines": ("metrics.jsonl", lambda b: b[: len(b) // 2] + b"\n[]\n{\"step\": -1}\nnonsense"),
+    "not finite": ("metrics.jsonl", lambda b: b + b'{"step": 13, "loss": null, "skipped": "the loss is nan"}\n'),
+    "huge numbers": ("metrics.jsonl", lambda b: b + b'{"step": 13, "loss": 1e999, "lr": true, "grad_norm": "x"}\n'),
+    "no metrics": ("metrics.jsonl", lambda b: b""),
+    "no timing": ("timing.jsonl", lambda b: None),
+    "not JSON": ("config.json", lambda b: b"\xff{"),
+    "another JSON": ("config.json", lambda b: b'{"train": 3, "model": {"dim": [1]}}'),
+    "a sentence of another kind": ("sentence.json", lambda b: b'{"tokens": [1], "next": 3}'),
+    "a map of another size": ("sentence.json", lambda b: b.replace(b'"mean": [[1.0', b'"mean": [[1.0, 2')),
+    "a probability without end": ("sentence.json", lambda b: re.sub(rb'"step": [0-9]+', b'"step": Infinity', b)),
+    "deep": ("sentence.json", lambda b: b"[" * 100_000),
+    "a profile of another kind": ("profile.json", lambda b: b'{"tables": [3, {"rows": [3, ["a"]]}]}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files(folder, tmp_path, name, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    file, change = BROKEN[name]
+    content = change((copy / file).read_bytes() if (copy / file).exists() else b"")
+    (copy / file).unlink(missing_ok=True)
+    if content is not None:
+        (copy / file).write_bytes(content)
+    assert report.main([str(copy)]) == 0
+    page = (copy / "report.html").read_text()
+    assert "NaN" not in page and "Infinity" not in page and "<h1>run</h1>" in page
+    if name == "not finite":
+        assert "skipped: the loss is nan" in page
+
+
+def test_phases_of_a_captured_step(folder, tmp_path):
+    """One of them is called "step", as the number of the step is."""
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    timing = lines(copy / "timing.jsonl")
+    for line in timing:
+        line["phases_ms"] = {"data": 1.0, "step": 1e4}
+    (copy / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timing))
+    page = report.write([copy]).read_text()
+    chart_of = re.search(r">Time by phase .*?</figure>", page, re.S)[0]
+    assert re.findall(r"<title>(.*?)</title>", chart_of) == ["data", "step"]
+    ticks = re.findall(r'class="x"[^>]*>(.*?)<', chart_of)
+    assert max(map(float, ticks)) <= 12
+
+
+def test_what_cannot_be_shown(tmp_path, capsys):
+    for arguments, sentence in (
+        ([], "which run"),
+        ([str(tmp_path / "none")], "there is no run at"),
+        ([str(tmp_path)], "is not a run"),
+        ([str(tmp_path), str(tmp_path), "--sentence", "a"], "for one run"),
+    ):
+        assert report.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert sentence in error and error.count("\n") == 1, error
+
+
+def test_a_sentence_of_ones_own(folder, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    (copy / "sentence.json").unlink()
+    assert report.main([str(copy), "--sentence", "the dog sees"]) == 0
+    content = json.loads((copy / "sentence.json").read_text())
+    assert "".join(content["tokens"]) == "the dog sees" and content["step"] == 12
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(UserError, match="no checkpoint"):
+        report.ask(copy, "x", print)
+    (copy / "sentence.json").unlink()
+    assert report.main([str(copy)]) == 0  # a page without it
+
+
+def test_a_full_disk_ends_no_run(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "write_whole", full)
+    out = run(tmp_path, steps=2)
+    assert not (out / "report.html").exists() and (out / "checkpoints" / "step-000002").is_dir()
+
+
+# ----------------------------------------------------------------------------- several runs
+def test_comparison(folder, other, capsys):
+    assert report.main([str(folder), str(other)]) == 0
+    page = (folder.parent / "compare.html").read_text()
+    assert f"{folder.parent / 'compare.html'}\n" == capsys.readouterr().out
+    row = next(r for r in re.findall(r"<tr>.*?</tr>", page) if "train: lr" in r)
+    assert re.findall(r"<td>(.*?)</td>", row) == ["train: lr", "0.0005", "0.001"]
+    assert "train: steps" not in page
+    best = min(m["val_loss"] for m in metrics(other) if "val_loss" in m)
+    assert f"<td>{best:.4f}</td>" in page
+
+
+# ----------------------------------------------------------------------------- charts
+def test_chart_edges():
+    assert chart("nothing", "", [Curve("a", [], "red"), Curve("b", [(1, None)], "red")]) == ""
+    one = chart("one", "", [Curve("a", [(3, 5.0)], "red")])
+    assert "nan" not in one and one.count("<path") > 1
+    for values in (
+        [0.0, 0.0],
+        [-1e-9, 1e-9],
+        [1e12, 2e12],
+        [5, None, 7],
+        [float("inf"), 1.0],
+        [-3, -3],
+        [54943611.84262803, 54943611.84262804],  # neighbours in float64
+        [0.02324663451601074, 0.023246634516010743],
+    ):
+        for log in (False, True):
+            drawn = chart("x", "", [Curve("a", list(enumerate(values)), "red")], log)
+            numbers = [
+                float(x)
+                for x in re.findall(r"-?\d+\.?\d*", "".join(re.findall(r' d="([^"]*)"', drawn)))
+            ]
+            assert all(-1 <= x <= 1001 for x in numbers), (values, drawn)
+
+
+def test_the_running_mean_forgets_the_first_point():
+    """By hand: weights 0.05 times 0.95^age, divided by their sum."""
+    ys = [9.0, 1.0, 2.0]
+    weights = np.array([0.95**2, 0.95, 1.0])
+    means = running_mean(list(enumerate([9.0, 1.0, None, 2.0])))
+    assert [x for x, _ in means] == [0, 1, 3] and means[0][1] == pytest.approx(9)
+    assert means[-1][1] == pytest.approx((weights * ys).sum() / weights.sum())
+
+
+def test_labels_of_one_axis_are_written_alike():
+    ticks = lambda top: re.findall(
+        r'class="y"[^>]*>(.*?)<', chart("x", "", [Curve("a", [(0, 0.0), (1, top)], "red")])
+    )
+    assert ticks(1e-3) == ["0", "2e-4", "4e-4", "6e-4", "8e-4", "1e-3"]
+    assert ticks(0.05) == ["0", "0.01", "0.02", "0.03", "0.04", "0.05"]
+    assert ticks(5e7) == ["0", "10M", "20M", "30M", "40M", "50M"]
+
+
+def test_many_points_keep_their_peaks():
+    points = [(i, 1.0) for i in range(100_000)]
+    points[31_415] = (31_415, 9.0)
+    drawn = chart("x", "", [Curve("a", points, "red")])
+    assert len(drawn) < 30_000
+    d = re.search(r'class="line"[^>]*d="M([^"]*)"', drawn)[1]
+    top = min(d.split("L"), key=lambda p: float(p.split()[1]))
+    assert float(top.split()[0]) == pytest.approx(314.15, abs=0.1)
+
+
+def test_png():
+    pytest.importorskip("matplotlib")
+    import io
+
+    from matplotlib.image import imread
+
+    alpha = np.random.default_rng(0).random((3, 5))
+    pixels = imread(io.BytesIO(png(alpha)), format="png")
+    np.testing.assert_allclose(pixels[..., 3], alpha, atol=0.5 / 255 + 1e-6)
+
+
+# ----------------------------------------------------------------------------- TensorBoard
+def test_tensorboard_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(UserError, match="pip install tensorboardX"):
+        train(options(tmp_path, tensorboard=True), SILENT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
+    class Writer:
+        def __init__(self, folder, purge_step):
+            self.got, self.closed = {}, False
+            made.append(self)
+            assert folder.endswith("tensorboard") and purge_step == 1
+
+        def add_scalar(self, tag, value, step):
+            self.got[tag, step] = value
+
+        def close(self):
+            self.closed = True
+
+    made = []
+    monkeypatch.setitem(sys.modules, "tensorboardX", type(sys)("tensorboardX"))
+    monkeypatch.setattr(sys.modules["tensorboardX"], "SummaryWriter", Writer, raising=False)
+    folder = run(tmp_path, steps=3, tensorboard=True)
+    (writer,) = made
+    for m in metrics(folder):
+        for key, value in m.items():
+            if key != "step":
+                assert writer.got[f"metrics/{key}", m["step"]] == value
+    assert (
+        writer.closed
+        and ("timing/tokens_per_s", 3) in writer.got
+        and ("layers/head", 3) in writer.got
+    )
+
+
+# ----------------------------------------------------------------------------- in a browser
+def browse(page, tmp_path, width, *more):
+    """-> (the document, what the console said)"""
+    done = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-extensions",
+            f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900", "--enable-logging=stderr",
+            *more, page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    return done.stdout, said
+
+
+MEASURE = """
+<script>
+onload = () => {
+  const page = document.querySelector("iframe").contentDocument, result = {};
+  result.width = page.documentElement.clientWidth;
+  result.needs = page.documentElement.scrollWidth;
+  result.font = [...page.querySelectorAll(".plot span")].map(e => parseFloat(getComputedStyle(e).fontSize));
+  result.curves = [...page.querySelectorAll(".plot path:not(.grid)")].map(
+    e => { const r = e.getBoundingClientRect(); return [e.querySelector("title").textContent, r.width, r.height] });
+  const box = e => e.getBoundingClientRect();
+  result.first = Math.min(...[...page.querySelectorAll("td:first-child")].map(e => box(e).width));
+  result.labels = [...page.querySelectorAll(".plot")].flatMap(plot => [
+    [...plot.querySelectorAll(".x")].flatMap(e => [box(e).left, box(e).right]),
+    [...plot.querySelectorAll(".y")].reverse().flatMap(e => [box(e).top, box(e).bottom])]);
+  const map = page.querySelector(".mean img");
+  result.beside = map && ["rows", "columns"].map(c => [...map.parentNode.querySelectorAll(`.${c} span`)].map(
+    e => c == "rows" ? (box(e).top + box(e).bottom) / 2 - box(map).top : (box(e).left + box(e).right) / 2 - box(map).left));
+  result.side = map && box(map).width;
+  result.legends = [...page.querySelectorAll(".legend")].map(e => [...e.children].map(i => i.textContent));
+  result.maps = [...page.querySelectorAll("img.map")].map(e => [e.complete, e.naturalWidth]);
+  result.dark = getComputedStyle(page.body).backgroundColor;
+  document.body.append(Object.assign(document.createElement("pre"), {id: "result", textContent: JSON.stringify(result)}));
+}
+</script>
+"""
+
+
+def measured(source, tmp_path, width):
+    """What MEASURE finds in a page of this width; nothing that every page must not do."""
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        f'{MEASURE}<iframe srcdoc="{source}" width={width} height=3000 style="border:0"></iframe>'
+    )
+    document, said = browse(frame, tmp_path, 1400, "--dump-dom")
+    assert said == []
+    result = json.loads(html.unescape(re.search(r'<pre id="result">(.*?)</pre>', document)[1]))
+    assert result["needs"] <= result["width"] == width, "the page must be scrolled sideways"
+    assert min(result["font"]) >= 11 and result["first"] >= 24, "a name is written letter by letter"
+    for labels in result["labels"]:
+        assert all(a <= b + 0.5 for a, b in itertools.pairwise(labels)), (
+            "labels lie over one another"
+        )
+    return result
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_in_a_browser(folder, tmp_path, width):
+    source = html.escape((folder / "report.html").read_text())
+    result = measured(source, tmp_path, width)
+    names = [name for name, _, _ in result["curves"]]
+    for name in (
+        "training, running mean",
+        "learning rate",
+        "layer 1",
+        "head",
+        "tokens per second",
+        "running mean",
+        "backward",
+    ):
+        assert name in names
+    long = [c for c in result["curves"] if c[0] in ("training", "learning rate", "layer 0")]
+    assert all(w > 0.5 * min(width, 560) and h > 1 for _, w, h in long), long
+    T = len(json.loads((folder / "sentence.json").read_text())["tokens"])
+    assert result["maps"] and all(done and side == T for done, side in result["maps"])
+    cells = (np.arange(T) + 0.5) * result["side"] / T
+    for beside in result["beside"]:  # every token stands at its row, and at its column
+        np.testing.assert_allclose(beside, cells, atol=2)
+    assert ["training", "training, running mean", "validation"] in result["legends"]
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_comparison_in_a_browser(folder, other, tmp_path, width):
+    page = report.write([folder, other], tmp_path / "compare.html").read_text()
+    result = measured(html.escape(page), tmp_path, width)
+    assert result["legends"] == [["one", "two"]] * 5
+    assert [name for name, _, _ in result["curves"]] == ["one", "two"] * 5
+    assert all(w > 0.5 * min(width, 560) and h > 1 for _, w, h in result["curves"])
+
+
+def test_many_runs_have_a_colour_and_a_name_each(folder):
+    runs = [report.record.read(folder) for _ in range(12)]
+    for i, r in enumerate(runs):
+        r.name = f"run {i}"
+    page = report.page(runs)
+    for drawn in re.findall(r"<figure.*?</figure>", page, re.S):
+        lines = re.findall(r'class="line" style="stroke:(.*?)"', drawn)
+        legend = re.search(r'class="legend">(.*?)</div>', drawn)[1]
+        assert len(set(lines)) == 12 and re.findall(r"run \d+", legend) == [r.name for r in runs]
+
+
+@needs_chromium
+def test_a_browser_hears_of_errors(tmp_path):
+    """The test of the test above: a page that breaks its own policy is told."""
+    page = tmp_path / "bad.html"
+    page.write_text(report.style.page("x", ['<img src="https://example.invalid/x.png">']))
+    _, said = browse(page, tmp_path, 800, "--dump-dom")
+    assert any("Content Security Policy" in line for line in said)

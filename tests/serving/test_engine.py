@@ -1,0 +1,337 @@
+"""The engine's numbers: the cache against the full forward pass, batches against each prompt alone, seeds, prefixes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from checks import rng, to_host
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from twins import DEVICE, LLAMA3, batch, random_model, small, weights
+
+from xtrain import Engine, Transformer
+from xtrain.serving.cached_model import CachedModel
+from xtrain.device import to_device
+from xtrain.kernels.decoding.kv_cache import kv_cache_bytes
+
+SHAPES = {
+    "qwen3": small(head_dim=16),
+    "llama": small(head_dim=16, qk_norm=False),
+    "one key head, tied": small(head_dim=32, n_kv_heads=1, tie_embeddings=True),
+    "llama3 scaling": small(head_dim=16, qk_norm=False, rope_scaling=LLAMA3),
+    "linear scaling": small(head_dim=16, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+}
+every_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [14, 15]]
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def decode(cached, ids, lengths, rows):
+    """-> logits (B, V) on the host"""
+    arrays = (to_device(ints(*x), cached.device) for x in (ids, lengths, rows))
+    return to_host(cached.decode(*arrays))[:, : cached.config.vocab_size]
+
+
+def prefill(cached, prompts, history, rows, **more):
+    ids = np.concatenate(prompts)
+    logits = cached.prefill(ids, [len(p) for p in prompts], history, rows, **more)
+    return to_host(logits)[:, : cached.config.vocab_size]
+
+
+def margin(logits_V):
+    top = np.sort(logits_V)[-2:]
+    return top[1] - top[0]
+
+
+# ----------------------------------------------------------------------------- against the full forward pass
+def check_every_position(model, lengths, split, rows, batch_invariant=False):
+    """Prefill `split[a]` tokens, then the rest of each prompt in one more prefill, then decode to the end."""
+    T = model.config.max_seq_len
+    ids, _ = batch(model.config, len(lengths), T)
+    expected = to_host(model(ids).data)
+    cached = CachedModel(model, max(rows) + 1, T, batch_invariant)
+    close = lambda got, a, t: (
+        np.abs(got - expected[a, t]).max() <= 1e-5 * max(1, np.abs(expected).max())
+    )
+    logits = prefill(cached, [ids[a, :n] for a, n in enumerate(split)], [0] * len(rows), rows)
+    assert all(close(logits[a], a, n - 1) for a, n in enumerate(split))
+    rest = [a for a, (n, s) in enumerate(zip(lengths, split)) if n > s]
+    if rest:
+        logits = prefill(
+            cached, [ids[a, split[a] : lengths[a]] for a in rest], [split[a] for a in rest],
+            [rows[a] for a in rest], wanted=[len(rest) - 1],
+        )  # fmt: skip
+        assert len(logits) == 1 and close(logits[0], rest[-1], lengths[rest[-1]] - 1)
+    at = list(lengths)
+    while live := [a for a in range(len(rows)) if at[a] < T]:
+        got = decode(
+            cached, [ids[a, at[a]] for a in live], [at[a] for a in live], [rows[a] for a in live]
+        )
+        for b, a in enumerate(live):
+            assert close(got[b], a, at[a]), (a, at[a])
+            at[a] += 1
+
+
+@every_shape
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_decoding_with_the_cache_is_the_full_forward_pass_at_every_position(
+    config, batch_invariant
+):
+    model = random_model(config)
+    check_every_position(model, [5, 1, 19], [3, 1, 7], [2, 0, 3], batch_invariant)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_same_for_any_heads_lengths_and_rows(data):
+    draw = data.draw
+    G, D = draw(st.integers(1, 3)), 2 * draw(st.integers(1, 12))
+    config = small(
+        n_kv_heads=G, n_heads=G * draw(st.integers(1, 3)), head_dim=D, n_layers=draw(st.integers(1, 2)),
+        qk_norm=draw(st.booleans()), tie_embeddings=draw(st.booleans()), max_seq_len=draw(st.integers(2, 12)),
+    )  # fmt: skip
+    lengths = draw(st.lists(st.integers(1, config.max_seq_len), min_size=1, max_size=4))
+    split = [draw(st.integers(1, n)) for n in lengths]
+    rows = draw(st.permutations(range(len(lengths) + 1)))[: len(lengths)]
+    model = random_model(config, draw(st.integers(0, 9)), "cpu")
+    check_every_position(model, lengths, split, rows, draw(st.booleans()))
+
+
+def test_an_idle_lane_changes_nothing():
+    model = random_model(SHAPES["qwen3"])
+    cached = CachedModel(model, 3, 16)
+    prefill(cached, PROMPTS[:2], [0, 0], [0, 2])
+    before = to_host(cached.kv_L2RGSD).copy()
+    alone = decode(cached, [7, 8], [3, 1], [0, 2])
+    after = to_host(cached.kv_L2RGSD).copy()
+    cached.kv_L2RGSD[...] = to_device(before, cached.device)
+    with_idle = decode(cached, [7, 9, 8, 5], [3, 0, 1, 16], [0, -1, 2, 1])
+    assert np.abs(with_idle[[0, 2]] - alone).max() < 1e-5
+    changed = np.abs(to_host(cached.kv_L2RGSD) - after).max(axis=(0, 1, 3, 5))  # (row, position)
+    assert changed.max() < 1e-5 and not np.array_equal(before, after)
+
+
+# ----------------------------------------------------------------------------- neighbours
+@every_shape
+def test_unequal_prompts_together_are_each_alone(config):
+    model = random_model(config)
+    together = Engine(model, 4).generate(PROMPTS, 20)
+    cached = CachedModel(model, 4, config.max_seq_len)
+    logits = prefill(cached, PROMPTS, [0] * 4, [0, 1, 2, 3])
+    for i, prompt in enumerate(PROMPTS):
+        alone = CachedModel(model, 1, config.max_seq_len)
+        got = prefill(alone, [prompt], [0], [0])[0]
+        assert np.abs(got - logits[i]).max() <= 1e-4
+        for step, token in enumerate(together[i]):
+            if got.argmax() != token:
+                assert margin(got) <= 1e-3, (i, step)
+                break
+            got = decode(alone, [token], [len(prompt) + step], [0])[0]
+
+
+@every_shape
+def test_batch_invariant_is_exact(config):
+    """Any batch, any order, rows that were used before: the same text, drawn so that the last bits matter often."""
+    model = random_model(config)
+    options = dict(max_new_tokens=20, temperature=1.5, seed=[3, 1, 4, 1])
+    engine = Engine(model, 4, batch_invariant=True)
+    together = engine.generate(PROMPTS, **options)
+    for order in ([3, 1, 0, 2], [2], [0, 3]):
+        options["seed"] = [[3, 1, 4, 1][i] for i in order]
+        again = engine.generate([PROMPTS[i] for i in order], **options)
+        assert again == [together[i] for i in order]
+    assert (
+        Engine(model, 1, batch_invariant=True).generate(PROMPTS[:1], 20, 1.5, seed=[3])
+        == together[:1]
+    )
+
+
+@every_shape
+def test_batch_invariant_logits_have_the_same_bits(config):
+    model = random_model(config)
+    cached = CachedModel(model, 5, 32, batch_invariant=True)
+    for row in range(5):
+        prefill(cached, [rng(7).integers(0, 61, 9)], [0], [row])
+    ids, lengths, rows = ints(7, 7, 7, 3, 7), ints(9, 9, 9, 4, 9), ints(0, 1, 2, 3, 4)
+    together = decode(cached, ids, lengths, rows)
+    for b in (0, 2, 4):
+        assert np.array_equal(decode(cached, ids[[b]], lengths[[b]], rows[[b]])[0], together[b])
+        assert np.array_equal(
+            together[b], together[0]
+        )  # the place in the batch does not matter either
+
+
+# ----------------------------------------------------------------------------- drawing
+def test_the_same_seed_gives_the_same_text():
+    model = random_model(SHAPES["qwen3"])
+    options = dict(max_new_tokens=12, temperature=0.9, top_k=20, top_p=0.95)
+    first = Engine(model, 2).generate(PROMPTS, seed=5, **options)
+    assert Engine(model, 2).generate(PROMPTS, seed=5, **options) == first
+    other = Engine(model, 2).generate(PROMPTS, seed=6, **options)
+    assert all(a != b for a, b in zip(first, other))
+    twice = Engine(model, 2).generate([PROMPTS[0]] * 2, seed=5, **options)
+    assert (
+        twice[0] != twice[1] and twice[0] == first[0]
+    )  # random numbers of its own for every prompt
+    same = Engine(model, 2).generate([PROMPTS[0]] * 2, seed=[5, 5], **options)
+    assert same[0] == same[1] == first[0]
+
+
+def test_options_of_one_batch_may_differ():
+    model = random_model(SHAPES["llama"])
+    engine = Engine(model, 4)
+    greedy = engine.generate(PROMPTS, 10)
+    mixed = engine.generate(
+        PROMPTS, [10, 4, 10, 10], [0.0, 0.0, 1.0, 2.0], [None, None, 1, 0], [1.0, 1.0, 1.0, 1e-6]
+    )
+    assert [list(x) for x in mixed[:3]] == [
+        greedy[0],
+        greedy[1][:4],
+        greedy[2],
+    ]  # top_k 1 is greedy
+    assert mixed[3] == greedy[3]  # and so is a top_p of next to nothing
+
+
+# ----------------------------------------------------------------------------- prefixes and pieces
+def test_turn_two_prefills_only_what_is_new():
+    model = random_model(SHAPES["qwen3"])
+    engine = Engine(model, 1, reuse_prefix=True)
+    turn = PROMPTS[2]
+    answer = engine.generate([turn], 6)[0]
+    assert (engine.prefilled_tokens, answer.prefilled, answer.reused) == (9, 9, 0)
+    second = [*turn, *answer, 20, 21, 22]
+    again = engine.generate([second], 6)[0]
+    # the answer's last token was never fed to the model, so it is new as well
+    assert (again.prefilled, again.reused) == (4, 9 + 5) and engine.prefilled_tokens == 13
+    fresh = Engine(model, 1)
+    assert again == fresh.generate([second], 6)[0] and fresh.prefilled_tokens == 18
+    other = [*second[:12], 1, 2]  # the user went back and said something else
+    assert engine.generate([other], 6)[0] == fresh.generate([other], 6)[0]
+    assert engine.prefilled_tokens == 13 + 2
+    engine.generate([other], 1)  # all of it is there: the last token is computed again
+    assert engine.prefilled_tokens == 13 + 2 + 1 and engine.reused_tokens == 14 + 12 + 13
+
+
+def test_prefixes_choose_their_rows_and_forget_old_weights():
+    model = random_model(SHAPES["llama"])
+    engine, fresh = Engine(model, 3, reuse_prefix=True), Engine(model, 3)
+    talks = [[i, i + 1, i + 2, i + 3] for i in (1, 20, 40)]
+    answers = engine.generate(talks, 5)
+    longer = [[*t, *a, 9] for t, a in zip(talks, answers)]
+    order = [longer[2], longer[0], longer[1]]
+    assert engine.generate(order, 5) == fresh.generate(order, 5)
+    assert engine.prefilled_tokens == 12 + 3 * 2
+    name, tensor = next(iter(model.named_parameters()))
+    tensor.data = tensor.data * np.float32(0.5)
+    assert engine.generate(order, 5) == Engine(model, 3).generate(order, 5), name
+    assert engine.prefilled_tokens == 12 + 3 * 2 + 3 * 10
+
+
+def test_keys_from_before_new_weights_are_not_reused():
+    model = random_model(SHAPES["llama"])
+    engine = Engine(model, 2, reuse_prefix=True)
+    stream = engine.stream([[1, 2, 3]], 8)
+    next(stream), next(stream)
+    _, tensor = next(iter(model.named_parameters()))
+    tensor.data = tensor.data * np.float32(0.5)
+    engine.generate([[9]], 1)  # notices it while the other sequence goes on
+    list(stream)
+    (answer,) = stream.completions
+    later = [[*answer[k:], 5] for k in range(6)]
+    assert engine.generate(later[:1], 5) == Engine(model, 1).generate(later[:1], 5)
+    for prompt in later:
+        assert engine.generate([prompt], 5) == Engine(model, 1).generate([prompt], 5)
+
+
+def test_stretched_keys_are_not_reused():
+    """Dynamic scaling: a prompt beyond the trained length turns all its keys by other angles than a short one."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    config = small(head_dim=16, n_layers=3, qk_norm=False, max_seq_len=16, rope_scaling=scaling)
+    for seed in range(4):
+        model, tokens = random_model(config, seed), rng(seed).integers(0, 61, 41).tolist()
+        engine = Engine(model, 1, reuse_prefix=True)
+        for prompt in (tokens[:40], tokens[:10], tokens, tokens[:12]):
+            assert engine.generate([prompt], 5) == Engine(model, 1).generate([prompt], 5)
+        assert engine.reused_tokens == 0, "12 tokens of 10 come after a long prompt again"
+        engine.generate([tokens[:14]], 1)
+        assert engine.reused_tokens == 12
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 7, 16])
+def test_a_prefill_in_pieces(pieces):
+    model = random_model(SHAPES["qwen3"])
+    whole, parts = Engine(model, 3), Engine(model, 3, prefill_tokens=pieces)
+    assert parts.generate(PROMPTS, 8) == whole.generate(PROMPTS, 8)
+    assert parts.prefilled_tokens == whole.prefilled_tokens == sum(map(len, PROMPTS))
+
+
+# ----------------------------------------------------------------------------- memory
+def test_the_memory_of_the_cache_is_exact():
+    model = random_model(SHAPES["qwen3"])
+    engine = Engine(model, 3, 20)
+    assert engine.cache_bytes == engine.cached_model.kv_L2RGSD.nbytes == 2 * 2 * 3 * 2 * 20 * 16 * 4
+    assert engine.cache_bytes == kv_cache_bytes(2, 3, 2, 20, 16, np.float32)
+    assert f"{engine.cache_bytes:,} bytes" in engine.describe()
+
+
+def test_a_model_that_is_not_trained_serves_as_well():
+    config = SHAPES["llama"]
+    a, b = (Transformer(config, 3, DEVICE, trainable=t) for t in (True, False))
+    assert Engine(a, 2).generate(PROMPTS, 8) == Engine(b, 2).generate(PROMPTS, 8)
+
+
+# ----------------------------------------------------------------------------- on a GPU
+def half(config):
+    """random_model's weights in bf16, served."""
+    model = Transformer(config, None, "gpu", "bf16", trainable=False)
+    values = weights(random_model(config))
+    for name, tensor in model.named_parameters():
+        tensor.data = to_device(values[name].astype(tensor.dtype), "gpu")
+    return model
+
+
+# Widths as gemv has them in bf16.
+EVEN = {name: replace(SHAPES[name], hidden_dim=64) for name in ("qwen3", "llama")}
+MANY = [rng(1, i).integers(0, 61, 1 + 7 * i % 23).tolist() for i in range(14)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [random_model, half])
+@pytest.mark.parametrize("rows", [1, 3, 8, 12])
+def test_a_graph_changes_no_token(make, rows):
+    """Rows of every kind of step (gemv, GEMM), sequences that end at different times, steps that run ahead."""
+    model = make(EVEN["qwen3"])
+    options = dict(max_new_tokens=[3 + i for i in range(14)], temperature=1.2, top_k=40, seed=4)
+    captured, eager = Engine(model, rows), Engine(model, rows, graph=False)
+    for _ in range(2):
+        assert captured.generate(MANY, **options) == eager.generate(MANY, **options)
+    assert any(r.graph for r in captured.graphed.recordings.values())
+    free = eager.generate(MANY, **options)
+    stop = [free[0][1], free[5][3]]
+    assert captured.generate(MANY, **options, stop=stop) == eager.generate(
+        MANY, **options, stop=stop
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 12])
+def test_batch_invariant_in_bf16(rows):
+    model = half(EVEN["llama"])
+    options = dict(max_new_tokens=24, temperature=1.5, seed=[7] * 14)
+    together = Engine(model, rows, batch_invariant=True).generate(MANY, **options)
+    alone = Engine(model, 1, batch_invariant=True)
+    options["seed"] = [7]
+    assert [alone.generate([prompt], **options)[0] for prompt in MANY] == together
+
+
+@pytest.mark.gpu
+def test_the_memory_is_taken_at_the_start():
+    model = half(EVEN["qwen3"])
+    engine = Engine(model, 4)
+    engine.generate(MANY, 8)
+    before = engine.cached_model.kv_L2RGSD.data.ptr, engine.graphed.pool.total_bytes()
+    engine.generate(MANY, 8)
+    assert before == (engine.cached_model.kv_L2RGSD.data.ptr, engine.graphed.pool.total_bytes())

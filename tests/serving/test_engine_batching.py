@@ -1,0 +1,395 @@
+"""Continuous batching: who is served when, why sequences end, what is refused, and what a failure leaves behind."""
+
+import sys
+
+import numpy as np
+import pytest
+from twins import random_model, small
+
+from xtrain import Engine, UserError
+from xtrain.serving import cached_model, engine
+from xtrain.serving.requests import REASONS
+
+CONFIG = small(head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(CONFIG)
+
+
+@pytest.fixture(autouse=True, params=["as it is", "ahead"])
+def way(request, monkeypatch):
+    """Every test twice: also as on a GPU, where a step starts before the one before it has landed, with idle lanes."""
+    make = Engine.__init__
+
+    def ahead(self, *args, **options):
+        make(self, *args, **options)
+        self.run_ahead = True
+        if self.graphed is None:
+            self.graphed = lambda variant: self._decode(*variant)
+
+    if request.param == "ahead":
+        monkeypatch.setattr(Engine, "__init__", ahead)
+    return request.param
+
+
+def test_steps_run_ahead_while_nobody_waits(model, way):
+    served = Engine(model, 2)
+    stream = served.stream([[1, 2], [3]], 6)
+    for _ in range(4):  # two tokens each
+        next(stream)
+    assert len(served.flights) == (1 if served.run_ahead else 0)
+    assert served.run_ahead == (way == "ahead" or model.device == "gpu")
+    list(stream)
+    assert not served.flights
+
+
+def happened(served, what):
+    """[(step, entry)] of one kind, over the whole trace"""
+    return [(step.number, entry) for step in served.trace for entry in getattr(step, what)]
+
+
+# ----------------------------------------------------------------------------- who is served when
+def test_a_waiting_prompt_is_admitted_at_the_step_after_a_row_frees(model):
+    served = Engine(model, 2)
+    prompts, wanted = [[1, 2], [3], [4, 5, 6], [7], [8, 9]], [3, 9, 2, 5, 1]
+    out = served.generate(prompts, wanted)
+    assert [len(x) for x in out] == wanted and all(x.reason == "length" for x in out)
+    admitted, ended = dict(), dict()
+    for step, (name, row) in happened(served, "admitted"):
+        admitted[name] = (step, row)
+    for step, (name, reason) in happened(served, "ended"):
+        ended[name] = step
+        assert reason == "length"
+    assert admitted[0][0] == admitted[1][0] == 0
+    free = sorted(ended.values())
+    for i, name in enumerate((2, 3, 4)):  # first come, first served, at once
+        assert admitted[name][0] == free[i] + 1
+    rows = {name: row for name, (_, row) in admitted.items()}
+    assert rows[2] == rows[0] and rows[3] == rows[2]  # the row that became free
+    # one token at admission, then one in every step: sequences neither wait for nor hold up each other
+    for name, n in enumerate(wanted):
+        steps = [step for step, other in happened(served, "decoded") if other == name]
+        assert steps == list(range(admitted[name][0] + 1, ended[name] + 1)) and len(steps) == n - 1
+    assert all(len(step.decoded) <= 2 for step in served.trace)
+    alone = [Engine(model, 1).generate([p], n)[0] for p, n in zip(prompts, wanted)]
+    assert out == alone
+
+
+def test_all_waiting_prompts_are_prefilled_together(model):
+    served = Engine(model, 4)
+    served.generate([[1, 2], [3], [4, 5, 6], [7]], 3)
+    assert [step.prefilled for step in served.trace] == [7, 0, 0]
+    assert served.prefilled_tokens == 7 and served.decoded_tokens == 4 * 2
+
+
+def test_tokens_come_as_they_are_made(model):
+    served = Engine(model, 2)
+    stream = served.stream([[1, 2], [3], [4]], [2, 4, 2])
+    seen = list(stream)
+    assert [[t for i, t in seen if i == n] for n in range(3)] == [
+        list(c) for c in stream.completions
+    ]
+    assert [i for i, _ in seen] == [0, 1, 0, 1, 1, 2, 1, 2]
+    first = next(iter(served.stream([[1, 2]], 4)))
+    assert first == (0, stream.completions[0][0])
+
+
+def test_two_streams_share_an_engine(model):
+    served = Engine(model, 2)
+    a, b = served.stream([[1, 2], [3]], 6), served.stream([[4, 5], [6]], 6)
+    seen = {0: [], 1: []}
+    while len(seen[0]) + len(seen[1]) < 24:
+        for n, stream in enumerate((a, b)):
+            token = next(stream, None)
+            seen[n] += [token] if token else []
+    expected = Engine(model, 4).generate([[1, 2], [3], [4, 5], [6]], 6)
+    assert a.completions + b.completions == expected
+
+
+# ----------------------------------------------------------------------------- why sequences end
+def test_a_full_cache_ends_one_sequence_and_the_others_go_on(model):
+    served = Engine(model, 2, 12)
+    long, short = served.generate([[1] * 9, [2, 3]], 9)
+    assert long.reason == "full" and len(long) == 3
+    assert short.reason == "length" and len(short) == 9
+    assert set(REASONS) >= {"full", "length"} and "full" in REASONS["full"]
+    assert short == Engine(model, 1).generate([[2, 3]], 9)[0]
+    assert long == Engine(model, 1).generate([[1] * 9], 3)[0]
+    assert served.generate([[1] * 11], 5)[0].reason == "full"  # room for a single token
+
+
+def test_a_stop_token_ends_a_sequence(model):
+    free = Engine(model, 2).generate([[1, 2], [3]], 10)
+    stop = free[0][4]
+    out = Engine(model, 2).generate([[1, 2], [3]], 10, stop=[stop, 60])
+    for got, without in zip(out, free):
+        n = next((i + 1 for i, token in enumerate(without) if token in (stop, 60)), 10)
+        assert got == without[:n] and got.reason == (
+            "stop" if n < 10 or got[-1] == stop else "length"
+        )
+
+
+def test_cancelling_and_leaving_early_free_the_rows(model):
+    served = Engine(model, 2)
+    stream = served.stream([[1, 2], [3], [4]], 10)
+    for number, _ in stream:
+        if number == 0:
+            stream.cancel(0)
+    assert [c.reason for c in stream.completions] == ["cancelled", "length", "length"]
+    assert len(stream.completions[0]) == 1 and sorted(served.free) == [0, 1]
+    stream = served.stream([[1, 2], [3], [4]], 10)
+    next(stream)
+    assert len(served.active) == 2 and len(served.waiting) == 1
+    stream.close()
+    assert not served.active and not served.waiting and sorted(served.free) == [0, 1]
+    assert [c.reason for c in stream.completions] == ["cancelled"] * 3
+    stream = served.stream([[1, 2]], 10)
+    next(stream)
+    del stream
+    assert not served.active and sorted(served.free) == [0, 1]
+    assert served.generate([[3]], 4) == Engine(model, 1).generate([[3]], 4)
+
+
+def test_a_stream_that_never_began(model):
+    served = Engine(model, 1, 20)
+    closed, cancelled = served.stream([[1, 2]], 5), served.stream([[1], [2]], 3)
+    closed.close()
+    cancelled.cancel(0)
+    assert closed.completions[0].reason == "cancelled" and list(closed) == []
+    assert [number for number, _ in cancelled] == [1, 1, 1]
+    assert served.submitted == 1 and served.prefilled_tokens == 1 and served.free == [0]
+
+
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+def test_cancelling_in_the_middle_of_a_step(model, monkeypatch, when):
+    """As when a forgotten stream is collected while another one computes."""
+    served = Engine(model, 3)
+    forgotten = served.stream([[1, 2], [8]], 10)
+    for _ in range(4):
+        next(forgotten)
+    compute = getattr(served.cached_model, when)
+
+    def interrupted(*args):
+        forgotten.cancel(0)
+        return compute(*args)
+
+    monkeypatch.setattr(served.cached_model, when, interrupted)
+    assert served.generate([[3], [4, 5]], 6) == Engine(model, 2).generate([[3], [4, 5]], 6)
+    list(forgotten)
+    assert [c.reason for c in forgotten.completions] == ["cancelled", "length"]
+    assert forgotten.completions[1] == Engine(model, 1).generate([[8]], 10)[0]
+    assert sorted(served.free) == [0, 1, 2] and not served.active
+
+
+def test_logits_that_are_no_numbers_end_the_sequence():
+    model = random_model(CONFIG)
+    name, tensor = next(iter(model.named_parameters()))
+    values = tensor.data.copy()
+    values[7] = np.nan  # the embedding of token 7
+    tensor.data = values
+    bad, good = Engine(model, 2).generate([[1, 7], [3]], 5)
+    assert name == "model.embed_tokens.weight" and bad == [] and bad.reason == "nan"
+    assert len(good) >= 1 and good.reason in ("length", "nan")
+
+
+# ----------------------------------------------------------------------------- what is refused
+REFUSED = [
+    (dict(prompts=[[1], []]), "prompt 1 is empty"),
+    (dict(prompts=[[1, 61]]), "prompt 0 holds the token 61: ids must be from 0 to 60"),
+    (dict(prompts=[[-1]]), "holds the token -1"),
+    (dict(prompts=[[1] * 20]), "prompt 0 has 20 tokens, which leaves no room"),
+    (dict(prompts=[1, 2]), "prompt 0 must be a list of token ids, got int"),
+    (dict(prompts=None), "prompts must be a list of lists of token ids, got NoneType"),
+    (dict(prompts=["12"]), "must be a list of token ids, got str"),
+    (dict(prompts=[[1.5]]), "must be a list of token ids"),
+    (dict(max_new_tokens=0), "max_new_tokens must be a positive whole number, got 0"),
+    (dict(max_new_tokens=[1, 2]), "max_new_tokens has 2 values for 1 prompts"),
+    (dict(temperature=-1), "temperature"),
+    (dict(temperature=float("nan")), "temperature"),
+    (dict(temperature="hot"), "temperature must be a number, got 'hot'"),
+    (dict(top_k=-1, temperature=1), "top_k"),
+    (dict(top_p=0), "top_p"),
+    (dict(top_p=1.5), "top_p"),
+    (dict(seed=-1), "seed must be a whole number from 0"),
+    (dict(seed=2**63), "seed must be"),
+    (dict(stop=["x"]), "stop must hold token ids"),
+    (dict(stop="12"), "stop must hold token ids, got '12'"),
+    (dict(temperature=1e39), "temperature inf: expected 0 (greedy), or a finite number"),
+    (dict(temperature=10**400), "sampling: int too large"),
+    (dict(temperature=1.0, top_p=1e-50), "top_p 0.0: expected more than 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, words", REFUSED, ids=[words for _, words in REFUSED])
+def test_requests_that_make_no_sense(model, options, words):
+    served = Engine(model, 2, 20)
+    with pytest.raises(UserError) as caught:
+        served.generate(**({"prompts": [[1, 2]]} | options))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert not served.trace and len(served.free) == 2
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(max_batch=0), "max_batch must be a positive whole number, got 0"),
+        (dict(max_batch=2.0), "max_batch"),
+        (dict(max_seq_len=1), "max_seq_len 1 must be at least 2 and at most 48"),
+        (dict(max_seq_len=49), "at most 48, what the model takes"),
+        (dict(prefill_tokens=0), "prefill_tokens"),
+        (dict(max_batch=True), "max_batch must be a positive whole number, got True"),
+        (dict(max_seq_len="40"), "max_seq_len must be a positive whole number, got '40'"),
+        (dict(max_seq_len=40.0), "max_seq_len must be"),
+        (dict(batch_invariant=True, reuse_prefix=True), "exclude each other"),
+        (
+            dict(model="folder"),
+            r"model must be a Transformer, got str: Transformer.from_pretrained",
+        ),
+    ],
+)
+def test_engines_that_cannot_be(model, options, words):
+    with pytest.raises(UserError, match=words):
+        Engine(**({"model": model} | options))
+
+
+def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
+    """It ends the stream that was asked for a token; another one on the same engine misses none."""
+    alone = Engine(model, 2).generate([[4, 5, 6]], 12)
+    served = Engine(model, 2)
+    first, second = served.stream([[1, 2]], 12), served.stream([[4, 5, 6]], 12)
+    next(first), next(second), next(first), next(second)
+    real, left = Engine._fetch, [1]
+
+    def fetch(self, requests):
+        then = real(self, requests)
+
+        def wait():
+            if left.pop() if left else 0:
+                raise KeyboardInterrupt
+            return then()
+
+        return wait
+
+    served.step()  # whatever was under way already
+    monkeypatch.setattr(Engine, "_fetch", fetch)
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    list(second)
+    assert second.completions == alone and not served.active and not served.flights
+
+
+class Remembered:
+    """In the place of CachedModel, in no time: the next token follows from all tokens that the row holds."""
+
+    def __init__(self, *_):
+        self.held, self.nbytes = np.zeros((2, 48), int), 0
+
+    def stretched(self, length):
+        return False
+
+    def prefill(self, ids, lengths, history, rows, wanted, whole):
+        edges = np.cumsum([0, *lengths])
+        for a, (row, before, n) in enumerate(zip(rows, history, lengths)):
+            self.held[row, before : before + n] = ids[edges[a] : edges[a + 1]]
+        return np.array([self.next(rows[a], history[a] + lengths[a]) for a in wanted])
+
+    def decode(self, ids, lengths, rows):
+        self.held[rows, lengths] = ids
+        return np.array([self.next(row, n + 1) for row, n in zip(rows, lengths)])
+
+    def next(self, row, n):
+        return hash(tuple(self.held[row, :n].tolist())) % 50
+
+
+def break_off(model, at, visit):
+    """Ctrl-C before line `at` of engine.py runs for the nth time. -> the lines that ran; what is left for others"""
+    served, lines = Engine(model, 2, reuse_prefix=True), []
+    second, first = served.stream([[4, 5, 6]], 4), served.stream([[1, 2], [3]], 2)
+    next(second)
+
+    def watch(frame, event, _):
+        if frame.f_code.co_filename != engine.__file__:
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if frame.f_lineno == at and lines.count(at) == visit:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return watch
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(watch)
+        list(first)
+    except KeyboardInterrupt:
+        first.close()
+    finally:
+        sys.settrace(before)
+    list(second)
+    assert all(completion.reason for completion in first.completions)
+    return lines, (second.completions[0], served.active, len(served.waiting), sorted(served.free))
+
+
+def test_ctrl_c_between_any_two_statements(monkeypatch, way):
+    """It ends the stream that was asked for a token. Another on the same engine misses none, and no row is lost."""
+    model = random_model(CONFIG, device="cpu")  # Remembered lives in NumPy arrays
+    monkeypatch.setattr(engine, "CachedModel", Remembered)
+    monkeypatch.setattr(engine, "sample", lambda picked, ids, *_, **__: np.copyto(ids, picked))
+    expected = (Engine(model, 2).generate([[4, 5, 6]], 4)[0], [], 0, [0, 1])
+    lines, result = break_off(model, 0, 0)
+    assert result == expected and len(set(lines)) > 100
+    for line in sorted(set(lines)):
+        visit = 1 if way == "ahead" else lines.count(line)  # the first or the last time
+        broken, result = break_off(model, line, visit)
+        assert broken.count(line) == visit and result == expected, f"line {line}, time {visit}"
+
+
+def test_prompts_in_any_container(model):
+    want = Engine(model, 2, 20).generate([[1, 2], [3, 4]], 5)
+    for prompts in (
+        ((1, 2), (3, 4)),
+        np.array([[1, 2], [3, 4]]),
+        (iter(x) for x in ([1, 2], [3, 4])),
+    ):
+        assert Engine(model, 2, 20).generate(prompts, np.array(5), np.array(0.0)) == want
+
+
+def test_no_memory_for_the_cache(model, monkeypatch):
+    def full(*args):
+        raise MemoryError("Unable to allocate")
+
+    monkeypatch.setattr(cached_model, "empty_kv_cache", full)
+    with pytest.raises(
+        UserError, match=r"no memory for a KV cache of 0.00 GB \(2 rows of 48 tokens\)"
+    ):
+        Engine(model, 2)
+
+
+def test_a_cache_larger_than_any_memory(model):
+    with pytest.raises(UserError, match=r"no memory for a KV cache of .* GB \(10{15} rows of 48"):
+        Engine(model, 10**15)
+
+
+def test_a_failure_in_the_middle_loses_no_row(model, monkeypatch):
+    served = Engine(model, 2)
+    expected = served.generate([[1, 2], [3]], 4)
+    prefill = served.cached_model.prefill
+
+    def fails(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(served.cached_model, "prefill", fails)
+    with pytest.raises(KeyboardInterrupt):
+        served.generate([[1, 2], [3], [4]], 4)
+    assert sorted(served.free) == [0, 1] and not served.active and not served.waiting
+    monkeypatch.setattr(served.cached_model, "prefill", prefill)
+    assert served.generate([[1, 2], [3]], 4) == expected
+
+
+def test_graph_sizes_cover_every_batch():
+    for most in (1, 3, 8, 12, 32):
+        for b in range(1, most + 1):
+            assert b <= engine.graph_size(b, most) <= min(most, max(2 * b, b + 7))
+    assert len({engine.graph_size(b, 32) for b in range(1, 33)}) == 7

@@ -1,0 +1,97 @@
+"""The kernels of the engine compile without a GPU: float32 arithmetic, registers instead of local memory, no spills.
+
+As in test_compile.py the launchers say what to compile. What this needs: offline.py.
+"""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm
+from test_compile import signatures
+
+from xtrain.kernels.attention import context_attention, decode_attention
+from xtrain.kernels.decoding import gemv, kv_cache, padding, sampling
+from xtrain.simulator import sim
+
+__all__ = ["nvvm"]
+BF16 = ml_dtypes.bfloat16
+
+
+def i32(*values):
+    return sim(np.array(values, np.int32))
+
+
+def launch_engine(dtypes=(np.float32, BF16)):
+    for dtype in dtypes:
+        full = lambda *shape: sim(np.ones(shape, dtype))  # noqa: B023
+        for D in (8, 6):
+            caches, tokens = full(1, 2, 4, D), full(2, 2, D)
+            kv_cache.append_kv(caches, caches.copy(), tokens, tokens.copy(), i32(0, 0), i32(1, 2))
+        kv_cache.repeat_kv(caches, 2)
+        edges = padding.cumulative_lengths(i32(1, 1))
+        padded = padding.restore_padding_heads(tokens, edges, 2)
+        padding.remove_padding_heads(padded, edges, 2)
+        padding.remove_padding(padding.restore_padding(tokens, edges, 2), edges, 2)
+        for B, H, D in ((1, 8, 64), (17, 8, 64), (1, 9, 16), (1, 1, 128)):  # few and many key heads
+            decode(full, dtype, B, H, D)
+        q, ends = full(3, 2, 64), i32(0, 3)
+        caches = full(1, 1, 4, 64), full(1, 1, 4, 64)
+        context_attention.context_attention(q, *caches, ends, i32(0), i32(0), 3, 0.1)
+        multiply(full, dtype)
+        row = lambda kind: sim(np.ones(1, kind))
+        floats, ints, longs = row(np.float32), row(np.int32), row(np.int64)
+        parameters = ints, floats, ints, floats, longs, longs, ints
+        sampling.sample(full(1, 8), *parameters, parameters_ready=True)
+    sampling.advance(i32(0), i32(0), i32(0))
+    padding.token_places(edges, 2, i32(0, 0), i32(1, 0))
+    padding.padding_offsets(edges, 2, 2)
+
+
+def decode(full, dtype, B, H, D):
+    table, w = sim(np.ones((256, D // 2), np.float32)), sim(np.ones(D, np.float32))
+    weights = (w, w) if D == 64 else (None, None)
+    caches = full(1, 1, 256, D), full(1, 1, 256, D)
+    arrays = (full(B, (H + 2) * D), *caches, i32(*[3] * B), i32(*[0] * B), table, table, *weights)
+    decode_attention.decode_attention(*arrays, 1e-6, 0.1, cache_ready=True)
+
+
+def multiply(full, dtype):
+    """The four products of a layer of a Llama of 1.1 B parameters"""
+    x, h, norm_w = sim(np.ones((1, 2048), np.float32)), sim(np.ones((1, 64), np.float32)), None
+    norm_w = sim(np.ones(2048, np.float32))
+    product = functools.partial(gemv.gemv, weights_ready=True)
+    product(x, full(2560, 2048), norm_w)
+    product(x, full(128, 2048), norm_w, swiglu=True)
+    product(full(1, 2048), full(64, 2048), residual_NO=h, out=h)
+    product(full(1, 5632), full(64, 5632), residual_NO=h, out=h)
+
+
+# NVVM 13.5 keeps an array of this kernel in local memory, NVVM 13.0 (CUDA 13.0) does not
+LOCAL = {"decode_attention_kernel"}
+
+
+@pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
+def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards):
+    for kernel, signature in signatures(monkeypatch, lambda: launch_engine([dtype])):
+        name = kernel.py_func.__name__
+        found = compiled(monkeypatch, kernel, signature, cards, [] if name in LOCAL else [(9, 0)])
+        if name == "decode_attention_kernel":  # no test could tell a weaker atomic by its results
+            assert all("atom.acq_rel.gpu.global.add.s32" in ptx for ptx in found.values())
+        bounds = kernel.targetoptions.get("launch_bounds") or threads_of(name)
+        threads, blocks = bounds if isinstance(bounds, tuple) else (bounds, 1)
+        check_registers(tmp_path, found[9, 0], threads, blocks, (9, 0))
+
+
+def threads_of(name):
+    """Plain Numba has no launch_bounds."""
+    known = {
+        "decode_attention_kernel": 256,
+        "context_attention_fp32_kernel": 128,
+        "context_attention_bf16_kernel": 128,
+        "sample_segment_kernel": 512,
+        "sample_draw_kernel": 1024,
+        "gemv_tensor_kernel": (256, 2),
+    }
+    return known.get(name, 256)

@@ -1,0 +1,122 @@
+"""The loop closed: weights in a Hugging Face folder, served here and by `transformers`: every token equal."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checks import to_host
+from safetensors.torch import load_file
+from twins import DEVICE, LLAMA3, random_model, small, twin
+
+from xtrain import Engine, Transformer
+from xtrain.serving.cached_model import CachedModel
+from xtrain.device import to_device
+from xtrain.formats.huggingface import save
+
+WIDE = dict(vocab_size=97, dim=64, hidden_dim=96, n_layers=3, head_dim=16)
+CONFIGS = {
+    "llama": small(**WIDE, qk_norm=False),
+    "llama, tied, no groups": small(**WIDE, qk_norm=False, tie_embeddings=True, n_kv_heads=4),
+    "qwen3": small(**WIDE),
+    "qwen3, tied, one key head": small(**WIDE, tie_embeddings=True, n_kv_heads=1),
+    "llama3 scaling": small(**WIDE, qk_norm=False, rope_scaling=LLAMA3, rope_theta=500000.0),
+    "linear scaling": small(**WIDE, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+}
+PROMPTS = [[5, 17, 3], [96], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [50, 40]]
+
+
+def load_theirs(folder, dtype=torch.float32):
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=dtype, attn_implementation="eager"
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def greedy(theirs, prompt, new):
+    """-> new tokens, and the logits of each step (new, V)"""
+    ids = torch.tensor([prompt])
+    out = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float().numpy()
+
+
+def our_logits(model, prompt, tokens):
+    """The cache's logits for the prompt's last token and every new one."""
+    cached = CachedModel(model, 1, model.config.context)
+    on_device = lambda *x: to_device(np.array(x, np.int32), DEVICE)
+    logits = [cached.prefill(np.array(prompt), [len(prompt)], [0], [0])]
+    for i, token in enumerate(tokens[:-1]):
+        logits.append(cached.decode(on_device(token), on_device(len(prompt) + i), on_device(0)))
+    return np.concatenate([to_host(x)[:, : model.config.vocab_size] for x in logits])
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("shard_bytes", [10**9, 30_000], ids=["one file", "sharded"])
+def test_every_token_is_equal(config, shard_bytes, tmp_path):
+    save(random_model(config), tmp_path, max_shard_bytes=shard_bytes)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (shard_bytes < 10**6)
+    model = Transformer.from_pretrained(tmp_path, DEVICE, trainable=False)
+    theirs = load_theirs(tmp_path)
+    together = Engine(model, 3).generate(PROMPTS, 24)
+    for prompt, tokens in zip(PROMPTS, together):
+        expected, logits = greedy(theirs, prompt, 24)
+        assert tokens == expected
+        assert np.abs(our_logits(model, prompt, tokens) - logits).max() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_files_of_half_width(dtype, tmp_path):
+    """Read into float32 by both, so that every token can be equal."""
+    config = CONFIGS["qwen3"]
+    save(random_model(config), tmp_path)
+    load_theirs(tmp_path, dtype).save_pretrained(tmp_path / "half", max_shard_size="40KB")
+    files = list((tmp_path / "half").glob("*.safetensors"))
+    assert len(files) > 2 and all(x.dtype == dtype for f in files for x in load_file(f).values())
+    model = Transformer.from_pretrained(tmp_path / "half", DEVICE)
+    theirs = load_theirs(tmp_path / "half")
+    together = Engine(model, 4).generate(PROMPTS, 24)
+    assert together == [greedy(theirs, prompt, 24)[0] for prompt in PROMPTS]
+
+
+def test_dynamic_scaling_beyond_the_trained_length():
+    """Prompts below and above it; theirs is a fresh model for each, for it remembers the longest sequence it saw."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    config = small(**WIDE, qk_norm=False, rope_scaling=scaling, max_seq_len=16)
+    model = random_model(config)
+    prompts = [[5, 17, 3], list(range(14)), list(range(30)), [7] * 17]
+    assert Engine(model, 4).max_seq_len == 64
+    together = Engine(model, 4).generate(prompts, 24)
+    pieces = Engine(model, 4, prefill_tokens=8).generate(prompts, 24)
+    for prompt, tokens, piecewise in zip(prompts, together, pieces):
+        expected, logits = greedy(twin(model), prompt, 24)
+        assert tokens == expected == piecewise
+        assert np.abs(our_logits(model, prompt, tokens) - logits).max() <= 1e-4
+
+
+def test_a_stop_token_as_in_transformers():
+    model = random_model(CONFIGS["llama"])
+    theirs = twin(model)
+    free, _ = greedy(theirs, PROMPTS[0], 24)
+    theirs.generation_config.eos_token_id = [free[9], 200]
+    theirs.generation_config.pad_token_id = 0
+    (tokens,) = Engine(model, 1).generate(PROMPTS[:1], 24, stop=[free[9], 200])
+    assert tokens == greedy(theirs, PROMPTS[0], 24)[0] and len(tokens) <= 10
+    assert tokens.reason == "stop"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_bf16_picks_the_same_token_where_the_margin_is_clear(config, tmp_path):
+    save(random_model(config), tmp_path)
+    half = Transformer.from_pretrained(tmp_path, "gpu", "bf16", trainable=False)
+    theirs = load_theirs(tmp_path)
+    for prompt in PROMPTS:
+        expected, logits = greedy(theirs, prompt, 24)
+        ours = our_logits(half, prompt, expected)
+        top = np.sort(logits, -1)
+        clear = top[:, -1] - top[:, -2] > 0.1
+        assert clear.sum() > 12
+        assert np.array_equal(ours.argmax(-1)[clear], logits.argmax(-1)[clear])

@@ -1,0 +1,460 @@
+"""Checkpoints: whole or not there, checked before use, written in the background, the newest and the best kept."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from runs import assert_same_run, checkpoints, metrics, options, run
+
+import xtrain
+from xtrain.training import checkpoint, checkpoint_writer as writer
+from xtrain import files
+from xtrain.formats import manifest, tensor_file
+from xtrain.errors import UserError
+from xtrain.device import HostCopies
+from xtrain.formats.manifest import verify
+from xtrain.training.run import Run
+from xtrain.training.loop import main
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run of 12 steps that was stopped after 8, with checkpoints 4 and 8; and the same run, never stopped."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        whole = run(folder / "whole", steps=12, save_every=4)
+        return run(folder / "stopped", steps=12, save_every=4, stop_at=8), whole
+
+
+def a_copy(stopped, tmp_path):
+    shutil.copytree(stopped[0].parent, tmp_path / "out")
+    return tmp_path / "out" / "run"
+
+
+FILES = (
+    "model.safetensors", "optimizer.safetensors", "state.json", "config.json", "tokenizer.json",
+    "tokenizer_config.json", "manifest.json",
+)  # fmt: skip
+
+
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "missing": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "too long": lambda path: path.write_bytes(path.read_bytes() + b" "),
+    "other": lambda path: path.write_bytes(b"\0" * path.stat().st_size),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_named_and_the_one_before_is_used(stopped, tmp_path, name, damage):
+    folder, said = a_copy(stopped, tmp_path), []
+    DAMAGE[damage](folder / "checkpoints/step-000008" / name)
+    saved = checkpoint.newest(folder, said.append)
+    assert saved.step == 4
+    (sentence,) = said
+    assert (
+        name in sentence and "step-000008" in sentence and "going back to step-000004" in sentence
+    )
+
+
+def test_every_flipped_bit_is_found(stopped, tmp_path):
+    """One flip in each of 61 places of each file, headers and last bytes among them."""
+    folder = a_copy(stopped, tmp_path) / "checkpoints/step-000008"
+    rng = np.random.default_rng(0)
+    for name in FILES:
+        path = folder / name
+        size, before = 8 * path.stat().st_size, path.read_bytes()
+        first = np.arange(0, min(size, 100))
+        some = rng.integers(0, size, 40)
+        for bit in [*first[::5], *some, size - 1]:
+            flip(path, int(bit))
+            with pytest.raises(manifest.Damaged, match=name.replace(".", r"\.")):
+                verify(folder)
+            path.write_bytes(before)
+        verify(folder)
+
+
+@pytest.mark.parametrize(
+    "name, tensor",
+    [("model.safetensors", "model.norm.weight"), ("optimizer.safetensors", "v.model.norm.weight")],
+)
+def test_the_damaged_tensor_is_named(stopped, tmp_path, name, tensor):
+    from xtrain.formats.tensor_file import read_header
+
+    path = a_copy(stopped, tmp_path) / "checkpoints/step-000008" / name
+    flip(path, 8 * (read_header(path)[tensor].start + 5) + 3)
+    with pytest.raises(manifest.Damaged, match=f"{name} is damaged in {tensor}$"):
+        verify(path.parent)
+    flip(path, 8 * 20)
+    with pytest.raises(manifest.Damaged, match=f"{name} is damaged"):
+        verify(path.parent)
+
+
+def test_a_flipped_bit_is_found_when_the_model_is_loaded(stopped, tmp_path):
+    """Without --resume, too. Other files may be changed; and what is saved over it is not called damaged."""
+    folder = a_copy(stopped, tmp_path) / "checkpoints/step-000008"
+    (folder / "README.md").write_text("mine")
+    flip(folder / "tokenizer_config.json", 8 * 5 + 1)
+    model = xtrain.Transformer.from_pretrained(folder)
+    flip(folder / "model.safetensors", 8 * 9000 + 1)
+    with pytest.raises(
+        UserError, match=r"model.safetensors is damaged in .*: take another checkpoint"
+    ):
+        xtrain.Transformer.from_pretrained(folder)
+    with pytest.raises(UserError, match=r"model.safetensors is damaged"):
+        run(tmp_path, init=str(folder), name="other")
+    before = model.arena.weights.tobytes()
+    with pytest.raises(UserError, match=r"model.safetensors is damaged"):
+        model.load_weights(folder)
+    assert model.arena.weights.tobytes() == before
+    model.save_pretrained(folder)
+    again = xtrain.Transformer.from_pretrained(folder)
+    assert again.arena.weights.tobytes() == model.arena.weights.tobytes()
+    (folder / "manifest.json").write_text('{"somebody": "else"}')
+    xtrain.Transformer.from_pretrained(folder)
+    (folder / "manifest.json").write_text("no JSON")
+    xtrain.Transformer.from_pretrained(folder)
+
+
+def test_moments_of_another_model_leave_this_one_alone(tmp_path):
+    models = [xtrain.Transformer(SMALL, seed) for seed in (0, 1)]
+    optimizers = [xtrain.AdamW(model, 1e-3) for model in models]
+    state = dict(step=3, loader={}, options={}, made_on={}, row=0)
+    folder = checkpoint.write(tmp_path, snapshot(models[0], optimizers[0], state))
+    saved = checkpoint.newest(tmp_path)
+    stored = tensor_file.read_header(folder / "optimizer.safetensors")
+    tensors = {name: xtrain.Tensor(x.read()) for name, x in stored.items()}
+    moment = tensors.pop("v.model.norm.weight")
+    for names in ({}, {"v.model.norm.weights": moment}):
+        tensor_file.write_safetensors(folder / "optimizer.safetensors", tensors | names)
+        before = models[1].arena.weights.copy()
+        with pytest.raises(UserError, match=r"not belong to this model \(v\.model\.norm\.weight\)"):
+            checkpoint.load(saved, models[1], optimizers[1])
+        assert np.array_equal(models[1].arena.weights, before)
+        assert optimizers[1].t == 0
+    tensors["v.model.norm.weight"] = moment
+    tensor_file.write_safetensors(folder / "optimizer.safetensors", tensors)
+    checkpoint.load(saved, models[1], optimizers[1])
+    assert np.array_equal(models[1].arena.weights, models[0].arena.weights)
+
+
+SMALL = xtrain.ModelConfig(vocab_size=11, dim=8, n_layers=1, n_heads=2, max_seq_len=8)
+
+
+def snapshot(model, optimizer, state):
+    return checkpoint.take(model, optimizer, state, None, HostCopies())
+
+
+@pytest.mark.parametrize("kind", ["a link to nowhere", "a pipe"])
+def test_what_somebody_has_put_beside_the_logs(tmp_path, monkeypatch, kind):
+    synced = []
+    monkeypatch.setattr(checkpoint, "sync", synced.append)
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    mine = tmp_path / "notes.txt"
+    mine.symlink_to("nowhere") if kind == "a link to nowhere" else os.mkfifo(mine)
+    model = xtrain.Transformer(SMALL)
+    state = dict(step=3, loader={}, options={}, made_on={}, row=0)
+    checkpoint.write(tmp_path, snapshot(model, xtrain.AdamW(model, 1e-3), state))
+    assert tmp_path / "metrics.jsonl" in synced and mine not in synced
+    assert checkpoint.newest(tmp_path).step == 3
+
+
+def test_files_from_elsewhere_are_named(stopped, tmp_path):
+    folder = a_copy(stopped, tmp_path) / "checkpoints"
+    (folder / "step-000008" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(manifest.Damaged, match=r"index.json does not belong there"):
+        verify(folder / "step-000008")
+    (folder / "step-000008" / "model.safetensors.index.json").unlink()
+    (folder / "step-000008" / ".nfs0001").write_text("what a network disk leaves")
+    verify(folder / "step-000008")
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):  # same length, or not
+        shutil.copytree(folder / "step-000008", tmp_path / "mixed")
+        shutil.copy(folder / "step-000004" / name, tmp_path / "mixed" / name)
+        with pytest.raises(manifest.Damaged, match=name):
+            verify(tmp_path / "mixed")
+        shutil.rmtree(tmp_path / "mixed")
+
+
+def test_a_checkpoint_under_another_name(stopped, tmp_path):
+    folder, said = a_copy(stopped, tmp_path), []
+    shutil.copytree(folder / "checkpoints/step-000008", folder / "checkpoints/step-000010")
+    (folder / "checkpoints" / "step-notes").mkdir()
+    assert checkpoint.newest(folder, said.append).step == 8
+    assert "is the checkpoint of step 8" in said[0]
+
+
+def test_from_a_damaged_checkpoint_the_run_ends_the_same(stopped, tmp_path):
+    """It goes back, says so, does the steps again and leaves no trace of the damaged one."""
+    folder, console = a_copy(stopped, tmp_path), Console(record=True, width=1000)
+    flip(folder / "checkpoints/step-000008/model.safetensors", 800_001)
+    run(folder.parent, console, steps=12, save_every=4, resume=True)
+    text = console.export_text()
+    assert "model.safetensors is damaged" in text and "going back to step-000004" in text
+    assert "resumed from" in text and "step-000004\n" in text
+    assert checkpoints(folder) == ["step-000004", "step-000008", "step-000012"]
+    assert_same_run(folder, stopped[1])
+
+
+def test_damaged_ones_that_are_not_reached_again_are_removed(stopped, tmp_path):
+    folder = a_copy(stopped, tmp_path)
+    flip(folder / "checkpoints/step-000008/state.json", 99)
+    run(folder.parent, steps=12, save_every=4, resume=True, stop_at=6)
+    assert checkpoints(folder) == ["step-000004", "step-000006"]
+
+
+def test_no_good_checkpoint(stopped, tmp_path, capsys):
+    folder = a_copy(stopped, tmp_path)
+    (folder / "checkpoints/step-000008/state.json").unlink()
+    (folder / "checkpoints/step-000004/manifest.json").unlink()
+    with pytest.raises(
+        UserError,
+        match=r"no checkpoint of .* can be used: .*state.json is missing.*manifest.json is mi",
+    ):
+        checkpoint.newest(folder)
+    assert main(["--out", str(folder.parent), "--name", "run", "--resume"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ----------------------------------------------------------------------------- which stay
+def test_keep_newest_and_best(tmp_path, monkeypatch):
+    losses = iter([5.0, 1.0, 3.0, 2.0, float("nan"), 2.5])
+    monkeypatch.setattr(Run, "validate", lambda self: _validated(self, next(losses)))
+    folder = run(tmp_path, steps=12, save_every=2, eval_every=2, keep=2)
+    assert checkpoints(folder) == ["step-000004", "step-000010", "step-000012"]
+    assert metrics(folder)[-4]["val_loss"] is None, "JSON has no NaN"
+
+
+def _validated(run, loss):
+    run.val_loss = run.done, loss
+    return loss, loss
+
+
+@pytest.mark.parametrize("keep, left", [(0, 4), (1, 1), (3, 3), (100, 4)])
+def test_keep(tmp_path, keep, left):
+    folder = run(tmp_path, steps=8, save_every=2, eval_every=8, keep=keep)
+    assert checkpoints(folder) == [f"step-{s:06d}" for s in range(2, 9, 2)][-left:]
+
+
+def test_only_a_validation_of_the_same_weights_counts(tmp_path):
+    folder = run(tmp_path, steps=8, save_every=4, eval_every=3)
+    states = [json.loads(p.read_text()) for p in sorted(folder.glob("checkpoints/*/state.json"))]
+    assert states[0]["val_loss"] is None
+    assert states[1]["val_loss"] == [m["val_loss"] for m in metrics(folder) if "val_loss" in m][-1]
+
+
+def test_strays_of_killed_processes_go(tmp_path):
+    folder = run(tmp_path, steps=4, stop_at=2)
+    for stray in (".step-000002.tmp", ".step-000003.tmp", ".step-000001.old.tmp"):
+        (folder / "checkpoints" / stray).mkdir()
+        (folder / "checkpoints" / stray / "x").write_text("x")
+    (folder / "config.json.tmp").write_text("{")
+    run(tmp_path, steps=4, resume=True)
+    assert checkpoints(folder) == ["step-000002", "step-000004"]
+    assert not list(folder.rglob("*.tmp"))
+
+
+def test_a_finished_run_that_was_killed_before_it_had_tidied_up(tmp_path):
+    folder = run(tmp_path, steps=6, save_every=2, keep=0)
+    (folder / "checkpoints" / ".step-000002.old.tmp").mkdir()
+    run(tmp_path, steps=6, save_every=2, keep=1, resume=True)
+    assert checkpoints(folder) == ["step-000006"]
+
+
+def test_killed_before_the_first_checkpoint(tmp_path):
+    """--resume then means: from the beginning. What the logs hold is forgotten."""
+    whole, folder = run(tmp_path / "a", steps=6), run(tmp_path / "b", steps=6, stop_at=3)
+    shutil.rmtree(folder / "checkpoints" / "step-000003")
+    console = Console(record=True, width=1000)
+    run(tmp_path / "b", console, steps=6, resume=True)
+    assert "holds no checkpoint yet: the run starts from its beginning" in console.export_text()
+    assert_same_run(whole, folder)
+    with pytest.raises(UserError, match="holds no checkpoint to resume from"):
+        run(tmp_path / "c", resume=True)
+
+
+# ----------------------------------------------------------------------------- how they are written
+def test_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Every file, the folder itself and the logs are synced before the rename; the folders above after it."""
+    events, fsync, rename = [], os.fsync, Path.rename
+
+    def noting_fsync(descriptor):
+        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def noting_rename(self, target):
+        events.append(("rename", self))
+        files_then = {p for p in self.iterdir()}
+        assert files_then | {self} <= {path for what, path in events if what == "sync"}
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(Path, "rename", noting_rename)
+    folder = run(tmp_path, steps=2)
+    at = next(i for i, (what, _) in enumerate(events) if what == "rename")
+    before, after = events[:at], events[at + 1 :]
+    for log in ("metrics.jsonl", "samples.txt"):
+        assert ("sync", folder / log) in before
+    assert ("sync", folder / "checkpoints") in after and ("sync", folder) in after
+
+
+class Refuses:
+    """The n-th of the calls that write a checkpoint fails; `count` tells how many there were."""
+
+    def __init__(self, monkeypatch, n, code):
+        self.n, self.code, self.count = n, code, 0
+        for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "write_text"), (Path, "mkdir"),
+                            (checkpoint, "write_safetensors"), (manifest, "digest")):  # fmt: skip
+            monkeypatch.setattr(owner, name, self.wrapped(getattr(owner, name)))
+
+    def wrapped(self, call):
+        def wrapper(*args, **more):
+            if threading.current_thread() is not threading.main_thread():
+                self.count += 1
+                if self.count == self.n:
+                    raise OSError(self.code, os.strerror(self.code))
+            return call(*args, **more)
+
+        return wrapper
+
+
+def a_run(folder):
+    """A Run without a training loop around it, after one step."""
+    from xtrain.config import resolve
+    from xtrain.data.dataset import prepare
+    from xtrain.training.loop import _make_model
+
+    config, shape = resolve(options(folder), False)
+    corpus = prepare(config.data, config.vocab_size)
+    shape["vocab_size"] = corpus.vocab_size
+    made = Run(config, _make_model(config, shape, corpus, None, "cpu", 1), corpus)
+    made.step()
+    return made
+
+
+def test_wherever_writing_fails_the_one_before_stays(tmp_path, monkeypatch):
+    one = a_run(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    one.save(folder)
+    one.step()
+    n, said = 0, []
+    while True:
+        n += 1
+        with monkeypatch.context() as patch:
+            refuses = Refuses(patch, n, errno.ENOSPC)
+            with writer.Writer(folder, 3, said.append) as w:
+                w.save(lambda: one.snapshot({}))
+                w.wait()
+                failed = w.failed
+                w.check()  # warns, does not raise
+        if refuses.count < n:
+            break
+        there = checkpoints(folder)
+        assert there[0] == "step-000001" and all(name.startswith("step-") for name in there), n
+        for name in there:
+            verify(folder / "checkpoints" / name)
+        if failed:
+            assert (
+                "no space left" in said[-1]
+                and "training goes on, the last checkpoint is" in said[-1]
+            )
+        shutil.rmtree(folder / "checkpoints" / "step-000002", ignore_errors=True)
+    assert n > 15 and len(said) >= 15, n
+    assert checkpoints(folder)[0] == "step-000001"
+
+
+def failing_write(monkeypatch, steps, code):
+    write = checkpoint.write
+
+    def fails(folder, snapshot):
+        if snapshot.state["step"] in steps:
+            raise files.cannot_write(folder, OSError(code, os.strerror(code)))
+        return write(folder, snapshot)
+
+    monkeypatch.setattr(checkpoint, "write", fails)
+
+
+def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
+    failing_write(monkeypatch, (4,), errno.ENOSPC)
+    console = Console(record=True, width=1000)
+    folder = run(tmp_path, console, steps=6, save_every=2)
+    assert checkpoints(folder) == ["step-000002", "step-000006"]
+    text = console.export_text()
+    assert text.count("no space left") == 1 and "training goes on, the last checkpoint is" in text
+
+
+def test_a_full_disk_at_the_end_is_an_error(tmp_path, monkeypatch):
+    failing_write(monkeypatch, (6,), errno.EDQUOT)
+    with pytest.raises(
+        UserError, match=r"no space left to write .*the last checkpoint is .*step-000004"
+    ):
+        run(tmp_path, steps=6, save_every=2)
+
+
+def test_another_error_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+    """The step after the writer has failed is the last."""
+    failing_write(monkeypatch, (2,), errno.EIO)
+    step = Run.step
+
+    def patient(self):
+        for thread in threading.enumerate():  # so that this step is sure to come after the failure
+            if thread is not threading.main_thread() and "_work" in str(thread):
+                thread.join()
+        return step(self)
+
+    monkeypatch.setattr(Run, "step", patient)
+    with pytest.raises(UserError, match="cannot be written"):
+        run(tmp_path, steps=9, save_every=2, eval_every=100)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_training_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
+    """The writer is held up until step 7; what it writes then is the state of step 2."""
+    release, write, step, held = threading.Event(), checkpoint.write, Run.step, []
+    whole = run(tmp_path / "a", steps=6, save_every=2, keep=0)
+
+    def slow(folder, snapshot):
+        if snapshot.state["step"] == 2:
+            held.append(release.wait(60))
+        return write(folder, snapshot)
+
+    def steps_on(self):
+        if self.done == 3:  # steps 3 and 4 are done while step 2 is not on the disk
+            assert not (tmp_path / "b/run/checkpoints/step-000002").exists()
+            release.set()
+        return step(self)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(Run, "step", steps_on)
+    late = run(tmp_path / "b", steps=6, save_every=2, keep=0)
+    assert held == [True] and checkpoints(late) == checkpoints(whole)
+    assert_same_run(late, whole)
+
+
+def test_nobody_else_may_write_the_run(tmp_path):
+    folder = run(tmp_path, steps=2, stop_at=1)
+    with files.locked(folder), pytest.raises(UserError, match="being written by another process"):
+        run(tmp_path, steps=2, resume=True)
+    run(tmp_path, steps=2, resume=True)

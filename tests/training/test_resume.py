@@ -1,0 +1,348 @@
+"""A run that was stopped and goes on is the run that was never stopped, byte for byte: logs, samples, checkpoints."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checks import GPU
+from rich.console import Console
+from runs import DATA, assert_same_run, checkpoints, metrics, run
+
+from xtrain.training import preemption as stopping
+from xtrain.errors import UserError
+from xtrain.training.run_log import Logbook
+from xtrain.training.run import Run
+from xtrain.training.preemption import Stop, seconds
+from xtrain.training.loop import main
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr(Logbook, "picture", lambda self: None)  # as slow as all the rest
+
+
+PRECISIONS = ["fp32", "bf16"] if GPU else ["fp32"]
+GRAPHS = [True, False] if GPU else [True]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize(
+    "recompute, micro_batch", [("none", 4), ("none", 2), ("attention", 4), ("block", 2)]
+)
+def test_resume_is_exact(tmp_path, precision, graph, recompute, micro_batch):
+    """Stopped at steps where nothing else is due: neither validation nor sample of these leave a trace."""
+    kind = dict(
+        precision=precision, graph=graph, recompute=recompute, micro_batch=micro_batch, eval_every=6,
+        sample_every=8, save_every=9,
+    )  # fmt: skip
+    whole = run(tmp_path / "a", **kind)
+    for stop_at in (3, 7, 13):
+        parts = run(tmp_path / "b", **kind, resume=stop_at > 3, stop_at=stop_at)
+        assert checkpoints(parts)[-1] == f"step-{stop_at:06d}"
+    run(tmp_path / "b", **kind, resume=True)
+    assert_same_run(whole, parts)
+    assert len((whole / "timing.jsonl").read_text().splitlines()) == 20
+    assert len((parts / "timing.jsonl").read_text().splitlines()) == 20
+
+
+def test_fifty_steps_twice(tmp_path):
+    """Two runs from one seed, on a GPU in bf16 with the graph."""
+    kind = dict(steps=50, precision="bf16" if GPU else "fp32", save_every=50, eval_every=20)
+    a, b = (run(tmp_path / name, **kind) for name in "ab")
+    assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
+    assert_same_run(a, b)
+    other = run(tmp_path / "c", **kind, seed=1)
+    assert (a / "metrics.jsonl").read_bytes() != (other / "metrics.jsonl").read_bytes()
+
+
+def test_what_came_after_the_checkpoint_is_forgotten(tmp_path):
+    """As if killed at step 17, in the middle of a line, with samples and numbers that will be made again."""
+    kind = dict(sample_every=4, eval_every=5)
+    whole = run(tmp_path / "a", **kind)
+    parts = run(tmp_path / "b", **kind, stop_at=17)
+    shutil.rmtree(parts / "checkpoints" / "step-000017")
+    for name in ("metrics.jsonl", "timing.jsonl", "samples.txt"):
+        os.truncate(parts / name, (parts / name).stat().st_size - 9)
+    assert checkpoints(parts) == ["step-000010"]
+    run(tmp_path / "b", **kind, resume=True)
+    assert_same_run(whole, parts)
+
+
+@pytest.mark.parametrize("damage", ["end", "middle", "all"])
+def test_a_log_that_lost_lines_is_told(tmp_path, damage):
+    """What can be read of it is kept."""
+    folder = run(tmp_path, stop_at=10)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    bad = b'["no", "record"]\n' + b"\xff\0{\n" + b"3\n"
+    left = {
+        "end": (lines[:4] + [bad], [1, 2, 3, 4]),
+        "middle": (lines[:2] + [bad] + lines[5:], [1, 2, 6, 7, 8, 9, 10, 10]),
+        "all": ([bad, lines[0][:-4]], []),
+    }
+    content, steps = left[damage]
+    (folder / "metrics.jsonl").write_bytes(b"".join(content))
+    console = Console(record=True, width=1000)
+    run(tmp_path, console, resume=True)
+    missing = 10 - len(set(steps))
+    assert f"metrics.jsonl lacks {missing} of the 10 steps so far" in console.export_text()
+    assert [m["step"] for m in metrics(folder) if m["step"] <= 11] == [*steps, 11]
+
+
+# ----------------------------------------------------------------------------- what must be the same
+CHANGES = {
+    "lr": (dict(lr=0.1), "lr was 0.0005, is 0.1"),
+    "batch": (dict(batch=8, micro_batch=4), "batch was 4, is 8"),
+    "seq_len": (dict(seq_len=16), "seq_len was 32, is 16"),
+    "steps": (dict(steps=30), "steps was 20, is 30"),
+    "seed": (dict(seed=3), "seed was 0, is 3"),
+    "clip": (dict(clip=0.5), "clip was 1.0, is 0.5"),
+    "vocab_size": (dict(vocab_size=300), "vocab_size was 320, is 300"),
+    "dim": (dict(preset="tiny"), "dim was 64, is 128"),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        return run(tmp_path_factory.mktemp("stopped"), stop_at=10)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_option_is_refused(stopped, tmp_path, name):
+    changed, sentence = CHANGES[name]
+    shutil.copytree(stopped, tmp_path / "run")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(UserError) as error:
+        run(tmp_path, resume=True, **changed)
+    fits = name not in ("vocab_size", "dim")  # the weights of a checkpoint have one shape
+    assert sentence in str(error.value) and ("--allow-change" in str(error.value)) is fits
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("name", ["lr", "batch", "seq_len", "steps", "seed", "clip"])
+def test_a_change_can_be_allowed(stopped, tmp_path, name):
+    shutil.copytree(stopped, tmp_path / "run")
+    changed = CHANGES[name][0]
+    folder = run(tmp_path, resume=True, allow_change=(name.replace("_", "-"),), **changed)
+    assert metrics(folder)[-1]["step"] == changed.get("steps", 20)
+
+
+def test_another_text_or_tokenizer(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "run")
+    other = tmp_path / "other.txt"
+    other.write_text((DATA / "grammar.txt").read_text() * 2)
+    with pytest.raises(
+        UserError, match=r"the text is not the same \(sha256 was \w{16}, is \w{16}\)"
+    ):
+        run(tmp_path, resume=True, data=str(other))
+    with pytest.raises(UserError) as error:
+        run(tmp_path, resume=True, data=str(other), allow_change=("data",))
+    assert "the tokenizer is not the same" in str(error.value) and "the text" not in str(
+        error.value
+    )
+    own = str(stopped / "checkpoints/step-000010/tokenizer.json")
+    with pytest.raises(UserError, match=r"--allow-change data$"):
+        run(tmp_path, resume=True, data=str(other), tokenizer=own)
+    folder = run(tmp_path, resume=True, data=str(other), tokenizer=own, allow_change=("data",))
+    assert metrics(folder)[-1]["step"] == 20
+
+
+def test_a_name_that_cannot_be_allowed(tmp_path, capsys):
+    assert main(["--out", str(tmp_path), "--resume", "--allow-change", "speed"]) == 2
+    assert "--allow-change speed is not known: choose from" in capsys.readouterr().err
+
+
+def test_another_machine_is_told(stopped, tmp_path, monkeypatch):
+    shutil.copytree(stopped, tmp_path / "run")
+    monkeypatch.setattr(Run, "place", lambda self: {"device": "abacus", "ranks": 1, "zero": 0})
+    console = Console(record=True, width=1000)
+    run(tmp_path, console, resume=True)
+    text = console.export_text()
+    assert "device was" in text and ", is abacus: the last digits may differ" in text
+
+
+# ----------------------------------------------------------------------------- stopping early
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_finishes_the_step_and_saves(tmp_path, name):
+    step, before = Run.step, signal.getsignal(getattr(signal, name))
+
+    def interrupted(self):
+        if self.done == 2:
+            os.kill(os.getpid(), getattr(signal, name))
+        return step(self)
+
+    console = Console(record=True, width=1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "step", interrupted)
+        parts = run(tmp_path / "b", console)
+    assert checkpoints(parts) == ["step-000003"]
+    assert f"stopped after step 3 ({name})" in console.export_text()
+    assert signal.getsignal(getattr(signal, name)) == before
+    assert [m["step"] for m in metrics(parts)] == [1, 2, 3], (
+        "no validation: there may be no time for it"
+    )
+    run(tmp_path / "b", resume=True)
+    assert_same_run(run(tmp_path / "a"), parts)
+
+
+def test_nohup_stays():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping.Stop():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
+    """Even while a checkpoint is being written."""
+    import threading
+
+    from xtrain.training import checkpoint
+
+    forever, step = threading.Event(), Run.step
+
+    def interrupted(self):
+        if self.done == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # the handler runs between two lines of Python
+        return step(self)
+
+    monkeypatch.setattr(checkpoint, "write", lambda *_: forever.wait())
+    monkeypatch.setattr(Run, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, save_every=2)
+    forever.set()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_before_the_first_step_any_signal_ends_it(tmp_path, monkeypatch, capsys):
+    from xtrain.training import loop as module
+
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+        stop = lambda *_, **__: os.kill(os.getpid(), getattr(signal, name)) or time.sleep(0.1)  # noqa: B023
+        monkeypatch.setattr(module, "prepare", stop)
+        assert main(["--out", str(tmp_path), "--preset", "tiny"]) == 130
+        assert "interrupted" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_ends_with_0(tmp_path):
+    """A real process, a real SIGTERM; and then to the end."""
+    small = [
+        "--preset=tiny",
+        "--vocab-size=300",
+        "--batch=2",
+        "--seq-len=16",
+        "--eval-batches=1",
+        "--sample-tokens=2",
+    ]
+    where = [
+        f"--data={DATA / 'grammar.txt'}",
+        f"--out={tmp_path}",
+        "--name=run",
+        "--steps=100000",
+        "--device=cpu",
+    ]
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    start = [sys.executable, "-m", "xtrain.train", *small, *where]
+    job = subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    log, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not (log.exists() and log.stat().st_size > 200):
+        assert job.poll() is None and time.monotonic() < until, job.communicate()[0]
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    said = job.communicate(timeout=120)[0].decode()
+    assert job.returncode == 0, said
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert checkpoints(tmp_path / "run") == [f"step-{last:06d}"]
+    assert f"stopped after step {last} (SIGTERM)" in " ".join(said.split())
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert not names & {"report.html", "loss.png"}, "there may be no time for pictures"
+
+
+def test_the_clock_of_the_time_limit_begins_with_the_process():
+    code = "import time; a = time.monotonic(); time.sleep(1.5); import xtrain.stopping as s; print(a - s.STARTED)"
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert -0.1 < float(done.stdout) < 60, done.stderr
+
+
+class Clock:
+    """Each look at it is so many seconds later."""
+
+    def __init__(self, start, tick):
+        self.now, self.tick = start, tick
+
+    def __call__(self):
+        self.now += self.tick
+        return self.now
+
+
+@pytest.mark.parametrize(
+    "limit, save, expected", [(100, 0, 95), (100, 20, 55), (10, 0, 5), (1, 0, 1)]
+)
+def test_time_limit(monkeypatch, limit, save, expected):
+    """A step takes 1 s; there must be time for another one and a checkpoint, twice over, and for the end."""
+    monkeypatch.setattr(stopping, "STARTED", 1000.0)  # a whole number: the sums are exact
+    stop = Stop(limit, Clock(stopping.STARTED, 1.0))
+    stop.begin(save * stopping.BYTES_PER_SECOND)
+    steps = 1
+    while not stop.step():
+        steps += 1
+    assert steps == expected and stop.why == "--time-limit"
+
+
+def test_a_slow_checkpoint_is_counted(monkeypatch):
+    monkeypatch.setattr(stopping, "STARTED", 1000.0)
+    stop = Stop(100, Clock(stopping.STARTED, 1.0))
+    stop.begin(0)
+    assert not stop.step(3.0) and stop.slowest_save == 3.0 and not stop.step(1.0)
+    assert stop.slowest_save == 3.0 and stop.slowest_step == 1.0
+
+
+def test_a_run_with_a_time_limit(tmp_path, monkeypatch):
+    """Every look at the clock takes it on by 3 s: after 11 steps there is no time for two more."""
+    clock = Clock(stopping.STARTED, 3.0)
+    monkeypatch.setattr(stopping, "BYTES_PER_SECOND", 1e30)
+    monkeypatch.setattr(Stop.__init__, "__defaults__", (None, clock))
+    console = Console(record=True, width=1000)
+    parts = run(tmp_path / "b", console, time_limit="0:00:40", save_every=100)
+    assert "stopped after step 11 (--time-limit)" in console.export_text()
+    assert checkpoints(parts) == ["step-000011"]
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("90", 90),
+        ("1.5", 1.5),
+        ("90:00", 5400),
+        ("1:30:00", 5400),
+        ("1-00:00:01", 86401),
+        (None, None),
+    ],
+)
+def test_times(text, value):
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "-5", "1:", "1-5", "0", "0:00", "1:2:3:4", "nan", "inf", "1e3"]
+)
+def test_no_times(text, tmp_path):
+    with pytest.raises(UserError, match="--time-limit"):
+        seconds(text)

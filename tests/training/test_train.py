@@ -1,0 +1,189 @@
+"""Whole runs: files, golden losses, exact resume, and a clear sentence for everything that can go wrong."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checks import GPU
+
+from xtrain.config import TrainConfig
+from xtrain.errors import UserError
+from xtrain.training.loop import main, train
+
+DATA = Path(__file__).parent / "data"
+GOLDEN = DATA / "golden_losses.json"  # written by: python tests/test_train.py
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def options(out, **more):
+    defaults = {
+        "preset": "tiny", "data": str(DATA / "grammar.txt"), "out": str(out), "name": "run", "vocab_size": 320,
+        "steps": 20, "batch": 4, "seq_len": 32, "eval_batches": 2, "eval_every": 10, "sample_every": 10,
+        "sample_tokens": 8, "save_every": 10, "warmup": 2, "lr": 5e-4,
+    }  # fmt: skip
+    return TrainConfig(**{**defaults, **more})
+
+
+def command(out, *more):
+    arguments = [
+        "--data",
+        str(DATA / "grammar.txt"),
+        "--out",
+        str(out),
+        "--name",
+        "run",
+        "--steps",
+        "2",
+    ]
+    small = [
+        "--preset",
+        "tiny",
+        "--vocab-size",
+        "300",
+        "--batch",
+        "2",
+        "--seq-len",
+        "16",
+        "--eval-batches",
+        "1",
+    ]
+    return [*arguments, *small, "--sample-tokens", "2", *more]
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def golden_losses(out):
+    run = train(options(out, steps=10))
+    return [m["loss"] for m in metrics(run) if "loss" in m]
+
+
+def test_golden_losses(tmp_path):
+    expected = json.loads(GOLDEN.read_text())["losses"]
+    np.testing.assert_allclose(golden_losses(tmp_path), expected, rtol=1e-4 if GPU else 1e-5)
+
+
+def test_a_run_leaves_everything(tmp_path, capsys):
+    run = train(options(tmp_path))
+    out = capsys.readouterr().out
+    for name in ("config.json", "metrics.jsonl", "timing.jsonl", "samples.txt", "loss.png"):
+        assert (run / name).stat().st_size > 0, name
+    rows = metrics(run)
+    assert [m["step"] for m in rows if "loss" in m] == list(range(1, 21))
+    assert all(
+        set(m) in ({"step", "loss", "grad_norm", "lr"}, {"step", "val_loss", "val_bpb"})
+        for m in rows
+    )
+    losses = [m["loss"] for m in rows if "loss" in m]
+    assert losses[-1] < losses[0] - 0.5
+    assert len((run / "timing.jsonl").read_text().splitlines()) == 20
+    data = json.loads((run / "config.json").read_text())["data"]
+    assert data["bytes"] == (DATA / "grammar.txt").stat().st_size and len(data["sha256"]) == 64
+    for word in (
+        "core (without embedding and head)",
+        "tok/s",
+        "ETA",
+        "bits per byte",
+        "byte-bigram",
+        "What next",
+    ):
+        assert word in out, word
+    assert not list(run.rglob("*.tmp"))
+
+
+def test_the_checkpoint_is_a_model(tmp_path):
+    import xtrain
+
+    run = train(options(tmp_path, steps=4, save_every=4))
+    folder = run / "checkpoints" / "step-000004"
+    model = xtrain.Transformer.from_pretrained(folder)
+    assert model.generate(np.array([[1, 2, 3]]), 4).shape == (1, 7)
+    assert {p.name for p in folder.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+
+
+def test_micro_batches_add_up(tmp_path):
+    """Training as well as validation: both go by --batch."""
+    losses = [
+        [
+            m.get("loss", m.get("val_loss"))
+            for m in metrics(train(options(tmp_path / str(n), micro_batch=n, steps=5)))
+        ]
+        for n in (4, 2, 1)
+    ]
+    assert len(losses[0]) == 6
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-6)
+    np.testing.assert_allclose(losses[2], losses[0], rtol=2e-6)
+
+
+def test_a_second_run_does_not_overwrite_the_first(tmp_path):
+    first = train(options(tmp_path, name=None, steps=2, stop_at=1))
+    second = train(options(tmp_path, name=None, steps=2))
+    assert (first.name, second.name) == ("tiny", "tiny-2")
+    with pytest.raises(UserError, match="there already"):
+        train(options(tmp_path, name="tiny", steps=2))
+
+
+def test_from_given_weights(tmp_path):
+    run = train(options(tmp_path / "a", steps=10))
+    last = run / "checkpoints" / "step-000010"
+    own = str(last / "tokenizer.json")
+    more = train(options(tmp_path / "b", steps=2, init=str(last), tokenizer=own))
+    before = [m["loss"] for m in metrics(run) if "loss" in m]
+    assert metrics(more)[0]["loss"] < before[0] - 0.3
+    alike = train(options(tmp_path / "c", steps=2, init=str(last), vocab_size=None))
+    assert metrics(alike) == metrics(more)  # the tokenizer of these weights
+    other = train(options(tmp_path / "d", steps=2, init=str(last), vocab_size=258))
+    assert metrics(other)[0]["loss"] != metrics(more)[0]["loss"]  # another, for who asks for it
+
+
+BAD = {
+    "unknown preset": (["--preset", "huge"], "choose one of auto, tiny"),
+    "negative": (["--lr", "-1"], "--lr must be a positive number"),
+    "not a multiple": (["--micro-batch", "3", "--batch", "4"], "not a multiple"),
+    "no data": (["--data", "/nowhere/at/all"], "/nowhere/at/all"),
+    "nothing to resume": (["--resume", "--name", "other"], "no checkpoint"),
+    "no weights": (["--init", "/nowhere"], "/nowhere"),
+    "too long": (["--seq-len", "100000"], "tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(tmp_path, capsys, name):
+    arguments, sentence = BAD[name]
+    assert main(command(tmp_path, *arguments)) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1 and "Traceback" not in error, error
+    assert not list(tmp_path.rglob("*.json*")), "something was written"
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+def test_no_gpu(tmp_path, capsys):
+    assert main(command(tmp_path, "--device", "gpu")) == 2
+    assert "no GPU can be used here" in capsys.readouterr().err
+
+
+def test_unknown_option(tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        main(command(tmp_path, "--learning-speed", "1"))
+    assert stop.value.code == 2
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        record = {
+            "about": "10 steps on grammar.txt, fp32, CPU",
+            "losses": golden_losses(Path(folder)),
+        }
+    GOLDEN.write_text(json.dumps(record, indent=2) + "\n")

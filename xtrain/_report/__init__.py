@@ -1,1 +1,0 @@
-"""The pieces of a run's page; ../report.py puts them together."""

@@ -1,1 +1,0 @@
-"""The parts of xtrain.simulator. To read: errors, scalars, memory, thread, source, warp, block."""

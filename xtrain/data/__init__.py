@@ -1,0 +1,1 @@
+"""Text: documents and their split, the tokenizer, token shards and batches."""

@@ -1,0 +1,289 @@
+"""A text: its documents, what is held out for validation, and what a byte-bigram model makes of it.
+
+**Documents.** A file is a document; so is a line of a .jsonl and a row of a .parquet.
+"<|endoftext|>" inside a text also ends one.
+
+**Split.** A tenth of the text, at most 2 MB, is held out. If no document is longer than that,
+documents are drawn in the order of their SHA-256 until there is enough: the choice looks random, is
+the same everywhere, and copies of one document fall on one side. Otherwise it is the text's tail.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import UserError
+from .tokenizer import END_OF_TEXT
+
+VAL_FRACTION, VAL_BYTES = 10, 2_000_000  # held out: 1/10 of the text, at most 2 MB
+BIGRAM_PRIOR = 16  # observations that the unigram distribution is worth in a row of bigrams
+
+
+class Texts:
+    """The documents of a file or folder, read anew by each `for`.
+
+    data None: the Python standard library's own source. Folders are read recursively in sorted
+    order, without names that begin with a dot; links to folders are followed, and no folder is read
+    twice. Files in a folder that are not text are counted in `skipped`; a .txt, .jsonl or .parquet
+    that is none, a file given by name, and one that cannot be read at all raise UserError. A .txt
+    must fit in memory, a .jsonl need not.
+    """
+
+    def __init__(self, data: str | Path | None = None):
+        self.own_source = data is None
+        self.root = Path(sysconfig.get_path("stdlib") if data is None else data)
+        self.name = (
+            f"Python {sys.version.split()[0]} standard library" if data is None else str(data)
+        )
+        self.files = self.skipped = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.files = self.skipped = 0
+        for path in self._paths():
+            found = False
+            for text in self._read(path):
+                found = True
+                yield from filter(None, text.split(END_OF_TEXT))
+            self.files += found
+
+    def _paths(self) -> list[Path]:
+        if os.path.isfile(self.root):
+            return [self.root]
+        if not os.path.isdir(self.root):
+            hint = (
+                "give a text with --data"
+                if self.own_source
+                else "give a text file or a folder of them"
+            )
+            there = "\0" not in str(self.root) and os.path.exists(self.root)
+            what = "is neither a file nor a folder" if there else "is not there"
+            raise UserError(f"there is no file or folder {self.root} (it {what}): {hint}")
+        found = [path for path in self._walk() if os.path.isfile(path)]
+        if self.own_source:
+            found = [path for path in found if path.suffix == ".py"]
+        return sorted(found, key=lambda path: path.relative_to(self.root).as_posix())
+
+    def _walk(self) -> Iterator[Path]:
+        unwanted = ("site-packages", "dist-packages", "__pycache__") if self.own_source else ()
+        places, seen = [self.root], set()
+        for place in places:  # it grows: links come behind all that is really there
+            for folder, folders, names in os.walk(place, onerror=_unreadable):
+                real = os.path.realpath(folder)
+                if real in seen:  # two links to one folder, or a circle
+                    folders.clear()
+                    continue
+                seen.add(real)
+                wanted = lambda name: name not in unwanted and not name.startswith(".")
+                folders[:] = sorted(filter(wanted, folders))  # the same on every machine
+                if not self.own_source:
+                    places += filter(os.path.islink, [Path(folder, name) for name in folders])
+                yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+    def _read(self, path: Path) -> Iterable[str]:
+        if path.suffix == ".jsonl":
+            return _read_jsonl(path)
+        if path.suffix == ".parquet":
+            return _read_parquet(path)
+        raw = _read_bytes(path)
+        try:
+            return [_decode(raw, path)]
+        except UserError:
+            if path == self.root or path.suffix == ".txt":
+                raise
+            self.skipped += 1
+            return []
+
+
+def _unreadable(error: OSError, path: Path | None = None) -> None:
+    where = error.filename if path is None else path  # an error of reading names no file
+    raise UserError(f"{where} cannot be read ({error.strerror}): check its permissions") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        _unreadable(error, path)
+
+
+def _decode(raw: bytes, where: Path | str) -> str:
+    if b"\0" in raw:
+        raise UserError(f"{where} is binary (a NUL at byte {raw.index(0)}): give UTF-8 text")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 (byte {error.start}): convert it to UTF-8") from None
+
+
+def _read_jsonl(path: Path) -> Iterator[str]:
+    try:
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                line = _decode(line, f"{path} line {number}").strip()
+                if line:
+                    yield _text_field(line, f"{path} line {number}")
+    except OSError as error:
+        _unreadable(error, path)
+
+
+def _text_field(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError(f"{where} is not JSON: a .jsonl has one JSON object a line") from None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f'{where} has no text: every line needs {{"text": "..."}}')
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{where} has half a surrogate pair, which is no text: mend or drop the line"
+        ) from None
+    return text
+
+
+def _read_parquet(path: Path) -> Iterator[str]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"{path} is a .parquet file, which needs pyarrow: pip install pyarrow"
+        ) from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if "text" not in file.schema_arrow.names:
+                raise UserError(
+                    f"{path} has no column named text: rename the one that holds the text"
+                )
+            for batch in file.iter_batches(columns=["text"]):
+                for text in batch.column(0).to_pylist():
+                    if isinstance(text, str):
+                        yield text
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
+
+
+# --- train and validation ---
+
+
+@dataclass
+class Survey:
+    """What one reading of a text tells: enough to identify it and to split it."""
+
+    documents: int = 0
+    bytes: int = 0
+    sha256: str = ""  # of the SHA-256 of each document, in order
+    # Bytes of the documents with one hash: a document's copies are added to it.
+    sizes: dict[bytes, int] = field(default_factory=dict)
+
+    @property
+    def held_out(self) -> int:
+        """Bytes wanted for validation."""
+        return max(1, min(self.bytes // VAL_FRACTION, VAL_BYTES))
+
+    @property
+    def by_document(self) -> bool:
+        return max(self.sizes.values(), default=0) <= self.held_out
+
+    def drawn(self) -> set[bytes]:
+        """Hashes of the validation documents."""
+        drawn, size = set(), 0
+        for digest in sorted(self.sizes) if self.by_document else []:
+            if size < self.held_out:
+                drawn.add(digest)
+                size += self.sizes[digest]
+        return drawn
+
+
+def survey(texts: Iterable[str]) -> Survey:
+    found, whole = Survey(), hashlib.sha256()
+    for text in texts:
+        raw = text.encode()
+        digest = hashlib.sha256(raw).digest()
+        whole.update(digest)
+        found.documents += 1
+        found.bytes += len(raw)
+        found.sizes[digest[:12]] = found.sizes.get(digest[:12], 0) + len(raw)
+    found.sha256 = whole.hexdigest()
+    return found
+
+
+def split(texts: Iterable[str], found: Survey) -> Iterator[tuple[str, bytes, bool]]:
+    """Yield (text, the same in UTF-8, is it validation). The module's docstring states the rule.
+
+    Raises UserError at the end when the text is no longer the one that was surveyed.
+    """
+    drawn = found.drawn()
+    cut = found.bytes if found.by_document else found.bytes - found.held_out
+    position, whole = 0, hashlib.sha256()
+    for text in texts:
+        raw = text.encode()
+        digest = hashlib.sha256(raw).digest()
+        whole.update(digest)
+        here = cut - position
+        position += len(raw)
+        if not 0 < here < len(raw):
+            yield text, raw, here <= 0 or digest[:12] in drawn
+            continue
+        while raw[here] & 0xC0 == 0x80:  # inside a character: back to its first byte
+            here -= 1
+        yield from (
+            (part.decode(), part, val)
+            for part, val in ((raw[:here], False), (raw[here:], True))
+            if part
+        )
+    if whole.hexdigest() != found.sha256:
+        raise UserError("the text changed while it was being read: start again")
+
+
+def pieces(text: str, limit: int) -> Iterator[str]:
+    """Cut into at most `limit` characters, after a line or before a space where there is one."""
+    start = 0
+    while len(text) - start > limit:
+        end = start + limit
+        at = text.rfind("\n", start, end) + 1 or text.rfind(" ", start + 1, end)
+        end = at if at > 0 else end
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+# --- the baseline ---
+
+
+def byte_bigrams(documents: list[bytes]) -> np.ndarray:
+    """(256, 256) int64: how often byte b follows byte a; byte 0 comes before a document."""
+    following = np.frombuffer(b"".join(documents), np.uint8)
+    before = np.roll(following, 1)
+    starts = np.cumsum([0] + [len(raw) for raw in documents])[:-1]
+    before[starts[starts < len(before)]] = 0
+    counts = np.zeros(65536, np.int64)
+    for i in range(
+        0, len(before), 1 << 24
+    ):  # bincount makes int64 of what it is given: not of all at once
+        pairs = before[i : i + (1 << 24)].astype(np.uint16) << 8 | following[i : i + (1 << 24)]
+        counts += np.bincount(pairs, minlength=65536)
+    return counts.reshape(256, 256)
+
+
+def bigram_bpb(train_AB: np.ndarray, val_AB: np.ndarray) -> float:
+    """Bits per byte of P(b|a) = (n_ab + K P(b)) / (n_a + K) with P(b) = (n_b + 1) / (n + 256)."""
+    K = BIGRAM_PRIOR
+    unigram_B = (train_AB.sum(0) + 1) / (train_AB.sum() + 256)
+    p_AB = (train_AB + K * unigram_B) / (train_AB.sum(1, keepdims=True) + K)
+    return float(-(val_AB * np.log2(p_AB)).sum() / val_AB.sum())
+
+
+def byte_bigram_bpb(train_bytes: bytes, val_bytes: bytes) -> float:
+    """A smoothed byte-bigram model fitted on train_bytes, in bits per byte of val_bytes."""
+    return bigram_bpb(byte_bigrams([train_bytes]), byte_bigrams([val_bytes]))

@@ -1,0 +1,467 @@
+"""Hugging Face folders, in and out: config.json, safetensors (one file, or shards and an index), a tokenizer.
+
+    LlamaForCausalLM    without qk_norm
+    Qwen3ForCausalLM    with qk_norm
+
+Both config styles are written and read: rope_theta and rope_scaling at the top (transformers 4) or inside
+rope_parameters (5), torch_dtype or dtype. Whatever a config asks for and xtrain lacks is refused by name.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config import ROPE_SCALINGS, ModelConfig
+from ..device import to_device
+from ..errors import UserError
+from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
+from .tensor_file import is_folder, listed, read_header, read_json, tensor_bytes, write_safetensors
+
+MAX_SHARD_BYTES = 5 * 10**9  # as transformers cuts
+MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+VARIATION = "xtrain_variation"  # in config.json: Transformer.variation
+GENERATION, SPECIAL = "generation_config.json", ("bos_token_id", "eos_token_id", "pad_token_id")
+
+MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+FIELDS = {  # Hugging Face's name -> ModelConfig's
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+DEFAULTS = {  # what transformers takes where config.json says nothing
+    "llama": {"max_position_embeddings": 2048},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+# The values that mean what xtrain does; the first is what a missing key means.
+ALLOWED = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "attention_dropout": (0, None),
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
+    "quantization_config": (None,),
+}
+
+
+# ----------------------------------------------------------------------------- config.json
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """-> the content of config.json, for transformers 4 and 5."""
+    c = config
+    architecture = "Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM"
+    scaling = _normalised(c.rope_scaling, c.max_seq_len)
+    own = (
+        {"use_sliding_window": False, "sliding_window": None, "max_window_layers": c.n_layers}
+        if c.qk_norm
+        else {"mlp_bias": False, "pretraining_tp": 1}
+    )
+    return {
+        "architectures": [architecture],
+        "model_type": MODEL_TYPES[architecture],
+        **{theirs: getattr(c, ours) for theirs, ours in FIELDS.items()},
+        **own,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": c.rope_theta, **(scaling or {"rope_type": "default"})},
+        "dtype": "float32",
+        "torch_dtype": "float32",
+        "use_cache": True,
+        **dict.fromkeys(SPECIAL),  # said, because transformers would take 1 and 2 for a Llama
+    }
+
+
+def config_from_hf(config: dict[str, Any]) -> ModelConfig:
+    """The content of a config.json -> ModelConfig. Raises UserError that names what xtrain lacks."""
+    if not isinstance(config, dict):
+        raise UserError("it must hold a JSON object")
+    if VARIATION in config:
+        raise UserError(
+            f"the model is neither Llama nor Qwen3 ({config[VARIATION]}): make it as it was made, then model.load_weights(folder)"
+        )
+    model_type = _model_type(config)
+    asked = [
+        f"{key} {config[key]!r}"
+        for key, allowed in ALLOWED.items()
+        if config.get(key, allowed[0]) not in allowed
+    ]
+    asked += [f"layer type {kind!r}" for kind in _layer_types(config) if kind != "full_attention"]
+    if asked:
+        raise UserError(f"it asks for {listed(asked)}, which xtrain does not have")
+    missing = [key for key in REQUIRED if config.get(key) is None]
+    if missing:
+        raise UserError(f"it lacks {', '.join(missing)}")
+    values = {**DEFAULTS[model_type], **config}
+    positions = values["max_position_embeddings"]
+    if isinstance(positions, int) and positions > MAX_POSITIONS:
+        raise UserError(f"max_position_embeddings {positions} is more than {MAX_POSITIONS}")
+    fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
+    fields["rope_theta"], fields["rope_scaling"] = _rope(config, fields["max_seq_len"])
+    for name in ("tie_embeddings", "norm_eps"):
+        if fields.get(name) is None:
+            fields.pop(name, None)
+    try:
+        made = ModelConfig(**fields, qk_norm=model_type == "qwen3")
+    except UserError as error:
+        names = {ours: theirs for theirs, ours in FIELDS.items()}
+        words = lambda m: names.get(m[0], m[0])  # speak of the file's keys
+        raise UserError(re.sub(r"\w+", words, str(error))) from None
+    if made.context > MAX_POSITIONS:
+        raise UserError(
+            f"max_position_embeddings x the RoPE factor is {made.context}, more than {MAX_POSITIONS}"
+        )
+    return made
+
+
+def _model_type(config):
+    types = list(MODEL_TYPES.values())
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    if architectures:
+        name = architectures[0] if isinstance(architectures, list) else architectures
+        if name not in list(MODEL_TYPES):
+            known = " and ".join(MODEL_TYPES)
+            raise UserError(f"the architecture {name!r} is not supported: xtrain has {known}")
+        if model_type not in (None, MODEL_TYPES[name]):
+            raise UserError(f"model_type {model_type!r} does not belong to {name}")
+        return MODEL_TYPES[name]
+    if model_type not in types:
+        raise UserError(
+            f"model_type {model_type!r} is not supported: xtrain has {' and '.join(types)}"
+        )
+    return model_type
+
+
+def _layer_types(config):
+    kinds = config.get("layer_types") or []
+    return list(dict.fromkeys(map(str, kinds if isinstance(kinds, list) else [kinds])))
+
+
+def _rope(config, max_seq_len):
+    """-> (theta, scaling or None). Where both styles stand side by side the old one wins, as in transformers."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(f"it asks for RoPE {rope!r}, xtrain takes one set of parameters")
+    for key, fine in (("partial_rotary_factor", (1, None)), ("mrope_section", (None,))):
+        if rope.get(key) not in fine:
+            raise UserError(f"it asks for {key} {rope[key]!r}, which xtrain does not have")
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        rope = {**rope, "original_max_position_embeddings": original}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    return (10000.0 if theta is None else theta), _normalised(rope, max_seq_len)
+
+
+def _normalised(scaling, max_seq_len):
+    """-> {"rope_type": ..., and what that type needs}, or None where nothing is scaled."""
+    scaling = scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in list(ROPE_SCALINGS):
+        known = ", ".join(ROPE_SCALINGS)
+        raise UserError(f"it asks for the RoPE type {kind!r}: xtrain has {known}")
+    if kind == "default":
+        return None
+    known = {"original_max_position_embeddings": max_seq_len, **scaling}
+    return {"rope_type": kind, **{key: known.get(key) for key in ROPE_SCALINGS[kind]}}
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """-> {name: shape} of every tensor that a folder must hold."""
+    c = config
+    C, F, D, H, G = c.dim, c.hidden_dim, c.head_dim, c.n_heads, c.n_kv_heads
+    layer = {
+        "self_attn.q_proj": (H * D, C),
+        "self_attn.k_proj": (G * D, C),
+        "self_attn.v_proj": (G * D, C),
+        "self_attn.o_proj": (C, H * D),
+        "mlp.gate_proj": (F, C),
+        "mlp.up_proj": (F, C),
+        "mlp.down_proj": (C, F),
+        "input_layernorm": (C,),
+        "post_attention_layernorm": (C,),
+    }
+    if c.qk_norm:
+        layer |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)}
+    shapes = {"model.embed_tokens.weight": (c.vocab_size, C), "model.norm.weight": (C,)}
+    for i in range(c.n_layers):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    if not c.tie_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, C)
+    return shapes
+
+
+# ----------------------------------------------------------------------------- reading
+def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
+    """The model in a Hugging Face folder; weights in fp32, bf16 or fp16 become fp32. make: a model of that shape.
+
+    Everything is checked against the file headers before memory is taken, and in a checkpoint of a run against its
+    checksums. Raises UserError: one sentence.
+    """
+    folder = Path(folder)
+    if not is_folder(folder):
+        what = "is a file" if folder.exists() else "does not exist"
+        raise UserError(
+            f"{folder} {what}: give a folder on this machine with {CONFIG} and {WEIGHTS}"
+        )
+    config = read_config(folder)
+    stored = _find_tensors(folder)
+    _check_tensors(folder, config, stored)
+    verify_weights(folder)
+    model = make(config)
+    model.special_tokens = read_special_tokens(folder)
+    return _fill(model, stored)
+
+
+def read_special_tokens(folder: Path) -> dict[str, Any]:
+    """-> bos_token_id, eos_token_id, pad_token_id, as far as config.json and, before it, generation_config.json say."""
+    found = {}
+    for file in filter(Path.is_file, (folder / CONFIG, folder / GENERATION)):
+        content = read_json(file)
+        found |= {key: content[key] for key in SPECIAL if as_ids(content.get(key))}
+    return found
+
+
+def as_ids(value: Any) -> frozenset[int]:
+    """One token id or a list of them; whatever is no id is left out."""
+    values = value if isinstance(value, list) else [value]
+    return frozenset(x for x in values if type(x) is int and x >= 0)
+
+
+def load_into(model: Any, folder: Path) -> None:
+    """Give a model, which need not be a Llama or Qwen3, the weights in a folder. Raises UserError when they do not fit; then it
+    is unchanged."""
+    stored = _find_tensors(Path(folder))
+    expected = {name: tensor.shape for name, tensor in model.named_parameters()}
+    _check_tensors(folder, model.config, stored, expected)
+    for name in expected:
+        stored[name].read_finite()
+    _fill(model, stored)
+
+
+def _fill(model, stored):
+    for name, tensor in model.named_parameters():
+        values = stored[name].read_finite().astype(tensor.dtype, copy=False)
+        tensor.data = to_device(values, model.device)
+    return model
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of the model in a Hugging Face folder. Raises UserError."""
+    checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+    if checkpoints:
+        raise UserError(
+            f"{folder} is a run: give one of its checkpoints, such as {checkpoints[-1]}"
+        )
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} has no {CONFIG}: it is not a Hugging Face folder")
+    content = read_json(folder / CONFIG)
+    try:
+        return config_from_hf(content)
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG} cannot be used: {error}") from None
+
+
+def _find_tensors(folder):
+    """-> {name: Stored} over model.safetensors, or over the shards that the index names."""
+    if (folder / WEIGHTS).is_file():
+        return read_header(folder / WEIGHTS)
+    if not (folder / INDEX).is_file():
+        other = [f.name for f in (*folder.glob("*.bin"), *folder.glob("*.pth"))]
+        hint = f": {other[0]} must be converted to safetensors first" if other else ""
+        raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+        raise UserError(
+            f"{folder / INDEX} is damaged: weight_map must say in which file of the folder each tensor is"
+        )
+    tensors = {}
+    for file in sorted(set(weight_map.values())):
+        if not (folder / file).is_file():
+            raise UserError(f"{folder} lacks {file}, which {INDEX} names")
+        for name, tensor in read_header(folder / file).items():
+            if name in tensors:
+                raise UserError(
+                    f"{folder} holds {name} twice: in {tensors[name].path.name} and {file}"
+                )
+            tensors[name] = tensor
+    strayed = [name for name, file in weight_map.items()
+               if name not in tensors or tensors[name].path.name != file]  # fmt: skip
+    if strayed:
+        raise UserError(f"{folder}: {INDEX} names tensors that the files lack: {listed(strayed)}")
+    return tensors
+
+
+def _is_file_name(name):
+    return isinstance(name, str) and name.endswith(".safetensors") and not set(name) & set("/\\:\0")
+
+
+def _check_tensors(folder, config, stored, expected=None):
+    """Raises UserError unless the files hold exactly the tensors expected, {name: shape}; None: what the config describes."""
+    if config.n_layers > len(stored):
+        raise UserError(
+            f"{folder}: {CONFIG} says num_hidden_layers {config.n_layers}, "
+            f"the weights hold only {len(stored)} tensors"
+        )
+    # Older transformers stored the RoPE frequencies, which follow from the config.
+    found = {name for name in stored if not name.endswith("rotary_emb.inv_freq")}
+    expected = expected or tensor_shapes(config)
+    if config.tie_embeddings and "lm_head.weight" in found:
+        _check_tied(folder, stored)
+        found.remove("lm_head.weight")
+    missing, extra = sorted(expected.keys() - found), sorted(found - expected.keys())
+    wrong = [
+        f"{name} has shape {stored[name].shape}, expected {shape}"
+        for name, shape in expected.items()
+        if name in found and stored[name].shape != shape
+    ]
+    said = [f"missing tensors: {listed(missing)}"] if missing else []
+    said += [f"tensors that do not belong: {listed(extra)}"] if extra else []
+    said += [f"wrong shapes: {listed(wrong)}"] if wrong else []
+    if said:
+        raise UserError(f"{folder}: the weights do not fit {CONFIG}: {'; '.join(said)}")
+
+
+def _check_tied(folder, stored):
+    head, table = (stored.get(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
+    same = table is None or (
+        head.shape == table.shape and np.array_equal(head.read(), table.read(), equal_nan=True)
+    )
+    if not same:
+        raise UserError(
+            f"{folder}: {CONFIG} says tie_word_embeddings, but lm_head.weight is not the embedding table"
+        )
+
+
+# ----------------------------------------------------------------------------- writing
+def save(
+    model: Any,
+    folder: Path,
+    tokenizer: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write model (fp32) and tokenizer as a Hugging Face folder. The same weights give the same bytes.
+
+    tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder); None: the ids of special tokens stay those of
+    the folder that the model was read from. Files of the same name are replaced,
+    weights of an earlier export removed, other files left alone. Raises UserError when the disk refuses; what
+    was there before is then still there.
+    """
+    with replacing(Path(folder).resolve()) as new:
+        write_files(model, new, tokenizer, max_shard_bytes)
+
+
+def write_files(
+    model: Any, folder: Path, tokenizer: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """The same into a folder that is there and is the caller's to throw away on failure. Raises OSError."""
+    known = getattr(model, "special_tokens", {}) if tokenizer is None else {}
+    content = config_to_hf(model.config) | known | _special_tokens(tokenizer, model.config)
+    if model.variation:  # nobody may take it for the model that its tensors' names remind of
+        content |= {
+            "architectures": ["Variation"],
+            "model_type": "xtrain",
+            VARIATION: model.variation,
+        }
+    tensors = dict(sorted(model.named_parameters(), key=lambda item: item[0]))
+    write_weights(folder, tensors, max_shard_bytes, content)
+    if tokenizer is not None:
+        write = getattr(tokenizer, "save_pretrained", None) or tokenizer.save
+        write(folder)
+
+
+def _special_tokens(tokenizer, config):
+    """bos and eos for config.json. Raises UserError when the tokenizer has more tokens than the model."""
+    if tokenizer is None:
+        return {}
+    ids = {key: getattr(tokenizer, key, None) for key in SPECIAL}
+    size = len(tokenizer) if hasattr(tokenizer, "__len__") else tokenizer.vocab_size
+    if size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {size} tokens, the model only {config.vocab_size} (vocab_size)"
+        )
+    return ids
+
+
+def write_weights(
+    folder: Path, tensors: dict[str, Any], max_shard_bytes: int, config: dict[str, Any]
+) -> None:
+    """config.json and the tensors, as write_safetensors takes them. Raises OSError."""
+    dtype = next(iter(tensors.values())).dtype.name
+    (folder / CONFIG).write_bytes(_dump(config | {"dtype": dtype, "torch_dtype": dtype}))
+    shards, room = [[]], max_shard_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor_bytes(tensor) > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= tensor_bytes(tensor)
+    if len(shards) == 1:
+        return write_safetensors(folder / WEIGHTS, tensors)
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / file, {name: tensors[name] for name in names})
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(map(tensor_bytes, tensors.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_bytes(_dump(index))
+
+
+def _dump(value):
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside; what was written there takes the place of the old, or nothing happens at all."""
+    if not folder.name:
+        raise UserError(f"{folder} is the root of the disk: give a folder to write to")
+    new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder} is a file: give a folder to write to")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        yield new
+        if not folder.exists():
+            new.rename(folder)
+            return
+        names = {f.name for f in new.iterdir()}
+        for name in sorted(names):
+            if (folder / name).is_dir():
+                shutil.rmtree(folder / name)
+            os.replace(new / name, folder / name)
+        for old in list(folder.iterdir()):
+            stale = old.name == MANIFEST or WEIGHT_FILES.fullmatch(old.name)
+            if old.name not in names and stale:
+                old.unlink()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(new, ignore_errors=True)

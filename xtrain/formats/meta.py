@@ -1,0 +1,290 @@
+"""Meta's own Llama checkpoints into the Hugging Face layout.
+
+    SOURCE    consolidated.00.pth, consolidated.01.pth, ... and params.json
+    TARGET    config.json, model.safetensors (or shards and an index)
+
+Three things differ.
+
+Names.      layers.0.attention.wq.weight is model.layers.0.self_attn.q_proj.weight, and so on.
+Shards.     Each file holds the part of one GPU of Megatron's tensor parallelism (Shoeybi et al. 2019): layers whose
+            outputs were divided are joined by rows, those whose inputs were divided by columns, norms are in all.
+Rotation.   Meta rotates neighbours (x_0, x_1), (x_2, x_3), ..., Hugging Face the halves (x_r, x_{r+D/2}) of a head. The
+            same rotation needs the rows of wq and wk in another order: row 2r + i of a head becomes row i D/2 + r.
+
+The values keep their type. Only weights are read, never pickled code (torch.load with weights_only=True).
+"""
+
+import functools
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import ml_dtypes
+import numpy as np
+import tyro
+
+from ..config import ModelConfig
+from ..data.tokenizer import BESIDE
+from ..errors import UserError
+from .huggingface import (
+    GENERATION,
+    MAX_SHARD_BYTES,
+    config_to_hf,
+    replacing,
+    tensor_shapes,
+    write_weights,
+)
+from .tensor_file import DTYPES, is_folder, listed, read_json
+
+ROWS, COLUMNS, SAME = 0, 1, None  # along which axis the shards of a tensor are joined
+LAYER = {  # Meta's name -> Hugging Face's, and how it is divided
+    "attention.wq": ("self_attn.q_proj", ROWS),
+    "attention.wk": ("self_attn.k_proj", ROWS),
+    "attention.wv": ("self_attn.v_proj", ROWS),
+    "attention.wo": ("self_attn.o_proj", COLUMNS),
+    "feed_forward.w1": ("mlp.gate_proj", ROWS),
+    "feed_forward.w2": ("mlp.down_proj", COLUMNS),
+    "feed_forward.w3": ("mlp.up_proj", ROWS),
+    "attention_norm": ("input_layernorm", SAME),
+    "ffn_norm": ("post_attention_layernorm", SAME),
+}
+EMBEDDING, HEAD, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
+LLAMA3_VOCABULARY = 128_000  # from here on the tokenizer is Llama 3's
+# What params.json does not say. Sources: the configs that Meta published with its Hugging Face releases.
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Turn a folder of Meta's consolidated.*.pth and params.json into the Hugging Face layout."""
+
+    source: Annotated[str, tyro.conf.Positional]  # folder with consolidated.*.pth and params.json
+    target: Annotated[str, tyro.conf.Positional]  # folder to write
+    # params.json does not say it; none: 4096, Llama 3 8192, 3.1 on 131072
+    max_seq_len: int | None = None
+    # of Llama 3.1's scaling where params.json has none; none: 8, below dim 4096 32
+    rope_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor to write; `make` joins it from the shards when its turn comes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+
+    def numpy(self) -> np.ndarray:
+        """The whole tensor, joined from its shards."""
+        return self.make()
+
+
+def convert(options: Options) -> ModelConfig:
+    """Write options.target. -> the model's config. Raises UserError; then nothing is written."""
+    if options.max_seq_len is not None and options.max_seq_len < 1:
+        raise UserError(f"--max-seq-len {options.max_seq_len} must be a positive number of tokens")
+    if not options.source or not options.target:  # "$UNSET": Path("") would be the current folder
+        raise UserError("the name of a folder is empty: give SOURCE and TARGET")
+    source = Path(options.source)
+    params = read_params(source)
+    shards = read_shards(source)
+    config = read_config(params, shards, options)
+    tensors = dict(sorted(make_tensors(config, shards).items()))
+    with replacing(Path(options.target).resolve()) as new:
+        write_weights(new, tensors, MAX_SHARD_BYTES, config_to_hf(config))
+        for file in ("tokenizer.json", *BESIDE, GENERATION):
+            if (source / file).is_file():
+                shutil.copyfile(source / file, new / file)
+    return config
+
+
+# ----------------------------------------------------------------------------- reading
+def read_params(folder: Path) -> dict[str, Any]:
+    """params.json of a folder of Meta's. Raises UserError."""
+    if not is_folder(folder):
+        raise UserError(f"{folder} is no folder: give one with params.json and consolidated.*.pth")
+    if not (folder / "params.json").is_file():
+        raise UserError(f"{folder} has no params.json: it is not a checkpoint of Meta's")
+    return read_json(folder / "params.json")
+
+
+def read_shards(folder: Path) -> list[dict[str, Any]]:
+    """-> one {name: torch tensor, mapped from its file} per consolidated.*.pth. Raises UserError."""
+    try:
+        import torch
+    except ImportError:
+        raise UserError(
+            "reading .pth files needs PyTorch: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+        ) from None
+    files = sorted(p for p in folder.glob("consolidated.*.pth") if p.is_file())
+    numbers = [re.fullmatch(r"consolidated\.(\d+)\.pth", file.name) for file in files]
+    if not files or [m and int(m[1]) for m in numbers] != list(range(len(files))):
+        raise UserError(
+            f"{folder} must hold consolidated.00.pth, .01 and so on without a gap, it has: "
+            f"{listed([file.name for file in files]) or 'none'}"
+        )
+    shards = []
+    for file in files:
+        try:
+            shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except PermissionError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}") from None
+        except (
+            Exception
+        ) as error:  # the library raises many kinds, also for what it refuses to unpickle
+            reason = str(error).strip().split("\n")[0][:200]
+            raise UserError(f"{file} is damaged or holds more than weights: {reason}") from None
+        if not isinstance(shard, dict) or not all(
+            isinstance(k, str) and torch.is_tensor(v) for k, v in shard.items()
+        ):
+            raise UserError(f"{file} must hold tensors by name, and nothing else")
+        shards.append({k: v for k, v in shard.items() if k != "rope.freqs"})  # follows from theta
+    if any(shard.keys() != shards[0].keys() for shard in shards):
+        raise UserError(
+            f"the files in {folder} do not hold the same tensors: they do not belong together"
+        )
+    return shards
+
+
+def read_config(params: dict, shards: list[dict], options: Options) -> ModelConfig:
+    """What params.json says, and what only the shapes of the tensors say."""
+    file = Path(options.source) / "params.json"
+    missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if params.get(key) is None]
+    if missing:
+        raise UserError(f"{file} lacks {', '.join(missing)}")
+    odd = sorted({"moe", "lora_args", "quantization_args", "vision_chunk_size"} & params.keys())
+    if odd:
+        raise UserError(f"{file} asks for {', '.join(odd)}, which xtrain does not have")
+    dim, n = params["dim"], len(shards)
+    table, gate = (shards[0].get(name) for name in (EMBEDDING, "layers.0.feed_forward.w1.weight"))
+    if table is None or gate is None or table.ndim != 2 or gate.ndim != 2:
+        raise UserError(f"{options.source} lacks {EMBEDDING} or layers.0.feed_forward.w1.weight")
+    vocab_size = table.shape[0] * (n if table.shape[1] == dim else 1)
+    scaling = read_scaling(params, options)
+    length = options.max_seq_len
+    if length is None:
+        length = 131072 if scaling else 8192 if vocab_size >= LLAMA3_VOCABULARY else 4096
+    try:
+        return ModelConfig(
+            vocab_size=vocab_size,
+            dim=dim,
+            n_layers=params["n_layers"],
+            n_heads=params["n_heads"],
+            n_kv_heads=params.get("n_kv_heads"),
+            hidden_dim=gate.shape[0] * n,
+            max_seq_len=length,
+            rope_theta=params.get("rope_theta") or 10000.0,
+            rope_scaling=scaling,
+            norm_eps=params["norm_eps"],
+            qk_norm=False,
+            tie_embeddings=HEAD not in shards[0] or _equal(shards, HEAD, EMBEDDING),
+        )
+    except UserError as error:
+        raise UserError(f"{file} cannot be used: {error}") from None
+
+
+def read_scaling(params: dict, options: Options) -> dict[str, Any] | None:
+    """rope_scaling of config.json: Llama 3.1's, where params.json asks for it."""
+    factor = options.rope_factor
+    if not params.get("use_scaled_rope"):
+        if factor is not None:
+            raise UserError(
+                f"--rope-factor {factor}: params.json in {options.source} asks for no scaling"
+            )
+        return None
+    if factor is None:
+        factor = params.get("rope_scaling_factor")
+    if factor is None:
+        factor = 8.0 if isinstance(params["dim"], int) and params["dim"] >= 4096 else 32.0
+    high = params.get("rope_high_freq_factor") or LLAMA3_SCALING["high_freq_factor"]
+    return LLAMA3_SCALING | {"factor": factor, "high_freq_factor": high}
+
+
+def _equal(shards, a, b):
+    return all(s[a].shape == s[b].shape and bool((s[a] == s[b]).all()) for s in shards)
+
+
+# ----------------------------------------------------------------------------- joining
+def meta_names(config: ModelConfig) -> Iterator[tuple[str, str, int | None]]:
+    """(Meta's name, Hugging Face's name, axis along which the shards are joined)"""
+    yield EMBEDDING, "model.embed_tokens.weight", ROWS
+    yield NORM, "model.norm.weight", SAME
+    if not config.tie_embeddings:
+        yield HEAD, "lm_head.weight", ROWS
+    for i in range(config.n_layers):
+        for theirs, (name, axis) in LAYER.items():
+            yield f"layers.{i}.{theirs}.weight", f"model.layers.{i}.{name}.weight", axis
+
+
+def make_tensors(config: ModelConfig, shards: list[dict]) -> dict[str, Tensor]:
+    """-> {Hugging Face name: tensor}. Raises UserError when names, shapes or types are not as they must be."""
+    if config.n_layers * len(LAYER) > len(shards[0]):
+        raise UserError(
+            f"params.json says n_layers {config.n_layers}, the files hold only {len(shards[0])} tensors"
+        )
+    names = list(meta_names(config))
+    expected = {theirs for theirs, _, _ in names} | ({HEAD} if HEAD in shards[0] else set())
+    missing, extra = sorted(expected - shards[0].keys()), sorted(shards[0].keys() - expected)
+    said = [f"missing tensors: {listed(missing)}"] if missing else []
+    said += [f"tensors that do not belong: {listed(extra)}"] if extra else []
+    if said:
+        raise UserError(f"the files do not fit params.json: {'; '.join(said)}")
+    shapes = tensor_shapes(config)
+    return {
+        name: _tensor(config, shards, theirs, shapes[name], axis) for theirs, name, axis in names
+    }
+
+
+def _tensor(config, shards, theirs, shape, axis):
+    parts, heads = [shard[theirs] for shard in shards], None
+    if theirs == EMBEDDING and parts[0].shape[1] != config.dim:
+        axis = COLUMNS  # Llama 2 divided the embedding by columns, Llama 3 by rows
+    if "wk" in theirs or "wv" in theirs:  # more files than key heads: some hold the same head
+        copies = sum(p.shape[0] for p in parts) // shape[0]
+        parts = parts[::copies] if copies > 1 else parts
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in parts}
+    sizes = {tuple(p.shape) for p in parts}
+    joined = list(next(iter(sizes)))
+    if axis is not SAME:
+        joined[axis] *= len(parts)
+    if len(sizes) > 1 or tuple(joined) != shape:
+        raise UserError(
+            f"{theirs}: shards of shapes {listed(sorted(map(str, sizes)))} do not make up {shape}"
+        )
+    if len(dtypes) > 1 or not dtypes <= {d.name for d in DTYPES.values()}:
+        raise UserError(
+            f"{theirs} is stored as {listed(sorted(dtypes))}, xtrain reads float32, float16 and bfloat16"
+        )
+    if "wq" in theirs or "wk" in theirs:
+        heads = config.n_heads if "wq" in theirs else config.n_kv_heads
+    dtype = next(d for d in DTYPES.values() if d.name in dtypes)
+    return Tensor(shape, dtype, functools.partial(_join, parts, axis, heads))
+
+
+def _join(parts, axis, heads):
+    arrays = [_numpy(p) for p in (parts[:1] if axis is SAME else parts)]
+    whole = np.concatenate(arrays, axis) if len(arrays) > 1 else arrays[0]
+    return whole if heads is None else halves_from_pairs(whole, heads)
+
+
+def _numpy(tensor):
+    """torch's bfloat16 has no NumPy twin of its own: its bits travel as whole numbers."""
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def halves_from_pairs(w_OI: np.ndarray, heads: int) -> np.ndarray:
+    """Rows 2r, 2r + 1 of every head -> rows r, D/2 + r."""
+    O, I = w_OI.shape  # noqa: E741
+    return w_OI.reshape(heads, O // heads // 2, 2, I).swapaxes(1, 2).reshape(O, I)

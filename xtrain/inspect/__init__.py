@@ -1,0 +1,1 @@
+"""Looking at a machine, a model and a training step."""

@@ -1,0 +1,196 @@
+"""Two implementations of one model, stage by stage in the order of the forward pass: where do they begin to differ?"""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from ..device import to_numpy
+from ..errors import UserError
+from ..nn.autograd import no_grad
+from ..nn.model import Transformer
+from ..nn.observers import swapped
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """What to compare, and on which tokens."""
+
+    folder: tyro.conf.Positional[Path]  # a model in the Hugging Face layout
+    ids: Annotated[list[int] | None, tyro.conf.arg(metavar="ID ...")] = None  # one sequence
+    seed: int = 0  # of the random token ids that are used otherwise
+    batch: int = 2  # random sequences
+    length: int | None = None  # tokens in each; none: 32, or what the model takes
+    against: Literal["transformers"] = "transformers"  # the other implementation
+    tolerance: float = 1e-4  # largest difference, relative to the stage's largest value
+    device: Literal["auto", "cpu", "gpu"] = "auto"  # of xtrain; the other one runs on the CPU
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one stage: largest absolute difference, and that over the largest absolute value of the other side."""
+
+    stage: str
+    absolute: float
+    relative: float
+
+
+def compare(model: Transformer, other: Any, ids: np.ndarray) -> list[Difference]:
+    """Run both on ids (B, T), T > 1; other: a transformers model. -> every stage, in the order of the forward pass."""
+    with no_grad():
+        ours, theirs = stages(model, ids), stages_of_transformers(other, ids)
+    return [_difference(name, ours[name], theirs[name]) for name in ours]
+
+
+def _difference(name, a, b):
+    if a.shape != b.shape:
+        raise UserError(f"{name}: xtrain gives shape {a.shape}, the other one {b.shape}")
+    absolute = np.abs(a.astype(np.float64) - b).max()
+    relative = absolute / max(np.abs(b).max(), np.finfo(np.float32).tiny)
+    return Difference(name, float(absolute), float(relative))
+
+
+def parting(differences: list[Difference], tolerance: float) -> Difference | None:
+    """The first stage beyond the tolerance, or with a NaN."""
+    return next((d for d in differences if not d.relative <= tolerance), None)
+
+
+# ----------------------------------------------------------------------------- what each stage returns
+def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """One forward pass of xtrain -> {stage: its output}: (B, T, C), logits (B, T, V), loss ()."""
+    found, decoder = {}, model.model
+
+    def keep(name, tensor):
+        found[name] = to_numpy(tensor.data).reshape(*ids.shape, -1).copy()
+
+    with contextlib.ExitStack() as stack:
+
+        def tap(owner, name, note):
+            tapped = _Tapped(getattr(owner, name), note)
+            stack.enter_context(swapped(owner, name, tapped))
+
+        tap(decoder, "embed_tokens", lambda out: keep("embedding", out))
+        layers = []
+        for i, layer in enumerate(decoder.layers):
+            tap(layer, "self_attn", lambda out, i=i: keep(f"layer {i} attention", out))
+            # A block returns the residual stream and what is still to be added to it.
+            layers.append(
+                _Tapped(layer, lambda out, i=i: keep(f"layer {i} output", out[0] + out[1]))
+            )
+        stack.enter_context(swapped(decoder, "layers", layers))
+        tap(decoder, "norm", lambda out: keep("final norm", out[1]))
+        keep("logits", model(ids))
+    found["loss"] = to_numpy(model.loss(ids, next_tokens(ids)).data)
+    return found
+
+
+class _Tapped:
+    """A module whose output is noted; its attributes stay reachable (a tied head reads the table's weight)."""
+
+    def __init__(self, module, note):
+        self._module, self._note = module, note
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+    def __call__(self, *args):
+        out = self._module(*args)
+        self._note(out)
+        return out
+
+
+def next_tokens(ids: np.ndarray) -> np.ndarray:
+    """The targets (B, T) of ids: the token that follows; none (-100) for the last."""
+    return np.concatenate([ids[:, 1:], np.full_like(ids[:, :1], -100)], axis=1)
+
+
+def stages_of_transformers(other: Any, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """The same of a transformers model, by forward hooks."""
+    import torch
+
+    found, handles = {}, []
+
+    def keep(name, module):
+        def hook(_module, _inputs, out):
+            found[name] = (out[0] if isinstance(out, tuple) else out).detach().numpy().copy()
+
+        handles.append(module.register_forward_hook(hook))
+
+    keep("embedding", other.model.embed_tokens)
+    for i, layer in enumerate(other.model.layers):
+        keep(f"layer {i} attention", layer.self_attn)
+        keep(f"layer {i} output", layer)
+    keep("final norm", other.model.norm)
+    try:
+        ids = torch.from_numpy(ids)
+        with torch.no_grad():
+            out = other(input_ids=ids, labels=ids)  # it shifts the labels itself
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found | {"logits": out.logits.numpy(), "loss": out.loss.numpy()}
+
+
+def load_transformers(folder: Path) -> Any:
+    """The folder as a transformers model: fp32, eager attention, on the CPU. Raises UserError."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            f"comparing needs torch and transformers, and {error.name} is not installed: pip install torch transformers"
+        ) from None
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        ).eval()
+    except Exception as error:  # it raises every kind there is
+        reason = str(error).strip().replace("\n", " ")[:300]
+        raise UserError(f"transformers cannot load {folder}: {reason}") from None
+
+
+# ----------------------------------------------------------------------------- command line
+def run(config: CompareConfig, console: Console) -> bool:
+    """Compare and print. -> whether the two agree."""
+    model = Transformer.from_pretrained(config.folder, config.device)
+    ids = _ids(config, model)
+    differences = compare(model, load_transformers(config.folder), ids)
+    first = parting(differences, config.tolerance)
+    table = Table("stage", "largest difference", "relative", "agrees", box=None)
+    for d in differences:
+        agrees = "yes" if d.relative <= config.tolerance else "[bold]NO[/]"
+        table.add_row(d.stage, f"{d.absolute:.2e}", f"{d.relative:.2e}", agrees)
+    console.print(table)
+    what = f"{ids.shape[0]} x {ids.shape[1]} tokens, xtrain ({model.device}) and {config.against}"
+    if first is None:
+        console.print(f"{what}: no stage differs by more than {config.tolerance:g}", soft_wrap=True)
+    else:
+        console.print(
+            f"{what} part at [bold]{first.stage}[/]: "
+            f"{first.relative:.2e} relative, more than {config.tolerance:g}",
+            soft_wrap=True,
+        )
+    return first is None
+
+
+def _ids(config, model):
+    V, longest = model.config.vocab_size, model.config.context
+    if config.ids is not None:
+        ids = np.array([config.ids], np.int64)
+    else:
+        length = min(32, longest) if config.length is None else config.length
+        if config.batch < 1 or length < 2:
+            raise UserError("--batch must be at least 1 and --length at least 2")
+        ids = np.random.default_rng(config.seed).integers(0, V, (config.batch, length))
+    if not (2 <= ids.shape[1] <= longest and ids.min() >= 0 and ids.max() < V):
+        raise UserError(
+            f"the model takes 2 to {longest} tokens a sequence, and ids from 0 to {V - 1}"
+        )
+    return ids

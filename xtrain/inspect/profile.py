@@ -1,0 +1,469 @@
+"""Where time and memory of a training step go: parts, kernels with their share of the peaks, and the memory plan."""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..config import PRESETS, ModelConfig, Preset, TrainConfig, resolve
+from ..data.dataset import Loader, write_shard
+from ..device import (
+    cupy,
+    device_name,
+    gpu_available,
+    memory_peak_bytes,
+    resolve_device,
+    synchronize,
+    to_device,
+)
+from ..errors import UserError
+from ..nn.cuda_graph import Graphed
+from ..nn.model import Transformer
+from ..nn.observers import watch_ops
+from ..report import page as report
+from ..report.profiled import Keeping, shape_of, with_options_of
+from ..training import memory_plan as memory
+from ..training.loop import Run
+from ..training.run_log import describe
+from . import kernel_times
+from .kernel_times import Recorder
+
+VOCAB_SIZE = 50257  # GPT-2's, where neither preset nor option says another
+LARGE = {  # shapes to plan with, beyond the presets that one card trains in an hour
+    "1b": Preset(
+        dict(dim=2048, n_layers=18, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=5632),
+        dict(batch=8, seq_len=2048),
+    ),
+    "7b": Preset(
+        dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336),
+        dict(batch=1, seq_len=4096),
+    ),
+}
+PICTURES = (".png", ".svg", ".pdf")
+SHAPE = {  # option -> field of ModelConfig
+    "dim": "dim", "layers": "n_layers", "heads": "n_heads", "kv_heads": "n_kv_heads",
+    "head_dim": "head_dim", "hidden_dim": "hidden_dim",
+}  # fmt: skip
+
+
+LESS_MEMORY = "use a smaller --batch, --seq-len or model, or look with --plan"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to look at. A model is a preset, changed by whatever of its shape is given."""
+
+    plan: bool = False  # only say what memory a step would take
+    run: Path | None = None  # profile the model of this run (runs/NAME), with its options
+    preset: str = "auto"  # of xtrain.train: tiny, dim384 ...; for --plan also 1b and 7b
+    dim: int | None = None  # width; none: the preset's
+    layers: int | None = None  # blocks; none: the preset's
+    heads: int | None = None  # query heads; none: the preset's
+    kv_heads: int | None = None  # key/value heads; none: the preset's
+    head_dim: int | None = None  # width of a head; none: the preset's
+    hidden_dim: int | None = None  # width of the MLP; none: the preset's
+    vocab_size: int | None = None  # tokens; none: the preset's, else 50257
+    # sequences in one forward pass, on each GPU; none: the preset's
+    batch: int | None = None
+    seq_len: int | None = None  # tokens per sequence; none: the preset's
+    precision: Literal["fp32", "bf16"] = "fp32"  # of activations and matrix products
+    recompute: Literal["none", "attention", "block"] = "none"  # what backward computes again
+    gpus: str = "1,4,8"  # --plan: numbers of GPUs, with commas
+    # --plan: memory of a GPU, 10^9 bytes; none: the present card's, else 80
+    gpu_gb: float | None = None
+    steps: int = 20  # steps that are timed
+    graph: bool = True  # time the step as one CUDA graph
+    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
+    trace: str | None = None  # write the kernels of the timed steps here, for ui.perfetto.dev
+    picture: str | None = None  # write a picture of the memory over a step here (.png)
+
+
+def model_config(o: Options) -> tuple[ModelConfig, int, int]:
+    """-> shape, batch, T. Raises UserError."""
+    if o.run is not None:
+        return shape_of(o.run)
+    presets = {**PRESETS, **(LARGE if o.plan else {})}
+    gpu = o.device != "cpu" and gpu_available()
+    name = o.preset if o.preset != "auto" else "dim384" if gpu or o.plan else "tiny"
+    if name not in presets:
+        raise UserError(f"--preset {name!r} is not known: choose one of auto, {', '.join(presets)}")
+    preset = presets[name]
+    asked = {field: getattr(o, option) for option, field in SHAPE.items()}
+    asked = {field: value for field, value in asked.items() if value is not None}
+    shape = dict(preset.model)
+    if "dim" in asked:  # as many heads of the same width as it takes, and the usual MLP
+        shape |= {"n_heads": max(asked["dim"] // shape["head_dim"], 1), "n_kv_heads": None}
+        shape["hidden_dim"] = None
+    if "n_heads" in asked:
+        shape |= {"head_dim": None, "n_kv_heads": None}
+    shape |= asked
+    T, batch = o.seq_len or preset.train["seq_len"], o.batch or preset.train["batch"]
+    if T < 1 or batch < 1:
+        raise UserError("--batch and --seq-len must be positive")
+    small = preset.train.get("vocab_size", VOCAB_SIZE) if name == "tiny" else VOCAB_SIZE
+    return ModelConfig(vocab_size=o.vocab_size or small, max_seq_len=T, **shape), batch, T
+
+
+# ----------------------------------------------------------------------------- the plan
+def show_plan(o: Options, console: Console) -> None:
+    config, batch, T = model_config(o)
+    gpus = _numbers(o.gpus)
+    gpu_gb = o.gpu_gb or (_card_gb() if gpu_available() else 80.0)
+    plan = memory.plan(config, batch, T, o.precision, o.recompute)
+    parameters = memory.parameters(config)
+    _say(console, f"[bold]Memory plan[/]: {describe(config)}, {parameters:,} parameters")
+    _say(
+        console, f"{o.precision}, recompute {o.recompute}, {batch} sequences of {T} tokens at once"
+    )
+    console.print(_plan_table(plan))
+    _say(
+        console,
+        f"The fullest moment is in: {plan.op}. Outside the pool come {memory.OUTSIDE / 1e9:.1f} GB (CUDA context, kernels).",
+    )
+    console.print(_fit_table(config, batch, T, gpu_gb))
+    console.print(_gpus_table(gpus, plan, gpu_gb))
+    _say(
+        console,
+        "This is a plan: arithmetic over the arrays that the code asks for. With several GPUs each has the batch above and all\n"
+        "gradients; ZeRO-1 divides moments and float32 master weights by the ranks. NCCL's buffers are not counted.",
+    )
+
+
+def _plan_table(plan: memory.Plan) -> Table:
+    table = _table("one step", "what", "when backward begins, GB", "fullest moment, GB")
+    for kind in dict.fromkeys([*plan.kinds, *plan.kept]):
+        sizes = (plan.kept.get(kind, 0), plan.kinds.get(kind, 0))
+        if max(sizes) >= 2e-4 * plan.peak:
+            table.add_row(kind, *(f"{n / 1e9:.3f}" for n in sizes))
+    table.add_row("holes in the memory pool", "", f"{(plan.reserved - plan.peak) / 1e9:.3f}")
+    table.add_row(
+        "[bold]all[/]", f"{sum(plan.kept.values()) / 1e9:.3f}", f"{plan.reserved / 1e9:.3f}"
+    )
+    return table
+
+
+def _fit_table(config: ModelConfig, batch: int, T: int, gpu_gb: float) -> Table:
+    table = _table(
+        f"what fits on a GPU of {gpu_gb:.0f} GB", "precision", "recompute", f"GB at batch {batch}", "largest batch"
+    )  # fmt: skip
+    for precision in ("fp32", "bf16"):
+        for recompute in ("none", "attention", "block"):
+            need = functools.partial(_gb, config, T, precision, recompute)
+            largest = memory.largest(lambda B, need=need: need(B) <= gpu_gb)
+            table.add_row(precision, recompute, f"{need(batch):.2f}", str(largest or "none"))
+    return table
+
+
+def _gb(config, T, precision, recompute, batch):
+    try:
+        plan = memory.plan(config, batch, T, precision, recompute)
+    except ValueError:  # a launcher refuses so large an array
+        return math.inf
+    return (plan.reserved + memory.OUTSIDE) / 1e9
+
+
+def _gpus_table(gpus: list[int], plan: memory.Plan, gpu_gb: float) -> Table:
+    table = _table("data parallel", "GPUs", "each as now, GB", "fits", "with ZeRO-1, GB", "fits")
+    for n in gpus:
+        sizes = [plan.reserved + memory.OUTSIDE, memory.zero1(plan, n) + memory.OUTSIDE]
+        cells = [(f"{s / 1e9:.2f}", "yes" if s <= gpu_gb * 1e9 else "no") for s in sizes]
+        table.add_row(str(n), *cells[0], *cells[1])
+    return table
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(n) for n in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"--gpus takes whole numbers with commas, such as 1,4,8, not {text!r}")
+    return numbers
+
+
+def _card_gb() -> float:
+    return cupy().cuda.runtime.memGetInfo()[1] / 1e9
+
+
+# ----------------------------------------------------------------------------- measuring
+@contextlib.contextmanager
+def a_run(o: Options) -> Any:
+    """A Run over random tokens: the loader, the model, the optimizer and the step are those of training."""
+    config, batch, T = model_config(o)
+    device = resolve_device(o.device)
+    c, _ = resolve(
+        TrainConfig(
+            preset="tiny", batch=batch, seq_len=T, precision=o.precision, recompute=o.recompute, graph=o.graph,
+            steps=1000, device=o.device,
+        ),
+        device == "gpu",
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        shard = Path(folder) / "tokens.bin"
+        draws = np.random.default_rng(0).random(max(64 * T, batch * T) + T + 1) ** 4
+        write_shard(shard, (config.vocab_size * draws).astype(np.int64), config.vocab_size)
+        loader = lambda B, T, seed, rank=0, world=1: Loader([shard], B, T, seed, rank, world)
+        model = Transformer(config, 0, device, o.precision, o.recompute)
+        yield Run(c, model, SimpleNamespace(loader=loader))
+
+
+def parts(run: Run, steps: int) -> dict[str, float]:
+    """Median ms of each part, waiting for the GPU before and after; as CUDA graphs if the run uses them.
+
+    forward is measured, backward is what forward + backward take more, clip + AdamW what the whole step takes more.
+    """
+    model, device = run.model, run.model.device
+    ids, targets = run.loader.next_batch()
+
+    def forward(ids, targets):
+        return (model.loss(ids, targets).data.reshape(1),)
+
+    def backward(ids, targets):
+        model.zero_grad()
+        loss = model.loss(ids, targets)
+        loss.backward()
+        return (loss.data.reshape(1),)
+
+    def wall(f):
+        call = f
+        if device == "gpu" and run.config.graph:
+            call = Graphed(f)
+        elif device == "gpu":
+            call = lambda *inputs: f(*(to_device(x, "gpu") for x in inputs))
+        for _ in range(3):
+            call(ids, targets)
+        return _wall(lambda: call(ids, targets), device, steps)
+
+    ms = {"data": _wall(run.loader.next_batch, device, steps), "forward": wall(forward)}
+    ms["backward"] = wall(backward) - ms["forward"]
+    for _ in range(3):
+        run.step()
+    whole = _wall(run.step, device, steps)
+    ms["clip + AdamW"] = whole - sum(ms.values())
+    ms["whole step"] = whole
+    return ms
+
+
+def _wall(f: Callable[[], Any], device: str, runs: int) -> float:
+    times = []
+    for _ in range(runs):
+        synchronize(device)
+        start = time.perf_counter()
+        f()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 1e3 * float(np.median(times))
+
+
+def check_files(o: Options) -> None:
+    """Raises UserError now for what could not be written after all measurements."""
+    if o.plan and (o.trace or o.picture):
+        raise UserError("--plan runs nothing that --trace or --picture could show: leave them out")
+    if o.trace and resolve_device(o.device) == "cpu":
+        raise UserError("--trace shows the kernels of a GPU: leave it out on a CPU")
+    if o.picture and Path(o.picture).suffix.lower() not in PICTURES:
+        raise UserError(f"--picture {o.picture} must end with one of {', '.join(PICTURES)}")
+    for path in filter(None, (o.trace, o.picture)):
+        with _writing(path):
+            new = not os.path.exists(path)
+            open(path, "ab").close()
+            if new:
+                os.unlink(path)
+
+
+def measure(o: Options, console: Console) -> None:
+    if o.steps < 1:
+        raise UserError(f"--steps must be positive, got {o.steps}")
+    with a_run(o) as run:
+        c, device = run.config, run.model.device
+        how = "" if device == "cpu" else ", one CUDA graph" if c.graph else ", launch by launch"
+        _say(console, f"[bold]{describe(run.model.config)}[/]")
+        _say(
+            console, f"{c.batch} x {c.seq_len} tokens, {c.precision}, on {device_name(device)}{how}"
+        )
+        for _ in range(3):  # compile, fill the pool, capture
+            run.step()
+        if device == "gpu":
+            planned, taken = _plan_of(run).reserved / 1e9, memory_peak_bytes(device) / 1e9
+            _say(console, f"memory: planned {planned:.3f} GB, taken {taken:.3f} GB")
+        ms = parts(run, o.steps)
+        table = _table("a step", "part", "ms", "share")
+        for name, t in ms.items():
+            table.add_row(name, f"{t:.3f}", f"{100 * t / ms['whole step']:.1f} %")
+        console.print(table)
+        _say(console, f"{c.batch * c.seq_len / ms['whole step'] * 1e3:,.0f} tokens per second")
+        if device == "cpu":
+            console.print(ops_table(run, o.steps))
+        else:
+            _kernels(o, run, console)
+        if o.picture:
+            points = None if device == "cpu" else memory.measured_timeline(lambda: _eager(run))
+            with _writing(o.picture):
+                draw(_plan_of(run), points, o.picture)
+            _say(console, f"memory over a step: {escape(str(o.picture))}")
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _plan_of(run: Run) -> memory.Plan:
+    c, model = run.config, run.model
+    return memory.plan(model.config, c.micro_batch, c.seq_len, c.precision, c.recompute)
+
+
+def _eager(run: Run) -> None:
+    ids, targets = run.loader.next_batch()
+    run.compute(*(to_device(x, "gpu") for x in (ids, targets, run.optimizer.advance())))
+
+
+def _kernels(o: Options, run: Run, console: Console) -> None:
+    recorder = Recorder()
+    recorder(run.model, lambda: _eager(run), nvtx_note())
+    copy, product = kernel_times.limits(run.config.precision)
+    _say(
+        console,
+        f"this card's limits: copy {copy / 1e9:,.0f} GB/s, product 8192^3 {product / 1e12:,.0f} TFLOP/s ({run.config.precision})",
+    )
+    try:
+        times = kernel_times.cupti_times(lambda: [run.step() for _ in range(o.steps + 1)])
+        times, steps = kernel_times.match(times, recorder.launches), o.steps
+        times = kernel_times.without_first_step(times, recorder.launches)
+        _say(console, f"the GPU is busy {100 * kernel_times.busy_share(times):.1f} % of the time")
+    except kernel_times.NoTimes as reason:
+        _say(
+            console,
+            f"{escape(str(reason))}: times are from CUDA events around the launches of an eager step, a few microseconds too long each",
+        )
+        events, steps = Recorder(events=True), 1
+        events(run.model, lambda: _eager(run))
+        times = events.timed()
+    console.print(kernel_table(kernel_times.rows(times, steps), copy, product))
+    if o.trace:
+        text = json.dumps(kernel_times.chrome_trace(times))
+        with _writing(o.trace):
+            Path(o.trace).write_text(text, encoding="utf-8")
+        _say(console, f"trace: {escape(str(o.trace))} (open it in ui.perfetto.dev)")
+
+
+def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> Table:
+    """copy, product: the card's limits, bytes and operations per second. Share of the limit: of products
+    for kernels that multiply matrices, else of the copy."""
+    total = sum(row.ns for row in rows)
+    table = _table(
+        "kernels of a step", "kernel", "op", "calls", "ms", "share", "GB/s", "TFLOP/s", "of limit"
+    )
+    for row in rows:
+        rate = row.flops / row.ns / 1e3 if row.flops else None  # per ns, in 10^12 per s
+        moved = row.nbytes / row.ns if row.nbytes else None  # in 10^9 per s
+        share = rate * 1e12 / product if rate else moved * 1e9 / copy if moved else None
+        table.add_row(
+            row.name, row.op, f"{row.calls:g}", f"{row.ns / 1e6:.3f}", f"{100 * row.ns / total:.1f} %",
+            "" if moved is None or rate else f"{moved:,.0f}", f"{rate:,.1f}" if rate else "",
+            "" if share is None else f"{100 * share:.0f} %",
+        )  # fmt: skip
+    table.add_row("[bold]all[/]", "", "", f"{total / 1e6:.3f}", "")
+    return table
+
+
+def ops_table(run: Run, steps: int) -> Table:
+    """On a CPU: seconds inside each op, forward and backward."""
+    spent: dict[tuple[str, str], list[float]] = {}
+
+    @contextlib.contextmanager
+    def note(op, way, layer):
+        start = time.perf_counter()
+        yield
+        if op:
+            spent.setdefault((op, way), []).append(time.perf_counter() - start)
+
+    start = time.perf_counter()
+    with watch_ops(run.model, note):
+        for _ in range(steps):
+            run.step()
+    whole = time.perf_counter() - start
+    table = _table("ops of a step", "op", "way", "calls", "ms", "share")
+    for (op, way), times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+        t = sum(times)
+        calls, share = f"{len(times) / steps:g}", f"{100 * t / whole:.1f} %"
+        table.add_row(op, way, calls, f"{1e3 * t / steps:.3f}", share)
+    return table
+
+
+def nvtx_note() -> Callable | None:
+    """A note for watch_ops that opens NVTX ranges, or None without the package nvtx."""
+    try:
+        import nvtx
+    except ImportError:
+        return None
+    return lambda op, way, layer: nvtx.annotate(" ".join(filter(None, (layer, op, way))))
+
+
+def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
+    """The memory of a step by kind, and over it what the device's pool handed out (bytes after each change)."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    axes = FigureCanvasAgg(figure).figure.add_subplot()
+    stays = {k for k, n in plan.timeline[0][1].items() if n}
+    kinds = {k for _, now in plan.timeline for k in now}
+    kinds = [k for k in kinds if max(now.get(k, 0) for _, now in plan.timeline) > 5e-4 * plan.peak]
+    kinds.sort(key=lambda k: (k not in stays, -plan.kinds.get(k, 0)))  # what stays is drawn below
+    gb = np.array([[now.get(k, 0) / 1e9 for _, now in plan.timeline] for k in kinds])
+    colors = matplotlib.colormaps["tab20"].colors
+    axes.stackplot(range(gb.shape[1]), gb, labels=kinds, colors=colors, step="post", lw=0)
+    ways = [scope[1] for scope, _ in plan.timeline]
+    begin = next((i for i, way in enumerate(ways) if way == "backward"), 0)
+    axes.axvline(begin, color="black", lw=0.8)
+    axes.text(begin, axes.get_ylim()[1], " backward", va="top")
+    if measured:
+        x = np.linspace(0, gb.shape[1] - 1, len(measured))
+        axes.plot(x, np.array(measured) / 1e9, color="black", lw=1, label="measured")
+    axes.set(
+        xlabel="allocations and releases, in order", ylabel="GB", title="memory of a training step"
+    )
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+# ----------------------------------------------------------------------------- command line
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    return table
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def profile(o: Options) -> None:
+    """What `xtrain.profile` does. Raises UserError."""
+    console = Keeping(width=None if sys.stdout.isatty() else 160)
+    o = o if o.run is None else with_options_of(o.run, o)
+    check_files(o)
+    show_plan(o, console) if o.plan else measure(o, console)
+    if o.run is not None and not o.plan:
+        kept = console.keep(o.run)
+        _say(console, escape(f"tables: {kept}; on a page: {report.write([o.run])}"))

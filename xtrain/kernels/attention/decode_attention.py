@@ -1,0 +1,328 @@
+"""One new token per sequence, in one kernel: QK-norm, RoPE, append to the cache, attention.
+
+    qkv: (B, P), P = (H + 2G) D    k, v: (R, G, S, D), a layer's cache    o: (B, C), C = H D
+
+Token b stands at position t = lengths[b] of cache row r = rows[b]:
+    q, k, v = heads of qkv[b];   q, k normed if there are weights and turned to position t   (qk_norm_rope.py)
+    cache[r, :, t] = k, v
+    o = softmax(scale q cache_k[r, :, 0..t]^T) cache_v[r, :, 0..t]
+A row with rows[b] < 0, or a length outside 0 .. S - 1, is idle: nothing is appended, and o[b] = 0.
+
+A block reads every key and value of one key head once, for all H / G query heads that share it (grouped queries without
+copies; in groups of more than 16, in float32 of more than 8, it does so twice or more). One block alone would take long
+over a long context, and few rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks
+(flash-decoding, Dao et al. 2023). Each leaves m, l, acc of its keys in memory; the block that comes last, which an atomic
+counter tells, merges them in the order of the keys, so that bits do not change with the order of arrival:
+
+    M = max m_i    o = sum_i exp(m_i - M) acc_i / sum_i exp(m_i - M) l_i
+
+How a launch splits the keys depends on the length of the row alone, which is read on the device: the same graph serves all
+lengths, and a row's bits do not depend on the other rows. Blocks without keys leave at once. A launch of few rows has
+more warps a block and shorter splits than one of many (choose), which changes the order of additions, unless it is
+asked to be batch-invariant.
+Every block computes its queries from qkv anew, which costs less than one more kernel. The block of the last keys appends
+the new key and value, then reads them back from the cache like all others. Keys and values of earlier tokens were there
+long before: while the product that makes qkv still runs, a block asks for them to come nearer.
+
+    bf16        tensor cores, compute capability 8.0 and up
+    float32     without them                                  both in _decode_attention_loops.py
+Bytes moved: read 2 (t + 1) G D elements of the cache per token; all else is small.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int64, types, uint32
+
+from ...device import Array, cupy
+from ...simulator import SimArray
+from ..decoding.kv_cache import check_cache, check_int32
+from ..primitives.flat import on_16_bytes
+from ..primitives.ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
+from ..primitives.tensor_maps import upload
+from ..primitives.tiles import WIDTHS
+from ..qk_norm_rope import qk_norm_rope_ref, values_of
+from ..rope import check_tables
+from ..runtime.launch import can_overlap, check, check_array, empty, launch, on_host, zeros
+from . import decode_attention_parts as parts
+from .decode_attention_loops import make_attend_plain, make_attend_tensor
+from .decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last, quotient
+
+PREFETCHED = 512  # keys of a split, at most
+FEW_HEADS = 16  # key heads of a launch that leave most multiprocessors idle
+WIDE_BLOCK = 512  # accumulators of a warp with which 8 warps still fit registers
+
+
+class Config(NamedTuple):
+    """How a block deals with its keys; `warps` and `keys` change the order of additions, `ahead` no bit."""
+
+    warps: int  # of a block
+    ahead: bool  # a warp asks for its next keys before it deals with these, for the first before it waits for the product
+    keys: int  # of a split, at least
+
+
+def choose(D: int, heads: int, key_heads: int) -> Config:
+    """For heads of D channels, `heads` of a block; key_heads: of the launch. Measured on one H200 with bench/tune_decode.py.
+
+    Few key heads take as long as one: so many warps share a split that each has one round of keys.
+    Many keep memory busy whatever a warp does, and small blocks hide each other's waiting.
+    """
+    few = key_heads <= FEW_HEADS and heads * D <= WIDE_BLOCK
+    return Config(12, False, parts.FEW_CHUNK) if few else Config(4, False, parts.CHUNK)
+
+
+# ----------------------------------------------------------------------------- reference
+def decode_attention_ref(
+    qkv_BP, k_RGSD, v_RGSD, lengths_B, rows_B, cos_PR, sin_PR, q_w_D, k_w_D, eps, scale
+):
+    """-> o (B, C). Appends to the caches in place. Computes in qkv's type, or float32 for bf16."""
+    G, S, D = k_RGSD.shape[1:]
+    H = qkv_BP.shape[1] // D - 2 * G
+    o_BHD = np.zeros((len(rows_B), H, D), qkv_BP.dtype)
+    live_B = np.flatnonzero((rows_B >= 0) & (lengths_B >= 0) & (lengths_B < S))
+    if not live_B.size:
+        return o_BHD.reshape(-1, H * D)
+    wide = np.result_type(qkv_BP.dtype, np.float32)
+    qkv = qkv_BP[live_B].astype(wide)
+    tables = cos_PR, sin_PR, H, G, lengths_B[live_B]
+    q_NHD, k_NGD, _ = qk_norm_rope_ref(qkv, q_w_D, k_w_D, *tables, eps)
+    v_NGD = values_of(qkv, H, G, D)
+    for i, b in enumerate(live_B):
+        row, t = rows_B[b], lengths_B[b]
+        k_RGSD[row, :, t], v_RGSD[row, :, t] = k_NGD[i], v_NGD[i]
+        q_GXD = q_NHD[i].reshape(G, H // G, D)
+        k_GSD, v_GSD = (x[row, :, : t + 1].astype(wide) for x in (k_RGSD, v_RGSD))
+        s_GXS = q_GXD @ k_GSD.swapaxes(1, 2) * wide.type(scale)
+        p_GXS = np.exp(s_GXS - s_GXS.max(-1, keepdims=True))
+        o_BHD[b] = (p_GXS @ v_GSD / p_GXS.sum(-1, keepdims=True)).reshape(H, D)
+    return o_BHD.reshape(-1, H * D)
+
+
+# ----------------------------------------------------------------------------- kernel
+def heads_of(half: bool, group: int) -> int:
+    """Query heads of a block"""
+    return 16 if half and group > 8 else 8
+
+
+def make_begin(D, half, overlap, ready, config, ask):
+    """-> share_of(split, n) -> (lo, hi, used): the keys of a split, of n in all; how many splits there are
+    begin(next_k, next_v, k, v, lengths_B, rows_B, G, S) -> (t, base, live): the token's position, where its keys begin; is
+    there one? When the product that makes qkv has ended. Meanwhile a block asks for some of its first keys and values to
+    come nearer, and with `ahead` each warp for those that it deals with first (ask).
+    """
+    LINE, MOST = 64 if half else 32, PREFETCHED * D  # elements
+    THREADS, AHEAD = 32 * config.warps, config.ahead
+    split_keys = parts.make_split_keys(config.keys)
+
+    @device
+    def share_of(split, n):
+        keys = split_keys(n)
+        lo, used = split * keys, quotient(n + keys - 1, keys)
+        return lo, lo + keys if lo + keys < n else n, used
+
+    @device
+    def ask_early(next_k, next_v, k, v, base, t):
+        lo, hi, _ = share_of(int64(cuda.blockIdx.x), t + 1)
+        if AHEAD:  # the new key is not there yet
+            ask(next_k, next_v, k, v, base, lo, hi if hi < t else t)
+        first, count = base + lo * D, (hi - lo) * D
+        count = count if count < MOST else int64(MOST)
+        for i in range(cuda.threadIdx.x * LINE, count, THREADS * LINE):
+            prefetch(k, first + i)
+            prefetch(v, first + i)
+
+    @device
+    def begin(next_k, next_v, k, v, lengths_B, rows_B, G, S):
+        g, b = int64(cuda.blockIdx.y), int64(cuda.blockIdx.z)
+        if overlap:
+            let_next_start()
+            if not ready:
+                wait_for_previous()
+        t, row = int64(lengths_B[b]), int64(rows_B[b])
+        live, base = row >= 0 and t >= 0 and t < S, (row * G + g) * S * D
+        if overlap and ready:
+            if live:
+                ask_early(next_k, next_v, k, v, base, t)
+            wait_for_previous()
+        return t, base, live
+
+    return share_of, begin
+
+
+def make_combine(D, HEADS, WARPS):
+    """-> combine(o, to, count, ...): the warps' results become one; of several splits the last to come merges all of them.
+    It writes `count` heads.
+    """
+    merge = parts.make_merge(D, HEADS, WARPS)
+    gather, put, finish, merge_splits = merge.gather, merge.put, merge.finish, merge.merge_splits
+    SIZE, THREADS = HEADS * D, 32 * WARPS
+
+    @device
+    def combine(
+        o, to, count, acc_s, m_s, l_s, weight_s, part, m_part, l_part, counters, place, split,
+        splits, used,
+    ):  # fmt: skip
+        acc, first = cuda.local.array(4, float32), place * splits
+        for j in range(4 * cuda.threadIdx.x, SIZE, 4 * THREADS):
+            top, total = gather(acc, acc_s, m_s, l_s, j)
+            if used > 1:
+                put(part, m_part, l_part, first + split, j, acc, top, total)
+            else:
+                finish(o, to, count, j, acc, total)
+        if used > 1 and arrive_last(counters, place, used):
+            merge_splits(o, to, count, acc_s, l_s, weight_s, part, m_part, l_part, first, used)
+
+    return combine
+
+
+@functools.cache
+def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
+    """GROUP: H / G. half: bf16. overlap: see wait_for_previous in _ptx.py. ready: lengths, rows and the cache may be read
+    before it.
+    """
+    HEADS, WARPS = heads_of(half, GROUP), config.warps
+    AHEAD = config.ahead and half and overlap and ready  # the first keys have been asked for
+    CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
+    QUERIES, SIZE, ROWS = HEADS * D, WARPS * HEADS * D, WARPS * HEADS
+    WEIGHTS, KEYS, VALUES = MAX_SPLITS * HEADS, (2, D // 16, 2), (D // 8, 2)
+    element = types.uint16 if half else float32
+    new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
+    ask, attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, WARPS, config.ahead)
+    share_of, begin = make_begin(D, half, overlap, ready, config, ask)
+    combine = make_combine(D, HEADS, WARPS)
+
+    @kernel(THREADS)
+    def decode_attention_kernel(
+        o, part, m_part, l_part, counters, k, v, qkv, lengths_B, rows_B, q_w_D, k_w_D, cos, sin,
+        G, S, eps, scale,
+    ):  # fmt: skip
+        """Grid (splits, G, B), block THREADS. All arrays flat.
+
+        part, m_part, l_part: acc, m, l of (B, G, CHUNKS, splits); counters (B G CHUNKS), zeros before and after.
+        """
+        # Numba aligns a shared array to its element: these two are read 16 bytes at a time
+        q_s = cuda.shared.array(QUERIES, element, alignment=16)
+        acc_s = cuda.shared.array(SIZE, float32, alignment=16)
+        weight_s = cuda.shared.array(WEIGHTS, float32)
+        m_s, l_s = cuda.shared.array(ROWS, float32), cuda.shared.array(ROWS, float32)
+        next_k, next_v = cuda.local.array(KEYS, uint32), cuda.local.array(VALUES, uint32)
+        split, splits = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
+        g, b = int64(cuda.blockIdx.y), int64(cuda.blockIdx.z)
+        out = (b * G + g) * GROUP * D
+        t, base, live = begin(next_k, next_v, k, v, lengths_B, rows_B, G, S)
+        if not live:
+            for i in range(cuda.threadIdx.x, GROUP * D if split == 0 else 0, THREADS):
+                store1(o, out + i, float32(0.0))
+            return
+        lo, hi, used = share_of(split, t + 1)
+        if split >= used:
+            return
+        x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
+        key, value = x + (G * GROUP + g) * D, x + (G * GROUP + G + g) * D
+        for chunk in range(CHUNKS):
+            owner, h0 = split == used - 1 and chunk == 0, chunk * HEADS
+            new_heads(
+                q_s, k, v, qkv, x + g * GROUP * D, key, value, base + t * D, owner, h0, q_w_D,
+                k_w_D, cos, sin, t, eps,
+            )  # fmt: skip
+            cuda.syncthreads()  # the queries, and the new key and value in the cache
+            ahead = next_k, next_v, t if AHEAD and chunk == 0 else lo
+            attend(acc_s, m_s, l_s, q_s, *ahead, k, v, base, lo, hi, scale * LOG2E)
+            cuda.syncthreads()
+            combine(
+                o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, part, m_part, l_part,
+                counters, (b * G + g) * CHUNKS + chunk, split, splits, used,
+            )  # fmt: skip
+            if CHUNKS > 1:
+                cuda.syncthreads()  # everybody has left shared memory
+
+    return decode_attention_kernel, HEADS, CHUNKS
+
+
+# ----------------------------------------------------------------------------- launcher
+# (device, stream of the launch or the capture, size) -> zeros; a launch leaves them as it found them. Kept, since graphs know
+# their address, and in no pool: in a graph's pool they could lie where an earlier graph of that pool writes.
+_counters: dict = {}
+
+
+def _zero_counters(like, n):
+    if isinstance(like, SimArray):
+        return zeros(like, n, np.int32)
+    n = max(1 << (n - 1).bit_length(), 1 << 12)
+    key = like.device.id, cupy().cuda.get_current_stream().ptr, n
+    if key not in _counters:
+        _counters[key] = upload(bytes(4 * n)).view(np.int32)
+    return _counters[key]
+
+
+def decode_attention(
+    qkv_BP: Array,
+    k_RGSD: Array,
+    v_RGSD: Array,
+    lengths_B: Array,
+    rows_B: Array,
+    cos_PR: Array,
+    sin_PR: Array,
+    q_w_D: Array | None,
+    k_w_D: Array | None,
+    eps: float,
+    scale: float,
+    cache_ready: bool = False,
+    batch_invariant: bool = False,
+) -> Array:
+    """-> o (B, H D) like qkv; keys and values of the B new tokens are appended to the cache.
+
+    qkv, caches float32 or all bf16; lengths, rows (B,) int32, in the memory of the device: nothing here depends on their
+    values. cos, sin (P, D/2), P >= S, and the norm weights (D,), both or none, float32. No two tokens may share a row.
+    cache_ready: the kernel launched last writes neither the cache nor lengths, rows; reading them may begin before it ends.
+    batch_invariant: a row gets the bits that it gets alone. Otherwise they may differ between few rows and many.
+    """
+    op = "decode_attention"
+    weights = _check(op, qkv_BP, k_RGSD, v_RGSD, lengths_B, rows_B, cos_PR, sin_PR, q_w_D, k_w_D)
+    (R, G, S, D), (B, P) = k_RGSD.shape, qkv_BP.shape
+    H = P // D - 2 * G
+    tables = (lengths_B, rows_B, cos_PR, sin_PR)
+    if on_host(qkv_BP, k_RGSD, v_RGSD, *tables, *weights):
+        check((rows_B < R).all(), f"{op}: row {rows_B.max(initial=0)}, the cache has {R}")
+        return decode_attention_ref(qkv_BP, k_RGSD, v_RGSD, *tables, q_w_D, k_w_D, eps, scale)
+    check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels have {WIDTHS}")
+    check(max(B, G) < 2**16, f"{op}: {B} rows of {G} heads in one launch, at most 65535 of each")
+    o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
+    flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
+    check(on_16_bytes(*flat[:2]), f"{op}: the cache does not begin at a multiple of 16 bytes")
+    config = choose(D, heads_of(half, group), G if batch_invariant else B * G)
+    overlap, splits = can_overlap(qkv_BP), parts.splits_of(S, config.keys)
+    variant = D, group, half, bool(weights), overlap, cache_ready, config
+    decode_kernel, heads, chunks = make_decode_kernel(*variant)
+    blocks = B * G * chunks
+    part, m_part, l_part = (
+        empty(qkv_BP, n * (splits if splits > 1 else 0), np.float32)
+        for n in (blocks * heads * D, blocks * heads, blocks * heads)
+    )
+    counters = _zero_counters(qkv_BP, blocks)
+    cos, sin = cos_PR.reshape(-1), sin_PR.reshape(-1)
+    norms = weights or (cos, cos)  # a kernel takes no None
+    arrays = (o_BC.reshape(-1), part, m_part, l_part, counters, *flat, lengths_B, rows_B, *norms)
+    scalars = (G, S, np.float32(eps), np.float32(scale))
+    grid, threads = (splits, G, B), 32 * config.warps
+    launch(decode_kernel, grid, threads, *arrays, cos, sin, *scalars, overlap=overlap)
+    return o_BC
+
+
+def _check(op, qkv_BP, k_RGSD, v_RGSD, lengths_B, rows_B, cos_PR, sin_PR, q_w_D, k_w_D):
+    """-> the norm weights, () if there are none"""
+    _, G, S, D = check_cache(op, k_RGSD, v_RGSD)
+    check_tables(op, cos_PR, sin_PR, D)
+    check(cos_PR.shape[0] >= S, f"{op}: tables of {cos_PR.shape[0]} positions, the cache has {S}")
+    check_array(op, "qkv", qkv_BP, (None, None), (k_RGSD.dtype.name,))
+    B, P = qkv_BP.shape
+    H = P // D - 2 * G
+    check(P % D == 0 and H > 0 and H % G == 0, f"{op}: qkv of {P} columns, heads of {D}, {G} of k")
+    check((q_w_D is None) == (k_w_D is None), f"{op}: give both norm weights or none")
+    weights = () if q_w_D is None else (q_w_D, k_w_D)
+    for w in weights:
+        check_array(op, "norm weight", w, (D,))
+    check_int32(op, "lengths", lengths_B, B)
+    check_int32(op, "rows", rows_B, B)
+    return weights

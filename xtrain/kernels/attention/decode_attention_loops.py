@@ -1,0 +1,257 @@
+"""The loop over the keys of decode_attention.py, twice: plain, to be read, and on tensor cores.
+
+Both attend to keys lo .. hi - 1 of one key head with all its query heads at once, so a key is read once, and leave each warp's
+m, l and acc (_decode_attention_parts.py) in shared memory. Neither copies keys or values to shared memory: a warp owns whole
+tiles of keys, and nobody else needs them.
+
+On tensor cores, 16 keys at a time. A product's inner index may run in any order if both operands have the same one. So lane
+4 g + t reads 16 neighbouring bytes of key g, where mma_bf16 asks for scattered pairs, and q is read in the same order:
+
+    D = 64     lane t of key g    channels 8 t .. 8 t + 7, then 32 + 8 t .. 32 + 8 t + 7
+               inner index        step 0: the first 4 of each lane, step 1: its last 4; steps 2, 3 likewise
+
+Of the values lane 4 g + t reads keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, channels 8 g .. 8 g + 7. mma_bf16 wants two keys of one
+channel in a register: the halves of two words, put together. Column g of tile i of the result is then channel 8 g + i.
+"""
+
+import functools
+
+from numba import cuda, float32, uint32
+
+from ..primitives.ptx import device, load1, load4
+from ..primitives.reduce import FULL, NEG_INF, warp_max, warp_sum
+from ..primitives.tensor_cores import exp2, mma_bf16
+from ..primitives.tiles import make_fill, make_pack
+from ..primitives.words import (
+    load_words2,
+    load_words4,
+    load_words4_shared,
+    load_words8,
+    load_words8_shared,
+)
+from .flash_attention_bf16 import LOWEST, make_hide_keys, make_softmax
+
+TILE = 16  # keys, on tensor cores
+
+
+# ----------------------------------------------------------------------------- plain
+@functools.cache
+def make_attend_plain(D, HEADS, WARPS, AHEAD=False):
+    """A lane owns a key while scores are computed, then channels while values are added up. q_s: float32.
+    next_k, next_v, ask: see make_attend_tensor; here nothing is asked for.
+    """
+    W = -(-D // 32)  # channels of a lane
+    SIZE, WEIGHTS = HEADS * D, WARPS * HEADS * 32
+
+    @device
+    def ask(next_k, next_v, k, v, base, lo, hi):
+        pass
+
+    @device
+    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, asked, k, v, base, lo, hi, scale):
+        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        p_s = cuda.shared.array(WEIGHTS, float32)
+        s, top, total = (
+            cuda.local.array(HEADS, float32),
+            cuda.local.array(HEADS, float32),
+            cuda.local.array(HEADS, float32),
+        )
+        acc, k_4 = cuda.local.array((HEADS, W), float32), cuda.local.array(4, float32)
+        for h in range(HEADS):
+            top[h], total[h] = LOWEST, float32(0.0)
+            for w in range(W):
+                acc[h, w] = float32(0.0)
+        for n0 in range(lo + 32 * warp, hi, 32 * WARPS):
+            n = n0 + lane if n0 + lane < hi else hi - 1
+            for h in range(HEADS):
+                s[h] = float32(0.0)
+            for d in range(0, D, 4):
+                load4(k_4, k, base + n * D + d)
+                for h in range(HEADS):
+                    for j in range(4):
+                        s[h] += q_s[h * D + d + j] * k_4[j]
+            for h in range(HEADS):
+                score = s[h] * scale if n0 + lane < hi else NEG_INF
+                new = warp_max(score)
+                new = new if new > top[h] else top[h]
+                shrink, weight = exp2(top[h] - new), exp2(score - new)
+                top[h], total[h] = new, total[h] * shrink + weight
+                for w in range(W):
+                    acc[h, w] *= shrink
+                p_s[(warp * HEADS + h) * 32 + lane] = weight
+            cuda.syncwarp()  # the weights of all 32 keys are there
+            for i in range(32 if n0 + 32 < hi else hi - n0):
+                for w in range(W):
+                    d = lane + 32 * w
+                    value = load1(v, base + (n0 + i) * D + d) if d < D else float32(0.0)
+                    for h in range(HEADS):
+                        acc[h, w] += p_s[(warp * HEADS + h) * 32 + i] * value
+            cuda.syncwarp()  # and have been read
+        for h in range(HEADS):
+            row_total = warp_sum(total[h])
+            if lane == 0:
+                m_s[warp * HEADS + h], l_s[warp * HEADS + h] = top[h], row_total
+            for w in range(W):
+                if lane + 32 * w < D:
+                    acc_s[warp * SIZE + h * D + lane + 32 * w] = acc[h, w]
+
+    return ask, attend
+
+
+# ----------------------------------------------------------------------------- on tensor cores
+@functools.cache
+def make_load_operands(D, HEADS):
+    """-> load_q(fq (D / 16, 4), q_s), load_k(fk (2, D / 16, 2), k, base, n0, hi), load_v(fv (D / 8, 2), v, base, n0, hi)
+
+    Left operands of heads 0..7 and 8..15; right ones of 16 keys: of k two tiles of 8, of v tiles of 8 channels. A key beyond
+    the last one, hi - 1, is the last one again.
+    """
+    QUADS = max(D // 32, 1)  # of lanes, that is reads of a lane per key
+    WIDE = D >= 32  # a read is 8 elements; for D = 16 it is 4
+    EACH = 8 if WIDE else 4
+    VALUES = min(D // 8, 8)  # elements of a lane's read of v
+    READS = D // (8 * VALUES)
+    BLOCKS = HEADS // 8
+    WORDS, PAIRS = 4 if WIDE else 2, max(VALUES // 2, 1)
+
+    @device
+    def load_q(fq, q_s):
+        lane = cuda.threadIdx.x & 31
+        words = cuda.local.array(4, uint32)
+        for c in range(QUADS):
+            for r in range(2):  # heads g, g + 8: registers r and 2 + r
+                if r < BLOCKS:
+                    at = ((lane >> 2) + 8 * r) * D + 32 * c + EACH * (lane & 3)
+                    if WIDE:
+                        load_words8_shared(words, q_s, at)
+                    else:
+                        load_words4_shared(words, q_s, at)
+                for i in range(WORDS):
+                    fq[2 * c + i // 2, 2 * (i % 2) + r] = words[i] if r < BLOCKS else uint32(0)
+
+    @device
+    def load_k(fk, k, base, n0, hi):
+        lane = cuda.threadIdx.x & 31
+        words = cuda.local.array(4, uint32)
+        for m in range(2):
+            n = n0 + 8 * m + (lane >> 2)
+            n = n if n < hi else hi - 1
+            for c in range(QUADS):
+                at = base + n * D + 32 * c + EACH * (lane & 3)
+                if WIDE:
+                    load_words8(words, k, at)
+                else:
+                    load_words4(words, k, at)
+                for i in range(WORDS):
+                    fk[m, 2 * c + i // 2, i % 2] = words[i]
+
+    @device
+    def load_v(fv, v, base, n0, hi):
+        lane = cuda.threadIdx.x & 31
+        even, odd = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        for m in range(2):  # keys 2t, 2t + 1, then 2t + 8, 2t + 9: registers 0 and 1
+            n = n0 + 8 * m + 2 * (lane & 3)
+            n, more = n if n < hi else hi - 1, n + 1 if n + 1 < hi else hi - 1
+            for c in range(READS):
+                d = base + 64 * c + VALUES * (lane >> 2)
+                if VALUES == 8:
+                    load_words8(even, v, n * D + d)
+                    load_words8(odd, v, more * D + d)
+                elif VALUES == 4:
+                    load_words4(even, v, n * D + d)
+                    load_words4(odd, v, more * D + d)
+                else:
+                    load_words2(even, v, n * D + d)
+                    load_words2(odd, v, more * D + d)
+                for i in range(PAIRS):
+                    low = uint32(even[i] & uint32(0xFFFF)) | uint32(odd[i] << uint32(16))
+                    high = uint32(even[i] >> uint32(16)) | uint32(odd[i] & uint32(0xFFFF0000))
+                    fv[c * VALUES + 2 * i, m] = uint32(low)
+                    fv[c * VALUES + 2 * i + 1, m] = uint32(high)
+
+    return load_q, load_k, load_v
+
+
+@functools.cache
+def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
+    """-> ask(next_k (2, D / 16, 2), next_v (D / 8, 2), k, v, base, lo, hi): a warp asks for its first keys and values
+    attend(acc_s, m_s, l_s, q_s, next_k, next_v, asked, k, v, base, lo, hi, scale)
+
+    HEADS: 8 or 16 rows of a left operand; with 8 the other rows are zeros. q_s: bf16. AHEAD: the next keys are under way
+    while these are dealt with. asked: first key of a warp from which on nobody has asked yet.
+    """
+    STEPS, TILES, SIZE = D // 16, D // 8, HEADS * D
+    VALUES, BLOCKS = min(D // 8, 8), HEADS // 8
+    load_q, load_k, load_v = make_load_operands(D, HEADS)
+    hide_keys, add_scores = make_hide_keys(1, 2, False), make_softmax(1, 2, TILES)
+    clear_s, (clear_acc, fill, _) = make_fill(1, 2)[0], make_fill(1, TILES)
+    pack = make_pack(1)
+
+    @device
+    def put(acc_s, m_s, l_s, acc, top, total, scale):
+        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        for r in range(BLOCKS):
+            h = (lane >> 2) + 8 * r
+            row_total = total[0, r] + cuda.shfl_xor_sync(FULL, total[0, r], 1)
+            row_total += cuda.shfl_xor_sync(FULL, row_total, 2)
+            if lane & 3 == 0:
+                m_s[warp * HEADS + h], l_s[warp * HEADS + h] = top[0, r] * scale, row_total
+            for i in range(TILES):
+                for e in range(2):  # column 2 t + e of tile i
+                    d = i // VALUES * 64 + VALUES * (2 * (lane & 3) + e) + i % VALUES
+                    acc_s[warp * SIZE + h * D + d] = acc[0, i, 2 * r + e]
+
+    @device
+    def take(fk, fv, next_k, next_v):
+        for i in range(STEPS):
+            for j in range(2):
+                for m in range(2):
+                    fk[m, i, j] = next_k[m, i, j]
+        for i in range(TILES):
+            for m in range(2):
+                fv[i, m] = next_v[i, m]
+
+    @device
+    def ask(next_k, next_v, k, v, base, lo, hi):
+        first = lo + TILE * (cuda.threadIdx.x >> 5)
+        if first < hi:
+            load_k(next_k, k, base, first, hi)
+            load_v(next_v, v, base, first, hi)
+
+    @device
+    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, asked, k, v, base, lo, hi, scale):
+        fq, fk = (
+            cuda.local.array((STEPS, 4), uint32),
+            cuda.local.array((2, STEPS, 2), uint32),
+        )
+        fv, fp = cuda.local.array((TILES, 2), uint32), cuda.local.array((1, 4), uint32)
+        s, acc = cuda.local.array((1, 2, 4), float32), cuda.local.array((1, TILES, 4), float32)
+        top, total = cuda.local.array((1, 2), float32), cuda.local.array((1, 2), float32)
+        clear_acc(acc)
+        fill(top, LOWEST)
+        fill(total, float32(0.0))
+        first = lo + TILE * (cuda.threadIdx.x >> 5)
+        if AHEAD and first + TILE > asked:
+            ask(next_k, next_v, k, v, base, lo, hi)
+        load_q(fq, q_s)
+        for n0 in range(first, hi, TILE * WARPS):
+            if AHEAD:
+                take(fk, fv, next_k, next_v)
+                if n0 + TILE * WARPS < hi:
+                    load_k(next_k, k, base, n0 + TILE * WARPS, hi)
+                    load_v(next_v, v, base, n0 + TILE * WARPS, hi)
+            else:
+                load_k(fk, k, base, n0, hi)
+                load_v(fv, v, base, n0, hi)
+            clear_s(s)
+            for i in range(STEPS):
+                for m in range(2):
+                    mma_bf16(s[0, m], fq[i], fk[m, i])
+            hide_keys(s, 0, n0, hi, 0)
+            add_scores(s, acc, top, total, scale)
+            pack(fp, s, 0)
+            for i in range(TILES):
+                mma_bf16(acc[0, i], fp[0], fv[i])
+        put(acc_s, m_s, l_s, acc, top, total, scale)
+
+    return ask, attend

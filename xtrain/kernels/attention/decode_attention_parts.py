@@ -1,0 +1,296 @@
+"""What surrounds the loop over the keys in decode_attention.py: new heads in, partial results together.
+
+All shared memory is flat. HEADS: query heads of a block, 8 or 16, of one key head; absent ones are zeros.
+"""
+
+import functools
+import math
+from types import SimpleNamespace
+
+from numba import cuda, float32, int32, int64, uint32
+from numba.cuda.libdevice import rsqrtf
+
+from ..primitives.ptx import (
+    atomic_add_in_order,
+    device,
+    load1,
+    load4,
+    load4_shared,
+    store1,
+    store4,
+    store4_shared,
+)
+from ..primitives.reduce import NEG_INF, warp_max, warp_sum
+from ..primitives.tensor_cores import exp2
+
+LOG2E = float32(math.log2(math.e))
+CHUNK = 256  # keys of a split, at least: four rounds of a warp, so that reading them outweighs the rest of its work
+FEW_CHUNK = 192  # where few key heads leave multiprocessors idle; shorter ones make more to merge than they save
+MAX_SPLITS = 32  # of a row's keys: lanes of the warp that merges them
+AT_ONCE = 8  # partial results that a thread asks for before it adds them
+
+
+def splits_of(S: int, keys: int) -> int:
+    """How many blocks share the keys of a head when a row holds S tokens. keys: of a split, at least"""
+    return min(MAX_SPLITS, -(-S // keys))
+
+
+@device
+def quotient(a, b):
+    """a // b for 0 <= a, b < 2^32: a division of 64-bit numbers takes several times as long."""
+    return int64(uint32(a) // uint32(b))
+
+
+@functools.cache
+def make_split_keys(CHUNK):
+    """-> split_keys(n): keys of one split in a row of n. It depends on n alone, and so do all bits of the result."""
+
+    @device
+    def split_keys(n):
+        used = (n + CHUNK - 1) // CHUNK
+        used = used if used < MAX_SPLITS else int64(MAX_SPLITS)
+        return (quotient(n + used - 1, used) + 15) // 16 * 16
+
+    return split_keys
+
+
+@functools.cache
+def make_pairs(D, NORMALISE):
+    """A warp holds a head: a lane PLANES pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2.
+
+    load_pairs(x1, x2, x, first)                       from x[first]
+    load_angles(c, s, cos, sin, p)                     of position p; cos, sin: flat
+    turn(out, to, x1, x2, w_D, c, s, eps)              the head normed and turned, to out[to]
+    put_pairs(out, to, x1, x2)                         as it is
+    """
+    R = D // 2
+    PLANES = -(-R // 32)
+
+    @device
+    def load_pairs(x1, x2, x, first):
+        for i in range(PLANES):
+            r = (cuda.threadIdx.x & 31) + 32 * i
+            x1[i], x2[i] = float32(0.0), float32(0.0)
+            if r < R:
+                x1[i], x2[i] = load1(x, first + r), load1(x, first + r + R)
+
+    @device
+    def load_angles(c, s, cos, sin, p):
+        for i in range(PLANES):
+            r = (cuda.threadIdx.x & 31) + 32 * i
+            c[i], s[i] = float32(0.0), float32(0.0)
+            if r < R:
+                c[i], s[i] = cos[p * R + r], sin[p * R + r]
+
+    @device
+    def put_pairs(out, to, x1, x2):
+        for i in range(PLANES):
+            r = (cuda.threadIdx.x & 31) + 32 * i
+            if r < R:
+                store1(out, to + r, x1[i])
+                store1(out, to + r + R, x2[i])
+
+    @device
+    def turn(out, to, x1, x2, w_D, c, s, eps):
+        y1, y2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        acc, rstd = float32(0.0), float32(1.0)
+        if NORMALISE:
+            for i in range(PLANES):
+                acc += x1[i] * x1[i] + x2[i] * x2[i]
+            rstd = rsqrtf(warp_sum(acc) * float32(1 / D) + eps)
+        for i in range(PLANES):
+            r = (cuda.threadIdx.x & 31) + 32 * i
+            u1, u2 = x1[i], x2[i]
+            if NORMALISE and r < R:
+                u1 *= rstd * w_D[r]
+                u2 *= rstd * w_D[r + R]
+            y1[i], y2[i] = u1 * c[i] - u2 * s[i], u2 * c[i] + u1 * s[i]
+        put_pairs(out, to, y1, y2)
+
+    return load_pairs, load_angles, turn, put_pairs, PLANES
+
+
+@functools.cache
+def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
+    """-> new_heads(q_s, k, v, qkv, ...): the block's queries into shared memory; the new key and value into the cache.
+
+    qkv[x]: the first query head of the key head; absent heads of q_s become zeros. owner: this block appends, at k[at], v[at];
+    key, value: where they begin in qkv. A warp asks for all its heads before it deals with the first.
+    """
+    load_pairs, load_angles, turn, put_pairs, PLANES = make_pairs(D, NORMALISE)
+    EACH = -(-HEADS // WARPS)
+    FULL_CHUNKS = GROUP % HEADS == 0
+
+    @device
+    def new_heads(q_s, k, v, qkv, x, key, value, at, owner, h0, q_w_D, k_w_D, cos, sin, p, eps):
+        warp = cuda.threadIdx.x >> 5
+        x1, x2 = (
+            cuda.local.array((EACH, PLANES), float32),
+            cuda.local.array((EACH, PLANES), float32),
+        )
+        more1, more2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        c, s = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        load_angles(c, s, cos, sin, p)
+        for j in range(EACH):
+            h = h0 + warp + j * WARPS
+            h = h if h < GROUP else GROUP - 1  # where there are more warps than heads, too
+            load_pairs(x1[j], x2[j], qkv, x + h * D)
+        if owner and warp >= WARPS - 2:
+            load_pairs(more1, more2, qkv, key if warp == WARPS - 1 else value)
+        for j in range(EACH):
+            if not FULL_CHUNKS and h0 + warp + j * WARPS >= GROUP:
+                for i in range(PLANES):
+                    x1[j, i], x2[j, i] = float32(0.0), float32(0.0)
+            if warp + j * WARPS < HEADS:
+                turn(q_s, (warp + j * WARPS) * D, x1[j], x2[j], q_w_D, c, s, eps)
+        if owner and warp == WARPS - 1:
+            turn(k, at, more1, more2, k_w_D, c, s, eps)
+        if owner and warp == WARPS - 2:
+            put_pairs(v, at, more1, more2)
+
+    return new_heads
+
+
+@functools.cache
+def make_merge(D, HEADS, WARPS):
+    """Partial softmax results: m, the largest score (times log2 e), l, the sum of exp2(score - m), and acc, the sum of
+    exp2(score - m) v. Two of them are one with M = max m: factors exp2(m - M), added up in a fixed order. A thread has 4
+    neighbouring elements of acc, j .. j + 3, of one head.
+
+    gather(acc, acc_s, m_s, l_s, j) -> m, l            of all warps' results
+    put(part, m_part, l_part, i, j, acc, top, total)   with these m and l, as number i into global memory
+    finish(o, to, count, j, acc, total)                o[to + j] = acc / l, if it belongs to the first `count` heads
+    merge_splits: see make_merge_splits
+    """
+    SIZE = HEADS * D
+
+    @device
+    def gather(acc, acc_s, m_s, l_s, j):
+        h, values = j // D, cuda.local.array(4, float32)
+        top, total = m_s[h], float32(0.0)
+        for w in range(1, WARPS):
+            top = top if top > m_s[w * HEADS + h] else m_s[w * HEADS + h]
+        for e in range(4):
+            acc[e] = float32(0.0)
+        for w in range(WARPS):
+            weight = exp2(m_s[w * HEADS + h] - top)
+            total += l_s[w * HEADS + h] * weight
+            load4_shared(values, acc_s, w * SIZE + j)
+            for e in range(4):
+                acc[e] += values[e] * weight
+        return top, total
+
+    @device
+    def put(part, m_part, l_part, i, j, acc, top, total):
+        store4(part, i * SIZE + j, acc)
+        if j % D == 0:
+            m_part[i * HEADS + j // D], l_part[i * HEADS + j // D] = top, total
+
+    @device
+    def finish(o, to, count, j, acc, total):
+        if j // D < count:
+            for e in range(4):
+                acc[e] /= total
+            store4(o, to + j, acc)
+
+    merge_splits = make_merge_splits(D, HEADS, WARPS, finish)
+    return SimpleNamespace(gather=gather, put=put, finish=finish, merge_splits=merge_splits)
+
+
+@functools.cache
+def make_weigh(HEADS, WARPS):
+    """-> weigh(weight_s, l_s, m_part, l_part, first, used): the splits' weights, 0 from `used` on, and the sum of their l"""
+    EACH = -(-HEADS // WARPS)
+
+    @device
+    def weigh(weight_s, l_s, m_part, l_part, first, used):
+        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        m, total = cuda.local.array(EACH, float32), cuda.local.array(EACH, float32)
+        for j in range(EACH):  # a lane per split
+            h = warp + j * WARPS
+            i, there = (first + lane) * HEADS + h, lane < used and h < HEADS
+            m[j] = m_part[i] if there else NEG_INF
+            total[j] = l_part[i] if there else float32(0.0)
+        for j in range(EACH):
+            h = warp + j * WARPS
+            if h < HEADS:
+                weight = exp2(m[j] - warp_max(m[j]))
+                weight_s[lane * HEADS + h] = weight
+                row_total = warp_sum(total[j] * weight)
+                if lane == 0:
+                    l_s[h] = row_total
+
+    return weigh
+
+
+@functools.cache
+def make_merge_splits(D, HEADS, WARPS, finish):
+    """-> merge_splits(o, to, count, acc_s, l_s, weight_s, part, m_part, l_part, first, used): the partial results with
+    numbers first .. first + used - 1 from global memory become one, and `count` heads of o.
+    """
+    THREADS, SIZE = 32 * WARPS, HEADS * D
+    weigh = make_weigh(HEADS, WARPS)
+    ONCE, SHARES = SIZE <= 4 * THREADS, max(4 * THREADS // SIZE, 1)
+    QUADS = THREADS // SHARES
+    assert not ONCE or 4 * QUADS == SIZE, f"{WARPS} warps cannot share {SIZE} sums evenly"
+
+    @device
+    def ask(values, part, first, s, end, j):
+        """For parts s .. s + AT_ONCE - 1, below end; instead of later ones the last again."""
+        for i in range(AT_ONCE):
+            split = s + i if s + i < end else end - 1
+            load4(values[i], part, (first + split) * SIZE + j)
+
+    @device
+    def merge_splits(o, to, count, acc_s, l_s, weight_s, part, m_part, l_part, first, used):
+        """weight_s: MAX_SPLITS HEADS floats. The caller's barrier is before.
+
+        Where there are more threads than quadruples of acc, SHARES of them have a part of the splits each.
+        """
+        tid = cuda.threadIdx.x
+        share, place = tid // QUADS, tid % QUADS
+        each = (used + SHARES - 1) // SHARES
+        begin = share * each
+        end = begin + each if begin + each < used else used
+        values, acc = cuda.local.array((AT_ONCE, 4), float32), cuda.local.array(4, float32)
+        if ONCE and begin < end:  # beside what the weights are made of
+            ask(values, part, first, begin, end, 4 * place)
+        weigh(weight_s, l_s, m_part, l_part, first, used)
+        cuda.syncthreads()
+        for j in range(4 * place, SIZE, 4 * THREADS):
+            for e in range(4):
+                acc[e] = float32(0.0)
+            for s in range(begin, end, AT_ONCE):
+                if not ONCE or s > begin:
+                    ask(values, part, first, s, end, j)
+                for i in range(AT_ONCE):  # always in this order: same bits every run
+                    weight = weight_s[(s + i) * HEADS + j // D] if s + i < end else float32(0.0)
+                    for e in range(4):
+                        acc[e] += values[i, e] * weight
+            if SHARES == 1:
+                finish(o, to, count, j, acc, l_s[j // D])
+            elif share > 0:
+                store4_shared(acc_s, share * SIZE + j, acc)
+        if SHARES > 1:
+            cuda.syncthreads()
+            if share == 0:
+                for i in range(1, SHARES):
+                    load4_shared(values[0], acc_s, i * SIZE + 4 * place)
+                    for e in range(4):
+                        acc[e] += values[0, e]
+                finish(o, to, count, 4 * place, acc, l_s[4 * place // D])
+
+    return merge_splits
+
+
+@device
+def arrive_last(counters, i, used):
+    """A barrier for the block. -> is it the last of `used` blocks to come here? Then it sees what the others wrote."""
+    last = cuda.shared.array(1, int32)
+    cuda.syncthreads()  # the block's writes come before thread 0's addition
+    if cuda.threadIdx.x == 0:
+        last[0] = int32(atomic_add_in_order(counters, i, int32(1)) == used - 1)
+        if last[0]:
+            cuda.atomic.exch(counters, i, 0)  # for the next launch; nobody here waits for it
+    cuda.syncthreads()
+    return last[0] != 0

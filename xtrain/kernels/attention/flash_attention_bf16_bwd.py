@@ -1,0 +1,310 @@
+"""FlashAttention-2 on tensor cores, backward. No atomics: every gradient is summed by one warp, in a fixed order.
+
+    dQ kernel       a block owns BM queries and walks over the keys          S, dP, dQ: 3 products per tile
+    dK, dV kernel   a block owns BN keys and walks over the queries          S, dP, dV, dK: 4 products
+
+Scores are computed twice; atomics on dQ would save that, and give other bits in every run.
+
+The dQ kernel runs first. It also finds delta = rowsum(dO O), which both need, in the registers where it uses it.
+
+The dK, dV kernel works on the transposes, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are born where the tensor
+core wants its left operand. For D = 128, _flash_attention_bf16_pairs.py shares this work between two warps.
+"""
+
+import functools
+
+from numba import cuda, float32, int32, int64, uint16
+
+from ..primitives.ptx import device, kernel, load1, load8, store1
+from ..primitives.reduce import FULL
+from ..primitives.tensor_cores import (
+    commit_copies,
+    copy4_async,
+    exp2,
+    load2_shared,
+    opaque,
+    wait_copies,
+    warp_id,
+)
+from ..primitives.tiles import (
+    make_add_product,
+    make_copy,
+    make_copy_two,
+    make_fill,
+    make_scores,
+    make_store,
+)
+from .flash_attention_bf16 import LOG2E, NEG_INF, make_hide_keys
+
+
+def dq_shared_bytes(D, config) -> int:
+    BM, BN = config[:2]
+    return 2 * D * (2 * BM + 4 * BN)  # Q, dO, two stages of K and V
+
+
+def stage_elements(D, BM) -> int:
+    """Q, dO, and in float32 lse and delta, of BM queries; a multiple of 256 bytes, see _tiles.py"""
+    return 2 * BM * D + -(-4 * BM // 128) * 128
+
+
+def dkdv_shared_bytes(D, config) -> int:
+    BN, BM = config[:2]
+    return 2 * (2 * BN * D + 2 * stage_elements(D, BM))
+
+
+# ----------------------------------------------------------------------------- dQ
+@functools.cache
+def make_statistics(D, MT):
+    """-> statistics(shift, delta, do, o, first, stride, lse, out, i, valid) of a warp's 16 MT rows, in all lanes of a row:
+
+    shift = lse log2 e,  delta = rowsum(dO O), also written to out[i], out[i + 1], ...
+    """
+    CHUNKS = D // 8
+    STEPS = -(-CHUNKS // 4)
+
+    @device
+    def statistics(shift, delta, do, o, first, stride, lse, out, i, valid):
+        lane = cuda.threadIdx.x & 31
+        x, y = cuda.local.array(8, float32), cuda.local.array(8, float32)
+        for m in range(MT):
+            for r in range(2):
+                row = 16 * m + 8 * r + (lane >> 2)
+                dot = float32(0.0)
+                for j in range(STEPS):  # the four lanes of a row read neighbouring chunks
+                    chunk = 4 * j + (lane & 3)
+                    if row < valid and chunk < CHUNKS:
+                        load8(x, do, first + row * stride + 8 * chunk)
+                        load8(y, o, first + row * stride + 8 * chunk)
+                        for e in range(8):
+                            dot += x[e] * y[e]
+                dot += cuda.shfl_xor_sync(FULL, dot, 1)
+                dot += cuda.shfl_xor_sync(FULL, dot, 2)
+                shift[m, r], delta[m, r] = float32(0.0), dot
+                if row < valid:
+                    shift[m, r] = load1(lse, i + row) * LOG2E
+                    if lane & 3 == 0:
+                        store1(out, i + row, dot)
+
+    return statistics
+
+
+@functools.cache
+def make_row_gradients(MT, NT):
+    """-> row_gradients(s, dp, shift, delta, scale): s becomes ds = p (dp - delta), p = exp2(s scale - shift)"""
+
+    @device
+    def row_gradients(s, dp, shift, delta, scale):
+        for m in range(MT):
+            for n in range(NT):
+                for i in range(4):
+                    p = exp2(s[m, n, i] * scale - shift[m, i // 2])
+                    s[m, n, i] = p * (dp[m, n, i] - delta[m, i // 2])
+
+    return row_gradients
+
+
+@functools.cache
+def make_dq_kernel(D, CAUSAL, config):
+    """config: (BM, BN, warps, blocks per multiprocessor)"""
+    BM, BN, WARPS, MIN_BLOCKS = config
+    THREADS, ROWS = 32 * WARPS, BM // WARPS
+    MT, NT, ND = ROWS // 16, BN // 8, D // 8
+    DO, KV, STAGE = BM * D, 2 * BM * D, 2 * BN * D  # Q is at 0
+    copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
+    statistics, scores = make_statistics(D, MT), make_scores(D, MT, NT)[2]
+    hide_keys, row_gradients = make_hide_keys(MT, NT, CAUSAL), make_row_gradients(MT, NT)
+    add_product, store_dq = make_add_product(D, MT, NT), make_store(D, MT)
+    clear, fill, scale_rows = make_fill(MT, ND)
+
+    @kernel(THREADS, MIN_BLOCKS)
+    def flash_attention_dq_kernel(
+        dq, delta_BHT, do, q, k, v, o, lse_BHT, T, S, H, group, q_row, k_row, v_row, scale
+    ):
+        """Grid (side, ceil(T / BM), ceil(B H / side)). Writes delta too. Arguments as in the forward kernel."""
+        smem = cuda.shared.array(0, uint16)
+        bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        if bh * T >= lse_BHT.size:
+            return
+        warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
+        q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)  # most keys first
+        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
+        head = h // group * D
+        row, first = H * D, (b * T * H + h) * D  # of o, dO and dQ
+        s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
+        shift, delta = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
+        acc = cuda.local.array((MT, ND, 4), float32)
+        clear(acc)
+        copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
+        copy_q(smem, DO, do, first + q0 * row, row, T - q0)
+        k0, v0 = b * S * k_row + head, b * S * v_row + head
+        copy_kv(smem, KV, k, k0, k_row, v, v0, v_row, S)
+        i, valid = int64(bh) * T + w0, T - w0
+        statistics(shift, delta, do, o, first + w0 * row, row, lse_BHT, delta_BHT, i, valid)
+        end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
+        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)  # up to here
+        n0, now, other = int32(0), int32(KV), int32(KV + STAGE)
+        while n0 < end:
+            wait_copies(0)
+            cuda.syncthreads()  # this tile is here, and everybody has left the one before
+            if n0 + BN < end:
+                n = n0 + BN
+                copy_kv(smem, other, k, k0 + n * k_row, k_row, v, v0 + n * v_row, v_row, S - n)
+            if n0 < visible:
+                scores(s, smem, mine, now)
+                hide_keys(s, w0, n0, S, past)
+                scores(dp, smem, DO + mine, now + BN * D)
+                row_gradients(s, dp, shift, delta, scale * LOG2E)
+                add_product(acc, s, smem, now)
+            n0, now, other = int32(n0 + BN), other, now
+        fill(shift, scale)
+        scale_rows(acc, shift)
+        store_dq(acc, smem, mine, dq, first + w0 * row, row, T - w0)
+
+    return flash_attention_dq_kernel
+
+
+# ----------------------------------------------------------------------------- dK, dV
+@functools.cache
+def make_copy_queries(D, BM, THREADS):
+    """-> copy_queries(...): a block begins to copy BM rows of Q and dO of a head into a stage, and their statistics."""
+    copy_rows = make_copy(D, BM, THREADS)
+    assert THREADS >= 2 * BM
+
+    @device
+    def copy_queries(smem, stats, stage, q, do, lse, delta, b, h, t0, T, H, q_row):
+        tid, valid = cuda.threadIdx.x, T - t0
+        copy_rows(smem, stage, q, (b * T + t0) * q_row + h * D, q_row, valid)
+        copy_rows(smem, stage + BM * D, do, ((b * T + t0) * H + h) * D, H * D, valid)
+        at, i = stage // 2 + BM * D, (b * H + h) * T + t0  # at: in floats
+        if tid < BM:
+            copy4_async(stats, at + tid, lse, i + tid, tid < valid)
+        elif tid < 2 * BM:
+            copy4_async(stats, at + tid, delta, i + tid - BM, tid - BM < valid)
+        commit_copies()
+
+    return copy_queries
+
+
+@functools.cache
+def make_hide_past(MT, NT, CAUSAL):
+    """-> hide_past(s, n0, t0, past): -inf where a query (column, from t0 on) does not see a key (row, from n0 on)"""
+    LAST = 16 * MT - 1
+
+    @device
+    def hide_past(s, n0, t0, past):
+        if CAUSAL and t0 + past < n0 + LAST:
+            lane = cuda.threadIdx.x & 31
+            for m in range(MT):
+                for r in range(2):
+                    key = n0 + 16 * m + 8 * r + (lane >> 2)
+                    first = int32(key - past - t0 - 2 * (lane & 3))
+                    for n in range(NT):
+                        for c in range(2):
+                            if int32(8 * n + c) < first:
+                                s[m, n, 2 * r + c] = NEG_INF
+
+    return hide_past
+
+
+@functools.cache
+def make_column_gradients(MT, NT):
+    """Elementwise, on transposed tiles; stats[at + column] is the column's lse or delta.
+
+    weights(s, stats, at, scale)        s becomes p = exp2(s scale - lse log2 e)
+    subtract(dp, stats, at)             dp becomes dp - delta
+    multiply(s, dp)                     s becomes s dp
+    """
+
+    @device
+    def weights(s, stats, at, scale):
+        lse = cuda.local.array(2, float32)
+        for n in range(NT):
+            load2_shared(lse, stats, at + 8 * n + 2 * (cuda.threadIdx.x & 3))
+            for c in range(2):
+                shift = lse[c] * LOG2E
+                for m in range(MT):
+                    for r in range(2):
+                        s[m, n, 2 * r + c] = exp2(s[m, n, 2 * r + c] * scale - shift)
+
+    @device
+    def subtract(dp, stats, at):
+        delta = cuda.local.array(2, float32)
+        for n in range(NT):
+            load2_shared(delta, stats, at + 8 * n + 2 * (cuda.threadIdx.x & 3))
+            for m in range(MT):
+                for i in range(4):
+                    dp[m, n, i] -= delta[i % 2]
+
+    @device
+    def multiply(s, dp):
+        for m in range(MT):
+            for n in range(NT):
+                for i in range(4):
+                    s[m, n, i] *= dp[m, n, i]
+
+    return weights, subtract, multiply
+
+
+@functools.cache
+def make_dkdv_kernel(D, CAUSAL, config):
+    """config: (BN, BM, warps, blocks per multiprocessor)"""
+    BN, BM, WARPS, MIN_BLOCKS = config
+    THREADS, ROWS = 32 * WARPS, BN // WARPS
+    MT, NT, ND = ROWS // 16, BM // 8, D // 8
+    V, STAGES, STAGE = BN * D, 2 * BN * D, stage_elements(D, BM)  # K is at 0
+    LSE, DELTA = BM * D, BM * D + BM  # in a stage, in floats
+    copy_kv, copy_queries = make_copy_two(D, BN, THREADS), make_copy_queries(D, BM, THREADS)
+    scores, hide_past = make_scores(D, MT, NT)[2], make_hide_past(MT, NT, CAUSAL)
+    weights, subtract, multiply = make_column_gradients(MT, NT)
+    add_product = make_add_product(D, MT, NT)
+    store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
+
+    @kernel(THREADS, MIN_BLOCKS)
+    def flash_attention_dkdv_kernel(
+        dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, k_row, v_row, dv_row, scale
+    ):
+        """Grid (side, ceil(S / BN), ceil(B G / side)). The query heads of a group come one after the other."""
+        smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
+        bg, G = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x), int32(H // group)
+        if bg * S * D >= dk.size:
+            return
+        warp, past, b, g = warp_id(), int32(S - T), int64(bg // G), bg % G
+        n0, mine = int32(cuda.blockIdx.y * BN), int32(warp * ROWS * D)
+        w0 = int32(n0 + warp * ROWS)  # this warp's first key
+        s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
+        acc_k = cuda.local.array((MT, ND, 4), float32)
+        acc_v = cuda.local.array((MT, ND, 4), float32)
+        factors = cuda.local.array((MT, 2), float32)
+        clear(acc_k)
+        clear(acc_v)
+        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)  # that sees a key
+        visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)  # from this tile on
+        h, t0, end = int32(g * group), first, int32((g + 1) * group)
+        now, other = int32(STAGES), int32(STAGES + STAGE)
+        k0, v0 = (b * S + n0) * k_row + g * D, (b * S + n0) * v_row + g * D
+        copy_kv(smem, 0, k, k0, k_row, v, v0, v_row, S - n0)
+        copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
+        while h < end:
+            wait_copies(0)
+            cuda.syncthreads()  # this tile is here, and everybody has left the one before
+            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), first)
+            if next_h < end:
+                copy_queries(smem, stats, other, q, do, lse, delta, b, next_h, next_t, T, H, q_row)
+            if t0 >= visible:
+                scores(s, smem, mine, now)
+                hide_past(s, w0, t0, past)
+                weights(s, stats, now // 2 + LSE, scale * LOG2E)
+                add_product(acc_v, s, smem, now + BM * D)
+                scores(dp, smem, V + mine, now + BM * D)
+                subtract(dp, stats, now // 2 + DELTA)
+                multiply(s, dp)
+                add_product(acc_k, s, smem, now)
+            h, t0, now, other = next_h, next_t, other, now
+        fill(factors, scale)
+        scale_rows(acc_k, factors)
+        row = opaque(dv_row)  # else the addresses of both results are worked out early, and spilled
+        store_rows(acc_v, smem, V + mine, dv, (b * S + w0) * row + g * D, row, S - w0)
+        row = opaque(int32(G * D))
+        store_rows(acc_k, smem, mine, dk, (b * S + w0) * row + g * D, row, S - w0)
+
+    return flash_attention_dkdv_kernel

@@ -1,0 +1,149 @@
+"""dK and dV for wide heads (D = 128): two warps share 32 keys, one sums dV, the other dK.
+
+Both sums for 32 keys would take 256 registers of a lane; for 16 keys, reading shared memory takes longer than
+multiplying (_tiles.py). Shared between two warps, each does two of the four products per tile of queries:
+
+    the dV warp, tile i         S^T = K Q^T       P^T = exp(S^T - lse) -> shared memory      dV = dV + P^T dO
+    the dK warp, tile i - 1     dP^T = V dO^T     dS^T = P^T (dP^T - delta)                  dK = dK + dS^T Q
+
+The dK warp works one tile behind, so that one barrier per tile is enough: what the dV warp of tile i writes is read
+after the barrier of tile i + 1. So there are three stages of Q and dO (old, now, and the one on its way) and two of P^T.
+P^T goes from lane to lane, packed: both warps hold the same elements of a tile in the same lanes.
+"""
+
+import functools
+
+from numba import cuda, float32, int32, int64, uint16, uint32
+
+from ..primitives.ptx import device, kernel
+from ..primitives.tensor_cores import (
+    high_bf16,
+    load16_shared,
+    low_bf16,
+    pack_bf16,
+    store16_shared,
+    wait_copies,
+    warp_id,
+)
+from ..primitives.tiles import (
+    make_add_slab,
+    make_copy_two,
+    make_fill,
+    make_pack,
+    make_scores,
+    make_store,
+)
+from .flash_attention_bf16 import LOG2E
+from .flash_attention_bf16_bwd import (
+    make_column_gradients,
+    make_copy_queries,
+    make_hide_past,
+    stage_elements,
+)
+
+NEVER = -(2**31)  # a query position before all others
+
+
+def pairs_shared_bytes(D, config) -> int:
+    BN, BM = config[:2]
+    return 2 * (2 * BN * D + 2 * BN * BM + 3 * stage_elements(D, BM))
+
+
+@functools.cache
+def make_add_weights(D, MT, NT):
+    """The second product of both warps, over the NT / 2 slabs of 16 queries; P^T passes at smem[at].
+
+    add_weights(dv, p, smem, do, at)        dV warp: dv += P^T dO
+    add_gradients(dk, dp, smem, q, at)      dK warp: dk += (P^T dP^T) Q
+    """
+    pack, add_slab = make_pack(MT), make_add_slab(D, MT)
+
+    @device
+    def add_weights(dv, p, smem, do, at):
+        fp = cuda.local.array((MT, 4), uint32)
+        lane = cuda.threadIdx.x & 31
+        for k in range(NT // 2):
+            pack(fp, p, k)
+            for m in range(MT):
+                store16_shared(smem, at + ((k * MT + m) * 32 + lane) * 8, fp[m])
+            add_slab(dv, fp, smem, do, k)
+
+    @device
+    def add_gradients(dk, dp, smem, q, at):
+        fp = cuda.local.array((MT, 4), uint32)
+        lane = cuda.threadIdx.x & 31
+        for k in range(NT // 2):
+            for m in range(MT):
+                load16_shared(fp[m], smem, at + ((k * MT + m) * 32 + lane) * 8)
+                for i in range(4):
+                    n, r = 2 * k + i // 2, i % 2
+                    low = low_bf16(fp[m, i]) * dp[m, n, 2 * r]
+                    high = high_bf16(fp[m, i]) * dp[m, n, 2 * r + 1]
+                    fp[m, i] = pack_bf16(low, high)
+            add_slab(dk, fp, smem, q, k)
+
+    return add_weights, add_gradients
+
+
+@functools.cache
+def make_pairs_kernel(D, CAUSAL, config):
+    """config: (BN, BM, warps, blocks per multiprocessor)"""
+    BN, BM, WARPS, MIN_BLOCKS = config
+    THREADS, PAIRS, ROWS = 32 * WARPS, WARPS // 2, 2 * BN // WARPS
+    MT, NT, ND = ROWS // 16, BM // 8, D // 8
+    V, SENT, STAGES = BN * D, 2 * BN * D, 2 * BN * (D + BM)  # K is at 0
+    STAGE, LSE, DELTA = stage_elements(D, BM), BM * D, BM * D + BM
+    copy_kv, copy_queries = make_copy_two(D, BN, THREADS), make_copy_queries(D, BM, THREADS)
+    scores, hide_past = make_scores(D, MT, NT)[2], make_hide_past(MT, NT, CAUSAL)
+    weights, subtract, _ = make_column_gradients(MT, NT)
+    add_weights, add_gradients = make_add_weights(D, MT, NT)
+    store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
+
+    @kernel(THREADS, MIN_BLOCKS)
+    def flash_attention_dkdv_pairs_kernel(
+        dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, k_row, v_row, dv_row, scale
+    ):
+        """Grid (side, ceil(S / BN), ceil(B G / side)). Warps w (dV) and w + PAIRS (dK) share ROWS keys."""
+        smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
+        bg, G = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x), int32(H // group)
+        if bg * S * D >= dk.size:
+            return
+        warp, past, n0 = warp_id(), int32(S - T), int32(cuda.blockIdx.y * BN)
+        b, g, is_k, pair = int64(bg // G), bg % G, warp >= PAIRS, warp % PAIRS
+        w0, own = int32(n0 + pair * ROWS), int32((V if is_k else 0) + pair * ROWS * D)
+        s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
+        factors = cuda.local.array((MT, 2), float32)
+        clear(acc)
+        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)  # that sees a key
+        visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
+        h, t0, old_t, end = int32(g * group), first, int32(NEVER), int32((g + 1) * group)
+        old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)
+        written, read = int32(SENT + pair * ROWS * BM), int32(SENT + (BN + pair * ROWS) * BM)
+        k0, v0 = (b * S + n0) * k_row + g * D, (b * S + n0) * v_row + g * D
+        copy_kv(smem, 0, k, k0, k_row, v, v0, v_row, S - n0)
+        copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
+        while True:
+            wait_copies(0)
+            cuda.syncthreads()  # this tile, P^T of the one before; everybody has left the oldest
+            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), first)
+            if next_h < end:
+                copy_queries(smem, stats, new, q, do, lse, delta, b, next_h, next_t, T, H, q_row)
+            if is_k and old_t >= visible:
+                scores(s, smem, own, old + BM * D)
+                subtract(s, stats, old // 2 + DELTA)
+                add_gradients(acc, s, smem, old, read)
+            if not is_k and h < end and t0 >= visible:
+                scores(s, smem, own, now)
+                hide_past(s, w0, t0, past)
+                weights(s, stats, now // 2 + LSE, scale * LOG2E)
+                add_weights(acc, s, smem, now + BM * D, written)
+            if h == end:  # that turn was for the dK warps alone
+                break
+            h, t0, old_t = next_h, next_t, t0
+            old, now, new, written, read = now, new, old, read, written
+        fill(factors, scale if is_k else float32(1.0))
+        scale_rows(acc, factors)
+        row = G * D if is_k else dv_row
+        store_rows(acc, smem, own, dk if is_k else dv, (b * S + w0) * row + g * D, row, S - w0)
+
+    return flash_attention_dkdv_pairs_kernel

@@ -1,0 +1,282 @@
+"""FlashAttention-2 on tensor cores, backward of short sequences: scores once, for a block holds all keys of a head.
+
+    block           a key head: its K and V stay in shared memory, dK and dV in registers
+    warp            32 of the keys; walks over the queries, 16 at a time         S, dP, dV, dK: 4 products
+    all warps       when 64 queries are done: dQ = dS K over all keys            the fifth
+
+The kernels for sequences of any length (_flash_attention_bf16_bwd.py) compute S and dP twice, for dQ is a sum over keys and
+dK, dV are sums over queries: whoever owns the one must give away the other. Here dS goes through shared memory instead, in
+bf16, as another product would take it anyway. Where a warp's dS^T lies in rows of keys, ldmatrix_trans reads rows of queries.
+
+Two barriers per 64 queries: after the first they and their statistics are there, after the second dS is. With a causal mask the
+warps of late keys have little to do; they wait at the second, and the block beside this one has the multiprocessor.
+"""
+
+import functools
+
+from numba import cuda, float32, int32, int64, uint16, uint32
+
+from ..primitives.ptx import device, kernel, load1, load8
+from ..primitives.tensor_cores import (
+    commit_copies,
+    ldmatrix_trans,
+    load16_shared,
+    mma_bf16,
+    opaque,
+    pack_bf16,
+    store16,
+    store_pair_shared,
+    wait_copies,
+    warp_id,
+)
+from ..primitives.tiles import (
+    CHUNK,
+    make_add_slab,
+    make_copy,
+    make_copy_two,
+    make_fill,
+    make_left_lane,
+    make_pack,
+    make_place,
+    make_scores,
+    make_store,
+)
+from .flash_attention_bf16 import LOG2E, NEG_INF
+from .flash_attention_bf16_bwd import make_column_gradients
+
+ROWS, BM, STEP = 32, 64, 16  # keys of a warp; queries between two barriers; queries of one product
+WIDTHS = (16, 32)  # of a head; wider ones leave no registers
+CONFIG = (256, 2)  # see make_whole_kernel
+FEWEST = 48  # keys; from there on it was seen to be faster than two kernels
+
+
+def whole_shared_bytes(D, config) -> int:
+    """Of K, V; dS; two stages of Q, dO; lse, delta"""
+    BN = config[0]
+    return 2 * (2 * BN * D + BN * BM + 4 * BM * D) + 8 * BN
+
+
+@functools.cache
+def make_statistics(D, BN):
+    """-> statistics(stats, at, lse, do, o, first, stride, i, T): stats[at + t] = lse, stats[at + BN + t] = delta of query t
+
+    delta = rowsum(dO O). A thread takes one query; those from T on get zeros.
+    """
+
+    @device
+    def statistics(stats, at, lse, do, o, first, stride, i, T):
+        t = int32(cuda.threadIdx.x)
+        x, y = cuda.local.array(8, float32), cuda.local.array(8, float32)
+        norm, dot = float32(0.0), float32(0.0)
+        if t < T:
+            norm = load1(lse, i + t)
+            for chunk in range(D // CHUNK):
+                load8(x, do, first + t * stride + CHUNK * chunk)
+                load8(y, o, first + t * stride + CHUNK * chunk)
+                for e in range(CHUNK):
+                    dot += x[e] * y[e]
+        stats[uint32(at + t)] = norm  # unsigned: no test for negative indices
+        stats[uint32(at + BN + t)] = dot
+
+    return statistics
+
+
+@functools.cache
+def make_mask(CAUSAL):
+    """Who sees whom: query t the keys s <= t + past, if causal, and s < S.
+
+    hide(s, n0, t0, S, past)        -inf where a query (column, from t0 on) does not see a key (row, from n0 on)
+    last_key(t0, S, past)           what BM queries from t0 on see is below; a multiple of BM
+    first_query(n0, T, S, past)     the first t0 whose last_key is above n0; T: none
+    """
+
+    @device
+    def hide(s, n0, t0, S, past):
+        lane = cuda.threadIdx.x & 31
+        for m in range(ROWS // 16):
+            for r in range(2):
+                key = int32(n0 + 16 * m + 8 * r + (lane >> 2))
+                first = int32(key - past - t0 if CAUSAL else 0)  # column that sees it
+                if key >= S:
+                    first = int32(STEP)
+                first = int32(first - 2 * (lane & 3))
+                for n in range(STEP // 8):
+                    for c in range(2):
+                        if int32(8 * n + c) < first:
+                            s[m, n, 2 * r + c] = NEG_INF
+
+    @device
+    def last_key(t0, S, past):
+        end = int32((S + BM - 1) & -BM)
+        return int32(min(end, t0 + BM + ((past + BM - 1) & -BM)) if CAUSAL else end)
+
+    @device
+    def first_query(n0, T, S, past):
+        if n0 >= int32((S + BM - 1) & -BM):
+            return T
+        return int32(max((n0 & -BM) - ((past + BM - 1) & -BM), 0) if CAUSAL else 0)
+
+    return hide, last_key, first_query
+
+
+place_ds = make_place(BM)
+
+
+@device
+def put_gradients(ds, smem, a, chunk):
+    """A warp's dS^T (32 keys, 16 queries), packed as a left operand, goes to its rows at a; `chunk`: of the first query."""
+    lane = cuda.threadIdx.x & 31
+    for m in range(ROWS // 16):
+        for r in range(2):
+            row = 16 * m + 8 * r + (lane >> 2)
+            for n in range(STEP // 8):
+                at = a + place_ds(row, chunk + n) + 2 * (lane & 3)
+                store_pair_shared(smem, at, ds[m, 2 * n + r])
+
+
+@functools.cache
+def make_sum_keys(D):
+    """-> sum_keys(acc, smem, ds, m, n, end): acc[0] (2, 4) = channels 16 n ... of dQ for queries 16 m ..., over keys up to `end`
+
+    K begins at 0, dS^T at ds. Two sums, of every other 16 keys: a product need not wait for the one before.
+    """
+    left_lane, clear = make_left_lane(D), make_fill(2, 2)[0]
+
+    @device
+    def sum_keys(acc, smem, ds, m, n, end):
+        lane = cuda.threadIdx.x & 31
+        fa, fb = cuda.local.array((2, 4), uint32), cuda.local.array((2, 2, 2), uint32)
+        clear(acc)
+        a = int32(ds + place_ds((lane & 7) + ((lane >> 4) << 3), 2 * m + ((lane >> 3) & 1)))
+        b, k = int32(left_lane() ^ (16 * n)), int32(0)
+        while k < end:
+            for j in range(2):
+                for i in range(2):
+                    ldmatrix_trans(fa[i], smem, a, 0, (32 * j + 16 * i) * BM)
+                    ldmatrix_trans(fb[i], smem, b, 0, (32 * j + 16 * i) * D)
+                for i in range(2):
+                    mma_bf16(acc[i, 0], fa[i], fb[i, 0])
+                    mma_bf16(acc[i, 1], fa[i], fb[i, 1])
+            a, b, k = int32(a + 64 * BM), int32(b + 64 * D), int32(k + 64)
+        for j in range(2):
+            for e in range(4):
+                acc[0, j, e] += acc[1, j, e]
+
+    return sum_keys
+
+
+@functools.cache
+def make_store_part(D):
+    """-> store_part(acc, smem, a, dq, first, stride, m, n, valid, scale): 16 queries, 16 channels, through the tile of Q at a"""
+    place = make_place(D)
+
+    @device
+    def store_part(acc, smem, a, dq, first, stride, m, n, valid, scale):
+        lane = cuda.threadIdx.x & 31
+        registers = cuda.local.array(4, uint32)
+        for r in range(2):
+            for j in range(2):
+                pair = pack_bf16(acc[0, j, 2 * r] * scale, acc[0, j, 2 * r + 1] * scale)
+                at = a + place(16 * m + 8 * r + (lane >> 2), 2 * n + j)
+                store_pair_shared(smem, at + 2 * (lane & 3), pair)
+        cuda.syncwarp()
+        row, chunk = 16 * m + (lane >> 1), 2 * n + (lane & 1)
+        load16_shared(registers, smem, a + place(row, chunk))
+        if row < valid:
+            store16(dq, first + row * stride + CHUNK * chunk, registers)
+
+    return store_part
+
+
+@functools.cache
+def make_whole_kernel(D, CAUSAL, config):
+    """config: (keys, at least as many as there are keys and queries; blocks per multiprocessor)"""
+    BN, MIN_BLOCKS = config
+    THREADS, WARPS, MT, NT, ND = BN, BN // ROWS, ROWS // 16, STEP // 8, D // 8
+    V, DS, STAGES, STAGE = BN * D, 2 * BN * D, 2 * BN * D + BN * BM, 2 * BM * D  # K is at 0
+    LSE = (STAGES + 2 * STAGE) // 2  # in floats
+    DELTA, PARTS = LSE + BN, BM // 16 * (D // 16)
+    copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
+    scores, (hide, last_key, first_query) = make_scores(D, MT, NT)[2], make_mask(CAUSAL)
+    weights, subtract, multiply = make_column_gradients(MT, NT)
+    pack, add_slab = make_pack(MT), make_add_slab(D, MT)
+    statistics, sum_keys, store_part = make_statistics(D, BN), make_sum_keys(D), make_store_part(D)
+    store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
+
+    @kernel(THREADS, MIN_BLOCKS)
+    def flash_attention_whole_kernel(
+        dq, dk, dv, do, q, k, v, o, lse, T, S, H, group, q_row, k_row, v_row, dv_row, scale
+    ):
+        """Grid (G, B). T, S <= BN. The query heads of a group come one after the other."""
+        smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
+        g, b, G = int32(cuda.blockIdx.x), int64(cuda.blockIdx.y), int32(cuda.gridDim.x)
+        warp, past, row = warp_id(), int32(S - T), int32(H * D)
+        # The four schedulers take warps in turn, and early keys have the most queries: pair them with late ones.
+        slab = int32(warp if warp < WARPS // 2 else WARPS + WARPS // 2 - 1 - warp)
+        w0, mine = int32(slab * ROWS), int32(slab * ROWS * D)  # this warp's first key; in smem
+        seen = first_query(w0, T, S, past)
+        hidden = int32(
+            w0 + ROWS - 1 - past if CAUSAL else 0
+        )  # queries below do not see all its keys
+        if w0 + ROWS > S:
+            hidden = T
+        s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
+        acc_k = cuda.local.array((MT, ND, 4), float32)
+        acc_v = cuda.local.array((MT, ND, 4), float32)
+        left = cuda.local.array((MT, 4), uint32)
+        acc_q, factors = cuda.local.array((2, 2, 4), float32), cuda.local.array((MT, 2), float32)
+        clear(acc_k)
+        clear(acc_v)
+        h, t0, end = int32(g * group), int32(0), int32((g + 1) * group)
+        now, other, first = int32(STAGES), int32(STAGES + STAGE), (b * T * H + h) * D
+        copy_kv(smem, 0, k, b * S * k_row + g * D, k_row, v, b * S * v_row + g * D, v_row, S)
+        copy_q(smem, now, q, b * T * q_row + h * D, q_row, T)
+        copy_q(smem, now + BM * D, do, first, row, T)
+        commit_copies()
+        statistics(stats, LSE, lse, do, o, first, row, (b * H + h) * T, T)
+        while h < end:
+            wait_copies(0)
+            cuda.syncthreads()  # these queries are here, and everybody has left dS and the stage before
+            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), int32(0))
+            next_first = ((b * T + next_t) * H + next_h) * D
+            if next_h < end:
+                at = (b * T + next_t) * q_row + next_h * D
+                copy_q(smem, other, q, at, q_row, int32(T - next_t))
+                copy_q(smem, other + BM * D, do, next_first, row, int32(T - next_t))
+                commit_copies()
+            t, stop = int32(max(t0, seen)), int32(min(t0 + BM, T))
+            while t < stop:
+                here = int32(now + (t - t0) * D)
+                scores(s, smem, mine, here)
+                scores(dp, smem, V + mine, here + BM * D)
+                if t < hidden:
+                    hide(s, w0, t, S, past)
+                weights(s, stats, LSE + t, scale * LOG2E)
+                subtract(dp, stats, DELTA + t)
+                pack(left, s, 0)
+                multiply(s, dp)
+                add_slab(acc_v, left, smem, here + BM * D, 0)
+                pack(left, s, 0)
+                put_gradients(left, smem, DS + w0 * BM, int32((t - t0) >> 3))
+                add_slab(acc_k, left, smem, here, 0)
+                t = int32(t + STEP)
+            cuda.syncthreads()  # dS is whole
+            part, stop = warp, last_key(t0, S, past)
+            while part < PARTS:
+                m, n = part & 3, part >> 2
+                if t0 + 16 * m < T:
+                    sum_keys(acc_q, smem, DS, m, n, stop)
+                    store_part(acc_q, smem, now, dq, first, row, m, n, int32(T - t0), scale)
+                part = int32(part + WARPS)
+            if next_h > h and next_h < end:
+                statistics(stats, LSE, lse, do, o, next_first, row, (b * H + next_h) * T, T)
+            h, t0, first, now, other = next_h, next_t, next_first, other, now
+        cuda.syncthreads()  # nobody reads K any more
+        fill(factors, scale)
+        scale_rows(acc_k, factors)
+        at = opaque(dv_row)  # else the addresses of both results are worked out early, and spilled
+        store_rows(acc_v, smem, V + mine, dv, (b * S + w0) * at + g * D, at, S - w0)
+        at = opaque(int32(G * D))
+        store_rows(acc_k, smem, mine, dk, (b * S + w0) * at + g * D, at, S - w0)
+
+    return flash_attention_whole_kernel

@@ -1,0 +1,305 @@
+"""FlashAttention without tensor cores: float32, any head dim up to 128. The maths of flash_attention.py, to be read.
+
+    block      128 threads, (y, x) = (8, 16); it owns TILE rows (queries, in the dK, dV kernel keys) of one head
+    tiles      TILE rows of up to four arrays in shared memory, one column wider than needed: rows then begin in
+               different banks, and 16 lanes that read one column of 16 rows do not wait for each other
+    thread     rows y, y + 8, ... and columns x, x + 16, ... of every product; the 16 lanes of a row are half a warp
+
+Each product is a small matrix product out of shared memory with its results in registers. Between the two products of
+a tile, p (or ds) goes through shared memory, since the second one needs whole rows of it.
+"""
+
+import functools
+import math
+
+from numba import cuda, float32, int64
+
+from ..primitives.ptx import device, kernel
+from ..primitives.reduce import FULL
+
+ROWS, LANES = 8, 16  # threads: y, x
+THREADS = ROWS * LANES
+MAX_D = 128
+NEG_INF = float32(-math.inf)
+LOWEST = float32(-1e30)  # the first maximum; with -inf, -inf - -inf would be NaN
+
+
+def tile_rows(D: int) -> int:
+    """Four tiles and the weights must fit 48 KB of shared memory."""
+    return 32 if D <= 64 else 16
+
+
+def tile_sizes(D: int) -> tuple[int, ...]:
+    """-> rows of a tile, its columns in memory; rows R, columns C of a square product, columns W of a row per thread"""
+    TILE, W = tile_rows(D), -(-D // LANES)
+    return TILE, LANES * W + 1, TILE // ROWS, TILE // LANES, W
+
+
+# ----------------------------------------------------------------------------- pieces
+@device
+def row_sum(v):
+    """Over the 16 lanes that share a row"""
+    for step in (8, 4, 2, 1):
+        v += cuda.shfl_xor_sync(FULL, v, step)
+    return v
+
+
+@device
+def row_max(v):
+    for step in (8, 4, 2, 1):
+        other = cuda.shfl_xor_sync(FULL, v, step)
+        v = v if v > other else other
+    return v
+
+
+@functools.cache
+def make_load_store(D):
+    """-> load_tile(tile, x_BTHD, b, t0, h): rows t0, t0 + 1, ... of head h; zeros beyond the last position and column
+    store_row(y_BTHD, b, t, h, row, factor): this thread's part of y[b, t, h], row (W,) times factor
+    """
+    TILE, PAD, _, _, W = tile_sizes(D)
+    WIDTH = PAD - 1
+
+    @device
+    def load_tile(tile, x_BTHD, b, t0, h):
+        for i in range(cuda.threadIdx.x, TILE * WIDTH, THREADS):
+            r, d = i // WIDTH, i % WIDTH
+            inside = t0 + r < x_BTHD.shape[1] and d < D
+            tile[r, d] = x_BTHD[b, t0 + r, h, d] if inside else float32(0.0)
+
+    @device
+    def store_row(y_BTHD, b, t, h, row, factor):
+        for w in range(W):
+            d = cuda.threadIdx.x % LANES + LANES * w
+            if t < y_BTHD.shape[1] and d < D:
+                y_BTHD[b, t, h, d] = row[w] * factor
+
+    return load_tile, store_row
+
+
+@functools.cache
+def make_products(D):
+    """-> dots(s, a, b): s (R, C) = this thread's part of a b^T
+    add_weighted(acc, p, b): acc (R, W) += this thread's part of p b
+    clear(acc)
+    """
+    TILE, _, R, C, W = tile_sizes(D)
+
+    @device
+    def dots(s, a, b):
+        y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
+        for i in range(R):
+            for j in range(C):
+                s[i, j] = float32(0.0)
+        for d in range(D):
+            for i in range(R):
+                for j in range(C):
+                    s[i, j] += a[y + ROWS * i, d] * b[x + LANES * j, d]
+
+    @device
+    def add_weighted(acc, p, b):
+        y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
+        for n in range(TILE):
+            for i in range(R):
+                for w in range(W):
+                    acc[i, w] += p[y + ROWS * i, n] * b[n, x + LANES * w]
+
+    @device
+    def clear(acc):
+        for i in range(R):
+            for w in range(W):
+                acc[i, w] = float32(0.0)
+
+    return dots, add_weighted, clear
+
+
+# ----------------------------------------------------------------------------- forward
+@functools.cache
+def make_add_scores(D, CAUSAL):
+    """-> add_scores(p, s, acc, top, total, first, n0, S, scale): one tile of the online softmax. Writes exp(s - top) to
+    the shared tile p; acc, top and total follow the new maximum. first: the last key that the tile's row 0 sees.
+    """
+    _, _, R, C, W = tile_sizes(D)
+
+    @device
+    def add_scores(p, s, acc, top, total, first, n0, S, scale):
+        y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
+        for i in range(R):
+            row, new = y + ROWS * i, top[i]
+            for j in range(C):
+                n = n0 + x + LANES * j
+                hidden = n >= S or (CAUSAL and n > first + row)
+                s[i, j] = NEG_INF if hidden else s[i, j] * scale
+                new = new if new > s[i, j] else s[i, j]
+            new = row_max(new)
+            shrink = math.exp(top[i] - new)
+            top[i] = new
+            total[i] *= shrink
+            for w in range(W):
+                acc[i, w] *= shrink
+            for j in range(C):
+                weight = math.exp(s[i, j] - new)
+                total[i] += weight
+                p[row, x + LANES * j] = weight
+
+    return add_scores
+
+
+@functools.cache
+def make_fwd_kernel(D, CAUSAL):
+    TILE, PAD, R, C, W = tile_sizes(D)
+    TILE1 = TILE + 1
+    load_tile, store_row = make_load_store(D)
+    dots, add_weighted, clear = make_products(D)
+    add_scores = make_add_scores(D, CAUSAL)
+
+    @kernel(THREADS)
+    def flash_attention_fp32_fwd_kernel(o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, scale):
+        """Grid (ceil(T / TILE), B H)."""
+        y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
+        T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
+        b, h = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H
+        g, t0, past = h // (H // G), int64(cuda.blockIdx.x) * TILE, S - T
+        q = cuda.shared.array((TILE, PAD), float32)
+        k = cuda.shared.array((TILE, PAD), float32)
+        v = cuda.shared.array((TILE, PAD), float32)
+        p = cuda.shared.array((TILE, TILE1), float32)
+        s, acc = cuda.local.array((R, C), float32), cuda.local.array((R, W), float32)
+        top, total = cuda.local.array(R, float32), cuda.local.array(R, float32)
+        clear(acc)
+        for i in range(R):
+            top[i], total[i] = LOWEST, float32(0.0)
+        load_tile(q, q_BTHD, b, t0, h)
+        end = t0 + TILE + past if CAUSAL and t0 + TILE < T else S  # keys that the block sees
+        for n0 in range(0, end, TILE):
+            cuda.syncthreads()  # everybody has left the tile before
+            load_tile(k, k_BSGD, b, n0, g)
+            load_tile(v, v_BSGD, b, n0, g)
+            cuda.syncthreads()
+            dots(s, q, k)
+            add_scores(p, s, acc, top, total, t0 + past, n0, S, scale)
+            cuda.syncwarp()  # a row of p is written and read by the same half of a warp
+            add_weighted(acc, p, v)
+        for i in range(R):
+            t, row_total = t0 + y + ROWS * i, row_sum(total[i])
+            if x == 0 and t < T:
+                lse_BHT[b, h, t] = top[i] + math.log(row_total)
+            store_row(o_BTHD, b, t, h, acc[i], float32(1.0) / row_total)
+
+    return flash_attention_fp32_fwd_kernel
+
+
+# ----------------------------------------------------------------------------- backward
+@functools.cache
+def make_dq_kernel(D, CAUSAL):
+    TILE, PAD, R, C, W = tile_sizes(D)
+    TILE1 = TILE + 1
+    load_tile, store_row = make_load_store(D)
+    dots, add_weighted, clear = make_products(D)
+
+    @kernel(THREADS)
+    def flash_attention_fp32_dq_kernel(
+        dq_BTHD, delta_BHT, do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT, scale
+    ):
+        """Grid (ceil(T / TILE), B H). Writes delta = rowsum(dO O) too."""
+        y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
+        T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
+        b, h = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H
+        g, t0, past = h // (H // G), int64(cuda.blockIdx.x) * TILE, S - T
+        q = cuda.shared.array((TILE, PAD), float32)
+        do = cuda.shared.array((TILE, PAD), float32)
+        k = cuda.shared.array((TILE, PAD), float32)
+        v = cuda.shared.array((TILE, PAD), float32)
+        ds = cuda.shared.array((TILE, TILE1), float32)
+        s, dp = cuda.local.array((R, C), float32), cuda.local.array((R, C), float32)
+        acc, delta = cuda.local.array((R, W), float32), cuda.local.array(R, float32)
+        load_tile(q, q_BTHD, b, t0, h)
+        load_tile(do, do_BTHD, b, t0, h)
+        load_tile(k, o_BTHD, b, t0, h)  # o, for a moment
+        cuda.syncthreads()
+        clear(acc)
+        for i in range(R):
+            row, dot = y + ROWS * i, float32(0.0)
+            for w in range(W):
+                dot += do[row, x + LANES * w] * k[row, x + LANES * w]
+            delta[i] = row_sum(dot)
+            if x == 0 and t0 + row < T:
+                delta_BHT[b, h, t0 + row] = delta[i]
+        end = t0 + TILE + past if CAUSAL and t0 + TILE < T else S
+        for n0 in range(0, end, TILE):
+            cuda.syncthreads()
+            load_tile(k, k_BSGD, b, n0, g)
+            load_tile(v, v_BSGD, b, n0, g)
+            cuda.syncthreads()
+            dots(s, q, k)
+            dots(dp, do, v)
+            for i in range(R):
+                row = y + ROWS * i
+                for j in range(C):
+                    n, weight = n0 + x + LANES * j, float32(0.0)
+                    if n < S and t0 + row < T and not (CAUSAL and n > t0 + row + past):
+                        weight = math.exp(s[i, j] * scale - lse_BHT[b, h, t0 + row])
+                    ds[row, x + LANES * j] = weight * (dp[i, j] - delta[i])
+            cuda.syncwarp()
+            add_weighted(acc, ds, k)
+        for i in range(R):
+            store_row(dq_BTHD, b, t0 + y + ROWS * i, h, acc[i], scale)
+
+    return flash_attention_fp32_dq_kernel
+
+
+@functools.cache
+def make_dkdv_kernel(D, CAUSAL):
+    TILE, PAD, R, C, W = tile_sizes(D)
+    TILE1 = TILE + 1
+    load_tile, store_row = make_load_store(D)
+    dots, add_weighted, clear = make_products(D)
+
+    @kernel(THREADS)
+    def flash_attention_fp32_dkdv_kernel(
+        dk_BSGD, dv_BSGD, do_BTHD, q_BTHD, k_BSGD, v_BSGD, lse_BHT, delta_BHT, scale
+    ):
+        """Grid (ceil(S / TILE), B G). Rows are keys, columns queries: s and dp are transposed here."""
+        y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
+        T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
+        b, g = int64(cuda.blockIdx.y) // G, cuda.blockIdx.y % G
+        n0, past, group = int64(cuda.blockIdx.x) * TILE, S - T, H // G
+        q = cuda.shared.array((TILE, PAD), float32)
+        do = cuda.shared.array((TILE, PAD), float32)
+        k = cuda.shared.array((TILE, PAD), float32)
+        v = cuda.shared.array((TILE, PAD), float32)
+        p = cuda.shared.array((TILE, TILE1), float32)
+        ds = cuda.shared.array((TILE, TILE1), float32)
+        s, dp = cuda.local.array((R, C), float32), cuda.local.array((R, C), float32)
+        dk, dv = cuda.local.array((R, W), float32), cuda.local.array((R, W), float32)
+        clear(dk)
+        clear(dv)
+        load_tile(k, k_BSGD, b, n0, g)
+        load_tile(v, v_BSGD, b, n0, g)
+        first = (
+            (n0 - past) // TILE * TILE if CAUSAL and n0 > past else 0
+        )  # the first that sees a key
+        for h in range(g * group, (g + 1) * group):
+            for t0 in range(first, T, TILE):
+                cuda.syncthreads()
+                load_tile(q, q_BTHD, b, t0, h)
+                load_tile(do, do_BTHD, b, t0, h)
+                cuda.syncthreads()
+                dots(s, k, q)
+                dots(dp, v, do)
+                for i in range(R):
+                    row = y + ROWS * i
+                    for j in range(C):
+                        t, weight, gradient = t0 + x + LANES * j, float32(0.0), float32(0.0)
+                        if t < T and not (CAUSAL and n0 + row > t + past):
+                            weight = math.exp(s[i, j] * scale - lse_BHT[b, h, t])
+                            gradient = weight * (dp[i, j] - delta_BHT[b, h, t])
+                        p[row, x + LANES * j], ds[row, x + LANES * j] = weight, gradient
+                cuda.syncwarp()
+                add_weighted(dv, p, do)
+                add_weighted(dk, ds, q)
+        for i in range(R):
+            store_row(dk_BSGD, b, n0 + y + ROWS * i, g, dk[i], scale)
+            store_row(dv_BSGD, b, n0 + y + ROWS * i, g, dv[i], float32(1.0))
+
+    return flash_attention_fp32_dkdv_kernel

@@ -1,0 +1,308 @@
+"""FlashAttention-2 for compute capability 9.0, forward: what flash_attention.py says, with wgmma, TMA and specialised warps.
+
+As in flash_attention_bf16.py a tile of queries walks over tiles of keys; who does what is in _flash_attention_hopper_parts.py.
+Per tile of BN keys a consumer warpgroup, 64 queries, does
+
+    S = Q K^T       wgmma, both operands out of shared memory
+    p = exp2(S scale - top)             in registers
+    O = O + p V     wgmma, p from registers: an accumulator, packed, is already the left operand
+
+and overlaps them: the products of tile i + 1 and p V of tile i run on the tensor cores while the exponentials of tile i + 1
+are computed (Shah et al. 2024, "FlashAttention-3", section 3.2).
+
+Shared memory: barriers | OWN of Q | O on its way out | STAGES of K | STAGES of V.
+"""
+
+import functools
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32
+
+from ...device import Array
+from ..primitives.hopper import (
+    acquire_map,
+    along_rows,
+    down_rows,
+    make_descriptor,
+    make_hold,
+    make_product,
+    make_setmaxnreg,
+    make_wait,
+    mbar_arrive,
+    mbar_wait,
+    shared_base,
+)
+from ..primitives.ptx import device, kernel, let_next_start, store1, wait_for_previous
+from ..primitives.reduce import FULL
+from ..primitives.tensor_cores import exp2, fmax, log2, warp_id
+from ..primitives.tensor_maps import tensor_maps, tile_counter
+from ..runtime.launch import can_overlap, launch
+from .flash_attention_hopper_parts import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    PANEL_ROW,
+    find_tile,
+    make_barriers,
+    make_elements,
+    make_key_producer,
+    make_keys,
+    make_layout,
+    make_own,
+    make_skip,
+    make_store,
+    registers,
+    split,
+)
+from .flash_attention_hopper_table import TABLE
+
+WIDTHS = (64, 128)  # of heads. 32 needs panels of 64 bytes and their swizzle
+OUT = 3  # the map of O
+
+
+def fwd_shared_bytes(D, config) -> int:
+    return make_layout(D, config, 1)[4]
+
+
+@functools.cache
+def make_softmax(D, BN):
+    """-> softmax(s, top, total, shrink, scale), rescale(o, shrink)
+
+    s becomes exp2(scale (s - new top)); shrink: what earlier sums and O must be multiplied by. scale includes log2 e.
+    """
+    GROUPS, O_GROUPS = BN // 8, D // 8
+
+    @device
+    def softmax(s, top, total, shrink, scale):
+        most, part = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        shift = cuda.local.array(2, float32)
+        for j in range(4):
+            most[j] = s[j]
+            part[j] = float32(0.0)
+        for n in range(1, GROUPS):
+            for j in range(4):
+                most[j] = fmax(most[j], s[4 * n + j])
+        for r in range(2):
+            x = fmax(most[2 * r], most[2 * r + 1])
+            x = fmax(x, cuda.shfl_xor_sync(FULL, x, 1))
+            x = fmax(x, cuda.shfl_xor_sync(FULL, x, 2))
+            x = fmax(x, top[r])
+            shrink[r] = exp2((top[r] - x) * scale)
+            top[r] = x
+            shift[r] = x * scale
+        for n in range(GROUPS):
+            for j in range(4):
+                p = exp2(s[4 * n + j] * scale - shift[j // 2])
+                s[4 * n + j] = p
+                part[j] += p
+        for r in range(2):
+            total[r] = total[r] * shrink[r] + (part[2 * r] + part[2 * r + 1])
+
+    @device
+    def rescale(o, shrink):
+        for n in range(O_GROUPS):
+            for j in range(4):
+                o[4 * n + j] *= shrink[j // 2]
+
+    return softmax, rescale
+
+
+@device
+def finish_rows(top, total, factor, scale, lse, i, row, T):
+    """lse[i + row], lse[i + row + 8] are written; factor: 1 / total"""
+    for r in range(2):
+        x = total[r]
+        x += cuda.shfl_xor_sync(FULL, x, 1)
+        x += cuda.shfl_xor_sync(FULL, x, 2)
+        factor[r] = float32(1.0) / x
+        if row + 8 * r < T and cuda.threadIdx.x & 3 == 0:
+            store1(lse, i + row + 8 * r, (top[r] * scale + log2(x)) * LN2)
+
+
+@functools.cache
+def make_consumer(D, CAUSAL, config):
+    """-> consume(base, maps, lse, T, S, B, H, together, scale): a warpgroup's part of forward"""
+    BN, WGS, STAGES, _, OWN = config
+    BM, RING, ROW_STEP = 64 * WGS, BN * D * 2, 8 if CAUSAL else 0
+    Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
+    S_SIZE, P_SIZE, O_SIZE = BN // 2, BN // 4, D // 2
+    Q, O, K, V, _, (K_FULL, K_FREE, V_FULL, V_FREE) = make_layout(D, config, 1)  # noqa: E741
+    scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
+    add_pv = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
+    wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
+    wait_o, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
+    key_blocks, (softmax, rescale) = make_keys(BM, BN, CAUSAL), make_softmax(D, BN)
+    _, await_tile, free_tile = make_own(OWN)
+    skip, (_, pack, hide_after, _) = make_skip(D, CAUSAL, config, 1), make_elements(BN)
+    clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
+
+    @device
+    def begin(o, top, total):
+        clear(o)
+        for r in range(2):
+            top[r], total[r] = LOWEST, float32(0.0)
+
+    @device
+    def store(base, o, factor, maps, warp, w0, bh, H):
+        stores_done()  # of the tile before
+        b, h = split(bh, H)
+        at = base + O + warp * (16 * PANEL_ROW)
+        store_rows(o, factor, at, Q_PANEL, maps, OUT, w0 + 16 * (warp & 3), h, b)
+
+    @device
+    def consume(base, maps, lse, T, S, B, H, together, scale):
+        warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
+        blocks_m, past, column = (T + BM - 1) // BM, S - T, 2 * (lane & 3)
+        s, o = cuda.local.array(S_SIZE, float32), cuda.local.array(O_SIZE, float32)
+        p = cuda.local.array(P_SIZE, uint32)
+        top, total = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        shrink = cuda.local.array(2, float32)
+        if lane == 0:
+            acquire_map(maps, OUT)
+        it, done = uint32(0), uint32(0)
+        while True:
+            tile = await_tile(base, done)
+            if tile >= blocks_m * B * H:
+                break
+            m, bh = find_tile(tile, blocks_m, B * H, together)
+            q0 = int32((blocks_m - 1 - m) * BM)
+            w0 = q0 + 64 * (warp >> 2)  # this warpgroup's first query
+            row = w0 + 16 * (warp & 3) + (lane >> 2)  # this lane's: row, row + 8
+            it, blocks = skip(base, it, key_blocks(q0, T, S), w0, T, S)
+            q = descriptor(base + Q + QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
+            n0 = int32((blocks - 1) * BN)  # from the diagonal down to key 0
+            begin(o, top, total)
+            stage, phase = it % STAGES, (it // STAGES) & 1
+            mbar_wait(base + K_FULL + 8 * stage, phase)
+            scores(s, q, descriptor(base + K + stage * RING))
+            wait_s(s)
+            mbar_arrive(base + K_FREE + 8 * stage)
+            hide_after(s, (row + past if CAUSAL else S - 1) - n0 - column, ROW_STEP)
+            softmax(s, top, total, shrink, scale)
+            pack(p, s)
+            mbar_wait(base + V_FULL + 8 * stage, phase)
+            for _ in range(1, blocks):
+                before = stage
+                it += uint32(1)
+                n0 = int32(n0 - BN)
+                stage, phase = it % STAGES, (it // STAGES) & 1
+                mbar_wait(base + K_FULL + 8 * stage, phase)
+                scores(s, q, descriptor(base + K + stage * RING))
+                add_pv(o, p, descriptor(base + V + before * RING))
+                wait_s_but_one(s)
+                mbar_arrive(base + K_FREE + 8 * stage)
+                if CAUSAL and n0 + BN - 1 > w0 + past:
+                    hide_after(s, row + past - n0 - column, ROW_STEP)
+                softmax(s, top, total, shrink, scale)
+                hold_s(s)
+                mbar_wait(
+                    base + V_FULL + 8 * stage, phase
+                )  # also keeps wait_o behind the exponentials
+                wait_o(o)
+                mbar_arrive(base + V_FREE + 8 * before)
+                rescale(o, shrink)
+                pack(p, s)
+            free_tile(base, done)
+            add_pv(o, p, descriptor(base + V + stage * RING))
+            wait_o(o)
+            mbar_arrive(base + V_FREE + 8 * stage)
+            it += uint32(1)
+            done += uint32(1)
+
+            finish_rows(top, total, shrink, scale, lse, int64(bh) * int64(T), row, T)
+            store(base, o, shrink, maps, warp, w0, bh, H)
+        stores_done()
+
+    return consume
+
+
+@functools.cache
+def make_fwd_kernel(D, CAUSAL, config):
+    """config: (BN, consumer warpgroups, stages, blocks per multiprocessor, OWN)"""
+    _, WGS, STAGES, PER_SM, OWN = config
+    CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
+    FEW, MANY = registers(WGS, PER_SM)
+    k_full, k_free, v_full, v_free = make_layout(D, config, 1)[5]
+    stages = range(STAGES)
+    FULLS = tuple(at + 8 * i for at in (k_full, v_full) for i in stages)
+    FREES = tuple(at + 8 * i for at in (k_free, v_free) for i in stages)
+    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
+    produce, consume = make_key_producer(D, CAUSAL, config, 1), make_consumer(D, CAUSAL, config)
+    fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
+
+    @kernel(THREADS, PER_SM)
+    def flash_attention_hopper_fwd_kernel(maps, lse, counter, T, S, B, H, group, together, scale):
+        """Grid: any. maps: tensor maps of Q, K, V, O, read and written as (B, heads, positions, D); lse (B H T); counter:
+        two zeros, left as zeros; together: see find_tile. (Which tiles a block takes at what time changes no bit.)
+        """
+        base = shared_base()
+        set_up(base)
+        wait_for_previous()
+        let_next_start()
+        if warp_id() >= 4 * WGS:
+            fewer_registers()
+            if cuda.threadIdx.x == CONSUMERS:
+                produce(base, maps, counter, T, S, B, H, group, together)
+        else:
+            more_registers()
+            consume(base, maps, lse, T, S, B, H, together, scale * LOG2E)
+
+    return flash_attention_hopper_fwd_kernel
+
+
+# ----------------------------------------------------------------------------- launching
+def choose(kind: str, D: int, T: int, causal: bool) -> tuple:
+    """The tiles for heads of D and T queries; kind: "fwd", "dq" or "dkdv"."""
+    rows = TABLE[kind, D, causal]
+    return next(config for longest, config in rows if longest is None or longest >= T)
+
+
+def launch_tiles(
+    kernel,
+    shared,
+    config,
+    maps,
+    arrays,
+    sizes,
+    tiles,
+    planes,
+    group,
+    plane_bytes,
+    gpu,
+    scales,
+    *more,
+):
+    """Start a kernel on as many blocks as `gpu` (multiprocessors, bytes of cache) holds, for tiles x planes tiles.
+
+    config: as in the table, with the number of planes whose tiles are taken in turns; 0: as many as fit half of the cache.
+    plane_bytes: what the tiles of one plane read; sizes: T, S, B and the heads of a plane's kind
+    """
+    multiprocessors, l2 = gpu
+    grid = min(tiles * planes, multiprocessors * config[3])
+    together = max(1, min(planes, config[5] or l2 // 2 // max(plane_bytes, 1)))
+    numbers = [np.int32(n) for n in (*sizes, group, together, *more)]
+    counter = tile_counter(maps, kernel.py_func.__name__)
+    args = maps, *arrays, counter, *numbers, *map(np.float32, scales)
+    block, overlap = 128 * (config[1] + 1), can_overlap(maps)
+    launch(kernel, grid, block, *args, shared=shared, overlap=overlap)
+
+
+def forward(
+    o_BTHD: Array, lse_BHT: Array, q: Array, k: Array, v: Array, scale: float, causal: bool, gpu
+) -> None:
+    """Fills o and lse. q, k, v: what a tensor map can describe (_tensor_maps.mappable). gpu: see launch_tiles"""
+    fill_o(
+        o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, choose("fwd", q.shape[3], q.shape[1], causal)
+    )
+
+
+def fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, config) -> None:
+    B, T, H, D = q.shape
+    S, G = k.shape[1:3]
+    rows = 64 * config[1]
+    maps = tensor_maps((q, rows), (k, config[0]), (v, config[0]), (o_BTHD, 16))
+    kernel, shared = make_fwd_kernel(D, causal, config[:5]), fwd_shared_bytes(D, config[:5])
+    sizes, tiles = (T, S, B, H), -(-T // rows)
+    lse = lse_BHT.reshape(-1)
+    more = H // G, 4 * S * D, gpu, (scale,)
+    launch_tiles(kernel, shared, config, maps, (lse,), sizes, tiles, B * H, *more)

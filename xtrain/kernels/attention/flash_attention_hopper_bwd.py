@@ -1,0 +1,311 @@
+"""FlashAttention-2 for compute capability 9.0, backward. No atomics on data: every gradient is summed by one warpgroup.
+
+    statistics      delta = rowsum(dO O), and lse log2 e; 16 rows of each side by side, so that one copy brings both
+    dQ kernel       a block owns queries, keys pass:    S = Q K^T    dP = dO V^T    dQ += dS K                   3 products
+    dK, dV kernel   a block owns keys, queries pass:    S^T = K Q^T  dP^T = V dO^T  dV += P^T dO  dK += dS^T Q   4 products
+
+with P = exp2(S scale log2 e - lse log2 e) and dS = P (dP - delta). P and dS go from accumulators to left operands in registers;
+K, Q and dO are read from the same tiles in shared memory, plain for one product and transposed for the other.
+
+The dK, dV kernel is in _flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | OWN of (Q | dO) | dQ on its
+way out | STAGES of K | STAGES of V.
+"""
+
+import functools
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32, uint64
+
+from ...device import Array
+from ..primitives.hopper import (
+    acquire_map,
+    along_rows,
+    down_rows,
+    make_descriptor,
+    make_hold,
+    make_product,
+    make_setmaxnreg,
+    make_wait,
+    mbar_arrive,
+    mbar_wait,
+    shared_base,
+)
+from ..primitives.ptx import device, kernel, let_next_start, load1, load8, store1, wait_for_previous
+from ..primitives.reduce import FULL
+from ..primitives.tensor_cores import exp2, warp_id
+from ..primitives.tensor_maps import tensor_maps
+from ..runtime.launch import can_overlap, empty, launch
+from .flash_attention_hopper import choose, launch_tiles
+from .flash_attention_hopper_dkdv import dkdv_shared_bytes, make_dkdv_kernel
+from .flash_attention_hopper_parts import (
+    LOG2E,
+    PANEL_ROW,
+    SIDE,
+    find_tile,
+    make_barriers,
+    make_elements,
+    make_key_producer,
+    make_keys,
+    make_layout,
+    make_own,
+    make_skip,
+    make_store,
+    registers,
+    split,
+)
+
+PAD = 128  # rows of a head's statistics are a multiple of this: no tile of queries has more
+NO_WEIGHT = float32(1e30)  # lse of the padding: exp2(s - 1e30) is 0
+OUT = 4  # the map of dQ
+THREADS, TURNS = 256, 1  # of the statistics: threads of a block, rows of a thread
+
+
+# ----------------------------------------------------------------------------- delta and lse
+@device
+def statistics_at(start, row):
+    """Where a row's lse log2 e is; its delta is SIDE further. start: of its head, in rows"""
+    return 2 * (start + (row & -SIDE)) + (row & (SIDE - 1))
+
+
+@functools.cache
+def make_statistics_kernel(D, TURNS=TURNS):
+    LANES = D // 8  # of a row
+    STEP = THREADS // LANES
+    ROWS = TURNS * STEP
+    HALVINGS = LANES.bit_length() - 1
+
+    @kernel(THREADS)
+    def flash_attention_statistics_kernel(stats, o, do, lse, T, PADDED, H):
+        """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2, SIDE). LANES threads a
+        row, and TURNS rows a thread: all are asked for before the first is used.
+        """
+        wait_for_previous()
+        let_next_start()
+        tid, bh = int32(cuda.threadIdx.x), int64(cuda.blockIdx.y)
+        first, lane = int32(cuda.blockIdx.x * ROWS + tid // LANES), tid % LANES
+        x, y = cuda.local.array((TURNS, 8), float32), cuda.local.array((TURNS, 8), float32)
+        b, h = split(int32(cuda.blockIdx.y), H)
+        for turn in range(TURNS):
+            row = first + turn * STEP
+            # no branch: it would wait for one row after the other
+            row = cuda.selp(row < T, row, T - 1)
+            i = ((int64(b) * T + row) * H + h) * D + 8 * lane
+            load8(x[turn], o, i)
+            load8(y[turn], do, i)
+        for turn in range(TURNS):
+            row, dot = first + turn * STEP, float32(0.0)
+            for e in range(8):
+                dot += x[turn, e] * y[turn, e]
+            for i in range(HALVINGS):
+                dot += cuda.shfl_xor_sync(FULL, dot, 1 << i)
+            if lane == 0 and row < PADDED:
+                shift = NO_WEIGHT
+                if row < T:
+                    shift = load1(lse, bh * T + row) * LOG2E
+                i = statistics_at(bh * PADDED, row)
+                store1(stats, i, shift)
+                store1(stats, i + SIDE, dot)
+
+    return flash_attention_statistics_kernel, ROWS
+
+
+# ----------------------------------------------------------------------------- dQ
+def dq_shared_bytes(D, config) -> int:
+    return make_layout(D, config, 2)[4]
+
+
+@functools.cache
+def make_gradient_steps(N):
+    """Elementwise on 64 x N accumulators; shift = lse log2 e and delta are the lane's two rows'.
+
+    weights(s, shift, scale)    s becomes p = exp2(s scale - shift)
+    score_gradients(s, dp, delta)   s becomes s (dp - delta)
+    """
+    GROUPS = N // 8
+
+    @device
+    def weights(s, shift, scale):
+        for n in range(GROUPS):
+            for j in range(4):
+                s[4 * n + j] = exp2(s[4 * n + j] * scale - shift[j // 2])
+
+    @device
+    def score_gradients(s, dp, delta):
+        for n in range(GROUPS):
+            for j in range(4):
+                s[4 * n + j] *= dp[4 * n + j] - delta[j // 2]
+
+    return weights, score_gradients
+
+
+@functools.cache
+def make_dq_consumer(D, CAUSAL, config):
+    """-> consume(base, maps, stats, T, S, PADDED, B, H, together, scale): a warpgroup's part of dQ"""
+    BN, WGS, STAGES, _, OWN = config
+    BM, RING, ROW_STEP = 64 * WGS, BN * D * 2, 8 if CAUSAL else 0
+    Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
+    S_SIZE, A_SIZE, OUT_SIZE = BN // 2, BN // 4, D // 2
+    Q, DQ, K, V, _, (K_FULL, K_FREE, V_FULL, V_FREE) = make_layout(D, config, 2)
+    scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
+    add_ds_k = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
+    wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
+    wait_dq, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
+    key_blocks, (weights, score_gradients) = make_keys(BM, BN, CAUSAL), make_gradient_steps(BN)
+    _, await_tile, free_tile = make_own(OWN)
+    skip, (_, pack, hide_after, _) = make_skip(D, CAUSAL, config, 2), make_elements(BN)
+    clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
+
+    @device
+    def load_rows(shift, drop, stats, start, row, PADDED):
+        for r in range(2):
+            i = int32(row + 8 * r)
+            if i >= PADDED:  # a row of no query: it is not stored
+                i = int32(PADDED - 1)
+            shift[r] = load1(stats, statistics_at(start, i))
+            drop[r] = load1(stats, statistics_at(start, i) + SIDE)
+
+    @device
+    def store(base, dq, factor, maps, warp, w0, bh, H):
+        stores_done()  # of the tile before
+        b, h = split(bh, H)
+        at = base + DQ + warp * (16 * PANEL_ROW)
+        store_rows(dq, factor, at, Q_PANEL, maps, OUT, w0 + 16 * (warp & 3), h, b)
+
+    @device
+    def consume(base, maps, stats, T, S, PADDED, B, H, together, scale):
+        warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
+        blocks_m, past, column = (T + BM - 1) // BM, S - T, 2 * (lane & 3)
+        s, dp = cuda.local.array(S_SIZE, float32), cuda.local.array(S_SIZE, float32)
+        ds, dq = cuda.local.array(A_SIZE, uint32), cuda.local.array(OUT_SIZE, float32)
+        shift, drop = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        if lane == 0:
+            acquire_map(maps, OUT)
+        wait_for_previous()  # for the statistics. Q, K, V and dO are older
+        let_next_start()
+        it, done = uint32(0), uint32(0)
+        while True:
+            tile = await_tile(base, done)
+            if tile >= blocks_m * B * H:
+                break
+            m, bh = find_tile(tile, blocks_m, B * H, together)
+            q0 = int32((blocks_m - 1 - m) * BM)
+            w0 = q0 + 64 * (warp >> 2)
+            row = w0 + 16 * (warp & 3) + (lane >> 2)
+            it, blocks = skip(base, it, key_blocks(q0, T, S), w0, T, S)
+            q = descriptor(base + Q + 2 * QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
+            do = q + uint64(QUERIES >> 4)
+            n0 = int32((blocks - 1) * BN)
+            clear(dq)
+            load_rows(shift, drop, stats, int64(bh) * int64(PADDED), row, PADDED)
+            before = uint32(0)
+            for i in range(blocks):
+                stage, phase = it % STAGES, (it // STAGES) & 1
+                mbar_wait(base + K_FULL + 8 * stage, phase)
+                scores(s, q, descriptor(base + K + stage * RING))
+                mbar_wait(base + V_FULL + 8 * stage, phase)
+                scores(dp, do, descriptor(base + V + stage * RING))
+                wait_s_but_one(s)  # and the dQ product of the block before
+                if i > 0:
+                    mbar_arrive(base + K_FREE + 8 * before)
+                if n0 + BN - 1 > (w0 + past if CAUSAL else S - 1):
+                    hide_after(s, (row + past if CAUSAL else S - 1) - n0 - column, ROW_STEP)
+                weights(s, shift, scale * LOG2E)
+                hold_s(s)
+                mbar_wait(
+                    base + V_FULL + 8 * stage, phase
+                )  # there: keeps the wait behind the exponentials
+                wait_s(dp)
+                mbar_arrive(base + V_FREE + 8 * stage)
+                score_gradients(s, dp, drop)
+                pack(ds, s)
+                add_ds_k(dq, ds, descriptor(base + K + stage * RING))
+                before = stage
+                it += uint32(1)
+                n0 = int32(n0 - BN)
+            free_tile(base, done)
+            wait_dq(dq)
+            mbar_arrive(base + K_FREE + 8 * before)
+            done += uint32(1)
+            shift[0], shift[1] = scale, scale
+            store(base, dq, shift, maps, warp, w0, bh, H)
+        stores_done()
+
+    return consume
+
+
+@functools.cache
+def make_dq_kernel(D, CAUSAL, config):
+    """config: (BN, consumer warpgroups, stages, blocks per multiprocessor, OWN)"""
+    _, WGS, STAGES, PER_SM, OWN = config
+    CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
+    FEW, MANY = registers(WGS, PER_SM)
+    k_full, k_free, v_full, v_free = make_layout(D, config, 2)[5]
+    FULLS = tuple(at + 8 * i for at in (k_full, v_full) for i in range(STAGES))
+    FREES = tuple(at + 8 * i for at in (k_free, v_free) for i in range(STAGES))
+    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
+    produce, consume = make_key_producer(D, CAUSAL, config, 2), make_dq_consumer(D, CAUSAL, config)
+    fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
+
+    @kernel(THREADS, PER_SM)
+    def flash_attention_hopper_dq_kernel(
+        maps, stats, counter, T, S, B, H, group, together, PADDED, scale
+    ):
+        """Maps of Q, K, V, dO, dQ. The rest: make_fwd_kernel, make_statistics_kernel."""
+        base = shared_base()
+        set_up(base)
+        if warp_id() >= 4 * WGS:
+            fewer_registers()
+            if cuda.threadIdx.x == CONSUMERS:
+                produce(base, maps, counter, T, S, B, H, group, together)
+        else:
+            more_registers()
+            consume(base, maps, stats, T, S, PADDED, B, H, together, scale)
+
+    return flash_attention_hopper_dq_kernel
+
+
+# ----------------------------------------------------------------------------- launching
+def compute_statistics(do: Array, o: Array, lse_BHT: Array, turns=TURNS) -> tuple[Array, int]:
+    """-> statistics, rows of a head in them. do, o (B, T, H, D): contiguous. turns: see make_statistics_kernel"""
+    B, T, H, D = o.shape
+    padded = -(-T // PAD) * PAD
+    stats = empty(lse_BHT, (B * H, 2 * padded))
+    kernel, rows = make_statistics_kernel(D, turns)
+    flat = o.reshape(-1), do.reshape(-1), lse_BHT.reshape(-1)
+    sizes = [np.int32(n) for n in (T, padded, H)]
+    grid, overlap = (-(-padded // rows), B * H), can_overlap(o)
+    launch(kernel, grid, THREADS, stats.reshape(-1), *flat, *sizes, overlap=overlap)
+    return stats, padded
+
+
+def fill_dq(dq, stats, padded, do, q, k, v, scale, causal, gpu, config) -> None:
+    B, T, H, D = q.shape
+    S, G = k.shape[1:3]
+    rows, step = 64 * config[1], config[0]
+    maps = tensor_maps((q, rows), (k, step), (v, step), (do, rows), (dq, 16))
+    kernel, shared = make_dq_kernel(D, causal, config[:5]), dq_shared_bytes(D, config[:5])
+    rest = (T, S, B, H), -(-T // rows), B * H, H // G, 4 * S * D, gpu, (scale,), padded
+    launch_tiles(kernel, shared, config, maps, (stats.reshape(-1),), *rest)
+
+
+def fill_dkdv(dk, dv, stats, do, q, k, v, scale, causal, gpu, config) -> None:
+    B, T, H, D = q.shape
+    S, G = k.shape[1:3]
+    rows, step, group = 64 * config[1], config[0], H // G
+    boxes = (q, step), (k, rows), (v, rows), (do, step), (dk, 16), (dv, 16), (stats, 2 * step)
+    kernel, shared = make_dkdv_kernel(D, causal, config[:5]), dkdv_shared_bytes(D, config[:5])
+    rest = (T, S, B, G), -(-S // rows), B * G, group, 4 * T * D * group, gpu, (scale,)
+    launch_tiles(kernel, shared, config, tensor_maps(*boxes), (), *rest)
+
+
+def backward(
+    gradients: tuple, do: Array, q: Array, k: Array, v: Array, o: Array, lse_BHT: Array, scale: float, causal: bool,
+    gpu: tuple,
+) -> None:  # fmt: skip
+    """Fills dq, dk, dv. do, o: contiguous. The rest: flash_attention_hopper.forward"""
+    dq, dk, dv = gradients
+    T, D = q.shape[1], q.shape[3]
+    stats, padded = compute_statistics(do, o, lse_BHT)
+    rest = do, q, k, v, scale, causal, gpu
+    fill_dq(dq, stats, padded, *rest, choose("dq", D, T, causal))
+    fill_dkdv(dk, dv, stats, *rest, choose("dkdv", D, T, causal))

@@ -1,0 +1,314 @@
+"""FlashAttention-2 for compute capability 9.0: dK and dV. See _flash_attention_hopper_bwd.py.
+
+A block owns keys; queries, dO and their statistics pass. Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T are
+born where a product wants its left operand; lse and delta belong to columns then, and come from shared memory.
+
+Shared memory: barriers | OWN of (K | V) | STAGES of Q | STAGES of dO | STAGES of statistics; results leave through K and V.
+"""
+
+import functools
+
+from numba import cuda, float32, int32, uint32, uint64
+
+from ..primitives.hopper import (
+    PANEL,
+    acquire_map,
+    along_rows,
+    bar_sync,
+    down_rows,
+    load_floats,
+    load_row,
+    load_tile,
+    make_descriptor,
+    make_hold,
+    make_product,
+    make_setmaxnreg,
+    make_wait,
+    mbar_arrive,
+    mbar_expect,
+    mbar_wait,
+    shared_base,
+)
+from ..primitives.ptx import device, kernel, wait_for_previous
+from ..primitives.tensor_cores import exp2, opaque, warp_id
+from .flash_attention_hopper_parts import (
+    HEADER,
+    LOG2E,
+    NEXT_TILE,
+    PANEL_ROW,
+    SIDE,
+    TILE_FULL,
+    find_tile,
+    leave,
+    make_barriers,
+    make_elements,
+    make_own,
+    make_store,
+    next_tile,
+    registers,
+    split,
+)
+
+OUT, STATISTICS = 4, 6  # the map of dK, then that of dV; the map of the statistics
+
+
+# ----------------------------------------------------------------------------- what lies where
+@functools.cache
+def make_query_layout(D, config):
+    """-> (where lie: the first V, the ring of Q, of dO, of the statistics, the end), barriers FULL and FREE of the stages"""
+    BM, WGS, STAGES, _, OWN = config
+    own, ring = 64 * WGS * D * 2, BM * D * 2
+    q = HEADER + 2 * OWN * own
+    do = q + STAGES * ring
+    rows = do + STAGES * ring
+    full = NEXT_TILE * OWN
+    return HEADER + own, q, do, rows, rows + STAGES * 8 * BM, full, full + 8 * STAGES
+
+
+def dkdv_shared_bytes(D, config) -> int:
+    return make_query_layout(D, config)[4]
+
+
+@functools.cache
+def make_first(BM, CAUSAL):
+    """-> first_query(n0, past): where the first tile of BM queries begins that sees key n0 or a later one"""
+
+    @device
+    def first_query(n0, past):
+        first = int32(0)
+        if CAUSAL and n0 > past:
+            first = int32(uint32(n0 - past) // uint32(BM) * BM)
+        return first
+
+    return first_query
+
+
+@functools.cache
+def make_query_producer(D, CAUSAL, config):
+    """-> produce(base, maps, counter, T, S, B, G, group, together)"""
+    BM, WGS, STAGES, _, OWN = config
+    BN, PANELS, K = 64 * WGS, D // PANEL, HEADER
+    TILE_BYTES, RING, STATS = BN * D * 2, BM * D * 2, 8 * BM
+    OWN_PANEL, RING_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
+    V, Q, DO, ROWS, _, STAGE_FULL, STAGE_FREE = make_query_layout(D, config)
+    first_query, offer_tile = make_first(BM, CAUSAL), make_own(OWN)[0]
+
+    @device
+    def load_own(to, full, maps, n0, g, b):
+        mbar_expect(full, 2 * TILE_BYTES)
+        for p in range(PANELS):
+            load_tile(to + K + p * OWN_PANEL, maps, 1, full, PANEL * p, n0, g, b)
+            load_tile(to + V + p * OWN_PANEL, maps, 2, full, PANEL * p, n0, g, b)
+
+    @device
+    def load_stage(base, stage, maps, m0, h, b, plane):
+        full = base + STAGE_FULL + 8 * stage
+        q, do = base + Q + stage * RING, base + DO + stage * RING
+        mbar_expect(full, 2 * RING + STATS)
+        for p in range(PANELS):
+            load_tile(q + p * RING_PANEL, maps, 0, full, PANEL * p, m0, h, b)
+        load_row(base + ROWS + stage * STATS, maps, STATISTICS, full, 2 * m0, plane)
+        for p in range(PANELS):
+            load_tile(do + p * RING_PANEL, maps, 3, full, PANEL * p, m0, h, b)
+
+    @device
+    def produce(base, maps, counter, T, S, B, G, group, together):
+        blocks_n, planes = (S + BN - 1) // BN, B * G
+        for i in range(4):
+            acquire_map(maps, i)
+        acquire_map(maps, STATISTICS)
+        it, done, tile = uint32(0), uint32(0), int32(cuda.blockIdx.x)
+        while tile < blocks_n * planes:
+            n, bg = find_tile(tile, blocks_n, planes, together)
+            n0, (b, g) = int32(n * BN), split(bg, G)
+            first = first_query(n0, S - T)
+            barriers = offer_tile(base, done, tile)
+            place = base + 2 * TILE_BYTES * (done % OWN)
+            load_own(place, barriers + TILE_FULL, maps, n0, g, b)
+            h, end = int32(g * group), int32(g * group + group)
+            before = int32((bg - g) * group)  # planes of the sequences before
+            while h < end:
+                m0 = first
+                while opaque(m0) < T:
+                    stage = it % STAGES
+                    mbar_wait(base + STAGE_FREE + 8 * stage, ((it // STAGES) & 1) ^ 1)
+                    load_stage(base, stage, maps, m0, h, b, before + h)
+                    it += uint32(1)
+                    m0 = int32(m0 + BM)
+                h = int32(h + 1)
+            done += uint32(1)
+            tile = next_tile(counter)
+        mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)
+        leave(counter)
+        wait_for_previous()  # whoever waits for this kernel waits for dQ too
+
+    return produce
+
+
+@functools.cache
+def make_column_steps(BM):
+    """As make_gradient_steps, transposed: the columns' statistics lie in shared memory from `rows` on (delta's own `rows`).
+
+    weights(s, rows, scale)    score_gradients(s, dp, rows)
+    """
+    GROUPS = BM // 8
+
+    @device
+    def weights(s, rows, scale):
+        shift = cuda.local.array(2, float32)
+        for n in range(GROUPS):
+            load_floats(shift, rows + 8 * SIDE * (n // 2) + 32 * (n % 2))
+            for j in range(4):
+                s[4 * n + j] = exp2(s[4 * n + j] * scale - shift[j % 2])
+
+    @device
+    def score_gradients(s, dp, rows):
+        drop = cuda.local.array(2, float32)
+        for n in range(GROUPS):
+            load_floats(drop, rows + 8 * SIDE * (n // 2) + 32 * (n % 2))
+            for j in range(4):
+                s[4 * n + j] *= dp[4 * n + j] - drop[j % 2]
+
+    return weights, score_gradients
+
+
+@functools.cache
+def make_dkdv_consumer(D, CAUSAL, config):
+    """-> consume(base, maps, T, S, B, G, group, together, scale): a warpgroup's part of dK and dV"""
+    BM, WGS, STAGES, _, OWN = config
+    BN, K, RING, STATS = 64 * WGS, HEADER, BM * D * 2, 8 * BM
+    OWN_BYTES = 2 * BN * D * 2
+    _, await_tile, free_tile = make_own(OWN)
+    UNEVEN = CAUSAL and WGS > 1  # a block's warpgroups see different queries
+    KV_PANEL, Q_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
+    S_SIZE, A_SIZE, OUT_SIZE = BM // 2, BM // 4, D // 2
+    V, Q, DO, ROWS, _, STAGE_FULL, STAGE_FREE = make_query_layout(D, config)
+    scores = make_product(BM, along_rows(D, KV_PANEL), along_rows(D, Q_PANEL))
+    add = make_product(D, None, down_rows(BM), b_rows=True, accumulate=True)
+    wait_s, wait_out, hold_s = make_wait(BM, 1), make_wait(D, 0), make_hold(BM)
+    descriptor, first_query = make_descriptor(Q_PANEL), make_first(BM, CAUSAL)
+    weights, score_gradients = make_column_steps(BM)
+    _, pack, _, hide_before = make_elements(BM)
+    clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
+
+    @device
+    def store_both(to, dk, dv, factor, maps, scale, warp, w0, bg, G):
+        """The warpgroup's own rows of K and V are free: the results leave through them."""
+        bar_sync(1 + (warp >> 2), 128)  # all its warps have done with them
+        b, g = split(bg, G)
+        row, at = w0 + 16 * (warp & 3), to + warp * (16 * PANEL_ROW)
+        factor[0], factor[1] = float32(1.0), float32(1.0)
+        store_rows(dv, factor, at + V, KV_PANEL, maps, OUT + 1, row, g, b)
+        factor[0], factor[1] = scale, scale
+        store_rows(dk, factor, at + K, KV_PANEL, maps, OUT, row, g, b)
+        stores_done()
+
+    @device
+    def consume(base, maps, T, S, B, G, group, together, scale):
+        warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
+        blocks_n, past = (S + BN - 1) // BN, S - T
+        s, dp = cuda.local.array(S_SIZE, float32), cuda.local.array(S_SIZE, float32)
+        a = cuda.local.array(A_SIZE, uint32)  # P^T, then dS^T
+        dk, dv = cuda.local.array(OUT_SIZE, float32), cuda.local.array(OUT_SIZE, float32)
+        factor = cuda.local.array(2, float32)
+        if lane == 0:
+            acquire_map(maps, OUT)
+            acquire_map(maps, OUT + 1)
+        it, done = uint32(0), uint32(0)
+        while True:
+            tile = await_tile(base, done)
+            if tile >= blocks_n * B * G:
+                break
+            n, bg = find_tile(tile, blocks_n, B * G, together)
+            w0 = int32(n * BN + 64 * (warp >> 2))  # this warpgroup's first key
+            row = w0 + 16 * (warp & 3) + (lane >> 2)
+            first = first_query(n * BN, past)
+            m0 = first
+            k = descriptor(base + K + OWN_BYTES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
+            v = k + uint64((V - K) >> 4)
+            clear(dk)
+            clear(dv)
+            before, pending = (
+                uint32(0),
+                int32(0),
+            )  # pending: dK's product with stage `before` is under way
+            for _ in range(group * ((T - first + BM - 1) // BM)):
+                stage, phase = it % STAGES, (it // STAGES) & 1
+                q = descriptor(base + Q + stage * RING)
+                do = q + uint64((DO - Q) >> 4)
+                rows = base + ROWS + stage * STATS + 8 * (lane & 3)
+                mbar_wait(base + STAGE_FULL + 8 * stage, phase)
+                if UNEVEN and m0 + (BM - 1) + past < w0:  # no query sees these keys
+                    wait_out(dk)
+                    cuda.syncwarp()  # all lanes have seen this phase
+                    if pending > 0:
+                        mbar_arrive(base + STAGE_FREE + 8 * before)
+                    mbar_arrive(base + STAGE_FREE + 8 * stage)
+                    pending = int32(0)
+                else:
+                    scores(s, k, q)
+                    scores(dp, v, do)
+                    wait_s(s)  # and the products with dO and Q of the tile before
+                    if pending > 0:
+                        cuda.syncwarp()  # all lanes have read its statistics
+                        mbar_arrive(base + STAGE_FREE + 8 * before)
+                    if CAUSAL and m0 + past < w0 + 63:
+                        hide_before(s, row - past - m0 - 2 * (lane & 3))
+                    weights(s, rows, scale * LOG2E)
+                    pack(a, s)
+                    add(dv, a, do)
+                    wait_s(dp)
+                    score_gradients(s, dp, rows + 4 * SIDE)
+                    hold_s(s)
+                    # there: keeps the wait behind the arithmetic
+                    mbar_wait(base + STAGE_FULL + 8 * stage, phase)
+                    wait_out(dv)  # then `a` may be written again
+                    pack(a, s)
+                    add(dk, a, q)
+                    before, pending = stage, int32(1)
+                it += uint32(1)
+                m0 = int32(m0 + BM)
+                if m0 >= T:
+                    m0 = first
+            wait_out(dk)
+            cuda.syncwarp()
+            if pending > 0:
+                mbar_arrive(base + STAGE_FREE + 8 * before)
+            # opaque: what follows from it is not kept in registers meanwhile
+            done = uint32(opaque(int32(done)))
+            store_both(
+                base + OWN_BYTES * (done % OWN), dk, dv, factor, maps, scale, warp, w0, bg, G
+            )
+            free_tile(base, done)
+            done += uint32(1)
+
+    return consume
+
+
+@functools.cache
+def make_dkdv_kernel(D, CAUSAL, config):
+    """config: (BM, consumer warpgroups, stages, blocks per multiprocessor, OWN)"""
+    _, WGS, STAGES, PER_SM, OWN = config
+    CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
+    FEW, MANY = registers(WGS, PER_SM, 24 if D == 128 else 0)
+    full, free = make_query_layout(D, config)[5:]
+    FULLS, FREES = (tuple(at + 8 * i for i in range(STAGES)) for at in (full, free))
+    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
+    produce = make_query_producer(D, CAUSAL, config)
+    consume = make_dkdv_consumer(D, CAUSAL, config)
+    fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
+
+    @kernel(THREADS, PER_SM)
+    def flash_attention_hopper_dkdv_kernel(maps, counter, T, S, B, G, group, together, scale):
+        """Maps of Q, K, V, dO, dK, dV, the statistics. The rest: make_fwd_kernel."""
+        base = shared_base()
+        set_up(base)
+        if warp_id() >= 4 * WGS:
+            fewer_registers()
+            if cuda.threadIdx.x == CONSUMERS:
+                produce(base, maps, counter, T, S, B, G, group, together)
+        else:
+            more_registers()
+            consume(base, maps, T, S, B, G, group, together, scale)
+
+    return flash_attention_hopper_dkdv_kernel

@@ -1,0 +1,65 @@
+"""Causal attention by matrix products (Vaswani et al. 2017), all heads of all sequences at once.
+
+    q: (B, T, H, D)    k, v: (B, S, G, D)    o: (B, T, H, D)
+    forward    s = q k^T / sqrt(D)        p = softmax(s), causal        o = p v
+    backward   dv = p^T do    dp = do v^T    ds = softmax_bwd(dp, p)    dq = ds k    dk = ds^T q
+
+Two strided-batched GEMMs around one softmax kernel; no loop over heads or sequences. The batch of the GEMMs is
+(sequence, key/value head), B G of them: the H / G query heads that share a key head are stacked as rows, so grouped
+queries cost nothing and dk, dv add up over the group inside the GEMM. One layout kernel brings BTHD to BHTD and back; there
+v may be a part of a packed array, and dv of a packed gradient.
+
+We save p, (B, H, T, S) floats: T times more than q. flash_attention.py recomputes it instead.
+"""
+
+from ...device import Array
+from ..gemm import matmul
+from ..layout import swap_heads
+from ..runtime.launch import check, check_array, empty
+from ..softmax import causal_softmax_bwd, causal_softmax_fwd
+
+
+def _stack(x_BXTD, G):
+    """(B, X, T, D) -> (B G, X/G T, D): a view."""
+    B, X, T, D = x_BXTD.shape
+    return x_BXTD.reshape(B * G, X // G * T, D)
+
+
+def attention_fwd(
+    q_BTHD: Array, k_BSGD: Array, v_BSGD: Array, scale: float, causal: bool = True
+) -> tuple[Array, tuple]:
+    """-> o (B, T, H, D), and what backward needs. Raises ValueError when the shapes do not belong together."""
+    for name, x in (("q", q_BTHD), ("k", k_BSGD), ("v", v_BSGD)):
+        check_array("attention", name, x, (None,) * 4, strided=True)
+    B, T, H, D = q_BTHD.shape
+    S, G = k_BSGD.shape[1:3]
+    fits = k_BSGD.shape == v_BSGD.shape == (B, S, G, D) and G > 0 and H % G == 0
+    check(
+        fits,
+        f"attention: q {q_BTHD.shape}, k {k_BSGD.shape}, v {v_BSGD.shape} do not belong together",
+    )
+    check(S >= T or not causal, f"attention: {T} causal queries need at least {T} keys, got {S}")
+    check(S > 0 or T == 0, f"attention: {T} queries without keys")
+    q_BHTD, k_BGSD, v_BGSD = map(swap_heads, (q_BTHD, k_BSGD, v_BSGD))
+    q, k, v = (_stack(x, G) for x in (q_BHTD, k_BGSD, v_BGSD))
+    p_ARS = matmul(empty(q, (*q.shape[:2], S)), q, k, trans_b=True)
+    p_ARS = causal_softmax_fwd(p_ARS, T, scale, causal)  # in place over the scores
+    o = matmul(empty(q, q.shape), p_ARS, v)
+    return swap_heads(o.reshape(q_BHTD.shape)), (q_BHTD, k_BGSD, v_BGSD, p_ARS)
+
+
+def attention_bwd(
+    do_BTHD: Array, saved: tuple, scale: float, causal: bool = True, dv_BSGD: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """-> dq (B, T, H, D), dk, dv (B, S, G, D).  dv_BSGD: where dv is written, a part of a packed gradient; None: new"""
+    T = do_BTHD.shape[1]
+    *shared, p_ARS = saved
+    G = shared[1].shape[1]
+    do, q, k, v = (_stack(x, G) for x in (swap_heads(do_BTHD), *shared))
+    dv = matmul(empty(v, v.shape), p_ARS, do, trans_a=True)
+    dp_ARS = matmul(empty(p_ARS, p_ARS.shape), do, v, trans_b=True)
+    ds_ARS = causal_softmax_bwd(dp_ARS, p_ARS, T, scale, causal)  # in place over dp
+    dq = matmul(empty(q, q.shape), ds_ARS, k)
+    dk = matmul(empty(k, k.shape), ds_ARS, q, trans_a=True)
+    dq, dk, dv = (dx.reshape(x.shape) for dx, x in zip((dq, dk, dv), shared))
+    return swap_heads(dq), swap_heads(dk), swap_heads(dv, dv_BSGD)

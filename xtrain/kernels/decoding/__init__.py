@@ -1,0 +1,1 @@
+"""What only serving needs: the KV cache, matrix-vector products, sampling, padding."""

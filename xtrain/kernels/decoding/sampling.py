@@ -1,0 +1,181 @@
+"""From logits to the next token, without leaving the device.   logits: (B, V)   ids: (B,)
+
+    order       tokens stand in the order of their logits, the largest first; of equal ones the lower id first
+    weights     w_i = exp((logit_i - logit_0) / temperature), relative to the first
+    top-k       the first k tokens stay (0: all)
+    top-p       of those, token i stays while the weights before it make up less than p of all that stay: the smallest
+                set with at least p of the probability (Holtzman et al. 2020). The first one always stays.
+    draw        a random number u in [0, 1): the first token at which the running sum exceeds u times the whole
+    greedy      temperature 0: the first token
+
+The weights are whole numbers: w_i = floor(2^40 exp(...)). Sums of them are exact, so they do not depend on the order in
+which threads add, on the GPU or on how the vocabulary is cut, and a draw is one exact comparison.
+
+Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et al. 2011) turns (step, sequence) into
+random bits under the key seed. So a token depends on its own row's seed, sequence number and step, and on nobody else.
+"""
+
+import numpy as np
+
+from ...device import Array
+from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
+from .sampling_kernels import (
+    FRACTION,
+    ONE,
+    PHILOX_M,
+    PHILOX_W,
+    ROUNDS,
+    make_advance_kernel,
+    make_draw_kernel,
+    make_segment_kernel,
+)
+
+MAX_TOP_K = 1024  # length of the longest list of candidates; threads of the block that draws
+SEGMENT = 2048  # of the vocabulary: 16 KB of shared memory
+MIN_TEMPERATURE = 1e-5  # 1 / temperature times a difference of logits must be a float32
+
+
+# ----------------------------------------------------------------------------- reference
+def philox_ref(counter: tuple, key: tuple) -> tuple[int, int, int, int]:
+    """Four 32-bit words, two 32-bit words -> four random 32-bit words"""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(ROUNDS):
+        a, b = PHILOX_M[0] * c0, PHILOX_M[1] * c2
+        c0, c1 = (b >> 32) ^ c1 ^ k0, b & 0xFFFFFFFF
+        c2, c3 = (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
+        k0, k1 = (k0 + PHILOX_W[0]) & 0xFFFFFFFF, (k1 + PHILOX_W[1]) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def random_fraction_ref(seed: int, sequence: int, step: int) -> int:
+    """31 random bits of one step of one sequence"""
+    split = lambda x: (x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF)
+    return philox_ref((step & 0xFFFFFFFF, 0, *split(sequence)), split(seed))[0] >> 1
+
+
+def kept_ref(logits_V, temperature, top_k, top_p):
+    """-> ids of the tokens that stay, in their order, and their weights, int64"""
+    logits_V = np.asarray(logits_V, np.float32)
+    order = np.argsort(-logits_V, kind="stable")  # of equal ones the lower id first
+    if top_k:
+        order = order[:top_k]
+    x = (logits_V[order] - logits_V[order[0]]) * (np.float32(1) / np.float32(temperature))
+    w = (np.exp(x) * np.float32(ONE)).astype(np.int64)
+    if top_p < 1:
+        limit = scaled_ref(int(w.sum()), int(np.float32(top_p) * np.float32(1 << FRACTION)))
+        keep = np.cumsum(w) - w < max(limit, 1)
+        order, w = order[keep], w[keep]
+    return order, w
+
+
+def scaled_ref(total, fraction):
+    """floor(total fraction / 2^31) in whole numbers of any size"""
+    return total * fraction >> FRACTION
+
+
+def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step):
+    """-> the id of the next token; -1 when a logit is NaN"""
+    logits_V = np.asarray(logits_V, np.float32)
+    if np.isnan(logits_V).any():
+        return -1
+    if temperature <= 0 or np.isinf(logits_V.max()):
+        return int(np.argmax(logits_V))
+    ids, w = kept_ref(logits_V, temperature, top_k, top_p)
+    goal = scaled_ref(int(w.sum()), random_fraction_ref(seed, sequence, step))
+    return int(ids[np.searchsorted(np.cumsum(w), goal, side="right")])
+
+
+# ----------------------------------------------------------------------------- launchers
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """For whoever admits a request: ValueError for parameters that the kernels, which cannot complain, would misread."""
+    fits = temperature == 0 or MIN_TEMPERATURE <= temperature < float("inf")
+    what = f"0 (greedy), or a finite number from {MIN_TEMPERATURE} on"
+    check(fits, f"temperature {temperature}: expected {what}")
+    check(0 <= top_k <= MAX_TOP_K, f"top_k {top_k}: expected 0 (off) to {MAX_TOP_K}")
+    check(0 < top_p <= 1, f"top_p {top_p}: expected more than 0 and at most 1 (off)")
+
+
+def sample(
+    logits_BV: Array,
+    ids_B: Array,
+    temperature_B: Array,
+    top_k_B: Array,
+    top_p_B: Array,
+    seed_B: Array,
+    sequence_B: Array,
+    step_B: Array,
+    vocab: int | None = None,
+    parameters_ready: bool = False,
+) -> None:
+    """Writes the next token of every row to ids_B (int32); -1 for a row with a NaN among its logits.
+
+    logits float32 or bf16; of their V columns the first `vocab` are tokens, the others padding. temperature, top_p
+    float32, top_k and step int32, seed and sequence int64, all (B,): they may be mixed, and change between launches.
+    check_sampling says what their values may be.
+    parameters_ready: neither the kernel launched last nor one that may still run beside it (let_next_start in _ptx.py) writes
+    temperature or top_k; reading these two may begin before it has ended.
+    """
+    check_array("sample", "logits", logits_BV, (None, None), FLOATS)
+    B, V = logits_BV.shape
+    vocab = V if vocab is None else vocab
+    check(0 < vocab <= V, f"sample: a vocabulary of {vocab}, the logits have {V} columns")
+    parameters = dict(
+        ids=(ids_B, "int32"), temperature=(temperature_B, "float32"), top_k=(top_k_B, "int32"),
+        top_p=(top_p_B, "float32"), seed=(seed_B, "int64"), sequence=(sequence_B, "int64"),
+        step=(step_B, "int32"),
+    )  # fmt: skip
+    for name, (x, dtype) in parameters.items():
+        check_array("sample", name, x, (B,), (dtype,))
+    arrays = [x for x, _ in parameters.values()]
+    if on_host(logits_BV, *arrays):
+        for b in range(B):
+            check_sampling(*(x[b] for x in arrays[1:4]))
+            ids_B[b] = sample_ref(logits_BV[b, :vocab], *(x[b].item() for x in arrays[1:]))
+        return
+    check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
+    segments, overlap = -(-vocab // SEGMENT), can_overlap(logits_BV)
+    variant = overlap, parameters_ready
+    segment_kernel, threads = make_segment_kernel(SEGMENT, MAX_TOP_K, *variant)
+    lists, logits = empty(logits_BV, B * segments * MAX_TOP_K, np.int64), logits_BV.reshape(-1)
+    grid, sizes = (segments, B), (vocab, V)
+    arguments = (lists, logits, temperature_B, top_k_B, *sizes)
+    launch(segment_kernel, grid, threads, *arguments, overlap=overlap)
+    draw_kernel = make_draw_kernel(MAX_TOP_K, *variant)
+    arguments = (ids_B, lists, logits, *arrays[1:], segments, *sizes)
+    launch(draw_kernel, B, MAX_TOP_K, *arguments, overlap=overlap)
+
+
+def advance(
+    lengths_B: Array,
+    step_B: Array,
+    rows_B: Array,
+    ids_B: Array | None = None,
+    mail_2L: Array | None = None,
+) -> None:
+    """lengths += 1 and step += 1 (int32) wherever rows >= 0: the end of a decoding step.
+
+    ids (B,), mail (2, L), L >= B, both int32: before that, mail[step % 2, b] = ids[b]. Without mail, nothing. With mail
+    in memory that host and GPU share (device.both_see), no copy stands between two steps.
+    """
+    for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
+        check_array("advance", name, x, (rows_B.size,), ("int32",))
+    post = mail_2L is not None
+    check(not post or ids_B is not None, "advance: mail for which ids are missing")
+    if post:
+        check_array("advance", "ids", ids_B, (rows_B.size,), ("int32",))
+        check_array("advance", "mail", mail_2L, (2, None), ("int32",))
+        check(
+            mail_2L.shape[1] >= rows_B.size,
+            f"advance: mail for {mail_2L.shape[1]} rows of {rows_B.size}",
+        )
+    if on_host(lengths_B, step_B, rows_B):
+        there = np.flatnonzero(rows_B >= 0)
+        if post:
+            mail_2L[step_B[there] % 2, there] = ids_B[there]
+        lengths_B[there] += 1
+        step_B[there] += 1
+        return
+    overlap, arrays = can_overlap(rows_B), (lengths_B, step_B, rows_B)
+    more = (ids_B, mail_2L) if post else (rows_B, rows_B.reshape(1, -1))  # a kernel takes no None
+    advance_kernel = make_advance_kernel(overlap, post)
+    launch(advance_kernel, -(-rows_B.size // 32), 32, *arrays, *more, overlap=overlap)

@@ -1,0 +1,174 @@
+"""A run of n elements, or a matrix of rows, 8 elements per thread in two 16-byte accesses.
+
+An element-wise kernel does not care about shape: a contiguous array of any shape is one run. Three things make it as fast
+as a copy:
+
+    quad     4 neighbouring elements: one access of 16 bytes in float32, of 8 in bf16. Neighbouring threads own
+             neighbouring quads, so a warp writes whole 32-byte sectors. Two quads side by side in one thread
+             would not: each store would write half sectors, in float32 9 % (scale) to 21 % (silu) slower on an
+             H200 at N = 32768, C = 768.
+    chunk    what a thread holds in 8 registers: two quads, `gap` elements apart
+    tile     what a block owns: STEPS chunks per thread, all asked for before anything is computed. About
+             25 KB per multiprocessor must be under way at any time.
+
+    elements   0..3  4..7  ...  1020..1023 | 1024..1027  ...                 (a run: gap = 1024)
+    thread       0     1           255     |      0
+
+A 16-byte access needs an address that is a multiple of 16. An array that begins elsewhere (a slice of the arena, a row
+of odd width) and the end of a run are read and written element by element: slower, and right.
+"""
+
+import math
+
+import numpy as np
+from numba import cuda, float32, int64, uint32
+
+from ...device import Array, cupy
+from ...simulator import SimArray
+from ..runtime.launch import launch
+from .ptx import device, load1, load4, store1, store4
+
+BLOCK = 256
+QUAD = 4
+EACH = 2 * QUAD  # elements of a chunk
+STEPS = 2  # chunks of a thread
+GAP = BLOCK * QUAD  # between the quads of a chunk of a run
+STRIDE = BLOCK * EACH  # between the chunks of a thread
+TILE = STEPS * STRIDE
+SPAN = TILE - GAP + QUAD  # from a thread's first element to the end of its last
+
+
+# ----------------------------------------------------------------------------- in a kernel
+@device
+def load(registers, x, i, gap, end, whole):
+    """registers[0:8] = x[i : i + 4] and x[i + gap : i + gap + 4] as float32, zeros from `end` on.
+
+    whole: all of it lies before the end, and x on 16 bytes. Hand over a constant, so that no branch is left: a bf16 has
+    to be widened where it was loaded, so loads in branches of their own would wait for one another.
+    """
+    if whole:
+        load4(registers[0:QUAD], x, i)
+        load4(registers[QUAD:EACH], x, i + gap)
+    else:
+        for j in range(QUAD):
+            registers[j] = load1(x, i + j) if i + j < end else float32(0.0)
+        for j in range(QUAD):
+            registers[QUAD + j] = load1(x, i + gap + j) if i + gap + j < end else float32(0.0)
+
+
+@device
+def store(x, i, gap, end, registers, whole):
+    """x[i : i + 4] and x[i + gap : i + gap + 4] = registers[0:8]; nothing is written from `end` on."""
+    if whole:
+        store4(x, i, registers[0:QUAD])
+        store4(x, i + gap, registers[QUAD:EACH])
+    else:
+        for j in range(QUAD):
+            if i + j < end:
+                store1(x, i + j, registers[j])
+        for j in range(QUAD):
+            if i + gap + j < end:
+                store1(x, i + gap + j, registers[QUAD + j])
+
+
+@device
+def position(i, gap, j):
+    """Where registers[j] of a chunk lies."""
+    return i + j if j < QUAD else i + gap + (j - QUAD)
+
+
+@device
+def first_element():
+    """Of this thread's first chunk of a run."""
+    return int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * QUAD
+
+
+@device
+def is_whole(first, n, aligned):
+    """Are all of this thread's chunks before the end of the run, and on 16 bytes?"""
+    return aligned and first + SPAN <= n
+
+
+def make_place(C: int):
+    """-> place(), gap.   place() -> the row and the first column of this thread's chunk, when rows are C columns wide.
+
+    The quads of a chunk are half a row apart, so a thread never sees two rows. C is a constant of the kernel: the
+    division by it becomes a multiplication.
+    """
+    GAP = row_gap(C)
+    CHUNKS = GAP // QUAD  # of a row
+
+    @device
+    def place():
+        k = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
+        n = k // uint32(CHUNKS)
+        return int64(n), int64(k - n * uint32(CHUNKS)) * QUAD
+
+    return place, GAP
+
+
+# ----------------------------------------------------------------------------- in a launcher
+def row_gap(C: int) -> int:
+    """Half a row, in whole quads."""
+    return -(-C // EACH) * QUAD
+
+
+def blocks_for_rows(N: int, C: int) -> int:
+    """How many blocks N rows take, in chunks as make_place numbers them."""
+    return -(-N * row_gap(C) // (QUAD * BLOCK))
+
+
+def on_16_bytes(*arrays: Array) -> bool:
+    """Do all arrays begin at an address that is a multiple of 16?"""
+    return all(_address(a) % 16 == 0 for a in arrays)
+
+
+def same_place(a: Array, b: Array) -> bool:
+    """Are these two views of one shape the same elements of memory?"""
+    return _address(a) == _address(b) and a.strides == b.strides
+
+
+def _address(a):
+    return a.ctypes.data if hasattr(a, "ctypes") else a.data.ptr
+
+
+def row_step(x: Array) -> int | None:
+    """x (..., X, D), rows of X D elements: how many elements further each row begins than the one before.
+
+    None if rows are not whole, not evenly spaced, or share memory. Where it is more than X D, x is a part of the columns of
+    a packed array.
+    """
+    *outer, X, D = x.shape
+    if x.flags.c_contiguous:
+        return X * D
+    size, step, rows = x.itemsize, X * D * x.itemsize, 1
+    if (D > 1 and x.strides[-1] != size) or (X > 1 and x.strides[-2] != D * size):
+        return None
+    for n, stride in zip(reversed(outer), reversed(x.strides[:-2])):
+        if n > 1:
+            if stride != rows * step and (rows > 1 or stride < step or stride % size):
+                return None
+            step, rows = stride if rows == 1 else step, rows * n
+    return step // size
+
+
+def flat_rows(x: Array) -> Array:
+    """A flat view of an array that has a row_step, from its first element to its last."""
+    if x.flags.c_contiguous:
+        return x.reshape(-1)
+    *outer, X, D = x.shape
+    length = (math.prod(outer) - 1) * row_step(x) + X * D
+    if isinstance(x, SimArray):
+        return np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,), subok=True)
+    return cupy().lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
+
+
+def whole_rows(C: int, *arrays: Array) -> bool:
+    """Does every chunk of rows that are C wide consist of two whole quads on 16 bytes?"""
+    return C % EACH == 0 and on_16_bytes(*arrays)
+
+
+def launch_flat(kernel, *arrays: Array, others: tuple = ()) -> None:
+    """kernel(runs of n elements..., others..., aligned) on ceil(n / TILE) blocks. Contiguous arrays: these are views."""
+    runs = [a.reshape(-1) for a in arrays]
+    launch(kernel, -(-runs[0].size // TILE), BLOCK, *runs, *others, on_16_bytes(*runs))

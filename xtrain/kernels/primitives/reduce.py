@@ -1,0 +1,125 @@
+"""Sums and maxima over a warp (32 threads, no shared memory) and over a block (one float per warp).
+
+A butterfly of exclusive-or shuffles leaves the result in every lane, always added in the same order: the same
+input gives the same bits. Every thread of the block must call these, so no early return before them, and the
+block is a whole number of warps.
+"""
+
+import functools
+import math
+
+from numba import cuda, float32
+
+from ..runtime.launch import can_overlap, launch
+from .ptx import kernel, wait_for_previous
+
+FULL = 0xFFFFFFFF  # all 32 lanes take part
+MAX_WARPS = 32  # a block has at most 1024 threads
+NEG_INF = float32(-math.inf)
+
+
+@cuda.jit(device=True)
+def warp_sum(v):
+    """v of all 32 lanes added up, in every lane."""
+    for step in (16, 8, 4, 2, 1):
+        v += cuda.shfl_xor_sync(FULL, v, step)
+    return v
+
+
+@cuda.jit(device=True)
+def warp_max(v):
+    for step in (16, 8, 4, 2, 1):
+        other = cuda.shfl_xor_sync(FULL, v, step)
+        v = v if v > other else other
+    return v
+
+
+@cuda.jit(device=True)
+def block_sum(v, partial):
+    """v of all threads added up, in every thread. partial: MAX_WARPS floats of shared memory."""
+    tid = cuda.threadIdx.x
+    lane, warp = tid % 32, tid // 32
+    v = warp_sum(v)
+    cuda.syncthreads()  # the previous use of `partial` is over
+    if lane == 0:
+        partial[warp] = v
+    cuda.syncthreads()  # every warp's sum is there
+    v = partial[lane] if lane < cuda.blockDim.x // 32 else float32(0.0)
+    return warp_sum(v)
+
+
+@cuda.jit(device=True)
+def block_max(v, partial):
+    """The largest v of all threads, in every thread. partial: MAX_WARPS floats of shared memory."""
+    tid = cuda.threadIdx.x
+    lane, warp = tid % 32, tid // 32
+    v = warp_max(v)
+    cuda.syncthreads()  # the previous use of `partial` is over
+    if lane == 0:
+        partial[warp] = v
+    cuda.syncthreads()  # every warp's maximum is there
+    v = partial[lane] if lane < cuda.blockDim.x // 32 else NEG_INF
+    return warp_max(v)
+
+
+COLUMNS = 8  # neighbouring columns of a block: the 32 bytes that memory hands over at once
+PARTS = 4  # rows that a warp reads at a time
+WARPS = 32  # that share the rows: few rows each, since all a thread does is wait for them
+AHEAD = 8  # rows that a thread asks for at once
+
+
+@functools.cache
+def make_add_column_sums_kernel(overlap):
+    @kernel(COLUMNS * PARTS * WARPS)
+    def add_column_sums_kernel(out_C, more_C, partial_PC):
+        """Grid ceil(C / COLUMNS), block (COLUMNS, PARTS, up to WARPS). C: columns of out and, after them, of more.
+
+        out_C[c] += sum over p of partial_PC[p, c]
+        """
+        tile = cuda.shared.array((WARPS, COLUMNS), float32)
+        rows = cuda.local.array(AHEAD, float32)
+        column, warp, warps = cuda.threadIdx.x, cuda.threadIdx.z, cuda.blockDim.z
+        c = cuda.blockIdx.x * COLUMNS + column
+        P, C = partial_PC.shape
+        if overlap:
+            wait_for_previous()
+        acc, old = float32(0.0), float32(0.0)
+        first = cuda.threadIdx.y == 0 and warp == 0 and c < C
+        if first:  # comes while the rows are added up
+            old = out_C[c] if c < out_C.size else more_C[c - out_C.size]
+        p = warp * PARTS + cuda.threadIdx.y
+        while p < P and c < C:
+            for a in range(AHEAD):  # without a condition, so that all are under way at once
+                q = p + a * PARTS * warps
+                rows[a] = partial_PC[q if q < P else p, c]
+            for a in range(AHEAD):
+                acc += rows[a] if p + a * PARTS * warps < P else float32(0.0)
+            p += AHEAD * PARTS * warps
+        for step in (COLUMNS, 2 * COLUMNS):  # the same column's lanes
+            acc += cuda.shfl_xor_sync(FULL, acc, step)
+        if cuda.threadIdx.y == 0:
+            tile[warp, column] = acc
+        cuda.syncthreads()
+        if first:
+            total = float32(0.0)
+            for i in range(warps):  # always in this order: same bits every run
+                total += tile[i, column]
+            if c < out_C.size:
+                out_C[c] = old + total
+            else:
+                more_C[c - out_C.size] = old + total
+
+    return add_column_sums_kernel
+
+
+def add_column_sums(partial_PC, out_C, more_C=None) -> None:
+    """The second stage of a deterministic weight gradient: out += partial.sum(0).
+
+    more: a second gradient, for the columns of partial that follow those of out.
+    """
+    P, C = partial_PC.shape
+    block = COLUMNS, PARTS, min(WARPS, -(-P // PARTS))
+    more_C = out_C if more_C is None else more_C  # a kernel takes no None
+    overlap = can_overlap(partial_PC)
+    sums_kernel, grid = make_add_column_sums_kernel(overlap), -(-C // COLUMNS)
+    launch(sums_kernel, grid, block, out_C, more_C, partial_PC, overlap=overlap)

@@ -1,0 +1,454 @@
+"""Tensor-core instructions and their data paths, for compute capability 8.0 and up; each with its twin in Python.
+
+    mma_bf16                        a warp multiplies a 16 x 16 with a 16 x 8 tile and adds
+    ldmatrix, ldmatrix_trans        shared memory -> the operands of mma, 8 x 8 tiles
+    copy16_async, copy4_async       global -> shared memory, past the registers, while the threads go on
+    commit_copies, wait_copies      ... and how to know that the data has come
+    store16, load16_shared, ...     16 bytes of bf16 at once
+    exp2, log2, fmax, warp_id, pack_bf16, low_bf16, high_bf16
+
+A fragment, what a lane holds of a tile, is a register array (see _ptx.py). Shared memory is one flat uint16 array; its
+indices count elements, so 16 bytes are 8 of them. Names in "quotes" are sections of NVIDIA's PTX ISA manual.
+"""
+
+import ml_dtypes
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from ...simulator import KernelError, simulates
+from .ptx import (
+    F32,
+    GLOBAL,
+    I32,
+    I64,
+    SHARED,
+    _data,
+    _int64,
+    _narrow_pair,
+    _register,
+    _widen,
+    intrinsic,
+)
+
+
+# ----------------------------------------------------------------------------- helpers for code generation
+def _asm(builder, text, constraints, result, args, effect=True):
+    """effect: the instruction does more than compute its result, so it is never moved, merged or dropped."""
+    function = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(ir.InlineAsm(function, text, constraints, side_effect=effect), args)
+
+
+def _shared_address(context, builder, sig, args, a, i):
+    """32-bit address of args[a][args[i]] in shared memory"""
+    data = _data(context, builder, sig.args[a], args[a])
+    base = builder.addrspacecast(data, ir.PointerType(data.type.pointee, SHARED))
+    size = ir.Constant(I32, sig.args[a].dtype.bitwidth // 8)
+    return builder.add(builder.ptrtoint(base, I32), builder.mul(_int32(builder, args[i]), size))
+
+
+def _int32(builder, value):
+    return value if value.type.width <= 32 else builder.trunc(value, I32)
+
+
+def _global_address(context, builder, sig, args, a, i):
+    """64-bit address of args[a][args[i]] in global memory"""
+    data = _data(context, builder, sig.args[a], args[a])
+    pointer = builder.gep(data, [_int64(builder, args[i], sig.args[i])])
+    space = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
+    return builder.ptrtoint(space, I64)
+
+
+def _registers(context, builder, sig, args, a, n):
+    data = _data(context, builder, sig.args[a], args[a])
+    return [builder.load(_register(builder, data, j)) for j in range(n)]
+
+
+def _set_registers(context, builder, sig, args, a, values):
+    data = _data(context, builder, sig.args[a], args[a])
+    for j, value in enumerate(values):
+        builder.store(value, _register(builder, data, j))
+
+
+def _fields(builder, struct, n=4):
+    return [builder.extract_value(struct, j) for j in range(n)]
+
+
+# ----------------------------------------------------------------------------- the tensor core
+@intrinsic
+def mma_bf16(typingctx, c, a, b):
+    """c[0:4] += A B for one warp: A (16, 16) in a[0:4], B (16, 8) in b[0:2], bf16; C (16, 8) float32.
+
+    "Matrix Fragments for mma.m16n8k16 with floating point type". Lane 4 g + t holds two neighbours per register:
+        A   a[0] row g, a[1] row g + 8: columns 2t, 2t + 1;   a[2], a[3] the same rows, columns 2t + 8, 2t + 9
+        B   b[0] rows 2t, 2t + 1, b[1] rows 2t + 8, 2t + 9: column g
+        C   c[0], c[1] row g, c[2], c[3] row g + 8: columns 2t, 2t + 1
+    """
+
+    def codegen(context, builder, sig, args):
+        values = []
+        for i, n in ((1, 4), (2, 2), (0, 4)):
+            values += _registers(context, builder, sig, args, i, n)
+        out = _asm(
+            builder,
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            ir.LiteralStructType([F32] * 4),
+            values,
+        )
+        _set_registers(context, builder, sig, args, 0, _fields(builder, out))
+        return context.get_dummy_value()
+
+    return types.void(c, a, b), codegen
+
+
+def _ldmatrix(name, option):
+    def ldmatrix(typingctx, registers, smem, i, flip, more):
+        def codegen(context, builder, sig, args):
+            address = _shared_address(context, builder, sig, args, 1, 2)
+            # The compiler must not look into this sum, or it would form a new one for each `more`.
+            address = _asm(builder, "mov.b32 $0, $1;", "=r,r", I32, [address], effect=False)
+            flip, more = (builder.mul(_int32(builder, x), ir.Constant(I32, 2)) for x in args[3:])
+            address = builder.add(builder.xor(address, flip), more)
+            text = f"ldmatrix.sync.aligned.m8n8.x4{option}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
+            result = ir.LiteralStructType([I32] * 4)
+            out = _asm(builder, text, "=r,=r,=r,=r,r,~{memory}", result, [address])
+            _set_registers(context, builder, sig, args, 0, _fields(builder, out))
+            return context.get_dummy_value()
+
+        return types.void(registers, smem, i, flip, more), codegen
+
+    ldmatrix.__name__ = name
+    return intrinsic(ldmatrix)
+
+
+# registers[0:4] = four 8 x 8 matrices of bf16, a register for each. Row r of matrix m begins at element (i ^ flip) + more
+# of smem, i as lane 8 m + r has it, flip and more the same for all: constants, so that one i serves a whole product.
+# Lane 4 g + t receives row g, columns 2t and 2t + 1; with _trans, of the transposed matrices. "ldmatrix"
+ldmatrix = _ldmatrix("ldmatrix", "")
+ldmatrix_trans = _ldmatrix("ldmatrix_trans", ".trans")
+
+
+# ----------------------------------------------------------------------------- copies that run beside the threads
+def _copy_async(name, cache, nbytes):
+    def copy(typingctx, smem, i, x, j, valid):
+        def codegen(context, builder, sig, args):
+            to = _shared_address(context, builder, sig, args, 0, 1)
+            source = _global_address(context, builder, sig, args, 2, 3)
+            valid = context.is_true(builder, sig.args[4], args[4])
+            size = builder.select(valid, ir.Constant(I32, nbytes), ir.Constant(I32, 0))
+            text = f"cp.async.{cache}.shared.global [$0], [$1], {nbytes}, $2;"
+            _asm(builder, text, "r,l,r,~{memory}", ir.VoidType(), [to, source, size])
+            return context.get_dummy_value()
+
+        return types.void(smem, i, x, j, valid), codegen
+
+    copy.__name__ = name
+    return intrinsic(copy)
+
+
+# Begin to copy 16 bytes (one float32) from x[j] in global memory to smem[i]. Not valid: x is not read, zeros are written.
+# "cp.async": .cg keeps the data out of the first-level cache and takes 16 bytes only; .ca takes 4.
+copy16_async = _copy_async("copy16_async", "cg", 16)
+copy4_async = _copy_async("copy4_async", "ca", 4)
+
+
+@intrinsic
+def commit_copies(typingctx):
+    """The copies that this thread has begun since the last commit become one group. "cp.async.commit_group" """
+
+    def codegen(context, builder, sig, args):
+        _asm(builder, "cp.async.commit_group;", "~{memory}", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def wait_copies(typingctx, n):
+    """Wait until at most n (a constant) of this thread's groups are under way. Other threads see the data after a
+    barrier that follows. "cp.async.wait_group"
+    """
+    if not hasattr(n, "literal_value"):
+        return None
+    count = n.literal_value
+
+    def codegen(context, builder, sig, args):
+        _asm(builder, f"cp.async.wait_group {count};", "~{memory}", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(n), codegen
+
+
+# ----------------------------------------------------------------------------- 16 bytes of bf16
+def _words(builder, address, space, length):
+    return builder.inttoptr(address, ir.PointerType(ir.VectorType(I32, length), space))
+
+
+def _store16(name, space, address_of):
+    def store16(typingctx, x, i, registers):
+        def codegen(context, builder, sig, args):
+            vector = ir.Constant(ir.VectorType(I32, 4), ir.Undefined)
+            for j, value in enumerate(_registers(context, builder, sig, args, 2, 4)):
+                vector = builder.insert_element(vector, value, ir.Constant(I32, j))
+            address = address_of(context, builder, sig, args, 0, 1)
+            builder.store(vector, _words(builder, address, space, 4), align=16)
+            return context.get_dummy_value()
+
+        return types.void(x, i, registers), codegen
+
+    store16.__name__ = name
+    return intrinsic(store16)
+
+
+# x[i : i + 8] = registers[0:4]; i is a multiple of 8. To global and to shared memory.
+store16 = _store16("store16", GLOBAL, _global_address)
+store16_shared = _store16("store16_shared", SHARED, _shared_address)
+
+
+@intrinsic
+def load16_shared(typingctx, registers, smem, i):
+    """registers[0:4] = smem[i : i + 8]; i is a multiple of 8."""
+
+    def codegen(context, builder, sig, args):
+        address = _shared_address(context, builder, sig, args, 1, 2)
+        vector = builder.load(_words(builder, address, SHARED, 4), align=16)
+        values = [builder.extract_element(vector, ir.Constant(I32, j)) for j in range(4)]
+        _set_registers(context, builder, sig, args, 0, values)
+        return context.get_dummy_value()
+
+    return types.void(registers, smem, i), codegen
+
+
+@intrinsic
+def store_pair_shared(typingctx, smem, i, pair):
+    """smem[i], smem[i + 1] = the two bf16 of `pair`; i is even."""
+
+    def codegen(context, builder, sig, args):
+        address = _shared_address(context, builder, sig, args, 0, 1)
+        builder.store(args[2], builder.inttoptr(address, ir.PointerType(I32, SHARED)), align=4)
+        return context.get_dummy_value()
+
+    return types.void(smem, i, types.uint32), codegen
+
+
+@intrinsic
+def load2_shared(typingctx, registers, smem, i):
+    """registers[0:2] = smem[i : i + 2]; smem: float32; i is even."""
+
+    def codegen(context, builder, sig, args):
+        address = _shared_address(context, builder, sig, args, 1, 2)
+        pointer = builder.inttoptr(address, ir.PointerType(ir.VectorType(F32, 2), SHARED))
+        vector = builder.load(pointer, align=8)
+        values = [builder.extract_element(vector, ir.Constant(I32, j)) for j in range(2)]
+        _set_registers(context, builder, sig, args, 0, values)
+        return context.get_dummy_value()
+
+    return types.void(registers, smem, i), codegen
+
+
+# ----------------------------------------------------------------------------- values
+def _scalar(name, generate, result, *arguments):
+    """An intrinsic whose value is generate(builder, *arguments)."""
+    found = (
+        result(*arguments),
+        lambda context, builder, sig, args: generate(builder, *args),
+    )
+
+    def of_0(typingctx):
+        return found
+
+    def of_1(typingctx, x):
+        return found
+
+    def of_2(typingctx, x, y):
+        return found
+
+    function = (of_0, of_1, of_2)[len(arguments)]
+    function.__name__ = name
+    return intrinsic(function)
+
+
+def _instruction(text, constraints, result, effect=False):
+    return lambda builder, *args: _asm(builder, text, constraints, result, args, effect)
+
+
+_f32, _u32, _i32 = types.float32, types.uint32, types.int32
+# 2 ** x and log2(x), off by two units in the last place; exp2(-inf) is 0. "ex2", "lg2"
+exp2 = _scalar("exp2", _instruction("ex2.approx.ftz.f32 $0, $1;", "=f,f", F32), _f32, _f32)
+log2 = _scalar("log2", _instruction("lg2.approx.ftz.f32 $0, $1;", "=f,f", F32), _f32, _f32)
+fmax = _scalar("fmax", _instruction("max.f32 $0, $1, $2;", "=f,f,f", F32), _f32, _f32, _f32)
+# Two float32 -> a pair of bf16 in 32 bits, the first in the lower half; and back.
+pack_bf16 = _scalar("pack_bf16", _narrow_pair, _u32, _f32, _f32)
+low_bf16 = _scalar("low_bf16", lambda builder, pair: _widen(builder, pair, 0), _f32, _u32)
+high_bf16 = _scalar("high_bf16", lambda builder, pair: _widen(builder, pair, 1), _f32, _u32)
+# threadIdx.x // 32. The shuffle tells the compiler that it is the same in the whole warp. "shfl.sync"
+_WARP_ID = (
+    "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; shfl.sync.idx.b32 $0, t, 0, 31, -1; }"
+)
+warp_id = _scalar("warp_id", _instruction(_WARP_ID, "=r", I32), _i32)
+# n, but the compiler does not know it: a loop up to it is not unrolled, an address from it not computed before a loop.
+_MOVE = _instruction("mov.b32 $0, $1;", "=r,r,~{memory}", I32, effect=True)
+opaque = _scalar("opaque", _MOVE, _i32, _i32)
+
+
+# ----------------------------------------------------------------------------- the same in the simulator
+def _misuse(site, text):
+    return KernelError(f"{site.what} in {site.function}: {text}", (site,))
+
+
+def _aligned16(index, site):
+    if index % 8:
+        raise _misuse(site, f"element {index} is not 16-byte aligned")
+
+
+def _pairs(halves):
+    """16-bit numbers, low, high, low ... -> 32-bit pairs"""
+    return [np.uint32(int(a) | int(b) << 16) for a, b in zip(halves[::2], halves[1::2])]
+
+
+def _halves(pairs):
+    return [np.uint16(int(p) >> s & 0xFFFF) for p in pairs for s in (0, 16)]
+
+
+def _numbers(halves):
+    """bf16 bits -> float32"""
+    return (np.asarray(halves, np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _place(registers, j):
+    return j if registers.ndim == 1 else np.unravel_index(j, registers.dims)
+
+
+def _fragment(thread, registers, n, site):
+    return [thread.load(registers, _place(registers, j), site) for j in range(n)]
+
+
+def _set_fragment(thread, registers, values, site):
+    for j, value in enumerate(values):
+        thread.store(registers, _place(registers, j), value, site)
+
+
+@simulates(mma_bf16, collective=True)
+def _mma_bf16(threads, sites, args):
+    A, B, C = (np.zeros(shape, np.float32) for shape in ((16, 16), (16, 8), (16, 8)))
+    places = [divmod(thread.lane, 4) for thread in threads]
+    for thread, site, (c, a, b), (g, t) in zip(threads, sites, args, places):
+        a, b = (_numbers(_halves(_fragment(thread, x, n, site))) for x, n in ((a, 4), (b, 2)))
+        for j in range(4):
+            row, column = g + 8 * (j % 2), 2 * t + 8 * (j // 2)
+            A[row, column : column + 2] = a[2 * j : 2 * j + 2]
+        for j in range(2):
+            B[2 * t + 8 * j : 2 * t + 8 * j + 2, g] = b[2 * j : 2 * j + 2]
+        C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2] = _fragment(thread, c, 4, site)
+    C += A @ B
+    for thread, site, (c, _, _), (g, t) in zip(threads, sites, args, places):
+        _set_fragment(thread, c, C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2], site)
+    return [None] * len(threads)
+
+
+def _simulated_ldmatrix(transpose):
+    def run(threads, sites, args):
+        matrices = np.empty((4, 8, 8), np.uint16)
+        banks = [set() for _ in range(4)]
+        for thread, site, (_, smem, i, flip, more) in zip(threads, sites, args):
+            at, m = (int(i) ^ int(flip)) + int(more), thread.lane // 8
+            _aligned16(at, site)
+            matrices[m, thread.lane % 8] = [thread.load(smem, at + j, site) for j in range(8)]
+            banks[m].add(at // 8 % 8)
+        n = min(map(len, banks))
+        if n < 8:  # not wrong but slow, and no tile that is swizzled as it should be does it
+            raise _misuse(sites[0], f"bank conflict, 8 rows of 16 bytes lie in {n} of 8 places")
+        for thread, site, (registers, *_) in zip(threads, sites, args):
+            g, t = divmod(thread.lane, 4)
+            mine = (
+                x[2 * t : 2 * t + 2, g] if transpose else x[g, 2 * t : 2 * t + 2] for x in matrices
+            )
+            _set_fragment(thread, registers, [_pairs(pair)[0] for pair in mine], site)
+        return [None] * len(threads)
+
+    return run
+
+
+simulates(ldmatrix, collective=True)(_simulated_ldmatrix(False))
+simulates(ldmatrix_trans, collective=True)(_simulated_ldmatrix(True))
+
+
+def _simulated_copy(n):
+    def run(thread, site, smem, i, x, j, valid):
+        """The data arrives when wait_copies covers it. Until then the place counts as never written."""
+        if n == 8:
+            _aligned16(i, site)
+            _aligned16(j if valid else 0, site)
+        values = [thread.load(x, j + e, site) if valid else x.dtype.type(0) for e in range(n)]
+        for e, value in enumerate(values):
+            thread.store(smem, i + e, value, site)  # a race if somebody else still uses the place
+            for key in smem.keys(smem.locate(i + e)):
+                del smem.memory.writes[key]
+        thread.state.setdefault("copies", []).append((smem, i, values, site))
+
+    return run
+
+
+simulates(copy16_async)(_simulated_copy(8))
+simulates(copy4_async)(_simulated_copy(1))
+
+
+@simulates(commit_copies)
+def _commit_copies(thread, site):
+    thread.state.setdefault("groups", []).append(thread.state.pop("copies", []))
+
+
+@simulates(wait_copies)
+def _wait_copies(thread, site, n):
+    groups = thread.state.setdefault("groups", [])
+    while len(groups) > n:
+        for smem, i, values, began in groups.pop(0):
+            for e, value in enumerate(values):
+                thread.store(smem, i + e, value, began)
+
+
+def _simulated_store16(thread, site, x, i, registers):
+    _aligned16(i, site)
+    for j, half in enumerate(_halves(_fragment(thread, registers, 4, site))):
+        thread.store(x, i + j, half, site)
+
+
+simulates(store16)(_simulated_store16)
+simulates(store16_shared)(_simulated_store16)
+
+
+@simulates(load16_shared)
+def _load16_shared(thread, site, registers, smem, i):
+    _aligned16(i, site)
+    _set_fragment(
+        thread, registers, _pairs([thread.load(smem, i + j, site) for j in range(8)]), site
+    )
+
+
+@simulates(load2_shared)
+def _load2_shared(thread, site, registers, smem, i):
+    if i % 2:
+        raise _misuse(site, f"element {i} is not 8-byte aligned")
+    _set_fragment(thread, registers, [thread.load(smem, i + j, site) for j in range(2)], site)
+
+
+@simulates(store_pair_shared)
+def _store_pair_shared(thread, site, smem, i, pair):
+    for j, half in enumerate(_halves([pair])):
+        thread.store(smem, i + j, half, site)
+
+
+def _bits(x):
+    return np.float32(x).astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+simulates(exp2)(lambda thread, site, x: np.exp2(np.float32(x)))
+simulates(log2)(lambda thread, site, x: np.log2(np.float32(x)))
+simulates(fmax)(lambda thread, site, x, y: np.fmax(np.float32(x), np.float32(y)))
+simulates(pack_bf16)(lambda thread, site, x, y: _pairs([_bits(x), _bits(y)])[0])
+simulates(low_bf16)(lambda thread, site, pair: _numbers(_halves([pair]))[0])
+simulates(high_bf16)(lambda thread, site, pair: _numbers(_halves([pair]))[1])
+simulates(warp_id)(lambda thread, site: np.int64(thread.warp))
+simulates(opaque)(lambda thread, site, n: n)

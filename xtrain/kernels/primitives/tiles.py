@@ -1,0 +1,271 @@
+"""Tiles of bf16 in shared memory, and their products in the registers of one warp.
+
+A tile has rows of D elements and begins in shared memory at a multiple of 256 bytes. ldmatrix reads the same 16-byte
+chunk of 8 rows at a time. Were the rows simply one below the other, all 8 chunks would lie in the same banks of shared
+memory (rows of 128 bytes) and be read one after the other. So chunk c of row r is kept at c ^ r; D = 64:
+
+    row 0    c0 c1 c2 c3 c4 c5 c6 c7      c0 of rows 0..7 now lies in 8 different places,
+    row 1    c1 c0 c3 c2 c5 c4 c7 c6      which are all the banks once:
+    row 2    c2 c3 c0 c1 c6 c7 c4 c5      one read instead of eight
+    ...
+
+An accumulator is a register array (MT, NT, 4): MT x NT tiles of 16 x 8 floats, as mma_bf16 has them. Lane 4 g + t holds
+of tile (m, n)
+
+    acc[m, n, 2 r + c]    row 16 m + 8 r + g, column 8 n + 2 t + c           r, c in {0, 1}
+
+Rounded to pairs of bf16 it is, register by register, the left operand of another product (`pack`): scores become the
+weights of the values without leaving the lane. With MT = 2 a warp reads each right operand once for 32 rows; with
+MT = 1, 16 rows, reading shared memory takes longer than multiplying.
+"""
+
+import functools
+
+from numba import cuda, float32, uint32
+
+from .ptx import device
+from .tensor_cores import (
+    commit_copies,
+    copy16_async,
+    ldmatrix,
+    ldmatrix_trans,
+    load16_shared,
+    mma_bf16,
+    pack_bf16,
+    store16,
+    store_pair_shared,
+)
+
+CHUNK = 8  # elements in 16 bytes
+WIDTHS = (16, 32, 64, 128)
+
+
+@functools.cache
+def make_place(D):
+    """-> place(row, chunk): where a chunk begins, in elements from the tile's begin"""
+    CHUNKS = D // CHUNK
+    SHIFT = {16: 2, 32: 1}.get(D, 0)  # 128 bytes, all banks once, are 4 rows of 16 or 2 of 32
+    MASK = min(CHUNKS, 8) - 1
+
+    @device
+    def place(row, chunk):
+        return row * D + ((chunk ^ ((row >> SHIFT) & MASK)) << 3)
+
+    return place
+
+
+# ----------------------------------------------------------------------------- between global and shared memory
+@functools.cache
+def make_copy(D, ROWS, THREADS):
+    """-> copy_tile(smem, a, x, first, stride, valid): a block begins to copy ROWS rows into the tile at a.
+
+    Row r comes from x[first + r stride]; rows from `valid` on become zeros. Neighbouring threads copy neighbouring
+    chunks, so that whole rows are read at once.
+    """
+    place = make_place(D)
+    CHUNKS = D // CHUNK
+    STEP = THREADS // CHUNKS  # rows that the block copies at a time
+    STEPS = -(-ROWS // STEP)
+    assert STEP % 8 == 0  # then the swizzle is the same in each step
+    assert THREADS & (THREADS - 1) == 0
+
+    @device
+    def copy_tile(smem, a, x, first, stride, valid):
+        tid = cuda.threadIdx.x & (THREADS - 1)  # no change, but now the compiler knows its range
+        row, chunk = tid // CHUNKS, tid % CHUNKS
+        to, source = a + place(row, chunk), first + row * stride + chunk * CHUNK
+        for i in range(STEPS):
+            if ROWS % STEP == 0 or row + i * STEP < ROWS:
+                inside = row + i * STEP < valid
+                copy16_async(smem, to + i * STEP * D, x, source + i * STEP * stride, inside)
+
+    return copy_tile
+
+
+@functools.cache
+def make_copy_two(D, ROWS, THREADS):
+    """-> copy_two(smem, a, x, x_first, x_stride, y, y_first, y_stride, valid): copy_tile for two tiles, of K and V, one
+    behind the other in shared memory, as one group
+    """
+    copy_tile = make_copy(D, ROWS, THREADS)
+
+    @device
+    def copy_two(smem, a, x, x_first, x_stride, y, y_first, y_stride, valid):
+        copy_tile(smem, a, x, x_first, x_stride, valid)
+        copy_tile(smem, a + ROWS * D, y, y_first, y_stride, valid)
+        commit_copies()
+
+    return copy_two
+
+
+@functools.cache
+def make_store(D, MT):
+    """-> store_tile(acc, smem, a, x, first, stride, valid): a warp writes its 16 MT rows as bf16.
+
+    They go through the warp's own rows of a tile that nobody reads any more, so that global memory is written
+    16 bytes at a time.
+    """
+    place = make_place(D)
+    CHUNKS = D // CHUNK
+
+    @device
+    def store_tile(acc, smem, a, x, first, stride, valid):
+        lane = cuda.threadIdx.x & 31
+        registers = cuda.local.array(4, uint32)
+        cuda.syncwarp()  # the other lanes have read these rows
+        for m in range(MT):
+            for r in range(2):
+                row = 16 * m + 8 * r + (lane >> 2)
+                for n in range(CHUNKS):
+                    pair = pack_bf16(acc[m, n, 2 * r], acc[m, n, 2 * r + 1])
+                    store_pair_shared(smem, a + place(row, n) + 2 * (lane & 3), pair)
+        cuda.syncwarp()  # the rows are whole
+        for i in range(MT * CHUNKS // 2):
+            row, chunk = (32 * i + lane) // CHUNKS, (32 * i + lane) % CHUNKS
+            load16_shared(registers, smem, a + place(row, chunk))
+            if row < valid:
+                store16(x, first + row * stride + chunk * CHUNK, registers)
+
+    return store_tile
+
+
+# ----------------------------------------------------------------------------- in registers
+@functools.cache
+def make_fill(MT, NT):
+    """-> clear(acc (MT, NT, 4)), fill(rows (MT, 2), value), scale_rows(acc, factors (MT, 2))"""
+
+    @device
+    def clear(acc):
+        for m in range(MT):
+            for n in range(NT):
+                for i in range(4):
+                    acc[m, n, i] = float32(0.0)
+
+    @device
+    def fill(rows, value):
+        for m in range(MT):
+            for r in range(2):
+                rows[m, r] = value
+
+    @device
+    def scale_rows(acc, factors):
+        for m in range(MT):
+            for n in range(NT):
+                for i in range(4):
+                    acc[m, n, i] *= factors[m, i // 2]
+
+    return clear, fill, scale_rows
+
+
+@functools.cache
+def make_pack(MT):
+    """-> pack(fa, acc, k): columns 16 k to 16 k + 15 of acc, two tiles side by side, as a left operand fa (MT, 4)"""
+
+    @device
+    def pack(fa, acc, k):
+        for m in range(MT):
+            for i in range(4):
+                n, r = 2 * k + i // 2, i % 2
+                fa[m, i] = pack_bf16(acc[m, n, 2 * r], acc[m, n, 2 * r + 1])
+
+    return pack
+
+
+@functools.cache
+def make_left_lane(D):
+    """-> left_lane(): where this lane's row begins in a 16 x 16 left operand, and in a right one that is transposed.
+
+    16 columns further, two chunks, is this ^ 16: the swizzle changes no other bits. So a product needs one address, an
+    exclusive-or per 16 columns, and constants.
+    """
+    place = make_place(D)
+
+    @device
+    def left_lane():
+        lane = cuda.threadIdx.x & 31
+        return place(lane & 15, lane >> 4)
+
+    return left_lane
+
+
+@functools.cache
+def make_scores(D, MT, NT):
+    """Products of tiles over their columns, s (MT, NT, 4) = A B^T; A: 16 MT rows, B: 8 NT rows.
+
+    load_rows(fa, smem, a)          the 16 MT rows of a tile from a on, kept in registers fa (D / 16, MT, 4)
+    scores_of(s, fa, smem, b)       A is in fa
+    scores(s, smem, a, b)           A is in shared memory
+    """
+    place, left_lane, clear, KS = make_place(D), make_left_lane(D), make_fill(MT, NT)[0], D // 16
+
+    @device
+    def load_slice(fa, smem, a, k):
+        for m in range(MT):
+            ldmatrix(fa[m], smem, a + left_lane(), 16 * k, 16 * m * D)
+
+    @device
+    def add_slice(s, fa, smem, b, k):
+        """Columns 16 k to 16 k + 15 of both factors"""
+        lane = cuda.threadIdx.x & 31
+        fb = cuda.local.array((2, 2), uint32)
+        right_lane = place((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
+        for n in range(NT // 2):  # the four 8 x 8 matrices: rows 16 n, + 8; columns 16 k, + 8
+            ldmatrix(fb, smem, b + right_lane, 16 * k, 16 * n * D)
+            for m in range(MT):
+                mma_bf16(s[m, 2 * n], fa[m], fb[0])
+                mma_bf16(s[m, 2 * n + 1], fa[m], fb[1])
+
+    @device
+    def load_rows(fa, smem, a):
+        for k in range(KS):
+            load_slice(fa[k], smem, a, k)
+
+    @device
+    def scores_of(s, fa, smem, b):
+        clear(s)
+        for k in range(KS):
+            add_slice(s, fa[k], smem, b, k)
+
+    @device
+    def scores(s, smem, a, b):
+        fa = cuda.local.array((MT, 4), uint32)
+        clear(s)
+        for k in range(KS):
+            load_slice(fa, smem, a, k)
+            add_slice(s, fa, smem, b, k)
+
+    return load_rows, scores_of, scores
+
+
+@functools.cache
+def make_add_slab(D, MT):
+    """-> add_slab(rows, fa, smem, b, k): rows (MT, D / 8, 4) += A B, A (16 MT, 16) packed in fa, B: rows 16 k, 16 k + 1,
+    ... 16 k + 15 of the tile at b
+    """
+    left_lane, KS = make_left_lane(D), D // 16
+
+    @device
+    def add_slab(rows, fa, smem, b, k):
+        fb = cuda.local.array((2, 2), uint32)
+        for n in range(KS):
+            ldmatrix_trans(fb, smem, b + left_lane(), 16 * n, 16 * k * D)
+            for m in range(MT):
+                mma_bf16(rows[m, 2 * n], fa[m], fb[0])
+                mma_bf16(rows[m, 2 * n + 1], fa[m], fb[1])
+
+    return add_slab
+
+
+@functools.cache
+def make_add_product(D, MT, NT):
+    """-> add_product(rows, p, smem, b): rows (MT, D / 8, 4) += P B, P (MT, NT, 4) rounded to bf16, B: 8 NT rows at b"""
+    pack, add_slab = make_pack(MT), make_add_slab(D, MT)
+
+    @device
+    def add_product(rows, p, smem, b):
+        fa = cuda.local.array((MT, 4), uint32)
+        for k in range(NT // 2):
+            pack(fa, p, k)
+            add_slab(rows, fa, smem, b, k)
+
+    return add_product

@@ -1,0 +1,220 @@
+"""Elements as they are, in 32-bit words: a bf16 takes half a register as long as nobody computes with it.
+
+A thread that asks for much before it needs it holds words (`cuda.local.array(n, uint32)`, or a row of a larger one), and
+unpacks them when their turn comes. n is 4 or 8: n float32 are n words, n bf16 are n / 2. Arrays are flat; an index counts
+elements and is a multiple of n, so that these are accesses of 16 bytes (4 bf16: of 8, 2 bf16: of 4).
+
+    load_words4(words, x, i)      words = x[i : i + 4]; load_words2, load_words8; from shared memory, load_words4_shared
+    store_words4(x, i, words)     the other way
+    unpack4(values, words, x)     values[0:4] = words as float32. x: only its dtype counts
+    pack4(words, values, x)       the other way, rounded to nearest even for bf16
+"""
+
+import ml_dtypes
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from ...device import Array
+from ...simulator import simulates
+from .ptx import (
+    F32,
+    GLOBAL,
+    I32,
+    SHARED,
+    _data,
+    _narrow_pair,
+    _register,
+    _vector,
+    _widen,
+    intrinsic,
+)
+
+
+def each_of(*arrays: Array) -> int:
+    """How many neighbouring elements a thread should own: those in 16 bytes of the widest of these dtypes.
+
+    Then neighbouring threads own neighbouring 16 bytes, and a warp moves whole 128-byte lines. With 8 float32 per thread in
+    two accesses every second 16 bytes of a line come first and the others later, and a copy is 7 % slower (H200).
+    """
+    return 16 // max(a.itemsize for a in arrays)
+
+
+# ----------------------------------------------------------------------------- code generation
+def _get(context, builder, sig, args, a, n):
+    """The first n registers of args[a]"""
+    data = _data(context, builder, sig.args[a], args[a])
+    return [builder.load(_register(builder, data, j)) for j in range(n)]
+
+
+def _set(context, builder, sig, args, a, values):
+    data = _data(context, builder, sig.args[a], args[a])
+    for j, value in enumerate(values):
+        builder.store(value, _register(builder, data, j))
+    return context.get_dummy_value()
+
+
+def _is_half(x):
+    return isinstance(x.dtype, types.Integer)
+
+
+def _accesses(n, x):
+    """-> number of accesses, words in each"""
+    words = n // 2 if _is_half(x) else n
+    return max(words // 4, 1), min(words, 4)
+
+
+def _make_load(name, n, space):
+    def load(typingctx, words, x, i):
+        count, length = _accesses(n, x)
+
+        def codegen(context, builder, sig, args):
+            pointer = _vector(context, builder, sig, args, 1, 2, I32, length, space)
+            values = []
+            for k in range(count):
+                vector = builder.load(_register(builder, pointer, k), align=4 * length)
+                values += [
+                    builder.extract_element(vector, ir.Constant(I32, j)) for j in range(length)
+                ]
+            return _set(context, builder, sig, args, 0, values)
+
+        return types.void(words, x, i), codegen
+
+    load.__name__ = name
+    return intrinsic(load)
+
+
+def _make_store(name, n, space):
+    def store(typingctx, x, i, words):
+        count, length = _accesses(n, x)
+
+        def codegen(context, builder, sig, args):
+            values = _get(context, builder, sig, args, 2, count * length)
+            pointer = _vector(context, builder, sig, args, 0, 1, I32, length, space)
+            for k in range(count):
+                vector = ir.Constant(ir.VectorType(I32, length), ir.Undefined)
+                for j in range(length):
+                    value = values[k * length + j]
+                    vector = builder.insert_element(vector, value, ir.Constant(I32, j))
+                builder.store(vector, _register(builder, pointer, k), align=4 * length)
+            return context.get_dummy_value()
+
+        return types.void(x, i, words), codegen
+
+    store.__name__ = name
+    return intrinsic(store)
+
+
+def _make_unpack(name, n):
+    def unpack(typingctx, values, words, x):
+        def codegen(context, builder, sig, args):
+            if _is_half(x):
+                pairs = _get(context, builder, sig, args, 1, n // 2)
+                floats = [_widen(builder, pair, upper) for pair in pairs for upper in (0, 1)]
+            else:
+                floats = [builder.bitcast(w, F32) for w in _get(context, builder, sig, args, 1, n)]
+            return _set(context, builder, sig, args, 0, floats)
+
+        return types.void(values, words, x), codegen
+
+    unpack.__name__ = name
+    return intrinsic(unpack)
+
+
+def _make_pack(name, n):
+    def pack(typingctx, words, values, x):
+        def codegen(context, builder, sig, args):
+            floats = _get(context, builder, sig, args, 1, n)
+            if _is_half(x):
+                new = [_narrow_pair(builder, *pair) for pair in zip(floats[::2], floats[1::2])]
+            else:
+                new = [builder.bitcast(f, I32) for f in floats]
+            return _set(context, builder, sig, args, 0, new)
+
+        return types.void(words, values, x), codegen
+
+    pack.__name__ = name
+    return intrinsic(pack)
+
+
+load_words2, load_words4, load_words8 = (_make_load(f"load_words{n}", n, GLOBAL) for n in (2, 4, 8))
+store_words4, store_words8 = (_make_store(f"store_words{n}", n, GLOBAL) for n in (4, 8))
+load_words4_shared, load_words8_shared = (
+    _make_load(f"load_words{n}_shared", n, SHARED) for n in (4, 8)
+)
+store_words4_shared, store_words8_shared = (
+    _make_store(f"store_words{n}_shared", n, SHARED) for n in (4, 8)
+)
+unpack4, unpack8 = (_make_unpack(f"unpack{n}", n) for n in (4, 8))
+pack4, pack8 = (_make_pack(f"pack{n}", n) for n in (4, 8))
+
+
+# ----------------------------------------------------------------------------- the same in the simulator
+def _aligned(n, i, site):
+    if i % n:
+        raise ValueError(f"{site.what}: access to {n} elements at {i}: not a multiple of {n}")
+
+
+def _read(thread, registers, n, dtype, site):
+    return np.array([thread.load(registers, j, site) for j in range(n)], dtype)
+
+
+def _write(thread, registers, values, site):
+    for j, value in enumerate(values):
+        thread.store(registers, j, value, site)
+
+
+def _words_in(n, x):
+    return n * x.dtype.itemsize // 4
+
+
+def _load_twin(n):
+    def twin(thread, site, words, x, i):
+        _aligned(n, i, site)
+        elements = np.array([thread.load(x, i + j, site) for j in range(n)], x.dtype)
+        _write(thread, words, elements.view(np.uint32), site)
+
+    return twin
+
+
+def _store_twin(n):
+    def twin(thread, site, x, i, words):
+        _aligned(n, i, site)
+        for j, element in enumerate(
+            _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
+        ):
+            thread.store(x, i + j, element, site)
+
+    return twin
+
+
+def _unpack_twin(n):
+    def twin(thread, site, values, words, x):
+        elements = _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
+        if x.dtype == np.uint16:
+            elements = (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        _write(thread, values, elements, site)
+
+    return twin
+
+
+def _pack_twin(n):
+    def twin(thread, site, words, values, x):
+        floats = _read(thread, values, n, np.float32, site)
+        if x.dtype == np.uint16:
+            floats = floats.astype(ml_dtypes.bfloat16)
+        _write(thread, words, floats.view(np.uint32), site)
+
+    return twin
+
+
+simulates(load_words2)(_load_twin(2))
+for _n, _intrinsics in (
+    (4, (load_words4, load_words4_shared, store_words4, store_words4_shared, unpack4, pack4)),
+    (8, (load_words8, load_words8_shared, store_words8, store_words8_shared, unpack8, pack8)),
+):
+    for _intrinsic, _twin in zip(
+        _intrinsics,
+        (_load_twin, _load_twin, _store_twin, _store_twin, _unpack_twin, _pack_twin),
+    ):
+        simulates(_intrinsic)(_twin(_n))

@@ -1,0 +1,1 @@
+"""Where arrays meet the compiler: launch, compile and cache, overlap of kernels."""

@@ -1,0 +1,5 @@
+"""Autograd, the ops on Tensors, modules and the arena, the model, the optimizer, CUDA graphs, observers."""
+
+from .modules import Arena, Embedding, Linear, Module, Parameter, RMSNorm
+
+__all__ = ["Arena", "Embedding", "Linear", "Module", "Parameter", "RMSNorm"]

@@ -1,0 +1,409 @@
+"""Modules, and the arena in which all parameters of a model live.
+
+    weights  [ embedding | layer 0 ... layer L-1 | head |  all norms ]      one contiguous float32 array
+    grads    [ the same layout                                      ]      one more
+               <---------- decayed -------------> <-- not ------->
+
+Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and nothing is ever
+flattened. The order is that of the forward pass: backward fills the gradients from the end.
+
+Backward adds to gradients, so they are set to zero before it. Writing 4 bytes per parameter and reading them again, only to
+add to them, is work that a step captured in a CUDA graph leaves out: zero_grad marks matrices as `blank` there, and the first op
+that has a gradient for one writes it over whatever is in memory. Whoever reads a blank gradient finds zeros, for asking for it
+fills it; what nobody asked for is filled at the end of the capture. So outside of a capture nothing is ever blank.
+
+A Parameter may hold several tensors of the Hugging Face layout as blocks of its rows (q, k and v; gate and up), and
+rows of padding after them (the vocabulary). `named_parameters()` yields each tensor as a view under its Hugging Face name.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..device import Array, free_cached, to_device, zeros_on
+from ..errors import UserError
+from ..kernels.cast import BFLOAT16, cast_into
+from ..kernels.runtime.launch import empty
+from . import functional as F
+from .autograd import Tensor, Version
+from .cuda_graph import at_end_of_capture
+
+ALIGN = (
+    64  # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
+)
+
+
+class Parameter(Tensor):
+    """A trainable tensor. It has a shape from the start, and memory once its model has made the arena.
+
+    shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None: all
+    rows, by the name "weight".
+    std: of the normal initialisation; None: ones.  decay: weight decay applies.
+    requires_grad may be set to False at any time: no gradient is computed then, and AdamW leaves the parameter alone.
+    on_gradient: called with the parameter after each addition to its gradient, the first of which may be written over what was
+    there, if not None (see ddp.py).
+    blank: its gradient counts as zero, whatever is in its memory, `_grad`.  ahead: None, or a list of one array: `_grad` itself,
+    which holds values already that some backward is still to give.
+    """
+
+    __slots__ = (
+        "_grad",
+        "ahead",
+        "blank",
+        "decay",
+        "declared_shape",
+        "half",
+        "offset",
+        "on_gradient",
+        "parts",
+        "std",
+    )
+
+    def __init__(
+        self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
+    ):
+        self._grad: Array | None = None
+        self.blank, self.ahead = False, None
+        super().__init__(np.empty(0, np.float32), requires_grad=True)
+        if not isinstance(shape, tuple) or not shape:
+            raise UserError(
+                "a Parameter takes a shape of at least one axis, (1,) for a single number; its values come later, "
+                "by `parameter.data = array`"
+            )
+        self.offset: int | None = None  # in its arena
+        self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
+        self.parts = parts or {"weight": shape[0]}
+        if sum(self.parts.values()) > shape[0]:
+            raise UserError(f"{self.parts} are more rows than a parameter of shape {shape} has")
+        self.half: Array | None = None  # in bf16 training: the copy that forward and backward use
+        self.on_gradient = None
+
+    @property
+    def value(self) -> Array:
+        """What ops compute with: the bf16 copy if there is one, else the weights themselves."""
+        return self.data if self.half is None else self.half
+
+    def settle(self) -> None:
+        """If it is blank, make its memory say so: zeros. What is there ahead of time moves out."""
+        if self.blank:
+            if self.ahead is not None:
+                self.ahead[0] = self._grad.copy()
+            self._grad.fill(0)
+            self.blank, self.ahead = False, None
+
+    @property
+    def grad(self) -> Array | None:
+        self.settle()
+        return self._grad
+
+    @grad.setter
+    def grad(self, array: Array | None) -> None:
+        """The values are copied into the arena, which the optimizer reads; None: zeros."""
+        if array is not None and array.shape != self.data.shape:
+            raise ValueError(
+                f"a parameter of shape {self.shape} cannot have a gradient of shape {array.shape}"
+            )
+        if self._grad is not None and array is not self._grad:
+            self.settle()
+            self._grad[...] = 0 if array is None else array
+        elif self._grad is None and array is not None:
+            raise UserError("a parameter without memory for gradients (trainable=False) got one")
+
+    @property
+    def data(self) -> Array:
+        if self.offset is None:
+            raise UserError(
+                f"a parameter of shape {self.declared_shape} has no memory: call model.renew_arena() "
+                "when all modules are in their places"
+            )
+        return self._data
+
+    @data.setter
+    def data(self, array: Array) -> None:
+        """The values are copied into the arena; the parameter stays a view of it."""
+        if array.shape != self.data.shape:  # self.data: is there memory?
+            raise ValueError(
+                f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
+            )
+        if self.dtype == array.dtype == BFLOAT16:  # as bits: no array library need know the type
+            self._data.view(np.uint16)[...] = array.view(np.uint16)
+            self.version.count += 1
+        else:
+            self[...] = array
+
+
+class _Part(Tensor):
+    """One Hugging Face tensor inside a Parameter: views of its data and gradient."""
+
+    __slots__ = ("_grad", "offset", "parameter")
+
+    data, grad = Parameter.data, Parameter.grad
+
+    def __init__(self, parameter, rows):
+        self.parameter, self.offset, self._grad = parameter, parameter.offset, None
+        super().__init__(parameter.data[rows], parameter.requires_grad)
+        self._grad = None if parameter._grad is None else parameter._grad[rows]
+        self.version = parameter.version
+
+    def settle(self) -> None:
+        self.parameter.settle()
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value != self.parameter.requires_grad:
+            raise UserError(
+                "this is a view of a Parameter, which may hold several: freeze with "
+                "`for name, parameter in model.storage(): parameter.requires_grad = False`"
+            )
+
+
+def arena_unit(world: int) -> int:
+    """Floats: what the arena's regions and every bucket are a multiple of. Up to 16 ranks (powers of 2) just ALIGN."""
+    return math.lcm(ALIGN, 4 * world)
+
+
+class Arena:
+    """Memory of all parameters: weights and grads, 1-D float32 arrays; elements [0, n_decay) are decayed.
+
+    half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after any other
+    change `refresh` does. Matrices are used from it, norm weights (which are few) always in float32.
+    world: both regions can be divided among so many ranks, in parts of whole 16 bytes (ZeRO-1).
+    weights is None while ZeRO-1 keeps each float32 weight on one rank only (ddp.py); the bf16 copy is then all there is.
+    trainable False: no gradients, and in bf16 float32 memory for the norms alone; the parameters' data are bf16 then.
+    kind: device, bf16, world and trainable, as they were given.
+    """
+
+    def __init__(
+        self,
+        parameters: list[Parameter],
+        device: str,
+        bf16: bool = False,
+        world: int = 1,
+        trainable: bool = True,
+    ):
+        self.kind = (device, bf16, world, trainable)
+        decayed, rest = ([p for p in parameters if p.decay is flag] for flag in (True, False))
+        offsets, size, unit = [], 0, arena_unit(world)
+        for region in (decayed, rest):
+            for parameter in region:
+                offsets.append(size)
+                size += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
+            size = -(-size // unit) * unit
+        ordered = decayed + rest
+        self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
+        self.trainable, self.version, self.half_version = trainable, Version(), -1
+        self.matrices = decayed
+        only_half = bf16 and not trainable
+        first = self.n_decay if only_half else 0  # offset at which weights begins
+        self.weights = zeros_on(device, size - first, np.float32)
+        self._grads = zeros_on(device, size, np.float32) if trainable else None
+        self.half = None
+        if only_half:
+            self.half = zeros_on(device, first, BFLOAT16)
+        elif bf16:
+            self.half = empty(self.weights, size, BFLOAT16)
+        for parameter, offset in zip(ordered, offsets):
+            shape, parameter.offset = parameter.declared_shape, offset
+            view = lambda array, at: array[at : at + math.prod(shape)].reshape(shape)  # noqa: B023
+            half = view(self.half, offset) if bf16 and parameter.decay else None
+            alone = only_half and parameter.decay
+            parameter._data = half if alone else view(self.weights, offset - first)
+            parameter._grad = view(self._grads, offset) if trainable else None
+            parameter.half, parameter.version = half, self.version
+            parameter.requires_grad &= trainable  # what was frozen stays so
+
+    def __reduce__(self):  # copy.deepcopy and pickle: their views would be arrays of their own
+        raise UserError(
+            "a model cannot be copied or pickled, for its parameters are views of one array: make it a second time "
+            "and give each parameter its values, `new.data = old.data`; or save_pretrained and load_weights"
+        )
+
+    @property
+    def grads(self) -> Array | None:
+        self.settle()
+        return self._grads
+
+    @grads.setter
+    def grads(self, array: Array) -> None:
+        """The values are copied: the array stays the same. (`arena.grads *= 2` ends here too.)"""
+        if array is not self._grads:
+            self.grads[...] = array
+
+    def settle(self) -> None:
+        """No parameter is blank after this: whoever kept `grads` can read it."""
+        for parameter in self.matrices:
+            parameter.settle()
+
+    def zero_grad(self) -> None:
+        """All gradients = 0; in a capture those of matrices only count as zero."""
+        if not at_end_of_capture(self.settle):
+            self.grads.fill(0)
+            return
+        size, end = self._grads.size, 0
+        for start, stop in [*((p.offset, p.offset + p.size) for p in self.matrices), (size, size)]:
+            if end < start:  # between matrices, and after them
+                self._grads[end:start].fill(0)
+            end = stop
+        for parameter in self.matrices:
+            parameter.blank = True
+
+    def refresh(self) -> None:
+        """Make the bf16 copy again if the weights were changed by anything but AdamW."""
+        changed = self.trainable and self.half_version != self.version.count
+        if self.half is not None and self.weights is not None and changed:
+            cast_into(self.half, self.weights)  # no temporary: it would leave a hole in the pool
+            self.half_version = self.version.count
+
+
+class Module:
+    """A tree of modules and parameters, found by walking the attributes in the order they were set, also those in lists,
+    tuples and dicts."""
+
+    def modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
+        """(name, module), this one first, depth first. The names end in a dot, but for the first: ""."""
+        yield prefix, self
+        for name, value in vars(self).items():
+            for path, item in _items(name, value):
+                if isinstance(item, Module):
+                    yield from item.modules(f"{prefix}{path}.")
+
+    def storage(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
+        """(name of the module, Parameter as it lies in memory), depth first; one that is in two places, once."""
+        seen = set()
+        for path, parameter in self._storage(prefix):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield path, parameter
+
+    def _storage(self, prefix):
+        for name, value in vars(self).items():
+            for path, item in _items(name, value):
+                if isinstance(item, Module):
+                    yield from item._storage(f"{prefix}{path}.")
+                elif isinstance(item, Parameter):
+                    yield (prefix if item is value else f"{prefix}{path}."), item
+
+    def views(self, array: Array) -> Iterator[tuple[str, Array]]:
+        """(Hugging Face name, view) into any array laid out like the arena: weights, gradients, moments."""
+        for prefix, p in self.storage():
+            width = math.prod(p.declared_shape[1:])
+            row = 0
+            for suffix, rows in p.parts.items():
+                where = slice(p.offset + row * width, p.offset + (row + rows) * width)
+                yield prefix + suffix, array[where].reshape(rows, *p.declared_shape[1:])
+                row += rows
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor whose data and grad have the Hugging Face shape and are views)"""
+        for prefix, parameter in self.storage():
+            row = 0
+            for suffix, rows in parameter.parts.items():
+                yield prefix + suffix, _Part(parameter, slice(row, row + rows))
+                row += rows
+
+    def make_arena(
+        self,
+        device: str,
+        seed: int | None,
+        bf16: bool = False,
+        world: int = 1,
+        trainable: bool = True,
+    ) -> Arena:
+        """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that are to be loaded.)
+
+        Every tensor has a random stream of its own, named by the seed and its Hugging Face name: the numbers
+        depend neither on packing nor on padding nor on the order of the layers.
+        """
+        names = [prefix + suffix for prefix, p in self.storage() for suffix in p.parts]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(
+                f"two parameters are called {twice[0]}: give one of them another name, parts={{name: rows}}"
+            )
+        arena = Arena([p for _, p in self.storage()], device, bf16, world, trainable)
+        if seed is None:
+            return arena
+        std = {prefix + suffix: p.std for prefix, p in self.storage() for suffix in p.parts}
+        for name, tensor in self.named_parameters():
+            if std[name] is None:
+                tensor.data.fill(1)
+                continue
+            stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
+            values = stream.standard_normal(tensor.shape, dtype=np.float32) * np.float32(std[name])
+            tensor.data = to_device(values.astype(tensor.dtype, copy=False), device)
+        free_cached(device)  # the temporaries, before other arrays settle in their memory
+        return arena
+
+    def renew_arena(self, seed: int = 0) -> None:
+        """After modules were exchanged or added: one arena for all parameters there are now, in self.arena.
+
+        Parameters that had values keep them, new ones are initialised as in a new model of that seed. To be called before the
+        optimizer is made.
+        """
+        kept = [(p, p.data) for _, p in self.storage() if p.offset is not None]
+        self.arena = self.make_arena(self.arena.kind[0], seed, *self.arena.kind[1:])
+        for parameter, values in kept:
+            parameter.data = values
+
+    def zero_grad(self) -> None:
+        """All gradients = 0; needed before each backward, which adds to them. In a capture matrices become blank instead."""
+        if not self.arena.trainable:
+            raise UserError("this model has no gradients: make it with trainable=True")
+        self.arena.zero_grad()
+
+
+def _items(name, value):
+    """What an attribute holds: itself, or what is in a list, a tuple or a dict -> (path, item)"""
+    if isinstance(value, (list, tuple, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _items(f"{name}.{key}", item)
+    else:
+        yield name, value
+
+
+class Embedding(Module):
+    """(V, C) table; rows from vocab_size up to padded_size are zero and stay zero."""
+
+    def __init__(self, vocab_size: int, padded_size: int, dim: int, std: float):
+        self.weight = Parameter((padded_size, dim), std, {"weight": vocab_size})
+
+    def __call__(self, ids_N: Array) -> Tensor:
+        return F.embedding(ids_N, self.weight)
+
+
+class Linear(Module):
+    """y = x w^T, no bias. parts: {Hugging Face suffix: output features} when several matrices are packed."""
+
+    def __init__(
+        self, in_features: int, out_features: int, std: float, parts: dict[str, int] | None = None
+    ):
+        self.weight = Parameter((out_features, in_features), std, parts)
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        return F.linear(x_NI, self.weight)
+
+
+class RMSNorm(Module):
+    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel.
+
+    linear: the matrix that the result goes to. Then what comes back is (x, or x + r) and the output of that matrix.
+    """
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.eps = Parameter((dim,), None), eps
+        self.out_dtype = None  # of the result, where it is not the input's
+
+    def __call__(
+        self, x_NC: Tensor, residual_NC: Tensor | None = None, linear: Parameter | None = None
+    ):
+        w, eps = self.weight, self.eps
+        if linear is not None:
+            return F.residual_rmsnorm_linear(x_NC, residual_NC, w, linear, eps, self.out_dtype)
+        if residual_NC is None:
+            return F.rmsnorm(x_NC, w, eps, self.out_dtype)
+        return F.residual_rmsnorm(x_NC, residual_NC, w, eps)

@@ -1,0 +1,135 @@
+"""AdamW over the arena, gradient clipping and the learning-rate schedule.
+
+One kernel updates every parameter of the model; what changes from step to step (learning rate, bias corrections, clip
+factor) reaches it in device arrays, so that a captured step can be replayed.
+"""
+
+import math
+
+import numpy as np
+
+from ..device import Array, to_device
+from ..errors import UserError
+from ..kernels.adamw import adamw, adamw_hyper
+from ..kernels.grad_norm import grad_norm
+from ..kernels.runtime.launch import zeros
+from .model import Transformer
+from .modules import ALIGN, Parameter
+
+
+class AdamW:
+    """AdamW (Loshchilov & Hutter 2019): decoupled weight decay on matrices, none on norms. Frozen parameters, those with
+    requires_grad False, stay as they are.
+
+    Another optimizer is a class derived from this one, with an `update` of its own: a part of the arena at a time. What it keeps
+    in m and v is saved in checkpoints. lessons/howto/change_the_model.md has Lion and Muon.
+
+    owned: [(start, end), ...], the parts of the arena that are updated here; None: all of it. (ZeRO-1 in ddp.py.)
+    m, v: the moments of the owned parts, one after the other.  t: steps done.  lr may be changed between steps.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        owned: list[tuple[int, int]] | None = None,
+    ):
+        for name, ok in (
+            ("lr", 0 <= lr < math.inf),
+            ("betas", all(0 <= b < 1 for b in betas)),
+            ("eps", eps > 0),
+            ("weight_decay", weight_decay >= 0),
+        ):
+            if not ok:
+                raise UserError(f"AdamW: {name} is out of range")
+        self.model, self.arena, device = model, model.arena, model.arena.kind[0]
+        if any(p.version is not self.arena.version for _, p in model.storage()):
+            raise UserError(
+                "a parameter is not in the model's arena: call model.renew_arena() after exchanging modules, then make AdamW"
+            )
+        self.lr, self.betas, self.eps, self.weight_decay, self.t = lr, betas, eps, weight_decay, 0
+        weights = self.arena.weights
+        self.owned = [(0, weights.size)] if owned is None else owned
+        n = sum(end - start for start, end in self.owned)
+        self.m, self.v = zeros(weights, n), zeros(weights, n)
+        self._one = to_device(np.ones(1, np.float32), device)
+
+    def step(self, factor_1: Array | None = None) -> None:
+        """Update every parameter from its gradient, multiplied by factor_1 (a (1,) device array; see clip)."""
+        self.apply(to_device(self.advance(), self.arena.kind[0]), factor_1)
+
+    def advance(self) -> np.ndarray:
+        """The host's part of a step: count it. -> the numbers that the kernel needs this time, (3,) float32."""
+        self.t += 1
+        a = self.arena
+        if self.model.arena is not a:
+            raise UserError("the model has another arena than when AdamW was made: make AdamW last")
+        a.refresh()  # if weights were given since the last step: a captured one does not look
+        a.half_version += a.half_version == a.version.count  # the kernel writes the bf16 copy too
+        a.version.count += 1
+        return adamw_hyper(self.lr, *self.betas, self.t)
+
+    def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
+        """The device's part: one launch, nothing on the host. It can be captured in a CUDA graph."""
+        first = 0
+        for start, end in self.owned:
+            self.update_trained(start, end, first, hyper_3, factor_1)
+            first += end - start
+
+    def leaves_alone(self, parameter: Parameter) -> bool:
+        """Is this one not to be updated?"""
+        return not parameter.requires_grad
+
+    def update_trained(
+        self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array | None
+    ) -> None:
+        """`update` of [start, end), in one piece unless it leaves parameters in it alone."""
+        factor_1 = self._one if factor_1 is None else factor_1
+        alone = [p for _, p in self.model.storage() if self.leaves_alone(p)]
+        at = start
+        for p in sorted(alone, key=lambda p: p.offset):
+            if p.offset >= end:
+                break
+            if at < p.offset:
+                self.update(at, p.offset, first + at - start, hyper_3, factor_1)
+            at = max(at, p.offset + -(-p.size // ALIGN) * ALIGN)
+        if at < end:
+            self.update(at, end, first + at - start, hyper_3, factor_1)
+
+    def weights(self, start: int, end: int, first: int) -> Array:
+        """The float32 weights of an owned part."""
+        return self.arena.weights[start:end]
+
+    def update(self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array) -> None:
+        """Elements [start, end) of the arena; their moments begin at `first`. hyper_3: [lr, 1 - beta1^t, sqrt(1 - beta2^t)];
+        factor_1: the gradient is to be multiplied by it (clipping), and nothing changed if it is NaN; both on the device."""
+        a, n = self.arena, end - start
+        m, v = self.m[first : first + n], self.v[first : first + n]
+        adamw(
+            self.weights(start, end, first), a.grads[start:end], m, v, factor_1, hyper_3, min(max(a.n_decay - start, 0), n),
+            *self.betas, self.eps, self.weight_decay, None if a.half is None else a.half[start:end],
+        )  # fmt: skip
+
+    def zero_grad(self) -> None:
+        """All gradients of the arena = 0."""
+        self.model.zero_grad()
+
+
+def clip(model: Transformer, max_norm: float) -> tuple[Array, Array]:
+    """-> (global gradient norm, factor that brings it down to max_norm), (1,) arrays on the device.
+
+    Nothing is scaled here: hand the factor to AdamW.step. max_norm 0 means no clipping.
+    """
+    stats = grad_norm(model.arena.grads, max_norm)
+    return stats[:1], stats[1:]
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int, min_ratio: float) -> float:
+    """Linear warm-up over `warmup` steps, then half a cosine down to min_ratio * peak at the last. step counts from 0."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -1,0 +1,119 @@
+"""A run's folder, read with patience: a run that goes on, was killed or comes from elsewhere still has something to show."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..formats.tensor_file import reading
+from .chart import Points
+
+
+@dataclass
+class Record:
+    """What the files of one run say. missing: sentences about what could not be read."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    timing: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[tuple[int, str]] = field(default_factory=list)
+    sentence: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def points(self, key: str, lines: list[dict[str, Any]] | None = None) -> Points:
+        """(step, value) of every line that has the key, ascending; what is no number is None."""
+        lines = self.metrics if lines is None else lines
+        values = {line["step"]: _number(line[key]) for line in lines if key in line}
+        return sorted(values.items())
+
+    def part(self, name: str) -> dict[str, Any]:
+        """Of config.json: "train", "model", "data", "machine" or "versions"."""
+        value = self.config.get(name)
+        return value if isinstance(value, dict) else {}
+
+    def last(self, key: str) -> float | None:
+        known = [y for _, y in self.points(key) if y is not None]
+        return known[-1] if known else None
+
+    def best(self, key: str) -> float | None:
+        return min((y for _, y in self.points(key) if y is not None), default=None)
+
+    @property
+    def steps(self) -> int:
+        return max((line["step"] for line in self.metrics), default=0)
+
+
+def read(folder: Path) -> Record:
+    """Raises UserError when the folder is not a run's."""
+    if not folder.is_dir():
+        raise UserError(f"there is no run at {folder}: give a folder such as runs/tiny")
+    if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
+        raise UserError(
+            f"{folder} is not a run: it holds neither config.json nor metrics.jsonl; give a folder such as runs/tiny"
+        )
+    run = Record(folder.resolve().name, folder)
+    run.config = _object(run, "config.json")
+    run.metrics, run.layers, run.timing = (
+        _lines(run, name) for name in ("metrics.jsonl", "layers.jsonl", "timing.jsonl")
+    )
+    text = _text(run, "samples.txt") or ""
+    parts = re.split(r"^--- step (\d{1,12})$\n?", text, flags=re.M)
+    run.samples = [(int(n), s.rstrip("\n")) for n, s in zip(parts[1::2], parts[2::2])]
+    run.sentence, run.profile = (
+        _object(run, name) if (folder / name).is_file() else {}
+        for name in ("sentence.json", "profile.json")
+    )
+    return run
+
+
+def _number(x):
+    return float(x) if isinstance(x, (int, float)) and abs(x) < 1e300 else None
+
+
+def _text(run, name):
+    path = run.folder / name
+    if not path.is_file():
+        run.missing.append(f"{name} is not there")
+        return None
+    with reading(path):
+        return path.read_bytes().decode("utf-8", "replace")
+
+
+def _object(run, name):
+    text = _text(run, name)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        run.missing.append(f"{name} is damaged")
+        return {}
+    return value
+
+
+def _lines(run, name):
+    records, bad = [], 0
+    for line in (_text(run, name) or "").splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if (
+            isinstance(record, dict)
+            and type(record.get("step")) is int
+            and 0 <= record["step"] < 2**53
+        ):
+            records.append(record)
+        else:
+            bad += bool(line.strip())
+    if bad:
+        run.missing.append(f"{bad} lines of {name} are damaged")
+    return records

@@ -1,0 +1,73 @@
+"""What a model does with one sentence: where each head of each layer looks, and what it thinks comes next."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from ..device import to_numpy
+from ..nn.autograd import no_grad
+from ..nn.model import Transformer
+from ..nn.observers import watch_ops
+
+MOST_TOKENS, MOST_LAYERS, MOST_HEADS, TOP = 24, 12, 8, 5
+
+
+@no_grad()
+def look(model: Transformer, tokenizer: Any, ids: list[int], step: int) -> dict[str, Any]:
+    """ids: token ids, at least one -> what sentence.json says.
+
+    attention: {layer: {"mean": T x T, "heads": {head: T x T}}}, row = the token that looks. Of many layers and heads
+    some, evenly chosen; the mean is over all heads.  next: per token the most likely next ones, and the real one.
+    """
+    ids = list(ids)[: min(MOST_TOKENS, model.config.max_seq_len)]
+    seen: dict[str, tuple] = {}
+
+    def note(op, way, layer, given, results):
+        if op == "Attention":
+            seen[layer] = tuple(to_numpy(x)[0].astype(np.float32) for x in given[:2]) + (given[3],)
+
+    with watch_ops(model, lambda *_: contextlib.nullcontext(), note):
+        logits_TV = to_numpy(model(np.array([ids])).data)[0].astype(np.float64)
+    p_TV = np.exp(logits_TV - logits_TV.max(-1, keepdims=True))
+    p_TV /= p_TV.sum(-1, keepdims=True)
+    text = lambda i: (
+        tokenizer.token_bytes[i].decode("utf-8", "replace") if i < tokenizer.vocab_size else ""
+    )
+    following = []
+    for t, p_V in enumerate(p_TV):
+        top = np.argsort(-p_V, kind="stable")[:TOP]
+        real = ids[t + 1] if t + 1 < len(ids) else None
+        following.append(
+            {
+                "top": [[text(int(i)), round(float(p_V[i]), 4)] for i in top],
+                "real": None if real is None else round(float(p_V[real]), 4),
+            }
+        )
+    layers = _some(list(seen), MOST_LAYERS)
+    return {
+        "step": step,
+        "tokens": [text(i) for i in ids],
+        "attention": {layer: _maps(*seen[layer]) for layer in layers},
+        "layers": len(seen),
+        "next": following,
+    }
+
+
+def _maps(q_THD, k_TGD, scale):
+    H, G, T = q_THD.shape[1], k_TGD.shape[1], len(q_THD)
+    k_THD = np.repeat(k_TGD, H // G, axis=1)
+    s_HTT = np.einsum("thd,shd->hts", q_THD, k_THD) * scale
+    s_HTT = np.where(np.tri(T, dtype=bool), s_HTT, -np.inf)
+    p_HTT = np.exp(s_HTT - s_HTT.max(-1, keepdims=True))
+    p_HTT /= p_HTT.sum(-1, keepdims=True)
+    shown = lambda p_TT: np.round(p_TT.astype(np.float64), 3).tolist()
+    heads = {str(h): shown(p_HTT[h]) for h in _some(list(range(H)), MOST_HEADS)}
+    return {"mean": shown(p_HTT.mean(0)), "heads": heads, "of": H}
+
+
+def _some(items: list, most: int) -> list:
+    """Not more than `most`, evenly chosen, the first and the last among them."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

@@ -1,0 +1,1 @@
+"""Generation: requests, the KV-cached model, the engine, text streaming, chat templates."""
