@@ -25,12 +25,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_attention import capture, in_turns
 
-from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
-from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_hopper as hopper
-from xtrain.kernels.runtime.compile import load_function
+from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
 from xtrain.kernels.attention.flash_attention_hopper_table import TABLE
+from xtrain.kernels.runtime import launch as _launch
+from xtrain.kernels.runtime.compile import load_function
 from xtrain.kernels.runtime.launch import numba_type
 
 TABLE_FILE = Path(hopper.__file__).with_name("_flash_attention_hopper_table.py")

@@ -93,8 +93,8 @@ def ours(q, k, v, do, causal, alone, mma_sync):
 
     alone: and "alone", wgmma without overlap of one kernel with the next. mma_sync: also where wgmma is in use
     """
-    from xtrain.kernels.runtime import launch as _launch
     from xtrain.kernels.attention import flash_attention
+    from xtrain.kernels.runtime import launch as _launch
 
     found, usual = {}, flash_attention.HOPPER
     fwd, both = both_ways(q, k, v, do, causal)

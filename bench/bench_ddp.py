@@ -136,10 +136,10 @@ def run_alone(name, precision, rank):
     all ranks."""
     from bench_train import model_config
 
-    from xtrain.training.single_process import ALONE
     from xtrain.config import TrainConfig
     from xtrain.nn.model import Transformer
     from xtrain.training.run import Run
+    from xtrain.training.single_process import ALONE
 
     shape, _, T = model_config(name)
     corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, rank))
@@ -155,10 +155,10 @@ def one_variant(o, name, v, ranks):
     import cupy as cp
     from bench_train import model_config
 
-    from xtrain.parallel.ddp import ParallelConfig, ParallelRun
     from xtrain.device import memory_peak_bytes
     from xtrain.nn.model import Transformer
     from xtrain.nn.optim import clip
+    from xtrain.parallel.ddp import ParallelConfig, ParallelRun
 
     shape, _, T = model_config(name)
     n, pool = ranks.world, cp.get_default_memory_pool()
@@ -220,9 +220,9 @@ def communicate(run):
 def worker(o: Options) -> None:
     import cupy as cp
 
-    from xtrain.training.single_process import ALONE
     from xtrain.parallel.ranks import choose_gpu, connect
     from xtrain.parallel.watchdog import Guard
+    from xtrain.training.single_process import ALONE
 
     task = json.loads(o.worker)
     ranks = connect()

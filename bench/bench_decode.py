@@ -27,10 +27,10 @@ from _timing import copy_bandwidth, gpu_ms, record
 
 import xtrain
 from xtrain.device import memory_peak_bytes
-from xtrain.serving.engine import graph_size
 from xtrain.formats.huggingface import config_to_hf
 from xtrain.inspect.kernel_times import NoTimes, cupti_times
 from xtrain.kernels.cast import cast_fwd
+from xtrain.serving.engine import graph_size
 
 SHAPE = dict(
     vocab_size=32000, dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, max_seq_len=8192,

@@ -24,13 +24,14 @@ import tyro
 from _cases import DTYPES, converted, draw
 from _timing import copy_bandwidth, copy_ms, graph_ms, record
 
-from xtrain.kernels.decoding import gemv_tensor_cores as _gemv_tensor, gemv, sampling
 from xtrain.kernels import rope
-from xtrain.kernels.runtime.launch import set_overlap
 from xtrain.kernels.attention.context_attention import context_attention
 from xtrain.kernels.attention.decode_attention import decode_attention
 from xtrain.kernels.attention.flash_attention import flash_attention_fwd
+from xtrain.kernels.decoding import gemv, sampling
+from xtrain.kernels.decoding import gemv_tensor_cores as _gemv_tensor
 from xtrain.kernels.gemm import linear_fwd
+from xtrain.kernels.runtime.launch import set_overlap
 
 C, L, H, G, D, F, V = 2048, 22, 32, 4, 64, 5632, 32000
 P = (H + 2 * G) * D

@@ -22,9 +22,9 @@ from _timing import record
 from bench_train import batches, model_config, xtrain_step
 
 import xtrain
+from xtrain.kernels.attention.gemm_attention import attention_bwd, attention_fwd
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
-from xtrain.kernels.attention.gemm_attention import attention_bwd, attention_fwd
 from xtrain.nn.optim import clip
 
 

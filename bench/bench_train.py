@@ -28,8 +28,8 @@ from _timing import record
 import xtrain
 from xtrain.config import PRESETS
 from xtrain.device import memory_peak_bytes
-from xtrain.nn.cuda_graph import Graphed
 from xtrain.kernels.attention import flash_attention
+from xtrain.nn.cuda_graph import Graphed
 from xtrain.nn.optim import clip
 
 VOCAB = {"gpt124m": 50304}  # GPT-2's 50257 for the others, which xtrain pads in memory

@@ -34,11 +34,11 @@ import bench_decode
 from _timing import copy_bandwidth
 from bench_engine import BF16, EPS, MATRICES, D, G, P, int32, replay_ms
 
-from xtrain.serving import cached_model
-from xtrain.kernels.attention import decode_attention
-from xtrain.kernels.decoding import gemv
 from xtrain.kernels import residual, rope
+from xtrain.kernels.attention import decode_attention
 from xtrain.kernels.cast import cast_fwd
+from xtrain.kernels.decoding import gemv
+from xtrain.serving import cached_model
 
 CONTEXTS = (128, 4096)
 BATCHES = {"many": 32, "residual": 32}  # of a stage; 1 otherwise

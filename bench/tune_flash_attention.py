@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_attention import repeat_ms
 
 from xtrain.kernels.attention import flash_attention as fa
-from xtrain.kernels.runtime.compile import load_function
 from xtrain.kernels.attention.flash_attention_table import TABLE
+from xtrain.kernels.runtime.compile import load_function
 from xtrain.kernels.runtime.launch import launch, numba_type
 
 TABLE_FILE = Path(__file__).parents[1] / "xtrain" / "kernels" / "_flash_attention_table.py"

@@ -43,7 +43,14 @@ import numpy as np
 from numba import cuda, float32, uint16, uint32
 
 from xtrain import device, lesson, simulator
-from xtrain.kernels.primitives.tensor_cores import commit_copies, copy16_async, ldmatrix, mma_bf16, pack_bf16, wait_copies
+from xtrain.kernels.primitives.tensor_cores import (
+    commit_copies,
+    copy16_async,
+    ldmatrix,
+    mma_bf16,
+    pack_bf16,
+    wait_copies,
+)
 from xtrain.kernels.primitives.tiles import make_place
 
 place64 = make_place(64)  # for exercise 14.3; what it does is exercise 14.2

@@ -41,7 +41,19 @@ import numpy as np
 from numba import cuda, float32
 
 from xtrain import lesson, simulator
-from xtrain.kernels.primitives.hopper import acquire_map, along_rows, load_tile, make_descriptor, make_product, make_wait, mbar_expect, mbar_init, mbar_init_fence, mbar_wait, shared_base
+from xtrain.kernels.primitives.hopper import (
+    acquire_map,
+    along_rows,
+    load_tile,
+    make_descriptor,
+    make_product,
+    make_wait,
+    mbar_expect,
+    mbar_init,
+    mbar_init_fence,
+    mbar_wait,
+    shared_base,
+)
 
 TILE_BYTES = 64 * 64 * 2  # a tile of 64 rows of 64 numbers in bf16
 Q, K = 1024, 1024 + TILE_BYTES  # where the tiles of exercise 23.1 lie, in bytes
@@ -485,7 +497,10 @@ lesson.table(
 # computes the exponentials while p v runs.
 
 # %%
-from xtrain.kernels.attention import flash_attention_hopper_parts as _flash_attention_hopper_parts, flash_attention_hopper
+from xtrain.kernels.attention import (
+    flash_attention_hopper_parts as _flash_attention_hopper_parts,
+    flash_attention_hopper,
+)
 
 lesson.source(flash_attention_hopper.make_consumer, part="for _ in range(1, blocks)")
 

@@ -16,7 +16,7 @@ from xtrain.errors import UserError
 from xtrain.files import Busy, DiskFull, Journal, cannot_write, digest, locked, write_whole
 from xtrain.training.run_log import Logbook
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Disk:

@@ -71,7 +71,7 @@ def test_others_say_that_there_is_no_room():
 
 
 def test_every_command_line_ends_this_way():
-    for path in (Path(__file__).parent.parent / "xtrain").glob("*.py"):
+    for path in (Path(__file__).resolve().parents[1] / "xtrain").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         if "__main__" in text and "def main(" in text:
             assert "sys.exit(command_line(main))" in text, path.name
@@ -112,7 +112,7 @@ def test_ctrl_c_while_a_command_imports(tmp_path):
     """Nothing has begun: it just ends, as a program in C does. A library that imports xtrain keeps Python's way."""
     first = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
     (tmp_path / "numpy.py").write_text(first)
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[1])])
     for arguments, words in (
         (["-m", "xtrain.generate"], ""),
         (["-c", "import xtrain"], "Keyboard"),

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 
 CODE = """
 import importlib, multiprocessing, os, pkgutil, signal, subprocess, sys, time

@@ -12,7 +12,18 @@ from numba import cuda, float32
 
 from xtrain.nn.autograd import Function
 from xtrain.device import Array
-from xtrain.kernels.primitives.flat import BLOCK, EACH, GAP, STEPS, STRIDE, first_element, is_whole, launch_flat, load, store
+from xtrain.kernels.primitives.flat import (
+    BLOCK,
+    EACH,
+    GAP,
+    STEPS,
+    STRIDE,
+    first_element,
+    is_whole,
+    launch_flat,
+    load,
+    store,
+)
 from xtrain.kernels.runtime.launch import FLOATS, check_array, empty_like, on_host
 from xtrain.kernels.primitives.ptx import device, kernel
 

@@ -55,7 +55,7 @@ def kernel_file(record: dict) -> Path | None:
     folder = ROOT / "xtrain" / "kernels"
     if record["bench"] == "bench_lessons":
         return ROOT / "bench" / "bench_lessons.py"
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
         if re.search(rf"^def {re.escape(record['name'])}\b", source, re.M) or path.stem == stem:
             return path

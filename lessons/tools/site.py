@@ -17,7 +17,7 @@ from latex2mathml.converter import convert
 LESSONS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(LESSONS.parent))
 
-from xtrain._lesson import records  # noqa: E402
+from xtrain import lesson  # noqa: E402
 
 FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?!\s)([^$]{1,200}?)(?<!\s)\$(?!\w)", re.S)
 NOT_TEXT = {"code", "pre", "script", "style", "math", "textarea", "svg"}
@@ -121,7 +121,7 @@ def _old_measurements(soup, page):
     source = (LESSONS / page.file.src_path).with_suffix(".py").read_text(encoding="utf-8")
     notes = []
     for identity in dict.fromkeys(IDENTITY.findall(source)):
-        sentence = records.changed_since(records.find(identity))
+        sentence = lesson.records.changed_since(lesson.records.find(identity))
         if sentence:
             print(f"{page.file.src_path}: {sentence}", file=sys.stderr)
             notes.append(sentence)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-path = Path(__file__).parents[1] / "bench" / "compare.py"
+path = Path(__file__).resolve().parents[2] / "bench" / "compare.py"
 spec = importlib.util.spec_from_file_location("bench_compare", path)
 bench_compare = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench_compare)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
+BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 # The benches with times from a list instead of a card. Only CuPy is replaced, so that what is recorded is theirs.
 WRITE = """
@@ -17,7 +17,7 @@ import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 import numpy as np
-import xtrain.engine, xtrain.kernels.linear_cross_entropy, xtrain.kernels.gemv, xtrain.kernels.sampling
+import xtrain.serving.engine, xtrain.kernels.linear_cross_entropy, xtrain.kernels.decoding.gemv, xtrain.kernels.decoding.sampling
 cupy = sys.modules["cupy"] = MagicMock()
 cupy.cuda.runtime.getDeviceProperties.return_value = {"name": b"Test GPU"}
 cupy.cuda.runtime.driverGetVersion.return_value = cupy.cuda.runtime.runtimeGetVersion.return_value = 13000

@@ -8,8 +8,8 @@ from runs import DATA, checkpoints, metrics
 
 from xtrain.data import corpus
 from xtrain.data.dataset import prepare, read_shard
+from xtrain.train import main
 from xtrain.training.run_log import Logbook
-from xtrain.training.loop import main
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away. "
 

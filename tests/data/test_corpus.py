@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xtrain.data import corpus
-from xtrain.errors import UserError
 from xtrain.data.corpus import Texts, byte_bigram_bpb, byte_bigrams, pieces, split, survey
+from xtrain.errors import UserError
 
 DOCUMENTS = st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=60)
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtrain.data import dataset as data
 from xtrain import files
-from xtrain.errors import UserError
+from xtrain.data import dataset as data
 from xtrain.data.dataset import Loader, prepare, read_shard, val_batches, write_shard
 from xtrain.data.tokenizer import Tokenizer
+from xtrain.errors import UserError
 
 VOCAB = 400
 
@@ -246,7 +246,7 @@ data.prepare(sys.argv[1], int(sys.argv[2]), sys.argv[4], progress=hold)
 def test_killed_while_tokenising(corpus, text_folder, tmp_path, fraction):
     """SIGKILL while the tokenizer is trained, after the first shards, and later: the next one starts cleanly."""
     arguments = [sys.executable, "-c", KILLED, text_folder, VOCAB, fraction, tmp_path]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen([str(a) for a in arguments], cwd=root, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"here\n"
     process.kill()
@@ -259,8 +259,8 @@ def test_killed_while_tokenising(corpus, text_folder, tmp_path, fraction):
 
 def test_two_processes_at_once(corpus, text_folder, tmp_path):
     arguments = f"{str(text_folder)!r}, {VOCAB}, {str(tmp_path)!r}"
-    code = f"from xtrain.data import prepare; prepare({arguments})"
-    root = Path(__file__).parent.parent
+    code = f"from xtrain.data.dataset import prepare; prepare({arguments})"
+    root = Path(__file__).resolve().parents[2]
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=root) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     assert os.listdir(tmp_path) == [corpus.folder.name]

@@ -8,8 +8,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xtrain.errors import UserError
 from xtrain.data.tokenizer import END_OF_TEXT, MIN_VOCAB, Tokenizer
+from xtrain.errors import UserError
 
 TEXTS = ["def add(a, b):\n    return a + b\n" * 3, "Größe, 你好, 🙂: ça va? Größe!\r\n\t" * 3]
 TOKENIZER = Tokenizer.train(TEXTS, 300)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "lessons/index.md", *ROOT.glob("lessons/howto/*.md"), *ROOT.glob("*.md")]
 COMMAND = re.compile(r"python -m (xtrain\.\w+)((?:[^`\n#]|\\\n)*)")
 
@@ -124,8 +124,8 @@ def test_presets_exist():
 def test_export_and_serve_run(tmp_path, monkeypatch, capsys):
     """What the pages' Python does, and the command that then uses what it has written."""
     import xtrain
-    from xtrain.serving.text_generation import main
     from xtrain.data.tokenizer import Tokenizer
+    from xtrain.generate import main
 
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer.train(["Once upon a time def f(): pass " * 9], 300)

@@ -13,9 +13,16 @@ from safetensors.torch import load_file, save_file
 from twins import DEVICE, LLAMA3, batch, empty_twin, random_model, small, twin, weights
 
 from xtrain import ModelConfig, Transformer, UserError
-from xtrain.formats import huggingface, tensor_file
-from xtrain.formats.huggingface import config_from_hf, config_to_hf, load, load_into, save, tensor_shapes
 from xtrain.data.tokenizer import Tokenizer
+from xtrain.formats import huggingface, tensor_file
+from xtrain.formats.huggingface import (
+    config_from_hf,
+    config_to_hf,
+    load,
+    load_into,
+    save,
+    tensor_shapes,
+)
 
 CONFIGS = {
     "llama": small(qk_norm=False),

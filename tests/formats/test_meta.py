@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from twins import LLAMA3, batch, random_model, small, twin
 
 from xtrain import Transformer
+from xtrain.convert_meta import main
 from xtrain.formats import meta as convert_meta
-from xtrain.formats.meta import halves_from_pairs, main
+from xtrain.formats.meta import halves_from_pairs
 
 NAMES = {
     "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",

@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from xtrain.formats import huggingface
-from xtrain.report import record
-from xtrain.errors import UserError
 from xtrain.data.dataset import read_shard
-from xtrain.formats.manifest import verify
-from xtrain.report.page import page
-from xtrain.formats.tensor_file import read_header
 from xtrain.data.tokenizer import Tokenizer
+from xtrain.errors import UserError
+from xtrain.formats import huggingface
+from xtrain.formats.manifest import verify
+from xtrain.formats.tensor_file import read_header
+from xtrain.report import record
+from xtrain.report.page import page
 
 from .drive import Refused, Target
 
-CORPUS = Path(__file__).parent.parent / "data" / "fuzz"
+CORPUS = Path(__file__).resolve().parents[2] / "tests" / "data" / "fuzz"
 NUMBERS = (
     0, 1, -1, 2, 3, 7, 8, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64, 10**30,
     -(2**63), 0.5, 1e-9, 1e308, -0.0,

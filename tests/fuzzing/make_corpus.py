@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 import xtrain
-from xtrain.formats import huggingface
 from xtrain.data.dataset import write_shard
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.formats import huggingface
 from xtrain.formats.manifest import write_manifest
 from xtrain.formats.tensor_file import write_safetensors
-from xtrain.data.tokenizer import Tokenizer
 
 from .files import CORPUS
 

@@ -20,25 +20,26 @@ import numpy as np
 
 import xtrain
 import xtrain.kernels
-from xtrain.nn import functional as F
-from xtrain.nn.autograd import Tensor
-from xtrain.kernels.attention import flash_attention_bf16_bwd_whole as _flash_attention_bf16_whole, flash_attention
-from xtrain.kernels.runtime import launch as _launch
-from xtrain.kernels.decoding import padding, sampling
 from xtrain.kernels.adamw import adamw, adamw_hyper
-from xtrain.kernels.cast import BFLOAT16, cast_fwd
+from xtrain.kernels.attention import flash_attention
+from xtrain.kernels.attention import flash_attention_bf16_bwd_whole as _flash_attention_bf16_whole
 from xtrain.kernels.attention.context_attention import context_attention
-from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
 from xtrain.kernels.attention.decode_attention import decode_attention
+from xtrain.kernels.cast import BFLOAT16, cast_fwd
+from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
+from xtrain.kernels.decoding import padding, sampling
+from xtrain.kernels.decoding.gemv import gemv, gemv_fits
+from xtrain.kernels.decoding.kv_cache import append_kv, empty_kv_cache, repeat_kv
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
-from xtrain.kernels.decoding.gemv import gemv, gemv_fits
 from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares
-from xtrain.kernels.decoding.kv_cache import append_kv, empty_kv_cache, repeat_kv
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
 from xtrain.kernels.rope import rope_tables
+from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.skip_nonfinite import skip_unless_finite
 from xtrain.kernels.softmax import causal_softmax_bwd, causal_softmax_fwd
+from xtrain.nn import functional as F
+from xtrain.nn.autograd import Tensor
 from xtrain.nn.optim import clip
 
 DTYPES = (np.dtype(np.float32), BFLOAT16)
@@ -241,8 +242,8 @@ def never_started() -> list[str]:
     have no name in the file, and the naive ones are for reading.)"""
     started = {key[0] for key in _launch._plans}
     missing = []
-    for info in pkgutil.iter_modules(xtrain.kernels.__path__):
-        module = importlib.import_module(f"xtrain.kernels.{info.name}")
+    for info in pkgutil.walk_packages(xtrain.kernels.__path__, "xtrain.kernels."):
+        module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             is_kernel = name.endswith("_kernel") and hasattr(value, "py_func")
             if is_kernel and "naive" not in name and value not in started:

@@ -4,13 +4,17 @@ Without a GPU a kernel runs in xtrain.simulator on tiny arrays; with one it runs
 """
 
 import contextlib
+import importlib.util
 import inspect
 import linecache
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import xtrain.kernels
 from xtrain import device, simulator
 from xtrain.kernels.runtime import launch as _launch
 
@@ -110,3 +114,22 @@ def with_bug(thing, old: str, new: str, scope: dict) -> dict:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     exec(compile(source, name, "exec"), scope)
     return scope
+
+
+def source_of(file: str) -> str:
+    """The source of a module of xtrain.kernels, by its dotted name there: "attention.flash_attention"."""
+    return Path(xtrain.kernels.__file__).with_name(f"{file.replace('.', '/')}.py").read_text()
+
+
+def load_changed(file: str, source: str, folder: Path, monkeypatch):
+    """`source` as the module xtrain.kernels.<file>, until the test ends; its lines are in folder/<stem>.py. -> the module"""
+    name = f"xtrain.kernels.{file}"
+    package, _, stem = name.rpartition(".")
+    path = folder / f"{stem}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(importlib.import_module(package), stem, module, raising=False)
+    spec.loader.exec_module(module)
+    return module

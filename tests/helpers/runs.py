@@ -7,9 +7,9 @@ from checks import GPU
 from rich.console import Console
 
 from xtrain.config import PRESETS, Preset, TrainConfig
-from xtrain.training.loop import train
+from xtrain.train import train
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 SILENT = Console(quiet=True)
 DEVICE = "gpu" if GPU else "cpu"
 SHAPE = dict(dim=64, n_layers=2, n_heads=2, head_dim=32, hidden_dim=96)

@@ -7,8 +7,8 @@ from tokenizers import decoders, models, normalizers, trainers
 from tokenizers.processors import TemplateProcessing
 from twins import random_model, small
 
-from xtrain.serving.text_generation import main
 from xtrain.data.tokenizer import Tokenizer
+from xtrain.generate import main
 
 TEXT = ["def f(x):\n    return x + größe  # 日本語\n" * 50]
 TOKENIZER = Tokenizer.train(TEXT, 300)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from twins import DEVICE, batch, random_model, set_weights, small, twin
 
-from xtrain.inspect import compare
+from xtrain.compare import main as compare_main
 from xtrain.device import to_numpy
+from xtrain.inspect import compare
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["llama", "qwen3 tied"])
@@ -26,7 +27,7 @@ STAGES = (
 
 
 def test_agreement(folder, capsys):
-    assert compare.main([str(folder)]) == 0
+    assert compare_main([str(folder)]) == 0
     out = capsys.readouterr().out
     assert [line.split("  ")[0].strip() for line in out.splitlines()[1:-1]] == STAGES
     assert "NO" not in out
@@ -34,7 +35,7 @@ def test_agreement(folder, capsys):
 
 
 def test_given_ids_and_a_tolerance_that_nothing_meets(folder, capsys):
-    assert compare.main([str(folder), "--ids", "1", "2", "3", "--tolerance", "1e-12"]) == 1
+    assert compare_main([str(folder), "--ids", "1", "2", "3", "--tolerance", "1e-12"]) == 1
     assert "1 x 3 tokens" in capsys.readouterr().out
 
 
@@ -82,9 +83,9 @@ def test_bad_input(folder, capsys, monkeypatch):
         ([str(folder), "--ids", "1", "61"], "ids from 0 to 60"),
         ([str(folder), "--ids", "5"], "2 to 48 tokens"),
     ):
-        assert compare.main(arguments) == 2
+        assert compare_main(arguments) == 2
         error = capsys.readouterr().err
         assert words in error and error.startswith("xtrain.compare: ") and error.count("\n") == 1
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert compare.main([str(folder)]) == 2
+    assert compare_main([str(folder)]) == 2
     assert "pip install torch transformers" in capsys.readouterr().err

@@ -7,9 +7,19 @@ import numpy as np
 import pytest
 from checks import GPU
 
-from xtrain.inspect import kernel_times
 from xtrain.config import ModelConfig
-from xtrain.inspect.kernel_times import Launch, Recorder, Timed, busy_share, chrome_trace, match, rows, short_name, without_first_step
+from xtrain.inspect import kernel_times
+from xtrain.inspect.kernel_times import (
+    Launch,
+    Recorder,
+    Timed,
+    busy_share,
+    chrome_trace,
+    match,
+    rows,
+    short_name,
+    without_first_step,
+)
 from xtrain.kernels.primitives import tensor_maps as _tensor_maps
 from xtrain.nn.model import Transformer
 
@@ -175,8 +185,8 @@ def test_an_eager_step_is_recorded_and_timed(precision):
 def test_cupti_sees_kernels_inside_a_graph():
     pytest.importorskip("cupti")
     from xtrain.device import cupy
-    from xtrain.nn.cuda_graph import Graphed
     from xtrain.kernels.elementwise import scale_fwd
+    from xtrain.nn.cuda_graph import Graphed
 
     run = Graphed(lambda x: (scale_fwd(scale_fwd(x, 2.0), 3.0),))
     x = cupy().ones(1 << 20, np.float32)

@@ -7,11 +7,12 @@ import pytest
 from checks import GPU
 from rich.console import Console
 
-from xtrain.inspect import kernel_times, profile
-from xtrain.training import memory_plan as memory
 from xtrain.errors import UserError
+from xtrain.inspect import kernel_times, profile
 from xtrain.inspect.kernel_times import Row
-from xtrain.inspect.profile import Options, main, model_config
+from xtrain.inspect.profile import Options, model_config
+from xtrain.profile import main
+from xtrain.training import memory_plan as memory
 
 SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--vocab-size", "64", "--batch", "2", "--seq-len", "16"]  # fmt: skip
 

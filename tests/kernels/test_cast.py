@@ -6,9 +6,9 @@ import pytest
 import torch
 from checks import GPU, normal, rng, sentinels, to_host, to_kernel
 
+from xtrain.kernels.cast import cast_fwd, cast_ref, narrow_naive_kernel
 from xtrain.kernels.primitives.flat import BLOCK
 from xtrain.kernels.runtime.launch import launch
-from xtrain.kernels.cast import cast_fwd, cast_ref, narrow_naive_kernel
 
 BF16 = ml_dtypes.bfloat16
 

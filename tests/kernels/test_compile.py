@@ -14,11 +14,27 @@ import pytest
 from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for
 
 from xtrain import simulator
+from xtrain.kernels import (
+    adamw,
+    cast,
+    cross_entropy,
+    elementwise,
+    embedding,
+    grad_norm,
+    layout,
+    qk_norm_rope,
+    residual,
+    rmsnorm,
+    rope,
+    softmax,
+    swiglu,
+)
+from xtrain.kernels import skip_nonfinite as skip
+from xtrain.kernels.attention import flash_attention
+from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels.runtime import launch as _launch
-from xtrain.kernels import adamw, cast, cross_entropy, elementwise, embedding, grad_norm, layout, qk_norm_rope, residual, rmsnorm, rope, skip_nonfinite as skip, softmax, swiglu
-from xtrain.kernels.attention import gemm_attention as attention, flash_attention
-from xtrain.simulator import sim
 from xtrain.nn.observers import swapped
+from xtrain.simulator import sim
 
 __all__ = ["nvvm"]
 BF16 = ml_dtypes.bfloat16
@@ -120,12 +136,14 @@ def test_every_kernel_file_is_launched_above(monkeypatch):
     calls.append(test_engine_compile.launch_engine)
     launched = [found for call in calls for found in signatures(monkeypatch, call)]
     modules = {kernel.py_func.__module__ for kernel, _ in launched}
-    package = _launch.__name__.rsplit(".", 1)[0]
-    folder = Path(_launch.__file__).parent
+    folder = Path(adamw.__file__).parent
+    dotted = lambda path: ".".join(
+        ["xtrain", "kernels", *path.relative_to(folder).with_suffix("").parts]
+    )
     has_kernel = re.compile(r"^ *@(cuda\.jit|kernel)\b(?!.*device=True)", re.M)
-    files = {p.stem for p in folder.glob("*.py") if has_kernel.search(p.read_text())}
+    files = {dotted(p) for p in folder.rglob("*.py") if has_kernel.search(p.read_text())}
     files -= {
-        p.stem for p in folder.glob("*_hopper*.py")
+        dotted(p) for p in folder.rglob("*_hopper*.py")
     }  # for sm_90a: test_flash_attention_hopper_compile.py
-    missing = {f"{package}.{stem}" for stem in files} - modules
+    missing = files - modules
     assert not missing, f"never launched here: {sorted(missing)}"

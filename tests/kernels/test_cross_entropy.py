@@ -16,8 +16,20 @@ from checks import (
 )
 
 from xtrain.kernels import cross_entropy as module
+from xtrain.kernels.cross_entropy import (
+    BLOCK,
+    IGNORE,
+    SUM_BLOCK,
+    UNROLL,
+    count_targets,
+    cross_entropy,
+    cross_entropy_naive_kernel,
+    cross_entropy_ref,
+    mean_loss,
+    row_sum,
+    shared_plan,
+)
 from xtrain.kernels.runtime.launch import empty, launch
-from xtrain.kernels.cross_entropy import BLOCK, IGNORE, SUM_BLOCK, UNROLL, count_targets, cross_entropy, cross_entropy_naive_kernel, cross_entropy_ref, mean_loss, row_sum, shared_plan
 
 BF16 = ml_dtypes.bfloat16
 SHAPES = [(1, 1, 1), (2, 8, 8), (3, 37, 40), (4, BLOCK + 1, BLOCK + 7), (3, 600, 640)]  # N, V, P

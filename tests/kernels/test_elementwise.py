@@ -6,9 +6,17 @@ import pytest
 import torch
 from checks import GPU, assert_directional, normal, sentinels, to_host, to_kernel
 
+from xtrain.kernels.elementwise import (
+    add_fwd,
+    add_into,
+    add_naive_kernel,
+    add_ref,
+    scale_fwd,
+    scale_into,
+    scale_ref,
+)
 from xtrain.kernels.primitives.flat import BLOCK, TILE
 from xtrain.kernels.runtime.launch import launch
-from xtrain.kernels.elementwise import add_fwd, add_into, add_naive_kernel, add_ref, scale_fwd, scale_into, scale_ref
 
 BF16 = ml_dtypes.bfloat16
 SHAPES = [(), (1,), (2, 8), (3, 5, 7), (TILE + 1,), (0, 4)]

@@ -17,9 +17,23 @@ from checks import (
     to_kernel,
 )
 
+from xtrain.kernels.embedding import (
+    PIECE,
+    SLICES,
+    TILE_IDS,
+    digit_values,
+    embedding_bwd,
+    embedding_bwd_naive_kernel,
+    embedding_bwd_ref,
+    embedding_fwd,
+    embedding_plan,
+    embedding_ref,
+    make_sort_kernel,
+    make_split_kernel,
+    sorting_warps,
+)
 from xtrain.kernels.primitives.flat import BLOCK
 from xtrain.kernels.runtime.launch import launch
-from xtrain.kernels.embedding import PIECE, SLICES, TILE_IDS, digit_values, embedding_bwd, embedding_bwd_naive_kernel, embedding_bwd_ref, embedding_fwd, embedding_plan, embedding_ref, make_sort_kernel, make_split_kernel, sorting_warps
 
 BF16 = ml_dtypes.bfloat16
 HIGH = digit_values(1)  # tokens that a block of the sort owns

@@ -7,8 +7,8 @@ import pytest
 import torch
 from checks import GPU, assert_as_good, normal, sentinels, to_host, to_kernel
 
-from xtrain.kernels.primitives.flat import BLOCK, TILE
 from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares, sum_of_squares_ref
+from xtrain.kernels.primitives.flat import BLOCK, TILE
 
 SIZES = [0, 1, 5, TILE - 1, 2 * TILE + 3]
 SIZES += [BLOCK * TILE + 1, 50_000_001] if GPU else []

@@ -6,12 +6,18 @@ import pytest
 from checks import GPU, assert_as_good, normal, rng, to_host, to_kernel
 
 from xtrain import ModelConfig, Transformer
-from xtrain.nn import functional as F
-from xtrain.nn.autograd import Tensor, no_grad
 from xtrain.device import to_device
 from xtrain.kernels import linear_cross_entropy as module
 from xtrain.kernels.cross_entropy import IGNORE, count_targets, mean_loss
-from xtrain.kernels.linear_cross_entropy import ROWS, UNIT, chunk_rows, linear_cross_entropy, linear_cross_entropy_ref
+from xtrain.kernels.linear_cross_entropy import (
+    ROWS,
+    UNIT,
+    chunk_rows,
+    linear_cross_entropy,
+    linear_cross_entropy_ref,
+)
+from xtrain.nn import functional as F
+from xtrain.nn.autograd import Tensor, no_grad
 from xtrain.training.memory_plan import plan, planning, saved_bytes
 
 DEVICE = "gpu" if GPU else "cpu"

@@ -7,9 +7,17 @@ import torch
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from xtrain.kernels.primitives import heads as _heads
 from xtrain.kernels import qk_norm_rope
-from xtrain.kernels.qk_norm_rope import PARTIALS, WARPS, qk_norm_rope_bwd, qk_norm_rope_bwd_ref, qk_norm_rope_fwd, qk_norm_rope_ref, values_of
+from xtrain.kernels.primitives import heads as _heads
+from xtrain.kernels.qk_norm_rope import (
+    PARTIALS,
+    WARPS,
+    qk_norm_rope_bwd,
+    qk_norm_rope_bwd_ref,
+    qk_norm_rope_fwd,
+    qk_norm_rope_ref,
+    values_of,
+)
 from xtrain.kernels.rmsnorm import rmsnorm_bwd_ref, rmsnorm_fwd
 from xtrain.kernels.rope import rope_bwd, rope_fwd, rope_tables
 

@@ -7,7 +7,12 @@ import torch
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 
 from xtrain.kernels import residual
-from xtrain.kernels.residual import residual_rmsnorm_bwd, residual_rmsnorm_bwd_ref, residual_rmsnorm_fwd, residual_rmsnorm_ref
+from xtrain.kernels.residual import (
+    residual_rmsnorm_bwd,
+    residual_rmsnorm_bwd_ref,
+    residual_rmsnorm_fwd,
+    residual_rmsnorm_ref,
+)
 
 EPS = 1e-6
 BF16 = ml_dtypes.bfloat16

@@ -7,9 +7,15 @@ import torch
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 
 from xtrain.kernels import rmsnorm
-from xtrain.kernels.runtime.launch import empty, empty_like, launch
 from xtrain.kernels.primitives.rows import row_plan
-from xtrain.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_fwd, rmsnorm_fwd_naive_kernel, rmsnorm_ref
+from xtrain.kernels.rmsnorm import (
+    rmsnorm_bwd,
+    rmsnorm_bwd_ref,
+    rmsnorm_fwd,
+    rmsnorm_fwd_naive_kernel,
+    rmsnorm_ref,
+)
+from xtrain.kernels.runtime.launch import empty, empty_like, launch
 
 EPS = 1e-6
 BF16 = ml_dtypes.bfloat16

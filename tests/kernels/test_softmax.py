@@ -5,7 +5,15 @@ import pytest
 import torch
 from checks import GPU, assert_as_good, assert_directional, normal, to_host, to_kernel
 
-from xtrain.kernels.softmax import BLOCK, NARROW, WARPS, causal_softmax_bwd, causal_softmax_bwd_ref, causal_softmax_fwd, causal_softmax_ref
+from xtrain.kernels.softmax import (
+    BLOCK,
+    NARROW,
+    WARPS,
+    causal_softmax_bwd,
+    causal_softmax_bwd_ref,
+    causal_softmax_fwd,
+    causal_softmax_ref,
+)
 
 SHAPES = [  # A, rep, T, S
     (1, 1, 1, 1),

@@ -8,7 +8,18 @@ from checks import GPU, assert_as_good, assert_directional, normal, sentinels, t
 
 from xtrain.kernels.primitives.flat import BLOCK, EACH, TILE
 from xtrain.kernels.runtime.launch import launch
-from xtrain.kernels.swiglu import sigmoid_ref, silu_bwd, silu_bwd_ref, silu_fwd, silu_ref, swiglu_bwd, swiglu_bwd_ref, swiglu_fwd, swiglu_fwd_naive_kernel, swiglu_ref
+from xtrain.kernels.swiglu import (
+    sigmoid_ref,
+    silu_bwd,
+    silu_bwd_ref,
+    silu_fwd,
+    silu_ref,
+    swiglu_bwd,
+    swiglu_bwd_ref,
+    swiglu_fwd,
+    swiglu_fwd_naive_kernel,
+    swiglu_ref,
+)
 
 BF16 = ml_dtypes.bfloat16
 # one column; one chunk; odd widths, one of them in two blocks; several rows in a block

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-PATH = Path(__file__).resolve().parent.parent / "lessons" / "allocator.py"
+PATH = Path(__file__).resolve().parents[2] / "lessons" / "allocator.py"
 spec = importlib.util.spec_from_file_location("allocator", PATH)
 allocator = sys.modules["allocator"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(allocator)

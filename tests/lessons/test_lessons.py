@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 
 from xtrain import lesson
-from xtrain._lesson import records
-from xtrain._lesson.attempt import EXERCISES
 from xtrain.errors import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "lessons").glob("[0-9][0-9]_*.py"))
 NUMBERS = [str(int(p.name[:2])) for p in SOURCES]
 path = ROOT / "lessons" / "tools" / "notebooks.py"
@@ -56,7 +54,7 @@ def test_gap_gets_a_helpful_answer_and_solution_passes(number):
 def mistakes(table="MISTAKES"):
     """MISTAKES: (exercise, old, new, words of the answer)
     UNTRUE: (exercise, old, new, words that are not said)   RIGHT: (exercise, old, new), which passes"""
-    for path in sorted((ROOT / "tests" / "lesson_mistakes").glob("lesson_*.py")):
+    for path in sorted((ROOT / "tests" / "lessons" / "mistakes").glob("lesson_*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -66,7 +64,7 @@ def mistakes(table="MISTAKES"):
 def planted(number, old, new, rename=()):
     """-> the verdict on the solution of an exercise after a change of its text, and then of its parameters' names"""
     lesson._exercises_of(number.split(".")[0])
-    name = EXERCISES[number].name
+    name = lesson.EXERCISES[number].name
 
     def plant(code):
         head, last = code.rsplit(f"def {name}(", 1)
@@ -108,7 +106,7 @@ TRACED = {  # words of the answer to a mistake that shows in the accesses alone
 def test_such_a_mistake_is_found_whatever_the_parameters_are_called(number):
     mistake = next(m for m in mistakes() if m[0] == number and TRACED[number] in m[3])
     lesson._exercises_of(number.split(".")[0])
-    solved = getattr(work(number, SOLVED), EXERCISES[number].name)
+    solved = getattr(work(number, SOLVED), lesson.EXERCISES[number].name)
     verdict = planted(*mistake[:3], rename=inspect.signature(solved.py_func).parameters)
     assert not verdict.passed and TRACED[number] in verdict.text, verdict.text
 
@@ -118,7 +116,7 @@ def test_at_least_three_mistakes_are_known(number):
     known = list(mistakes())
     for e in lesson._exercises_of(number):
         answers = {words for n, _, _, words in known if n == e.number}
-        assert len(answers) >= 3, f"{e.number} has {len(answers)} in tests/lesson_mistakes"
+        assert len(answers) >= 3, f"{e.number} has {len(answers)} in tests/lessons/mistakes"
 
 
 # ----------------------------------------------------------------------------- refusals
@@ -278,7 +276,7 @@ def test_records_exist(path):
     for identity in re.findall(
         r"[\"'](bench_\w+/[^\"'{}]+)[\"']", path.read_text(encoding="utf-8")
     ):
-        assert records.find(identity)["gpu"]
+        assert lesson.records.find(identity)["gpu"]
 
 
 def test_record_ids():
@@ -286,14 +284,14 @@ def test_record_ids():
         UserError,
         match=r"no record has the id 'bench_kernels/rmsnorm_fwd/fp8'.*bench_kernels/rmsnorm_fwd/",
     ):
-        records.find("bench_kernels/rmsnorm_fwd/fp8")
+        lesson.records.find("bench_kernels/rmsnorm_fwd/fp8")
     with pytest.raises(UserError, match="no records of 'nothing'"):
-        records.find("nothing/a/b")
+        lesson.records.find("nothing/a/b")
 
 
 def test_records_say_how_many_gpus():
     record = lambda name: {"name": name, "gpu": "H200", "date": "2026-01-01", "commit": "abc"}
-    says = lambda *names: records.machine([record(name) for name in names]).split(" H200")[0]
+    says = lambda *names: lesson.records.machine([record(name) for name in names]).split(" H200")[0]
     assert says("rmsnorm_fwd") == says("dim384, 1 GPU, one GPU") == "Measured on one"
     assert says("dim384, 4 GPU, flat", "dim384, 4 GPU, naive") == "Measured on 4"
     assert says("dim384, 2 GPU, flat", "dim384, 4 GPU, naive") == "Measured on up to 4"
@@ -315,24 +313,26 @@ def repository(tmp_path, monkeypatch):
     (results / "bench_kernels.jsonl").write_text(
         line.replace("COMMIT", git("rev-parse", "--short", "HEAD").strip())
     )
-    monkeypatch.setattr(records, "ROOT", tmp_path)
-    monkeypatch.setattr(records, "RESULTS", results)
+    monkeypatch.setattr(lesson.records, "ROOT", tmp_path)
+    monkeypatch.setattr(lesson.records, "RESULTS", results)
     return kernel, git, results
 
 
 def test_record_older_than_its_kernel_is_noticed(repository):
     kernel, git, results = repository
-    find = lambda: records.find("bench_kernels/square_fwd/fp32")
-    assert records.changed_since(find()) is None
+    find = lambda: lesson.records.find("bench_kernels/square_fwd/fp32")
+    assert lesson.records.changed_since(find()) is None
     kernel.write_text("def square_fwd(x):\n    return x ** 2\n")
-    assert "xtrain/kernels/square.py has changed since square_fwd" in records.changed_since(find())
+    assert "xtrain/kernels/square.py has changed since square_fwd" in lesson.records.changed_since(
+        find()
+    )
     path = results / "bench_kernels.jsonl"
     path.write_text(re.sub('"commit": "[^"]*"', '"commit": "unknown"', path.read_text()))
     git("add", "-A")
     git("commit", "-qm", "measured, without a commit")
-    assert records.changed_since(find()) is None
+    assert lesson.records.changed_since(find()) is None
     kernel.write_text("def square_fwd(x):\n    return x + 0 * x\n")
-    assert "has changed" in records.changed_since(find())
+    assert "has changed" in lesson.records.changed_since(find())
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)

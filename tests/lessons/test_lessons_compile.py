@@ -8,7 +8,6 @@ from numba import types
 from offline import check_float32, nvvm, ptx_for
 
 from xtrain import lesson
-from xtrain._lesson import attempt
 from xtrain.kernels.runtime import launch as _launch
 
 __all__ = ["nvvm"]
@@ -26,9 +25,9 @@ def launched(number, monkeypatch):
 
         return noted
 
-    simulator = python_types.SimpleNamespace(run=noting(attempt.simulator.run))
-    monkeypatch.setattr(attempt, "simulator", simulator)
-    monkeypatch.setattr(attempt, "traced", noting(attempt.traced))
+    simulator = python_types.SimpleNamespace(run=noting(lesson.attempt.simulator.run))
+    monkeypatch.setattr(lesson.attempt, "simulator", simulator)
+    monkeypatch.setattr(lesson.attempt, "traced", noting(lesson.attempt.traced))
     solved = test_lessons.work(number, test_lessons.SOLVED)
     for e in lesson._exercises_of(number):
         assert lesson.verdict(e.number, getattr(solved, e.name)).passed

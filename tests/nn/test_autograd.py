@@ -10,12 +10,12 @@ import pytest
 from checks import to_host
 
 from xtrain import ModelConfig, Tensor, Transformer, no_grad
-from xtrain.nn import autograd, functional
-from xtrain.nn import functional as F
-from xtrain.nn.autograd import Function, is_unit
 from xtrain.device import to_device
 from xtrain.inspect.gradcheck import CASES, Draw
 from xtrain.kernels.rope import rope_tables
+from xtrain.nn import autograd, functional
+from xtrain.nn import functional as F
+from xtrain.nn.autograd import Function, is_unit
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 

@@ -6,12 +6,12 @@ from checks import to_host
 from test_autograd import DEVICES, grads, leaf, mul, total
 
 from xtrain import AdamW, ModelConfig, Tensor, Transformer
-from xtrain.nn import modules as nn
-from xtrain.nn import functional as F
-from xtrain.nn.autograd import Function
 from xtrain.device import to_device
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.cross_entropy import count_targets
+from xtrain.nn import functional as F
+from xtrain.nn import modules as nn
+from xtrain.nn.autograd import Function
 from xtrain.simulator import sim
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from xtrain import ModelConfig, Transformer
+from xtrain.kernels import elementwise, gemm
+from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import cuda_graph as graph
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Tensor
-from xtrain.parallel.ddp import STAGES, buckets
-from xtrain.kernels import elementwise, gemm
-from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn.modules import Linear, RMSNorm
+from xtrain.parallel.ddp import STAGES, buckets
 
 SHAPE = dict(
     vocab_size=61, dim=16, n_layers=2, n_heads=2, head_dim=8, hidden_dim=24, max_seq_len=16

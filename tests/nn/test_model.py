@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 from checks import to_host
-from test_nn import DEVICES, small, weights
+from test_modules import DEVICES, small, weights
 
 from xtrain import AdamW, Transformer, UserError, config
 from xtrain.device import to_device
-from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.cross_entropy import count_targets
+from xtrain.kernels.runtime import launch as _launch
 
 KINDS = [dict(qk_norm=q, tie_embeddings=t) for q in (False, True) for t in (False, True)]
 

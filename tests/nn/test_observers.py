@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from checks import GPU
 
+from xtrain.config import ModelConfig
+from xtrain.kernels import gemm
+from xtrain.kernels.runtime import launch as _launch
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
-from xtrain.config import ModelConfig
-from xtrain.kernels.runtime import launch as _launch
-from xtrain.kernels import gemm
 from xtrain.nn.model import Block, Transformer
 from xtrain.nn.observers import swapped, watch_launches, watch_ops
 

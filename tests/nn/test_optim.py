@@ -8,8 +8,8 @@ import torch
 from checks import normal, to_host
 
 from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError
-from xtrain.nn import modules as nn
 from xtrain.device import to_device
+from xtrain.nn import modules as nn
 from xtrain.nn.optim import clip, learning_rate
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from xtrain import AdamW, ModelConfig, Transformer, UserError, device
-from xtrain.serving import pretrained
+from xtrain.data.tokenizer import Tokenizer
 from xtrain.device import cupy, to_device, to_numpy
 from xtrain.kernels.cast import BFLOAT16
-from xtrain.training.memory_plan import planning
 from xtrain.nn.optim import clip
-from xtrain.data.tokenizer import Tokenizer
+from xtrain.serving import pretrained
+from xtrain.training.memory_plan import planning
 
-sys.path.append(str(Path(__file__).parent.parent / "bench"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
 SHAPE = dict(
     vocab_size=2000, dim=384, n_layers=12, n_heads=12, head_dim=32, hidden_dim=1536, max_seq_len=256

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 from checks import GPU, normal, to_host
 
-from xtrain.nn import functional as F
-from xtrain.nn.autograd import Function, Tensor, no_grad
 from xtrain.config import ModelConfig, TrainConfig
-from xtrain.errors import UserError
 from xtrain.device import cupy, to_device
+from xtrain.errors import UserError
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.cross_entropy import count_targets
-from xtrain.training.memory_plan import saved_bytes
+from xtrain.nn import functional as F
+from xtrain.nn.autograd import Function, Tensor, no_grad
 from xtrain.nn.model import Transformer
 from xtrain.nn.recompute import recompute
+from xtrain.training.memory_plan import saved_bytes
 
 DEVICE = "gpu" if GPU else "cpu"
 PRECISIONS = ["fp32", "bf16"] if GPU else ["fp32"]

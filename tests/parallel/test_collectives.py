@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from xtrain.parallel import collectives as communicator
 from xtrain.errors import UserError
+from xtrain.parallel import collectives as communicator
 
 
 def test_no_mpi_library(monkeypatch):

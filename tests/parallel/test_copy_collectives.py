@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from xtrain.parallel import collectives as communicator, copy_collectives as peer
 from xtrain.errors import UserError
 from xtrain.kernels.cast import BFLOAT16
+from xtrain.parallel import collectives as communicator
+from xtrain.parallel import copy_collectives as peer
 
 PATIENCE = 20.0  # seconds until a wait counts as a deadlock
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xtrain.parallel import collectives as communicator
 from xtrain.config import ModelConfig, TrainConfig, resolve
 from xtrain.errors import UserError
-from xtrain.parallel.ddp import STAGES, ParallelConfig, buckets, train_parallel
 from xtrain.nn.model import Transformer
 from xtrain.nn.modules import ALIGN, arena_unit
+from xtrain.parallel import collectives as communicator
+from xtrain.parallel.ddp import STAGES, ParallelConfig, buckets, train_parallel
 
 HERE = Path(__file__).parent
-TEXT = HERE / "data" / "grammar.txt"
+TEXT = HERE.parent / "data" / "grammar.txt"
 
 
 def find_mpirun():
@@ -42,7 +42,7 @@ def environment(tmp_path_factory):
     more = {
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
         "XTRAIN_CACHE": str(tmp_path_factory.getbasetemp() / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": "ignore", "COLUMNS": "200",
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         # more ranks than cores: Open MPI 5, Open MPI 4
@@ -223,7 +223,7 @@ def test_a_run_says_everything_once(environment, tmp_path):
 
 @mpi
 def test_one_rank_is_train(environment, tmp_path):
-    from xtrain.training.loop import main
+    from xtrain.train import main
 
     code, _, err = finish(start(environment, 1, *MODULE, *command(tmp_path / "a", zero=1)), 60)
     assert code == 0, err

@@ -3,9 +3,9 @@
 import time
 from types import SimpleNamespace
 
-from xtrain.training.single_process import ALONE
 from xtrain.parallel.watchdog import Watchdog
 from xtrain.training.loop import Loop
+from xtrain.training.single_process import ALONE
 
 
 def test_a_watchdog_looks_from_the_first_beat_until_it_rests(monkeypatch):

@@ -13,14 +13,15 @@ import pytest
 from checks import GPU
 from runs import SILENT, metrics, options, run
 
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.errors import UserError
+from xtrain.nn.model import Transformer
 from xtrain.report import page as report
+from xtrain.report.__main__ import main as report_main
 from xtrain.report.chart import Curve, chart, running_mean
 from xtrain.report.pictures import png
 from xtrain.report.sentence import look
-from xtrain.errors import UserError
-from xtrain.nn.model import Transformer
-from xtrain.data.tokenizer import Tokenizer
-from xtrain.training.loop import train
+from xtrain.train import train
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -164,7 +165,7 @@ def test_broken_files(folder, tmp_path, name, capsys):
     (copy / file).unlink(missing_ok=True)
     if content is not None:
         (copy / file).write_bytes(content)
-    assert report.main([str(copy)]) == 0
+    assert report_main([str(copy)]) == 0
     page = (copy / "report.html").read_text()
     assert "NaN" not in page and "Infinity" not in page and "<h1>run</h1>" in page
     if name == "not finite":
@@ -193,7 +194,7 @@ def test_what_cannot_be_shown(tmp_path, capsys):
         ([str(tmp_path)], "is not a run"),
         ([str(tmp_path), str(tmp_path), "--sentence", "a"], "for one run"),
     ):
-        assert report.main(arguments) == 2
+        assert report_main(arguments) == 2
         error = capsys.readouterr().err
         assert sentence in error and error.count("\n") == 1, error
 
@@ -202,14 +203,14 @@ def test_a_sentence_of_ones_own(folder, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(folder, copy)
     (copy / "sentence.json").unlink()
-    assert report.main([str(copy), "--sentence", "the dog sees"]) == 0
+    assert report_main([str(copy), "--sentence", "the dog sees"]) == 0
     content = json.loads((copy / "sentence.json").read_text())
     assert "".join(content["tokens"]) == "the dog sees" and content["step"] == 12
     shutil.rmtree(copy / "checkpoints")
     with pytest.raises(UserError, match="no checkpoint"):
         report.ask(copy, "x", print)
     (copy / "sentence.json").unlink()
-    assert report.main([str(copy)]) == 0  # a page without it
+    assert report_main([str(copy)]) == 0  # a page without it
 
 
 def test_a_full_disk_ends_no_run(tmp_path, monkeypatch):
@@ -223,7 +224,7 @@ def test_a_full_disk_ends_no_run(tmp_path, monkeypatch):
 
 # ----------------------------------------------------------------------------- several runs
 def test_comparison(folder, other, capsys):
-    assert report.main([str(folder), str(other)]) == 0
+    assert report_main([str(folder), str(other)]) == 0
     page = (folder.parent / "compare.html").read_text()
     assert f"{folder.parent / 'compare.html'}\n" == capsys.readouterr().out
     row = next(r for r in re.findall(r"<tr>.*?</tr>", page) if "train: lr" in r)

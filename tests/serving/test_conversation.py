@@ -10,10 +10,11 @@ from serving import sentencepiece_tokenizer
 from twins import random_model, small
 
 from xtrain import Engine, UserError
-from xtrain.serving import pretrained
-from xtrain.serving.conversation import ContextFull, Conversation, main
-from xtrain.serving.chat_template import ChatTemplate
+from xtrain.chat import main
 from xtrain.data.tokenizer import Tokenizer
+from xtrain.serving import pretrained
+from xtrain.serving.chat_template import ChatTemplate
+from xtrain.serving.conversation import ContextFull, Conversation
 
 CHATML = (
     "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from twins import DEVICE, LLAMA3, batch, random_model, small, weights
 
 from xtrain import Engine, Transformer
-from xtrain.serving.cached_model import CachedModel
 from xtrain.device import to_device
 from xtrain.kernels.decoding.kv_cache import kv_cache_bytes
+from xtrain.serving.cached_model import CachedModel
 
 SHAPES = {
     "qwen3": small(head_dim=16),

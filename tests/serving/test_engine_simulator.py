@@ -6,8 +6,8 @@ from checks import to_host
 from twins import random_model, small
 
 from xtrain import Engine, Transformer
-from xtrain.serving.cached_model import CachedModel
 from xtrain.device import to_device
+from xtrain.serving.cached_model import CachedModel
 
 SHAPE = dict(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32, vocab_size=21)
 PROMPTS = [[1, 2, 3], [6]]

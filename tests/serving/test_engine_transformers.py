@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from twins import DEVICE, LLAMA3, random_model, small, twin
 
 from xtrain import Engine, Transformer
-from xtrain.serving.cached_model import CachedModel
 from xtrain.device import to_device
 from xtrain.formats.huggingface import save
+from xtrain.serving.cached_model import CachedModel
 
 WIDE = dict(vocab_size=97, dim=64, hidden_dim=96, n_layers=3, head_dim=16)
 CONFIGS = {

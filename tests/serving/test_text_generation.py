@@ -15,7 +15,7 @@ from twins import LLAMA3, random_model, small
 from xtrain import Engine, TrainConfig
 from xtrain.serving import pretrained
 from xtrain.serving.text_stream import TextStream
-from xtrain.training.loop import train
+from xtrain.train import train
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from serving import OPTIONS, TEXT, TOKENIZER, make_folder, run
 
 from xtrain import UserError
-from xtrain.serving import pretrained
 from xtrain.data.tokenizer import Tokenizer
+from xtrain.serving import pretrained
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +240,6 @@ def test_nothing_is_loaded_in_part(mine, monkeypatch):
     """The tokenizer and all headers are looked at before weights are read."""
     path = mine / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    monkeypatch.setattr("xtrain.huggingface.Transformer", None)
+    monkeypatch.setattr("xtrain.formats.huggingface.Transformer", None)
     with pytest.raises(UserError, match="cut short"):
         pretrained.load(mine, "cpu")

@@ -2,16 +2,23 @@
 
 import importlib.util
 import inspect
-from pathlib import Path
 
 import numpy as np
 import pytest
+from checks import source_of
 from numba import cuda, float32, int32
 
-import xtrain.kernels
-from xtrain.simulator import CollectiveError, DeadlockError, KernelError, OutOfBoundsError, RaceError, UninitializedError, run, sim
+from xtrain.simulator import (
+    CollectiveError,
+    DeadlockError,
+    KernelError,
+    OutOfBoundsError,
+    RaceError,
+    UninitializedError,
+    run,
+    sim,
+)
 
-FOLDER = Path(xtrain.kernels.__file__).parent
 MARK = "  # BUG"
 
 
@@ -24,16 +31,17 @@ def planted(tmp_path):
     """
 
     def plant(stem, old="", new=""):
-        source = (FOLDER / f"{stem}.py").read_text()
-        path = tmp_path / f"bad_{stem}.py"
+        source, file = source_of(stem), stem.rpartition(".")[2]
+        path = tmp_path / f"bad_{file}.py"
         if old:
             count = source.count(old)
             assert count == 1, f"{stem}.py has changed: {old!r} occurs {count} times"
             known, lines = set(source.splitlines()), source.replace(old, new).splitlines()
             lines[next(i for i, s in enumerate(lines) if s not in known)] += MARK
             source = "\n".join(lines) + "\n"
+        package = f"xtrain.kernels.{stem}".rpartition(".")[0]
         path.write_text(source)
-        spec = importlib.util.spec_from_file_location(f"xtrain.kernels.bad_{stem}", path)
+        spec = importlib.util.spec_from_file_location(f"{package}.bad_{file}", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         module.file, module.lines = path.name, source.splitlines()
@@ -88,7 +96,7 @@ def run_qk_norm_bwd(module):
 # ----------------------------------------------------------------------------- barriers
 def test_no_barrier_between_two_uses_of_shared_memory(planted):
     before = "    v = warp_sum(v)\n    "
-    reduce = planted("_reduce", before + "cuda.syncthreads()", before + "pass")
+    reduce = planted("primitives.reduce", before + "cuda.syncthreads()", before + "pass")
     with pytest.raises(RaceError) as caught:
         run_softmax(planted, reduce)
     kernel = "race in block_sum (called by causal_softmax_fwd_kernel)"
@@ -101,7 +109,7 @@ def test_no_barrier_between_two_uses_of_shared_memory(planted):
 def test_no_barrier_between_write_and_read(planted):
     """Warp 0 runs first here, and finds a place that warp 1 writes later."""
     after = "  # every warp's maximum is there"
-    reduce = planted("_reduce", "cuda.syncthreads()" + after, "pass" + after)
+    reduce = planted("primitives.reduce", "cuda.syncthreads()" + after, "pass" + after)
     with pytest.raises(UninitializedError) as caught:
         run_softmax(planted, reduce)
     assert_reported(
@@ -145,7 +153,7 @@ def test_barrier_in_a_loop_of_unequal_trips(planted):
 
 def test_early_return_before_a_barrier(planted):
     old = "    partial = cuda.shared.array(MAX_WARPS, float32)\n    acc = float32(0.0)\n    for c in range(tid, C, BLOCK)"
-    assert old in (FOLDER / "rmsnorm.py").read_text()
+    assert old in source_of("rmsnorm")
     new = old.replace("    acc", "    if tid >= 64: return\n    acc", 1)
     module = planted("rmsnorm", old, new)
     with pytest.raises(DeadlockError) as caught:
@@ -267,7 +275,7 @@ def test_shared_array_too_small(planted):
 def test_sixteen_bytes_past_the_end(planted):
     """Through the intrinsics of _ptx.py."""
     old = "load4(registers, x, first + c)"
-    rows = planted("_rows", old, "load4(registers, x, first + c + 4)")
+    rows = planted("primitives.rows", old, "load4(registers, x, first + c + 4)")
     rmsnorm = planted("rmsnorm")
     rmsnorm.make_row_ops = rows.make_row_ops
     with pytest.raises(OutOfBoundsError) as caught:
@@ -279,7 +287,7 @@ def test_sixteen_bytes_past_the_end(planted):
 # ----------------------------------------------------------------------------- never written
 def test_shared_memory_never_written(planted):
     old = "    v = partial[lane] if lane < cuda.blockDim.x // 32 else float32(0.0)\n"
-    module = planted("_reduce", old, old.replace("lane < ", "lane <= "))
+    module = planted("primitives.reduce", old, old.replace("lane < ", "lane <= "))
     with pytest.raises(UninitializedError) as caught:
         run_softmax(planted, module)
     kernel = "block_sum (called by causal_softmax_fwd_kernel)"
@@ -298,9 +306,9 @@ def test_local_memory_never_written(planted):
 # ----------------------------------------------------------------------------- warps
 def test_mask_of_half_a_warp(planted):
     old = "def warp_sum(v):\n"
-    source = (FOLDER / "_reduce.py").read_text()
+    source = source_of("primitives.reduce")
     body = source[source.index(old) : source.index("@cuda.jit", source.index(old))]
-    module = planted("_reduce", body, body.replace("FULL", "0xFFFF"))
+    module = planted("primitives.reduce", body, body.replace("FULL", "0xFFFF"))
     with pytest.raises(CollectiveError) as caught:
         run_softmax(planted, module)
     words = "thread 16", "mask 0xffff does not name lane 16"

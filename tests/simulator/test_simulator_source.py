@@ -8,8 +8,7 @@ import pytest
 from numba import cuda, float32, int32
 from numba.cuda import syncthreads, threadIdx  # noqa: F401  a kernel below names it
 
-from xtrain.simulator import thread
-from xtrain.simulator import DeadlockError, KernelError, UninitializedError, run
+from xtrain.simulator import DeadlockError, KernelError, UninitializedError, run, thread
 
 
 def ramp(n=8, dtype=np.float32):

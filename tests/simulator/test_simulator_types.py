@@ -25,8 +25,7 @@ from numba import (
 from numba.cuda import libdevice  # noqa: F401  the expressions below use it
 
 from xtrain import simulator
-from xtrain.simulator import scalars
-from xtrain.simulator import run
+from xtrain.simulator import run, scalars
 
 KINDS = [boolean, int8, int16, int32, int64, uint8, uint16, uint32, uint64, float32, float64]
 OPERATORS = [

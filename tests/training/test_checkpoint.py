@@ -13,14 +13,15 @@ from rich.console import Console
 from runs import assert_same_run, checkpoints, metrics, options, run
 
 import xtrain
-from xtrain.training import checkpoint, checkpoint_writer as writer
 from xtrain import files
-from xtrain.formats import manifest, tensor_file
-from xtrain.errors import UserError
 from xtrain.device import HostCopies
+from xtrain.errors import UserError
+from xtrain.formats import manifest, tensor_file
 from xtrain.formats.manifest import verify
+from xtrain.train import main
+from xtrain.training import checkpoint
+from xtrain.training import checkpoint_writer as writer
 from xtrain.training.run import Run
-from xtrain.training.loop import main
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_ten_kills():
-    paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "kills.py"), "--kills", "10"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -25,7 +25,7 @@ def test_ten_kills():
 
 def test_the_record():
     """A hundred kills, at least twenty of them while a checkpoint was being written."""
-    lines = (HERE.parent / "bench" / "results" / "kills.jsonl").read_text().splitlines()
+    lines = (HERE.parents[1] / "bench" / "results" / "kills.jsonl").read_text().splitlines()
     record = json.loads(lines[-1])
     assert record["kills"] >= 100 and record["in_writer"] >= 20
     assert sum(record["kill_times_tenths"]) == sum(record["writer_was"].values()) == record["kills"]

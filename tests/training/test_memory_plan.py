@@ -8,10 +8,10 @@ import pytest
 from checks import GPU, normal
 
 from xtrain import device
-from xtrain.training import memory_plan as memory
 from xtrain.config import ModelConfig
-from xtrain.training.memory_plan import Meter, Pool, largest, plan, planning, saved_bytes, zero1
 from xtrain.nn.model import Transformer
+from xtrain.training import memory_plan as memory
+from xtrain.training.memory_plan import Meter, Pool, largest, plan, planning, saved_bytes, zero1
 
 SMALL = ModelConfig(
     vocab_size=500, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=96, max_seq_len=32

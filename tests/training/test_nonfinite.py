@@ -12,17 +12,17 @@ from rich.console import Console
 from runs import DEVICE, assert_same_run, metrics, run
 
 from xtrain import ModelConfig, Transformer
+from xtrain.device import to_device
+from xtrain.errors import UserError
+from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
-from xtrain.errors import UserError
-from xtrain.device import to_device
-from xtrain.training.nonfinite import count_nonfinite, first_nonfinite, spike, unsound
-from xtrain.kernels.cross_entropy import count_targets
-from xtrain.training.run_log import Logbook
 from xtrain.nn.modules import Module, Parameter
-from xtrain.training.run import Run
-from xtrain.training.loop import Loop
 from xtrain.nn.observers import swapped, watch_ops
+from xtrain.training.loop import Loop
+from xtrain.training.nonfinite import count_nonfinite, first_nonfinite, spike, unsound
+from xtrain.training.run import Run
+from xtrain.training.run_log import Logbook
 
 CONFIG = ModelConfig(vocab_size=40, dim=64, n_layers=2, n_heads=2, hidden_dim=32, max_seq_len=8)
 OPS = {

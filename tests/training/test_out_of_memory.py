@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 from runs import DATA, DEVICE, options
 
-from xtrain.training import memory_plan as memory, out_of_memory
-from xtrain.nn import modules as nn
 from xtrain.config import ModelConfig, resolve
-from xtrain.errors import UserError
 from xtrain.data.dataset import Loader
+from xtrain.errors import UserError
 from xtrain.kernels.attention import gemm_attention as attention
+from xtrain.nn import modules as nn
+from xtrain.profile import main as profile_main
+from xtrain.train import main
+from xtrain.training import memory_plan as memory
+from xtrain.training import out_of_memory
 from xtrain.training.out_of_memory import explain, ran_out
-from xtrain.training.loop import main
 
 SMALL = [
     "--preset",
@@ -149,14 +151,14 @@ def test_without_a_plan(tmp_path, monkeypatch):
 
 
 def test_other_command_lines(tmp_path, monkeypatch, capsys):
-    from xtrain.serving import text_generation as generate
     from xtrain.inspect import profile
+    from xtrain.serving import text_generation as generate
 
     def options(*_, **__):
         too_much()
 
     monkeypatch.setattr(profile, "measure", options)
-    assert profile.main([]) == 2
+    assert profile_main([]) == 2
     assert "xtrain.profile: out of memory" in capsys.readouterr().err
     assert (
         generate.run("xtrain.generate", generate.Options, options, "", ["a", "--model", "b"]) == 2

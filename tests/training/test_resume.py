@@ -13,12 +13,12 @@ from checks import GPU
 from rich.console import Console
 from runs import DATA, assert_same_run, checkpoints, metrics, run
 
-from xtrain.training import preemption as stopping
 from xtrain.errors import UserError
-from xtrain.training.run_log import Logbook
-from xtrain.training.run import Run
+from xtrain.train import main
+from xtrain.training import preemption as stopping
 from xtrain.training.preemption import Stop, seconds
-from xtrain.training.loop import main
+from xtrain.training.run import Run
+from xtrain.training.run_log import Logbook
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +253,9 @@ def test_the_command_line_ends_with_0(tmp_path):
         "--steps=100000",
         "--device=cpu",
     ]
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    )
     environment = {**os.environ, "PYTHONPATH": paths}
     start = [sys.executable, "-m", "xtrain.train", *small, *where]
     job = subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -272,8 +274,10 @@ def test_the_command_line_ends_with_0(tmp_path):
 
 
 def test_the_clock_of_the_time_limit_begins_with_the_process():
-    code = "import time; a = time.monotonic(); time.sleep(1.5); import xtrain.stopping as s; print(a - s.STARTED)"
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    code = "import time; a = time.monotonic(); time.sleep(1.5); import xtrain.training.preemption as s; print(a - s.STARTED)"
+    paths = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    )
     environment = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True

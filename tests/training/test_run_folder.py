@@ -15,15 +15,15 @@ import pytest
 from rich.console import Console
 from runs import DATA, assert_same_run, checkpoints, run
 
-from xtrain.training import checkpoint
-from xtrain.formats import manifest
-from xtrain.training import loop as train_module
 from xtrain.errors import UserError
 from xtrain.files import DiskFull
-from xtrain.training.run_log import Logbook
-from xtrain.training.run import Run
-from xtrain.training.loop import main
+from xtrain.formats import manifest
+from xtrain.train import main
+from xtrain.training import checkpoint
+from xtrain.training import loop as train_module
 from xtrain.training.checkpoint_writer import Writer
+from xtrain.training.run import Run
+from xtrain.training.run_log import Logbook
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -208,7 +208,7 @@ def test_no_place_for_a_run(tmp_path, monkeypatch, capsys, out, more):
 def test_a_signal_in_the_middle_of(stopped, tmp_path, monkeypatch, where, number):
     """What goes on is finished, then the step, then a checkpoint is written; and the run that goes on is the same."""
     monkeypatch.setattr(Logbook, "picture", lambda self: None)
-    monkeypatch.setattr("xtrain.report.finish", lambda *_: None)
+    monkeypatch.setattr("xtrain.report.page.finish", lambda *_: None)
     work, sent = getattr(Run, where), []
 
     def with_signal(self, *given):

@@ -9,9 +9,9 @@ from checks import GPU
 
 from xtrain.config import TrainConfig
 from xtrain.errors import UserError
-from xtrain.training.loop import main, train
+from xtrain.train import main, train
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 GOLDEN = DATA / "golden_losses.json"  # written by: python tests/test_train.py
 
 

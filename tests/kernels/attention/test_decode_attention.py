@@ -9,11 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain import simulator
-from xtrain.kernels.attention import decode_attention_loops as _decode_attention_loops, decode_attention_parts as _decode_attention_parts
 from xtrain.kernels.attention import decode_attention as file
-from xtrain.kernels.primitives.ptx import kernel
-from xtrain.kernels.attention.decode_attention import decode_attention, decode_attention_ref, make_decode_kernel
+from xtrain.kernels.attention import decode_attention_loops as _decode_attention_loops
+from xtrain.kernels.attention import decode_attention_parts as _decode_attention_parts
+from xtrain.kernels.attention.decode_attention import (
+    decode_attention,
+    decode_attention_ref,
+    make_decode_kernel,
+)
 from xtrain.kernels.attention.flash_attention import flash_attention_ref
+from xtrain.kernels.primitives.ptx import kernel
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_ref, values_of
 from xtrain.kernels.rope import rope_tables
 from xtrain.simulator import KernelError, sim
@@ -206,7 +211,7 @@ def planted(monkeypatch, old, new):
     """_decode_attention_parts with one line changed, as the kernel factory sees it."""
     name = _decode_attention_parts.__name__
     scope = with_bug(
-        _decode_attention_parts, old, new, dict(__name__=name, __package__="xtrain.kernels")
+        _decode_attention_parts, old, new, dict(__name__=name, __package__=name.rpartition(".")[0])
     )
     scope["CHUNK"] = scope["FEW_CHUNK"] = 16
     for key in ("CHUNK", "FEW_CHUNK", "make_new_heads", "make_merge"):

@@ -17,9 +17,14 @@ from flash_attention_cases import (
 )
 
 from xtrain.kernels.attention import flash_attention as fa
-from xtrain.kernels.runtime.launch import empty
+from xtrain.kernels.attention.flash_attention import (
+    flash_attention_bwd,
+    flash_attention_bwd_ref,
+    flash_attention_fwd,
+    flash_attention_ref,
+)
 from xtrain.kernels.attention.gemm_attention import attention_bwd, attention_fwd
-from xtrain.kernels.attention.flash_attention import flash_attention_bwd, flash_attention_bwd_ref, flash_attention_fwd, flash_attention_ref
+from xtrain.kernels.runtime.launch import empty
 
 __all__ = ["small_bf16_tiles", "small_fp32_tiles"]
 

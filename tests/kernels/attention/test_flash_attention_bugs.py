@@ -3,30 +3,24 @@
 A copy of the kernel files with one line changed is imported beside the real ones and run on one small case.
 """
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import GPU, normal
+from checks import GPU, load_changed, normal, source_of
 
-import xtrain.kernels
 from xtrain.kernels.attention import flash_attention
 from xtrain.kernels.attention.flash_attention import flash_attention_bwd_ref, flash_attention_ref
 from xtrain.simulator import KernelError, RaceError, UninitializedError, sim
 
 pytestmark = pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
 
-FOLDER = Path(xtrain.kernels.__file__).parent
 FILES = (
-    "_tiles",
-    "flash_attention_bf16",
-    "_flash_attention_bf16_bwd",
-    "_flash_attention_bf16_pairs",
-    "_flash_attention_bf16_whole",
-    "flash_attention",
+    "primitives.tiles",
+    "attention.flash_attention_bf16",
+    "attention.flash_attention_bf16_bwd",
+    "attention.flash_attention_bf16_bwd_d128",
+    "attention.flash_attention_bf16_bwd_whole",
+    "attention.flash_attention",
 )
 FWD, BWD, PAIRS, ALL_KEYS = FILES[1:5]
 CONFIGS = {"fwd": (32, 16, 2, 1, False), "dq": (32, 16, 2, 1), "dkdv": (32, 32, 2, 1)}
@@ -40,19 +34,13 @@ def planted(tmp_path, monkeypatch):
 
     def plant(changed, old, new):
         for file in FILES:
-            source = (FOLDER / f"{file}.py").read_text()
+            source = source_of(file)
             if file == changed:
                 assert source.count(old) == 1, (
                     f"{file}.py has changed: {old!r}, {source.count(old)}"
                 )
                 source = source.replace(old, new)
-            path = tmp_path / f"{file}.py"
-            path.write_text(source)
-            spec = importlib.util.spec_from_file_location(f"xtrain.kernels.{file}", path)
-            module = importlib.util.module_from_spec(spec)
-            monkeypatch.setitem(sys.modules, spec.name, module)
-            monkeypatch.setattr(xtrain.kernels, file, module, raising=False)
-            spec.loader.exec_module(module)
+            module = load_changed(file, source, tmp_path, monkeypatch)
         return module
 
     return plant

@@ -15,16 +15,16 @@ from numba import cuda
 
 from xtrain import simulator
 from xtrain.config import ModelConfig
-from xtrain.kernels.runtime import compile as _compile
-from xtrain.kernels.primitives import tensor_maps as _tensor_maps
-from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
-from xtrain.kernels.attention import flash_attention_hopper_parts as parts
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_hopper as hopper
+from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
+from xtrain.kernels.attention import flash_attention_hopper_parts as parts
 from xtrain.kernels.attention.flash_attention_hopper_table import TABLE
+from xtrain.kernels.primitives import tensor_maps as _tensor_maps
 from xtrain.kernels.primitives.tensor_maps import mappable, tensor_maps
-from xtrain.training.memory_plan import plan
+from xtrain.kernels.runtime import compile as _compile
 from xtrain.simulator import sim
+from xtrain.training.memory_plan import plan
 
 BF16 = ml_dtypes.bfloat16
 SHARED = 227 * 1024  # bytes that a block may have

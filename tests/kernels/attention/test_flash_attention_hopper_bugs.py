@@ -3,27 +3,29 @@
 As in test_flash_attention_bugs.py, a copy of the kernel files with one place changed is imported beside the real ones.
 """
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import normal, only_slow
+from checks import load_changed, normal, only_slow, source_of
 
-import xtrain.kernels
-from xtrain.kernels.cast import cast_fwd
 from xtrain.kernels.attention.flash_attention import flash_attention_bwd_ref, flash_attention_ref
-from xtrain.simulator import AsyncError, DeadlockError, KernelError, OutOfBoundsError, RaceError, UninitializedError, sim
+from xtrain.kernels.cast import cast_fwd
+from xtrain.simulator import (
+    AsyncError,
+    DeadlockError,
+    KernelError,
+    OutOfBoundsError,
+    RaceError,
+    UninitializedError,
+    sim,
+)
 
-FOLDER = Path(xtrain.kernels.__file__).parent
 FILES = (
-    "_hopper",
-    "_flash_attention_hopper_parts",
-    "flash_attention_hopper",
-    "_flash_attention_hopper_dkdv",
-    "_flash_attention_hopper_bwd",
+    "primitives.hopper",
+    "attention.flash_attention_hopper_parts",
+    "attention.flash_attention_hopper",
+    "attention.flash_attention_hopper_dkdv",
+    "attention.flash_attention_hopper_bwd",
 )
 INSTRUCTIONS, PARTS, FWD, DKDV, BWD = FILES
 TILES = {"fwd": (16, 1, 2, 1, 1, 0), "dq": (32, 1, 2, 1, 2, 0), "dkdv": (16, 1, 2, 1, 2, 0)}
@@ -47,18 +49,12 @@ def planted(tmp_path, monkeypatch):
     def plant(run, changed, old, new):
         modules = {}
         for file in FILES:
-            source = (FOLDER / f"{file}.py").read_text()
+            source = source_of(file)
             if file == changed:
                 count = source.count(old)
                 assert count == 1, f"{file}.py has changed: {old!r}, {count}"
                 source = source.replace(old, new)
-            path = tmp_path / f"{file}.py"
-            path.write_text(source)
-            spec = importlib.util.spec_from_file_location(f"xtrain.kernels.{file}", path)
-            module = modules[file] = importlib.util.module_from_spec(spec)
-            monkeypatch.setitem(sys.modules, spec.name, module)
-            monkeypatch.setattr(xtrain.kernels, file, module, raising=False)
-            spec.loader.exec_module(module)
+            modules[file] = load_changed(file, source, tmp_path, monkeypatch)
         tiles = {**TILES, **WIDE} if run == "skip" else TILES
         for module in (modules[FWD], modules[BWD]):
             module.choose = lambda kind, *rest: tiles[kind]

@@ -14,8 +14,8 @@ from numba import cuda, types
 from numba.cuda import dispatcher
 from offline import give_up, nvvm, only_all, ptxas
 
-from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
 from xtrain.kernels.attention import flash_attention_hopper as hopper
+from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
 from xtrain.kernels.attention.flash_attention_hopper_table import TABLE
 
 __all__ = ["nvvm"]

@@ -9,9 +9,9 @@ import pytest
 from checks import sentinels, to_host
 from test_flash_attention_hopper import CHOSEN
 
-from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_hopper as hopper
+from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
 
 pytestmark = pytest.mark.gpu
 

@@ -8,11 +8,11 @@ from checks import GPU, assert_as_good, normal, sentinels, to_host, to_kernel, w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtrain.kernels.decoding import gemv_tensor_cores as _gemv_tensor
 from xtrain.kernels.decoding import gemv as file
+from xtrain.kernels.decoding import gemv_tensor_cores as _gemv_tensor
+from xtrain.kernels.decoding.gemv import gemv, gemv_fits, gemv_naive_kernel, gemv_ref
 from xtrain.kernels.decoding.gemv_tensor_cores import Config, shared_bytes, staged
 from xtrain.kernels.runtime.launch import launch
-from xtrain.kernels.decoding.gemv import gemv, gemv_fits, gemv_naive_kernel, gemv_ref
 from xtrain.simulator import KernelError, sim
 
 BF16 = ml_dtypes.bfloat16

@@ -7,8 +7,16 @@ from checks import normal, sentinels, to_host, to_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xtrain.kernels.decoding.kv_cache import (
+    BLOCK,
+    append_kv,
+    append_kv_naive_kernel,
+    append_kv_ref,
+    empty_kv_cache,
+    kv_cache_bytes,
+    repeat_kv,
+)
 from xtrain.kernels.runtime.launch import launch
-from xtrain.kernels.decoding.kv_cache import BLOCK, append_kv, append_kv_naive_kernel, append_kv_ref, empty_kv_cache, kv_cache_bytes, repeat_kv
 from xtrain.simulator import sim
 
 BF16 = ml_dtypes.bfloat16

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from xtrain import simulator
 from xtrain.kernels.decoding import padding
-from xtrain.kernels.decoding.padding import cumulative_lengths, padding_offsets, remove_padding, remove_padding_heads, restore_padding, restore_padding_heads, token_places
+from xtrain.kernels.decoding.padding import (
+    cumulative_lengths,
+    padding_offsets,
+    remove_padding,
+    remove_padding_heads,
+    restore_padding,
+    restore_padding_heads,
+    token_places,
+)
 from xtrain.simulator import KernelError, sim
 
 BF16 = ml_dtypes.bfloat16

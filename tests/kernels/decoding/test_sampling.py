@@ -9,9 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain import simulator
-from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels, sampling
+from xtrain.kernels.decoding import sampling
+from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
+from xtrain.kernels.decoding.sampling import (
+    advance,
+    check_sampling,
+    kept_ref,
+    philox_ref,
+    random_fraction_ref,
+    sample,
+)
 from xtrain.kernels.primitives.ptx import kernel
-from xtrain.kernels.decoding.sampling import advance, check_sampling, kept_ref, philox_ref, random_fraction_ref, sample
 from xtrain.simulator import KernelError, sim
 
 BF16 = ml_dtypes.bfloat16

@@ -9,9 +9,29 @@ import pytest
 from checks import GPU, normal, to_host, to_kernel
 from numba import cuda, float32, int32, uint16, uint32
 
-from xtrain.kernels.runtime.launch import launch
 from xtrain.kernels.primitives.ptx import kernel, load1, load8, store1, store8
-from xtrain.kernels.primitives.tensor_cores import commit_copies, copy4_async, copy16_async, exp2, fmax, high_bf16, ldmatrix, ldmatrix_trans, load2_shared, load16_shared, log2, low_bf16, mma_bf16, pack_bf16, store16, store16_shared, store_pair_shared, wait_copies, warp_id
+from xtrain.kernels.primitives.tensor_cores import (
+    commit_copies,
+    copy4_async,
+    copy16_async,
+    exp2,
+    fmax,
+    high_bf16,
+    ldmatrix,
+    ldmatrix_trans,
+    load2_shared,
+    load16_shared,
+    log2,
+    low_bf16,
+    mma_bf16,
+    pack_bf16,
+    store16,
+    store16_shared,
+    store_pair_shared,
+    wait_copies,
+    warp_id,
+)
+from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import KernelError, RaceError, UninitializedError
 
 BF16 = ml_dtypes.bfloat16

@@ -6,10 +6,19 @@ import pytest
 from checks import normal, to_host, to_kernel
 from numba import cuda, float32, uint16, uint32
 
-from xtrain.kernels.runtime.launch import launch
 from xtrain.kernels.primitives.ptx import kernel
 from xtrain.kernels.primitives.tensor_cores import commit_copies, high_bf16, low_bf16, wait_copies
-from xtrain.kernels.primitives.tiles import WIDTHS, make_add_product, make_copy, make_copy_two, make_fill, make_place, make_scores, make_store
+from xtrain.kernels.primitives.tiles import (
+    WIDTHS,
+    make_add_product,
+    make_copy,
+    make_copy_two,
+    make_fill,
+    make_place,
+    make_scores,
+    make_store,
+)
+from xtrain.kernels.runtime.launch import launch
 
 BF16 = ml_dtypes.bfloat16
 ROWS = 32

@@ -11,8 +11,6 @@ from checks import GPU, normal, to_host, to_kernel
 from numba import cuda, float32, int64
 
 from xtrain.device import cupy, to_device
-from xtrain.kernels.runtime import compile as _compile, launch as _launch
-from xtrain.kernels.runtime.launch import check_array, check_ids, empty, empty_like, launch, on_host, set_debug, zeros
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.cross_entropy import cross_entropy
 from xtrain.kernels.embedding import embedding_bwd
@@ -20,6 +18,18 @@ from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
 from xtrain.kernels.residual import residual_rmsnorm_fwd
 from xtrain.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from xtrain.kernels.rope import rope_bwd, rope_fwd
+from xtrain.kernels.runtime import compile as _compile
+from xtrain.kernels.runtime import launch as _launch
+from xtrain.kernels.runtime.launch import (
+    check_array,
+    check_ids,
+    empty,
+    empty_like,
+    launch,
+    on_host,
+    set_debug,
+    zeros,
+)
 from xtrain.kernels.swiglu import silu_bwd, silu_fwd, swiglu_bwd, swiglu_fwd
 from xtrain.simulator import SimArray, sim
 

@@ -21,7 +21,8 @@ from numba import cuda, types
 
 from ...device import cache_folder, cupy
 
-PACKAGE = __package__
+KERNELS = Path(__file__).parents[1]
+PACKAGE = __package__.removesuffix(".runtime")  # xtrain.kernels
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -86,7 +87,7 @@ def _cache_path(kernel, signature) -> Path | None:
 def _sources() -> str:
     """A digest of all kernel files: a device function may come from any of them."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(KERNELS.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -8,15 +8,15 @@ import json
 import time
 
 import pytest
-from fuzzing import TARGETS, drive
-from fuzzing.files import CORPUS, changed_bytes, changed_json
 from hypothesis import strategies as st
 
-from xtrain.formats import huggingface
-from xtrain.errors import UserError
+from fuzzing import TARGETS, drive
+from fuzzing.files import CORPUS, changed_bytes, changed_json
 from xtrain.data.dataset import read_shard
-from xtrain.formats.tensor_file import read_header
 from xtrain.data.tokenizer import Tokenizer
+from xtrain.errors import UserError
+from xtrain.formats import huggingface
+from xtrain.formats.tensor_file import read_header
 
 INPUTS = {
     "safetensors": 150, "config": 80, "tokenizer": 60, "shard": 150, "run_folder": 30, "arguments": 15,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from xtrain.parallel.ranks import Ranks
 from xtrain.parallel.ddp import ParallelConfig
+from xtrain.parallel.ranks import Ranks
 from xtrain.parallel.watchdog import Guard
 from xtrain.training.run_log import Logbook
 
@@ -15,7 +15,7 @@ Logbook.picture = lambda self: (
     None
 )  # importing matplotlib takes as long as all the rest of a short run
 WORLD = MPI.COMM_WORLD
-TEXT = Path(__file__).parent.parent / "data" / "grammar.txt"
+TEXT = Path(__file__).resolve().parents[2] / "tests" / "data" / "grammar.txt"
 
 
 def options(out, **more):

@@ -11,9 +11,9 @@ import numpy as np
 from common import WORLD, run_checks
 from equality import SHAPE, STAGES, make_run, ten_steps
 
+from xtrain.device import cupy
 from xtrain.parallel import copy_collectives as peer
 from xtrain.parallel.ranks import Ranks, choose_gpu
-from xtrain.device import cupy
 
 RANKS = Ranks(WORLD)
 ONE = sys.argv[2:] == ["one"]

@@ -10,7 +10,7 @@ import pytest
 from xtrain import Transformer, simulator
 from xtrain.kernels.runtime import launch as _launch
 
-FOLDER = Path(__file__).with_name("gpu")
+FOLDER = Path(__file__).parent
 
 
 @pytest.fixture

@@ -31,11 +31,12 @@ from pathlib import Path
 import numpy as np
 from runs import SHAPE, assert_same_run, checkpoints, options
 
-from xtrain.training import checkpoint
 from xtrain.config import PRESETS, Preset
-from xtrain.training.run_log import Logbook
 from xtrain.formats.manifest import MANIFEST, verify
-from xtrain.training.loop import Loop, train
+from xtrain.train import train
+from xtrain.training import checkpoint
+from xtrain.training.loop import Loop
+from xtrain.training.run_log import Logbook
 
 PRESETS["killed"] = Preset({**SHAPE, "dim": 128, "hidden_dim": 384}, PRESETS["tiny"].train)
 OPTIONS = dict(

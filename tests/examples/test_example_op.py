@@ -9,7 +9,7 @@ import pytest
 import torch
 from checks import assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "relu_squared"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "relu_squared"))
 
 from relu_squared import (
     BLOCK,
@@ -22,8 +22,8 @@ from relu_squared import (
 )
 
 from xtrain.inspect import gradcheck
-from xtrain.nn.autograd import Tensor
 from xtrain.kernels.runtime.launch import empty_like, launch
+from xtrain.nn.autograd import Tensor
 
 BF16 = ml_dtypes.bfloat16
 SHAPES = [(1,), (3, 5), (4097,)]

@@ -6,17 +6,17 @@ import time
 import numpy as np
 from common import options, run_checks, some_ranks, wait
 
-from xtrain.nn import functional
-from xtrain.parallel.collectives import HostCollectives
 from xtrain.config import ModelConfig
-from xtrain.errors import UserError
 from xtrain.data.dataset import prepare
-from xtrain.parallel.ddp import ParallelRun, buckets
 from xtrain.device import to_numpy
+from xtrain.errors import UserError
+from xtrain.nn import functional
 from xtrain.nn.model import Transformer
 from xtrain.nn.optim import AdamW
-from xtrain.training.loop import Run
+from xtrain.parallel.collectives import HostCollectives
+from xtrain.parallel.ddp import ParallelRun, buckets
 from xtrain.parallel.zero import ShardedAdamW
+from xtrain.training.loop import Run
 
 STAGES = ("naive", "flat", "overlap", "bucket")
 SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, max_seq_len=16)

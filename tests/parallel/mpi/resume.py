@@ -16,16 +16,16 @@ import numpy as np
 from common import TEXT, WORLD, options, run_checks, some_ranks, wait
 from rich.console import Console
 
-from xtrain.training import checkpoint
-from xtrain.report import page as report
-from xtrain.nn import functional as F
 from xtrain.config import ModelConfig
-from xtrain.errors import UserError
 from xtrain.data.dataset import prepare
+from xtrain.errors import UserError
+from xtrain.nn import functional as F
+from xtrain.nn.model import Transformer
 from xtrain.parallel.ddp import ParallelRun, train_parallel
 from xtrain.parallel.watchdog import Watchdog
-from xtrain.nn.model import Transformer
-from xtrain.training.loop import train
+from xtrain.report import page as report
+from xtrain.train import train
+from xtrain.training import checkpoint
 
 SILENT = Console(quiet=True)
 STEPS = 12

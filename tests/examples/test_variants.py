@@ -17,14 +17,14 @@ from twins import set_weights, small
 
 from xtrain import AdamW, Engine, TrainConfig, Transformer, UserError
 from xtrain.inspect import compare
-from xtrain.nn import modules as nn
-from xtrain.nn import functional as F
 from xtrain.inspect.gradcheck import check
-from xtrain.training.run_log import Logbook, parameter_table
+from xtrain.nn import functional as F
+from xtrain.nn import modules as nn
+from xtrain.train import train
 from xtrain.training.run import Run
-from xtrain.training.loop import train
+from xtrain.training.run_log import Logbook, parameter_table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "change_the_model"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "change_the_model"))
 
 import variants
 

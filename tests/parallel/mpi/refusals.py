@@ -9,9 +9,9 @@ from pathlib import Path
 
 from common import TEXT, WORLD, run_checks
 
-from xtrain.training import checkpoint
-from xtrain.parallel.ddp import main
+from xtrain.ddp import main
 from xtrain.files import cannot_write
+from xtrain.training import checkpoint
 
 GOOD = {
     "data": TEXT, "name": "run", "preset": "tiny", "vocab-size": 300, "steps": 3, "batch": 4, "seq-len": 16,

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from common import WORLD, options
 
+from xtrain.ddp import main as ddp_main
 from xtrain.parallel import ddp
 from xtrain.parallel.collectives import HostCollectives
 
@@ -79,4 +80,4 @@ if __name__ == "__main__":
     arguments = [
         f"--{n.replace('_', '-')}={getattr(o, n)}" for n in (*names, "eval_batches", "device")
     ]
-    sys.exit(ddp.main(arguments))
+    sys.exit(ddp_main(arguments))
