@@ -379,7 +379,8 @@ nats = (
     + 2 * 0.5 * math.log(2)  # which adjective
     + 3 * math.log(3)  # noun, verb, noun
 )
-words = 2 * (1 + 0.5 + 1) + 1 + 1  # twice: article, perhaps an adjective, noun; then verb, full stop
+# twice (article, perhaps an adjective, noun), then the verb and the full stop
+words = 2 * (1 + 0.5 + 1) + 1 + 1
 print(
     f"entropy: about {nats / words:.1f} nats per word; mean of the last ten losses: {np.mean(losses[-10:]):.1f}"
 )

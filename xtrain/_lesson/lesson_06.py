@@ -136,7 +136,10 @@ def backward(e):
         x.grad is not None,
         "x.grad is still None: the gradient is not passed on from parent to parent.",
     )
-    e.need(np.shape(y.grad) == (2,), "The gradient of the root must be ones, in the shape of root.data.")
+    e.need(
+        np.shape(y.grad) == (2,),
+        "The gradient of the root must be ones, in the shape of root.data.",
+    )
     e.same("x.grad", x.grad, np.array([4.0, 4.0]), {
         "The gradient of the root must start as ones, not as its value.": 4 * y.data,
         "It ended after one step: the parents of parents get a gradient too.": np.array([2.0, 2.0]),
