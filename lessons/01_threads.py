@@ -64,8 +64,8 @@ print(y)
 print("equal to the reference:", np.array_equal(y, add_ref(a, b)))
 
 # %% [markdown]
-# No iteration of this loop needs the result of another. All ten could therefore run at the same
-# time, given ten workers that each know their `i`.
+# No iteration of this loop needs the result of another. Given ten workers that each know their `i`,
+# all ten could run at the same time.
 #
 # On a GPU these workers are **threads**. They are organised in three levels:
 #
@@ -82,8 +82,8 @@ print("equal to the reference:", np.array_equal(y, add_ref(a, b)))
 #
 # $$i = \text{blockIdx} \cdot \text{blockDim} + \text{threadIdx}$$
 #
-# Let us work this out by hand for 10 elements and blocks of 4 threads. How many blocks do we need?
-# Enough to cover 10 elements, so 10 / 4 rounded **up**:
+# By hand, for 10 elements and blocks of 4 threads: how many blocks are needed? Enough to cover 10
+# elements, so 10 / 4 rounded **up**:
 
 # %%
 n, block = 10, 4
@@ -264,8 +264,6 @@ print(f"x * float32(0.1) {out_2[1]:.17f}   float32")
 #
 # Add one bias per column: `y[r, c] = x[r, c] + bias[c]`. On paper:
 #
-# Add one bias per column: `y[r, c] = x[r, c] + bias[c]`, on paper
-#
 # $$\begin{pmatrix} 1 & 2 & 3 \\ 4 & 5 & 6 \end{pmatrix} +
 # \begin{pmatrix} 10 & 20 & 30 \end{pmatrix} =
 # \begin{pmatrix} 11 & 22 & 33 \\ 14 & 25 & 36 \end{pmatrix}$$
@@ -376,7 +374,7 @@ lesson.report(simulator.run, racy_rotate_kernel, 1, 8, y_8, x_8)
 
 # %% [markdown]
 # The fix is a third barrier: every thread reads into a local variable, then all wait, then every
-# thread writes. The same as a picture, with time running from left to right:
+# thread writes. As a picture, with time running from left to right:
 
 # %%
 lesson.figures.timeline(
@@ -438,7 +436,7 @@ lesson.check("1.3", reverse_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `first = cuda.blockIdx.x * 32` is the first element of the block. The block has
+# `first = cuda.blockIdx.x * 32` is the index of the block's first element. The block has
 # `m = x_n.size - first` elements, but never more than 32. (Use an `if`: some versions of Numba
 # cannot compile `min` for a GPU.)
 #
@@ -487,10 +485,10 @@ def reverse_kernel(y_n, x_n):
 # %%
 m = 1024
 y_m, a_m, b_m = (simulator.sim(np.zeros(m, np.float32)) for _ in range(3))
-print("threads a block   memory instructions   bytes moved   of these used")
+print("threads per block   memory instructions   bytes moved   of these used")
 for threads in (1, 8, 32, 48, 256):
     t = lesson.traced(add_kernel, -(-m // threads), threads, y_m, a_m, b_m).traffic()
-    print(f"{threads:15}   {t.requests:19}   {t.moved:11,}   {t.efficiency:15.0%}")
+    print(f"{threads:17}   {t.requests:19}   {t.moved:11,}   {t.efficiency:15.0%}")
 
 # %% [markdown]
 # Blocks of 1 thread need 32 times the instructions of full warps and move 8 times the bytes: memory
@@ -556,7 +554,7 @@ lesson.source(elementwise.add_chunks)
 lesson.table(
     ["bench_kernels/add/fp32"],
     {
-        "one element a thread, ms": "naive_ms",
+        "one element per thread, ms": "naive_ms",
         "in use, ms": "ms",
         "GB/s": "value",
         "copy of the same bytes, ms": "copy_ms",
@@ -567,7 +565,7 @@ lesson.table(
 # %%
 add = lesson.record("bench_kernels/add/fp32")
 speeds = {
-    "one element a thread": add["nbytes"] / add["naive_ms"] / 1e6,
+    "one element per thread": add["nbytes"] / add["naive_ms"] / 1e6,
     "in use": add["value"],
     "PyTorch": add["peer_value"],
 }

@@ -241,7 +241,7 @@ lesson.check("2.2", transpose_kernel)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Second half: tx now runs along a row of y, which is along r: `r = cuda.blockIdx.y * 16 + tx`,
+# Second half: tx now runs along a row of y, that is, along r: `r = cuda.blockIdx.y * 16 + tx`,
 # `c = cuda.blockIdx.x * 16 + ty`. Which element of the tile is x[r, c]?
 #
 # </details>
@@ -291,7 +291,7 @@ for name, trace in (("naive", plain), ("through a tile", tiled)):
 add = lesson.record("bench_kernels/add/fp32")
 bandwidth = add["nbytes"] / add["copy_ms"] * 1e3  # bytes per second, of a plain copy on that GPU
 reading = bandwidth / 2  # half of a copy's traffic; no thread waits for a write
-latency = 600e-9  # seconds, rounded: about half of it when memory is idle, more when it is busy
+latency = 600e-9  # seconds, rounded: idle memory takes half as long, busy memory longer
 multiprocessors = 132
 flight = reading * latency
 print(f"{reading / 1e12:.2f} TB/s x {latency * 1e9:.0f} ns = {flight / 1e6:.1f} MB in flight,")
@@ -401,7 +401,7 @@ lesson.table(
         }.items()
         for name in names
     ],
-    {"ms": "ms", "GB/s": "value", "a copy, ms": "copy_ms"},
+    {"ms": "ms", "GB/s": "value", "copy, ms": "copy_ms"},
 )
 
 # %% [markdown]
@@ -418,7 +418,7 @@ lesson.table(
     {
         "one element, ms": "naive_ms",
         "in use, ms": "ms",
-        "a copy, ms": "copy_ms",
+        "copy, ms": "copy_ms",
         "copy / in use": "share",
     },
 )
@@ -529,8 +529,8 @@ lesson.table(
 #
 # 1. Write `copy_kernel` with a step of one *block* instead of one grid, so that each block owns a
 #    contiguous chunk. Is it coalesced? Look at `lesson.figures.traffic`.
-# 2. Make the tile of 2.2 32 x 33 with a block of (32, 8), so that each thread moves 4 elements. How
-#    many lanes conflict in a bank now?
+# 2. Change the tile of 2.2 to 32 x 33 and the block to (32, 8), so that each thread moves 4
+#    elements. How many lanes access the same bank now?
 # 3. How many sectors does a warp touch when it reads every 3rd float32? Count by hand, then trace
 #    it.
 #
@@ -543,8 +543,8 @@ lesson.table(
 # neighbouring words of the tile, and reads a column whose words are 33 apart, in 32 different
 # banks.
 #
-# 3: 32 lanes span 31 · 3 + 1 = 94 elements, 376 bytes, and a step of 12 bytes skips no sector: 376
-# / 32 rounded up is 12.
+# 3: 12. The 32 lanes span 31 · 3 + 1 = 94 elements, 376 bytes. A step of 12 bytes skips no sector,
+# and 376 / 32 rounded up is 12.
 #
 # </details>
 #

@@ -119,8 +119,8 @@ lesson.check("3.1", warp_sums_kernel)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `for step in (16, 8, 4, 2, 1):` works in a kernel. In the loop: `v += cuda.shfl_xor_sync(FULL, v,
-# step)`.
+# `for step in (16, 8, 4, 2, 1):` works in a kernel. In the loop:
+# `v += cuda.shfl_xor_sync(FULL, v, step)`.
 #
 # </details>
 
@@ -159,7 +159,7 @@ sums = {
     float(np.add.accumulate(np.random.default_rng(i).permutation(values))[-1]) for i in range(20)
 }
 print(
-    f"20 orders of the same 10 000 numbers: {len(sums)} different sums, at most {max(sums) - min(sums):.3f} apart"
+    f"20 orders of the same 10 000 numbers: {len(sums)} different sums, up to {max(sums) - min(sums):.3f} apart"
 )
 
 # %% [markdown]
@@ -176,7 +176,7 @@ print(
 # threads wait at a barrier; then the same shuffles add the warps' sums. There are at most 32 of
 # them, because a block has at most 1024 threads.
 #
-# From here on you may use the library's `warp_sum`. It is what you have just written:
+# From here on, you may use the library's `warp_sum`. It is what you have just written:
 
 # %%
 lesson.source(warp_sum)
@@ -246,7 +246,7 @@ lesson.source(block_sum)
 # %% [markdown]
 # It has one more barrier than yours, at the beginning. Why? Because a kernel may call it twice:
 # without that barrier, a fast warp could write its second sum to `partial` while a slow warp still
-# reads the first. Without that barrier, the simulator reports a race:
+# reads the first. Remove it, and the simulator reports a race:
 
 
 # %%
@@ -305,8 +305,8 @@ lesson.check("3.3", rmsnorm_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `acc = float32(0.0)`, then `for c in range(tid, C, cuda.blockDim.x): acc += x_NC[n, c] * x_NC[n,
-# c]`.
+# `acc = float32(0.0)`, then
+# `for c in range(tid, C, cuda.blockDim.x): acc += x_NC[n, c] * x_NC[n, c]`.
 #
 # </details>
 # <details><summary>Hint 2</summary>
@@ -402,7 +402,7 @@ lesson.table(
     {
         "two passes, ms": "naive_ms",
         "in use, ms": "ms",
-        "a copy, ms": "copy_ms",
+        "copy, ms": "copy_ms",
         "copy / in use": "share",
     },
 )

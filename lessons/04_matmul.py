@@ -158,8 +158,8 @@ count("one per thread", naive)
 # memory, and let all its threads read it from there. Rows may be long, so the block works through
 # them in steps: in each step it loads 8 columns of its rows of x and of w. Each such 8 x 8 piece is
 # a **tile**. The figure shows the block in row 2 and column 1 of y's blocks (counted from 0). Grey
-# is everything it needs in its four steps, the other colour is what it loads in step 1, and green
-# is what it computes:
+# is everything it needs in its four steps, orange and blue are what it loads in step 1 (steps are
+# counted from 0 too), and green is what it computes:
 
 # %%
 lesson.figures.tiles(
@@ -186,8 +186,8 @@ lesson.figures.tiles(
 def tiled_linear_kernel(y_NO, x_NI, w_OI):
     """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
 
-    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). A block reads each element of x and w that
-    it needs once.
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Each block reads each element of x and w that
+    it needs exactly once.
     """
     x_tile = cuda.shared.array((8, 9), float32)
     w_tile = cuda.shared.array((8, 9), float32)
@@ -220,8 +220,8 @@ lesson.check("4.2", tiled_linear_kernel)
 def tiled_linear_kernel(y_NO, x_NI, w_OI):
     """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
 
-    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). A block reads each element of x and w that
-    it needs once.
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Each block reads each element of x and w that
+    it needs exactly once.
     """
     x_tile = cuda.shared.array((8, 9), float32)
     w_tile = cuda.shared.array((8, 9), float32)
@@ -363,10 +363,10 @@ lesson.table(
 # A lot of engineering separates the third kernel from cuBLAS. cuBLAS loads the next tiles while it
 # multiplies the current ones. It uses 16-byte accesses, tiles without bank conflicts, 64 to 256
 # rows per block, and the right split for each of hundreds of shapes and GPUs. In bf16, the last
-# line, it also uses the *tensor cores*, which multiply whole tiles in one instruction (lesson 14
+# line, it uses the *tensor cores*, which multiply whole tiles in one instruction (lesson 14
 # programs them, for attention). xtrain's rule is: where a well-maintained library does exactly what
-# is needed, use it. So the products are cuBLAS, and everything around them, where fusing saves
-# bytes, is xtrain's own.
+# is needed, use it. So xtrain uses cuBLAS for the products and its own kernels for everything around
+# them, where fusing saves bytes.
 #
 # ## A library that stores matrices by columns
 #
@@ -409,7 +409,7 @@ def gemm_by_columns(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc):
 # ## Exercise 4.3: y = x wᵀ through BLAS
 #
 # Write one call of `gemm(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc)` that fills y. Do not
-# copy and do not use `.T`; choose the right order and the right numbers.
+# copy an array or use `.T`; choose the right order and the right numbers.
 
 
 # %% tags=["exercise"]
@@ -557,15 +557,15 @@ lesson.table(
 #
 # 1. Write `dx = dy w` with `gemm_by_columns`, then `dw = dy^T x`. The table above gives the
 #    operands; find the sizes.
-# 2. How many operations per byte does the kernel with 4 x 4 outputs per thread do, by the formula T
-#    / 4? Compare with the count above.
+# 2. By the formula T / 4, how many operations per byte does the kernel with 4 x 4 outputs per thread
+#    do? Compare with the count above.
 # 3. Change the register kernel to 8 x 8 outputs per thread. How many shared-memory reads per
 #    multiply-add does it need? Which resource becomes scarce?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: `gemm(False, False, I, N, O, w, I, dy, O, dx, I)` and `gemm(False, True, I, O, N, x, I, dy, O,
-# dw, I)`.
+# 1: `gemm(False, False, I, N, O, w, I, dy, O, dx, I)` and
+# `gemm(False, True, I, O, N, x, I, dy, O, dw, I)`.
 #
 # 2: Its tile is 32, so the formula gives 8. The count is lower, because it includes writing y and
 # because n is small.

@@ -17,8 +17,8 @@
 #
 # **The question.** Training asks: how much does the loss change if this weight changes a little?
 # Even xtrain's smallest GPU model has 67 million weights, so each step needs 67 million such
-# numbers. We derive formulas for them by hand, and such derivations often contain mistakes. How do
-# you find a single wrong number among 67 million?
+# numbers. We derive formulas for them by hand, and derivations by hand contain mistakes. How do you
+# find a single wrong number among 67 million?
 #
 # You will derive two backward passes, write a check that finds every mistake in them, and write one
 # of them as a kernel.
@@ -55,8 +55,8 @@ from xtrain.kernels.rmsnorm import rmsnorm_bwd_ref, rmsnorm_ref
 # $$dx_i = \sum_j dy_j \, \frac{\partial y_j}{\partial x_i}$$
 #
 # and that is all a backward pass computes. The full table of derivatives (the Jacobian) is never
-# built: for a matrix product of 4096 x 4096 it would have $10^{14}$ entries. Instead, derive a
-# short formula.
+# built: for a matrix product of 4096 x 4096 it would have more than $10^{14}$ entries. Instead,
+# derive a short formula.
 #
 # ## A linear layer, by hand
 #
@@ -268,7 +268,6 @@ lesson.figures.curves(
 #
 # Return the *relative* error, so that one tolerance works for functions of any scale: the
 # difference of the two slopes divided by the larger of the two.
-# over the larger of the two slopes.
 
 
 # %% tags=["exercise"]
@@ -418,8 +417,8 @@ lesson.check("5.4", rmsnorm_bwd_dx_kernel)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd` in a loop over the thread's columns; `mean =
-# block_sum(acc, partial) / float32(C)`; a second loop writes.
+# `acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd` in a loop over the thread's columns;
+# `mean = block_sum(acc, partial) / float32(C)`; a second loop writes dx.
 #
 # </details>
 

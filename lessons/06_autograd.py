@@ -210,8 +210,8 @@ def backward(root):
         newest = max(todo, key=lambda t: t.order)
         todo.remove(newest)
         for parent, function in newest.parents:
-            share = function(newest.grad)
-            parent.grad = share if parent.grad is None else parent.grad + share
+            contribution = function(newest.grad)
+            parent.grad = contribution if parent.grad is None else parent.grad + contribution
             if id(parent) not in seen:
                 seen.add(id(parent))
                 todo.append(parent)
@@ -321,7 +321,7 @@ for name, out in (("swiglu, then linear", plain), ("swiglu_linear", together)):
 # The first version keeps gate and up (384 numbers per token) for the backward pass of SwiGLU, and
 # SwiGLU's result (192) for that of the last layer. **The improvement: do not save what is cheap to
 # recompute.** The result follows from gate and up with a few multiplications, so the fused op
-# recomputes it in its backward pass. It keeps a third less, and the gradients are the same bits:
+# recomputes it in its backward pass. It keeps a third less, and the gradients are bitwise equal:
 
 # %%
 dy = rng.standard_normal((N, C)).astype(np.float32)
@@ -330,7 +330,7 @@ for out in (plain, together):
     tokens.grad = up.grad = down.grad = None
     out.backward(dy)
     gradients.append([t.grad.copy() for t in (tokens, up, down)])
-print("the same bits:", all(np.array_equal(a, b) for a, b in zip(*gradients)))
+print("bitwise equal:", all(np.array_equal(a, b) for a, b in zip(*gradients)))
 
 # %% [markdown]
 # What about time? Recording the graph costs a few microseconds of Python per op. For a small model
@@ -340,7 +340,7 @@ print("the same bits:", all(np.array_equal(a, b) for a, b in zip(*gradients)))
 # %%
 lesson.table(
     ["bench_history/bf16 eager/bf16", "bench_history/bf16/bf16"],
-    {"ms a step": "ms", "tokens per second": "value"},
+    {"ms per step": "ms", "tokens per second": "value"},
 )
 
 # %% [markdown]
@@ -432,8 +432,8 @@ for layers in (2, 4, 8, 16):
 #
 # <details><summary>Solutions</summary>
 #
-# 1: `Tensor(np.maximum(x.data, 0), [(x, lambda dy: dy * (x.data > 0))])` and `Tensor(x.data.sum(),
-# [(x, lambda dy: dy * np.ones_like(x.data))])`.
+# 1: `Tensor(np.maximum(x.data, 0), [(x, lambda dy: dy * (x.data > 0))])` and
+# `Tensor(x.data.sum(), [(x, lambda dy: dy * np.ones_like(x.data))])`.
 #
 # 2: Yours gives wrong numbers. The second call adds to the gradients of the intermediate tensors
 # and passes on the sum: in z = x y + x, dx becomes 8, not 6. xtrain keeps no intermediate

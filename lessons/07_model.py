@@ -59,17 +59,17 @@ from xtrain.kernels._reduce import block_max, block_sum
 #
 # The **embedding** is a table with one row per token of the vocabulary, and the op is a lookup:
 # `h[n] = w[ids[n]]`. Its backward pass adds the gradient of every position to the row of its token
-# (lesson 6: a broadcast becomes a sum).
+# (rule 1 of lesson 6: a row that is used several times accumulates all its gradients).
 #
 # ## Positions: RoPE
 #
 # Attention works on H *heads*, vectors of D numbers that a linear layer computes from each token:
-# an array (N, H, D). It compares tokens by dot products, which do not depend on their order. RoPE
-# (*rotary position embedding*) encodes the position as a *rotation*. A head of D numbers is seen as
-# R = D / 2 planes, and in plane r the token at position t is rotated by the angle $t f_r$, where
-# $f_r = 10000^{-r / R}$. Planes with high frequencies distinguish close positions, planes with low
-# frequencies distant ones. Plane r consists of element r of the lower half and element r of the
-# upper half:
+# an array (N, H, D). It compares tokens by dot products, which do not depend on the order of the
+# tokens. RoPE (*rotary position embedding*) encodes the position as a *rotation*. A head of D
+# numbers is seen as R = D / 2 planes, and in plane r the token at position t is rotated by the
+# angle $t f_r$, where $f_r = 10000^{-r / R}$. Planes with high frequencies distinguish close
+# positions, planes with low frequencies distant ones. Plane r consists of element r of the lower
+# half and element r of the upper half:
 #
 # $$y_r = x_r \cos(t f_r) - x_{r+R} \sin(t f_r) \qquad y_{r+R} = x_{r+R} \cos(t f_r) + x_r \sin(t f_r)$$
 #
@@ -249,8 +249,8 @@ print("silu(gate)", (gate / (1 + np.exp(-gate))).round(3))
 #
 # where the bracket is 1 for the target and 0 for all others. The gradient is easy to read: the
 # predicted probabilities minus the true ones. Use the second form of the loss for the computation:
-# the probability of an unlikely token may round to 0, and log 0 is minus infinity. By hand for V =
-# 3, target 2:
+# the probability of an unlikely token may round to 0, and log 0 is minus infinity. By hand for
+# V = 3, target 2:
 
 # %%
 x = np.array([1.0, 2.0, 3.0])
@@ -265,8 +265,8 @@ print(
 )
 
 # %% [markdown]
-# An untrained model has a loss of about ln V: 10.8 for a vocabulary of 50257. Remember this number:
-# every training run starts near it.
+# An untrained model has a loss of about ln V: 10.8 for a vocabulary of 50257. Remember this: the
+# first loss of every training run must be near ln V.
 #
 # ## Exercise 7.3: cross-entropy
 #
@@ -468,8 +468,8 @@ else:
 # Written with array operations, a causal softmax is: scale, mask, maximum, subtract, exp, sum,
 # divide. Each of them reads an array of B H T S scores from memory, and most of them write one. One
 # kernel reads each row once and writes it once. The same holds for cross-entropy, where the gain is
-# larger: loss *and* gradient need the same exp, and the gradient can overwrite the logits. For N =
-# 32768 rows of 50304 logits:
+# larger: loss *and* gradient need the same exp, and the gradient can overwrite the logits. For
+# N = 32768 rows of 50304 logits:
 
 # %%
 n, v = 32768, 50304
@@ -484,7 +484,7 @@ lesson.table(
     ],
     {
         "xtrain, ms": "ms",
-        "a copy, ms": "copy_ms",
+        "copy, ms": "copy_ms",
         "PyTorch, ms": "torch_eager_ms",
         "torch.compile, ms": "torch_compile_ms",
     },

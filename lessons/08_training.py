@@ -49,7 +49,7 @@ from xtrain import lesson
 # weight whose gradients are a thousand times larger than another's takes steps a thousand times
 # larger. **Adam** divides each weight's step by the typical size of *its own* gradients. It keeps
 # two numbers per weight: a running mean m of g (the average direction) and a running mean v of
-# $g^2$ (the typical size):
+# $g^2$ (the typical squared size):
 #
 # $$m \leftarrow m + (1 - \beta_1)(g - m) \qquad v \leftarrow v + (1 - \beta_2)(g^2 - v)$$
 #
@@ -250,9 +250,9 @@ def clip_factor(gradients, limit):
 #
 # ## Overfit one sequence
 #
-# Before a real run, make the cheapest test of the whole system: can the model learn *one* sequence
-# of 27 tokens? If it cannot, something is broken, and you know within seconds. Your schedule and
-# your clipping, with xtrain's model and optimizer:
+# Before a real run, do the cheapest test of the whole system: can the model learn *one* sequence of
+# 27 tokens? If it cannot, something is broken, and you know within seconds. The next cell uses your
+# schedule and your clipping with xtrain's model and optimizer:
 
 # %%
 import xtrain
@@ -369,7 +369,8 @@ print(f"untrained: ln {len(WORDS)} = {math.log(len(WORDS)):.1f}")
 # The loss cannot reach 0, because the text itself is random: the next noun is unpredictable. How
 # low can it go? The best possible loss is the *entropy* of the source, which we can compute here. A
 # choice among k equally likely words has an entropy of ln k (its unit is the *nat*), so sum the
-# choices in a sentence and divide by its number of words. And did the model learn the grammar?
+# choices in a sentence and divide by its number of words. The cell also checks whether the model
+# has learnt the grammar:
 
 # %%
 nats = (
@@ -481,7 +482,7 @@ lesson.table(
     ["bench_kernels/adamw/fp32", "bench_kernels/grad_norm_and_factor/fp32"],
     {
         "ms": "ms",
-        "a copy of the bytes, ms": "copy_ms",
+        "copy of the same bytes, ms": "copy_ms",
         "GB/s": "value",
         "PyTorch, ms": "torch_eager_ms",
     },
@@ -530,10 +531,10 @@ lesson.source(run.Run.compute)
 # ```
 #
 # This takes two minutes on two cores. The text is the source of Python's standard library on your
-# machine, with a vocabulary of 2048 tokens. Watch four things: the first loss is near ln(2048) =
-# 7.6; the gradient norm falls from above 1 and then stays low; the validation loss falls below that
-# of the byte-bigram model, which predicts each byte from the previous one; and the samples begin to
-# look like code.
+# machine, with a vocabulary of 2048 tokens. Watch four things: the first loss is near
+# ln(2048) = 7.6; the gradient norm falls from above 1 and then stays low; the validation loss falls
+# below that of the byte-bigram model, which predicts each byte from the previous one; and the
+# samples begin to look like code.
 #
 # ## What did not help
 #

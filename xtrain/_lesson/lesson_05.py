@@ -93,31 +93,31 @@ def rmsnorm_bwd(e):
 def gradient_error(e):
     x, v = double(e.normal(4, 5)), double(e.normal(4, 5, mean=0.0))
     f, gradient = (lambda x: float(np.sum(np.sin(x) + x**3))), np.cos(x) + 3 * x**2
-    asked = []
+    points = []
 
-    def noting(z):
+    def recording_f(z):
         e.need(
             isinstance(z, np.ndarray) and z.dtype == np.float64,
             "f was called with something other than a float64 array: in float32 the difference is lost in rounding errors.",
         )
-        asked.append(z.copy())
+        points.append(z.copy())
         return f(z)
 
     mine = x.copy()
-    error = e.call(noting, mine, gradient, v, 1e-5, case="a correct gradient")
+    error = e.call(recording_f, mine, gradient, v, 1e-5, case="a correct gradient")
     e.need(error is not None and np.ndim(error) == 0, "Return one number, the relative error.")
     e.need(
         np.array_equal(mine, x),
         "x has changed: use x + step * v, a new array, and not x += ...",
     )
     error = float(error)
-    e.need(len(asked) > 0, "f was never called.")
+    e.need(len(points) > 0, "f was never called.")
     e.need(
-        all(not np.array_equal(z, x) for z in asked),
+        all(not np.array_equal(z, x) for z in points),
         "f was called at x itself: that is the one-sided difference, whose error is of order step instead of step squared. "
         "Take f(x + step v) and f(x - step v).",
     )
-    moved = [np.allclose(abs(z - x), abs(1e-5 * v), rtol=1e-3, atol=1e-12) for z in asked]
+    moved = [np.allclose(abs(z - x), abs(1e-5 * v), rtol=1e-3, atol=1e-12) for z in points]
     e.need(
         all(moved),
         "f was called at a point other than x + step v and x - step v: all elements move at once, each by step times its own v.",
@@ -131,7 +131,9 @@ def gradient_error(e):
         f"A correct gradient gets the error {error:.3g}, but it should be below 1e-7. Divide by 2 step, and compare with "
         "sum(gradient * v), not with the gradient's sum.",
     )
-    error = float(e.call(noting, x.copy(), -gradient, v, 1e-5, case="minus the correct gradient"))
+    error = float(
+        e.call(recording_f, x.copy(), -gradient, v, 1e-5, case="minus the correct gradient")
+    )
     e.need(
         error > 0.5,
         f"A gradient with the wrong sign gets the error {error:.3g}, but it should be 1 or more: divide abs(numeric - analytic) "
@@ -140,7 +142,9 @@ def gradient_error(e):
     wrong = gradient.copy()
     wrong[2, 3] *= 1.05
     error = float(
-        e.call(noting, x.copy(), wrong, v, 1e-5, case="a gradient with one element 5 % too large")
+        e.call(
+            recording_f, x.copy(), wrong, v, 1e-5, case="a gradient with one element 5 % too large"
+        )
     )
     slope = (gradient * v).sum()
     want = abs((gradient - wrong)[2, 3] * v[2, 3]) / abs(slope)
@@ -151,7 +155,7 @@ def gradient_error(e):
     )
     for factor, what in ((1e6, "f a million times larger"), (-1.0, "f with the opposite sign")):
         scaled = e.call(
-            lambda z: factor * noting(z),
+            lambda z: factor * recording_f(z),
             x.copy(),
             factor * wrong,
             v,
@@ -169,7 +173,7 @@ def gradient_error(e):
         )
     for factor in (100, 0.01):
         case = f"{factor} times the correct gradient"
-        error = float(e.call(noting, x.copy(), factor * gradient, v, 1e-5, case=case))
+        error = float(e.call(recording_f, x.copy(), factor * gradient, v, 1e-5, case=case))
         e.need(
             error < 1.01,
             f"The error is {error:.3g}: divide by the LARGER of the two slopes, which gives 0.99.",

@@ -29,8 +29,8 @@ def run_backward(root):
         node = max(todo, key=lambda t: t.order)
         todo.remove(node)
         for parent, function in node.parents:
-            share = function(node.grad)
-            parent.grad = share if parent.grad is None else parent.grad + share
+            contribution = function(node.grad)
+            parent.grad = contribution if parent.grad is None else parent.grad + contribution
             if id(parent) not in seen:
                 seen.add(id(parent))
                 todo.append(parent)
@@ -122,8 +122,8 @@ def backward(e):
     calls = []
 
     def op(value, *parents):
-        noted = lambda f: lambda dy: (calls.append(1), f(dy))[1]
-        return Tensor(value, [(t, noted(f)) for t, f in parents])
+        counted = lambda f: lambda dy: (calls.append(1), f(dy))[1]
+        return Tensor(value, [(t, counted(f)) for t, f in parents])
 
     double = lambda t: op(2 * t.data, (t, lambda dy: 2 * dy))
     add = lambda a, b: op(a.data + b.data, (a, lambda dy: dy), (b, lambda dy: dy))
@@ -157,7 +157,7 @@ def backward(e):
     e.call(add(add(x, w), x), case="y = (x + w) + x")
     e.same("x.grad", x.grad, np.array([2.0]))
     e.same("w.grad", w.grad, np.array([1.0]), {
-        "`add` passes dy on unchanged, so several tensors share the same array, and += changes it for all. Make a new one: grad = grad + share.":
+        "`add` passes dy on unchanged, so several tensors share the same array, and += changes it for all. Make a new one: grad = grad + contribution.":
             np.array([2.0]),
     })  # fmt: skip
 
