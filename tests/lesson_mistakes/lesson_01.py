@@ -1,4 +1,4 @@
-"""Typical mistakes, planted in the solutions of lesson 1: (exercise, old, new, words of the answer)."""
+"""Typical mistakes, planted in the solutions of lesson 1: (exercise, old, new, phrase in the answer)."""
 
 MISTAKES = [
     ("1.1", "if i < y_n.size:", "if True:", "Threads whose i is not below y_n.size must do nothing"),
@@ -37,12 +37,12 @@ MISTAKES = [
     ("1.2", "y_RC[r, c] =", "y_RC[r, c] +=", "assign it with ="),
 ]  # fmt: skip
 
-UNTRUE = [  # what is not to be said of these
+UNTRUE = [  # mistakes with a phrase that the answer must not contain
     ("1.1", "b_n[i]", "b_n[i - 1]", "The last block has more threads"),
     ("1.2", "if r < y_RC.shape[0]", "if r < y_RC.shape[0] - 1", "computed from the .y parts"),
 ]  # fmt: skip
 
-RIGHT = [  # unusual, and right
+RIGHT = [  # unusual but correct
     ("1.1", "cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x", "cuda.grid(1)"),
     ("1.1", "y_n", "out"),
     ("1.3", "tile", "piece"),

@@ -1,4 +1,4 @@
-"""Typical mistakes, planted in the solutions of lesson 2: (exercise, old, new, words of the answer)."""
+"""Typical mistakes, planted in the solutions of lesson 2: (exercise, old, new, phrase in the answer)."""
 
 MISTAKES = [
     ("2.1", "for i in range(first, y_n.size, step):", "for i in range(first, first + 1):", "loop until y_n.size"),
@@ -31,14 +31,14 @@ MISTAKES = [
     ("2.3", "load4(registers, x_n, i)", "load4(x_n, i)", "load4() missing"),
 ]  # fmt: skip
 
-UNTRUE = [  # what is not to be said of these
+UNTRUE = [  # mistakes with a phrase that the answer must not contain
     ("2.1", "y_n[i] = x_n[i]", "y_n[i] = x_n[0]", "ends before the last element"),
     ("2.1", "range(first, y_n.size, step)", "range(first + 1, y_n.size, step)", "The step is too large"),
     ("2.2", "if r < x_RC.shape[0] and c < x_RC.shape[1]:\n        y_CR", "if r < x_RC.shape[0] - 1 and c < x_RC.shape[1]:\n        y_CR", "Block (bx, by)"),
     ("2.3", "        store4(y_n, i, registers)\n", "        pass\n", "Only every fourth element"),
 ]  # fmt: skip
 
-RIGHT = [  # unusual, and right
+RIGHT = [  # unusual but correct
     ("2.2", "tile", "t"),
     ("2.2", "(16, 17)", "(16, 19)"),
     ("2.3", "x_n", "x"),

@@ -1,4 +1,4 @@
-"""Typical mistakes, planted in the solutions of lesson 3: (exercise, old, new, words of the answer)."""
+"""Typical mistakes, planted in the solutions of lesson 3: (exercise, old, new, phrase in the answer)."""
 
 MISTAKES = [
     ("3.1", "(16, 8, 4, 2, 1)", "(16, 8, 4, 2)", "the last step has width 1"),
@@ -49,11 +49,11 @@ MISTAKES = [
     ("3.3", "acc = float32(0.0)", "acc = 0", "it begins with float32(0.0)"),
 ]  # fmt: skip
 
-UNTRUE = [  # what is not to be said of these
+UNTRUE = [  # mistakes with a phrase that the answer must not contain
     ("3.1", "cuda.shfl_xor_sync(FULL, v, step)", "cuda.shfl_up_sync(FULL, v, step)", "Only block 0"),
 ]  # fmt: skip
 
-RIGHT = [  # unusual, and right
+RIGHT = [  # unusual but correct
     ("3.1", "cuda.shfl_xor_sync", "cuda.shfl_down_sync"),
     ("3.1", "x_n", "x"),
     ("3.2", "    for i in range(tid, x_n.size, cuda.blockDim.x):", "    each = (x_n.size + cuda.blockDim.x - 1) // cuda.blockDim.x\n    for i in range(tid * each, min(x_n.size, tid * each + each)):"),

@@ -1,4 +1,4 @@
-"""Typical mistakes, planted in the solutions of lesson 4: (exercise, old, new, words of the answer)."""
+"""Typical mistakes, planted in the solutions of lesson 4: (exercise, old, new, phrase in the answer)."""
 
 MISTAKES = [
     ("4.1", "w_OI[o, i]", "w_OI[i, o]", "the LAST index of w"),
@@ -40,11 +40,11 @@ MISTAKES = [
     ("4.3", "gemm(True, False, O, N, I, w_OI, I,", "gemm(False, False, O, N, I, w_OI.T.copy(), O,", "a is a copy"),
 ]  # fmt: skip
 
-UNTRUE = [  # what is not to be said of these
+UNTRUE = [  # mistakes with a phrase that the answer must not contain
     ("4.1", "if n < y_NO.shape[0] and", "if n < y_NO.shape[0] - 1 and", "the .x parts of the grid count"),
     ("4.2", "y_NO[n, first + tx] = acc", "pass", "written with +="),
 ]  # fmt: skip
 
-RIGHT = [  # unusual, and right
+RIGHT = [  # unusual but correct
     ("4.1", "y_NO", "out"),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Typical mistakes, planted in the solutions of lesson 5: (exercise, old, new, words of the answer)."""
+"""Typical mistakes, planted in the solutions of lesson 5: (exercise, old, new, phrase in the answer)."""
 
 MISTAKES = [
     ("5.1", "return dy_NO @ w_OI, dy_NO.T @ x_NI", "return dy_NO.T @ x_NI, dy_NO @ w_OI", "dx and dw are swapped"),
@@ -43,11 +43,11 @@ MISTAKES = [
     ("5.3", "max(abs(numeric), abs(analytic))", "abs(analytic)", "the LARGER of the two"),
 ]  # fmt: skip
 
-UNTRUE = [  # what is not to be said of these
+UNTRUE = [  # mistakes with a phrase that the answer must not contain
     ("5.3", "max(abs(numeric), abs(analytic))", "max(numeric, 1e-9)", "a million times"),
     ("5.3", "/ max(abs(numeric), abs(analytic))", "/ analytic**2", "take the absolute value of the difference"),
 ]  # fmt: skip
 
-RIGHT = [  # unusual, and right
+RIGHT = [  # unusual but correct
     ("5.3", "max(abs(numeric), abs(analytic))", "(abs(numeric) + abs(analytic))"),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Typical mistakes, planted in the solutions of lesson 6: (exercise, old, new, words of the answer)."""
+"""Typical mistakes, planted in the solutions of lesson 6: (exercise, old, new, phrase in the answer)."""
 
 MISTAKES = [
     ("6.1", "dy * b.data", "dy * a.data", "the OTHER factor"),

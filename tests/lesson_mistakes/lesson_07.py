@@ -1,4 +1,4 @@
-"""Typical mistakes, planted in the solutions of lesson 7: (exercise, old, new, words of the answer)."""
+"""Typical mistakes, planted in the solutions of lesson 7: (exercise, old, new, phrase in the answer)."""
 
 MISTAKES = [
     ("7.1", "a * c - b * s", "a * c + b * s", "sign in the first line"),
@@ -34,7 +34,7 @@ MISTAKES = [
     ("7.2", "        v = scale * s_TS[t, s]", "        v = s_TS[t, s]", "The maximum of s was subtracted"),
 ]  # fmt: skip
 
-UNTRUE = [  # what is not to be said of these
+UNTRUE = [  # mistakes with a phrase that the answer must not contain
     ("7.2", "p_TS[t, s] = math", "p_TS[t, s] += math", "Row 0 must see one key"),
     ("7.3", "loss_N[counted].mean()", "loss_N[counted].sum() * np.inf", "has overflowed"),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Typical mistakes, planted in the solutions of lesson 8: (exercise, old, new, words of the answer)."""
+"""Typical mistakes, planted in the solutions of lesson 8: (exercise, old, new, phrase in the answer)."""
 
 MISTAKES = [
     ("8.1", "lr / c1 * m / (math.sqrt(v) / root2 + eps)", "lr * m / (math.sqrt(v) + eps)", "bias corrections are missing"),
@@ -50,6 +50,6 @@ MISTAKES = [
     ("8.3", "return min(1.0, limit / norm)", "return [g * min(1.0, limit / norm) for g in gradients]", "Return one number"),
 ]  # fmt: skip
 
-UNTRUE = [  # what is not to be said of these
+UNTRUE = [  # mistakes with a phrase that the answer must not contain
     ("8.3", "min(1.0, limit / norm)", "1.0 + norm", "A small gradient"),
 ]  # fmt: skip

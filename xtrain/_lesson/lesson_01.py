@@ -106,7 +106,7 @@ def reverse_kernel(e):
             "That is x itself: nothing is reversed.": x,
             "The whole array was reversed, but every block should reverse only its own 32 elements.":
                 x[::-1] if n > 32 else np.empty(0),
-            "Off by one: the mirror image of element 0 is element 31, so it is m - 1 - t.":
+            "Off by one: the mirror image of element 0 is the last element of the block, so it is m - 1 - t.":
                 np.concatenate([np.roll(p[::-1], 1) for p in pieces]),
         })  # fmt: skip
         e.need(

@@ -32,7 +32,7 @@ def warp_sums_kernel(e):
         e.same("sums", sums, padded.sum(1), {
             "Half of the elements are missing, those of odd lanes: the last step has width 1.": half,
             "Half of the elements are missing: the first step has width 16.": padded[:, :16].sum(1),
-            "The distances are 16, 8, 4, 2, 1 lanes, each half of the previous one: with 0, 1, 2, 3, 4 a lane adds itself, and others twice.":
+            "The distances are 16, 8, 4, 2, 1 lanes, each half of the previous one: with 0, 1, 2, 3, 4 a lane adds its own value, and others twice.":
                 counted[:, 0],
             "Every element is counted twice: five steps are enough for 32 lanes (16, 8, 4, 2, 1).": 2 * padded.sum(1),
             "That is one element of each warp: add the value that the shuffle returns to v.": padded[:, 31],
@@ -59,7 +59,7 @@ def warp_sums_kernel(e):
         "The other lanes contribute 0.0; and cuda.syncthreads() must come between the write and the read.",
         "DeadlockError": "All threads must call cuda.syncthreads() and warp_sum: do not put them inside an `if` that some threads skip.",
         "CollectiveError": "warp_sum is for whole warps: move it out of any `if lane == ...`.",
-        "OutOfBoundsError": "Loop with `for i in range(tid, x_n.size, cuda.blockDim.x)`, which ends before the end of the array.",
+        "OutOfBoundsError": "Loop with `for i in range(tid, x_n.size, cuda.blockDim.x)`, which stops at the end of the array.",
     },
 )  # fmt: skip
 def block_sum_kernel(e):
