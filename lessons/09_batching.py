@@ -543,6 +543,7 @@ times = lesson.measure({"a launch per head": by_loop, "one launch": in_one_launc
 # is. In float32, a batch of 32 is far beyond the knee. In bf16 (lesson 12) the GPU's time is much
 # shorter and Python's about the same. In the table, *batched* and *bf16 eager* are launched kernel
 # by kernel from Python; *graph* and *bf16* are the same two steps as CUDA graphs.
+
 # %%
 lesson.table(
     [
