@@ -532,9 +532,7 @@ for precision in ("fp32", "bf16"):
     kept = ("weights", "bf16 copy of the weights", "gradients", "moments")
     per_weight = sum(plan.kept.get(kind, 0) for kind in kept)
     whole_gb, weights_gb = plan.reserved / 1e9, per_weight / 1e9
-    print(
-        f"{precision}: {whole_gb:4.1f} GB for a step, of which {weights_gb:.1f} GB per-weight state"
-    )
+    print(f"{precision}: {whole_gb:4.1f} GB for a step, {weights_gb:.1f} GB of it per-weight state")
 
 # %% [markdown]
 # ## One improvement: two numbers at once
