@@ -24,7 +24,6 @@
 #
 # The one new idea of this lesson is that pattern, the **fragment**. Everything else (`ldmatrix`,
 # swizzles, `cp.async`) serves to fill fragments fast enough.
-# swizzles, `cp.async`, is about filling fragments fast enough.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -158,8 +157,8 @@ lesson.check("14.1", mma_kernel)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# mma adds to acc, so initialise acc with zeros. Afterwards, register i of acc belongs to row `g + 8
-# * (i // 2)` and column `2 * t + i % 2` of c.
+# mma adds to acc, so initialise acc with zeros. Afterwards, register i of acc belongs to row
+# `g + 8 * (i // 2)` and column `2 * t + i % 2` of c.
 #
 # </details>
 
@@ -325,8 +324,8 @@ lesson.check("14.3", scores_kernel)
 #
 # Step k uses chunks 2k and 2k + 1. a: row `lane & 15`, chunk `2 * k + (lane >> 4)`. b: its four
 # matrices must be (rows 0 to 7, chunk 2k), (0 to 7, 2k + 1), (8 to 15, 2k), (8 to 15, 2k + 1), so
-# that `fb[0]` is the operand for columns 0 to 7 of s: row `(lane & 7) + 8 * (lane >> 4)`, chunk `2
-# * k + ((lane >> 3) & 1)`.
+# that `fb[0]` is the operand for columns 0 to 7 of s: row `(lane & 7) + 8 * (lane >> 4)`, chunk
+# `2 * k + ((lane >> 3) & 1)`.
 #
 # </details>
 # <details><summary>Hint 3: the result</summary>
