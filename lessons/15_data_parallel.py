@@ -86,6 +86,7 @@ print("mean of the ranks' own means:  ", np.mean(terms.sum(1) / n_own))
 # ## Exercise 15.1: a rank's share
 #
 # `total(v)` returns the sum of v over all ranks; every rank calls it once. Targets that are NaN do
+# not count.
 
 
 # %% tags=["exercise"]
