@@ -101,7 +101,7 @@ lesson.source(memory.saved_bytes)
 #
 # - *take*: find a free block that is large enough, use the part that is needed, and keep the rest
 #   free;
-# - *give*: return the block, and merge it with free neighbours, so that large requests can be
+# - *give*: return the block, and merge (`join`) it with free neighbours, so that large requests can be
 #   served again.
 #
 # Which block? *Best fit* takes the smallest one that is large enough, which preserves large blocks
