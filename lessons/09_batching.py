@@ -380,7 +380,7 @@ for run in (1, 4, 10, 30, 100):
 # In short: **a step takes as long as the slower of the two workers.** Let P be Python's time per
 # step and G the GPU's time *per sequence*. A batch of B sequences then takes about max(P, B G).
 #
-# ## Measure: three hypotheses and their results
+# ## Measure: what the guesses gain
 #
 # How many launches does a training step make? The next cell counts them without running any kernel:
 # it builds a model in the simulator and replaces each kernel by a counter. The model has the 12
@@ -493,8 +493,8 @@ print(f"{1e3 * looped_record['ms'] / copies:.0f} microseconds of the step per co
 #
 # **One measurement** would have shown this in advance: for how much of the step is the GPU busy? In
 # the last row it is busy nearly all of the time: as you will see below, removing Python from that
-# step changes nothing. That row therefore gives G, the GPU's time per sequence. Compare it with the
-# time of a one-sequence step:
+# step changes almost nothing. That row therefore gives G, the GPU's time per sequence. Compare it
+# with the time of a one-sequence step:
 
 # %%
 batched = lesson.record(HISTORY[3])
@@ -503,7 +503,7 @@ print(f"A step of one sequence takes {P:.1f} ms. The GPU needs {G:.1f} ms: {G / 
 print(f"Python and the GPU take equally long at {P / G:.0f} sequences per step.")
 
 # %% [markdown]
-# (These are estimates: a kernel on one sequence uses the GPU less well than on 32, and the
+# (These are estimates: a kernel on one sequence uses the GPU less efficiently than on 32, and the
 # optimizer's share does not shrink with the batch.) The formula max(P, B G) then explains all rows.
 # Up to the knee of the curve, more sequences per step cost no extra time:
 

@@ -155,7 +155,7 @@ lesson.source(lesson.measure)
 # Two pitfalls remain.
 #
 # **Short kernels.** The 10 extra microseconds hardly matter for a kernel of 500 microseconds. For a
-# kernel of 4, they are most of the measurement:
+# kernel of 4 microseconds, they are most of the measurement:
 
 # %%
 import functools
@@ -166,7 +166,7 @@ for runs_us in (500, 50, 4):
     plain = time_us(machine, run, 5)
     spans = []
     for _ in range(5):
-        machine.launch("something long", 200)  # Python runs ahead in the queue during this kernel
+        machine.launch("something long", 200)  # Python runs ahead during this kernel
         begin = machine.record()
         run()
         end = machine.record()

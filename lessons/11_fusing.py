@@ -22,7 +22,6 @@
 #
 # You will write the rule that predicts it, two fused kernels, and a loss that never holds its
 # largest array in memory.
-# largest array in memory.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -88,7 +87,6 @@ lesson.source(residual_rmsnorm_ref)
 #
 # Each kernel is given as two lists, the arrays it reads and the arrays it writes: the addition is
 # `(["x", "r"], ["h"])`.
-# addition.
 
 
 # %% tags=["exercise"]
@@ -135,8 +133,9 @@ def bytes_before_after(kernels, sizes, kept):
 # %% [markdown]
 # A transformer has four places where fusing pays. The unit below is an array of N rows with the
 # width at that place. **QK-norm and RoPE**: some models, among them Qwen3, normalise each head's
-# query and key before rotating them; fused, the values stay in registers. **SwiGLU**: `silu(gate) *
-# up`. **Cross-entropy**: one pass over the logits for the loss, and another for the gradient.
+# query and key before rotating them; fused, the values stay in registers. **SwiGLU**:
+# `silu(gate) * up`. **Cross-entropy**: one pass over the logits for the loss, and another for the
+# gradient.
 
 # %%
 PLACES = {
@@ -429,9 +428,9 @@ lesson.check("11.4", head_loss)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Let d be the logits minus their row maximum, `n = np.arange(len(d))` and `target =
-# targets_N[part]`: the rows' losses are `np.log(np.exp(d).sum(1)) - d[n, target]`. Products,
-# differences and exp can overwrite an existing array: `out=`, `-=`, `/=`.
+# Let d be the logits minus their row maximum, `n = np.arange(len(d))` and
+# `target = targets_N[part]`: the rows' losses are `np.log(np.exp(d).sum(1)) - d[n, target]`.
+# Products, differences and exp can overwrite an existing array: `out=`, `-=`, `/=`.
 #
 # </details>
 
@@ -538,11 +537,11 @@ lesson.figures.bars(
 
 # %% [markdown]
 # The fused kernel moves fewer bytes, but less efficiently, and loses much of the gain. A fused
-# kernel has to use memory as well as the kernels that it replaces.
+# kernel has to use memory as efficiently as the kernels that it replaces.
 #
 # *Storing less, but moving more bytes.* SwiGLU's backward can recompute y, so that the forward does
-# not have to keep it. That costs one more array to write. By itself this is slower, but it saves N
-# F numbers of memory in every layer, so the library does it on purpose.
+# not have to keep it. That costs one more array to write. By itself this is slower, but it saves
+# the memory of N F numbers in every layer, so the library does it on purpose.
 
 # %%
 lesson.table(

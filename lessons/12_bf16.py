@@ -73,7 +73,7 @@ for value in (1.0, 3.14159265, 0.001, 1.0 / 3):
 for name, dtype in (("bfloat16", BFLOAT16), ("float16", np.float16)):
     info = ml_dtypes.finfo(dtype)
     step, most, least = map(float, (info.eps, info.max, info.smallest_subnormal))
-    print(f"{name}: step next to 1 {step:.1e}, largest {most:.1e}, smallest {least:.0e}")
+    print(f"{name}: spacing above 1 {step:.1e}, largest {most:.1e}, smallest {least:.0e}")
 
 # %% [markdown]
 # Next is a plot of the relative rounding error for numbers of all sizes (1 means that the result is
@@ -154,8 +154,8 @@ lesson.check("12.1", narrow_kernel)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# NaN: `(bits & 0x7FFFFFFF) > 0x7F800000`. The sign, as bit 15 of the result: `(bits >> 16) &
-# 0x8000`.
+# NaN: `(bits & 0x7FFFFFFF) > 0x7F800000`. The sign, as bit 15 of the result:
+# `(bits >> 16) & 0x8000`.
 #
 # </details>
 
@@ -420,8 +420,8 @@ print("another batch's gradient differs 30 times as much:   ", batches_apart > 3
 # %% [markdown]
 # The first four limits are the ones that `tests/test_precision.py` enforces for xtrain's real bf16
 # model, on a GPU, with the layers of `dim384`; in addition, after 150 steps the losses may differ
-# by at most 0.01. A gradient error of up to a per cent does no harm: the last line compares it with
-# the much larger noise from the choice of the batch. On a GPU that supports bf16 (*compute
+# by at most 0.01. A gradient error of about one percent does no harm: the last line compares it
+# with the much larger noise from the choice of the batch. On a GPU that supports bf16 (*compute
 # capability*, NVIDIA's generation number, of 8.0 or later; a T4 has 7.5), the next cell runs the
 # real model:
 
@@ -617,7 +617,7 @@ lesson.table(
 # 1: 2^24 = 16 777 216: from there on the spacing is 2, and 1 is half of it, so the tie goes to
 # even. In float16, 2^11 = 2048. 2: A running mean stalls when the change, (1 - beta2) (g² - v), is
 # below half the spacing; half the spacing is between v/512 and v/256. With 0.95 that happens only
-# when g² is within eight per cent of v, which does no harm. With 0.999 the change is a thousandth
+# when g² is within eight percent of v, which does no harm. With 0.999 the change is a thousandth
 # of the difference, so g² has to be three to five times v before v increases at all; and v never
 # decreases, because 0.999 v rounds back to v. 3: Adding `spacing * (random - 0.5)` to x before
 # rounding to nearest implements it. On average the weight arrives at 0, as it should; each single

@@ -145,8 +145,9 @@ lesson.check("13.1", attention_row)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Loop with `for first in range(0, k_SD.shape[0], tile):` and compute `s = scale * (k_SD[first :
-# first + tile] @ q_D)`. A slice that extends past the end is just shorter.
+# Loop with `for first in range(0, k_SD.shape[0], tile):` and compute
+# `s = scale * (k_SD[first : first + tile] @ q_D)`. A slice that extends past the end is just
+# shorter.
 #
 # </details>
 # <details><summary>Hint 2</summary>
@@ -234,8 +235,9 @@ lesson.check("13.2", flash_kernel)
 # <details><summary>Hint 2</summary>
 #
 # In each iteration: a barrier, load both tiles, a barrier, then `for j in range(TILE):` and, if
-# `first + j <= t`, the score `s` of key j. With one key at a time, the new maximum is `new = s if s
-# > top else top`, the factor is `math.exp(top - new)`, and the weight is `math.exp(s - new)`.
+# `first + j <= t`, the score `s` of key j. With one key at a time, the new maximum is
+# `new = s if s > top else top`, the factor is `math.exp(top - new)`, and the weight is
+# `math.exp(s - new)`.
 #
 # </details>
 
@@ -313,8 +315,7 @@ print("lse agrees to 1e-5:", np.allclose(lse_T, lse_ref[0, 0], atol=1e-5))
 # The backward pass receives do, of the same shape as o. By [lesson 5](05_backward.ipynb), for the
 # two matrix products and the softmax between them, with s denoting the scaled scores:
 #
-# $$dv = p^T do \qquad dp = do\,v^T \qquad ds_{ts} = p_{ts} \Big(dp_{ts} - \sum_j
-# p_{tj}\,dp_{tj}\Big) \qquad dq = scale \cdot ds\,k \qquad dk = scale \cdot ds^T q$$
+# $$dv = p^T do \qquad dp = do\,v^T \qquad ds_{ts} = p_{ts} \Big(dp_{ts} - \sum_j p_{tj}\,dp_{tj}\Big) \qquad dq = scale \cdot ds\,k \qquad dk = scale \cdot ds^T q$$
 #
 # The weights p were never stored. Two observations make the backward possible without them:
 #
@@ -323,8 +324,7 @@ print("lse agrees to 1e-5:", np.allclose(lse_T, lse_ref[0, 0], atol=1e-5))
 # 2. **The sum over the whole row is also available.** It seems to need all tiles before the first
 #    ds can be computed. But
 #
-# $$\delta_t = \sum_j p_{tj}\,dp_{tj} = \sum_j p_{tj} \, (do_t \cdot v_j) = do_t \cdot \sum_j p_{tj}
-# v_j = do_t \cdot o_t$$
+# $$\delta_t = \sum_j p_{tj}\,dp_{tj} = \sum_j p_{tj} \, (do_t \cdot v_j) = do_t \cdot \sum_j p_{tj} v_j = do_t \cdot o_t$$
 #
 # is a dot product of two known vectors. On the tiny example, with do = o - 0.5 as an arbitrary
 # choice:
@@ -371,8 +371,8 @@ lesson.check("13.3", flash_dq_kernel)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Threads past the end have no lse. They only take part in the loads and barriers: `if first + j <=
-# t and t < T:`.
+# Threads past the end have no lse. They only take part in the loads and barriers:
+# `if first + j <= t and t < T:`.
 #
 # </details>
 
@@ -654,8 +654,8 @@ lesson.table(
 #
 # ## What did not help
 #
-# *Two passes.* Rescaling can be avoided: loop over all tiles once for the maximum and the sum, and
-# a second time for the output. This is correct and needs no online softmax. Its cost, by the trace:
+# *Two passes.* Rescaling acc can be avoided: loop over all tiles once for the maximum and the sum,
+# and a second time for the output. This is also correct. Its cost, by the trace:
 
 
 # %%
@@ -719,12 +719,12 @@ print(f"compared with the {2 * TILE * D:,} of the two products")
 #
 # <details><summary>Solutions</summary>
 #
-# 1: q, do, and per query lse and delta. Loop with `for first in range(cuda.blockIdx.x * TILE, T,
-# TILE)`; query t sees key n if n <= t; `dv += p do`, `dk += scale ds q`. The next cell is one
-# solution. 2: Let lse = log(exp(lse1) + exp(lse2)), computed with the larger of the two subtracted
-# first; then o = o1 exp(lse1 - lse) + o2 exp(lse2 - lse). [Lesson 19](19_decode_attention.ipynb)
-# splits keys among blocks in this way. 3: o, 4096 · 64 · 2 bytes, and lse, 4096 · 4 bytes: 540,672
-# bytes. p would be 4096 · 4096 · 2 = 33,554,432.
+# 1: q, do, and per query lse and delta. Loop with
+# `for first in range(cuda.blockIdx.x * TILE, T, TILE)`; query t sees key n if n <= t; `dv += p do`,
+# `dk += scale ds q`. The next cell is one solution. 2: Let lse = log(exp(lse1) + exp(lse2)),
+# computed with the larger of the two subtracted first; then o = o1 exp(lse1 - lse) + o2 exp(lse2 -
+# lse). [Lesson 19](19_decode_attention.ipynb) splits keys among blocks in this way. 3: o, 4096 · 64
+# · 2 bytes, and lse, 4096 · 4 bytes: 540,672 bytes. p would be 4096 · 4096 · 2 = 33,554,432.
 #
 # </details>
 

@@ -288,8 +288,8 @@ for row in range(4):
 # for b, which loads *two* right operands, and two mma.
 #
 # The arrays are flat here: element (r, c) of a is `a[r * 64 + c]`. The third argument of
-# `ldmatrix(registers, smem, i, 0, 0)` is the position i of this lane's chunk. (The library uses the
-# two zeros for address arithmetic.)
+# `ldmatrix(registers, smem, i, 0, 0)` is the position i of this lane's chunk. (The two zeros are
+# offsets that the library uses in address arithmetic.)
 
 
 # %% tags=["exercise"]
@@ -314,10 +314,10 @@ lesson.check("14.3", scores_kernel)
 # %% [markdown]
 # <details><summary>Hint 1: the copy</summary>
 #
-# A tile has 16 · 8 = 128 chunks, 4 per lane: `for i in range(4): row, chunk = (32 * i + lane) // 8,
-# lane % 8`. Then `copy16_async(smem, place64(row, chunk), a, (first + row) * 64 + 8 * chunk,
-# True)`; b goes to `1024 + place64(row, chunk)`. Then commit, wait for all groups (0), and use a
-# barrier.
+# A tile has 16 · 8 = 128 chunks, 4 per lane:
+# `for i in range(4): row, chunk = (32 * i + lane) // 8, lane % 8`. Then `copy16_async(smem,
+# place64(row, chunk), a, (first + row) * 64 + 8 * chunk, True)`; b goes to `1024 + place64(row,
+# chunk)`. Then commit, wait for all groups (0), and use a barrier.
 #
 # </details>
 # <details><summary>Hint 2: the operands</summary>
@@ -582,7 +582,7 @@ for D in (32, 64, 128):
 # `bench/tune_flash_attention.py` writes this one.
 #
 # *Padding instead of a swizzle.* It avoids bank conflicts equally well and is simpler. But it needs
-# an eighth more shared memory at width 64, and Hopper's engine for copying tiles ([lesson
+# an eighth more shared memory at width 64, and Hopper's engine for copying tiles, TMA ([lesson
 # 23](23_beyond.ipynb)) writes them in exactly this swizzle.
 #
 # ## More exercises

@@ -398,7 +398,7 @@ lesson.figures.bars(
 )
 
 # %% [markdown]
-# One message per parameter, sent during backward (`--dp overlap`), hides much of the communication
+# One message per parameter, sent during backward (`--dp overlap`), hides part of the communication
 # but also multiplies it.
 #
 # **The improvement of this lesson:** overlap hides communication behind backward, and buckets keep
@@ -427,8 +427,8 @@ lesson.table(stages, columns | {"linear": lambda r: f"{r['of_linear']:.0%}"})
 # share of the sum of what the four GPUs reach when each trains alone. One message per parameter
 # takes the same time alone for `naive` and for `overlap`; `naive` exposes all of it, and also waits
 # after every message, while `overlap` hides part of it. `flat` sends one message and hides nothing.
-# The last three stages send few messages and hide most of them. What distinguishes those three is
-# the next question:
+# The last three stages send few messages and hide part of their time. What distinguishes those
+# three is the next question:
 #
 # ## Who does the copying?
 #

@@ -101,8 +101,8 @@ lesson.source(memory.saved_bytes)
 #
 # - *take*: find a free block that is large enough, use the part that is needed, and keep the rest
 #   free;
-# - *give*: return the block, and merge (`join`) it with free neighbours, so that large requests can be
-#   served again.
+# - *give*: return the block, and merge (`join`) it with free neighbours, so that large requests can
+#   be served again.
 #
 # Which block? *Best fit* takes the smallest one that is large enough, which preserves large blocks
 # for large requests. By hand:
@@ -271,7 +271,7 @@ lesson.source(xtrain.nn.Arena.__init__, part="offsets, size, unit")
 # better not to zero the gradients: in a captured step, backward overwrites the old values.)
 # Parameters with weight decay come first, so applying weight decay is a comparison of indices.
 #
-# ## Forgetting on purpose
+# ## Activation checkpointing
 #
 # Activations are the largest part, and they need not be saved. Forward can discard them, and
 # backward can compute them **again**, layer by layer, from each layer's input. This is *activation
@@ -389,7 +389,7 @@ else:
 # ## One improvement: recompute attention
 #
 # **The reason:** saved activations occupy memory for a long time, while recomputing them takes
-# little time. Of everything that a float32 layer saves, only the weights of attention grow with T
+# little time. Of everything that a float32 layer saves, only the attention weights p grow with T
 # times T, and recomputing them costs two matrix products and a softmax. **The effect**, according
 # to the plan: from 5.5 to 3.8 GB. With the whole block recomputed: 2.1 GB, of which 1.07 are
 # parameters, gradients and moments. The price is at most one more forward; forward is about a third
@@ -415,7 +415,7 @@ for R in (1, 2, 4, 8, 64):
 #
 # ## The library's kernel
 #
-# Memory has no kernel. Here is the code that takes its place: activation checkpointing, your `peak`
+# There is no kernel for memory. Here is the code of activation checkpointing instead, your `peak`
 # with `recompute`. The forward pass runs without recording, so only x is saved. Backward runs the
 # forward again with recording, and then goes backward through that recording.
 
