@@ -41,7 +41,7 @@ MISTAKES = [
     ("9.1", "y_NC[n, c] = acc", "y_NC[n, c] += acc", "written with +="),
     (
         "9.2", "    j = cuda.blockIdx.x * 8 + cuda.threadIdx.x\n    i = cuda.blockIdx.y * 8 + cuda.threadIdx.y\n",
-        "    i = cuda.blockIdx.x * 8 + cuda.threadIdx.x\n    j = cuda.blockIdx.y * 8 + cuda.threadIdx.y\n", "down a column of s",
+        "    i = cuda.blockIdx.x * 8 + cuda.threadIdx.x\n    j = cuda.blockIdx.y * 8 + cuda.threadIdx.y\n", "neighbouring threads write to different rows of s",
     ),
 ]  # fmt: skip
 

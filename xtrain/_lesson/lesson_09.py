@@ -96,7 +96,7 @@ def scores_kernel(e):
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
         e.need(
             T % 8 or trace.traffic(e.name(s), True).efficiency == 1,
-            "The values are right, but the writes are not coalesced: neighbouring threads write down a column of s. Compute the key j from the .x indices and the query i from the .y indices.",
+            "The values are right, but the writes are not coalesced: neighbouring threads write to different rows of s. Compute the key j from the .x indices and the query i from the .y indices.",
         )
 
 

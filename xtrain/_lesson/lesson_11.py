@@ -86,7 +86,7 @@ def residual_rmsnorm_kernel(e):
         e.same("rstd", rstd, want_rstd, {
             "That is the rstd of x alone: sum the squares of x + r.": of_x,
             "The sum of squares was not divided by C.": 1 / np.sqrt(np.square(want_h).sum(1) + eps),
-            "eps is missing under the root.": 1 / np.sqrt(np.square(want_h).mean(1)),
+            "eps is missing under the square root.": 1 / np.sqrt(np.square(want_h).mean(1)),
             "That uses thread 0's own square only: block_sum(h * h, partial) sums over the threads of the block.":
                 1 / np.sqrt(np.square(want_h[:, 0]) / C + eps),
         }, rtol=1e-4)  # fmt: skip
