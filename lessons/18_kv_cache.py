@@ -138,7 +138,9 @@ def append_kernel(cache_RGSD, new_NGD, rows_N, positions_N):
 # %%
 H, G = 6, 2
 lesson.figures.ownership(
-    np.array([h // (H // G) for h in range(H)]), "query head -> number of its key/value head", "head"
+    np.array([h // (H // G) for h in range(H)]),
+    "query head -> number of its key/value head",
+    "head",
 )
 
 # %% [markdown]

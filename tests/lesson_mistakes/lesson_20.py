@@ -24,7 +24,7 @@ MISTAKES = [
     ('20.3', 'u * w.sum()', 'u * 1.0 * np.exp(logits_V - logits_V.max()).sum()', 'a share of the weights that are KEPT'),
     ('20.4', 'M0 * c0', 'M1 * c0', 'It returns'),
     ('20.4', 'return c0, c1, c2, c3', 'return tuple(np.uint32(c) for c in (c0, c1, c2, c3))', "Python's integers"),
-    ("20.1", "    for i in range(first + lane, last, 32):\n", "    for i in range(first, last):\n", "times as a whole"),
+    ("20.1", "    for i in range(first + lane, last, 32):\n", "    for i in range(first, last):\n", "times over"),
     ("20.1", "    for i in range(first + lane, last, 32):\n        if ", "    for i in range(first, last):\n        if lane == 0 and ", "1 of 32 threads"),
     ("20.2", "    kept = []\n", "    return np.argsort(-logits_V, kind='stable')[:k]\n", "All 10 logits at once"),
     ("20.1", "x_V[i] > best", "x_V[i] >= best", "the LOWER id wins"),
