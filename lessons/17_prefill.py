@@ -266,8 +266,8 @@ def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
 # %% [markdown]
 # ## The complete prefill
 #
-# xtrain's `CachedModel` builds prefill from exactly these pieces. Are the logits of packed prompts
-# the same as those of each prompt alone?
+# xtrain's `CachedModel` builds prefill from exactly these pieces. Does a packed batch give the same
+# next tokens as each prompt alone?
 
 # %%
 import xtrain
@@ -313,7 +313,7 @@ print(
 #
 # ## Measure, and one improvement
 #
-# Your kernel of 17.2 moves one element per thread and searches the edges linearly. The library's
+# Your kernel from 17.2 moves one element per thread and searches the edges linearly. The library's
 # kernel moves 16 bytes per thread and finds the sequence with a binary search. For 16 sequences of
 # up to 8 tokens, with 256 channels:
 

@@ -48,10 +48,10 @@ from xtrain import lesson, simulator
 
 # %%
 for prompt, new in ((3, 4), (1000, 1000)):
-    again = sum(prompt + i for i in range(new))
-    kept = prompt + new - 1
+    without_cache = sum(prompt + i for i in range(new))
+    with_cache = prompt + new - 1
     print(
-        f"prompt {prompt:4}, {new:4} new: {again:9,} tokens computed, with a cache {kept:5,}: {again / kept:.0f} times fewer"
+        f"prompt {prompt:4}, {new:4} new: {without_cache:9,} tokens computed, with a cache {with_cache:5,}: {without_cache / with_cache:.0f} times fewer"
     )
 
 # %% [markdown]
@@ -291,7 +291,7 @@ def largest_batch(L, H, G, D, S, size, free):
 
 # %%
 print(
-    "A model of 8 billion parameters in bf16 takes 16 GB of an 80 GB GPU. In the rest fit sequences of 8192 tokens:"
+    "A model of 8 billion parameters in bf16 takes 16 GB of an 80 GB GPU. Sequences of 8192 tokens that fit into the other 64 GB:"
 )
 for name, G in (
     ("32 KV heads, one per query", 32),
@@ -378,12 +378,13 @@ k_cache, v_cache = (
     lesson.zeros(lesson.array(np.zeros(1, np.float32)), (R, G, S, D)) for _ in range(2)
 )
 new = lesson.array(rng.standard_normal((R, G, D)).astype(np.float32))
-rows, places = lesson.array(np.arange(R, dtype=np.int32)), lesson.array(np.full(R, 5, np.int32))
+rows, positions = lesson.array(np.arange(R, dtype=np.int32)), lesson.array(np.full(R, 5, np.int32))
 runs = {
     "yours (keys, then values)": lambda: [
-        lesson.launch(append_kernel, (R, G), 32, x, new, rows, places) for x in (k_cache, v_cache)
+        lesson.launch(append_kernel, (R, G), 32, x, new, rows, positions)
+        for x in (k_cache, v_cache)
     ],
-    "the library's": lambda: kv_cache.append_kv(k_cache, v_cache, new, new, rows, places),
+    "the library's": lambda: kv_cache.append_kv(k_cache, v_cache, new, new, rows, positions),
 }
 for run in runs.values():
     run()

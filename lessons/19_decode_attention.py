@@ -295,7 +295,7 @@ lesson.report(
 # How many blocks have work, for a model with 8 key/value heads?
 
 # %%
-print("tokens   sequences   blocks without splitting   with")
+print("tokens   sequences   blocks without splitting   with splitting")
 for length, B in ((200, 1), (2000, 1), (30_000, 1), (30_000, 8), (2000, 64)):
     print(f"{length:6}   {B:9}   {8 * B:24}   {8 * B * len(splits(length, 256, 32)):4}")
 

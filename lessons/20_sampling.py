@@ -88,7 +88,7 @@ print(
 #
 # ## Exercise 20.1: the best of each segment
 #
-# A segment has 64 logits and one warp. The last segment may be shorter.
+# Each segment has 64 logits and is handled by one warp. The last segment may be shorter.
 
 
 # %% tags=["exercise"]
@@ -350,7 +350,7 @@ print(
 #
 # Why sample on the GPU at all? Because otherwise B x V logits are copied to the host for every
 # token, and the GPU waits. The next cell computes how many bytes one step would move, and how many
-# candidates the two passes leave for the second:
+# candidates the first pass leaves for the second:
 
 # %%
 B, V, segment = 64, 151_936, 2048

@@ -86,10 +86,10 @@ print(f"{now} steps for {sum(lengths)} tokens: rows are {used:.0%} utilized")
 lesson.figures.timeline(spans, "static batching: short answers wait for long ones", "step")
 
 # %% [markdown]
-# **Continuous batching** (also called iteration-level batching; Orca, 2022) decides in every step.
-# A sequence that has ended leaves the batch, and the next waiting request gets its row *in the next
-# step*. A batch is no longer a fixed group of requests: it is the set of sequences that are active
-# in a step.
+# **Continuous batching** (also called iteration-level batching; Orca, 2022) decides in every step
+# which sequences are in the batch. A sequence that has ended leaves the batch, and the next waiting
+# request gets its row *in the next step*. A batch is no longer a fixed group of requests: it is the
+# set of sequences that are active in a step.
 #
 # ## Exercise 21.1: the schedule
 #
@@ -481,8 +481,8 @@ lesson.source(Engine._end_if_over)
 lesson.source(Engine._take_row)
 
 # %% [markdown]
-# Your 21.4 is in the next two functions, with one addition: a *stop string*, such as the start of
-# the user's next turn, may also arrive in pieces.
+# Your 21.4 is in the next two functions. They also handle a *stop string*, such as the start of the
+# user's next turn, which may arrive in pieces too.
 
 # %%
 lesson.source(text_stream.TextStream._give)

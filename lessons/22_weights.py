@@ -19,10 +19,9 @@
 # Can we run it? And if the generated text is *almost* right, how do we find out which of a thousand
 # lines is wrong?
 #
-# You will read the file format in which weights are distributed, convert the one layout difference
-# that causes the most trouble, and write the tool that finds the first stage where two
-# implementations diverge. Then a model is exported, loaded and saved by another library, and loaded
-# again.
+# You will read the file format in which weights are distributed, convert between the two layouts
+# that cause the most trouble, and write the tool that finds the first stage where two
+# implementations diverge. At the end, a model makes a round trip through another library.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -436,8 +435,8 @@ lesson.source(compare.stages)
 #
 # *Comparing the generated text.* Greedy texts are equal until two tokens nearly tie; from there on
 # they differ, even between two *correct* implementations, because these round differently. So 20
-# equal tokens prove little, and a difference proves nothing. Logits with a tolerance prove
-# something.
+# equal tokens prove little, and a difference proves nothing. Comparing logits with a tolerance does
+# prove something.
 #
 # *Comparing the loss.* See the table above: five mistakes, and five losses that look fine. On an
 # untrained model nearly every mistake leaves the loss at ln V:

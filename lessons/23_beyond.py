@@ -329,7 +329,7 @@ lesson.figures.timeline(
 for stages in (1, 2, 3, 4):
     times = [finish_time(32, load, 3.0, stages) for load in (1.0, 3.0, 5.0)]
     print(
-        f"{stages} buffers: load 1 {times[0]:5.0f}   load 3 {times[1]:5.0f}   load 5 {times[2]:5.0f}"
+        f"buffers: {stages}   load 1 {times[0]:5.0f}   load 3 {times[1]:5.0f}   load 5 {times[2]:5.0f}"
     )
 
 # %% [markdown]
@@ -350,9 +350,9 @@ for D in (64, 128):
     print(f"{D:10}   {each}   {max(products, exponentials):10.0f}")
 
 # %% [markdown]
-# If they run in turn, the tensor cores are idle for a third of the time at a head width of 128, and
-# for half of it at 64. So the consumer starts the scores of tile i + 1 *before* p v of tile i, and
-# computes the exponentials of these scores while p v is in flight:
+# If products and exponentials run in turn, the tensor cores are idle for a third of the time at a
+# head width of 128, and for half of it at 64. So the consumer starts the scores of tile i + 1
+# *before* p v of tile i, and computes the exponentials of these scores while p v is in flight:
 
 # %%
 lesson.figures.timeline(
@@ -404,9 +404,8 @@ def makespan(lengths, workers):
     return int(free.max())
 
 
-lengths = np.repeat(
-    np.arange(1, 33), 64
-)  # 64 heads, 32 tiles of queries with 1 to 32 tiles of keys
+# 64 heads, 32 tiles of queries with 1 to 32 tiles of keys
+lengths = np.repeat(np.arange(1, 33), 64)
 print("shortest first:", makespan(lengths, 132), "steps")
 print(
     "longest first: ", makespan(lengths[::-1], 132), "steps; lower bound", -(-lengths.sum() // 132)
@@ -461,7 +460,7 @@ lesson.table(
 )
 
 # %% [markdown]
-# The instruction alone gains little where heads are 64 wide: there the exponentials take as long as
+# The instructions alone gain little where heads are 64 wide: there the exponentials take as long as
 # the products, and small tiles provide no work to hide them behind. At 64, larger tiles give the
 # largest gain, and the persistent grid, longest tiles first, gives more than the overlap.
 #
@@ -514,17 +513,17 @@ lesson.source(_flash_attention_hopper_parts.make_key_producer, part="def load_ke
 
 # %% [markdown]
 # Barriers alternate between two phases, 0 and 1. Stage i % STAGES is used for the (i // STAGES)-th
-# time, so the wait at *full* uses the parity of that number. The wait at *free* uses the opposite
-# parity: a new barrier behaves as if the phase before the first one had completed, so in the first
-# round the producer does not wait.
+# time, counting from 0, so the wait at *full* uses the parity of that number. The wait at *free*
+# uses the opposite parity: a new barrier behaves as if the phase before the first one had
+# completed, so in the first round the producer does not wait.
 
 # %% [markdown]
 # ## Splitting a product: tensor parallelism
 #
 # The second half leaves the single GPU. Data parallelism (lesson 15) gives every GPU all weights
 # and a part of the tokens. If one layer is too large for one GPU, or one token must be faster than
-# one GPU allows, the *layer* is split. An MLP has two products with a nonlinearity between them: $y
-# = \text{silu}(x w_1^\top) \, w_2^\top$.
+# one GPU allows, the *layer* is split. An MLP has two products with a nonlinearity between them:
+# $y = \text{silu}(x w_1^\top) \, w_2^\top$.
 #
 # The hidden units are independent of each other until the second product sums them. So rank r gets
 # a part of *them*: rows of $w_1$, and the columns of $w_2$ that belong to the same units. Each rank
@@ -597,9 +596,8 @@ N, C = 8192, 4096
 flops = 2 * N * 12 * C * C  # 12 C^2 parameters in a block, forward
 for ranks in (2, 4, 8):
     compute = flops / ranks / 600e12  # at an achieved 600 TFLOP/s in bf16
-    traffic = (
-        2 * (2 * (ranks - 1) / ranks) * 2 * N * C / 320e9
-    )  # two all-reduces in bf16 over a 320 GB/s bus
+    # two all-reduces in bf16 over a 320 GB/s bus
+    traffic = 2 * (2 * (ranks - 1) / ranks) * 2 * N * C / 320e9
     print(f"{ranks} ranks: arithmetic {compute * 1e3:.1f} ms, sums {traffic * 1e3:.1f} ms")
 
 # %% [markdown]

@@ -9,9 +9,7 @@ class Machine:
 
     def __init__(self, launch_us: float = 10.0, compile_us: float = 0.0):
         self.launch_us, self.compile_us = launch_us, compile_us
-        self.now = self.free = (
-            0.0  # Python's clock; the time when the GPU has finished all queued work
-        )
+        self.now = self.free = 0.0  # Python's clock; when the GPU finishes all queued work
         self.known: set[str] = set()
         self.spans: list[tuple[str, float, float]] = []  # (kernel, start, end)
 
