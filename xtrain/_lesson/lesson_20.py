@@ -152,7 +152,12 @@ def choose(e):
         f"It chose {int(got)}; expected 2.\nThe running sum is 0.25, 0.5, 0.75, 1, and the sum at id 1 does not EXCEED u.",
     )
     got = e.call(
-        x + 800, 1.0, 0, 1.0, 0.45, case="the same probabilities, 800 added to all logits, u = 0.45"
+        x + 800,
+        1.0,
+        0,
+        1.0,
+        0.45,
+        case="probabilities 0.1 0.4 0.05 0.3 0.15, 800 added to all logits, u = 0.45",
     )
     e.need(
         int(got) == 3,

@@ -23,9 +23,8 @@ def safetensors(tensors):
         }
         body += raw
     about = {"__metadata__": {"format": "pt"}}
-    text = json.dumps(
-        about | dict(reversed(header.items()))
-    ).encode()  # not in the order of the data
+    # the header lists the tensors in another order than the data
+    text = json.dumps(about | dict(reversed(header.items()))).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + body
 
