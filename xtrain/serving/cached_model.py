@@ -196,11 +196,11 @@ class CachedModel:
 
     def _attend(self, i, w, x_NC, tables, packed):
         """-> (N, H D)"""
-        c, p = self.config, packed
-        qkv = linear_fwd(x_NC, w.qkv)
+        c, p, (cos_PR, sin_PR) = self.config, packed, tables
+        qkv, heads = linear_fwd(x_NC, w.qkv), (c.n_heads, self.n_kv_heads)
         q, k, v, _ = qk_norm_rope_fwd(
-            qkv, w.q_norm, w.k_norm, *tables, c.n_heads, self.n_kv_heads, None, c.norm_eps, p.positions_N
-        )  # fmt: skip
+            qkv, w.q_norm, w.k_norm, cos_PR, sin_PR, *heads, 0, c.norm_eps, p.positions_N
+        )
         k_RGSD, v_RGSD = self.kv_L2RGSD[i, 0], self.kv_L2RGSD[i, 1]
         append_kv(k_RGSD, v_RGSD, k, v, p.slots_N, p.positions_N)
         o_NHD = context_attention(
@@ -263,7 +263,8 @@ class CachedModel:
         return self._logits(x_BC)
 
     def _attend_decode(self, i, w, qkv_BP, lengths_B, slots_B):
-        """-> (B, H D). Call it right after the QKV product: that writes neither cache nor lengths, so reading them need not wait."""
+        """-> (B, H D). The launch before must be the QKV product: it writes neither cache nor lengths, so both may be read
+        before it has ended."""
         k_RGSD, v_RGSD = self.kv_L2RGSD[i, 0], self.kv_L2RGSD[i, 1]
         where = (lengths_B, slots_B, self.cos_PR, self.sin_PR)
         norms = (w.q_norm, w.k_norm, self.config.norm_eps)

@@ -100,7 +100,9 @@ class Conversation:
         context = self.engine.max_seq_len
         if not self.turns:
             what = "--system and this text have" if self.system else "this text has"
-            return f"{what} {n_tokens} tokens, the context {context} including the answer: shorten it"
+            return (
+                f"{what} {n_tokens} tokens, the context {context} including the answer: shorten it"
+            )
         return (
             f"the context is full: the conversation would have {n_tokens} tokens, the context has {context} including the "
             "answer; type /reset to start again"
