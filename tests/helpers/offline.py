@@ -18,6 +18,9 @@ from numba import cuda
 from numba.cuda import dispatcher
 from numba.cuda.codegen import CUDACodeLibrary
 
+from xtrain import simulator
+from xtrain.kernels.runtime import launch
+
 ALL = os.environ.get("XTRAIN_COMPILE") == "all"
 CARDS = [(7, 5), (8, 0), (9, 0), (12, 0)] if ALL else [(9, 0)]
 # bf16 kernels need what came with 8.0: copies beside the threads, matrix products of bf16
@@ -48,6 +51,19 @@ def nvvm():
         NVVM()
     except Exception as error:
         give_up(f"no NVVM here: {str(error).splitlines()[0]}")
+
+
+def signatures(monkeypatch, launch_all):
+    """-> [(kernel, argument types)] of everything that launch_all() launches on simulator arrays; nothing is executed"""
+    found = {}
+
+    def note(kernel, grid, block, *args, **options):
+        kinds = tuple(launch.numba_type(a) for a in args)
+        found[kernel, kinds] = None
+
+    monkeypatch.setattr(simulator, "run", note)
+    launch_all()
+    return list(found)
 
 
 def compiled(monkeypatch, kernel, signature, cards, in_registers=((7, 5), (8, 0), (9, 0))):
