@@ -102,9 +102,9 @@ def make_requests(
         k = values["top_k"]
         values["top_k"] = 0 if k is None or k >= config.vocab_size else int(k)
         try:
-            with np.errstate(over="ignore"):  # the kernels read float32
-                as_float32: list[Any] = [np.float32(values[x]) for x in ("temperature", "top_p")]
-            temperature, top_p = as_float32
+            float32: Any = np.float32  # as the kernels read them
+            with np.errstate(over="ignore"):
+                temperature, top_p = float32(values["temperature"]), float32(values["top_p"])
             check_sampling(temperature, values["top_k"], top_p)
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"sampling: {error}") from None
