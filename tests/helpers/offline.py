@@ -19,7 +19,7 @@ from numba.cuda import dispatcher
 from numba.cuda.codegen import CUDACodeLibrary
 
 from xtrain import simulator
-from xtrain.kernels.runtime import launch
+from xtrain.kernels.runtime.launch import numba_type
 
 ALL = os.environ.get("XTRAIN_COMPILE") == "all"
 CARDS = [(7, 5), (8, 0), (9, 0), (12, 0)] if ALL else [(9, 0)]
@@ -53,19 +53,6 @@ def nvvm():
         give_up(f"no NVVM here: {str(error).splitlines()[0]}")
 
 
-def signatures(monkeypatch, launch_all):
-    """-> [(kernel, argument types)] of everything that launch_all() launches on simulator arrays; nothing is executed"""
-    found = {}
-
-    def note(kernel, grid, block, *args, **options):
-        kinds = tuple(launch.numba_type(a) for a in args)
-        found[kernel, kinds] = None
-
-    monkeypatch.setattr(simulator, "run", note)
-    launch_all()
-    return list(found)
-
-
 def compiled(monkeypatch, kernel, signature, cards, in_registers=((7, 5), (8, 0), (9, 0))):
     """-> {card: PTX} of a kernel that promises to compute in float32 and, on the cards it is tuned for, in registers."""
     found = ptx_for(monkeypatch, kernel, signature, cards)
@@ -83,6 +70,19 @@ def check_float32(kernel, cc, ptx):
 
 def label(kernel, cc):
     return f"{kernel.py_func.__name__} for sm_{cc[0]}{cc[1]}"
+
+
+def signatures(monkeypatch, launch_all):
+    """-> [(kernel, argument types)] of everything that launch_all() launches; nothing is run"""
+    found = {}
+
+    def note(kernel, grid, block, *args, **options):
+        kinds = tuple(numba_type(a) for a in args)
+        found[kernel, kinds] = None
+
+    monkeypatch.setattr(simulator, "run", note)
+    launch_all()
+    return list(found)
 
 
 def ptx_for(monkeypatch, kernel, signature, cards):
