@@ -43,7 +43,7 @@ ROPE_SCALINGS = {
 }
 # Options that decide the numbers: a resumed run must have the same, unless --allow-change names them. Besides these: every
 # field of ModelConfig, the text ("data") and the tokenizer. (steps: the schedule's end.)
-MATTERS = (
+RESUME_KEYS = (
     "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay", "beta1", "beta2",
     "eps", "clip", "seed", "precision", "grad_comm",
 )  # fmt: skip
@@ -288,7 +288,7 @@ class TrainConfig:
         )
 
     def _check_words(self):
-        known = {*MATTERS, "data", "tokenizer", "variation", *(f.name for f in fields(ModelConfig))}
+        known = {*RESUME_KEYS, "data", "tokenizer", "variation", *(f.name for f in fields(ModelConfig))}
         for name in self.allow_change:
             _need(
                 name.replace("-", "_") in known,

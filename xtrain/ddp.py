@@ -34,7 +34,7 @@ from .parallel.ddp import ParallelConfig, train_parallel
 from .parallel.ranks import connect
 from .parallel.watchdog import Guard
 from .report import page
-from .training.single_process import ALONE
+from .training.single_process import SINGLE_PROCESS
 
 # where launchers say which rank of its machine this is
 LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         if all(os.environ.get(name, "0") == "0" for name in LOCAL_RANK):  # once per machine
             if {"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments):
-                return _parse(arguments, ALONE)[1]
+                return _parse(arguments, SINGLE_PROCESS)[1]
             print(f"xtrain.ddp: {error}", file=sys.stderr)
         return 2
     with Guard(ranks, "xtrain.ddp") as guard:
@@ -68,7 +68,7 @@ def _parse(arguments, ranks):
             )
         except SystemExit as stop:
             code = stop.code
-    found = ranks.everybody((config is None, code, said.getvalue()))
+    found = ranks.gather((config is None, code, said.getvalue()))
     failed = next((f for f in found if f[0]), None)
     if failed is None:
         return config, 0

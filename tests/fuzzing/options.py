@@ -28,8 +28,8 @@ from xtrain.serving import conversation as chat
 from xtrain.serving import text_generation as generate
 from xtrain.train import main as train_main
 from xtrain.training import loop as train
-from xtrain.training.preemption import seconds
-from xtrain.training.single_process import ALONE
+from xtrain.training.preemption import parse_seconds
+from xtrain.training.single_process import SINGLE_PROCESS
 
 from .drive import Refused, Target
 from .files import refusing
@@ -45,11 +45,11 @@ WORDS = (
 def only_options(config):
     """All that training does with its options before it reads a text."""
     resolve(config, gpu=False)
-    seconds(config.time_limit)
+    parse_seconds(config.time_limit)
 
 
 def parsed_by_ddp(arguments):
-    config, code = ddp._parse(arguments, ALONE)
+    config, code = ddp._parse(arguments, SINGLE_PROCESS)
     if config is not None:
         with contextlib.suppress(UserError):
             config.validate()

@@ -36,7 +36,7 @@ from xtrain.formats.manifest import MANIFEST, verify
 from xtrain.train import train
 from xtrain.training import checkpoint
 from xtrain.training.loop import Loop
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
 PRESETS["killed"] = Preset({**SHAPE, "dim": 128, "hidden_dim": 384}, PRESETS["tiny"].train)
 OPTIONS = dict(
@@ -86,7 +86,7 @@ def _child(out, resume, pipe):
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
-        Logbook.picture = lambda self: None  # would take longer than all the rest
+        RunLog.picture = lambda self: None  # would take longer than all the rest
         begin = Loop.__call__
 
         def begins(loop):

@@ -364,7 +364,7 @@ def test_wherever_writing_fails_the_one_before_stays(tmp_path, monkeypatch):
         n += 1
         with monkeypatch.context() as patch:
             refuses = Refuses(patch, n, errno.ENOSPC)
-            with writer.Writer(folder, 3, said.append) as w:
+            with writer.CheckpointWriter(folder, 3, said.append) as w:
                 w.save(lambda: one.snapshot({}))
                 w.wait()
                 failed = w.failed
@@ -378,7 +378,7 @@ def test_wherever_writing_fails_the_one_before_stays(tmp_path, monkeypatch):
         if failed:
             assert (
                 "no space left" in said[-1]
-                and "training goes on, the last checkpoint is" in said[-1]
+                and "training continues, the last checkpoint is" in said[-1]
             )
         shutil.rmtree(folder / "checkpoints" / "step-000002", ignore_errors=True)
     assert n > 15 and len(said) >= 15, n
@@ -402,7 +402,7 @@ def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
     folder = run(tmp_path, console, steps=6, save_every=2)
     assert checkpoints(folder) == ["step-000002", "step-000006"]
     text = console.export_text()
-    assert text.count("no space left") == 1 and "training goes on, the last checkpoint is" in text
+    assert text.count("no space left") == 1 and "training continues, the last checkpoint is" in text
 
 
 def test_a_full_disk_at_the_end_is_an_error(tmp_path, monkeypatch):
@@ -420,7 +420,7 @@ def test_another_error_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
 
     def patient(self):
         for thread in threading.enumerate():  # so that this step is sure to come after the failure
-            if thread is not threading.main_thread() and "_work" in str(thread):
+            if thread is not threading.main_thread() and "_write" in str(thread):
                 thread.join()
         return step(self)
 

@@ -22,7 +22,7 @@ from xtrain.nn.observers import swapped, watch_ops
 from xtrain.training.loop import Loop
 from xtrain.training.nonfinite import count_nonfinite, first_nonfinite, spike, unsound
 from xtrain.training.run import Run
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
 CONFIG = ModelConfig(vocab_size=40, dim=64, n_layers=2, n_heads=2, hidden_dim=32, max_seq_len=8)
 OPS = {
@@ -35,7 +35,7 @@ OPS = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)
 
 
 # ----------------------------------------------------------------------------- models that use every op
@@ -263,12 +263,12 @@ def test_a_bad_step_changes_nothing_but_the_count(tmp_path, cls, way, value, kin
     """Also where the loss alone is infinite and every gradient is fine. Then training goes on."""
     seen = {}
 
-    def note(self, logs):
+    def note(self, log_lengths):
         seen[self.done] = [
             to_host(x).tobytes()
             for x in (self.model.arena.weights, self.optimizer.m, self.optimizer.v)
         ]
-        return snapshot(self, logs)
+        return snapshot(self, log_lengths)
 
     snapshot, console = Run.snapshot, Console(record=True, width=1000)
     with poisoned(cls, way, (5, 6, 9), value), swapped(Run, "snapshot", note):
@@ -294,7 +294,7 @@ def test_after_max_skips_the_run_stops(tmp_path, kind, every):
 
     def reads_late(self, *args):
         loop(self, *args)
-        self.every, self.apart = every, 99
+        self.read_every, self.layers_every = every, 99
 
     def note(self, *args, **more):
         init(self, *args, **more)
@@ -309,9 +309,9 @@ def test_after_max_skips_the_run_stops(tmp_path, kind, every):
         run(tmp_path / "bad", steps=12, max_skips=3, eval_every=99, sample_every=99, **kind)
     text = str(error.value)
     assert text.startswith(
-        "3 steps in a row were skipped (--max-skips), at last step 6: the loss is nan."
+        "3 steps in a row were skipped (--max-skips), the last at step 6: the loss is nan."
     )
-    assert "First not finite: the result of every op is finite when the step is done again" in text
+    assert "First value that is not finite: every result is finite when the step is repeated" in text
     saved = Transformer.from_pretrained(good / "checkpoints" / "step-000003")
     bad = dict(made[-1].model.named_parameters())
     for name, tensor in saved.named_parameters():
@@ -347,7 +347,7 @@ def test_a_run_names_the_op(tmp_path, cls, way, value):
     ):  # fmt: skip
         run(tmp_path, steps=9, max_skips=2, eval_every=99, sample_every=99, graph=False)
     assert f", {cls}" in str(error.value) and f", {way} (" in str(error.value), str(error.value)
-    assert "at last step 4" in str(error.value)
+    assert "the last at step 4" in str(error.value)
 
 
 def test_a_run_with_skips_resumes_exactly(tmp_path):
@@ -359,7 +359,7 @@ def test_a_run_with_skips_resumes_exactly(tmp_path):
             run(parts, steps=12, stop_at=stop_at, resume=stop_at > 4, max_skips=3)
         for folder, resume in ((whole, False), (parts, True)):
             with pytest.raises(
-                UserError, match=r"3 steps in a row were skipped .* at last step 11"
+                UserError, match=r"3 steps in a row were skipped .* the last at step 11"
             ):
                 run(folder, steps=12, max_skips=3, resume=resume)
         a, b = (json.dumps(metrics(folder / "run")) for folder in (whole, parts))
@@ -370,7 +370,7 @@ def test_a_run_with_skips_resumes_exactly(tmp_path):
         with poisoned(F.Embedding, "forward", (2, 3, 4), np.nan):
             folder = tmp_path / str(max_skips)
             run(folder, steps=12, max_skips=9, stop_at=3)
-            with pytest.raises(UserError, match="at last step 4"):
+            with pytest.raises(UserError, match="the last at step 4"):
                 run(folder, steps=12, max_skips=max_skips, resume=True)
 
 
@@ -395,16 +395,16 @@ def test_spike():
 
 def test_a_spike_is_flagged_in_a_run(tmp_path, monkeypatch):
     """At step 25 the batch is noise. The flag is the same after a resume."""
-    gradients = Run.gradients
+    train_step = Run.train_step
 
-    def noisy(self, backward, ids, targets, inv_count=None):
+    def noisy(self, ids, targets, hyper):
         if self.done == 24:
             noise = np.random.default_rng(0).integers(0, 256, ids.shape).astype(np.int32)
             targets = ids = to_device(noise, DEVICE)
             self.spiked = True
-        return gradients(self, backward, ids, targets, inv_count)
+        return train_step(self, ids, targets, hyper)
 
-    monkeypatch.setattr(Run, "gradients", noisy)
+    monkeypatch.setattr(Run, "train_step", noisy)
     kind = dict(steps=26, lr=3e-3, eval_every=99, sample_every=99, graph=False, spike_z=2.0)
     console = Console(record=True, width=1000)
     whole = run(tmp_path / "a", console, **kind)

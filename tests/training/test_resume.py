@@ -15,16 +15,16 @@ from runs import DATA, assert_same_run, checkpoints, metrics, run
 
 from xtrain.errors import UserError
 from xtrain.train import main
-from xtrain.training import preemption as stopping
-from xtrain.training.preemption import Stop, seconds
+from xtrain.training import preemption
+from xtrain.training.preemption import StopRequest, parse_seconds
 from xtrain.training.run import Run
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(Logbook, "picture", lambda self: None)  # as slow as all the rest
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)  # as slow as all the rest
 
 
 PRECISIONS = ["fp32", "bf16"] if GPU else ["fp32"]
@@ -162,7 +162,7 @@ def test_a_name_that_cannot_be_allowed(tmp_path, capsys):
 
 def test_another_machine_is_told(stopped, tmp_path, monkeypatch):
     shutil.copytree(stopped, tmp_path / "run")
-    monkeypatch.setattr(Run, "place", lambda self: {"device": "abacus", "ranks": 1, "zero": 0})
+    monkeypatch.setattr(Run, "made_on", lambda self: {"device": "abacus", "ranks": 1, "zero": 0})
     console = Console(record=True, width=1000)
     run(tmp_path, console, resume=True)
     text = console.export_text()
@@ -196,7 +196,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, name):
 def test_nohup_stays():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stopping.Stop():
+        with StopRequest():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -301,28 +301,28 @@ class Clock:
 )
 def test_time_limit(monkeypatch, limit, save, expected):
     """A step takes 1 s; there must be time for another one and a checkpoint, twice over, and for the end."""
-    monkeypatch.setattr(stopping, "STARTED", 1000.0)  # a whole number: the sums are exact
-    stop = Stop(limit, Clock(stopping.STARTED, 1.0))
-    stop.begin(save * stopping.BYTES_PER_SECOND)
+    monkeypatch.setattr(preemption, "STARTED", 1000.0)  # a whole number: the sums are exact
+    stop = StopRequest(limit, Clock(preemption.STARTED, 1.0))
+    stop.begin(save * preemption.BYTES_PER_SECOND)
     steps = 1
-    while not stop.step():
+    while not stop.after_step():
         steps += 1
-    assert steps == expected and stop.why == "--time-limit"
+    assert steps == expected and stop.reason == "--time-limit"
 
 
 def test_a_slow_checkpoint_is_counted(monkeypatch):
-    monkeypatch.setattr(stopping, "STARTED", 1000.0)
-    stop = Stop(100, Clock(stopping.STARTED, 1.0))
+    monkeypatch.setattr(preemption, "STARTED", 1000.0)
+    stop = StopRequest(100, Clock(preemption.STARTED, 1.0))
     stop.begin(0)
-    assert not stop.step(3.0) and stop.slowest_save == 3.0 and not stop.step(1.0)
+    assert not stop.after_step(3.0) and stop.slowest_save == 3.0 and not stop.after_step(1.0)
     assert stop.slowest_save == 3.0 and stop.slowest_step == 1.0
 
 
 def test_a_run_with_a_time_limit(tmp_path, monkeypatch):
     """Every look at the clock takes it on by 3 s: after 11 steps there is no time for two more."""
-    clock = Clock(stopping.STARTED, 3.0)
-    monkeypatch.setattr(stopping, "BYTES_PER_SECOND", 1e30)
-    monkeypatch.setattr(Stop.__init__, "__defaults__", (None, clock))
+    clock = Clock(preemption.STARTED, 3.0)
+    monkeypatch.setattr(preemption, "BYTES_PER_SECOND", 1e30)
+    monkeypatch.setattr(StopRequest.__init__, "__defaults__", (None, clock))
     console = Console(record=True, width=1000)
     parts = run(tmp_path / "b", console, time_limit="0:00:40", save_every=100)
     assert "stopped after step 11 (--time-limit)" in console.export_text()
@@ -341,7 +341,7 @@ def test_a_run_with_a_time_limit(tmp_path, monkeypatch):
     ],
 )
 def test_times(text, value):
-    assert seconds(text) == value
+    assert parse_seconds(text) == value
 
 
 @pytest.mark.parametrize(
@@ -349,4 +349,4 @@ def test_times(text, value):
 )
 def test_no_times(text, tmp_path):
     with pytest.raises(UserError, match="--time-limit"):
-        seconds(text)
+        parse_seconds(text)

@@ -21,9 +21,9 @@ from xtrain.formats import manifest
 from xtrain.train import main
 from xtrain.training import checkpoint
 from xtrain.training import loop as train_module
-from xtrain.training.checkpoint_writer import Writer
+from xtrain.training.checkpoint_writer import CheckpointWriter
 from xtrain.training.run import Run
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -133,7 +133,7 @@ LOGS = ["metrics.jsonl", "timing.jsonl", "layers.jsonl", "samples.txt"]
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a link to itself"])
 def test_a_log_that_is_no_file(folder, name, kind):
     instead(folder / name, kind)
-    with pytest.raises(UserError, match=f"{name} is no file: move it away"):
+    with pytest.raises(UserError, match=f"{name} is not a file: move it away"):
         run(folder.parent, **KIND, resume=True)
     assert checkpoints(folder) == ["step-000003", "step-000006"]
 
@@ -207,7 +207,7 @@ def test_no_place_for_a_run(tmp_path, monkeypatch, capsys, out, more):
 @pytest.mark.parametrize("where", ["validate", "sample", "snapshot"])
 def test_a_signal_in_the_middle_of(stopped, tmp_path, monkeypatch, where, number):
     """What goes on is finished, then the step, then a checkpoint is written; and the run that goes on is the same."""
-    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     monkeypatch.setattr("xtrain.report.page.finish", lambda *_: None)
     work, sent = getattr(Run, where), []
 
@@ -246,13 +246,13 @@ def test_the_folder_goes_while_it_trains(tmp_path, monkeypatch, what):
 
 def test_the_folder_goes_before_the_first_checkpoint(tmp_path, monkeypatch):
     """It is not made again: the log of the run went with it."""
-    work = Writer._work
+    write = CheckpointWriter._write
 
     def late(self, *given):
         self.run.rename(tmp_path / "gone")
-        work(self, *given)
+        write(self, *given)
 
-    monkeypatch.setattr(Writer, "_work", late)
+    monkeypatch.setattr(CheckpointWriter, "_write", late)
     with pytest.raises(UserError, match="run cannot be written"):
         run(tmp_path, **KIND)
     assert not (tmp_path / "run").exists()
@@ -314,7 +314,7 @@ def test_a_run_that_was_made_while_the_text_was_read(tmp_path, monkeypatch):
     ours = run(tmp_path, **KIND | dict(name=None, seed=1))
     assert ours.name == "test-2" and len(checkpoints(tmp_path / "test")) == 3
     meanwhile(monkeypatch, lambda: run(tmp_path, **KIND), lambda: None)
-    with pytest.raises(UserError, match="is there already: add --resume"):
+    with pytest.raises(UserError, match="already exists: add --resume"):
         run(tmp_path, **KIND | dict(seed=1))
     assert_same_run(tmp_path / "run", tmp_path / "test")
 
@@ -404,7 +404,7 @@ def test_how_to_go_on(tmp_path):
     def ends(**more):
         said = Console(record=True, width=1000)
         run(tmp_path, said, **KIND | more)
-        return next((x.split("  ")[-1].strip() for x in said.export_text().splitlines() if "go on with" in x), "")  # fmt: skip
+        return next((x.split("  ")[-1].strip() for x in said.export_text().splitlines() if "continue this run" in x), "")  # fmt: skip
 
     assert ends(stop_at=3) == "the same command with --resume and another --stop-at than 3"
     assert ends(stop_at=3, resume=True) == "the same command with --resume and another --stop-at than 3"  # fmt: skip

@@ -9,9 +9,9 @@ from mpi4py import MPI
 from xtrain.parallel.ddp import ParallelConfig
 from xtrain.parallel.ranks import Ranks
 from xtrain.parallel.watchdog import Guard
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
-Logbook.picture = lambda self: (
+RunLog.picture = lambda self: (
     None
 )  # importing matplotlib takes as long as all the rest of a short run
 WORLD = MPI.COMM_WORLD

@@ -16,7 +16,7 @@ from xtrain.nn.optim import AdamW
 from xtrain.parallel.collectives import HostCollectives
 from xtrain.parallel.ddp import ParallelRun, buckets
 from xtrain.parallel.zero import ShardedAdamW
-from xtrain.training.loop import Run
+from xtrain.training.run import Run
 
 STAGES = ("naive", "flat", "overlap", "bucket")
 SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, max_seq_len=16)
@@ -32,8 +32,8 @@ def make_run(folder, ranks, batch=8, recompute="none", tied=False, some_ignored=
     model = Transformer(shape, 5, config.device, config.precision, recompute, world)
     run = ParallelRun(config, model, corpus, ranks) if ranks else Run(config, model, corpus)
     if some_ignored:  # a different number on every rank
-        take = run.loader.next_batch
-        run.loader.next_batch = lambda: ignore(*take())
+        next_batch = run.loader.next_batch
+        run.loader.next_batch = lambda: ignore(*next_batch())
     return run
 
 
@@ -45,11 +45,11 @@ def ten_steps(run):
     """-> losses and norms of 10 steps, all weights afterwards; the ranks are compared after each step."""
     numbers = []
     for _ in range(10):
-        loss, norm, _ = run.step()
-        loss, norm = (float(to_numpy(x)[0]) for x in (loss, norm))
+        result = run.step()
+        loss, norm = (float(to_numpy(x)[0]) for x in (result.loss, result.grad_norm))
         numbers.append([*run.ranks.total([loss]), norm])
         if run.ranks.world > 1:
-            run.check_ranks()
+            run.parallel.compare_weights(run.optimizer, run.done)
     if run.ranks.world > 1:
         if run.config.sharded:
             run.optimizer.restore()
@@ -151,9 +151,9 @@ def masters_exist_once(folder):
         Transformer(ModelConfig(**shape), 0, "sim", "bf16", world=2) for _ in range(2)
     )
     arena = sharded.arena
-    pieces = buckets(arena.n_decay, arena.grads.size, 2, 2000)
+    slices = buckets(arena.n_decay, arena.grads.size, 2, 2000)
     collectives = HostCollectives(ranks, arena)
-    optimizers = AdamW(plain, 1e-2), ShardedAdamW(sharded, collectives, pieces, lr=1e-2)
+    optimizers = AdamW(plain, 1e-2), ShardedAdamW(sharded, collectives, slices, lr=1e-2)
     assert arena.weights is None and optimizers[1].master.size == arena.grads.size // 2
     for step in range(2):
         gradients = np.random.default_rng(step).standard_normal(arena.grads.size, np.float32)
@@ -168,7 +168,7 @@ def masters_exist_once(folder):
         assert np.array_equal(optimizers[1].norms, norms)
         ranks.check_identical(optimizers[1].in_use(), step)
         if step == 0:  # a checkpoint
-            before, master = optimizers[1].whole(), optimizers[1].master
+            before, master = optimizers[1].gather_moments(), optimizers[1].master
             optimizers[1].restore()
             assert np.array_equal(arena.weights, plain.arena.weights)
             for (_, p), (_, q) in zip(sharded.storage(), plain.storage()):
@@ -216,14 +216,14 @@ def overlap_is_real(folder):
     seconds, messages = {}, {}
     for dp in ("none", "bucket", "overlap"):
         run = make_run(folder, ranks, dp=dp, bucket_mb=0.03, zero=0)
-        run.collectives.__class__ = SlowLink
+        run.parallel.collectives.__class__ = SlowLink
         run.step()
         times = []
         for _ in range(3):
             started = time.perf_counter()
             run.step()
             times.append(time.perf_counter() - started)
-        seconds[dp], messages[dp] = ranks.total([min(times)])[0] / 2, len(run.sync.pieces)
+        seconds[dp], messages[dp] = ranks.total([min(times)])[0] / 2, len(run.parallel.stage.slices)
     for op, backward in zip(products, fast):
         op.backward = staticmethod(backward)
     for dp in ("bucket", "overlap"):

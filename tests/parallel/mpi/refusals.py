@@ -27,8 +27,8 @@ BAD = [
     ({"lr": "nan"}, "--lr must be a positive number, got nan"),  # the ranks agree on it
     (
         {"lr": 1e30, "clip": 0, "warmup": 0, "max-skips": 2},
-        "2 steps in a row were skipped (--max-skips), at last step 3: the gradient norm is nan. First not "
-        "finite: rank 0: outside the layers, ResidualRMSNorm with model.norm.weight, backward (2048 NaN",
+        "2 steps in a row were skipped (--max-skips), the last at step 3: the gradient norm is nan. First "
+        "value that is not finite: rank 0: outside the layers, ResidualRMSNorm with model.norm.weight, backward (2048 NaN",
     ),
     (
         {"lr": 1e30, "clip": 0, "warmup": 0, "max-skips": 1, "dp": "none", "steps": 9},

@@ -72,7 +72,7 @@ def loaded_state(run, zero):
                 shape = checkpoint.huggingface.read_config(saved.folder).to_dict()
                 model = Transformer(ModelConfig(**shape), 9, "cpu", world=n)
                 again = ParallelRun(config, model, corpus, ranks)
-                again.load(saved)
+                again.parallel.load(saved, again.optimizer)
                 again.save(run.parent / config.name)
                 if ranks.rank == 0:
                     copy = run.parent / config.name / "checkpoints" / "step-000000"
@@ -142,7 +142,7 @@ def the_rank_is_named(folder):
                 ranks = some_ranks(2)
                 assert ranks is None or train_parallel(at, ranks, SILENT) is None
             except UserError as error:
-                assert "at last step 5" in str(error), error
+                assert "the last at step 5" in str(error), error
                 assert "rank 1: layer 0, Attention, forward (0 NaN and 1 infinite" in str(error), (
                     error
                 )
