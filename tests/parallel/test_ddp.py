@@ -296,7 +296,7 @@ def test_no_mpi4py(environment):
 @mpi
 def test_a_rank_that_fails_before_mpi(environment):
     """MPICH does not notice, and the others would wait in MPI_Init for ever."""
-    script = "from xtrain import communicator as c; c.START_SECONDS = 0.5; c.connect()"
+    script = "from xtrain.parallel import ranks as c; c.START_SECONDS = 0.5; c.connect()"
     job = start(environment, 1, sys.executable, "-c", script, ":", "-n", 1, "sh", "-c", "exit 3")
     code, _, err = finish(job, 30)
     assert code != 0 and ("_when_all_ranks_have_started" in err or "Exit code:    3" in err), err
