@@ -129,7 +129,7 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path):
     first = train(options(tmp_path, name=None, steps=2, stop_at=1))
     second = train(options(tmp_path, name=None, steps=2))
     assert (first.name, second.name) == ("tiny", "tiny-2")
-    with pytest.raises(UserError, match="there already"):
+    with pytest.raises(UserError, match="already exists"):
         train(options(tmp_path, name="tiny", steps=2))
 
 
