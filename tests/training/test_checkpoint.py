@@ -164,7 +164,7 @@ SMALL = xtrain.ModelConfig(vocab_size=11, dim=8, n_layers=1, n_heads=2, max_seq_
 
 
 def snapshot(model, optimizer, state):
-    return checkpoint.take(model, optimizer, state, None, HostCopies())
+    return checkpoint.snapshot(model, optimizer, state, None, HostCopies())
 
 
 @pytest.mark.parametrize("kind", ["a link to nowhere", "a pipe"])
@@ -202,7 +202,7 @@ def test_a_checkpoint_under_another_name(stopped, tmp_path):
     shutil.copytree(folder / "checkpoints/step-000008", folder / "checkpoints/step-000010")
     (folder / "checkpoints" / "step-notes").mkdir()
     assert checkpoint.newest(folder, said.append).step == 8
-    assert "is the checkpoint of step 8" in said[0]
+    assert "holds the checkpoint of step 8" in said[0]
 
 
 def test_from_a_damaged_checkpoint_the_run_ends_the_same(stopped, tmp_path):

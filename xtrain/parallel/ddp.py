@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from rich.console import Console
 
-from ..config import TrainConfig
+from ..config import ResolvedConfig, TrainConfig
 from ..data.dataset import Corpus
 from ..device import Array, resolve_device, synchronize
 from ..errors import UserError
@@ -127,7 +127,8 @@ class Overlap(NoSync):
     def __init__(self, model, collectives, slices, zero):
         super().__init__(model, collectives, slices, zero)
         self.choose_slices()
-        self.uses: Counter | None = None  # parameter -> additions to its gradient in one backward
+        # parameter -> additions to its gradient in one backward; empty before the first one
+        self.uses: Counter[Parameter] = Counter()
         self.slices_of: dict[Parameter, list[int]] = {}
         for _, p in model.storage():
             overlapping = [a < p.offset + p.size and p.offset < b for a, b in self.slices]
@@ -140,10 +141,10 @@ class Overlap(NoSync):
         self.start = self.collectives.all_reduce
 
     def backward(self, loss, last):
-        self.seen: Counter = Counter()  # parameter -> additions so far
+        self.seen: Counter[Parameter] = Counter()  # parameter -> additions so far
         # slice -> its parameters that are not complete
         self.incomplete = Counter(i for slices in self.slices_of.values() for i in slices)
-        self.sending = last and self.uses is not None
+        self.sending = last and bool(self.uses)
         self.additions_left = sum(self.uses.values()) if self.sending else 0
         loss.backward()
         if last:
@@ -307,12 +308,11 @@ class DataParallel(SingleDevice):
 class ParallelRun(Run):
     """A Run whose steps are divided among ranks. Only rank 0 samples and writes."""
 
-    config: ParallelConfig
-    ranks: Ranks
     parallel: DataParallel
 
     def make_parallel(self) -> DataParallel:
-        return DataParallel(self.config, self.model, self.ranks)
+        config, ranks = cast(ParallelConfig, self.config), cast(Ranks, self.ranks)
+        return DataParallel(config, self.model, ranks)
 
 
 # ----------------------------------------------------------------------------- the command line
@@ -340,12 +340,14 @@ def train_parallel(
     runs: list[Run] = []
     with contextlib.ExitStack() as stack:
 
-        def make_run(config: ParallelConfig, model: Transformer, corpus: Corpus, ranks: Ranks):
+        def make_run(
+            resolved: ResolvedConfig, model: Transformer, corpus: Corpus, ranks: Ranks
+        ) -> Run:
             hashes = {"text": corpus.sha256[:16], "tokenizer": corpus.tokenizer.sha256[:16]}
             ranks.check_same(
                 hashes, "the same --data and the same tokenizer (these are their sha256)"
             )
-            run = ParallelRun(config, model, corpus, ranks)
+            run = ParallelRun(resolved, model, corpus, ranks)
             # the same seed and libraries must have given the same weights
             run.parallel.compare_weights(run.optimizer, 0)
             step_in_progress = lambda: run.done + 1

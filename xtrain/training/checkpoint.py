@@ -39,7 +39,6 @@ from ..formats.manifest import (
 from ..formats.tensor_file import read_header, read_json, reading, write_safetensors
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
-from ..nn.optim import AdamW
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 LOGS = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")  # the files of a RunLog
@@ -205,7 +204,7 @@ def _best(past):
             loss = read_json(folder / STATE).get("val_loss")
             if isinstance(loss, float):
                 losses[folder] = loss
-    return min(losses, key=losses.get, default=None)
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 # ----------------------------------------------------------------------------- finding
@@ -260,8 +259,8 @@ def _open(folder):
 
 
 # ----------------------------------------------------------------------------- loading
-def load(saved: Saved, model: Transformer, optimizer: AdamW) -> None:
-    """Fill model and optimizer. Raises UserError if the files are damaged or belong to another model.
+def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
+    """Fill model and optimizer (AdamW, or any object with the moments m and v of the whole arena, and t). Raises UserError if the files are damaged or belong to another model.
 
     Names and shapes are checked first: if they do not fit, model and optimizer are unchanged.
     """

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from ..cli import Output
-from ..config import ModelConfig, TrainConfig, resolve
+from ..config import ModelConfig, ResolvedConfig, TrainConfig, resolve
 from ..data.dataset import Corpus, prepare
 from ..device import device_name, resolve_device, to_numpy
 from ..errors import UserError
@@ -180,7 +180,7 @@ def train(
     unless the run was asked to stop early.
     """
     output = Output()
-    console = console or Console(file=output, quiet=ranks.rank > 0)
+    console = console or Console(file=cast(IO[str], output), quiet=ranks.rank > 0)
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     warn = lambda text: say(f"[yellow]warning[/]: {escape(text)}")
     with (
@@ -193,28 +193,28 @@ def train(
         if config.tensorboard:
             summary_writer()  # raises if the package is missing
         name = config.name
-        config, shape = resolve(config, device == "gpu", ranks.world)
-        stack.enter_context(out_of_memory.explained(config, shape, device))
-        folder = ranks.first(lambda: run_folder.choose(config, name, warn))
-        config = run_folder.with_first_options(config, folder)
-        corpus = _read_text(config, ranks, console)
+        resolved, shape = resolve(config, device == "gpu", ranks.world)
+        stack.enter_context(out_of_memory.explained(resolved, shape, device))
+        folder = ranks.first(lambda: run_folder.choose(resolved, name, warn))
+        resolved = run_folder.with_first_options(resolved, folder)
+        corpus = _read_text(resolved, ranks, console)
         shape["vocab_size"] = corpus.vocab_size
-        model = _make_model(config, shape, corpus, folder.saved, device, ranks.world)
-        run = make_run(config, model, corpus, ranks)
-        corpus.val_batches(1, config.micro_batch, config.seq_len)  # raises if there is too little text
-        folder = ranks.first(lambda: run_folder.claim(folder, config, name, warn, stack))
+        model = _make_model(resolved, shape, corpus, folder.saved, device, ranks.world)
+        run = make_run(resolved, model, corpus, ranks)
+        corpus.val_batches(1, resolved.micro_batch, resolved.seq_len)  # raises if there is too little text
+        folder = ranks.first(lambda: run_folder.claim(folder, resolved, name, warn, stack))
         path, saved = folder.path, folder.saved
         _introduce(console, path, run, device)
         if saved:
             run.resume(saved, warn)
             say(f"resumed from {escape(str(saved.folder))}")
         ranks.first(
-            lambda: run_folder.write_config(path, config, run.model.config, corpus, device)
+            lambda: run_folder.write_config(path, resolved, run.model.config, corpus, device)
         )
         log: RunLog | NullRunLog = NullRunLog()
         if ranks.rank == 0:
-            log = RunLog(path, config, saved.state if saved else {}, console)
-        with log, CheckpointWriter(path, config.keep, warn) as writer:
+            log = RunLog(path, resolved, saved.state if saved else {}, console)
+        with log, CheckpointWriter(path, resolved.keep, warn) as writer:
             Loop(run, log, stop, writer)()
         run.rest()
         # All ranks wait for the report: a signal would end a rank that has already left, and with it the job
@@ -236,7 +236,7 @@ def _introduce(console: Console, path: Path, run: Run, device: str) -> None:
     console.print(parameter_table(model))
 
 
-def _read_text(config: TrainConfig, ranks: SingleProcess, console: Console) -> Corpus:
+def _read_text(config: ResolvedConfig, ranks: SingleProcess, console: Console) -> Corpus:
     """Read and tokenize the text, on rank 0 first: the others read its cache."""
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("reading the text", total=1)
@@ -248,7 +248,7 @@ def _read_text(config: TrainConfig, ranks: SingleProcess, console: Console) -> C
 
 
 def _make_model(
-    config: TrainConfig,
+    config: ResolvedConfig,
     shape: dict[str, Any],
     corpus: Corpus,
     saved: Saved | None,

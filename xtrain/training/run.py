@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import RESUME_KEYS, SHAPES, TrainConfig
+from ..config import RESUME_KEYS, SHAPES, ResolvedConfig
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, to_device, to_numpy
 from ..errors import UserError
@@ -53,7 +53,7 @@ class Run:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: ResolvedConfig,
         model: Transformer,
         corpus: Corpus,
         ranks: SingleProcess = SINGLE_PROCESS,
@@ -115,7 +115,7 @@ class Run:
             inv_count = count_targets(targets.reshape(-1))
         self.model.zero_grad()
         losses = []
-        for rows, last in self.micro_batches(len(ids)):
+        for rows, last in self.micro_batches(ids.shape[0]):
             self.phase_timer.begin("forward")
             loss = self.model.loss(ids[rows], targets[rows], inv_count)
             self.phase_timer.begin("backward")
@@ -307,7 +307,7 @@ class Run:
         if inv_count is None:
             inv_count = count_targets(targets.reshape(-1))
         self.model.zero_grad()
-        for rows, _ in self.micro_batches(len(ids)):
+        for rows, _ in self.micro_batches(ids.shape[0]):
             loss = self.model.loss(ids[rows], targets[rows], inv_count)
             self.parallel.backward(loss, last=False)
 

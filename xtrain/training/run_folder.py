@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ModelConfig, TrainConfig
+from ..config import ModelConfig, ResolvedConfig
 from ..data.dataset import Corpus
 from ..device import device_name
 from ..errors import UserError
@@ -35,12 +35,12 @@ class RunFolder:
     first_options: dict[str, Any] = field(default_factory=dict)
 
 
-def choose(config: TrainConfig, name: str | None, warn: Callable[[str], None]) -> RunFolder:
+def choose(config: ResolvedConfig, name: str | None, warn: Callable[[str], None]) -> RunFolder:
     """The folder that --out, --name and --resume mean. name: --name as given; None: the first free name is chosen.
 
     Raises UserError if the folder of a given name is taken, or holds no checkpoint to resume from.
     """
-    path = first = Path(config.out) / str(config.name)
+    path = first = Path(config.out) / config.name
     if config.resume:
         while name is None and _contents(_next_path(path, first)):
             path = _next_path(path, first)
@@ -61,7 +61,7 @@ def choose(config: TrainConfig, name: str | None, warn: Callable[[str], None]) -
 
 def claim(
     folder: RunFolder,
-    config: TrainConfig,
+    config: ResolvedConfig,
     name: str | None,
     warn: Callable[[str], None],
     stack: contextlib.ExitStack,
@@ -78,7 +78,7 @@ def claim(
             raise UserError(f"{before.saved.folder} is gone: start again")
 
 
-def with_first_options(config: TrainConfig, folder: RunFolder) -> TrainConfig:
+def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedConfig:
     """On --resume, take shape, weights and tokenizer from the checkpoint: the folder of --init may be gone."""
     if folder.saved is None:
         return config
@@ -89,7 +89,7 @@ def with_first_options(config: TrainConfig, folder: RunFolder) -> TrainConfig:
 
 
 def write_config(
-    folder: Path, config: TrainConfig, model: ModelConfig, corpus: Corpus, device: str
+    folder: Path, config: ResolvedConfig, model: ModelConfig, corpus: Corpus, device: str
 ) -> None:
     """Write config.json: options, shape, text, machine and versions. Raises UserError."""
     import numba

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..config import TrainConfig
+from ..config import ResolvedConfig
 from ..errors import UserError
 from ..files import FULL, Journal, cannot_write, write_whole
 from ..formats.tensor_file import reading
@@ -54,8 +54,10 @@ class RunLog:
     state: state.json of the checkpoint that the run resumes from, {} for a new run. Later steps are cut off the log files.
     """
 
-    def __init__(self, folder: Path, config: TrainConfig, state: dict[str, Any], console: Console):
-        self.folder, self.steps, self.console = folder, config.steps or 0, console
+    def __init__(
+        self, folder: Path, config: ResolvedConfig, state: dict[str, Any], console: Console
+    ):
+        self.folder, self.steps, self.console = folder, config.steps, console
         for path in (folder / name for name in LOGS):
             if os.path.lexists(path) and not path.is_file():  # opening a pipe would block for ever
                 raise UserError(f"{path} is not a file: move it away")
@@ -104,7 +106,7 @@ class RunLog:
     def step(self, numbers: StepNumbers, timing: dict[str, Any]) -> None:
         """Log one step. timing: the fields of its line in timing.jsonl."""
         n = numbers
-        metrics = {"step": n.step, "loss": n.loss, "grad_norm": n.grad_norm, "lr": n.lr}
+        metrics: dict[str, Any] = {"step": n.step, "loss": n.loss, "grad_norm": n.grad_norm, "lr": n.lr}
         if n.skipped:
             metrics["skipped"] = n.skipped
             self.warn(f"step {n.step} is skipped: {n.skipped}")
