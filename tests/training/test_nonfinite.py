@@ -207,9 +207,9 @@ def test_the_parameter_is_named():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", ml_dtypes.bfloat16])
 def test_count(dtype, monkeypatch):
-    from xtrain.training import nonfinite as health
+    from xtrain.training import nonfinite
 
-    monkeypatch.setattr(health, "PIECE", 7)
+    monkeypatch.setattr(nonfinite, "CHUNK", 7)
     x = normal(0, 5, 8).astype(dtype)
     x[0, 0] = np.finfo(np.float32).max if dtype != ml_dtypes.bfloat16 else 3e38
     assert count_nonfinite(to_device(x, DEVICE)) is None
@@ -311,7 +311,9 @@ def test_after_max_skips_the_run_stops(tmp_path, kind, every):
     assert text.startswith(
         "3 steps in a row were skipped (--max-skips), the last at step 6: the loss is nan."
     )
-    assert "First value that is not finite: every result is finite when the step is repeated" in text
+    assert (
+        "First value that is not finite: every result is finite when the step is repeated" in text
+    )
     saved = Transformer.from_pretrained(good / "checkpoints" / "step-000003")
     bad = dict(made[-1].model.named_parameters())
     for name, tensor in saved.named_parameters():

@@ -260,8 +260,9 @@ def _open(folder):
 
 # ----------------------------------------------------------------------------- loading
 def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
-    """Fill model and optimizer (AdamW, or any object with the moments m and v of the whole arena, and t). Raises UserError if the files are damaged or belong to another model.
+    """Fill model and optimizer. Raises UserError if the files are damaged or belong to another model.
 
+    optimizer: AdamW, or any object with the moments m and v of the whole arena, and t.
     Names and shapes are checked first: if they do not fit, model and optimizer are unchanged.
     """
     path, moments = saved.folder / OPTIMIZER, {"m": optimizer.m, "v": optimizer.v}

@@ -201,7 +201,9 @@ def train(
         shape["vocab_size"] = corpus.vocab_size
         model = _make_model(resolved, shape, corpus, folder.saved, device, ranks.world)
         run = make_run(resolved, model, corpus, ranks)
-        corpus.val_batches(1, resolved.micro_batch, resolved.seq_len)  # raises if there is too little text
+        corpus.val_batches(
+            1, resolved.micro_batch, resolved.seq_len
+        )  # raises if there is too little text
         folder = ranks.first(lambda: run_folder.claim(folder, resolved, name, warn, stack))
         path, saved = folder.path, folder.saved
         _introduce(console, path, run, device)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -188,7 +188,7 @@ class Run:
         """The prompt continued with temperature 0.8, top-k 50."""
         c, tokenizer = self.config, self.corpus.tokenizer
         longest = self.model.config.max_seq_len
-        prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [tokenizer.eot_id]
+        prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [cast(int, tokenizer.eot_id)]
         new = min(c.sample_tokens, longest - len(prompt))
         ids = self.model.generate(np.array(prompt), new, temperature=0.8, top_k=50, seed=c.seed)
         return tokenizer.decode(ids.tolist())
@@ -253,7 +253,9 @@ class Run:
         self._refuse_changes(saved, changed)
         self.parallel.load(saved, self.optimizer)
         if changed.keys() & {"data", "tokenizer", "seq_len", "seed"}:
-            warn("the text or its division into sequences has changed: reading restarts at its beginning")
+            warn(
+                "the text or its division into sequences has changed: reading restarts at its beginning"
+            )
         else:
             self.loader.load_state_dict(saved.state["loader"])
         self.done = saved.step

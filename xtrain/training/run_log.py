@@ -1,16 +1,16 @@
 """What a run prints on the terminal and writes into its folder, runs/NAME.
 
-    config.json     the resolved options, the model's shape, the corpus (size, hash), versions, machine
-    metrics.jsonl   reproducible numbers only: step, loss, grad_norm, lr; at validations val_loss, val_bpb. A value that is
-                    not finite is null; "skipped" says why a step changed nothing, "spike" by how many standard deviations
-                    a loss exceeds the ones before it
-    layers.jsonl    gradient norm of each layer, before clipping, about 100 times in a run; reproducible too
-    timing.jsonl    tokens per second, MFU (flops.py), milliseconds per step and phase (phase_timer.py), peak memory;
-                    different in every run
-    samples.txt     generated text
-    loss.png        the loss curve
-    sentence.json   a held-out sentence with the model's predictions, written at the end
-    report.html     all of this on one page (xtrain/report)
+config.json     the resolved options, the model's shape, the corpus (size, hash), versions, machine
+metrics.jsonl   reproducible numbers only: step, loss, grad_norm, lr; at validations val_loss, val_bpb. A value that is
+                not finite is null; "skipped" says why a step changed nothing, "spike" by how many standard deviations
+                a loss exceeds the ones before it
+layers.jsonl    gradient norm of each layer, before clipping, about 100 times in a run; reproducible too
+timing.jsonl    tokens per second, MFU (flops.py), milliseconds per step and phase (phase_timer.py), peak memory;
+                different in every run
+samples.txt     generated text
+loss.png        the loss curve
+sentence.json   a held-out sentence with the model's predictions, written at the end
+report.html     all of this on one page (xtrain/report)
 """
 
 import json
@@ -106,7 +106,12 @@ class RunLog:
     def step(self, numbers: StepNumbers, timing: dict[str, Any]) -> None:
         """Log one step. timing: the fields of its line in timing.jsonl."""
         n = numbers
-        metrics: dict[str, Any] = {"step": n.step, "loss": n.loss, "grad_norm": n.grad_norm, "lr": n.lr}
+        metrics: dict[str, Any] = {
+            "step": n.step,
+            "loss": n.loss,
+            "grad_norm": n.grad_norm,
+            "lr": n.lr,
+        }
         if n.skipped:
             metrics["skipped"] = n.skipped
             self.warn(f"step {n.step} is skipped: {n.skipped}")
