@@ -195,16 +195,14 @@ class TrainConfig:
     name: str | None = None  # the run is written to OUT/NAME; none: the preset's name
     out: str = "runs"  # folder for all runs
     steps: int | None = None  # optimizer steps; none: the preset's
-    batch: int | None = (
-        None  # sequences per optimizer step, summed over all ranks; none: the preset's
-    )
+    # sequences per optimizer step, summed over all ranks; none: the preset's
+    batch: int | None = None
     # sequences per forward pass on each rank; none: its whole share of the batch
     micro_batch: int | None = None
     seq_len: int | None = None  # T, tokens per sequence; none: the preset's
     lr: float | None = None  # peak learning rate; none: the preset's
-    min_lr_ratio: float = (
-        0.1  # final learning rate of the cosine schedule, as a fraction of the peak
-    )
+    # final learning rate of the cosine schedule, as a fraction of the peak
+    min_lr_ratio: float = 0.1
     warmup: int | None = None  # steps of linear warm-up; none: the preset's
     weight_decay: float = 0.1  # decoupled weight decay of matrices; norms have none
     beta1: float = 0.9  # AdamW: decay of the running mean of the gradient
@@ -244,9 +242,8 @@ class TrainConfig:
     max_skips: int = 10
     # warn of a loss this many standard deviations above the mean of the last 50; 0: never
     spike_z: float = 6.0
-    tensorboard: bool = (
-        False  # also log for TensorBoard, in the run's folder (needs the package tensorboardX)
-    )
+    # also log for TensorBoard, in the run's folder (needs the package tensorboardX)
+    tensorboard: bool = False
     debug: bool = False  # synchronize after every kernel and name the one that failed
 
     def validate(self) -> None:
@@ -295,13 +292,8 @@ class TrainConfig:
         )
 
     def _check_words(self):
-        known = {
-            *RESUME_KEYS,
-            "data",
-            "tokenizer",
-            "variation",
-            *(f.name for f in fields(ModelConfig)),
-        }
+        shape = (f.name for f in fields(ModelConfig))
+        known = {*RESUME_KEYS, "data", "tokenizer", "variation", *shape}
         for name in self.allow_change:
             _need(
                 name.replace("-", "_") in known,

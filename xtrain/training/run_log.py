@@ -106,12 +106,8 @@ class RunLog:
     def step(self, numbers: StepNumbers, timing: dict[str, Any]) -> None:
         """Log one step. timing: the fields of its line in timing.jsonl."""
         n = numbers
-        metrics: dict[str, Any] = {
-            "step": n.step,
-            "loss": n.loss,
-            "grad_norm": n.grad_norm,
-            "lr": n.lr,
-        }
+        metrics: dict[str, Any] = {"step": n.step, "loss": n.loss}
+        metrics |= {"grad_norm": n.grad_norm, "lr": n.lr}
         if n.skipped:
             metrics["skipped"] = n.skipped
             self.warn(f"step {n.step} is skipped: {n.skipped}")
