@@ -35,7 +35,7 @@ class World:
         self.rngs = [np.random.default_rng([seed, rank]) for rank in range(size)]
 
     def ranks(self, rank):
-        def everybody(thing):
+        def gather(thing):
             self.slots[rank] = thing
             self.barrier.wait()
             found = list(self.slots)
@@ -43,7 +43,7 @@ class World:
             return found
 
         return SimpleNamespace(
-            rank=rank, world=self.size, everybody=everybody, total=lambda x: everybody(x)
+            rank=rank, world=self.size, gather=gather, total=lambda x: gather(x)
         )
 
 
@@ -231,7 +231,7 @@ def test_the_test_sees_a_broken_protocol(fake_gpu, monkeypatch, broken):
 def test_where_copies_cannot_be_had(monkeypatch):
     def ranks(local_world, world, mine=0):
         return SimpleNamespace(
-            local=mine, local_world=local_world, world=world, everybody=lambda x: [x] * world
+            local=mine, local_world=local_world, world=world, gather=lambda x: [x] * world
         )
 
     def gpus(count, connected=True):
