@@ -235,9 +235,7 @@ def test_one_rank_is_train(environment, tmp_path):
         assert (tmp_path / "a/run" / name).read_bytes() == (tmp_path / "b/run" / name).read_bytes()
 
 
-VERSION = (
-    "import xtrain, sys; xtrain.__version__ = '9'; from xtrain.ddp import main; sys.exit(main())"
-)
+VERSION = "import sys, xtrain.version; xtrain.version.VERSION = '9'; from xtrain.ddp import main; sys.exit(main())"
 WRONG = {
     "another option": ([*MODULE, "--lr=0.1"], "rank 1 has --lr 0.1, rank 0 has None"),
     "another version": ([sys.executable, "-c", VERSION], "rank 1 has xtrain 9, rank 0 has 0.1.0"),

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from rich.console import Console
 
+from .. import version
 from ..config import ResolvedConfig, TrainConfig
 from ..data.dataset import Corpus
 from ..device import Array, resolve_device, synchronize
@@ -365,11 +366,13 @@ def train_parallel(
 
 def check_ranks_agree(config: ParallelConfig, ranks: Ranks) -> None:
     """Raises UserError, on every rank, if versions, options or kinds of device differ."""
-    from .. import __version__
-
     options = {f"--{key.replace('_', '-')}": value for key, value in asdict(config).items()}
     options["--device"] = resolve_device(config.device)
-    versions = {"xtrain": __version__, "numpy": np.__version__, "Python": platform.python_version()}
+    versions = {
+        "xtrain": version.VERSION,
+        "numpy": np.__version__,
+        "Python": platform.python_version(),
+    }
     ranks.check_same(versions | options, "the same version and the same options")
 
 

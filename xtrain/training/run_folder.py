@@ -17,6 +17,7 @@ from ..device import device_name
 from ..errors import UserError
 from ..files import Busy, cannot_write, locked, write_whole
 from ..formats.tensor_file import read_json
+from ..version import VERSION
 from . import checkpoint
 from .checkpoint import Saved
 
@@ -94,8 +95,6 @@ def write_config(
     """Write config.json: options, shape, text, machine and versions. Raises UserError."""
     import numba
 
-    from .. import __version__
-
     record = {
         "train": asdict(config),
         "model": model.to_dict(),
@@ -106,7 +105,7 @@ def write_config(
         },
         "machine": {"device": device_name(device), "system": platform.platform()},
         "versions": {
-            "xtrain": __version__, "python": platform.python_version(),
+            "xtrain": VERSION, "python": platform.python_version(),
             "numpy": np.__version__, "numba": numba.__version__,
         },
     }  # fmt: skip
