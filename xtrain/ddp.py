@@ -35,7 +35,7 @@ from .parallel.ddp import ParallelConfig, train_parallel
 from .parallel.ranks import connect
 from .parallel.watchdog import Guard
 from .report import page
-from .training.single_process import SINGLE_PROCESS
+from .training.single_process import SINGLE_PROCESS, SingleProcess
 
 # environment variables in which launchers pass a process's rank on its machine
 LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     return guard.code
 
 
-def _parse(arguments, ranks):
+def _parse(arguments: list[str] | None, ranks: SingleProcess) -> tuple[ParallelConfig | None, int]:
     """-> (config, 0), or (None, exit code) on every rank if any cannot parse its options. Rank 0 prints the first error."""
     config: ParallelConfig | None = None
     code: Any = 0

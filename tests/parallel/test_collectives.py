@@ -1,4 +1,4 @@
-"""Which library, which GPU, what NCCL is asked for: all without them. With MPI: tests/test_ddp.py."""
+"""Choice of library and GPU, and the calls to NCCL, all without them. With MPI: test_ddp.py."""
 
 import sys
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ class Address(np.ndarray):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_what_nccl_is_asked_for(monkeypatch, bf16):
-    """Which bytes, how many numbers of which type, on which stream, after which events."""
+    """Addresses, counts, types, streams and events of every call."""
     asked, order = [], []
 
     class Stream:

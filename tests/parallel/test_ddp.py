@@ -1,4 +1,4 @@
-"""Several ranks. What needs them runs in tests/mpi/*.py under mpirun: few starts, many checks in each."""
+"""Several ranks. Checks that need them are in mpi/*.py and run under mpirun: few starts, many checks in each."""
 
 import importlib.util
 import itertools
@@ -26,7 +26,7 @@ TEXT = HERE.parent / "data" / "grammar.txt"
 
 
 def find_mpirun():
-    """-> the mpirun of this Python's environment, or the one on PATH; None, and why."""
+    """-> (mpirun of this Python's environment or from PATH, or None; the reason for None)"""
     if importlib.util.find_spec("mpi4py") is None:
         return None, "mpi4py is not installed"
     mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
@@ -132,7 +132,7 @@ FAULTS += [(2, "stuck collective"), (2, "frozen step"), (4, "raise collective"),
 @mpi
 @pytest.mark.parametrize("n, what", FAULTS)
 def test_one_rank_fails(n, what, environment, tmp_path):
-    """All ranks end within seconds, not with 0; stderr says who, when and where; the last checkpoint is whole."""
+    """All ranks end within seconds, not with 0; stderr names the rank, the step and the place; the last checkpoint is complete."""
     fault, place = what.split()
     ranks = {2: (0, 1), 4: (2,)}[n]
     jobs = []
@@ -293,7 +293,7 @@ def test_no_mpi4py(environment):
 
 @mpi
 def test_a_rank_that_fails_before_mpi(environment):
-    """MPICH does not notice, and the others would wait in MPI_Init for ever."""
+    """MPICH does not notice, so the other ranks would wait in MPI_Init for ever."""
     script = "from xtrain.parallel import ranks as c; c.START_SECONDS = 0.5; c.connect()"
     job = start(environment, 1, sys.executable, "-c", script, ":", "-n", 1, "sh", "-c", "exit 3")
     code, _, err = finish(job, 30)
@@ -324,7 +324,7 @@ def test_buckets(world, nbytes):
 
 
 class Journal:
-    """Collectives that note what is asked of them, and what the gradients are at that moment."""
+    """Collectives that record their calls, and the gradients at the time of each."""
 
     def __init__(self, grads):
         self.grads, self.events, self.then, self.idle = grads, [], {}, []

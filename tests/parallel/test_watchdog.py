@@ -1,4 +1,4 @@
-"""When a rank counts as hanging. That all end when one does: tests/test_ddp.py."""
+"""When a rank counts as hanging. test_ddp.py checks that all ranks end when one hangs."""
 
 import time
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def test_a_watchdog_looks_from_the_first_beat_until_it_rests(monkeypatch):
 
 
 def test_waiting_for_a_checkpoint_is_progress():
-    """Many a beat while it is written, so that a short --watchdog does not take it for a hang."""
+    """The run beats while a checkpoint is written, so a short --watchdog does not report a hang."""
     beats, until = [], time.monotonic() + 0.5
 
     def busy(seconds):

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: every op is made to give NaN and infinity, forward and backward, and is named."""
+"""NaN and infinity in training: every op is made to return them, forward and backward, and must be named."""
 
 import contextlib
 import functools
@@ -52,7 +52,7 @@ def transformer(precision="fp32", recompute="none", tied=False):
 
 
 class Zoo(Module):
-    """A layer of the ops that the Transformer does not use."""
+    """A layer with the ops that the Transformer does not use."""
 
     def __init__(self):
         self.weight = Parameter((8,), None)
@@ -69,7 +69,7 @@ class Zoo(Module):
 
 
 class Layers:
-    """What watch_ops asks for, unseen by Module."""
+    """The interface that watch_ops needs, hidden from Module."""
 
     def __init__(self, layers):
         self.layers = layers
@@ -101,7 +101,7 @@ def menagerie():
 
 # ----------------------------------------------------------------------------- faults
 def put(result, value):
-    """value becomes the first element of the first array of floating point numbers in a result."""
+    """Set the first element of the first floating-point array in a result to `value`. -> was there one?"""
     for x in result if isinstance(result, tuple) else (result,):
         if hasattr(x, "dtype") and x.dtype.name in ("float32", "bfloat16", "float64") and x.size:
             first = (0,) * x.ndim  # of x itself, which need not be contiguous
@@ -115,7 +115,7 @@ def put(result, value):
 
 @contextlib.contextmanager
 def wrapped_ops(around):
-    """around(cls, way, result) is called after every op."""
+    """Call around(cls, way, result) after every op."""
 
     def call(cls, way, original, ctx, *args):
         result = original(ctx, *args)
@@ -131,7 +131,7 @@ def wrapped_ops(around):
 
 
 def events(model, step):
-    """Every op of a step: (layer, op, way)"""
+    """-> every op of a step: (layer, op, way)"""
     seen = []
 
     def look(op, way, layer, given, results):
@@ -223,7 +223,7 @@ def test_count(dtype, monkeypatch):
 # ----------------------------------------------------------------------------- in a run
 @contextlib.contextmanager
 def poisoned(cls, way, steps, value, in_replay=True):
-    """In these steps an op's first float32 result is poisoned, in a captured step as well: what is added is in an array."""
+    """Add `value` to an op's first float32 result in these steps. It comes from an array, so this works in a captured step too."""
     poison = to_device(np.zeros(1, np.float32), DEVICE)
     step = Run.step
 
@@ -260,7 +260,7 @@ KINDS = [dict(precision="bf16"), dict(precision="bf16", graph=False), dict()] if
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("cls, way", FORWARD_BACKWARD)
 def test_a_bad_step_changes_nothing_but_the_count(tmp_path, cls, way, value, kind):
-    """Also where the loss alone is infinite and every gradient is fine. Then training goes on."""
+    """Also if only the loss is infinite and every gradient is finite. Training then continues."""
     seen = {}
 
     def note(self, log_lengths):
@@ -288,7 +288,7 @@ def test_a_bad_step_changes_nothing_but_the_count(tmp_path, cls, way, value, kin
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_after_max_skips_the_run_stops(tmp_path, kind, every):
-    """The weights are as the first bad step met them, however late the numbers were read: here after ten steps."""
+    """The weights are those before the first skipped step, however late the numbers are read: here after up to ten steps."""
     made = []
     init, loop = Run.__init__, Loop.__init__
 
@@ -326,7 +326,7 @@ def test_after_max_skips_the_run_stops(tmp_path, kind, every):
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("cls", sorted({op for _, op, _ in events(*transformer())}))
 def test_a_run_names_the_op(tmp_path, cls, way, value):
-    """From step 3 on the second call of an op goes wrong (the first, if there is one only)."""
+    """From step 3 on, the first call of an op in a step goes wrong (with attention: every call)."""
     now, calls = [0], []
     step = Run.step
 
@@ -353,7 +353,7 @@ def test_a_run_names_the_op(tmp_path, cls, way, value):
 
 
 def test_a_run_with_skips_resumes_exactly(tmp_path):
-    """The number of skips in a row is saved: the third one stops the run, wherever it was interrupted."""
+    """The number of skipped steps in a row is saved: the third one stops the run, wherever it was interrupted."""
     steps = (4, 5, 9, 10, 11)
     with poisoned(F.Embedding, "forward", steps, np.nan):
         whole, parts = tmp_path / "a", tmp_path / "b"
@@ -396,7 +396,7 @@ def test_spike():
 
 
 def test_a_spike_is_flagged_in_a_run(tmp_path, monkeypatch):
-    """At step 25 the batch is noise. The flag is the same after a resume."""
+    """At step 25 the batch is noise. A resumed run reports the same spike."""
     train_step = Run.train_step
 
     def noisy(self, ids, targets, hyper):

@@ -1,4 +1,4 @@
-"""A run that was stopped and goes on is the run that was never stopped, byte for byte: logs, samples, checkpoints."""
+"""A run that is stopped and resumed equals one that was never stopped, byte for byte: logs, samples, checkpoints."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ from xtrain.training.run_log import RunLog
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(RunLog, "picture", lambda self: None)  # as slow as all the rest
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)  # as slow as everything else
 
 
 PRECISIONS = ["fp32", "bf16"] if GPU else ["fp32"]
@@ -37,7 +37,7 @@ GRAPHS = [True, False] if GPU else [True]
     "recompute, micro_batch", [("none", 4), ("none", 2), ("attention", 4), ("block", 2)]
 )
 def test_resume_is_exact(tmp_path, precision, graph, recompute, micro_batch):
-    """Stopped at steps where nothing else is due: neither validation nor sample of these leave a trace."""
+    """Stopped at steps where nothing else is due: the stop adds neither a validation nor a sample."""
     kind = dict(
         precision=precision, graph=graph, recompute=recompute, micro_batch=micro_batch, eval_every=6,
         sample_every=8, save_every=9,
@@ -53,7 +53,7 @@ def test_resume_is_exact(tmp_path, precision, graph, recompute, micro_batch):
 
 
 def test_fifty_steps_twice(tmp_path):
-    """Two runs from one seed, on a GPU in bf16 with the graph."""
+    """Two runs with the same seed; on a GPU in bf16 with a CUDA graph."""
     kind = dict(steps=50, precision="bf16" if GPU else "fp32", save_every=50, eval_every=20)
     a, b = (run(tmp_path / name, **kind) for name in "ab")
     assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
@@ -63,7 +63,7 @@ def test_fifty_steps_twice(tmp_path):
 
 
 def test_what_came_after_the_checkpoint_is_forgotten(tmp_path):
-    """As if killed at step 17, in the middle of a line, with samples and numbers that will be made again."""
+    """As if killed at step 17 in the middle of a line: later samples and numbers are made again."""
     kind = dict(sample_every=4, eval_every=5)
     whole = run(tmp_path / "a", **kind)
     parts = run(tmp_path / "b", **kind, stop_at=17)
@@ -77,7 +77,7 @@ def test_what_came_after_the_checkpoint_is_forgotten(tmp_path):
 
 @pytest.mark.parametrize("damage", ["end", "middle", "all"])
 def test_a_log_that_lost_lines_is_told(tmp_path, damage):
-    """What can be read of it is kept."""
+    """Readable lines are kept."""
     folder = run(tmp_path, stop_at=10)
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     bad = b'["no", "record"]\n' + b"\xff\0{\n" + b"3\n"
@@ -237,7 +237,7 @@ def test_before_the_first_step_any_signal_ends_it(tmp_path, monkeypatch, capsys)
 
 
 def test_the_command_line_ends_with_0(tmp_path):
-    """A real process, a real SIGTERM; and then to the end."""
+    """A real process and a real SIGTERM."""
     small = [
         "--preset=tiny",
         "--vocab-size=300",
@@ -286,7 +286,7 @@ def test_the_clock_of_the_time_limit_begins_with_the_process():
 
 
 class Clock:
-    """Each look at it is so many seconds later."""
+    """Every call returns a time `tick` seconds later."""
 
     def __init__(self, start, tick):
         self.now, self.tick = start, tick
@@ -300,7 +300,7 @@ class Clock:
     "limit, save, expected", [(100, 0, 95), (100, 20, 55), (10, 0, 5), (1, 0, 1)]
 )
 def test_time_limit(monkeypatch, limit, save, expected):
-    """A step takes 1 s; there must be time for another one and a checkpoint, twice over, and for the end."""
+    """A step takes 1 s; there must be time for twice another step and a checkpoint, and for the exit."""
     monkeypatch.setattr(preemption, "STARTED", 1000.0)  # a whole number: the sums are exact
     stop = StopRequest(limit, Clock(preemption.STARTED, 1.0))
     stop.begin(save * preemption.BYTES_PER_SECOND)
@@ -319,7 +319,7 @@ def test_a_slow_checkpoint_is_counted(monkeypatch):
 
 
 def test_a_run_with_a_time_limit(tmp_path, monkeypatch):
-    """Every look at the clock takes it on by 3 s: after 11 steps there is no time for two more."""
+    """Every reading of the clock is 3 s later: after 11 steps there is no time for two more."""
     clock = Clock(preemption.STARTED, 3.0)
     monkeypatch.setattr(preemption, "BYTES_PER_SECOND", 1e30)
     monkeypatch.setattr(StopRequest.__init__, "__defaults__", (None, clock))

@@ -1,4 +1,4 @@
-"""Whole runs: files, golden losses, exact resume, and a clear sentence for everything that can go wrong."""
+"""Whole runs: files, golden losses, exact resume, and a clear message for every error of the user."""
 
 import json
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_the_checkpoint_is_a_model(tmp_path):
 
 
 def test_micro_batches_add_up(tmp_path):
-    """Training as well as validation: both go by --batch."""
+    """In training and in validation: both use batches of --batch sequences."""
     losses = [
         [
             m.get("loss", m.get("val_loss"))

@@ -238,7 +238,7 @@ class DataParallel(SingleDevice):
         return super().clip(optimizer, max_norm)
 
     def gather_norm_and_loss(self, norm: Array, loss: Array) -> tuple[Array, Array]:
-        if self.config.dp == "none":  # each rank has a norm of its own
+        if self.config.dp == "none":  # every rank has a different norm
             norm = self.collectives.gather_1(norm)
             self.collectives.join()
         return norm, self.all_losses

@@ -23,7 +23,7 @@ SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim
 
 
 def make_run(folder, ranks, batch=8, recompute="none", tied=False, some_ignored=False, **more):
-    """A run of a small model; ranks None: of the one process. more: options."""
+    """A run of a small model. ranks None: a single process.  more: options."""
     world = ranks.world if ranks else 1
     micro = more.pop("micro_batch", batch // world)
     config = options(folder, batch=batch, micro_batch=micro, **more)
@@ -42,7 +42,7 @@ def ignore(ids, targets):
 
 
 def ten_steps(run):
-    """-> losses and norms of 10 steps, all weights afterwards; the ranks are compared after each step."""
+    """-> losses and norms of 10 steps, the final weights. The ranks are compared after each step."""
     numbers = []
     for _ in range(10):
         result = run.step()
@@ -58,7 +58,7 @@ def ten_steps(run):
 
 
 def compare(folder, worlds, variants, **kind):
-    """-> {(world, variant): weights}. Losses of every world and variant are those of one rank."""
+    """-> {(world, variant): weights}. The losses of every world and variant must equal those of one rank."""
     found, expected = {}, None
     for n in worlds:
         ranks = some_ranks(n)
@@ -104,7 +104,7 @@ def tied_embeddings_recompute_and_ignored_targets(folder):
 
 
 def three_ranks(folder):
-    """No power of two: the arena is padded for them."""
+    """Not a power of two, so the arena is padded."""
     compare(folder, (3,), {"bucket 1": dict(zero=1), "bucket 0": dict(zero=0)}, batch=6)
 
 
@@ -179,7 +179,7 @@ def masters_exist_once(folder):
 
 
 class SlowLink(HostCollectives):
-    """Every message takes DELAY, one after the other, as on a slow link; nothing is added to the work of the cores."""
+    """Every message takes DELAY, one after the other, as on a slow link, without any work for the cores."""
 
     DELAY = 0.02
     free = 0.0  # when the link has sent all that was given to it
@@ -200,7 +200,7 @@ class SlowLink(HostCollectives):
 
 
 def overlap_is_real(folder):
-    """With a delay per bucket a step takes less than computation plus communication."""
+    """With a delay per bucket, a step takes less time than computation plus communication."""
     ranks = some_ranks(2)
     if ranks is None:
         return
