@@ -132,7 +132,7 @@ FAULTS += [(2, "stuck collective"), (2, "frozen step"), (4, "raise collective"),
 @mpi
 @pytest.mark.parametrize("n, what", FAULTS)
 def test_one_rank_fails(n, what, environment, tmp_path):
-    """All ranks end within seconds, not with 0; stderr names the rank, the step and the place; the last checkpoint is complete."""
+    """All ranks end within seconds, not with 0; stderr names rank, step and place; the last checkpoint is complete."""
     fault, place = what.split()
     ranks = {2: (0, 1), 4: (2,)}[n]
     jobs = []

@@ -1,4 +1,4 @@
-"""Checkpoints exist completely or not at all, are verified before use and written in the background; the newest and the best are kept."""
+"""Checkpoints: complete or absent, verified before use, written in the background; the newest and the best are kept."""
 
 import errno
 import json

@@ -223,7 +223,7 @@ def test_count(dtype, monkeypatch):
 # ----------------------------------------------------------------------------- in a run
 @contextlib.contextmanager
 def poisoned(cls, way, steps, value, in_replay=True):
-    """Add `value` to an op's first float32 result in these steps. It comes from an array, so this works in a captured step too."""
+    """Add `value` to an op's first float32 result in these steps. It is read from an array, so a captured step works too."""
     poison = to_device(np.zeros(1, np.float32), DEVICE)
     step = Run.step
 

@@ -34,7 +34,7 @@ from .summary import print_summary
 
 GPU_READ_EVERY = 10  # steps whose numbers are read together: reading waits for the GPU
 LAYER_RECORDS = 100  # lines in layers.jsonl over a run
-OPTIMIZER_STATE_BYTES = 12  # per parameter in a checkpoint: weight and two moments in float32
+CHECKPOINT_BYTES = 12  # per parameter: weight and two moments in float32
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Loop:
         last = c.steps if c.stop_at is None else min(c.steps, c.stop_at)
         if run.done >= last and run.ranks.rank == 0:  # killed after its last checkpoint
             checkpoint.prune(self.writer.run, run.done, c.keep)
-        self.stop.begin(OPTIMIZER_STATE_BYTES * run.model.arena.grads.size)
+        self.stop.begin(CHECKPOINT_BYTES * run.model.arena.grads.size)
         self.since = time.perf_counter()
         while run.done < last and not self.stopping:
             self.unread.append(run.step())
@@ -199,11 +199,15 @@ def train(
         resolved = run_folder.with_first_options(resolved, folder)
         corpus = _read_text(resolved, ranks, console)
         shape["vocab_size"] = corpus.vocab_size
-        model = _make_model(resolved, shape, corpus, folder.saved, device, ranks.world)
-        run = make_run(resolved, model, corpus, ranks)
-        corpus.val_batches(
-            1, resolved.micro_batch, resolved.seq_len
-        )  # raises if there is too little text
+        # no name for the model here: make_run may replace it, which must free the memory of the first
+        run = make_run(
+            resolved,
+            _make_model(resolved, shape, corpus, folder.saved, device, ranks.world),
+            corpus,
+            ranks,
+        )
+        # raises if there is too little text
+        corpus.val_batches(1, resolved.micro_batch, resolved.seq_len)
         folder = ranks.first(lambda: run_folder.claim(folder, resolved, name, warn, stack))
         path, saved = folder.path, folder.saved
         _introduce(console, path, run, device)
