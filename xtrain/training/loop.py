@@ -112,7 +112,8 @@ class Loop:
         if due.layers:
             log.layers(run.done, run.layer_norms())
         if due.validation:
-            log.validation(run.done, *run.validate(), run.corpus.bigram_bpb)
+            loss, bpb = run.validate()
+            log.validation(run.done, loss, bpb, run.corpus.bigram_bpb)
         if due.sample:
             run.beat()
             log.sample(run.done, run.sample() if run.ranks.rank == 0 else "")
