@@ -130,7 +130,7 @@ def test_what_is_there_decides(tmp_path, monkeypatch):
     config, shape = resolve(options(tmp_path, batch=64, micro_batch=64, seq_len=64), gpu=False)
     model = ModelConfig(vocab_size=320, **shape)
     need = [memory.plan(model, B, 64, "fp32", "none", 2).reserved for B in (32, 1)]
-    monkeypatch.setattr(out_of_memory, "_room", lambda device: sum(need) / 2)
+    monkeypatch.setattr(out_of_memory, "_available_bytes", lambda device: sum(need) / 2)
     said = {
         line.split()[1]: line
         for line in explain(config, model, "cpu")
@@ -141,7 +141,7 @@ def test_what_is_there_decides(tmp_path, monkeypatch):
 
 def test_without_a_plan(tmp_path, monkeypatch):
     """Planning may run out of memory as well."""
-    monkeypatch.setattr(out_of_memory.memory, "plan", as_cupy)
+    monkeypatch.setattr(out_of_memory.memory_plan, "plan", as_cupy)
     config, shape = resolve(options(tmp_path), gpu=False)
     with (
         pytest.raises(UserError, match=r"xtrain\.profile --plan"),
