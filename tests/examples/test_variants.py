@@ -21,8 +21,9 @@ from xtrain.inspect.gradcheck import check
 from xtrain.nn import functional as F
 from xtrain.nn import modules as nn
 from xtrain.train import train
+from xtrain.training.model_summary import parameter_table
 from xtrain.training.run import Run
-from xtrain.training.run_log import Logbook, parameter_table
+from xtrain.training.run_log import RunLog
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "change_the_model"))
 
@@ -300,7 +301,7 @@ def test_what_is_no_variation(tmp_path):
 
 def test_a_run_of_ones_own_is_resumed_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     kind = dict(steps=6, eval_every=4, save_every=3, sample_every=6, device="cpu")
     mine = lambda out, **more: train(
         options(tmp_path / out, **kind, **more), SILENT, make_run=variants.MyRun

@@ -37,8 +37,8 @@ from ..nn.observers import watch_ops
 from ..report import page as report
 from ..report.profiled import Keeping, shape_of, with_options_of
 from ..training import memory_plan as memory
-from ..training.loop import Run
-from ..training.run_log import describe
+from ..training.model_summary import describe
+from ..training.run import Run
 from . import kernel_times
 from .kernel_times import Recorder
 
@@ -332,7 +332,7 @@ def _plan_of(run: Run) -> memory.Plan:
 
 def _eager(run: Run) -> None:
     ids, targets = run.loader.next_batch()
-    run.compute(*(to_device(x, "gpu") for x in (ids, targets, run.optimizer.advance())))
+    run.train_step(*(to_device(x, "gpu") for x in (ids, targets, run.optimizer.advance())))
 
 
 def _kernels(o: Options, run: Run, console: Console) -> None:

@@ -424,7 +424,7 @@ def _run(config, batch, seq_len, precision, recompute, accumulate):
 def _step(run):
     c, zeros = run.config, device.cupy().zeros
     ids, targets = (zeros((c.batch, c.seq_len), np.int32) for _ in range(2))
-    run.compute(ids, targets, zeros(3, np.float32))
+    run.train_step(ids, targets, zeros(3, np.float32))
 
 
 def parameters(config: ModelConfig) -> int:
