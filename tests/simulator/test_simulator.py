@@ -421,14 +421,14 @@ def test_grid_and_block_of_several_dimensions():
 
 def test_bad_launches():
     x, out = f32(1, 32), np.zeros(1, np.float32)
-    with pytest.raises(KernelError, match="row_sums: a block of 2048 threads, a GPU takes 1024"):
+    with pytest.raises(KernelError, match="row_sums: a block of 2048 threads: the limit is 1024"):
         run(row_sums, 1, (64, 32), out, x)
-    with pytest.raises(ValueError, match="1 to 3 positive numbers"):
+    with pytest.raises(ValueError, match="1 to 3 positive integers"):
         run(row_sums, 0, 32, out, x)
-    with pytest.raises(ValueError, match=r"1 to 3 positive numbers, integers, got \(0.5\)"):
+    with pytest.raises(ValueError, match=r"1 to 3 positive integers, got \(0.5\)"):
         run(row_sums, 16 / 32, 32, out, x)
     for kind in ("O", ">f4", "g"):
-        with pytest.raises(KernelError, match=r"row_sums: x is an array of .*: Numba has none"):
+        with pytest.raises(KernelError, match=r"row_sums: x is an array of .*, which Numba does not support"):
             run(row_sums, 1, 32, out, x.astype(kind))
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         run(row_sums, 1, 32, out)

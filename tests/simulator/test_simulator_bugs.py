@@ -147,7 +147,7 @@ def test_barrier_in_a_loop_of_unequal_trips(planted):
     module = planted("cross_entropy", old, "    for start in range(tid, N, SUM_BLOCK):")
     with pytest.raises(DeadlockError) as caught:
         module.count_targets(zeros(10, dtype=np.int64))
-    words = "10 threads (0-9) wait in syncthreads_count", "have come to the end of the kernel"
+    words = "10 threads (0-9) wait in syncthreads_count", "have reached the end of the kernel"
     assert_reported(caught, module, "count_targets_kernel", *words, lines=("syncthreads_count",))
 
 
@@ -311,7 +311,7 @@ def test_mask_of_half_a_warp(planted):
     module = planted("primitives.reduce", body, body.replace("FULL", "0xFFFF"))
     with pytest.raises(CollectiveError) as caught:
         run_softmax(planted, module)
-    words = "thread 16", "mask 0xffff does not name lane 16"
+    words = "thread 16", "mask 0xffff does not contain lane 16"
     assert_reported(caught, module, "shfl_xor_sync in warp_sum (called by", *words)
 
 
@@ -319,7 +319,7 @@ def test_block_is_not_whole_warps(planted):
     module = planted("rmsnorm", "BLOCK = 256", "BLOCK = 48")
     with pytest.raises(CollectiveError) as caught:
         run_rmsnorm(module)
-    words = "names lanes 16-31, but this warp has 16", "a block of 48 threads is not whole warps"
+    words = "contains lanes 16-31, but this warp has 16", "a block of 48 threads is not whole warps"
     assert_reported(
         caught, module, "warp_sum (called by rmsnorm_fwd_naive_kernel)", *words, lines=()
     )
@@ -449,9 +449,9 @@ def byte_views(out):
         (one_count_missing, 1, 8, UninitializedError, "thread 0 reads counts[0]"),
         (atomic_and_plain, 1, 2, RaceError, "thread 0 atomically changed x[0]"),
         (atomic_and_plain, 2, 2, RaceError, "thread 0 atomically changed x[0]"),
-        (inactive_source, 1, 32, CollectiveError, "lane 8 reads from lane 16, which takes no part"),
+        (inactive_source, 1, 32, CollectiveError, "lane 8 reads from lane 16, which does not take part"),
         (two_types, 1, 32, CollectiveError, "float32 and float64"),
-        (greedy, 1, 1, KernelError, "51200 bytes in arrays of fixed shape"),
+        (greedy, 1, 1, KernelError, "51200 static bytes up to"),
         (
             wrong_python,
             1,
@@ -463,7 +463,7 @@ def byte_views(out):
         (reads_next_block, 2, 1, RaceError, "block (0, 0, 0) thread 0 read x[1] at"),
         (no_fence, 2, 1, RaceError, "block (1, 0, 0) thread 0 read it at"),
         (not_there, 1, 1, KernelError, "not_there, cuda.activemask is not simulated"),
-        (calls_python, 1, 1, KernelError, "write @cuda.jit(device=True)"),
+        (calls_python, 1, 1, KernelError, "decorate it with @cuda.jit(device=True)"),
         (byte_views, 1, 32, RaceError, "wrote words[1], the same memory as halves"),
     ],
 )
@@ -490,7 +490,7 @@ def test_what_a_student_reads(planted):
         run_rmsnorm(module)
     line = 2 + next(i for i, text in enumerate(module.lines) if text.endswith(MARK))
     assert str(caught.value) == (
-        f"race in rmsnorm_fwd_naive_kernel, block (0, 0, 0): thread 0 wrote rstd_N[0] at bad_rmsnorm.py:{line}, "
-        f"thread 1 wrote it at bad_rmsnorm.py:{line}, with no barrier between (global memory)\n"
+        f"data race in rmsnorm_fwd_naive_kernel, block (0, 0, 0): thread 0 wrote rstd_N[0] at bad_rmsnorm.py:{line}, "
+        f"thread 1 wrote it at bad_rmsnorm.py:{line}, with no barrier between them (global memory)\n"
         f"    bad_rmsnorm.py:{line}    rstd_N[n] = rstd"
     )
