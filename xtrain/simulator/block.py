@@ -55,9 +55,7 @@ class Launch:
                     f"{self.name}: {name} is a {kind}: a kernel takes arrays, numbers and tuples"
                 )
             if isinstance(value, np.ndarray) and value.dtype.names:
-                raise KernelError(
-                    f"{self.name}: {name} is a record array, which is not simulated"
-                )
+                raise KernelError(f"{self.name}: {name} is a record array, which is not simulated")
             if isinstance(value, np.ndarray) and not _is_supported(value.dtype):
                 raise KernelError(
                     f"{self.name}: {name} is an array of {value.dtype}, which Numba does not support"
@@ -80,9 +78,9 @@ class Launch:
         self.positions = [Dim3(i, j, k) for k, j, i in np.ndindex(z, y, x)]
         self.epoch = 0  # counts the intervals between block barriers, over all blocks
         self.constants: dict = {}  # id of a NumPy array -> its copy in constant memory
-        self.stored: dict = {}  # address of a tensor -> where copies of this launch have stored to it
-        self.copies: dict = {}
-        self.let_next_early = False  # it let the next kernel start before it waited itself: early.py
+        self.stored: dict = {}  # address of a tensor -> where copies of this launch stored to it
+        self.copies: dict = {}  # (first byte, end) of a tensor -> did a copy of this launch write it?
+        self.let_next_early = False  # it called let_next_start before it waited itself: early.py
 
     def _check_size(self, shared):
         self.threads = math.prod(map(int, self.block))
@@ -223,7 +221,8 @@ class Block:
 
     def _barrier(self, waiting):
         """Release the barrier. Raises DeadlockError unless all threads wait at the same call with the same call stack."""
-        name, path = waiting[0].request[0], _path(waiting[0])
+        path = _path(waiting[0])
+        name, *_ = waiting[0].request
         if (
             name not in BLOCK_BARRIERS
             or len(waiting) < len(self.threads)
@@ -328,8 +327,9 @@ def _run_each(threads, function, *args):
         for thread in others:  # does one of them write the element that was read too early?
             with contextlib.suppress(Exception):
                 _guarded(thread, function, thread, *args)
-        _, memory, key, *_ = error.read
-        found = errors.uninitialized(*error.read, later=memory.writes.get(key))
+        by, memory, key, site, index = error.read
+        later = memory.writes.get(key)
+        found = errors.uninitialized(by, memory, key, site, index, later)
         raise found.with_traceback(error.__traceback__) from None
 
 

@@ -243,7 +243,9 @@ class Engines:
             return
         for other, phase, _, site in self.copies:
             if other is barrier and phase == barrier.phase:
-                text = "a phase of its mbarrier ends before the copy: pass more bytes to mbar_expect"
+                text = (
+                    "a phase of its mbarrier ends before the copy: pass more bytes to mbar_expect"
+                )
                 raise self.error(self.block.threads[0], site, text, barrier.site)
         barrier.phase += 1
         barrier.pending = barrier.count

@@ -191,7 +191,8 @@ def promote(x, like):
     """x as one side of a conditional whose other side has the type of `like`. Arrays and tuples are unchanged."""
     if type(x) is type(like) or not (isinstance(x, NUMBERS) and isinstance(like, NUMBERS)):
         return x
-    return unify(x.__class__, like.__class__)(x)
+    kinds: tuple[type, type] = type(x), type(like)
+    return unify(*kinds)(x)
 
 
 _BOOL = np.bool_
@@ -216,7 +217,7 @@ def _select(better):
 
     def of_two(a, b):
         chosen = b if better(b, a) or a != a else a
-        return chosen if type(a) is type(b) else unify(a.__class__, b.__class__)(chosen)
+        return chosen if type(a) is type(b) else unify(type(a), type(b))(chosen)
 
     def select(*args):
         return functools.reduce(of_two, args if len(args) > 1 else args[0])

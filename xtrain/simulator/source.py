@@ -201,9 +201,10 @@ class _Rewriter(Names):
         """`left node.op right` for rewritten expressions. numbers: one of them is known not to be a bool."""
         if isinstance(node.op, ast.Pow):
             return at(ast.Call(self.constant(power, node, "power"), [left, right], []), node)
-        if isinstance(node.op, ARITHMETIC) and not numbers:
+        op: ast.operator = node.op
+        if isinstance(op, ARITHMETIC) and not numbers:
             left = self.number(left)
-        return at(ast.BinOp(left, node.op, right), node)
+        return at(ast.BinOp(left, op, right), node)
 
     def number(self, expression):
         """number(expression): a bool becomes an integer."""

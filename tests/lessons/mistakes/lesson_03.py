@@ -46,7 +46,7 @@ MISTAKES = [
     ("3.2", "    for i in range(tid, x_n.size, cuda.blockDim.x):\n        acc", "    for i in range(x_n.size):\n      if tid == 0:\n        acc", "1 of 128 threads read x_n"),
     ("3.2", "    for i in range(tid, x_n.size, cuda.blockDim.x):\n        acc", "    for i in range(tid, x_n.size, 32):\n      if tid < 32:\n        acc", "32 of 128 threads read x_n"),
     ("3.3", "cuda.blockDim.x", "64", "not 64"),
-    ("3.3", "acc = float32(0.0)", "acc = 0", "it begins with float32(0.0)"),
+    ("3.3", "acc = float32(0.0)", "acc = 0", "start it with float32(0.0)"),
 ]  # fmt: skip
 
 UNTRUE = [  # mistakes with a phrase that the answer must not contain

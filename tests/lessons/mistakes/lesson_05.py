@@ -38,7 +38,7 @@ MISTAKES = [
     ("5.4", "acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd", "acc += dy_NC[n, c] * w_C[c] * x_NC[n, c]", "where it needs xhat = x r"),
     ("5.3", "abs(numeric - analytic) / max(abs(numeric), abs(analytic))", "abs(abs(numeric) - abs(analytic)) / abs(analytic)", "A gradient with the wrong sign"),
     ("5.4", "cuda.blockDim.x", "64", "not 64"),
-    ("5.4", "    for c in range(tid, C, cuda.blockDim.x):\n        acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd\n    mean = block_sum(acc, partial)", "    for c in range(C):\n        acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd\n    mean = acc", "times as a whole"),
+    ("5.4", "    for c in range(tid, C, cuda.blockDim.x):\n        acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd\n    mean = block_sum(acc, partial)", "    for c in range(C):\n        acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd\n    mean = acc", "times over"),
     ("5.3", "max(abs(numeric), abs(analytic))", "abs(numeric)", "the LARGER of the two"),
     ("5.3", "max(abs(numeric), abs(analytic))", "abs(analytic)", "the LARGER of the two"),
 ]  # fmt: skip
