@@ -1,4 +1,4 @@
-"""Bugs planted in copies of our own kernels: the simulator reports each at the line where it was planted."""
+"""Bugs planted in copies of the library's kernels: the simulator reports each bug at the line where it was planted."""
 
 import importlib.util
 import inspect
@@ -27,7 +27,7 @@ def planted(tmp_path):
     """-> plant(stem, old, new): xtrain/kernels/<stem>.py with `old` replaced by `new`, imported as another module.
 
     old: any fragment that occurs once. The first line that the file did not have before gets the
-    mark `# BUG`. A line taken away becomes `pass`. Without old and new: a plain copy.
+    mark `# BUG`. A removed line becomes `pass`. Without old and new: an unchanged copy.
     """
 
     def plant(stem, old="", new=""):
@@ -51,7 +51,7 @@ def planted(tmp_path):
 
 
 def assert_reported(caught, module, kernel, *words, lines=(MARK,)):
-    """The report names the kernel, a block and `words`; and the planted line, or the lines with these texts."""
+    """The report contains the kernel, a block and `words`, and the planted line or the lines with the texts `lines`."""
     message = str(caught.value)
     for word in (kernel, "block (", *words):
         assert word in message, f"{word!r} is not in\n{message}"
@@ -77,7 +77,7 @@ def run_rmsnorm(module, N=2, C=40):
 
 
 def run_softmax(planted, reduce):
-    """softmax.py's kernel for long rows, on the device functions of a changed reduce.py."""
+    """softmax.py's kernel for long rows, with the device functions of a changed reduce.py."""
     softmax = planted("softmax")
     softmax.block_sum, softmax.block_max = reduce.block_sum, reduce.block_max
     args = f32(2, 300), 1, np.float32(1), False
@@ -107,7 +107,7 @@ def test_no_barrier_between_two_uses_of_shared_memory(planted):
 
 
 def test_no_barrier_between_write_and_read(planted):
-    """Warp 0 runs first here, and finds a place that warp 1 writes later."""
+    """Warp 0 runs first in the simulator, and reads an element that warp 1 writes later."""
     after = "  # every warp's maximum is there"
     reduce = planted("primitives.reduce", "cuda.syncthreads()" + after, "pass" + after)
     with pytest.raises(UninitializedError) as caught:
@@ -176,7 +176,7 @@ def test_no_syncwarp_between_lanes(planted):
     assert_reported(caught, module, kernel, *words, lines=lines)
 
 
-# ----------------------------------------------------------------------------- who writes what
+# ----------------------------------------------------------------------------- elements written by several threads
 def test_all_threads_write_what_one_should(planted):
     old = "    if tid == 0:\n        rstd_N[n] = rstd  # kept for backward\n"
     module = planted("rmsnorm", old, "    if tid >= 0:\n        rstd_N[n] = rstd\n")
@@ -337,7 +337,7 @@ def test_shuffle_in_a_branch(planted):
     assert_reported(caught, module, "causal_softmax_bwd_warp_kernel", *words)
 
 
-# ----------------------------------------------------------------------------- what our kernels do not do
+# ----------------------------------------------------------------------------- patterns that the library does not use
 @cuda.jit
 def tile_reused_too_early(x):
     tile = cuda.shared.array(32, int32)
@@ -451,7 +451,13 @@ def byte_views(out):
         (one_count_missing, 1, 8, UninitializedError, "thread 0 reads counts[0]"),
         (atomic_and_plain, 1, 2, RaceError, "thread 0 atomically changed x[0]"),
         (atomic_and_plain, 2, 2, RaceError, "thread 0 atomically changed x[0]"),
-        (inactive_source, 1, 32, CollectiveError, "lane 8 reads from lane 16, which does not take part"),
+        (
+            inactive_source,
+            1,
+            32,
+            CollectiveError,
+            "lane 8 reads from lane 16, which does not take part",
+        ),
         (two_types, 1, 32, CollectiveError, "float32 and float64"),
         (greedy, 1, 1, KernelError, "51200 static bytes up to"),
         (

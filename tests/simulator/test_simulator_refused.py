@@ -1,4 +1,4 @@
-"""Kernels that Numba refuses are refused here, and the others are not. Numba itself is asked, by compiling without a GPU."""
+"""The simulator rejects the kernels that Numba rejects, and no others. The tests compile with Numba, which needs no GPU."""
 
 import enum
 import linecache
@@ -34,7 +34,7 @@ def sized(n, x):
 
 
 def defined(body):
-    """kernel(o, x, n, p): o, x float32, n an int32, p a bool array. `/` is a new line."""
+    """kernel(o, x, n, p) with this body: o, x float32, n an int32, p a bool array. `| ` starts a new line."""
     lines = "".join(f"    {line}\n" for line in body.split("| "))
     source = f"def kernel(o, x, n, p):\n{lines}"
     file = f"<refused {body}>"
@@ -54,7 +54,7 @@ def numba_compiles(monkeypatch, function, kinds):
         result = compile_cuda(function, None, kinds, cc=(9, 0)).signature.return_type
     except Exception:
         return False
-    return result == numba_types.none  # a kernel returns nothing
+    return result == numba_types.none  # a kernel cannot return a value
 
 
 def shaped(shape, index="0", before="", where="shared"):
@@ -120,7 +120,7 @@ BAD = [
 
 
 def verdicts(monkeypatch, body):
-    """-> does Numba compile it? what the simulator says of it"""
+    """Does Numba compile it, and the simulator's error or None."""
     kinds = [numba_types.Array(k, 1, "C") for k in (float32, numba_types.boolean)]
     compiles = numba_compiles(monkeypatch, defined(body), (kinds[0], kinds[0], int32, kinds[1]))
     arrays = np.zeros(8, np.float32), np.ones(8, np.float32), np.int32(3), np.ones(8, bool)

@@ -1,4 +1,4 @@
-"""The Python that a kernel may be written in: the simulator runs what Numba compiles, and says what it does not."""
+"""The Python of a kernel: the simulator runs what Numba compiles, and reports what Numba does not compile."""
 
 import linecache
 from collections import namedtuple
@@ -299,7 +299,7 @@ def counted_loops(o, n):
 
 def test_while_loops(monkeypatch):
     o = np.zeros(2, np.int64)
-    monkeypatch.setattr(thread, "MAX_TURNS", 97)  # of one time that a loop is gone through
+    monkeypatch.setattr(thread, "MAX_TURNS", 97)  # per execution of a loop
     with pytest.raises(KernelError, match=r"starts iteration 98 of while i < n at "):
         run(counted_loops, 1, 1, o, 98)
     run(counted_loops, 1, 1, o, 5)

@@ -217,7 +217,8 @@ def _select(better):
 
     def of_two(a, b):
         chosen = b if better(b, a) or a != a else a
-        return chosen if type(a) is type(b) else unify(type(a), type(b))(chosen)
+        kinds: tuple[type, type] = type(a), type(b)
+        return chosen if kinds[0] is kinds[1] else unify(*kinds)(chosen)
 
     def select(*args):
         return functools.reduce(of_two, args if len(args) > 1 else args[0])

@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,8 @@ class Thread:
         self.blockIdx = block.position
         self.blockDim, self.gridDim = block.launch.block, block.launch.grid
         self.mark = Mark(self, block.epoch, 1)
-        self.generator = self.request = self.reply = self.seen = self.left = None
+        self.request: Any = None
+        self.generator = self.reply = self.seen = self.left = None
         self._state, self.fences = None, ()
 
     @property
