@@ -10,7 +10,7 @@ from xtrain.simulator import RaceError, run
 
 
 def last_block(before="", behind="", threads="tid == 0", after=""):
-    """The source of a kernel: each block writes its part, the last block adds them up. before, behind: code around the barrier."""
+    """A kernel's source: each block writes its part, the last block adds them up. before, behind: code around the barrier."""
     return f"""
 @cuda.jit
 def kernel(out, part, counter):
