@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .cli import command, command_line
-from .inspect.gradcheck import CASES, TOLERANCE, run
+from .inspect.gradcheck import CASES, TOLERANCE, check, run
+
+__all__ = ["check", "main"]
 
 
 @command("xtrain.gradcheck")

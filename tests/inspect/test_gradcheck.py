@@ -145,6 +145,12 @@ def test_zero_inputs_and_flat_functions():
     assert max(check(F.add, [np.zeros(4), np.zeros(4)])) < 1e-6
 
 
+def test_check_is_imported_as_documented():
+    from xtrain.gradcheck import check as documented
+
+    assert documented is check
+
+
 def test_float32_is_refused():
     with pytest.raises(TypeError, match="float64"):
         check(F.silu, [np.ones(3, np.float32)])
