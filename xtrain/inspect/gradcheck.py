@@ -122,14 +122,17 @@ class Draw:
     positions = property(lambda d: d.ids(d.M, d.T) if d.given else None)
 
     def ids(self, n, below):
+        """n token ids below `below`, the same every time."""
         return np.random.default_rng(n).integers(below, size=n)
 
     def targets(self, n, below):
+        """n target ids; every id that is a multiple of 3 becomes IGNORE."""
         ids = self.ids(n, below)
         return np.where(ids % 3 == 0, IGNORE, ids)
 
     @functools.cached_property
     def model(self):
+        """A small model with the drawn heads and options."""
         shape = dict(vocab_size=11, dim=6, n_layers=2, n_heads=self.H, n_kv_heads=self.G)
         more = dict(head_dim=4, hidden_dim=5, max_seq_len=64, norm_eps=EPS, qk_norm=self.norm)
         return Transformer(ModelConfig(**shape, **more, tie_embeddings=self.tied))
