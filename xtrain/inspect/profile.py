@@ -35,7 +35,7 @@ from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.observers import watch_ops
 from ..report import page as report
-from ..report.profiled import Keeping, shape_of, with_options_of
+from ..report.profiled import RecordingConsole, shape_of, with_options_of
 from ..training import memory_plan as memory
 from ..training.model_summary import describe
 from ..training.run import Run
@@ -460,10 +460,10 @@ def _say(console: Console, text: str) -> None:
 
 def profile(o: Options) -> None:
     """What `xtrain.profile` does. Raises UserError."""
-    console = Keeping(width=None if sys.stdout.isatty() else 160)
+    console = RecordingConsole(width=None if sys.stdout.isatty() else 160)
     o = o if o.run is None else with_options_of(o.run, o)
     check_files(o)
     show_plan(o, console) if o.plan else measure(o, console)
     if o.run is not None and not o.plan:
-        kept = console.keep(o.run)
+        kept = console.save(o.run)
         _say(console, escape(f"tables: {kept}; on a page: {report.write([o.run])}"))
