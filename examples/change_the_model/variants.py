@@ -13,7 +13,7 @@ from xtrain import AdamW, Transformer, no_grad
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 from xtrain.device import array_module, to_numpy
-from xtrain.nn.model import STD, Attention, Block
+from xtrain.nn.model import STD, Attention, Block, add_norm_linear
 from xtrain.nn.modules import Linear, Module, Parameter
 from xtrain.training.run import Run
 from xtrain.nn.observers import watch_ops
@@ -23,10 +23,10 @@ from xtrain.nn.observers import watch_ops
 
 # --8<-- [start:mlp]
 class PlainMLP(Module):
-    """down(act(up(x))). The block multiplies by gate_up together with the norm before it: here it is `up` alone."""
+    """down(act(up(x))). The block calls `gate_up` together with the norm before it: here it is `up` alone."""
 
     def __init__(self, c, act):
-        self.gate_up = Parameter((c.hidden_dim, c.dim), STD, {"up_proj.weight": c.hidden_dim})
+        self.gate_up = Linear(c.dim, c.hidden_dim, STD, {"up_proj.weight": c.hidden_dim})
         self.down_proj = Linear(c.hidden_dim, c.dim, STD / (2 * c.n_layers) ** 0.5)
         self.act = act
 
@@ -111,13 +111,13 @@ class NoPE(Attention):
 
 
 class ParallelBlock(Block):
-    """h + attention(norm(h)) + mlp(norm(h)). A block gets h and what is pending for it, and gives back the same."""
+    """h + attention(norm(h)) + mlp(norm(h)). A block gets h and the delta to be added to it, and returns such a pair."""
 
-    def __call__(self, B, rotary, attend_again, h_NC, pending_NC=None):
+    def __call__(self, B, rotary, recompute_attention, h_NC, delta_NC=None):
         attention, mlp = self.self_attn, self.mlp
-        out_NC, qkv = self.input_layernorm(h_NC, pending_NC, attention.qkv)
-        _, gu_N2F = self.post_attention_layernorm(h_NC, pending_NC, mlp.gate_up)
-        return out_NC, attention(qkv, B, rotary, attend_again) + mlp(gu_N2F)
+        out_NC, qkv = add_norm_linear(h_NC, delta_NC, self.input_layernorm, attention.qkv)
+        _, gu_N2F = add_norm_linear(h_NC, delta_NC, self.post_attention_layernorm, mlp.gate_up)
+        return out_NC, attention(qkv, B, rotary, recompute_attention) + mlp(gu_N2F)
 
 
 def mixed(model):

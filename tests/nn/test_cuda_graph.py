@@ -45,7 +45,7 @@ def test_graph_and_eager_give_the_same_bits(precision):
     for graph in (False, True):
         model, optimizer, compute = make(precision)
         run = (
-            Graphed(compute)
+            Graphed(compute, model.arena)
             if graph
             else lambda *x, f=compute: f(*(to_device(a, "gpu") for a in x))
         )
@@ -91,7 +91,7 @@ def test_a_captured_step_reads_no_gradient_of_the_step_before(more, precision):
             optimizer.apply(hyper, factor)
             return loss.data.reshape(1), norm
 
-        run = Graphed(compute) if graph else compute
+        run = Graphed(compute, model.arena) if graph else compute
         out = []
         for step in range(6):
             model.arena.grads.fill(np.nan)
@@ -121,7 +121,7 @@ def test_a_graph_that_zeroes_and_one_that_adds():
         model.zero_grad()
         return (ids,)
 
-    add, zero = Graphed(adds), Graphed(zeroes)
+    add, zero = Graphed(adds, model.arena), Graphed(zeroes, model.arena)
     for _ in range(4):  # both are captured
         zero(ids), add(ids, targets)
     once = to_numpy(model.arena.grads).copy()

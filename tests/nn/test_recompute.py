@@ -110,7 +110,7 @@ def test_what_the_ops_make_again_is_what_they_had(precision):
             )
         )  # fmt: skip
         if joined:
-            h, gu = F.residual_rmsnorm_linear(x, r, w, v, 1e-6)
+            h, gu = F.add_norm_linear(x, r, w, v, 1e-6)
             z = F.swiglu_linear(gu, u)
         else:
             h, y = F.residual_rmsnorm(x, r, w, 1e-6)

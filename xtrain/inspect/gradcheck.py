@@ -147,7 +147,7 @@ CASES = {
     "linear": ("x: N I, w: O I", lambda d, x, w: F.linear(x, w)),
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
     "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: F.residual_rmsnorm(x, r, w, EPS)),
-    "residual_rmsnorm_linear": ("x: N C, r: N C, w: C, v: O C", lambda d, x, r, w, v: F.residual_rmsnorm_linear(x, r if d.given else None, w, v, EPS)),
+    "add_norm_linear": ("x: N C, r: N C, w: C, v: O C", lambda d, x, r, w, v: F.add_norm_linear(x, r if d.given else None, w, v, EPS)),
     "rope": ("x: M H D", lambda d, x: F.rope(x, *d.tables, d.positions, d.T)),
     "qk_norm_rope": ("qkv: M Q, q_w: D, k_w: D", lambda d, x, *w: F.qk_norm_rope(x, *(w if d.norm else (None, None)), *d.tables, d.H, d.G, d.T, EPS, d.positions)),
     "attention": ("q: B T H D, k: B S G D, v: B S G D", lambda d, q, k, v: F.attention(q, k, v, 0.3, d.causal)),

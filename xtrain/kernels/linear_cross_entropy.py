@@ -50,7 +50,6 @@ def linear_cross_entropy(
     want_dx: bool = True,
     want_dw: bool = True,
     rows: int | None = None,
-    dw_PC: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     """x (N, C) and w (P >= vocab_size, C), both float32 or both bf16; targets (N,) whole numbers.
 
@@ -72,9 +71,8 @@ def linear_cross_entropy(
     wide = np.float64 if x_NC.dtype == np.float64 else np.float32
     loss_N = empty(x_NC, N, wide)
     dx_NC = empty(x_NC, (N, C)) if want_dx else None
-    if dw_PC is None and want_dw:
-        dw_PC = empty(w_PC, (P, C), wide)
-    if want_dw and not N:
+    dw_PC = empty(w_PC, (P, C), wide) if want_dw else None
+    if dw_PC is not None and not N:
         dw_PC.fill(0)
     if on_host(x_NC, w_PC, targets_N):
         refuse_wrong(targets_N, vocab_size)  # now, to name the row as the caller counts

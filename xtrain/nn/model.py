@@ -27,9 +27,10 @@ from ..kernels.cross_entropy import count_targets
 from ..kernels.primitives.tiles import WIDTHS
 from ..kernels.rope import rope_tables
 from . import functional as F
-from .autograd import Tensor, no_grad
+from .autograd import no_grad
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .recompute import recompute
+from .tensor import Tensor
 
 STD = 0.02  # of the initialisation
 
@@ -53,24 +54,49 @@ class RotaryTables:
         return self.tables[P]
 
 
+def add_norm_linear(
+    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, linear: Module
+) -> tuple[Tensor, Tensor]:
+    """-> h + delta, linear(norm(h + delta)): one op where both modules are the library's own. delta None: nothing is added."""
+    if type(norm) is RMSNorm and type(linear) is Linear:
+        w, eps, dtype = norm.weight, norm.eps, norm.out_dtype
+        return F.add_norm_linear(h_NC, delta_NC, w, linear.weight, eps, dtype)
+    h_NC, x_NC = add_norm(h_NC, delta_NC, norm)
+    return h_NC, linear(x_NC)
+
+
+def add_norm(h_NC: Tensor, delta_NC: Tensor | None, norm: Module) -> tuple[Tensor, Tensor]:
+    """-> h + delta, norm(h + delta), in one op where the norm is the library's own. delta None: nothing is added."""
+    if delta_NC is None:
+        return h_NC, norm(h_NC)
+    if type(norm) is RMSNorm:
+        return norm(h_NC, delta_NC)
+    h_NC = h_NC + F.cast(delta_NC, h_NC.dtype)  # in bf16 training the residual stream is float32
+    return h_NC, F.cast(norm(h_NC), delta_NC.dtype)
+
+
 class Attention(Module):
-    """Packed q, k, v of B sequences -> (N, C): QK-norm if the model has it, RoPE, causal softmax over grouped heads."""
+    """QK-norm if the model has it, RoPE, causal softmax over grouped heads, output projection.
+
+    `qkv` is the packed projection to q, k and v. The block calls it together with the norm before it, see add_norm_linear.
+    """
 
     def __init__(self, c: ModelConfig):
         D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
         rows = {"q_proj.weight": H * D, "k_proj.weight": G * D, "v_proj.weight": G * D}
-        self.qkv = Parameter(((H + 2 * G) * D, c.dim), STD, rows)
+        self.qkv = Linear(c.dim, (H + 2 * G) * D, STD, rows)
         self.o_proj = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
         if c.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(D, c.norm_eps), RMSNorm(D, c.norm_eps)
         self.config = c
 
     def __call__(
-        self, qkv: Tensor, B: int, rotary: tuple[Array, Array], again: bool = False
+        self, qkv: Tensor, B: int, rotary: tuple[Array, Array], recompute_attention: bool = False
     ) -> Tensor:
-        """qkv (N, (H + 2G) D) -> (N, C).  again: forget what lies between the two, and compute it again in backward."""
+        """qkv (N, (H + 2G) D) of B sequences -> (N, C).  recompute_attention: backward computes `attend` again."""
         attend = functools.partial(self.attend, B, rotary)
-        return self.o_proj(recompute(attend, qkv) if again else attend(qkv))  # (N, C)
+        o = recompute(attend, qkv) if recompute_attention else attend(qkv)
+        return self.o_proj(o)  # (N, C)
 
     def attend(self, B: int, rotary: tuple[Array, Array], qkv: Tensor) -> Tensor:
         """(N, (H + 2G) D) -> (N, H D)"""
@@ -84,36 +110,45 @@ class Attention(Module):
 
 
 class MLP(Module):
-    """Packed gate and up -> down(silu(gate) * up), (N, C)."""
+    """down(silu(gate) * up). `gate_up` is the packed projection to gate and up. The block calls it together with the norm before it."""
 
     def __init__(self, c: ModelConfig):
         F_ = c.hidden_dim
-        self.gate_up = Parameter(
-            (2 * F_, c.dim), STD, {"gate_proj.weight": F_, "up_proj.weight": F_}
-        )
+        self.gate_up = Linear(c.dim, 2 * F_, STD, {"gate_proj.weight": F_, "up_proj.weight": F_})
         self.down_proj = Linear(F_, c.dim, STD / (2 * c.n_layers) ** 0.5)
 
     def __call__(self, gu_N2F: Tensor) -> Tensor:
         """gate and up (N, 2F) -> (N, C)"""
-        return F.swiglu_linear(gu_N2F, self.down_proj.weight)
+        if type(self.down_proj) is Linear:
+            return F.swiglu_linear(gu_N2F, self.down_proj.weight)
+        return self.down_proj(F.swiglu(gu_N2F))
 
 
 class Block(Module):
-    """The residual stream h and what the last block still has to add to it travel apart, so that each addition is
-    fused with the norm that follows it; the norm is joined to the matrix product that follows it."""
+    """h = h + attention(norm(h)),  h = h + mlp(norm(h)), where h is the residual stream.
+
+    Each addition is computed together with the norm that follows it. So a block gets the stream and the branch output `delta` that
+    still has to be added to it, and returns such a pair.
+    """
 
     def __init__(self, c: ModelConfig):
         self.self_attn, self.mlp = Attention(c), MLP(c)
         self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
         self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
 
-    def __call__(self, B, rotary, attend_again, h_NC, pending_NC=None):
+    def __call__(
+        self,
+        B: int,
+        rotary: tuple[Array, Array],
+        recompute_attention: bool,
+        h_NC: Tensor,
+        delta_NC: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """h, delta (N, C) of B sequences -> h, delta. delta None: nothing has to be added (before the first block)."""
         attention, mlp = self.self_attn, self.mlp
-        h_NC, qkv = self.input_layernorm(
-            h_NC, pending_NC, attention.qkv
-        )  # nothing is pending at first
-        attended_NC = attention(qkv, B, rotary, attend_again)
-        h_NC, gu_N2F = self.post_attention_layernorm(h_NC, attended_NC, mlp.gate_up)
+        h_NC, qkv = add_norm_linear(h_NC, delta_NC, self.input_layernorm, attention.qkv)
+        delta_NC = attention(qkv, B, rotary, recompute_attention)
+        h_NC, gu_N2F = add_norm_linear(h_NC, delta_NC, self.post_attention_layernorm, mlp.gate_up)
         return h_NC, mlp(gu_N2F)
 
 
@@ -126,14 +161,15 @@ class Decoder(Module):
         self.norm = RMSNorm(c.dim, c.norm_eps)
 
     def __call__(
-        self, ids_N: Array, B: int, rotary: tuple[Array, Array], again: str = "none"
+        self, ids_N: Array, B: int, rotary: tuple[Array, Array], recomputed: str = "none"
     ) -> Tensor:
-        """again: what of each block backward computes a second time, "none", "attention" or "block"."""
-        stream = (self.embed_tokens(ids_N),)  # h, and from the first block on what is pending
+        """ids (N,) of B sequences -> (N, C). recomputed: what of each block backward computes again: none, attention, block."""
+        h_NC, delta_NC = self.embed_tokens(ids_N), None
         for layer in self.layers:
-            block = functools.partial(layer, B, rotary, again == "attention")
-            stream = recompute(block, *stream) if again == "block" else block(*stream)
-        return self.norm(*stream)[1]  # (N, C)
+            block = functools.partial(layer, B, rotary, recomputed == "attention")
+            stream = (h_NC,) if delta_NC is None else (h_NC, delta_NC)
+            h_NC, delta_NC = recompute(block, *stream) if recomputed == "block" else block(*stream)
+        return add_norm(h_NC, delta_NC, self.norm)[1]
 
 
 STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)

@@ -7,10 +7,10 @@
 Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and nothing is ever
 flattened. The order is that of the forward pass: backward fills the gradients from the end.
 
-Backward adds to gradients, so they are set to zero before it. Writing 4 bytes per parameter and reading them again, only to
-add to them, is work that a step captured in a CUDA graph leaves out: zero_grad marks matrices as `blank` there, and the first op
-that has a gradient for one writes it over whatever is in memory. Whoever reads a blank gradient finds zeros, for asking for it
-fills it; what nobody asked for is filled at the end of the capture. So outside of a capture nothing is ever blank.
+zero_grad does not write zeros to the gradients of matrices, it only clears their flag `grad_written`. The first gradient of a step
+is then written over the old contents, later ones are added (tensor.py). This saves writing 4 bytes per parameter and reading them
+again. Reading `parameter.grad` or `arena.grads` fills what has not been written with zeros, so a reader finds zeros for a parameter
+that backward did not reach. Norm weights are few, and their kernels always add: zero_grad writes their zeros at once.
 
 A Parameter may hold several tensors of the Hugging Face layout as blocks of its rows (q, k and v; gate and up), and
 rows of padding after them (the vocabulary). `named_parameters()` yields each tensor as a view under its Hugging Face name.
@@ -19,6 +19,7 @@ rows of padding after them (the vocabulary). `named_parameters()` yields each te
 import math
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -27,49 +28,31 @@ from ..errors import UserError
 from ..kernels.cast import BFLOAT16, cast_into
 from ..kernels.runtime.launch import empty
 from . import functional as F
-from .autograd import Tensor, Version
-from .cuda_graph import at_end_of_capture
+from .tensor import Tensor, Version
 
-ALIGN = (
-    64  # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
-)
+# floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
+ALIGN = 64
 
 
 class Parameter(Tensor):
-    """A trainable tensor. It has a shape from the start, and memory once its model has made the arena.
+    """A trainable tensor. Its shape is fixed at once; it gets memory when its model makes the arena.
 
     shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None: all
-    rows, by the name "weight".
-    std: of the normal initialisation; None: ones.  decay: weight decay applies.
-    requires_grad may be set to False at any time: no gradient is computed then, and AdamW leaves the parameter alone.
-    on_gradient: called with the parameter after each addition to its gradient, the first of which may be written over what was
-    there, if not None (see ddp.py).
-    blank: its gradient counts as zero, whatever is in its memory, `_grad`.  ahead: None, or a list of one array: `_grad` itself,
-    which holds values already that some backward is still to give.
+    rows, under the name "weight".
+    std: of the normal initialisation; None: ones.  decay: whether weight decay applies.
+    requires_grad may be set to False at any time: no gradient is computed then, and AdamW does not update the parameter.
+    on_gradient: None, or a function that is called with the parameter after each contribution to its gradient (see ddp.py).
     """
 
-    __slots__ = (
-        "_grad",
-        "ahead",
-        "blank",
-        "decay",
-        "declared_shape",
-        "half",
-        "offset",
-        "on_gradient",
-        "parts",
-        "std",
-    )
+    __slots__ = ("decay", "declared_shape", "half", "offset", "on_gradient", "parts", "std")
 
     def __init__(
         self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
     ):
-        self._grad: Array | None = None
-        self.blank, self.ahead = False, None
         super().__init__(np.empty(0, np.float32), requires_grad=True)
         if not isinstance(shape, tuple) or not shape:
             raise UserError(
-                "a Parameter takes a shape of at least one axis, (1,) for a single number; its values come later, "
+                "a Parameter takes a shape of at least one axis, (1,) for a single number; set its values later, "
                 "by `parameter.data = array`"
             )
         self.offset: int | None = None  # in its arena
@@ -85,18 +68,9 @@ class Parameter(Tensor):
         """What ops compute with: the bf16 copy if there is one, else the weights themselves."""
         return self.data if self.half is None else self.half
 
-    def settle(self) -> None:
-        """If it is blank, make its memory say so: zeros. What is there ahead of time moves out."""
-        if self.blank:
-            if self.ahead is not None:
-                self.ahead[0] = self._grad.copy()
-            self._grad.fill(0)
-            self.blank, self.ahead = False, None
-
     @property
     def grad(self) -> Array | None:
-        self.settle()
-        return self._grad
+        return super().grad
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
@@ -105,10 +79,10 @@ class Parameter(Tensor):
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot have a gradient of shape {array.shape}"
             )
-        if self._grad is not None and array is not self._grad:
-            self.settle()
-            self._grad[...] = 0 if array is None else array
-        elif self._grad is None and array is not None:
+        memory = self.grad
+        if memory is not None and array is not memory:
+            memory[...] = 0 if array is None else array
+        elif memory is None and array is not None:
             raise UserError("a parameter without memory for gradients (trainable=False) got one")
 
     @property
@@ -137,18 +111,21 @@ class Parameter(Tensor):
 class _Part(Tensor):
     """One Hugging Face tensor inside a Parameter: views of its data and gradient."""
 
-    __slots__ = ("_grad", "offset", "parameter")
+    __slots__ = ("offset", "parameter")
 
     data, grad = Parameter.data, Parameter.grad
 
     def __init__(self, parameter, rows):
-        self.parameter, self.offset, self._grad = parameter, parameter.offset, None
+        self.parameter, self.offset = parameter, parameter.offset
         super().__init__(parameter.data[rows], parameter.requires_grad)
         self._grad = None if parameter._grad is None else parameter._grad[rows]
         self.version = parameter.version
 
-    def settle(self) -> None:
-        self.parameter.settle()
+    def zero_unwritten_grad(self) -> None:
+        self.parameter.zero_unwritten_grad()  # all rows: the flag is the parameter's
+
+    def grad_target(self) -> tuple[Array, bool]:
+        return self.grad, True
 
     @property
     def requires_grad(self) -> bool:
@@ -198,7 +175,7 @@ class Arena:
         ordered = decayed + rest
         self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
         self.trainable, self.version, self.half_version = trainable, Version(), -1
-        self.matrices = decayed
+        self.matrices, self.all_written = decayed, True  # no gradient is unwritten
         only_half = bf16 and not trainable
         first = self.n_decay if only_half else 0  # offset at which weights begins
         self.weights = zeros_on(device, size - first, np.float32)
@@ -215,8 +192,13 @@ class Arena:
             alone = only_half and parameter.decay
             parameter._data = half if alone else view(self.weights, offset - first)
             parameter._grad = view(self._grads, offset) if trainable else None
+            parameter.grad_written = True  # zeros
             parameter.half, parameter.version = half, self.version
             parameter.requires_grad &= trainable  # what was frozen stays so
+        # slices that no matrix covers: gaps, and behind all matrices the norms
+        starts = [*(p.offset for p in decayed), size]
+        ends = [0, *(p.offset + p.size for p in decayed)]
+        self._not_matrices = [(a, b) for a, b in zip(ends, starts) if a < b]
 
     def __reduce__(self):  # copy.deepcopy and pickle: their views would be arrays of their own
         raise UserError(
@@ -226,7 +208,7 @@ class Arena:
 
     @property
     def grads(self) -> Array | None:
-        self.settle()
+        self.zero_unwritten_grads()
         return self._grads
 
     @grads.setter
@@ -235,23 +217,20 @@ class Arena:
         if array is not self._grads:
             self.grads[...] = array
 
-    def settle(self) -> None:
-        """No parameter is blank after this: whoever kept `grads` can read it."""
-        for parameter in self.matrices:
-            parameter.settle()
+    def zero_unwritten_grads(self) -> None:
+        """Fill with zeros every gradient that has not been written since zero_grad, for code that keeps the array `grads`."""
+        if not self.all_written:
+            for parameter in self.matrices:
+                parameter.zero_unwritten_grad()
+            self.all_written = True
 
     def zero_grad(self) -> None:
-        """All gradients = 0; in a capture those of matrices only count as zero."""
-        if not at_end_of_capture(self.settle):
-            self.grads.fill(0)
-            return
-        size, end = self._grads.size, 0
-        for start, stop in [*((p.offset, p.offset + p.size) for p in self.matrices), (size, size)]:
-            if end < start:  # between matrices, and after them
-                self._grads[end:start].fill(0)
-            end = stop
+        """All gradients = 0; those of matrices only by their flags (see the top of this file)."""
+        for a, b in self._not_matrices:
+            self._grads[a:b].fill(0)
         for parameter in self.matrices:
-            parameter.blank = True
+            parameter.grad_written = False
+        self.all_written = False
 
     def refresh(self) -> None:
         """Make the bf16 copy again if the weights were changed by anything but AdamW."""
@@ -351,7 +330,7 @@ class Module:
             parameter.data = values
 
     def zero_grad(self) -> None:
-        """All gradients = 0; needed before each backward, which adds to them. In a capture matrices become blank instead."""
+        """All gradients = 0. Call it before the first backward of each step: backward adds to them."""
         if not self.arena.trainable:
             raise UserError("this model has no gradients: make it with trainable=True")
         self.arena.zero_grad()
@@ -377,7 +356,11 @@ class Embedding(Module):
 
 
 class Linear(Module):
-    """y = x w^T, no bias. parts: {Hugging Face suffix: output features} when several matrices are packed."""
+    """y = x w^T, no bias.
+
+    parts: {Hugging Face name: output features} when several matrices are packed. They are named as if they stood beside each
+    other in the place of this module: `self_attn.qkv` with the part "q_proj.weight" is `self_attn.q_proj.weight`.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, std: float, parts: dict[str, int] | None = None
@@ -387,23 +370,22 @@ class Linear(Module):
     def __call__(self, x_NI: Tensor) -> Tensor:
         return F.linear(x_NI, self.weight)
 
+    def _storage(self, prefix):
+        packed = "weight" not in self.weight.parts
+        for path, parameter in super()._storage(prefix):
+            if packed and parameter is self.weight:
+                path = prefix[: prefix[:-1].rfind(".") + 1]  # without this module's own name
+            yield path, parameter
+
 
 class RMSNorm(Module):
-    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel.
-
-    linear: the matrix that the result goes to. Then what comes back is (x, or x + r) and the output of that matrix.
-    """
+    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel."""
 
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = Parameter((dim,), None), eps
-        self.out_dtype = None  # of the result, where it is not the input's
+        self.out_dtype: Any = None  # of the result without a residual; None: as the input
 
-    def __call__(
-        self, x_NC: Tensor, residual_NC: Tensor | None = None, linear: Parameter | None = None
-    ):
-        w, eps = self.weight, self.eps
-        if linear is not None:
-            return F.residual_rmsnorm_linear(x_NC, residual_NC, w, linear, eps, self.out_dtype)
+    def __call__(self, x_NC: Tensor, residual_NC: Tensor | None = None) -> Any:
         if residual_NC is None:
-            return F.rmsnorm(x_NC, w, eps, self.out_dtype)
-        return F.residual_rmsnorm(x_NC, residual_NC, w, eps)
+            return F.rmsnorm(x_NC, self.weight, self.eps, self.out_dtype)
+        return F.residual_rmsnorm(x_NC, residual_NC, self.weight, self.eps)

@@ -19,12 +19,12 @@ What a decoder keeps of every token in every layer (numbers; C the width, F that
 The price is one more forward of the forgotten part, at most a third of a step (forward 1, backward 2).
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from . import autograd
-from .autograd import Function, Tensor, no_grad
+from ..device import Array
+from .autograd import Function, no_grad, recording
+from .tensor import Tensor
 
 
 def recompute(f: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -49,8 +49,8 @@ class Recompute(Function):
     @staticmethod
     def backward(ctx, *gradients):
         f, *arrays = ctx.saved
-        caught = []
-        with _recorded():
+        caught: list[Array | None] = []
+        with recording(True):
             inputs = [Tensor(x, needed) for x, needed in zip(arrays, ctx.needs_grad[1:])]
             out = f(*Catch.apply(caught, *inputs))
             start = Start.apply(gradients, *(out if isinstance(out, tuple) else (out,)))
@@ -87,13 +87,3 @@ class Start(Function):
     @staticmethod
     def backward(ctx, _):
         return None, *ctx.saved
-
-
-@contextlib.contextmanager
-def _recorded():
-    """The opposite of no_grad."""
-    before, autograd._recording = autograd._recording, True
-    try:
-        yield
-    finally:
-        autograd._recording = before

@@ -95,7 +95,7 @@ class Naive(NoSync):
     def backward(self, loss, last):
         loss.backward()
         if last:
-            self.model.arena.settle()  # the collectives read its memory
+            self.model.arena.zero_unwritten_grads()  # the collectives read its memory
             for _, p in self.model.storage():
                 self.collectives.all_reduce(p.offset, p.offset + p.size, idle=True)
                 self.collectives.join()
@@ -140,7 +140,7 @@ class Overlap(NoSync):
         self.to_come = sum(self.uses.values()) if self.sending else 0  # additions
         loss.backward()
         if last:
-            self.model.arena.settle()  # the collectives read its memory
+            self.model.arena.zero_unwritten_grads()  # the collectives read its memory
             for i in sorted(+self.missing):  # all, the first time; else what backward did not reach
                 self.start(*self.pieces[i], idle=True)
             self.collectives.join()

@@ -271,7 +271,7 @@ def _layer_weights(layer, qk_norm):
     norms = (attention.q_norm.weight, attention.k_norm.weight) if qk_norm else ()
     q_norm, k_norm = [w.value for w in norms] or (None, None)
     return LayerWeights(
-        layer.input_layernorm.weight.value, attention.qkv.value, q_norm, k_norm,
+        layer.input_layernorm.weight.value, attention.qkv.weight.value, q_norm, k_norm,
         attention.o_proj.weight.value, layer.post_attention_layernorm.weight.value,
-        mlp.gate_up.value, mlp.down_proj.weight.value,
+        mlp.gate_up.weight.value, mlp.down_proj.weight.value,
     )  # fmt: skip

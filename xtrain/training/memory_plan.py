@@ -46,7 +46,7 @@ KINDS = {  # what an op's forward allocates, in words; other ops go by their own
     "Embedding": "residual stream and norms",
     "RMSNorm": "residual stream and norms",
     "ResidualRMSNorm": "residual stream and norms",
-    "ResidualRMSNormLinear": "residual stream and projections",
+    "AddNormLinear": "residual stream and projections",
     "Linear": "outputs of projections",
     "QKNormRope": "queries, keys, values",
     "Attention": "attention",

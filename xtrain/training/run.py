@@ -50,7 +50,7 @@ class Run:
         if model.device == "cpu":
             self.on_device = self.compute
         elif config.graph:
-            graphed = Graphed(self.compute)
+            graphed = Graphed(self.compute, model.arena)
             self.on_device = lambda *inputs: [
                 x.copy() for x in graphed(*inputs)
             ]  # the next step overwrites x
