@@ -44,14 +44,14 @@ class Graphed:
         self.step, self.arena = step, arena
         self.recordings: dict[tuple, _Recording] = {}
         free_cached("gpu")  # memory that the pool made here could not use
-        self.pool, self.stream = PrivatePool(), _cuda().Stream(non_blocking=True)
-        self.caller = _cuda().get_current_stream()
+        self.pool, self.stream = PrivatePool(), cupy().cuda.Stream(non_blocking=True)
+        self.caller = cupy().cuda.get_current_stream()
 
     def __call__(self, *inputs: Array, variant: tuple = ()) -> tuple[Array, ...]:
         key = (variant, *((x.shape, x.dtype.str) for x in inputs))
         if key not in self.recordings:
             self.recordings[key] = _Recording(inputs, self.arena)
-        recording, caller = self.recordings[key], _cuda().get_current_stream()
+        recording, caller = self.recordings[key], cupy().cuda.get_current_stream()
         if caller.ptr != self.caller.ptr:  # the steps started there use the same memory
             caller.wait_event(self.caller.record())
             self.caller = caller
@@ -59,7 +59,7 @@ class Graphed:
             return recording.replay(inputs, caller)
         self.stream.wait_event(caller.record())
         try:
-            with _cuda().using_allocator(self.pool.malloc), self.stream:
+            with cupy().cuda.using_allocator(self.pool.malloc), self.stream:
                 if all(r.graph is None for r in self.recordings.values()):
                     self.pool.free_all_blocks()
                 if recording.is_next_captured():
@@ -73,7 +73,7 @@ class _Recording:
     """Input buffers, and later the graph and its outputs, for one combination of shapes."""
 
     def __init__(self, inputs: tuple, arena: Arena | None):
-        self.buffers = [_cupy().empty(x.shape, x.dtype) for x in inputs]
+        self.buffers = [cupy().empty(x.shape, x.dtype) for x in inputs]
         self.arena, self.calls = arena, 0  # calls: eager ones
         self.graph: Any = None
         self.outputs: tuple = ()
@@ -115,15 +115,7 @@ class _Recording:
             outputs = step(*self.buffers)
             self._zero_unwritten_grads()  # recorded: every replay ends with all gradients written
         except BaseException:
-            with contextlib.suppress(_cuda().runtime.CUDARuntimeError):
+            with contextlib.suppress(cupy().cuda.runtime.CUDARuntimeError):
                 stream.end_capture()  # the recording is useless, but the stream must leave this mode
             raise
         return stream.end_capture(), outputs
-
-
-def _cupy() -> Any:
-    return cupy()
-
-
-def _cuda() -> Any:
-    return _cupy().cuda

@@ -33,10 +33,10 @@ def gradient_view_for(ctx: Context, i: int) -> Array | None:
     also accept a gradient in other memory.
     """
     edge = ctx.edges[i]
-    node = None if edge is None else edge.node
-    if node is None or node.ctx is None or not hasattr(node.function, "gradient_view"):
+    if edge is None or edge.node is None or edge.node.ctx is None:
         return None
-    return node.function.gradient_view(node.ctx, edge.index)
+    offer = getattr(edge.node.function, "gradient_view", None)
+    return None if offer is None else offer(edge.node.ctx, edge.index)
 
 
 class Embedding(Function):
@@ -217,10 +217,10 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx, do):
-        *saved, scale, causal = ctx.saved
         dv = gradient_view_for(ctx, 2)
         if do.dtype.name == "bfloat16":
-            return _flash_attention.flash_attention_bwd(do, *saved, scale, causal, dv)
+            return _flash_attention.flash_attention_bwd(do, *ctx.saved, dv_BSGD=dv)
+        *saved, scale, causal = ctx.saved
         return _attention.attention_bwd(do, tuple(saved), scale, causal, dv)
 
 
@@ -309,8 +309,9 @@ class LinearCrossEntropy(Function):
 
     @staticmethod
     def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows=None):
+        want_dx, want_dw = ctx.needs_grad[:2]
         loss_N, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(
-            x_NC, w_PC, targets_N, vocab_size, inv_count_1, *ctx.needs_grad[:2], rows
+            x_NC, w_PC, targets_N, vocab_size, inv_count_1, want_dx, want_dw, rows
         )
         ctx.save(dx_NC, dw_PC, w_PC)
         return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())

@@ -39,7 +39,8 @@ class RotaryTables:
     """cos and sin of every position, (positions, D/2) float32, made once per length class and kept on the device."""
 
     def __init__(self, config: ModelConfig, device: str):
-        self.config, self.device, self.tables = config, device, {}
+        self.config, self.device = config, device
+        self.tables: dict[int, tuple[Array, Array]] = {}
 
     def __call__(self, T: int) -> tuple[Array, Array]:
         c = self.config
@@ -50,7 +51,8 @@ class RotaryTables:
             tables = rope_tables(
                 c.head_dim, P, c.rope_theta, c.rope_scaling, seq_len=P, max_seq_len=c.max_seq_len
             )
-            self.tables[P] = tuple(to_device(t, self.device) for t in tables)
+            cos, sin = (to_device(t, self.device) for t in tables)
+            self.tables[P] = cos, sin
         return self.tables[P]
 
 

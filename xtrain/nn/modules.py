@@ -34,39 +34,13 @@ from .tensor import Tensor, Version
 ALIGN = 64
 
 
-class Parameter(Tensor):
-    """A trainable tensor. Its shape is fixed at once; it gets memory when its model makes the arena.
+class _ArenaTensor(Tensor):
+    """A tensor whose values and gradient lie in an arena. Assigning to either copies values; the memory stays."""
 
-    shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None: all
-    rows, under the name "weight".
-    std: of the normal initialisation; None: ones.  decay: whether weight decay applies.
-    requires_grad may be set to False at any time: no gradient is computed then, and AdamW does not update the parameter.
-    on_gradient: None, or a function that is called with the parameter after each contribution to its gradient (see ddp.py).
-    """
+    __slots__ = ("declared_shape", "offset")
 
-    __slots__ = ("decay", "declared_shape", "half", "offset", "on_gradient", "parts", "std")
-
-    def __init__(
-        self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
-    ):
-        super().__init__(np.empty(0, np.float32), requires_grad=True)
-        if not isinstance(shape, tuple) or not shape:
-            raise UserError(
-                "a Parameter takes a shape of at least one axis, (1,) for a single number; set its values later, "
-                "by `parameter.data = array`"
-            )
-        self.offset: int | None = None  # in its arena
-        self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
-        self.parts = parts or {"weight": shape[0]}
-        if sum(self.parts.values()) > shape[0]:
-            raise UserError(f"{self.parts} are more rows than a parameter of shape {shape} has")
-        self.half: Array | None = None  # in bf16 training: the copy that forward and backward use
-        self.on_gradient = None
-
-    @property
-    def value(self) -> Array:
-        """What ops compute with: the bf16 copy if there is one, else the weights themselves."""
-        return self.data if self.half is None else self.half
+    offset: int  # of the first element in the arena; -1: there is no arena yet
+    declared_shape: tuple[int, ...]
 
     @property
     def grad(self) -> Array | None:
@@ -87,7 +61,7 @@ class Parameter(Tensor):
 
     @property
     def data(self) -> Array:
-        if self.offset is None:
+        if self.offset < 0:
             raise UserError(
                 f"a parameter of shape {self.declared_shape} has no memory: call model.renew_arena() "
                 "when all modules are in their places"
@@ -108,15 +82,49 @@ class Parameter(Tensor):
             self[...] = array
 
 
-class _Part(Tensor):
+class Parameter(_ArenaTensor):
+    """A trainable tensor. Its shape is fixed at once; it gets memory when its model makes the arena.
+
+    shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None: all
+    rows, under the name "weight".
+    std: of the normal initialisation; None: ones.  decay: whether weight decay applies.
+    requires_grad may be set to False at any time: no gradient is computed then, and AdamW does not update the parameter.
+    on_gradient: None, or a function that is called with the parameter after each contribution to its gradient (see ddp.py).
+    """
+
+    __slots__ = ("decay", "half", "on_gradient", "parts", "std")
+
+    def __init__(
+        self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
+    ):
+        super().__init__(np.empty(0, np.float32), requires_grad=True)
+        if not isinstance(shape, tuple) or not shape:
+            raise UserError(
+                "a Parameter takes a shape of at least one axis, (1,) for a single number; set its values later, "
+                "by `parameter.data = array`"
+            )
+        self.offset = -1
+        self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
+        self.parts = parts or {"weight": shape[0]}
+        if sum(self.parts.values()) > shape[0]:
+            raise UserError(f"{self.parts} are more rows than a parameter of shape {shape} has")
+        self.half: Array | None = None  # in bf16 training: the copy that forward and backward use
+        self.on_gradient = None
+
+    @property
+    def value(self) -> Array:
+        """What ops compute with: the bf16 copy if there is one, else the weights themselves."""
+        return self.data if self.half is None else self.half
+
+
+class _Part(_ArenaTensor):
     """One Hugging Face tensor inside a Parameter: views of its data and gradient."""
 
-    __slots__ = ("offset", "parameter")
-
-    data, grad = Parameter.data, Parameter.grad
+    __slots__ = ("parameter",)
 
     def __init__(self, parameter, rows):
         self.parameter, self.offset = parameter, parameter.offset
+        self.declared_shape = parameter.data[rows].shape
         super().__init__(parameter.data[rows], parameter.requires_grad)
         self._grad = None if parameter._grad is None else parameter._grad[rows]
         self.version = parameter.version
@@ -125,7 +133,8 @@ class _Part(Tensor):
         self.parameter.zero_unwritten_grad()  # all rows: the flag is the parameter's
 
     def grad_target(self) -> tuple[Array, bool]:
-        return self.grad, True
+        self.zero_unwritten_grad()
+        return self._grad, True
 
     @property
     def requires_grad(self) -> bool:
@@ -179,7 +188,7 @@ class Arena:
         only_half = bf16 and not trainable
         first = self.n_decay if only_half else 0  # offset at which weights begins
         self.weights = zeros_on(device, size - first, np.float32)
-        self._grads = zeros_on(device, size, np.float32) if trainable else None
+        self._grads: Any = zeros_on(device, size, np.float32) if trainable else None
         self.half = None
         if only_half:
             self.half = zeros_on(device, first, BFLOAT16)
@@ -202,12 +211,13 @@ class Arena:
 
     def __reduce__(self):  # copy.deepcopy and pickle: their views would be arrays of their own
         raise UserError(
-            "a model cannot be copied or pickled, for its parameters are views of one array: make it a second time "
-            "and give each parameter its values, `new.data = old.data`; or save_pretrained and load_weights"
+            "a model cannot be copied or pickled, because its parameters are views of one array: make a second one "
+            "and copy the values of each parameter, `new.data = old.data`; or use save_pretrained and load_weights"
         )
 
     @property
-    def grads(self) -> Array | None:
+    def grads(self) -> Any:
+        """(size,) float32, None without gradients."""
         self.zero_unwritten_grads()
         return self._grads
 
@@ -243,6 +253,12 @@ class Arena:
 class Module:
     """A tree of modules and parameters, found by walking the attributes in the order they were set, also those in lists,
     tuples and dicts."""
+
+    arena: Arena  # of the whole model, in its outermost module
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the module computes: derived classes define it."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
     def modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
         """(name, module), this one first, depth first. The names end in a dot, but for the first: ""."""
@@ -324,7 +340,7 @@ class Module:
         Parameters that had values keep them, new ones are initialised as in a new model of that seed. To be called before the
         optimizer is made.
         """
-        kept = [(p, p.data) for _, p in self.storage() if p.offset is not None]
+        kept = [(p, p.data) for _, p in self.storage() if p.offset >= 0]
         self.arena = self.make_arena(self.arena.kind[0], seed, *self.arena.kind[1:])
         for parameter, values in kept:
             parameter.data = values

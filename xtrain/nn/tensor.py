@@ -134,7 +134,7 @@ class Tensor:
 
     def __add__(self, other: Any) -> Tensor:
         if not hasattr(other, "shape"):
-            raise TypeError(f"a Tensor can be added to a Tensor or array of its shape, not to {other!r}")
+            raise TypeError(f"only a Tensor or an array of its shape can be added to a Tensor, not {other!r}")
         return _ops().add(self, other)
 
     __radd__ = __add__
@@ -143,7 +143,7 @@ class Tensor:
         return self + -1.0 * other
 
     def __mul__(self, factor: Any) -> Tensor:
-        if isinstance(factor, Tensor) or getattr(factor, "ndim", 0):
+        if isinstance(factor, Tensor) or np.ndim(factor):
             raise TypeError("a Tensor can be multiplied by a number only: for anything else write a Function")
         return _ops().scale(self, float(factor))
 
