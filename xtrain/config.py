@@ -5,7 +5,7 @@ The command line (`python -m xtrain.train --help`) is made from TrainConfig, the
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from .errors import UserError
 
@@ -61,10 +61,10 @@ class ModelConfig:
     dim: int  # C, width of the residual stream
     n_layers: int  # L
     n_heads: int  # H, query heads
-    n_kv_heads: int | None = None  # G, key/value heads; None: as many as query heads
-    head_dim: int | None = None  # D; None: dim / n_heads
+    n_kv_heads: int = cast(int, None)  # G, key/value heads; None: as many as query heads
+    head_dim: int = cast(int, None)  # D; None: dim / n_heads
     # F, width of the MLP; None: 8/3 dim, rounded up to a multiple of 64
-    hidden_dim: int | None = None
+    hidden_dim: int = cast(int, None)
     max_seq_len: int = 1024  # longest sequence, tokens
     rope_theta: float = 10000.0  # base of the rotation frequencies
     # {"rope_type": "linear" | "dynamic" | "llama3", "factor": ..., ...}

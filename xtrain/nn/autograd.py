@@ -23,7 +23,7 @@ import numpy as np
 from ..device import Array, as_array
 from ..kernels.elementwise import add_fwd, add_into
 from ..kernels.runtime.launch import empty, zeros
-from .tensor import Tensor
+from .tensor import Tensor, ops
 
 _recording = True
 _clock = itertools.count()
@@ -189,6 +189,7 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
             slots[i] = dx if slots[i] is None else as_array(add_fwd(slots[i], dx))
 
 
+ops["backward"] = backward
 _units: dict = {}
 
 

@@ -23,6 +23,7 @@ from ..kernels.attention import gemm_attention as _attention
 from ..kernels.primitives.flat import same_place
 from ..kernels.runtime.launch import empty, zeros
 from .autograd import Context, Function, is_unit
+from .tensor import ops
 
 
 def gradient_view_for(ctx: Context, i: int) -> Array | None:
@@ -219,7 +220,8 @@ class Attention(Function):
     def backward(ctx, do):
         dv = gradient_view_for(ctx, 2)
         if do.dtype.name == "bfloat16":
-            return _flash_attention.flash_attention_bwd(do, *ctx.saved, dv_BSGD=dv)
+            q, k, v, o, lse, scale, causal = ctx.saved
+            return _flash_attention.flash_attention_bwd(do, q, k, v, o, lse, scale, causal, dv)
         *saved, scale, causal = ctx.saved
         return _attention.attention_bwd(do, tuple(saved), scale, causal, dv)
 
@@ -427,3 +429,5 @@ swiglu, silu, cross_entropy = SwiGLU.apply, SiLU.apply, CrossEntropy.apply
 swiglu_linear, linear_cross_entropy = SwiGLULinear.apply, LinearCrossEntropy.apply
 add, scale, cast = Add.apply, Scale.apply, Cast.apply
 swap_heads, reshape, narrow = SwapHeads.apply, Reshape.apply, Narrow.apply
+
+ops.update(reshape=reshape, add=add, scale=scale)  # the operators of Tensor

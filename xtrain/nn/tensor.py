@@ -6,15 +6,16 @@ The gradient of a leaf accumulates. The rule is in `Tensor.grad_target`: the fir
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..device import Array, as_array, to_numpy
 from ..kernels.runtime.launch import empty
 
-if TYPE_CHECKING:
-    from .autograd import Node
+# What the methods of Tensor call: "backward" is set by autograd.py, "reshape", "add" and "scale" by functional.py. Both import
+# this file, so it cannot import them.
+ops: dict[str, Callable[..., Any]] = {}
 
 
 class Version:
@@ -50,7 +51,7 @@ class Tensor:
             raise TypeError(f"a Tensor holds numbers, with a gradient only floating point: {kind}")
         self._grad: Array | None = None
         self.grad_written, self.requires_grad = False, requires_grad
-        self.node: Node | None = None  # None: a leaf
+        self.node: Any = None  # of autograd.py; None: a leaf
         self.index = 0  # which output of the node this is
         self.version = Version()
 
@@ -94,9 +95,7 @@ class Tensor:
 
     def backward(self, gradient: Array | None = None) -> None:
         """Add d self / d leaf to `.grad` of every leaf that this was computed from: see autograd.backward."""
-        from .autograd import backward
-
-        backward(self, gradient)
+        ops["backward"](self, gradient)
 
     # ------------------------------------------------------------------------- as an array
     value = property(lambda self: self._data)  # what ops compute with
@@ -130,12 +129,12 @@ class Tensor:
     # ------------------------------------------------------------------------- operators, each one op of functional.py
     def reshape(self, *shape: Any) -> Tensor:
         """The same numbers in another shape: a view. reshape(2, -1) and reshape((2, -1)) are the same."""
-        return _ops().reshape(self, shape[0] if isinstance(shape[0], tuple) else shape)
+        return ops["reshape"](self, shape[0] if isinstance(shape[0], tuple) else shape)
 
     def __add__(self, other: Any) -> Tensor:
         if not hasattr(other, "shape"):
             raise TypeError(f"only a Tensor or an array of its shape can be added to a Tensor, not {other!r}")
-        return _ops().add(self, other)
+        return ops["add"](self, other)
 
     __radd__ = __add__
 
@@ -145,7 +144,7 @@ class Tensor:
     def __mul__(self, factor: Any) -> Tensor:
         if isinstance(factor, Tensor) or np.ndim(factor):
             raise TypeError("a Tensor can be multiplied by a number only: for anything else write a Function")
-        return _ops().scale(self, float(factor))
+        return ops["scale"](self, float(factor))
 
     __rmul__ = __mul__
 
@@ -158,9 +157,3 @@ class Tensor:
     def __repr__(self) -> str:
         made = f", made by {self.node.function.__name__}" if self.node else ""
         return f"Tensor({self._data!r}{made})"
-
-
-def _ops():
-    from . import functional  # imports this file
-
-    return functional
