@@ -147,11 +147,15 @@ class LoRA(Linear):
         return y_NO + F.linear(F.linear(x_NI, self.a), self.b) * self.scale
 
 
-def with_lora(model, r=8, alpha=16):
+def with_lora(model, r=8, alpha=16, places=("self_attn.o_proj",)):
+    """places: any of self_attn.qkv, self_attn.o_proj, mlp.gate_up, mlp.down_proj. (qkv and gate_up are packed: one a for all.)"""
     for _, parameter in model.storage():
-        parameter.requires_grad = False  # no gradient, and AdamW leaves it alone
+        parameter.requires_grad = False  # no gradient, and AdamW does not update it
     for layer in model.model.layers:
-        layer.self_attn.o_proj = LoRA(layer.self_attn.o_proj, r, alpha)
+        for place in places:
+            branch, name = place.split(".")
+            owner = getattr(layer, branch)
+            setattr(owner, name, LoRA(getattr(owner, name), r, alpha))
     model.renew_arena()
     return model
 

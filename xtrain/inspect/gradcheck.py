@@ -160,6 +160,7 @@ CASES = {
     "add": ("a: N C, b: N C", lambda d, a, b: F.add(a, b)),
     "scale": ("x: N C", lambda d, x: F.scale(x, -1.7)),
     "cast": ("x: N C", lambda d, x: F.cast(x, np.float32)),
+    "cast_gradient": ("x: N C", lambda d, x: F.cast_gradient(x, np.float64)),
     "swap_heads": ("x: B T G D", lambda d, x: F.swap_heads(x)),
     "reshape": ("x: N C", lambda d, x: F.reshape(x, (d.C, d.N))),
     "narrow": ("x: N P", lambda d, x: F.narrow(x, d.V)),

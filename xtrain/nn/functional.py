@@ -374,6 +374,19 @@ class Cast(Function):
         return _cast.cast_fwd(dy, *ctx.saved)
 
 
+class CastGradient(Function):
+    """x itself; its gradient is cast."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        ctx.save(dtype)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _cast.cast_fwd(dy, *ctx.saved)
+
+
 class SwapHeads(Function):
     """(B, X, Y, D) -> (B, Y, X, D): its own inverse, and its own backward."""
 
@@ -427,7 +440,7 @@ rope, qk_norm_rope = Rope.apply, QKNormRope.apply
 attention, causal_softmax = Attention.apply, CausalSoftmax.apply
 swiglu, silu, cross_entropy = SwiGLU.apply, SiLU.apply, CrossEntropy.apply
 swiglu_linear, linear_cross_entropy = SwiGLULinear.apply, LinearCrossEntropy.apply
-add, scale, cast = Add.apply, Scale.apply, Cast.apply
+add, scale, cast, cast_gradient = Add.apply, Scale.apply, Cast.apply, CastGradient.apply
 swap_heads, reshape, narrow = SwapHeads.apply, Reshape.apply, Narrow.apply
 
 ops.update(reshape=reshape, add=add, scale=scale)  # the operators of Tensor

@@ -73,8 +73,9 @@ def add_norm(h_NC: Tensor, delta_NC: Tensor | None, norm: Module) -> tuple[Tenso
         return h_NC, norm(h_NC)
     if type(norm) is RMSNorm:
         return norm(h_NC, delta_NC)
-    h_NC = h_NC + F.cast(delta_NC, h_NC.dtype)  # in bf16 training the residual stream is float32
-    return h_NC, F.cast(norm(h_NC), delta_NC.dtype)
+    # In bf16 training the residual stream is float32, its gradient and everything else bf16.
+    h_NC = h_NC + F.cast(delta_NC, h_NC.dtype)
+    return h_NC, F.cast(norm(F.cast_gradient(h_NC, delta_NC.dtype)), delta_NC.dtype)
 
 
 class Attention(Module):
