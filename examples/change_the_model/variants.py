@@ -190,8 +190,8 @@ class Muon(AdamW):
 
     matrix_lr = 0.02
 
-    def leaves_alone(self, parameter):  # those are not AdamW's
-        return super().leaves_alone(parameter) or parameter in self.matrices
+    def excludes(self, parameter):  # AdamW does not update the matrices of the layers
+        return super().excludes(parameter) or parameter in self.matrices
 
     @property
     def matrices(self):

@@ -143,8 +143,9 @@ def test_when_unwritten_gradients_are_zeroed(log):
         fails = False
         log.clear()
         run(np.ones(3))
-        end = ["zeros on own", "end of the capture", "zeros on own", "graph on own", "A waits for own"]
-        assert log[-8:] == [*begin, *end]
+        end = ["zeros on own", "end of the capture"]
+        replay = ["zeros on own", "graph on own", "A waits for own"]
+        assert log[-8:] == [*begin, *end, *replay]
         log.clear()
         run(np.ones(3))
     assert log == ["zeros on A", "graph on A"]

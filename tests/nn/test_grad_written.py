@@ -1,7 +1,7 @@
 """The first gradient of a step is written, later ones are added: the result is that of zeros to which everything is added.
 
-Every step starts with NaN in the memory of all gradients, so a read of stale memory shows. Without a GPU a replay is simulated: the
-step runs again, from the state of the flags in which it was captured.
+Every step starts with NaN in the memory of all gradients, so a read of stale memory shows. Without a GPU a replay is simulated:
+the step runs again, from the state of the flags in which it was captured.
 """
 
 import contextlib
@@ -187,7 +187,7 @@ def test_what_is_saved(monkeypatch):
     assert results == 5 * [(7, {False}, 0), (7, {True}, 1)]
 
 
-# ----------------------------------------------------------------------------- the head, whose gradient is computed by the forward
+# --------------------------------------------------------------------------- the head, whose gradient is computed by the forward
 def both(model):
     model.zero_grad()
     return loss(model, 0), loss(model, 3)

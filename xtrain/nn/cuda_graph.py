@@ -1,4 +1,4 @@
-"""Capture a step in a CUDA graph once and replay it afterwards: no Python between its kernels.
+"""Capture a step in a CUDA graph once, then replay it without running Python between its kernels.
 
 A training step of a small model is about three hundred kernels of a few microseconds each, and Python takes longer to launch
 one than the GPU to run it. For fixed shapes the whole step can be recorded (the driver notes kernels and arguments instead of

@@ -1,6 +1,6 @@
 """One Function per op: the forward launcher, what is saved, the backward launcher. Nothing else.
 
-Lower-case names at the end are what the rest of xtrain calls. Shapes are written where they are not obvious:
+The rest of xtrain calls the lower-case names at the end. Shapes are given where they are not obvious:
 N rows (tokens), C width, I/O in and out features, H query heads, G key/value heads, D head width, V vocabulary.
 """
 
@@ -27,8 +27,8 @@ from .tensor import ops
 
 
 def gradient_view_for(ctx: Context, i: int) -> Array | None:
-    """A view of any layout into a larger gradient, where the gradient of argument i may be written (not added) to be returned from
-    backward. None: allocate it.
+    """A view of any layout into a larger gradient: backward may write the gradient of argument i there (not add it) and return the
+    view. None: allocate it.
 
     Only the op that made the argument can offer one, by a static method gradient_view(ctx, which output). Its own backward must
     also accept a gradient in other memory.
@@ -43,9 +43,7 @@ def gradient_view_for(ctx: Context, i: int) -> Array | None:
 class Embedding(Function):
     """ids (N,), w (V, C) -> the rows w[ids] (N, C)."""
 
-    full_precision = (
-        True  # the rows are copied, not multiplied: the residual stream starts in float32
-    )
+    full_precision = True  # rows are copied, not multiplied: the residual stream starts in float32
 
     @staticmethod
     def forward(ctx, ids_N, w_VC):
@@ -63,7 +61,7 @@ class Embedding(Function):
 
 
 class Linear(Function):
-    """dtype: of y, where it is not that of x: bf16 operands have float32 sums, which need not be rounded."""
+    """y = x w^T. dtype: of y, if it differs from that of x: bf16 operands have float32 sums, which need not be rounded."""
 
     @staticmethod
     def forward(ctx, x_NI, w_OI, dtype=None):
@@ -118,7 +116,7 @@ class ResidualRMSNorm(Function):
 
 
 class AddNormLinear(Function):
-    """h = x + delta,  y = linear(rmsnorm(h), v): one branch of a block begins. The norm's result is not kept, backward recomputes it.
+    """h = x + delta,  y = linear(rmsnorm(h), v): the start of a branch. The norm's result is not kept, backward recomputes it.
 
     x, delta (N, C), w (C,), v (O, C) -> h (N, C), y (N, O).  delta None: h is x.  dtype: of the norm's result in that case, if it
     differs from that of x.
@@ -148,7 +146,7 @@ class AddNormLinear(Function):
 
 
 class Rope(Function):
-    """x (N, H, D) turned by its position, see kernels/rope.py."""
+    """x (N, H, D) rotated by its position, see kernels/rope.py."""
 
     @staticmethod
     def forward(ctx, x_NHD, cos, sin, positions_N, T):
@@ -202,8 +200,7 @@ class QKNormRope(Function):
 class Attention(Function):
     """q (B, T, H, D), k and v (B, S, G, D) -> o (B, T, H, D).
 
-    bf16 goes to FlashAttention, float32 to matrix products around a softmax. Both take v, and write dv, as a part of a
-    packed array.
+    bf16 uses FlashAttention, float32 matrix products around a softmax. Both read v from a packed array and write dv into one.
     """
 
     @staticmethod
@@ -255,7 +252,7 @@ class SwiGLU(Function):
 
 
 class SwiGLULinear(Function):
-    """linear(swiglu(gu), w) without keeping what lies between: backward makes it again on the way."""
+    """linear(swiglu(gu), w) without keeping the result of swiglu: backward recomputes it."""
 
     @staticmethod
     def forward(ctx, gu_N2F, w_OF):
@@ -288,7 +285,7 @@ class SiLU(Function):
 
 
 class CrossEntropy(Function):
-    """Mean loss over the targets that are not -100. (The kernel overwrites logits with their gradient: here a copy of them.)"""
+    """Mean loss over the targets that are not -100. (The kernel overwrites the logits with their gradient: it gets a copy.)"""
 
     @staticmethod
     def forward(ctx, logits_NP, targets_N, vocab_size, inv_count_1):
@@ -307,7 +304,7 @@ class CrossEntropy(Function):
 
 
 class LinearCrossEntropy(Function):
-    """linear and CrossEntropy in one op: the logits exist for a few rows at a time. forward computes the gradients of x and w, too."""
+    """linear and CrossEntropy in one op: the logits exist for a few rows at a time. The forward also computes the gradients."""
 
     @staticmethod
     def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows=None):
@@ -362,7 +359,7 @@ class Scale(Function):
 
 
 class Cast(Function):
-    """x in another type; the gradient goes back in the type of x."""
+    """x in another type; its gradient is cast to the type of x."""
 
     @staticmethod
     def forward(ctx, x, dtype):
@@ -418,7 +415,7 @@ class Reshape(Function):
 
 
 class Narrow(Function):
-    """The first n of the last axis, in new memory if there are more: how the padding of the vocabulary disappears."""
+    """The first n of the last axis, a copy if there are more. It removes the padding of the vocabulary."""
 
     @staticmethod
     def forward(ctx, x, n):

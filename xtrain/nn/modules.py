@@ -4,13 +4,13 @@
     grads    [ the same layout                                      ]      one more
                <---------- decayed -------------> <-- not ------->
 
-Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and nothing is ever
+Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and nothing has to be
 flattened. The order is that of the forward pass: backward fills the gradients from the end.
 
-zero_grad does not write zeros to the gradients of matrices, it only clears their flag `grad_written`. The first gradient of a step
-is then written over the old contents, later ones are added (tensor.py). This saves writing 4 bytes per parameter and reading them
-again. Reading `parameter.grad` or `arena.grads` fills what has not been written with zeros, so a reader finds zeros for a parameter
-that backward did not reach. Norm weights are few, and their kernels always add: zero_grad writes their zeros at once.
+zero_grad does not write zeros to the gradients of matrices, it only clears their flag `grad_written`. The first gradient of a
+step is then written over the old contents, later ones are added (tensor.py). This saves writing 4 bytes per parameter and reading
+them again. Reading `parameter.grad` or `arena.grads` zero-fills what has not been written, so the gradient of a parameter that
+backward did not reach is zero. Norm weights are few, and their kernels always add: zero_grad writes their zeros at once.
 
 A Parameter may hold several tensors of the Hugging Face layout as blocks of its rows (q, k and v; gate and up), and
 rows of padding after them (the vocabulary). `named_parameters()` yields each tensor as a view under its Hugging Face name.
@@ -75,7 +75,8 @@ class _ArenaTensor(Tensor):
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
             )
-        if self.dtype == array.dtype == BFLOAT16:  # as bits: no array library need know the type
+        if self.dtype == array.dtype == BFLOAT16:
+            # as bits: the array library need not know the type
             self._data.view(np.uint16)[...] = array.view(np.uint16)
             self.version.count += 1
         else:
@@ -150,7 +151,7 @@ class _Part(_ArenaTensor):
 
 
 def arena_unit(world: int) -> int:
-    """Floats: what the arena's regions and every bucket are a multiple of. Up to 16 ranks (powers of 2) just ALIGN."""
+    """The arena's regions and every bucket are a multiple of so many floats: ALIGN for 1, 2, 4, 8 and 16 ranks."""
     return math.lcm(ALIGN, 4 * world)
 
 
@@ -158,11 +159,11 @@ class Arena:
     """Memory of all parameters: weights and grads, 1-D float32 arrays; elements [0, n_decay) are decayed.
 
     half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after any other
-    change `refresh` does. Matrices are used from it, norm weights (which are few) always in float32.
-    world: both regions can be divided among so many ranks, in parts of whole 16 bytes (ZeRO-1).
-    weights is None while ZeRO-1 keeps each float32 weight on one rank only (ddp.py); the bf16 copy is then all there is.
-    trainable False: no gradients, and in bf16 float32 memory for the norms alone; the parameters' data are bf16 then.
-    kind: device, bf16, world and trainable, as they were given.
+    change `refresh` updates it. Ops read matrices from it, and norm weights (which are few) always in float32.
+    world: both regions can be divided among so many ranks, in multiples of 16 bytes (ZeRO-1).
+    weights is None while ZeRO-1 keeps each float32 weight on one rank only (parallel/zero.py): only the bf16 copy is complete.
+    trainable False: no gradients, and in bf16 float32 memory for the norms only; the data of matrices are then bf16.
+    kind: device, bf16, world and trainable, as given.
     """
 
     def __init__(
@@ -203,13 +204,13 @@ class Arena:
             parameter._grad = view(self._grads, offset) if trainable else None
             parameter.grad_written = True  # zeros
             parameter.half, parameter.version = half, self.version
-            parameter.requires_grad &= trainable  # what was frozen stays so
+            parameter.requires_grad &= trainable  # frozen parameters stay frozen
         # slices that no matrix covers: gaps, and behind all matrices the norms
         starts = [*(p.offset for p in decayed), size]
         ends = [0, *(p.offset + p.size for p in decayed)]
         self._not_matrices = [(a, b) for a, b in zip(ends, starts) if a < b]
 
-    def __reduce__(self):  # copy.deepcopy and pickle: their views would be arrays of their own
+    def __reduce__(self):  # copy.deepcopy and pickle: in a copy the views would be separate arrays
         raise UserError(
             "a model cannot be copied or pickled, because its parameters are views of one array: make a second one "
             "and copy the values of each parameter, `new.data = old.data`; or use save_pretrained and load_weights"
@@ -223,7 +224,7 @@ class Arena:
 
     @grads.setter
     def grads(self, array: Array) -> None:
-        """The values are copied: the array stays the same. (`arena.grads *= 2` ends here too.)"""
+        """The values are copied, the array stays the same. (`arena.grads *= 2` also calls this.)"""
         if array is not self._grads:
             self.grads[...] = array
 
@@ -243,10 +244,11 @@ class Arena:
         self.all_written = False
 
     def refresh(self) -> None:
-        """Make the bf16 copy again if the weights were changed by anything but AdamW."""
+        """Update the bf16 copy if anything but AdamW has changed the weights."""
         changed = self.trainable and self.half_version != self.version.count
         if self.half is not None and self.weights is not None and changed:
-            cast_into(self.half, self.weights)  # no temporary: it would leave a hole in the pool
+            # without a temporary array, which would fragment the memory pool
+            cast_into(self.half, self.weights)
             self.half_version = self.version.count
 
 
@@ -269,7 +271,7 @@ class Module:
                     yield from item.modules(f"{prefix}{path}.")
 
     def storage(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """(name of the module, Parameter as it lies in memory), depth first; one that is in two places, once."""
+        """(name of the module, Parameter as it is in memory), depth first; a shared one only once."""
         seen = set()
         for path, parameter in self._storage(prefix):
             if id(parameter) not in seen:
@@ -295,7 +297,7 @@ class Module:
                 row += rows
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor whose data and grad have the Hugging Face shape and are views)"""
+        """(Hugging Face name, tensor whose data and grad have the Hugging Face shape and are views into the arena)"""
         for prefix, parameter in self.storage():
             row = 0
             for suffix, rows in parameter.parts.items():
@@ -310,9 +312,9 @@ class Module:
         world: int = 1,
         trainable: bool = True,
     ) -> Arena:
-        """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that are to be loaded.)
+        """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that will be loaded.)
 
-        Every tensor has a random stream of its own, named by the seed and its Hugging Face name: the numbers
+        Every tensor has a separate random stream, seeded with `seed` and its Hugging Face name, so the values
         depend neither on packing nor on padding nor on the order of the layers.
         """
         names = [prefix + suffix for prefix, p in self.storage() for suffix in p.parts]
@@ -331,14 +333,14 @@ class Module:
             stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
             values = stream.standard_normal(tensor.shape, dtype=np.float32) * np.float32(std[name])
             tensor.data = to_device(values.astype(tensor.dtype, copy=False), device)
-        free_cached(device)  # the temporaries, before other arrays settle in their memory
+        free_cached(device)  # the temporaries, before other arrays are allocated between them
         return arena
 
     def renew_arena(self, seed: int = 0) -> None:
-        """After modules were exchanged or added: one arena for all parameters there are now, in self.arena.
-
-        Parameters that had values keep them, new ones are initialised as in a new model of that seed. To be called before the
+        """Make a new arena for all parameters, in self.arena. Call it after modules were replaced or added, and before the
         optimizer is made.
+
+        Parameters that had values keep them, new ones are initialised as in a new model with this seed.
         """
         kept = [(p, p.data) for _, p in self.storage() if p.offset >= 0]
         self.arena = self.make_arena(self.arena.kind[0], seed, *self.arena.kind[1:])
@@ -353,7 +355,7 @@ class Module:
 
 
 def _items(name, value):
-    """What an attribute holds: itself, or what is in a list, a tuple or a dict -> (path, item)"""
+    """(path, item) of an attribute: the value itself, or the items of a list, tuple or dict."""
     if isinstance(value, (list, tuple, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _items(f"{name}.{key}", item)
@@ -362,7 +364,7 @@ def _items(name, value):
 
 
 class Embedding(Module):
-    """(V, C) table; rows from vocab_size up to padded_size are zero and stay zero."""
+    """(V, C) table. Rows from vocab_size up to padded_size are zero and stay zero."""
 
     def __init__(self, vocab_size: int, padded_size: int, dim: int, std: float):
         self.weight = Parameter((padded_size, dim), std, {"weight": vocab_size})
@@ -374,8 +376,8 @@ class Embedding(Module):
 class Linear(Module):
     """y = x w^T, no bias.
 
-    parts: {Hugging Face name: output features} when several matrices are packed. They are named as if they stood beside each
-    other in the place of this module: `self_attn.qkv` with the part "q_proj.weight" is `self_attn.q_proj.weight`.
+    parts: {Hugging Face name: output features} if several matrices are packed. These names replace that of the module: the part
+    "q_proj.weight" of `self_attn.qkv` is the parameter `self_attn.q_proj.weight`.
     """
 
     def __init__(

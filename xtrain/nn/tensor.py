@@ -123,7 +123,8 @@ class Tensor:
 
     __array_ufunc__ = None  # NumPy leaves `array + tensor` to Tensor
 
-    def __array__(self, *_: Any, **__: Any) -> np.ndarray:  # converting would lose the gradient silently
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        # a conversion would lose the gradient silently
         raise TypeError("a Tensor is not an array: use .data or .numpy(), or pass it to an op")
 
     # ------------------------------------------------------------------------- operators, each one op of functional.py
@@ -133,7 +134,9 @@ class Tensor:
 
     def __add__(self, other: Any) -> Tensor:
         if not hasattr(other, "shape"):
-            raise TypeError(f"only a Tensor or an array of its shape can be added to a Tensor, not {other!r}")
+            raise TypeError(
+                f"only a Tensor or array of its shape can be added to a Tensor, not {other!r}"
+            )
         return ops["add"](self, other)
 
     __radd__ = __add__
@@ -143,7 +146,9 @@ class Tensor:
 
     def __mul__(self, factor: Any) -> Tensor:
         if isinstance(factor, Tensor) or np.ndim(factor):
-            raise TypeError("a Tensor can be multiplied by a number only: for anything else write a Function")
+            raise TypeError(
+                "a Tensor can be multiplied by a number only: for anything else write a Function"
+            )
         return ops["scale"](self, float(factor))
 
     __rmul__ = __mul__
