@@ -27,8 +27,8 @@ from .tensor import ops
 
 
 def gradient_view_for(ctx: Context, i: int) -> Array | None:
-    """A view of any layout into a larger gradient: backward may write the gradient of argument i there (not add it) and return the
-    view. None: allocate it.
+    """A view of any layout into a larger gradient: backward may write the gradient of argument i there (not add it) and return
+    the view. None: allocate it.
 
     Only the op that made the argument can offer one, by a static method gradient_view(ctx, which output). Its own backward must
     also accept a gradient in other memory.

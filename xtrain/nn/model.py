@@ -279,7 +279,7 @@ class Transformer(Module):
         return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
 
     def hidden(self, ids: Array) -> Tensor:
-        """ids (B, T) -> (N, C), N = B T: the output of the last norm, input of the head. Raises UserError like calling the model."""
+        """ids (B, T) -> (N, C), N = B T: the output of the last norm. Raises UserError like calling the model."""
         ids = self._check_ids(ids, "ids")
         B, T = ids.shape
         self.arena.refresh()

@@ -109,8 +109,8 @@ class AdamW:
     def update(self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array) -> None:
         """Update elements [start, end) of the arena; their moments begin at `first`.
 
-        hyper_3: [lr, 1 - beta1^t, sqrt(1 - beta2^t)].  factor_1: multiplies the gradient (clipping); if it is NaN, nothing changes.
-        Both are on the device.
+        hyper_3: [lr, 1 - beta1^t, sqrt(1 - beta2^t)].  factor_1: multiplies the gradient (clipping); if it is NaN, nothing
+        changes. Both are on the device.
         """
         a, n = self.arena, end - start
         m, v = self.m[first : first + n], self.v[first : first + n]
