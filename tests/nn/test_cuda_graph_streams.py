@@ -79,7 +79,7 @@ def test_who_waits_for_whom(log):
         for expected in (
             around("step on own"), around("step on own"),  # eagerly
             around("the pool keeps its blocks", "capture on own", "step on own", "end of the capture", "graph on own"),
-            ["graph on A"], ["graph on A"],  # where the caller is: nobody waits
+            ["graph on A"], ["graph on A"],  # on the caller's stream: no waiting
         ):  # fmt: skip
             log.clear()
             assert np.array_equal(run(x)[0], x)

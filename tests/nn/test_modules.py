@@ -181,7 +181,7 @@ def test_rows_beyond_the_vocabulary_are_zero(tied):
         assert model.lm_head.shape == (128, 24) and not model.lm_head.data[100:].any()
 
 
-# ----------------------------------------------------------------------------- modules of one's own
+# ----------------------------------------------------------------------------- user-defined modules
 class Layer(Module):
     def __init__(self):
         self.norm = nn.RMSNorm(5, 1e-6)

@@ -67,9 +67,7 @@ class AdamW:
         self.t += 1
         a = self.arena
         if self.model.arena is not a:
-            raise UserError(
-                "the model's arena was replaced after AdamW was made: make AdamW after renew_arena()"
-            )
+            raise UserError("the model's arena was replaced after AdamW was made: make AdamW last")
         a.refresh()  # in case weights were assigned since the last step: a captured step does not check
         a.half_version += a.half_version == a.version.count  # the kernel writes the bf16 copy too
         a.version.count += 1
