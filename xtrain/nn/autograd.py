@@ -40,9 +40,11 @@ def recording(on: bool) -> Iterator[None]:
         _recording = before
 
 
-def no_grad():
+@contextlib.contextmanager
+def no_grad() -> Iterator[None]:
     """Inside, no op is recorded: no graph, no saved arrays. Also a decorator: `@no_grad()`."""
-    return recording(False)
+    with recording(False):
+        yield
 
 
 class Function:
