@@ -241,7 +241,7 @@ def parts(run: Run, steps: int) -> dict[str, float]:
     def wall(f):
         call = f
         if device == "gpu" and run.config.graph:
-            call = Graphed(f)
+            call = Graphed(f, model.arena)
         elif device == "gpu":
             call = lambda *inputs: f(*(to_device(x, "gpu") for x in inputs))
         for _ in range(3):

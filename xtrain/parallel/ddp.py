@@ -102,7 +102,7 @@ class Naive(NoSync):
     def backward(self, loss, last):
         loss.backward()
         if last:
-            self.model.arena.settle()  # the collectives read its memory
+            self.model.arena.zero_unwritten_grads()  # the collectives read its memory
             for _, p in self.model.storage():
                 self.collectives.all_reduce(p.offset, p.offset + p.size, idle=True)
                 self.collectives.join()
@@ -149,7 +149,7 @@ class Overlap(NoSync):
         self.additions_left = sum(self.uses.values()) if self.sending else 0
         loss.backward()
         if last:
-            self.model.arena.settle()  # the collectives read its memory
+            self.model.arena.zero_unwritten_grads()  # the collectives read its memory
             # in the first step all slices, later those that backward did not reach
             for i in sorted(+self.incomplete):
                 self.start(*self.slices[i], idle=True)

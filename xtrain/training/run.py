@@ -22,6 +22,7 @@ from ..kernels.skip_nonfinite import skip_unless_finite
 from ..nn.autograd import no_grad
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
+from ..nn.modules import Arena
 from ..nn.optim import AdamW, learning_rate
 from . import checkpoint
 from .checkpoint import Saved, Snapshot
@@ -73,7 +74,7 @@ class Run:
         self.rest: Callable[[], None] = lambda: None
         self.phase_timer = NoPhaseTimer()
         captured = c.graph and model.device != "cpu"
-        self.on_device = capture(self.train_step) if captured else self.eagerly
+        self.on_device = capture(self.train_step, model.arena) if captured else self.eagerly
 
     def make_optimizer(self) -> AdamW:
         """AdamW with the options of this run."""
@@ -320,9 +321,11 @@ class Run:
         self.parallel.close()
 
 
-def capture(train_step: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+def capture(
+    train_step: Callable[..., tuple[Array, ...]], arena: Arena
+) -> Callable[..., tuple[Array, ...]]:
     """train_step as a CUDA graph. Its results are copied, because the next replay overwrites them."""
-    graphed = Graphed(train_step)
+    graphed = Graphed(train_step, arena)
     return lambda *inputs: tuple(x.copy() for x in graphed(*inputs))
 
 

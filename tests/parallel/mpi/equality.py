@@ -204,7 +204,7 @@ def overlap_is_real(folder):
     ranks = some_ranks(2)
     if ranks is None:
         return
-    names = "Linear", "ResidualRMSNormLinear", "SwiGLULinear", "LinearCrossEntropy"
+    names = "Linear", "AddNormLinear", "SwiGLULinear", "LinearCrossEntropy"
     products = [getattr(functional, name) for name in names]
     fast = [op.backward for op in products]
 
