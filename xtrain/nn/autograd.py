@@ -14,14 +14,16 @@ Saved arrays and gradients are dropped as soon as they have been used.
 import contextlib
 import heapq
 import itertools
+import weakref
 import zlib
 from typing import Any
 
 import numpy as np
 
-from ..device import Array, as_array, to_numpy
+from ..device import Array, array_module, as_array, to_numpy
 from ..kernels.elementwise import add_fwd, add_into
 from ..kernels.runtime.launch import zeros
+from . import observers
 
 _recording = True
 _clock = itertools.count()
@@ -130,7 +132,11 @@ class Function:
         """Run forward on the arguments' arrays and, if any of them needs a gradient, record a Node."""
         ctx = Context(args)
         kind = "data" if cls.full_precision else "value"
-        out = cls.forward(ctx, *(getattr(a, kind) if isinstance(a, Tensor) else a for a in args))
+        values = [getattr(a, kind) if isinstance(a, Tensor) else a for a in args]
+        if observers.op_observers:
+            out = observers.observed_forward(cls, ctx, values)
+        else:
+            out = cls.forward(ctx, *values)
         outputs = [Tensor(o) for o in (out if isinstance(out, tuple) else (out,))]
         node = Node(cls, ctx, args, len(outputs)) if any(ctx.needs_grad) else None
         for i, tensor in enumerate(outputs):
@@ -162,7 +168,7 @@ class Edge:
 class Context:
     """What forward leaves for backward."""
 
-    __slots__ = ("edges", "needs_grad", "saved")
+    __slots__ = ("edges", "layer", "needs_grad", "saved")  # layer: see observers.py
 
     def __init__(self, args):
         self.needs_grad = [_recording and isinstance(a, Tensor) and a.requires_grad for a in args]
@@ -252,21 +258,23 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
             slots[i] = dx if slots[i] is None else as_array(add_fwd(slots[i], dx))
 
 
-_units: dict = {}
+# array module -> {(type, shape, dtype, device): the gradient 1}. Weak: the memory plan's module and its arrays are temporary.
+_units: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def _unit(like):
-    """The gradient 1, always the same array: an op may skip a multiplication with it (see is_unit)."""
+    """The gradient 1, always the same array: an op may skip a multiplication by it (see is_unit)."""
+    units = _units.setdefault(array_module(like), {})
     key = type(like), like.shape, like.dtype, str(like.device)
-    if key not in _units:
-        _units[key] = zeros(like, like.shape)
-        _units[key][...] = 1
-    return _units[key]
+    if key not in units:
+        units[key] = zeros(like, like.shape)
+        units[key][...] = 1
+    return units[key]
 
 
 def is_unit(gradient: Array) -> bool:
-    """True if this is the 1 that backward() starts from. Costs no look at the values."""
-    return any(gradient is unit for unit in _units.values())
+    """True if this is the array that backward() starts from. Compares identities, not values."""
+    return any(gradient is unit for units in _units.values() for unit in units.values())
 
 
 def _call_backward(node, gradients):
@@ -277,7 +285,11 @@ def _call_backward(node, gradients):
             f"backward was called twice through {name}: its saved arrays are gone, run forward again"
         )
     node.check_untouched()
-    ctx, result = node.ctx, node.function.backward(node.ctx, *gradients)
+    ctx = node.ctx
+    if observers.op_observers:
+        result = observers.observed_backward(node.function, ctx, gradients)
+    else:
+        result = node.function.backward(ctx, *gradients)
     node.ctx = None
     result = result if isinstance(result, tuple) else (result,)
     if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):

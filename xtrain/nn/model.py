@@ -29,6 +29,7 @@ from ..kernels.rope import rope_tables
 from . import functional as F
 from .autograd import Tensor, no_grad
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
+from .observers import in_layer
 from .recompute import recompute
 
 STD = 0.02  # of the initialisation
@@ -130,9 +131,10 @@ class Decoder(Module):
     ) -> Tensor:
         """again: what of each block backward computes a second time, "none", "attention" or "block"."""
         stream = (self.embed_tokens(ids_N),)  # h, and from the first block on what is pending
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             block = functools.partial(layer, B, rotary, again == "attention")
-            stream = recompute(block, *stream) if again == "block" else block(*stream)
+            block = functools.partial(recompute, block) if again == "block" else block
+            stream = in_layer(i, block, *stream)
         return self.norm(*stream)[1]  # (N, C)
 
 
