@@ -90,9 +90,9 @@ def _distinct(args):
     return {a.data.ptr: a.nbytes for a in args if not isinstance(a, np.generic)}
 
 
-def attention_flops(products: int, elements: int, T: int, S: int) -> float:
+def attention_flops(products: int, elements: int, T: int, S: int, causal: bool) -> float:
     """Operations of `products` matrix products of (T, D) by (D, S) for each head. elements: B T H D."""
-    return products * 2.0 * elements * int(S) * (0.5 if T == S else 1.0)
+    return products * 2.0 * elements * int(S) * (0.5 if causal and T == S else 1.0)
 
 
 def product_cost(out: Array, a: Array, b: Array) -> Cost:
