@@ -294,9 +294,10 @@ else:
 # 13.)
 
 # %%
+from unittest import mock
+
 import xtrain
 from xtrain.nn.optim import clip
-from xtrain.nn.observers import swapped
 
 
 def count_launches(precision):
@@ -313,7 +314,7 @@ def count_launches(precision):
         found.append("matrix product")
         return multiply(*operands, **more)
 
-    watched = swapped(simulator, "run", kernel), swapped(np, "matmul", product)
+    watched = mock.patch.object(simulator, "run", kernel), mock.patch.object(np, "matmul", product)
     with watched[0], watched[1], np.errstate(all="ignore"):
         model.loss(ids, ids).backward()
         optimizer.step(clip(model, 1.0)[1])
@@ -380,30 +381,30 @@ print(f"together {whole:.1f} ms, to gain {gain:.1f} ms, {gain / whole:.0%}")
 # **Whose kernel is it?** A name such as `nvjet_sm90_tst_128x256` does not say which layer called
 # it. A profiler can show *ranges* above the kernels, opened and closed by the program: NVIDIA's
 # interface for that is called **NVTX**. xtrain opens one per op and layer while it is profiled, and
-# none otherwise: for the time of a `with` block every op's function is swapped for one that takes
-# notes. The same swap with a note of our own shows what the ranges are:
+# none otherwise: for the time of a `with` block an observer is called around every op and layer. An
+# observer of our own shows what the ranges are:
 
 # %%
 import contextlib
 
 from xtrain.inspect import profile
-from xtrain.nn.observers import watch_ops
+from xtrain.nn.observers import observe_ops
 
 ranges = []
 
 
 @contextlib.contextmanager
-def note(op, way, layer):
-    ranges.append(" ".join(filter(None, (layer, op, way))))
+def note(op):
+    ranges.append(" ".join(filter(None, (op.layer, op.name, op.way))))
     yield
 
 
 shape = dict(dim=16, n_layers=1, n_heads=2, head_dim=8, hidden_dim=16, max_seq_len=4)
 small = xtrain.Transformer(xtrain.ModelConfig(vocab_size=32, **shape))
-with watch_ops(small, note):
+with observe_ops(note):
     small.loss(np.array([[1, 2, 3, 4]]), np.array([[2, 3, 4, 5]])).backward()
 print(*ranges[:10], "...", sep="\n")
-lesson.source(profile.nvtx_note)
+lesson.source(profile.nvtx_ranges)
 
 # %% [markdown]
 # With that, `nsys profile python -m xtrain.profile` records a step whose ranges NVIDIA's viewer

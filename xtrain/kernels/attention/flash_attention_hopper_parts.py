@@ -60,8 +60,6 @@ def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int
     return producer, min(consumer, 240)
 
 
-# ----------------------------------------------------------------------------- who does which tile
-@device
 def declare_mapped_cost(kernel, products: int, causal: bool) -> None:
     """For kernels whose first argument are the tensor maps of Q, K, ...: they move every mapped tensor once, and multiply
     `products` matrices of T x S x D for each head."""
@@ -76,6 +74,8 @@ def declare_mapped_cost(kernel, products: int, causal: bool) -> None:
     declare_cost(kernel, nbytes=nbytes, flops=flops)
 
 
+# ----------------------------------------------------------------------------- who does which tile
+@device
 def split(i, n):
     """-> i // n, i % n of numbers that are not negative; unsigned, a division of 32 bits is enough"""
     quotient = int32(uint32(i) // uint32(n))
