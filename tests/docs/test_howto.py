@@ -18,7 +18,7 @@ COMMAND = re.compile(r"python -m (xtrain\.\w+)((?:[^`\n#]|\\\n)*)")
 @functools.cache
 def help_of(module):
     out = io.StringIO()
-    main = importlib.import_module(module).main
+    main = importlib.import_module("xtrain.report.__main__" if module == "xtrain.report" else module).main
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         main(["--help"])
     return out.getvalue()

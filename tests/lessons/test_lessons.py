@@ -97,7 +97,7 @@ def test_another_way_passes(number, old, new):
 
 TRACED = {  # words of the answer to a mistake that shows in the accesses alone
     "2.1": "neighbouring threads must touch", "2.3": "move 16 bytes per thread", "3.1": "one lane reads one element",
-    "4.1": "through memory at each turn", "4.2": "multiply from the tiles", "11.2": "read back from memory",
+    "4.1": "in every iteration of the loop", "4.2": "multiply from the tiles", "11.2": "read back from memory",
     "13.3": "lie in the future",
 }  # fmt: skip
 
