@@ -115,9 +115,9 @@ def stages_of_transformers(other: Any, ids: np.ndarray) -> dict[str, np.ndarray]
         keep(f"layer {i} output", layer)
     keep("final norm", other.model.norm)
     try:
-        ids = torch.from_numpy(ids)
+        tokens = torch.from_numpy(ids)
         with torch.no_grad():
-            out = other(input_ids=ids, labels=ids)  # it shifts the labels itself
+            out = other(input_ids=tokens, labels=tokens)  # it shifts the labels itself
     finally:
         for handle in handles:
             handle.remove()

@@ -163,13 +163,20 @@ def _fit_table(config: ModelConfig, batch: int, T: int, gpu_gb: float) -> Table:
     )  # fmt: skip
     for precision in ("fp32", "bf16"):
         for recompute in ("none", "attention", "block"):
-            need = functools.partial(_gb, config, T, precision, recompute)
-            largest = memory.largest(lambda B, need=need: need(B) <= gpu_gb)
-            table.add_row(precision, recompute, f"{need(batch):.2f}", str(largest or "none"))
+            shape = config, T, precision, recompute
+            largest = memory.largest(functools.partial(_fits, shape, gpu_gb))
+            row = precision, recompute, f"{_gb(shape, batch):.2f}", str(largest or "none")
+            table.add_row(*row)
     return table
 
 
-def _gb(config, T, precision, recompute, batch):
+def _fits(shape, gpu_gb, batch):
+    return _gb(shape, batch) <= gpu_gb
+
+
+def _gb(shape, batch):
+    """GB that a step takes, infinite if no launcher accepts such arrays. shape: config, T, precision, recompute."""
+    config, T, precision, recompute = shape
     try:
         plan = memory.plan(config, batch, T, precision, recompute)
     except ValueError:  # a launcher refuses so large an array
@@ -192,7 +199,9 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UserError(f"--gpus takes whole numbers separated by commas, such as 1,4,8, not {text!r}")
+        raise UserError(
+            f"--gpus takes whole numbers separated by commas, such as 1,4,8, not {text!r}"
+        )
     return numbers
 
 
@@ -219,7 +228,8 @@ def a_run(o: Options) -> Any:
         write_shard(shard, (config.vocab_size * draws).astype(np.int64), config.vocab_size)
         loader = lambda B, T, seed, rank=0, world=1: Loader([shard], B, T, seed, rank, world)
         model = Transformer(config, 0, device, o.precision, o.recompute)
-        yield Run(c, model, SimpleNamespace(loader=loader))
+        corpus: Any = SimpleNamespace(loader=loader)
+        yield Run(c, model, corpus)
 
 
 def parts(run: Run, steps: int) -> dict[str, float]:
@@ -301,7 +311,7 @@ def measure(o: Options, console: Console) -> None:
         for _ in range(3):  # compile, fill the pool, capture
             run.step()
         if device == "gpu":
-            planned, taken = _plan_of(run).reserved / 1e9, memory_peak_bytes(device) / 1e9
+            planned, taken = _plan_of(run).reserved / 1e9, (memory_peak_bytes(device) or 0) / 1e9
             _say(console, f"memory: planned {planned:.3f} GB, used {taken:.3f} GB")
         ms = parts(run, o.steps)
         table = _table("a step", "part", "ms", "share")
@@ -430,12 +440,14 @@ def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.add_subplot()
-    stays = {k for k, n in plan.timeline[0][1].items() if n}
-    kinds = {k for _, now in plan.timeline for k in now}
-    kinds = [k for k in kinds if max(now.get(k, 0) for _, now in plan.timeline) > 5e-4 * plan.peak]
-    kinds.sort(key=lambda k: (k not in stays, -plan.kinds.get(k, 0)))  # the constant ones at the bottom
+    constant = {k for k, n in plan.timeline[0][1].items() if n}
+    most = {k: max(now.get(k, 0) for _, now in plan.timeline) for k in plan.timeline[-1][1]}
+    kinds = [k for k in most if most[k] > 5e-4 * plan.peak]
+    kinds.sort(
+        key=lambda k: (k not in constant, -plan.kinds.get(k, 0))
+    )  # constant ones at the bottom
     gb = np.array([[now.get(k, 0) / 1e9 for _, now in plan.timeline] for k in kinds])
-    colors = matplotlib.colormaps["tab20"].colors
+    colors = matplotlib.colormaps["tab20"](range(20))
     axes.stackplot(range(gb.shape[1]), gb, labels=kinds, colors=colors, step="post", lw=0)
     ways = [scope[1] for scope, _ in plan.timeline]
     begin = next((i for i, way in enumerate(ways) if way == "backward"), 0)

@@ -107,7 +107,7 @@ class Pool:
     reserved: bytes taken from the GPU.  most: its maximum so far.  free_blocks: (size, serial number, block), sorted.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.reserved = self.most = self.serial = 0
         self.free_blocks: list[tuple[int, int, Block]] = []
 
@@ -488,7 +488,9 @@ def measured_timeline(step: Callable[[], Any]) -> list[int]:
     cp = device.cupy()
     points = [cp.get_default_memory_pool().used_bytes()]
 
-    class Hook(cp.cuda.MemoryHook):
+    base: Any = cp.cuda.MemoryHook
+
+    class Hook(base):
         name = "xtrain"
 
         def malloc_postprocess(self, mem_size, **_):

@@ -16,7 +16,10 @@ import numpy as np
 from ..nn.model import Transformer
 from ..nn.observers import Op, observe_ops
 
-SPIKE_WINDOW, SPIKE_LEAST = 50, 20  # the previous losses a new one is compared with: at most, at least
+SPIKE_WINDOW, SPIKE_LEAST = (
+    50,
+    20,
+)  # the previous losses a new one is compared with: at most, at least
 CHUNK = 1 << 24  # elements checked at once: bounds the temporary memory
 # of a float, seen as an unsigned integer: its type, the mask without the sign bit, infinity (NaNs are larger)
 BITS = {

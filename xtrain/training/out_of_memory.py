@@ -29,14 +29,14 @@ def explained(config: TrainConfig, shape: dict[str, Any], device: str) -> Iterat
     """
     try:
         yield
+        return
     except Exception as error:
         if not ran_out(error):
             raise
-        wish = wanted(error)
+        what = wanted(error)
         error.with_traceback(None)  # its frames hold the arrays that fill the memory
-        error = None
-        gc.collect()
-        raise OutOfMemory("\n".join([wish, *_advice(config, shape, device)])) from None
+    gc.collect()
+    raise OutOfMemory("\n".join([what, *_advice(config, shape, device)])) from None
 
 
 # ----------------------------------------------------------------------------- what to do
@@ -85,7 +85,11 @@ def _less(c, device):
     half, one = c.micro_batch // divisor, 1
     for B in dict.fromkeys((half, one)):
         if c.micro_batch > B:
-            yield f"--micro-batch {B}", replace(c, micro_batch=B), "the same batch in more micro-batches"
+            yield (
+                f"--micro-batch {B}",
+                replace(c, micro_batch=B),
+                "the same batch in more micro-batches",
+            )
     kinds = ("none", "attention", "block")
     for kind in kinds[kinds.index(c.recompute) + 1 :]:
         yield f"--recompute {kind}", replace(c, recompute=kind), "slower, the same bits"

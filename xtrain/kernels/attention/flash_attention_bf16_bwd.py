@@ -164,7 +164,9 @@ def make_dq_kernel(D, CAUSAL, config):
     declare_cost(
         flash_attention_dq_kernel,
         sized_like={"v": ("k",)},
-        flops=lambda dq, delta, do, q, k, v, o, lse, T, S, *_: attention_flops(3, dq.size, T, S, CAUSAL),
+        flops=lambda dq, delta, do, q, k, v, o, lse, T, S, *_: attention_flops(
+            3, dq.size, T, S, CAUSAL
+        ),
     )
     return flash_attention_dq_kernel
 
@@ -316,6 +318,8 @@ def make_dkdv_kernel(D, CAUSAL, config):
     declare_cost(
         flash_attention_dkdv_kernel,
         sized_like={"dv": ("dk",), "v": ("dk",)},
-        flops=lambda dk, dv, do, q, k, v, lse, delta, T, S, *_: attention_flops(4, do.size, T, S, CAUSAL),
+        flops=lambda dk, dv, do, q, k, v, lse, delta, T, S, *_: attention_flops(
+            4, do.size, T, S, CAUSAL
+        ),
     )
     return flash_attention_dkdv_kernel

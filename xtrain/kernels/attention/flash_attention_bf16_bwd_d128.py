@@ -150,6 +150,8 @@ def make_pairs_kernel(D, CAUSAL, config):
     declare_cost(
         flash_attention_dkdv_pairs_kernel,
         sized_like={"dv": ("dk",), "v": ("dk",)},
-        flops=lambda dk, dv, do, q, k, v, lse, delta, T, S, *_: attention_flops(4, do.size, T, S, CAUSAL),
+        flops=lambda dk, dv, do, q, k, v, lse, delta, T, S, *_: attention_flops(
+            4, do.size, T, S, CAUSAL
+        ),
     )
     return flash_attention_dkdv_pairs_kernel

@@ -283,6 +283,8 @@ def make_whole_kernel(D, CAUSAL, config):
     declare_cost(
         flash_attention_whole_kernel,
         sized_like={"dv": ("dk",), "v": ("dk",)},
-        flops=lambda dq, dk, dv, do, q, k, v, o, lse, T, S, *_: attention_flops(5, dq.size, T, S, CAUSAL),
+        flops=lambda dq, dk, dv, do, q, k, v, o, lse, T, S, *_: attention_flops(
+            5, dq.size, T, S, CAUSAL
+        ),
     )
     return flash_attention_whole_kernel
