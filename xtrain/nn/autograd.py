@@ -14,16 +14,16 @@ Saved arrays and gradients are dropped as soon as they have been used.
 import contextlib
 import heapq
 import itertools
-import weakref
 import zlib
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..device import Array, array_module, as_array, to_numpy
 from ..kernels.elementwise import add_fwd, add_into
 from ..kernels.runtime.launch import zeros
-from . import observers
+from .observers import observed, op_observers
 
 _recording = True
 _clock = itertools.count()
@@ -133,10 +133,7 @@ class Function:
         ctx = Context(args)
         kind = "data" if cls.full_precision else "value"
         values = [getattr(a, kind) if isinstance(a, Tensor) else a for a in args]
-        if observers.op_observers:
-            out = observers.observed_forward(cls, ctx, values)
-        else:
-            out = cls.forward(ctx, *values)
+        out = observed(cls, "forward", ctx, values) if op_observers else cls.forward(ctx, *values)
         outputs = [Tensor(o) for o in (out if isinstance(out, tuple) else (out,))]
         node = Node(cls, ctx, args, len(outputs)) if any(ctx.needs_grad) else None
         for i, tensor in enumerate(outputs):
@@ -258,8 +255,7 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
             slots[i] = dx if slots[i] is None else as_array(add_fwd(slots[i], dx))
 
 
-# array module -> {(type, shape, dtype, device): the gradient 1}. Weak: the memory plan's module and its arrays are temporary.
-_units: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_units: WeakKeyDictionary = WeakKeyDictionary()  # by array module: the memory plan's is temporary
 
 
 def _unit(like):
@@ -285,11 +281,10 @@ def _call_backward(node, gradients):
             f"backward was called twice through {name}: its saved arrays are gone, run forward again"
         )
     node.check_untouched()
-    ctx = node.ctx
-    if observers.op_observers:
-        result = observers.observed_backward(node.function, ctx, gradients)
-    else:
-        result = node.function.backward(ctx, *gradients)
+    ctx, f = node.ctx, node.function
+    result = (
+        observed(f, "backward", ctx, gradients) if op_observers else f.backward(ctx, *gradients)
+    )
     node.ctx = None
     result = result if isinstance(result, tuple) else (result,)
     if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):

@@ -51,23 +51,21 @@ def observe_ops(observer: OpObserver) -> Iterator[None]:
 
 
 # ----------------------------------------------------------------------------- what autograd and the model call
-def observed_forward(function: Any, ctx: Any, values: Sequence[Any]) -> Any:
-    """function.forward(ctx, *values), with the observers."""
-    ctx.layer = _layer
-    op = Op(function.__name__, "forward", _layer, tuple(values))
-    with _announced(op):
-        out = function.forward(ctx, *values)
-        op.outputs = out if isinstance(out, tuple) else (out,)
-    return out
+def observed(function: Any, way: str, ctx: Any, args: Sequence[Any]) -> Any:
+    """function.forward(ctx, *args) or function.backward(ctx, *args), with the observers.
 
-
-def observed_backward(function: Any, ctx: Any, gradients: Sequence[Any]) -> Any:
-    """function.backward(ctx, *gradients), with the observers. Its layer is that of the forward: ops that it runs again (see
-    recompute.py) belong to that layer too."""
-    layer = getattr(ctx, "layer", "")  # forward may have run without observers
-    op = Op(function.__name__, "backward", layer, (*gradients, *ctx.saved))
+    The layer of a backward is that of its forward. So an op that is run again in backward (see recompute.py) belongs to the
+    same layer both times.
+    """
+    if way == "forward":
+        ctx.layer, inputs = _layer, tuple(args)
+    else:
+        inputs = (*args, *ctx.saved)
+    op = Op(
+        function.__name__, way, getattr(ctx, "layer", ""), inputs
+    )  # forward may have run unobserved
     with _announced(op):
-        out = function.backward(ctx, *gradients)
+        out = getattr(function, way)(ctx, *args)
         op.outputs = out if isinstance(out, tuple) else (out,)
     return out
 

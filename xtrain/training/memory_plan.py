@@ -447,7 +447,8 @@ def _run(config, batch, seq_len, precision, recompute, accumulate):
         precision=precision, recompute=recompute, graph=False,
     )  # fmt: skip
     model = Transformer(config, None, "gpu", precision, recompute)
-    return Run(c, model, SimpleNamespace(loader=lambda *_: None))
+    corpus: Any = SimpleNamespace(loader=lambda *_: None)
+    return Run(c, model, corpus)
 
 
 def _step(run):
