@@ -353,8 +353,8 @@ import contextlib
 from unittest import mock
 
 import xtrain
-from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels import gemm, linear_cross_entropy
+from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.nn.optim import clip
 
 float32_matmul = gemm.matmul
@@ -524,8 +524,8 @@ lesson.table(
 # xtrain's memory plan needs no GPU:
 
 # %%
-from xtrain.training import memory_plan as memory
 from xtrain.config import PRESETS
+from xtrain.training import memory_plan as memory
 
 big = xtrain.ModelConfig(vocab_size=50257, max_seq_len=256, **PRESETS["dim768"].model)
 for precision in ("fp32", "bf16"):
