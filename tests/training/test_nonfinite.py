@@ -20,12 +20,12 @@ from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 from xtrain.nn.modules import Module, Parameter
 from xtrain.nn.observers import in_layer, observe_ops
-from xtrain.training import nonfinite
 from xtrain.training.loop import Loop
-from xtrain.training.nonfinite import count_nonfinite, first_nonfinite, skip_reason, spike
+from xtrain.training.nonfinite import count_nonfinite, first_nonfinite, spike, unsound
 from xtrain.training.run import Run
 from xtrain.training.run_log import Logbook
 
+swapped = mock.patch.object
 CONFIG = ModelConfig(vocab_size=40, dim=64, n_layers=2, n_heads=2, hidden_dim=32, max_seq_len=8)
 OPS = {
     c
@@ -120,7 +120,7 @@ def wrapped_ops(around):
         for cls in OPS:
             for way in ("forward", "backward"):
                 new = functools.partial(call, cls, way, getattr(cls, way))
-                stack.enter_context(mock.patch.object(cls, way, staticmethod(new)))
+                stack.enter_context(swapped(cls, way, staticmethod(new)))
         yield
 
 
@@ -203,6 +203,8 @@ def test_the_parameter_is_named():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", ml_dtypes.bfloat16])
 def test_count(dtype, monkeypatch):
+    from xtrain.training import nonfinite
+
     monkeypatch.setattr(nonfinite, "CHUNK", 7)
     x = normal(0, 5, 8).astype(dtype)
     x[0, 0] = np.finfo(np.float32).max if dtype != ml_dtypes.bfloat16 else 3e38
@@ -237,10 +239,8 @@ def poisoned(cls, way, steps, value, in_replay=True):
 
     explain = Run.explain
     with (
-        wrapped_ops(around),
-        mock.patch.object(Run, "step", poisoned_step),
-        mock.patch.object(Run, "explain", explained),
-    ):
+        wrapped_ops(around), swapped(Run, "step", poisoned_step), swapped(Run, "explain", explained)
+    ):  # fmt: skip
         yield
 
 
@@ -267,7 +267,7 @@ def test_a_bad_step_changes_nothing_but_the_count(tmp_path, cls, way, value, kin
         return snapshot(self, logs)
 
     snapshot, console = Run.snapshot, Console(record=True, width=1000)
-    with poisoned(cls, way, (5, 6, 9), value), mock.patch.object(Run, "snapshot", note):
+    with poisoned(cls, way, (5, 6, 9), value), swapped(Run, "snapshot", note):
         folder = run(
             tmp_path, console, steps=12, save_every=1, sample_every=99, eval_every=99, **kind
         )
@@ -298,11 +298,10 @@ def test_after_max_skips_the_run_stops(tmp_path, kind, every):
 
     good = run(tmp_path / "good", steps=12, stop_at=3, **kind)
     with (
-        poisoned(F.Embedding, "forward", (4, 5, 6), np.nan, in_replay=False),
-        mock.patch.object(Run, "__init__", note),
-        mock.patch.object(Loop, "__init__", reads_late),
+        poisoned(F.Embedding, "forward", (4, 5, 6), np.nan, in_replay=False), swapped(Run, "__init__", note),
+        swapped(Loop, "__init__", reads_late),
         pytest.raises(UserError) as error,
-    ):
+    ):  # fmt: skip
         run(tmp_path / "bad", steps=12, max_skips=3, eval_every=99, sample_every=99, **kind)
     text = str(error.value)
     assert text.startswith(
@@ -339,11 +338,9 @@ def test_a_run_names_the_op(tmp_path, cls, way, value):
     explain = Run.explain
     again = lambda self, n: (calls.clear(), explain(self, n))[1]
     with (
-        wrapped_ops(around),
-        mock.patch.object(Run, "step", counted),
-        mock.patch.object(Run, "explain", again),
+        wrapped_ops(around), swapped(Run, "step", counted), swapped(Run, "explain", again),
         pytest.raises(UserError) as error,
-    ):
+    ):  # fmt: skip
         run(tmp_path, steps=9, max_skips=2, eval_every=99, sample_every=99, graph=False)
     assert f", {cls}" in str(error.value) and f", {way} (" in str(error.value), str(error.value)
     assert "at last step 4" in str(error.value)
@@ -374,10 +371,10 @@ def test_a_run_with_skips_resumes_exactly(tmp_path):
 
 
 # ----------------------------------------------------------------------------- spikes
-def test_skip_reason():
-    assert skip_reason(1.0, 2.0) is None and skip_reason(3.4e38, 0.0) is None
-    assert skip_reason(float("nan"), 1.0) == "the loss is nan"
-    assert skip_reason(1.0, float("inf")) == "the gradient norm is inf"
+def test_unsound():
+    assert unsound(1.0, 2.0) is None and unsound(3.4e38, 0.0) is None
+    assert unsound(float("nan"), 1.0) == "the loss is nan"
+    assert unsound(1.0, float("inf")) == "the gradient norm is inf"
 
 
 def test_spike():

@@ -10,7 +10,7 @@ from xtrain.config import ModelConfig, resolve
 from xtrain.data.dataset import Loader
 from xtrain.errors import UserError
 from xtrain.kernels.attention import gemm_attention as attention
-from xtrain.nn import modules
+from xtrain.nn import modules as nn
 from xtrain.profile import main as profile_main
 from xtrain.train import main
 from xtrain.training import memory_plan as memory
@@ -58,7 +58,7 @@ def once(before, error):
 @pytest.mark.parametrize(
     "owner, name, where",
     [
-        (modules, "zeros_on", "modules.py"),
+        (nn, "zeros_on", "modules.py"),
         (Loader, "next_batch", "run.py"),
         (attention, "attention_bwd", "backward"),
     ],
@@ -130,7 +130,7 @@ def test_what_is_there_decides(tmp_path, monkeypatch):
     config, shape = resolve(options(tmp_path, batch=64, micro_batch=64, seq_len=64), gpu=False)
     model = ModelConfig(vocab_size=320, **shape)
     need = [memory.plan(model, B, 64, "fp32", "none", 2).reserved for B in (32, 1)]
-    monkeypatch.setattr(out_of_memory, "_available", lambda device: sum(need) / 2)
+    monkeypatch.setattr(out_of_memory, "_room", lambda device: sum(need) / 2)
     said = {
         line.split()[1]: line
         for line in explain(config, model, "cpu")

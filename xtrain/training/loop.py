@@ -29,7 +29,7 @@ from ..nn.model import Transformer
 from . import checkpoint, out_of_memory
 from .checkpoint import Saved
 from .checkpoint_writer import Writer
-from .nonfinite import skip_reason
+from .nonfinite import unsound
 from .phase_timer import Clock, memory_bytes
 from .preemption import Stop, seconds
 from .run import Run
@@ -120,7 +120,7 @@ class Loop:
         sums = run.ranks.total(losses + [float(not np.isfinite(norm)) for norm in norms])
         seconds, phases = (time.perf_counter() - self.since) / n, run.clock.read(n)
         for (step, _, _, lr), loss, norm, bad in zip(steps, sums[:n], norms, sums[n:]):
-            wrong = skip_reason(loss, np.nan if bad and np.isfinite(norm) else norm)
+            wrong = unsound(loss, np.nan if bad and np.isfinite(norm) else norm)
             run.row_seen = run.row_seen + 1 if wrong else 0
             run.skipped += wrong is not None
             self.log.step(step, loss, norm, lr, wrong, self.timing(seconds, phases))

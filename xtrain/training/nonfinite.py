@@ -1,8 +1,8 @@
-"""Non-finite numbers: why a step is skipped, when a loss counts as a spike, and which op a NaN came from.
+"""NaN and infinity in training: which steps are skipped, losses that jump, and the op in which a NaN appeared first.
 
-A step whose loss or gradient norm is not finite changes nothing (kernels/skip_nonfinite.py decides that on the device). After
---max-skips such steps in a row the run stops. The weights are then still those before the first of them, so that step can be
-repeated, op by op, and every result checked: `first_nonfinite`.
+A step whose loss or gradient norm is not finite changes nothing (kernels/skip_nonfinite.py decides this on the device). After
+--max-skips such steps in a row the run stops. The weights are then still those before the first of them, so
+`first_nonfinite` can repeat the step op by op and check every result.
 """
 
 import contextlib
@@ -16,12 +16,9 @@ import numpy as np
 from ..nn.model import Transformer
 from ..nn.observers import Op, observe_ops
 
-SPIKE_WINDOW, SPIKE_LEAST = (
-    50,
-    20,
-)  # the previous losses a new one is compared with: at most, at least
-CHUNK = 1 << 24  # elements checked at once: bounds the temporary memory
-# of a float, seen as an unsigned integer: its type, the mask without the sign bit, infinity (NaNs are larger)
+SPIKE_WINDOW, SPIKE_LEAST = 50, 20  # a new loss is compared with at most, and at least, so many
+CHUNK = 1 << 24  # elements checked at a time: bounds the temporary memory
+# dtype: (unsigned integer of its size, mask that clears the sign, bits of infinity; the bits of NaN are larger)
 BITS = {
     "float32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
     "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
@@ -29,8 +26,8 @@ BITS = {
 }
 
 
-def skip_reason(loss: float, norm: float) -> str | None:
-    """Why a step with this loss and gradient norm is skipped; None if both are finite."""
+def unsound(loss: float, norm: float) -> str | None:
+    """Why the device skipped a step with these numbers, None if it did not."""
     for name, value in (("loss", loss), ("gradient norm", norm)):
         if not math.isfinite(value):
             return f"the {name} is {value}"
@@ -38,9 +35,10 @@ def skip_reason(loss: float, norm: float) -> str | None:
 
 
 def spike(before: list[float], loss: float, limit: float) -> float | None:
-    """How many standard deviations `loss` lies above the mean of the losses before; None up to `limit` (0: always None).
+    """How many standard deviations a loss lies above the mean of the losses before it, or None if at most `limit`.
 
-    The deviation counts as at least a thousandth of the mean: otherwise small changes of a constant loss would be spikes.
+    limit 0: always None. The standard deviation counts as at least a thousandth of the mean: otherwise a tiny change of an
+    almost constant loss would be a spike.
     """
     window = before[-SPIKE_WINDOW:]
     if not limit or len(window) < SPIKE_LEAST:
@@ -50,16 +48,16 @@ def spike(before: list[float], loss: float, limit: float) -> float | None:
     return z if z > limit else None
 
 
-# ----------------------------------------------------------------------------- where it came from
+# ----------------------------------------------------------------------------- the first value that is not finite
 class _Found(Exception):
     pass
 
 
 def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
-    """Find the first array with a NaN or an infinity in a step -> its description, None if all are finite.
+    """Find the first array with NaN or infinity in a step -> its description, None if all are finite.
 
     step: runs forward and backward eagerly. The weights are checked first, then the results of every op in the order of
-    computation: outputs of forward, gradients from backward (those of parameters as far as they are summed up).
+    computation: outputs of forward, gradients from backward (those of parameters as far as they are added up).
     """
     model.arena.refresh()  # the bf16 copy, if there is one
     names = _names(model)
@@ -99,10 +97,7 @@ def _names(model):
 
 
 def count_nonfinite(x: Any) -> str | None:
-    """Count the non-finite values of x -> "3 NaN and 1 infinite of 64 values", None if there are none.
-
-    x: an array of floats, contiguous or not; None for anything else.
-    """
+    """ "3 NaN and 1 infinite of 64 values", or None if all are finite. Objects that are not floating-point arrays pass."""
     if not hasattr(x, "strides") or x.dtype.name not in BITS:
         return None
     word, magnitude, infinity = BITS[x.dtype.name]

@@ -1,4 +1,4 @@
-"""Advice when memory runs out: what was being allocated and where, what a step needs, and which options need less."""
+"""When memory runs out: what was being allocated and where, what a step needs, and what would need less."""
 
 import contextlib
 import gc
@@ -14,29 +14,26 @@ from ..formats.huggingface import read_config
 from ..machine import free_memory
 from . import memory_plan as memory
 
-SHOWN = 6  # kinds of memory that are listed, the largest ones
+PARTS = 6  # of the plan that are shown
 
 
 class OutOfMemory(UserError):
-    """Out of memory. The message has several lines: see `explain`."""
+    """Of several lines: see `explain`."""
 
 
 @contextlib.contextmanager
 def explained(config: TrainConfig, shape: dict[str, Any], device: str) -> Iterator[None]:
-    """Inside, running out of memory raises OutOfMemory with advice.
-
-    shape: the fields of ModelConfig that are known by then.  device: "cpu" or "gpu".
-    """
+    """Inside, running out of memory becomes OutOfMemory. shape: fields of ModelConfig, as far as they are known then."""
     try:
         yield
-        return
     except Exception as error:
         if not ran_out(error):
             raise
-        what = wanted(error)
+        wish = wanted(error)
         error.with_traceback(None)  # its frames hold the arrays that fill the memory
-    gc.collect()
-    raise OutOfMemory("\n".join([what, *_advice(config, shape, device)])) from None
+        error = None
+        gc.collect()
+        raise OutOfMemory("\n".join([wish, *_advice(config, shape, device)])) from None
 
 
 # ----------------------------------------------------------------------------- what to do
@@ -55,41 +52,34 @@ def _model(config, shape):
 
 
 def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
-    """The memory plan of a step and the options that need less memory, as lines of text.
-
-    config: as config.resolve returns it.  model: the shape of the model.  device: "cpu" or "gpu".
-    """
-    c, available = config, _available(device)
+    """The plan of a step as lines, and options with which it would need less. config: resolved."""
+    c, room = config, _room(device)
     plan = _plan(model, c)
-    at_least = "at least " if device == "cpu" else ""  # the NumPy references make temporary arrays
-    has = "" if available is None else f", {_gb(available)} are available"
+    at_least = "at least " if device == "cpu" else ""  # the references make arrays in between
+    has = "" if room is None else f", there are {_gb(room)}"
     lines = [
         f"a step of {c.micro_batch} x {c.seq_len} tokens, {c.precision}, --recompute {c.recompute}, needs "
         f"{at_least}{_gb(_whole(plan, device))}{has}:"
     ]
-    kinds = sorted(plan.kinds.items(), key=lambda item: -item[1])
-    lines += [f"    {kind:32} {_gb(size):>9}" for kind, size in kinds[:SHOWN]]
-    if rest := plan.reserved - sum(size for _, size in kinds[:SHOWN]):
+    parts = sorted(plan.kinds.items(), key=lambda item: -item[1])
+    lines += [f"    {kind:32} {_gb(size):>9}" for kind, size in parts[:PARTS]]
+    if rest := plan.reserved - sum(size for _, size in parts[:PARTS]):
         lines.append(f"    {'the rest':32} {_gb(rest):>9}")
     lines.append("what needs less:")
     for option, changed, remark in _less(c, device):
         needed = _whole(_plan(model, changed), device)
-        fits = "" if available is None else "fits" if needed <= available else "does not fit"
+        fits = "" if room is None else "fits" if needed <= room else "does not fit"
         lines.append(f"    {option:42} {_gb(needed):>9}  {', '.join(filter(None, (fits, remark)))}")
     return lines
 
 
 def _less(c, device):
     """-> option, the config with it, what it costs"""
-    divisor = next((n for n in (2, 3, 4, 5, 7) if c.micro_batch % n == 0), c.micro_batch)
-    half, one = c.micro_batch // divisor, 1
+    parts = next((n for n in (2, 3, 4, 5, 7) if c.micro_batch % n == 0), c.micro_batch)
+    half, one = c.micro_batch // parts, 1
     for B in dict.fromkeys((half, one)):
         if c.micro_batch > B:
-            yield (
-                f"--micro-batch {B}",
-                replace(c, micro_batch=B),
-                "the same batch in more micro-batches",
-            )
+            yield f"--micro-batch {B}", replace(c, micro_batch=B), "the same batch in more parts"
     kinds = ("none", "attention", "block")
     for kind in kinds[kinds.index(c.recompute) + 1 :]:
         yield f"--recompute {kind}", replace(c, recompute=kind), "slower, the same bits"
@@ -111,8 +101,8 @@ def _whole(plan, device):
     return plan.reserved + (memory.OUTSIDE if device == "gpu" else 0)
 
 
-def _available(device):
-    """Bytes: all of the GPU's memory, or the machine's free memory."""
+def _room(device):
+    """Bytes that there are: of the GPU all, of the machine those that nobody else uses."""
     return cupy().cuda.runtime.memGetInfo()[1] if device == "gpu" else free_memory()
 
 

@@ -164,18 +164,18 @@ def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -
     shared: bytes of dynamic shared memory. An empty grid launches nothing.
     overlap: the kernel may begin before the one before it has ended; it must call wait_for_previous (_ptx.py).
     """
-    arguments = [_scalar(a) for a in args]
+    converted = [_scalar(a) for a in args]
     grid, block = _dim3(grid), _dim3(block)
     if 0 in grid:
         return
-    if any(isinstance(a, SimArray) for a in arguments):
-        simulator.run(kernel, grid, block, *arguments, shared=shared, overlap=overlap)
+    if any(isinstance(a, SimArray) for a in converted):
+        simulator.run(kernel, grid, block, *converted, shared=shared, overlap=overlap)
     elif launch_observers:
-        cost = functools.partial(kernel_cost, kernel, arguments)
-        start = functools.partial(_launch_gpu, kernel, grid, block, arguments, shared, overlap)
+        cost = functools.partial(kernel_cost, kernel, converted)
+        start = functools.partial(_launch_gpu, kernel, grid, block, converted, shared, overlap)
         show_launch(LaunchEvent(kernel.py_func.__name__, False, cost), start)
     else:
-        _launch_gpu(kernel, grid, block, arguments, shared, overlap)
+        _launch_gpu(kernel, grid, block, converted, shared, overlap)
 
 
 def set_overlap(on: bool) -> None:
