@@ -141,11 +141,11 @@ def swiglu_bwd_again(dtype):
 
     def got():
         y = dy.copy()
-        return swiglu.swiglu_bwd(y, gu, again=True), y
+        return swiglu.swiglu_bwd(y, gu, recompute_y=True), y
 
     return Case(
         size(gu, dy, gu, dy),
-        lambda: swiglu.swiglu_bwd(work, gu, again=True),
+        lambda: swiglu.swiglu_bwd(work, gu, recompute_y=True),
         got=got,
         want=lambda: (
             swiglu.swiglu_bwd_ref(double(dy), double(gu)),

@@ -39,9 +39,9 @@ if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
 # %% tags=["imports"]
 import numpy as np
 from numba import cuda
+from xtrain._lesson.machine import Machine
 
 from xtrain import lesson, simulator
-from xtrain._lesson.machine import Machine
 
 # %% [markdown]
 # ## A machine on paper
@@ -246,8 +246,8 @@ for runs_us in (4, 9, 50):
 from xtrain.kernels.runtime import launch as _launch
 
 x_23 = simulator.sim(np.ones((2, 3), np.float32))
-print("array:  ", _launch.numba_type(x_23), "as", _launch._slots(x_23))
-print("float32:", _launch.numba_type(np.float32(1)), "as", _launch._slots(np.float32(1)))
+print("array:  ", _launch.numba_type(x_23), "as", _launch.struct_format(x_23))
+print("float32:", _launch.numba_type(np.float32(1)), "as", _launch.struct_format(np.float32(1)))
 lesson.source(_launch._launch_gpu, "for a in args")
 
 # %% [markdown]
@@ -295,8 +295,8 @@ else:
 
 # %%
 import xtrain
-from xtrain.nn.optim import clip
 from xtrain.nn.observers import swapped
+from xtrain.nn.optim import clip
 
 
 def count_launches(precision):
@@ -541,9 +541,9 @@ print(f"so before, the GPU was busy for about {graph['ms'] / eager['ms']:.0%}")
 # (the betas) are scalars, since they never change:
 
 # %%
-from xtrain.nn import cuda_graph as graph_module
 from xtrain.inspect import kernel_times
 from xtrain.kernels import adamw
+from xtrain.nn import cuda_graph as graph_module
 
 lesson.source(adamw.adamw_hyper)
 lesson.source(adamw.make_adamw_kernel, "factor, lr, root2")

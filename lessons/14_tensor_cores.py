@@ -51,9 +51,9 @@ from xtrain.kernels.primitives.tensor_cores import (
     pack_bf16,
     wait_copies,
 )
-from xtrain.kernels.primitives.tiles import make_place
+from xtrain.kernels.primitives.tiles import make_chunk_offset
 
-place64 = make_place(64)  # for exercise 14.3; what it does is exercise 14.2
+place64 = make_chunk_offset(64)  # for exercise 14.3; what it does is exercise 14.2
 
 # %% [markdown]
 # These instructions exist from compute capability 8.0 on (an A100, an RTX 30). On an older card,
@@ -520,7 +520,7 @@ print("A's places are those of two C tiles side by side:", np.array_equal(owner_
 from xtrain.kernels.primitives import tiles as _tiles
 from xtrain.kernels.attention import flash_attention_bf16
 
-lesson.source(_tiles.make_place)
+lesson.source(_tiles.make_chunk_offset)
 
 # %% [markdown]
 # Your 14.3, with any number of 16-row tiles (MT) and 8-column tiles (NT). `flip` is 16 k: moving

@@ -54,8 +54,8 @@ def launch_everything(dtype):
         y, rstd = rmsnorm.rmsnorm_fwd(x, w, 1e-6)
         rmsnorm.rmsnorm_bwd(y, x, w, rstd, f32(C))
         h, y, rstd = residual.residual_rmsnorm_fwd(x, x, w, 1e-6)
-        for again in (False, True):
-            residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C), again)
+        for recompute_y in (False, True):
+            residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C), recompute_y)
     rope.rope_bwd(rope.rope_fwd(new(2, 3, 8), table, table, T=2), table, table, T=2)
     for w, dw in ((f32(8), f32(8)), (None, None)):
         shape = (new(2, 48), w, w, table, table, 4, 1, 2)
@@ -66,7 +66,7 @@ def launch_everything(dtype):
         )
     layout.swap_heads(new(1, 2, 3, 4))
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8)), new(2, 8))
-    swiglu.swiglu_bwd(new(2, 4), new(2, 8), again=True)
+    swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True)
     swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
     elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
     elementwise.scale_into(elementwise.scale_fwd(new(8), 0.5), f32(1))

@@ -18,7 +18,7 @@ from checks import (
 )
 
 from xtrain.kernels.embedding import (
-    PIECE,
+    SEGMENT,
     SLICES,
     TILE_IDS,
     digit_values,
@@ -125,17 +125,19 @@ def in_pieces(dx_NC, ids_N, V):
     add = lambda rows: functools.reduce(np.add, rows, np.zeros_like(dw_VC[0]))
     for v in range(V):
         rows = dx_NC[ids_N == v]
-        pieces = [add(rows[i : i + PIECE]) for i in range(0, len(rows), PIECE)]
+        segments = [add(rows[i : i + SEGMENT]) for i in range(0, len(rows), SEGMENT)]
         dw_VC[v] = (
-            pieces[0] if len(pieces) == 1 else add([add(pieces[s::SLICES]) for s in range(SLICES)])
+            segments[0]
+            if len(segments) == 1
+            else add([add(segments[s::SLICES]) for s in range(SLICES)])
         )
     return dw_VC
 
 
-@pytest.mark.parametrize("length", [PIECE, PIECE + 1, 2 * PIECE, 11 * PIECE + 3])
+@pytest.mark.parametrize("length", [SEGMENT, SEGMENT + 1, 2 * SEGMENT, 11 * SEGMENT + 3])
 def test_backward_adds_in_a_fixed_order(length):
     """Tokens with one, two and many pieces side by side: the promised bits; up to PIECE rows the reference's."""
-    lengths = [3, length, 1, PIECE + 5, 2, length]
+    lengths = [3, length, 1, SEGMENT + 5, 2, length]
     ids = rng(1).permutation(np.repeat(np.arange(6), lengths)).astype(np.int32)
     dx = normal(2, ids.size, 9, scale=100.0)
     want, reference = in_pieces(dx, ids, 6), embedding_bwd_ref(dx, ids, 6)
@@ -144,7 +146,7 @@ def test_backward_adds_in_a_fixed_order(length):
         dw = to_kernel(np.zeros((6, 9), np.float32))
         embedding_bwd(to_kernel(dx), to_kernel(ids), dw)
         assert np.array_equal(to_host(dw), want)
-    short = np.array(lengths) <= PIECE
+    short = np.array(lengths) <= SEGMENT
     assert np.array_equal(want[short], reference[short])
 
 

@@ -113,9 +113,9 @@ def test_the_result_again(shape, place, dtype):
     r, dy = (place(to_host(a).astype(dtype)) for a in (r, dy))
     h, y, rstd = residual_rmsnorm_fwd(x, r, w, EPS)
     results, dws = [], [place(np.zeros(shape[1], np.float32)) for _ in range(2)]
-    for again, dw in zip((False, True), dws):
-        results.append(residual_rmsnorm_bwd(None, dy, h, w, rstd, dw, again))
-        assert np.array_equal(to_host(dy), to_host(y)) == again
+    for recompute_y, dw in zip((False, True), dws):
+        results.append(residual_rmsnorm_bwd(None, dy, h, w, rstd, dw, recompute_y))
+        assert np.array_equal(to_host(dy), to_host(y)) == recompute_y
     assert np.array_equal(*map(to_host, results)) and np.array_equal(*map(to_host, dws))
 
 

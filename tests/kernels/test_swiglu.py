@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 
-from xtrain.kernels.primitives.flat import BLOCK, EACH, TILE
+from xtrain.kernels.primitives.flat import BLOCK, CHUNK, TILE
 from xtrain.kernels.runtime.launch import launch
 from xtrain.kernels.swiglu import (
     sigmoid_ref,
@@ -23,7 +23,7 @@ from xtrain.kernels.swiglu import (
 
 BF16 = ml_dtypes.bfloat16
 # one column; one chunk; odd widths, one of them in two blocks; several rows in a block
-SHAPES = [(1, 1), (2, 8), (3, 37), (2, BLOCK * EACH + 1), (5, 72)]  # (N, F)
+SHAPES = [(1, 1), (2, 8), (3, 37), (2, BLOCK * CHUNK + 1), (5, 72)]  # (N, F)
 SHAPES += [(7, 4096), (8192, 2048)] if GPU else []
 EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 89, -89, 104, -104, 1e4, -1e4, 3e38, -3e38]
 
@@ -70,7 +70,7 @@ def test_the_product_again(shape, place, dtype):
     N, F = shape
     gu, dy = (place(normal(i, N, k * F, scale=3.0).astype(dtype)) for i, k in ((1, 2), (2, 1)))
     expected, y = swiglu_bwd(dy, gu), swiglu_fwd(gu)
-    dgu = swiglu_bwd(dy, gu, again=True)
+    dgu = swiglu_bwd(dy, gu, recompute_y=True)
     assert np.array_equal(to_host(dgu), to_host(expected))
     assert np.array_equal(to_host(dy), to_host(y))
 
@@ -124,7 +124,7 @@ def test_extreme_gates(place):
 
 
 def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
-    F = BLOCK * EACH + 1
+    F = BLOCK * CHUNK + 1
     gu, dy = to_kernel(normal(1, 2, 2 * F)), to_kernel(normal(2, 2, F))
     with sentinels(monkeypatch):
         y, dgu = swiglu_fwd(gu), swiglu_bwd(dy, gu)

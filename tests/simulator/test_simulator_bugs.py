@@ -216,12 +216,12 @@ def test_read_after_the_barrier_behind_which_it_is_overwritten(planted):
 
 
 def test_corrected_by_a_thread_that_did_not_write_it(planted):
-    old = "if exists and target // each % BLOCK == tid:"
-    module = planted("cross_entropy", old, "if exists and tid == 0:")
+    old = "if in_vocabulary and target // vec_size % BLOCK == tid:"
+    module = planted("cross_entropy", old, "if in_vocabulary and tid == 0:")
     with pytest.raises(RaceError) as caught:
         module.cross_entropy(f32(2, 600), sim(np.array([40, 3])), 600, f32(1))
     words = "thread 0 wrote store1(logits, n * P + target", "thread 10 wrote element 40"
-    lines = "store1(logits, n * P + target", "put_n(logits"
+    lines = "store1(logits, n * P + target", "store_vector(logits"
     assert_reported(caught, module, "cross_entropy_kernel", *words, lines=lines)
 
 
@@ -229,8 +229,8 @@ def test_two_threads_put_sixteen_bytes_in_one_place(planted):
     module = planted("layout", "* y_row + i * D", "* y_row")
     with pytest.raises(RaceError) as caught:
         module.swap_heads(f32(1, 2, 3, 4))
-    words = "thread 0 wrote element 0 in put(y", "thread 3 wrote it", "global memory"
-    assert_reported(caught, module, "swap_heads_kernel", *words, lines=("put(y, (int64(b)",))
+    words = "thread 0 wrote element 0 in store_words(y", "thread 3 wrote it", "global memory"
+    assert_reported(caught, module, "swap_heads_kernel", *words, lines=("store_words(y, (int64(b)",))
 
 
 def test_two_launch_arguments_are_one_array(planted):
@@ -295,8 +295,8 @@ def test_shared_memory_never_written(planted):
 
 
 def test_local_memory_never_written(planted):
-    old = "range(EACH):\n        acc[j] = float32(0.0)"
-    module = planted("grad_norm", old, old.replace("EACH", "1, EACH"))
+    old = "range(CHUNK):\n        acc[j] = float32(0.0)"
+    module = planted("grad_norm", old, old.replace("CHUNK", "1, CHUNK"))
     with pytest.raises(UninitializedError) as caught:
         module.grad_norm(f32(8), 1.0)
     words = "thread 0 reads acc[0]", "local memory"

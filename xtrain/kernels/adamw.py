@@ -32,7 +32,7 @@ from numba import cuda, float32, int64
 from numba.cuda.libdevice import fadd_rn, fdiv_rn, fmul_rn, fsqrt_rn, fsub_rn
 
 from ..device import Array
-from .primitives.flat import BLOCK, EACH, GAP, QUAD, STRIDE, load, on_16_bytes, position, store
+from .primitives.flat import BLOCK, CHUNK, GAP, QUAD, STRIDE, load, on_16_bytes, position, store
 from .primitives.ptx import device, kernel
 from .runtime.launch import check, check_array, launch, on_host
 
@@ -42,7 +42,7 @@ TILE = STRIDE  # one chunk per thread: four arrays are enough bytes under way
 # ----------------------------------------------------------------------------- reference
 def adamw_ref(
     w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay,
-    half_n=None, zero_grad=False,
+    copy_n=None, zero_grad=False,
 ):  # fmt: skip
     """Updates w, m and v in place, in their own dtype; fills half_n, zeroes g."""
     if np.isnan(factor_1[0]):
@@ -57,8 +57,8 @@ def adamw_ref(
     v_n *= number(beta2)
     v_n += number(1 - beta2) * scaled_n * scaled_n
     w_n -= lr / correction1 * m_n / (np.sqrt(v_n) / root2 + number(eps))
-    if half_n is not None:
-        half_n[...] = w_n
+    if copy_n is not None:
+        copy_n[...] = w_n
     if zero_grad:
         g_n[...] = 0
 
@@ -81,29 +81,29 @@ def update(g, w, m, v, decay, rest1, beta2, rest2, rate, root2, eps):
 
 
 @functools.cache
-def make_adamw_kernel(with_half, zero_grad):
+def make_adamw_kernel(with_copy, zero_grad):
     """The four kernels: with and without the bf16 copy, with and without zeroing the gradient."""
 
     @kernel(BLOCK)
     def adamw_kernel(
-        w_n, m_n, v_n, half_n, g_n, factor_1, hyper_3, n_decay, rest1, beta2, rest2, eps, weight_decay, aligned
+        w_n, m_n, v_n, copy_n, g_n, factor_1, hyper_3, n_decay, rest1, beta2, rest2, eps, weight_decay, aligned
     ):  # fmt: skip
         """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2. Without a copy half_n is not touched."""
-        g = cuda.local.array(EACH, float32)
-        w = cuda.local.array(EACH, float32)
-        m = cuda.local.array(EACH, float32)
-        v = cuda.local.array(EACH, float32)
+        g = cuda.local.array(CHUNK, float32)
+        w = cuda.local.array(CHUNK, float32)
+        m = cuda.local.array(CHUNK, float32)
+        v = cuda.local.array(CHUNK, float32)
         n = w_n.size
         i = int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * QUAD
-        whole = aligned and i + GAP + QUAD <= n
-        load(g, g_n, i, GAP, n, whole)
-        load(w, w_n, i, GAP, n, whole)
-        load(m, m_n, i, GAP, n, whole)
-        load(v, v_n, i, GAP, n, whole)
+        vectorized = aligned and i + GAP + QUAD <= n
+        load(g, g_n, i, GAP, n, vectorized)
+        load(w, w_n, i, GAP, n, vectorized)
+        load(m, m_n, i, GAP, n, vectorized)
+        load(v, v_n, i, GAP, n, vectorized)
         factor, lr, root2 = factor_1[0], hyper_3[0], hyper_3[2]
         rate = fdiv_rn(lr, hyper_3[1])
         keep = fsub_rn(float32(1.0), fmul_rn(lr, weight_decay))
-        for j in range(EACH):
+        for j in range(CHUNK):
             decay = keep if position(i, GAP, j) < n_decay else float32(1.0)  # w times 1 is w
             w[j], m[j], v[j] = update(
                 fmul_rn(g[j], factor),
@@ -122,13 +122,13 @@ def make_adamw_kernel(with_half, zero_grad):
         if (
             factor == factor
         ):  # not NaN. (Asked here and not at the top, where all loads would wait for it.)
-            store(w_n, i, GAP, n, w, whole)
-            store(m_n, i, GAP, n, m, whole)
-            store(v_n, i, GAP, n, v, whole)
-            if with_half:
-                store(half_n, i, GAP, n, w, whole)
+            store(w_n, i, GAP, n, w, vectorized)
+            store(m_n, i, GAP, n, m, vectorized)
+            store(v_n, i, GAP, n, v, vectorized)
+            if with_copy:
+                store(copy_n, i, GAP, n, w, vectorized)
         if zero_grad:
-            store(g_n, i, GAP, n, g, whole)
+            store(g_n, i, GAP, n, g, vectorized)
 
     return adamw_kernel
 
@@ -146,7 +146,7 @@ def adamw(
     beta2: float,
     eps: float,
     weight_decay: float,
-    half_n: Array | None = None,
+    copy_n: Array | None = None,
     zero_grad: bool = False,
 ) -> None:
     """One step, in place on w, m and v; all (n,) float32. Only elements [0, n_decay) of w decay.
@@ -165,18 +165,18 @@ def adamw(
         ("hyper", hyper_3, (3,)),
     ):
         check_array("adamw", name, x, shape)
-    if half_n is not None:
-        check_array("adamw", "half", half_n, (n,), ("bfloat16",))
-        arrays[3] = half_n
+    if copy_n is not None:
+        check_array("adamw", "half", copy_n, (n,), ("bfloat16",))
+        arrays[3] = copy_n
     check(0 <= n_decay <= n, f"adamw: n_decay is {n_decay}, expected 0 to {n}")
     if on_host(*arrays):
         adamw_ref(
             w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay,
-            half_n, zero_grad,
+            copy_n, zero_grad,
         )  # fmt: skip
         return
     # 1 - beta in float64, then rounded: 1 - 0.999 in float32 would be wrong in the fifth digit
     constants = [np.float32(c) for c in (1 - beta1, beta2, 1 - beta2, eps, weight_decay)]
-    adamw_kernel = make_adamw_kernel(half_n is not None, bool(zero_grad))
+    adamw_kernel = make_adamw_kernel(copy_n is not None, bool(zero_grad))
     aligned = on_16_bytes(*arrays[:5])
     launch(adamw_kernel, -(-n // TILE), BLOCK, *arrays, n_decay, *constants, aligned)

@@ -27,12 +27,12 @@ from numba import cuda, float32, int64
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
-    EACH,
+    CHUNK,
     GAP,
     STEPS,
     STRIDE,
+    can_vectorize,
     first_element,
-    is_whole,
     launch_flat,
     load,
     position,
@@ -65,36 +65,36 @@ def narrow_naive_kernel(y_n, x_n):
 
 
 @device
-def mend_nans(y_n, x, i, n):
+def restore_nan_signs(y_n, x, i, n):
     """Give the NaNs of a chunk their sign back. To a kernel a bfloat16 array is one of uint16."""
     found = False
-    for j in range(EACH):
+    for j in range(CHUNK):
         found |= x[j] != x[j]
     if found:
-        for j in range(EACH):
+        for j in range(CHUNK):
             at = position(i, GAP, j)
             if x[j] != x[j] and at < n:
                 y_n[at] = 0xFFC0 if math.copysign(float32(1.0), x[j]) < 0 else 0x7FC0
 
 
 @device
-def cast_chunks(y_n, x_n, first, narrows, whole):
-    x = cuda.local.array((STEPS, EACH), float32)
+def cast_chunks(y_n, x_n, first, narrows, vectorized):
+    x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+        load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
         i = first + s * STRIDE
-        store(y_n, i, GAP, n, x[s], whole)
+        store(y_n, i, GAP, n, x[s], vectorized)
         if narrows:
-            mend_nans(y_n, x[s], i, n)
+            restore_nan_signs(y_n, x[s], i, n)
 
 
 @kernel(BLOCK)
 def narrow_kernel(y_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK. x: float32, y: bfloat16."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         cast_chunks(y_n, x_n, first, True, True)
     else:
         cast_chunks(y_n, x_n, first, True, False)
@@ -104,7 +104,7 @@ def narrow_kernel(y_n, x_n, aligned):
 def widen_kernel(y_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK. x: bfloat16, y: float32."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         cast_chunks(y_n, x_n, first, False, True)
     else:
         cast_chunks(y_n, x_n, first, False, False)

@@ -33,7 +33,7 @@ from .primitives.reduce import MAX_WARPS, block_max, block_sum
 from .primitives.rows import aligned_rows
 from .primitives.tensor_cores import exp2, fmax
 from .primitives.words import (
-    each_of,
+    elements_per_vector,
     load_words4,
     load_words4_shared,
     load_words8,
@@ -123,149 +123,187 @@ def cross_entropy_naive_kernel(
 
 
 @functools.cache
-def make_cross_entropy_kernel(each, aligned, BLOCK, BLOCKS, HELD):
+def make_cross_entropy_kernel(vec_size, aligned, BLOCK, BLOCKS_PER_SM, REGISTER_ROUNDS):
     """The kernel in use. each: logits in 16 bytes. aligned: every row begins at a multiple of 16 bytes.
 
     A block reads its row in rounds of UNROLL chunks per thread. What is left after the last whole round and the first
-    `near` columns stay in shared memory, the last HELD rounds in registers. The others, if any, are read again in
+    `shared_end` columns stay in shared memory, the last HELD rounds in registers. The others, if any, are read again in
     `write_row`, the latest first: those are still in L2.
     """
-    STRIDE = BLOCK * each
+    STRIDE = BLOCK * vec_size
     ROUND = UNROLL * STRIDE
-    ELEMENT = types.uint16 if each == 8 else types.float32
-    if each == 8:
-        fetch_n, put_n, unpack, pack = load_words8, store_words8, unpack8, pack8
-        keep, recall = store_words8_shared, load_words8_shared
+    ELEMENT = types.uint16 if vec_size == 8 else types.float32
+    if vec_size == 8:
+        load_vector, store_vector, unpack, pack = load_words8, store_words8, unpack8, pack8
+        store_shared, load_shared = store_words8_shared, load_words8_shared
     else:
-        fetch_n, put_n, unpack, pack = load_words4, store_words4, unpack4, pack4
-        keep, recall = store_words4_shared, load_words4_shared
+        load_vector, store_vector, unpack, pack = load_words4, store_words4, unpack4, pack4
+        store_shared, load_shared = store_words4_shared, load_words4_shared
 
     @device
-    def fetch(words, logits, first, c, end):
+    def load_words(words, logits, first, c, end):
         """words = the chunk at column c. When rows are not aligned, columns from `end` on are not read."""
         if aligned:
-            fetch_n(words, logits, first + c)
+            load_vector(words, logits, first + c)
         else:
-            x = cuda.local.array(each, float32)
-            for j in range(each):
+            x = cuda.local.array(vec_size, float32)
+            for j in range(vec_size):
                 x[j] = load1(logits, first + c + j) if c + j < end else LOWEST
             pack(words, x, logits)
 
     @device
     def add(words, logits, m, total):
         """One more chunk. -> the new maximum, and the sum of exp(logit - maximum) so far."""
-        x, top = cuda.local.array(each, float32), m
+        x, top = cuda.local.array(vec_size, float32), m
         unpack(x, words, logits)
-        for j in range(each):
+        for j in range(vec_size):
             top = fmax(top, x[j])
         total *= exp2((m - top) * float32(LOG2E))
-        for j in range(each):
+        for j in range(vec_size):
             total += exp2((x[j] - top) * float32(LOG2E))
         return top, total
 
     @device
-    def put(logits, first, c, end, used, words, top, factor):
+    def store_gradient(logits, first, c, end, used, words, top, factor):
         """The softmax times factor over the chunk at column c; zeros from column `used` on."""
-        x = cuda.local.array(each, float32)
+        x = cuda.local.array(vec_size, float32)
         if c < used:
             unpack(x, words, logits)
-        for j in range(each):
+        for j in range(vec_size):
             p = exp2((x[j] - top) * float32(LOG2E)) * factor if c + j < used else float32(0.0)
             x[j] = p
         if aligned:
             pack(words, x, logits)
-            put_n(logits, first + c, words)
+            store_vector(logits, first + c, words)
         else:
-            for j in range(each):
+            for j in range(vec_size):
                 if c + j < end:
                     store1(logits, first + c + j, x[j])
 
     @device
-    def read_row(x_HUW, row, logits, first, used, whole, far, near):
+    def read_row(x_RUW, shared_row, logits, first, used, rounds_end, registers_begin, shared_end):
         """-> this thread's largest logit, and its sum of exp(logit - largest)"""
-        v, m, total = cuda.threadIdx.x * each, LOWEST, float32(0.0)
-        x = cuda.local.array(each, float32)
-        for c in range(whole + v, used, STRIDE):
-            fetch(x_HUW[0, 0], logits, first, c, used)
-            unpack(x, x_HUW[0, 0], logits)
-            for j in range(each):  # padding is not part of the softmax
+        v, m, total = cuda.threadIdx.x * vec_size, LOWEST, float32(0.0)
+        x = cuda.local.array(vec_size, float32)
+        for c in range(rounds_end + v, used, STRIDE):
+            load_words(x_RUW[0, 0], logits, first, c, used)
+            unpack(x, x_RUW[0, 0], logits)
+            for j in range(vec_size):  # padding is not part of the softmax
                 x[j] = x[j] if c + j < used else LOWEST
-            pack(x_HUW[0, 0], x, logits)
-            keep(row, near + c - whole, x_HUW[0, 0])
-            m, total = add(x_HUW[0, 0], logits, m, total)
-        for base in range(v, near, ROUND):
+            pack(x_RUW[0, 0], x, logits)
+            store_shared(shared_row, shared_end + c - rounds_end, x_RUW[0, 0])
+            m, total = add(x_RUW[0, 0], logits, m, total)
+        for base in range(v, shared_end, ROUND):
             for u in range(UNROLL):  # ask for a round, then look at the first chunk
-                fetch(x_HUW[0, u], logits, first, base + u * STRIDE, used)
+                load_words(x_RUW[0, u], logits, first, base + u * STRIDE, used)
             for u in range(UNROLL):
-                keep(row, base + u * STRIDE, x_HUW[0, u])
-                m, total = add(x_HUW[0, u], logits, m, total)
-        for base in range(near + v, far, ROUND):
+                store_shared(shared_row, base + u * STRIDE, x_RUW[0, u])
+                m, total = add(x_RUW[0, u], logits, m, total)
+        for base in range(shared_end + v, registers_begin, ROUND):
             for u in range(UNROLL):
-                fetch(x_HUW[0, u], logits, first, base + u * STRIDE, used)
+                load_words(x_RUW[0, u], logits, first, base + u * STRIDE, used)
             for u in range(UNROLL):
-                m, total = add(x_HUW[0, u], logits, m, total)
-        for h in range(HELD):
-            base = far + h * ROUND + v
-            if base < whole:
+                m, total = add(x_RUW[0, u], logits, m, total)
+        for h in range(REGISTER_ROUNDS):
+            base = registers_begin + h * ROUND + v
+            if base < rounds_end:
                 for u in range(UNROLL):
-                    fetch(x_HUW[h, u], logits, first, base + u * STRIDE, used)
+                    load_words(x_RUW[h, u], logits, first, base + u * STRIDE, used)
                 for u in range(UNROLL):
-                    m, total = add(x_HUW[h, u], logits, m, total)
+                    m, total = add(x_RUW[h, u], logits, m, total)
         return m, total
 
     @device
-    def write_row(x_HUW, row, logits, first, P, used, whole, far, near, top, factor):
-        v = cuda.threadIdx.x * each
-        for h in range(HELD):
-            base = far + h * ROUND + v
-            if base < whole:
+    def write_row(
+        x_RUW,
+        shared_row,
+        logits,
+        first,
+        P,
+        used,
+        rounds_end,
+        registers_begin,
+        shared_end,
+        top,
+        factor,
+    ):
+        v = cuda.threadIdx.x * vec_size
+        for h in range(REGISTER_ROUNDS):
+            base = registers_begin + h * ROUND + v
+            if base < rounds_end:
                 for u in range(UNROLL):
-                    put(logits, first, base + u * STRIDE, P, whole, x_HUW[h, u], top, factor)
-        for base in range(far - ROUND + v, near + v - 1, -ROUND):
+                    store_gradient(
+                        logits, first, base + u * STRIDE, P, rounds_end, x_RUW[h, u], top, factor
+                    )
+        for base in range(registers_begin - ROUND + v, shared_end + v - 1, -ROUND):
             for u in range(UNROLL):
-                fetch(x_HUW[0, u], logits, first, base + u * STRIDE, used)
+                load_words(x_RUW[0, u], logits, first, base + u * STRIDE, used)
             for u in range(UNROLL):
-                put(logits, first, base + u * STRIDE, P, whole, x_HUW[0, u], top, factor)
-        for base in range(v, near, ROUND):
+                store_gradient(
+                    logits, first, base + u * STRIDE, P, rounds_end, x_RUW[0, u], top, factor
+                )
+        for base in range(v, shared_end, ROUND):
             for u in range(UNROLL):
-                recall(x_HUW[0, u], row, base + u * STRIDE)
+                load_shared(x_RUW[0, u], shared_row, base + u * STRIDE)
             for u in range(UNROLL):
-                put(logits, first, base + u * STRIDE, P, whole, x_HUW[0, u], top, factor)
-        for c in range(whole + v, P, STRIDE):
+                store_gradient(
+                    logits, first, base + u * STRIDE, P, rounds_end, x_RUW[0, u], top, factor
+                )
+        for c in range(rounds_end + v, P, STRIDE):
             if c < used:
-                recall(x_HUW[0, 0], row, near + c - whole)
-            put(logits, first, c, P, used, x_HUW[0, 0], top, factor)
+                load_shared(x_RUW[0, 0], shared_row, shared_end + c - rounds_end)
+            store_gradient(logits, first, c, P, used, x_RUW[0, 0], top, factor)
 
-    @kernel(BLOCK, BLOCKS)
-    def cross_entropy_kernel(loss_N, logits, targets_N, inv_count_1, P, vocab_size, near, gradient):
+    @kernel(BLOCK, BLOCKS_PER_SM)
+    def cross_entropy_kernel(
+        loss_N, logits, targets_N, inv_count_1, P, vocab_size, shared_end, gradient
+    ):
         """Grid N, block BLOCK. Block n owns row n, thread tid the chunks tid, tid + BLOCK, ... logits: flat (N P).
 
-        Shared memory: `near` columns and those after the last whole round. gradient: write it.
+        Shared memory: `shared_end` columns and those after the last whole round. gradient: write it.
         """
         n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
         scratch = cuda.shared.array(MAX_WARPS, float32)
-        row = cuda.shared.array(0, ELEMENT)  # a thread reads only what it has written: no barrier
-        x_HUW = cuda.local.array((HELD, UNROLL, 4), uint32)
+        shared_row = cuda.shared.array(
+            0, ELEMENT
+        )  # a thread reads only what it has written: no barrier
+        x_RUW = cuda.local.array((REGISTER_ROUNDS, UNROLL, 4), uint32)
         target = int64(targets_N[n])  # comes while the row is read, also of an ignored one
-        whole = vocab_size // ROUND * ROUND
-        far = (
-            whole - HELD * ROUND if whole > HELD * ROUND else 0
+        rounds_end = vocab_size // ROUND * ROUND
+        registers_begin = (
+            rounds_end - REGISTER_ROUNDS * ROUND if rounds_end > REGISTER_ROUNDS * ROUND else 0
         )  # from here on they stay in registers
-        near = near if near < far else far
-        m, total = read_row(x_HUW, row, logits, n * P, vocab_size, whole, far, near)
-        exists, counts = target >= 0 and target < vocab_size, target != IGNORE
-        at_target = load1(logits, n * P + target) if exists else float32(math.nan)
+        shared_end = shared_end if shared_end < registers_begin else registers_begin
+        m, total = read_row(
+            x_RUW, shared_row, logits, n * P, vocab_size, rounds_end, registers_begin, shared_end
+        )
+        in_vocabulary, counted = target >= 0 and target < vocab_size, target != IGNORE
+        at_target = load1(logits, n * P + target) if in_vocabulary else float32(math.nan)
         top = block_max(m, scratch)
         total = block_sum(total * exp2((m - top) * float32(LOG2E)), scratch)
         if tid == 0:
-            loss_N[n] = math.log(total) + (top - at_target) if counts else float32(0.0)
+            loss_N[n] = math.log(total) + (top - at_target) if counted else float32(0.0)
         if gradient:
             used, inv_count = vocab_size, inv_count_1[0]
-            if not counts:
-                used = whole = far = near = 0  # zeros everywhere
-            factor = inv_count / total if exists else float32(math.nan)
-            write_row(x_HUW, row, logits, n * P, P, used, whole, far, near, top, factor)
-            if exists and target // each % BLOCK == tid:  # who has written there now corrects it
+            if not counted:
+                used = rounds_end = registers_begin = shared_end = 0  # zeros everywhere
+            factor = inv_count / total if in_vocabulary else float32(math.nan)
+            write_row(
+                x_RUW,
+                shared_row,
+                logits,
+                n * P,
+                P,
+                used,
+                rounds_end,
+                registers_begin,
+                shared_end,
+                top,
+                factor,
+            )
+            if (
+                in_vocabulary and target // vec_size % BLOCK == tid
+            ):  # who has written there now corrects it
                 p = exp2((at_target - top) * float32(LOG2E)) * factor
                 store1(logits, n * P + target, p - inv_count)
 
@@ -293,10 +331,10 @@ def count_targets_kernel(inv_count_1, targets_N):
     count = int64(0)
     for start in range(0, N, SUM_BLOCK):  # the same trips for every thread: it holds a barrier
         n = start + tid
-        counts = 0
+        counted = 0
         if n < N and int64(targets_N[n]) != IGNORE:
-            counts = 1
-        count += cuda.syncthreads_count(counts)
+            counted = 1
+        count += cuda.syncthreads_count(counted)
     if tid == 0:
         inv_count_1[0] = float32(1.0) / float32(count) if count > 0 else float32(0.0)
 
@@ -328,7 +366,7 @@ def cross_entropy(
     if out_N is not None:
         check_array("cross_entropy", "loss", out_N, (N,))
     if on_host(logits_NP, targets_N, inv_count_1):
-        refuse_wrong(targets_N, vocab_size)
+        check_targets_on_host(targets_N, vocab_size)
         given = targets_N, vocab_size, inv_count_1, with_gradient
         loss_N, d_NP = cross_entropy_ref(wide(logits_NP), *given)
         if with_gradient and d_NP is not logits_NP:
@@ -338,29 +376,35 @@ def cross_entropy(
         return loss_N if out_N is None else out_N, logits_NP if with_gradient else None
     loss_N = empty(logits_NP, N, np.float32) if out_N is None else out_N
     logits = logits_NP.reshape(-1)
-    each = each_of(logits)
-    block, blocks, held = PLANS[each]
-    ce_kernel = make_cross_entropy_kernel(each, aligned_rows(P, logits), block, blocks, held)
-    near, shared = shared_plan(vocab_size, each, block, held, shared_bytes(logits, blocks))
+    vec_size = elements_per_vector(logits)
+    block, blocks_per_sm, register_rounds = PLANS[vec_size]
+    ce_kernel = make_cross_entropy_kernel(
+        vec_size, aligned_rows(P, logits), block, blocks_per_sm, register_rounds
+    )
+    shared_end, shared = shared_plan(
+        vocab_size, vec_size, block, register_rounds, shared_bytes(logits, blocks_per_sm)
+    )
     arrays = (loss_N, logits, targets_N, inv_count_1)
-    launch(ce_kernel, N, block, *arrays, P, vocab_size, near, with_gradient, shared=shared)
+    launch(ce_kernel, N, block, *arrays, P, vocab_size, shared_end, with_gradient, shared=shared)
     return loss_N, logits_NP if with_gradient else None
 
 
-def shared_plan(vocab_size: int, each: int, block: int, held: int, nbytes: int) -> tuple[int, int]:
+def shared_plan(
+    vocab_size: int, vec_size: int, block: int, register_rounds: int, nbytes: int
+) -> tuple[int, int]:
     """-> columns of a row that stay in nbytes of shared memory, whole rounds; bytes they and the rest of the row take"""
-    columns = UNROLL * block * each  # of a round
-    rest = -(-(vocab_size % columns) // each) * 16
-    rounds = min(vocab_size // columns - held, (nbytes - rest) // (UNROLL * block * 16))
-    near = max(rounds, 0) * columns
-    return near, near // each * 16 + rest
+    columns = UNROLL * block * vec_size  # of a round
+    rest = -(-(vocab_size % columns) // vec_size) * 16
+    rounds = min(vocab_size // columns - register_rounds, (nbytes - rest) // (UNROLL * block * 16))
+    shared_end = max(rounds, 0) * columns
+    return shared_end, shared_end // vec_size * 16 + rest
 
 
-def shared_bytes(x: Array, blocks: int) -> int:
+def shared_bytes(x: Array, blocks_per_sm: int) -> int:
     """How much of it each of so many blocks on a multiprocessor can have."""
     block, multiprocessor = (232448, 233472) if isinstance(x, SimArray) else _limits(x.device.id)
     return (
-        min(block, multiprocessor // blocks - 1024) - 4 * MAX_WARPS
+        min(block, multiprocessor // blocks_per_sm - 1024) - 4 * MAX_WARPS
     )  # 1024: the driver's; scratch
 
 
@@ -411,7 +455,7 @@ def _check_targets(op, targets_N, N):
     check_ids(op, "targets", targets_N)
 
 
-def refuse_wrong(targets_N: np.ndarray, vocab_size: int) -> None:
+def check_targets_on_host(targets_N: np.ndarray, vocab_size: int) -> None:
     """Raises ValueError when a target is neither in [0, vocab_size) nor -100."""
     wrong_N = ((targets_N < 0) | (targets_N >= vocab_size)) & (targets_N != IGNORE)
     if wrong_N.any():

@@ -15,12 +15,12 @@ from numba import cuda, float32, int64
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
-    EACH,
+    CHUNK,
     GAP,
     STEPS,
     STRIDE,
+    can_vectorize,
     first_element,
-    is_whole,
     launch_flat,
     load,
     store,
@@ -52,46 +52,46 @@ def add_naive_kernel(y_n, a_n, b_n):
 
 
 @device
-def add_chunks(y_n, a_n, b_n, first, whole):
-    a = cuda.local.array((STEPS, EACH), float32)
-    b = cuda.local.array((STEPS, EACH), float32)
+def add_chunks(y_n, a_n, b_n, first, vectorized):
+    a = cuda.local.array((STEPS, CHUNK), float32)
+    b = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):  # all loads before the first store: they are under way together
-        load(a[s], a_n, first + s * STRIDE, GAP, n, whole)
-        load(b[s], b_n, first + s * STRIDE, GAP, n, whole)
+        load(a[s], a_n, first + s * STRIDE, GAP, n, vectorized)
+        load(b[s], b_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
-        for j in range(EACH):
+        for j in range(CHUNK):
             a[s, j] += b[s, j]
-        store(y_n, first + s * STRIDE, GAP, n, a[s], whole)
+        store(y_n, first + s * STRIDE, GAP, n, a[s], vectorized)
 
 
 @kernel(BLOCK)
 def add_kernel(y_n, a_n, b_n, aligned):
     """Grid ceil(n / TILE), block BLOCK. y may be a: one thread reads and writes an element."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         add_chunks(y_n, a_n, b_n, first, True)
     else:
         add_chunks(y_n, a_n, b_n, first, False)
 
 
 @device
-def scale_chunks(y_n, x_n, factor, first, whole):
-    x = cuda.local.array((STEPS, EACH), float32)
+def scale_chunks(y_n, x_n, factor, first, vectorized):
+    x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+        load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
-        for j in range(EACH):
+        for j in range(CHUNK):
             x[s, j] *= factor
-        store(y_n, first + s * STRIDE, GAP, n, x[s], whole)
+        store(y_n, first + s * STRIDE, GAP, n, x[s], vectorized)
 
 
 @kernel(BLOCK)
 def scale_kernel(y_n, x_n, factor, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         scale_chunks(y_n, x_n, factor, first, True)
     else:
         scale_chunks(y_n, x_n, factor, first, False)
@@ -101,7 +101,7 @@ def scale_kernel(y_n, x_n, factor, aligned):
 def scale_into_kernel(x_n, factor_1, aligned):
     """Grid ceil(n / TILE), block BLOCK. The factor is read on the device: no copy to the host."""
     first, factor = first_element(), factor_1[0]
-    if is_whole(first, x_n.size, aligned):
+    if can_vectorize(first, x_n.size, aligned):
         scale_chunks(x_n, x_n, factor, first, True)
     else:
         scale_chunks(x_n, x_n, factor, first, False)

@@ -33,14 +33,14 @@ from numba import boolean, cuda, float32, int32, int64, uint32
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
-    EACH,
+    CHUNK,
     QUAD,
     blocks_for_rows,
+    can_vectorize_rows,
     load,
-    make_place,
+    make_row_and_column,
     position,
     store,
-    whole_rows,
 )
 from .primitives.ptx import device, kernel, wait_for_previous
 from .primitives.reduce import FULL, warp_sum
@@ -56,15 +56,15 @@ from .runtime.launch import (
 )
 
 NAN = float32(math.nan)
-AHEAD = 4  # rows under way before the first is used
+ROWS_IN_FLIGHT = 4  # rows under way before the first is used
 MIN_BLOCKS = 4  # per multiprocessor: without this promise the compiler saves registers by loading row after row
 
 TILE_IDS = 1024  # ids of one block of `split`
 COUNTS = 8192  # of a sorting block, at most: one per warp and value of a digit; 32 KB
 
-PIECE = 32  # rows that one thread adds up at most
-SLICES = EACH  # of the pieces, when they are joined
-JOIN_LOOK = 8  # positions that a block looks at there
+SEGMENT = 32  # rows that one thread adds up at most
+SLICES = CHUNK  # of the pieces, when they are joined
+JOIN_SEGMENTS = 8  # positions that a block looks at there
 JOIN_GAP = 32 * QUAD  # between the two quads of a thread there
 
 
@@ -83,8 +83,8 @@ def embedding_bwd_ref(dx_NC, ids_N, V):
 
 # ----------------------------------------------------------------------------- forward
 @functools.cache
-def make_fwd_kernel(C, whole):
-    place, gap = make_place(C)
+def make_fwd_kernel(C, vectorized):
+    row_and_column, gap = make_row_and_column(C)
 
     @kernel(BLOCK, MIN_BLOCKS)
     def embedding_fwd_kernel(x, ids_N, w, V):
@@ -92,23 +92,23 @@ def make_fwd_kernel(C, whole):
 
         x: flat (N C), w: flat (V C). An id outside the table gives NaN.
         """
-        rows = cuda.local.array((AHEAD, EACH), float32)
-        known = cuda.local.array(AHEAD, boolean)
-        g, c = place()
-        first, N = g * AHEAD, ids_N.size
+        rows = cuda.local.array((ROWS_IN_FLIGHT, CHUNK), float32)
+        in_table = cuda.local.array(ROWS_IN_FLIGHT, boolean)
+        g, c = row_and_column()
+        first, N = g * ROWS_IN_FLIGHT, ids_N.size
         if first >= N:
             return
-        for a in range(AHEAD):  # without a condition, so that all are under way at once
+        for a in range(ROWS_IN_FLIGHT):  # without a condition, so that all are under way at once
             v = int64(ids_N[first + a if first + a < N else N - 1])
-            known[a] = v >= 0 and v < V
-            i = v * C if known[a] else int64(0)
-            load(rows[a], w, i + c, gap, i + C, whole)
-        for a in range(AHEAD):
+            in_table[a] = v >= 0 and v < V
+            i = v * C if in_table[a] else int64(0)
+            load(rows[a], w, i + c, gap, i + C, vectorized)
+        for a in range(ROWS_IN_FLIGHT):
             if first + a < N:
-                for j in range(EACH):
-                    rows[a, j] = rows[a, j] if known[a] else NAN
+                for j in range(CHUNK):
+                    rows[a, j] = rows[a, j] if in_table[a] else NAN
                 i = (first + a) * C
-                store(x, i + c, gap, i + C, rows[a], whole)
+                store(x, i + c, gap, i + C, rows[a], vectorized)
 
     return embedding_fwd_kernel
 
@@ -146,20 +146,20 @@ def sorting_warps(T: int) -> int:
 
 
 @device
-def next_place(counts, mine, digit):
+def next_destination(counts, warp_base, digit):
     """Where this lane's element goes: its digit's count, plus the lanes below with the same digit. The count moves on.
 
     mine: where this warp's counts begin. digit -1: no element. All lanes must call.
     """
     same = cuda.match_any_sync(FULL, digit)  # the lanes that hold the same digit
     rank = cuda.popc(same & uint32((1 << cuda.laneid) - 1))
-    i = uint32(mine + digit)
-    place = counts[i] + rank if digit >= 0 else 0
+    i = uint32(warp_base + digit)
+    destination = counts[i] + rank if digit >= 0 else 0
     cuda.syncwarp()  # everybody has read the counts
     if digit >= 0 and rank == 0:
         counts[i] += cuda.popc(same)
     cuda.syncwarp()  # the counts are those of the next call
-    return place
+    return destination
 
 
 def make_scan(T):
@@ -175,15 +175,15 @@ def make_scan(T):
         """
         tid, lane = uint32(cuda.threadIdx.x), cuda.laneid
         count = cuda.local.array(WARPS, int32)
-        mine = upto = p = int32(0)
+        warp_base = upto = p = int32(0)
         if tid < OWNERS:
             for i in range(OWN * WARPS):
-                mine += counts[uint32(i % WARPS * T + tid * OWN + i // WARPS)]
-            upto = mine  # of this warp's threads, up to this one
+                warp_base += counts[uint32(i % WARPS * T + tid * OWN + i // WARPS)]
+            upto = warp_base  # of this warp's threads, up to this one
             for step in (1, 2, 4, 8, 16):
                 other = cuda.shfl_up_sync(FULL, upto, step)
                 upto += other if lane >= step else 0
-            p = warp_sum(below_W[lane] if lane < WARPS else 0) + upto - mine
+            p = warp_sum(below_W[lane] if lane < WARPS else 0) + upto - warp_base
         cuda.syncthreads()  # below is read: its memory is used again
         if tid < OWNERS and lane == 31:
             below_W[tid >> uint32(5)] = upto
@@ -223,9 +223,9 @@ def make_split_kernel(T):
         high = cuda.local.array(ROUNDS, int32)
         rest = cuda.local.array(ROUNDS, int32)
         tid, tile = cuda.threadIdx.x, int64(cuda.blockIdx.x)
-        mine = (tid >> 5) * T  # where the warp's own counts begin
+        warp_base = (tid >> 5) * T  # where the warp's own counts begin
         for k in range(T // 32):
-            counts[uint32(mine + cuda.laneid + 32 * k)] = 0
+            counts[uint32(warp_base + cuda.laneid + 32 * k)] = 0
         if tid < WARPS:
             below_W[tid] = 0
         cuda.syncwarp()  # the warp's counts are zero
@@ -233,17 +233,17 @@ def make_split_kernel(T):
             n = (tid >> 5) * (32 * ROUNDS) + 32 * k + cuda.laneid
             i = tile * TILE_IDS + n
             token = int64(ids_N[i if i < ids_N.size else 0])
-            known = i < ids_N.size and token >= 0 and token < V
-            high[k] = token >> SHIFT if known else -1
+            in_table = i < ids_N.size and token >= 0 and token < V
+            high[k] = token >> SHIFT if in_table else -1
             rest[k] = n * T + (token & (T - 1))
-            if known:
-                cuda.atomic.add(counts, uint32(mine + high[k]), 1)
+            if in_table:
+                cuda.atomic.add(counts, uint32(warp_base + high[k]), 1)
         cuda.syncthreads()  # all counts are there
         scan(first_E, counts, below_W)
         for k in range(ROUNDS):
-            place = next_place(counts, mine, high[k])
+            destination = next_destination(counts, warp_base, high[k])
             if high[k] >= 0:
-                split_n[tile * TILE_IDS + place] = rest[k]
+                split_n[tile * TILE_IDS + destination] = rest[k]
         for e in range(tid, EDGES, 32 * WARPS):
             first_IE[tile, e] = first_E[e]
 
@@ -266,20 +266,20 @@ def make_sort_kernel(T):
         first_E = cuda.shared.array(EDGES, int32)
         tid, h = cuda.threadIdx.x, cuda.blockIdx.x
         warp, tiles, N = tid >> 5, first_IE.shape[0], plan_N4.shape[0]
-        mine = warp * T
+        warp_base = warp * T
         for k in range(T // 32):
-            counts[uint32(mine + cuda.laneid + 32 * k)] = 0
+            counts[uint32(warp_base + cuda.laneid + 32 * k)] = 0
         cuda.syncwarp()  # the warp's counts are zero
-        part = (tiles + WARPS - 1) // WARPS  # neighbouring tiles: the order of n
-        begin = warp * part
-        end = begin + part if begin + part < tiles else tiles
+        tiles_per_warp = (tiles + WARPS - 1) // WARPS  # neighbouring tiles: the order of n
+        begin = warp * tiles_per_warp
+        end = begin + tiles_per_warp if begin + tiles_per_warp < tiles else tiles
         below = int32(0)
         for tile in range(begin, end):
             first, last = first_IE[tile, h], first_IE[tile, h + 1]
             below += first
             for i in range(first + cuda.laneid, last, 32):
                 low = split_n[tile * TILE_IDS + i] & (T - 1)
-                cuda.atomic.add(counts, uint32(mine + low), 1)
+                cuda.atomic.add(counts, uint32(warp_base + low), 1)
         if cuda.laneid == 0:
             below_W[warp] = below
         cuda.syncthreads()  # all counts are there
@@ -289,7 +289,7 @@ def make_sort_kernel(T):
             for i in range(first + cuda.laneid, last + cuda.laneid, 32):  # in step: whole warps
                 rest = split_n[tile * TILE_IDS + (i if i < last else last - 1)]
                 low = int32(rest & (T - 1)) if i < last else int32(-1)
-                p = next_place(counts, mine, low)
+                p = next_destination(counts, warp_base, low)
                 if i < last:
                     plan_N4[p, 0] = tile * TILE_IDS + (rest >> SHIFT)
                     plan_N4[p, 1] = h * T + low
@@ -304,18 +304,18 @@ def make_sort_kernel(T):
 
 # ----------------------------------------------------------------------------- backward: sum and join
 @device
-def slot(first, piece):
+def partial_row(first, segment):
     """The row of `partial` for a piece of the token that begins at `first`.
 
     Two tokens may share PIECE neighbouring positions: one ends there, another begins. So first pieces have rows of
     their own, the even ones.
     """
-    return 2 * (first // PIECE + piece) + (1 if piece > 0 else 0)
+    return 2 * (first // SEGMENT + segment) + (1 if segment > 0 else 0)
 
 
 @functools.cache
-def make_bwd_kernel(C, whole):
-    place, gap = make_place(C)
+def make_bwd_kernel(C, vectorized):
+    row_and_column, gap = make_row_and_column(C)
 
     @kernel(BLOCK, MIN_BLOCKS)
     def embedding_bwd_kernel(dw, partial, dx, plan_N4):
@@ -324,47 +324,49 @@ def make_bwd_kernel(C, whole):
         dw: flat (V C), dx: flat (N C), partial: flat (slots, C). A thread waits for memory, so it asks early: for all
         of the plan, then for its first row and dw, then for AHEAD rows at once. Numbers are short to save registers.
         """
-        acc = cuda.local.array(EACH, float32)
-        old = cuda.local.array(EACH, float32)
-        rows = cuda.local.array((AHEAD, EACH), float32)
-        p, c = place()
+        acc = cuda.local.array(CHUNK, float32)
+        old = cuda.local.array(CHUNK, float32)
+        rows = cuda.local.array((ROWS_IN_FLIGHT, CHUNK), float32)
+        p, c = row_and_column()
         if p >= plan_N4.shape[0]:
             return
         p = uint32(p)
         n, token, first, last = plan_N4[p, 0], plan_N4[p, 1], plan_N4[p, 2], plan_N4[p, 3]
         if (n | token | first | last) < 0:  # first is; a sum of all keeps the loads together
             return
-        if uint32(p - uint32(first)) % uint32(PIECE) != 0:
+        if uint32(p - uint32(first)) % uint32(SEGMENT) != 0:
             return
-        alone = last - first <= PIECE
-        if alone:
+        single_segment = last - first <= SEGMENT
+        if single_segment:
             i = int64(token) * C
-            load(old, dw, i + c, gap, i + C, whole)
+            load(old, dw, i + c, gap, i + C, vectorized)
         i = int64(n) * C
-        load(acc, dx, i + c, gap, i + C, whole)
-        count = int32(PIECE if p + PIECE < last else last - p)
-        for q in range(int32(1), count, int32(AHEAD)):  # most tokens occur once: no loop
-            for a in range(AHEAD):  # without a condition, so that all are under way at once
+        load(acc, dx, i + c, gap, i + C, vectorized)
+        count = int32(SEGMENT if p + SEGMENT < last else last - p)
+        for q in range(int32(1), count, int32(ROWS_IN_FLIGHT)):  # most tokens occur once: no loop
+            for a in range(
+                ROWS_IN_FLIGHT
+            ):  # without a condition, so that all are under way at once
                 step = q + a if q + a < count else count - 1
                 i = int64(plan_N4[uint32(p + step), 0]) * C
-                load(rows[a], dx, i + c, gap, i + C, whole)
-            for a in range(AHEAD):
-                for j in range(EACH):
+                load(rows[a], dx, i + c, gap, i + C, vectorized)
+            for a in range(ROWS_IN_FLIGHT):
+                for j in range(CHUNK):
                     acc[j] += rows[a, j] if q + a < count else float32(0.0)
-        if alone:
+        if single_segment:
             i = int64(token) * C
-            for j in range(EACH):
+            for j in range(CHUNK):
                 acc[j] += old[j]
-            store(dw, i + c, gap, i + C, acc, whole)
+            store(dw, i + c, gap, i + C, acc, vectorized)
         else:
-            i = slot(int64(first), (int64(p) - first) // PIECE) * C
-            store(partial, i + c, gap, i + C, acc, whole)
+            i = partial_row(int64(first), (int64(p) - first) // SEGMENT) * C
+            store(partial, i + c, gap, i + C, acc, vectorized)
 
     return embedding_bwd_kernel
 
 
 @functools.cache
-def make_join_kernel(C, whole, overlap):
+def make_join_kernel(C, vectorized, overlap):
     @kernel(32 * SLICES)
     def embedding_join_kernel(dw, partial, plan_N4):
         """Grid (ceil(N / (JOIN_LOOK PIECE)), ceil(C / 256)), block (32, SLICES). dw += the pieces of tokens with several.
@@ -372,37 +374,37 @@ def make_join_kernel(C, whole, overlap):
         Such a token covers a position that is a multiple of PIECE; whoever looks at the first of these joins it. A block
         looks at JOIN_LOOK, and owns 256 columns. Slice y adds pieces y, y + SLICES, ...; then the slices are added.
         """
-        tile = cuda.shared.array((SLICES, EACH, 32), float32)
-        acc = cuda.local.array(EACH, float32)
-        parts = cuda.local.array((AHEAD, EACH), float32)
+        tile = cuda.shared.array((SLICES, CHUNK, 32), float32)
+        acc = cuda.local.array(CHUNK, float32)
+        rows = cuda.local.array((ROWS_IN_FLIGHT, CHUNK), float32)
         x, y = cuda.threadIdx.x, cuda.threadIdx.y
         c = cuda.blockIdx.y * (2 * JOIN_GAP) + x * QUAD
-        inside = whole and c + JOIN_GAP + QUAD <= C
+        inside = vectorized and c + JOIN_GAP + QUAD <= C
         if overlap:
             wait_for_previous()
-        p0 = int64(cuda.blockIdx.x) * (JOIN_LOOK * PIECE)
-        p = p0 + x * PIECE
+        p0 = int64(cuda.blockIdx.x) * (JOIN_SEGMENTS * SEGMENT)
+        p = p0 + x * SEGMENT
         joins = False
-        if x < JOIN_LOOK and p < plan_N4.shape[0]:
+        if x < JOIN_SEGMENTS and p < plan_N4.shape[0]:
             first, last = plan_N4[p, 2], plan_N4[p, 3]
-            joins = first >= 0 and last - first > PIECE and p - first < PIECE
+            joins = first >= 0 and last - first > SEGMENT and p - first < SEGMENT
         found = cuda.ballot_sync(FULL, joins)  # the same in all warps
-        for k in range(JOIN_LOOK):
+        for k in range(JOIN_SEGMENTS):
             if found & (1 << k):
-                p = p0 + k * PIECE
+                p = p0 + k * SEGMENT
                 token, first, last = int64(plan_N4[p, 1]), int64(plan_N4[p, 2]), plan_N4[p, 3]
-                pieces = (last - first + PIECE - 1) // PIECE
-                for j in range(EACH):
+                segments = (last - first + SEGMENT - 1) // SEGMENT
+                for j in range(CHUNK):
                     acc[j] = float32(0.0)
-                for q in range(y, pieces, AHEAD * SLICES):
-                    for a in range(AHEAD):
-                        piece = q + a * SLICES
-                        i = slot(first, piece if piece < pieces else q) * C
-                        load(parts[a], partial, i + c, JOIN_GAP, i + C, inside)
-                    for a in range(AHEAD):
-                        for j in range(EACH):
-                            acc[j] += parts[a, j] if q + a * SLICES < pieces else float32(0.0)
-                for j in range(EACH):
+                for q in range(y, segments, ROWS_IN_FLIGHT * SLICES):
+                    for a in range(ROWS_IN_FLIGHT):
+                        segment = q + a * SLICES
+                        i = partial_row(first, segment if segment < segments else q) * C
+                        load(rows[a], partial, i + c, JOIN_GAP, i + C, inside)
+                    for a in range(ROWS_IN_FLIGHT):
+                        for j in range(CHUNK):
+                            acc[j] += rows[a, j] if q + a * SLICES < segments else float32(0.0)
+                for j in range(CHUNK):
                     tile[y, j, x] = acc[j]
                 cuda.syncthreads()  # the sums of all slices are there
                 column = position(c, JOIN_GAP, y)  # SLICES = EACH: a warp per register
@@ -418,7 +420,7 @@ def make_join_kernel(C, whole, overlap):
 
 # ----------------------------------------------------------------------------- launchers
 @dataclass(frozen=True)
-class Plan:
+class EmbeddingPlan:
     """What embedding_plan makes of N ids for a table of V rows. The kernels of the backward read and write where it says, so
     embedding_bwd takes nothing else.
     """
@@ -442,12 +444,12 @@ def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
     x_NC = empty(w_VC, (N, C), dtype)
     if N and C:
         x, w = x_NC.reshape(-1), w_VC.reshape(-1)
-        fwd_kernel = make_fwd_kernel(C, whole_rows(C, x, w))
-        launch(fwd_kernel, blocks_for_rows(-(-N // AHEAD), C), BLOCK, x, ids_N, w, V)
+        fwd_kernel = make_fwd_kernel(C, can_vectorize_rows(C, x, w))
+        launch(fwd_kernel, blocks_for_rows(-(-N // ROWS_IN_FLIGHT), C), BLOCK, x, ids_N, w, V)
     return x_NC
 
 
-def embedding_plan(ids_N: Array, V: int) -> Plan | None:
+def embedding_plan(ids_N: Array, V: int) -> EmbeddingPlan | None:
     """The plan of the backward for ids (N,) and a table of V rows. None on the CPU, which needs none.
 
     It depends on the ids alone, so it can be made while there is no gradient yet. ValueError as in embedding_bwd.
@@ -461,10 +463,12 @@ def embedding_plan(ids_N: Array, V: int) -> Plan | None:
     if N:
         launch(make_split_kernel(T), tiles, threads, split_n, first_IE, ids_N, V)
         launch(make_sort_kernel(T), -(-V // T), threads, plan_N4, split_n, first_IE)
-    return Plan(plan_N4, V)
+    return EmbeddingPlan(plan_N4, V)
 
 
-def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array, plan: Plan | None = None) -> None:
+def embedding_bwd(
+    dx_NC: Array, ids_N: Array, dw_VC: Array, plan: EmbeddingPlan | None = None
+) -> None:
     """dx (N, C) float32 or bf16, ids (N,). Adds dw to dw_VC (V, C) float32. Same bits every run.
 
     plan: what embedding_plan says of these ids; by default it is made here. Rows whose id does not occur are left alone.
@@ -474,7 +478,7 @@ def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array, plan: Plan | None = 
     V, C = dw_VC.shape
     N = ids_N.size
     check_array("embedding backward", "dx", dx_NC, (N, C), FLOATS)
-    if not isinstance(plan, Plan | None):
+    if not isinstance(plan, EmbeddingPlan | None):
         kind = type(plan).__name__
         raise TypeError(f"embedding backward: plan is {kind}, pass what embedding_plan gives")
     if _check_ids(ids_N, V, dx_NC, dw_VC):
@@ -486,13 +490,13 @@ def embedding_bwd(dx_NC: Array, ids_N: Array, dw_VC: Array, plan: Plan | None = 
     check(plan.V == V, f"embedding backward: a plan for {plan.V} rows, dw has {V}")
     plan_N4 = plan.order_N4
     check_array("embedding backward", "plan", plan_N4, (N, 4), ("int32",))
-    partial = empty(dw_VC, 2 * -(-N // PIECE) * C)
+    partial = empty(dw_VC, 2 * -(-N // SEGMENT) * C)
     dw, dx = dw_VC.reshape(-1), dx_NC.reshape(-1)
-    whole = whole_rows(C, dw, dx, partial)
-    launch(make_bwd_kernel(C, whole), blocks_for_rows(N, C), BLOCK, dw, partial, dx, plan_N4)
-    grid = (-(-N // (JOIN_LOOK * PIECE)), -(-C // (2 * JOIN_GAP)))
+    vectorized = can_vectorize_rows(C, dw, dx, partial)
+    launch(make_bwd_kernel(C, vectorized), blocks_for_rows(N, C), BLOCK, dw, partial, dx, plan_N4)
+    grid = (-(-N // (JOIN_SEGMENTS * SEGMENT)), -(-C // (2 * JOIN_GAP)))
     overlap = can_overlap(dw)
-    join_kernel = make_join_kernel(C, whole, overlap)
+    join_kernel = make_join_kernel(C, vectorized, overlap)
     launch(join_kernel, grid, (32, SLICES), dw, partial, plan_N4, overlap=overlap)
 
 

@@ -30,7 +30,7 @@ COMBINATIONS = [  # of out, a, b; sums are always float32
     ("float32", "bfloat16", "bfloat16"),  # weight gradients add up in float32
 ]
 COMPUTE_32F, DEFAULT_ALGO = 68, -1  # cublasComputeType, cublasGemmAlgo
-_one_at_a_time = threading.Lock()
+_handle_lock = threading.Lock()
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
@@ -119,7 +119,7 @@ def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
         beta.ctypes.data,
         *out,
     )
-    with _one_at_a_time:  # other threads use the same handle
+    with _handle_lock:  # other threads use the same handle
         cublas.set_stream(handle, stream)  # this resets the workspace
         cublas.set_workspace(handle, workspace.ptr, nbytes)
         if c.ndim == 2:

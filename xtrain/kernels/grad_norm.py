@@ -21,13 +21,13 @@ from numba import cuda, float32, int64
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
-    EACH,
+    CHUNK,
     GAP,
     QUAD,
     STEPS,
     STRIDE,
     TILE,
-    is_whole,
+    can_vectorize,
     load,
     on_16_bytes,
 )
@@ -59,20 +59,20 @@ def sum_of_squares_kernel(partial_P, x_n, aligned):
     """Grid P, block BLOCK. Block p adds up tiles p, p + P, ... of TILE elements."""
     tid, n = cuda.threadIdx.x, x_n.size
     partial = cuda.shared.array(MAX_WARPS, float32)
-    x = cuda.local.array((STEPS, EACH), float32)
-    acc = cuda.local.array(EACH, float32)
-    for j in range(EACH):
+    x = cuda.local.array((STEPS, CHUNK), float32)
+    acc = cuda.local.array(CHUNK, float32)
+    for j in range(CHUNK):
         acc[j] = float32(0.0)
     for tile in range(int64(cuda.blockIdx.x) * TILE, n, int64(cuda.gridDim.x) * TILE):
         first = tile + tid * QUAD
-        whole = is_whole(first, n, aligned)
+        vectorized = can_vectorize(first, n, aligned)
         for s in range(STEPS):  # zeros beyond the end change no sum
-            load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+            load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
         for s in range(STEPS):
-            for j in range(EACH):
+            for j in range(CHUNK):
                 acc[j] += x[s, j] * x[s, j]
     total = float32(0.0)
-    for j in range(EACH):
+    for j in range(CHUNK):
         total += acc[j]
     total = block_sum(total, partial)
     if tid == 0:

@@ -16,7 +16,13 @@ from numba import cuda, int64, uint32
 from ..device import Array
 from .primitives.flat import flat_rows, on_16_bytes, row_step
 from .primitives.ptx import kernel
-from .primitives.words import each_of, load_words4, load_words8, store_words4, store_words8
+from .primitives.words import (
+    elements_per_vector,
+    load_words4,
+    load_words8,
+    store_words4,
+    store_words8,
+)
 from .runtime.launch import FLOATS, check, check_array, empty, launch, on_host
 
 WARPS = 8  # of the plain kernel: rows of D in a block, one warp each
@@ -47,10 +53,12 @@ def swap_heads_plain_kernel(y_BYXD, x_BXYD):
 
 
 @functools.cache
-def make_swap_kernel(D, each):
-    """The kernel in use: 16 bytes, `each` numbers, at a time. D is a constant, so that dividing by it is cheap."""
-    CHUNKS = D // each  # of a row
-    fetch, put = (load_words8, store_words8) if each == 8 else (load_words4, store_words4)
+def make_swap_kernel(D, vec_size):
+    """The kernel in use: 16 bytes, `vec_size` numbers, at a time. D is a constant, so that dividing by it is cheap."""
+    CHUNKS = D // vec_size  # of a row
+    load_words, store_words = (
+        (load_words8, store_words8) if vec_size == 8 else (load_words4, store_words4)
+    )
 
     @kernel(BLOCK)
     def swap_heads_kernel(y, x, X, Y, x_row, y_row, chunks):
@@ -63,8 +71,8 @@ def make_swap_kernel(D, each):
             row, chunk = k // uint32(CHUNKS), k % uint32(CHUNKS)  # row (b, i, j) of x
             bi, j = row // uint32(Y), row % uint32(Y)
             b, i = bi // uint32(X), bi % uint32(X)
-            fetch(words, x, int64(bi) * x_row + j * D + chunk * each)
-            put(y, (int64(b) * Y + j) * y_row + i * D + chunk * each, words)
+            load_words(words, x, int64(bi) * x_row + j * D + chunk * vec_size)
+            store_words(y, (int64(b) * Y + j) * y_row + i * D + chunk * vec_size, words)
 
     return swap_heads_kernel
 
@@ -84,11 +92,13 @@ def swap_heads(x_BXYD: Array, out_BYXD: Array | None = None) -> Array:
     if on_host(x_BXYD, *([] if out_BYXD is None else [out_BYXD])):
         return swap_heads_ref(x_BXYD, out_BYXD)
     y_BYXD = empty(x_BXYD, (B, Y, X, D)) if out_BYXD is None else out_BYXD
-    each, steps = each_of(x_BXYD), (row_step(x_BXYD), row_step(y_BYXD))
-    whole = D % each == 0 and all(step is not None and step % each == 0 for step in steps)
-    if whole and on_16_bytes(x_BXYD, y_BYXD) and 0 < x_BXYD.size < 2**31 * each:
-        chunks, y, x = x_BXYD.size // each, flat_rows(y_BYXD), flat_rows(x_BXYD)
-        swap_kernel = make_swap_kernel(D, each)
+    vec_size, steps = elements_per_vector(x_BXYD), (row_step(x_BXYD), row_step(y_BYXD))
+    vectorized = D % vec_size == 0 and all(
+        step is not None and step % vec_size == 0 for step in steps
+    )
+    if vectorized and on_16_bytes(x_BXYD, y_BYXD) and 0 < x_BXYD.size < 2**31 * vec_size:
+        chunks, y, x = x_BXYD.size // vec_size, flat_rows(y_BYXD), flat_rows(x_BXYD)
+        swap_kernel = make_swap_kernel(D, vec_size)
         launch(swap_kernel, -(-chunks // BLOCK), BLOCK, y, x, X, Y, *steps, chunks)
     else:
         tiles = -(-Y // WARPS)

@@ -33,7 +33,7 @@ from .primitives.flat import on_16_bytes
 from .primitives.heads import head_plan, make_head_ops
 from .primitives.ptx import device, kernel, let_next_start, load1, store1
 from .primitives.reduce import add_column_sums, warp_sum
-from .primitives.words import each_of
+from .primitives.words import elements_per_vector
 from .rope import angle, check_tables, cycle, position_of, positions_for, rope_ref
 from .runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
 
@@ -134,8 +134,8 @@ def qk_norm_rope_bwd_warp_kernel(
     The block's share of dw goes to one row of partial, E = 2D columns: q's, then k's.
     """
     lane, warp, R = cuda.threadIdx.x, cuda.threadIdx.y, cos_PR.shape[1]
-    D, low = 2 * R, cuda.blockIdx.y * WARPS
-    a = low + warp
+    D, first_head = 2 * R, cuda.blockIdx.y * WARPS
+    a = first_head + warp
     dw_WD = cuda.shared.array((WARPS, MAX_D), float32)
     for d in range(lane, D, 32):
         dw_WD[warp, d] = float32(0.0)
@@ -175,7 +175,7 @@ def qk_norm_rope_bwd_warp_kernel(
         for d in range(warp * 32 + lane, D, WARPS * 32):
             total_q, total_k = float32(0.0), float32(0.0)
             for w in range(WARPS):  # always in this order: same bits every run
-                if low + w < H:
+                if first_head + w < H:
                     total_q += dw_WD[w, d]
                 else:  # warps without a head have added nothing
                     total_k += dw_WD[w, d]
@@ -185,18 +185,24 @@ def qk_norm_rope_bwd_warp_kernel(
 
 # ----------------------------------------------------------------------------- kernels in use: 16 bytes at a time
 @functools.cache
-def make_fwd_kernel(H, G, D, each, normalise, given):
+def make_fwd_kernel(H, G, D, vec_size, normalise, positions_given):
     """-> kernel and plan, see _heads.py; None twice: this shape does not fit.
 
     A thread owns its part of one head of q or k, of one token. given: positions are, else they are n % T.
     """
     A, X = H + G, H + 2 * G
-    plan = head_plan(A, D, each, FWD_THREADS)
+    plan = head_plan(A, D, vec_size, FWD_THREADS)
     if plan is None:
         return None, None
-    ops, TOKENS = make_head_ops(A, D, each, plan), plan.tokens
-    place, load, load_angles, fetch, put = ops.place, ops.load, ops.load_angles, ops.fetch, ops.put
-    unpack, pack, turn, total = ops.unpack, ops.pack, ops.turn, ops.total
+    ops, TOKENS = make_head_ops(A, D, vec_size, plan), plan.tokens
+    token_head_plane, load, load_angles, load_words, store_words = (
+        ops.token_head_plane,
+        ops.load,
+        ops.load_angles,
+        ops.load_words,
+        ops.store_words,
+    )
+    unpack, pack, rotate, total = ops.unpack, ops.pack, ops.rotate, ops.total
     R, INVERSE = D // 2, 1 / D
 
     @kernel(plan.THREADS, FWD_RESIDENT * 32 // plan.THREADS)
@@ -204,15 +210,15 @@ def make_fwd_kernel(H, G, D, each, normalise, given):
         q, k, rstd, qkv, q_w_D, k_w_D, cos_PR, sin_PR, positions_N, N, T, eps
     ):
         """Grid (ceil(N / TOKENS), parts), block THREADS. All arrays flat."""
-        cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
-        x_2E, x_2W = cuda.local.array((2, each), float32), cuda.local.array((2, 4), uint32)
-        w, acc, scale = cuda.local.array(each, float32), float32(0.0), float32(1.0)
-        token, slot, r = place()
-        mine, end, a = int32(cuda.blockIdx.x * TOKENS + token), int32(N), int32(slot)
-        live = mine < end and a < A  # a thread without a head repeats one, and stores nothing
+        cos, sin = cuda.local.array(vec_size, float32), cuda.local.array(vec_size, float32)
+        x_2E, x_2W = cuda.local.array((2, vec_size), float32), cuda.local.array((2, 4), uint32)
+        w, acc, scale = cuda.local.array(vec_size, float32), float32(0.0), float32(1.0)
+        token, head, r = token_head_plane()
+        mine, end, a = int32(cuda.blockIdx.x * TOKENS + token), int32(N), int32(head)
+        active = mine < end and a < A  # a thread without a head repeats one, and stores nothing
         n, a = int64(mine if mine < end else end - 1), int32(a if a < A else A - 1)
         out, w_D, heads, h = (q, q_w_D, H, a) if a < H else (k, k_w_D, G, a - H)
-        if given:
+        if positions_given:
             p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
             load_angles(cos, sin, cos_PR, sin_PR, p, r)
         else:
@@ -220,21 +226,21 @@ def make_fwd_kernel(H, G, D, each, normalise, given):
             load(cos, cos_PR, p * R + r)
             load(sin, sin_PR, p * R + r)
         cuda.syncwarp()  # without it the compiler asks for the angles when it has summed up the squares
-        fetch(x_2W, qkv, (n * X + a) * D + r)
+        load_words(x_2W, qkv, (n * X + a) * D + r)
         unpack(x_2E, x_2W, qkv)
         if normalise:
             for i in range(2):
-                for j in range(each):
+                for j in range(vec_size):
                     acc += x_2E[i, j] * x_2E[i, j]
             scale = rsqrtf(total(acc) * float32(INVERSE) + eps)
             for i in range(2):
                 load(w, w_D, r + i * R)
-                for j in range(each):
+                for j in range(vec_size):
                     x_2E[i, j] *= scale * w[j]
-        turn(x_2E, cos, sin)
+        rotate(x_2E, cos, sin)
         pack(x_2W, x_2E, qkv)
-        if live:
-            put(out, (n * heads + h) * D + r, x_2W)
+        if active:
+            store_words(out, (n * heads + h) * D + r, x_2W)
             if normalise and r == 0:
                 rstd[n * A + a] = scale  # kept for backward
 
@@ -242,48 +248,54 @@ def make_fwd_kernel(H, G, D, each, normalise, given):
 
 
 @functools.cache
-def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
+def make_bwd_kernel(H, G, D, vec_size, normalise, positions_given, overlap):
     """A thread owns its part of one head of q or k, of every so many tokens, and adds up dw in registers. As soon as it has
     unpacked a head it asks for that of its next token. given: positions are, else they are n % T.
     """
     A, X = H + G, H + 2 * G
-    plan = head_plan(A, D, each, BWD_THREADS)
+    plan = head_plan(A, D, vec_size, BWD_THREADS)
     if plan is None:
         return None, None
-    ops, TOKENS, HEADS, S = make_head_ops(A, D, each, plan), plan.tokens, plan.heads, plan.S
-    place, load, load_angles, fetch, put = ops.place, ops.load, ops.load_angles, ops.fetch, ops.put
-    unpack, pack, turn_back, total = ops.unpack, ops.pack, ops.turn_back, ops.total
-    R, INVERSE, THREADS, TILE = D // 2, 1 / D, plan.THREADS, 2 * each * plan.THREADS
-    plan.blocks = max(RESIDENT[each] * 32 // THREADS, 1)  # on a multiprocessor
+    ops, TOKENS, HEADS, S = make_head_ops(A, D, vec_size, plan), plan.tokens, plan.heads, plan.S
+    token_head_plane, load, load_angles, load_words, store_words = (
+        ops.token_head_plane,
+        ops.load,
+        ops.load_angles,
+        ops.load_words,
+        ops.store_words,
+    )
+    unpack, pack, rotate_back, total = ops.unpack, ops.pack, ops.rotate_back, ops.total
+    R, INVERSE, THREADS, TILE = D // 2, 1 / D, plan.THREADS, 2 * vec_size * plan.THREADS
+    plan.blocks = max(RESIDENT[vec_size] * 32 // THREADS, 1)  # on a multiprocessor
 
     @device
     def backward_of_norm(d_2E, x_2E, dw_2E, w_2E, rstd):
         """d_2E, the gradient of u, becomes that of x. Adds to dw_2E. xhat = r x is never formed: r goes into du first."""
         acc = float32(0.0)
         for i in range(2):
-            for j in range(each):
+            for j in range(vec_size):
                 d_2E[i, j] *= rstd  # r du
                 dw_2E[i, j] += d_2E[i, j] * x_2E[i, j]
                 d_2E[i, j] *= w_2E[i, j]  # r g
                 acc += d_2E[i, j] * x_2E[i, j]
         mean = total(acc) * (rstd * rstd * float32(INVERSE))  # r^2 mean(r g x)
         for i in range(2):
-            for j in range(each):
+            for j in range(vec_size):
                 d_2E[i, j] -= x_2E[i, j] * mean
 
     @device
     def add_heads(partial, at, dw_2E, tile):
         """partial[at : at + 2D] = the block's sums of dw, of its query heads and of its key heads"""
-        tid, low = cuda.threadIdx.x, cuda.blockIdx.y * HEADS
+        tid, first_head = cuda.threadIdx.x, cuda.blockIdx.y * HEADS
         for i in range(2):
-            for j in range(each):
-                tile[(i * each + j) * THREADS + tid] = dw_2E[i, j]
+            for j in range(vec_size):
+                tile[(i * vec_size + j) * THREADS + tid] = dw_2E[i, j]
         cuda.syncthreads()  # every thread's sums are there
         for d in range(tid, D, THREADS):
-            first = (d // R * each + d % each) * THREADS + d % R // each
+            first = (d // R * vec_size + d % vec_size) * THREADS + d % R // vec_size
             total_q, total_k = float32(0.0), float32(0.0)
             for k in range(TOKENS * HEADS):  # in this order: same bits every run
-                if low + k % HEADS < H:
+                if first_head + k % HEADS < H:
                     total_q += tile[first + k * S]
                 else:  # threads without a head have added nothing
                     total_k += tile[first + k * S]
@@ -298,52 +310,58 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
 
         partial: (parts B, 2D), a block's sums for q_w, then for k_w.
         """
-        cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
-        d_2E, x_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
-        dw_2E, w_2E = cuda.local.array((2, each), float32), cuda.local.array((2, each), float32)
+        cos, sin = cuda.local.array(vec_size, float32), cuda.local.array(vec_size, float32)
+        d_2E, x_2E = (
+            cuda.local.array((2, vec_size), float32),
+            cuda.local.array((2, vec_size), float32),
+        )
+        dw_2E, w_2E = (
+            cuda.local.array((2, vec_size), float32),
+            cuda.local.array((2, vec_size), float32),
+        )
         d_2W, x_2W = cuda.local.array((2, 4), uint32), cuda.local.array((2, 4), uint32)
         new_2W = cuda.local.array((2, 4), uint32)
         for i in range(2):
-            for j in range(each):
+            for j in range(vec_size):
                 dw_2E[i, j] = float32(0.0)
-        token, slot, r = place()
+        token, head, r = token_head_plane()
         a = int32(
-            slot if slot < A else A - 1
+            head if head < A else A - 1
         )  # a thread without a head repeats one, and stores nothing
         dy, w_D, heads, h = (dq, q_w_D, H, a) if a < H else (dk, k_w_D, G, a - H)
         step, end, scale = int32(cuda.gridDim.x * TOKENS), int32(N), float32(0.0)
         mine = int32(cuda.blockIdx.x * TOKENS + token)  # as are mine + step, ...
-        first, has_head = int32(cuda.blockIdx.x * TOKENS), slot < A
+        first, has_head = int32(cuda.blockIdx.x * TOKENS), head < A
         n = int32(mine if mine < end else end - 1)
         at_d, at_x = (int64(n) * heads + h) * D + r, (int64(n) * X + a) * D + r
         p = int32(position_of(n, positions_N, T, cos_PR.shape[0] // R))
-        jump = int32(0) if given else int32(cycle(step, T))
-        fetch(d_2W, dy, at_d)
+        jump = int32(0) if positions_given else int32(cycle(step, T))
+        load_words(d_2W, dy, at_d)
         if normalise:
-            fetch(x_2W, qkv, at_x)
+            load_words(x_2W, qkv, at_x)
             scale = rstd[int64(n) * A + a]
             for i in range(2):
                 load(w_2E[i], w_D, r + i * R)
         load_angles(cos, sin, cos_PR, sin_PR, p, r)
         while first < end:
-            here, live = at_x, mine < end and has_head
-            rstd_now = scale if live else float32(0.0)  # 0 adds nothing to dw
+            here, active = at_x, mine < end and has_head
+            rstd_now = scale if active else float32(0.0)  # 0 adds nothing to dw
             first, mine = int32(first + step), int32(mine + step)
-            go = step if mine < end else int32(0)  # at the end the last token again
-            n = int32(n + go)
-            at_d += int64(go) * int32(heads * D)
-            at_x += int64(go) * int32(X * D)
+            advance = step if mine < end else int32(0)  # at the end the last token again
+            n = int32(n + advance)
+            at_d += int64(advance) * int32(heads * D)
+            at_x += int64(advance) * int32(X * D)
             unpack(d_2E, d_2W, dy)
-            fetch(d_2W, dy, at_d)
+            load_words(d_2W, dy, at_d)
             if normalise:
                 unpack(x_2E, x_2W, qkv)
-                fetch(x_2W, qkv, at_x)
+                load_words(x_2W, qkv, at_x)
                 scale = rstd[int64(n) * A + a]
             cuda.syncwarp()  # or the compiler moves the asking behind the arithmetic
-            turn_back(d_2E, cos, sin)
+            rotate_back(d_2E, cos, sin)
             if normalise:
                 backward_of_norm(d_2E, x_2E, dw_2E, w_2E, rstd_now)
-            if given:
+            if positions_given:
                 p = int32(position_of(n, positions_N, T, cos_PR.shape[0] // R))
                 load_angles(cos, sin, cos_PR, sin_PR, p, r)
             else:
@@ -352,8 +370,8 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
                 load(cos, cos_PR, p * R + r)
                 load(sin, sin_PR, p * R + r)
             pack(new_2W, d_2E, dqkv)
-            if live:
-                put(dqkv, here, new_2W)
+            if active:
+                store_words(dqkv, here, new_2W)
         if normalise:
             if overlap:
                 let_next_start()  # add_column_sums
@@ -397,7 +415,7 @@ def qk_norm_rope_fwd(
     rstd_given = rstd if normalise else cos_PR  # a kernel takes no None
     q_w, k_w = weights or (cos_PR.reshape(-1),) * 2
     flat = [x.reshape(-1) for x in (q, k, rstd_given, qkv_NP, q_w, k_w, cos_PR, sin_PR)]
-    fwd_kernel, plan = make_fwd_kernel(H, G, D, each_of(qkv_NP), normalise, T == 0)
+    fwd_kernel, plan = make_fwd_kernel(H, G, D, elements_per_vector(qkv_NP), normalise, T == 0)
     eps = np.float32(eps)
     if plan and on_16_bytes(*flat):
         grid = (-(-N // plan.tokens), plan.parts)
@@ -459,7 +477,7 @@ def qk_norm_rope_bwd(
     q_w, k_w, rstd = norm[:3] or (cos_PR.reshape(-1), cos_PR.reshape(-1), cos_PR)  # no None
     flat = [x.reshape(-1) for x in (*gradients, qkv_NP)]
     variant = normalise, T == 0, can_overlap(qkv_NP)
-    bwd_kernel, plan = make_bwd_kernel(H, G, D, each_of(qkv_NP), *variant)
+    bwd_kernel, plan = make_bwd_kernel(H, G, D, elements_per_vector(qkv_NP), *variant)
     fast = plan is not None and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR)
     parts = plan.parts if fast else -(-(H + G) // WARPS)
     most = plan.blocks * MULTIPROCESSORS // parts if fast else -(-PARTIALS // parts)

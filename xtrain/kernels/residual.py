@@ -23,7 +23,7 @@ from .primitives.flat import on_16_bytes
 from .primitives.ptx import kernel, let_next_start, wait_for_previous
 from .primitives.reduce import MAX_WARPS
 from .primitives.rows import MAX_COLUMNS, aligned_rows, make_row_ops
-from .primitives.words import each_of
+from .primitives.words import elements_per_vector
 from .rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
 from .runtime.launch import (
     FLOATS,
@@ -57,19 +57,19 @@ FEW_COLUMNS = 4  # of a thread then: nothing hides how long it waits for memory 
 
 
 @functools.cache
-def make_fwd_kernel(C, each, aligned, few=False, overlap=False):
+def make_fwd_kernel(C, vec_size, aligned, few=False, overlap=False):
     """rmsnorm.py's forward kernel with an addition in front. few: rows, as in a decoding step."""
-    columns = max(each, FEW_COLUMNS) if few else MAX_COLUMNS
-    ops = make_row_ops(C, each, aligned, columns=columns)
-    load, store, total, place = ops.load, ops.store, ops.total, ops.place
+    columns = max(vec_size, FEW_COLUMNS) if few else MAX_COLUMNS
+    ops = make_row_ops(C, vec_size, aligned, columns=columns)
+    load, store, total, row_and_column = ops.load, ops.store, ops.total, ops.row_and_column
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
     @kernel(ops.THREADS)
     def residual_rmsnorm_fwd_kernel(h, y, rstd_N, x, r, w_C, eps):
         """Grid ceil(N / R), block THREADS. x, r, h, y: flat (N C)."""
-        row, column = place()
+        row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
-        w_SE = cuda.local.array((STEPS, each), float32)
+        w_SE = cuda.local.array((STEPS, vec_size), float32)
         if overlap:
             wait_for_previous()
             let_next_start()
@@ -77,8 +77,8 @@ def make_fwd_kernel(C, each, aligned, few=False, overlap=False):
             return
         scratch = cuda.shared.array(MAX_WARPS, float32)
         h_SE, r_SE = (
-            cuda.local.array((STEPS, each), float32),
-            cuda.local.array((STEPS, each), float32),
+            cuda.local.array((STEPS, vec_size), float32),
+            cuda.local.array((STEPS, vec_size), float32),
         )
         acc = float32(0.0)
         for s in range(STEPS):
@@ -87,7 +87,7 @@ def make_fwd_kernel(C, each, aligned, few=False, overlap=False):
             if few:
                 load(w_SE[s], w_C, 0, column + s * STRIDE)
         for s in range(STEPS):
-            for j in range(each):
+            for j in range(vec_size):
                 h_SE[s, j] += r_SE[s, j]
                 acc += h_SE[s, j] * h_SE[s, j]
             store(h, n * C, column + s * STRIDE, h_SE[s])
@@ -97,7 +97,7 @@ def make_fwd_kernel(C, each, aligned, few=False, overlap=False):
         for s in range(STEPS):
             if not few:
                 load(w_SE[s], w_C, 0, column + s * STRIDE)
-            for j in range(each):
+            for j in range(vec_size):
                 h_SE[s, j] *= rstd * w_SE[s, j]
             store(y, n * C, column + s * STRIDE, h_SE[s])
 
@@ -123,7 +123,7 @@ def residual_rmsnorm_fwd(
     h_NC, y_NC, rstd_N = empty_like(x_NC), empty_like(r_NC), empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, h_NC, y_NC, x_NC, r_NC) and on_16_bytes(w_C)
     few, overlap = N <= FEW, N <= FEW and can_overlap(x_NC)
-    fwd_kernel, ops = make_fwd_kernel(C, each_of(x_NC, r_NC), aligned, few, overlap)
+    fwd_kernel, ops = make_fwd_kernel(C, elements_per_vector(x_NC, r_NC), aligned, few, overlap)
     h, y, x, r = (a.reshape(-1) for a in (h_NC, y_NC, x_NC, r_NC))
     arguments = (h, y, rstd_N, x, r, w_C, np.float32(eps))
     launch(fwd_kernel, -(-N // ops.R), ops.THREADS, *arguments, overlap=overlap)
@@ -137,11 +137,11 @@ def residual_rmsnorm_bwd(
     w_C: Array,
     rstd_N: Array,
     dw_C: Array,
-    again: bool = False,
+    recompute_y: bool = False,
 ) -> Array:
     """-> dx (N, C), the gradient of x and of r. Adds dw to dw_C (C,).
 
     dh is the gradient that reaches h along the residual stream; None if h was not used further.
     again: compute y again too, **written over dy**: a matrix product that follows need not keep it.
     """
-    return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, again)
+    return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, recompute_y)

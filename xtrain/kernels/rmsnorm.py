@@ -30,7 +30,7 @@ from .primitives.flat import on_16_bytes
 from .primitives.ptx import kernel, let_next_start
 from .primitives.reduce import MAX_WARPS, add_column_sums, block_sum
 from .primitives.rows import aligned_rows, make_row_ops, row_plan
-from .primitives.words import each_of
+from .primitives.words import elements_per_vector
 from .runtime.launch import (
     FLOATS,
     can_overlap,
@@ -91,34 +91,34 @@ def rmsnorm_fwd_naive_kernel(y_NC, rstd_N, x_NC, w_C, eps):
 
 
 @functools.cache
-def make_fwd_kernel(C, each, aligned):
+def make_fwd_kernel(C, vec_size, aligned):
     """The kernel in use: the row stays in registers between the sum and the product. See _rows.py."""
-    ops = make_row_ops(C, each, aligned)
-    load, store, total, place = ops.load, ops.store, ops.total, ops.place
+    ops = make_row_ops(C, vec_size, aligned)
+    load, store, total, row_and_column = ops.load, ops.store, ops.total, ops.row_and_column
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
     @kernel(ops.THREADS)
     def rmsnorm_fwd_kernel(y, rstd_N, x, w_C, eps):
         """Grid ceil(N / R), block THREADS. x, y: flat (N C)."""
-        row, column = place()
+        row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
         if n >= rstd_N.size:  # the same for all threads of a row: nobody is missing from the sum
             return
         scratch = cuda.shared.array(MAX_WARPS, float32)
-        x_SE = cuda.local.array((STEPS, each), float32)
-        w = cuda.local.array(each, float32)
+        x_SE = cuda.local.array((STEPS, vec_size), float32)
+        w = cuda.local.array(vec_size, float32)
         acc = float32(0.0)
         for s in range(STEPS):
             load(x_SE[s], x, n * C, column + s * STRIDE)
         for s in range(STEPS):
-            for j in range(each):
+            for j in range(vec_size):
                 acc += x_SE[s, j] * x_SE[s, j]
         rstd = rsqrtf(total(acc, scratch) * float32(INVERSE) + eps)
         if column == 0:
             rstd_N[n] = rstd
         for s in range(STEPS):
             load(w, w_C, 0, column + s * STRIDE)
-            for j in range(each):
+            for j in range(vec_size):
                 x_SE[s, j] *= rstd * w[j]
             store(y, n * C, column + s * STRIDE, x_SE[s])
 
@@ -126,19 +126,19 @@ def make_fwd_kernel(C, each, aligned):
 
 
 @functools.cache
-def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
+def make_bwd_kernel(C, vec_size, aligned, add_skip, overlap, recompute_y=False):
     """dx and this block's share of dw in one pass over dy and x. A row is asked for while the one before is dealt with.
 
     add_skip: also add `skip`, the gradient that reaches x around the norm (see residual.py).
     again: also compute y again, with the forward's roundings, over dy.
     """
-    wide = each < 8 and row_plan(C, each, 1, BWD_COLUMNS).STEPS * each > 16
+    wide = vec_size < 8 and row_plan(C, vec_size, 1, BWD_COLUMNS).STEPS * vec_size > 16
     warps = RESIDENT_WIDE if wide else RESIDENT
     # In one block if they can be: then their shares of dw are added up on the chip, and `partial` has few rows.
-    ops = make_row_ops(C, each, aligned, warps, BWD_COLUMNS)
+    ops = make_row_ops(C, vec_size, aligned, warps, BWD_COLUMNS)
     ops.blocks = max(warps // (ops.W * ops.R), 1)  # on a multiprocessor
-    load, store, fetch, unpack = ops.load, ops.store, ops.fetch, ops.unpack
-    total, place, add_rows = ops.total, ops.place, ops.add_rows
+    load, store, load_words, unpack = ops.load, ops.store, ops.load_words, ops.unpack
+    total, row_and_column, add_rows = ops.total, ops.row_and_column, ops.add_rows
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
     @kernel(ops.THREADS, ops.blocks)
@@ -147,20 +147,20 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
 
         dx, dy, skip, x: flat (N C). partial: flat (P C), block p writes row p.
         """
-        row, column = place()
+        row, column = row_and_column()
         scratch = cuda.shared.array(MAX_WARPS, float32)
         dy_SW, x_SW = (
-            cuda.local.array((STEPS, each), uint32),
-            cuda.local.array((STEPS, each), uint32),
+            cuda.local.array((STEPS, vec_size), uint32),
+            cuda.local.array((STEPS, vec_size), uint32),
         )
-        skip_SW = cuda.local.array((STEPS, each), uint32)
+        skip_SW = cuda.local.array((STEPS, vec_size), uint32)
         g_SE, x_SE = (
-            cuda.local.array((STEPS, each), float32),
-            cuda.local.array((STEPS, each), float32),
+            cuda.local.array((STEPS, vec_size), float32),
+            cuda.local.array((STEPS, vec_size), float32),
         )
-        dw_SE, w = cuda.local.array((STEPS, each), float32), cuda.local.array(each, float32)
+        dw_SE, w = cuda.local.array((STEPS, vec_size), float32), cuda.local.array(vec_size, float32)
         for s in range(STEPS):
-            for j in range(each):
+            for j in range(vec_size):
                 dw_SE[s, j] = float32(0.0)
         N, n = int32(rstd_N.size), int32(cuda.blockIdx.x * R + row)
         step = int32(cuda.gridDim.x * R)
@@ -168,8 +168,8 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
         if n < N:
             next_rstd = rstd_N[n]
             for s in range(STEPS):
-                fetch(dy_SW[s], dy, n * C, column + s * STRIDE)
-                fetch(x_SW[s], x, n * C, column + s * STRIDE)
+                load_words(dy_SW[s], dy, n * C, column + s * STRIDE)
+                load_words(x_SW[s], x, n * C, column + s * STRIDE)
         while n < N:
             rstd, acc = next_rstd, float32(0.0)
             for s in range(STEPS):
@@ -178,31 +178,31 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
             after = int32(n + step if n + step < N else n)  # at the end the last row again
             next_rstd = rstd_N[after]
             for s in range(STEPS):
-                fetch(dy_SW[s], dy, after * C, column + s * STRIDE)
-                fetch(x_SW[s], x, after * C, column + s * STRIDE)
+                load_words(dy_SW[s], dy, after * C, column + s * STRIDE)
+                load_words(x_SW[s], x, after * C, column + s * STRIDE)
             cuda.syncwarp()  # or the compiler moves the asking behind the arithmetic
             if add_skip:
                 for s in range(STEPS):
-                    fetch(skip_SW[s], skip, n * C, column + s * STRIDE)
+                    load_words(skip_SW[s], skip, n * C, column + s * STRIDE)
             for s in range(STEPS):
                 load(w, w_C, 0, column + s * STRIDE)
-                if again:
-                    y = cuda.local.array(each, float32)
-                    for j in range(each):
+                if recompute_y:
+                    y = cuda.local.array(vec_size, float32)
+                    for j in range(vec_size):
                         y[j] = x_SE[s, j] * (rstd * w[j])
                     store(dy, n * C, column + s * STRIDE, y)
-                for j in range(each):
+                for j in range(vec_size):
                     g_SE[s, j] *= rstd  # r dy
                     dw_SE[s, j] += g_SE[s, j] * x_SE[s, j]
                     g_SE[s, j] *= w[j]  # r g
                     acc += g_SE[s, j] * x_SE[s, j]
             mean = total(acc, scratch) * (rstd * rstd * float32(INVERSE))  # r^2 mean(r g x)
             for s in range(STEPS):
-                for j in range(each):
+                for j in range(vec_size):
                     g_SE[s, j] -= x_SE[s, j] * mean
                 if add_skip:
                     unpack(w, skip_SW[s], skip)
-                    for j in range(each):
+                    for j in range(vec_size):
                         g_SE[s, j] += w[j]
                 store(dx, n * C, column + s * STRIDE, g_SE[s])
             n = int32(n + step)
@@ -228,7 +228,7 @@ def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array,
         return y_NC.astype(x_NC.dtype if dtype is None else dtype, copy=False), rstd_N
     y_NC, rstd_N = empty(x_NC, (N, C), dtype), empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, x_NC, y_NC) and on_16_bytes(w_C)
-    fwd_kernel, ops = make_fwd_kernel(C, each_of(x_NC, y_NC), aligned)
+    fwd_kernel, ops = make_fwd_kernel(C, elements_per_vector(x_NC, y_NC), aligned)
     y, x = y_NC.reshape(-1), x_NC.reshape(-1)
     launch(fwd_kernel, -(-N // ops.R), ops.THREADS, y, rstd_N, x, w_C, np.float32(eps))
     return y_NC, rstd_N
@@ -241,7 +241,7 @@ def rmsnorm_bwd(
     rstd_N: Array,
     dw_C: Array,
     skip_NC: Array | None = None,
-    again: bool = False,
+    recompute_y: bool = False,
 ) -> Array:
     """-> dx (N, C) of dy's type (x may have another), with skip added if given. Adds dw to dw_C (C,) float32.
 
@@ -261,7 +261,7 @@ def rmsnorm_bwd(
         x, w = wide(x_NC), wide(w_C)
         dx_NC, dw = rmsnorm_bwd_ref(wide(dy_NC), x, w, rstd_N)
         dw_C += dw
-        if again:
+        if recompute_y:
             dy_NC[...] = x * rstd_N[:, None] * w
         dx_NC = dx_NC if skip_NC is None else dx_NC + skip_NC
         return dx_NC.astype(dy_NC.dtype, copy=False)
@@ -270,7 +270,12 @@ def rmsnorm_bwd(
     arrays = (dy_NC, skip, x_NC)
     aligned = aligned_rows(C, dx_NC, *arrays) and on_16_bytes(w_C)
     bwd_kernel, ops = make_bwd_kernel(
-        C, each_of(*arrays), aligned, skip_NC is not None, can_overlap(x_NC), bool(again)
+        C,
+        elements_per_vector(*arrays),
+        aligned,
+        skip_NC is not None,
+        can_overlap(x_NC),
+        bool(recompute_y),
     )
     P = min(-(-N // ops.R), MULTIPROCESSORS * ops.blocks)
     partial_PC = empty(x_NC, (P, C), np.float32)

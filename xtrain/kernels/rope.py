@@ -33,7 +33,7 @@ from ..device import Array
 from .primitives.flat import on_16_bytes
 from .primitives.heads import NAN, head_plan, make_head_ops
 from .primitives.ptx import kernel, load1, store1
-from .primitives.words import each_of
+from .primitives.words import elements_per_vector
 from .runtime.launch import (
     FLOATS,
     check,
@@ -159,38 +159,38 @@ def rope_plane_kernel(y, x, cos_PR, sin_PR, positions_N, H, T, sign):
 
 
 @functools.cache
-def make_rope_kernel(H, D, each, forward):
+def make_rope_kernel(H, D, vec_size, forward):
     """The kernel in use: 16 bytes at a time, a head to S threads. See _heads.py. None: this shape does not fit."""
-    plan = head_plan(H, D, each, BLOCK)
+    plan = head_plan(H, D, vec_size, BLOCK)
     if plan is None:
         return None, None
-    ops = make_head_ops(H, D, each, plan)
-    place, load_angles, fetch, unpack, pack, put = (
-        ops.place,
+    ops = make_head_ops(H, D, vec_size, plan)
+    token_head_plane, load_angles, load_words, unpack, pack, store_words = (
+        ops.token_head_plane,
         ops.load_angles,
-        ops.fetch,
+        ops.load_words,
         ops.unpack,
         ops.pack,
-        ops.put,
+        ops.store_words,
     )
-    turn = ops.turn if forward else ops.turn_back
+    rotate = ops.rotate if forward else ops.rotate_back
     R, TOKENS = D // 2, plan.tokens
 
     @kernel(plan.THREADS)
     def rope_kernel(y, x, cos_PR, sin_PR, positions_N, N, T):
         """Grid (ceil(N / TOKENS), parts), block THREADS. All arrays flat."""
-        token, h, r = place()
+        token, h, r = token_head_plane()
         n = int64(cuda.blockIdx.x) * TOKENS + token
         if n < N and h < H:
-            cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
-            x_2E, x_2W = cuda.local.array((2, each), float32), cuda.local.array((2, 4), uint32)
-            fetch(x_2W, x, (n * H + h) * D + r)
+            cos, sin = cuda.local.array(vec_size, float32), cuda.local.array(vec_size, float32)
+            x_2E, x_2W = cuda.local.array((2, vec_size), float32), cuda.local.array((2, 4), uint32)
+            load_words(x_2W, x, (n * H + h) * D + r)
             p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
             load_angles(cos, sin, cos_PR, sin_PR, p, r)
             unpack(x_2E, x_2W, x)
-            turn(x_2E, cos, sin)
+            rotate(x_2E, cos, sin)
             pack(x_2W, x_2E, y)
-            put(y, (n * H + h) * D + r, x_2W)
+            store_words(y, (n * H + h) * D + r, x_2W)
 
     return rope_kernel, plan
 
@@ -235,7 +235,7 @@ def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
     check(0 < R <= BLOCK, f"{op}: head width {D} is not in 2 to {2 * BLOCK}")
     flat = y_NHD.reshape(-1), x_NHD.reshape(-1)
     tables = cos_PR.reshape(-1), sin_PR.reshape(-1)
-    rope_kernel, plan = make_rope_kernel(H, D, each_of(x_NHD), sign > 0)
+    rope_kernel, plan = make_rope_kernel(H, D, elements_per_vector(x_NHD), sign > 0)
     if plan and on_16_bytes(*flat, *tables):
         grid = (-(-N // plan.tokens), plan.parts)
         launch(rope_kernel, grid, plan.THREADS, *flat, *tables, positions, N, T)

@@ -34,7 +34,7 @@ BLOCK = 256
 WARPS = BLOCK // 32
 NARROW = 1024  # keys; up to here one warp per row: no barrier, and the row stays in the L1 cache
 WIDEST = 16384  # keys of the kernels that keep a row in registers
-EACH = 4  # float32 of one 16-byte access
+VEC_SIZE = 4  # float32 of one 16-byte access
 LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is one instruction
 LOWEST = float32(-3.4028235e38)  # the first maximum; with -inf, -inf - -inf would be NaN
 
@@ -170,30 +170,30 @@ def make_row_functions(W):
         return block_sum(v, partial)
 
     @device
-    def place():
+    def row_and_column():
         tid = cuda.threadIdx.x
         if W == 1:
-            return tid >> 5, (tid & 31) * EACH
-        return 0, tid * EACH
+            return tid >> 5, (tid & 31) * VEC_SIZE
+        return 0, tid * VEC_SIZE
 
-    return largest, total, place
+    return largest, total, row_and_column
 
 
 @functools.cache
 def make_fwd_kernel(W, STEPS, R):
     """For rows of a multiple of 4 keys. S may differ from launch to launch: it grows while text is generated."""
-    largest, total, place = make_row_functions(W)
-    STRIDE = 32 * W * EACH
+    largest, total, row_and_column = make_row_functions(W)
+    STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
     def causal_softmax_fwd_row_kernel(s, N, S, T, scale, causal):
         """Grid ceil(N / R), block 32 W R. s: flat (N S)."""
-        row, column = place()
+        row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
         if n >= N:  # the same for all threads of a row
             return
         partial = cuda.shared.array(MAX_WARPS, float32)
-        x_KE = cuda.local.array((STEPS, EACH), float32)
+        x_KE = cuda.local.array((STEPS, VEC_SIZE), float32)
         visible = visible_keys(n, T, S, causal)
         for k in range(STEPS):
             if column + k * STRIDE < visible:
@@ -201,19 +201,19 @@ def make_fwd_kernel(W, STEPS, R):
         m = LOWEST
         for k in range(STEPS):
             seen = int32(visible - column - k * STRIDE)
-            for j in range(EACH):
+            for j in range(VEC_SIZE):
                 x_KE[k, j] = scale * x_KE[k, j] if j < seen else LOWEST
                 m = fmax(m, x_KE[k, j])
         top = largest(m, partial)
         acc = float32(0.0)
         for k in range(STEPS):
-            for j in range(EACH):
+            for j in range(VEC_SIZE):
                 x_KE[k, j] = exp2((x_KE[k, j] - top) * float32(LOG2E))  # 0 where masked
                 acc += x_KE[k, j]
         inverse = float32(1.0) / total(acc, partial)
         for k in range(STEPS):
             if column + k * STRIDE < S:
-                for j in range(EACH):
+                for j in range(VEC_SIZE):
                     x_KE[k, j] *= inverse
                 store4(s, n * S + column + k * STRIDE, x_KE[k])
 
@@ -222,35 +222,35 @@ def make_fwd_kernel(W, STEPS, R):
 
 @functools.cache
 def make_bwd_kernel(W, STEPS, R):
-    _, total, place = make_row_functions(W)
-    STRIDE = 32 * W * EACH
+    _, total, row_and_column = make_row_functions(W)
+    STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
     def causal_softmax_bwd_row_kernel(dp, p, N, S, T, scale, causal):
         """Grid ceil(N / R), block 32 W R. dp, p: flat (N S). Where p is masked it is 0, and so is ds."""
-        row, column = place()
+        row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
         if n >= N:
             return
         partial = cuda.shared.array(MAX_WARPS, float32)
-        d_KE = cuda.local.array((STEPS, EACH), float32)
-        p_KE = cuda.local.array((STEPS, EACH), float32)
+        d_KE = cuda.local.array((STEPS, VEC_SIZE), float32)
+        p_KE = cuda.local.array((STEPS, VEC_SIZE), float32)
         visible = visible_keys(n, T, S, causal)
         for k in range(STEPS):
             if column + k * STRIDE < visible:
                 load4(d_KE[k], dp, n * S + column + k * STRIDE)
                 load4(p_KE[k], p, n * S + column + k * STRIDE)
             else:
-                for j in range(EACH):
+                for j in range(VEC_SIZE):
                     d_KE[k, j] = p_KE[k, j] = float32(0.0)
         acc = float32(0.0)
         for k in range(STEPS):
-            for j in range(EACH):
+            for j in range(VEC_SIZE):
                 acc += d_KE[k, j] * p_KE[k, j]
         dot = total(acc, partial)
         for k in range(STEPS):
             if column + k * STRIDE < S:
-                for j in range(EACH):
+                for j in range(VEC_SIZE):
                     d_KE[k, j] = scale * p_KE[k, j] * (d_KE[k, j] - dot)
                 store4(dp, n * S + column + k * STRIDE, d_KE[k])
 
@@ -295,8 +295,8 @@ def _check(op, name, x_ARS, T, causal):
 def _launch_rows(make_kernel, warp_kernel, block_kernel, arrays, T, scale, causal):
     A, R, S = arrays[0].shape
     N, scale = A * R, np.float32(scale)
-    if S % EACH == 0 and 0 < S <= WIDEST and on_16_bytes(*arrays):
-        plan = row_plan(S, EACH)
+    if S % VEC_SIZE == 0 and 0 < S <= WIDEST and on_16_bytes(*arrays):
+        plan = row_plan(S, VEC_SIZE)
         row_kernel, flat = make_kernel(plan.W, plan.STEPS, plan.R), [x.reshape(-1) for x in arrays]
         launch(row_kernel, -(-N // plan.R), plan.THREADS, *flat, N, S, T, scale, causal)
     else:

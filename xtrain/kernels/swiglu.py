@@ -29,18 +29,18 @@ from numba.cuda.libdevice import fast_fdividef
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
-    EACH,
+    CHUNK,
     GAP,
     STEPS,
     STRIDE,
     blocks_for_rows,
+    can_vectorize,
+    can_vectorize_rows,
     first_element,
-    is_whole,
     launch_flat,
     load,
-    make_place,
+    make_row_and_column,
     store,
-    whole_rows,
 )
 from .primitives.ptx import device, kernel
 from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
@@ -81,7 +81,7 @@ def swiglu_ref(gu_N2F):
     return y_NF
 
 
-def swiglu_bwd_ref(dy_NF, gu_N2F, again=False):
+def swiglu_bwd_ref(dy_NF, gu_N2F, recompute_y=False):
     """-> dgu (N, 2F). again: y in place of dy."""
     F = dy_NF.shape[1]
     gate_NF, up_NF = gu_N2F[:, :F], gu_N2F[:, F:]
@@ -94,10 +94,10 @@ def swiglu_bwd_ref(dy_NF, gu_N2F, again=False):
     dgate_NF += s_NF  # silu'(gate)
     dgate_NF *= up_NF
     dgate_NF *= dy_NF
-    if again:
+    if recompute_y:
         np.multiply(dup_NF, up_NF, out=s_NF)
     dup_NF *= dy_NF
-    if again:
+    if recompute_y:
         dy_NF[...] = s_NF
     return dgu_N2F
 
@@ -119,55 +119,55 @@ def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
 
 
 @functools.cache
-def make_swiglu_fwd_kernel(F, whole):
-    place, gap = make_place(F)
+def make_swiglu_fwd_kernel(F, vectorized):
+    row_and_column, gap = make_row_and_column(F)
 
     @kernel(BLOCK)
     def swiglu_fwd_kernel(y, gu, N):
         """Grid blocks_for_rows(N, F), block BLOCK. y: flat (N F), gu: flat (N 2F)."""
-        gate = cuda.local.array(EACH, float32)
-        up = cuda.local.array(EACH, float32)
-        n, f = place()
+        gate = cuda.local.array(CHUNK, float32)
+        up = cuda.local.array(CHUNK, float32)
+        n, f = row_and_column()
         if n >= N:
             return
         row = n * (2 * F)  # where gate begins; up begins F later
-        load(gate, gu, row + f, gap, row + F, whole)
-        load(up, gu, row + F + f, gap, row + 2 * F, whole)
-        for j in range(EACH):
+        load(gate, gu, row + f, gap, row + F, vectorized)
+        load(up, gu, row + F + f, gap, row + 2 * F, vectorized)
+        for j in range(CHUNK):
             gate[j] = gate[j] * sigmoid(gate[j]) * up[j]
-        store(y, n * F + f, gap, n * F + F, gate, whole)
+        store(y, n * F + f, gap, n * F + F, gate, vectorized)
 
     return swiglu_fwd_kernel
 
 
 @functools.cache
-def make_swiglu_bwd_kernel(F, whole, again=False):
+def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
     """again: the kernel that also writes y, over dy."""
-    place, gap = make_place(F)
+    row_and_column, gap = make_row_and_column(F)
 
     @device
     def columns(dgu, dy, gu, N):
         """A thread writes the two halves of its columns."""
-        gate = cuda.local.array(EACH, float32)
-        up = cuda.local.array(EACH, float32)
-        d = cuda.local.array(EACH, float32)
-        n, f = place()
+        gate = cuda.local.array(CHUNK, float32)
+        up = cuda.local.array(CHUNK, float32)
+        d = cuda.local.array(CHUNK, float32)
+        n, f = row_and_column()
         if n >= N:
             return
         row = n * (2 * F)
-        load(gate, gu, row + f, gap, row + F, whole)
-        load(up, gu, row + F + f, gap, row + 2 * F, whole)
-        load(d, dy, n * F + f, gap, n * F + F, whole)
-        for j in range(EACH):
+        load(gate, gu, row + f, gap, row + F, vectorized)
+        load(up, gu, row + F + f, gap, row + 2 * F, vectorized)
+        load(d, dy, n * F + f, gap, n * F + F, vectorized)
+        for j in range(CHUNK):
             s = sigmoid(gate[j])
             silu = gate[j] * s
             y, dup = silu * up[j], d[j] * silu
             gate[j] = d[j] * up[j] * (s + silu * (float32(1.0) - s))
             up[j], d[j] = dup, y
-        store(dgu, row + f, gap, row + F, gate, whole)
-        store(dgu, row + F + f, gap, row + 2 * F, up, whole)
-        if again:
-            store(dy, n * F + f, gap, n * F + F, d, whole)
+        store(dgu, row + f, gap, row + F, gate, vectorized)
+        store(dgu, row + F + f, gap, row + 2 * F, up, vectorized)
+        if recompute_y:
+            store(dy, n * F + f, gap, n * F + F, d, vectorized)
 
     @kernel(BLOCK)
     def swiglu_bwd_kernel(dgu, dy, gu, N):
@@ -178,51 +178,51 @@ def make_swiglu_bwd_kernel(F, whole, again=False):
     def swiglu_bwd_again_kernel(dgu, dy, gu, N):
         columns(dgu, dy, gu, N)
 
-    return swiglu_bwd_again_kernel if again else swiglu_bwd_kernel
+    return swiglu_bwd_again_kernel if recompute_y else swiglu_bwd_kernel
 
 
 @device
-def silu_fwd_chunks(y_n, x_n, first, whole):
-    x = cuda.local.array((STEPS, EACH), float32)
+def silu_fwd_chunks(y_n, x_n, first, vectorized):
+    x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+        load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
-        for j in range(EACH):
+        for j in range(CHUNK):
             x[s, j] *= sigmoid(x[s, j])
-        store(y_n, first + s * STRIDE, GAP, n, x[s], whole)
+        store(y_n, first + s * STRIDE, GAP, n, x[s], vectorized)
 
 
 @kernel(BLOCK)
 def silu_fwd_kernel(y_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         silu_fwd_chunks(y_n, x_n, first, True)
     else:
         silu_fwd_chunks(y_n, x_n, first, False)
 
 
 @device
-def silu_bwd_chunks(dx_n, dy_n, x_n, first, whole):
-    x = cuda.local.array((STEPS, EACH), float32)
-    d = cuda.local.array((STEPS, EACH), float32)
+def silu_bwd_chunks(dx_n, dy_n, x_n, first, vectorized):
+    x = cuda.local.array((STEPS, CHUNK), float32)
+    d = cuda.local.array((STEPS, CHUNK), float32)
     n = dx_n.size
     for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
-        load(d[s], dy_n, first + s * STRIDE, GAP, n, whole)
+        load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
+        load(d[s], dy_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
-        for j in range(EACH):
+        for j in range(CHUNK):
             sig = sigmoid(x[s, j])
             d[s, j] *= sig + x[s, j] * sig * (float32(1.0) - sig)
-        store(dx_n, first + s * STRIDE, GAP, n, d[s], whole)
+        store(dx_n, first + s * STRIDE, GAP, n, d[s], vectorized)
 
 
 @kernel(BLOCK)
 def silu_bwd_kernel(dx_n, dy_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
     first = first_element()
-    if is_whole(first, dx_n.size, aligned):
+    if can_vectorize(first, dx_n.size, aligned):
         silu_bwd_chunks(dx_n, dy_n, x_n, first, True)
     else:
         silu_bwd_chunks(dx_n, dy_n, x_n, first, False)
@@ -242,7 +242,7 @@ def swiglu_fwd(gu_N2F: Array) -> Array:
     return y_NF
 
 
-def swiglu_bwd(dy_NF: Array, gu_N2F: Array, again: bool = False) -> Array:
+def swiglu_bwd(dy_NF: Array, gu_N2F: Array, recompute_y: bool = False) -> Array:
     """dy (N, F), gu (N, 2F), both float32 or both bf16 -> dgu (N, 2F)
 
     again: compute y again too, the bits of swiglu_fwd(gu), **written over dy**.
@@ -252,12 +252,12 @@ def swiglu_bwd(dy_NF: Array, gu_N2F: Array, again: bool = False) -> Array:
     check_array("swiglu backward", "gu", gu_N2F, (N, 2 * F), (dy_NF.dtype.name,))
     if on_host(dy_NF, gu_N2F):
         dy = wide(dy_NF)
-        dgu_N2F = swiglu_bwd_ref(dy, wide(gu_N2F), again)
-        if again and dy is not dy_NF:
+        dgu_N2F = swiglu_bwd_ref(dy, wide(gu_N2F), recompute_y)
+        if recompute_y and dy is not dy_NF:
             dy_NF[...] = dy
         return dgu_N2F.astype(gu_N2F.dtype, copy=False)
     dgu_N2F = empty_like(gu_N2F)
-    make_kernel = functools.partial(make_swiglu_bwd_kernel, again=bool(again))
+    make_kernel = functools.partial(make_swiglu_bwd_kernel, recompute_y=bool(recompute_y))
     _launch_rows(make_kernel, N, F, dgu_N2F, dy_NF, gu_N2F)
     return dgu_N2F
 
@@ -265,7 +265,7 @@ def swiglu_bwd(dy_NF: Array, gu_N2F: Array, again: bool = False) -> Array:
 def _launch_rows(make_kernel, N, F, *arrays):
     if N and F:
         runs = [a.reshape(-1) for a in arrays]
-        launch(make_kernel(F, whole_rows(F, *runs)), blocks_for_rows(N, F), BLOCK, *runs, N)
+        launch(make_kernel(F, can_vectorize_rows(F, *runs)), blocks_for_rows(N, F), BLOCK, *runs, N)
 
 
 def silu_fwd(x: Array) -> Array:

@@ -11,10 +11,10 @@ from xtrain.kernels.primitives.tensor_cores import commit_copies, high_bf16, low
 from xtrain.kernels.primitives.tiles import (
     WIDTHS,
     make_add_product,
+    make_chunk_offset,
     make_copy,
     make_copy_two,
     make_fill,
-    make_place,
     make_scores,
     make_store,
 )
@@ -25,16 +25,16 @@ ROWS = 32
 
 
 @pytest.mark.parametrize("D", WIDTHS)
-def test_places(D):
+def test_chunk_offsets(D):
     """Every chunk has its own place; 8 rows' chunks lie in 8 different banks, wherever the 8 rows begin."""
-    place = make_place(D).py_func
-    places = np.array([[place(r, c) for c in range(D // 8)] for r in range(ROWS)])
-    assert np.array_equal(np.sort(places.ravel()), np.arange(0, ROWS * D, 8))
+    chunk_offset = make_chunk_offset(D).py_func
+    offsets = np.array([[chunk_offset(r, c) for c in range(D // 8)] for r in range(ROWS)])
+    assert np.array_equal(np.sort(offsets.ravel()), np.arange(0, ROWS * D, 8))
     for r in range(0, ROWS, 8):
         for c in range(D // 8):
-            assert len(set(places[r : r + 8, c] // 8 % 8)) == 8
+            assert len(set(offsets[r : r + 8, c] // 8 % 8)) == 8
     for c in range(0, D // 8 - 2, 2):  # what ldmatrix's `flip` relies on
-        assert np.array_equal(places[:, c + 2], places[:, 0] ^ (8 * (c + 2)))
+        assert np.array_equal(offsets[:, c + 2], offsets[:, 0] ^ (8 * (c + 2)))
 
 
 def make_round_trip_kernel(D):

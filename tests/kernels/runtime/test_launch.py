@@ -421,7 +421,7 @@ def test_bf16_on_the_cpu():
     ids = np.arange(3)
 
     def swiglu_again(dy, gu):
-        return swiglu_bwd(dy, gu, again=True), dy
+        return swiglu_bwd(dy, gu, recompute_y=True), dy
 
     def table_gradient(dx):
         dw = np.zeros((2, 2), np.float32)

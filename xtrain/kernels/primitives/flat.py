@@ -30,25 +30,25 @@ from .ptx import device, load1, load4, store1, store4
 
 BLOCK = 256
 QUAD = 4
-EACH = 2 * QUAD  # elements of a chunk
+CHUNK = 2 * QUAD  # elements of a chunk
 STEPS = 2  # chunks of a thread
 GAP = BLOCK * QUAD  # between the quads of a chunk of a run
-STRIDE = BLOCK * EACH  # between the chunks of a thread
+STRIDE = BLOCK * CHUNK  # between the chunks of a thread
 TILE = STEPS * STRIDE
 SPAN = TILE - GAP + QUAD  # from a thread's first element to the end of its last
 
 
 # ----------------------------------------------------------------------------- in a kernel
 @device
-def load(registers, x, i, gap, end, whole):
+def load(registers, x, i, gap, end, vectorized):
     """registers[0:8] = x[i : i + 4] and x[i + gap : i + gap + 4] as float32, zeros from `end` on.
 
     whole: all of it lies before the end, and x on 16 bytes. Hand over a constant, so that no branch is left: a bf16 has
     to be widened where it was loaded, so loads in branches of their own would wait for one another.
     """
-    if whole:
+    if vectorized:
         load4(registers[0:QUAD], x, i)
-        load4(registers[QUAD:EACH], x, i + gap)
+        load4(registers[QUAD:CHUNK], x, i + gap)
     else:
         for j in range(QUAD):
             registers[j] = load1(x, i + j) if i + j < end else float32(0.0)
@@ -57,11 +57,11 @@ def load(registers, x, i, gap, end, whole):
 
 
 @device
-def store(x, i, gap, end, registers, whole):
+def store(x, i, gap, end, registers, vectorized):
     """x[i : i + 4] and x[i + gap : i + gap + 4] = registers[0:8]; nothing is written from `end` on."""
-    if whole:
+    if vectorized:
         store4(x, i, registers[0:QUAD])
-        store4(x, i + gap, registers[QUAD:EACH])
+        store4(x, i + gap, registers[QUAD:CHUNK])
     else:
         for j in range(QUAD):
             if i + j < end:
@@ -84,12 +84,12 @@ def first_element():
 
 
 @device
-def is_whole(first, n, aligned):
+def can_vectorize(first, n, aligned):
     """Are all of this thread's chunks before the end of the run, and on 16 bytes?"""
     return aligned and first + SPAN <= n
 
 
-def make_place(C: int):
+def make_row_and_column(C: int):
     """-> place(), gap.   place() -> the row and the first column of this thread's chunk, when rows are C columns wide.
 
     The quads of a chunk are half a row apart, so a thread never sees two rows. C is a constant of the kernel: the
@@ -99,18 +99,18 @@ def make_place(C: int):
     CHUNKS = GAP // QUAD  # of a row
 
     @device
-    def place():
+    def row_and_column():
         k = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
         n = k // uint32(CHUNKS)
         return int64(n), int64(k - n * uint32(CHUNKS)) * QUAD
 
-    return place, GAP
+    return row_and_column, GAP
 
 
 # ----------------------------------------------------------------------------- in a launcher
 def row_gap(C: int) -> int:
     """Half a row, in whole quads."""
-    return -(-C // EACH) * QUAD
+    return -(-C // CHUNK) * QUAD
 
 
 def blocks_for_rows(N: int, C: int) -> int:
@@ -163,9 +163,9 @@ def flat_rows(x: Array) -> Array:
     return cupy().lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
 
 
-def whole_rows(C: int, *arrays: Array) -> bool:
+def can_vectorize_rows(C: int, *arrays: Array) -> bool:
     """Does every chunk of rows that are C wide consist of two whole quads on 16 bytes?"""
-    return C % EACH == 0 and on_16_bytes(*arrays)
+    return C % CHUNK == 0 and on_16_bytes(*arrays)
 
 
 def launch_flat(kernel, *arrays: Array, others: tuple = ()) -> None:

@@ -1,7 +1,7 @@
 """Heads of D columns in registers, for kernels that rotate them: rope.py, qk_norm_rope.py.
 
     plane r        columns r and R + r of a head, R = D / 2: the pair that a rotation mixes
-    chunk          `each` neighbouring columns, 16 bytes: 8 in bf16, 4 in float32
+    chunk          `vec_size` neighbouring columns, 16 bytes: 8 in bf16, 4 in float32
     S = R / each   threads share a head. Thread s holds planes s each, ..., s each + each - 1: two chunks, so that a
                    rotation needs no other thread
     block          `heads` heads of `tokens` tokens, filled up to whole warps; the threads of a head are neighbours
@@ -35,13 +35,13 @@ SPLIT_THREADS = 256  # of a block when the heads of a token take more than that
 NAN = np.float32(np.nan)
 
 
-def head_plan(X: int, D: int, each: int, threads: int) -> SimpleNamespace | None:
+def head_plan(X: int, D: int, vec_size: int, threads: int) -> SimpleNamespace | None:
     """How blocks of about `threads` threads share X heads of D columns. None: this shape does not fit.
 
     parts: blocks that share the heads of a token, `heads` each (the last one may have fewer).
     """
-    S = D // (2 * each)
-    if D % (2 * each) or S not in (1, 2, 4, 8, 16, 32) or X < 1:
+    S = D // (2 * vec_size)
+    if D % (2 * vec_size) or S not in (1, 2, 4, 8, 16, 32) or X < 1:
         return None
     heads = X if X * S <= MAX_THREADS else SPLIT_THREADS // S
     tokens = max((threads + heads * S // 2) // (heads * S), 1)
@@ -49,7 +49,7 @@ def head_plan(X: int, D: int, each: int, threads: int) -> SimpleNamespace | None
     return SimpleNamespace(S=S, heads=heads, tokens=tokens, parts=-(-X // heads), THREADS=block)
 
 
-def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNamespace:
+def make_head_ops(X: int, D: int, vec_size: int, plan: SimpleNamespace) -> SimpleNamespace:
     """-> device functions. x_2E: a thread's two chunks of a head, (2, each) registers; x_2W: as (2, 4) words (_words.py).
 
     place()                     -> token within the block, head, first plane; head X or more: this thread has none
@@ -64,18 +64,24 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
     total(v)                    sum of v over the S threads of a head, in each of them
     """
     S, HEADS, TOKENS = plan.S, plan.heads, plan.tokens
-    R, SLOTS, SHIFT = D // 2, plan.heads * plan.S, plan.S.bit_length() - 1
-    load_n = load8 if each == 8 else load4
-    fetch_n, put_n = (load_words8, store_words8) if each == 8 else (load_words4, store_words4)
-    unpack_n, pack_n = (unpack8, pack8) if each == 8 else (unpack4, pack4)
+    R, TOKEN_THREADS, SHIFT = D // 2, plan.heads * plan.S, plan.S.bit_length() - 1
+    load_n = load8 if vec_size == 8 else load4
+    load_vector, store_vector = (
+        (load_words8, store_words8) if vec_size == 8 else (load_words4, store_words4)
+    )
+    unpack_n, pack_n = (unpack8, pack8) if vec_size == 8 else (unpack4, pack4)
 
     @device
-    def place():
+    def token_head_plane():
         tid = uint32(cuda.threadIdx.x)
-        token = tid // uint32(SLOTS)
-        slot = int64(tid - token * uint32(SLOTS))
-        head = int64(cuda.blockIdx.y) * HEADS + (slot >> SHIFT)
-        return int64(token), head if token < TOKENS else int64(X), (slot & (S - 1)) * each
+        token = tid // uint32(TOKEN_THREADS)
+        token_thread = int64(tid - token * uint32(TOKEN_THREADS))
+        head = int64(cuda.blockIdx.y) * HEADS + (token_thread >> SHIFT)
+        return (
+            int64(token),
+            head if token < TOKENS else int64(X),
+            (token_thread & (S - 1)) * vec_size,
+        )
 
     @device
     def load(registers, x, i):
@@ -87,18 +93,18 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
             load_n(cos, cos_PR, p * R + r)
             load_n(sin, sin_PR, p * R + r)
         else:
-            for j in range(each):
+            for j in range(vec_size):
                 cos[j], sin[j] = NAN, NAN
 
     @device
-    def fetch(x_2W, x, i):
-        fetch_n(x_2W[0], x, i)
-        fetch_n(x_2W[1], x, i + R)
+    def load_words(x_2W, x, i):
+        load_vector(x_2W[0], x, i)
+        load_vector(x_2W[1], x, i + R)
 
     @device
-    def put(x, i, x_2W):
-        put_n(x, i, x_2W[0])
-        put_n(x, i + R, x_2W[1])
+    def store_words(x, i, x_2W):
+        store_vector(x, i, x_2W[0])
+        store_vector(x, i + R, x_2W[1])
 
     @device
     def unpack(x_2E, x_2W, x):
@@ -111,15 +117,15 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
         pack_n(x_2W[1], x_2E[1], x)
 
     @device
-    def turn(x_2E, cos, sin):
-        for j in range(each):
+    def rotate(x_2E, cos, sin):
+        for j in range(vec_size):
             x1, x2 = x_2E[0, j], x_2E[1, j]
             x_2E[0, j] = x1 * cos[j] - x2 * sin[j]
             x_2E[1, j] = x2 * cos[j] + x1 * sin[j]
 
     @device
-    def turn_back(x_2E, cos, sin):
-        for j in range(each):
+    def rotate_back(x_2E, cos, sin):
+        for j in range(vec_size):
             x1, x2 = x_2E[0, j], x_2E[1, j]
             x_2E[0, j] = x1 * cos[j] + x2 * sin[j]
             x_2E[1, j] = x2 * cos[j] - x1 * sin[j]
@@ -130,6 +136,13 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
             v += cuda.shfl_xor_sync(FULL, v, 1 << i)
         return v
 
-    functions = dict(place=place, load=load, fetch=fetch, put=put, unpack=unpack, pack=pack)
-    functions |= dict(load_angles=load_angles, turn=turn, turn_back=turn_back, total=total)
+    functions = dict(
+        token_head_plane=token_head_plane,
+        load=load,
+        load_words=load_words,
+        store_words=store_words,
+        unpack=unpack,
+        pack=pack,
+    )
+    functions |= dict(load_angles=load_angles, rotate=rotate, rotate_back=rotate_back, total=total)
     return SimpleNamespace(**functions)

@@ -27,7 +27,7 @@ from llvmlite import ir
 from numba import types, uint32, uint64
 
 from ...simulator import simulates
-from . import hopper_simulated as twins
+from . import hopper_simulated as simulated
 from .ptx import F32, I8, I32, I64, SHARED, device, intrinsic
 from .tensor_cores import _asm, _global_address, _registers, _set_registers
 
@@ -151,9 +151,9 @@ fence_async = instruction("fence_async", "fence.proxy.async.shared::cta;", None)
 def make_setmaxnreg(count, more):
     """-> f(): a warpgroup's threads own `count` registers from here on; `more`: than before. "setmaxnreg" """
     text = f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};"
-    made = instruction(f"setmaxnreg_{count}_{more}", text, None)
-    simulates(made, collective=WARPGROUP)(twins.setmaxnreg(count))
-    return made
+    op = instruction(f"setmaxnreg_{count}_{more}", text, None)
+    simulates(op, collective=WARPGROUP)(simulated.setmaxnreg(count))
+    return op
 
 
 # ----------------------------------------------------------------------------- copies (TMA)
@@ -289,16 +289,16 @@ def make_product(n, a_steps, b_steps, b_rows=False, accumulate=False):
             values.append(args[2])
             if accumulate:
                 values += _registers(context, builder, sig, args, 0, size)
-            _tied(context, builder, sig, args, text, constraints, values, size)
+            _accumulator_asm(context, builder, sig, args, text, constraints, values, size)
             return context.get_dummy_value()
 
         return types.void(acc, a if in_registers else _u64, _u64), codegen
 
     name = f"product_{n}_{a_steps}_{b_steps}_{b_rows}_{accumulate}"
-    made = _define(name, "acc a b", make)
-    twin = twins.product(n, a_steps, b_steps, b_rows, accumulate)
-    simulates(made, collective=WARPGROUP)(twin)
-    return made
+    op = _define(name, "acc a b", make)
+    simulate_product = simulated.product(n, a_steps, b_steps, b_rows, accumulate)
+    simulates(op, collective=WARPGROUP)(simulate_product)
+    return op
 
 
 def _product_text(n, a_steps, b_steps, b_rows, accumulate):
@@ -320,20 +320,20 @@ def _product_text(n, a_steps, b_steps, b_rows, accumulate):
     return "".join([*text, "wgmma.commit_group.sync.aligned; }"])
 
 
-def _tied(context, builder, sig, args, text, constraints, values, size):
+def _accumulator_asm(context, builder, sig, args, text, constraints, values, size):
     out = _asm(builder, text, constraints, ir.LiteralStructType([F32] * size), values)
     fields = [builder.extract_value(out, i) for i in range(size)]
     _set_registers(context, builder, sig, args, 0, fields)
 
 
-def _touch(name, n, text):
+def _accumulator_instruction(name, n, text):
     size = n // 2
     constraints = ",".join(["=f"] * size + [str(i) for i in range(size)] + ["~{memory}"])
 
     def make(acc):
         def codegen(context, builder, sig, args):
             values = _registers(context, builder, sig, args, 0, size)
-            _tied(context, builder, sig, args, text, constraints, values, size)
+            _accumulator_asm(context, builder, sig, args, text, constraints, values, size)
             return context.get_dummy_value()
 
         return types.void(acc), codegen
@@ -345,36 +345,38 @@ def make_wait(n, pending):
     """-> wait(acc): at most `pending` of this warpgroup's products are under way, acc's (64 x n) not among them.
     "wgmma.wait_group"
     """
-    made = _touch(f"wait_{n}_{pending}", n, f"wgmma.wait_group.sync.aligned {pending};")
-    simulates(made, collective=True)(twins.wait(pending))
-    return made
+    op = _accumulator_instruction(
+        f"wait_{n}_{pending}", n, f"wgmma.wait_group.sync.aligned {pending};"
+    )
+    simulates(op, collective=True)(simulated.wait(pending))
+    return op
 
 
 def make_hold(n):
     """-> hold(acc): no instruction. acc is computed before what follows: ptxas would move a wait up past arithmetic that has
     no tie to it, and with it the overlap of the two would go.
     """
-    made = _touch(f"hold_{n}", n, "")
-    simulates(made)(lambda thread, site, acc: None)
-    return made
+    op = _accumulator_instruction(f"hold_{n}", n, "")
+    simulates(op)(lambda thread, site, acc: None)
+    return op
 
 
 # ----------------------------------------------------------------------------- the same in the simulator
-simulates(shared_base)(twins.shared_base)
-simulates(store_shared)(twins.store_shared)
-simulates(post)(twins.store_shared)
-simulates(read_post)(twins.read_post)
-simulates(load_floats)(twins.load_floats)
-simulates(mbar_init)(twins.mbar_init)
+simulates(shared_base)(simulated.shared_base)
+simulates(store_shared)(simulated.store_shared)
+simulates(post)(simulated.store_shared)
+simulates(read_post)(simulated.read_post)
+simulates(load_floats)(simulated.load_floats)
+simulates(mbar_init)(simulated.mbar_init)
 simulates(mbar_init_fence)(lambda thread, site: thread.block.engines.show_barriers(thread))
-simulates(mbar_expect)(twins.mbar_expect)
-simulates(mbar_arrive)(twins.mbar_arrive)
-simulates(mbar_wait, polled=True)(twins.mbar_wait)
-simulates(bar_sync, polled=True)(twins.bar_sync)
+simulates(mbar_expect)(simulated.mbar_expect)
+simulates(mbar_arrive)(simulated.mbar_arrive)
+simulates(mbar_wait, polled=True)(simulated.mbar_wait)
+simulates(bar_sync, polled=True)(simulated.bar_sync)
 simulates(fence_async)(lambda thread, site: thread.block.engines.fence(thread))
-simulates(acquire_map)(twins.acquire_map)
-simulates(load_tile)(twins.load_tile)
-simulates(store_tile)(twins.store_tile)
-simulates(load_row)(twins.load_row)
+simulates(acquire_map)(simulated.acquire_map)
+simulates(load_tile)(simulated.load_tile)
+simulates(store_tile)(simulated.store_tile)
+simulates(load_row)(simulated.load_row)
 simulates(commit_stores)(lambda thread, site: thread.block.engines.commit_stores(thread))
 simulates(wait_stores)(lambda thread, site: thread.block.engines.wait_stores(thread))

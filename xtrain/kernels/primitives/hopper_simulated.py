@@ -99,7 +99,7 @@ def simulated_map(address, dims, strides, box) -> list[int]:
     return words + [0] * (16 - len(words))
 
 
-class Map:
+class SimulatedMap:
     """A tensor map of tiles, read back. columns, rows: of its box"""
 
     def __init__(self, words):
@@ -115,7 +115,7 @@ class Map:
         return np.lib.stride_tricks.as_strided(raw, self.dims[::-1], [*self.strides[::-1], 2])
 
 
-def _map(thread, site, maps, i, mark=MAP_MARK):
+def _read_map(thread, site, maps, i, mark=MAP_MARK):
     """The words of map i"""
     start = 16 * int(i)
     words = [int(thread.load(maps, start + j, site)) for j in range(16)]
@@ -132,44 +132,46 @@ def acquire_map(thread, site, maps, i):
     thread.state.setdefault("maps", set()).add(int(i))
 
 
-def _pieces(box, address, nbytes):
+def _swizzled_offsets(box, address, nbytes):
     """Where each 16-byte piece of a box lies, in bytes after the first: (rows, pieces of a row)"""
     width = 2 * box.columns
     assert width == 128 and nbytes == width * box.rows, "only the 128-byte swizzle is simulated"
-    row, piece = np.ogrid[: box.rows, : width // 16]
-    place = row * width + piece * 16
-    return place ^ ((((address + place) >> 7) & 7) << 4)
+    row, chunk = np.ogrid[: box.rows, : width // 16]
+    offset = row * width + chunk * 16
+    return offset ^ ((((address + offset) >> 7) & 7) << 4)
 
 
-def _outside(engines, thread, site, address):
+def _require_1024_alignment(engines, thread, site, address):
     if int(address) % 1024:
         text = f"a tile with 128-byte swizzle at byte {int(address) - BASE}: not a multiple of 1024"
         raise engines.error(thread, site, text)
 
 
 def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
-    engines, box = thread.block.engines, Map(_map(thread, site, maps, i))
-    _outside(engines, thread, site, to)
+    engines, box = thread.block.engines, SimulatedMap(_read_map(thread, site, maps, i))
+    _require_1024_alignment(engines, thread, site, to)
     at = int(sequence), int(row), int(head), int(column)
     values = np.zeros((box.rows, box.columns), np.uint16)
     note_copy(thread, site, box.address, box.end, False)
     if all(0 <= k < n for k, n in zip(at, box.dims[::-1])):
-        part = box.tensor()[at[0], at[1] : at[1] + box.rows, at[2], at[3] : at[3] + box.columns]
-        values[: part.shape[0], : part.shape[1]] = part
+        values_in_tensor = box.tensor()[
+            at[0], at[1] : at[1] + box.rows, at[2], at[3] : at[3] + box.columns
+        ]
+        values[: values_in_tensor.shape[0], : values_in_tensor.shape[1]] = values_in_tensor
     nbytes = values.nbytes
-    place = _pieces(box, int(to), nbytes)
+    offset = _swizzled_offsets(box, int(to), nbytes)
     data, tags = np.empty(nbytes, np.uint8), np.empty((4, nbytes // 16), np.int64)
-    k = place // 16
+    k = offset // 16
     data.reshape(-1, 16)[k] = values.view(np.uint8).reshape(*k.shape, 16)
-    rows, pieces = np.indices(k.shape)
+    rows, chunks = np.indices(k.shape)
     plane = engines.plane(box.address, at[0], at[2])
-    for tag, value in zip(tags, (plane, at[1] + rows, at[3] // 8 + pieces, 1)):
+    for tag, value in zip(tags, (plane, at[1] + rows, at[3] // 8 + chunks, 1)):
         tag[k] = value
     engines.begin_copy(thread, site, to, data, barrier, tags)
 
 
 def load_row(thread, site, to, maps, i, barrier, column, row):
-    engines, words = thread.block.engines, _map(thread, site, maps, i, ROWS_MARK)
+    engines, words = thread.block.engines, _read_map(thread, site, maps, i, ROWS_MARK)
     address, columns, rows, stride, count = map(int, words[1:6])
     if int(to) % 128:
         raise engines.error(thread, site, f"byte {int(to) - BASE} is not a multiple of 128")
@@ -178,16 +180,16 @@ def load_row(thread, site, to, maps, i, barrier, column, row):
         start = address + int(row) * stride
         note_copy(thread, site, start, start + 4 * columns, False)
         raw = np.asarray(_Bytes(start, 4 * columns, None))
-        part = raw.view(np.float32)[int(column) : int(column) + count]
-        values[: len(part)] = part
+        values_in_tensor = raw.view(np.float32)[int(column) : int(column) + count]
+        values[: len(values_in_tensor)] = values_in_tensor
     engines.begin_copy(thread, site, to, values.view(np.uint8), barrier)
 
 
 def store_tile(thread, site, maps, i, address, column, row, head, sequence):
-    engines, box = thread.block.engines, Map(_map(thread, site, maps, i))
+    engines, box = thread.block.engines, SimulatedMap(_read_map(thread, site, maps, i))
     nbytes = 2 * box.rows * box.columns
     data = engines.begin_store(thread, site, address, nbytes).reshape(-1, 16)
-    k = _pieces(box, int(address), nbytes) // 16
+    k = _swizzled_offsets(box, int(address), nbytes) // 16
     values = data[k].reshape(box.rows, -1).view(np.uint16)
     b, h, r, c = int(sequence), int(head), int(row), int(column)
     tensor = box.tensor()
@@ -223,13 +225,13 @@ def _addresses(descriptor, step, rows, transposed):
     leading, stride = (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
     width = WIDTHS[mode]
     if transposed:
-        row, piece = np.ogrid[:16, : rows // 8]
+        row, chunk = np.ogrid[:16, : rows // 8]
         per_row = width // 16
         at = start + row // 8 * stride + row % 8 * width
-        at = at + piece // per_row * leading + piece % per_row * 16
+        at = at + chunk // per_row * leading + chunk % per_row * 16
     else:
-        row, piece = np.ogrid[:rows, :2]
-        at = start + row // 8 * stride + row % 8 * width + piece * 16
+        row, chunk = np.ogrid[:rows, :2]
+        at = start + row // 8 * stride + row % 8 * width + chunk * 16
     return at ^ (((at >> 7) & (width // 16 - 1)) << 4), mode
 
 
@@ -303,18 +305,21 @@ def _ranges(at):
     """Runs of neighbouring 16-byte pieces: [(first byte, end)]"""
     flat = np.unique(at)
     cuts = np.flatnonzero(np.diff(flat) != 16) + 1
-    return [(int(part[0]), int(part[-1]) + 16) for part in np.split(flat, cuts)]
+    return [
+        (int(values_in_tensor[0]), int(values_in_tensor[-1]) + 16)
+        for values_in_tensor in np.split(flat, cuts)
+    ]
 
 
 # ----------------------------------------------------------------------------- products
-class _Group:
+class _ProductGroup:
     """A product under way, for one warp. inputs: registers that it reads"""
 
     def __init__(self, number, site):
         self.number, self.site, self.inputs = number, site, []
 
 
-def _keys(array):
+def _element_keys(array):
     return range(array.bias + array.start, array.bias + array.start + array.dims[0])
 
 
@@ -326,10 +331,10 @@ def product(n, a_steps, b_steps, b_rows, accumulate):
         engines, site = threads[0].block.engines, sites[0]
         warps = [t.warp for t in threads[::32]]
         number = engines.committed[warps[0]] + 1
-        groups = [_Group(number, site) for _ in warps]
+        groups = [_ProductGroup(number, site) for _ in warps]
         marks = [(engines.threads + w, number) for w in warps]
-        mine = [t.index for t in threads]
-        clocks = engines.clocks[:, mine].min(axis=1)
+        thread_indices = [t.index for t in threads]
+        clocks = engines.clocks[:, thread_indices].min(axis=1)
         b = _uniform(threads, site, [x[2] for x in args])
         right = _Operand(threads, site, clocks, marks, b, n, b_rows)
         if a_steps is None:
@@ -340,14 +345,16 @@ def product(n, a_steps, b_steps, b_rows, accumulate):
             left = [operand.slice(step) for step in a_steps]
         total = np.zeros((64, n), np.float32)
         if accumulate:
-            total[rows, columns] = [_values(t, x[0], n, site) for t, x in zip(threads, args)]
-        for part, step in zip(left, b_steps):
-            total += part @ right.slice(step).T
+            total[rows, columns] = [
+                _accumulator_values(t, x[0], n, site) for t, x in zip(threads, args)
+            ]
+        for values_in_tensor, step in zip(left, b_steps):
+            total += values_in_tensor @ right.slice(step).T
         if a_steps is not None and operand.first[1] != right.first[1] and not b_rows:
             text = f"the operands end at columns {8 * operand.first[1] + 16} and {8 * right.first[1] + 16} of their tiles"
             raise engines.error(threads[0], site, text)
         for thread, x, values in zip(threads, args, total[rows, columns]):
-            _begin(thread, x[0], groups[thread.warp - warps[0]], values, site)
+            _start_product(thread, x[0], groups[thread.warp - warps[0]], values, site)
         for w, group in zip(warps, groups):
             engines.committed[w] = number
             engines.groups[w].append(group)
@@ -377,23 +384,23 @@ def _from_registers(threads, site, arrays, slices, groups):
     return [values[:, 16 * k : 16 * k + 16] for k in range(slices)]
 
 
-def _flights(thread):
+def _pending_products(thread):
     return thread.state.setdefault("products", {})
 
 
-def _values(thread, acc, n, site):
+def _accumulator_values(thread, acc, n, site):
     """What an accumulator holds, or will hold when the product before is done"""
-    flight = _flights(thread).get(id(acc.memory))
-    if flight is not None:
-        return flight[1]
+    pending_product = _pending_products(thread).get(id(acc.memory))
+    if pending_product is not None:
+        return pending_product[1]
     return [thread.load(acc, j, site) for j in range(n // 2)]
 
 
-def _begin(thread, acc, group, values, site):
-    for key in _keys(acc):
+def _start_product(thread, acc, group, values, site):
+    for key in _element_keys(acc):
         acc.memory.writes.pop(key, None)
     acc.writeable, acc.memory.busy = False, (site, "the result of")
-    _flights(thread)[id(acc.memory)] = group, values, acc
+    _pending_products(thread)[id(acc.memory)] = group, values, acc
 
 
 def wait(pending):
@@ -402,32 +409,34 @@ def wait(pending):
         w = threads[0].warp
         done = max(engines.completed[w], engines.committed[w] - pending)
         engines.completed[w] = done
-        mine = [t.index for t in threads]
+        thread_indices = [t.index for t in threads]
         column = engines.threads + w
-        engines.clocks[0, mine, column] = np.maximum(engines.clocks[0, mine, column], done)
+        engines.clocks[0, thread_indices, column] = np.maximum(
+            engines.clocks[0, thread_indices, column], done
+        )
         for group in [g for g in engines.groups[w] if g.number <= done]:
             engines.groups[w].remove(group)
             for array in group.inputs:
                 array.writeable, array.memory.busy = True, None
         for thread, (acc,) in zip(threads, args):
-            _end(thread, acc, done, pending, site, engines)
+            _complete_product(thread, acc, done, pending, site, engines)
         return [None] * len(threads)
 
     return run
 
 
-def _end(thread, acc, done, pending, site, engines):
-    flight = _flights(thread).get(id(acc.memory))
-    if flight is None:
+def _complete_product(thread, acc, done, pending, site, engines):
+    pending_product = _pending_products(thread).get(id(acc.memory))
+    if pending_product is None:
         return
-    group, values, _ = flight
+    group, values, _ = pending_product
     if group.number > done:
         text = (
             f"with {pending} products still under way, the one begun at {group.site} may be among them, whose result "
             "this wait names"
         )
         raise engines.error(thread, site, text, group.site)
-    del _flights(thread)[id(acc.memory)]
+    del _pending_products(thread)[id(acc.memory)]
     acc.writeable, acc.memory.busy = True, None
     acc.flat[acc.start : acc.start + acc.dims[0]] = values
-    acc.memory.writes.update(dict.fromkeys(_keys(acc), (thread.mark, site)))
+    acc.memory.writes.update(dict.fromkeys(_element_keys(acc), (thread.mark, site)))

@@ -72,9 +72,9 @@ def _register(builder, pointer, j):
     return builder.gep(pointer, [ir.Constant(I32, j)])
 
 
-def _widen(builder, bits, half):
+def _widen(builder, bits, is_bf16):
     """Half 0 (low) or 1 (high) of a 32-bit pair of bf16 -> float32"""
-    if half:
+    if is_bf16:
         bits = builder.and_(bits, ir.Constant(I32, 0xFFFF0000))
     else:
         bits = builder.shl(bits, ir.Constant(I32, 16))
@@ -91,18 +91,18 @@ def _narrow_pair(builder, low, high):
 # ----------------------------------------------------------------------------- 8 or 4 elements of a row at once
 def _load(name, count, space):
     def load(typingctx, registers, x, i):
-        half = isinstance(x.dtype, types.Integer)
-        word, length = (I32, count // 2) if half else (F32, 4)  # of one access: 16 or 8 bytes
+        is_bf16 = isinstance(x.dtype, types.Integer)
+        word, length = (I32, count // 2) if is_bf16 else (F32, 4)  # of one access: 16 or 8 bytes
 
         def codegen(context, builder, sig, args):
             out = _data(context, builder, sig.args[0], args[0])
             pointer = _vector(context, builder, sig, args, 1, 2, word, length, space)
             values = []
-            for j in range(count // (2 * length if half else length)):
+            for j in range(count // (2 * length if is_bf16 else length)):
                 vector = builder.load(_register(builder, pointer, j), align=4 * length)
                 at = [ir.Constant(I32, k) for k in range(length)]
                 values += [builder.extract_element(vector, k) for k in at]
-            if half:
+            if is_bf16:
                 values = [_widen(builder, values[j // 2], j % 2) for j in range(count)]
             for j, value in enumerate(values):
                 builder.store(value, _register(builder, out, j))
@@ -116,13 +116,13 @@ def _load(name, count, space):
 
 def _store(name, count, space):
     def store(typingctx, x, i, registers):
-        half = isinstance(x.dtype, types.Integer)
-        word, length = (I32, count // 2) if half else (F32, 4)
+        is_bf16 = isinstance(x.dtype, types.Integer)
+        word, length = (I32, count // 2) if is_bf16 else (F32, 4)
 
         def codegen(context, builder, sig, args):
             source = _data(context, builder, sig.args[2], args[2])
             values = [builder.load(_register(builder, source, j)) for j in range(count)]
-            if half:
+            if is_bf16:
                 values = [_narrow_pair(builder, *values[j : j + 2]) for j in range(0, count, 2)]
             pointer = _vector(context, builder, sig, args, 0, 1, word, length, space)
             for j in range(0, len(values), length):
@@ -151,14 +151,14 @@ load4_shared, store4_shared = _load("load4_shared", 4, SHARED), _store("store4_s
 @intrinsic
 def load1(typingctx, x, i):
     """x[i] as float32. x: flat, float32 or bf16."""
-    half = isinstance(x.dtype, types.Integer)
+    is_bf16 = isinstance(x.dtype, types.Integer)
 
     def codegen(context, builder, sig, args):
         pointer = builder.gep(
             _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
         )
         value = builder.load(pointer)
-        return _widen(builder, builder.zext(value, I32), 0) if half else value
+        return _widen(builder, builder.zext(value, I32), 0) if is_bf16 else value
 
     return types.float32(x, i), codegen
 
@@ -166,14 +166,14 @@ def load1(typingctx, x, i):
 @intrinsic
 def store1(typingctx, x, i, value):
     """x[i] = value, rounded to nearest even for bf16."""
-    half = isinstance(x.dtype, types.Integer)
+    is_bf16 = isinstance(x.dtype, types.Integer)
 
     def codegen(context, builder, sig, args):
         pointer = builder.gep(
             _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
         )
         value = args[2]
-        if half:
+        if is_bf16:
             value = builder.trunc(_narrow_pair(builder, value, value), I16)
         builder.store(value, pointer)
         return context.get_dummy_value()
@@ -283,7 +283,7 @@ simulates(wait_for_previous)(wait)
 
 
 @simulates(atomic_add_in_order)
-def _add_in_order_twin(thread, site, x, i, value):
+def _simulated_add_in_order(thread, site, x, i, value):
     thread.threadfence()
     return thread.atomic_add(site, x, i, value)
 
@@ -306,22 +306,22 @@ def _to_memory(thread, x, i, value, site):
     thread.store(x, i, value, site)
 
 
-def _load_twin(count):
-    def twin(thread, site, registers, x, i):
+def _simulated_load(count):
+    def simulated(thread, site, registers, x, i):
         _aligned(i, count)
         for j in range(count):
             thread.store(registers, j, _from_memory(thread, x, i + j, site), site)
 
-    return twin
+    return simulated
 
 
-def _store_twin(count):
-    def twin(thread, site, x, i, registers):
+def _simulated_store(count):
+    def simulated(thread, site, x, i, registers):
         _aligned(i, count)
         for j in range(count):
             _to_memory(thread, x, i + j, thread.load(registers, j, site), site)
 
-    return twin
+    return simulated
 
 
 def _aligned(i, count):
@@ -329,21 +329,21 @@ def _aligned(i, count):
         raise ValueError(f"access to {count} elements at element {i}: not a multiple of {count}")
 
 
-for _of_8 in (load8, load8_shared):
-    simulates(_of_8)(_load_twin(8))
-for _of_8 in (store8, store8_shared):
-    simulates(_of_8)(_store_twin(8))
-for _of_4 in (load4, load4_shared):
-    simulates(_of_4)(_load_twin(4))
-for _of_4 in (store4, store4_shared):
-    simulates(_of_4)(_store_twin(4))
+for _intrinsic in (load8, load8_shared):
+    simulates(_intrinsic)(_simulated_load(8))
+for _intrinsic in (store8, store8_shared):
+    simulates(_intrinsic)(_simulated_store(8))
+for _intrinsic in (load4, load4_shared):
+    simulates(_intrinsic)(_simulated_load(4))
+for _intrinsic in (store4, store4_shared):
+    simulates(_intrinsic)(_simulated_store(4))
 
 
 @simulates(load1)
-def _load1_twin(thread, site, x, i):
+def _simulated_load1(thread, site, x, i):
     return _from_memory(thread, x, i, site)
 
 
 @simulates(store1)
-def _store1_twin(thread, site, x, i, value):
+def _simulated_store1(thread, site, x, i, value):
     _to_memory(thread, x, i, value, site)

@@ -63,21 +63,21 @@ def block_max(v, partial):
 
 
 COLUMNS = 8  # neighbouring columns of a block: the 32 bytes that memory hands over at once
-PARTS = 4  # rows that a warp reads at a time
+ROWS_PER_WARP = 4  # rows that a warp reads at a time
 WARPS = 32  # that share the rows: few rows each, since all a thread does is wait for them
-AHEAD = 8  # rows that a thread asks for at once
+ROWS_IN_FLIGHT = 8  # rows that a thread asks for at once
 
 
 @functools.cache
 def make_add_column_sums_kernel(overlap):
-    @kernel(COLUMNS * PARTS * WARPS)
-    def add_column_sums_kernel(out_C, more_C, partial_PC):
+    @kernel(COLUMNS * ROWS_PER_WARP * WARPS)
+    def add_column_sums_kernel(out_C, second_C, partial_PC):
         """Grid ceil(C / COLUMNS), block (COLUMNS, PARTS, up to WARPS). C: columns of out and, after them, of more.
 
         out_C[c] += sum over p of partial_PC[p, c]
         """
         tile = cuda.shared.array((WARPS, COLUMNS), float32)
-        rows = cuda.local.array(AHEAD, float32)
+        rows = cuda.local.array(ROWS_IN_FLIGHT, float32)
         column, warp, warps = cuda.threadIdx.x, cuda.threadIdx.z, cuda.blockDim.z
         c = cuda.blockIdx.x * COLUMNS + column
         P, C = partial_PC.shape
@@ -86,15 +86,17 @@ def make_add_column_sums_kernel(overlap):
         acc, old = float32(0.0), float32(0.0)
         first = cuda.threadIdx.y == 0 and warp == 0 and c < C
         if first:  # comes while the rows are added up
-            old = out_C[c] if c < out_C.size else more_C[c - out_C.size]
-        p = warp * PARTS + cuda.threadIdx.y
+            old = out_C[c] if c < out_C.size else second_C[c - out_C.size]
+        p = warp * ROWS_PER_WARP + cuda.threadIdx.y
         while p < P and c < C:
-            for a in range(AHEAD):  # without a condition, so that all are under way at once
-                q = p + a * PARTS * warps
+            for a in range(
+                ROWS_IN_FLIGHT
+            ):  # without a condition, so that all are under way at once
+                q = p + a * ROWS_PER_WARP * warps
                 rows[a] = partial_PC[q if q < P else p, c]
-            for a in range(AHEAD):
-                acc += rows[a] if p + a * PARTS * warps < P else float32(0.0)
-            p += AHEAD * PARTS * warps
+            for a in range(ROWS_IN_FLIGHT):
+                acc += rows[a] if p + a * ROWS_PER_WARP * warps < P else float32(0.0)
+            p += ROWS_IN_FLIGHT * ROWS_PER_WARP * warps
         for step in (COLUMNS, 2 * COLUMNS):  # the same column's lanes
             acc += cuda.shfl_xor_sync(FULL, acc, step)
         if cuda.threadIdx.y == 0:
@@ -107,19 +109,19 @@ def make_add_column_sums_kernel(overlap):
             if c < out_C.size:
                 out_C[c] = old + total
             else:
-                more_C[c - out_C.size] = old + total
+                second_C[c - out_C.size] = old + total
 
     return add_column_sums_kernel
 
 
-def add_column_sums(partial_PC, out_C, more_C=None) -> None:
+def add_column_sums(partial_PC, out_C, second_C=None) -> None:
     """The second stage of a deterministic weight gradient: out += partial.sum(0).
 
     more: a second gradient, for the columns of partial that follow those of out.
     """
     P, C = partial_PC.shape
-    block = COLUMNS, PARTS, min(WARPS, -(-P // PARTS))
-    more_C = out_C if more_C is None else more_C  # a kernel takes no None
+    block = COLUMNS, ROWS_PER_WARP, min(WARPS, -(-P // ROWS_PER_WARP))
+    second_C = out_C if second_C is None else second_C  # a kernel takes no None
     overlap = can_overlap(partial_PC)
     sums_kernel, grid = make_add_column_sums_kernel(overlap), -(-C // COLUMNS)
-    launch(sums_kernel, grid, block, out_C, more_C, partial_PC, overlap=overlap)
+    launch(sums_kernel, grid, block, out_C, second_C, partial_PC, overlap=overlap)

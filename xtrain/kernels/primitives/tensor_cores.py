@@ -312,30 +312,30 @@ def _halves(pairs):
     return [np.uint16(int(p) >> s & 0xFFFF) for p in pairs for s in (0, 16)]
 
 
-def _numbers(halves):
+def _to_float32(halves):
     """bf16 bits -> float32"""
     return (np.asarray(halves, np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _place(registers, j):
+def _register_index(registers, j):
     return j if registers.ndim == 1 else np.unravel_index(j, registers.dims)
 
 
 def _fragment(thread, registers, n, site):
-    return [thread.load(registers, _place(registers, j), site) for j in range(n)]
+    return [thread.load(registers, _register_index(registers, j), site) for j in range(n)]
 
 
 def _set_fragment(thread, registers, values, site):
     for j, value in enumerate(values):
-        thread.store(registers, _place(registers, j), value, site)
+        thread.store(registers, _register_index(registers, j), value, site)
 
 
 @simulates(mma_bf16, collective=True)
 def _mma_bf16(threads, sites, args):
     A, B, C = (np.zeros(shape, np.float32) for shape in ((16, 16), (16, 8), (16, 8)))
-    places = [divmod(thread.lane, 4) for thread in threads]
-    for thread, site, (c, a, b), (g, t) in zip(threads, sites, args, places):
-        a, b = (_numbers(_halves(_fragment(thread, x, n, site))) for x, n in ((a, 4), (b, 2)))
+    lane_positions = [divmod(thread.lane, 4) for thread in threads]
+    for thread, site, (c, a, b), (g, t) in zip(threads, sites, args, lane_positions):
+        a, b = (_to_float32(_halves(_fragment(thread, x, n, site))) for x, n in ((a, 4), (b, 2)))
         for j in range(4):
             row, column = g + 8 * (j % 2), 2 * t + 8 * (j // 2)
             A[row, column : column + 2] = a[2 * j : 2 * j + 2]
@@ -343,7 +343,7 @@ def _mma_bf16(threads, sites, args):
             B[2 * t + 8 * j : 2 * t + 8 * j + 2, g] = b[2 * j : 2 * j + 2]
         C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2] = _fragment(thread, c, 4, site)
     C += A @ B
-    for thread, site, (c, _, _), (g, t) in zip(threads, sites, args, places):
+    for thread, site, (c, _, _), (g, t) in zip(threads, sites, args, lane_positions):
         _set_fragment(thread, c, C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2], site)
     return [None] * len(threads)
 
@@ -404,9 +404,9 @@ def _commit_copies(thread, site):
 def _wait_copies(thread, site, n):
     groups = thread.state.setdefault("groups", [])
     while len(groups) > n:
-        for smem, i, values, began in groups.pop(0):
+        for smem, i, values, copy_site in groups.pop(0):
             for e, value in enumerate(values):
-                thread.store(smem, i + e, value, began)
+                thread.store(smem, i + e, value, copy_site)
 
 
 def _simulated_store16(thread, site, x, i, registers):
@@ -448,7 +448,7 @@ simulates(exp2)(lambda thread, site, x: np.exp2(np.float32(x)))
 simulates(log2)(lambda thread, site, x: np.log2(np.float32(x)))
 simulates(fmax)(lambda thread, site, x, y: np.fmax(np.float32(x), np.float32(y)))
 simulates(pack_bf16)(lambda thread, site, x, y: _pairs([_bits(x), _bits(y)])[0])
-simulates(low_bf16)(lambda thread, site, pair: _numbers(_halves([pair]))[0])
-simulates(high_bf16)(lambda thread, site, pair: _numbers(_halves([pair]))[1])
+simulates(low_bf16)(lambda thread, site, pair: _to_float32(_halves([pair]))[0])
+simulates(high_bf16)(lambda thread, site, pair: _to_float32(_halves([pair]))[1])
 simulates(warp_id)(lambda thread, site: np.int64(thread.warp))
 simulates(opaque)(lambda thread, site, n: n)

@@ -18,7 +18,7 @@ from .hopper import MAP_WORDS, PANEL
 from .hopper_simulated import simulated_map
 
 # CUtensorMap...
-FLOAT32, BFLOAT16, AS_IT_LIES, SWIZZLE_128, PROMOTE_256, NO_INTERLEAVE, FILL_ZEROS = (
+FLOAT32, BFLOAT16, SWIZZLE_NONE, SWIZZLE_128, PROMOTE_256, NO_INTERLEAVE, FILL_ZEROS = (
     7,
     9,
     0,
@@ -27,10 +27,10 @@ FLOAT32, BFLOAT16, AS_IT_LIES, SWIZZLE_128, PROMOTE_256, NO_INTERLEAVE, FILL_ZER
     0,
     0,
 )
-SETS = 1 << 14  # kept of those that no graph holds
+MAX_CACHED = 1 << 14  # kept of those that no graph holds
 
 _captured: dict = {}  # (device, what is mapped) -> maps, in use by a graph: kept for ever
-_loose: dict = {}
+_evictable: dict = {}
 _counters: dict = {}  # (device, stream, kernel) -> two zeros. Kept: graphs know their address
 
 
@@ -40,8 +40,8 @@ def mappable(x_BTHD: Array) -> Array:
     """
     address = 0 if isinstance(x_BTHD, SimArray) else x_BTHD.data.ptr
     steps = [s for s, n in zip(x_BTHD.strides, x_BTHD.shape) if n > 1]
-    whole = address % 16 == 0 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in steps[:-1])
-    return x_BTHD if whole and x_BTHD.strides[3] == x_BTHD.itemsize else x_BTHD.copy()
+    aligned = address % 16 == 0 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in steps[:-1])
+    return x_BTHD if aligned and x_BTHD.strides[3] == x_BTHD.itemsize else x_BTHD.copy()
 
 
 def tensor_maps(*boxes: tuple[Array, int]) -> Array:
@@ -59,20 +59,20 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
     capturing = cupy().cuda.get_current_stream().is_capturing()
     maps = _captured.get(key)
     if maps is None:
-        maps = _loose.get(key)
+        maps = _evictable.get(key)
         if maps is None:
-            if len(_loose) >= SETS and not capturing:
+            if len(_evictable) >= MAX_CACHED and not capturing:
                 cupy().cuda.Device().synchronize()  # nobody reads them any more
-                _loose.clear()
-            maps = _loose[key] = upload(b"".join(_encode(*one) for one in described))
+                _evictable.clear()
+            maps = _evictable[key] = upload(b"".join(_encode(*one) for one in described))
         if capturing:
-            _captured[key] = _loose.pop(key)
+            _captured[key] = _evictable.pop(key)
     return maps
 
 
 def tensors_of(maps: Array) -> list[tuple]:
     """-> [(dims from the innermost out, bytes)] of what tensor_maps made these maps for."""
-    for (_, described), found in (*_captured.items(), *_loose.items()):
+    for (_, described), found in (*_captured.items(), *_evictable.items()):
         if found.data.ptr == maps.data.ptr:
             each = ((dims, 2 if len(dims) == 4 else 4) for _, dims, _, _ in described)
             return [(dims, size * math.prod(dims)) for dims, size in each]
@@ -104,12 +104,12 @@ def _encoder():
 
 
 def _encode(address, dims, strides, box) -> bytes:
-    place = ctypes.create_string_buffer(128 + 64)
-    aligned = -(-ctypes.addressof(place) // 64) * 64  # the driver asks for it
+    buffer = ctypes.create_string_buffer(128 + 64)
+    aligned = -(-ctypes.addressof(buffer) // 64) * 64  # the driver asks for it
     longs = lambda values: (ctypes.c_uint64 * len(values))(*values)
     ints = lambda values: (ctypes.c_uint32 * len(values))(*values)
     rank = len(dims)
-    kind, swizzle = (BFLOAT16, SWIZZLE_128) if rank == 4 else (FLOAT32, AS_IT_LIES)
+    kind, swizzle = (BFLOAT16, SWIZZLE_128) if rank == 4 else (FLOAT32, SWIZZLE_NONE)
     status = _encoder()(
         aligned, kind, rank, address, longs(dims), longs(strides), ints(box), ints((1,) * rank),
         NO_INTERLEAVE, swizzle, PROMOTE_256, FILL_ZEROS,

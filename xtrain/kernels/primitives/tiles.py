@@ -41,17 +41,17 @@ WIDTHS = (16, 32, 64, 128)
 
 
 @functools.cache
-def make_place(D):
+def make_chunk_offset(D):
     """-> place(row, chunk): where a chunk begins, in elements from the tile's begin"""
     CHUNKS = D // CHUNK
     SHIFT = {16: 2, 32: 1}.get(D, 0)  # 128 bytes, all banks once, are 4 rows of 16 or 2 of 32
     MASK = min(CHUNKS, 8) - 1
 
     @device
-    def place(row, chunk):
+    def chunk_offset(row, chunk):
         return row * D + ((chunk ^ ((row >> SHIFT) & MASK)) << 3)
 
-    return place
+    return chunk_offset
 
 
 # ----------------------------------------------------------------------------- between global and shared memory
@@ -62,7 +62,7 @@ def make_copy(D, ROWS, THREADS):
     Row r comes from x[first + r stride]; rows from `valid` on become zeros. Neighbouring threads copy neighbouring
     chunks, so that whole rows are read at once.
     """
-    place = make_place(D)
+    chunk_offset = make_chunk_offset(D)
     CHUNKS = D // CHUNK
     STEP = THREADS // CHUNKS  # rows that the block copies at a time
     STEPS = -(-ROWS // STEP)
@@ -73,7 +73,7 @@ def make_copy(D, ROWS, THREADS):
     def copy_tile(smem, a, x, first, stride, valid):
         tid = cuda.threadIdx.x & (THREADS - 1)  # no change, but now the compiler knows its range
         row, chunk = tid // CHUNKS, tid % CHUNKS
-        to, source = a + place(row, chunk), first + row * stride + chunk * CHUNK
+        to, source = a + chunk_offset(row, chunk), first + row * stride + chunk * CHUNK
         for i in range(STEPS):
             if ROWS % STEP == 0 or row + i * STEP < ROWS:
                 inside = row + i * STEP < valid
@@ -105,7 +105,7 @@ def make_store(D, MT):
     They go through the warp's own rows of a tile that nobody reads any more, so that global memory is written
     16 bytes at a time.
     """
-    place = make_place(D)
+    chunk_offset = make_chunk_offset(D)
     CHUNKS = D // CHUNK
 
     @device
@@ -118,11 +118,11 @@ def make_store(D, MT):
                 row = 16 * m + 8 * r + (lane >> 2)
                 for n in range(CHUNKS):
                     pair = pack_bf16(acc[m, n, 2 * r], acc[m, n, 2 * r + 1])
-                    store_pair_shared(smem, a + place(row, n) + 2 * (lane & 3), pair)
+                    store_pair_shared(smem, a + chunk_offset(row, n) + 2 * (lane & 3), pair)
         cuda.syncwarp()  # the rows are whole
         for i in range(MT * CHUNKS // 2):
             row, chunk = (32 * i + lane) // CHUNKS, (32 * i + lane) % CHUNKS
-            load16_shared(registers, smem, a + place(row, chunk))
+            load16_shared(registers, smem, a + chunk_offset(row, chunk))
             if row < valid:
                 store16(x, first + row * stride + chunk * CHUNK, registers)
 
@@ -178,12 +178,12 @@ def make_left_lane(D):
     16 columns further, two chunks, is this ^ 16: the swizzle changes no other bits. So a product needs one address, an
     exclusive-or per 16 columns, and constants.
     """
-    place = make_place(D)
+    chunk_offset = make_chunk_offset(D)
 
     @device
     def left_lane():
         lane = cuda.threadIdx.x & 31
-        return place(lane & 15, lane >> 4)
+        return chunk_offset(lane & 15, lane >> 4)
 
     return left_lane
 
@@ -196,7 +196,12 @@ def make_scores(D, MT, NT):
     scores_of(s, fa, smem, b)       A is in fa
     scores(s, smem, a, b)           A is in shared memory
     """
-    place, left_lane, clear, KS = make_place(D), make_left_lane(D), make_fill(MT, NT)[0], D // 16
+    chunk_offset, left_lane, clear, KS = (
+        make_chunk_offset(D),
+        make_left_lane(D),
+        make_fill(MT, NT)[0],
+        D // 16,
+    )
 
     @device
     def load_slice(fa, smem, a, k):
@@ -208,7 +213,7 @@ def make_scores(D, MT, NT):
         """Columns 16 k to 16 k + 15 of both factors"""
         lane = cuda.threadIdx.x & 31
         fb = cuda.local.array((2, 2), uint32)
-        right_lane = place((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
+        right_lane = chunk_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
         for n in range(NT // 2):  # the four 8 x 8 matrices: rows 16 n, + 8; columns 16 k, + 8
             ldmatrix(fb, smem, b + right_lane, 16 * k, 16 * n * D)
             for m in range(MT):

@@ -31,7 +31,7 @@ from .ptx import (
 )
 
 
-def each_of(*arrays: Array) -> int:
+def elements_per_vector(*arrays: Array) -> int:
     """How many neighbouring elements a thread should own: those in 16 bytes of the widest of these dtypes.
 
     Then neighbouring threads own neighbouring 16 bytes, and a warp moves whole 128-byte lines. With 8 float32 per thread in
@@ -54,13 +54,13 @@ def _set(context, builder, sig, args, a, values):
     return context.get_dummy_value()
 
 
-def _is_half(x):
+def _is_bf16(x):
     return isinstance(x.dtype, types.Integer)
 
 
 def _accesses(n, x):
     """-> number of accesses, words in each"""
-    words = n // 2 if _is_half(x) else n
+    words = n // 2 if _is_bf16(x) else n
     return max(words // 4, 1), min(words, 4)
 
 
@@ -108,7 +108,7 @@ def _make_store(name, n, space):
 def _make_unpack(name, n):
     def unpack(typingctx, values, words, x):
         def codegen(context, builder, sig, args):
-            if _is_half(x):
+            if _is_bf16(x):
                 pairs = _get(context, builder, sig, args, 1, n // 2)
                 floats = [_widen(builder, pair, upper) for pair in pairs for upper in (0, 1)]
             else:
@@ -125,7 +125,7 @@ def _make_pack(name, n):
     def pack(typingctx, words, values, x):
         def codegen(context, builder, sig, args):
             floats = _get(context, builder, sig, args, 1, n)
-            if _is_half(x):
+            if _is_bf16(x):
                 new = [_narrow_pair(builder, *pair) for pair in zip(floats[::2], floats[1::2])]
             else:
                 new = [builder.bitcast(f, I32) for f in floats]
@@ -168,53 +168,60 @@ def _words_in(n, x):
     return n * x.dtype.itemsize // 4
 
 
-def _load_twin(n):
-    def twin(thread, site, words, x, i):
+def _simulated_load(n):
+    def simulated(thread, site, words, x, i):
         _aligned(n, i, site)
         elements = np.array([thread.load(x, i + j, site) for j in range(n)], x.dtype)
         _write(thread, words, elements.view(np.uint32), site)
 
-    return twin
+    return simulated
 
 
-def _store_twin(n):
-    def twin(thread, site, x, i, words):
+def _simulated_store(n):
+    def simulated(thread, site, x, i, words):
         _aligned(n, i, site)
         for j, element in enumerate(
             _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
         ):
             thread.store(x, i + j, element, site)
 
-    return twin
+    return simulated
 
 
-def _unpack_twin(n):
-    def twin(thread, site, values, words, x):
+def _simulated_unpack(n):
+    def simulated(thread, site, values, words, x):
         elements = _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
         if x.dtype == np.uint16:
             elements = (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
         _write(thread, values, elements, site)
 
-    return twin
+    return simulated
 
 
-def _pack_twin(n):
-    def twin(thread, site, words, values, x):
+def _simulated_pack(n):
+    def simulated(thread, site, words, values, x):
         floats = _read(thread, values, n, np.float32, site)
         if x.dtype == np.uint16:
             floats = floats.astype(ml_dtypes.bfloat16)
         _write(thread, words, floats.view(np.uint32), site)
 
-    return twin
+    return simulated
 
 
-simulates(load_words2)(_load_twin(2))
+simulates(load_words2)(_simulated_load(2))
 for _n, _intrinsics in (
     (4, (load_words4, load_words4_shared, store_words4, store_words4_shared, unpack4, pack4)),
     (8, (load_words8, load_words8_shared, store_words8, store_words8_shared, unpack8, pack8)),
 ):
-    for _intrinsic, _twin in zip(
+    for _intrinsic, _simulated in zip(
         _intrinsics,
-        (_load_twin, _load_twin, _store_twin, _store_twin, _unpack_twin, _pack_twin),
+        (
+            _simulated_load,
+            _simulated_load,
+            _simulated_store,
+            _simulated_store,
+            _simulated_unpack,
+            _simulated_pack,
+        ),
     ):
-        simulates(_intrinsic)(_twin(_n))
+        simulates(_intrinsic)(_simulated(_n))

@@ -155,17 +155,17 @@ def _dim3(n) -> tuple[int, int, int]:
     return (n, 1, 1) if isinstance(n, int) else (*n, 1, 1)[:3]
 
 
-_one_at_a_time = threading.Lock()
+_parameter_buffer_lock = threading.Lock()
 _plans: dict = {}  # (kernel, device, kind of every argument) -> _Plan
 
 
-class _Plan:
+class _LaunchPlan:
     """A compiled kernel and the memory in which its parameters are handed over: 8 bytes each."""
 
     def __init__(self, kernel, args, shared):
         self.function, self.module = load_function(kernel, tuple(map(numba_type, args)), shared)
         self.shared = shared
-        layout = "".join(_slots(a) for a in args)
+        layout = "".join(struct_format(a) for a in args)
         self.struct = struct.Struct("<" + layout)
         self.buffer = ctypes.create_string_buffer(max(self.struct.size, 8))
         base, n = ctypes.addressof(self.buffer), self.struct.size // 8
@@ -187,13 +187,13 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap):
     key = tuple(key)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _Plan(kernel, args, shared)
+        plan = _plans[key] = _LaunchPlan(kernel, args, shared)
     if shared > plan.shared:
         allow_shared(plan.function, shared, kernel)
         plan.shared = shared
     stream = gpu.get_current_stream().ptr
     try:
-        with _one_at_a_time:  # other threads use the same buffer
+        with _parameter_buffer_lock:  # other threads use the same buffer
             plan.struct.pack_into(plan.buffer, 0, *values)
             if overlap:
                 launch_overlapping(plan.function, grid, block, shared, stream, plan.pointers)
@@ -212,7 +212,7 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap):
             raise RuntimeError(f"{kernel.py_func.__name__} failed on the GPU: {error}") from error
 
 
-def _slots(a):
+def struct_format(a):
     """struct's format of one argument, every value in 8 bytes."""
     if not isinstance(a, np.generic):
         return "q" * (5 + 2 * a.ndim)
