@@ -150,5 +150,5 @@ def test_bad_input():
         adamw(*good, half_n=np.ones(n, np.float32))
     with pytest.raises(ValueError, match=r"half has shape \(5,\), expected \(6\)"):
         adamw(*good, half_n=np.ones(5, BF16))
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         adamw(*with_(0, to_kernel(good[0])))

@@ -259,5 +259,5 @@ def test_bad_input():
         cross_entropy(logits, targets, 37, np.ones(2, np.float32))
     with pytest.raises(TypeError, match="logits is float16"):
         cross_entropy(np.ones((4, 40), np.float16), targets, 37, inv)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         cross_entropy(to_kernel(logits), targets, 37, to_kernel(inv))

@@ -100,5 +100,5 @@ def test_bad_input():
         scale_fwd(a[:, ::2], 2.0)
     with pytest.raises(ValueError, match=r"factor has shape \(2,\), expected \(1\)"):
         scale_into(a, np.ones(2, np.float32))
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         add_fwd(to_kernel(a), a)

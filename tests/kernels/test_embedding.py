@@ -217,7 +217,7 @@ def test_bad_input():
         embedding_fwd(ids, w.astype(np.int64))
     with pytest.raises(ValueError, match=r"dx has shape \(2, 4\), expected \(3, 4\)"):
         embedding_bwd(w[:2], ids, w)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         embedding_fwd(to_kernel(ids), w)
     on_gpu = [to_kernel(x) for x in (w[:3], ids, w)]
     for given in (to_kernel(np.zeros((3, 4), np.int32)), 1):  # its kernels would read where it says

@@ -165,7 +165,7 @@ def test_rows_that_cublas_cannot_walk(which, view, message):
 def test_other_dtypes_are_refused():
     with pytest.raises(TypeError, match="float16 times float32 into float32 is not supported"):
         matmul(zeros(2, 2), zeros(2, 2).astype(np.float16), zeros(2, 2))
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         matmul(zeros(2, 2), np.zeros((2, 2), np.float32), zeros(2, 2))
 
 

@@ -324,7 +324,7 @@ def test_bad_input():
         fwd(qkv, q_w, k_w, cos.ravel(), sin)
     with pytest.raises(TypeError, match="qkv is float16"):
         fwd(qkv.astype(np.float16), q_w, k_w, cos, sin)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         fwd(to_kernel(qkv), q_w, k_w, to_kernel(cos), to_kernel(sin))
     dqkv, dq, dk = upstream(N, H, G, D)
     rstd, dw = fwd(qkv, q_w, k_w, cos, sin)[3], np.zeros(D, np.float32)

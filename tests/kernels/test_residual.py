@@ -164,5 +164,5 @@ def test_bad_input():
         residual_rmsnorm_fwd(x.astype(np.int32), x, w, EPS)
     with pytest.raises(ValueError, match="not contiguous"):
         residual_rmsnorm_fwd(x, np.ones((2, 16), np.float32)[:, ::2], w, EPS)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         residual_rmsnorm_fwd(to_kernel(x), x, w, EPS)

@@ -155,7 +155,7 @@ def test_bad_input():
         rmsnorm_fwd(x.astype(np.int32), w, EPS)
     with pytest.raises(ValueError, match="not contiguous"):
         rmsnorm_fwd(np.ones((2, 16), np.float32)[:, ::2], w, EPS)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         rmsnorm_fwd(to_kernel(x), w, EPS)
     with pytest.raises(TypeError, match="dy is int32, expected float32 or bfloat16"):
         rmsnorm_bwd(x.astype(np.int32), x, w, w[:2], w)

@@ -169,5 +169,5 @@ def test_bad_input():
         swiglu_fwd(gu.astype(np.int32))
     with pytest.raises(ValueError, match=r"dy has shape \(2, 4\), expected \(2, 8\)"):
         silu_bwd(gu[:, :4], gu)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         silu_bwd(to_kernel(gu), gu)

@@ -56,7 +56,7 @@ from .runtime.launch import (
 )
 
 NAN = float32(math.nan)
-ROWS_IN_FLIGHT = 4  # rows under way before the first is used
+IN_FLIGHT = 4  # rows under way before the first is used
 MIN_BLOCKS = 4  # per multiprocessor: without this promise the compiler saves registers by loading row after row
 
 TILE_IDS = 1024  # ids of one block of `split`
@@ -92,18 +92,18 @@ def make_fwd_kernel(C, vectorized):
 
         x: flat (N C), w: flat (V C). An id outside the table gives NaN.
         """
-        rows = cuda.local.array((ROWS_IN_FLIGHT, CHUNK), float32)
-        in_table = cuda.local.array(ROWS_IN_FLIGHT, boolean)
+        rows = cuda.local.array((IN_FLIGHT, CHUNK), float32)
+        in_table = cuda.local.array(IN_FLIGHT, boolean)
         g, c = row_and_column()
-        first, N = g * ROWS_IN_FLIGHT, ids_N.size
+        first, N = g * IN_FLIGHT, ids_N.size
         if first >= N:
             return
-        for a in range(ROWS_IN_FLIGHT):  # without a condition, so that all are under way at once
+        for a in range(IN_FLIGHT):  # unconditional loads, so that all are in flight at once
             v = int64(ids_N[first + a if first + a < N else N - 1])
             in_table[a] = v >= 0 and v < V
             i = v * C if in_table[a] else int64(0)
             load(rows[a], w, i + c, gap, i + C, vectorized)
-        for a in range(ROWS_IN_FLIGHT):
+        for a in range(IN_FLIGHT):
             if first + a < N:
                 for j in range(CHUNK):
                     rows[a, j] = rows[a, j] if in_table[a] else NAN
@@ -326,7 +326,7 @@ def make_bwd_kernel(C, vectorized):
         """
         acc = cuda.local.array(CHUNK, float32)
         old = cuda.local.array(CHUNK, float32)
-        rows = cuda.local.array((ROWS_IN_FLIGHT, CHUNK), float32)
+        rows = cuda.local.array((IN_FLIGHT, CHUNK), float32)
         p, c = row_and_column()
         if p >= plan_N4.shape[0]:
             return
@@ -343,14 +343,12 @@ def make_bwd_kernel(C, vectorized):
         i = int64(n) * C
         load(acc, dx, i + c, gap, i + C, vectorized)
         count = int32(SEGMENT if p + SEGMENT < last else last - p)
-        for q in range(int32(1), count, int32(ROWS_IN_FLIGHT)):  # most tokens occur once: no loop
-            for a in range(
-                ROWS_IN_FLIGHT
-            ):  # without a condition, so that all are under way at once
+        for q in range(int32(1), count, int32(IN_FLIGHT)):  # most tokens occur once: no loop
+            for a in range(IN_FLIGHT):  # unconditional loads, so that all are in flight at once
                 step = q + a if q + a < count else count - 1
                 i = int64(plan_N4[uint32(p + step), 0]) * C
                 load(rows[a], dx, i + c, gap, i + C, vectorized)
-            for a in range(ROWS_IN_FLIGHT):
+            for a in range(IN_FLIGHT):
                 for j in range(CHUNK):
                     acc[j] += rows[a, j] if q + a < count else float32(0.0)
         if single_segment:
@@ -376,7 +374,7 @@ def make_join_kernel(C, vectorized, overlap):
         """
         tile = cuda.shared.array((SLICES, CHUNK, 32), float32)
         acc = cuda.local.array(CHUNK, float32)
-        rows = cuda.local.array((ROWS_IN_FLIGHT, CHUNK), float32)
+        rows = cuda.local.array((IN_FLIGHT, CHUNK), float32)
         x, y = cuda.threadIdx.x, cuda.threadIdx.y
         c = cuda.blockIdx.y * (2 * JOIN_GAP) + x * QUAD
         inside = vectorized and c + JOIN_GAP + QUAD <= C
@@ -396,12 +394,12 @@ def make_join_kernel(C, vectorized, overlap):
                 segments = (last - first + SEGMENT - 1) // SEGMENT
                 for j in range(CHUNK):
                     acc[j] = float32(0.0)
-                for q in range(y, segments, ROWS_IN_FLIGHT * SLICES):
-                    for a in range(ROWS_IN_FLIGHT):
+                for q in range(y, segments, IN_FLIGHT * SLICES):
+                    for a in range(IN_FLIGHT):
                         segment = q + a * SLICES
                         i = partial_row(first, segment if segment < segments else q) * C
                         load(rows[a], partial, i + c, JOIN_GAP, i + C, inside)
-                    for a in range(ROWS_IN_FLIGHT):
+                    for a in range(IN_FLIGHT):
                         for j in range(CHUNK):
                             acc[j] += rows[a, j] if q + a * SLICES < segments else float32(0.0)
                 for j in range(CHUNK):
@@ -445,7 +443,7 @@ def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
     if N and C:
         x, w = x_NC.reshape(-1), w_VC.reshape(-1)
         fwd_kernel = make_fwd_kernel(C, can_vectorize_rows(C, x, w))
-        launch(fwd_kernel, blocks_for_rows(-(-N // ROWS_IN_FLIGHT), C), BLOCK, x, ids_N, w, V)
+        launch(fwd_kernel, blocks_for_rows(-(-N // IN_FLIGHT), C), BLOCK, x, ids_N, w, V)
     return x_NC
 
 

@@ -30,7 +30,7 @@ from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from .primitives.flat import on_16_bytes
-from .primitives.heads import head_plan, make_head_ops
+from .primitives.heads import HeadKernel, head_plan, make_head_ops
 from .primitives.ptx import device, kernel, let_next_start, load1, store1
 from .primitives.reduce import add_column_sums, warp_sum
 from .primitives.words import elements_per_vector
@@ -72,7 +72,7 @@ def qk_norm_rope_bwd_ref(
     rope_ref(dq_NHD, cos_PR, sin_PR, positions_N, -1, out=du_NAD[:, :H])
     rope_ref(dk_NGD, cos_PR, sin_PR, positions_N, -1, out=du_NAD[:, H:])
     if q_w_D is None:
-        return None, None
+        return None
     xhat_NAD = qkv_NP.reshape(N, H + 2 * G, D)[:, : H + G] * rstd_NA[..., None]
     dq_w_D = np.einsum("nhd,nhd->d", du_NAD[:, :H], xhat_NAD[:, :H])
     dk_w_D = np.einsum("ngd,ngd->d", du_NAD[:, H:], xhat_NAD[:, H:])
@@ -193,7 +193,7 @@ def make_fwd_kernel(H, G, D, vec_size, normalise, positions_given):
     A, X = H + G, H + 2 * G
     plan = head_plan(A, D, vec_size, FWD_THREADS)
     if plan is None:
-        return None, None
+        return None
     ops, TOKENS = make_head_ops(A, D, vec_size, plan), plan.tokens
     token_head_plane, load, load_angles, load_words, store_words = (
         ops.token_head_plane,
@@ -244,7 +244,7 @@ def make_fwd_kernel(H, G, D, vec_size, normalise, positions_given):
             if normalise and r == 0:
                 rstd[n * A + a] = scale  # kept for backward
 
-    return qk_norm_rope_fwd_kernel, plan
+    return HeadKernel(qk_norm_rope_fwd_kernel, plan)
 
 
 @functools.cache
@@ -255,7 +255,7 @@ def make_bwd_kernel(H, G, D, vec_size, normalise, positions_given, overlap):
     A, X = H + G, H + 2 * G
     plan = head_plan(A, D, vec_size, BWD_THREADS)
     if plan is None:
-        return None, None
+        return None
     ops, TOKENS, HEADS, S = make_head_ops(A, D, vec_size, plan), plan.tokens, plan.heads, plan.S
     token_head_plane, load, load_angles, load_words, store_words = (
         ops.token_head_plane,
@@ -266,7 +266,7 @@ def make_bwd_kernel(H, G, D, vec_size, normalise, positions_given, overlap):
     )
     unpack, pack, rotate_back, total = ops.unpack, ops.pack, ops.rotate_back, ops.total
     R, INVERSE, THREADS, TILE = D // 2, 1 / D, plan.THREADS, 2 * vec_size * plan.THREADS
-    plan.blocks = max(RESIDENT[vec_size] * 32 // THREADS, 1)  # on a multiprocessor
+    blocks_per_sm = max(RESIDENT[vec_size] * 32 // THREADS, 1)
 
     @device
     def backward_of_norm(d_2E, x_2E, dw_2E, w_2E, rstd):
@@ -302,7 +302,7 @@ def make_bwd_kernel(H, G, D, vec_size, normalise, positions_given, overlap):
             partial[at + d] = total_q
             partial[at + D + d] = total_k
 
-    @kernel(THREADS, plan.blocks)
+    @kernel(THREADS, blocks_per_sm)
     def qk_norm_rope_bwd_kernel(
         dqkv, partial, dq, dk, qkv, q_w_D, k_w_D, rstd, cos_PR, sin_PR, positions_N, N, T
     ):
@@ -378,7 +378,7 @@ def make_bwd_kernel(H, G, D, vec_size, normalise, positions_given, overlap):
             block = int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
             add_heads(partial, block * (2 * D), dw_2E, cuda.shared.array(TILE, float32))
 
-    return qk_norm_rope_bwd_kernel, plan
+    return HeadKernel(qk_norm_rope_bwd_kernel, plan, blocks_per_sm)
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -415,11 +415,11 @@ def qk_norm_rope_fwd(
     rstd_given = rstd if normalise else cos_PR  # a kernel takes no None
     q_w, k_w = weights or (cos_PR.reshape(-1),) * 2
     flat = [x.reshape(-1) for x in (q, k, rstd_given, qkv_NP, q_w, k_w, cos_PR, sin_PR)]
-    fwd_kernel, plan = make_fwd_kernel(H, G, D, elements_per_vector(qkv_NP), normalise, T == 0)
+    fwd = make_fwd_kernel(H, G, D, elements_per_vector(qkv_NP), normalise, T == 0)
     eps = np.float32(eps)
-    if plan and on_16_bytes(*flat):
-        grid = (-(-N // plan.tokens), plan.parts)
-        launch(fwd_kernel, grid, plan.THREADS, *flat, positions, N, T, eps)
+    if fwd is not None and on_16_bytes(*flat):
+        grid = (-(-N // fwd.plan.tokens), fwd.plan.head_blocks)
+        launch(fwd.kernel, grid, fwd.plan.THREADS, *flat, positions, N, T, eps)
     else:
         arrays = (*flat[:2], rstd_given, flat[3], q_w, k_w, cos_PR, sin_PR, positions)
         grid = (N, -(-(H + G) // WARPS))
@@ -477,16 +477,18 @@ def qk_norm_rope_bwd(
     q_w, k_w, rstd = norm[:3] or (cos_PR.reshape(-1), cos_PR.reshape(-1), cos_PR)  # no None
     flat = [x.reshape(-1) for x in (*gradients, qkv_NP)]
     variant = normalise, T == 0, can_overlap(qkv_NP)
-    bwd_kernel, plan = make_bwd_kernel(H, G, D, elements_per_vector(qkv_NP), *variant)
-    fast = plan is not None and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR)
-    parts = plan.parts if fast else -(-(H + G) // WARPS)
-    most = plan.blocks * MULTIPROCESSORS // parts if fast else -(-PARTIALS // parts)
-    grid = (min(-(-N // plan.tokens) if fast else N, max(most, 1)), parts)
-    partial = empty(qkv_NP, (grid[0] * parts, 2 * D), np.float32)
-    if fast:
+    bwd = make_bwd_kernel(H, G, D, elements_per_vector(qkv_NP), *variant)
+    if bwd is not None and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR):
+        plan, head_blocks = bwd.plan, bwd.plan.head_blocks
+        resident = max(bwd.blocks_per_sm * MULTIPROCESSORS // head_blocks, 1)
+        grid = (min(-(-N // plan.tokens), resident), head_blocks)
+        partial = empty(qkv_NP, (grid[0] * head_blocks, 2 * D), np.float32)
         arrays = (*flat[1:], q_w, k_w, rstd.reshape(-1), *(t.reshape(-1) for t in tables))
-        launch(bwd_kernel, grid, plan.THREADS, flat[0], partial.reshape(-1), *arrays, N, T)
+        launch(bwd.kernel, grid, plan.THREADS, flat[0], partial.reshape(-1), *arrays, N, T)
     else:
+        head_blocks = -(-(H + G) // WARPS)
+        grid = (min(N, max(-(-PARTIALS // head_blocks), 1)), head_blocks)
+        partial = empty(qkv_NP, (grid[0] * head_blocks, 2 * D), np.float32)
         arrays = (*flat[1:], q_w, k_w, rstd, *tables, N, H, G, T, normalise)
         launch(qk_norm_rope_bwd_warp_kernel, grid, (32, WARPS), flat[0], partial, *arrays)
     if normalise and N:

@@ -22,7 +22,7 @@ from ..device import Array
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import kernel, let_next_start, wait_for_previous
 from .primitives.reduce import MAX_WARPS
-from .primitives.rows import MAX_COLUMNS, aligned_rows, make_row_ops
+from .primitives.rows import MAX_COLUMNS, RowKernel, aligned_rows, make_row_ops
 from .primitives.words import elements_per_vector
 from .rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
 from .runtime.launch import (
@@ -101,7 +101,7 @@ def make_fwd_kernel(C, vec_size, aligned, few=False, overlap=False):
                 h_SE[s, j] *= rstd * w_SE[s, j]
             store(y, n * C, column + s * STRIDE, h_SE[s])
 
-    return residual_rmsnorm_fwd_kernel, ops
+    return RowKernel(residual_rmsnorm_fwd_kernel, ops)
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -123,10 +123,10 @@ def residual_rmsnorm_fwd(
     h_NC, y_NC, rstd_N = empty_like(x_NC), empty_like(r_NC), empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, h_NC, y_NC, x_NC, r_NC) and on_16_bytes(w_C)
     few, overlap = N <= FEW, N <= FEW and can_overlap(x_NC)
-    fwd_kernel, ops = make_fwd_kernel(C, elements_per_vector(x_NC, r_NC), aligned, few, overlap)
+    fwd = make_fwd_kernel(C, elements_per_vector(x_NC, r_NC), aligned, few, overlap)
     h, y, x, r = (a.reshape(-1) for a in (h_NC, y_NC, x_NC, r_NC))
     arguments = (h, y, rstd_N, x, r, w_C, np.float32(eps))
-    launch(fwd_kernel, -(-N // ops.R), ops.THREADS, *arguments, overlap=overlap)
+    launch(fwd.kernel, -(-N // fwd.plan.R), fwd.plan.THREADS, *arguments, overlap=overlap)
     return h_NC, y_NC, rstd_N
 
 

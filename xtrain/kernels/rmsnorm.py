@@ -29,7 +29,7 @@ from ..device import Array
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import kernel, let_next_start
 from .primitives.reduce import MAX_WARPS, add_column_sums, block_sum
-from .primitives.rows import aligned_rows, make_row_ops, row_plan
+from .primitives.rows import RowKernel, aligned_rows, make_row_ops, row_plan
 from .primitives.words import elements_per_vector
 from .runtime.launch import (
     FLOATS,
@@ -122,7 +122,7 @@ def make_fwd_kernel(C, vec_size, aligned):
                 x_SE[s, j] *= rstd * w[j]
             store(y, n * C, column + s * STRIDE, x_SE[s])
 
-    return rmsnorm_fwd_kernel, ops
+    return RowKernel(rmsnorm_fwd_kernel, ops)
 
 
 @functools.cache
@@ -136,12 +136,12 @@ def make_bwd_kernel(C, vec_size, aligned, add_skip, overlap, recompute_y=False):
     warps = RESIDENT_WIDE if wide else RESIDENT
     # In one block if they can be: then their shares of dw are added up on the chip, and `partial` has few rows.
     ops = make_row_ops(C, vec_size, aligned, warps, BWD_COLUMNS)
-    ops.blocks = max(warps // (ops.W * ops.R), 1)  # on a multiprocessor
+    blocks_per_sm = max(warps // (ops.W * ops.R), 1)
     load, store, load_words, unpack = ops.load, ops.store, ops.load_words, ops.unpack
     total, row_and_column, add_rows = ops.total, ops.row_and_column, ops.add_rows
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
-    @kernel(ops.THREADS, ops.blocks)
+    @kernel(ops.THREADS, blocks_per_sm)
     def rmsnorm_bwd_kernel(dx, partial, dy, skip, x, w_C, rstd_N):
         """Grid P, block THREADS. Block p owns rows p R, ..., p R + R - 1, then (p + P) R, ...
 
@@ -210,7 +210,7 @@ def make_bwd_kernel(C, vec_size, aligned, add_skip, overlap, recompute_y=False):
             let_next_start()  # add_column_sums
         add_rows(partial, int64(cuda.blockIdx.x) * C, dw_SE)
 
-    return rmsnorm_bwd_kernel, ops
+    return RowKernel(rmsnorm_bwd_kernel, ops, blocks_per_sm)
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -228,9 +228,9 @@ def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array,
         return y_NC.astype(x_NC.dtype if dtype is None else dtype, copy=False), rstd_N
     y_NC, rstd_N = empty(x_NC, (N, C), dtype), empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, x_NC, y_NC) and on_16_bytes(w_C)
-    fwd_kernel, ops = make_fwd_kernel(C, elements_per_vector(x_NC, y_NC), aligned)
-    y, x = y_NC.reshape(-1), x_NC.reshape(-1)
-    launch(fwd_kernel, -(-N // ops.R), ops.THREADS, y, rstd_N, x, w_C, np.float32(eps))
+    fwd = make_fwd_kernel(C, elements_per_vector(x_NC, y_NC), aligned)
+    y, x, plan = y_NC.reshape(-1), x_NC.reshape(-1), fwd.plan
+    launch(fwd.kernel, -(-N // plan.R), plan.THREADS, y, rstd_N, x, w_C, np.float32(eps))
     return y_NC, rstd_N
 
 
@@ -269,7 +269,7 @@ def rmsnorm_bwd(
     skip = dy_NC if skip_NC is None else skip_NC  # a kernel takes no None
     arrays = (dy_NC, skip, x_NC)
     aligned = aligned_rows(C, dx_NC, *arrays) and on_16_bytes(w_C)
-    bwd_kernel, ops = make_bwd_kernel(
+    bwd = make_bwd_kernel(
         C,
         elements_per_vector(*arrays),
         aligned,
@@ -277,10 +277,10 @@ def rmsnorm_bwd(
         can_overlap(x_NC),
         bool(recompute_y),
     )
-    P = min(-(-N // ops.R), MULTIPROCESSORS * ops.blocks)
+    P = min(-(-N // bwd.plan.R), MULTIPROCESSORS * bwd.blocks_per_sm)
     partial_PC = empty(x_NC, (P, C), np.float32)
     flat = (a.reshape(-1) for a in (dx_NC, partial_PC, *arrays))
-    launch(bwd_kernel, P, ops.THREADS, *flat, w_C, rstd_N)
+    launch(bwd.kernel, P, bwd.plan.THREADS, *flat, w_C, rstd_N)
     if P:
         add_column_sums(partial_PC, dw_C)
     return dx_NC

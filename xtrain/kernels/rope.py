@@ -31,7 +31,7 @@ from numba import cuda, float32, int64, uint32
 
 from ..device import Array
 from .primitives.flat import on_16_bytes
-from .primitives.heads import NAN, head_plan, make_head_ops
+from .primitives.heads import NAN, HeadKernel, head_plan, make_head_ops
 from .primitives.ptx import kernel, load1, store1
 from .primitives.words import elements_per_vector
 from .runtime.launch import (
@@ -160,10 +160,10 @@ def rope_plane_kernel(y, x, cos_PR, sin_PR, positions_N, H, T, sign):
 
 @functools.cache
 def make_rope_kernel(H, D, vec_size, forward):
-    """The kernel in use: 16 bytes at a time, a head to S threads. See _heads.py. None: this shape does not fit."""
+    """The kernel in use: 16 bytes at a time, S threads per head, see primitives/heads.py. None if the shape does not fit."""
     plan = head_plan(H, D, vec_size, BLOCK)
     if plan is None:
-        return None, None
+        return None
     ops = make_head_ops(H, D, vec_size, plan)
     token_head_plane, load_angles, load_words, unpack, pack, store_words = (
         ops.token_head_plane,
@@ -192,7 +192,7 @@ def make_rope_kernel(H, D, vec_size, forward):
             pack(x_2W, x_2E, y)
             store_words(y, (n * H + h) * D + r, x_2W)
 
-    return rope_kernel, plan
+    return HeadKernel(rope_kernel, plan)
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -235,10 +235,11 @@ def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
     check(0 < R <= BLOCK, f"{op}: head width {D} is not in 2 to {2 * BLOCK}")
     flat = y_NHD.reshape(-1), x_NHD.reshape(-1)
     tables = cos_PR.reshape(-1), sin_PR.reshape(-1)
-    rope_kernel, plan = make_rope_kernel(H, D, elements_per_vector(x_NHD), sign > 0)
-    if plan and on_16_bytes(*flat, *tables):
-        grid = (-(-N // plan.tokens), plan.parts)
-        launch(rope_kernel, grid, plan.THREADS, *flat, *tables, positions, N, T)
+    vectorized = make_rope_kernel(H, D, elements_per_vector(x_NHD), sign > 0)
+    if vectorized is not None and on_16_bytes(*flat, *tables):
+        plan = vectorized.plan
+        grid = (-(-N // plan.tokens), plan.head_blocks)
+        launch(vectorized.kernel, grid, plan.THREADS, *flat, *tables, positions, N, T)
     else:
         heads = max(1, min(H, BLOCK // R))
         grid, block = (N, -(-H // heads)), (R, heads)

@@ -44,7 +44,7 @@ def test_the_array_type_decides():
 def test_a_mixture_is_refused_by_name():
     x = np.ones(3, np.float32)
     for mixture in ((x, sim(x)), (sim(x), x), (x, x, sim(x))):
-        with pytest.raises(TypeError, match=r"one place, got numpy\.ndarray, xtrain\.SimArray"):
+        with pytest.raises(TypeError, match=r"on one device, got numpy\.ndarray, xtrain\.SimArray"):
             on_host(*mixture)
     with pytest.raises(TypeError, match=r"numpy\.float32"):
         on_host(x, np.float32(1))
@@ -53,7 +53,7 @@ def test_a_mixture_is_refused_by_name():
 @pytest.mark.gpu
 def test_a_mixture_with_the_gpu():
     x = np.ones(3, np.float32)
-    with pytest.raises(TypeError, match=r"one place, got cupy\.ndarray, numpy\.ndarray"):
+    with pytest.raises(TypeError, match=r"on one device, got cupy\.ndarray, numpy\.ndarray"):
         on_host(x, to_device(x, "gpu"))
 
 
