@@ -72,7 +72,7 @@ def qk_norm_rope_bwd_ref(
     rope_ref(dq_NHD, cos_PR, sin_PR, positions_N, -1, out=du_NAD[:, :H])
     rope_ref(dk_NGD, cos_PR, sin_PR, positions_N, -1, out=du_NAD[:, H:])
     if q_w_D is None:
-        return None
+        return None, None
     xhat_NAD = qkv_NP.reshape(N, H + 2 * G, D)[:, : H + G] * rstd_NA[..., None]
     dq_w_D = np.einsum("nhd,nhd->d", du_NAD[:, :H], xhat_NAD[:, :H])
     dk_w_D = np.einsum("ngd,ngd->d", du_NAD[:, H:], xhat_NAD[:, H:])
