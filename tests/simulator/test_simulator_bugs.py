@@ -108,7 +108,7 @@ def test_no_barrier_between_two_uses_of_shared_memory(planted):
 
 def test_no_barrier_between_write_and_read(planted):
     """Warp 0 runs first here, and finds a place that warp 1 writes later."""
-    after = "  # every warp's maximum is there"
+    after = "  # every warp's maximum is written"
     reduce = planted("primitives.reduce", "cuda.syncthreads()" + after, "pass" + after)
     with pytest.raises(UninitializedError) as caught:
         run_softmax(planted, reduce)
@@ -129,7 +129,7 @@ def test_barrier_in_a_branch_that_some_threads_take(planted):
         "    cuda.syncthreads()  # the previous use of `partial` is over\n",
         "    if lane == 0:\n",
     )
-    rest = "        partial[warp] = v\n    cuda.syncthreads()  # every warp's sum is there\n"
+    rest = "        partial[warp] = v\n    cuda.syncthreads()  # every warp's sum is written\n"
     reduce = planted(
         "primitives.reduce", barrier + guard + rest, guard + "        cuda.syncthreads()  # of some\n" + rest
     )
@@ -138,7 +138,7 @@ def test_barrier_in_a_branch_that_some_threads_take(planted):
     words = "8 threads (0, 32, 64, 96, 128, 160, 192, 224) wait in syncthreads at bad_reduce.py"
     assert_reported(caught, reduce, "causal_softmax_fwd_kernel", words, "called at bad_softmax.py")
     assert_reported(
-        caught, reduce, "248 threads (1-31, 33-63", lines=(MARK, "every warp's sum is there")
+        caught, reduce, "248 threads (1-31, 33-63", lines=(MARK, "every warp's sum is written")
     )  # the two barriers
 
 
@@ -176,7 +176,7 @@ def test_no_syncwarp_between_lanes(planted):
 
 # ----------------------------------------------------------------------------- who writes what
 def test_all_threads_write_what_one_should(planted):
-    old = "    if tid == 0:\n        rstd_N[n] = rstd  # kept for backward\n"
+    old = "    if tid == 0:\n        rstd_N[n] = rstd  # saved for backward\n"
     module = planted("rmsnorm", old, "    if tid >= 0:\n        rstd_N[n] = rstd\n")
     with pytest.raises(RaceError) as caught:
         run_rmsnorm(module)
@@ -216,7 +216,7 @@ def test_read_after_the_barrier_behind_which_it_is_overwritten(planted):
 
 
 def test_corrected_by_a_thread_that_did_not_write_it(planted):
-    old = "if in_vocabulary and target // vec_size % BLOCK == tid:"
+    old = "if in_vocabulary and target // vec % BLOCK == tid:"
     module = planted("cross_entropy", old, "if in_vocabulary and tid == 0:")
     with pytest.raises(RaceError) as caught:
         module.cross_entropy(f32(2, 600), sim(np.array([40, 3])), 600, f32(1))
@@ -484,7 +484,7 @@ def test_read_only_memory():
 
 def test_what_a_student_reads(planted):
     """The whole message."""
-    old = "    if tid == 0:\n        rstd_N[n] = rstd  # kept for backward\n"
+    old = "    if tid == 0:\n        rstd_N[n] = rstd  # saved for backward\n"
     module = planted("rmsnorm", old, "    if tid < 2:\n        rstd_N[n] = rstd\n")
     with pytest.raises(RaceError) as caught:
         run_rmsnorm(module)

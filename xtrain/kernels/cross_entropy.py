@@ -123,17 +123,17 @@ def cross_entropy_naive_kernel(
 
 
 @functools.cache
-def make_cross_entropy_kernel(vec_size, aligned, BLOCK, BLOCKS_PER_SM, REGISTER_ROUNDS):
+def make_cross_entropy_kernel(vec, aligned, BLOCK, BLOCKS_PER_SM, REGISTER_ROUNDS):
     """The kernel in use. each: logits in 16 bytes. aligned: every row begins at a multiple of 16 bytes.
 
     A block reads its row in rounds of UNROLL chunks per thread. What is left after the last whole round and the first
     `shared_end` columns stay in shared memory, the last HELD rounds in registers. The others, if any, are read again in
     `write_row`, the latest first: those are still in L2.
     """
-    STRIDE = BLOCK * vec_size
+    STRIDE = BLOCK * vec
     ROUND = UNROLL * STRIDE
-    ELEMENT = types.uint16 if vec_size == 8 else types.float32
-    if vec_size == 8:
+    ELEMENT = types.uint16 if vec == 8 else types.float32
+    if vec == 8:
         load_vector, store_vector, unpack, pack = load_words8, store_words8, unpack8, pack8
         store_shared, load_shared = store_words8_shared, load_words8_shared
     else:
@@ -146,49 +146,49 @@ def make_cross_entropy_kernel(vec_size, aligned, BLOCK, BLOCKS_PER_SM, REGISTER_
         if aligned:
             load_vector(words, logits, first + c)
         else:
-            x = cuda.local.array(vec_size, float32)
-            for j in range(vec_size):
+            x = cuda.local.array(vec, float32)
+            for j in range(vec):
                 x[j] = load1(logits, first + c + j) if c + j < end else LOWEST
             pack(words, x, logits)
 
     @device
     def add(words, logits, m, total):
         """One more chunk. -> the new maximum, and the sum of exp(logit - maximum) so far."""
-        x, top = cuda.local.array(vec_size, float32), m
+        x, top = cuda.local.array(vec, float32), m
         unpack(x, words, logits)
-        for j in range(vec_size):
+        for j in range(vec):
             top = fmax(top, x[j])
         total *= exp2((m - top) * float32(LOG2E))
-        for j in range(vec_size):
+        for j in range(vec):
             total += exp2((x[j] - top) * float32(LOG2E))
         return top, total
 
     @device
     def store_gradient(logits, first, c, end, used, words, top, factor):
         """The softmax times factor over the chunk at column c; zeros from column `used` on."""
-        x = cuda.local.array(vec_size, float32)
+        x = cuda.local.array(vec, float32)
         if c < used:
             unpack(x, words, logits)
-        for j in range(vec_size):
+        for j in range(vec):
             p = exp2((x[j] - top) * float32(LOG2E)) * factor if c + j < used else float32(0.0)
             x[j] = p
         if aligned:
             pack(words, x, logits)
             store_vector(logits, first + c, words)
         else:
-            for j in range(vec_size):
+            for j in range(vec):
                 if c + j < end:
                     store1(logits, first + c + j, x[j])
 
     @device
     def read_row(x_RUW, shared_row, logits, first, used, rounds_end, registers_begin, shared_end):
         """-> this thread's largest logit, and its sum of exp(logit - largest)"""
-        v, m, total = cuda.threadIdx.x * vec_size, LOWEST, float32(0.0)
-        x = cuda.local.array(vec_size, float32)
+        v, m, total = cuda.threadIdx.x * vec, LOWEST, float32(0.0)
+        x = cuda.local.array(vec, float32)
         for c in range(rounds_end + v, used, STRIDE):
             load_words(x_RUW[0, 0], logits, first, c, used)
             unpack(x, x_RUW[0, 0], logits)
-            for j in range(vec_size):  # padding is not part of the softmax
+            for j in range(vec):  # padding is not part of the softmax
                 x[j] = x[j] if c + j < used else LOWEST
             pack(x_RUW[0, 0], x, logits)
             store_shared(shared_row, shared_end + c - rounds_end, x_RUW[0, 0])
@@ -227,7 +227,7 @@ def make_cross_entropy_kernel(vec_size, aligned, BLOCK, BLOCKS_PER_SM, REGISTER_
         top,
         factor,
     ):
-        v = cuda.threadIdx.x * vec_size
+        v = cuda.threadIdx.x * vec
         for h in range(REGISTER_ROUNDS):
             base = registers_begin + h * ROUND + v
             if base < rounds_end:
@@ -302,7 +302,7 @@ def make_cross_entropy_kernel(vec_size, aligned, BLOCK, BLOCKS_PER_SM, REGISTER_
                 factor,
             )
             if (
-                in_vocabulary and target // vec_size % BLOCK == tid
+                in_vocabulary and target // vec % BLOCK == tid
             ):  # who has written there now corrects it
                 p = exp2((at_target - top) * float32(LOG2E)) * factor
                 store1(logits, n * P + target, p - inv_count)
@@ -376,13 +376,13 @@ def cross_entropy(
         return loss_N if out_N is None else out_N, logits_NP if with_gradient else None
     loss_N = empty(logits_NP, N, np.float32) if out_N is None else out_N
     logits = logits_NP.reshape(-1)
-    vec_size = elements_per_vector(logits)
-    block, blocks_per_sm, register_rounds = PLANS[vec_size]
+    vec = elements_per_vector(logits)
+    block, blocks_per_sm, register_rounds = PLANS[vec]
     ce_kernel = make_cross_entropy_kernel(
-        vec_size, aligned_rows(P, logits), block, blocks_per_sm, register_rounds
+        vec, aligned_rows(P, logits), block, blocks_per_sm, register_rounds
     )
     shared_end, shared = shared_plan(
-        vocab_size, vec_size, block, register_rounds, shared_bytes(logits, blocks_per_sm)
+        vocab_size, vec, block, register_rounds, shared_bytes(logits, blocks_per_sm)
     )
     arrays = (loss_N, logits, targets_N, inv_count_1)
     launch(ce_kernel, N, block, *arrays, P, vocab_size, shared_end, with_gradient, shared=shared)
@@ -390,14 +390,14 @@ def cross_entropy(
 
 
 def shared_plan(
-    vocab_size: int, vec_size: int, block: int, register_rounds: int, nbytes: int
+    vocab_size: int, vec: int, block: int, register_rounds: int, nbytes: int
 ) -> tuple[int, int]:
     """-> columns of a row that stay in nbytes of shared memory, whole rounds; bytes they and the rest of the row take"""
-    columns = UNROLL * block * vec_size  # of a round
-    rest = -(-(vocab_size % columns) // vec_size) * 16
+    columns = UNROLL * block * vec  # of a round
+    rest = -(-(vocab_size % columns) // vec) * 16
     rounds = min(vocab_size // columns - register_rounds, (nbytes - rest) // (UNROLL * block * 16))
     shared_end = max(rounds, 0) * columns
-    return shared_end, shared_end // vec_size * 16 + rest
+    return shared_end, shared_end // vec * 16 + rest
 
 
 def shared_bytes(x: Array, blocks_per_sm: int) -> int:

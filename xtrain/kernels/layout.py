@@ -53,11 +53,11 @@ def swap_heads_plain_kernel(y_BYXD, x_BXYD):
 
 
 @functools.cache
-def make_swap_kernel(D, vec_size):
-    """The kernel in use: 16 bytes, `vec_size` numbers, at a time. D is a constant, so that dividing by it is cheap."""
-    CHUNKS = D // vec_size  # of a row
+def make_swap_kernel(D, vec):
+    """The kernel in use: 16 bytes, `vec` numbers, at a time. D is a constant, so that dividing by it is cheap."""
+    CHUNKS = D // vec  # of a row
     load_words, store_words = (
-        (load_words8, store_words8) if vec_size == 8 else (load_words4, store_words4)
+        (load_words8, store_words8) if vec == 8 else (load_words4, store_words4)
     )
 
     @kernel(BLOCK)
@@ -71,8 +71,8 @@ def make_swap_kernel(D, vec_size):
             row, chunk = k // uint32(CHUNKS), k % uint32(CHUNKS)  # row (b, i, j) of x
             bi, j = row // uint32(Y), row % uint32(Y)
             b, i = bi // uint32(X), bi % uint32(X)
-            load_words(words, x, int64(bi) * x_row + j * D + chunk * vec_size)
-            store_words(y, (int64(b) * Y + j) * y_row + i * D + chunk * vec_size, words)
+            load_words(words, x, int64(bi) * x_row + j * D + chunk * vec)
+            store_words(y, (int64(b) * Y + j) * y_row + i * D + chunk * vec, words)
 
     return swap_heads_kernel
 
@@ -92,13 +92,11 @@ def swap_heads(x_BXYD: Array, out_BYXD: Array | None = None) -> Array:
     if on_host(x_BXYD, *([] if out_BYXD is None else [out_BYXD])):
         return swap_heads_ref(x_BXYD, out_BYXD)
     y_BYXD = empty(x_BXYD, (B, Y, X, D)) if out_BYXD is None else out_BYXD
-    vec_size, steps = elements_per_vector(x_BXYD), (row_step(x_BXYD), row_step(y_BYXD))
-    vectorized = D % vec_size == 0 and all(
-        step is not None and step % vec_size == 0 for step in steps
-    )
-    if vectorized and on_16_bytes(x_BXYD, y_BYXD) and 0 < x_BXYD.size < 2**31 * vec_size:
-        chunks, y, x = x_BXYD.size // vec_size, flat_rows(y_BYXD), flat_rows(x_BXYD)
-        swap_kernel = make_swap_kernel(D, vec_size)
+    vec, steps = elements_per_vector(x_BXYD), (row_step(x_BXYD), row_step(y_BYXD))
+    vectorized = D % vec == 0 and all(step is not None and step % vec == 0 for step in steps)
+    if vectorized and on_16_bytes(x_BXYD, y_BYXD) and 0 < x_BXYD.size < 2**31 * vec:
+        chunks, y, x = x_BXYD.size // vec, flat_rows(y_BYXD), flat_rows(x_BXYD)
+        swap_kernel = make_swap_kernel(D, vec)
         launch(swap_kernel, -(-chunks // BLOCK), BLOCK, y, x, X, Y, *steps, chunks)
     else:
         tiles = -(-Y // WARPS)

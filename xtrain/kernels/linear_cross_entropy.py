@@ -64,10 +64,7 @@ def linear_cross_entropy(
     check_array(op, "w", w_PC, (None, C), (x_NC.dtype.name,))
     P = w_PC.shape[0]
     check(rows is None or rows > 0, f"{op}: {rows} rows at a time, expected at least 1")
-    check(
-        targets_N.shape == (N,),
-        f"{op}: targets have shape {targets_N.shape}, expected ({N},)",
-    )
+    check(targets_N.shape == (N,), f"{op}: targets have shape {targets_N.shape}, expected ({N},)")
     check_ids(op, "targets", targets_N)
     wide = np.float64 if x_NC.dtype == np.float64 else np.float32
     loss_N = empty(x_NC, N, wide)

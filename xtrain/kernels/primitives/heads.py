@@ -1,8 +1,8 @@
 """Heads of D columns in registers, for the kernels that rotate them: rope.py, qk_norm_rope.py.
 
     plane r        columns r and R + r of a head, R = D / 2: the pair that a rotation mixes
-    chunk          vec_size neighbouring columns, 16 bytes: 8 in bf16, 4 in float32
-    S threads      share a head, S = R / vec_size. Thread s holds planes s vec_size, ..., (s + 1) vec_size - 1: two
+    chunk          vec neighbouring columns, 16 bytes: 8 in bf16, 4 in float32
+    S threads      share a head, S = R / vec. Thread s holds planes s vec, ..., (s + 1) vec - 1: two
                    chunks, so a rotation needs no data of another thread
     block          `heads` heads of `tokens` tokens, rounded up to whole warps; the threads of a head are neighbours
 
@@ -56,10 +56,10 @@ class HeadKernel:
     blocks_per_sm: int = 1  # resident blocks that the kernel's registers allow
 
 
-def head_plan(X: int, D: int, vec_size: int, threads: int) -> HeadPlan | None:
+def head_plan(X: int, D: int, vec: int, threads: int) -> HeadPlan | None:
     """The plan for X heads of D columns in blocks of about `threads` threads; None if the shape does not fit."""
-    S = D // (2 * vec_size)
-    if D % (2 * vec_size) or S not in (1, 2, 4, 8, 16, 32) or X < 1:
+    S = D // (2 * vec)
+    if D % (2 * vec) or S not in (1, 2, 4, 8, 16, 32) or X < 1:
         return None
     heads = X if X * S <= MAX_THREADS else SPLIT_THREADS // S
     tokens = max((threads + heads * S // 2) // (heads * S), 1)
@@ -71,7 +71,7 @@ def head_plan(X: int, D: int, vec_size: int, threads: int) -> HeadPlan | None:
 class HeadOps:
     """Device functions of make_head_ops.
 
-    E = vec_size. x_2E: the two chunks of a thread, (2, E) float32 registers; x_2W: the same as (2, 4) words (words.py).
+    E = vec. x_2E: the two chunks of a thread, (2, E) float32 registers; x_2W: the same as (2, 4) words (words.py).
     """
 
     token_head_plane: Callable  # () -> token within the block, head, first plane. head >= X: the thread has no head
@@ -88,15 +88,15 @@ class HeadOps:
     total: Callable  # (v) -> the sum of v over the S threads of a head, in each of them
 
 
-def make_head_ops(X: int, D: int, vec_size: int, plan: HeadPlan) -> HeadOps:
+def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
     """The device functions for X heads of D columns, shared among threads as `plan` says."""
     S, HEADS, TOKENS = plan.S, plan.heads, plan.tokens
     R, TOKEN_THREADS, SHIFT = D // 2, plan.heads * plan.S, plan.S.bit_length() - 1
-    load_n = load8 if vec_size == 8 else load4
+    load_n = load8 if vec == 8 else load4
     load_vector, store_vector = (
-        (load_words8, store_words8) if vec_size == 8 else (load_words4, store_words4)
+        (load_words8, store_words8) if vec == 8 else (load_words4, store_words4)
     )
-    unpack_n, pack_n = (unpack8, pack8) if vec_size == 8 else (unpack4, pack4)
+    unpack_n, pack_n = (unpack8, pack8) if vec == 8 else (unpack4, pack4)
 
     @device
     def token_head_plane():
@@ -104,11 +104,7 @@ def make_head_ops(X: int, D: int, vec_size: int, plan: HeadPlan) -> HeadOps:
         token = tid // uint32(TOKEN_THREADS)
         token_thread = int64(tid - token * uint32(TOKEN_THREADS))
         head = int64(cuda.blockIdx.y) * HEADS + (token_thread >> SHIFT)
-        return (
-            int64(token),
-            head if token < TOKENS else int64(X),
-            (token_thread & (S - 1)) * vec_size,
-        )
+        return (int64(token), head if token < TOKENS else int64(X), (token_thread & (S - 1)) * vec)
 
     @device
     def load(registers, x, i):
@@ -120,7 +116,7 @@ def make_head_ops(X: int, D: int, vec_size: int, plan: HeadPlan) -> HeadOps:
             load_n(cos, cos_PR, p * R + r)
             load_n(sin, sin_PR, p * R + r)
         else:
-            for j in range(vec_size):
+            for j in range(vec):
                 cos[j], sin[j] = NAN, NAN
 
     @device
@@ -145,14 +141,14 @@ def make_head_ops(X: int, D: int, vec_size: int, plan: HeadPlan) -> HeadOps:
 
     @device
     def rotate(x_2E, cos, sin):
-        for j in range(vec_size):
+        for j in range(vec):
             x1, x2 = x_2E[0, j], x_2E[1, j]
             x_2E[0, j] = x1 * cos[j] - x2 * sin[j]
             x_2E[1, j] = x2 * cos[j] + x1 * sin[j]
 
     @device
     def rotate_back(x_2E, cos, sin):
-        for j in range(vec_size):
+        for j in range(vec):
             x1, x2 = x_2E[0, j], x_2E[1, j]
             x_2E[0, j] = x1 * cos[j] + x2 * sin[j]
             x_2E[1, j] = x2 * cos[j] - x1 * sin[j]

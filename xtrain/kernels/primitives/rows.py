@@ -1,6 +1,6 @@
 """A row of C columns held in registers, read and written 16 bytes at a time.
 
-    chunk        vec_size neighbouring columns: 8 if all arrays are bf16, else 4 (see words.py)
+    chunk        vec neighbouring columns: 8 if all arrays are bf16, else 4 (see words.py)
     W warps      share a row: one up to C = 1024 (shuffles sum the row), more beyond (which takes a barrier)
     STEPS        chunks per thread, 32 columns at most. Thread t of a row owns chunks t, t + 32 W, ...
     R rows       per block, so that a block has enough warps
@@ -8,7 +8,7 @@
     columns      0..7   8..15  ...  248..255 | 256..263 ...        (bf16, W = 1)
     thread         0     1            31    |     0
 
-A width that is not a multiple of vec_size misaligns rows, so their chunks are read element by element, which is slower.
+A width that is not a multiple of vec misaligns rows, so their chunks are read element by element, which is slower.
 C is a compile-time constant, so all loops over a row are unrolled and its columns stay in registers.
 """
 
@@ -48,7 +48,7 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class RowOps(RowPlan):
-    """The plan of make_row_ops and its device functions. E = vec_size. A thread's columns of a row begin at column c."""
+    """The plan of make_row_ops and its device functions. E = vec. A thread's columns of a row begin at column c."""
 
     STRIDE: int  # columns between two chunks of a thread
     load: Callable  # (registers, x, first, c): registers[0:E] = x[first + c : + E] as float32; zeros beyond column C
@@ -71,7 +71,7 @@ class RowKernel:
     blocks_per_sm: int = 1  # resident blocks that the kernel's registers allow
 
 
-def row_plan(C: int, vec_size: int, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS) -> RowPlan:
+def row_plan(C: int, vec: int, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS) -> RowPlan:
     """The plan for rows of C columns.
 
     warps: per block, as far as possible. columns: per thread at most; fewer for a kernel that keeps several rows in
@@ -81,8 +81,8 @@ def row_plan(C: int, vec_size: int, warps: int = MIN_WARPS, columns: int = MAX_C
     widest = MAX_WARPS * 32 * MAX_COLUMNS
     if widest < C:
         raise ValueError(f"rows of {C} columns are too wide: at most {widest} are supported")
-    chunks = -(-C // vec_size)
-    W = min(-(-chunks // (32 * (columns // vec_size))), MAX_WARPS)
+    chunks = -(-C // vec)
+    W = min(-(-chunks // (32 * (columns // vec))), MAX_WARPS)
     R = warps if W == 1 else 1
     return RowPlan(W=W, STEPS=-(-chunks // (32 * W)), R=R, THREADS=32 * W * R)
 
@@ -93,15 +93,15 @@ def aligned_rows(C: int, *arrays: Array) -> bool:
 
 
 def make_row_ops(
-    C: int, vec_size: int, aligned: bool, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS
+    C: int, vec: int, aligned: bool, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS
 ) -> RowOps:
     """The plan and the device functions for rows of C columns.
 
     aligned: every row starts at a multiple of 16 bytes, see aligned_rows. warps, columns: as in row_plan.
     """
-    plan = row_plan(C, vec_size, warps, columns)
+    plan = row_plan(C, vec, warps, columns)
     W, R, STEPS, THREADS = plan.W, plan.R, plan.STEPS, plan.THREADS
-    STRIDE = 32 * W * vec_size  # between the chunks of a thread
+    STRIDE = 32 * W * vec  # between the chunks of a thread
     WIDTH = STEPS * STRIDE
     TILE = R * WIDTH if R > 1 else 1
     FULL = C % STRIDE == 0  # no chunk extends beyond the row
@@ -109,12 +109,12 @@ def make_row_ops(
     @device
     def load(registers, x, first, c):
         if not aligned:
-            for j in range(vec_size):
+            for j in range(vec):
                 registers[j] = load1(x, first + c + j) if c + j < C else float32(0.0)
         elif not FULL and c >= C:
-            for j in range(vec_size):
+            for j in range(vec):
                 registers[j] = float32(0.0)
-        elif vec_size == 8:
+        elif vec == 8:
             load8(registers, x, first + c)
         else:
             load4(registers, x, first + c)
@@ -122,11 +122,11 @@ def make_row_ops(
     @device
     def store(x, first, c, registers):
         if not aligned:
-            for j in range(vec_size):
+            for j in range(vec):
                 if c + j < C:
                     store1(x, first + c + j, registers[j])
         elif FULL or c < C:
-            if vec_size == 8:
+            if vec == 8:
                 store8(x, first + c, registers)
             else:
                 store4(x, first + c, registers)
@@ -134,23 +134,23 @@ def make_row_ops(
     @device
     def load_words(words, x, first, c):
         if not aligned:
-            registers = cuda.local.array(vec_size, float32)
+            registers = cuda.local.array(vec, float32)
             load(registers, x, first, c)
-            if vec_size == 8:
+            if vec == 8:
                 pack8(words, registers, x)
             else:
                 pack4(words, registers, x)
         elif not FULL and c >= C:
-            for j in range(vec_size):
+            for j in range(vec):
                 words[j] = uint32(0)
-        elif vec_size == 8:
+        elif vec == 8:
             load_words8(words, x, first + c)
         else:
             load_words4(words, x, first + c)
 
     @device
     def unpack(registers, words, x):
-        if vec_size == 8:
+        if vec == 8:
             unpack8(registers, words, x)
         else:
             unpack4(registers, words, x)
@@ -165,20 +165,20 @@ def make_row_ops(
     def row_and_column():
         tid = cuda.threadIdx.x
         if W == 1:
-            return tid >> 5, (tid & 31) * vec_size
-        return 0, tid * vec_size
+            return tid >> 5, (tid & 31) * vec
+        return 0, tid * vec
 
     @device
     def add_rows(out, first, sums_SC):
         if R == 1:
             for s in range(STEPS):
-                store(out, first, cuda.threadIdx.x * vec_size + s * STRIDE, sums_SC[s])
+                store(out, first, cuda.threadIdx.x * vec + s * STRIDE, sums_SC[s])
         else:  # W = 1: a row is a warp
             tile = cuda.shared.array(TILE, float32, alignment=16)  # 16 bytes at a time
             tid = cuda.threadIdx.x
-            words, at = cuda.local.array(4, uint32), (tid >> 5) * WIDTH + (tid & 31) * vec_size
+            words, at = cuda.local.array(4, uint32), (tid >> 5) * WIDTH + (tid & 31) * vec
             for s in range(STEPS):
-                for e in range(0, vec_size, 4):
+                for e in range(0, vec, 4):
                     pack4(words, sums_SC[s, e : e + 4], tile)
                     store_words4_shared(tile, at + s * STRIDE + e, words)
             cuda.syncthreads()

@@ -251,10 +251,7 @@ def load2_shared(typingctx, registers, smem, i):
 # ----------------------------------------------------------------------------- values
 def _scalar(name, generate, result, *arguments):
     """An intrinsic whose value is generate(builder, *arguments)."""
-    found = (
-        result(*arguments),
-        lambda context, builder, sig, args: generate(builder, *args),
-    )
+    found = result(*arguments), lambda context, builder, sig, args: generate(builder, *args)
 
     def of_0(typingctx):
         return found
