@@ -146,9 +146,9 @@ def test_bad_input():
             adamw(*with_(6, n_decay))
     with pytest.raises(ValueError, match="first step is 1"):
         adamw_hyper(1e-3, *BETAS, 0)
-    with pytest.raises(TypeError, match="half is float32, expected bfloat16"):
-        adamw(*good, half_n=np.ones(n, np.float32))
-    with pytest.raises(ValueError, match=r"half has shape \(5,\), expected \(6\)"):
-        adamw(*good, half_n=np.ones(5, BF16))
+    with pytest.raises(TypeError, match="copy is float32, expected bfloat16"):
+        adamw(*good, copy_n=np.ones(n, np.float32))
+    with pytest.raises(ValueError, match=r"copy has shape \(5,\), expected \(6\)"):
+        adamw(*good, copy_n=np.ones(5, BF16))
     with pytest.raises(TypeError, match="on one device"):
         adamw(*with_(0, to_kernel(good[0])))

@@ -21,13 +21,14 @@ from xtrain.kernels.cross_entropy import (
     IGNORE,
     SUM_BLOCK,
     UNROLL,
+    LossPlan,
     count_targets,
     cross_entropy,
     cross_entropy_naive_kernel,
     cross_entropy_ref,
     mean_loss,
     row_sum,
-    shared_plan,
+    shared_columns,
 )
 from xtrain.kernels.runtime.launch import empty, launch
 
@@ -76,18 +77,18 @@ def check_kernel(N, V, P, scale, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("keep, held", [(0, 1), (1, 1), (9, 1), (1, 2)])
-def test_rows_of_several_rounds(keep, held, dtype, monkeypatch):
-    """`keep` rounds of a small block fit into shared memory, `held` into registers; four rounds and a rest are a row."""
-    each = 16 // np.dtype(dtype).itemsize
-    step = UNROLL * 32 * each
+@pytest.mark.parametrize("in_shared, in_registers", [(0, 1), (1, 1), (9, 1), (1, 2)])
+def test_rows_of_several_rounds(in_shared, in_registers, dtype, monkeypatch):
+    """A row of four rounds of a small block and a rest: so many rounds fit into shared memory, so many into registers."""
+    vec = 16 // np.dtype(dtype).itemsize
+    step = UNROLL * 32 * vec
     V = 4 * step + 45
-    monkeypatch.setattr(module, "PLANS", {4: (32, 2, held), 8: (32, 2, held)})
-    monkeypatch.setattr(module, "shared_bytes", lambda *_: keep * UNROLL * 32 * 16 + 200)
-    near, nbytes = shared_plan(V, each, 32, held, module.shared_bytes())
-    assert (
-        near == min(keep, 4 - held) * step and nbytes == (near + -(-45 // each) * each) // each * 16
-    )
+    plan = LossPlan(threads=32, blocks_per_sm=2, register_rounds=in_registers)
+    monkeypatch.setattr(module, "PLANS", {4: plan, 8: plan})
+    monkeypatch.setattr(module, "shared_bytes", lambda *_: in_shared * UNROLL * 32 * 16 + 200)
+    shared = shared_columns(V, vec, plan, module.shared_bytes())
+    assert shared.columns == min(in_shared, 4 - in_registers) * step
+    assert shared.nbytes == (shared.columns + -(-45 // vec) * vec) // vec * 16
     check_kernel(2, V, V + 43, 1.0, dtype)
     check_kernel(2, V - 3 * step, V + 43, 1.0, dtype)  # much padding
     check_kernel(2, 2 * step, 2 * step, 1.0, dtype)  # no rest

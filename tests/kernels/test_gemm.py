@@ -173,7 +173,7 @@ def test_only_float64_is_told_where_it_comes_from():
     given = {name: np.zeros((2, 2), name) for name in ("float32", "float64")}
     given["bfloat16"] = given["float32"].astype(BFLOAT16)
     for a, b, hint in (
-        ("float32", "bfloat16", "cast one of them, by astype or functional.cast"),
+        ("float32", "bfloat16", "cast one of them with astype or functional.cast"),
         ("float32", "float64", "float64 comes from NumPy scalars such as"),
         ("float64", "bfloat16", "float64 comes from NumPy scalars such as"),
     ):

@@ -80,5 +80,5 @@ def test_refusals():
         skip_unless_finite(one, row, one, one, 0)
     with pytest.raises(ValueError, match="factor has shape"):
         skip_unless_finite(np.ones(2, np.float32), row, one, one, 1)
-    with pytest.raises(TypeError, match="row is float32"):
+    with pytest.raises(TypeError, match="consecutive is float32"):
         skip_unless_finite(one, one, one, one, 1)

@@ -6,22 +6,20 @@
     v  = beta2 v + (1 - beta2) g^2                running mean of g^2
     w  = w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-The order of operations is torch.optim.AdamW's. m and v start at zero, so after t steps the weights
-of their terms add up to 1 - beta^t only; dividing by it corrects that bias. 1 - beta^t is computed
-on the host in float64: in float32 the subtraction would lose digits. What changes from step to step
-reaches the kernel in an array on the device, hyper = [lr, 1 - beta1^t, sqrt(1 - beta2^t)], so a
-captured step can be replayed with new values.
+The order of operations is that of torch.optim.AdamW. m and v start at zero, so after t steps the weights of their terms
+add up to only 1 - beta^t; dividing by it corrects that bias. 1 - beta^t is computed on the host in float64: in float32 the
+subtraction would lose digits. The values that change from step to step are passed in a device array,
+hyper = [lr, 1 - beta1^t, sqrt(1 - beta2^t)], so a captured step can be replayed with new values.
 
-A compiler may contract a*b + c into one instruction with one rounding instead of two. Then the GPU
-and the reference would part, and so would two compilers. Here every operation is one that rounds
-once and is never contracted (libdevice's *_rn), so the kernel equals its float32 reference bit for
-bit.
+A compiler may contract a*b + c into one instruction, with one rounding instead of two. Then the GPU and the reference would
+differ, and so would two compilers. Every operation here rounds once and is never contracted (the *_rn functions of
+libdevice), so the kernel equals its float32 reference bit for bit.
 
-A factor that is NaN means that this step is skipped (see skip.py): w, m, v and the copy stay as they are.
+A factor of NaN skips the step (see skip_nonfinite.py): w, m, v and the copy stay unchanged.
 
-The same pass can write a bf16 copy of the new weights, which the next forward reads, and zero the gradient, which the
-next backward adds to: both have to be written anyway, and reading w and g a second time is saved.
-Bytes moved: read w, g, m, v, write w, m, v: 28 per element; 2 more for the copy, 4 for the zeros.
+The same pass can write a bf16 copy of the new weights, which the next forward reads, and zero the gradient, to which the
+next backward adds. Both must be written in any case, so this saves reading w and g a second time.
+Bytes moved: read w, g, m, v, write w, m, v: 28 per element; 2 more for the copy, 4 more for the zeros.
 """
 
 import functools
@@ -36,7 +34,7 @@ from .primitives.flat import BLOCK, CHUNK, GAP, QUAD, STRIDE, load, on_16_bytes,
 from .primitives.ptx import device, kernel
 from .runtime.launch import check, check_array, launch, on_host
 
-TILE = STRIDE  # one chunk per thread: four arrays are enough bytes under way
+TILE = STRIDE  # one chunk per thread: its four arrays keep enough bytes in flight
 
 
 # ----------------------------------------------------------------------------- reference
@@ -44,7 +42,7 @@ def adamw_ref(
     w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay,
     copy_n=None, zero_grad=False,
 ):  # fmt: skip
-    """Updates w, m and v in place, in their own dtype; fills half_n, zeroes g."""
+    """Updates w, m and v in place, in their dtype. Writes the new w to copy if given; zeroes g if zero_grad."""
     if np.isnan(factor_1[0]):
         if zero_grad:
             g_n[...] = 0
@@ -64,7 +62,10 @@ def adamw_ref(
 
 
 def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float32) -> np.ndarray:
-    """What changes with the step: [lr, 1 - beta1^step, sqrt(1 - beta2^step)]; the first is 1."""
+    """The values that change with the step, (3,): [lr, 1 - beta1^step, sqrt(1 - beta2^step)].
+
+    step counts from 1. Raises ValueError for a smaller one.
+    """
     check(step >= 1, f"adamw: step is {step}, the first step is 1")
     return np.array([lr, 1 - beta1**step, math.sqrt(1 - beta2**step)], dtype)
 
@@ -72,7 +73,7 @@ def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float
 # ----------------------------------------------------------------------------- kernel
 @device
 def update(g, w, m, v, decay, rest1, beta2, rest2, rate, root2, eps):
-    """One element -> its new w, m, v. Every operation rounds once."""
+    """One element: -> the new w, m, v. Every operation rounds once."""
     w = fmul_rn(w, decay)
     m = fadd_rn(m, fmul_rn(rest1, fsub_rn(g, m)))
     v = fadd_rn(fmul_rn(v, beta2), fmul_rn(fmul_rn(rest2, g), g))
@@ -82,13 +83,13 @@ def update(g, w, m, v, decay, rest1, beta2, rest2, rate, root2, eps):
 
 @functools.cache
 def make_adamw_kernel(with_copy, zero_grad):
-    """The four kernels: with and without the bf16 copy, with and without zeroing the gradient."""
+    """One of four kernels: with or without the bf16 copy, with or without zeroing the gradient."""
 
     @kernel(BLOCK)
     def adamw_kernel(
         w_n, m_n, v_n, copy_n, g_n, factor_1, hyper_3, n_decay, rest1, beta2, rest2, eps, weight_decay, aligned
     ):  # fmt: skip
-        """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2. Without a copy half_n is not touched."""
+        """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2. copy_n is unused without a copy."""
         g = cuda.local.array(CHUNK, float32)
         w = cuda.local.array(CHUNK, float32)
         m = cuda.local.array(CHUNK, float32)
@@ -119,9 +120,8 @@ def make_adamw_kernel(with_copy, zero_grad):
                 eps,
             )
             g[j] = float32(0.0)
-        if (
-            factor == factor
-        ):  # not NaN. (Asked here and not at the top, where all loads would wait for it.)
+        # False for NaN. The test is here and not at the top, where all loads would wait for it.
+        if factor == factor:
             store(w_n, i, GAP, n, w, vectorized)
             store(m_n, i, GAP, n, m, vectorized)
             store(v_n, i, GAP, n, v, vectorized)
@@ -149,13 +149,14 @@ def adamw(
     copy_n: Array | None = None,
     zero_grad: bool = False,
 ) -> None:
-    """One step, in place on w, m and v; all (n,) float32. Only elements [0, n_decay) of w decay.
+    """One optimizer step, in place on w, m and v. w, g, m, v: (n,) float32. Only elements [0, n_decay) of w decay.
 
-    factor_1: (1,), multiplies g (1 for no clipping, NaN to skip the step). hyper_3: adamw_hyper(...), where w is.
-    half_n: (n,) bf16, becomes the new w, rounded. zero_grad: g becomes zero.
+    factor (1,) float32 multiplies g: 1 for no clipping, NaN to skip the step. hyper (3,) float32: adamw_hyper(...), on
+    the device of w. copy (n,) bf16: becomes the new w, rounded. zero_grad: set g to zero.
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     n = w_n.size
-    arrays = [w_n, m_n, v_n, w_n, g_n, factor_1, hyper_3]  # a kernel takes no None
+    arrays = [w_n, m_n, v_n, w_n, g_n, factor_1, hyper_3]  # a kernel argument cannot be None
     for name, x, shape in (
         ("w", w_n, (n,)),
         ("g", g_n, (n,)),
@@ -166,7 +167,7 @@ def adamw(
     ):
         check_array("adamw", name, x, shape)
     if copy_n is not None:
-        check_array("adamw", "half", copy_n, (n,), ("bfloat16",))
+        check_array("adamw", "copy", copy_n, (n,), ("bfloat16",))
         arrays[3] = copy_n
     check(0 <= n_decay <= n, f"adamw: n_decay is {n_decay}, expected 0 to {n}")
     if on_host(*arrays):

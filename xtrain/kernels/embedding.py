@@ -1,26 +1,27 @@
-"""Embedding: look up rows of a table.   ids: (N,) integers in [0, V)   w: (V, C)   x: (N, C)
+"""Embedding: look up the rows of a table.   ids: (N,) integers in [0, V)   w: (V, C)   x: (N, C)
 
     forward    x[n] = w[ids[n]]
     backward   x = P w with P[n, v] = 1 if ids[n] == v else 0, so dw = P^T dx:
                dw[v] = sum of dx[n] over the n with ids[n] == v
 
-Nothing is saved but the ids. Bytes moved, forward: read the rows of w that occur, write N rows. Backward: read dx, read
-and write the rows of dw that occur.
+Only the ids are saved. Bytes moved, forward: read the rows of w that occur, write N rows. Backward: read dx, read and write
+the rows of dw that occur.
 
-The sum in the backward is the difficulty: thousands of positions may hold the same token. Atomic additions would be
-short to write, but float addition is not associative and atomics come in any order: other bits every run. Instead
+The difficulty is the sum in the backward: thousands of positions may hold the same token. Atomic additions would be simple,
+but float addition is not associative and atomics run in any order, so the bits would differ from run to run. Instead
 
-    sort    the positions by (token, n): a plan, from the ids alone. Integers, so nothing depends on who comes first.
-            A radix sort of two digits: a token is high T + low, T a power of two. `split` orders tiles of TILE_IDS ids
-            by their high digit; then a block of `sort` takes one high digit from all tiles and orders it by the low.
+    sort    the positions by (token, n), from the ids alone: this is the plan. It uses integers, so the order in which
+            threads run does not matter. A radix sort of two digits: a token is high T + low, T a power of two. `split`
+            orders tiles of TILE_IDS ids by their high digit; then each block of `sort` collects one high digit from all
+            tiles and orders it by the low digit.
             ids   7 2 7 2 7 9          plan   n      1 3 | 0 2 4 | 5
                                               token  2 2 | 7 7 7 | 9
-    sum     a thread owns 8 columns of up to PIECE neighbouring positions of one token and adds their rows in order.
-            A token that occurs more often has several pieces, whose sums go to `partial`.
-    join    the pieces of such a token are added, in order.
+    sum     a thread owns 8 columns of a segment, up to SEGMENT neighbouring positions of one token, and adds their rows
+            in order. A token that occurs more often has several segments, whose sums go to `partial`.
+    join    the segments of such a token are added in order.
 
-So a token's sum is always added in the same order, whatever else is in the batch; up to PIECE occurrences it is the order
-of n. And no thread adds more than PIECE rows, even when all tokens are the same.
+So the terms of a token's sum are always added in the same order, independent of the rest of the batch; up to SEGMENT
+occurrences it is the order of n. No thread adds more than SEGMENT rows, even if all tokens are the same.
 """
 
 import functools
@@ -56,14 +57,14 @@ from .runtime.launch import (
 )
 
 NAN = float32(math.nan)
-IN_FLIGHT = 4  # rows under way before the first is used
-MIN_BLOCKS = 4  # per multiprocessor: without this promise the compiler saves registers by loading row after row
+IN_FLIGHT = 4  # rows that a thread loads before it uses the first
+MIN_BLOCKS = 4  # per multiprocessor: without this bound the compiler saves registers by loading row after row
 
-TILE_IDS = 1024  # ids of one block of `split`
-COUNTS = 8192  # of a sorting block, at most: one per warp and value of a digit; 32 KB
+TILE_IDS = 1024  # ids per block of `split`
+COUNTS = 8192  # counters of a sorting block, at most: one per warp and value of a digit; 32 KB
 
 SEGMENT = 32  # rows that one thread adds up at most
-SLICES = CHUNK  # of the pieces, when they are joined
+SLICES = CHUNK  # into which `join` divides the segments of a token
 JOIN_SEGMENTS = 8  # positions that a block looks at there
 JOIN_GAP = 32 * QUAD  # between the two quads of a thread there
 
@@ -75,7 +76,7 @@ def embedding_ref(ids_N, w_VC):
 
 
 def embedding_bwd_ref(dx_NC, ids_N, V):
-    """-> dw (V, C), of bf16 in float32"""
+    """-> dw (V, C), in float32 for bf16 dx"""
     dw_VC = np.zeros((V, dx_NC.shape[1]), np.result_type(dx_NC.dtype, np.float32))
     np.add.at(dw_VC, ids_N, dx_NC)  # in the order of n
     return dw_VC
@@ -84,6 +85,7 @@ def embedding_bwd_ref(dx_NC, ids_N, V):
 # ----------------------------------------------------------------------------- forward
 @functools.cache
 def make_fwd_kernel(C, vectorized):
+    """The forward kernel for rows of C columns. vectorized: 16-byte accesses, see can_vectorize_rows."""
     row_and_column, gap = make_row_and_column(C)
 
     @kernel(BLOCK, MIN_BLOCKS)
@@ -113,10 +115,10 @@ def make_fwd_kernel(C, vectorized):
     return embedding_fwd_kernel
 
 
-# ----------------------------------------------------------------------------- backward, plainly
+# ----------------------------------------------------------------------------- backward, naive
 @cuda.jit
 def embedding_bwd_naive_kernel(dw_VC, dx_NC, ids_N):
-    """Grid (V, ceil(C / BLOCK)), block BLOCK. A thread per element of dw: V C N steps."""
+    """Grid (V, ceil(C / BLOCK)), block BLOCK. One thread per element of dw: V C N steps."""
     v = int64(cuda.blockIdx.x)
     c = cuda.blockIdx.y * BLOCK + cuda.threadIdx.x
     if c < dw_VC.shape[1]:
@@ -129,65 +131,69 @@ def embedding_bwd_naive_kernel(dw_VC, dx_NC, ids_N):
 
 # ----------------------------------------------------------------------------- backward: sort
 def digit_values(V: int) -> int:
-    """How many values a digit has: a power of two. Two digits tell V tokens apart, the high one with a quarter of them.
+    """T, the number of values of a digit: a power of two with T^2 >= 4 V. The high digit uses at most a quarter of them.
 
     Raises ValueError for a table of more than 16 million rows.
     """
     T = 32
     while T * T < 4 * V:
         T *= 2
-    check(T <= COUNTS, f"embedding backward: a table of {V} rows, {COUNTS**2 // 4} at most")
+    check(
+        T <= COUNTS,
+        f"embedding backward: the table has {V} rows, at most {COUNTS**2 // 4} are supported",
+    )
     return T
 
 
 def sorting_warps(T: int) -> int:
-    """Of a block that counts digits of T values."""
+    """Warps of a block that counts digits of T values."""
     return min(32, COUNTS // T)
 
 
 @device
 def next_destination(counts, warp_base, digit):
-    """Where this lane's element goes: its digit's count, plus the lanes below with the same digit. The count moves on.
+    """The index to which this lane's element goes: its digit's count, plus the number of lower lanes with the same digit.
 
-    mine: where this warp's counts begin. digit -1: no element. All lanes must call.
+    Advances the counts. warp_base: start of this warp's counts. digit -1: the lane has no element. All lanes must call it.
     """
-    same = cuda.match_any_sync(FULL, digit)  # the lanes that hold the same digit
+    same = cuda.match_any_sync(FULL, digit)  # the lanes with the same digit
     rank = cuda.popc(same & uint32((1 << cuda.laneid) - 1))
     i = uint32(warp_base + digit)
     destination = counts[i] + rank if digit >= 0 else 0
-    cuda.syncwarp()  # everybody has read the counts
+    cuda.syncwarp()  # all lanes have read the counts
     if digit >= 0 and rank == 0:
         counts[i] += cuda.popc(same)
-    cuda.syncwarp()  # the counts are those of the next call
+    cuda.syncwarp()  # the counts are ready for the next call
     return destination
 
 
 def make_scan(T):
+    """-> scan(first_E, counts, below_W), the prefix sum of a block's counts of digits with T values."""
     WARPS = sorting_warps(T)
     OWNERS = min(T, 32 * WARPS)  # threads that own digits: whole warps
     OWN = T // OWNERS  # digits of each
 
     @device
     def scan(first_E, counts, below_W):
-        """counts: how many elements each warp has of each digit. Becomes: where the first of them goes.
+        """counts: the number of elements per warp and digit; becomes the index of the first of them.
 
-        first_E (T + 1): where each digit begins, and the end. below_W (WARPS): what comes before, a part per warp.
+        first_E (T + 1): start of each digit, and the end. below_W (WARPS): their sum is the number of elements before.
         """
         tid, lane = uint32(cuda.threadIdx.x), cuda.laneid
         count = cuda.local.array(WARPS, int32)
-        warp_base = upto = p = int32(0)
+        own_count = inclusive = p = int32(0)
         if tid < OWNERS:
             for i in range(OWN * WARPS):
-                warp_base += counts[uint32(i % WARPS * T + tid * OWN + i // WARPS)]
-            upto = warp_base  # of this warp's threads, up to this one
+                own_count += counts[uint32(i % WARPS * T + tid * OWN + i // WARPS)]
+            inclusive = own_count  # over the warp's threads, up to this one
             for step in (1, 2, 4, 8, 16):
-                other = cuda.shfl_up_sync(FULL, upto, step)
-                upto += other if lane >= step else 0
-            p = warp_sum(below_W[lane] if lane < WARPS else 0) + upto - warp_base
-        cuda.syncthreads()  # below is read: its memory is used again
+                other = cuda.shfl_up_sync(FULL, inclusive, step)
+                inclusive += other if lane >= step else 0
+            p = warp_sum(below_W[lane] if lane < WARPS else 0) + inclusive - own_count
+        cuda.syncthreads()  # below_W is read: its memory is reused
         if tid < OWNERS and lane == 31:
-            below_W[tid >> uint32(5)] = upto
-        cuda.syncthreads()  # every warp's sum is there
+            below_W[tid >> uint32(5)] = inclusive
+        cuda.syncthreads()  # every warp's sum is written
         if tid < OWNERS:
             for w in range(OWNERS // 32):
                 p += below_W[w] if w < tid >> uint32(5) else 0
@@ -200,7 +206,7 @@ def make_scan(T):
                     p += count[w]
             if tid == OWNERS - 1:
                 first_E[T] = p
-        cuda.syncthreads()  # all of it is written
+        cuda.syncthreads()  # first_E and counts are written
 
     return scan
 
@@ -212,10 +218,10 @@ def make_split_kernel(T):
 
     @kernel(32 * WARPS)
     def embedding_split_kernel(split_n, first_IE, ids_N, V):
-        """Grid ceil(N / TILE_IDS), block 32 WARPS. Orders the ids of a tile by their high digit, and by n.
+        """Grid ceil(N / TILE_IDS), block 32 WARPS. Orders the ids of a tile by their high digit, then by n.
 
-        split_n: (n within the tile) T + low digit. first_IE: where each high digit begins in each tile, and the end.
-        Ids outside the table are left out.
+        split_n: (n within the tile) T + low digit. first_IE: start of each high digit in each tile, and the end.
+        Ids outside the table are skipped.
         """
         counts = cuda.shared.array(COUNTS, int32)
         below_W = cuda.shared.array(WARPS, int32)
@@ -223,7 +229,7 @@ def make_split_kernel(T):
         high = cuda.local.array(ROUNDS, int32)
         rest = cuda.local.array(ROUNDS, int32)
         tid, tile = cuda.threadIdx.x, int64(cuda.blockIdx.x)
-        warp_base = (tid >> 5) * T  # where the warp's own counts begin
+        warp_base = (tid >> 5) * T  # start of the warp's counts
         for k in range(T // 32):
             counts[uint32(warp_base + cuda.laneid + 32 * k)] = 0
         if tid < WARPS:
@@ -256,10 +262,10 @@ def make_sort_kernel(T):
 
     @kernel(32 * WARPS)
     def embedding_sort_kernel(plan_N4, split_n, first_IE):
-        """Grid ceil(V / T), block 32 WARPS. Block h takes high digit h from all tiles and orders it by the low digit.
+        """Grid ceil(V / T), block 32 WARPS. Block h collects high digit h from all tiles and orders it by the low digit.
 
-        plan[p] = n, token, first, last: in sorted order the positions first .. last - 1 hold this token. After those
-        of all tokens, first is -1.
+        plan[p] = n, token, first, last: in sorted order, positions first .. last - 1 hold this token. After the last
+        token, first is -1.
         """
         counts = cuda.shared.array(COUNTS, int32)
         below_W = cuda.shared.array(WARPS, int32)
@@ -286,7 +292,9 @@ def make_sort_kernel(T):
         scan(first_E, counts, below_W)
         for tile in range(begin, end):
             first, last = first_IE[tile, h], first_IE[tile, h + 1]
-            for i in range(first + cuda.laneid, last + cuda.laneid, 32):  # in step: whole warps
+            for i in range(
+                first + cuda.laneid, last + cuda.laneid, 32
+            ):  # all lanes of a warp iterate together
                 rest = split_n[tile * TILE_IDS + (i if i < last else last - 1)]
                 low = int32(rest & (T - 1)) if i < last else int32(-1)
                 p = next_destination(counts, warp_base, low)
@@ -295,7 +303,7 @@ def make_sort_kernel(T):
                     plan_N4[p, 1] = h * T + low
                     plan_N4[p, 2] = first_E[low]
                     plan_N4[p, 3] = first_E[low + 1]
-        if h == cuda.gridDim.x - 1:  # what is left of the plan belongs to no token
+        if h == cuda.gridDim.x - 1:  # the rest of the plan belongs to no token
             for p in range(first_E[T] + tid, N, 32 * WARPS):
                 plan_N4[p, 2] = -1
 
@@ -305,24 +313,25 @@ def make_sort_kernel(T):
 # ----------------------------------------------------------------------------- backward: sum and join
 @device
 def partial_row(first, segment):
-    """The row of `partial` for a piece of the token that begins at `first`.
+    """The row of `partial` for a segment of the token whose positions start at `first`.
 
-    Two tokens may share PIECE neighbouring positions: one ends there, another begins. So first pieces have rows of
-    their own, the even ones.
+    One token may end and another may start within SEGMENT neighbouring positions. So first segments have separate rows,
+    the even ones.
     """
     return 2 * (first // SEGMENT + segment) + (1 if segment > 0 else 0)
 
 
 @functools.cache
 def make_bwd_kernel(C, vectorized):
+    """The kernel that sums segments, for rows of C columns. vectorized: 16-byte accesses, see can_vectorize_rows."""
     row_and_column, gap = make_row_and_column(C)
 
     @kernel(BLOCK, MIN_BLOCKS)
     def embedding_bwd_kernel(dw, partial, dx, plan_N4):
-        """Grid blocks_for_rows(N, C), block BLOCK. Position p of the plan, if a piece begins there; 8 columns.
+        """Grid blocks_for_rows(N, C), block BLOCK. A thread owns 8 columns of position p of the plan, if a segment starts there.
 
-        dw: flat (V C), dx: flat (N C), partial: flat (slots, C). A thread waits for memory, so it asks early: for all
-        of the plan, then for its first row and dw, then for AHEAD rows at once. Numbers are short to save registers.
+        dw: flat (V C), dx: flat (N C), partial: flat (rows, C). Latency dominates, so loads are issued early: the whole
+        plan entry, then the first row and dw, then IN_FLIGHT rows at once. 32-bit numbers save registers.
         """
         acc = cuda.local.array(CHUNK, float32)
         old = cuda.local.array(CHUNK, float32)
@@ -332,7 +341,9 @@ def make_bwd_kernel(C, vectorized):
             return
         p = uint32(p)
         n, token, first, last = plan_N4[p, 0], plan_N4[p, 1], plan_N4[p, 2], plan_N4[p, 3]
-        if (n | token | first | last) < 0:  # first is; a sum of all keeps the loads together
+        if (
+            n | token | first | last
+        ) < 0:  # only first can be; testing all four keeps the loads together
             return
         if uint32(p - uint32(first)) % uint32(SEGMENT) != 0:
             return
@@ -365,12 +376,15 @@ def make_bwd_kernel(C, vectorized):
 
 @functools.cache
 def make_join_kernel(C, vectorized, overlap):
+    """The kernel that adds the segments of a token. overlap: it waits for the previous kernel itself (runtime/overlap.py)."""
+
     @kernel(32 * SLICES)
     def embedding_join_kernel(dw, partial, plan_N4):
-        """Grid (ceil(N / (JOIN_LOOK PIECE)), ceil(C / 256)), block (32, SLICES). dw += the pieces of tokens with several.
+        """Grid (ceil(N / (JOIN_SEGMENTS SEGMENT)), ceil(C / 256)), block (32, SLICES). For tokens with several segments.
 
-        Such a token covers a position that is a multiple of PIECE; whoever looks at the first of these joins it. A block
-        looks at JOIN_LOOK, and owns 256 columns. Slice y adds pieces y, y + SLICES, ...; then the slices are added.
+        dw += their sum. Such a token covers a position that is a multiple of SEGMENT; the block that owns the first of
+        these joins it. A block owns JOIN_SEGMENTS such positions and 256 columns. Slice y adds segments y, y + SLICES, ...;
+        then the slices are added.
         """
         tile = cuda.shared.array((SLICES, CHUNK, 32), float32)
         acc = cuda.local.array(CHUNK, float32)
@@ -404,7 +418,7 @@ def make_join_kernel(C, vectorized, overlap):
                             acc[j] += rows[a, j] if q + a * SLICES < segments else float32(0.0)
                 for j in range(CHUNK):
                     tile[y, j, x] = acc[j]
-                cuda.syncthreads()  # the sums of all slices are there
+                cuda.syncthreads()  # the sums of all slices are written
                 column = position(c, JOIN_GAP, y)  # SLICES = EACH: a warp per register
                 if column < C:
                     total = float32(0.0)
@@ -419,8 +433,9 @@ def make_join_kernel(C, vectorized, overlap):
 # ----------------------------------------------------------------------------- launchers
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """What embedding_plan makes of N ids for a table of V rows. The kernels of the backward read and write where it says, so
-    embedding_bwd takes nothing else.
+    """The result of embedding_plan for N ids and a table of V rows.
+
+    The backward kernels use its entries as unchecked indices, so embedding_bwd accepts no other type.
     """
 
     order_N4: Array  # int32, as embedding_sort_kernel writes it
@@ -428,9 +443,10 @@ class EmbeddingPlan:
 
 
 def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
-    """ids (N,) of any integer type, w (V, C) float32 or bf16 -> x (N, C) in `dtype`, by default that of w.
+    """ids (N,) of any integer dtype, w (V, C) float32 or bf16 -> x (N, C) in `dtype` (default: that of w).
 
-    An id outside [0, V): ValueError on the CPU; a row of NaN on the GPU (looking costs a copy).
+    An id outside [0, V) raises ValueError on the CPU; on the GPU, where the check would need a copy, it gives a row of NaN.
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("embedding", "w", w_VC, (None, None), FLOATS)
     dtype = np.dtype(w_VC.dtype if dtype is None else dtype)
@@ -448,9 +464,9 @@ def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
 
 
 def embedding_plan(ids_N: Array, V: int) -> EmbeddingPlan | None:
-    """The plan of the backward for ids (N,) and a table of V rows. None on the CPU, which needs none.
+    """The plan of the backward for ids (N,) and a table of V rows. None on the CPU, which does not need one.
 
-    It depends on the ids alone, so it can be made while there is no gradient yet. ValueError as in embedding_bwd.
+    It depends only on the ids, so it can be computed before the gradient exists. Raises ValueError as embedding_bwd does.
     """
     if _check_ids(ids_N, V):
         return None
@@ -467,10 +483,11 @@ def embedding_plan(ids_N: Array, V: int) -> EmbeddingPlan | None:
 def embedding_bwd(
     dx_NC: Array, ids_N: Array, dw_VC: Array, plan: EmbeddingPlan | None = None
 ) -> None:
-    """dx (N, C) float32 or bf16, ids (N,). Adds dw to dw_VC (V, C) float32. Same bits every run.
+    """dx (N, C) float32 or bf16, ids (N,). Adds dw to dw_VC (V, C) float32. The same bits in every run.
 
-    plan: what embedding_plan says of these ids; by default it is made here. Rows whose id does not occur are left alone.
-    An id outside [0, V): ValueError on the CPU; on the GPU it adds nothing.
+    plan: the result of embedding_plan for these ids; None: it is computed here. Rows whose id does not occur stay unchanged.
+    An id outside [0, V) raises ValueError on the CPU; on the GPU it is ignored. Raises ValueError or TypeError for other
+    shapes or dtypes.
     """
     check_array("embedding backward", "dw", dw_VC, (None, None))
     V, C = dw_VC.shape
@@ -478,14 +495,14 @@ def embedding_bwd(
     check_array("embedding backward", "dx", dx_NC, (N, C), FLOATS)
     if not isinstance(plan, EmbeddingPlan | None):
         kind = type(plan).__name__
-        raise TypeError(f"embedding backward: plan is {kind}, pass what embedding_plan gives")
+        raise TypeError(f"embedding backward: plan is {kind}, pass the result of embedding_plan")
     if _check_ids(ids_N, V, dx_NC, dw_VC):
         dw_VC += embedding_bwd_ref(dx_NC, ids_N, V)
         return
     if not (N and V and C):
         return
     plan = embedding_plan(ids_N, V) if plan is None else plan
-    check(plan.V == V, f"embedding backward: a plan for {plan.V} rows, dw has {V}")
+    check(plan.V == V, f"embedding backward: the plan is for {plan.V} rows, dw has {V}")
     plan_N4 = plan.order_N4
     check_array("embedding backward", "plan", plan_N4, (N, 4), ("int32",))
     partial = empty(dw_VC, 2 * -(-N // SEGMENT) * C)
@@ -499,7 +516,7 @@ def embedding_bwd(
 
 
 def _check_ids(ids_N, V, *others):
-    """-> True: all on the host, and every id was looked at."""
+    """-> True if all arrays are NumPy arrays; then every id is checked. Raises ValueError or TypeError."""
     check_ids("embedding", "ids", ids_N)
     check_array("embedding", "ids", ids_N, (None,), (ids_N.dtype.name,))
     if not on_host(ids_N, *others):

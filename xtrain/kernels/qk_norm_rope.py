@@ -116,7 +116,7 @@ def qk_norm_rope_fwd_warp_kernel(
                 acc += load1(qkv, x + d) * load1(qkv, x + d)
             rstd = float32(1.0) / math.sqrt(warp_sum(acc) / float32(D) + eps)
             if lane == 0:
-                rstd_NA[n, a] = rstd  # kept for backward
+                rstd_NA[n, a] = rstd  # saved for backward
         for r in range(lane, R, 32):
             u1, u2 = load1(qkv, x + r), load1(qkv, x + r + R)
             if normalise:
@@ -419,14 +419,14 @@ def qk_norm_rope_fwd(
     rstd = empty(qkv_NP, (N, H + G), np.float32) if normalise else None
     rstd_or_unused = cos_PR if rstd is None else rstd  # a kernel argument cannot be None
     q_w, k_w = weights or (cos_PR.reshape(-1),) * 2
-    flat = [x.reshape(-1) for x in (q, k, rstd_given, qkv_NP, q_w, k_w, cos_PR, sin_PR)]
+    flat = [x.reshape(-1) for x in (q, k, rstd_or_unused, qkv_NP, q_w, k_w, cos_PR, sin_PR)]
     fwd = make_fwd_kernel(H, G, D, elements_per_vector(qkv_NP), normalise, T == 0)
     eps = np.float32(eps)
     if fwd is not None and on_16_bytes(*flat):
         grid = (-(-N // fwd.plan.tokens), fwd.plan.head_blocks)
         launch(fwd.kernel, grid, fwd.plan.THREADS, *flat, positions, N, T, eps)
     else:
-        arrays = (*flat[:2], rstd_given, flat[3], q_w, k_w, cos_PR, sin_PR, positions)
+        arrays = (*flat[:2], rstd_or_unused, flat[3], q_w, k_w, cos_PR, sin_PR, positions)
         grid = (N, -(-(H + G) // WARPS))
         launch(qk_norm_rope_fwd_warp_kernel, grid, (32, WARPS), *arrays, H, G, T, eps, normalise)
     return q, k, values_of(qkv_NP, H, G, D), rstd

@@ -1,22 +1,22 @@
-"""SwiGLU (Shazeer 2020) over one packed array, and SiLU alone.   gu: (N, 2F)   y: (N, F)
+"""SwiGLU (Shazeer 2020) on one packed array, and SiLU alone.   gu: (N, 2F)   y: (N, F)
 
-gu is the output of one matrix product: columns 0..F-1 hold gate, columns F..2F-1 hold up.
+gu is the output of one matrix product: columns 0..F-1 are gate, columns F..2F-1 are up.
 
     forward    s = sigmoid(g) = 1 / (1 + exp(-g))        silu(g) = g s        y = silu(gate) up
     backward   ds/dg = s (1 - s), so
                silu'(g) = s + g s (1 - s) = s + silu(g) (1 - s)
                dgate = dy up silu'(gate)                 dup = dy silu(gate)
 
-The sigmoid needs no saved copy: s is recomputed from the gate, and everything else follows from s.
-For a gate below -88 exp(-g) overflows to infinity, and 1 / (1 + infinity) is the right 0.
+The sigmoid is not saved: s is recomputed from the gate, and everything else follows from s.
+For a gate below -88 exp(-g) overflows to infinity, and 1 / (1 + infinity) is 0, the correct result.
 
-y is not kept for the matrix product that follows, whose backward needs it: our backward has all of its factors in
-registers and writes it again, to the same bits, over dy.
+The backward of the next matrix product needs y, but y is not saved either: the backward of SwiGLU has all factors of y in
+registers, recomputes it to the same bits and overwrites dy with it.
 
 Bytes moved, forward: read gu, write y, 3 N F elements. Backward: read gu and dy, write dgu, 5 N F, and y, 6 N F.
-In bf16 the arithmetic is no longer free: an H200 moves 6 bytes in the time of about 40 instructions. A division that
-rounds correctly takes 10 of them, and a branch, so that elements wait for one another; fast_fdividef takes 5 and errs by
-two units in the last place.
+In bf16 the arithmetic is no longer negligible: an H200 moves 6 bytes in the time of about 40 instructions. A correctly
+rounded division takes 10 of them and a branch, which makes elements wait for each other; fast_fdividef takes 5, with an
+error of two units in the last place.
 """
 
 import functools
@@ -48,7 +48,7 @@ from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launc
 
 # ----------------------------------------------------------------------------- reference
 def sigmoid_ref(x):
-    """-> a new array. Every step writes over it: on a CPU memory is what takes the time."""
+    """-> sigmoid(x), a new array. Every step works in place: on a CPU memory traffic takes the time."""
     s = np.negative(x, out=np.empty_like(x))
     with np.errstate(over="ignore"):
         np.exp(s, out=s)
@@ -82,7 +82,7 @@ def swiglu_ref(gu_N2F):
 
 
 def swiglu_bwd_ref(dy_NF, gu_N2F, recompute_y=False):
-    """-> dgu (N, 2F). again: y in place of dy."""
+    """-> dgu (N, 2F). recompute_y: overwrite dy with y."""
     F = dy_NF.shape[1]
     gate_NF, up_NF = gu_N2F[:, :F], gu_N2F[:, F:]
     dgu_N2F = np.empty_like(gu_N2F)
@@ -105,12 +105,13 @@ def swiglu_bwd_ref(dy_NF, gu_N2F, recompute_y=False):
 # ----------------------------------------------------------------------------- kernels
 @device
 def sigmoid(x):
+    """1 / (1 + exp(-x)), with the fast division."""
     return fast_fdividef(float32(1.0), float32(1.0) + math.exp(-x))
 
 
 @cuda.jit
 def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
-    """Grid (N, ceil(F / BLOCK)), block BLOCK. A thread per element of y: the maths, four bytes at a time."""
+    """Grid (N, ceil(F / BLOCK)), block BLOCK. One thread per element of y: the maths, four bytes per access."""
     n, F = int64(cuda.blockIdx.x), y_NF.shape[1]
     f = cuda.blockIdx.y * BLOCK + cuda.threadIdx.x
     if f < F:
@@ -120,6 +121,7 @@ def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
 
 @functools.cache
 def make_swiglu_fwd_kernel(F, vectorized):
+    """The forward kernel for rows of F columns. vectorized: 16-byte accesses, see can_vectorize_rows."""
     row_and_column, gap = make_row_and_column(F)
 
     @kernel(BLOCK)
@@ -130,7 +132,7 @@ def make_swiglu_fwd_kernel(F, vectorized):
         n, f = row_and_column()
         if n >= N:
             return
-        row = n * (2 * F)  # where gate begins; up begins F later
+        row = n * (2 * F)  # start of gate; up starts F elements later
         load(gate, gu, row + f, gap, row + F, vectorized)
         load(up, gu, row + F + f, gap, row + 2 * F, vectorized)
         for j in range(CHUNK):
@@ -142,12 +144,12 @@ def make_swiglu_fwd_kernel(F, vectorized):
 
 @functools.cache
 def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
-    """again: the kernel that also writes y, over dy."""
+    """The backward kernel for rows of F columns. recompute_y: the kernel that also overwrites dy with y."""
     row_and_column, gap = make_row_and_column(F)
 
     @device
     def columns(dgu, dy, gu, N):
-        """A thread writes the two halves of its columns."""
+        """A thread computes both gradients of its columns."""
         gate = cuda.local.array(CHUNK, float32)
         up = cuda.local.array(CHUNK, float32)
         d = cuda.local.array(CHUNK, float32)
@@ -176,6 +178,7 @@ def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
 
     @kernel(BLOCK)
     def swiglu_bwd_again_kernel(dgu, dy, gu, N):
+        """As swiglu_bwd_kernel; also overwrites dy with y. Another kernel name, so that profiles tell them apart."""
         columns(dgu, dy, gu, N)
 
     return swiglu_bwd_again_kernel if recompute_y else swiglu_bwd_kernel
@@ -230,7 +233,7 @@ def silu_bwd_kernel(dx_n, dy_n, x_n, aligned):
 
 # ----------------------------------------------------------------------------- launchers
 def swiglu_fwd(gu_N2F: Array) -> Array:
-    """gu (N, 2F) float32 or bf16, gate before up -> y (N, F) like gu. ValueError for an odd width."""
+    """gu (N, 2F) float32 or bf16, gate before up -> y (N, F) in the dtype of gu. Raises ValueError for an odd width."""
     check_array("swiglu", "gu", gu_N2F, (None, None), FLOATS)
     N, F2 = gu_N2F.shape
     check(F2 % 2 == 0, f"swiglu: gu has {F2} columns, expected gate and up of equal width")
@@ -243,9 +246,10 @@ def swiglu_fwd(gu_N2F: Array) -> Array:
 
 
 def swiglu_bwd(dy_NF: Array, gu_N2F: Array, recompute_y: bool = False) -> Array:
-    """dy (N, F), gu (N, 2F), both float32 or both bf16 -> dgu (N, 2F)
+    """dy (N, F), gu (N, 2F), both float32 or both bf16 -> dgu (N, 2F).
 
-    again: compute y again too, the bits of swiglu_fwd(gu), **written over dy**.
+    recompute_y: also **overwrite dy with y**, the bits of swiglu_fwd(gu).
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("swiglu backward", "dy", dy_NF, (None, None), FLOATS)
     N, F = dy_NF.shape
@@ -269,7 +273,7 @@ def _launch_rows(make_kernel, N, F, *arrays):
 
 
 def silu_fwd(x: Array) -> Array:
-    """x float32 or bf16 of any shape -> silu(x)"""
+    """x float32 or bf16, any shape, contiguous -> silu(x) with the same shape and dtype"""
     check_array("silu", "x", x, x.shape, FLOATS)
     if on_host(x):
         return silu_ref(wide(x)).astype(x.dtype, copy=False)
@@ -279,7 +283,7 @@ def silu_fwd(x: Array) -> Array:
 
 
 def silu_bwd(dy: Array, x: Array) -> Array:
-    """-> dx, the shape of x"""
+    """dy, x: same shape and dtype, contiguous -> dx like x"""
     check_array("silu backward", "x", x, x.shape, FLOATS)
     check_array("silu backward", "dy", dy, x.shape, (x.dtype.name,))
     if on_host(dy, x):
