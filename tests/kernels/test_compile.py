@@ -78,7 +78,7 @@ def launch_everything(dtype):
     skip.skip_unless_finite(stats[1:], sim(np.zeros(1, np.int32)), stats[:1], f32(2), 3)
     hyper = sim(adamw.adamw_hyper(1e-3, 0.9, 0.95, 1))
     arrays, half = [f32(8) for _ in range(4)], new(8) if dtype == BF16 else None
-    adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1, half_n=half)
+    adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1, copy_n=half)
     if dtype == np.float32:
         o, saved = attention.attention_fwd(new(1, 2, 2, 8), new(1, 2, 1, 8), new(1, 2, 1, 8), 0.1)
         attention.attention_bwd(o, saved, 0.1)

@@ -64,7 +64,7 @@ def test_load_and_store(source, to):
 
 @simulated
 def test_unaligned_vectors_are_reported():
-    with pytest.raises(KernelError, match="access to 8 elements at element 4: not a multiple of 8"):
+    with pytest.raises(KernelError, match="access to 8 elements at element 4: the index must be a multiple of 8"):
         launch(
             copy_kernel,
             1,
@@ -200,7 +200,7 @@ def test_bank_conflicts_are_reported():
             x, smem, 64 * (cuda.threadIdx.x & 7), 0, 0
         )  # rows of 128 bytes: always the same banks
 
-    with pytest.raises(KernelError, match="bank conflict, 8 rows of 16 bytes lie in 1 of 8 places"):
+    with pytest.raises(KernelError, match="bank conflict: 8 rows of 16 bytes use 1 of 8 bank groups"):
         launch(conflict_kernel, 1, 32, to_kernel(np.zeros(4, np.uint32)))
 
 

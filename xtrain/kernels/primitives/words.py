@@ -1,13 +1,13 @@
-"""Elements as they are, in 32-bit words: a bf16 takes half a register as long as nobody computes with it.
+"""Elements packed in 32-bit words: until it is used in arithmetic, a bf16 takes half a register.
 
-A thread that asks for much before it needs it holds words (`cuda.local.array(n, uint32)`, or a row of a larger one), and
-unpacks them when their turn comes. n is 4 or 8: n float32 are n words, n bf16 are n / 2. Arrays are flat; an index counts
-elements and is a multiple of n, so that these are accesses of 16 bytes (4 bf16: of 8, 2 bf16: of 4).
+A thread that loads data long before it uses them keeps them in words (`cuda.local.array(n, uint32)`, or a row of a larger
+array) and unpacks them later. n is 4 or 8: n float32 are n words, n bf16 are n / 2. Arrays are flat; an index counts
+elements and is a multiple of n, so these are accesses of 16 bytes (4 bf16: of 8, 2 bf16: of 4).
 
-    load_words4(words, x, i)      words = x[i : i + 4]; load_words2, load_words8; from shared memory, load_words4_shared
-    store_words4(x, i, words)     the other way
-    unpack4(values, words, x)     values[0:4] = words as float32. x: only its dtype counts
-    pack4(words, values, x)       the other way, rounded to nearest even for bf16
+    load_words4(words, x, i)      words = x[i : i + 4]; also load_words2, load_words8; load_words4_shared: shared memory
+    store_words4(x, i, words)     the reverse
+    unpack4(values, words, x)     values[0:4] = words as float32, by the dtype of x
+    pack4(words, values, x)       the reverse, rounded to nearest even for bf16
 """
 
 import ml_dtypes
@@ -32,10 +32,10 @@ from .ptx import (
 
 
 def elements_per_vector(*arrays: Array) -> int:
-    """How many neighbouring elements a thread should own: those in 16 bytes of the widest of these dtypes.
+    """The number of neighbouring elements that a thread should own: as many as 16 bytes of the widest of these dtypes hold.
 
     Then neighbouring threads own neighbouring 16 bytes, and a warp moves whole 128-byte lines. With 8 float32 per thread in
-    two accesses every second 16 bytes of a line come first and the others later, and a copy is 7 % slower (H200).
+    two accesses, each access of a warp covers every second 16 bytes of the lines, and a copy is 7 % slower (H200).
     """
     return 16 // max(a.itemsize for a in arrays)
 
@@ -59,7 +59,7 @@ def _is_bf16(x):
 
 
 def _accesses(n, x):
-    """-> number of accesses, words in each"""
+    """-> the number of accesses, the words in each"""
     words = n // 2 if _is_bf16(x) else n
     return max(words // 4, 1), min(words, 4)
 
@@ -152,7 +152,9 @@ pack4, pack8 = (_make_pack(f"pack{n}", n) for n in (4, 8))
 # ----------------------------------------------------------------------------- the same in the simulator
 def _aligned(n, i, site):
     if i % n:
-        raise ValueError(f"{site.what}: access to {n} elements at {i}: not a multiple of {n}")
+        raise ValueError(
+            f"{site.what}: access to {n} elements at element {i}: the index must be a multiple of {n}"
+        )
 
 
 def _read(thread, registers, n, dtype, site):
