@@ -47,9 +47,8 @@ def compare(case: Case, dtype: str) -> float:
         r = cp.asarray(r)
         error = float(cp.linalg.norm((double(k) - r).ravel()) / cp.linalg.norm(r.ravel()))
         half = k.dtype == DTYPES["bf16"] or dtype == "bf16"
-        assert error <= TOLERANCE["bf16" if half else "fp32"], (
-            f"error {error:.2e}"
-        )  # a NaN never passes
+        # A NaN never passes.
+        assert error <= TOLERANCE["bf16" if half else "fp32"], f"error {error:.2e}"
         worst = max(worst, error)
     return worst
 
@@ -116,9 +115,8 @@ def measure(name: str, dtype: str, o) -> dict | None:
 
 @dataclass
 class Options:
-    only: list[str] = field(
-        default_factory=list
-    )  # regular expressions of the cases' names; none: all
+    # Regular expressions of the cases' names; none: all.
+    only: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=lambda: ["fp32", "bf16"])
     torch: bool = True
     runs: int = 20

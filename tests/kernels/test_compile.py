@@ -142,8 +142,7 @@ def test_every_kernel_file_is_launched_above(monkeypatch):
     )
     has_kernel = re.compile(r"^ *@(cuda\.jit|kernel)\b(?!.*device=True)", re.M)
     files = {dotted(p) for p in folder.rglob("*.py") if has_kernel.search(p.read_text())}
-    files -= {
-        dotted(p) for p in folder.rglob("*_hopper*.py")
-    }  # for sm_90a: test_flash_attention_hopper_compile.py
+    # For sm_90a: test_flash_attention_hopper_compile.py.
+    files -= {dotted(p) for p in folder.rglob("*_hopper*.py")}
     missing = files - modules
     assert not missing, f"never launched here: {sorted(missing)}"

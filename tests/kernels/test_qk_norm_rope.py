@@ -142,9 +142,8 @@ def test_backward_kernel_with_heads_in_several_blocks(monkeypatch):
     monkeypatch.setattr(_heads, "SPLIT_THREADS", 16)
     for make in (qk_norm_rope.make_fwd_kernel, qk_norm_rope.make_bwd_kernel):
         make.cache_clear()
-    test_forward_kernel(
-        (3, 8, 3, 32, 3), 1.0, np.float32
-    )  # blocks of 4 heads: q | q | k k k v | v v
+    # Blocks of 4 heads: q | q | k k k v | v v.
+    test_forward_kernel((3, 8, 3, 32, 3), 1.0, np.float32)
     check_backward(3, 8, 3, 32, 3, np.float32)
     for make in (qk_norm_rope.make_fwd_kernel, qk_norm_rope.make_bwd_kernel):
         make.cache_clear()

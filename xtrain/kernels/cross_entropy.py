@@ -338,9 +338,8 @@ def count_targets_kernel(inv_count_1, targets_N):
     tid = cuda.threadIdx.x
     N = targets_N.shape[0]
     count = int64(0)
-    for start in range(
-        0, N, SUM_BLOCK
-    ):  # every thread makes the same iterations: there is a barrier inside
+    # Every thread makes the same iterations: there is a barrier inside.
+    for start in range(0, N, SUM_BLOCK):
         n = start + tid
         counted = 0
         if n < N and int64(targets_N[n]) != IGNORE:

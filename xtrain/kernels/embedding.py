@@ -292,9 +292,8 @@ def make_sort_kernel(T):
         scan(first_E, counts, below_W)
         for tile in range(begin, end):
             first, last = first_IE[tile, h], first_IE[tile, h + 1]
-            for i in range(
-                first + cuda.laneid, last + cuda.laneid, 32
-            ):  # all lanes of a warp iterate together
+            # All lanes of a warp iterate together.
+            for i in range(first + cuda.laneid, last + cuda.laneid, 32):
                 rest = split_n[tile * TILE_IDS + (i if i < last else last - 1)]
                 low = int32(rest & (T - 1)) if i < last else int32(-1)
                 p = next_destination(counts, warp_base, low)

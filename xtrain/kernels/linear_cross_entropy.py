@@ -20,7 +20,7 @@ fewer tiles than the GPU has multiprocessors. So fewer rows take less memory and
 import numpy as np
 
 from ..device import Array
-from .cross_entropy import cross_entropy, refuse_wrong
+from .cross_entropy import cross_entropy, check_targets_on_host
 from .gemm import matmul
 from .runtime.launch import FLOATS, check, check_array, check_ids, empty, on_host
 
@@ -74,7 +74,7 @@ def linear_cross_entropy(
     if want_dw and not N:
         dw_PC.fill(0)
     if on_host(x_NC, w_PC, targets_N):
-        refuse_wrong(targets_N, vocab_size)  # now, to name the row as the caller counts
+        check_targets_on_host(targets_N, vocab_size)  # now, to name the row as the caller counts
     step = chunk_rows(N, rows)
     logits_RP = empty(x_NC, (min(step, N), P))
     for first in range(0, N, max(step, 1)):

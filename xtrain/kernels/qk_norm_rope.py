@@ -44,10 +44,8 @@ PARTIALS = 528  # blocks of the backward: 4 on each of an H200's 132 multiproces
 # The kernels in use
 FWD_THREADS = BWD_THREADS = 96  # per block, approximately
 FWD_RESIDENT = 30  # warps of the forward per multiprocessor
-RESIDENT = {
-    4: 20,
-    8: 18,
-}  # warps of the backward per multiprocessor, for chunks of 4 and of 8 elements
+# Warps of the backward per multiprocessor, for chunks of 4 and of 8 elements.
+RESIDENT = {4: 20, 8: 18}
 MULTIPROCESSORS = 132  # of an H200
 
 
@@ -220,9 +218,8 @@ def make_fwd_kernel(H, G, D, vec, normalise, positions_given):
         w, acc, scale = cuda.local.array(vec, float32), float32(0.0), float32(1.0)
         token, head, r = token_head_plane()
         mine, end, a = int32(cuda.blockIdx.x * TOKENS + token), int32(N), int32(head)
-        active = (
-            mine < end and a < A
-        )  # a thread without a head computes a copy of the last one and stores nothing
+        # A thread without a head computes a copy of the last one and stores nothing.
+        active = mine < end and a < A
         n, a = int64(mine if mine < end else end - 1), int32(a if a < A else A - 1)
         out, w_D, heads, h = (q, q_w_D, H, a) if a < H else (k, k_w_D, G, a - H)
         if positions_given:

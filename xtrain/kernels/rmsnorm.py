@@ -49,9 +49,8 @@ BWD_COLUMNS = 24  # of a thread
 RESIDENT = 16  # warps per multiprocessor, the maximum with 128 registers per thread
 # The same with 168 registers per thread: more than 16 columns with a next row in float32 take as many.
 RESIDENT_WIDE = 12
-MULTIPROCESSORS = (
-    132  # of an H200. Another number changes the order of the sum for dw, and the speed
-)
+# Of an H200. Another number changes the order of the sum for dw, and the speed.
+MULTIPROCESSORS = 132
 
 
 # ----------------------------------------------------------------------------- reference

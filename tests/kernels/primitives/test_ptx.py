@@ -64,7 +64,9 @@ def test_load_and_store(source, to):
 
 @simulated
 def test_unaligned_vectors_are_reported():
-    with pytest.raises(KernelError, match="access to 8 elements at element 4: the index must be a multiple of 8"):
+    with pytest.raises(
+        KernelError, match="access to 8 elements at element 4: the index must be a multiple of 8"
+    ):
         launch(
             copy_kernel,
             1,
@@ -196,11 +198,12 @@ def test_bank_conflicts_are_reported():
         for i in range(cuda.threadIdx.x, 2048, 32):
             smem[i] = uint16(0)
         cuda.syncwarp()
-        ldmatrix(
-            x, smem, 64 * (cuda.threadIdx.x & 7), 0, 0
-        )  # rows of 128 bytes: always the same banks
+        # Rows of 128 bytes: always the same banks.
+        ldmatrix(x, smem, 64 * (cuda.threadIdx.x & 7), 0, 0)
 
-    with pytest.raises(KernelError, match="bank conflict: 8 rows of 16 bytes use 1 of 8 bank groups"):
+    with pytest.raises(
+        KernelError, match="bank conflict: 8 rows of 16 bytes use 1 of 8 bank groups"
+    ):
         launch(conflict_kernel, 1, 32, to_kernel(np.zeros(4, np.uint32)))
 
 

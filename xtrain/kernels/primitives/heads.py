@@ -81,9 +81,8 @@ class HeadOps:
     store_words: Callable  # (x, i, x_2W): the reverse of load_words
     unpack: Callable  # (x_2E, x_2W, x): words -> float32, by the dtype of x
     pack: Callable  # (x_2W, x_2E, x): the reverse of unpack
-    rotate: (
-        Callable  # (x_2E, cos, sin): in place, (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin)
-    )
+    # (x_2E, cos, sin): in place, (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin).
+    rotate: Callable
     rotate_back: Callable  # (x_2E, cos, sin): the inverse of rotate
     total: Callable  # (v) -> the sum of v over the S threads of a head, in each of them
 

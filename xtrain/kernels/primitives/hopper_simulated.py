@@ -16,12 +16,8 @@ from ...simulator.errors import RaceError, where
 from ...simulator.memory import _Bytes
 from ...simulator.scalars import Int32, UInt32
 
-WIDTHS = {
-    0: 16,
-    1: 128,
-    2: 64,
-    3: 32,
-}  # swizzle mode of a descriptor -> bytes of a row that it permutes
+# Swizzle mode of a descriptor -> bytes of a row that it permutes.
+WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}
 MAP_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B; the only one that is simulated
 MAP_MARK = 0x58544D4150  # the first word of a simulated tensor map
 ROWS_MARK = MAP_MARK + 1  # the same for the map of a float32 matrix

@@ -57,9 +57,8 @@ class RowOps(RowPlan):
     unpack: Callable  # (registers, words, x): words -> float32, by the dtype of x
     total: Callable  # (v, scratch) -> the sum of v over the threads of one row, in each of them
     row_and_column: Callable  # () -> row within the block, first column of this thread
-    add_rows: (
-        Callable  # (out, first, sums_SC): out[first + c] = sum of sums_SC over the block's R rows
-    )
+    # (out, first, sums_SC): out[first + c] = sum of sums_SC over the block's R rows.
+    add_rows: Callable
 
 
 @dataclass(frozen=True)

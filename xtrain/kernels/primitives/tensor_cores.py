@@ -384,9 +384,8 @@ def _simulated_copy(n):
             _aligned16(j if valid else 0, site)
         values = [thread.load(x, j + e, site) if valid else x.dtype.type(0) for e in range(n)]
         for e, value in enumerate(values):
-            thread.store(
-                smem, i + e, value, site
-            )  # detects a race with threads that still use these elements
+            # Detects a race with threads that still use these elements.
+            thread.store(smem, i + e, value, site)
             for key in smem.keys(smem.locate(i + e)):
                 del smem.memory.writes[key]
         thread.state.setdefault("copies", []).append((smem, i, values, site))
