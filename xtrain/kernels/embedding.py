@@ -501,6 +501,7 @@ def embedding_bwd(
     if not (N and V and C):
         return
     plan = embedding_plan(ids_N, V) if plan is None else plan
+    assert plan is not None  # the arrays are on a GPU
     check(plan.V == V, f"embedding backward: the plan is for {plan.V} rows, dw has {V}")
     plan_N4 = plan.order_N4
     check_array("embedding backward", "plan", plan_N4, (N, 4), ("int32",))

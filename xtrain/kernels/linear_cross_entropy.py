@@ -20,7 +20,7 @@ fewer tiles than the GPU has multiprocessors. So fewer rows take less memory and
 import numpy as np
 
 from ..device import Array
-from .cross_entropy import cross_entropy, check_targets_on_host
+from .cross_entropy import check_targets_on_host, cross_entropy
 from .gemm import matmul
 from .runtime.launch import FLOATS, check, check_array, check_ids, empty, on_host
 

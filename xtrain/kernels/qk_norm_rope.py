@@ -23,6 +23,7 @@ the sum of its threads as one row of `partial`, and these rows are added in orde
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
@@ -127,7 +128,10 @@ def qk_norm_rope_fwd_warp_kernel(
 
 # The compiler (numba-cuda 0.30) unrolls the loops over planes and keeps addresses for iterations that a narrow head never
 # executes: 236 registers on sm_90, so one block would fill a multiprocessor. With this limit four blocks fit.
-@cuda.jit(max_registers=64)
+BWD_WARP_OPTIONS: dict[str, Any] = {"max_registers": 64}
+
+
+@cuda.jit(**BWD_WARP_OPTIONS)
 def qk_norm_rope_bwd_warp_kernel(
     dqkv, partial_IE, dq, dk, qkv, q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions_N, N, H, G, T,
     normalise,
@@ -406,7 +410,7 @@ def qk_norm_rope_fwd(
     N, D = _check("qk_norm_rope", qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
     positions, T = positions_for("qk_norm_rope", qkv_NP, cos_PR, positions_N, T)
     normalise = q_w_D is not None
-    weights = (q_w_D, k_w_D) if normalise else ()
+    weights: tuple[Array, ...] = (q_w_D, k_w_D) if normalise else ()
     if on_host(qkv_NP, cos_PR, sin_PR, positions, *weights):
         tables = cos_PR, sin_PR, H, G, positions
         *qk, rstd = qk_norm_rope_ref(wide(qkv_NP), q_w_D, k_w_D, *tables, eps)
@@ -414,18 +418,18 @@ def qk_norm_rope_fwd(
         return q, k, values_of(qkv_NP, H, G, D), rstd
     q, k = (empty(qkv_NP, (N, heads, D)) for heads in (H, G))
     rstd = empty(qkv_NP, (N, H + G), np.float32) if normalise else None
-    rstd_or_unused = cos_PR if rstd is None else rstd  # a kernel argument cannot be None
+    rstd_or_unused: Array = cos_PR if rstd is None else rstd  # a kernel argument cannot be None
     q_w, k_w = weights or (cos_PR.reshape(-1),) * 2
     flat = [x.reshape(-1) for x in (q, k, rstd_or_unused, qkv_NP, q_w, k_w, cos_PR, sin_PR)]
     fwd = make_fwd_kernel(H, G, D, elements_per_vector(qkv_NP), normalise, T == 0)
-    eps = np.float32(eps)
     if fwd is not None and on_16_bytes(*flat):
         grid = (-(-N // fwd.plan.tokens), fwd.plan.head_blocks)
-        launch(fwd.kernel, grid, fwd.plan.THREADS, *flat, positions, N, T, eps)
+        launch(fwd.kernel, grid, fwd.plan.THREADS, *flat, positions, N, T, np.float32(eps))
     else:
         arrays = (*flat[:2], rstd_or_unused, flat[3], q_w, k_w, cos_PR, sin_PR, positions)
         grid = (N, -(-(H + G) // WARPS))
-        launch(qk_norm_rope_fwd_warp_kernel, grid, (32, WARPS), *arrays, H, G, T, eps, normalise)
+        scalars = (H, G, T, np.float32(eps), normalise)
+        launch(qk_norm_rope_fwd_warp_kernel, grid, (32, WARPS), *arrays, *scalars)
     return q, k, values_of(qkv_NP, H, G, D), rstd
 
 
@@ -463,15 +467,16 @@ def qk_norm_rope_bwd(
     for name, d, heads in (("dq", dq_NHD, H), ("dk", dk_NGD, G)):
         check_array(op, name, d, (N, heads, D), (qkv_NP.dtype.name,))
     normalise = q_w_D is not None
-    norm = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D) if normalise else ()
+    norm: tuple[Array, ...] = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D) if normalise else ()
     shapes = {"rstd": (N, H + G), "dq_w": (D,), "dk_w": (D,)}
     for name, x in zip(shapes, norm[2:]):
         check_array(op, name, x, shapes[name])
     positions, T = positions_for(op, qkv_NP, cos_PR, positions_N, T)
     gradients, tables = (dqkv_NP, dq_NHD, dk_NGD), (cos_PR, sin_PR, positions)
     if on_host(*gradients, qkv_NP, *tables, *norm):
-        into, *inputs = map(wide, (*gradients, qkv_NP))
-        dq_w, dk_w = qk_norm_rope_bwd_ref(into, *inputs, q_w_D, k_w_D, rstd_NA, *tables)
+        into, dq, dk, qkv = map(wide, (*gradients, qkv_NP))
+        weights = (q_w_D, k_w_D, rstd_NA)
+        dq_w, dk_w = qk_norm_rope_bwd_ref(into, dq, dk, qkv, *weights, *tables)
         if into is not dqkv_NP:
             dqkv_NP[...] = into
         if normalise:

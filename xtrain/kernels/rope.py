@@ -64,7 +64,8 @@ def rope_frequencies(
     scaling = scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "dynamic" and head_dim > 2:  # with one plane f is 1 for any theta
-        check(max_seq_len is not None, "rope: dynamic scaling needs max_seq_len")
+        if max_seq_len is None:
+            raise ValueError("rope: dynamic scaling needs max_seq_len")
         stretch = scaling["factor"] * max(seq_len or 0, max_seq_len) / max_seq_len
         theta = theta * (stretch - (scaling["factor"] - 1)) ** (head_dim / (head_dim - 2))
     f_R = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)

@@ -9,6 +9,7 @@ this file, which the simulator runs instead. Names in "quotes" are sections of N
 """
 
 import inspect
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ from numba import cuda, types
 from ...simulator import simulates
 from ...simulator.early import let_next, wait
 
+intrinsic: Any
 try:
     from numba.cuda.extending import intrinsic
 except ImportError:  # older releases

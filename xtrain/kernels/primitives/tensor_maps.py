@@ -60,8 +60,8 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
     """
     first = boxes[0][0]
     if isinstance(first, SimArray):
-        specs = [_spec(x, size) for x, size in boxes]
-        words = [simulated_map(s.address, s.dims, s.strides, s.box) for s in specs]
+        described = [_spec(x, size) for x, size in boxes]
+        words = [simulated_map(s.address, s.dims, s.strides, s.box) for s in described]
         return np.array(words, np.uint64).reshape(-1).view(SimArray)
     if first.device.id < 0:  # not a real device: the memory plan counts bytes
         return empty(first, (MAP_WORDS * len(boxes),), np.uint64)

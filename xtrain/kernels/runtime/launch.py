@@ -191,7 +191,8 @@ class _LaunchPlan:
 
 def _launch_gpu(kernel, grid, block, args, shared, overlap):
     gpu = cupy().cuda
-    kinds, values = [kernel, gpu.runtime.getDevice()], []
+    kinds: list = [kernel, gpu.runtime.getDevice()]
+    values: list = []
     for a in args:
         if isinstance(a, np.generic):
             kinds.append(a.dtype.char)
