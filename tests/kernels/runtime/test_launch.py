@@ -1,6 +1,7 @@
 """Where arrays meet kernels: which implementation, checks, scalars, strides, shared memory, very large arrays."""
 
 import ctypes
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -11,12 +12,14 @@ from checks import GPU, normal, to_host, to_kernel
 from numba import cuda, float32, int64
 
 from xtrain.device import cupy, to_device
+from xtrain.kernels import cross_entropy as cross_entropy_
+from xtrain.kernels import embedding, layout, qk_norm_rope, residual, rmsnorm, rope, softmax, swiglu
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.cross_entropy import cross_entropy
 from xtrain.kernels.embedding import embedding_bwd
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
 from xtrain.kernels.residual import residual_rmsnorm_fwd
-from xtrain.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from xtrain.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd, rmsnorm_fwd_naive_kernel
 from xtrain.kernels.rope import rope_bwd, rope_fwd
 from xtrain.kernels.runtime import compile as _compile
 from xtrain.kernels.runtime import launch as _launch
@@ -256,6 +259,80 @@ def test_a_place_where_no_machine_code_can_be_kept(monkeypatch, tmp_path, compil
     _compile.load_function("k", (), 0)
     _compile.load_function("k", (), 0)
     assert compiling == ["k", "k"]
+
+
+ROOMS = sorted(
+    {p.parent.relative_to(_compile.KERNELS_FOLDER) for p in _compile.KERNELS_FOLDER.rglob("*.py")}
+)
+
+
+@pytest.fixture
+def cache_path(monkeypatch, tmp_path):
+    """-> cache_path(): the cache file of a kernel, with the kernel sources in a copy below tmp_path / "kernels"."""
+    folder = shutil.copytree(_compile.KERNELS_FOLDER, tmp_path / "kernels")
+    device = SimpleNamespace(compute_capability="90")
+    gpu = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device))
+    monkeypatch.setattr(_compile, "KERNELS_FOLDER", folder)
+    monkeypatch.setattr(_compile, "cupy", lambda: gpu)
+    monkeypatch.setattr(_compile, "_versions", lambda: ())
+    kernel = SimpleNamespace(py_func=rmsnorm_fwd_naive_kernel.py_func, targetoptions={})
+
+    def path():
+        _compile._sources.cache_clear()
+        return _compile._cache_path(kernel, ())
+
+    yield path
+    _compile._sources.cache_clear()
+
+
+def test_the_rooms_of_the_kernels():
+    names = {str(room) for room in ROOMS}
+    assert names == {".", "attention", "decoding", "primitives", "runtime"}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+def test_a_changed_source_file_changes_the_cache_key(cache_path, tmp_path, room):
+    """In every room: a kernel may use a device function from any of them."""
+    before = cache_path()
+    assert before is not None and before == cache_path()
+    file = next(
+        p for p in sorted((tmp_path / "kernels" / room).glob("*.py")) if p.stem != "__init__"
+    )
+    source = file.read_bytes()
+    file.write_bytes(source + b"\n")
+    assert cache_path() != before
+    file.write_bytes(source)
+    assert cache_path() == before
+    (file.parent / "new.py").write_bytes(b"x = 1\n")
+    assert cache_path() != before
+
+
+def test_kernels_of_the_factories_have_a_cache_key():
+    """Their closures hold only what has a stable text form; a plan in a closure would disable the cache."""
+    makers = (
+        rmsnorm.make_fwd_kernel(64, 8, True),
+        rmsnorm.make_bwd_kernel(64, 8, True, True, True, True),
+        residual.make_fwd_kernel(64, 4, True),
+        rope.make_rope_kernel(2, 32, 8, True),
+        qk_norm_rope.make_fwd_kernel(2, 1, 32, 8, True, True),
+        qk_norm_rope.make_bwd_kernel(2, 1, 32, 8, True, True, True),
+    )
+    kernels = [
+        *(made.kernel for made in makers),
+        cross_entropy_.make_cross_entropy_kernel(8, True, cross_entropy_.PLANS[8]),
+        embedding.make_fwd_kernel(64, True),
+        embedding.make_bwd_kernel(64, True),
+        embedding.make_join_kernel(64, True, True),
+        embedding.make_split_kernel(32),
+        embedding.make_sort_kernel(32),
+        swiglu.make_swiglu_fwd_kernel(64, True),
+        swiglu.make_swiglu_bwd_kernel(64, True, True),
+        softmax.make_fwd_kernel(1, 2, 4),
+        softmax.make_bwd_kernel(1, 2, 4),
+        layout.make_swap_kernel(64, 8),
+    ]
+    for kernel in kernels:
+        assert _compile._identity(kernel.py_func) is not None, kernel.py_func.__name__
 
 
 def test_threads_do_not_share_arguments(monkeypatch):
