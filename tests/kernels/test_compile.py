@@ -1,7 +1,7 @@
-"""Every kernel compiles without a GPU, for the oldest and newest cards it is meant for, and computes in float32.
+"""Every kernel compiles without a GPU, for the oldest and newest GPUs that it supports, and computes in float32.
 
-The signatures are not written down: the launchers are called with tiny simulator arrays, and what they would
-launch is compiled instead. What this needs: offline.py.
+The signatures are not listed here: the launchers are called with tiny simulator arrays, and the kernels that they would
+launch are compiled instead. helpers/offline.py explains the requirements.
 """
 
 import functools
@@ -45,7 +45,7 @@ def f32(*shape):
 
 
 def launch_everything(dtype):
-    """Call every launcher once for every kernel it may choose, with activations and weights of this type."""
+    """Call every launcher once for every kernel that it can choose, with activations and weights of this dtype."""
     new = lambda *shape: sim(np.ones(shape, dtype))
     ids, table = sim(np.zeros(2, np.int32)), f32(4, 4)
     embedding.embedding_bwd(embedding.embedding_fwd(ids, new(3, 8)), ids, f32(3, 8))
@@ -85,8 +85,8 @@ def launch_everything(dtype):
         for S in (3, softmax.NARROW + 1):
             p = softmax.causal_softmax_fwd(new(1, 2, S), 2, 0.1)
             softmax.causal_softmax_bwd(new(1, 2, S), p, 2, 0.1)
-    with swapped(flash_attention, "HOPPER", False):  # those: test_flash_attention_hopper_compile.py
-        # two kernels for dQ and dK, dV, or one; all others: test_flash_attention_compile.py
+    with swapped(flash_attention, "HOPPER", False):  # see test_flash_attention_hopper_compile.py
+        # One or two kernels for dQ, dK and dV; test_flash_attention_compile.py has all others.
         for T, D, causal in ((2, 32, True), (2, 128, False), (65, 32, True)):
             q, k = new(1, T, 2, D), new(1, T + 1, 1, D)
             o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
@@ -116,7 +116,7 @@ def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cards):
 
 
 def test_adamw_is_not_contracted(monkeypatch, nvvm):
-    """Every float operation of AdamW is marked .rn: nobody may merge two into an fma, for it equals its reference bit for bit."""
+    """Every float operation of AdamW is marked .rn and never contracted into an fma: it equals its reference bit for bit."""
     found = signatures(monkeypatch, functools.partial(launch_everything, BF16))
     found += signatures(monkeypatch, functools.partial(launch_everything, np.float32))
     kernels = [(k, types) for k, types in found if k.py_func.__module__ == adamw.__name__]

@@ -38,7 +38,7 @@ SHAPES += [(2048, 50257, 50304), (7, 2000, 2048), (100, 151936, 151936)] if GPU 
 
 
 def case(N, V, P, scale=1.0, dtype=np.float32):
-    """-> logits with nonsense in the padding, targets of which every third is ignored, inv_count"""
+    """-> logits with arbitrary values in the padding, targets of which every third is ignored, inv_count"""
     logits = normal(1, N, P, scale=scale).astype(dtype)
     logits[:, V:] = 3e8
     targets = rng(2).integers(0, V, N)
@@ -90,7 +90,7 @@ def test_rows_of_several_rounds(in_shared, in_registers, dtype, monkeypatch):
     assert shared.columns == min(in_shared, 4 - in_registers) * step
     assert shared.nbytes == (shared.columns + -(-45 // vec) * vec) // vec * 16
     check_kernel(2, V, V + 43, 1.0, dtype)
-    check_kernel(2, V - 3 * step, V + 43, 1.0, dtype)  # much padding
+    check_kernel(2, V - 3 * step, V + 43, 1.0, dtype)  # a lot of padding
     check_kernel(2, 2 * step, 2 * step, 1.0, dtype)  # no rest
 
 
@@ -115,7 +115,7 @@ def test_naive_kernel():
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_rows_that_begin_anywhere(dtype):
-    """A part of a larger array, not on 16 bytes: the same bits as from a copy."""
+    """A slice of a larger array, not 16-byte aligned: the same bits as from a copy."""
     logits, targets, inv = case(3, 37, 40, dtype=dtype)
     whole = to_kernel(np.concatenate([np.zeros(1, dtype), logits.ravel()]))
     targets, inv = to_kernel(targets), to_kernel(inv)
@@ -142,7 +142,7 @@ def test_a_target_that_does_not_exist():
         targets[4] = bad
         with pytest.raises(ValueError, match=rf"target {bad} in row 4 is neither in \[0, 37\)"):
             cross_entropy(logits.copy(), targets, 37, inv)
-        # Where looking would mean waiting, the row is NaN and the others are as they should be.
+        # Where a check would have to synchronize, the row is NaN and the others are correct.
         results = [cross_entropy(*map(to_kernel, (logits, targets)), 37, to_kernel(inv))]
         results += [cross_entropy_ref(logits.copy(), targets, 37, inv)]
         for loss, gradient in results:
@@ -171,7 +171,7 @@ def test_large_logits_and_ignored_infinities(P):
 
 
 def test_micro_batches_add_up():
-    """Two halves with the whole batch's inv_count give the gradient and the loss of the whole."""
+    """Two halves with the inv_count of the whole batch give the gradient and the loss of the whole batch."""
     logits, targets, inv = case(8, 21, 24)
     whole_loss, whole = cross_entropy(logits.copy(), targets, 21, inv)
     halves = [

@@ -19,13 +19,13 @@ from xtrain.kernels.runtime.launch import empty, empty_like, launch
 
 EPS = 1e-6
 BF16 = ml_dtypes.bfloat16
-# one column; one chunk; odd; more rows than a block holds; several chunks per thread; several warps per row
+# One column; one chunk; odd; more rows than a block holds; several chunks per thread; several warps per row.
 SHAPES = [(1, 1), (2, 8), (3, 37), (5, 64), (5, 264), (2, 1032), (2, 1027)]
 SHAPES += [(7, 4096), (8192, 768), (1, 20000), (3, 32768)] if GPU else []
 
 
 def case(N, C, scale=1.0, dtype=np.float32):
-    """x, w, dy, dw before"""
+    """-> x, w, dy, the old dw"""
     x, dy = normal(1, N, C, scale=scale), normal(3, N, C)
     return x.astype(dtype), normal(2, C), dy.astype(dtype), normal(4, C)
 
@@ -106,7 +106,7 @@ def test_naive_kernel():
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_rows_that_begin_anywhere(dtype):
-    """Rows of a larger array, not on 16 bytes: the same bits as from a copy."""
+    """Rows of a larger array, not 16-byte aligned: the same bits as from a copy."""
     x, dy = (to_kernel(normal(i, 3 * 264 + 1).astype(dtype))[1:].reshape(3, 264) for i in (1, 2))
     w, rstd, dw1, dw2 = (to_kernel(normal(i, n)) for i, n in ((3, 264), (4, 3), (5, 264), (5, 264)))
     same = lambda a, b: np.array_equal(to_host(a), to_host(b))

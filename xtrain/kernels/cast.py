@@ -79,6 +79,7 @@ def restore_nan_signs(y_n, x, i, n):
 
 @device
 def cast_chunks(y_n, x_n, first, narrows, vectorized):
+    """Convert the thread's chunks. narrows: to bf16."""
     x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):

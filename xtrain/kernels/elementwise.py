@@ -53,6 +53,7 @@ def add_naive_kernel(y_n, a_n, b_n):
 
 @device
 def add_chunks(y_n, a_n, b_n, first, vectorized):
+    """y = a + b on the thread's chunks."""
     a = cuda.local.array((STEPS, CHUNK), float32)
     b = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
@@ -77,6 +78,7 @@ def add_kernel(y_n, a_n, b_n, aligned):
 
 @device
 def scale_chunks(y_n, x_n, factor, first, vectorized):
+    """y = factor x on the thread's chunks."""
     x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):

@@ -213,6 +213,7 @@ def make_scan(T):
 
 @functools.cache
 def make_split_kernel(T):
+    """The first pass of the sort, for digits of T values."""
     WARPS, SHIFT, EDGES, scan = sorting_warps(T), T.bit_length() - 1, T + 1, make_scan(T)
     ROUNDS = TILE_IDS // (32 * WARPS)
 
@@ -258,6 +259,7 @@ def make_split_kernel(T):
 
 @functools.cache
 def make_sort_kernel(T):
+    """The second pass of the sort, for digits of T values."""
     WARPS, SHIFT, EDGES, scan = sorting_warps(T), T.bit_length() - 1, T + 1, make_scan(T)
 
     @kernel(32 * WARPS)
@@ -418,7 +420,7 @@ def make_join_kernel(C, vectorized, overlap):
                 for j in range(CHUNK):
                     tile[y, j, x] = acc[j]
                 cuda.syncthreads()  # the sums of all slices are written
-                column = position(c, JOIN_GAP, y)  # SLICES = EACH: a warp per register
+                column = position(c, JOIN_GAP, y)  # SLICES = CHUNK: one warp per register
                 if column < C:
                     total = float32(0.0)
                     for s in range(SLICES):

@@ -186,6 +186,7 @@ def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
 
 @device
 def silu_fwd_chunks(y_n, x_n, first, vectorized):
+    """y = silu(x) on the thread's chunks."""
     x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):
@@ -208,6 +209,7 @@ def silu_fwd_kernel(y_n, x_n, aligned):
 
 @device
 def silu_bwd_chunks(dx_n, dy_n, x_n, first, vectorized):
+    """dx = dy silu'(x) on the thread's chunks."""
     x = cuda.local.array((STEPS, CHUNK), float32)
     d = cuda.local.array((STEPS, CHUNK), float32)
     n = dx_n.size

@@ -1,6 +1,6 @@
-"""Single instructions of primitives/ptx.py and primitives/tensor_cores.py against what NVIDIA's manual says of them.
+"""Single instructions of primitives/ptx.py and primitives/tensor_cores.py against NVIDIA's manual.
 
-Without a GPU this tests the twins that the simulator runs; with one, the instructions.
+Without a GPU this tests the Python implementations that the simulator runs; with one, the instructions.
 """
 
 import ml_dtypes
@@ -135,7 +135,7 @@ def test_values():
 # ----------------------------------------------------------------------------- the tensor core
 @kernel(32)
 def mma_kernel(c, a, b):
-    """Fragments by hand, from the figures in the manual: lane 4 g + t."""
+    """Fragments computed from the figures in the manual: lane 4 g + t."""
     g, t = cuda.threadIdx.x // 4, cuda.threadIdx.x % 4
     fa, fb = cuda.local.array(4, uint32), cuda.local.array(2, uint32)
     fc = cuda.local.array(4, float32)
@@ -162,7 +162,7 @@ def test_mma():
 
 @kernel(32)
 def ldmatrix_kernel(y, x, transpose, flip, more):
-    """y[lane] = the lane's four registers as numbers; x: 64 rows of 8, of which the lanes name 32"""
+    """y[lane] = the lane's four registers as numbers; x: 64 rows of 8 elements, of which the lanes address 32"""
     smem = cuda.shared.array(1024, uint16)
     lane = cuda.threadIdx.x
     registers = cuda.local.array(4, uint32)
@@ -211,7 +211,7 @@ def test_bank_conflicts_are_reported():
 def make_copies_kernel(wait=True, commit=True, barrier=True):
     @kernel(64)
     def copies_kernel(y, z, x, f):
-        """The second group may still be under way when y is written. Threads read what others have copied."""
+        """The second group may still be in flight when y is written. Threads read what others have copied."""
         smem, stats = cuda.shared.array(1024, uint16), cuda.shared.array(64, float32)
         registers, tid = cuda.local.array(4, uint32), cuda.threadIdx.x
         copy16_async(smem, 8 * tid, x, 8 * tid, tid < 60)  # 60 and beyond: zeros

@@ -1,4 +1,4 @@
-"""Where arrays meet kernels: which implementation, checks, scalars, strides, shared memory, very large arrays."""
+"""Launches: the choice of the implementation, checks, scalars, strides, shared memory, the cache, very large arrays."""
 
 import ctypes
 import shutil
@@ -133,7 +133,7 @@ def scalars_kernel(out, number, count, flag, small):
 
 @pytest.mark.parametrize("flag", [True, False, np.bool_(True)])
 def test_scalars(flag):
-    """A Python int travels as int64 (it may count more than 2^31), a float as float32, a bool as one byte."""
+    """A Python int is passed as int64 (it may exceed 2^31), a float as float32, a bool as one byte."""
     out = to_kernel(np.zeros(4, np.float32))
     launch(scalars_kernel, 1, 4, out, -0.1, 5 << 30, flag, np.int32(-7))
     assert to_host(out).tolist() == [np.float32(-0.1), 5, 1 if flag else 2, -7]
@@ -194,7 +194,7 @@ def reverse_kernel(y, x):
 
 @pytest.mark.parametrize("kilobytes", [1, 52, *([90, 2] if GPU else [])])
 def test_dynamic_shared_memory(kilobytes):
-    """Up to 48 KB a kernel gets without asking; above, the launcher asks."""
+    """Up to 48 KB is the default; for more, the launcher raises the limit."""
     x = np.arange(kilobytes * 256, dtype=np.float32)
     y = to_kernel(np.zeros_like(x))
     launch(reverse_kernel, 1, 64, y, to_kernel(x), shared=x.nbytes)
@@ -203,7 +203,7 @@ def test_dynamic_shared_memory(kilobytes):
 
 @pytest.mark.parametrize("shared", [0, 1, 45312, 60000])
 def test_the_driver_is_asked_for_all_dynamic_shared_memory(monkeypatch, shared):
-    """Also below 48 KB: without asking these are for dynamic and static arrays together."""
+    """Also below 48 KB: the default limit covers dynamic and static arrays together."""
     asked, function = [], SimpleNamespace(ptr=7)
     module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: function)
     driver = SimpleNamespace(funcSetAttribute=lambda *a: asked.append(a), CUDADriverError=OSError)
@@ -217,7 +217,7 @@ def test_the_driver_is_asked_for_all_dynamic_shared_memory(monkeypatch, shared):
 
 @pytest.fixture
 def compiling(monkeypatch):
-    """A compiler and a driver that take no time. -> kernels compiled so far"""
+    """A fake compiler and driver. -> the kernels compiled so far"""
     compiled, function = [], SimpleNamespace(ptr=7)
     module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: function)
     function_ = SimpleNamespace(Module=lambda: module)
@@ -239,9 +239,9 @@ def test_machine_code_is_kept_and_a_damaged_file_replaced(monkeypatch, tmp_path,
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("where", ["no folder", "not to be looked at", "read-only"])
-def test_a_place_where_no_machine_code_can_be_kept(monkeypatch, tmp_path, compiling, where):
-    """It is compiled in each process, and that is all."""
+@pytest.mark.parametrize("where", ["no folder", "unreadable", "read-only"])
+def test_a_cache_folder_that_cannot_be_used(monkeypatch, tmp_path, compiling, where):
+    """The kernel is compiled in each process; there is no error."""
     (tmp_path / "file").write_bytes(b"")
     path = tmp_path / ("file" if where == "no folder" else "kernels") / "k.cubin"
     monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: path)
@@ -249,7 +249,7 @@ def test_a_place_where_no_machine_code_can_be_kept(monkeypatch, tmp_path, compil
     def refuse(*_, **__):
         raise PermissionError
 
-    if where == "not to be looked at":  # as root there is no such place
+    if where == "unreadable":  # simulated: root can read everything
         for call in ("exists", "read_bytes", "write_bytes", "unlink"):
             monkeypatch.setattr(_compile.Path, call, refuse)
     elif where == "read-only":
@@ -336,12 +336,12 @@ def test_kernels_of_the_factories_have_a_cache_key():
 
 
 def test_threads_do_not_share_arguments(monkeypatch):
-    """Two threads start one kernel: each launch reads the arguments that its own thread has written."""
+    """Two threads launch one kernel: each launch reads the arguments that its own thread has written."""
     started = []
 
     def start(function, *rest):
         address = ctypes.c_void_p.from_address(rest[-2]).value  # of the first argument
-        time.sleep(1e-3)  # the other thread's turn
+        time.sleep(1e-3)  # lets the other thread run
         started.append((ctypes.c_int64.from_address(address).value, rest[0]))
 
     gpu = SimpleNamespace(
@@ -413,7 +413,7 @@ def beyond():
     """2^31 + 2^17 floats, 8.6 GB: all 0.5 but the last 2^17, which are random. Indices of 32 bits would wrap."""
     free = cupy().cuda.runtime.memGetInfo()[0]
     if free < 28 << 30:
-        # indices beyond 2^31 need arrays of that length: three of them
+        # Indices beyond 2^31 need three arrays of that length.
         pytest.skip(f"needs 28 GB of free GPU memory, there are {free >> 30}")
     base = cupy().full(2**31 + 2**17, 0.5, np.float32)
     base[-(2**17) :] = to_device(normal(0, 2**17), "gpu")
@@ -423,7 +423,7 @@ def beyond():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("C", [1024, 4096])  # a warp per row, a block per row
+@pytest.mark.parametrize("C", [1024, 4096])  # one warp per row, one block per row
 def test_rmsnorm_beyond_2_31_elements(beyond, C):
     from xtrain.kernels.rmsnorm import rmsnorm_fwd, rmsnorm_ref
 
@@ -486,7 +486,7 @@ def _qk_norm_bwd(w, rstd, rope, ids):
 
 
 def test_bf16_on_the_cpu():
-    """NumPy has no einsum of bf16: the references compute in float32 and round once, as the kernels do."""
+    """NumPy's einsum does not support bf16: the references compute in float32 and round once, as the kernels do."""
     half = lambda i, *shape: normal(i, *shape).astype(BFLOAT16)
     rope = normal(8, 5, 2), normal(9, 5, 2)
     w, rstd, targets, inv = (

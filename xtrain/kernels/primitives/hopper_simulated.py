@@ -25,10 +25,12 @@ ROWS_MARK = MAP_MARK + 1  # the same for the map of a float32 matrix
 
 # ----------------------------------------------------------------------------- shared memory
 def shared_base(thread, site):
+    """The address of the simulated shared memory."""
     return UInt32(BASE)
 
 
 def store_shared(thread, site, address, value):
+    """Store 32 bits at a shared address."""
     engines = thread.block.engines
     first, end = engines.span(thread, address, 4, site)
     engines.write(thread, first, end, engines.clocks[:, thread.index], site)
@@ -46,6 +48,7 @@ def read_post(thread, site, address):
 
 
 def load_floats(thread, site, registers, address):
+    """Load two float32 from a shared address."""
     engines = thread.block.engines
     first, end = engines.span(thread, address, 8, site, 8)
     engines.read(thread, first, end, engines.clocks[:, thread.index], site, False)
@@ -55,23 +58,28 @@ def load_floats(thread, site, registers, address):
 
 # ----------------------------------------------------------------------------- barriers
 def mbar_init(thread, site, address, count):
+    """Initialize an mbarrier."""
     thread.block.engines.make_barrier(thread, site, address, count)
 
 
 def mbar_expect(thread, site, address, nbytes):
+    """Arrive, and expect nbytes more."""
     thread.block.engines.arrive(thread, site, address, nbytes)
 
 
 def mbar_arrive(thread, site, address):
+    """Lane 0 arrives for the warp."""
     if thread.lane == 0:
         thread.block.engines.arrive(thread, site, address)
 
 
 def mbar_wait(thread, site, address, parity):
+    """-> whether the phase of this parity has completed; the simulator polls it"""
     return thread.block.engines.try_wait(thread, site, address, parity)
 
 
 def bar_sync(thread, site, number, count):
+    """-> whether `count` threads have arrived at the named barrier; the simulator polls it"""
     return thread.block.engines.arrive_named(thread, site, number, count)
 
 
@@ -133,6 +141,7 @@ def _read_map(thread, site, maps, i, mark=MAP_MARK):
 
 
 def acquire_map(thread, site, maps, i):
+    """From now on this thread may use map i."""
     thread.state.setdefault("maps", set()).add(int(i))
 
 
@@ -152,6 +161,7 @@ def _require_1024_alignment(engines, thread, site, address):
 
 
 def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
+    """Start a copy of a box from global to shared memory."""
     engines, box = thread.block.engines, SimulatedMap(_read_map(thread, site, maps, i))
     _require_1024_alignment(engines, thread, site, to)
     at = int(sequence), int(row), int(head), int(column)
@@ -175,6 +185,7 @@ def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
 
 
 def load_row(thread, site, to, maps, i, barrier, column, row):
+    """Start a copy of part of a matrix row from global to shared memory."""
     engines, words = thread.block.engines, _read_map(thread, site, maps, i, ROWS_MARK)
     address, columns, rows, stride, count = map(int, words[1:6])
     if int(to) % 128:
@@ -190,6 +201,7 @@ def load_row(thread, site, to, maps, i, barrier, column, row):
 
 
 def store_tile(thread, site, maps, i, address, column, row, head, sequence):
+    """Start a copy of a box from shared to global memory. Raises RaceError if two copies store the same element."""
     engines, box = thread.block.engines, SimulatedMap(_read_map(thread, site, maps, i))
     nbytes = 2 * box.rows * box.columns
     data = engines.begin_store(thread, site, address, nbytes).reshape(-1, 16)
