@@ -3,7 +3,8 @@
     forward    y = max(x, 0)^2
     backward   dy/dx = 2 max(x, 0), so   dx = 2 max(x, 0) dy
 
-Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory is all that counts: kernels/primitives/flat.py says how.
+Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory traffic alone determines the speed: see
+kernels/primitives/flat.py.
 """
 
 # --8<-- [start:imports]
@@ -65,7 +66,7 @@ def positive(v):
 def fwd_chunks(y_n, x_n, first, vectorized):
     x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
-    for s in range(STEPS):  # all loads before the first store: they are under way together
+    for s in range(STEPS):  # all loads before the first store, so that all are in flight
         load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
         for j in range(CHUNK):

@@ -47,7 +47,7 @@ BLOCK = 256  # of the naive kernel: 8 warps
 # The backward keeps x, dy and dw of a row in registers while it loads the next row.
 BWD_COLUMNS = 24  # of a thread
 RESIDENT = 16  # warps per multiprocessor, the maximum with 128 registers per thread
-# The same with 168 registers per thread: more than 16 columns with a next row in float32 take as many.
+# The maximum with 168 registers per thread: more than 16 columns per thread and a float32 next row need that many.
 RESIDENT_WIDE = 12
 # Of an H200. Another number changes the order of the sum for dw, and the speed.
 MULTIPROCESSORS = 132

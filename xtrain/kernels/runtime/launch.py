@@ -118,7 +118,7 @@ def check_array(
 
 def check_ids(op: str, name: str, ids: Array) -> None:
     """Raises ValueError unless the dtype of `ids` is an integer type."""
-    check(ids.dtype.kind in "iu", f"{op}: {name} must hold whole numbers, got {ids.dtype}")
+    check(ids.dtype.kind in "iu", f"{op}: {name} must be integers, got {ids.dtype}")
 
 
 # ----------------------------------------------------------------------------- launches
