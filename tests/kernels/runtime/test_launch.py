@@ -110,9 +110,7 @@ def test_float64_is_for_references_alone():
 def test_check_ids():
     check_ids("op", "ids", np.ones(3, np.uint8))
     for dtype in (np.float32, bool):
-        with pytest.raises(
-            ValueError, match=f"op: ids must be integers, got {np.dtype(dtype)}"
-        ):
+        with pytest.raises(ValueError, match=f"op: ids must be integers, got {np.dtype(dtype)}"):
             check_ids("op", "ids", np.ones(3, dtype))
 
 
