@@ -185,14 +185,14 @@ def test_operations_and_bytes_of_attention_through_tensor_maps(monkeypatch):
     B, T, S, H, G, D = 2, 64, 100, 4, 2, 64
     maps, lse = array(64, 1, np.uint64), array(B * T * H, 2)
     dims = (D, H, T, B), (D, G, S, B), (D, G, S, B), (D, H, T, B), (256, 8)
-    described = [(0, d, (), ()) for d in dims]
-    monkeypatch.setattr(_tensor_maps, "_loose", {(0, tuple(described)): maps})
+    specs = tuple(_tensor_maps.TensorMapSpec(0, d, (), ()) for d in dims)
+    monkeypatch.setattr(_tensor_maps, "_evictable", {(0, specs): maps})
     kernel = flash_attention_hopper_bwd.make_dq_kernel(D, True, (64, 2, 2, 1, 1))
     cost = kernel_cost(kernel, (maps, lse))
     assert cost.flops == 6 * B * H * T * S * D
     elements = 2 * B * H * T * D + 2 * B * G * S * D
     assert cost.nbytes == 2 * elements + 4 * 256 * 8 + maps.nbytes + lse.nbytes
-    with pytest.raises(ValueError, match="tensor_maps has not made"):
+    with pytest.raises(ValueError, match="does not come from tensor_maps"):
         kernel_cost(kernel, (lse,))
 
 

@@ -108,7 +108,7 @@ def test_no_barrier_between_two_uses_of_shared_memory(planted):
 
 def test_no_barrier_between_write_and_read(planted):
     """Warp 0 runs first in the simulator, and reads an element that warp 1 writes later."""
-    after = "  # every warp's maximum is there"
+    after = "  # every warp's maximum is written"
     reduce = planted("primitives.reduce", "cuda.syncthreads()" + after, "pass" + after)
     with pytest.raises(UninitializedError) as caught:
         run_softmax(planted, reduce)
@@ -129,7 +129,7 @@ def test_barrier_in_a_branch_that_some_threads_take(planted):
         "    cuda.syncthreads()  # the previous use of `partial` is over\n",
         "    if lane == 0:\n",
     )
-    rest = "        partial[warp] = v\n    cuda.syncthreads()  # every warp's sum is there\n"
+    rest = "        partial[warp] = v\n    cuda.syncthreads()  # every warp's sum is written\n"
     reduce = planted(
         "primitives.reduce",
         barrier + guard + rest,
@@ -140,7 +140,7 @@ def test_barrier_in_a_branch_that_some_threads_take(planted):
     words = "8 threads (0, 32, 64, 96, 128, 160, 192, 224) wait in syncthreads at bad_reduce.py"
     assert_reported(caught, reduce, "causal_softmax_fwd_kernel", words, "called at bad_softmax.py")
     assert_reported(
-        caught, reduce, "248 threads (1-31, 33-63", lines=(MARK, "every warp's sum is there")
+        caught, reduce, "248 threads (1-31, 33-63", lines=(MARK, "every warp's sum is written")
     )  # the two barriers
 
 
@@ -178,7 +178,7 @@ def test_no_syncwarp_between_lanes(planted):
 
 # ----------------------------------------------------------------------------- elements written by several threads
 def test_all_threads_write_what_one_should(planted):
-    old = "    if tid == 0:\n        rstd_N[n] = rstd  # kept for backward\n"
+    old = "    if tid == 0:\n        rstd_N[n] = rstd  # saved for backward\n"
     module = planted("rmsnorm", old, "    if tid >= 0:\n        rstd_N[n] = rstd\n")
     with pytest.raises(RaceError) as caught:
         run_rmsnorm(module)
@@ -218,12 +218,12 @@ def test_read_after_the_barrier_behind_which_it_is_overwritten(planted):
 
 
 def test_corrected_by_a_thread_that_did_not_write_it(planted):
-    old = "if exists and target // each % BLOCK == tid:"
-    module = planted("cross_entropy", old, "if exists and tid == 0:")
+    old = "if in_vocabulary and target // vec % BLOCK == tid:"
+    module = planted("cross_entropy", old, "if in_vocabulary and tid == 0:")
     with pytest.raises(RaceError) as caught:
         module.cross_entropy(f32(2, 600), sim(np.array([40, 3])), 600, f32(1))
     words = "thread 0 wrote store1(logits, n * P + target", "thread 10 wrote element 40"
-    lines = "store1(logits, n * P + target", "put_n(logits"
+    lines = "store1(logits, n * P + target", "store_vector(logits"
     assert_reported(caught, module, "cross_entropy_kernel", *words, lines=lines)
 
 
@@ -231,8 +231,10 @@ def test_two_threads_put_sixteen_bytes_in_one_place(planted):
     module = planted("layout", "* y_row + i * D", "* y_row")
     with pytest.raises(RaceError) as caught:
         module.swap_heads(f32(1, 2, 3, 4))
-    words = "thread 0 wrote element 0 in put(y", "thread 3 wrote it", "global memory"
-    assert_reported(caught, module, "swap_heads_kernel", *words, lines=("put(y, (int64(b)",))
+    words = "thread 0 wrote element 0 in store_words(y", "thread 3 wrote it", "global memory"
+    assert_reported(
+        caught, module, "swap_heads_kernel", *words, lines=("store_words(y, (int64(b)",)
+    )
 
 
 def test_two_launch_arguments_are_one_array(planted):
@@ -297,8 +299,8 @@ def test_shared_memory_never_written(planted):
 
 
 def test_local_memory_never_written(planted):
-    old = "range(EACH):\n        acc[j] = float32(0.0)"
-    module = planted("grad_norm", old, old.replace("EACH", "1, EACH"))
+    old = "range(CHUNK):\n        acc[j] = float32(0.0)"
+    module = planted("grad_norm", old, old.replace("CHUNK", "1, CHUNK"))
     with pytest.raises(UninitializedError) as caught:
         module.grad_norm(f32(8), 1.0)
     words = "thread 0 reads acc[0]", "local memory"
@@ -492,7 +494,7 @@ def test_read_only_memory():
 
 def test_what_a_student_reads(planted):
     """The whole message."""
-    old = "    if tid == 0:\n        rstd_N[n] = rstd  # kept for backward\n"
+    old = "    if tid == 0:\n        rstd_N[n] = rstd  # saved for backward\n"
     module = planted("rmsnorm", old, "    if tid < 2:\n        rstd_N[n] = rstd\n")
     with pytest.raises(RaceError) as caught:
         run_rmsnorm(module)

@@ -19,7 +19,7 @@ fewer tiles than the GPU has multiprocessors. So smaller chunks take less memory
 import numpy as np
 
 from ..device import Array
-from .cross_entropy import cross_entropy, refuse_wrong
+from .cross_entropy import check_targets_on_host, cross_entropy
 from .gemm import matmul
 from .runtime.launch import FLOATS, check, check_array, check_ids, empty, on_host
 
@@ -61,10 +61,7 @@ def linear_cross_entropy(
     check_array(op, "w", w_PC, (None, C), (x_NC.dtype.name,))
     P = w_PC.shape[0]
     check(rows is None or rows > 0, f"{op}: {rows} rows at a time, expected at least 1")
-    check(
-        targets_N.shape == (N,),
-        f"{op}: targets have shape {targets_N.shape}, expected ({N},)",
-    )
+    check(targets_N.shape == (N,), f"{op}: targets have shape {targets_N.shape}, expected ({N},)")
     check_ids(op, "targets", targets_N)
     wide = np.float64 if x_NC.dtype == np.float64 else np.float32
     loss_N = empty(x_NC, N, wide)
@@ -73,7 +70,7 @@ def linear_cross_entropy(
     if dw_PC is not None and not N:
         dw_PC.fill(0)
     if on_host(x_NC, w_PC, targets_N):
-        refuse_wrong(targets_N, vocab_size)  # here, where rows have the caller's numbers
+        check_targets_on_host(targets_N, vocab_size)  # here, where rows have the caller's numbers
     step = chunk_rows(N, rows)
     logits_RP = empty(x_NC, (min(step, N), P))
     for first in range(0, N, max(step, 1)):

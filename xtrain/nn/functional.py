@@ -55,7 +55,7 @@ class Embedding(Function):
     def backward(ctx, dx_NC):
         ids_N, w_VC, plan_N4 = ctx.saved
         dw_VC = ctx.grad_buffer(1, w_VC)
-        plan = None if plan_N4 is None else _embedding.Plan(plan_N4, w_VC.shape[0])
+        plan = None if plan_N4 is None else _embedding.EmbeddingPlan(plan_N4, w_VC.shape[0])
         _embedding.embedding_bwd(dx_NC, ids_N, dw_VC, plan)
         return None, dw_VC
 
@@ -137,8 +137,10 @@ class AddNormLinear(Function):
         if dy_NO is None:  # only h was used
             return dh_NC, dh_NC, None, None
         dn_NC, dw_C, dv_OC = _gemm.linear_bwd_x(dy_NO, v_OC), ctx.grad_buffer(2, w_C), None
-        dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C, again=True)
-        n_NC = dn_NC  # again=True: overwritten by the norm's result
+        dx_NC = _residual.residual_rmsnorm_bwd(
+            dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C, recompute_y=True
+        )
+        n_NC = dn_NC  # recompute_y overwrote it with the norm's result
         if ctx.needs_grad[3]:
             dv_OC, add = ctx.grad_target(3, v_OC)
             _gemm.linear_bwd_w(dy_NO, n_NC, dv_OC, add)
@@ -263,7 +265,7 @@ class SwiGLULinear(Function):
     def backward(ctx, dz_NO):
         gu_N2F, w_OF = ctx.saved
         dy_NF = _gemm.linear_bwd_x(dz_NO, w_OF)
-        dgu_N2F = _swiglu.swiglu_bwd(dy_NF, gu_N2F, again=True)
+        dgu_N2F = _swiglu.swiglu_bwd(dy_NF, gu_N2F, recompute_y=True)
         y_NF, dw_OF = dy_NF, None
         if ctx.needs_grad[1]:
             dw_OF, add = ctx.grad_target(1, w_OF)

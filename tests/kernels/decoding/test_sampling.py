@@ -331,5 +331,5 @@ def test_bad_input():
     for bad in ((0.1, -3, 1.0), (1e-9, 0, 1.0), (1.0, 0, 7.0)):  # on a GPU nobody looks
         with pytest.raises(ValueError, match="expected"):
             sample(logits, ids, *parameters(2, *bad))
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         sample(to_kernel(logits), ids, *good)

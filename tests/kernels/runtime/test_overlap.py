@@ -1,5 +1,5 @@
-"""runtime/overlap.py: what the driver is handed (the layout is that of CUlaunchConfig in CUDA 13's cuda.h, on 64 bits), and what
-overlapping kernels must not do.
+"""runtime/overlap.py: the arguments of the driver call (CUlaunchConfig as in CUDA 13's cuda.h, 64 bits), and the rules that
+overlapping kernels must obey.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ def test_the_same_bits_without_overlap(ready):
 
 # ----------------------------------------------------------------------------- what the simulator looks for
 def kernels():
-    """-> one that writes x, and one that may overlap with it: `wait` says where it waits"""
+    """-> a kernel that writes x, and one that may overlap with it; `wait` tells where it waits"""
 
     @cuda.jit
     def first(x):
@@ -89,7 +89,7 @@ def kernels():
 
 
 def run_both(wait, store=False, other=False):
-    """other: what the first kernel writes is not what the second one reads."""
+    """other: the first kernel does not write what the second one reads."""
     first, second = kernels()
     x, w, y = (sim(np.zeros(32, np.float32)) for _ in range(3))
     simulator.run(first, 1, 32, y if other else x)
@@ -131,7 +131,7 @@ def test_writing_what_the_kernel_before_was_not_given():
 
 @pytest.mark.parametrize("hasty", [True, False])
 def test_letting_the_next_start_before_waiting(hasty):
-    """Then it may begin while the kernel before last still runs, and must mind that one, too."""
+    """Then the kernel may start while the one before the previous still runs, and the rules hold for that one, too."""
 
     @cuda.jit
     def between(z):
@@ -167,7 +167,7 @@ def test_never_waiting():
 
 
 def test_weights_that_are_not_ready():
-    """gemv's promise, broken: the kernel before wrote the weights."""
+    """gemv's precondition, violated: the previous kernel wrote the weights."""
     x, w = sim(normal(1, 1, 64).astype(BF16)), sim(normal(2, 16, 64))
     w = cast_fwd(w, BF16)
     with pytest.raises(
