@@ -9,39 +9,23 @@ graphs keep the attribute when they capture the launch.
 Only the driver's cuLaunchKernelEx takes the attribute, and CuPy does not wrap it ("CUDA Driver API", CUlaunchConfig).
 """
 
-# ctypes and not cuda.bindings: a launch fills one struct and makes one call. cuda.bindings would set
-# the properties of a CUlaunchConfig one by one and build a CUresult enum on each launch.
-import ctypes
 import functools
+from typing import Any
 
 from ...device import cupy
 
-PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
-
 
 @functools.cache
-def _driver():
-    """-> cuLaunchKernelEx, the launch attribute that allows the overlap"""
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    function.argtypes = [ctypes.POINTER(_Config), *[ctypes.c_void_p] * 3]
-    attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION)
-    attribute.value[0] = 1  # CUlaunchAttributeValue.programmaticStreamSerializationAllowed
-    return function, attribute
+def _driver() -> tuple[Any, Any]:
+    """-> cuda.bindings.driver, the launch attribute that allows the overlap"""
+    from cuda.bindings import driver
+
+    attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+    kinds = driver.CUlaunchAttributeID
+    attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.value = value
+    return driver, attribute
 
 
 def launch_overlapping(
@@ -52,8 +36,12 @@ def launch_overlapping(
     grid, block: three ints each. shared: bytes of dynamic shared memory. stream: the driver's handle.
     parameters: address of the table of pointers to the kernel's parameters. Raises CuPy's CUDADriverError.
     """
-    launch_kernel, attribute = _driver()
-    config = _Config(grid, block, shared, stream, ctypes.pointer(attribute), 1)
-    status = launch_kernel(ctypes.byref(config), function, parameters, None)
+    driver, attribute = _driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes, config.hStream = shared, stream
+    config.numAttrs, config.attrs = 1, [attribute]
+    (status,) = driver.cuLaunchKernelEx(config, function, parameters, 0)
     if status:
-        raise cupy().cuda.driver.CUDADriverError(status)
+        raise cupy().cuda.driver.CUDADriverError(int(status))
