@@ -15,13 +15,13 @@
 #
 # *About 60 minutes. You need [lesson 2](02_memory.ipynb).*
 #
-# **The question.** Every layer of a language model begins by dividing each row by the size of its
-# numbers, their root mean square. That needs a sum over the whole row, the row is spread over
-# hundreds of threads, and no thread sees more than its own piece. How do threads add up a number
-# together, quickly, and with the same bits every time?
+# **The question.** Every layer of a language model starts by dividing each row of its input by that
+# row's root mean square. This needs a sum over the whole row. But the row is spread over hundreds
+# of threads, and each thread sees only its own part. How do threads compute a sum together,
+# quickly, and with the same bits every time?
 #
-# You will write a sum over a warp, a sum over a block, and with it RMSNorm, the first real op of
-# this course.
+# You will write a sum over a warp and a sum over a block, and use them for RMSNorm, the first real
+# op of this course.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -45,7 +45,7 @@ from xtrain import lesson, simulator
 from xtrain.kernels.primitives.reduce import block_sum, warp_sum
 from xtrain.kernels.rmsnorm import rmsnorm_ref
 
-FULL = 0xFFFFFFFF  # a mask of 32 ones: all lanes of a warp take part
+FULL = 0xFFFFFFFF  # a mask of 32 ones: all lanes of a warp participate
 
 # %% [markdown]
 # ## RMSNorm by hand
@@ -54,11 +54,11 @@ FULL = 0xFFFFFFFF  # a mask of 32 ones: all lanes of a warp take part
 #
 # $$r = \frac{1}{\sqrt{\frac{1}{C} \sum_{c} x_c^2 + \epsilon}} \qquad\qquad y_c = x_c \cdot r \cdot w_c$$
 #
-# r is one over the *root mean square* of the row; epsilon keeps a row of zeros from dividing by
-# zero. With B, T, C = 2, 3, 4 there are 6 rows of 4. The first two:
+# r is the reciprocal of the row's *root mean square*; epsilon prevents a division by zero for a row
+# of zeros. With B, T, C = 2, 3, 4 there are 6 rows of 4. The first two:
 
 # %%
-x = np.arange(1, 25, dtype=np.float32).reshape(2 * 3, 4)  # (B T, C): sequences do not matter here
+x = np.arange(1, 25, dtype=np.float32).reshape(2 * 3, 4)  # (B T, C): each row is independent
 w = np.array([1, 1, 2, 2], np.float32)
 for row in x[:2]:
     mean = float((row**2).mean())
@@ -67,7 +67,7 @@ for row in x[:2]:
     print(f"y {(row * r * w).round(4)}")
 
 # %% [markdown]
-# The reference is two lines of NumPy, and it is also what xtrain runs when there is no GPU:
+# The reference is two lines of NumPy. xtrain also runs it when there is no GPU:
 
 # %%
 lesson.source(rmsnorm_ref)
@@ -75,17 +75,17 @@ y, rstd = rmsnorm_ref(x, w, 1e-6)
 print(y[:2].round(4))
 
 # %% [markdown]
-# ## Adding up with 32 threads
+# ## A sum over 32 threads
 #
-# A sum by one thread takes n steps. With many threads one adds in pairs: half of the threads add
-# the other half's numbers to their own, then a quarter, and so on. 32 numbers need 5 steps.
+# A sum by one thread takes n steps. With many threads, add in pairs: half of the threads add the
+# other half's numbers to their own, then a quarter of the threads do the same, and so on. 32
+# numbers need 5 steps.
 #
-# Within a warp this needs no shared memory. A thread's number within its warp, 0 to 31, is its
-# *lane*, and a **shuffle** hands registers from lane to lane: `cuda.shfl_xor_sync(FULL, v, 16)`
-# gives each lane the `v` of the lane whose number differs from its own in the bit of value 16. So
-# lane 0 and lane 16 exchange, lane 1 and lane 17, ... and if all lanes add what they get, then
-# after the steps 16, 8, 4, 2, 1 **every** lane has the sum of all. With 8 lanes and the steps 4, 2,
-# 1:
+# Within a warp, this needs no shared memory. A thread's index within its warp, 0 to 31, is its
+# *lane*, and a **shuffle** passes register values between lanes: `cuda.shfl_xor_sync(FULL, v, 16)`
+# gives each lane the `v` of the lane whose index differs in the bit of value 16. Lane 0 and lane 16
+# exchange values, lane 1 and lane 17, and so on. If all lanes add the value they receive, then
+# after the steps 16, 8, 4, 2, 1 **every** lane has the total. With 8 lanes and the steps 4, 2, 1:
 
 # %%
 lesson.figures.butterfly([3, 1, 4, 1, 5, 9, 2, 6], (4, 2, 1), "every lane ends with the sum, 31")
@@ -93,9 +93,10 @@ lesson.figures.butterfly([3, 1, 4, 1, 5, 9, 2, 6], (4, 2, 1), "every lane ends w
 # %% [markdown]
 # ## Exercise 3.1: the sum of a warp
 #
-# Blocks of 32 threads, one warp each. Block W adds up the elements 32 W to 32 W + 31; the last
-# block may have fewer. A shuffle is a collective: **all** lanes of the mask must call it, also
-# those that have no element. What should they bring, so that the sum is right?
+# Each block has 32 threads, which is one warp. Block W sums the elements 32 W to 32 W + 31; the
+# last block may have fewer. A shuffle is a collective: **all** lanes of the mask must call it,
+# including those without an element. Which value must those lanes contribute to leave the sum
+# correct?
 
 
 # %% tags=["exercise"]
@@ -118,8 +119,8 @@ lesson.check("3.1", warp_sums_kernel)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `for step in (16, 8, 4, 2, 1):` works in a kernel. In the loop: `v += cuda.shfl_xor_sync(FULL, v,
-# step)`.
+# `for step in (16, 8, 4, 2, 1):` works in a kernel. In the loop:
+# `v += cuda.shfl_xor_sync(FULL, v, step)`.
 #
 # </details>
 
@@ -139,11 +140,11 @@ def warp_sums_kernel(sums_W, x_n):
 
 
 # %% [markdown]
-# ## The same numbers, another sum
+# ## The same numbers, a different sum
 #
-# Why not let every thread add its number to one place in memory, with an *atomic* addition (one
-# that no other thread can come between)? Because every addition of floats rounds, so it matters
-# which numbers are added first: (a + b) + c is not always a + (b + c).
+# Why not let every thread add its number to one memory location with an *atomic* addition (one that
+# no other thread can interrupt)? Because every floating-point addition rounds, the order of the
+# additions matters: (a + b) + c is not always a + (b + c).
 
 # %%
 numbers = np.array([1e8, 1.0, -1e8, 1.0], np.float32)
@@ -162,20 +163,20 @@ print(
 )
 
 # %% [markdown]
-# Atomics add in whatever order threads happen to come. Two runs of a training would then differ in
-# the last bits of every gradient, and after a thousand steps in everything. xtrain promises **same
-# seed, same bits**, so sums are always taken in a fixed order. The butterfly is one. It is also
-# *more exact* than going from left to right, since each number goes through 5 roundings instead of
-# up to 31.
+# Atomics add in whatever order the threads arrive. Two training runs would then differ in the last
+# bits of every gradient, and after a thousand steps in everything. xtrain promises **same seed,
+# same bits**, so sums are always computed in a fixed order. The butterfly is such an order. It is
+# also *more accurate* than adding from left to right, because each number goes through 5 roundings
+# instead of up to 31.
 #
 # ## From a warp to a block
 #
-# A row of 4096 columns wants more than 32 threads. Sum of a block: each warp adds up its own
-# numbers by shuffles; one lane of each warp puts the result into shared memory; a barrier; then the
-# warps' sums, at most 32 of them since a block has at most 1024 threads, are added by the same
-# shuffles again.
+# A row of 4096 columns needs more than 32 threads. The sum over a block takes four steps: each warp
+# sums its own numbers with shuffles; one lane of each warp writes the result to shared memory; all
+# threads wait at a barrier; then the same shuffles add the warps' sums. There are at most 32 of
+# them, because a block has at most 1024 threads.
 #
-# From here on you may use the library's `warp_sum`. It is what you have just written:
+# From here on, you may use the library's `warp_sum`. It is what you have just written:
 
 # %%
 lesson.source(warp_sum)
@@ -183,8 +184,8 @@ lesson.source(warp_sum)
 # %% [markdown]
 # ## Exercise 3.2: the sum of a block
 #
-# One block, any whole number of warps, any n. Each thread first adds up the elements tid, tid +
-# blockDim.x, ... (the grid-stride loop of lesson 2, with a grid of one).
+# Use one block with any whole number of warps, for any n. Each thread first adds the elements tid,
+# tid + blockDim.x, ... (the grid-stride loop of lesson 2, with a grid of one block).
 
 
 # %% tags=["exercise"]
@@ -203,13 +204,13 @@ lesson.check("3.2", block_sum_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `if lane == 0: partial[warp] = v`, then a barrier, then each lane takes `partial[lane]`: in every
-# warp, so that every warp can finish the sum.
+# `if lane == 0: partial[warp] = v`, then a barrier, then each lane reads `partial[lane]`. Every
+# warp does this, so every warp gets the total.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# The block has `cuda.blockDim.x // 32` warps. Lanes from there on bring 0.0.
+# The block has `cuda.blockDim.x // 32` warps. Lanes from that index on contribute 0.0.
 #
 # </details>
 
@@ -236,21 +237,21 @@ def block_sum_kernel(total_1, x_n):
 
 
 # %% [markdown]
-# As a device function (one that kernels call, and that returns something) this is `block_sum(v,
-# partial)`; every thread gets the sum:
+# The library has this as a device function (a function that kernels call and that can return a
+# value), `block_sum(v, partial)`. Every thread gets the sum:
 
 # %%
 lesson.source(block_sum)
 
 # %% [markdown]
-# It has one barrier more than yours, at the beginning. Why? Because a kernel may call it twice:
-# without that barrier a fast warp could write its second sum into `partial` while a slow warp still
-# reads the first. Take it away and the simulator says so:
+# It has one more barrier than yours, at the beginning. Why? Because a kernel may call it twice:
+# without that barrier, a fast warp could write its second sum to `partial` while a slow warp still
+# reads the first. Remove it, and the simulator reports a race:
 
 
 # %%
 @cuda.jit(device=True)
-def hasty_block_sum(v, partial):
+def block_sum_one_barrier(v, partial):
     tid = cuda.threadIdx.x
     lane, warp = tid % 32, tid // 32
     v = warp_sum(v)
@@ -265,8 +266,8 @@ def hasty_block_sum(v, partial):
 def twice_kernel(out_2, x_n):
     partial = cuda.shared.array(32, float32)
     v = x_n[cuda.threadIdx.x]
-    first = hasty_block_sum(v, partial)
-    second = hasty_block_sum(v * v, partial)
+    first = block_sum_one_barrier(v, partial)
+    second = block_sum_one_barrier(v * v, partial)
     if cuda.threadIdx.x == 0:
         out_2[0] = first
         out_2[1] = second
@@ -278,10 +279,10 @@ lesson.report(simulator.run, twice_kernel, 1, 64, simulator.sim(np.zeros(2, np.f
 # %% [markdown]
 # ## Exercise 3.3: RMSNorm
 #
-# Block n owns row n; thread tid owns the columns tid, tid + blockDim.x, ... Two passes over the
-# row: add up squares, then multiply. `rstd_N[n]` is r; it is kept because the backward (lesson 5)
-# will want it. You may call `block_sum`. Mind the types: a Python literal is a float64, and so is
-# an integer divided by an integer; `float32(1.0)` and `float32(C)` are float32.
+# Block n owns row n; thread tid owns the columns tid, tid + blockDim.x, ... The kernel passes over
+# the row twice: first to sum the squares, then to multiply. `rstd_N[n]` is r, which is saved for
+# the backward pass (lesson 5). You may call `block_sum`. Watch the types: a Python literal is a
+# float64, and so is the quotient of two integers; `float32(1.0)` and `float32(C)` are float32.
 
 
 # %% tags=["exercise"]
@@ -304,14 +305,14 @@ lesson.check("3.3", rmsnorm_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `acc = float32(0.0)`, then `for c in range(tid, C, cuda.blockDim.x): acc += x_NC[n, c] * x_NC[n,
-# c]`.
+# `acc = float32(0.0)`, then
+# `for c in range(tid, C, cuda.blockDim.x): acc += x_NC[n, c] * x_NC[n, c]`.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
 # `rstd = float32(1.0) / math.sqrt(block_sum(acc, partial) / float32(C) + eps)`. Every thread has
-# it. One of them writes `rstd_N[n]`.
+# this value. One of them writes `rstd_N[n]`.
 #
 # </details>
 
@@ -339,9 +340,9 @@ def rmsnorm_kernel(y_NC, rstd_N, x_NC, w_C, eps):
 
 
 # %% [markdown]
-# How exact is it? Compare with the reference in float64, and with what the reference itself loses
-# in float32. That second number is the yardstick of all xtrain's kernel tests: **a kernel may be at
-# most twice as wrong as NumPy in the same type.**
+# How accurate is it? Compare its error with the error of the float32 reference, both measured
+# against the reference in float64. All of xtrain's kernel tests use this criterion: **a kernel's
+# error may be at most twice NumPy's error in the same type.**
 
 # %%
 N, C = 3, 300
@@ -354,17 +355,17 @@ lesson.launch(rmsnorm_kernel, N, 64, y_here, rstd_here, x_here, w_here, np.float
 exact = rmsnorm_ref(x32.astype(np.float64), w32.astype(np.float64), 1e-6)[0]
 kernel_error = np.abs(lesson.host(y_here) - exact).max()
 numpy_error = np.abs(rmsnorm_ref(x32, w32, 1e-6)[0] - exact).max()
-print("the kernel errs by less than 1e-6:", bool(kernel_error < 1e-6))
+print("the kernel's error is below 1e-6:", bool(kernel_error < 1e-6))
 print(
-    "and by at most twice what NumPy does:",
+    "and at most twice NumPy's error:",
     bool(kernel_error <= 2 * numpy_error + 2e-7 * np.abs(exact).max()),
 )
 
 # %% [markdown]
 # ## Measure
 #
-# By the rule of lesson 2, RMSNorm should cost as much as a copy: read x once, write y once. The
-# trace of your kernel, and of the kernel in use:
+# By the reasoning of lesson 2, RMSNorm should take as long as a copy: read x once, write y once.
+# The trace compares your kernel with the one that the library uses:
 
 # %%
 from xtrain.kernels import rmsnorm
@@ -401,20 +402,20 @@ lesson.table(
     {
         "two passes, ms": "naive_ms",
         "in use, ms": "ms",
-        "a copy, ms": "copy_ms",
+        "copy, ms": "copy_ms",
         "copy / in use": "share",
     },
 )
 
 # %% [markdown]
-# **The improvement of this lesson: keep the row.** A thread has up to 255 registers, and a row of
-# 768 numbers is 24 for each lane of a warp. So the kernel in use reads the row once, with 16-byte
-# accesses, keeps it in registers between the sum and the product, and gives a row to *one warp* as
-# long as it fits. Then `warp_sum` is enough and there is no barrier at all.
+# **The improvement of this lesson: keep the row in registers.** A thread has up to 255 registers,
+# and a row of 768 numbers is 24 for each lane of a warp. So the kernel in use reads the row once,
+# with 16-byte accesses, keeps it in registers between the sum and the product, and assigns each row
+# to *one warp*, as long as the row fits. Then `warp_sum` is enough, and no barrier is needed.
 #
-# Is it the second reading that costs? Reading x twice would explain a factor of 3 / 2. The table
-# shows almost 3, and most second readings even come from a cache. The rest is what you saw in
-# lesson 2: small requests; and a block that waits at two barriers has nothing under way.
+# Is the second read the only cost? Reading x twice would explain a factor of 3 / 2, but the table
+# shows almost 3, and most of the second reads even come from a cache. The rest has two causes: the
+# requests are small, as in lesson 2, and a block that waits at a barrier has no requests in flight.
 #
 # ## The library's kernel
 
@@ -422,15 +423,15 @@ lesson.table(
 lesson.source(rmsnorm.make_fwd_kernel)
 
 # %% [markdown]
-# A function that makes a kernel: `C` is a constant inside, so the loops are unrolled and `x_SE`
-# becomes registers. `load`, `store` and `total` come from `_rows.py`, which decides how many
-# threads share a row. Line by line it is your kernel.
+# This function makes a kernel. Inside it `C` is a constant, so the loops are unrolled and `x_SE` is
+# held in registers. `load`, `store` and `total` come from `kernels/primitives/rows.py`, which decides how many
+# threads share a row. Apart from that, it is your kernel line by line.
 #
 # ## What did not help
 #
-# *A tree in shared memory*, as it stands in older books: all threads write their number, then half
-# of them add, a barrier, a quarter add, a barrier ... The result is the same. What it costs for a
-# block of 128:
+# *A tree in shared memory*, as in older books: all threads write their number, then half of them
+# add, a barrier, a quarter add, a barrier, and so on. The result is the same. The cost for a block
+# of 128:
 
 
 # %%
@@ -457,31 +458,33 @@ x_1k, total = simulator.sim(np.ones(1000, np.float32)), simulator.sim(np.zeros(1
 for name, kernel, barriers in (("tree", tree_sum_kernel, 7), ("shuffles", block_sum_kernel, 1)):
     trace = lesson.traced(kernel, 1, 128, total, x_1k)
     print(
-        f"{name:9} sum {total[0]:g}, {len(trace.requests(kind='shared')):2} instructions for shared memory, barriers: {barriers}"
+        f"{name:9} sum {total[0]:g}, {len(trace.requests(kind='shared')):2} shared-memory instructions, barriers: {barriers}"
     )
 
 # %% [markdown]
 # ## More exercises
 #
-# 1. Write `block_max` in the same way. What do lanes without an element bring?
-# 2. The mean *and* the variance of a row with one pass over it: two sums at once. How many barriers
-#    do you need, if you are clever?
-# 3. In `warp_sums_kernel`, use `cuda.shfl_down_sync` instead. Which lanes have the right sum at the
-#    end?
+# 1. Write `block_max` in the same way. Which value do lanes without an element contribute?
+# 2. Compute the mean *and* the variance of a row in one pass: two sums at once. What is the
+#    smallest number of barriers?
+# 3. Use `cuda.shfl_down_sync` in `warp_sums_kernel`. Which lanes have the correct sum at the end?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: minus infinity, `float32(-math.inf)`; compare `block_max` in `xtrain/kernels/_reduce.py`. 2: as
-# many as for one sum: put both sums of a warp side by side into a shared array of shape (32, 2). 3:
-# Only lane 0. The others add numbers of lanes that have already been added, or their own again at
-# the upper end.
+# 1: Minus infinity, `float32(-math.inf)`; compare `block_max` in `xtrain/kernels/primitives/reduce.py`.
+#
+# 2: As many as for one sum: write both sums of a warp next to each other into a shared array of
+# shape (32, 2).
+#
+# 3: Only lane 0. At the upper end, the other lanes add values that have already been added, or
+# their own again.
 #
 # </details>
 #
 # ## Sources
 #
 # - B. Zhang, R. Sennrich, *Root Mean Square Layer Normalization*, 2019.
-# - M. Harris, *Optimizing Parallel Reduction in CUDA*, NVIDIA: the tree, step by step.
+# - M. Harris, *Optimizing Parallel Reduction in CUDA*, NVIDIA: the tree reduction, step by step.
 # - J. Luitjens, *Faster Parallel Reductions on Kepler*, NVIDIA Developer Blog, 2014: shuffles.
-# - N. Higham, *Accuracy and Stability of Numerical Algorithms*, chapter 4: the errors of summation
-#   orders.
+# - N. Higham, *Accuracy and Stability of Numerical Algorithms*, chapter 4: the errors of different
+#   summation orders.

@@ -17,10 +17,11 @@
 #
 # **The question.** Nearly all the arithmetic of a language model is in its matrix products. Why is
 # this the one operation that xtrain does not write itself, but takes from NVIDIA's library, cuBLAS?
-# And how does one talk to a library that thinks in columns?
+# And how do you call a library that stores matrices by columns?
 #
-# You will write a product, make it read memory eight times less, count what is still missing, and
-# then learn to ask cuBLAS for exactly the product you want, without ever transposing anything.
+# You will write a matrix product, make it read eight times fewer elements from memory, and count
+# what is still missing. Then you will call cuBLAS for exactly the product you want, without ever
+# transposing a matrix.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -43,8 +44,8 @@ from xtrain import lesson, simulator
 # %% [markdown]
 # ## A linear layer by hand
 #
-# A linear layer has one row of weights per output: `w` is (O, I), O outputs from I inputs. This is
-# how PyTorch and Hugging Face store it, and xtrain too. For N rows of input x (N, I):
+# A linear layer has one row of weights per output: `w` is (O, I), for O outputs and I inputs.
+# PyTorch, Hugging Face and xtrain all store it this way. For N rows of input, x (N, I):
 #
 # $$y = x w^\top \qquad y_{n o} = \sum_i x_{n i} \, w_{o i}$$
 #
@@ -64,17 +65,17 @@ print(linear_ref(x, w))
 print("y[1, 2] by hand:", 4 * 1 + 5 * 1 + 6 * 1)
 
 # %% [markdown]
-# It takes 2 N O I operations (a multiplication and an addition each), and at least 4 (N I + O I + N
-# O) bytes have to be moved. For a square product of size n that is n / 6 operations per byte:
+# The product takes 2 N O I operations (a multiplication and an addition each) and must move at
+# least 4 (N I + O I + N O) bytes. For square matrices of size n, this is n / 6 operations per byte:
 
 # %%
 for n in (8, 128, 1024, 4096):
     flops, nbytes = 2 * n**3, 4 * 3 * n**2
-    print(f"n = {n:5}: {flops / nbytes:6.1f} operations a byte")
+    print(f"n = {n:5}: {flops / nbytes:6.1f} operations per byte")
 
 # %% [markdown]
-# Lesson 2 put the ridge of an H200 at about 17 operations a byte. A large product could therefore
-# run at the full speed of the arithmetic, 67 TFLOP/s. *Could.*
+# Lesson 2 put the ridge of an H200 at about 17 operations per byte. A large product could therefore
+# run at the full arithmetic speed, 67 TFLOP/s. *Could.*
 #
 # ## Exercise 4.1: one thread per output
 
@@ -96,8 +97,8 @@ lesson.check("4.1", linear_kernel)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `o` comes from the x parts of blockIdx and threadIdx, `n` from the y parts. Inside the guard: `acc
-# = float32(0.0)`, a loop over `range(x_NI.shape[1])`, one line that writes.
+# `o` comes from the .x parts of blockIdx and threadIdx, `n` from the .y parts. Inside the guard:
+# `acc = float32(0.0)`, a loop over `range(x_NI.shape[1])`, and one line that writes.
 #
 # </details>
 
@@ -121,7 +122,7 @@ def linear_kernel(y_NO, x_NI, w_OI):
 
 
 # %% [markdown]
-# ## What it asks of memory
+# ## Its memory traffic
 
 # %%
 n = 32
@@ -135,7 +136,7 @@ def count(name, trace):
     reads = len(trace.of("x_NI")) + len(trace.of("w_OI"))
     moved = trace.traffic().moved
     print(
-        f"{name:16} {reads:6,} elements read, {moved:7,} bytes moved: {flops / moved:.2f} operations a byte"
+        f"{name:16} {reads:6,} elements read, {moved:7,} bytes moved: {flops / moved:.2f} operations per byte"
     )
 
 
@@ -146,37 +147,38 @@ count("one per thread", naive)
 
 # %% [markdown]
 # Every element of x is read once for each of the 32 outputs, and every element of w once for each
-# of the 32 rows. Worse: at one moment neighbouring threads want `w[o, i]`, `w[o + 1, i]`, ... which
-# lie a whole row apart. The arithmetic is waiting; caches help, but this kernel is far to the left
-# of the ridge.
+# of the 32 rows. Worse, neighbouring threads read `w[o, i]`, `w[o + 1, i]`, ... at the same time,
+# and these are a whole row apart. The arithmetic waits for memory. Caches help, but this kernel is
+# far to the left of the ridge.
 #
 # ## Tiles
 #
 # The threads of a block compute 8 x 8 outputs. Together they need 8 rows of x and 8 rows of w, and
-# *each element of those 8 times*. So let the block fetch each element once, into shared memory, and
-# let all its threads use it there. Rows may be long, hence in stretches: 8 columns of x and of w at
-# a time. That is a **tile**. The figure shows the block in row 2 and column 1 of y's blocks
-# (counted from 0): grey is what it needs in all four turns, coloured what it loads in turn 1, green
-# what it computes:
+# they use *each element of those 8 times*. So let the block load each element once into shared
+# memory, and let all its threads read it from there. Rows may be long, so the block works through
+# them in steps: in each step it loads 8 columns of its rows of x and of w. Each such 8 x 8 piece is
+# a **tile**. The figure shows the block in row 2 and column 1 of y's blocks (counted from 0). Grey
+# is everything it needs in its four steps, orange and blue are what it loads in step 1 (steps are
+# counted from 0 too), and green is what it computes:
 
 # %%
 lesson.figures.tiles(
-    32, 32, 32, 8, (2, 1), 1, "y = x w^T, written as C = A B with B = w^T: turn 1 of block (2, 1)"
+    32, 32, 32, 8, (2, 1), 1, "y = x w^T, written as C = A B with B = w^T: step 1 of block (2, 1)"
 )
 
 # %% [markdown]
-# What does it gain? For tiles of T x T a turn loads 2 T² numbers, 8 T² bytes, and does 2 T³
-# operations:
+# What is the gain? With tiles of T x T, one step loads 2 T² numbers, which is 8 T² bytes, and does
+# 2 T³ operations:
 #
-# $$\frac{2 T^3}{8 T^2} = \frac{T}{4} \text{ operations a byte}$$
+# $$\frac{2 T^3}{8 T^2} = \frac{T}{4} \text{ operations per byte}$$
 #
-# 2 for T = 8; for the ridge of 17 one needs T = 68 or so.
+# This is 2 for T = 8; reaching the ridge of 17 takes T = 68 or so.
 #
 # ## Exercise 4.2: a tiled product
 #
-# Each turn has four parts: every thread loads one element of x and one of w into the tiles; wait;
-# every thread adds 8 products; wait. Sizes need not be multiples of 8: where a tile hangs over the
-# edge, load 0.0.
+# Each step has four parts: every thread loads one element of x and one of w into the tiles;
+# barrier; every thread adds 8 products; barrier. Sizes need not be multiples of 8: where a tile
+# extends past the edge, load 0.0.
 
 
 # %% tags=["exercise"]
@@ -184,8 +186,8 @@ lesson.figures.tiles(
 def tiled_linear_kernel(y_NO, x_NI, w_OI):
     """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
 
-    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Of what it needs of x and w, a block reads
-    each element once.
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Each block reads each element of x and w that
+    it needs exactly once.
     """
     x_tile = cuda.shared.array((8, 9), float32)
     w_tile = cuda.shared.array((8, 9), float32)
@@ -199,15 +201,15 @@ lesson.check("4.2", tiled_linear_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Let tx run along i when you load, for both: `x_tile[ty, tx]` is x[n, k + tx] with `n =
-# cuda.blockIdx.y * 8 + ty`, and `w_tile[ty, tx]` is w[o, k + tx] with `o = cuda.blockIdx.x * 8 +
-# ty`. Both are coalesced then.
+# In both loads, let tx run along i: `x_tile[ty, tx]` is x[n, k + tx] with
+# `n = cuda.blockIdx.y * 8 + ty`, and `w_tile[ty, tx]` is w[o, k + tx] with
+# `o = cuda.blockIdx.x * 8 + ty`. Both loads are then coalesced.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# The output of this thread is row `cuda.blockIdx.y * 8 + ty` and column `cuda.blockIdx.x * 8 + tx`.
-# So its products are `x_tile[ty, j] * w_tile[tx, j]`.
+# The output of this thread is row `cuda.blockIdx.y * 8 + ty` and column `cuda.blockIdx.x * 8 + tx`,
+# so its products are `x_tile[ty, j] * w_tile[tx, j]`.
 #
 # </details>
 
@@ -218,8 +220,8 @@ lesson.check("4.2", tiled_linear_kernel)
 def tiled_linear_kernel(y_NO, x_NI, w_OI):
     """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
 
-    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Of what it needs of x and w, a block reads
-    each element once.
+    Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Each block reads each element of x and w that
+    it needs exactly once.
     """
     x_tile = cuda.shared.array((8, 9), float32)
     w_tile = cuda.shared.array((8, 9), float32)
@@ -246,18 +248,19 @@ count("one per thread", naive)
 count("tiled", tiled)
 
 # %% [markdown]
-# Eight times fewer elements, as promised. Why not tiles of 64 x 64, then? A block has at most 1024
-# threads, and there is a second wall.
+# The kernel reads eight times fewer elements, as computed. Why not use tiles of 64 x 64, then? A
+# block has at most 1024 threads, and there is a second limit.
 #
 # ## The improvement: registers
 #
-# Count what the tiled kernel asks of *shared* memory: two numbers for each multiplication. A
-# multiprocessor can do 128 multiply-adds per cycle, but its shared memory delivers only 32 numbers
-# per cycle. At two numbers each, 16 multiply-adds: an eighth of the arithmetic, at best.
+# Count the reads from *shared* memory: the tiled kernel reads two numbers for each multiplication.
+# A multiprocessor can do 128 multiply-adds per cycle, but its shared memory delivers only 32
+# numbers per cycle. At two numbers each, that is enough for 16 multiply-adds: an eighth of the
+# arithmetic speed, at best.
 #
-# The way out is the same once more, one floor up. Let each thread compute 4 x 4 outputs, held in
-# registers: then it loads 4 numbers of x and 4 of w for 16 multiply-adds. That is half a number
-# each, and a block of 8 x 8 threads owns a tile of 32 x 32.
+# The solution is the same idea one level up. Let each thread compute 4 x 4 outputs and hold them in
+# registers: it then loads 4 numbers of x and 4 of w for 16 multiply-adds. That is half a number per
+# multiply-add, and a block of 8 x 8 threads owns a tile of 32 x 32.
 
 
 # %% tags=["bench"]
@@ -304,13 +307,13 @@ rng = np.random.default_rng(0)
 x_t, w_t = (simulator.sim(rng.standard_normal(s).astype(np.float32)) for s in ((37, 19), (45, 19)))
 y_t = simulator.sim(np.zeros((37, 45), np.float32))
 simulator.run(register_linear_kernel, (2, 2), (8, 8), y_t, x_t, w_t)
-print("right, also for odd sizes:", np.allclose(y_t, linear_ref(x_t, w_t), atol=1e-5))
+print("correct for odd sizes too:", np.allclose(y_t, linear_ref(x_t, w_t), atol=1e-5))
 
 registers = lesson.traced(register_linear_kernel, (1, 1), (8, 8), y_s, x_s, w_s)
 count("4 x 4 per thread", registers)
 for name, trace in (("tiled", tiled), ("4 x 4 per thread", registers)):
     loads = len(trace.of(kind="shared", write=False))
-    print(f"{name:16} {loads / n**3:.2f} numbers of shared memory per multiply-add")
+    print(f"{name:16} {loads / n**3:.2f} shared-memory reads per multiply-add")
 
 # %% [markdown]
 # ## Measure
@@ -337,7 +340,7 @@ runs = {
 times = lesson.measure(runs, flops=2 * big**3)
 
 # %% [markdown]
-# On the machine of the records, 2048 x 2048 x 2048, the third kernel is called *registers*:
+# From the recorded benchmarks, for 2048 x 2048 x 2048. The 4 x 4 kernel is called *registers*:
 
 # %%
 PRODUCTS = (
@@ -353,23 +356,25 @@ lesson.table(
 )
 
 # %% [markdown]
-# The tiles gain a factor of 3, what the caches had left of eight; the registers another 3, of up to
-# four. Then cuBLAS is nearly four times as fast as that: three quarters of the 67 TFLOP/s.
+# The tiles gain a factor of 3, out of a possible 8: caches had already provided the rest. The
+# registers gain another 3, of at most 4. cuBLAS is nearly four times as fast again: three quarters
+# of the 67 TFLOP/s.
 #
-# Between the third and cuBLAS lies a profession. cuBLAS loads the next tiles while it multiplies
-# the present ones, uses 16-byte accesses, tiles without bank conflicts, 64 to 256 rows per block,
-# the right split for each of hundreds of shapes and cards; and in bf16, the last line, the *tensor
-# cores*, which multiply whole tiles in one instruction (lesson 14 programs them, for attention).
-# xtrain's rule is: where a well-kept library does exactly what is needed, use it. So the products
-# are cuBLAS, and everything around them, where fusing saves bytes, is ours.
+# A lot of engineering separates the third kernel from cuBLAS. cuBLAS loads the next tiles while it
+# multiplies the current ones. It uses 16-byte accesses, tiles without bank conflicts, 64 to 256
+# rows per block, and the right split for each of hundreds of shapes and GPUs. In bf16, the last
+# line, it uses the *tensor cores*, which multiply whole tiles in one instruction (lesson 14
+# programs them, for attention). xtrain's rule is: where a well-maintained library does exactly what
+# is needed, use it. So xtrain uses cuBLAS for the products and its own kernels for everything around
+# them, where fusing saves bytes.
 #
-# ## Talking to a library that thinks in columns
+# ## A library that stores matrices by columns
 #
 # cuBLAS is NVIDIA's version of BLAS, the *Basic Linear Algebra Subprograms*, whose names and
-# arguments are the same on every machine; its matrix product is called gemm, *general matrix
-# multiply*. NumPy stores a matrix row by row. BLAS was born in Fortran, which stores it column by
-# column. The memory of a row-major (2, 3) matrix, read by columns, is a (3, 2) matrix: the
-# transpose. Nothing moves; only the eye changes.
+# arguments are the same on every machine. Its matrix product is called gemm, *general matrix
+# multiply*. NumPy stores a matrix row by row (row-major). BLAS comes from Fortran, which stores it
+# column by column (column-major). The memory of a row-major (2, 3) matrix, read by columns, is a
+# (3, 2) matrix: the transpose. No data moves; only the interpretation changes.
 
 # %%
 a = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
@@ -378,10 +383,10 @@ print("read by rows:     ", a.tolist())
 print("read by columns:  ", np.lib.stride_tricks.as_strided(a, (3, 2), (4, 12)).tolist())
 
 # %% [markdown]
-# So whoever wants C = A B in row-major memory asks BLAS for $C^\top = B^\top A^\top$: the same
-# memory, the operands swapped, nobody transposed. Each operand also has a flag "use it transposed",
-# which only changes the order in which memory is walked, and a **leading dimension**: how many
-# elements lie between the beginnings of two neighbouring columns (for us: rows). This is the
+# To compute C = A B in row-major memory, ask BLAS for $C^\top = B^\top A^\top$: the memory is the
+# same, the operands are swapped, and nothing is transposed. Each operand also has a flag "use it
+# transposed", which changes only the order in which memory is read, and a **leading dimension**:
+# the number of elements between the starts of two neighbouring columns (for us: rows). This is the
 # function:
 
 
@@ -389,7 +394,7 @@ print("read by columns:  ", np.lib.stride_tricks.as_strided(a, (3, 2), (4, 12)).
 def gemm_by_columns(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc):
     """What cuBLAS does: c (m, n) = op(a) (m, k) times op(b) (k, n), all read by columns.
 
-    op(a) is a, or its transpose with trans_a.
+    op(a) is a, or its transpose if trans_a is True.
     lda, ldb, ldc: elements from one column to the next.
     """
     columns = lambda x, rows, cols, lead: np.lib.stride_tricks.as_strided(
@@ -403,15 +408,15 @@ def gemm_by_columns(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc):
 # %% [markdown]
 # ## Exercise 4.3: y = x wᵀ through BLAS
 #
-# Write one call of `gemm(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc)` that fills y. No copy,
-# no `.T`, only the right order and the right numbers.
+# Write one call of `gemm(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc)` that fills y. Do not
+# copy an array or use `.T`; choose the right order and the right numbers.
 
 
 # %% tags=["exercise"]
 def linear_by_blas(gemm, y_NO, x_NI, w_OI):
-    """y = x w^T by one call of gemm, which reads all matrices by columns: see gemm_by_columns.
+    """y = x w^T with one call of gemm, which reads all matrices by columns: see gemm_by_columns.
 
-    y: (N, O), to be filled   x: (N, I)   w: (O, I)   float32, row by row as NumPy has them
+    y: (N, O), to be filled   x: (N, I)   w: (O, I)   float32, row-major as in NumPy
     """
     N, I = x_NI.shape
     O = w_OI.shape[0]
@@ -424,15 +429,15 @@ lesson.check("4.3", linear_by_blas)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# BLAS sees y as (O, N), x as (I, N) and w as (I, O). In its eyes the result is $y^\top = w \,
-# x^\top$: O rows, N columns, and I is summed over.
+# BLAS sees y as (O, N), x as (I, N) and w as (I, O). In this view the result is
+# $y^\top = w \, x^\top$: O rows, N columns, and the sum runs over I.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# The first operand must be (O, I), but BLAS sees w as (I, O): that one is used transposed. The
-# second must be (I, N): that is how BLAS sees x already. A leading dimension is the length of the
-# row in NumPy's eyes.
+# The first operand must be (O, I), but BLAS sees w as (I, O), so w is used transposed. The second
+# must be (I, N), which is how BLAS sees x already. A leading dimension is the length of a row in
+# NumPy's view.
 #
 # </details>
 
@@ -440,9 +445,9 @@ lesson.check("4.3", linear_by_blas)
 # %% tags=["solution"]
 # Solution 4.3
 def linear_by_blas(gemm, y_NO, x_NI, w_OI):
-    """y = x w^T by one call of gemm, which reads all matrices by columns: see gemm_by_columns.
+    """y = x w^T with one call of gemm, which reads all matrices by columns: see gemm_by_columns.
 
-    y: (N, O), to be filled   x: (N, I)   w: (O, I)   float32, row by row as NumPy has them
+    y: (N, O), to be filled   x: (N, I)   w: (O, I)   float32, row-major as in NumPy
     """
     N, I = x_NI.shape
     O = w_OI.shape[0]
@@ -455,7 +460,7 @@ linear_by_blas(gemm_by_columns, y, x, w)
 print(y)
 
 # %% [markdown]
-# A linear layer needs three products, and none of them a transpose in memory. With $dy$ the
+# A linear layer needs three products, and none of them needs a transpose in memory. With $dy$ the
 # gradient of the loss with respect to y (lesson 5 derives them):
 #
 # | product | shape | first operand for BLAS | second operand |
@@ -467,9 +472,9 @@ print(y)
 # ## Many small products at once
 #
 # Attention (lesson 7) multiplies one small pair of matrices for each of its heads. A *strided
-# batch* does them in one call: beside the leading dimension there is a third number, how far it is
-# from one matrix to the next. That alone makes it possible to leave the heads where they are, in
-# `(T, H, D)` order, each row of a head D numbers wide and H D numbers from the next:
+# batch* does them all in one call: in addition to the leading dimension, it has a third number, the
+# distance from one matrix to the next. The heads can therefore stay where they are, in `(T, H, D)`
+# order: each row of a head is D numbers wide, and the next row is H D numbers further:
 
 # %%
 T, H, D = 4, 2, 3
@@ -480,36 +485,36 @@ gemm.matmul(scores, q_HTD, k_HTD, trans_b=True)
 print("strides of q in elements (head, row, number):", [s // 4 for s in q_HTD.strides])
 print("a copy was made:", not np.shares_memory(q_HTD, q_THD))
 print(
-    "like head by head:",
+    "same as head by head:",
     all(np.allclose(scores[h], q_THD[:, h] @ k_THD[:, h].T, atol=1e-6) for h in range(H)),
 )
 
 # %% [markdown]
 # ## The library's kernel
 #
-# There is none: this is the one op of xtrain that is a call. Row-major outside, column-major
-# inside, which you can now read:
+# There is none: this is the one op of xtrain that only calls a library. It is row-major outside and
+# column-major inside, which you can now read:
 
 # %%
 lesson.source(gemm._cublas)
 lesson.source(gemm.linear_fwd)
 
 # %% [markdown]
-# `matmul` calls `_cublas(out, b, a, ...)`: the swap. `beta` is 1 when the product is *added* to
-# what is there; so weight gradients sum up inside the product, without a kernel of their own.
+# `matmul` calls `_cublas(out, b, a, ...)`: the operands are swapped. `beta` is 1 when the product
+# is *added* to the current content of the output, so weight gradients accumulate inside the
+# product, without a separate kernel.
 #
 # ## What did not help
 #
 # *Larger tiles alone.* A block of 16 x 16 threads with tiles of 16 x 16 reads memory half as often
-# as one of 8 x 8. But each thread still computes one output, so the second wall stands where it
-# stood:
+# as one of 8 x 8. But each thread still computes one output, so the limit of shared memory is
+# unchanged:
 
 
 # %% tags=["bench"]
 def make_tiled_kernel(TILE):
-    WIDE = (
-        TILE + 1
-    )  # a size of shared memory must be a number when the kernel is compiled, not a sum
+    # A size of shared memory must be a compile-time constant, not a sum.
+    WIDE = TILE + 1
 
     @cuda.jit
     def tiled_kernel(y_NO, x_NI, w_OI):
@@ -538,7 +543,7 @@ for TILE in (8, 16):
     loads = len(trace.of(kind="shared", write=False)) / n**3
     intensity = flops / trace.traffic().moved
     print(
-        f"tiles of {TILE:2}: {intensity:.2f} operations a byte, {loads:.2f} numbers of shared memory each"
+        f"tiles of {TILE:2}: {intensity:.2f} operations per byte, {loads:.2f} shared-memory reads per multiply-add"
     )
 lesson.table(
     [f"bench_lessons/linear_{name}/fp32" for name in ("tiled_8", "tiled_16", "registers")],
@@ -546,25 +551,26 @@ lesson.table(
 )
 
 # %% [markdown]
-# Half the bytes, and a third of the time saved. The registers save two thirds.
+# The 16 x 16 tiles halve the bytes and save a third of the time. The registers save two thirds.
 #
 # ## More exercises
 #
-# 1. Write `dx = dy w` with `gemm_by_columns`. Then `dw = dy^T x`. The table above has the operands;
-#    you find the sizes.
-# 2. How many operations a byte does the kernel with 4 x 4 outputs per thread do, by the formula T /
-#    4? Compare with the count above.
-# 3. Change the register kernel to 8 x 8 outputs per thread. How many numbers of shared memory per
-#    multiply-add? What becomes scarce?
+# 1. Write `dx = dy w` with `gemm_by_columns`, then `dw = dy^T x`. The table above gives the
+#    operands; find the sizes.
+# 2. By the formula T / 4, how many operations per byte does the kernel with 4 x 4 outputs per thread
+#    do? Compare with the count above.
+# 3. Change the register kernel to 8 x 8 outputs per thread. How many shared-memory reads per
+#    multiply-add does it need? Which resource becomes scarce?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: `gemm(False, False, I, N, O, w, I, dy, O, dx, I)` and `gemm(False, True, I, O, N, x, I, dy, O,
-# dw, I)`.
+# 1: `gemm(False, False, I, N, O, w, I, dy, O, dx, I)` and
+# `gemm(False, True, I, O, N, x, I, dy, O, dw, I)`.
 #
-# 2: its tile is 32, so 8; the count is lower, since it includes writing y, and n is small.
+# 2: Its tile is 32, so the formula gives 8. The count is lower, because it includes writing y and
+# because n is small.
 #
-# 3: 16 numbers for 64 multiply-adds, a quarter; 64 accumulators per thread are many registers, so
+# 3: 16 numbers for 64 multiply-adds, a quarter. 64 accumulators per thread take many registers, so
 # fewer blocks fit on a multiprocessor.
 #
 # </details>
@@ -574,5 +580,5 @@ lesson.table(
 # - K. Goto, R. van de Geijn, *Anatomy of High-Performance Matrix Multiplication*, 2008: tiles for
 #   every level of memory.
 # - NVIDIA, *cuBLAS Library*, "Data Layout" and `cublasGemmStridedBatchedEx`.
-# - V. Volkov, J. Demmel, *Benchmarking GPUs to Tune Dense Linear Algebra*, 2008: why registers and
-#   not shared memory hold the outputs.
+# - V. Volkov, J. Demmel, *Benchmarking GPUs to Tune Dense Linear Algebra*, 2008: why registers, not
+#   shared memory, hold the outputs.

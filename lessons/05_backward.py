@@ -15,12 +15,13 @@
 #
 # *About 60 minutes. You need [lesson 3](03_reductions.ipynb) and the chain rule.*
 #
-# **The question.** Training is: how much does the loss change if this weight changes a little?
-# There are 67 million weights even in xtrain's smallest GPU model, so 67 million such numbers per
-# step. We derive formulas for them by hand, and formulas derived by hand are wrong. How does one
+# **The question.** Training asks: how much does the loss change if this weight changes a little?
+# Even xtrain's smallest GPU model has 67 million weights, so each step needs 67 million such
+# numbers. We derive formulas for them by hand, and derivations by hand contain mistakes. How do you
 # find a single wrong number among 67 million?
 #
-# You will derive two backwards, write the check that finds every mistake in them, and a kernel.
+# You will derive two backward passes, write a check that finds every mistake in them, and write one
+# of them as a kernel.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -45,16 +46,17 @@ from xtrain.kernels.primitives.reduce import block_sum
 from xtrain.kernels.rmsnorm import rmsnorm_bwd_ref, rmsnorm_ref
 
 # %% [markdown]
-# ## What a backward is
+# ## What a backward pass computes
 #
-# The loss L is one number. Write dx for the gradient of L with respect to x: an array **of the
-# shape of x** that says, for each element, how L changes with it. An op `y = f(x)` never sees the
-# loss. It is told dy, and has to answer with dx. By the chain rule
+# The loss L is one number. Write dx for the gradient of L with respect to x: an array **with the
+# shape of x** that says how L changes with each element. An op `y = f(x)` never sees the loss. Its
+# backward pass receives dy and must return dx. By the chain rule
 #
 # $$dx_i = \sum_j dy_j \, \frac{\partial y_j}{\partial x_i}$$
 #
-# and that is all a backward is. The table of all these derivatives is never built: for a matrix
-# product of 4096 x 4096 it would have $10^{14}$ entries. One derives a short formula.
+# and that is all a backward pass computes. The full table of derivatives (the Jacobian) is never
+# built: for a matrix product of 4096 x 4096 it would have more than $10^{14}$ entries. Instead,
+# derive a short formula.
 #
 # ## A linear layer, by hand
 #
@@ -63,7 +65,7 @@ from xtrain.kernels.rmsnorm import rmsnorm_bwd_ref, rmsnorm_ref
 #
 # $$dx_{ni} = \sum_o dy_{no} \, w_{oi} \qquad\qquad dw_{oi} = \sum_n dy_{no} \, x_{ni}$$
 #
-# Two matrix products again. With numbers, N, I, O = 2, 3, 4:
+# These are again two matrix products. With numbers, for N, I, O = 2, 3, 4:
 
 # %%
 x = np.array([[1.0, 2, 3], [4, 5, 6]])
@@ -85,7 +87,7 @@ print(
 # %% [markdown]
 # ## Exercise 5.1: a linear layer
 #
-# In NumPy, one line. The shapes nearly write it for you.
+# Write it in one line of NumPy. The shapes almost determine it.
 
 
 # %% tags=["exercise"]
@@ -101,7 +103,8 @@ lesson.check("5.1", linear_bwd)
 # <details><summary>Hint</summary>
 #
 # dx (N, I) from dy (N, O) and w (O, I): the axis that disappears is O. dw (O, I) from dy (N, O) and
-# x (N, I): the axis that disappears is N, which is the first of both, so one is transposed.
+# x (N, I): the axis that disappears is N, the first axis of both, so one of them must be
+# transposed.
 #
 # </details>
 
@@ -116,24 +119,25 @@ def linear_bwd(dy_NO, x_NI, w_OI):
 # %% [markdown]
 # ## RMSNorm, by hand
 #
-# $y_c = x_c \, r \, w_c$ with $r = (\frac{1}{C} \sum_c x_c^2 + \epsilon)^{-1/2}$. With two short
-# names, $\hat{x} = x r$ and $g = dy \, w$ (element by element), w is easy: $y = \hat{x} w$, and
-# every row has its share,
+# $y_c = x_c \, r \, w_c$ with $r = (\frac{1}{C} \sum_c x_c^2 + \epsilon)^{-1/2}$. Introduce two
+# short names, $\hat{x} = x r$ and $g = dy \, w$ (element by element). The gradient of w is easy:
+# $y = \hat{x} w$, and every row contributes,
 #
 # $$dw_c = \sum_n dy_{nc} \, \hat{x}_{nc}$$
 #
-# x is not, because it appears twice: beside r, *and inside r*, which depends on every x of the row.
-# First, how r changes with one x:
+# The gradient of x is harder, because x appears twice: as the factor $x_c$, *and inside r*, which
+# depends on every x of the row. First, how r changes with one x:
 #
 # $$\frac{\partial r}{\partial x_c} = -\frac{1}{2} \left( \frac{1}{C} \sum x^2 + \epsilon \right)^{-3/2} \frac{2 x_c}{C} = -\frac{r^3 x_c}{C}$$
 #
-# Then both ways together. Through $x_c$ beside r comes $r g_c$; through r comes $\sum_j g_j x_j$,
-# times what r does:
+# Then combine both paths. The factor $x_c$ contributes $r g_c$. The path through r contributes
+# $\sum_j g_j x_j$ times the derivative of r:
 #
 # $$dx_c = r g_c - \frac{r^3 x_c}{C} \sum_j g_j x_j = r \left( g_c - \hat{x}_c \cdot \frac{1}{C} \sum_j g_j \hat{x}_j \right)$$
 #
-# The last step, putting each r beside its x, is the one that pays: all that is needed is $\hat{x}$,
-# one mean per row, and r, which the forward has kept. On one row of B, T, C = 2, 3, 4:
+# The last step, which pairs each r with an x, is the important one: the backward pass needs only
+# $\hat{x}$, one mean per row, and r, which the forward pass has saved. On one row of B, T, C = 2,
+# 3, 4:
 
 # %%
 row, w_row, dy_row = np.array([1.0, 2, 3, 4]), np.array([1.0, 1, 2, 2]), np.array([1.0, 0, 0, -1])
@@ -146,9 +150,9 @@ print("second term r xhat mean     ", (r * xhat * mean).round(4))
 print("dx                          ", (r * (g - xhat * mean)).round(4))
 
 # %% [markdown]
-# Is there a way to see that this is right? One: y does not change when the whole row is multiplied
-# by a number (RMSNorm divides it out again, but for epsilon). So moving along x itself changes
-# nothing, and dx must be at right angles to x:
+# Can we see that this is correct? One property helps: y does not change when the whole row is
+# multiplied by a number, because RMSNorm divides it out again (except for epsilon). Moving along x
+# itself therefore changes nothing, so dx must be orthogonal to x:
 
 # %%
 print("dx . x is 0:", abs((r * (g - xhat * mean)) @ row) < 1e-12)
@@ -193,18 +197,18 @@ def rmsnorm_bwd(dy_NC, x_NC, w_C, rstd_N):
 
 
 # %% [markdown]
-# ## Ask the definition
+# ## Check against finite differences
 #
-# A derivative is a limit of differences, so differences can check it: change x a little, look how
-# the loss changes. Three things decide whether that works.
+# A derivative is a limit of differences, so differences can check it: change x a little and see how
+# the loss changes. Three choices decide whether this works.
 #
-# **Both sides.** $(f(x + e) - f(x)) / e$ is wrong by about $e$; $(f(x + e) - f(x - e)) / 2e$ only
-# by about $e^2$.
+# **Two-sided differences.** $(f(x + e) - f(x)) / e$ has an error of about $e$;
+# $(f(x + e) - f(x - e)) / 2e$ has an error of only about $e^2$.
 #
-# **A step that is not too small.** The subtraction of two nearly equal numbers loses digits: the
-# error of rounding grows as 1 / e while that of the formula shrinks.
+# **A step that is not too small.** Subtracting two nearly equal numbers loses digits: the rounding
+# error grows as 1 / e, while the error of the formula shrinks.
 #
-# **float64.** In float32 there is no good step. Look at $f = \sin$ at 1, all three at once:
+# **float64.** In float32 there is no good step. The next cell shows all three for $f = \sin$ at 1:
 
 # %%
 steps = [10.0**-k for k in range(1, 13)]
@@ -218,7 +222,7 @@ def error_of(step, both, kind):
     return max(abs(float(slope) - math.cos(1.0)), 1e-17)
 
 
-print("step      one side, float64   both sides, float64   both sides, float32")
+print("step   one-sided, float64  two-sided, float64  two-sided, float32")
 for step in steps[:9]:
     errors = [
         error_of(step, both, kind)
@@ -233,40 +237,42 @@ for step in steps[:9]:
 lesson.figures.curves(
     steps,
     {
-        "one side, float64": [error_of(s, False, np.float64) for s in steps],
-        "both sides, float64": [error_of(s, True, np.float64) for s in steps],
-        "both sides, float32": [error_of(s, True, np.float32) for s in steps],
+        "one-sided, float64": [error_of(s, False, np.float64) for s in steps],
+        "two-sided, float64": [error_of(s, True, np.float64) for s in steps],
+        "two-sided, float32": [error_of(s, True, np.float32) for s in steps],
     },
     "step",
     "error of the derivative",
-    "two errors fight: the formula's (right) and rounding's (left)",
+    "two opposing errors: the formula's (right) and rounding's (left)",
 )
 
 # %% [markdown]
-# In float64 with both sides and a step of $10^{-5}$ ten digits are right. In float32 five at best,
-# for a single sine; a real op adds thousands of roundings of its own to f, and a real mistake may
-# hide behind that. Hence the rule: **finite differences check the reference, in float64; the
-# reference checks the kernel, in float32.** Finite differences never touch a kernel.
+# In float64, two-sided differences with a step of $10^{-5}$ give ten correct digits. In float32
+# they give five at best, for a single sine; a real op adds thousands of roundings of its own to f,
+# and a real mistake may be hidden by them. This gives the rule: **finite differences check the
+# reference, in float64; the reference checks the kernel, in float32.** Finite differences are never
+# applied to a kernel.
 #
-# ## One number for all
+# ## One number for all derivatives
 #
-# To check 67 million derivatives one by one takes 134 million forward passes. But one can move all
-# inputs at once, along a random direction v:
+# Checking 67 million derivatives one by one would take 134 million forward passes. Instead, move
+# all inputs at once along a random direction v:
 #
 # $$\frac{f(x + e v) - f(x - e v)}{2 e} \approx \sum_i \frac{\partial f}{\partial x_i} v_i = \langle dx, v \rangle$$
 #
-# **Two** forward passes, whatever the size. If any element of dx is wrong, the right-hand side is
-# wrong, unless the mistake happens to be at right angles to v, which a random v does not do.
+# This takes **two** forward passes, whatever the size. If any element of dx is wrong, the
+# right-hand side is wrong, unless the error happens to be orthogonal to v, which practically never
+# happens for a random v.
 #
 # ## Exercise 5.3: the check
 #
-# Return the *relative* error, so that one tolerance serves functions of all sizes: the difference
-# over the larger of the two slopes.
+# Return the *relative* error, so that one tolerance works for functions of any scale: the
+# difference of the two slopes divided by the larger of the two.
 
 
 # %% tags=["exercise"]
 def gradient_error(f, x, gradient, v, step):
-    """Relative error of `gradient` along v, a number.
+    """Relative error of `gradient` along v, as one number.
 
     f: array -> float   x, gradient, v: float64 arrays of one shape   step: float
     """
@@ -280,7 +286,7 @@ lesson.check("5.3", gradient_error)
 # <details><summary>Hint</summary>
 #
 # `numeric = (f(x + step * v) - f(x - step * v)) / (2 * step)`, `analytic = (gradient * v).sum()`;
-# then `abs(numeric - analytic)` over `max(abs(numeric), abs(analytic))`.
+# then divide `abs(numeric - analytic)` by `max(abs(numeric), abs(analytic))`.
 #
 # </details>
 
@@ -288,7 +294,7 @@ lesson.check("5.3", gradient_error)
 # %% tags=["solution"]
 # Solution 5.3
 def gradient_error(f, x, gradient, v, step):
-    """Relative error of `gradient` along v, a number.
+    """Relative error of `gradient` along v, as one number.
 
     f: array -> float   x, gradient, v: float64 arrays of one shape   step: float
     """
@@ -298,9 +304,10 @@ def gradient_error(f, x, gradient, v, step):
 
 
 # %% [markdown]
-# An op has an array as output, not a number. So make a number of it: the sum of all outputs, each
-# times a random dy. Its gradient is exactly what the backward returns for that dy. Your two
-# backwards, and the second one with typical mistakes:
+# The output of an op is an array, not a number. So turn it into a number: the sum of all outputs,
+# each multiplied by the corresponding element of a random dy. The gradient of this number is
+# exactly what the backward pass returns for that dy. The next cell checks your RMSNorm backward,
+# and the same formula with typical mistakes:
 
 # %%
 rng = np.random.default_rng(0)
@@ -317,21 +324,21 @@ candidates = {
     "r treated as a constant": rstd[:, None] * g,
     "sum instead of mean": rstd[:, None] * (g - xhat * (g * xhat).sum(1, keepdims=True)),
     "mean over the wrong axis": rstd[:, None] * (g - xhat * (g * xhat).mean(0)),
-    "one element off by a thousandth": one_wrong,
+    "one element wrong by 0.1 %": one_wrong,
 }
 for name, dx in candidates.items():
     error = gradient_error(f, x, dx, v, 1e-5)
     print(
-        f"{name:32} {'right' if error < 1e-6 else 'WRONG'}   error {'below 1e-6' if error < 1e-6 else f'{error:.1e}'}"
+        f"{name:32} {'correct' if error < 1e-6 else 'WRONG':7}   error {'below 1e-6' if error < 1e-6 else f'{error:.1e}'}"
     )
 
 # %% [markdown]
-# ## Let a machine choose the shapes
+# ## Let a program choose the shapes
 #
-# "Mean over the wrong axis" is only found if N and C differ enough: with N = 1 ... try to think of
-# all such cases, and you will forget one. `hypothesis` draws shapes, finds one that fails, and then
-# *shrinks* it to the smallest. Here it meets the wrong axis. (The package comes with `pip install
-# -e '.[docs]'` and `'.[test]'`; where it is missing, the cell installs it.)
+# "Mean over the wrong axis" is found only for some shapes: not, for example, with N = C = 1. If you
+# try to list all such cases yourself, you will miss one. `hypothesis` draws shapes, finds one that
+# fails, and *shrinks* it to the smallest. Here it is applied to the wrong axis. (The package comes
+# with `pip install -e '.[docs]'` and `'.[test]'`; if it is missing, the cell installs it.)
 
 # %%
 import importlib.util
@@ -345,7 +352,7 @@ sizes = strategies.sampled_from([1, 2, 3, 5, 17])
 
 
 def find(backward):
-    """-> the smallest shape at which a backward of RMSNorm is wrong, or None."""
+    """-> the smallest shape for which this backward of RMSNorm is wrong, or None."""
 
     @settings(
         max_examples=60, derandomize=True, database=None, deadline=None, report_multiple_bugs=False
@@ -378,16 +385,17 @@ print("the solution:  ", find(lambda *a: rmsnorm_bwd(*a)[0]))
 print("the wrong axis:", find(wrong_axis))
 
 # %% [markdown]
-# `None`: none found. For the wrong axis the smallest failing shape (N, C) tells where to look: with
-# one row and one column both means are the same, and one more of either is enough.
+# `None` means that no failure was found. For the wrong axis, the smallest failing shape (N, C)
+# shows where to look: with one row and one column both means are the same, and one more of either
+# is enough to tell them apart.
 #
 # xtrain does this for every op and for whole models: `python -m xtrain.gradcheck`.
 #
 # ## Exercise 5.4: the kernel
 #
-# dx of RMSNorm, block n for row n. It looks like the forward of lesson 3: one sum over the row,
-# then one line per element. (dw is a sum over *rows*, which belong to different blocks. More on
-# that below.)
+# Write dx of RMSNorm, with block n for row n. It is similar to the forward kernel of lesson 3: one
+# sum over the row, then one line per element. (dw is a sum over *rows*, which belong to different
+# blocks. More about this below.)
 
 
 # %% tags=["exercise"]
@@ -409,8 +417,8 @@ lesson.check("5.4", rmsnorm_bwd_dx_kernel)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd` in a loop over the thread's columns; `mean =
-# block_sum(acc, partial) / float32(C)`; a second loop writes.
+# `acc += dy_NC[n, c] * w_C[c] * x_NC[n, c] * rstd` in a loop over the thread's columns;
+# `mean = block_sum(acc, partial) / float32(C)`; a second loop writes dx.
 #
 # </details>
 
@@ -438,8 +446,9 @@ def rmsnorm_bwd_dx_kernel(dx_NC, dy_NC, x_NC, w_C, rstd_N):
 # %% [markdown]
 # ## Measure, and one improvement
 #
-# dw needs the same dy and x again. A second kernel for it, one thread per column, would read both a
-# second time. Count what two kernels move, and what the library's one kernel does:
+# dw needs the same dy and x. A second kernel for it, with one thread per column, would read both
+# again. Compare the bytes that two kernels move with the bytes that the library's single kernel
+# moves:
 
 
 # %% tags=["bench"]
@@ -482,20 +491,22 @@ print(
 )
 
 # %% [markdown]
-# Seven: the kernel for dx reads dy and x in each of its two loops and writes dx, the one for dw
-# reads both once more. **The improvement:** everything in one pass. A row of dy and x is loaded
-# into registers once; from there come the mean, dx, and the row's share of dw. The floor is 3: read
-# dy, read x, write dx. (Five here, for the kernel asks one row ahead, and at the end for its last
-# row again: in this small example every warp has one row only. With thousands of rows it is 3.)
+# The two kernels move seven times the bytes of x: the dx kernel reads dy and x in each of its two
+# loops and writes dx, and the dw kernel reads both once more. **The improvement:** do everything in
+# one pass. Load a row of dy and x into registers once; compute the mean, dx and the row's
+# contribution to dw from them. The minimum is 3: read dy, read x, write dx. (It is 5 here, because
+# the kernel prefetches one row ahead, and after its last row it loads that row again. In this small
+# example every warp has only one row. With thousands of rows it is 3.)
 #
-# The shares of dw from different blocks must be added. Atomics would do it in whatever order blocks
-# finish; that is another sum at every run (lesson 3). So each block adds up its own rows, writes
-# one row of partial sums, and a second, small kernel adds these *in order*. Measured:
+# The dw contributions of different blocks must be added. Atomics would add them in whatever order
+# the blocks finish, which gives a different sum in every run (lesson 3). Instead, each block sums
+# its own rows and writes one row of partial sums, and a second, small kernel adds these *in order*.
+# Measured:
 
 # %%
 lesson.table(
     ["bench_kernels/rmsnorm_bwd/fp32", "bench_kernels/rmsnorm_bwd/bf16"],
-    {"ms": "ms", "a copy of 3 N C, ms": "copy_ms", "copy / kernel": "share", "GB/s": "value"},
+    {"ms": "ms", "copy of 3 N C, ms": "copy_ms", "copy / kernel": "share", "GB/s": "value"},
 )
 
 # %%
@@ -519,14 +530,14 @@ times = lesson.measure(runs, nbytes=3 * 4 * n_rows * 768)
 # %% [markdown]
 # ## The library's kernel
 #
-# The reference, which you have written:
+# The reference, which is what you have written:
 
 # %%
 lesson.source(rmsnorm_bwd_ref)
 
 # %% [markdown]
-# The kernel in use. Between `while n < N` and `store` stands your 5.4, and dw in `dw_SE`; the
-# rest fetches the next row while this one is worked on.
+# The kernel in use. Between `while n < N` and `store` is your 5.4, and dw accumulates in `dw_SE`;
+# the rest prefetches the next row while the current one is processed.
 
 # %%
 lesson.source(rmsnorm.make_bwd_kernel)
@@ -542,9 +553,9 @@ lesson.source(gradcheck.check)
 # %% [markdown]
 # ## What did not help
 #
-# *Keeping xhat.* The forward could save $\hat{x}$ for the backward instead of computing it again.
-# That costs N C numbers of memory per norm, and saves one multiplication per element in a kernel
-# that waits for memory anyway. xtrain keeps r alone, one number per row:
+# *Saving xhat.* The forward pass could save $\hat{x}$ for the backward pass instead of recomputing
+# it. This would take N C numbers of memory per norm and save one multiplication per element, in a
+# kernel that waits for memory anyway. xtrain saves only r, one number per row:
 
 # %%
 tokens, width, norms = 32 * 256, 384, 2 * 12 + 1
@@ -553,27 +564,27 @@ print(
 )
 
 # %% [markdown]
-# *Checking kernels by finite differences in float32.* The figure above is why: at best five digits,
-# so a tolerance loose enough to pass a right kernel lets a wrong one pass too.
+# *Checking kernels with finite differences in float32.* The figure above shows why: with five
+# correct digits at best, a tolerance loose enough to pass a correct kernel also passes a wrong one.
 #
 # ## More exercises
 #
-# 1. Derive the backward of `y = a * b` (element by element) and of `y = sum(x)`, and check both
-#    with 5.3.
-# 2. The softmax of a row: $p_c = e^{x_c} / \sum_j e^{x_j}$. Show that $dx_c = p_c (dp_c - \sum_j
-#    dp_j p_j)$, and check it.
-# 3. Where is the derivative of `max(x, 0)` not defined, and what does the check say if an x is
-#    within one step of it?
+# 1. Derive the backward pass of `y = a * b` (element by element) and of `y = sum(x)`, and check
+#    both with 5.3.
+# 2. The softmax of a row is $p_c = e^{x_c} / \sum_j e^{x_j}$. Show that
+#    $dx_c = p_c (dp_c - \sum_j dp_j p_j)$, and check it.
+# 3. Where is the derivative of `max(x, 0)` undefined, and what does the check report if an x is
+#    within one step of that point?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: da = dy b, db = dy a; dx is dy in every place.
+# 1: da = dy b, db = dy a; every element of dx is dy.
 #
-# 2: $\partial p_j / \partial x_c = p_j ([j = c] - p_c)$; multiply by $dp_j$ and add over j. In
-# code, `p * (dp - (dp * p).sum(-1, keepdims=True))`.
+# 2: $\partial p_j / \partial x_c = p_j ([j = c] - p_c)$; multiply by $dp_j$ and sum over j. In
+# code: `p * (dp - (dp * p).sum(-1, keepdims=True))`.
 #
-# 3: at 0. The two sides then see two slopes, and the error is a mixture of both: draw x away from
-# 0, or use a smaller step.
+# 3: At 0. The two sides then have different slopes, and the difference is a mixture of both, so the
+# check reports an error. Draw x away from 0, or use a smaller step.
 #
 # </details>
 #

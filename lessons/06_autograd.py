@@ -16,12 +16,12 @@
 # *About 60 minutes. You need [lesson 5](05_backward.ipynb).*
 #
 # **The question.** A transformer of 12 layers runs about 150 ops in its forward pass. Each has a
-# backward like those that you derived in lesson 5. They have to be called in the right order, each
-# with the right gradient, and nobody wants to write that order down: it changes with every change
-# of the model. How can the program find it out by itself?
+# backward pass like those you derived in lesson 5. They must be called in the right order, each
+# with the right gradient. Writing that order by hand is not practical, because it changes with
+# every change to the model. How can the program find the order by itself?
 #
-# By taking notes while it runs. You will write an engine of some twenty lines that differentiates
-# anything, then read the real one.
+# It records what it does as it runs. You will write an engine of some twenty lines that
+# differentiates any such program, then read the real one.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -43,45 +43,45 @@ import numpy as np
 from xtrain import lesson
 
 # %% [markdown]
-# ## By hand
+# ## One example by hand
 #
-# $z = x \cdot y + x$ with x = 3, y = 2. As a program it is two ops, and x is used twice:
+# $z = x \cdot y + x$ with x = 3, y = 2. As a program this is two ops, and x is used twice:
 
 # %%
 lesson.figures.graph(
     {"x = 3": (0, 0), "y = 2": (0, 1), "p = x y": (1, 0.5), "z = p + x": (2, 0)},
     [("x = 3", "p = x y"), ("y = 2", "p = x y"), ("p = x y", "z = p + x"), ("x = 3", "z = p + x")],
-    "the forward pass runs along the arrows; backward goes against them",
+    "the forward pass follows the arrows; the backward pass goes against them",
 )
 
 # %% [markdown]
-# Backward, with numbers. Begin with dz = 1.
+# Now the backward pass, with numbers. Start with dz = 1.
 #
-# | op, last first | what arrives | what it hands on |
+# | op, last first | incoming gradient | gradients passed to its inputs |
 # |---|---|---|
 # | z = p + x | dz = 1 | dp = 1, and dx gets 1 |
 # | p = x y | dp = 1 | dx gets dp y = 2 **more**, dy = dp x = 3 |
 #
-# So dx = 1 + 2 = 3 and dy = 3. Check: $\partial z / \partial x = y + 1 = 3$. Two things have
-# happened that make up the whole engine:
+# So dx = 1 + 2 = 3 and dy = 3. Check: $\partial z / \partial x = y + 1 = 3$. This example contains
+# the two rules of the whole engine:
 #
-# 1. **Gradients of a tensor that was used more than once are added.** (Change x a little: both uses
-#    change.)
-# 2. **A tensor is passed on only when everybody who used it has had his turn.** Had p been used
-#    again later, dp would not have been complete.
+# 1. **If a tensor is used more than once, its gradients are added.** (Change x a little, and both
+#    uses change.)
+# 2. **A tensor's gradient is passed on only after every op that used the tensor has contributed to
+#    it.** If p had been used again later, dp would not have been complete.
 #
-# ## The notes
+# ## The recorded graph
 #
-# A tensor is an array that remembers who made it: a list of pairs, (the tensor that went in, a
-# function from the gradient of the result to the gradient of that one). And a number that says when
-# it was made. This is all:
+# A tensor is an array that remembers how it was made. It has a list of pairs: (an input tensor, a
+# function from the gradient of the result to the gradient of that input). It also has a number that
+# says when it was made. This is the whole class:
 
 # %% tags=["imports"]
 clock = itertools.count()
 
 
 class Tensor:
-    """An array, its gradient, and its parents, pairs (tensor, function from dy to its gradient)."""
+    """An array, its gradient, and its parents: pairs (tensor, function from dy to its gradient)."""
 
     def __init__(self, data, parents=()):
         self.data, self.parents, self.grad = np.asarray(data, np.float64), list(parents), None
@@ -91,7 +91,7 @@ class Tensor:
 
 
 # %% [markdown]
-# An op computes, and writes its notes at the same time. Addition:
+# An op computes its result and records its parents at the same time. Addition:
 
 
 # %% tags=["imports"]
@@ -100,16 +100,17 @@ def add(a, b):
 
 
 # %% [markdown]
-# The functions are closures: what they need for later (nothing here) they keep hold of. "Define by
-# run" means just this: the graph is whatever ran. An `if` or a `for` in the model needs no special
-# care, since only what was taken was noted.
+# The functions are closures: they keep references to the arrays they need for the backward pass
+# (none, in this case). This is what "define by run" means: the graph consists of the ops that ran.
+# An `if` or a `for` in the model needs no special treatment, because only the ops that were
+# executed are recorded.
 #
 # ## Exercise 6.1: multiply
 
 
 # %% tags=["exercise"]
 def multiply(a, b):
-    """a b, element by element; a and b are Tensors of one shape."""
+    """a b, element by element; a and b are Tensors of the same shape."""
     # YOUR CODE
 
 
@@ -127,15 +128,15 @@ lesson.check("6.1", multiply)
 # %% tags=["solution"]
 # Solution 6.1
 def multiply(a, b):
-    """a b, element by element; a and b are Tensors of one shape."""
+    """a b, element by element; a and b are Tensors of the same shape."""
     return Tensor(a.data * b.data, [(a, lambda dy: dy * b.data), (b, lambda dy: dy * a.data)])
 
 
 # %% [markdown]
-# ## Exercise 6.2: an op that repeats
+# ## Exercise 6.2: an op that broadcasts
 #
-# `x + b` where x is (N, C) and b is (C,): NumPy repeats b for every row. What is the gradient of
-# something that was used N times?
+# `x + b` where x is (N, C) and b is (C,): NumPy broadcasts b to every row. What is the gradient of
+# something that is used N times?
 
 
 # %% tags=["exercise"]
@@ -150,7 +151,7 @@ lesson.check("6.2", add_bias)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Rule 1 above, N times: the rows of dy are added up, `dy.sum(0)`.
+# Apply rule 1 above N times: the rows of dy are added up, `dy.sum(0)`.
 #
 # </details>
 
@@ -163,20 +164,20 @@ def add_bias(x, b):
 
 
 # %% [markdown]
-# What repeats in the forward pass adds up in the backward, and the other way round: the gradient of
-# a sum is a repetition. This pair is everywhere. A weight that is used by all tokens collects from
-# all of them.
+# A broadcast in the forward pass becomes a sum in the backward pass, and vice versa: the gradient
+# of a sum is a broadcast. This pair is everywhere. A weight that is used by all tokens accumulates
+# a gradient from all of them.
 #
 # ## Exercise 6.3: the engine
 #
-# `backward(root)` sets `root.grad` to ones and passes gradients on until nothing is left. Rule 2
-# decides the order. Because every tensor is made after its parents, **newest first** is always
-# right: nobody who used a tensor is older than it.
+# `backward(root)` sets `root.grad` to ones and passes gradients on until every tensor has been
+# processed. Rule 2 decides the order. Because every tensor is made after its parents, **newest
+# first** is always a correct order: every op that used a tensor made a newer one.
 
 
 # %% tags=["exercise"]
 def backward(root):
-    """Set .grad of every tensor that root was made from to d sum(root) / d tensor."""
+    """Set .grad of every tensor that root depends on to d sum(root) / d tensor."""
     # YOUR CODE
 
 
@@ -186,15 +187,15 @@ lesson.check("6.3", backward)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Keep a list of tensors still to do, at first `[root]`. In a loop: take out the one with the
-# largest `order`, call the function of each of its parents with its `grad`, add the result to the
-# parent's `grad`, and put the parent on the list.
+# Keep a list of tensors to process, at first `[root]`. In a loop: remove the one with the largest
+# `order`, call the function of each of its parents with its `grad`, add the result to the parent's
+# `grad`, and put the parent on the list.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# A tensor that is used twice must not stand on the list twice. Keep a set of `id(tensor)`. And
-# `grad` is None at first.
+# A tensor that is used twice must not be on the list twice. Keep a set of `id(tensor)`. And `grad`
+# is None at first.
 #
 # </details>
 
@@ -202,15 +203,15 @@ lesson.check("6.3", backward)
 # %% tags=["solution"]
 # Solution 6.3
 def backward(root):
-    """Set .grad of every tensor that root was made from to d sum(root) / d tensor."""
+    """Set .grad of every tensor that root depends on to d sum(root) / d tensor."""
     root.grad = np.ones_like(root.data)
     todo, seen = [root], {id(root)}
     while todo:
         newest = max(todo, key=lambda t: t.order)
         todo.remove(newest)
         for parent, function in newest.parents:
-            share = function(newest.grad)
-            parent.grad = share if parent.grad is None else parent.grad + share
+            contribution = function(newest.grad)
+            parent.grad = contribution if parent.grad is None else parent.grad + contribution
             if id(parent) not in seen:
                 seen.add(id(parent))
                 todo.append(parent)
@@ -223,15 +224,15 @@ backward(z)
 print("dx", x.grad, " dy", y.grad)
 
 # %% [markdown]
-# ## It trains
+# ## Train a network
 #
-# Three more ops, and the engine fits a network to something that no straight line can separate:
+# With three more ops, the engine trains a network on a problem that no straight line can separate:
 # exclusive or.
 
 
 # %%
 def linear(x, w):
-    """x w^T; the backward of lesson 5."""
+    """x w^T; the backward pass is that of lesson 5."""
     return Tensor(x.data @ w.data.T, [(x, lambda dy: dy @ w.data), (w, lambda dy: dy.T @ x.data)])
 
 
@@ -268,8 +269,8 @@ for step in range(401):
 print("answers:", out.data.ravel().round(1) + 0.0)
 
 # %% [markdown]
-# Nowhere did we write down a backward pass. Is it right? The check of lesson 5, for a weight in the
-# middle:
+# We never wrote a backward pass for this network. Is its gradient correct? Apply the check of
+# lesson 5 to the weights of the first layer:
 
 
 # %%
@@ -293,13 +294,13 @@ numeric = (loss_of(w1.data + 1e-5 * v) - loss_of(w1.data - 1e-5 * v)) / 2e-5
 print("relative error below 1e-6:", bool(abs(numeric - (w1.grad * v).sum()) < 1e-6 * abs(numeric)))
 
 # %% [markdown]
-# ## Measure: what the notes hold
+# ## Measure: the memory that the graph holds
 #
-# Each closure holds the arrays that it needs, and so the graph keeps them alive until backward.
-# That is what fills the memory of a GPU in training. xtrain's engine counts it. Here is one layer
-# of a transformer, on 256 tokens of width 64, in two ways: a linear layer to 384 numbers per token,
-# SwiGLU (lesson 7), which makes 192 of them out of two halves, *gate* and *up*, and a linear layer
-# back to 64.
+# Each closure holds the arrays that it needs, so the graph keeps them alive until the backward
+# pass. These saved activations fill the memory of a GPU in training, and xtrain's engine counts
+# them. Here is one layer of a transformer, on 256 tokens of width 64: a linear layer to 384 numbers
+# per token; SwiGLU (lesson 7), which makes 192 numbers out of its two halves, *gate* and *up*; and
+# a linear layer back to 64. It is written in two ways:
 
 # %%
 from xtrain.nn import functional as F
@@ -317,10 +318,10 @@ for name, out in (("swiglu, then linear", plain), ("swiglu_linear", together)):
     print(f"{name:20} keeps {saved_bytes(out) // row:4} numbers per token")
 
 # %% [markdown]
-# The first pair of ops keeps gate and up (384 numbers per token) for the backward of SwiGLU, and
-# its result (192) for that of the last layer. **The improvement: keep what cannot be had again
-# cheaply.** The result follows from gate and up with a few multiplications, so the fused op
-# computes it once more in its backward and keeps a third less, to the same bits:
+# The first version keeps gate and up (384 numbers per token) for the backward pass of SwiGLU, and
+# SwiGLU's result (192) for that of the last layer. **The improvement: do not save what is cheap to
+# recompute.** The result follows from gate and up with a few multiplications, so the fused op
+# recomputes it in its backward pass. It keeps a third less, and the gradients are bitwise equal:
 
 # %%
 dy = rng.standard_normal((N, C)).astype(np.float32)
@@ -329,35 +330,36 @@ for out in (plain, together):
     tokens.grad = up.grad = down.grad = None
     out.backward(dy)
     gradients.append([t.grad.copy() for t in (tokens, up, down)])
-print("the same bits:", all(np.array_equal(a, b) for a, b in zip(*gradients)))
+print("bitwise equal:", all(np.array_equal(a, b) for a, b in zip(*gradients)))
 
 # %% [markdown]
-# And the time? Taking notes costs a few microseconds per op, in Python. For a small model on a fast
-# card that is more than the arithmetic. The way out is not a faster engine: the whole step is
-# recorded once as a CUDA graph and replayed without any Python (lesson 10). Measured:
+# What about time? Recording the graph costs a few microseconds of Python per op. For a small model
+# on a fast GPU, this is more than the arithmetic. The solution is not a faster engine: the whole
+# step is captured once as a CUDA graph and replayed without any Python (lesson 10). Measured:
 
 # %%
 lesson.table(
     ["bench_history/bf16 eager/bf16", "bench_history/bf16/bf16"],
-    {"ms a step": "ms", "tokens per second": "value"},
+    {"ms per step": "ms", "tokens per second": "value"},
 )
 
 # %% [markdown]
-# The first line is the engine running op by op (*eager*), the second the same step as a graph.
+# The first line is the engine running op by op (*eager*), the second is the same step as a CUDA
+# graph.
 #
 # ## The library's kernel
 #
-# There is no kernel here, but an engine. First an op. Instead of closures xtrain has a class with
-# two functions on arrays, so that what is kept is said explicitly (`ctx.save`), and can be freed
-# and counted:
+# There is no kernel here, but there is an engine. First, an op. Instead of closures, xtrain has a
+# class with two functions on arrays. What is saved is therefore explicit (`ctx.save`) and can be
+# freed and counted:
 
 # %%
 lesson.source(F.SiLU)
 lesson.source(F.Linear)
 
 # %% [markdown]
-# The loop. You will recognize it: newest first (a heap instead of `max`), add where there is
-# something already, pass on.
+# The loop is the one you wrote: newest first (with a heap instead of `max`), add to the gradient if
+# there is one already, and continue with the parents.
 
 # %%
 from xtrain.nn import autograd
@@ -365,17 +367,18 @@ from xtrain.nn import autograd
 lesson.source(autograd.backward)
 
 # %% [markdown]
-# Three things that yours has not:
+# It does three things that yours does not:
 #
-# - **Parameters collect in place.** In `Linear.backward`, `target_of_grad` finds the parameter's own
-#   `.grad`, and the matrix product *adds* to it. No second buffer for the largest arrays of all,
-#   and gradients of several micro-batches add up for nothing. (`add` is False where there is nothing
-#   yet: for the gradient of a weight that was computed, and in a captured step, where the zeros
-#   themselves are left out. The top of `xtrain/nn.py` tells how.)
-# - **Freed as it goes.** After an op's backward what it had saved is dropped at once. So the memory
-#   shrinks during the backward pass.
-# - **It notices changes.** If an array that was saved is changed before backward, the result would
-#   be silently wrong:
+# - **Parameter gradients accumulate in place.** In `Linear.backward`, `target_of_grad` returns the
+#   parameter's own `.grad`, and the matrix product *adds* to it. The largest arrays need no second
+#   buffer, and gradient accumulation over several micro-batches costs nothing extra. (`add` is
+#   False if there is no gradient yet: for a weight that is itself the result of an op, and in a
+#   captured step, which does not even write the zeros. The docstring of `xtrain/nn/modules.py` explains
+#   how.)
+# - **Memory is freed early.** What an op has saved is released right after its backward pass, so
+#   memory use shrinks during the backward pass.
+# - **In-place changes are detected.** If a saved array is changed before the backward pass, the
+#   result would be silently wrong:
 
 # %%
 x = XTensor(np.ones((2, 2), np.float32), requires_grad=True)
@@ -390,14 +393,14 @@ except RuntimeError as error:
 import inspect
 
 lines = len(inspect.getsource(autograd).splitlines())
-print(f"xtrain/autograd.py has fewer than 300 lines: {lines < 300}")
+print(f"xtrain/nn/autograd.py has fewer than 300 lines: {lines < 300}")
 
 # %% [markdown]
 # ## What did not help
 #
-# *Recursion.* The shortest engine calls itself for every parent. It is right, and useless: it goes
-# every *way* through the graph instead of every tensor. With residual connections, where each layer
-# uses its input twice, the ways double per layer:
+# *Recursion.* The shortest engine calls itself for every parent. It is correct, and useless: it
+# visits every *path* through the graph instead of every tensor. With residual connections, where
+# each layer uses its input twice, the number of paths doubles with each layer:
 
 
 # %%
@@ -414,35 +417,36 @@ for layers in (2, 4, 8, 16):
         out = add(out, out)
     calls = [0]
     recursive(out, np.ones(()), calls)
-    print(f"{layers:2} layers: {calls[0]:7,} calls, newest first needs {layers + 1}")
+    print(f"{layers:2} layers: {calls[0]:7,} calls; newest first needs {layers + 1}")
 
 # %% [markdown]
-# *Keeping the gradients of all tensors*, as yours does in `.grad`: handy for looking at them, and
-# as much memory again as the activations. xtrain keeps those of leaves only.
+# *Keeping the gradients of all tensors*, as yours does in `.grad`: convenient for inspection, but
+# it takes as much memory again as the activations. xtrain keeps only the gradients of leaves.
 #
 # ## More exercises
 #
-# 1. Write `relu(x)` and `total(x)` (the sum of all elements) for your engine, and check both by
-#    differences.
+# 1. Write `relu(x)` and `total(x)` (the sum of all elements) for your engine, and check both with
+#    finite differences.
 # 2. What does your engine do if `backward` is called twice on the same root? What does xtrain do?
-# 3. Write `no_grad()`: inside it ops take no notes. Where would you look at the flag?
+# 3. Write `no_grad()`: inside it, ops record nothing. Where would you check the flag?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: `Tensor(np.maximum(x.data, 0), [(x, lambda dy: dy * (x.data > 0))])` and `Tensor(x.data.sum(),
-# [(x, lambda dy: dy * np.ones_like(x.data))])`.
+# 1: `Tensor(np.maximum(x.data, 0), [(x, lambda dy: dy * (x.data > 0))])` and
+# `Tensor(x.data.sum(), [(x, lambda dy: dy * np.ones_like(x.data))])`.
 #
-# 2: yours gives wrong numbers. The second time it adds to the gradients of the tensors in between,
-# and passes on the sum: in z = x y + x dx becomes 8, not 6. xtrain keeps none of those, and refuses,
-# since the saved arrays are gone.
+# 2: Yours gives wrong numbers. The second call adds to the gradients of the intermediate tensors
+# and passes on the sum: in z = x y + x, dx becomes 8, not 6. xtrain keeps no intermediate
+# gradients, and raises an error, because the saved arrays have been freed.
 #
-# 3: in `Tensor.__init__` (parents become empty) is enough for yours; xtrain asks in `Context`, so
-# that nothing is saved either.
+# 3: For yours, `Tensor.__init__` is enough (parents become empty). xtrain checks the flag in
+# `Context`, so nothing is saved either.
 #
 # </details>
 #
 # ## Sources
 #
-# - R. Wengert, *A simple automatic derivative evaluation program*, 1964: the list of notes.
+# - R. Wengert, *A simple automatic derivative evaluation program*, 1964: the list of recorded
+#   operations.
 # - D. Maclaurin, D. Duvenaud, M. Johnson, *Autograd: effortless gradients in NumPy*, 2015.
 # - A. Paszke et al., *Automatic differentiation in PyTorch*, 2017: define-by-run, in-place checks.

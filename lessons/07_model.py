@@ -15,13 +15,13 @@
 #
 # *About 75 minutes. You need [lesson 6](06_autograd.ipynb).*
 #
-# **The question.** What is a Llama, exactly? Not a diagram: every operation from token numbers to
-# the loss, small enough to compute by hand, and equal to what everybody else calls by that name to
-# the fifth digit.
+# **The question.** What is a Llama, exactly? A diagram is not enough. This lesson gives every
+# operation from token ids to the loss, small enough to compute by hand, and equal to the standard
+# implementations to five digits.
 #
-# You know RMSNorm and linear layers. Four things are new: the embedding, positions (RoPE),
-# attention with its softmax, SwiGLU; and at the end the cross-entropy. You write three of
-# them, then put everything together in forty lines of NumPy, and compare.
+# You know RMSNorm and linear layers. Five parts are new: the embedding, positions (RoPE), attention
+# with its softmax, SwiGLU, and the cross-entropy loss. You will write three of them, then put
+# everything together in forty lines of NumPy and compare.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -45,60 +45,61 @@ from xtrain import lesson
 from xtrain.kernels.primitives.reduce import block_max, block_sum
 
 # %% [markdown]
-# ## The whole in one picture
+# ## The model in one picture
 #
-# B sequences of T tokens are N = B T rows; each row carries C numbers through the model, the
-# *residual stream*. Each of L blocks reads it twice and adds to it twice:
+# B sequences of T tokens are N = B T rows. Each row carries C numbers through the model, the
+# *residual stream*. Each of the L blocks reads it twice and adds to it twice:
 #
 # ```text
 # ids (B, T) -> embedding -> h (N, C)
-#     L times:   h += attention(norm(h))      here, and only here, tokens look at each other
+#     L times:   h += attention(norm(h))      the only place where tokens interact
 #                h += mlp(norm(h))            every token by itself (mlp: multi-layer perceptron)
 # norm -> head -> logits (N, V) -> cross-entropy with the next tokens
 # ```
 #
-# The **embedding** is a table with one row per token of the vocabulary, and looking up: `h[n] =
-# w[ids[n]]`. Its backward adds the gradient of every position to the row of its token (lesson 6:
-# what repeats, adds up).
+# The **embedding** is a table with one row per token of the vocabulary, and the op is a lookup:
+# `h[n] = w[ids[n]]`. Its backward pass adds the gradient of every position to the row of its token
+# (rule 1 of lesson 6: a row that is used several times accumulates all its gradients).
 #
 # ## Positions: RoPE
 #
-# Attention works on H *heads*, vectors of D numbers each, into which a linear layer has turned the
-# token: an array (N, H, D). It compares tokens by dot products, which know nothing of order. RoPE
-# (*rotary position embedding*) gives them a position by *turning*: a head of D numbers is seen as R
-# = D / 2 planes, and in plane r the token at position t is turned by the angle $t f_r$, where
-# $f_r = 10000^{-r / R}$. Fast planes tell neighbours apart, slow ones the far-away. Plane r is made
-# of number r of the lower half and number r of the upper half:
+# Attention works on H *heads*, vectors of D numbers that a linear layer computes from each token:
+# an array (N, H, D). It compares tokens by dot products, which do not depend on the order of the
+# tokens. RoPE (*rotary position embedding*) encodes the position as a *rotation*. A head of D
+# numbers is seen as R = D / 2 planes, and in plane r the token at position t is rotated by the
+# angle $t f_r$, where $f_r = 10000^{-r / R}$. Planes with high frequencies distinguish close
+# positions, planes with low frequencies distant ones. Plane r consists of element r of the lower
+# half and element r of the upper half:
 #
 # $$y_r = x_r \cos(t f_r) - x_{r+R} \sin(t f_r) \qquad y_{r+R} = x_{r+R} \cos(t f_r) + x_r \sin(t f_r)$$
 #
-# Why turning? Because the dot product of two turned vectors depends only on the *difference* of the
-# angles: on how far apart two tokens are. By hand, with one plane and f = 0.5:
+# Why rotate? Because the dot product of two rotated vectors depends only on the *difference* of the
+# angles, that is, on the distance between the two tokens. By hand, with one plane and f = 0.5:
 
 
 # %%
-def turn(v, angle):
+def rotate(v, angle):
     c, s = math.cos(angle), math.sin(angle)
     return np.array([v[0] * c - v[1] * s, v[1] * c + v[0] * s])
 
 
 q, k, f = np.array([1.0, 2.0]), np.array([3.0, -1.0]), 0.5
 for i, j in ((0, 3), (5, 8), (100, 103), (0, 4)):
-    print(f"query at {i:3}, key at {j:3}: dot product {turn(q, i * f) @ turn(k, j * f):.4f}")
+    print(f"query at {i:3}, key at {j:3}: dot product {rotate(q, i * f) @ rotate(k, j * f):.4f}")
 
 # %% [markdown]
-# The first three agree, three positions apart each time.
+# The first three agree: the query and the key are three positions apart each time.
 #
 # ## Exercise 7.1: RoPE
 #
-# One thread per plane. Sequences lie one after another, each of T tokens, so row n stands at
-# position n % T. `cos_TR[t, r]` and `sin_TR[t, r]` are tables.
+# Use one thread per plane. Sequences are stored one after another with T tokens each, so row n is
+# at position n % T. `cos_TR[t, r]` and `sin_TR[t, r]` are tables.
 
 
 # %% tags=["exercise"]
 @cuda.jit
 def rope_kernel(y_NHD, x_NHD, cos_TR, sin_TR, T):
-    """Turn plane r of head h of token n.   x, y: (N, H, D)   cos, sin: (T, R) with R = D / 2
+    """Rotate plane r of head h of token n.   x, y: (N, H, D)   cos, sin: (T, R) with R = D / 2
 
     Grid (N, H), block R. Row n is at position n % T.
     """
@@ -122,7 +123,7 @@ lesson.check("7.1", rope_kernel)
 # Solution 7.1
 @cuda.jit
 def rope_kernel(y_NHD, x_NHD, cos_TR, sin_TR, T):
-    """Turn plane r of head h of token n.   x, y: (N, H, D)   cos, sin: (T, R) with R = D / 2
+    """Rotate plane r of head h of token n.   x, y: (N, H, D)   cos, sin: (T, R) with R = D / 2
 
     Grid (N, H), block R. Row n is at position n % T.
     """
@@ -136,18 +137,19 @@ def rope_kernel(y_NHD, x_NHD, cos_TR, sin_TR, T):
 
 
 # %% [markdown]
-# Its backward needs no new kernel. Turning keeps lengths, so the transpose of a turn is the turn
-# back: $dx$ is dy turned by $-t f_r$.
+# The backward pass needs no new kernel. A rotation preserves lengths, so the transpose of a
+# rotation is the inverse rotation: $dx$ is dy rotated by $-t f_r$.
 #
 # ## Attention
 #
-# Each token makes a query, a key and a value, per head. It looks at all tokens up to itself, weighs
-# them by how well their keys fit its query, and takes the weighted mean of their values:
+# For each head, each token computes a query, a key and a value. It looks at all tokens up to and
+# including itself, weights them by how well their keys match its query, and takes the weighted mean
+# of their values:
 #
 # $$s_{ts} = \frac{q_t \cdot k_s}{\sqrt{D}} \qquad p_{ts} = \frac{e^{s_{ts}}}{\sum_{j \le t} e^{s_{tj}}} \qquad o_t = \sum_{s \le t} p_{ts} \, v_s$$
 #
-# "Up to itself" is the *causal mask*: a model that may look at the next token has nothing to
-# predict. The products are lesson 4. The softmax, by hand for T = 3:
+# "Up to and including itself" is the *causal mask*: a model that can see the next token has nothing
+# to predict. The products are those of lesson 4. The softmax by hand, for T = 3:
 
 # %%
 scores = np.array([[0.0, 9.0, 9.0], [1.0, 1.0, 9.0], [2.0, 1.0, 0.0]])
@@ -158,14 +160,14 @@ for t, row in enumerate(scores):
     )
 
 # %% [markdown]
-# One trap: in float32 exp(89) is infinite. But numerator and denominator may both be divided by
-# $e^m$ without changing p. With m the largest score of the row, no exponent is above 0, and at
-# least one is exactly 0.
+# There is one pitfall: in float32, exp(89) is infinite. But numerator and denominator can both be
+# divided by $e^m$ without changing p. If m is the largest score of the row, no exponent is above 0,
+# and at least one is exactly 0.
 #
 # ## Exercise 7.2: causal softmax
 #
-# Block t for row t. Three passes over what the row sees: the maximum, the sum, the result. And
-# zeros for what it does not see. You may call `block_max(v, partial)` and `block_sum(v, partial)`.
+# Block t handles row t, with three passes over the visible keys: the maximum, the sum, the result.
+# Write zeros for the masked keys. You may call `block_max(v, partial)` and `block_sum(v, partial)`.
 
 
 # %% tags=["exercise"]
@@ -187,8 +189,8 @@ lesson.check("7.2", causal_softmax_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# For the maximum start from `top = float32(-math.inf)` and compare: `v = scale * s_TS[t, s]`, `top
-# = v if v > top else top`. Then `top = block_max(top, partial)`.
+# For the maximum, start from `top = float32(-math.inf)` and compare: `v = scale * s_TS[t, s]`,
+# `top = v if v > top else top`. Then `top = block_max(top, partial)`.
 #
 # </details>
 # <details><summary>Hint 2</summary>
@@ -228,9 +230,9 @@ def causal_softmax_kernel(p_TS, s_TS, scale):
 # %% [markdown]
 # ## SwiGLU
 #
-# The MLP widens each token from C to F numbers, twice, and lets one half decide how much of the
-# other passes: $y = \text{silu}(\text{gate}) \cdot \text{up}$ with $\text{silu}(g) = g / (1 +
-# e^{-g})$. A gate far below zero closes, one far above opens.
+# The MLP projects each token from C to F numbers, twice, and uses one of the results (gate) to
+# control how much of the other (up) passes: $y = \text{silu}(\text{gate}) \cdot \text{up}$ with
+# $\text{silu}(g) = g / (1 + e^{-g})$. A gate far below zero closes, one far above zero opens.
 
 # %%
 gate = np.array([-6.0, -1, 0, 1, 6])
@@ -241,13 +243,14 @@ print("silu(gate)", (gate / (1 + np.exp(-gate))).round(3))
 # ## The loss
 #
 # The head gives each row V logits. The *cross-entropy* is minus the logarithm of the probability
-# that the softmax gives to the token which really came next:
+# that the softmax gives to the token that actually came next:
 #
 # $$\text{loss}_n = -\log p_{n, \text{target}} = \log \sum_v e^{x_{nv}} - x_{n, \text{target}} \qquad \frac{\partial \text{loss}_n}{\partial x_{nv}} = p_{nv} - [v = \text{target}]$$
 #
-# where the bracket is 1 for the target and 0 for all others. The gradient is worth a look: what the
-# model believes, minus what is. Of the two forms of the loss compute the second: the probability of
-# an unlikely token may round to 0, and log 0 is minus infinity. By hand for V = 3, target 2:
+# where the bracket is 1 for the target and 0 for all others. The gradient is easy to read: the
+# predicted probabilities minus the true ones. Use the second form of the loss for the computation:
+# the probability of an unlikely token may round to 0, and log 0 is minus infinity. By hand for
+# V = 3, target 2:
 
 # %%
 x = np.array([1.0, 2.0, 3.0])
@@ -262,13 +265,13 @@ print(
 )
 
 # %% [markdown]
-# A model that knows nothing has a loss of ln V: 10.8 for a vocabulary of 50257. Remember that
-# number; it is the first line of every training run.
+# An untrained model has a loss of about ln V: 10.8 for a vocabulary of 50257. Remember this: the
+# first loss of every training run must be near ln V.
 #
 # ## Exercise 7.3: cross-entropy
 #
-# In NumPy, the loss and its gradient together. The loss is the *mean* over the rows that count;
-# targets of -100 (padding, the user's part of a chat) do not.
+# Write it in NumPy, with the loss and its gradient in one function. The loss is the *mean* over the
+# rows that count. Rows with target -100 (padding, the user's part of a chat) do not count.
 
 
 # %% tags=["exercise"]
@@ -276,7 +279,7 @@ def cross_entropy(logits_NV, targets_N):
     """-> mean loss (a number), its gradient (N, V).
 
     logits: (N, V) floats   targets: (N,) integers
-    Rows with target -100 are left out of the mean; their gradient is 0.
+    Rows with target -100 are excluded from the mean; their gradient is 0.
     """
     # YOUR CODE
 
@@ -287,8 +290,8 @@ lesson.check("7.3", cross_entropy)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `counted = targets_N != -100`, and for looking up use a harmless target there: `np.where(counted,
-# targets_N, 0)`. `x[np.arange(N), target]` picks one logit per row.
+# `counted = targets_N != -100`. For the lookup, use a valid target in the other rows:
+# `np.where(counted, targets_N, 0)`. `x[np.arange(N), target]` picks one logit per row.
 #
 # </details>
 
@@ -299,7 +302,7 @@ def cross_entropy(logits_NV, targets_N):
     """-> mean loss (a number), its gradient (N, V).
 
     logits: (N, V) floats   targets: (N,) integers
-    Rows with target -100 are left out of the mean; their gradient is 0.
+    Rows with target -100 are excluded from the mean; their gradient is 0.
     """
     counted = targets_N != -100
     n, target_N = np.arange(len(targets_N)), np.where(counted, targets_N, 0)
@@ -315,9 +318,10 @@ def cross_entropy(logits_NV, targets_N):
 # %% [markdown]
 # ## Everything together
 #
-# Forty lines. The weights have the names that Hugging Face gives them; two query heads share one
-# key head (*grouped queries*, lesson 18). We take them from a small model of xtrain. (`qk_norm`:
-# Qwen3 has two more norms, of each query and each key head, before RoPE. Llama has not.)
+# The whole model is forty lines. The weights have their Hugging Face names. Two query heads share
+# one key/value head (*grouped-query attention*, lesson 18). The weights come from a small xtrain
+# model. (`qk_norm`: Qwen3 has two more norms, one for each query head and one for each key head,
+# before RoPE. Llama does not.)
 
 # %%
 import xtrain
@@ -343,7 +347,7 @@ for name in list(weights)[:8]:
 
 # %%
 def attention(q_THD, k_TGD, v_TGD):
-    """One sequence. Head h reads key head h // (H / G)."""
+    """One sequence. Query head h reads key/value head h // (H / G)."""
     T, H, D = q_THD.shape
     out = np.empty_like(q_THD)
     for h in range(H):
@@ -356,11 +360,11 @@ def attention(q_THD, k_TGD, v_TGD):
 
 
 def forward(w, ids_BT, c):
-    """-> {stage: its output (B, T, ...)}, with the names that xtrain.compare uses."""
+    """-> {stage: its output (B, T, ...)}, with the stage names of xtrain.compare."""
     B, T = ids_BT.shape
     H, G, D, eps = c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     cos, sin = rope_tables(D, T, c.rope_theta)
-    at = np.tile(np.arange(T), B)
+    positions = np.tile(np.arange(T), B)
     norm = lambda x, name: rmsnorm_ref(x, w[name + ".weight"], eps)[0]
     linear = lambda x, name: x @ w[name + ".weight"].T
     h = w["model.embed_tokens.weight"][ids_BT.reshape(-1)]
@@ -369,7 +373,7 @@ def forward(w, ids_BT, c):
         at_layer = f"model.layers.{i}."
         x = norm(h, at_layer + "input_layernorm")
         q, k, v = (linear(x, at_layer + f"self_attn.{p}_proj").reshape(B * T, -1, D) for p in "qkv")
-        q, k = rope_ref(q, cos, sin, at), rope_ref(k, cos, sin, at)
+        q, k = rope_ref(q, cos, sin, positions), rope_ref(k, cos, sin, positions)
         o = np.concatenate(
             [attention(q[b : b + T], k[b : b + T], v[b : b + T]) for b in range(0, B * T, T)]
         )
@@ -391,8 +395,8 @@ loss, _ = cross_entropy(mine["logits"].reshape(-1, 50), ids[:, 1:].reshape(-1))
 print(f"loss {loss:.4f}, ln 50 = {math.log(50):.4f}")
 
 # %% [markdown]
-# Is it the same model as xtrain's? Compare stage by stage. A mistake would show as the first stage
-# whose difference jumps; this is how one finds out *where* two implementations part.
+# Is it the same model as xtrain's? Compare stage by stage. A mistake shows up as the first stage
+# whose difference jumps. This is how to find *where* two implementations diverge.
 
 # %%
 from xtrain.compare import stages
@@ -400,17 +404,16 @@ from xtrain.compare import stages
 theirs = stages(model, ids[:, :-1])
 for name, a in mine.items():
     relative = np.abs(a - theirs[name]).max() / np.abs(theirs[name]).max()
-    print(f"{name:20} {'agrees' if relative < 1e-5 else f'PARTS, {relative:.1e}'}")
+    print(f"{name:20} {'agrees' if relative < 1e-5 else f'DIFFERS by {relative:.1e}'}")
 
 # %% [markdown]
-# Now with a typical mistake, planted on purpose: neighbours paired in RoPE, as some papers write
-# it.
+# Now plant a typical mistake: RoPE that pairs neighbouring elements, as some papers write it.
 
 
 # %%
-def paired(x, cos, sin, at):
+def paired(x, cos, sin, positions):
     y, (a, b) = x.copy(), (x[..., 0::2], x[..., 1::2])
-    c, s = cos[at][:, None], sin[at][:, None]
+    c, s = cos[positions][:, None], sin[positions][:, None]
     y[..., 0::2], y[..., 1::2] = a * c - b * s, b * c + a * s
     return y
 
@@ -420,18 +423,19 @@ wrong = forward(weights, ids[:, :-1], config)
 rope_ref = right
 for name, a in wrong.items():
     relative = np.abs(a - theirs[name]).max() / np.abs(theirs[name]).max()
-    print(f"{name:20} {'agrees' if relative < 1e-5 else 'PARTS'}")
+    print(f"{name:20} {'agrees' if relative < 1e-5 else 'DIFFERS'}")
 
 # %% [markdown]
-# The logits would still look reasonable, and the loss too: a model *trained* with paired planes is
-# as good as any. It is only not a Llama. Against PyTorch, op by op (if it is installed here):
+# The logits would still look reasonable, and so would the loss: a model *trained* with paired
+# planes is as good as any other. It is just not a Llama. The next cell compares with PyTorch, op by
+# op (if PyTorch is installed):
 
 # %%
 try:
     import torch
     import torch.nn.functional as TF
 except ImportError:
-    print("PyTorch is not installed here: pip install torch, and run this cell again")
+    print("PyTorch is not installed: pip install torch, then run this cell again")
 else:
     from xtrain.kernels import rmsnorm, softmax, swiglu
 
@@ -456,16 +460,16 @@ else:
         print(f"{name:16} agrees: {np.allclose(ours, torchs.numpy(), rtol=1e-5, atol=1e-6)}")
 
 # %% [markdown]
-# For whole models with real weights: `python -m xtrain.compare FOLDER` does the comparison above
-# against Hugging Face's transformers, stage by stage (lesson 22).
+# For whole models with real weights, `python -m xtrain.compare FOLDER` does this comparison against
+# Hugging Face's transformers, stage by stage (lesson 22).
 #
 # ## Measure, and one improvement
 #
 # Written with array operations, a causal softmax is: scale, mask, maximum, subtract, exp, sum,
-# divide. Each of them reads an array of B H T S scores from memory, and most write one. In one
-# kernel the row is read once and written once. For cross-entropy the same, and there is more to
-# gain: loss *and* gradient need the same exp, and the gradient may be written over the logits. On N
-# = 32768 rows of 50304 logits:
+# divide. Each of them reads an array of B H T S scores from memory, and most of them write one. One
+# kernel reads each row once and writes it once. The same holds for cross-entropy, where the gain is
+# larger: loss *and* gradient need the same exp, and the gradient can overwrite the logits. For
+# N = 32768 rows of 50304 logits:
 
 # %%
 n, v = 32768, 50304
@@ -480,16 +484,16 @@ lesson.table(
     ],
     {
         "xtrain, ms": "ms",
-        "a copy, ms": "copy_ms",
+        "copy, ms": "copy_ms",
         "PyTorch, ms": "torch_eager_ms",
         "torch.compile, ms": "torch_compile_ms",
     },
 )
 
 # %% [markdown]
-# **Fusing what belongs together** makes each of these three several times faster than op by op.
-# PyTorch's compiler gets much of it too, and on the cross-entropy not all, since forward and
-# backward stay two kernels there.
+# **Fusing ops that share data** makes each of these three several times faster than running op by
+# op. PyTorch's compiler gets much of this gain too, but not all of it for cross-entropy, because
+# forward and backward remain two kernels there.
 #
 # If you have a GPU, time your own softmax against the library's:
 
@@ -509,17 +513,18 @@ times = lesson.measure(runs, nbytes=6 * T * T)  # half of the scores are read, a
 # %% [markdown]
 # ## The library's kernel
 #
-# The softmax for long rows, closest to yours. It finds maximum and sum in *one* pass: when a larger
-# score appears, the sum so far is multiplied by exp(old maximum - new maximum). Lesson 13 builds
-# FlashAttention on this line. (`fmul_rn` is a product that is rounded by itself: lesson 8.)
+# This is the softmax for long rows, the one closest to yours. It finds the maximum and the sum in
+# *one* pass: when a larger score appears, the running sum is multiplied by exp(old maximum - new
+# maximum). Lesson 13 builds FlashAttention on this line. (`fmul_rn` is a product that is rounded
+# separately: lesson 8.)
 
 # %%
 lesson.source(softmax.online_softmax)
 lesson.source(softmax.causal_softmax_fwd_kernel)
 
 # %% [markdown]
-# And the model. It is your `forward`, with packed weights and with the additions fused into the
-# norms:
+# And the model. It is your `forward`, with packed weights and with the residual additions fused
+# into the norms:
 
 # %%
 from xtrain.nn import model as xmodel
@@ -530,11 +535,12 @@ lesson.source(xmodel.Block)
 # %% [markdown]
 # ## What did not help
 #
-# *A mask as an array.* Adding a (T, T) array of zeros and minus infinities is what most code does
-# (`attention` above has one of booleans). It reads as many bytes again as the scores, to say what
-# an `if` knows: s <= t. And with the mask as an end of the loop, *half of the work disappears* too.
+# *A mask as an array.* Most code adds a (T, T) array of zeros and minus infinities (`attention`
+# above uses a boolean one). This reads as many bytes again as the scores, for something that a
+# comparison decides: s <= t. If the mask is instead the end of the loop, *half of the work
+# disappears* too.
 #
-# *exp without the maximum.* It saves one pass, and works until one score passes 88:
+# *exp without subtracting the maximum.* This saves one pass, and works until one score exceeds 88:
 
 # %%
 with np.errstate(over="ignore", invalid="ignore"):
@@ -549,19 +555,20 @@ with np.errstate(over="ignore", invalid="ignore"):
 # %% [markdown]
 # ## More exercises
 #
-# 1. Turn the result of 7.1 back with your kernel, by handing it `-sin`. How exactly do you get x
-#    again?
-# 2. Write the backward of causal softmax: $ds_c = \text{scale} \cdot p_c (dp_c - \sum_j dp_j p_j)$.
-#    Check it with `gradient_error` from lesson 5.
-# 3. How many parameters has the model above in its embedding, in its head, in one block? Which part
-#    grows with the vocabulary?
+# 1. Rotate the result of 7.1 back with your kernel, by passing it `-sin`. How accurately do you
+#    recover x?
+# 2. Write the backward pass of causal softmax:
+#    $ds_c = \text{scale} \cdot p_c (dp_c - \sum_j dp_j p_j)$. Check it with `gradient_error` from
+#    lesson 5.
+# 3. How many parameters does the model above have in its embedding, in its head, and in one block?
+#    Which part grows with the vocabulary?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: to rounding, about 1e-7 relative: a turn and its inverse.
+# 1: Up to rounding, about 1e-7 relative: the second rotation is the inverse of the first.
 #
-# 2: `dot = (dp * p).sum(-1, keepdims=True)`, `ds = scale * p * (dp - dot)`; the mask needs no care,
-# since p is 0 there.
+# 2: `dot = (dp * p).sum(-1, keepdims=True)`, `ds = scale * p * (dp - dot)`; the mask needs no
+# special treatment, because p is 0 there.
 #
 # 3: 50 · 32 = 1600 each; a block has 32 · 32 (q) + 2 · 16 · 32 (k, v) + 32 · 32 (o) + 3 · 48 · 32 +
 # 2 · 32 = 7744. For a vocabulary of 50257 and width 384 the two tables are 38.6 of 66.9 million.

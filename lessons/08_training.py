@@ -15,12 +15,12 @@
 #
 # *About 75 minutes. You need [lesson 7](07_model.ipynb).*
 #
-# **The question.** We have a loss and its gradient with respect to every weight. How does one get
-# from there to a model that has learnt something, and how does one stop on Tuesday and go on on
+# **The question.** We have a loss and its gradient with respect to every weight. How do we get from
+# there to a model that has learnt something? And how can a run stop on Tuesday and resume on
 # Thursday as if nothing had happened?
 #
-# You will write AdamW as a kernel, the schedule of the learning rate, and clipping; teach a model
-# 27 tokens by heart; and then train it on a text that nobody can learn by heart.
+# You will write AdamW as a kernel, the learning-rate schedule, and gradient clipping. You will make
+# a model memorise 27 tokens, and then train it on a text that cannot be memorised.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -43,21 +43,21 @@ from numba import cuda, float32
 from xtrain import lesson
 
 # %% [markdown]
-# ## Downhill
+# ## Gradient descent
 #
-# The simplest rule is `w -= lr * g`. Its trouble: one learning rate for all. A weight whose
-# gradients are a thousand times larger than another's takes steps a thousand times larger. **Adam**
-# divides each weight's step by the typical size of *its own* gradients. It keeps two numbers per
-# weight: a running mean m of g (which way, on average), and a running mean v of $g^2$ (how large,
-# typically):
+# The simplest rule is `w -= lr * g`. Its problem is the single learning rate for all weights: a
+# weight whose gradients are a thousand times larger than another's takes steps a thousand times
+# larger. **Adam** divides each weight's step by the typical size of *its own* gradients. It keeps
+# two numbers per weight: a running mean m of g (the average direction) and a running mean v of
+# $g^2$ (the typical squared size):
 #
 # $$m \leftarrow m + (1 - \beta_1)(g - m) \qquad v \leftarrow v + (1 - \beta_2)(g^2 - v)$$
 #
 # $$w \leftarrow w - \text{lr} \cdot \frac{m / (1 - \beta_1^t)}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}$$
 #
-# Why the divisions by $1 - \beta^t$? m and v begin at zero, so after one step m is only a tenth of
-# g. By hand, for one weight that sees the gradient 0.2 three times, $\beta_1 = 0.9$, $\beta_2 =
-# 0.95$:
+# Why the divisions by $1 - \beta^t$ (the bias corrections)? m and v start at zero, so after one
+# step m is only a tenth of g. By hand, for one weight with the gradient 0.2 three times,
+# $\beta_1 = 0.9$, $\beta_2 = 0.95$:
 
 # %%
 m = v = 0.0
@@ -71,16 +71,17 @@ for t in (1, 2, 3):
     )
 
 # %% [markdown]
-# Corrected, the ratio is 1 from the first step on: a gradient that always points the same way moves
-# its weight by exactly lr, **whatever its size**. One that changes its sign every time moves it
-# hardly at all.
+# With the corrections, the ratio is 1 from the first step on: a gradient that always points the
+# same way moves its weight by exactly lr, **whatever its size**. A gradient whose sign alternates
+# hardly moves its weight at all.
 #
-# The W of AdamW: each step also shrinks the weights a little, `w -= lr * weight_decay * w`. Adding
-# it to the gradient instead (as "L2 regularization" does) would send it through the division as
-# well. It acts on matrices; norm weights, of which there are few, are spared. In xtrain's memory
-# the decayed weights come first, so one number, `n_decay`, says where decay ends.
+# The W in AdamW is weight decay: each step also shrinks the weights a little,
+# `w -= lr * weight_decay * w`. If the decay were added to the gradient instead (as in "L2
+# regularization"), it would also go through the division. It applies to matrices only; the few norm
+# weights are exempt. In xtrain's parameter array the decayed weights come first, so one number,
+# `n_decay`, says where decay ends.
 #
-# The reference, from the library (`half_n` is a copy in bf16: lesson 12):
+# The reference, from the library (`half_n` is a bf16 copy: lesson 12):
 
 # %%
 from xtrain.kernels import adamw
@@ -90,9 +91,9 @@ lesson.source(adamw.adamw_ref)
 # %% [markdown]
 # ## Exercise 8.1: AdamW
 #
-# One thread per weight. First the decay (of weights with i < n_decay), then m and v, then the step.
-# c1 is $1 - \beta_1^t$, root2 is $\sqrt{1 - \beta_2^t}$; both are computed on the host in float64,
-# since they are differences of nearly equal numbers.
+# Use one thread per weight. First apply the decay (to weights with i < n_decay), then update m and
+# v, then take the step. c1 is $1 - \beta_1^t$ and root2 is $\sqrt{1 - \beta_2^t}$. Both are
+# computed on the host in float64, because they are differences of nearly equal numbers.
 
 
 # %% tags=["exercise"]
@@ -100,7 +101,7 @@ lesson.source(adamw.adamw_ref)
 def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, weight_decay):
     """One AdamW step, in place on w, m and v.   w, m, v, g: (n,)   n_decay: int
 
-    All others are float32 numbers. Grid ceil(n / block), any block. Only elements i < n_decay decay.
+    All others are float32 numbers. Grid ceil(n / block), any block. Decay applies to i < n_decay.
     """
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     # YOUR CODE
@@ -126,7 +127,7 @@ lesson.check("8.1", adamw_kernel)
 def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, weight_decay):
     """One AdamW step, in place on w, m and v.   w, m, v, g: (n,)   n_decay: int
 
-    All others are float32 numbers. Grid ceil(n / block), any block. Only elements i < n_decay decay.
+    All others are float32 numbers. Grid ceil(n / block), any block. Decay applies to i < n_decay.
     """
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     if i < w_n.size:
@@ -143,18 +144,18 @@ def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, 
 # %% [markdown]
 # ## The schedule
 #
-# At the beginning v is an average over few steps, so the divisions are unreliable and full-sized
-# steps do damage: the rate is *warmed up*. At the end steps should become small, so that the
-# weights settle. Between, half a cosine.
+# At the beginning, v is an average over few steps, so the divisions are unreliable and full-sized
+# steps do damage. The learning rate is therefore *warmed up*. At the end, steps should become small
+# so that the weights converge. In between, the rate follows half a cosine.
 #
-# ## Exercise 8.2: the rate of a step
+# ## Exercise 8.2: the learning rate of a step
 #
-# In Python, one number for one step.
+# Write it in Python. It returns one number for one step.
 
 
 # %% tags=["exercise"]
 def learning_rate(step, steps, peak, warmup, min_ratio):
-    """Rate at `step` (0 ... steps - 1), a number.
+    """The learning rate at `step` (0 ... steps - 1), a number.
 
     First a line from peak / warmup (at step 0) to peak (at step warmup - 1), then half a cosine
     from peak (at step warmup) down to min_ratio * peak (at the last step).
@@ -177,7 +178,7 @@ lesson.check("8.2", learning_rate)
 # %% tags=["solution"]
 # Solution 8.2
 def learning_rate(step, steps, peak, warmup, min_ratio):
-    """Rate at `step` (0 ... steps - 1), a number.
+    """The learning rate at `step` (0 ... steps - 1), a number.
 
     First a line from peak / warmup (at step 0) to peak (at step warmup - 1), then half a cosine
     from peak (at step warmup) down to min_ratio * peak (at the last step).
@@ -202,18 +203,18 @@ lesson.figures.curves(
 # %% [markdown]
 # ## Clipping
 #
-# Now and then a batch gives a gradient many times larger than usual. One such step can undo hours.
-# So the gradient, **all parameters together as one long vector**, is shortened to a largest norm,
-# mostly 1. Its direction stays.
+# Occasionally, a batch gives a gradient many times larger than usual. One such step can undo hours
+# of training. So the gradient is scaled down to a maximum norm, usually 1. The norm is that of
+# **all parameters together, as one long vector**, so the direction does not change.
 #
-# ## Exercise 8.3: the factor
+# ## Exercise 8.3: the clip factor
 #
-# In NumPy. The gradients come as a list of arrays of any shapes.
+# Write it in NumPy. The gradients are a list of arrays of any shapes.
 
 
 # %% tags=["exercise"]
 def clip_factor(gradients, limit):
-    """-> the factor (at most 1) that brings the norm of all gradients together down to limit.
+    """-> the factor (at most 1) that limits the norm of all gradients together to `limit`.
 
     gradients: list of arrays of any shapes   limit: float
     """
@@ -226,7 +227,7 @@ lesson.check("8.3", clip_factor)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Add up `(g * g).sum()` over all arrays, take the root once. Then `min(1.0, limit / norm)`.
+# Sum `(g * g).sum()` over all arrays and take the root once. Then `min(1.0, limit / norm)`.
 #
 # </details>
 
@@ -234,7 +235,7 @@ lesson.check("8.3", clip_factor)
 # %% tags=["solution"]
 # Solution 8.3
 def clip_factor(gradients, limit):
-    """-> the factor (at most 1) that brings the norm of all gradients together down to limit.
+    """-> the factor (at most 1) that limits the norm of all gradients together to `limit`.
 
     gradients: list of arrays of any shapes   limit: float
     """
@@ -243,15 +244,15 @@ def clip_factor(gradients, limit):
 
 
 # %% [markdown]
-# Why a factor, and not shortened gradients? Because multiplying 67 million numbers in memory by a
-# factor means reading and writing all of them. The optimizer reads them anyway and can multiply on
-# the way.
+# Why return a factor instead of scaled gradients? Because scaling 67 million numbers in memory
+# means reading and writing all of them. The optimizer reads them anyway and can multiply by the
+# factor as it does.
 #
-# ## 27 tokens by heart
+# ## Overfit one sequence
 #
-# Before a real run, the cheapest test of everything together: can the model learn *one* sequence?
-# If it cannot, something is broken, and it shows in seconds. With your schedule and your clipping,
-# and xtrain's model and optimizer:
+# Before a real run, do the cheapest test of the whole system: can the model learn *one* sequence of
+# 27 tokens? If it cannot, something is broken, and you know within seconds. The next cell uses your
+# schedule and your clipping with xtrain's model and optimizer:
 
 # %%
 import xtrain
@@ -264,7 +265,7 @@ optimizer = xtrain.AdamW(model, lr=1e-2, weight_decay=0.0)
 text = np.random.default_rng(0).integers(0, 50, (1, 28))
 ids, targets = text[:, :-1], text[:, 1:]
 right = lambda: int((model(ids).data.argmax(-1) == targets).sum())
-print(f"before: {right()} of 27 right; a guess is right once in 50")
+print(f"before: {right()} of 27 correct; a random guess is correct once in 50")
 STEPS = 100
 for step in range(STEPS):
     model.zero_grad()
@@ -273,15 +274,15 @@ for step in range(STEPS):
     optimizer.lr = learning_rate(step, STEPS, 1e-2, 10, 0.1)
     factor = clip_factor([p.grad for _, p in model.named_parameters()], 1.0)
     optimizer.step(np.array([factor], np.float32))
-print(f"after {STEPS} steps: {right()} of 27 right, loss below 0.1: {loss.item() < 0.1}")
-print("it says the sequence by itself:", np.array_equal(model.generate(text[:, :1], 27), text))
+print(f"after {STEPS} steps: {right()} of 27 correct, loss below 0.1: {loss.item() < 0.1}")
+print("it generates the sequence by itself:", np.array_equal(model.generate(text[:, :1], 27), text))
 
 # %% [markdown]
-# ## A run that has to generalize
+# ## A run that must generalise
 #
-# A small language: sentences of a subject, a verb, an object, in which the number of the subject
-# decides the form of the verb. The text is different at every batch, so learning by heart is of no
-# use. Tokens are simply words.
+# The data is a small language: sentences of a subject, a verb and an object, in which the number of
+# the subject (singular or plural) determines the form of the verb. The text is different in every
+# batch, so memorising it does not help. The tokens are simply words.
 
 # %%
 WORDS = [
@@ -303,22 +304,22 @@ WORDS = [
     "small",
     ".",
 ]
-number = {w: i for i, w in enumerate(WORDS)}
+token_id = {w: i for i, w in enumerate(WORDS)}
 
 
 def sentence(rng):
-    many = rng.random() < 0.5
+    plural_subject = rng.random() < 0.5
     noun = lambda plural: rng.choice(WORDS[5:8] if plural else WORDS[2:5])
     article = lambda plural: "the" if plural or rng.random() < 0.5 else "a"
     adjective = lambda: [rng.choice(["old", "small"])] if rng.random() < 0.5 else []
-    also_many = rng.random() < 0.5
+    plural_object = rng.random() < 0.5
     words = [
-        article(many),
+        article(plural_subject),
         *adjective(),
-        noun(many),
-        rng.choice(WORDS[11:14] if many else WORDS[8:11]),
+        noun(plural_subject),
+        rng.choice(WORDS[11:14] if plural_subject else WORDS[8:11]),
     ]
-    return [*words, article(also_many), *adjective(), noun(also_many), "."]
+    return [*words, article(plural_object), *adjective(), noun(plural_object), "."]
 
 
 def batch(rng, B, T):
@@ -326,7 +327,7 @@ def batch(rng, B, T):
     for _ in range(B):
         row = []
         while len(row) <= T:
-            row += [number[w] for w in sentence(rng)]
+            row += [token_id[w] for w in sentence(rng)]
         rows.append(row[: T + 1])
     block = np.array(rows)
     return block[:, :-1], block[:, 1:]
@@ -362,25 +363,27 @@ model, optimizer = fresh()
 losses = train(model, optimizer, np.random.default_rng(1), 0, 60)
 for step in (0, 10, 30, 59):
     print(f"step {step:2}   loss {losses[step]:.1f}")
-print(f"knowing nothing: ln {len(WORDS)} = {math.log(len(WORDS)):.1f}")
+print(f"untrained: ln {len(WORDS)} = {math.log(len(WORDS)):.1f}")
 
 # %% [markdown]
-# It cannot reach 0, because the text itself is random: which noun comes next is anybody's guess.
-# How low can it go? The best possible loss is the *entropy* of the source, and this one we can
-# compute: a choice among k equal words costs ln k (a *nat* is the unit of that), so add up the
-# choices of a sentence and divide by its words. Did it learn the grammar?
+# The loss cannot reach 0, because the text itself is random: the next noun is unpredictable. How
+# low can it go? The best possible loss is the *entropy* of the source, which we can compute here. A
+# choice among k equally likely words has an entropy of ln k (its unit is the *nat*), so sum the
+# choices in a sentence and divide by its number of words. The cell also checks whether the model
+# has learnt the grammar:
 
 # %%
 nats = (
-    2 * math.log(2)  # is the subject one or many, and the object?
-    + 2 * 0.5 * math.log(2)  # "the" or "a", where it is one
+    2 * math.log(2)  # subject and object: singular or plural
+    + 2 * 0.5 * math.log(2)  # "the" or "a", if it is singular
     + 2 * math.log(2)  # an adjective or none
-    + 2 * 0.5 * math.log(2)  # and which
+    + 2 * 0.5 * math.log(2)  # which adjective
     + 3 * math.log(3)  # noun, verb, noun
 )
-words = 2 * (1 + 0.5 + 1) + 1 + 1  # twice article, perhaps an adjective, noun; verb; full stop
+# twice (article, perhaps an adjective, noun), then the verb and the full stop
+words = 2 * (1 + 0.5 + 1) + 1 + 1
 print(
-    f"entropy: about {nats / words:.1f} nats a word; the last ten losses: {np.mean(losses[-10:]):.1f}"
+    f"entropy: about {nats / words:.1f} nats per word; mean of the last ten losses: {np.mean(losses[-10:]):.1f}"
 )
 
 
@@ -389,24 +392,25 @@ def share_of_right_verbs(model):
     rng = np.random.default_rng(5)
     for _ in range(40):
         words = sentence(rng)
-        at = next(i for i, w in enumerate(words) if number[w] in range(8, 14))
-        logits = model(np.array([[number["."], *(number[w] for w in words[:at])]])).data[0, -1]
-        plural = words[at - 1] in WORDS[5:8]
+        verb = next(i for i, w in enumerate(words) if token_id[w] in range(8, 14))
+        prompt = [token_id["."], *(token_id[w] for w in words[:verb])]
+        logits = model(np.array([prompt])).data[0, -1]
+        plural = words[verb - 1] in WORDS[5:8]
         right += (int(logits.argmax()) in range(11, 14)) == plural
         total += 1
     return right / total
 
 
 print(
-    f"verbs that agree with their subject: {share_of_right_verbs(model):.0%}, untrained {share_of_right_verbs(fresh()[0]):.0%}"
+    f"verbs that agree with their subject: {share_of_right_verbs(model):.0%}, untrained: {share_of_right_verbs(fresh()[0]):.0%}"
 )
 
 # %% [markdown]
-# ## Stop and go on
+# ## Stop and resume
 #
-# What must a checkpoint hold, so that a run that was stopped continues exactly as if it had not
-# been? Try: stop after 30 steps, go on to 60, and compare the last loss with that of the
-# uninterrupted run, bit for bit.
+# What must a checkpoint contain so that a stopped run continues exactly as if it had not been
+# stopped? Try it: stop after 30 steps, resume until step 60, and compare the losses with those of
+# the uninterrupted run, bit for bit.
 
 
 # %%
@@ -417,7 +421,7 @@ def resumed(keep_moments=True, keep_count=True, keep_position=True):
     saved = model.arena.weights.copy(), optimizer.m.copy(), optimizer.v.copy(), optimizer.t
     position = rng.bit_generator.state
 
-    model, optimizer = fresh()  # a new process begins here
+    model, optimizer = fresh()  # a new process starts here
     model.arena.weights[...] = saved[0]
     if keep_moments:
         optimizer.m[...], optimizer.v[...] = saved[1], saved[2]
@@ -437,17 +441,17 @@ for name, options in (
 ):
     after = resumed(**options)
     same = sum(a == b for a, b in zip(after, losses[30:]))
-    print(f"{name:34} {same:2} of 30 losses are the same to the last bit")
+    print(f"{name:34} {same:2} of 30 losses are bitwise equal")
 
 # %% [markdown]
-# (The one equal loss is the first after the stop: it comes from the weights alone, before any
-# step.) Three of these mistakes go unnoticed in practice, because the loss still falls. xtrain's
-# checkpoints hold all of it, and a test compares bits. (The step's number is needed once more, for
-# the schedule; here it is handed over by hand.)
+# (The one equal loss is the first after the stop: it depends only on the weights, before any new
+# step.) In practice these three mistakes go unnoticed, because the loss still falls. xtrain's
+# checkpoints hold everything, and a test compares the bits. (The step number is also needed for the
+# schedule; here the code passes it explicitly.)
 #
 # ## Measure, and one improvement
 #
-# Your kernel reads w, g, m and v and writes w, m and v: 28 bytes per weight, at almost no
+# Your kernel reads w, g, m and v and writes w, m and v: 28 bytes per weight, with almost no
 # arithmetic. As a series of array operations it would be:
 
 # %%
@@ -456,27 +460,29 @@ passes = {
     "... times (1 - beta2)": (1, 1), "v += ...": (2, 1), "sqrt(v)": (1, 1), "... / root2 + eps": (1, 1), "m / ...": (2, 1), "w -= ...": (2, 1),
 }  # fmt: skip
 reads, writes = (sum(p[i] for p in passes.values()) for i in (0, 1))
-print(f"array by array: {4 * (reads + writes)} bytes a weight; one kernel: {4 * (4 + 3)}")
+print(f"array by array: {4 * (reads + writes)} bytes per weight; one kernel: {4 * (4 + 3)}")
 
 # %% [markdown]
-# A model has hundreds of parameter arrays, most of them small. One launch for each would cost more
+# A model has hundreds of parameter arrays, most of them small. One launch per array would cost more
 # than the arithmetic of the small ones. **xtrain keeps all parameters in one array, the arena**
-# (and all gradients in one, and m, and v). So the optimizer is *one* launch, whatever the model;
-# the gradient norm is one reduction; and in lesson 15 a bucket of gradients to be sent is a slice.
+# (and all gradients in one, and m, and v). The optimizer is therefore *one* launch, whatever the
+# model. The gradient norm is one reduction. And in lesson 15, a bucket of gradients to send is a
+# slice.
 
 # %%
-print("arrays of parameters in this small model:", len(list(model.named_parameters())))
+print("parameter arrays in this small model:", len(list(model.named_parameters())))
 print(
     "launches of the optimizer: 1, over",
     f"{model.arena.weights.size:,}",
-    "numbers, of which decay",
+    "numbers, of which",
     f"{model.arena.n_decay:,}",
+    "decay",
 )
 lesson.table(
     ["bench_kernels/adamw/fp32", "bench_kernels/grad_norm_and_factor/fp32"],
     {
         "ms": "ms",
-        "a copy of the bytes, ms": "copy_ms",
+        "copy of the same bytes, ms": "copy_ms",
         "GB/s": "value",
         "PyTorch, ms": "torch_eager_ms",
     },
@@ -504,12 +510,12 @@ lesson.source(adamw.make_adamw_kernel)
 lesson.source(adamw.update)
 
 # %% [markdown]
-# `fmul_rn`, `fadd_rn` and so on are single roundings that no compiler may merge: so the kernel on a
-# GPU gives the bits of the reference on a CPU. The clip factor comes as an array on the device, so
-# nothing waits for the host. And if it is NaN, the step is skipped: a broken batch does not become
-# a broken model.
+# `fmul_rn`, `fadd_rn` and so on are operations that round individually and that the compiler may
+# not merge, so the kernel on a GPU gives the same bits as the reference on a CPU. The clip factor
+# is an array on the device, so nothing waits for the host. If it is NaN, the step is skipped: a
+# broken batch does not become a broken model.
 #
-# The training step of xtrain, all of it:
+# This is xtrain's complete training step:
 
 # %%
 from xtrain.training import run
@@ -524,17 +530,17 @@ lesson.source(run.Run.compute)
 # python -m xtrain.train
 # ```
 #
-# Two minutes on two cores. The text is the source of Python's standard library on your machine, in
-# a vocabulary of 2048 tokens. Watch four things: the first loss is near ln(2048) = 7.6; the
-# gradient norm falls from above 1 and then stays calm; the validation loss passes that of the
-# byte-bigram model, which guesses each byte from the one before it; and the samples begin to look
-# like code.
+# This takes two minutes on two cores. The text is the source of Python's standard library on your
+# machine, with a vocabulary of 2048 tokens. Watch four things: the first loss is near
+# ln(2048) = 7.6; the gradient norm falls from above 1 and then stays low; the validation loss falls
+# below that of the byte-bigram model, which predicts each byte from the previous one; and the
+# samples begin to look like code.
 #
 # ## What did not help
 #
-# *Decay in the gradient*, as Adam with L2 does: for a weight with large gradients the decay is
-# divided away. Two weights, gradients of size 10 and 0.01 that cancel out, decay 0.5 for 100 steps
-# at lr 0.01:
+# *Decay in the gradient*, as in Adam with L2: for a weight with large gradients, the division
+# removes most of the decay. Take two weights with gradients of size 10 and 0.01 that alternate in
+# sign, and decay 0.5 for 100 steps at lr 0.01:
 
 # %%
 for decoupled in (True, False):
@@ -551,29 +557,30 @@ for decoupled in (True, False):
     print(f"{'AdamW' if decoupled else 'Adam + L2':10} weights after 100 steps: {w.round(1) + 0.0}")
 
 # %% [markdown]
-# With AdamW both have shrunk alike. With L2 the first hardly at all, and the second has been driven
-# nearly to zero.
+# With AdamW both weights have shrunk by the same amount. With L2 the first has hardly shrunk at
+# all, and the second has been driven nearly to zero.
 #
-# *Clipping each array by itself*: every array is shortened by another factor, so the direction
-# changes. *No warm-up*: on the small language above it makes no difference; on large models it is
-# what decides.
+# *Clipping each array separately*: every array is scaled by a different factor, so the direction
+# changes.
+#
+# *No warm-up*: on the small language above it makes no difference; on large models it is decisive.
 #
 # ## More exercises
 #
-# 1. Take out the bias corrections in 8.1 (c1 = root2 = 1) and train the 27 tokens with plain NumPy
+# 1. Remove the bias corrections in 8.1 (c1 = root2 = 1) and train the 27 tokens with plain NumPy
 #    AdamW. What happens in the first steps?
-# 2. Which weights does `n_decay` spare? Print the names of all parameters with one axis.
-# 3. How many bytes does AdamW's state take for a model of a billion parameters? Who pays that in
-#    lesson 16?
+# 2. Which weights does `n_decay` exempt? Print the names of all parameters with one axis.
+# 3. How many bytes does AdamW's state take for a model of a billion parameters? How does lesson 16
+#    divide them?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: with beta1 = 0.9, beta2 = 0.95 the first step is 0.1 / sqrt(0.05) = 0.45 of the corrected one:
-# too *small*; with beta2 = 0.999 it is 0.1 / 0.032 = 3.2, too large.
+# 1: With beta1 = 0.9, beta2 = 0.95, the first step is 0.1 / sqrt(0.05) = 0.45 of the corrected one:
+# too *small*. With beta2 = 0.999 it is 0.1 / 0.032 = 3.2, too large.
 #
 # 2: `[name for name, p in model.named_parameters() if p.ndim == 1]`: all norms.
 #
-# 3: m and v in float32, 8 GB; ZeRO-1 divides them among the GPUs.
+# 3: m and v in float32, 8 GB. ZeRO-1 divides them among the GPUs.
 #
 # </details>
 #

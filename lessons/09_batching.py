@@ -16,14 +16,14 @@
 # *About 60 minutes. You need the model and the training step of lessons [7](07_model.ipynb) and
 # [8](08_training.ipynb), and [lesson 4](04_matmul.ipynb).*
 #
-# **The question.** A model that trains one sequence at a time is right, easy to read, and keeps an
-# expensive GPU idle most of the time. Everybody's first thought is "do more at once". More of what?
-# Of the three guesses that one makes first, two are wrong, and one of them makes training *slower*.
-# How does one find out before rewriting half of the program?
+# **The question.** A model that trains one sequence at a time is correct and easy to read, and it
+# keeps an expensive GPU idle most of the time. The obvious remedy is "do more at once". More of
+# what? Of the three obvious guesses, two are wrong, and one of those makes training *slower*. How
+# do you find out before you rewrite half of the program?
 #
-# You will write a kernel that knows where a sequence begins, one that computes all heads of all
-# sequences in a single launch, and a model of the queue between Python and the GPU that predicts
-# what a change will bring.
+# You will write a kernel that knows where a sequence begins, a kernel that computes all heads of
+# all sequences in a single launch, and a model of the queue between Python and the GPU that
+# predicts the effect of a change.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -47,9 +47,9 @@ from xtrain import lesson, simulator
 # %% [markdown]
 # ## A batch by hand
 #
-# A batch is B sequences of T tokens, each token a vector of C numbers: (B, T, C) = (2, 3, 4). A
-# linear layer multiplies every token by the same matrix. One sequence after the other, that is B
-# products of a (3, 4) matrix:
+# A batch is B sequences of T tokens, and each token is a vector of C numbers: (B, T, C) = (2, 3,
+# 4). A linear layer multiplies every token by the same matrix. Processed one sequence at a time,
+# that is B products with a (3, 4) matrix:
 
 # %%
 B, T, C, O = 2, 3, 4, 2
@@ -60,9 +60,9 @@ y_loop = np.stack([x_BTC[b] @ w_OC.T for b in range(B)])
 print(y_loop)
 
 # %% [markdown]
-# No token looks at another one here. So it does not matter where a sequence ends, and the six
-# tokens may as well be six rows of **one** matrix, N = B T rows. The array lies in memory that way
-# already: the reshape moves nothing.
+# No token depends on another one here. It does not matter where a sequence ends, so the six tokens
+# can be the six rows of **one** matrix with N = B T rows. The array already has this layout in
+# memory, so the reshape copies nothing.
 
 # %%
 x_NC = x_BTC.reshape(B * T, C)
@@ -72,17 +72,17 @@ print(y_NO)
 print("the same numbers:", np.array_equal(y_NO.reshape(B, T, O), y_loop))
 
 # %% [markdown]
-# One product of six rows instead of two of three: the same arithmetic, half as many launches, and
-# the weights are read once instead of twice.
+# One product of six rows replaces two products of three rows: the same arithmetic, half as many
+# launches, and the weights are read once instead of twice.
 #
-# Which layers of the model are like that? Embedding, norm, linear, SwiGLU, the residual addition
-# and the cross-entropy see one token at a time. (Their backward adds up weight gradients over all
-# rows, without asking which sequence a row is of.) There are just two places where a row must know
-# more than itself:
+# Which layers of the model work this way? Embedding, norm, linear, SwiGLU, the residual addition
+# and the cross-entropy process one token at a time. (Their backward passes sum weight gradients
+# over all rows, whichever sequence a row belongs to.) Only two operations need to know more than
+# the row itself:
 #
-# - **positions**: RoPE turns a token by its place *in its sequence*, and row n of the flat matrix
-#   is token `n % T` of sequence `n // T`;
-# - **attention**: a token looks at earlier tokens, of its own sequence only.
+# - **positions**: RoPE rotates a token according to its position *in its sequence*; row n of the
+#   flat matrix is token `n % T` of sequence `n // T`;
+# - **attention**: a token attends only to earlier tokens of its own sequence.
 
 # %%
 print("row n      ", *range(B * T))
@@ -90,9 +90,9 @@ print("sequence b ", *(n // T for n in range(B * T)))
 print("position t ", *(n % T for n in range(B * T)))
 
 # %% [markdown]
-# What happens if attention forgets where a sequence begins? Take the simplest attention there is,
-# all weights equal: every token becomes the **mean** of the tokens up to itself. The second
-# sequence begins at row 3.
+# What happens if attention ignores where a sequence begins? Take the simplest possible attention,
+# with all weights equal: every token becomes the **mean** of all tokens up to and including itself.
+# The second sequence begins at row 3.
 
 
 # %%
@@ -108,14 +108,13 @@ print("right: within a sequence", *prefix_mean_ref(x_NC, T)[:, 0])
 print("wrong: over all rows    ", *prefix_mean_ref(x_NC, B * T)[:, 0])
 
 # %% [markdown]
-# The wrong version runs without a complaint, and the second sequence has read the first. Such a
-# *leak* is found by a test like this one: change the first sequence, and see whether anything
-# changes in the second.
+# The wrong version raises no error, but the second sequence has read the first. To detect such a
+# *leak*, change the first sequence and check whether anything changes in the second.
 #
 # ## Exercise 9.1: where does my sequence begin?
 #
-# Block n owns row n. A loop over the rows from the first of its sequence to itself, for every
-# column.
+# Block n owns row n. For every column, loop over the rows from the first row of the sequence up to
+# row n.
 
 
 # %% tags=["exercise"]
@@ -141,8 +140,8 @@ lesson.check("9.1", prefix_mean_kernel)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `for c in range(tid, x_NC.shape[1], cuda.blockDim.x):`, in it `acc = float32(0.0)` and a loop over
-# rows. How many rows were added?
+# Write `for c in range(tid, x_NC.shape[1], cuda.blockDim.x):`, and inside it `acc = float32(0.0)`
+# and a loop over rows. How many rows did you add?
 #
 # </details>
 
@@ -169,7 +168,7 @@ def prefix_mean_kernel(y_NC, x_NC, T):
 x_here = lesson.array(x_NC)
 y_here = lesson.empty(x_here, x_NC.shape)
 lesson.launch(prefix_mean_kernel, B * T, 32, y_here, x_here, T)
-print("like the reference:", np.allclose(lesson.host(y_here), prefix_mean_ref(x_NC, T)))
+print("matches the reference:", np.allclose(lesson.host(y_here), prefix_mean_ref(x_NC, T)))
 changed = x_NC.copy()
 changed[:T] += 100
 lesson.launch(prefix_mean_kernel, B * T, 32, y_here, lesson.array(changed), T)
@@ -179,22 +178,22 @@ print("does the second sequence see the first?", leaks)
 # %% [markdown]
 # ## All heads of all sequences in one launch
 #
-# Real attention begins with scores: for every sequence b, every head h, every query i and every key
-# j the product of two vectors,
+# Real attention begins with scores: for every sequence b, head h, query i and key j, the dot
+# product of two vectors,
 #
 # $$s_{b,h,i,j} = \text{scale} \cdot \sum_d q_{b,i,h,d} \, k_{b,j,h,d}$$
 #
-# Written as it is thought, that is a loop over b, a loop over h, and a matrix product inside: with
-# 32 sequences and 12 heads, 384 products per layer. Nothing in one of them needs another. So b and
-# h can be *places in the grid* instead of turns of a loop. A grid has a third axis, `.z`, which is
-# free:
+# The direct implementation loops over b and h and computes one matrix product per iteration: with
+# 32 sequences and 12 heads, 384 products per layer. These products are independent of each other,
+# so b and h can be *grid indices* instead of loop indices. The third axis of the grid, `.z`, is
+# still free:
 #
 # $$z = b \cdot H + h$$
 #
 # ## Exercise 9.2: scores
 #
-# In the grid .x counts keys j, .y queries i, and .z the pairs of a sequence and a head. (No mask
-# yet: the softmax takes care of it.)
+# In the grid, .x indexes the keys j, .y the queries i, and .z the (sequence, head) pairs. (There is
+# no mask here: the softmax applies it.)
 
 
 # %% tags=["exercise"]
@@ -215,14 +214,14 @@ lesson.check("9.2", scores_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `z = cuda.blockIdx.z`, then `b, h = z // H, z % H`: counting through is division with remainder,
-# as it was for blocks and threads in lesson 1.
+# `z = cuda.blockIdx.z`, then `b, h = z // H, z % H`: integer division and remainder, as for blocks
+# and threads in lesson 1.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `j = cuda.blockIdx.x * 8 + cuda.threadIdx.x`, `i` the same with `.y`. Guard both, and add up in a
-# variable of the thread.
+# `j = cuda.blockIdx.x * 8 + cuda.threadIdx.x`, and `i` likewise with `.y`. Guard both, and
+# accumulate in a local variable.
 #
 # </details>
 
@@ -249,9 +248,9 @@ def scores_kernel(s_BHTT, q_BTHD, k_BTHD, scale):
 
 
 # %% [markdown]
-# The loop and the single launch, side by side. The kernel is the same; in the loop it is handed one
-# head of one sequence at a time. The numbers agree bit for bit, since every element is one thread's
-# sum either way.
+# Next, compare the loop with the single launch. Both use the same kernel; the loop passes it one
+# head of one sequence at a time. The results agree bit for bit, because in both cases one thread
+# computes the whole sum of an element.
 
 # %%
 B2, T2, H2, D2 = (16, 64, 12, 32) if lesson.on_gpu() else (2, 5, 3, 4)
@@ -277,21 +276,22 @@ def in_one_launch():
 
 by_loop()
 in_one_launch()
-print("the same bits:", np.array_equal(lesson.host(looped), lesson.host(at_once)))
+print("same bits:    ", np.array_equal(lesson.host(looped), lesson.host(at_once)))
 want = np.einsum("bihd,bjhd->bhij", lesson.host(q_BTHD), lesson.host(k_BTHD)) * scale
-print("like NumPy:   ", np.allclose(lesson.host(at_once), want, atol=1e-4))
+print("matches NumPy:", np.allclose(lesson.host(at_once), want, atol=1e-4))
 
 # %% [markdown]
-# ## Why launches cost anything at all
+# ## Why a launch costs time
 #
-# A launch is Python packing the arguments and calling the driver; only then the GPU can begin. It
-# takes several microseconds (lesson 10 measures it), and the code between two launches, the
-# autograd and the launchers' checks, takes more. A launch does not *wait* for the kernel: Python
-# goes on at once and puts the next one into a queue. The GPU takes kernels from the queue in order.
+# To launch a kernel, Python packs the arguments and calls the driver; only then can the GPU begin.
+# This takes several microseconds (lesson 10 measures it), and the code between two launches (the
+# autograd and the launchers' checks) takes more. A launch does not *wait* for the kernel: Python
+# continues at once and puts the next kernel into a queue. The GPU executes the kernels of the queue
+# in order.
 #
-# So there are two workers, and a kernel starts when **both** are ready: it has been launched, and
-# the kernel before it has ended. For three kernels of 4, 4 and 4 microseconds, and 10 microseconds
-# per launch:
+# So there are two workers, Python and the GPU. A kernel starts when **both** conditions hold: it
+# has been launched, and the previous kernel has ended. Here are three kernels of 4 microseconds
+# each, with 10 microseconds per launch:
 
 # %%
 lesson.figures.timeline(
@@ -309,27 +309,27 @@ lesson.figures.timeline(
         "Python": [(0, 10, "launch 0"), (10, 20, "launch 1"), (20, 30, "launch 2")],
         "GPU": [(10, 40, "0"), (40, 70, "1"), (70, 100, "2")],
     },
-    "larger kernels: Python is ahead, and the launches cost nothing but the first one",
+    "larger kernels: Python runs ahead, and only the first launch costs time",
     "microseconds",
 )
 
 # %% [markdown]
-# The first picture is called **launch-bound**. The second picture has seven and a half times the
-# work and takes three times as long, since all launches but one are hidden behind kernels. Whoever
-# measures the first picture and makes its kernels twice as fast gains next to nothing.
+# The first timeline is **launch-bound**. The second does seven and a half times the work in three
+# times the time, because all launches except the first are hidden behind kernels. If a step looks
+# like the first timeline, making its kernels twice as fast gains almost nothing.
 #
 # ## Exercise 9.3: the queue
 #
-# Write that model down. It is what the rest of this lesson predicts with.
+# Write this model as a function. The predictions in the rest of this lesson use it.
 
 
 # %% tags=["exercise"]
 def queue_ends(gpu_us, launch_us):
     """When does each kernel end? -> a list as long as gpu_us, in microseconds.
 
-    gpu_us: how long each kernel runs. Python starts at 0 and needs launch_us for every
-    launch, one after the other, without waiting for the GPU. A kernel begins as soon as
-    it has been launched and the kernel before it has ended.
+    gpu_us: the run time of each kernel. Python starts at 0 and makes the launches one after
+    the other. Each takes launch_us, and Python never waits for the GPU. A kernel begins as
+    soon as it has been launched and the previous kernel has ended.
     """
     # YOUR CODE
 
@@ -345,8 +345,8 @@ lesson.check("9.3", queue_ends)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Keep `free`, the moment at which the GPU has nothing to do any more, 0 at first. A kernel begins
-# at the *later* of the two moments.
+# Keep a variable `free`, the time at which the GPU becomes idle, initially 0. A kernel begins at
+# the *later* of the two times.
 #
 # </details>
 
@@ -356,9 +356,9 @@ lesson.check("9.3", queue_ends)
 def queue_ends(gpu_us, launch_us):
     """When does each kernel end? -> a list as long as gpu_us, in microseconds.
 
-    gpu_us: how long each kernel runs. Python starts at 0 and needs launch_us for every
-    launch, one after the other, without waiting for the GPU. A kernel begins as soon as
-    it has been launched and the kernel before it has ended.
+    gpu_us: the run time of each kernel. Python starts at 0 and makes the launches one after
+    the other. Each takes launch_us, and Python never waits for the GPU. A kernel begins as
+    soon as it has been launched and the previous kernel has ended.
     """
     ends, free = [], 0
     for i, run in enumerate(gpu_us):
@@ -377,21 +377,21 @@ for run in (1, 4, 10, 30, 100):
     print(f"100 x {run:3}   {1000:10}   {sum(kernels):9}   {end:6}   {busy:8.0%}")
 
 # %% [markdown]
-# In short: **a step takes as long as the slower of the two workers.** With P for Python's time per
-# step, and G for the GPU's time *per sequence*, a batch of B sequences takes about max(P, B G).
+# In short: **a step takes as long as the slower of the two workers.** Let P be Python's time per
+# step and G the GPU's time *per sequence*. A batch of B sequences then takes about max(P, B G).
 #
-# ## Measure: three beliefs and what they met
+# ## Measure: what the guesses gain
 #
-# How many launches does a training step make? We count them without running any: a model in the
-# simulator, the kernels swapped for a note. It has the 12 layers of the preset `dim384`, only
-# narrower, for the number of layers is what counts.
+# How many launches does a training step make? The next cell counts them without running any kernel:
+# it builds a model in the simulator and replaces each kernel by a counter. The model has the 12
+# layers of the preset `dim384` but is narrower, since only the number of layers matters here.
 
 # %%
 from collections import Counter
 
 import xtrain
-from xtrain.nn.optim import clip
 from xtrain.nn.observers import swapped
+from xtrain.nn.optim import clip
 
 
 def count_launches(n_layers, sequences):
@@ -418,7 +418,7 @@ def count_launches(n_layers, sequences):
     with (
         swapped(simulator, "run", note_kernel),
         swapped(np, "matmul", note_product),
-        np.errstate(all="ignore"),  # nothing was computed, so the products multiply garbage
+        np.errstate(all="ignore"),  # the kernels compute nothing, so the products multiply garbage
     ):
         model.loss(ids, ids).backward()
         optimizer.step(clip(model, 1.0)[1])
@@ -431,12 +431,12 @@ print("12 layers, 32 sequences:", count_launches(12, 32).total(), "launches")
 print(names.most_common(3))
 
 # %% [markdown]
-# The number does not depend on the batch: that is the whole trick of this lesson. (With a large
-# vocabulary the loss is computed piece by piece, which adds a few launches, and attention may be
-# made of other kernels than here. It stays with several hundred.)
+# The number of launches does not depend on the batch size: this is why batching works. (With a
+# large vocabulary the loss is computed in chunks, which adds a few launches, and attention may use
+# other kernels than here. The count remains at several hundred.)
 #
-# Now the measurements, of the same model on the same card. The first line trains one sequence per
-# step.
+# Next come the measurements, of the same model on the same GPU. The first row trains one sequence
+# per step.
 
 # %%
 HISTORY = [
@@ -448,12 +448,13 @@ HISTORY = [
 lesson.table(HISTORY, {"ms per step": "ms", "tokens per second": "value"})
 
 # %% [markdown]
-# Read it as one would have lived through it.
+# Go through the table one hypothesis at a time.
 #
-# **Belief 1: the optimizer is too expensive.** AdamW, the gradient norm and the zeroing touch every
-# parameter once per step. With one sequence per step, that work is done for only 256 tokens. So
-# keep the gradients of 32 sequences, and step once: the second line. Prediction, if the belief were
-# right: the step's cost is divided by 32 and training becomes several times faster.
+# **Hypothesis 1: the optimizer is too expensive.** AdamW, the gradient norm and the zeroing of the
+# gradients touch every parameter once per step. With one sequence per step, that work is done for
+# only 256 tokens. The second row therefore accumulates the gradients of 32 sequences and steps
+# once. If the hypothesis is right, the optimizer's cost per sequence falls by a factor of 32, and
+# training becomes several times faster.
 
 # %%
 one, by_loop_record = lesson.record(HISTORY[0]), lesson.record(HISTORY[1])
@@ -463,13 +464,14 @@ print(f"a step of one sequence takes {one['ms']:.1f} ms")
 print(f"without the optimizer it takes   {by_loop_record['ms'] / 32:.1f} ms")
 
 # %% [markdown]
-# Almost nothing. The optimizer is a handful of launches among hundreds, and the GPU is quick at it.
+# Almost no gain. The optimizer is a handful of launches among hundreds, and the GPU executes them
+# quickly.
 #
-# **Belief 2: the matrix products are too small.** So let the linear layers see the whole batch, (B
-# T, C) as above, and leave attention for later: it goes on head by head, and takes its slices
-# through the host. That is the third line. It is slower than *before*. (Why so many copies? Forward
-# brings slices of q, k, v to the host and back, and the result; backward the gradient that comes
-# in, and three that go out.)
+# **Hypothesis 2: the matrix products are too small.** The third row gives the linear layers the
+# whole batch, (B T, C) as above, and leaves attention for later: it still runs head by head, and
+# its slices are copied through the host. This is slower than *before*. (Why so many copies? Forward
+# copies slices of q, k and v to the host and back, and then the result. Backward does the same with
+# one incoming gradient and three outgoing ones.)
 
 # %%
 looped_record = lesson.record(HISTORY[2])
@@ -479,30 +481,31 @@ calls = heads * layers * sequences
 copies = calls * (3 + 3 + 1 + 1) + calls * (
     1 + 1 + 3 + 3
 )  # q, k, v, o down and up; then do, dq, dk, dv
-print(f"{calls:,} attention calls a step, each for one head of one sequence")
+print(f"{calls:,} attention calls per step, each for one head of one sequence")
 print(f"{copies:,} copies between host and GPU")
-print(f"{1e3 * looped_record['ms'] / copies:.0f} microseconds of the step for each copy")
+print(f"{1e3 * looped_record['ms'] / copies:.0f} microseconds of the step per copy")
 
 # %% [markdown]
-# Half of these copies **wait**: `array.get()` gives numbers to Python, so the GPU has to finish
-# everything before it, and the queue runs empty. And every call brings some fifteen launches of its
-# own, of kernels that do next to nothing. The products of the linear layers did become larger.
-# Nobody was waiting for them.
+# Half of these copies **wait**: `array.get()` returns numbers to Python, so the GPU must first
+# finish all earlier work, and the queue runs empty. Every call also adds some fifteen launches of
+# kernels that do almost no work. The products of the linear layers did become larger, but they were
+# not the bottleneck.
 #
-# **The measurement** that would have told, before any of it: how long is the GPU busy? In the last
-# line it is, nearly all of the time: we shall see that taking Python away changes nothing there.
-# That gives G, the GPU's time per sequence. Compare with what a step of one sequence takes:
+# **One measurement** would have shown this in advance: for how much of the step is the GPU busy? In
+# the last row it is busy nearly all of the time: as you will see below, removing Python from that
+# step changes almost nothing. That row therefore gives G, the GPU's time per sequence. Compare it
+# with the time of a one-sequence step:
 
 # %%
 batched = lesson.record(HISTORY[3])
 P, G = one["ms"], batched["ms"] / 32
 print(f"A step of one sequence takes {P:.1f} ms. The GPU needs {G:.1f} ms: {G / P:.0%} busy.")
-print(f"Python and the GPU take equally long from {P / G:.0f} sequences on.")
+print(f"Python and the GPU take equally long at {P / G:.0f} sequences per step.")
 
 # %% [markdown]
-# (About, since a kernel on one sequence fills the card less well than on 32, and the optimizer's
-# part does not shrink with the batch.) With that, max(P, B G) draws the whole story. Up to the
-# knee, more sequences cost nothing:
+# (These are estimates: a kernel on one sequence uses the GPU less efficiently than on 32, and the
+# optimizer's share does not shrink with the batch.) The formula max(P, B G) then explains all rows.
+# Up to the knee of the curve, more sequences per step cost no extra time:
 
 # %%
 sizes = [1, 2, 4, 8, 16, 32, 64]
@@ -517,27 +520,29 @@ lesson.figures.curves(
 )
 
 # %% [markdown]
-# **The improvement of this lesson** is the fourth line of the table: everything at once, attention
-# too. The reason: launches per step stay the same while the work of each grows by B, until the GPU
-# is the slower of the two. The effect, against one sequence at a time:
+# **The improvement of this lesson** is the fourth row of the table: the whole batch at once,
+# including attention. The number of launches per step stays the same while the work of each launch
+# grows by a factor of B, until the GPU is the slower of the two workers. The gain over one sequence
+# at a time:
 
 # %%
 print(f"{batched['value'] / one['value']:.1f} times as many tokens per second")
 
 # %% [markdown]
-# And the kernels of this notebook: 192 launches against one. On a GPU the next cell measures it.
+# The two versions of this notebook's own kernel, 192 launches against one, are measured in the next
+# cell if there is a GPU.
 
 # %%
 times = lesson.measure({"a launch per head": by_loop, "one launch": in_one_launch})
 
 # %% [markdown]
-# ## A prediction that can fail
+# ## A prediction that could fail
 #
-# If the model is right, then removing Python from the step altogether (a *CUDA graph* does that,
-# lesson 10) must bring **nothing** where the GPU is the slower one, and a lot where Python is. In
-# float32 a batch of 32 is far beyond the knee. In bf16 (lesson 12) the GPU's part is much shorter,
-# and Python's about the same. In the table *batched* and *bf16 eager* are launched from Python
-# kernel by kernel; *graph* and *bf16* are the same two steps without it.
+# Suppose that the model is right. Then removing Python from the step altogether (with a *CUDA
+# graph*, lesson 10) gains **nothing** where the GPU is the slower worker, and a lot where Python
+# is. In float32, a batch of 32 is far beyond the knee. In bf16 (lesson 12) the GPU's time is much
+# shorter and Python's about the same. In the table, *batched* and *bf16 eager* are launched kernel
+# by kernel from Python; *graph* and *bf16* are the same two steps as CUDA graphs.
 
 # %%
 lesson.table(
@@ -553,34 +558,35 @@ pairs = [("float32", "bench_history/batched/fp32", "bench_history/graph/fp32")]
 pairs += [("bf16   ", "bench_history/bf16 eager/bf16", "bench_history/bf16/bf16")]
 for name, eager, graph in pairs:
     gain = lesson.record(eager)["ms"] / lesson.record(graph)["ms"]
-    print(f"{name} without Python {gain:.2f} times as fast")
+    print(f"{name} {gain:.2f} times as fast without Python")
 
 # %% [markdown]
-# So it came. The same step is launch-bound or not depending on how fast its kernels are: **every**
-# speed-up of the kernels brings the question back.
+# The prediction holds. Whether the same step is launch-bound depends on how fast its kernels are,
+# so check again after **every** kernel speed-up.
 #
 # ## The library's kernel
 #
-# How the library knows where it is. The model never has a batch axis outside of attention; RoPE
-# gets T and divides, as you did in 9.1:
+# How does the library track positions? Outside of attention, the model never has a batch axis; RoPE
+# receives T and takes the remainder, as you did in 9.1:
 
 # %%
-from xtrain.nn import model
-from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels import layout, rope
+from xtrain.kernels.attention import gemm_attention as attention
+from xtrain.nn import model
 
 lesson.source(rope.position_of)
 lesson.source(rope.rope_plane_kernel)
 
 # %% [markdown]
-# Attention is the only layer that sees sequences. `reshape` gives it its four axes, for nothing:
+# Attention is the only layer that sees sequences. `reshape` gives it the four axes without copying:
 
 # %%
 lesson.source(model.Attention.attend)
 
 # %% [markdown]
-# And your 9.2, by strided-batched matrix products: the pair of sequence and head is the batch axis.
-# cuBLAS wants the rows of one head together, so one kernel swaps two axes first.
+# The library computes your 9.2 with strided-batched matrix products, where the (sequence, head)
+# pair is the batch axis. cuBLAS needs the rows of one head to be contiguous, so a kernel first
+# swaps two axes.
 
 # %%
 lesson.source(attention.attention_fwd)
@@ -589,41 +595,42 @@ lesson.source(layout.swap_heads_plain_kernel)
 # %% [markdown]
 # ## What did not help
 #
-# *Stepping the optimizer less often*, and *batching the linear layers alone*: lines two and three
-# of the table. Both were sound ideas about the GPU's work. The GPU's work was not what the step
-# waited for.
+# *Stepping the optimizer less often*, and *batching only the linear layers*: rows two and three of
+# the table. Both ideas do reduce the GPU's work, but the step was not waiting for the GPU.
 #
-# *A larger batch beyond the knee.* The model says that the curve is flat from there. Memory is not:
-# activations grow with B, and a larger batch takes fewer optimizer steps per token, which changes
-# what the model learns. So the batch is chosen for learning, as soon as it is past the knee.
+# *A larger batch beyond the knee.* According to the model, throughput is flat from there on. Memory
+# use is not: activations grow with B. A larger batch also takes fewer optimizer steps per token,
+# which changes what the model learns. So once the batch is past the knee, choose its size for
+# learning, not for speed.
 #
 # ## More exercises
 #
-# 1. Sequences of different lengths are laid one behind the other, without padding, and an array
-#    `first_N` says for every row where its sequence begins. Change 9.1. What else in the model has
-#    to change?
-# 2. A batch is split into two halves, and each computes its mean loss over the targets that count
-#    (those that are not -100). Is the mean of the two the loss of the whole? `Transformer.loss` has
-#    an argument `inv_count`: what is it for?
-# 3. From how many sequences on would the bf16 step, launched by Python, keep the GPU busy? Take the
+# 1. Sequences of different lengths are concatenated without padding, and an array `first_N` holds,
+#    for every row, the row where its sequence begins. Change 9.1. What else in the model has to
+#    change?
+# 2. A batch is split into two halves, and each half computes its mean loss over its valid targets
+#    (those that are not -100). Is the mean of the two the loss of the whole batch?
+#    `Transformer.loss` has an argument `inv_count`: what is it for?
+# 3. From what batch size on would the bf16 step, launched from Python, keep the GPU busy? Take the
 #    numbers from the second table.
 #
 # <details><summary>Solutions</summary>
 #
-# 1: `first = first_N[n]`, and the position is `n - first` where it was `n % T`: in RoPE and in
-# attention, nowhere else.
+# 1: `first = first_N[n]`, and the position `n % T` becomes `n - first`: in RoPE and in attention,
+# nowhere else.
 #
-# 2: Only if both halves have equally many targets. Each half must divide its sum by the number of
-# targets of the *whole* batch, and `inv_count` is one over that number.
+# 2: Only if both halves have the same number of valid targets. Each half must divide its sum by the
+# number of targets of the *whole* batch; `inv_count` is the reciprocal of that number.
 #
-# 3: Python's part P is the time of "bf16 eager", for that step waits for Python; G is the time of
-# "bf16" divided by 32: P / G = 16.21 / (7.807 / 32) = 66, twice the 32 that were measured.
+# 3: P, Python's time, is the time of "bf16 eager", because that step waits for Python. G is the
+# time of "bf16" divided by 32: P / G = 16.21 / (7.807 / 32) = 66, about twice the measured batch of
+# 32.
 #
 # </details>
 #
 # ## Sources
 #
 # - NVIDIA, *CUDA C++ Programming Guide*, asynchronous execution: what a launch waits for and what
-#   not.
+#   it does not.
 # - A. Vaswani et al., *Attention Is All You Need*, 2017.
-# - `bench/bench_history.py`: the program behind the tables, looped attention included.
+# - `bench/bench_history.py`: the program behind the tables, including looped attention.

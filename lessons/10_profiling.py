@@ -15,13 +15,13 @@
 #
 # *About 60 minutes. You need [lesson 9](09_batching.ipynb).*
 #
-# **The question.** In lesson 9 two of three improvements were wrong, because nobody had measured
-# what the step waits for. Measuring is not easier than writing kernels: the obvious stopwatch
-# around a kernel measures something else altogether, and says so to nobody. How does one time
-# something that runs on another machine, behind a queue?
+# **The question.** In lesson 9, two of three improvements were wrong because nothing had been
+# measured first: what does the step wait for? Measuring is no easier than writing kernels. The
+# obvious stopwatch around a kernel measures something else, and gives no warning. How do you time
+# work that runs on another processor, behind a queue?
 #
-# You will write an honest timer, the number that says whether kernels matter at all, and a kernel
-# that can be part of a **CUDA graph**, which takes Python out of the step.
+# You will write a correct timer, the number that says whether kernel times matter at all, and a
+# kernel that can be part of a **CUDA graph**, which removes Python from the step.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -41,21 +41,21 @@ import numpy as np
 from numba import cuda
 
 from xtrain import lesson, simulator
-from xtrain._lesson.machine import Machine
+from xtrain.lesson import Machine
 
 # %% [markdown]
 # ## A machine on paper
 #
-# Real times differ from run to run, and here perhaps there is no GPU. So we begin with a machine
-# that exists on paper: the two workers of lesson 9, with exact clocks. What it does to a stopwatch,
-# a GPU does too.
+# Real times differ from run to run, and you may not have a GPU here. So begin with a machine that
+# exists only on paper: the two workers of lesson 9, with exact clocks. A stopwatch misbehaves on it
+# just as it does on a GPU.
 
 # %%
 lesson.source(Machine)
 
 # %% [markdown]
 # By hand: a launch takes Python 10 microseconds, the kernel runs for 500, and the first launch of a
-# kernel compiles it, for 300 milliseconds. Three ways to hold a stopwatch:
+# kernel compiles it, which takes 300 milliseconds. Here are three ways to use a stopwatch:
 
 # %%
 machine = Machine(launch_us=10, compile_us=300_000)
@@ -73,13 +73,13 @@ machine.synchronize()
 print("third call, waiting for the GPU:         ", machine.clock() - start)
 
 # %% [markdown]
-# The true answer is 500. The first number is the compiler. The second is the launch: Python hands
-# the kernel over and goes on. The third waits, but it also waits for the two earlier runs, which
-# were still in the queue.
+# The true answer is 500. The first number is dominated by compilation. The second is the launch
+# alone: Python enqueues the kernel and continues. The third waits for the GPU, but it also waits
+# for the two earlier runs, which were still in the queue.
 #
-# What helps is a clock **on the GPU's side**. An *event* is put into the queue like a kernel; when
-# the GPU comes to it, it notes the time. Two events, one before and one after, and the difference
-# belongs to what lies between.
+# The remedy is a clock **on the GPU**. An *event* goes into the queue like a kernel; when the GPU
+# reaches it, the GPU records the time. Record one event before and one after: their difference is
+# the time of the work between them.
 
 # %%
 begin = machine.record()
@@ -89,21 +89,21 @@ machine.synchronize()
 print("between two events:", machine.elapsed_us(begin, end))
 
 # %% [markdown]
-# Ten too many, for the queue was empty: the first event was noted at once, and then the GPU waited
-# for the launch. We shall come back to these ten.
+# This is 10 too many, because the queue was empty: the first event was recorded at once, and then
+# the GPU waited for the launch. We return to these 10 microseconds below.
 #
-# ## Exercise 10.1: an honest timer
+# ## Exercise 10.1: a correct timer
 #
-# Warm up first (three calls are enough). Then time every run by itself, and return the **median**:
-# now and then the machine does something else, and one such run in twenty spoils a mean.
+# Warm up first (three calls are enough). Then time every run separately and return the **median**:
+# now and then the machine does something else, and one such run in twenty distorts a mean.
 
 
 # %% tags=["exercise"]
 def time_us(machine, run, repeats):
-    """How long the GPU works on what run() launches: median of `repeats` runs, in us.
+    """The GPU time of the kernels that run() launches: median of `repeats` runs, in us.
 
     machine: has record(), synchronize(), elapsed_us(begin, end) and clock(), see above.
-    run: a function without arguments that launches kernels on it.
+    run: a function without arguments that launches kernels on the machine.
     """
     # YOUR CODE
 
@@ -114,13 +114,13 @@ lesson.check("10.1", time_us)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Per run: `begin = machine.record()`, `run()`, `end = machine.record()`, `machine.synchronize()`,
-# and `machine.elapsed_us(begin, end)` goes into a list.
+# For each run: `begin = machine.record()`, `run()`, `end = machine.record()`,
+# `machine.synchronize()`; then append `machine.elapsed_us(begin, end)` to a list.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `np.median` of the list. The warm-up is a loop of its own in front.
+# Take `np.median` of the list. The warm-up is a separate loop before the timed one.
 #
 # </details>
 
@@ -128,10 +128,10 @@ lesson.check("10.1", time_us)
 # %% tags=["solution"]
 # Solution 10.1
 def time_us(machine, run, repeats):
-    """How long the GPU works on what run() launches: median of `repeats` runs, in us.
+    """The GPU time of the kernels that run() launches: median of `repeats` runs, in us.
 
     machine: has record(), synchronize(), elapsed_us(begin, end) and clock(), see above.
-    run: a function without arguments that launches kernels on it.
+    run: a function without arguments that launches kernels on the machine.
     """
     for _ in range(3):
         run()
@@ -146,16 +146,16 @@ def time_us(machine, run, repeats):
 
 
 # %% [markdown]
-# `lesson.measure`, which you have called since lesson 2, is the same on a real GPU:
+# `lesson.measure`, which you have used since lesson 2, does the same on a real GPU:
 
 # %%
 lesson.source(lesson.measure)
 
 # %% [markdown]
-# Two traps are left.
+# Two pitfalls remain.
 #
-# **Short kernels.** The ten microseconds from above do not matter for a kernel of 500. For one of 4
-# they are most of what is measured:
+# **Short kernels.** The 10 extra microseconds hardly matter for a kernel of 500 microseconds. For a
+# kernel of 4 microseconds, they are most of the measurement:
 
 # %%
 import functools
@@ -166,30 +166,31 @@ for runs_us in (500, 50, 4):
     plain = time_us(machine, run, 5)
     spans = []
     for _ in range(5):
-        machine.launch("something long", 200)  # Python gets ahead while this runs
+        machine.launch("something long", 200)  # Python runs ahead during this kernel
         begin = machine.record()
         run()
         end = machine.record()
         machine.synchronize()
         spans.append(machine.elapsed_us(begin, end))
     behind = np.median(spans)
-    print(f"kernel of {runs_us:3} us: events {plain:4.0f}, behind a long one {behind:4.0f}")
+    print(f"kernel of {runs_us:3} us: events {plain:4.0f}, behind a long kernel {behind:4.0f}")
 
 # %% [markdown]
-# **Warm caches.** A kernel that is run twenty times on the same array finds it in the GPU's cache
-# from the second time on, and beats the memory's speed. In training its input was last touched
-# hundreds of kernels ago. So xtrain's benches write through a large array before every run: that
-# empties the cache, *and* is the something long of the cell above.
+# **Warm caches.** A kernel that runs twenty times on the same array finds the array in the GPU's
+# cache from the second run on, and appears faster than memory allows. In training, its input was
+# last touched hundreds of kernels ago. So xtrain's benchmarks write through a large array before
+# every run. That flushes the cache, *and* it is the long kernel of the cell above.
 #
 # ## Is the GPU busy?
 #
-# The first number to ask for is not the time of any kernel. If the GPU waits for half of the step,
-# then kernels twice as fast gain nothing (lesson 9). A profiler gives start and end of every
-# kernel; two kernels may overlap, for a GPU can work on several.
+# The first number to look at is not the time of any kernel. If the GPU waits for Python half of the
+# time, kernels that are twice as fast gain nothing (lesson 9). A profiler gives the start and end
+# of every kernel; two kernels may overlap, because a GPU can execute several at once.
 #
 # ## Exercise 10.2: the busy share
 #
-# Of the time from the first start to the last end, the share in which *at least one* kernel ran.
+# Of the time from the first start to the last end, compute the share during which *at least one*
+# kernel was running.
 
 
 # %% tags=["exercise"]
@@ -204,13 +205,13 @@ lesson.check("10.2", busy_share)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Go through `sorted(spans)` with a variable `until`: the GPU has been looked at up to there. A span
-# adds what of it lies after `until`, `max(0, end - max(start, until))`.
+# Go through `sorted(spans)` with a variable `until`: all time up to `until` has been counted. A
+# span adds only its part after `until`, `max(0, end - max(start, until))`.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# A span may lie inside an earlier one: `until = max(until, end)`.
+# A span may lie entirely inside an earlier one: `until = max(until, end)`.
 #
 # </details>
 
@@ -233,14 +234,14 @@ for runs_us in (4, 9, 50):
     for i in range(100):
         machine.launch(f"kernel {i % 7}", runs_us)
     share = busy_share([(start, end) for _, start, end in machine.spans])
-    print(f"100 kernels of {runs_us:2} us, launched every 10 us: busy for {share:.0%}")
+    print(f"100 kernels of {runs_us:2} us, launched every 10 us: GPU busy {share:.0%} of the time")
 
 # %% [markdown]
 # ## Measure: what does a launch cost?
 #
-# What Python does for a launch: look at every argument, pack what the driver wants, call it. Numba
-# passes an array as at least seven numbers. The library packs them itself; here is an array of
-# shape (2, 3) and a scalar, as 8-byte words:
+# To launch a kernel, Python inspects every argument, packs it as the driver requires, and calls the
+# driver. Numba passes an array as at least seven numbers. The library packs them itself; here are
+# an array of shape (2, 3) and a scalar, as 8-byte words:
 
 # %%
 from xtrain.kernels.runtime import launch as _launch
@@ -251,17 +252,18 @@ print("float32:", _launch.numba_type(np.float32(1)), "as", _launch._slots(np.flo
 lesson.source(_launch._launch_gpu, "for a in args")
 
 # %% [markdown]
-# (`q` is an integer of 8 bytes, `f4x` a float32 and 4 bytes of nothing: the letters of Python's
-# `struct`. An array is two zeros that Numba keeps for itself, the number of elements, the bytes of
-# one, the address, the shape, the strides.) Numba's own way of launching does more: it looks up
-# types, wraps each array again (on a GPU xtrain's arrays are CuPy's, a NumPy for the GPU), and may
-# wait for the GPU. On a GPU the next cell times a thousand launches of an empty kernel both ways.
+# (In the letters of Python's `struct`, `q` is an 8-byte integer and `f4x` is a float32 with 4 bytes
+# of padding. An array is packed as two zeros for Numba's internal use, the number of elements, the
+# bytes per element, the address, the shape and the strides.) Numba's own launch path does more: it
+# looks up types, wraps each array again (on a GPU, xtrain's arrays are CuPy arrays; CuPy is NumPy
+# for the GPU), and may wait for the GPU. On a GPU, the next cell times a thousand launches of an
+# empty kernel both ways.
 
 
 # %%
 @cuda.jit
 def empty_kernel(a_n, b_n, c_n, d_n):
-    """Does nothing. Four arrays, like a kernel of the model."""
+    """Does nothing. It takes four arrays, as a typical kernel of the model does."""
 
 
 if lesson.on_gpu():
@@ -281,22 +283,22 @@ if lesson.on_gpu():
         start = time.perf_counter()
         for _ in range(1000):
             launch()
-        print(f"{name:15} {1e3 * (time.perf_counter() - start):6.1f} us a launch")
+        print(f"{name:15} {1e3 * (time.perf_counter() - start):6.1f} us per launch")
         cupy().cuda.Device().synchronize()
 else:
-    print("No GPU here, so nothing is timed.")
+    print("There is no GPU here, so nothing is timed.")
 
 # %% [markdown]
-# In a training step there is more between two launches than the launch: autograd's records, the
-# launchers' checks, memory. From the records of lesson 9: a bf16 step of `dim384`, launched by
-# Python, and the number of its launches, counted in the simulator as there. (They are fewer than
-# those of the float32 step, since attention has kernels of its own in bf16, three a layer: lesson
-# 13.)
+# A training step spends more time between two launches than on the launch itself: autograd's
+# bookkeeping, the launchers' checks, memory allocation. The next cell takes a bf16 step of
+# `dim384`, launched from Python, from the records of lesson 9, and counts its launches in the
+# simulator as in that lesson. (The count is lower than for the float32 step, because attention in
+# bf16 has specialized kernels, three per layer: lesson 13.)
 
 # %%
 import xtrain
-from xtrain.nn.optim import clip
 from xtrain.nn.observers import swapped
+from xtrain.nn.optim import clip
 
 
 def count_launches(precision):
@@ -328,17 +330,17 @@ print(f"about {launches} launches in {eager['ms']:.1f} ms: {each:.0f} us each")
 # %% [markdown]
 # ## The kernel table
 #
-# Only when the GPU is busy, the kernels' own times matter. A **kernel table** lists them by their
-# share of the step, and beside each what it reached *of what the card can do*: bytes per second
-# against a copy's for kernels that move numbers, operations per second against a large product's
-# for those that multiply. `python -m xtrain.profile` prints it for any model. It gets the times
-# from NVIDIA's CUPTI, which notes start and end of each kernel, and the bytes from the arguments of
-# each launch.
+# The kernels' own times matter only once the GPU is busy. A **kernel table** lists the kernels by
+# their share of the step, and shows for each how close it comes to *what the GPU can do*. For
+# kernels that move data, it compares bytes per second with those of a copy; for kernels that
+# multiply, operations per second with those of a large matrix product. `python -m xtrain.profile`
+# prints this table for any model. It takes the times from NVIDIA's CUPTI, which records the start
+# and end of each kernel, and the bytes from the arguments of each launch.
 #
-# Here is such a table from the records: kernels of a bf16 step of 32768 tokens, width 768, each as
-# often as 12 layers call it (the vocabulary is 50304, AdamW has 150 million parameters; the
-# residual kernels were measured with all arrays in bf16, while a step keeps the stream in float32,
-# lesson 12):
+# Here is such a table, built from the records: kernels of a bf16 step of 32768 tokens at width 768,
+# each multiplied by its number of calls in 12 layers. (The vocabulary is 50304, and AdamW has 150
+# million parameters. The residual kernels were measured with all arrays in bf16, while a real step
+# keeps the residual stream in float32, lesson 12.)
 
 # %%
 CALLS = {
@@ -368,20 +370,21 @@ lesson.table(
 )
 records = [lesson.record(i) for i in order]
 whole, gain = sum(map(in_step, records)), sum(map(to_gain, records))
-print(f"together {whole:.1f} ms, to gain {gain:.1f} ms, {gain / whole:.0%}")
+print(f"{whole:.1f} ms in total, of which {gain:.1f} ms ({gain / whole:.0%}) could be gained")
 
 # %% [markdown]
-# How to read it. The last column is what would be gained if the kernel ran at the speed of a copy,
-# and all together it is little: *these kernels are nearly done*. To be much faster, they must move
-# fewer bytes, and that is lesson 11. The column "calls" matters too: a kernel of 20 microseconds
-# that is called a thousand times looks in the sum like one that takes 20 milliseconds, and needs
-# another cure.
+# How to read it: the last column is the time that would be saved if the kernel ran at the speed of
+# a copy, and the total is small. *These kernels are nearly optimal.* To be much faster they must
+# move fewer bytes, which is lesson 11. The column "calls" matters too: a kernel of 20 microseconds
+# that is called a thousand times has the same total as one kernel of 20 milliseconds, but needs a
+# different remedy.
 #
-# **Whose kernel is it?** A name such as `nvjet_sm90_tst_128x256` does not say which layer called
-# it. A profiler can show *ranges* above the kernels, opened and closed by the program: NVIDIA's
-# interface for that is called **NVTX**. xtrain opens one per op and layer while it is profiled, and
-# none otherwise: for the time of a `with` block every op's function is swapped for one that takes
-# notes. The same swap with a note of our own shows what the ranges are:
+# **Which layer launched a kernel?** A name such as `nvjet_sm90_tst_128x256` does not say which
+# layer called it. A profiler can show *ranges* above the kernels, which the program opens and
+# closes through NVIDIA's **NVTX** interface. xtrain opens one range per op and layer while it is
+# being profiled, and none otherwise: for the duration of a `with` block, every op's function is
+# replaced by one that opens a range around it. The next cell does the same with a function that
+# only lists the ranges:
 
 # %%
 import contextlib
@@ -406,16 +409,16 @@ print(*ranges[:10], "...", sep="\n")
 lesson.source(profile.nvtx_note)
 
 # %% [markdown]
-# With that, `nsys profile python -m xtrain.profile` records a step whose ranges NVIDIA's viewer
-# shows above the kernels. `--trace FILE` writes the same for ui.perfetto.dev, without NVIDIA's
-# tools.
+# With these ranges, `nsys profile python -m xtrain.profile` records a step, and NVIDIA's viewer
+# shows the ranges above the kernels. `--trace FILE` writes the same information for
+# ui.perfetto.dev, without NVIDIA's tools.
 #
 # ## One improvement: the CUDA graph
 #
-# If Python is in the way, the launches can be taken out of the step. The queue of lesson 9 is
-# called a *stream*. While it is *capturing*, the driver does not run what is launched on it; it
-# writes down kernels and their arguments. The result is a **graph**, and one call starts it all
-# again. On the paper machine:
+# If Python is the bottleneck, take the launches out of the step. The queue of lesson 9 is called a
+# *stream*. While a stream is *capturing*, the driver does not execute what is launched on it, but
+# records the kernels and their arguments. The result is a **graph**, and a single call replays all
+# of it. On the paper machine:
 
 # %%
 step = [(f"kernel {i}", 4.0) for i in range(100)]
@@ -426,7 +429,7 @@ graph_machine.replay(step)
 for name, m in (("launch by launch", eager_machine), ("one graph", graph_machine)):
     m.synchronize()
     share = busy_share([(start, end) for _, start, end in m.spans])
-    print(f"{name:17} {m.clock():6.0f} us, the GPU is busy for {share:.0%}")
+    print(f"{name:17} {m.clock():6.0f} us, the GPU is busy {share:.0%} of the time")
 lesson.figures.timeline(
     {
         "launch by launch": [(a, b, str(i)) for i, (_, a, b) in enumerate(eager_machine.spans[:8])],
@@ -437,14 +440,14 @@ lesson.figures.timeline(
 )
 
 # %% [markdown]
-# The price: **the arguments are written down too**. Addresses of arrays, and the *values* of
-# scalars. A recording in Python shows what that does. Here is a captured step of gradient descent
-# whose learning rate is a scalar argument:
+# The price: **the arguments are recorded too**, that is, the addresses of arrays and the *values*
+# of scalars. A small recorder in Python shows the consequence. Here is a captured step of gradient
+# descent whose learning rate is a scalar argument:
 
 
 # %%
 class Recording:
-    """What a capture writes down: kernel, grid, block, arguments."""
+    """What a capture records: kernel, grid, block, arguments."""
 
     def __init__(self):
         self.launches = []
@@ -467,15 +470,15 @@ def scalar_sgd_kernel(w_n, g_n, lr):
 w, g = simulator.sim(np.zeros(4, np.float32)), simulator.sim(np.ones(4, np.float32))
 recording = Recording()
 recording.launch(scalar_sgd_kernel, 1, 32, w, g, np.float32(1.0))
-for lr in (1.0, 0.1, 0.01):  # the schedule wants this ...
+for lr in (1.0, 0.1, 0.01):  # the schedule sets this ...
     before = w[0]
-    recording.replay()  # ... but nobody tells the graph
+    recording.replay()  # ... but the graph never sees it
     print(f"lr {lr:4}: w moves by {before - w[0]:.2f}")
 
 # %% [markdown]
-# No error, just a training run whose learning rate never falls. So everything that changes from
-# step to step must be **in memory**, at an address that stays: the graph notes the address, and the
-# number is read when the kernel runs.
+# There is no error, only a training run whose learning rate never falls. So everything that changes
+# from step to step must be **in memory**, at a fixed address: the graph records the address, and
+# the kernel reads the current value when it runs.
 #
 # ## Exercise 10.3: a kernel for a graph
 
@@ -493,7 +496,7 @@ lesson.check("10.3", sgd_kernel)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# All threads read the same element, `lr_1[0]`; that costs nothing, a warp fetches it once.
+# All threads read the same element, `lr_1[0]`. This is cheap: a warp fetches it once.
 #
 # </details>
 
@@ -519,11 +522,12 @@ for lr in (1.0, 0.1, 0.01):
     print(f"lr {lr:4}: w moves by {before - w[0]:.2f}")
 
 # %% [markdown]
-# Three more rules follow from the same idea. No copy to the host and no wait inside a step: a
-# capture refuses them, so a captured step is *proof* that there is none. Memory comes from a pool
-# that belongs to the graph, for the addresses must stay. And every shape needs a graph of its own.
+# Three more rules follow from the same idea. A step must not copy to the host or wait for the GPU:
+# a capture rejects both, so a captured step is *proof* that it does neither. Its memory must come
+# from a pool that belongs to the graph, because the addresses must stay valid. And every shape
+# needs its own graph.
 #
-# The effect, measured: the bf16 step launched from Python, and as one graph.
+# The measured effect on the bf16 step, launched from Python and replayed as one graph:
 
 # %%
 lesson.table(
@@ -532,38 +536,39 @@ lesson.table(
 )
 graph = lesson.record("bench_history/bf16/bf16")
 print(f"{eager['ms'] / graph['ms']:.2f} times as fast")
-print(f"so before, the GPU was busy for about {graph['ms'] / eager['ms']:.0%}")
+print(f"before, the GPU was busy for about {graph['ms'] / eager['ms']:.0%} of the step")
 
 # %% [markdown]
 # ## The library's kernel
 #
-# AdamW is your 10.3 with more numbers. `hyper_3` holds what changes with the step; its constants
-# (the betas) are scalars, since they never change:
+# AdamW is your 10.3 with more state. `hyper_3` holds the values that change from step to step. The
+# constants (the betas) are scalars, because they never change:
 
 # %%
-from xtrain.nn import cuda_graph as graph_module
 from xtrain.inspect import kernel_times
 from xtrain.kernels import adamw
+from xtrain.nn import cuda_graph as graph_module
 
 lesson.source(adamw.adamw_hyper)
 lesson.source(adamw.make_adamw_kernel, "factor, lr, root2")
 
 # %% [markdown]
-# The whole machinery of graphs is one file. The first two calls of a step run as they are (they
-# compile kernels); the third is captured. `end` does what the step has put off until it is known
-# whether it is needed: setting those gradients to zero that backward has not written.
+# All the code for graphs is in one file. The first two calls of a step run normally (they compile
+# kernels); the third is captured. `end` completes work that the step deferred until it knew whether
+# it was needed: it zeroes those gradients that backward has not written.
 
 # %%
 lesson.source(graph_module._Recording)
 
 # %% [markdown]
-# What is a table of all kernels of a step good for? In dim384's it showed three kinds of work that
-# nobody had asked for, each of a few microseconds and most of them many times. Gradients were set to
-# zero, only to be added to; that of the head was computed in one place and added to another; and
-# before each large product cuBLAS cleared a counter, from which its blocks took their tiles, for it had
-# been given memory for one (`xtrain/kernels/gemm.py`).
+# What is a table of all kernels of a step good for? For dim384, it revealed three kinds of
+# unnecessary work, each only a few microseconds long, but most of them launched many times.
+# Gradients were set to zero only to be added to. The gradient of the head was computed in one
+# buffer and then added to another. And before each large product cuBLAS cleared a counter from
+# which its blocks take their tiles, because the workspace it had been given allowed for such a
+# counter (`xtrain/kernels/gemm.py`).
 #
-# And your 10.2, at work in `python -m xtrain.profile`:
+# And here is your 10.2, as used by `python -m xtrain.profile`:
 
 # %%
 lesson.source(kernel_times.busy_share)
@@ -571,7 +576,7 @@ lesson.source(kernel_times.busy_share)
 # %% [markdown]
 # ## What did not help
 #
-# *A graph for the float32 step.* There the GPU is busy anyway, so taking Python away gains next to
+# *A graph for the float32 step.* There the GPU is busy anyway, so removing Python gains next to
 # nothing:
 
 # %%
@@ -580,9 +585,9 @@ graphed = lesson.record("bench_history/graph/fp32")
 print(f"float32: {batched['ms']:.1f} ms from Python, {graphed['ms']:.1f} ms as a graph")
 
 # %% [markdown]
-# *Waiting after every kernel*, to time each with a stopwatch. It is tempting, since every number
-# then belongs to its kernel. But the queue never fills, so the step under measurement is not the
-# step that trains. For a hundred kernels of 30 microseconds, on paper:
+# *Waiting after every kernel*, to time each one with a stopwatch. It is tempting, because every
+# number then belongs to one kernel. But the queue never fills, so the step being measured is not
+# the step that trains. For a hundred kernels of 30 microseconds, on paper:
 
 # %%
 free, waiting = Machine(launch_us=10), Machine(launch_us=10)
@@ -591,34 +596,34 @@ for i in range(100):
     waiting.launch(f"kernel {i}", 30)
     waiting.synchronize()
 free.synchronize()
-print(f"as it trains:               {free.clock():.0f} us")
+print(f"as in training:             {free.clock():.0f} us")
 print(f"waiting after every kernel: {waiting.clock():.0f} us")
 
 # %% [markdown]
-# *Events around every launch* of an eager step: better, but each pair is some microseconds too long
-# (the ten from above), which for a step of small kernels changes the order of the table. xtrain
-# falls back on it where CUPTI cannot be had, and says so.
+# *Events around every launch* of an eager step. This is better, but each interval is some
+# microseconds too long (the 10 from above), and for a step of small kernels that changes the order
+# of the table. Where CUPTI is not available, xtrain falls back to events and says so.
 #
 # ## More exercises
 #
-# 1. Two runs of a bench differ by 3 %. Is a change that gains 2 % real? What would you do to find
-#    out?
+# 1. Two runs of a benchmark differ by 3 %. Is a change that gains 2 % real? How would you find out?
 # 2. A training loop prints the loss after every step, with `float(loss)`. What does that do to the
 #    queue, and to a graph? How would you log without it?
-# 3. On the paper machine: a step has 100 kernels of 4 us and one of 2000 us. Does it matter where
-#    the long one stands? Try the beginning and the end.
+# 3. On the paper machine, a step has 100 kernels of 4 us and one of 2000 us. Does the position of
+#    the long one matter? Try the beginning and the end.
 #
 # <details><summary>Solutions</summary>
 #
-# 1: One pair of runs cannot tell. Time both variants in one process, alternately, many times, and
-# compare medians with the spread, p20 to p80: xtrain's records keep it.
+# 1: One pair of runs cannot tell. Time both variants alternately in one process, many times, and
+# compare the medians together with the spread from p20 to p80, which xtrain's records include.
 #
 # 2: `float` copies to the host, so Python waits and the queue runs empty at every step; a capture
-# refuses it. Keep the losses on the device, and read those of several steps at once, as
-# `Loop.read_numbers` in `xtrain/train.py` does.
+# rejects it. Keep the losses on the device and read those of several steps at once, as
+# `Loop.read_numbers` in `xtrain/training/loop.py` does.
 #
-# 3: Yes. At the beginning it takes 2410 us, for Python gets ahead while it runs; at the end 3010
-# us, for it begins only after 100 launches, one every 10 us, and its own.
+# 3: Yes. At the beginning, the step takes 2410 us, because Python runs ahead during the long
+# kernel. At the end, it takes 3010 us, because the long kernel begins only after 101 launches of 10
+# us each.
 #
 # </details>
 #
@@ -626,5 +631,5 @@ print(f"waiting after every kernel: {waiting.clock():.0f} us")
 #
 # - NVIDIA, *CUDA C++ Programming Guide*, the chapters on events, streams and graphs.
 # - NVIDIA, *CUPTI* and *NVTX* documentation.
-# - `bench/_timing.py`: events, flushing, and events inside a graph; what all records of this course
-#   come from.
+# - `bench/_timing.py`: events, cache flushing, and events inside a graph; the source of all records
+#   in this course.

@@ -16,12 +16,11 @@
 # *About 60 minutes. You need [lesson 10](10_profiling.ipynb), and RMSNorm from [lesson
 # 3](03_reductions.ipynb).*
 #
-# **The question.** The kernel table of lesson 10 shows kernels that move their bytes as fast as a
-# copy does. They cannot move them faster. And yet PyTorch, run op by op, takes many times as long
-# for the same maths. What is left to save, where, and how does one know beforehand how much it will
-# be?
+# **The question.** In the kernel table of lesson 10, the kernels move their bytes as fast as a copy
+# does, so they cannot move them any faster. Yet PyTorch, running op by op, takes many times as long
+# for the same maths. What is left to save, where, and how can you predict how much?
 #
-# You will write down the rule that predicts it, two fused kernels, and a loss that never has its
+# You will write the rule that predicts it, two fused kernels, and a loss that never holds its
 # largest array in memory.
 
 # %% tags=["install"]
@@ -49,9 +48,9 @@ from xtrain.kernels.primitives.reduce import block_sum
 # %% [markdown]
 # ## Bytes by hand
 #
-# Between two layers a transformer adds and normalises: `h = x + r`, then `y = rmsnorm(h) w`. The
-# sum h is needed later, for it is the residual stream. With B, T, C = 2, 3, 4 an array has 6 · 4
-# numbers of 4 bytes:
+# Between two layers, a transformer adds and normalises: `h = x + r`, then `y = rmsnorm(h) w`. The
+# sum h is needed later, because it is the residual stream. With B, T, C = 2, 3, 4, an array has
+# 6 · 4 numbers of 4 bytes each:
 # %%
 from xtrain.kernels.residual import residual_rmsnorm_ref
 
@@ -62,7 +61,7 @@ h, y, rstd = residual_rmsnorm_ref(x, r, w, 1e-6)
 print("h, first row:", h[0], "  y, first row:", y[0].round(4))
 
 size = x.nbytes
-print(f"an array: {size} bytes")
+print(f"one array: {size} bytes")
 print(f"addition:    read x, r, write h  {3 * size}")
 print(f"norm:        read h, write y     {2 * size}")
 print(f"together:                        {5 * size}")
@@ -70,32 +69,32 @@ print(f"one kernel:  read x, r, write h, y: {4 * size}")
 lesson.source(residual_rmsnorm_ref)
 
 # %% [markdown]
-# The second kernel reads what the first has just had in its registers. In one kernel that reading
-# is not there. Nothing else changes: the same additions, the same roundings. For kernels that are
-# limited by memory (lesson 2) the time goes with the bytes, so the prediction is 5 / 4: a quarter
-# faster.
+# The second kernel reads from memory what the first has just had in registers. In a single kernel,
+# that read disappears. Nothing else changes: the additions and roundings are the same. For kernels
+# limited by memory bandwidth (lesson 2), time is proportional to bytes, so the prediction is 5 / 4,
+# or 1.25 times as fast.
 #
-# (The weights w and the r of lesson 3, one number per row, are small beside N C numbers. We leave
-# them out.)
+# (The weights w and the rstd of lesson 3, one number per row, are small compared with N C numbers,
+# so the counts leave them out.)
 #
 # If h were not needed later, it would not have to be written either, and 5 would become 3. So the
 # rule has two parts:
 #
-# - an array that is made and used within the kernel is never **read**;
-# - if nobody needs it afterwards, it is not even **written**.
+# - an array that is produced and consumed inside the fused kernel is never **read** from memory;
+# - if it is not needed afterwards, it is not **written** either.
 #
 # ## Exercise 11.1: the prediction
 #
-# Kernels are given as lists of the arrays that they read and write, `(["x", "r"], ["h"])` for the
-# addition.
+# Each kernel is given as two lists, the arrays it reads and the arrays it writes: the addition is
+# `(["x", "r"], ["h"])`.
 
 
 # %% tags=["exercise"]
 def bytes_before_after(kernels, sizes, kept):
-    """-> (bytes moved by the kernels one after the other, bytes moved by all as one)
+    """-> (bytes moved by the kernels run separately, bytes moved by all of them fused into one)
 
-    kernels: [(names that it reads, names that it writes), ...]   sizes: {name: bytes}
-    kept: names of arrays that are needed afterwards; some kernel writes each of them
+    kernels: [(names it reads, names it writes), ...]   sizes: {name: bytes}
+    kept: names of the arrays that are needed afterwards; each is written by some kernel
     """
     # YOUR CODE
 
@@ -111,8 +110,8 @@ lesson.check("11.1", bytes_before_after)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# After: what is read by some kernel and written by none, each array once (a set), and what is in
-# `kept`.
+# After: the arrays that some kernel reads and no kernel writes, each counted once (use a set), and
+# the arrays in `kept`.
 #
 # </details>
 
@@ -120,10 +119,10 @@ lesson.check("11.1", bytes_before_after)
 # %% tags=["solution"]
 # Solution 11.1
 def bytes_before_after(kernels, sizes, kept):
-    """-> (bytes moved by the kernels one after the other, bytes moved by all as one)
+    """-> (bytes moved by the kernels run separately, bytes moved by all of them fused into one)
 
-    kernels: [(names that it reads, names that it writes), ...]   sizes: {name: bytes}
-    kept: names of arrays that are needed afterwards; some kernel writes each of them
+    kernels: [(names it reads, names it writes), ...]   sizes: {name: bytes}
+    kept: names of the arrays that are needed afterwards; each is written by some kernel
     """
     before = sum(sizes[a] for reads, writes in kernels for a in (*reads, *writes))
     made = {a for _, writes in kernels for a in writes}
@@ -132,10 +131,11 @@ def bytes_before_after(kernels, sizes, kept):
 
 
 # %% [markdown]
-# The four places of a transformer where it pays. The unit is an array of N rows and the width of
-# that place. **QK-norm and RoPE**: some models, Qwen3 among them, normalise each head's query and
-# key before they are rotated; the values stay where they are. **SwiGLU**: `silu(gate) * up`.
-# **Cross-entropy**: once over the logits for the loss, once more for the gradient.
+# A transformer has four places where fusing pays. The unit below is an array of N rows with the
+# width at that place. **QK-norm and RoPE**: some models, among them Qwen3, normalise each head's
+# query and key before rotating them; fused, the values stay in registers. **SwiGLU**:
+# `silu(gate) * up`. **Cross-entropy**: one pass over the logits for the loss, and another for the
+# gradient.
 
 # %%
 PLACES = {
@@ -168,9 +168,9 @@ for name, place in PLACES.items():
 # %% [markdown]
 # ## Exercise 11.2: residual and norm in one kernel
 #
-# One block per row and **one thread per column**, so that the row's numbers stay where they are:
-# each thread keeps its own in a variable. `block_sum(v, partial)` of lesson 3 may be used. The
-# check counts bytes too.
+# Use one block per row and **one thread per column**, so that the row stays in registers: each
+# thread keeps its number in a local variable. You may use `block_sum(v, partial)` from lesson 3.
+# The check also counts bytes.
 
 
 # %% tags=["exercise"]
@@ -192,7 +192,7 @@ lesson.check("11.2", residual_rmsnorm_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `h = x_NC[n, c] + r_NC[n, c]`, and from there on nothing but `h` is needed.
+# Compute `h = x_NC[n, c] + r_NC[n, c]`; the rest of the kernel needs only `h`.
 #
 # </details>
 # <details><summary>Hint 2</summary>
@@ -225,8 +225,8 @@ def residual_rmsnorm_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
 # %% [markdown]
 # ## Exercise 11.3: SwiGLU
 #
-# `gu` is what one matrix product gives: in each row first F gates, then F ups. $\text{silu}(g) = g
-# / (1 + e^{-g})$ and
+# `gu` is the result of one matrix product: each row holds first F gates, then F ups. With
+# $\text{silu}(g) = g / (1 + e^{-g})$,
 #
 # $$y_{n,f} = \text{silu}(gu_{n,f}) \cdot gu_{n,F+f}$$
 
@@ -234,7 +234,7 @@ def residual_rmsnorm_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
 # %% tags=["exercise"]
 @cuda.jit
 def swiglu_kernel(y_NF, gu_N2F):
-    """y = silu(gate) up.   y: (N, F)   gu: (N, 2 F), gates then ups
+    """y = silu(gate) up.   y: (N, F)   gu: (N, 2 F), gates before ups
 
     Grid (N, ceil(F / 32)), block 32: blockIdx.x is the row.
     """
@@ -249,8 +249,8 @@ lesson.check("11.3", swiglu_kernel)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `gate / (float32(1.0) + math.exp(-gate)) * up`. (Without `float32(...)` the line would be computed
-# in float64: lesson 1.)
+# `gate / (float32(1.0) + math.exp(-gate)) * up`. (Without `float32(...)`, the line is computed in
+# float64: lesson 1.)
 #
 # </details>
 
@@ -259,7 +259,7 @@ lesson.check("11.3", swiglu_kernel)
 # Solution 11.3
 @cuda.jit
 def swiglu_kernel(y_NF, gu_N2F):
-    """y = silu(gate) up.   y: (N, F)   gu: (N, 2 F), gates then ups
+    """y = silu(gate) up.   y: (N, F)   gu: (N, 2 F), gates before ups
 
     Grid (N, ceil(F / 32)), block 32: blockIdx.x is the row.
     """
@@ -271,10 +271,10 @@ def swiglu_kernel(y_NF, gu_N2F):
 
 
 # %% [markdown]
-# ## Measure: is it what was predicted?
+# ## Measure: does the prediction hold?
 #
-# First the bytes. The simulator counts what the threads of the library's kernels ask for, here for
-# 4 rows of 512, in units of one such array:
+# First the bytes. The simulator counts what the threads of the library's kernels access, here for 4
+# rows of 512 columns, in units of one such array:
 
 # %%
 from xtrain.kernels import elementwise, residual, rmsnorm, swiglu
@@ -286,7 +286,7 @@ w_s = simulator.sim(np.ones(C, np.float32))
 
 
 def arrays_moved(trace, unit):
-    """Bytes over the bytes of one array; weights and one number per row left out."""
+    """Bytes moved, in units of one array; weights and per-row numbers are left out."""
     names = {a.array for a in trace.of()} - {"w_C", "rstd_N", "constant"}
     return sum(trace.traffic(name).wanted for name in names) / unit
 
@@ -301,11 +301,11 @@ with lesson.tracing() as fused:
     swiglu.swiglu_fwd(gu_s)
 print("addition, then norm:", arrays_moved(two, x_s.nbytes))
 print("both in one kernel: ", arrays_moved(one, x_s.nbytes))
-print("SwiGLU in one:      ", arrays_moved(fused, x_s.nbytes))
-print("the same bits:", np.array_equal(h_two, h_one) and np.array_equal(y_two, y_one))
+print("SwiGLU in one kernel:", arrays_moved(fused, x_s.nbytes))
+print("same bits:", np.array_equal(h_two, h_one) and np.array_equal(y_two, y_one))
 
 # %% [markdown]
-# Then the time. From the records: the two kernels, each measured by itself, and the fused one.
+# Then the time. From the records: the two kernels, each measured separately, and the fused one.
 
 # %%
 two_ms = {
@@ -324,12 +324,12 @@ for dtype, parts in two_ms.items():
 lesson.table(list(one_ms.values()), {"ms": "ms", "GB/s": "value", "a copy, ms": "copy_ms"})
 
 # %% [markdown]
-# In float32 it is what the bytes say. In bf16 it is a little more, for a second reason: arrays are
-# half as large there, and what a kernel costs beside its bytes (starting, filling the card, running
-# empty) is paid once instead of twice.
+# In float32 the gain matches the byte count. In bf16 it is slightly larger, for a second reason:
+# the arrays are half as large there, and a kernel's fixed costs (starting, filling the GPU,
+# draining it) are paid once instead of twice.
 #
-# Here are all fused kernels beside PyTorch. *Eager* runs op by op; *compiled* is `torch.compile`,
-# which fuses too, by writing kernels of its own.
+# Next, all fused kernels compared with PyTorch. *Eager* runs op by op; *compiled* is
+# `torch.compile`, which also fuses, by generating its own kernels.
 
 # %%
 lesson.table(
@@ -348,12 +348,12 @@ lesson.table(
 )
 
 # %% [markdown]
-# Eager loses more than our rule says, since it makes more intermediate arrays than the four lists
-# above: a split, a square, a mean, a product, and casts between bf16 and float32 for each. The rule
-# is a lower limit for what there is to gain.
+# Eager loses more than the rule predicts, because it creates more intermediate arrays than the four
+# lists above: a split, a square, a mean, a product, and for each of them casts between bf16 and
+# float32. The rule gives a lower bound on the gain.
 #
-# On a GPU the next cell measures your kernels: addition and norm by the library's two kernels,
-# against your fused one, which accesses 4 bytes at a time.
+# On a GPU, the next cell compares the library's two kernels for addition and norm with your fused
+# kernel, which accesses 4 bytes at a time, and with the library's fused kernel.
 
 # %%
 rows = 32768 if lesson.on_gpu() else 4
@@ -374,8 +374,8 @@ times = lesson.measure(runs, nbytes=4 * x_b.nbytes)
 # %% [markdown]
 # ## One improvement: the largest array
 #
-# The head multiplies every row with the whole vocabulary, (N, C) times (C, V), and the loss reads
-# the result. In a small model these **logits** are by far the largest array:
+# The head multiplies every row by the weights of the whole vocabulary, (N, C) times (C, V), and the
+# loss reads the result. In a small model these **logits** are by far the largest array:
 
 # %%
 tokens, width, vocabulary, layers = 16 * 1024, 768, 50304, 12
@@ -385,23 +385,25 @@ print(f"the residual stream of all {layers} layers: {gb(layers, 2, tokens, width
 print(f"logits of 2048 rows: {gb(2048, vocabulary):.2f} GB")
 
 # %% [markdown]
-# They cannot be kept in registers, since a matrix product lies on either side. But nobody needs
-# them *as a whole*. The loss of a row and its gradient d depend on that row alone:
+# The logits cannot stay in registers, because a matrix product produces them and other matrix
+# products consume their gradient. But they are never needed *all at once*. The loss of a row and
+# its gradient d depend only on that row:
 #
 # $$d_{n,v} = \frac{1}{N} \left( \frac{e^{z_{n,v}}}{\sum_u e^{z_{n,u}}} - [v = \text{target}_n] \right), \qquad z = x w^T$$
 #
-# and what the model wants of d are dx = d w, row by row, and dw = d^T x, a *sum* over rows. So:
-# take some rows, make their logits, turn them into d in place, use d for dx and a share of dw, and
-# go on with the next rows in the same memory. It is fusing at a larger scale: not through
-# registers, but through an array that stays small.
+# The model needs d only for dx = d w, row by row, and for dw = d^T x, a *sum* over rows. So process
+# a chunk of rows at a time: compute its logits, turn them into d in place, use d for dx and for
+# this chunk's part of dw, and reuse the memory for the next chunk. This is fusion at a larger
+# scale: the intermediate result stays not in registers but in an array that stays small.
 #
-# The backward's work is done in the forward. The gradient that comes from above is not known yet
-# there, but the loss is the end of the chain: what comes is 1, or a factor that can be multiplied
-# in later.
+# This does the backward pass's work during forward. The incoming gradient is not known yet, but the
+# loss is the end of the chain: the incoming gradient is 1, or a factor that can be multiplied in
+# later.
 #
-# ## Exercise 11.4: the head and the loss, some rows at a time
+# ## Exercise 11.4: the head and the loss in chunks of rows
 #
-# In NumPy. Remember to subtract the largest logit of a row before `exp`: e^800 is infinite.
+# Write it in NumPy. Remember to subtract the largest logit of each row before `exp`: e^800
+# overflows to infinity.
 
 
 # %% tags=["exercise"]
@@ -420,15 +422,15 @@ lesson.check("11.4", head_loss)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `for first in range(0, N, rows):` with `part = slice(first, first + rows)`; slices of NumPy end by
-# themselves at the end of an array.
+# Loop with `for first in range(0, N, rows):` and `part = slice(first, first + rows)`; NumPy clips a
+# slice at the end of the array.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# With d the logits minus their largest, `n = np.arange(len(d))` and `target = targets_N[part]`: the
-# rows' losses are `np.log(np.exp(d).sum(1)) - d[n, target]`. Products, differences and exp can
-# write over an array that is there: `out=`, `-=`, `/=`.
+# Let d be the logits minus their row maximum, `n = np.arange(len(d))` and
+# `target = targets_N[part]`: the rows' losses are `np.log(np.exp(d).sum(1)) - d[n, target]`.
+# Products, differences and exp can overwrite an existing array: `out=`, `-=`, `/=`.
 #
 # </details>
 
@@ -461,8 +463,7 @@ def head_loss(x_NC, w_VC, targets_N, rows):
 
 
 # %% [markdown]
-# What it saves, measured here: the largest amount of memory that NumPy held at once, for 1024 rows
-# and 4096 words.
+# The saving, measured here: NumPy's peak memory use for 1024 rows and a vocabulary of 4096.
 
 # %%
 import tracemalloc
@@ -477,27 +478,28 @@ for rows_at_once in (1024, 256, 64):
     print(f"{rows_at_once:4} rows at a time: loss {loss:.6f}, {peak / 1e6:4.0f} MB")
 
 # %% [markdown]
-# It is not free: every chunk reads and writes dw once more, V C numbers. So the chunks must not be
-# too small; the library takes about 2048 rows.
+# This is not free: every chunk reads and writes dw, V C numbers, one more time. So the chunks must
+# not be too small; the library uses about 2048 rows.
 #
 # ## The library's kernel
 #
-# Your 11.2, for rows of any length: 16 bytes at a time, a row in the registers of a warp or of a
-# block, and the sum stored while it is still there. `few` and `overlap` are for decoding, where there
-# is a row per sequence: more threads then share a row, and its weights are asked for with the rest.
+# Here is your 11.2 for rows of any length: it accesses 16 bytes at a time, keeps a row in the
+# registers of a warp or of a block, and stores the sum while it is still in registers. `few` and
+# `overlap` are for decoding, with one row per sequence: more threads share a row, and its weights
+# are loaded together with the rest.
 
 # %%
 lesson.source(residual.make_fwd_kernel)
 
 # %% [markdown]
-# SwiGLU's kernel holds your line in the middle; around it are loads and stores.
+# SwiGLU's kernel has your line at its centre, between the loads and the stores.
 
 # %%
 lesson.source(swiglu.make_swiglu_fwd_kernel)
 
 # %% [markdown]
-# QK-norm and RoPE in their plainest form: a warp owns a head. The norm's result is in `u1` and
-# `u2`, which the rotation takes from there.
+# Here are QK-norm and RoPE in their simplest form, with one warp per head. The norm leaves its
+# result in `u1` and `u2`, and the rotation reads it from there.
 
 # %%
 from xtrain.kernels import linear_cross_entropy, qk_norm_rope
@@ -505,7 +507,8 @@ from xtrain.kernels import linear_cross_entropy, qk_norm_rope
 lesson.source(qk_norm_rope.qk_norm_rope_fwd_warp_kernel)
 
 # %% [markdown]
-# And your 11.4. `cross_entropy` writes the gradient over the logits, in one launch per chunk.
+# And here is your 11.4. `cross_entropy` overwrites the logits with the gradient, in one launch per
+# chunk.
 
 # %%
 lesson.source(linear_cross_entropy.linear_cross_entropy, "for first in range")
@@ -513,9 +516,9 @@ lesson.source(linear_cross_entropy.linear_cross_entropy, "for first in range")
 # %% [markdown]
 # ## What did not help
 #
-# *Fusing alone.* A fused SwiGLU that moves 4 bytes at a time, like yours, and the two kernels it
-# replaces at full speed (the product of two arrays is taken to run at the speed of the addition in
-# the records, which moves as much):
+# *Fusing alone.* Compare a fused SwiGLU that moves 4 bytes at a time, like yours, with the two
+# kernels it replaces at full speed. (There is no record for the product of two arrays; assume that
+# it runs at the speed of the addition, which moves the same number of bytes.)
 
 # %%
 silu = lesson.record("bench_kernels/silu_fwd/fp32")
@@ -533,12 +536,12 @@ lesson.figures.bars(
 )
 
 # %% [markdown]
-# Fewer bytes, moved less well: much of the gain is lost again. A fused kernel has to be as good at
-# memory as those that it replaces.
+# The fused kernel moves fewer bytes, but less efficiently, and loses much of the gain. A fused
+# kernel has to use memory as efficiently as the kernels that it replaces.
 #
-# *Keeping less, for more bytes.* SwiGLU's backward can compute y once more, so that the forward
-# need not keep it. That costs one more array to write. It is a loss in time by itself, taken on
-# purpose: it saves N F numbers of memory in every layer.
+# *Storing less, but moving more bytes.* SwiGLU's backward can recompute y, so that the forward does
+# not have to keep it. That costs one more array to write. By itself this is slower, but it saves
+# the memory of N F numbers in every layer, so the library does it on purpose.
 
 # %%
 lesson.table(
@@ -551,49 +554,52 @@ lesson.table(
 )
 
 # %% [markdown]
-# *Asking early, in the source alone.* A kernel that asks for its next row, computes on this one and
-# only then needs what it asked for should never wait. The library's QK-norm + RoPE forward asked
-# for the angles first of all, and took 0.0676 ms, 75 % of a copy's speed: the compiler had moved
-# those loads behind the sum of squares, where the first numbers had to arrive before the second
-# were asked for. It sees no difference, and has a register less to keep. `cuda.syncwarp()` between
-# asking and computing holds the loads in place: no load moves across a barrier. With that, and one
-# head for each thread instead of two:
+# *Loading early, in the source only.* A kernel that loads its next row first, computes on the
+# current row, and only then uses the loaded values should never wait. The library's QK-norm + RoPE
+# forward loaded the angles at the very start, and took 0.0676 ms, 75 % of a copy's speed. The
+# compiler had moved those loads behind the sum of squares, so the first values had to arrive before
+# the second loads were issued. To the compiler the two orders are equivalent, and the later load
+# occupies one register less. A `cuda.syncwarp()` between the loads and the computation keeps the
+# loads in place, because no load moves across a barrier. With that, and with one head per thread
+# instead of two:
 
 # %%
 asked = lesson.record("bench_kernels/qk_norm_rope_fwd/bf16")
 print(f"QK-norm + RoPE forward, bf16: {asked['ms']:.4f} ms, {asked['share']:.0%} of a copy")
 
 # %% [markdown]
-# The machine code tells: `nvdisasm` lists it, and loads are `LDG`. Look where they stand.
+# You can check this in the machine code: `nvdisasm` lists it, and loads are the `LDG` instructions.
+# Look at their positions.
 
 # %% [markdown]
 # ## More exercises
 #
-# 1. Use 11.1 for AdamW: read w, g, m, v, write w, m, v; and a second kernel that rounds w to bf16
-#    (2 bytes), and a third that fills g with zeros. What does one kernel save? Compare with the
-#    records `adamw` and `adamw_with_copy_and_zeros`.
+# 1. Apply 11.1 to AdamW: one kernel reads w, g, m, v and writes w, m, v; a second rounds w to bf16
+#    (2 bytes); a third fills g with zeros. What does fusing them into one kernel save? Compare with
+#    the records `adamw` and `adamw_with_copy_and_zeros`.
 # 2. Two residual blocks follow each other: h1 = x + r1, y1 = norm(h1), and later h2 = h1 + r2. Why
 #    can the two additions not be fused?
-# 3. A bias is added to the output of a matrix product, then silu is taken. Which of the three can
-#    be fused with which, and what does it save?
+# 3. A bias is added to the output of a matrix product, then silu is applied. Which of the three
+#    operations can be fused, and what does that save?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: In bytes per parameter: 28 for AdamW, 4 + 2 for the copy, 4 for the zeros, 38 in all; as one
-# kernel 28 + 2 + 4 = 34, for w is not read again. The record with copy and zeros moves 34 bytes per
-# parameter.
+# 1: In bytes per parameter: 28 for AdamW, 4 + 2 for the rounded copy, 4 for the zeros, 38 in total.
+# As one kernel: 28 + 2 + 4 = 34, because w is not read again. The record with copy and zeros moves
+# 34 bytes per parameter.
 #
-# 2: r2 is computed from y1, through a whole attention or MLP: between the two additions stand
-# matrix products that need *all* of y1.
+# 2: r2 is computed from y1, through a whole attention layer or MLP: the matrix products between the
+# two additions need *all* of y1.
 #
-# 3: bias and silu always, which saves writing and reading the array between them. Both with the
-# product, if one writes the product oneself or the library offers it: that saves writing and
-# reading the product's result as well.
+# 3: Bias and silu can always be fused, which saves writing and reading the array between them. Both
+# can also be fused into the product, if you write the product yourself or the library offers it:
+# that saves writing and reading the product's result as well.
 #
 # </details>
 #
 # ## Sources
 #
-# - A. Ivanov et al., *Data Movement Is All You Need*, 2021: the bytes of a transformer, op by op.
+# - A. Ivanov et al., *Data Movement Is All You Need*, 2021: the bytes a transformer moves, op by
+#   op.
 # - N. Shazeer, *GLU Variants Improve Transformer*, 2020.
 # - P.-L. Hsu et al., *Liger Kernel*, 2024: the head and the loss in chunks.

@@ -16,13 +16,13 @@
 # *About 60 minutes. You need [lesson 11](11_fusing.ipynb) and AdamW ([lesson
 # 8](08_training.ipynb)).*
 #
-# **The question.** Fusing moves fewer numbers. Could the numbers be smaller? With 16 bits instead
-# of 32 every kernel of lesson 11 moves half the bytes, and a GPU's tensor cores multiply 16-bit
-# matrices many times as fast. But sixteen bits hold three decimal digits. Which numbers of a
-# training survive that, which do not, and what does it cost?
+# **The question.** Fusing moves fewer numbers. Could the numbers be smaller, too? With 16 bits
+# instead of 32, every kernel of lesson 11 moves half the bytes, and a GPU's tensor cores multiply
+# 16-bit matrices many times as fast. But such a 16-bit number holds fewer than three decimal
+# digits. Which of the numbers in training tolerate that, which do not, and what does it cost?
 #
-# You will write the rounding itself, an optimizer step that loses nothing, and a sum that does not
-# stand still.
+# You will write the rounding itself, an optimizer step that loses no update, and a sum that does
+# not stall.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -51,9 +51,9 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # %% [markdown]
 # ## The bits by hand
 #
-# A float32 has a sign, 8 bits of exponent and 23 of fraction. **bfloat16** is its upper half: the
-# same sign, the same 8 bits of exponent, and 7 of fraction. NumPy does not know it; the package
-# `ml_dtypes` teaches it.
+# A float32 has a sign bit, 8 exponent bits and 23 fraction bits. **bfloat16** (bf16) is its upper
+# half: the same sign, the same 8 exponent bits, and 7 fraction bits. NumPy has no such type; the
+# package `ml_dtypes` adds it.
 
 # %%
 for value in (1.0, 3.14159265, 0.001, 1.0 / 3):
@@ -64,20 +64,20 @@ for value in (1.0, 3.14159265, 0.001, 1.0 / 3):
     print(f"{value:.6f}  {parts}  as bf16 {float(half):.6f}")
 
 # %% [markdown]
-# The line between is where the second half is cut away. What is left has the *range* of float32 and
-# a fraction of its *resolution*: next to 1 the next larger bf16 is 1 + 1/128. Its rival,
-# **float16**, divides the 16 bits otherwise: 5 of exponent and 10 of fraction. Three more bits of
-# resolution, at the price of the range:
+# The vertical bar marks where the lower half is cut off. What remains has the *range* of float32
+# but a fraction of its *resolution*: the next bf16 above 1 is 1 + 1/128. The alternative,
+# **float16**, splits the 16 bits differently: 5 exponent bits and 10 fraction bits. That gives
+# three more bits of resolution at the price of range:
 
 # %%
 for name, dtype in (("bfloat16", BFLOAT16), ("float16", np.float16)):
     info = ml_dtypes.finfo(dtype)
     step, most, least = map(float, (info.eps, info.max, info.smallest_subnormal))
-    print(f"{name}: step next to 1 {step:.1e}, largest {most:.1e}, smallest {least:.0e}")
+    print(f"{name}: spacing above 1 {step:.1e}, largest {most:.1e}, smallest {least:.0e}")
 
 # %% [markdown]
-# The relative error of rounding, for numbers of every size (1 means that nothing is left, or
-# infinity):
+# Next is a plot of the relative rounding error for numbers of all sizes (1 means that the result is
+# 0 or infinity):
 
 # %%
 sizes = 10.0 ** np.arange(-12, 7)
@@ -99,13 +99,13 @@ lesson.figures.curves(
     {"bfloat16": worst(BFLOAT16), "float16": worst(np.float16)},
     "size of the number",
     "largest relative error",
-    "bfloat16 is rough everywhere, float16 is fine in a small range",
+    "bfloat16 is coarse everywhere, float16 is accurate in a small range",
 )
 
 # %% [markdown]
-# Which of the two matters for training? Take the gradient that arrives at a logit: softmax minus
-# one-hot, over the number of tokens (lesson 11). At the beginning all words are equally likely. For
-# 8192 tokens and a vocabulary of 50304:
+# Which of the two matters for training? Take the gradient with respect to a logit: softmax minus
+# one-hot, divided by the number of tokens (lesson 11). At initialisation, all tokens of the
+# vocabulary are equally likely. For 8192 tokens and a vocabulary of 50304:
 
 # %%
 gradient = np.float32(1 / 50304 / 8192)
@@ -113,22 +113,23 @@ for dtype in (np.dtype(np.float32), BFLOAT16, np.dtype(np.float16)):
     print(f"{dtype.name:9} {float(gradient.astype(dtype)):.3e}")
 
 # %% [markdown]
-# In float16 it is **zero**: of the 50304 entries of a row only the one of the right word is left,
-# and what all the others would have taught is lost. That is why training in float16 needs *loss
-# scaling*: the loss is multiplied by some large number, all gradients grow with it, and they are
-# divided again before the step; the number must be watched, for when it is too large they become
-# infinite. In bf16 nothing of that is needed, since a number that float32 can hold is not too small
-# for bf16 either; it has fewer digits. xtrain has bf16 and no loss scaling.
+# In float16 it is **zero**: of the 50304 entries of a row, only the entry of the correct token is
+# nonzero, and the training signal of all the others is lost. That is why training in float16 needs
+# *loss scaling*: the loss is multiplied by some large number, which scales all gradients, and the
+# gradients are divided by it before the optimizer step. The factor must be monitored, because
+# gradients overflow to infinity when it is too large. bf16 needs none of this: it has the exponent
+# range of float32 and only fewer digits. xtrain supports bf16 and has no loss scaling.
 #
 # ## Exercise 12.1: rounding
 #
-# Cutting off would make every number a little smaller, and errors that all point in one direction
-# add up. So we round to the nearest bf16, and a number exactly half-way goes to the neighbour whose
-# last bit is 0 (*to even*), so that half of these go up and half go down.
+# Truncation would make every number a little smaller, and errors of the same sign accumulate. So
+# round to the nearest bf16. A number exactly half-way between two goes to the neighbour whose last
+# bit is 0 (*ties to even*), so that half of the ties round up and half round down.
 #
-# With integers: adding 0x7FFF to the 32 bits before the shift carries into the upper half when the
-# lower is above 0x8000. Exactly 0x8000 must carry when the lowest *kept* bit is 1. A NaN (all
-# exponent bits set, and some fraction bit) must stay one: write sign | 0x7FC0.
+# In integer arithmetic: adding 0x7FFF to the 32 bits before the shift carries into the upper half
+# if the lower half is above 0x8000. A lower half of exactly 0x8000 must carry only if the lowest
+# *kept* bit is 1. A NaN (all exponent bits set, and some fraction bit) must remain a NaN: write
+# sign | 0x7FC0.
 
 
 # %% tags=["exercise"]
@@ -137,7 +138,7 @@ def narrow_kernel(y_n, x_n):
     """y = x rounded to bf16, nearest, ties to even.   Grid ceil(n / block), any block.
 
     x: the bits of float32 numbers, as uint32.   y: the bits of bf16 numbers, as uint16.
-    `int64(x_n[i])` gives the bits as a number that no addition overflows.
+    `int64(x_n[i])` gives the bits as an integer wide enough that no addition overflows.
     """
     # YOUR CODE
 
@@ -153,7 +154,8 @@ lesson.check("12.1", narrow_kernel)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# NaN: `(bits & 0x7FFFFFFF) > 0x7F800000`. Its sign in the upper half: `(bits >> 16) & 0x8000`.
+# NaN: `(bits & 0x7FFFFFFF) > 0x7F800000`. The sign, as bit 15 of the result:
+# `(bits >> 16) & 0x8000`.
 #
 # </details>
 
@@ -165,7 +167,7 @@ def narrow_kernel(y_n, x_n):
     """y = x rounded to bf16, nearest, ties to even.   Grid ceil(n / block), any block.
 
     x: the bits of float32 numbers, as uint32.   y: the bits of bf16 numbers, as uint16.
-    `int64(x_n[i])` gives the bits as a number that no addition overflows.
+    `int64(x_n[i])` gives the bits as an integer wide enough that no addition overflows.
     """
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     if i < y_n.size:
@@ -183,16 +185,16 @@ x_here = lesson.array(x.view(np.uint32))
 y_here = lesson.empty(x_here, 1000, np.uint16)
 lesson.launch(narrow_kernel, 8, 128, y_here, x_here)
 same = np.array_equal(lesson.host(y_here), x.astype(BFLOAT16).view(np.uint16))
-print("the bits of ml_dtypes:", same)
+print("same bits as ml_dtypes:", same)
 half = lesson.host(y_here).view(BFLOAT16).astype(np.float32)
 print(f"largest relative error: {np.abs(half / x - 1).max():.4f}; 1/256 is {1 / 256:.4f}")
 
 # %% [markdown]
 # ## Where three digits are not enough
 #
-# **Weights.** A step of training changes a weight by a small part of itself. Near 1 the spacing of
-# bf16 is 1/128 above and 1/256 below, so a step of 0.001 rounds back to where it came from. However
-# many such steps there are, the weight does not move:
+# **Weights.** A training step changes a weight by a small fraction of itself. Near 1, the spacing
+# of bf16 is 1/128 above and 1/256 below, so a step of 0.001 rounds back to the starting value.
+# However many such steps you take, the weight does not move:
 
 # %%
 weight = np.ones(1, BFLOAT16)
@@ -203,20 +205,20 @@ for _ in range(1000):
 print(f"after 1000 steps of 0.001:  bf16 {float(weight[0])}   float32 {master[0]:.4f}")
 
 # %% [markdown]
-# So the weights stay in float32, as **masters**. The matrix products want bf16, so there is a copy,
-# made anew after each step. The gradients of the weights are sums over all tokens, and stay in
-# float32 too.
+# So the weights stay in float32, as **master weights**. The matrix products need bf16, so there is
+# also a bf16 copy, written again after each step. The gradients of the weights are sums over all
+# tokens and also stay in float32.
 #
-# ## Exercise 12.2: a step with masters
+# ## Exercise 12.2: a step with master weights
 #
-# Plain gradient descent, in NumPy, in place.
+# Write plain gradient descent in NumPy, in place.
 
 
 # %% tags=["exercise"]
 def sgd_step(master_n, half_n, g_n, lr):
-    """One step: changes the float32 array master and the bf16 array half in place.
+    """One step: updates the float32 array master and the bf16 array half in place.
 
-    master = master - lr g,   half = master, rounded.   g: float32, lr: a number.
+    master = master - lr g,   half = master rounded to bf16.   g: float32, lr: a number.
     """
     # YOUR CODE
 
@@ -227,8 +229,8 @@ lesson.check("12.2", sgd_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `half_n[...] = master_n.astype(half_n.dtype)` writes into the array that was given; `half_n = ...`
-# would only give the name to another one.
+# `half_n[...] = master_n.astype(half_n.dtype)` writes into the given array; `half_n = ...` would
+# only bind the name to another array.
 #
 # </details>
 
@@ -236,34 +238,35 @@ lesson.check("12.2", sgd_step)
 # %% tags=["solution"]
 # Solution 12.2
 def sgd_step(master_n, half_n, g_n, lr):
-    """One step: changes the float32 array master and the bf16 array half in place.
+    """One step: updates the float32 array master and the bf16 array half in place.
 
-    master = master - lr g,   half = master, rounded.   g: float32, lr: a number.
+    master = master - lr g,   half = master rounded to bf16.   g: float32, lr: a number.
     """
     master_n -= lr * g_n
     half_n[...] = master_n.astype(half_n.dtype)
 
 
 # %% [markdown]
-# **Sums.** The same thing happens in a sum: it stands still as soon as what is added is less than
-# half of the spacing there. Ones stop counting at 256, where the spacing is 2 and the tie goes to
+# **Sums.** The same happens in a sum: it stalls as soon as the next term is less than half the
+# spacing at that size. Counting up by one stops at 256, where the spacing is 2 and the tie goes to
 # even:
 
 # %%
 total = np.zeros(1, BFLOAT16)
 for _ in range(1000):
     total = (total.astype(np.float32) + 1).astype(BFLOAT16)
-print("1000 times plus one, rounded to bf16 each time:", float(total[0]))
+print("1 added 1000 times, rounded to bf16 each time:", float(total[0]))
 
 # %% [markdown]
-# So sums are taken in float32 **registers**, and rounded once, when the result goes to memory.
-# Reading and writing in bf16 and computing in float32 costs next to nothing, as long as memory is
-# what limits a kernel. Tensor cores work that way themselves: bf16 in, sums in float32.
+# So kernels accumulate sums in float32 **registers** and round once, when the result is written to
+# memory. Reading and writing in bf16 while computing in float32 costs almost nothing as long as the
+# kernel is limited by memory. Tensor cores work the same way: bf16 inputs, float32 sums.
 #
 # ## Exercise 12.3: a sum over a row
 #
-# To a kernel a bf16 array is one of 16-bit whole numbers. `load1(x, i)` reads element i of a flat
-# array as the float32 that it stands for; `store1(y, i, v)` rounds and writes. One warp per row.
+# A kernel sees a bf16 array as an array of 16-bit integers. `load1(x, i)` reads element i of a flat
+# array and converts it to float32; `store1(y, i, v)` rounds v to bf16 and writes it. Use one warp
+# per row.
 
 
 # %% tags=["exercise"]
@@ -280,8 +283,8 @@ lesson.check("12.3", row_sums_kernel)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `acc = float32(0.0)`; lane by lane `acc += load1(x, n * C + c)` for c = lane, lane + 32, ...;
-# `warp_sum(acc)` of lesson 3; one lane calls `store1`.
+# Start with `acc = float32(0.0)`; each lane does `acc += load1(x, n * C + c)` for c = lane, lane +
+# 32, ...; then `warp_sum(acc)` of lesson 3; one lane calls `store1`.
 #
 # </details>
 
@@ -301,8 +304,9 @@ def row_sums_kernel(y_N, x, C):
 
 
 # %% [markdown]
-# **The residual stream.** Every layer adds its part to h, and a part is small beside the sum of all
-# before it. With h in bf16 each addition rounds at h's size, twice per layer:
+# **The residual stream.** Every layer adds its output to h, and that output is small compared with
+# the sum of all earlier ones. With h in bf16, each addition rounds at the magnitude of h, twice per
+# layer:
 
 # %%
 layers, width = 48, 4096
@@ -316,40 +320,42 @@ for _ in range(2 * layers):
 added = np.linalg.norm(exact - h)
 for name, stream in (("float32", stream_32), ("bf16", stream_16.astype(np.float32))):
     error = np.linalg.norm(stream - exact) / added
-    print(f"stream in {name:8} error {error:.0%} of what {2 * layers} parts have added")
+    print(f"stream in {name:8} error {error:.0%} of the sum of {2 * layers} parts")
 
 # %% [markdown]
-# **Logits.** The next token is chosen by *differences* of logits. At 8 the spacing of bf16 is 1/16:
+# **Logits.** The *differences* between logits determine the next token. At 8, the spacing of bf16
+# is 1/16:
 
 # %%
 logits = np.array([8.00, 8.02, 8.03, 7.0], np.float32)
 print("float32:", logits, "   as bf16:", logits.astype(BFLOAT16).astype(np.float32))
 
 # %% [markdown]
-# So this is xtrain's list:
+# So this is what xtrain keeps in each precision:
 #
 # | in float32 | why | in bf16 |
 # |---|---|---|
 # | weights (masters), AdamW's moments | a step is far below bf16's resolution | a copy of the matrices, for the products |
-# | gradients of the weights | sums over all tokens, added to by every micro-batch | gradients of what is bf16 itself |
-# | the residual stream | two additions per layer, one after the other | what the layers add to it |
-# | all sums: norms, softmax, products' accumulators | a sum stands still | their inputs and results |
-# | norm weights (few), RoPE's tables, logits of a model that is called | precision for next to nothing | queries, keys, values, gates |
+# | gradients of the weights | sums over all tokens, accumulated over micro-batches | gradients of bf16 activations |
+# | the residual stream | two additions per layer, in sequence | what the layers add to it |
+# | all sums: norms, softmax, the products' accumulators | a sum in bf16 stalls | their inputs and results |
+# | norm weights (few), RoPE's tables, logits when the model is called | precision at almost no cost | queries, keys, values, gates |
 #
 # ## Measure: what does it cost?
 #
-# We need a bf16 model, and here perhaps there is no GPU. So we imitate one: xtrain's NumPy model in
-# which every matrix product gets operands rounded to bf16, and its result is rounded too, except
-# sums that go on in float32. That is where nearly all of the rounding of a bf16 model happens.
+# This needs a bf16 model, and you may not have a GPU here. So emulate one: take xtrain's NumPy
+# model, round the operands of every matrix product to bf16, and round its result too, except where
+# the product accumulates into a float32 sum. This covers nearly all of the rounding in a bf16
+# model.
 
 # %%
 import contextlib
 
 import xtrain
-from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels import gemm, linear_cross_entropy
-from xtrain.nn.optim import clip
+from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.nn.observers import swapped
+from xtrain.nn.optim import clip
 
 float32_matmul = gemm.matmul
 
@@ -374,7 +380,7 @@ def bf16_products():
 
 
 def batch(seed, sequences=4, length=32):
-    """Every token follows from the one before, nine times out of ten."""
+    """Each token follows from the previous one, nine times out of ten."""
     random = np.random.default_rng(seed)
     tokens = [random.integers(0, 64, sequences)]
     for _ in range(length):
@@ -404,20 +410,21 @@ with bf16_products():
     loss_16, logits_16, gradient_16 = look(model)
 off = np.abs(logits - logits_16)
 apart = np.linalg.norm(gradient - gradient_16) / np.linalg.norm(gradient)
-print("loss off by less than 2e-4:              ", abs(loss - loss_16) < 2e-4)
-print("logits off by less than 2e-3 on average: ", off.mean() < 2e-3)
-print("99 % of logits off by less than 8e-3:    ", np.quantile(off, 0.99) < 8e-3)
-print("gradient off by less than 1.2e-2 of it:  ", apart < 1.2e-2)
+print("loss differs by less than 2e-4:                      ", abs(loss - loss_16) < 2e-4)
+print("logits differ by less than 2e-3 on average:          ", off.mean() < 2e-3)
+print("99 % of the logits differ by less than 8e-3:         ", np.quantile(off, 0.99) < 8e-3)
+print("gradient differs by less than 1.2e-2 of its norm:    ", apart < 1.2e-2)
 other = look(model, seed=1)[2]
 batches_apart = np.linalg.norm(gradient - other) / np.linalg.norm(gradient)
-print("another batch's gradient is off by 30 times as much:", batches_apart > 30 * apart)
+print("another batch's gradient differs 30 times as much:   ", batches_apart > 30 * apart)
 
 # %% [markdown]
-# These four limits are those that `tests/test_precision.py` holds xtrain's real bf16 model to, on a
-# GPU, with the layers of `dim384`; and after 150 steps the losses may differ by 0.01. That the
-# gradient is off by up to a per cent does no harm: the last line says how much larger the noise of
-# choosing a batch is. On a GPU that knows bf16 (one of *compute capability* 8.0 or later, NVIDIA's
-# number of a generation; a T4 has 7.5) the next cell asks the real one:
+# The first four limits are the ones that `tests/test_precision.py` enforces for xtrain's real bf16
+# model, on a GPU, with the layers of `dim384`; in addition, after 150 steps the losses may differ
+# by at most 0.01. A gradient error of about one percent does no harm: the last line compares it
+# with the much larger noise from the choice of the batch. On a GPU that supports bf16 (*compute
+# capability*, NVIDIA's generation number, of 8.0 or later; a T4 has 7.5), the next cell runs the
+# real model:
 
 # %%
 from xtrain.device import cupy
@@ -431,10 +438,10 @@ if capable:
     ]
     print(f"float32 {losses[0]:.6f}, bf16 {losses[1]:.6f}")
 else:
-    print("No such GPU here.")
+    print("There is no such GPU here.")
 
 # %% [markdown]
-# Now let three models learn: in float32; with bf16 products and float32 masters; and with bf16
+# Now train three models: in float32; with bf16 products and float32 master weights; and with bf16
 # products *and* bf16 weights, rounded after each step.
 
 
@@ -462,9 +469,9 @@ print("bf16 with masters ends within 0.005 of float32:", abs(masters - whole) < 
 print("bf16 without masters is more than 0.01 behind:", without > whole + 0.01)
 
 # %% [markdown]
-# The smaller the learning rate, the worse it gets, and every schedule ends with a small one. The
-# share of weights that have moved at all after 10 steps (without the rows that fill up the
-# vocabulary to a multiple of 128, which no token uses):
+# The smaller the learning rate, the worse this gets, and every schedule ends with a small one. The
+# next cell computes the share of weights that have changed at all after 10 steps. (It excludes the
+# rows that pad the vocabulary to a multiple of 128, which no token uses.)
 
 # %%
 print("learning rate   masters   bf16 weights")
@@ -484,7 +491,7 @@ for lr in (1e-4, 1e-5, 1e-6):
     print(f"{lr:13.0e}   {shares[0]:7.1g}   {shares[1]:12.1g}")
 
 # %% [markdown]
-# **What it gives.** Half the bytes, so kernels that are limited by memory are nearly twice as fast:
+# **What it gains.** Half the bytes, so kernels limited by memory are nearly twice as fast:
 
 # %%
 PAIRS = [
@@ -504,20 +511,21 @@ lesson.table(
 )
 
 # %% [markdown]
-# (`residual_rmsnorm_fwd` was measured with all four arrays in bf16. With x and h in float32, as in a
-# step, it moves 12 bytes per element, not 8: three quarters of the 16 that float32 moves.)
+# (`residual_rmsnorm_fwd` was measured with all four arrays in bf16. With x and h in float32, as in
+# a real step, it moves 12 bytes per element rather than 8: three quarters of the 16 bytes in
+# float32.)
 #
-# The whole step gains much more than a factor of two, since most of it is matrix products, and
-# tensor cores multiply bf16 many times as fast as the float32 units multiply float32. (Attention
-# changes too, to the kernels of lessons 13 and 14.)
+# The whole step gains much more than a factor of two. Most of it is matrix products, and tensor
+# cores multiply bf16 many times as fast as the float32 units multiply float32. (Attention also
+# changes, to the kernels of lessons 13 and 14.)
 #
-# Memory does *not* halve. Per weight it even grows, by the copy: 4 bytes each for weight, gradient
-# and two moments, and 2 more. What halves is what forward keeps for backward. xtrain's memory plan
-# needs no GPU:
+# Memory does *not* halve. Per weight it even grows, by the copy: 4 bytes each for the weight, the
+# gradient and the two moments, and 2 more. What halves is most of what forward saves for backward.
+# xtrain's memory plan needs no GPU:
 
 # %%
-from xtrain.training import memory_plan as memory
 from xtrain.config import PRESETS
+from xtrain.training import memory_plan as memory
 
 big = xtrain.ModelConfig(vocab_size=50257, max_seq_len=256, **PRESETS["dim768"].model)
 for precision in ("fp32", "bf16"):
@@ -525,19 +533,19 @@ for precision in ("fp32", "bf16"):
     kept = ("weights", "bf16 copy of the weights", "gradients", "moments")
     per_weight = sum(plan.kept.get(kind, 0) for kind in kept)
     whole_gb, weights_gb = plan.reserved / 1e9, per_weight / 1e9
-    print(f"{precision}: {whole_gb:4.1f} GB for a step, {weights_gb:.1f} GB of them by weight")
+    print(f"{precision}: {whole_gb:4.1f} GB for a step, {weights_gb:.1f} GB of it per-weight state")
 
 # %% [markdown]
 # ## One improvement: two numbers at once
 #
-# Your 12.1 computes the rounding with whole numbers, and each thread writes two bytes. A GPU has an
-# instruction that rounds two float32 into one 32-bit word of two bf16. With it, and with accesses
-# of 16 bytes, rounding is a copy again:
+# Your 12.1 computes the rounding in integer arithmetic, and each thread writes two bytes. A GPU has
+# an instruction that rounds two float32 numbers into one 32-bit word of two bf16. With it, and with
+# 16-byte accesses, rounding runs at the speed of a copy again:
 
 # %%
 lesson.table(
     ["bench_kernels/cast_narrow/fp32"],
-    {"one by one, ms": "naive_ms", "in use, ms": "ms", "a copy, ms": "copy_ms"},
+    {"one at a time, ms": "naive_ms", "in use, ms": "ms", "a copy, ms": "copy_ms"},
 )
 
 # %%
@@ -554,22 +562,22 @@ times = lesson.measure(runs, nbytes=6 * n)
 # %% [markdown]
 # ## The library's kernel
 #
-# Yours, and the one in use:
+# First the kernel that corresponds to yours, then the one in use:
 
 # %%
 lesson.source(cast.narrow_naive_kernel)
 lesson.source(cast.cast_chunks)
 
 # %% [markdown]
-# Masters: AdamW reads and writes the float32 weights, and writes the copy in the same pass
-# (`with_half`), while the new weight is in a register. That is 12.2, fused.
+# Master weights: AdamW reads and writes the float32 weights and writes the bf16 copy in the same
+# pass (`with_half`), while the new weight is in a register. This is your 12.2, fused.
 
 # %%
 lesson.source(adamw.make_adamw_kernel, "if with_half")
 
 # %% [markdown]
-# The stream: in the fused norm of lesson 11 `x` and `h` are float32 while `r` and `y` are bf16.
-# `load` and `store` look at the type of their array; the kernel is the same.
+# The residual stream: in the fused norm of lesson 11, `x` and `h` are float32 while `r` and `y` are
+# bf16. `load` and `store` choose by the type of their array; the kernel's source is the same.
 
 # %%
 from xtrain.kernels import residual
@@ -579,12 +587,13 @@ lesson.source(residual.residual_rmsnorm_fwd)
 # %% [markdown]
 # ## What did not help
 #
-# *Weights in bf16 alone*: above. It saves 4 bytes of 18 per weight, and training ends behind.
+# *Weights in bf16 only*: see above. It saves 4 of 18 bytes per weight, and training ends with a
+# higher loss.
 #
-# *A copy made by a kernel of its own.* It would read every weight again after AdamW has had it in
-# registers. In bytes per weight: AdamW 28 (it reads weight, gradient and two moments, and writes
-# all but the gradient: 7 times 4), a separate copy 6 (read 4, write 2); in one pass 30. The record
-# beside it zeroes the gradient as well, 4 more:
+# *A separate kernel for the copy.* It would read every weight again after AdamW has had it in
+# registers. In bytes per weight: AdamW moves 28 (it reads weight, gradient and two moments, and
+# writes all but the gradient: 7 times 4), and a separate copy 6 (read 4, write 2); a single pass
+# moves 30. The second record also zeroes the gradient, 4 bytes more:
 
 # %%
 lesson.table(
@@ -593,27 +602,28 @@ lesson.table(
 )
 
 # %% [markdown]
-# *Loss scaling*: nothing to scale, as the first section showed. It is mentioned here because many
-# programs keep it when they go from float16 to bf16.
+# *Loss scaling*: there is nothing to scale, as the first section showed. It is listed here because
+# many programs keep it when they switch from float16 to bf16.
 #
 # ## More exercises
 #
-# 1. How many ones can be added in float32, one by one, before the sum stands still? And in float16?
+# 1. How many ones can you add in float32, one at a time, before the sum stalls? And in float16?
 # 2. The second moment of AdamW is a running mean of g², with beta2 = 0.95: v = 0.95 v + 0.05 g².
-#    Would v in bf16 stand still? And with beta2 = 0.999?
-# 3. `stochastic rounding` goes up or down at random, with a probability given by the distance. Try
-#    it on the thousand steps of 0.001. What does it give up?
+#    Would v in bf16 stall? And with beta2 = 0.999?
+# 3. *Stochastic rounding* rounds up or down at random, with probabilities given by the distances.
+#    Try it on the thousand steps of 0.001. What does it give up?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: 2^24 = 16 777 216: at that size the spacing is 2, and 1 is half of it, so the tie goes to even.
-# In float16 2^11 = 2048. 2: A running mean stands still when the change, (1 - beta2) (g² - v), is
-# below half of the spacing, which is between v/256 and v/512. With 0.95 that happens only when g²
-# is within eight per cent of v: no harm. With 0.999 the change is a thousandth of the difference,
-# so g² has to be three to five times v before v moves upwards at all; and v never shrinks, since
-# 0.999 v rounds back to v. 3: `x + (spacing * (random - 0.5))` before rounding to nearest does it.
-# On average the weight arrives at 0, where it should; each single weight has an error like a random
-# walk's. And the same seed must give the same random numbers, on any number of GPUs.
+# 1: 2^24 = 16 777 216: from there on the spacing is 2, and 1 is half of it, so the tie goes to
+# even. In float16, 2^11 = 2048. 2: A running mean stalls when the change, (1 - beta2) (g² - v), is
+# below half the spacing; half the spacing is between v/512 and v/256. With 0.95 that happens only
+# when g² is within eight percent of v, which does no harm. With 0.999 the change is a thousandth
+# of the difference, so g² has to be three to five times v before v increases at all; and v never
+# decreases, because 0.999 v rounds back to v. 3: Adding `spacing * (random - 0.5)` to x before
+# rounding to nearest implements it. On average the weight arrives at 0, as it should; each single
+# weight has an error like that of a random walk. And for reproducible runs, the same seed must give
+# the same random numbers on any number of GPUs.
 #
 # </details>
 #

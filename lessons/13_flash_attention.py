@@ -17,12 +17,12 @@
 # 7](07_model.ipynb).*
 #
 # **The question.** Attention compares every token with every earlier one: T tokens make T x T
-# scores. With 16 heads and 65,536 tokens, the scores alone, in two bytes each, are 137 GB. An H200
-# has 141 GB, and it should also hold a model. Yet the records of this lesson contain exactly that
+# scores. With 16 heads and 65,536 tokens, the scores alone, at two bytes each, are 137 GB. An H200
+# has 141 GB, and it must also hold a model. Yet the records of this lesson include exactly that
 # shape, and it runs with a few megabytes of extra memory. Where are the scores?
 #
-# They are never all there at once. You will write the softmax that makes this possible, then
-# attention with it, forward and backward.
+# They never all exist at the same time. You will write the softmax that makes this possible, and
+# then use it for attention, forward and backward.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -44,8 +44,8 @@ from numba import cuda, float32
 
 from xtrain import lesson, simulator
 
-D = 16  # columns of a head
-TILE = 32  # queries of a block, and keys of a tile
+D = 16  # width of a head
+TILE = 32  # queries per block, and keys per tile
 LOWEST = float32(-1e30)  # below every score
 
 
@@ -60,12 +60,13 @@ def load_tile(tile, x_TD, first):
 # %% [markdown]
 # ## Attention by hand
 #
-# One head: q, k, v of shape (T, D). Each query t has a score for every key s, a softmax turns
-# scores into weights, and the output is the weighted mean of the values:
+# Take one head: q, k, v of shape (T, D). Each query t has a score for every key s, a softmax turns
+# the scores into weights, and the output is the weighted mean of the values:
 #
 # $$s_{ts} = \frac{q_t \cdot k_s}{\sqrt{D}} \qquad p_{ts} = \frac{e^{s_{ts}}}{\sum_{j} e^{s_{tj}}} \qquad o_t = \sum_s p_{ts} v_s$$
 #
-# *Causal* means: s runs only to t, since a token must not see those after it. With T, D = 3, 4:
+# *Causal* means that s runs only up to t, because a token must not see later ones. With T, D = 3,
+# 4:
 
 # %%
 q = np.array([[1.0, 0, 2, 0], [0, 2, 0, 2], [2, 2, 0, 0]])
@@ -80,13 +81,12 @@ print("weights\n", p.round(4))
 print("output\n", (p @ v).round(4))
 
 # %% [markdown]
-# As everywhere, the largest score of a row is subtracted before exp: it changes nothing in p and
-# keeps exp from overflowing. That is the difficulty. To write down even the first weight of a row
-# one needs the maximum and the sum of the *whole* row, so it seems that all scores of a row must be
-# known, and kept, first.
+# As always, the largest score of a row is subtracted before exp: p does not change, and exp cannot
+# overflow. That is the difficulty. Even the first weight of a row depends on the maximum and the
+# sum of the *whole* row, so it seems that all scores of a row must be computed, and kept, first.
 #
-# The library's reference does it just so, for all heads at once, and returns one thing more, which
-# we shall need: lse, the logarithm of each row's sum of exp.
+# The library's reference does exactly that, for all heads at once. It also returns a second array,
+# which you will need below: lse, the logarithm of each row's sum of exp.
 
 # %%
 from xtrain.kernels.attention import flash_attention
@@ -96,15 +96,15 @@ lesson.source(flash_attention.flash_attention_ref)
 # %% [markdown]
 # ## The online softmax
 #
-# Suppose that only the first two scores of a row have come so far. We can work with *their* maximum
-# m, *their* sum l of exp(s - m), and *their* weighted sum of values, acc. Then two more scores
-# come, and one is larger than m. Everything that we have is too large by the same factor: it was
-# computed with the old maximum. So multiply it by exp(m - m') and go on:
+# Suppose that only the first two scores of a row are available. You can compute *their* maximum m,
+# *their* sum l of exp(s - m), and *their* weighted sum of values, acc. Then two more scores arrive,
+# and one of them is larger than m. Both l and acc are too large by the same factor, because they
+# were computed with the old maximum. So multiply them by exp(m - m') and continue:
 #
 # $$m' = \max(m, \max_j s_j) \qquad l' = l\,e^{m - m'} + \sum_j e^{s_j - m'} \qquad acc' = acc\,e^{m - m'} + \sum_j e^{s_j - m'} v_j$$
 #
-# At the end o = acc / l, exactly what the whole softmax gives, and lse = m + log l. A row of four
-# scores in two tiles of two, by hand:
+# At the end, o = acc / l is exactly the result of the full softmax, and lse = m + log l. By hand,
+# for a row of four scores in two tiles of two:
 
 # %%
 scores = np.array([1.0, 3.0, 2.0, 5.0])
@@ -120,14 +120,14 @@ for tile in (slice(0, 2), slice(2, 4)):
     m = new
     print(f"{scores[tile]}  {m:3}   {factor:.4f}   {l:.4f}   {acc:.4f}   {acc / l:.4f}")
 whole = np.exp(scores) / np.exp(scores).sum()
-print(f"the whole softmax at once: {whole @ values:.4f}")
+print(f"the full softmax at once: {whole @ values:.4f}")
 print(f"lse {math.log(np.exp(scores).sum()):.4f}, m + log l {m + math.log(l):.4f}")
 
 # %% [markdown]
 # ## Exercise 13.1: one row, tile by tile
 #
-# In NumPy. The arrays k and v that the check hands you can be sliced, `k_SD[a:b]`, but refuse more
-# than `tile` rows at a time.
+# Write it in NumPy. The arrays k and v that the check passes to you support slicing, `k_SD[a:b]`,
+# but reject slices of more than `tile` rows.
 
 
 # %% tags=["exercise"]
@@ -145,16 +145,16 @@ lesson.check("13.1", attention_row)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `for first in range(0, k_SD.shape[0], tile):`, then `s = scale * (k_SD[first : first + tile] @
-# q_D)`. A slice that goes past the end is simply shorter.
+# Loop with `for first in range(0, k_SD.shape[0], tile):` and compute
+# `s = scale * (k_SD[first : first + tile] @ q_D)`. A slice that extends past the end is just
+# shorter.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Begin with `top, total, acc = -np.inf, 0.0, np.zeros(v_SD.shape[1])`. In each turn: the new
-# maximum, the factor `np.exp(top - new)`, and both `total` and `acc` are multiplied by it before
-# something is added.
-#
+# Begin with `top, total, acc = -np.inf, 0.0, np.zeros(v_SD.shape[1])`. In each iteration, compute
+# the new maximum and the factor `np.exp(top - new)`, and multiply both `total` and `acc` by it
+# before you add to them.
 # </details>
 
 
@@ -179,28 +179,29 @@ def attention_row(q_D, k_SD, v_SD, scale, tile):
 # %% [markdown]
 # ## Tiles on a GPU
 #
-# Now for all queries. A block of 32 threads owns 32 queries; each thread keeps its own query, m, l
-# and acc in registers. Tile by tile, the block brings 32 keys and values into shared memory, where
-# all 32 queries use them: what is loaded once is used 32 times, as in the matrix product of [lesson
-# 4](04_matmul.ipynb).
+# Now do this for all queries. A block of 32 threads owns 32 queries; each thread keeps its own
+# query, m, l and acc in registers. The block loads one tile of 32 keys and values after another
+# into shared memory, where all 32 queries use it. Each load is thus used 32 times, as in the matrix
+# product of [lesson 4](04_matmul.ipynb).
 #
-# With a causal mask most queries see few keys, and many tiles are not needed at all. Key tile j is
-# of use to query tile i only if j is at most i; in the tile j = i each thread looks at its own t.
-# Below, 6 tiles of queries (rows) and of keys (columns): each cell says in which turn the block
-# comes there, and a dash means never.
+# With a causal mask, most queries see only part of the keys, and many tiles are not needed at all.
+# Query tile i needs key tile j only if j is at most i; in the tile j = i, each thread masks the
+# keys after its own t. The next figure shows 6 tiles of queries (rows) and of keys (columns): each
+# cell holds the iteration in which the block reaches that tile, and a dash means never.
 
 # %%
 turns = np.where(np.tri(6, dtype=bool), np.arange(6), -1)
 lesson.figures.ownership(
-    turns, "queries down, keys across: the turn in which a block visits a tile", "turn"
+    turns, "queries down, keys across: the iteration in which a block reaches a tile", "iteration"
 )
 
 # %% [markdown]
 # ## Exercise 13.2: the kernel
 #
-# One head, causal. `load_tile(tile, x_TD, first)`, which is given at the top, fills a shared tile
-# with 32 rows; all threads of the block must call it. Two barriers per turn: one so that nobody
-# reads a tile before it is there, one so that nobody overwrites a tile that somebody still reads.
+# One head, causal. The function `load_tile(tile, x_TD, first)`, defined at the top, fills a shared
+# tile with 32 rows; all threads of the block must call it. Every iteration needs two barriers: one
+# so that no thread reads a tile before it is loaded, and one so that no thread overwrites a tile
+# that another thread is still reading.
 
 
 # %% tags=["exercise"]
@@ -208,8 +209,8 @@ lesson.figures.ownership(
 def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
     """o = softmax(scale q k^T, causal) v, lse = log sum exp.
 
-    o, q, k, v: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x and adds up
-    key after key.
+    o, q, k, v: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x and
+    accumulates over its keys one at a time.
     Grid ceil(T / TILE), block TILE.
     """
     k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
@@ -226,15 +227,17 @@ lesson.check("13.2", flash_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# First fill q from `q_TD[t, d]`, with zeros if t is past the end, and acc with zeros. Then `for
-# first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):` visits the tiles up to the block's own.
+# First fill q from `q_TD[t, d]`, with zeros if t is past the end, and fill acc with zeros. Then
+# `for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):` visits the tiles up to the block's
+# own.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# In a turn: barrier, load both tiles, barrier, `for j in range(TILE):` and, if `first + j <= t`,
-# the score `s` of key j. With one key at a time the new maximum is `new = s if s > top else top`,
-# the factor `math.exp(top - new)`, the weight `math.exp(s - new)`.
+# In each iteration: a barrier, load both tiles, a barrier, then `for j in range(TILE):` and, if
+# `first + j <= t`, the score `s` of key j. With one key at a time, the new maximum is
+# `new = s if s > top else top`, the factor is `math.exp(top - new)`, and the weight is
+# `math.exp(s - new)`.
 #
 # </details>
 
@@ -245,8 +248,8 @@ lesson.check("13.2", flash_kernel)
 def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
     """o = softmax(scale q k^T, causal) v, lse = log sum exp.
 
-    o, q, k, v: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x and adds up
-    key after key.
+    o, q, k, v: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x and
+    accumulates over its keys one at a time.
     Grid ceil(T / TILE), block TILE.
     """
     k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
@@ -258,7 +261,7 @@ def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
         q[d] = q_TD[t, d] if t < T else float32(0.0)
         acc[d] = float32(0.0)
     for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()  # everybody has left the tile before
+        cuda.syncthreads()  # no thread still reads the previous tile
         load_tile(k, k_TD, first)
         load_tile(v, v_TD, first)
         cuda.syncthreads()
@@ -281,12 +284,12 @@ def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
 
 
 # %% [markdown]
-# A thread past the end of T computes on zeros and writes nothing: it must not leave before the
-# barriers. And the first maximum is a very low number, not minus infinity: a row whose first tile
-# is hidden altogether would compute -inf - (-inf), which is NaN. (Here key 0 is visible to all; the
-# library's kernels meet such rows.)
+# A thread past the end of T computes on zeros and writes nothing; it must not return early, because
+# all threads must reach the barriers. And the initial maximum is a very low number rather than
+# minus infinity: a row whose first tile is completely masked would compute -inf - (-inf), which is
+# NaN. (Here every query sees key 0; the library's kernels do encounter such rows.)
 #
-# Against the reference:
+# Compare with the reference:
 
 # %%
 T, scale = 70, np.float32(1 / math.sqrt(D))
@@ -309,22 +312,22 @@ print("lse agrees to 1e-5:", np.allclose(lse_T, lse_ref[0, 0], atol=1e-5))
 # %% [markdown]
 # ## The backward
 #
-# Backward is told do, of the shape of o. By [lesson 5](05_backward.ipynb), for the two matrix
-# products and the softmax between them, with s standing for the scaled scores:
+# The backward pass receives do, of the same shape as o. By [lesson 5](05_backward.ipynb), for the
+# two matrix products and the softmax between them, with s denoting the scaled scores:
 #
 # $$dv = p^T do \qquad dp = do\,v^T \qquad ds_{ts} = p_{ts} \Big(dp_{ts} - \sum_j p_{tj}\,dp_{tj}\Big) \qquad dq = scale \cdot ds\,k \qquad dk = scale \cdot ds^T q$$
 #
-# The weights p were never kept. Two observations save us:
+# The weights p were never stored. Two observations make the backward possible without them:
 #
-# 1. **Recompute.** p = exp(s - lse). With lse at hand, one number per row, a tile of p costs one
-#    small matrix product, in any order, with no second online softmax.
-# 2. **The sum over the whole row is at hand too.** It looks as if it needed all tiles before the
-#    first ds could be written. But
+# 1. **Recompute p.** p = exp(s - lse). Given lse, one number per row, a tile of p costs one small
+#    matrix product, in any order, without a second online softmax.
+# 2. **The sum over the whole row is also available.** It seems to need all tiles before the first
+#    ds can be computed. But
 #
 # $$\delta_t = \sum_j p_{tj}\,dp_{tj} = \sum_j p_{tj} \, (do_t \cdot v_j) = do_t \cdot \sum_j p_{tj} v_j = do_t \cdot o_t$$
 #
-# a dot product of two vectors that we have. On the tiny example, with do = o - 0.5 for the sake of
-# an example:
+# is a dot product of two known vectors. On the tiny example, with do = o - 0.5 as an arbitrary
+# choice:
 
 # %%
 o = p @ v
@@ -336,8 +339,9 @@ print("do . o of each row:       ", (do * o).sum(1).round(4))
 # %% [markdown]
 # ## Exercise 13.3: dq
 #
-# The same walk as in 13.2. Per visible key: its scaled score s, p = exp(s - lse), dp = do . v, ds =
-# p (dp - delta), and dq grows by ds k. The factor `scale` of dq can wait until the end.
+# Use the same loop over tiles as in 13.2. For each visible key, compute its scaled score s, p =
+# exp(s - lse), dp = do . v and ds = p (dp - delta), and add ds k to dq. The factor `scale` of dq
+# can be applied at the end.
 
 
 # %% tags=["exercise"]
@@ -361,14 +365,14 @@ lesson.check("13.3", flash_dq_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Before the walk: q, do, acc as in 13.2, and `delta`, the sum of `do_TD[t, d] * o_TD[t, d]` over d.
-# Read `lse_T[t]` once, into a variable. All of that only if `t < T`; else zeros.
+# Before the loop: q, do and acc as in 13.2, and `delta`, the sum of `do_TD[t, d] * o_TD[t, d]` over
+# d. Read `lse_T[t]` once, into a variable. Do all this only if `t < T`; otherwise use zeros.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Threads past the end have no lse. Let them take part in loading and barriers only: `if first + j
-# <= t and t < T:`.
+# Threads past the end have no lse. They only take part in the loads and barriers:
+# `if first + j <= t and t < T:`.
 #
 # </details>
 
@@ -413,10 +417,11 @@ def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
 
 # %% [markdown]
 # dk and dv are sums over *queries*: each key needs all queries that see it. If the dq kernel also
-# added to dk, 32 threads of every block would add to the same elements, with atomics, in whatever
-# order they come: another gradient in every run ([lesson 3](03_reductions.ipynb)). So xtrain has a
-# second kernel whose blocks own *keys* and walk over the queries. It computes the scores once more.
-# A check of all of it together is the directional derivative of [lesson 5](05_backward.ipynb):
+# computed dk, all 32 threads of every block would add to the same elements with atomics, in an
+# arbitrary order, and the gradient would differ from run to run ([lesson 3](03_reductions.ipynb)).
+# So xtrain has a second kernel whose blocks own *keys* and loop over the queries. It computes the
+# scores a second time. The directional derivative of [lesson 5](05_backward.ipynb) checks all three
+# gradients together:
 
 # %%
 wide = [one_head(x) for x in (q_TD, k_TD, v_TD)]
@@ -442,13 +447,13 @@ ahead, behind = ([x + sign * h * e for x, e in zip(wide, step)] for sign in (1, 
 numeric = (loss(ahead) - loss(behind)) / (2 * h)
 analytic = float(sum((g * e).sum() for g, e in zip((dq, dk, dv), step)))
 print(f"change of the loss along a random direction: {numeric:.5f}")
-print(f"by the gradients:                            {analytic:.5f}")
+print(f"predicted by the gradients:                  {analytic:.5f}")
 
 # %% [markdown]
 # ## Measure
 #
-# What is saved are bytes of the T x T kind. Here is attention as three kernels, with the scores in
-# memory between them:
+# The saving is in the T x T arrays. Here is attention as three kernels that pass the scores to each
+# other through memory:
 
 
 # %%
@@ -494,8 +499,8 @@ def weigh_kernel(o_TD, p_TT, v_TD):
 
 # %% [markdown]
 # The trace counts the bytes that each version moves, for 64 tokens and one head. (The kernels
-# without tiles also read k and v again for every query; a good matrix product would not. So look at
-# the column of the scores.)
+# without tiles also read k and v again for every query; a good matrix product would not. So compare
+# only the bytes of scores.)
 
 # %%
 n = 64
@@ -508,15 +513,15 @@ with lesson.tracing() as three:
     simulator.run(weigh_kernel, n, D, o_sim, s_sim, sims[2])
 by_three = np.array(o_sim)
 flash = lesson.traced(flash_kernel, n // TILE, TILE, o_sim, lse_sim, *sims, scale)
-print("the same output:", np.allclose(by_three, o_sim, atol=1e-5))
+print("same output:", np.allclose(by_three, o_sim, atol=1e-5))
 scores_moved = sum(three.traffic(name).moved for name in ("s_TT", "p_TT"))
 k_and_v = sum(flash.traffic(name).moved for name in ("k_TD", "v_TD"))
 print(f"three kernels: {scores_moved:7,} bytes of scores and weights moved")
 print(f"flash:         {0:7,} bytes of scores and weights, {k_and_v:,} bytes of k and v")
 
 # %% [markdown]
-# How this grows: the scores with T squared, what flash keeps (o and lse) with T. For 16 heads of
-# 128 columns in bf16, scores in bf16 and lse in float32:
+# The scores grow with T squared; what flash attention stores (o and lse) grows with T. For 16 heads
+# of width 128 in bf16, with scores in bf16 and lse in float32:
 
 # %%
 lengths = [2**i for i in range(10, 17)]
@@ -532,10 +537,11 @@ lesson.figures.curves(
 )
 
 # %% [markdown]
-# And time. Two records of one machine, for 1024 tokens: the *softmax alone* on scores that lie in
-# memory, which is a good kernel (it keeps a row in registers), and a whole FlashAttention forward,
-# both matrix products included. The softmax is float32, the attention bf16 with float32 sums, so
-# bytes alone explain a factor of two:
+# Next, the time. The table has two records for 1024 tokens from the same machine. One is the
+# *softmax alone*, on scores in memory, by an efficient kernel that keeps each row in registers. The
+# other is a complete FlashAttention forward, including both matrix products. The softmax is in
+# float32, the attention in bf16 with float32 sums, so the number of bytes alone explains a factor
+# of two:
 
 # %%
 softmax = lesson.record("bench_kernels/softmax_fwd/fp32")
@@ -547,11 +553,11 @@ lesson.table(
     ],
     {"ms": "ms"},
 )
-print(f"softmax alone {1e3 * softmax['ms'] / 48:.2f} us a head")
-print(f"all of FlashAttention {1e3 * whole['ms'] / (16 * 12):.2f} us a head")
+print(f"softmax alone {1e3 * softmax['ms'] / 48:.2f} us per head")
+print(f"all of FlashAttention {1e3 * whole['ms'] / (16 * 12):.2f} us per head")
 
 # %% [markdown]
-# On a GPU, the next cell times your kernel beside the library's (float32, without tensor cores) on
+# On a GPU, the next cell compares your kernel with the library's (float32, without tensor cores) on
 # one head of many tokens.
 
 # %%
@@ -570,10 +576,10 @@ times = lesson.measure(
 )
 
 # %% [markdown]
-# ## One improvement: do not visit the future
+# ## One improvement: skip the future
 #
-# A kernel that walks over *all* tiles and relies on the mask is just as right. What does skipping
-# save? Count it:
+# A kernel that loops over *all* tiles and relies on the mask is also correct. How much does
+# skipping save? Count the tiles:
 
 
 # %%
@@ -589,25 +595,27 @@ counted = flash.traffic("k_TD").moved // (TILE * D * 4)
 print(f"and in the trace of your kernel, 64 tokens: {counted} tiles of k were read")
 
 # %% [markdown]
-# **The improvement of this lesson and its reason:** the mask removes half of the work only if whole
-# tiles are never touched: half of the loads, the exps and the multiplications. The finer the tiles,
-# the closer to one half, but also the less each loaded key is used. With unequal blocks comes a new
-# trouble: the last block works longest. The library starts long blocks first where that pays;
-# `make_grid` in its source says when.
+# **The improvement of this lesson and its reason:** the mask saves half of the work only if masked
+# tiles are skipped entirely. That saves half of the loads, the exps and the multiplications. The
+# smaller the tiles, the closer the saving is to one half, but the fewer times each loaded key is
+# used. Skipping makes the blocks unequal, which creates a new problem: the last block works
+# longest. The library starts long blocks first where that pays; `make_grid` in its source says
+# when.
 #
 # ## The library's kernel
 #
-# The online softmax as it stands in the softmax kernel, one score at a time:
+# The online softmax in the library's softmax kernel, one score at a time:
 
 # %%
-from xtrain.kernels.attention import flash_attention_fp32
 from xtrain.kernels import softmax as softmax_kernels
+from xtrain.kernels.attention import flash_attention_fp32
 
 lesson.source(softmax_kernels.online_softmax)
 
 # %% [markdown]
-# In the float32 FlashAttention, one tile at a time. 16 lanes share a row, so the maximum goes
-# through `row_max`, a shuffle; of each of its R rows a lane has C scores and W columns of acc:
+# The float32 FlashAttention processes one tile at a time. 16 lanes share a row, so they find the
+# maximum with warp shuffles, in `row_max`; for each of its R rows, a lane holds C scores and W
+# columns of acc:
 
 # %%
 lesson.source(flash_attention_fp32.make_add_scores)
@@ -616,10 +624,10 @@ lesson.source(flash_attention_fp32.make_add_scores)
 lesson.source(flash_attention_fp32.make_fwd_kernel)
 
 # %% [markdown]
-# `past` is for serving, where the keys of earlier turns are already there ([lesson
-# 18](18_kv_cache.ipynb)), and `g` is the key head that several query heads may share. The bf16
-# kernels do the same on tensor cores, which is [lesson 14](14_tensor_cores.ipynb). Measured,
-# forward and backward, beside PyTorch, in TFLOP/s:
+# `past` is for serving, where the keys of earlier tokens are already in the cache ([lesson
+# 18](18_kv_cache.ipynb)), and `g` is the key head, which several query heads may share. The bf16
+# kernels do the same on tensor cores, the subject of [lesson 14](14_tensor_cores.ipynb). Measured
+# forward and backward, compared with PyTorch, in TFLOP/s:
 
 # %%
 by_length = [
@@ -639,15 +647,15 @@ lesson.table(
 )
 
 # %% [markdown]
-# These are xtrain's kernels of lesson 14, which run on every card since the A100. From 1024 tokens
-# on cuDNN, NVIDIA's own library, is ahead of them: it uses instructions that exist on Hopper only.
-# [Lesson 23](23_beyond.ipynb) is about those, and about the kernels that xtrain has for them. At
-# 65,536 tokens PyTorch's own flash kernels are about as fast as these.
+# The xtrain column shows the kernels of lesson 14, which run on every GPU since the A100. From 1024
+# tokens on, cuDNN, NVIDIA's own library, is faster, because it uses instructions that exist only on
+# Hopper. [Lesson 23](23_beyond.ipynb) covers those, and xtrain's kernels that use them. At 65,536
+# tokens, PyTorch's own flash kernels are about as fast as these.
 #
 # ## What did not help
 #
-# *Two passes.* One can avoid rescaling: walk over all tiles once for the maximum and the sum, and a
-# second time for the output. It is right, and needs no trick. What it costs, by the trace:
+# *Two passes.* Rescaling acc can be avoided: loop over all tiles once for the maximum and the sum,
+# and a second time for the output. This is also correct. Its cost, by the trace:
 
 
 # %%
@@ -659,11 +667,11 @@ def two_pass_kernel(o_TD, q_TD, k_TD, v_TD, scale):
     top, total = LOWEST, float32(0.0)
     for d in range(D):
         acc[d] = float32(0.0)
-    for turn in range(2):
+    for sweep in range(2):
         for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
             cuda.syncthreads()
             load_tile(k, k_TD, first)
-            if turn == 1:
+            if sweep == 1:
                 load_tile(v, v_TD, first)
             cuda.syncthreads()
             for j in range(TILE):
@@ -672,7 +680,7 @@ def two_pass_kernel(o_TD, q_TD, k_TD, v_TD, scale):
                     for d in range(D):
                         s += q_TD[t, d] * k[j, d]
                     s *= scale
-                    if turn == 0:
+                    if sweep == 0:
                         new = s if s > top else top
                         total = total * math.exp(top - new) + math.exp(s - new)
                         top = new
@@ -684,38 +692,39 @@ def two_pass_kernel(o_TD, q_TD, k_TD, v_TD, scale):
 
 
 two = lesson.traced(two_pass_kernel, n // TILE, TILE, o_sim, *sims, scale)
-print("the same output:", np.allclose(by_three, o_sim, atol=1e-5))
+print("same output:", np.allclose(by_three, o_sim, atol=1e-5))
 for name, trace, products in (("one pass", flash, 2), ("two passes", two, 3)):
     print(f"{name:10} k {trace.traffic('k_TD').moved:6,} bytes, {products} products per tile")
-print(f"it saves {D} multiplications per row and tile, if rescaled once per tile,")
-print(f"beside the {2 * TILE * D:,} of the two products")
+print(f"two passes save {D} multiplications per row and tile (rescaling once per tile),")
+print(f"compared with the {2 * TILE * D:,} of the two products")
 
 # %% [markdown]
-# *Atomics for dq in the dk, dv kernel.* They would make five products per tile out of seven (S and
-# dP are computed in both kernels), 29 % less arithmetic, and give other bits in every run. xtrain
-# pays. It need not where one block can hold all keys of a head, up to 256 of them, 16 or 32 wide:
-# there the warps put their ds into shared memory, and dq is one more product, added up in a fixed
-# order (`xtrain/kernels/_flash_attention_bf16_whole.py`). That is faster, but not by 29 %: with a
-# causal mask few queries see the late keys, and the warps that own those wait for the others.
+# *Atomics for dq in the dk, dv kernel.* They would reduce the seven products per tile to five (S
+# and dP are computed in both kernels), 29 % less arithmetic, but give different bits in every run.
+# xtrain accepts the extra cost. It avoids it where one block can hold all keys of a head, up to 256
+# keys of width 16 or 32. There the warps store their ds in shared memory, and dq is one more
+# product, summed in a fixed order (`xtrain/kernels/attention/flash_attention_bf16_bwd_whole.py`). That is
+# faster, but not by 29 %: with a causal mask, few queries see the late keys, and the warps that own
+# those keys wait for the others.
 #
 # ## More exercises
 #
-# 1. Write the dk, dv kernel: a thread owns a *key* n, the block walks over tiles of queries, from
-#    its own tile to the last. Which arrays go through shared memory? Compare with
+# 1. Write the dk, dv kernel: a thread owns a *key* n, and the block loops over tiles of queries,
+#    from its own tile to the last. Which arrays go through shared memory? Compare with
 #    `flash_attention_bwd_ref`.
-# 2. Merge two results: queries saw keys 0 to 99 in one kernel and 100 to 199 in another, each
-#    returned o and lse. Write the o of all 200 keys from these four arrays.
-# 3. How many bytes does the backward need from the forward, per head, with D = 64 and T = 4096 in
-#    bf16, beside q, k, v? And with p kept?
+# 2. Merge two results: one kernel computed attention over keys 0 to 99, another over keys 100 to
+#    199, and each returned o and lse. Compute the o of all 200 keys from these four arrays.
+# 3. How many bytes per head must the forward save for the backward, in addition to q, k and v, with
+#    D = 64 and T = 4096 in bf16? And if it stored p?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: q, do, and per query lse and delta. `for first in range(cuda.blockIdx.x * TILE, T, TILE)`; key
-# n and query t meet if n <= t; `dv += p do`, `dk += scale ds q`. The last cell below is one. 2:
-# with lse = log(exp(lse1) + exp(lse2)), computed with the larger of the two subtracted, o = o1
-# exp(lse1 - lse) + o2 exp(lse2 - lse). [Lesson 19](19_decode_attention.ipynb) splits keys among
-# blocks this way. 3: o, 4096 · 64 · 2 bytes, and lse, 4096 · 4 bytes: 540,672 bytes. p would be
-# 4096 · 4096 · 2 = 33,554,432.
+# 1: q, do, and per query lse and delta. Loop with
+# `for first in range(cuda.blockIdx.x * TILE, T, TILE)`; query t sees key n if n <= t; `dv += p do`,
+# `dk += scale ds q`. The next cell is one solution. 2: Let lse = log(exp(lse1) + exp(lse2)),
+# computed with the larger of the two subtracted first; then o = o1 exp(lse1 - lse) + o2 exp(lse2 -
+# lse). [Lesson 19](19_decode_attention.ipynb) splits keys among blocks in this way. 3: o, 4096 · 64
+# · 2 bytes, and lse, 4096 · 4 bytes: 540,672 bytes. p would be 4096 · 4096 · 2 = 33,554,432.
 #
 # </details>
 
@@ -780,5 +789,5 @@ print(
 # - T. Dao, D. Fu, S. Ermon, A. Rudra, C. Ré, *FlashAttention: Fast and Memory-Efficient Exact
 #   Attention with IO-Awareness*, 2022: tiles, recomputation.
 # - T. Dao, *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning*,
-#   2023: the order of loops used here, lse and delta.
+#   2023: the loop order used here, lse and delta.
 # - M. Rabe, C. Staats, *Self-attention Does Not Need O(n²) Memory*, 2021.

@@ -16,14 +16,14 @@
 # *About 90 minutes. You need [lesson 4](04_matmul.ipynb) and [lesson
 # 13](13_flash_attention.ipynb).*
 #
-# **The question.** Outside of tensor cores an H200 does 67 million million float32 operations per
-# second; its tensor cores do 989, in bf16. But a tensor core is no function that a thread could
-# call: it is *one instruction that 32 threads execute together*, on operands that are spread over
-# their registers in a pattern fixed by the hardware. How does one feed such a thing, and how from
-# Python?
+# **The question.** An H200 does 67 trillion float32 operations per second outside its tensor cores;
+# its tensor cores do 989 trillion in bf16. But a tensor core is not a function that a thread can
+# call. It is *one instruction that the 32 threads of a warp execute together*, on operands spread
+# over their registers in a pattern fixed by the hardware. How do you supply those operands, and how
+# do you do it from Python?
 #
-# The one idea of this lesson is that pattern, the **fragment**. Everything else, `ldmatrix`,
-# swizzles, `cp.async`, is about filling fragments fast enough.
+# The one new idea of this lesson is that pattern, the **fragment**. Everything else (`ldmatrix`,
+# swizzles, `cp.async`) serves to fill fragments fast enough.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -53,11 +53,11 @@ from xtrain.kernels.primitives.tensor_cores import (
 )
 from xtrain.kernels.primitives.tiles import make_place
 
-place64 = make_place(64)  # for exercise 14.3; what it does is exercise 14.2
+place64 = make_place(64)  # for exercise 14.3; it does what you write in exercise 14.2
 
 # %% [markdown]
-# These instructions exist from compute capability 8.0 on (an A100, an RTX 30). On an older card,
-# such as Colab's T4, this lesson uses the simulator, which has a twin of each of them.
+# These instructions require compute capability 8.0 or later (an A100, an RTX 30). On an older GPU,
+# such as Colab's T4, this lesson uses the simulator, which emulates each of them.
 
 # %%
 capable = lesson.on_gpu() and int(device.cupy().cuda.Device().compute_capability) >= 80
@@ -66,17 +66,17 @@ put = lesson.array if capable else simulator.sim
 # %% [markdown]
 # ## One instruction, one small product
 #
-# `mma_bf16(c, a, b)` does, for a whole warp,
+# `mma_bf16(c, a, b)` computes, for a whole warp,
 #
 # $$C_{16 \times 8} \leftarrow C_{16 \times 8} + A_{16 \times 16} \, B_{16 \times 8}$$
 #
-# with A and B in bf16 and C in float32. That is 16 · 8 · 16 = 2048 multiply-adds: 64 per lane, in
-# one instruction. A and B in bf16 lose digits (lesson 12), the sums do not.
+# with A and B in bf16 and C in float32. That is 16 · 8 · 16 = 2048 multiply-adds, 64 per lane, in
+# one instruction. A and B lose digits when rounded to bf16 (lesson 12); the sums do not.
 #
-# Who holds what? A has 256 elements, so 8 per lane; two bf16 share a 32-bit register, so `a` is an
-# array of 4 registers. B has 128: `b` is 2 registers. C has 128 float32: `c` is 4 registers. The
-# manual fixes the places. Write the number of a lane as 4 g + t, g from 0 to 7 and t from 0 to 3;
-# then it holds
+# Which lane holds which elements? A has 256 elements, 8 per lane; two bf16 numbers share a 32-bit
+# register, so `a` is an array of 4 registers. B has 128 elements, so `b` is 2 registers. C has 128
+# float32 elements, so `c` is 4 registers. The PTX manual defines the layout. Write the lane number
+# as 4 g + t, with g from 0 to 7 and t from 0 to 3. The lane then holds
 #
 # | register | rows | columns |
 # |---|---|---|
@@ -91,7 +91,7 @@ put = lesson.array if capable else simulator.sim
 # %%
 A = np.arange(256, dtype=np.float32).reshape(
     16, 16
-)  # element 16 r + c, so a number tells its place
+)  # element (r, c) is 16 r + c, so the value tells the position
 g, t = divmod(6, 4)
 print(f"lane 6: g = {g}, t = {t}")
 for i in range(4):
@@ -99,7 +99,7 @@ for i in range(4):
     print(f"a[{i}] = A[{row}, {column}:{column + 2}] = {A[row, column : column + 2]}")
 
 # %% [markdown]
-# As pictures: the lane that holds each element of C, and of B.
+# The next two figures show the lane that holds each element of C, and of B.
 
 # %%
 owner_C = np.array([[4 * (row % 8) + column // 2 for column in range(8)] for row in range(16)])
@@ -110,7 +110,7 @@ owner_B = np.array([[4 * column + row % 8 // 2 for column in range(8)] for row i
 lesson.figures.ownership(owner_B, "B (16, 8): the lane that holds each element")
 
 # %% [markdown]
-# The reference rounds as the hardware does, and adds up in float32:
+# The reference rounds as the hardware does and accumulates in float32:
 
 # %%
 BF16 = ml_dtypes.bfloat16
@@ -129,13 +129,13 @@ print("their sum of squares:", mma_ref(x, x.T)[0, 0])
 # ## Exercise 14.1: fill the fragments
 #
 # One warp, one instruction. a, b and c are ordinary float32 matrices in global memory.
-# `pack_bf16(x, y)` makes one 32-bit register of two numbers, the first in the lower half.
+# `pack_bf16(x, y)` packs two numbers into one 32-bit register, the first in the lower half.
 
 
 # %% tags=["exercise"]
 @cuda.jit
 def mma_kernel(c, a, b):
-    """c (16, 8) = a (16, 16) b (16, 8), float32, by one mma of one warp.
+    """c (16, 8) = a (16, 16) b (16, 8), float32, with one mma by one warp.
 
     Grid 1, block 32.
     """
@@ -151,14 +151,14 @@ lesson.check("14.1", mma_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Register i of a: row `g + 8 * (i % 2)`, columns from `2 * t + 8 * (i // 2)`. The pair of b is two
-# *rows* of one column: `b[row, g]` and `b[row + 1, g]`.
+# Register i of a: row `g + 8 * (i % 2)`, columns from `2 * t + 8 * (i // 2)`. A register of b holds
+# two *rows* of one column: `b[row, g]` and `b[row + 1, g]`.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# mma adds to acc, so acc begins with zeros. Afterwards register i of c belongs to row `g + 8 * (i
-# // 2)`, column `2 * t + i % 2`.
+# mma adds to acc, so initialise acc with zeros. Afterwards, register i of acc belongs to row
+# `g + 8 * (i // 2)` and column `2 * t + i % 2` of c.
 #
 # </details>
 
@@ -167,7 +167,7 @@ lesson.check("14.1", mma_kernel)
 # Solution 14.1
 @cuda.jit
 def mma_kernel(c, a, b):
-    """c (16, 8) = a (16, 16) b (16, 8), float32, by one mma of one warp.
+    """c (16, 8) = a (16, 16) b (16, 8), float32, with one mma by one warp.
 
     Grid 1, block 32.
     """
@@ -187,9 +187,10 @@ def mma_kernel(c, a, b):
 
 
 # %% [markdown]
-# How does such an instruction get into a Python function at all? Numba compiles a kernel by way of
-# LLVM, and lets us add an *intrinsic*: a function that writes its own LLVM code, here around one
-# line of assembly. `$0` to `$13` are its registers: four results, then the operands a, b and c:
+# How can a Python function contain such an instruction? Numba compiles a kernel through LLVM and
+# lets the library define an *intrinsic*: a function that emits its own LLVM code, here a wrapper
+# around one line of assembly. `$0` to `$13` are its registers: four results, then the operands a, b
+# and c:
 
 # %%
 from xtrain.kernels.primitives import tensor_cores as _tensor_cores
@@ -200,24 +201,24 @@ lesson.source(_tensor_cores._asm)
 # %% [markdown]
 # ## ldmatrix: fragments from shared memory
 #
-# Filling fragments element by element, as you did, is 12 loads of 4 bytes for one mma. `ldmatrix`
-# does it for a warp at once. It reads four 8 x 8 matrices of bf16 from shared memory. A row of such
-# a matrix is 8 · 2 = 16 bytes, a **chunk**. Each lane names the place where one chunk begins: lane
-# 8 m + r that of row r of matrix m. Then lane 4 g + t receives in register m the elements 2t, 2t +
-# 1 of row g of matrix m: exactly a fragment.
+# Filling fragments element by element, as you did, takes 12 loads of 4 bytes per mma. `ldmatrix`
+# fills them for a whole warp at once. It reads four 8 x 8 matrices of bf16 from shared memory. A
+# row of such a matrix is 8 · 2 = 16 bytes, a **chunk**. Each lane supplies the address of one
+# chunk: lane 8 m + r that of row r of matrix m. Lane 4 g + t then receives, in register m, the
+# elements 2t and 2t + 1 of row g of matrix m: exactly a fragment.
 #
-# For A, 16 x 16, the matrices are in the order of its registers: rows 0 to 7 of chunk 0, rows 8 to
-# 15 of chunk 0, then both of chunk 1. So lane l names row l % 16 of chunk l // 16. For B it fits
-# even better: scores are q k^T, so B is the transpose of k, and the pair that lane 4 g + t needs,
-# two rows of column g of B, is two *columns* of row g of k. The same instruction, without any
-# transposing.
+# For A, 16 x 16, the four matrices are in the order of A's registers: rows 0 to 7 of chunk 0, rows
+# 8 to 15 of chunk 0, then the same rows of chunk 1. So lane l supplies the address of row l % 16,
+# chunk l // 16. For B the layout fits even better. Scores are q k^T, so B is the transpose of k.
+# The pair that lane 4 g + t needs, two rows of column g of B, is two neighbouring *columns* of row
+# g of k. The same instruction loads it, without a transpose.
 #
 # ## The banks again
 #
-# Shared memory serves 32 banks of 4 bytes at a time ([lesson 2](02_memory.ipynb)), 128 bytes: 8
-# chunks, if they lie in 8 different places modulo 128 bytes. A head of 64 columns has rows of 128
-# bytes. So chunk 0 of all rows lies at the same place modulo 128, and the 8 rows of one matrix are
-# read one after the other. By hand:
+# Shared memory serves 32 banks of 4 bytes at a time ([lesson 2](02_memory.ipynb)). That is 128
+# bytes or 8 chunks, provided that they lie at 8 different positions modulo 128 bytes. A head of
+# width 64 has rows of 128 bytes, so chunk 0 of every row lies at the same position modulo 128, and
+# the 8 rows of one matrix are read one after another. By hand:
 
 # %%
 print("bank group (of 8) of chunk 0 in rows 0 to 7")
@@ -225,20 +226,20 @@ for width, name in ((128, "rows of 128 bytes"), (144, "rows of 144 bytes (padded
     print(f"  {name:27} {[width * row // 16 % 8 for row in range(8)]}")
 
 # %% [markdown]
-# Padding helps, as in [lesson 2](02_memory.ipynb), and costs an eighth of the memory. A **swizzle**
-# costs none: leave the rows where they are, and permute the chunks *within* each row, in every row
-# differently.
+# Padding avoids these bank conflicts, as in [lesson 2](02_memory.ipynb), but uses an eighth more
+# memory. A **swizzle** uses no extra memory: it leaves the rows in place and permutes the chunks
+# *within* each row, differently from row to row.
 #
 # ## Exercise 14.2: a swizzle
 #
-# Where shall chunk `chunk` (0 to 7) of row `row` begin, in elements from the begin of the tile? A
-# row has 64 elements, a chunk 8. Chunks stay in their row, no two of them at one place, and any
-# chunk of rows 0 to 7 (or 8 to 15) is found in 8 different bank groups.
+# At which element of the tile should chunk `chunk` (0 to 7) of row `row` begin? A row has 64
+# elements, a chunk 8. Every chunk stays in its row, no two chunks share a position, and each chunk
+# of rows 0 to 7 (and of rows 8 to 15) lies in 8 different bank groups.
 
 
 # %% tags=["exercise"]
 def place(row, chunk):
-    """-> the element of the tile where this chunk begins; rows of 64 elements, chunks of 8."""
+    """-> the element of the tile at which this chunk begins; rows of 64 elements, chunks of 8."""
     # YOUR CODE
 
 
@@ -248,46 +249,47 @@ lesson.check("14.2", place)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The bank group is the place in the row, 0 to 7. It must depend on the row. Which operation of two
-# numbers from 0 to 7 gives each result once when one of the two runs from 0 to 7?
+# The bank group is the position within the row, 0 to 7. It must depend on the row. Which operation
+# on two numbers from 0 to 7 gives every result exactly once while one of the two runs from 0 to 7?
 #
 # </details>
 
 
 # %% tags=["solution"]
-# Solution 14.2. (chunk + row) % 8 would do as well; exclusive-or needs no remainder.
+# Solution 14.2. (chunk + row) % 8 would also work; exclusive-or needs no remainder.
 def place(row, chunk):
-    """-> the element of the tile where this chunk begins; rows of 64 elements, chunks of 8."""
+    """-> the element of the tile at which this chunk begins; rows of 64 elements, chunks of 8."""
     return row * 64 + (chunk ^ (row % 8)) * 8
 
 
 # %%
-print("what lies where, rows 0 to 3:")
+print("the chunks in memory order, rows 0 to 3:")
 for row in range(4):
     print(f"  row {row}: " + " ".join(f"c{chunk ^ (row % 8)}" for chunk in range(8)))
 
 # %% [markdown]
-# The simulator refuses an ldmatrix whose rows meet in a bank. It would be right, only slow; but no
-# tile that was meant to be fast does it.
+# The simulator rejects an ldmatrix with bank conflicts. Its result would be correct, only slow; but
+# in a tile designed for speed, a conflict is a mistake.
 #
-# ## cp.async: copies past the registers
+# ## cp.async: copies that bypass the registers
 #
-# How do q and k come into shared memory? A thread could load 16 bytes into registers and store
-# them. `copy16_async(smem, i, x, j, valid)` copies 16 bytes, from element j of the flat array x on,
-# to element i of shared memory on (zeros, if not valid), without registers and without waiting: the
-# copy *begins*, the thread goes on. `commit_copies()` closes a group of copies, `wait_copies(n)`
-# waits until at most n of this thread's groups are still under way. What *other* threads have
-# copied is there only after a barrier that follows their wait.
+# How do q and k get into shared memory? A thread could load 16 bytes into registers and store them.
+# `copy16_async(smem, i, x, j, valid)` needs no registers and does not wait. It copies 16 bytes from
+# the flat array x, starting at element j, to shared memory, starting at element i (or writes zeros,
+# if not valid). The call only *starts* the copy, and the thread continues. `commit_copies()` closes
+# a group of copies; `wait_copies(n)` waits until at most n of this thread's groups are still in
+# flight. Data copied by *other* threads is visible only after a barrier that follows their wait.
 #
 # ## Exercise 14.3: put it together
 #
 # A block of one warp computes 16 rows of scores, s = a b^T, for a (M, 64) and b (16, 64) in bf16.
-# Copy both tiles into shared memory, swizzled by `place64(row, chunk)` (the library's function,
-# which does what you wrote in 14.2). Then four turns, 16 columns each: one ldmatrix for a, one for
-# b, which brings *two* right operands, and two mma.
+# Copy both tiles into shared memory, swizzled by `place64(row, chunk)` (a library function
+# equivalent to your 14.2). Then loop over four steps of 16 columns each: one ldmatrix for a, one
+# for b, which loads *two* right operands, and two mma.
 #
-# Arrays are flat here: element (r, c) of a is `a[r * 64 + c]`. `ldmatrix(registers, smem, i, 0, 0)`
-# takes the place i of this lane's chunk. (The two zeros are for address tricks of the library.)
+# The arrays are flat here: element (r, c) of a is `a[r * 64 + c]`. The third argument of
+# `ldmatrix(registers, smem, i, 0, 0)` is the position i of this lane's chunk. (The two zeros are
+# offsets that the library uses in address arithmetic.)
 
 
 # %% tags=["exercise"]
@@ -295,11 +297,11 @@ for row in range(4):
 def scores_kernel(s, a, b):
     """s (M, 16) = a (M, 64) b^T, b (16, 64), all flat.
 
-    a, b: bf16 (16-bit whole numbers to the kernel), s: float32. Block i computes rows 16 i,
+    a, b: bf16 (16-bit integers to the kernel), s: float32. Block i computes rows 16 i,
     ..., 16 i + 15.
     Grid M / 16, block 32.
     """
-    smem = cuda.shared.array(2 * 16 * 64, uint16)  # 16 rows of a, and behind them those of b
+    smem = cuda.shared.array(2 * 16 * 64, uint16)  # 16 rows of a, followed by those of b
     fa, fb = cuda.local.array(4, uint32), cuda.local.array((2, 2), uint32)
     acc = cuda.local.array((2, 4), float32)  # columns 0 to 7, columns 8 to 15
     lane, first = cuda.threadIdx.x, cuda.blockIdx.x * 16
@@ -312,24 +314,24 @@ lesson.check("14.3", scores_kernel)
 # %% [markdown]
 # <details><summary>Hint 1: the copy</summary>
 #
-# A tile has 16 · 8 = 128 chunks, so 4 for each lane: `for i in range(4): row, chunk = (32 * i +
-# lane) // 8, lane % 8`. Then `copy16_async(smem, place64(row, chunk), a, (first + row) * 64 + 8 *
-# chunk, True)`; b goes to `1024 + place64(row, chunk)`. Then commit, wait for all (0), and a
-# barrier.
+# A tile has 16 · 8 = 128 chunks, 4 per lane:
+# `for i in range(4): row, chunk = (32 * i + lane) // 8, lane % 8`. Then `copy16_async(smem,
+# place64(row, chunk), a, (first + row) * 64 + 8 * chunk, True)`; b goes to `1024 + place64(row,
+# chunk)`. Then commit, wait for all groups (0), and use a barrier.
 #
 # </details>
 # <details><summary>Hint 2: the operands</summary>
 #
-# In turn k, chunks 2k and 2k + 1. a: row `lane & 15`, chunk `2 * k + (lane >> 4)`. b: the four
-# matrices shall be (rows 0 to 7, chunk 2k), (0 to 7, 2k + 1), (8 to 15, 2k), (8 to 15, 2k + 1), so
-# that `fb[0]` is the operand of columns 0 to 7 of s: row `(lane & 7) + 8 * (lane >> 4)`, chunk `2 *
-# k + ((lane >> 3) & 1)`.
+# Step k uses chunks 2k and 2k + 1. a: row `lane & 15`, chunk `2 * k + (lane >> 4)`. b: its four
+# matrices must be (rows 0 to 7, chunk 2k), (0 to 7, 2k + 1), (8 to 15, 2k), (8 to 15, 2k + 1), so
+# that `fb[0]` is the operand for columns 0 to 7 of s: row `(lane & 7) + 8 * (lane >> 4)`, chunk
+# `2 * k + ((lane >> 3) & 1)`.
 #
 # </details>
 # <details><summary>Hint 3: the result</summary>
 #
-# `mma_bf16(acc[0], fa, fb[0])`, `mma_bf16(acc[1], fa, fb[1])`. Register j of acc[n] is row `lane //
-# 4 + 8 * (j // 2)`, column `8 * n + 2 * (lane % 4) + j % 2`.
+# Call `mma_bf16(acc[0], fa, fb[0])` and `mma_bf16(acc[1], fa, fb[1])`. Register j of acc[n] belongs
+# to row `lane // 4 + 8 * (j // 2)`, column `8 * n + 2 * (lane % 4) + j % 2`.
 #
 # </details>
 
@@ -340,11 +342,11 @@ lesson.check("14.3", scores_kernel)
 def scores_kernel(s, a, b):
     """s (M, 16) = a (M, 64) b^T, b (16, 64), all flat.
 
-    a, b: bf16 (16-bit whole numbers to the kernel), s: float32. Block i computes rows 16 i,
+    a, b: bf16 (16-bit integers to the kernel), s: float32. Block i computes rows 16 i,
     ..., 16 i + 15.
     Grid M / 16, block 32.
     """
-    smem = cuda.shared.array(2 * 16 * 64, uint16)  # 16 rows of a, and behind them those of b
+    smem = cuda.shared.array(2 * 16 * 64, uint16)  # 16 rows of a, followed by those of b
     fa, fb = cuda.local.array(4, uint32), cuda.local.array((2, 2), uint32)
     acc = cuda.local.array((2, 4), float32)  # columns 0 to 7, columns 8 to 15
     lane, first = cuda.threadIdx.x, cuda.blockIdx.x * 16
@@ -379,13 +381,14 @@ a_here, b_here = put(a).reshape(-1), put(b).reshape(-1)
 s_here = put(np.zeros(32 * 16, np.float32))
 lesson.launch(scores_kernel, 2, 32, s_here, a_here, b_here)
 s = lesson.host(s_here).reshape(32, 16)
-print("like the reference to 1e-4:", np.allclose(s, mma_ref(a, b.T), atol=1e-4))
+print("matches the reference to 1e-4:", np.allclose(s, mma_ref(a, b.T), atol=1e-4))
 
 # %% [markdown]
-# ## What the microscope finds
+# ## What the simulator finds
 #
-# Without `wait_copies`, the data may or may not be there. In the simulator a place counts as never
-# written until a wait covers its copy:
+# Without `wait_copies`, the data may or may not have arrived. The simulator treats an element as
+# never written until a wait covers its copy. The second kernel below lays out its rows without a
+# swizzle:
 
 
 # %%
@@ -404,7 +407,7 @@ def straight_kernel(s, a):
     fa = cuda.local.array(4, uint32)
     for i in range(4):
         chunk = 32 * i + cuda.threadIdx.x
-        copy16_async(smem, 8 * chunk, a, 8 * chunk, True)  # rows one below the other
+        copy16_async(smem, 8 * chunk, a, 8 * chunk, True)  # no swizzle: plain row order
     commit_copies()
     wait_copies(0)
     cuda.syncthreads()
@@ -419,21 +422,21 @@ lesson.report(simulator.run, straight_kernel, 1, 32, s_sim, bits)
 # %% [markdown]
 # ## Measure
 #
-# How many instructions does a warp issue for a 16 x 16 piece of scores with 64 columns? With
-# ordinary multiply-adds each lane owns 8 of the 256 scores, 64 instructions each; with tensor
-# cores:
+# How many instructions does a warp issue for a 16 x 16 block of scores with 64 columns? With
+# ordinary multiply-adds, each lane owns 8 of the 256 scores and needs 64 instructions for each.
+# Compare with tensor cores:
 
 # %%
 scores, columns = 16 * 16, 64
 ordinary = scores // 32 * columns
 mma = 2 * columns // 16
-print(f"multiply-adds: {ordinary} instructions of a warp")
+print(f"multiply-adds: {ordinary} instructions per warp")
 print(f"tensor cores:  {mma} mma and {2 * columns // 16} ldmatrix")
 
 # %% [markdown]
-# On a GPU, the next cell times your kernel on a million rows. Each of its blocks copies b again and
-# uses it once, and it writes 4 bytes for each 2 · 64 operations: it cannot come near the peak, and
-# is bound by memory.
+# On a GPU, the next cell times your kernel on a million rows. Each block copies b again and uses it
+# only once, and the kernel writes 4 bytes for every 2 · 64 operations: it is bound by memory and
+# cannot come near the peak.
 
 # %%
 M = 1 << 20 if capable else 32
@@ -445,11 +448,11 @@ if capable:
         nbytes=M * (64 * 2 + 16 * 4), flops=2 * M * 16 * 64,
     )  # fmt: skip
 else:
-    print("No GPU with these instructions here, so nothing is timed.")
+    print("There is no GPU with these instructions here, so nothing is timed.")
 
 # %% [markdown]
-# What the library's attention kernels reach with these instructions, longer and longer sequences
-# (16 heads of 128 columns, forward, causal):
+# What do the library's attention kernels reach with these instructions? The table shows increasing
+# sequence lengths (16 heads of width 128, forward, causal):
 
 # %%
 runs = [
@@ -461,8 +464,8 @@ PEAK_BF16, PEAK_FP32 = 989e12, 67e12  # operations per second, H200 data sheet
 
 
 def rate(r):
-    """TFLOP/s of this lesson's kernels. `value` is of those in use, which may be lesson
-    23's.
+    """TFLOP/s of this lesson's kernels. `value` is for the kernels in use, which may be
+    lesson 23's.
     """
     return r.get("mma_sync_value", r["value"])
 
@@ -478,12 +481,12 @@ lesson.table(
 )
 
 # %% [markdown]
-# ## One improvement: copy the next tile meanwhile
+# ## One improvement: prefetch the next tile
 #
-# In your kernel the warp waits for its tiles, then multiplies, then ends. A FlashAttention block
-# walks over many tiles of keys. If it waited for each, copying and multiplying would take turns.
-# With `cp.async` and room for **two** tiles, it begins the copy of the next tile and then works on
-# the one that is there:
+# In your kernel, the warp waits for its tiles, multiplies, and ends. A FlashAttention block loops
+# over many tiles of keys. If it waited for each one, copying and multiplying would alternate. With
+# `cp.async` and buffers for **two** tiles, it starts the copy of the next tile and then works on
+# the current one:
 
 # %%
 one = []
@@ -493,76 +496,78 @@ two_copy = [(0, 2, "copy"), (2, 4, "copy"), (4, 6, "copy")]
 two_multiply = [(2, 4, "multiply"), (4, 6, "multiply"), (6, 8, "multiply")]
 lesson.figures.timeline(
     {"one tile": one, "two: copies": two_copy, "two: warps": two_multiply},
-    "three tiles of keys, with room for one and for two",
+    "three tiles of keys, with one buffer and with two",
 )
 
 # %% [markdown]
-# **The reason:** a copy needs the memory, a product the tensor cores, and neither needs the other.
-# The effect in this picture is 12 units of time against 8; for many tiles it tends to a half, if
-# both take equally long. A second improvement comes for free: the accumulator of one mma is a left
-# operand of the next. Compare the places of two C tiles side by side with those of A:
+# **The reason:** a copy uses the memory system and a product uses the tensor cores, so they can
+# overlap. In this figure, the time falls from 12 units to 8; for many tiles it approaches one half,
+# if both take equally long. A second improvement costs nothing: the accumulator of one mma can
+# serve as a left operand of the next. Compare the layout of two C tiles side by side with that of
+# A:
 
 # %%
 owner_A = np.array([[4 * (r % 8) + c % 8 // 2 for c in range(16)] for r in range(16)])
 side_by_side = np.hstack([owner_C, owner_C])
-print("A's places are those of two C tiles side by side:", np.array_equal(owner_A, side_by_side))
+print("A's layout is that of two C tiles side by side:", np.array_equal(owner_A, side_by_side))
 
 # %% [markdown]
-# So in attention, scores become weights in the registers where they were born, are rounded to bf16
-# in pairs, and are multiplied with v without ever leaving the lane. No shared memory, no barrier.
+# So in attention, the scores become weights in the registers that hold them, are rounded to bf16 in
+# pairs, and are multiplied by v without ever leaving the lane. This needs no shared memory and no
+# barrier.
 #
 # ## The library's kernel
 #
-# Your `place`, for heads of any width. For 16 and 32 columns, 128 bytes are four or two rows, so
-# the row's number is shifted first:
+# Here is your `place`, for heads of any width. At widths 16 and 32, 128 bytes hold four or two
+# rows, so the row number is shifted first:
 
 # %%
-from xtrain.kernels.primitives import tiles as _tiles
 from xtrain.kernels.attention import flash_attention_bf16
+from xtrain.kernels.primitives import tiles as _tiles
 
 lesson.source(_tiles.make_place)
 
 # %% [markdown]
-# Your 14.3, with any number of 16-row tiles (MT) and 8-column tiles (NT). `flip` is 16 k: moving
-# two chunks on is an exclusive-or with a constant, so one address serves all turns.
+# Here is your 14.3, with any number of 16-row tiles (MT) and 8-column tiles (NT). `flip` is 16 k:
+# moving two chunks ahead is an exclusive-or with a constant, so one address serves all steps.
 
 # %%
 lesson.source(_tiles.make_scores)
 
 # %% [markdown]
-# An accumulator becomes a left operand:
+# An accumulator becomes a left operand here:
 
 # %%
 lesson.source(_tiles.make_pack)
 
 # %% [markdown]
-# And the loop of the FlashAttention forward, with its two stages, `now` and `other`. It is your
-# [lesson 13](13_flash_attention.ipynb), tile by tile:
+# And here is the loop of the FlashAttention forward, with its two buffers (stages), `now` and
+# `other`. It is your [lesson 13](13_flash_attention.ipynb), tile by tile:
 
 # %%
 lesson.source(flash_attention_bf16.make_fwd_kernel, part="while n0 >= 0")
 
 # %% [markdown]
-# One `wait_copies(0)` per turn, and the next copy begins right after the barrier: that barrier also
-# says that everybody has left the stage which is now overwritten.
+# Each iteration has one `wait_copies(0)`, and the next copy starts right after the barrier. The
+# same barrier guarantees that all threads have finished reading the stage that is now overwritten.
 #
 # ## What did not help
 #
-# *Sixteen rows per warp.* Shared memory gives a multiprocessor 128 bytes per clock. The tensor
-# cores of one can do a 16 x 8 x 16 product per clock: 989 million million operations a second, over
-# 132 multiprocessors and some 1.83 GHz, are 2048 multiply-adds. Now count the clocks of one
-# ldmatrix (512 bytes) of the right operand against those of the products that use it:
+# *Sixteen rows per warp.* The shared memory of a multiprocessor delivers 128 bytes per clock. Its
+# tensor cores can do one 16 x 8 x 16 product per clock: 989 trillion operations per second, over
+# 132 multiprocessors and some 1.83 GHz, are 2048 multiply-adds per clock. Now compare the clocks of
+# one ldmatrix (512 bytes) of the right operand with those of the products that use it:
 
 # %%
 rate = 989e12 / 2 / 132 / 1.83e9
 print(f"multiply-adds per clock and multiprocessor: {rate:.0f}, so {rate / 2048:.1f} mma")
 for MT in (1, 2, 4):
     reading, multiplying = 512 / 128, 2 * MT * 2048 / rate
-    print(f"{16 * MT:2} rows a warp: reading {reading:.0f} clocks, multiplying {multiplying:.1f}")
+    print(f"{16 * MT:2} rows per warp: reading {reading:.0f} clocks, multiplying {multiplying:.1f}")
 
 # %% [markdown]
-# With 16 rows the tensor cores idle half of the time, however clever the rest is. The tuned tables
-# use 32 rows per warp nearly everywhere (BM over warps):
+# With 16 rows, the tensor cores are idle half of the time, however well the rest is written. The
+# tuned tables use 32 rows per warp almost everywhere (BM divided by the number of warps):
 
 # %%
 from xtrain.kernels.attention.flash_attention_table import TABLE
@@ -573,30 +578,30 @@ for D in (32, 64, 128):
     print(f"D = {D:3}: " + ", ".join(each))
 
 # %% [markdown]
-# At D = 32 and short sequences 16 rows win all the same: more, smaller blocks keep the
-# multiprocessors equally busy. Tables are measured, not derived; `bench/tune_flash_attention.py`
-# writes this one.
+# At D = 32 and short sequences, 16 rows win nevertheless: more and smaller blocks distribute the
+# work more evenly over the multiprocessors. The tables are measured, not derived;
+# `bench/tune_flash_attention.py` writes this one.
 #
-# *And padding instead of a swizzle?* It is as free of conflicts, and simpler. It takes an eighth
-# more shared memory at 64 columns; and Hopper's engine that copies tiles ([lesson
-# 23](23_beyond.ipynb)) writes them in just this swizzle.
+# *Padding instead of a swizzle.* It avoids bank conflicts equally well and is simpler. But it needs
+# an eighth more shared memory at width 64, and Hopper's engine for copying tiles, TMA ([lesson
+# 23](23_beyond.ipynb)) writes them in exactly this swizzle.
 #
 # ## More exercises
 #
 # 1. Change 14.1 so that it computes c = a^T b. Which fragments change, and how?
-# 2. `ldmatrix_trans` hands out the transposed matrices. Which product of attention needs it, and
-#    why not the other?
+# 2. `ldmatrix_trans` returns the transposed matrices. Which product of attention needs it, and why
+#    does the other not need it?
 # 3. How many bytes of shared memory does a forward block use with (BM, BN) = (128, 64), D = 64: Q,
-#    and two stages of K and V? How many such blocks fit the 227 KB of a multiprocessor?
+#    and two stages of K and V? How many such blocks fit into the 227 KB of a multiprocessor?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: Only fa: register i is `pack_bf16(a[column, row], a[column + 1, row])`. 2: p v. The right
-# operand's pair is two rows of one column of v, and v lies in memory by rows, so the 8 x 8 matrices
-# have to be transposed on the way. In q k^T the right operand is k^T, so the pair lies side by
-# side. 3: 2 · 64 · (128 + 4 · 64) = 49,152 bytes; four blocks by memory. (The table asks for two:
-# with four a lane would have 65,536 / 512 = 128 registers, and its scores, sums and share of Q
-# alone take 64 + 64 + 32.)
+# 1: Only fa: register i is `pack_bf16(a[column, row], a[column + 1, row])`. 2: p v. A register of
+# the right operand holds two rows of one column of v, but v is stored row by row, so the 8 x 8
+# matrices have to be transposed when loaded. In q k^T the right operand is k^T, so the pair is
+# contiguous in k. 3: 2 · 64 · (128 + 4 · 64) = 49,152 bytes; four blocks fit by shared memory. (The
+# table specifies two: with four, a lane would have 65,536 / 512 = 128 registers, and its scores,
+# sums and share of Q alone take 64 + 64 + 32.)
 #
 # </details>
 #
@@ -606,5 +611,5 @@ for D in (32, 64, 128):
 #   "ldmatrix", "cp.async".
 # - NVIDIA, *CUTLASS* documentation: "Efficient GEMM in CUDA" on two stages; "CUTLASS Convolution",
 #   section "Shared Memory Layouts", on ldmatrix and the swizzle.
-# - T. Dao, *FlashAttention-2*, 2023: the order of loops, and why warps split queries and not keys.
+# - T. Dao, *FlashAttention-2*, 2023: the loop order, and why warps split queries and not keys.
 # - NVIDIA H200 data sheet: 989 TFLOP/s bf16 (dense), 67 TFLOP/s float32.

@@ -14,14 +14,14 @@
 # [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/16_memory.ipynb)
 #
 # *About 60 minutes. You need [lesson 8](08_training.ipynb); for the section on ZeRO also [lesson
-# 15](15_data_parallel.ipynb). No GPU.*
+# 15](15_data_parallel.ipynb). You need no GPU.*
 #
 # **The question.** A model of 67 million parameters is 268 MB of float32. Training it at batch 32
 # takes 5.5 GB. Where does the rest go, why does a program sometimes run out of memory while a
-# quarter of the card is free, and what can be given up for what?
+# quarter of the GPU's memory is free, and what can you trade for memory?
 #
-# The one idea: memory is a question of **who lives when**. What must live at the same moment adds
-# up; what does not can share a place. All of it can be computed before anything runs.
+# The one new idea: memory use depends on **lifetimes**. Arrays that live at the same time add up;
+# arrays that do not can share memory. All of this can be computed before anything runs.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -44,25 +44,25 @@ from xtrain import lesson
 # %% [markdown]
 # ## What a step keeps, by hand
 #
-# Per parameter, AdamW in float32 holds four numbers all the time: the weight, its gradient, two
-# moments. 16 bytes.
+# Per parameter, AdamW in float32 permanently holds four numbers: the weight, its gradient and two
+# moments. That is 16 bytes.
 #
-# And forward must keep what backward will need: the **activations**. One layer of xtrain keeps, of
-# every token, in numbers of 4 bytes:
+# In addition, forward must save what backward will need: the **activations**. One layer of xtrain
+# saves, for every token, in numbers of 4 bytes:
 #
 # | what | numbers |
 # |---|---|
 # | residual stream, before each of the two norms | 2 C |
-# | q, k, v, as they come out of their product | 3 C |
-# | q and k, normalised and rotated, and v, as attention takes them | 3 C |
+# | q, k, v, as their matrix product returns them | 3 C |
+# | q and k, normalised and rotated, and v, as attention receives them | 3 C |
 # | output of attention | C |
 # | gate and up | 2 F |
 # | without FlashAttention: the weights p of all heads | H T |
-# | one over the length of each normalised row: two norms, and q and k of each head | 2 + 2 H |
+# | rstd of each normalised row: two norms, and q and k of each head | 2 + 2 H |
 #
-# C is the width, F that of the MLP, H the heads, T the sequence. (The results of the norms and of
-# SwiGLU are not kept; backward makes them again on its way.) For B, T, C = 2, 3, 4, with F = 8 and
-# H = 2:
+# C is the model width, F the MLP's hidden width, H the number of heads, T the sequence length. (The
+# results of the norms and of SwiGLU are not saved; backward recomputes them.) For B, T, C = 2, 3,
+# 4, with F = 8 and H = 2:
 
 # %%
 B, T, C, F, H = 2, 3, 4, 8, 2
@@ -71,8 +71,8 @@ print(f"{per_token} numbers per token and layer")
 print(f"{B * T} tokens, 4 bytes each: {4 * B * T * per_token} bytes per layer")
 
 # %% [markdown]
-# Is that true? `memory.saved_bytes` walks through the graph behind a loss and adds up what it keeps
-# (the reference of this lesson). A second layer must add just that:
+# Is that true? `memory.saved_bytes` (the reference of this lesson) walks through the graph behind a
+# loss and sums the sizes of the saved arrays. A second layer must add exactly the number above:
 
 # %%
 from xtrain.training import memory_plan as memory
@@ -93,38 +93,38 @@ print("one layer:", kept(1), " two layers:", kept(2), " difference:", kept(2) - 
 lesson.source(memory.saved_bytes)
 
 # %% [markdown]
-# ## Asking for memory
+# ## Allocating memory
 #
-# A step makes hundreds of arrays and drops them again. The driver's own `cudaMalloc` and `cudaFree`
-# are slow, and freeing waits for the GPU. So a library asks the driver for large pieces and cuts
-# them up itself: a **pool**. It is a list of free blocks and two operations.
+# A step allocates and frees hundreds of arrays. The driver's own `cudaMalloc` and `cudaFree` are
+# slow, and freeing waits for the GPU. So a library requests large pieces from the driver and
+# divides them itself: a **memory pool**. It consists of a list of free blocks and two operations.
 #
-# - *take*: find a free block that is large enough, cut off what is needed, keep the rest;
-# - *give*: put the block back, and join it with free neighbours, so that large requests can be met
-#   again.
+# - *take*: find a free block that is large enough, use the part that is needed, and keep the rest
+#   free;
+# - *give*: return the block, and merge (`join`) it with free neighbours, so that large requests can
+#   be served again.
 #
-# Which block? *Best fit* takes the smallest that is large enough: large blocks stay for large
-# requests. By hand:
+# Which block? *Best fit* takes the smallest one that is large enough, which preserves large blocks
+# for large requests. By hand:
 
 # %%
 free = [(0, 8), (20, 3), (40, 5)]  # (start, size)
 for size in (3, 4):
     s, at = min((s, at) for at, s in free if s >= size)
-    print(f"{size} needed, free {free}: best fit is {(at, s)}")
+    print(f"request {size}, free {free}: best fit is {(at, s)}")
 
 # %% [markdown]
 # ## Exercise 16.1: take
 #
-# Blocks are (start, size). The given list must stay as it is: return a new one.
+# Blocks are (start, size). Do not change the given list: return a new one.
 
 
 # %% tags=["exercise"]
 def take(free, size):
     """-> (start, new list of free blocks), or (None, free) if no block is large enough.
 
-    free: [(start, size), ...] in the order of start. Best fit; of equal ones the first.
-    What is left of the block, behind the part that was taken, stays free. No block has size
-    0.
+    free: [(start, size), ...], sorted by start. Use best fit; among equal blocks, the first.
+    Take the front of the block; the rest stays free. The list contains no block of size 0.
     """
     # YOUR CODE
 
@@ -146,9 +146,8 @@ lesson.check("16.1", take)
 def take(free, size):
     """-> (start, new list of free blocks), or (None, free) if no block is large enough.
 
-    free: [(start, size), ...] in the order of start. Best fit; of equal ones the first.
-    What is left of the block, behind the part that was taken, stays free. No block has size
-    0.
+    free: [(start, size), ...], sorted by start. Use best fit; among equal blocks, the first.
+    Take the front of the block; the rest stays free. The list contains no block of size 0.
     """
     fits = [(s, start) for start, s in free if s >= size]
     if not fits:
@@ -161,14 +160,14 @@ def take(free, size):
 # %% [markdown]
 # ## Exercise 16.2: give
 #
-# The other way round. Without joining, the pool crumbles: four free blocks of 1 side by side cannot
-# serve a request of 4.
+# This is the inverse operation. Without merging, the pool fragments: four adjacent free blocks of
+# size 1 cannot serve a request of 4.
 
 
 # %% tags=["exercise"]
 def give(free, start, size):
-    """-> the new list of free blocks, in the order of start, with the block joined to free
-    neighbours.
+    """-> the new list of free blocks, sorted by start, with the returned block merged with
+    free neighbours.
     """
     # YOUR CODE
 
@@ -179,8 +178,8 @@ lesson.check("16.2", give)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Put the block into the list and sort. Then walk through it: if a block begins where the last one
-# of the result ends, make that last one longer, else append.
+# Add the block to the list and sort. Then go through the list: if a block begins where the last
+# block of the result ends, extend that last block; otherwise append the block.
 #
 # </details>
 
@@ -188,8 +187,8 @@ lesson.check("16.2", give)
 # %% tags=["solution"]
 # Solution 16.2
 def give(free, start, size):
-    """-> the new list of free blocks, in the order of start, with the block joined to free
-    neighbours.
+    """-> the new list of free blocks, sorted by start, with the returned block merged with
+    free neighbours.
     """
     joined = []
     for at, s in sorted([*free, (start, size)]):
@@ -203,8 +202,8 @@ def give(free, start, size):
 # %% [markdown]
 # ## Fragmentation
 #
-# Memory can be free and of no use. Here is your pool with 10 places, and a program that takes and
-# gives:
+# Memory can be free but unusable. Here is your pool with 10 units of memory, and a program that
+# takes and gives:
 
 # %%
 free, places = [(0, 10)], {}
@@ -223,16 +222,17 @@ for what, name, size in [
     total = sum(s for _, s in free)
     print(f"{what} {name} ({size}): free {free}")
     if places.get(name, 0) is None:
-        print(f"    no room for {size}, though {total} are free")
+        print(f"    no block of {size}, although {total} are free")
 
 # %% [markdown]
-# One little block in the middle, b, and 9 free places cannot serve a request of 7. That is
-# *external* fragmentation. (Rounding requests up, as all pools do, wastes a little inside of
-# blocks: *internal*.)
+# One small block in the middle, b, is enough: 9 free units cannot serve a request of 7. This is
+# *external* fragmentation. (All pools round requests up, which wastes a little memory inside the
+# blocks: *internal* fragmentation.)
 #
-# `lessons/allocator.py` is a pool as PyTorch and CuPy have it, in about a hundred lines, and three
-# programs for it: a training step, a server whose caches grow, and one small long-lived array after
-# each large temporary. Four allocators, from naive to sensible:
+# `lessons/allocator.py` is a pool like those of PyTorch and CuPy, in about a hundred lines, with
+# three programs to run on it: a training step, a server whose caches grow, and a program that
+# allocates one small long-lived array after each large temporary. The next cell compares four
+# allocators, from naive to sensible:
 
 # %%
 import sys
@@ -249,48 +249,49 @@ for program, events in allocator.PROGRAMS.items():
         print(f"{program:18} {name:24} {calls:12}   {reserved:16.1f}   {used:14.1f}")
 
 # %% [markdown]
-# A training step is easy: forward takes, backward gives in the opposite order, a stack. Any pool
-# does it. Where lives overlap at random, as in serving, joining saves a factor of four against
-# splitting alone, and even so the best pool holds about three times what is in use. And the third
-# program shows why small and large requests live apart: one array of 100 bytes sits down in the
-# middle of a free 64 MB block, and the next temporary needs another one.
+# A training step is easy: forward allocates and backward frees in the opposite order, like a stack.
+# Any pool handles that. Where lifetimes overlap at random, as in serving, merging saves a factor of
+# four compared with splitting alone, but even the best pool reserves about three times the memory
+# in use. The third program shows why small and large requests are kept apart: an array of 100 bytes
+# occupies the middle of a free 64 MB block, and the next temporary needs another block.
 #
-# ## The arena: do not ask
+# ## The arena: do not allocate
 #
 # The best allocation is none. All parameters live as long as the model, and so do their gradients
-# and moments. xtrain lays them into **one array each**, the arena, with every parameter a view:
+# and moments. xtrain stores each of these kinds in **one array**, the arena, and every parameter is
+# a view into it:
 
 # %%
 lesson.source(xtrain.nn.Arena.__init__, part="offsets, size, unit")
 
 # %% [markdown]
-# One allocation cannot fragment. And one array is one kernel: AdamW, the norm of all gradients,
-# setting them to zero, a bucket of [lesson 15](15_data_parallel.ipynb) are each a single launch
-# over a flat range, where a model of 12 layers has 99 parameters. (Better still is not to set them
-# to zero: in a captured step backward writes over what is there.) The decayed ones come first, so
-# weight decay is a comparison of indices.
+# A single allocation cannot fragment, and a single array needs only one kernel. AdamW, the norm of
+# all gradients, setting them to zero, a bucket of [lesson 15](15_data_parallel.ipynb): each is a
+# single launch over a flat range, although a model of 12 layers has 99 parameters. (It is even
+# better not to zero the gradients: in a captured step, backward overwrites the old values.)
+# Parameters with weight decay come first, so applying weight decay is a comparison of indices.
 #
-# ## Forgetting on purpose
+# ## Activation checkpointing
 #
-# Activations are the largest part, and they need not be kept: forward can throw them away and
-# backward can compute them **again**, layer by layer, from the layer's input. That is *recompute*
-# (or *checkpointing*). Each layer then keeps its input only, and just one layer at a time has all
-# its activations.
+# Activations are the largest part, and they need not be saved. Forward can discard them, and
+# backward can compute them **again**, layer by layer, from each layer's input. This is *activation
+# checkpointing*, also called *recomputation*. Each layer then saves only its input, and only one
+# layer at a time holds all its activations.
 #
 # ## Exercise 16.3: the peak
 #
-# Layer i keeps kept[i] bytes for its backward, or, if it is to be computed again, its input,
-# inputs[i] bytes, until its backward is done. Backward goes from the last layer to the first; it
-# makes kept[i] again (all of it beside inputs[i]), uses it, and gives both back. Nothing else is
-# counted. What is the most that lives at once?
+# Layer i saves kept[i] bytes for its backward. If its activations are recomputed, it saves only its
+# input, inputs[i] bytes, until its backward is done. Backward goes from the last layer to the
+# first; it recomputes the kept[i] bytes (in addition to inputs[i]), uses them, and frees both.
+# Nothing else counts. What is the largest number of bytes alive at the same time?
 
 
 # %% tags=["exercise"]
-def peak(kept, inputs, again):
+def peak(kept, inputs, recompute):
     """-> the largest number of bytes alive at any moment of forward and backward.
 
-    kept, inputs: bytes of each layer, first to last. again: activations are computed again
-    in backward.
+    kept, inputs: bytes of each layer, first to last. recompute: True if activations are
+    recomputed in backward.
     """
     # YOUR CODE
 
@@ -301,49 +302,50 @@ lesson.check("16.3", peak)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Without `again`, everything is alive when forward ends. With it: when backward is at layer i,
-# which inputs are still there?
+# Without `recompute`, everything is alive when forward ends. With it: when backward is at layer i,
+# which inputs are still alive?
 #
 # </details>
 
 
 # %% tags=["solution"]
 # Solution 16.3
-def peak(kept, inputs, again):
+def peak(kept, inputs, recompute):
     """-> the largest number of bytes alive at any moment of forward and backward.
 
-    kept, inputs: bytes of each layer, first to last. again: activations are computed again
-    in backward.
+    kept, inputs: bytes of each layer, first to last. recompute: True if activations are
+    recomputed in backward.
     """
-    if not again:
+    if not recompute:
         return sum(kept)
     return max((sum(inputs[: i + 1]) + kept[i] for i in range(len(kept))), default=0)
 
 
 # %%
 layers = 12
-print("kept:          ", peak([100] * layers, [10] * layers, False))
-print("computed again:", peak([100] * layers, [10] * layers, True))
+print("saved:     ", peak([100] * layers, [10] * layers, False))
+print("recomputed:", peak([100] * layers, [10] * layers, True))
 
 # %% [markdown]
 # ## Measure
 #
-# xtrain plans a whole step before it runs. `memory.plan` runs the real code of the GPU path with
-# arrays that have shapes and no memory, *ghosts*, and a model of CuPy's pool that counts. So the
-# plan follows the code by itself. The 67 million parameter model, batch 32, T 256:
+# xtrain can plan the memory of a whole step before it runs. `memory.plan` runs the real code of the
+# GPU path on *ghosts*, arrays that have shapes but no memory, with a model of CuPy's pool that
+# counts their bytes. So the plan always follows the code. For the model of 67 million parameters,
+# batch 32, T 256:
 
 # %%
 config = xtrain.ModelConfig(
     vocab_size=50257, dim=384, n_layers=12, n_heads=12, hidden_dim=1536, max_seq_len=256
 )
 plans = {
-    (precision, again): memory.plan(config, 32, 256, precision, again)
+    (precision, recompute): memory.plan(config, 32, 256, precision, recompute)
     for precision in ("fp32", "bf16")
-    for again in ("none", "attention", "block")
+    for recompute in ("none", "attention", "block")
 }
-print("precision   computed again   GB reserved   GB in use at the peak")
-for (precision, again), p in plans.items():
-    print(f"{precision:9}   {again:14}   {p.reserved / 1e9:11.2f}   {p.peak / 1e9:21.2f}")
+print("precision   recomputed   GB reserved   GB in use at the peak")
+for (precision, recompute), p in plans.items():
+    print(f"{precision:9}   {recompute:10}   {p.reserved / 1e9:11.2f}   {p.peak / 1e9:21.2f}")
 
 # %%
 plain = plans["fp32", "none"]
@@ -351,52 +353,53 @@ largest = dict(sorted(plain.kinds.items(), key=lambda kind: -kind[1])[:7])
 lesson.figures.bars(
     {kind: size / 1e9 for kind, size in largest.items()},
     "GB",
-    f"float32, at its fullest moment: {plain.op}",
+    f"float32, at the peak: {plain.op}",
 )
 
 # %% [markdown]
-# The question's answer: weights, gradients and moments are 1.07 GB; activations make up nearly all
-# the rest. In float32 more than a third of those are attention's. `peak` is what lives at once,
-# `reserved` what the pool had to take for it; the difference is fragmentation: one percent in the
-# first row, nine in the third.
+# This answers the question: weights, gradients and moments are 1.07 GB, and activations are nearly
+# all the rest. In float32, more than a third of the activations belongs to attention. `peak` is
+# what is alive at the same time, `reserved` what the pool had to allocate for it. The difference is
+# fragmentation: one percent in the first row, nine in the third.
 #
-# Measured on an H200, with PyTorch (eager, the same model and batch) beside it for scale:
+# Next is a measurement on an H200, with PyTorch (eager, the same model and batch) for comparison:
 
 # %%
 lesson.table(
     ["bench_train/dim384/fp32"],
-    {"xtrain, GB taken": "peak_gb", "PyTorch eager, GB taken": "peer_peak_gb"},
+    {"xtrain, GB reserved": "peak_gb", "PyTorch eager, GB reserved": "peer_peak_gb"},
 )
-print(f"the plan of the code that is here: {plain.reserved / 1e9:.2f} GB")
+print(f"the plan of the current code: {plain.reserved / 1e9:.2f} GB")
 
 # %% [markdown]
-# A measurement belongs to a commit, a plan to the code that one has. Where the two differ, the code
-# has changed in between, and has learned to keep less or more. For the code of one commit they have
-# to agree: `tests/test_memory.py` holds the plan to what a GPU's pool takes, to within 5 %.
+# A measurement belongs to a commit; a plan belongs to the current code. If the two differ, the code
+# has changed since the measurement and now uses less or more memory. For the same commit they must
+# agree: `tests/test_memory.py` requires the plan to match what a GPU's pool reserves to within 5 %.
 #
-# On a GPU, the next cell checks the plan against the pool:
+# On a GPU, the next cell compares the plan with the pool:
 
 # %%
 if lesson.on_gpu():
     most = memory.measure(config, 32, 256)
     print(f"planned {plain.reserved / 1e9:.2f} GB, measured {most / 1e9:.2f} GB")
 else:
-    print("No GPU here: nothing is measured.")
+    print("There is no GPU here, so nothing is measured.")
 
 # %% [markdown]
-# ## One improvement: compute attention again
+# ## One improvement: recompute attention
 #
-# **The reason:** memory is kept for a long time, arithmetic is over at once. Of all that a float32
-# layer keeps, the weights of attention grow with T times T, and cost two matrix products and a
-# softmax to make again. **The effect**, by the plan: from 5.5 to 3.8 GB. The whole block again: 2.1
-# GB, of which 1.07 are parameters. The price is at most one more forward; forward is one part of
-# three of a step, so a third.
+# **The reason:** saved activations occupy memory for a long time, while recomputing them takes
+# little time. Of everything that a float32 layer saves, only the attention weights p grow with T
+# times T, and recomputing them costs two matrix products and a softmax. **The effect**, according
+# to the plan: from 5.5 to 3.8 GB. With the whole block recomputed: 2.1 GB, of which 1.07 are
+# parameters, gradients and moments. The price is at most one more forward; forward is about a third
+# of a step, so the step takes at most a third longer.
 #
-# And several GPUs? In [lesson 15](15_data_parallel.ipynb) every rank holds the same moments and
-# updates them in the same way, R times the same work on R copies. **ZeRO-1** divides them: after
-# the *reduce-scatter* rank r has the final gradients of its own parts, updates only those, and the
-# *all-gather* sends the new weights instead of gradients. The traffic is the same. Bytes per
-# parameter and rank:
+# And with several GPUs? In [lesson 15](15_data_parallel.ipynb), every rank holds the same moments
+# and updates them in the same way: R times the same work on R copies. **ZeRO-1** divides the
+# moments among the ranks. After the *reduce-scatter*, rank r has the final gradients of its own
+# parts and updates only those; the *all-gather* then sends the new weights instead of gradients.
+# The traffic is the same. Bytes per parameter and rank:
 
 # %%
 print("ranks   fp32   fp32, ZeRO-1   bf16   bf16, ZeRO-1")
@@ -405,16 +408,16 @@ for R in (1, 2, 4, 8, 64):
     print(f"{R:5}   {16:4}   {zero_fp32:12.2f}   {18:4}   {zero_bf16:12.2f}")
 
 # %% [markdown]
-# In bf16 there is a second copy of the weights, which forward reads; the float32 ones are then the
-# optimizer's alone, and are divided too. Gradients stay whole: they are complete on each rank
-# before they are added. Dividing these as well, and the weights, is ZeRO-2 and 3, or FSDP; [lesson
-# 23](23_beyond.ipynb) points to it.
+# In bf16 there is a second copy of the weights, which forward reads. The float32 weights are then
+# needed only by the optimizer and are divided, too. Gradients stay whole: each rank's backward
+# computes all of them before they are summed. Dividing gradients as well is ZeRO-2, and also
+# dividing the weights is ZeRO-3 or FSDP; [lesson 23](23_beyond.ipynb) gives pointers.
 #
 # ## The library's kernel
 #
-# Memory has no kernel. This is what runs instead of one: recompute, your `peak` with `again`. The
-# forward pass runs unrecorded, so nothing is kept but x; backward records, and goes through the
-# recording.
+# There is no kernel for memory. Here is the code of activation checkpointing instead, your `peak`
+# with `recompute`. The forward pass runs without recording, so only x is saved. Backward runs the
+# forward again with recording, and then goes backward through that recording.
 
 # %%
 from xtrain.nn.recompute import Recompute
@@ -422,8 +425,8 @@ from xtrain.nn.recompute import Recompute
 lesson.source(Recompute)
 
 # %% [markdown]
-# ZeRO's step: AdamW on the owned parts, and each bucket's new weights on their way while the next
-# one is computed.
+# ZeRO's step runs AdamW on the owned parts, and sends each bucket's new weights while it computes
+# the next.
 
 # %%
 from xtrain.parallel.zero import ShardedAdamW
@@ -431,7 +434,7 @@ from xtrain.parallel.zero import ShardedAdamW
 lesson.source(ShardedAdamW.apply)
 
 # %% [markdown]
-# And the model of CuPy's pool in the plan: your `take` and `give`, with best fit.
+# And here is the plan's model of CuPy's pool: your `take` and `give`, with best fit.
 
 # %%
 lesson.source(memory.Pool.take)
@@ -440,9 +443,9 @@ lesson.source(memory.Pool.give)
 # %% [markdown]
 # ## What did not help
 #
-# *Computing attention again in bf16.* The bf16 path uses FlashAttention ([lesson
-# 13](13_flash_attention.ipynb)), which keeps one number per row and no T x T. What is left to
-# forget is little:
+# *Recomputing attention in bf16.* The bf16 path uses FlashAttention ([lesson
+# 13](13_flash_attention.ipynb)), which saves one number per row and no T x T array. Little is left
+# to discard:
 
 # %%
 for precision in ("fp32", "bf16"):
@@ -452,30 +455,32 @@ for precision in ("fp32", "bf16"):
     )
 
 # %% [markdown]
-# There FlashAttention has already made the same bargain, inside the kernel and at a better price.
+# FlashAttention has already made the same trade inside the kernel, at a lower price.
 #
-# *A cleverer pool for growing caches.* The table above says it: joining and sorting by size bring
-# 3,163 MB down to some 810, for 264 to 303 in use. The engine's answer ([lesson
-# 18](18_kv_cache.ipynb)) is not a better pool: it takes its cache once, whole.
+# *A smarter pool for growing caches.* The table above shows that merging and separating by size
+# reduce 3,163 MB to about 810, with 264 to 303 MB in use. The engine's solution ([lesson
+# 18](18_kv_cache.ipynb)) is not a better pool: it allocates its whole cache once.
 #
 # ## More exercises
 #
 # 1. Change `take` to *first fit* and replay the program under "Fragmentation". Does it fail
 #    earlier?
-# 2. How many parameters can be trained on 80 GB with 8 ranks, bf16 and ZeRO-1, if 20 GB go to
-#    activations? And without ZeRO?
-# 3. With L equal layers of k bytes and inputs of c bytes, recompute only the start of every group
-#    of g layers: keep one input per group, and in backward all of one group. Which g is best?
-# 4. Plan your own model: `memory.plan(config, batch, seq_len, "bf16")`, and find the largest batch
-#    for your card with `memory.largest`.
+# 2. How many parameters can you train on GPUs of 80 GB with 8 ranks, bf16 and ZeRO-1, if
+#    activations take 20 GB? And without ZeRO?
+# 3. There are L equal layers of k bytes, with inputs of c bytes. Checkpoint only the input of every
+#    group of g layers: save one input per group and, in backward, recompute all of one group. Which
+#    g is best?
+# 4. Plan your own model with `memory.plan(config, batch, seq_len, "bf16")`, and find the largest
+#    batch for your GPU with `memory.largest`.
 #
 # <details><summary>Solutions</summary>
 #
-# 1: No; here first fit makes the same choices until the request of 7, which nothing can serve. 2:
-# 60 GB / (6 + 12 / 8) bytes = 8.0 thousand million; without, 60 / 18 = 3.3. 3: L / g inputs and g
-# layers at once: c L / g + k g is least at g = sqrt(c L / k); with k of the size of c this is the
-# root of L, the classic result of Chen et al. 4: `memory.largest(lambda b: memory.plan(config, b,
-# 256, "bf16").reserved < 16e9)` for a card of 16 GB.
+# 1: No; here first fit makes the same choices until the request of 7, which neither can serve. 2:
+# 60 GB / (6 + 12 / 8) bytes = 8.0 billion; without ZeRO, 60 / 18 = 3.3 billion. 3: L / g inputs and
+# g layers are alive at the same time: c L / g + k g is smallest at g = sqrt(c L / k); if k is about
+# as large as c, this is the square root of L, the classic result of Chen et al. 4:
+# `memory.largest(lambda b: memory.plan(config, b, 256, "bf16").reserved < 16e9)` for a GPU with 16
+# GB.
 #
 # </details>
 #
@@ -484,7 +489,7 @@ for precision in ("fp32", "bf16"):
 # - T. Chen, B. Xu, C. Zhang, C. Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016.
 # - S. Rajbhandari, J. Rasley, O. Ruwase, Y. He, *ZeRO: Memory Optimizations Toward Training
 #   Trillion Parameter Models*, 2020.
-# - P. Wilson et al., *Dynamic Storage Allocation: A Survey and Critical Review*, 1995: fits and
-#   fragmentation.
+# - P. Wilson et al., *Dynamic Storage Allocation: A Survey and Critical Review*, 1995: fit
+#   strategies and fragmentation.
 # - PyTorch documentation, "CUDA semantics: Memory management"; CuPy documentation, "Memory
 #   Management".

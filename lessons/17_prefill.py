@@ -15,13 +15,13 @@
 #
 # *About 60 minutes. You need [lesson 7](07_model.ipynb) and lesson 13.*
 #
-# **The question.** Three people ask a model something: one word, one sentence, one page. Training
-# batches are rectangles, prompts are not. How do prompts of unequal lengths go through the model
-# *together*, without computing anything for the white space between them, and without one looking
-# at another's text?
+# **The question.** Three users each send a prompt: one word, one sentence, one page. Training
+# batches are rectangles; a batch of prompts is not. How can prompts of different lengths go through
+# the model *together*, without any computation on padding, and without one prompt attending to the
+# text of another?
 #
-# This is the *prefill*: all tokens of the prompts go through the model at once, their keys and
-# values are kept (lesson 18), and what comes out is one row of logits per prompt.
+# This phase is called *prefill*: all tokens of the prompts go through the model at once, their keys
+# and values are stored (lesson 18), and the result is one row of logits per prompt.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -44,32 +44,32 @@ from xtrain import lesson, simulator
 FULL = 0xFFFFFFFF
 
 # %% [markdown]
-# ## Padding, and what it costs
+# ## Padding and its cost
 #
-# The simple way makes a rectangle: fill up every prompt to the longest. The model then computes for
-# tokens that are not there. How much is that, for typical lengths?
+# The simple approach is a rectangle: pad every prompt to the length of the longest one. The model
+# then also computes the padding tokens. How much work is wasted, for typical lengths?
 
 # %%
 for lengths in ((3, 1, 2), (12, 40, 180, 25), (7, 900, 30, 15, 60, 22, 410, 9)):
     padded, real = len(lengths) * max(lengths), sum(lengths)
     print(
-        f"lengths {lengths}: {padded} rows in a rectangle, {real} real: {1 - real / padded:.0%} for nothing"
+        f"lengths {lengths}: {padded} rows in a rectangle, {real} real: {1 - real / padded:.0%} wasted"
     )
 
 # %% [markdown]
-# ## Packed
+# ## Packing
 #
-# In everything but attention a row is a token and knows nothing of its neighbours. So put the
-# tokens of all prompts one behind the other, N rows in all, and remember where each begins: the
-# **edges**. For the lengths 3, 1, 2:
+# Outside attention, each row is one token and is computed independently of the other rows. So we
+# concatenate the tokens of all prompts, N rows in total, and store the row at which each prompt
+# begins: the **edges**. For the lengths 3, 1, 2:
 #
 # ```text
 # padded, T = 4      a0 a1 a2 .  b0 .  .  .  c0 c1 .  .
 # packed             a0 a1 a2 b0 c0 c1                         edges 0 3 4 6
 # ```
 #
-# Sequence a owns the rows edges[a] to edges[a + 1] - 1. The edges are running sums of the lengths.
-# The reference:
+# Sequence a owns rows edges[a] to edges[a + 1] - 1. The edges are the running sums (prefix sums) of
+# the lengths. The reference:
 
 # %%
 from xtrain.kernels.decoding import padding
@@ -81,19 +81,19 @@ print(padding.cumulative_lengths_ref(lengths))
 # %% [markdown]
 # ## Exercise 17.1: running sums by one warp
 #
-# A sum over all lanes you know from lesson 3. A *running* sum, in which lane a ends with the sum of
-# lanes 0 to a, is a close relative. In the first step every lane adds what the lane 1 below holds,
-# then 2 below, 4, 8, 16. By hand for 3 1 2 4:
+# In lesson 3 a warp computed the sum over all its lanes. A *running* sum, in which lane a ends with
+# the sum of lanes 0 to a, works in a similar way. In the first step every lane adds the value of
+# the lane 1 below it, then 2 below, 4, 8 and 16. By hand for 3 1 2 4:
 #
 # ```text
 # start      3  1  2  4
-# step 1     3  4  3  6       each adds its left neighbour
-# step 2     3  4  6 10       each adds the one two to the left
+# step 1     3  4  3  6       each lane adds its left neighbour
+# step 2     3  4  6 10       each lane adds the value two lanes to the left
 # ```
 #
-# `cuda.shfl_up_sync(FULL, v, step)` gives each lane the v of the lane `step` below. A lane that has
-# nobody there gets its own v back. (For Numba the sum of two int32 is an int64. `v = int32(v + w)`
-# stays with the four bytes that a shuffle moves at once.)
+# `cuda.shfl_up_sync(FULL, v, step)` gives each lane the v of the lane `step` below it. If there is
+# no such lane, it returns the lane's own v. (In Numba the sum of two int32 values is an int64.
+# Write `v = int32(v + w)` to keep a 4-byte value, the size that one shuffle moves.)
 
 
 # %% tags=["exercise"]
@@ -140,17 +140,17 @@ def edges_kernel(edges_E, lengths_A):
 
 
 # %% [markdown]
-# ## Exercise 17.2: out of the rectangle
+# ## Exercise 17.2: remove the padding
 #
-# Sometimes a rectangle is there already (a tokenizer made it). Take the padding out: packed row n
-# comes from sequence a, position t. Which a? The one with edges[a] <= n < edges[a + 1]. A sequence
-# may be empty.
+# Sometimes the input is already a padded rectangle, for example from a tokenizer. Remove the
+# padding: packed row n comes from position t of sequence a. Which sequence is that? The one with
+# edges[a] <= n < edges[a + 1]. A sequence may be empty.
 
 
 # %% tags=["exercise"]
 @cuda.jit
 def remove_padding_kernel(y_NC, x_ATC, edges_E):
-    """y[n] = x[a, t] for token n, which is number t of sequence a.   Grid N, block 32.
+    """y[n] = x[a, t] for packed token n, which is token t of sequence a.   Grid N, block 32.
 
     Block n copies row n. y: (N, C), x: (A, T, C), edges: (A + 1).
     """
@@ -164,8 +164,8 @@ lesson.check("17.2", remove_padding_kernel)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `a = 0`, and as long as `edges_E[a + 1] <= n`, `a += 1`. Then a loop over columns: `for c in
-# range(cuda.threadIdx.x, y_NC.shape[1], 32)`.
+# Start with `a = 0` and increment it while `edges_E[a + 1] <= n`. Then loop over the columns: `for
+# c in range(cuda.threadIdx.x, y_NC.shape[1], 32)`.
 #
 # </details>
 
@@ -174,7 +174,7 @@ lesson.check("17.2", remove_padding_kernel)
 # Solution 17.2
 @cuda.jit
 def remove_padding_kernel(y_NC, x_ATC, edges_E):
-    """y[n] = x[a, t] for token n, which is number t of sequence a.   Grid N, block 32.
+    """y[n] = x[a, t] for packed token n, which is token t of sequence a.   Grid N, block 32.
 
     Block n copies row n. y: (N, C), x: (A, T, C), edges: (A + 1).
     """
@@ -196,30 +196,30 @@ owner = np.full((3, 4), -1)
 for access in trace.of("x_ATC"):
     owner[access.index // 8 // 4, access.index // 8 % 4] = access.block[0]
 lesson.figures.ownership(
-    owner, "which packed row each padded place becomes (– is padding, never read)", "row"
+    owner, "packed row of each element of the rectangle (– is padding, never read)", "row"
 )
 
 # %% [markdown]
-# ## Attention among packed prompts
+# ## Attention with packed prompts
 #
-# Here, and only here, sequences matter: a token may look at the tokens of its own prompt, up to
-# itself. And there may be a **history**: keys that are in the cache already, from earlier turns of
-# a chat or earlier pieces of a long prompt. Then query i of sequence a stands at position
-# history[a] + i and sees the keys 0 to history[a] + i of its row of the cache. The new keys have
-# been written there before.
+# Attention is the only operation in which sequences matter: a token attends to the tokens of its
+# own prompt, up to and including itself. There may also be a **history**: keys that are already in
+# the cache, from earlier turns of a chat or earlier chunks of a long prompt. Query i of sequence a
+# is then at position history[a] + i, and attends to keys 0 to history[a] + i of the sequence's row
+# of the cache. The new keys have already been written there.
 #
-# Keys and values are `(R, G, S, D)`: R rows of the cache, G key heads, S places, D channels. H / G
-# query heads share a key head (lesson 18).
+# Keys and values have shape `(R, G, S, D)`: R rows of the cache, G key/value heads, S positions, D
+# channels. Each key/value head serves H / G query heads (lesson 18).
 #
 # ## Exercise 17.3: context attention
 #
-# In NumPy, with loops: it is the specification.
+# Write it in NumPy, with loops: this version is the specification.
 
 
 # %% tags=["exercise"]
 def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
-    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 ..
-    history[a] + i of row rows[a], and its head h those of key head h // (H / G).
+    """-> o (N, H, D). Query i of sequence a is packed row edges[a] + i. It attends to keys
+    0 .. history[a] + i of cache row rows[a]; its head h uses key/value head h // (H / G).
 
     q: (N, H, D), k and v: (R, G, S, D), edges: (A + 1), history and rows: (A).
     """
@@ -234,8 +234,9 @@ lesson.check("17.3", context_attention)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Three loops: over a, over i in range(edges[a + 1] - edges[a]), over h. `n = edges[a] + i`, `keys =
-# k_RGSD[row, g, : past + i + 1]`. Then a softmax over `keys @ q_NHD[n, h] * scale`.
+# Use three loops: over a, over i in range(edges[a + 1] - edges[a]), and over h. Set `n = edges[a] +
+# i` and `keys = k_RGSD[row, g, : past + i + 1]`, then take the softmax of `keys @ q_NHD[n, h] *
+# scale`.
 #
 # </details>
 
@@ -243,8 +244,8 @@ lesson.check("17.3", context_attention)
 # %% tags=["solution"]
 # Solution 17.3
 def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
-    """-> o (N, H, D). Query i of sequence a, packed at edges[a] + i, sees keys 0 ..
-    history[a] + i of row rows[a], and its head h those of key head h // (H / G).
+    """-> o (N, H, D). Query i of sequence a is packed row edges[a] + i. It attends to keys
+    0 .. history[a] + i of cache row rows[a]; its head h uses key/value head h // (H / G).
 
     q: (N, H, D), k and v: (R, G, S, D), edges: (A + 1), history and rows: (A).
     """
@@ -263,10 +264,10 @@ def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
 
 
 # %% [markdown]
-# ## The whole way
+# ## The complete prefill
 #
-# xtrain's `CachedModel` does a prefill with exactly these pieces. Are the logits of packed prompts
-# those of each prompt alone?
+# xtrain's `CachedModel` builds prefill from exactly these pieces. Does a packed batch give the same
+# next tokens as each prompt alone?
 
 # %%
 import xtrain
@@ -295,26 +296,26 @@ lesson.source(CachedModel.prefill)
 engine = xtrain.Engine(model, max_batch=3, max_seq_len=16)
 answers = engine.generate([p.tolist() for p in prompts], max_new_tokens=1)
 print(
-    "tokens that went through the model:",
+    "tokens computed by the model:",
     engine.prefilled_tokens,
-    f"(a rectangle would have {3 * max(lengths)})",
+    f"(a padded rectangle: {3 * max(lengths)})",
 )
 print(
-    "the most likely next tokens, packed:",
+    "most likely next tokens, packed:",
     [int(a[0]) for a in answers],
     " alone:",
     alone.argmax(1).tolist(),
 )
 
 # %% [markdown]
-# One more thing that prefill saves: the *head*. Only the last token of each prompt needs logits, so
-# the largest matrix of a small model multiplies A rows instead of N.
+# Prefill also saves work in the *output head*. Only the last token of each prompt needs logits, so
+# the largest matrix of a small model is multiplied with A rows instead of N.
 #
 # ## Measure, and one improvement
 #
-# Your 17.2 moves one element per thread and walks through the edges one by one. The library's moves
-# 16 bytes at a time and finds the sequence by a binary search. On 16 sequences of up to 8 tokens of
-# 256 numbers:
+# Your kernel from 17.2 moves one element per thread and searches the edges linearly. The library's
+# kernel moves 16 bytes per thread and finds the sequence with a binary search. For 16 sequences of
+# up to 8 tokens, with 256 channels:
 
 # %%
 lengths = rng.integers(1, 9, 16).astype(np.int32)
@@ -333,14 +334,14 @@ for name, trace, x_name in (("yours", yours, "x_ATC"), ("the library's", library
     rows, search = trace.traffic(x_name, False), trace.traffic("edges_E", False)
     warps = len({(a.block, a.thread // 32) for a in trace.of("edges_E")})
     print(
-        f"{name:14} {rows.requests / N:4.0f} instructions read a row, {warps // N} warps of its block search, ",
+        f"{name:14} {rows.requests / N:4.0f} load instructions per row, {warps // N} warps of its block search the edges, ",
         end="",
     )
     print(f"each with {search.requests / warps:.0f} reads")
 
 # %% [markdown]
-# **The improvement** is lesson 2 and a search: fewer, wider accesses, and log2(A) instead of A
-# steps. On a GPU, at the size of a real prefill:
+# **The improvement** combines lesson 2 with a better search: fewer and wider accesses, and log2(A)
+# search steps instead of A. On a GPU, at the size of a real prefill:
 
 # %%
 A, T, C = (64, 512, 2048) if lesson.on_gpu() else (4, 3, 32)
@@ -363,9 +364,9 @@ lesson.source(padding.sequence_of)
 lesson.source(padding.cumulative_lengths_kernel)
 
 # %% [markdown]
-# `cumulative_lengths_kernel` is your 17.1, 32 lengths at a time. And attention: FlashAttention
-# (lesson 13) with other beginnings and ends. A block whose queries lie beyond its sequence leaves
-# at once, so nothing is computed for padding:
+# `cumulative_lengths_kernel` is your 17.1, applied to 32 lengths at a time. The attention kernel is
+# FlashAttention (lesson 13) with different start and end positions. A block whose queries lie past
+# the end of its sequence returns immediately, so nothing is computed for padding:
 
 # %%
 from xtrain.kernels.attention import context_attention as library_attention
@@ -375,15 +376,15 @@ lesson.source(library_attention.make_fp32_kernel, "def context_attention_fp32_ke
 # %% [markdown]
 # ## What did not help
 #
-# *A table with an entry per token* (`offset[n]`, as FasterTransformer had it) instead of the
-# search: it must be made, kept and read for every layer. The search reads log2(A) numbers, which
+# *A table with one entry per token* (`offset[n]`, as in FasterTransformer) instead of the search:
+# the table must be built, stored, and read in every layer. The search reads log2(A) numbers, which
 # all lie in one or two cache lines. For 16 sequences:
 
 # %%
 import math
 
 print(
-    "steps of a binary search in 17 edges:",
+    "steps of a binary search over 17 edges:",
     math.ceil(math.log2(16)),
     "; bytes of the edges:",
     4 * 17,
@@ -392,22 +393,22 @@ print(
 )
 
 # %% [markdown]
-# *One prompt at a time*, no packing at all: right, and simple, and each matrix product has only
-# that prompt's rows. Weights are then read once per prompt instead of once per batch. That is the
-# subject of lesson 18.
+# *One prompt at a time*, without packing: this is correct and simple, but each matrix product has
+# only the rows of that prompt. The weights are then read once per prompt instead of once per batch.
+# Lesson 18 looks at this cost.
 #
 # ## More exercises
 #
-# 1. Write `restore_padding_kernel`, the other way, with zeros in the padding. Which grid is natural
-#    now?
-# 2. Replace the loop in 17.2 by a binary search. Check it with sequences of length 0.
-# 3. A prompt of 10 000 tokens goes through in pieces of 512. What is `history` for the third piece?
+# 1. Write `restore_padding_kernel`, the inverse operation, with zeros in the padding. Which grid
+#    fits best now?
+# 2. Replace the loop in 17.2 by a binary search. Test it with sequences of length 0.
+# 3. A prompt of 10 000 tokens is processed in chunks of 512. What is `history` for the third chunk?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: a block per padded row (a, t); it is real if edges[a] + t < edges[a + 1], else write zeros. 2:
-# compare with `sequence_of` above: `low` is the last a with edges[a] <= n, so empty sequences own
-# nothing. 3: 1024.
+# 1: one block per padded row (a, t); the row is real if edges[a] + t < edges[a + 1], otherwise
+# write zeros. 2: compare with `sequence_of` above: `low` is the last a with edges[a] <= n, so empty
+# sequences own no rows. 3: 1024.
 #
 # </details>
 #
@@ -415,5 +416,5 @@ print(
 #
 # - NVIDIA, *FasterTransformer*: "effective" transformers without padding; ByteTransformer (Zhai et
 #   al. 2023).
-# - T. Dao, *FlashAttention*, the varlen interface: `cu_seqlens` are our edges.
+# - T. Dao, *FlashAttention*, the varlen interface: its `cu_seqlens` are our edges.
 # - G. Blelloch, *Prefix Sums and Their Applications*, 1990.

@@ -9,19 +9,18 @@
 # ---
 
 # %% [markdown]
-# # 18 The KV cache, and grouped queries
+# # 18 The KV cache and grouped-query attention
 #
 # [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/18_kv_cache.ipynb)
 #
 # *About 60 minutes. You need [lesson 17](17_prefill.ipynb).*
 #
-# **The question.** A model writes one token at a time. To write the thousandth it must look at the
-# 999 before it. Does it have to *compute* them all again?
+# **The question.** A model generates one token at a time. The thousandth token depends on the 999
+# before it. Does the model have to *compute* all of them again?
 #
-# No: what the earlier tokens show to later ones are their keys and values, and these do not change.
-# Keep them. You will write the memory that keeps them and the attention that reads it, and work out
-# what it costs: for it is this memory, not arithmetic, that decides how many people a GPU can
-# serve.
+# No. Later tokens use only the keys and values of earlier tokens, and these do not change, so we
+# can store them. You will write the cache that stores them and the attention that reads it, and
+# compute its cost: this memory, not arithmetic, decides how many users a GPU can serve.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -42,44 +41,44 @@ from numba import cuda
 from xtrain import lesson, simulator
 
 # %% [markdown]
-# ## What is computed twice
+# ## What would be computed again
 #
-# Without a memory, token n costs a forward pass over n tokens. By hand, for an answer of 4 tokens
-# to a prompt of 3, and for one of 1000 to a prompt of 1000:
+# Without a cache, token n costs a forward pass over n tokens. Count the tokens for an answer of 4
+# tokens to a prompt of 3, and for an answer of 1000 tokens to a prompt of 1000:
 
 # %%
 for prompt, new in ((3, 4), (1000, 1000)):
-    again = sum(prompt + i for i in range(new))
-    kept = prompt + new - 1
+    without_cache = sum(prompt + i for i in range(new))
+    with_cache = prompt + new - 1
     print(
-        f"prompt {prompt:4}, {new:4} new: {again:9,} tokens through the model, with a cache {kept:5,}: {again / kept:.0f} times fewer"
+        f"prompt {prompt:4}, {new:4} new: {without_cache:9,} tokens computed, with a cache {with_cache:5,}: {without_cache / with_cache:.0f} times fewer"
     )
 
 # %% [markdown]
-# May one keep keys and values? A token's key depends on the token, its position and everything
-# *before* it, never on what comes after: that is what the causal mask guarantees. So it is the same
-# in every later step. (Queries need not be kept: a query is used once, when its token is the
+# Is it correct to reuse keys and values? A token's key depends on the token, its position and
+# everything *before* it, never on what follows: the causal mask guarantees this. So the key is the
+# same in every later step. (Queries need not be stored: a query is used once, when its token is the
 # newest.)
 #
-# ## The memory
+# ## The layout of the cache
 #
-# For every layer, keys and values; for each of R sequences a row; for every key head a stretch of S
-# places of D numbers:
+# The cache holds keys and values for every layer. Each of R sequences has one row, and each
+# key/value head has S positions of D numbers in that row:
 #
 # ```text
-# kv (L, 2, R, G, S, D)       layer, key or value, row, key head, position, channel
+# kv (L, 2, R, G, S, D)       layer, key or value, row, key/value head, position, channel
 # ```
 #
-# It is taken once, at full size. A sequence gets a row, fills it from the left, and gives it back.
-# Nothing is ever moved or enlarged while the model talks.
+# It is allocated once, at full size. A sequence is assigned a row, fills it from position 0, and
+# releases it at the end. Nothing is moved or resized during generation.
 #
-# Why is the position behind the head? Because a decoding step writes *one* position and reads
-# *all*: the block that deals with one key head wants its S D numbers in one piece.
+# Why does the position come after the head? Because a decoding step writes *one* position and reads
+# *all* of them: the S D numbers that the block for one key/value head reads should be contiguous.
 #
 # ## Exercise 18.1: append
 #
-# N new tokens, of any sequences in any order. Token n goes to position `positions_N[n]` of row
-# `rows_N[n]`. A token whose row is -1, or whose position lies outside the row, is left out.
+# There are N new tokens, from any sequences in any order. Token n goes to position `positions_N[n]`
+# of row `rows_N[n]`. A token is skipped if its row is -1 or its position lies outside the row.
 
 
 # %% tags=["exercise"]
@@ -87,8 +86,8 @@ for prompt, new in ((3, 4), (1000, 1000)):
 def append_kernel(cache_RGSD, new_NGD, rows_N, positions_N):
     """cache[rows[n], g, positions[n]] = new[n, g].
 
-    cache: (R, G, S, D), new: (N, G, D), rows and positions: (N). Tokens without a place are
-    left out.
+    cache: (R, G, S, D), new: (N, G, D), rows and positions: (N). Tokens without a valid row
+    and position are skipped.
     Grid (N, G), block 32.
     """
     n = cuda.blockIdx.x
@@ -101,8 +100,8 @@ lesson.check("18.1", append_kernel)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `g = cuda.blockIdx.y`, `row, p = rows_N[n], positions_N[n]`, one `if` with three conditions, and a
-# loop over channels from threadIdx.x in steps of 32.
+# Use `g = cuda.blockIdx.y`, `row, p = rows_N[n], positions_N[n]`, one `if` with three conditions,
+# and a loop over the channels from threadIdx.x in steps of 32.
 #
 # </details>
 
@@ -113,8 +112,8 @@ lesson.check("18.1", append_kernel)
 def append_kernel(cache_RGSD, new_NGD, rows_N, positions_N):
     """cache[rows[n], g, positions[n]] = new[n, g].
 
-    cache: (R, G, S, D), new: (N, G, D), rows and positions: (N). Tokens without a place are
-    left out.
+    cache: (R, G, S, D), new: (N, G, D), rows and positions: (N). Tokens without a valid row
+    and position are skipped.
     Grid (N, G), block 32.
     """
     n = cuda.blockIdx.x
@@ -126,34 +125,36 @@ def append_kernel(cache_RGSD, new_NGD, rows_N, positions_N):
 
 
 # %% [markdown]
-# ## Grouped queries
+# ## Grouped-query attention
 #
-# Reading all keys and values for one new token is a lot of memory for little arithmetic: 2 D
-# numbers are read for a key and its value, and each is used for *one* multiplication with one
-# query. With **grouped queries** several query heads share a key head: H query heads, G key heads,
-# H / G queries per key. The cache is H / G times smaller, and each number that is read is used H /
-# G times.
+# Decoding one token reads all keys and values and does little arithmetic with them: of the 2 D
+# numbers of one key and its value, each is used for *one* multiplication. In **grouped-query
+# attention** (GQA), several query heads share a key/value head: H query heads, G key/value heads, H
+# / G query heads per key/value head. The cache is H / G times smaller, and each number that is read
+# is used H / G times.
 #
-# Head h belongs to key head h // (H / G): neighbours share. By hand for H = 6, G = 2:
+# Query head h uses key/value head h // (H / G): neighbouring heads share. By hand for H = 6, G = 2:
 
 # %%
 H, G = 6, 2
 lesson.figures.ownership(
-    np.array([h // (H // G) for h in range(H)]), "query head (place) -> key head (number)", "head"
+    np.array([h // (H // G) for h in range(H)]),
+    "query head -> number of its key/value head",
+    "head",
 )
 
 # %% [markdown]
-# ## Exercise 18.2: attention of one new token
+# ## Exercise 18.2: attention for one new token
 #
-# The newest token's query, per head, against the `length` places of its row that are filled (its
-# own key among them).
+# For each head, the query of the newest token attends to the `length` filled positions of its row,
+# including the token's own key.
 
 
 # %% tags=["exercise"]
 def decode_attention(q_HD, k_GSD, v_GSD, length, scale):
     """-> o (H, D): softmax(scale q k) v over the first `length` keys.
 
-    q: (H, D), k and v: (G, S, D). Query head h reads key head h // (H / G).
+    q: (H, D), k and v: (G, S, D). Query head h uses key/value head h // (H / G).
     """
     (H, D), G = q_HD.shape, k_GSD.shape[0]
     # YOUR CODE
@@ -165,7 +166,7 @@ lesson.check("18.2", decode_attention)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Cut first: `k, v = k_GSD[:, :length], v_GSD[:, :length]`. Then a loop over h.
+# Slice first: `k, v = k_GSD[:, :length], v_GSD[:, :length]`. Then loop over h.
 #
 # </details>
 
@@ -175,7 +176,7 @@ lesson.check("18.2", decode_attention)
 def decode_attention(q_HD, k_GSD, v_GSD, length, scale):
     """-> o (H, D): softmax(scale q k) v over the first `length` keys.
 
-    q: (H, D), k and v: (G, S, D). Query head h reads key head h // (H / G).
+    q: (H, D), k and v: (G, S, D). Query head h uses key/value head h // (H / G).
     """
     (H, D), G = q_HD.shape, k_GSD.shape[0]
     k, v = k_GSD[:, :length], v_GSD[:, :length]
@@ -189,11 +190,12 @@ def decode_attention(q_HD, k_GSD, v_GSD, length, scale):
 
 
 # %% [markdown]
-# ## It is the same model
+# ## The same tokens as the full forward pass
 #
-# A decoder with a cache in a few lines: lesson 7's forward pass for one token, with your two
-# functions in the middle. *Greedy* decoding, which always takes the most likely token, must give
-# with it, at *every* position, the token that the whole forward pass gives.
+# The next cell is a decoder with a cache in a few lines: the forward pass of lesson 7 for one
+# token, with your 18.2 and an append to the cache in the middle. *Greedy* decoding always takes the
+# most likely token. With the cache it must give, at *every* position, the same token as the full
+# forward pass.
 
 # %%
 import xtrain
@@ -219,7 +221,7 @@ kv = np.full((c.n_layers, 2, 1, c.n_kv_heads, S, c.head_dim), np.nan, np.float32
 
 
 def step(token, position):
-    """One token through the model. -> logits"""
+    """Run one token through the model. -> logits"""
     norm = lambda x, name: rmsnorm_ref(x, w[name + ".weight"], c.norm_eps)[0]
     linear = lambda x, name: x @ w[name + ".weight"].T
     h = w["model.embed_tokens.weight"][[token]]
@@ -247,11 +249,11 @@ for position in range(14):
         text.append(int(logits.argmax()))
 whole = model.generate(np.array([text[:3]]), 12)[0].tolist()
 print("with the cache:   ", text)
-print("computed anew:    ", whole)
+print("full forward pass:", whole)
 print("the same:", text == whole)
 
 # %% [markdown]
-# (The cache began as NaN. Had one unfilled place been read, NaN would be everywhere.)
+# (The cache was initialized to NaN. Had any unfilled position been read, the results would be NaN.)
 #
 # ## Exercise 18.3: how many sequences fit?
 
@@ -260,7 +262,7 @@ print("the same:", text == whole)
 def largest_batch(L, H, G, D, S, size, free):
     """How many sequences of S tokens fit into `free` bytes?
 
-    L layers, H query and G key heads of D numbers, `size` bytes a number.
+    L layers, H query and G key/value heads of D numbers, `size` bytes per number.
     """
     # YOUR CODE
 
@@ -281,7 +283,7 @@ lesson.check("18.3", largest_batch)
 def largest_batch(L, H, G, D, S, size, free):
     """How many sequences of S tokens fit into `free` bytes?
 
-    L layers, H query and G key heads of D numbers, `size` bytes a number.
+    L layers, H query and G key/value heads of D numbers, `size` bytes per number.
     """
     one = 2 * L * G * S * D * size
     return free // one
@@ -289,12 +291,12 @@ def largest_batch(L, H, G, D, S, size, free):
 
 # %%
 print(
-    "a model of 8 billion parameters in bf16 takes 16 GB of an 80 GB card. Sequences of 8192 tokens that fit beside it:"
+    "A model of 8 billion parameters in bf16 takes 16 GB of an 80 GB GPU. Sequences of 8192 tokens that fit into the other 64 GB:"
 )
 for name, G in (
-    ("32 key heads, one per query", 32),
-    ("8 key heads, grouped", 8),
-    ("1 key head, shared by all", 1),
+    ("32 KV heads, one per query", 32),
+    ("8 KV heads, grouped", 8),
+    ("1 KV head, shared by all", 1),
 ):
     one = 2 * 32 * G * 8192 * 128 * 2
     print(
@@ -304,39 +306,41 @@ for name, G in (
 # %% [markdown]
 # ## Measure, and one improvement
 #
-# The simplest grouped-query attention copies every key head for each of its queries (`repeat_kv`),
-# and then has ordinary attention. What does that move, per decoding step, for a cache of 1000
-# tokens?
+# The simplest implementation of grouped-query attention copies every key/value head for each of its
+# query heads (`repeat_kv`) and then runs ordinary attention. How many bytes does this move per
+# decoding step, for a cache of 1000 tokens?
 
 # %%
 H, G, D, length = 32, 8, 128, 1000
 cache = 2 * G * length * D * 2  # bytes of one layer in bf16
 repeated = 2 * H * length * D * 2
-print(f"read as it is:             {cache / 1e6:5.1f} MB per layer")
+print(f"read in place:             {cache / 1e6:5.1f} MB per layer")
 print(
-    f"copied for every query:    {(cache + repeated + repeated) / 1e6:5.1f} MB (read, write the copies, read them)"
+    f"copied per query head:     {(cache + repeated + repeated) / 1e6:5.1f} MB (read, write the copies, read them)"
 )
 
 # %% [markdown]
-# **The improvement: read a key head once for all of its queries.** Nine times fewer bytes here. And
-# why are bytes what counts? A decoding step multiplies every weight matrix with *one row per
-# sequence*: each weight is read to be used B times. Count operations per byte, as in lesson 2:
+# **The improvement: read each key/value head once for all of its query heads.** This moves nine
+# times fewer bytes here. Why do bytes matter? A decoding step multiplies every weight matrix with
+# *one row per sequence*: each weight that is read is used only B times. Count the operations per
+# byte, as in lesson 2:
 
 # %%
 weights, per_token = 8e9, 2 * 8e9  # parameters; operations for one token
 for B in (1, 8, 64, 512):
     kv_bytes = B * 2 * 32 * 8 * 1000 * 128 * 2
-    print(f"B = {B:3}: {B * per_token / (2 * weights + kv_bytes):6.1f} operations a byte")
+    print(f"B = {B:3}: {B * per_token / (2 * weights + kv_bytes):6.1f} operations per byte")
 print("the ridge of an H200 in bf16: 989e12 / 4.0e12 = 247")
 
 # %% [markdown]
-# Writing text is limited by memory, at every batch that fits. So a token takes as long as reading
-# all weights once plus all caches once: at B = 1 about 16 GB / 4 TB/s = 4 ms. More sequences at a
-# time are nearly free, until the caches weigh as much as the weights. This is why lesson 21 keeps
-# the batch full.
+# Decoding is limited by memory bandwidth at every batch size that fits. So one step takes as long
+# as it takes to read all weights once and all caches once: at B = 1 about 16 GB / 4 TB/s = 4 ms. A
+# larger batch costs almost no extra time until the caches are as large as the weights. This is why
+# lesson 21 keeps the batch full.
 #
-# Measured, a whole step of a Llama of 1.1 billion parameters, one token for each of B sequences.
-# *Bound* is the time in which weights and caches can be read, at the speed of a copy on that card:
+# The table shows a measured full step of a Llama with 1.1 billion parameters, one token for each of
+# B sequences. *Bound* is the time needed to read weights and caches at the copy bandwidth of that
+# GPU:
 
 # %%
 lesson.table(
@@ -348,7 +352,7 @@ lesson.table(
     ],
     {
         "": "shape",
-        "ms a step": "ms",
+        "ms per step": "ms",
         "bound, ms": lambda r: (r["weights_gb"] + r["kv_gb"]) / r["copy_gb_s"] * 1e3,
         "weights, GB": "weights_gb",
         "caches, GB": "kv_gb",
@@ -357,12 +361,13 @@ lesson.table(
 )
 
 # %% [markdown]
-# 32 sequences of few tokens take less than half as long again as one. With 4096 tokens each, their
-# caches weigh more than the weights, and the step takes accordingly longer. (Half to five eighths
-# of the bound is reached: a step is some hundred small kernels, one after the other.)
+# With short contexts, a step for 32 sequences takes less than 1.5 times as long as a step for one.
+# With 4096 tokens each, the caches of 32 sequences are larger than the weights, and the step takes
+# correspondingly longer. (The steps reach about half to five eighths of the speed that the bound
+# allows: a step consists of a few hundred small kernels, launched one after the other.)
 #
-# On a GPU: your append against the library's, which moves 16 bytes per thread and does keys and
-# values together.
+# On a GPU: compare your append with the library's kernel, which moves 16 bytes per thread and
+# appends keys and values together.
 
 # %%
 from xtrain.kernels.decoding import kv_cache
@@ -373,12 +378,13 @@ k_cache, v_cache = (
     lesson.zeros(lesson.array(np.zeros(1, np.float32)), (R, G, S, D)) for _ in range(2)
 )
 new = lesson.array(rng.standard_normal((R, G, D)).astype(np.float32))
-rows, places = lesson.array(np.arange(R, dtype=np.int32)), lesson.array(np.full(R, 5, np.int32))
+rows, positions = lesson.array(np.arange(R, dtype=np.int32)), lesson.array(np.full(R, 5, np.int32))
 runs = {
     "yours (keys, then values)": lambda: [
-        lesson.launch(append_kernel, (R, G), 32, x, new, rows, places) for x in (k_cache, v_cache)
+        lesson.launch(append_kernel, (R, G), 32, x, new, rows, positions)
+        for x in (k_cache, v_cache)
     ],
-    "in use": lambda: kv_cache.append_kv(k_cache, v_cache, new, new, rows, places),
+    "the library's": lambda: kv_cache.append_kv(k_cache, v_cache, new, new, rows, positions),
 }
 for run in runs.values():
     run()
@@ -399,9 +405,9 @@ with lesson.tracing() as yours:
     simulator.run(append_kernel, (4, 2), 32, y, fresh, r, p)
 with lesson.tracing() as library:
     kv_cache.append_kv(x, y, fresh, fresh, r, p)
-for name, trace in (("yours", yours), ("in use", library)):
+for name, trace in (("yours", yours), ("the library's", library)):
     print(
-        f"{name:7} {len(trace.requests()):3} instructions for memory, {trace.traffic().moved:6,} bytes"
+        f"{name:14} {len(trace.requests()):3} memory instructions, {trace.traffic().moved:6,} bytes moved"
     )
 
 # %% [markdown]
@@ -411,8 +417,9 @@ for name, trace in (("yours", yours), ("in use", library)):
 lesson.source(kv_cache.make_append_kernel)
 
 # %% [markdown]
-# And the reference of the attention that reads it, which also turns the query, appends, and serves
-# many sequences at once. Its kernel is the subject of lesson 19.
+# Next, the reference of the attention that reads the cache. It also normalizes and rotates queries
+# and keys (QK-norm, RoPE), appends to the cache, and handles many sequences at once. Its kernel is
+# the subject of lesson 19.
 
 # %%
 from xtrain.kernels.attention import decode_attention as library_decode
@@ -422,33 +429,33 @@ lesson.source(library_decode.decode_attention_ref)
 # %% [markdown]
 # ## What did not help
 #
-# *Enlarging the cache by concatenation*, as first implementations do: `k = concatenate([k, new])`
-# copies everything at every token. For an answer of n tokens that is n² / 2 positions copied:
+# *Growing the cache by concatenation*, as simple implementations do: `k = concatenate([k, new])`
+# copies the whole cache for every token. An answer of n tokens copies about n² / 2 positions:
 
 # %%
 for n in (10, 100, 1000):
-    print(f"{n:5} tokens: {n * (n + 1) // 2:7,} positions copied, in place {n:5,} written")
+    print(f"{n:5} tokens: {n * (n + 1) // 2:7,} positions copied; in place, {n:5,} written")
 
 # %% [markdown]
-# *Positions before heads* (R, S, G, D), so that one token is one piece to write. Writing is one
-# position, reading is all of them: with 8 heads of 128 channels in bf16 a block would read 256
-# bytes and skip 1792, again and again.
+# *Positions before heads*, (R, S, G, D), so that one token is contiguous when it is written. But a
+# step writes one position and reads all of them: with 8 heads of 128 channels in bf16, a block
+# would read 256 bytes and skip 1792, over and over.
 #
 # ## More exercises
 #
-# 1. Let `append_kernel` do keys and values in one launch. What does the trace say?
-# 2. How many tokens must a conversation have until its cache is as large as the weights? (8 billion
-#    parameters, bf16, 32 layers, 8 key heads of 128.)
-# 3. Two people send the same long system prompt. Which part of their rows is equal, and what would
-#    sharing it need?
+# 1. Make `append_kernel` write keys and values in one launch. What does the trace show?
+# 2. How many tokens must a conversation have before its cache is as large as the weights? (8
+#    billion parameters, bf16, 32 layers, 8 key/value heads of 128.)
+# 3. Two users send the same long system prompt. Which part of their rows is equal, and what would
+#    sharing it require?
 #
 # <details><summary>Solutions</summary>
 #
 # 1: half the launches, and the rows and positions are read once. 2: a token takes 2 · 32 · 8 · 128
-# · 2 = 131 072 bytes, so 16 GB are 122 000 tokens. 3: all positions of the common beginning, in
-# every layer: they depend on nothing after it. A row would have to be made of pieces that may be
-# shared: pages (Kwon et al. 2023). xtrain reuses the beginning of a row that is still there
-# (`Engine(reuse_prefix=True)`).
+# · 2 = 131 072 bytes, so 16 GB hold 122 000 tokens. 3: all positions of the common prefix, in every
+# layer: they depend on nothing after it. To share them, a row must consist of blocks that several
+# sequences can refer to: pages (Kwon et al. 2023). xtrain reuses the prefix of a row that is still
+# in the cache (`Engine(reuse_prefix=True)`).
 #
 # </details>
 #

@@ -9,18 +9,18 @@
 # ---
 
 # %% [markdown]
-# # 19 Decode attention, with split keys
+# # 19 Decode attention with split keys
 #
 # [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/19_decode_attention.ipynb)
 #
 # *About 60 minutes. You need [lesson 18](18_kv_cache.ipynb) and lesson 13.*
 #
-# **The question.** One person talks to a model of 8 key heads, and the conversation is 30 000
-# tokens long. Attention for the next token is 8 sums over 30 000 keys. A block per head makes 8
-# blocks, on a card with 132 multiprocessors. Where do the other 124 get work from?
+# **The question.** One user talks to a model with 8 key/value heads, and the conversation is 30 000
+# tokens long. Attention for the next token is 8 weighted sums over 30 000 keys. One block per
+# key/value head makes 8 blocks, on a GPU with 132 multiprocessors. How do the other 124 get work?
 #
-# From dividing the *keys*. You will write the kernel that does a part of the keys, and the sum that
-# makes one softmax out of many parts.
+# By splitting the *keys*. You will write the kernel that processes one part of the keys, and the
+# merge that turns many partial softmaxes into one.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -46,14 +46,14 @@ from xtrain.kernels.primitives.reduce import warp_sum
 # %% [markdown]
 # ## A softmax in parts, by hand
 #
-# Six keys with the scores 1, 2, 0, 3, 1, 2 and one value each. All at once, and in two parts of
-# three, each with its own largest score m, its own sum l of exponentials, and its own weighted sum
-# acc:
+# Take six keys with the scores 1, 2, 0, 3, 1, 2, and one value each. Compute the result once in one
+# pass and once in two parts of three keys. Each part has its own largest score m, its own sum l of
+# exponentials, and its own weighted sum acc of the values:
 
 # %%
 s, v = np.array([1.0, 2, 0, 3, 1, 2]), np.array([10.0, 20, 30, 40, 50, 60])
 p = np.exp(s - s.max())
-print(f"at once: {p @ v / p.sum():.4f}")
+print(f"one pass: {p @ v / p.sum():.4f}")
 parts = []
 for a in (0, 3):
     m = s[a : a + 3].max()
@@ -61,29 +61,29 @@ for a in (0, 3):
     parts.append((m, e.sum(), e @ v[a : a + 3]))
     print(f"part {a // 3}: m {m:g}, l {e.sum():.4f}, acc {e @ v[a : a + 3]:.4f}")
 M = max(m for m, _, _ in parts)
-top, below = (sum(math.exp(part[0] - M) * part[i] for part in parts) for i in (2, 1))
-print(f"merged:  {top:.4f} / {below:.4f} = {top / below:.4f}")
+numerator, denominator = (sum(math.exp(part[0] - M) * part[i] for part in parts) for i in (2, 1))
+print(f"merged:   {numerator:.4f} / {denominator:.4f} = {numerator / denominator:.4f}")
 
 # %% [markdown]
-# Each part measured its exponentials from its own m. To bring them to a common M, both of its sums
-# are multiplied by $e^{m_i - M}$:
+# Each part computed its exponentials relative to its own m. To rescale them to a common M, multiply
+# both sums of part i by $e^{m_i - M}$:
 #
 # $$o = \frac{\sum_i e^{m_i - M} \, acc_i}{\sum_i e^{m_i - M} \, l_i}$$
 #
-# This is the same step by which FlashAttention goes from tile to tile (lesson 13), only that here
-# the parts are computed *at the same time*, by different blocks.
+# FlashAttention uses the same formula to continue from one tile to the next (lesson 13). The
+# difference is that here the parts are computed *at the same time*, by different blocks.
 #
 # ## Exercise 19.1: one part
 #
-# One head of width 32, one warp per part: lane d holds channel d. Block s owns `chunk` keys,
-# beginning with key s · chunk, as far as there are. Walk through them with a running m, l and acc:
-# when a larger score comes, what has been added so far shrinks by exp(old m - new m).
+# There is one head of width 32 and one warp per part; lane d holds channel d. Block s owns `chunk`
+# keys, starting at key s · chunk (fewer in the last block). Loop over them with a running m, l and
+# acc: when a larger score appears, multiply l and acc by exp(old m - new m).
 
 
 # %% tags=["exercise"]
 @cuda.jit
 def partial_kernel(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
-    """m, l, acc of keys s chunk .. s chunk + chunk - 1.
+    """m, l, acc of keys s * chunk .. s * chunk + chunk - 1.
 
     m, l: (S), acc: (S, 32), q: (32), k and v: (N, 32), all float32.
     Grid S = ceil(N / chunk), block 32 = D.
@@ -104,8 +104,8 @@ lesson.check("19.1", partial_kernel)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `new = x if x > m else m`, `keep = math.exp(m - new)`, `p = math.exp(x - new)`; then l and acc
-# become `... * keep + p ...`, and m becomes new. Begin with m = minus infinity: exp(-inf) is 0.
+# Set `new = x if x > m else m`, `keep = math.exp(m - new)` and `p = math.exp(x - new)`; then l and
+# acc become `... * keep + p ...`, and m becomes new. Start with m = minus infinity: exp(-inf) is 0.
 #
 # </details>
 
@@ -114,7 +114,7 @@ lesson.check("19.1", partial_kernel)
 # Solution 19.1
 @cuda.jit
 def partial_kernel(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
-    """m, l, acc of keys s chunk .. s chunk + chunk - 1.
+    """m, l, acc of keys s * chunk .. s * chunk + chunk - 1.
 
     m, l: (S), acc: (S, 32), q: (32), k and v: (N, 32), all float32.
     Grid S = ceil(N / chunk), block 32 = D.
@@ -144,7 +144,7 @@ def partial_kernel(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
 
 # %% tags=["exercise"]
 def merge(m_S, l_S, acc_SD):
-    """-> o (D,) of all parts together, from m, l (S,) and acc (S, D).
+    """-> o (D,), the attention output over all parts, from m, l (S,) and acc (S, D).
 
     An empty part has m = -inf, l = 0 and acc = 0.
     """
@@ -157,7 +157,7 @@ lesson.check("19.2", merge)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `share_S = np.exp(m_S - m_S.max())`, and then the formula above.
+# Compute `share_S = np.exp(m_S - m_S.max())`, then apply the formula above.
 #
 # </details>
 
@@ -165,7 +165,7 @@ lesson.check("19.2", merge)
 # %% tags=["solution"]
 # Solution 19.2
 def merge(m_S, l_S, acc_SD):
-    """-> o (D,) of all parts together, from m, l (S,) and acc (S, D).
+    """-> o (D,), the attention output over all parts, from m, l (S,) and acc (S, D).
 
     An empty part has m = -inf, l = 0 and acc = 0.
     """
@@ -183,22 +183,22 @@ for chunk in (50, 16, 7):
     m, l, acc = (simulator.sim(np.zeros(s, np.float32)) for s in (S, S, (S, 32)))
     simulator.run(partial_kernel, S, 32, m, l, acc, q, k, v, np.float32(32**-0.5), np.int64(chunk))
     o = merge(np.asarray(m), np.asarray(l), np.asarray(acc))
-    print(f"{S} parts: like all at once: {np.allclose(o, exact, atol=1e-5)}")
+    print(f"{S} parts: equal to one pass: {np.allclose(o, exact, atol=1e-5)}")
 
 # %% [markdown]
 # ## Exercise 19.3: how many parts?
 #
-# Too few parts, and multiprocessors idle. Too many, and each has hardly a key, while the merge
-# grows. xtrain makes one part for every 256 keys begun, at most 32. Note what the answer depends
-# on: **the length of the row, and nothing else**. If it depended on how many other sequences are in
-# the batch, a sequence's last bits would depend on its company. (xtrain makes one exception, for
-# speed: in a batch of few sequences parts have 192 keys. `Engine(batch_invariant=True)` does
-# without it.)
+# With too few parts, multiprocessors are idle. With too many, each part has only a few keys and the
+# merge gets longer. xtrain uses one part per 256 keys (rounded up), at most 32. Note what the
+# number of parts depends on: **the length of the row, and nothing else**. If it depended on the
+# other sequences in the batch, the last bits of a sequence's result would depend on them too.
+# (xtrain makes one exception, for speed: in a batch of few sequences a part has 192 keys.
+# `Engine(batch_invariant=True)` disables the exception.)
 
 
 # %% tags=["exercise"]
 def splits(n, chunk, most):
-    """-> [(begin, end), ...]: equal parts of n keys, end not included; the last may be
+    """-> [(begin, end), ...]: n keys in equal parts, end exclusive; the last part may be
     shorter.
 
     At most `most` parts, and no more than ceil(n / chunk).
@@ -212,7 +212,7 @@ lesson.check("19.3", splits)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `used = min(most, ceil(n / chunk))`, `size = ceil(n / used)`, and then the beginnings are
+# Compute `used = min(most, ceil(n / chunk))` and `size = ceil(n / used)`. The parts then begin at
 # `range(0, n, size)`.
 #
 # </details>
@@ -221,7 +221,7 @@ lesson.check("19.3", splits)
 # %% tags=["solution"]
 # Solution 19.3
 def splits(n, chunk, most):
-    """-> [(begin, end), ...]: equal parts of n keys, end not included; the last may be
+    """-> [(begin, end), ...]: n keys in equal parts, end exclusive; the last part may be
     shorter.
 
     At most `most` parts, and no more than ceil(n / chunk).
@@ -232,19 +232,19 @@ def splits(n, chunk, most):
 
 
 # %% [markdown]
-# ## Who merges?
+# ## Which block merges?
 #
-# A second kernel could; it would be started for every layer and every token, and lesson 10 has told
-# what a launch costs. So the **last block that finishes** does it. Which one that is nobody knows
-# in advance, so they count: each block writes its part, makes sure that everybody can see it
-# (`threadfence`), and adds 1 to a counter, atomically. Whoever gets the last number knows that all
-# parts are there.
+# A second kernel could merge the parts, but it would be launched for every layer and every token,
+# and lesson 10 showed what a launch costs. Instead the **last block that finishes** merges them. It
+# is not known in advance which block that is, so the blocks count: each block writes its part,
+# makes the write visible to all other blocks (`threadfence`), and atomically adds 1 to a counter.
+# The block that completes the count knows that all parts are written.
 
 
 # %%
 @cuda.jit
 def last_one_kernel(total_1, parts_S, counter_1, x_n):
-    """Block s adds up its own 32 numbers; the last to finish adds up the parts, in their
+    """Block s sums its own 32 numbers; the last block to finish sums the parts, in index
     order.
     """
     s = cuda.blockIdx.x
@@ -265,15 +265,15 @@ simulator.run(last_one_kernel, 4, 32, total, parts, simulator.sim(np.zeros(1, np
 print("sum:", float(total[0]), "expected", x.sum())
 
 # %% [markdown]
-# Two things are worth a second look. The counter is an *integer*: in which order blocks arrive does
-# not change it. And the last block adds the parts **in the order of the keys**, whoever it is: so
-# the bits do not depend on the order of arrival, although the work is divided by chance. Forget the
-# fence, and:
+# Note two details. The counter is an *integer*, so its value does not depend on the order in which
+# blocks arrive. And the block that arrives last adds the parts **in the order of the keys**,
+# whichever block it is: the bits of the result do not depend on the order of arrival. Without the
+# fence, the simulator reports a race:
 
 
 # %%
 @cuda.jit
-def hasty_kernel(total_1, parts_S, counter_1, x_n):
+def unfenced_kernel(total_1, parts_S, counter_1, x_n):
     s = cuda.blockIdx.x
     v = warp_sum(x_n[32 * s + cuda.threadIdx.x])
     if cuda.threadIdx.x == 0:
@@ -286,27 +286,28 @@ def hasty_kernel(total_1, parts_S, counter_1, x_n):
 
 
 lesson.report(
-    simulator.run, hasty_kernel, 4, 32, total, parts, simulator.sim(np.zeros(1, np.int32)), x
+    simulator.run, unfenced_kernel, 4, 32, total, parts, simulator.sim(np.zeros(1, np.int32)), x
 )
 
 # %% [markdown]
 # ## Measure, and one improvement
 #
-# How many blocks have work, for a model of 8 key heads?
+# How many blocks have work, for a model with 8 key/value heads?
 
 # %%
-print("tokens   sequences   blocks without splitting   with")
+print("tokens   sequences   blocks without splitting   with splitting")
 for length, B in ((200, 1), (2000, 1), (30_000, 1), (30_000, 8), (2000, 64)):
     print(f"{length:6}   {B:9}   {8 * B:24}   {8 * B * len(splits(length, 256, 32)):4}")
 
 # %% [markdown]
-# **The improvement is parallelism where there was none.** For a single long conversation 256 blocks
-# instead of 8; the cost is one (m, l, acc) per part and head, a few hundred bytes beside the
-# hundreds of kilobytes of keys and values that the part has read. With many sequences there is
-# enough work anyway, and it hardly matters.
+# **The improvement is more parallelism.** A single conversation of 30 000 tokens uses 256 blocks
+# instead of 8. The cost is one (m, l, acc) per part and head: a few hundred bytes, compared with
+# the hundreds of kilobytes of keys and values that the part has read. With many sequences there is
+# enough work without splitting, and it makes little difference.
 #
-# What a whole decoding step takes with few keys and with many, for a model of 1.1 billion
-# parameters, and the least that reading those keys and values would take:
+# The table shows how long a full decoding step takes with few keys and with many, for a model of
+# 1.1 billion parameters. The line below it compares the difference with the time needed to read the
+# additional keys and values:
 
 # %%
 lesson.table(
@@ -316,17 +317,19 @@ lesson.table(
     ],
     {
         "context": lambda r: r["shape"].split("=")[-1],
-        "ms a step": "ms",
+        "ms per step": "ms",
         "GB of keys and values": "kv_gb",
     },
 )
 few = lesson.record("bench_decode/llama 1.1B/B=1 context=128/bf16")
 many = lesson.record("bench_decode/llama 1.1B/B=1 context=4096/bf16")
 least = (many["kv_gb"] - few["kv_gb"]) / many["copy_gb_s"] * 1e3
-print(f"{many['ms'] - few['ms']:.3f} ms more, of which {least:.3f} at the speed of a copy")
+print(
+    f"{many['ms'] - few['ms']:.3f} ms more; reading the keys and values at copy bandwidth takes {least:.3f} ms"
+)
 
 # %% [markdown]
-# On a GPU: one head of width 32 over half a million keys, with one part and with many:
+# On a GPU: one head of width 32 over half a million keys, in one part and in many:
 
 # %%
 n = 1 << 19 if lesson.on_gpu() else 64
@@ -350,13 +353,13 @@ times = lesson.measure(
 # %% [markdown]
 # ## The library's kernel
 #
-# It does more than attention, in the same launch: QK-norm, RoPE and the append to the cache (lesson
-# 18), since each of these alone would cost a launch per layer and token for a few kilobytes of
-# work. Its text, and how it divides the keys:
+# The same launch does more than attention: it also computes QK-norm and RoPE and appends to the
+# cache (lesson 18), since each of these alone would cost one launch per layer and token for a few
+# kilobytes of work. The docstring, and how the kernel divides the keys:
 
 # %%
-from xtrain.kernels.attention import decode_attention_parts as library_parts
 from xtrain.kernels.attention import decode_attention as library
+from xtrain.kernels.attention import decode_attention_parts as library_parts
 
 print(library.__doc__)
 
@@ -364,28 +367,29 @@ print(library.__doc__)
 lesson.source(library_parts.make_split_keys)
 
 # %% [markdown]
-# `split_keys` is your 19.3, with parts rounded up to 16 keys for the tensor cores. The block that
-# merges is found by
+# `split_keys` is your 19.3, with part sizes rounded up to a multiple of 16 keys for the tensor
+# cores. This function finds the block that merges:
 
 # %%
 lesson.source(library_parts.arrive_last)
 
 # %% [markdown]
-# Where is the fence? Above, a `threadfence` stands before the atomic. This library had a second one
-# after it, for the block that comes last to read what is there now. The machine code of each was
-# `MEMBAR.SC`: the strongest fence there is, which puts all such fences of the whole GPU into one
-# order. Nobody here asks for that. `atomic_add_in_order` is a single instruction of PTX,
-# `atom.acq_rel`: *release*, what was written before is there for whoever sees the new count, and
-# *acquire*, whoever sees it reads what is there now. One `MEMBAR.ALL` is left, which waits for the
-# block's own writes. Together with the warps' sums, which are merged in registers since then, it
-# made attention over 4096 keys 1.5 microseconds shorter (of 10.2, watched by CUPTI) in each of 22
-# layers; over 128 keys, where nobody counts, 0.4.
+# Where is the fence? In the example above, a `threadfence` precedes the atomic. This library once
+# had a second one after it, so that the last block reads current values. Each compiled to
+# `MEMBAR.SC`, the strongest fence: it puts all such fences of the whole GPU into a single order,
+# which is not needed here. `atomic_add_in_order` is a single PTX instruction, `atom.acq_rel`:
+# *release* means that everything written before it is visible to a block that sees the new count;
+# *acquire* means that this block then reads current values. One `MEMBAR.ALL` remains, which waits
+# for the block's own writes. Together with merging the warps' sums in registers, this made
+# attention over 4096 keys 1.5 microseconds shorter (of 10.2, measured with CUPTI) in each of 22
+# layers; over 128 keys, where there is only one part and no counter, it saved 0.4.
 #
 # ## What did not help
 #
-# *Choosing the number of parts by the batch*, so that there are always about as many blocks as
-# multiprocessors: a little faster for some batches, and a sequence's tokens then depend on who else
-# is being served. Of that only the two sizes of above are left. The bits change with the parts:
+# *Choosing the number of parts from the batch size*, so that the number of blocks is always close
+# to the number of multiprocessors: this is slightly faster for some batches, but a sequence's
+# tokens then depend on which other sequences are being served. Only the two part sizes mentioned
+# above remain of it. The bits of the result change with the parts:
 
 # %%
 k64, v64 = (simulator.sim(rng.standard_normal((64, 32)).astype(np.float32)) for _ in range(2))
@@ -399,30 +403,30 @@ for chunk in chunks:
     )
     outs.append(merge(np.asarray(m), np.asarray(l), np.asarray(acc)))
 print(
-    "the same to rounding:",
+    "equal up to rounding:",
     all(np.allclose(o, outs[0], atol=1e-6) for o in outs),
-    "  the same bits:",
+    "  bitwise equal:",
     all(np.array_equal(o, outs[0]) for o in outs),
 )
 
 # %% [markdown]
-# *Very small parts.* Each block loads the query and prepares it; with 16 keys for a block that is
-# as much work as the keys themselves.
+# *Very small parts.* Each block loads the query and prepares it; with 16 keys per block that is as
+# much work as the keys themselves.
 #
 # ## More exercises
 #
 # 1. Write `merge` as a kernel: one warp, lane d for channel d.
-# 2. In 19.1 one warp deals with one key at a time. How could 4 warps of a block share a part, and
-#    what is merged then?
-# 3. How many bytes are written for m, l and acc per token, for 32 query heads of 128 and 32 parts?
-#    Compare with the keys of 30 000 tokens.
+# 2. In 19.1 one warp processes one key at a time. How could the 4 warps of a block share a part,
+#    and what has to be merged then?
+# 3. How many bytes of m, l and acc are written per token, for 32 query heads of 128 and 32 parts?
+#    Compare with the keys and values of 30 000 tokens.
 #
 # <details><summary>Solutions</summary>
 #
-# 1: loop over s for the largest m, loop again for both sums; every lane has the same m and l. 2:
-# each warp takes every fourth key with its own m, l, acc; at the end they are merged through shared
-# memory by the same formula. 3: 32 · 32 · 130 · 4 bytes = 0.5 MB; keys and values of one layer in
-# bf16 with 8 key heads: 2 · 8 · 30 000 · 128 · 2 = 123 MB.
+# 1: loop over s to find the largest m, then loop again for both sums; every lane holds the same m
+# and l. 2: each warp takes every fourth key, with its own m, l and acc; at the end they are merged
+# through shared memory with the same formula. 3: 32 · 32 · 130 · 4 bytes = 0.5 MB; the keys and
+# values of one layer in bf16 with 8 key/value heads: 2 · 8 · 30 000 · 128 · 2 = 123 MB.
 #
 # </details>
 #

@@ -15,13 +15,13 @@
 #
 # *About 60 minutes. You need [lesson 3](03_reductions.ipynb) and [lesson 18](18_kv_cache.ipynb).*
 #
-# **The question.** The model has given a score to each of 150 000 tokens, and one of them is to be
-# written. Always the best? Then texts go round in circles. A random one, by its probability? Then
-# now and then something absurd. And whatever the rule: how does one do it *on the GPU*, for many
-# sequences at once, with random numbers that are the same in every run?
+# **The question.** The model has computed a score for each of 150 000 tokens, and one of them must
+# be chosen. Always the best? Then the text starts to repeat itself. A random one, according to its
+# probability? Then an absurd token appears now and then. And whatever the rule: how can it run *on
+# the GPU*, for many sequences at once, with random numbers that are the same in every run?
 #
-# You will write a search for the best in two rounds, the usual rules (temperature, top-k, top-p),
-# and a random generator that has no memory.
+# You will write a two-pass search for the best token, the usual sampling rules (temperature, top-k,
+# top-p), and a stateless random number generator.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -48,16 +48,17 @@ FULL = 0xFFFFFFFF
 # %% [markdown]
 # ## The rules, by hand
 #
-# Five tokens with the probabilities 0.1, 0.4, 0.05, 0.3, 0.15. In the order of their weight: ids 1,
-# 3, 4, 0, 2.
+# Take five tokens with the probabilities 0.1, 0.4, 0.05, 0.3, 0.15. In descending order of
+# probability their ids are 1, 3, 4, 0, 2.
 #
-# - **Temperature** t divides the logits before the softmax: below 1 makes the large larger, above 1
-#   evens out; 0 means *the best, always*.
-# - **Top-k** keeps the first k of the order.
-# - **Top-p** keeps the smallest set that holds at least the share p of what is left. Where the
-#   model is sure that may be one token, where it is not a hundred.
-# - **Draw**: a number u between 0 and 1; the first token at which the running sum exceeds u times
-#   the whole.
+# - **Temperature** t divides the logits before the softmax: t < 1 sharpens the distribution, t > 1
+#   flattens it, and t = 0 means *always the best token*.
+# - **Top-k** keeps the k most likely tokens.
+# - **Top-p** (nucleus sampling) keeps the smallest set of most likely tokens that holds at least
+#   the share p of the remaining probability. Where the model is certain, this may be one token;
+#   where it is not, a hundred.
+# - **Draw**: take a random number u in [0, 1) and choose the first token at which the running sum
+#   exceeds u times the total.
 
 # %%
 p = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
@@ -73,28 +74,29 @@ print(
 )
 
 # %% [markdown]
-# ## The best of very many
+# ## The best of many
 #
-# First the simplest rule, the best token. 150 000 logits and one block: 256 threads would each look
-# at 600, one multiprocessor of 132 would work, and the others wait. So in **two rounds**: the
-# vocabulary is cut into segments, a block finds the best of each; then one block finds the best
-# among these. The same scheme serves top-k.
+# Start with the simplest rule, the best token. With one block for 150 000 logits, each of 256
+# threads would read about 600 of them, and one multiprocessor of 132 would work while the others
+# are idle. So the search takes **two passes**: the vocabulary is split into segments and one block
+# per segment finds its best token; then one block finds the best of these. The same scheme works
+# for top-k.
 #
-# A maximum you know from lesson 3. New is that the *id* has to travel with the value: a pair. And
-# one must say what happens with equal values, or two runs may differ: **of equal logits the lower
-# id wins**.
+# Lesson 3 computed a maximum. What is new is that the *id* must move together with its value, as a
+# pair. We must also define what happens with equal values, or two runs may differ: **among equal
+# logits the lower id wins**.
 #
 # ## Exercise 20.1: the best of each segment
 #
-# Segments of 64, one warp each. The last one may be shorter.
+# Each segment has 64 logits and is handled by one warp. The last segment may be shorter.
 
 
 # %% tags=["exercise"]
 @cuda.jit
 def segment_best_kernel(ids_S, best_S, x_V):
-    """ids[b], best[b] = the id and the value of the largest of x[64 b : 64 b + 64].
+    """ids[b], best[b] = id and value of the largest of x[64 * b : 64 * b + 64].
 
-    Of equal ones the lower id. ids (S): int32, best (S), x (V): float32.
+    Among equal values the lower id wins. ids (S): int32, best (S), x (V): float32.
     Grid S = ceil(V / 64), block 32.
     """
     lane = cuda.threadIdx.x
@@ -108,14 +110,15 @@ lesson.check("20.1", segment_best_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Begin with `best = float32(-math.inf)` and an id that is larger than any, `best_id =
-# int32(x_V.size)`. The loop goes over `range(first + lane, last, 32)`.
+# Start with `best = float32(-math.inf)` and an id larger than any valid one, `best_id =
+# int32(x_V.size)`. The loop is `for i in range(first + lane, last, 32)`.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Two shuffles per step: `other = cuda.shfl_xor_sync(FULL, best, step)` and the same for the id.
-# Take the other if it is larger, or equal with a lower id. Ids stay int32: `best_id = int32(i)`.
+# Use two shuffles per step: `other = cuda.shfl_xor_sync(FULL, best, step)`, and the same for the
+# id. Take the other pair if its value is larger, or equal with a lower id. Keep ids int32: `best_id
+# = int32(i)`.
 #
 # </details>
 
@@ -124,9 +127,9 @@ lesson.check("20.1", segment_best_kernel)
 # Solution 20.1
 @cuda.jit
 def segment_best_kernel(ids_S, best_S, x_V):
-    """ids[b], best[b] = the id and the value of the largest of x[64 b : 64 b + 64].
+    """ids[b], best[b] = id and value of the largest of x[64 * b : 64 * b + 64].
 
-    Of equal ones the lower id. ids (S): int32, best (S), x (V): float32.
+    Among equal values the lower id wins. ids (S): int32, best (S), x (V): float32.
     Grid S = ceil(V / 64), block 32.
     """
     lane = cuda.threadIdx.x
@@ -135,7 +138,7 @@ def segment_best_kernel(ids_S, best_S, x_V):
     best = float32(-math.inf)
     best_id = int32(x_V.size)
     for i in range(first + lane, last, 32):
-        if x_V[i] > best:  # ids grow, so of equal ones the first stays
+        if x_V[i] > best:  # ids increase, so among equal values the first one stays
             best, best_id = x_V[i], int32(i)
     for step in (16, 8, 4, 2, 1):
         other = cuda.shfl_xor_sync(FULL, best, step)
@@ -148,18 +151,18 @@ def segment_best_kernel(ids_S, best_S, x_V):
 
 
 # %% [markdown]
-# ## Exercise 20.2: the best k in two rounds
+# ## Exercise 20.2: the best k in two passes
 #
-# In NumPy. How many must each segment hand on, so that none of the best k is lost? `logits_V` gives
-# at most `segment` logits at a time, `logits_V[a:b]`; single ones, or those of a list of ids, only
-# of tokens that a segment has handed on.
+# Write it in NumPy. How many candidates must each segment pass on so that none of the best k is
+# lost? `logits_V` can be read in slices of at most `segment` logits, `logits_V[a:b]`. Single
+# logits, or a list of ids, may be read only for tokens that a segment has passed on.
 
 
 # %% tags=["exercise"]
 def top_k(logits_V, k, segment):
-    """-> ids (k,) of the k largest logits (V,), the best first, of equal ones the lower id.
+    """-> ids (k,) of the k largest logits (V,), the best first; the lower id among equals.
 
-    In two rounds: first within segments of `segment` logits, the last may be shorter.
+    In two passes: first within segments of `segment` logits; the last may be shorter.
     """
     # YOUR CODE
 
@@ -170,8 +173,8 @@ lesson.check("20.2", top_k)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `np.argsort(-x, kind="stable")[:k]` are the best k of one piece. Collect them from all segments
-# (with the beginning of the segment added), then sort those.
+# `np.argsort(-x, kind="stable")[:k]` gives the best k of one segment. Collect them from all
+# segments (add the start of the segment to each id), then sort the collected candidates.
 #
 # </details>
 
@@ -179,9 +182,9 @@ lesson.check("20.2", top_k)
 # %% tags=["solution"]
 # Solution 20.2
 def top_k(logits_V, k, segment):
-    """-> ids (k,) of the k largest logits (V,), the best first, of equal ones the lower id.
+    """-> ids (k,) of the k largest logits (V,), the best first; the lower id among equals.
 
-    In two rounds: first within segments of `segment` logits, the last may be shorter.
+    In two passes: first within segments of `segment` logits; the last may be shorter.
     """
     kept = []
     for first in range(0, len(logits_V), segment):
@@ -196,12 +199,12 @@ def top_k(logits_V, k, segment):
 # %% [markdown]
 # ## Exercise 20.3: the rules
 #
-# All of them, in their order: temperature, top-k (0: off), top-p (1: off), draw with u.
+# Apply all rules in this order: temperature, top-k (0: off), top-p (1: off), draw with u.
 
 
 # %% tags=["exercise"]
 def choose(logits_V, temperature, k, top_p, u):
-    """-> id of the next token, of logits (V,).
+    """-> id of the next token, from logits (V,).
 
     Order: temperature (0: the best), top-k (0: all), top-p (1: all), draw with u in [0, 1).
     """
@@ -215,14 +218,14 @@ lesson.check("20.3", choose)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `w = np.exp((x - x[0]) / temperature)` for the logits in their order. For top-p, a token stays if
-# the sum *before* it is less than p times the whole.
+# Compute `w = np.exp((x - x[0]) / temperature)` for the sorted logits. For top-p, a token stays if
+# the sum *before* it is less than p times the total.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `np.searchsorted(np.cumsum(w), u * w.sum(), side="right")` is the place of the first running sum
-# that exceeds u times the whole.
+# `np.searchsorted(np.cumsum(w), u * w.sum(), side="right")` is the index of the first running sum
+# that exceeds u times the total.
 #
 # </details>
 
@@ -230,7 +233,7 @@ lesson.check("20.3", choose)
 # %% tags=["solution"]
 # Solution 20.3
 def choose(logits_V, temperature, k, top_p, u):
-    """-> id of the next token, of logits (V,).
+    """-> id of the next token, from logits (V,).
 
     Order: temperature (0: the best), top-k (0: all), top-p (1: all), draw with u in [0, 1).
     """
@@ -246,13 +249,13 @@ def choose(logits_V, temperature, k, top_p, u):
 
 
 # %% [markdown]
-# ## Random numbers without a memory
+# ## Random numbers without state
 #
-# A usual generator has a state that every call changes. On a GPU that is trouble: whose state, in
-# which order? And a sequence's text should not depend on who else is served. So the other way
-# round: a *function* of a counter, here of (step, sequence number), under a key, the seed. It must
-# be a good mixer: neighbouring counters have to give unrelated numbers. **Philox** does ten rounds
-# of multiplication:
+# An ordinary generator has a state that every call changes. On a GPU this is a problem: which
+# thread owns the state, and in which order do threads use it? In addition, a sequence's text should
+# not depend on the other sequences being served. The alternative is a *function* of a counter, here
+# of (step, sequence number), with the seed as its key. It must mix well: neighbouring counters must
+# give unrelated numbers. **Philox** performs ten rounds of multiplications:
 #
 # ```text
 # M0 = 0xD2511F53, M1 = 0xCD9E8D57       W0 = 0x9E3779B9, W1 = 0xBB67AE85
@@ -262,12 +265,12 @@ def choose(logits_V, temperature, k, top_p, u):
 # k0 += W0,  k1 += W1                    modulo 2^32
 # ```
 #
-# (*upper* and *lower* are the halves of 32 bits each; on the right stand the words from before the
+# (*upper* and *lower* are the two 32-bit halves; all words on the right are those from before the
 # round.)
 #
 # ## Exercise 20.4: Philox
 #
-# In Python's integers, which never overflow: cut them to 32 bits yourself.
+# Use Python integers. They never overflow, so reduce the results to 32 bits yourself.
 
 
 # %% tags=["exercise"]
@@ -285,7 +288,7 @@ lesson.check("20.4", philox)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The upper half of a product is `a >> 32`, the lower `a & 0xFFFFFFFF`. c0 and c2 must be used
+# The upper half of a product is `a >> 32`, the lower half `a & 0xFFFFFFFF`. c0 and c2 must be used
 # before they are overwritten: compute a and b first.
 #
 # </details>
@@ -312,23 +315,23 @@ u = np.array([philox((i, 0, 7, 0), (42, 0))[0] / 2**32 for i in range(4000)])
 print(f"4000 steps: mean {u.mean():.2f}, in each tenth {np.histogram(u, 10, (0, 1))[0].tolist()}")
 
 # %% [markdown]
-# (The first, 6627e8d5, is the published test value.) Does drawing give the right frequencies? 4000
-# draws from the five tokens, without limits and with top-p = 0.8:
+# (The first word, 6627e8d5, is the published test value.) Does drawing give the right frequencies?
+# Draw 4000 times from the five tokens, without top-p and with top-p = 0.8:
 
 # %%
 logits = np.log(p)
 for limit in (1.0, 0.8):
     drawn = np.bincount([choose(logits, 1.0, 0, limit, x) for x in u], minlength=5) / 4000
     print(f"top-p {limit}: frequencies {drawn.round(2)}")
-print("wanted:              ", p)
+print("probabilities:       ", p)
 
 # %% [markdown]
-# ## Whole numbers
+# ## Integer weights
 #
-# One trap is left. A running sum of floats depends on the order of addition, and a GPU adds in
-# another order than NumPy. If u falls between two sums that differ in the last bit, GPU and CPU
-# draw *different tokens*, and from there on different texts. The library's weights are therefore
-# whole numbers, $\lfloor 2^{40} w \rfloor$: sums of integers are exact in every order.
+# One problem remains. A running sum of floats depends on the order of addition, and a GPU adds in a
+# different order than NumPy. If u falls between two sums that differ in the last bit, GPU and CPU
+# draw *different tokens*, and the texts differ from there on. The library therefore uses integer
+# weights, $\lfloor 2^{40} w \rfloor$: sums of integers are exact in every order.
 
 # %%
 w = np.exp(np.random.default_rng(0).standard_normal(50_000)).astype(np.float32)
@@ -336,39 +339,40 @@ shuffled = np.random.default_rng(1).permutation(50_000)
 a, b = np.add.accumulate(w)[-1], np.add.accumulate(w[shuffled])[-1]
 whole = (w / w.max() * 2**40).astype(np.int64)
 print(
-    "float32 sums of two orders are equal:",
+    "sums in two orders are equal: float32",
     bool(a == b),
-    "  whole numbers:",
+    "  integers",
     bool(whole.sum() == whole[shuffled].sum()),
 )
 
 # %% [markdown]
 # ## Measure, and one improvement
 #
-# Why on the device at all? Because the alternative copies B x V logits to the host at every token,
-# and waits. What one step would move, and what two rounds leave for the second:
+# Why sample on the GPU at all? Because otherwise B x V logits are copied to the host for every
+# token, and the GPU waits. The next cell computes how many bytes one step would move, and how many
+# candidates the first pass leaves for the second:
 
 # %%
 B, V, segment = 64, 151_936, 2048
-print(f"logits of {B} sequences: {4 * B * V / 1e6:.0f} MB a token; token ids: {4 * B} bytes")
+print(f"logits of {B} sequences: {4 * B * V / 1e6:.0f} MB per token; token ids: {4 * B} bytes")
 print(
-    f"over a 50 GB/s bus: {4 * B * V / 50e9 * 1e3:.2f} ms; read on the card at 4 TB/s: {4 * B * V / 4e12 * 1e3:.3f} ms"
+    f"over a 50 GB/s bus: {4 * B * V / 50e9 * 1e3:.2f} ms; read from GPU memory at 4 TB/s: {4 * B * V / 4e12 * 1e3:.3f} ms"
 )
 segments = -(-V // segment)
 print(
-    f"first round: {segments} blocks for each sequence instead of 1; second round, k = 50: {segments * 50:,} candidates"
+    f"first pass: {segments} blocks per sequence instead of 1; second pass, k = 50: {segments * 50:,} candidates"
 )
 
 # %% [markdown]
-# **The improvement is parallelism**: one block per sequence leaves most of a card idle when few
-# sequences are served; with segments there are 75 times as many. Your kernel against one block that
-# does everything, on a GPU:
+# **The improvement is parallelism**: with one block per sequence, most of the GPU is idle when few
+# sequences are served; with segments there are 75 times as many blocks. Compare your kernel with
+# one block that does everything, on a GPU:
 
 
 # %%
 @cuda.jit
 def one_block_best_kernel(ids_1, best_1, x_V):
-    """The same over all of x.   Grid 1, block 32."""
+    """The same for all of x.   Grid 1, block 32."""
     lane = cuda.threadIdx.x
     best = float32(-math.inf)
     best_id = int32(x_V.size)
@@ -395,27 +399,29 @@ print("the best of the best:", int(host_ids[host_best.argmax()]) == int(lesson.h
 one_id, one_best = lesson.empty(x, 1, np.int32), lesson.empty(x, 1)
 runs = {
     "one block": lambda: lesson.launch(one_block_best_kernel, 1, 32, one_id, one_best, x),
-    "first round": lambda: lesson.launch(segment_best_kernel, S, 32, ids, best, x),
+    "first pass": lambda: lesson.launch(segment_best_kernel, S, 32, ids, best, x),
 }
 times = lesson.measure(runs, nbytes=4 * n)
 
 # %% [markdown]
 # ## The library's kernel
 #
-# The reference, your 20.3 with whole numbers and Philox:
+# The reference is your 20.3 with integer weights and Philox:
 
 # %%
-from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels, sampling
+from xtrain.kernels.decoding import sampling
+from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
 
 lesson.source(sampling.kept_ref)
 lesson.source(sampling.sample_ref)
 
 # %% [markdown]
-# And the first round of the kernels. Your pair, value and id, is a single int64 here (`place_of`),
-# so that one comparison decides. A block sorts lists of k places, k rounded up to a power of two, by
-# a bitonic sort in shared memory: threads compare and exchange in a fixed pattern, and only where a
-# pair is more than 32 apart does a warp wait for others. Then it merges the lists, half of them with
-# the other half, until one is left.
+# The kernel of the first pass follows. Your pair of value and id is a single int64 here
+# (`place_of`), so that one comparison decides. A block sorts lists of k entries, with k rounded up
+# to a power of two, by a bitonic sort in shared memory: threads compare and exchange in a fixed
+# pattern, and only the steps whose partners are more than 32 apart need a barrier for the whole
+# block. The block then merges the lists pairwise, one half of them with the other, until one list
+# is left.
 
 # %%
 lesson.source(_sampling_kernels.make_segment_kernel)
@@ -423,24 +429,26 @@ lesson.source(_sampling_kernels.put_in_order)
 lesson.source(_sampling_kernels.merge_halves)
 
 # %% [markdown]
-# **Without top-k** no list is long enough for sure. The first version sorted the 1024 largest
-# nevertheless, merged them segment by segment, and then added up the whole vocabulary: 186
-# microseconds with top-p 0.9 and 32 000 tokens, where a whole step of a Llama of 1.1 billion
-# parameters takes 787 (one H200). Now nobody sorts before it is known what. Tokens fall into 1024
-# bins by their distance from the largest logit, an exact histogram of weights; the running sum over
-# the bins tells in which bin the end of top-p, or the draw, falls; and only that bin's tokens are
-# gathered and sorted: 54 microseconds.
+# **Without top-k** no list length is guaranteed to suffice. The first version nevertheless sorted
+# the 1024 largest logits, merged them segment by segment, and then summed over the whole
+# vocabulary: 186 microseconds with top-p 0.9 and 32 000 tokens, where a full step of a Llama of 1.1
+# billion parameters takes 787 (one H200). The current version sorts only the tokens that can
+# matter. It assigns tokens to 1024 bins by their distance from the largest logit and builds an
+# exact histogram of the weights. The running sum over the bins gives the bin that contains the
+# top-p cutoff or the draw, and only the tokens of that bin are gathered and sorted: 54
+# microseconds.
 #
-# The histogram had a trap of its own. `cuda.atomic.add` on 64-bit numbers in shared memory is no
-# instruction of the card but a loop: read, add, compare and swap, and again if another thread was
-# faster. Two additions of 32 bits, with the carry from the first to the second, are instructions,
-# and as exact.
+# The histogram had a performance problem too. `cuda.atomic.add` on 64-bit numbers in shared memory
+# is not a hardware instruction but a loop: read, add, compare and swap, and retry if another thread
+# was faster. Two 32-bit atomic additions, with the carry from the first passed to the second, are
+# hardware instructions and equally exact.
 
 # %%
 lesson.source(_sampling_kernels.add_weight)
 
 # %% [markdown]
-# One call for sequences with different rules, in the simulator here, against yours:
+# One call handles sequences with different rules. Here the NumPy reference runs, compared with your
+# functions:
 
 # %%
 logits = np.random.default_rng(3).standard_normal((3, 40)).astype(np.float32)
@@ -459,37 +467,37 @@ print("the library:", ids_B.tolist(), " yours:", mine)
 # %% [markdown]
 # ## What did not help
 #
-# *Sorting everything.* A full sort of 150 000 logits gives top-k, top-p and the draw in one stroke.
-# But a radix sort, the usual one on a GPU, reads and writes all logits and their ids once for every
-# 8 bits of a logit. With a top-k of at most 1024 the first round reads the logits once, and writes
-# few.
+# *Sorting everything.* A full sort of 150 000 logits gives top-k, top-p and the draw in one
+# operation. But a radix sort, the usual sort on a GPU, reads and writes all logits and their ids
+# once for every 8 bits of a logit. With a top-k of at most 1024, the first pass reads the logits
+# once and writes few.
 #
-# *A generator with a state per sequence* (as cuRAND's default): 48 bytes per thread to keep, load
-# and store, and a sequence that moves to another row takes the wrong one. The counter is the
-# position in the text, which is known anyway:
+# *A generator with a state per sequence* (cuRAND's default): 48 bytes per thread to store, load and
+# write back, and a sequence that moves to another row would continue with the wrong state. The
+# counter is the position in the text, which is known anyway:
 
 # %%
 seed, sequence = 42, 5
 once = [philox((step, 0, sequence, 0), (seed, 0))[0] for step in range(6)]
 later = [philox((step, 0, sequence, 0), (seed, 0))[0] for step in (3, 4, 5)]
-print("steps 3 to 5 computed alone are the same numbers:", once[3:] == later)
+print("steps 3 to 5 computed alone give the same numbers:", once[3:] == later)
 
 # %% [markdown]
 # ## More exercises
 #
-# 1. *Min-p* keeps tokens with at least a share of the best one's probability. Add it to `choose`.
-#    Where in the order?
-# 2. How many candidates does the second round get for k = 1024 and V = 151 936 in segments of 2048?
-#    Would you make segments larger?
+# 1. *Min-p* keeps the tokens whose probability is at least a given share of the best token's. Add
+#    it to `choose`. Where in the order does it belong?
+# 2. How many candidates does the second pass get for k = 1024 and V = 151 936 in segments of 2048?
+#    Would you make the segments larger?
 # 3. What is wrong with `u = philox(...)[0] / 2**32` in float32? (What is the largest u?)
 #
 # <details><summary>Solutions</summary>
 #
-# 1: after the temperature, `w >= min_p * w[0]`; relative to the best, so the sum is not needed. 2:
-# 75 · 1024 = 76 800; a segment can hand on at most what it has, so segments of 2048 hand on half.
-# Larger ones mean fewer candidates and fewer blocks. 3: float32 has 24 bits, so numbers near
-# $2^{32}$ round up to it: u can be 1.0, and no running sum exceeds the whole. The library keeps 31
-# bits as a whole number and multiplies exactly.
+# 1: after the temperature, `w >= min_p * w[0]`; it is relative to the best token, so the sum is not
+# needed. 2: 75 · 1024 = 76 800; segments of 2048 pass on half of their tokens. Larger segments mean
+# fewer candidates but also fewer blocks. 3: float32 has 24 significant bits, so numbers near
+# $2^{32}$ round up to it: u can be 1.0, and no running sum exceeds the total. The library keeps 31
+# bits as an integer and multiplies exactly.
 #
 # </details>
 #

@@ -15,13 +15,14 @@
 #
 # *About 60 minutes. You need [lesson 18](18_kv_cache.ipynb) and [lesson 20](20_sampling.ipynb).*
 #
-# **The question.** A model can write one token for many sequences in nearly the time of one. But
-# people ask at different times, and one wants three words while another wants a page. Who shares a
-# step with whom? And when someone answers the answer: must the whole conversation be read again?
+# **The question.** A model can generate one token for many sequences in nearly the time of one. But
+# requests arrive at different times, and one needs three tokens while another needs a page. Which
+# sequences share a step? And when a user replies to an answer, must the whole conversation be
+# computed again?
 #
-# You will write the plan that an engine follows, the kernel that keeps count on the GPU, the rule
-# that makes a long chat cheap, and the piece that turns tokens into text without ever showing half
-# a character.
+# You will write the schedule that an engine follows, the kernel that advances its counters on the
+# GPU, the rule that makes a long chat cheap, and the function that turns tokens into text without
+# ever showing half a character.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -45,11 +46,11 @@ from numba import cuda
 from xtrain import lesson
 
 # %% [markdown]
-# ## Why share a step at all
+# ## Why sequences share a step
 #
-# A decoding step computes one token for each of b sequences. It reads all weights once, whatever b
-# is, and the cache of each sequence. By the rule of lesson 2 its time goes with the bytes. For a
-# Llama of 1.1 billion parameters in bf16 whose sequences have 1000 tokens each:
+# A decoding step computes one token for each of b sequences. It reads all weights once, for any b,
+# and the cache of each sequence. By the rule of lesson 2 its time is proportional to the bytes it
+# reads. For a Llama of 1.1 billion parameters in bf16, with 1000 tokens per sequence:
 
 # %%
 weights = 2 * 1.1e9
@@ -61,15 +62,15 @@ for b in (1, 8, 32):
     print(f"{b:9}   {moved / 1e9:7.2f}   {moved / b / 1e9:12.3f}")
 
 # %% [markdown]
-# Eight sequences cost little more than one, and per token nearly eight times less. So a step should
-# be full. The memory of the cache says how many *rows* there are: places for a sequence (lesson
-# 18).
+# Eight sequences cost little more than one, and nearly eight times less per token. So a step should
+# always be full. The memory of the cache limits the number of *rows*, each of which holds one
+# sequence (lesson 18).
 #
 # ## Static batching by hand
 #
-# Five requests, of which we pretend to know how many tokens their answers will have: 3, 9, 2, 5, 1.
-# There are two rows. The obvious way fills the rows, waits until both have ended, and fills them
-# again:
+# Take five requests, and suppose we know the lengths of their answers: 3, 9, 2, 5 and 1 tokens.
+# There are two rows. The obvious way fills the rows, waits until both sequences have ended, and
+# fills them again:
 
 # %%
 lengths, rows = [3, 9, 2, 5, 1], 2
@@ -81,25 +82,26 @@ for first in range(0, len(lengths), rows):
         spans[f"row {row}"].append((now, now + n, str(i)))
     now += max(n for _, n in group)
 used = sum(lengths) / (now * rows)
-print(f"{now} steps for {sum(lengths)} tokens: {used:.0%} of the places are used")
+print(f"{now} steps for {sum(lengths)} tokens: rows are {used:.0%} utilized")
 lesson.figures.timeline(spans, "static batching: short answers wait for long ones", "step")
 
 # %% [markdown]
-# **Continuous batching** (Orca, 2022) decides anew in every step. Whoever has ended leaves, and the
-# next who waits takes the row *in the next step*. A batch is no longer a group of requests: it is
-# whoever happens to be there.
+# **Continuous batching** (also called iteration-level batching; Orca, 2022) decides in every step
+# which sequences are in the batch. A sequence that has ended leaves the batch, and the next waiting
+# request gets its row *in the next step*. A batch is no longer a fixed group of requests: it is the
+# set of sequences that are active in a step.
 #
-# ## Exercise 21.1: the plan
+# ## Exercise 21.1: the schedule
 #
-# First come, first served. A request of length n needs n steps in a row, one after the other; the
-# row is free in the step after its last.
+# Requests are served in order of arrival (first come, first served). A request of length n occupies
+# a row for n consecutive steps; the row is free again in the step after the last one.
 
 
 # %% tags=["exercise"]
 def schedule(lengths, rows):
-    """-> [(first step, row), ...], one pair for each request, in their order.
+    """-> [(first step, row), ...], one pair per request, in order.
 
-    lengths: steps that each request needs. All of them are waiting at step 0.
+    lengths: steps that each request needs. All requests are waiting at step 0.
     rows: how many requests can be served at once.
     """
     # YOUR CODE
@@ -111,12 +113,12 @@ lesson.check("21.1", schedule)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `free_at = [0] * rows`: the step from which on each row is free.
+# Keep `free_at = [0] * rows`: the step from which each row is free.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# The next request takes the row that is free first, `row = free_at.index(min(free_at))`.
+# The next request takes the row that becomes free first: `row = free_at.index(min(free_at))`.
 #
 # </details>
 
@@ -124,9 +126,9 @@ lesson.check("21.1", schedule)
 # %% tags=["solution"]
 # Solution 21.1
 def schedule(lengths, rows):
-    """-> [(first step, row), ...], one pair for each request, in their order.
+    """-> [(first step, row), ...], one pair per request, in order.
 
-    lengths: steps that each request needs. All of them are waiting at step 0.
+    lengths: steps that each request needs. All requests are waiting at step 0.
     rows: how many requests can be served at once.
     """
     free_at, plan = [0] * rows, []
@@ -144,12 +146,12 @@ spans = {f"row {r}": [] for r in range(rows)}
 for i, ((start, row), n) in enumerate(zip(plan, lengths)):
     spans[f"row {row}"].append((start, start + n, str(i)))
 steps = max(start + n for (start, _), n in zip(plan, lengths))
-print(f"{steps} steps: {sum(lengths) / (steps * rows):.0%} of the places are used")
-lesson.figures.timeline(spans, "continuous batching: a free row is taken at once", "step")
+print(f"{steps} steps: rows are {sum(lengths) / (steps * rows):.0%} utilized")
+lesson.figures.timeline(spans, "continuous batching: a free row is reused immediately", "step")
 
 # %% [markdown]
-# The engine of xtrain knows no lengths beforehand; nobody does. It follows the same plan step by
-# step, and keeps a trace. A small model with random weights, the same five requests:
+# xtrain's engine does not know the lengths in advance. It follows the same schedule step by step
+# and keeps a trace. A small model with random weights serves the same five requests:
 
 # %%
 import xtrain
@@ -160,27 +162,27 @@ engine = xtrain.Engine(model, max_batch=rows)
 prompts = [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
 answers = engine.generate(prompts, max_new_tokens=lengths)
 begins = {name: step.number for step in engine.trace for name, _ in step.admitted}
-print("tokens of the answers: ", [len(a) for a in answers])
+print("answer lengths:        ", [len(a) for a in answers])
 print("first step, the engine:", [begins[i] for i in range(5)])
 print("first step, your plan: ", [start for start, _ in plan])
 for prompt, n, answer in zip(prompts, lengths, answers):
     (alone,) = xtrain.Engine(model, max_batch=1).generate([prompt], n)
-    print("the same tokens as alone:", answer == alone)
+    print("same tokens as alone:", answer == alone)
 
 # %% [markdown]
-# The last line is the promise that makes it usable: *who else is there changes nothing*. Each
-# sequence has its own row of cache, its own length, its own random numbers (lesson 20). With one
-# caveat: products of other shapes add up in another order, so last bits may differ, and of two
-# tokens that nearly tie the other one may win. `Engine(..., batch_invariant=True)` rules that out,
-# at some cost in speed.
+# The last lines show the property that makes continuous batching usable: *the other sequences in
+# the batch do not change the result*. Each sequence has its own row of the cache, its own length,
+# and its own random numbers (lesson 20). There is one caveat: matrix products of other shapes add
+# in a different order, so last bits may differ, and of two nearly tied tokens the other one may
+# win. `Engine(..., batch_invariant=True)` prevents this, at some cost in speed.
 #
-# ## What the GPU keeps
+# ## State on the GPU
 #
-# In a step Python should only have to say "again": everything the kernels need lies on the device,
-# in **lanes** (not those of a warp). Lane b holds for one sequence its last token, its length (where
-# the next key goes), how many tokens it has drawn, and its row; -1 says that nobody is there. The
-# number of lanes is fixed, because the step is a CUDA graph (lesson 10), so there are idle ones. At
-# the end of a step a kernel counts up.
+# In each step Python should only launch the same work again. Everything the kernels need is
+# therefore on the device, in **slots**. Slot b holds the state of one sequence: its last token, its
+# length (the position of the next key), the number of tokens drawn so far, and its row; row -1
+# means that the slot is idle. The number of slots is fixed because the step is a CUDA graph (lesson
+# 10), so some slots may be idle. At the end of a step a kernel advances the counters.
 #
 # ## Exercise 21.2: the end of a step
 
@@ -188,9 +190,9 @@ for prompt, n, answer in zip(prompts, lengths, answers):
 # %% tags=["exercise"]
 @cuda.jit
 def advance_kernel(lengths_B, step_B, rows_B):
-    """One token more: lengths and step of every lane that has a row grow by one.
+    """One more token: add 1 to lengths and step of every slot that has a row.
 
-    Grid ceil(B / block), any block. A lane whose row is -1 is idle.
+    Grid ceil(B / block), any block. A slot whose row is -1 is idle.
     """
     # YOUR CODE
 
@@ -201,7 +203,7 @@ lesson.check("21.2", advance_kernel)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x`. Two conditions: there is such a lane,
+# `b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x`. Check two conditions: slot b exists,
 # and its row is not -1.
 #
 # </details>
@@ -211,9 +213,9 @@ lesson.check("21.2", advance_kernel)
 # Solution 21.2
 @cuda.jit
 def advance_kernel(lengths_B, step_B, rows_B):
-    """One token more: lengths and step of every lane that has a row grow by one.
+    """One more token: add 1 to lengths and step of every slot that has a row.
 
-    Grid ceil(B / block), any block. A lane whose row is -1 is idle.
+    Grid ceil(B / block), any block. A slot whose row is -1 is idle.
     """
     b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     if b < rows_B.size and rows_B[b] >= 0:
@@ -222,13 +224,13 @@ def advance_kernel(lengths_B, step_B, rows_B):
 
 
 # %% [markdown]
-# What would happen if idle lanes counted too? Their lengths would walk past the end of the cache,
-# step by step. The kernels that write keys look at the row first; this one must as well.
+# What would happen if idle slots advanced too? Their lengths would grow past the end of the cache,
+# step by step. The kernels that write keys check the row first; this kernel must check it as well.
 #
-# ## A chat is a prompt that grows
+# ## A chat is a growing prompt
 #
-# A chat model knows no turns. It gets one text, in which a **template** marks who speaks; the
-# model's answer is what follows. The template comes with the model:
+# A chat model has no notion of turns. It receives one text, in which a **template** marks the
+# speakers; the model's answer is the continuation. The template comes with the model:
 
 # %%
 from xtrain.serving.chat_template import ChatTemplate
@@ -245,23 +247,24 @@ messages.append({"role": "assistant", "content": "Four."})
 messages.append({"role": "user", "content": "Times three?"})
 second = template.render(messages)
 print(second)
-print("begins with the first text and its answer:", second.startswith(first + "Four."))
+print("starts with the first text and its answer:", second.startswith(first + "Four."))
 
 # %% [markdown]
-# Each turn's prompt contains all turns before. Computing it anew costs more with every turn; all
-# turns together grow with the *square* of their number. But the keys and values of the beginning
-# are in the cache still, for the row was the same conversation's. They can stay if the tokens are
-# the same, *from the beginning and without a gap*: a key depends on all tokens before it.
+# The prompt of each turn contains all earlier turns. Computing it from scratch costs more in every
+# turn; the total cost grows with the *square* of the number of turns. But the keys and values of
+# the earlier turns are still in the cache, if the row was last used by the same conversation. They
+# can be reused as far as the tokens are the same *from the beginning, without a gap*: a key depends
+# on all tokens before it.
 #
-# ## Exercise 21.3: how much can stay?
+# ## Exercise 21.3: how much can be reused?
 
 
 # %% tags=["exercise"]
-def reusable(held, prompt):
+def reusable(cached, prompt):
     """-> how many of the prompt's tokens need not be computed again.
 
-    held: the tokens whose keys and values are in the cache.   prompt: not empty. The model
-    must see at least one token of the prompt: its logits give the first new one.
+    cached: the tokens whose keys and values are in the cache.   prompt: not empty. The model
+    must compute at least the last token of the prompt: its logits give the first new token.
     """
     # YOUR CODE
 
@@ -272,22 +275,22 @@ lesson.check("21.3", reusable)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# A loop over `zip(held, prompt)` that ends at the first difference; then `min(..., len(prompt) -
-# 1)`.
+# Loop over `zip(cached, prompt)` and stop at the first difference; then return `min(...,
+# len(prompt) - 1)`.
 #
 # </details>
 
 
 # %% tags=["solution"]
 # Solution 21.3
-def reusable(held, prompt):
+def reusable(cached, prompt):
     """-> how many of the prompt's tokens need not be computed again.
 
-    held: the tokens whose keys and values are in the cache.   prompt: not empty. The model
-    must see at least one token of the prompt: its logits give the first new one.
+    cached: the tokens whose keys and values are in the cache.   prompt: not empty. The model
+    must compute at least the last token of the prompt: its logits give the first new token.
     """
     n = 0
-    for a, b in zip(held, prompt):
+    for a, b in zip(cached, prompt):
         if a != b:
             break
         n += 1
@@ -297,8 +300,8 @@ def reusable(held, prompt):
 # %% [markdown]
 # ## From tokens to text
 #
-# Tokens are pieces of *bytes*, and in UTF-8 a character may have up to four. A token can end in the
-# middle of one:
+# Tokens are sequences of *bytes*, and a UTF-8 character has up to four bytes. A token can end in
+# the middle of a character:
 
 # %%
 text = "é is two bytes, € three, 🙂 four"
@@ -308,19 +311,19 @@ for cut in (1, 2, 18):
     print(data[:cut], "as text:", repr(data[:cut].decode("utf-8", "replace")))
 
 # %% [markdown]
-# Whoever decodes each token by itself shows that question mark, and then the other half as a second
-# one. So bytes of an unfinished character are held back until the next token comes. But not for
-# ever: bytes that can never become a character (a model may write anything) are replaced by the
-# sign for that, U+FFFD.
+# Decoding each token separately shows that replacement character, and then another one for the
+# second half. So the bytes of an unfinished character are held back until the next token arrives.
+# But not forever: bytes that can never become a character (a model may generate any bytes) are
+# replaced by U+FFFD, the replacement character.
 #
 # ## Exercise 21.4: whole characters
 
 
 # %% tags=["exercise"]
 def whole_characters(data):
-    """-> (text, rest): data decoded as far as it is certain, and the bytes held back.
+    """-> (text, rest): data decoded as far as it is complete, and the bytes held back.
 
-    rest: the beginning of a character whose other bytes may still come, else b"".
+    rest: the first bytes of a character that may still be completed, else b"".
     Bytes that cannot be part of any character become U+FFFD in the text.
     """
     # YOUR CODE
@@ -332,13 +335,13 @@ lesson.check("21.4", whole_characters)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `decoder = codecs.getincrementaldecoder("utf-8")("replace")`, and `decoder.decode(data)` gives
-# what is certain.
+# With `decoder = codecs.getincrementaldecoder("utf-8")("replace")`, `decoder.decode(data)` returns
+# the complete part.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# What it holds back: `decoder.getstate()[0]`.
+# The bytes it holds back are `decoder.getstate()[0]`.
 #
 # </details>
 
@@ -346,9 +349,9 @@ lesson.check("21.4", whole_characters)
 # %% tags=["solution"]
 # Solution 21.4
 def whole_characters(data):
-    """-> (text, rest): data decoded as far as it is certain, and the bytes held back.
+    """-> (text, rest): data decoded as far as it is complete, and the bytes held back.
 
-    rest: the beginning of a character whose other bytes may still come, else b"".
+    rest: the first bytes of a character that may still be completed, else b"".
     Bytes that cannot be part of any character become U+FFFD in the text.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -365,8 +368,8 @@ print("token by token:", shown, "   the same:", shown == text)
 # %% [markdown]
 # ## Measure: how many steps?
 #
-# A step costs about the same whoever is in it, so we count steps. 200 requests whose answers are of
-# very different lengths, 16 rows:
+# A step costs about the same whichever sequences are in it, so we count steps: 200 requests with
+# answers of very different lengths, and 16 rows:
 
 # %%
 rng = np.random.default_rng(0)
@@ -380,17 +383,18 @@ def static_steps(lengths, rows):
 plan = schedule(lengths, rows)
 continuous = max(start + n for (start, _), n in zip(plan, lengths))
 static = static_steps(lengths, rows)
-print(f"answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
+print(f"answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in total")
 for name, steps in (("static", static), ("continuous", continuous)):
-    print(f"{name:11} {steps:5} steps, {sum(lengths) / (steps * rows):.0%} of the places used")
+    print(f"{name:11} {steps:5} steps, rows {sum(lengths) / (steps * rows):.0%} utilized")
 print(f"{static / continuous:.1f} times as many tokens per step")
 
 # %% [markdown]
-# **The improvement** is that factor: the reason is that no place waits for its neighbours, the
-# effect was counted, not timed. What remains unused is the end, when nobody waits any more.
+# **The improvement** is this factor. It comes from rows that no longer wait for their neighbours,
+# and it was counted, not timed. The remaining idle steps are at the end, when no request is waiting
+# any more.
 #
-# And the chat: eight turns, each of 20 tokens from the user and 12 in answer, with and without
-# 21.3. The engine counts the tokens of prompts that it really computed:
+# Now the chat: eight turns, each with 20 tokens from the user and an answer of 12, with and without
+# 21.3. The engine counts the prompt tokens that it actually computed:
 
 # %%
 replies = {False: [], True: []}
@@ -403,12 +407,12 @@ for reuse in replies:
         computed.append(answer.prefilled)
         replies[reuse].append(list(answer))
         conversation += answer
-    print(f"reuse {reuse!s:5}  tokens computed per turn {computed}, together {sum(computed)}")
+    print(f"reuse {reuse!s:5}  tokens computed per turn {computed}, total {sum(computed)}")
 print("the same answers:", replies[False] == replies[True])
 
 # %% [markdown]
-# (From the second turn on it is 21 and not 20: the last token of an answer was given out and never
-# went through the model, so its key is not there yet.)
+# (From the second turn on it computes 21 tokens, not 20: the last token of an answer was returned
+# but never went through the model, so its key is not in the cache yet.)
 #
 # On a GPU the next cell times a step with one sequence and with eight:
 
@@ -422,13 +426,13 @@ if lesson.on_gpu():
         engine.generate([[1, 2, 3]] * b, 20)
         start = time.perf_counter()
         engine.generate([[1, 2, 3]] * b, 200)
-        print(f"{b} sequences: {5 * (time.perf_counter() - start):.3f} ms a step")
+        print(f"{b} sequences: {5 * (time.perf_counter() - start):.3f} ms per step")
 else:
     print("No GPU here, so nothing is timed.")
 
 # %% [markdown]
-# And a model of 1.1 billion parameters, measured on a large GPU. Its weights are read once per
-# step, whoever is in it:
+# The table shows a model of 1.1 billion parameters, measured on a large GPU. Its weights are read
+# once per step, for any number of sequences:
 
 # %%
 lesson.table(
@@ -436,7 +440,7 @@ lesson.table(
         "bench_decode/llama 1.1B/B=1 context=128/bf16",
         "bench_decode/llama 1.1B/B=32 context=128/bf16",
     ],
-    {"sequences": lambda r: r["shape"].split()[0][2:], "ms a step": "ms", "tokens/s": "value"},
+    {"sequences": lambda r: r["shape"].split()[0][2:], "ms per step": "ms", "tokens/s": "value"},
 )
 alone = lesson.record("bench_decode/llama 1.1B/B=1 context=128/bf16")
 together = lesson.record("bench_decode/llama 1.1B/B=32 context=128/bf16")
@@ -445,23 +449,24 @@ print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the tim
 # %% [markdown]
 # ## The library's kernel
 #
-# Your 21.2, and around it the step that becomes a CUDA graph: model, sampling, counting up.
-# Python's part of a step is one launch, and reading b token ids: the last kernel puts them into
-# memory of the host.
+# The first function is your 21.2; the second is the step around it that becomes a CUDA graph:
+# model, sampling, advancing the counters. Python's share of a step is one launch and reading b
+# token ids, which the last kernel writes to host memory.
 
 # %%
+from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
 from xtrain.serving import text_stream
 from xtrain.serving.engine import Engine
-from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
 
 lesson.source(_sampling_kernels.make_advance_kernel)
 lesson.source(Engine._decode)
 
 # %% [markdown]
-# One step of the engine: admit, decode, end. `flights` are steps that were started and whose ids
-# have not arrived. While nobody waits for a row, the engine starts the next step *before* it knows
-# the tokens of the last one. If one of them turns out to be a stop token, that sequence was
-# computed once too often; its token is thrown away.
+# One step of the engine admits waiting requests, decodes, and ends finished sequences. Steps are
+# *in flight* when they were launched but their token ids have not arrived yet. While no request
+# waits for a row, the engine launches the next step *before* it knows the tokens of the previous
+# one. If one of those tokens turns out to be a stop token, one wasted token has been computed for
+# that sequence and is discarded.
 
 # %%
 lesson.source(Engine._step)
@@ -469,15 +474,15 @@ lesson.source(Engine._give)
 lesson.source(Engine._end_if_over)
 
 # %% [markdown]
-# Your 21.3 is in `_take_row`: of all free rows the one that holds the longest beginning of the
-# prompt. (When weights change, nothing that is held is of use.)
+# The next function uses your 21.3: of all free rows it chooses the one that holds the longest
+# prefix of the prompt. (When the weights change, no cached keys can be reused.)
 
 # %%
 lesson.source(Engine._take_row)
 
 # %% [markdown]
-# And your 21.4, with one thing more: a *stop string*, such as the beginning of the user's next
-# turn, may also arrive in pieces.
+# Your 21.4 is in the next two functions. They also handle a *stop string*, such as the start of the
+# user's next turn, which may arrive in pieces too.
 
 # %%
 lesson.source(text_stream.TextStream._give)
@@ -486,47 +491,48 @@ lesson.source(text_stream.TextStream._could_become_a_stop)
 # %% [markdown]
 # ## What did not help
 #
-# *Sorting requests by length*, so that equal lengths share a static batch. It would win back most
-# of what static batching loses:
+# *Sorting requests by length*, so that requests of similar length share a static batch. This would
+# recover most of what static batching loses:
 
 # %%
 print("static, sorted by length:", static_steps(sorted(lengths), rows), "steps")
-print("continuous, as they come:", continuous, "steps")
+print("continuous, unsorted:    ", continuous, "steps")
 guess = [n * factor for n, factor in zip(lengths, rng.lognormal(0, 1, 200))]
 by_guess = [n for _, n in sorted(zip(guess, lengths))]
 print("static, sorted by a guess:", static_steps(by_guess, rows), "steps")
 
 # %% [markdown]
-# But it needs to know the lengths, and with a guess that is wrong by a factor of two or three most
-# of it is gone. Besides, whoever asks for much waits longest.
+# But this requires the lengths in advance, and with a guess that is wrong by a factor of two or
+# three most of the gain is lost. In addition, the longest requests wait longest.
 #
-# *Several sequences per row.* Rows are of one size, so a short sequence wastes most of its row.
-# Paged caches (vLLM) cut rows into small pages; xtrain has not gone that way: in a row the keys of
-# a head lie one behind the other (lesson 18), and the price is memory.
+# *Several sequences per row.* Rows have a fixed size, so a short sequence wastes most of its row.
+# Paged caches (vLLM) split rows into small blocks. xtrain does not: in a row the keys of a head are
+# contiguous (lesson 18), and the price is memory.
 #
 # ## More exercises
 #
-# 1. Extend `schedule` by arrival times: request i is not there before step `arrives[i]`. Is first
-#    come, first served still the order in which rows are taken?
-# 2. Two people talk to one engine that has a single row, in turns. What does `reuse_prefix` give
+# 1. Extend `schedule` with arrival times: request i does not exist before step `arrives[i]`. Are
+#    rows still assigned first come, first served?
+# 2. Two users talk to one engine with a single row, alternately. What does `reuse_prefix` save for
 #    them? And with two rows?
-# 3. A stop string is "User:". The model writes "Use", then "ful". What may be shown after the first
-#    piece, and what after the second?
+# 3. A stop string is "User:". The model generates "Use", then "ful". What may be shown after the
+#    first piece, and what after the second?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: `start = max(free_at[row], arrives[i])`, with requests sorted by arrival. Yes: whoever came
-# first is admitted first, though a row may now stand empty between. 2: With one row nothing beyond
-# a common beginning (a system prompt): each turn overwrites the other's keys. With two rows each
-# finds its own, since the engine takes the free row that holds the longest beginning of the prompt.
-# 3: Nothing after "Use", for it could become the stop string; after "ful" all of "Useful".
+# 1: `start = max(free_at[row], arrives[i])`, with requests sorted by arrival. Yes: the request that
+# arrived first is admitted first, though a row may now be empty in between. 2: With one row, only a
+# common prefix (a system prompt): each turn overwrites the other user's keys. With two rows each
+# user finds their own, since the engine takes the free row that holds the longest prefix of the
+# prompt. 3: Nothing after "Use", because it could become the stop string; after "ful", all of
+# "Useful".
 #
 # </details>
 #
 # ## Sources
 #
 # - G.-I. Yu et al., *Orca: A Distributed Serving System for Transformer-Based Generative Models*,
-#   2022: deciding anew in every step.
+#   2022: iteration-level scheduling.
 # - W. Kwon et al., *Efficient Memory Management for Large Language Model Serving with
 #   PagedAttention*, 2023.
 # - The Unicode Standard, chapter 3: which bytes are UTF-8, and where U+FFFD goes.

@@ -9,19 +9,19 @@
 # ---
 
 # %% [markdown]
-# # 22 Closing the loop
+# # 22 Closing the loop: weights in and out
 #
 # [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/22_weights.ipynb)
 #
 # *About 60 minutes. You need [lesson 7](07_model.ipynb) and [lesson 18](18_kv_cache.ipynb).*
 #
-# **The question.** Somebody has trained a model for ten million dollars and put the weights on the
-# net. Can we run it? And if the text that comes out is *almost* right, how do we find out which of
-# a thousand lines is wrong?
+# **The question.** A company has trained a model for ten million dollars and published the weights.
+# Can we run it? And if the generated text is *almost* right, how do we find out which of a thousand
+# lines is wrong?
 #
-# You will read the files in which weights travel, mend the one difference that everybody stumbles
-# over, and write the tool that finds the first place where two implementations part. Then a model
-# goes out, through another library, and back.
+# You will read the file format in which weights are distributed, convert between the two layouts
+# that cause the most trouble, and write the tool that finds the first stage where two
+# implementations diverge. At the end, a model makes a round trip through another library.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -47,10 +47,10 @@ import xtrain
 from xtrain import lesson
 
 # %% [markdown]
-# ## What travels
+# ## What is in a model folder
 #
-# A Hugging Face folder is three things: `config.json` (the shape), `model.safetensors` (the
-# weights), and a tokenizer. Save a small model, which has no tokenizer, and look:
+# A Hugging Face folder contains three things: `config.json` (the architecture), `model.safetensors`
+# (the weights), and a tokenizer. Save a small model, which has no tokenizer, and look at its files:
 
 # %%
 config = xtrain.ModelConfig(
@@ -80,27 +80,28 @@ for key in (
     print(f"{key:22} {about[key]}")
 
 # %% [markdown]
-# The weights file is simple enough to read by hand. 8 bytes: a number n. n bytes: JSON, with name,
-# type, shape and place of every tensor. Then the numbers, one tensor after another.
+# The weights file is simple enough to read by hand. The first 8 bytes are a number n. The next n
+# bytes are JSON, with the name, type, shape and offsets of every tensor. Then follow the numbers,
+# one tensor after another.
 
 # %%
 data = (folder / "model.safetensors").read_bytes()
 n = struct.unpack("<Q", data[:8])[0]
 header = json.loads(data[8 : 8 + n])
-print(f"{len(data):,} bytes, of these {n:,} header")
+print(f"{len(data):,} bytes, of which {n:,} are the header")
 for name in list(header)[:4]:
     print(name, header[name])
 
 # %% [markdown]
-# ## Exercise 22.1: read it
+# ## Exercise 22.1: read the file
 
 
 # %% tags=["exercise"]
 def read_safetensors(data):
     """-> {name: array} from the bytes of a file. Types: F32, F16, I64.
 
-    `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is no
-    tensor.
+    `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is not
+    a tensor.
     """
     KINDS = {"F32": np.float32, "F16": np.float16, "I64": np.int64}
     # YOUR CODE
@@ -112,8 +113,8 @@ lesson.check("22.1", read_safetensors)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `begin, end = about["data_offsets"]`, and `np.frombuffer(data[first + begin : first + end],
-# kind).reshape(shape)` where first is 8 + n.
+# Use `begin, end = about["data_offsets"]` and `np.frombuffer(data[first + begin : first + end],
+# kind).reshape(shape)`, where first is 8 + n.
 #
 # </details>
 
@@ -123,8 +124,8 @@ lesson.check("22.1", read_safetensors)
 def read_safetensors(data):
     """-> {name: array} from the bytes of a file. Types: F32, F16, I64.
 
-    `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is no
-    tensor.
+    `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is not
+    a tensor.
     """
     KINDS = {"F32": np.float32, "F16": np.float16, "I64": np.int64}
     n = struct.unpack("<Q", data[:8])[0]
@@ -147,14 +148,16 @@ print(f"{len(tensors)} tensors, equal to the model's parameters: {same}")
 # %% [markdown]
 # ## Pairs and halves
 #
-# The difference that everybody meets. RoPE turns planes, and a plane is a pair of numbers of a
-# head: *which* two? In Meta's own files they are neighbours, (0, 1), (2, 3), ...; in the Hugging
-# Face layout number r of the lower half and number r of the upper. Neither is better. But a model
-# that was trained with neighbours and is run with halves turns the wrong pairs, and talks nonsense
-# from a distance of some tokens on.
+# One difference comes up whenever Llama weights are converted. RoPE rotates planes, and each plane
+# consists of two channels of a head: *which* two? In Meta's own files they are neighbours, (0, 1),
+# (2, 3), ...; in the Hugging Face layout they are channel r of the lower half and channel r of the
+# upper half. Neither layout is better. But if a model was trained with neighbours and is run with
+# halves, it rotates the wrong pairs, and its output becomes nonsense as soon as tokens are a few
+# positions apart.
 #
-# The numbers of a head are rows of the query and key weights. So exchange rows: within each head
-# first all the first members, then all the second. By hand, one head of 6:
+# The channels of a head are rows of the query and key weights. So the conversion reorders rows:
+# within each head, first all first members of the pairs, then all second members. By hand, for one
+# head of 6:
 #
 # ```text
 # pairs    a0 b0 a1 b1 a2 b2        halves   a0 a1 a2 b0 b1 b2
@@ -165,8 +168,8 @@ print(f"{len(tensors)} tensors, equal to the model's parameters: {same}")
 
 # %% tags=["exercise"]
 def pairs_to_halves(w_OC, H):
-    """-> (H D, C): the rows of a query or key weight w (H D, C), within each of H heads
-    from Meta's order to Hugging Face's.
+    """-> (H D, C): the query or key weight w (H D, C), with the rows of each of H heads
+    reordered from Meta's layout to Hugging Face's.
     """
     C = w_OC.shape[1]
     # YOUR CODE
@@ -178,7 +181,7 @@ lesson.check("22.2", pairs_to_halves)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# See the rows as (H, D / 2 planes, 2 members, C) and exchange two axes: `reshape`, `transpose`,
+# View the rows as (H, D / 2 planes, 2 members, C) and swap two axes: `reshape`, `transpose`,
 # `reshape`.
 #
 # </details>
@@ -187,16 +190,16 @@ lesson.check("22.2", pairs_to_halves)
 # %% tags=["solution"]
 # Solution 22.2
 def pairs_to_halves(w_OC, H):
-    """-> (H D, C): the rows of a query or key weight w (H D, C), within each of H heads
-    from Meta's order to Hugging Face's.
+    """-> (H D, C): the query or key weight w (H D, C), with the rows of each of H heads
+    reordered from Meta's layout to Hugging Face's.
     """
     C = w_OC.shape[1]
     return w_OC.reshape(H, -1, 2, C).transpose(0, 2, 1, 3).reshape(-1, C)
 
 
 # %% [markdown]
-# Is it right? What counts is the scores. Turn pairs with Meta's weights, and halves with the
-# exchanged ones: the dot products of queries and keys must be the same at every distance.
+# Is it correct? The attention scores decide. Rotate pairs with Meta's weights and halves with the
+# converted weights: the dot products of queries and keys must be the same at every distance.
 
 # %%
 from xtrain.kernels.rope import rope_ref, rope_tables
@@ -208,47 +211,47 @@ wq, wk = (rng.standard_normal((H * D, C)).astype(np.float32) for _ in range(2))
 cos, sin = rope_tables(D, T, 100.0)
 
 
-def turn_pairs(v):
+def rotate_pairs(v):
     y, a, b = v.copy(), v[..., 0::2], v[..., 1::2]
     c, s = cos[:, None], sin[:, None]
     y[..., 0::2], y[..., 1::2] = a * c - b * s, b * c + a * s
     return y
 
 
-turn_halves = lambda v: rope_ref(v, cos, sin, np.arange(T))
+rotate_halves = lambda v: rope_ref(v, cos, sin, np.arange(T))
 heads = lambda w: (x @ w.T).reshape(T, H, D)
 scores = lambda q, k: np.einsum("thd,shd->hts", q, k)
-meta = scores(turn_pairs(heads(wq)), turn_pairs(heads(wk)))
+meta = scores(rotate_pairs(heads(wq)), rotate_pairs(heads(wk)))
 converted = scores(
-    turn_halves(heads(pairs_to_halves(wq, H))), turn_halves(heads(pairs_to_halves(wk, H)))
+    rotate_halves(heads(pairs_to_halves(wq, H))), rotate_halves(heads(pairs_to_halves(wk, H)))
 )
-forgotten = scores(turn_halves(heads(wq)), turn_halves(heads(wk)))
-print("converted: the same scores:", np.allclose(meta, converted, atol=1e-4))
+unconverted = scores(rotate_halves(heads(wq)), rotate_halves(heads(wk)))
+print("converted:   the same scores:", np.allclose(meta, converted, atol=1e-4))
 print(
-    "forgotten: the same scores:",
-    np.allclose(meta, forgotten, atol=1e-4),
-    "- but on the diagonal:",
-    np.allclose(np.einsum("htt->ht", meta), np.einsum("htt->ht", forgotten), atol=1e-4),
+    "unconverted: the same scores:",
+    np.allclose(meta, unconverted, atol=1e-4),
+    "- on the diagonal:",
+    np.allclose(np.einsum("htt->ht", meta), np.einsum("htt->ht", unconverted), atol=1e-4),
 )
 
 # %% [markdown]
-# Look at the last line. A token's score with *itself* is right, and those of near tokens nearly so.
-# This is why such a model seems to work for a few words.
+# The last line shows why this mistake is hard to see. The score of a token with *itself* is right,
+# and the scores with nearby tokens are nearly right, so such a model seems to work for a few words.
 #
-# ## Where do two implementations part?
+# ## Where do two implementations diverge?
 #
-# Loading without an error proves nothing. Run the same tokens through both, note what every stage
-# returns, and compare *in the order of the forward pass*. The first stage that differs by more than
-# rounding has the mistake; all later ones have inherited it.
+# Loading without an error proves nothing. Run the same tokens through both implementations, record
+# the output of every stage, and compare *in the order of the forward pass*. The first stage that
+# differs by more than rounding contains the mistake; all later stages inherit it.
 #
-# ## Exercise 22.3: the first parting
+# ## Exercise 22.3: the first divergence
 
 
 # %% tags=["exercise"]
 def first_parting(ours, theirs, tolerance):
     """-> name of the first stage that differs by more than tolerance, or None.
 
-    How much a stage differs: its largest |ours - theirs| over its largest |theirs|. ours,
+    The difference of a stage is its largest |ours - theirs| over its largest |theirs|. ours,
     theirs: {stage: array}, in the order of the forward pass. A NaN counts as a difference.
     """
     # YOUR CODE
@@ -260,8 +263,8 @@ lesson.check("22.3", first_parting)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `difference = np.abs(ours[name] - theirs[name]).max() / np.abs(theirs[name]).max()`. And a
-# comparison with NaN is False: turn it round.
+# Compute `difference = np.abs(ours[name] - theirs[name]).max() / np.abs(theirs[name]).max()`. Every
+# comparison with NaN is False, so test for the opposite: `not difference <= tolerance`.
 #
 # </details>
 
@@ -271,7 +274,7 @@ lesson.check("22.3", first_parting)
 def first_parting(ours, theirs, tolerance):
     """-> name of the first stage that differs by more than tolerance, or None.
 
-    How much a stage differs: its largest |ours - theirs| over its largest |theirs|. ours,
+    The difference of a stage is its largest |ours - theirs| over its largest |theirs|. ours,
     theirs: {stage: array}, in the order of the forward pass. A NaN counts as a difference.
     """
     for name in theirs:
@@ -282,8 +285,8 @@ def first_parting(ours, theirs, tolerance):
 
 
 # %% [markdown]
-# Five mistakes that people really make, planted in the weights or the configuration of our small
-# model. The tool names the stage, and the stage nearly names the mistake:
+# The next cell plants five common mistakes in the weights or the configuration of our small model.
+# The tool names the stage, and the stage almost names the mistake:
 
 # %%
 from xtrain.compare import stages
@@ -318,7 +321,7 @@ def last_norm(w):
 
 
 cases = {
-    "gate and up exchanged": broken(swap_gate_and_up),
+    "gate and up swapped": broken(swap_gate_and_up),
     "key rows in another order": broken(interleaved_keys),
     "rope_theta 500000 instead of 10000": broken(rope_theta=500000.0),
     "norm_eps 1e-5 instead of 1e-6": broken(norm_eps=1e-5),
@@ -327,17 +330,17 @@ cases = {
 for name, ours in cases.items():
     loss = abs(float(ours["loss"]) - float(right["loss"]))
     print(
-        f"{name:36} parts at {first_parting(ours, right, 1e-4)!s:18} loss differs by {'less than 0.1' if loss < 0.1 else 'more'}"
+        f"{name:36} diverges at {first_parting(ours, right, 1e-4)!s:18} loss difference {'< 0.1' if loss < 0.1 else '>= 0.1'}"
     )
 
 # %% [markdown]
-# The loss would not have told any of them apart. This is what `python -m xtrain.compare FOLDER`
-# does, against transformers.
+# The loss would not have revealed any of them. `python -m xtrain.compare FOLDER` makes this
+# comparison with transformers.
 #
-# ## Out, through another library, and back
+# ## A round trip through another library
 #
-# If transformers is installed here, the round trip: load our folder there, compare stage by stage,
-# let both write greedily, save there, and load here again.
+# If transformers is installed, the next cell does the round trip: load our folder there, compare
+# stage by stage, generate greedily with both, save there, and load the result here.
 
 # %%
 try:
@@ -345,14 +348,16 @@ try:
     import transformers  # noqa: F401
 except ImportError:
     print(
-        "transformers is not installed here: pip install torch transformers, and run this cell again"
+        "transformers is not installed: run pip install torch transformers, then run this cell again"
     )
 else:
     from xtrain.compare import load_transformers, stages_of_transformers
 
     other = load_transformers(folder)
     theirs = stages_of_transformers(other, ids)
-    print("first parting at 1e-5:", first_parting({k: right[k] for k in theirs}, theirs, 1e-5))
+    print(
+        "first divergence above 1e-5:", first_parting({k: right[k] for k in theirs}, theirs, 1e-5)
+    )
     with torch.no_grad():
         text = other.generate(
             torch.tensor(ids[:1, :4]),
@@ -362,11 +367,11 @@ else:
             pad_token_id=0,
         )
     mine = model.generate(ids[:1, :4], 20)
-    print("20 tokens, the same as transformers':", text.numpy().tolist() == mine.tolist())
+    print("20 tokens, the same as from transformers:", text.numpy().tolist() == mine.tolist())
     other.save_pretrained(folder / "back")
     back = xtrain.Transformer.from_pretrained(folder / "back")
     print(
-        "weights back, bit for bit:",
+        "weights after the round trip bitwise equal:",
         all(
             np.array_equal(a.data, b.data)
             for (_, a), (_, b) in zip(model.named_parameters(), back.named_parameters())
@@ -376,8 +381,8 @@ else:
 # %% [markdown]
 # ## Measure, and one improvement
 #
-# How much copying does an export cost? In xtrain queries, keys and values of a layer are one matrix
-# (one product instead of three, lesson 4), and so are gate and up. Must they be cut apart on
+# How much copying does an export cost? In xtrain the queries, keys and values of a layer are one
+# matrix (one product instead of three, lesson 4), and so are gate and up. Must they be split on
 # export? No: **they are row blocks of one storage, and every Hugging Face tensor is a view**.
 
 # %%
@@ -388,11 +393,11 @@ for _, p in model.named_parameters():
 print(f"{views} tensors are contiguous views of the arena, {copies} would have to be copied")
 
 # %% [markdown]
-# The other choice, packing them column by column, would have made each of them a strided view: a
-# copy on every save, and another on every load. For a model of 8 billion parameters that is 32 GB
-# moved twice, for nothing. The vocabulary is padded to a multiple of 128 in memory (an odd one
-# makes the head's product several times slower); the padding lies at the *end*, so the exported
-# table is a view as well:
+# The alternative, packing them column by column, would have made each of them a strided view: one
+# copy on every save and another on every load. For a model of 8 billion parameters, 32 GB would be
+# moved twice for no benefit. The vocabulary is padded to a multiple of 128 in memory (an odd size
+# makes the output head's product several times slower). The padding is at the *end*, so the
+# exported table is a view too:
 
 # %%
 c = model.config
@@ -401,8 +406,8 @@ print("rows in memory:", c.padded_vocab_size, " exported:", tensors["lm_head.wei
 # %% [markdown]
 # ## The library's kernel
 #
-# No kernel here either. What is refused when a folder asks for something that xtrain does not have
-# (and thus would compute wrongly):
+# This lesson has no kernel. Instead, look at what the importer refuses: settings that xtrain does
+# not support and would therefore compute wrongly:
 
 # %%
 from xtrain.formats import huggingface
@@ -418,7 +423,7 @@ for change in ({"hidden_act": "gelu"}, {"attention_bias": True}, {"num_hidden_la
         print(error)
 
 # %% [markdown]
-# And your 22.3 as a command, the part that notes what each stage returns:
+# Your 22.3 exists as a command. This is the part of it that records the output of each stage:
 
 # %%
 from xtrain.inspect import compare
@@ -428,12 +433,12 @@ lesson.source(compare.stages)
 # %% [markdown]
 # ## What did not help
 #
-# *Comparing the generated text.* Greedy text is equal until one decision is close; then it differs
-# from there on, also between two *right* implementations, because they round differently. Text that
-# is equal for 20 tokens proves little, and text that differs nothing. Logits with a tolerance prove
-# something.
+# *Comparing the generated text.* Greedy texts are equal until two tokens nearly tie; from there on
+# they differ, even between two *correct* implementations, because these round differently. So 20
+# equal tokens prove little, and a difference proves nothing. Comparing logits with a tolerance does
+# prove something.
 #
-# *Comparing the loss.* See the table above: five mistakes, five losses that look all right. On an
+# *Comparing the loss.* See the table above: five mistakes, and five losses that look fine. On an
 # untrained model nearly every mistake leaves the loss at ln V:
 
 # %%
@@ -447,11 +452,11 @@ print(
 # %% [markdown]
 # ## More exercises
 #
-# 1. Write `halves_to_pairs`, and check that both together do nothing.
-# 2. Extend `read_safetensors` by BF16. (NumPy has no such type: read uint16, and shift into the
+# 1. Write `halves_to_pairs`, and check that the two functions are inverses.
+# 2. Extend `read_safetensors` to BF16. (NumPy has no such type: read uint16, and shift it into the
 #    upper half of a uint32.)
-# 3. Plant a mistake of your own in a copy of the model, and let somebody else find it with `python
-#    -m xtrain.compare`.
+# 3. Plant your own mistake in a copy of the model, and let someone else find it with `python -m
+#    xtrain.compare`.
 #
 # <details><summary>Solutions</summary>
 #
@@ -462,6 +467,6 @@ print(
 #
 # ## Sources
 #
-# - Hugging Face, *safetensors*: the format.
+# - Hugging Face, *safetensors*: the file format.
 # - Hugging Face transformers, `convert_llama_weights_to_hf.py`: `permute` is our 22.2.
 # - J. Su et al., *RoFormer*, 2021.

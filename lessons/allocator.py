@@ -1,26 +1,26 @@
-"""A memory pool from the inside: why arrays on a GPU cost nothing to make, and how memory can be free and yet of no use.
+"""A readable memory pool: why creating an array on a GPU is cheap, and how memory can be free but unusable.
 
-    python lessons/allocator.py        replays three programs through four allocators (with a GPU: and through CuPy's pool)
+    python lessons/allocator.py        replays three programs on four allocators (and on CuPy's pool, if there is a GPU)
 
-Giving memory back to the driver waits for the GPU, and asking for it takes longer than starting a kernel; a training step
-asks hundreds of times. So a library keeps what it was given back and hands it out again. This file is such a pool in its
-simplest honest form, after the caching allocators of PyTorch and CuPy:
+Returning memory to the driver waits for the GPU, and requesting it takes longer than launching a kernel; a training step
+makes hundreds of requests. So a library keeps freed memory and reuses it. This file is a simple but complete pool of that
+kind, modelled on the caching allocators of PyTorch and CuPy:
 
-    round     every request is rounded up to 512 bytes, so that blocks fit many requests
-    segments  the driver is asked for large pieces: 2 MB, or what a larger request needs
-    two kinds small requests (up to 1 MB) are cut from 2 MB segments; large ones live apart, so that a long-lived
-              100-byte array cannot sit in the middle of a gigabyte that nobody can use any more
-    best fit  of the free blocks the smallest that is large enough; of equal ones the lowest
-    split     what is left of it becomes a free block again (of a large block: if a large request could use it)
-    join      a freed block grows together with free neighbours
-    trim      segments that are free as a whole go back to the driver: on request, and before a request fails
+    round     every request is rounded up to a multiple of 512 bytes, so that a freed block fits many requests
+    segments  the pool requests large pieces from the driver: 2 MB, or the size of a larger request
+    two kinds small requests (up to 1 MB) are served from 2 MB segments; large requests have their own segments, so that
+              a long-lived 100-byte array cannot occupy the middle of a gigabyte and make it unusable
+    best fit  take the smallest free block that is large enough; among equal ones, the lowest address
+    split     the rest of the block becomes a free block (for a large block: only if a large request could use it)
+    join      a freed block is merged with its free neighbours
+    trim      completely free segments are returned to the driver: on request, and before a request fails
 
-What it costs is fragmentation, of two kinds, both measured here:
+The cost is fragmentation. It has two kinds, both measured here:
 
-    internal  bytes handed out beyond those asked for (rounding)
-    external  bytes taken from the driver and in no block in use; `largest_free` says if one request could have them
+    internal  bytes allocated beyond the request (rounding)
+    external  reserved bytes that are in no block in use; `largest_free` tells whether a single request could use them
 
-The engine's answer to the second program below (caches that grow) is not a better pool: it takes its KV cache once, whole.
+For the second program below (growing caches), the engine's solution is not a better pool: it allocates its whole KV cache once.
 """
 
 import bisect
@@ -31,19 +31,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 ROUND = 512  # bytes: CUDA aligns to 256; a 16-byte load needs 16
-SMALL = 1 << 20  # requests up to this are small
+SMALL = 1 << 20  # largest small request, in bytes
 SEGMENT = 2 << 20  # the driver's own granularity
 Event = tuple[str, str, int]  # ("alloc" or "free", name, bytes)
 
 
 @dataclass(eq=False)
 class Block:
-    """`size` bytes at `start` of a segment; before, after: its neighbours there."""
+    """`size` bytes at offset `start` of a segment. before, after: its neighbours in the segment."""
 
     segment: "Segment"
     start: int
     size: int
-    asked: int = 0  # bytes of the request it serves
+    asked: int = 0  # bytes requested
     free: bool = True
     before: "Block | None" = None
     after: "Block | None" = None
@@ -55,7 +55,7 @@ class Block:
 
 @dataclass(eq=False)
 class Segment:
-    """What the driver gave in one piece."""
+    """One piece of memory from the driver."""
 
     address: int
     size: int
@@ -63,11 +63,11 @@ class Segment:
 
 
 class OutOfMemory(MemoryError):
-    """Neither the pool nor the driver has that much in one piece."""
+    """Neither the pool nor the driver has a piece of the requested size."""
 
 
 class Driver:
-    """Stands for cudaMalloc and cudaFree: counts, and has `limit` bytes."""
+    """Stands in for cudaMalloc and cudaFree: counts the calls, and has `limit` bytes."""
 
     def __init__(self, limit: int = 1 << 40):
         self.limit, self.used, self.peak, self.calls, self.next = limit, 0, 0, 0, SEGMENT
@@ -75,7 +75,9 @@ class Driver:
     def alloc(self, size: int) -> int:
         self.calls += 1
         if self.used + size > self.limit:
-            raise OutOfMemory(f"{size} bytes asked, {self.limit - self.used} left on the card")
+            raise OutOfMemory(
+                f"{size} bytes requested, but only {self.limit - self.used} are left on the GPU"
+            )
         self.used += size
         self.peak = max(self.peak, self.used)
         address, self.next = self.next, self.next + size
@@ -88,17 +90,17 @@ class Driver:
 
 @dataclass
 class Statistics:
-    asked: int = 0  # bytes in use, as requested
-    used: int = 0  # the same, rounded
+    asked: int = 0  # requested bytes of the blocks in use
+    used: int = 0  # the same, rounded up
     reserved: int = 0  # bytes of all segments
-    largest_free: int = 0  # block
+    largest_free: int = 0  # size of the largest free block
     peak_used: int = 0
     peak_reserved: int = 0
     requests: int = 0
 
     @property
     def internal(self) -> float:
-        """Share of the bytes in use that nobody asked for."""
+        """Share of the bytes in use that was not requested."""
         return 1 - self.asked / self.used if self.used else 0.0
 
     @property
@@ -108,7 +110,7 @@ class Statistics:
 
 
 class Pool:
-    """The allocator. separate: small and large requests live apart.  split: blocks may be cut.  join: and grow together."""
+    """The allocator. separate: small and large requests use separate segments. split: blocks may be split. join: and merged."""
 
     def __init__(self, driver: Driver, separate=True, split=True, join=True):
         self.driver, self.separate, self.split, self.join = driver, separate, split, join
@@ -117,11 +119,11 @@ class Pool:
         self.in_use: set[Block] = set()
         self.statistics = Statistics()
 
-    # ------------------------------------------------------------------------- what users call
+    # ------------------------------------------------------------------------- public methods
     def alloc(self, asked: int) -> Block:
-        """A block of at least `asked` bytes. Raises OutOfMemory, ValueError for a size that is none."""
+        """Return a block of at least `asked` bytes. Raises OutOfMemory, or ValueError if `asked` is less than 1."""
         if asked < 1:
-            raise ValueError(f"{asked} bytes asked: expected at least one")
+            raise ValueError(f"cannot allocate {asked} bytes: request at least one")
         size = -(-asked // ROUND) * ROUND
         small = self.separate and size <= SMALL
         block = self._best_fit(size, small) or self._grow(size, small)
@@ -137,10 +139,10 @@ class Pool:
         return block
 
     def free(self, block: Block) -> None:
-        """Raises ValueError for a block that is not in use."""
+        """Free a block. Raises ValueError if it is not in use."""
         if block not in self.in_use:
             raise ValueError(
-                "this block is not in use: it was freed before, or another pool made it"
+                "this block is not in use: it was already freed, or it belongs to another pool"
             )
         self.in_use.remove(block)
         self.statistics.asked -= block.asked
@@ -155,7 +157,7 @@ class Pool:
         self._list(block)
 
     def trim(self) -> int:
-        """Give segments in which nothing is in use back to the driver. -> bytes"""
+        """Return completely free segments to the driver. -> bytes returned"""
         kept, given = [], 0
         for segment in self.segments:
             blocks = [
@@ -180,18 +182,18 @@ class Pool:
         self.statistics.largest_free = max(sizes, default=0)
         return self.statistics
 
-    # ------------------------------------------------------------------------- how it works
+    # ------------------------------------------------------------------------- internals
     def _best_fit(self, size, small):
         entries = self.free_blocks[small]
         i = bisect.bisect_left(entries, (size, 0))
         if i == len(entries):
             return None
         if not self.split and entries[i][0] > 2 * size:
-            return None  # a block that cannot be cut is not given away for half of it
+            return None  # without splitting, do not use a block more than twice the size
         return entries.pop(i)[2]
 
     def _grow(self, size, small):
-        """A new segment; when the driver has none, once more after giving back what is free."""
+        """Get a new segment. If the driver has none left, return free segments to it and try once more."""
         wanted = SEGMENT if small or not self.separate else size
         wanted = -(-max(size, wanted) // SEGMENT) * SEGMENT if self.split else size
         try:
@@ -217,10 +219,9 @@ class Pool:
         self._list(rest)
 
     def _swallow(self, block, listed=False):
-        """block.after becomes part of block."""
-        if (
-            listed
-        ):  # block lies in the list of free blocks under its old size; its neighbour does not
+        """Merge block.after into block. listed: block is already in the list of free blocks."""
+        # if listed, block is in the list under its old size, and block.after is not in the list
+        if listed:
             self._unlist(block)
         else:
             self._unlist(block.after)
@@ -239,7 +240,7 @@ class Pool:
 
 # ----------------------------------------------------------------------------- programs
 def training_steps(layers=12, tokens=8192, width=384, steps=3) -> Iterable[Event]:
-    """Forward keeps activations, backward gives them back in the opposite order: a stack, the easy case."""
+    """Forward allocates activations, backward frees them in the opposite order: a stack, the easy case."""
     sizes = {"norm": 4 * width, "stat": 4, "qkv": 12 * width, "out": 4 * width, "up": 32 * width}
     for _ in range(steps):
         for layer in range(layers):
@@ -253,7 +254,7 @@ def training_steps(layers=12, tokens=8192, width=384, steps=3) -> Iterable[Event
 
 
 def growing_caches(sequences=16, layers=8, seed=0) -> Iterable[Event]:
-    """Serving with caches that grow by copying: every 64 tokens a new, longer array, then the old one is freed."""
+    """Serving with caches that grow by copying: every 64 tokens, allocate a longer array, then free the old one."""
     draw, lengths = random.Random(seed), {}
     for i in range(400):
         name = f"{i} {draw.randrange(10**9)}"
@@ -277,7 +278,7 @@ def growing_caches(sequences=16, layers=8, seed=0) -> Iterable[Event]:
 
 
 def scalar_in_the_way(rounds=60) -> Iterable[Event]:
-    """A large temporary comes and goes; each time a little result stays, and the first one sits down in its place."""
+    """A large temporary is allocated and freed; after each one, a small array stays, and the first one takes its memory."""
     for i in range(rounds):
         yield "alloc", "temporary", 64 << 20
         yield "free", "temporary", 0
@@ -289,7 +290,7 @@ PROGRAMS = {
     "growing caches": growing_caches,
     "scalar in the way": scalar_in_the_way,
 }
-POOLS = {  # the first is no pool worth the name: it reuses a block for a request of about its size, and never cuts one
+POOLS = {  # the first is hardly a pool: it reuses a block for a request of about the same size and never splits one
     "whole blocks": dict(separate=False, split=False, join=False),
     "split": dict(separate=False, join=False),
     "split, join": dict(separate=False),
@@ -300,7 +301,7 @@ POOLS = {  # the first is no pool worth the name: it reuses a block for a reques
 def replay(
     pool: Pool, events: Iterable[Event], check: Callable[[Pool], None] = lambda pool: None
 ) -> Statistics:
-    """Run a program. What it did not free is freed at the end, after the measurement."""
+    """Run a program. Blocks that it did not free are freed at the end, after the measurement."""
     blocks: dict[str, Block] = {}
     for what, name, size in events:
         if what == "alloc":
@@ -316,7 +317,7 @@ def replay(
 
 @dataclass
 class CupyPool:
-    """CuPy's pool behind the same three calls, for comparison; its memory is the GPU's."""
+    """CuPy's pool with the same three methods, for comparison; it allocates real GPU memory."""
 
     pool: object = None
     statistics: Statistics = field(default_factory=Statistics)
@@ -334,7 +335,7 @@ class CupyPool:
 
     def free(self, block):
         self.statistics.asked -= block.pop()
-        block.clear()  # nobody holds the memory any more, so the pool takes it back
+        block.clear()  # drops the last reference, so the pool gets the memory back
 
     def measure(self):
         s = self.statistics

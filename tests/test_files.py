@@ -134,7 +134,7 @@ def test_a_full_disk_is_told_once_though_one_file_has_room(tmp_path, monkeypatch
 def test_a_signal_after_the_end_is_no_failure(code, ends):
     """Python and MPI take a while to end: whoever is told to stop then has stopped already."""
     script = (
-        "import atexit, os, signal, sys; from xtrain.files import command_line\n"
+        "import atexit, os, signal, sys; from xtrain.cli import command_line\n"
         "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
         f"sys.exit(command_line(lambda: {code}))"
     )

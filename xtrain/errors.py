@@ -6,7 +6,7 @@ from pathlib import Path
 
 # CuPy's OutOfMemoryError is a MemoryError, NumPy's as well. The driver, cuBLAS and NCCL have words of their own.
 SIGNS = ("out of memory", "MemoryAllocation", "OUT_OF_MEMORY", "ALLOC_FAILED")
-PLACES = ("_launch.py", "device.py", "out_of_memory.py")  # they only pass the wish on
+PLACES = ("launch.py", "device.py", "out_of_memory.py")  # they only pass the wish on
 
 
 class UserError(ValueError):

@@ -1,16 +1,16 @@
-"""Judge what a reader wrote: run it, compare it, and say in one or two sentences what is wrong.
+"""Judge a reader's solution: run it, compare the result, and say in one or two sentences what is wrong.
 
-An exercise is a function that gets an Attempt and puts it through its cases:
+An exercise is a function that receives an Attempt and runs its cases:
 
-    @exercise("1.1", "add_kernel", first_step="which element is this thread's?")
+    @exercise("1.1", "add_kernel", first_step="which element does this thread own?")
     def add_kernel(e):
         for n in (1, 32, 33, 100):
             a, b, y = e.normal(n), e.normal(n), e.blank(n)
             e.run(-(-n // 32), 32, y, a, b)
             e.same("y", y, a + b, {"y holds a - b: look at the sign": a - b})
 
-The first thing that is wrong raises Wrong and ends the attempt. The order in which things are looked at:
-nothing written yet, a call into the library, a KernelError of the simulator, a known mistake, a wrong value.
+The first error raises Wrong and ends the attempt. Checks run in this order: nothing written yet, a call into the
+library, a KernelError of the simulator, a known mistake, a wrong value.
 """
 
 import contextlib
@@ -39,28 +39,28 @@ from xtrain.simulator.thread import Thread
 from .reading import GAP, home_of, is_empty, library_name
 from .trace import traced
 
-SECONDS = 20  # an attempt that takes longer never ends: a solution takes two at most
+SECONDS = 20  # time limit of an attempt; a solution takes at most two seconds
 
 HINTS = {
-    "RaceError": "Ask which thread may touch this element, and whether a barrier stands between the two accesses.",
-    "DeadlockError": "All threads of a block must come to the same barrier: none inside an `if` that some skip, none after a `return` that some take.",
-    "RaceError between blocks": "Blocks run in no order and cannot wait for each other: every element that is written belongs to one block.",
-    "OutOfBoundsError": "A grid rarely fits the data exactly: threads past the end must do nothing.",
-    "UninitializedError": "Shared and local memory hold garbage until somebody writes them. Who writes this element, and is there a barrier before the read?",
-    "CollectiveError": "A warp function needs whole warps of 32 threads, and every lane that its mask names.",
+    "RaceError": "Which thread may access this element, and is there a barrier between the two accesses?",
+    "DeadlockError": "All threads of a block must reach the same barrier: do not put it inside an `if` that some threads skip, or after a `return` that some threads take.",
+    "RaceError between blocks": "Blocks run in any order and cannot wait for each other: only one block may write an element.",
+    "OutOfBoundsError": "The grid rarely matches the data exactly: threads past the end must do nothing.",
+    "UninitializedError": "Shared and local memory are uninitialized until a thread writes them. Which thread writes this element, and is there a barrier before the read?",
+    "CollectiveError": "A warp function needs full warps of 32 threads, and every lane in its mask must call it.",
 }
 
 
 class Wrong(Exception):
-    """What is wrong with an attempt, in words for its author."""
+    """An error in an attempt. The message is written for the author of the attempt."""
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """number: "1.1"   name: of the function that the reader writes   judge: puts an Attempt through its cases
+    """number: "1.1"   name: the function that the reader writes   judge: runs the cases on an Attempt
 
-    first_step: what to ask oneself when nothing is written yet. hints: instead of HINTS, by name of the error (see _hint).
-    allow: names of library functions that may be called. kernel: it is a @cuda.jit kernel.
+    first_step: the hint shown while nothing is written. hints: override HINTS, by error name (see _hint).
+    allow: names of library functions that may be called. kernel: whether the solution is a @cuda.jit kernel.
     """
 
     number: str
@@ -78,7 +78,7 @@ class Verdict:
     text: str
 
     def __str__(self):
-        """Long lines broken at spaces, lines of source left alone."""
+        """Wrap long lines at spaces; keep source lines as they are."""
         lines = []
         for line in self.text.splitlines():
             indent = line[: len(line) - len(line.lstrip())]
@@ -99,7 +99,7 @@ EXERCISES: dict[str, Exercise] = {}
 
 
 def exercise(number: str, name: str, first_step: str, hints=None, allow=(), kernel=True):
-    """Decorator: enter a judge in EXERCISES. See Exercise."""
+    """Decorator that registers a judge in EXERCISES. See Exercise."""
 
     def enter(judge):
         EXERCISES[number] = Exercise(
@@ -121,16 +121,16 @@ def judge(exercise: Exercise, work) -> Verdict:
         attempt.narrow()
     except (Wrong, TimeoutError) as wrong:
         text = str(wrong)
-    except Exception as error:  # not by the attempt itself, but by what it handed back
+    except Exception as error:  # raised by the check of the returned value, not by the attempt
         where = _line_of(error, attempt.work)
         text = str(
             attempt.wrong(
-                f"{type(error).__name__} in the check of what you returned: {error}{where}"
+                f"{type(error).__name__} while checking the returned value: {error}{where}"
             )
         )
     else:
         cases = f"{attempt.cases} cases" if attempt.cases != 1 else "1 case"
-        safe = ", no race, no access out of bounds" if exercise.kernel else ""
+        safe = ", no race, no out-of-bounds access" if exercise.kernel else ""
         return Verdict(True, f"{title}: correct. {cases}{safe}.")
     if GAP in attempt.source and not attempt.empty:
         text += f"\nThe line `# {GAP}` is still there: is this the finished attempt?"
@@ -139,31 +139,31 @@ def judge(exercise: Exercise, work) -> Verdict:
 
 @dataclass
 class Attempt:
-    """One function under examination. The methods below are all that an exercise needs."""
+    """One solution being judged. The methods below are all that an exercise needs."""
 
     exercise: Exercise
     work: Callable
     cases: int = 0
-    where: str = ""  # of the case that is running: "n = 33, grid 2, block 32"
+    where: str = ""  # the current case: "n = 33, grid 2, block 32"
     source: str = ""
     empty: bool = False
-    wide: list = field(default_factory=list)  # where float64 becomes float32: Site
-    names: dict = field(default_factory=dict)  # id of an argument -> the reader's name for it
-    written: list = field(default_factory=list)  # by kernels, in this case: see Launch.last
+    wide: list = field(default_factory=list)  # the Sites where float64 becomes float32
+    names: dict = field(default_factory=dict)  # id of an argument -> its name in the reader's code
+    written: list = field(default_factory=list)  # written by kernels in this case, see Launch.last
     _seed: int = field(default=0)
 
     # ------------------------------------------------------------------------- before it runs
     def look(self):
-        """Raises Wrong when the gap is still empty or the library does the work."""
+        """Raises Wrong if the gap is still empty or the library does the work."""
         name = self.exercise.name
         function = getattr(self.work, "py_func", self.work)
         if not isinstance(function, types.FunctionType):
-            raise Wrong(f"{name} must be a function, this is a {type(self.work).__name__}.")
+            raise Wrong(f"{name} must be a function, not a {type(self.work).__name__}.")
         try:
             self.source = textwrap.dedent(inspect.getsource(function))
         except OSError:
             raise Wrong(
-                f"There is no source for {name}: define it in a cell or a file, not in a string."
+                f"{name} has no source code: define it in a cell or a file, not in a string."
             ) from None
         self.empty = is_empty(self.source)
         if self.empty:
@@ -177,27 +177,27 @@ class Attempt:
             found = home_of(function)
         if found:
             raise Wrong(
-                f"{name} uses {found}, which is the library's own: here you write it yourself.\n"
+                f"{name} uses {found}, which is the library's own: write it yourself here.\n"
                 + f"(Allowed here: {', '.join(sorted(self.exercise.allow))}.)\n"
                 * bool(self.exercise.allow)
-                + "Compare with the library afterwards; the end of the lesson shows its source."
+                + "You can compare with the library afterwards: the end of the lesson shows its source."
             )
 
     def narrow(self):
-        """Raises Wrong when the values are right, but a kernel computes in float64."""
+        """Raises Wrong if the values are right but the kernel computes in float64."""
         mine = getattr(self.work, "py_func", self.work).__code__.co_filename
         for site in self.wide:
             if site.file == mine:
                 line = linecache.getline(site.file, site.line).strip()
                 raise Wrong(
-                    f"The values are right, but what becomes float32 at {site} was computed in float64:\n    {line}\n"
-                    "A literal such as 0.5, an integer and a quotient of integers make float64 of what they are combined "
-                    "with: write float32(0.5), float32(C)."
+                    f"The values are right, but the value converted to float32 at {site} was computed in float64:\n    {line}\n"
+                    "A literal such as 0.5, an integer, or a quotient of integers turns the whole expression into float64: "
+                    "write float32(0.5), float32(C)."
                 )
 
     # ------------------------------------------------------------------------- inputs
     def normal(self, *shape, mean=0.3, scale=1.0, dtype=np.float32) -> SimArray:
-        """Random numbers, others at each call, the same at each attempt. Their mean is not zero."""
+        """Random numbers, different in every call, the same in every attempt. By default their mean is not zero."""
         self._seed += 1
         random = np.random.default_rng([self._seed, *map(ord, self.exercise.number)])
         return sim((random.standard_normal(shape) * scale + mean).astype(dtype))
@@ -213,16 +213,16 @@ class Attempt:
 
     # ------------------------------------------------------------------------- run it
     def run(self, grid, block, *args, shared=0, case="", hints=None, trace=False):
-        """The reader's kernel in the simulator. case: what to say of it beside grid and block.
+        """Run the reader's kernel in the simulator. case: description of the case, in addition to grid and block.
 
-        hints: by name of the error (see _hint), for this case; before those of the exercise. trace: return its
-        accesses, a Trace.
+        hints: by error name (see _hint), for this case only; they precede those of the exercise. trace: return the
+        memory accesses, a Trace.
         """
         self.case(f"{case}, grid {grid}, block {block}".lstrip(", "))
         parameters = list(inspect.signature(self.work.py_func).parameters)
         if len(parameters) != len(args):
             raise Wrong(
-                f"{self.exercise.name} is called with {len(args)} arguments: keep the first line as it was given."
+                f"{self.exercise.name} is called with {len(args)} arguments: do not change the parameters of the function."
             )
         self.names = {id(a): name for name, a in zip(parameters, args)}
         try:
@@ -235,11 +235,11 @@ class Attempt:
         return result
 
     def name(self, a) -> str:
-        """What the reader calls this argument of the kernel that ran last: a trace knows arrays by that."""
+        """The parameter name of this argument in the kernel that ran last; a trace uses these names."""
         return self.names[id(a)]
 
     def wrote(self, a) -> np.ndarray:
-        """Which elements of `a` this case's kernels have written. bool, shape of a."""
+        """Which elements of `a` the kernels of this case have written: bool array of the shape of a."""
         offset = np.tensordot(np.array(a.strides), np.indices(a.shape), 1) if a.ndim else 0
         address = a.__array_interface__["data"][0] + offset
         done = np.zeros(a.shape, bool)
@@ -248,27 +248,27 @@ class Attempt:
         return done
 
     def divided(self, trace, a, threads):
-        """Wrong when one thread does the work of many, or each does all. threads: for how many `a` has elements"""
+        """Raises Wrong if one thread does the work of many, or every thread does all of it. threads: how many should read `a`"""
         reads = trace.of(self.name(a), write=False)
         busy = len({(r.block, r.thread) for r in reads})
         self.need(
             2 * busy > threads,
-            f"The values are right, but {busy} of {threads} threads read {self.name(a)}: all of them share the work.",
+            f"The values are right, but {busy} of {threads} threads read {self.name(a)}: all of them must share the work.",
         )
         self.need(
             len(reads) <= 3 * a.size,
-            f"The values are right, but {self.name(a)} is read {len(reads) // a.size} times as a whole: each thread reads its own part, "
-            "and what the threads have is brought together.",
+            f"The values are right, but {self.name(a)} is read {len(reads) // a.size} times over: each thread must read only its own part, "
+            "and then the partial results are combined.",
         )
 
     def call(self, *args, case="", **options):
-        """-> what the reader's Python function returns."""
+        """-> the return value of the reader's Python function."""
         if case:
             self.case(case)
         return self.ask(self.work, *args, **options)
 
     def ask(self, function, *args, **options):
-        """-> what a function returns that the reader wrote, or that came back from one."""
+        """-> the return value of a function that the reader wrote, or that the reader's function returned."""
         try:
             with _watched(self.exercise), np.errstate(all="ignore"):
                 return function(*args, **options)
@@ -282,13 +282,13 @@ class Attempt:
             ) from None
 
     def case(self, where: str):
-        """A new case begins."""
+        """Start a new case."""
         self.cases += 1
         self.where, self.written = where, []
 
     # ------------------------------------------------------------------------- compare
     def several(self, got, *names) -> tuple:
-        """What the reader's function has returned, as many things as there are names."""
+        """Check that the reader's function returned one value per name. -> the values"""
         want = f"Return {len(names)} things: `return {', '.join(names)}`."
         self.need(got is not None, f"Nothing is returned. {want}")
         self.need(
@@ -306,9 +306,9 @@ class Attempt:
             raise self.wrong(text)
 
     def same(self, name: str, got, want, mistakes=None, rtol=1e-5, atol=1e-6):
-        """got equals want, element by element, to |got - want| <= atol + rtol |want|.
+        """Raises Wrong unless |got - want| <= atol + rtol |want| for every element.
 
-        mistakes: {what to say: the array that this mistake would give, or a function of got -> bool}
+        mistakes: {message: the array that this mistake gives, or a function of got -> bool}
         """
         kept = got if self.written and isinstance(got, SimArray) else None
         got, want = self._arrays(name, got, want)
@@ -329,7 +329,7 @@ class Attempt:
         got, want = np.asarray(got), np.asarray(want)
         self.need(
             got.shape == want.shape,
-            f"{name} has shape {got.shape}, it must have shape {want.shape}.",
+            f"{name} has shape {got.shape}; it must have shape {want.shape}.",
         )
         return got, want
 
@@ -344,27 +344,27 @@ class Attempt:
 
 
 # ----------------------------------------------------------------------------- helpers
-NUMBER = "In this line a number stands where an array is needed: has it an index too many?"
+NUMBER = "In this line a number stands where an array is needed: is there one index too many?"
 WHOLE = "A kernel computes with single elements: every array needs its index, as in y_n[i]."
-ADVICE = (  # what is said of an error that has all these words
+ADVICE = (  # the advice for an error whose message contains all these words
     (("'Dim3'",), "cuda.blockIdx, blockDim and threadIdx have three parts each: write cuda.blockIdx.x."),
-    (("'list' object",), "A kernel has numbers and arrays, no lists: a few numbers go into cuda.local.array(n, float32)."),
+    (("'list' object",), "A kernel can use numbers and arrays, but not lists: put a few numbers into a cuda.local.array(n, float32)."),
     (("object has no attribute 'locate'",), NUMBER),
     (("object is not subscriptable",), NUMBER),
     (("does not support item",), NUMBER),
     (("'Array'", "unsupported operand"), WHOLE),
     (("'Array'", "not iterable"), WHOLE),
-    (("is not callable",), "A number is called as if it were a function: leave the () after it away."),
-    (("cannot be interpreted as an integer",), "An index is an integer: a quotient by / is not, one by // is."),
-    (("lanes hold float", "int64"), "A sum that begins with the integer 0 has no one type: it begins with float32(0.0)."),
-    (("zero-size array",), "An empty array has no maximum: here a slice holds nothing at all. Look at its ends."),
-    (("positional argument",), "This call has too few or too many arguments: the lesson says what the function takes, and in which order."),
-    (("is not 16-byte aligned",), "Accesses of 16 bytes begin at multiples of 16 bytes: 8 elements of bf16, 4 of float32."),
+    (("is not callable",), "A number is called like a function: remove the () after it."),
+    (("cannot be interpreted as an integer",), "An index must be an integer: divide with //, not with /."),
+    (("lanes hold float", "int64"), "A sum that starts with the integer 0 does not keep one type: start it with float32(0.0)."),
+    (("zero-size array",), "An empty array has no maximum: a slice is empty here. Check its start and end."),
+    (("positional argument",), "This call has too few or too many arguments: the lesson says which arguments the function takes, and in which order."),
+    (("is not 16-byte aligned",), "A 16-byte access must start at a multiple of 16 bytes: 8 elements of bf16, 4 of float32."),
 )  # fmt: skip
 
 
 def _hint(error, levels):
-    """The first that fits in the first of the levels, dicts by name of the error.
+    """-> the hint for an error from the first level (a dict by error name) that has one.
 
     "RaceError between blocks" and "RaceError in shared memory" (global, local) come before "RaceError",
     "OutOfBoundsError below 0" before "OutOfBoundsError".
@@ -374,7 +374,7 @@ def _hint(error, levels):
         if all(w in text for w in words):
             return advice
     if (name := re.search(r"name '(\w+)' is not defined", text)) and hasattr(cuda, name[1]):
-        return f"It belongs to cuda: write cuda.{name[1]}."
+        return f"{name[1]} is an attribute of cuda: write cuda.{name[1]}."
     kinds = [f"{kind} between blocks"] * text.startswith("race between blocks")
     kinds += [f"{kind} below 0"] * ("is negative" in text)
     kinds += [
@@ -392,7 +392,7 @@ def _looks_like(sign, got, rtol, atol):
 
 @contextlib.contextmanager
 def _watched(exercise):
-    """Raises Wrong when a library function that the exercise does not allow runs, however it was reached."""
+    """Raises Wrong if a library function that the exercise does not allow is called, directly or indirectly."""
     before = sys.getprofile()
 
     def watch(frame, event, argument):
@@ -400,13 +400,10 @@ def _watched(exercise):
             name = frame.f_code.co_name
             if name not in exercise.allow:
                 sys.setprofile(before)
-                raise Wrong(
-                    f"{exercise.name} ends up in the library's {name}: here you write it yourself."
-                )
+                raise Wrong(f"{exercise.name} calls the library's {name}: write it yourself here.")
 
-    if (
-        exercise.allow
-    ):  # what an allowed function calls is its own business; the names were looked at
+    # an allowed function may call any other; look() has already checked the names
+    if exercise.allow:
         yield
         return
     sys.setprofile(watch)
@@ -418,10 +415,10 @@ def _watched(exercise):
 
 @contextlib.contextmanager
 def _wide_values(work):
-    """-> a list that gets the Site of every float64 that a float32 array takes, or float32(...), while inside."""
+    """-> a list that collects the Site of every float64 value stored in a float32 array or passed to float32(...)."""
     sites, store, scope, casts = [], Thread.store, {}, {}
 
-    def computed(value):  # 0.0 and -math.inf are constants, of which the compiler makes float32
+    def computed(value):  # 0.0 and -math.inf are constants, which the compiler turns into float32
         return type(value) is np.float64 and value != 0 and np.isfinite(value)
 
     def noted_store(self, a, index, value, site):
@@ -439,7 +436,7 @@ def _wide_values(work):
 
     noted_cast.scalar, noted_cast.dtype = np.float32, np.dtype(np.float32)
     if hasattr(work, "py_func"):
-        with contextlib.suppress(KernelError):  # is reported when the kernel runs
+        with contextlib.suppress(KernelError):  # reported when the kernel runs
             scope = translate(work.py_func).function.__globals__
         casts = {k: f for k, f in scope.items() if getattr(f, "scalar", None) is np.float32}
     Thread.store = noted_store
@@ -453,14 +450,14 @@ def _wide_values(work):
 
 @contextlib.contextmanager
 def _time_limit():
-    """Raises TimeoutError after SECONDS, where the system has an alarm and this is the main thread."""
+    """Raises TimeoutError after SECONDS, if the system has SIGALRM and this is the main thread."""
     if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number, frame):
         raise TimeoutError(
-            f"it did not end within {SECONDS} seconds: a loop whose condition never changes?"
+            f"It did not end within {SECONDS} seconds: is there a loop whose condition never changes?"
         )
 
     before = signal.signal(signal.SIGALRM, stop)
@@ -473,7 +470,7 @@ def _time_limit():
 
 
 def _line_of(error, work):
-    """ " (in `y = x / 0`)": the innermost line in the file of the reader's work."""
+    """ " (in `y = x / 0`)": the innermost line of the traceback in the reader's file."""
     file = getattr(getattr(work, "__code__", None), "co_filename", None)
     lines = [f.line for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     return f" (in `{lines[-1].strip()}`)" if lines and lines[-1] else ""

@@ -1,8 +1,8 @@
-"""Figures of the lessons, drawn by code. Each function makes one figure and returns it; a notebook shows it.
+"""The figures of the lessons. Each function draws one figure and returns it, so that a notebook shows it.
 
 ownership(owner)             which thread (or block) owns which element
-traffic(trace, array)        a row per warp request, a cell per 32-byte sector: wanted, moved for nothing
-timeline(rows)               who does what when
+traffic(trace, array)        one row per warp request, one cell per 32-byte sector: bytes used, bytes wasted
+timeline(rows)               what runs when
 roofline(points, ...)        arithmetic intensity against speed, under the two roofs of a machine
 bars(values, unit)           a few numbers side by side
 tiles(...)                   which part of A and B a block of C needs
@@ -25,12 +25,12 @@ def _axes(height, width=WIDTH):
 
 
 def _shown(figure) -> Figure:
-    plt.close(figure)  # else a notebook would show it a second time
+    plt.close(figure)  # otherwise a notebook would show it twice
     return figure
 
 
 def ownership(owner: np.ndarray, title="", what="thread", text=True) -> Figure:
-    """owner: (N,) or (R, C) whole numbers, one per element; -1 is nobody. A colour is an owner modulo 8."""
+    """owner: (N,) or (R, C) integers, one per element; -1 means no owner. The colour is the owner modulo 8."""
     grid = np.atleast_2d(np.asarray(owner))
     rows, columns = grid.shape
     figure, axes = _axes(0.45 * rows + 0.9)
@@ -60,9 +60,9 @@ def ownership(owner: np.ndarray, title="", what="thread", text=True) -> Figure:
 
 
 def traffic(trace, array: str, write=None, requests=8, title="") -> Figure:
-    """Every row is one instruction of one warp, every cell a sector of 32 bytes that it makes the memory move.
+    """Each row is one instruction of one warp, each cell a 32-byte sector that this instruction moves.
 
-    The part of a sector that some lane wanted is dark; the part moved for nothing is light.
+    The bytes of a sector that a lane uses are dark; the wasted bytes are light.
     """
     chosen = trace.requests(array, write)[:requests]
     last = max(a.index * a.bytes // 32 for r in chosen for a in r)
@@ -86,7 +86,7 @@ def traffic(trace, array: str, write=None, requests=8, title="") -> Figure:
     total = trace.traffic(array, write)
     axes.set_title(
         title
-        or f"{array}: {total.moved:,} bytes moved for {total.wanted:,} wanted ({total.efficiency:.0%})",
+        or f"{array}: {total.moved:,} bytes moved, {total.wanted:,} used ({total.efficiency:.0%})",
         fontsize=10,
     )
     _plain(axes)
@@ -94,7 +94,7 @@ def traffic(trace, array: str, write=None, requests=8, title="") -> Figure:
 
 
 def timeline(rows: dict[str, list[tuple[float, float, str]]], title="", unit="time") -> Figure:
-    """rows: {who: [(begin, end, what), ...]}. The same word has the same colour everywhere."""
+    """rows: {label: [(begin, end, text), ...]}. The same text has the same colour everywhere."""
     words = list(dict.fromkeys(w for spans in rows.values() for _, _, w in spans))
     figure, axes = _axes(0.5 * len(rows) + 1.0)
     for i, spans in enumerate(rows.values()):
@@ -113,9 +113,9 @@ def timeline(rows: dict[str, list[tuple[float, float, str]]], title="", unit="ti
 def roofline(
     points: dict[str, tuple[float, float]], bytes_per_s: float, flops: float, title=""
 ) -> Figure:
-    """points: {name: (floating-point operations per byte, operations per second reached)}.
+    """points: {name: (floating-point operations per byte, achieved operations per second)}.
 
-    bytes_per_s, flops: the two roofs of the machine. Left of the ridge memory limits, right of it arithmetic.
+    bytes_per_s, flops: the two roofs of the machine. Left of the ridge memory is the limit, right of it arithmetic.
     """
     figure, axes = _axes(4.2)
     ridge = flops / bytes_per_s
@@ -125,7 +125,11 @@ def roofline(
     axes.plot(x, np.minimum(x * bytes_per_s, flops) / 1e12, color=INK, lw=2)
     axes.axvline(ridge, color=INK, lw=0.7, ls=":")
     axes.text(
-        ridge, flops / 1e12 * 1.15, f"ridge: {ridge:.1f} operations a byte", fontsize=8, ha="center"
+        ridge,
+        flops / 1e12 * 1.15,
+        f"ridge: {ridge:.1f} operations per byte",
+        fontsize=8,
+        ha="center",
     )
     for i, (name, (intensity, speed)) in enumerate(points.items()):
         axes.plot(intensity, speed / 1e12, "o", ms=8, color=COLORS[i % len(COLORS)], mec=INK)
@@ -149,7 +153,7 @@ def roofline(
 def bars(
     values: dict[str, float], unit: str, title="", limit: tuple[str, float] | None = None
 ) -> Figure:
-    """limit: (name, value) of a line that nothing can pass."""
+    """limit: (name, value) of a dashed line, an upper bound of the values."""
     figure, axes = _axes(0.42 * len(values) + 1.0)
     axes.barh(range(len(values)), list(values.values()), color=COLORS[0], edgecolor=INK, lw=0.5)
     top = max([*values.values(), limit[1] if limit else 0])
@@ -168,7 +172,7 @@ def bars(
 
 
 def tiles(M: int, N: int, K: int, tile: int, at: tuple[int, int], step: int, title="") -> Figure:
-    """C (M, N) = A (M, K) B (K, N) in square tiles: what block `at` of C reads in its `step`-th turn."""
+    """C (M, N) = A (M, K) B (K, N) in square tiles: what block `at` of C reads in iteration `step`."""
     figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.9), layout="constrained")
     i, j = at
     parts = [
@@ -188,13 +192,13 @@ def tiles(M: int, N: int, K: int, tile: int, at: tuple[int, int], step: int, tit
         ax.tick_params(labelbottom=False, labelleft=False, length=0)
         ax.grid(True, color="#b0bec5", lw=0.6)
     figure.suptitle(
-        title or f"block {at} of C, turn {step}: one tile of A, one tile of B", fontsize=10
+        title or f"block {at} of C, iteration {step}: one tile of A, one tile of B", fontsize=10
     )
     return _shown(figure)
 
 
 def butterfly(values, steps, title="") -> Figure:
-    """Lanes (left to right) hold values; in each step a lane adds what the lane `number ^ step` holds."""
+    """Lanes (left to right) hold values; in each step, a lane adds the value of the lane with index `lane ^ step`."""
     rows = [np.asarray(values, float)]
     for step in steps:
         rows.append(rows[-1] + rows[-1][np.arange(len(values)) ^ step])
@@ -225,7 +229,7 @@ def butterfly(values, steps, title="") -> Figure:
 def curves(
     x, lines: dict[str, list[float]], xlabel: str, ylabel: str, title="", log=True
 ) -> Figure:
-    """Several quantities over the same x; both axes logarithmic unless log is False."""
+    """Several lines over the same x. Both axes are logarithmic unless log is False."""
     figure, axes = _axes(3.4)
     for i, (name, y) in enumerate(lines.items()):
         axes.plot(x, y, "o-", ms=4, color=LINES[i % len(LINES)], label=name)
@@ -241,7 +245,7 @@ def curves(
 
 
 def graph(places: dict[str, tuple[float, float]], edges: list[tuple[str, str]], title="") -> Figure:
-    """places: {text of a box: (column, row)}. edges: (from, to). The same words begin the same colour."""
+    """places: {text of a box: (column, row)}. edges: (from, to). Boxes with an incoming edge have another colour."""
     rows = max(r for _, r in places.values()) + 1
     columns = max(c for c, _ in places.values()) + 1
     figure, axes = _axes(0.75 * rows + 0.5)

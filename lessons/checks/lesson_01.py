@@ -4,23 +4,23 @@ import numpy as np
 
 from .attempt import exercise
 
-GRID_RACE = "Two blocks do the same elements. threadIdx.x begins at 0 again in every block: which number tells the blocks apart?"
+GRID_RACE = "Two blocks compute the same elements. threadIdx.x starts at 0 again in every block: which number tells the blocks apart?"
 
 
-REVERSE_EARLY = "Another thread writes that element, perhaps later. After writing to `tile` all threads must wait: cuda.syncthreads()."
+REVERSE_EARLY = "Another thread writes that element, perhaps later. After the write to `tile` all threads must wait: cuda.syncthreads()."
 REVERSE_SHORT = (
-    "In the last, shorter block part of `tile` is never written. "
-    "The mirror image of t is m - 1 - t, where m is the number of elements of this block."
+    "In the last, shorter block, part of `tile` is never written. "
+    "The mirror image of t is m - 1 - t, where m is the number of elements in this block."
 )
 
 
 @exercise(
     "1.1", "add_kernel",
-    first_step="one line that computes i, the number of this thread in the whole grid, from blockIdx, blockDim and threadIdx.",
+    first_step="write one line that computes i, the index of this thread in the whole grid, from blockIdx, blockDim and threadIdx.",
     hints={
-        "RaceError": "Several threads of one block write the same element: a thread does its own i only, without a loop.",
+        "RaceError": "Several threads of one block write the same element: a thread computes only its own i, without a loop.",
         "RaceError between blocks": GRID_RACE,
-        "OutOfBoundsError below 0": "Thread i needs a[i] and b[i] alone, nothing before them.",
+        "OutOfBoundsError below 0": "Thread i needs only a[i] and b[i], nothing before them.",
         "OutOfBoundsError": "The last block has more threads than there are elements left. "
         "Threads whose i is not below y_n.size must do nothing.",
     },
@@ -32,28 +32,28 @@ def add_kernel(e):
         gap, wrote = np.isnan(np.asarray(y)), e.wrote(y)
         first = np.arange(n) < block
         e.same("y", y, a + b, {
-            "Only the first block did its work: i has to go on where the block before ended, blockDim.x elements further.":
+            "Only the first block did its work: i must continue where the previous block ended, blockDim.x elements further.":
                 lambda got: n > block and gap[~first].all() and not gap[first].any(),
-            "Every block begins too early or too late: the stride from block to block is blockDim.x, "
-            "the threads of a block; gridDim.x is the number of blocks.":
+            "Every block starts too early or too late: the stride from block to block is blockDim.x, "
+            "the number of threads in a block; gridDim.x is the number of blocks.":
                 lambda got: n > block and gap.any() and not gap.all(),
             "That is the product, not the sum.": np.asarray(a * b),
             "That is a - b.": np.asarray(a - b),
             "That is a alone: b was not added.": np.asarray(a),
-            "Nothing was written at all: the last line is y_n[i] = ..., with the index, and no `return`.":
+            "Nothing was written: the last line is y_n[i] = ..., with the index and without `return`.":
                 lambda got: not wrote.any() and n > 1,
-            "The guard stops one element early: i may be as large as n - 1, so it is i < n.":
+            "The guard stops one element early: i may be as large as n - 1, so the condition is i < n.":
                 lambda got: not wrote[-1] and wrote[:-1].all(),
-            "That is y + ... : y holds NaN before you write, so assign it with = and not +=.":
+            "That is y + ... : y holds NaN before you write it, so assign it with = and not +=.":
                 lambda got: wrote.all() and gap.all(),
         })  # fmt: skip
 
 
 @exercise(
     "1.2", "add_bias_kernel",
-    first_step="two numbers for this thread: row r from the y parts of blockIdx, blockDim and threadIdx, column c from the x parts.",
+    first_step="compute two indices for this thread: row r from the .y parts of blockIdx, blockDim and threadIdx, column c from the .x parts.",
     hints={
-        "OutOfBoundsError": "Both axes need their guard: `if r < R and c < C`. And a row comes first in y_RC[r, c].",
+        "OutOfBoundsError": "Both axes need a guard: `if r < R and c < C`. And in y_RC[r, c] the row comes first.",
         "RaceError": "Two threads have the same (r, c): each axis needs its own blockIdx * blockDim + threadIdx.",
     },
 )  # fmt: skip
@@ -72,9 +72,9 @@ def add_bias_kernel(e):
         wrong = {
             "The bias of the row was added: bias_C has one number per column.":
                 x + bias[:R, None] if R <= C else np.empty(0),
-            "Only part of the elements was written: does `i` of a row come from the y parts, of a column from the x parts?":
+            "Only some of the elements were written: is r computed from the .y parts, and c from the .x parts?":
                 lambda got: max(grid) > 1 and wrote.any() and not wrote.all(),
-            "y was written with += : it holds NaN before you write, so assign it with =.":
+            "y was written with += : it holds NaN before you write it, so assign it with =.":
                 lambda got: wrote.all() and np.isnan(got).all(),
             "That is x alone: the bias is missing.": x,
         }  # fmt: skip
@@ -83,12 +83,12 @@ def add_bias_kernel(e):
 
 @exercise(
     "1.3", "reverse_kernel",
-    first_step="every thread copies its own element into `tile`; then all wait; then every thread reads the element of another.",
+    first_step="every thread copies its own element into `tile`; then all threads wait; then every thread reads another thread's element.",
     hints={
         "RaceError": "The element that you read is written by another thread, perhaps later. "
         "Between `tile[...] = ` and the read all threads must wait: cuda.syncthreads().",
-        "RaceError between blocks": "Two blocks write the same elements: block b begins at element 32 * b.",
-        "DeadlockError": "The barrier stands where some threads never come, inside an `if` or after a `return`. "
+        "RaceError between blocks": "Two blocks write the same elements: block b starts at element 32 * b.",
+        "DeadlockError": "Some threads never reach this barrier, because it is inside an `if` or after a `return`. "
         "Every thread of the block has to reach the same cuda.syncthreads().",
         "OutOfBoundsError": "A block has m = n - first elements left, but never more than 32: "
         "only threads below m read and write, and the mirror image of t is m - 1 - t.",
@@ -103,13 +103,13 @@ def reverse_kernel(e):
         x = np.asarray(x)
         pieces = [x[i : i + 32] for i in range(0, n, 32)]
         e.same("y", y, np.concatenate([p[::-1] for p in pieces]), {
-            "That is x itself, nothing is reversed.": x,
-            "The whole array was reversed. Here every block reverses its own 32 elements.":
+            "That is x itself: nothing is reversed.": x,
+            "The whole array was reversed, but every block should reverse only its own 32 elements.":
                 x[::-1] if n > 32 else np.empty(0),
-            "Off by one: the mirror image of element 0 is element 31, so it is m - 1 - t.":
+            "Off by one: the mirror image of element 0 is the last element of the block, so it is m - 1 - t.":
                 np.concatenate([np.roll(p[::-1], 1) for p in pieces]),
         })  # fmt: skip
         e.need(
             bool(trace.of(write=False, kind="shared")),
-            "y is right, but does not come from `tile`: here go by way of shared memory, which later lessons need.",
+            "y is correct, but does not come from `tile`: go through shared memory here, because later lessons need it.",
         )

@@ -1,4 +1,4 @@
-"""Exercises of lesson 2: memory. The judges look at the values first, then at the traffic."""
+"""Exercises of lesson 2: memory. The judges check the values first, then the memory traffic."""
 
 import numpy as np
 
@@ -6,23 +6,23 @@ from .attempt import exercise
 
 
 def coalesced(e, trace, a, write):
-    """Wrong when the warps' accesses to an array move much more than they want."""
+    """Raise Wrong if the warps' accesses to an array move many more bytes than they use."""
     array = e.name(a)
     t = trace.traffic(array, write)
     e.need(
         t.efficiency > 0.8,
-        f"The values are right, but {array} moves {t.moved:,} bytes for {t.wanted:,} that are wanted "
+        f"The values are correct, but {array} moves {t.moved:,} bytes and uses {t.wanted:,} of them "
         f"({t.efficiency:.0%}): neighbouring threads must touch neighbouring elements at the same moment.",
     )
 
 
 @exercise(
     "2.1", "copy_kernel",
-    first_step="a loop `for i in range(first, y_n.size, step)`: where does this thread begin, and how far is its next element?",
+    first_step="a loop `for i in range(first, y_n.size, step)`: where does this thread start, and how far away is its next element?",
     hints={
-        "RaceError": "Two threads copy the same element. The step of the loop is the number of all threads: "
+        "RaceError": "Two threads copy the same element. The step of the loop is the total number of threads: "
         "cuda.gridDim.x * cuda.blockDim.x.",
-        "OutOfBoundsError": "The loop has to end at y_n.size: `range(first, y_n.size, step)` does.",
+        "OutOfBoundsError": "The loop must end at y_n.size: `range(first, y_n.size, step)` does.",
     },
 )  # fmt: skip
 def copy_kernel(e):
@@ -31,11 +31,11 @@ def copy_kernel(e):
         trace = e.run(grid, block, y, x, case=f"n = {n}", trace=True)
         want, wrote, all_threads = np.asarray(x), e.wrote(y), grid * block
         e.same("y", y, want, {
-            "Every thread copied one element and stopped: there are more elements than threads, so each must go on.":
+            "Every thread copied one element and stopped, but there are more elements than threads: loop until y_n.size.":
                 lambda got: n > all_threads and wrote[:all_threads].all() and not wrote[all_threads:].any(),
             "The loop ends before the last element: it goes up to y_n.size, range(first, y_n.size, step).":
                 lambda got: wrote[:-1].all() and not wrote[-1],
-            "The step is too large: some elements belong to nobody. It is the number of all threads, "
+            "The step is too large: some elements are copied by no thread. The step is the total number of threads, "
             "cuda.gridDim.x * cuda.blockDim.x.": lambda got: wrote[:all_threads].all() and not wrote.all(),
         })  # fmt: skip
         if n >= 256:
@@ -48,13 +48,13 @@ def copy_kernel(e):
     "transpose_kernel",
     first_step="read `tile[ty, tx]` with tx along a row of x, wait, and write with tx along a row of y: which element of the tile is that?",
     hints={
-        "RaceError": "The element of the tile that you write to y was put there by another thread. Between writing and reading the "
-        "tile stands cuda.syncthreads(), outside of both guards, so that every thread comes to it.",
+        "RaceError": "The element of the tile that you write to y was written to the tile by another thread. Put cuda.syncthreads() "
+        "between the write to the tile and the read, outside both guards, so that every thread reaches it.",
         "UninitializedError": "This element of the tile has not been written when you read it: either the barrier is missing, "
-        "or the guard of the second half belongs to the first (y is (C, R), its axes are swapped).",
-        "DeadlockError": "cuda.syncthreads() stands outside of both guards, so that every thread comes to it.",
-        "OutOfBoundsError": "For writing, y has C rows and R columns. "
-        "The block at (bx, by) of x writes the block at (by, bx) of y: its rows begin at bx * 16, its columns at by * 16.",
+        "or the second half still uses the guard of the first (y is (C, R), its axes are swapped).",
+        "DeadlockError": "Put cuda.syncthreads() outside both guards, so that every thread reaches it.",
+        "OutOfBoundsError": "y has C rows and R columns. "
+        "Block (bx, by) of x writes block (by, bx) of y: its rows start at bx * 16, its columns at by * 16.",
     },
 )
 def transpose_kernel(e):
@@ -69,34 +69,34 @@ def transpose_kernel(e):
                 part = want[c : c + 16, r : r + 16]
                 local[c : c + 16, r : r + 16] = part.T if part.shape == (16, 16) else part
         e.same("y", y, want, {
-            "The tiles are at the right places, but none is transposed within: read tile[tx, ty].": local,
-            "Part of y was never written. The block at (bx, by) of x writes the block at (by, bx) of y: "
-            "its rows begin at bx * 16, its columns at by * 16.": lambda got: wrote[:16, :16].all() and not wrote.all(),
+            "The tiles are in the right places, but they are not transposed within: read tile[tx, ty].": local,
+            "Part of y was never written. Block (bx, by) of x writes block (by, bx) of y: "
+            "its rows start at bx * 16, its columns at by * 16.": lambda got: wrote[:16, :16].all() and not wrote.all(),
         })  # fmt: skip
     e.need(
         len(trace.of(kind="shared")) > 0,
-        "This works without shared memory, so one side must be uncoalesced: use the tile.",
+        "This works without shared memory, so either the reads or the writes are not coalesced: use the tile.",
     )
     coalesced(e, trace, x, False)
     coalesced(e, trace, y, True)
     ways = max(trace.bank_conflicts())
     e.need(
         ways <= 2,
-        f"Right and coalesced. But {ways} lanes of a warp meet in one bank of shared memory: give the rows of the tile "
-        "one column more than they need, cuda.shared.array((16, 17), float32).",
+        f"Correct and coalesced, but {ways} lanes of a warp access the same bank of shared memory: add one column to the tile, "
+        "cuda.shared.array((16, 17), float32).",
     )
 
 
 @exercise(
     "2.3", "copy4_kernel",
-    first_step="this thread owns elements i, i + 1, i + 2, i + 3, where i is 4 times its number in the grid.",
+    first_step="this thread owns elements i, i + 1, i + 2, i + 3, where i is 4 times its index in the grid.",
     allow=("load4", "store4"),
     hints={
-        "OutOfBoundsError": "The last group of 4 may hang over the end: use load4 and store4 only if i + 4 <= y_n.size, "
-        "and copy what is left one by one.",
-        "UninitializedError": "`registers` is read before it was filled: load4(registers, x_n, i) fills it.",
-        "KernelError": "A 16-byte access begins at a multiple of 4 elements: i is 4 times the number of the thread.",
-        "RaceError": "Two threads write one element. A thread owns 4 elements, so the thread's number is multiplied by 4.",
+        "OutOfBoundsError": "The last group of 4 may extend past the end: use load4 and store4 only if i + 4 <= y_n.size, "
+        "and copy the remaining elements one by one.",
+        "UninitializedError": "`registers` is read before it is filled: load4(registers, x_n, i) fills it.",
+        "KernelError": "A 16-byte access must start at a multiple of 4 elements: i is 4 times the index of the thread.",
+        "RaceError": "Two threads write the same element. A thread owns 4 elements, so multiply its index by 4.",
     },
 )  # fmt: skip
 def copy4_kernel(e):
@@ -108,18 +108,18 @@ def copy4_kernel(e):
         tail[n // 4 * 4 :] = np.nan
         e.same("y", y, np.asarray(x), {
             "The last, incomplete group of 4 is missing: copy it element by element.": tail,
-            "Only every fourth element, or a quarter of them, was copied: one thread owns 4 neighbouring ones.":
+            "Only every fourth element, or a quarter of them, was copied: each thread owns 4 neighbouring elements.":
                 lambda got: wrote.any() and n % 4 == 0 and not wrote.reshape(-1, 4).all(1).any(),
-            "Only the first block did its work: the next begins 4 * blockDim.x elements further.":
+            "Only the first block did its work: the next block starts 4 * blockDim.x elements further.":
                 lambda got: n > 4 * block and wrote[: 4 * block].all() and not wrote[4 * block :].any(),
         })  # fmt: skip
         if n == 512:
             e.need(
                 t.requests != 8 or t.wanted > x.nbytes,
-                "The values are right, but a whole group of 4 is left to the loop: the condition is i + 4 <= y_n.size.",
+                "The values are correct, but the loop copies a whole group of 4: the condition is i + 4 <= y_n.size.",
             )
             e.need(
                 t.requests == 4,
-                f"The values are right, but x is read by {t.requests} instructions of a warp where 4 do: "
+                f"The values are correct, but a warp reads x with {t.requests} instructions where 4 are enough: "
                 "load4 and store4 move 16 bytes per thread at once.",
             )

@@ -13,9 +13,9 @@ def double(a):
 
 @exercise(
     "7.1", "rope_kernel",
-    first_step="three numbers for this thread: token n, head h, plane r. Its position is n % T; its two numbers are x[n, h, r] and x[n, h, r + R].",
+    first_step="compute three indices for this thread: token n, head h, plane r. Its position is n % T; its two numbers are x[n, h, r] and x[n, h, r + R].",
     hints={
-        "OutOfBoundsError": "There are R = D / 2 planes: thread r turns the pair r and r + R, so r runs to R and not to D. "
+        "OutOfBoundsError": "There are R = D / 2 planes: thread r rotates the pair r and r + R, so r runs to R and not to D. "
         "And the tables have T rows: look up position n % T, not n.",
         "RaceError": "Each plane of each head of each token belongs to one thread, which writes two numbers.",
     },
@@ -50,30 +50,30 @@ def rope_kernel(e):
         first_sign = want.copy()
         first_sign[..., :R] = x64[..., :R] * cn + x64[..., R:] * sn
         e.same("y", y, want, {
-            "It turns the wrong way: y_r = x_r cos - x_(r+R) sin.": rope_ref(x64, c, s, at, -1),
-            "Neighbours were paired, (0, 1), (2, 3), ... Here a plane is one number of each half of the head: r and r + R.": pairs,
+            "It rotates in the wrong direction: y_r = x_r cos - x_(r+R) sin.": rope_ref(x64, c, s, at, -1),
+            "Neighbours were paired, (0, 1), (2, 3), ... Here a plane is one number from each half of the head: r and r + R.": pairs,
             "The upper half was never written: each thread writes y[n, h, r] and y[n, h, r + R].": half,
             "The sign in the first line is wrong: y_r = x_r cos - x_(r+R) sin.": first_sign,
             "The sign in the second line is wrong: y_(r+R) = x_(r+R) cos + x_r sin.": other_sign,
-            "The second line uses what the first has just computed: both need the old x_r and x_(r+R).":
+            "The second line uses the result of the first: both need the old x_r and x_(r+R).":
                 np.concatenate([want[..., :R], x64[..., R:] * cn + want[..., :R] * sn], -1),
-            "Cosine and sine are exchanged.": rope_ref(x64, s, c, at),
-            "Only the first sequence was turned: there are N = B T rows, and row n stands at position n % T.":
+            "Cosine and sine are swapped.": rope_ref(x64, s, c, at),
+            "Only the first sequence was rotated: there are N = B T rows, and row n is at position n % T.":
                 lambda got: B > 1 and not e.wrote(y)[T:].any(),
-            "The planes were turned, but not by the angles of their positions: row n takes row n % T of the tables, since positions "
-            "begin again in each sequence.":
+            "The planes were rotated, but not by the angles of their positions: row n needs row n % T of the tables, because positions "
+            "start again at 0 in each sequence.":
                 lambda got: np.allclose(got[0], want[0], 1e-4, 1e-5) and np.allclose(np.square(got).sum(2), np.square(want).sum(2), 1e-3),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
 
 
 @exercise(
     "7.2", "causal_softmax_kernel",
-    first_step="row t sees the keys 0 .. t, so its loops end at t + 1. First the maximum of scale * s over them, by block_max.",
+    first_step="row t sees the keys 0 .. t, so its loops end at t + 1. First find the maximum of scale * s over them, with block_max.",
     allow=("block_sum", "block_max"),
     hints={
-        "DeadlockError": "block_max and block_sum are for all threads of the block: outside of any `if` and of the loop over keys.",
-        "OutOfBoundsError": "Keys go from tid to the end of what row t sees, in steps of cuda.blockDim.x.",
-        "RaceError": "Two threads write one place of p: the step from a thread's key to its next is all threads of the block, "
+        "DeadlockError": "All threads of the block must call block_max and block_sum: outside any `if` and outside the loop over keys.",
+        "OutOfBoundsError": "Keys run from tid to the last key that row t sees, in steps of cuda.blockDim.x.",
+        "RaceError": "Two threads write the same element of p: the step from a thread's key to its next is the number of threads in the block, "
         "cuda.blockDim.x.",
     },
 )  # fmt: skip
@@ -114,24 +114,24 @@ def causal_softmax_kernel(e):
         strict = np.tri(T, S, -1, dtype=bool)
         strict[0, 0] = True
         e.same("p", p, want, {
-            "Masked places hold NaN: nobody wrote them. Their probability is 0, and that must be stored.": hidden,
+            "Masked elements hold NaN because they were not written. Their probability is 0, and you must store that.": hidden,
             "Row t does not see itself: its keys are 0 to t, t included.":
                 lambda got: T > 1 and np.allclose(got[1:], softmax(x, strict)[1:], 1e-4, 1e-5, equal_nan=True),
-            "Row 0 must see one key, its own: what row t sees ends at t + 1.": lambda got: big == 1 and mean > 0 and not np.isfinite(got[0, 0]) and np.isfinite(got[1:]).all(),
+            "Row 0 must see one key, its own: the visible keys of row t end at t + 1.": lambda got: big == 1 and mean > 0 and not np.isfinite(got[0, 0]) and np.isfinite(got[1:]).all(),
             "Row t does not see itself: its keys are 0 to t, and t included.": lambda got: (np.diag(got) == 0).all(),
-            "Every thread has subtracted its own maximum: top = block_max(top, partial) is the row's, and only then comes exp.":
+            "Every thread has subtracted its own maximum: top = block_max(top, partial) is the row's maximum; call it before exp.":
                 mask / mask.sum(1, keepdims=True) if block >= T else np.empty(0),
-            "All exp are 0, since nothing was above the maximum: it has to begin at minus infinity, float32(-math.inf).":
+            "All exp are 0, because no score was above the initial maximum: start at minus infinity, float32(-math.inf).":
                 lambda got: mean < 0 and np.isnan(got[mask]).any(),
-            "Places after t hold something else than 0: row t does not see them.":
+            "Elements after t hold something other than 0: row t does not see them.":
                 lambda got: np.allclose(got[mask], want[mask], 1e-4) and not np.isnan(got).any(),
             "Every row sees all keys: row t may only look at keys up to t.": softmax(x, np.ones_like(mask)),
-            "Row t sees one key too many: its keys are 0 to t, and t + 1 comes later.": softmax(x, np.tri(T, S, 1, dtype=bool)),
+            "Row t sees one key too many: its keys are 0 to t, without t + 1.": softmax(x, np.tri(T, S, 1, dtype=bool)),
             "The scores were not scaled.": softmax(double(s), mask),
             "The maximum of s was subtracted from scale s: take the maximum of scale s, or multiply it by scale.": below,
-            "exp overflows: subtract the maximum of the row first, which changes nothing in the quotient.":
+            "exp overflows: subtract the maximum of the row first, which does not change the quotient.":
                 lambda got: big > 1 and np.isnan(got[mask]).any(),
-            "The row does not sum to 1: divide by the sum of exp over what the row sees.":
+            "The row does not sum to 1: divide by the sum of exp over the visible keys.":
                 lambda got: not np.isnan(got).any() and not np.allclose(got.sum(1), 1, 1e-3),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
 
@@ -158,11 +158,11 @@ def cross_entropy(e):
         loss, gradient = e.several(got, "loss", "gradient")
         e.need(
             np.ndim(loss) == 0,
-            f"The loss is one number, the mean over rows; this has shape {np.shape(loss)}.",
+            f"The loss is one number, the mean over rows, but this has shape {np.shape(loss)}.",
         )
         e.need(
             np.array_equal(logits, before),
-            "The logits that were handed in have been changed: work on a copy.",
+            "The input logits have been changed: work on a copy.",
         )
         x = before - before.max(1, keepdims=True)
         p = np.exp(x) / np.exp(x).sum(1, keepdims=True)
@@ -176,15 +176,15 @@ def cross_entropy(e):
             - x[np.arange(N), np.where(counted, targets, 0)]
         )
         e.same("the loss", loss, np.asarray(want), {
-            "exp or log has overflowed: subtract the maximum of each row before exp, and take the loss as log(sum of exp) minus the "
+            "exp or log has overflowed: subtract the maximum of each row before exp, and compute the loss as log(sum of exp) minus the "
             "target's x: a probability may round to 0, whose logarithm is minus infinity.":
                 lambda got: big > 1 and not np.isfinite(got),
-            "The probabilities of a row must sum to 1: the sum of exp goes over axis 1.": np.asarray(columns[counted].mean()),
-            "The logarithm is the natural one, np.log.": np.asarray(want / np.log(2)),
+            "The probabilities of a row must sum to 1: the sum of exp runs over axis 1.": np.asarray(columns[counted].mean()),
+            "Use the natural logarithm, np.log.": np.asarray(want / np.log(2)),
             "That is the sum over rows, not the mean.": np.asarray(rows[counted].sum()),
-            "Rows with target -100 count in it: leave them out of the sum and out of the number it is divided by.":
+            "Rows with target -100 are included: leave them out of the sum and out of the count that it is divided by.":
                 lambda got: ignore,
-            "The sign is wrong: a loss is -log p, and positive.": np.asarray(-want),
+            "The sign is wrong: a loss is -log p, which is positive.": np.asarray(-want),
         }, rtol=1e-6)  # fmt: skip
         e.need(gradient is not None, "The gradient is None.")
         mean = (p - one) * counted[:, None] / counted.sum()
@@ -193,9 +193,9 @@ def cross_entropy(e):
         e.same("the gradient", gradient, mean, {
             "The 1 of the target is missing: the gradient is p minus 1 at the target, p elsewhere.": p * counted[:, None] / counted.sum(),
             "It is not divided by the number of rows that count: the loss is a mean.": (p - one) * counted[:, None],
-            "Rows with target -100 have a gradient; theirs is 0.": lambda got: ignore and np.abs(np.asarray(got)[~counted]).max() > 1e-12,
+            "Rows with target -100 have a nonzero gradient; it must be 0.": lambda got: ignore and np.abs(np.asarray(got)[~counted]).max() > 1e-12,
             "The sign is wrong.": -mean,
-            "1 was added at the target: what the model believes MINUS what is.": (p + one) * counted[:, None] / counted.sum(),
-            "The 1 was subtracted in all rows: x[:, targets] means whole columns. One place per row is x[np.arange(N), targets].":
+            "1 was added at the target: the gradient is the predicted probabilities MINUS the true ones.": (p + one) * counted[:, None] / counted.sum(),
+            "The 1 was subtracted in all rows: x[:, targets] means whole columns. One element per row is x[np.arange(N), targets].":
                 spread * counted[:, None] / counted.sum(),
         }, rtol=1e-6, atol=1e-12)  # fmt: skip

@@ -13,7 +13,7 @@ def double(a):
 
 @exercise(
     "8.1", "adamw_kernel",
-    first_step="one element per thread, as in lesson 1. Load w, m, v and g into variables; five lines of formula; store w, m and v.",
+    first_step="one element per thread, as in lesson 1. Load w, m, v and g into variables; write five lines of formula; store w, m and v.",
     hints={"OutOfBoundsError": "The last block has threads past the end: guard with i < w_n.size."},
 )  # fmt: skip
 def adamw_kernel(e):
@@ -46,16 +46,16 @@ def adamw_kernel(e):
             case=f"n = {n}, decay on the first {n_decay}, step {step}",
         )
         e.same("m", m, want[1], {
-            "m is unchanged: store it, the next step needs it.": m64,
-            "m follows too fast: it goes (1 - beta1) of the way to g, not beta1 of it.": m64 + beta1 * (g64 - m64),
-            "The decay went into the gradient, so it is averaged and divided with it (Adam with L2). AdamW takes it from w itself.":
+            "m is unchanged: store it, because the next step needs it.": m64,
+            "m follows g too fast: it moves (1 - beta1) of the way to g, not beta1 of it.": m64 + beta1 * (g64 - m64),
+            "The decay was added to the gradient, so it is averaged and divided too (Adam with L2). AdamW subtracts it from w directly.":
                 beta1 * m64 + (1 - beta1) * (g64 + decay * w64 * (np.arange(n) < n_decay)) if n_decay else np.empty(0),
-            "m grows too fast: the new share is (1 - beta1) g, not g.": beta1 * m64 + g64,
+            "m grows too fast: the new term is (1 - beta1) g, not g.": beta1 * m64 + g64,
             "The betas are swapped.": beta2 * m64 + (1 - beta2) * g64,
         }, rtol=1e-4)  # fmt: skip
         e.same("v", v, want[2], {
-            "v is unchanged: store it, the next step needs it.": v64,
-            "v follows too fast: it goes (1 - beta2) of the way to g^2, not beta2 of it.": v64 + beta2 * (g64**2 - v64),
+            "v is unchanged: store it, because the next step needs it.": v64,
+            "v follows g^2 too fast: it moves (1 - beta2) of the way to g^2, not beta2 of it.": v64 + beta2 * (g64**2 - v64),
             "v is the running mean of g SQUARED.": beta2 * v64 + (1 - beta2) * g64,
             "The betas are swapped.": beta1 * v64 + (1 - beta1) * g64**2,
         }, rtol=1e-4)  # fmt: skip
@@ -63,26 +63,26 @@ def adamw_kernel(e):
         kept = np.where(np.arange(n) < n_decay, w64 * (1 - lr * decay), w64)
         size = np.sqrt(v1) / root2
         e.same("w", w, want[0], {
-            "The bias corrections are missing: m and v began at zero, divide by c1 and by root2.": kept - lr * m1 / (np.sqrt(v1) + eps),
-            "m is not corrected: it began at zero, divide it by c1.": kept - lr * m1 / (size + eps),
-            "v is not corrected: it began at zero, divide its root by root2.": kept - lr / c1 * m1 / (np.sqrt(v1) + eps),
-            "root2 is the root of the correction already: divide sqrt(v) by it, not v.":
+            "The bias corrections are missing: m and v started at zero, so divide by c1 and by root2.": kept - lr * m1 / (np.sqrt(v1) + eps),
+            "m is not corrected: it started at zero, so divide it by c1.": kept - lr * m1 / (size + eps),
+            "v is not corrected: it started at zero, so divide its root by root2.": kept - lr / c1 * m1 / (np.sqrt(v1) + eps),
+            "root2 is already the root of the correction: divide sqrt(v) by it, not v.":
                 kept - lr / c1 * m1 / (np.sqrt(v1 / root2) + eps),
-            "root2 + eps stands below sqrt(v): eps is added to the quotient, sqrt(v) / root2 + eps.":
+            "sqrt(v) was divided by root2 + eps: eps is added to the quotient, sqrt(v) / root2 + eps.":
                 kept - lr / c1 * m1 / (np.sqrt(v1) / (root2 + eps)),
-            "eps is missing: it is added to sqrt(v) / root2.": kept - lr / c1 * m1 / size,
+            "eps is missing: add it to sqrt(v) / root2.": kept - lr / c1 * m1 / size,
             "The root of v is missing.": kept - lr / c1 * m1 / (v1 / root2 + eps),
-            "The step uses the old m and v: bring them up to date first.":
+            "The step uses the old m and v: update them first.":
                 kept - lr / c1 * m64 / (np.sqrt(v64) / root2 + eps),
-            "One element too many decays: it is i < n_decay.":
+            "One element too many decays: the condition is i < n_decay.":
                 np.where(np.arange(n) <= n_decay, w64 * (1 - lr * decay), w64) - lr / c1 * m1 / (size + eps),
             "Every element decays: only the first n_decay (the matrices) do, norms do not.":
                 w64 * (1 - lr * decay) - lr / c1 * m1 / (size + eps) if n_decay < n else np.empty(0),
             "Nothing decays: elements below n_decay are multiplied by 1 - lr weight_decay.":
                 w64 - lr / c1 * m1 / (size + eps) if n_decay else np.empty(0),
-            "eps is added after the root, not under it.": lambda got: any(
+            "Add eps after the root, not under it.": lambda got: any(
                 np.allclose(got, kept - lr / c1 * m1 / s, 1e-4, 1e-6) for s in (np.sqrt(v1 / root2**2 + eps), np.sqrt(v1 + eps) / root2)),
-            "The decay came after the step: first it, from the old w, then the step.":
+            "The decay came after the step: apply the decay first, to the old w, then the step.":
                 (w64 - lr / c1 * m1 / (size + eps)) * (kept / w64) if n_decay else np.empty(0),
             "The step goes uphill: subtract it.": kept + lr / c1 * m1 / (size + eps),
             "The decay is not multiplied by lr.": np.where(np.arange(n) < n_decay, w64 * (1 - decay), w64) - lr / c1 * m1 / (size + eps),
@@ -91,7 +91,7 @@ def adamw_kernel(e):
 
 @exercise(
     "8.2", "learning_rate",
-    first_step="two cases. During the warm-up the rate is peak times (step + 1) / warmup. After it, half a cosine.",
+    first_step="there are two cases. During the warm-up the rate is peak times (step + 1) / warmup. After it, half a cosine.",
     hints={"ZeroDivisionError": "warmup may be 0, and there may be only one step after the warm-up, whose progress is 0: divide by "
            "max(1, steps - 1 - warmup)."},
     kernel=False,
@@ -120,30 +120,30 @@ def learning_rate(e):
             progress = (step - warmup) / last
             say = f"The rate is {rate:.4g}; expected {want:.4g}."
             if step == 0 and warmup and rate == 0:
-                say += " A step with rate 0 is wasted: the first is peak / warmup."
+                say += " A step with rate 0 is wasted: the first rate is peak / warmup."
             elif step < warmup:
                 say += (
                     f" The warm-up is a straight line that reaches the peak at step {warmup - 1}."
                 )
             elif rate > peak * (1 + 1e-9):
                 say += (
-                    " No rate is above the peak. The warm-up has ended at step == warmup; from there 0.5 * (1 + cos) runs from 1 to 0, "
-                    "and the rate is peak times min_ratio + (1 - min_ratio) of that."
+                    " The rate must never exceed the peak. The warm-up has ended at step == warmup; from there 0.5 * (1 + cos) runs from 1 to 0, "
+                    "and the rate is peak times (min_ratio + (1 - min_ratio) * that)."
                 )
             elif np.isclose(
                 rate, peak * (ratio + (1 - ratio) * 0.5 * (1 - np.cos(np.pi * progress)))
             ):
-                say += " That rises where it should fall: 1 + cos runs from 2 to 0."
+                say += " It rises where it should fall: 1 + cos runs from 2 to 0."
             elif np.isclose(rate, peak * 0.5 * (1 + np.cos(np.pi * progress))):
-                say += " The cosine has to end at min_ratio * peak, not at 0."
+                say += " The cosine must end at min_ratio * peak, not at 0."
             elif step == warmup and rate < peak:
-                say += " The cosine begins when the warm-up is over: its progress is 0 at step == warmup."
+                say += " The cosine starts when the warm-up is over: its progress is 0 at step == warmup."
             elif step == steps - 1:
                 say += " At the last step, steps - 1, the progress is 1."
             elif np.isclose(rate, peak):
-                say += " After the warm-up the rate has to fall."
+                say += " After the warm-up the rate must fall."
             elif np.isclose(rate, peak * (1 - (1 - ratio) * progress)):
-                say += " That is a straight line; wanted is half a cosine."
+                say += " That is a straight line, but it should be half a cosine."
             else:
                 say += " Progress is (step - warmup) / (steps - 1 - warmup), from 0 to 1."
             raise e.wrong(say)
@@ -151,8 +151,8 @@ def learning_rate(e):
 
 @exercise(
     "8.3", "clip_factor",
-    first_step="ONE norm over all arrays together: the root of the sum of all squares.",
-    hints={"ValueError": "The arrays have different shapes: go through the list, one after the other, and add up what each has to give."},
+    first_step="compute ONE norm over all arrays together: the root of the sum of all squares.",
+    hints={"ValueError": "The arrays have different shapes: loop over the list and add up the sum of squares of each array."},
     kernel=False,
 )  # fmt: skip
 def clip_factor(e):
@@ -166,24 +166,24 @@ def clip_factor(e):
         )
         e.need(
             not isinstance(got, (list, tuple, type(None))) and np.ndim(got) == 0,
-            "Return one number, the factor for all gradients; 1.0 where there is nothing to shorten.",
+            "Return one number, the factor for all gradients, or 1.0 if the norm is within the limit.",
         )
         e.need(
             all(np.array_equal(a, b) for a, b in zip(arrays, copies)),
-            "The gradients have been changed: return the factor, the optimizer multiplies by it as it reads them.",
+            "The gradients have been changed: return the factor, and the optimizer multiplies by it as it reads them.",
         )
         e.same("the factor", np.asarray(float(got)), np.asarray(want), {
-            "A small gradient is left alone: the factor is never above 1.": lambda got: got > 1 and want == 1,
-            "That adds the norms of the arrays. The squares are added, and the root is taken once.":
+            "A small gradient must stay unchanged: the factor is never above 1.": lambda got: got > 1 and want == 1,
+            "That adds the norms of the arrays: add the squares, and take the root once.":
                 np.asarray(min(1.0, limit / sum(np.sqrt((a**2).sum()) for a in arrays))),
             "The root is missing: the norm is the root of the sum of squares.": np.asarray(min(1.0, limit / norm**2)),
             "The gradient is longer than the limit, so the factor is below 1: limit / norm.": lambda got: got == 1 and want < 1,
-            "That takes the longest array alone: all arrays together are one long vector.":
+            "That uses only the longest array: all arrays together are one long vector.":
                 np.asarray(min(1.0, limit / max(np.sqrt((a**2).sum()) for a in arrays))),
             "That adds up absolute values. The norm is the root of the sum of squares.":
                 np.asarray(min(1.0, limit / sum(np.abs(a).sum() for a in arrays))),
             "That is the norm; the factor is limit / norm.": np.asarray(norm),
             "That looks at the largest element, not at the norm.": np.asarray(min(1.0, limit / max(np.abs(a).max() for a in arrays))),
-            "The factor is too large, so the norm was too small: it is the root of the SUM of all squares, of all arrays.":
+            "The factor is too large, so the norm was too small: it is the root of the SUM of all squares of all arrays.":
                 lambda got: got > want and want < 1,
         }, rtol=1e-5)  # fmt: skip

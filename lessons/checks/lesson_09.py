@@ -6,7 +6,7 @@ from .attempt import exercise
 
 
 def prefix_means(x, first):
-    """first: (N,) the row where the sum of each row begins"""
+    """first: (N,) the first row of the sum for each row n"""
     return np.array([x[f : n + 1].mean(0) for n, f in enumerate(first)])
 
 
@@ -14,8 +14,8 @@ def prefix_means(x, first):
     "9.1", "prefix_mean_kernel",
     first_step="which sequence is row n in, and at which row does that sequence begin?",
     hints={
-        "OutOfBoundsError": "Rows go from the first of the sequence to n, n included; columns from tid in steps of cuda.blockDim.x.",
-        "RaceError": "Block n writes row n alone, and thread tid the columns tid, tid + blockDim.x, ...",
+        "OutOfBoundsError": "Rows run from the first row of the sequence to n inclusive; columns start at tid and advance by cuda.blockDim.x.",
+        "RaceError": "Block n writes row n only, and thread tid writes the columns tid, tid + blockDim.x, ...",
     },
 )  # fmt: skip
 def prefix_mean_kernel(e):
@@ -29,40 +29,40 @@ def prefix_mean_kernel(e):
         sums = want * count
         whole = x.reshape(B, T, C).mean(1).repeat(T, 0)
         e.same("y", y, want, {
-            "The sequences before are in the mean: it begins at row 0. It must begin at the first row of n's own sequence, n // T * T.":
+            "The mean includes earlier sequences, because it begins at row 0. Begin at the first row of n's own sequence, n // T * T.":
                 prefix_means(x, 0 * n),
-            "That is the mean of a piece of the FIRST sequence, in every sequence: n % T is the position in the sequence, not a row.":
+            "Every sequence gets means over rows of the FIRST sequence: n % T is the position in the sequence, not a row.":
                 want[n % T],
-            "Later tokens are in the mean: it must end at row n.":
+            "The mean includes later tokens: it must end at row n.":
                 lambda got: np.allclose(got, whole, 1e-4, 1e-4) or np.allclose(got, whole * T / count, 1e-4, 1e-4),
-            "n // T is the NUMBER of the sequence. The row where it begins is n // T * T.": prefix_means(x, n // T),
-            "n % T is the position in the sequence. The row where the sequence begins is n - n % T, which is n // T * T.":
+            "n // T is the NUMBER of the sequence. Its first row is n // T * T.": prefix_means(x, n // T),
+            "n % T is the position in the sequence. The first row of the sequence is n - n % T, which is n // T * T.":
                 lambda got: np.allclose(got, prefix_means(x, n % T) * ((n + 1 - n % T) / (n + 1 - np.minimum(n % T, n)))[:, None], 1e-4, 1e-4),
             "The sum was divided by n + 1. It has n % T + 1 rows.": sums / (n + 1)[:, None],
-            "One row too few was counted: from `first` to n there are n + 1 - first.":
+            "The count is one too small: there are n + 1 - first rows from `first` to n.":
                 lambda got: T > 1 and e.wrote(y).all()
                 and np.allclose(got[n % T > 0], (sums / np.maximum(count - 1, 1))[n % T > 0], 1e-4, 1e-4),
-            "y was written with += : it holds NaN before you write, so assign it with =.":
+            "y was written with +=, but it holds NaN before you write: assign with =.":
                 lambda got: e.wrote(y).all() and np.isnan(got).all(),
-            "The sum of one column goes on in the next: acc begins at 0 for every column.":
+            "The sum of one column continues into the next: acc begins at 0 for every column.":
                 lambda got: block < C and np.allclose(got[:, :block], want[:, :block], 1e-4, 1e-4) and e.wrote(y).all(),
-            "The sum is right; it was not divided by the number of rows.": sums,
+            "The sum is right, but it was not divided by the number of rows.": sums,
             "The sum was divided by T. It has n % T + 1 rows.": sums / T,
             "Row n itself is missing: range(first, n) ends before n.":
                 lambda got: np.allclose(got, (sums - x) / count, 1e-4, 1e-4)
                 or (T > 1 and np.allclose(got[n % T > 0], ((sums - x) / np.maximum(count - 1, 1))[n % T > 0], 1e-4, 1e-4)),
-            f"The columns from {block} on were never written: go on in steps of cuda.blockDim.x.":
+            f"The columns from {block} on were never written: advance by cuda.blockDim.x.":
                 lambda got: block < C and np.isnan(got[:, block:]).all() and not np.isnan(got[:, :block]).any(),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
 
 
 @exercise(
     "9.2", "scores_kernel",
-    first_step="blockIdx.z counts through the pairs (b, h): which b and which h is it? Then one element of s per thread.",
+    first_step="blockIdx.z numbers the pairs (b, h): which b and which h is this? Then compute one element of s per thread.",
     hints={
-        "OutOfBoundsError": "b, h = z // H, z % H for z = cuda.blockIdx.z; and both i and j need a guard: T is no multiple of 8. "
-        "The axes of q and k are sequence, token, head, number: q_BTHD[b, i, h, d].",
-        "RaceError": "Two threads own one element of s. Each pair (b, h) is one z: z // H and z % H. And i comes from y, j from x.",
+        "OutOfBoundsError": "Use b, h = z // H, z % H with z = cuda.blockIdx.z. Guard both i and j, because T is not a multiple of 8. "
+        "The axes of q and k are sequence, token, head, component: q_BTHD[b, i, h, d].",
+        "RaceError": "Two threads write the same element of s. Each pair (b, h) has its own z: b = z // H, h = z % H. Compute i from the .y indices and j from .x.",
     },
 )  # fmt: skip
 def scores_kernel(e):
@@ -78,31 +78,31 @@ def scores_kernel(e):
         last = np.einsum("bih,bjh->bhij", q[..., -1], k[..., -1]) * scale
         e.same("s", s, plain * scale, {
             "The scale is missing.": plain,
-            "Query and key are swapped: i, from y, is the query and the row of s; j, from x, is the key.":
+            "Query and key are swapped: i, from .y, is the query and the row of s; j, from .x, is the key.":
                 plain.swapaxes(2, 3) * scale,
-            "The scale was multiplied twice, or inside the sum and after it.": plain * scale**2,
-            "Only the last product is there: add up with +=.": last,
+            "The scale was applied twice, for example inside the sum and again after it.": plain * scale**2,
+            "Only the last product remains: accumulate with +=.": last,
             "Every head got the scores of head 0: h = z % H.": np.repeat(plain[:, :1], H, 1) * scale,
             "Every sequence got the scores of sequence 0: b = z // H.": np.repeat(plain[:1], B, 0) * scale,
-            "The scores were divided by the scale: multiply.": plain / scale,
-            "The last product is missing: d goes from 0 to D - 1, which is range(D).":
+            "The scores were divided by the scale: multiply by it.": plain / scale,
+            "The last product is missing: d runs from 0 to D - 1, which is range(D).":
                 lambda got: D > 1 and np.allclose(got, plain * scale - last, 1e-4, 1e-4),
-            "Nothing is masked here: s has all pairs of a query i and a key j.":
+            "There is no mask here: s holds all pairs of a query i and a key j.":
                 lambda got: T > 1 and np.array_equal(wrote, np.broadcast_to(np.tri(T, dtype=bool), s.shape)),
-            "Rows or columns of s were never written: i is cuda.blockIdx.y * 8 + cuda.threadIdx.y, j the same with .x.":
+            "Rows or columns of s were never written: i is cuda.blockIdx.y * 8 + cuda.threadIdx.y, j likewise with .x.":
                 lambda got: T > 8 and not wrote.all() and wrote.any((2, 3)).all(),
-            "Only a part of the pairs (b, h) was written: b = z // H, h = z % H reaches all of them.":
+            "Some pairs (b, h) were never written: b = z // H, h = z % H reaches all of them.":
                 lambda got: wrote.any() and not wrote.any((2, 3)).all(),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
         e.need(
             T % 8 or trace.traffic(e.name(s), True).efficiency == 1,
-            "The values are right, but neighbouring threads write one column of s: the key j comes from the x parts, the query i from the y parts.",
+            "The values are right, but the writes are not coalesced: neighbouring threads write to different rows of s. Compute the key j from the .x indices and the query i from the .y indices.",
         )
 
 
 @exercise(
     "9.3", "queue_ends",
-    first_step="when has kernel i been launched? When is the GPU free? A kernel begins at the later of the two.",
+    first_step="when has kernel i been launched? When is the GPU free? A kernel begins at the later of the two times.",
     kernel=False,
 )  # fmt: skip
 def queue_ends(e):
@@ -114,10 +114,10 @@ def queue_ends(e):
     }
     for case, (gpu, launch) in cases.items():
         got = e.call(list(gpu), launch, case=f"{case}: gpu_us {gpu}, launch_us {launch}")
-        e.need(got is not None, "Nothing is returned.")
+        e.need(got is not None, "The function returns nothing: return the list of ends.")
         e.need(
             np.ndim(got) == 1,
-            f"Return a list, one end per kernel; got {got!r}.",
+            f"Return a list with one end per kernel; got {got!r}.",
         )
         gpu, n = np.array(gpu, float), len(gpu)
         issued = launch * np.arange(1, n + 1)
@@ -129,12 +129,12 @@ def queue_ends(e):
             free_late = max(free_late, issued[i] - launch) + gpu[i]
             late.append(free_late)
         e.same("the list of ends", np.asarray(got, float), np.array(want), {
-            "Here Python waits for each kernel before it launches the next. A launch does not wait: kernel i is launched at (i + 1) * launch_us, whatever the GPU does.":
+            "Your Python waits for each kernel before it launches the next. A launch does not wait: kernel i is launched at (i + 1) * launch_us, whatever the GPU is doing.":
                 np.cumsum(gpu + launch) if n > 1 else np.empty(0),
-            "Here kernels run at the same time: a kernel also waits for the end of the one before.": issued + gpu,
-            "Here the GPU never waits for Python: kernel i cannot begin before (i + 1) * launch_us.": np.cumsum(gpu),
-            "Here the first kernel begins when its launch BEGINS. It has been launched launch_us later: (i + 1) * launch_us.": np.array(late),
-            "Here all kernels are launched at the same moment: kernel i is launched at (i + 1) * launch_us.":
+            "Your kernels overlap: a kernel also waits for the end of the previous one.": issued + gpu,
+            "Your GPU never waits for Python: kernel i cannot begin before (i + 1) * launch_us.": np.cumsum(gpu),
+            "Your kernels begin when their launch BEGINS. A launch is complete launch_us later, at (i + 1) * launch_us.": np.array(late),
+            "All your kernels are launched at the same time: kernel i is launched at (i + 1) * launch_us.":
                 launch + np.cumsum(gpu) if n > 1 else np.empty(0),
-            "These are the beginnings; the ends are asked for.": np.array(want) - gpu,
+            "These are the start times: return the ends.": np.array(want) - gpu,
         })  # fmt: skip

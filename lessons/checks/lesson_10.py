@@ -1,4 +1,4 @@
-"""Exercises of lesson 10: honest times, the busy share, a step that can be replayed."""
+"""Exercises of lesson 10: correct timing, the busy share, a step that can be replayed."""
 
 import itertools
 
@@ -14,7 +14,7 @@ def close(a, b, rtol=0.04):
 
 @exercise(
     "10.1", "time_us",
-    first_step="an event before run(), an event after it, wait, then elapsed_us of the two. And what is special about the first call?",
+    first_step="record an event before run() and one after it, synchronize, then take elapsed_us of the two. And what is special about the first call?",
     kernel=False,
 )  # fmt: skip
 def time_us(e):
@@ -33,34 +33,36 @@ def time_us(e):
 
     got, want = ask("one kernel of 500 us, 1 repeat", 500, 1, times=[[500]], compile_us=300_000)
     e.same("the time", got, want, {
-        "That is how long LAUNCHING takes. A launch does not wait for the kernel: use events, or synchronize before the clock is read.":
+        "That is how long LAUNCHING takes. A launch does not wait for the kernel: use events, or synchronize before you read the clock.":
             lambda got: close(got, 10) or got == 300_010,
-        "No time has passed between the two moments: one comes before run(), the other after it.": lambda got: got == 0,
-        "That is a clock of this world. The machine has its own: machine.clock(), and its events.": lambda got: 0 < got < 1,
-        "The time is negative: elapsed_us takes the earlier event first.": lambda got: got < 0,
+        "No time has passed between the two measurements: take one before run() and the other after it.": lambda got: got == 0,
+        "That time comes from the real computer's clock. Use the machine's: machine.clock(), or its events.": lambda got: 0 < got < 1,
+        "The time is negative: pass the earlier event to elapsed_us first.": lambda got: got < 0,
         "The first call compiles the kernel. Call run() a few times before measuring.": lambda got: got > 300_000,
-        "Runs that were still in the queue are counted too: synchronize after the warm-up, or use events, which are in the queue themselves.":
+        "The time includes runs that were still in the queue: synchronize after the warm-up, or use events, which are queued themselves.":
             lambda got: got > 900,
     }, rtol=0.04)  # fmt: skip
     times = [[500], [500], [40], [500], [500], [9000], [500]]
     got, want = ask(
-        "one kernel of 500 us, 21 repeats, of which some are disturbed", 500, 21, times=times
+        "one kernel of 500 us, 21 repeats, some of them disturbed", 500, 21, times=times
     )
     e.same("the time", got, want, {
-        "The mean was taken. One disturbed run in seven spoils it: take the median.": lambda got: 1400 < got < 2000,
-        "A single run was taken, the smallest, the largest or the last. The median of all is the typical one.": lambda got: got < 60 or close(got, 9000),
-        "That is the sum over all repeats: time each run by itself.": lambda got: got > 9500,
+        "This is the mean. One disturbed run in seven distorts it: take the median.": lambda got: 1400 < got < 2000,
+        "This is the time of a single run: the smallest, the largest or the last. Take the median of all runs.": lambda got: got < 60 or close(got, 9000),
+        "That is the sum over all repeats: time each run separately.": lambda got: got > 9500,
     }, rtol=0.04)  # fmt: skip
     got, want = ask("three kernels of 100, 200 and 300 us", 600, 5, times=[[100, 200, 300]])
     e.same("the time", got, want, rtol=0.04)
-    got, want = ask("a busy GPU: 8000 us are queued before", 500, 1, times=[[500]], queued=8000)
+    got, want = ask(
+        "a busy GPU: 8000 us of work are already queued", 500, 1, times=[[500]], queued=8000
+    )
     e.same("the time", got, want, {
-        "What was queued before is counted too: use events, or synchronize before the clock starts.": lambda got: got > 2000,
+        "The time includes work that was queued earlier: use events, or synchronize before you start the clock.": lambda got: got > 2000,
     }, rtol=0.04)  # fmt: skip
 
 
 def walked(spans, back, less):
-    """Busy time, where a span within an earlier one moves `until` back, or adds less than nothing"""
+    """Wrong busy time: a span inside an earlier one moves `until` back (back), or adds a negative time (less)"""
     busy, until = 0, min(spans)[0]
     for start, end in sorted(spans):
         new = end - max(start, until)
@@ -71,15 +73,15 @@ def walked(spans, back, less):
 
 @exercise(
     "10.2", "busy_share",
-    first_step="sort by start; walk through the spans with `until`, the moment up to which the GPU was busy: what does a span add?",
+    first_step="sort by start, then go through the spans with `until`, the time up to which everything has been counted: what does each span add?",
     kernel=False,
 )  # fmt: skip
 def busy_share(e):
     cases = {
-        "one after the other, with gaps": [(0, 10), (20, 25), (30, 40)],
-        "begins late": [(1000, 1010), (1020, 1030)],
-        "two overlap": [(0, 10), (5, 15), (25, 30)],
-        "one inside another": [(0, 100), (10, 20), (60, 90), (110, 120)],
+        "sequential, with gaps": [(0, 10), (20, 25), (30, 40)],
+        "starts late": [(1000, 1010), (1020, 1030)],
+        "two spans overlap": [(0, 10), (5, 15), (25, 30)],
+        "one span inside another": [(0, 100), (10, 20), (60, 90), (110, 120)],
         "in any order": [(50, 60), (0, 10), (20, 30), (25, 32)],
         "always busy": [(3, 7), (7, 9)],
         "the last to start is not the last to end": [(0, 10), (20, 100), (30, 40)],
@@ -98,25 +100,25 @@ def busy_share(e):
             for how in ((True, False), (False, True))
         )
         e.same("the share", float(got), want, {
-            "Time in which two kernels run is counted twice: from each span only what lies after `until` is new.":
+            "Time during which two kernels run is counted twice: add only the part of each span after `until`.":
                 np.float64(total / (last - first)),
             "That is the busy time, not its share of the time from the first start to the last end.": np.float64(slots.sum()),
-            "The time before the first kernel counts as idle: begin at the first start.": np.float64(slots.sum() / last),
-            "That is in per cent: a share goes from 0 to 1.": np.float64(100 * want),
+            "The time before the first kernel is counted as idle: begin at the first start.": np.float64(slots.sum() / last),
+            "That is a percentage: return a share from 0 to 1.": np.float64(100 * want),
             "That is the idle share.": np.float64(1 - want) if want < 1 else np.empty(0),
-            "The time ends at the LATEST end, not where the span ends that started last.":
+            "The interval ends at the LATEST end, which need not be the end of the span that starts last.":
                 np.float64(slots.sum() / (max(spans)[1] - first)) if max(spans)[1] < last else np.empty(0),
-            "The spans are in no order: sort them by start first.": lambda got: case == "in any order",
-            "A span that ends inside an earlier one must not move `until` back: take the larger of the two.": back,
-            "A span that ends inside an earlier one adds nothing, not less than nothing: max(0, ...).": less,
+            "The spans come in any order: sort them by start first.": lambda got: case == "in any order",
+            "A span that ends inside an earlier one must not move `until` back: take the later of the two.": back,
+            "A span that ends inside an earlier one adds zero, not a negative time: max(0, ...).": less,
         }, rtol=1e-9)  # fmt: skip
 
 
 @exercise(
     "10.3", "sgd_kernel",
-    first_step="one element per thread, w = w - lr g. Where does lr come from, if the launch is always the same?",
+    first_step="one element per thread, w = w - lr g. Where does lr come from if the launch arguments never change?",
     hints={
-        "OutOfBoundsError": "lr_1 has a single element, lr_1[0], for all threads; and threads past the end of w do nothing.",
+        "OutOfBoundsError": "lr_1 has a single element, lr_1[0], which all threads read; and threads past the end of w do nothing.",
         "RaceError": "Thread i owns w[i]: i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x.",
     },
 )  # fmt: skip
@@ -131,11 +133,11 @@ def sgd_kernel(e):
             before, g64 = now, np.asarray(g).astype(np.float64)
             now = before - rate * g64
             e.same("w", w, now, {
-                "The sign is wrong: go down the gradient.": before + rate * g64,
+                "The sign is wrong: step against the gradient.": before + rate * g64,
                 "lr is missing.": before - g64,
-                "The rate of this step is not that in lr_1[0]: read it there at every run, do not write a number down.":
+                "The rate of this step is not the one in lr_1[0]: read it from there in every run, do not hard-code a number.":
                     lambda got: np.ptp((before - got) / g64) < 1e-3 and not np.allclose(got, before),
                 "The last element was left out: the guard is i < w_n.size.": lambda got: np.allclose(got[:-1], now[:-1]) and not e.wrote(w)[-1],
-                "The step alone was written, without the w that was there.": -rate * g64,
+                "Only the update was written: subtract it from w.": -rate * g64,
                 "w is unchanged.": before,
             }, rtol=1e-5)  # fmt: skip

@@ -11,8 +11,8 @@ from .attempt import exercise
 
 @exercise(
     "11.1", "bytes_before_after",
-    first_step="one by one, every kernel moves all that it reads and all that it writes. Fused: what must come in, what must go out?",
-    hints={"TypeError": "kernels, reads, writes and kept hold names of arrays; the bytes of one are sizes[name]."},
+    first_step="run separately, every kernel moves everything it reads and everything it writes. Fused into one: what must be read, and what must be written?",
+    hints={"TypeError": "kernels, reads, writes and kept hold array names; sizes[name] is the bytes of one array."},
     kernel=False,
 )  # fmt: skip
 def bytes_before_after(e):
@@ -20,13 +20,13 @@ def bytes_before_after(e):
         "an addition, then a norm; h is needed later": (
             [(["x", "r"], ["h"]), (["h"], ["y"])], {"x": 8, "r": 8, "h": 8, "y": 8}, ["h", "y"],
         ),
-        "the same, h is not needed": (
+        "the same, but h is not needed later": (
             [(["x", "r"], ["h"]), (["h"], ["y"])], {"x": 8, "r": 8, "h": 8, "y": 8}, ["y"],
         ),
         "x is read by both kernels": (
             [(["x"], ["s"]), (["s", "x"], ["y"])], {"x": 100, "s": 10, "y": 1000}, ["y"],
         ),
-        "three kernels, sizes differ": (
+        "three kernels, different sizes": (
             [(["a"], ["b"]), (["b", "c"], ["d"]), (["d"], ["f"])], {"a": 1, "b": 20, "c": 300, "d": 4000, "f": 50000}, ["b", "f"],
         ),
     }  # fmt: skip
@@ -40,32 +40,32 @@ def bytes_before_after(e):
         before, after = total(reads) + total(writes), total(inputs) + total(kept)
         e.need(
             got != (after, before),
-            "The two numbers are exchanged: first what the kernels move one after the other.",
+            "The two numbers are in the wrong order: return the bytes of the separate kernels first.",
         )
         e.same("the first number, before,", np.float64(got[0]), np.float64(before), {
-            "Only what is read was counted: writing moves bytes too.": np.float64(total(reads)),
-            "Only what is written was counted: reading moves bytes too.": np.float64(total(writes)),
-            "Every array was counted once. One by one, an array is moved each time that a kernel reads or writes it.":
+            "Only the reads were counted: writing moves bytes too.": np.float64(total(reads)),
+            "Only the writes were counted: reading moves bytes too.": np.float64(total(writes)),
+            "Every array was counted once. Run separately, the kernels move an array each time one of them reads or writes it.":
                 np.float64(total(set(reads) | set(writes))),
         })  # fmt: skip
         e.same("the second number, after fusing,", np.float64(got[1]), np.float64(after), {
-            "Everything that was made is written. Of that only `kept` must go to memory.": np.float64(total(inputs) + total(writes)),
-            "That counts reading what the fused kernel itself has made. It is in registers: only arrays that no kernel of the list writes are read.":
+            "All produced arrays were counted as written: only `kept` must go to memory.": np.float64(total(inputs) + total(writes)),
+            "That counts reads of arrays that the fused kernel itself produces. Those are in registers: count only reads of arrays that no kernel in the list writes.":
                 np.float64(total(set(reads)) + total(kept)),
             "An input that two kernels read is counted twice: the fused kernel loads it once.":
                 np.float64(total(a for a in reads if a in inputs) + total(kept)),
-            "What must be written is missing: the arrays in `kept`.": np.float64(total(inputs)),
+            "The writes are missing: add the arrays in `kept`.": np.float64(total(inputs)),
         })  # fmt: skip
 
 
 @exercise(
     "11.2", "residual_rmsnorm_kernel",
-    first_step="thread c loads x[n, c] and r[n, c] and adds them into a variable h. That variable is all that the rest needs.",
+    first_step="thread c loads x[n, c] and r[n, c] and keeps their sum in a variable h. The rest of the kernel needs only h.",
     allow=("block_sum",),
     hints={
         "RaceError": "Thread c of block n owns h[n, c] and y[n, c]; one thread, c == 0, writes rstd_N[n].",
-        "DeadlockError": "block_sum holds barriers: all threads call it, outside of any `if`.",
-        "CollectiveError": "block_sum is for all threads of the block, so it stands outside of any `if`.",
+        "DeadlockError": "block_sum contains barriers: all threads must call it, outside of any `if`.",
+        "CollectiveError": "All threads of the block must call block_sum, so call it outside of any `if`.",
     },
 )  # fmt: skip
 def residual_rmsnorm_kernel(e):
@@ -81,24 +81,24 @@ def residual_rmsnorm_kernel(e):
         again = trace.requests(e.name(h), write=False)
         of_x = 1 / np.sqrt(np.square(x64).mean(1) + eps)
         e.same("h", h, want_h, {
-            "h was not written: the next block adds to it.": lambda got: not e.wrote(h).any(),
+            "h was not written: later layers need it.": lambda got: not e.wrote(h).any(),
             "That is x alone: r was not added.": x64,
         }, rtol=1e-5)  # fmt: skip
         e.same("rstd", rstd, want_rstd, {
-            "That is the norm of x alone: it is the sum x + r whose squares are added.": of_x,
-            "The squares were added up but not divided by C.": 1 / np.sqrt(np.square(want_h).sum(1) + eps),
-            "eps is missing under the root.": 1 / np.sqrt(np.square(want_h).mean(1)),
-            "That is thread 0's own square alone: block_sum(h * h, partial) adds up the threads of the block.":
+            "That is the rstd of x alone: sum the squares of x + r.": of_x,
+            "The sum of squares was not divided by C.": 1 / np.sqrt(np.square(want_h).sum(1) + eps),
+            "eps is missing under the square root.": 1 / np.sqrt(np.square(want_h).mean(1)),
+            "That uses thread 0's own square only: block_sum(h * h, partial) sums over the threads of the block.":
                 1 / np.sqrt(np.square(want_h[:, 0]) / C + eps),
         }, rtol=1e-4)  # fmt: skip
         e.same("y", y, want_y, {
             "The weight w is missing.": want_h * want_rstd[:, None],
             "rstd is missing in y: y = h rstd w.": want_h * w64,
-            "x stands where h belongs: y = h rstd w.": x64 * want_rstd[:, None] * w64,
+            "y uses x instead of h: y = h rstd w.": x64 * want_rstd[:, None] * w64,
         }, rtol=1e-4)  # fmt: skip
         e.need(
             not again,
-            f"The numbers are right, but {e.name(h)} is read back from memory, which is what fusing should save. "
+            f"The numbers are right, but {e.name(h)} is read back from memory, and fusing should avoid that read. "
             "Keep the sum in a variable.",
         )
         e.need(
@@ -109,9 +109,9 @@ def residual_rmsnorm_kernel(e):
 
 @exercise(
     "11.3", "swiglu_kernel",
-    first_step="thread f of row n loads its gate, gu[n, f], and its up, which stands F columns further. Then silu(gate) times up.",
+    first_step="thread f of row n loads its gate, gu[n, f], and its up, F columns to the right. Then multiply silu(gate) by up.",
     hints={
-        "OutOfBoundsError": "F need not be a multiple of 32: guard f < F. Gate is gu[n, f], up is gu[n, F + f].",
+        "OutOfBoundsError": "F need not be a multiple of 32: guard f < F. The gate is gu[n, f], the up is gu[n, F + f].",
         "RaceError": "n comes from blockIdx.x, f from blockIdx.y * 32 + threadIdx.x: one thread per element of y.",
     },
 )  # fmt: skip
@@ -124,20 +124,20 @@ def swiglu_kernel(e):
         s = 1 / (1 + np.exp(-gate))
         silu = lambda x: x / (1 + np.exp(-x))
         e.same("y", y, gate * s * up, {
-            "Gate and up are swapped: the first F columns are the gate, and silu is taken of it.": silu(up) * gate,
-            "Gate and up do not alternate: columns 0 to F - 1 are gate, F to 2 F - 1 are up.": silu(gu[:, ::2]) * gu[:, 1::2],
+            "Gate and up are swapped: the first F columns are the gate, and silu applies to the gate.": silu(up) * gate,
+            "Gates and ups do not alternate: columns 0 to F - 1 are gates, F to 2 F - 1 are ups.": silu(gu[:, ::2]) * gu[:, 1::2],
             "The sign in exp is wrong: sigmoid(g) = 1 / (1 + exp(-g)).": gate * (1 - s) * up,
             "That is sigmoid(gate) up. silu(gate) is gate times sigmoid(gate).": s * up,
             "That is silu(gate); up is missing.": gate * s,
-            "1 + exp(-gate) is below the line as a whole: gate / (float32(1.0) + math.exp(-gate)).": gate + np.exp(-gate) * up,
+            "The whole of 1 + exp(-gate) is the denominator: gate / (float32(1.0) + math.exp(-gate)).": gate + np.exp(-gate) * up,
             "The last column is missing: the guard is f < F.":
                 lambda got: not e.wrote(y)[:, -1].any() and e.wrote(y)[:, :-1].all(),
-            "gu[n, F] is the up of column 0. That of column f stands F columns after its gate: gu[n, F + f].": gate * s * up[:, :1],
+            "gu[n, F] is the up of column 0. The up of column f is F columns after its gate: gu[n, F + f].": gate * s * up[:, :1],
         }, rtol=1e-4)  # fmt: skip
 
 
 def columns(p, targets, rows):
-    """What d[:, target] -= 1 makes of the probabilities, chunk by chunk."""
+    """The wrong d that d[:, target] -= 1 produces from the probabilities, chunk by chunk."""
     d = p.copy()
     for i in range(0, len(d), rows):
         d[i : i + rows, targets[i : i + rows]] -= 1
@@ -146,8 +146,8 @@ def columns(p, targets, rows):
 
 @exercise(
     "11.4", "head_loss",
-    first_step="a loop over slices of at most `rows` rows: logits of the slice, its part of the loss, its gradient, and from that dx and a share of dw.",
-    hints={"ValueError": "With R rows in a slice: logits and their gradient d are (R, V), dx of the slice is (R, C) = d @ w, "
+    first_step="loop over slices of at most `rows` rows: compute the slice's logits, its part of the loss, its gradient, and from that dx and its part of dw.",
+    hints={"ValueError": "With R rows in a slice, the logits and their gradient d are (R, V), dx of the slice is (R, C) = d @ w, "
            "and dw is (V, C), d^T times the slice of x."},
     kernel=False,
 )  # fmt: skip
@@ -159,7 +159,7 @@ def head_loss(e):
         w = np.asarray(e.normal(V, C)).astype(np.float64)
         targets = np.random.default_rng(N).integers(0, V, N)
         large = " large logits," if scale > 1 else ""
-        case = f"{N} rows,{large} {V} words, {rows} rows at a time"
+        case = f"{N} rows,{large} vocabulary {V}, {rows} rows at a time"
         tracemalloc.start()
         try:
             with np.errstate(all="ignore"):
@@ -168,7 +168,10 @@ def head_loss(e):
         finally:
             tracemalloc.stop()
         loss, dx, dw = e.several(got, "loss", "dx", "dw")
-        e.need(np.shape(dx) != (V, C) or N == V, "dx and dw are exchanged: return loss, dx, dw.")
+        e.need(
+            np.shape(dx) != (V, C) or N == V,
+            "dx and dw are in the wrong order: return loss, dx, dw.",
+        )
         z = x @ w.T
         z -= z.max(1, keepdims=True)
         n, p = np.arange(N), np.exp(z)
@@ -178,30 +181,30 @@ def head_loss(e):
         d[n, targets] -= 1 / N
         e.need(
             np.isfinite(loss) and np.isfinite(np.asarray(dx)).all(),
-            "The result is infinite or NaN. Subtract the largest logit of each row before exp; and take a row's loss as log(sum of "
-            "exp) minus the target's logit: a probability may round to 0, whose logarithm is minus infinity.",
+            "The result is infinite or NaN. Subtract the largest logit of each row before exp, and compute a row's loss as log(sum of "
+            "exp) minus the target's logit: a probability may round to 0, and its logarithm is minus infinity.",
         )
         last = slice((N - 1) // rows * rows, N)
         size = np.array([min(rows, N - i // rows * rows) for i in range(N)])[:, None]
         whole = N // rows * rows
         e.same("loss", np.float64(loss), losses.mean(), {
-            "That is the sum over rows; the mean is asked for: divide by N.": np.float64(losses.sum()),
-            "Only the last chunk is in the loss: add up over chunks.": np.float64(losses[last].sum() / N),
-            "The means of the chunks were added up: add up the losses of all rows, and divide by N once.": np.float64((losses / size[:, 0]).sum()),
+            "That is the sum over rows: return the mean, so divide by N.": np.float64(losses.sum()),
+            "The loss includes only the last chunk: sum over chunks.": np.float64(losses[last].sum() / N),
+            "The means of the chunks were summed: sum the losses of all rows, and divide by N once.": np.float64((losses / size[:, 0]).sum()),
             "Rows are missing: the last chunk may have fewer than `rows`.": np.float64(losses[:whole].sum() / N),
         }, rtol=1e-6)  # fmt: skip
         e.same("dx", dx, d @ w, {
-            "The gradient of a chunk was divided by the rows of the chunk. It is the mean over all N rows: divide by N.": (d * N / size) @ w,
+            "The gradient of a chunk was divided by the number of rows in the chunk. The loss is the mean over all N rows: divide by N.": (d * N / size) @ w,
             "The gradient was not divided by N: the loss is a mean.": (d * N) @ w,
-            "The 1 was subtracted in all rows of the chunk: d[:, target] means whole columns. One place per row is d[n, target].":
+            "The 1 was subtracted in all rows of the chunk: d[:, target] selects whole columns. d[n, target] selects one element per row.":
                 columns(p, targets, rows) @ w / N,
             "The one-hot part is missing: d = (softmax - [v == target]) / N.": (p / N) @ w,
         }, rtol=1e-5, atol=1e-9)  # fmt: skip
         e.same("dw", dw, d.T @ x, {
-            "That is the share of the last chunk: dw adds up over chunks, with +=.": d[last].T @ x[last],
+            "That is dw of the last chunk only: accumulate over chunks with +=.": d[last].T @ x[last],
         }, rtol=1e-5, atol=1e-9)  # fmt: skip
         e.need(
             N * V < 1e5 or peak < N * V * 8,
-            f"The numbers are right, but {peak / 1e6:.1f} MB were in use at once, and all logits together take {N * V * 8 / 1e6:.1f} MB. "
-            "Make the logits of one chunk only, and let go of them before the next.",
+            f"The numbers are right, but {peak / 1e6:.1f} MB were in use at once, and all logits take {N * V * 8 / 1e6:.1f} MB. "
+            "Hold the logits of only one chunk at a time, and free or reuse them before the next.",
         )

@@ -8,11 +8,11 @@ from .attempt import exercise
 from .pieces import Pieces
 
 D, TILE = 16, 32  # as in the lesson
-SCALE = np.float32(0.3)  # not 1 / sqrt(D): a kernel has to use the scale that it is given
+SCALE = np.float32(0.3)  # not 1 / sqrt(D): a kernel must use the scale it receives
 
 
 def walk(q, k, v, scale, tile, shrink_acc=True, shrink_total=True, top=-np.inf, S=None, sign=1):
-    """-> acc, total, top of the online softmax, with one of its steps left out"""
+    """-> acc, total, top of the online softmax, optionally with one of its steps left out"""
     total, acc = 0.0, np.zeros(v.shape[1])
     for first in range(0, S or len(k), tile):
         s = scale * (k[first : first + tile] @ q)
@@ -26,7 +26,7 @@ def walk(q, k, v, scale, tile, shrink_acc=True, shrink_total=True, top=-np.inf, 
 
 @exercise(
     "13.1", "attention_row",
-    first_step="walk over the keys in steps of `tile`; which three things (a maximum, a sum, a vector) do you carry from tile to tile?",
+    first_step="loop over the keys in steps of `tile`; which three values (a maximum, a sum, a vector) do you carry from tile to tile?",
     kernel=False,
 )  # fmt: skip
 def attention_row(e):
@@ -46,38 +46,38 @@ def attention_row(e):
         k -= fall * np.arange(S)[:, None] * q / (q @ q)
         scale = 2.0
         case = f"S = {S}, tile = {tile}" + (f", scores near {scale * shift:g}" if shift else "")
-        case += ", scores that fall and fall" if fall else ""
+        case += ", scores that keep falling" if fall else ""
         with np.errstate(all="ignore"):
             keys = Pieces(k, tile, "keys", "k_SD[first : first + tile]")
             values = Pieces(v, tile, "values", "v_SD[first : first + tile]")
             got = e.call(q, keys, values, scale, tile, case=case)
-            e.need(isinstance(got, tuple) and len(got) == 2, "Return two things: o, lse.")
+            e.need(isinstance(got, tuple) and len(got) == 2, "Return two values: o, lse.")
             acc, total, top = walk(q, k, v, scale, tile)
             plain = walk(q, k, v, scale, tile, shrink_acc=False)
             ratio = lambda acc, total, top: acc / total
             e.same("o", got[0], acc / total, {
                 "The last, incomplete tile is missing.":
                     ratio(*walk(q, k, v, scale, tile, S=S // tile * tile)) if tile < S and S % tile else np.empty(0),
-                "acc is not divided by the sum: that comes once, at the end.": acc,
-                "acc was not multiplied by exp(old maximum - new maximum): what it holds was computed with the old one.": plain[0] / plain[1],
-                "The sum was not multiplied by exp(old maximum - new maximum): what it holds was computed with the old one.":
+                "acc is not divided by the sum: divide once, at the end.": acc,
+                "acc was not multiplied by exp(old maximum - new maximum): it was computed with the old maximum.": plain[0] / plain[1],
+                "The sum was not multiplied by exp(old maximum - new maximum): it was computed with the old maximum.":
                     ratio(*walk(q, k, v, scale, tile, shrink_total=False)),
-                "Neither the sum nor acc was multiplied by exp(old maximum - new maximum): what they hold was computed with the old one.":
+                "Neither the sum nor acc was multiplied by exp(old maximum - new maximum): both were computed with the old maximum.":
                     ratio(*walk(q, k, v, scale, tile, shrink_acc=False, shrink_total=False)),
-                "Keys are missing: the walk begins at key 0, and goes on to the last one.": lambda got: keys.asked < S,
-                "The factor is upside down: exp(old maximum - new maximum), at most 1.":
+                "Keys are missing: loop from key 0 to the last key.": lambda got: keys.asked < S,
+                "The factor is inverted: use exp(old maximum - new maximum), which is at most 1.":
                     lambda got: not (shift or fall) and (np.isnan(got).all() or _same(got, ratio(*walk(q, k, v, scale, tile, sign=-1)))),
                 "The scores are not multiplied by scale.": ratio(*walk(q, k, v, 1.0, tile)),
-                "exp(old maximum - new maximum) overflows: the maximum so far never falls, so new = max(old, the tile's largest).":
+                "exp(old maximum - new maximum) overflows: the running maximum never falls, so new = max(old, the tile's largest).":
                     lambda got: fall and not np.isfinite(got).all(),
-                "exp overflows: subtract the largest score so far before exp.": lambda got: shift > 0 and not np.isfinite(got).all(),
+                "exp overflows: subtract the running maximum before exp.": lambda got: shift > 0 and not np.isfinite(got).all(),
                 "Every weight is 0, and 0 / 0 is NaN: the maximum must begin below every possible score, at -np.inf.":
                     lambda got: shift < 0 and not np.isfinite(got).all(),
             }, rtol=1e-6)  # fmt: skip
         e.same("lse", np.asarray(got[1], np.float64), np.float64(top + np.log(total)), {
-            "That is the logarithm of the sum of exp(s - maximum): the maximum has to be added.": np.float64(np.log(total)),
-            "That is the maximum alone: log of the sum has to be added.": np.float64(top),
-            "The maximum is still that of the beginning: each turn ends with old maximum = new maximum.": lambda got: np.isneginf(got),
+            "That is the logarithm of the sum of exp(s - maximum): add the maximum.": np.float64(np.log(total)),
+            "That is the maximum alone: add the logarithm of the sum of exp(s - maximum).": np.float64(top),
+            "The maximum still has its initial value: end each iteration with old maximum = new maximum.": lambda got: np.isneginf(got),
         }, rtol=1e-6)  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def heads(*arrays):
 
 
 def hidden_attention(q, k, v, scale, sees):
-    """-> o (T, D) with another mask than the causal one: sees (T, T), True where a query sees a key"""
+    """-> o (T, D) with a given mask instead of the causal one. sees: (T, T), True where a query sees a key"""
     s = np.where(sees, np.asarray(q, np.float64) @ np.asarray(k, np.float64).T * scale, -np.inf)
     with np.errstate(all="ignore"):
         p = np.exp(s - s.max(1, keepdims=True))
@@ -99,18 +99,18 @@ def hidden_attention(q, k, v, scale, sees):
 
 
 WALK = {
-    "RaceError": "Two barriers per turn: one before the tiles are loaded, since somebody may still read the old ones, and one "
-    "after, so that nobody reads a tile that is not there yet.",
-    "UninitializedError": "Something is read that nobody has written: q and acc are filled before the walk, and between load_tile "
-    "and the first read of the tile stands cuda.syncthreads().",
-    "DeadlockError": "Barriers and load_tile are for all threads of the block, also for those past the end: guard the reads and "
-    "writes of q and o with t < T, nothing else, and let nobody return early.",
+    "RaceError": "Each iteration needs two barriers: one before the loads, because another thread may still read the old tiles, and one "
+    "after them, so that no thread reads a tile that is not loaded yet.",
+    "UninitializedError": "The kernel reads an element that was never written: fill q and acc before the loop over tiles, and put cuda.syncthreads() "
+    "between load_tile and the first read of the tile.",
+    "DeadlockError": "All threads of the block must reach the barriers and load_tile, also those past the end: guard only the reads and "
+    "writes of q and o with t < T, and do not return early.",
     "OutOfBoundsError": "Threads past the end have no query: read q_TD[t, d] and write o_TD[t, d] only if t < T.",
 }  # fmt: skip
 
 
 def tiles_read(e, trace, k, v):
-    """Wrong when tiles of the future are loaded."""
+    """Wrong if tiles of future keys are loaded."""
     T = len(k)
     n = -(-T // TILE)
     rows = sum(min(TILE * (i + 1), T) for i in range(n))
@@ -118,14 +118,14 @@ def tiles_read(e, trace, k, v):
         moved = trace.traffic(name).moved
         e.need(
             moved <= rows * D * 4,
-            f"The values are right, but {moved:,} bytes of {name} are read where {rows * D * 4:,} do: a block needs no tile of keys "
-            "that all lie in the future of its last query. The walk ends with the block's own tile.",
+            f"The values are right, but {moved:,} bytes of {name} are read where {rows * D * 4:,} are enough: a block does not need tiles of keys "
+            "that all lie in the future of its last query. End the loop with the block's own tile.",
         )
 
 
 @exercise(
     "13.2", "flash_kernel",
-    first_step="fill q and acc; then `for first in range(...)` over tiles: barrier, load_tile(k, k_TD, first) and v, barrier, "
+    first_step="fill q and acc; then `for first in range(...)` over tiles: a barrier, load_tile(k, k_TD, first) and the same for v, a barrier, "
     "and a loop over the keys j of the tile.",
     allow=("load_tile",), hints=WALK,
 )  # fmt: skip
@@ -144,22 +144,22 @@ def flash_kernel(e):
         )
         total = np.exp(want_lse[:, 0] - _tops(q, k))[:, None]
         e.same("o", o, want_o, {
-            "exp overflows: the weight of a key is exp(s - new), with the new maximum; top is still far below.":
+            "exp overflows: the weight of a key is exp(s - new), with the new maximum; top is still the old one, far below.":
                 lambda got: np.isnan(got[0]).all() and np.isposinf(np.asarray(lse)[0]),
-            "No mask: every query saw all keys. Query t sees the keys up to t, so first + j <= t.":
+            "There is no mask: every query saw all keys. Query t sees the keys up to t: first + j <= t.":
                 lambda got: any(np.allclose(got, o, 1e-4, 1e-5) for o in _unmasked(q, k, v)),
-            "A query sees itself, too: first + j <= t, not < t.": lambda got: np.allclose(got[1:], strict[1:], 1e-4, 1e-5),
+            "A query also sees its own key: first + j <= t, not < t.": lambda got: np.allclose(got[1:], strict[1:], 1e-4, 1e-5),
             "The scores are not multiplied by scale.": unscaled,
-            "acc is not divided by the sum: that comes once, at the end.": want_o * total,
-            "acc was not multiplied by exp(top - new): what it holds was computed with the old maximum.": _unshrunk(q, k, v, True),
-            "The sum was not multiplied by exp(top - new): what it holds was computed with the old maximum.": _unshrunk(q, k, v, False),
-            "Only the block's own tile was visited: a query also sees all tiles before it.":
+            "acc is not divided by the sum: divide once, at the end.": want_o * total,
+            "acc was not multiplied by exp(top - new): it was computed with the old maximum.": _unshrunk(q, k, v, True),
+            "The sum was not multiplied by exp(top - new): it was computed with the old maximum.": _unshrunk(q, k, v, False),
+            "Only the block's own tile was visited: a query also sees all earlier tiles.":
                 hidden_attention(q, k, v, SCALE, causal & (tiles[:, None] == tiles)),
-            "The mask compares places within the tile, j and threadIdx.x: it is the key's place among all, first + j, that is at most t.":
+            "The mask compares positions within the tile, j and threadIdx.x. Compare the key's position in the whole sequence: first + j <= t.":
                 hidden_attention(q, k, v, SCALE, (tiles[:, None] >= tiles) & (places[:, None] >= places)),
-            "The mask compares t with j, a place within the tile: it is the key's place among all, first + j, that is at most t.":
+            "The mask compares t with j, a position within the tile. Compare the key's position in the whole sequence: first + j <= t.":
                 _unmasked(q, k, v, lambda key: key % TILE <= np.arange(T)[:, None])[0],
-            "The first query saw no key at all, and 0 / 0 is NaN: the walk must come to the block's own tile, the one that begins at "
+            "The first query saw no key at all, and 0 / 0 is NaN: the loop must include the block's own tile, which begins at "
             "TILE * blockIdx.x.": lambda got: np.isnan(got[0]).all() and np.isneginf(np.asarray(lse)[0]) and e.wrote(o).all(),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
         e.same("lse", lse, want_lse[:, 0], {
@@ -170,7 +170,7 @@ def flash_kernel(e):
 
 
 def _unmasked(q, k, v, mask=lambda key: True):
-    """No mask, or another: all keys of the tiles that a block visits with the zeros past the end, without them, all keys"""
+    """Without the causal mask: all keys of the visited tiles, with and without the zeros past the end; and all keys"""
     T, wide = len(q), -(-len(q) // TILE) * TILE
     k, v = (np.pad(np.asarray(x, np.float64), ((0, wide - T), (0, 0))) for x in (k, v))
     key = np.arange(wide)
@@ -184,7 +184,7 @@ def _tops(q, k):
 
 
 def _unshrunk(q, k, v, acc):
-    """What comes out, key by key, when acc (or the sum) is never rescaled"""
+    """The wrong result, one key at a time, if acc (or the sum) is never rescaled"""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     flags = {"shrink_acc": False} if acc else {"shrink_total": False}
     rows = [walk(q[t], k[: t + 1], v[: t + 1], float(SCALE), 1, **flags) for t in range(len(q))]
@@ -193,7 +193,7 @@ def _unshrunk(q, k, v, acc):
 
 @exercise(
     "13.3", "flash_dq_kernel",
-    first_step="before the walk, delta: the sum of do_TD[t, d] * o_TD[t, d] over d. Per key: s = scale q . k, then p = exp(s - lse), dp, ds.",
+    first_step="before the loop, compute delta, the sum of do_TD[t, d] * o_TD[t, d] over d. For each key: s = scale q . k, then p = exp(s - lse), dp, ds.",
     allow=("load_tile",), hints={**WALK, "OutOfBoundsError": "Threads past the end have no query: read q, do, o and lse, and write dq, only if t < T."},
 )  # fmt: skip
 def flash_dq_kernel(e):
@@ -218,27 +218,27 @@ def flash_dq_kernel(e):
             "delta is missing: ds = p (dp - delta).": p * dp @ wide_k,
             "The sign of delta is wrong: ds = p (dp - delta).": p * (dp + delta) @ wide_k,
             "p is missing: ds = p (dp - delta).": np.where(p > 0, dp - delta, 0) @ wide_k,
-            "dq grows by ds times the key, k[j, d], not by ds times the value.":
+            "Add ds times the key, k[j, d], to dq, not ds times the value.":
                 p * (dp - delta) @ np.asarray(v, np.float64) * SCALE,
             "The factor scale is missing at the end: s = scale q . k, so dq = scale ds k.": want / SCALE,
-            "The factor scale is in dq twice: once in the score, once at the end.": want * SCALE,
+            "The factor scale is applied twice: apply it to the score before exp, and to dq once, at the end.": want * SCALE,
             "The scores are not multiplied by scale before exp.":
                 lambda got: _close(got, np.where(p > 0, np.exp(s / SCALE - lse[0, 0][:, None]), 0) * (dp - delta) @ wide_k),
-            "No mask: keys of the future were added. Query t sees the keys up to t, so first + j <= t.":
+            "There is no mask: future keys were added. Query t sees the keys up to t: first + j <= t.":
                 lambda got: _no_mask(got, every, dp, delta, wide_k),
-            "delta is do . v of one key, or the sum of do: it is the sum of do_TD[t, d] * o_TD[t, d] over d.":
+            "delta was computed as do . v of one key, or as the sum of do. It is the sum of do_TD[t, d] * o_TD[t, d] over d.":
                 p * (dp - np.asarray(do, np.float64).sum(1, keepdims=True)) @ wide_k,
         }, rtol=1e-3, atol=1e-4)  # fmt: skip
         tiles_read(e, trace, k, v)
 
 
 def _close(got, value):
-    """Up to what is lost where large terms cancel"""
+    """Equal up to the error from cancellation of large terms"""
     return np.abs(got - value).max() < 1e-3 * np.abs(value).max()
 
 
 def _no_mask(got, every, dp, delta, wide_k):
-    """All keys of the tiles that a block visits, or all keys"""
+    """The wrong result without a mask: all keys of the tiles that a block visits, or all keys"""
     T = len(got)
     visited = np.arange(T)[:, None] // TILE >= np.arange(T) // TILE
     ds = every * (dp - delta)

@@ -14,14 +14,14 @@ def rounded(x):
 
 @exercise(
     "14.1", "mma_kernel",
-    first_step="fill fa[0] to fa[3] and fb[0], fb[1] by the table above, acc with zeros; then mma_bf16(acc, fa, fb).",
+    first_step="fill fa[0] to fa[3] and fb[0], fb[1] according to the table above, and acc with zeros; then call mma_bf16(acc, fa, fb).",
     allow=("mma_bf16", "pack_bf16"),
     hints={
-        "UninitializedError": "mma reads all registers of all lanes: fa[0] to fa[3], fb[0], fb[1], and acc, to which it adds, so it begins with zeros.",
-        "OutOfBoundsError": "a is (16, 16), b is (16, 8). The pair of b is two neighbouring ROWS of one column: b[row, g], b[row + 1, g].",
+        "UninitializedError": "mma reads all registers of all lanes: fa[0] to fa[3], fb[0], fb[1], and acc. It adds to acc, so initialise acc with zeros.",
+        "OutOfBoundsError": "a is (16, 16), b is (16, 8). A register of b holds two neighbouring ROWS of one column: b[row, g], b[row + 1, g].",
         "RaceError": "Two lanes write one element of c: register i belongs to row g + 8 * (i // 2), column 2 * t + i % 2.",
-        "CollectiveError": "mma is for the whole warp: it stands outside of any `if`.",
-        "DeadlockError": "mma is for the whole warp: it stands outside of any `if`.",
+        "CollectiveError": "All lanes of the warp must execute mma: call it outside of any `if`.",
+        "DeadlockError": "All lanes of the warp must execute mma: call it outside of any `if`.",
     },
 )  # fmt: skip
 def mma_kernel(e):
@@ -40,16 +40,16 @@ def mma_kernel(e):
         for i in range(4):
             crossed[g + 8 * (i % 2), 2 * t + i // 2] = want[g + 8 * (i // 2), 2 * t + i % 2]
         e.same("c", c, want, {
-            "a[1] and a[2] are swapped: a[1] is 8 rows further, a[2] 8 columns.": quarters @ b,
-            "The pairs of a or those of b are swapped: the first argument of pack_bf16, the lower half, is the left element of a, "
-            "the upper one of b.": a @ b[pairs],
+            "a[1] and a[2] are swapped: a[1] is 8 rows down, a[2] 8 columns to the right.": quarters @ b,
+            "The two numbers in each register of a or of b are swapped: the first argument of pack_bf16, the lower half, is the left element of a "
+            "or the upper element of b.": a @ b[pairs],
             "b[0] holds two neighbouring rows, 2t and 2t + 1; b[1] holds 2t + 8 and 2t + 9.": a @ b[apart],
-            "c[1] and c[2] are swapped: c[1] is one column further, c[2] 8 rows.": crossed,
-            "b[0] and b[1] hold the same rows: b[1] is 8 rows further.": a @ b[np.arange(16) % 8],
-            "These are the products of the numbers before rounding: multiply with mma_bf16.": exact,
-            "A register of fa or fb is no pair of bf16: each holds two numbers, pack_bf16(x, y).":
+            "c[1] and c[2] are swapped: c[1] is one column to the right, c[2] 8 rows down.": crossed,
+            "b[0] and b[1] hold the same rows: b[1] is 8 rows down.": a @ b[np.arange(16) % 8],
+            "These are products of the unrounded numbers: multiply with mma_bf16.": exact,
+            "A register of fa or fb does not hold a pair of bf16 numbers: fill each with pack_bf16(x, y).":
                 lambda got: np.isnan(got).any() and e.wrote(c).all(),
-            "Both halves of a are the same: a[2] and a[3] are 8 columns further.": a[:, np.arange(16) % 8] @ b,
+            "Both halves of a are the same: a[2] and a[3] are 8 columns to the right.": a[:, np.arange(16) % 8] @ b,
         }, rtol=1e-4, atol=1e-4)  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def place(e):
             at = e.call(row, chunk)
             e.need(
                 isinstance(at, (int, np.integer)),
-                f"place({row}, {chunk}) is {at!r}: return a whole number.",
+                f"place({row}, {chunk}) is {at!r}: return an integer.",
             )
             e.need(
                 at % 8 == 0,
@@ -74,11 +74,14 @@ def place(e):
             )
             where = f"place({row}, {chunk}) is {at}"
             other = next((key for key, value in places.items() if value == at), None)
-            e.need(other is None, f"{where}, and so is place{other}: two chunks at one place.")
+            e.need(
+                other is None,
+                f"{where}, and so is place{other}: two chunks have the same position.",
+            )
             e.need(
                 at // 64 == row,
-                f"{where}: that is in row {at // 64}. The chunks stay in their row. "
-                "(Rows of more than 64 elements, padding, work too, but cost memory.)",
+                f"{where}, which is in row {at // 64}. Every chunk must stay in its row. "
+                "(Padding, rows of more than 64 elements, would also work, but costs memory.)",
             )
             places[row, chunk] = int(at)
     for chunk in range(8):
@@ -93,20 +96,20 @@ def place(e):
 
 @exercise(
     "14.3", "scores_kernel",
-    first_step="four chunks of a and four of b per lane by copy16_async, then commit_copies(), wait_copies(0), cuda.syncthreads().",
+    first_step="copy four chunks of a and four of b per lane with copy16_async, then call commit_copies(), wait_copies(0), cuda.syncthreads().",
     allow=("mma_bf16", "ldmatrix", "copy16_async", "commit_copies", "wait_copies", "place64"),
     hints={
-        "UninitializedError": "Something is read that has not come yet. Copies are there after commit_copies(), wait_copies(0) and, since other "
-        "lanes made most of them, cuda.syncthreads(). And all 16 rows of a and of b are copied: 128 chunks each, four per lane.",
-        "UninitializedError in local memory": "mma adds to acc, so acc begins with zeros; and ldmatrix fills fa and fb first.",
-        "RaceError": "Other lanes made most of the copies: between wait_copies(0) and the first ldmatrix stands cuda.syncthreads(). "
-        "And each chunk is copied by one lane.",
-        "RaceError in global memory": "Each element of s is written by one lane: acc[n, i] is s[row * 16 + column], with row = first + g + "
+        "UninitializedError": "The kernel reads data that has not arrived yet. Copied data is visible after commit_copies(), wait_copies(0) and, because other "
+        "lanes made most of the copies, cuda.syncthreads(). And copy all 16 rows of a and of b: 128 chunks each, four per lane.",
+        "UninitializedError in local memory": "mma adds to acc, so initialise acc with zeros; and ldmatrix must fill fa and fb first.",
+        "RaceError": "Other lanes made most of the copies: call cuda.syncthreads() between wait_copies(0) and the first ldmatrix. "
+        "And let one lane copy each chunk.",
+        "RaceError in global memory": "Each element of s must be written by one lane: acc[n, i] is s[row * 16 + column], with row = first + g + "
         "8 * (i // 2) and column = 8 * n + 2 * t + i % 2.",
-        "OutOfBoundsError": "a has 64 elements per row, and this block's rows begin at `first`; b has 16 rows; s has 16 elements per row.",
-        "KernelError": "The chunks have to lie where place64(row, chunk) says, when they are copied and when they are read.",
-        "CollectiveError": "ldmatrix and mma are for the whole warp: outside of any `if`.",
-        "DeadlockError": "ldmatrix, mma and barriers are for the whole warp: outside of any `if`.",
+        "OutOfBoundsError": "a has 64 elements per row, and this block's rows begin at row `first`; b has 16 rows; s has 16 elements per row.",
+        "KernelError": "Use place64(row, chunk) for the position of a chunk, both for the copy and for the read.",
+        "CollectiveError": "All lanes of the warp must execute ldmatrix and mma: call them outside of any `if`.",
+        "DeadlockError": "All lanes of the warp must execute ldmatrix, mma and barriers: call them outside of any `if`.",
     },
 )  # fmt: skip
 def scores_kernel(e):
@@ -119,21 +122,21 @@ def scores_kernel(e):
         part = lambda columns: (a[:, :columns] @ b[:, :columns].T).ravel()
         slid = np.concatenate([np.arange(8 * k, 8 * k + 16) for k in range(4)])
         own = (a.reshape(-1, 16, 64) @ a.reshape(-1, 16, 64).transpose(0, 2, 1)).ravel()
-        mixed = b.copy()  # what comes out when b's four matrices arrive in the order of a's
+        mixed = b.copy()  # the wrong result if b's four matrices are in the order of a's
         for k in range(4):
             left, right = slice(16 * k, 16 * k + 8), slice(16 * k + 8, 16 * k + 16)
             mixed[8:, left], mixed[:8, right] = b[:8, right], b[8:, left]
         e.same("s", s, want.ravel(), {
-            "Not all columns were multiplied: four turns, of two chunks each, make 64.":
+            "Not all columns were multiplied: four steps of two chunks each make 64.":
                 lambda got: any(np.allclose(got, part(n), 1e-4, 1e-3) for n in (16, 32, 48)),
-            "Turn k has chunks 2 k and 2 k + 1, not k and k + 1.": (a[:, slid] @ b[:, slid].T).ravel(),
-            "The right operand was read from a's rows: those of b lie behind them, 16 * 64 elements further on.": own,
-            "Every turn multiplied the first 16 columns: turn k has chunks 2 k and 2 k + 1.": 4 * part(16),
-            "b's matrices come in another order than a's: (rows 0 to 7, chunk 2k), (0 to 7, 2k + 1), (8 to 15, 2k), (8 to 15, 2k + 1).":
+            "Step k uses chunks 2 k and 2 k + 1, not k and k + 1.": (a[:, slid] @ b[:, slid].T).ravel(),
+            "The right operand was read from a's rows: those of b begin 16 * 64 elements later.": own,
+            "Every step multiplied the first 16 columns: step k uses chunks 2 k and 2 k + 1.": 4 * part(16),
+            "b's matrices must be in a different order from a's: (rows 0 to 7, chunk 2k), (0 to 7, 2k + 1), (8 to 15, 2k), (8 to 15, 2k + 1).":
                 (a @ mixed.T).ravel(),
-            "Columns 8 to 15 of s are those of 0 to 7: the second mma takes fb[1].": want[:, np.arange(16) % 8].ravel(),
-            "Every block computed the first 16 rows of a: this block's begin at `first`.":
+            "Columns 8 to 15 of s repeat columns 0 to 7: the second mma takes fb[1].": want[:, np.arange(16) % 8].ravel(),
+            "Every block computed the first 16 rows of a: this block's rows begin at `first`.":
                 want[np.arange(M) % 16].ravel() if M > 16 else np.empty(0),
-            "Only the first block's rows of s were written: this block's begin at `first`.":
+            "Only the first block's rows of s were written: this block's rows begin at `first`.":
                 lambda got: M > 16 and np.isnan(got[256:]).all(),
         }, rtol=1e-4, atol=1e-3)  # fmt: skip

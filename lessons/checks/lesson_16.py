@@ -6,7 +6,7 @@ FREE = [(0, 6), (10, 8), (20, 3), (40, 5), (60, 5)]
 
 
 def taken(free, start, size, rest=True, front=True):
-    """The list after `size` was cut from the block at `start`. rest: what is left stays; front: the taken part is in front"""
+    """The list after taking `size` from the block at `start`. rest: the remainder stays free; front: the front part was taken"""
     new = []
     for at, s in free:
         if at != start:
@@ -35,11 +35,11 @@ def take(e):
         got = e.call(given, size, case=f"free {free}, size {size}")
         e.need(
             given == list(free),
-            f"The list that was given has changed, to {given}: return a new one.",
+            f"The given list has changed to {given}: return a new one.",
         )
         e.need(
             isinstance(got, tuple) and len(got) == 2,
-            f"Return two things, start and the new list; this is {got!r}.",
+            f"Return two values, start and the new list; got {got!r}.",
         )
         start, new = got
         fits = [(s, at) for at, s in free if s >= size]
@@ -52,10 +52,10 @@ def take(e):
         best = min(fits)[1]
         first, worst = fits[0][1], max(fits, key=lambda x: x[0])[1]
         if start != best:
-            said = f"start is {start}, it should be {best}."
+            said = f"start is {start}, expected {best}."
             e.need(
                 start is not None,
-                f"start is None, but the block at {best} is large enough (a block of just that size is, too).",
+                f"start is None, but the block at {best} is large enough (a block of exactly that size is, too).",
             )
             blocks = dict(free)
             e.need(
@@ -65,45 +65,48 @@ def take(e):
             larger = min([(s, at) for s, at in fits if s > size], default=(0, None))[1]
             e.need(
                 blocks[best] > size or start != larger,
-                f"{said} A block of just that size is large enough.",
+                f"{said} A block of exactly that size is large enough.",
             )
             e.need(
                 start not in blocks or blocks[start] >= size,
-                f"{said} The block at {start} has only {blocks.get(start)}.",
+                f"{said} The block at {start} has size {blocks.get(start)} only.",
             )
             last = max(at for s, at in fits if s == min(fits)[0])
-            e.need(start != last or last in (first, worst), f"{said} Of equal blocks the first.")
+            e.need(
+                start != last or last in (first, worst),
+                f"{said} Among equal blocks, take the first.",
+            )
             e.need(
                 start != first,
-                f"{said} That is the first block that fits; best fit takes the smallest.",
+                f"{said} That is the first block that fits; best fit takes the smallest one that fits.",
             )
             e.need(
                 start != worst,
-                f"{said} That is the largest block; best fit takes the smallest that is large enough.",
+                f"{said} That is the largest block; best fit takes the smallest one that fits.",
             )
             behind = best + blocks[best] - size
-            e.need(start != behind, f"{said} The part that is taken is the front of the block.")
+            e.need(start != behind, f"{said} Take the front of the block.")
             raise e.wrong(said)
         want = taken(free, best, size)
         if list(new) != want:
-            said = f"the new list is {list(new)}, it should be {want}."
+            said = f"the new list is {list(new)}, expected {want}."
             e.need(list(new) != list(free), f"{said} The block is still free.")
             e.need(
                 list(new) != taken(free, best, size, rest=False),
-                f"{said} What is left of the block is lost: it stays free.",
+                f"{said} The remainder of the block is lost: it must stay free.",
             )
             e.need(
                 list(new) != taken(free, best, size, front=False),
-                f"{said} The front of the block was taken: the rest begins at start + size.",
+                f"{said} Take the front of the block: the remainder begins at start + size.",
             )
-            e.need(all(s > 0 for _, s in new), f"{said} A block of size 0 is none.")
-            e.need(sorted(new) != want, f"{said} Keep the order of start.")
+            e.need(all(s > 0 for _, s in new), f"{said} Leave out a block of size 0.")
+            e.need(sorted(new) != want, f"{said} Keep the list sorted by start.")
             raise e.wrong(said)
 
 
 @exercise(
     "16.2", "give",
-    first_step="put the block among the others in the order of start; which neighbours does it touch?",
+    first_step="insert the block so that the list stays sorted by start; which neighbours does it touch?",
     kernel=False,
 )  # fmt: skip
 def give(e):
@@ -113,12 +116,12 @@ def give(e):
     )  # fmt: skip
     for free, start, size in cases:
         given = list(free)
-        got = e.call(given, start, size, case=f"free {free}, and ({start}, {size}) comes back")
+        got = e.call(given, start, size, case=f"free {free}, and ({start}, {size}) is returned")
         e.need(
             given == list(free),
-            f"The list that was given has changed, to {given}: return a new one.",
+            f"The given list has changed to {given}: return a new one.",
         )
-        e.need(isinstance(got, list), f"Return the new list; this is {got!r}.")
+        e.need(isinstance(got, list), f"Return the new list; got {got!r}.")
         e.need(
             all(isinstance(b, tuple) for b in got),
             f"Blocks are tuples (start, size); the list is {got}.",
@@ -132,34 +135,34 @@ def give(e):
                 want.append((at, s))
         if got == want:
             continue
-        said = f"the list is {got}, it should be {want}."
-        e.need(sorted(got) != want, f"{said} Keep the order of start.")
+        said = f"the list is {got}, expected {want}."
+        e.need(sorted(got) != want, f"{said} Keep the list sorted by start.")
         e.need(
             len(got) >= len(want) or sum(s for _, s in got) < sum(s for _, s in want),
-            f"{said} Between these blocks lies memory that is in use: only blocks that touch become one.",
+            f"{said} Between these blocks is memory that is in use: merge only blocks that touch.",
         )
         e.need(
             (start, size) in got or any(at <= start < at + s for at, s in got),
-            f"{said} The block is not in it.",
+            f"{said} The returned block is missing.",
         )
         e.need(
             sum(s for _, s in got) >= sum(s for _, s in want),
-            f"{said} Memory is lost: all that was free stays free.",
+            f"{said} Memory is lost: all memory that was free must stay free.",
         )
         before = any(sum(b) == start for b in free)
         after = any(start + size == at for at, _ in free)
         e.need(
             not (before and after),
-            f"{said} It touches a free block on both sides: all three become one.",
+            f"{said} It touches a free block on both sides: merge all three.",
         )
-        e.need(not before, f"{said} A free block ends where this one begins: they become one.")
-        e.need(not after, f"{said} A free block begins where this one ends: they become one.")
+        e.need(not before, f"{said} A free block ends where this one begins: merge them.")
+        e.need(not after, f"{said} A free block begins where this one ends: merge them.")
         raise e.wrong(said)
 
 
 @exercise(
     "16.3", "peak",
-    first_step="without `again`: what is alive when forward ends? With it: what is alive while backward is at layer i?",
+    first_step="without `recompute`: what is alive when forward ends? With it: what is alive while backward is at layer i?",
     kernel=False,
 )  # fmt: skip
 def peak(e):
@@ -171,28 +174,31 @@ def peak(e):
         ([4, 30, 2, 2], [1, 6, 1, 5]),
     )
     for kept, inputs in layers:
-        for again in (False, True):
+        for recompute in (False, True):
             got = e.call(
-                list(kept), list(inputs), again, case=f"kept {kept}, inputs {inputs}, again {again}"
+                list(kept),
+                list(inputs),
+                recompute,
+                case=f"kept {kept}, inputs {inputs}, recompute {recompute}",
             )
             alive = [sum(inputs[: i + 1]) + kept[i] for i in range(len(kept))]
-            want = max(alive) if again else sum(kept)
+            want = max(alive) if recompute else sum(kept)
             if got == want:
                 continue
-            e.need(got is not None, "Nothing is returned: return the number of bytes.")
-            said = f"you give {got}, it is {want}."
+            e.need(got is not None, "The function returns nothing: return the number of bytes.")
+            said = f"you return {got}, expected {want}."
             mistakes = {
-                "Without `again` nothing is forgotten: all that is kept is alive when forward ends.": None if again else max(alive),
-                "Inputs are only kept where activations are not.": None if again else sum(kept) + sum(inputs),
-                "With `again` a layer's activations are not all kept: only one layer at a time has them.": sum(kept) if again else None,
-                "Those are the activations of one layer alone: the inputs that are kept for backward are alive beside them.":
-                    max(kept) if again else None,
-                "The inputs alone: while backward is at a layer, its activations are there too.": sum(inputs) if again else None,
-                "The inputs of later layers are gone when backward comes to an earlier one.": sum(inputs) + max(kept) if again else None,
-                "The layer's own input is still there while its activations are made from it.":
-                    max(sum(inputs[:i]) + kept[i] for i in range(len(kept))) if again else None,
-                "That is the moment at the last layer; an earlier one with more activations may be worse.": alive[-1] if again else None,
-                "That is the moment at the first layer, the end of backward.": alive[0] if again else None,
+                "Without `recompute` nothing is discarded: all of `kept` is alive when forward ends.": None if recompute else max(alive),
+                "Inputs are saved only where activations are not.": None if recompute else sum(kept) + sum(inputs),
+                "With `recompute` the layers do not all hold their activations: only one layer at a time does.": sum(kept) if recompute else None,
+                "Those are the activations of one layer alone: the inputs saved for backward are alive as well.":
+                    max(kept) if recompute else None,
+                "Those are the inputs alone: while backward is at a layer, its activations are alive as well.": sum(inputs) if recompute else None,
+                "The inputs of later layers are already freed when backward reaches an earlier one.": sum(inputs) + max(kept) if recompute else None,
+                "The layer's own input is still alive while its activations are recomputed from it.":
+                    max(sum(inputs[:i]) + kept[i] for i in range(len(kept))) if recompute else None,
+                "That is the number at the last layer; it may be larger at an earlier layer with more activations.": alive[-1] if recompute else None,
+                "That is the number at the first layer, at the end of backward.": alive[0] if recompute else None,
             }  # fmt: skip
             for text, sign in mistakes.items():
                 e.need(got != sign, f"{said}\n{text}")

@@ -1,4 +1,4 @@
-"""Exercises of lesson 17: prompts of unequal lengths."""
+"""Exercises of lesson 17: prompts of different lengths."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ def ints(like, *values):
 
 
 def stepped(lengths, steps, least=0):
-    """Running sums in which lane a adds what lane a - step holds, if that is at least lane `least`"""
+    """Running sums in which lane a adds the value of lane a - step, provided a - step >= least."""
     v = np.array(lengths)
     for step in steps:
         v = v + np.array([v[a - step] if a - step >= least else 0 for a in range(len(v))])
@@ -25,11 +25,11 @@ def skipping(lengths):
 
 @exercise(
     "17.1", "edges_kernel",
-    first_step="lane a takes lengths[a], or 0 past the end. Then in steps 1, 2, 4, 8, 16 it adds what lane a - step holds, if there is such a lane.",
+    first_step="lane a loads lengths[a], or 0 past the end. Then, for steps 1, 2, 4, 8, 16, it adds the value of lane a - step, if that lane exists.",
     hints={
-        "CollectiveError": "A shuffle is for all 32 lanes, outside of any `if`: decide afterwards whether to add what came.",
-        "DeadlockError": "A shuffle is for all 32 lanes: it stands outside of any `if`. Decide afterwards whether to add what came.",
-        "OutOfBoundsError": "There may be fewer than 32 lengths: lanes past the end bring 0, and write nothing.",
+        "CollectiveError": "All 32 lanes must execute the shuffle, outside any `if`: decide afterwards whether to add the result.",
+        "DeadlockError": "All 32 lanes must execute the shuffle, outside any `if`: decide afterwards whether to add the result.",
+        "OutOfBoundsError": "There may be fewer than 32 lengths: lanes past the end contribute 0 and write nothing.",
         "RaceError": "Each edge belongs to one lane: lane a writes edges[a + 1], and one lane writes edges[0].",
     },
 )  # fmt: skip
@@ -52,29 +52,29 @@ def edges_kernel(e):
             wrapped = padded + np.concatenate([padded[:step], padded[:-step]])
         e.same("edges", edges, want, {
             "edges[0] was never written: the first sequence begins at 0.": np.concatenate([[0x7F7F7F7F], want[1:]]),
-            "edges[a + 1] holds length a alone: add up what the lanes before hold.": np.concatenate([[0], a]),
-            "A lane below `step` has nobody `step` below it: the shuffle gives it its own value back, which must not be added.":
+            "edges[a + 1] holds length a alone: add the values of the lanes below.": np.concatenate([[0], a]),
+            "For lanes 0 to step - 1 no lane is `step` below: the shuffle returns their own value, which must not be added.":
                 np.concatenate([[0], wrapped[: len(a)]]),
-            "A step is missing: with 1, 2, 4, 8 a lane has the sum of 16 lanes only. Five steps, the last is 16.":
+            "A step is missing: after steps 1, 2, 4, 8 a lane holds the sum of only 16 lanes. Five steps are needed; the last is 16.":
                 np.concatenate([[0], [a[max(0, i - 15) : i + 1].sum() for i in range(len(a))]]),
-            "Lane `step` has somebody `step` below it, lane 0: it adds, too. So a >= step.": np.concatenate([[0], skipping(a)]),
-            "The steps are 1, 2, 4, 8, 16: each twice the one before.": np.concatenate([[0], stepped(a, (1, 2, 3, 4, 5))]),
+            "Lane `step` must also add: lane 0 is `step` below it. So the condition is a >= step.": np.concatenate([[0], skipping(a)]),
+            "The steps are 1, 2, 4, 8, 16: each is twice the previous one.": np.concatenate([[0], stepped(a, (1, 2, 3, 4, 5))]),
             "Shifted by one: edges[a] is where sequence a BEGINS, so lane a writes edges[a + 1].":
                 lambda got: np.array_equal(got[:-1], want[1:]),
         })  # fmt: skip
         e.need(
             reads <= 2,
-            f"The edges are right, but the warp reads lengths {reads} times. Each lane loads its own, all at the same moment, and "
-            "shuffles add them up.",
+            f"The edges are right, but the warp reads lengths {reads} times. Each lane loads its own element, all in one access; "
+            "shuffles then add them up.",
         )
 
 
 @exercise(
     "17.2", "remove_padding_kernel",
-    first_step="block n is packed token n. Which sequence a has edges[a] <= n < edges[a + 1]? A loop over a finds it. Then t = n - edges[a].",
+    first_step="block n handles packed token n. Which sequence a has edges[a] <= n < edges[a + 1]? A loop over a finds it. Then t = n - edges[a].",
     hints={
-        "OutOfBoundsError": "t is the position within its own sequence, n - edges[a]; the search ends at the last a with edges[a] <= n; and "
-        "the columns of a row go from threadIdx.x to C in steps of 32.",
+        "OutOfBoundsError": "t is the position within sequence a, n - edges[a]; the search ends at the last a with edges[a] <= n; and "
+        "a thread handles the columns from threadIdx.x to C in steps of 32.",
     },
 )  # fmt: skip
 def remove_padding_kernel(e):
@@ -89,26 +89,26 @@ def remove_padding_kernel(e):
         want = np.concatenate([rows[a, :n] for a, n in enumerate(lengths)])
         flat = rows.reshape(A * T, C)[:N]
         e.same("y", y, want, {
-            "That copies the first N rows of the padded array, padding and all: token n of sequence a is row (a, n - edges[a]).":
+            "This copies the first N rows of the padded array, including the padding: packed token n of sequence a is row (a, n - edges[a]).":
                 flat if not np.array_equal(flat, want) else np.empty(0),
-            "The first token of each sequence was taken for the last of the one before: a begins AT edges[a], so <= and not <.":
+            "The first token of each sequence was assigned to the previous one: sequence a begins AT edges[a], so use <= and not <.":
                 lambda got: _rows_from(got, rows, edges, [np.searchsorted(edges[1:], n) for n in range(N)]),
-            "A sequence may be empty: it begins at n and owns no token. The sequence is the LAST a with edges[a] <= n.":
+            "A sequence may be empty: it begins at n but owns no token. The sequence of token n is the LAST a with edges[a] <= n.":
                 lambda got: 0 in lengths and _rows_from(got, rows, edges, [np.searchsorted(edges, n, "right") - 1 if n not in edges
                                                                            else list(edges).index(n) for n in range(N)]),
-            "Only the first 32 columns were copied: a thread goes on in steps of 32.":
+            "Only the first 32 columns were copied: each thread continues in steps of 32.":
                 lambda got: C > 32 and np.array_equal(got[:, :32], want[:, :32]) and np.isnan(got[:, 32:]).all(),
         })  # fmt: skip
 
 
 def _rows_from(got, rows, edges, sequences):
-    """Packed row n is that of these sequences, as far as they have one"""
+    """True if packed row n is the row of sequence sequences[n], wherever that row exists."""
     at = [(n, a, n - edges[a]) for n, a in enumerate(sequences) if n - edges[a] < rows.shape[1]]
     return all(np.array_equal(got[n], rows[a, t]) for n, a, t in at)
 
 
 def seen(q, k, v, edges, rows, scale, sees):
-    """context_attention in which query i of sequence a sees sees(a, i) keys."""
+    """context_attention in which query i of sequence a attends to the first sees(a, i) keys."""
     H, G, o = q.shape[1], k.shape[1], np.full_like(q, np.nan)
     for a, row in enumerate(rows):
         for h in range(H):
@@ -125,7 +125,7 @@ def seen(q, k, v, edges, rows, scale, sees):
 
 @exercise(
     "17.3", "context_attention",
-    first_step="a loop over sequences: its queries are q[edges[a] : edges[a + 1]], and query i of it sees the first history[a] + i + 1 keys of its row.",
+    first_step="loop over the sequences: the queries of sequence a are q[edges[a] : edges[a + 1]], and its query i attends to the first history[a] + i + 1 keys of its cache row.",
     kernel=False,
 )  # fmt: skip
 def context_attention(e):
@@ -141,10 +141,10 @@ def context_attention(e):
         history, rows = np.array(history, np.int32), np.array(rows, np.int32)
         for r, n in zip(rows, history + np.array(lengths)):
             if not history.any():
-                k[r, :, n:] = v[r, :, n:] = np.nan  # nobody has written these
-        case = f"lengths {list(lengths)}, history {list(map(int, history))}, rows {list(map(int, rows))}, 4 heads on 2 key heads"
+                k[r, :, n:] = v[r, :, n:] = np.nan  # not written yet
+        case = f"lengths {list(lengths)}, history {list(map(int, history))}, rows {list(map(int, rows))}, 4 query heads, 2 key/value heads"
         got = e.call(q, k, v, edges, history, rows, scale, case=case)
-        e.need(got is not None, "It returns None: return o (N, H, D).")
+        e.need(got is not None, "Nothing is returned: return o (N, H, D).")
         clean_k, clean_v = np.nan_to_num(k), np.nan_to_num(v)
         want = lambda q=q, history=history, rows=rows, k=clean_k, v=clean_v, scale=scale: (
             context_attention_ref(q, k, v, edges, history, rows, scale)
@@ -158,19 +158,19 @@ def context_attention(e):
         given = (q, clean_k, clean_v, edges, rows, scale)
         late = seen(*given, lambda a, i, past=history: past[a] + i)
         e.same("o", got, want(), {
-            "A query sees itself, too: query i sees history + i + 1 keys, and here it sees one less.":
+            "A query also attends to itself: query i attends to history + i + 1 keys; here it attends to one fewer.":
                 lambda got: _close_where(got, late, np.isfinite(late)),
-            "Every query sees all keys of its prompt, the later ones as well: query i sees history + i + 1 keys.":
+            "Every query attends to all keys of its prompt, including later ones: query i attends to history + i + 1 keys.":
                 seen(*given, lambda a, i, past=history, edges=edges: past[a] + edges[a + 1] - edges[a]),
-            "It reads keys that nobody has written yet (they are NaN here): query i sees history + i + 1 keys, not the whole row.":
+            "This reads keys that have not been written yet (they are NaN here): query i attends to history + i + 1 keys, not to the whole row.":
                 lambda got: not history.any() and np.isnan(got).any(),
-            "Query head h reads key head h // (H / G): heads 0 and 1 share key head 0.": mixed,
-            "The scores were not scaled.": want(scale=1.0),
-            "The softmax's sum runs over the keys of ONE query: sum(-1, keepdims=True).":
+            "Query head h uses key/value head h // (H / G): heads 0 and 1 share key/value head 0.": mixed,
+            "The scores are not scaled: multiply them by scale.": want(scale=1.0),
+            "The sum of the softmax runs over the keys of ONE query: sum(-1, keepdims=True).":
                 lambda got, lengths=lengths: _proportional(got, want(), lengths),
-            "Sequence a reads row rows[a] of the cache, not row a.":
+            "Sequence a must read row rows[a] of the cache, not row a.":
                 want(rows=np.arange(len(rows))) if history.any() else np.empty(0),
-            "History was left out: the first new token already has history[a] keys before it.":
+            "The history is ignored: the first new token already has history[a] keys before it.":
                 want(history=0 * history) if history.any() else np.empty(0),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
 
@@ -180,7 +180,7 @@ def _close_where(got, want, where):
 
 
 def _proportional(got, want, lengths):
-    """Each row is right up to a factor below 1, and rows of one query are right"""
+    """True if each row is right up to a positive factor of at most 1 (rounding aside)."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     factor = (got * want).sum(-1, keepdims=True) / (want * want).sum(-1, keepdims=True)
     return (

@@ -1,4 +1,4 @@
-"""Exercises of lesson 18: the KV cache and grouped queries."""
+"""Exercises of lesson 18: the KV cache and grouped-query attention."""
 
 import numpy as np
 
@@ -13,12 +13,12 @@ def ints(like, values):
 
 @exercise(
     "18.1", "append_kernel",
-    first_step="block (n, g) copies head g of token n; thread d one channel. It goes to row rows[n], head g, position positions[n].",
+    first_step="block (n, g) copies head g of token n; thread d copies one channel, to row rows[n], head g, position positions[n].",
     hints={
-        "OutOfBoundsError": "A token without a place is left out: only if rows[n] >= 0 and 0 <= positions[n] < S. "
-        "And the cache is (R, G, S, D): row, head, position, channel.",
-        "RaceError": "Two threads write one place. Block (n, g) does head g = blockIdx.y, thread d begins at channel d; "
-        "and the place comes from rows[n] AND positions[n].",
+        "OutOfBoundsError": "Skip a token without a valid row and position: write only if rows[n] >= 0 and 0 <= positions[n] < S. "
+        "The cache is (R, G, S, D): row, head, position, channel.",
+        "RaceError": "Two threads write the same element. Block (n, g) handles head g = blockIdx.y, thread d starts at channel d; "
+        "row and position come from rows[n] AND positions[n].",
     },
 )  # fmt: skip
 def append_kernel(e):
@@ -42,22 +42,22 @@ def append_kernel(e):
         wrote, places = e.wrote(cache).any(-1), ~np.isnan(want).any(-1)
         zero = (np.arange(R)[:, None, None] == 0) | (np.arange(S) == 0)  # row 0 or position 0
         e.same("cache", cache, want, {
-            "Nothing was written at all. Row 0 and position 0 are places, too: rows[n] >= 0 and 0 <= positions[n] < S.":
+            "Nothing was written. Row 0 and position 0 are valid too: rows[n] >= 0 and 0 <= positions[n] < S.":
                 lambda got: np.isnan(got).all(),
-            "Token n went to row n: its row is rows[n].": other,
-            "Only head 0 was written: block (n, g) does head g = blockIdx.y.": first,
-            "Only the first 32 channels were copied: a thread goes on in steps of 32.":
+            "Token n was written to row n: its row is rows[n].": other,
+            "Only head 0 was written: block (n, g) handles head g = blockIdx.y.": first,
+            "Only the first 32 channels were copied: each thread continues in steps of 32.":
                 lambda got: D > 32 and np.array_equal(got[..., :32], want[..., :32], True) and np.isnan(got[..., 32:]).all(),
-            "A token is left out that has a place. Row 0 and position 0 are places, too: rows[n] >= 0 and 0 <= positions[n] < S.":
+            "A valid token was skipped. Row 0 and position 0 are valid too: rows[n] >= 0 and 0 <= positions[n] < S.":
                 lambda got: (places & zero & ~wrote).any() and not (places & ~zero & ~wrote).any(),
-            "All channels of a head have to be copied, d = 0 .. D - 1.":
+            "All channels of a head must be copied: d = 0 .. D - 1.":
                 lambda got: np.array_equal(wrote, places) and np.isnan(got).sum() > np.isnan(want).sum(),
         })  # fmt: skip
 
 
 @exercise(
     "18.2", "decode_attention",
-    first_step="one query per head: scores against the first `length` keys of its key head, a softmax, the weighted sum of values.",
+    first_step="for each query head: the scores with the first `length` keys of its key/value head, a softmax, the weighted sum of the values.",
     kernel=False,
 )  # fmt: skip
 def decode_attention(e):
@@ -78,10 +78,10 @@ def decode_attention(e):
             v,
             length,
             scale,
-            case=f"{H} query heads on {G} key heads, {length} of {S} places filled"
+            case=f"{H} query heads, {G} key/value heads, {length} of {S} positions filled"
             + (", large scores" if large > 1 else ""),
         )
-        e.need(got is not None, "It returns None: return o (H, D).")
+        e.need(got is not None, "Nothing is returned: return o (H, D).")
 
         def attend(head, scale=scale, k=k, v=v, n=length, q=q, H=H, whole=True):
             out = np.zeros_like(q)
@@ -98,14 +98,14 @@ def decode_attention(e):
 
         e.same("o", got, attend(lambda h: h // (H // G)), {
             "exp overflows: subtract the largest score before exp.": lambda got: large > 1 and not np.isfinite(got).all(),
-            "The softmax runs over the heads here: it runs over the keys of one head.": across(),
-            "It reads places that nobody has filled (they are NaN): only the first `length` keys and values count.":
+            "Here the softmax runs over the heads: it must run over the keys of one head.": across(),
+            "This reads positions that have not been filled (they are NaN): use only the first `length` keys and values.":
                 lambda got: np.isnan(got).any(),
-            "Query head h belongs to key head h // (H / G): neighbours share one.": attend(lambda h: h % G),
-            "All query heads read key head 0.": attend(lambda h: 0),
-            "The newest key is left out: the token itself is among the first `length`.":
+            "Query head h uses key/value head h // (H / G): neighbouring heads share one.": attend(lambda h: h % G),
+            "All query heads read key/value head 0: query head h uses key/value head h // (H / G).": attend(lambda h: 0),
+            "The newest key is missing: the token itself is among the first `length`.":
                 attend(lambda h: h // (H // G), n=length - 1) if length > 1 else np.empty(0),
-            "The scores were not scaled.": attend(lambda h: h // (H // G), scale=1.0),
+            "The scores are not scaled: multiply them by scale.": attend(lambda h: h // (H // G), scale=1.0),
             "The weights do not sum to 1: divide by the sum of the exponentials.":
                 attend(lambda h: h // (H // G), whole=False) if length > 1 else np.empty(0),
         }, rtol=1e-4, atol=1e-5)  # fmt: skip
@@ -113,7 +113,7 @@ def decode_attention(e):
 
 @exercise(
     "18.3", "largest_batch",
-    first_step="bytes of ONE sequence: for every layer, keys and values, for every key head and every position, D numbers.",
+    first_step="count the bytes of ONE sequence: keys and values, in every layer, for every key/value head and every position, D numbers.",
     kernel=False,
 )  # fmt: skip
 def largest_batch(e):
@@ -130,24 +130,24 @@ def largest_batch(e):
             S,
             size,
             free,
-            case=f"{L} layers, {H} query and {G} key heads of {D}, {S} tokens, {size} bytes a number, {free:,} bytes free",
+            case=f"{L} layers, {H} query and {G} key/value heads of {D}, {S} tokens, {size} bytes per number, {free:,} bytes free",
         )
         one = kv_cache_bytes(L, 1, G, S, D, {4: np.float32, 2: np.float16}[size])
         want = free // one
         if got == want:
             continue
-        e.need(got is not None and np.ndim(got) == 0, "Return one whole number.")
-        say = f"It says {got}; expected {want}."
+        e.need(got is not None and np.ndim(got) == 0, "Return one integer.")
+        say = f"It returns {got}; expected {want}."
         if got == free // (one // 2):
-            say += " Keys AND values are kept: twice as much."
+            say += " Keys AND values are stored: twice as much."
         elif got == free // (one // L):
-            say += " Each layer has keys and values of its own."
+            say += " Each layer has its own keys and values."
         elif got == free // (one // G * H):
-            say += " The cache holds key heads, not query heads: that is what grouping saves."
+            say += " The cache holds key/value heads, not query heads: that is the saving of grouped-query attention."
         elif got == free // (one // size):
             say += " A number takes more than one byte."
         elif got == want + 1:
-            say += " The last one does not fit as a whole: round down, with //."
+            say += " The last sequence does not fit completely: round down, with //."
         elif np.isclose(float(got), free / one):
-            say += " Sequences are whole: round down, with //."
+            say += " Only whole sequences count: round down, with //."
         raise e.wrong(say)

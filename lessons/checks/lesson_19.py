@@ -20,7 +20,7 @@ def parts_of(q, k, v, scale, chunk):
 
 
 def unshrunk(q, k, v, scale, chunk):
-    """-> l (S,), acc (S, D) when what has been added is never multiplied by exp(old m - new m)"""
+    """-> l (S,), acc (S, D) if the running sums are never multiplied by exp(old m - new m)"""
     total, acc = [], []
     for i in range(0, len(k), chunk):
         s = k[i : i + chunk] @ q * scale
@@ -32,13 +32,13 @@ def unshrunk(q, k, v, scale, chunk):
 
 @exercise(
     "19.1", "partial_kernel",
-    first_step="lane d holds channel d of the query. For each key of this block: the score is warp_sum(q k) * scale, the same in all lanes.",
+    first_step="lane d holds channel d of the query. For each key of this block, the score is warp_sum(q k) * scale, the same in all lanes.",
     allow=("warp_sum",),
     hints={
-        "CollectiveError": "warp_sum is for all 32 lanes: outside of any `if` on lanes, once per key.",
-        "DeadlockError": "warp_sum is for all 32 lanes, and all lanes walk through the same keys.",
-        "OutOfBoundsError": "The last block has fewer keys: end at k_ND.shape[0].",
-        "RaceError": "m and l belong to one lane; acc[s, d] belongs to lane d.",
+        "CollectiveError": "All 32 lanes must call warp_sum, once per key: move it outside any `if` that depends on the lane.",
+        "DeadlockError": "All 32 lanes must call warp_sum: all lanes loop over the same keys.",
+        "OutOfBoundsError": "The last block has fewer keys: stop at k_ND.shape[0].",
+        "RaceError": "One lane writes m and l; lane d writes acc[s, d].",
     },
 )  # fmt: skip
 def partial_kernel(e):
@@ -47,7 +47,7 @@ def partial_kernel(e):
         S = -(-n // chunk)
         m, total, acc = e.blank(S), e.blank(S), e.blank(S, 32)
         scale = np.float32(0.18)
-        case = f"{n} keys, {chunk} for a block" + (", scores up to a hundred" if big > 1 else "")
+        case = f"{n} keys, {chunk} per block" + (", scores up to a hundred" if big > 1 else "")
         e.run(S, 32, m, total, acc, q, k, v, scale, np.int64(chunk), case=case)
         wide = [np.asarray(a).astype(np.float64) for a in (q, k, v)]
         want = parts_of(*wide, float(scale), chunk)
@@ -56,33 +56,33 @@ def partial_kernel(e):
         alone = wide[0][0] * wide[1][:, 0] * float(scale)
         first = lambda x: np.array([x[i : i + chunk].max() for i in range(0, n, chunk)])
         e.same("m", m, want[0], {
-            "The scores were not scaled.": want[0] / float(scale),
-            "That is the product of one channel: the score is the sum over all 32 lanes, warp_sum(q k).": first(alone),
-            "Every block has the maximum over all keys: it may look only at its own.": lambda got: S > 1 and np.allclose(got, scores.max(), 1e-4),
-            "m is the largest score, and some scores here are negative: begin with minus infinity.": np.maximum(want[0], 0),
-            "That is the last score of the block, not the largest.": scores[[min(i + chunk, n) - 1 for i in range(0, n, chunk)]],
+            "The scores are not scaled: multiply them by scale.": want[0] / float(scale),
+            "This is the product of one channel: the score is the sum over all 32 lanes, warp_sum(q k).": first(alone),
+            "Every block has the maximum over all keys: a block must use only its own keys.": lambda got: S > 1 and np.allclose(got, scores.max(), 1e-4),
+            "m is the largest score, and some scores here are negative: start with minus infinity.": np.maximum(want[0], 0),
+            "This is the last score of the block: m is the largest.": scores[[min(i + chunk, n) - 1 for i in range(0, n, chunk)]],
         }, rtol=1e-4)  # fmt: skip
         raw = np.array([np.exp(scores[i : i + chunk]).sum() for i in range(0, n, chunk)])
         e.same("l", total, want[1], {
-            "When a larger score comes, what has been added so far must be multiplied by exp(old m - new m).":
+            "When a larger score appears, the running l must be multiplied by exp(old m - new m).":
                 grown[0],
-            "The first key of each part is left out: block s begins with key s * chunk.":
+            "The first key of each part is missing: block s starts with key s * chunk.":
                 np.array([np.exp(scores[i + 1 : i + chunk + 1] - scores[i + 1 : i + chunk + 1].max(initial=-1e30)).sum()
                           for i in range(0, n, chunk)]),
-            "m has to be subtracted before exp.": raw,
+            "Subtract m before exp.": raw,
         }, rtol=1e-3)  # fmt: skip
         e.same("acc", acc, want[2], {
-            "acc was divided by l: leave that to the merge, which needs both.": want[2] / want[1][:, None],
-            "When a larger score comes, acc must be multiplied by exp(old m - new m), like l.": grown[1],
-            "Only lane 0 wrote its channel: acc[s, d] is written by every lane d, outside of the `if`.":
+            "acc was divided by l: leave the division to the merge, which needs both.": want[2] / want[1][:, None],
+            "When a larger score appears, acc must be multiplied by exp(old m - new m), like l.": grown[1],
+            "Only lane 0 wrote its channel: every lane d writes acc[s, d], outside the `if`.":
                 lambda got: np.isnan(got[:, 1:]).all() and not np.isnan(got[:, 0]).any(),
-            "acc is the sum of weights times VALUES, v[i, d].": parts_of(wide[0], wide[1], wide[1], float(scale), chunk)[2],
+            "acc is the sum of the weights times the VALUES, v[i, d].": parts_of(wide[0], wide[1], wide[1], float(scale), chunk)[2],
         }, rtol=1e-3, atol=1e-5)  # fmt: skip
 
 
 @exercise(
     "19.2", "merge",
-    first_step="M is the largest of all m. Part i counts exp(m_i - M) times, its l and its acc alike.",
+    first_step="M is the largest m. Both l and acc of part i are multiplied by exp(m_i - M).",
     kernel=False,
 )  # fmt: skip
 def merge(e):
@@ -93,7 +93,7 @@ def merge(e):
         )
         m, total, acc = parts_of(q, k, v, 1.0, chunk)
         empty = len(m) > 2
-        if empty:  # a block without keys, behind the others or in front of them
+        if empty:  # a part without keys, last or first
             at = 0 if big > 1 else len(m)
             m, total, acc = (
                 np.insert(a, at, x, 0) for a, x in ((m, -np.inf), (total, 0), (acc, 0))
@@ -112,17 +112,17 @@ def merge(e):
         with np.errstate(all="ignore"):
             mean = np.nanmean(acc / total[:, None], 0)
         e.same("o", got, want, {
-            "That is the mean of the parts. A part whose scores are larger counts for more: exp(m_i - M).": mean if len(m) > 1 else np.empty(0),
-            "l was not rescaled: both sums take the factor exp(m_i - M).": (share[:, None] * acc).sum(0) / total.sum() if len(m) > 1 else np.empty(0),
-            "acc was not rescaled: both sums take the factor exp(m_i - M).": acc.sum(0) / (share * total).sum() if len(m) > 1 else np.empty(0),
+            "This is the mean of the parts. A part with larger scores must count more: weight it by exp(m_i - M).": mean if len(m) > 1 else np.empty(0),
+            "l was not rescaled: multiply both sums by exp(m_i - M).": (share[:, None] * acc).sum(0) / total.sum() if len(m) > 1 else np.empty(0),
+            "acc was not rescaled: multiply both sums by exp(m_i - M).": acc.sum(0) / (share * total).sum() if len(m) > 1 else np.empty(0),
             "Divide by the sum of the rescaled l.": (share[:, None] * acc).sum(0) if len(m) > 1 else acc[0],
-            "Neither sum was rescaled: acc and l of part i both take the factor exp(m_i - M).": acc.sum(0) / total.sum() if len(m) > 1 else np.empty(0),
-            "The parts are weighted by exp(m_i - M) alone: part i has the weight exp(m_i - M) l_i.":
+            "Neither sum was rescaled: multiply both acc and l of part i by exp(m_i - M).": acc.sum(0) / total.sum() if len(m) > 1 else np.empty(0),
+            "The parts are weighted by exp(m_i - M) alone: the weight of part i is exp(m_i - M) l_i.":
                 (share[:, None] * acc / total[:, None]).sum(0) / share.sum() if len(m) == 2 else np.empty(0),
-            "The exponent is m_i - M, not M - m_i: the part with the largest score counts fully, the others less.":
+            "The exponent is m_i - M, not M - m_i: the part with the largest score has factor 1, the others less.":
                 (acc / share[:, None]).sum(0) / (total / share).sum() if len(m) == 2 else np.empty(0),
-            "NaN comes from the empty part. With the largest of all m for M, exp(-inf - M) is 0; and 0 / 0 is NaN: add up first, and "
-            "divide once, at the end.":
+            "The NaN comes from the empty part. If M is the largest m, exp(-inf - M) is 0; but 0 / 0 is NaN: sum over the parts first, "
+            "then divide once at the end.":
                 lambda got: empty and big == 1 and np.isnan(got).any(),
             "exp overflows: subtract the largest m first.": lambda got: big > 1 and not np.isfinite(got).all(),
         }, rtol=1e-6)  # fmt: skip
@@ -130,7 +130,7 @@ def merge(e):
 
 @exercise(
     "19.3", "splits",
-    first_step="how many parts are there? As many as chunks are needed, but at most `most`. Then equal parts, the last one shorter.",
+    first_step="how many parts are there? As many as there are chunks, but at most `most`. Then make the parts equal; the last may be shorter.",
     kernel=False,
 )  # fmt: skip
 def splits(e):
@@ -142,7 +142,10 @@ def splits(e):
         (1, 256, 32),
     ):
         got = e.call(
-            n, chunk, most, case=f"{n} keys, a part for every {chunk} begun, at most {most} parts"
+            n,
+            chunk,
+            most,
+            case=f"{n} keys, one part per {chunk} keys (rounded up), at most {most} parts",
         )
         e.need(
             isinstance(got, list) and all(isinstance(x, tuple) and len(x) == 2 for x in got),
@@ -152,17 +155,17 @@ def splits(e):
         flat = [x for pair in got for x in pair]
         e.need(
             flat and flat[0] == 0 and flat[-1] == n,
-            f"The parts go from {flat[0] if flat else '-'} to {flat[-1] if flat else '-'}; all keys from 0 to {n} belong to one.",
+            f"The parts go from {flat[0] if flat else '-'} to {flat[-1] if flat else '-'}; they must cover all keys from 0 to {n}.",
         )
         e.need(
             all(a[1] == b[0] for a, b in itertools.pairwise(got)),
-            "The parts overlap, or leave keys out between them: each begins where the one before ends.",
+            "The parts overlap or leave a gap: each part begins where the previous one ends.",
         )
-        e.need(all(a < b for a, b in got), "A part is empty: leave it out.")
-        e.need(len(got) <= most, f"There are {len(got)} parts, at most {most} are allowed.")
+        e.need(all(a < b for a, b in got), "A part is empty: omit it.")
+        e.need(len(got) <= most, f"There are {len(got)} parts; at most {most} are allowed.")
         e.need(
             len(got) <= used,
-            f"There are {len(got)} parts for {n} keys; no more than {used} are allowed, one for every {chunk} keys begun.",
+            f"There are {len(got)} parts for {n} keys; at most {used} are allowed, one per {chunk} keys (rounded up).",
         )
         e.need(
             len(got) >= used - 1 or used == 1,
@@ -171,5 +174,5 @@ def splits(e):
         sizes = [b - a for a, b in got]
         e.need(
             max(sizes) - min(sizes[:-1] or sizes) == 0,
-            f"The parts have {sizes[:5]} keys: all but the last should be equal.",
+            f"The parts have {sizes[:5]} keys: all parts but the last must be equal.",
         )

@@ -6,7 +6,7 @@ from .attempt import exercise
 
 
 def starts_of(lengths, rows, pause=0):
-    """First come, first served. -> the first step of every request. pause: steps that a row stands empty after one"""
+    """First come, first served. -> the first step of every request. pause: idle steps of a row after each request"""
     free_at, starts = [0] * rows, []
     for n in lengths:
         row = int(np.argmin(free_at))
@@ -16,7 +16,7 @@ def starts_of(lengths, rows, pause=0):
 
 
 def static_starts(lengths, rows):
-    """Everybody waits until the whole batch has ended."""
+    """The next batch starts when the whole previous batch has ended."""
     starts, now = [], 0
     for first in range(0, len(lengths), rows):
         group = lengths[first : first + rows]
@@ -35,7 +35,7 @@ def round_robin(lengths, rows):
 
 @exercise(
     "21.1", "schedule",
-    first_step="keep for every row the step from which on it is free. Which row does the next request get, and from when on?",
+    first_step="for every row, keep the step from which it is free. Which row does the next request get, and when does it start?",
     kernel=False,
 )  # fmt: skip
 def schedule(e):
@@ -51,7 +51,7 @@ def schedule(e):
             isinstance(got, (list, tuple))
             and len(got) == len(lengths)
             and all(np.shape(p) == (2,) for p in got),
-            "Return a list with one pair (first step, row) for each request.",
+            "Return a list with one pair (first step, row) per request.",
         )
         starts, chosen = np.array([p[0] for p in got], float), [int(p[1]) for p in got]
         want = starts_of(lengths, rows)
@@ -63,40 +63,40 @@ def schedule(e):
         )
         e.need(
             not np.array_equal(starts, want + lengths),
-            "Those are the steps in which the rows become free again: the pair holds the step in which the request BEGINS.",
+            "These are the steps in which the rows become free again: a pair holds the step in which the request STARTS.",
         )
         e.need(
             lengths == sorted(lengths)
             or not np.array_equal(starts, starts_of(sorted(lengths), rows)),
-            "The requests were taken in another order: first come, first served, in the order of `lengths`.",
+            "The requests were reordered: serve them first come, first served, in the order of `lengths`.",
         )
         for i in range(len(lengths)):
             for j in range(i):
                 apart = starts[i] >= starts[j] + lengths[j] or starts[j] >= starts[i] + lengths[i]
                 e.need(
                     chosen[i] != chosen[j] or apart,
-                    f"Requests {j} and {i} are in row {chosen[i]} at the same time. Request {j} needs the steps {starts[j]:g} to "
-                    f"{starts[j] + early[j]:g}, so the row is free from step {starts[j] + lengths[j]:g} on.",
+                    f"Requests {j} and {i} are in row {chosen[i]} at the same time. Request {j} needs steps {starts[j]:g} to "
+                    f"{starts[j] + early[j]:g}, so the row is free from step {starts[j] + lengths[j]:g}.",
                 )
         alone = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(float)
         e.same("the first steps", starts, want, {
-            "That is one request at a time: all rows work side by side.": alone if rows > 1 else np.empty(0),
-            "That is static batching: everybody waits until the whole batch has ended. A row that is free is taken in the next step.":
+            "This serves one request at a time: all rows can be used in parallel.": alone if rows > 1 else np.empty(0),
+            "This is static batching: requests wait until the whole batch has ended. Reuse a free row in the next step.":
                 static_starts(lengths, rows),
-            "The rows take turns, request i gets row i % rows. Take the row that is free first.": round_robin(lengths, rows),
-            "Rows stand empty for a step: a row is free in the step right after the last one of its request.":
+            "Request i gets row i % rows (round robin). Take the row that becomes free first.": round_robin(lengths, rows),
+            "Rows are idle for one step: a row is free in the step right after the last step of its request.":
                 starts_of(lengths, rows, pause=1),
-            "A request begins before its turn: first come, first served.": lambda got: (got < want).any(),
+            "A request starts too early: serve first come, first served, and only in a free row.": lambda got: (got < want).any(),
         })  # fmt: skip
 
 
 @exercise(
     "21.2", "advance_kernel",
-    first_step="which lane is this thread's, and is anybody in it? Then both counters of that lane grow by one.",
+    first_step="which slot does this thread own, and does the slot have a row? If so, add 1 to both counters of the slot.",
     hints={
-        "OutOfBoundsError": "There are rows_B.size lanes; threads past the last do nothing.",
-        "RaceError": "Thread b owns lane b: b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x. (A row says where in the cache a lane's "
-        "keys are; it is no index of lengths or step.)",
+        "OutOfBoundsError": "There are rows_B.size slots; threads past the last one must do nothing.",
+        "RaceError": "Thread b owns slot b: b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x. (A row says where in the cache a slot's "
+        "keys are; it is not an index into lengths or step.)",
     },
 )  # fmt: skip
 def advance_kernel(e):
@@ -106,75 +106,75 @@ def advance_kernel(e):
         lengths, step, rows = arrays
         lengths[:], step[:] = rng.integers(5, 90, B), rng.integers(1, 5, B)
         rows[:] = np.where(rng.random(B) < 0.4, -1, rng.permutation(B))
-        rows[0], rows[1] = 0, -1  # row 0 is a row; lane 1 is idle
+        rows[0], rows[1] = 0, -1  # row 0 is a valid row; slot 1 is idle
         before = [np.asarray(a).astype(np.float64) for a in arrays]
-        e.run(-(-B // block), block, lengths, step, rows, case=f"{B} lanes, some of them idle")
+        e.run(-(-B // block), block, lengths, step, rows, case=f"{B} slots, some of them idle")
         used = before[2] >= 0
         e.same("rows", np.asarray(rows).astype(float), before[2], {}, rtol=0, atol=0)
         for name, got, old in (("lengths", lengths, before[0]), ("step", step, before[1])):
             e.same(name, np.asarray(got).astype(float), old + used, {
-                "Idle lanes were counted too: a lane whose row is -1 stands still.": old + 1,
-                "It is unchanged: both lengths and step grow by one.": old,
-                "Row 0 is a row like the others: idle is -1, so ask for rows_B[b] >= 0.": old + (before[2] > 0),
+                "Idle slots were advanced too: a slot whose row is -1 must not change.": old + 1,
+                "It is unchanged: add 1 to both lengths and step.": old,
+                "Row 0 is a valid row: only -1 means idle, so the condition is rows_B[b] >= 0.": old + (before[2] > 0),
             }, rtol=0, atol=0)  # fmt: skip
 
 
 @exercise(
     "21.3", "reusable",
-    first_step="walk along both lists as long as their tokens are equal. And what if the whole prompt is there already?",
-    hints={"IndexError": "One of the two lists may end before they differ: stop there."},
+    first_step="compare the two lists token by token up to the first difference. And what if the whole prompt is cached already?",
+    hints={"IndexError": "One of the lists may end before they differ: stop there."},
     kernel=False,
 )  # fmt: skip
 def reusable(e):
     cases = {
         "the next turn of a chat": ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6], 4),
-        "another beginning": ([1, 2, 3], [9, 2, 3, 4], 0),
-        "different in the middle, equal later": ([1, 2, 3, 4, 5], [1, 2, 9, 4, 5, 6], 2),
-        "the prompt is shorter than what is held": ([1, 2, 3, 4, 5], [1, 2, 7], 2),
-        "the very same prompt again": ([1, 2, 3], [1, 2, 3], 2),
-        "the prompt is the beginning of what is held": ([1, 2, 3, 4, 5], [1, 2, 3], 2),
-        "nothing is held": ([], [1, 2], 0),
+        "a different first token": ([1, 2, 3], [9, 2, 3, 4], 0),
+        "different in the middle, equal after that": ([1, 2, 3, 4, 5], [1, 2, 9, 4, 5, 6], 2),
+        "the prompt is shorter than the cached tokens": ([1, 2, 3, 4, 5], [1, 2, 7], 2),
+        "the same prompt again": ([1, 2, 3], [1, 2, 3], 2),
+        "the prompt is a prefix of the cached tokens": ([1, 2, 3, 4, 5], [1, 2, 3], 2),
+        "nothing is cached": ([], [1, 2], 0),
     }
-    for case, (held, prompt, want) in cases.items():
-        got = e.call(list(held), list(prompt), case=f"{case}: held {held}, prompt {prompt}")
+    for case, (cached, prompt, want) in cases.items():
+        got = e.call(list(cached), list(prompt), case=f"{case}: cached {cached}, prompt {prompt}")
         e.need(got is not None and np.ndim(got) == 0, f"Return one number; got {got!r}.")
-        places = sum(a == b for a, b in zip(held, prompt))
+        places = sum(a == b for a, b in zip(cached, prompt))
         e.same("the number of tokens", float(got), float(want), {
-            "Nothing would be left to compute. But the next token comes from the logits of the LAST prompt token, so that one must be "
-            "computed: at most len(prompt) - 1.": float(len(prompt)),
-            "Equal tokens behind a difference are counted too. A key depends on all tokens before it: stop at the first difference.":
+            "Nothing would be left to compute. But the next token comes from the logits of the LAST prompt token, which must be "
+            "computed: return at most len(prompt) - 1.": float(len(prompt)),
+            "Equal tokens after a difference are counted too. A key depends on all tokens before it: stop at the first difference.":
                 float(places) if places != want else np.empty(0),
-            "What agrees in part is of use, too: the tokens up to the first difference can stay.": 0.0 if want else np.empty(0),
-            "All that is held was counted: compare it with the prompt.": float(len(held)),
-            "One too few: only when the whole prompt is held must its last token be computed again.": float(want - 1),
+            "A partial match is useful too: the tokens up to the first difference can be reused.": 0.0 if want else np.empty(0),
+            "All cached tokens were counted: compare them with the prompt.": float(len(cached)),
+            "One too few: the last token is computed again only when the whole prompt is cached.": float(want - 1),
         }, rtol=0, atol=0)  # fmt: skip
 
 
 @exercise(
     "21.4", "whole_characters",
-    first_step="Python has a decoder that is fed piece by piece, codecs.getincrementaldecoder('utf-8'): what does it do with half a character?",
-    hints={"UnicodeDecodeError": "A model may write bytes that are no text: the decoder takes errors='replace'."},
+    first_step="Python has a decoder for input in pieces, codecs.getincrementaldecoder('utf-8'): what does it do with half a character?",
+    hints={"UnicodeDecodeError": "A model may generate bytes that are not valid UTF-8: create the decoder with errors='replace'."},
     kernel=False,
 )  # fmt: skip
 def whole_characters(e):
     cases = {
         "plain letters": (b"abc", "abc", b""),
-        "half of a character at the end": ("aé".encode()[:-1], "a", b"\xc3"),
-        "the whole character": ("é".encode(), "é", b""),
+        "half a character at the end": ("aé".encode()[:-1], "a", b"\xc3"),
+        "a whole character": ("é".encode(), "é", b""),
         "three of the four bytes of an emoji": (
             b"ok " + "🙂".encode()[:3],
             "ok ",
             "🙂".encode()[:3],
         ),
-        "nothing": (b"", "", b""),
+        "no bytes": (b"", "", b""),
         "a byte that never begins a character": (b"a\xffb", "a\ufffdb", b""),
-        "half a character, and then a letter": (b"\xc3a", "\ufffda", b""),
+        "half a character, then a letter": (b"\xc3a", "\ufffda", b""),
     }
     for case, (data, text, rest) in cases.items():
         got = e.call(data, case=f"{case}: {data!r}")
         e.need(
             isinstance(got, tuple) and len(got) == 2,
-            "Return two things: text, and the bytes that are left.",
+            "Return two values: the text, and the bytes that are held back.",
         )
         e.need(
             isinstance(got[0], str) and isinstance(got[1], (bytes, bytearray)),
@@ -184,15 +184,15 @@ def whole_characters(e):
         if (got[0], bytes(got[1])) == (text, rest):
             continue
         if rest and "\ufffd" in got[0]:
-            why = "Half a character was given out as U+FFFD, though its other half may still come: hold those bytes back."
+            why = "Half a character became U+FFFD, although its other half may still arrive: hold those bytes back."
         elif "\ufffd" in text and "\ufffd" not in got[0] and not got[1]:
-            why = "Bytes that can never become a character were dropped without a trace: put U+FFFD in their place (errors 'replace')."
+            why = "Bytes that can never become a character were dropped silently: replace them by U+FFFD (errors='replace')."
         elif got[1] and not rest and "\ufffd" not in text:
-            why = "Whole characters are held back: only the beginning of an unfinished one is."
+            why = "Whole characters are held back: hold back only the bytes of an unfinished one."
         elif got[1] and not rest:
-            why = "Bytes are held back that can never become part of a character: the text would stop here for ever."
+            why = "Bytes that can never become part of a character are held back: the text would stop here forever."
         elif rest and not got[1]:
-            why = "The bytes of the unfinished character are lost: return them, they belong in front of the next token's."
+            why = "The bytes of the unfinished character are lost: return them, so that they can precede the bytes of the next token."
         else:
-            why = "Every whole character is given out at once."
+            why = "Return every whole character immediately."
         raise e.wrong(f"{shown}\n{why}")

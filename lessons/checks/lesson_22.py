@@ -1,4 +1,4 @@
-"""Exercises of lesson 22: weights in and out, and finding where two implementations part."""
+"""Exercises of lesson 22: weights in and out, and finding where two implementations diverge."""
 
 import json
 import struct
@@ -23,7 +23,8 @@ def safetensors(tensors):
         }
         body += raw
     about = {"__metadata__": {"format": "pt"}}
-    text = json.dumps(about | dict(reversed(header.items()))).encode()  # in another order than data
+    # the header lists the tensors in another order than the data
+    text = json.dumps(about | dict(reversed(header.items()))).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + body
 
@@ -32,12 +33,12 @@ def safetensors(tensors):
     "22.1", "read_safetensors",
     first_step="the first 8 bytes are a little-endian number n; the next n bytes are JSON; everything after that is data.",
     hints={
-        "KeyError": "The entry __metadata__ of the header is no tensor: leave it out.",
+        "KeyError": "The header entry __metadata__ is not a tensor: skip it.",
         "JSONDecodeError": "The header is the n bytes after the first 8: data[8 : 8 + n].",
-        "UnicodeDecodeError": "That is not the header. n is a little-endian number ('<Q'), and the header is data[8 : 8 + n].",
-        "ValueError": "The number of bytes does not fit shape and type: each tensor's own type is KINDS[...] of its 'dtype', and its bytes go "
+        "UnicodeDecodeError": "This is not the header. n is a little-endian number ('<Q'), and the header is data[8 : 8 + n].",
+        "ValueError": "The number of bytes does not match shape and type: the type of a tensor is KINDS[...] of its 'dtype', and its bytes go "
         "from 8 + n + begin to 8 + n + end.",
-        "TypeError": "struct.unpack returns a tuple, also of one number: take its [0].",
+        "TypeError": "struct.unpack returns a tuple even for one number: use its element [0].",
     },
     kernel=False,
 )  # fmt: skip
@@ -61,7 +62,7 @@ def read_safetensors(e):
         e.need(isinstance(got, dict), "Return a dict: {name: array}.")
         e.need(
             "__metadata__" not in got,
-            "The entry __metadata__ of the header is no tensor: leave it out.",
+            "The header entry __metadata__ is not a tensor: skip it.",
         )
         e.need(
             set(got) == set(tensors), f"The names are {sorted(got)}; expected {sorted(tensors)}."
@@ -70,21 +71,21 @@ def read_safetensors(e):
             x = np.asarray(got[name])
             e.need(
                 x.dtype == want.dtype,
-                f"{name} has the type {x.dtype}, the header says {want.dtype}.",
+                f"{name} has type {x.dtype}; the header says {want.dtype}.",
             )
             e.need(
                 x.shape == want.shape,
-                f"{name} has the shape {x.shape}, the header says {want.shape}.",
+                f"{name} has shape {x.shape}; the header says {want.shape}.",
             )
             e.need(
                 np.array_equal(x, want),
-                f"{name} holds other numbers. data_offsets count from the END of the header, that is from byte 8 + n of the file.",
+                f"{name} has wrong values. data_offsets count from the END of the header, from byte 8 + n of the file.",
             )
 
 
 @exercise(
     "22.2", "pairs_to_halves",
-    first_step="within a head, Meta's rows are (plane 0, first), (plane 0, second), (plane 1, first), ...; wanted are all firsts, then all seconds.",
+    first_step="within a head, Meta's rows are (plane 0, first), (plane 0, second), (plane 1, first), ...; put all first members before all second ones.",
     kernel=False,
 )  # fmt: skip
 def pairs_to_halves(e):
@@ -95,26 +96,25 @@ def pairs_to_halves(e):
         order = np.concatenate([np.arange(0, D, 2), np.arange(1, D, 2)])
         inverse = np.argsort(order)
         whole = np.concatenate([np.arange(0, H * D, 2), np.arange(1, H * D, 2)])
-        written = w.reshape(
-            H, D, C
-        ).copy()  # in place: the lower halves are overwritten before the upper ones are read
+        # in place: the lower halves are overwritten before the upper ones are read
+        written = w.reshape(H, D, C).copy()
         written[:, : D // 2] = written[:, 0::2].copy()
         written[:, D // 2 :] = written[:, 1::2].copy()
         e.same("w", got, by(order), {
-            "That is w itself.": w,
-            "That is the other direction, halves to pairs.": by(inverse) if not np.array_equal(inverse, order) else np.empty(0),
-            "The columns were exchanged: the numbers of a head are ROWS of w.": np.concatenate([w[:, 0::2], w[:, 1::2]], 1) if C > 1 else np.empty(0),
-            "Rows were overwritten while they were still to be read: a slice is a view. Work on a copy, or build a new array.":
+            "This is w itself: its rows must be reordered.": w,
+            "This is the opposite direction, halves to pairs.": by(inverse) if not np.array_equal(inverse, order) else np.empty(0),
+            "The columns were reordered: the channels of a head are ROWS of w.": np.concatenate([w[:, 0::2], w[:, 1::2]], 1) if C > 1 else np.empty(0),
+            "Rows were overwritten before they were read, because a slice is a view. Work on a copy, or build a new array.":
                 written.reshape(H * D, C),
-            "The heads come first: rows are (H, D / 2, 2), in this order.":
+            "Heads come first: the rows are (H, D / 2, 2), in this order.":
                 w.reshape(D // 2, 2, H, C).swapaxes(0, 1).reshape(H * D, C) if H > 1 else np.empty(0),
-            "The heads were mixed: the order changes within each head of D rows.": w[whole] if H > 1 else np.empty(0),
+            "The heads were mixed: reorder only within each head of D rows.": w[whole] if H > 1 else np.empty(0),
         })  # fmt: skip
 
 
 @exercise(
     "22.3", "first_parting",
-    first_step="go through the stages in order; the difference of one, relative to the largest value of theirs, is compared with the tolerance.",
+    first_step="loop over the stages in order; compare the difference of each, relative to the largest value of theirs, with the tolerance.",
     kernel=False,
 )  # fmt: skip
 def first_parting(e):
@@ -135,42 +135,42 @@ def first_parting(e):
             got is None or isinstance(got, str),
             f"It returns {got!r}: return the NAME of a stage, or None.",
         )
-        e.need(got == want, f"It says {got!r}; expected {want!r}.\n{why}")
+        e.need(got == want, f"It returns {got!r}; expected {want!r}.\n{why}")
 
     case("two equal models, all of whose logits are negative", None,
-         "Nothing differs by more than the tolerance: return None. (The largest value is that of the largest size, np.abs(...).max().)")  # fmt: skip
+         "Nothing differs by more than the tolerance: return None. (The largest value is the largest magnitude, np.abs(...).max().)")  # fmt: skip
     case("a rounding error of 1e-6 at a value of 1e-6", None,
-         "The difference is to be taken relative to the largest value of the STAGE, not to each value: a value near 0 would part at every rounding.",
+         "Compute the difference relative to the largest value of the STAGE, not to each value: a value near 0 would exceed any tolerance by rounding.",
          final_norm=1e-6)  # fmt: skip
     case(
         "a rounding error of 1e-6 in layer 0",
         None,
-        "Rounding is no parting: that is what the tolerance is for.",
+        "A rounding error is not a divergence: the tolerance allows for it.",
         layer_0=1e-6,
     )
     case(
-        "a difference of 0.01 in layer 1, whose values go to thousands",
+        "a difference of 0.01 in layer 1, whose values are in the thousands",
         None,
-        "The difference is to be taken relative to the largest value of that stage.",
+        "Compute the difference relative to the largest value of that stage.",
         layer_1=0.01,
     )
     case(
         "a difference of 1e-4 in the embedding, whose values are near 0.01",
         "embedding",
-        "The difference is to be taken relative to the largest value of that stage.",
+        "Compute the difference relative to the largest value of that stage.",
         embedding=1e-4,
     )
     case("a difference of 0.1 in the logits, which are all negative", "logits",
-         "The largest value is that of the largest size, np.abs(...).max().", logits=0.1)  # fmt: skip
+         "The largest value is the largest magnitude, np.abs(...).max().", logits=0.1)  # fmt: skip
     case(
         "a value in layer 0 that is too small by 0.1",
         "layer 0",
-        "A difference may have either sign: np.abs.",
+        "A difference may have either sign: use np.abs.",
         layer_0=-0.1,
     )
-    case("layer 0 and everything after it differ", "layer 0", "The FIRST stage that parts is the one to look at; later ones have inherited it.",
+    case("layer 0 and everything after it differ", "layer 0", "Return the FIRST stage that differs; later stages inherit its difference.",
          layer_0=0.1, layer_1=300.0, final_norm=1.0, logits=1.0)  # fmt: skip
-    case("one value in layer 0 that is too large by 0.0005", "layer 0", "The LARGEST difference of a stage counts, not their mean.",
+    case("one value in layer 0 that is too large by 0.0005", "layer 0", "The LARGEST difference of a stage counts, not the mean.",
          layer_0=5e-4)  # fmt: skip
-    case("a NaN in layer 1", "layer 1", "A NaN is larger than every tolerance, but `nan > tolerance` is False: ask `not difference <= tolerance`.",
+    case("a NaN in layer 1", "layer 1", "A NaN counts as a difference, but `nan > tolerance` is False: test `not difference <= tolerance`.",
          layer_1=np.nan)  # fmt: skip

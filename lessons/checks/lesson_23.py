@@ -1,4 +1,4 @@
-"""Exercises of lesson 23: beyond one card and one kind of kernel."""
+"""Exercises of lesson 23: Hopper kernels, and models split across several GPUs."""
 
 import ml_dtypes
 import numpy as np
@@ -17,25 +17,25 @@ BYTES = 64 * 64 * 2
 
 @exercise(
     "23.1", "warpgroup_kernel",
-    first_step="thread 0 makes the barrier, then a cuda.syncthreads(), then thread 0 expects 2 * TILE_BYTES bytes and starts two copies.",
+    first_step="thread 0 initializes the barrier; then cuda.syncthreads(); then thread 0 expects 2 * TILE_BYTES bytes and starts two copies.",
     allow=(
         "shared_base", "mbar_init", "mbar_init_fence", "mbar_expect", "mbar_wait", "acquire_map", "load_tile",
         "begin_product", "wait_for_product", "describe",
     ),
     hints={
-        "AsyncError": "Keep the order of the table: cuda.syncthreads() between making the barrier and waiting at it, acquire_map before load_tile, mbar_wait(base, 0) before the tiles are used, wait_for_product(acc) before acc is.",
-        "DeadlockError": "The phase of a barrier ends when all that it expects has come: one arrival, mbar_expect by thread 0 alone, with the bytes "
-        "of BOTH tiles, 2 * TILE_BYTES. And begin_product is for all 128 threads.",
-        "CollectiveError": "begin_product and wait_for_product are for all 128 threads: outside of any `if`.",
-        "UninitializedError": "Something is read that has not come: the tiles are there after mbar_wait(base, 0), acc after wait_for_product(acc); and begin_product is for "
-        "all 128 threads.",
-        "UninitializedError in shared memory": "The tiles lie at base + Q and base + K, and are there after mbar_wait(base, 0).",
-        "RaceError": "One thread makes the barrier and starts the copies: if thread == 0. A cuda.syncthreads() stands between making the barrier and "
-        "waiting at it.",
-        "RaceError in global memory": "Each element of s is written by one thread: row 16 w + g + 8 (i // 2), column 8 j + 2 t + i % 2, with "
+        "AsyncError": "Keep the order of the table: cuda.syncthreads() between initializing the barrier and waiting at it, acquire_map before load_tile, mbar_wait(base, 0) before using the tiles, wait_for_product(acc) before using acc.",
+        "DeadlockError": "The phase of a barrier completes when everything it expects has arrived: one arrival (mbar_expect, by thread 0 only) and the "
+        "bytes of BOTH tiles, 2 * TILE_BYTES. All 128 threads must call begin_product.",
+        "CollectiveError": "All 128 threads must call begin_product and wait_for_product: move them outside any `if`.",
+        "UninitializedError": "Data is read before it has arrived: the tiles are complete after mbar_wait(base, 0), acc after wait_for_product(acc). "
+        "All 128 threads must call begin_product.",
+        "UninitializedError in shared memory": "The tiles are at base + Q and base + K, and are complete after mbar_wait(base, 0).",
+        "RaceError": "Only one thread may initialize the barrier and start the copies: if thread == 0. Put a cuda.syncthreads() between initializing "
+        "the barrier and waiting at it.",
+        "RaceError in global memory": "Each element of s must be written by one thread: row 16 * w + g + 8 * (i // 2), column 8 * j + 2 * t + i % 2, with "
         "w = thread // 32, g = thread % 32 // 4, t = thread % 4.",
-        "OutOfBoundsError": "s is (64, 64): row 16 w + g + 8 (i // 2), column 8 j + 2 t + i % 2, with w = thread // 32, g = thread % 32 // 4, t = "
-        "thread % 4; acc has 32 elements. And the product takes descriptors: describe(base + Q).",
+        "OutOfBoundsError": "s is (64, 64): row 16 * w + g + 8 * (i // 2), column 8 * j + 2 * t + i % 2, with w = thread // 32, g = thread % 32 // 4, t = "
+        "thread % 4; acc has 32 elements. The product takes descriptors: describe(base + Q).",
     },
 )  # fmt: skip
 def warpgroup_kernel(e):
@@ -61,20 +61,20 @@ def warpgroup_kernel(e):
             16 * w + g + 8 * (n % 4 // 2), 8 * (n // 4) + 2 * t + n % 2
         ]
         e.same("s", s, a @ b.T, {
-            "acc holds the 4 numbers of one group of columns side by side: acc[4 * j + i], not acc[8 * i + j].": turned,
-            "That is k q^T: the first descriptor is the left operand, q.": b @ a.T,
-            "That is q q^T: the second descriptor is k's, describe(base + K).": a @ a.T,
-            "That is k k^T: the first descriptor is q's, describe(base + Q).": b @ b.T,
-            "acc[1] and acc[2] are exchanged: acc[4 j + 1] is one column further, acc[4 j + 2] 8 rows.": crossed,
-            "Only the first warp's rows are written: warp w = thread // 32 has rows 16 w to 16 w + 15.":
+            "The 4 numbers of one group of columns are adjacent in acc: acc[4 * j + i], not acc[8 * i + j].": turned,
+            "This is k q^T: the first descriptor is the left operand, q.": b @ a.T,
+            "This is q q^T: the second descriptor is k's, describe(base + K).": a @ a.T,
+            "This is k k^T: the first descriptor is q's, describe(base + Q).": b @ b.T,
+            "acc[1] and acc[2] are swapped: acc[4 * j + 1] is one column further, acc[4 * j + 2] is 8 rows further.": crossed,
+            "Only the rows of the first warp are written: warp w = thread // 32 has rows 16 * w to 16 * w + 15.":
                 lambda got: np.isnan(got[16:]).all() and np.allclose(got[:16], (a @ b.T)[:16], 1e-3, 1e-3),
         }, rtol=1e-3, atol=1e-3)  # fmt: skip
 
 
 @exercise(
     "23.3", "mlp_shares",
-    first_step="rank r owns some of the hidden numbers: rows of w1, and the columns of w2 that belong to the SAME hidden numbers.",
-    hints={"ValueError": "w1 is (F, C), w2 is (C, F): a hidden number is a ROW of w1 and a COLUMN of w2, w1[mine] and w2[:, mine]."},
+    first_step="rank r owns some of the hidden units: rows of w1, and the columns of w2 that belong to the SAME hidden units.",
+    hints={"ValueError": "w1 is (F, C), w2 is (C, F): a hidden unit is a ROW of w1 and a COLUMN of w2, w1[mine] and w2[:, mine]."},
     kernel=False,
 )  # fmt: skip
 def mlp_shares(e):
@@ -93,16 +93,16 @@ def mlp_shares(e):
         first = silu(x @ w1[mine].T) @ w2[:, mine].T
         e.need(
             np.shape(got[0]) == (N, C),
-            f"The share of rank 0 has shape {np.shape(got[0])}: each is (N, C), as large as the result, and they are added up.",
+            f"The share of rank 0 has shape {np.shape(got[0])}: each share is (N, C), as large as the result, and the shares are summed.",
         )
         total = sum(np.asarray(s) for s in got)
         e.need(
             ranks == 1 or not np.allclose(got[0], want),
-            "Every rank computes the whole: nothing is divided. Rank r may use F / ranks rows of w1 and columns of w2.",
+            "Every rank computes the whole MLP: nothing is split. Rank r must use only F / ranks rows of w1 and columns of w2.",
         )
         e.need(
             ranks == 1 or not all(np.allclose(share, want / ranks) for share in got),
-            "Every rank computes the whole and takes a part of the result: nothing is divided. Rank r may use F / ranks hidden numbers.",
+            "Every rank computes the whole MLP and takes a part of the result: nothing is split. Rank r must use only F / ranks hidden units.",
         )
         rows, strided = _slices(F, ranks), [slice(r, None, ranks) for r in range(ranks)]
         pairs = zip(rows, strided), zip(strided, rows), zip(rows, rows[::-1])
@@ -113,14 +113,14 @@ def mlp_shares(e):
             else None
         )
         e.same("the sum of the shares", total, want, {
-            "w1 was divided along its inputs. The sum over inputs would have to be complete BEFORE silu, which does not add up: "
+            "w1 was split along its inputs. The sum over inputs must be complete BEFORE silu, because silu is not linear: "
             "silu(a + b) is not silu(a) + silu(b).": inputs if inputs is not None else np.empty(0),
             "silu is missing between the two products.": (x @ w1.T) @ w2.T,
-            "The columns of w2 do not belong to the rows of w1: both are r F / ranks to (r + 1) F / ranks.":
+            "The columns of w2 do not belong to the rows of w1: both are r * F / ranks to (r + 1) * F / ranks - 1.":
                 lambda got: any(np.allclose(got, wrong) for wrong in unmatched),
         }, rtol=1e-6)  # fmt: skip
         e.same("the share of rank 0", np.asarray(got[0]), first, {
-            "The sum is right, but rank 0 has every ranks-th hidden number. A rank's are neighbours, so that its weights are one piece of memory.":
+            "The sum is right, but rank 0 has every ranks-th hidden unit. Give each rank neighbouring units, so that its weights are contiguous.":
                 silu(x @ w1[::ranks].T) @ w2[:, ::ranks].T,
         }, rtol=1e-6)  # fmt: skip
 
@@ -131,7 +131,7 @@ def _slices(n, parts):
 
 @exercise(
     "23.4", "fsdp_bytes",
-    first_step="each rank keeps 1 / ranks of every layer's weights for good. How many whole layers must be there at one moment?",
+    first_step="each rank permanently stores 1 / ranks of the weights of every layer. How many whole layers must be in memory at the same time?",
     kernel=False,
 )  # fmt: skip
 def fsdp_bytes(e):
@@ -152,26 +152,26 @@ def fsdp_bytes(e):
         if got == want:
             continue
         e.need(got is not None and np.ndim(got) == 0, "Return one number.")
-        say = f"It says {got}; expected {want}."
+        say = f"It returns {got}; expected {want}."
         if got == layers * size:
-            say += " That is everything on every rank: data parallel without sharding."
+            say += " This is everything on every rank: data parallelism without sharding."
         elif got == layers * size // ranks:
-            say += " To compute a layer, its whole weights must be there: gathered from all ranks, used, and dropped."
+            say += " To compute a layer, all its weights must be in memory: gathered from all ranks, used, and freed."
         elif ahead and got == layers * size // ranks + size:
-            say += " While a layer is computed the next ones are gathered already: they take memory, too."
+            say += " While a layer is computed, the next ones are already gathered: they need memory too."
         elif ranks > 1 and got == layers * size / ranks + (1 + ahead) * size * (ranks - 1) / ranks:
-            say += " A gathered layer is a whole new array, with a copy of the own part in it: layer_bytes each."
+            say += " A gathered layer is a whole new array, which includes a copy of the rank's own part: layer_bytes each."
         elif got == layers * size / ranks + ahead * size and ahead:
-            say += " The layer that is being computed is there as a whole, beside those gathered ahead."
+            say += " The layer that is being computed is in memory as a whole, in addition to those gathered ahead."
         elif ranks == 1:
-            say += " A single rank has all of it anyway; nothing is gathered."
+            say += " A single rank already has all weights; nothing is gathered."
         raise e.wrong(say)
 
 
 @exercise(
     "23.2", "finish_time",
-    first_step="two lists, when each load ends and when each computation ends. Tile i needs a free buffer: computation i - stages must be over.",
-    hints={"IndexError": "Tile 0 has nobody before it: loaded and done are empty, and i - stages is below 0."},
+    first_step="keep two lists: the end times of the loads and of the computations. Tile i needs a free buffer: computation i - stages must have ended.",
+    hints={"IndexError": "Tile 0 has no predecessor: loaded and done are empty, and i - stages is negative."},
     kernel=False,
 )  # fmt: skip
 def finish_time(e):
@@ -200,8 +200,8 @@ def finish_time(e):
             got is not None and np.ndim(got) == 0,
             "Return one number, the time at which the last computation ends.",
         )
-        say = f"It says {got:g}; expected {done[-1]:g}."
-        side, free = [], []  # loads beside each other; computations beside each other
+        say = f"It returns {got:g}; expected {done[-1]:g}."
+        side, free = [], []  # if loads overlap each other; if computations overlap each other
         for i in range(tiles):
             side.append(
                 max((side[i - stages] if i >= stages else 0) + load, side[-1] if side else 0)
@@ -213,13 +213,13 @@ def finish_time(e):
                 + compute
             )
         if np.isclose(got, side[-1]) and not np.isclose(got, tiles * (load + compute)):
-            say += " Loads go one after another: load i begins when load i - 1 has ended."
+            say += " Loads run one after another: load i starts when load i - 1 has ended."
         elif np.isclose(got, free[-1]) and not np.isclose(got, tiles * (load + compute)):
-            say += " Computations go one after another: computation i begins when computation i - 1 has ended."
+            say += " Computations run one after another: computation i starts when computation i - 1 has ended."
         elif np.isclose(got, tiles * (load + compute)):
-            say += " That is one after the other. With several buffers the next tile is loaded while this one is computed."
+            say += " This runs everything in sequence. With several buffers the next tile is loaded while this one is computed."
         elif np.isclose(got, tiles * max(load, compute)):
-            say += " The first load cannot overlap anything: nobody has something to compute yet."
+            say += " The first load cannot overlap with anything: there is nothing to compute yet."
         elif np.isclose(got, load + tiles * compute) or np.isclose(got, tiles * load + compute):
-            say += " A load needs a free buffer: tile i waits until the computation of tile i - stages is over."
+            say += " A load needs a free buffer: tile i waits until the computation of tile i - stages has ended."
         raise e.wrong(say)

@@ -1,30 +1,30 @@
-"""A processor and a GPU that exist on paper, with exact times: what lesson 10 measures, the same on every machine."""
+"""A simulated CPU and GPU with exact times: lesson 10 measures them, and the results are the same on every machine."""
 
 
 class Machine:
-    """Python and a GPU with a queue between them. All times in microseconds.
+    """Python and a GPU, with a queue between them. All times are in microseconds.
 
-    launch_us: Python's time for a launch. compile_us: on top of it, when a kernel is launched for the first time.
+    launch_us: Python's time for a launch. compile_us: additional time for the first launch of a kernel.
     """
 
     def __init__(self, launch_us: float = 10.0, compile_us: float = 0.0):
         self.launch_us, self.compile_us = launch_us, compile_us
-        self.now = self.free = 0.0  # Python's clock; when the GPU has done all that is queued
+        self.now = self.free = 0.0  # Python's clock; when the GPU finishes all queued work
         self.known: set[str] = set()
         self.spans: list[tuple[str, float, float]] = []  # (kernel, start, end)
 
     def clock(self) -> float:
-        """What a stopwatch in Python shows."""
+        """The current time, as a timer in Python reads it."""
         return self.now
 
     def launch(self, name: str, runs_us: float) -> None:
-        """Put a kernel into the queue, and go on. It begins when all before it have ended."""
+        """Queue a kernel and return. It starts when all kernels queued before it have ended."""
         self.now += self.launch_us + (0 if name in self.known else self.compile_us)
         self.known.add(name)
         self._run(name, runs_us)
 
     def replay(self, kernels: list[tuple[str, float]]) -> None:
-        """One launch for a whole list of (name, runs_us): a CUDA graph."""
+        """One launch for a whole list of (name, runs_us), like a CUDA graph."""
         self.now += self.launch_us
         for name, runs_us in kernels:
             self._run(name, runs_us)
@@ -35,15 +35,15 @@ class Machine:
         self.spans.append((name, start, self.free))
 
     def record(self) -> float:
-        """Put an event into the queue: the GPU notes the time when it comes there."""
+        """Queue an event: the GPU records the time when it reaches the event."""
         return max(self.now, self.free)
 
     def synchronize(self) -> None:
-        """Python waits until the GPU has done all that is queued."""
+        """Wait until the GPU has finished all queued work."""
         self.now = max(self.now, self.free)
 
     def elapsed_us(self, begin: float, end: float) -> float:
-        """Between two events. Raises ValueError while the GPU has not come to the second."""
+        """The time between two events. Raises ValueError if the GPU has not reached the second one."""
         if end > self.now:
-            raise ValueError("the GPU has not come to this event yet: synchronize() first")
+            raise ValueError("the GPU has not reached this event yet: call synchronize() first")
         return end - begin

@@ -1,4 +1,4 @@
-"""An array that is handed out in pieces: for exercises that must never look at all of it at once."""
+"""An array that can only be read in pieces, for exercises that must never read all of it at once."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from .attempt import Wrong
 
 
 class Pieces(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array that hands out at most `most` rows at a time, and takes part in no arithmetic as a whole.
+    """An array that returns at most `most` rows per access, and refuses arithmetic on the whole array.
 
-    what, how: its rows, and how to take a piece, in words for the reader
-    chosen: how many different rows may be taken one by one, or by a list of their numbers, in all; 0: one at a time, any
-    asked: how many rows have been handed out
+    what, how: what its rows are and how to read a piece, as text for the reader
+    chosen: how many different rows may be read one by one or with a list of indices, in total; 0: any, one at a time
+    asked: how many rows have been read
     """
 
     def __init__(self, x, most, what, how, chosen=0):
@@ -30,18 +30,20 @@ class Pieces(np.lib.mixins.NDArrayOperatorsMixin):
             self._singles.update(np.atleast_1d(picked).tolist())
         if picked.size > most:
             raise Wrong(
-                f"That asks for {picked.size} {self._what} at once; {most} are allowed: {self._how}."
+                f"This reads {picked.size} {self._what} at once; at most {most} are allowed: {self._how}."
             )
         if len(self._singles) > self._chosen:
             raise Wrong(
-                f"More than {self._chosen} {self._what} were taken one by one, or by a list: {self._how} gives those of one "
-                "segment; single ones are for those that are handed on."
+                f"More than {self._chosen} {self._what} were read one by one or with a list: read a segment with {self._how}; "
+                "read single ones only for the candidates that are passed on."
             )
         self.asked += picked.size
         return self._x[key]
 
     def _all(self, *args, **options):
-        raise Wrong(f"All {len(self)} {self._what} at once: walk over them, {self._how}.")
+        raise Wrong(
+            f"All {len(self)} {self._what} at once are not allowed: loop over them with {self._how}."
+        )
 
     __array__ = __array_ufunc__ = __array_function__ = _all
     T = property(_all)

@@ -1,4 +1,4 @@
-"""What the source of an attempt says before it runs: is the gap still empty, does the library do the work."""
+"""Checks of an attempt's source before it runs: is the gap still empty, does the library do the work?"""
 
 import ast
 import inspect
@@ -9,7 +9,7 @@ GAP = "YOUR CODE"
 
 
 def is_empty(source):
-    """The gap as it was handed out: nothing but a docstring, and names that are given a value."""
+    """Whether the gap is unchanged: only a docstring and assignments to names."""
     try:
         body = ast.parse(source).body[0].body
     except (SyntaxError, AttributeError, IndexError):
@@ -23,7 +23,7 @@ def is_empty(source):
 
 
 def library_name(function, allow=frozenset()) -> str | None:
-    """The first name in the reader's code, or in functions beside it that it calls, that leads into xtrain."""
+    """The first name that refers to xtrain, in the reader's code or in other functions of the reader that it calls."""
     seen, todo = set(), [function]
     while todo:
         function = todo.pop()
@@ -63,7 +63,7 @@ def library_name(function, allow=frozenset()) -> str | None:
 
 
 def _allowed_attribute(tree, module, allow):
-    """module.name with a name that may be used"""
+    """Whether every use of the module is module.name with an allowed name."""
     parents = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.value is module]
     return bool(parents) and all(p.attr in allow for p in parents)
 
@@ -78,7 +78,7 @@ def _resolve(node, scope):
 
 
 def home_of(thing):
-    """The module that something comes from."""
+    """The name of the module that defines an object."""
     if isinstance(thing, types.ModuleType):
         return thing.__name__
     thing = getattr(thing, "py_func", getattr(thing, "func", thing))

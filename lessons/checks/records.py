@@ -1,6 +1,6 @@
-"""Measurements in bench/results, by id. A lesson never types in a number that a machine measured.
+"""Measurements in bench/results, by id. A lesson never hard-codes a number that was measured.
 
-id    bench/name/dtype, or bench/name/shape/dtype where one name was measured at several shapes
+id    bench/name/dtype, or bench/name/shape/dtype if a name was measured with several shapes
       bench_kernels/rmsnorm_fwd/fp32
 """
 
@@ -16,13 +16,13 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def find(identity: str) -> dict:
-    """The newest record with this id. Raises UserError when there is none, or when shapes leave a choice."""
+    """The newest record with this id. Raises UserError if there is none, or if records of several shapes match."""
     bench, *rest = identity.split("/")
     path = RESULTS / f"{bench}.jsonl"
     if not path.exists():
         names = ", ".join(sorted(p.stem for p in RESULTS.glob("*.jsonl")))
         raise UserError(
-            f"no records of {bench!r} in {RESULTS}: there are {names or 'none; lessons need a checkout of xtrain'}"
+            f"no records of {bench!r} in {RESULTS}: available are {names or 'none; run the lessons from a checkout of xtrain'}"
         )
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     records = {}
@@ -39,7 +39,7 @@ def find(identity: str) -> dict:
 
 
 def machine(records: list[dict]) -> str:
-    """ "Measured on one NVIDIA H200, 2026-11-21, commit c7517cb."; on as many as a name says: "dim384, 4 GPU, flat" """
+    """ "Measured on one NVIDIA H200, 2026-11-21, commit c7517cb."; the number comes from names like "dim384, 4 GPU, flat" """
     part = lambda key: ", ".join(sorted({str(r[key]) for r in records}))
     commits = [c for c in part("commit").split(", ") if c != "unknown"]
     commit = f", commit {', '.join(commits)}" if commits else ""
@@ -50,7 +50,7 @@ def machine(records: list[dict]) -> str:
 
 
 def kernel_file(record: dict) -> Path | None:
-    """The kernel file that a record is about: the one that defines a function of the record's name."""
+    """The source file that a record measures: the one that defines a function with the record's name."""
     stem = re.sub(r"_(fwd|bwd|both|text|naive).*$", "", record["name"])
     folder = ROOT / "xtrain" / "kernels"
     if record["bench"] == "bench_lessons":
@@ -63,9 +63,9 @@ def kernel_file(record: dict) -> Path | None:
 
 
 def changed_since(record: dict) -> str | None:
-    """A sentence when the kernel's file has changed since it was measured; None when not, or when git cannot tell.
+    """A sentence if the kernel's file has changed since the measurement; None if not, or if git cannot tell.
 
-    A record without a commit counts as measured where its line came into bench/results.
+    A record without a commit counts as measured in the commit that added its line to bench/results.
     """
     path = kernel_file(record)
     if path is None:
@@ -83,7 +83,7 @@ def changed_since(record: dict) -> str | None:
 
 
 def _git(*arguments) -> str | None:
-    """Its output, or None when it fails."""
+    """The output of a git command, or None if it fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except OSError:

@@ -1,13 +1,14 @@
-"""Who touched what: a kernel's accesses to memory, as the simulator saw them.
+"""The memory accesses of a kernel, as recorded by the simulator.
 
     trace = traced(kernel, grid, block, *args)
     trace.accesses                    list of Access, in the order in which the simulator ran them
-    trace.sectors("x_NC")             32-byte sectors that the warps asked for, and the bytes that threads wanted
+    trace.traffic("x_NC")             32-byte sectors that the warps requested, and the bytes that the threads used
 
-The hardware serves a warp at once: the 32 lanes of one instruction become as many transactions as there are different
-32-byte sectors among their addresses. Here an instruction is a place in the source, and the k-th time that a lane is
-there belongs to the k-th time that its neighbours are. That holds for kernels whose lanes take the same path.
-Two places in one line that read the same elements, as in x[i] * x[i], are one instruction, as for a compiler.
+The hardware handles the accesses of a warp together: the 32 lanes of one instruction need as many transactions as
+there are different 32-byte sectors among their addresses. Here an instruction is a position in the source, and the k-th
+access of a lane at this position belongs to the k-th access of the other lanes. This is correct for kernels whose lanes
+take the same path. Two reads of the same element in one line, as in x[i] * x[i], count as one instruction, as they do
+for a compiler.
 """
 
 import contextlib
@@ -23,13 +24,14 @@ from xtrain import simulator
 from xtrain.simulator.memory import Array
 from xtrain.simulator.thread import Thread
 
-SECTOR = 32  # bytes: what memory and caches of NVIDIA GPUs move at once
+SECTOR = 32  # bytes: the unit in which memory and caches of NVIDIA GPUs transfer data
 
 
 class Access(NamedTuple):
-    """One thread at one element. index: of the element in its array, flat. turn: how often it was there before.
+    """One access of one thread to one element. index: flat index of the element in its array.
 
-    launch: 0 for the first kernel that was traced, 1 for the second, ...
+    turn: number of earlier accesses of this thread at this position in the source.
+    launch: 0 for the first traced kernel, 1 for the second, ...
     """
 
     array: str
@@ -42,11 +44,11 @@ class Access(NamedTuple):
     line: int
     turn: int
     launch: int = 0
-    column: int = 0  # of the place in its line
+    column: int = 0  # of the position in its line
 
 
 class Traffic(NamedTuple):
-    """requests: instructions of whole warps. sectors: of 32 bytes that they touched. wanted: bytes that threads asked for."""
+    """requests: warp instructions. sectors: 32-byte sectors that they touch. wanted: bytes that the threads use."""
 
     requests: int
     sectors: int
@@ -58,7 +60,7 @@ class Traffic(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """Bytes wanted over bytes moved: 1.0 is a perfectly coalesced access."""
+        """Bytes used over bytes moved: 1.0 means fully coalesced."""
         return self.wanted / self.moved if self.sectors else 1.0
 
 
@@ -69,7 +71,7 @@ class Trace:
     def of(
         self, array: str | None = None, write: bool | None = None, kind="global"
     ) -> list[Access]:
-        """The accesses of one array, only writes or only reads."""
+        """The accesses to one array (None: to all arrays); write selects only writes or only reads."""
         return [
             a
             for a in self.accesses
@@ -79,7 +81,7 @@ class Trace:
         ]
 
     def requests(self, array=None, write=None, kind="global") -> list[list[Access]]:
-        """Accesses grouped as the hardware sees them: one list per warp, instruction and turn."""
+        """Accesses grouped as in the hardware: one list per warp, instruction and turn."""
         groups = defaultdict(list)
         for a in self.of(array, write, kind):
             line = a.launch, a.array, a.block, a.thread // 32, a.line, a.write, a.turn
@@ -90,14 +92,14 @@ class Trace:
         return list(once.values())
 
     def traffic(self, array=None, write=None) -> Traffic:
-        """Sectors of global memory, cache left aside: what the warps ask of it."""
+        """Global-memory sectors that the warps request, ignoring caches."""
         requests = self.requests(array, write)
         sectors = sum(len({a.index * a.bytes // SECTOR for a in r}) for r in requests)
         wanted = sum(a.bytes for r in requests for a in r)
         return Traffic(len(requests), sectors, wanted)
 
     def bank_conflicts(self, array=None) -> list[int]:
-        """For every warp access to shared memory: into how many passes its banks force it. 1 is no conflict."""
+        """For every warp access to shared memory: the number of passes that bank conflicts require. 1: no conflict."""
         ways = []
         for request in self.requests(array, None, "shared"):
             words = defaultdict(set)
@@ -109,9 +111,9 @@ class Trace:
 
 
 def traced(kernel, grid, block, *args, shared: int = 0) -> Trace:
-    """Run a kernel in the simulator (arrays are changed in place) and keep every access to global and shared memory.
+    """Run a kernel in the simulator (arrays change in place) and record every access to global and shared memory.
 
-    A global array goes by the name of the kernel's parameter, also inside device functions.
+    A global array has the name of the kernel's parameter, also inside device functions.
     """
     with tracing() as trace:
         simulator.run(kernel, grid, block, *args, shared=shared)
@@ -120,7 +122,7 @@ def traced(kernel, grid, block, *args, shared: int = 0) -> Trace:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[Trace]:
-    """The accesses of everything that runs in the simulator inside, such as the kernels of a launcher given SimArrays."""
+    """Record the accesses of all kernels that run in the simulator in this context, e.g. through a launcher with SimArrays."""
     accesses, turns, widths, launches = [], defaultdict(int), {}, {}
     load, store = Thread.load, Thread.store
 
@@ -162,7 +164,7 @@ def tracing() -> Iterator[Trace]:
 def _parameters(launch):
     """-> [(first byte, end, name)] of the array arguments"""
     found = []
-    names = list(inspect.signature(launch.translated.function).parameters)[1:]  # not the thread
+    names = list(inspect.signature(launch.translated.function).parameters)[1:]  # without the thread
     for name, a in zip(names, launch.args):
         if isinstance(a, Array):
             low = a.flat.__array_interface__["data"][0]
@@ -171,7 +173,7 @@ def _parameters(launch):
 
 
 def _place(parameters, address, size):
-    """-> name of the parameter that holds this byte, index of the element in it"""
+    """-> name of the parameter that contains this byte, index of the element in it"""
     for low, high, name in parameters:
         if low <= address < high:
             return name, (address - low) // size
@@ -179,13 +181,13 @@ def _place(parameters, address, size):
 
 
 def _width(what, size):
-    """Elements that one instruction moves: 4 for load4 of float32. Sites of intrinsics are whole calls."""
+    """Number of elements that one instruction moves: 4 for load4 of float32. The site of an intrinsic is its whole call."""
     call = re.match(r"(?:\w+\.)*(?:load|store)(?:_words)?(\d+)\(", what)
     return min(int(call[1]), 16 // size) if call else 1
 
 
 def owners(trace: Trace, array: str, shape, what="thread") -> np.ndarray:
-    """-> integer array of `shape`: which thread (or block) wrote each element of an array last; -1 for nobody."""
+    """-> integer array of `shape`: the thread (or block) that wrote each element last; -1 if it was not written."""
     owner = np.full(int(np.prod(shape)), -1)
     for a in trace.of(array, write=True):
         owner[a.index] = a.thread if what == "thread" else a.block[0]

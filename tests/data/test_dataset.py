@@ -232,7 +232,8 @@ def test_a_folder_taken_for_a_dead_one(tmp_path, monkeypatch):
 
 KILLED = """
 import sys, threading
-from xtrain import data, files
+from xtrain import files
+from xtrain.data import dataset as data
 data.ENCODE_BATCH, data.SHARD_TOKENS = 20_000, 5_000
 def hold(fraction, text):
     if fraction > float(sys.argv[3]):

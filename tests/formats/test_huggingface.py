@@ -18,7 +18,6 @@ from xtrain.formats import huggingface, tensor_file
 from xtrain.formats.huggingface import (
     config_from_hf,
     config_to_hf,
-    load,
     load_into,
     save,
     tensor_shapes,
@@ -231,7 +230,7 @@ def test_our_shards(tmp_path):
     assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
     assert all((tmp_path / name).stat().st_size < 22_000 for name in shards)
     state = auto(tmp_path).state_dict()
-    again = weights(load(tmp_path))
+    again = weights(Transformer.from_pretrained(tmp_path))
     for name, values in weights(model).items():
         assert np.array_equal(values, again[name]) and np.array_equal(values, state[name].numpy())
 
@@ -245,7 +244,7 @@ def test_files_of_older_transformers(tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
     save_file(tensors, path)
-    assert weights(load(tmp_path)).keys() == weights(model).keys()
+    assert weights(Transformer.from_pretrained(tmp_path)).keys() == weights(model).keys()
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, path)
     refused(tmp_path, "lm_head.weight is not the embedding table")
@@ -259,7 +258,7 @@ def test_same_weights_same_bytes(tmp_path):
     model = random_model(small())
     for name in ("a", "b"):
         save(model, tmp_path / name)
-    save(load(tmp_path / "a", DEVICE), tmp_path / "c")
+    save(Transformer.from_pretrained(tmp_path / "a", DEVICE), tmp_path / "c")
     assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "c")
     assert set(contents(tmp_path / "a")) == {"config.json", "model.safetensors"}
 
@@ -273,7 +272,7 @@ def test_an_older_export_is_replaced_and_other_files_stay(tmp_path):
     save(new, folder)
     names = {"config.json", "model.safetensors", "README.md", "model-mine.safetensors"}
     assert set(contents(folder)) == names
-    for name, values in weights(load(folder)).items():
+    for name, values in weights(Transformer.from_pretrained(folder)).items():
         assert np.array_equal(values, weights(new)[name])
     save(new, folder, max_shard_bytes=20_000)
     assert "model.safetensors" not in contents(folder)
@@ -350,7 +349,7 @@ def folder(saved, tmp_path):
 
 def refused(folder, *words):
     with pytest.raises(UserError) as caught:
-        load(folder)
+        Transformer.from_pretrained(folder)
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message and len(message) < 3000
@@ -468,5 +467,5 @@ def test_load_into_changes_nothing_unless_everything_fits(folder):
         load_into(random_model(replace(model.config, hidden_dim=44)), folder)
     assert all(np.array_equal(values, before[name]) for name, values in weights(model).items())
     load_into(model, folder)
-    expected = weights(load(folder))
+    expected = weights(Transformer.from_pretrained(folder))
     assert all(np.array_equal(values, expected[name]) for name, values in weights(model).items())

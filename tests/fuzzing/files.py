@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
+from xtrain import Transformer
 from xtrain.data.dataset import read_shard
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
-from xtrain.formats import huggingface
 from xtrain.formats.manifest import verify
 from xtrain.formats.tensor_file import read_header
 from xtrain.report import record
@@ -153,7 +153,7 @@ def config() -> Target:
         (folder / "config.json").write_bytes(content)
         if not (folder / "model.safetensors").exists():
             (folder / "model.safetensors").symlink_to(weights)
-        model = huggingface.load(folder, trainable=False)
+        model = Transformer.from_pretrained(folder, trainable=False)
         assert np.isfinite(model(np.array([[0, 1]])).numpy()).all() or True
 
     inputs = st.tuples(st.integers(0, len(configs) - 1), st.booleans(), CHANGES)

@@ -9,25 +9,22 @@ import typing
 
 from hypothesis import strategies as st
 
-from xtrain import lesson
-from xtrain.chat import main as chat_main
-from xtrain.compare import main as compare_main
+from xtrain import (
+    chat,
+    compare,
+    convert_meta,
+    ddp,
+    doctor,
+    generate,
+    gradcheck,
+    lesson,
+    profile,
+    train,
+)
 from xtrain.config import ModelConfig, TrainConfig, resolve
-from xtrain.convert_meta import main as convert_meta_main
-from xtrain.doctor import main as doctor_main
 from xtrain.errors import UserError
-from xtrain.formats import meta as convert_meta
-from xtrain.generate import main as generate_main
-from xtrain.gradcheck import main as gradcheck_main
-from xtrain.inspect import compare, doctor, gradcheck, profile
-from xtrain.parallel import ddp
-from xtrain.profile import main as profile_main
-from xtrain.report import page as report
-from xtrain.report.__main__ import main as report_main
-from xtrain.serving import conversation as chat
-from xtrain.serving import text_generation as generate
-from xtrain.train import main as train_main
-from xtrain.training import loop as train
+from xtrain.inspect.profile import model_config
+from xtrain.report import __main__ as report
 from xtrain.training.preemption import seconds
 from xtrain.training.single_process import ALONE
 
@@ -64,17 +61,17 @@ def known_op(op):
 
 # name: (the command line, options, what replaces the work behind it: (module, names, stand-in))
 LINES = {
-    "train": (train_main, TrainConfig, (train, ("train",), only_options)),
+    "train": (train.main, TrainConfig, (train, ("train",), only_options)),
     "ddp": (parsed_by_ddp, ddp.ParallelConfig, None),
-    "generate": (generate_main, generate.Options, None),
-    "chat": (chat_main, chat.Options, None),
-    "profile": (profile_main, profile.Options, (profile, ("measure", "show_plan"), lambda o, console: profile.model_config(o))),
-    "report": (report_main, report.Options, None),
-    "compare": (compare_main, compare.CompareConfig, None),
-    "convert_meta": (convert_meta_main, convert_meta.Options, None),
-    "gradcheck": (gradcheck_main, None, (gradcheck, ("run",), known_op)),
+    "generate": (generate.main, generate.Options, None),
+    "chat": (chat.main, chat.Options, None),
+    "profile": (profile.main, profile.Options, (profile, ("profile",), model_config)),
+    "report": (report.main, report.Options, None),
+    "compare": (compare.main, compare.CompareConfig, None),
+    "convert_meta": (convert_meta.main, convert_meta.Options, None),
+    "gradcheck": (gradcheck.main, None, (gradcheck, ("run",), known_op)),
     "lesson": (lesson.main, None, None),
-    "doctor": (doctor_main, None, (doctor, ("examine",), list)),
+    "doctor": (doctor.main, None, (doctor, ("examine",), list)),
 }  # fmt: skip
 
 

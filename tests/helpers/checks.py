@@ -118,7 +118,7 @@ def with_bug(thing, old: str, new: str, scope: dict) -> dict:
 
 def source_of(file: str) -> str:
     """The source of a module of xtrain.kernels, by its dotted name there: "attention.flash_attention"."""
-    return Path(xtrain.kernels.__file__).with_name(f"{file.replace('.', '/')}.py").read_text()
+    return Path(xtrain.kernels.__file__).parent.joinpath(f"{file.replace('.', '/')}.py").read_text()
 
 
 def load_changed(file: str, source: str, folder: Path, monkeypatch):

@@ -100,7 +100,7 @@ def test_a_package_is_missing_or_too_new(monkeypatch):
 
 
 def test_no_room(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "free_memory", lambda: 10**8)
+    monkeypatch.setattr(doctor.machine, "free_memory", lambda: 10**8)
     assert by_name(doctor.memory())["free memory"].ok is False
     usage = type("usage", (), {"free": 10**6})
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
@@ -195,7 +195,7 @@ def test_a_rank_says_its_number_in_one_write(monkeypatch):
 # ----------------------------------------------------------------------------- what takes the interpreter with it
 PATIENTS = """
 import os, time
-from xtrain import doctor
+from xtrain.inspect import doctor
 
 def end_at_once():
     yield doctor.Check("before", True, "fine")
@@ -223,7 +223,7 @@ def test_trials_that_go_wrong(monkeypatch, tmp_path, name, seconds, said):
 def test_a_trial_finds_what_the_user_would(monkeypatch, tmp_path):
     """Installed, xtrain lies among other packages: these must not come before those of PYTHONPATH."""
     (tmp_path / "patients.py").write_text(
-        "import sys\nfrom xtrain.doctor import Check\n"
+        "import sys\nfrom xtrain.inspect.doctor import Check\n"
         "def where(): yield Check('where', True, str(sys.path))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

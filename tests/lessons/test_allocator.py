@@ -151,7 +151,7 @@ def test_fragmentation_is_measured():
 def test_memory_runs_out_only_when_trimming_does_not_help():
     pool = Pool(Driver(limit=10 * MB))
     big = pool.alloc(6 * MB)
-    with pytest.raises(OutOfMemory, match="bytes asked"):
+    with pytest.raises(OutOfMemory, match="bytes requested"):
         pool.alloc(6 * MB)
     check_whole(pool)
     pool.free(big)

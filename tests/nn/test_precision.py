@@ -68,7 +68,7 @@ def test_serving_takes_bf16_where_it_is(tmp_path, monkeypatch, where, there, pre
     monkeypatch.setattr(pretrained, "resolve_device", lambda _: where)
     monkeypatch.setattr(pretrained, "has_bf16", lambda: there)
     monkeypatch.setattr(
-        pretrained.huggingface, "load", lambda folder, *rest, **_: asked.append(rest)
+        pretrained.Transformer, "from_pretrained", lambda folder, *rest, **_: asked.append(rest)
     )
     pretrained.load(tmp_path)
     assert asked == [(where, precision)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from xtrain.errors import UserError
-from xtrain.parallel import collectives as communicator
+from xtrain.parallel import collectives, ranks
 
 
 def test_no_mpi_library(monkeypatch):
@@ -17,7 +17,7 @@ def test_no_mpi_library(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "mpi4py", Broken())
     with pytest.raises(UserError, match=r"no MPI library \(cannot load MPI library\)"):
-        communicator.connect()
+        ranks.connect()
 
 
 def fake_gpus(monkeypatch, count):
@@ -25,7 +25,7 @@ def fake_gpus(monkeypatch, count):
     device = lambda i: SimpleNamespace(use=lambda: used.append(i))
     runtime = SimpleNamespace(getDeviceCount=lambda: count)
     fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=device))
-    monkeypatch.setattr(communicator, "cupy", lambda: fake)
+    monkeypatch.setattr(ranks, "cupy", lambda: fake)
     return used
 
 
@@ -39,19 +39,19 @@ def fake_ranks(local, visible):
 
 def test_which_gpu(monkeypatch):
     used = fake_gpus(monkeypatch, 4)
-    communicator.choose_gpu(fake_ranks(3, [(None, 4)] * 4))
+    ranks.choose_gpu(fake_ranks(3, [(None, 4)] * 4))
     fake_gpus_of_its_own = fake_gpus(monkeypatch, 1)
-    communicator.choose_gpu(fake_ranks(3, [(str(i), 1) for i in range(4)]))
+    ranks.choose_gpu(fake_ranks(3, [(str(i), 1) for i in range(4)]))
     assert used == [3] and fake_gpus_of_its_own == [0]
     with pytest.raises(UserError, match=r"fewer GPUs than ranks \(1 and 2 here\)"):
-        communicator.choose_gpu(fake_ranks(1, [(None, 1)] * 2))
+        ranks.choose_gpu(fake_ranks(1, [(None, 1)] * 2))
 
 
 def test_no_nccl(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(UserError, match="no NCCL library"):
-        communicator.load_nccl()
+        collectives.load_nccl()
 
 
 # ----------------------------------------------------------------------------- NCCL, as far as it goes without a GPU
@@ -94,18 +94,18 @@ def test_what_nccl_is_asked_for(monkeypatch, bf16):
     main = Stream(False)
     main.name = "main"
     cuda = SimpleNamespace(Stream=Stream, Event=Event, get_current_stream=lambda: main)
-    monkeypatch.setattr(communicator, "cupy", lambda: SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(communicator, "load_nccl", lambda: nccl)
+    monkeypatch.setattr(collectives, "cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(collectives, "load_nccl", lambda: nccl)
     monkeypatch.setattr(
-        communicator,
+        collectives,
         "empty",
         lambda _, shape, dtype=np.float32: np.empty(shape, dtype).view(Address),
     )
-    monkeypatch.setattr(communicator, "cast_into", lambda y, x: y.__setitem__(..., x))
+    monkeypatch.setattr(collectives, "cast_into", lambda y, x: y.__setitem__(..., x))
     comm = SimpleNamespace(bcast=lambda x: "id")
     ranks = SimpleNamespace(rank=2, world=4, comm=comm)
     grads = np.arange(64, dtype=np.float32).view(Address)
-    c = communicator.NcclCollectives(ranks, SimpleNamespace(grads=grads), bf16)
+    c = collectives.NcclCollectives(ranks, SimpleNamespace(grads=grads), bf16)
     sent, kind = (c.half, 16) if bf16 else (grads, 32)
     at = lambda array, i: array.data.ptr + i * array.itemsize
     c.all_reduce(8, 24)

@@ -18,8 +18,8 @@ from xtrain.config import ModelConfig, TrainConfig, resolve
 from xtrain.errors import UserError
 from xtrain.nn.model import Transformer
 from xtrain.nn.modules import ALIGN, arena_unit
-from xtrain.parallel import collectives as communicator
 from xtrain.parallel.ddp import STAGES, ParallelConfig, buckets, train_parallel
+from xtrain.training.single_process import ALONE
 
 HERE = Path(__file__).parent
 TEXT = HERE.parent / "data" / "grammar.txt"
@@ -296,7 +296,7 @@ def test_no_mpi4py(environment):
 @mpi
 def test_a_rank_that_fails_before_mpi(environment):
     """MPICH does not notice, and the others would wait in MPI_Init for ever."""
-    script = "from xtrain import communicator as c; c.START_SECONDS = 0.5; c.connect()"
+    script = "from xtrain.parallel import ranks as c; c.START_SECONDS = 0.5; c.connect()"
     job = start(environment, 1, sys.executable, "-c", script, ":", "-n", 1, "sh", "-c", "exit 3")
     code, _, err = finish(job, 30)
     assert code != 0 and ("_when_all_ranks_have_started" in err or "Exit code:    3" in err), err
@@ -304,7 +304,7 @@ def test_a_rank_that_fails_before_mpi(environment):
 
 def test_options_of_several_ranks_are_read_with_one():
     with pytest.raises(UserError, match="--bucket-mb must be a positive number"):
-        train_parallel(ParallelConfig(data="nowhere", bucket_mb=0), communicator.ALONE)
+        train_parallel(ParallelConfig(data="nowhere", bucket_mb=0), ALONE)
 
 
 # ----------------------------------------------------------------------------- buckets, and when they start

@@ -240,6 +240,6 @@ def test_nothing_is_loaded_in_part(mine, monkeypatch):
     """The tokenizer and all headers are looked at before weights are read."""
     path = mine / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    monkeypatch.setattr("xtrain.formats.huggingface.Transformer", None)
+    monkeypatch.setattr(pretrained.Transformer, "__init__", None)
     with pytest.raises(UserError, match="cut short"):
         pretrained.load(mine, "cpu")

@@ -77,7 +77,7 @@ def run_rmsnorm(module, N=2, C=40):
 
 
 def run_softmax(planted, reduce):
-    """softmax.py's kernel for long rows, on the device functions of a changed _reduce.py."""
+    """softmax.py's kernel for long rows, on the device functions of a changed reduce.py."""
     softmax = planted("softmax")
     softmax.block_sum, softmax.block_max = reduce.block_sum, reduce.block_max
     args = f32(2, 300), 1, np.float32(1), False
@@ -131,11 +131,13 @@ def test_barrier_in_a_branch_that_some_threads_take(planted):
     )
     rest = "        partial[warp] = v\n    cuda.syncthreads()  # every warp's sum is there\n"
     reduce = planted(
-        "_reduce", barrier + guard + rest, guard + "        cuda.syncthreads()  # of some\n" + rest
+        "primitives.reduce",
+        barrier + guard + rest,
+        guard + "        cuda.syncthreads()  # of some\n" + rest,
     )
     with pytest.raises(DeadlockError) as caught:
         run_softmax(planted, reduce)
-    words = "8 threads (0, 32, 64, 96, 128, 160, 192, 224) wait in syncthreads at bad__reduce.py"
+    words = "8 threads (0, 32, 64, 96, 128, 160, 192, 224) wait in syncthreads at bad_reduce.py"
     assert_reported(caught, reduce, "causal_softmax_fwd_kernel", words, "called at bad_softmax.py")
     assert_reported(
         caught, reduce, "248 threads (1-31, 33-63", lines=(MARK, "every warp's sum is there")
@@ -160,7 +162,7 @@ def test_early_return_before_a_barrier(planted):
         run_rmsnorm(module)
     words = (
         "192 threads (64-255) have returned at",
-        "64 threads (0-63) wait in syncthreads at _reduce.py",
+        "64 threads (0-63) wait in syncthreads at reduce.py",
     )
     assert_reported(caught, module, "rmsnorm_fwd_naive_kernel", *words)
 
@@ -266,14 +268,14 @@ def test_shared_array_too_small(planted):
     module = planted("rmsnorm", old, old.replace("MAX_WARPS", "4"))
     with pytest.raises(OutOfBoundsError) as caught:
         run_rmsnorm(module)
-    words = "thread 128 uses partial[4] at _reduce.py", "shape is (4,)", "partial[warp] = v"
+    words = "thread 128 uses partial[4] at reduce.py", "shape is (4,)", "partial[warp] = v"
     assert_reported(
         caught, module, "block_sum (called by rmsnorm_fwd_naive_kernel)", *words, lines=()
     )
 
 
 def test_sixteen_bytes_past_the_end(planted):
-    """Through the intrinsics of _ptx.py."""
+    """Through the intrinsics of kernels/primitives/ptx.py."""
     old = "load4(registers, x, first + c)"
     rows = planted("primitives.rows", old, "load4(registers, x, first + c + 4)")
     rmsnorm = planted("rmsnorm")
@@ -331,7 +333,7 @@ def test_shuffle_in_a_branch(planted):
     module = planted("softmax", old, new)
     with pytest.raises(DeadlockError) as caught:
         module.causal_softmax_bwd(f32(1, 8, 21), f32(1, 8, 21), 8, 1.0)  # no multiple of 4 keys
-    words = "have returned at", "wait in shfl_xor_sync with mask 0xffffffff at _reduce.py"
+    words = "have returned at", "wait in shfl_xor_sync with mask 0xffffffff at reduce.py"
     assert_reported(caught, module, "causal_softmax_bwd_warp_kernel", *words)
 
 

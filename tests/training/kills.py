@@ -29,6 +29,8 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 from runs import SHAPE, assert_same_run, checkpoints, options
 
 from xtrain.config import PRESETS, Preset

@@ -58,7 +58,7 @@ def once(before, error):
 @pytest.mark.parametrize(
     "owner, name, where",
     [
-        (nn, "zeros_on", "nn.py"),
+        (nn, "zeros_on", "modules.py"),
         (Loader, "next_batch", "run.py"),
         (attention, "attention_bwd", "backward"),
     ],
@@ -151,8 +151,8 @@ def test_without_a_plan(tmp_path, monkeypatch):
 
 
 def test_other_command_lines(tmp_path, monkeypatch, capsys):
+    from xtrain import generate
     from xtrain.inspect import profile
-    from xtrain.serving import text_generation as generate
 
     def options(*_, **__):
         too_much()
@@ -160,7 +160,6 @@ def test_other_command_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profile, "measure", options)
     assert profile_main([]) == 2
     assert "xtrain.profile: out of memory" in capsys.readouterr().err
-    assert (
-        generate.run("xtrain.generate", generate.Options, options, "", ["a", "--model", "b"]) == 2
-    )
+    monkeypatch.setattr(generate, "generate", options)
+    assert generate.main(["a", "--model", "b"]) == 2
     assert "xtrain.generate: out of memory" in capsys.readouterr().err

@@ -347,9 +347,9 @@ def _root() -> bool:
 # ----------------------------------------------------------------------------- in a process of its own
 def _apart(name: str, trial: str, mend: str) -> list[Check]:
     """The checks of `trial`, module.function; a failed one for a process that ended otherwise."""
-    code = f"import xtrain.doctor, {trial.rpartition('.')[0]}; xtrain.doctor.tell({trial})"
+    code = f"import {__name__}, {trial.rpartition('.')[0]}; {__name__}.tell({trial})"
     # last: where xtrain is installed there are other packages too, and the user's own come before them
-    path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent.parent)]
+    path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     try:
         done = subprocess.run(

@@ -67,7 +67,7 @@ def errors(module, backward=True, all_keys=False):
 
 
 def test_nothing_planted(planted):
-    module = planted("_tiles", "CHUNK = 8", "CHUNK = 8")
+    module = planted("primitives.tiles", "CHUNK = 8", "CHUNK = 8")
     assert module is not flash_attention and module.bf16 is not flash_attention.bf16
     assert max(errors(module).values()) < 1e-2
 
@@ -77,16 +77,16 @@ BUGS = {
     "tile not waited for": (FWD, "            wait_copies(0)\n            cuda.syncthreads()  # this", "            cuda.syncthreads()  # this", UninitializedError),
     "no barrier before the next tile": (FWD, "            wait_copies(0)\n            cuda.syncthreads()  # this", "            wait_copies(0)  # this", KernelError),
     "one copy too many under way": (BWD, "        while n0 < end:\n            wait_copies(0)", "        while n0 < end:\n            wait_copies(1)", UninitializedError),
-    "copies not committed": ("_tiles", "stride, valid)\n        commit_copies()", "stride, valid)", UninitializedError),
+    "copies not committed": ("primitives.tiles", "stride, valid)\n        commit_copies()", "stride, valid)", UninitializedError),
     "next tile into this one's place": (FWD, "copy_kv(smem, other, k,", "copy_kv(smem, now, k,", KernelError),
-    "rows stored before they are whole": ("_tiles", "        cuda.syncwarp()  # the rows are whole\n", "", RaceError),
+    "rows stored before they are whole": ("primitives.tiles", "        cuda.syncwarp()  # the rows are whole\n", "", RaceError),
     "statistics of the other stage": (BWD, "weights(s, stats, now // 2 + LSE", "weights(s, stats, other // 2 + LSE", KernelError),
     # swizzle and fragments
-    "no swizzle": ("_tiles", "chunk ^ ((row >> SHIFT) & MASK)", "chunk", KernelError),
-    "rows swizzled by another rule than read": ("_tiles", "to, source = a + place(row, chunk)", "to, source = a + row * D + chunk * 8", WRONG),
-    "right operand not transposed": ("_tiles", "            ldmatrix_trans(fb, smem, b + left_lane(), 16 * n, 16 * k * D)", "            ldmatrix(fb, smem, b + left_lane(), 16 * n, 16 * k * D)", WRONG),
-    "halves of the right operand exchanged": ("_tiles", "mma_bf16(s[m, 2 * n + 1], fa[m], fb[1])", "mma_bf16(s[m, 2 * n + 1], fa[m], fb[0])", WRONG),
-    "packed tiles in the wrong order": ("_tiles", "n, r = 2 * k + i // 2, i % 2", "n, r = 2 * k + i % 2, i // 2", WRONG),
+    "no swizzle": ("primitives.tiles", "chunk ^ ((row >> SHIFT) & MASK)", "chunk", KernelError),
+    "rows swizzled by another rule than read": ("primitives.tiles", "to, source = a + place(row, chunk)", "to, source = a + row * D + chunk * 8", WRONG),
+    "right operand not transposed": ("primitives.tiles", "            ldmatrix_trans(fb, smem, b + left_lane(), 16 * n, 16 * k * D)", "            ldmatrix(fb, smem, b + left_lane(), 16 * n, 16 * k * D)", WRONG),
+    "halves of the right operand exchanged": ("primitives.tiles", "mma_bf16(s[m, 2 * n + 1], fa[m], fb[1])", "mma_bf16(s[m, 2 * n + 1], fa[m], fb[0])", WRONG),
+    "packed tiles in the wrong order": ("primitives.tiles", "n, r = 2 * k + i // 2, i % 2", "n, r = 2 * k + i % 2, i // 2", WRONG),
     # the maths
     "sums not rescaled": (FWD, "total[m, r] *= shrink", "total[m, r] *= float32(1.0)", WRONG),
     "diagonal off by one": (FWD, "last = int32(last - n0", "last = int32(last + 1 - n0", WRONG),
@@ -117,7 +117,9 @@ PAIR_BUGS = {
 
 @pytest.mark.parametrize("bug", [None, *PAIR_BUGS])
 def test_bugs_between_two_warps(planted, bug):
-    file, old, new, expected = PAIR_BUGS[bug] if bug else ("_tiles", "CHUNK = 8", "CHUNK = 8", None)
+    file, old, new, expected = (
+        PAIR_BUGS[bug] if bug else ("primitives.tiles", "CHUNK = 8", "CHUNK = 8", None)
+    )
     module = planted(file, old, new)
     maker = module.bf16_pairs.make_pairs_kernel, module.bf16_pairs.pairs_shared_bytes
     single = module._maker

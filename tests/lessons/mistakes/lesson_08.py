@@ -1,4 +1,4 @@
-"""Typical mistakes, planted in the solutions of lesson 8: (exercise, old, new, words of the answer)."""
+"""Typical mistakes, planted in the solutions of lesson 8: (exercise, old, new, phrase in the answer)."""
 
 MISTAKES = [
     ("8.1", "lr / c1 * m / (math.sqrt(v) / root2 + eps)", "lr * m / (math.sqrt(v) + eps)", "bias corrections are missing"),
@@ -16,21 +16,21 @@ MISTAKES = [
     ("8.1", "math.sqrt(v)", "v", "The root of v is missing"),
     ("8.1", "i < n_decay", "i <= n_decay", "One element too many"),
     ("8.1", "w -= lr * weight_decay * w", "g += weight_decay * w", "Adam with L2"),
-    ("8.1", "(float32(1.0) - beta1) * (g", "beta1 * (g", "m follows too fast"),
+    ("8.1", "(float32(1.0) - beta1) * (g", "beta1 * (g", "m follows g too fast"),
     ("8.1", "float32(1.0) - beta1", "1 - beta1", "computed in float64"),
     (
         "8.1", "        w_n[i] = w - lr / c1 * m / (math.sqrt(v) / root2 + eps)", 
         "        w_n[i] = w - lr / c1 * m_n[i] / (math.sqrt(v_n[i]) / root2 + eps)", "uses the old m and v",
     ),
     ("8.2", "max(1, steps - 1 - warmup)", "(steps - 1 - warmup)", "whose progress is 0"),
-    ("8.2", "0.5 * (1 + ", "(1 + ", "No rate is above the peak"),
-    ("8.2", "step < warmup", "step <= warmup", "No rate is above the peak"),
+    ("8.2", "0.5 * (1 + ", "(1 + ", "must never exceed the peak"),
+    ("8.2", "step < warmup", "step <= warmup", "must never exceed the peak"),
     ("8.2", "1 + math.cos", "1 - math.cos", "rises where it should fall"),
     ("8.3", "min(1.0, limit / norm)", "max(1.0, limit / norm)", "longer than the limit"),
-    ("8.3", "math.sqrt(sum(float((g * g).sum()) for g in gradients))", "max(math.sqrt(float((g * g).sum())) for g in gradients)", "the longest array alone"),
+    ("8.3", "math.sqrt(sum(float((g * g).sum()) for g in gradients))", "max(math.sqrt(float((g * g).sum())) for g in gradients)", "only the longest array"),
     ("8.3", "math.sqrt(sum(float((g * g).sum()) for g in gradients))", "sum(float(abs(g).sum()) for g in gradients)", "adds up absolute values"),
     ("8.3", "math.sqrt(sum(float((g * g).sum()) for g in gradients))", "math.sqrt(sum(float((g * g).mean()) for g in gradients))", "the root of the SUM"),
-    ("8.3", "return min(1.0, limit / norm)", "if norm > limit:\n        return limit / norm", "nothing to shorten"),
+    ("8.3", "return min(1.0, limit / norm)", "if norm > limit:\n        return limit / norm", "if the norm is within the limit"),
     ("8.2", "(step + 1) / warmup", "step / warmup", "A step with rate 0 is wasted"),
     ("8.2", "min_ratio + (1 - min_ratio) * 0.5", "0.5", "not at 0"),
     ("8.2", "(step - warmup) / max(1, steps - 1 - warmup)", "step / (steps - 1)", "its progress is 0 at step == warmup"),
@@ -50,6 +50,6 @@ MISTAKES = [
     ("8.3", "return min(1.0, limit / norm)", "return [g * min(1.0, limit / norm) for g in gradients]", "Return one number"),
 ]  # fmt: skip
 
-UNTRUE = [  # what is not to be said of these
+UNTRUE = [  # mistakes with a phrase that the answer must not contain
     ("8.3", "min(1.0, limit / norm)", "1.0 + norm", "A small gradient"),
 ]  # fmt: skip

@@ -2,11 +2,11 @@
 
 MISTAKES = [
     ("19.1", "* scale", "", "not scaled"),
-    ("19.1", "float32(-math.inf)", "float32(0.0)", "begin with minus infinity"),
-    ("19.1", "last = first + chunk if first + chunk < n else n", "first, last = 0, n", "only at its own"),
-    ("19.1", "total = total * keep + p", "total = total + p", "must be multiplied by exp(old m - new m)"),
+    ("19.1", "float32(-math.inf)", "float32(0.0)", "start with minus infinity"),
+    ("19.1", "last = first + chunk if first + chunk < n else n", "first, last = 0, n", "use only its own keys"),
+    ("19.1", "total = total * keep + p", "total = total + p", "the running l must be multiplied by exp(old m - new m)"),
     ("19.1", "acc = acc * keep + p * v_ND[i, d]", "acc = acc + p * v_ND[i, d]", "like l"),
-    ("19.1", "acc_SD[s, d] = acc", "acc_SD[s, d] = acc / total", "leave that to the merge"),
+    ("19.1", "acc_SD[s, d] = acc", "acc_SD[s, d] = acc / total", "leave the division to the merge"),
     ("19.2", "    share_S = np.exp(m_S - m_S.max())\n", "    share_S = np.ones_like(m_S)\n", "expected"),
     ("19.2", "(share_S * l_S).sum()", "l_S.sum()", "l was not rescaled"),
     ("19.2", " / (share_S * l_S).sum()", "", "Divide by the sum"),
@@ -14,14 +14,14 @@ MISTAKES = [
     ("19.3", "min(most, -(-n // chunk))", "-(-n // chunk)", "at most 32 are allowed"),
     ("19.3", "min(most, -(-n // chunk))", "1", "where"),
     ("19.3", "min(begin + size, n)", "begin + size", "all keys from 0"),
-    ('19.1', 'warp_sum(', '(', 'That is the product of one channel'),
-    ('19.1', '* v_ND[i, d]', '* k_ND[i, d]', 'times VALUES'),
+    ('19.1', 'warp_sum(', '(', 'This is the product of one channel'),
+    ('19.1', '* v_ND[i, d]', '* k_ND[i, d]', 'times the VALUES'),
     ('19.2', '    share_S = np.exp(m_S - m_S.max())\n', '    share_S = np.ones_like(m_S)\n', 'Neither sum was rescaled'),
     ('19.2', 'np.exp(m_S - m_S.max())', 'np.exp(m_S.max() - m_S)', 'not M - m_i'),
     ("19.2", "m_S.max()", "m_S[0]", "the largest m first"),
 ]  # fmt: skip
 
-UNTRUE = [  # what is not to be said of these
+UNTRUE = [  # words that the answer must not contain
     ("19.2", "return (share", "return np.nan * (share", "exp overflows"),
     ("19.2", "m_S.max()", "m_S.mean()", "an empty part has l = 0"),
 ]  # fmt: skip

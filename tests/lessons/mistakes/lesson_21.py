@@ -2,33 +2,33 @@
 
 MISTAKES = [
     ("21.1", "free_at[row] = start + n", "free_at[row] = start + n - 1", "at the same time"),
-    ("21.1", "free_at[row] = start + n", "free_at[row] = start + n + 1", "stand empty for a step"),
-    ("21.1", "row = free_at.index(min(free_at))", "row = len(plan) % rows", "The rows take turns"),
+    ("21.1", "free_at[row] = start + n", "free_at[row] = start + n + 1", "are idle for one step"),
+    ("21.1", "row = free_at.index(min(free_at))", "row = len(plan) % rows", "(round robin)"),
     ("21.1", "free_at[row] = start + n", "free_at = [start + n] * rows", "one request at a time"),
     (
         "21.1", "        row = free_at.index(min(free_at))\n        start = free_at[row]",
         "        row = len(plan) % rows\n        if row == 0:\n            free_at = [max(free_at)] * rows\n        start = free_at[row]",
         "static batching",
     ),
-    ("21.2", " and rows_B[b] >= 0", "", "Idle lanes were counted too"),
-    ("21.2", " and rows_B[b] >= 0", " and rows_B[b] > 0", "Row 0 is a row"),
+    ("21.2", " and rows_B[b] >= 0", "", "Idle slots were advanced too"),
+    ("21.2", " and rows_B[b] >= 0", " and rows_B[b] > 0", "Row 0 is a valid row"),
     ("21.2", "        step_B[b] += 1\n", "", "both lengths and step"),
     ("21.2", "b < rows_B.size and ", "", "threads past the last"),
-    ("21.3", "min(n, len(prompt) - 1)", "n", "that one must be computed"),
+    ("21.3", "min(n, len(prompt) - 1)", "n", "which must be computed"),
     ("21.3", "            break\n", "            continue\n", "stop at the first difference"),
-    ("21.3", "return min(n, len(prompt) - 1)", "return len(held)", "compare it with the prompt"),
+    ("21.3", "return min(n, len(prompt) - 1)", "return len(cached)", "compare them with the prompt"),
     ("21.3", "min(n, len(prompt) - 1)", "max(n - 1, 0)", "One too few"),
     ("21.4", "return decoder.decode(data), decoder.getstate()[0]", 'return data.decode("utf-8", "replace"), b""', "hold those bytes back"),
-    ("21.4", '("replace")', '("ignore")', "dropped without a trace"),
+    ("21.4", '("replace")', '("ignore")', "dropped silently"),
     ("21.4", "return decoder.decode(data), decoder.getstate()[0]", "return decoder.decode(data), b''", "are lost"),
     (
         "21.4", "    decoder = codecs", "    try:\n        return data.decode(), b''\n    except UnicodeDecodeError as error:\n"
-        "        return data[: error.start].decode(), data[error.start :]\n    decoder = codecs", "for ever",
+        "        return data[: error.start].decode(), data[error.start :]\n    decoder = codecs", "forever",
     ),
-    ('21.3', '    n = 0\n', '    if held != prompt[: len(held)]:\n        return 0\n    n = 0\n', 'What agrees in part'),
+    ('21.3', '    n = 0\n', '    if cached != prompt[: len(cached)]:\n        return 0\n    n = 0\n', 'A partial match'),
     ("21.2", "cuda.blockDim.x", "32", "expected"),
 ]  # fmt: skip
 
-UNTRUE = [  # what is not to be said of these
-    ("21.1", "free_at[row] = start + n", "free_at[row] = start + n + 2", "Rows stand empty for a step"),
+UNTRUE = [  # words that the answer must not contain
+    ("21.1", "free_at[row] = start + n", "free_at[row] = start + n + 2", "Rows are idle for one step"),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ Logbook.picture = lambda self: (
     None
 )  # importing matplotlib takes as long as all the rest of a short run
 WORLD = MPI.COMM_WORLD
-TEXT = Path(__file__).resolve().parents[2] / "tests" / "data" / "grammar.txt"
+TEXT = Path(__file__).resolve().parents[2] / "data" / "grammar.txt"
 
 
 def options(out, **more):
