@@ -26,7 +26,7 @@ from ..kernels.attention.decode_attention import decode_attention
 from ..kernels.cast import BFLOAT16
 from ..kernels.decoding.gemv import MAX_ROWS, gemv, gemv_fits
 from ..kernels.decoding.kv_cache import append_kv, empty_kv_cache, kv_cache_bytes
-from ..kernels.decoding.padding import token_places
+from ..kernels.decoding.padding import token_positions
 from ..kernels.embedding import embedding_fwd
 from ..kernels.gemm import linear_fwd, matmul
 from ..kernels.primitives.tiles import WIDTHS
@@ -152,7 +152,7 @@ class CachedModel:
         tables = self.cos_PR, self.sin_PR
         if self.stretched(whole):
             tables = self._on_device(self._tables_for(whole))
-        rows_N, positions_N = token_places(edges_E, len(ids), history_A, rows_A)
+        rows_N, positions_N = token_positions(edges_E, len(ids), history_A, rows_A)
         places = (rows_N, positions_N, edges_E, history_A, rows_A, max(lengths))
         return self._prefill(ids_N, tables, places, last_W if last else None)
 

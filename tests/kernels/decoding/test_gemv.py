@@ -1,4 +1,4 @@
-"""gemv.py: every fused form against float64, PyTorch as the oracle, rows that do not feel each other."""
+"""gemv.py: every fused form against float64 and PyTorch; rows do not depend on each other."""
 
 import ml_dtypes
 import numpy as np
@@ -75,7 +75,9 @@ def test_many_tiles_per_block_and_steps_per_tile(monkeypatch, swiglu):
     check(case(2, 32 * 5, 40, norm=True, swiglu=swiglu))
 
 
-@pytest.mark.parametrize("config", [(1, 1, 1), (2, 3, 1), (4, 4, 2), (16, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "config", [Config(1, 1, 1), Config(2, 3, 1), Config(4, 4, 2), Config(16, 1, 1)], ids=str
+)
 def test_every_division_of_the_work(monkeypatch, config):
     args = case(3, 32 * 7, 40, norm=True)
     y = to_kernel(np.full((3, 40), np.nan, np.float32))
@@ -91,11 +93,11 @@ def test_the_products_of_a_decoder():
     kinds = [(2048, 2560, False, True), (2048, 2048, False, False), (2048, 5632, True, True)]
     kinds += [(5632, 2048, False, False), (2048, 32000, False, True)]
     assert [_gemv_tensor.choose(*kind) for kind in kinds] == [
-        (16, 4, 1, True),
-        (8, 8, 2, False),
-        (4, 4, 3, True),
-        (16, 11, 1, True),
-        (4, 4, 4, True),
+        Config(warps=16, chunks=4, blocks=1),
+        Config(warps=8, chunks=8, blocks=2, stage=False),
+        Config(warps=4, chunks=4, blocks=3),
+        Config(warps=16, chunks=11, blocks=1),
+        Config(warps=4, chunks=4, blocks=4),
     ]
 
 
@@ -108,7 +110,7 @@ def test_any_shape(data):
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[7]], ids=str)
-def test_a_row_does_not_feel_the_others(form):
+def test_a_row_does_not_depend_on_the_others(form):
     args = case(5, 96, 20, **form)
     for put in (to_kernel, np.array):
         together = run(args, put)
@@ -167,7 +169,7 @@ def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, w):
             "        if not ready:\n            load_w(words",
         ),
         (False, "                if lane & 3 == 0:\n    ", "                if True:\n    "),
-        (True, "            cuda.syncthreads()  # x is there\n", ""),
+        (True, "            cuda.syncthreads()  # x is in shared memory\n", ""),
     ],
 )
 def test_planted_bugs_are_found(stage, old, new):
@@ -187,7 +189,7 @@ def test_planted_bugs_are_found(stage, old, new):
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_wider_than_shared_memory(norm):
-    """x stays in global memory then; the plain division of the work gives the same."""
+    """x stays in global memory then, and the result is right."""
     K = 8192
     plain, direct = Config(8, 2, 1), Config(8, 2, 1, False)
     assert not staged(K, plain) and staged(4096, plain) and not staged(64, direct)
@@ -220,10 +222,12 @@ def test_bad_input():
         gemv(*args[:2], out=normal(1, 2, 10))
     with pytest.raises(ValueError, match=r"next_w has shape \(10, 64\), expected \(any\)"):
         gemv(*args[:2], next_w=args[1])
-    with pytest.raises(ValueError, match="9 rows of 64, the GPU takes 1 to 8 of a multiple of 32"):
+    with pytest.raises(
+        ValueError, match="9 rows of 64, the GPU supports 1 to 8 of a multiple of 32"
+    ):
         run(case(9, 64, 10), to_kernel)
     args = [to_kernel(normal(i, n, 6)) for i, n in ((1, 2), (2, 10))]
-    with pytest.raises(ValueError, match="2 rows of 6, the GPU takes 1 to 8 of a multiple of 4"):
+    with pytest.raises(ValueError, match="2 rows of 6, the GPU supports 1 to 8 of a multiple of 4"):
         gemv(*args)
     with pytest.raises(ValueError, match="2 rows of 48"):
         run(case(2, 48, 10), to_kernel)
