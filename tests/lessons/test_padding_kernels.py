@@ -99,7 +99,7 @@ def test_a_shuffle_in_a_branch_is_found():
 
 def test_bad_input():
     edges, x = edges_of((3, 1)), normal(1, 4, 2)
-    with pytest.raises(ValueError, match="a sequence of 3 tokens, where 2 are the most"):
+    with pytest.raises(ValueError, match="a sequence of 3 tokens, expected at most 2"):
         restore_padding(x, edges, 2)
     with pytest.raises(ValueError, match="a length is -1"):
         cumulative_lengths(int32([2, -1]))

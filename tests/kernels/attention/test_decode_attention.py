@@ -298,7 +298,7 @@ def test_bad_input():
         decode_attention(*replace(4, int32([7])))
     odd = case([3], 2, 1, 24, 8)
     decode_attention(*odd)  # any even width on the CPU
-    with pytest.raises(ValueError, match="head dim 24, the GPU kernels have"):
+    with pytest.raises(ValueError, match="head dim 24, the GPU kernels support"):
         decode_attention(*[to_kernel(a) if isinstance(a, np.ndarray) else a for a in odd])
 
 

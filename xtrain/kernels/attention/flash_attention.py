@@ -118,21 +118,22 @@ def flash_attention_fwd(
     """
     _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal)
     if on_host(q_BTHD, k_BSGD, v_BSGD):
-        o_BTHD, lse_BHT = flash_attention_ref(*map(wide, (q_BTHD, k_BSGD, v_BSGD)), scale, causal)
+        q, k, v = map(wide, (q_BTHD, k_BSGD, v_BSGD))
+        o_BTHD, lse_BHT = flash_attention_ref(q, k, v, scale, causal)
         return o_BTHD.astype(q_BTHD.dtype), lse_BHT
     B, T, H, D = q_BTHD.shape
     o_BTHD, lse_BHT = empty(q_BTHD, (B, T, H, D)), empty(q_BTHD, (B, H, T), np.float32)
-    scale = np.float32(scale)
+    factor = np.float32(scale)
     if q_BTHD.dtype == np.float32:
         fwd_kernel, grid = fp32.make_fwd_kernel(D, causal), (-(-T // fp32.tile_rows(D)), B * H)
-        launch(fwd_kernel, grid, fp32.THREADS, o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, scale)
+        launch(fwd_kernel, grid, fp32.THREADS, o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, factor)
     elif use_hopper(q_BTHD):
-        inputs = map(mappable, (q_BTHD, k_BSGD, v_BSGD))
-        hopper.forward(o_BTHD, lse_BHT, *inputs, scale, causal, gpu_of(q_BTHD))
+        q, k, v = map(mappable, (q_BTHD, k_BSGD, v_BSGD))
+        hopper.forward(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu_of(q_BTHD))
     else:
         q, k, v, sizes = flat_inputs(q_BTHD, k_BSGD, v_BSGD)
         outputs = o_BTHD.reshape(-1), lse_BHT.reshape(-1)
-        _launch_bf16("fwd", causal, q_BTHD.shape, k_BSGD.shape, *outputs, q, k, v, *sizes, scale)
+        _launch_bf16("fwd", causal, q_BTHD.shape, k_BSGD.shape, *outputs, q, k, v, *sizes, factor)
     return o_BTHD, lse_BHT
 
 

@@ -125,8 +125,8 @@ def append_kv(
     arrays = (k_RGSD, v_RGSD, k_NGD, v_NGD)
     if on_host(*arrays, rows_N, positions_N):
         return append_kv_ref(*arrays, rows_N, positions_N)
-    arrays = [x if row_step(x) is not None else x.copy() for x in arrays]
-    flat, steps = [flat_rows(x) for x in arrays], [row_step(x) for x in arrays[2:]]
+    copied = [x if row_step(x) is not None else x.copy() for x in arrays]
+    flat, steps = [flat_rows(x) for x in copied], [row_step(x) for x in copied[2:]]
     each = 16 // k_RGSD.itemsize
     aligned = all(n % each == 0 for n in (D, *steps)) and on_16_bytes(*flat)
     append_kernel = make_append_kernel(G, D, each, aligned)

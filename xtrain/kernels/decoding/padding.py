@@ -111,9 +111,11 @@ def check_lengths(op: str, edges_E: np.ndarray, N: int, T: int | None = None) ->
     Only for arrays on the host: reading the values from a GPU would wait for it.
     """
     lengths_A = np.diff(edges_E)
-    check(edges_E[0] == 0 and (lengths_A >= 0).all(), f"{op}: edges must begin at 0 and not fall")
+    check(
+        bool(edges_E[0] == 0 and (lengths_A >= 0).all()),
+        f"{op}: edges must begin at 0 and not fall",
+    )
     check(edges_E[-1] == N, f"{op}: {N} packed tokens, the edges end at {edges_E[-1]}")
     longest = lengths_A.max(initial=0)
-    check(
-        T is None or longest <= T, f"{op}: a sequence of {longest} tokens, where {T} are the most"
-    )
+    fits = T is None or longest <= T
+    check(fits, f"{op}: a sequence of {longest} tokens, expected at most {T}")

@@ -158,21 +158,21 @@ def advance(
     """
     for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
         check_array("advance", name, x, (rows_B.size,), ("int32",))
-    copies = host_ids_2L is not None
-    check(not copies or ids_B is not None, "advance: host_ids is given without ids")
-    if copies:
+    check(host_ids_2L is None or ids_B is not None, "advance: host_ids is given without ids")
+    if host_ids_2L is not None:
         check_array("advance", "ids", ids_B, (rows_B.size,), ("int32",))
         check_array("advance", "host_ids", host_ids_2L, (2, None), ("int32",))
         L, B = host_ids_2L.shape[1], rows_B.size
         check(L >= B, f"advance: host_ids has {L} columns, expected at least {B}")
     if on_host(lengths_B, step_B, rows_B):
         live = np.flatnonzero(rows_B >= 0)
-        if copies:
+        if host_ids_2L is not None and ids_B is not None:
             host_ids_2L[step_B[live] % 2, live] = ids_B[live]
         lengths_B[live] += 1
         step_B[live] += 1
         return
     overlap, arrays = can_overlap(rows_B), (lengths_B, step_B, rows_B)
-    more = (ids_B, host_ids_2L) if copies else (rows_B, rows_B.reshape(1, -1))  # not None
+    copies = host_ids_2L is not None
+    more = (ids_B, host_ids_2L) if copies else (rows_B, rows_B.reshape(1, -1))  # must not be None
     advance_kernel = make_advance_kernel(overlap, copies)
     launch(advance_kernel, -(-rows_B.size // 32), 32, *arrays, *more, overlap=overlap)
