@@ -256,10 +256,8 @@ def merged_classes(classes: list[tuple[int | None, object]]) -> dict:
 def write_table(file: Path, table: dict, show: Callable) -> str:
     """Replace GPU and TABLE in a file of tuned tiles -> its new text. show: the source text of an entry"""
     text = file.read_text(encoding="utf-8")
-    head, annotation = (
-        text[: text.index("GPU = ")],
-        text[text.index("TABLE: ") : text.index(" = {")],
-    )
+    head, _, rest = text.partition("GPU = ")
+    annotation = rest[rest.index("TABLE: ") : rest.index(" = {")]
     name = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
     lines = []
     for key in sorted(table, key=lambda key: (list(WORK).index(key[0]), key[1:])):
