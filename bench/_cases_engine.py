@@ -1,12 +1,18 @@
-"""Cases of bench_kernels.py: the kernels of the engine that move bytes. A whole decoding step is in bench_engine.py."""
+"""Cases of bench_kernels.py: the kernels of the engine, and of lessons 17 and 18, that move bytes.
+
+bench_engine.py measures a complete decoding step.
+"""
 
 import cupy as cp
 import numpy as np
 from _cases import C, Case, D, H, N, Peer, case, double, draw, size
 
-from xtrain.kernels.decoding import gemv, kv_cache, padding
+from xtrain import lesson
+from xtrain.kernels.decoding import gemv, kv_cache
+from xtrain.kernels.decoding.padding import token_positions
 from xtrain.kernels.runtime.launch import launch
 
+padding, repeat = lesson.load_checks("padding"), lesson.load_checks("repeat_kv")
 A, G = 64, 4  # sequences packed in a prefill, key heads
 LENGTHS = np.random.default_rng(0).integers(64, 2 * N // A - 64, A)
 T, TOKENS = int(LENGTHS.max()), int(LENGTHS.sum())
@@ -14,10 +20,10 @@ SHAPE = f"A={A} T={T} N={TOKENS} H={H} D={D}"
 
 
 def places():
-    """-> edges, history, rows on the GPU"""
+    """-> edges, rows, positions on the GPU"""
     edges = padding.cumulative_lengths(cp.asarray(LENGTHS, np.int32))
     history = cp.full(A, 5, np.int32)
-    return edges, *padding.token_places(edges, TOKENS, history)
+    return edges, *token_positions(edges, TOKENS, history)
 
 
 @case
@@ -50,7 +56,7 @@ def repeat_kv(dtype):
     x = draw(dtype, 8, G, 2048, D)
     return Case(
         9 * x.nbytes,
-        lambda: kv_cache.repeat_kv(x, 8),
+        lambda: repeat.repeat_kv(x, 8),
         want=lambda: cp.repeat(double(x), 8, axis=1),
         peer=Peer(lambda x: x.repeat_interleave(8, 1), (x,)),
         shape="R=8 G=4 S=2048 D=64, 8 times",
