@@ -18,11 +18,7 @@ from xtrain.kernels.attention.flash_attention_table import Tiles
 from xtrain.kernels.runtime.compile import load_function
 from xtrain.kernels.runtime.launch import numba_type
 
-WORK = {
-    "fwd": 1.0,
-    "dq": 1.5,
-    "dkdv": 2.0,
-}  # matrix products of a kernel, relative to the forward's
+WORK = {"fwd": 1.0, "dq": 1.5, "dkdv": 2.0}  # matrix products, relative to the forward's
 LOCAL_SIZE_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 HOPPER_KERNELS = {  # kind -> function that makes the kernel, bytes of shared memory
     "fwd": (hopper.make_fwd_kernel, hopper.fwd_shared_bytes),

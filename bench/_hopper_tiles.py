@@ -138,9 +138,8 @@ def measure(kind, D, T, causal, group, start, pairs, turns):
     for p in CANDIDATES[kind, D]:
         for got, _ in pairs:
             got.fill(0)
-        _launch.set_overlap(
-            False
-        )  # here dK, dV do not follow the dQ kernel, which waits for its predecessor
+        # here dK, dV do not follow the dQ kernel, which waits for its predecessor
+        _launch.set_overlap(False)
         try:
             start(p)
             cp.cuda.Device().synchronize()

@@ -85,9 +85,8 @@ def steps(D, arrays):
     large = hopper.choose("fwd", D, T, True)
 
     def filler(name, plan, multiprocessors):
-        kernel = hopper.make_fwd_kernel(
-            D, True, plan.tiles
-        )  # kept: its module must not be unloaded
+        # kept: its module must not be unloaded
+        kernel = hopper.make_fwd_kernel(D, True, plan.tiles)
         size = Gpu(multiprocessors, gpu.l2_bytes)
 
         def start(kernel=kernel):

@@ -213,9 +213,8 @@ def test_bad_input():
         context_attention(*replace(6, 2))
     with pytest.raises(ValueError, match="longest is -1"):
         run(replace(6, -1), to_kernel)
-    assert np.array_equal(
-        run(replace(6, 2**31), to_kernel), run(args, to_kernel)
-    )  # not as many blocks
+    # not as many blocks
+    assert np.array_equal(run(replace(6, 2**31), to_kernel), run(args, to_kernel))
     with pytest.raises(
         ValueError, match="history and new tokens do not fit the cache of 7 positions"
     ):

@@ -59,9 +59,8 @@ def check(args):
     o64 = decode_attention_ref(*exact)
     for what, got, one, want in zip("okv", kernel_, single, (o64, *exact[1:3])):
         assert got.dtype == args[0].dtype
-        floor = (
-            2e-6 if got.dtype == np.float32 else 4e-3
-        )  # exp2 is off by two units; q, p are rounded to bf16
+        # exp2 is off by two units; q, p are rounded to bf16
+        floor = 2e-6 if got.dtype == np.float32 else 4e-3
         assert_as_good(got, want, one, what=what, floor=floor)
     return kernel_
 

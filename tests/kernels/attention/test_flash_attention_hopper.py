@@ -167,9 +167,8 @@ def test_chosen_tiles_fit(choice):
     assert tiles.own in (1, 2) and plan.planes >= 0
     assert shared <= SHARED and per_sm * (shared + 1024) <= 228 * 1024  # 1024: the GPU's own
     assert step % 16 == 0 and step <= 256 and tiles.stages >= 2
-    assert (
-        kind != "dkdv" or backward.PAD % step == 0
-    )  # a copy of statistics does not cross into the next head
+    # a copy of statistics does not cross into the next head
+    assert kind != "dkdv" or backward.PAD % step == 0
     few, many = parts.registers(tiles.warpgroups, per_sm, 24 if (kind, D) == ("dkdv", 128) else 0)
     assert 128 * (few + tiles.warpgroups * many) * per_sm <= 65536
     # accumulators and operands that are live at the same time, plus about 24 registers

@@ -37,9 +37,8 @@ def check(args, **more):
     got, single = run(args, to_kernel, **more), run(args, np.array, **more)
     exact = gemv_ref(*(a.astype(np.float64) if isinstance(a, np.ndarray) else a for a in args))
     assert got.dtype == single.dtype
-    rounded = args[1].dtype == BF16 and (
-        args[2] is not None or args[0].dtype != BF16
-    )  # x becomes bf16
+    # x becomes bf16
+    rounded = args[1].dtype == BF16 and (args[2] is not None or args[0].dtype != BF16)
     # adding in tensor cores truncates: the error grows with the number of additions and has a sign
     floor = 6e-3 if rounded else 4e-6 if args[1].dtype == BF16 else 1e-6
     assert_as_good(got, exact, single, what="y", floor=floor, scale=1.0)

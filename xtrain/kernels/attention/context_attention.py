@@ -182,10 +182,8 @@ def make_bf16_kernel(D: int, tiles: Tiles):
             fill_nan(o, begin, T, h, H, D, q0, BM)
             return
         T = int32(T)
-        w0, mine = (
-            int32(q0 + warp * ROWS),
-            int32(warp * ROWS * D),
-        )  # this warp's first row: in T, in smem
+        # this warp's first row: in T, in smem
+        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
         head, stride = (begin * H + h) * D, int32(H * D)
         kv = (row * G + h // (H // G)) * S * D
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)

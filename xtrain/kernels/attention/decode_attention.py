@@ -58,9 +58,7 @@ class Config:
     """How a block processes its keys. `warps` and `keys` change the order of additions; `ahead` does not change the result."""
 
     warps: int  # of a block
-    ahead: (
-        bool  # load the next keys while computing on these, and the first ones before qkv is ready
-    )
+    ahead: bool  # load the next keys while computing on these, the first ones before qkv is ready
     keys: int  # of a split, at least
 
 
@@ -160,8 +158,8 @@ def make_begin(D, half, overlap, ready, config, load_first):
 def make_combine(D, HEADS, WARPS):
     """-> combine(o, to, count, ...): merge the warps' results; with several splits, the last block merges those of all splits.
 
-    Writes `count` heads to o[to], .... index: of the block among those of the launch that have different heads or rows; it
-    selects the counter and the partial results.
+    Writes `count` heads to o, from o[to] on. index: number of the block's row and heads in the launch; it selects the counter
+    and the partial results.
     """
     merge = parts.make_merge(D, HEADS, WARPS)
     gather, finish, merge_splits = merge.gather, merge.finish, merge.merge_splits

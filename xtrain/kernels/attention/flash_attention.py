@@ -245,9 +245,8 @@ def make_grid(
     if not causal or (rounds > FEW_ROUNDS and rows < LONG):
         return 1, blocks, heads
     times = -(-heads // max(1, 2 * gpu.l2_bytes // max(read, 1)))
-    side = -(
-        -heads // max(times, 1)
-    )  # all rounds have the same number of heads, except for the last
+    # all rounds have the same number of heads, except for the last
+    side = -(-heads // max(times, 1))
     return side, blocks, times
 
 

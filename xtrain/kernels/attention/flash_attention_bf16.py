@@ -166,10 +166,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles):
             return
         warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
         q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)
-        w0, mine = (
-            int32(q0 + warp * ROWS),
-            int32(warp * ROWS * D),
-        )  # this warp's first row: in T, in smem
+        # this warp's first row: in T, in smem
+        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
         head = h // group * D
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
@@ -179,9 +177,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         fill(total, float32(0.0))
         end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
         n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to key 0
-        visible = int32(
-            (w0 + ROWS + past if CAUSAL else S) if w0 < T else 0
-        )  # end of the keys that this warp sees
+        # end of the keys that this warp sees
+        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
         copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
         at_k, at_v = (b * S + n0) * k_row + head, (b * S + n0) * v_row + head
         copy_kv(smem, KV, k, at_k, k_row, v, at_v, v_row, S - n0)

@@ -147,9 +147,8 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         i, valid = int64(bh) * T + w0, T - w0
         statistics(shift, delta, do, o, first + w0 * row, row, lse_BHT, delta_BHT, i, valid)
         end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
-        visible = int32(
-            (w0 + ROWS + past if CAUSAL else S) if w0 < T else 0
-        )  # end of the keys that this warp sees
+        # end of the keys that this warp sees
+        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
         n0, now, other = int32(0), int32(KV), int32(KV + STAGE)
         while n0 < end:
             wait_copies(0)
@@ -285,12 +284,10 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         factors = cuda.local.array((MT, 2), float32)
         clear(acc_k)
         clear(acc_v)
-        first = int32(
-            (n0 - past) // BM * BM if CAUSAL and n0 > past else 0
-        )  # first tile that sees a key
-        visible = int32(
-            (w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T
-        )  # first query tile that this warp needs
+        # first tile that sees a key
+        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)
+        # first query tile that this warp needs
+        visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
         h, t0, end = int32(g * group), first, int32((g + 1) * group)
         now, other = int32(STAGES), int32(STAGES + STAGE)
         k0, v0 = (b * S + n0) * k_row + g * D, (b * S + n0) * v_row + g * D
@@ -314,9 +311,8 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles):
             h, t0, now, other = next_h, next_t, other, now
         fill(factors, scale)
         scale_rows(acc_k, factors)
-        row = opaque(
-            dv_row
-        )  # otherwise the addresses of both results are computed early and spilled
+        # otherwise the addresses of both results are computed early and spilled
+        row = opaque(dv_row)
         store_rows(acc_v, smem, V + mine, dv, (b * S + w0) * row + g * D, row, S - w0)
         row = opaque(int32(G * D))
         store_rows(acc_k, smem, mine, dk, (b * S + w0) * row + g * D, row, S - w0)

@@ -118,9 +118,8 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         factors = cuda.local.array((MT, 2), float32)
         clear(acc)
-        first = int32(
-            (n0 - past) // BM * BM if CAUSAL and n0 > past else 0
-        )  # first tile that sees a key
+        # first tile that sees a key
+        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)
         visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
         h, t0, old_t, end = int32(g * group), first, int32(NEVER), int32((g + 1) * group)
         old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)

@@ -292,9 +292,8 @@ def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
         cuda.syncthreads()  # all warps have finished reading K
         fill(factors, scale)
         scale_rows(acc_k, factors)
-        at = opaque(
-            dv_row
-        )  # otherwise the addresses of both results are computed early and spilled
+        # otherwise the addresses of both results are computed early and spilled
+        at = opaque(dv_row)
         store_rows(acc_v, smem, V + mine, dv, (b * S + w0) * at + g * D, at, S - w0)
         at = opaque(int32(G * D))
         store_rows(acc_k, smem, mine, dk, (b * S + w0) * at + g * D, at, S - w0)

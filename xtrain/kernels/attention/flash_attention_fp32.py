@@ -193,9 +193,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool):
         for i in range(R):
             top[i], total[i] = LOWEST, float32(0.0)
         load_tile(q, q_BTHD, b, t0, h)
-        end = (
-            t0 + TILE + past if CAUSAL and t0 + TILE < T else S
-        )  # end of the keys that the block sees
+        # end of the keys that the block sees
+        end = t0 + TILE + past if CAUSAL and t0 + TILE < T else S
         for n0 in range(0, end, TILE):
             cuda.syncthreads()  # all warps have left the previous tile
             load_tile(k, k_BSGD, b, n0, g)

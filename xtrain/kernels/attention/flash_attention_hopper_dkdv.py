@@ -247,10 +247,11 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
             v = k + uint64((V - K) >> 4)
             clear(dk)
             clear(dv)
+            # pending: dK's product with stage `before` is in flight
             before, pending = (
                 uint32(0),
                 int32(0),
-            )  # pending: dK's product with stage `before` is in flight
+            )
             for _ in range(group * ((T - first + BM - 1) // BM)):
                 stage, phase = it % STAGES, (it // STAGES) & 1
                 q = descriptor(base + Q + stage * RING)

@@ -195,9 +195,8 @@ def _launch(
 ):
     (N, K), F, overlap = x_NK.shape, y.shape[1], can_overlap(x_NK)
     flags = norm_w_K is not None, swiglu, residual_NO is not None, overlap
-    norm_w, residual = (
-        x_NK if a is None else a for a in (norm_w_K, residual_NO)
-    )  # must not be None
+    # must not be None
+    norm_w, residual = (x_NK if a is None else a for a in (norm_w_K, residual_NO))
     arrays = [a.reshape(-1) for a in (y, x_NK, w_OK, norm_w, residual)]
     check(on_16_bytes(*arrays[1:4]), "gemv: x, w and norm_w must begin at multiples of 16 bytes")
     eps = np.float32(eps)

@@ -392,6 +392,5 @@ def choose(K: int, F: int, swiglu: bool, norm: bool) -> Config:
     if swiglu or norm:
         return Config(warps, min(4, each), 3 if swiglu else 4 if large else 1)
     once = each <= AT_ONCE and tiles <= 2 * MULTIPROCESSORS
-    return Config(
-        warps, each if once else min(4, each), 2, not once
-    )  # more chunks would spill registers
+    # more chunks would spill registers
+    return Config(warps, each if once else min(4, each), 2, not once)
