@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from xtrain import simulator
 from xtrain.kernels.attention import decode_attention as file
-from xtrain.kernels.attention import decode_attention_loops as _decode_attention_loops
-from xtrain.kernels.attention import decode_attention_parts as _decode_attention_parts
+from xtrain.kernels.attention import decode_attention_loops, decode_attention_parts
 from xtrain.kernels.attention.decode_attention import (
     decode_attention,
     decode_attention_ref,
@@ -86,8 +85,8 @@ def test_kernel(shape, dtype):
 @pytest.fixture
 def short_splits(monkeypatch):
     """Splits of 16 keys instead of 256, so that short rows have several."""
-    monkeypatch.setattr(_decode_attention_parts, "CHUNK", 16)
-    monkeypatch.setattr(_decode_attention_parts, "FEW_CHUNK", 16)
+    monkeypatch.setattr(decode_attention_parts, "CHUNK", 16)
+    monkeypatch.setattr(decode_attention_parts, "FEW_CHUNK", 16)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
@@ -95,8 +94,8 @@ def short_splits(monkeypatch):
 def test_split_keys_equal_unsplit(short_splits, monkeypatch, shape, dtype):
     args = case(*shape, dtype, True)
     o, k, v = check(args)
-    monkeypatch.setattr(_decode_attention_parts, "CHUNK", 256)
-    monkeypatch.setattr(_decode_attention_parts, "FEW_CHUNK", 256)
+    monkeypatch.setattr(decode_attention_parts, "CHUNK", 256)
+    monkeypatch.setattr(decode_attention_parts, "FEW_CHUNK", 256)
     o1, k1, v1 = run(args, to_kernel)
     assert np.array_equal(k, k1) and np.array_equal(v, v1)
     tolerance = 2e-6 if dtype == np.float32 else 2e-2
@@ -208,13 +207,13 @@ def test_large_scores(short_splits):
 # ----------------------------------------------------------------------------- planted bugs
 def planted(monkeypatch, old, new):
     """Replace decode_attention_parts by a copy with one line changed, for the kernel factory."""
-    name = _decode_attention_parts.__name__
+    name = decode_attention_parts.__name__
     scope = with_bug(
-        _decode_attention_parts, old, new, dict(__name__=name, __package__=name.rpartition(".")[0])
+        decode_attention_parts, old, new, dict(__name__=name, __package__=name.rpartition(".")[0])
     )
     scope["CHUNK"] = scope["FEW_CHUNK"] = 16
     for key in ("CHUNK", "FEW_CHUNK", "make_new_heads", "make_merge"):
-        monkeypatch.setattr(_decode_attention_parts, key, scope[key])
+        monkeypatch.setattr(decode_attention_parts, key, scope[key])
     monkeypatch.setattr(file, "arrive_last", scope["arrive_last"])
     make_decode_kernel.cache_clear()
 
@@ -259,8 +258,8 @@ def test_planted_bugs_are_found(monkeypatch, old, new, message):
 
 def test_keys_that_are_used_before_they_are_written():
     """A planted bug: the barrier between append and loop is missing."""
-    attend = _decode_attention_loops.make_attend_plain(16, 8, 4)[1]
-    new_heads = _decode_attention_parts.make_new_heads(16, 2, 8, 4, False)
+    attend = decode_attention_loops.make_attend_plain(16, 8, 4)[1]
+    new_heads = decode_attention_parts.make_new_heads(16, 2, 8, 4, False)
     cuda, float32 = file.cuda, file.float32
 
     @kernel(128)

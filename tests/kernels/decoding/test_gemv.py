@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain.kernels.decoding import gemv as file
-from xtrain.kernels.decoding import gemv_tensor_cores as _gemv_tensor
+from xtrain.kernels.decoding import gemv_tensor_cores
 from xtrain.kernels.decoding.gemv import gemv, gemv_fits, gemv_naive_kernel, gemv_ref
 from xtrain.kernels.decoding.gemv_tensor_cores import Config, shared_bytes, staged
 from xtrain.kernels.runtime.launch import launch
@@ -91,7 +91,7 @@ def test_every_division_of_the_work(monkeypatch, config):
 def test_the_products_of_a_decoder():
     kinds = [(2048, 2560, False, True), (2048, 2048, False, False), (2048, 5632, True, True)]
     kinds += [(5632, 2048, False, False), (2048, 32000, False, True)]
-    assert [_gemv_tensor.choose(*kind) for kind in kinds] == [
+    assert [gemv_tensor_cores.choose(*kind) for kind in kinds] == [
         Config(warps=16, chunks=4, blocks=1),
         Config(warps=8, chunks=8, blocks=2, stage=False),
         Config(warps=4, chunks=4, blocks=3),
@@ -172,8 +172,8 @@ def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, w):
     ],
 )
 def test_planted_bugs_are_found(stage, old, new):
-    make = _gemv_tensor.make_tensor_kernel
-    scope = with_bug(make, old, new, dict(vars(_gemv_tensor)))
+    make = gemv_tensor_cores.make_tensor_kernel
+    scope = with_bug(make, old, new, dict(vars(gemv_tensor_cores)))
     x, w, norm_w, *_ = case(2, 128, 40, norm=True)
     y = sim(np.zeros((2, 40), np.float32))
     arrays = [a.reshape(-1) for a in (y, sim(x), sim(w), sim(norm_w), sim(x), sim(w))]

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain import simulator
-from xtrain.kernels.decoding import sampling
-from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
+from xtrain.kernels.decoding import sampling, sampling_kernels
 from xtrain.kernels.decoding.sampling import (
     advance,
     check_sampling,
@@ -61,7 +60,7 @@ def test_philox_known_answers():
 @kernel(1)
 def fractions_kernel(out, seed, sequence, step):
     for i in range(out.size):
-        out[i] = _sampling_kernels.random_fraction(seed[i], sequence[i], step[i])
+        out[i] = sampling_kernels.random_fraction(seed[i], sequence[i], step[i])
 
 
 def test_kernel_has_the_same_random_numbers():
@@ -290,13 +289,13 @@ def test_planted_bugs_are_found(monkeypatch, name, old, new, given_):
 
     monkeypatch.setattr(sampling, "SEGMENT", 128)
     monkeypatch.setattr(sampling, "MAX_TOP_K", 128)
-    function = getattr(_sampling_kernels, name)
+    function = getattr(sampling_kernels, name)
     function = getattr(function, "py_func", function)
-    broken = with_bug(function, old, new, dict(vars(_sampling_kernels)))[name]
-    makers = [make for make in vars(_sampling_kernels).values() if hasattr(make, "cache_clear")]
+    broken = with_bug(function, old, new, dict(vars(sampling_kernels)))[name]
+    makers = [make for make in vars(sampling_kernels).values() if hasattr(make, "cache_clear")]
     forget = lambda: [clear() for clear in (_translated.clear, *(m.cache_clear for m in makers))]
     forget()
-    monkeypatch.setattr(_sampling_kernels, name, broken)
+    monkeypatch.setattr(sampling_kernels, name, broken)
     with pytest.raises(KernelError, match=r"race|uninitialised"):
         draw(np.zeros((2, 400), np.float32), sim, **{"top_p": 0.99, **given_})
     monkeypatch.undo()
