@@ -19,7 +19,7 @@ T, TOKENS = int(LENGTHS.max()), int(LENGTHS.sum())
 SHAPE = f"A={A} T={T} N={TOKENS} H={H} D={D}"
 
 
-def places():
+def packed_tokens():
     """-> edges, rows, positions on the GPU"""
     edges = padding.cumulative_lengths(cp.asarray(LENGTHS, np.int32))
     history = cp.full(A, 5, np.int32)
@@ -28,7 +28,7 @@ def places():
 
 @case
 def append_kv(dtype):
-    _, rows, positions = places()
+    _, rows, positions = packed_tokens()
     k, v = draw(dtype, TOKENS, G, D), draw(dtype, TOKENS, G, D, seed=1)
     caches = [cp.zeros((A, G, T + 8, D), dtype) for _ in range(2)]
 
@@ -65,7 +65,7 @@ def repeat_kv(dtype):
 
 @case
 def remove_padding_heads(dtype):
-    edges, x = places()[0], draw(dtype, A, H, T, D)
+    edges, x = packed_tokens()[0], draw(dtype, A, H, T, D)
     want = lambda: cp.concatenate(
         [double(x[a])[:, :n].swapaxes(0, 1) for a, n in enumerate(LENGTHS)]
     )
@@ -79,7 +79,7 @@ def remove_padding_heads(dtype):
 
 @case
 def restore_padding_heads(dtype):
-    edges, x = places()[0], draw(dtype, TOKENS, H, D)
+    edges, x = packed_tokens()[0], draw(dtype, TOKENS, H, D)
 
     def want():
         y, first = cp.zeros((A, H, T, D)), 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xtrain.kernels.decoding import gemv as file
 from xtrain.kernels.decoding import gemv_tensor_cores
 from xtrain.kernels.decoding.gemv import gemv, gemv_fits, gemv_naive_kernel, gemv_ref
-from xtrain.kernels.decoding.gemv_tensor_cores import Config, shared_bytes, staged
+from xtrain.kernels.decoding.gemv_tensor_cores import Config, Variant, shared_bytes, staged
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import KernelError, sim
 
@@ -177,9 +177,27 @@ def test_planted_bugs_are_found(stage, old, new):
     x, w, norm_w, *_ = case(2, 128, 40, norm=True)
     y = sim(np.zeros((2, 40), np.float32))
     arrays = [a.reshape(-1) for a in (y, sim(x), sim(w), sim(norm_w), sim(x), sim(w))]
-    variant = 128, True, False, False, False, True, True, False, stage, Config(2, 1, 1)
+    variant = Variant(
+        norm=True,
+        half=False,
+        swiglu=False,
+        residual=False,
+        overlap=True,
+        ready=True,
+        once=False,
+        staged=stage,
+        follow=False,
+    )
     go = lambda make: launch(
-        make(*variant), 2, 64, *arrays, 2, 40, 0, np.float32(EPS), shared=shared_bytes(2, 128)
+        make(128, variant, Config(2, 1, 1)),
+        2,
+        64,
+        *arrays,
+        2,
+        40,
+        0,
+        np.float32(EPS),
+        shared=shared_bytes(2, 128),
     )
     go(make)
     with pytest.raises(KernelError):

@@ -70,6 +70,7 @@ class QueryLayout:
     free: int
 
 
+@functools.cache
 def query_layout(D: int, tiles: HopperTiles) -> QueryLayout:
     """-> the layout for heads of width D"""
     stages, own, ring = tiles.stages, tiles.rows * D * 2, tiles.step * D * 2

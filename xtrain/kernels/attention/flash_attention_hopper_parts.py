@@ -173,6 +173,7 @@ class KeyLayout:
     v_free: int
 
 
+@functools.cache
 def key_layout(D: int, tiles: HopperTiles, queries: int) -> KeyLayout:
     """queries: 1 if a block owns a tile of Q (forward), 2 if it owns one of Q and one of dO, which follows Q."""
     stages, own, ring = tiles.stages, tiles.rows * D * 2, tiles.step * D * 2

@@ -34,6 +34,7 @@ from .gemv_tensor_cores import (
     MAX_ROWS,
     MULTIPROCESSORS,
     TILE,
+    Variant,
     choose,
     make_tensor_kernel,
     shared_bytes,
@@ -194,26 +195,35 @@ def _launch(
     y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, config=None, next_w=None
 ):
     (N, K), F, overlap = x_NK.shape, y.shape[1], can_overlap(x_NK)
-    flags = norm_w_K is not None, swiglu, residual_NO is not None, overlap
     # must not be None
     norm_w, residual = (x_NK if a is None else a for a in (norm_w_K, residual_NO))
     arrays = [a.reshape(-1) for a in (y, x_NK, w_OK, norm_w, residual)]
     check(on_16_bytes(*arrays[1:4]), "gemv: x, w and norm_w must begin at multiples of 16 bytes")
     eps = np.float32(eps)
     if w_OK.dtype == np.float32:
-        plain_kernel = make_plain_kernel(N, K, *flags)
+        fused = norm_w_K is not None, swiglu, residual_NO is not None
+        plain_kernel = make_plain_kernel(N, K, *fused, overlap)
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
     half = x_NK.dtype != np.float32 and norm_w_K is None
-    config = config or choose(K, F, swiglu, flags[0])
+    config = config or choose(K, F, swiglu, norm_w_K is not None)
     tiles = -(-F // TILE)
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
     once = tiles == grid and config.warps * config.chunks * CHUNK >= K
     next_w = arrays[2][:0] if next_w is None else next_w[: next_w.size // 8 * 8]
     check(on_16_bytes(next_w), "gemv: next_w must begin at a multiple of 16 bytes")
     share = -(-next_w.size // (grid * LINE)) * LINE
-    stage = staged(K, config)
-    variant = flags[0], half, *flags[1:], weights_ready, once, stage, config, next_w.size > 0
-    tensor_kernel = make_tensor_kernel(K, *variant)
-    shared, numbers = shared_bytes(N, K) if stage else 0, (N, F, share, eps)
+    variant = Variant(
+        norm=norm_w_K is not None,
+        half=half,
+        swiglu=swiglu,
+        residual=residual_NO is not None,
+        overlap=overlap,
+        ready=weights_ready,
+        once=once,
+        staged=staged(K, config),
+        follow=next_w.size > 0,
+    )
+    tensor_kernel = make_tensor_kernel(K, variant, config)
+    shared, numbers = shared_bytes(N, K) if variant.staged else 0, (N, F, share, eps)
     block, arrays = 32 * config.warps, (*arrays, next_w)
     launch(tensor_kernel, grid, block, *arrays, *numbers, shared=shared, overlap=overlap)

@@ -293,17 +293,30 @@ def prefetch_share(w, share):
         prefetch_run(w, i, end - i if end - i < PREFETCH else int64(PREFETCH))
 
 
-@functools.cache
-def make_tensor_kernel(
-    K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, STAGED, config, follow=False
-):
-    """-> the kernel. Launch with 32 * config.warps threads and, if STAGED, shared_bytes(N, K) of shared memory.
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel computes and what it may assume."""
 
-    HALF: x is bf16 and used unchanged. overlap: the kernel may start before the previous one has ended. ready: the weights may
-    be read before that. once: a block has one tile and loads all of it at once. STAGED: x passes through shared memory.
-    follow: prefetch next_w.
+    norm: bool  # x is RMS-normalized
+    half: bool  # x is bf16 and used unchanged
+    swiglu: bool
+    residual: bool  # is added
+    overlap: bool  # the kernel may start before the previous one has ended
+    ready: bool  # the weights may be read before the previous kernel has ended
+    once: bool  # a block has one tile and loads all of it at once
+    staged: bool  # x passes through shared memory
+    follow: bool  # next_w is prefetched
+
+
+@functools.cache
+def make_tensor_kernel(K: int, variant: Variant, config: Config):
+    """-> the kernel for weights of K columns.
+
+    Launch with 32 * config.warps threads and, if variant.staged, shared_bytes(N, K) of shared memory.
     """
-    WARPS, U, BLOCKS = config.warps, config.chunks, config.blocks
+    NORM, HALF, SWIGLU, RESIDUAL = variant.norm, variant.half, variant.swiglu, variant.residual
+    overlap, ready, once, follow = variant.overlap, variant.ready, variant.once, variant.follow
+    STAGED, WARPS, U, BLOCKS = variant.staged, config.warps, config.chunks, config.blocks
     M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
     load_w, load_x, load_staged_x = make_operands(K, NORM, HALF, M, WARPS, U)
