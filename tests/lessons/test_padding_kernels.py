@@ -6,10 +6,9 @@ import pytest
 from checks import normal, sentinels, to_host, to_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offline import CARDS, CARDS_BF16, compiled, nvvm
+from offline import CARDS, CARDS_BF16, compiled, nvvm, signatures
 
 from xtrain import lesson, simulator
-from xtrain.kernels.runtime.launch import numba_type
 from xtrain.simulator import KernelError, sim
 
 __all__ = ["nvvm"]
@@ -140,14 +139,7 @@ def launch_all(dtype):
 
 @pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
 def test_kernels_compile(monkeypatch, nvvm, dtype, cards):
-    found = {}
-
-    def note(kernel, grid, block, *args, **options):
-        found[kernel, tuple(map(numba_type, args))] = None
-
-    with monkeypatch.context() as patch:
-        patch.setattr(simulator, "run", note)
-        launch_all(dtype)
+    found = signatures(monkeypatch, lambda: launch_all(dtype))
     assert len({kernel.py_func.__name__ for kernel, _ in found}) == 3
     for kernel, signature in found:
         compiled(monkeypatch, kernel, signature, cards)

@@ -4,10 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checks import normal, sentinels, to_host, to_kernel
-from offline import CARDS, CARDS_BF16, compiled, nvvm
+from offline import CARDS, CARDS_BF16, compiled, nvvm, signatures
 
-from xtrain import lesson, simulator
-from xtrain.kernels.runtime.launch import numba_type
+from xtrain import lesson
 from xtrain.simulator import sim
 
 __all__ = ["nvvm"]
@@ -33,12 +32,5 @@ def test_bad_input():
 
 @pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
 def test_the_kernel_compiles(monkeypatch, nvvm, dtype, cards):
-    found = []
-
-    def note(kernel, grid, block, *args, **options):
-        found.append((kernel, tuple(map(numba_type, args))))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(simulator, "run", note)
-        repeat_kv(sim(np.ones((1, 2, 4, 8), dtype)), 2)
+    found = signatures(monkeypatch, lambda: repeat_kv(sim(np.ones((1, 2, 4, 8), dtype)), 2))
     compiled(monkeypatch, *found[0], cards)

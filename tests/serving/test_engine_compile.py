@@ -8,8 +8,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm
-from test_compile import signatures
+from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, signatures
 
 from xtrain.kernels.attention import context_attention, decode_attention
 from xtrain.kernels.decoding import gemv, kv_cache, padding, sampling

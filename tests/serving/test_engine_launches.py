@@ -2,8 +2,7 @@
 
 import functools
 
-from offline import CARDS_BF16, compiled, nvvm
-from test_compile import signatures
+from offline import CARDS_BF16, compiled, nvvm, signatures
 from twins import small
 
 from xtrain import Engine, Transformer
