@@ -1,9 +1,9 @@
 """FlashAttention-2 on tensor cores, backward of short sequences: a block holds the whole sequence and computes scores once.
 
-flash_attention.choose_whole selects this kernel for D <= 32 if all keys and queries fit into one block and there are enough
-heads to fill the GPU. It replaces the two kernels for sequences of any length (flash_attention_bf16_bwd.py), which compute S
-and dP twice: dQ is a sum over keys, dK and dV are sums over queries, and no block there has both. Five products instead of
-seven:
+flash_attention.choose_whole selects this kernel for D <= 32 if all keys and queries fit into one block and there are at
+least half as many key heads as multiprocessors. It replaces the two kernels for sequences of any length
+(flash_attention_bf16_bwd.py), which compute S and dP twice: dQ is a sum over keys, dK and dV are sums over queries, and no block
+there has both. Five products instead of seven:
 
     block           one key head: its K and V stay in shared memory, dK and dV in registers
     warp            32 of the keys; loops over the queries, 16 at a time         S, dP, dV, dK: 4 products

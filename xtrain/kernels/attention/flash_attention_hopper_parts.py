@@ -2,9 +2,10 @@
 
 A block is one producer thread and WGS consumer warpgroups. The producer streams tiles by TMA into a ring of stages in shared
 memory; a consumer warpgroup owns 64 rows of the result. Two mbarriers synchronize each stage: FULL (the bytes have arrived)
-and FREE (every warp has finished with it). A wait names the parity of the barrier's phase: stage use number i // STAGES is the
-parity of FULL; FREE takes the opposite one, so the first round of the ring does not wait. The tiles that a block owns, OWN at
-a time, are synchronized in the same way: with OWN = 2, the next tile's operands load while this tile's results are stored.
+and FREE (every warp has finished with it). A wait names the parity of a barrier's phase. Iteration i uses its stage for the
+(i // STAGES)-th time: FULL is waited for with the parity of that number, FREE with the opposite one, so the first round of the
+ring does not wait. The tiles that a block owns, OWN at a time, are synchronized in the same way: with OWN = 2, the next tile's
+operands load while this tile's results are stored.
 
 A launch starts as many blocks as the GPU holds at once. Each block takes the next tile from a counter in global memory when it
 is free; so long tiles (the last queries of a causal mask) start first and short ones fill the end. No sum runs across tiles, so
