@@ -1,7 +1,4 @@
-"""Cases of bench_kernels.py: the kernels of the engine, and of lessons 17 and 18, that move bytes.
-
-bench_engine.py measures a complete decoding step.
-"""
+"""Cases of bench_kernels.py: memory-bound kernels of serving. bench_engine.py measures a whole decoding step."""
 
 import cupy as cp
 import numpy as np
@@ -12,11 +9,11 @@ from xtrain.kernels.decoding import gemv, kv_cache
 from xtrain.kernels.decoding.padding import token_positions
 from xtrain.kernels.runtime.launch import launch
 
-padding, repeat = lesson.load_checks("padding"), lesson.load_checks("repeat_kv")
-A, G = 64, 4  # sequences packed in a prefill, key heads
+A, G = 64, 4  # packed sequences of a prefill, key heads
 LENGTHS = np.random.default_rng(0).integers(64, 2 * N // A - 64, A)
 T, TOKENS = int(LENGTHS.max()), int(LENGTHS.sum())
 SHAPE = f"A={A} T={T} N={TOKENS} H={H} D={D}"
+padding, repeat = lesson.load_checks("padding"), lesson.load_checks("repeat_kv")
 
 
 def packed_tokens():

@@ -21,7 +21,7 @@ from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
 from xtrain.kernels.attention import flash_attention_hopper_parts as parts
 from xtrain.kernels.attention.flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
-from xtrain.kernels.primitives import tensor_maps as maps_file
+from xtrain.kernels.primitives import tensor_maps as _tensor_maps
 from xtrain.kernels.primitives.tensor_maps import mappable, tensor_maps
 from xtrain.kernels.runtime import compile as compile_file
 from xtrain.simulator import sim
@@ -230,18 +230,18 @@ def test_what_the_driver_is_asked(monkeypatch):
         ctypes.memset(place, 7, 128)
         return status
 
-    monkeypatch.setattr(maps_file, "_encoder", lambda: driver)
+    monkeypatch.setattr(_tensor_maps, "_encoder", lambda: driver)
     described = 4096, (64, 3, 100, 2), (128, 640, 64000), (64, 1, 16, 1)
     status = 0
-    assert maps_file._encode(*described) == bytes([7]) * 128
+    assert _tensor_maps._encode(*described) == bytes([7]) * 128
     place, *rest = asked[0]
     assert place % 64 == 0
     dims, strides, box = (list(x) for x in described[1:])
     assert rest == [9, 4, 4096, dims, strides, box, [1] * 4, 0, 3, 3, 0]
-    maps_file._encode(4096, (256, 3), (1024,), (128, 1))  # float32, no swizzle
+    _tensor_maps._encode(4096, (256, 3), (1024,), (128, 1))  # float32, no swizzle
     assert asked[1][1:] == [7, 2, 4096, [256, 3], [1024], [128, 1], [1] * 2, 0, 0, 3, 0]
     status = 1
     with pytest.raises(
         RuntimeError, match=r"the driver refuses a tensor map of dims .* CUDA error 1"
     ):
-        maps_file._encode(*described)
+        _tensor_maps._encode(*described)
