@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from runs import DATA, checkpoints, metrics
 
-from xtrain.data import corpus
-from xtrain.data.dataset import prepare, read_shard
+from xtrain.data import documents
+from xtrain.data.dataset import prepare
+from xtrain.data.shards import read_shard
 from xtrain.train import main
 from xtrain.training.run_log import Logbook
 
@@ -76,13 +77,13 @@ BAD = {
     "Latin-1": (a_file("a.txt", "größe".encode("latin-1")), "is not UTF-8 (byte 2): convert it to UTF-8"),
     "half a character": (a_file("a.txt", "größe".encode()[:3]), "is not UTF-8 (byte 2)"),
     "not JSON": (a_file("a.jsonl", b"{]"), "a.jsonl line 1 is not JSON"),
-    "an empty folder": (a_folder(), "has no text (files that are no text: 0)"),
+    "an empty folder": (a_folder(), "has no text (files that are not text: 0)"),
     "a folder of empty files": (a_folder(a_dot_txt=b"", b_dot_txt=b""), "has no text"),
-    "a folder of other things": (a_folder(a_dot_png=b"\0", b_dot_bin=b"\xff"), "files that are no text: 2"),
+    "a folder of other things": (a_folder(a_dot_png=b"\0", b_dot_bin=b"\xff"), "files that are not text: 2"),
     "one bad text in a folder": (a_folder(a_dot_txt=WORDS.encode() * 99, b_dot_txt=b"\xff"), "b.txt is not UTF-8"),
     "a pipe": (a_pipe, "is neither a file nor a folder"),
     "a device": (lambda folder: "/dev/zero", "is neither a file nor a folder"),
-    "a broken link": (a_broken_link, "is not there"),
+    "a broken link": (a_broken_link, "does not exist"),
 }  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def refuse(*_, **__):
     raise PermissionError(13, "Permission denied", "secret")
 
 
-@pytest.mark.parametrize("owner, name", [(corpus.Path, "read_bytes"), (os, "scandir")])
+@pytest.mark.parametrize("owner, name", [(documents.Path, "read_bytes"), (os, "scandir")])
 def test_unreadable(tmp_path, monkeypatch, capsys, owner, name):
     """A file, or a folder, that the system does not let us read. (Root may read everything: so it is played.)"""
     (tmp_path / "text" / "a.txt").write_text(WORDS * 99)
@@ -135,7 +136,7 @@ def test_good_files_among_others(tmp_path, capsys):
     assert "in 1 files" in said and "held out, files left out (no text): 2\n" in said
 
 
-def test_changed_since_it_was_tokenised(tmp_path, capsys):
+def test_changed_since_it_was_tokenized(tmp_path, capsys):
     """A run does not go on with another text, not even one of the same length; a new run reads the new text."""
     path = tmp_path / "text" / "a.txt"
     path.write_bytes((DATA / "grammar.txt").read_bytes())

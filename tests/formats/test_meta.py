@@ -175,7 +175,7 @@ def refused(capsys, meta, *words, more=()):
 
 
 def test_folders_that_are_none(meta, capsys, tmp_path):
-    refused(capsys, tmp_path / "none", "is no folder")
+    refused(capsys, tmp_path / "none", "is not a folder")
     (meta / "consolidated.00.pth").rename(meta / "consolidated.01.pth")
     refused(capsys, meta, "without a gap, it has: consolidated.01.pth")
     (meta / "consolidated.01.pth").unlink()
@@ -245,7 +245,7 @@ CHANGES = {
     "heads": ({"n_heads": 3}, "not divisible"),
     "other heads": ({"n_heads": 8, "n_kv_heads": 8}, "attention.wk.weight: shards of shapes"),
     "text": ({"dim": "wide"}, "cannot be used"),
-    "mixture of experts": ({"moe": {}}, "asks for moe"),
+    "mixture of experts": ({"moe": {}}, "needs moe"),
 }
 
 
@@ -271,4 +271,4 @@ def test_tensors_that_do_not_fit(meta, capsys):
     refused(capsys, meta, "norm.weight is stored as int8")
     torch.save(state, file)
     torch.save({"other": torch.zeros(1)}, meta / "consolidated.01.pth")
-    refused(capsys, meta, "do not belong together")
+    refused(capsys, meta, "hold different tensors")

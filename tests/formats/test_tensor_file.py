@@ -133,7 +133,7 @@ def test_a_name_twice(path):
     header, data = header_of(path)
     text = json.dumps(header).replace('"scalar"', '"norm"').encode()
     write_header(path, text, data)
-    refused(path, "no sound JSON (norm occurs twice)")
+    refused(path, "no valid JSON (norm occurs twice)")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -156,8 +156,8 @@ def test_headers_that_are_none(path):
     refused(path, r"describes evil\nxxx")
     for text, words in (
         (b"[]", "must hold a JSON object"),
-        (b"{" * 10**5, "no sound JSON"),
-        (b"\xff", "no sound JSON"),
+        (b"{" * 10**5, "no valid JSON"),
+        (b"\xff", "no valid JSON"),
     ):
         write_header(path, text, data)
         refused(path, words)
@@ -172,7 +172,7 @@ def test_headers_that_are_none(path):
 def test_a_file_that_shrinks_while_it_is_read(path):
     stored = read_header(path)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(UserError, match="became shorter"):
+    with pytest.raises(UserError, match="was shortened"):
         stored["größe"].read()
     path.unlink()
     with pytest.raises(UserError, match="cannot be read: No such file"):

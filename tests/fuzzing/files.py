@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from xtrain import Transformer
-from xtrain.data.dataset import read_shard
+from xtrain.data.shards import read_shard
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.formats.manifest import verify

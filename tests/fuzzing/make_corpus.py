@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import xtrain
-from xtrain.data.dataset import write_shard
+from xtrain.data.shards import write_shard
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.formats import huggingface
 from xtrain.formats.manifest import write_manifest

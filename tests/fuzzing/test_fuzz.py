@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fuzzing import TARGETS, drive
 from fuzzing.files import CORPUS, changed_bytes, changed_json
-from xtrain.data.dataset import read_shard
+from xtrain.data.shards import read_shard
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.formats import huggingface

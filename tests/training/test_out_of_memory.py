@@ -7,7 +7,7 @@ import pytest
 from runs import DATA, DEVICE, options
 
 from xtrain.config import ModelConfig, resolve
-from xtrain.data.dataset import Loader
+from xtrain.data.batches import Loader
 from xtrain.errors import UserError
 from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.nn import modules as nn

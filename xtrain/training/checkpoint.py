@@ -32,8 +32,8 @@ from ..formats import huggingface
 from ..formats.manifest import (
     Damaged,
     Unreadable,
-    strangers,
     tensor_checksum,
+    unlisted,
     verify,
     write_manifest,
 )
@@ -178,14 +178,14 @@ def prune(run: Path, newest: int, keep: int) -> None:
     for folder in there:
         if folder not in kept:
             with contextlib.suppress(OSError):  # the next one tries again
-                if not _has_strangers(folder):
+                if not _has_unlisted(folder):
                     _remove(_put_aside(folder))
     _remove_strays(run / "checkpoints")
 
 
-def _has_strangers(folder):
+def _has_unlisted(folder):
     try:
-        return bool(strangers(folder))
+        return bool(unlisted(folder))
     except Unreadable:  # nobody knows
         return True
     except UserError:  # no sound manifest
