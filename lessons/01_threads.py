@@ -643,4 +643,4 @@ for name, trace in (("direct", straight), ("through shared memory", detour)):
 # - Numba-CUDA, *User guide*, "Writing CUDA Kernels": the same in Python.
 # - S. Rush, *GPU Puzzles*: exercises with a gap and a check, the model for the exercises in this
 #   course.
-# - `xtrain/simulator.py`: what the simulator finds, and what it does not.
+# - `xtrain/simulator`: what the simulator finds, and what it does not.

@@ -424,7 +424,7 @@ lesson.source(rmsnorm.make_fwd_kernel)
 
 # %% [markdown]
 # This function makes a kernel. Inside it `C` is a constant, so the loops are unrolled and `x_SE` is
-# held in registers. `load`, `store` and `total` come from `_rows.py`, which decides how many
+# held in registers. `load`, `store` and `total` come from `kernels/primitives/rows.py`, which decides how many
 # threads share a row. Apart from that, it is your kernel line by line.
 #
 # ## What did not help
@@ -471,7 +471,7 @@ for name, kernel, barriers in (("tree", tree_sum_kernel, 7), ("shuffles", block_
 #
 # <details><summary>Solutions</summary>
 #
-# 1: Minus infinity, `float32(-math.inf)`; compare `block_max` in `xtrain/kernels/_reduce.py`.
+# 1: Minus infinity, `float32(-math.inf)`; compare `block_max` in `xtrain/kernels/primitives/reduce.py`.
 #
 # 2: As many as for one sum: write both sums of a warp next to each other into a shared array of
 # shape (32, 2).

@@ -373,7 +373,7 @@ lesson.source(autograd.backward)
 #   parameter's own `.grad`, and the matrix product *adds* to it. The largest arrays need no second
 #   buffer, and gradient accumulation over several micro-batches costs nothing extra. (`add` is
 #   False if there is no gradient yet: for a weight that is itself the result of an op, and in a
-#   captured step, which does not even write the zeros. The docstring of `xtrain/nn.py` explains
+#   captured step, which does not even write the zeros. The docstring of `xtrain/nn/modules.py` explains
 #   how.)
 # - **Memory is freed early.** What an op has saved is released right after its backward pass, so
 #   memory use shrinks during the backward pass.
@@ -393,7 +393,7 @@ except RuntimeError as error:
 import inspect
 
 lines = len(inspect.getsource(autograd).splitlines())
-print(f"xtrain/autograd.py has fewer than 300 lines: {lines < 300}")
+print(f"xtrain/nn/autograd.py has fewer than 300 lines: {lines < 300}")
 
 # %% [markdown]
 # ## What did not help

@@ -390,8 +390,8 @@ for run in (1, 4, 10, 30, 100):
 from collections import Counter
 
 import xtrain
-from xtrain.nn.optim import clip
 from xtrain.nn.observers import swapped
+from xtrain.nn.optim import clip
 
 
 def count_launches(n_layers, sequences):
@@ -570,9 +570,9 @@ for name, eager, graph in pairs:
 # receives T and takes the remainder, as you did in 9.1:
 
 # %%
-from xtrain.nn import model
-from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels import layout, rope
+from xtrain.kernels.attention import gemm_attention as attention
+from xtrain.nn import model
 
 lesson.source(rope.position_of)
 lesson.source(rope.rope_plane_kernel)

@@ -41,7 +41,7 @@ import numpy as np
 from numba import cuda
 
 from xtrain import lesson, simulator
-from xtrain._lesson.machine import Machine
+from xtrain.lesson import Machine
 
 # %% [markdown]
 # ## A machine on paper
@@ -297,8 +297,8 @@ else:
 
 # %%
 import xtrain
-from xtrain.nn.optim import clip
 from xtrain.nn.observers import swapped
+from xtrain.nn.optim import clip
 
 
 def count_launches(precision):
@@ -545,9 +545,9 @@ print(f"before, the GPU was busy for about {graph['ms'] / eager['ms']:.0%} of th
 # constants (the betas) are scalars, because they never change:
 
 # %%
-from xtrain.nn import cuda_graph as graph_module
 from xtrain.inspect import kernel_times
 from xtrain.kernels import adamw
+from xtrain.nn import cuda_graph as graph_module
 
 lesson.source(adamw.adamw_hyper)
 lesson.source(adamw.make_adamw_kernel, "factor, lr, root2")
@@ -619,7 +619,7 @@ print(f"waiting after every kernel: {waiting.clock():.0f} us")
 #
 # 2: `float` copies to the host, so Python waits and the queue runs empty at every step; a capture
 # rejects it. Keep the losses on the device and read those of several steps at once, as
-# `Loop.read_numbers` in `xtrain/train.py` does.
+# `Loop.read_numbers` in `xtrain/training/loop.py` does.
 #
 # 3: Yes. At the beginning, the step takes 2410 us, because Python runs ahead during the long
 # kernel. At the end, it takes 3010 us, because the long kernel begins only after 101 launches of 10

@@ -352,10 +352,10 @@ print("float32:", logits, "   as bf16:", logits.astype(BFLOAT16).astype(np.float
 import contextlib
 
 import xtrain
-from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels import gemm, linear_cross_entropy
-from xtrain.nn.optim import clip
+from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.nn.observers import swapped
+from xtrain.nn.optim import clip
 
 float32_matmul = gemm.matmul
 
@@ -524,8 +524,8 @@ lesson.table(
 # xtrain's memory plan needs no GPU:
 
 # %%
-from xtrain.training import memory_plan as memory
 from xtrain.config import PRESETS
+from xtrain.training import memory_plan as memory
 
 big = xtrain.ModelConfig(vocab_size=50257, max_seq_len=256, **PRESETS["dim768"].model)
 for precision in ("fp32", "bf16"):

@@ -607,8 +607,8 @@ print(f"and in the trace of your kernel, 64 tokens: {counted} tiles of k were re
 # The online softmax in the library's softmax kernel, one score at a time:
 
 # %%
-from xtrain.kernels.attention import flash_attention_fp32
 from xtrain.kernels import softmax as softmax_kernels
+from xtrain.kernels.attention import flash_attention_fp32
 
 lesson.source(softmax_kernels.online_softmax)
 
@@ -703,7 +703,7 @@ print(f"compared with the {2 * TILE * D:,} of the two products")
 # and dP are computed in both kernels), 29 % less arithmetic, but give different bits in every run.
 # xtrain accepts the extra cost. It avoids it where one block can hold all keys of a head, up to 256
 # keys of width 16 or 32. There the warps store their ds in shared memory, and dq is one more
-# product, summed in a fixed order (`xtrain/kernels/_flash_attention_bf16_whole.py`). That is
+# product, summed in a fixed order (`xtrain/kernels/attention/flash_attention_bf16_bwd_whole.py`). That is
 # faster, but not by 29 %: with a causal mask, few queries see the late keys, and the warps that own
 # those keys wait for the others.
 #

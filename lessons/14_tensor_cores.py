@@ -522,8 +522,8 @@ print("A's layout is that of two C tiles side by side:", np.array_equal(owner_A,
 # rows, so the row number is shifted first:
 
 # %%
-from xtrain.kernels.primitives import tiles as _tiles
 from xtrain.kernels.attention import flash_attention_bf16
+from xtrain.kernels.primitives import tiles as _tiles
 
 lesson.source(_tiles.make_place)
 

@@ -435,7 +435,7 @@ lesson.table(stages, columns | {"linear": lambda r: f"{r['of_linear']:.0%}"})
 # One more cost is not visible on a timeline. NCCL adds and copies with *kernels*. They occupy
 # multiprocessors, and a matrix product whose grid was sized for all multiprocessors then needs a
 # second wave. xtrain has its own method for the GPUs of one machine, which are connected by NVLink.
-# The docstring of its module `peer.py` says:
+# The docstring of its module `parallel/copy_collectives.py` says:
 
 # %%
 from xtrain.parallel import copy_collectives as peer

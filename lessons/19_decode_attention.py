@@ -358,8 +358,8 @@ times = lesson.measure(
 # kilobytes of work. The docstring, and how the kernel divides the keys:
 
 # %%
-from xtrain.kernels.attention import decode_attention_parts as library_parts
 from xtrain.kernels.attention import decode_attention as library
+from xtrain.kernels.attention import decode_attention_parts as library_parts
 
 print(library.__doc__)
 

@@ -409,7 +409,8 @@ times = lesson.measure(runs, nbytes=4 * n)
 # The reference is your 20.3 with integer weights and Philox:
 
 # %%
-from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels, sampling
+from xtrain.kernels.decoding import sampling
+from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
 
 lesson.source(sampling.kept_ref)
 lesson.source(sampling.sample_ref)

@@ -454,9 +454,9 @@ print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the tim
 # token ids, which the last kernel writes to host memory.
 
 # %%
+from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
 from xtrain.serving import text_stream
 from xtrain.serving.engine import Engine
-from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
 
 lesson.source(_sampling_kernels.make_advance_kernel)
 lesson.source(Engine._decode)

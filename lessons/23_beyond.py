@@ -501,8 +501,10 @@ lesson.table(
 
 # %%
 from xtrain.kernels.attention import (
-    flash_attention_hopper_parts as _flash_attention_hopper_parts,
     flash_attention_hopper,
+)
+from xtrain.kernels.attention import (
+    flash_attention_hopper_parts as _flash_attention_hopper_parts,
 )
 
 lesson.source(flash_attention_hopper.make_consumer, part="for _ in range(1, blocks)")
@@ -672,19 +674,19 @@ for ranks in (1, 8, 64):
 
 # %%
 MAP = {
-    "races, deadlocks, bounds": "xtrain/simulator.py",
-    "16-byte accesses, PTX": "xtrain/kernels/_ptx.py",
-    "rows in registers": "xtrain/kernels/_rows.py",
-    "tensor cores, ldmatrix, swizzle": "xtrain/kernels/_tiles.py",
-    "FlashAttention": "xtrain/kernels/flash_attention_bf16.py",
-    "wgmma, TMA, mbarriers": "xtrain/kernels/_hopper.py",
-    "FlashAttention on Hopper": "xtrain/kernels/flash_attention_hopper.py",
-    "autograd": "xtrain/autograd.py",
-    "bitwise identical ranks": "xtrain/communicator.py",
-    "buckets that overlap with backward": "xtrain/ddp.py",
-    "sharded optimizer": "xtrain/zero.py",
-    "memory plan of a step": "xtrain/memory.py",
-    "serving": "xtrain/engine.py",
+    "races, deadlocks, bounds": "xtrain/simulator",
+    "16-byte accesses, PTX": "xtrain/kernels/primitives/ptx.py",
+    "rows in registers": "xtrain/kernels/primitives/rows.py",
+    "tensor cores, ldmatrix, swizzle": "xtrain/kernels/primitives/tiles.py",
+    "FlashAttention": "xtrain/kernels/attention/flash_attention_bf16.py",
+    "wgmma, TMA, mbarriers": "xtrain/kernels/primitives/hopper.py",
+    "FlashAttention on Hopper": "xtrain/kernels/attention/flash_attention_hopper.py",
+    "autograd": "xtrain/nn/autograd.py",
+    "bitwise identical ranks": "xtrain/parallel/collectives.py",
+    "buckets that overlap with backward": "xtrain/parallel/ddp.py",
+    "sharded optimizer": "xtrain/parallel/zero.py",
+    "memory plan of a step": "xtrain/training/memory_plan.py",
+    "serving": "xtrain/serving/engine.py",
 }
 for idea, file in MAP.items():
     there = (lesson.LESSONS.parent / file).exists()
@@ -735,7 +737,7 @@ for M in (1, 8, 64):
 #    summed?
 # 2. RMSNorm is between two split layers. Must its input be summed first? Could each rank instead
 #    normalize a part of the tokens? (This is *sequence parallelism*.)
-# 3. Read `xtrain/communicator.py` and find where the order of additions is fixed.
+# 3. Read `xtrain/parallel/collectives.py` and find where the order of additions is fixed.
 # 4. In 23.1 both tiles use one barrier. Give each tile its own. What could start earlier if q and k
 #    were larger?
 #

@@ -21,7 +21,7 @@ Array = Any  # numpy.ndarray | cupy.ndarray | simulator.SimArray: CuPy is option
 
 
 @functools.cache
-def cupy() -> ModuleType | None:
+def cupy() -> Any:
     """The cupy module if it is installed and sees a GPU, else None."""
     try:
         import cupy

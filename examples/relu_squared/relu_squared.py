@@ -3,7 +3,7 @@
     forward    y = max(x, 0)^2
     backward   dy/dx = 2 max(x, 0), so   dx = 2 max(x, 0) dy
 
-Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory is all that counts: _flat.py says how.
+Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory is all that counts: kernels/primitives/flat.py says how.
 """
 
 # --8<-- [start:imports]

@@ -18,10 +18,11 @@ from xtrain.kernels.runtime.launch import empty, launch, zeros
 
 from . import attempt, figures, records
 from .attempt import EXERCISES, Verdict
+from .machine import Machine
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
-    "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners", "record",
+    "Machine", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners", "record",
     "report", "source", "table", "traced", "tracing", "zeros",
 ]  # fmt: skip
 

@@ -122,7 +122,10 @@ def out_of_step(path: Path) -> str | None:
 
 def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
     """Where a notebook shows a line of the library that is no longer there, or lacks one, or None. Nothing is run."""
-    text = "\n".join(p.read_text(encoding="utf-8") for p in root.glob("xtrain/**/*.py"))
+    text = "\n".join(
+        p.read_text(encoding="utf-8")
+        for p in [*root.glob("xtrain/**/*.py"), *root.glob("lessons/checks/*.py")]
+    )
     whole = _dense(text)
     for cell in json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]:
         code = "".join(cell["source"]).strip()

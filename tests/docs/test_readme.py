@@ -1,6 +1,5 @@
 """The README's numbers are those of bench/results, and its example runs."""
 
-import ast
 import configparser
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+INSTALL = ROOT / "lessons/howto/install.md"
 
 
 def test_tables_come_from_the_records():
@@ -68,9 +68,7 @@ def setup(section):
 
 def test_the_oldest_versions_are_those_that_pip_takes():
     """Of all that the package needs, and of what its tests compare with."""
-    row = re.search(r"^\| the oldest.*?\| (.*) \|$", (ROOT / "README.md").read_text("utf-8"), re.M)[
-        1
-    ]
+    row = re.search(r"^\| the oldest.*?\| (.*) \|$", INSTALL.read_text("utf-8"), re.M)[1]
     said = {n.lower(): v for n, v in re.findall(r"([\w-]+) ([\d.]+)(?=[,;]|$)", row)}
     find = lambda text: dict(re.findall(r"^([\w-]+)>=([\d.]+)", text, re.M))
     needed = find(setup("options")["install_requires"])
@@ -81,26 +79,21 @@ def test_the_oldest_versions_are_those_that_pip_takes():
 
 
 def test_every_extra_is_named():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = INSTALL.read_text(encoding="utf-8")
     extras = setup("options.extras_require")
     assert [e for e in extras if not re.search(rf"`{e}`|\[(\w+,)*{e}(,\w+)*\]", text)] == []
 
 
-def imports(path):
-    """Modules of xtrain that a file imports when it is imported itself."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and node.level == 1 + (path.parent.name == "kernels"):
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from (name.split(".")[0] for name in names)
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_the_map_is_complete_and_in_the_order_of_imports():
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
-    rows = [re.findall(r"`(\w+)(?:\.py|/)`", row) for row in rows if "python" not in row]
-    place = {module: i for i, row in enumerate(rows) for module in row}
-    files = {p.stem: [p] for p in (ROOT / "xtrain").glob("[!_]*.py")}
-    assert place.keys() == files.keys() | {"kernels"}
-    files["kernels"] = list((ROOT / "xtrain" / "kernels").glob("[!_]*.py"))
-    for module, paths in files.items():
-        for other in {name for path in paths for name in imports(path) if name in place}:
-            assert place[other] <= place[module], f"{module} imports {other}, which comes later"
+def test_the_architecture_names_every_room_and_file():
+    """And nothing that is not there."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w/])(?:xtrain/)?([\w/]+\.py)\b", text))
+    files = {p.relative_to(ROOT / "xtrain").as_posix() for p in (ROOT / "xtrain").rglob("*.py")}
+    wanted = {f for f in files if not f.endswith("__init__.py")}
+    assert wanted - named == set(), "ARCHITECTURE.md does not name these files"
+    others = {n for n in named - files if not (ROOT / n).exists()}
+    assert others == set(), "ARCHITECTURE.md names files that are not there"

@@ -120,11 +120,11 @@ def test_at_least_three_mistakes_are_known(number):
 
 
 # ----------------------------------------------------------------------------- refusals
-PREFIX = "from numba import cuda\nfrom xtrain.kernels import elementwise, _reduce\n"
+PREFIX = "from numba import cuda\nfrom xtrain.kernels import elementwise\nfrom xtrain.kernels.primitives import reduce\n"
 REFUSED = {
     "by name": "@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    elementwise.add_chunks(y_n, a_n, b_n, 0, False)\n",
     "by another name": "mine = elementwise.add_chunks\n@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    mine(y_n, a_n, b_n, 0, False)\n",
-    "through a helper": "@cuda.jit(device=True)\ndef helper(v):\n    return _reduce.warp_sum(v)\n"
+    "through a helper": "@cuda.jit(device=True)\ndef helper(v):\n    return reduce.warp_sum(v)\n"
     "@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    helper(a_n[0])\n",
     "the kernel itself": "add_kernel = elementwise.add_naive_kernel\n",
     "by import": "@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    from xtrain.kernels.elementwise import add_ref\n    y_n[0] = 1\n",
@@ -150,7 +150,7 @@ def test_what_is_no_kernel():
 
 def test_endless_loop_is_stopped(monkeypatch):
     monkeypatch.setattr(lesson.attempt, "SECONDS", 1)
-    monkeypatch.setattr("xtrain._simulator.thread.MAX_TURNS", 10**12)  # else the simulator ends it
+    monkeypatch.setattr("xtrain.simulator.thread.MAX_TURNS", 10**12)  # else the simulator ends it
     code = "from numba import cuda\n@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    i = 0\n    while i < 1:\n        y_n[i] = 1\n"
     verdict = lesson.verdict("1.1", lesson.load(code, "endless.py").add_kernel)
     assert "did not end within 1 seconds" in verdict.text
@@ -216,11 +216,12 @@ def test_no_place_for_my_lessons(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("words", [["list"], ["start", "1"], ["check", "1"]], ids=" ".join)
 def test_an_installed_package_has_no_lessons(tmp_path, monkeypatch, capsys, words):
-    monkeypatch.setattr(lesson, "LESSONS", tmp_path / "site-packages" / "lessons")
+    monkeypatch.setattr(lesson, "CHECKS", tmp_path / "site-packages" / "lessons" / "checks")
+    monkeypatch.delitem(sys.modules, lesson.PACKAGE, raising=False)
     monkeypatch.chdir(tmp_path)
     assert lesson.main(words) == 2
     said = capsys.readouterr()
-    assert "inside a checkout" in said.err and said.err.count("\n") == 1 and not said.out
+    assert "inside a clone" in said.err and said.err.count("\n") == 1 and not said.out
 
 
 def test_bad_lesson_numbers(tmp_path, capsys):

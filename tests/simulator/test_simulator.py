@@ -434,7 +434,7 @@ def test_bad_launches():
         run(row_sums, 1, 32, out)
 
 
-# ----------------------------------------------------------------------------- intrinsics, as _ptx.py adds them
+# ----------------------------------------------------------------------------- intrinsics, as kernels/primitives/ptx.py adds them
 def only_on_a_gpu(*args):
     raise NotImplementedError
 

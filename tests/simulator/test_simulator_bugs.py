@@ -131,7 +131,9 @@ def test_barrier_in_a_branch_that_some_threads_take(planted):
     )
     rest = "        partial[warp] = v\n    cuda.syncthreads()  # every warp's sum is there\n"
     reduce = planted(
-        "primitives.reduce", barrier + guard + rest, guard + "        cuda.syncthreads()  # of some\n" + rest
+        "primitives.reduce",
+        barrier + guard + rest,
+        guard + "        cuda.syncthreads()  # of some\n" + rest,
     )
     with pytest.raises(DeadlockError) as caught:
         run_softmax(planted, reduce)
@@ -273,7 +275,7 @@ def test_shared_array_too_small(planted):
 
 
 def test_sixteen_bytes_past_the_end(planted):
-    """Through the intrinsics of _ptx.py."""
+    """Through the intrinsics of kernels/primitives/ptx.py."""
     old = "load4(registers, x, first + c)"
     rows = planted("primitives.rows", old, "load4(registers, x, first + c + 4)")
     rmsnorm = planted("rmsnorm")

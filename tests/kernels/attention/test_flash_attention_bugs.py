@@ -117,7 +117,9 @@ PAIR_BUGS = {
 
 @pytest.mark.parametrize("bug", [None, *PAIR_BUGS])
 def test_bugs_between_two_warps(planted, bug):
-    file, old, new, expected = PAIR_BUGS[bug] if bug else ("primitives.tiles", "CHUNK = 8", "CHUNK = 8", None)
+    file, old, new, expected = (
+        PAIR_BUGS[bug] if bug else ("primitives.tiles", "CHUNK = 8", "CHUNK = 8", None)
+    )
     module = planted(file, old, new)
     maker = module.bf16_pairs.make_pairs_kernel, module.bf16_pairs.pairs_shared_bytes
     single = module._maker

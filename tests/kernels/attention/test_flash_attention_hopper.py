@@ -182,7 +182,7 @@ def test_every_tile_once_and_long_ones_first():
 
 
 def test_kernels_have_an_identity_for_the_cache():
-    """A kernel that _compile.py cannot tell from another would be compiled in every process, or be the wrong one."""
+    """A kernel that runtime/compile.py cannot tell from another would be compiled in every process, or be the wrong one."""
     kinds = hopper.make_fwd_kernel, backward.make_dq_kernel, backward.make_dkdv_kernel
     kernels = [
         make(D, causal, config)

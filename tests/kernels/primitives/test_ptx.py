@@ -1,4 +1,4 @@
-"""Single instructions of _ptx.py and _tensor_cores.py against what NVIDIA's manual says of them.
+"""Single instructions of primitives/ptx.py and primitives/tensor_cores.py against what NVIDIA's manual says of them.
 
 Without a GPU this tests the twins that the simulator runs; with one, the instructions.
 """

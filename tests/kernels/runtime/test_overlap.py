@@ -1,4 +1,4 @@
-"""_overlap.py: what the driver is handed (the layout is that of CUlaunchConfig in CUDA 13's cuda.h, on 64 bits), and what
+"""runtime/overlap.py: what the driver is handed (the layout is that of CUlaunchConfig in CUDA 13's cuda.h, on 64 bits), and what
 overlapping kernels must not do.
 """
 
