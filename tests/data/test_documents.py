@@ -194,7 +194,7 @@ def test_split_notices_a_change():
 def test_survey_identifies_a_text():
     hashes = {survey(texts).sha256 for texts in (["ab"], ["a", "b"], ["b", "a"], ["abc"])}
     assert len(hashes) == 4
-    assert survey(["é", "b"]).bytes == 3
+    assert survey(["é", "b"]).n_bytes == 3
 
 
 @given(st.text(), st.integers(1, 20))

@@ -190,7 +190,7 @@ def _sample(documents: Iterable[str], found: Survey) -> Iterator[str]:
         for chunk in [] if is_val else chunks(text, SAMPLE_CHUNK):
             size = len(chunk.encode())
             seen += size
-            if sampled * found.bytes <= seen * SAMPLE_BYTES:
+            if sampled * found.n_bytes <= seen * SAMPLE_BYTES:
                 sampled += size
                 yield chunk
 
@@ -250,17 +250,17 @@ def _tokenize(
             done = train.bytes + val.bytes
             train.encode()
             val.encode()
-            progress(0.25 + 0.75 * done / found.bytes, "tokenizing")
+            progress(0.25 + 0.75 * done / found.n_bytes, "tokenizing")
     for writer in (train, val):
         if not writer.bytes:
             raise UserError(
-                f"the text has {found.bytes} bytes, too few to hold some out: give more text"
+                f"the text has {found.n_bytes} bytes, too few to hold some out: give more text"
             )
         writer.encode()
         writer.write(1)
     return {
         "documents": found.documents,
-        "bytes": found.bytes,
+        "bytes": found.n_bytes,
         "sha256": found.sha256,
         "split": "documents" if found.by_document else "tail",
         "train_bytes": train.bytes,

@@ -180,7 +180,7 @@ class Survey:
     """What one pass over a text finds: enough to identify the text and to split it."""
 
     documents: int = 0
-    bytes: int = 0
+    n_bytes: int = 0
     sha256: str = ""  # of the SHA-256 of each document, in order
     # hash of a document -> its bytes; copies of a document are added up
     sizes: dict[bytes, int] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Survey:
     @property
     def held_out(self) -> int:
         """Bytes wanted for validation."""
-        return max(1, min(self.bytes // VAL_FRACTION, VAL_BYTES))
+        return max(1, min(self.n_bytes // VAL_FRACTION, VAL_BYTES))
 
     @property
     def by_document(self) -> bool:
@@ -214,7 +214,7 @@ def survey(documents: Iterable[str]) -> Survey:
         digest = hashlib.sha256(raw).digest()
         whole.update(digest)
         found.documents += 1
-        found.bytes += len(raw)
+        found.n_bytes += len(raw)
         found.sizes[digest[:12]] = found.sizes.get(digest[:12], 0) + len(raw)
     found.sha256 = whole.hexdigest()
     return found
@@ -226,7 +226,7 @@ def split(documents: Iterable[str], found: Survey) -> Iterator[tuple[str, bytes,
     found: the survey of the same documents. Raises UserError at the end if they have changed.
     """
     drawn = found.validation_hashes()
-    cut = found.bytes if found.by_document else found.bytes - found.held_out
+    cut = found.n_bytes if found.by_document else found.n_bytes - found.held_out
     position, whole = 0, hashlib.sha256()
     for text in documents:
         raw = text.encode()

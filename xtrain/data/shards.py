@@ -12,7 +12,11 @@ import numpy as np
 from ..errors import UserError
 
 HEADER_INTS = 256
-SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+# (magic, version) -> dtype of the tokens
+SHARD_KINDS: dict[tuple[int, int], np.dtype] = {
+    (20240520, 1): np.dtype("<u2"),
+    (20240801, 7): np.dtype("<u4"),
+}
 
 
 def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> None:

@@ -55,9 +55,10 @@ class Tokenizer:
         backend.no_truncation()  # settings of an inference server that would cut a document short
         backend.no_padding()
         self._backend = backend
-        self.eot, self.eot_id = eot, backend.token_to_id(eot)
-        if self.eot_id is None:
+        eot_id = backend.token_to_id(eot)
+        if eot_id is None:
             raise UserError(f"the tokenizer has no token {eot!r} to end a document with")
+        self.eot, self.eot_id = eot, eot_id
         self._companions = companions or {}
         if CONFIG not in self._companions:
             own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,

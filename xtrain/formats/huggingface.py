@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -200,8 +200,10 @@ def _normalize_scaling(scaling: dict[str, Any] | None, max_seq_len: int) -> dict
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """-> {name: shape} of every tensor that a folder must contain."""
     c = config
-    C, F, D, H, G = c.dim, c.hidden_dim, c.head_dim, c.n_heads, c.n_kv_heads
-    layer = {
+    C, H = c.dim, c.n_heads
+    # ModelConfig has replaced None
+    F, D, G = cast(tuple[int, int, int], (c.hidden_dim, c.head_dim, c.n_kv_heads))
+    layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (H * D, C),
         "self_attn.k_proj": (G * D, C),
         "self_attn.v_proj": (G * D, C),
@@ -214,7 +216,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if c.qk_norm:
         layer |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)}
-    shapes = {"model.embed_tokens.weight": (c.vocab_size, C), "model.norm.weight": (C,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab_size, C),
+        "model.norm.weight": (C,),
+    }
     for i in range(c.n_layers):
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     if not c.tie_embeddings:
@@ -246,7 +251,7 @@ def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
 
 def read_special_tokens(folder: Path) -> dict[str, Any]:
     """-> bos_token_id, eos_token_id, pad_token_id if given. generation_config.json overrides config.json."""
-    found = {}
+    found: dict[str, Any] = {}
     for file in filter(Path.is_file, (folder / CONFIG, folder / GENERATION)):
         content = read_json(file)
         found |= {key: content[key] for key in SPECIAL if as_ids(content.get(key))}

@@ -68,9 +68,8 @@ def unlisted(folder: Path) -> list[str]:
 
 def tensor_checksum(values: np.ndarray) -> int:
     """CRC-32 of the bytes that a tensor has in a file."""
-    return zlib.crc32(
-        np.ascontiguousarray(values, values.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-    )
+    stored = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return zlib.crc32(stored.reshape(-1).view(np.uint8).data)
 
 
 def write_manifest(folder: Path, tensors: dict[str, int]) -> None:

@@ -50,7 +50,7 @@ class Stored:
         data = np.empty(self.shape, self.dtype)
         with reading(self.path), open(self.path, "rb") as file:
             file.seek(self.start)
-            n = file.readinto(data.reshape(-1).view(np.uint8))
+            n = file.readinto(data.reshape(-1).view(np.uint8).data)
         if n != data.nbytes:
             raise UserError(f"{self.path} was shortened while it was read: try again")
         return data.astype(np.float32, copy=False)
@@ -144,4 +144,4 @@ def write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             values = np.ascontiguousarray(tensor.numpy(), DTYPES[DTYPE_NAMES[tensor.dtype.name]])
-            file.write(values.reshape(-1).view(np.uint8))
+            file.write(values.reshape(-1).view(np.uint8).data)

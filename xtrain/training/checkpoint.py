@@ -37,7 +37,8 @@ from ..formats.manifest import (
     verify,
     write_manifest,
 )
-from ..formats.tensor_file import read_header, read_json, reading, write_safetensors
+from ..formats.tensor_file import read_header, write_safetensors
+from ..json_files import read_json, reading
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 from ..nn.optim import AdamW

@@ -23,7 +23,7 @@ from ..data.dataset import Corpus, prepare
 from ..device import device_name, memory_peak_bytes, resolve_device, to_numpy
 from ..errors import UserError
 from ..files import Busy, cannot_write, locked, write_whole
-from ..formats.tensor_file import read_json
+from ..json_files import read_json
 from ..kernels.runtime.launch import set_debug
 from ..nn.model import Transformer
 from . import checkpoint, out_of_memory

@@ -32,7 +32,7 @@ from ..config import ModelConfig, TrainConfig
 from ..device import cupy
 from ..errors import UserError
 from ..files import FULL, Journal, cannot_write, write_whole
-from ..formats.tensor_file import reading
+from ..json_files import reading
 from ..nn.model import Transformer
 from .checkpoint import LOGS
 from .nonfinite import spike
