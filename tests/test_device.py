@@ -167,7 +167,7 @@ def test_a_full_gpu_takes_no_block_from_a_graph(monkeypatch):
     pool.keep()
     assert pool.malloc(200) == 200 and said[1:] == ["the default pool gives back"]
     with pytest.raises(
-        MemoryError, match="Out of memory allocating 1,000 bytes beside a CUDA graph"
+        MemoryError, match="Out of memory allocating 1,000 bytes next to a CUDA graph"
     ):
         pool.malloc(1000)
     assert said[2:] == ["the default pool gives back"]

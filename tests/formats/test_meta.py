@@ -213,7 +213,7 @@ def test_a_file_that_nobody_may_read(meta, capsys, monkeypatch):
 
 def test_options_that_make_no_sense(meta, capsys):
     refused(capsys, meta, "--max-seq-len 0 must be", more=["--max-seq-len", "0"])
-    refused(capsys, meta, "--rope-factor 8.0", "no scaling", more=["--rope-factor", "8"])
+    refused(capsys, meta, "--rope-factor 8.0", "no use_scaled_rope", more=["--rope-factor", "8"])
     params = json.loads((meta / "params.json").read_text())
     (meta / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
     refused(capsys, meta, "factor", more=["--rope-factor", "0"])
@@ -240,7 +240,7 @@ def test_files_with_code_or_damage(meta, capsys):
 CHANGES = {
     "lacks dim": ({"dim": None}, "lacks dim"),
     "layers": ({"n_layers": 2**30}, "n_layers 1073741824"),
-    "fewer layers": ({"n_layers": 1}, "do not belong: layers.1."),
+    "fewer layers": ({"n_layers": 1}, "unexpected tensors: layers.1."),
     "more layers": ({"n_layers": 4}, "num"),
     "heads": ({"n_heads": 3}, "not divisible"),
     "other heads": ({"n_heads": 8, "n_kv_heads": 8}, "attention.wk.weight: shards of shapes"),
@@ -262,7 +262,7 @@ def test_tensors_that_do_not_fit(meta, capsys):
     file = meta / "consolidated.00.pth"
     state = torch.load(file)
     torch.save(state | {"extra": torch.zeros(1)}, file)
-    refused(capsys, meta, "do not belong: extra")
+    refused(capsys, meta, "unexpected tensors: extra")
     torch.save({k: v for k, v in state.items() if k != "norm.weight"}, file)
     refused(capsys, meta, "missing tensors: norm.weight")
     torch.save(state | {"norm.weight": torch.zeros(3)}, file)

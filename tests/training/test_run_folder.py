@@ -91,7 +91,7 @@ def test_a_manifest_of_the_wrong_types(folder, name):
     content = json.loads(path.read_text())
     content.pop("itself")
     MANIFESTS[name](content)
-    path.write_bytes(manifest._dump({**content, "itself": manifest._of_itself(content)}))
+    path.write_bytes(manifest._dump({**content, "itself": manifest._hash_of(content)}))
     assert checkpoint.newest(folder, said.append).step == 3
     assert "manifest.json does not describe files and tensors: going back to step-000003" in said[0]
 
