@@ -234,7 +234,7 @@ class Logbook:
             self.warn(
                 f"no space left to write {self.folder / name}: training goes on, the lines are kept until there is"
             )
-        self.full = any(file.waiting for file in self.files.values())  # one may have room left
+        self.full = any(file.pending for file in self.files.values())  # one may have room left
 
     def flush(self) -> bool:
         """-> is everything in the files? A checkpoint must not be newer than they are."""
@@ -243,7 +243,7 @@ class Logbook:
     def lengths(self) -> dict[str, int]:
         """Bytes of the files that cannot be cut back by steps."""
         file = self.files["samples.txt"]
-        return {"samples.txt": file.size + len(file.waiting)}
+        return {"samples.txt": file.size + len(file.pending)}
 
     def picture(self) -> None:
         """loss.png: training loss, its running mean, validation loss."""
