@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from runs import DATA
+from signals import default_signals_in_child
 
 from xtrain.cli import Output, command_line
 
@@ -118,7 +119,9 @@ def test_ctrl_c_while_a_command_imports(tmp_path):
         (["-c", "import xtrain"], "Keyboard"),
     ):
         command, env = [sys.executable, *arguments], os.environ | {"PYTHONPATH": path}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, preexec_fn=default_signals_in_child
+        )
         assert done.returncode == -signal.SIGINT and words in done.stderr
         assert words or not done.stderr
 
