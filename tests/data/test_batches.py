@@ -14,7 +14,7 @@ from xtrain.errors import UserError
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Three shards in which a token says where it is: shard s holds 10000 s + position."""
+    """Three shards whose tokens give their own place: token p of shard s is 10000 s + p."""
     folder = tmp_path_factory.mktemp("shards")
     sizes = (100, 37, 5)
     return [shard(folder, 10_000 * s + np.arange(n), name=f"{s}.bin") for s, n in enumerate(sizes)]
@@ -59,15 +59,15 @@ def test_every_token_is_seen(shards):
     seed=st.integers(0, 3),
 )
 @settings(max_examples=50)
-def test_ranks_together_take_the_batch(shards, T, world, rows, seed):
+def test_ranks_together_read_the_batch(shards, T, world, rows, seed):
     B = world * rows
     alone = Loader(shards, B, T, seed)
     ranks = [Loader(shards, B, T, seed, rank, world) for rank in range(world)]
     for _ in range(4):
         ids, targets = alone.next_batch()
-        parts = [rank.next_batch() for rank in ranks]
-        np.testing.assert_array_equal(ids, np.concatenate([part[0] for part in parts]))
-        np.testing.assert_array_equal(targets, np.concatenate([part[1] for part in parts]))
+        batches = [rank.next_batch() for rank in ranks]
+        np.testing.assert_array_equal(ids, np.concatenate([batch[0] for batch in batches]))
+        np.testing.assert_array_equal(targets, np.concatenate([batch[1] for batch in batches]))
     assert {rank.position for rank in ranks} == {alone.position}
 
 

@@ -1,4 +1,4 @@
-"""Texts as they come: each bad one is one sentence and exit code 2 at the command line, and leaves nothing behind."""
+"""Texts of every kind: a bad one ends the command with one sentence and exit code 2, and leaves no files."""
 
 import os
 
@@ -65,11 +65,11 @@ def a_broken_link(folder):
 
 BAD = {
     "empty": (a_file("a.txt", b""), "has no text"),
-    "only a mark of its encoding": (a_file("a.txt", b"\xef\xbb\xbf"), "has no text"),
+    "only a byte order mark": (a_file("a.txt", b"\xef\xbb\xbf"), "has no text"),
     "one byte": (a_file("a.txt", b"a"), "the text has 1 bytes, too few to hold some out"),
     "one token": (a_file("a.txt", b"aa"), "tokens, a window needs 17"),
     "a few tokens": (a_file("a.txt", b"some words "), "tokens, a window needs 17"),
-    "held out text too short": (a_file("a.txt", WORDS.encode() * 2), "the validation text has"),
+    "held-out text too short": (a_file("a.txt", WORDS.encode() * 2), "the validation text has"),
     "only ends of text": (a_file("a.txt", b"<|endoftext|>" * 9), "has no text"),
     "binary": (a_file("a.txt", b"text\0text"), "is binary (a NUL at byte 4): give UTF-8 text"),
     "a picture": (a_file("a.png", b"\x89PNG\r\n\x1a\n\0\0"), "is binary"),
@@ -91,7 +91,7 @@ BAD = {
 def test_bad_text(tmp_path, cache, capsys, name):
     make, sentence = BAD[name]
     if name in ("a pipe", "a device") and not hasattr(os, "mkfifo"):
-        # Windows has neither, so there is nothing to refuse
+        # Windows has neither
         pytest.skip("not on this system")
     assert start(make(tmp_path / "text"), tmp_path) == 2
     error = capsys.readouterr().err
@@ -106,7 +106,7 @@ def refuse(*_, **__):
 
 @pytest.mark.parametrize("owner, name", [(documents.Path, "read_bytes"), (os, "scandir")])
 def test_unreadable(tmp_path, monkeypatch, capsys, owner, name):
-    """A file, or a folder, that the system does not let us read. (Root may read everything: so it is played.)"""
+    """A file or a folder without read permission. (Simulated, because root may read everything.)"""
     (tmp_path / "text" / "a.txt").write_text(WORDS * 99)
     monkeypatch.setattr(owner, name, refuse)
     assert start(tmp_path / "text", tmp_path) == 2
@@ -116,7 +116,7 @@ def test_unreadable(tmp_path, monkeypatch, capsys, owner, name):
 
 @pytest.mark.parametrize("letters", [2, 26])
 def test_one_huge_line(tmp_path, letters):
-    """Without a space or a line break: nothing to cut at, and no two words alike."""
+    """Without a space or a line break: there is nowhere to cut, and no word occurs twice."""
     codes = np.random.default_rng(0).integers(97, 97 + letters, 300_000)
     text = codes.astype(np.uint8).tobytes().decode()
     (tmp_path / "text" / "a.txt").write_text(text)
@@ -137,7 +137,7 @@ def test_good_files_among_others(tmp_path, capsys):
 
 
 def test_changed_since_it_was_tokenized(tmp_path, capsys):
-    """A run does not go on with another text, not even one of the same length; a new run reads the new text."""
+    """A run does not resume with another text, not even of the same length; a new run reads the new text."""
     path = tmp_path / "text" / "a.txt"
     path.write_bytes((DATA / "grammar.txt").read_bytes())
     assert start(path, tmp_path, "--stop-at=1") == 0
@@ -149,7 +149,7 @@ def test_changed_since_it_was_tokenized(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("damage", ["header", "tail", "token"])
-def test_damaged_shards_are_made_again(tmp_path, cache, capsys, damage):
+def test_damaged_shards_are_rebuilt(tmp_path, cache, capsys, damage):
     path = tmp_path / "text" / "a.txt"
     path.write_bytes((DATA / "grammar.txt").read_bytes())
     shard = prepare(path, 300).train[0]
@@ -157,7 +157,7 @@ def test_damaged_shards_are_made_again(tmp_path, cache, capsys, damage):
     bad = {
         "header": b"\0" * 1024 + good[1024:],
         "tail": good[:-3],
-        "token": good[:2000] + bytes([good[2000] ^ 1]) + good[2001:],  # a valid one, but another
+        "token": good[:2000] + bytes([good[2000] ^ 1]) + good[2001:],  # valid, but different
     }
     shard.write_bytes(bad[damage])
     assert start(path, tmp_path) == 0

@@ -1,4 +1,4 @@
-"""prepare(): a text becomes a cached corpus, whatever interrupts it."""
+"""prepare(): the cached corpus of a text, also after interruptions and damage."""
 
 import os
 import subprocess
@@ -99,7 +99,7 @@ def test_cache_is_used_and_changes_are_seen(tmp_path, monkeypatch):
         lambda f: f.write_bytes(b"[]"),
     ],
 )
-def test_damaged_cache_is_made_anew(corpus, text_folder, name, damage):
+def test_damaged_cache_is_rebuilt(corpus, text_folder, name, damage):
     before = snapshot(corpus.folder)
     damage(corpus.folder / name)
     prepare(text_folder, VOCAB, corpus.folder.parent)
@@ -117,7 +117,7 @@ def test_interrupted_tokenizing_leaves_nothing(text_folder, tmp_path):
 
 
 def test_leftovers_of_killed_processes_are_removed(text_folder, tmp_path):
-    """At once: a living process holds a lock on its folder."""
+    """Immediately: a running process holds a lock on its folder."""
     for name in ("dead", "alive"):
         (tmp_path / f".tmp-{name}").mkdir()
     with files.locked(tmp_path / ".tmp-alive"):
@@ -126,7 +126,7 @@ def test_leftovers_of_killed_processes_are_removed(text_folder, tmp_path):
 
 
 def test_leftovers_where_nothing_can_be_locked(text_folder, tmp_path, monkeypatch):
-    """Then age decides."""
+    """Then the age of the folder decides."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
     for name, age in (("old", 2 * files.STRAY_SECONDS), ("new", 0)):
         (tmp_path / f".tmp-{name}").mkdir()
@@ -135,17 +135,17 @@ def test_leftovers_where_nothing_can_be_locked(text_folder, tmp_path, monkeypatc
     assert sorted(os.listdir(tmp_path)) == [".tmp-new", folder.name]
 
 
-def test_a_folder_taken_for_a_dead_one(tmp_path, monkeypatch):
-    """Another process may find it before it is locked: then there is another."""
+def test_a_work_folder_removed_before_it_is_locked(tmp_path, monkeypatch):
+    """Another process may take it for that of a dead process: then a second folder is made."""
     make, made = tempfile.mkdtemp, []
 
-    def taken_at_once(**more):
+    def removed_at_once(**more):
         made.append(make(**more))
         if len(made) == 1:
             os.rmdir(made[0])
         return made[-1]
 
-    monkeypatch.setattr(files.tempfile, "mkdtemp", taken_at_once)
+    monkeypatch.setattr(files.tempfile, "mkdtemp", removed_at_once)
     with files.work_folder(tmp_path) as folder:
         assert [str(folder)] == made[1:] and folder.is_dir()
         with pytest.raises(files.Busy), files.locked(folder):
@@ -168,7 +168,7 @@ data.prepare(sys.argv[1], int(sys.argv[2]), sys.argv[4], progress=hold)
 
 @pytest.mark.parametrize("fraction", [0.05, 0.3, 0.6])
 def test_killed_while_tokenizing(corpus, text_folder, tmp_path, fraction):
-    """SIGKILL while the tokenizer is trained, after the first shards, and later: the next one starts cleanly."""
+    """SIGKILL while the tokenizer is trained, after the first shards, and later: the next run starts cleanly."""
     arguments = [sys.executable, "-c", KILLED, text_folder, VOCAB, fraction, tmp_path]
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen([str(a) for a in arguments], cwd=root, stdout=subprocess.PIPE)
@@ -191,7 +191,7 @@ def test_two_processes_at_once(corpus, text_folder, tmp_path):
     assert snapshot(tmp_path / corpus.folder.name) == snapshot(corpus.folder)
 
 
-def test_slower_process_takes_what_is_there(corpus, text_folder, tmp_path, monkeypatch):
+def test_slower_process_uses_the_existing_entry(corpus, text_folder, tmp_path, monkeypatch):
     rename = os.rename
 
     def another_was_faster(source, target):
@@ -212,7 +212,7 @@ def test_given_tokenizer(corpus, text_folder, tmp_path):
     other = prepare(text_folder, VOCAB, tmp_path, tokenizer=corpus.folder / "tokenizer.json")
     assert other.tokenizer.sha256 == corpus.tokenizer.sha256
     assert other.train[0].read_bytes() == corpus.train[0].read_bytes()
-    corpus.tokenizer.save(tmp_path / "mine")  # the same tokens, and by now a chat template
+    corpus.tokenizer.save(tmp_path / "mine")  # the same tokens, with a chat template
     (tmp_path / "mine" / "chat_template.jinja").write_text("{{ messages }}")
     again = prepare(text_folder, VOCAB, tmp_path, tokenizer=tmp_path / "mine")
     again.tokenizer.save(tmp_path / "saved")
@@ -225,9 +225,9 @@ def test_many_shards(text_folder, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SHARD_TOKENS", 1000)
     monkeypatch.setattr(data, "ENCODE_BATCH", 5000)
     monkeypatch.setattr(data, "ENCODE_CHUNK", 100_000)
-    parts = prepare(text_folder, VOCAB, tmp_path)
-    assert len(parts.train) > 3 and parts.train_tokens == corpus.train_tokens
-    ids = np.concatenate([read_shard(path) for path in parts.train])
+    many = prepare(text_folder, VOCAB, tmp_path)
+    assert len(many.train) > 3 and many.train_tokens == corpus.train_tokens
+    ids = np.concatenate([read_shard(path) for path in many.train])
     np.testing.assert_array_equal(ids, read_shard(corpus.train[0]))
 
 

@@ -43,8 +43,8 @@ def test_folder_is_read_in_sorted_order(tmp_path):
 def test_links_to_folders_are_followed(tmp_path):
     write(tmp_path, {"big/b.txt": "2", "big/more/c.txt": "3", "data/a.txt": "1"})
     (tmp_path / "data/part").symlink_to(tmp_path / "big")
-    (tmp_path / "data/twice").symlink_to("../big/more")  # is in part already
-    (tmp_path / "data/0").symlink_to("z")  # what is really there keeps its place
+    (tmp_path / "data/twice").symlink_to("../big/more")  # already reached through part
+    (tmp_path / "data/0").symlink_to("z")  # a link: read after the real folders
     write(tmp_path, {"data/z/d.txt": "4"})
     (tmp_path / "big/round").symlink_to(tmp_path / "data")
     (tmp_path / "big/self").symlink_to("self")
@@ -55,7 +55,7 @@ def test_links_to_folders_are_followed(tmp_path):
     assert list(Documents(tmp_path / "only")) == ["3"]
 
 
-def test_text_is_kept_as_it_is(tmp_path):
+def test_text_is_kept_unchanged(tmp_path):
     write(tmp_path, {"a.txt": b"\xef\xbb\xbfa\r\nb \xc3\xa9"})
     assert list(Documents(tmp_path / "a.txt")) == ["a\r\nb é"]
 
@@ -114,7 +114,7 @@ def test_missing_path(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a"])
 def test_unreadable(tmp_path, monkeypatch, name):
-    """It may be text: to leave it out would train on something else."""
+    """The file may be text: without it, training would use a different text."""
 
     def refuse(*args):
         raise PermissionError(13, "Permission denied", str(tmp_path / name))
@@ -157,18 +157,18 @@ def test_jsonl_line_may_be_huge(tmp_path):
 @given(DOCUMENTS)
 def test_split_loses_nothing(documents):
     found = survey(documents)
-    parts = list(split(documents, found))
-    assert "".join(text for text, _, _ in parts) == "".join(documents)
-    assert all(text.encode() == raw for text, raw, _ in parts)
-    held_out = sum(len(raw) for _, raw, val in parts if val)
+    pieces = list(split(documents, found))
+    assert "".join(text for text, _, _ in pieces) == "".join(documents)
+    assert all(text.encode() == raw for text, raw, _ in pieces)
+    held_out = sum(len(raw) for _, raw, val in pieces if val)
     # The last drawn document may almost double it; a cut moves back by less than a character.
     assert found.held_out <= held_out < 2 * found.held_out + 3
-    assert parts == list(split(documents, found))
+    assert pieces == list(split(documents, found))
 
 
 @given(DOCUMENTS, st.randoms())
 def test_split_by_document(documents, random):
-    documents = documents * 12  # copies: a document and its copies fall on one side
+    documents = documents * 12  # all copies of a document are on one side
     found = survey(documents)
     if not found.by_document:
         return

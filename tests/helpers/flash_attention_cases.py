@@ -1,6 +1,7 @@
-"""What the tests of FlashAttention share: inputs, all results at once, the float64 truth and PyTorch's answer.
+"""Shared by the tests of FlashAttention: inputs, all results at once, exact values in float64, PyTorch's results.
 
-In the simulator the kernels get small tiles, so that a few dozen tokens make several of them; on a GPU the tuned ones.
+In the simulator the kernels use small tiles, so that a few dozen tokens make several tiles; on a GPU
+they use the tuned tiles.
 """
 
 import ml_dtypes
@@ -15,7 +16,7 @@ from xtrain.kernels.attention import flash_attention_fp32 as fp32
 from xtrain.kernels.attention.flash_attention import flash_attention_bwd, flash_attention_fwd
 
 BF16 = ml_dtypes.bfloat16
-TILES = {  # two warps where a row is narrow enough, and three tiles for 70 tokens
+TILES = {  # two warps if a row is narrow enough, and three tiles for 70 tokens
     "fwd": (32, 32, 2, 1, True),
     "dq": (32, 16, 2, 1),
     "dkdv": (32, 32, 2, 1),
@@ -63,6 +64,7 @@ def everything(q, k, v, do, scale, causal):
 
 
 def exact(arrays, scale, causal):
+    """everything() in float64."""
     return everything(*(x.astype(np.float64) for x in arrays), scale, causal)
 
 

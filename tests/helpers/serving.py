@@ -1,4 +1,4 @@
-"""Folders with a small model and a tokenizer, and the command that continues texts with them."""
+"""Folders with a small model and a tokenizer, and `xtrain.generate` on them."""
 
 import json
 
@@ -30,7 +30,7 @@ def run(capsys, *arguments):
 
 
 def sentencepiece_tokenizer():
-    """A tokenizer.json as Llama 2 has it: spaces as U+2581, one in front of every text, unknown characters as bytes."""
+    """A tokenizer.json like that of Llama 2: spaces as U+2581, one before every text, unknown characters as bytes."""
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -50,5 +50,5 @@ def sentencepiece_tokenizer():
     begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     backend.post_processor = begin
     content = json.loads(backend.to_str())
-    content["added_tokens"] = content["added_tokens"][:3]  # bytes are no special tokens
+    content["added_tokens"] = content["added_tokens"][:3]  # bytes are not special tokens
     return content

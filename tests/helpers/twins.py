@@ -1,4 +1,4 @@
-"""A model of ours and the same in transformers, with random weights, for the tests that compare the two."""
+"""A random model in xtrain and the same model in transformers, for tests that compare them."""
 
 import numpy as np
 import torch
@@ -8,9 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from xtrain import ModelConfig, Transformer, device
 from xtrain.formats.huggingface import config_to_hf
 
-torch.set_num_threads(1)  # for models this small threads only get in each other's way
+torch.set_num_threads(1)  # small models are slower with several threads
 DEVICE = "gpu" if device.gpu_available() else "cpu"
-SHAPE = dict(  # a head is wider than dim / n_heads; nothing is a multiple of another by accident
+SHAPE = dict(  # heads wider than dim / n_heads; sizes that do not divide each other
     vocab_size=61, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=12, hidden_dim=40, max_seq_len=48,
 )  # fmt: skip
 LLAMA3 = dict(
@@ -23,11 +23,12 @@ LLAMA3 = dict(
 
 
 def small(**changes) -> ModelConfig:
+    """The config of a very small model."""
     return ModelConfig(**(SHAPE | changes))
 
 
 def random_model(config: ModelConfig, seed: int = 0, device: str = DEVICE) -> Transformer:
-    """Weights that give logits of order 1; norm weights are never 1."""
+    """A model whose logits are of order 1 and whose norm weights are not 1."""
     model = Transformer(config, device=device)
     for i, (_, tensor) in enumerate(model.named_parameters()):
         values = rng(seed, i).standard_normal(tensor.shape)
@@ -37,18 +38,22 @@ def random_model(config: ModelConfig, seed: int = 0, device: str = DEVICE) -> Tr
 
 
 def set_weights(tensor, values: np.ndarray) -> None:
+    """Replace a parameter's values."""
     tensor.data = device.to_device(values, "gpu" if device.is_gpu(tensor.data) else "cpu")
 
 
 def weights(model: Transformer) -> dict[str, np.ndarray]:
+    """{name: a copy of the parameter}"""
     return {name: to_host(tensor.data).copy() for name, tensor in model.named_parameters()}
 
 
 def gradients(model: Transformer) -> dict[str, np.ndarray]:
+    """{name: a copy of the gradient}"""
     return {name: to_host(tensor.grad).copy() for name, tensor in model.named_parameters()}
 
 
 def empty_twin(config: ModelConfig) -> torch.nn.Module:
+    """The model in transformers, with its own initial weights."""
     make, make_config = (
         (Qwen3ForCausalLM, Qwen3Config) if config.qk_norm else (LlamaForCausalLM, LlamaConfig)
     )
