@@ -221,12 +221,12 @@ def worker(o: Options) -> None:
     import cupy as cp
 
     from xtrain.parallel.ranks import choose_gpu, connect
-    from xtrain.parallel.watchdog import Guard
+    from xtrain.parallel.watchdog import AbortOnError
     from xtrain.training.single_process import ALONE
 
     task = json.loads(o.worker)
     ranks = connect()
-    with Guard(ranks, "bench_ddp"):
+    with AbortOnError(ranks, "bench_ddp"):
         choose_gpu(ranks)
         for v in task["variants"]:
             found = one_variant(o, task["model"], v, ranks if ranks.world > 1 else ALONE)

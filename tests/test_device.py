@@ -24,7 +24,7 @@ def test_resolve_device():
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(device, "gpu_available", lambda: False)
     assert device.resolve_device("auto") == "cpu"
-    with pytest.raises(UserError, match=r"no GPU.*nvidia-smi.*pip install -e '.\[gpu\]'.*cpu"):
+    with pytest.raises(UserError, match=r"no usable GPU.*nvidia-smi.*pip install -e '.\[gpu\]'.*cpu"):
         device.resolve_device("gpu")
 
 

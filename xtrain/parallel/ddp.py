@@ -34,7 +34,7 @@ from ..training.single_process import Alone
 from .collectives import HostCollectives, load_nccl
 from .copy_collectives import gpu_collectives
 from .ranks import Ranks, choose_gpu
-from .watchdog import Guard, Watchdog
+from .watchdog import AbortOnError, Watchdog
 from .zero import Pieces, ShardedAdamW
 
 LONGEST_WATCHDOG = 10**8  # seconds, three years; the system's timers end at some 10^10
@@ -300,7 +300,7 @@ def train_parallel(
     config: ParallelConfig,
     ranks: Ranks,
     console: Console | None = None,
-    guard: Guard | None = None,
+    guard: AbortOnError | None = None,
     write_report: Callable[..., Any] = lambda folder, run, warn: None,
 ) -> Path:
     """A whole run on all ranks, each of which calls this. -> its folder. Raises UserError."""
@@ -326,7 +326,7 @@ def train_parallel(
             run.check_ranks()  # the same seed and libraries have made the same weights
             now = lambda: run.done + 1
             watchdog = stack.enter_context(Watchdog(config.watchdog, ranks, now))
-            run.beat, run.rest = watchdog.beat, watchdog.rest
+            run.beat, run.rest = watchdog.beat, watchdog.stop
             if guard is not None:
                 guard.step = now
             runs.append(run)
