@@ -70,7 +70,7 @@ def array_module(x: Array) -> ModuleType:
 
 
 def is_gpu(x: Array) -> bool:
-    """Is this array on the GPU? True also for the simulator's arrays."""
+    """Is this array on the GPU? False for the simulator's arrays, which are NumPy arrays."""
     return not isinstance(x, np.ndarray)
 
 

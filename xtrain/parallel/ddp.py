@@ -35,7 +35,7 @@ from .collectives import HostCollectives, load_nccl
 from .copy_collectives import gpu_collectives
 from .ranks import Ranks, choose_gpu
 from .watchdog import AbortOnError, Watchdog
-from .zero import Pieces, ShardedAdamW
+from .zero import ShardedAdamW, Slices
 
 LONGEST_WATCHDOG = 10**8  # seconds, three years; the system's timers end at some 10^10
 
@@ -81,7 +81,7 @@ class ParallelConfig(TrainConfig):
 class NoSync:
     """none: backward, and nothing else."""
 
-    def __init__(self, model: Transformer, collectives: Any, pieces: Pieces, zero: bool):
+    def __init__(self, model: Transformer, collectives: Any, pieces: Slices, zero: bool):
         self.model, self.collectives, self.pieces, self.zero = model, collectives, pieces, zero
 
     def backward(self, loss: Any, last: bool) -> None:
@@ -175,7 +175,7 @@ class Bucket(Overlap):
 STAGES = {"none": NoSync, "naive": Naive, "flat": Flat, "overlap": Overlap, "bucket": Bucket}
 
 
-def buckets(n_decay: int, size: int, world: int, nbytes: float) -> Pieces:
+def buckets(n_decay: int, size: int, world: int, nbytes: float) -> Slices:
     """Cut the arena's two regions, from their ends, into slices of about nbytes that `world` ranks can divide evenly."""
     unit = arena_unit(world)
     step = max(1, round(nbytes / 4 / unit)) * unit
@@ -274,7 +274,7 @@ class ParallelRun(Run):
         optimizer, zero = self.optimizer, self.config.sharded
         if zero:
             optimizer.restore()
-        moments = optimizer.whole() if zero else optimizer
+        moments = optimizer.gather_moments() if zero else optimizer
         snapshot = self.take(moments, logs) if self.ranks.rank == 0 else None
         if zero:
             optimizer.release()
@@ -291,7 +291,7 @@ class ParallelRun(Run):
         whole = SimpleNamespace(m=m, v=v, t=0)
         self.optimizer.restore()
         checkpoint.load(saved, self.model, whole)
-        self.optimizer.take(whole)
+        self.optimizer.set_moments(whole)
         self.optimizer.release()
 
 
