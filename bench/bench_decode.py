@@ -75,13 +75,13 @@ def ours(model, prompts, new):
 
 
 def step_ms(engine, B, T):
-    """Milliseconds that the GPU takes for a decoding step alone: the graph, replayed with T tokens in every row."""
-    lanes = engine.lanes
-    lanes.here["rows"][:B], lanes.here["lengths"][:B] = np.arange(B), T
-    lanes.here["temperature"][:B] = 0
+    """Milliseconds of GPU time of a decoding step alone: the graph, replayed with T tokens in every slot."""
+    batch = engine.batch
+    batch.host["slots"][:B], batch.host["lengths"][:B] = np.arange(B), T
+    batch.host["temperature"][:B] = 0
 
     def step():
-        lanes.block.set(lanes.host)  # back to length T
+        batch.upload()  # back to length T
         engine.graphed(variant=(graph_size(B, engine.max_batch),))
 
     step()

@@ -63,46 +63,46 @@ for b in (1, 8, 32):
 
 # %% [markdown]
 # Eight sequences cost little more than one, and nearly eight times less per token. So a step should
-# always be full. The memory of the cache limits the number of *rows*, each of which holds one
-# sequence (lesson 18).
+# always be full. The memory of the cache limits the number of **slots**: a slot is one row of the
+# cache and holds one sequence (lesson 18).
 #
 # ## Static batching by hand
 #
 # Take five requests, and suppose we know the lengths of their answers: 3, 9, 2, 5 and 1 tokens.
-# There are two rows. The obvious way fills the rows, waits until both sequences have ended, and
+# There are two slots. The obvious way fills the slots, waits until both sequences have ended, and
 # fills them again:
 
 # %%
-lengths, rows = [3, 9, 2, 5, 1], 2
+lengths, slots = [3, 9, 2, 5, 1], 2
 now = 0
-spans = {f"row {r}": [] for r in range(rows)}
-for first in range(0, len(lengths), rows):
-    group = list(enumerate(lengths))[first : first + rows]
-    for row, (i, n) in enumerate(group):
-        spans[f"row {row}"].append((now, now + n, str(i)))
+spans = {f"slot {r}": [] for r in range(slots)}
+for first in range(0, len(lengths), slots):
+    group = list(enumerate(lengths))[first : first + slots]
+    for slot, (i, n) in enumerate(group):
+        spans[f"slot {slot}"].append((now, now + n, str(i)))
     now += max(n for _, n in group)
-used = sum(lengths) / (now * rows)
-print(f"{now} steps for {sum(lengths)} tokens: rows are {used:.0%} utilized")
+used = sum(lengths) / (now * slots)
+print(f"{now} steps for {sum(lengths)} tokens: slots are {used:.0%} utilized")
 lesson.figures.timeline(spans, "static batching: short answers wait for long ones", "step")
 
 # %% [markdown]
 # **Continuous batching** (also called iteration-level batching; Orca, 2022) decides in every step
 # which sequences are in the batch. A sequence that has ended leaves the batch, and the next waiting
-# request gets its row *in the next step*. A batch is no longer a fixed group of requests: it is the
-# set of sequences that are active in a step.
+# request gets its slot *in the next step*. A batch is no longer a fixed group of requests: it is
+# the set of sequences that are active in a step.
 #
 # ## Exercise 21.1: the schedule
 #
 # Requests are served in order of arrival (first come, first served). A request of length n occupies
-# a row for n consecutive steps; the row is free again in the step after the last one.
+# a slot for n consecutive steps; the slot is free again in the step after the last one.
 
 
 # %% tags=["exercise"]
-def schedule(lengths, rows):
-    """-> [(first step, row), ...], one pair per request, in order.
+def schedule(lengths, slots):
+    """-> [(first step, slot), ...], one pair per request, in order.
 
     lengths: steps that each request needs. All requests are waiting at step 0.
-    rows: how many requests can be served at once.
+    slots: how many requests can be served at once.
     """
     # YOUR CODE
 
@@ -113,41 +113,41 @@ lesson.check("21.1", schedule)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Keep `free_at = [0] * rows`: the step from which each row is free.
+# Keep `free_at = [0] * slots`: the step from which each slot is free.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# The next request takes the row that becomes free first: `row = free_at.index(min(free_at))`.
+# The next request takes the slot that becomes free first: `slot = free_at.index(min(free_at))`.
 #
 # </details>
 
 
 # %% tags=["solution"]
 # Solution 21.1
-def schedule(lengths, rows):
-    """-> [(first step, row), ...], one pair per request, in order.
+def schedule(lengths, slots):
+    """-> [(first step, slot), ...], one pair per request, in order.
 
     lengths: steps that each request needs. All requests are waiting at step 0.
-    rows: how many requests can be served at once.
+    slots: how many requests can be served at once.
     """
-    free_at, plan = [0] * rows, []
+    free_at, plan = [0] * slots, []
     for n in lengths:
-        row = free_at.index(min(free_at))
-        start = free_at[row]
-        plan.append((start, row))
-        free_at[row] = start + n
+        slot = free_at.index(min(free_at))
+        start = free_at[slot]
+        plan.append((start, slot))
+        free_at[slot] = start + n
     return plan
 
 
 # %%
-plan = schedule(lengths, rows)
-spans = {f"row {r}": [] for r in range(rows)}
-for i, ((start, row), n) in enumerate(zip(plan, lengths)):
-    spans[f"row {row}"].append((start, start + n, str(i)))
+plan = schedule(lengths, slots)
+spans = {f"slot {r}": [] for r in range(slots)}
+for i, ((start, slot), n) in enumerate(zip(plan, lengths)):
+    spans[f"slot {slot}"].append((start, start + n, str(i)))
 steps = max(start + n for (start, _), n in zip(plan, lengths))
-print(f"{steps} steps: rows are {sum(lengths) / (steps * rows):.0%} utilized")
-lesson.figures.timeline(spans, "continuous batching: a free row is reused immediately", "step")
+print(f"{steps} steps: slots are {sum(lengths) / (steps * slots):.0%} utilized")
+lesson.figures.timeline(spans, "continuous batching: a free slot is reused immediately", "step")
 
 # %% [markdown]
 # xtrain's engine does not know the lengths in advance. It follows the same schedule step by step
@@ -158,7 +158,7 @@ import xtrain
 
 shape = dict(dim=32, n_layers=2, n_heads=2, head_dim=16, hidden_dim=64, max_seq_len=256)
 model = xtrain.Transformer(xtrain.ModelConfig(vocab_size=100, **shape))
-engine = xtrain.Engine(model, max_batch=rows)
+engine = xtrain.Engine(model, max_batch=slots)
 prompts = [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
 answers = engine.generate(prompts, max_new_tokens=lengths)
 begins = {name: step.number for step in engine.trace for name, _ in step.admitted}
@@ -171,7 +171,7 @@ for prompt, n, answer in zip(prompts, lengths, answers):
 
 # %% [markdown]
 # The last lines show the property that makes continuous batching usable: *the other sequences in
-# the batch do not change the result*. Each sequence has its own row of the cache, its own length,
+# the batch do not change the result*. Each sequence has its own slot of the cache, its own length,
 # and its own random numbers (lesson 20). There is one caveat: matrix products of other shapes add
 # in a different order, so last bits may differ, and of two nearly tied tokens the other one may
 # win. `Engine(..., batch_invariant=True)` prevents this, at some cost in speed.
@@ -179,20 +179,21 @@ for prompt, n, answer in zip(prompts, lengths, answers):
 # ## State on the GPU
 #
 # In each step Python should only launch the same work again. Everything the kernels need is
-# therefore on the device, in **slots**. Slot b holds the state of one sequence: its last token, its
-# length (the position of the next key), the number of tokens drawn so far, and its row; row -1
-# means that the slot is idle. The number of slots is fixed because the step is a CUDA graph (lesson
-# 10), so some slots may be idle. At the end of a step a kernel advances the counters.
+# therefore on the device, in the **entries** of the batch. Entry b holds the state of one sequence:
+# its last token, its length (the position of the next key), the number of tokens drawn so far, and
+# its slot; slot -1 means that the entry is idle. The number of entries is fixed because the step is
+# a CUDA graph (lesson 10), so some entries may be idle. At the end of a step a kernel advances the
+# counters.
 #
 # ## Exercise 21.2: the end of a step
 
 
 # %% tags=["exercise"]
 @cuda.jit
-def advance_kernel(lengths_B, step_B, rows_B):
-    """One more token: add 1 to lengths and step of every slot that has a row.
+def advance_kernel(lengths_B, step_B, slots_B):
+    """One more token: add 1 to lengths and step of every entry that has a slot.
 
-    Grid ceil(B / block), any block. A slot whose row is -1 is idle.
+    Grid ceil(B / block), any block. An entry whose slot is -1 is idle.
     """
     # YOUR CODE
 
@@ -203,8 +204,8 @@ lesson.check("21.2", advance_kernel)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x`. Check two conditions: slot b exists,
-# and its row is not -1.
+# `b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x`. Check two conditions: entry b exists,
+# and its slot is not -1.
 #
 # </details>
 
@@ -212,20 +213,21 @@ lesson.check("21.2", advance_kernel)
 # %% tags=["solution"]
 # Solution 21.2
 @cuda.jit
-def advance_kernel(lengths_B, step_B, rows_B):
-    """One more token: add 1 to lengths and step of every slot that has a row.
+def advance_kernel(lengths_B, step_B, slots_B):
+    """One more token: add 1 to lengths and step of every entry that has a slot.
 
-    Grid ceil(B / block), any block. A slot whose row is -1 is idle.
+    Grid ceil(B / block), any block. An entry whose slot is -1 is idle.
     """
     b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
-    if b < rows_B.size and rows_B[b] >= 0:
+    if b < slots_B.size and slots_B[b] >= 0:
         lengths_B[b] += 1
         step_B[b] += 1
 
 
 # %% [markdown]
-# What would happen if idle slots advanced too? Their lengths would grow past the end of the cache,
-# step by step. The kernels that write keys check the row first; this kernel must check it as well.
+# What would happen if idle entries advanced too? Their lengths would grow past the end of the
+# cache, step by step. The kernels that write keys check the slot first; this kernel must check it
+# as well.
 #
 # ## A chat is a growing prompt
 #
@@ -252,7 +254,7 @@ print("starts with the first text and its answer:", second.startswith(first + "F
 # %% [markdown]
 # The prompt of each turn contains all earlier turns. Computing it from scratch costs more in every
 # turn; the total cost grows with the *square* of the number of turns. But the keys and values of
-# the earlier turns are still in the cache, if the row was last used by the same conversation. They
+# the earlier turns are still in the cache, if the slot was last used by the same conversation. They
 # can be reused as far as the tokens are the same *from the beginning, without a gap*: a key depends
 # on all tokens before it.
 #
@@ -369,27 +371,27 @@ print("token by token:", shown, "   the same:", shown == text)
 # ## Measure: how many steps?
 #
 # A step costs about the same whichever sequences are in it, so we count steps: 200 requests with
-# answers of very different lengths, and 16 rows:
+# answers of very different lengths, and 16 slots:
 
 # %%
 rng = np.random.default_rng(0)
-lengths, rows = [int(n) for n in rng.geometric(1 / 60, 200)], 16
+lengths, slots = [int(n) for n in rng.geometric(1 / 60, 200)], 16
 
 
-def static_steps(lengths, rows):
-    return sum(max(lengths[i : i + rows]) for i in range(0, len(lengths), rows))
+def static_steps(lengths, slots):
+    return sum(max(lengths[i : i + slots]) for i in range(0, len(lengths), slots))
 
 
-plan = schedule(lengths, rows)
+plan = schedule(lengths, slots)
 continuous = max(start + n for (start, _), n in zip(plan, lengths))
-static = static_steps(lengths, rows)
+static = static_steps(lengths, slots)
 print(f"answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in total")
 for name, steps in (("static", static), ("continuous", continuous)):
-    print(f"{name:11} {steps:5} steps, rows {sum(lengths) / (steps * rows):.0%} utilized")
+    print(f"{name:11} {steps:5} steps, slots {sum(lengths) / (steps * slots):.0%} utilized")
 print(f"{static / continuous:.1f} times as many tokens per step")
 
 # %% [markdown]
-# **The improvement** is this factor. It comes from rows that no longer wait for their neighbours,
+# **The improvement** is this factor. It comes from slots that no longer wait for their neighbours,
 # and it was counted, not timed. The remaining idle steps are at the end, when no request is waiting
 # any more.
 #
@@ -451,7 +453,8 @@ print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the tim
 #
 # The first function is your 21.2; the second is the step around it that becomes a CUDA graph:
 # model, sampling, advancing the counters. Python's share of a step is one launch and reading b
-# token ids, which the last kernel writes to host memory.
+# token ids, which the last kernel writes to host memory. (The kernel receives the slots as `rows_B`:
+# they are rows of the cache array.)
 
 # %%
 from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
@@ -464,28 +467,28 @@ lesson.source(Engine._decode)
 # %% [markdown]
 # One step of the engine admits waiting requests, decodes, and ends finished sequences. Steps are
 # *in flight* when they were launched but their token ids have not arrived yet. While no request
-# waits for a row, the engine launches the next step *before* it knows the tokens of the previous
+# waits for a slot, the engine launches the next step *before* it knows the tokens of the previous
 # one. If one of those tokens turns out to be a stop token, one wasted token has been computed for
 # that sequence and is discarded.
 
 # %%
 lesson.source(Engine._step)
-lesson.source(Engine._give)
-lesson.source(Engine._end_if_over)
+lesson.source(Engine._append_token)
+lesson.source(Engine._end_if_finished)
 
 # %% [markdown]
-# The next function uses your 21.3: of all free rows it chooses the one that holds the longest
+# The next function uses your 21.3: of all free slots it chooses the one that holds the longest
 # prefix of the prompt. (When the weights change, no cached keys can be reused.)
 
 # %%
-lesson.source(Engine._take_row)
+lesson.source(Engine._assign_slot)
 
 # %% [markdown]
 # Your 21.4 is in the next two functions. They also handle a *stop string*, such as the start of the
 # user's next turn, which may arrive in pieces too.
 
 # %%
-lesson.source(text_stream.TextStream._give)
+lesson.source(text_stream.TextStream._release)
 lesson.source(text_stream.TextStream._could_become_a_stop)
 
 # %% [markdown]
@@ -495,35 +498,35 @@ lesson.source(text_stream.TextStream._could_become_a_stop)
 # recover most of what static batching loses:
 
 # %%
-print("static, sorted by length:", static_steps(sorted(lengths), rows), "steps")
+print("static, sorted by length:", static_steps(sorted(lengths), slots), "steps")
 print("continuous, unsorted:    ", continuous, "steps")
 guess = [n * factor for n, factor in zip(lengths, rng.lognormal(0, 1, 200))]
 by_guess = [n for _, n in sorted(zip(guess, lengths))]
-print("static, sorted by a guess:", static_steps(by_guess, rows), "steps")
+print("static, sorted by a guess:", static_steps(by_guess, slots), "steps")
 
 # %% [markdown]
 # But this requires the lengths in advance, and with a guess that is wrong by a factor of two or
 # three most of the gain is lost. In addition, the longest requests wait longest.
 #
-# *Several sequences per row.* Rows have a fixed size, so a short sequence wastes most of its row.
-# Paged caches (vLLM) split rows into small blocks. xtrain does not: in a row the keys of a head are
-# contiguous (lesson 18), and the price is memory.
+# *Several sequences per slot.* Slots have a fixed size, so a short sequence wastes most of its
+# slot. Paged caches (vLLM) split slots into small blocks. xtrain does not: in a slot the keys of a
+# head are contiguous (lesson 18), and the price is memory.
 #
 # ## More exercises
 #
 # 1. Extend `schedule` with arrival times: request i does not exist before step `arrives[i]`. Are
-#    rows still assigned first come, first served?
-# 2. Two users talk to one engine with a single row, alternately. What does `reuse_prefix` save for
-#    them? And with two rows?
+#    slots still assigned first come, first served?
+# 2. Two users talk to one engine with a single slot, alternately. What does `reuse_prefix` save for
+#    them? And with two slots?
 # 3. A stop string is "User:". The model generates "Use", then "ful". What may be shown after the
 #    first piece, and what after the second?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: `start = max(free_at[row], arrives[i])`, with requests sorted by arrival. Yes: the request that
-# arrived first is admitted first, though a row may now be empty in between. 2: With one row, only a
-# common prefix (a system prompt): each turn overwrites the other user's keys. With two rows each
-# user finds their own, since the engine takes the free row that holds the longest prefix of the
+# 1: `start = max(free_at[slot], arrives[i])`, with requests sorted by arrival. Yes: the request that
+# arrived first is admitted first, though a slot may now be empty in between. 2: With one slot, only a
+# common prefix (a system prompt): each turn overwrites the other user's keys. With two slots each
+# user finds their own, since the engine takes the free slot that holds the longest prefix of the
 # prompt. 3: Nothing after "Use", because it could become the stop string; after "ful", all of
 # "Useful".
 #

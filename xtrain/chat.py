@@ -1,9 +1,9 @@
 """Talk with a model:   python -m xtrain.chat --model FOLDER [--system TEXT] [--temperature 0.7] ...
 
-The conversation so far stays in the KV cache: a turn computes what you typed and the answer, nothing twice. Written as the
-model's chat template wants it; a model without one is given your text as it is, and continues it.
+The conversation stays in the KV cache: a turn computes only your text and the answer. The conversation is written with the
+model's chat template; a model without one continues your text as it is.
 
-    /reset      begin anew        /exit, or the end of input      leave        Ctrl-C      end this answer
+    /reset      start again       /exit, or the end of input      leave        Ctrl-C      end this answer
 """
 
 import sys

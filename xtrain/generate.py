@@ -1,7 +1,7 @@
 """Continue texts:   python -m xtrain.generate --model FOLDER "prompt" ["another" ...] [--max-new-tokens 128] ...
 
-Prints each prompt and what the model adds to it; everything else goes to stderr. FOLDER: Hugging Face's layout (Llama 2/3,
-Qwen3), or a run of xtrain.train. Of its generation_config.json the tokens that end a text are used, and nothing else.
+Prints each prompt and the model's continuation; everything else goes to stderr. FOLDER: a Hugging Face folder (Llama 2/3,
+Qwen3), or a run of xtrain.train. Only the end tokens of its generation_config.json are used.
 """
 
 import sys

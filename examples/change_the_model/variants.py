@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 
 from xtrain import AdamW, Transformer, no_grad
+from xtrain.device import array_module, to_numpy
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
-from xtrain.device import array_module, to_numpy
 from xtrain.nn.model import STD, Attention, Block
 from xtrain.nn.modules import Linear, Module, Parameter
-from xtrain.training.run import Run
 from xtrain.nn.observers import watch_ops
+from xtrain.training.run import Run
 
 # --8<-- [end:imports]
 

@@ -10,7 +10,6 @@ Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory
 import numpy as np
 from numba import cuda, float32
 
-from xtrain.nn.autograd import Function
 from xtrain.device import Array
 from xtrain.kernels.primitives.flat import (
     BLOCK,
@@ -24,8 +23,9 @@ from xtrain.kernels.primitives.flat import (
     load,
     store,
 )
-from xtrain.kernels.runtime.launch import FLOATS, check_array, empty_like, on_host
 from xtrain.kernels.primitives.ptx import device, kernel
+from xtrain.kernels.runtime.launch import FLOATS, check_array, empty_like, on_host
+from xtrain.nn.autograd import Function
 
 # --8<-- [end:imports]
 

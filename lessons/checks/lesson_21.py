@@ -5,69 +5,69 @@ import numpy as np
 from .attempt import exercise
 
 
-def starts_of(lengths, rows, pause=0):
-    """First come, first served. -> the first step of every request. pause: idle steps of a row after each request"""
-    free_at, starts = [0] * rows, []
+def starts_of(lengths, slots, pause=0):
+    """First come, first served. -> the first step of every request. pause: idle steps of a slot after each request"""
+    free_at, starts = [0] * slots, []
     for n in lengths:
-        row = int(np.argmin(free_at))
-        starts.append(free_at[row])
-        free_at[row] += n + pause
+        slot = int(np.argmin(free_at))
+        starts.append(free_at[slot])
+        free_at[slot] += n + pause
     return np.array(starts, float)
 
 
-def static_starts(lengths, rows):
+def static_starts(lengths, slots):
     """The next batch starts when the whole previous batch has ended."""
     starts, now = [], 0
-    for first in range(0, len(lengths), rows):
-        group = lengths[first : first + rows]
+    for first in range(0, len(lengths), slots):
+        group = lengths[first : first + slots]
         starts += [now] * len(group)
         now += max(group)
     return np.array(starts, float)
 
 
-def round_robin(lengths, rows):
-    free_at, starts = [0] * rows, []
+def round_robin(lengths, slots):
+    free_at, starts = [0] * slots, []
     for i, n in enumerate(lengths):
-        starts.append(free_at[i % rows])
-        free_at[i % rows] += n
+        starts.append(free_at[i % slots])
+        free_at[i % slots] += n
     return np.array(starts, float)
 
 
 @exercise(
     "21.1", "schedule",
-    first_step="for every row, keep the step from which it is free. Which row does the next request get, and when does it start?",
+    first_step="for every slot, keep the step from which it is free. Which slot does the next request get, and when does it start?",
     kernel=False,
 )  # fmt: skip
 def schedule(e):
-    for lengths, rows in (
+    for lengths, slots in (
         ([3, 9, 2, 5, 1], 2),
         ([4, 4, 4], 3),
         ([2, 3], 4),
         ([5, 1, 1, 1, 1, 7, 2], 3),
         ([2, 2, 2], 1),
     ):
-        got = e.call(list(lengths), rows, case=f"lengths {lengths}, {rows} rows")
+        got = e.call(list(lengths), slots, case=f"lengths {lengths}, {slots} slots")
         e.need(
             isinstance(got, (list, tuple))
             and len(got) == len(lengths)
             and all(np.shape(p) == (2,) for p in got),
-            "Return a list with one pair (first step, row) per request.",
+            "Return a list with one pair (first step, slot) per request.",
         )
         starts, chosen = np.array([p[0] for p in got], float), [int(p[1]) for p in got]
-        want = starts_of(lengths, rows)
+        want = starts_of(lengths, slots)
         early = np.array(lengths) - 1
         e.need(
-            all(0 <= r < rows for r in chosen),
-            f"There are {rows} rows, 0 to {rows - 1}; the plan uses row {next((r for r in chosen if not 0 <= r < rows), 0)}. "
-            "A pair is (first step, row).",
+            all(0 <= r < slots for r in chosen),
+            f"There are {slots} slots, 0 to {slots - 1}; the plan uses slot {next((r for r in chosen if not 0 <= r < slots), 0)}. "
+            "A pair is (first step, slot).",
         )
         e.need(
             not np.array_equal(starts, want + lengths),
-            "These are the steps in which the rows become free again: a pair holds the step in which the request STARTS.",
+            "These are the steps in which the slots become free again: a pair holds the step in which the request STARTS.",
         )
         e.need(
             lengths == sorted(lengths)
-            or not np.array_equal(starts, starts_of(sorted(lengths), rows)),
+            or not np.array_equal(starts, starts_of(sorted(lengths), slots)),
             "The requests were reordered: serve them first come, first served, in the order of `lengths`.",
         )
         for i in range(len(lengths)):
@@ -75,27 +75,27 @@ def schedule(e):
                 apart = starts[i] >= starts[j] + lengths[j] or starts[j] >= starts[i] + lengths[i]
                 e.need(
                     chosen[i] != chosen[j] or apart,
-                    f"Requests {j} and {i} are in row {chosen[i]} at the same time. Request {j} needs steps {starts[j]:g} to "
-                    f"{starts[j] + early[j]:g}, so the row is free from step {starts[j] + lengths[j]:g}.",
+                    f"Requests {j} and {i} are in slot {chosen[i]} at the same time. Request {j} needs steps {starts[j]:g} to "
+                    f"{starts[j] + early[j]:g}, so the slot is free from step {starts[j] + lengths[j]:g}.",
                 )
         alone = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(float)
         e.same("the first steps", starts, want, {
-            "This serves one request at a time: all rows can be used in parallel.": alone if rows > 1 else np.empty(0),
-            "This is static batching: requests wait until the whole batch has ended. Reuse a free row in the next step.":
-                static_starts(lengths, rows),
-            "Request i gets row i % rows (round robin). Take the row that becomes free first.": round_robin(lengths, rows),
-            "Rows are idle for one step: a row is free in the step right after the last step of its request.":
-                starts_of(lengths, rows, pause=1),
-            "A request starts too early: serve first come, first served, and only in a free row.": lambda got: (got < want).any(),
+            "This serves one request at a time: all slots can be used in parallel.": alone if slots > 1 else np.empty(0),
+            "This is static batching: requests wait until the whole batch has ended. Reuse a free slot in the next step.":
+                static_starts(lengths, slots),
+            "Request i gets slot i % slots (round robin). Take the slot that becomes free first.": round_robin(lengths, slots),
+            "Slots are idle for one step: a slot is free in the step right after the last step of its request.":
+                starts_of(lengths, slots, pause=1),
+            "A request starts too early: serve first come, first served, and only in a free slot.": lambda got: (got < want).any(),
         })  # fmt: skip
 
 
 @exercise(
     "21.2", "advance_kernel",
-    first_step="which slot does this thread own, and does the slot have a row? If so, add 1 to both counters of the slot.",
+    first_step="which entry does this thread own, and does the entry have a slot? If so, add 1 to both counters of the entry.",
     hints={
-        "OutOfBoundsError": "There are rows_B.size slots; threads past the last one must do nothing.",
-        "RaceError": "Thread b owns slot b: b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x. (A row says where in the cache a slot's "
+        "OutOfBoundsError": "There are slots_B.size entries; threads past the last one must do nothing.",
+        "RaceError": "Thread b owns entry b: b = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x. (A slot says where in the cache an entry's "
         "keys are; it is not an index into lengths or step.)",
     },
 )  # fmt: skip
@@ -103,19 +103,19 @@ def advance_kernel(e):
     for B, block in ((32, 32), (40, 16), (3, 32)):
         rng = np.random.default_rng(B)
         arrays = [e.blank(B, dtype=np.int32) for _ in range(3)]
-        lengths, step, rows = arrays
+        lengths, step, slots = arrays
         lengths[:], step[:] = rng.integers(5, 90, B), rng.integers(1, 5, B)
-        rows[:] = np.where(rng.random(B) < 0.4, -1, rng.permutation(B))
-        rows[0], rows[1] = 0, -1  # row 0 is a valid row; slot 1 is idle
+        slots[:] = np.where(rng.random(B) < 0.4, -1, rng.permutation(B))
+        slots[0], slots[1] = 0, -1  # slot 0 is a valid slot; entry 1 is idle
         before = [np.asarray(a).astype(np.float64) for a in arrays]
-        e.run(-(-B // block), block, lengths, step, rows, case=f"{B} slots, some of them idle")
+        e.run(-(-B // block), block, lengths, step, slots, case=f"{B} entries, some of them idle")
         used = before[2] >= 0
-        e.same("rows", np.asarray(rows).astype(float), before[2], {}, rtol=0, atol=0)
+        e.same("slots", np.asarray(slots).astype(float), before[2], {}, rtol=0, atol=0)
         for name, got, old in (("lengths", lengths, before[0]), ("step", step, before[1])):
             e.same(name, np.asarray(got).astype(float), old + used, {
-                "Idle slots were advanced too: a slot whose row is -1 must not change.": old + 1,
+                "Idle entries were advanced too: an entry whose slot is -1 must not change.": old + 1,
                 "It is unchanged: add 1 to both lengths and step.": old,
-                "Row 0 is a valid row: only -1 means idle, so the condition is rows_B[b] >= 0.": old + (before[2] > 0),
+                "Slot 0 is a valid slot: only -1 means idle, so the condition is slots_B[b] >= 0.": old + (before[2] > 0),
             }, rtol=0, atol=0)  # fmt: skip
 
 

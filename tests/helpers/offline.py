@@ -19,6 +19,9 @@ from numba import cuda
 from numba.cuda import dispatcher
 from numba.cuda.codegen import CUDACodeLibrary
 
+from xtrain import simulator
+from xtrain.kernels.runtime.launch import numba_type
+
 ALL = os.environ.get("XTRAIN_COMPILE") == "all"
 CARDS = [(7, 5), (8, 0), (9, 0), (12, 0)] if ALL else [(9, 0)]
 # bf16 kernels need compute capability 8.0: asynchronous copies, bf16 matrix products
@@ -69,6 +72,19 @@ def check_float32(kernel, cc, ptx):
 
 def label(kernel, cc):
     return f"{kernel.py_func.__name__} for sm_{cc[0]}{cc[1]}"
+
+
+def signatures(monkeypatch, launch_all):
+    """-> [(kernel, argument types)] of everything that launch_all() launches; nothing is run"""
+    found = {}
+
+    def note(kernel, grid, block, *args, **options):
+        kinds = tuple(numba_type(a) for a in args)
+        found[kernel, kinds] = None
+
+    monkeypatch.setattr(simulator, "run", note)
+    launch_all()
+    return list(found)
 
 
 def ptx_for(monkeypatch, kernel, signature, cards):

@@ -1,4 +1,4 @@
-"""Folders with a small model and a tokenizer, and `xtrain.generate` on them."""
+"""Folders with a small model and a tokenizer, and a function that runs `xtrain generate` on them."""
 
 import json
 
@@ -16,21 +16,21 @@ OPTIONS = ["--max-new-tokens", "24"]
 
 
 def make_folder(folder, tokenizer=TOKENIZER, **changes):
-    """-> the folder, with a small random model and a tokenizer in it"""
+    """Save a small random model and a tokenizer. -> the folder.  changes: fields of ModelConfig"""
     shape = dict(vocab_size=tokenizer.vocab_size + 7, max_seq_len=64, head_dim=16)
     random_model(small(**(shape | changes))).save_pretrained(folder, tokenizer)
     return folder
 
 
 def run(capsys, *arguments):
-    """-> exit code, stdout, stderr"""
+    """Run `xtrain generate` in fp32. -> (exit code, stdout, stderr)"""
     capsys.readouterr()
     code = main(["--precision", "fp32", *map(str, arguments)])
     return code, *capsys.readouterr()
 
 
 def sentencepiece_tokenizer():
-    """A tokenizer.json like that of Llama 2: spaces as U+2581, one before every text, unknown characters as bytes."""
+    """A tokenizer.json like that of Llama 2: spaces are U+2581, one in front of every text; unknown characters become bytes."""
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -50,5 +50,5 @@ def sentencepiece_tokenizer():
     begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     backend.post_processor = begin
     content = json.loads(backend.to_str())
-    content["added_tokens"] = content["added_tokens"][:3]  # bytes are not special tokens
+    content["added_tokens"] = content["added_tokens"][:3]  # the byte tokens are not special
     return content

@@ -1,4 +1,4 @@
-"""A random model in xtrain and the same model in transformers, for tests that compare them."""
+"""A model of xtrain and the same model in transformers, with random weights, for tests that compare the two."""
 
 import numpy as np
 import torch
@@ -8,9 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from xtrain import ModelConfig, Transformer, device
 from xtrain.formats.huggingface import config_to_hf
 
-torch.set_num_threads(1)  # small models are slower with several threads
+torch.set_num_threads(1)  # more threads are slower for models this small
 DEVICE = "gpu" if device.gpu_available() else "cpu"
-SHAPE = dict(  # heads wider than dim / n_heads; sizes that do not divide each other
+# A head is wider than dim / n_heads, and no size is a multiple of another by accident.
+SHAPE = dict(
     vocab_size=61, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=12, hidden_dim=40, max_seq_len=48,
 )  # fmt: skip
 LLAMA3 = dict(
@@ -23,12 +24,12 @@ LLAMA3 = dict(
 
 
 def small(**changes) -> ModelConfig:
-    """The config of a very small model."""
+    """SHAPE with some fields changed."""
     return ModelConfig(**(SHAPE | changes))
 
 
 def random_model(config: ModelConfig, seed: int = 0, device: str = DEVICE) -> Transformer:
-    """A model whose logits are of order 1 and whose norm weights are not 1."""
+    """A model whose random weights give logits of order 1; norm weights are never 1."""
     model = Transformer(config, device=device)
     for i, (_, tensor) in enumerate(model.named_parameters()):
         values = rng(seed, i).standard_normal(tensor.shape)
@@ -38,22 +39,22 @@ def random_model(config: ModelConfig, seed: int = 0, device: str = DEVICE) -> Tr
 
 
 def set_weights(tensor, values: np.ndarray) -> None:
-    """Replace a parameter's values."""
+    """Assign host values to a parameter, on its device."""
     tensor.data = device.to_device(values, "gpu" if device.is_gpu(tensor.data) else "cpu")
 
 
 def weights(model: Transformer) -> dict[str, np.ndarray]:
-    """{name: a copy of the parameter}"""
+    """Copies of all weights on the host, by name."""
     return {name: to_host(tensor.data).copy() for name, tensor in model.named_parameters()}
 
 
 def gradients(model: Transformer) -> dict[str, np.ndarray]:
-    """{name: a copy of the gradient}"""
+    """Copies of all gradients on the host, by name."""
     return {name: to_host(tensor.grad).copy() for name, tensor in model.named_parameters()}
 
 
 def empty_twin(config: ModelConfig) -> torch.nn.Module:
-    """The model in transformers, with its own initial weights."""
+    """A transformers model of this shape: fp32, eager attention, its own random weights."""
     make, make_config = (
         (Qwen3ForCausalLM, Qwen3Config) if config.qk_norm else (LlamaForCausalLM, LlamaConfig)
     )
@@ -61,7 +62,7 @@ def empty_twin(config: ModelConfig) -> torch.nn.Module:
 
 
 def twin(model: Transformer) -> torch.nn.Module:
-    """The same model in transformers: fp32, eager attention."""
+    """The same model with the same weights in transformers: fp32, eager attention."""
     other = empty_twin(model.config)
     state = {name: torch.from_numpy(values) for name, values in weights(model).items()}
     missing, unexpected = other.load_state_dict(state, strict=False)

@@ -11,9 +11,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for
+from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for, signatures
 
-from xtrain import simulator
 from xtrain.kernels import (
     adamw,
     cast,
@@ -32,7 +31,6 @@ from xtrain.kernels import (
 from xtrain.kernels import skip_nonfinite as skip
 from xtrain.kernels.attention import flash_attention
 from xtrain.kernels.attention import gemm_attention as attention
-from xtrain.kernels.runtime import launch as _launch
 from xtrain.nn.observers import swapped
 from xtrain.simulator import sim
 
@@ -91,19 +89,6 @@ def launch_everything(dtype):
             q, k = new(1, T, 2, D), new(1, T + 1, 1, D)
             o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
             flash_attention.flash_attention_bwd(o, q, k, k, o, lse, 0.1, causal)
-
-
-def signatures(monkeypatch, launch_all):
-    """-> {(kernel, argument types)} of everything that was launched"""
-    found = {}
-
-    def note(kernel, grid, block, *args, **options):
-        kinds = tuple(_launch.numba_type(a) for a in args)
-        found[kernel, kinds] = None
-
-    monkeypatch.setattr(simulator, "run", note)
-    launch_all()
-    return list(found)
 
 
 @pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])

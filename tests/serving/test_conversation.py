@@ -1,4 +1,4 @@
-"""python -m xtrain.chat: templates as transformers renders them, turns that compute only what is new, a full context."""
+"""python -m xtrain.chat: templates rendered as in transformers, turns that compute only new tokens, a full context."""
 
 import io
 import json
@@ -81,12 +81,12 @@ def set_template(folder, template):
 
 # ----------------------------------------------------------------------------- templates
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("place", ["config", "file", "list"])
-def test_templates_render_as_in_transformers(folder, name, place):
+@pytest.mark.parametrize("source_of", ["config", "file", "list"])
+def test_templates_render_as_in_transformers(folder, name, source_of):
     source = TEMPLATES[name]
-    if place == "config":
+    if source_of == "config":
         set_template(folder, source)
-    elif place == "list":
+    elif source_of == "list":
         named = [{"name": "other", "template": "no"}, {"name": "default", "template": source}]
         set_template(folder, named)
     else:
@@ -130,7 +130,7 @@ def test_templates_that_fail(folder):
 
 
 def test_a_template_stays_in_its_sandbox():
-    """It is somebody's code. Jinja 3.1.5 showed the second one the names of the module; doctor.py asks for a later one."""
+    """A template is foreign code. In Jinja 3.1.5 the second one could read the module's names; doctor.py requires a later one."""
     for source in (
         "{{ '{0.__globals__}'.format(raise_exception) }}",
         "{% set f = '{0.__globals__}'|attr('format') %}{{ f(raise_exception) }}",
@@ -148,33 +148,33 @@ def conversation(folder, **options):
 @pytest.mark.parametrize(
     "template", [CHATML, TEMPLATES["llama 2"], None], ids=["chatml", "llama 2", "none"]
 )
-def test_a_turn_computes_only_what_is_new(folder, template):
+def test_a_turn_computes_only_new_tokens(folder, template):
     if template:
         set_template(folder, template)
     talk = conversation(folder)
-    special, cached = talk.p.tokenizer.special_ids, 0
+    special, cached = talk.pretrained.tokenizer.special_ids, 0
     for turn in range(4):
         text = "".join(talk.reply("größe", max_new_tokens=5, temperature=1.0, seed=turn))
         answer = talk.completion
         assert talk.messages[-1] == {"role": "assistant", "content": text}
         prompt = talk.tokens[: len(talk.tokens) - len([t for t in answer if t not in special])]
-        engine = Engine(talk.p.model, 1)
+        engine = Engine(talk.pretrained.model, 1)
         fresh = engine.generate([prompt], 5, temperature=1.0, seed=turn, stop=talk.stop)
         assert fresh == [answer]  # reuse changes nothing
         if template != TEMPLATES["llama 2"]:  # which trims answers
             assert answer.reused == cached
         assert answer.prefilled == len(prompt) - answer.reused
-        # the last token was never fed to the model, a special token is not part of the text
-        heard = next((i for i, t in enumerate(answer) if t in special), len(answer) - 1)
-        cached = len(prompt) + heard
+        # The last token has not been through the model; a special token is not part of the text.
+        reusable = next((i for i, t in enumerate(answer) if t in special), len(answer) - 1)
+        cached = len(prompt) + reusable
     if template == CHATML:
-        rendered = talk.p.template.render(talk.messages, add_generation_prompt=False)
+        rendered = talk.pretrained.template.render(talk.messages, add_generation_prompt=False)
         assert rendered.startswith(talk.text)
 
 
 @pytest.mark.parametrize("template", [TEMPLATES["llama 2"], None], ids=["llama 2", "none"])
-def test_a_tokenizer_that_begins_every_text_with_a_space(tmp_path, template):
-    """As Llama 2's: what is said next continues a text, and gets no space of its own."""
+def test_a_tokenizer_that_starts_every_text_with_a_space(tmp_path, template):
+    """As Llama 2's tokenizer: later turns continue a text, so no space is added in front of them."""
     content = sentencepiece_tokenizer()
     spaceless = lambda merge: "▁" not in "".join(merge)[1:]  # as in Llama 2's vocabulary
     content["model"]["merges"] = [m for m in content["model"]["merges"] if spaceless(m)]
@@ -190,14 +190,14 @@ def test_a_tokenizer_that_begins_every_text_with_a_space(tmp_path, template):
         text, tokens = talk._rendered(messages, said)
         whole = theirs.apply_chat_template(messages)["input_ids"] if template else theirs(text)["input_ids"]  # fmt: skip
         assert tokens == whole
-        answer = " def return"  # as if the model had said so
+        answer = " def return"  # as if the model had generated it
         talk.messages = [*messages, {"role": "assistant", "content": answer}]
         talk.text, talk.turns = text + answer, talk.turns + 1
-        talk.tokens = tokens + talk.p.tokenizer.encode(answer.strip())
+        talk.tokens = tokens + talk.pretrained.tokenizer.encode(answer.strip())
 
 
 def test_greedy_turns_are_those_of_transformers(folder, tokenizer):
-    """The same three turns: their tokenizer writes the conversation, their model answers."""
+    """Three turns with the same text and tokens as the tokenizer and the model of transformers."""
     set_template(folder, CHATML)
     talk = conversation(folder, system="kind")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -207,7 +207,7 @@ def test_greedy_turns_are_those_of_transformers(folder, tokenizer):
         ids = talk.tokens[
             : len(talk.tokens) - len([t for t in talk.completion if t not in tokenizer.special_ids])
         ]
-        assert tokenizer.decode(ids) == talk.p.template.render(before)
+        assert tokenizer.decode(ids) == talk.pretrained.template.render(before)
 
         out = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert out[0, len(ids) :].tolist() == talk.completion
@@ -226,7 +226,7 @@ def test_a_full_context(folder):
             list(talk.reply("größe", max_new_tokens=8))
         except ContextFull as error:
             assert "the context is full" in str(error) and "/reset" in str(error)
-            assert talk.messages == before  # as if it had not been said
+            assert talk.messages == before  # unchanged
             break
         assert len(talk.messages) < 20
         if talk.completion.reason == "full":
@@ -235,17 +235,17 @@ def test_a_full_context(folder):
     with pytest.raises(
         ContextFull, match=r"this text has \d\d+ tokens, the context 40.*shorten it"
     ):
-        list(talk.reply("größe " * 30))  # here /reset would be no help
+        list(talk.reply("größe " * 30))  # here /reset would not help
     assert "".join(talk.reply("x", max_new_tokens=3)) and len(talk.messages) == 2
 
 
-def test_an_answer_that_is_broken_off_stays(folder):
+def test_an_interrupted_answer_is_kept(folder):
     set_template(folder, CHATML)
     talk = conversation(folder)
     reply = talk.reply("größe", max_new_tokens=20)
     text = next(reply) + next(reply)
     reply.close()
-    assert talk.messages[-1]["content"].startswith(text) and not talk.engine.active
+    assert talk.messages[-1]["content"].startswith(text) and not talk.engine.active_requests
     list(talk.reply("x", max_new_tokens=3))
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
 
@@ -273,16 +273,16 @@ def test_the_loop(folder, monkeypatch, capsys):
     assert first == run(monkeypatch, capsys, folder, "größe\nx\n", *hot)[:2]
 
 
-def test_ctrl_c_ends_the_answer_and_the_talk_goes_on(folder, monkeypatch, capsys):
+def test_ctrl_c_ends_the_answer_and_the_chat_continues(folder, monkeypatch, capsys):
     set_template(folder, CHATML)
     whole = Engine._step
 
-    def broken(self, now):
-        if now.number == 5:
+    def interrupted(self, step):
+        if step.number == 5:
             raise KeyboardInterrupt
-        return whole(self, now)
+        return whole(self, step)
 
-    monkeypatch.setattr(Engine, "_step", broken)
+    monkeypatch.setattr(Engine, "_step", interrupted)
     options = ["--max-new-tokens", "12", "--temperature", "0"]
     code, out, err = run(monkeypatch, capsys, folder, "größe\nx\n", *options)
     assert code == 0 and err.count("[interrupted]") == 1 and out.count("\n") >= 2
@@ -291,8 +291,8 @@ def test_ctrl_c_ends_the_answer_and_the_talk_goes_on(folder, monkeypatch, capsys
     assert plain.startswith(out.split("\n")[0]) and len(out.split("\n")[0]) < len(plain)
 
 
-def test_ctrl_c_at_the_prompt_is_for_the_line(folder, monkeypatch, capsys):
-    """It comes easily a moment after an answer has ended; a person leaves in another way. A script is ended."""
+def test_ctrl_c_at_the_prompt_does_not_end_the_chat(folder, monkeypatch, capsys):
+    """In a terminal it may come just after an answer has ended, so the chat continues. Without a terminal it ends the program."""
     set_template(folder, CHATML)
     options = ["--max-new-tokens", "6", "--temperature", "0"]
     plain = run(monkeypatch, capsys, folder, "größe\nx\n", *options)[1]
@@ -315,36 +315,36 @@ def test_ctrl_c_at_the_prompt_is_for_the_line(folder, monkeypatch, capsys):
         assert main(["--model", str(folder), "--device", "cpu", *options]) == (0 if person else 130)
         out, err = capsys.readouterr()
         assert out.replace("> ", "") == said
-        assert err.count("[/exit or Ctrl-D leaves]") == (2 if person else 0)
+        assert err.count("[type /exit or Ctrl-D to leave]") == (2 if person else 0)
 
 
-def test_a_system_message_that_cannot_be(folder, monkeypatch, capsys):
+def test_invalid_system_messages(folder, monkeypatch, capsys):
     set_template(folder, CHATML)
     code, out, err = run(monkeypatch, capsys, folder, "x\n", "--system", "\udcff")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "--system holds bytes" in err
+    assert (code, out, err.count("\n")) == (2, "", 1) and "--system is not valid UTF-8" in err
     code, out, err = run(monkeypatch, capsys, folder, "x\n", "--system", "größe " * 200)
     assert code == 0 and "[--system and this text have" in err
 
 
-def test_what_a_template_refuses_later_does_not_end_the_talk(folder, monkeypatch, capsys):
+def test_a_later_turn_that_the_template_rejects_does_not_end_the_chat(folder, monkeypatch, capsys):
     angry = "{% if messages[-1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
     set_template(folder, angry + CHATML)
     options = ["--max-new-tokens", "3", "--temperature", "0"]
     code, out, err = run(monkeypatch, capsys, folder, "x\nno\ny\n", *options)
     assert code == 0 and "[the model's chat template refuses this conversation: not that]" in err
     assert out == run(monkeypatch, capsys, folder, "x\ny\n", *options)[1]
-    assert run(monkeypatch, capsys, folder, "no\ny\n", *options)[0] == 2  # nothing was said yet
+    assert run(monkeypatch, capsys, folder, "no\ny\n", *options)[0] == 2  # the first turn
 
 
-def test_the_loop_says_what_is_missing(folder, monkeypatch, capsys):
+def test_the_notes_and_errors_of_the_loop(folder, monkeypatch, capsys):
     options = ["--max-new-tokens", "100", "--max-seq-len", "40"]
     code, out, err = run(monkeypatch, capsys, folder, "größe\nx\n", "--system", "kind", *options)
     assert code == 0 and "no chat template" in err and "--system is left out" in err
     assert "context 40 of 128 tokens" in err
-    assert "the context of 40 tokens is full: /reset" in err and "[the context is full" in err
+    assert "the context of 40 tokens is full: type /reset" in err and "[the context is full" in err
     for wrong in (["--max-new-tokens", "0"], ["--top-p", "2"], ["--seed", "-1"]):
         code, out, err = run(monkeypatch, capsys, folder, "", *wrong)
-        assert code == 2 and err.count("\n") == 1, "said before anyone types"
+        assert code == 2 and err.count("\n") == 1, "reported before the user types"
     assert run(monkeypatch, capsys, folder, "x\ny\n", "--seed", str(2**63 - 1))[0] == 0
     (folder / "model.safetensors").write_bytes(b"")
     code, out, err = run(monkeypatch, capsys, folder, "x\n")

@@ -1,4 +1,4 @@
-"""The engine's numbers: the cache against the full forward pass, batches against each prompt alone, seeds, prefixes."""
+"""The engine's results: the cache against the full forward pass, batches against each prompt alone, seeds, prefixes."""
 
 from dataclasses import replace
 
@@ -29,46 +29,48 @@ def ints(*values):
     return np.array(values, np.int32)
 
 
-def decode(cached, ids, lengths, rows):
+def decode(cached, ids, lengths, slots):
     """-> logits (B, V) on the host"""
-    arrays = (to_device(ints(*x), cached.device) for x in (ids, lengths, rows))
+    arrays = (to_device(ints(*x), cached.device) for x in (ids, lengths, slots))
     return to_host(cached.decode(*arrays))[:, : cached.config.vocab_size]
 
 
-def prefill(cached, prompts, history, rows, **more):
+def prefill(cached, prompts, history, slots, **more):
+    """-> logits (A, V) of each last token, on the host"""
     ids = np.concatenate(prompts)
-    logits = cached.prefill(ids, [len(p) for p in prompts], history, rows, **more)
+    logits = cached.prefill(ids, [len(p) for p in prompts], history, slots, **more)
     return to_host(logits)[:, : cached.config.vocab_size]
 
 
 def margin(logits_V):
+    """The largest logit minus the second largest."""
     top = np.sort(logits_V)[-2:]
     return top[1] - top[0]
 
 
 # ----------------------------------------------------------------------------- against the full forward pass
-def check_every_position(model, lengths, split, rows, batch_invariant=False):
-    """Prefill `split[a]` tokens, then the rest of each prompt in one more prefill, then decode to the end."""
+def check_every_position(model, lengths, split, slots, batch_invariant=False):
+    """Prefill split[a] tokens, then the rest of each prompt in a second prefill, then decode to the end."""
     T = model.config.max_seq_len
     ids, _ = batch(model.config, len(lengths), T)
     expected = to_host(model(ids).data)
-    cached = CachedModel(model, max(rows) + 1, T, batch_invariant)
+    cached = CachedModel(model, max(slots) + 1, T, batch_invariant)
     close = lambda got, a, t: (
         np.abs(got - expected[a, t]).max() <= 1e-5 * max(1, np.abs(expected).max())
     )
-    logits = prefill(cached, [ids[a, :n] for a, n in enumerate(split)], [0] * len(rows), rows)
+    logits = prefill(cached, [ids[a, :n] for a, n in enumerate(split)], [0] * len(slots), slots)
     assert all(close(logits[a], a, n - 1) for a, n in enumerate(split))
     rest = [a for a, (n, s) in enumerate(zip(lengths, split)) if n > s]
     if rest:
         logits = prefill(
             cached, [ids[a, split[a] : lengths[a]] for a in rest], [split[a] for a in rest],
-            [rows[a] for a in rest], wanted=[len(rest) - 1],
+            [slots[a] for a in rest], wanted=[len(rest) - 1],
         )  # fmt: skip
         assert len(logits) == 1 and close(logits[0], rest[-1], lengths[rest[-1]] - 1)
     at = list(lengths)
-    while live := [a for a in range(len(rows)) if at[a] < T]:
+    while live := [a for a in range(len(slots)) if at[a] < T]:
         got = decode(
-            cached, [ids[a, at[a]] for a in live], [at[a] for a in live], [rows[a] for a in live]
+            cached, [ids[a, at[a]] for a in live], [at[a] for a in live], [slots[a] for a in live]
         )
         for b, a in enumerate(live):
             assert close(got[b], a, at[a]), (a, at[a])
@@ -86,7 +88,7 @@ def test_decoding_with_the_cache_is_the_full_forward_pass_at_every_position(
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_the_same_for_any_heads_lengths_and_rows(data):
+def test_the_same_for_any_heads_lengths_and_slots(data):
     draw = data.draw
     G, D = draw(st.integers(1, 3)), 2 * draw(st.integers(1, 12))
     config = small(
@@ -95,12 +97,12 @@ def test_the_same_for_any_heads_lengths_and_rows(data):
     )  # fmt: skip
     lengths = draw(st.lists(st.integers(1, config.max_seq_len), min_size=1, max_size=4))
     split = [draw(st.integers(1, n)) for n in lengths]
-    rows = draw(st.permutations(range(len(lengths) + 1)))[: len(lengths)]
+    slots = draw(st.permutations(range(len(lengths) + 1)))[: len(lengths)]
     model = random_model(config, draw(st.integers(0, 9)), "cpu")
-    check_every_position(model, lengths, split, rows, draw(st.booleans()))
+    check_every_position(model, lengths, split, slots, draw(st.booleans()))
 
 
-def test_an_idle_lane_changes_nothing():
+def test_an_idle_entry_of_the_batch_changes_nothing():
     model = random_model(SHAPES["qwen3"])
     cached = CachedModel(model, 3, 16)
     prefill(cached, PROMPTS[:2], [0, 0], [0, 2])
@@ -110,11 +112,11 @@ def test_an_idle_lane_changes_nothing():
     cached.kv_L2RGSD[...] = to_device(before, cached.device)
     with_idle = decode(cached, [7, 9, 8, 5], [3, 0, 1, 16], [0, -1, 2, 1])
     assert np.abs(with_idle[[0, 2]] - alone).max() < 1e-5
-    changed = np.abs(to_host(cached.kv_L2RGSD) - after).max(axis=(0, 1, 3, 5))  # (row, position)
+    changed = np.abs(to_host(cached.kv_L2RGSD) - after).max(axis=(0, 1, 3, 5))  # (slot, position)
     assert changed.max() < 1e-5 and not np.array_equal(before, after)
 
 
-# ----------------------------------------------------------------------------- neighbours
+# ----------------------------------------------------------------------------- batches
 @every_shape
 def test_unequal_prompts_together_are_each_alone(config):
     model = random_model(config)
@@ -134,7 +136,7 @@ def test_unequal_prompts_together_are_each_alone(config):
 
 @every_shape
 def test_batch_invariant_is_exact(config):
-    """Any batch, any order, rows that were used before: the same text, drawn so that the last bits matter often."""
+    """Any batch, any order, used slots: the same tokens, with a temperature at which the last bits often matter."""
     model = random_model(config)
     options = dict(max_new_tokens=20, temperature=1.5, seed=[3, 1, 4, 1])
     engine = Engine(model, 4, batch_invariant=True)
@@ -153,18 +155,17 @@ def test_batch_invariant_is_exact(config):
 def test_batch_invariant_logits_have_the_same_bits(config):
     model = random_model(config)
     cached = CachedModel(model, 5, 32, batch_invariant=True)
-    for row in range(5):
-        prefill(cached, [rng(7).integers(0, 61, 9)], [0], [row])
-    ids, lengths, rows = ints(7, 7, 7, 3, 7), ints(9, 9, 9, 4, 9), ints(0, 1, 2, 3, 4)
-    together = decode(cached, ids, lengths, rows)
+    for slot in range(5):
+        prefill(cached, [rng(7).integers(0, 61, 9)], [0], [slot])
+    ids, lengths, slots = ints(7, 7, 7, 3, 7), ints(9, 9, 9, 4, 9), ints(0, 1, 2, 3, 4)
+    together = decode(cached, ids, lengths, slots)
     for b in (0, 2, 4):
-        assert np.array_equal(decode(cached, ids[[b]], lengths[[b]], rows[[b]])[0], together[b])
-        assert np.array_equal(
-            together[b], together[0]
-        )  # the place in the batch does not matter either
+        assert np.array_equal(decode(cached, ids[[b]], lengths[[b]], slots[[b]])[0], together[b])
+        # The position in the batch does not matter either.
+        assert np.array_equal(together[b], together[0])
 
 
-# ----------------------------------------------------------------------------- drawing
+# ----------------------------------------------------------------------------- sampling
 def test_the_same_seed_gives_the_same_text():
     model = random_model(SHAPES["qwen3"])
     options = dict(max_new_tokens=12, temperature=0.9, top_k=20, top_p=0.95)
@@ -173,9 +174,8 @@ def test_the_same_seed_gives_the_same_text():
     other = Engine(model, 2).generate(PROMPTS, seed=6, **options)
     assert all(a != b for a, b in zip(first, other))
     twice = Engine(model, 2).generate([PROMPTS[0]] * 2, seed=5, **options)
-    assert (
-        twice[0] != twice[1] and twice[0] == first[0]
-    )  # random numbers of its own for every prompt
+    # Every prompt has its own random numbers.
+    assert twice[0] != twice[1] and twice[0] == first[0]
     same = Engine(model, 2).generate([PROMPTS[0]] * 2, seed=[5, 5], **options)
     assert same[0] == same[1] == first[0]
 
@@ -187,15 +187,12 @@ def test_options_of_one_batch_may_differ():
     mixed = engine.generate(
         PROMPTS, [10, 4, 10, 10], [0.0, 0.0, 1.0, 2.0], [None, None, 1, 0], [1.0, 1.0, 1.0, 1e-6]
     )
-    assert [list(x) for x in mixed[:3]] == [
-        greedy[0],
-        greedy[1][:4],
-        greedy[2],
-    ]  # top_k 1 is greedy
-    assert mixed[3] == greedy[3]  # and so is a top_p of next to nothing
+    # top_k 1 is greedy, and so is a tiny top_p.
+    assert [list(x) for x in mixed[:3]] == [greedy[0], greedy[1][:4], greedy[2]]
+    assert mixed[3] == greedy[3]
 
 
-# ----------------------------------------------------------------------------- prefixes and pieces
+# ----------------------------------------------------------------------------- prefixes and chunks
 def test_turn_two_prefills_only_what_is_new():
     model = random_model(SHAPES["qwen3"])
     engine = Engine(model, 1, reuse_prefix=True)
@@ -204,18 +201,18 @@ def test_turn_two_prefills_only_what_is_new():
     assert (engine.prefilled_tokens, answer.prefilled, answer.reused) == (9, 9, 0)
     second = [*turn, *answer, 20, 21, 22]
     again = engine.generate([second], 6)[0]
-    # the answer's last token was never fed to the model, so it is new as well
+    # The last token of the answer has not been through the model, so it must be computed as well.
     assert (again.prefilled, again.reused) == (4, 9 + 5) and engine.prefilled_tokens == 13
     fresh = Engine(model, 1)
     assert again == fresh.generate([second], 6)[0] and fresh.prefilled_tokens == 18
-    other = [*second[:12], 1, 2]  # the user went back and said something else
+    other = [*second[:12], 1, 2]  # the user changes an earlier turn
     assert engine.generate([other], 6)[0] == fresh.generate([other], 6)[0]
     assert engine.prefilled_tokens == 13 + 2
-    engine.generate([other], 1)  # all of it is there: the last token is computed again
+    engine.generate([other], 1)  # all of it is cached: only the last token is computed again
     assert engine.prefilled_tokens == 13 + 2 + 1 and engine.reused_tokens == 14 + 12 + 13
 
 
-def test_prefixes_choose_their_rows_and_forget_old_weights():
+def test_prompts_get_the_slot_of_their_prefix_until_the_weights_change():
     model = random_model(SHAPES["llama"])
     engine, fresh = Engine(model, 3, reuse_prefix=True), Engine(model, 3)
     talks = [[i, i + 1, i + 2, i + 3] for i in (1, 20, 40)]
@@ -237,7 +234,7 @@ def test_keys_from_before_new_weights_are_not_reused():
     next(stream), next(stream)
     _, tensor = next(iter(model.named_parameters()))
     tensor.data = tensor.data * np.float32(0.5)
-    engine.generate([[9]], 1)  # notices it while the other sequence goes on
+    engine.generate([[9]], 1)  # detects the new weights while the other sequence continues
     list(stream)
     (answer,) = stream.completions
     later = [[*answer[k:], 5] for k in range(6)]
@@ -247,7 +244,7 @@ def test_keys_from_before_new_weights_are_not_reused():
 
 
 def test_stretched_keys_are_not_reused():
-    """Dynamic scaling: a prompt beyond the trained length turns all its keys by other angles than a short one."""
+    """Dynamic scaling: a prompt beyond the trained length rotates all its keys by other angles than a short prompt."""
     scaling = {"rope_type": "dynamic", "factor": 4.0}
     config = small(head_dim=16, n_layers=3, qk_norm=False, max_seq_len=16, rope_scaling=scaling)
     for seed in range(4):
@@ -260,12 +257,12 @@ def test_stretched_keys_are_not_reused():
         assert engine.reused_tokens == 12
 
 
-@pytest.mark.parametrize("pieces", [1, 3, 7, 16])
-def test_a_prefill_in_pieces(pieces):
+@pytest.mark.parametrize("size", [1, 3, 7, 16])
+def test_chunked_prefill(size):
     model = random_model(SHAPES["qwen3"])
-    whole, parts = Engine(model, 3), Engine(model, 3, prefill_tokens=pieces)
-    assert parts.generate(PROMPTS, 8) == whole.generate(PROMPTS, 8)
-    assert parts.prefilled_tokens == whole.prefilled_tokens == sum(map(len, PROMPTS))
+    whole, chunked = Engine(model, 3), Engine(model, 3, prefill_tokens=size)
+    assert chunked.generate(PROMPTS, 8) == whole.generate(PROMPTS, 8)
+    assert chunked.prefilled_tokens == whole.prefilled_tokens == sum(map(len, PROMPTS))
 
 
 # ----------------------------------------------------------------------------- memory
@@ -277,7 +274,7 @@ def test_the_memory_of_the_cache_is_exact():
     assert f"{engine.cache_bytes:,} bytes" in engine.describe()
 
 
-def test_a_model_that_is_not_trained_serves_as_well():
+def test_a_model_without_gradients_is_served_too():
     config = SHAPES["llama"]
     a, b = (Transformer(config, 3, DEVICE, trainable=t) for t in (True, False))
     assert Engine(a, 2).generate(PROMPTS, 8) == Engine(b, 2).generate(PROMPTS, 8)
@@ -285,7 +282,7 @@ def test_a_model_that_is_not_trained_serves_as_well():
 
 # ----------------------------------------------------------------------------- on a GPU
 def half(config):
-    """random_model's weights in bf16, served."""
+    """A model for inference with random_model's weights in bf16."""
     model = Transformer(config, None, "gpu", "bf16", trainable=False)
     values = weights(random_model(config))
     for name, tensor in model.named_parameters():
@@ -293,19 +290,19 @@ def half(config):
     return model
 
 
-# Widths as gemv has them in bf16.
+# Widths that gemv supports in bf16.
 EVEN = {name: replace(SHAPES[name], hidden_dim=64) for name in ("qwen3", "llama")}
 MANY = [rng(1, i).integers(0, 61, 1 + 7 * i % 23).tolist() for i in range(14)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [random_model, half])
-@pytest.mark.parametrize("rows", [1, 3, 8, 12])
-def test_a_graph_changes_no_token(make, rows):
-    """Rows of every kind of step (gemv, GEMM), sequences that end at different times, steps that run ahead."""
+@pytest.mark.parametrize("slots", [1, 3, 8, 12])
+def test_a_graph_changes_no_token(make, slots):
+    """Both kinds of decoding step (gemv, GEMM), sequences that end at different times, steps that run ahead."""
     model = make(EVEN["qwen3"])
     options = dict(max_new_tokens=[3 + i for i in range(14)], temperature=1.2, top_k=40, seed=4)
-    captured, eager = Engine(model, rows), Engine(model, rows, graph=False)
+    captured, eager = Engine(model, slots), Engine(model, slots, graph=False)
     for _ in range(2):
         assert captured.generate(MANY, **options) == eager.generate(MANY, **options)
     assert any(r.graph for r in captured.graphed.recordings.values())
@@ -317,18 +314,18 @@ def test_a_graph_changes_no_token(make, rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [2, 12])
-def test_batch_invariant_in_bf16(rows):
+@pytest.mark.parametrize("slots", [2, 12])
+def test_batch_invariant_in_bf16(slots):
     model = half(EVEN["llama"])
     options = dict(max_new_tokens=24, temperature=1.5, seed=[7] * 14)
-    together = Engine(model, rows, batch_invariant=True).generate(MANY, **options)
+    together = Engine(model, slots, batch_invariant=True).generate(MANY, **options)
     alone = Engine(model, 1, batch_invariant=True)
     options["seed"] = [7]
     assert [alone.generate([prompt], **options)[0] for prompt in MANY] == together
 
 
 @pytest.mark.gpu
-def test_the_memory_is_taken_at_the_start():
+def test_all_memory_is_allocated_at_the_start():
     model = half(EVEN["qwen3"])
     engine = Engine(model, 4)
     engine.generate(MANY, 8)

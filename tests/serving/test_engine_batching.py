@@ -1,4 +1,4 @@
-"""Continuous batching: who is served when, why sequences end, what is refused, and what a failure leaves behind."""
+"""Continuous batching: scheduling, why sequences end, invalid requests, and the state after a failure."""
 
 import sys
 
@@ -20,7 +20,8 @@ def model():
 
 @pytest.fixture(autouse=True, params=["as it is", "ahead"])
 def way(request, monkeypatch):
-    """Every test twice: also as on a GPU, where a step starts before the one before it has landed, with idle lanes."""
+    """Run every test twice: also as on a GPU, where a step is launched before the ids of the previous one arrive, with idle
+    entries in the batch."""
     make = Engine.__init__
 
     def ahead(self, *args, **options):
@@ -34,41 +35,46 @@ def way(request, monkeypatch):
     return request.param
 
 
-def test_steps_run_ahead_while_nobody_waits(model, way):
+def test_steps_run_ahead_while_no_request_is_pending(model, way):
     served = Engine(model, 2)
     stream = served.stream([[1, 2], [3]], 6)
     for _ in range(4):  # two tokens each
         next(stream)
-    assert len(served.flights) == (1 if served.run_ahead else 0)
+    assert len(served.steps_in_flight) == (1 if served.run_ahead else 0)
     assert served.run_ahead == (way == "ahead" or model.device == "gpu")
     list(stream)
-    assert not served.flights
+    assert not served.steps_in_flight
+
+
+def state(served):
+    """-> active requests, number of pending requests, free slots"""
+    return served.active_requests, len(served.pending_requests), sorted(served.free_slots)
 
 
 def happened(served, what):
-    """[(step, entry)] of one kind, over the whole trace"""
+    """-> [(step number, entry)] of one field of the trace"""
     return [(step.number, entry) for step in served.trace for entry in getattr(step, what)]
 
 
-# ----------------------------------------------------------------------------- who is served when
-def test_a_waiting_prompt_is_admitted_at_the_step_after_a_row_frees(model):
+# ----------------------------------------------------------------------------- scheduling
+def test_a_pending_prompt_is_admitted_at_the_step_after_a_slot_frees(model):
     served = Engine(model, 2)
     prompts, wanted = [[1, 2], [3], [4, 5, 6], [7], [8, 9]], [3, 9, 2, 5, 1]
     out = served.generate(prompts, wanted)
     assert [len(x) for x in out] == wanted and all(x.reason == "length" for x in out)
     admitted, ended = dict(), dict()
-    for step, (name, row) in happened(served, "admitted"):
-        admitted[name] = (step, row)
+    for step, (name, slot) in happened(served, "admitted"):
+        admitted[name] = (step, slot)
     for step, (name, reason) in happened(served, "ended"):
         ended[name] = step
         assert reason == "length"
     assert admitted[0][0] == admitted[1][0] == 0
     free = sorted(ended.values())
-    for i, name in enumerate((2, 3, 4)):  # first come, first served, at once
+    for i, name in enumerate((2, 3, 4)):  # first come, first served, without delay
         assert admitted[name][0] == free[i] + 1
-    rows = {name: row for name, (_, row) in admitted.items()}
-    assert rows[2] == rows[0] and rows[3] == rows[2]  # the row that became free
-    # one token at admission, then one in every step: sequences neither wait for nor hold up each other
+    slots = {name: slot for name, (_, slot) in admitted.items()}
+    assert slots[2] == slots[0] and slots[3] == slots[2]  # the slot that became free
+    # One token at admission, then one in every step: sequences do not wait for each other.
     for name, n in enumerate(wanted):
         steps = [step for step, other in happened(served, "decoded") if other == name]
         assert steps == list(range(admitted[name][0] + 1, ended[name] + 1)) and len(steps) == n - 1
@@ -77,14 +83,14 @@ def test_a_waiting_prompt_is_admitted_at_the_step_after_a_row_frees(model):
     assert out == alone
 
 
-def test_all_waiting_prompts_are_prefilled_together(model):
+def test_all_pending_prompts_are_prefilled_together(model):
     served = Engine(model, 4)
     served.generate([[1, 2], [3], [4, 5, 6], [7]], 3)
     assert [step.prefilled for step in served.trace] == [7, 0, 0]
     assert served.prefilled_tokens == 7 and served.decoded_tokens == 4 * 2
 
 
-def test_tokens_come_as_they_are_made(model):
+def test_tokens_are_returned_as_they_are_generated(model):
     served = Engine(model, 2)
     stream = served.stream([[1, 2], [3], [4]], [2, 4, 2])
     seen = list(stream)
@@ -109,7 +115,7 @@ def test_two_streams_share_an_engine(model):
 
 
 # ----------------------------------------------------------------------------- why sequences end
-def test_a_full_cache_ends_one_sequence_and_the_others_go_on(model):
+def test_a_full_cache_ends_one_sequence_and_the_others_continue(model):
     served = Engine(model, 2, 12)
     long, short = served.generate([[1] * 9, [2, 3]], 9)
     assert long.reason == "full" and len(long) == 3
@@ -131,40 +137,40 @@ def test_a_stop_token_ends_a_sequence(model):
         )
 
 
-def test_cancelling_and_leaving_early_free_the_rows(model):
+def test_cancelling_and_leaving_early_free_the_slots(model):
     served = Engine(model, 2)
     stream = served.stream([[1, 2], [3], [4]], 10)
     for number, _ in stream:
         if number == 0:
             stream.cancel(0)
     assert [c.reason for c in stream.completions] == ["cancelled", "length", "length"]
-    assert len(stream.completions[0]) == 1 and sorted(served.free) == [0, 1]
+    assert len(stream.completions[0]) == 1 and sorted(served.free_slots) == [0, 1]
     stream = served.stream([[1, 2], [3], [4]], 10)
     next(stream)
-    assert len(served.active) == 2 and len(served.waiting) == 1
+    assert len(served.active_requests) == 2 and len(served.pending_requests) == 1
     stream.close()
-    assert not served.active and not served.waiting and sorted(served.free) == [0, 1]
+    assert state(served) == ([], 0, [0, 1])
     assert [c.reason for c in stream.completions] == ["cancelled"] * 3
     stream = served.stream([[1, 2]], 10)
     next(stream)
     del stream
-    assert not served.active and sorted(served.free) == [0, 1]
+    assert not served.active_requests and sorted(served.free_slots) == [0, 1]
     assert served.generate([[3]], 4) == Engine(model, 1).generate([[3]], 4)
 
 
-def test_a_stream_that_never_began(model):
+def test_a_stream_that_was_never_started(model):
     served = Engine(model, 1, 20)
     closed, cancelled = served.stream([[1, 2]], 5), served.stream([[1], [2]], 3)
     closed.close()
     cancelled.cancel(0)
     assert closed.completions[0].reason == "cancelled" and list(closed) == []
     assert [number for number, _ in cancelled] == [1, 1, 1]
-    assert served.submitted == 1 and served.prefilled_tokens == 1 and served.free == [0]
+    assert served.submitted == 1 and served.prefilled_tokens == 1 and served.free_slots == [0]
 
 
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_cancelling_in_the_middle_of_a_step(model, monkeypatch, when):
-    """As when a forgotten stream is collected while another one computes."""
+    """As when a deleted stream is garbage-collected while another one computes."""
     served = Engine(model, 3)
     forgotten = served.stream([[1, 2], [8]], 10)
     for _ in range(4):
@@ -180,10 +186,10 @@ def test_cancelling_in_the_middle_of_a_step(model, monkeypatch, when):
     list(forgotten)
     assert [c.reason for c in forgotten.completions] == ["cancelled", "length"]
     assert forgotten.completions[1] == Engine(model, 1).generate([[8]], 10)[0]
-    assert sorted(served.free) == [0, 1, 2] and not served.active
+    assert sorted(served.free_slots) == [0, 1, 2] and not served.active_requests
 
 
-def test_logits_that_are_no_numbers_end_the_sequence():
+def test_nan_logits_end_the_sequence():
     model = random_model(CONFIG)
     name, tensor = next(iter(model.named_parameters()))
     values = tensor.data.copy()
@@ -194,7 +200,7 @@ def test_logits_that_are_no_numbers_end_the_sequence():
     assert len(good) >= 1 and good.reason in ("length", "nan")
 
 
-# ----------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------- invalid arguments
 REFUSED = [
     (dict(prompts=[[1], []]), "prompt 1 is empty"),
     (dict(prompts=[[1, 61]]), "prompt 0 holds the token 61: ids must be from 0 to 60"),
@@ -223,12 +229,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("options, words", REFUSED, ids=[words for _, words in REFUSED])
-def test_requests_that_make_no_sense(model, options, words):
+def test_invalid_requests(model, options, words):
     served = Engine(model, 2, 20)
     with pytest.raises(UserError) as caught:
         served.generate(**({"prompts": [[1, 2]]} | options))
     assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert not served.trace and len(served.free) == 2
+    assert not served.trace and len(served.free_slots) == 2
 
 
 @pytest.mark.parametrize(
@@ -237,7 +243,7 @@ def test_requests_that_make_no_sense(model, options, words):
         (dict(max_batch=0), "max_batch must be a positive whole number, got 0"),
         (dict(max_batch=2.0), "max_batch"),
         (dict(max_seq_len=1), "max_seq_len 1 must be at least 2 and at most 48"),
-        (dict(max_seq_len=49), "at most 48, what the model takes"),
+        (dict(max_seq_len=49), "at most 48, the longest sequence of the model"),
         (dict(prefill_tokens=0), "prefill_tokens"),
         (dict(max_batch=True), "max_batch must be a positive whole number, got True"),
         (dict(max_seq_len="40"), "max_seq_len must be a positive whole number, got '40'"),
@@ -245,24 +251,24 @@ def test_requests_that_make_no_sense(model, options, words):
         (dict(batch_invariant=True, reuse_prefix=True), "exclude each other"),
         (
             dict(model="folder"),
-            r"model must be a Transformer, got str: Transformer.from_pretrained",
+            r"model must be a Transformer, got str: make one with Transformer.from_pretrained",
         ),
     ],
 )
-def test_engines_that_cannot_be(model, options, words):
+def test_invalid_engines(model, options, words):
     with pytest.raises(UserError, match=words):
         Engine(**({"model": model} | options))
 
 
 def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
-    """It ends the stream that was asked for a token; another one on the same engine misses none."""
+    """It ends the stream that is being iterated; another stream of the same engine loses no token."""
     alone = Engine(model, 2).generate([[4, 5, 6]], 12)
     served = Engine(model, 2)
     first, second = served.stream([[1, 2]], 12), served.stream([[4, 5, 6]], 12)
     next(first), next(second), next(first), next(second)
-    real, left = Engine._fetch, [1]
+    real, left = Engine._read_ids_later, [1]
 
-    def fetch(self, requests):
+    def read_ids_later(self, requests):
         then = real(self, requests)
 
         def wait():
@@ -272,39 +278,39 @@ def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
 
         return wait
 
-    served.step()  # whatever was under way already
-    monkeypatch.setattr(Engine, "_fetch", fetch)
+    served.step()  # collects the step in flight, if there is one
+    monkeypatch.setattr(Engine, "_read_ids_later", read_ids_later)
     with pytest.raises(KeyboardInterrupt):
         list(first)
     list(second)
-    assert second.completions == alone and not served.active and not served.flights
+    assert second.completions == alone and not served.active_requests and not served.steps_in_flight
 
 
-class Remembered:
-    """In the place of CachedModel, in no time: the next token follows from all tokens that the row holds."""
+class FakeCachedModel:
+    """Replaces CachedModel and is fast: the next token is a hash of all tokens in the slot."""
 
     def __init__(self, *_):
-        self.held, self.nbytes = np.zeros((2, 48), int), 0
+        self.cache, self.nbytes = np.zeros((2, 48), int), 0
 
     def stretched(self, length):
         return False
 
-    def prefill(self, ids, lengths, history, rows, wanted, whole):
+    def prefill(self, ids, lengths, history, slots, wanted, prompt_length):
         edges = np.cumsum([0, *lengths])
-        for a, (row, before, n) in enumerate(zip(rows, history, lengths)):
-            self.held[row, before : before + n] = ids[edges[a] : edges[a + 1]]
-        return np.array([self.next(rows[a], history[a] + lengths[a]) for a in wanted])
+        for a, (slot, before, n) in enumerate(zip(slots, history, lengths)):
+            self.cache[slot, before : before + n] = ids[edges[a] : edges[a + 1]]
+        return np.array([self.next(slots[a], history[a] + lengths[a]) for a in wanted])
 
-    def decode(self, ids, lengths, rows):
-        self.held[rows, lengths] = ids
-        return np.array([self.next(row, n + 1) for row, n in zip(rows, lengths)])
+    def decode(self, ids, lengths, slots):
+        self.cache[slots, lengths] = ids
+        return np.array([self.next(slot, n + 1) for slot, n in zip(slots, lengths)])
 
-    def next(self, row, n):
-        return hash(tuple(self.held[row, :n].tolist())) % 50
+    def next(self, slot, n):
+        return hash(tuple(self.cache[slot, :n].tolist())) % 50
 
 
-def break_off(model, at, visit):
-    """Ctrl-C before line `at` of engine.py runs for the nth time. -> the lines that ran; what is left for others"""
+def interrupt_at(model, at, visit):
+    """Ctrl-C before line `at` of engine.py runs for the `visit`-th time. -> the lines that ran; the state afterwards"""
     served, lines = Engine(model, 2, reuse_prefix=True), []
     second, first = served.stream([[4, 5, 6]], 4), served.stream([[1, 2], [3]], 2)
     next(second)
@@ -329,21 +335,21 @@ def break_off(model, at, visit):
         sys.settrace(before)
     list(second)
     assert all(completion.reason for completion in first.completions)
-    return lines, (second.completions[0], served.active, len(served.waiting), sorted(served.free))
+    return lines, (second.completions[0], *state(served))
 
 
 def test_ctrl_c_between_any_two_statements(monkeypatch, way):
-    """It ends the stream that was asked for a token. Another on the same engine misses none, and no row is lost."""
-    model = random_model(CONFIG, device="cpu")  # Remembered lives in NumPy arrays
-    monkeypatch.setattr(engine, "CachedModel", Remembered)
+    """It ends the stream that is being iterated. Another stream of the same engine loses no token, and no slot is lost."""
+    model = random_model(CONFIG, device="cpu")  # FakeCachedModel uses NumPy arrays
+    monkeypatch.setattr(engine, "CachedModel", FakeCachedModel)
     monkeypatch.setattr(engine, "sample", lambda picked, ids, *_, **__: np.copyto(ids, picked))
     expected = (Engine(model, 2).generate([[4, 5, 6]], 4)[0], [], 0, [0, 1])
-    lines, result = break_off(model, 0, 0)
+    lines, result = interrupt_at(model, 0, 0)
     assert result == expected and len(set(lines)) > 100
     for line in sorted(set(lines)):
         visit = 1 if way == "ahead" else lines.count(line)  # the first or the last time
-        broken, result = break_off(model, line, visit)
-        assert broken.count(line) == visit and result == expected, f"line {line}, time {visit}"
+        ran, result = interrupt_at(model, line, visit)
+        assert ran.count(line) == visit and result == expected, f"line {line}, time {visit}"
 
 
 def test_prompts_in_any_container(model):
@@ -362,17 +368,19 @@ def test_no_memory_for_the_cache(model, monkeypatch):
 
     monkeypatch.setattr(cached_model, "empty_kv_cache", full)
     with pytest.raises(
-        UserError, match=r"no memory for a KV cache of 0.00 GB \(2 rows of 48 tokens\)"
+        UserError, match=r"not enough memory for a KV cache of 0.00 GB \(2 slots of 48 tokens\)"
     ):
         Engine(model, 2)
 
 
 def test_a_cache_larger_than_any_memory(model):
-    with pytest.raises(UserError, match=r"no memory for a KV cache of .* GB \(10{15} rows of 48"):
+    with pytest.raises(
+        UserError, match=r"not enough memory for a KV cache of .* GB \(10{15} slots of 48"
+    ):
         Engine(model, 10**15)
 
 
-def test_a_failure_in_the_middle_loses_no_row(model, monkeypatch):
+def test_a_failure_in_the_middle_loses_no_slot(model, monkeypatch):
     served = Engine(model, 2)
     expected = served.generate([[1, 2], [3]], 4)
     prefill = served.cached_model.prefill
@@ -383,7 +391,7 @@ def test_a_failure_in_the_middle_loses_no_row(model, monkeypatch):
     monkeypatch.setattr(served.cached_model, "prefill", fails)
     with pytest.raises(KeyboardInterrupt):
         served.generate([[1, 2], [3], [4]], 4)
-    assert sorted(served.free) == [0, 1] and not served.active and not served.waiting
+    assert state(served) == ([], 0, [0, 1])
     monkeypatch.setattr(served.cached_model, "prefill", prefill)
     assert served.generate([[1, 2], [3]], 4) == expected
 

@@ -1,6 +1,6 @@
 """The kernels of the engine compile without a GPU: float32 arithmetic, registers instead of local memory, no spills.
 
-As in test_compile.py the launchers say what to compile. What this needs: offline.py.
+As in test_compile.py, the launchers determine what to compile. For the requirements see offline.py.
 """
 
 import functools
@@ -8,8 +8,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm
-from test_compile import signatures
+from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, signatures
 
 from xtrain.kernels.attention import context_attention, decode_attention
 from xtrain.kernels.decoding import gemv, kv_cache, padding, sampling
@@ -58,7 +57,7 @@ def decode(full, dtype, B, H, D):
 
 
 def multiply(full, dtype):
-    """The four products of a layer of a Llama of 1.1 B parameters"""
+    """The four matrix products of a layer of a Llama of 1.1 B parameters."""
     x, h, norm_w = sim(np.ones((1, 2048), np.float32)), sim(np.ones((1, 64), np.float32)), None
     norm_w = sim(np.ones(2048, np.float32))
     product = functools.partial(gemv.gemv, weights_ready=True)
@@ -77,7 +76,7 @@ def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards):
     for kernel, signature in signatures(monkeypatch, lambda: launch_engine([dtype])):
         name = kernel.py_func.__name__
         found = compiled(monkeypatch, kernel, signature, cards, [] if name in LOCAL else [(9, 0)])
-        if name == "decode_attention_kernel":  # no test could tell a weaker atomic by its results
+        if name == "decode_attention_kernel":  # the results of a weaker atomic would look the same
             assert all("atom.acq_rel.gpu.global.add.s32" in ptx for ptx in found.values())
         bounds = kernel.targetoptions.get("launch_bounds") or threads_of(name)
         threads, blocks = bounds if isinstance(bounds, tuple) else (bounds, 1)
@@ -85,7 +84,7 @@ def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards):
 
 
 def threads_of(name):
-    """Plain Numba has no launch_bounds."""
+    """Threads of a block: without numba-cuda a kernel has no launch_bounds."""
     known = {
         "decode_attention_kernel": 256,
         "context_attention_fp32_kernel": 128,

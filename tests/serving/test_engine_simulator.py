@@ -1,4 +1,4 @@
-"""The engine with every kernel run thread by thread in the simulator, where races and wild reads are found."""
+"""The engine with every kernel in the simulator, which runs each thread and detects races and out-of-bounds reads."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ PROMPTS = [[1, 2, 3], [6]]
 
 
 def pair(precision="fp32"):
-    """-> the model in the simulator, the same on the CPU"""
+    """-> (a model in the simulator, the same model on the CPU)"""
     config = small(**SHAPE)
     here = random_model(config, device="cpu")
     there = Transformer(config, None, "sim", precision, trainable=precision == "fp32")
@@ -24,7 +24,7 @@ def pair(precision="fp32"):
 
 
 def test_the_engine_in_the_simulator():
-    """Greedy and drawn in one batch, prefill to sampling."""
+    """Greedy and random sampling in one batch, from prefill to sampling."""
     there, here = pair()
     options = dict(max_new_tokens=[3, 2], temperature=[0.0, 1.0], top_k=5, top_p=0.9, seed=3)
     served = Engine(there, 2, 16)
@@ -37,7 +37,7 @@ def test_the_engine_in_the_simulator():
     [("fp32", 1e-5, False), ("bf16", 0.1, True), ("bf16", 0.1, False)],
 )
 def test_logits_in_the_simulator(precision, most, through_gemv, monkeypatch):
-    """Both ways of a decoding step; an idle lane among the others."""
+    """Both kinds of decoding step (gemv, GEMM), with an idle entry in the batch."""
     there, here = pair(precision)
     logits = []
     for model in (there, here):
@@ -46,8 +46,8 @@ def test_logits_in_the_simulator(precision, most, through_gemv, monkeypatch):
             monkeypatch.setattr(cached, "_through_gemv", lambda B: through_gemv)
         ids = np.concatenate(PROMPTS)
         logits.append([to_host(cached.prefill(ids, [3, 1], [0, 0], [2, 0]))])
-        lanes = ([7, 0, 9], [3, 0, 1], [2, -1, 0])
-        arrays = (to_device(np.array(x, np.int32), model.device) for x in lanes)
+        batch = ([7, 0, 9], [3, 0, 1], [2, -1, 0])  # ids, lengths, slots
+        arrays = (to_device(np.array(x, np.int32), model.device) for x in batch)
         logits[-1].append(to_host(cached.decode(*arrays))[[0, 2]])
     for got, expected in zip(*logits):
         assert got.dtype == np.float32

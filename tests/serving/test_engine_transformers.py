@@ -1,4 +1,4 @@
-"""The loop closed: weights in a Hugging Face folder, served here and by `transformers`: every token equal."""
+"""Round trip: weights in a Hugging Face folder, served by xtrain and by `transformers`, give the same tokens."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def greedy(theirs, prompt, new):
 
 
 def our_logits(model, prompt, tokens):
-    """The cache's logits for the prompt's last token and every new one."""
+    """The logits with a KV cache, for the last prompt token and every new token."""
     cached = CachedModel(model, 1, model.config.context)
     on_device = lambda *x: to_device(np.array(x, np.int32), DEVICE)
     logits = [cached.prefill(np.array(prompt), [len(prompt)], [0], [0])]
@@ -68,8 +68,8 @@ def test_every_token_is_equal(config, shard_bytes, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_files_of_half_width(dtype, tmp_path):
-    """Read into float32 by both, so that every token can be equal."""
+def test_16_bit_files(dtype, tmp_path):
+    """Both read them into float32, so every token must be equal."""
     config = CONFIGS["qwen3"]
     save(random_model(config), tmp_path)
     load_theirs(tmp_path, dtype).save_pretrained(tmp_path / "half", max_shard_size="40KB")
@@ -82,17 +82,17 @@ def test_files_of_half_width(dtype, tmp_path):
 
 
 def test_dynamic_scaling_beyond_the_trained_length():
-    """Prompts below and above it; theirs is a fresh model for each, for it remembers the longest sequence it saw."""
+    """Prompts below and above it. The transformers model is new for each prompt: it remembers its longest sequence."""
     scaling = {"rope_type": "dynamic", "factor": 4.0}
     config = small(**WIDE, qk_norm=False, rope_scaling=scaling, max_seq_len=16)
     model = random_model(config)
     prompts = [[5, 17, 3], list(range(14)), list(range(30)), [7] * 17]
     assert Engine(model, 4).max_seq_len == 64
     together = Engine(model, 4).generate(prompts, 24)
-    pieces = Engine(model, 4, prefill_tokens=8).generate(prompts, 24)
-    for prompt, tokens, piecewise in zip(prompts, together, pieces):
+    chunked = Engine(model, 4, prefill_tokens=8).generate(prompts, 24)
+    for prompt, tokens, in_chunks in zip(prompts, together, chunked):
         expected, logits = greedy(twin(model), prompt, 24)
-        assert tokens == expected == piecewise
+        assert tokens == expected == in_chunks
         assert np.abs(our_logits(model, prompt, tokens) - logits).max() <= 1e-4
 
 

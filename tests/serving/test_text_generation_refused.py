@@ -1,4 +1,4 @@
-"""python -m xtrain.generate: whatever is wrong with prompts, options, folders and files is told in one sentence, exit code 2."""
+"""python -m xtrain.generate: every error in prompts, options, folders and files gives one sentence and exit code 2."""
 
 import json
 import os
@@ -53,8 +53,8 @@ def test_prompts_and_options(folder, capsys):
     assert code == 2 and not out and "prompt 2 is empty" in err
 
 
-def test_bytes_that_are_no_text(folder, tmp_path):
-    """From the shell: a prompt that is no UTF-8; an output that cannot show every character; one that closes early."""
+def test_bytes_that_are_not_text(folder, tmp_path):
+    """From the shell: a prompt that is not UTF-8, an output that cannot show every character, an output that closes early."""
     command = [
         sys.executable,
         "-m",
@@ -65,7 +65,7 @@ def test_bytes_that_are_no_text(folder, tmp_path):
         "3",
     ]
     done = subprocess.run([*command, b"\xff\xfe"], capture_output=True, text=True)
-    assert done.returncode == 2 and "prompt 1 holds bytes that are no UTF-8" in done.stderr
+    assert done.returncode == 2 and "prompt 1 is not valid UTF-8" in done.stderr
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*command, "größe"], capture_output=True, text=True, env=env)
     assert done.returncode == 0 and done.stdout.startswith("gr??e"), done.stderr
@@ -97,11 +97,11 @@ def test_folders(capsys, tmp_path, mine):
     refused(capsys, mine, "no tokenizer.json: make one with")
 
 
-def test_a_prompt_of_which_the_tokenizer_leaves_nothing(mine, capsys):
+def test_a_prompt_without_tokens(mine, capsys):
     content = json.loads((mine / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
     (mine / "tokenizer.json").write_text(json.dumps(content))
-    refused(capsys, mine, "prompt 1 holds nothing that the tokenizer knows", prompt="  ")
+    refused(capsys, mine, "prompt 1 has no tokens after tokenization", prompt="  ")
 
 
 def test_tokenizers(capsys, mine, tmp_path_factory):
@@ -145,11 +145,13 @@ def test_absurd_configs(capsys, mine, changes, words):
 def test_weights(capsys, mine):
     path = mine / "model.safetensors"
     data = path.read_bytes()
-    tensors = {k: v.clone() for k, v in load_file(path).items()}  # not a map of the file
+    tensors = {
+        k: v.clone() for k, v in load_file(path).items()
+    }  # copied, since the file is overwritten
     for size in (0, 7, 100, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:size])
         refused(capsys, mine, "cut short")
-    with open(path, "wb") as file:  # a header of 100 MB, really there
+    with open(path, "wb") as file:  # a header of 100 MB that the file really has
         file.write(struct.pack("<Q", 100 << 20))
         file.truncate((100 << 20) + 8 + 1000)
     refused(capsys, mine, "its header claims 104857600 bytes")
@@ -166,7 +168,7 @@ def test_weights(capsys, mine):
 
 
 def test_flipped_bits(capsys, mine):
-    """In the header: refused, or harmless. In the data a file has no checksum, but nothing may crash."""
+    """In the header: rejected or harmless. The data has no checksum, but nothing may crash."""
     path = mine / "model.safetensors"
     data = path.read_bytes()
     header = 8 + struct.unpack("<Q", data[:8])[0]
@@ -190,7 +192,7 @@ ODD = [None, -1, 0, 2.5, "x", [], {}, ["x"], {"a": {}}, True, 10**400, 1e308, 2*
 
 
 def mutated(value, draw):
-    """A JSON value with one of its parts, at some depth, replaced, removed or added."""
+    """A JSON value with one value, at some depth, replaced, removed or added."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         key, chance = draw.choice(sorted(value)), draw.random()
         if chance < 0.4:
@@ -218,7 +220,7 @@ def test_mutated_files_are_one_sentence_or_work(name, mine, capsys):
 
 
 def test_the_command_itself(folder, mine):
-    """In a process of its own: no traceback, the exit code of the shell."""
+    """In a subprocess: no traceback, and the exit code that a shell sees."""
     command = [sys.executable, "-m", "xtrain.generate", "--model"]
     done = subprocess.run(
         [*command, folder, "def f", "--max-new-tokens", "3"],
@@ -236,8 +238,8 @@ def test_the_command_itself(folder, mine):
     assert done.returncode == 2 and "--temperature" in done.stderr
 
 
-def test_nothing_is_loaded_in_part(mine, monkeypatch):
-    """The tokenizer and all headers are looked at before weights are read."""
+def test_nothing_is_loaded_partially(mine, monkeypatch):
+    """The tokenizer and all headers are checked before weights are read."""
     path = mine / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     monkeypatch.setattr(pretrained.Transformer, "__init__", None)

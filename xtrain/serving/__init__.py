@@ -1,1 +1,1 @@
-"""Generation: requests, the KV-cached model, the engine, text streaming, chat templates."""
+"""Serving: requests, the model with a KV cache, the engine, text streaming, chat templates."""

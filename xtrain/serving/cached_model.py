@@ -1,21 +1,22 @@
-"""The model with a memory: keys and values of earlier tokens are kept, so that a new token costs one token's work.
+"""The model with a KV cache: keys and values of earlier tokens are stored, so a new token costs the work of one token.
 
-    prefill    N new tokens of A sequences, packed one behind the other without padding -> logits of each last token
+    prefill    N new tokens of A sequences, packed without padding -> logits of the last token of each
     decode     one new token for each of B sequences -> logits (B, V)
 
-Both work on arrays, without autograd, with the kernels and the weights of the model that was trained. The residual stream
-h is float32; with bf16 weights everything between two additions to it is bf16, and the logits are float32.
+Both work on arrays, without autograd, with the kernels and the weights of the trained model. The residual stream h is
+float32; with bf16 weights everything between two additions to it is bf16, and the logits are float32.
 
-For a few rows on a GPU a decoding step goes through gemv.py, which fuses norms, SwiGLU and the residual additions into
-the products: five kernels a layer. Otherwise it takes the kernels of training.
+On a GPU, a decoding step of a few sequences uses gemv.py, which fuses norms, SwiGLU and the residual additions into the
+matrix products: five kernels per layer. Otherwise it uses the kernels of training.
 
-Batch-invariant: a sum is added up in an order that depends on the shape of a matrix product, so a token's last bits depend
-on how many others are computed with it. With `batch_invariant` they do not: a decoding step computes each row with gemv,
-whose rows do not know of each other, and the caller prefills one sequence at a time.
+Batch invariance: the order of the additions in a matrix product depends on its shape, so the last bits of a token depend on
+the number of tokens computed with it. With `batch_invariant` they do not: a decoding step computes each sequence with gemv,
+whose rows are independent of each other, and the caller prefills one sequence at a time.
 """
 
 import functools
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -38,38 +39,54 @@ from ..kernels.runtime.launch import empty
 from ..kernels.swiglu import swiglu_fwd
 from ..nn.model import Transformer
 
-# Bytes of gate/up's weights that the output projection brings nearer: memory is not idle while one kernel waits for another.
-# Asking from the other products too was no faster, or slower.
+# Bytes of the gate/up weights that the output projection prefetches: memory stays busy while one kernel waits for another.
+# Prefetching from the other products too was not faster, or slower.
 AHEAD = 8 << 20
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Views of the model's parameters: matrices in the precision of the computation, norms in float32."""
+    """Views of the parameters of one layer: matrices in the precision of the computation, norm weights in float32."""
 
     norm: Array  # (C,) before attention
     qkv: Array  # ((H + 2G) D, C)
-    q_norm: Array | None  # (D,) with QK-norm
-    k_norm: Array | None
+    q_norm: Array | None  # (D,); None without QK-norm
+    k_norm: Array | None  # (D,)
     o_proj: Array  # (C, H D)
     mlp_norm: Array  # (C,)
     gate_up: Array  # (2F, C)
     down_proj: Array  # (C, F)
 
 
-class CachedModel:
-    """A Transformer and the keys and values of up to `rows` sequences of up to `capacity` tokens.
+@dataclass(frozen=True)
+class PackedTokens:
+    """Where the N tokens of a prefill belong. All arrays are int32 on the device."""
 
-    kv: (L, 2, rows, G, capacity, D) in the precision of the model, taken whole at the start.
-    Raises UserError when the memory cannot be had or no kernel takes the model's heads.
+    slots_N: Array  # slot of each token
+    positions_N: Array  # position of each token in its sequence
+    edges_E: Array  # sequence a owns the tokens edges[a] .. edges[a + 1] - 1, see padding.py
+    history_A: Array  # tokens of each sequence that are in the cache already
+    slots_A: Array  # slot of each sequence
+    longest: int  # new tokens of the longest sequence
+
+
+class CachedModel:
+    """A Transformer and a KV cache of `slots` slots, each for one sequence of up to `capacity` tokens.
+
+    kv_L2RGSD: (L, 2, slots, G, capacity, D) in the precision of the model, allocated once; slot r is row r of the array.
+    nbytes: size of that array, in bytes.
+    batch_invariant: the last bits of a token do not depend on the other sequences of a decoding step.
+    Raises UserError if there is not enough memory, or no kernel for the model's head width.
     """
 
-    def __init__(self, model: Transformer, rows: int, capacity: int, batch_invariant: bool = False):
+    def __init__(
+        self, model: Transformer, slots: int, capacity: int, batch_invariant: bool = False
+    ):
         c = model.config
         if model.device != "cpu" and c.head_dim not in WIDTHS:
             raise UserError(
-                f"on a GPU the engine takes heads of {', '.join(map(str, WIDTHS))} channels, this model has "
-                f"{c.head_dim}: use the cpu"
+                f"on a GPU the engine supports heads of {', '.join(map(str, WIDTHS))} channels, this model has "
+                f"{c.head_dim}: use the CPU"
             )
         self.model, self.config, self.device = model, c, model.device
         self.capacity, self.batch_invariant = capacity, batch_invariant
@@ -77,39 +94,43 @@ class CachedModel:
         model.arena.refresh()
         self.layers = [_layer_weights(layer, c.qk_norm) for layer in model.model.layers]
         table = model.model.embed_tokens.weight
-        self.table = table.data  # as in training: its rows enter the float32 stream unrounded
+        self.table = table.data  # as in training: its rows enter the residual stream unrounded
         self.norm = model.model.norm.weight.value
         self.head = table.value if c.tie_embeddings else model.lm_head.value
-        self.scale = c.head_dim**-0.5
+        # ModelConfig replaces None by a number in these three.
+        self.head_dim: int = cast(int, c.head_dim)
+        self.n_kv_heads: int = cast(int, c.n_kv_heads)
+        self.hidden_dim: int = cast(int, c.hidden_dim)
+        self.scale = self.head_dim**-0.5
         self.cos_PR, self.sin_PR = self._tables()
-        size = (c.n_layers, rows, c.n_kv_heads, capacity, c.head_dim, self.dtype)
+        size = (c.n_layers, slots, self.n_kv_heads, capacity, self.head_dim, self.dtype)
         self.nbytes = kv_cache_bytes(*size)
         try:
             self.kv_L2RGSD = empty_kv_cache(self.norm, *size)
         except Exception as error:
-            said = f"{type(error).__name__} {error}".lower()
-            if (
-                "memory" not in said and "too big" not in said
-            ):  # the latter for more than 2^63 bytes
+            text = f"{type(error).__name__} {error}".lower()
+            # NumPy says "too big" for more than 2^63 bytes.
+            if "memory" not in text and "too big" not in text:
                 raise
             raise UserError(
-                f"there is no memory for a KV cache of {self.nbytes / 1e9:.2f} GB ({rows} rows of {capacity} tokens): "
-                "choose a smaller max_batch or max_seq_len"
+                f"there is not enough memory for a KV cache of {self.nbytes / 1e9:.2f} GB ({slots} slots of {capacity} "
+                "tokens): choose a smaller max_batch or max_seq_len"
             ) from None
 
     # ------------------------------------------------------------------------- positions
     def _tables(self) -> tuple[Array, Array]:
-        """cos and sin of every position of the cache.
+        """cos and sin of every position of the cache, float32 (capacity, D/2) each.
 
-        With dynamic scaling, position p beyond the trained length gets the angles of a sequence that ends with it, and keeps
-        them when the sequence grows: as transformers does, whose cache holds keys that are turned already.
+        With dynamic scaling, a position p beyond the trained length has the angles of a sequence that ends at p, and keeps
+        them when the sequence grows. transformers does the same: its cache holds keys that are rotated already.
         """
         c = self.config
         if c.rope_type != "dynamic":
             return self._on_device(self._tables_for(self.capacity))
         tables = self._tables_for(min(self.capacity, c.max_seq_len))
+        D, scaling = self.head_dim, c.rope_scaling
         angles = [
-            p * rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, p + 1, c.max_seq_len)
+            p * rope_frequencies(D, c.rope_theta, scaling, p + 1, c.max_seq_len)
             for p in range(c.max_seq_len, self.capacity)
         ]
         if angles:
@@ -118,128 +139,134 @@ class CachedModel:
         return self._on_device(tables)
 
     def _tables_for(self, length):
-        c = self.config
-        return rope_tables(c.head_dim, length, c.rope_theta, c.rope_scaling, length, c.max_seq_len)
+        c, D = self.config, self.head_dim
+        return rope_tables(D, length, c.rope_theta, c.rope_scaling, length, c.max_seq_len)
 
     def _on_device(self, tables):
-        return tuple(to_device(table, self.device) for table in tables)
+        cos, sin = tables
+        return to_device(cos, self.device), to_device(sin, self.device)
 
     def stretched(self, length: int) -> bool:
-        """Does a prompt of this length need angles of its own? (Dynamic scaling, beyond the trained length.)"""
+        """True if a prompt of `length` tokens has its own RoPE angles: dynamic scaling, beyond the trained length."""
         return self.config.rope_type == "dynamic" and length > self.config.max_seq_len
 
     # ------------------------------------------------------------------------- prefill
     def prefill(
-        self, ids: np.ndarray, lengths: list[int], history: list[int], rows: list[int],
-        wanted: list[int] | None = None, whole: int | None = None,
+        self, ids: np.ndarray, lengths: list[int], history: list[int], slots: list[int],
+        wanted: list[int] | None = None, prompt_length: int | None = None,
     ) -> Array | None:  # fmt: skip
-        """Append `lengths[a]` tokens to each of A sequences, of which history[a] are in row rows[a] of the cache.
+        """Append lengths[a] tokens to each of A sequences, of which history[a] tokens are in slot slots[a] already.
 
-        ids (N,): all new tokens, one sequence behind the other. wanted: the sequences whose last token's logits are
-        asked for; by default all. whole: length of the sequence when all of its prompt is there, for dynamic scaling;
-        beyond the trained length (`stretched`) a sequence must come alone. -> logits (len(wanted), padded V) float32, or
-        None for none.
+        ids: (N,), the new tokens of all sequences, packed.
+        wanted: the sequences whose last token gets logits; None: all.
+        prompt_length: tokens of the whole prompt, for dynamic scaling; None: the longest history + length. A prompt beyond
+        the trained length (`stretched`) must be the only sequence.
+        -> logits (len(wanted), padded V) float32, or None if wanted is empty.
         """
         self.model.arena.refresh()
         edges = np.concatenate([[0], np.cumsum(lengths)])
-        wanted = range(len(lengths)) if wanted is None else wanted
-        last = [edges[a + 1] - 1 for a in wanted]
-        ids_N, edges_E, history_A, rows_A, last_W = (
+        sequences = range(len(lengths)) if wanted is None else wanted
+        last = [edges[a + 1] - 1 for a in sequences]
+        ids_N, edges_E, history_A, slots_A, last_W = (
             to_device(np.ascontiguousarray(x, np.int32), self.device)
-            for x in (ids, edges, history, rows, last)
+            for x in (ids, edges, history, slots, last)
         )
-        whole = whole or max(h + n for h, n in zip(history, lengths))
+        prompt_length = prompt_length or max(h + n for h, n in zip(history, lengths))
         tables = self.cos_PR, self.sin_PR
-        if self.stretched(whole):
-            tables = self._on_device(self._tables_for(whole))
-        rows_N, positions_N = token_places(edges_E, len(ids), history_A, rows_A)
-        places = (rows_N, positions_N, edges_E, history_A, rows_A, max(lengths))
-        return self._prefill(ids_N, tables, places, last_W if last else None)
+        if self.stretched(prompt_length):
+            tables = self._on_device(self._tables_for(prompt_length))
+        slots_N, positions_N = token_places(edges_E, len(ids), history_A, slots_A)
+        packed = PackedTokens(slots_N, positions_N, edges_E, history_A, slots_A, max(lengths))
+        return self._prefill(ids_N, tables, packed, last_W if last else None)
 
-    def _prefill(self, ids_N, tables, places, last_W):
+    def _prefill(self, ids_N, tables, packed, last_W):
         eps = self.config.norm_eps
         h_NC = embedding_fwd(ids_N, self.table, np.float32)
         x_NC, _ = rmsnorm_fwd(h_NC, self.layers[0].norm, eps, self.dtype)
         for i, w in enumerate(self.layers):
-            a_NC = self._attend(i, w, x_NC, tables, places)
-            if i == len(self.layers) - 1:  # from here on only the last tokens matter
+            a_NC = self._attend(i, w, x_NC, tables, packed)
+            if i == len(self.layers) - 1:  # after the last attention only the last tokens matter
                 if last_W is None:
                     return None
-                h_NC, a_NC = (take(x, last_W) for x in (h_NC, a_NC))
+                h_NC, a_NC = (gather_rows(x, last_W) for x in (h_NC, a_NC))
             h_NC, x_NC, _ = residual_rmsnorm_fwd(h_NC, linear_fwd(a_NC, w.o_proj), w.mlp_norm, eps)
             m_NC = linear_fwd(swiglu_fwd(linear_fwd(x_NC, w.gate_up)), w.down_proj)
             h_NC, x_NC, _ = residual_rmsnorm_fwd(h_NC, m_NC, self._norm_after(i), eps)
         return self._logits(x_NC)
 
-    def _attend(self, i, w, x_NC, tables, places):
+    def _attend(self, i, w, x_NC, tables, packed):
         """-> (N, H D)"""
-        c = self.config
-        rows_N, positions_N, edges_E, history_A, rows_A, longest = places
-        qkv = linear_fwd(x_NC, w.qkv)
-        heads = (c.n_heads, c.n_kv_heads, None, c.norm_eps)
-        q, k, v, _ = qk_norm_rope_fwd(qkv, w.q_norm, w.k_norm, *tables, *heads, positions_N)
+        c, p, (cos_PR, sin_PR) = self.config, packed, tables
+        qkv, heads = linear_fwd(x_NC, w.qkv), (c.n_heads, self.n_kv_heads)
+        q, k, v, _ = qk_norm_rope_fwd(
+            qkv, w.q_norm, w.k_norm, cos_PR, sin_PR, *heads, 0, c.norm_eps, p.positions_N
+        )
         k_RGSD, v_RGSD = self.kv_L2RGSD[i, 0], self.kv_L2RGSD[i, 1]
-        append_kv(k_RGSD, v_RGSD, k, v, rows_N, positions_N)
-        sequences = (edges_E, history_A, rows_A, longest)
-        return context_attention(q, k_RGSD, v_RGSD, *sequences, self.scale).reshape(len(q), -1)
+        append_kv(k_RGSD, v_RGSD, k, v, p.slots_N, p.positions_N)
+        o_NHD = context_attention(
+            q, k_RGSD, v_RGSD, p.edges_E, p.history_A, p.slots_A, p.longest, self.scale
+        )
+        return o_NHD.reshape(len(q), -1)
 
     def _norm_after(self, i):
         return self.layers[i + 1].norm if i + 1 < len(self.layers) else self.norm
 
     # ------------------------------------------------------------------------- decode
-    def decode(self, ids_B: Array, lengths_B: Array, rows_B: Array) -> Array:
-        """Token ids_B[b] is appended to row rows_B[b], of which lengths_B[b] positions are taken. -> (B, padded V) float32.
+    def decode(self, ids_B: Array, lengths_B: Array, slots_B: Array) -> Array:
+        """Append token ids_B[b] to slot slots_B[b], which holds lengths_B[b] tokens. -> logits (B, padded V) float32
 
-        All int32 on the device; none is looked at, so the step can be captured in a CUDA graph. A row of -1 is idle.
+        All three are int32 on the device. The host does not read them, so a CUDA graph can capture the step. An entry with
+        slot -1 is idle.
         """
         if self._through_gemv(len(ids_B)):
-            parts = [slice(i, i + MAX_ROWS) for i in range(0, len(ids_B), MAX_ROWS)]
-            logits = [self._decode_gemv(ids_B[p], lengths_B[p], rows_B[p]) for p in parts]
-            return logits[0] if len(logits) == 1 else concatenate(logits)
-        return self._decode_gemm(ids_B, lengths_B, rows_B)
+            batches = [slice(i, i + MAX_ROWS) for i in range(0, len(ids_B), MAX_ROWS)]
+            logits = [self._decode_gemv(ids_B[x], lengths_B[x], slots_B[x]) for x in batches]
+            return logits[0] if len(logits) == 1 else concatenate_rows(logits)
+        return self._decode_gemm(ids_B, lengths_B, slots_B)
 
     def _through_gemv(self, B: int) -> bool:
         if self.device == "cpu":
             return self.batch_invariant
         c = self.config
-        fit = all(
-            gemv_fits(1, k, self.dtype) for k in (c.dim, c.n_heads * c.head_dim, c.hidden_dim)
-        )
+        widths = (c.dim, c.n_heads * self.head_dim, self.hidden_dim)
+        fit = all(gemv_fits(1, k, self.dtype) for k in widths)
         if self.batch_invariant and not fit:
             raise UserError(
-                "batch_invariant on a GPU needs dim, heads and hidden_dim that are multiples of 32: use the cpu"
+                "batch_invariant on a GPU needs dim, n_heads * head_dim and hidden_dim that are multiples of 32: use the CPU"
             )
         return fit and (B <= MAX_ROWS or self.batch_invariant)
 
-    def _decode_gemv(self, ids_B, lengths_B, rows_B):
-        """Five kernels a layer: norm + QKV; attention; output + residual; norm + gate/up + SwiGLU; down + residual."""
+    def _decode_gemv(self, ids_B, lengths_B, slots_B):
+        """Five kernels per layer: norm + QKV; attention; output + residual; norm + gate/up + SwiGLU; down + residual."""
         c, half = self.config, self.dtype
-        product = functools.partial(gemv, weights_ready=True)  # no kernel of a step writes weights
+        # No kernel of a step writes weights.
+        product = functools.partial(gemv, weights_ready=True)
         h_BC = embedding_fwd(ids_B, self.table, np.float32)
         for i, w in enumerate(self.layers):
             qkv = product(h_BC, w.qkv, w.norm, c.norm_eps, dtype=half)
-            o_BC = self._attend_decode(i, w, qkv, lengths_B, rows_B)
-            soon = w.gate_up.reshape(-1)[: AHEAD // w.gate_up.itemsize]
-            product(o_BC, w.o_proj, residual_NO=h_BC, out=h_BC, next_w=soon)
+            o_BC = self._attend_decode(i, w, qkv, lengths_B, slots_B)
+            prefetched = w.gate_up.reshape(-1)[: AHEAD // w.gate_up.itemsize]
+            product(o_BC, w.o_proj, residual_NO=h_BC, out=h_BC, next_w=prefetched)
             y_BF = product(h_BC, w.gate_up, w.mlp_norm, c.norm_eps, swiglu=True, dtype=half)
             product(y_BF, w.down_proj, residual_NO=h_BC, out=h_BC)
         return product(h_BC, self.head, self.norm, c.norm_eps, dtype=np.float32)
 
-    def _decode_gemm(self, ids_B, lengths_B, rows_B):
+    def _decode_gemm(self, ids_B, lengths_B, slots_B):
         eps = self.config.norm_eps
         h_BC = embedding_fwd(ids_B, self.table, np.float32)
         x_BC, _ = rmsnorm_fwd(h_BC, self.layers[0].norm, eps, self.dtype)
         for i, w in enumerate(self.layers):
-            o_BC = self._attend_decode(i, w, linear_fwd(x_BC, w.qkv), lengths_B, rows_B)
+            o_BC = self._attend_decode(i, w, linear_fwd(x_BC, w.qkv), lengths_B, slots_B)
             h_BC, x_BC, _ = residual_rmsnorm_fwd(h_BC, linear_fwd(o_BC, w.o_proj), w.mlp_norm, eps)
             m_BC = linear_fwd(swiglu_fwd(linear_fwd(x_BC, w.gate_up)), w.down_proj)
             h_BC, x_BC, _ = residual_rmsnorm_fwd(h_BC, m_BC, self._norm_after(i), eps)
         return self._logits(x_BC)
 
-    def _attend_decode(self, i, w, qkv_BP, lengths_B, rows_B):
-        """Called right after the QKV product, which writes neither cache nor lengths: reading them need not wait for it."""
+    def _attend_decode(self, i, w, qkv_BP, lengths_B, slots_B):
+        """-> (B, H D). The launch before must be the QKV product: it writes neither cache nor lengths, so both may be read
+        before it has ended."""
         k_RGSD, v_RGSD = self.kv_L2RGSD[i, 0], self.kv_L2RGSD[i, 1]
-        where = (lengths_B, rows_B, self.cos_PR, self.sin_PR)
+        where = (lengths_B, slots_B, self.cos_PR, self.sin_PR)
         norms = (w.q_norm, w.k_norm, self.config.norm_eps)
         return decode_attention(
             qkv_BP, k_RGSD, v_RGSD, *where, *norms, self.scale, True, self.batch_invariant
@@ -251,19 +278,19 @@ class CachedModel:
         return matmul(empty(x_NC, shape, np.float32), x_NC, self.head, trans_b=True)
 
 
-def take(x_NC: Array, index_W: Array) -> Array:
-    """-> x[index] (W, C). A row of a table by number: the embedding's kernel."""
+def gather_rows(x_NC: Array, index_W: Array) -> Array:
+    """-> x[index] (W, C), by the embedding's kernel. index: int32"""
     return embedding_fwd(index_W, x_NC)
 
 
-def concatenate(parts: list[Array]) -> Array:
-    """Rows of several arrays below each other."""
-    whole = empty(parts[0], (sum(map(len, parts)), parts[0].shape[1]))
+def concatenate_rows(arrays: list[Array]) -> Array:
+    """Arrays of shape (n_i, V) -> (sum of n_i, V)"""
+    result = empty(arrays[0], (sum(map(len, arrays)), arrays[0].shape[1]))
     end = 0
-    for part in parts:
-        start, end = end, end + len(part)
-        whole[start:end] = part
-    return whole
+    for x in arrays:
+        start, end = end, end + len(x)
+        result[start:end] = x
+    return result
 
 
 def _layer_weights(layer, qk_norm):

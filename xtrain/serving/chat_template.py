@@ -1,11 +1,11 @@
-"""How a chat model wants a conversation written: the Jinja template that comes with its tokenizer.
+"""The chat template: the Jinja template that comes with a tokenizer and renders a conversation as text.
 
     chat_template.jinja, or chat_template in tokenizer_config.json: one text, or a list of {"name", "template"} of which
-    "default" is taken
+    "default" is used
 
-Rendered in Jinja's sandbox with the names that transformers gives to templates: messages, add_generation_prompt, tools,
-documents, bos_token and the other special tokens, raise_exception(text), strftime_now(format), the filter tojson, {% break %}
-and {% continue %}, and {% generation %} blocks.
+It is rendered in Jinja's sandbox with the names that transformers defines for templates: messages, add_generation_prompt,
+tools, documents, bos_token and the other special tokens, raise_exception(text), strftime_now(format), the filter tojson,
+{% break %} and {% continue %}, and {% generation %} blocks.
 """
 
 import datetime
@@ -33,7 +33,11 @@ TOKENS = (
 
 
 class ChatTemplate:
-    """Renders a list of {"role": ..., "content": ...} as text. Raises UserError when the template cannot be used."""
+    """Renders a list of {"role": ..., "content": ...} as text.
+
+    source: the Jinja template.  special_tokens: names such as "bos_token" and their texts.
+    Raises UserError if Jinja cannot compile the template.
+    """
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -44,24 +48,28 @@ class ChatTemplate:
         self.special_tokens = special_tokens
         try:
             self.template = environment.from_string(source)
-        except Exception as error:  # of Python's own compiler too: a template is somebody's code
+        except Exception as error:  # a template is foreign code: errors of Python's compiler too
             raise UserError(f"the chat template cannot be read: {_one_line(error)}") from None
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """add_generation_prompt: end with what begins the model's answer."""
+        """-> the text of the conversation
+
+        messages: {"role": ..., "content": ...} each.  add_generation_prompt: end with the text that starts the model's answer.
+        Raises UserError if the template rejects the messages or fails.
+        """
         names = {"messages": messages, "tools": None, "documents": None, **self.special_tokens}
         try:
             text = self.template.render(**names, add_generation_prompt=add_generation_prompt)
-            text.encode()  # half a surrogate pair is no text: ValueError
+            text.encode()  # ValueError for half a surrogate pair
             return text
-        except Exception as error:  # a KeyError of '{x}'.format(), say
+        except Exception as error:  # any Python error, such as a KeyError of '{x}'.format()
             raise UserError(
                 f"the model's chat template refuses this conversation: {_one_line(error)}"
             ) from None
 
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate | None":
-        """The template of a Hugging Face folder; None when it has none. Raises UserError."""
+        """The template of a Hugging Face folder; None if it has none. Raises UserError if it cannot be read."""
         file, path = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         config = read_json(path) if path.is_file() else {}
         source = config.get("chat_template")
@@ -82,7 +90,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: marks what the model wrote, for training; here just its content."""
+    """{% generation %} ... {% endgeneration %} marks the model's text for training; here it renders its content."""
 
     tags = {"generation"}
 
@@ -92,7 +100,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """Jinja's own filter escapes characters for HTML."""
+    """Replaces Jinja's own filter, which escapes characters for HTML."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -107,6 +115,6 @@ def _now(format):
 
 
 def _one_line(error):
-    own = isinstance(error, jinja2.TemplateError) and str(error)
-    said = str(error) if own else f"{type(error).__name__} {error}"
-    return " ".join(said.split())[:300]
+    from_template = isinstance(error, jinja2.TemplateError) and str(error)
+    text = str(error) if from_template else f"{type(error).__name__} {error}"
+    return " ".join(text.split())[:300]

@@ -1,37 +1,39 @@
-"""A conversation with a model in a terminal, its earlier turns kept in the KV cache."""
+"""A conversation with a model in a terminal: the command `xtrain chat`. Earlier turns stay in the KV cache."""
 
 import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import UserError
 from .engine import Engine
 from .pretrained import Pretrained, load
-from .requests import make_requests
-from .text_generation import is_text, pieces
+from .requests import Completion, make_requests
+from .text_generation import is_text, text_chunks
 from .text_stream import TextStream
 
-MAX_SEQ_LEN = 8192  # tokens, where the model takes more and nobody asked for it: the cache is taken whole at the start
+# Tokens, if --max-seq-len is not given and the model supports more: the whole cache is allocated at the start.
+MAX_SEQ_LEN = 8192
 
 
 @dataclass(frozen=True)
 class Options:
     """Talk with a model."""
 
-    model: str  # a Hugging Face folder, or one of xtrain's runs
-    system: str | None = None  # instructions that stand before the conversation
+    model: str  # a Hugging Face folder, or the folder of an xtrain run
+    system: str | None = None  # instructions at the start of the conversation
     max_new_tokens: int = 1024  # per answer
     temperature: float = 0.7  # 0: always the most likely token
-    # draw among so many of the most likely tokens (at most 1024); none: all
+    # draw among this many of the most likely tokens (at most 1024); none: all
     top_k: int | None = None
-    top_p: float = 0.9  # draw among the fewest tokens that hold this share of the probability
-    seed: int = 0  # the same seed and the same words give the same answers
-    # tokens of the whole conversation; none: what the model takes, at most 8192
+    # draw among the fewest tokens that together have this share of the probability
+    top_p: float = 0.9
+    seed: int = 0  # the same seed and the same input give the same answers
+    # tokens of the whole conversation; none: what the model supports, at most 8192
     max_seq_len: int | None = None
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that has it
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
 
 
 class ContextFull(UserError):
@@ -39,108 +41,124 @@ class ContextFull(UserError):
 
 
 class Conversation:
-    """Messages, and the tokens that the model has seen of them.
+    """The messages of a conversation, and the tokens that the model has seen of them.
 
-    A turn's text is rendered with all that came before. When it begins with the text of the turns before (as nearly all
-    templates have it) only the rest is made into tokens, behind the very tokens that are in the cache. Else (a template
-    that leaves out former reasoning, say) the whole is, and the engine reuses the part that is still the same.
+    Every turn renders the whole conversation as text. If that text starts with the text of the earlier turns (true for
+    nearly all templates), only the rest is tokenized and appended to the tokens in the cache. Otherwise (a template that
+    leaves out earlier reasoning, for example) the whole text is tokenized, and the engine reuses the longest common prefix.
+
+    messages: {"role", "content"} of every message.  completion: tokens of the last answer.
+    text, tokens: the conversation so far, rendered and as the model has seen it.  turns: answers so far.
     """
 
-    def __init__(self, p: Pretrained, engine: Engine, system: str | None = None):
-        self.p, self.engine, self.system = p, engine, system
-        self.stop = p.stop | ({p.tokenizer.eot_id} if p.template else set())
-        self.completion = None  # of the last answer
+    def __init__(self, pretrained: Pretrained, engine: Engine, system: str | None = None):
+        self.pretrained, self.engine, self.system = pretrained, engine, system
+        stop = set(pretrained.stop)
+        if pretrained.template:
+            stop.add(pretrained.tokenizer.eot_id)
+        self.stop = frozenset(stop)
+        self.completion: Completion | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self.text, self.tokens, self.turns = "", [], 0
+        """Forget everything except the system message."""
+        self.messages: list[dict[str, str]] = []
+        if self.system:
+            self.messages.append({"role": "system", "content": self.system})
+        self.text, self.turns = "", 0
+        self.tokens: list[int] = []
 
-    def reply(self, said: str, **options) -> Iterator[str]:
-        """The model's answer, piece by piece. options: as for Engine.stream.
+    def reply(self, user_text: str, **options: Any) -> Iterator[str]:
+        """-> the text of the model's answer, while it is generated. options: as in Engine.stream.
 
-        Leaving the iterator early keeps what was given out so far. Raises ContextFull, or UserError from the template;
-        then the conversation is as it was.
+        Leaving the iterator early keeps what was generated so far. Raises ContextFull, or UserError from the template;
+        the conversation is unchanged then.
         """
-        messages = [*self.messages, {"role": "user", "content": said}]
-        text, tokens = self._rendered(messages, said)
+        messages = [*self.messages, {"role": "user", "content": user_text}]
+        text, tokens = self._rendered(messages, user_text)
         if len(tokens) >= self.engine.max_seq_len:
             raise ContextFull(self._too_long(len(tokens)))
         stream = self.engine.stream([tokens], stop=self.stop, **options)
-        answer = TextStream(self.p.tokenizer)
+        answer = TextStream(self.pretrained.tokenizer)
         try:
-            for _, piece, _ in pieces(stream, [answer]):
-                if piece:
-                    yield piece
+            for chunk in text_chunks(stream, [answer]):
+                if chunk.text:
+                    yield chunk.text
         finally:
             stream.close()
-            (self.completion,) = stream.completions
+            (completion,) = stream.completions
+            self.completion = completion
             answer.finish()
-            special = self.p.tokenizer.special_ids  # no part of the text; the template writes them
-            spoken = [t for t in self.completion if t not in special]
+            # Special tokens are not part of the text: the template writes them.
+            special = self.pretrained.tokenizer.special_ids
+            answer_tokens = [t for t in completion if t not in special]
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-            self.text, self.tokens = text + answer.text, tokens + spoken
+            self.text, self.tokens = text + answer.text, tokens + answer_tokens
             self.turns += 1
 
-    def _too_long(self, tokens):
-        most = self.engine.max_seq_len
+    def _too_long(self, n_tokens: int) -> str:
+        context = self.engine.max_seq_len
         if not self.turns:
             what = "--system and this text have" if self.system else "this text has"
-            return f"{what} {tokens} tokens, the context {most}, answer included: shorten it"
+            return (
+                f"{what} {n_tokens} tokens, the context {context} including the answer: shorten it"
+            )
         return (
-            f"the context is full: the conversation would have {tokens} tokens, and {most} with the answer is all; "
-            "/reset begins anew"
+            f"the context is full: the conversation would have {n_tokens} tokens, the context has {context} including the "
+            "answer; type /reset to start again"
         )
 
-    def _rendered(self, messages, said):
-        """-> (text, tokens) of the conversation up to where the answer begins"""
-        tokenizer, template = self.p.tokenizer, self.p.template
+    def _rendered(self, messages: list[dict[str, str]], user_text: str) -> tuple[str, list[int]]:
+        """-> (text, tokens) of the conversation up to the start of the answer"""
+        tokenizer, template = self.pretrained.tokenizer, self.pretrained.template
         if template is None and not self.turns:
-            return said, tokenizer.encode(said, special=True)
-        text = f"{self.text}\n{said}" if template is None else template.render(messages)
+            return user_text, tokenizer.encode(user_text, special=True)
+        text = f"{self.text}\n{user_text}" if template is None else template.render(messages)
         if self.turns and text.startswith(self.text):
             return text, self.tokens + tokenizer.encode_more(text[len(self.text) :])
         return text, tokenizer.encode(text)
 
 
 def chat(options: Options) -> None:
-    """Read from stdin, answer on stdout until the input ends. Raises UserError."""
+    """Read turns from stdin and answer on stdout until the input ends; notes go to stderr.
+
+    Raises UserError for invalid options or model folders, before the first turn, and for a template that rejects the first
+    turn.
+    """
     o = options
     if not is_text(o.system or ""):
-        raise UserError("--system holds bytes that are no UTF-8: give text")
-    p = load(o.model, o.device, o.precision)
-    template, context = p.template, p.model.config.context
+        raise UserError("--system is not valid UTF-8: give text")
+    pretrained = load(o.model, o.device, o.precision)
+    template, context = pretrained.template, pretrained.model.config.context
     size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
-    engine = Engine(p.model, 1, size, reuse_prefix=True)
-    conversation = Conversation(p, engine, o.system)
+    engine = Engine(pretrained.model, 1, size, reuse_prefix=True)
+    conversation = Conversation(pretrained, engine, o.system)
     notes = [] if template else ["no chat template: the model continues what you type"]
-    notes += [] if template or not o.system else ["--system is left out, it needs one"]
+    notes += [] if template or not o.system else ["--system is left out, it needs a chat template"]
     notes += [f"context {size} of {context} tokens (--max-seq-len)"] if size < context else []
     sampling = dict(
         max_new_tokens=o.max_new_tokens, temperature=o.temperature, top_k=o.top_k, top_p=o.top_p
     )
-    make_requests(
-        [[0]], p.model.config, size, (), o.seed, **sampling
-    )  # refuses before anyone types
-    print(f"{p.folder}; {engine.describe()}", *notes, sep="; ", file=sys.stderr)
+    # Report invalid options before the user types.
+    make_requests([[0]], pretrained.model.config, size, (), o.seed, **sampling)
+    print(f"{pretrained.folder}; {engine.describe()}", *notes, sep="; ", file=sys.stderr)
     while True:
         try:
-            said = _read()
-            if said is None or said.strip() in ("/exit", "/quit"):
+            line = _read_line()
+            if line is None or line.strip() in ("/exit", "/quit"):
                 return
-            if said.strip() == "/reset":
+            if line.strip() == "/reset":
                 conversation.reset()
-            elif said.strip():
-                _answer(conversation, said, sampling, o.seed)
-        except KeyboardInterrupt:  # just after an answer: the talk must not be lost
+            elif line.strip():
+                _answer(conversation, line, sampling, o.seed)
+        except KeyboardInterrupt:  # perhaps meant for an answer that has just ended: keep the chat
             if not sys.stdin.isatty():
                 raise
-            print("\n[/exit or Ctrl-D leaves]", file=sys.stderr)
+            print("\n[type /exit or Ctrl-D to leave]", file=sys.stderr)
 
 
-def _read() -> str | None:
-    """A line from the user; None at the end of the input. The prompt is for people only."""
+def _read_line() -> str | None:
+    """A line from the user; None at the end of the input. The prompt sign is only shown in a terminal."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys in input())
     try:
@@ -149,25 +167,27 @@ def _read() -> str | None:
         return None
 
 
-def _answer(conversation: Conversation, said: str, sampling: dict, seed: int) -> None:
+def _answer(conversation: Conversation, line: str, sampling: dict[str, Any], seed: int) -> None:
+    # Another seed for every turn: with one seed, equal turns would draw the same random numbers.
+    seed = (seed + conversation.turns) % 2**63
     try:
-        # a seed of its own for every turn, or equal turns would draw alike
-        for piece in conversation.reply(said, **sampling, seed=(seed + conversation.turns) % 2**63):
-            print(piece, end="", flush=True)
+        for text in conversation.reply(line, **sampling, seed=seed):
+            print(text, end="", flush=True)
     except KeyboardInterrupt:
         print(" [interrupted]", file=sys.stderr)
-    except UserError as refused:  # what was said before is not lost
-        if not conversation.turns and not isinstance(refused, ContextFull):
+    except UserError as error:
+        if not conversation.turns and not isinstance(error, ContextFull):
             raise
-        return print(f"[{refused}]", file=sys.stderr)
+        print(f"[{error}]", file=sys.stderr)  # and keep the earlier turns
+        return
     print(flush=True)
-    completion, engine = conversation.completion, conversation.engine
-    if completion.reason == "full":
+    reason = conversation.completion.reason if conversation.completion is not None else None
+    if reason == "full":
         print(
-            f"[the context of {engine.max_seq_len} tokens is full: /reset begins anew]",
+            f"[the context of {conversation.engine.max_seq_len} tokens is full: type /reset to start again]",
             file=sys.stderr,
         )
-    elif completion.reason == "length":
-        print("[the answer has --max-new-tokens and ends here]", file=sys.stderr)
-    elif completion.reason == "nan":
-        raise UserError("the model's logits are no numbers: its weights are damaged")
+    elif reason == "length":
+        print("[the answer has reached --max-new-tokens]", file=sys.stderr)
+    elif reason == "nan":
+        raise UserError("the model's logits are NaN: its weights are damaged, use another copy")

@@ -1,60 +1,78 @@
-"""Inference: token ids in, token ids out. (Text is generate.py's and chat.py's business.)
+"""Inference: token ids in, token ids out. (text_generation.py and conversation.py add text.)
 
     engine = xtrain.Engine(model, max_batch=8, max_seq_len=1024)
     for completion in engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=20, temperature=0.8):
         print(completion, completion.reason)
-    for number, token in engine.stream([[1, 2, 3], [4, 5]]):     # as they come
+    for number, token in engine.stream([[1, 2, 3], [4, 5]]):     # token by token
         ...
 
-Continuous batching (Yu et al. 2022, Orca): the engine has max_batch rows of KV cache. In every step it
+Continuous batching (Yu et al. 2022, Orca): the KV cache has max_batch slots, each for one sequence. Every step
 
-    admits     waiting prompts to free rows, prefills them together, packed without padding, and picks their first tokens
-    decodes    one token for every other sequence that has a row
-    ends       each sequence for a reason of its own, whose row is free in the next step
+    admits     pending requests to free slots, prefills them together, packed without padding, and samples their first tokens
+    decodes    one token for every other sequence that has a slot
+    ends       finished sequences, each for its own reason; their slots are free in the next step
 
-`engine.trace` keeps what happened in each step. On a GPU the decoding step (model, sampling, counting up) is a CUDA graph, one
-per batch size, and all it needs is on the device: only token ids come back. While nobody waits for a row the next step is
-started before the ids of the last have arrived; a sequence that then turns out to have ended is computed once too often,
-which nobody sees.
+`engine.trace` records what happened in each step. On a GPU the decoding step (model, sampling, advancing the counters) is a
+CUDA graph, one per batch size, and all its inputs are on the device: only token ids are copied to the host. While no request
+is pending, the next step is launched before the ids of the previous one have arrived. If a sequence turns out to have ended,
+one wasted token is computed for it and discarded.
 
-With the same requests a fresh engine gives the same tokens. Random numbers depend on a sequence's seed, number and step alone.
-Its last bits may still depend on its neighbours, as matrix products of another shape add up in another order:
-batch_invariant=True rules that out, at some cost in speed (cached_model.py).
+A fresh engine gives the same tokens for the same requests. Random numbers depend only on a request's seed, random stream and
+step. The last bits of the logits may still depend on the other sequences of the batch, because matrix products of different
+shapes add in a different order; batch_invariant=True prevents this, at some cost in speed (cached_model.py).
 """
 
 import collections
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..device import both_see, cupy, to_numpy
+from ..device import Array, both_see, cupy, to_numpy
 from ..errors import UserError
 from ..kernels.decoding.sampling import advance, sample
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from .cached_model import CachedModel
-from .requests import Completion, Lanes, Request, Step, make_requests
+from .requests import Completion, DecodeBatch, Request, Step, make_requests
 
-# Tokens of prompts in one forward pass, at most. More would take more memory than they save time: on the CPU the reference
-# of attention makes all scores at once, heads x tokens x keys.
+# Prompt tokens in one forward pass, at most. More would cost more memory than they save time: on the CPU the reference
+# of attention computes all scores at once, heads x tokens x keys.
 PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
-TRACE_STEPS = 4096  # kept
+TRACE_STEPS = 4096  # steps that the trace keeps
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """The next n_tokens of a request's prompt, to be computed in one forward pass."""
+
+    request: Request
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A decoding step that has been launched and whose token ids the host has not read yet."""
+
+    requests: list[Request]
+    wait_for_ids: Callable[[], list[int]]  # -> one id per request
 
 
 class Engine:
-    """Serves a Transformer.
+    """Serves a Transformer to many requests at a time.
 
-    max_batch: sequences at a time.  max_seq_len: tokens of a sequence, prompt and answer; None: what the model takes.
-    batch_invariant: a sequence's tokens do not depend on which others are served, not even in the last bit.
-    reuse_prefix: a prompt that begins like what a free row holds (the earlier turns of a chat) is computed from there
-    on. New weights are noticed when they are given as `parameter.data = x`, not when they are written in place.
-    graph: capture the decoding step on a GPU.  prefill_tokens: at most in one forward pass, longer prompts go in
-    pieces; None: 8192 on a GPU, else 512.
-    Raises UserError when the memory for the cache (`cache_bytes`) cannot be had.
+    max_batch: sequences at a time.  max_seq_len: tokens of a sequence, prompt and answer; None: the longest that the model
+    supports.
+    batch_invariant: the tokens of a sequence do not depend on the other sequences in the batch, not even in the last bit.
+    reuse_prefix: if a free slot still holds a prefix of a new prompt (earlier turns of a chat), only the rest is computed.
+    New weights are detected if they are assigned as `parameter.data = x`, not if they are written in place.
+    graph: capture the decoding step as a CUDA graph (GPU only).  prefill_tokens: prompt tokens in one forward pass, at most;
+    longer prompts are computed in several chunks; None: 8192 on a GPU, else 512.
+    Raises UserError for an invalid option, or if there is not enough memory for the cache (`cache_bytes`).
     """
 
     def __init__(
@@ -69,11 +87,12 @@ class Engine:
     ):
         if not isinstance(model, Transformer):
             raise UserError(
-                f"model must be a Transformer, got {type(model).__name__}: Transformer.from_pretrained(folder) makes one"
+                f"model must be a Transformer, got {type(model).__name__}: make one with "
+                "Transformer.from_pretrained(folder)"
             )
         if model.variation:
             raise UserError(
-                f"the engine has Llama's and Qwen3's layers alone, this model has others ({model.variation}): use "
+                f"the engine supports only the layers of Llama and Qwen3, this model has others ({model.variation}): use "
                 "model.generate"
             )
         context = model.config.context
@@ -88,42 +107,52 @@ class Engine:
                 raise UserError(f"{name} must be a positive whole number, got {value!r}")
         if not 2 <= self.max_seq_len <= context:
             raise UserError(
-                f"max_seq_len {self.max_seq_len} must be at least 2 and at most {context}, what the model takes"
+                f"max_seq_len {self.max_seq_len} must be at least 2 and at most {context}, the longest sequence of the model"
             )
         if batch_invariant and reuse_prefix:
             raise UserError(
-                "batch_invariant and reuse_prefix exclude each other: what is reused was computed in other pieces, "
-                "which may differ in the last bit"
+                "batch_invariant and reuse_prefix exclude each other: a reused prefix was computed in other chunks, which "
+                "may change the last bit"
             )
         self.model, self.config, self.max_batch = model, model.config, max_batch
         self.batch_invariant, self.reuse_prefix = batch_invariant, reuse_prefix
-        self.prefill_tokens_at_once = prefill_tokens
+        self.max_prefill_tokens = prefill_tokens
         self.cached_model = CachedModel(model, max_batch, self.max_seq_len, batch_invariant)
         self.cache_bytes = self.cached_model.nbytes
         self.trace: collections.deque[Step] = collections.deque(maxlen=TRACE_STEPS)
         self.steps = self.submitted = 0
         self.prefilled_tokens = self.reused_tokens = self.decoded_tokens = 0
-        self.unfinished: dict[int, Request] = {}  # by name: those waiting and those with a row
-        self.waiting: collections.deque[Request] = collections.deque()
-        self.active: list[Request] = []  # those with a row; lane b is active[b]
-        self.free = list(range(max_batch))  # rows
-        self.held: list[list[int]] = [[] for _ in range(max_batch)]  # what is in a free row's cache
+        # By request_id: the pending and the active ones.
+        self.unfinished_requests: dict[int, Request] = {}
+        self.pending_requests: collections.deque[Request] = collections.deque()
+        # Those that have a slot; entry b of the decode batch is active_requests[b].
+        self.active_requests: list[Request] = []
+        self.free_slots = list(range(max_batch))
+        # The tokens whose keys and values a free slot holds.
+        self.slot_tokens: list[list[int]] = [[] for _ in range(max_batch)]
         self.weights_version = model.arena.version.count
-        self.lanes, on_gpu = Lanes(max_batch, model.device), model.device == "gpu"
-        # The last two steps' ids, in host memory that a GPU writes to: one may be read while the other is being made.
-        shape = (2, max_batch)
-        self.mail, self.mail_there = both_see(shape, np.int32) if on_gpu else (None, None)
-        self.stale = True  # the lanes are not as `active` says
-        self.changing, self.settled = False, True
-        self.flights: collections.deque[tuple[list[Request], Any]] = collections.deque()
-        self.run_ahead = on_gpu  # elsewhere a step is over when it has been started
-        self.graphed = Graphed(self._decode) if graph and on_gpu else None
+        self.batch, on_gpu = DecodeBatch(max_batch, model.device), model.device == "gpu"
+        self.batch_outdated = True  # the batch on the device does not match active_requests
+        # The ids of the last two steps, in host memory that the GPU writes: one is read while the other is computed.
+        # The second name is the same memory as kernels see it.
+        self.device_to_host_ids: Any = None
+        self.device_to_host_ids_gpu: Any = None
+        if on_gpu:
+            self.device_to_host_ids, self.device_to_host_ids_gpu = both_see(
+                (2, max_batch), np.int32
+            )
+        self.changing_state, self.state_is_consistent = False, True
+        self.steps_in_flight: collections.deque[InFlightStep] = collections.deque()
+        self.run_ahead = on_gpu  # elsewhere a step has finished when its launch returns
+        self.graphed: Callable[..., Any] | None = (
+            Graphed(self._decode) if graph and on_gpu else None
+        )
 
     def describe(self) -> str:
-        """One line about the memory."""
+        """One line on the size of the KV cache, in bytes, and its factors."""
         c = self.config
         return (
-            f"KV cache {self.cache_bytes:,} bytes: {c.n_layers} layers x 2 x {self.max_batch} rows x "
+            f"KV cache {self.cache_bytes:,} bytes: {c.n_layers} layers x 2 x {self.max_batch} slots x "
             f"{c.n_kv_heads} heads x {self.max_seq_len} tokens x {c.head_dim} channels in "
             f"{self.cached_model.dtype.name}"
         )
@@ -132,7 +161,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any
     ) -> list[Completion]:
-        """The whole of `stream`: one Completion (a list of new tokens) per prompt."""
+        """Run `stream` to its end. -> one Completion (a list of new tokens) per prompt. Arguments and errors as in stream."""
         stream = self.stream(prompts, *args, **options)
         for _ in stream:
             pass
@@ -148,13 +177,18 @@ class Engine:
         seed: int | Sequence[int] = 0,
         stop: Iterable[int] = (),
     ) -> "Stream":
-        """-> an iterator of (number of the prompt, token), with `completions` and `cancel(number)`; it computes when asked.
+        """-> an iterator over (prompt number, token) with `completions` and `cancel(number)`; it computes when iterated.
 
-        temperature 0: the most likely token, the lower id of two that tie. Else a draw among the top_k most likely (None: all;
-        at most 1024), of those among the fewest that hold top_p of the probability. Every option but stop may be a list, one
-        value per prompt. One seed: prompt i draws from stream i of that seed; a list of seeds: each draws as if it were alone.
-        stop: tokens that end a sequence. More prompts than max_batch wait for a row.
-        Raises UserError, before anything is computed, on an empty prompt, one that leaves no room, or an option out of range.
+        prompts: lists of token ids. Every option except stop may be a list with one value per prompt.
+        max_new_tokens: per prompt, at most.
+        temperature: 0 picks the most likely token, the lower id of two that tie; otherwise tokens are drawn at random.
+        top_k: draw among the top_k most likely tokens, at most 1024; None: all.
+        top_p: draw among the fewest of these that together have at least this share of the probability.
+        seed: with one seed, prompt i uses random stream i of that seed; with a list of seeds, each prompt uses stream 0 of
+        its own seed, as if it were alone.
+        stop: ids of tokens that end a sequence.
+        Prompts beyond max_batch wait until a slot is free. Raises UserError, before anything is computed, for an empty
+        prompt, for one that leaves no room for an answer, or for an option out of range.
         """
         requests = make_requests(
             prompts, self.config, self.max_seq_len, stop, seed, max_new_tokens=max_new_tokens,
@@ -162,269 +196,305 @@ class Engine:
         )  # fmt: skip
         return Stream(self, requests)
 
+    def submit(self, request: Request) -> None:
+        """Append the request to the pending ones; `step` admits it when a slot is free."""
+        with self._changing_state():
+            request.request_id = self.submitted
+            self.submitted += 1
+            self.unfinished_requests[request.request_id] = request
+            self.pending_requests.append(request)
+
     def cancel(self, request: Request) -> None:
-        """End it now; its row is free in the next step. May be called at any time, as garbage collection does."""
+        """End the request now; its slot is free in the next step. Safe at any time, also during garbage collection."""
         if request.completion.reason is None:
             request.completion.reason = "cancelled"
-            if not self.changing:  # else whoever changes things, or the next step, sees it
+            if not self.changing_state:  # else the end of the present step removes it
                 self._remove_cancelled()
 
     def _remove_cancelled(self) -> None:
-        with self._changing():
-            for request in [r for r in self.active if r.completion.reason]:
+        with self._changing_state():
+            for request in [r for r in self.active_requests if r.completion.reason]:
                 self._end(request, "cancelled", self.trace[-1])
-            for request in [r for r in self.waiting if r.completion.reason]:
-                self.waiting.remove(request)
-                del self.unfinished[request.name]
-
-    def submit(self, request: Request) -> None:
-        """Queue it; `step` will admit it when a row is free."""
-        with self._changing():
-            request.name = self.submitted
-            self.submitted += 1
-            self.unfinished[request.name] = request
-            self.waiting.append(request)
+            for request in [r for r in self.pending_requests if r.completion.reason]:
+                self.pending_requests.remove(request)
+                del self.unfinished_requests[request.request_id]
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> list[tuple[Request, int]]:
-        """Admit, decode, end. -> the new tokens. Does nothing when nobody waits and nobody is active."""
-        if not (self.waiting or self.active or self.flights):
+        """Admit, decode, end. -> (request, new token) pairs; none, and no step, if there are no unfinished requests."""
+        if not (self.pending_requests or self.active_requests or self.steps_in_flight):
             return []
-        start, now = time.perf_counter(), Step(self.steps)
-        self.trace.append(now)
+        start, step = time.perf_counter(), Step(self.steps)
+        self.trace.append(step)
         self.steps += 1
         try:
-            with self._changing():
-                return self._step(now)
+            with self._changing_state():
+                return self._step(step)
         finally:
             self._remove_cancelled()
-            now.seconds = time.perf_counter() - start
+            step.seconds = time.perf_counter() - start
 
-    def _step(self, now: Step) -> list[tuple[Request, int]]:
-        events = []
-        if not self.flights:
-            going_on = list(self.active)
-            events += self._admit(now)
-            if going_on:  # who was admitted joins in the next step: one token per sequence and step
-                self._launch(going_on)
-        if self.flights and self._may_run_ahead():
-            self._launch(self.active)
-        if self.flights:
-            events += self._land(now)
-        return events
+    def _step(self, step: Step) -> list[tuple[Request, int]]:
+        new_tokens = []
+        if not self.steps_in_flight:
+            already_active = list(self.active_requests)
+            new_tokens += self._admit(step)
+            # One token per sequence and step: the requests just admitted join in the next step.
+            if already_active:
+                self._launch(already_active)
+        if self.steps_in_flight and self._may_run_ahead():
+            self._launch(self.active_requests)
+        if self.steps_in_flight:
+            new_tokens += self._collect_oldest_step(step)
+        return new_tokens
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """What is broken off inside, by Ctrl-C or a failure between any two statements, is settled before the next change."""
-        self.changing = True
+    def _changing_state(self) -> Iterator[None]:
+        """Guard a state change: if Ctrl-C or an error interrupts it between any two statements, the next one recovers first."""
+        self.changing_state = True
         try:
-            if not self.settled:
-                self._settle()
-            self.settled = False
-            yield  # an exception passes by the next line
-            self.settled = True
+            if not self.state_is_consistent:
+                self._recover()
+            self.state_is_consistent = False
+            yield  # an exception skips the next line
+            self.state_is_consistent = True
         finally:
-            self.changing = False
+            self.changing_state = False
 
-    def _settle(self) -> None:
-        """Who has tokens goes on behind the last of them, who has none waits again: no other sequence loses anything."""
-        self.flights.clear()
-        self.stale = True
-        self.active = [r for r in self.unfinished.values() if r.completion]
-        self.waiting = collections.deque(r for r in self.unfinished.values() if not r.completion)
-        for request in self.waiting:
-            request.cached = 0
-        taken = {request.row for request in self.active}
-        self.free = [row for row in range(self.max_batch) if row not in taken]
-        for request in list(self.active):
-            request.cached = len(request.prompt) + len(request.completion) - 1
-            self._end_if_over(request, self.trace[-1])
+    def _recover(self) -> None:
+        """Rebuild the state from the completions after an interrupted change.
 
-    def _admit(self, now: Step) -> list[tuple[Request, int]]:
-        """Waiting prompts get free rows, are prefilled, and have their first tokens picked."""
-        new = []
-        while self.waiting and self.free:
-            request = self.waiting.popleft()
-            self._take_row(request)
-            new.append(request)
-            now.admitted.append((request.name, request.row))
-        return [event for pack in self._packs(new) for event in self._prefill(pack, now)]
+        A request with tokens resumes after the last of them, one without tokens is pending again: no sequence loses a token.
+        """
+        self.steps_in_flight.clear()
+        self.batch_outdated = True
+        unfinished = self.unfinished_requests.values()
+        self.active_requests = [r for r in unfinished if r.completion]
+        self.pending_requests = collections.deque(r for r in unfinished if not r.completion)
+        for request in self.pending_requests:
+            request.cached_tokens = 0
+        used = {request.slot for request in self.active_requests}
+        self.free_slots = [slot for slot in range(self.max_batch) if slot not in used]
+        for request in list(self.active_requests):
+            request.cached_tokens = len(request.prompt) + len(request.completion) - 1
+            self._end_if_finished(request, self.trace[-1])
 
-    def _prefill(self, pack: list[tuple[Request, int]], now: Step) -> list[tuple[Request, int]]:
-        """pack: (request, how many of its tokens are computed now)"""
-        done = [i for i, (r, n) in enumerate(pack) if r.cached + n == len(r.prompt)]
+    # ------------------------------------------------------------------------- prefill
+    def _admit(self, step: Step) -> list[tuple[Request, int]]:
+        """Assign free slots to pending requests, prefill them and sample their first tokens. -> (request, token) pairs"""
+        admitted = []
+        while self.pending_requests and self.free_slots:
+            request = self.pending_requests.popleft()
+            self._assign_slot(request)
+            admitted.append(request)
+            step.admitted.append((request.request_id, request.slot))
+        return [x for chunks in self._prefill_passes(admitted) for x in self._prefill(chunks, step)]
+
+    def _assign_slot(self, request: Request) -> None:
+        """Choose a free slot: with reuse_prefix the one that holds the longest prefix of the prompt."""
+        self.batch_outdated, slot = True, self.free_slots[0]
+        version = self.model.arena.version.count
+        if self.weights_version != version:  # keys and values of other weights cannot be reused
+            self.weights_version, self.slot_tokens = version, [[] for _ in self.slot_tokens]
+        # With dynamic RoPE scaling, a long prompt has other angles from its first token.
+        if self.reuse_prefix and not self.cached_model.stretched(len(request.prompt)):
+            common = lambda s: _common_prefix(self.slot_tokens[s], request.prompt)
+            slot = max(self.free_slots, key=lambda s: (common(s), -len(self.slot_tokens[s])))
+            # At least one token must be computed: its logits give the first new one.
+            request.cached_tokens = min(common(slot), len(request.prompt) - 1)
+        self.slot_tokens[slot] = []
+        self.free_slots.remove(slot)
+        request.slot, request.weights_version = slot, version
+        request.completion.reused = request.cached_tokens
+        self.reused_tokens += request.cached_tokens
+
+    def _prefill_passes(self, requests: list[Request]) -> Iterator[list[PrefillChunk]]:
+        """Split the prompts into forward passes of at most max_prefill_tokens tokens."""
+        chunks: list[PrefillChunk] = []
+        free = self.max_prefill_tokens
+        for request in requests:
+            left = len(request.prompt) - request.cached_tokens
+            alone = self.batch_invariant or self.cached_model.stretched(len(request.prompt))
+            if alone and chunks:
+                yield chunks
+                chunks, free = [], self.max_prefill_tokens
+            while left:
+                n = min(left, free)
+                left -= n
+                free -= n
+                chunks.append(PrefillChunk(request, n))
+                if not free or (alone and not left):
+                    yield chunks
+                    chunks, free = [], self.max_prefill_tokens
+        if chunks:
+            yield chunks
+
+    def _prefill(self, chunks: list[PrefillChunk], step: Step) -> list[tuple[Request, int]]:
+        """One forward pass. -> (request, token) pairs of the prompts that are complete with it"""
+        requests, counts = [c.request for c in chunks], [c.n_tokens for c in chunks]
+        starts = [r.cached_tokens for r in requests]
+        complete = [
+            i
+            for i, (r, start, n) in enumerate(zip(requests, starts, counts))
+            if start + n == len(r.prompt)
+        ]
         logits = self.cached_model.prefill(
-            np.concatenate([r.prompt[r.cached : r.cached + n] for r, n in pack]),
-            [n for _, n in pack],
-            [r.cached for r, _ in pack],
-            [r.row for r, _ in pack],
-            done,
-            len(pack[0][0].prompt),
+            np.concatenate(
+                [r.prompt[start : start + n] for r, start, n in zip(requests, starts, counts)]
+            ),
+            counts,
+            starts,
+            [r.slot for r in requests],
+            complete,
+            len(requests[0].prompt),
         )
-        for request, n in pack:
-            request.cached += n
+        for request, n in zip(requests, counts):
+            request.cached_tokens += n
             request.completion.prefilled += n
             self.prefilled_tokens += n
-            now.prefilled += n
-        return self._first_tokens([pack[i][0] for i in done], logits, now) if done else []
+            step.prefilled += n
+        return self._first_tokens([requests[i] for i in complete], logits, step) if complete else []
 
-    def _take_row(self, request: Request) -> None:
-        """A free row: with reuse_prefix the one that holds the longest beginning of the prompt."""
-        self.stale, row = True, self.free[0]
-        version = self.model.arena.version.count
-        if self.weights_version != version:  # other weights: what is held is of no use
-            self.weights_version, self.held = version, [[] for _ in self.held]
-        # Dynamic scaling turns the keys of a long prompt by other angles, from its first token on.
-        if self.reuse_prefix and not self.cached_model.stretched(len(request.prompt)):
-            common = lambda r: _common(self.held[r], request.prompt)
-            row = max(self.free, key=lambda r: (common(r), -len(self.held[r])))
-            request.cached = min(common(row), len(request.prompt) - 1)  # one must be computed
-        self.held[row] = []
-        self.free.remove(row)
-        request.row, request.weights, request.completion.reused = row, version, request.cached
-        self.reused_tokens += request.cached
+    def _first_tokens(
+        self, requests: list[Request], logits: Array, step: Step
+    ) -> list[tuple[Request, int]]:
+        batch = DecodeBatch(len(requests), self.model.device)
+        batch.fill(requests)
+        self._sample(logits, batch.device)
+        new_tokens = []
+        for request, token in zip(requests, to_numpy(batch.device["ids"]).tolist()):
+            self.active_requests.append(request)
+            new_tokens += self._append_token(request, token, step)
+        return new_tokens
 
-    def _packs(self, new: list[Request]) -> Iterator[list[tuple[Request, int]]]:
-        """Packs of (request, how many of its tokens), each at most prefill_tokens long."""
-        pack, room = [], self.prefill_tokens_at_once
-        for request in new:
-            left = len(request.prompt) - request.cached
-            alone = self.batch_invariant or self.cached_model.stretched(len(request.prompt))
-            if alone and pack:
-                yield pack
-                pack, room = [], self.prefill_tokens_at_once
-            while left:
-                n = min(left, room)
-                left -= n
-                room -= n
-                pack.append((request, n))
-                if not room or (alone and not left):
-                    yield pack
-                    pack, room = [], self.prefill_tokens_at_once
-        if pack:
-            yield pack
-
-    def _first_tokens(self, requests, logits, now) -> list[tuple[Request, int]]:
-        lanes = Lanes(len(requests), self.model.device)
-        lanes.fill(requests)
-        self._sample(logits, lanes.there)
-        events = []
-        for request, token in zip(requests, to_numpy(lanes.there["ids"]).tolist()):
-            self.active.append(request)
-            events += self._give(request, token, now)
-        return events
-
-    def _sample(self, logits, lanes):
-        names = ("ids", "temperature", "top_k", "top_p", "seed", "number", "step")
-        parameters = [
-            lanes[name] for name in names
-        ]  # no kernel of a step writes temperature, top_k
-        sample(logits, *parameters, vocab=self.config.vocab_size, parameters_ready=True)
+    def _sample(self, logits: Array, batch: dict[str, Array]) -> None:
+        # parameters_ready: no kernel of a step writes temperature or top_k.
+        sample(
+            logits, batch["ids"], batch["temperature"], batch["top_k"], batch["top_p"], batch["seed"],
+            batch["random_stream"], batch["step"], vocab=self.config.vocab_size, parameters_ready=True,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------- decoding
-    def _decode(self, b: int) -> tuple:
-        """The step that a CUDA graph holds, over the first b lanes."""
-        lanes = self.lanes.first(b)
-        logits = self.cached_model.decode(lanes["ids"], lanes["lengths"], lanes["rows"])
-        self._sample(logits, lanes)
-        advance(*(lanes[name] for name in ("lengths", "step", "rows", "ids")), self.mail_there)
-        return (lanes["ids"],)
+    def _decode(self, b: int) -> tuple[Array]:
+        """The step that a CUDA graph records: one token for each of the first b entries of the batch."""
+        batch = self.batch.first(b)
+        logits = self.cached_model.decode(batch["ids"], batch["lengths"], batch["slots"])
+        self._sample(logits, batch)
+        advance(
+            batch["lengths"], batch["step"], batch["slots"], batch["ids"], self.device_to_host_ids_gpu
+        )  # fmt: skip
+        return (batch["ids"],)
 
     def _launch(self, requests: list[Request]) -> None:
         """Start a decoding step."""
-        if self.stale:
+        if self.batch_outdated:
             self.model.arena.refresh()
-            self.lanes.fill(requests)
-            self.stale = len(requests) < len(self.active)
+            self.batch.fill(requests)
+            self.batch_outdated = len(requests) < len(self.active_requests)
         b = len(requests)
         if self.graphed:
             self.graphed(variant=(graph_size(b, self.max_batch),))
-        else:  # on a GPU with the same idle lanes: the same bits as the graph's
+        else:  # on a GPU with the idle entries of the graph, for the same bits
             self._decode(graph_size(b, self.max_batch) if self.model.device == "gpu" else b)
-        self.flights.append((list(requests), self._fetch(requests)))
+        self.steps_in_flight.append(InFlightStep(list(requests), self._read_ids_later(requests)))
         for request in requests:
-            request.cached += 1
+            request.cached_tokens += 1
 
-    def _fetch(self, requests):
-        """-> a function that waits for the ids of the step just started and returns them"""
+    def _read_ids_later(self, requests: list[Request]) -> Callable[[], list[int]]:
+        """-> a function that waits for the ids of the step just launched and returns them, one per request"""
         if self.model.device != "gpu":
-            ids = to_numpy(self.lanes.there["ids"][: len(requests)]).tolist()
+            ids = to_numpy(self.batch.device["ids"][: len(requests)]).tolist()
             return lambda: ids
-        # Where `advance` writes them: a request's step is its tokens so far, with those that are still on their way.
-        slots = [(len(r.completion) + len(self.flights)) % 2 for r in requests]
+        # `advance` writes ids to row step % 2. A request's step is the number of its tokens, those in flight included.
+        rows = [(len(r.completion) + len(self.steps_in_flight)) % 2 for r in requests]
         arrived = cupy().cuda.Event(disable_timing=True)
         arrived.record()
-        return lambda: (arrived.synchronize(), self.mail[slots, range(len(slots))].tolist())[1]
+
+        def wait_for_ids() -> list[int]:
+            arrived.synchronize()
+            return self.device_to_host_ids[rows, range(len(rows))].tolist()
+
+        return wait_for_ids
 
     def _may_run_ahead(self) -> bool:
-        """Start the next step before the ids of this one are known? While nobody waits and nobody will end by count."""
-        alone = self.run_ahead and not self.waiting and not self.stale and len(self.flights) == 1
-        return alone and all(
-            len(r.completion) + 1 < r.max_new_tokens and r.cached + 1 < self.max_seq_len
-            for r in self.active
+        """May the next step be launched before the ids of this one are known?
+
+        Yes, while no request is pending and no sequence will end because of its length.
+        """
+        possible = (
+            self.run_ahead
+            and not self.pending_requests
+            and not self.batch_outdated
+            and len(self.steps_in_flight) == 1
+        )
+        return possible and all(
+            len(r.completion) + 1 < r.max_new_tokens and r.cached_tokens + 1 < self.max_seq_len
+            for r in self.active_requests
         )
 
-    def _land(self, now: Step) -> list[tuple[Request, int]]:
-        """The ids of the oldest step that was started."""
-        requests, fetch = self.flights[0]
-        tokens, events = fetch(), []
-        self.flights.popleft()
-        for request, token in zip(requests, tokens):
+    def _collect_oldest_step(self, step: Step) -> list[tuple[Request, int]]:
+        """Wait for the ids of the oldest step in flight. -> (request, token) pairs"""
+        oldest = self.steps_in_flight[0]
+        tokens, new_tokens = oldest.wait_for_ids(), []
+        self.steps_in_flight.popleft()
+        for request, token in zip(oldest.requests, tokens):
             if request.completion.reason is None:
                 self.decoded_tokens += 1
-                now.decoded.append(request.name)
-                events += self._give(request, token, now)
-        return events
+                step.decoded.append(request.request_id)
+                new_tokens += self._append_token(request, token, step)
+        return new_tokens
 
-    def _give(self, request: Request, token: int, now: Step) -> list[tuple[Request, int]]:
-        """Append a token, and end the sequence if that was its last. -> what there is to tell"""
-        if request.completion.reason:  # cancelled meanwhile
+    # ------------------------------------------------------------------------- the end of a sequence
+    def _append_token(self, request: Request, token: int, step: Step) -> list[tuple[Request, int]]:
+        """Append a token, and end the sequence if it was the last. -> the (request, token) pair, or none"""
+        if request.completion.reason:  # cancelled since the step was launched
             return []
         if token < 0:
-            self._end(request, "nan", now)
+            self._end(request, "nan", step)
             return []
         request.completion.append(token)
-        self._end_if_over(request, now)
+        self._end_if_finished(request, step)
         return [(request, token)]
 
-    def _end_if_over(self, request: Request, now: Step) -> None:
-        if request.completion.reason:  # by `cancel`, or `_end` was broken off
-            self._end(request, request.completion.reason, now)
+    def _end_if_finished(self, request: Request, step: Step) -> None:
+        if request.completion.reason:  # cancelled, or `_end` was interrupted
+            self._end(request, request.completion.reason, step)
         elif request.completion[-1] in request.stop:
-            self._end(request, "stop", now)
+            self._end(request, "stop", step)
         elif len(request.completion) == request.max_new_tokens:
-            self._end(request, "length", now)
+            self._end(request, "length", step)
         elif len(request.prompt) + len(request.completion) == self.max_seq_len:
-            self._end(request, "full", now)
+            self._end(request, "full", step)
 
-    def _end(self, request: Request, reason: str, now: Step) -> None:
+    def _end(self, request: Request, reason: str, step: Step) -> None:
         request.completion.reason = reason
-        self.held[request.row] = self._cached_tokens(request)
-        del self.unfinished[request.name]
-        self.active.remove(request)
-        self.free.append(request.row)
-        self.stale = True
-        now.ended.append((request.name, reason))
+        self.slot_tokens[request.slot] = self._reusable_tokens(request)
+        del self.unfinished_requests[request.request_id]
+        self.active_requests.remove(request)
+        self.free_slots.append(request.slot)
+        self.batch_outdated = True
+        step.ended.append((request.request_id, reason))
 
-    def _cached_tokens(self, request: Request) -> list[int]:
-        """What a later prompt may find in its row: nothing under other weights, or with angles of its own."""
-        same = request.weights == self.model.arena.version.count
-        if not same or self.cached_model.stretched(len(request.prompt)):
+    def _reusable_tokens(self, request: Request) -> list[int]:
+        """The tokens whose keys and values a later prompt may reuse: none of other weights, none with stretched angles."""
+        same_weights = request.weights_version == self.model.arena.version.count
+        if not same_weights or self.cached_model.stretched(len(request.prompt)):
             return []
         tokens = [*request.prompt, *request.completion]
-        return tokens[: min(request.cached, len(tokens) - 1)]
+        return tokens[: min(request.cached_tokens, len(tokens) - 1)]
 
 
 class Stream:
-    """Iterates over (number of the prompt, token). Leaving it early cancels what is not finished.
+    """Iterates over (prompt number, token). Leaving the loop early cancels the unfinished requests.
 
-    completions: one per prompt, growing; each says in the end for what reason it ended.
+    completions: one per prompt; each grows while it is generated and gets a `reason` when it ends.
     """
 
     def __init__(self, engine: Engine, requests: list[Request]):
         self.engine, self.requests = engine, requests
         self.completions = [request.completion for request in requests]
-        self._iterator = _tokens(engine, requests)  # it does not know us: when we go, it is closed
+        # It has no reference to this Stream, so deleting the Stream closes it.
+        self._iterator = _tokens(engine, requests)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return self
@@ -433,23 +503,24 @@ class Stream:
         return next(self._iterator)
 
     def cancel(self, number: int) -> None:
-        """No more tokens for this prompt."""
+        """Generate no more tokens for prompt `number`."""
         self.engine.cancel(self.requests[number])
 
     def close(self) -> None:
-        """Cancel what is not finished, as leaving the loop does."""
+        """Cancel the unfinished requests, as leaving the loop does."""
         self._iterator.close()
-        for request in self.requests:  # had it begun, they are cancelled already
+        for request in self.requests:  # for an iterator that was never started
             self.engine.cancel(request)
 
 
-def _tokens(engine: Engine, requests: list[Request]) -> Iterator[tuple[int, int]]:
+def _tokens(engine: Engine, requests: list[Request]) -> Generator[tuple[int, int], None, None]:
     try:
         for request in requests:
-            if request.completion.reason is None:  # else cancelled before it began
+            if request.completion.reason is None:  # else it was cancelled before the first token
                 engine.submit(request)
         completions, sent = [request.completion for request in requests], [0] * len(requests)
-        while True:  # by looking, for another stream may have made the step
+        # Read the completions, not what `step` returns: another stream may have made the step.
+        while True:
             fresh = [i for i, c in enumerate(completions) if sent[i] < len(c)]
             for i in fresh:
                 sent[i] += 1
@@ -464,12 +535,12 @@ def _tokens(engine: Engine, requests: list[Request]) -> Iterator[tuple[int, int]
             engine.cancel(request)
 
 
-def graph_size(b: int, most: int) -> int:
-    """Lanes of the graph that serves b sequences: a power of two up to 8, then a multiple of 8. The rest are idle."""
+def graph_size(b: int, max_batch: int) -> int:
+    """Entries of the CUDA graph that serves b sequences: a power of two up to 8, then a multiple of 8. The rest are idle."""
     size = 1 << (b - 1).bit_length() if b <= 8 else -(-b // 8) * 8
-    return min(size, most)
+    return min(size, max_batch)
 
 
-def _common(a: list[int], b: list[int]) -> int:
-    """How many tokens are equal from the start."""
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    """The number of equal tokens at the start of a and b."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))

@@ -1,12 +1,13 @@
-"""A folder that can be served: model, tokenizer, the tokens that end an answer, the chat template.
+"""Load a folder for serving: model, tokenizer, the tokens that end an answer, and the chat template.
 
-FOLDER is in the Hugging Face layout, or one of xtrain's runs, of which the newest checkpoint that is whole is taken.
+The folder is in the Hugging Face layout, or it is the folder of an xtrain run, whose newest valid checkpoint is used.
 """
 
 import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..data.tokenizer import Tokenizer
 from ..device import has_bf16, resolve_device
@@ -20,7 +21,7 @@ from .chat_template import ChatTemplate
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What `load` found in a folder."""
+    """The contents of a folder, as returned by `load`."""
 
     folder: Path
     model: Transformer
@@ -29,14 +30,18 @@ class Pretrained:
 
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
-        """Raises UserError."""
+        """The chat template; None if the folder has none. Raises UserError if it cannot be read."""
         return ChatTemplate.load(self.folder)
 
 
-def load(folder: str | Path, device: str = "auto", precision: str = "auto") -> Pretrained:
-    """device: "auto", "cpu" or "gpu"; precision: "auto" (bf16 on a GPU that has it), "fp32" or "bf16".
+def load(
+    folder: str | Path, device: str = "auto", precision: Literal["auto", "fp32", "bf16"] = "auto"
+) -> Pretrained:
+    """Load model, tokenizer and stop tokens from a Hugging Face folder or from an xtrain run.
 
-    The tokenizer is looked at first: it costs little, and no weights are read in vain. Raises UserError: one sentence.
+    device: "auto" (the GPU if there is one), "cpu" or "gpu".  precision: "auto" (bf16 on a GPU that supports it), "fp32" or
+    "bf16". The tokenizer is checked before the weights are read.
+    Raises UserError if anything is missing, damaged or not supported.
     """
     if not str(folder):  # --model "$UNSET": Path("") would be the current folder
         raise UserError("the name of the model's folder is empty: give one")
@@ -47,13 +52,13 @@ def load(folder: str | Path, device: str = "auto", precision: str = "auto") -> P
     if not (folder / "tokenizer.json").is_file() and (folder / "tokenizer.model").is_file():
         raise UserError(
             f"{folder} has a tokenizer.model, but no tokenizer.json: make one with transformers.AutoTokenizer."
-            "from_pretrained(folder).save_pretrained(folder), or take it from a newer release of the model"
+            "from_pretrained(folder).save_pretrained(folder), or copy it from a newer release of the model"
         )
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}: "
-            "they do not belong together"
+            "use the tokenizer that belongs to the model"
         )
     stop = stop_tokens(folder, tokenizer)
     model = Transformer.from_pretrained(folder, device, precision, trainable=False)
@@ -61,11 +66,14 @@ def load(folder: str | Path, device: str = "auto", precision: str = "auto") -> P
 
 
 def model_folder(folder: Path) -> Path:
-    """The folder itself, or the newest good checkpoint of a run (passing over a damaged one is said). Raises UserError."""
+    """-> the folder itself, or the newest valid checkpoint of a run; a warning on stderr names each damaged one
+
+    Raises UserError if there is no such folder, or the run has no valid checkpoint.
+    """
     if not is_folder(folder):
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(
-            f"{folder} {what}: give a Hugging Face folder on this machine (nothing is downloaded) or one of xtrain's runs"
+            f"{folder} {what}: give a local Hugging Face folder (nothing is downloaded) or the folder of an xtrain run"
         )
     if checkpoint.folders(folder):
         say = lambda sentence: print(sentence, file=sys.stderr)
@@ -77,16 +85,16 @@ def model_folder(folder: Path) -> Path:
 
 
 def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """eos_token_id of generation_config.json, else of config.json (one or several), else the tokenizer's.
+    """-> the ids that end an answer: eos_token_id of generation_config.json, else of config.json, else of the tokenizer
 
-    Raises UserError where they ask for beam search.
+    Raises UserError if one of the files enables beam search.
     """
     for name in (huggingface.GENERATION, huggingface.CONFIG):
         content = read_json(folder / name) if (folder / name).is_file() else {}
         beams = content.get("num_beams")
         if beams not in (None, 1):
             raise UserError(
-                f"{folder / name} asks for num_beams {beams!r}: xtrain has no beam search; set it to 1"
+                f"{folder / name} sets num_beams {beams!r}, but xtrain has no beam search: set it to 1"
             )
         ids = huggingface.as_ids(content.get("eos_token_id"))
         if ids:

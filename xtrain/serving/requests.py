@@ -1,87 +1,93 @@
-"""What the engine keeps about each sequence, on the host and on the device, and the check of what users ask for."""
+"""Requests: the check of what a caller passes, and the state of each sequence on the host and on the device."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..config import ModelConfig
-from ..device import to_device
+from ..device import Array, to_device
 from ..errors import UserError
 from ..kernels.decoding.sampling import check_sampling
 
 REASONS = {  # why a sequence ended
-    "stop": "a stop token came",
+    "stop": "a stop token was generated",
     "length": "it has max_new_tokens",
-    "full": "its row of the KV cache is full",
+    "full": "its slot of the KV cache is full",
     "cancelled": "it was cancelled",
-    "nan": "the model's logits are no numbers",
+    "nan": "the model's logits are NaN",
 }
 
 
-class Completion(list):
-    """The new tokens of one sequence, a stop token included.
+class Completion(list[int]):
+    """The new tokens of one sequence, including the stop token that ended it.
 
-    reason      why it ended (a key of REASONS); None while it goes on
+    reason      why the sequence ended, a key of REASONS; None while it is being generated
     prefilled   prompt tokens that were computed
-    reused      prompt tokens that were in the cache already
+    reused      prompt tokens whose keys and values were in the cache already
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.reason, self.prefilled, self.reused = None, 0, 0
+        self.reason: str | None = None
+        self.prefilled, self.reused = 0, 0
 
 
 @dataclass(eq=False)
 class Request:
-    """A sequence on its way through the engine."""
+    """One prompt, its sampling options, and the state of its sequence in the engine."""
 
     prompt: list[int]
     max_new_tokens: int
     temperature: float
-    top_k: int  # 0: all
+    top_k: int  # 0: all tokens
     top_p: float
     seed: int
-    number: int  # which of the random streams of that seed
-    stop: frozenset[int]
+    random_stream: int  # which of the random streams of this seed
+    stop: frozenset[int]  # token ids
     completion: Completion = field(default_factory=Completion)
-    name: int = -1  # in the trace: its number, in the order of submission
-    row: int = -1  # of the cache
-    cached: int = 0  # tokens of it that are in the cache
-    weights: int = -1  # version of the weights that it began with
+    request_id: int = -1  # in the trace; requests are numbered in the order of submission
+    slot: int = -1  # of the KV cache
+    cached_tokens: int = 0  # tokens of the sequence whose keys and values are in the slot
+    weights_version: int = -1  # of the model, when the request was admitted
 
 
 @dataclass
 class Step:
-    """What happened in one step of the engine. Sequences go by the order in which they were submitted."""
+    """What happened in one step of the engine. Sequences are identified by their request_id."""
 
     number: int
-    admitted: list[tuple[int, int]] = field(default_factory=list)  # (sequence, row)
-    prefilled: int = 0  # tokens
-    decoded: list[int] = field(default_factory=list)  # sequences
-    ended: list[tuple[int, str]] = field(default_factory=list)  # (sequence, reason)
+    admitted: list[tuple[int, int]] = field(default_factory=list)  # (request_id, slot)
+    prefilled: int = 0  # prompt tokens
+    decoded: list[int] = field(default_factory=list)  # request_ids
+    ended: list[tuple[int, str]] = field(default_factory=list)  # (request_id, reason)
     seconds: float = 0.0
 
 
 # ----------------------------------------------------------------------------- requests
 def make_requests(
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Sequence[int]],
     config: ModelConfig,
-    room: int,
+    max_seq_len: int,
     stop: Iterable[int],
     seed: int | Sequence[int],
     **options: Any,
 ) -> list[Request]:
-    """Options as in Engine.stream; room: max_seq_len. Raises UserError on whatever makes no sense."""
+    """Check prompts and options, and return one Request per prompt.
+
+    config: of the model.  max_seq_len: tokens of a sequence, prompt and answer.  stop, seed, options: as in Engine.stream;
+    options are max_new_tokens, temperature, top_k and top_p.
+    Raises UserError for a prompt or an option that is invalid.
+    """
     try:
         prompts = list(prompts)
     except TypeError:
         raise UserError(
             f"prompts must be a list of lists of token ids, got {type(prompts).__name__}"
         ) from None
-    n, seeds = len(prompts), isinstance(seed, (list, tuple, np.ndarray))
-    columns = [_each(name, value, n) for name, value in (options | {"seed": seed}).items()]
+    n, seed_per_prompt = len(prompts), isinstance(seed, (list, tuple, np.ndarray))
+    columns = [_one_per_prompt(name, x, n) for name, x in (options | {"seed": seed}).items()]
     try:
         if isinstance(stop, (str, bytes)):
             raise TypeError
@@ -89,26 +95,28 @@ def make_requests(
     except (TypeError, ValueError):
         raise UserError(f"stop must hold token ids, got {stop!r}") from None
     requests = []
-    for i, (prompt, *values) in enumerate(zip(prompts, *columns)):
-        values = dict(zip([*options, "seed"], values))
-        tokens = _tokens(i, prompt, config, room)
+    for i, (prompt, *row) in enumerate(zip(prompts, *columns)):
+        values = dict(zip([*options, "seed"], row))
+        tokens = _checked_tokens(i, prompt, config, max_seq_len)
         _check_numbers(**values)
         k = values["top_k"]
         values["top_k"] = 0 if k is None or k >= config.vocab_size else int(k)
         try:
-            with np.errstate(over="ignore"):  # as the kernels will see them
-                temperature, top_p = (np.float32(values[name]) for name in ("temperature", "top_p"))
+            float32: Any = np.float32  # as the kernels read them
+            with np.errstate(over="ignore"):
+                temperature, top_p = float32(values["temperature"]), float32(values["top_p"])
             check_sampling(temperature, values["top_k"], top_p)
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"sampling: {error}") from None
-        requests.append(Request(tokens, **values, number=0 if seeds else i, stop=stop))
+        random_stream = 0 if seed_per_prompt else i
+        requests.append(Request(tokens, **values, random_stream=random_stream, stop=stop))
     return requests
 
 
-def _each(name, value, n):
+def _one_per_prompt(name: str, value: Any, n: int) -> list:
     if not isinstance(value, (list, tuple, np.ndarray)):
         return [value] * n
-    if np.ndim(value) == 0:
+    if isinstance(value, np.ndarray) and value.ndim == 0:
         return [value[()]] * n
     if len(value) != n:
         raise UserError(
@@ -117,7 +125,7 @@ def _each(name, value, n):
     return list(value)
 
 
-def _tokens(i, prompt, config, room):
+def _checked_tokens(i: int, prompt: Any, config: ModelConfig, max_seq_len: int) -> list[int]:
     try:
         tokens = [int(token) for token in prompt]
         whole = all(a == b for a, b in zip(tokens, prompt))
@@ -132,10 +140,10 @@ def _tokens(i, prompt, config, room):
         raise UserError(
             f"prompt {i} holds the token {outside[0]}: ids must be from 0 to {config.vocab_size - 1}"
         )
-    if len(tokens) >= room:
+    if len(tokens) >= max_seq_len:
         raise UserError(
-            f"prompt {i} has {len(tokens)} tokens, which leaves no room for an answer: the engine takes sequences "
-            f"of {room} tokens (max_seq_len; the model takes {config.context})"
+            f"prompt {i} has {len(tokens)} tokens, which leaves no room for an answer: give at most {max_seq_len - 1} tokens, "
+            f"or raise max_seq_len ({max_seq_len}; the model takes {config.context})"
         )
     return tokens
 
@@ -155,25 +163,32 @@ def _check_numbers(max_new_tokens, temperature, top_k, top_p, seed):
 
 
 # ----------------------------------------------------------------------------- on the device
-class Lanes:
-    """What sampling and the decoding step read and write: nine numbers for each of B sequences.
+class DecodeBatch:
+    """The state that sampling and the decoding step read and write: nine numbers for each of up to B sequences.
 
-    One block of memory, so that one copy brings all of it to the device; there the step itself keeps it up to date.
+    Entry b of every column belongs to the sequence at position b of the batch; entries with slot -1 are idle. The columns
+    are views of one block of memory, so one copy uploads all of them. On the device the decoding step itself updates them.
+
+    host, device: the columns by name, each (B,).
     """
 
-    COLUMNS = {
-        "seed": np.int64, "number": np.int64, "ids": np.int32, "lengths": np.int32, "rows": np.int32,
+    # ids: last token.  lengths: tokens in the slot.  step: tokens drawn so far.
+    COLUMNS: ClassVar[dict[str, type]] = {
+        "seed": np.int64, "random_stream": np.int64, "ids": np.int32, "lengths": np.int32, "slots": np.int32,
         "step": np.int32, "temperature": np.float32, "top_k": np.int32, "top_p": np.float32,
     }  # fmt: skip
 
     def __init__(self, B: int, device: str):
-        self.host = np.zeros(B * sum(np.dtype(t).itemsize for t in self.COLUMNS.values()), np.uint8)
-        self.block, self.on_gpu = to_device(self.host.copy(), device), device == "gpu"
-        self.B, self.there, self.here = B, self._columns(self.block, B), self._columns(self.host, B)
-        self.here["top_p"][:] = 1
+        nbytes = B * sum(np.dtype(t).itemsize for t in self.COLUMNS.values())
+        self.host_bytes = np.zeros(nbytes, np.uint8)
+        self.device_bytes: Array = to_device(self.host_bytes.copy(), device)
+        self.on_gpu = device == "gpu"
+        self.host = self._columns(self.host_bytes, B)
+        self.device = self._columns(self.device_bytes, B)
+        self.host["top_p"][:] = 1
 
     @classmethod
-    def _columns(cls, block, B):
+    def _columns(cls, block: Array, B: int) -> dict[str, Array]:
         columns, end = {}, 0
         for name, dtype in cls.COLUMNS.items():
             start, end = end, end + B * np.dtype(dtype).itemsize
@@ -181,20 +196,25 @@ class Lanes:
         return columns
 
     def fill(self, requests: list[Request]) -> None:
-        """Lane b is requests[b]; the lanes after them are idle."""
-        here = self.here
-        here["rows"][:] = -1
+        """Write requests[b] to entry b, mark the entries after them as idle, and upload."""
+        host = self.host
+        host["slots"][:] = -1
         for b, r in enumerate(requests):
-            here["seed"][b], here["number"][b], here["rows"][b] = r.seed, r.number, r.row
-            here["ids"][b] = r.completion[-1] if r.completion else 0
-            here["lengths"][b], here["step"][b] = r.cached, len(r.completion)
-            here["temperature"][b], here["top_k"][b] = r.temperature, r.top_k
-            here["top_p"][b] = r.top_p
-        if self.on_gpu:
-            self.block.set(self.host)
-        else:
-            self.block[...] = self.host
+            host["seed"][b], host["random_stream"][b] = r.seed, r.random_stream
+            host["slots"][b] = r.slot
+            host["ids"][b] = r.completion[-1] if r.completion else 0
+            host["lengths"][b], host["step"][b] = r.cached_tokens, len(r.completion)
+            host["temperature"][b], host["top_k"][b] = r.temperature, r.top_k
+            host["top_p"][b] = r.top_p
+        self.upload()
 
-    def first(self, b: int) -> dict[str, Any]:
-        """The first b lanes, on the device."""
-        return {name: column[:b] for name, column in self.there.items()}
+    def upload(self) -> None:
+        """Copy all columns from the host to the device."""
+        if self.on_gpu:
+            self.device_bytes.set(self.host_bytes)
+        else:
+            self.device_bytes[...] = self.host_bytes
+
+    def first(self, b: int) -> dict[str, Array]:
+        """The first b entries of every column, on the device."""
+        return {name: column[:b] for name, column in self.device.items()}

@@ -1,8 +1,8 @@
-"""Continue texts and print them as they come: what `xtrain.generate` does."""
+"""Continue texts and print them while they are generated: the command `xtrain generate`."""
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -11,13 +11,11 @@ import tyro
 from ..errors import UserError
 from .engine import Engine, Stream
 from .pretrained import Pretrained, load
-from .requests import REASONS
+from .requests import REASONS, Completion
 from .text_stream import TextStream
 
-MAX_BATCH = 32  # sequences at a time, unless asked for more
-
-
-LESS_MEMORY = "use a smaller model, --max-batch or number of tokens, or --precision bf16"
+MAX_BATCH = 32  # sequences at a time, if --max-batch is not given
+LESS_MEMORY = "use a smaller model, a smaller --max-batch, fewer tokens, or --precision bf16"
 
 
 @dataclass(frozen=True)
@@ -25,35 +23,41 @@ class Options:
     """Continue texts with a model."""
 
     prompts: Annotated[tuple[str, ...], tyro.conf.Positional]  # texts to continue
-    model: str  # a Hugging Face folder, or one of xtrain's runs
+    model: str  # a Hugging Face folder, or the folder of an xtrain run
     max_new_tokens: int = 128  # per prompt
     temperature: float = 0.0  # 0: always the most likely token
-    # draw among so many of the most likely tokens (at most 1024); none: all
+    # draw among this many of the most likely tokens (at most 1024); none: all
     top_k: int | None = None
-    top_p: float = 1.0  # draw among the fewest tokens that hold this share of the probability
+    # draw among the fewest tokens that together have this share of the probability
+    top_p: float = 1.0
     seed: int = 0  # the same seed gives the same texts
     # end before this text; may be given several times
     stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
-    stream: bool = False  # print while it is generated
+    stream: bool = False  # print while the text is generated
     max_batch: int | None = None  # prompts at a time, the others wait; none: all, at most 32
     # a text does not depend on the other prompts, not even by rounding
     batch_invariant: bool = False
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that has it
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """The next text of one prompt's continuation."""
+
+    number: int  # of the prompt
+    text: str  # may be empty
+    last: bool  # the continuation is complete with this text
 
 
 def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[list[str], Engine]:
-    """Write to stdout, and a summary to stderr. -> the new texts, the engine. Raises UserError."""
+    """Continue options.prompts on stdout, and print a summary on stderr. -> (the new texts, the engine)
+
+    pretrained: the model to use, instead of loading options.model.
+    Raises UserError for invalid options, prompts or model folders.
+    """
     o = options
-    if not o.prompts:
-        raise UserError('there is nothing to continue: give at least one prompt, such as "Once"')
-    if "" in o.stop:
-        raise UserError("a --stop text is empty: give at least one character, or leave it out")
-    for i, prompt in enumerate(o.prompts, 1):
-        if not prompt:
-            raise UserError(f"prompt {i} is empty: give at least one character")
-        if not is_text(prompt):
-            raise UserError(f"prompt {i} holds bytes that are no UTF-8: give text")
+    _check_texts(o)
     p = pretrained or load(o.model, o.device, o.precision)
     tokens = [p.tokenizer.encode(prompt, special=True) for prompt in o.prompts]
     engine = make_engine(p, tokens, o)
@@ -63,102 +67,127 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     )
     if o.temperature == 0 and (o.top_k, o.top_p, o.seed) != (None, 1.0, 0):
         print(
-            "with --temperature 0 nothing is drawn: --top-k, --top-p and --seed change nothing",
+            "--top-k, --top-p and --seed change nothing at --temperature 0: give a higher temperature to draw at random",
             file=sys.stderr,
         )
     texts = [TextStream(p.tokenizer, o.stop) for _ in tokens]
-    events = pieces(stream, texts)
+    chunks: Iterable[TextChunk] = text_chunks(stream, texts)
     if not o.stream:
-        events = [(i, texts[i].text, True) for i in sorted(i for i, _, done in events if done)]
+        numbers = sorted(chunk.number for chunk in chunks if chunk.last)
+        chunks = [TextChunk(i, texts[i].text, True) for i in numbers]
     show = Printer(o.prompts)
-    for event in events:
-        show(*event)
-    _summary(stream.completions, texts, engine, time.perf_counter() - start)
+    for chunk in chunks:
+        show(chunk)
+    _print_summary(stream.completions, texts, engine, time.perf_counter() - start)
     return [text.text for text in texts], engine
 
 
-def is_text(text: str) -> bool:
-    """False for what the operating system handed over as bytes without a meaning."""
+def _check_texts(o: Options) -> None:
+    if not o.prompts:
+        raise UserError('there is nothing to continue: give at least one prompt, such as "Once"')
+    if "" in o.stop:
+        raise UserError(
+            "a --stop text is empty: give at least one character, or leave the option out"
+        )
+    for i, prompt in enumerate(o.prompts, 1):
+        if not prompt:
+            raise UserError(f"prompt {i} is empty: give at least one character")
+        if not is_text(prompt):
+            raise UserError(f"prompt {i} is not valid UTF-8: give text")
+
+
+def is_text(argument: str) -> bool:
+    """False if a command-line argument was not valid UTF-8: Python then has surrogates in place of its bytes."""
     try:
-        text.encode()
+        argument.encode()
     except UnicodeEncodeError:
         return False
     return True
 
 
 def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
-    """As much cache as these prompts need. Raises UserError when one does not fit into the model."""
+    """An engine with only as much KV cache as these prompts (token ids) need. Raises UserError if one does not fit."""
     context, lengths = p.model.config.context, [len(t) for t in tokens]
     longest = max(lengths)
     if 0 in lengths:
         raise UserError(
-            f"prompt {lengths.index(0) + 1} holds nothing that the tokenizer knows: give other text"
+            f"prompt {lengths.index(0) + 1} has no tokens after tokenization: give other text"
         )
     if longest >= context:
         raise UserError(
-            f"prompt {lengths.index(longest) + 1} has {longest} tokens, the model takes {context} with the answer: shorten it"
+            f"prompt {lengths.index(longest) + 1} has {longest} tokens, the model takes {context} including the answer: "
+            "shorten it"
         )
-    size = min(context, longest + max(o.max_new_tokens, 1))
-    rows = min(len(tokens), MAX_BATCH if o.max_batch is None else o.max_batch)
-    return Engine(p.model, rows, size, o.batch_invariant)
+    max_seq_len = min(context, longest + max(o.max_new_tokens, 1))
+    max_batch = min(len(tokens), MAX_BATCH if o.max_batch is None else o.max_batch)
+    return Engine(p.model, max_batch, max_seq_len, o.batch_invariant)
 
 
-def pieces(stream: Stream, texts: list[TextStream]) -> Iterator[tuple[int, str, bool]]:
-    """(number of the prompt, text, is it complete?) as it becomes certain. A stop string ends its sequence."""
-    left, seen = set(range(len(texts))), [0] * len(texts)
+def text_chunks(stream: Stream, texts: list[TextStream]) -> Iterator[TextChunk]:
+    """Iterate over a stream as text. A stop string ends its sequence.
+
+    texts: one TextStream per prompt of the stream; afterwards they have the whole texts.
+    """
+    unfinished, seen = set(range(len(texts))), [0] * len(texts)
     for i, token in stream:
         seen[i] += 1
-        piece = texts[i].feed(token)
+        text = texts[i].feed(token)
         if texts[i].stopped:
             stream.cancel(i)
-        done = stream.completions[i].reason is not None and seen[i] == len(stream.completions[i])
-        if done:
-            piece += texts[i].finish()
-            left.remove(i)
-        yield i, piece, done
-    for i in sorted(left):  # ended without a token
-        yield i, texts[i].finish(), True
+        completion = stream.completions[i]
+        last = completion.reason is not None and seen[i] == len(completion)
+        if last:
+            text += texts[i].finish()
+            unfinished.remove(i)
+        yield TextChunk(i, text, last)
+    for i in sorted(unfinished):  # sequences that ended without a token
+        yield TextChunk(i, texts[i].finish(), True)
 
 
 class Printer:
-    """Prompts and texts on stdout, one behind the other, though they may be generated together: what belongs to a
-    later prompt waits until those before it are complete."""
+    """Prints prompts and their continuations on stdout, one after the other, although they may be generated together.
+
+    The text of a later prompt is buffered until the earlier ones are complete.
+    """
 
     def __init__(self, prompts: tuple[str, ...]):
-        self.prompts, self.waiting = prompts, [""] * len(prompts)
-        self.done, self.now = [False] * len(prompts), -1  # now: which prompt is being printed
-        self._next()
+        self.prompts, self.buffered = prompts, [""] * len(prompts)
+        self.complete, self.current = [False] * len(prompts), -1
+        self._print_next_prompt()
 
-    def _next(self):
-        self.now += 1
-        if self.now < len(self.prompts):
+    def _print_next_prompt(self):
+        self.current += 1
+        if self.current < len(self.prompts):
             n = len(self.prompts)
-            title = f"--- {self.now + 1} of {n}\n" if n > 1 else ""
-            sys.stdout.write(title + self.prompts[self.now])
+            title = f"--- {self.current + 1} of {n}\n" if n > 1 else ""
+            sys.stdout.write(title + self.prompts[self.current])
 
-    def __call__(self, i: int, piece: str, done: bool) -> None:
-        self.waiting[i] += piece
-        self.done[i] = done
-        while self.now < len(self.prompts):
-            sys.stdout.write(self.waiting[self.now])
-            self.waiting[self.now] = ""
-            if not self.done[self.now]:
+    def __call__(self, chunk: TextChunk) -> None:
+        """Print the chunk, or buffer it if its prompt is not the current one."""
+        self.buffered[chunk.number] += chunk.text
+        self.complete[chunk.number] = chunk.last
+        while self.current < len(self.prompts):
+            sys.stdout.write(self.buffered[self.current])
+            self.buffered[self.current] = ""
+            if not self.complete[self.current]:
                 break
             sys.stdout.write("\n")
-            self._next()
+            self._print_next_prompt()
         sys.stdout.flush()
 
 
-def _summary(completions, texts, engine, seconds):
+def _print_summary(
+    completions: list[Completion], texts: list[TextStream], engine: Engine, seconds: float
+) -> None:
     new = sum(map(len, completions))
     print(
-        f"{engine.prefilled_tokens} prompt tokens, {new} new ones in {seconds:.2f} s "
+        f"{engine.prefilled_tokens} prompt tokens, {new} new tokens in {seconds:.2f} s "
         f"({new / seconds:.1f} tokens/s); {engine.describe()}",
         file=sys.stderr,
     )
     for i, (completion, text) in enumerate(zip(completions, texts), 1):
         if completion.reason in ("full", "nan"):
-            more = f" ({engine.max_seq_len} tokens)" if completion.reason == "full" else ""
-            print(f"text {i} ended because {REASONS[completion.reason]}{more}", file=sys.stderr)
+            size = f" ({engine.max_seq_len} tokens)" if completion.reason == "full" else ""
+            print(f"text {i} ended because {REASONS[completion.reason]}{size}", file=sys.stderr)
         elif text.stopped:
             print(f"text {i} ended at a stop string", file=sys.stderr)

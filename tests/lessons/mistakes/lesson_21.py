@@ -1,19 +1,19 @@
 """Typical mistakes, planted in the solutions of lesson 21: (exercise, old, new, words of the answer)."""
 
 MISTAKES = [
-    ("21.1", "free_at[row] = start + n", "free_at[row] = start + n - 1", "at the same time"),
-    ("21.1", "free_at[row] = start + n", "free_at[row] = start + n + 1", "are idle for one step"),
-    ("21.1", "row = free_at.index(min(free_at))", "row = len(plan) % rows", "(round robin)"),
-    ("21.1", "free_at[row] = start + n", "free_at = [start + n] * rows", "one request at a time"),
+    ("21.1", "free_at[slot] = start + n", "free_at[slot] = start + n - 1", "at the same time"),
+    ("21.1", "free_at[slot] = start + n", "free_at[slot] = start + n + 1", "are idle for one step"),
+    ("21.1", "slot = free_at.index(min(free_at))", "slot = len(plan) % slots", "(round robin)"),
+    ("21.1", "free_at[slot] = start + n", "free_at = [start + n] * slots", "one request at a time"),
     (
-        "21.1", "        row = free_at.index(min(free_at))\n        start = free_at[row]",
-        "        row = len(plan) % rows\n        if row == 0:\n            free_at = [max(free_at)] * rows\n        start = free_at[row]",
+        "21.1", "        slot = free_at.index(min(free_at))\n        start = free_at[slot]",
+        "        slot = len(plan) % slots\n        if slot == 0:\n            free_at = [max(free_at)] * slots\n        start = free_at[slot]",
         "static batching",
     ),
-    ("21.2", " and rows_B[b] >= 0", "", "Idle slots were advanced too"),
-    ("21.2", " and rows_B[b] >= 0", " and rows_B[b] > 0", "Row 0 is a valid row"),
+    ("21.2", " and slots_B[b] >= 0", "", "Idle entries were advanced too"),
+    ("21.2", " and slots_B[b] >= 0", " and slots_B[b] > 0", "Slot 0 is a valid slot"),
     ("21.2", "        step_B[b] += 1\n", "", "both lengths and step"),
-    ("21.2", "b < rows_B.size and ", "", "threads past the last"),
+    ("21.2", "b < slots_B.size and ", "", "threads past the last"),
     ("21.3", "min(n, len(prompt) - 1)", "n", "which must be computed"),
     ("21.3", "            break\n", "            continue\n", "stop at the first difference"),
     ("21.3", "return min(n, len(prompt) - 1)", "return len(cached)", "compare them with the prompt"),
@@ -30,5 +30,5 @@ MISTAKES = [
 ]  # fmt: skip
 
 UNTRUE = [  # words that the answer must not contain
-    ("21.1", "free_at[row] = start + n", "free_at[row] = start + n + 2", "Rows are idle for one step"),
+    ("21.1", "free_at[slot] = start + n", "free_at[slot] = start + n + 2", "Slots are idle for one step"),
 ]  # fmt: skip

@@ -1,0 +1,59 @@
+"""The short programs in examples/ run as they are, and do what they say."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import DATA
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def program(name, folder, *arguments, launcher=()):
+    """Run examples/NAME in a folder. -> what it prints"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    command = [*launcher, sys.executable, ROOT / "examples" / name, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """-> a folder in which own_loop.py has run, and what it printed"""
+    folder = tmp_path_factory.mktemp("programs")
+    return folder, program("own_loop.py", folder, DATA / "grammar.txt", 21)
+
+
+def test_own_loop(trained):
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", trained[1])]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 1
+
+
+def test_serve(trained):
+    said = program("serve.py", trained[0], "my-model", "the dog", "a cat").splitlines()
+    assert any(line.startswith("the dog") for line in said)
+    assert any(line.startswith("a cat") for line in said)
+
+
+def test_schedule(tmp_path):
+    program("schedule.py", tmp_path, DATA / "grammar.txt", 10)
+    lines = (tmp_path / "runs" / "schedule" / "metrics.jsonl").read_text().splitlines()
+    rates = [float(re.search(r'"lr": ([\d.e-]+)', line)[1]) for line in lines if '"lr"' in line]
+    assert len(rates) == 10 and rates[0] == rates[7] and rates[9] < rates[8] <= rates[7]
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
+def test_several_ranks(tmp_path):
+    ours = Path(sys.executable).with_name("mpirun")
+    launcher = [str(ours if ours.exists() else "mpirun"), "-n", "2"]
+    two = program("several_ranks.py", tmp_path, launcher=launcher)
+    one = program("several_ranks.py", tmp_path)
+    losses = [float(re.search(r"loss ([\d.]+)", text)[1]) for text in (one, two)]
+    assert abs(losses[0] - losses[1]) < 1e-3 and losses[0] < 3.5
+    assert "2 ranks" in two and "identical weights: True" in two
