@@ -195,7 +195,7 @@ def _allocate(kept: list[bool], size: int) -> Any:
         ) from error
 
 
-def both_see(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Any]:
+def mapped_array(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Any]:
     """An array in pinned and mapped host memory, zero-filled. -> as NumPy array, as CuPy array for kernels"""
     cp, dtype = cupy(), np.dtype(dtype)
     nbytes = int(np.prod(shape)) * dtype.itemsize

@@ -8,6 +8,7 @@ import faulthandler
 import hashlib
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class Ranks(Alone):
         self.node, self.local, self.local_world = node, node.rank, node.size
         self.failed = comm.Dup()  # for watchdog.py: its messages cannot be confused with others
 
-    def first(self, work):
+    def first(self, work: Callable[[], Any]) -> Any:
         result = error = None
         if self.rank == 0:
             try:
@@ -45,18 +46,18 @@ class Ranks(Alone):
             raise error
         return result
 
-    def in_turn(self, work):
+    def in_turn(self, work: Callable[[], Any]) -> Any:
         done: list[Any] = []  # not broadcast: each rank has its own result
         self.first(lambda: done.append(work()))
         return done[0] if done else work()
 
-    def total(self, values):
+    def total(self, values: list[float]) -> list[float]:
         mine = np.array(values, np.float64)
         all_RN = np.empty((self.world, mine.size))
         self.comm.Allgather(mine, all_RN)
         return all_RN.sum(axis=0).tolist()
 
-    def any(self, flag):
+    def any(self, flag: bool) -> bool:
         return self.total([float(flag)])[0] > 0
 
     def everybody(self, thing):

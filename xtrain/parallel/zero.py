@@ -64,7 +64,8 @@ class ShardedAdamW(AdamW):
         self.norms[...] = arena.weights[arena.n_decay :]
         arena.weights = None
         for _, p in self.model.storage():
-            first = p.offset - arena.n_decay
+            offset: Any = p.offset  # set by the arena
+            first = offset - arena.n_decay
             p._data = p.half if p.decay else self.norms[first : first + p.size].reshape(p.shape)
         if is_gpu(arena.half):
             cupy().get_default_memory_pool().free_all_blocks()  # a captured step has a separate pool
@@ -74,7 +75,8 @@ class ShardedAdamW(AdamW):
         arena = self.arena
         if arena.half is None or arena.weights is not None:
             return
-        arena.weights = zeros(arena.grads, arena.grads.shape)
+        grads: Array = arena.grads
+        arena.weights = zeros(grads, grads.shape)
         first = 0
         for start, end in self.owned:
             arena.weights[start:end] = self.master[first : first + end - start]
@@ -111,11 +113,12 @@ class ShardedAdamW(AdamW):
         """The weights that every rank must hold identically."""
         if self.master is None:
             return [self.arena.weights]
-        return [self.arena.half[: self.arena.n_decay], self.norms]
+        half: Array = self.arena.half
+        return [half[: self.arena.n_decay], self.norms]
 
     def clip(self, max_norm: float) -> tuple[Array, Array]:
         """As optim.clip. The sums of squares of the shards are added in the order of the ranks: the same bits on all."""
-        grads = self.arena.grads
+        grads: Array = self.arena.grads
         squares = [sum_of_squares(grads[start:end]) for start, end in self.owned]
         stats = norm_and_factor(
             self.collectives.gather_1(functools.reduce(add_fwd, squares)), max_norm
@@ -133,7 +136,8 @@ class ShardedAdamW(AdamW):
         """The concatenated shards of each rank, (R, n) -> the arena."""
         if all_Rn is None:
             return None
-        array, first = np.zeros(self.arena.grads.shape, np.float32), 0
+        grads: Array = self.arena.grads
+        array, first = np.zeros(grads.shape, np.float32), 0
         for a, b in self.slices:
             n = (b - a) // len(all_Rn)
             array[a:b] = all_Rn[:, first : first + n].reshape(-1)

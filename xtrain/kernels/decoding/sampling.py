@@ -155,7 +155,7 @@ def advance(
     """lengths += 1 and step += 1 (int32) wherever rows >= 0: the end of a decoding step.
 
     ids (B,), mail (2, L), L >= B, both int32: before that, mail[step % 2, b] = ids[b]. Without mail, nothing. With mail
-    in memory that host and GPU share (device.both_see), no copy stands between two steps.
+    in memory that host and GPU share (device.mapped_array), no copy stands between two steps.
     """
     for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
         check_array("advance", name, x, (rows_B.size,), ("int32",))
