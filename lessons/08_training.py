@@ -521,7 +521,7 @@ lesson.source(adamw.update)
 from xtrain.training import run
 
 lesson.source(run.Run.step)
-lesson.source(run.Run.compute)
+lesson.source(run.Run.train_step)
 
 # %% [markdown]
 # ## Your first real run

@@ -41,7 +41,7 @@ def test_every_op_is_seen_with_its_layer():
     for layer in ("layer 0", "layer 1"):
         assert (0, "", "forward", layer) in seen
         for way in ("forward", "backward"):
-            products = "Linear", "ResidualRMSNormLinear", "SwiGLULinear"
+            products = "Linear", "AddNormLinear", "SwiGLULinear"
             assert sum(ops.count((op, way, layer)) for op in products) == 4
             assert ops.count(("Attention", way, layer)) == 1
     assert ops.count(("LinearCrossEntropy", "forward", "")) == 1

@@ -45,7 +45,7 @@ def test_what_bf16_cannot_do_is_said_before_anything_runs(monkeypatch):
     with planning(128):
         Transformer(config(32), None, "gpu", "bf16")
         Transformer(config(24), None, "gpu", "fp32")
-        with pytest.raises(UserError, match=r"16, 32, 64, 128 channels, this model has 24.*fp32"):
+        with pytest.raises(UserError, match=r"head_dim 16, 32, 64, 128, this model has 24.*fp32"):
             Transformer(config(24), None, "gpu", "bf16")
         for capability, there in (("75", False), ("80", True), ("120", True)):
             card = SimpleNamespace(compute_capability=capability)

@@ -31,9 +31,9 @@ def fake_gpus(monkeypatch, count):
 
 def fake_ranks(local, visible):
     node = SimpleNamespace(allgather=lambda mine: visible)
-    everybody = lambda mine: [mine] * len(visible)
+    gather = lambda mine: [mine] * len(visible)
     return SimpleNamespace(
-        rank=local, local=local, local_world=len(visible), node=node, everybody=everybody
+        rank=local, local=local, local_world=len(visible), node=node, gather=gather
     )
 
 

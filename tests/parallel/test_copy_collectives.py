@@ -34,21 +34,19 @@ class World:
         self.rngs = [np.random.default_rng([seed, rank]) for rank in range(size)]
 
     def ranks(self, rank):
-        def everybody(thing):
+        def gather(thing):
             self.slots[rank] = thing
             self.barrier.wait()
             found = list(self.slots)
             self.barrier.wait()
             return found
 
-        return SimpleNamespace(
-            rank=rank, world=self.size, everybody=everybody, total=lambda x: everybody(x)
-        )
+        return SimpleNamespace(rank=rank, world=self.size, gather=gather, total=lambda x: gather(x))
 
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """-> run(world, work): work(collectives' ranks) on every rank at once; raises what a rank raised."""
+    """-> run(world, work): calls work(ranks) on every rank in parallel; raises the exception of a rank."""
     local = threading.local()
 
     def pause():  # ranks run at different speeds
@@ -232,7 +230,7 @@ def test_the_test_sees_a_broken_protocol(fake_gpu, monkeypatch, broken):
 def test_where_copies_are_not_possible(monkeypatch):
     def ranks(local_world, world, mine=0):
         return SimpleNamespace(
-            local=mine, local_world=local_world, world=world, everybody=lambda x: [x] * world
+            local=mine, local_world=local_world, world=world, gather=lambda x: [x] * world
         )
 
     def gpus(count, connected=True):

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 from xtrain.parallel.watchdog import Watchdog
 from xtrain.training.loop import Loop
-from xtrain.training.single_process import ALONE
+from xtrain.training.single_process import SINGLE_PROCESS
 
 
 def test_a_watchdog_watches_from_the_first_beat_until_it_is_stopped(monkeypatch):
     reports = []
     report = lambda self: reports.append(time.monotonic())
     monkeypatch.setattr(Watchdog, "_report_and_exit", report)
-    with Watchdog(0.05, ALONE, lambda: 1) as watchdog:
+    with Watchdog(0.05, SINGLE_PROCESS, lambda: 1) as watchdog:
         time.sleep(0.15)
         assert not reports, "loading a checkpoint is not a step"
         watchdog.beat()
@@ -33,6 +33,6 @@ def test_waiting_for_a_checkpoint_is_progress():
         time.sleep(min(seconds, max(0, until - time.monotonic())))
         return time.monotonic() < until
 
-    run = SimpleNamespace(ranks=ALONE, beat=lambda: beats.append(time.monotonic()))
-    Loop.settle(SimpleNamespace(run=run, writer=SimpleNamespace(busy=busy)))
+    run = SimpleNamespace(ranks=SINGLE_PROCESS, beat=lambda: beats.append(time.monotonic()))
+    Loop.wait_for_writer(SimpleNamespace(run=run, writer=SimpleNamespace(busy=busy)))
     assert len(beats) >= 3

@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -200,9 +200,7 @@ def _normalize_scaling(scaling: dict[str, Any] | None, max_seq_len: int) -> dict
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """-> {name: shape} of every tensor that a folder must contain."""
     c = config
-    C, H = c.dim, c.n_heads
-    # ModelConfig has replaced None
-    F, D, G = cast(tuple[int, int, int], (c.hidden_dim, c.head_dim, c.n_kv_heads))
+    C, F, D, H, G = c.dim, c.hidden_dim, c.head_dim, c.n_heads, c.n_kv_heads
     layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (H * D, C),
         "self_attn.k_proj": (G * D, C),

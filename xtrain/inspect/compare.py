@@ -83,7 +83,7 @@ def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
                 _Tapped(layer, lambda out, i=i: keep(f"layer {i} output", out[0] + out[1]))
             )
         stack.enter_context(swapped(decoder, "layers", layers))
-        tap(decoder, "norm", lambda out: keep("final norm", out[1]))
+        tap(decoder, "norm", lambda out: keep("final norm", out))
         keep("logits", model(ids))
     found["loss"] = to_numpy(model.loss(ids, next_tokens(ids)).data)
     return found

@@ -36,10 +36,10 @@ from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.observers import watch_ops
 from ..report import page as report
-from ..report.profiled import Keeping, shape_of, with_options_of
+from ..report.profiled import RecordingConsole, shape_of, with_options_of
 from ..training import memory_plan as memory
-from ..training.loop import Run
-from ..training.run_log import describe
+from ..training.model_summary import describe
+from ..training.run import Run
 from . import kernel_times
 from .kernel_times import Recorder
 
@@ -242,7 +242,7 @@ def parts(run: Run, steps: int) -> dict[str, float]:
     def wall(f):
         call = f
         if device == "gpu" and run.config.graph:
-            call = Graphed(f)
+            call = Graphed(f, model.arena)
         elif device == "gpu":
             call = lambda *inputs: f(*(to_device(x, "gpu") for x in inputs))
         for _ in range(3):
@@ -333,7 +333,7 @@ def _plan_of(run: Run) -> memory.Plan:
 
 def _eager(run: Run) -> None:
     ids, targets = run.loader.next_batch()
-    run.compute(*(to_device(x, "gpu") for x in (ids, targets, run.optimizer.advance())))
+    run.train_step(*(to_device(x, "gpu") for x in (ids, targets, run.optimizer.advance())))
 
 
 def _kernels(o: Options, run: Run, console: Console) -> None:
@@ -461,10 +461,10 @@ def _say(console: Console, text: str) -> None:
 
 def profile(o: Options) -> None:
     """What `xtrain.profile` does. Raises UserError."""
-    console = Keeping(width=None if sys.stdout.isatty() else 160)
+    console = RecordingConsole(width=None if sys.stdout.isatty() else 160)
     o = o if o.run is None else with_options_of(o.run, o)
     check_files(o)
     show_plan(o, console) if o.plan else measure(o, console)
     if o.run is not None and not o.plan:
-        kept = console.keep(o.run)
+        kept = console.save(o.run)
         _say(console, escape(f"tables: {kept}; on a page: {report.write([o.run])}"))

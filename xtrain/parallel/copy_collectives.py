@@ -196,9 +196,9 @@ class CopyCollectives(GpuCollectives):
         """The address of each rank's array in this process, which opens the neighbours' memory."""
         runtime, address = cupy().cuda.runtime, array.data.ptr
         base = allocation(address)
-        everybody = self.ranks.everybody((runtime.ipcGetMemHandle(base), address - base))
+        handles = self.ranks.gather((runtime.ipcGetMemHandle(base), address - base))
         addresses = []
-        for rank, (handle, offset) in enumerate(everybody):
+        for rank, (handle, offset) in enumerate(handles):
             if rank == self.ranks.rank:
                 addresses.append(address)
                 continue
@@ -279,9 +279,9 @@ def why_no_copies(ranks: Ranks, bf16: bool = False) -> str:
     """Why copy engines cannot be used; "" if they can. The same on every rank."""
     if bf16:  # two casts cost more time than half the bytes save
         return "gradients in bf16 (--grad-comm) need NCCL"
-    if any(ranks.everybody(ranks.local_world != ranks.world)):
+    if any(ranks.gather(ranks.local_world != ranks.world)):
         return "the ranks are on several machines"
-    return next(filter(None, ranks.everybody(_out_of_reach(ranks))), "")
+    return next(filter(None, ranks.gather(_out_of_reach(ranks))), "")
 
 
 def _out_of_reach(ranks: Ranks) -> str:

@@ -15,12 +15,12 @@ import numpy as np
 
 from ..device import Array, cupy, to_numpy
 from ..errors import UserError
-from ..training.single_process import Alone
+from ..training.single_process import SingleProcess
 
 START_SECONDS = 600.0  # at most, between the start of the first rank and that of the last
 
 
-class Ranks(Alone):
+class Ranks(SingleProcess):
     """The ranks of an MPI communicator.
 
     rank, world: this rank and the number of ranks.  local, local_world: the same among the ranks of this machine.
@@ -60,7 +60,7 @@ class Ranks(Alone):
     def any(self, flag: bool) -> bool:
         return self.total([float(flag)])[0] > 0
 
-    def everybody(self, thing):
+    def gather(self, thing: Any) -> list[Any]:
         return self.comm.allgather(thing)
 
     def parts(self, own_n: np.ndarray) -> np.ndarray | None:
@@ -74,8 +74,8 @@ class Ranks(Alone):
 
         needed: what all ranks need, for the message.
         """
-        for rank, other in enumerate(everybody := self.everybody(things)):
-            for name, value in everybody[0].items():
+        for rank, other in enumerate(found := self.gather(things)):
+            for name, value in found[0].items():
                 if repr(other.get(name)) != repr(value):  # nan is not equal to itself
                     raise UserError(
                         f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: all ranks need {needed}"
@@ -86,7 +86,7 @@ class Ranks(Alone):
         digest = hashlib.blake2b(digest_size=16)
         for array in arrays:
             digest.update(to_numpy(array).view(np.uint8).data)
-        found = self.everybody(digest.hexdigest())
+        found = self.gather(digest.hexdigest())
         others = [rank for rank, other in enumerate(found) if other != found[0]]
         if others:
             when, advice = f"after step {step}", "resume from the last checkpoint, with --zero 1"
@@ -139,7 +139,7 @@ def choose_gpu(ranks: Ranks) -> None:
     count = runtime.getDeviceCount()
     visible = ranks.node.allgather((os.environ.get("CUDA_VISIBLE_DEVICES"), count))
     one_each = all(n == 1 for _, n in visible) and len(set(visible)) == ranks.local_world > 1
-    shortage = ranks.everybody(not one_each and ranks.local_world > count)
+    shortage = ranks.gather(not one_each and ranks.local_world > count)
     if any(shortage):
         machine = "this machine" if shortage[ranks.rank] else "another machine"
         raise UserError(

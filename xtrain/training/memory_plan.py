@@ -10,8 +10,7 @@ activations that could differ from the code.
     reserved   what CuPy's memory pool takes from the GPU for that: it splits blocks and joins them
                again, and holes remain
 
-The steps are eager, as the first ones of a run are. A captured one has the gradient of the head in the arena and needs less,
-unless it adds up several micro-batches.
+The steps are eager, as the first ones of a run are. A captured step allocates the same arrays.
 
 Outside the pool are the CUDA context and the kernels' code (OUTSIDE, measured), and for several GPUs NCCL's buffers.
 """
@@ -46,7 +45,7 @@ KINDS = {  # what an op's forward allocates, in words; other ops go by their own
     "Embedding": "residual stream and norms",
     "RMSNorm": "residual stream and norms",
     "ResidualRMSNorm": "residual stream and norms",
-    "ResidualRMSNormLinear": "residual stream and projections",
+    "AddNormLinear": "residual stream and projections",
     "Linear": "outputs of projections",
     "QKNormRope": "queries, keys, values",
     "Attention": "attention",
@@ -424,7 +423,7 @@ def _run(config, batch, seq_len, precision, recompute, accumulate):
 def _step(run):
     c, zeros = run.config, device.cupy().zeros
     ids, targets = (zeros((c.batch, c.seq_len), np.int32) for _ in range(2))
-    run.compute(ids, targets, zeros(3, np.float32))
+    run.train_step(ids, targets, zeros(3, np.float32))
 
 
 def parameters(config: ModelConfig) -> int:

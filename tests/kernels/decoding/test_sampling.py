@@ -297,7 +297,7 @@ def test_planted_bugs_are_found(monkeypatch, name, old, new, given_):
     forget = lambda: [clear() for clear in (_translated.clear, *(m.cache_clear for m in makers))]
     forget()
     monkeypatch.setattr(_sampling_kernels, name, broken)
-    with pytest.raises(KernelError, match=r"race|uninitialised"):
+    with pytest.raises(KernelError, match=r"race|uninitialized"):
         draw(np.zeros((2, 400), np.float32), sim, **{"top_p": 0.99, **given_})
     monkeypatch.undo()
     forget()

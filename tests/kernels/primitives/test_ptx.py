@@ -245,7 +245,7 @@ def test_copies():
 
 @simulated
 def test_copies_without_waiting_are_reported():
-    with pytest.raises(UninitializedError, match="uninitialised read in copies_kernel"):
+    with pytest.raises(UninitializedError, match="uninitialized read in copies_kernel"):
         run_copies(wait=False)
     with pytest.raises((RaceError, UninitializedError)):
         run_copies(barrier=False)
