@@ -99,7 +99,7 @@ def measure(runs, ranks, steps, warmup=WARMUP):
 
     def once(run):
         cp.cuda.Device().synchronize()
-        ranks.total([0.0])  # a barrier
+        ranks.sum([0.0])  # a barrier
         start = time.perf_counter()
         for _ in range(steps):
             run.step()

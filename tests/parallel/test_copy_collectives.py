@@ -41,7 +41,7 @@ class World:
             self.barrier.wait()
             return found
 
-        return SimpleNamespace(rank=rank, world=self.size, gather=gather, total=lambda x: gather(x))
+        return SimpleNamespace(rank=rank, world=self.size, gather=gather, sum=lambda x: gather(x))
 
 
 @pytest.fixture

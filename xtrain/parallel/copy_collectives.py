@@ -67,7 +67,7 @@ class CopyCollectives(GpuCollectives):
         for array in (self.grads, weights, self.window, self.flags, self.gathered):
             self.register(array)
         cupy().cuda.Device().synchronize()
-        ranks.total([0.0])  # a barrier: the flags are 0 on every rank
+        ranks.sum([0.0])  # a barrier: the flags are 0 on every rank
 
     def register(self, array: Array) -> None:
         """Let all_gather fill an array directly, without the window. Every rank must call it with its own array."""
@@ -77,7 +77,7 @@ class CopyCollectives(GpuCollectives):
         """Close the neighbours' memory. All captured graphs must be deleted before."""
         for address in self.opened.values():
             cupy().cuda.runtime.ipcCloseMemHandle(address)
-        self.ranks.total([0.0])  # a barrier: no rank frees memory that another one has open
+        self.ranks.sum([0.0])  # a barrier: no rank frees memory that another one has open
 
     def shard(self, a: int, b: int, rank: int | None = None) -> slice:
         """A rank's shard of [a, b), in units of 16 bytes; the last shards may be shorter. None: this rank's."""

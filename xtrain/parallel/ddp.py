@@ -222,7 +222,7 @@ class DataParallel(SingleDevice):
 
     # ------------------------------------------------------------------------- in the step
     def inverse_target_count(self, targets: np.ndarray) -> list[np.ndarray]:
-        (count,) = self.ranks.total([float(np.count_nonzero(targets != IGNORE))])
+        (count,) = self.ranks.sum([float(np.count_nonzero(targets != IGNORE))])
         return [np.array([1 / count if count else 0], np.float32)]
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -258,14 +258,14 @@ class DataParallel(SingleDevice):
         self.ranks.check_identical(arrays, step)
 
     def sum_over_owners(self, values: list[float]) -> list[float]:
-        return self.ranks.total(values) if self.sharded else values
+        return self.ranks.sum(values) if self.sharded else values
 
     def timing(self, tokens_per_s: float) -> dict[str, Any]:
         world, collectives = self.ranks.world, self.collectives
         more: dict[str, Any] = {"ranks": world, "tokens_per_s_rank": tokens_per_s / world}
         if collectives.exposed is not None:
             times = [1e3 * collectives.exposed, 1e3 * collectives.hidden]
-            exposed, hidden = self.ranks.total(times)
+            exposed, hidden = self.ranks.sum(times)
             more |= {"comm_exposed_ms": exposed / world, "comm_hidden_ms": hidden / world}
         collectives.clear()
         return more

@@ -34,7 +34,7 @@ class Ranks(SingleProcess):
         self.node, self.local, self.local_world = node, node.rank, node.size
         self.failed = comm.Dup()  # for watchdog.py: its messages cannot be confused with others
 
-    def first(self, work: Callable[[], Any]) -> Any:
+    def on_rank_0(self, work: Callable[[], Any]) -> Any:
         result = error = None
         if self.rank == 0:
             try:
@@ -46,24 +46,24 @@ class Ranks(SingleProcess):
             raise error
         return result
 
-    def in_turn(self, work: Callable[[], Any]) -> Any:
+    def rank_0_first(self, work: Callable[[], Any]) -> Any:
         done: list[Any] = []  # not broadcast: each rank has its own result
-        self.first(lambda: done.append(work()))
+        self.on_rank_0(lambda: done.append(work()))
         return done[0] if done else work()
 
-    def total(self, values: list[float]) -> list[float]:
+    def sum(self, values: list[float]) -> list[float]:
         mine = np.array(values, np.float64)
         all_RN = np.empty((self.world, mine.size))
         self.comm.Allgather(mine, all_RN)
         return all_RN.sum(axis=0).tolist()
 
     def any(self, flag: bool) -> bool:
-        return self.total([float(flag)])[0] > 0
+        return self.sum([float(flag)])[0] > 0
 
     def gather(self, thing: Any) -> list[Any]:
         return self.comm.allgather(thing)
 
-    def parts(self, own_n: np.ndarray) -> np.ndarray | None:
+    def gather_on_rank_0(self, own_n: np.ndarray) -> np.ndarray | None:
         """(n,), n the same on all ranks -> (world, n) on rank 0, None elsewhere."""
         all_Rn = np.empty((self.world, own_n.size), own_n.dtype) if self.rank == 0 else None
         self.comm.Gather(np.ascontiguousarray(own_n), all_Rn)

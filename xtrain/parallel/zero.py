@@ -127,7 +127,7 @@ class ShardedAdamW(AdamW):
 
     def gather_moments(self) -> SimpleNamespace:
         """m and v of the whole arena in host memory on rank 0 (None elsewhere), and t. Every rank must call it."""
-        moments = [self.collectives.ranks.parts(to_numpy(x)) for x in (self.m, self.v)]
+        moments = [self.collectives.ranks.gather_on_rank_0(to_numpy(x)) for x in (self.m, self.v)]
         return SimpleNamespace(
             m=self._in_arena_order(moments[0]), v=self._in_arena_order(moments[1]), t=self.t
         )
