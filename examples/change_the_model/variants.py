@@ -15,7 +15,7 @@ from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 from xtrain.nn.model import STD, Attention, Block, add_norm_linear
 from xtrain.nn.modules import Linear, Module, Parameter
-from xtrain.nn.observers import watch_ops
+from xtrain.nn.observers import observe_ops
 from xtrain.training.run import Run
 
 # --8<-- [end:imports]
@@ -261,19 +261,21 @@ def log_probabilities(model, ids):
 
 @no_grad()
 def attention_weights(model, ids):
-    """-> {layer: (B, H, T, T)}. look is called after every op with what it was given."""
+    """-> {layer: (B, H, T, T)}. The observer surrounds every op; after the yield the op has run."""
     maps = {}
 
-    def look(op, way, layer, given, results):
-        if op == "Attention":
-            (q, k), scale = (to_numpy(x) for x in given[:2]), given[3]
+    @contextlib.contextmanager
+    def observer(op):
+        yield
+        if op.name == "Attention":
+            (q, k), scale = (to_numpy(x) for x in op.inputs[:2]), op.inputs[3]
             k = k.repeat(q.shape[2] // k.shape[2], 2)  # query heads share key heads
             s = np.einsum("bthd,bshd->bhts", q, k) * scale
             s[..., np.triu(np.ones(s.shape[-2:], bool), 1)] = -np.inf
             p = np.exp(s - s.max(-1, keepdims=True))
-            maps[layer] = p / p.sum(-1, keepdims=True)
+            maps[op.layer] = p / p.sum(-1, keepdims=True)
 
-    with watch_ops(model, lambda op, way, layer: contextlib.nullcontext(), look):
+    with observe_ops(observer):
         model(ids)
     return maps
 

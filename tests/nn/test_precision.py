@@ -40,7 +40,7 @@ def test_bf16_needs_a_gpu():
 
 
 def test_what_bf16_cannot_do_is_said_before_anything_runs(monkeypatch):
-    """On ghosts of GPU arrays: heads without a kernel, a card without the instructions."""
+    """With MetaArrays: heads without a kernel, a card without the instructions."""
     config = lambda D: ModelConfig(vocab_size=8, dim=32, n_layers=1, n_heads=1, head_dim=D)
     with planning(128):
         Transformer(config(32), None, "gpu", "bf16")

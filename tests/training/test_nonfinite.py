@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -18,12 +19,13 @@ from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 from xtrain.nn.modules import Module, Parameter
-from xtrain.nn.observers import swapped, watch_ops
+from xtrain.nn.observers import in_layer, observe_ops
 from xtrain.training.loop import Loop
 from xtrain.training.nonfinite import count_nonfinite, first_nonfinite, spike, unsound
 from xtrain.training.run import Run
 from xtrain.training.run_log import RunLog
 
+swapped = mock.patch.object
 CONFIG = ModelConfig(vocab_size=40, dim=64, n_layers=2, n_heads=2, hidden_dim=32, max_seq_len=8)
 OPS = {
     c
@@ -68,23 +70,15 @@ class Zoo(Module):
         return F.swiglu(x.reshape(3, 16))
 
 
-class Layers:
-    """The interface that watch_ops needs, hidden from Module."""
-
-    def __init__(self, layers):
-        self.layers = layers
-
-
 class Menagerie(Module):
     def __init__(self):
         self.layers, self.table = [Zoo(), Zoo()], Parameter((8, 8), 0.5)
         self.arena = self.make_arena(DEVICE, 0)
-        self.model = Layers(self.layers)
 
     def __call__(self):
         targets = to_device(np.array([1, 2, 3], np.int32), DEVICE)
         x = F.embedding(to_device(np.arange(6, dtype=np.int32), DEVICE), self.table)
-        a, b = (layer(x) for layer in self.layers)
+        a, b = (in_layer(i, layer, x) for i, layer in enumerate(self.layers))
         logits = F.narrow(F.linear(F.add(a, b), self.table), 7)
         return F.cross_entropy(logits, targets, 7, count_targets(targets))
 
@@ -134,10 +128,12 @@ def events(model, step):
     """-> every op of a step: (layer, op, way)"""
     seen = []
 
-    def look(op, way, layer, given, results):
-        seen.append((layer or "outside the layers", op, way))
+    @contextlib.contextmanager
+    def observer(op):
+        yield
+        seen.append((op.layer or "outside the layers", op.name, op.way))
 
-    with watch_ops(model, lambda *_: contextlib.nullcontext(), look):
+    with observe_ops(observer):
         step()
     return [event for event in seen if event[1] in {c.__name__ for c in OPS}]
 

@@ -34,6 +34,7 @@ from numba.cuda.libdevice import fadd_rn, fdiv_rn, fmul_rn, fsqrt_rn, fsub_rn
 from ..device import Array
 from .primitives.flat import BLOCK, EACH, GAP, QUAD, STRIDE, load, on_16_bytes, position, store
 from .primitives.ptx import device, kernel
+from .runtime.cost import declare_cost
 from .runtime.launch import check, check_array, launch, on_host
 
 TILE = STRIDE  # one chunk per thread: four arrays are enough bytes under way
@@ -130,6 +131,8 @@ def make_adamw_kernel(with_half, zero_grad):
         if zero_grad:
             store(g_n, i, GAP, n, g, whole)
 
+    updated = ("w_n", "m_n", "v_n", "g_n") if zero_grad else ("w_n", "m_n", "v_n")
+    declare_cost(adamw_kernel, in_place=updated)
     return adamw_kernel
 
 

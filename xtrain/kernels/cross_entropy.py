@@ -47,6 +47,7 @@ from .primitives.words import (
     unpack4,
     unpack8,
 )
+from .runtime.cost import declare_cost
 from .runtime.launch import FLOATS, check, check_array, check_ids, empty, launch, on_host, wide
 from .softmax import LOG2E, LOWEST, online_softmax
 
@@ -269,6 +270,7 @@ def make_cross_entropy_kernel(each, aligned, BLOCK, BLOCKS, HELD):
                 p = exp2((at_target - top) * float32(LOG2E)) * factor
                 store1(logits, n * P + target, p - inv_count)
 
+    declare_cost(cross_entropy_kernel, in_place=("logits",))
     return cross_entropy_kernel
 
 

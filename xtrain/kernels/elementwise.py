@@ -26,6 +26,7 @@ from .primitives.flat import (
     store,
 )
 from .primitives.ptx import device, kernel
+from .runtime.cost import declare_cost, distinct_bytes
 from .runtime.launch import FLOATS, check_array, empty_like, on_host
 
 
@@ -105,6 +106,16 @@ def scale_into_kernel(x_n, factor_1, aligned):
         scale_chunks(x_n, x_n, factor, first, True)
     else:
         scale_chunks(x_n, x_n, factor, first, False)
+
+
+def _add_bytes(y_n, a_n, b_n, *_):
+    """y may be a, which is then read and overwritten."""
+    again = y_n.nbytes if y_n.data.ptr == a_n.data.ptr else 0
+    return distinct_bytes(y_n, a_n, b_n) + again
+
+
+declare_cost(add_kernel, nbytes=_add_bytes)
+declare_cost(scale_into_kernel, in_place=("x_n",))
 
 
 # ----------------------------------------------------------------------------- launchers

@@ -44,6 +44,7 @@ from .primitives.flat import (
 )
 from .primitives.ptx import device, kernel, wait_for_previous
 from .primitives.reduce import FULL, warp_sum
+from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,
     can_overlap,
@@ -110,6 +111,8 @@ def make_fwd_kernel(C, whole):
                 i = (first + a) * C
                 store(x, i + c, gap, i + C, rows[a], whole)
 
+    # of the table only the rows that occur
+    declare_cost(embedding_fwd_kernel, nbytes=lambda x, ids_N, w, V: 2 * x.nbytes + ids_N.nbytes)
     return embedding_fwd_kernel
 
 
@@ -299,6 +302,7 @@ def make_sort_kernel(T):
             for p in range(first_E[T] + tid, N, 32 * WARPS):
                 plan_N4[p, 2] = -1
 
+    declare_cost(embedding_sort_kernel, nbytes=lambda *_: None)  # it depends on the ids
     return embedding_sort_kernel
 
 
@@ -360,6 +364,7 @@ def make_bwd_kernel(C, whole):
             i = slot(int64(first), (int64(p) - first) // PIECE) * C
             store(partial, i + c, gap, i + C, acc, whole)
 
+    declare_cost(embedding_bwd_kernel, nbytes=lambda *_: None)  # it depends on the ids
     return embedding_bwd_kernel
 
 
@@ -413,6 +418,7 @@ def make_join_kernel(C, whole, overlap):
                     dw[token * C + column] += total
                 cuda.syncthreads()  # the tile is free for the next token
 
+    declare_cost(embedding_join_kernel, nbytes=lambda *_: None)  # it depends on the ids
     return embedding_join_kernel
 
 

@@ -19,7 +19,17 @@ import threading
 import numpy as np
 
 from ..device import Array, cupy
-from .runtime.launch import FLOATS, check, check_array, empty, on_host
+from .runtime.cost import product_cost
+from .runtime.launch import (
+    FLOATS,
+    LaunchEvent,
+    check,
+    check_array,
+    empty,
+    launch_observers,
+    on_host,
+    show_launch,
+)
 
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for sm_90, 8 times what older cards need
 TILE = 128  # rows and columns of out that a block computes; cuBLAS's are mostly of this size
@@ -69,7 +79,13 @@ def matmul(
             out.fill(0)
     elif out.size:
         on_host(out, a, b)  # refuses a mixture
-        _cublas(out, b, a, trans_b, trans_a, N, M, K, alpha, accumulate)
+        arguments = out, b, a, trans_b, trans_a, N, M, K, alpha, accumulate
+        if launch_observers:
+            name = "product " + " x ".join(map(str, (*batch_a, M, N, K)))
+            cost = functools.partial(product_cost, out, a, b)
+            show_launch(LaunchEvent(name, True, cost), functools.partial(_cublas, *arguments))
+        else:
+            _cublas(*arguments)
     return out
 
 

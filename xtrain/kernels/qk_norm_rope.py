@@ -35,6 +35,7 @@ from .primitives.ptx import device, kernel, let_next_start, load1, store1
 from .primitives.reduce import add_column_sums, warp_sum
 from .primitives.words import each_of
 from .rope import angle, check_tables, cycle, position_of, positions_for, rope_ref
+from .runtime.cost import declare_cost
 from .runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
 
 WARPS = 8  # of a block of the plain kernels: 8 heads of one token, a warp each
@@ -238,6 +239,8 @@ def make_fwd_kernel(H, G, D, each, normalise, given):
             if normalise and r == 0:
                 rstd[n * A + a] = scale  # kept for backward
 
+    # v is not touched: of qkv the kernel reads as many bytes as it writes to q and k
+    declare_cost(qk_norm_rope_fwd_kernel, sized_like={"qkv": ("q", "k")})
     return qk_norm_rope_fwd_kernel, plan
 
 
@@ -360,6 +363,8 @@ def make_bwd_kernel(H, G, D, each, normalise, given, overlap):
             block = int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
             add_heads(partial, block * (2 * D), dw_2E, cuda.shared.array(TILE, float32))
 
+    heads = ("dq", "dk")  # v's part of the packed arrays is not touched
+    declare_cost(qk_norm_rope_bwd_kernel, sized_like={"dqkv": heads, "qkv": heads})
     return qk_norm_rope_bwd_kernel, plan
 
 

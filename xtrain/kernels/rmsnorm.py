@@ -31,6 +31,7 @@ from .primitives.ptx import kernel, let_next_start
 from .primitives.reduce import MAX_WARPS, add_column_sums, block_sum
 from .primitives.rows import aligned_rows, make_row_ops, row_plan
 from .primitives.words import each_of
+from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,
     can_overlap,
@@ -210,6 +211,8 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
             let_next_start()  # add_column_sums
         add_rows(partial, int64(cuda.blockIdx.x) * C, dw_SE)
 
+    if again:
+        declare_cost(rmsnorm_bwd_kernel, in_place=("dy",))
     return rmsnorm_bwd_kernel, ops
 
 

@@ -28,6 +28,7 @@ from .primitives.ptx import device, kernel, load4, store4
 from .primitives.reduce import MAX_WARPS, block_max, block_sum, warp_max, warp_sum
 from .primitives.rows import row_plan
 from .primitives.tensor_cores import exp2, fmax
+from .runtime.cost import declare_cost
 from .runtime.launch import check, check_array, launch, on_host
 
 BLOCK = 256
@@ -217,6 +218,7 @@ def make_fwd_kernel(W, STEPS, R):
                     x_KE[k, j] *= inverse
                 store4(s, n * S + column + k * STRIDE, x_KE[k])
 
+    declare_cost(causal_softmax_fwd_row_kernel, in_place=("s",))
     return causal_softmax_fwd_row_kernel
 
 
@@ -254,7 +256,14 @@ def make_bwd_kernel(W, STEPS, R):
                     d_KE[k, j] = scale * p_KE[k, j] * (d_KE[k, j] - dot)
                 store4(dp, n * S + column + k * STRIDE, d_KE[k])
 
+    declare_cost(causal_softmax_bwd_row_kernel, in_place=("dp",))
     return causal_softmax_bwd_row_kernel
+
+
+declare_cost(causal_softmax_fwd_warp_kernel, in_place=("s_NS",))
+declare_cost(causal_softmax_fwd_kernel, in_place=("s_NS",))
+declare_cost(causal_softmax_bwd_warp_kernel, in_place=("dp_NS",))
+declare_cost(causal_softmax_bwd_kernel, in_place=("dp_NS",))
 
 
 # ----------------------------------------------------------------------------- launchers

@@ -43,6 +43,7 @@ from .primitives.flat import (
     whole_rows,
 )
 from .primitives.ptx import device, kernel
+from .runtime.cost import declare_cost
 from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
 
 
@@ -178,6 +179,7 @@ def make_swiglu_bwd_kernel(F, whole, again=False):
     def swiglu_bwd_again_kernel(dgu, dy, gu, N):
         columns(dgu, dy, gu, N)
 
+    declare_cost(swiglu_bwd_again_kernel, in_place=("dy",))
     return swiglu_bwd_again_kernel if again else swiglu_bwd_kernel
 
 

@@ -17,12 +17,14 @@ import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..device import Array, as_array
+from ..device import Array, array_module, as_array
 from ..kernels.elementwise import add_fwd, add_into
 from ..kernels.runtime.launch import empty, zeros
+from .observers import observed, op_observers
 from .tensor import Tensor, ops
 
 _recording = True
@@ -63,7 +65,8 @@ class Function:
         """Run forward on the arguments' arrays and, if any of them needs a gradient, record a Node."""
         ctx = Context(args)
         kind = "data" if cls.full_precision else "value"
-        out = cls.forward(ctx, *(getattr(a, kind) if isinstance(a, Tensor) else a for a in args))
+        values = [getattr(a, kind) if isinstance(a, Tensor) else a for a in args]
+        out = observed(cls, "forward", ctx, values) if op_observers else cls.forward(ctx, *values)
         outputs = [Tensor(o) for o in (out if isinstance(out, tuple) else (out,))]
         node = Node(cls, ctx, args, len(outputs)) if any(ctx.needs_grad) else None
         for i, tensor in enumerate(outputs):
@@ -95,7 +98,7 @@ class Edge:
 class Context:
     """What forward leaves for backward."""
 
-    __slots__ = ("edges", "needs_grad", "saved")
+    __slots__ = ("edges", "layer", "needs_grad", "saved")  # layer: see observers.py
 
     def __init__(self, args):
         self.needs_grad = [_recording and isinstance(a, Tensor) and a.requires_grad for a in args]
@@ -192,21 +195,22 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
 
 
 ops["backward"] = backward
-_units: dict = {}
+_units: WeakKeyDictionary = WeakKeyDictionary()  # by array module: the memory plan's is temporary
 
 
 def _unit(like):
-    """The gradient 1, always the same array: an op may skip a multiplication with it (see is_unit)."""
+    """The gradient 1, always the same array: an op may skip a multiplication by it (see is_unit)."""
+    units = _units.setdefault(array_module(like), {})
     key = type(like), like.shape, like.dtype, str(like.device)
-    if key not in _units:
-        _units[key] = zeros(like, like.shape)
-        _units[key][...] = 1
-    return _units[key]
+    if key not in units:
+        units[key] = zeros(like, like.shape)
+        units[key][...] = 1
+    return units[key]
 
 
 def is_unit(gradient: Array) -> bool:
-    """True if this is the 1 that backward() starts from. Costs no look at the values."""
-    return any(gradient is unit for unit in _units.values())
+    """True if this is the array that backward() starts from. Compares identities, not values."""
+    return any(gradient is unit for units in _units.values() for unit in units.values())
 
 
 def _call_backward(node, gradients):
@@ -217,7 +221,10 @@ def _call_backward(node, gradients):
             f"backward was called twice through {name}: its saved arrays are gone, run forward again"
         )
     node.check_untouched()
-    ctx, result = node.ctx, node.function.backward(node.ctx, *gradients)
+    ctx, f = node.ctx, node.function
+    result = (
+        observed(f, "backward", ctx, gradients) if op_observers else f.backward(ctx, *gradients)
+    )
     node.ctx = None
     result = result if isinstance(result, tuple) else (result,)
     if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):

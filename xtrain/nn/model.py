@@ -29,6 +29,7 @@ from ..kernels.rope import rope_tables
 from . import functional as F
 from .autograd import no_grad
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
+from .observers import in_layer
 from .recompute import recompute
 from .tensor import Tensor
 
@@ -174,10 +175,11 @@ class Decoder(Module):
     ) -> Tensor:
         """ids (N,) of B sequences -> (N, C). recomputed: what of each block backward computes again: none, attention, block."""
         h_NC, delta_NC = self.embed_tokens(ids_N), None
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             block = functools.partial(layer, B, rotary, recomputed == "attention")
+            block = functools.partial(recompute, block) if recomputed == "block" else block
             stream = (h_NC,) if delta_NC is None else (h_NC, delta_NC)
-            h_NC, delta_NC = recompute(block, *stream) if recomputed == "block" else block(*stream)
+            h_NC, delta_NC = in_layer(i, block, *stream)  # names the layer for observers
         return add_norm(h_NC, delta_NC, self.norm)[1]
 
 

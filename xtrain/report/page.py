@@ -24,9 +24,7 @@ class Options:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]  # folders of runs, such as runs/tiny
     out: Path | None = None  # the page; none: RUN/report.html, or compare.html next to the runs
-    sentence: str | None = (
-        None  # show the newest checkpoint's attention and predictions for this text
-    )
+    sentence: str | None = None  # show what the newest checkpoint does with this text
 
 
 def page(runs: list[Record]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..nn.model import Transformer
-from ..nn.observers import watch_ops
+from ..nn.observers import Op, observe_ops
 
 SPIKE_WINDOW, SPIKE_LEAST = 50, 20  # a new loss is compared with at most, and at least, so many
 CHUNK = 1 << 24  # elements checked at a time: bounds the temporary memory
@@ -54,10 +54,10 @@ class _Found(Exception):
 
 
 def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
-    """step() does forward and backward, eagerly. -> the first place that holds NaN or infinity, None if there is none.
+    """Find the first array with NaN or infinity in a step -> its description, None if all are finite.
 
-    Weights first, then every op in the order of computation: what forward gives, the gradients that backward gives
-    (those of parameters as far as they are added up). `model` needs a list of layers, model.model.layers.
+    step: runs forward and backward eagerly. The weights are checked first, then the results of every op in the order of
+    computation: outputs of forward, gradients from backward (those of parameters as far as they are added up).
     """
     model.arena.refresh()  # the bf16 copy, if there is one
     names = _names(model)
@@ -65,28 +65,27 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
         if found := count_nonfinite(array):
             return f"the weights {name}, before the step ({found})"
 
-    def look(op, way, layer, given, results):
-        for result in results:
-            if found := count_nonfinite(result):
-                used = [names[id(x)][0] for x in given if id(x) in names]
+    @contextlib.contextmanager
+    def check(op: Op) -> Iterator[None]:
+        yield
+        for array in op.outputs if op.name else ():  # a layer returns what its ops have returned
+            if found := count_nonfinite(array):
+                used = [names[id(x)][0] for x in op.inputs if id(x) in names]
                 weights = f" with {', '.join(used)}" if used else ""
-                raise _Found(f"{layer or 'outside the layers'}, {op}{weights}, {way} ({found})")
+                raise _Found(
+                    f"{op.layer or 'outside the layers'}, {op.name}{weights}, {op.way} ({found})"
+                )
 
     try:
-        with watch_ops(model, _no_note, look):
+        with observe_ops(check):
             step()
-    except _Found as found:
-        return str(found)
+    except _Found as error:
+        return str(error)
     return None
 
 
-@contextlib.contextmanager
-def _no_note(op: str, way: str, layer: str) -> Iterator[None]:
-    yield
-
-
 def _names(model):
-    """id of an array that ops are given -> (name of the parameter, the array)"""
+    """id of an array that ops receive -> (name of the parameter, the array)"""
     names = {}
     for prefix, p in model.storage():
         name = prefix + (

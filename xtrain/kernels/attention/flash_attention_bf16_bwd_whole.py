@@ -41,6 +41,7 @@ from ..primitives.tiles import (
     make_scores,
     make_store,
 )
+from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_bf16 import LOG2E, NEG_INF
 from .flash_attention_bf16_bwd import make_column_gradients
 
@@ -279,4 +280,11 @@ def make_whole_kernel(D, CAUSAL, config):
         at = opaque(int32(G * D))
         store_rows(acc_k, smem, mine, dk, (b * S + w0) * at + g * D, at, S - w0)
 
+    declare_cost(
+        flash_attention_whole_kernel,
+        sized_like={"dv": ("dk",), "v": ("dk",)},
+        flops=lambda dq, dk, dv, do, q, k, v, o, lse, T, S, *_: attention_flops(
+            5, dq.size, T, S, CAUSAL
+        ),
+    )
     return flash_attention_whole_kernel

@@ -12,9 +12,13 @@ cuLaunchKernel, its parameters packed by hand: about 10 us. Numba passes an arra
 meminfo, parent, size, itemsize, data pointer, shape..., strides... .
 """
 
+import contextlib
 import ctypes
+import functools
 import struct
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numba import from_dtype, types
@@ -23,6 +27,7 @@ from ... import simulator
 from ...device import Array, array_module, cupy
 from ...simulator import SimArray
 from .compile import allow_shared, load_function
+from .cost import Cost, kernel_cost
 from .overlap import launch_overlapping
 
 FLOATS = (
@@ -112,6 +117,45 @@ def check_ids(op: str, name: str, ids: Array) -> None:
     check(ids.dtype.kind in "iu", f"{op}: {name} must hold whole numbers, got {ids.dtype}")
 
 
+# ----------------------------------------------------------------------------- observers
+@dataclass(frozen=True)
+class LaunchEvent:
+    """What an observer learns about a launch on the GPU.
+
+    name: of the kernel's function, or "product M x N x K" for a matrix product by cuBLAS (is_product).
+    cost: a function, so that nothing is computed for an observer that does not call it.
+    """
+
+    name: str
+    is_product: bool
+    cost: Callable[[], Cost]
+
+
+LaunchObserver = Callable[[LaunchEvent, Callable[[], None]], None]
+launch_observers: list[LaunchObserver] = []
+
+
+@contextlib.contextmanager
+def observe_launches(observer: LaunchObserver) -> Iterator[None]:
+    """Inside, observer(event, start) is called for each kernel and each cuBLAS product, in place of the launch.
+
+    The observer calls start() to launch; without that the launch does not happen. Of several observers the one that was
+    registered last is called first, and its start() calls the one before.
+    """
+    launch_observers.append(observer)
+    try:
+        yield
+    finally:
+        launch_observers.remove(observer)
+
+
+def show_launch(event: LaunchEvent, start: Callable[[], None]) -> None:
+    """Pass a launch to the observers; start() performs it."""
+    for observer in launch_observers:
+        start = functools.partial(observer, event, start)
+    start()
+
+
 # ----------------------------------------------------------------------------- start the kernel
 def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> None:
     """Run a @cuda.jit kernel on `grid` blocks of `block` threads (ints or tuples of up to three).
@@ -120,14 +164,18 @@ def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -
     shared: bytes of dynamic shared memory. An empty grid launches nothing.
     overlap: the kernel may begin before the one before it has ended; it must call wait_for_previous (_ptx.py).
     """
-    args = [_scalar(a) for a in args]
+    converted = [_scalar(a) for a in args]
     grid, block = _dim3(grid), _dim3(block)
     if 0 in grid:
         return
-    if any(isinstance(a, SimArray) for a in args):
-        simulator.run(kernel, grid, block, *args, shared=shared, overlap=overlap)
+    if any(isinstance(a, SimArray) for a in converted):
+        simulator.run(kernel, grid, block, *converted, shared=shared, overlap=overlap)
+    elif launch_observers:
+        cost = functools.partial(kernel_cost, kernel, converted)
+        start = functools.partial(_launch_gpu, kernel, grid, block, converted, shared, overlap)
+        show_launch(LaunchEvent(kernel.py_func.__name__, False, cost), start)
     else:
-        _launch_gpu(kernel, grid, block, args, shared, overlap)
+        _launch_gpu(kernel, grid, block, converted, shared, overlap)
 
 
 def set_overlap(on: bool) -> None:
