@@ -99,7 +99,7 @@ def measure(runs, ranks, steps, warmup=WARMUP):
 
     def once(run):
         cp.cuda.Device().synchronize()
-        ranks.total([0.0])  # a barrier
+        ranks.sum([0.0])  # a barrier
         start = time.perf_counter()
         for _ in range(steps):
             run.step()
@@ -222,12 +222,12 @@ def worker(o: Options) -> None:
     import cupy as cp
 
     from xtrain.parallel.ranks import choose_gpu, connect
-    from xtrain.parallel.watchdog import Guard
+    from xtrain.parallel.watchdog import AbortOnError
     from xtrain.training.single_process import SINGLE_PROCESS
 
     task = json.loads(o.worker)
     ranks = connect()
-    with Guard(ranks, "bench_ddp"):
+    with AbortOnError(ranks, "bench_ddp"):
         choose_gpu(ranks)
         for v in task["variants"]:
             found = one_variant(o, task["model"], v, ranks if ranks.world > 1 else SINGLE_PROCESS)

@@ -1,4 +1,4 @@
-"""Which device there is, and the way of an array to it and back."""
+"""Finding the device, and moving arrays to it and back."""
 
 import sys
 import weakref
@@ -21,10 +21,12 @@ def test_resolve_device():
             device.resolve_device(wrong)
 
 
-def test_a_gpu_that_is_not_there(monkeypatch):
+def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(device, "gpu_available", lambda: False)
     assert device.resolve_device("auto") == "cpu"
-    with pytest.raises(UserError, match=r"no GPU.*nvidia-smi.*pip install -e '.\[gpu\]'.*cpu"):
+    with pytest.raises(
+        UserError, match=r"no usable GPU.*nvidia-smi.*pip install -e '.\[gpu\]'.*cpu"
+    ):
         device.resolve_device("gpu")
 
 
@@ -72,7 +74,7 @@ def test_the_gpu():
 
 
 def test_copies_in_host_memory():
-    """They do not change with the array, and the memory of a name is used again."""
+    """They do not change with the array, and the buffer of a name is reused."""
     copies = device.HostCopies()
     x = np.arange(5, dtype=np.float32)
     first = copies("a", x)
@@ -85,7 +87,7 @@ def test_copies_in_host_memory():
 
 
 def test_copies_from_a_gpu(monkeypatch):
-    """Page-locked memory, a copy that nobody waits for, and an event behind it on the same stream. (Played.)"""
+    """Page-locked memory, an asynchronous copy, and an event after it on the same stream. (With a fake CuPy.)"""
     asked = []
 
     class OnGpu:
@@ -116,22 +118,22 @@ def test_copies_from_a_gpu(monkeypatch):
     assert asked == ["page-locked", ("copy", False), "event", ("copy", False), "event", "wait"]
 
 
-# ----------------------------------------------------------------------------- a pool that a graph knows
+# ----------------------------------------------------------------------------- the pool of a CUDA graph
 class Full(Exception):
     status = device.OUT_OF_MEMORY
 
 
-def test_a_full_gpu_takes_no_block_from_a_graph(monkeypatch):
-    """What CuPy's pool does when the GPU refuses: give its free blocks back, try again. With a graph it must not come to that."""
-    said, room = [], [100]
+def test_a_full_gpu_frees_no_block_of_a_graph(monkeypatch):
+    """When the GPU is full, CuPy's pool frees its unused blocks and tries again. A graph's pool must not."""
+    calls, room = [], [100]
 
-    def take(size):
+    def allocate(size):
         if size > room[0]:
             raise Full
         return size
 
-    def default_gives_back():
-        said.append("the default pool gives back")
+    def default_frees():
+        calls.append("the default pool frees")
         room[0] += 50
 
     class Pool:
@@ -148,29 +150,29 @@ def test_a_full_gpu_takes_no_block_from_a_graph(monkeypatch):
                 return self.allocator(size)
 
         def free_all_blocks(self):
-            said.append("the pool gives back")
+            calls.append("the pool frees")
             room[0] += 50
 
         def set_limit(self, size):
             assert size == 0
 
     cuda = SimpleNamespace(
-        MemoryPool=Pool, Memory=take, MemoryPointer=lambda memory, offset: memory,
+        MemoryPool=Pool, Memory=allocate, MemoryPointer=lambda memory, offset: memory,
         runtime=SimpleNamespace(CUDARuntimeError=Full),
     )  # fmt: skip
-    default = SimpleNamespace(free_all_blocks=default_gives_back)
+    default = SimpleNamespace(free_all_blocks=default_frees)
     fake = SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: default)
     monkeypatch.setattr(device, "cupy", lambda: fake)
     pool = device.PrivatePool()
     assert pool.malloc(100) == 100 and pool.malloc(150) == 150
-    assert said == ["the pool gives back"]
+    assert calls == ["the pool frees"]
     pool.keep()
-    assert pool.malloc(200) == 200 and said[1:] == ["the default pool gives back"]
+    assert pool.malloc(200) == 200 and calls[1:] == ["the default pool frees"]
     with pytest.raises(
-        MemoryError, match="Out of memory allocating 1,000 bytes beside a CUDA graph"
+        MemoryError, match="Out of memory allocating 1,000 bytes next to a CUDA graph"
     ):
         pool.malloc(1000)
-    assert said[2:] == ["the default pool gives back"]
+    assert calls[2:] == ["the default pool frees"]
     gone = weakref.ref(pool)
     del pool
-    assert gone() is None, "nothing else holds it"
+    assert gone() is None, "no other reference exists"

@@ -1,4 +1,4 @@
-"""Files that survive: whole or not there, appended without half lines, folders that only one process writes."""
+"""Files: complete or absent, appended without half lines; folders that only one process writes."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Disk:
-    """A disk with room for so many bytes more; what does not fit is written in part, as real ones do."""
+    """A disk with `room` free bytes; a write that does not fit is cut, as on a real disk."""
 
     def __init__(self, monkeypatch, room, code=errno.ENOSPC):
         self.room, self.code = room, code
@@ -55,7 +55,7 @@ def test_a_journal_keeps_what_a_full_disk_refuses(tmp_path, monkeypatch, code):
     journal = Journal(path)
     assert journal.write("one\n")
     disk = Disk(monkeypatch, 6, code)
-    assert not journal.write("two and more\n"), "half of it would have fitted"
+    assert not journal.write("two and more\n"), "half of it would fit"
     assert path.read_text() == "old\none\n"
     assert not journal.write("three\n") and not journal.flush()
     assert path.read_text() == "old\none\n"
@@ -71,7 +71,7 @@ def test_a_journal_on_a_broken_disk(tmp_path, monkeypatch):
         journal.write("x")
 
 
-def test_a_journal_that_somebody_cut(tmp_path):
+def test_a_journal_that_was_truncated(tmp_path):
     journal = Journal(tmp_path / "a")
     journal.write("one\n")
     (tmp_path / "a").write_text("")
@@ -81,7 +81,7 @@ def test_a_journal_that_somebody_cut(tmp_path):
     assert (tmp_path / "a").read_text() == "three\n"
 
 
-def test_a_journal_that_somebody_added_to(tmp_path, monkeypatch):
+def test_a_journal_that_was_extended(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "a")
     journal.write("one\n")
     with open(tmp_path / "a", "a", encoding="utf-8") as file:
@@ -93,7 +93,7 @@ def test_a_journal_that_somebody_added_to(tmp_path, monkeypatch):
 
 
 def test_logs_of_a_run_on_a_full_disk(tmp_path, monkeypatch):
-    """From step 6 to 9 nothing can be written. The run goes on; in the end every line is there."""
+    """From step 6 to 9 nothing can be written. The run continues; at its end every line is in the files."""
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(RunLog, "picture", lambda self: None)
     kind = dict(steps=12, save_every=4, eval_every=5, sample_every=7)
@@ -114,7 +114,7 @@ def test_logs_of_a_run_on_a_full_disk(tmp_path, monkeypatch):
     assert_same_run(whole, full)
 
 
-def test_a_full_disk_is_told_once_though_one_file_has_room(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_once_though_one_file_has_room(tmp_path, monkeypatch):
     disk, told = Disk(monkeypatch, 0), []
     book = RunLog.__new__(RunLog)
     book.folder, book.full, book.warn = tmp_path, False, told.append
@@ -132,7 +132,7 @@ def test_a_full_disk_is_told_once_though_one_file_has_room(tmp_path, monkeypatch
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signals here")
 @pytest.mark.parametrize("code, ends", [(0, 0), (2, -signal.SIGTERM)])
 def test_a_signal_after_the_end_is_no_failure(code, ends):
-    """Python and MPI take a while to end: whoever is told to stop then has stopped already."""
+    """Python and MPI take a while to shut down: a signal during that time must not change the exit code."""
     script = (
         "import atexit, os, signal, sys; from xtrain.cli import command_line\n"
         "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
@@ -162,11 +162,11 @@ def test_digest(tmp_path):
     assert digest(tmp_path / "a") == hashlib.blake2b(b"abc" * 10**6, digest_size=16).hexdigest()
 
 
-def test_a_dead_process_lets_go(tmp_path):
-    """While it lives its lock holds; when it is killed, and not before, the folder is free."""
+def test_a_killed_process_releases_its_lock(tmp_path):
+    """And not before it is killed."""
     code = (
         "import sys, pathlib, threading; from xtrain.files import locked\n"
-        "with locked(pathlib.Path(sys.argv[1])) as sure: print(sure, flush=True); threading.Event().wait()"
+        "with locked(pathlib.Path(sys.argv[1])) as is_locked: print(is_locked, flush=True); threading.Event().wait()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
@@ -176,12 +176,12 @@ def test_a_dead_process_lets_go(tmp_path):
         pass
     process.kill()
     process.communicate()
-    with locked(tmp_path) as sure:
-        assert sure
+    with locked(tmp_path) as is_locked:
+        assert is_locked
     assert os.listdir(tmp_path) == []
 
 
-def test_what_is_said():
+def test_messages():
     full, other = (
         cannot_write(Path("x"), OSError(code, os.strerror(code)))
         for code in (errno.ENOSPC, errno.EROFS)

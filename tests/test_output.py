@@ -1,4 +1,4 @@
-"""Standard output that nobody reads, that has no room or is closed: a run goes on, others end with a word or none."""
+"""Standard output that is unread, full or closed: a run continues, other commands end with one message or none."""
 
 import io
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from runs import DATA
+from signals import default_signals_in_child
 
 from xtrain.cli import Output, command_line
 
@@ -26,7 +27,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 
 def command(output, *arguments):
-    """-> exit code, what it said on stderr"""
+    """-> exit code, stderr"""
     done = subprocess.run(
         [sys.executable, "-m", f"xtrain.{arguments[0]}", *arguments[1:]],
         stdout=output, stderr=subprocess.PIPE, text=True, timeout=300, stdin=subprocess.DEVNULL,
@@ -36,7 +37,7 @@ def command(output, *arguments):
 
 @pytest.fixture
 def unread():
-    """A pipe whose reader has gone."""
+    """A pipe whose reading end is closed."""
     read, write = os.pipe()
     os.close(read)
     yield write
@@ -57,12 +58,12 @@ def test_a_run_on_a_full_disk_for_its_output(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["lesson", "list"], ["train", "--help"]], ids=" ".join)
-def test_others_end_without_a_word(unread, arguments):
+def test_other_commands_end_without_a_message(unread, arguments):
     assert command(unread, *arguments) == (141, "")
 
 
 @needs_full
-def test_others_say_that_there_is_no_room():
+def test_other_commands_report_a_full_disk():
     with open(FULL, "w") as full:
         code, said = command(full, "lesson", "list")
     assert (
@@ -82,7 +83,7 @@ def in_ascii():
     return io.TextIOWrapper(io.BytesIO(), encoding="ascii")
 
 
-def test_what_the_encoding_does_not_know_is_a_question_mark(monkeypatch):
+def test_characters_outside_the_encoding_become_question_marks(monkeypatch):
     monkeypatch.setattr(sys, "stdout", in_ascii())
     output = Output()
     assert output.write("a 日本 \udcff z\n") == 9
@@ -93,14 +94,14 @@ def test_what_the_encoding_does_not_know_is_a_question_mark(monkeypatch):
     assert sys.stdout.getvalue() == "日"
 
 
-def test_other_programs_write_question_marks_too(monkeypatch):
+def test_other_commands_write_question_marks_too(monkeypatch):
     monkeypatch.setattr(sys, "stdout", in_ascii())
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this program goes on
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process continues
     assert command_line(lambda: print("日") or 0) == 0
     assert sys.stdout.buffer.getvalue() == b"?\n"
 
 
-def test_ctrl_c_is_no_traceback(capsys):
+def test_ctrl_c_prints_no_traceback(capsys):
     def interrupted():
         raise KeyboardInterrupt
 
@@ -109,7 +110,7 @@ def test_ctrl_c_is_no_traceback(capsys):
 
 
 def test_ctrl_c_while_a_command_imports(tmp_path):
-    """Nothing has begun: it just ends, as a program in C does. A library that imports xtrain keeps Python's way."""
+    """A command ends silently, like a C program; a program that imports xtrain keeps Python's behaviour."""
     first = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
     (tmp_path / "numpy.py").write_text(first)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[1])])
@@ -118,7 +119,9 @@ def test_ctrl_c_while_a_command_imports(tmp_path):
         (["-c", "import xtrain"], "Keyboard"),
     ):
         command, env = [sys.executable, *arguments], os.environ | {"PYTHONPATH": path}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, preexec_fn=default_signals_in_child
+        )
         assert done.returncode == -signal.SIGINT and words in done.stderr
         assert words or not done.stderr
 
@@ -133,7 +136,7 @@ def test_ctrl_c_is_an_exception_once_a_command_runs():
 
 
 def test_streams_that_are_closed(monkeypatch):
-    """Python makes them None, which has no methods."""
+    """Python sets them to None."""
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
 

@@ -1,4 +1,4 @@
-"""What Windows and macOS lack is taken away here: modules, signals and functions that only POSIX or only Linux has."""
+"""xtrain without the modules, signals and functions that Windows or macOS lack: they are removed here."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CODE = """
 import importlib, multiprocessing, os, pkgutil, signal, subprocess, sys, time
-import numba.cuda, numpy  # they know their platform themselves
+import numba.cuda, numpy  # they check their platform themselves
 
 ABSENT = "fcntl", "resource", "pwd", "grp", "termios", "tty", "pty"
 

@@ -6,8 +6,8 @@
     if __name__ == "__main__":
         sys.exit(command_line(main))
 
-Exit codes: 0 success, 2 bad input (one sentence on stderr), 130 Ctrl-C, 141 the reader of standard output has gone,
-1 anything else.
+Exit codes: 0 success, 2 bad input (one sentence on stderr), 130 Ctrl-C, 141 the reader of standard
+output has closed its end, 1 anything else.
 """
 
 import contextlib
@@ -19,31 +19,33 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .errors import UserError, ran_out, wanted
+from .errors import UserError, describe_out_of_memory, is_out_of_memory
 from .files import FULL
 
-UNREAD = 141  # what a shell says of a program that wrote to a pipe without a reader: 128 + SIGPIPE
+BROKEN_PIPE = 141  # a shell's exit code for a program that was ended by SIGPIPE: 128 + 13
 
 
 class Output:
-    """Standard output for a run, which does not depend on it: what a full disk or a closed pipe refuses is dropped."""
+    """Standard output that never fails a run: text that a full disk or a closed pipe refuses is dropped."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.refused = False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)  # the one of now: somebody may redirect it
+        return getattr(sys.stdout, name)  # looked up each time: sys.stdout may be redirected
 
     def write(self, text: str) -> int:
+        """As a text stream; never raises."""
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        known = text.encode(encoding, "replace").decode(encoding)  # ? for what it does not know
-        self._try(lambda: sys.stdout.write(known))
+        encodable = text.encode(encoding, "replace").decode(encoding)  # ? for other characters
+        self._try(lambda: sys.stdout.write(encodable))
         return len(text)
 
     def flush(self) -> None:
+        """As a text stream; never raises."""
         self._try(lambda: sys.stdout.flush())
 
-    def _try(self, call):
+    def _try(self, call: Callable[[], Any]) -> None:
         if sys.stdout is not None:
             try:
                 call()
@@ -51,16 +53,18 @@ class Output:
                 self.refused = True
 
     def end(self) -> None:
-        """Let nothing of what was refused be tried again at the end of the program, where it would be an error."""
+        """Discard refused text, so that Python does not try to write it again at exit and fail."""
         if self.refused:
             _discard_output()
 
 
 def command(name: str, *, interrupted: str = "interrupted", less_memory: str = "") -> Callable:
-    """Decorate a command's main(arguments=None) -> exit code: a UserError becomes one sentence on stderr and exit code 2.
+    """Decorate a command's main(arguments=None) -> exit code.
 
-    name: how messages begin, such as "xtrain.train".  interrupted: what Ctrl-C prints, with exit code 130.
-    less_memory: what to do when memory runs out; "": running out of memory is an ordinary error here.
+    A UserError becomes one sentence on stderr and exit code 2.
+    name: the prefix of messages, such as "xtrain.train".
+    interrupted: what Ctrl-C prints, with exit code 130.
+    less_memory: what to do when memory runs out; "": out-of-memory errors are raised as they are.
     """
 
     def decorate(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -72,9 +76,9 @@ def command(name: str, *, interrupted: str = "interrupted", less_memory: str = "
                 print(f"{name}: {error}", file=sys.stderr)
                 return 2
             except (MemoryError, RuntimeError) as error:
-                if not (less_memory and ran_out(error)):
+                if not (less_memory and is_out_of_memory(error)):
                     raise
-                print(f"{name}: {wanted(error)}: {less_memory}", file=sys.stderr)
+                print(f"{name}: {describe_out_of_memory(error)}: {less_memory}", file=sys.stderr)
                 return 2
             except KeyboardInterrupt:
                 print(f"\n{name}: {interrupted}", file=sys.stderr)
@@ -86,18 +90,21 @@ def command(name: str, *, interrupted: str = "interrupted", less_memory: str = "
 
 
 def command_line(main: Callable[[], int]) -> int:
-    """main() -> the exit code of the program: 130 for Ctrl-C, UNREAD when nobody reads its output (`| head`), 1 when that
-    has no room."""
+    """Call main(). -> the exit code of the program.
+
+    130 for Ctrl-C, BROKEN_PIPE if the reader of its output has ended (`| head`), 1 if the output
+    cannot be written.
+    """
     _open_streams()
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as __init__.py left it
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by __init__.py
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            code = main()
+            code: Any = main()
         except SystemExit as stop:  # --help
             code = stop.code
         sys.stdout.flush()
-        if not code:  # all is done: a signal while Python and MPI end must not make it a failure
+        if not code:  # success: a signal while Python and MPI shut down must not make it a failure
             for name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"} & set(dir(signal)):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
         return code
@@ -109,21 +116,21 @@ def command_line(main: Callable[[], int]) -> int:
             raise
         _discard_output()
         if error.errno == errno.EPIPE:
-            return UNREAD
+            return BROKEN_PIPE
         print(f"xtrain: standard output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
 
 
-def _open_streams():
-    """Streams that are closed (<&-, >&-) lead nowhere; those without Unicode show ? instead of ending us."""
+def _open_streams() -> None:
+    """Replace closed streams (<&-, >&-) by /dev/null; write ? where an encoding lacks a character."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-        elif name != "stderr" and hasattr(stream, "reconfigure"):  # stderr shows \\u65e5 by itself
+        elif name != "stderr" and hasattr(stream, "reconfigure"):  # stderr escapes them: \\u65e5
             stream.reconfigure(errors="replace")
 
 
-def _discard_output():
+def _discard_output() -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

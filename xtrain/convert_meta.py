@@ -1,4 +1,4 @@
-"""Meta's own Llama checkpoints into the Hugging Face layout:   python -m xtrain.convert_meta SOURCE TARGET"""
+"""Convert Meta's Llama checkpoints to the Hugging Face layout:   python -m xtrain.convert_meta SOURCE TARGET"""
 
 import sys
 from pathlib import Path
@@ -6,12 +6,14 @@ from pathlib import Path
 import tyro
 
 from .cli import command, command_line
-from .formats.meta import BESIDE, GENERATION, Options, convert
+from .data.tokenizer import COMPANION_FILES
+from .formats.huggingface import GENERATION
+from .formats.meta import Options, convert
 
 
 @command("xtrain.convert_meta")
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> exit code: 0, or 2 when the user can mend something (said in one sentence on stderr)."""
+    """-> exit code: 0, or 2 after a UserError, whose message goes to stderr."""
     options = tyro.cli(Options, prog="python -m xtrain.convert_meta", args=arguments)
     config = convert(options)
     print(
@@ -20,8 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if not (Path(options.target) / "tokenizer.json").is_file():
         print(
-            "it has no tokenizer.json yet: copy it from the Hugging Face release of the same model, with the files "
-            f"{', '.join(BESIDE)} and {GENERATION} that are there (tokens that end an answer, chat template)"
+            "it has no tokenizer.json yet: copy it from the Hugging Face release of the same model, with those "
+            f"of {', '.join(COMPANION_FILES)} and {GENERATION} that exist (tokens that end an answer, chat template)"
         )
     return 0
 

@@ -33,7 +33,7 @@ from .cli import command_line
 from .errors import UserError
 from .parallel.ddp import ParallelConfig, train_parallel
 from .parallel.ranks import connect
-from .parallel.watchdog import Guard
+from .parallel.watchdog import AbortOnError
 from .report import page
 from .training.single_process import SINGLE_PROCESS, SingleProcess
 
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return _parse(arguments, SINGLE_PROCESS)[1]
             print(f"xtrain.ddp: {error}", file=sys.stderr)
         return 2
-    with Guard(ranks, "xtrain.ddp") as guard:
+    with AbortOnError(ranks, "xtrain.ddp") as guard:
         config, code = _parse(arguments, ranks)
         if config is None:
             return code

@@ -1,7 +1,7 @@
-"""Is there a GPU, and how does an array get there and back?
+"""Find the GPU, and move arrays to it and back.
 
 The device is the array type: NumPy arrays live on the CPU, CuPy arrays on the GPU. Nothing here keeps a
-"current device" of its own; CuPy's current device and stream are the only ones.
+separate "current device"; CuPy's current device and stream are the only ones.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def _usable_cupy() -> ModuleType | None:
 
 
 def cache_folder() -> Path:
-    """$XTRAIN_CACHE, otherwise xtrain in $XDG_CACHE_HOME, otherwise ~/.cache/xtrain."""
+    """$XTRAIN_CACHE, else xtrain in $XDG_CACHE_HOME, else ~/.cache/xtrain."""
     if folder := os.environ.get("XTRAIN_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "xtrain")
@@ -69,20 +69,20 @@ def gpu_available() -> bool:
 
 
 def has_bf16() -> bool:
-    """Do this GPU's instructions take bf16? From compute capability 8.0 on (Ampere); to be asked where there is a GPU."""
+    """Does this GPU support bf16 instructions (compute capability 8.0, Ampere, or higher)? Needs a GPU."""
     return int(cupy().cuda.Device().compute_capability) >= 80
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" | "cpu" | "gpu" -> "cpu" | "gpu". Raises UserError when a GPU is asked for and there is none."""
+    """ "auto" | "cpu" | "gpu" -> "cpu" | "gpu". Raises UserError for "gpu" without a usable GPU."""
     if device == "auto":
         return "gpu" if gpu_available() else "cpu"
     if device not in ("cpu", "gpu"):
         raise UserError(f"device {device!r} is not known: choose auto, cpu or gpu")
     if device == "gpu" and not gpu_available():
         raise UserError(
-            "no GPU can be used here: check that nvidia-smi lists one and that "
-            "`pip install -e '.[gpu]'` was run in the checkout, or choose the cpu"
+            "no usable GPU was found: check that nvidia-smi lists one and that "
+            "`pip install -e '.[gpu]'` was run in the checkout, or choose the device cpu"
         )
     return device
 
@@ -93,17 +93,17 @@ def array_module(x: Array) -> ModuleType:
 
 
 def is_gpu(x: Array) -> bool:
-    """Is this array on the GPU? (True for the simulator's arrays, too.)"""
+    """Is this array on the GPU? False for the simulator's arrays, which are NumPy arrays."""
     return not isinstance(x, np.ndarray)
 
 
 def as_array(x: Any) -> Array:
-    """x if it is an array, else a NumPy array of it: NumPy turns arrays without axes into scalars on every occasion."""
+    """x if it is an array, else np.asarray(x): NumPy operations turn 0-d arrays into scalars."""
     return x if hasattr(x, "strides") and not isinstance(x, np.generic) else np.asarray(x)
 
 
 def to_device(x: np.ndarray, device: str) -> Array:
-    """A copy on the GPU for "gpu", in the simulator for "sim"; x itself for "cpu"."""
+    """x copied to the GPU ("gpu") or the simulator ("sim"); x itself for "cpu"."""
     if device == "sim":
         from .simulator import sim
 
@@ -112,39 +112,39 @@ def to_device(x: np.ndarray, device: str) -> Array:
 
 
 def zeros_on(device: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
-    """Zeros, made where they are to live."""
+    """Zeros, allocated on the device: "cpu", "gpu" or "sim"."""
     if device == "gpu":
         return cupy().zeros(shape, dtype)
     return to_device(np.zeros(shape, dtype), device)
 
 
 def to_numpy(x: Array) -> np.ndarray:
-    """The values as a NumPy array; from the GPU this copies and waits for it."""
+    """The values as a NumPy array. From the GPU this copies, and waits for the GPU."""
     return x if isinstance(x, np.ndarray) else x.get()
 
 
 class HostCopies:
-    """Copies of arrays in host memory of their own, made while the GPU goes on: whoever reads them waits for `event` first.
+    """Asynchronous copies of arrays to host memory: wait for `event` before reading them.
 
-    The memory is taken once for each name (page-locked, for a GPU) and lent out again with the next copy of that name.
+    Each name has one buffer (page-locked for a GPU), which the next copy of that name overwrites.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.memory: dict[str, np.ndarray] = {}
         self.from_gpu = False
 
     def __call__(self, name: str, x: Array) -> np.ndarray:
-        """A copy of x as it is when everything asked of its device so far is done."""
+        """Copy x, with its values after all work queued on its device so far. -> the host buffer"""
         host = self.memory.get(name)
         if host is None or host.shape != x.shape or host.dtype != x.dtype:
-            host = self.memory[name] = self._take(x)
+            host = self.memory[name] = self._allocate(x)
         if isinstance(x, np.ndarray):
             host[...] = x
         else:
             x.get(out=host, blocking=False)
         return host
 
-    def _take(self, x):
+    def _allocate(self, x: Array) -> np.ndarray:
         if isinstance(x, np.ndarray):
             return np.empty_like(x)
         import cupyx
@@ -153,14 +153,14 @@ class HostCopies:
         return cupyx.empty_pinned(x.shape, x.dtype)
 
     def event(self) -> Callable[[], None]:
-        """-> a function that waits until all copies made so far have arrived; any thread may call it."""
+        """-> a function that waits until all copies so far are complete; any thread may call it."""
         return (
             cupy().cuda.get_current_stream().record().synchronize if self.from_gpu else lambda: None
         )
 
 
 def synchronize(device: str) -> None:
-    """Wait until the GPU has done everything asked of it so far."""
+    """Wait until the GPU has finished all queued work."""
     if device == "gpu":
         cupy().cuda.Device().synchronize()
 
@@ -174,30 +174,34 @@ def device_name(device: str) -> str:
 
 
 class PrivatePool:
-    """A CuPy memory pool of its own, for a CUDA graph; counted by memory_peak_bytes while it lives.
+    """A CuPy memory pool for one CUDA graph; memory_peak_bytes counts it while it exists.
 
-    When the GPU is full, a pool gives its free blocks back and tries again. Once a graph knows their addresses (`keep`) that
-    must not happen: then the default pool gives its own back, and if that is not enough, there is a MemoryError.
+    When the GPU is full, a CuPy pool frees its unused blocks and tries again. Once a graph holds the
+    addresses of the blocks (`keep`) that must not happen: then the default pool frees its blocks, and
+    if that is not enough, MemoryError is raised.
     """
 
     alive: weakref.WeakSet = weakref.WeakSet()
 
-    def __init__(self):
-        self.kept: list = []  # a list, since the pool holds it: if it held us, neither would ever go
-        self.pool = cupy().cuda.MemoryPool(functools.partial(_take, self.kept))
+    def __init__(self) -> None:
+        # a list shared with the pool: a reference to self would be a cycle that is never freed
+        self.kept: list[bool] = []
+        self.pool = cupy().cuda.MemoryPool(functools.partial(_allocate, self.kept))
         self.malloc, self.total_bytes = self.pool.malloc, self.pool.total_bytes
         self.free_all_blocks = self.pool.free_all_blocks
         weakref.finalize(self, self.pool.free_all_blocks)  # CuPy 14 leaves them on the GPU
         self.alive.add(self)
 
     def keep(self) -> None:
-        """From now on no block goes back to the GPU while this lives."""
+        """From now on no block is returned to the GPU while this pool exists."""
         self.kept.append(True)
-        self.pool.set_limit(size=0)  # $CUPY_GPU_MEMORY_LIMIT: at a limit, too, blocks would go back
+        self.pool.set_limit(
+            size=0
+        )  # at a limit ($CUPY_GPU_MEMORY_LIMIT) blocks would be returned, too
 
 
-def _take(kept: list, size: int) -> Any:
-    """Memory from the GPU itself, for a PrivatePool."""
+def _allocate(kept: list[bool], size: int) -> Any:
+    """size bytes from the GPU itself, for a PrivatePool. kept: not empty after PrivatePool.keep."""
     gpu = cupy().cuda
     new = lambda: gpu.MemoryPointer(gpu.Memory(size), 0)
     try:
@@ -209,11 +213,13 @@ def _take(kept: list, size: int) -> Any:
     try:
         return new()
     except gpu.runtime.CUDARuntimeError as error:
-        raise MemoryError(f"Out of memory allocating {size:,} bytes beside a CUDA graph") from error
+        raise MemoryError(
+            f"Out of memory allocating {size:,} bytes next to a CUDA graph"
+        ) from error
 
 
-def both_see(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Any]:
-    """-> an array of host memory that the GPU can write (pinned and mapped), as the host and as kernels see it"""
+def mapped_array(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Any]:
+    """An array in pinned and mapped host memory, zero-filled. -> as NumPy array, as CuPy array for kernels"""
     cp, dtype = cupy(), np.dtype(dtype)
     nbytes = int(np.prod(shape)) * dtype.itemsize
     memory = cp.cuda.alloc_pinned_memory(nbytes)
@@ -224,13 +230,13 @@ def both_see(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Any]:
 
 
 def free_cached(device: str) -> None:
-    """Give memory that nothing uses back to the GPU. (The pool keeps it otherwise, for arrays to come.)"""
+    """Return the unused blocks of the memory pool to the GPU."""
     if device == "gpu":
         cupy().get_default_memory_pool().free_all_blocks()
 
 
 def memory_peak_bytes(device: str) -> int | None:
-    """Bytes that our pools have taken from the GPU so far (they keep what is freed); None on the CPU."""
+    """Bytes that the memory pools have allocated on the GPU (they keep freed blocks); None on the CPU."""
     if device == "cpu":
         return None
     pools = [cupy().get_default_memory_pool(), *PrivatePool.alive]

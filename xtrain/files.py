@@ -1,4 +1,7 @@
-"""Files that survive a kill, a full disk and a power cut: whole or not there, and on the disk before anybody relies on them."""
+"""Files that survive a kill, a full disk and a power cut.
+
+A file is either complete or absent, and it is on the disk before anything depends on it.
+"""
 
 import contextlib
 import errno
@@ -12,23 +15,28 @@ from pathlib import Path
 
 from .errors import UserError
 
-STRAY_SECONDS = 3600  # where folders cannot be locked: one untouched for so long is nobody's
-FULL = {errno.ENOSPC, errno.EDQUOT}  # no room: freeing some mends it, so a run goes on
+# where folders cannot be locked: a work folder unchanged for this long belongs to a dead process
+STRAY_SECONDS = 3600
+FULL = {errno.ENOSPC, errno.EDQUOT}  # a full disk: freeing space fixes it, so a run continues
 
 
 class DiskFull(UserError):
-    """There is no room to write what had to be written."""
+    """The disk is full."""
 
 
 def cannot_write(path: Path, error: OSError, instead: str = "choose another --out") -> UserError:
+    """The UserError for an OSError while writing path; DiskFull if the disk is full.
+
+    instead: what the user can do, other than to free space.
+    """
     if error.errno in FULL:
         return DiskFull(f"no space left to write {path}: make room or {instead}")
     return UserError(f"{path} cannot be written ({error.strerror or error}): {instead}")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of names that a folder is, is on the disk. Raises OSError."""
-    if os.name == "nt" and path.is_dir():  # Windows has no such call for folders
+    """Wait until a file, or the names in a folder, are on the disk. Raises OSError."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot sync a folder
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
@@ -38,14 +46,14 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The same for every file in a folder, and then the folder."""
+    """sync() every file in a folder, then the folder. Raises OSError."""
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file; whoever looks sees the old content or the new one. Raises OSError."""
+    """Replace a file atomically: a reader sees the old content or the new one. Raises OSError."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         temporary.write_bytes(content)
@@ -67,32 +75,35 @@ class Busy(Exception):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Nobody else can lock the folder meanwhile; a process that dies lets go. -> is it locked? Raises Busy.
+    """Lock a folder against other processes. -> is it locked? Raises Busy if another process holds the lock.
 
-    The lock is the kernel's (flock) on the folder itself: it leaves no file. Where there is none (Windows, some network
-    disks) the folder is not locked.
+    The lock (flock) is on the folder itself and leaves no file; the kernel releases it when the
+    process ends. Where flock is not supported (Windows, some network disks) the folder is not locked.
     """
     try:
         import fcntl
     except ImportError:
         yield False
         return
-    descriptor, sure = os.open(folder, os.O_RDONLY), True
+    descriptor, is_locked = os.open(folder, os.O_RDONLY), True
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Busy from None
         except OSError:
-            sure = False
-        yield sure
+            is_locked = False
+        yield is_locked
     finally:
         os.close(descriptor)
 
 
 @contextlib.contextmanager
 def work_folder(parent: Path) -> Iterator[Path]:
-    """A new folder in `parent`, to be renamed or else removed at the end; before, those of killed processes are removed."""
+    """A new folder in `parent`, removed at the end unless the caller has renamed it.
+
+    Work folders of killed processes are removed first.
+    """
     for stray in parent.glob(".tmp-*"):
         _remove_if_dead(stray)
     with contextlib.ExitStack() as stack:
@@ -105,37 +116,38 @@ def work_folder(parent: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _own_folder(parent, stack):
+def _own_folder(parent: Path, stack: contextlib.ExitStack) -> Path | None:
+    """Make and lock a folder; the stack releases the lock. None if another process has removed it."""
     folder = Path(tempfile.mkdtemp(prefix=".tmp-", dir=parent))
     with contextlib.suppress(Busy, FileNotFoundError):
         stack.enter_context(locked(folder))
         if folder.exists():
             return folder
-    return None  # another process found it before it was locked, and took it for a dead one's
+    return None  # removed by another process, before it was locked, as that of a dead process
 
 
-def _remove_if_dead(stray):
-    with contextlib.suppress(Busy, OSError), locked(stray) as sure:  # another process may be faster
-        if sure or time.time() - stray.stat().st_mtime > STRAY_SECONDS:
+def _remove_if_dead(stray: Path) -> None:
+    # OSError: another process has removed it meanwhile
+    with contextlib.suppress(Busy, OSError), locked(stray) as is_locked:
+        if is_locked or time.time() - stray.stat().st_mtime > STRAY_SECONDS:
             shutil.rmtree(stray, ignore_errors=True)
 
 
 class Journal:
-    """A file that only grows. What a full disk refuses is kept, and written together with the next."""
+    """An append-only file. Text that does not fit on a full disk is kept and written with the next."""
 
     def __init__(self, path: Path):
-        self.path, self.waiting = path, b""
-        self.size = (
-            path.stat().st_size if path.exists() else 0
-        )  # bytes that are in the file for certain
+        self.path, self.pending = path, b""
+        self.size = path.stat().st_size if path.exists() else 0  # bytes written to the file
 
     def write(self, text: str) -> bool:
-        """-> did it all get into the file? Raises UserError on anything but a full disk."""
-        self.waiting += text.encode()
+        """Append text. -> is all of it in the file? Raises UserError for any error but a full disk."""
+        self.pending += text.encode()
         return self.flush()
 
     def flush(self) -> bool:
-        if not self.waiting:
+        """Write the pending text. -> is all of it in the file? Raises UserError as write() does."""
+        if not self.pending:
             return True
         try:
             self._append()
@@ -143,16 +155,18 @@ class Journal:
             if error.errno not in FULL:
                 raise cannot_write(self.path, error) from error
             return False
-        self.size, self.waiting = self.size + len(self.waiting), b""
+        self.size, self.pending = self.size + len(self.pending), b""
         return True
 
-    def _append(self):
+    def _append(self) -> None:
         with open(self.path, "ab", buffering=0) as file:
-            self.size = os.fstat(file.fileno()).st_size  # somebody may have cut it, or added to it
-            rest = memoryview(self.waiting)
+            self.size = os.fstat(
+                file.fileno()
+            ).st_size  # another program may have truncated or extended it
+            rest = memoryview(self.pending)
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError:
-                file.truncate(self.size)  # half a line would be taken for a whole one
+                file.truncate(self.size)  # a reader would take half a line for a complete one
                 raise

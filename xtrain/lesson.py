@@ -1,10 +1,11 @@
-"""Lessons: start an exercise, check it, look into a kernel.
+"""Lessons: start exercises, check them, look into a kernel.
 
-    python -m xtrain.lesson list           the exercises, and the file with yours
-    python -m xtrain.lesson start 1        copy lesson 1's exercises to my_lessons/, where you write
-    python -m xtrain.lesson check 1        run them in the simulator and say what is wrong; check 1.2 takes one
+    python -m xtrain.lesson list           the exercises of each lesson, and your file
+    python -m xtrain.lesson start 1        copy lesson 1's exercises to my_lessons/, where you edit them
+    python -m xtrain.lesson check 1        run them in the simulator and report errors; `check 1.2` runs one
 
-In a notebook: `from xtrain import lesson`, then `lesson.check("1.1", my_kernel)`. The names are those of lessons/checks/api.py.
+In a notebook: `from xtrain import lesson`, then `lesson.check("1.1", my_kernel)`. lessons/checks/api.py
+defines these names.
 """
 
 import argparse
@@ -18,19 +19,20 @@ from .cli import command, command_line
 from .errors import UserError
 
 CHECKS = Path(__file__).resolve().parents[1] / "lessons" / "checks"
-PACKAGE = "lesson_checks"  # the folder's name as a package; "checks" would be too common a name
+PACKAGE = "lesson_checks"  # the folder's name as a package; "checks" is too common a name
 
 
 def load_checks(module: str) -> Any:
-    """A module of lessons/checks. Raises UserError where the lessons are not: an installed package does not contain them."""
+    """A module of lessons/checks. Raises UserError in an installed package, which has no lessons."""
     if PACKAGE not in sys.modules:
         if not CHECKS.is_dir():
             raise UserError(
-                "the lessons are in xtrain's repository, not in the installed package: run this inside a clone"
+                "the lessons are in xtrain's repository, not in the installed package: run this in a clone"
             )
         spec = importlib.util.spec_from_file_location(
             PACKAGE, CHECKS / "__init__.py", submodule_search_locations=[str(CHECKS)]
         )
+        assert spec is not None and spec.loader is not None
         package = importlib.util.module_from_spec(spec)
         sys.modules[PACKAGE] = package
         spec.loader.exec_module(package)
@@ -38,7 +40,7 @@ def load_checks(module: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """lesson.check, lesson.source, ...: the names of lessons/checks/api.py."""
+    """lesson.check, lesson.source, ...: the names in lessons/checks/api.py."""
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(load_checks("api"), name)
@@ -46,19 +48,19 @@ def __getattr__(name: str) -> Any:
 
 @command("xtrain.lesson")
 def main(arguments: list[str] | None = None) -> int:
-    """-> 0 all exercises pass, 1 some do not yet, 2 bad input."""
+    """-> 0: all exercises pass; 1: some do not pass yet; 2: bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m xtrain.lesson",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the exercises, and the file with yours")
+    commands.add_parser("list", help="the exercises of each lesson, and your file")
     begin = commands.add_parser("start", help="copy a lesson's exercises")
     begin.add_argument("lesson", help="its number: 1")
     begin.add_argument("--force", action="store_true", help="overwrite an existing file")
-    judge = commands.add_parser("check", help="judge them")
-    judge.add_argument("lesson", help="its number: 1; or that of one exercise: 1.2")
+    judge = commands.add_parser("check", help="check your solutions")
+    judge.add_argument("lesson", help="its number: 1; or the number of one exercise: 1.2")
     judge.add_argument("file", nargs="?", type=Path, help="default: my_lessons/NN_name.py")
     options = parser.parse_args(arguments)
     checks = load_checks("api")

@@ -1,4 +1,4 @@
-"""Facts about this machine that need no library."""
+"""Facts about this machine, without any library."""
 
 import contextlib
 import os
@@ -7,10 +7,11 @@ from pathlib import Path
 
 
 def free_memory() -> int | None:
-    """Bytes of host memory that are free: of the machine, or of the container where it allows less; None if unknown."""
+    """Free host memory in bytes, of the machine or, if lower, of the container; None if unknown."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
-        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", text)[1])
+        available = re.search(r"MemAvailable:\s+(\d+)", text)
+        free = 1024 * int(available[1] if available else "")  # "": ValueError, try the next way
         with contextlib.suppress(OSError, ValueError):
             group = Path("/sys/fs/cgroup")
             limit = int((group / "memory.max").read_text(encoding="utf-8"))

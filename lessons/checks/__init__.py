@@ -1,1 +1,1 @@
-"""What stands behind xtrain.lesson: judging a reader's kernel, figures, records, and the exercises of each lesson."""
+"""The implementation of xtrain.lesson: checks of a reader's kernels, figures, records, the exercises of each lesson."""

@@ -1,4 +1,4 @@
-"""What the lessons use: checks, arrays, sources, records of measurements, traces, figures; the reader's file of exercises."""
+"""The functions of `xtrain.lesson`: checks, arrays, sources, measurements, traces, figures, the reader's exercises."""
 
 import importlib
 import inspect
@@ -8,6 +8,7 @@ import re
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,61 +28,63 @@ __all__ = [
 ]  # fmt: skip
 
 LESSONS = records.ROOT / "lessons"
-WORK = Path("my_lessons")  # where a reader writes; git ignores it
+WORK = Path("my_lessons")  # the reader's solutions; ignored by git
 
 
 # ----------------------------------------------------------------------------- checks
-def check(number: str, work: Callable) -> None:
-    """Judge an exercise ("1.1") and print what came out. work: the function that you wrote."""
-    print(verdict(number, work))
+def check(number: str, solution: Callable) -> None:
+    """Check an exercise ("1.1") and print the verdict. solution: the function that you wrote."""
+    print(verdict(number, solution))
 
 
-def verdict(number: str, work: Callable) -> Verdict:
-    """check() without printing."""
+def verdict(number: str, solution: Callable) -> Verdict:
+    """check() without printing. Raises UserError if there is no such exercise."""
     lesson = number.split(".")[0]
     _exercises_of(lesson)
     if number not in EXERCISES:
         raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
-    return attempt.judge(EXERCISES[number], work)
+    return attempt.judge(EXERCISES[number], solution)
 
 
 def _exercises_of(lesson: str) -> list[attempt.Exercise]:
-    """Those of one lesson, in order; its file is read when it is first asked for."""
+    """The exercises of one lesson, in order. Its module is imported on first use."""
     try:
         importlib.import_module(f"{__package__}.lesson_{int(lesson):02d}")
     except (ImportError, ValueError):
         raise UserError(
-            f"there is no lesson {lesson} with exercises: see lessons/index.md"
+            f"there is no lesson {lesson} with exercises: see lessons/index.md for the list"
         ) from None
     mine = [e for e in EXERCISES.values() if e.number.split(".")[0] == str(int(lesson))]
     return sorted(mine, key=lambda e: int(e.number.split(".")[1]))
 
 
-def _names(lesson):
+def _names(lesson: str) -> str:
     return ", ".join(e.number for e in _exercises_of(lesson))
 
 
 # ----------------------------------------------------------------------------- where arrays live
 def on_gpu() -> bool:
+    """Do kernels run on a GPU (else in the simulator)?"""
     return device.gpu_available()
 
 
-def array(x) -> device.Array:
-    """A copy of x where kernels run: on the GPU if there is one, else in the simulator."""
+def array(x: Any) -> device.Array:
+    """A copy of x on the GPU if there is one, else in the simulator."""
     x = np.asarray(x, order="C")
     return device.to_device(x, "gpu") if on_gpu() else simulator.sim(x)
 
 
-def host(x) -> np.ndarray:
-    """The numbers of an array as a plain NumPy array."""
+def host(x: device.Array) -> np.ndarray:
+    """A copy of x as a plain NumPy array."""
     return np.array(device.to_numpy(x)).view(np.ndarray)
 
 
 # ----------------------------------------------------------------------------- sources
-def source(thing, part: str | None = None) -> None:
-    """Print the source of a function, kernel or module of the library, as it stands in its file.
+def source(thing: Any, part: str | None = None) -> None:
+    """Print the source of a function, kernel or module of the library.
 
-    part: only from the line that contains this text to the next blank line.
+    part: print only from the first line that contains this text to the next blank line. Raises
+    UserError if no line contains it.
     """
     thing = inspect.unwrap(getattr(thing, "py_func", thing))
     text = inspect.cleandoc("\n" + inspect.getsource(thing))
@@ -92,13 +95,13 @@ def source(thing, part: str | None = None) -> None:
             raise UserError(f"{thing.__name__} has no line with {part!r}")
         end = next((i for i in range(starts[0], len(lines)) if not lines[i].strip()), len(lines))
         text = "\n".join(lines[starts[0] : end])
-    file = Path(inspect.getsourcefile(thing))
+    file = Path(inspect.getsourcefile(thing) or "")
     where = file.relative_to(records.ROOT) if file.is_relative_to(records.ROOT) else file.name
     print(f"# {where}\n{text}")
 
 
 # ----------------------------------------------------------------------------- measurements
-def record(identity: str) -> dict:
+def record(identity: str) -> dict[str, Any]:
     """One measurement of bench/results by its id, "bench_kernels/rmsnorm_fwd/fp32": see records.py."""
     return records.find(identity)
 
@@ -118,7 +121,7 @@ def table(identities: list[str], columns: dict[str, str | Callable]) -> None:
     )
 
 
-def _cell(value):
+def _cell(value: Any) -> str:
     if value is None:
         return "–"
     return value if isinstance(value, str) else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
@@ -127,15 +130,17 @@ def _cell(value):
 def measure(
     variants: dict[str, Callable], nbytes: int = 0, flops: int = 0, runs: int = 20
 ) -> dict[str, float]:
-    """Time functions that launch kernels, on a GPU: milliseconds by name, printed with the speed reached.
+    """Time functions that launch kernels on a GPU. -> {name: milliseconds}, also printed with the speed.
 
-    nbytes: what must be read and written at least. flops: operations. Without a GPU nothing is timed, and the line
-    printed says so: the simulator's seconds mean nothing. Medians between CUDA events after three warm-up runs.
+    nbytes: the least that must be read and written. flops: operations. The time is the median between
+    CUDA events, after three warm-up runs. Without a GPU nothing is timed and {} is returned: the
+    simulator's times mean nothing.
     """
     if not on_gpu():
         print("No GPU here, so nothing is timed.")
         return {}
-    cupy, times = device.cupy(), {}
+    cupy: Any = device.cupy()
+    times: dict[str, float] = {}
     for name, run in variants.items():
         for _ in range(3):
             run()
@@ -155,8 +160,8 @@ def measure(
 
 
 # ----------------------------------------------------------------------------- showing what happens
-def report(run: Callable, *arguments, **options) -> None:
-    """Call something that raises a KernelError, and print the report instead of a traceback."""
+def report(run: Callable, *arguments: Any, **options: Any) -> None:
+    """Call run(*arguments, **options) and print its KernelError without a traceback."""
     try:
         run(*arguments, **options)
     except simulator.KernelError as error:
@@ -165,8 +170,8 @@ def report(run: Callable, *arguments, **options) -> None:
         print("no error was reported")
 
 
-def compare(name: str, got, want) -> None:
-    """Print how far two arrays are apart."""
+def compare(name: str, got: Any, want: Any) -> None:
+    """Print the largest difference between two arrays."""
     got, want = host(got).astype(np.float64), host(want).astype(np.float64)
     error = np.abs(got - want)
     print(f"{name}: largest difference {error.max():.1e} (values up to {np.abs(want).max():.3g})")
@@ -174,30 +179,30 @@ def compare(name: str, got, want) -> None:
 
 # ----------------------------------------------------------------------------- the files of a lesson
 def lesson_files() -> list[Path]:
-    """All lessons, in order. Raises UserError where there are none: an installed package does not hold them."""
+    """The files of all lessons, in order. Raises UserError in an installed package, which has no lessons."""
     found = sorted(LESSONS.glob("[0-9][0-9]_*.py"))
     if not found:
         raise UserError(
-            "the lessons are in xtrain's repository and not in the installed package: run this inside a checkout"
+            "the lessons are in xtrain's repository, not in the installed package: run this in a clone"
         )
     return found
 
 
 def lesson_file(lesson: str) -> Path:
-    """Raises UserError when there is none with this number."""
+    """The file of a lesson by its number. Raises UserError if there is none."""
     files = lesson_files()
     found = [f for f in files if lesson.isdecimal() and f.name.startswith(f"{int(lesson):02d}_")]
     if not found:
         raise UserError(
-            f"there is no lesson {lesson} in {LESSONS}: `python -m xtrain.lesson list` shows those that are there"
+            f"there is no lesson {lesson} in {LESSONS}: `python -m xtrain.lesson list` shows all lessons"
         )
     return found[0]
 
 
 def cells(text: str) -> list[tuple[str, str]]:
-    """[(header, source)] of a jupytext percent file; the header is what follows `# %%`."""
-    parts = re.split(r"^# %%(.*)\n", text, flags=re.M)[1:]
-    return [(h.strip(), body.strip("\n")) for h, body in zip(parts[::2], parts[1::2])]
+    """[(header, source)] of a jupytext percent file; the header is the text after `# %%`."""
+    fields = re.split(r"^# %%(.*)\n", text, flags=re.M)[1:]
+    return [(h.strip(), body.strip("\n")) for h, body in zip(fields[::2], fields[1::2])]
 
 
 def tagged(text: str, *tags: str) -> str:
@@ -207,7 +212,7 @@ def tagged(text: str, *tags: str) -> str:
 
 
 def load(code: str, file: str) -> types.ModuleType:
-    """Run code as a module of its own; `file` is its name in reports, where its lines can be looked up."""
+    """Run code as a new module. file: its name in error reports, which also show its lines."""
     module = types.ModuleType(Path(file).stem)
     module.__file__ = file
     linecache.cache[file] = (len(code), None, code.splitlines(True), file)
@@ -215,27 +220,32 @@ def load(code: str, file: str) -> types.ModuleType:
     return module
 
 
-def start(lesson: str, folder: Path = WORK, force=False) -> Path:
-    """Write a lesson's exercises, gaps and all, to `folder`. -> the file. Raises UserError, also when it exists."""
+def start(lesson: str, folder: Path = WORK, force: bool = False) -> Path:
+    """Write a lesson's exercises, with their gaps, to `folder`. -> the file.
+
+    force: overwrite an existing file; otherwise that raises UserError.
+    """
     path = lesson_file(lesson)
     mine = folder / path.name
     if os.path.exists(mine) and not force:
-        raise UserError(f"{mine} exists: go on there, or give --force to begin anew")
+        raise UserError(f"{mine} exists: continue there, or give --force to overwrite it")
     head = (
         f'"""Exercises of {path.stem}: fill every gap, then run  python -m xtrain.lesson check {int(lesson)}\n\n'
-        f'The text that goes with them: lessons/{path.stem}.ipynb, or the page of the lesson."""\n\n'
+        f'The lesson: lessons/{path.stem}.ipynb, or its page on the site."""\n\n'
     )
     text = head + tagged(path.read_text(encoding="utf-8"), "imports", "exercise")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(mine, text.encode())  # --force on a full disk must not lose what is there
+        write_whole(
+            mine, text.encode()
+        )  # atomic: --force on a full disk must not lose the old file
     except OSError as error:
-        raise cannot_write(mine, error, "begin in another folder") from error
+        raise cannot_write(mine, error, "start in another folder") from error
     return mine
 
 
 def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
-    """Judge the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file."""
+    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file."""
     lesson, _, one = lesson.partition(".")
     exercises = [e for e in _exercises_of(lesson) if not one or e.number.split(".")[1] == one]
     if not exercises:
@@ -245,7 +255,9 @@ def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
     if file is None:
         file = WORK / lesson_file(lesson).name
     if not file.exists():
-        raise UserError(f"{file} is not there: `python -m xtrain.lesson start {lesson}` makes it")
+        raise UserError(
+            f"{file} does not exist: run `python -m xtrain.lesson start {lesson}` to create it"
+        )
     try:
         module = load(file.read_text(encoding="utf-8"), str(file.resolve()))
     except Exception as error:
@@ -255,22 +267,24 @@ def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
         ) from None
     verdicts = []
     for e in exercises:
-        work = getattr(module, e.name, None)
-        if work is None:
+        solution = getattr(module, e.name, None)
+        if solution is None:
             verdicts.append(
                 Verdict(False, f"{e.number} {e.name}: not yet.\n  {file} has no {e.name}.")
             )
         else:
-            verdicts.append(attempt.judge(e, work))
+            verdicts.append(attempt.judge(e, solution))
     return verdicts
 
 
 def overview() -> list[str]:
-    """A line per lesson: its exercises, and whether the reader has started it."""
+    """One line per lesson: its exercises, and the reader's file if it has been started."""
     lines = []
     for path in lesson_files():
         mine = WORK / path.name
-        done = f"{mine}" if mine.exists() else "not started"
+        status = str(mine) if mine.exists() else "not started"
         name = path.stem[3:].replace("_", " ")
-        lines.append(f"{int(path.name[:2]):>2}  {name}: exercises {_names(path.name[:2])} ({done})")
+        lines.append(
+            f"{int(path.name[:2]):>2}  {name}: exercises {_names(path.name[:2])} ({status})"
+        )
     return lines

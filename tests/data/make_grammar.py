@@ -1,4 +1,4 @@
-"""Writes grammar.txt, the text of the golden losses: sentences of a small random grammar, always the same.
+"""Write grammar.txt, the text of the golden losses: sentences of a small random grammar, always the same.
 
 python tests/data/make_grammar.py
 """
@@ -22,6 +22,7 @@ SENTENCES = [
 
 
 def text(sentences: int = 1200, seed: int = 0) -> str:
+    """`sentences` lines of the grammar; the same seed gives the same text."""
     rng = random.Random(seed)
     lines = []
     for _ in range(sentences):

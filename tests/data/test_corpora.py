@@ -1,4 +1,4 @@
-"""Texts as they come: each bad one is one sentence and exit code 2 at the command line, and leaves nothing behind."""
+"""Texts of every kind: a bad one ends the command with one sentence and exit code 2, and leaves no files."""
 
 import os
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from runs import DATA, checkpoints, metrics
 
-from xtrain.data import corpus
-from xtrain.data.dataset import prepare, read_shard
+from xtrain.data import documents
+from xtrain.data.dataset import prepare
+from xtrain.data.shards import read_shard
 from xtrain.train import main
 from xtrain.training.run_log import RunLog
 
@@ -64,11 +65,11 @@ def a_broken_link(folder):
 
 BAD = {
     "empty": (a_file("a.txt", b""), "has no text"),
-    "only a mark of its encoding": (a_file("a.txt", b"\xef\xbb\xbf"), "has no text"),
+    "only a byte order mark": (a_file("a.txt", b"\xef\xbb\xbf"), "has no text"),
     "one byte": (a_file("a.txt", b"a"), "the text has 1 bytes, too few to hold some out"),
     "one token": (a_file("a.txt", b"aa"), "tokens, a window needs 17"),
     "a few tokens": (a_file("a.txt", b"some words "), "tokens, a window needs 17"),
-    "held out text too short": (a_file("a.txt", WORDS.encode() * 2), "the validation text has"),
+    "held-out text too short": (a_file("a.txt", WORDS.encode() * 2), "the validation text has"),
     "only ends of text": (a_file("a.txt", b"<|endoftext|>" * 9), "has no text"),
     "binary": (a_file("a.txt", b"text\0text"), "is binary (a NUL at byte 4): give UTF-8 text"),
     "a picture": (a_file("a.png", b"\x89PNG\r\n\x1a\n\0\0"), "is binary"),
@@ -76,13 +77,13 @@ BAD = {
     "Latin-1": (a_file("a.txt", "größe".encode("latin-1")), "is not UTF-8 (byte 2): convert it to UTF-8"),
     "half a character": (a_file("a.txt", "größe".encode()[:3]), "is not UTF-8 (byte 2)"),
     "not JSON": (a_file("a.jsonl", b"{]"), "a.jsonl line 1 is not JSON"),
-    "an empty folder": (a_folder(), "has no text (files that are no text: 0)"),
+    "an empty folder": (a_folder(), "has no text (files that are not text: 0)"),
     "a folder of empty files": (a_folder(a_dot_txt=b"", b_dot_txt=b""), "has no text"),
-    "a folder of other things": (a_folder(a_dot_png=b"\0", b_dot_bin=b"\xff"), "files that are no text: 2"),
+    "a folder of other things": (a_folder(a_dot_png=b"\0", b_dot_bin=b"\xff"), "files that are not text: 2"),
     "one bad text in a folder": (a_folder(a_dot_txt=WORDS.encode() * 99, b_dot_txt=b"\xff"), "b.txt is not UTF-8"),
     "a pipe": (a_pipe, "is neither a file nor a folder"),
     "a device": (lambda folder: "/dev/zero", "is neither a file nor a folder"),
-    "a broken link": (a_broken_link, "is not there"),
+    "a broken link": (a_broken_link, "does not exist"),
 }  # fmt: skip
 
 
@@ -90,7 +91,7 @@ BAD = {
 def test_bad_text(tmp_path, cache, capsys, name):
     make, sentence = BAD[name]
     if name in ("a pipe", "a device") and not hasattr(os, "mkfifo"):
-        # Windows has neither, so there is nothing to refuse
+        # Windows has neither
         pytest.skip("not on this system")
     assert start(make(tmp_path / "text"), tmp_path) == 2
     error = capsys.readouterr().err
@@ -103,9 +104,9 @@ def refuse(*_, **__):
     raise PermissionError(13, "Permission denied", "secret")
 
 
-@pytest.mark.parametrize("owner, name", [(corpus.Path, "read_bytes"), (os, "scandir")])
+@pytest.mark.parametrize("owner, name", [(documents.Path, "read_bytes"), (os, "scandir")])
 def test_unreadable(tmp_path, monkeypatch, capsys, owner, name):
-    """A file, or a folder, that the system does not let us read. (Root may read everything: so it is played.)"""
+    """A file or a folder without read permission. (Simulated, because root may read everything.)"""
     (tmp_path / "text" / "a.txt").write_text(WORDS * 99)
     monkeypatch.setattr(owner, name, refuse)
     assert start(tmp_path / "text", tmp_path) == 2
@@ -115,7 +116,7 @@ def test_unreadable(tmp_path, monkeypatch, capsys, owner, name):
 
 @pytest.mark.parametrize("letters", [2, 26])
 def test_one_huge_line(tmp_path, letters):
-    """Without a space or a line break: nothing to cut at, and no two words alike."""
+    """Without a space or a line break: there is nowhere to cut, and no word occurs twice."""
     codes = np.random.default_rng(0).integers(97, 97 + letters, 300_000)
     text = codes.astype(np.uint8).tobytes().decode()
     (tmp_path / "text" / "a.txt").write_text(text)
@@ -135,8 +136,8 @@ def test_good_files_among_others(tmp_path, capsys):
     assert "in 1 files" in said and "held out, files left out (not text): 2\n" in said
 
 
-def test_changed_since_it_was_tokenised(tmp_path, capsys):
-    """A run does not go on with another text, not even one of the same length; a new run reads the new text."""
+def test_changed_since_it_was_tokenized(tmp_path, capsys):
+    """A run does not resume with another text, not even of the same length; a new run reads the new text."""
     path = tmp_path / "text" / "a.txt"
     path.write_bytes((DATA / "grammar.txt").read_bytes())
     assert start(path, tmp_path, "--stop-at=1") == 0
@@ -148,7 +149,7 @@ def test_changed_since_it_was_tokenised(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("damage", ["header", "tail", "token"])
-def test_damaged_shards_are_made_again(tmp_path, cache, capsys, damage):
+def test_damaged_shards_are_rebuilt(tmp_path, cache, capsys, damage):
     path = tmp_path / "text" / "a.txt"
     path.write_bytes((DATA / "grammar.txt").read_bytes())
     shard = prepare(path, 300).train[0]
@@ -156,7 +157,7 @@ def test_damaged_shards_are_made_again(tmp_path, cache, capsys, damage):
     bad = {
         "header": b"\0" * 1024 + good[1024:],
         "tail": good[:-3],
-        "token": good[:2000] + bytes([good[2000] ^ 1]) + good[2001:],  # a valid one, but another
+        "token": good[:2000] + bytes([good[2000] ^ 1]) + good[2001:],  # valid, but different
     }
     shard.write_bytes(bad[damage])
     assert start(path, tmp_path) == 0

@@ -1,6 +1,5 @@
-"""Shards, the cache and the batches."""
+"""prepare(): the cached corpus of a text, also after interruptions and damage."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from xtrain import files
 from xtrain.data import dataset as data
-from xtrain.data.dataset import Loader, prepare, read_shard, val_batches, write_shard
+from xtrain.data.dataset import prepare
+from xtrain.data.shards import read_shard
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 
@@ -39,81 +37,6 @@ def text_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def corpus(text_folder, tmp_path_factory):
     return prepare(text_folder, VOCAB, tmp_path_factory.mktemp("cache"))
-
-
-def shard(folder, tokens, vocab_size=50_000, name="a.bin"):
-    write_shard(folder / name, np.asarray(tokens), vocab_size)
-    return folder / name
-
-
-# --- shards ---
-
-
-@pytest.mark.parametrize(
-    "vocab_size, magic, version, dtype",
-    [(50257, 20240520, 1, "<u2"), (65536, 20240520, 1, "<u2"), (65537, 20240801, 7, "<u4")],
-)
-def test_shard_bytes_are_those_of_llm_c(tmp_path, vocab_size, magic, version, dtype):
-    tokens = [1, 2, vocab_size - 1]
-    path = shard(tmp_path, tokens, vocab_size)
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, 3
-    assert path.read_bytes() == header.tobytes() + np.array(tokens, dtype).tobytes()
-    assert read_shard(path, vocab_size).tolist() == tokens
-    assert isinstance(read_shard(path), np.memmap)
-    assert os.listdir(tmp_path) == ["a.bin"]
-
-
-def damaged(path, at, value):
-    words = np.frombuffer(path.read_bytes()[:1024], "<i4").copy()
-    words[at] = value
-    path.write_bytes(words.tobytes() + path.read_bytes()[1024:])
-
-
-@pytest.mark.parametrize(
-    "damage, sentence",
-    [
-        (lambda path: path.unlink(), "cannot be read"),
-        (lambda path: path.write_bytes(b""), "too short to be a token shard"),
-        (lambda path: damaged(path, 0, 7), "is not a token shard (magic number 7)"),
-        (lambda path: damaged(path, 1, 2), "unknown version 2"),
-        (lambda path: damaged(path, 2, 0), "0 tokens need"),
-        (lambda path: damaged(path, 2, -1), "-1 tokens need"),
-        (
-            lambda path: path.write_bytes(path.read_bytes()[:-1]),
-            "has 1029 bytes, 3 tokens need 1030",
-        ),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has 1031 bytes"),
-        (lambda path: shard(path.parent, [1, 10, 2]), "has the id 10, the tokenizer has 10 tokens"),
-    ],
-)
-def test_bad_shard(tmp_path, damage, sentence):
-    path = shard(tmp_path, [1, 2, 3])
-    damage(path)
-    with pytest.raises(UserError) as error:
-        read_shard(path, 10)
-    assert sentence in str(error.value) and str(path) in str(error.value)
-
-
-@given(st.binary(max_size=1100))
-def test_any_bytes_are_a_shard_or_a_user_error(tmp_path_factory, raw):
-    path = tmp_path_factory.getbasetemp() / "fuzz.bin"
-    path.write_bytes(raw)
-    with pytest.raises(UserError, match=r"fuzz\.bin"):
-        read_shard(path)
-
-
-def test_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError):
-        shard(tmp_path, [1, 2, 3])
-    assert os.listdir(tmp_path) == []
-
-
-# --- prepare ---
 
 
 def test_corpus_accounts_for_every_byte(corpus, text_folder):
@@ -176,14 +99,14 @@ def test_cache_is_used_and_changes_are_seen(tmp_path, monkeypatch):
         lambda f: f.write_bytes(b"[]"),
     ],
 )
-def test_damaged_cache_is_made_anew(corpus, text_folder, name, damage):
+def test_damaged_cache_is_rebuilt(corpus, text_folder, name, damage):
     before = snapshot(corpus.folder)
     damage(corpus.folder / name)
     prepare(text_folder, VOCAB, corpus.folder.parent)
     assert snapshot(corpus.folder) == before
 
 
-def test_interrupted_tokenising_leaves_nothing(text_folder, tmp_path):
+def test_interrupted_tokenizing_leaves_nothing(text_folder, tmp_path):
     def interrupt(fraction, text):
         if text == "training the tokenizer":
             raise KeyboardInterrupt
@@ -194,7 +117,7 @@ def test_interrupted_tokenising_leaves_nothing(text_folder, tmp_path):
 
 
 def test_leftovers_of_killed_processes_are_removed(text_folder, tmp_path):
-    """At once: a living process holds a lock on its folder."""
+    """Immediately: a running process holds a lock on its folder."""
     for name in ("dead", "alive"):
         (tmp_path / f".tmp-{name}").mkdir()
     with files.locked(tmp_path / ".tmp-alive"):
@@ -203,7 +126,7 @@ def test_leftovers_of_killed_processes_are_removed(text_folder, tmp_path):
 
 
 def test_leftovers_where_nothing_can_be_locked(text_folder, tmp_path, monkeypatch):
-    """Then age decides."""
+    """Then the age of the folder decides."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
     for name, age in (("old", 2 * files.STRAY_SECONDS), ("new", 0)):
         (tmp_path / f".tmp-{name}").mkdir()
@@ -212,17 +135,17 @@ def test_leftovers_where_nothing_can_be_locked(text_folder, tmp_path, monkeypatc
     assert sorted(os.listdir(tmp_path)) == [".tmp-new", folder.name]
 
 
-def test_a_folder_taken_for_a_dead_one(tmp_path, monkeypatch):
-    """Another process may find it before it is locked: then there is another."""
+def test_a_work_folder_removed_before_it_is_locked(tmp_path, monkeypatch):
+    """Another process may take it for that of a dead process: then a second folder is made."""
     make, made = tempfile.mkdtemp, []
 
-    def taken_at_once(**more):
+    def removed_at_once(**more):
         made.append(make(**more))
         if len(made) == 1:
             os.rmdir(made[0])
         return made[-1]
 
-    monkeypatch.setattr(files.tempfile, "mkdtemp", taken_at_once)
+    monkeypatch.setattr(files.tempfile, "mkdtemp", removed_at_once)
     with files.work_folder(tmp_path) as folder:
         assert [str(folder)] == made[1:] and folder.is_dir()
         with pytest.raises(files.Busy), files.locked(folder):
@@ -244,8 +167,8 @@ data.prepare(sys.argv[1], int(sys.argv[2]), sys.argv[4], progress=hold)
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.3, 0.6])
-def test_killed_while_tokenising(corpus, text_folder, tmp_path, fraction):
-    """SIGKILL while the tokenizer is trained, after the first shards, and later: the next one starts cleanly."""
+def test_killed_while_tokenizing(corpus, text_folder, tmp_path, fraction):
+    """SIGKILL while the tokenizer is trained, after the first shards, and later: the next run starts cleanly."""
     arguments = [sys.executable, "-c", KILLED, text_folder, VOCAB, fraction, tmp_path]
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen([str(a) for a in arguments], cwd=root, stdout=subprocess.PIPE)
@@ -268,7 +191,7 @@ def test_two_processes_at_once(corpus, text_folder, tmp_path):
     assert snapshot(tmp_path / corpus.folder.name) == snapshot(corpus.folder)
 
 
-def test_slower_process_takes_what_is_there(corpus, text_folder, tmp_path, monkeypatch):
+def test_slower_process_uses_the_existing_entry(corpus, text_folder, tmp_path, monkeypatch):
     rename = os.rename
 
     def another_was_faster(source, target):
@@ -289,7 +212,7 @@ def test_given_tokenizer(corpus, text_folder, tmp_path):
     other = prepare(text_folder, VOCAB, tmp_path, tokenizer=corpus.folder / "tokenizer.json")
     assert other.tokenizer.sha256 == corpus.tokenizer.sha256
     assert other.train[0].read_bytes() == corpus.train[0].read_bytes()
-    corpus.tokenizer.save(tmp_path / "mine")  # the same tokens, and by now a chat template
+    corpus.tokenizer.save(tmp_path / "mine")  # the same tokens, with a chat template
     (tmp_path / "mine" / "chat_template.jinja").write_text("{{ messages }}")
     again = prepare(text_folder, VOCAB, tmp_path, tokenizer=tmp_path / "mine")
     again.tokenizer.save(tmp_path / "saved")
@@ -301,20 +224,20 @@ def test_given_tokenizer(corpus, text_folder, tmp_path):
 def test_many_shards(text_folder, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SHARD_TOKENS", 1000)
     monkeypatch.setattr(data, "ENCODE_BATCH", 5000)
-    monkeypatch.setattr(data, "ENCODE_PIECE", 100_000)
-    parts = prepare(text_folder, VOCAB, tmp_path)
-    assert len(parts.train) > 3 and parts.train_tokens == corpus.train_tokens
-    ids = np.concatenate([read_shard(path) for path in parts.train])
+    monkeypatch.setattr(data, "ENCODE_CHUNK", 100_000)
+    many = prepare(text_folder, VOCAB, tmp_path)
+    assert len(many.train) > 3 and many.train_tokens == corpus.train_tokens
+    ids = np.concatenate([read_shard(path) for path in many.train])
     np.testing.assert_array_equal(ids, read_shard(corpus.train[0]))
 
 
 def test_sample_is_spread_over_the_text(monkeypatch):
     monkeypatch.setattr(data, "SAMPLE_BYTES", 20_000)
-    monkeypatch.setattr(data, "SAMPLE_PIECE", 100)
+    monkeypatch.setattr(data, "SAMPLE_CHUNK", 100)
     texts = [f"{i:06d}\n" * 1000 for i in range(40)]
     sample = list(data._sample(texts, data.survey(texts)))
     assert sum(map(len, sample)) == pytest.approx(20_000 * 0.9, rel=0.1)
-    assert len({piece[:6] for piece in sample}) == 36
+    assert len({chunk[:6] for chunk in sample}) == 36
 
 
 def test_progress_rises_to_one(text_folder, tmp_path, monkeypatch):
@@ -327,9 +250,9 @@ def test_progress_rises_to_one(text_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "files, sentence",
     [
-        ({}, "has no text (files that are no text: 0)"),
+        ({}, "has no text (files that are not text: 0)"),
         ({"a.txt": b""}, "has no text"),
-        ({"a.png": b"\0", "b.png": b"\xff"}, "has no text (files that are no text: 2)"),
+        ({"a.png": b"\0", "b.png": b"\xff"}, "has no text (files that are not text: 2)"),
         ({"a.txt": b"a"}, "the text has 1 bytes, too few to hold some out"),
         ({"a.txt": "é".encode()}, "the text has 2 bytes, too few to hold some out"),
     ],
@@ -358,124 +281,6 @@ def test_cache_folder(monkeypatch):
     assert data.cache_folder() == Path("there", "xtrain")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert data.cache_folder() == Path(os.path.expanduser("~"), ".cache", "xtrain")
-
-
-# --- batches ---
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """Three shards in which a token says where it is: shard s holds 10000 s + position."""
-    folder = tmp_path_factory.mktemp("shards")
-    sizes = (100, 37, 5)
-    return [shard(folder, 10_000 * s + np.arange(n), name=f"{s}.bin") for s, n in enumerate(sizes)]
-
-
-SIZES = np.array([100, 37, 5])
-
-
-@given(T=st.integers(1, 99), B=st.integers(1, 7), seed=st.integers(-5, 5))
-def test_windows_are_whole_and_shifted_by_one(shards, T, B, seed):
-    loader = Loader(shards, B, T, seed)
-    for _ in range(5):
-        ids, targets = loader.next_batch()
-        assert ids.shape == targets.shape == (B, T) and ids.dtype == targets.dtype == np.int32
-        np.testing.assert_array_equal(ids[:, 1:], targets[:, :-1])
-        s, position = ids // 10_000, ids % 10_000
-        np.testing.assert_array_equal(targets, 10_000 * s + (position + 1) % SIZES[s])
-
-
-@given(T=st.integers(1, 40), seed=st.integers(0, 5))
-def test_epoch_sees_every_window_once(shards, T, seed):
-    loader = Loader(shards, 1, T, seed)
-    epochs = []
-    for _ in range(2):
-        ids = np.concatenate([loader.next_batch()[0].ravel() for _ in range(loader.windows)])
-        assert len(set(ids)) == len(ids) == T * sum(n // T for n in SIZES if n > T)
-        epochs.append(ids.tolist())
-    assert loader.epoch == 2
-    if loader.windows > 10:
-        assert epochs[0] != epochs[1]
-
-
-def test_every_token_is_seen(shards):
-    loader = Loader(shards[:1], 1, 60)  # one window of 60 in 100 tokens
-    assert len({i for _ in range(50) for i in loader.next_batch()[0].flat}) == 100
-
-
-@given(
-    T=st.integers(1, 40),
-    world=st.integers(1, 4),
-    rows=st.integers(1, 3),
-    seed=st.integers(0, 3),
-)
-@settings(max_examples=50)
-def test_ranks_together_take_the_batch(shards, T, world, rows, seed):
-    B = world * rows
-    alone = Loader(shards, B, T, seed)
-    ranks = [Loader(shards, B, T, seed, rank, world) for rank in range(world)]
-    for _ in range(4):
-        ids, targets = alone.next_batch()
-        parts = [rank.next_batch() for rank in ranks]
-        np.testing.assert_array_equal(ids, np.concatenate([part[0] for part in parts]))
-        np.testing.assert_array_equal(targets, np.concatenate([part[1] for part in parts]))
-    assert {rank.position for rank in ranks} == {alone.position}
-
-
-@given(steps=st.integers(0, 60), B=st.integers(1, 5), seed=st.integers(0, 3))
-@settings(max_examples=50)
-def test_restored_position_gives_the_following_batches(shards, steps, B, seed):
-    loader, other = Loader(shards, B, 16, seed), Loader(shards, B, 16, seed)
-    for _ in range(steps):
-        loader.next_batch()
-    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    for _ in range(3):
-        for mine, theirs in zip(loader.next_batch(), other.next_batch()):
-            np.testing.assert_array_equal(mine, theirs)
-
-
-@pytest.mark.parametrize(
-    "change, sentence",
-    [
-        ({"seed": 1}, "was saved with seed 1, this run has 0"),
-        ({"seq_len": 8}, "was saved with seq_len 8, this run has 16"),
-        ({"windows": 3}, "was saved with windows 3"),
-        ({"position": -1}, "position -1 is no number of sequences"),
-        ({"position": "x"}, "position 'x' is no number of sequences"),
-    ],
-)
-def test_state_of_another_run(shards, change, sentence):
-    loader = Loader(shards, 2, 16)
-    with pytest.raises(UserError) as error:
-        loader.load_state_dict(loader.state_dict() | change)
-    assert sentence in str(error.value)
-
-
-def test_bad_loader(shards):
-    with pytest.raises(UserError, match="the training text has 100 tokens, a window needs 101"):
-        Loader(shards, 1, 100)
-    with pytest.raises(UserError, match="--batch 5 is not a multiple of the 2 ranks"):
-        Loader(shards, 5, 4, world=2)
-    windows = Loader(shards, 1, 4).windows
-    Loader(shards, 1000 * windows, 4)
-    sentence = rf"--batch {1001 * windows} is 1,001 times the text, which has {windows} windows"
-    with pytest.raises(UserError, match=sentence):
-        Loader(shards, 1001 * windows, 4)
-    with pytest.raises(UserError, match="has the id 99, the tokenizer has 50 tokens"):
-        Loader(shards, 1, 4, vocab_size=50)
-    with pytest.raises(UserError, match="the validation text has 100 tokens, a window needs 101"):
-        val_batches(shards[:1], 1, 1, 100)
-
-
-@given(n=st.integers(1, 5), B=st.integers(1, 6), T=st.integers(1, 99))
-def test_val_batches(shards, n, B, T):
-    batches = val_batches(shards[:1], n, B, T)
-    ids = np.concatenate([ids for ids, _ in batches])
-    assert ids.dtype == np.int32 and len(ids) == min(n * B, 99 // T)
-    assert all(len(rows) == B for rows, _ in batches[:-1])
-    assert len(set(ids.flat)) == ids.size and ids.ravel().tolist() == sorted(ids.flat)
-    for rows, targets in batches:
-        np.testing.assert_array_equal(targets, rows + 1)
 
 
 def test_corpus_batches(corpus):

@@ -1,4 +1,4 @@
-"""The tokenizer: nothing lost, the same file every time, and what transformers makes of it."""
+"""The tokenizer: it loses nothing, gives the same file every time, and agrees with transformers."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_batch_equals_one_by_one(texts):
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size + 5)))
 def test_stream_equals_decode(ids):
-    """Any ids, so also half characters, bytes that are no UTF-8 and ids beyond the vocabulary."""
+    """Any ids, including half characters, bytes that are not UTF-8 and ids outside the vocabulary."""
     assert "".join(TOKENIZER.stream(ids)) == TOKENIZER.decode(ids)
 
 
@@ -61,7 +61,7 @@ def test_save_and_load(tmp_path, what):
     assert loaded.encode(TEXTS[1]) == TOKENIZER.encode(TEXTS[1])
 
 
-def test_vocabulary_of_a_short_text_is_smaller_than_asked():
+def test_vocabulary_of_a_short_text_is_smaller_than_requested():
     assert Tokenizer.train(["ab"], 1000).vocab_size == MIN_VOCAB
     assert Tokenizer.train(TEXTS, MIN_VOCAB).vocab_size == MIN_VOCAB
     with pytest.raises(UserError, match="--vocab-size 256 is too small"):
@@ -86,13 +86,13 @@ def test_end_of_text_of_another_tokenizer(tmp_path):
     assert Tokenizer.load(file).eot_id == TOKENIZER.encode("!")[0]
 
 
-def test_what_lies_beside_a_tokenizer_goes_with_it(tmp_path):
-    """The names of special tokens and the chat template of a tokenizer that others made."""
+def test_companion_files_are_saved_with_a_tokenizer(tmp_path):
+    """The names of special tokens and the chat template of another program's tokenizer."""
     TOKENIZER.save(tmp_path / "in")
     config = {"bos_token": {"content": "!"}, "eos_token": END_OF_TEXT, "chat_template": "{{ messages }}"}  # fmt: skip
     (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     (tmp_path / "in" / "chat_template.jinja").write_text("{{ bos_token }}", "utf-8")
-    (tmp_path / "in" / "other.txt").write_text("not a tokenizer's")
+    (tmp_path / "in" / "other.txt").write_text("not a companion")
     loaded = Tokenizer.load(tmp_path / "in")
     assert loaded.encode("!") == [loaded.bos_token_id] and loaded.eos_token_id == TOKENIZER.eot_id
     loaded.save(tmp_path / "out")
@@ -107,7 +107,7 @@ def test_what_lies_beside_a_tokenizer_goes_with_it(tmp_path):
         Tokenizer.load(tmp_path / "in")
 
 
-def test_added_tokens_of_a_byte_level_vocabulary_are_texts():
+def test_added_tokens_of_a_byte_level_vocabulary_are_text():
     backend = tokenizers.Tokenizer.from_str(TOKENIZER._json().decode())
     backend.add_tokens(["<｜tool▁call｜>", "<0xZZ>"])
     tokenizer, text = Tokenizer(backend), "a<｜tool▁call｜>b<0xZZ>"
@@ -116,7 +116,7 @@ def test_added_tokens_of_a_byte_level_vocabulary_are_texts():
 
 
 def test_sentencepiece_bytes():
-    """Llama 2's way of writing a vocabulary: spaces as U+2581, bytes as <0x..>."""
+    """The vocabulary format of Llama 2: spaces as U+2581, bytes as <0x..>."""
     backend = pytest.importorskip("tokenizers").Tokenizer.from_str(
         json.dumps(
             {
@@ -152,7 +152,7 @@ HUGE_ID = {"model": {"type": "BPE", "vocab": {"</s>": 4_000_000_000}, "merges": 
         (b"{}", "is not a tokenizer.json"),
         (b"\xff\x00", "is not a tokenizer.json"),
         (json.dumps(WORDLEVEL).encode(), "WordLevel tokenizer, xtrain needs BPE"),
-        (json.dumps(HUGE_ID).encode(), "xtrain takes ids below"),
+        (json.dumps(HUGE_ID).encode(), "xtrain needs ids below"),
         (TOKENIZER._json().replace(b"<|endoftext|>", b"<end>"), "no token '<|endoftext|>'"),
     ],
 )
@@ -167,7 +167,7 @@ def test_bad_tokenizer(tmp_path, content, sentence):
 
 @given(st.data())
 def test_damaged_tokenizer_never_escapes(tmp_path_factory, data):
-    """A damaged file loads or raises UserError, nothing else."""
+    """A damaged file either loads or raises UserError."""
     raw = bytearray(TOKENIZER._json())
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))

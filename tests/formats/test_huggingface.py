@@ -1,4 +1,4 @@
-"""Folders in the Hugging Face layout: to transformers and back bit for bit, and every way they can be wrong."""
+"""Hugging Face folders: to transformers and back bit for bit, and every kind of damage."""
 
 import copy
 import errno
@@ -36,7 +36,7 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def auto(folder, **options):
-    """Loaded by transformers, which must neither miss nor ignore a tensor."""
+    """Load with transformers, which must neither miss nor ignore a tensor."""
     options = {"dtype": torch.float32, "attn_implementation": "eager"} | options
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, **options
@@ -72,7 +72,7 @@ LLAMA_1 = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "int
 
 
 def new_style(config):
-    """As transformers 5 writes it."""
+    """The same config as transformers 5 writes it."""
     config = copy.deepcopy(config)
     scaling = config.pop("rope_scaling", None) or {"rope_type": "default"}
     config["rope_parameters"] = scaling | {"rope_theta": config.pop("rope_theta")}
@@ -94,7 +94,7 @@ def test_published_configs(style):
     )  # fmt: skip
 
 
-def test_what_is_not_said_is_as_in_transformers():
+def test_missing_keys_have_the_defaults_of_transformers():
     config = config_from_hf(LLAMA_1)
     assert (config.n_kv_heads, config.max_seq_len, config.rope_theta) == (32, 2048, 10000.0)
     qwen = {
@@ -113,9 +113,8 @@ def test_what_is_not_said_is_as_in_transformers():
 @every_config
 def test_config_round_trip(config):
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
-    assert (
-        config_from_hf(empty_twin(config).config.to_dict()) == config
-    )  # as transformers writes it
+    written_by_transformers = empty_twin(config).config.to_dict()
+    assert config_from_hf(written_by_transformers) == config
 
 
 @every_config
@@ -127,7 +126,7 @@ def test_every_tensor_has_its_hugging_face_name_and_shape(config):
     assert shapes == theirs
 
 
-ASKED = [
+UNSUPPORTED = [
     ({"attention_bias": True}, "attention_bias True"),
     ({"mlp_bias": True}, "mlp_bias True"),
     ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window True"),
@@ -158,15 +157,15 @@ ASKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes, words", ASKED, ids=[words for _, words in ASKED])
-def test_what_we_lack_is_refused_by_name(changes, words):
+@pytest.mark.parametrize("changes, words", UNSUPPORTED, ids=[words for _, words in UNSUPPORTED])
+def test_unsupported_features_are_refused_by_name(changes, words):
     with pytest.raises(UserError) as caught:
         config_from_hf(LLAMA_3_1 | changes)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", sorted(QWEN3.keys() | new_style(QWEN3).keys()))
-def test_no_value_of_any_key_is_more_than_a_user_error(key):
+def test_any_value_of_any_key_works_or_is_a_user_error(key):
     odd = [
         None,
         -1,
@@ -236,7 +235,7 @@ def test_our_shards(tmp_path):
 
 
 def test_files_of_older_transformers(tmp_path):
-    """They hold RoPE frequencies, or the head of a tied model once more."""
+    """They hold RoPE frequencies, or a second copy of the head of a tied model."""
     model = random_model(CONFIGS["llama tied"])
     save(model, tmp_path)
     path = tmp_path / "model.safetensors"
@@ -247,7 +246,7 @@ def test_files_of_older_transformers(tmp_path):
     assert weights(Transformer.from_pretrained(tmp_path)).keys() == weights(model).keys()
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, path)
-    refused(tmp_path, "lm_head.weight is not the embedding table")
+    refused(tmp_path, "lm_head.weight differs from the embedding table")
 
 
 def contents(folder):
@@ -276,10 +275,10 @@ def test_an_older_export_is_replaced_and_other_files_stay(tmp_path):
         assert np.array_equal(values, weights(new)[name])
     save(new, folder, max_shard_bytes=20_000)
     assert "model.safetensors" not in contents(folder)
-    assert [f.name for f in tmp_path.iterdir()] == ["model"]  # nothing temporary is left
+    assert [f.name for f in tmp_path.iterdir()] == ["model"]  # no temporary folder is left
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_old_files(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     save(random_model(small()), folder)
     before = contents(folder)
@@ -299,7 +298,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 # ----------------------------------------------------------------------------- tokenizers
-def test_the_tokenizer_travels_with_the_model(tmp_path):
+def test_the_tokenizer_is_saved_with_the_model(tmp_path):
     tokenizer = Tokenizer.train(["def f(x):\n    return x\n" * 50], 270)
     model = random_model(small(vocab_size=280))
     model.save_pretrained(tmp_path / "ours", tokenizer)
@@ -308,7 +307,7 @@ def test_the_tokenizer_travels_with_the_model(tmp_path):
     assert other(text)["input_ids"] == tokenizer.encode(text)
     theirs = auto(tmp_path / "ours")
     assert theirs.generation_config.eos_token_id == tokenizer.eot_id == other.eos_token_id
-    model.save_pretrained(tmp_path / "again", other)  # any tokenizer of transformers will do
+    model.save_pretrained(tmp_path / "again", other)  # any tokenizer of transformers
     assert (
         json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"]
         == tokenizer.eot_id
@@ -319,7 +318,7 @@ def test_the_tokenizer_travels_with_the_model(tmp_path):
 
 
 def test_special_tokens_of_a_folder_stay(tmp_path):
-    """Read and written again without a tokenizer, and transformers still knows where an answer ends."""
+    """Read and written again without a tokenizer: transformers still finds the end of an answer."""
     random_model(small()).save_pretrained(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config["bos_token_id"] is config["eos_token_id"] is None
@@ -367,7 +366,7 @@ def test_not_a_model(tmp_path, folder):
     refused(folder, "more than 16 MB")
 
 
-def test_a_run_is_no_model(tmp_path):
+def test_a_run_is_not_a_model(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "checkpoints" / "step-000200").mkdir(parents=True)
     refused(tmp_path, "is a run: give one of its checkpoints", "step-000200")
@@ -387,12 +386,12 @@ def test_a_damaged_file(folder):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_values_that_are_no_numbers(folder, bad):
+def test_values_that_are_not_finite(folder, bad):
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors["model.norm.weight"][3] = bad
     save_file(tensors, path)
-    refused(folder, "model.norm.weight holds values that are not finite numbers")
+    refused(folder, "model.norm.weight holds values that are not finite")
     model = random_model(small(n_layers=1), seed=5)
     before = weights(model)
     with pytest.raises(UserError, match="not finite"):
@@ -411,19 +410,19 @@ def test_missing_and_extra_tensors_and_wrong_shapes_are_named(folder):
     refused(
         folder,
         "missing tensors: lm_head.weight, model.layers.0.mlp.up_proj.weight",
-        r"do not belong: evil\nname",
+        r"unexpected tensors: evil\nname",
         "q_proj.bias",
         "model.norm.weight has shape (7,), expected (32,)",
     )
 
 
-def test_a_config_that_does_not_fit_takes_no_memory(folder):
+def test_a_config_that_does_not_fit_allocates_no_memory(folder):
     config = json.loads((folder / "config.json").read_text())
     for changes, words in (
         ({"num_hidden_layers": 2**30}, "num_hidden_layers 1073741824"),
         ({"vocab_size": 2**30}, "expected (1073741824, 32)"),
         ({"hidden_size": 2**30, "intermediate_size": 2**30}, "wrong shapes"),
-        ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding table"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding table"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "q_norm.weight"),
     ):
         (folder / "config.json").write_text(json.dumps(config | changes))

@@ -1,4 +1,4 @@
-"""A Llama of transformers, taken apart as Meta publishes its own, and converted back: identical logits."""
+"""A Llama of transformers, rewritten in Meta's format and converted back: identical logits."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ def config(**changes):
 
 
 def pairs_from_halves(w, heads):
-    """Row i D/2 + r of a head goes to row 2r + i, one row at a time: written apart from the code that is tested."""
+    """Row i D/2 + r of a head goes to row 2r + i, one row at a time: independent of the code under test."""
     D = len(w) // heads
     out = torch.empty_like(w)
     for h in range(heads):
@@ -61,14 +61,14 @@ def cut(name, tensor, n, table_axis):
     if tensor.ndim == 1:
         return [tensor] * n
     axis = table_axis if "tok_emb" in name else 0 if name.split(".")[-2] in ROWS else 1
-    return [part.clone() for part in tensor.chunk(n, axis)]
+    return [shard.clone() for shard in tensor.chunk(n, axis)]
 
 
 def write_meta(folder, state, c, n=1, table_axis=0, **params):
     folder.mkdir(exist_ok=True)
     cuts = {name: cut(name, tensor, n, table_axis) for name, tensor in state.items()}
     for i in range(n):
-        shard = {name: parts[i] for name, parts in cuts.items()}
+        shard = {name: shards[i] for name, shards in cuts.items()}
         shard["rope.freqs"] = torch.ones(4)
         torch.save(shard, folder / f"consolidated.{i:02d}.pth")
     content = dict(
@@ -164,7 +164,7 @@ def test_the_rotation_of_pairs_is_undone():
     assert np.array_equal(back, w)
 
 
-# ----------------------------------------------------------------------------- what is wrong
+# ----------------------------------------------------------------------------- damage
 def refused(capsys, meta, *words, more=()):
     target = meta.parent / "refused"
     assert main([str(meta), str(target), *more]) == 2
@@ -174,12 +174,12 @@ def refused(capsys, meta, *words, more=()):
     assert not target.exists() and not list(meta.parent.glob(".refused*"))
 
 
-def test_folders_that_are_none(meta, capsys, tmp_path):
-    refused(capsys, tmp_path / "none", "is no folder")
+def test_folders_without_a_checkpoint(meta, capsys, tmp_path):
+    refused(capsys, tmp_path / "none", "is not a folder")
     (meta / "consolidated.00.pth").rename(meta / "consolidated.01.pth")
     refused(capsys, meta, "without a gap, it has: consolidated.01.pth")
     (meta / "consolidated.01.pth").unlink()
-    os.mkfifo(meta / "consolidated.00.pth")  # nobody waits for what comes out of a pipe
+    os.mkfifo(meta / "consolidated.00.pth")  # a pipe: reading it would block
     refused(capsys, meta, "without a gap, it has: ")
     (meta / "consolidated.00.pth").unlink()
     refused(capsys, meta, "it has: none")
@@ -187,8 +187,8 @@ def test_folders_that_are_none(meta, capsys, tmp_path):
     refused(capsys, meta, "has no params.json")
 
 
-def test_names_that_are_no_folders(meta, capsys, tmp_path, monkeypatch):
-    """An empty name would be the current folder, whose weights would be replaced."""
+def test_names_that_cannot_be_folders(meta, capsys, tmp_path, monkeypatch):
+    """An empty name would mean the current folder, and replace its weights."""
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     for names, words in (
@@ -203,7 +203,7 @@ def test_names_that_are_no_folders(meta, capsys, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_file_that_nobody_may_read(meta, capsys, monkeypatch):
+def test_a_file_without_read_permission(meta, capsys, monkeypatch):
     def denied(file, **_):
         raise PermissionError(errno.EACCES, "Permission denied", str(file))
 
@@ -211,9 +211,9 @@ def test_a_file_that_nobody_may_read(meta, capsys, monkeypatch):
     refused(capsys, meta, "consolidated.00.pth cannot be read: Permission denied")
 
 
-def test_options_that_make_no_sense(meta, capsys):
+def test_invalid_options(meta, capsys):
     refused(capsys, meta, "--max-seq-len 0 must be", more=["--max-seq-len", "0"])
-    refused(capsys, meta, "--rope-factor 8.0", "no scaling", more=["--rope-factor", "8"])
+    refused(capsys, meta, "--rope-factor 8.0", "no use_scaled_rope", more=["--rope-factor", "8"])
     params = json.loads((meta / "params.json").read_text())
     (meta / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
     refused(capsys, meta, "factor", more=["--rope-factor", "0"])
@@ -240,12 +240,12 @@ def test_files_with_code_or_damage(meta, capsys):
 CHANGES = {
     "lacks dim": ({"dim": None}, "lacks dim"),
     "layers": ({"n_layers": 2**30}, "n_layers 1073741824"),
-    "fewer layers": ({"n_layers": 1}, "do not belong: layers.1."),
+    "fewer layers": ({"n_layers": 1}, "unexpected tensors: layers.1."),
     "more layers": ({"n_layers": 4}, "num"),
     "heads": ({"n_heads": 3}, "not divisible"),
     "other heads": ({"n_heads": 8, "n_kv_heads": 8}, "attention.wk.weight: shards of shapes"),
     "text": ({"dim": "wide"}, "cannot be used"),
-    "mixture of experts": ({"moe": {}}, "asks for moe"),
+    "mixture of experts": ({"moe": {}}, "needs moe"),
 }
 
 
@@ -262,7 +262,7 @@ def test_tensors_that_do_not_fit(meta, capsys):
     file = meta / "consolidated.00.pth"
     state = torch.load(file)
     torch.save(state | {"extra": torch.zeros(1)}, file)
-    refused(capsys, meta, "do not belong: extra")
+    refused(capsys, meta, "unexpected tensors: extra")
     torch.save({k: v for k, v in state.items() if k != "norm.weight"}, file)
     refused(capsys, meta, "missing tensors: norm.weight")
     torch.save(state | {"norm.weight": torch.zeros(3)}, file)
@@ -271,4 +271,4 @@ def test_tensors_that_do_not_fit(meta, capsys):
     refused(capsys, meta, "norm.weight is stored as int8")
     torch.save(state, file)
     torch.save({"other": torch.zeros(1)}, meta / "consolidated.01.pth")
-    refused(capsys, meta, "do not belong together")
+    refused(capsys, meta, "hold different tensors")

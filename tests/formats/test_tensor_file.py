@@ -1,4 +1,4 @@
-"""safetensors files: as the format's own library has them, and every way they can be damaged."""
+"""safetensors files: the same as those of the format's own library, and every kind of damage."""
 
 import json
 import struct
@@ -52,14 +52,14 @@ def same(a, b):
     return a.dtype == b.dtype == np.float32 and a.shape == b.shape and np.array_equal(a, b)
 
 
-def test_there_and_back(path, tensors):
+def test_round_trip(path, tensors):
     stored, library = read_header(path), load_file(path)
     assert list(stored) == list(tensors) and library.keys() == tensors.keys()
     assert all(same(stored[name].read(), tensors[name]) for name in tensors)
     assert all(same(library[name].numpy(), tensors[name]) for name in tensors)
 
 
-def test_the_data_is_aligned_and_the_bytes_are_always_the_same(path, tensors):
+def test_the_data_is_aligned_and_the_bytes_are_reproducible(path, tensors):
     length = struct.unpack("<Q", path.read_bytes()[:8])[0]
     assert length % 8 == 0
     again = path.with_name("again")
@@ -75,7 +75,7 @@ def test_files_of_the_library(dtype, tensors, path):
     assert all(same(stored[name].read(), theirs[name].float().numpy()) for name in tensors)
 
 
-def test_every_bfloat16_there_is(path):
+def test_every_bfloat16(path):
     bits = np.arange(1 << 16, dtype=np.uint16)
     save_file({"x": torch.from_numpy(bits).view(torch.bfloat16)}, path)
     got, expected = read_header(path)["x"].read(), bits.view(ml_dtypes.bfloat16).astype(np.float32)
@@ -94,28 +94,29 @@ def test_every_truncation(path):
 def test_flipped_bits_in_the_header(path):
     data = path.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
-    for bit in range(0, 8 * (8 + length), 7):  # 7: every place in a byte is met
+    for bit in range(0, 8 * (8 + length), 7):  # a step of 7 reaches every bit of a byte
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        try:  # a name, or the order of a shape, may change unseen: load compares them with the config
+        # a changed name or order of a shape is not detected here: load compares them with the config
+        try:
             for tensor in read_header(path).values():
                 tensor.read()
         except UserError as error:
             assert "\n" not in str(error)
 
 
-LIES = {
+WRONG_VALUES = {
     "dtype": (5, "F8_E4M3", None, ["F32"]),
     "shape": ([-4], "4", None, [2**62, 4], [4.0], [[4]], [1] * 10**4, [True] * 4, [2**70, 0]),
     "data_offsets": ([16, 0], [0], [-16, 0], "0", None, [0, 2**62], [0.0, 16.0], [2**70, 2**70 + 16]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", LIES)
-def test_headers_that_lie(key, path):
+@pytest.mark.parametrize("key", WRONG_VALUES)
+def test_wrong_values_in_a_header(key, path):
     header, data = header_of(path)
-    for value in LIES[key]:
+    for value in WRONG_VALUES[key]:
         write_header(path, header | {"norm": header["norm"] | {key: value}}, data)
         refused(path, "norm")
 
@@ -133,11 +134,11 @@ def test_a_name_twice(path):
     header, data = header_of(path)
     text = json.dumps(header).replace('"scalar"', '"norm"').encode()
     write_header(path, text, data)
-    refused(path, "no sound JSON (norm occurs twice)")
+    refused(path, "no valid JSON (norm occurs twice)")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_every_type_is_written_as_it_is(dtype, path, tensors):
+def test_every_dtype_is_kept(dtype, path, tensors):
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     narrow = {name: array.astype(dtype) for name, array in tensors.items()}
     write_safetensors(path, {name: Tensor(array) for name, array in narrow.items()})
@@ -147,7 +148,7 @@ def test_every_type_is_written_as_it_is(dtype, path, tensors):
         assert same(stored[name].read(), array.astype(np.float32))
 
 
-def test_headers_that_are_none(path):
+def test_malformed_headers(path):
     header, data = header_of(path)
     for entry in ("x", None, [], {}):
         write_header(path, header | {"norm": entry}, data)
@@ -156,8 +157,8 @@ def test_headers_that_are_none(path):
     refused(path, r"describes evil\nxxx")
     for text, words in (
         (b"[]", "must hold a JSON object"),
-        (b"{" * 10**5, "no sound JSON"),
-        (b"\xff", "no sound JSON"),
+        (b"{" * 10**5, "no valid JSON"),
+        (b"\xff", "no valid JSON"),
     ):
         write_header(path, text, data)
         refused(path, words)
@@ -172,7 +173,7 @@ def test_headers_that_are_none(path):
 def test_a_file_that_shrinks_while_it_is_read(path):
     stored = read_header(path)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(UserError, match="became shorter"):
+    with pytest.raises(UserError, match="was shortened"):
         stored["größe"].read()
     path.unlink()
     with pytest.raises(UserError, match="cannot be read: No such file"):

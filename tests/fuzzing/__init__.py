@@ -1,4 +1,4 @@
-"""Inputs that nobody would give on purpose. `python -m fuzzing` (in tests/) runs many of them, test_fuzz.py a few."""
+"""Fuzzing: invalid and unusual inputs. `python -m fuzzing` (in tests/) runs many of them, test_fuzz.py a few."""
 
 from . import files, ops, options
 

@@ -1,8 +1,8 @@
-"""Run one target on many inputs and say what happened.
+"""Run one target on many inputs and report the result.
 
-A target takes an input that hypothesis has made. It may work, or refuse in a sentence (Refused); anything else is a finding:
-another exception, more than LIMIT seconds, the end of the interpreter. Targets run in a process of their own, so that the
-last kind is told as well.
+A target gets an input from hypothesis. It may work, or refuse the input with a message (Refused);
+anything else is a finding: another exception, more than LIMIT seconds, a crash of the interpreter.
+Targets run in a separate process, so that a crash is reported too.
 """
 
 import collections
@@ -22,16 +22,16 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 LIMIT = 20.0  # seconds for one input
-STUCK = 3  # times LIMIT: Python's own alarm is not heard inside a library's loop
-MEMORY = 6 << 30  # bytes beyond the address space in use: what asks for more gets a MemoryError
+STUCK = 3  # times LIMIT, then the process is killed: a loop in a C library blocks Python's alarm
+MEMORY = 6 << 30  # bytes beyond the address space in use: larger allocations raise MemoryError
 
 
 class Refused(Exception):
-    """The target said in a sentence what is wrong."""
+    """The target refused the input with a message."""
 
 
 class Hang(BaseException):
-    """Not an Exception: what is being tested must not catch it."""
+    """Not an Exception: the code under test must not catch it."""
 
 
 class _OutOfTime(BaseException):
@@ -40,7 +40,7 @@ class _OutOfTime(BaseException):
 
 @dataclass(frozen=True)
 class Target:
-    """call(input, folder): folder is an empty one on disk, its own; returns, or raises Refused."""
+    """call(input, folder) returns or raises Refused. folder: initially empty, used by this target alone."""
 
     strategy: SearchStrategy
     call: Callable[[Any, Path], None]
@@ -48,7 +48,7 @@ class Target:
 
 @dataclass
 class Result:
-    """What came of one target. refused: sentences with numbers and names taken out, and how often each was said."""
+    """The result of one target. sentences: number of different messages, without numbers and names."""
 
     target: str
     inputs: int = 0
@@ -69,9 +69,9 @@ def fuzz(
     seconds: float = 1e9,
     limit: float | None = None,
 ) -> Result:
-    """make() gives the target, in the other process. start: the seed. seconds: no more inputs after these.
+    """Run the target that make() returns, in a child process.
 
-    limit: seconds for one input; None: LIMIT.
+    start: the seed. seconds: start no input after this time. limit: seconds for one input; None: LIMIT.
     """
     limit = LIMIT if limit is None else limit
     note = folder / "last_input.txt"
@@ -101,10 +101,10 @@ def fuzz(
 
 def _work(name, make, inputs, start, folder, seconds, limit, note, queue):
     _limit_memory()
-    faulthandler.disable()  # how the interpreter ended is reported; pytest's dump would only alarm
+    faulthandler.disable()  # the exit is reported below; pytest's dump would only confuse
     target, result = make(), Result(name)
     said: collections.Counter[str] = collections.Counter()
-    begun = None  # with the first input: what Hypothesis prepares takes seconds on a busy machine
+    begun = None  # time of the first input: on a busy machine Hypothesis needs seconds before it
     signal.signal(signal.SIGALRM, _too_long(limit))
 
     @seed(start)
@@ -128,9 +128,8 @@ def _work(name, make, inputs, start, folder, seconds, limit, note, queue):
         except Refused as refused:
             result.refused += 1
             said[" ".join(w for w in str(refused).split() if w.isalpha())] += 1
-        except (
-            BaseException
-        ):  # also what no `except Exception` sees, such as a panic of a Rust library
+        # BaseException: a panic in a Rust library is not an Exception
+        except BaseException:
             result.input = repr(value)
             raise
         finally:
@@ -171,5 +170,6 @@ def _short(error):
 
 
 def record(path: Path, result: Result, **more: Any) -> None:
+    """Append the result as one JSON line."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps({"bench": "fuzz", **asdict(result), **more}) + "\n")

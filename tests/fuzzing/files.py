@@ -1,4 +1,4 @@
-"""Files that are nearly right: those in tests/data/fuzz, changed a little."""
+"""Almost valid files: those in tests/data/fuzz with small changes."""
 
 import copy
 import json
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from xtrain import Transformer
-from xtrain.data.dataset import read_shard
+from xtrain.data.shards import read_shard
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.formats.manifest import verify
@@ -33,7 +33,7 @@ CHANGES = st.lists(
 
 
 def changed_bytes(content: bytes, changes: list[tuple[int, int, int]]) -> bytes:
-    """Each change: what to do, where (as a share of the length), with what."""
+    """Each change: (kind, position in 1/65536 of the length, value)."""
     b = bytearray(content)
     for kind, where, what in changes:
         i = where * len(b) >> 16
@@ -50,7 +50,7 @@ def changed_bytes(content: bytes, changes: list[tuple[int, int, int]]) -> bytes:
             b[i:i] = b[i:j]
         elif kind == 5:
             del b[i:]
-        elif kind == 6:  # a number where one may be
+        elif kind == 6:  # overwrite with an integer
             size = (1, 2, 4, 8)[what % 4]
             b[i : i + size] = (int(NUMBERS[what % 22]) % 2 ** (8 * size)).to_bytes(size, "little")
         else:
@@ -59,7 +59,7 @@ def changed_bytes(content: bytes, changes: list[tuple[int, int, int]]) -> bytes:
 
 
 def changed_json(tree, changes: list[tuple[int, int, int]]):
-    """Values become others, keys go, come twice under another name, or swap their values."""
+    """Replace values, delete keys, duplicate them under another name, or copy values between keys."""
     tree = copy.deepcopy(tree)
     for kind, where, what in changes:
         places = list(_places(tree))
@@ -94,7 +94,7 @@ def dumped(tree) -> bytes:
 
 
 def refusing(call):
-    """The target, with UserError as what it may raise."""
+    """-> call for a Target: a UserError of one sentence counts as a refusal."""
 
     def called(value, folder):
         try:
@@ -113,7 +113,7 @@ def seeds(folder: str) -> list[bytes]:
 
 # ----------------------------------------------------------------------------- the targets
 def safetensors() -> Target:
-    """Bytes, or a sound file with a changed header."""
+    """Changed bytes, or a valid file with a changed header."""
     files = seeds("safetensors")
 
     def call(value, folder):
@@ -124,7 +124,7 @@ def safetensors() -> Target:
             try:
                 header = dumped(changed_json(json.loads(content[8 : 8 + n]), changes))
                 content = len(header).to_bytes(8, "little") + header + content[8 + n :]
-            except ValueError:  # one of the damaged files that are kept
+            except ValueError:  # one of the damaged files in the corpus
                 content = changed_bytes(content, changes)
         else:
             content = changed_bytes(content, changes)
@@ -138,7 +138,7 @@ def safetensors() -> Target:
 
 
 def config() -> Target:
-    """config.json of a folder whose weights are sound: the whole way to a model."""
+    """config.json of a folder with valid weights, loaded up to a forward pass."""
     configs = [json.loads(b) for b in seeds("config")]
     weights = CORPUS / "safetensors" / "llama.safetensors"
 
@@ -161,7 +161,7 @@ def config() -> Target:
 
 
 def tokenizer() -> Target:
-    """tokenizer.json, and every third time tokenizer_config.json; what loads must also encode and decode."""
+    """tokenizer.json, or tokenizer_config.json; a tokenizer that loads must also encode and decode."""
     files = seeds("tokenizer")
 
     def call(value, folder):
@@ -171,10 +171,10 @@ def tokenizer() -> Target:
             content = changed_bytes(content, changes)
         elif how == 1:
             content = dumped(changed_json(json.loads(content), changes))
-        beside = folder / "tokenizer_config.json"
-        beside.unlink(missing_ok=True)
+        companion = folder / "tokenizer_config.json"
+        companion.unlink(missing_ok=True)
         if how == 2:
-            beside.write_bytes(
+            companion.write_bytes(
                 dumped(changed_json({"eos_token": {"content": "<|endoftext|>"}}, changes))
             )
         (folder / "tokenizer.json").write_bytes(content)
@@ -194,7 +194,7 @@ def shard() -> Target:
     def call(value, folder):
         which, vocab_size, changes = value
         path = folder / "tokens.bin"
-        path.unlink(missing_ok=True)  # the one before may still be mapped
+        path.unlink(missing_ok=True)  # the previous file may still be memory-mapped
         path.write_bytes(changed_bytes(files[which], changes))
         tokens = read_shard(path, vocab_size)
         assert len(tokens) and (vocab_size is None or tokens.max() < vocab_size)
@@ -204,7 +204,7 @@ def shard() -> Target:
 
 
 def run_folder() -> Target:
-    """What xtrain.report reads of a run, and a manifest."""
+    """The files of a run that xtrain.report reads, and a manifest."""
     names = [
         "config.json",
         "metrics.jsonl",

@@ -1,6 +1,6 @@
-"""Makes the sound files in tests/data/fuzz:   python -m fuzzing.make_corpus      (in tests/)
+"""Make the valid files in tests/data/fuzz:   python -m fuzzing.make_corpus      (in tests/)
 
-Beside them lie inputs that once were findings; their names say what they are.
+The other files there are earlier findings, named for what is wrong with them.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import xtrain
-from xtrain.data.dataset import write_shard
+from xtrain.data.shards import write_shard
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.formats import huggingface
 from xtrain.formats.manifest import write_manifest
@@ -63,9 +63,9 @@ def tokenizers() -> None:
     made = CORPUS / "made" / "tokenizer.json"
     content = json.loads(made.read_bytes())
     put(CORPUS / "tokenizer" / "bytes.json", json.dumps(content).encode())
-    pieces = [*(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁a", "</s>"]
+    tokens = [*(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁a", "</s>"]
     content["model"] |= {
-        "vocab": {p: i for i, p in enumerate(pieces)}, "merges": [["▁", "a"]], "byte_fallback": True, "unk_token": None,
+        "vocab": {token: i for i, token in enumerate(tokens)}, "merges": [["▁", "a"]], "byte_fallback": True, "unk_token": None,
     }  # fmt: skip
     content["added_tokens"] = [dict(content["added_tokens"][0], id=259, content="</s>")]
     content |= {"pre_tokenizer": None, "decoder": {"type": "ByteFallback"}}

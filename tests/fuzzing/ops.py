@@ -1,9 +1,9 @@
-"""Every public launcher, given arrays of any shape, type and layout.
+"""Every public launcher with arrays of any shape, dtype and layout.
 
-Arguments are made from their names: x_NC has the axes N and C, and an argument called H is as large as the axis H. Each
-axis has one length, so what comes out fits, until something is changed: one axis, the type, the layout. A launcher may
-compute, or refuse by a `raise` of xtrain's own. NumPy's complaints out of the middle of a computation are findings: the
-kernel in its place would have read beyond an array.
+Arguments are generated from their names: x_NC has the axes N and C, and an argument called H is the
+length of the axis H. Each axis has one length, so the arguments fit, until one of them is changed: an
+axis, the dtype, the layout. A launcher may compute, or refuse with a `raise` of its own. An error that
+NumPy raises within a computation is a finding: there, the kernel would read outside an array.
 """
 
 import importlib
@@ -32,8 +32,17 @@ INT64 = {"targets", "seed", "sequence"}
 FLOATS = (1e-5, 0.5, 1.0, 0.0, -1.0, float("nan"), float("inf"))
 INTS = (1, 2, 4, 0, -1, 7, 128, 2**31, 2**40)
 LENGTHS = (1, 2, 3, 4, 5, 8, 16, 0)
-SHORT = (1, 2, 3, 4, 5, 2, 3, 0)  # in the simulator, where 16 heads of 16 sequences take minutes
-# axes that follow from others, where the name alone cannot say it
+SHORT = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    2,
+    3,
+    0,
+)  # for the simulator, which needs minutes for 16 heads of 16 sequences
+# shapes that the name alone does not give
 AXES = {
     ("qk_norm_rope_fwd", "qkv"): lambda d: (d["N"], (d["H"] + 2 * d["G"]) * d["D"]),
     ("qk_norm_rope_bwd", "qkv"): lambda d: (d["N"], (d["H"] + 2 * d["G"]) * d["D"]),
@@ -45,7 +54,7 @@ AXES = {
     ("matmul", "b"): lambda d: (d["C"], d["V"]),
 }
 
-# rooms and files without a launcher of an op: what other files build on
+# packages and files without a launcher of an op, which other files use
 HIDDEN = re.compile(
     r"\.(primitives|runtime)\.|_(bwd|bwd_\w+|dkdv|parts|table|loops|tensor_cores|kernels)$"
 )
@@ -157,7 +166,7 @@ def _changed(value, kind, where, what, default, table):
         )
     if kind == 3 and value.ndim:  # not contiguous
         return np.repeat(value, 2, axis=-1)[..., ::2]
-    if kind == 4 and value.dtype.kind == "i":  # ids that are none
+    if kind == 4 and value.dtype.kind == "i":  # invalid ids
         return value + INTS[what % len(INTS)] % 2**31 - 3
     if kind == 5 and value.dtype.kind == "f" and value.size:
         value = value.copy()
@@ -167,7 +176,7 @@ def _changed(value, kind, where, what, default, table):
 
 
 def own_refusal(error: BaseException) -> bool:
-    """Was it raised by a `raise` of xtrain's own, with a sentence?"""
+    """Was it raised by a `raise` statement in xtrain, with a message?"""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     raised = linecache.getline(frame.filename, frame.lineno).strip().startswith("raise")
     return (
@@ -179,7 +188,7 @@ def own_refusal(error: BaseException) -> bool:
 
 
 def target(device: str) -> Target:
-    """device: "cpu", the references; "sim", the kernels in the simulator, which sees every access beyond an array."""
+    """device: "cpu": the references; "sim": the kernels in the simulator, which detects out-of-bounds accesses."""
     ops = list(launchers())
 
     def call(value, folder):
@@ -191,12 +200,12 @@ def target(device: str) -> Target:
         try:
             with np.errstate(all="ignore"):
                 f(**given)
-        except (NotImplementedError, MemoryError) as error:  # no room for 2^40 rows
+        except (NotImplementedError, MemoryError) as error:  # 2^40 rows do not fit in memory
             raise Refused(name) from error
         except RaceError as error:
             if name not in ("append_kv", "decode_attention"):
                 raise
-            raise Refused(f"{name}: two tokens of one place, as it must not be") from error
+            raise Refused(f"{name}: two tokens at one position, which is not allowed") from error
         except (ValueError, TypeError) as error:
             if not own_refusal(error):
                 shapes = {

@@ -1,4 +1,4 @@
-"""Command lines: options in any order, with values of any kind. And the options of training by themselves, which is faster."""
+"""Command lines with any options and values; and the options of training alone, which is faster."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ WORDS = (
 
 
 def only_options(config):
-    """All that training does with its options before it reads a text."""
+    """Everything that training does with its options before it reads a text."""
     resolve(config, gpu=False)
     parse_seconds(config.time_limit)
 
@@ -59,7 +59,7 @@ def known_op(op):
     return {}, ""
 
 
-# name: (the command line, options, what replaces the work behind it: (module, names, stand-in))
+# name: (main, its options, replacement of the work behind it: (module, names, stand-in))
 LINES = {
     "train": (train.main, TrainConfig, (train, ("train",), only_options)),
     "ddp": (parsed_by_ddp, ddp.ParallelConfig, None),
@@ -92,8 +92,10 @@ def names_of(options) -> list[str]:
 
 
 def arguments() -> Target:
-    """main(arguments) ends with 0, 1 or 2, and what it prints is not a traceback."""
-    inspect.getsource = functools.cache(inspect.getsource)  # tyro reads the files again every time
+    """main(arguments) returns 0, 1 or 2 and prints no traceback."""
+    inspect.getsource = functools.cache(
+        inspect.getsource
+    )  # tyro reads the source files at every call
 
     def call(value, folder):
         line, words = value
@@ -118,7 +120,7 @@ def arguments() -> Target:
         assert code in (0, 1, 2), code
         assert "Traceback" not in text, text
         if code:
-            assert text.strip(), "an error without a word"
+            assert text.strip(), "an error without a message"
             raise Refused(text.splitlines()[0])
 
     lists = st.lists(st.integers(0, 2000), max_size=6)
@@ -126,7 +128,7 @@ def arguments() -> Target:
 
 
 def train_options() -> Target:
-    """Any values of the right types."""
+    """Any values of the right types for the options of training."""
     whole = st.one_of(st.integers(-2, 40), st.sampled_from([2**31, 2**63, 10**30]))
     real = st.one_of(st.floats(), st.sampled_from([0.0, 0.5, 1.0, 1e-300]))
     text = st.one_of(st.sampled_from(WORDS), st.text(max_size=5))
@@ -144,7 +146,7 @@ def train_options() -> Target:
 
 
 def model_shapes() -> Target:
-    """ModelConfig.from_dict: the same for shapes, with values of any type."""
+    """ModelConfig.from_dict with values of any type."""
     fields = [f.name for f in dataclasses.fields(ModelConfig)]
     number = st.one_of(
         st.integers(-2, 300),

@@ -1,6 +1,6 @@
-"""A short part of the fuzzing, the files that once were findings, and whether the fuzzer finds what was put there to be found.
+"""A short fuzzing run, the files of earlier findings, and planted faults that the fuzzer must find.
 
-The long part: `cd tests && python -m fuzzing`; what it did is in bench/results/fuzz.jsonl.
+The long run: `cd tests && python -m fuzzing`; its results are in bench/results/fuzz.jsonl.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fuzzing import TARGETS, drive
 from fuzzing.files import CORPUS, changed_bytes, changed_json
-from xtrain.data.dataset import read_shard
+from xtrain.data.shards import read_shard
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.formats import huggingface
@@ -32,7 +32,7 @@ def test_nothing_is_found(name, tmp_path):
     assert result.worked > 0 or name == "model_shapes"
 
 
-SOUND = {
+VALID = {
     "safetensors": (read_header, {"llama.safetensors", "empty.safetensors"}),
     "tokenizer": (Tokenizer.load, {"bytes.json", "pieces.json"}),
     "shard": (read_shard, {"two_bytes.bin", "four_bytes.bin"}),
@@ -42,21 +42,21 @@ SOUND = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", SOUND)
+@pytest.mark.parametrize("kind", VALID)
 def test_the_corpus(kind):
-    """The sound files work, those that once were findings are refused in a sentence."""
-    read, sound = SOUND[kind]
+    """The valid files work, those of earlier findings are refused."""
+    read, valid = VALID[kind]
     found = {path.name for path in (CORPUS / kind).iterdir()}
-    assert sound <= found
+    assert valid <= found
     for name in found:
-        if name in sound:
+        if name in valid:
             read(CORPUS / kind / name)
         else:
             with pytest.raises(UserError):
                 read(CORPUS / kind / name)
 
 
-# ----------------------------------------------------------------------------- seeded crashes
+# ----------------------------------------------------------------------------- planted faults
 def no_end(value, folder):
     while value > 300:
         time.sleep(0.01)
@@ -77,7 +77,7 @@ def a_base_exception(value, folder):
         raise KeyboardInterrupt
 
 
-SEEDED = {
+PLANTED = {
     "an index": (lambda v, folder: [0] * 301 and ([0] * 301)[v], "IndexError"),
     "a hang": (no_end, "Hang"),
     "a hang in C": (no_end_in_c, "Hang: not even"),
@@ -87,10 +87,10 @@ SEEDED = {
 }
 
 
-@pytest.mark.parametrize("name", SEEDED)
-def test_a_seeded_fault_is_found(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name, tmp_path, monkeypatch):
     monkeypatch.setattr(drive, "LIMIT", 0.3)
-    call, said = SEEDED[name]
+    call, said = PLANTED[name]
     make = lambda: drive.Target(st.integers(0, 1000), call)
     result = drive.fuzz(name, make, 300, 0, tmp_path)
     assert result.finding is not None and said in result.finding
@@ -98,7 +98,7 @@ def test_a_seeded_fault_is_found(name, tmp_path, monkeypatch):
 
 
 def test_a_fault_in_a_parser_is_found(tmp_path, monkeypatch):
-    """As if one check of safetensors headers had been forgotten."""
+    """One check of safetensors headers is removed."""
     from xtrain.formats import tensor_file
 
     monkeypatch.setattr(tensor_file, "_naturals", lambda x: isinstance(x, list))

@@ -1,6 +1,6 @@
-"""What the tests of all kernels share: where a kernel runs, how exact it must be, derivatives, sentinels.
+"""Shared by the tests of all kernels: where a kernel runs, its tolerance, derivatives, sentinels.
 
-Without a GPU a kernel runs in xtrain.simulator on tiny arrays; with one it runs there, on larger ones.
+Without a GPU a kernel runs in xtrain.simulator, on tiny arrays; with a GPU on the GPU, on larger ones.
 """
 
 import contextlib
@@ -20,33 +20,35 @@ from xtrain.kernels.runtime import launch as _launch
 
 GPU = device.gpu_available()
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
-# more shapes and more planted bugs, for which the simulator takes long; .ci/run runs them too
+# more shapes and more planted bugs, which are slow in the simulator; .ci/run runs them too
 only_slow = pytest.mark.skipif(not os.environ.get("XTRAIN_SLOW"), reason="slow: XTRAIN_SLOW=1")
 
 
 def to_kernel(array):
-    """The array where a launcher runs its kernel: on the GPU if there is one, else in the simulator."""
+    """A copy of the array on the device of the kernels: the GPU if there is one, else the simulator."""
     return device.to_device(np.asarray(array, order="C"), "gpu") if GPU else simulator.sim(array)
 
 
 def to_host(array) -> np.ndarray:
+    """The values as a NumPy array."""
     return np.asarray(device.to_numpy(array))
 
 
 def rng(*seed) -> np.random.Generator:
+    """A NumPy generator."""
     return np.random.default_rng(seed)
 
 
 def normal(seed, *shape, mean=0.3, scale=1.0, dtype=np.float32) -> np.ndarray:
-    """Random numbers whose mean is not zero: a kernel that forgets to subtract or add a mean is found."""
+    """Random numbers with a mean that is not zero, to detect a kernel that does not subtract or add a mean."""
     return (rng(seed).standard_normal(shape) * scale + mean).astype(dtype)
 
 
 def assert_as_good(kernel, exact, reference, floor=2e-7, what="", factor=2.0, scale=1e-30):
     """The kernel's error against float64 is at most twice that of the reference run in the kernel's dtype.
 
-    floor: relative to the largest exact value, or to `scale` where the result is a small difference of numbers of
-    that size; about two units in the last place of float32.
+    floor: an allowed error of about two units in the last place of float32, relative to the largest
+    exact value, or to `scale` if the result is a small difference of numbers of that size.
     """
     kernel, exact, reference = (to_host(a).astype(np.float64) for a in (kernel, exact, reference))
     assert kernel.shape == exact.shape, f"{what}: shape {kernel.shape}, expected {exact.shape}"
@@ -82,7 +84,7 @@ def assert_directional(f, inputs, gradients, seed=0, tol=1e-6, step=1e-5):
 
 @contextlib.contextmanager
 def sentinels(monkeypatch, pad=64):
-    """Every array that a launcher allocates gets `pad` sentinel elements on both sides; checked at the end."""
+    """Add `pad` sentinel elements on both sides of every array that a launcher allocates; check them at the end."""
     blocks, allocate = [], _launch._allocate
 
     def guarded(like, shape, dtype):
@@ -104,7 +106,7 @@ def sentinels(monkeypatch, pad=64):
 
 
 def with_bug(thing, old: str, new: str, scope: dict) -> dict:
-    """Runs the source of a module or function in `scope`, `old` (which occurs once) replaced by `new`. -> scope
+    """Run the source of a module or function in `scope`, with `old` (which occurs once) replaced by `new`. -> scope
 
     The simulator's reports show the changed lines.
     """
@@ -117,12 +119,15 @@ def with_bug(thing, old: str, new: str, scope: dict) -> dict:
 
 
 def source_of(file: str) -> str:
-    """The source of a module of xtrain.kernels, by its dotted name there: "attention.flash_attention"."""
+    """The source of a module of xtrain.kernels, by its dotted name in it: "attention.flash_attention"."""
     return Path(xtrain.kernels.__file__).parent.joinpath(f"{file.replace('.', '/')}.py").read_text()
 
 
 def load_changed(file: str, source: str, folder: Path, monkeypatch):
-    """`source` as the module xtrain.kernels.<file>, until the test ends; its lines are in folder/<stem>.py. -> the module"""
+    """Replace the module xtrain.kernels.<file> by `source` until the test ends. -> the module
+
+    The source is written to folder/<stem>.py, for tracebacks.
+    """
     name = f"xtrain.kernels.{file}"
     package, _, stem = name.rpartition(".")
     path = folder / f"{stem}.py"

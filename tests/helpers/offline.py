@@ -1,8 +1,9 @@
-"""Compiling kernels without a GPU: to PTX by Numba and NVVM, and on to machine code by ptxas where there is one.
+"""Compile kernels without a GPU: to PTX with Numba and NVVM, and to machine code with ptxas if available.
 
-`pip install -e '.[compile]'` brings NVVM and ptxas from PyPI, and numba-cuda, since Numba 0.68 alone finds no NVVM there and
-knows no card after sm_90. Without numba-cuda these tests are skipped. XTRAIN_COMPILE=all (as in .ci/run) compiles for every
-card, and what cannot be compiled is a failure.
+`pip install -e '.[compile]'` installs NVVM and ptxas from PyPI, and numba-cuda, because Numba 0.68
+alone does not find that NVVM and does not know GPUs after sm_90. Without numba-cuda these tests are
+skipped. XTRAIN_COMPILE=all (as in .ci/run) compiles for every supported GPU; a missing compiler is then
+a failure.
 """
 
 import glob
@@ -23,18 +24,18 @@ from xtrain.kernels.runtime.launch import numba_type
 
 ALL = os.environ.get("XTRAIN_COMPILE") == "all"
 CARDS = [(7, 5), (8, 0), (9, 0), (12, 0)] if ALL else [(9, 0)]
-# bf16 kernels need what came with 8.0: copies beside the threads, matrix products of bf16
+# bf16 kernels need compute capability 8.0: asynchronous copies, bf16 matrix products
 CARDS_BF16 = [cc for cc in CARDS if cc >= (8, 0)]
 only_all = pytest.mark.skipif(not ALL, reason="takes minutes: XTRAIN_COMPILE=all")
 
 
 def give_up(why):
-    """Whoever asks for every card wants to know; a user without a compiler has nothing to compile with."""
+    """Fail if XTRAIN_COMPILE=all, else skip: a user without a compiler cannot compile."""
     (pytest.fail if ALL else pytest.skip)(why)
 
 
 def missing(why):
-    """A check that is left out unless everything was asked for."""
+    """Fail if XTRAIN_COMPILE=all, else leave out the check."""
     if ALL:
         pytest.fail(why)
 
@@ -42,8 +43,8 @@ def missing(why):
 @pytest.fixture(scope="session")
 def nvvm():
     if not ALL and importlib.util.find_spec("numba_cuda") is None:
-        # plain Numba stops at sm_90. Nothing is lost: .ci/run compiles everything with XTRAIN_COMPILE=all, where this skip
-        # is passed over and a missing compiler is a failure.
+        # Numba alone supports GPUs up to sm_90. .ci/run compiles everything with XTRAIN_COMPILE=all,
+        # which does not skip.
         pytest.skip("needs numba-cuda: pip install -e '.[compile]'")  # in .ci/run: a failure
     try:
         from numba.cuda.cudadrv.nvvm import NVVM
@@ -54,7 +55,7 @@ def nvvm():
 
 
 def compiled(monkeypatch, kernel, signature, cards, in_registers=((7, 5), (8, 0), (9, 0))):
-    """-> {card: PTX} of a kernel that promises to compute in float32 and, on the cards it is tuned for, in registers."""
+    """-> {GPU: PTX}. Checks that the kernel computes in float32 and, on in_registers, uses no local memory."""
     found = ptx_for(monkeypatch, kernel, signature, cards)
     for cc, ptx in found.items():
         check_float32(kernel, cc, ptx)
@@ -64,6 +65,7 @@ def compiled(monkeypatch, kernel, signature, cards, in_registers=((7, 5), (8, 0)
 
 
 def check_float32(kernel, cc, ptx):
+    """Fails if the PTX has a float64 instruction."""
     wide = [line.strip() for line in ptx.splitlines() if re.search(r"\.f64\b", line)]
     assert not wide, f"{label(kernel, cc)} computes in float64: {wide[0]}"
 
@@ -86,15 +88,13 @@ def signatures(monkeypatch, launch_all):
 
 
 def ptx_for(monkeypatch, kernel, signature, cards):
-    """-> {card: PTX}. Numba's own part, most of the time, is done once: what it hands to NVVM is the same for all."""
-    libraries, name = (
-        [],
-        "get_asm_strs" if hasattr(CUDACodeLibrary, "get_asm_strs") else "get_asm_str",
-    )
+    """-> {GPU: PTX}. Numba's part, which takes most of the time, runs once: its output is the same for all GPUs."""
+    libraries = []
+    name = "get_asm_strs" if hasattr(CUDACodeLibrary, "get_asm_strs") else "get_asm_str"
     get, original = CUDACodeLibrary.get_asm_str, getattr(CUDACodeLibrary, name)
     note = lambda library, cc=None: (libraries.append(library), original(library, cc))[1]
     options = {k: v for k, v in kernel.targetoptions.items() if k in ("fastmath", "fma", "opt")}
-    # device functions ask the current device what to compile for, and there is none
+    # device functions are compiled for the current device, which does not exist here
     here = python_types.SimpleNamespace(compute_capability=cards[0])
     with monkeypatch.context() as patch:
         patch.setattr(dispatcher, "get_current_device", lambda: here)
@@ -109,7 +109,7 @@ def ptx_for(monkeypatch, kernel, signature, cards):
 
 
 def ptxas():
-    """-> that of this environment's packages, which is as new as their NVVM, else the machine's; None"""
+    """-> the ptxas of this environment's packages, which fits their NVVM, else the machine's, else None"""
     found = importlib.util.find_spec("nvidia")
     packages = [f"{folder}/*/bin" for folder in found.submodule_search_locations] if found else []
     folders = [f for pattern in packages for f in sorted(glob.glob(pattern), reverse=True)]
@@ -118,11 +118,11 @@ def ptxas():
 
 
 def check_registers(tmp_path, ptx, threads, min_blocks, cc):
-    """No spills, told the block size and how many blocks shall fit a multiprocessor. Nothing where there is no ptxas."""
+    """Fails if registers spill when `min_blocks` blocks of `threads` must fit on a multiprocessor. Needs ptxas."""
     if not ptxas():
         return missing("no ptxas: pip install -e '.[compile]'")
     bounds = f".maxntid {threads}, 1, 1\n.minnctapersm {min_blocks}\n{{"
-    if ".maxntid" not in ptx:  # plain Numba has no launch_bounds
+    if ".maxntid" not in ptx:  # Numba without numba-cuda has no launch_bounds
         ptx = re.sub(r"(\.visible \.entry[^{]*)\{", lambda m: m.group(1) + bounds, ptx, count=1)
     (tmp_path / "kernel.ptx").write_text(ptx)
     command = [ptxas(), "-v", f"--gpu-name=sm_{cc[0]}{cc[1]}", "kernel.ptx", "-o", os.devnull]

@@ -1,4 +1,4 @@
-"""Short runs of a very small model, for the tests of whole runs: options, and what two runs have in common."""
+"""Short runs of a very small model: options, and a comparison of two runs."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,7 @@ PRESETS["test"] = Preset(SHAPE, PRESETS["tiny"].train)
 
 
 def options(out, **more) -> TrainConfig:
+    """The options of a short run in the folder `out`."""
     defaults = {
         "preset": "test", "data": str(DATA / "grammar.txt"), "out": str(out), "name": "run", "vocab_size": 320,
         "steps": 20, "batch": 4, "seq_len": 32, "eval_batches": 2, "eval_every": 10, "sample_every": 10,
@@ -26,20 +27,22 @@ def options(out, **more) -> TrainConfig:
 
 
 def run(out, console=SILENT, **more) -> Path:
-    """Train. -> the run's folder"""
+    """Train. -> the folder of the run"""
     return train(options(out, **more), console)
 
 
 def metrics(folder) -> list[dict]:
+    """The records in metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def checkpoints(folder) -> list[str]:
+    """The names of the checkpoints, sorted."""
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def assert_same_run(a, b) -> None:
-    """Numbers, samples and every checkpoint that both have, byte for byte."""
+    """Metrics, samples and the checkpoints that both runs have are equal byte for byte."""
     both = sorted(set(checkpoints(a)) & set(checkpoints(b)))
     assert both, (checkpoints(a), checkpoints(b))
     names = ["metrics.jsonl", "layers.jsonl", "samples.txt"]

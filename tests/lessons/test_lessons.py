@@ -212,7 +212,7 @@ def test_no_place_for_my_lessons(tmp_path, monkeypatch, capsys):
     assert mine.read_text() == "my work\n"
     error = capsys.readouterr().err
     assert error.count("01_threads.py cannot be written (") == 2 and error.count("\n") == 3
-    assert "no space left to write" in error and "or begin in another folder" in error
+    assert "no space left to write" in error and "or start in another folder" in error
 
 
 @pytest.mark.parametrize("words", [["list"], ["start", "1"], ["check", "1"]], ids=" ".join)
@@ -222,7 +222,7 @@ def test_an_installed_package_has_no_lessons(tmp_path, monkeypatch, capsys, word
     monkeypatch.chdir(tmp_path)
     assert lesson.main(words) == 2
     said = capsys.readouterr()
-    assert "inside a clone" in said.err and said.err.count("\n") == 1 and not said.out
+    assert "run this in a clone" in said.err and said.err.count("\n") == 1 and not said.out
 
 
 def test_bad_lesson_numbers(tmp_path, capsys):

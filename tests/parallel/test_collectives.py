@@ -1,4 +1,4 @@
-"""Choice of library and GPU, and the calls to NCCL, all without them. With MPI: test_ddp.py."""
+"""Missing libraries, the choice of a GPU, the calls of NCCL: all without them. With MPI: test_ddp.py."""
 
 import sys
 from types import SimpleNamespace
@@ -37,12 +37,12 @@ def fake_ranks(local, visible):
     )
 
 
-def test_which_gpu(monkeypatch):
+def test_choice_of_a_gpu(monkeypatch):
     used = fake_gpus(monkeypatch, 4)
     ranks.choose_gpu(fake_ranks(3, [(None, 4)] * 4))
-    fake_gpus_of_its_own = fake_gpus(monkeypatch, 1)
+    own_gpu = fake_gpus(monkeypatch, 1)
     ranks.choose_gpu(fake_ranks(3, [(str(i), 1) for i in range(4)]))
-    assert used == [3] and fake_gpus_of_its_own == [0]
+    assert used == [3] and own_gpu == [0]
     with pytest.raises(UserError, match=r"fewer GPUs than ranks \(1 and 2 here\)"):
         ranks.choose_gpu(fake_ranks(1, [(None, 1)] * 2))
 
@@ -54,15 +54,15 @@ def test_no_nccl(monkeypatch):
         collectives.load_nccl()
 
 
-# ----------------------------------------------------------------------------- NCCL, as far as it goes without a GPU
+# ----------------------------------------------------------------------------- NCCL, with a fake
 class Address(np.ndarray):
     data = property(lambda self: SimpleNamespace(ptr=self.__array_interface__["data"][0]))
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_what_nccl_is_asked_for(monkeypatch, bf16):
-    """Addresses, counts, types, streams and events of every call."""
-    asked, order = [], []
+def test_calls_of_nccl(monkeypatch, bf16):
+    """Which bytes, how many numbers of which dtype, on which stream, after which events."""
+    calls, order = [], []
 
     class Stream:
         ptr = 7
@@ -86,7 +86,7 @@ def test_what_nccl_is_asked_for(monkeypatch, bf16):
             assert (world, name, rank) == (4, "id", 2)
 
         def __getattr__(self, name):
-            return lambda *arguments: asked.append((name, *arguments))
+            return lambda *arguments: calls.append((name, *arguments))
 
     nccl = SimpleNamespace(
         get_unique_id=lambda: "id", NcclCommunicator=Communicator, NCCL_SUM=0, NCCL_FLOAT32=32, NCCL_BFLOAT16=16
@@ -109,14 +109,14 @@ def test_what_nccl_is_asked_for(monkeypatch, bf16):
     sent, kind = (c.half, 16) if bf16 else (grads, 32)
     at = lambda array, i: array.data.ptr + i * array.itemsize
     c.all_reduce(8, 24)
-    c.reduce_scatter(16, 48)  # parts of 8: this rank's begins at 32
+    c.reduce_scatter(16, 48)  # shards of 8: this rank's begins at 32
     c.all_gather(grads, 16, 48)
     c.progress()
     c.join()
-    assert asked == [
+    assert calls == [
         ("allReduce", at(sent, 8), at(sent, 8), 16, kind, 0, 7),
         ("reduceScatter", at(sent, 16), at(sent, 32), 8, kind, 0, 7),
         ("allGather", at(grads, 32), at(grads, 16), 8, 32, 7),
     ]
     assert order == [("side", "waits for", "main")] * 3 + [("main", "waits for", "side")]
-    assert c.gather_1(grads[:1]).shape == (4,) and asked[-1][0] == "allGather"
+    assert c.gather_1(grads[:1]).shape == (4,) and calls[-1][0] == "allGather"

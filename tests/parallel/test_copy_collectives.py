@@ -1,5 +1,5 @@
-"""Collectives over copy engines, with threads as GPUs: memory is shared, a copy is a memmove, and a thread that waits for a
-flag stands for a stream that waits. mpi/gpus.py does the same between real GPUs."""
+"""Collectives by copy engines, with threads as GPUs: memory is shared, a copy is a memmove, and a stream that
+waits for a flag is a waiting thread. tests/parallel/mpi/gpus.py tests real GPUs."""
 
 import ctypes
 import itertools
@@ -12,8 +12,7 @@ import pytest
 
 from xtrain.errors import UserError
 from xtrain.kernels.cast import BFLOAT16
-from xtrain.parallel import collectives as communicator
-from xtrain.parallel import copy_collectives as peer
+from xtrain.parallel import collectives, copy_collectives
 
 PATIENCE = 20.0  # seconds until a wait counts as a deadlock
 
@@ -27,7 +26,7 @@ def array(shape, dtype=np.float32, fill=0):
 
 
 class World:
-    """R ranks that share this process's memory. A barrier between hosts is one between threads."""
+    """R ranks, one thread each, that share this process's memory."""
 
     def __init__(self, size, seed):
         self.size, self.barrier = size, threading.Barrier(size, timeout=PATIENCE)
@@ -42,7 +41,7 @@ class World:
             self.barrier.wait()
             return found
 
-        return SimpleNamespace(rank=rank, world=self.size, gather=gather, total=lambda x: gather(x))
+        return SimpleNamespace(rank=rank, world=self.size, gather=gather, sum=lambda x: gather(x))
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def fake_gpu(monkeypatch):
     """-> run(world, work): calls work(ranks) on every rank in parallel; raises the exception of a rank."""
     local = threading.local()
 
-    def pause():  # ranks are never in step
+    def pause():  # ranks run at different speeds
         if local.rng.random() < 0.2:
             time.sleep(local.rng.random() * 1e-3)
 
@@ -64,7 +63,7 @@ def fake_gpu(monkeypatch):
             end = time.monotonic() + PATIENCE
             while verb == "wait" and word.value != value:
                 if local.world.broken.is_set() or time.monotonic() > end:
-                    raise TimeoutError("a flag that never came")
+                    raise TimeoutError("a flag that was never set")
                 time.sleep(0)
         return (0,)
 
@@ -87,20 +86,20 @@ def fake_gpu(monkeypatch):
         Stream=Stream, Event=event, get_current_stream=Stream, runtime=runtime,
         Device=lambda: SimpleNamespace(synchronize=lambda: None),
     )  # fmt: skip
-    for module in (communicator, peer):
+    for module in (collectives, copy_collectives):
         monkeypatch.setattr(module, "cupy", lambda: SimpleNamespace(cuda=cuda))
         empty = lambda like, shape, dtype=None: array(shape, dtype or like.dtype, 99)
         monkeypatch.setattr(module, "empty", empty)
     driver = SimpleNamespace(cuStreamBatchMemOp=batch, CUresult=SimpleNamespace(CUDA_SUCCESS=0))
-    monkeypatch.setattr(peer, "zeros", lambda _, shape, dtype: array(shape, dtype))
-    monkeypatch.setattr(peer, "add_into", lambda a, b: a.__iadd__(b))
+    monkeypatch.setattr(copy_collectives, "zeros", lambda _, shape, dtype: array(shape, dtype))
+    monkeypatch.setattr(copy_collectives, "add_into", lambda a, b: a.__iadd__(b))
     there = lambda address, n: np.ctypeslib.as_array((ctypes.c_float * n).from_address(address))
-    monkeypatch.setattr(peer, "at_address", there)
-    monkeypatch.setattr(peer, "cuda_driver", lambda: driver)
-    monkeypatch.setattr(peer, "write", lambda address, value: ("write", address, value))
-    monkeypatch.setattr(peer, "wait", lambda address, value: ("wait", address, value))
-    monkeypatch.setattr(peer, "allocation", lambda address: address - 64)
-    monkeypatch.setattr(peer, "STEP", 96)  # longer pieces go in several steps
+    monkeypatch.setattr(copy_collectives, "at_address", there)
+    monkeypatch.setattr(copy_collectives, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(copy_collectives, "write", lambda address, value: ("write", address, value))
+    monkeypatch.setattr(copy_collectives, "wait", lambda address, value: ("wait", address, value))
+    monkeypatch.setattr(copy_collectives, "allocation", lambda address: address - 64)
+    monkeypatch.setattr(copy_collectives, "CHUNK", 96)  # longer slices need several copies
 
     def run(world, work):
         errors = []
@@ -126,14 +125,14 @@ def fake_gpu(monkeypatch):
 
 
 def numbers(rank, step, n):
-    """Integers, so sums are exact in any order."""
+    """Integers: their sums are exact in any order."""
     return np.random.default_rng([rank, step]).integers(-8, 9, n).astype(np.float32)
 
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_every_collective_at_random(fake_gpu, size, half):
-    """Steps of random collectives, with an odd or even number of barriers in each, on ranks of different speed."""
+    """Steps of random collectives, with odd and even numbers of barriers, every rank at its own speed."""
     n, steps = 384 * size, 12
     plans = np.random.default_rng(size)
     plan = []
@@ -142,65 +141,67 @@ def test_every_collective_at_random(fake_gpu, size, half):
             np.sort(plans.choice(np.arange(1, n // 64), plans.integers(1, 6), replace=False)) * 64
         )
         edges = [0, *cuts.tolist(), n]
-        pieces = [(a, b - int(plans.integers(0, 5))) for a, b in itertools.pairwise(edges)]
-        plan.append([(plans.choice(["all_reduce", "reduce_scatter"]), *p) for p in pieces])
+        slices = [(a, b - int(plans.integers(0, 5))) for a, b in itertools.pairwise(edges)]
+        plan.append([(plans.choice(["all_reduce", "reduce_scatter"]), *s) for s in slices])
     idle = plans.random(steps) < 0.5
 
     def work(ranks):
         grads = array(n)
         weights = array(n, BFLOAT16 if half else np.float32)
         arena = SimpleNamespace(grads=grads, weights=weights, half=weights if half else None)
-        c, norms = peer.CopyCollectives(ranks, arena), array(n // 4)
-        c.share(norms)
+        c, norms = copy_collectives.CopyCollectives(ranks, arena), array(n // 4)
+        c.register(norms)
         value = lambda step: array(1, fill=ranks.rank + step)
-        for step, pieces in enumerate(plan):
+        for step, calls in enumerate(plan):
             grads[...] = numbers(ranks.rank, step, n)
             expected = sum(numbers(rank, step, n) for rank in range(size))
             losses = c.start_gather(value(step))
-            for what, a, b in pieces:
+            for what, a, b in calls:
                 getattr(c, what)(a, b, idle=idle[step])
             c.join()
-            for what, a, b in pieces:
-                where = slice(a, b) if what == "all_reduce" else c.part(a, b)
+            for what, a, b in calls:
+                where = slice(a, b) if what == "all_reduce" else c.shard(a, b)
                 assert np.array_equal(grads[where], expected[where]), (step, what, a, b)
             assert losses.tolist() == [rank + step for rank in range(size)]
-            before = weights.astype(np.float32)  # still the old ones, whatever the others do by now
+            before = weights.astype(np.float32)  # still the old values, whatever the other ranks do
             assert np.array_equal(before, numbers(7, step - 1, n) if step else np.zeros(n))
             if step % 3:
                 assert c.gather_1(value(2 * step)).tolist() == [r + 2 * step for r in range(size)]
-            for shared in (weights, norms, array(n)):
-                own = c.part(0, shared.size)
-                shared[own] = numbers(7, step, shared.size)[own]
-                c.all_gather(shared, 0, shared.size)
+            for target in (weights, norms, array(n)):
+                own = c.shard(0, target.size)
+                target[own] = numbers(7, step, target.size)[own]
+                c.all_gather(target, 0, target.size)
             c.join()
             assert np.array_equal(weights.astype(np.float32), numbers(7, step, n))
             assert np.array_equal(norms, numbers(7, step, n // 4))
-            assert np.array_equal(shared, numbers(7, step, n))
+            assert np.array_equal(target, numbers(7, step, n))
         c.close()
 
     fake_gpu(World(size, 1), work)
 
 
-def test_parts_cover_every_piece():
+def test_shards_cover_every_slice():
     for world in (1, 2, 3, 5, 8):
         for length in (0, 1, 4, 37, 64, 1000):
             ranks = [SimpleNamespace(rank=r, world=world) for r in range(world)]
-            part = peer.CopyCollectives.part
-            parts = [part(SimpleNamespace(ranks=r), 8, 8 + length) for r in ranks]
-            assert parts[0].start == 8 and parts[-1].stop == 8 + length
-            assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
-            assert all(p.start % 4 == 0 or p.start == p.stop for p in parts)
+            shard = copy_collectives.CopyCollectives.shard
+            shards = [shard(SimpleNamespace(ranks=r), 8, 8 + length) for r in ranks]
+            assert shards[0].start == 8 and shards[-1].stop == 8 + length
+            assert all(a.stop == b.start for a, b in itertools.pairwise(shards))
+            assert all(s.start % 4 == 0 or s.start == s.stop for s in shards)
             if length % (4 * world) == 0:
-                assert len({p.stop - p.start for p in parts}) == 1, "ZeRO divides evenly"
+                assert len({s.stop - s.start for s in shards}) == 1, "ZeRO divides evenly"
 
 
 @pytest.mark.parametrize("broken", ["one row", "no barrier at the end", "none before sending"])
 def test_the_test_sees_a_broken_protocol(fake_gpu, monkeypatch, broken):
-    """With fewer rows of flags or fewer barriers, a rank reads too early, is written too early, or waits for ever."""
+    """With fewer rows of flags or fewer barriers, a rank reads or writes too early, or waits for ever."""
     monkeypatch.setattr(f"{__name__}.PATIENCE", 2.0)
-    copies = peer.CopyCollectives
+    copies = copy_collectives.CopyCollectives
     if broken == "one row":
-        monkeypatch.setattr(copies, "_barrier", lambda self, s: self._pass_barrier(peer.JOIN, s))
+        monkeypatch.setattr(
+            copies, "_barrier", lambda self, s: self._pass_barrier(copy_collectives.JOIN, s)
+        )
     elif broken == "no barrier at the end":
         monkeypatch.setattr(copies, "join", lambda self: None)
     else:
@@ -214,7 +215,7 @@ def test_the_test_sees_a_broken_protocol(fake_gpu, monkeypatch, broken):
             grads[...] = numbers(ranks.rank, step, 512)
             c.reduce_scatter(0, 512)
             c.join()
-            own = c.part(0, 512)
+            own = c.shard(0, 512)
             assert np.array_equal(grads[own], sum(numbers(r, step, 512) for r in range(3))[own])
             if step:
                 assert np.array_equal(weights, numbers(7, step - 1, 512))
@@ -226,7 +227,7 @@ def test_the_test_sees_a_broken_protocol(fake_gpu, monkeypatch, broken):
         fake_gpu(World(3, 2), work)
 
 
-def test_where_copies_cannot_be_had(monkeypatch):
+def test_where_copies_are_not_possible(monkeypatch):
     def ranks(local_world, world, mine=0):
         return SimpleNamespace(
             local=mine, local_world=local_world, world=world, gather=lambda x: [x] * world
@@ -239,17 +240,17 @@ def test_where_copies_cannot_be_had(monkeypatch):
             deviceCanAccessPeer=lambda a, b: connected,
         )
         monkeypatch.setattr(
-            peer, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+            copy_collectives, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
         )
 
     gpus(4)
-    assert peer.why_no_copies(ranks(4, 4)) == ""
-    assert "several machines" in peer.why_no_copies(ranks(4, 8))
+    assert copy_collectives.why_no_copies(ranks(4, 4)) == ""
+    assert "several machines" in copy_collectives.why_no_copies(ranks(4, 8))
     gpus(1)
-    assert "its own GPU" in peer.why_no_copies(ranks(4, 4))
+    assert "only its own GPU" in copy_collectives.why_no_copies(ranks(4, 4))
     gpus(2, connected=False)
-    assert "not connected" in peer.why_no_copies(ranks(2, 2))
+    assert "cannot access each other" in copy_collectives.why_no_copies(ranks(2, 2))
     with pytest.raises(
-        UserError, match="--transport copy cannot be had: its GPUs are not connected"
+        UserError, match="--transport copy is not possible: the GPUs cannot access each other"
     ):
-        peer.gpu_collectives(ranks(2, 2), None, False, "copy")
+        copy_collectives.gpu_collectives(ranks(2, 2), None, False, "copy")

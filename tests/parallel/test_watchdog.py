@@ -1,4 +1,4 @@
-"""When a rank counts as hanging. test_ddp.py checks that all ranks end when one hangs."""
+"""When a rank counts as hanging. tests/parallel/test_ddp.py tests that all ranks end then."""
 
 import time
 from types import SimpleNamespace
@@ -8,24 +8,25 @@ from xtrain.training.loop import Loop
 from xtrain.training.single_process import SINGLE_PROCESS
 
 
-def test_a_watchdog_looks_from_the_first_beat_until_it_rests(monkeypatch):
-    barks = []
-    monkeypatch.setattr(Watchdog, "_bark", lambda dog: barks.append(time.monotonic()))
-    with Watchdog(0.05, SINGLE_PROCESS, lambda: 1) as dog:
+def test_a_watchdog_watches_from_the_first_beat_until_it_is_stopped(monkeypatch):
+    reports = []
+    report = lambda self: reports.append(time.monotonic())
+    monkeypatch.setattr(Watchdog, "_report_and_exit", report)
+    with Watchdog(0.05, SINGLE_PROCESS, lambda: 1) as watchdog:
         time.sleep(0.15)
-        assert not barks, "a checkpoint that is loaded is no step"
-        dog.beat()
+        assert not reports, "loading a checkpoint is not a step"
+        watchdog.beat()
         time.sleep(0.15)
-        assert barks
-        dog.beat()
-        dog.rest()
-        barks.clear()
+        assert reports
+        watchdog.beat()
+        watchdog.stop()
+        reports.clear()
         time.sleep(0.15)
-    assert not barks
+    assert not reports
 
 
 def test_waiting_for_a_checkpoint_is_progress():
-    """The run beats while a checkpoint is written, so a short --watchdog does not report a hang."""
+    """There are beats while it is written, so that a short --watchdog does not take it for a hang."""
     beats, until = [], time.monotonic() + 0.5
 
     def busy(seconds):

@@ -156,7 +156,7 @@ def test_weights(capsys, mine):
         file.truncate((100 << 20) + 8 + 1000)
     refused(capsys, mine, "its header claims 104857600 bytes")
     save_file(tensors | {"extra.weight": torch.zeros(1)}, path)
-    refused(capsys, mine, "tensors that do not belong: extra.weight")
+    refused(capsys, mine, "unexpected tensors: extra.weight")
     save_file({k: v for k, v in tensors.items() if "up_proj" not in k}, path)
     refused(capsys, mine, "missing tensors: model.layers.0.mlp.up_proj.weight, model.layers.1")
     save_file(tensors | {"model.norm.weight": torch.zeros(7)}, path)

@@ -7,15 +7,15 @@ import pytest
 from runs import DATA, DEVICE, options
 
 from xtrain.config import ModelConfig, resolve
-from xtrain.data.dataset import Loader
-from xtrain.errors import UserError
+from xtrain.data.batches import Loader
+from xtrain.errors import UserError, is_out_of_memory
 from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.nn import modules as nn
 from xtrain.profile import main as profile_main
 from xtrain.train import main
 from xtrain.training import memory_plan as memory
 from xtrain.training import out_of_memory
-from xtrain.training.out_of_memory import explain, ran_out
+from xtrain.training.out_of_memory import explain
 
 SMALL = [
     "--preset",
@@ -109,7 +109,7 @@ def test_the_layer_is_named(tmp_path, monkeypatch, capsys):
 def test_other_errors_pass():
     with pytest.raises(RuntimeError, match="illegal"), out_of_memory.explained(None, {}, "cpu"):
         raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access")
-    assert not ran_out(ValueError("out of memory of what was said"))
+    assert not is_out_of_memory(ValueError("out of memory of what was said"))
 
 
 def test_the_advice_is_the_plan(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from checks import GPU
 from rich.console import Console
 from runs import DATA, assert_same_run, checkpoints, metrics, run
+from signals import default_signals
 
 from xtrain.errors import UserError
 from xtrain.train import main
@@ -171,6 +172,7 @@ def test_another_machine_is_told(stopped, tmp_path, monkeypatch):
 
 # ----------------------------------------------------------------------------- stopping early
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+@default_signals()
 def test_a_signal_finishes_the_step_and_saves(tmp_path, name):
     step, before = Run.step, signal.getsignal(getattr(signal, name))
 
@@ -225,6 +227,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@default_signals()
 def test_before_the_first_step_any_signal_ends_it(tmp_path, monkeypatch, capsys):
     from xtrain.training import loop as module
 

@@ -91,9 +91,9 @@ def test_a_manifest_of_the_wrong_types(folder, name):
     content = json.loads(path.read_text())
     content.pop("itself")
     MANIFESTS[name](content)
-    path.write_bytes(manifest._dump({**content, "itself": manifest._of_itself(content)}))
+    path.write_bytes(manifest._dump({**content, "itself": manifest._hash_of(content)}))
     assert checkpoint.newest(folder, said.append).step == 3
-    assert "manifest.json describes no files and tensors: going back to step-000003" in said[0]
+    assert "manifest.json does not describe files and tensors: going back to step-000003" in said[0]
 
 
 @pytest.mark.parametrize("content", [b"[]\n", b"3\n", b'"a"\n', b"[" * 100_000])
@@ -375,10 +375,10 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_thrown_away(folder, monkeyp
 
     monkeypatch.setattr(manifest, "digest", refuses)
     with monkeypatch.context() as patch:  # nor when it would be tidied away
-        patch.setattr(checkpoint, "strangers", unknown)
+        patch.setattr(checkpoint, "unlisted", unknown)
         checkpoint.prune(folder, 6, 1)
     assert checkpoints(folder) == ["step-000003", "step-000006"]
-    with pytest.raises(UserError, match=r"cannot be read \(Permission denied\): mend that"):
+    with pytest.raises(UserError, match=r"cannot be read \(Permission denied\): fix that"):
         run(folder.parent, **KIND, resume=True)
     assert checkpoints(folder) == ["step-000003", "step-000006"]
     code[0], said = errno.EIO, []

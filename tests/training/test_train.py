@@ -169,7 +169,7 @@ def test_bad_input(tmp_path, capsys, name):
 @pytest.mark.skipif(GPU, reason="there is a GPU")
 def test_no_gpu(tmp_path, capsys):
     assert main(command(tmp_path, "--device", "gpu")) == 2
-    assert "no GPU can be used here" in capsys.readouterr().err
+    assert "no usable GPU was found" in capsys.readouterr().err
 
 
 def test_unknown_option(tmp_path):

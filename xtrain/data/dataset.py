@@ -1,12 +1,10 @@
-"""Text -> token shards -> batches.
+"""A text as a corpus: documents -> tokenizer -> token shards, cached by the text's hash.
 
     prepare(data)                  read a text, train a tokenizer, write shards; cached -> Corpus
     Corpus.loader(B, T, seed)      endless shuffled training batches, exactly resumable -> Loader
     Corpus.val_batches(n, B, T)    the same batches of held-out text every time
 
-**Shards** are llm.c's .bin files: 256 int32 (magic, version, number of tokens, zeros), then the
-tokens, little-endian: magic 20240520, version 1 for uint16; magic 20240801, version 7 for uint32.
-Every document is followed by the end-of-text token.
+In the shards (shards.py) the end-of-text token follows every document.
 
 **Bits per byte** = nats / ln 2 / bytes, both summed over the same target tokens. `token_lengths`
 has the bytes of each token; the end of text has none, so its loss counts against the model.
@@ -16,105 +14,38 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..device import cache_folder
 from ..errors import UserError
 from ..files import digest, sync, sync_folder, work_folder
-from .corpus import Survey, Texts, bigram_bpb, byte_bigram_bpb, byte_bigrams, pieces, split, survey
+from .batches import Loader, val_batches
+from .bigram import bigram_bpb, byte_bigrams
+from .documents import Documents, Survey, chunks, split, survey
+from .shards import read_shard, write_shard
 from .tokenizer import Tokenizer
 
-__all__ = [
-    "Corpus",
-    "Loader",
-    "byte_bigram_bpb",
-    "prepare",
-    "read_shard",
-    "val_batches",
-    "write_shard",
-]
-
-FORMAT = (
-    2  # in the cache's key: raise it when the split, the shards or the tokenizer's training change
-)
+# part of the cache key: increase it when the split, the shards or the tokenizer's training change
+FORMAT = 2
 SAMPLE_BYTES = 8_000_000  # of text to train the tokenizer on
-SAMPLE_PIECE = (
-    8192  # characters from one place: many places, and no endless word (BPE slows down on those)
-)
-ENCODE_PIECE = 1 << 20  # characters encoded as one string: bounds the memory for one huge document
+# characters sampled from one place: small, so that many places are sampled, and because BPE is slow
+# on an endless word
+SAMPLE_CHUNK = 8192
+ENCODE_CHUNK = 1 << 20  # characters encoded as one string: bounds the memory for one huge document
 ENCODE_BATCH = 8 << 20  # bytes encoded at once, on all cores
 SHARD_TOKENS = 100_000_000
-MOST_EPOCHS = 1000  # in one batch: more is a slip, and would take minutes and gigabytes to say so
-HEADER_INTS = 256
-SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 
 Progress = Callable[[float, str], None]
 
 
-# --- shards ---
-
-
-def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Write a .bin file, whole or not at all. tokens: (n,) integers below vocab_size, n < 2^31."""
-    kind = 0 if vocab_size <= 1 << 16 else 1
-    (magic, version), dtype = list(SHARD_KINDS.items())[kind]
-    header = np.zeros(HEADER_INTS, "<i4")
-    header[:3] = magic, version, len(tokens)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(header.tobytes())
-            file.write(np.asarray(tokens, dtype).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
-    """-> (n,) uint16 or uint32, memory-mapped.
-
-    Raises UserError, naming the file, if it is not a whole shard or has an id >= vocab_size.
-    """
-    path, again = Path(path), "delete it and start again to make it anew"
-    try:
-        size = path.stat().st_size
-        header = np.fromfile(path, "<i4", HEADER_INTS)
-    except OSError as error:
-        raise UserError(
-            f"the token shard {path} cannot be read ({error.strerror}): {again}"
-        ) from None
-    if len(header) < HEADER_INTS:
-        raise UserError(f"{path} is too short to be a token shard: {again}")
-    magic, version, n = (int(x) for x in header[:3])
-    if magic not in [known for known, _ in SHARD_KINDS]:
-        raise UserError(f"{path} is not a token shard (magic number {magic}): {again}")
-    if (magic, version) not in SHARD_KINDS:
-        raise UserError(f"{path} is a token shard of unknown version {version}: {again}")
-    dtype = SHARD_KINDS[magic, version]
-    expected = 4 * HEADER_INTS + n * dtype.itemsize
-    if n < 1 or size != expected:
-        raise UserError(f"{path} has {size} bytes, {n} tokens need {expected}: {again}")
-    tokens = np.memmap(path, dtype, mode="r", offset=4 * HEADER_INTS, shape=(n,))
-    if vocab_size is not None and (largest := int(tokens.max())) >= vocab_size:
-        raise UserError(
-            f"{path} has the id {largest}, the tokenizer has {vocab_size} tokens: {again}"
-        )
-    return tokens
-
-
-# --- prepare ---
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """A text, tokenised: what training needs to know about it."""
+    """A tokenized text: what training needs to know about it."""
 
     name: str  # of the text
     files: int  # read
@@ -135,7 +66,7 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """May be smaller than asked: a short text has few repeated pairs."""
+        """May be smaller than requested: a short text has few repeated pairs."""
         return self.tokenizer.vocab_size
 
     @property
@@ -144,15 +75,15 @@ class Corpus:
         return self.tokenizer.token_lengths
 
     def bits_per_byte(self, nats: float, targets: np.ndarray) -> float:
-        """nats: the summed losses of the targets; targets: their ids, any shape. Exact for them."""
+        """nats: the summed loss of the targets. targets: their ids, any shape. The result is exact."""
         return nats / math.log(2) / int(self.token_lengths[targets].sum())
 
-    def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> "Loader":
-        """Shuffled batches of B sequences of T tokens, for ever. With several ranks each reads a part of its own."""
+    def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> Loader:
+        """Endless shuffled batches of B sequences of T tokens. Each of several ranks reads its own rows."""
         return Loader(self.train, B, T, seed, rank, world, self.vocab_size)
 
     def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The first n batches of the held-out text, always the same: ids and targets (B, T)."""
+        """At most n batches of the held-out text, always the same: ids and targets (B, T)."""
         return val_batches(self.val, n, B, T, self.vocab_size)
 
 
@@ -163,30 +94,32 @@ def prepare(
     tokenizer: str | Path | None = None,
     progress: Progress = lambda fraction, text: None,
 ) -> Corpus:
-    """Tokenise a text, or find it tokenised: it is read and hashed each time, all else is cached.
+    """Tokenize a text, or load it from the cache. The text is read and hashed each time.
 
-    data: file or folder; None: Python's own source. tokenizer: a tokenizer.json to use instead of
-    training one of vocab_size tokens. progress(fraction, text) is called now and then.
-    A cache entry is built in a temporary folder and renamed, so it is whole or absent, also when
-    several processes prepare the same text. Raises UserError for every bad input.
+    data: file or folder; None: the source of the Python standard library. tokenizer: a
+    tokenizer.json to use instead of training one of vocab_size tokens. cache_dir: default
+    device.cache_folder(). progress(fraction, text) is called from time to time.
+    A cache entry is built in a temporary folder and renamed, so it is either complete or absent,
+    even if several processes prepare the same text. Raises UserError for every bad input.
     """
     given = None if tokenizer is None else Tokenizer.load(tokenizer)
     progress(0.0, "reading the text")
-    texts = Texts(data)
-    found = survey(texts)
+    documents = Documents(data)
+    found = survey(documents)
     if not found.documents:
         raise UserError(
-            f"{texts.name} has no text (files that are no text: {texts.skipped}): give other --data"
+            f"{documents.name} has no text (files that are not text: {documents.skipped}): "
+            "give other --data"
         )
     which = f"t{given.sha256[:16]}e{given.eot_id}" if given else f"v{vocab_size}"
     key = f"{found.sha256[:16]}-{which}-f{FORMAT}"
     folder = Path(cache_dir or cache_folder()) / key
-    about = {"name": texts.name, "files": texts.files, "skipped": texts.skipped}
+    about = {"name": documents.name, "files": documents.files, "skipped": documents.skipped}
     corpus = _open(folder, found, about, given)
     if corpus is None:
-        shutil.rmtree(folder, ignore_errors=True)  # damaged, or not there
+        shutil.rmtree(folder, ignore_errors=True)  # damaged or missing
         try:
-            _build(folder, texts, found, given, vocab_size, progress)
+            _build(folder, documents, found, given, vocab_size, progress)
         except OSError as error:
             where = f"the cache folder {folder.parent} cannot be written ({error.strerror})"
             raise UserError(f"{where}: make room, or set XTRAIN_CACHE to another folder") from None
@@ -199,12 +132,14 @@ def prepare(
     return corpus
 
 
-def _open(folder: Path, found: Survey, about: dict, given: Tokenizer | None) -> Corpus | None:
-    """The cache entry, or None if it is absent or not whole."""
+def _open(
+    folder: Path, found: Survey, about: dict[str, Any], given: Tokenizer | None
+) -> Corpus | None:
+    """The cache entry, or None if it is missing or damaged."""
     try:
         record = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-        for name, right in record.pop("blake2b").items():
-            if digest(folder / name) != right:
+        for name, expected in record.pop("blake2b").items():
+            if digest(folder / name) != expected:
                 return None
         record["train"] = [folder / name for name in record["train"]]
         record["val"] = [folder / name for name in record["val"]]
@@ -213,27 +148,28 @@ def _open(folder: Path, found: Survey, about: dict, given: Tokenizer | None) -> 
         sizes = [
             sum(len(read_shard(path)) for path in shards) for shards in (corpus.train, corpus.val)
         ]
-        whole = sizes == [corpus.train_tokens, corpus.val_tokens] and corpus.sha256 == found.sha256
-        return corpus if whole else None
+        complete = sizes == [corpus.train_tokens, corpus.val_tokens]
+        return corpus if complete and corpus.sha256 == found.sha256 else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # UserError is a ValueError
         return None
 
 
 def _build(
     folder: Path,
-    texts: Texts,
+    documents: Documents,
     found: Survey,
     given: Tokenizer | None,
     vocab_size: int,
     progress: Progress,
-):
+) -> None:
+    """Write a cache entry: tokenizer, shards and corpus.json. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with work_folder(folder.parent) as temporary:
         if given is None:
             progress(0.1, "training the tokenizer")
-        tokenizer = given or Tokenizer.train(_sample(texts, found), vocab_size)
+        tokenizer = given or Tokenizer.train(_sample(documents, found), vocab_size)
         tokenizer.save(temporary)
-        record = _tokenise(temporary, texts, found, tokenizer, progress)
+        record = _tokenize(temporary, documents, found, tokenizer, progress)
         record["blake2b"] = {path.name: digest(path) for path in sorted(temporary.glob("*.bin"))}
         (temporary / "corpus.json").write_text(
             json.dumps(record, indent=2) + "\n", encoding="utf-8"
@@ -242,25 +178,25 @@ def _build(
         try:
             os.rename(temporary, folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, with the same bytes
+            if not folder.is_dir():  # else another process was faster and wrote the same bytes
                 raise
         sync(folder.parent)
 
 
-def _sample(texts: Texts, found: Survey) -> Iterator[str]:
+def _sample(documents: Iterable[str], found: Survey) -> Iterator[str]:
     """About SAMPLE_BYTES of the training text, spread evenly over it."""
-    seen = taken = 0
-    for text, _, val in split(texts, found):
-        for piece in [] if val else pieces(text, SAMPLE_PIECE):
-            size = len(piece.encode())
+    seen = sampled = 0
+    for text, _, is_val in split(documents, found):
+        for chunk in [] if is_val else chunks(text, SAMPLE_CHUNK):
+            size = len(chunk.encode())
             seen += size
-            if taken * found.bytes <= seen * SAMPLE_BYTES:
-                taken += size
-                yield piece
+            if sampled * found.n_bytes <= seen * SAMPLE_BYTES:
+                sampled += size
+                yield chunk
 
 
-class _Side:
-    """Training or validation text on its way into shards."""
+class _ShardWriter:
+    """Encodes training or validation text and writes its shards."""
 
     def __init__(self, folder: Path, name: str, tokenizer: Tokenizer):
         self.folder, self.name, self.tokenizer = folder, name, tokenizer
@@ -269,61 +205,62 @@ class _Side:
         self.bigrams_AB = np.zeros((256, 256), np.int64)
         self._texts: list[str] = []
         self._raws: list[bytes] = []
-        self._parts: list[np.ndarray] = []
+        self._encoded: list[np.ndarray] = []
 
     def add(self, text: str, raw: bytes) -> None:
+        """Queue a document; raw: the same in UTF-8."""
         self._texts.append(text)
         self._raws.append(raw)
         self.bytes += len(raw)
 
     def encode(self) -> None:
-        """Everything added since the last call; complete shards are written."""
+        """Encode the queued documents and write the shards that are full."""
         self.bigrams_AB += byte_bigrams(self._raws)
-        cut = [list(pieces(text, ENCODE_PIECE)) for text in self._texts]
-        ids = iter(self.tokenizer.encode_batch([piece for document in cut for piece in document]))
+        cut = [list(chunks(text, ENCODE_CHUNK)) for text in self._texts]
+        ids = iter(self.tokenizer.encode_batch([chunk for document in cut for chunk in document]))
         flat: list[int] = []
         for document in cut:
             for _ in document:
                 flat += next(ids)
             flat.append(self.tokenizer.eot_id)
-        self._parts.append(np.array(flat, np.uint32))
+        self._encoded.append(np.array(flat, np.uint32))
         self._texts, self._raws = [], []
         self.write(SHARD_TOKENS)
 
     def write(self, least: int) -> None:
-        """Write shards while at least `least` tokens wait."""
-        while sum(map(len, self._parts)) >= least:
-            tokens = np.concatenate(self._parts)
+        """Write shards while at least `least` encoded tokens are left."""
+        while sum(map(len, self._encoded)) >= least:
+            tokens = np.concatenate(self._encoded)
             name = f"{self.name}_{len(self.shards):06d}.bin"
             write_shard(self.folder / name, tokens[:SHARD_TOKENS], self.tokenizer.vocab_size)
             self.shards.append(name)
             self.tokens += len(tokens[:SHARD_TOKENS])
-            self._parts = [tokens[SHARD_TOKENS:]]
+            self._encoded = [tokens[SHARD_TOKENS:]]
 
 
-def _tokenise(
-    folder: Path, texts: Texts, found: Survey, tokenizer: Tokenizer, progress: Progress
-) -> dict:
-    """Write the shards of both sides; -> what corpus.json records."""
-    train, val = sides = [_Side(folder, name, tokenizer) for name in ("train", "val")]
+def _tokenize(
+    folder: Path, documents: Documents, found: Survey, tokenizer: Tokenizer, progress: Progress
+) -> dict[str, Any]:
+    """Write the training and validation shards. -> what corpus.json records."""
+    train, val = (_ShardWriter(folder, name, tokenizer) for name in ("train", "val"))
     done = 0
-    for text, raw, is_val in split(texts, found):
-        sides[is_val].add(text, raw)
+    for text, raw, is_val in split(documents, found):
+        (val if is_val else train).add(text, raw)
         if train.bytes + val.bytes - done >= ENCODE_BATCH:
             done = train.bytes + val.bytes
             train.encode()
             val.encode()
-            progress(0.25 + 0.75 * done / found.bytes, "tokenising")
-    for side in sides:
-        if not side.bytes:
+            progress(0.25 + 0.75 * done / found.n_bytes, "tokenizing")
+    for writer in (train, val):
+        if not writer.bytes:
             raise UserError(
-                f"the text has {found.bytes} bytes, too few to hold some out: give more text"
+                f"the text has {found.n_bytes} bytes, too few to hold some out: give more text"
             )
-        side.encode()
-        side.write(1)
+        writer.encode()
+        writer.write(1)
     return {
         "documents": found.documents,
-        "bytes": found.bytes,
+        "bytes": found.n_bytes,
         "sha256": found.sha256,
         "split": "documents" if found.by_document else "tail",
         "train_bytes": train.bytes,
@@ -334,132 +271,3 @@ def _tokenise(
         "train": train.shards,
         "val": val.shards,
     }
-
-
-# --- batches ---
-
-
-class Loader:
-    """Endless shuffled batches of next-token prediction.
-
-    In an epoch each shard is a ring that starts at a random token and is cut into len // T windows,
-    so the windows lie differently every time and no token is left out for good. (A window may run
-    over the seam: the last document is followed by the first.) The order of the windows is a
-    permutation. Both come from (seed, epoch) alone, so the state is one number, `position`: the
-    sequences that all ranks together have taken.
-
-    Rank r takes rows [r B/world, (r+1) B/world) of a batch: the batch is the same in every world.
-    """
-
-    def __init__(
-        self,
-        shards: list[Path],
-        B: int,
-        T: int,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        vocab_size: int | None = None,
-    ):
-        """shards: .bin files. vocab_size: refuse shards with an id that is not below it."""
-        if B % world:
-            raise UserError(
-                f"--batch {B} is not a multiple of the {world} ranks: choose one that is"
-            )
-        self.B, self.T, self.seed, self.rank, self.world = B, T, seed, rank, world
-        self._shards = [read_shard(path, vocab_size) for path in shards]
-        # The target of the last token is one further: a shard of T tokens has no window.
-        windows_S = [len(tokens) // T if len(tokens) > T else 0 for tokens in self._shards]
-        self._ends_S = np.cumsum(windows_S)
-        self.windows = int(self._ends_S[-1])  # in an epoch
-        if not self.windows:
-            _too_short("training", max(map(len, self._shards)), T)
-        if B / self.windows > MOST_EPOCHS:
-            raise UserError(
-                f"--batch {B} is {B // self.windows:,} times the text, which has {self.windows:,} windows of "
-                f"--seq-len {T}: choose a smaller one"
-            )
-        self.position = 0
-        self._epoch = lru_cache(2)(
-            self._epoch
-        )  # a batch touches two epochs at most, unless the text is tiny
-
-    @property
-    def epoch(self) -> float:
-        """How often the text has been seen."""
-        return self.position / self.windows
-
-    def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """-> ids, targets: (B/world, T) int32, targets[:, t] is the token after ids[:, t]."""
-        rows = self.B // self.world
-        first = self.position + self.rank * rows
-        tokens = np.stack([self._window(i) for i in range(first, first + rows)])
-        self.position += self.B
-        return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
-
-    def state_dict(self) -> dict[str, int]:
-        """Where in the text it is, as whole numbers: what a checkpoint keeps."""
-        return {
-            "position": self.position,
-            "seed": self.seed,
-            "seq_len": self.T,
-            "windows": self.windows,
-        }
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where another loader of the same text stopped; B and world may differ."""
-        mine = self.state_dict()
-        for name in ("seed", "seq_len", "windows"):
-            if state.get(name) != mine[name]:
-                raise UserError(
-                    f"the data position was saved with {name} {state.get(name)}, this run has "
-                    f"{mine[name]}: resume with the same text and options"
-                )
-        if not isinstance(state.get("position"), int) or state["position"] < 0:
-            raise UserError(
-                f"the saved data position {state.get('position')!r} is no number of sequences"
-            )
-        self.position = state["position"]
-
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """-> order of the windows (W,), first token of each shard's ring (S,)."""
-        rng = np.random.default_rng((self.seed % 2**64, epoch))
-        return rng.permutation(self.windows), rng.integers([len(tokens) for tokens in self._shards])
-
-    def _window(self, i: int) -> np.ndarray:
-        """-> (T + 1,) int32: the i-th window since the start of training."""
-        order_W, start_S = self._epoch(i // self.windows)
-        w = order_W[i % self.windows]
-        s = np.searchsorted(self._ends_S, w, side="right")
-        tokens = self._shards[s]
-        before = self._ends_S[s - 1] if s else 0
-        first = start_S[s] + (w - before) * self.T
-        return tokens[(first + np.arange(self.T + 1)) % len(tokens)].astype(np.int32)
-
-
-def val_batches(
-    shards: list[Path], n: int, B: int, T: int, vocab_size: int | None = None
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """-> at most n batches of ids, targets, (B, T) int32, the same every time.
-
-    The windows are spread evenly over the text, in order. A text with fewer than n B windows gives
-    fewer batches, and its last one may have fewer rows.
-    """
-    tokens = np.concatenate([read_shard(path, vocab_size) for path in shards]).astype(np.int32)
-    windows = (len(tokens) - 1) // T
-    if not windows:
-        _too_short("validation", len(tokens), T)
-    wanted = min(n * B, windows)
-    first = np.arange(wanted) * windows // wanted * T
-    rows = tokens[first[:, None] + np.arange(T + 1)]
-    return [
-        (np.ascontiguousarray(rows[i : i + B, :-1]), np.ascontiguousarray(rows[i : i + B, 1:]))
-        for i in range(0, wanted, B)
-    ]
-
-
-def _too_short(which: str, tokens: int, T: int) -> None:
-    raise UserError(
-        f"the {which} text has {tokens} tokens, a window needs {T + 1}: "
-        "give more text (--data) or a smaller --seq-len"
-    )

@@ -1,12 +1,12 @@
 """Byte-level BPE (Sennrich 2016, on bytes as in GPT-2), by the `tokenizers` library: text <-> ids.
 
 A text is first a sequence of UTF-8 bytes, so no character is unknown and nothing is lost: the bytes
-of its tokens, one after the other, are the text. Two things follow from that: `token_lengths` (bits
-per byte is exact for any window of tokens) and `stream` (a token may end inside a character; text
-comes out as soon as the character is complete).
+of its tokens, concatenated, are the text. Two things follow: `token_lengths` makes bits per byte
+exact for any window of tokens, and `stream` must hold back a token that ends inside a character
+until the character is complete.
 
-A tokenizer is saved as Hugging Face does: tokenizer.json and tokenizer_config.json. One that was loaded keeps what lay
-beside it: the names of its special tokens, its chat template.
+A tokenizer is saved in Hugging Face's layout: tokenizer.json and tokenizer_config.json. A loaded
+tokenizer keeps its companion files: the names of its special tokens, its chat template.
 """
 
 import codecs
@@ -21,31 +21,27 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ..errors import UserError
-from ..formats.tensor_file import parse_json
+from ..json_files import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB = 257  # 256 bytes and the end of text
 MAX_VOCAB = 1 << 24  # a larger id is a damaged file, and a table of that size would fill the memory
-# What other tokenizers call it, when no tokenizer_config.json beside them says so.
-OTHER_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
+# Names of the end of text in other tokenizers, tried if tokenizer_config.json does not give it.
+KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 CONFIG = "tokenizer_config.json"
-BESIDE = (
-    CONFIG,
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)  # what belongs to a tokenizer.json
+COMPANION_FILES = (CONFIG, "special_tokens_map.json", "chat_template.jinja")  # of a tokenizer.json
 
 
 class Tokenizer:
     """A tokenizer with an end-of-text token. Make one with `Tokenizer.train` or `Tokenizer.load`.
 
-    vocab_size     V: every id is below it (it may be smaller than asked when the text is short)
+    vocab_size     V: every id is below it (smaller than requested if the text is short)
     eot_id, eot    the token that ends a document, and its text. `encode` turns that text into the
                    token, as Hugging Face does
     token_bytes    list of V byte strings
     token_lengths  (V,) int32: their lengths, but 0 for the end of text
-    bos_token_id   the token that begins a text, None where there is none; eos_token_id: eot_id
-    special_ids    tokens that steer a model and are no text: begin, end, roles of a chat
+    bos_token_id   the token that begins a text, or None; eos_token_id: eot_id
+    special_ids    control tokens, which are not text: begin, end, roles of a chat
     sha256         of the saved tokenizer.json
     """
 
@@ -53,8 +49,9 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         eot: str = END_OF_TEXT,
-        beside: dict[str, bytes] | None = None,
+        companions: dict[str, bytes] | None = None,
     ):
+        """companions: {name: content} of files that `save` writes back unchanged."""
         backend.no_truncation()  # settings of an inference server that would cut a document short
         backend.no_padding()
         self._backend = backend
@@ -62,19 +59,19 @@ class Tokenizer:
         if eot_id is None:
             raise UserError(f"the tokenizer has no token {eot!r} to end a document with")
         self.eot, self.eot_id = eot, eot_id
-        self._beside = beside or {}  # {name: content} of files that `save` gives back as they were
-        if CONFIG not in self._beside:
+        self._companions = companions or {}
+        if CONFIG not in self._companions:
             own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,
                    "clean_up_tokenization_spaces": False}  # fmt: skip
-            self._beside[CONFIG] = (json.dumps(own, indent=2) + "\n").encode()
-        bos = token_text(json.loads(self._beside[CONFIG]).get("bos_token"))
+            self._companions[CONFIG] = (json.dumps(own, indent=2) + "\n").encode()
+        bos = token_text(json.loads(self._companions[CONFIG]).get("bos_token"))
         self.bos_token_id = None if bos is None else backend.token_to_id(bos)
         self.eos_token_id = self.eot_id
         ids = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > MAX_VOCAB:
             raise UserError(
-                f"the tokenizer has an id {self.vocab_size - 1}, xtrain takes ids below {MAX_VOCAB}"
+                f"the tokenizer has the id {self.vocab_size - 1}, xtrain needs ids below {MAX_VOCAB}"
             )
         content = json.loads(backend.to_str())
         self.special_ids = frozenset(t["id"] for t in content["added_tokens"] if t["special"])
@@ -85,7 +82,10 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn merges: the same texts give the same file. A pair seen only once is not merged."""
+        """Learn the merges. The same texts give the same file; a pair seen only once is not merged.
+
+        Raises UserError if vocab_size is below MIN_VOCAB.
+        """
         if vocab_size < MIN_VOCAB:
             raise UserError(
                 f"--vocab-size {vocab_size} is too small: give at least {MIN_VOCAB}, "
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """path: a tokenizer.json or its folder. Raises UserError when it is missing or unusable."""
+        """path: a tokenizer.json or its folder. Raises UserError if it is missing or cannot be used."""
         path = Path(path)
         if path.is_dir():
             path = path / "tokenizer.json"
@@ -116,53 +116,60 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-            files = [path.with_name(name) for name in BESIDE]
-            beside = {file.name: file.read_bytes() for file in files if file.is_file()}
-            config = parse_json(beside[CONFIG], path.with_name(CONFIG)) if CONFIG in beside else {}
-            return cls(backend, _end_of_text(config, backend), beside)
+            files = [path.with_name(name) for name in COMPANION_FILES]
+            companions = {file.name: file.read_bytes() for file in files if file.is_file()}
+            content = companions.get(CONFIG)
+            config = {} if content is None else parse_json(content, path.with_name(CONFIG))
+            return cls(backend, _end_of_text(config, backend), companions)
         except UserError as error:
             raise UserError(f"{path} cannot be used: {error}") from None
         except OSError as error:
             raise UserError(f"{error.filename or path} cannot be read: {error.strerror}") from None
         except BaseException as error:
-            # the library raises the base class for what it cannot parse; a panic of its Rust code is not even an Exception
+            # the library raises Exception itself for a parse error; a panic in its Rust code is
+            # only a BaseException
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"{path} is not a tokenizer.json: {reason}") from None
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and what else was loaded, for transformers.AutoTokenizer."""
+        """Write tokenizer.json and its companion files, for transformers.AutoTokenizer. Raises OSError."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in {"tokenizer.json": self._json(), **self._beside}.items():
+        for name, content in {"tokenizer.json": self._json(), **self._companions}.items():
             (folder / name).write_bytes(content)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """special: add what the tokenizer puts around a text for its model, such as a token for the beginning."""
+        """Text -> ids. special: add the tokens that the tokenizer puts around a text, such as <s>."""
         return self._backend.encode(text, add_special_tokens=special).ids
 
     def encode_more(self, text: str) -> list[int]:
-        """Of a text that continues another. Some tokenizers (Llama 2's) put a space in front of whatever they are given."""
+        """The ids of a text that continues another one.
+
+        Some tokenizers (Llama 2's) put a space in front of every text; this one is encoded after a
+        line break, whose ids are then cut off.
+        """
         before, whole = self.encode("\n"), self.encode("\n" + text)
         n = len(before)
-        return whole[n:] if whole[:n] == before else self.encode(text)  # else the two grew together
+        # else the line break was merged with the text
+        return whole[n:] if whole[:n] == before else self.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The same for many texts, on all cores."""
+        """encode for many texts, on all cores."""
         return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Bytes that are no UTF-8 become U+FFFD; ids beyond the vocabulary are left out."""
+        """Ids -> text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yield text while ids arrive, whole characters only; joined it is `decode` of all ids."""
+        """Yield text as ids arrive, complete characters only; joined, it equals `decode` of all ids."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for i in ids:
-            piece = decoder.decode(self.token_bytes[i] if i < self.vocab_size else b"")
-            if piece:
-                yield piece
+            text = decoder.decode(self.token_bytes[i] if i < self.vocab_size else b"")
+            if text:
+                yield text
         if rest := decoder.decode(b"", final=True):
             yield rest
 
@@ -171,18 +178,18 @@ class Tokenizer:
 
 
 def _end_of_text(config: dict[str, Any], backend: tokenizers.Tokenizer) -> str:
-    """eos_token of tokenizer_config.json, otherwise the first known name that there is."""
-    known = (name for name in OTHER_END_OF_TEXT if backend.token_to_id(name) is not None)
+    """eos_token of tokenizer_config.json, else the first known name in the vocabulary."""
+    known = (name for name in KNOWN_END_OF_TEXT if backend.token_to_id(name) is not None)
     return token_text(config.get("eos_token")) or next(known, END_OF_TEXT)
 
 
 def token_text(entry: Any) -> str | None:
-    """tokenizer_config.json names a token by its text, or by an object that holds it."""
+    """The text of a token in tokenizer_config.json, which gives the text or an object that holds it."""
     entry = entry.get("content") if isinstance(entry, dict) else entry
     return entry if isinstance(entry, str) else None
 
 
-def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict) -> list[bytes]:
+def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict[str, Any]) -> list[bytes]:
     """The bytes of each token. A byte-level vocabulary writes a byte as one printable character."""
     if spec["model"]["type"] != "BPE":
         raise UserError(f"it is a {spec['model']['type']} tokenizer, xtrain needs BPE")
@@ -197,7 +204,7 @@ def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict) -> list[bytes
             table[i] = token.encode()
         elif len(token) == 6 and token.startswith("<0x"):  # byte fallback of SentencePiece
             table[i] = bytes([int(token[3:5], 16)])
-        else:  # SentencePiece writes a space as this character
+        else:  # SentencePiece writes a space as U+2581
             table[i] = token.replace("▁", " ").encode()
     return table
 

@@ -1,10 +1,11 @@
-"""Hugging Face folders, in and out: config.json, safetensors (one file, or shards and an index), a tokenizer.
+"""Read and write Hugging Face folders: config.json, safetensors (one file, or shards and an index), tokenizer.
 
     LlamaForCausalLM    without qk_norm
     Qwen3ForCausalLM    with qk_norm
 
-Both config styles are written and read: rope_theta and rope_scaling at the top (transformers 4) or inside
-rope_parameters (5), torch_dtype or dtype. Whatever a config asks for and xtrain lacks is refused by name.
+Both config styles are written and read: rope_theta and rope_scaling at the top (transformers 4) or
+inside rope_parameters (5), torch_dtype or dtype. A config that needs a feature that xtrain lacks is
+refused with the feature's name.
 """
 
 import contextlib
@@ -21,10 +22,11 @@ import numpy as np
 from ..config import ROPE_SCALINGS, ModelConfig
 from ..device import to_device
 from ..errors import UserError
+from ..json_files import is_folder, listed, read_json
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
-from .tensor_file import is_folder, listed, read_header, read_json, tensor_bytes, write_safetensors
+from .tensor_file import Stored, read_header, tensor_bytes, write_safetensors
 
-MAX_SHARD_BYTES = 5 * 10**9  # as transformers cuts
+MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 VARIATION = "xtrain_variation"  # in config.json: Transformer.variation
@@ -50,12 +52,12 @@ REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-DEFAULTS = {  # what transformers takes where config.json says nothing
+DEFAULTS: dict[str, dict[str, Any]] = {  # of transformers, for keys that config.json lacks
     "llama": {"max_position_embeddings": 2048},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
-# The values that mean what xtrain does; the first is what a missing key means.
-ALLOWED = {
+# The values that xtrain supports; the first is the meaning of a missing key.
+ALLOWED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -69,10 +71,10 @@ ALLOWED = {
 
 # ----------------------------------------------------------------------------- config.json
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """-> the content of config.json, for transformers 4 and 5."""
+    """ModelConfig -> the content of config.json, for transformers 4 and 5."""
     c = config
     architecture = "Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM"
-    scaling = _normalised(c.rope_scaling, c.max_seq_len)
+    scaling = _normalize_scaling(c.rope_scaling, c.max_seq_len)
     own = (
         {"use_sliding_window": False, "sliding_window": None, "max_window_layers": c.n_layers}
         if c.qk_norm
@@ -93,27 +95,32 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "dtype": "float32",
         "torch_dtype": "float32",
         "use_cache": True,
-        **dict.fromkeys(SPECIAL),  # said, because transformers would take 1 and 2 for a Llama
+        **dict.fromkeys(
+            SPECIAL
+        ),  # explicit None: the defaults of transformers for a Llama are 1 and 2
     }
 
 
 def config_from_hf(config: dict[str, Any]) -> ModelConfig:
-    """The content of a config.json -> ModelConfig. Raises UserError that names what xtrain lacks."""
+    """The content of a config.json -> ModelConfig. Raises UserError, which names what is missing or unsupported."""
     if not isinstance(config, dict):
         raise UserError("it must hold a JSON object")
     if VARIATION in config:
         raise UserError(
-            f"the model is neither Llama nor Qwen3 ({config[VARIATION]}): make it as it was made, then model.load_weights(folder)"
+            f"the model is neither Llama nor Qwen3 ({config[VARIATION]}): construct it as for training, "
+            "then call model.load_weights(folder)"
         )
     model_type = _model_type(config)
-    asked = [
+    unsupported = [
         f"{key} {config[key]!r}"
         for key, allowed in ALLOWED.items()
         if config.get(key, allowed[0]) not in allowed
     ]
-    asked += [f"layer type {kind!r}" for kind in _layer_types(config) if kind != "full_attention"]
-    if asked:
-        raise UserError(f"it asks for {listed(asked)}, which xtrain does not have")
+    unsupported += [
+        f"layer type {kind!r}" for kind in _layer_types(config) if kind != "full_attention"
+    ]
+    if unsupported:
+        raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support")
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise UserError(f"it lacks {', '.join(missing)}")
@@ -130,8 +137,8 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         made = ModelConfig(**fields, qk_norm=model_type == "qwen3")
     except UserError as error:
         names = {ours: theirs for theirs, ours in FIELDS.items()}
-        words = lambda m: names.get(m[0], m[0])  # speak of the file's keys
-        raise UserError(re.sub(r"\w+", words, str(error))) from None
+        # the message names the file's keys, not ours
+        raise UserError(re.sub(r"\w+", lambda m: names.get(m[0], m[0]), str(error))) from None
     if made.context > MAX_POSITIONS:
         raise UserError(
             f"max_position_embeddings x the RoPE factor is {made.context}, more than {MAX_POSITIONS}"
@@ -139,51 +146,51 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     return made
 
 
-def _model_type(config):
+def _model_type(config: dict[str, Any]) -> str:
     types = list(MODEL_TYPES.values())
     architectures, model_type = config.get("architectures"), config.get("model_type")
     if architectures:
         name = architectures[0] if isinstance(architectures, list) else architectures
         if name not in list(MODEL_TYPES):
             known = " and ".join(MODEL_TYPES)
-            raise UserError(f"the architecture {name!r} is not supported: xtrain has {known}")
+            raise UserError(f"the architecture {name!r} is not supported: xtrain supports {known}")
         if model_type not in (None, MODEL_TYPES[name]):
             raise UserError(f"model_type {model_type!r} does not belong to {name}")
         return MODEL_TYPES[name]
     if model_type not in types:
         raise UserError(
-            f"model_type {model_type!r} is not supported: xtrain has {' and '.join(types)}"
+            f"model_type {model_type!r} is not supported: xtrain supports {' and '.join(types)}"
         )
     return model_type
 
 
-def _layer_types(config):
+def _layer_types(config: dict[str, Any]) -> list[str]:
     kinds = config.get("layer_types") or []
     return list(dict.fromkeys(map(str, kinds if isinstance(kinds, list) else [kinds])))
 
 
-def _rope(config, max_seq_len):
-    """-> (theta, scaling or None). Where both styles stand side by side the old one wins, as in transformers."""
+def _rope(config: dict[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
+    """-> (theta, scaling or None). If a config has both styles the old one wins, as in transformers."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(f"it asks for RoPE {rope!r}, xtrain takes one set of parameters")
-    for key, fine in (("partial_rotary_factor", (1, None)), ("mrope_section", (None,))):
-        if rope.get(key) not in fine:
-            raise UserError(f"it asks for {key} {rope[key]!r}, which xtrain does not have")
+        raise UserError(f"it needs RoPE {rope!r}, xtrain supports one set of parameters")
+    for key, supported in (("partial_rotary_factor", (1, None)), ("mrope_section", (None,))):
+        if rope.get(key) not in supported:
+            raise UserError(f"it needs {key} {rope[key]!r}, which xtrain does not support")
     original = config.get("original_max_position_embeddings")
     if original is not None:
         rope = {**rope, "original_max_position_embeddings": original}
     theta = rope.get("rope_theta", config.get("rope_theta"))
-    return (10000.0 if theta is None else theta), _normalised(rope, max_seq_len)
+    return (10000.0 if theta is None else theta), _normalize_scaling(rope, max_seq_len)
 
 
-def _normalised(scaling, max_seq_len):
-    """-> {"rope_type": ..., and what that type needs}, or None where nothing is scaled."""
+def _normalize_scaling(scaling: dict[str, Any] | None, max_seq_len: int) -> dict[str, Any] | None:
+    """-> {"rope_type": ..., the parameters of that type}, or None without scaling."""
     scaling = scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in list(ROPE_SCALINGS):
-        known = ", ".join(ROPE_SCALINGS)
-        raise UserError(f"it asks for the RoPE type {kind!r}: xtrain has {known}")
+        supported = ", ".join(ROPE_SCALINGS)
+        raise UserError(f"it needs the RoPE type {kind!r}: xtrain supports {supported}")
     if kind == "default":
         return None
     known = {"original_max_position_embeddings": max_seq_len, **scaling}
@@ -191,10 +198,10 @@ def _normalised(scaling, max_seq_len):
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """-> {name: shape} of every tensor that a folder must hold."""
+    """-> {name: shape} of every tensor that a folder must contain."""
     c = config
     C, F, D, H, G = c.dim, c.hidden_dim, c.head_dim, c.n_heads, c.n_kv_heads
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (H * D, C),
         "self_attn.k_proj": (G * D, C),
         "self_attn.v_proj": (G * D, C),
@@ -207,7 +214,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if c.qk_norm:
         layer |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)}
-    shapes = {"model.embed_tokens.weight": (c.vocab_size, C), "model.norm.weight": (C,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab_size, C),
+        "model.norm.weight": (C,),
+    }
     for i in range(c.n_layers):
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     if not c.tie_embeddings:
@@ -217,10 +227,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 # ----------------------------------------------------------------------------- reading
 def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
-    """The model in a Hugging Face folder; weights in fp32, bf16 or fp16 become fp32. make: a model of that shape.
+    """The model in a Hugging Face folder. Weights in fp32, bf16 or fp16 become fp32.
 
-    Everything is checked against the file headers before memory is taken, and in a checkpoint of a run against its
-    checksums. Raises UserError: one sentence.
+    make(config) returns a model of that shape. The file headers are checked before memory is
+    allocated; in a checkpoint of a run, the checksums are checked too. Raises UserError.
     """
     folder = Path(folder)
     if not is_folder(folder):
@@ -238,8 +248,8 @@ def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
 
 
 def read_special_tokens(folder: Path) -> dict[str, Any]:
-    """-> bos_token_id, eos_token_id, pad_token_id, as far as config.json and, before it, generation_config.json say."""
-    found = {}
+    """-> bos_token_id, eos_token_id, pad_token_id if given. generation_config.json overrides config.json."""
+    found: dict[str, Any] = {}
     for file in filter(Path.is_file, (folder / CONFIG, folder / GENERATION)):
         content = read_json(file)
         found |= {key: content[key] for key in SPECIAL if as_ids(content.get(key))}
@@ -247,14 +257,16 @@ def read_special_tokens(folder: Path) -> dict[str, Any]:
 
 
 def as_ids(value: Any) -> frozenset[int]:
-    """One token id or a list of them; whatever is no id is left out."""
+    """A token id or a list of them -> the ids; values that are not ids are left out."""
     values = value if isinstance(value, list) else [value]
     return frozenset(x for x in values if type(x) is int and x >= 0)
 
 
 def load_into(model: Any, folder: Path) -> None:
-    """Give a model, which need not be a Llama or Qwen3, the weights in a folder. Raises UserError when they do not fit; then it
-    is unchanged."""
+    """Load the weights in a folder into a model, which need not be a Llama or Qwen3.
+
+    Raises UserError if they do not fit; the model is then unchanged.
+    """
     stored = _find_tensors(Path(folder))
     expected = {name: tensor.shape for name, tensor in model.named_parameters()}
     _check_tensors(folder, model.config, stored, expected)
@@ -263,7 +275,8 @@ def load_into(model: Any, folder: Path) -> None:
     _fill(model, stored)
 
 
-def _fill(model, stored):
+def _fill(model: Any, stored: dict[str, Stored]) -> Any:
+    """Copy the stored tensors into the model's parameters. -> model"""
     for name, tensor in model.named_parameters():
         values = stored[name].read_finite().astype(tensor.dtype, copy=False)
         tensor.data = to_device(values, model.device)
@@ -271,7 +284,7 @@ def _fill(model, stored):
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The shape of the model in a Hugging Face folder. Raises UserError."""
+    """The ModelConfig of a Hugging Face folder. Raises UserError."""
     checkpoints = sorted((folder / "checkpoints").glob("step-*"))
     if checkpoints:
         raise UserError(
@@ -286,8 +299,8 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserError(f"{folder / CONFIG} cannot be used: {error}") from None
 
 
-def _find_tensors(folder):
-    """-> {name: Stored} over model.safetensors, or over the shards that the index names."""
+def _find_tensors(folder: Path) -> dict[str, Stored]:
+    """-> {name: Stored} of model.safetensors, or of the shards in the index. Raises UserError."""
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
@@ -297,9 +310,9 @@ def _find_tensors(folder):
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
         raise UserError(
-            f"{folder / INDEX} is damaged: weight_map must say in which file of the folder each tensor is"
+            f"{folder / INDEX} is damaged: weight_map must give the file of each tensor"
         )
-    tensors = {}
+    tensors: dict[str, Stored] = {}
     for file in sorted(set(weight_map.values())):
         if not (folder / file).is_file():
             raise UserError(f"{folder} lacks {file}, which {INDEX} names")
@@ -309,19 +322,30 @@ def _find_tensors(folder):
                     f"{folder} holds {name} twice: in {tensors[name].path.name} and {file}"
                 )
             tensors[name] = tensor
-    strayed = [name for name, file in weight_map.items()
-               if name not in tensors or tensors[name].path.name != file]  # fmt: skip
-    if strayed:
-        raise UserError(f"{folder}: {INDEX} names tensors that the files lack: {listed(strayed)}")
+    misplaced = [
+        name
+        for name, file in weight_map.items()
+        if name not in tensors or tensors[name].path.name != file
+    ]
+    if misplaced:
+        raise UserError(f"{folder}: {INDEX} names tensors that the files lack: {listed(misplaced)}")
     return tensors
 
 
-def _is_file_name(name):
+def _is_file_name(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and not set(name) & set("/\\:\0")
 
 
-def _check_tensors(folder, config, stored, expected=None):
-    """Raises UserError unless the files hold exactly the tensors expected, {name: shape}; None: what the config describes."""
+def _check_tensors(
+    folder: Path,
+    config: ModelConfig,
+    stored: dict[str, Stored],
+    expected: dict[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Raises UserError unless the files hold exactly the expected tensors.
+
+    expected: {name: shape}; None: those of the config.
+    """
     if config.n_layers > len(stored):
         raise UserError(
             f"{folder}: {CONFIG} says num_hidden_layers {config.n_layers}, "
@@ -339,21 +363,22 @@ def _check_tensors(folder, config, stored, expected=None):
         for name, shape in expected.items()
         if name in found and stored[name].shape != shape
     ]
-    said = [f"missing tensors: {listed(missing)}"] if missing else []
-    said += [f"tensors that do not belong: {listed(extra)}"] if extra else []
-    said += [f"wrong shapes: {listed(wrong)}"] if wrong else []
-    if said:
-        raise UserError(f"{folder}: the weights do not fit {CONFIG}: {'; '.join(said)}")
+    faults = [f"missing tensors: {listed(missing)}"] if missing else []
+    faults += [f"unexpected tensors: {listed(extra)}"] if extra else []
+    faults += [f"wrong shapes: {listed(wrong)}"] if wrong else []
+    if faults:
+        raise UserError(f"{folder}: the weights do not fit {CONFIG}: {'; '.join(faults)}")
 
 
-def _check_tied(folder, stored):
-    head, table = (stored.get(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
+def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
+    """Raises UserError if lm_head.weight differs from the embedding table."""
+    head, table = stored["lm_head.weight"], stored.get("model.embed_tokens.weight")
     same = table is None or (
         head.shape == table.shape and np.array_equal(head.read(), table.read(), equal_nan=True)
     )
     if not same:
         raise UserError(
-            f"{folder}: {CONFIG} says tie_word_embeddings, but lm_head.weight is not the embedding table"
+            f"{folder}: {CONFIG} says tie_word_embeddings, but lm_head.weight differs from the embedding table"
         )
 
 
@@ -366,10 +391,10 @@ def save(
 ) -> None:
     """Write model (fp32) and tokenizer as a Hugging Face folder. The same weights give the same bytes.
 
-    tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder); None: the ids of special tokens stay those of
-    the folder that the model was read from. Files of the same name are replaced,
-    weights of an earlier export removed, other files left alone. Raises UserError when the disk refuses; what
-    was there before is then still there.
+    tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder); None: keep the ids of
+    special tokens of the folder that the model was read from. Files of the same name are replaced,
+    weights of an earlier export are removed, other files are kept. Raises UserError if writing
+    fails; the previous content is then unchanged.
     """
     with replacing(Path(folder).resolve()) as new:
         write_files(model, new, tokenizer, max_shard_bytes)
@@ -378,10 +403,11 @@ def save(
 def write_files(
     model: Any, folder: Path, tokenizer: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """The same into a folder that is there and is the caller's to throw away on failure. Raises OSError."""
+    """As save, into an existing folder, which the caller removes on failure. Raises OSError."""
     known = getattr(model, "special_tokens", {}) if tokenizer is None else {}
     content = config_to_hf(model.config) | known | _special_tokens(tokenizer, model.config)
-    if model.variation:  # nobody may take it for the model that its tensors' names remind of
+    # the tensors' names would fit a Llama or Qwen3: other readers must refuse the folder
+    if model.variation:
         content |= {
             "architectures": ["Variation"],
             "model_type": "xtrain",
@@ -394,8 +420,8 @@ def write_files(
         write(folder)
 
 
-def _special_tokens(tokenizer, config):
-    """bos and eos for config.json. Raises UserError when the tokenizer has more tokens than the model."""
+def _special_tokens(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
+    """Special token ids for config.json. Raises UserError if the tokenizer has more tokens than the model."""
     if tokenizer is None:
         return {}
     ids = {key: getattr(tokenizer, key, None) for key in SPECIAL}
@@ -410,10 +436,11 @@ def _special_tokens(tokenizer, config):
 def write_weights(
     folder: Path, tensors: dict[str, Any], max_shard_bytes: int, config: dict[str, Any]
 ) -> None:
-    """config.json and the tensors, as write_safetensors takes them. Raises OSError."""
+    """Write config.json and the tensors (see write_safetensors), in shards if needed. Raises OSError."""
     dtype = next(iter(tensors.values())).dtype.name
     (folder / CONFIG).write_bytes(_dump(config | {"dtype": dtype, "torch_dtype": dtype}))
-    shards, room = [[]], max_shard_bytes
+    shards: list[list[str]] = [[]]
+    room = max_shard_bytes
     for name, tensor in tensors.items():
         if shards[-1] and tensor_bytes(tensor) > room:
             shards.append([])
@@ -421,8 +448,9 @@ def write_weights(
         shards[-1].append(name)
         room -= tensor_bytes(tensor)
     if len(shards) == 1:
-        return write_safetensors(folder / WEIGHTS, tensors)
-    weight_map = {}
+        write_safetensors(folder / WEIGHTS, tensors)
+        return
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         write_safetensors(folder / file, {name: tensors[name] for name in names})
@@ -432,13 +460,16 @@ def write_weights(
     (folder / INDEX).write_bytes(_dump(index))
 
 
-def _dump(value):
+def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside; what was written there takes the place of the old, or nothing happens at all."""
+    """Yield an empty folder next to `folder`, whose files replace the old ones at the end.
+
+    After an error `folder` is unchanged. Raises UserError if writing fails.
+    """
     if not folder.name:
         raise UserError(f"{folder} is the root of the disk: give a folder to write to")
     new = folder.with_name(f".{folder.name}.{os.getpid()}.new")

@@ -1,13 +1,13 @@
-"""A folder that can be checked: manifest.json holds a checksum of every file and of every tensor.
+"""Checksums of a folder: manifest.json holds one for every file and for every tensor.
 
     {"format": 1,
      "files":   {"model.safetensors": {"bytes": 3100, "blake2b": "..."}, ...},
      "tensors": {"model.norm.weight": 912384723, ...},        CRC-32 of the tensor's bytes, over all files
-     "itself":  "..."}                                        BLAKE2b of all that is above
+     "itself":  "..."}                                        BLAKE2b of everything above
 
-safetensors itself notices neither a flipped bit nor a file from elsewhere. The file checksums find any damage; those of
-the tensors are taken from memory before anything is written, so they also find what went wrong on the way to the disk, and
-they say which tensor is hit.
+safetensors detects neither a flipped bit nor a file from another folder. The file checksums find any
+damage. The tensor checksums are computed in memory before anything is written, so they also find
+errors on the way to the disk, and they name the damaged tensor.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,90 +24,95 @@ import numpy as np
 
 from ..errors import UserError
 from ..files import digest
-from .tensor_file import listed, parse_json, read_header, reading
+from ..json_files import listed, parse_json, reading
+from .tensor_file import read_header
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-PIECE = 1 << 24  # bytes read at once
+BLOCK = 1 << 24  # bytes read at once
 WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
-def strangers(folder: Path) -> list[str]:
-    """Names of files that somebody has put beside those of the manifest. Raises Damaged where there is none."""
-    own = {MANIFEST, *_read(folder / MANIFEST)["files"]}
-    return [p.name for p in folder.iterdir() if p.name not in own and not p.name.startswith(".")]
-
-
 class Damaged(UserError):
-    """A folder is not what its manifest says. The message names the files."""
+    """A folder does not match its manifest. The message names the files."""
 
 
 class Unreadable(UserError):
-    """A file cannot be read now. That says nothing of what is in it: whoever mends the cause has all of it again."""
+    """A file cannot be read at the moment. Its content may be intact: fix the cause and try again."""
 
 
-NOT_NOW = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENOMEM)
+TEMPORARY = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENOMEM)
 
 
 @contextlib.contextmanager
-def _readable(path):
+def _checking_access(path: Path) -> Iterator[None]:
+    """Inside, an OSError that does not concern the content becomes Unreadable."""
     try:
         yield
     except OSError as error:
-        if error.errno in NOT_NOW:
+        if error.errno in TEMPORARY:
             raise Unreadable(
-                f"{path} cannot be read ({error.strerror}): mend that, then try again"
+                f"{path} cannot be read ({error.strerror}): fix that, then try again"
             ) from None
         raise
 
 
+def unlisted(folder: Path) -> list[str]:
+    """Names of the files in `folder` that its manifest does not list, without hidden ones.
+
+    Raises Damaged if there is no valid manifest.
+    """
+    own = {MANIFEST, *_read(folder / MANIFEST)["files"]}
+    return [p.name for p in folder.iterdir() if p.name not in own and not p.name.startswith(".")]
+
+
 def tensor_checksum(values: np.ndarray) -> int:
     """CRC-32 of the bytes that a tensor has in a file."""
-    return zlib.crc32(
-        np.ascontiguousarray(values, values.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-    )
+    stored = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return zlib.crc32(stored.reshape(-1).view(np.uint8).data)
 
 
 def write_manifest(folder: Path, tensors: dict[str, int]) -> None:
-    """Describe all files in `folder`, after reading them back. tensors: {name: tensor_checksum}, of all that are in them.
+    """Write the manifest of all files in `folder`, after reading them back.
 
-    Raises OSError when a file holds other bytes than were meant to be written.
+    tensors: {name: tensor_checksum} of all tensors in them. Raises OSError if a file does not hold
+    the bytes that these checksums describe.
     """
     files = {}
     for path in sorted(folder.iterdir()):
         wrong = _wrong_tensors(path, tensors) if path.suffix == ".safetensors" else []
         if wrong:
-            raise OSError(f"it was not written as it should be: {listed(wrong)}")
+            raise OSError(f"{path.name} was not written correctly: {listed(wrong)}")
         files[path.name] = {"bytes": path.stat().st_size, "blake2b": digest(path)}
     content = {"format": FORMAT, "files": files, "tensors": tensors}
-    content["itself"] = _of_itself(content)
+    content["itself"] = _hash_of(content)
     (folder / MANIFEST).write_bytes(_dump(content))
 
 
 def verify(folder: Path) -> None:
-    """Raises Damaged, which names every file that is missing, cut short or changed, and weights that are not its own.
+    """Raises Damaged, which names every file that is missing, truncated or changed, and weights of other models.
 
-    Other files are their owner's business. Raises Unreadable where nothing can be said.
+    Other unlisted files are allowed. Raises Unreadable if a file cannot be read at the moment.
     """
     content = _read(folder / MANIFEST)
-    with reading(folder), _readable(folder):
-        there = {path.name for path in folder.iterdir()}
-    wrong = [f"{name} is missing" for name in content["files"] if name not in there]
+    with reading(folder), _checking_access(folder):
+        present = {path.name for path in folder.iterdir()}
+    wrong = [f"{name} is missing" for name in content["files"] if name not in present]
     weights = [
-        name for name in sorted(there - content["files"].keys()) if WEIGHT_FILES.fullmatch(name)
+        name for name in sorted(present - content["files"].keys()) if WEIGHT_FILES.fullmatch(name)
     ]
     wrong += [f"{name} does not belong there, move it away" for name in weights]
     for name, entry in content["files"].items():
-        if name in there:
+        if name in present:
             wrong += _wrong(folder / name, entry, content["tensors"])
     if wrong:
         raise Damaged(f"{folder}: {'; '.join(wrong)}")
 
 
 def verify_weights(folder: Path) -> None:
-    """Raises Damaged when the model's weights are not those of the manifest beside them; other files may be as they like.
+    """Raises Damaged if the model's weights do not match the folder's manifest; other files are ignored.
 
-    A folder without a manifest, or with somebody else's, has nothing to be checked with.
+    A folder without a manifest, or with another program's manifest.json, is not checked.
     """
     path = folder / MANIFEST
     with reading(path):
@@ -122,26 +128,27 @@ def verify_weights(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The content of a manifest, without "itself". Raises Damaged or Unreadable."""
     if not path.is_file():
         raise Damaged(f"{path.parent}: {MANIFEST} is missing")
     try:
-        with reading(path), _readable(path):
+        with reading(path), _checking_access(path):
             text = path.read_bytes()
         content = parse_json(text, path)
     except Unreadable:
         raise
     except UserError as error:
         raise Damaged(str(error)) from None
-    if text != _dump(content) or content.pop("itself", None) != _of_itself(content):
+    if text != _dump(content) or content.pop("itself", None) != _hash_of(content):
         raise Damaged(f"{path.parent}: {MANIFEST} is damaged")
     if content.get("format") != FORMAT:
         raise Damaged(f"{path} has format {content.get('format')!r}, this xtrain reads {FORMAT}")
-    if not _sound(content):
-        raise Damaged(f"{path} describes no files and tensors")
+    if not _well_formed(content):
+        raise Damaged(f"{path} does not describe files and tensors")
     return content
 
 
-def _sound(content: dict[str, Any]) -> bool:
+def _well_formed(content: dict[str, Any]) -> bool:
     files, tensors = content.get("files"), content.get("tensors")
     return (
         isinstance(files, dict)
@@ -151,20 +158,20 @@ def _sound(content: dict[str, Any]) -> bool:
     )
 
 
-def _dump(content):
+def _dump(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=1) + "\n").encode()
 
 
-def _of_itself(content):
+def _hash_of(content: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _wrong(path: Path, entry: dict[str, Any], tensors: dict[str, int]) -> list[str]:
-    """What is wrong with one file: nothing, or one sentence."""
+    """What is wrong with one file: an empty list, or one sentence."""
     if not path.is_file():
-        return [f"{path.name} is no file"]
+        return [f"{path.name} is not a file"]
     try:
-        with _readable(path):
+        with _checking_access(path):
             size = path.stat().st_size
             if size < entry["bytes"]:
                 return [f"{path.name} was cut short ({size} of {entry['bytes']} bytes)"]
@@ -182,14 +189,14 @@ def _wrong(path: Path, entry: dict[str, Any], tensors: dict[str, int]) -> list[s
 
 
 def _wrong_tensors(path: Path, tensors: dict[str, int]) -> list[str]:
-    """Names of the tensors in a safetensors file whose bytes have another checksum."""
+    """Names of the tensors in a safetensors file whose bytes have a different checksum."""
     wrong = []
     with open(path, "rb") as file:
         for name, stored in read_header(path).items():
             file.seek(stored.start)
             crc, left = 0, stored.nbytes
-            while left and (piece := file.read(min(left, PIECE))):
-                crc, left = zlib.crc32(piece, crc), left - len(piece)
+            while left and (block := file.read(min(left, BLOCK))):
+                crc, left = zlib.crc32(block, crc), left - len(block)
             if left or tensors.get(name) != crc:
                 wrong.append(name)
     return wrong

@@ -1,4 +1,4 @@
-"""Meta's own Llama checkpoints into the Hugging Face layout.
+"""Convert Meta's Llama checkpoints to the Hugging Face layout.
 
     SOURCE    consolidated.00.pth, consolidated.01.pth, ... and params.json
     TARGET    config.json, model.safetensors (or shards and an index)
@@ -6,12 +6,14 @@
 Three things differ.
 
 Names.      layers.0.attention.wq.weight is model.layers.0.self_attn.q_proj.weight, and so on.
-Shards.     Each file holds the part of one GPU of Megatron's tensor parallelism (Shoeybi et al. 2019): layers whose
-            outputs were divided are joined by rows, those whose inputs were divided by columns, norms are in all.
-Rotation.   Meta rotates neighbours (x_0, x_1), (x_2, x_3), ..., Hugging Face the halves (x_r, x_{r+D/2}) of a head. The
-            same rotation needs the rows of wq and wk in another order: row 2r + i of a head becomes row i D/2 + r.
+Shards.     Each file holds the shard of one GPU in Megatron's tensor parallelism (Shoeybi et al.
+            2019): layers divided by outputs are joined by rows, layers divided by inputs by
+            columns; norms are the same in every file.
+Rotation.   Meta rotates neighbours (x_0, x_1), (x_2, x_3), ..., Hugging Face rotates the halves
+            (x_r, x_{r+D/2}) of a head. For the same rotation the rows of wq and wk change their
+            order: row 2r + i of a head becomes row i D/2 + r.
 
-The values keep their type. Only weights are read, never pickled code (torch.load with weights_only=True).
+The dtype is kept. Only weights are read, never pickled code (torch.load with weights_only=True).
 """
 
 import functools
@@ -27,8 +29,9 @@ import numpy as np
 import tyro
 
 from ..config import ModelConfig
-from ..data.tokenizer import BESIDE
+from ..data.tokenizer import COMPANION_FILES
 from ..errors import UserError
+from ..json_files import is_folder, listed, read_json
 from .huggingface import (
     GENERATION,
     MAX_SHARD_BYTES,
@@ -37,10 +40,10 @@ from .huggingface import (
     tensor_shapes,
     write_weights,
 )
-from .tensor_file import DTYPES, is_folder, listed, read_json
+from .tensor_file import DTYPES
 
-ROWS, COLUMNS, SAME = 0, 1, None  # along which axis the shards of a tensor are joined
-LAYER = {  # Meta's name -> Hugging Face's, and how it is divided
+ROWS, COLUMNS, SAME = 0, 1, None  # the axis along which the shards of a tensor are joined
+LAYER = {  # Meta's name -> (Hugging Face's name, axis)
     "attention.wq": ("self_attn.q_proj", ROWS),
     "attention.wk": ("self_attn.k_proj", ROWS),
     "attention.wv": ("self_attn.v_proj", ROWS),
@@ -52,9 +55,9 @@ LAYER = {  # Meta's name -> Hugging Face's, and how it is divided
     "ffn_norm": ("post_attention_layernorm", SAME),
 }
 EMBEDDING, HEAD, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
-LLAMA3_VOCABULARY = 128_000  # from here on the tokenizer is Llama 3's
-# What params.json does not say. Sources: the configs that Meta published with its Hugging Face releases.
-LLAMA3_SCALING = {
+LLAMA3_VOCABULARY = 128_000  # a vocabulary of at least this size is Llama 3's
+# Missing in params.json. Source: the configs that Meta published with its Hugging Face releases.
+LLAMA3_SCALING: dict[str, Any] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -68,27 +71,27 @@ class Options:
 
     source: Annotated[str, tyro.conf.Positional]  # folder with consolidated.*.pth and params.json
     target: Annotated[str, tyro.conf.Positional]  # folder to write
-    # params.json does not say it; none: 4096, Llama 3 8192, 3.1 on 131072
+    # context length, which params.json lacks; none: 4096 for Llama 2, 8192 for 3, 131072 from 3.1 on
     max_seq_len: int | None = None
-    # of Llama 3.1's scaling where params.json has none; none: 8, below dim 4096 32
+    # of Llama 3.1's RoPE scaling, if params.json lacks it; none: 8, or 32 if dim < 4096
     rope_factor: float | None = None
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write; `make` joins it from the shards when its turn comes."""
+    """A tensor to write; `make` joins its shards when the tensor is written."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     make: Callable[[], np.ndarray]
 
     def numpy(self) -> np.ndarray:
-        """The whole tensor, joined from its shards."""
+        """The complete tensor, joined from its shards."""
         return self.make()
 
 
 def convert(options: Options) -> ModelConfig:
-    """Write options.target. -> the model's config. Raises UserError; then nothing is written."""
+    """Write options.target. -> the model's config. Raises UserError; nothing is written then."""
     if options.max_seq_len is not None and options.max_seq_len < 1:
         raise UserError(f"--max-seq-len {options.max_seq_len} must be a positive number of tokens")
     if not options.source or not options.target:  # "$UNSET": Path("") would be the current folder
@@ -100,7 +103,7 @@ def convert(options: Options) -> ModelConfig:
     tensors = dict(sorted(make_tensors(config, shards).items()))
     with replacing(Path(options.target).resolve()) as new:
         write_weights(new, tensors, MAX_SHARD_BYTES, config_to_hf(config))
-        for file in ("tokenizer.json", *BESIDE, GENERATION):
+        for file in ("tokenizer.json", *COMPANION_FILES, GENERATION):
             if (source / file).is_file():
                 shutil.copyfile(source / file, new / file)
     return config
@@ -108,16 +111,18 @@ def convert(options: Options) -> ModelConfig:
 
 # ----------------------------------------------------------------------------- reading
 def read_params(folder: Path) -> dict[str, Any]:
-    """params.json of a folder of Meta's. Raises UserError."""
+    """The content of params.json. Raises UserError."""
     if not is_folder(folder):
-        raise UserError(f"{folder} is no folder: give one with params.json and consolidated.*.pth")
+        raise UserError(
+            f"{folder} is not a folder: give one with params.json and consolidated.*.pth"
+        )
     if not (folder / "params.json").is_file():
-        raise UserError(f"{folder} has no params.json: it is not a checkpoint of Meta's")
+        raise UserError(f"{folder} has no params.json: it is not a checkpoint from Meta")
     return read_json(folder / "params.json")
 
 
 def read_shards(folder: Path) -> list[dict[str, Any]]:
-    """-> one {name: torch tensor, mapped from its file} per consolidated.*.pth. Raises UserError."""
+    """-> one {name: memory-mapped torch tensor} per consolidated.*.pth. Raises UserError."""
     try:
         import torch
     except ImportError:
@@ -128,7 +133,7 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
     numbers = [re.fullmatch(r"consolidated\.(\d+)\.pth", file.name) for file in files]
     if not files or [m and int(m[1]) for m in numbers] != list(range(len(files))):
         raise UserError(
-            f"{folder} must hold consolidated.00.pth, .01 and so on without a gap, it has: "
+            f"{folder} must contain consolidated.00.pth, .01 and so on without a gap, it has: "
             f"{listed([file.name for file in files]) or 'none'}"
         )
     shards = []
@@ -137,9 +142,8 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
             shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except PermissionError as error:
             raise UserError(f"{file} cannot be read: {error.strerror}") from None
-        except (
-            Exception
-        ) as error:  # the library raises many kinds, also for what it refuses to unpickle
+        # torch raises many types, also for objects that it refuses to unpickle
+        except Exception as error:
             reason = str(error).strip().split("\n")[0][:200]
             raise UserError(f"{file} is damaged or holds more than weights: {reason}") from None
         if not isinstance(shard, dict) or not all(
@@ -149,20 +153,22 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
         shards.append({k: v for k, v in shard.items() if k != "rope.freqs"})  # follows from theta
     if any(shard.keys() != shards[0].keys() for shard in shards):
         raise UserError(
-            f"the files in {folder} do not hold the same tensors: they do not belong together"
+            f"the files in {folder} hold different tensors: give the files of one checkpoint"
         )
     return shards
 
 
 def read_config(params: dict, shards: list[dict], options: Options) -> ModelConfig:
-    """What params.json says, and what only the shapes of the tensors say."""
+    """ModelConfig from params.json, and from the tensors' shapes for what it lacks. Raises UserError."""
     file = Path(options.source) / "params.json"
     missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if params.get(key) is None]
     if missing:
         raise UserError(f"{file} lacks {', '.join(missing)}")
-    odd = sorted({"moe", "lora_args", "quantization_args", "vision_chunk_size"} & params.keys())
-    if odd:
-        raise UserError(f"{file} asks for {', '.join(odd)}, which xtrain does not have")
+    unsupported = sorted(
+        {"moe", "lora_args", "quantization_args", "vision_chunk_size"} & params.keys()
+    )
+    if unsupported:
+        raise UserError(f"{file} needs {', '.join(unsupported)}, which xtrain does not support")
     dim, n = params["dim"], len(shards)
     table, gate = (shards[0].get(name) for name in (EMBEDDING, "layers.0.feed_forward.w1.weight"))
     if table is None or gate is None or table.ndim != 2 or gate.ndim != 2:
@@ -192,12 +198,12 @@ def read_config(params: dict, shards: list[dict], options: Options) -> ModelConf
 
 
 def read_scaling(params: dict, options: Options) -> dict[str, Any] | None:
-    """rope_scaling of config.json: Llama 3.1's, where params.json asks for it."""
+    """rope_scaling for config.json: Llama 3.1's if params.json has use_scaled_rope, else None."""
     factor = options.rope_factor
     if not params.get("use_scaled_rope"):
         if factor is not None:
             raise UserError(
-                f"--rope-factor {factor}: params.json in {options.source} asks for no scaling"
+                f"--rope-factor {factor}: params.json in {options.source} has no use_scaled_rope"
             )
         return None
     if factor is None:
@@ -208,13 +214,13 @@ def read_scaling(params: dict, options: Options) -> dict[str, Any] | None:
     return LLAMA3_SCALING | {"factor": factor, "high_freq_factor": high}
 
 
-def _equal(shards, a, b):
+def _equal(shards: list[dict], a: str, b: str) -> bool:
     return all(s[a].shape == s[b].shape and bool((s[a] == s[b]).all()) for s in shards)
 
 
 # ----------------------------------------------------------------------------- joining
 def meta_names(config: ModelConfig) -> Iterator[tuple[str, str, int | None]]:
-    """(Meta's name, Hugging Face's name, axis along which the shards are joined)"""
+    """Yield (Meta's name, Hugging Face's name, axis along which the shards are joined)."""
     yield EMBEDDING, "model.embed_tokens.weight", ROWS
     yield NORM, "model.norm.weight", SAME
     if not config.tie_embeddings:
@@ -225,7 +231,7 @@ def meta_names(config: ModelConfig) -> Iterator[tuple[str, str, int | None]]:
 
 
 def make_tensors(config: ModelConfig, shards: list[dict]) -> dict[str, Tensor]:
-    """-> {Hugging Face name: tensor}. Raises UserError when names, shapes or types are not as they must be."""
+    """-> {Hugging Face name: tensor}. Raises UserError if names, shapes or dtypes do not fit the config."""
     if config.n_layers * len(LAYER) > len(shards[0]):
         raise UserError(
             f"params.json says n_layers {config.n_layers}, the files hold only {len(shards[0])} tensors"
@@ -233,28 +239,35 @@ def make_tensors(config: ModelConfig, shards: list[dict]) -> dict[str, Tensor]:
     names = list(meta_names(config))
     expected = {theirs for theirs, _, _ in names} | ({HEAD} if HEAD in shards[0] else set())
     missing, extra = sorted(expected - shards[0].keys()), sorted(shards[0].keys() - expected)
-    said = [f"missing tensors: {listed(missing)}"] if missing else []
-    said += [f"tensors that do not belong: {listed(extra)}"] if extra else []
-    if said:
-        raise UserError(f"the files do not fit params.json: {'; '.join(said)}")
+    faults = [f"missing tensors: {listed(missing)}"] if missing else []
+    faults += [f"unexpected tensors: {listed(extra)}"] if extra else []
+    if faults:
+        raise UserError(f"the files do not fit params.json: {'; '.join(faults)}")
     shapes = tensor_shapes(config)
     return {
         name: _tensor(config, shards, theirs, shapes[name], axis) for theirs, name, axis in names
     }
 
 
-def _tensor(config, shards, theirs, shape, axis):
-    parts, heads = [shard[theirs] for shard in shards], None
-    if theirs == EMBEDDING and parts[0].shape[1] != config.dim:
+def _tensor(
+    config: ModelConfig,
+    shards: list[dict[str, Any]],
+    theirs: str,
+    shape: tuple[int, ...],
+    axis: int | None,
+) -> Tensor:
+    """One tensor to write. theirs: Meta's name. shape: of the complete tensor. Raises UserError."""
+    own, heads = [shard[theirs] for shard in shards], None
+    if theirs == EMBEDDING and own[0].shape[1] != config.dim:
         axis = COLUMNS  # Llama 2 divided the embedding by columns, Llama 3 by rows
     if "wk" in theirs or "wv" in theirs:  # more files than key heads: some hold the same head
-        copies = sum(p.shape[0] for p in parts) // shape[0]
-        parts = parts[::copies] if copies > 1 else parts
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in parts}
-    sizes = {tuple(p.shape) for p in parts}
+        copies = sum(p.shape[0] for p in own) // shape[0]
+        own = own[::copies] if copies > 1 else own
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in own}
+    sizes = {tuple(p.shape) for p in own}
     joined = list(next(iter(sizes)))
     if axis is not SAME:
-        joined[axis] *= len(parts)
+        joined[axis] *= len(own)
     if len(sizes) > 1 or tuple(joined) != shape:
         raise UserError(
             f"{theirs}: shards of shapes {listed(sorted(map(str, sizes)))} do not make up {shape}"
@@ -266,17 +279,18 @@ def _tensor(config, shards, theirs, shape, axis):
     if "wq" in theirs or "wk" in theirs:
         heads = config.n_heads if "wq" in theirs else config.n_kv_heads
     dtype = next(d for d in DTYPES.values() if d.name in dtypes)
-    return Tensor(shape, dtype, functools.partial(_join, parts, axis, heads))
+    return Tensor(shape, dtype, functools.partial(_join, own, axis, heads))
 
 
-def _join(parts, axis, heads):
-    arrays = [_numpy(p) for p in (parts[:1] if axis is SAME else parts)]
-    whole = np.concatenate(arrays, axis) if len(arrays) > 1 else arrays[0]
-    return whole if heads is None else halves_from_pairs(whole, heads)
+def _join(shards: list[Any], axis: int | None, heads: int | None) -> np.ndarray:
+    """Join the shards of one tensor. heads: reorder the rows of that many heads (wq, wk)."""
+    arrays = [_numpy(shard) for shard in (shards[:1] if axis is None else shards)]
+    joined = np.concatenate(arrays, axis or 0) if len(arrays) > 1 else arrays[0]
+    return joined if heads is None else halves_from_pairs(joined, heads)
 
 
-def _numpy(tensor):
-    """torch's bfloat16 has no NumPy twin of its own: its bits travel as whole numbers."""
+def _numpy(tensor: Any) -> np.ndarray:
+    """A torch tensor as a NumPy array. torch cannot convert bfloat16, so its bits go through int16."""
     import torch
 
     if tensor.dtype == torch.bfloat16:
@@ -285,6 +299,6 @@ def _numpy(tensor):
 
 
 def halves_from_pairs(w_OI: np.ndarray, heads: int) -> np.ndarray:
-    """Rows 2r, 2r + 1 of every head -> rows r, D/2 + r."""
+    """(O, I) -> (O, I): rows 2r, 2r + 1 of every head become rows r, D/2 + r."""
     O, I = w_OI.shape  # noqa: E741
     return w_OI.reshape(heads, O // heads // 2, 2, I).swapaxes(1, 2).reshape(O, I)

@@ -1,1 +1,1 @@
-"""Several ranks: MPI, collectives, data parallelism, ZeRO-1, the watchdog."""
+"""Training on several ranks: MPI, collectives, data parallelism, ZeRO-1, the watchdog."""

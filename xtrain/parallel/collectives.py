@@ -1,28 +1,30 @@
-"""What ranks say to each other: a few words between the hosts (MPI), and the gradients (MPI on the CPU, NCCL between GPUs).
+"""Collectives on slices of the arena: MPI in host memory, NCCL between GPUs.
 
-    SINGLE_PROCESS     the only process of xtrain.train, with the methods of Ranks (training/single_process.py)
-    Ranks              host side: who am I, rank 0 first, sums of a few numbers, does anybody want to stop
-    HostCollectives    sums and exchanges of slices of the arena, in NumPy memory: non-blocking MPI
-    NcclCollectives    the same in GPU memory: NCCL on a stream of its own, joined to the computation by events
-                       (peer.py has a faster way between the GPUs of one machine)
+    HostCollectives    on NumPy arrays: non-blocking MPI
+    NcclCollectives    on CuPy arrays: NCCL on a separate stream, joined to the computation by events
+                       (copy_collectives.py has a faster way between the GPUs of one machine)
 
-A collective on slice [a, b) of the arena is only *started*; `join` makes what follows wait for all that were started. So
-whatever is computed between the two hides the communication. Every rank must start the same ones in the same order.
+A collective on slice [a, b) of the arena is only *started*; `join` makes everything after it wait for all
+that were started. Computation between the two hides the communication. Every rank must start the same
+collectives in the same order. With R ranks, rank r's shard of [a, b) is its r-th part of equal length.
 
     all_reduce(a, b)             grads[a:b] = the sum over ranks
-    reduce_scatter(a, b)         the same, but rank r gets the r-th part of it only: half the traffic
-    all_gather(array, a, b)      rank r's r-th part of array[a:b] to everybody: the other half
-    start_gather(own_1)          one number of each rank to everybody
+    reduce_scatter(a, b)         as all_reduce, but each rank gets only its shard: half the traffic
+    all_gather(array, a, b)      each rank's shard of array[a:b] to all ranks: the other half
+    start_gather(own_1)          one number of each rank to all ranks
 
-idle=True: nothing else is being computed, so the first two may use the whole GPU. Every step ends with a `join`.
+idle=True: no other computation is running, so the first two may use the whole GPU. Every step ends with
+`join`.
 
-Sums of the same numbers are the same bits on every rank: MPI and NCCL add each element on one rank, or in one order.
+Sums of the same numbers are the same bits on every rank: MPI and NCCL add each element on one rank, or in
+one order.
 """
 
 import contextlib
 import ctypes
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,128 +37,154 @@ from .ranks import Ranks
 
 
 class HostCollectives:
-    """Slices of an arena in NumPy memory. bf16: gradients are rounded to it before they are added (in float32, as MPI
-    knows no bf16): the accuracy of bf16 communication, not its speed.
+    """Collectives on an arena in NumPy memory.
 
-    exposed, hidden: seconds since `clear` in which communication was waited for, and went on beside computation.
+    bf16: round gradients to bf16 before they are added (in float32, since MPI does not support bf16):
+    the accuracy of bf16 communication, not its speed.
+    exposed, hidden: seconds since `clear` in which communication was waited for, and in which it
+    overlapped with computation.
     """
 
     def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
         self.ranks, self.grads, self.bf16 = ranks, arena.grads, bf16
-        self.waiting: list[tuple[Any, Any, Any]] = []  # request, where its result goes, result
+        self.in_flight: list[_Request] = []
         self.clear()
 
     def clear(self) -> None:
-        self.exposed, self.hidden, self.under_way, self.looked = 0.0, 0.0, bool(self.waiting), 0.0
+        """Set exposed and hidden to 0."""
+        self.exposed, self.hidden = 0.0, 0.0
+        self.unfinished, self.last_poll = bool(self.in_flight), 0.0
 
     def close(self) -> None:
-        pass
+        """Free resources. (None here.)"""
 
-    def part(self, a: int, b: int) -> slice:
-        """This rank's part of [a, b)."""
+    def shard(self, a: int, b: int) -> slice:
+        """This rank's shard of [a, b)."""
         n = (b - a) // self.ranks.world
         return slice(a + self.ranks.rank * n, a + (self.ranks.rank + 1) * n)
 
     def all_reduce(self, a: int, b: int, idle: bool = False) -> None:
+        """Start grads[a:b] = the sum over ranks."""
         x = self._gradients(a, b)
         self._started(self.ranks.comm.Iallreduce(_in_place(), x))
 
     def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
-        x, own = self._gradients(a, b), self.part(a, b)
+        """Start all_reduce of [a, b), but only this rank's shard gets the sum."""
+        x, own = self._gradients(a, b), self.shard(a, b)
         received = np.empty(own.stop - own.start, x.dtype)
         request = self.ranks.comm.Ireduce_scatter_block(x, received)
         self._started(request, self.grads[own], received)
 
     def all_gather(self, array: np.ndarray, a: int, b: int) -> None:
+        """Start the copy of each rank's shard of array[a:b] to all ranks."""
         x = array[a:b].view(np.uint8)
         self._started(self.ranks.comm.Iallgather(_in_place(), x))
 
-    def share(self, array: np.ndarray) -> None:
-        pass
+    def register(self, array: np.ndarray) -> None:
+        """Prepare an array for all_gather. Every rank must call it. (Needed only by CopyCollectives.)"""
 
     def start_gather(self, own_1: np.ndarray) -> np.ndarray:
-        """(1,) of each rank -> (world,), in the order of the ranks; not to be read before `join`."""
+        """(1,) of each rank -> (world,), in the order of the ranks. Valid after `join`."""
         all_R = np.empty(self.ranks.world, own_1.dtype)
         self._started(self.ranks.comm.Iallgather(own_1, all_R))
         return all_R
 
     def gather_1(self, own_1: np.ndarray) -> np.ndarray:
-        """The same, at once."""
+        """start_gather and join."""
         all_R = self.start_gather(own_1)
         self.join()
         return all_R
 
     def progress(self) -> None:
-        """To be called now and then while computing: without a thread of its own, MPI works only inside its calls."""
-        self._look()
+        """Call this from time to time while computing: without a thread, MPI progresses only inside its calls."""
+        self._poll()
 
     def join(self) -> None:
-        self._look()
-        for request, target, received in self.waiting:
-            request.Wait()
-            if target is not None:
-                target[...] = received
-        self.waiting.clear()
-        self.under_way = False
-        self.exposed += time.perf_counter() - self.looked
+        """Wait for all collectives that were started."""
+        self._poll()
+        for started in self.in_flight:
+            started.request.Wait()
+            if started.target is not None:
+                started.target[...] = started.received
+        self.in_flight.clear()
+        self.unfinished = False
+        self.exposed += time.perf_counter() - self.last_poll
 
-    def _gradients(self, a, b):
+    def _gradients(self, a: int, b: int) -> np.ndarray:
         x = self.grads[a:b]
         if self.bf16:
             x[...] = x.astype(BFLOAT16)
         return x
 
-    def _started(self, request, target=None, received=None):
-        self._look()
-        self.waiting.append((request, target, received))
-        self.under_way = True
+    def _started(
+        self, request: Any, target: np.ndarray | None = None, received: np.ndarray | None = None
+    ) -> None:
+        self._poll()
+        self.in_flight.append(_Request(request, target, received))
+        self.unfinished = True
 
-    def _look(self):
-        """Let MPI work. The time since the last look counts as hidden if something was under way."""
+    def _poll(self) -> None:
+        """Let MPI progress. The time since the last poll counts as hidden if a request was unfinished."""
         now = time.perf_counter()
-        if self.under_way:
-            self.hidden += now - self.looked
-            self.under_way = not all([request.Test() for request, _, _ in self.waiting])
-        self.looked = now
+        if self.unfinished:
+            self.hidden += now - self.last_poll
+            # a list: every request is tested, since each test makes progress
+            self.unfinished = not all([started.request.Test() for started in self.in_flight])
+        self.last_poll = now
+
+
+@dataclass(frozen=True)
+class _Request:
+    """An MPI request in flight; after it, `received` is copied to `target` unless that is None."""
+
+    request: Any
+    target: np.ndarray | None
+    received: np.ndarray | None
 
 
 class GpuCollectives:
-    """What the two ways between GPUs share. bf16: gradients travel in bf16: half the bytes.
+    """Common code of the collectives between GPUs. bf16: gradients are sent in bf16, half the bytes.
 
-    All calls go to a stream of their own, which waits for an event of the computing stream first; `join` makes the
-    computing stream wait for it. Captured in a CUDA graph, this fork and join become branches of the graph.
+    All calls run on a separate stream, which first waits for an event of the computing stream; `join`
+    makes the computing stream wait for it. Captured in a CUDA graph, this fork and join become branches
+    of the graph.
     """
 
-    exposed = hidden = None  # a replayed graph cannot be asked: bench/bench_ddp.py measures both
+    exposed = hidden = None  # unknown inside a replayed graph: bench/bench_ddp.py measures both
 
     def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
         self.ranks, self.grads = ranks, arena.grads
         self.half = empty(arena.grads, arena.grads.shape, BFLOAT16) if bf16 else None
-        # what runs there is short and others wait for it: it goes first
+        # its operations are short and other ranks wait for them: high priority
         self.stream = cupy().cuda.Stream(non_blocking=True, priority=-1)
-        self.events: list[Any] = []  # kept: a captured graph must not lose its events
-        self.used = 0
+        self.events: list[Any] = []  # never freed: a captured graph uses them
+        self.used = 0  # events since the last `join`
 
-    part, share = HostCollectives.part, HostCollectives.share
+    shard: Any = HostCollectives.shard
+    register: Any = HostCollectives.register
 
     def clear(self) -> None:
-        pass
+        """Nothing to do: see `exposed`."""
 
-    progress = clear  # the GPU needs no reminding
+    def progress(self) -> None:
+        """Nothing to do: the GPU needs no calls to make progress."""
 
     def join(self) -> None:
+        """Make the current stream wait for all collectives that were started."""
         cupy().cuda.get_current_stream().wait_event(self._event(self.stream))
         self.used = 0
 
-    gather_1 = HostCollectives.gather_1
+    gather_1: Any = HostCollectives.gather_1
 
     @contextlib.contextmanager
-    def _side(self) -> Iterator[int]:
+    def _on_own_stream(self) -> Iterator[int]:
+        """Inside, the separate stream is current, after the work queued so far. -> its pointer"""
         self.stream.wait_event(self._event(cupy().cuda.get_current_stream()))
         with self.stream:
             yield self.stream.ptr
 
-    def _event(self, stream):
+    def _event(self, stream: Any) -> Any:
+        """An event recorded on the stream."""
         if self.used == len(self.events):
             self.events.append(cupy().cuda.Event(disable_timing=True))
         event = self.events[self.used]
@@ -164,34 +192,37 @@ class GpuCollectives:
         event.record(stream)
         return event
 
-    def _gradients(self, a, b):
+    def _gradients(self, a: int, b: int) -> Array:
+        """grads[a:b], in bf16 if that is sent."""
         if self.half is None:
             return self.grads[a:b]
         cast_into(self.half[a:b], self.grads[a:b])
         return self.half[a:b]
 
-    def _widen(self, where):
+    def _widen(self, where: slice) -> None:
+        """Copy the received bf16 gradients back to float32."""
         if self.half is not None:
             cast_into(self.grads[where], self.half[where])
 
 
 class NcclCollectives(GpuCollectives):
-    """Between any GPUs, of one machine or of many. With bf16, gradients are also added in bf16."""
+    """Between the GPUs of one or several machines. With bf16, gradients are also added in bf16."""
 
     def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
         super().__init__(ranks, arena, bf16)
         nccl = load_nccl()
         name = ranks.comm.bcast(nccl.get_unique_id() if ranks.rank == 0 else None)
         self.nccl = nccl.NcclCommunicator(ranks.world, name, ranks.rank)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.nccl))  # only `close` may destroy it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.nccl))  # destroyed only by `close`
         self.sum, self.types = nccl.NCCL_SUM, {4: nccl.NCCL_FLOAT32, 2: nccl.NCCL_BFLOAT16}
 
     def close(self) -> None:
-        """Give NCCL's memory back. Every captured graph must be gone, as NCCL waits for the end of those it is in."""
+        """Destroy the communicator. All captured graphs must be deleted before: NCCL waits for graphs that use it."""
         self.nccl.destroy()
 
     def all_reduce(self, a: int, b: int, idle: bool = False) -> None:
-        with self._side() as stream:
+        """Start grads[a:b] = the sum over ranks."""
+        with self._on_own_stream() as stream:
             x = self._gradients(a, b)
             self.nccl.allReduce(
                 x.data.ptr, x.data.ptr, b - a, self.types[x.itemsize], self.sum, stream
@@ -199,8 +230,9 @@ class NcclCollectives(GpuCollectives):
             self._widen(slice(a, b))
 
     def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
-        own = self.part(a, b)
-        with self._side() as stream:
+        """Start all_reduce of [a, b), but only this rank's shard gets the sum."""
+        own = self.shard(a, b)
+        with self._on_own_stream() as stream:
             x = self._gradients(a, b)
             to = x.data.ptr + (own.start - a) * x.itemsize
             n = own.stop - own.start
@@ -208,22 +240,24 @@ class NcclCollectives(GpuCollectives):
             self._widen(own)
 
     def all_gather(self, array: Array, a: int, b: int) -> None:
-        own, x = self.part(a, b), array[a:b]
-        with self._side() as stream:
+        """Start the copy of each rank's shard of array[a:b] to all ranks."""
+        own, x = self.shard(a, b), array[a:b]
+        with self._on_own_stream() as stream:
             start = x.data.ptr + (own.start - a) * x.itemsize
             n = own.stop - own.start
             self.nccl.allGather(start, x.data.ptr, n, self.types[x.itemsize], stream)
 
     def start_gather(self, own_1: Array) -> Array:
+        """(1,) of each rank -> (world,), in the order of the ranks. Valid after `join`."""
         all_R = empty(own_1, self.ranks.world)
-        self.given = own_1  # the other stream reads it later than we return
-        with self._side() as stream:
+        self.input = own_1  # keep it alive: the other stream reads it after the return
+        with self._on_own_stream() as stream:
             self.nccl.allGather(own_1.data.ptr, all_R.data.ptr, 1, self.types[4], stream)
         return all_R
 
 
 def load_nccl() -> Any:
-    """cupy.cuda.nccl. Raises UserError when CuPy has no NCCL library to call."""
+    """cupy.cuda.nccl. Raises UserError if CuPy finds no NCCL library."""
     try:
         from cupy.cuda import nccl
 
@@ -231,12 +265,12 @@ def load_nccl() -> Any:
     except (ImportError, AttributeError, RuntimeError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"no NCCL library ({reason}): `pip install nvidia-nccl-cu13` (or -cu12, as your CuPy), or use --device cpu"
+            f"no NCCL library ({reason}): `pip install nvidia-nccl-cu13` (or -cu12, to match CuPy), or use --device cpu"
         ) from None
     return nccl
 
 
-def _in_place():
+def _in_place() -> Any:
     from mpi4py import MPI
 
     return MPI.IN_PLACE

@@ -1,30 +1,34 @@
-"""Collectives between the GPUs of one machine that leave the multiprocessors alone: the copy engines move the gradients.
+"""Collectives between the GPUs of one machine by copy engines, which leave the multiprocessors free.
 
-NCCL's kernels sit on 24 of an H200's 132 multiprocessors while they run. cuBLAS lays out a matrix product for all 132, so one
-that meets NCCL needs a second round and takes up to twice as long: what overlap hides, the matrix products lose again. The
-copy engines of a GPU are hardware of their own; they read a neighbour's memory over NVLink while every multiprocessor computes.
+NCCL's kernels occupy 24 of an H200's 132 multiprocessors while they run. cuBLAS sizes the grid of a matrix
+product for all 132, so a product that runs next to NCCL needs a second wave and takes up to twice as long:
+the matrix products lose the time that overlap saves. The copy engines of a GPU are separate hardware: they
+read a neighbour's memory over NVLink while every multiprocessor computes.
 
-With R ranks, a piece of the arena cut into R parts, and every rank able to read and write the others' memory:
+There are R ranks, each of which can read and write the others' memory. A slice of the arena is cut into R
+shards:
 
-    reduce_scatter    barrier: the piece is complete everywhere
-                      rank r copies part r of each neighbour's gradients to itself and adds it to its own; when the
-                      multiprocessors have nothing else to do, the addition reads the neighbour's memory instead
-    all_gather        barrier: nobody reads the old values any more
-                      rank r copies its own part to each neighbour
+    reduce_scatter    barrier: the slice is complete on every rank
+                      rank r copies shard r of each neighbour's gradients to itself and adds it to its own; if
+                      the multiprocessors are idle, the addition reads the neighbour's memory instead
+    all_gather        barrier: no rank reads the old values any more
+                      rank r copies its own shard to each neighbour
     all_reduce        reduce_scatter, then rank r copies the sum to each neighbour
-    join              barrier: what the neighbours copied has come
+    join              barrier: the neighbours' copies have arrived
 
-Each sum is made once, by its owner, in one order, and copied: all ranks hold the same bits by construction.
+Each sum is computed once, by its owner, in one order, and then copied: all ranks hold the same bits by
+construction.
 
-The barrier is a row of flags in each rank's memory, one per neighbour. A rank writes 1 into its flag at every neighbour,
-waits until all of its own are 1, and sets them back to 0. A GPU does this by itself between two operations of a
-stream (cuStreamBatchMemOp), also in a CUDA graph, where the same 1 is written at every replay. A flag may be used again once
-another barrier has been passed: whoever has passed that one knows that the first was passed, and its flags set back,
-everywhere. Hence three rows: two that take turns, and one for `join`, which ends every step, since a step may have an
-odd number of barriers.
+The barrier is a row of flags in each rank's memory, one per neighbour. A rank writes 1 to its flag at every
+neighbour, waits until all of its own flags are 1, and sets them back to 0. The GPU does this itself between
+two operations of a stream (cuStreamBatchMemOp), also in a CUDA graph, which writes the same 1 at every replay.
+A flag may be reused after one more barrier: a rank that has passed that one knows that every rank has passed
+the first and has reset its flags. Hence there are three rows: two that alternate, and one for `join`, which
+ends every step, because a step may have an odd number of barriers.
 
-A neighbour reads my memory while I change it? I change gradients after `join` only, which he reaches when he has read
-them. He writes into them? Only part r of a piece, which nobody but rank r needs once that piece is complete everywhere.
+Can a neighbour read memory while its owner changes it? No: gradients change only after `join`, which a
+neighbour reaches after it has read them. Can a neighbour write to gradients that are still read? No: it writes
+only its own shard r of a slice, which only rank r reads once that slice is complete on every rank.
 """
 
 import functools
@@ -39,73 +43,75 @@ from ..kernels.runtime.launch import empty, zeros
 from .collectives import GpuCollectives, NcclCollectives
 from .ranks import Ranks
 
-STEP = 1 << 22  # elements that are copied before they are added, or that pass through the window
-JOIN = 2  # the row of flags of `join`
+CHUNK = 1 << 22  # elements per copy, to the staging buffer or through the window
+JOIN = 2  # the row of flags for `join`
 
 
 class CopyCollectives(GpuCollectives):
-    """As NcclCollectives, on the GPUs of one machine, in float32."""
+    """The collectives of NcclCollectives, between the GPUs of one machine, in float32."""
 
     def __init__(self, ranks: Ranks, arena: Any):
         super().__init__(ranks, arena)
-        self.arrived = empty(self.grads, STEP)
-        self.window = empty(self.grads, STEP)  # arrays that are not shared pass through here
+        self.staging = empty(self.grads, CHUNK)  # a neighbour's gradients, before they are added
+        self.window = empty(self.grads, CHUNK)  # arrays that are not registered are sent through it
         self.flags = zeros(self.grads, (JOIN + 1, ranks.world), np.int32)
-        self.mail = zeros(self.grads, (2, ranks.world, 4), np.float32)  # 16 bytes from each rank
-        self.turn = 0  # which row of flags is next
-        self.pending = False  # has there been a barrier since `join`
-        self.aligned = False  # since `join`, has one been passed by whatever the ranks compute
-        self.opened: dict[tuple[int, bytes], int] = {}
-        self.shared: dict[int, list[int]] = {}  # an array's address -> where each rank has it
+        # for start_gather: 16 bytes from each rank, in two rows that alternate
+        self.gathered = zeros(self.grads, (2, ranks.world, 4), np.float32)
+        self.row = 0  # the next row of flags
+        self.pending = False  # has there been a barrier since `join`?
+        # since `join`, has the computing stream of every rank passed a barrier?
+        self.aligned = False
+        self.opened: dict[tuple[int, bytes], int] = {}  # (rank, memory handle) -> address here
+        self.addresses: dict[int, list[int]] = {}  # address of an array -> its address on each rank
         weights = arena.weights if arena.half is None else arena.half
-        for array in (self.grads, weights, self.window, self.flags, self.mail):
-            self.share(array)
-        cupy().cuda.Device().synchronize()  # the flags are 0 ...
-        ranks.total([0.0])  # ... everywhere
+        for array in (self.grads, weights, self.window, self.flags, self.gathered):
+            self.register(array)
+        cupy().cuda.Device().synchronize()
+        ranks.sum([0.0])  # a barrier: the flags are 0 on every rank
 
-    def share(self, array: Array) -> None:
-        """Every rank calls this with an array of its own, which all_gather may then fill without a detour."""
-        self.shared[array.data.ptr] = self._addresses(array)
+    def register(self, array: Array) -> None:
+        """Let all_gather fill an array directly, without the window. Every rank must call it with its own array."""
+        self.addresses[array.data.ptr] = self._exchange_addresses(array)
 
     def close(self) -> None:
-        """Close the neighbours' memory. Every captured graph must be gone."""
+        """Close the neighbours' memory. All captured graphs must be deleted before."""
         for address in self.opened.values():
             cupy().cuda.runtime.ipcCloseMemHandle(address)
-        self.ranks.total([0.0])  # nobody frees memory that another still has open
+        self.ranks.sum([0.0])  # a barrier: no rank frees memory that another one has open
 
-    def part(self, a: int, b: int, rank: int | None = None) -> slice:
-        """A rank's part of [a, b), whatever its length: in whole 16 bytes, the last ones shorter. None: this rank's."""
+    def shard(self, a: int, b: int, rank: int | None = None) -> slice:
+        """A rank's shard of [a, b), in units of 16 bytes; the last shards may be shorter. None: this rank's."""
         rank, world = self.ranks.rank if rank is None else rank, self.ranks.world
         n = -(-(b - a) // (4 * world)) * 4
         return slice(min(b, a + rank * n), min(b, a + (rank + 1) * n))
 
     # ------------------------------------------------------------------------- the collectives
     def all_reduce(self, a: int, b: int, idle: bool = False) -> None:
-        with self._side() as stream:
+        with self._on_own_stream() as stream:
             self._reduce(a, b, idle, stream)
-            self._send(self.grads, self.part(a, b), stream)
+            self._send(self.grads, self.shard(a, b), stream)
 
     def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
-        with self._side() as stream:
+        with self._on_own_stream() as stream:
             self._reduce(a, b, idle, stream)
 
     def all_gather(self, array: Array, a: int, b: int) -> None:
-        with self._side() as stream:
-            if array.data.ptr not in self.shared:
+        with self._on_own_stream() as stream:
+            if array.data.ptr not in self.addresses:
                 self._gather_through_window(array, a, b, stream)
                 return
             if not self.aligned:
                 self._barrier(stream)
                 self.aligned = True
-            self._send(array, self.part(a, b), stream)
+            self._send(array, self.shard(a, b), stream)
 
     def start_gather(self, own_1: Array) -> Array:
         all_R, me = empty(own_1, self.ranks.world), self.ranks.rank
-        row, first = self.mail[self.turn], (self.turn * self.ranks.world + me) * 4
-        self.given = own_1  # the other stream reads it later than we return
-        with self._side() as stream:
+        row, first = self.gathered[self.row], (self.row * self.ranks.world + me) * 4
+        self.input = own_1  # keep it alive: the other stream reads it after the return
+        with self._on_own_stream() as stream:
             row[me, :1] = own_1
-            self._send(self.mail, slice(first, first + 4), stream)
+            self._send(self.gathered, slice(first, first + 4), stream)
             self._barrier(stream)
             all_R[...] = row[:, 0]
         return all_R
@@ -118,97 +124,98 @@ class CopyCollectives(GpuCollectives):
 
     def join(self) -> None:
         if self.pending:
-            with self._side() as stream:
+            with self._on_own_stream() as stream:
                 self._pass_barrier(JOIN, stream)
-            self.turn, self.pending, self.aligned = 0, False, False
+            self.row, self.pending, self.aligned = 0, False, False
         super().join()
 
-    # ------------------------------------------------------------------------- their halves
-    def _reduce(self, a, b, idle, stream):
-        """grads[own part of [a, b)] += what the neighbours have there."""
+    # ------------------------------------------------------------------------- their steps
+    def _reduce(self, a: int, b: int, idle: bool, stream: int) -> None:
+        """grads[own shard of [a, b)] += the same slice of every neighbour."""
         self._barrier(stream)
-        own, address = self.part(a, b), self.grads.data.ptr
-        for first in range(own.start, own.stop, STEP):
-            n = min(STEP, own.stop - first)
+        own, address = self.shard(a, b), self.grads.data.ptr
+        for first in range(own.start, own.stop, CHUNK):
+            n = min(CHUNK, own.stop - first)
             for rank in self._neighbours():
-                theirs = self.shared[address][rank] + first * self.grads.itemsize
+                theirs = self.addresses[address][rank] + first * self.grads.itemsize
                 if idle:
                     x = at_address(theirs, n)
                 else:
-                    x = self.arrived[:n]
+                    x = self.staging[:n]
                     _copy(x.data.ptr, theirs, x.nbytes, stream)
                 add_into(self.grads[first : first + n], x)
 
-    def _send(self, array, part, stream):
-        """array[part] to every neighbour"""
-        n, start = part.stop - part.start, part.start * array.itemsize
+    def _send(self, array: Array, shard: slice, stream: int) -> None:
+        """Copy array[shard] to every neighbour."""
+        n, start = shard.stop - shard.start, shard.start * array.itemsize
         for rank in self._neighbours() if n > 0 else ():
-            there = self.shared[array.data.ptr][rank]
+            there = self.addresses[array.data.ptr][rank]
             _copy(there + start, array.data.ptr + start, n * array.itemsize, stream)
 
-    def _gather_through_window(self, array, a, b, stream):
+    def _gather_through_window(self, array: Array, a: int, b: int, stream: int) -> None:
+        """all_gather of an array that is not registered, one chunk after the other."""
         window = self.window.view(array.dtype)
-        longest = self.part(a, b, 0)
-        for first in range(0, longest.stop - longest.start, STEP):
+        longest = self.shard(a, b, 0)
+        for first in range(0, longest.stop - longest.start, CHUNK):
             for rank in (self.ranks.rank, *self._neighbours()):
-                part = self.part(a, b, rank)
-                start = part.start + first
-                n = max(0, min(STEP, part.stop - start))
+                shard = self.shard(a, b, rank)
+                start = shard.start + first
+                n = max(0, min(CHUNK, shard.stop - start))
                 here = array[start : start + n]
                 if rank == self.ranks.rank:
                     window[:n] = here
                     self._barrier(stream)
                 elif n:
-                    _copy(here.data.ptr, self.shared[window.data.ptr][rank], here.nbytes, stream)
-            self._barrier(stream)  # the window is free again
+                    _copy(here.data.ptr, self.addresses[window.data.ptr][rank], here.nbytes, stream)
+            self._barrier(stream)  # the window may be overwritten
 
-    def _neighbours(self):
-        """All others, each rank beginning with another one: nobody is read by everybody at once."""
+    def _neighbours(self) -> list[int]:
+        """All other ranks, in an order that differs by rank: no rank is read by all others at once."""
         me, world = self.ranks.rank, self.ranks.world
         return [(me + i) % world for i in range(1, world)]
 
     # ------------------------------------------------------------------------- barriers and addresses
-    def _barrier(self, stream):
-        """What follows on this stream waits until every rank's stream has come here."""
-        self._pass_barrier(self.turn, stream)
-        self.turn, self.pending = 1 - self.turn, True
+    def _barrier(self, stream: int) -> None:
+        """Later work on this stream waits until the stream of every rank has reached this barrier."""
+        self._pass_barrier(self.row, stream)
+        self.row, self.pending = 1 - self.row, True
 
-    def _pass_barrier(self, row, stream):
+    def _pass_barrier(self, row: int, stream: int) -> None:
         address, width = self.flags.data.ptr, self.flags.itemsize
         flag = lambda base, rank: base + (row * self.ranks.world + rank) * width
         others = self._neighbours()
-        arrive = [flag(self.shared[address][rank], self.ranks.rank) for rank in others]
+        theirs = [flag(self.addresses[address][rank], self.ranks.rank) for rank in others]
         mine = [flag(address, rank) for rank in others]
-        in_order = [write(x, 1) for x in arrive] + [wait(x, 1) for x in mine]
+        in_order = [write(x, 1) for x in theirs] + [wait(x, 1) for x in mine]
         in_order += [write(x, 0) for x in mine]
         driver = cuda_driver()
         (error,) = driver.cuStreamBatchMemOp(stream, len(in_order), in_order, 0)
         _check(driver, error, "a barrier between GPUs")
 
-    def _addresses(self, array):
-        """Where each rank has this array, as seen from here: every rank opens the neighbours' memory."""
+    def _exchange_addresses(self, array: Array) -> list[int]:
+        """The address of each rank's array in this process, which opens the neighbours' memory."""
         runtime, address = cupy().cuda.runtime, array.data.ptr
         base = allocation(address)
-        everybody = self.ranks.gather((runtime.ipcGetMemHandle(base), address - base))
+        handles = self.ranks.gather((runtime.ipcGetMemHandle(base), address - base))
         addresses = []
-        for rank, (handle, offset) in enumerate(everybody):
+        for rank, (handle, offset) in enumerate(handles):
             if rank == self.ranks.rank:
                 addresses.append(address)
                 continue
-            if (rank, handle) not in self.opened:  # two arrays may lie in one allocation
+            if (rank, handle) not in self.opened:  # two arrays may be in one allocation
                 self.opened[rank, handle] = runtime.ipcOpenMemHandle(handle)
             addresses.append(self.opened[rank, handle] + offset)
         return addresses
 
 
-# ----------------------------------------------------------------------------- what CuPy does not bring
-def _copy(target, source, nbytes, stream):
+# ----------------------------------------------------------------------------- missing in CuPy
+def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
     runtime = cupy().cuda.runtime
     runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, stream)
 
 
 def at_address(address: int, n: int) -> Array:
-    """float32 (n,): the memory there, which may be a neighbour's, as an array."""
+    """(n,) float32: the memory at this address, which may be a neighbour's, as an array."""
     cp = cupy()
     memory = cp.cuda.UnownedMemory(address, 4 * n, None, cp.cuda.Device().id)
     return cp.ndarray(n, np.float32, cp.cuda.MemoryPointer(memory, 0))
@@ -216,24 +223,24 @@ def at_address(address: int, n: int) -> Array:
 
 @functools.cache
 def cuda_driver() -> Any:
-    """cuda.bindings.driver: numba-cuda needs it as well."""
+    """cuda.bindings.driver, which numba-cuda needs as well."""
     from cuda.bindings import driver
 
     return driver
 
 
 def write(address: int, value: int) -> Any:
-    """A stream's operation: the word at this address = value."""
+    """A stream operation: set the 32-bit word at this address to value."""
     return _operation("writeValue", "WRITE", address, value, 0)
 
 
 def wait(address: int, value: int) -> Any:
-    """A stream's operation: go on when the word at this address is the value."""
+    """A stream operation: wait until the 32-bit word at this address equals value."""
     equal = cuda_driver().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
     return _operation("waitValue", "WAIT", address, value, int(equal))
 
 
-def _operation(field, verb, address, value, flags):
+def _operation(field: str, verb: str, address: int, value: int, flags: int) -> Any:
     driver = cuda_driver()
     operation = driver.CUstreamBatchMemOpParams()
     kind = getattr(driver.CUstreamBatchMemOpType, f"CU_STREAM_MEM_OP_{verb}_VALUE_32")
@@ -245,44 +252,45 @@ def _operation(field, verb, address, value, flags):
 
 
 def allocation(address: int) -> int:
-    """The start of the memory that the driver gave CuPy's pool, of which the array at this address is a part."""
+    """The start of the driver's allocation that contains this address."""
     driver = cuda_driver()
     error, base, _ = driver.cuMemGetAddressRange(address)
     _check(driver, error, f"the memory at {address:#x}")
     return int(base)
 
 
-def _check(driver, error, what):
+def _check(driver: Any, error: Any, what: str) -> None:
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{what}: the CUDA driver says {error.name}")
+        raise RuntimeError(f"{what}: the CUDA driver returned {error.name}")
 
 
-# ----------------------------------------------------------------------------- which way
+# ----------------------------------------------------------------------------- choice of the transport
 def gpu_collectives(ranks: Ranks, arena: Any, bf16: bool, how: str) -> GpuCollectives:
-    """how: "nccl", "copy", or "auto": copy where it is possible. Raises UserError when "copy" is not."""
+    """how: "nccl", "copy", or "auto": copy if it is possible. Raises UserError if "copy" is not."""
     reason = "" if how == "nccl" else why_no_copies(ranks, bf16)
     if how == "copy" and reason:
-        raise UserError(f"--transport copy cannot be had: {reason}; use --transport nccl")
+        raise UserError(f"--transport copy is not possible: {reason}; use --transport nccl")
     if how == "nccl" or reason:
         return NcclCollectives(ranks, arena, bf16)
     return CopyCollectives(ranks, arena)
 
 
 def why_no_copies(ranks: Ranks, bf16: bool = False) -> str:
-    """Why copy engines cannot do it; "" when they can. The same answer on every rank."""
-    if bf16:  # casting twice costs more than half the bytes save
-        return "gradients that travel in bf16 are NCCL's"
+    """Why copy engines cannot be used; "" if they can. The same on every rank."""
+    if bf16:  # two casts cost more time than half the bytes save
+        return "gradients in bf16 (--grad-comm) need NCCL"
     if any(ranks.gather(ranks.local_world != ranks.world)):
         return "the ranks are on several machines"
     return next(filter(None, ranks.gather(_out_of_reach(ranks))), "")
 
 
-def _out_of_reach(ranks):
+def _out_of_reach(ranks: Ranks) -> str:
+    """Why this rank cannot reach the memory of the others; "" if it can."""
     runtime = cupy().cuda.runtime
     if runtime.getDeviceCount() < ranks.local_world:
-        return "a rank sees its own GPU alone"
+        return "each rank sees only its own GPU"
     here = runtime.getDevice()
     others = [d for d in range(ranks.local_world) if d != here]
     if not all(runtime.deviceCanAccessPeer(here, d) for d in others):
-        return "its GPUs are not connected (nvidia-smi topo -p2p r shows which)"
+        return "the GPUs cannot access each other (see nvidia-smi topo -p2p r)"
     return ""

@@ -34,7 +34,7 @@ from ..training.single_device import SingleDevice
 from .collectives import HostCollectives, load_nccl
 from .copy_collectives import gpu_collectives
 from .ranks import Ranks, choose_gpu
-from .watchdog import Guard, Watchdog
+from .watchdog import AbortOnError, Watchdog
 from .zero import ShardedAdamW, Slices
 
 LONGEST_WATCHDOG = 10**8  # seconds, three years; the system's timers overflow at about 10^10
@@ -222,7 +222,7 @@ class DataParallel(SingleDevice):
 
     # ------------------------------------------------------------------------- in the step
     def inverse_target_count(self, targets: np.ndarray) -> list[np.ndarray]:
-        (count,) = self.ranks.total([np.count_nonzero(targets != IGNORE)])
+        (count,) = self.ranks.sum([float(np.count_nonzero(targets != IGNORE))])
         return [np.array([1 / count if count else 0], np.float32)]
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -258,14 +258,14 @@ class DataParallel(SingleDevice):
         self.ranks.check_identical(arrays, step)
 
     def sum_over_owners(self, values: list[float]) -> list[float]:
-        return self.ranks.total(values) if self.sharded else values
+        return self.ranks.sum(values) if self.sharded else values
 
     def timing(self, tokens_per_s: float) -> dict[str, Any]:
         world, collectives = self.ranks.world, self.collectives
         more: dict[str, Any] = {"ranks": world, "tokens_per_s_rank": tokens_per_s / world}
         if collectives.exposed is not None:
             times = [1e3 * collectives.exposed, 1e3 * collectives.hidden]
-            exposed, hidden = self.ranks.total(times)
+            exposed, hidden = self.ranks.sum(times)
             more |= {"comm_exposed_ms": exposed / world, "comm_hidden_ms": hidden / world}
         collectives.clear()
         return more
@@ -321,7 +321,7 @@ def train_parallel(
     config: ParallelConfig,
     ranks: Ranks,
     console: Console | None = None,
-    guard: Guard | None = None,
+    guard: AbortOnError | None = None,
     write_report: Callable[..., Any] = lambda folder, run, warn: None,
 ) -> Path:
     """A whole run; every rank must call this. -> the run's folder. Raises UserError.
@@ -353,7 +353,7 @@ def train_parallel(
             run.parallel.compare_weights(run.optimizer, 0)
             step_in_progress = lambda: run.done + 1
             watchdog = stack.enter_context(Watchdog(config.watchdog, ranks, step_in_progress))
-            run.beat, run.rest = watchdog.beat, watchdog.rest
+            run.beat, run.rest = watchdog.beat, watchdog.stop
             if guard is not None:
                 guard.step = step_in_progress
             runs.append(run)

@@ -1,10 +1,10 @@
-"""When one rank of several fails, all must end: a rank that waits for a dead one would wait for ever.
+"""End all ranks when one of them fails: the others would wait for it in a collective for ever.
 
-    with Guard(ranks, name):    an exception or sys.exit inside: rank, step and traceback on stderr, then MPI_Abort
-    with Watchdog(...):         no step for some seconds, wherever the rank hangs: the same, and the process ends
+    with AbortOnError(ranks, name):  an exception or sys.exit inside prints rank, step and traceback, then MPI_Abort
+    with Watchdog(...):              no step for some seconds, wherever the rank hangs: the same, and the process exits
 
-A UserError is no accident: rank 0 says its sentence and every rank leaves with exit code 2.
-A rank that is killed is noticed by mpirun (srun), which ends the others.
+A UserError that all ranks raise is printed once, by rank 0, and every rank returns with exit code 2.
+mpirun (srun) notices a rank that is killed, and ends the others.
 """
 
 import contextlib
@@ -15,66 +15,67 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import UserError
 from .ranks import Ranks
 
-AGREE_SECONDS = (
-    2  # how long a rank with a UserError waits to see whether all others have one as well
-)
-ABORT_SECONDS = 5  # MPI_Abort itself may hang; then the process ends without it
-LAST_WORDS_SECONDS = 1  # mpirun may drop what it has not passed on when a job ends; and all ranks that hang can say where
+AGREE_SECONDS = 2  # a rank with a UserError waits this long for the same error on all other ranks
+ABORT_SECONDS = 5  # MPI_Abort itself may hang; then the process exits without it
+# before the end of a job: mpirun may drop output that it has not passed on, and other hanging ranks
+# need time to print where they hang
+OUTPUT_SECONDS = 1
 
 
-class Guard:
-    """Ends the whole job when this rank leaves the block by anything but its end.
+class AbortOnError:
+    """Aborts the whole job if an exception leaves the block on this rank.
 
-    step: a function that tells the step, for the message.  code: what to exit with after the block.
+    step: a function that returns the current step, for the message; set by the caller.
+    code: the exit code after the block.
     """
 
     def __init__(self, ranks: Ranks, name: str):
         self.ranks, self.name, self.code = ranks, name, 0
         self.step: Callable[[], int | None] = lambda: None
 
-    def __enter__(self) -> "Guard":
+    def __enter__(self) -> "AbortOnError":
         self.before = threading.excepthook
-        threading.excepthook = lambda about: self._die(about.exc_value, 1)
+        threading.excepthook = lambda args: self._abort_with_traceback(args.exc_value, 1)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
         threading.excepthook = self.before
         if isinstance(error, UserError):
             self.code = 2
-            self._say_once(f"{self.name}: {error}", 2)
+            self._print_once(f"{self.name}: {error}", 2)
         elif isinstance(error, KeyboardInterrupt):
             self.code = 130
-            self._say_once(f"{self.name}: interrupted; the last checkpoint is intact", 130)
+            self._print_once(f"{self.name}: interrupted; the last checkpoint is intact", 130)
         elif error is not None:
             code = error.code if isinstance(error, SystemExit) else 1
-            self._die(error, code if isinstance(code, int) and code else 1)
+            self._abort_with_traceback(error, code if isinstance(code, int) and code else 1)
         return True
 
-    def _say_once(self, sentence, code):
-        """If every rank comes here, rank 0 alone speaks and all leave in peace. Otherwise this one speaks and ends all."""
-        everybody, until = self.ranks.failed.Ibarrier(), time.monotonic() + AGREE_SECONDS
+    def _print_once(self, message: str, code: int) -> None:
+        """If every rank calls this, rank 0 prints and all return. Otherwise this rank prints and aborts the job."""
+        all_failed, until = self.ranks.failed.Ibarrier(), time.monotonic() + AGREE_SECONDS
         while time.monotonic() < until:
-            if everybody.Test():
+            if all_failed.Test():
                 if self.ranks.rank == 0:
-                    say(sentence)
+                    print_error(message)
                 return
             time.sleep(0.01)
-        say(f"{sentence} (rank {self.ranks.rank})")
+        print_error(f"{message} (rank {self.ranks.rank})")
         self._abort(code)
 
-    def _die(self, error, code):
-        where = place(self.ranks.rank, self.step())
+    def _abort_with_traceback(self, error: BaseException | None, code: int) -> None:
+        where = rank_and_step(self.ranks.rank, self.step())
         trace = "".join(traceback.format_exception(error))
-        say(f"{self.name}: {where} failed, all ranks end\n{trace}")
+        print_error(f"{self.name}: {where} failed, all ranks end\n{trace}")
         self._abort(code)
 
-    def _abort(self, code):
-        time.sleep(LAST_WORDS_SECONDS)
+    def _abort(self, code: int) -> NoReturn:
+        time.sleep(OUTPUT_SECONDS)
         timer = threading.Timer(ABORT_SECONDS, os._exit, [code])
         timer.daemon = True
         timer.start()
@@ -83,10 +84,12 @@ class Guard:
 
 
 class Watchdog(threading.Thread):
-    """Ends the process when `beat` is not called for so many seconds, with the place where every thread stands.
+    """Ends the process if `beat` is not called for `seconds`, and prints where the main thread is.
 
-    That goes for a collective whose partner does not come, too. Should a thread not let go of Python's lock, a timer
-    that does not need it does the same, without saying rank and step.
+    This covers a collective whose other ranks never call it. If a thread holds the GIL, a timer of
+    faulthandler, which does not need the GIL, ends the process, without printing rank and step.
+
+    seconds: 0: never.  step: a function that returns the current step, for the message.
     """
 
     def __init__(self, seconds: float, ranks: Ranks, step: Callable[[], int]):
@@ -98,45 +101,49 @@ class Watchdog(threading.Thread):
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.rest()
+        self.stop()
 
     def beat(self) -> None:
-        """All is well. It begins to watch with the first: loading a checkpoint may take its time."""
+        """Report progress. The first call starts the watchdog: loading a checkpoint may take long."""
         self.last = time.monotonic()
         if self.seconds > 0 and self.ident is None:
             self.start()
 
-    def rest(self) -> None:
-        """No more to watch."""
+    def stop(self) -> None:
+        """End the watch."""
         self.ended.set()
         if self.ident is not None:
             self.join()
             faulthandler.cancel_dump_traceback_later()
 
     def run(self) -> None:
+        """The thread: ends the process when the last beat is too old."""
         while not self.ended.wait(min(1.0, self.seconds / 8)):
-            with contextlib.suppress(RuntimeError, ValueError, OSError):  # a stderr that is no file
+            with contextlib.suppress(RuntimeError, ValueError, OSError):  # stderr is not a file
                 faulthandler.dump_traceback_later(self.seconds + 0.5, exit=True)
             if time.monotonic() - self.last > self.seconds:
-                self._bark()
+                self._report_and_exit()
 
-    def _bark(self):
-        where = place(self.ranks.rank, self.step())
-        frames = sys._current_frames()
-        main = "".join(traceback.format_stack(frames[threading.main_thread().ident]))
-        say(
-            f"xtrain.ddp: {where}: no progress for {self.seconds:g} s (--watchdog), it ends. It stands at\n{main}"
+    def _report_and_exit(self) -> None:
+        where = rank_and_step(self.ranks.rank, self.step())
+        frames, main_thread = sys._current_frames(), threading.main_thread().ident
+        stack = "".join(traceback.format_stack(frames[main_thread])) if main_thread else ""
+        print_error(
+            f"xtrain.ddp: {where}: no progress for {self.seconds:g} s (--watchdog), this rank ends. It is at\n{stack}"
         )
-        time.sleep(LAST_WORDS_SECONDS)
+        time.sleep(OUTPUT_SECONDS)
         os._exit(1)
 
 
-def say(words: str) -> None:
-    """On stderr itself. While a progress bar is drawn sys.stderr belongs to the bar, which writes to stdout: as Open MPI
-    gives rank 0 a terminal there, its last words would be missing where all others' are.
+def print_error(message: str) -> None:
+    """Print to the real stderr.
+
+    A progress bar replaces sys.stderr and writes to stdout, where Open MPI gives rank 0 a terminal:
+    the message of rank 0 would not be where those of the other ranks are.
     """
-    print(words, file=getattr(sys.stderr, "rich_proxied_file", sys.stderr), flush=True)
+    print(message, file=getattr(sys.stderr, "rich_proxied_file", sys.stderr), flush=True)
 
 
-def place(rank: int, step: int | None) -> str:
+def rank_and_step(rank: int, step: int | None) -> str:
+    """ "rank 1, step 4"; "rank 1" if the step is not known."""
     return f"rank {rank}" + ("" if step is None else f", step {step}")

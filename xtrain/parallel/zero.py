@@ -1,8 +1,9 @@
-"""ZeRO-1 (Rajbhandari et al. 2020): the optimizer's state exists once, divided among the ranks, instead of on every rank.
+"""ZeRO-1 (Rajbhandari et al. 2020): the optimizer state is divided among the ranks instead of being on every rank.
 
-Rank r owns the r-th part of every bucket of the arena. A reduce-scatter brings it the sum of that part's gradients, it
-alone makes the AdamW step there, and an all-gather sends the new weights to all. That is the traffic of an all-reduce, which
-does the same two things at once. Bytes per parameter and rank, with R ranks:
+Rank r owns the r-th shard of every slice (bucket) of the arena. A reduce-scatter gives it the sum of that
+shard's gradients, it alone makes the AdamW update there, and an all-gather sends the new weights to all
+ranks. That is the traffic of an all-reduce, which consists of the same two steps. Bytes per parameter and
+rank, with R ranks:
 
                              weights    gradients    moments    bf16 copy
     fp32                     4          4            8                       16
@@ -28,31 +29,34 @@ Slices = list[tuple[int, int]]  # slices [start, end) of the arena
 
 
 class ShardedAdamW(AdamW):
-    """AdamW on this rank's part of every bucket; the new weights of a bucket travel while the next one is computed.
+    """AdamW on this rank's shard of every slice; the new weights of a slice are sent while the next one is computed.
 
-    In fp32 the forward pass reads the float32 weights, so every rank has all of them. In bf16 it reads the bf16 copy, and
-    float32 norm weights, which are few: these travel. The float32 weights of matrices are then only the optimizer's:
-    `release` leaves each on its owner alone, `restore` brings all of them back, for a checkpoint.
+    In fp32 the forward pass reads the float32 weights, so every rank has all of them. In bf16 it reads the
+    bf16 copy and the few float32 norm weights, so these are sent, and only the optimizer needs the float32
+    weights of matrices: `release` keeps each only on its owner, `restore` gathers all of them for a
+    checkpoint.
 
-    master: (n,) float32, the weights of the owned parts, one after the other.  norms: all norm weights.
+    master: (n,) float32, the weights of the owned shards, concatenated; None in fp32.  norms: all norm weights.
     """
 
     def __init__(self, model: Transformer, collectives: Any, slices: Slices, **options: Any):
-        parts = [collectives.part(a, b) for a, b in slices]
-        super().__init__(model, **options, owned=[(part.start, part.stop) for part in parts])
-        self.collectives, self.slices, self.master, self.norms = collectives, slices, None, None
+        shards = [collectives.shard(a, b) for a, b in slices]
+        super().__init__(model, **options, owned=[(s.start, s.stop) for s in shards])
+        self.collectives, self.slices = collectives, slices
+        self.master: Array = None
+        self.norms: Array = None
         self.release()
 
     def release(self) -> None:
-        """In bf16: forget all float32 weights but the norms and this rank's own."""
+        """In bf16: drop all float32 weights except the norms and this rank's shards."""
         arena = self.arena
         if arena.half is None or arena.weights is None:
             return
         arena.refresh()
-        if self.master is None:  # made once: a captured step goes on using this memory
+        if self.master is None:  # allocated once: a captured step keeps using this memory
             self.master = zeros(arena.weights, self.m.shape)
             self.norms = zeros(arena.weights, arena.weights.size - arena.n_decay)
-            self.collectives.share(self.norms)
+            self.collectives.register(self.norms)
         first = 0
         for start, end in self.owned:
             self.master[first : first + end - start] = arena.weights[start:end]
@@ -60,17 +64,19 @@ class ShardedAdamW(AdamW):
         self.norms[...] = arena.weights[arena.n_decay :]
         arena.weights = None
         for _, p in self.model.storage():
-            first = p.offset - arena.n_decay
+            offset: Any = p.offset  # set by the arena
+            first = offset - arena.n_decay
             p._data = p.half if p.decay else self.norms[first : first + p.size].reshape(p.shape)
         if is_gpu(arena.half):
-            cupy().get_default_memory_pool().free_all_blocks()  # a captured step has a pool of its own
+            cupy().get_default_memory_pool().free_all_blocks()  # a captured step has a separate pool
 
     def restore(self) -> None:
-        """The opposite of release. Every rank must call it."""
+        """Gather all float32 weights: the opposite of release. Every rank must call it."""
         arena = self.arena
         if arena.half is None or arena.weights is not None:
             return
-        arena.weights = zeros(arena.grads, arena.grads.shape)
+        grads: Array = arena.grads
+        arena.weights = zeros(grads, grads.shape)
         first = 0
         for start, end in self.owned:
             arena.weights[start:end] = self.master[first : first + end - start]
@@ -82,11 +88,13 @@ class ShardedAdamW(AdamW):
             p._data = arena.weights[p.offset : p.offset + p.size].reshape(p.shape)
 
     def weights(self, start: int, end: int, first: int) -> Array:
+        """float32 weights of the owned [start, end) of the arena. first: their offset among the owned ones."""
         if self.master is None:
             return self.arena.weights[start:end]
         return self.master[first : first + end - start]
 
     def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
+        """The update of the owned shards, and the all-gather of the new weights."""
         first, n_decay = 0, self.arena.n_decay
         for (a, b), (start, end) in zip(self.slices, self.owned):
             self.update_trained(start, end, first, hyper_3, factor_1)
@@ -102,14 +110,15 @@ class ShardedAdamW(AdamW):
         self.collectives.join()
 
     def in_use(self) -> list[Array]:
-        """The weights that every rank has."""
+        """The weights that every rank must hold identically."""
         if self.master is None:
             return [self.arena.weights]
-        return [self.arena.half[: self.arena.n_decay], self.norms]
+        half: Array = self.arena.half
+        return [half[: self.arena.n_decay], self.norms]
 
     def clip(self, max_norm: float) -> tuple[Array, Array]:
-        """optim.clip, from the owned parts' sums of squares, added in the order of the ranks: the same bits on all."""
-        grads = self.arena.grads
+        """As optim.clip. The sums of squares of the shards are added in the order of the ranks: the same bits on all."""
+        grads: Array = self.arena.grads
         squares = [sum_of_squares(grads[start:end]) for start, end in self.owned]
         stats = norm_and_factor(
             self.collectives.gather_1(functools.reduce(add_fwd, squares)), max_norm
@@ -117,14 +126,18 @@ class ShardedAdamW(AdamW):
         return stats[:1], stats[1:]
 
     def gather_moments(self) -> SimpleNamespace:
-        """m, v of the whole arena on the host of rank 0 (None elsewhere), and t. Every rank must call it."""
-        moments = [self.collectives.ranks.parts(to_numpy(x)) for x in (self.m, self.v)]
-        return SimpleNamespace(m=self._laid_out(moments[0]), v=self._laid_out(moments[1]), t=self.t)
+        """m and v of the whole arena in host memory on rank 0 (None elsewhere), and t. Every rank must call it."""
+        moments = [self.collectives.ranks.gather_on_rank_0(to_numpy(x)) for x in (self.m, self.v)]
+        return SimpleNamespace(
+            m=self._in_arena_order(moments[0]), v=self._in_arena_order(moments[1]), t=self.t
+        )
 
-    def _laid_out(self, all_Rn):
+    def _in_arena_order(self, all_Rn: np.ndarray | None) -> np.ndarray | None:
+        """The concatenated shards of each rank, (R, n) -> the arena."""
         if all_Rn is None:
             return None
-        array, first = np.zeros(self.arena.grads.shape, np.float32), 0
+        grads: Array = self.arena.grads
+        array, first = np.zeros(grads.shape, np.float32), 0
         for a, b in self.slices:
             n = (b - a) // len(all_Rn)
             array[a:b] = all_Rn[:, first : first + n].reshape(-1)
@@ -132,8 +145,11 @@ class ShardedAdamW(AdamW):
         return array
 
     def set_moments(self, whole: Any) -> None:
-        """The opposite of gather_moments, from arrays that every rank has."""
+        """The opposite of gather_moments. whole: m, v of the whole arena and t, the same on every rank."""
         for mine, array in ((self.m, whole.m), (self.v, whole.v)):
             values = np.concatenate([array[start:end] for start, end in self.owned])
-            mine.set(values) if hasattr(mine, "set") else mine.__setitem__(..., values)
+            if is_gpu(mine):
+                mine.set(values)
+            else:
+                mine[...] = values
         self.t = whole.t

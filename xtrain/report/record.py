@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..formats.tensor_file import reading
+from ..json_files import reading
 from .chart import Points
 
 

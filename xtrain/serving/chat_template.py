@@ -19,7 +19,7 @@ import jinja2.sandbox
 
 from ..data.tokenizer import token_text
 from ..errors import UserError
-from ..formats.tensor_file import read_json, reading
+from ..json_files import read_json, reading
 
 TOKENS = (
     "bos_token",

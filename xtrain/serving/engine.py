@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from ..device import Array, both_see, cupy, to_numpy
+from ..device import Array, cupy, mapped_array, to_numpy
 from ..errors import UserError
 from ..kernels.decoding.sampling import advance, sample
 from ..nn.cuda_graph import Graphed
@@ -138,7 +138,7 @@ class Engine:
         self.device_to_host_ids: Any = None
         self.device_to_host_ids_gpu: Any = None
         if on_gpu:
-            self.device_to_host_ids, self.device_to_host_ids_gpu = both_see(
+            self.device_to_host_ids, self.device_to_host_ids_gpu = mapped_array(
                 (2, max_batch), np.int32
             )
         self.changing_state, self.state_is_consistent = False, True

@@ -13,7 +13,7 @@ from ..data.tokenizer import Tokenizer
 from ..device import has_bf16, resolve_device
 from ..errors import UserError
 from ..formats import huggingface
-from ..formats.tensor_file import is_folder, read_json
+from ..json_files import is_folder, read_json
 from ..nn.model import Transformer
 from ..training import checkpoint
 from .chat_template import ChatTemplate

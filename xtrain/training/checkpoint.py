@@ -31,12 +31,13 @@ from ..formats import huggingface
 from ..formats.manifest import (
     Damaged,
     Unreadable,
-    strangers,
     tensor_checksum,
+    unlisted,
     verify,
     write_manifest,
 )
-from ..formats.tensor_file import read_header, read_json, reading, write_safetensors
+from ..formats.tensor_file import read_header, write_safetensors
+from ..json_files import read_json, reading
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 
@@ -182,14 +183,14 @@ def prune(run: Path, newest: int, keep: int) -> None:
     for folder in found:
         if folder not in kept:
             with contextlib.suppress(OSError):  # the next call tries again
-                if not _has_strangers(folder):
+                if not _has_unlisted(folder):
                     _remove(_put_aside(folder))
     _remove_strays(run / "checkpoints")
 
 
-def _has_strangers(folder):
+def _has_unlisted(folder):
     try:
-        return bool(strangers(folder))
+        return bool(unlisted(folder))
     except Unreadable:  # unknown
         return True
     except UserError:  # the manifest is damaged

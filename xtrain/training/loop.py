@@ -83,14 +83,14 @@ class Loop:
                 self.between_steps(due)
                 self.since = time.perf_counter()
         self.wait_for_writer()
-        run.ranks.first(self.writer.finish)
+        run.ranks.on_rank_0(self.writer.finish)
 
     def stop_requested(self) -> bool:
         """Is any rank asked to stop? Raises, on every rank, an error of the checkpoint writer."""
         flags = [self.stop.after_step(self.writer.seconds), self.writer.failed]
-        requested, failed = self.run.ranks.total([float(flag) for flag in flags])
+        requested, failed = self.run.ranks.sum([float(flag) for flag in flags])
         if failed:
-            self.run.ranks.first(self.writer.check)
+            self.run.ranks.on_rank_0(self.writer.check)
         if requested:
             self.stop.reason = self.stop.reason or "asked on another rank"
         return bool(requested)
@@ -119,7 +119,7 @@ class Loop:
             log.sample(run.done, run.sample() if run.ranks.rank == 0 else "")
         if due.checkpoint:
             self.wait_for_writer()
-            run.ranks.first(self.writer.check)
+            run.ranks.on_rank_0(self.writer.check)
             afterwards = (lambda: None) if self.stopping else log.picture
             self.writer.save(lambda: run.snapshot(log.lengths()), log.flush, afterwards)
 
@@ -134,7 +134,7 @@ class Loop:
         norms = [float(to_numpy(step.grad_norm)[0]) for step in steps]
         losses = [float(to_numpy(step.loss)[0]) for step in steps]
         n = len(steps)
-        sums = run.ranks.total(losses + [float(not np.isfinite(norm)) for norm in norms])
+        sums = run.ranks.sum(losses + [float(not np.isfinite(norm)) for norm in norms])
         seconds = (time.perf_counter() - self.since) / n
         timing = self.timing(seconds, self.phase_timer.read(n))
         for step, loss, norm, bad in zip(steps, sums[:n], norms, sums[n:]):
@@ -196,7 +196,7 @@ def train(
         name = config.name
         resolved, shape = resolve(config, device == "gpu", ranks.world)
         stack.enter_context(out_of_memory.explained(resolved, shape, device))
-        folder = ranks.first(lambda: run_folder.choose(resolved, name, warn))
+        folder = ranks.on_rank_0(lambda: run_folder.choose(resolved, name, warn))
         resolved = run_folder.with_first_options(resolved, folder)
         corpus = _read_text(resolved, ranks, console)
         shape["vocab_size"] = corpus.vocab_size
@@ -209,13 +209,13 @@ def train(
         )
         # raises if there is too little text
         corpus.val_batches(1, resolved.micro_batch, resolved.seq_len)
-        folder = ranks.first(lambda: run_folder.claim(folder, resolved, name, warn, stack))
+        folder = ranks.on_rank_0(lambda: run_folder.claim(folder, resolved, name, warn, stack))
         path, saved = folder.path, folder.saved
         _introduce(console, path, run, device)
         if saved:
             run.resume(saved, warn)
             say(f"resumed from {escape(str(saved.folder))}")
-        ranks.first(
+        ranks.on_rank_0(
             lambda: run_folder.write_config(path, resolved, run.model.config, corpus, device)
         )
         log: RunLog | NullRunLog = NullRunLog()
@@ -225,7 +225,7 @@ def train(
             Loop(run, log, stop, writer)()
         run.rest()
         # All ranks wait for the report: a signal would end a rank that has already left, and with it the job
-        ranks.first(lambda: stop.reason or write_report(path, run, warn))
+        ranks.on_rank_0(lambda: stop.reason or write_report(path, run, warn))
         print_summary(console, run, path, stop)
     return path
 
@@ -251,7 +251,7 @@ def _read_text(config: ResolvedConfig, ranks: SingleProcess, console: Console) -
         read = lambda: prepare(
             config.data, config.vocab_size, tokenizer=config.tokenizer, progress=show
         )
-        return ranks.in_turn(read)
+        return ranks.rank_0_first(read)
 
 
 def _make_model(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import ModelConfig, TrainConfig
 from ..device import cupy
-from ..errors import UserError, ran_out, wanted
+from ..errors import UserError, describe_out_of_memory, is_out_of_memory
 from ..formats.huggingface import read_config
 from ..machine import free_memory
 from . import memory_plan
@@ -27,9 +27,9 @@ def explained(config: TrainConfig, shape: dict[str, Any], device: str) -> Iterat
     try:
         yield
     except Exception as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
-        failed_allocation = wanted(error)
+        failed_allocation = describe_out_of_memory(error)
         error.with_traceback(None)  # its frames hold the arrays that fill the memory
         del error
         gc.collect()

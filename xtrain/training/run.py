@@ -181,7 +181,7 @@ class Run:
                 nats += self.model.loss(ids, targets).item() * targets.size
                 tokens += targets.size
                 lengths += int(self.corpus.token_lengths[targets].sum())
-        nats, tokens, lengths = ranks.total([nats, tokens, lengths])
+        nats, tokens, lengths = ranks.sum([nats, tokens, lengths])
         self.val_loss = self.done, nats / tokens
         return nats / tokens, nats / np.log(2) / max(lengths, 1)
 

@@ -16,7 +16,7 @@ from ..data.dataset import Corpus
 from ..device import device_name
 from ..errors import UserError
 from ..files import Busy, cannot_write, locked, write_whole
-from ..formats.tensor_file import read_json
+from ..json_files import read_json
 from ..version import VERSION
 from . import checkpoint
 from .checkpoint import Saved

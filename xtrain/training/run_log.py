@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from ..config import ResolvedConfig
 from ..errors import UserError
 from ..files import FULL, Journal, cannot_write, write_whole
-from ..formats.tensor_file import reading
+from ..json_files import reading
 from .checkpoint import LOGS
 from .loss_picture import is_number, loss_png
 from .nonfinite import spike
@@ -178,7 +178,7 @@ class RunLog:
             self.warn(
                 f"no space left to write {self.folder / name}: training continues, the lines are kept until there is space"
             )
-        self.full = any(file.waiting for file in self.files.values())  # one may have room left
+        self.full = any(file.pending for file in self.files.values())  # one may have room left
 
     def flush(self) -> bool:
         """-> is everything in the files? A checkpoint must not be newer than they are."""
@@ -187,7 +187,7 @@ class RunLog:
     def lengths(self) -> dict[str, int]:
         """Bytes of the files that cannot be cut back by steps."""
         file = self.files["samples.txt"]
-        return {"samples.txt": file.size + len(file.waiting)}
+        return {"samples.txt": file.size + len(file.pending)}
 
     def picture(self) -> None:
         """Write loss.png."""

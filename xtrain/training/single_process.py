@@ -9,15 +9,15 @@ class SingleProcess:
 
     rank, world = 0, 1
 
-    def first(self, work: Callable[[], Any]) -> Any:
+    def on_rank_0(self, work: Callable[[], Any]) -> Any:
         """Run work() on rank 0. -> its result on every rank; a UserError of rank 0 is raised on every rank."""
         return work()
 
-    def in_turn(self, work: Callable[[], Any]) -> Any:
+    def rank_0_first(self, work: Callable[[], Any]) -> Any:
         """Run work() on rank 0, then on all other ranks, which find the results of rank 0 in a cache."""
         return work()
 
-    def total(self, values: list[float]) -> list[float]:
+    def sum(self, values: list[float]) -> list[float]:
         """Sum of each value over all ranks, in float64 and in rank order: the same bits on every rank."""
         return values
 

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from xtrain.parallel.ddp import ParallelConfig
 from xtrain.parallel.ranks import Ranks
-from xtrain.parallel.watchdog import Guard
+from xtrain.parallel.watchdog import AbortOnError
 from xtrain.training.run_log import RunLog
 
 RunLog.picture = lambda self: (
@@ -42,7 +42,7 @@ def wait():
 
 def run_checks(checks, folder):
     """Run every check on every process. A failure on one ends all, with its traceback."""
-    with Guard(Ranks(WORLD), "check") as guard:
+    with AbortOnError(Ranks(WORLD), "check") as guard:
         for check in checks:
             started = time.perf_counter()
             check(Path(folder))

@@ -47,7 +47,7 @@ def ten_steps(run):
     for _ in range(10):
         result = run.step()
         loss, norm = (float(to_numpy(x)[0]) for x in (result.loss, result.grad_norm))
-        numbers.append([*run.ranks.total([loss]), norm])
+        numbers.append([*run.ranks.sum([loss]), norm])
         if run.ranks.world > 1:
             run.parallel.compare_weights(run.optimizer, run.done)
     if run.ranks.world > 1:
@@ -223,7 +223,7 @@ def overlap_is_real(folder):
             started = time.perf_counter()
             run.step()
             times.append(time.perf_counter() - started)
-        seconds[dp], messages[dp] = ranks.total([min(times)])[0] / 2, len(run.parallel.stage.slices)
+        seconds[dp], messages[dp] = ranks.sum([min(times)])[0] / 2, len(run.parallel.stage.slices)
     for op, backward in zip(products, fast):
         op.backward = staticmethod(backward)
     for dp in ("bucket", "overlap"):

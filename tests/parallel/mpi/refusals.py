@@ -40,7 +40,7 @@ BAD = [
     ),
     (
         {"dp": "none", "check-ranks": 2},
-        "after step 2 the parameters of rank 1 are not those of rank 0",
+        "after step 2 the parameters of rank 1 differ from those of rank 0",
     ),
     ({"out": "/proc/nowhere"}, "cannot be written"),
     ({"lr": 1e-3 * (1 + WORLD.rank)}, "rank 1 has --lr 0.002, rank 0 has 0.001"),

@@ -154,7 +154,7 @@ def advance(
     """The end of a decoding step: lengths += 1 and step += 1 where rows >= 0.
 
     lengths, step, rows, ids (B,), host_ids (2, L) with L >= B: int32. If host_ids is given, host_ids[step % 2, b] = ids[b] is
-    written first. host_ids may be in memory that host and GPU share (device.both_see); then no copy separates two steps.
+    written first. host_ids may be in memory that host and GPU share (device.mapped_array); then no copy separates two steps.
     """
     for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
         check_array("advance", name, x, (rows_B.size,), ("int32",))

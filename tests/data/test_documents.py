@@ -1,20 +1,15 @@
-"""Texts, the train/validation split and the byte-bigram model."""
+"""Documents, and the split into training and validation."""
 
 import json
-import math
 import sys
 import sysconfig
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xtrain.data import corpus
-from xtrain.data.corpus import Texts, byte_bigram_bpb, byte_bigrams, pieces, split, survey
+from xtrain.data.documents import Documents, chunks, split, survey
 from xtrain.errors import UserError
 
 DOCUMENTS = st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=60)
@@ -40,7 +35,7 @@ def test_folder_is_read_in_sorted_order(tmp_path):
         tmp_path,
         {".hidden": "no", ".git/x.txt": "no", "image.png": b"\x89PNG\0", "latin.py": b"\xe9"},
     )
-    texts = Texts(tmp_path)
+    texts = Documents(tmp_path)
     assert list(texts) == list(texts) == ["1", "2", "3", "4", "5"]
     assert (texts.files, texts.skipped) == (4, 2)
 
@@ -48,40 +43,40 @@ def test_folder_is_read_in_sorted_order(tmp_path):
 def test_links_to_folders_are_followed(tmp_path):
     write(tmp_path, {"big/b.txt": "2", "big/more/c.txt": "3", "data/a.txt": "1"})
     (tmp_path / "data/part").symlink_to(tmp_path / "big")
-    (tmp_path / "data/twice").symlink_to("../big/more")  # is in part already
-    (tmp_path / "data/0").symlink_to("z")  # what is really there keeps its place
+    (tmp_path / "data/twice").symlink_to("../big/more")  # already reached through part
+    (tmp_path / "data/0").symlink_to("z")  # a link: read after the real folders
     write(tmp_path, {"data/z/d.txt": "4"})
     (tmp_path / "big/round").symlink_to(tmp_path / "data")
     (tmp_path / "big/self").symlink_to("self")
     (tmp_path / "data/gone").symlink_to("nowhere")
-    assert list(Texts(tmp_path / "data")) == ["1", "2", "3", "4"]
+    assert list(Documents(tmp_path / "data")) == ["1", "2", "3", "4"]
     (tmp_path / "only").mkdir()
     (tmp_path / "only/link").symlink_to(tmp_path / "big/more")
-    assert list(Texts(tmp_path / "only")) == ["3"]
+    assert list(Documents(tmp_path / "only")) == ["3"]
 
 
-def test_text_is_kept_as_it_is(tmp_path):
+def test_text_is_kept_unchanged(tmp_path):
     write(tmp_path, {"a.txt": b"\xef\xbb\xbfa\r\nb \xc3\xa9"})
-    assert list(Texts(tmp_path / "a.txt")) == ["a\r\nb é"]
+    assert list(Documents(tmp_path / "a.txt")) == ["a\r\nb é"]
 
 
 def test_end_of_text_in_a_file_separates_documents(tmp_path):
     write(tmp_path, {"a.txt": "one<|endoftext|>two<|endoftext|>"})
-    assert list(Texts(tmp_path / "a.txt")) == ["one", "two"]
+    assert list(Documents(tmp_path / "a.txt")) == ["one", "two"]
 
 
 def test_standard_library(tmp_path, monkeypatch):
     write(tmp_path, {"os.py": "os", "json/a.py": "json", "latin.py": b"\xe9", "data.txt": "no"})
     write(tmp_path, {"site-packages/x.py": "no", "a/dist-packages/x.py": "no"})
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    texts = Texts()
+    texts = Documents()
     assert list(texts) == ["json", "os"]
     assert (texts.files, texts.skipped) == (2, 1)
     assert texts.name.startswith("Python 3")
 
 
 def test_standard_library_is_there():
-    paths = Texts()._paths()
+    paths = Documents()._paths()
     assert len(paths) > 100 and not any("site-packages" in path.parts for path in paths)
 
 
@@ -104,22 +99,22 @@ def test_standard_library_is_there():
 def test_bad_file(tmp_path, name, content, sentence, in_a_folder):
     write(tmp_path, {name: content})
     if in_a_folder and name == "a.bin":
-        assert list(Texts(tmp_path)) == []
+        assert list(Documents(tmp_path)) == []
         return
     with pytest.raises(UserError) as error:
-        list(Texts(tmp_path if in_a_folder else tmp_path / name))
+        list(Documents(tmp_path if in_a_folder else tmp_path / name))
     assert sentence in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["missing", "x" * 5000, "a\0b"])
 def test_missing_path(tmp_path, name):
     with pytest.raises(UserError, match="there is no file or folder"):
-        list(Texts(tmp_path / name))
+        list(Documents(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a"])
 def test_unreadable(tmp_path, monkeypatch, name):
-    """It may be text: to leave it out would train on something else."""
+    """The file may be text: without it, training would use a different text."""
 
     def refuse(*args):
         raise PermissionError(13, "Permission denied", str(tmp_path / name))
@@ -127,7 +122,7 @@ def test_unreadable(tmp_path, monkeypatch, name):
     write(tmp_path, {name: "text"})
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(UserError, match=rf"{name} cannot be read \(Permission denied\)"):
-        list(Texts(tmp_path))
+        list(Documents(tmp_path))
 
 
 def test_parquet(tmp_path):
@@ -135,20 +130,25 @@ def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": ["one", None, "two"], "id": [1, 2, 3]})
     parquet.write_table(table, tmp_path / "a.parquet")
-    assert list(Texts(tmp_path)) == ["one", "two"]
+    assert list(Documents(tmp_path)) == ["one", "two"]
     parquet.write_table(table.drop_columns("text"), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="has no column named text"):
-        list(Texts(tmp_path))
+        list(Documents(tmp_path))
     write(tmp_path, {"a.parquet": b"PAR1 no"})
     with pytest.raises(UserError, match="cannot be read as parquet"):
-        list(Texts(tmp_path))
+        list(Documents(tmp_path))
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     write(tmp_path, {"a.parquet": b"PAR1"})
     with pytest.raises(UserError, match="needs pyarrow: pip install pyarrow"):
-        list(Texts(tmp_path))
+        list(Documents(tmp_path))
+
+
+def test_jsonl_line_may_be_huge(tmp_path):
+    write(tmp_path, {"a.jsonl": json.dumps({"text": "x" * 5_000_000})})
+    assert [len(text) for text in Documents(tmp_path)] == [5_000_000]
 
 
 # --- split ---
@@ -157,18 +157,18 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 @given(DOCUMENTS)
 def test_split_loses_nothing(documents):
     found = survey(documents)
-    parts = list(split(documents, found))
-    assert "".join(text for text, _, _ in parts) == "".join(documents)
-    assert all(text.encode() == raw for text, raw, _ in parts)
-    held_out = sum(len(raw) for _, raw, val in parts if val)
+    pieces = list(split(documents, found))
+    assert "".join(text for text, _, _ in pieces) == "".join(documents)
+    assert all(text.encode() == raw for text, raw, _ in pieces)
+    held_out = sum(len(raw) for _, raw, val in pieces if val)
     # The last drawn document may almost double it; a cut moves back by less than a character.
     assert found.held_out <= held_out < 2 * found.held_out + 3
-    assert parts == list(split(documents, found))
+    assert pieces == list(split(documents, found))
 
 
 @given(DOCUMENTS, st.randoms())
 def test_split_by_document(documents, random):
-    documents = documents * 12  # copies: a document and its copies fall on one side
+    documents = documents * 12  # all copies of a document are on one side
     found = survey(documents)
     if not found.by_document:
         return
@@ -194,56 +194,17 @@ def test_split_notices_a_change():
 def test_survey_identifies_a_text():
     hashes = {survey(texts).sha256 for texts in (["ab"], ["a", "b"], ["b", "a"], ["abc"])}
     assert len(hashes) == 4
-    assert survey(["é", "b"]).bytes == 3
+    assert survey(["é", "b"]).n_bytes == 3
 
 
 @given(st.text(), st.integers(1, 20))
-def test_pieces(text, limit):
-    cut = list(pieces(text, limit))
+def test_chunks(text, limit):
+    cut = list(chunks(text, limit))
     assert "".join(cut) == text
-    assert all(0 < len(piece) <= limit for piece in cut) or text == ""
+    assert all(0 < len(chunk) <= limit for chunk in cut) or text == ""
 
 
-def test_pieces_are_cut_after_lines_and_before_words():
-    assert list(pieces("ab\ncd ef", 5)) == ["ab\n", "cd ef"]
-    assert list(pieces("ab cd ef", 5)) == ["ab", " cd", " ef"]
-    assert len(list(pieces("x" * 10_000_000, 1000))) == 10_000  # one huge line: linear time
-
-
-# --- the baseline ---
-
-
-def bigram_bpb_by_hand(train, val):
-    """The model of `bigram_bpb`, one byte at a time."""
-    pairs, before = Counter(pairwise(b"\0" + train)), Counter((b"\0" + train)[:-1])
-    single, bits = Counter(train), 0.0
-    for a, b in pairwise(b"\0" + val):
-        unigram = (single[b] + 1) / (len(train) + 256)
-        K = corpus.BIGRAM_PRIOR
-        bits -= math.log2((pairs[a, b] + K * unigram) / (before[a] + K))
-    return bits / len(val)
-
-
-@given(st.binary(min_size=1), st.binary(min_size=1))
-def test_bigram_against_a_loop(train, val):
-    assert byte_bigram_bpb(train, val) == pytest.approx(bigram_bpb_by_hand(train, val), rel=1e-12)
-
-
-@given(st.lists(st.binary(), min_size=1, max_size=5))
-def test_bigrams_of_documents_add_up(documents):
-    total = sum(byte_bigrams([raw]) for raw in documents)
-    np.testing.assert_array_equal(byte_bigrams(documents), total)
-    assert total.sum() == sum(map(len, documents))
-
-
-def test_bigram_limits():
-    rng = np.random.default_rng(0)
-    noise = rng.integers(256, size=1_000_000, dtype=np.uint8).tobytes()
-    assert byte_bigram_bpb(noise, noise[:1000]) == pytest.approx(8, abs=0.1)
-    assert byte_bigram_bpb(b"ab" * 10_000, b"ab" * 100) < 0.01
-    assert byte_bigram_bpb(b"ab" * 10_000, b"zz") > 8  # never seen, still finite
-
-
-def test_jsonl_line_may_be_huge(tmp_path):
-    write(tmp_path, {"a.jsonl": json.dumps({"text": "x" * 5_000_000})})
-    assert [len(text) for text in Texts(tmp_path)] == [5_000_000]
+def test_chunks_are_cut_after_lines_and_before_words():
+    assert list(chunks("ab\ncd ef", 5)) == ["ab\n", "cd ef"]
+    assert list(chunks("ab cd ef", 5)) == ["ab", " cd", " ef"]
+    assert len(list(chunks("x" * 10_000_000, 1000))) == 10_000  # one huge line: linear time

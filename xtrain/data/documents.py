@@ -1,11 +1,12 @@
-"""A text: its documents, what is held out for validation, and what a byte-bigram model makes of it.
+"""The documents of a text, and which of them are held out for validation.
 
 **Documents.** A file is a document; so is a line of a .jsonl and a row of a .parquet.
-"<|endoftext|>" inside a text also ends one.
+"<|endoftext|>" inside a text also ends a document.
 
 **Split.** A tenth of the text, at most 2 MB, is held out. If no document is longer than that,
-documents are drawn in the order of their SHA-256 until there is enough: the choice looks random, is
-the same everywhere, and copies of one document fall on one side. Otherwise it is the text's tail.
+documents are drawn in the order of their SHA-256 until the held-out text is large enough: the
+choice looks random, is the same everywhere, and puts all copies of a document on one side.
+Otherwise the end of the text is held out.
 """
 
 import hashlib
@@ -16,24 +17,22 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
+from typing import NoReturn
 
 from ..errors import UserError
 from .tokenizer import END_OF_TEXT
 
 VAL_FRACTION, VAL_BYTES = 10, 2_000_000  # held out: 1/10 of the text, at most 2 MB
-BIGRAM_PRIOR = 16  # observations that the unigram distribution is worth in a row of bigrams
 
 
-class Texts:
-    """The documents of a file or folder, read anew by each `for`.
+class Documents:
+    """The documents of a file or folder. Each `for` loop reads them again.
 
-    data None: the Python standard library's own source. Folders are read recursively in sorted
+    data None: the source of the Python standard library. Folders are read recursively in sorted
     order, without names that begin with a dot; links to folders are followed, and no folder is read
-    twice. Files in a folder that are not text are counted in `skipped`; a .txt, .jsonl or .parquet
-    that is none, a file given by name, and one that cannot be read at all raise UserError. A .txt
-    must fit in memory, a .jsonl need not.
+    twice. Files in a folder that are not text are counted in `skipped`. UserError is raised for a
+    .txt, .jsonl or .parquet file that is not valid, for a file given by name that is not text, and
+    for a file that cannot be read. A .txt must fit in memory, a .jsonl need not.
     """
 
     def __init__(self, data: str | Path | None = None):
@@ -62,8 +61,8 @@ class Texts:
                 if self.own_source
                 else "give a text file or a folder of them"
             )
-            there = "\0" not in str(self.root) and os.path.exists(self.root)
-            what = "is neither a file nor a folder" if there else "is not there"
+            exists = "\0" not in str(self.root) and os.path.exists(self.root)
+            what = "is neither a file nor a folder" if exists else "does not exist"
             raise UserError(f"there is no file or folder {self.root} (it {what}): {hint}")
         found = [path for path in self._walk() if os.path.isfile(path)]
         if self.own_source:
@@ -72,18 +71,18 @@ class Texts:
 
     def _walk(self) -> Iterator[Path]:
         unwanted = ("site-packages", "dist-packages", "__pycache__") if self.own_source else ()
-        places, seen = [self.root], set()
-        for place in places:  # it grows: links come behind all that is really there
-            for folder, folders, names in os.walk(place, onerror=_unreadable):
+        wanted = lambda name: name not in unwanted and not name.startswith(".")
+        roots, seen = [self.root], set()
+        for root in roots:  # grows inside the loop: linked folders are walked after real ones
+            for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
                 real = os.path.realpath(folder)
-                if real in seen:  # two links to one folder, or a circle
+                if real in seen:  # two links to one folder, or a cycle
                     folders.clear()
                     continue
                 seen.add(real)
-                wanted = lambda name: name not in unwanted and not name.startswith(".")
                 folders[:] = sorted(filter(wanted, folders))  # the same on every machine
                 if not self.own_source:
-                    places += filter(os.path.islink, [Path(folder, name) for name in folders])
+                    roots += filter(os.path.islink, [Path(folder, name) for name in folders])
                 yield from (Path(folder, name) for name in names if not name.startswith("."))
 
     def _read(self, path: Path) -> Iterable[str]:
@@ -101,8 +100,8 @@ class Texts:
             return []
 
 
-def _unreadable(error: OSError, path: Path | None = None) -> None:
-    where = error.filename if path is None else path  # an error of reading names no file
+def _raise_unreadable(error: OSError, path: Path | None = None) -> NoReturn:
+    where = error.filename if path is None else path  # an error while reading names no file
     raise UserError(f"{where} cannot be read ({error.strerror}): check its permissions") from None
 
 
@@ -110,7 +109,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        _unreadable(error, path)
+        _raise_unreadable(error, path)
 
 
 def _decode(raw: bytes, where: Path | str) -> str:
@@ -125,12 +124,12 @@ def _decode(raw: bytes, where: Path | str) -> str:
 def _read_jsonl(path: Path) -> Iterator[str]:
     try:
         with open(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                line = _decode(line, f"{path} line {number}").strip()
+            for number, raw in enumerate(lines, 1):
+                line = _decode(raw, f"{path} line {number}").strip()
                 if line:
                     yield _text_field(line, f"{path} line {number}")
     except OSError as error:
-        _unreadable(error, path)
+        _raise_unreadable(error, path)
 
 
 def _text_field(line: str, where: str) -> str:
@@ -145,7 +144,7 @@ def _text_field(line: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"{where} has half a surrogate pair, which is no text: mend or drop the line"
+            f"{where} has half a surrogate pair, which is not text: fix or drop the line"
         ) from None
     return text
 
@@ -178,26 +177,28 @@ def _read_parquet(path: Path) -> Iterator[str]:
 
 @dataclass
 class Survey:
-    """What one reading of a text tells: enough to identify it and to split it."""
+    """What one pass over a text finds: enough to identify the text and to split it."""
 
     documents: int = 0
-    bytes: int = 0
+    n_bytes: int = 0
     sha256: str = ""  # of the SHA-256 of each document, in order
-    # Bytes of the documents with one hash: a document's copies are added to it.
+    # hash of a document -> its bytes; copies of a document are added up
     sizes: dict[bytes, int] = field(default_factory=dict)
 
     @property
     def held_out(self) -> int:
         """Bytes wanted for validation."""
-        return max(1, min(self.bytes // VAL_FRACTION, VAL_BYTES))
+        return max(1, min(self.n_bytes // VAL_FRACTION, VAL_BYTES))
 
     @property
     def by_document(self) -> bool:
+        """True if whole documents are held out, False if the end of the text is."""
         return max(self.sizes.values(), default=0) <= self.held_out
 
-    def drawn(self) -> set[bytes]:
-        """Hashes of the validation documents."""
-        drawn, size = set(), 0
+    def validation_hashes(self) -> set[bytes]:
+        """The hashes of the validation documents; empty unless by_document."""
+        drawn: set[bytes] = set()
+        size = 0
         for digest in sorted(self.sizes) if self.by_document else []:
             if size < self.held_out:
                 drawn.add(digest)
@@ -205,28 +206,29 @@ class Survey:
         return drawn
 
 
-def survey(texts: Iterable[str]) -> Survey:
+def survey(documents: Iterable[str]) -> Survey:
+    """Read all documents once."""
     found, whole = Survey(), hashlib.sha256()
-    for text in texts:
+    for text in documents:
         raw = text.encode()
         digest = hashlib.sha256(raw).digest()
         whole.update(digest)
         found.documents += 1
-        found.bytes += len(raw)
+        found.n_bytes += len(raw)
         found.sizes[digest[:12]] = found.sizes.get(digest[:12], 0) + len(raw)
     found.sha256 = whole.hexdigest()
     return found
 
 
-def split(texts: Iterable[str], found: Survey) -> Iterator[tuple[str, bytes, bool]]:
+def split(documents: Iterable[str], found: Survey) -> Iterator[tuple[str, bytes, bool]]:
     """Yield (text, the same in UTF-8, is it validation). The module's docstring states the rule.
 
-    Raises UserError at the end when the text is no longer the one that was surveyed.
+    found: the survey of the same documents. Raises UserError at the end if they have changed.
     """
-    drawn = found.drawn()
-    cut = found.bytes if found.by_document else found.bytes - found.held_out
+    drawn = found.validation_hashes()
+    cut = found.n_bytes if found.by_document else found.n_bytes - found.held_out
     position, whole = 0, hashlib.sha256()
-    for text in texts:
+    for text in documents:
         raw = text.encode()
         digest = hashlib.sha256(raw).digest()
         whole.update(digest)
@@ -235,19 +237,17 @@ def split(texts: Iterable[str], found: Survey) -> Iterator[tuple[str, bytes, boo
         if not 0 < here < len(raw):
             yield text, raw, here <= 0 or digest[:12] in drawn
             continue
-        while raw[here] & 0xC0 == 0x80:  # inside a character: back to its first byte
+        while raw[here] & 0xC0 == 0x80:  # inside a character: move back to its first byte
             here -= 1
-        yield from (
-            (part.decode(), part, val)
-            for part, val in ((raw[:here], False), (raw[here:], True))
-            if part
-        )
+        for half, is_val in ((raw[:here], False), (raw[here:], True)):
+            if half:
+                yield half.decode(), half, is_val
     if whole.hexdigest() != found.sha256:
         raise UserError("the text changed while it was being read: start again")
 
 
-def pieces(text: str, limit: int) -> Iterator[str]:
-    """Cut into at most `limit` characters, after a line or before a space where there is one."""
+def chunks(text: str, limit: int) -> Iterator[str]:
+    """Cut into chunks of at most `limit` characters, after a line or before a space where possible."""
     start = 0
     while len(text) - start > limit:
         end = start + limit
@@ -256,34 +256,3 @@ def pieces(text: str, limit: int) -> Iterator[str]:
         yield text[start:end]
         start = end
     yield text[start:]
-
-
-# --- the baseline ---
-
-
-def byte_bigrams(documents: list[bytes]) -> np.ndarray:
-    """(256, 256) int64: how often byte b follows byte a; byte 0 comes before a document."""
-    following = np.frombuffer(b"".join(documents), np.uint8)
-    before = np.roll(following, 1)
-    starts = np.cumsum([0] + [len(raw) for raw in documents])[:-1]
-    before[starts[starts < len(before)]] = 0
-    counts = np.zeros(65536, np.int64)
-    for i in range(
-        0, len(before), 1 << 24
-    ):  # bincount makes int64 of what it is given: not of all at once
-        pairs = before[i : i + (1 << 24)].astype(np.uint16) << 8 | following[i : i + (1 << 24)]
-        counts += np.bincount(pairs, minlength=65536)
-    return counts.reshape(256, 256)
-
-
-def bigram_bpb(train_AB: np.ndarray, val_AB: np.ndarray) -> float:
-    """Bits per byte of P(b|a) = (n_ab + K P(b)) / (n_a + K) with P(b) = (n_b + 1) / (n + 256)."""
-    K = BIGRAM_PRIOR
-    unigram_B = (train_AB.sum(0) + 1) / (train_AB.sum() + 256)
-    p_AB = (train_AB + K * unigram_B) / (train_AB.sum(1, keepdims=True) + K)
-    return float(-(val_AB * np.log2(p_AB)).sum() / val_AB.sum())
-
-
-def byte_bigram_bpb(train_bytes: bytes, val_bytes: bytes) -> float:
-    """A smoothed byte-bigram model fitted on train_bytes, in bits per byte of val_bytes."""
-    return bigram_bpb(byte_bigrams([train_bytes]), byte_bigrams([val_bytes]))

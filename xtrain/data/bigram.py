@@ -1,0 +1,36 @@
+"""A byte-bigram model: the baseline that a language model must beat, in bits per byte of the same text."""
+
+import numpy as np
+
+PRIOR = 16  # the unigram distribution counts as this many observations in each row of bigrams
+
+
+def byte_bigrams(documents: list[bytes]) -> np.ndarray:
+    """(256, 256) int64: how often byte b follows byte a; byte 0 comes before a document."""
+    following = np.frombuffer(b"".join(documents), np.uint8)
+    before = np.roll(following, 1)
+    starts = np.cumsum([0] + [len(raw) for raw in documents])[:-1]
+    before[starts[starts < len(before)]] = 0
+    counts = np.zeros(65536, np.int64)
+    # bincount converts its input to int64, so it is given one block at a time
+    block = 1 << 24
+    for i in range(0, len(before), block):
+        pairs = before[i : i + block].astype(np.uint16) << 8 | following[i : i + block]
+        counts += np.bincount(pairs, minlength=65536)
+    return counts.reshape(256, 256)
+
+
+def bigram_bpb(train_AB: np.ndarray, val_AB: np.ndarray) -> float:
+    """Bits per byte of P(b|a) = (n_ab + K P(b)) / (n_a + K) with P(b) = (n_b + 1) / (n + 256), K = PRIOR.
+
+    train_AB, val_AB: (256, 256) counts from byte_bigrams. n are the counts in train_AB.
+    """
+    K = PRIOR
+    unigram_B = (train_AB.sum(0) + 1) / (train_AB.sum() + 256)
+    p_AB = (train_AB + K * unigram_B) / (train_AB.sum(1, keepdims=True) + K)
+    return float(-(val_AB * np.log2(p_AB)).sum() / val_AB.sum())
+
+
+def byte_bigram_bpb(train_bytes: bytes, val_bytes: bytes) -> float:
+    """A smoothed byte-bigram model fitted on train_bytes, in bits per byte of val_bytes."""
+    return bigram_bpb(byte_bigrams([train_bytes]), byte_bigrams([val_bytes]))

@@ -1,0 +1,64 @@
+"""Small JSON files from elsewhere, read with checks; every failure is a UserError that names the file."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+
+MAX_JSON_BYTES = 16 << 20  # the safetensors header of a model with 100 B parameters has 0.2 MB
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file. Raises UserError."""
+    with reading(path), open(path, "rb") as file:
+        text = file.read(MAX_JSON_BYTES + 1)
+    if len(text) > MAX_JSON_BYTES:
+        raise UserError(f"{path} has more than {MAX_JSON_BYTES >> 20} MB, which cannot be right")
+    return parse_json(text, path)
+
+
+def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in text, read from path. Raises UserError, also for a key that occurs twice."""
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: it holds no valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged: it must hold a JSON object")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two equal keys json would keep the last, another reader the first."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{listed([duplicate])} occurs twice")
+    return content
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Inside, an OSError becomes a UserError that names path."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def is_folder(path: Path) -> bool:
+    """path.is_dir(). Raises UserError if permissions or the length of the name prevent the check."""
+    with reading(path):
+        return path.is_dir()
+
+
+def listed(items: list[str], most: int = 10, longest: int = 160) -> str:
+    """A list for a message: `most` items, each cut to `longest` characters. Names from a file may be
+    long or contain line breaks."""
+    short = [repr(item)[1:-1] for item in items[:most]]
+    shown = ", ".join(s if len(s) <= longest else s[: longest - 3] + "..." for s in short)
+    return shown + (f" and {len(items) - most} more" if len(items) > most else "")
