@@ -79,8 +79,8 @@ def linear_cross_entropy(
         matmul(d_RP, x_RC, w_PC, trans_b=True)
         gradient = want_dx or want_dw
         cross_entropy(d_RP, targets_N[part], vocab_size, inv_count_1, gradient, out_N=loss_N[part])
-        if want_dx:
+        if dx_NC is not None:
             matmul(dx_NC[part], d_RP, w_PC)
-        if want_dw:
+        if dw_PC is not None:
             matmul(dw_PC, d_RP, x_RC, trans_a=True, accumulate=first > 0)
     return loss_N, dx_NC, dw_PC

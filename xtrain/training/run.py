@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -189,7 +189,7 @@ class Run:
         """The prompt continued with temperature 0.8, top-k 50."""
         c, tokenizer = self.config, self.corpus.tokenizer
         longest = self.model.config.max_seq_len
-        prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [cast(int, tokenizer.eot_id)]
+        prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [tokenizer.eot_id]
         new = min(c.sample_tokens, longest - len(prompt))
         ids = self.model.generate(np.array(prompt), new, temperature=0.8, top_k=50, seed=c.seed)
         return tokenizer.decode(ids.tolist())
