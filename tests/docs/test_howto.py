@@ -5,6 +5,7 @@ import functools
 import importlib
 import io
 import itertools
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -89,6 +90,17 @@ def test_files_on_the_page_exist(page):
     wanted = {s for s in said if not re.search("NAME|NN", s)}
     there = lambda s: any((folder / s).exists() for folder in (ROOT, ROOT / "xtrain", page.parent))
     assert [s for s in sorted(wanted) if not there(s)] == []
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "CHANGELOG"], ids=lambda p: p.stem)
+def test_names_on_the_page_exist(page):
+    """Names such as `xtrain.train.train` can be imported. The changelog also has names of the past."""
+    text = page.read_text(encoding="utf-8")
+    for name in sorted(set(re.findall(r"(?<![\w/.-])xtrain(?:\.[a-z_]\w*)+", text))):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            pytest.fail(f"{page.name} names {name}: {error}")
 
 
 @pytest.mark.parametrize(
