@@ -19,6 +19,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """`-n auto` in setup.cfg: run the whole suite on all cores (at most 8, which can share a GPU), a part of it in one process."""
+    """`-n auto` in setup.cfg: run the whole suite on all cores (at most 8: they share a GPU), parts of it in one process."""
     part = config.option.keyword or config.option.markexpr or config.args_source.name == "ARGS"
     return 0 if part else min(8, os.cpu_count() or 1)
