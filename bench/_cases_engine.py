@@ -1,4 +1,4 @@
-"""Cases of bench_kernels.py: the kernels of the engine that move bytes. A whole decoding step is in bench_engine.py."""
+"""Cases of bench_kernels.py: memory-bound kernels of serving. bench_engine.py measures a whole decoding step."""
 
 import cupy as cp
 import numpy as np
@@ -7,7 +7,7 @@ from _cases import C, Case, D, H, N, Peer, case, double, draw, size
 from xtrain.kernels.decoding import gemv, kv_cache, padding
 from xtrain.kernels.runtime.launch import launch
 
-A, G = 64, 4  # sequences packed in a prefill, key heads
+A, G = 64, 4  # packed sequences of a prefill, key heads
 LENGTHS = np.random.default_rng(0).integers(64, 2 * N // A - 64, A)
 T, TOKENS = int(LENGTHS.max()), int(LENGTHS.sum())
 SHAPE = f"A={A} T={T} N={TOKENS} H={H} D={D}"

@@ -42,6 +42,7 @@ from .flash_attention_hopper_parts import (
     LOG2E,
     LOWEST,
     PANEL_ROW,
+    declare_mapped_cost,
     find_tile,
     make_barriers,
     make_elements,
@@ -247,6 +248,7 @@ def make_fwd_kernel(D, CAUSAL, config):
             more_registers()
             consume(base, maps, lse, T, S, B, H, together, scale * LOG2E)
 
+    declare_mapped_cost(flash_attention_hopper_fwd_kernel, 2, CAUSAL)
     return flash_attention_hopper_fwd_kernel
 
 

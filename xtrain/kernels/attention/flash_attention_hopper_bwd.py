@@ -41,6 +41,7 @@ from .flash_attention_hopper_parts import (
     LOG2E,
     PANEL_ROW,
     SIDE,
+    declare_mapped_cost,
     find_tile,
     make_barriers,
     make_elements,
@@ -261,6 +262,7 @@ def make_dq_kernel(D, CAUSAL, config):
             more_registers()
             consume(base, maps, stats, T, S, PADDED, B, H, together, scale)
 
+    declare_mapped_cost(flash_attention_hopper_dq_kernel, 3, CAUSAL)
     return flash_attention_hopper_dq_kernel
 
 
