@@ -4,25 +4,28 @@ import cupy as cp
 import numpy as np
 from _cases import C, Case, D, H, N, Peer, case, double, draw, size
 
-from xtrain.kernels.decoding import gemv, kv_cache, padding
+from xtrain import lesson
+from xtrain.kernels.decoding import gemv, kv_cache
+from xtrain.kernels.decoding.padding import token_positions
 from xtrain.kernels.runtime.launch import launch
 
 A, G = 64, 4  # packed sequences of a prefill, key heads
 LENGTHS = np.random.default_rng(0).integers(64, 2 * N // A - 64, A)
 T, TOKENS = int(LENGTHS.max()), int(LENGTHS.sum())
 SHAPE = f"A={A} T={T} N={TOKENS} H={H} D={D}"
+padding, repeat = lesson.load_checks("padding"), lesson.load_checks("repeat_kv")
 
 
-def places():
-    """-> edges, history, rows on the GPU"""
+def packed_tokens():
+    """-> edges, rows, positions on the GPU"""
     edges = padding.cumulative_lengths(cp.asarray(LENGTHS, np.int32))
     history = cp.full(A, 5, np.int32)
-    return edges, *padding.token_places(edges, TOKENS, history)
+    return edges, *token_positions(edges, TOKENS, history)
 
 
 @case
 def append_kv(dtype):
-    _, rows, positions = places()
+    _, rows, positions = packed_tokens()
     k, v = draw(dtype, TOKENS, G, D), draw(dtype, TOKENS, G, D, seed=1)
     caches = [cp.zeros((A, G, T + 8, D), dtype) for _ in range(2)]
 
@@ -50,7 +53,7 @@ def repeat_kv(dtype):
     x = draw(dtype, 8, G, 2048, D)
     return Case(
         9 * x.nbytes,
-        lambda: kv_cache.repeat_kv(x, 8),
+        lambda: repeat.repeat_kv(x, 8),
         want=lambda: cp.repeat(double(x), 8, axis=1),
         peer=Peer(lambda x: x.repeat_interleave(8, 1), (x,)),
         shape="R=8 G=4 S=2048 D=64, 8 times",
@@ -59,7 +62,7 @@ def repeat_kv(dtype):
 
 @case
 def remove_padding_heads(dtype):
-    edges, x = places()[0], draw(dtype, A, H, T, D)
+    edges, x = packed_tokens()[0], draw(dtype, A, H, T, D)
     want = lambda: cp.concatenate(
         [double(x[a])[:, :n].swapaxes(0, 1) for a, n in enumerate(LENGTHS)]
     )
@@ -73,7 +76,7 @@ def remove_padding_heads(dtype):
 
 @case
 def restore_padding_heads(dtype):
-    edges, x = places()[0], draw(dtype, TOKENS, H, D)
+    edges, x = packed_tokens()[0], draw(dtype, TOKENS, H, D)
 
     def want():
         y, first = cp.zeros((A, H, T, D)), 0

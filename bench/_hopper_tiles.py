@@ -1,21 +1,22 @@
 """Candidates for the kernels of compute capability 9.0, measured: `python bench/tune_flash_attention.py --hopper`.
 
-A shape is (D, T, causal, query heads per key head). Candidates take turns on a warm chip, each in its own CUDA graph; the
-median of the turns counts. Before, one sequence's first key head is compared with attention in float32 by plain CuPy, and the
-rest with the tiles that the table names now. The table has a row per class of lengths: the candidate wins whose times,
+A shape is (D, T, causal, query heads per key head). Candidates alternate on a warm GPU, each in its own CUDA graph; the median
+of the turns is used. Before that, one sequence's first key head is compared with attention in float32 by plain CuPy, and the
+rest with the results of the current table. The table has an entry per class of lengths: the winner is the candidate whose times,
 relative to the best of each shape, have the smallest sum over the shapes of the class.
 
-    python bench/tune_flash_attention.py --hopper --heads 128    about 50 seconds with 16 cores; and the same for 64
+    python bench/tune_flash_attention.py --hopper --heads 128    about 50 seconds with 16 cores; the same for 64
     python bench/tune_flash_attention.py --hopper --heads 128 --kernels fwd --lengths 198 400    half of that
 
-    python bench/_hopper_tiles.py       only compiles what the table chooses, one process per core, into the kernel cache
+    python bench/_hopper_tiles.py       only compiles the kernels of the table into the kernel cache, one process per core
 """
 
 import json
-import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 
 import cupy as cp
@@ -23,62 +24,47 @@ import ml_dtypes
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench_attention import capture, in_turns
+from _attention import (
+    WORK,
+    capture,
+    compile_all,
+    compile_hopper,
+    in_turns,
+    operations,
+    report_compiled,
+)
 
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
-from xtrain.kernels.attention.flash_attention_hopper_table import TABLE
+from xtrain.kernels.attention import flash_attention_hopper_table
+from xtrain.kernels.attention.flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
 from xtrain.kernels.runtime import launch as _launch
-from xtrain.kernels.runtime.compile import load_function
-from xtrain.kernels.runtime.launch import numba_type
 
-TABLE_FILE = Path(hopper.__file__).with_name("_flash_attention_hopper_table.py")
-SHARED = 227 * 1024
+TABLE_FILE = Path(flash_attention_hopper_table.__file__)
 SHAPES = {198: (217, 4), 256: (32, 12), 400: (40, 12), 1024: (16, 12), 4096: (4, 16)}  # T -> B, H
 GROUPS = {1024: (1, 4)}  # query heads per key head; elsewhere one
 CLASSES = (256, 512, 2048, None)  # the longest T of each
-WORK = {"fwd": 1.0, "dq": 1.5, "dkdv": 2.0}  # matrix products, in forwards
-SHARED_BYTES = {
-    "fwd": hopper.fwd_shared_bytes,
-    "dq": backward.dq_shared_bytes,
-    "dkdv": backward.dkdv_shared_bytes,
-}
-CANDIDATES = {  # as in the table. Rows per step of dkdv divide PAD
-    ("fwd", 64): [(64, 1, 3, 3, 1, 0), (64, 1, 3, 3, 1, 1), (64, 1, 3, 3, 2, 0), (64, 1, 3, 3, 2, 1), (32, 1, 3, 4, 2, 1), (128, 1, 2, 2, 1, 0), (128, 1, 2, 2, 2, 0), (128, 3, 2, 1, 1, 0), (128, 3, 2, 1, 2, 0)],
-    ("fwd", 128): [(64, 1, 2, 2, 1, 0), (64, 1, 2, 2, 1, 1), (64, 1, 2, 2, 2, 0), (64, 1, 2, 2, 2, 1), (32, 1, 4, 2, 2, 0), (32, 1, 4, 2, 2, 1), (64, 2, 4, 1, 2, 1), (128, 2, 2, 1, 1, 0), (128, 2, 2, 1, 2, 0), (128, 2, 2, 1, 2, 1)],
-    ("dq", 64): [(64, 1, 3, 2, 1, 0), (64, 1, 4, 2, 1, 0), (64, 1, 4, 2, 1, 1), (64, 1, 4, 2, 2, 0), (64, 1, 4, 2, 2, 1), (128, 2, 3, 1, 1, 0), (128, 2, 3, 1, 2, 0)],
-    ("dq", 128): [(64, 2, 4, 1, 1, 0), (64, 2, 4, 1, 1, 1), (64, 1, 2, 2, 1, 0), (64, 1, 2, 2, 1, 1), (32, 1, 2, 2, 2, 1), (64, 2, 2, 1, 2, 0)],
-    ("dkdv", 64): [(64, 1, 4, 2, 1, 0), (64, 1, 4, 2, 1, 1), (64, 1, 4, 2, 2, 0), (64, 1, 4, 2, 2, 1), (64, 1, 3, 2, 2, 0)],
-    ("dkdv", 128): [(64, 2, 2, 1, 1, 0), (64, 2, 2, 1, 1, 1), (64, 2, 2, 1, 2, 0), (32, 1, 3, 2, 1, 1), (32, 1, 2, 2, 2, 1)],
+
+
+def plan(step: int, warpgroups: int, stages: int, blocks: int, own: int, planes: int) -> HopperPlan:
+    return HopperPlan(HopperTiles(step, warpgroups, stages, blocks, own), planes)
+
+
+def label(p: HopperPlan) -> str:
+    """The arguments of `plan`, as in the names of records"""
+    t = p.tiles
+    return str((t.step, t.warpgroups, t.stages, t.blocks, t.own, p.planes))
+
+
+CANDIDATES = {  # plan(step, warpgroups, stages, blocks, own, planes). The step of dkdv divides PAD
+    ("fwd", 64): [plan(64, 1, 3, 3, 1, 0), plan(64, 1, 3, 3, 1, 1), plan(64, 1, 3, 3, 2, 0), plan(64, 1, 3, 3, 2, 1), plan(32, 1, 3, 4, 2, 1), plan(128, 1, 2, 2, 1, 0), plan(128, 1, 2, 2, 2, 0), plan(128, 3, 2, 1, 1, 0), plan(128, 3, 2, 1, 2, 0)],
+    ("fwd", 128): [plan(64, 1, 2, 2, 1, 0), plan(64, 1, 2, 2, 1, 1), plan(64, 1, 2, 2, 2, 0), plan(64, 1, 2, 2, 2, 1), plan(32, 1, 4, 2, 2, 0), plan(32, 1, 4, 2, 2, 1), plan(64, 2, 4, 1, 2, 1), plan(128, 2, 2, 1, 1, 0), plan(128, 2, 2, 1, 2, 0), plan(128, 2, 2, 1, 2, 1)],
+    ("dq", 64): [plan(64, 1, 3, 2, 1, 0), plan(64, 1, 4, 2, 1, 0), plan(64, 1, 4, 2, 1, 1), plan(64, 1, 4, 2, 2, 0), plan(64, 1, 4, 2, 2, 1), plan(128, 2, 3, 1, 1, 0), plan(128, 2, 3, 1, 2, 0)],
+    ("dq", 128): [plan(64, 2, 4, 1, 1, 0), plan(64, 2, 4, 1, 1, 1), plan(64, 1, 2, 2, 1, 0), plan(64, 1, 2, 2, 1, 1), plan(32, 1, 2, 2, 2, 1), plan(64, 2, 2, 1, 2, 0)],
+    ("dkdv", 64): [plan(64, 1, 4, 2, 1, 0), plan(64, 1, 4, 2, 1, 1), plan(64, 1, 4, 2, 2, 0), plan(64, 1, 4, 2, 2, 1), plan(64, 1, 3, 2, 2, 0)],
+    ("dkdv", 128): [plan(64, 2, 2, 1, 1, 0), plan(64, 2, 2, 1, 1, 1), plan(64, 2, 2, 1, 2, 0), plan(32, 1, 3, 2, 1, 1), plan(32, 1, 2, 2, 2, 1)],
 }  # fmt: skip
-MAKERS = {
-    "fwd": hopper.make_fwd_kernel,
-    "dq": backward.make_dq_kernel,
-    "dkdv": backward.make_dkdv_kernel,
-}
-
-
-def compile_one(task):
-    """In a worker: fills the kernel cache. -> (task, registers that live in memory, "" or what went wrong)"""
-    kind, D, causal, config = task
-    try:
-        kinds = (np.uint64, np.int32) if kind == "dkdv" else (np.uint64, np.float32, np.int32)
-        arrays = [cp.empty(2, dtype) for dtype in kinds]
-        numbers = [np.int32(1)] * (7 if kind == "dq" else 6) + [np.float32(1)]
-        signature = tuple(map(numba_type, (*arrays, *numbers)))
-        kernel = MAKERS[kind](D, causal, config[:5])
-        handle, _ = load_function(kernel, signature, SHARED_BYTES[kind](D, config[:5]))
-        return task, cp.cuda.driver.funcGetAttribute(3, handle), ""  # LOCAL_SIZE_BYTES
-    except Exception as error:
-        return task, 0, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-
-
-def compile_all(tasks) -> None:
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        for task, local, wrong in pool.imap_unordered(compile_one, tasks):
-            if local or wrong:
-                print(task, f"{local} bytes of local memory" if local else wrong, flush=True)
 
 
 # ----------------------------------------------------------------------------- one shape
@@ -113,7 +99,7 @@ def distance(x, y):
 
 
 def present(arrays, causal, kinds):
-    """-> ({name: result} by the tiles of the table, lse), compared with `exact`"""
+    """-> ({name: result}, lse) with the plans of the table, compared with `exact`"""
     q, k, v, do = arrays
     scale = np.float32(q.shape[3] ** -0.5)
     o, lse = fa.flash_attention_fwd(q, k, v, scale, causal)
@@ -123,87 +109,89 @@ def present(arrays, causal, kinds):
         found |= dict(zip(("dq", "dk", "dv"), gradients))
     right = exact(arrays, causal)
     for name, x in found.items():
-        part = x[0].transpose(1, 0, 2)[: len(right[name])]
-        error = distance(part, right[name])
-        assert error < 1e-2, f"{name} of the tiles in use is off by {error:.1e}"
+        few = x[0].transpose(1, 0, 2)[: len(right[name])]
+        error = distance(few, right[name])
+        assert error < 1e-2, f"{name} with the plan in use is off by {error:.1e}"
     return found, lse
 
 
 def kinds_of(arrays, causal, kinds):
-    """-> {kind: (start(config), [(an output, what it should be)])}"""
+    """-> {kind: (start(plan), [(an output, its expected value)])}"""
     q, k, v, do = arrays
-    scale, gpu = np.float32(q.shape[3] ** -0.5), fa._gpu(q)
+    scale, gpu = np.float32(q.shape[3] ** -0.5), fa.gpu_of(q)
     right, lse = present(arrays, causal, kinds)
     new = {name: cp.empty_like(x) for name, x in right.items()}
     more, rest = cp.empty_like(lse), (do, q, k, v, scale, causal, gpu)
-    stats = backward.compute_statistics(do, right["o"], lse) if len(right) > 1 else (None, 0)
+    stats = backward.compute_statistics(do, right["o"], lse) if len(right) > 1 else None
     starts = {
-        "fwd": lambda config: hopper.fill_o(new["o"], more, *rest[1:], config),
-        "dq": lambda config: backward.fill_dq(new["dq"], *stats, *rest, config),
-        "dkdv": lambda config: backward.fill_dkdv(new["dk"], new["dv"], stats[0], *rest, config),
+        "fwd": lambda plan: hopper.fill_o(new["o"], more, *rest[1:], plan),
+        "dq": lambda plan: backward.fill_dq(new["dq"], stats, *rest, plan),
+        "dkdv": lambda plan: backward.fill_dkdv(new["dk"], new["dv"], stats, *rest, plan),
     }
     outputs = {"fwd": ("o",), "dq": ("dq",), "dkdv": ("dk", "dv")}
     return {kind: (starts[kind], [(new[n], right[n]) for n in outputs[kind]]) for kind in kinds}
 
 
 def measure(kind, D, T, causal, group, start, pairs, turns):
-    """-> {config: median ms} of the candidates that are right"""
+    """-> {plan: median ms} of the candidates whose results are right"""
     contestants = {}
-    for config in CANDIDATES[kind, D]:
+    for p in CANDIDATES[kind, D]:
         for got, _ in pairs:
             got.fill(0)
-        _launch.set_overlap(False)  # dK, dV follow zeros here, and not the kernel of dQ that waits
+        # here dK, dV do not follow the dQ kernel, which waits for its predecessor
+        _launch.set_overlap(False)
         try:
-            start(config)
+            start(p)
             cp.cuda.Device().synchronize()
         except RuntimeError as error:
-            print(f"{kind} D {D} {config}: {str(error)[:100]}")
+            print(f"{kind} D {D} {label(p)}: {str(error)[:100]}")
             continue
         finally:
             _launch.set_overlap(True)
         errors = [distance(x, y) for x, y in pairs]
         if not max(errors) < 1e-2:
-            print(f"{kind} D {D} {config}: wrong, errors {errors}")
+            print(f"{kind} D {D} {label(p)}: wrong, errors {errors}")
             continue
-        contestants[config] = capture(lambda config=config: start(config))
-    times = {c: float(t[0]) for c, t in in_turns(contestants, turns).items()} if contestants else {}
+        contestants[p] = capture(lambda p=p: start(p))
+    times = {p: float(t[0]) for p, t in in_turns(contestants, turns).items()} if contestants else {}
     B, H = SHAPES[T]
-    work = WORK[kind] * 4 * B * H * T * T * D / (2 if causal else 1)
+    work = WORK[kind] * operations(B, T, H, D, causal)
     shape = f"D {D} T {T} {'causal' if causal else 'full'} group {group}"
-    for config, ms in sorted(times.items(), key=lambda item: item[1]):
+    for p, ms in sorted(times.items(), key=lambda item: item[1]):
         rate = work / ms / 1e9
-        used = "  in use" if config == hopper.choose(kind, D, T, causal) else ""
-        print(f"{kind:5} {shape} {config!s:21} {ms:.4f} ms {rate:5.0f} TFLOP/s{used}", flush=True)
-        _record(kind, shape, config, ms, rate)
+        used = "  in use" if p == hopper.choose(kind, D, T, causal) else ""
+        print(f"{kind:5} {shape} {label(p):21} {ms:.4f} ms {rate:5.0f} TFLOP/s{used}", flush=True)
+        _record(kind, shape, p, ms, rate)
     return times
 
 
-def _record(kind, shape, config, ms, rate):
+def _record(kind, shape, plan, ms, rate):
     from _timing import record
 
     record(
-        "tune_flash_attention", f"hopper {kind} {config}", shape=shape, dtype="bf16", ms=ms, value=rate, unit="TFLOP/s"
+        "tune_flash_attention", f"hopper {kind} {label(plan)}", shape=shape, dtype="bf16", ms=ms, value=rate, unit="TFLOP/s"
     )  # fmt: skip
 
 
 def measure_statistics(arrays, turns=5) -> None:
-    """One row and four rows a thread, the same bits"""
+    """Measure one row and four rows per thread; both give the same bits."""
     q, k, v, do = arrays
     o, lse = fa.flash_attention_fwd(q, k, v, np.float32(q.shape[3] ** -0.5), True)
     start = lambda rows: backward.compute_statistics(do, o, lse, rows)
-    assert cp.array_equal(start(1)[0], start(4)[0])
+    assert cp.array_equal(start(1).array, start(4).array)
     times = in_turns({rows: capture(lambda rows=rows: start(rows)) for rows in (1, 4)}, turns)
     print("statistics", q.shape, {rows: f"{t[0]:.4f} ms" for rows, t in times.items()}, flush=True)
 
 
 # ----------------------------------------------------------------------------- all of them
 def tune(heads, kinds, lengths, causal, turns=5) -> dict:
-    """-> {(kind, D, causal): {longest T of a class: config}}"""
+    """-> {(kind, D, causal): {longest T of a class: plan}}"""
     begin = time.monotonic()
     keys = [(kind, D, mode) for kind in kinds for D in heads for mode in causal]
-    compile_all(dict.fromkeys((*key, c[:5]) for key in keys for c in CANDIDATES[key[:2]]))
+    tasks = [(*key, p.tiles) for key in keys for p in CANDIDATES[key[:2]]]
+    report_compiled(compile_all(dict.fromkeys((compile_hopper, task) for task in tasks)))
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
-    times: dict = {key: {} for key in keys}  # -> {class: {(T, group): {config: ms}}}
+    times: dict = {key: {} for key in keys}  # -> {class: {(T, group): {plan: ms}}}
     for D in heads:
         for T in lengths:
             for group in GROUPS.get(T, (1,)):
@@ -226,55 +214,71 @@ def class_of(T):
 
 
 def fastest(shapes):
-    """{shape: {config: ms}} -> the config with the smallest sum of times, each relative to the best of its shape"""
+    """{shape: {plan: ms}} -> the plan with the smallest sum of times, each relative to the best of its shape"""
     everywhere = set.intersection(*(set(times) for times in shapes.values()))
-    cost = lambda config: sum(t[config] / min(t.values()) for t in shapes.values())
-    return min(sorted(everywhere), key=cost)
+    cost = lambda plan: sum(t[plan] / min(t.values()) for t in shapes.values())
+    return min(sorted(everywhere, key=astuple), key=cost)
 
 
 def report(times, best) -> None:
-    """What each class gains over the tiles in use"""
+    """Print what each class gains over the plan in use."""
     for (kind, D, mode), row in best.items():
-        for limit, config in row.items():
+        for limit, plan in row.items():
             gains = []
             for (T, group), found in times[kind, D, mode][limit].items():
                 used = found.get(hopper.choose(kind, D, T, mode))
-                gains.append(f"T {T} group {group}: {used / found[config] if used else 0:.3f}")
+                gains.append(f"T {T} group {group}: {used / found[plan] if used else 0:.3f}")
             name = f"{kind} D {D} {'causal' if mode else 'full'} to {limit}"
-            print(f"best {name}: {config}, times the rate in use: {', '.join(gains)}")
+            print(f"best {name}: {label(plan)}, times the rate in use: {', '.join(gains)}")
 
 
 def merge(best: dict) -> dict:
-    """The table with what was measured now; a class that was not keeps its row."""
+    """-> the table with the new measurements; classes that were not measured keep their plan."""
     table = dict(TABLE)
     for key, row in best.items():
-        classes = [(limit, row.get(limit) or _kept(key, limit)) for limit in CLASSES]
-        table[key] = tuple(
-            c for i, c in enumerate(classes) if i + 1 == len(classes) or c[1] != classes[i + 1][1]
-        )
+        classes = [(limit, row.get(limit) or _current(key, limit)) for limit in CLASSES]
+        table[key] = merged_classes(classes)
     return table
 
 
-def _kept(key, limit):
-    rows = TABLE[key]
-    return next(c for longest, c in rows if longest is None or (limit and longest >= limit))
+def _current(key, limit):
+    rows = TABLE[key].items()
+    return next(p for longest, p in rows if longest is None or (limit and longest >= limit))
+
+
+def merged_classes(classes: list[tuple[int | None, object]]) -> dict:
+    """Pairs (longest T, choice) -> {longest T: choice}, equal neighbours merged into one class"""
+    following = [choice for _, choice in classes[1:]] + [None]
+    return {limit: choice for (limit, choice), after in zip(classes, following) if choice != after}
+
+
+def write_table(file: Path, table: dict, show: Callable) -> str:
+    """Replace GPU and TABLE in a file of tuned tiles -> its new text. show: the source text of an entry"""
+    text = file.read_text(encoding="utf-8")
+    head, _, rest = text.partition("GPU = ")
+    annotation = rest[rest.index("TABLE: ") : rest.index(" = {")]
+    name = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    lines = []
+    for key in sorted(table, key=lambda key: (list(WORK).index(key[0]), key[1:])):
+        rows = "".join(f"        {longest}: {show(x)},\n" for longest, x in table[key].items())
+        lines.append(f'    ("{key[0]}", {key[1]}, {key[2]}): {{\n{rows}    }},\n')
+    text = f'{head}GPU = "{name}"\n{annotation} = {{\n{"".join(lines)}}}\n'
+    text = text.replace(", q_in_registers=False", "")
+    file.write_text(text, encoding="utf-8")
+    return text
 
 
 def write(best: dict) -> None:
-    text, table = TABLE_FILE.read_text(encoding="utf-8"), merge(best)
-    head = text[: text.index("GPU = ")]
-    name = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    order = sorted(table, key=lambda key: (list(WORK).index(key[0]), key[1:]))
-    lines = "".join(f"    {key!r}: {table[key]!r},\n" for key in order).replace("'", '"')
-    text = f'{head}GPU = "{name}"\nTABLE = {{\n{lines}}}\n'
-    TABLE_FILE.write_text(text, encoding="utf-8")
-    if "XTRAIN_RESULTS" in os.environ:  # where the working tree does not come back
+    """Write the winners to the table."""
+    show = lambda plan: f"HopperPlan({plan.tiles!r}, planes={plan.planes})"
+    text = write_table(TABLE_FILE, merge(best), show)
+    if "XTRAIN_RESULTS" in os.environ:  # if the working tree is not copied back
         copy = Path(os.environ["XTRAIN_RESULTS"]) / TABLE_FILE.name
         copy.write_text(text, encoding="utf-8")
-    print(json.dumps({str(key): {T: str(c) for T, c in row.items()} for key, row in best.items()}))
+    named = {str(key): {T: label(p) for T, p in row.items()} for key, row in best.items()}
+    print(json.dumps(named))
 
 
 if __name__ == "__main__":
-    compile_all(
-        sorted({(*key, config[:5]) for key, rows in TABLE.items() for _, config in rows}, key=str)
-    )
+    tasks = {(*key, p.tiles) for key, rows in TABLE.items() for p in rows.values()}
+    report_compiled(compile_all((compile_hopper, task) for task in sorted(tasks, key=str)))

@@ -1,30 +1,63 @@
-"""FlashAttention in bf16 beside PyTorch's: SDPA with the flash backend and with the cuDNN backend, in one run.
+"""FlashAttention in bf16 compared with PyTorch's SDPA (flash and cuDNN backends), in one run.
 
-On compute capability 9.0 both of ours take part, the mma.sync kernels and those with wgmma and TMA, whichever is in use.
+On compute capability 9.0 both versions of ours are measured, mma.sync and wgmma with TMA, whichever is in use.
 
     python bench/bench_attention.py [--parts named random sweep]
 
-What the sweep starts is compiled beforehand, one process per core.
+All kernels are compiled beforehand, one process per core.
 
-Operations: forward 4 B H T^2 D (two matrix products), half of it when causal; forward + backward 3.5 times that (five
-more, whatever an implementation really computes). TFLOP/s are these operations over time. All contestants read and
-write (B, T, H, D). Each runs inside CUDA graphs, in turns with the others; the median of the turns counts.
+Operations: forward 4 B H T^2 D (two matrix products), half of it if causal; forward + backward 3.5 times that (five more
+products, whatever an implementation really computes). TFLOP/s are these operations over time. All contestants read and
+write (B, T, H, D). Each runs inside CUDA graphs, alternating with the others; the median of the turns is reported.
 """
 
 import itertools
-import math
-import multiprocessing
-import os
 from dataclasses import dataclass, field
 
 import cupy as cp
 import ml_dtypes
 import numpy as np
 import tyro
+from _attention import (
+    WORK,
+    capture,
+    compile_all,
+    compile_hopper,
+    compile_mma_sync,
+    in_turns,
+    operations,
+    report_compiled,
+)
 
-NAMED = [  # B, H, T, D
-    (32, 12, 256, 32), (32, 12, 256, 64), (16, 12, 1024, 64), (4, 16, 4096, 64), (8, 16, 1024, 128), (4, 16, 4096, 128),
-]  # fmt: skip
+
+@dataclass(frozen=True)
+class Shape:
+    """Self-attention of B sequences of T tokens. G: key heads, by default H"""
+
+    B: int
+    H: int
+    T: int
+    D: int
+    G: int | None = None
+    causal: bool = True
+
+    @property
+    def key_heads(self) -> int:
+        return self.G or self.H
+
+    def __str__(self):
+        text = f"B={self.B} H={self.H} G={self.key_heads} T={self.T} D={self.D}"
+        return text if self.causal else f"{text} full"
+
+
+NAMED = [
+    Shape(B=32, H=12, T=256, D=32),
+    Shape(B=32, H=12, T=256, D=64),
+    Shape(B=16, H=12, T=1024, D=64),
+    Shape(B=4, H=16, T=4096, D=64),
+    Shape(B=8, H=16, T=1024, D=128),
+    Shape(B=4, H=16, T=4096, D=128),
+]
 SWEEP = [2**i for i in range(7, 17)]  # T
 TURNS = 7
 
@@ -34,64 +67,16 @@ class Options:
     parts: list[str] = field(default_factory=lambda: ["named", "random", "sweep"])
     turns: int = TURNS
     keep: bool = True  # append to bench/results
-    alone: bool = False  # also wgmma kernels each of which begins when the one before has ended
+    alone: bool = False  # also the wgmma kernels without overlap of consecutive kernels
     heads: list[int] = field(default_factory=lambda: [64, 128])  # widths in the sweep
-    mma_sync: bool = True  # in the sweep, those kernels beside wgmma's
-
-
-# ----------------------------------------------------------------------------- timing
-def capture(run, ms: float = 4.0):
-    """-> (replay, calls per replay): a CUDA graph of as many run() as take about `ms` milliseconds"""
-    stream = cp.cuda.Stream(non_blocking=True)
-    with stream:
-        for _ in range(2):
-            run()
-        start, end = cp.cuda.Event(), cp.cuda.Event()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        calls = max(1, min(100, math.ceil(ms / max(cp.cuda.get_elapsed_time(start, end), 1e-3))))
-        stream.begin_capture()
-        for _ in range(calls):
-            run()
-        graph = stream.end_capture()
-    null = cp.cuda.Stream.null
-    return lambda: graph.launch(null), calls
-
-
-def replay_ms(replay, calls: int) -> float:
-    start, end = cp.cuda.Event(), cp.cuda.Event()
-    start.record(cp.cuda.Stream.null)
-    replay()
-    end.record(cp.cuda.Stream.null)
-    end.synchronize()
-    return cp.cuda.get_elapsed_time(start, end) / calls
-
-
-def repeat_ms(run, turns: int = 5) -> float:
-    """Median milliseconds of run(), back to back in a CUDA graph: no launches, and no cold caches either."""
-    replay, calls = capture(run)
-    replay()
-    return float(np.median([replay_ms(replay, calls) for _ in range(turns)]))
-
-
-def in_turns(contestants: dict, turns: int) -> dict[str, np.ndarray]:
-    """{name: (replay, calls)} -> {name: (median, p20, p80) milliseconds}"""
-    times = {name: [] for name in contestants}
-    for turn in range(turns + 1):
-        for name, (replay, calls) in contestants.items():
-            ms = replay_ms(replay, calls)
-            if turn:  # the first one warms up
-                times[name].append(ms)
-    return {name: np.percentile(x, [50, 20, 80]) for name, x in times.items()}
+    mma_sync: bool = True  # in the sweep, measure these kernels in addition to wgmma's
 
 
 # ----------------------------------------------------------------------------- contestants
 def ours(q, k, v, do, causal, alone, mma_sync):
     """-> {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same, where there are such kernels}
 
-    alone: and "alone", wgmma without overlap of one kernel with the next. mma_sync: also where wgmma is in use
+    alone: also "alone", wgmma without overlap of consecutive kernels. mma_sync: also if wgmma is in use
     """
     from xtrain.kernels.attention import flash_attention
     from xtrain.kernels.runtime import launch as _launch
@@ -138,7 +123,7 @@ def torch_graph(run, calls):
 
 
 def theirs(backend, arrays, causal, calls):
-    """-> {"fwd": (replay, calls), "fwd+bwd": ...} of torch's SDPA, or {} where the backend refuses the shape"""
+    """-> {"fwd": (replay, calls), "fwd+bwd": ...} of torch's SDPA, or {} if the backend does not support the shape"""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -168,40 +153,35 @@ def theirs(backend, arrays, causal, calls):
 
 
 # ----------------------------------------------------------------------------- one shape
-def operations(B, T, H, D, causal):
-    return 4 * B * H * T * T * D / (2 if causal else 1)
-
-
-def compare(
-    name, B, H, T, D, G=None, causal=True, turns=TURNS, keep=True, alone=False, mma_sync=True
-):
+def compare(name: str, shape: Shape, options: Options, mma_sync: bool) -> None:
+    """Measure all contestants on one shape and record the results. name: of the group of shapes"""
     from _timing import record
 
     from xtrain.kernels.attention import flash_attention
 
-    G = G or H
+    B, T, D, causal = shape.B, shape.T, shape.D, shape.causal
     draw = cp.random.default_rng(0)
     make = lambda heads: draw.standard_normal((B, T, heads, D), cp.float32).astype(
         ml_dtypes.bfloat16
     )
-    arrays = [make(H), make(G), make(G), make(H)]
-    mine = ours(*arrays, causal, alone, mma_sync)
+    arrays = [make(n) for n in (shape.H, shape.key_heads, shape.key_heads, shape.H)]
+    mine = ours(*arrays, causal, options.alone, mma_sync)
     used = "wgmma" if flash_attention.HOPPER and "wgmma" in mine else "mma.sync"
-    calls = {part: n for part, (_, n) in mine[used].items()}
+    calls = {run: n for run, (_, n) in mine[used].items()}
     peers = {b: theirs(b, arrays, causal, calls) for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")}
-    shape = f"B={B} H={H} G={G} T={T} D={D}" + ("" if causal else " full")
-    for part, factor in (("fwd", 1.0), ("fwd+bwd", 3.5)):
-        contestants = {name: graphs[part] for name, graphs in mine.items()}
-        contestants |= {b: peer[part] for b, peer in peers.items() if peer}
-        times = in_turns(contestants, turns)
-        rate = {n: factor * operations(B, T, H, D, causal) / t[0] / 1e9 for n, t in times.items()}
+    for run, factor in (("fwd", 1.0), ("fwd+bwd", 3.5)):
+        contestants = {name: graphs[run] for name, graphs in mine.items()}
+        contestants |= {b: peer[run] for b, peer in peers.items() if peer}
+        times = in_turns(contestants, options.turns)
+        work = factor * operations(B, T, shape.H, D, causal)
+        rate = {n: work / t[0] / 1e9 for n, t in times.items()}
         line = " | ".join(f"{n.split('_')[0].lower()} {r:.0f}" for n, r in rate.items())
-        print(f"{name:7} {shape} {part}: TFLOP/s {line}", flush=True)
-        if keep:
+        print(f"{name:7} {shape} {run}: TFLOP/s {line}", flush=True)
+        if options.keep:
             flash, cudnn = rate.get("FLASH_ATTENTION"), rate.get("CUDNN_ATTENTION")
             wgmma, usual = rate.get("wgmma"), rate.get("mma.sync")
             record(
-                "bench_attention", f"{name} {part}", shape=shape, dtype="bf16", ms=times[used][0],
+                "bench_attention", f"{name} {run}", shape=str(shape), dtype="bf16", ms=times[used][0],
                 value=rate[used], unit="TFLOP/s", peer="torch SDPA flash", peer_value=flash, kernels=used,
                 mma_sync_value=usual and round(usual, 2), wgmma_value=wgmma and round(wgmma, 2),
                 cudnn_value=cudnn and round(cudnn, 2),
@@ -210,7 +190,7 @@ def compare(
 
 
 def random_shapes(n: int = 10, seed: int = 0):
-    """B, H, T, D, G: T is no multiple of 64, and query heads share key heads."""
+    """Shapes in which T is not a multiple of 64 and query heads share key heads."""
     draw = np.random.default_rng(seed)
     for _ in range(n):
         D = int(draw.choice([32, 64, 128]))
@@ -218,46 +198,36 @@ def random_shapes(n: int = 10, seed: int = 0):
         T += T % 64 == 0
         G, group = int(draw.choice([1, 2, 4, 8])), int(draw.choice([1, 2, 3, 4]))
         B = max(1, int(draw.uniform(0.5, 2) * 2**15 / (T * max(1, G * group // 8))))
-        yield B, G * group, T, D, G
+        yield Shape(B, G * group, T, D, G)
 
 
 def compile_ahead(shapes: set[tuple[int, int]], mma_sync: bool) -> None:
-    """Fill the kernel cache with what these (D, T) start."""
-    import _hopper_tiles
-    import tune_flash_attention as tune
-
+    """Fill the kernel cache with the kernels for these (D, T)."""
     from xtrain.kernels.attention import flash_attention as fa
+    from xtrain.kernels.attention import flash_attention_hopper as hopper
 
     one = cp.empty((1, 1, 1, 64), ml_dtypes.bfloat16)
     limit, tasks = fa.shared_limit(one), {}
-    for (D, T), kind in itertools.product(sorted(shapes), tune.WORK):
+    for (D, T), kind in itertools.product(sorted(shapes), WORK):
         wgmma = fa.use_hopper(cp.empty((1, 1, 1, D), ml_dtypes.bfloat16))
         if wgmma:
-            config = _hopper_tiles.hopper.choose(kind, D, T, True)[:5]
-            tasks[_hopper_tiles.compile_one, (kind, D, True, config)] = None
+            tasks[compile_hopper, (kind, D, True, hopper.choose(kind, D, T, True).tiles)] = None
         if mma_sync or not wgmma:
-            tasks[tune.compile_one, (kind, D, True, fa.choose(kind, D, T, True, limit))] = None
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        for result in [pool.apply_async(compile, (task,)) for compile, task in tasks]:
-            task, _, wrong = result.get()
-            if wrong:
-                print(task, wrong, flush=True)
+            tasks[compile_mma_sync, (kind, D, True, fa.choose(kind, D, T, True, limit))] = None
+    report_compiled({t: x for t, x in compile_all(tasks).items() if x[1]})
 
 
 def main(options: Options) -> None:
-    more = {"turns": options.turns, "keep": options.keep, "alone": options.alone}
+    sweep = itertools.product(options.heads, SWEEP)
     runs = {
-        "named": [(B, H, T, D, None) for B, H, T, D in NAMED],
+        "named": NAMED,
         "random": list(random_shapes()),
-        "sweep": [
-            (max(1, 2**15 // T), 16, T, D, None) for D, T in itertools.product(options.heads, SWEEP)
-        ],
+        "sweep": [Shape(B=max(1, 2**15 // T), H=16, T=T, D=D) for D, T in sweep],
     }
-    compile_ahead({(D, T) for p in options.parts for *_, T, D, _ in runs[p]}, options.mma_sync)
-    for part in options.parts:
-        mma_sync = options.mma_sync or part != "sweep"
-        for B, H, T, D, G in runs[part]:
-            compare(part, B, H, T, D, G, **more, mma_sync=mma_sync)
+    compile_ahead({(s.D, s.T) for name in options.parts for s in runs[name]}, options.mma_sync)
+    for name in options.parts:
+        for shape in runs[name]:
+            compare(name, shape, options, options.mma_sync or name != "sweep")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,16 @@
     python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--peers plain compile] [--profile]
 
 A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632, vocabulary 32000), bf16, random
-weights made on the device. `batch` prompts of `context` random tokens go in at once; every sequence gets `new` greedy tokens.
+weights created on the device. `batch` prompts of `context` random tokens are submitted at once; every sequence gets `new`
+greedy tokens.
 
-    first token    from handing in the prompts to all of their first tokens, on the host
+    first token    from submitting the prompts to having all of their first tokens on the host
     decoding       tokens per second from then on, by the host's clock, everything included
     bound          batch / ((bytes of weights + bytes of keys and values that a step reads) / copy bandwidth): a step reads
-                   every weight once (the embedding's rows apart) and all keys and values so far, on average those of
+                   every weight once (except the embedding's rows) and all keys and values so far, on average those of
                    context + new / 2 tokens; the bandwidth is that of a device-to-device copy of 1 GB, read plus written
 
-The opponent: the same weights in transformers' LlamaForCausalLM, bf16, SDPA: `plain` as generate() does it by default, and
+The peer: the same weights in transformers' LlamaForCausalLM, bf16, SDPA: `plain` as generate() runs it by default, and
 `compile` with a static cache, where generate() decodes through torch.compile. Each step is timed to its end.
 """
 
@@ -89,7 +90,7 @@ def step_ms(engine, B, T):
 
 
 def profile(step):
-    """Which kernels, how often, how long; and how long the GPU had nothing to do."""
+    """Print the kernels of a step, how often they run and how long, and how long the GPU was idle."""
     try:
         times = cupti_times(lambda: [step() for _ in range(5)])
     except NoTimes as error:
@@ -116,9 +117,9 @@ def step_bytes(model, B, T, new):
     )
 
 
-# ----------------------------------------------------------------------------- theirs
+# ----------------------------------------------------------------------------- transformers
 def their_model(model):
-    """The same memory as a model of transformers."""
+    """-> a model of transformers that shares the weights' memory"""
     import torch
     import transformers
 
@@ -154,7 +155,7 @@ def their_times(theirs, prompts, new, static):
         attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
         pad_token_id=0, stopping_criteria=[Clock()], **({"cache_implementation": "static"} if static else {}),
     )  # fmt: skip
-    for _ in range(2 if static else 1):  # compiles and captures; then everything is there
+    for _ in range(2 if static else 1):  # the first runs compile and capture
         theirs.generate(ids, **options)
     times.clear()
     torch.cuda.synchronize()
@@ -189,13 +190,13 @@ def bench(model, theirs, B, T, o, bandwidth):
     layers = SHAPE["n_layers"]
     name = NAME if o.layers == layers else f"{NAME}, {o.layers} of {layers} layers"
     shape, speeds = f"B={B} context={T}", dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
-    found = [beside(theirs, peer, prompts, o.new, tokens) for peer in o.peers]
+    found = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in o.peers]
     for peer in [p for p in found if p] or [{}]:
         record("bench_decode", name, shape=shape, dtype="bf16", **speeds, **more, **peer)
 
 
-def beside(theirs, peer, prompts, new, tokens):
-    """-> what a record says about a peer; None for one that fails, which must not take the others along"""
+def measure_peer(theirs, peer, prompts, new, tokens):
+    """-> a record's fields about a peer; None if it fails, so that the other peers are still measured"""
     try:
         first, ms, their_tokens = their_times(theirs, prompts, new, peer == "compile")
     except Exception as error:

@@ -1,11 +1,11 @@
-"""The kernels of a decoding step, alone and one behind the other, for a Llama of 1.1 B parameters in bf16.
+"""The kernels of a decoding step, alone and in sequence, for a Llama of 1.1 B parameters in bf16.
 
     python bench/bench_engine.py [--only gemv] [--configs]
 
 gemv, decode_attention      a call in a CUDA graph with the cache flushed before it, as a share of a copy that moves the
                             same bytes
-context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it sees; beside it our
-                            attention of training on as many tokens in equal sequences, where there is no history
+context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it sees; compared with our
+                            attention of training on as many tokens in equal sequences, if there is no history
 sample                      microseconds for 1 and 32 rows, of this vocabulary and of Qwen3's
 step                        all layers as the engine launches them, in one CUDA graph replayed many times: tokens/s, and the
                             share of the memory bound, (weights + cache read) / copy bandwidth
@@ -28,8 +28,7 @@ from xtrain.kernels import rope
 from xtrain.kernels.attention.context_attention import context_attention
 from xtrain.kernels.attention.decode_attention import decode_attention
 from xtrain.kernels.attention.flash_attention import flash_attention_fwd
-from xtrain.kernels.decoding import gemv, sampling
-from xtrain.kernels.decoding import gemv_tensor_cores as _gemv_tensor
+from xtrain.kernels.decoding import gemv, gemv_tensor_cores, sampling
 from xtrain.kernels.gemm import linear_fwd
 from xtrain.kernels.runtime.launch import set_overlap
 
@@ -52,7 +51,7 @@ def int32(x):
 
 # ----------------------------------------------------------------------------- one kernel
 def product(name, N, w=None):
-    """-> a call of gemv on random numbers, and the bytes of its weights"""
+    """-> a call of gemv on random numbers, the bytes of its weights, (x, w)"""
     rows, columns, form = MATRICES[name]
     w = draw(BF16, rows, columns, scale=columns**-0.5) if w is None else w
     norm, swiglu = form.get("norm", False), form.get("swiglu", False)
@@ -139,7 +138,7 @@ def bench_sample(o):
 
 # ----------------------------------------------------------------------------- a whole step
 class Step:
-    """What the engine launches for one token of each of B <= 8 rows."""
+    """The kernels that the engine launches for one token of each of B <= 8 rows."""
 
     def __init__(self, B, context):
         self.weights = [{n: self.weight(n, i) for n in MATRICES if n != "head"} for i in range(L)]
@@ -172,7 +171,7 @@ class Step:
 
 
 def replay_ms(f, replays=20):
-    """-> milliseconds per replay of a graph of f, many back to back"""
+    """-> milliseconds per replay of a CUDA graph of f, many replays back to back"""
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()
     with stream:
@@ -214,22 +213,21 @@ def bench_step(o):
 
 
 def bench_configs(o):
-    """Other divisions of the work; _gemv_tensor.choose should have the best."""
-    choose = _gemv_tensor.choose
+    """Try other divisions of the work; gemv_tensor_cores.choose should be the fastest."""
+    choose = gemv_tensor_cores.choose
     for name in o.matrices:
         rows, columns, form = MATRICES[name]
         call, nbytes, _ = product(name, 1)
         lines = []
-        for config in itertools.product((8, 16), (1, 2, 4), (1, 2)):
-            if (
-                config[0] * config[2] > 32
-                or config[0] * config[1] > 2 * columns // _gemv_tensor.CHUNK
-            ):
+        for warps, chunks, blocks in itertools.product((8, 16), (1, 2, 4), (1, 2)):
+            if warps * blocks > 32 or warps * chunks > 2 * columns // gemv_tensor_cores.CHUNK:
                 continue
+            config = gemv_tensor_cores.Config(warps, chunks, blocks)
             gemv.choose = lambda *_, config=config: config
             lines.append((float(graph_ms(call, o.runs)[0]), config))
         gemv.choose = choose
-        best = ", ".join(f"{config} {1e3 * ms:.1f}" for ms, config in sorted(lines)[:8])
+        fastest = sorted(lines, key=lambda line: line[0])[:8]
+        best = ", ".join(f"{config} {1e3 * ms:.1f}" for ms, config in fastest)
         swiglu = form.get("swiglu", False)
         mine = choose(columns, rows // (1 + swiglu), swiglu, form.get("norm", False))
         now = next((1e3 * ms for ms, config in lines if config == mine), math.nan)

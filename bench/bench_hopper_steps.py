@@ -1,35 +1,38 @@
-"""FlashAttention forward on compute capability 9.0, built up in the steps of lesson 23: what does each of them give?
+"""FlashAttention forward on compute capability 9.0, built up in the steps of lesson 23: what does each of them gain?
 
     python bench/bench_hopper_steps.py
 
     mma.sync        the kernel of lesson 14
-    wgmma           tiles by TMA, a thread that loads, products of a warpgroup; small tiles, a block for each tile of
-                    queries, and nothing runs beside the exponentials
+    wgmma           tiles by TMA, a producer thread, products of a warpgroup; small tiles, one block per tile of queries,
+                    and nothing overlaps the exponentials
     larger tiles    the tiles of the table
-    beside          the exponentials run beside the product p V of the tile before
-    persistent      as many blocks as the GPU holds, which take one tile of queries after the other: the kernel in use
+    beside          the exponentials overlap the product p V of the previous tile
+    persistent      as many blocks as the GPU holds, which take one tile of queries after another: the kernel in use
 
-Every step has those before it, and is compared with the first one. All take turns, each in a CUDA graph of its own.
+Every step includes the previous ones, and its result is compared with that of the first. The steps alternate, each in its own
+CUDA graph.
 """
 
 import contextlib
-import multiprocessing
-import os
 from dataclasses import dataclass
 
-import _hopper_tiles
 import cupy as cp
 import ml_dtypes
 import numpy as np
 import tyro
-from bench_attention import capture, in_turns, operations
+from _attention import capture, compile_all, compile_hopper, in_turns, operations, report_compiled
 
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_hopper as hopper
+from xtrain.kernels.attention.flash_attention_hopper import Gpu
+from xtrain.kernels.attention.flash_attention_hopper_table import HopperPlan, HopperTiles
 
 B, H, T = 4, 16, 4096
-SMALL = {64: (64, 1, 3, 3, 1, 0), 128: (64, 1, 2, 2, 1, 0)}  # as in the table
-ENDLESS = 1 << 20  # multiprocessors, for a grid with a block for every tile
+SMALL = {
+    64: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=3, blocks=3, own=1), planes=0),
+    128: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=2, blocks=2, own=1), planes=0),
+}
+UNLIMITED = 1 << 20  # multiprocessors, for a grid with one block per tile
 
 
 @dataclass
@@ -40,56 +43,54 @@ class Options:
 
 
 @contextlib.contextmanager
-def nothing_beside():
-    """Every wait of the forward kernel is for all products: none is under way during the exponentials."""
+def no_overlap():
+    """Every wait of the forward kernel is for all products: none is in flight during the exponentials."""
     usual = hopper.make_wait
 
-    def forget():
+    def clear():
         hopper.make_consumer.cache_clear()
         hopper.make_fwd_kernel.cache_clear()
 
-    forget()
+    clear()
     hopper.make_wait = lambda n, pending: usual(n, 0)
     try:
         yield
     finally:
         hopper.make_wait = usual
-        forget()
+        clear()
 
 
-def compile_one(task):
-    """In a worker: fills the kernel cache. task: D, config, may products run beside the exponentials?"""
-    D, config, beside = task
-    with contextlib.nullcontext() if beside else nothing_beside():
-        return _hopper_tiles.compile_one(("fwd", D, True, config))
+def compile_step(task):
+    """In a worker: fills the kernel cache. task: D, plan, True if products overlap the exponentials"""
+    D, plan, overlap = task
+    with contextlib.nullcontext() if overlap else no_overlap():
+        _, local, wrong = compile_hopper(("fwd", D, True, plan.tiles))
+    return task, local, wrong
 
 
-def compile_all(heads) -> None:
+def compile_steps(heads) -> None:
     tasks = []
     for D in heads:
         large = hopper.choose("fwd", D, T, True)
         tasks += [(D, SMALL[D], False), (D, large, False), (D, large, True)]
-    with multiprocessing.get_context("spawn").Pool(min(len(tasks), os.cpu_count())) as pool:
-        for task, local, wrong in pool.imap_unordered(compile_one, tasks):
-            if local or wrong:
-                print(task, local, wrong, flush=True)
+    report_compiled(compile_all((compile_step, task) for task in tasks))
 
 
 def steps(D, arrays):
     """-> {step: (start, o)}; the kernels of earlier steps are kept alive in `start`."""
     q, k, v = arrays
-    scale, (multiprocessors, cache) = np.float32(D**-0.5), fa._gpu(q)
+    scale, gpu = np.float32(D**-0.5), fa.gpu_of(q)
     o = {name: cp.empty_like(q) for name in ("wgmma", "larger tiles", "beside", "persistent")}
     lse = cp.empty((B, H, T), np.float32)
     large = hopper.choose("fwd", D, T, True)
 
-    def filler(name, config, blocks):
-        kernel = hopper.make_fwd_kernel(
-            D, True, config[:5]
-        )  # kept: its module must not be unloaded
+    def filler(name, plan, multiprocessors):
+        # kept: its module must not be unloaded
+        kernel = hopper.make_fwd_kernel(D, True, plan.tiles)
+        size = Gpu(multiprocessors, gpu.l2_bytes)
 
         def start(kernel=kernel):
-            hopper.fill_o(o[name], lse, q, k, v, scale, True, (blocks, cache), config)
+            hopper.fill_o(o[name], lse, q, k, v, scale, True, size, plan)
 
         start()
         return capture(start), kernel
@@ -103,11 +104,11 @@ def steps(D, arrays):
 
     right = mma_sync()
     found = {"mma.sync": (capture(mma_sync), None)}
-    with nothing_beside():
-        found["wgmma"] = filler("wgmma", SMALL[D], ENDLESS)
-        found["larger tiles"] = filler("larger tiles", large, ENDLESS)
-    found["beside"] = filler("beside", large, ENDLESS)
-    found["persistent"] = filler("persistent", large, multiprocessors)
+    with no_overlap():
+        found["wgmma"] = filler("wgmma", SMALL[D], UNLIMITED)
+        found["larger tiles"] = filler("larger tiles", large, UNLIMITED)
+    found["beside"] = filler("beside", large, UNLIMITED)
+    found["persistent"] = filler("persistent", large, gpu.multiprocessors)
     cp.cuda.Device().synchronize()
     for name, got in o.items():
         got, want = got.astype(cp.float32), right.astype(cp.float32)
@@ -119,7 +120,7 @@ def steps(D, arrays):
 def main(options: Options) -> None:
     from _timing import record
 
-    compile_all(options.heads)
+    compile_steps(options.heads)
     for D in options.heads:
         draw = cp.random.default_rng(0)
         arrays = [

@@ -2,13 +2,13 @@
 
     python bench/tune_decode.py [--stages qkv o gate_up down head few many ahead residual] [--jobs 16]
 
-The model of bench_decode.py, all 22 layers with weights of their own, as the engine decodes with it: a graph of the step
-without sampling, replayed back to back. It begins with what the library chooses. One stage after the other tries its
-alternatives on top of what was best so far, which is measured again with them, and keeps the fastest: that with the largest
-product of shares of the memory bound at both contexts. New kernels are compiled beside others first, one process per core.
-A candidate whose logits are further than ALLOWED from those of the library's choice is not kept.
+Uses the model of bench_decode.py, all 22 layers with separate weights, and decodes as the engine does: a CUDA graph of the
+step without sampling, replayed back to back. It starts with the library's choice. One stage after another tries its
+alternatives on top of the best so far, which is measured again with them, and keeps the fastest: the one with the largest
+product of shares of the memory bound at both contexts. New kernels are compiled beforehand, one process per core.
+A candidate whose logits differ by more than ALLOWED from those of the library's choice is rejected.
 
-    qkv ... head    _gemv_tensor.Config of a product: warps, chunks, blocks per multiprocessor, stage
+    qkv ... head    gemv_tensor_cores.Config of a product
     few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many (batch 32)
     ahead           cached_model.AHEAD, bytes
     residual        residual.FEW and FEW_COLUMNS (batch 32)
@@ -36,21 +36,23 @@ from bench_engine import BF16, EPS, MATRICES, D, G, P, int32, replay_ms
 
 from xtrain.kernels import residual, rope
 from xtrain.kernels.attention import decode_attention
+from xtrain.kernels.attention.decode_attention import Config as Attention
 from xtrain.kernels.cast import cast_fwd
 from xtrain.kernels.decoding import gemv
+from xtrain.kernels.decoding.gemv_tensor_cores import Config as Product
 from xtrain.serving import cached_model
 
 CONTEXTS = (128, 4096)
 BATCHES = {"many": 32, "residual": 32}  # of a stage; 1 otherwise
 ALLOWED = 0.2  # of the largest logit: two orders of addition are about 0.1 apart in bf16, a wrong kernel 1 and more
-ALTERNATIVES = {
-    "qkv": [(8, 8, 2), (4, 8, 3), (16, 4, 1), (4, 4, 4)],
-    "o": [(8, 8, 2, True), (16, 4, 1), (16, 4, 1, False), (4, 8, 4)],
-    "gate_up": [(8, 4, 1), (4, 4, 2), (4, 3, 4), (8, 3, 2)],
-    "down": [(16, 11, 1), (16, 5, 1), (8, 11, 1), (16, 3, 1)],
-    "head": [(2, 4, 8), (8, 4, 2), (4, 8, 2), (4, 4, 3)],
-    "few": [(12, False, 192), (8, True, 256)],
-    "many": [(4, True, 256), (8, True, 256), (4, False, 512)],
+ALTERNATIVES = {  # Product(warps, chunks, blocks, stage), Attention(warps, ahead, keys)
+    "qkv": [Product(8, 8, 2), Product(4, 8, 3), Product(16, 4, 1), Product(4, 4, 4)],
+    "o": [Product(8, 8, 2, True), Product(16, 4, 1), Product(16, 4, 1, False), Product(4, 8, 4)],
+    "gate_up": [Product(8, 4, 1), Product(4, 4, 2), Product(4, 3, 4), Product(8, 3, 2)],
+    "down": [Product(16, 11, 1), Product(16, 5, 1), Product(8, 11, 1), Product(16, 3, 1)],
+    "head": [Product(2, 4, 8), Product(8, 4, 2), Product(4, 8, 2), Product(4, 4, 3)],
+    "few": [Attention(12, False, 192), Attention(8, True, 256)],
+    "many": [Attention(4, True, 256), Attention(8, True, 256), Attention(4, False, 512)],
     "ahead": [0, 4 << 20, 12 << 20],
     "residual": [(0, 4), (264, 8)],
 }
@@ -65,7 +67,7 @@ class Options:
 
 # ----------------------------------------------------------------------------- a candidate: stage -> value
 def key_of(name):
-    """What gemv.choose is asked"""
+    """-> the arguments of gemv.choose for a product"""
     rows, K, form = MATRICES[name]
     swiglu = form.get("swiglu", False)
     return K, rows // (1 + swiglu), swiglu, form.get("norm", False)
@@ -81,15 +83,15 @@ CHOSEN = {
 
 
 def use(candidate):
-    """From now on the launchers work like this."""
+    """Make the launchers use this candidate from now on."""
     products = {key_of(name): candidate[name] for name in MATRICES}
-    few, many = (decode_attention.Config(*candidate[what]) for what in ("few", "many"))
+    few, many = candidate["few"], candidate["many"]
     limit = decode_attention.FEW_HEADS
     gemv.choose = lambda *key: products[key]
     decode_attention.choose = lambda D, heads, key_heads: few if key_heads <= limit else many
     cached_model.AHEAD = candidate["ahead"]
     residual.FEW, residual.FEW_COLUMNS = candidate["residual"]
-    residual.make_fwd_kernel.cache_clear()  # FEW_COLUMNS is none of its arguments
+    residual.make_fwd_kernel.cache_clear()  # FEW_COLUMNS is not one of its arguments
 
 
 def compile_one(task):
@@ -136,7 +138,7 @@ class Bench:
         return functools.partial(self.cached.decode, ids, lengths, rows)
 
     def __call__(self, candidate, B):
-        """-> milliseconds per step and shares of the memory bound, for each context; how far its logits are away"""
+        """-> milliseconds per step and shares of the memory bound, for each context; the largest error of its logits"""
         use(candidate)
         times, shares, errors = [], [], []
         for T in CONTEXTS:
@@ -151,7 +153,7 @@ class Bench:
 
 
 def decide(bench, wrong, stage, best):
-    """-> the fastest, the table's lines printed"""
+    """Measure a stage's alternatives and print them -> the fastest"""
     results, B = [], BATCHES.get(stage, 1)
     for value in (best[stage], *ALTERNATIVES[stage]):
         if wrong.get((stage, value)):

@@ -4,15 +4,14 @@
 
 Every candidate is compiled (one process per core fills the kernel cache), checked against the float32 kernels, and timed
 inside a CUDA graph. Prints TFLOP/s of the operations that the kernel itself does (dq 1.5 and dkdv 2 times the
-forward's); with --write the best of each shape class becomes xtrain/kernels/_flash_attention_table.py.
-Candidates that do not fit the GPU or spill registers are left out.
+forward's). With --write, the fastest of each shape class are written to xtrain/kernels/attention/flash_attention_table.py.
+Candidates that do not fit the GPU or spill registers are skipped.
 
---hopper: the kernels for compute capability 9.0 instead (_hopper_tiles.py, _flash_attention_hopper_table.py).
+--hopper: the kernels for compute capability 9.0 instead (_hopper_tiles.py, flash_attention_hopper_table.py).
 """
 
 import functools
 import itertools
-import multiprocessing
 import os
 import pprint
 import sys
@@ -25,32 +24,31 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench_attention import repeat_ms
+import _hopper_tiles
+from _attention import WORK, compile_all, compile_mma_sync, operations, repeat_ms
 
 from xtrain.kernels.attention import flash_attention as fa
-from xtrain.kernels.attention.flash_attention_table import TABLE
-from xtrain.kernels.runtime.compile import load_function
-from xtrain.kernels.runtime.launch import launch, numba_type
+from xtrain.kernels.attention import flash_attention_table
+from xtrain.kernels.attention.flash_attention_table import TABLE, Tiles
+from xtrain.kernels.runtime.launch import launch
 
-TABLE_FILE = Path(__file__).parents[1] / "xtrain" / "kernels" / "_flash_attention_table.py"
+TABLE_FILE = Path(flash_attention_table.__file__)
 CLASSES = {256: (32, 12), 1024: (16, 12), 4096: (4, 16)}  # T -> B, H that fill the GPU
-LONGEST = {256: 512, 1024: 2048, 4096: None}  # a class holds up to this T
-LOCAL_SIZE_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+LONGEST = {256: 512, 1024: 2048, 4096: None}  # the longest T of each class
 OUTPUTS = {"fwd": ("o",), "dq": ("dq",), "dkdv": ("dk", "dv")}
-WORK = {"fwd": 1.0, "dq": 1.5, "dkdv": 2.0}  # matrix products, in forwards
-CANDIDATES = {  # (own rows, rows per step, warps, blocks per multiprocessor[, keep Q in registers?])
-    ("fwd", 16): [(64, 64, 4, 4, True), (64, 64, 4, 5, True), (128, 64, 4, 3, True)],
-    ("fwd", 32): [(64, 64, 4, 4, True), (64, 64, 4, 5, True), (128, 64, 4, 3, True), (128, 64, 4, 2, True)],
-    ("fwd", 64): [(64, 64, 4, 3, True), (128, 64, 4, 2, True), (128, 64, 4, 2, False), (128, 32, 4, 3, False)],
-    ("fwd", 128): [(128, 64, 4, 2, False), (128, 32, 4, 2, False), (64, 64, 4, 2, True), (64, 32, 4, 3, False)],
-    ("dq", 16): [(64, 64, 4, 5), (64, 64, 4, 4), (128, 64, 4, 2), (128, 64, 4, 3)],
-    ("dq", 32): [(64, 64, 4, 4), (64, 32, 4, 5), (128, 32, 4, 3), (128, 64, 4, 2)],
-    ("dq", 64): [(128, 64, 4, 2), (128, 80, 4, 2), (128, 32, 4, 3), (64, 64, 4, 3), (64, 32, 4, 4)],
-    ("dq", 128): [(128, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3)],
-    ("dkdv", 16): [(64, 64, 4, 4), (128, 32, 4, 4), (128, 64, 4, 3)],
-    ("dkdv", 32): [(64, 64, 4, 4), (64, 64, 4, 3), (128, 64, 4, 2), (128, 32, 4, 3)],
-    ("dkdv", 64): [(128, 48, 4, 2), (128, 32, 4, 2), (64, 48, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3)],
-    ("dkdv", 128): [(128, 64, 8, 1), (64, 32, 4, 2), (128, 32, 8, 1)],
+CANDIDATES = {  # Tiles(BM, BN, warps, blocks[, q_in_registers])
+    ("fwd", 16): [Tiles(64, 64, 4, 4, True), Tiles(64, 64, 4, 5, True), Tiles(128, 64, 4, 3, True)],
+    ("fwd", 32): [Tiles(64, 64, 4, 4, True), Tiles(64, 64, 4, 5, True), Tiles(128, 64, 4, 3, True), Tiles(128, 64, 4, 2, True)],
+    ("fwd", 64): [Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 2, True), Tiles(128, 64, 4, 2, False), Tiles(128, 32, 4, 3, False)],
+    ("fwd", 128): [Tiles(128, 64, 4, 2, False), Tiles(128, 32, 4, 2, False), Tiles(64, 64, 4, 2, True), Tiles(64, 32, 4, 3, False)],
+    ("dq", 16): [Tiles(64, 64, 4, 5), Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 3)],
+    ("dq", 32): [Tiles(64, 64, 4, 4), Tiles(64, 32, 4, 5), Tiles(128, 32, 4, 3), Tiles(128, 64, 4, 2)],
+    ("dq", 64): [Tiles(128, 64, 4, 2), Tiles(128, 80, 4, 2), Tiles(128, 32, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 4)],
+    ("dq", 128): [Tiles(128, 32, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)],
+    ("dkdv", 16): [Tiles(64, 64, 4, 4), Tiles(32, 128, 4, 4), Tiles(64, 128, 4, 3)],
+    ("dkdv", 32): [Tiles(64, 64, 4, 4), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2), Tiles(32, 128, 4, 3)],
+    ("dkdv", 64): [Tiles(48, 128, 4, 2), Tiles(32, 128, 4, 2), Tiles(48, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3)],
+    ("dkdv", 128): [Tiles(64, 128, 8, 1), Tiles(32, 64, 4, 2), Tiles(32, 128, 8, 1)],
 }  # fmt: skip
 
 
@@ -76,18 +74,16 @@ def inputs(B, T, H, D):
 
 @functools.lru_cache(2)
 def expected(B, T, H, D, causal):
-    """What the backward kernels get: o, lse, delta of all heads. And {output: values for two heads} by the float32
-    kernels.
-    """
+    """-> the inputs of the backward kernels (o, lse, delta), and {output: values for two heads} by the float32 kernels"""
     q, k, v, do = inputs(B, T, H, D)
     o, lse = fa.flash_attention_fwd(q, k, v, D**-0.5, causal)
     delta = (o.astype(cp.float32) * do.astype(cp.float32)).sum(-1).transpose(0, 2, 1)
     few = [cp.ascontiguousarray(x[:1, :, :2]).astype(cp.float32) for x in (q, k, v, do)]
-    exact = flash_attention_pair(*few, D**-0.5, causal)
+    exact = both_ways(*few, D**-0.5, causal)
     return o, lse, cp.ascontiguousarray(delta), dict(zip(("o", "dq", "dk", "dv"), exact))
 
 
-def flash_attention_pair(q, k, v, do, scale, causal):
+def both_ways(q, k, v, do, scale, causal):
     o, lse = fa.flash_attention_fwd(q, k, v, scale, causal)
     return o, *fa.flash_attention_bwd(do, q, k, v, o, lse, scale, causal)
 
@@ -103,42 +99,21 @@ def arguments(kind, T, D, causal):
         "dq": [cp.empty_like(lse), do, q, k, v, o, lse],
         "dkdv": [do, q, k, v, lse, delta],
     }[kind]
-    rows_apart = [H * D] * (
-        4 if kind == "dkdv" else 3
-    )  # of q, k, v; of dv, which may lie in a packed array
-    sizes = [np.int32(n) for n in (T, T, H, 1, *rows_apart)]
+    row_steps = [H * D] * (4 if kind == "dkdv" else 3)  # of q, k, v, and of dv
+    sizes = [np.int32(n) for n in (T, T, H, 1, *row_steps)]
     flat = [a.reshape(-1) for a in (*new.values(), *rows)]
     return [*flat, *sizes, np.float32(D**-0.5)], new
 
 
-def compile_one(task):
-    """In a worker: fills the disk cache. -> (task, bytes spilled per thread, "" or what went wrong)"""
-    kind = task[0]
-    try:
-        kernel, shared = fa.make_kernel(*task)
-        sizes = [np.int32(1)] * (8 if kind == "dkdv" else 7) + [np.float32(1)]
-        dtypes = {
-            "fwd": (2, 4, 2, 2, 2),
-            "dq": (2, 4, 2, 2, 2, 2, 2, 4),
-            "dkdv": (2, 2, 2, 2, 2, 2, 4, 4),
-        }[kind]
-        arrays = [cp.empty(1, ml_dtypes.bfloat16 if n == 2 else np.float32) for n in dtypes]
-        signature = tuple(map(numba_type, (*arrays, *sizes)))
-        handle, _ = load_function(kernel, signature, shared)
-        return task, cp.cuda.driver.funcGetAttribute(LOCAL_SIZE_BYTES, handle), ""
-    except Exception as error:
-        return task, 0, f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
-
-
 def measure(task, T):
-    """-> milliseconds. Raises AssertionError when the result is wrong."""
-    kind, D, causal, config = task
+    """-> milliseconds. Raises AssertionError if the result is wrong."""
+    kind, D, causal, tiles = task
     B, H = CLASSES[T]
     args, outputs = arguments(kind, T, D, causal)
     kernel, shared = fa.make_kernel(*task)
-    gpu = fa.multiprocessors(args[0]), fa.l2_bytes(args[0])
-    grid = fa.make_grid(kind, config, causal, (B, T, H, D), (B, T, H, D), *gpu)
-    run = lambda: launch(kernel, grid, 32 * config[2], *args, shared=shared)
+    gpu = fa.gpu_of(args[0])
+    grid = fa.make_grid(kind, tiles, causal, (B, T, H, D), (B, T, H, D), gpu)
+    run = lambda: launch(kernel, grid, 32 * tiles.warps, *args, shared=shared)
     run()
     exact = expected(B, T, H, D, causal)[3]
     for name, array in outputs.items():
@@ -150,17 +125,16 @@ def measure(task, T):
 
 # ----------------------------------------------------------------------------- all of them
 def tune(options: Options) -> dict:
-    """-> {(kind, D, causal): {T: (config, milliseconds)}}"""
+    """-> {(kind, D, causal): {T: (tiles, milliseconds)}}"""
     keys = list(itertools.product(options.kernels, options.heads, options.causal))
-    tasks = [(*key, config) for key in keys for config in CANDIDATES[key[:2]]]
+    tasks = [(*key, tiles) for key in keys for tiles in CANDIDATES[key[:2]]]
     defaults = [
-        ("fwd", D, causal, rows[0][1])
+        ("fwd", D, causal, next(iter(rows.values())))
         for (kind, D, causal), rows in TABLE.items()
         if kind == "fwd" and D in options.heads and causal in options.causal
     ]
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        done = pool.map(compile_one, dict.fromkeys(defaults + tasks), chunksize=1)
-    compiled = {task: (spilled, wrong) for task, spilled, wrong in done}
+    every = dict.fromkeys((compile_mma_sync, task) for task in defaults + tasks)
+    compiled = compile_all(every, options.jobs)
     best = {key: {} for key in keys}
     for task in sorted(tasks, key=lambda t: (t[1], t[2], t[0])):  # inputs of one width at a time
         spilled, wrong = compiled[task]
@@ -178,7 +152,7 @@ def tune(options: Options) -> dict:
         mode = "causal" if task[2] else "full"
         spill = f"spills {spilled} bytes" if spilled else ""
         print(
-            f"{task[0]:5} D {task[1]:3} {mode:6} {task[3]!s:26}",
+            f"{task[0]:5} D {task[1]:3} {mode:6} {task[3]!s:70}",
             " | ".join(rates),
             spill,
             wrong,
@@ -189,7 +163,7 @@ def tune(options: Options) -> dict:
 
 def tflops(kind, D, causal, T, ms):
     B, H = CLASSES[T]
-    return WORK[kind] * 4 * B * H * T * T * D / (2 if causal else 1) / ms / 1e9
+    return WORK[kind] * operations(B, T, H, D, causal) / ms / 1e9
 
 
 def write(best: dict) -> None:
@@ -197,23 +171,11 @@ def write(best: dict) -> None:
     for key, row in best.items():
         classes = [(LONGEST[T], row[T][0]) for T in sorted(row)]
         classes[-1] = (None, classes[-1][1])
-        # equal neighbours are one class
-        table[key] = tuple(
-            c for i, c in enumerate(classes) if i + 1 == len(classes) or c[1] != classes[i + 1][1]
-        )
-    text = TABLE_FILE.read_text(encoding="utf-8")
-    head = text[: text.index("GPU = ")]
-    name = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    lines = "".join(
-        f'    ("{kind}", {D}, {causal}): {table[kind, D, causal]!r},\n'
-        for kind, D, causal in sorted(table, key=lambda key: (list(WORK).index(key[0]), key[1:]))
-    )
-    TABLE_FILE.write_text(f'{head}GPU = "{name}"\nTABLE = {{\n{lines}}}\n', encoding="utf-8")
+        table[key] = _hopper_tiles.merged_classes(classes)
+    _hopper_tiles.write_table(TABLE_FILE, table, repr)
 
 
 def tune_hopper(options: Options) -> None:
-    import _hopper_tiles
-
     heads = [D for D in options.heads if D in (64, 128)]
     lengths = options.lengths if options.lengths != list(CLASSES) else list(_hopper_tiles.SHAPES)
     best = _hopper_tiles.tune(heads, options.kernels, lengths, options.causal)

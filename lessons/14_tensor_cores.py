@@ -573,8 +573,8 @@ for MT in (1, 2, 4):
 from xtrain.kernels.attention.flash_attention_table import TABLE
 
 for D in (32, 64, 128):
-    rows = TABLE["fwd", D, True]
-    each = [f"{c[0]} queries / {c[2]} warps = {c[0] // c[2]}" for _, c in rows]
+    tiles = TABLE["fwd", D, True].values()
+    each = [f"{t.BM} queries / {t.warps} warps = {t.BM // t.warps}" for t in tiles]
     print(f"D = {D:3}: " + ", ".join(each))
 
 # %% [markdown]

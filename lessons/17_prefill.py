@@ -72,7 +72,7 @@ for lengths in ((3, 1, 2), (12, 40, 180, 25), (7, 900, 30, 15, 60, 22, 410, 9)):
 # the lengths. The reference:
 
 # %%
-from xtrain.kernels.decoding import padding
+padding = lesson.padding
 
 lesson.source(padding.cumulative_lengths_ref)
 lengths = np.array([3, 1, 2], np.int32)
@@ -313,9 +313,9 @@ print(
 #
 # ## Measure, and one improvement
 #
-# Your kernel from 17.2 moves one element per thread and searches the edges linearly. The library's
-# kernel moves 16 bytes per thread and finds the sequence with a binary search. For 16 sequences of
-# up to 8 tokens, with 256 channels:
+# Your kernel from 17.2 moves one element per thread and searches the edges linearly. The kernel of
+# `padding.remove_padding` moves 16 bytes per thread and finds the sequence with a binary search. For
+# 16 sequences of up to 8 tokens, with 256 channels:
 
 # %%
 lengths = rng.integers(1, 9, 16).astype(np.int32)
@@ -330,7 +330,7 @@ yours = lesson.traced(remove_padding_kernel, N, 32, y_s, x_s, edges_s)
 with lesson.tracing() as library:
     y_lib = padding.remove_padding(x_s, edges_s, N)
 print("the same rows:", np.array_equal(y_s, y_lib))
-for name, trace, x_name in (("yours", yours, "x_ATC"), ("the library's", library, "x")):
+for name, trace, x_name in (("yours", yours, "x_ATC"), ("remove_padding", library, "x")):
     rows, search = trace.traffic(x_name, False), trace.traffic("edges_E", False)
     warps = len({(a.block, a.thread // 32) for a in trace.of("edges_E")})
     print(
@@ -352,7 +352,7 @@ x_b, edges_b = lesson.array(np.ones((A, T, C), np.float32)), lesson.array(edges_
 y_b = lesson.empty(x_b, (N, C))
 runs = {
     "yours": lambda: lesson.launch(remove_padding_kernel, N, 32, y_b, x_b, edges_b),
-    "the library's": lambda: padding.remove_padding(x_b, edges_b, N),
+    "remove_padding": lambda: padding.remove_padding(x_b, edges_b, N),
 }
 times = lesson.measure(runs, nbytes=2 * 4 * N * C)
 

@@ -417,7 +417,7 @@ lesson.source(sampling.sample_ref)
 
 # %% [markdown]
 # The kernel of the first pass follows. Your pair of value and id is a single int64 here
-# (`place_of`), so that one comparison decides. A block sorts lists of k entries, with k rounded up
+# (`sort_key_of`), so that one comparison decides. A block sorts lists of k entries, with k rounded up
 # to a power of two, by a bitonic sort in shared memory: threads compare and exchange in a fixed
 # pattern, and only the steps whose partners are more than 32 apart need a barrier for the whole
 # block. The block then merges the lists pairwise, one half of them with the other, until one list

@@ -16,13 +16,13 @@ from xtrain.errors import UserError
 from xtrain.files import cannot_write, write_whole
 from xtrain.kernels.runtime.launch import empty, launch, zeros
 
-from . import attempt, figures, records
+from . import attempt, figures, padding, records
 from .attempt import EXERCISES, Verdict
 from .machine import Machine
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
-    "Machine", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners", "record",
+    "Machine", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners", "padding", "record",
     "report", "source", "table", "traced", "tracing", "zeros",
 ]  # fmt: skip
 

@@ -36,7 +36,7 @@ from xtrain.simulator.errors import Site
 from xtrain.simulator.source import translate
 from xtrain.simulator.thread import Thread
 
-from .reading import GAP, home_of, is_empty, library_name
+from .reading import GAP, LIBRARY, home_of, is_empty, library_name
 from .trace import traced
 
 SECONDS = 20  # time limit of an attempt; a solution takes at most two seconds
@@ -173,7 +173,7 @@ class Attempt:
         if self.exercise.kernel and not hasattr(self.work, "py_func"):
             raise Wrong(f"{name} is a plain Python function: write @cuda.jit above it.")
         found = library_name(function, self.exercise.allow)
-        if home_of(function).split(".")[0] == "xtrain":
+        if home_of(function).split(".")[0] in LIBRARY:
             found = home_of(function)
         if found:
             raise Wrong(

@@ -22,6 +22,9 @@ def is_empty(source):
     return all(isinstance(s, ast.Pass) or text(s) or given(s) for s in body)
 
 
+LIBRARY = ("xtrain", __package__)  # the packages whose functions an exercise may not use
+
+
 def library_name(function, allow=frozenset()) -> str | None:
     """The first name that refers to xtrain, in the reader's code or in other functions of the reader that it calls."""
     seen, todo = set(), [function]
@@ -50,7 +53,7 @@ def library_name(function, allow=frozenset()) -> str | None:
                 continue
             home = home_of(found)
             if (
-                home.split(".")[0] == "xtrain"
+                home.split(".")[0] in LIBRARY
                 and getattr(node, "attr", getattr(node, "id", "")) not in allow
             ):
                 if isinstance(found, types.ModuleType) and _allowed_attribute(tree, node, allow):

@@ -20,16 +20,17 @@ import numpy as np
 
 import xtrain
 import xtrain.kernels
+from xtrain import lesson
 from xtrain.kernels.adamw import adamw, adamw_hyper
-from xtrain.kernels.attention import flash_attention
-from xtrain.kernels.attention import flash_attention_bf16_bwd_whole as _flash_attention_bf16_whole
+from xtrain.kernels.attention import flash_attention, flash_attention_bf16_bwd_whole
 from xtrain.kernels.attention.context_attention import context_attention
 from xtrain.kernels.attention.decode_attention import decode_attention
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
-from xtrain.kernels.decoding import padding, sampling
+from xtrain.kernels.decoding import sampling
 from xtrain.kernels.decoding.gemv import gemv, gemv_fits
-from xtrain.kernels.decoding.kv_cache import append_kv, empty_kv_cache, repeat_kv
+from xtrain.kernels.decoding.kv_cache import append_kv, empty_kv_cache
+from xtrain.kernels.decoding.padding import token_positions
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares
@@ -42,6 +43,7 @@ from xtrain.nn import functional as F
 from xtrain.nn.autograd import Tensor
 from xtrain.nn.optim import clip
 
+padding, repeat_kv = lesson.load_checks("padding"), lesson.load_checks("repeat_kv").repeat_kv
 DTYPES = (np.dtype(np.float32), BFLOAT16)
 RNG = np.random.default_rng(0)
 
@@ -135,7 +137,7 @@ def serving(dtype):
         lengths, history, rows = (5, 1, 67), ints(0, 40, 130), ints(2, 0, 1)
         N, S, A = sum(lengths), 200, 3
         edges = padding.cumulative_lengths(ints(*lengths))
-        places = padding.token_places(edges, N, history, rows)
+        places = token_positions(edges, N, history, rows)
         padding.padding_offsets(edges, N, max(lengths))
         x = draw(N, H, D, dtype=dtype)
         padding.remove_padding(padding.restore_padding(x, edges, 67), edges, N)
@@ -213,9 +215,9 @@ def flash(dtype):
             k, v = (draw(B, T, G, D, dtype=dtype) for _ in range(2))
             o, lse = flash_attention.flash_attention_fwd(q, k, v, 0.2, causal)
             flash_attention.flash_attention_bwd(do, q, k, v, o, lse, 0.2, causal)
-            if dtype != np.float32 and D in _flash_attention_bf16_whole.WIDTHS:
+            if dtype != np.float32 and D in flash_attention_bf16_bwd_whole.WIDTHS:
                 chosen = flash_attention.choose_whole
-                flash_attention.choose_whole = lambda *_: _flash_attention_bf16_whole.CONFIG
+                flash_attention.choose_whole = lambda *_: flash_attention_bf16_bwd_whole.TILES
                 flash_attention.flash_attention_bwd(do, q, k, v, o, lse, 0.2, causal)
                 flash_attention.choose_whole = chosen
     flash_attention.HOPPER = usual

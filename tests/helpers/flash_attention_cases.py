@@ -1,6 +1,6 @@
-"""What the tests of FlashAttention share: inputs, all results at once, the float64 truth and PyTorch's answer.
+"""What the tests of FlashAttention share: inputs, all results at once, the float64 results and PyTorch's.
 
-In the simulator the kernels get small tiles, so that a few dozen tokens make several of them; on a GPU the tuned ones.
+In the simulator the kernels get small tiles, so a few dozen tokens make several tiles; on a GPU they get the tuned ones.
 """
 
 import ml_dtypes
@@ -13,17 +13,22 @@ from xtrain.kernels.attention import context_attention
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_fp32 as fp32
 from xtrain.kernels.attention.flash_attention import flash_attention_bwd, flash_attention_fwd
+from xtrain.kernels.attention.flash_attention_table import Tiles
 
 BF16 = ml_dtypes.bfloat16
-TILES = {  # two warps where a row is narrow enough, and three tiles for 70 tokens
-    "fwd": (32, 32, 2, 1, True),
-    "dq": (32, 16, 2, 1),
-    "dkdv": (32, 32, 2, 1),
+TILES = {  # two warps, since the heads are narrow, and three tiles for 70 tokens
+    "fwd": Tiles(BM=32, BN=32, warps=2, blocks=1, q_in_registers=True),
+    "dq": Tiles(BM=32, BN=16, warps=2, blocks=1),
+    "dkdv": Tiles(BM=32, BN=32, warps=2, blocks=1),
 }
-WIDE_TILES = {"fwd": (64, 16, 4, 1, False), "dq": (64, 16, 4, 1), "dkdv": (64, 32, 4, 1)}
+WIDE_TILES = {
+    "fwd": Tiles(BM=64, BN=16, warps=4, blocks=1),
+    "dq": Tiles(BM=64, BN=16, warps=4, blocks=1),
+    "dkdv": Tiles(BM=32, BN=64, warps=4, blocks=1),
+}
 
 
-def _forget_fp32_kernels():
+def _clear_fp32_kernels():
     for x in (*vars(fp32).values(), *vars(context_attention).values()):
         if hasattr(x, "cache_clear"):
             x.cache_clear()
@@ -31,19 +36,19 @@ def _forget_fp32_kernels():
 
 @pytest.fixture(autouse=True)
 def small_fp32_tiles(monkeypatch):
-    """Tiles of 16 rows: a quarter of the work. (test_flash_attention_fp32.py has those of 32.)"""
+    """Tiles of 16 rows: a quarter of the work. test_flash_attention_fp32.py tests tiles of 32."""
     if GPU:
         yield
         return
-    _forget_fp32_kernels()
+    _clear_fp32_kernels()
     monkeypatch.setattr(fp32, "tile_rows", lambda D: 16)
     yield
-    _forget_fp32_kernels()
+    _clear_fp32_kernels()
 
 
 @pytest.fixture(autouse=True)
 def small_bf16_tiles(monkeypatch):
-    """For the mma.sync kernels. (Those with wgmma: test_flash_attention_hopper.py)"""
+    """For the mma.sync kernels; test_flash_attention_hopper.py tests those with wgmma."""
     monkeypatch.setattr(fa, "HOPPER", False)
     if not GPU:
         choose = lambda kind, D, *rest: (WIDE_TILES if D == 128 else TILES)[kind]
@@ -52,8 +57,9 @@ def small_bf16_tiles(monkeypatch):
 
 
 def case(B, T, S, H, G, D, dtype=np.float64):
+    """-> random q, k, v, do"""
     shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
-    return [normal(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]  # q, k, v, do
+    return [normal(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
 
 
 def everything(q, k, v, do, scale, causal):
@@ -63,11 +69,12 @@ def everything(q, k, v, do, scale, causal):
 
 
 def exact(arrays, scale, causal):
+    """-> o, lse, dq, dk, dv of the references in float64"""
     return everything(*(x.astype(np.float64) for x in arrays), scale, causal)
 
 
 def torch_sdpa(q, k, v, do, scale, causal):
-    """-> o, dq, dk, dv in bf16: the same rounded inputs through PyTorch, on the GPU with its flash kernel"""
+    """-> o, dq, dk, dv in bf16 by PyTorch for the same rounded inputs; on a GPU with its flash kernel"""
     to = lambda x: torch.from_numpy(np.ascontiguousarray(x).view(np.uint16)).view(torch.bfloat16)
     q, k, v, do = (to(x).to("cuda" if GPU else "cpu").transpose(1, 2) for x in (q, k, v, do))
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))

@@ -130,6 +130,7 @@ REFUSED = {
     "through a helper": "@cuda.jit(device=True)\ndef helper(v):\n    return reduce.warp_sum(v)\n"
     "@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    helper(a_n[0])\n",
     "the kernel itself": "add_kernel = elementwise.add_naive_kernel\n",
+    "a kernel of the lessons": "from xtrain import lesson\nadd_kernel = lesson.padding.cumulative_lengths_kernel\n",
     "by import": "@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    from xtrain.kernels.elementwise import add_ref\n    y_n[0] = 1\n",
 }  # fmt: skip
 

@@ -28,11 +28,6 @@ def launch_engine(dtypes=(np.float32, BF16)):
         for D in (8, 6):
             caches, tokens = full(1, 2, 4, D), full(2, 2, D)
             kv_cache.append_kv(caches, caches.copy(), tokens, tokens.copy(), i32(0, 0), i32(1, 2))
-        kv_cache.repeat_kv(caches, 2)
-        edges = padding.cumulative_lengths(i32(1, 1))
-        padded = padding.restore_padding_heads(tokens, edges, 2)
-        padding.remove_padding_heads(padded, edges, 2)
-        padding.remove_padding(padding.restore_padding(tokens, edges, 2), edges, 2)
         for B, H, D in ((1, 8, 64), (17, 8, 64), (1, 9, 16), (1, 1, 128)):  # few and many key heads
             decode(full, dtype, B, H, D)
         q, ends = full(3, 2, 64), i32(0, 3)
@@ -44,8 +39,7 @@ def launch_engine(dtypes=(np.float32, BF16)):
         parameters = ints, floats, ints, floats, longs, longs, ints
         sampling.sample(full(1, 8), *parameters, parameters_ready=True)
     sampling.advance(i32(0), i32(0), i32(0))
-    padding.token_places(edges, 2, i32(0, 0), i32(1, 0))
-    padding.padding_offsets(edges, 2, 2)
+    padding.token_positions(i32(0, 1, 2), 2, i32(0, 0), i32(1, 0))
 
 
 def decode(full, dtype, B, H, D):

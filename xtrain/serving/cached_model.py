@@ -26,7 +26,7 @@ from ..kernels.attention.decode_attention import decode_attention
 from ..kernels.cast import BFLOAT16
 from ..kernels.decoding.gemv import MAX_ROWS, gemv, gemv_fits
 from ..kernels.decoding.kv_cache import append_kv, empty_kv_cache, kv_cache_bytes
-from ..kernels.decoding.padding import token_places
+from ..kernels.decoding.padding import token_positions
 from ..kernels.embedding import embedding_fwd
 from ..kernels.gemm import linear_fwd, matmul
 from ..kernels.primitives.tiles import WIDTHS
@@ -174,7 +174,7 @@ class CachedModel:
         tables = self.cos_PR, self.sin_PR
         if self.stretched(prompt_length):
             tables = self._on_device(self._tables_for(prompt_length))
-        slots_N, positions_N = token_places(edges_E, len(ids), history_A, slots_A)
+        slots_N, positions_N = token_positions(edges_E, len(ids), history_A, slots_A)
         packed = PackedTokens(slots_N, positions_N, edges_E, history_A, slots_A, max(lengths))
         return self._prefill(ids_N, tables, packed, last_W if last else None)
 

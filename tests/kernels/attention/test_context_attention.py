@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from xtrain.kernels.attention import context_attention as file
 from xtrain.kernels.attention.context_attention import context_attention, context_attention_ref
 from xtrain.kernels.decoding.kv_cache import append_kv
-from xtrain.kernels.decoding.padding import token_places
+from xtrain.kernels.decoding.padding import token_positions
 from xtrain.simulator import KernelError, sim
 
 __all__ = ["small_fp32_tiles"]
@@ -24,7 +24,7 @@ def int32(values):
 
 
 def case(lengths, history, H, G, D, dtype=np.float32, more=3):
-    """-> q, k, v caches, edges, history, rows, longest, scale. What lies beyond each sequence in the cache is NaN."""
+    """-> q, k, v caches, edges, history, rows, longest, scale. The cache is NaN beyond the end of each sequence."""
     A, N = len(lengths), sum(lengths)
     S = max(n + h for n, h in zip(lengths, history)) + more
     rows = int32(rng(7).permutation(A + 1)[:A])
@@ -104,7 +104,7 @@ def test_against_pytorch():
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_a_prompt_in_two_parts_is_a_prompt(dtype):
-    """The second part continues the cached first one, packed beside another sequence."""
+    """The second part continues the cached first one, packed together with another sequence."""
     H, G, D, T, cut = 2, 1, 16, 8, 3
     q, k, v = (normal(i, T, heads, D).astype(dtype) for i, heads in ((1, H), (2, G), (3, G)))
     other = [normal(i, 4, heads, D).astype(dtype) for i, heads in ((4, H), (5, G), (6, G))]
@@ -113,7 +113,7 @@ def test_a_prompt_in_two_parts_is_a_prompt(dtype):
         edges, history, rows = (
             to_kernel(int32(x)) for x in (np.cumsum([0, *lengths]), history, range(len(lengths)))
         )
-        places = token_places(edges, sum(lengths), history, rows)
+        places = token_positions(edges, sum(lengths), history, rows)
         append_kv(*caches, *map(to_kernel, packed[1:]), *places)
         args = (to_kernel(packed[0]), *caches, edges, history, rows, max(lengths), D**-0.5)
         return to_host(context_attention(*args))
@@ -127,7 +127,7 @@ def test_a_prompt_in_two_parts_is_a_prompt(dtype):
     joined = np.concatenate([first, second[: T - cut]]).astype(float)
     np.testing.assert_allclose(joined, whole.astype(float), atol=tolerance)
     alone = prefill(empty(), other, [4], [0])
-    assert np.array_equal(second[T - cut :], alone)  # a sequence does not feel the others
+    assert np.array_equal(second[T - cut :], alone)  # a sequence does not depend on the others
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
@@ -151,7 +151,7 @@ def test_no_tokens_at_all():
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("            cuda.syncthreads()  # everybody has left the tile before\n", ""),
+        ("            cuda.syncthreads()  # all warps have left the previous tile\n", ""),
         ("            cuda.syncthreads()\n            dots", "            dots"),
         ("            cuda.syncwarp()  # a row of p", "            # a row of p"),
         ("if t < T and d < D:", "if d < D:"),
@@ -193,9 +193,9 @@ def test_planted_bugs_are_found(old, new):
         (3, [0, 3, 2**31 - 1, 15], np.float32),
     ],
 )
-def test_what_only_the_device_knows_is_looked_at_there(which, values, dtype):
-    """History, rows and edges beyond the arrays: nothing is read or written there (the simulator would say so), and the
-    sequence's rows are NaN; the first one, which fits, is as always."""
+def test_the_kernel_checks_values_that_only_the_device_knows(which, values, dtype):
+    """Invalid history, rows and edges: nothing is read or written out of bounds (the simulator would report it), and the
+    sequence's rows become NaN; the first sequence, which is valid, is unchanged."""
     args = case([3, 7, 5], [1, 0, 4], 2, 1, 16, dtype)
     want = run(args, to_kernel)
     o = run((*args[:which], int32(values), *args[which + 1 :]), to_kernel)
@@ -209,13 +209,12 @@ def test_what_only_the_device_knows_is_looked_at_there(which, values, dtype):
 def test_bad_input():
     args = case([3, 2], [1, 0], 4, 2, 16)
     replace = lambda i, x: (*args[:i], x, *args[i + 1 :])
-    with pytest.raises(ValueError, match="a sequence of 3 tokens, where 2 are the most"):
+    with pytest.raises(ValueError, match="a sequence of 3 tokens, expected at most 2"):
         context_attention(*replace(6, 2))
     with pytest.raises(ValueError, match="longest is -1"):
         run(replace(6, -1), to_kernel)
-    assert np.array_equal(
-        run(replace(6, 2**31), to_kernel), run(args, to_kernel)
-    )  # not as many blocks
+    # not as many blocks
+    assert np.array_equal(run(replace(6, 2**31), to_kernel), run(args, to_kernel))
     with pytest.raises(
         ValueError, match="history and new tokens do not fit the cache of 7 positions"
     ):
@@ -231,7 +230,7 @@ def test_bad_input():
         context_attention(*replace(0, args[0].astype(BF16)))
     with pytest.raises(ValueError, match="3 query heads cannot share 2 key heads"):
         context_attention(*replace(0, args[0][:, :3].copy()))
-    with pytest.raises(ValueError, match="head dim 24, the GPU kernels for bf16 have"):
+    with pytest.raises(ValueError, match="head dim 24, the GPU kernels for bf16 support"):
         odd = case([3], [0], 2, 1, 24, BF16)
         run(odd, np.array)
         run(odd, to_kernel)

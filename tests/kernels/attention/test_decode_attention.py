@@ -1,4 +1,4 @@
-"""decode_attention.py: the reference against PyTorch and against a whole prompt at once, the kernels against the reference."""
+"""decode_attention.py: the reference against PyTorch and against the attention of a whole prompt, the kernels against it."""
 
 import ml_dtypes
 import numpy as np
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from xtrain import simulator
 from xtrain.kernels.attention import decode_attention as file
-from xtrain.kernels.attention import decode_attention_loops as _decode_attention_loops
-from xtrain.kernels.attention import decode_attention_parts as _decode_attention_parts
+from xtrain.kernels.attention import decode_attention_loops, decode_attention_parts
 from xtrain.kernels.attention.decode_attention import (
     decode_attention,
     decode_attention_ref,
@@ -59,9 +58,8 @@ def check(args):
     o64 = decode_attention_ref(*exact)
     for what, got, one, want in zip("okv", kernel_, single, (o64, *exact[1:3])):
         assert got.dtype == args[0].dtype
-        floor = (
-            2e-6 if got.dtype == np.float32 else 4e-3
-        )  # exp2 is off by two units; q, p are rounded to bf16
+        # exp2 is off by two units; q, p are rounded to bf16
+        floor = 2e-6 if got.dtype == np.float32 else 4e-3
         assert_as_good(got, want, one, what=what, floor=floor)
     return kernel_
 
@@ -87,8 +85,8 @@ def test_kernel(shape, dtype):
 @pytest.fixture
 def short_splits(monkeypatch):
     """Splits of 16 keys instead of 256, so that short rows have several."""
-    monkeypatch.setattr(_decode_attention_parts, "CHUNK", 16)
-    monkeypatch.setattr(_decode_attention_parts, "FEW_CHUNK", 16)
+    monkeypatch.setattr(decode_attention_parts, "CHUNK", 16)
+    monkeypatch.setattr(decode_attention_parts, "FEW_CHUNK", 16)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
@@ -96,8 +94,8 @@ def short_splits(monkeypatch):
 def test_split_keys_equal_unsplit(short_splits, monkeypatch, shape, dtype):
     args = case(*shape, dtype, True)
     o, k, v = check(args)
-    monkeypatch.setattr(_decode_attention_parts, "CHUNK", 256)
-    monkeypatch.setattr(_decode_attention_parts, "FEW_CHUNK", 256)
+    monkeypatch.setattr(decode_attention_parts, "CHUNK", 256)
+    monkeypatch.setattr(decode_attention_parts, "FEW_CHUNK", 256)
     o1, k1, v1 = run(args, to_kernel)
     assert np.array_equal(k, k1) and np.array_equal(v, v1)
     tolerance = 2e-6 if dtype == np.float32 else 2e-2
@@ -105,7 +103,7 @@ def test_split_keys_equal_unsplit(short_splits, monkeypatch, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_a_row_does_not_feel_the_others(short_splits, dtype):
+def test_a_row_does_not_depend_on_the_others(short_splits, dtype):
     """Alone, in a batch, in another place and with a larger cache: the same bits."""
     args = case([20, 3], 2, 1, 16, 24, dtype, True)
     together = run(args, to_kernel)[0]
@@ -208,14 +206,14 @@ def test_large_scores(short_splits):
 
 # ----------------------------------------------------------------------------- planted bugs
 def planted(monkeypatch, old, new):
-    """_decode_attention_parts with one line changed, as the kernel factory sees it."""
-    name = _decode_attention_parts.__name__
+    """Replace decode_attention_parts by a copy with one line changed, for the kernel factory."""
+    name = decode_attention_parts.__name__
     scope = with_bug(
-        _decode_attention_parts, old, new, dict(__name__=name, __package__=name.rpartition(".")[0])
+        decode_attention_parts, old, new, dict(__name__=name, __package__=name.rpartition(".")[0])
     )
     scope["CHUNK"] = scope["FEW_CHUNK"] = 16
     for key in ("CHUNK", "FEW_CHUNK", "make_new_heads", "make_merge"):
-        monkeypatch.setattr(_decode_attention_parts, key, scope[key])
+        monkeypatch.setattr(decode_attention_parts, key, scope[key])
     monkeypatch.setattr(file, "arrive_last", scope["arrive_last"])
     make_decode_kernel.cache_clear()
 
@@ -228,8 +226,8 @@ BUGS = [
     ),
     ("    cuda.syncthreads()  # the block's writes come before thread 0's addition\n", "", "race"),
     (
-        "weigh(weight_s, l_s, m_part, l_part, first, used)\n        cuda.syncthreads()\n",
-        "weigh(weight_s, l_s, m_part, l_part, first, used)\n",
+        "weigh(weight_s, l_s, m_partial, l_partial, first, used)\n        cuda.syncthreads()\n",
+        "weigh(weight_s, l_s, m_partial, l_partial, first, used)\n",
         "race",
     ),
     (
@@ -250,7 +248,7 @@ BUGS = [
 def test_planted_bugs_are_found(monkeypatch, old, new, message):
     args = [sim(a) if isinstance(a, np.ndarray) else a for a in case([40], 4, 1, 16, 48)]
     planted(monkeypatch, old, new)
-    if message is None:  # nobody comes last: o is never written
+    if message is None:  # no block is the last one: o is never written
         assert np.isnan(np.asarray(decode_attention(*args))).any()
     else:
         with pytest.raises(KernelError, match=message):
@@ -258,10 +256,10 @@ def test_planted_bugs_are_found(monkeypatch, old, new, message):
     make_decode_kernel.cache_clear()
 
 
-def test_keys_that_are_used_before_they_are_there():
+def test_keys_that_are_used_before_they_are_written():
     """A planted bug: the barrier between append and loop is missing."""
-    attend = _decode_attention_loops.make_attend_plain(16, 8, 4)[1]
-    new_heads = _decode_attention_parts.make_new_heads(16, 2, 8, 4, False)
+    attend = decode_attention_loops.make_attend_plain(16, 8, 4)[1]
+    new_heads = decode_attention_parts.make_new_heads(16, 2, 8, 4, False)
     cuda, float32 = file.cuda, file.float32
 
     @kernel(128)
@@ -298,17 +296,19 @@ def test_bad_input():
         decode_attention(*replace(4, int32([7])))
     odd = case([3], 2, 1, 24, 8)
     decode_attention(*odd)  # any even width on the CPU
-    with pytest.raises(ValueError, match="head dim 24, the GPU kernels have"):
+    with pytest.raises(ValueError, match="head dim 24, the GPU kernels support"):
         decode_attention(*[to_kernel(a) if isinstance(a, np.ndarray) else a for a in odd])
 
 
 @pytest.mark.parametrize(
     "shape, warps", [(([20, 3], 4, 2, 16, 32), 4), (([34], 8, 1, 64, 40), 12)], ids=str
 )
-def test_asking_ahead_changes_no_bit(short_splits, monkeypatch, warps, shape):
+def test_loading_ahead_does_not_change_the_result(short_splits, monkeypatch, warps, shape):
     args, o = case(*shape, BF16), []
     for ahead in (False, True):
-        monkeypatch.setattr(file, "choose", lambda *_, ahead=ahead: file.Config(warps, ahead, 16))
+        monkeypatch.setattr(
+            file, "choose", lambda *_, ahead=ahead: file.Config(warps, ahead, keys=16)
+        )
         o.append(check(args)[0])
         o.append(run(args, to_kernel, cache_ready=True)[0])
     assert all(np.array_equal(x, o[0]) for x in o)

@@ -1,4 +1,4 @@
-"""FlashAttention: the reference against calculus and GEMM attention, the launcher, and what both precisions promise.
+"""FlashAttention: the reference against calculus and GEMM attention, the launcher, and what both precisions guarantee.
 
 Shapes: test_flash_attention_bf16.py and test_flash_attention_fp32.py.
 """
@@ -54,7 +54,7 @@ def test_reference_against_gemm_attention(causal):
 @pytest.mark.parametrize("D", [16, 32, 64, 128] if GPU else [16])
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_large_scores(dtype, D):
-    """Softmaxes that are almost one-hot, and rows whose maximum keeps growing along the keys."""
+    """Softmaxes that are almost one-hot, and rows whose maximum increases along the keys."""
     q, k, v, do = case(1, 36, 36, 1, 1, D if dtype == BF16 else 2, dtype=dtype)
     ramp = np.linspace(30, 0, 36, dtype=np.float32).reshape(1, 36, 1, 1)
     k = (k * ramp).astype(dtype)
@@ -75,14 +75,21 @@ def test_large_scores(dtype, D):
 @pytest.mark.parametrize("l2", [1, 10**5, 10**9])
 def test_grid_covers_every_head_and_row(heads, rows, l2):
     q_shape, k_shape = (1, rows, heads, 16), (1, rows + 30, heads, 16)
+    gpu, tiles = fa.Gpu(13, l2), fa.Tiles(BM=64, BN=64, warps=4, blocks=2)
     for kind, own in (("fwd", rows), ("dq", rows), ("dkdv", rows + 30)):
         for causal in (True, False):
-            gpu = causal, q_shape, k_shape, 13, l2
-            side, tiles, times = fa.make_grid(kind, (64, 64, 4, 2), *gpu)
-            assert heads <= side * times < heads + times and 64 * (tiles - 1) < own <= 64 * tiles
+            side, blocks, times = fa.make_grid(kind, tiles, causal, q_shape, k_shape, gpu)
+            assert heads <= side * times < heads + times and 64 * (blocks - 1) < own <= 64 * blocks
             assert side * 4 * 16 * rows <= max(2 * l2, 2 * 4 * 16 * (rows + 30))
             assert causal or side == 1
-    assert fa.make_grid("fwd", (64, 64, 4, 2), True, (0, 5, 2, 16), (0, 5, 2, 16), 13, l2)[2] == 0
+    assert fa.make_grid("fwd", tiles, True, (0, 5, 2, 16), (0, 5, 2, 16), gpu)[2] == 0
+
+
+def test_grid_of_unequal_tiles():
+    """A block of the dK, dV kernel owns BN keys, one of the others BM queries."""
+    tiles, shape = fa.Tiles(BM=32, BN=128, warps=4, blocks=2), (1, 256, 3, 16)
+    blocks = [fa.make_grid(k, tiles, False, shape, shape, fa.Gpu(13, 1))[1] for k in fa.SMALL]
+    assert dict(zip(fa.SMALL, blocks)) == {"fwd": 8, "dq": 8, "dkdv": 2}
 
 
 def heads_of(packed_BTP, first, n, D):
@@ -105,7 +112,7 @@ PACKED = (
 @pytest.mark.parametrize("which", ["qkv", "v"])
 @pytest.mark.parametrize("dtype, B, T, H, G, D", PACKED)
 def test_packed_arrays_are_read_and_written_in_place(dtype, B, T, H, G, D, which):
-    """The same bits as from arrays of their own; in the packed gradient nothing but dv is touched."""
+    """The same bits as from separate arrays; in the packed gradient only dv is written."""
     packed = to_kernel(normal(0, B, T, (H + 2 * G) * D, dtype=dtype))
     places = {"q": (0, H), "k": (H, G), "v": (H + G, G)}
     q, k, v = (heads_of(packed, *places[n], D) for n in "qkv")
@@ -149,7 +156,7 @@ def test_packed_arrays_on_the_cpu():
     "odd", ["a gap between sequences", "heads apart", "not on 16 bytes", "rows not"]
 )
 def test_layouts_that_are_copied_first(odd):
-    """Tensor-core kernels copy 16 bytes at a time: what lies otherwise is right too, by way of a copy."""
+    """Tensor-core kernels copy 16 bytes at a time: other layouts are copied first and give the right result."""
     B, T, G, D = 1 + ("apart" in odd or "gap" in odd), 4, 1, 16
     whole = to_kernel(normal(3, B, T + 1, 3, D + 8, dtype=BF16))
     flat = whole.reshape(-1)
@@ -173,7 +180,7 @@ def test_layouts_that_are_copied_first(odd):
 
 @pytest.mark.gpu
 def test_arrays_that_begin_anywhere():
-    """Copies of 16 bytes need aligned rows: arrays that begin 2 bytes further are copied first."""
+    """Copies of 16 bytes need aligned rows: arrays that begin 2 bytes later are copied first."""
     arrays = [to_kernel(x) for x in case(1, 70, 90, 4, 2, 32, dtype=BF16)]
     right = everything(*arrays, 0.3, True)
     for i in range(4):

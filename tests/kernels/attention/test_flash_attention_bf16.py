@@ -1,4 +1,4 @@
-"""FlashAttention on tensor cores: against float64, and no less exact than PyTorch in bf16."""
+"""FlashAttention on tensor cores: against float64, and at least as exact as PyTorch in bf16."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from flash_attention_cases import BF16, case, everything, exact, small_bf16_tile
 from test_flash_attention import test_packed_arrays_are_read_and_written_in_place
 
 from xtrain.kernels.attention import flash_attention as fa
-from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import CONFIG, WIDTHS
+from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import TILES, WIDTHS, WholeTiles
 
 __all__ = ["small_bf16_tiles"]
 # B, T, S, H, G, D, causal: one token; a whole tile; ragged and grouped; a past; few keys for many queries
@@ -42,11 +42,11 @@ def test_bf16_kernels_are_as_exact_as_torch(shape):
 
 
 def always_whole(monkeypatch, keys):
-    config = CONFIG if GPU else (keys, 1)
-    monkeypatch.setattr(fa, "choose_whole", lambda *_: config)
+    tiles = TILES if GPU else WholeTiles(keys=keys, blocks=1)
+    monkeypatch.setattr(fa, "choose_whole", lambda *_: tiles)
 
 
-# keys of a block; fewer and more keys than queries, a past that is no multiple of 64, several heads of queries, two rounds of 64
+# keys of a block; fewer and more keys than queries, a past that is not a multiple of 64, several query heads, two rounds of 64
 @pytest.mark.parametrize("keys, shape", [
     (64, (1, 1, 2, 1, 1, 32, True)), (64, (2, 9, 9, 2, 2, 32, True)), (64, (1, 41, 50, 2, 1, 16, True)),
     (64, (1, 17, 40, 2, 1, 16, False)), (128, (1, 34, 99, 1, 1, 16, True)), (128, (1, 67, 67, 1, 1, 16, True)),
@@ -56,7 +56,7 @@ def always_whole(monkeypatch, keys):
     ) if GPU],
 ], ids=str)  # fmt: skip
 def test_a_block_that_holds_all_keys(monkeypatch, keys, shape):
-    """As exact as the two kernels, which round as often."""
+    """As exact as the two kernels, which round at the same steps."""
     *shape, causal = shape
     arrays, scale = case(*shape, dtype=BF16), shape[-1] ** -0.5
     q, k, v, do = map(to_kernel, arrays)
@@ -70,7 +70,7 @@ def test_a_block_that_holds_all_keys(monkeypatch, keys, shape):
         assert_as_good(g, e, t, floor=2e-4, what=name)
 
 
-def test_all_keys_where_values_lie_in_a_packed_array(monkeypatch):
+def test_all_keys_with_values_in_a_packed_array(monkeypatch):
     always_whole(monkeypatch, 64)
     for which in ("qkv", "v") if GPU else ("v",):
         test_packed_arrays_are_read_and_written_in_place(
@@ -113,9 +113,9 @@ def test_every_choice_has_a_variant_for_99_kilobytes(monkeypatch, kind, D):
     for causal in (True, False):
         for T in (1, 512, 4096, 10**6):
             small = fa.choose(kind, D, T, causal, 99 * 1024)
-            assert fa._maker(kind, D)[1](D, small) <= 99 * 1024
+            assert fa._factory(kind, D)[1](D, small) <= 99 * 1024
             large = fa.choose(kind, D, T, causal, 227 * 1024)
-            assert fa._maker(kind, D)[1](D, large) <= 227 * 1024
+            assert fa._factory(kind, D)[1](D, large) <= 227 * 1024
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
-"""Bugs planted in copies of the tensor-core kernels: each is reported by the simulator, or gives visibly wrong numbers.
+"""Bugs planted in copies of the tensor-core kernels: the simulator reports each one, or the numbers are visibly wrong.
 
-A copy of the kernel files with one line changed is imported beside the real ones and run on one small case.
+A copy of the kernel files with one line changed is imported in place of the real ones and run on one small case.
 """
 
 import ml_dtypes
@@ -10,6 +10,8 @@ from checks import GPU, load_changed, normal, source_of
 
 from xtrain.kernels.attention import flash_attention
 from xtrain.kernels.attention.flash_attention import flash_attention_bwd_ref, flash_attention_ref
+from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import WholeTiles
+from xtrain.kernels.attention.flash_attention_table import Tiles
 from xtrain.simulator import KernelError, RaceError, UninitializedError, sim
 
 pytestmark = pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
@@ -22,8 +24,12 @@ FILES = (
     "attention.flash_attention_bf16_bwd_whole",
     "attention.flash_attention",
 )
-FWD, BWD, PAIRS, ALL_KEYS = FILES[1:5]
-CONFIGS = {"fwd": (32, 16, 2, 1, False), "dq": (32, 16, 2, 1), "dkdv": (32, 32, 2, 1)}
+FWD, BWD, D128, WHOLE = FILES[1:5]
+CHOSEN = {
+    "fwd": Tiles(BM=32, BN=16, warps=2, blocks=1),
+    "dq": Tiles(BM=32, BN=16, warps=2, blocks=1),
+    "dkdv": Tiles(BM=32, BN=32, warps=2, blocks=1),
+}
 WRONG = None  # no report, but wrong numbers
 SHAPE = 1, 37, 40, 2, 1, 16  # B, T, S, H, G, D
 
@@ -51,8 +57,8 @@ def errors(module, backward=True, all_keys=False):
     B, T, S, H, G, D = SHAPE
     shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
     q, k, v, do = (normal(i, *s, dtype=ml_dtypes.bfloat16) for i, s in enumerate(shapes))
-    module.choose = lambda kind, *rest: CONFIGS[kind]
-    module.choose_whole = lambda *_: (64, 1) if all_keys else None
+    module.choose = lambda kind, *rest: CHOSEN[kind]
+    module.choose_whole = lambda *_: WholeTiles(keys=64, blocks=1) if all_keys else None
     o, lse = module.flash_attention_fwd(*map(sim, (q, k, v)), 0.3)
     gradients = ()
     if backward:
@@ -76,10 +82,10 @@ BUGS = {
     # waits and barriers
     "tile not waited for": (FWD, "            wait_copies(0)\n            cuda.syncthreads()  # this", "            cuda.syncthreads()  # this", UninitializedError),
     "no barrier before the next tile": (FWD, "            wait_copies(0)\n            cuda.syncthreads()  # this", "            wait_copies(0)  # this", KernelError),
-    "one copy too many under way": (BWD, "        while n0 < end:\n            wait_copies(0)", "        while n0 < end:\n            wait_copies(1)", UninitializedError),
+    "one copy too many in flight": (BWD, "        while n0 < end:\n            wait_copies(0)", "        while n0 < end:\n            wait_copies(1)", UninitializedError),
     "copies not committed": ("primitives.tiles", "stride, valid)\n        commit_copies()", "stride, valid)", UninitializedError),
     "next tile into this one's place": (FWD, "copy_kv(smem, other, k,", "copy_kv(smem, now, k,", KernelError),
-    "rows stored before they are whole": ("primitives.tiles", "        cuda.syncwarp()  # the rows are whole\n", "", RaceError),
+    "rows stored before they are complete": ("primitives.tiles", "        cuda.syncwarp()  # the rows are whole\n", "", RaceError),
     "statistics of the other stage": (BWD, "weights(s, stats, now // 2 + LSE", "weights(s, stats, other // 2 + LSE", KernelError),
     # swizzle and fragments
     "no swizzle": ("primitives.tiles", "chunk ^ ((row >> SHIFT) & MASK)", "chunk", KernelError),
@@ -108,22 +114,22 @@ def test_bugs(planted, bug):
         assert caught.value.sites, "the report names no line"
 
 
-PAIR_BUGS = {
-    "weights read in the turn they are written": (PAIRS, "now, new, old, read, written", "now, new, old, written, read", WRONG),
-    "weights of the tile to come": (PAIRS, "scores(s, smem, own, old + BM * D)", "scores(s, smem, own, now + BM * D)", WRONG),
-    "two stages instead of three": (PAIRS, "old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)", "old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES)", KernelError),
+D128_BUGS = {
+    "weights read in the iteration that writes them": (D128, "now, new, old, read, written", "now, new, old, written, read", WRONG),
+    "weights of the tile to come": (D128, "scores(s, smem, own, old + BM * D)", "scores(s, smem, own, now + BM * D)", WRONG),
+    "two stages instead of three": (D128, "old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)", "old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES)", KernelError),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", [None, *PAIR_BUGS])
+@pytest.mark.parametrize("bug", [None, *D128_BUGS])
 def test_bugs_between_two_warps(planted, bug):
     file, old, new, expected = (
-        PAIR_BUGS[bug] if bug else ("primitives.tiles", "CHUNK = 8", "CHUNK = 8", None)
+        D128_BUGS[bug] if bug else ("primitives.tiles", "CHUNK = 8", "CHUNK = 8", None)
     )
     module = planted(file, old, new)
-    maker = module.bf16_pairs.make_pairs_kernel, module.bf16_pairs.pairs_shared_bytes
-    single = module._maker
-    module._maker = lambda kind, D: maker if kind == "dkdv" else single(kind, D)
+    d128 = module.bf16_bwd_d128.make_dkdv_d128_kernel, module.bf16_bwd_d128.dkdv_d128_shared_bytes
+    usual = module._factory
+    module._factory = lambda kind, D: d128 if kind == "dkdv" else usual(kind, D)
     if bug is None:
         assert max(errors(module).values()) < 1e-2
         return
@@ -134,12 +140,12 @@ def test_bugs_between_two_warps(planted, bug):
     assert expected is WRONG and max(found["dk"], found["dv"]) > 3e-2, found
 
 
-ALL_KEYS_BUGS = {
-    "gradients of scores read before they are whole": ("            cuda.syncthreads()  # dS is whole\n", "", KernelError),
+WHOLE_BUGS = {
+    "gradients of scores read before they are complete": ("            cuda.syncthreads()  # dS is complete\n", "", KernelError),
     "queries not waited for": ("            wait_copies(0)\n", "", UninitializedError),
     "no barrier before the next queries": ("            wait_copies(0)\n            cuda.syncthreads()  #", "            wait_copies(0)  #", KernelError),
-    "keys written over while they are read": ("        cuda.syncthreads()  # nobody reads K any more\n", "", KernelError),
-    "rows of dQ stored before they are whole": ("        cuda.syncwarp()\n", "", RaceError),
+    "keys overwritten while they are read": ("        cuda.syncthreads()  # all warps have finished reading K\n", "", KernelError),
+    "rows of dQ stored before they are complete": ("        cuda.syncwarp()\n", "", RaceError),
     "diagonal off by one": ("key - past - t0 if", "key - past - t0 - 1 if", WRONG),
     "statistics of one query": ("weights(s, stats, LSE + t,", "weights(s, stats, LSE + t0,", WRONG),
     "the other half of the keys": ("(32 * j + 16 * i) * BM", "(32 * j + 16 - 16 * i) * BM", WRONG),
@@ -147,13 +153,13 @@ ALL_KEYS_BUGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", [None, *ALL_KEYS_BUGS])
+@pytest.mark.parametrize("bug", [None, *WHOLE_BUGS])
 def test_bugs_where_a_block_holds_all_keys(planted, monkeypatch, bug):
     monkeypatch.setattr("test_flash_attention_bugs.SHAPE", (1, 37, 40, 1, 1, 32))
     old, new, expected = (
-        ALL_KEYS_BUGS[bug] if bug else ("STEP = 32, 64, 16", "STEP = 32, 64, 16", None)
+        WHOLE_BUGS[bug] if bug else ("STEP = 32, 64, 16", "STEP = 32, 64, 16", None)
     )
-    module = planted(ALL_KEYS, old, new)
+    module = planted(WHOLE, old, new)
     if expected in (None, WRONG):
         found = errors(module, all_keys=True)
         assert max(found.values()) < 1e-2 if bug is None else max(found.values()) > 3e-2, found

@@ -11,7 +11,7 @@ from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, only_all
 
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_fp32 as fp32
-from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import CONFIG, WIDTHS
+from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import TILES, WIDTHS
 from xtrain.kernels.attention.flash_attention_table import TABLE
 
 __all__ = ["nvvm"]
@@ -31,22 +31,22 @@ FP32 = {
     "dq": (BTHD, BHT, *[BTHD] * 5, BHT, types.float32),
     "dkdv": (*[BTHD] * 6, BHT, BHT, types.float32),
 }
-CHOSEN = {(*key, config) for key, rows in TABLE.items() for _, config in rows}
-CHOSEN |= {("whole", D, causal, CONFIG) for D in WIDTHS for causal in (True, False)}
+CHOSEN: set[tuple] = {(*key, tiles) for key, rows in TABLE.items() for tiles in rows.values()}
+CHOSEN |= {("whole", D, causal, TILES) for D in WIDTHS for causal in (True, False)}
 SMALL = {(*key, fa.SMALL[key[0]]) for key in TABLE if key[2]}
-ONE_OF_EACH = [(kind, D, True, TABLE[kind, D, True][-1][1]) for kind, D in (
+ONE_OF_EACH = [(kind, D, True, TABLE[kind, D, True][None]) for kind, D in (
     ("fwd", 64), ("dq", 32), ("dkdv", 16), ("dkdv", 128),
-)] + [("whole", 32, True, CONFIG)]  # fmt: skip
+)] + [("whole", 32, True, TILES)]  # fmt: skip
 
 
 def check_bf16(monkeypatch, tmp_path, choice, cards=((9, 0),)):
-    kind, D, causal, config = choice
-    kernel, _ = fa.make_kernel(kind, D, causal, config)
+    kind, D, causal, tiles = choice
+    kernel, _ = fa.make_kernel(kind, D, causal, tiles)
     for cc, ptx in compiled(monkeypatch, kernel, SIGNATURES[kind], cards).items():
         assert "mma.sync.aligned.m16n8k16" in ptx and "cp.async" in ptx and "ldmatrix" in ptx
-        threads, blocks = config if kind == "whole" else (32 * config[2], config[3])
+        threads = tiles.keys if kind == "whole" else 32 * tiles.warps
         if cc == (9, 0):  # whose tiles are tuned
-            check_registers(tmp_path, ptx, threads, blocks, cc)
+            check_registers(tmp_path, ptx, threads, tiles.blocks, cc)
 
 
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=str)

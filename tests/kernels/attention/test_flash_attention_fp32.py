@@ -1,4 +1,4 @@
-"""FlashAttention in float32, the version for reading: against float64, and as exact as its reference in float32."""
+"""FlashAttention in float32, the version to read first: against float64, and as exact as its reference in float32."""
 
 import numpy as np
 import pytest

@@ -1,9 +1,10 @@
-"""FlashAttention for compute capability 9.0 in the simulator: the kernels against float64, exchanged with the mma.sync version.
+"""FlashAttention for compute capability 9.0 in the simulator: the kernels against float64, combined with the mma.sync version.
 
-What only a GPU can say is in test_flash_attention_hopper_gpu.py.
+test_flash_attention_hopper_gpu.py has the tests that need a GPU.
 """
 
 import ctypes
+import dataclasses
 import itertools
 
 import ml_dtypes
@@ -19,18 +20,28 @@ from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
 from xtrain.kernels.attention import flash_attention_hopper_parts as parts
-from xtrain.kernels.attention.flash_attention_hopper_table import TABLE
+from xtrain.kernels.attention.flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
 from xtrain.kernels.primitives import tensor_maps as _tensor_maps
 from xtrain.kernels.primitives.tensor_maps import mappable, tensor_maps
-from xtrain.kernels.runtime import compile as _compile
+from xtrain.kernels.runtime import compile as compile_file
 from xtrain.simulator import sim
 from xtrain.training.memory_plan import plan
 
 BF16 = ml_dtypes.bfloat16
 SHARED = 227 * 1024  # bytes that a block may have
-ONE = {"fwd": (32, 1, 2, 1, 1, 0), "dq": (32, 1, 2, 1, 1, 0), "dkdv": (32, 1, 2, 1, 1, 0)}
-TWO = {"fwd": (16, 2, 2, 2, 2, 1), "dq": (16, 2, 3, 2, 2, 1), "dkdv": (16, 2, 3, 2, 2, 1)}
-EARLY = {"fwd": (16, 1, 2, 2, 2, 1), "dq": (16, 1, 2, 2, 2, 1), "dkdv": (16, 1, 2, 2, 2, 1)}
+ONE = dict.fromkeys(  # one warpgroup
+    ("fwd", "dq", "dkdv"),
+    HopperPlan(HopperTiles(step=32, warpgroups=1, stages=2, blocks=1, own=1), planes=0),
+)
+TWO = dict.fromkeys(  # two warpgroups
+    ("dq", "dkdv"),
+    HopperPlan(HopperTiles(step=16, warpgroups=2, stages=3, blocks=2, own=2), planes=1),
+)
+TWO["fwd"] = HopperPlan(HopperTiles(step=16, warpgroups=2, stages=2, blocks=2, own=2), planes=1)
+EARLY = dict.fromkeys(  # the next tile is loaded early
+    ("fwd", "dq", "dkdv"),
+    HopperPlan(HopperTiles(step=16, warpgroups=1, stages=2, blocks=2, own=2), planes=1),
+)
 # B, T, S, H, G, D, causal, tiles: one token; ragged, a past and two sequences; grouped and more tiles than stages; wide heads
 SHAPES = [
     (1, 1, 1, 1, 1, 64, True, ONE),
@@ -49,18 +60,18 @@ SLOW = [
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """-> switch(tiles) of the kernels"""
+    """-> switch(plans) of the kernels"""
     assert fa.HOPPER
 
-    def switch(tiles):
+    def switch(plans):
         for module in (hopper, backward):
-            monkeypatch.setattr(module, "choose", lambda kind, *rest: tiles[kind])
+            monkeypatch.setattr(module, "choose", lambda kind, *rest: plans[kind])
 
     return switch
 
 
-def check(switch, B, T, S, H, G, D, causal, tiles):
-    switch(tiles)
+def check(switch, B, T, S, H, G, D, causal, plans):
+    switch(plans)
     arrays, scale = case(B, T, S, H, G, D, dtype=BF16), D**-0.5
     got = everything(*map(sim, arrays), scale, causal)
     right = exact(arrays, scale, causal)
@@ -144,22 +155,23 @@ def test_memory_plan(monkeypatch, recompute):
 
 
 # ----------------------------------------------------------------------------- tables, tiles, maps
-CHOSEN = sorted({(*key, config) for key, rows in TABLE.items() for _, config in rows}, key=str)
+CHOSEN = sorted({(*key, plan) for key, rows in TABLE.items() for plan in rows.values()}, key=str)
 
 
 @pytest.mark.parametrize("choice", CHOSEN, ids=str)
 def test_chosen_tiles_fit(choice):
-    kind, D, _, config = choice
-    step, warpgroups, stages, per_sm, own, planes = config
+    kind, D, _, plan = choice
+    tiles, step, per_sm = plan.tiles, plan.tiles.step, plan.tiles.blocks
     shared_bytes = {"fwd": hopper.fwd_shared_bytes, "dq": backward.dq_shared_bytes}
-    shared = shared_bytes.get(kind, backward.dkdv_shared_bytes)(D, config[:5])
-    assert own in (1, 2) and planes >= 0
+    shared = shared_bytes.get(kind, backward.dkdv_shared_bytes)(D, tiles)
+    assert tiles.own in (1, 2) and plan.planes >= 0
     assert shared <= SHARED and per_sm * (shared + 1024) <= 228 * 1024  # 1024: the GPU's own
-    assert step % 16 == 0 and step <= 256 and stages >= 2
-    assert kind != "dkdv" or backward.PAD % step == 0  # a copy of statistics stays within its head
-    few, many = parts.registers(warpgroups, per_sm, 24 if (kind, D) == ("dkdv", 128) else 0)
-    assert 128 * (few + warpgroups * many) * per_sm <= 65536
-    # accumulators and operands that live at one time, and about 24 registers besides
+    assert step % 16 == 0 and step <= 256 and tiles.stages >= 2
+    # a copy of statistics does not cross into the next head
+    assert kind != "dkdv" or backward.PAD % step == 0
+    few, many = parts.registers(tiles.warpgroups, per_sm, 24 if (kind, D) == ("dkdv", 128) else 0)
+    assert 128 * (few + tiles.warpgroups * many) * per_sm <= 65536
+    # accumulators and operands that are live at the same time, plus about 24 registers
     sizes = {"fwd": step / 2 + step / 4 + D / 2, "dq": step + step / 4 + D / 2}
     assert many >= sizes.get(kind, step + step / 4 + D) + 24
 
@@ -184,20 +196,16 @@ def test_every_tile_once_and_long_ones_first():
 def test_kernels_have_an_identity_for_the_cache():
     """A kernel that runtime/compile.py cannot tell from another would be compiled in every process, or be the wrong one."""
     kinds = hopper.make_fwd_kernel, backward.make_dq_kernel, backward.make_dkdv_kernel
+    first = HopperTiles(step=32, warpgroups=1, stages=2, blocks=1, own=1)
+    changes = ({}, {"step": 64}, {"warpgroups": 2}, {"stages": 3}, {"own": 2})
     kernels = [
-        make(D, causal, config)
+        make(D, causal, dataclasses.replace(first, **change))
         for make in kinds
         for D in (64, 128)
         for causal in (True, False)
-        for config in (
-            (32, 1, 2, 1, 1),
-            (64, 1, 2, 1, 1),
-            (32, 2, 2, 1, 1),
-            (32, 1, 3, 1, 1),
-            (32, 1, 2, 1, 2),
-        )
+        for change in changes
     ]
-    found = {_compile._identity(k.py_func) for k in kernels}
+    found = {compile_file._identity(k.py_func) for k in kernels}
     assert None not in found and len(found) == len(kernels)
 
 

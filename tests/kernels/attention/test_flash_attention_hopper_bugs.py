@@ -9,6 +9,8 @@ import pytest
 from checks import load_changed, normal, only_slow, source_of
 
 from xtrain.kernels.attention.flash_attention import flash_attention_bwd_ref, flash_attention_ref
+from xtrain.kernels.attention.flash_attention_hopper import Gpu
+from xtrain.kernels.attention.flash_attention_hopper_table import HopperPlan, HopperTiles
 from xtrain.kernels.cast import cast_fwd
 from xtrain.simulator import (
     AsyncError,
@@ -28,7 +30,11 @@ FILES = (
     "attention.flash_attention_hopper_bwd",
 )
 INSTRUCTIONS, PARTS, FWD, DKDV, BWD = FILES
-TILES = {"fwd": (16, 1, 2, 1, 1, 0), "dq": (32, 1, 2, 1, 2, 0), "dkdv": (16, 1, 2, 1, 2, 0)}
+PLANS = {
+    "fwd": HopperPlan(HopperTiles(step=16, warpgroups=1, stages=2, blocks=1, own=1), planes=0),
+    "dq": HopperPlan(HopperTiles(step=32, warpgroups=1, stages=2, blocks=1, own=2), planes=0),
+    "dkdv": HopperPlan(HopperTiles(step=16, warpgroups=1, stages=2, blocks=1, own=2), planes=0),
+}
 WRONG = None  # no report, but wrong numbers
 # B, T, S, H, G, D
 SHAPES = {
@@ -36,10 +42,9 @@ SHAPES = {
     "bwd": (1, 40, 72, 2, 1, 64),
     "skip": (1, 128, 128, 1, 1, 64),
 }
-WIDE = {
-    "fwd": (32, 2, 2, 1, 2, 0)
-}  # two warpgroups: the first does not see the last keys of a block
-GPU = 1, 1536  # multiprocessors, bytes of cache: one block takes all tiles
+# two warpgroups: the first does not see the last keys of a block
+WIDE = HopperPlan(HopperTiles(step=32, warpgroups=2, stages=2, blocks=1, own=2), planes=0)
+GPU = Gpu(multiprocessors=1, l2_bytes=1536)  # one block takes all tiles
 
 
 @pytest.fixture
@@ -55,9 +60,9 @@ def planted(tmp_path, monkeypatch):
                 assert count == 1, f"{file}.py has changed: {old!r}, {count}"
                 source = source.replace(old, new)
             modules[file] = load_changed(file, source, tmp_path, monkeypatch)
-        tiles = {**TILES, **WIDE} if run == "skip" else TILES
+        plans = {**PLANS, "fwd": WIDE} if run == "skip" else PLANS
         for module in (modules[FWD], modules[BWD]):
-            module.choose = lambda kind, *rest: tiles[kind]
+            module.choose = lambda kind, *rest: plans[kind]
         return modules[FWD], modules[BWD]
 
     return plant
@@ -72,7 +77,7 @@ def errors(modules, run):
     q, k, v, do = (x.astype(np.float64) for x in arrays)
     o, lse = flash_attention_ref(q, k, v, 0.3)
     _, k_, v_, do_ = map(sim, arrays)
-    q_ = cast_fwd(sim(q.astype(np.float32)), arrays[0].dtype)  # a kernel stands before
+    q_ = cast_fwd(sim(q.astype(np.float32)), arrays[0].dtype)  # a kernel runs before the first one
     empty = lambda *shape: sim(np.full(shape, np.nan, ml_dtypes.bfloat16))
     if run != "bwd":
         got, exact = [empty(*o.shape)], [o]
@@ -97,7 +102,7 @@ BUGS = {
     # copies and their barriers
     "tile read before it has come": (FWD, "            mbar_wait(base + K_FULL + 8 * stage, phase)\n            scores(", "            scores(", AsyncError, "fwd"),
     "wrong parity, the wait passes": (FWD, "            mbar_wait(base + V_FULL + 8 * stage, phase)\n            for _", "            mbar_wait(base + V_FULL + 8 * stage, phase ^ 1)\n            for _", AsyncError, "fwd"),
-    "wrong parity, the producer waits for ever": (PARTS, "mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)", "mbar_wait(free + 8 * stage, (it // STAGES) & 1)", DeadlockError, "fwd"),
+    "wrong parity, the producer never continues": (PARTS, "mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)", "mbar_wait(free + 8 * stage, (it // STAGES) & 1)", DeadlockError, "fwd"),
     "stage not waited for": (PARTS, "        mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)\n", "", AsyncError, "fwd"),
     "too few bytes expected": (PARTS, "        mbar_expect(full, RING)", "        mbar_expect(full, RING // 2)", KernelError, "fwd"),
     "too many bytes expected": (PARTS, "mbar_expect(full, QUERIES * ROWS)", "mbar_expect(full, 2 * QUERIES * ROWS)", DeadlockError, "fwd"),
@@ -107,12 +112,12 @@ BUGS = {
     "map not acquired": (FWD, "            acquire_map(maps, OUT)\n", "            pass\n", AsyncError, "fwd"),
     "tiles off their boundary": (PARTS, "HEADER = 1024", "HEADER = 512", AsyncError, "fwd"),
     "tile number overwritten while it is read": (PARTS, "        mbar_wait(barriers + TILE_FREE, ((done // OWN) & 1) ^ 1)\n        post(", "        post(", AsyncError, "fwd"),
-    "tile number read before it is there": (PARTS, "        mbar_wait(barriers + TILE_FULL, (done // OWN) & 1)\n", "", UninitializedError, "fwd"),
+    "tile number read before it is written": (PARTS, "        mbar_wait(barriers + TILE_FULL, (done // OWN) & 1)\n", "", UninitializedError, "fwd"),
     # products
-    "scores used before they are there": (FWD, "            wait_s(s)\n", "", AsyncError, "fwd"),
-    "one product too many under way": (FWD, "make_wait(BN, 1), make_wait(BN, 0)", "make_wait(BN, 1), make_wait(BN, 1)", AsyncError, "fwd"),
+    "scores used before they are computed": (FWD, "            wait_s(s)\n", "", AsyncError, "fwd"),
+    "one product too many in flight": (FWD, "make_wait(BN, 1), make_wait(BN, 0)", "make_wait(BN, 1), make_wait(BN, 1)", AsyncError, "fwd"),
     "operand changed while a product reads it": (FWD, "                hold_s(s)\n", "                pack(p, s)\n", AsyncError, "fwd"),
-    "sum used before it is there": (FWD, "                wait_o(o)\n", "", AsyncError, "fwd"),
+    "sum used before it is computed": (FWD, "                wait_o(o)\n", "", AsyncError, "fwd"),
     "stage given back before the product is done": (FWD, "                wait_o(o)\n                mbar_arrive(base + V_FREE + 8 * before)\n", "                mbar_arrive(base + V_FREE + 8 * before)\n                wait_o(o)\n", AsyncError, "fwd"),
     "product of half a warpgroup": (FWD, "            wait_s(s)\n", "            wait_s(s)\n            if warp < 2:\n                wait_s(s)\n            if warp < 2:\n                scores(s, q, descriptor(base + K))\n", KernelError, "fwd"),
     # descriptors
@@ -122,18 +127,18 @@ BUGS = {
     "slices down the rows too close": (INSTRUCTIONS, "16 * 128 * k", "8 * 128 * k", AsyncError, "bwd"),
     "not transposed": (FWD, "down_rows(BN), b_rows=True", "down_rows(BN), b_rows=False", KernelError, "fwd"),
     "tile of another stage": (FWD, "            mbar_wait(base + V_FULL + 8 * stage, phase)\n            for _", "            for _", AsyncError, "fwd"),
-    "past the end of shared memory": (FWD, "fwd_shared_bytes(D, config[:5])", "fwd_shared_bytes(D, config[:5]) - 1024", OutOfBoundsError, "fwd"),
+    "past the end of shared memory": (FWD, "fwd_shared_bytes(D, tiles)", "fwd_shared_bytes(D, tiles) - 1024", OutOfBoundsError, "fwd"),
     # results
     "no fence before the results leave": (PARTS, "        fence_async()\n", "", AsyncError, "fwd"),
     "rows leave before all lanes have written them": (PARTS, "        cuda.syncwarp()\n        if lane == 0:", "        if lane == 0:", UninitializedError, "fwd"),
-    "rows overwritten while they leave": (FWD, "        stores_done()  # of the tile before\n", "", AsyncError, "fwd"),
+    "rows overwritten while they leave": (FWD, "        stores_done()  # of the previous tile\n", "", AsyncError, "fwd"),
     "stores not committed": (PARTS, "            commit_stores()\n", "", AsyncError, "fwd"),
     "end before the stores are read": (FWD, "        stores_done()\n\n    return consume", "        return\n\n    return consume", AsyncError, "fwd"),
     "rows not swizzled": (PARTS, "((n ^ g) << 4)", "(n << 4)", WRONG, "fwd"),
     # backward
     "K given back while dQ reads it": (BWD, "                if i > 0:\n                    mbar_arrive(base + K_FREE + 8 * before)\n", "                mbar_arrive(base + K_FREE + 8 * stage)\n", KernelError, "bwd"),
     "statistics overwritten while they are read": (DKDV, "                        cuda.syncwarp()  # all lanes have read its statistics\n", "", AsyncError, "bwd"),
-    "K overwritten while other warps read it": (DKDV, "        bar_sync(1 + (warp >> 2), 128)  # all its warps have done with them\n", "", AsyncError, "bwd"),
+    "K overwritten while other warps read it": (DKDV, "        bar_sync(1 + (warp >> 2), 128)  # all its warps have finished with them\n", "", AsyncError, "bwd"),
     "P overwritten while dV reads it": (DKDV, "                    wait_out(dv)  # then `a` may be written again\n", "", AsyncError, "bwd"),
     "stage passed over and not given back": (PARTS, "            mbar_arrive(base + V_FREE + 8 * stage)\n            it +=", "            it +=", DeadlockError, "skip"),
     "statistics of another head": (DKDV, "before + h)", "before)", WRONG, "bwd"),
@@ -141,17 +146,17 @@ BUGS = {
     "statistics read before they are written": (BWD, "        wait_for_previous()  # for the statistics. Q, K, V and dO are older\n        let_next_start()\n", "", RaceError, "bwd"),
     "dK, dV may start while the statistics are written": (BWD, "        wait_for_previous()  # for the statistics. Q, K, V and dO are older\n        let_next_start()\n", "        let_next_start()\n        wait_for_previous()\n", RaceError, "bwd"),
     "queries read before they are written": (FWD, "        wait_for_previous()\n        let_next_start()\n", "", RaceError, "fwd"),
-    "dK, dV end before dQ": (DKDV, "        wait_for_previous()  # whoever", "        # whoever", KernelError, "bwd"),
+    "dK, dV end before dQ": (DKDV, "        wait_for_previous()  # a kernel", "        # a kernel", KernelError, "bwd"),
     # results
     "delta forgotten": (DKDV, "dp[4 * n + j] - drop[j % 2]", "dp[4 * n + j]", WRONG, "bwd"),
 }  # fmt: skip
 FAST = (
     "tile read before it has come",
     "wrong parity, the wait passes",
-    "wrong parity, the producer waits for ever",
+    "wrong parity, the producer never continues",
     "stage not waited for",
     "too few bytes expected",
-    "scores used before they are there",
+    "scores used before they are computed",
     "operand changed while a product reads it",
     "wrong stride",
     "wrong swizzle",

@@ -34,8 +34,10 @@ MAKERS = {
     "dq": backward.make_dq_kernel,
     "dkdv": backward.make_dkdv_kernel,
 }
-CHOSEN = sorted({(*key, config) for key, rows in TABLE.items() for _, config in rows}, key=str)
-ONE_OF_EACH = [(kind, 128, True, TABLE[kind, 128, True][-1][1]) for kind in MAKERS]
+CHOSEN = sorted(
+    {(*key, plan.tiles) for key, rows in TABLE.items() for plan in rows.values()}, key=str
+)
+ONE_OF_EACH = [(kind, 128, True, TABLE[kind, 128, True][None].tiles) for kind in MAKERS]
 
 
 def compile_for_sm_90a(monkeypatch, kernel, signature, threads, per_sm) -> str:
@@ -53,9 +55,9 @@ def compile_for_sm_90a(monkeypatch, kernel, signature, threads, per_sm) -> str:
 
 
 def check(monkeypatch, tmp_path, choice):
-    kind, D, causal, config = choice
-    threads, per_sm = 128 * (config[1] + 1), config[3]
-    kernel = MAKERS[kind](D, causal, config[:5])
+    kind, D, causal, tiles = choice
+    threads, per_sm = 128 * (tiles.warpgroups + 1), tiles.blocks
+    kernel = MAKERS[kind](D, causal, tiles)
     ptx = compile_for_sm_90a(monkeypatch, kernel, SIGNATURES[kind], threads, per_sm)
     name = kernel.py_func.__name__
     assert not re.search(r"\.f64\b", ptx), f"{name} computes in float64"

@@ -25,9 +25,9 @@ def on_hopper():
     import cupy as cp
 
     if str(cp.cuda.Device().compute_capability) != "90":
-        # Other cards have neither wgmma nor TMA as used here, and the launcher never takes these kernels there; what the
-        # simulator can show of them is tested everywhere, in test_flash_attention_hopper.py.
-        pytest.skip("needs compute capability 9.0")  # wgmma and TMA exist on that card alone
+        # Other GPUs have neither wgmma nor TMA as used here, and the launcher never selects these kernels there;
+        # test_flash_attention_hopper.py runs them in the simulator everywhere.
+        pytest.skip("needs compute capability 9.0")  # wgmma and TMA exist only there
     assert fa.HOPPER
 
 
@@ -120,11 +120,11 @@ def test_200_random_shapes():
 
 @pytest.mark.parametrize("choice", CHOSEN, ids=str)
 def test_every_chosen_tile(monkeypatch, choice):
-    kind, D, causal, config = choice
+    kind, D, causal, plan = choice
     for module in (hopper, backward):
         chosen = module.choose
         monkeypatch.setattr(
-            module, "choose", lambda k, *rest, c=chosen: config if k == kind else c(k, *rest)
+            module, "choose", lambda k, *rest, c=chosen: plan if k == kind else c(k, *rest)
         )
     check(2, 777, 777, 4, 2, D, causal)
     check(1, 130, 333, 4, 1, D, causal)
@@ -132,7 +132,7 @@ def test_every_chosen_tile(monkeypatch, choice):
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_the_same_bits_every_time(D):
-    """A race shows as a result that moves."""
+    """A race appears as a result that changes."""
     arrays = case(2, 1500, 1500, 6, 3, D)
     first = everything(*arrays, D**-0.5, True)
     moved = 0

@@ -21,7 +21,7 @@ def case(B, T, S, H, G, D, dtype=np.float32):
 
 
 def naive(q, k, v, scale, causal):
-    """One line per step, query head h beside its key head h // (H / G)."""
+    """One line per step; query head h uses key head h // (H / G)."""
     T, H, S, G = *q.shape[1:3], *k.shape[1:3]
     k, v = (np.repeat(x, H // G, axis=2) for x in (k, v))
     s = np.einsum("bthd,bshd->bhts", q, k) * scale
@@ -49,7 +49,7 @@ def test_reference_against_the_naive_one(shape, causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", NUMPY)
 def test_reference_against_calculus(shape, causal):
-    """The naive forward differentiates itself: nothing of ours is on the left side."""
+    """The left side differentiates the naive forward: it uses nothing of the library."""
     q, k, v, do = case(*shape, dtype=np.float64)
     f = lambda q, k, v: float((naive(q, k, v, 0.3, causal) * do).sum())
     assert_directional(f, (q, k, v), gradients(q, k, v, do, 0.3, causal)[1:])
@@ -125,8 +125,8 @@ def test_large_scores_stay_finite():
         ((2, 3, 4, 8), (2, 3, 0, 8), (2, 3, 0, 8)),  # no key heads
     ],
 )
-def test_shapes_that_do_not_belong_together(q, k, v):
-    with pytest.raises(ValueError, match=r"do not belong together") as error:
+def test_shapes_that_do_not_match(q, k, v):
+    with pytest.raises(ValueError, match=r"the shapes do not match") as error:
         attention_fwd(*(np.zeros(s, np.float32) for s in (q, k, v)), 1.0)
     assert all(str(shape) in str(error.value) for shape in (q, k, v))
 

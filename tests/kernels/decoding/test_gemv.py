@@ -1,4 +1,4 @@
-"""gemv.py: every fused form against float64, PyTorch as the oracle, rows that do not feel each other."""
+"""gemv.py: every fused form against float64 and PyTorch; rows do not depend on each other."""
 
 import ml_dtypes
 import numpy as np
@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain.kernels.decoding import gemv as file
-from xtrain.kernels.decoding import gemv_tensor_cores as _gemv_tensor
+from xtrain.kernels.decoding import gemv_tensor_cores
 from xtrain.kernels.decoding.gemv import gemv, gemv_fits, gemv_naive_kernel, gemv_ref
-from xtrain.kernels.decoding.gemv_tensor_cores import Config, shared_bytes, staged
+from xtrain.kernels.decoding.gemv_tensor_cores import Config, Variant, shared_bytes, staged
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import KernelError, sim
 
@@ -37,9 +37,8 @@ def check(args, **more):
     got, single = run(args, to_kernel, **more), run(args, np.array, **more)
     exact = gemv_ref(*(a.astype(np.float64) if isinstance(a, np.ndarray) else a for a in args))
     assert got.dtype == single.dtype
-    rounded = args[1].dtype == BF16 and (
-        args[2] is not None or args[0].dtype != BF16
-    )  # x becomes bf16
+    # x becomes bf16
+    rounded = args[1].dtype == BF16 and (args[2] is not None or args[0].dtype != BF16)
     # adding in tensor cores truncates: the error grows with the number of additions and has a sign
     floor = 6e-3 if rounded else 4e-6 if args[1].dtype == BF16 else 1e-6
     assert_as_good(got, exact, single, what="y", floor=floor, scale=1.0)
@@ -75,7 +74,9 @@ def test_many_tiles_per_block_and_steps_per_tile(monkeypatch, swiglu):
     check(case(2, 32 * 5, 40, norm=True, swiglu=swiglu))
 
 
-@pytest.mark.parametrize("config", [(1, 1, 1), (2, 3, 1), (4, 4, 2), (16, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "config", [Config(1, 1, 1), Config(2, 3, 1), Config(4, 4, 2), Config(16, 1, 1)], ids=str
+)
 def test_every_division_of_the_work(monkeypatch, config):
     args = case(3, 32 * 7, 40, norm=True)
     y = to_kernel(np.full((3, 40), np.nan, np.float32))
@@ -90,12 +91,12 @@ def test_every_division_of_the_work(monkeypatch, config):
 def test_the_products_of_a_decoder():
     kinds = [(2048, 2560, False, True), (2048, 2048, False, False), (2048, 5632, True, True)]
     kinds += [(5632, 2048, False, False), (2048, 32000, False, True)]
-    assert [_gemv_tensor.choose(*kind) for kind in kinds] == [
-        (16, 4, 1, True),
-        (8, 8, 2, False),
-        (4, 4, 3, True),
-        (16, 11, 1, True),
-        (4, 4, 4, True),
+    assert [gemv_tensor_cores.choose(*kind) for kind in kinds] == [
+        Config(warps=16, chunks=4, blocks=1),
+        Config(warps=8, chunks=8, blocks=2, stage=False),
+        Config(warps=4, chunks=4, blocks=3),
+        Config(warps=16, chunks=11, blocks=1),
+        Config(warps=4, chunks=4, blocks=4),
     ]
 
 
@@ -108,7 +109,7 @@ def test_any_shape(data):
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[7]], ids=str)
-def test_a_row_does_not_feel_the_others(form):
+def test_a_row_does_not_depend_on_the_others(form):
     args = case(5, 96, 20, **form)
     for put in (to_kernel, np.array):
         together = run(args, put)
@@ -167,18 +168,36 @@ def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, w):
             "        if not ready:\n            load_w(words",
         ),
         (False, "                if lane & 3 == 0:\n    ", "                if True:\n    "),
-        (True, "            cuda.syncthreads()  # x is there\n", ""),
+        (True, "            cuda.syncthreads()  # x is in shared memory\n", ""),
     ],
 )
 def test_planted_bugs_are_found(stage, old, new):
-    make = _gemv_tensor.make_tensor_kernel
-    scope = with_bug(make, old, new, dict(vars(_gemv_tensor)))
+    make = gemv_tensor_cores.make_tensor_kernel
+    scope = with_bug(make, old, new, dict(vars(gemv_tensor_cores)))
     x, w, norm_w, *_ = case(2, 128, 40, norm=True)
     y = sim(np.zeros((2, 40), np.float32))
     arrays = [a.reshape(-1) for a in (y, sim(x), sim(w), sim(norm_w), sim(x), sim(w))]
-    variant = 128, True, False, False, False, True, True, False, stage, Config(2, 1, 1)
+    variant = Variant(
+        norm=True,
+        half=False,
+        swiglu=False,
+        residual=False,
+        overlap=True,
+        ready=True,
+        once=False,
+        staged=stage,
+        follow=False,
+    )
     go = lambda make: launch(
-        make(*variant), 2, 64, *arrays, 2, 40, 0, np.float32(EPS), shared=shared_bytes(2, 128)
+        make(128, variant, Config(2, 1, 1)),
+        2,
+        64,
+        *arrays,
+        2,
+        40,
+        0,
+        np.float32(EPS),
+        shared=shared_bytes(2, 128),
     )
     go(make)
     with pytest.raises(KernelError):
@@ -187,7 +206,7 @@ def test_planted_bugs_are_found(stage, old, new):
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_wider_than_shared_memory(norm):
-    """x stays in global memory then; the plain division of the work gives the same."""
+    """x stays in global memory then, and the result is right."""
     K = 8192
     plain, direct = Config(8, 2, 1), Config(8, 2, 1, False)
     assert not staged(K, plain) and staged(4096, plain) and not staged(64, direct)
@@ -220,10 +239,12 @@ def test_bad_input():
         gemv(*args[:2], out=normal(1, 2, 10))
     with pytest.raises(ValueError, match=r"next_w has shape \(10, 64\), expected \(any\)"):
         gemv(*args[:2], next_w=args[1])
-    with pytest.raises(ValueError, match="9 rows of 64, the GPU takes 1 to 8 of a multiple of 32"):
+    with pytest.raises(
+        ValueError, match="9 rows of 64, the GPU supports 1 to 8 of a multiple of 32"
+    ):
         run(case(9, 64, 10), to_kernel)
     args = [to_kernel(normal(i, n, 6)) for i, n in ((1, 2), (2, 10))]
-    with pytest.raises(ValueError, match="2 rows of 6, the GPU takes 1 to 8 of a multiple of 4"):
+    with pytest.raises(ValueError, match="2 rows of 6, the GPU supports 1 to 8 of a multiple of 4"):
         gemv(*args)
     with pytest.raises(ValueError, match="2 rows of 48"):
         run(case(2, 48, 10), to_kernel)

@@ -1,9 +1,9 @@
-"""kv_cache.py: what is written where, and what is left alone."""
+"""kv_cache.py: which elements an append writes, and that it changes no others."""
 
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import normal, sentinels, to_host, to_kernel
+from checks import normal, to_host, to_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,6 @@ from xtrain.kernels.decoding.kv_cache import (
     append_kv_ref,
     empty_kv_cache,
     kv_cache_bytes,
-    repeat_kv,
 )
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import sim
@@ -27,7 +26,7 @@ def int32(*values):
 
 
 def case(N, R, G, S, D, dtype, seed=0):
-    """k, v caches, k, v of N tokens, and a different place for each"""
+    """-> k, v caches, k, v of N tokens, and a different row and position for each"""
     caches = [normal(i + seed, R, G, S, D).astype(dtype) for i in (1, 2)]
     tokens = [normal(i + seed, N, G, D).astype(dtype) for i in (3, 4)]
     places = np.random.default_rng(seed).permutation(R * S)[:N]
@@ -58,7 +57,7 @@ def test_append_any_shape(data):
     check_append(case(N, R, G, S, D, data.draw(st.sampled_from([np.float32, BF16])), seed=N))
 
 
-def test_tokens_without_a_place_are_left_out():
+def test_tokens_without_a_row_or_position_are_skipped():
     arrays = case(4, 2, 2, 3, 8, np.float32)
     places = int32(-1, 0, 1, 1), int32(0, 3, -1, 2)  # no row; beyond; before; a good one
     k, v, *_ = check_append((*arrays[:4], *places))
@@ -77,15 +76,7 @@ def test_naive_kernel_agrees():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_repeat(monkeypatch, dtype):
-    x = normal(1, 2, 3, 5, 4).astype(dtype)
-    with sentinels(monkeypatch):
-        y = repeat_kv(to_kernel(x), 2)
-    assert np.array_equal(to_host(y), x[:, [0, 0, 1, 1, 2, 2]])
-
-
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_memory_is_what_is_said(dtype):
+def test_bytes_are_as_announced(dtype):
     kv = empty_kv_cache(np.empty(0), 2, 3, 4, 5, 6, dtype)
     assert kv.shape == (2, 2, 3, 4, 5, 6) and kv.dtype == dtype and not kv.any()
     assert kv.nbytes == kv_cache_bytes(2, 3, 4, 5, 6, dtype)
@@ -93,7 +84,7 @@ def test_memory_is_what_is_said(dtype):
 
 
 @pytest.mark.parametrize("row, position", [(1, 0), (2**31 - 1, 0), (-1, 0), (0, 2), (0, -1)])
-def test_a_place_that_does_not_exist_is_left_out(row, position):
+def test_invalid_rows_and_positions_are_skipped(row, position):
     arrays = case(1, 1, 1, 2, 8, np.float32)
     cache, places = [x.copy() for x in arrays[:2]], (int32(row), int32(position))
     append_kv(*arrays[:4], *places)
@@ -116,10 +107,6 @@ def test_bad_input():
         append_kv(k, v, nk, nv, rows, positions[:1])
     with pytest.raises(ValueError, match="v cache has shape"):
         append_kv(k, v[:, :, :3].copy(), nk, nv, rows, positions)
-    with pytest.raises(ValueError, match="0 repeats"):
-        repeat_kv(k, 0)
-    with pytest.raises(ValueError, match="heads, at most 65535"):
-        repeat_kv(k[:, :, :0].copy(), 2**40)
     with pytest.raises(ValueError, match="0 positions, expected at least one"):
         empty_kv_cache(k, 1, 1, 1, 0, 8, np.float32)
     with pytest.raises(ValueError, match="int32, expected float32 or bf16"):

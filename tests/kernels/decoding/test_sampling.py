@@ -1,4 +1,4 @@
-"""sampling.py: which tokens stay, how often each is drawn, and that a row depends on itself alone."""
+"""sampling.py: which tokens are kept, how often each is drawn, and that a row does not depend on the others."""
 
 import ml_dtypes
 import numpy as np
@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain import simulator
-from xtrain.kernels.decoding import sampling
-from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
+from xtrain.kernels.decoding import sampling, sampling_kernels
 from xtrain.kernels.decoding.sampling import (
     advance,
     check_sampling,
@@ -61,7 +60,7 @@ def test_philox_known_answers():
 @kernel(1)
 def fractions_kernel(out, seed, sequence, step):
     for i in range(out.size):
-        out[i] = _sampling_kernels.random_fraction(seed[i], sequence[i], step[i])
+        out[i] = sampling_kernels.random_fraction(seed[i], sequence[i], step[i])
 
 
 def test_kernel_has_the_same_random_numbers():
@@ -75,8 +74,8 @@ def test_kernel_has_the_same_random_numbers():
     assert out.tolist() == [random_fraction_ref(*map(int, x)) for x in zip(seeds, sequences, steps)]
 
 
-# ----------------------------------------------------------------------------- which tokens stay
-def by_hand(logits, temperature, top_k, top_p):
+# ----------------------------------------------------------------------------- which tokens are kept
+def definition(logits, temperature, top_k, top_p):
     """The definition in float64: sorted tokens, probabilities, the smallest set with at least p. -> ids, probabilities"""
     x = np.asarray(logits, np.float64) / temperature
     order = sorted(range(len(x)), key=lambda i: (-logits[i], i))[: top_k or len(x)]
@@ -98,7 +97,7 @@ def test_sets_are_exact(temperature, top_k, top_p):
     logits = normal(3, 300, scale=2.0)
     logits[100:120] = logits[50]  # ties
     ids, weights = kept_ref(logits, temperature, top_k, top_p)
-    want, p = by_hand(logits, temperature, top_k, top_p)
+    want, p = definition(logits, temperature, top_k, top_p)
     assert ids.tolist() == want
     np.testing.assert_allclose(weights / weights.sum(), p, rtol=1e-5, atol=1e-10)
 
@@ -192,7 +191,7 @@ def test_not_a_number_and_infinity():
             assert draw(logits, put, **given_) == [-1, 40, 0, 0, -1, -1]
 
 
-def test_padding_is_never_looked_at():
+def test_padding_is_ignored():
     logits = normal(1, 2, 128)
     logits[:, 100:] = np.nan
     for put in (to_kernel, np.array):
@@ -200,7 +199,7 @@ def test_padding_is_never_looked_at():
         assert draw(logits, put, vocab=100) == draw(logits[:, :100].copy(), put)
 
 
-def test_a_row_does_not_feel_the_others():
+def test_a_row_does_not_depend_on_the_others():
     logits = normal(5, 4, 100, scale=2.0)
     together = draw(logits, sequence=[3, 9, 4, 1])
     for b, sequence in enumerate([3, 9, 4, 1]):
@@ -228,7 +227,7 @@ def chi_square(counts, p):
 def test_frequencies(by, temperature, top_k, top_p):
     """20000 draws of the reference, which the kernels equal; the kernels alone on a GPU."""
     logits, n = normal(2, 12), 20000
-    ids, p = by_hand(logits, temperature, top_k, top_p)
+    ids, p = definition(logits, temperature, top_k, top_p)
     runs = dict(
         step=0, sequence=np.zeros(n), seed=5, temperature=temperature, top_k=top_k, top_p=top_p
     )
@@ -255,32 +254,32 @@ def test_advance():
         assert to_host(lengths).tolist() == [4, 4, 6] and to_host(steps).tolist() == [1, 7, 2]
 
 
-def test_advance_leaves_the_ids_in_one_of_two_slots():
+def test_advance_copies_the_ids_to_one_of_two_rows():
     start = [np.array(x, np.int32) for x in ([3, 4, 5], [0, 7, 1], [2, -1, 0])]
     for put in (to_kernel, np.array):
         lengths, steps, rows = map(put, start)
-        mail = put(np.full((2, 5), 99, np.int32))
+        host_ids = put(np.full((2, 5), 99, np.int32))
         for ids in ([7, 8, 9], [17, 18, 19]):
-            advance(lengths, steps, rows, put(np.array(ids, np.int32)), mail)
-        assert to_host(mail).tolist() == [[7, 99, 19, 99, 99], [17, 99, 9, 99, 99]]
+            advance(lengths, steps, rows, put(np.array(ids, np.int32)), host_ids)
+        assert to_host(host_ids).tolist() == [[7, 99, 19, 99, 99], [17, 99, 9, 99, 99]]
         assert to_host(lengths).tolist() == [5, 4, 7]
-        with pytest.raises(ValueError, match="mail for 2 rows of 3"):
+        with pytest.raises(ValueError, match="host_ids has 2 columns, expected at least 3"):
             advance(lengths, steps, rows, rows, put(np.zeros((2, 2), np.int32)))
-        with pytest.raises(ValueError, match="mail for which ids are missing"):
-            advance(lengths, steps, rows, mail_2L=mail)
+        with pytest.raises(ValueError, match="host_ids is given without ids"):
+            advance(lengths, steps, rows, host_ids_2L=host_ids)
 
 
 BARRIER, ZEROS = "    cuda.syncthreads()\n", "bins[1, tid] = uint32(0)\n"
 BUGS = [
     ("running_sum", BARRIER + "    total", "    total", {}),
-    ("whose", BARRIER + "    what", "    what", {}),
+    ("find_owner", BARRIER + "    what", "    what", {}),
     ("put_in_order", "step > 32 or after > 32", "step > 64 or after > 64", dict(top_k=100)),
     ("put_in_order", "cuda.syncwarp()", "pass", dict(top_k=20)),
     ("add_weight", "int64(cuda.atomic.add(bins, (0, i), uint32(low)))", "int64(bins[0, i])\n    bins[0, i] = 1", {}),
     ("make_search", ZEROS + "    " + BARRIER, ZEROS, {}),
     ("make_search", "count[0] = 0\n        " + BARRIER, "count[0] = 0\n", {}),
     ("make_search", "i = cuda.atomic.add(count, 0, 1)", "i = count[0]\n" + 28 * " " + "count[0] = i + 1", {}),
-    ("make_merge_lists", "held[i] = place\n        " + BARRIER, "held[i] = place\n", dict(top_k=20)),
+    ("make_merge_lists", "candidates_s[i] = key\n        " + BARRIER, "candidates_s[i] = key\n", dict(top_k=20)),
 ]  # fmt: skip
 
 
@@ -290,13 +289,13 @@ def test_planted_bugs_are_found(monkeypatch, name, old, new, given_):
 
     monkeypatch.setattr(sampling, "SEGMENT", 128)
     monkeypatch.setattr(sampling, "MAX_TOP_K", 128)
-    function = getattr(_sampling_kernels, name)
+    function = getattr(sampling_kernels, name)
     function = getattr(function, "py_func", function)
-    broken = with_bug(function, old, new, dict(vars(_sampling_kernels)))[name]
-    makers = [make for make in vars(_sampling_kernels).values() if hasattr(make, "cache_clear")]
+    broken = with_bug(function, old, new, dict(vars(sampling_kernels)))[name]
+    makers = [make for make in vars(sampling_kernels).values() if hasattr(make, "cache_clear")]
     forget = lambda: [clear() for clear in (_translated.clear, *(m.cache_clear for m in makers))]
     forget()
-    monkeypatch.setattr(_sampling_kernels, name, broken)
+    monkeypatch.setattr(sampling_kernels, name, broken)
     with pytest.raises(KernelError, match=r"race|uninitialized"):
         draw(np.zeros((2, 400), np.float32), sim, **{"top_p": 0.99, **given_})
     monkeypatch.undo()
@@ -328,7 +327,7 @@ def test_bad_input():
         sample(logits, ids.astype(np.int64), *good)
     with pytest.raises(ValueError, match=r"top_p has shape \(1,\), expected \(2\)"):
         sample(logits, ids, good[0], good[1], good[2][:1], *good[3:])
-    for bad in ((0.1, -3, 1.0), (1e-9, 0, 1.0), (1.0, 0, 7.0)):  # on a GPU nobody looks
+    for bad in ((0.1, -3, 1.0), (1e-9, 0, 1.0), (1.0, 0, 7.0)):  # not checked on a GPU
         with pytest.raises(ValueError, match="expected"):
             sample(logits, ids, *parameters(2, *bad))
     with pytest.raises(TypeError, match="on one device"):

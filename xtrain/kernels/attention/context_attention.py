@@ -1,16 +1,16 @@
-"""Attention of a prefill: packed prompts of any lengths, each in front of what it has in the cache already.
+"""Attention of a prefill: packed prompts of any lengths, each with its history in the cache.
 
-    q, o: (N, H, D)    k, v: (R, G, S, D), a layer's cache    edges: (E,), E = A + 1, see padding.py
+    q, o: (N, H, D)    k, v: (R, G, S, D), a layer's cache    edges: (E,), E = A + 1, see decoding/padding.py
 
-    Query i of sequence a stands at position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of row r_a:
-               s = scale q k^T,   p = softmax(s),   o = p v                       the new keys are in the cache before
+    Query i of sequence a has position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of cache row r_a:
+               s = scale q k^T,   p = softmax(s),   o = p v                       the cache already holds the new keys
 
-It is flash_attention.py's forward with three differences: a sequence begins at edges[a] instead of a T, its keys lie
-in a row of the cache, one head behind the other, and there are h_a + i + 1 of them, a number that only the device
-knows. Nothing is computed or loaded for padding: a block whose queries lie beyond its sequence leaves at once.
-Grouped queries: H / G query heads read the same key head, never a copy.
+This is flash_attention.py's forward with three differences: a sequence begins at edges[a] instead of a T; its keys are in one
+row of the cache, one head after another; and their number, h_a + i + 1, is known only on the device. Nothing is computed or
+loaded for padding: a block whose queries lie beyond its sequence exits at once. Grouped-query attention: H / G query heads
+read the same key head, which is never copied.
 
-    bf16        tensor cores, with the tiles of _flash_attention_table.py; D = 16, 32, 64, 128
+    bf16        tensor cores, with the tiles of flash_attention_table.py; D = 16, 32, 64, 128
     float32     flash_attention_fp32.py's products in shared memory; any D up to 128
 """
 
@@ -45,13 +45,14 @@ from .flash_attention_bf16 import (
     make_hide_keys,
     make_softmax,
 )
+from .flash_attention_table import Tiles
 
 NAN = np.float32(np.nan)
 
 
 # ----------------------------------------------------------------------------- reference
 def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
-    """-> o (N, H, D); computes in q's type, or float32 for bf16"""
+    """The forward of this file's docstring in NumPy -> o (N, H, D) like q. Computes in q's dtype, at least in float32."""
     G, (_, H, D) = k_RGSD.shape[1], q_NHD.shape
     o_NHD, wide = np.zeros_like(q_NHD), np.result_type(q_NHD.dtype, np.float32)
     for a, row in enumerate(rows_A):
@@ -67,16 +68,16 @@ def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, sca
     return o_NHD
 
 
-# ----------------------------------------------------------------------------- what only the device can look at
+# ----------------------------------------------------------------------------- checks of values that only the device knows
 @device
 def inside(past, T, row, R, S):
-    """Are a sequence's keys in the cache?"""
+    """True if a sequence's history and new keys fit into the cache."""
     return past >= 0 and past <= S - T and row >= 0 and row < R
 
 
 @device
 def fill_nan(o, begin, T, h, H, D, t0, rows):
-    """The block's rows of o, for a sequence of which nothing can be computed: whoever reads them shall notice."""
+    """Set the block's rows of o to NaN: the sequence's history or row is invalid, and the caller must be able to notice."""
     for i in range(cuda.threadIdx.x, rows * D, cuda.blockDim.x):
         t = t0 + i // D
         if t < T:
@@ -85,15 +86,17 @@ def fill_nan(o, begin, T, h, H, D, t0, rows):
 
 # ----------------------------------------------------------------------------- float32
 @functools.cache
-def make_fp32_kernel(D):
-    TILE, PAD, R, C, W = fp32.tile_sizes(D)
+def make_fp32_kernel(D: int):
+    """-> the float32 kernel for heads of width D. Launch with fp32.THREADS threads."""
+    sizes = fp32.tile_sizes(D)
+    TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
     TILE1, WIDTH, ROWS, LANES = TILE + 1, PAD - 1, fp32.ROWS, fp32.LANES
     dots, add_weighted, clear = fp32.make_products(D)
     add_scores, row_sum = fp32.make_add_scores(D, True), fp32.row_sum
 
     @device
     def load_tile(tile, x, base, stride, first, end):
-        """Rows first, first + 1, ... of those `stride` apart from base on; zeros from row `end` and column D on"""
+        """tile = rows first, first + 1, ... of x (from base on, `stride` apart); zeros from row `end` and column D on"""
         for i in range(cuda.threadIdx.x, TILE * WIDTH, fp32.THREADS):
             r, d = i // WIDTH, i % WIDTH
             inside = first + r < end and d < D
@@ -125,9 +128,9 @@ def make_fp32_kernel(D):
         for i in range(R):
             top[i], total[i] = fp32.LOWEST, float32(0.0)
         load_tile(q_s, q, head, stride, t0, T)
-        end = past + (t0 + TILE if t0 + TILE < T else T)  # keys that the block sees
+        end = past + (t0 + TILE if t0 + TILE < T else T)  # end of the keys that the block sees
         for n0 in range(0, end, TILE):
-            cuda.syncthreads()  # everybody has left the tile before
+            cuda.syncthreads()  # all warps have left the previous tile
             load_tile(k_s, k, kv, D, n0, end)
             load_tile(v_s, v, kv, D, n0, end)
             cuda.syncthreads()
@@ -147,9 +150,13 @@ def make_fp32_kernel(D):
 
 # ----------------------------------------------------------------------------- bf16
 @functools.cache
-def make_bf16_kernel(D, config):
-    """config: of _flash_attention_table.py's "fwd". flash_attention_bf16.py explains each step."""
-    BM, BN, WARPS, MIN_BLOCKS, Q_REGISTERS = config
+def make_bf16_kernel(D: int, tiles: Tiles):
+    """-> the bf16 kernel for heads of width D. Launch with 32 * tiles.warps threads and fwd_shared_bytes(D, tiles).
+
+    tiles: of the kernel "fwd" in flash_attention_table.py. flash_attention_bf16.py explains each step.
+    """
+    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
+    Q_REGISTERS = tiles.q_in_registers
     THREADS, ROWS = 32 * WARPS, BM // WARPS
     MT, NT, ND, KS = ROWS // 16, BN // 8, D // 8, D // 16
     KV, STAGE = BM * D, 2 * BN * D  # Q is at 0; the stages of K and V are behind it
@@ -175,7 +182,8 @@ def make_bf16_kernel(D, config):
             fill_nan(o, begin, T, h, H, D, q0, BM)
             return
         T = int32(T)
-        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)  # its rows: in T, in smem
+        # this warp's first row: in T, in smem
+        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
         head, stride = (begin * H + h) * D, int32(H * D)
         kv = (row * G + h // (H // G)) * S * D
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
@@ -184,9 +192,9 @@ def make_bf16_kernel(D, config):
         clear(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
-        end = int32(past + (q0 + BM if q0 + BM < T else T))  # keys that the block sees
-        n0 = int32((end - 1) // BN * BN)  # from the diagonal down to key 0
-        visible = int32(w0 + ROWS + past if w0 < T else 0)  # up to here
+        end = int32(past + (q0 + BM if q0 + BM < T else T))  # end of the keys that the block sees
+        n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to key 0
+        visible = int32(w0 + ROWS + past if w0 < T else 0)  # end of the keys that this warp sees
         copy_q(smem, 0, q, head + q0 * stride, stride, T - q0)
         copy_kv(smem, KV, k, kv + n0 * D, D, v, kv + n0 * D, D, end - n0)
         if Q_REGISTERS:
@@ -196,7 +204,7 @@ def make_bf16_kernel(D, config):
         now = int32(KV)
         while n0 >= 0:
             wait_copies(0)
-            cuda.syncthreads()  # this tile is here, and everybody has left the one before
+            cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             other = int32(2 * KV + STAGE - now)
             if n0 > 0:
                 to = kv + (n0 - BN) * D
@@ -210,7 +218,7 @@ def make_bf16_kernel(D, config):
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
             n0, now = int32(n0 - BN), other
-        finish(acc, top, total, scale * LOG2E, o, 0, 0)  # no lse
+        finish(acc, top, total, scale * LOG2E, o, 0, 0)  # lse is not written
         store_o(acc, smem, mine, o, head + w0 * stride, stride, T - w0)
 
     return context_attention_bf16_kernel
@@ -227,12 +235,14 @@ def context_attention(
     longest: int,
     scale: float,
 ) -> Array:
-    """-> o (N, H, D) like q. The cache holds the new keys already (kv_cache.append_kv).
+    """Attention of packed prompts over the cache -> o (N, H, D) like q. Call kv_cache.append_kv first: it adds the new keys.
 
-    q float32 or bf16 like the cache. edges, history, rows: int32. longest: at least the longest new length.
-    Raises ValueError or TypeError for what does not fit. What only the device knows (a history beyond the cache, a row
-    that it has not) is an error on the CPU, and NaN in the rows of o of that sequence on a GPU. Edges that are none
-    leave rows of o as they were, there.
+    q (N, H, D): float32 or bf16, like the cache k, v (R, G, S, D). edges (A + 1,), history (A,), rows (A,): int32. Sequence a
+    has the queries edges[a] .. edges[a + 1] - 1, history[a] earlier tokens, and cache row rows[a]. longest: an upper bound of
+    the new lengths. scale: factor of the scores. Raises ValueError or TypeError if shapes or dtypes do not match.
+
+    Invalid values of history or rows raise ValueError on the CPU. On a GPU the host does not know them: the rows of o of that
+    sequence become NaN, and invalid edges leave rows of o unwritten.
     """
     op = "context_attention"
     R, G, S, D = check_cache(op, k_RGSD, v_RGSD)
@@ -243,29 +253,29 @@ def context_attention(
         check_int32(op, name, x, n)
     check(H % G == 0, f"{op}: {H} query heads cannot share {G} key heads")
     if on_host(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A):
-        _check_places(op, edges_E, history_A, rows_A, N, R, S, longest)
+        _check_values(op, edges_E, history_A, rows_A, N, R, S, longest)
         return context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale)
     check(longest >= 0, f"{op}: longest is {longest}")
-    longest = min(longest, N)  # blocks beyond all queries would do nothing
+    longest = min(longest, N)  # more blocks would have no queries
     check(A * H < 2**16, f"{op}: {A} sequences of {H} heads in one launch, at most 65535 in all")
     o_NHD = empty(q_NHD, q_NHD.shape)
     flat = [x.reshape(-1) for x in (o_NHD, q_NHD, k_RGSD, v_RGSD)]
     arrays, scalars = (*flat, edges_E, history_A, rows_A), (N, R, H, G, S, np.float32(scale))
     if q_NHD.dtype == np.float32:
-        check(D <= fp32.MAX_D, f"{op}: head dim {D}, the GPU kernel takes {fp32.MAX_D} at most")
+        check(D <= fp32.MAX_D, f"{op}: head dim {D}, the GPU kernel supports at most {fp32.MAX_D}")
         grid = (-(-longest // fp32.tile_rows(D)), A * H)
         launch(make_fp32_kernel(D), grid, fp32.THREADS, *arrays, *scalars)
     else:
-        check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels for bf16 have {WIDTHS}")
+        check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels for bf16 support {WIDTHS}")
         check(on_16_bytes(*flat), f"{op}: q and the caches must begin at multiples of 16 bytes")
-        config = choose("fwd", D, longest, True, shared_limit(q_NHD))
-        grid, shared = (-(-longest // config[0]), A * H), fwd_shared_bytes(D, config)
-        bf16_kernel = make_bf16_kernel(D, config)
-        launch(bf16_kernel, grid, 32 * config[2], *arrays, *scalars, shared=shared)
+        tiles = choose("fwd", D, longest, True, shared_limit(q_NHD))
+        grid, shared = (-(-longest // tiles.BM), A * H), fwd_shared_bytes(D, tiles)
+        bf16_kernel = make_bf16_kernel(D, tiles)
+        launch(bf16_kernel, grid, 32 * tiles.warps, *arrays, *scalars, shared=shared)
     return o_NHD
 
 
-def _check_places(op, edges_E, history_A, rows_A, N, R, S, longest):
+def _check_values(op, edges_E, history_A, rows_A, N, R, S, longest):
     check_lengths(op, edges_E, N, longest)
     fits = (history_A >= 0).all() and (history_A + np.diff(edges_E) <= S).all()
     check(fits, f"{op}: history and new tokens do not fit the cache of {S} positions")

@@ -2,35 +2,34 @@
 
     qkv: (B, P), P = (H + 2G) D    k, v: (R, G, S, D), a layer's cache    o: (B, C), C = H D
 
-Token b stands at position t = lengths[b] of cache row r = rows[b]:
-    q, k, v = heads of qkv[b];   q, k normed if there are weights and turned to position t   (qk_norm_rope.py)
+Token b has position t = lengths[b] in cache row r = rows[b]:
+    q, k, v = heads of qkv[b];   q, k normed if there are weights, and rotated to position t   (qk_norm_rope.py)
     cache[r, :, t] = k, v
     o = softmax(scale q cache_k[r, :, 0..t]^T) cache_v[r, :, 0..t]
-A row with rows[b] < 0, or a length outside 0 .. S - 1, is idle: nothing is appended, and o[b] = 0.
+A row with rows[b] < 0, or with a length outside 0 .. S - 1, is idle: nothing is appended, and o[b] = 0.
 
-A block reads every key and value of one key head once, for all H / G query heads that share it (grouped queries without
-copies; in groups of more than 16, in float32 of more than 8, it does so twice or more). One block alone would take long
-over a long context, and few rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks
-(flash-decoding, Dao et al. 2023). Each leaves m, l, acc of its keys in memory; the block that comes last, which an atomic
-counter tells, merges them in the order of the keys, so that bits do not change with the order of arrival:
+A block reads every key and value of one key head once, for all H / G query heads that share it: grouped-query attention without
+copies. (Groups of more than 16 heads, in float32 of more than 8, are read several times.) A single block would take long for
+a long context, and few rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks
+(flash-decoding, Dao et al. 2023). Each block writes m, l, acc of its keys to memory. The block that finishes last, which an
+atomic counter determines, merges them in the order of the keys, so the result does not depend on the order of arrival:
 
     M = max m_i    o = sum_i exp(m_i - M) acc_i / sum_i exp(m_i - M) l_i
 
-How a launch splits the keys depends on the length of the row alone, which is read on the device: the same graph serves all
-lengths, and a row's bits do not depend on the other rows. Blocks without keys leave at once. A launch of few rows has
-more warps a block and shorter splits than one of many (choose), which changes the order of additions, unless it is
-asked to be batch-invariant.
-Every block computes its queries from qkv anew, which costs less than one more kernel. The block of the last keys appends
-the new key and value, then reads them back from the cache like all others. Keys and values of earlier tokens were there
-long before: while the product that makes qkv still runs, a block asks for them to come nearer.
+How the keys are split depends only on the row's length, which is read on the device: the same CUDA graph serves all lengths,
+and a row's bits do not depend on the other rows. Blocks without keys exit at once. A launch of few rows uses more warps per
+block and shorter splits than one of many (choose), which changes the order of additions, unless batch_invariant is set.
+Every block computes its queries from qkv itself, which costs less than another kernel. The block of the last keys appends
+the new key and value, then reads them back from the cache like all others. Keys and values of earlier tokens were written
+long before: while the GEMM that produces qkv still runs, a block prefetches them.
 
     bf16        tensor cores, compute capability 8.0 and up
-    float32     without them                                  both in _decode_attention_loops.py
-Bytes moved: read 2 (t + 1) G D elements of the cache per token; all else is small.
+    float32     without them                                  both in decode_attention_loops.py
+Bytes moved: read 2 (t + 1) G D elements of the cache per token; everything else is small.
 """
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numba import cuda, float32, int64, types, uint32
@@ -50,33 +49,37 @@ from .decode_attention_loops import make_attend_plain, make_attend_tensor
 from .decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last, quotient
 
 PREFETCHED = 512  # keys of a split, at most
-FEW_HEADS = 16  # key heads of a launch that leave most multiprocessors idle
-WIDE_BLOCK = 512  # accumulators of a warp with which 8 warps still fit registers
+FEW_HEADS = 16  # with at most so many key heads in a launch, most multiprocessors are idle
+WIDE_BLOCK = 512  # accumulators of a warp with which 8 warps still fit into the registers
 
 
-class Config(NamedTuple):
-    """How a block deals with its keys; `warps` and `keys` change the order of additions, `ahead` no bit."""
+@dataclass(frozen=True)
+class Config:
+    """How a block processes its keys. `warps` and `keys` change the order of additions; `ahead` does not change the result."""
 
     warps: int  # of a block
-    ahead: bool  # a warp asks for its next keys before it deals with these, for the first before it waits for the product
+    ahead: bool  # load the next keys while computing on these, the first ones before qkv is ready
     keys: int  # of a split, at least
 
 
 def choose(D: int, heads: int, key_heads: int) -> Config:
-    """For heads of D channels, `heads` of a block; key_heads: of the launch. Measured on one H200 with bench/tune_decode.py.
+    """-> the tuned configuration. Measured on one H200 with bench/tune_decode.py.
 
-    Few key heads take as long as one: so many warps share a split that each has one round of keys.
-    Many keep memory busy whatever a warp does, and small blocks hide each other's waiting.
+    D: width of a head. heads: query heads of a block. key_heads: of the launch, over all rows. With few key heads, a launch
+    takes as long as one block: so many warps share a split that each has one round of keys. Many key heads keep the memory
+    busy anyway, and small blocks hide each other's latency.
     """
     few = key_heads <= FEW_HEADS and heads * D <= WIDE_BLOCK
-    return Config(12, False, parts.FEW_CHUNK) if few else Config(4, False, parts.CHUNK)
+    if few:
+        return Config(warps=12, ahead=False, keys=parts.FEW_CHUNK)
+    return Config(warps=4, ahead=False, keys=parts.CHUNK)
 
 
 # ----------------------------------------------------------------------------- reference
 def decode_attention_ref(
     qkv_BP, k_RGSD, v_RGSD, lengths_B, rows_B, cos_PR, sin_PR, q_w_D, k_w_D, eps, scale
 ):
-    """-> o (B, C). Appends to the caches in place. Computes in qkv's type, or float32 for bf16."""
+    """decode_attention in NumPy -> o (B, C). Appends to the caches in index. Computes in qkv's dtype, at least in float32."""
     G, S, D = k_RGSD.shape[1:]
     H = qkv_BP.shape[1] // D - 2 * G
     o_BHD = np.zeros((len(rows_B), H, D), qkv_BP.dtype)
@@ -101,31 +104,33 @@ def decode_attention_ref(
 
 # ----------------------------------------------------------------------------- kernel
 def heads_of(half: bool, group: int) -> int:
-    """Query heads of a block"""
+    """-> query heads of a block. half: bf16. group: query heads that share a key head"""
     return 16 if half and group > 8 else 8
 
 
-def make_begin(D, half, overlap, ready, config, ask):
-    """-> share_of(split, n) -> (lo, hi, used): the keys of a split, of n in all; how many splits there are
-    begin(next_k, next_v, k, v, lengths_B, rows_B, G, S) -> (t, base, live): the token's position, where its keys begin; is
-    there one? When the product that makes qkv has ended. Meanwhile a block asks for some of its first keys and values to
-    come nearer, and with `ahead` each warp for those that it deals with first (ask).
+def make_begin(D, half, overlap, ready, config, load_first):
+    """-> key_range, begin
+
+    key_range(split, n) -> (lo, hi, used): a split has keys lo .. hi - 1 of n; `used` splits have keys
+    begin(next_k, next_v, k, v, lengths_B, rows_B, G, S) -> (t, base, live): waits until qkv is ready. t: position of the
+    block's token; base: index of its row's first key; live: False if the row is idle. While it waits, a block prefetches its
+    first keys and values, and with config.ahead each warp loads its first ones into registers (load_first).
     """
     LINE, MOST = 64 if half else 32, PREFETCHED * D  # elements
     THREADS, AHEAD = 32 * config.warps, config.ahead
     split_keys = parts.make_split_keys(config.keys)
 
     @device
-    def share_of(split, n):
+    def key_range(split, n):
         keys = split_keys(n)
         lo, used = split * keys, quotient(n + keys - 1, keys)
         return lo, lo + keys if lo + keys < n else n, used
 
     @device
-    def ask_early(next_k, next_v, k, v, base, t):
-        lo, hi, _ = share_of(int64(cuda.blockIdx.x), t + 1)
-        if AHEAD:  # the new key is not there yet
-            ask(next_k, next_v, k, v, base, lo, hi if hi < t else t)
+    def prefetch_keys(next_k, next_v, k, v, base, t):
+        lo, hi, _ = key_range(int64(cuda.blockIdx.x), t + 1)
+        if AHEAD:  # the new key is not in the cache yet
+            load_first(next_k, next_v, k, v, base, lo, hi if hi < t else t)
         first, count = base + lo * D, (hi - lo) * D
         count = count if count < MOST else int64(MOST)
         for i in range(cuda.threadIdx.x * LINE, count, THREADS * LINE):
@@ -143,65 +148,74 @@ def make_begin(D, half, overlap, ready, config, ask):
         live, base = row >= 0 and t >= 0 and t < S, (row * G + g) * S * D
         if overlap and ready:
             if live:
-                ask_early(next_k, next_v, k, v, base, t)
+                prefetch_keys(next_k, next_v, k, v, base, t)
             wait_for_previous()
         return t, base, live
 
-    return share_of, begin
+    return key_range, begin
 
 
 def make_combine(D, HEADS, WARPS):
-    """-> combine(o, to, count, ...): the warps' results become one; of several splits the last to come merges all of them.
-    It writes `count` heads.
+    """-> combine(o, to, count, ...): merge the warps' results; with several splits, the last block merges those of all splits.
+
+    Writes `count` heads to o, from o[to] on. index: number of the block's row and heads in the launch; it selects the counter
+    and the partial results.
     """
     merge = parts.make_merge(D, HEADS, WARPS)
-    gather, put, finish, merge_splits = merge.gather, merge.put, merge.finish, merge.merge_splits
+    gather, finish, merge_splits = merge.gather, merge.finish, merge.merge_splits
+    store_partial = merge.store_partial
     SIZE, THREADS = HEADS * D, 32 * WARPS
 
     @device
     def combine(
-        o, to, count, acc_s, m_s, l_s, weight_s, part, m_part, l_part, counters, place, split,
-        splits, used,
+        o, to, count, acc_s, m_s, l_s, weight_s, partial, m_partial, l_partial, counters, index,
+        split, splits, used,
     ):  # fmt: skip
-        acc, first = cuda.local.array(4, float32), place * splits
+        acc, first = cuda.local.array(4, float32), index * splits
         for j in range(4 * cuda.threadIdx.x, SIZE, 4 * THREADS):
             top, total = gather(acc, acc_s, m_s, l_s, j)
             if used > 1:
-                put(part, m_part, l_part, first + split, j, acc, top, total)
+                store_partial(partial, m_partial, l_partial, first + split, j, acc, top, total)
             else:
                 finish(o, to, count, j, acc, total)
-        if used > 1 and arrive_last(counters, place, used):
-            merge_splits(o, to, count, acc_s, l_s, weight_s, part, m_part, l_part, first, used)
+        if used > 1 and arrive_last(counters, index, used):
+            merge_splits(
+                o, to, count, acc_s, l_s, weight_s, partial, m_partial, l_partial, first, used
+            )
 
     return combine
 
 
 @functools.cache
 def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
-    """GROUP: H / G. half: bf16. overlap: see wait_for_previous in _ptx.py. ready: lengths, rows and the cache may be read
-    before it.
+    """-> (kernel, query heads of a block, passes over the keys of a group). Launch with 32 * config.warps threads.
+
+    GROUP: H / G. half: bf16. normalise: QK-norm. overlap: the kernel may start before the previous one has ended (see
+    wait_for_previous in primitives/ptx.py). ready: lengths, rows and the cache may be read before that.
     """
     HEADS, WARPS = heads_of(half, GROUP), config.warps
-    AHEAD = config.ahead and half and overlap and ready  # the first keys have been asked for
+    AHEAD = config.ahead and half and overlap and ready  # the first keys are loaded early
     CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
     QUERIES, SIZE, ROWS = HEADS * D, WARPS * HEADS * D, WARPS * HEADS
     WEIGHTS, KEYS, VALUES = MAX_SPLITS * HEADS, (2, D // 16, 2), (D // 8, 2)
     element = types.uint16 if half else float32
     new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
-    ask, attend = (make_attend_tensor if half else make_attend_plain)(D, HEADS, WARPS, config.ahead)
-    share_of, begin = make_begin(D, half, overlap, ready, config, ask)
+    load_first, attend = (make_attend_tensor if half else make_attend_plain)(
+        D, HEADS, WARPS, config.ahead
+    )
+    key_range, begin = make_begin(D, half, overlap, ready, config, load_first)
     combine = make_combine(D, HEADS, WARPS)
 
     @kernel(THREADS)
     def decode_attention_kernel(
-        o, part, m_part, l_part, counters, k, v, qkv, lengths_B, rows_B, q_w_D, k_w_D, cos, sin,
+        o, partial, m_partial, l_partial, counters, k, v, qkv, lengths_B, rows_B, q_w_D, k_w_D, cos, sin,
         G, S, eps, scale,
     ):  # fmt: skip
         """Grid (splits, G, B), block THREADS. All arrays flat.
 
-        part, m_part, l_part: acc, m, l of (B, G, CHUNKS, splits); counters (B G CHUNKS), zeros before and after.
+        partial, m_partial, l_partial: acc, m, l of (B, G, CHUNKS, splits); counters (B G CHUNKS), zeros before and after.
         """
-        # Numba aligns a shared array to its element: these two are read 16 bytes at a time
+        # Numba aligns a shared array to its element size, but these two are read 16 bytes at a time
         q_s = cuda.shared.array(QUERIES, element, alignment=16)
         acc_s = cuda.shared.array(SIZE, float32, alignment=16)
         weight_s = cuda.shared.array(WEIGHTS, float32)
@@ -215,7 +229,7 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
             for i in range(cuda.threadIdx.x, GROUP * D if split == 0 else 0, THREADS):
                 store1(o, out + i, float32(0.0))
             return
-        lo, hi, used = share_of(split, t + 1)
+        lo, hi, used = key_range(split, t + 1)
         if split >= used:
             return
         x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
@@ -231,18 +245,18 @@ def make_decode_kernel(D, GROUP, half, normalise, overlap, ready, config):
             attend(acc_s, m_s, l_s, q_s, *ahead, k, v, base, lo, hi, scale * LOG2E)
             cuda.syncthreads()
             combine(
-                o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, part, m_part, l_part,
+                o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, partial, m_partial, l_partial,
                 counters, (b * G + g) * CHUNKS + chunk, split, splits, used,
             )  # fmt: skip
             if CHUNKS > 1:
-                cuda.syncthreads()  # everybody has left shared memory
+                cuda.syncthreads()  # all warps have finished with shared memory
 
     return decode_attention_kernel, HEADS, CHUNKS
 
 
 # ----------------------------------------------------------------------------- launcher
-# (device, stream of the launch or the capture, size) -> zeros; a launch leaves them as it found them. Kept, since graphs know
-# their address, and in no pool: in a graph's pool they could lie where an earlier graph of that pool writes.
+# (device, stream of the launch or the capture, size) -> zeros; every launch restores the zeros. Never freed, because CUDA graphs
+# keep the address, and outside of any memory pool: in a graph's pool, an earlier graph of that pool could write to the memory.
 _counters: dict = {}
 
 
@@ -271,12 +285,14 @@ def decode_attention(
     cache_ready: bool = False,
     batch_invariant: bool = False,
 ) -> Array:
-    """-> o (B, H D) like qkv; keys and values of the B new tokens are appended to the cache.
+    """Attention of one new token per row -> o (B, H D) like qkv. Appends the tokens' keys and values to the cache.
 
-    qkv, caches float32 or all bf16; lengths, rows (B,) int32, in the memory of the device: nothing here depends on their
-    values. cos, sin (P, D/2), P >= S, and the norm weights (D,), both or none, float32. No two tokens may share a row.
-    cache_ready: the kernel launched last writes neither the cache nor lengths, rows; reading them may begin before it ends.
-    batch_invariant: a row gets the bits that it gets alone. Otherwise they may differ between few rows and many.
+    qkv (B, (H + 2G) D) and the caches k, v (R, G, S, D): all float32 or all bf16. lengths, rows (B,): int32, in device memory;
+    the host does not read their values. Two tokens must not have the same row. cos, sin (P, D/2) with P >= S and the norm
+    weights (D,), both or neither: float32. eps: of QK-norm. scale: factor of the scores.
+    cache_ready: the previous kernel writes neither the cache nor lengths or rows, so they may be read before it ends.
+    batch_invariant: a row's bits do not depend on the number of rows; otherwise they may differ between few rows and many.
+    Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     op = "decode_attention"
     weights = _check(op, qkv_BP, k_RGSD, v_RGSD, lengths_B, rows_B, cos_PR, sin_PR, q_w_D, k_w_D)
@@ -286,7 +302,7 @@ def decode_attention(
     if on_host(qkv_BP, k_RGSD, v_RGSD, *tables, *weights):
         check((rows_B < R).all(), f"{op}: row {rows_B.max(initial=0)}, the cache has {R}")
         return decode_attention_ref(qkv_BP, k_RGSD, v_RGSD, *tables, q_w_D, k_w_D, eps, scale)
-    check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels have {WIDTHS}")
+    check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels support {WIDTHS}")
     check(max(B, G) < 2**16, f"{op}: {B} rows of {G} heads in one launch, at most 65535 of each")
     o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
     flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
@@ -296,14 +312,24 @@ def decode_attention(
     variant = D, group, half, bool(weights), overlap, cache_ready, config
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
     blocks = B * G * chunks
-    part, m_part, l_part = (
+    partial, m_partial, l_partial = (
         empty(qkv_BP, n * (splits if splits > 1 else 0), np.float32)
         for n in (blocks * heads * D, blocks * heads, blocks * heads)
     )
     counters = _zero_counters(qkv_BP, blocks)
     cos, sin = cos_PR.reshape(-1), sin_PR.reshape(-1)
-    norms = weights or (cos, cos)  # a kernel takes no None
-    arrays = (o_BC.reshape(-1), part, m_part, l_part, counters, *flat, lengths_B, rows_B, *norms)
+    norms = weights or (cos, cos)  # a kernel argument must not be None
+    arrays = (
+        o_BC.reshape(-1),
+        partial,
+        m_partial,
+        l_partial,
+        counters,
+        *flat,
+        lengths_B,
+        rows_B,
+        *norms,
+    )
     scalars = (G, S, np.float32(eps), np.float32(scale))
     grid, threads = (splits, G, B), 32 * config.warps
     launch(decode_kernel, grid, threads, *arrays, cos, sin, *scalars, overlap=overlap)
@@ -311,14 +337,17 @@ def decode_attention(
 
 
 def _check(op, qkv_BP, k_RGSD, v_RGSD, lengths_B, rows_B, cos_PR, sin_PR, q_w_D, k_w_D):
-    """-> the norm weights, () if there are none"""
+    """Raise ValueError or TypeError if the arguments of decode_attention do not match -> the norm weights, () if None."""
     _, G, S, D = check_cache(op, k_RGSD, v_RGSD)
     check_tables(op, cos_PR, sin_PR, D)
     check(cos_PR.shape[0] >= S, f"{op}: tables of {cos_PR.shape[0]} positions, the cache has {S}")
     check_array(op, "qkv", qkv_BP, (None, None), (k_RGSD.dtype.name,))
     B, P = qkv_BP.shape
     H = P // D - 2 * G
-    check(P % D == 0 and H > 0 and H % G == 0, f"{op}: qkv of {P} columns, heads of {D}, {G} of k")
+    check(
+        P % D == 0 and H > 0 and H % G == 0,
+        f"{op}: qkv of {P} columns does not fit heads of {D}, {G} of k",
+    )
     check((q_w_D is None) == (k_w_D is None), f"{op}: give both norm weights or none")
     weights = () if q_w_D is None else (q_w_D, k_w_D)
     for w in weights:

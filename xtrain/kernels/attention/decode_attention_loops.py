@@ -1,17 +1,17 @@
-"""The loop over the keys of decode_attention.py, twice: plain, to be read, and on tensor cores.
+"""The loop over the keys of decode_attention.py in two versions: without tensor cores (read this one first) and with them.
 
-Both attend to keys lo .. hi - 1 of one key head with all its query heads at once, so a key is read once, and leave each warp's
-m, l and acc (_decode_attention_parts.py) in shared memory. Neither copies keys or values to shared memory: a warp owns whole
-tiles of keys, and nobody else needs them.
+Both attend to keys lo .. hi - 1 of one key head with all its query heads at once, so a key is read once, and write each warp's
+m, l and acc (decode_attention_parts.py) to shared memory. Neither copies keys or values to shared memory: a warp owns whole
+tiles of keys, and no other warp needs them.
 
-On tensor cores, 16 keys at a time. A product's inner index may run in any order if both operands have the same one. So lane
-4 g + t reads 16 neighbouring bytes of key g, where mma_bf16 asks for scattered pairs, and q is read in the same order:
+On tensor cores, 16 keys at a time. The inner index of a product may have any order if both operands have the same one. So lane
+4 g + t reads 16 contiguous bytes of key g, where mma_bf16 expects scattered pairs, and q is read in the same order:
 
     D = 64     lane t of key g    channels 8 t .. 8 t + 7, then 32 + 8 t .. 32 + 8 t + 7
                inner index        step 0: the first 4 of each lane, step 1: its last 4; steps 2, 3 likewise
 
-Of the values lane 4 g + t reads keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, channels 8 g .. 8 g + 7. mma_bf16 wants two keys of one
-channel in a register: the halves of two words, put together. Column g of tile i of the result is then channel 8 g + i.
+Of the values, lane 4 g + t reads keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, channels 8 g .. 8 g + 7. mma_bf16 expects two keys of one
+channel in a register: these are combined from the halves of two words. Column g of tile i of the result is channel 8 g + i.
 """
 
 import functools
@@ -34,28 +34,26 @@ from .flash_attention_bf16 import LOWEST, make_hide_keys, make_softmax
 TILE = 16  # keys, on tensor cores
 
 
-# ----------------------------------------------------------------------------- plain
+# ----------------------------------------------------------------------------- without tensor cores
 @functools.cache
 def make_attend_plain(D, HEADS, WARPS, AHEAD=False):
-    """A lane owns a key while scores are computed, then channels while values are added up. q_s: float32.
-    next_k, next_v, ask: see make_attend_tensor; here nothing is asked for.
+    """-> load_first, attend: the interface of make_attend_tensor, without tensor cores. q_s: float32
+
+    A lane owns a key while scores are computed, then channels while values are summed. load_first does nothing.
     """
     W = -(-D // 32)  # channels of a lane
     SIZE, WEIGHTS = HEADS * D, WARPS * HEADS * 32
 
     @device
-    def ask(next_k, next_v, k, v, base, lo, hi):
+    def load_first(next_k, next_v, k, v, base, lo, hi):
         pass
 
     @device
-    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, asked, k, v, base, lo, hi, scale):
+    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, base, lo, hi, scale):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         p_s = cuda.shared.array(WEIGHTS, float32)
-        s, top, total = (
-            cuda.local.array(HEADS, float32),
-            cuda.local.array(HEADS, float32),
-            cuda.local.array(HEADS, float32),
-        )
+        s, top = cuda.local.array(HEADS, float32), cuda.local.array(HEADS, float32)
+        total = cuda.local.array(HEADS, float32)
         acc, k_4 = cuda.local.array((HEADS, W), float32), cuda.local.array(4, float32)
         for h in range(HEADS):
             top[h], total[h] = LOWEST, float32(0.0)
@@ -79,7 +77,7 @@ def make_attend_plain(D, HEADS, WARPS, AHEAD=False):
                 for w in range(W):
                     acc[h, w] *= shrink
                 p_s[(warp * HEADS + h) * 32 + lane] = weight
-            cuda.syncwarp()  # the weights of all 32 keys are there
+            cuda.syncwarp()  # the weights of all 32 keys have been written
             for i in range(32 if n0 + 32 < hi else hi - n0):
                 for w in range(W):
                     d = lane + 32 * w
@@ -95,18 +93,20 @@ def make_attend_plain(D, HEADS, WARPS, AHEAD=False):
                 if lane + 32 * w < D:
                     acc_s[warp * SIZE + h * D + lane + 32 * w] = acc[h, w]
 
-    return ask, attend
+    return load_first, attend
 
 
 # ----------------------------------------------------------------------------- on tensor cores
 @functools.cache
 def make_load_operands(D, HEADS):
-    """-> load_q(fq (D / 16, 4), q_s), load_k(fk (2, D / 16, 2), k, base, n0, hi), load_v(fv (D / 8, 2), v, base, n0, hi)
+    """-> load_q, load_k, load_v: operands of mma_bf16
 
-    Left operands of heads 0..7 and 8..15; right ones of 16 keys: of k two tiles of 8, of v tiles of 8 channels. A key beyond
-    the last one, hi - 1, is the last one again.
+    load_q(fq (D / 16, 4), q_s)                 left operands: heads 0..7 and 8..15
+    load_k(fk (2, D / 16, 2), k, base, n0, hi)  right operands: 16 keys from n0 on, in two tiles of 8
+    load_v(fv (D / 8, 2), v, base, n0, hi)      right operands: 16 values from n0 on, in tiles of 8 channels
+    For keys beyond the last one, hi - 1, the last one is loaded again.
     """
-    QUADS = max(D // 32, 1)  # of lanes, that is reads of a lane per key
+    QUADS = max(D // 32, 1)  # reads of a lane per key
     WIDE = D >= 32  # a read is 8 elements; for D = 16 it is 4
     EACH = 8 if WIDE else 4
     VALUES = min(D // 8, 8)  # elements of a lane's read of v
@@ -174,11 +174,14 @@ def make_load_operands(D, HEADS):
 
 @functools.cache
 def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
-    """-> ask(next_k (2, D / 16, 2), next_v (D / 8, 2), k, v, base, lo, hi): a warp asks for its first keys and values
-    attend(acc_s, m_s, l_s, q_s, next_k, next_v, asked, k, v, base, lo, hi, scale)
+    """-> load_first, attend
 
-    HEADS: 8 or 16 rows of a left operand; with 8 the other rows are zeros. q_s: bf16. AHEAD: the next keys are under way
-    while these are dealt with. asked: first key of a warp from which on nobody has asked yet.
+    load_first(next_k (2, D / 16, 2), next_v (D / 8, 2), k, v, base, lo, hi)
+        a warp loads its first keys and values into registers
+    attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, base, lo, hi, scale)
+        the loop over keys lo .. hi - 1. loaded: load_first has loaded only keys below this one
+    HEADS: 8 or 16 rows of a left operand; with 8 the other rows are zeros. q_s: bf16. AHEAD: the next keys are loaded while
+    the current ones are used.
     """
     STEPS, TILES, SIZE = D // 16, D // 8, HEADS * D
     VALUES, BLOCKS = min(D // 8, 8), HEADS // 8
@@ -188,7 +191,7 @@ def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
     pack = make_pack(1)
 
     @device
-    def put(acc_s, m_s, l_s, acc, top, total, scale):
+    def store_result(acc_s, m_s, l_s, acc, top, total, scale):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         for r in range(BLOCKS):
             h = (lane >> 2) + 8 * r
@@ -202,7 +205,7 @@ def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
                     acc_s[warp * SIZE + h * D + d] = acc[0, i, 2 * r + e]
 
     @device
-    def take(fk, fv, next_k, next_v):
+    def copy_operands(fk, fv, next_k, next_v):
         for i in range(STEPS):
             for j in range(2):
                 for m in range(2):
@@ -212,18 +215,15 @@ def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
                 fv[i, m] = next_v[i, m]
 
     @device
-    def ask(next_k, next_v, k, v, base, lo, hi):
+    def load_first(next_k, next_v, k, v, base, lo, hi):
         first = lo + TILE * (cuda.threadIdx.x >> 5)
         if first < hi:
             load_k(next_k, k, base, first, hi)
             load_v(next_v, v, base, first, hi)
 
     @device
-    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, asked, k, v, base, lo, hi, scale):
-        fq, fk = (
-            cuda.local.array((STEPS, 4), uint32),
-            cuda.local.array((2, STEPS, 2), uint32),
-        )
+    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, base, lo, hi, scale):
+        fq, fk = cuda.local.array((STEPS, 4), uint32), cuda.local.array((2, STEPS, 2), uint32)
         fv, fp = cuda.local.array((TILES, 2), uint32), cuda.local.array((1, 4), uint32)
         s, acc = cuda.local.array((1, 2, 4), float32), cuda.local.array((1, TILES, 4), float32)
         top, total = cuda.local.array((1, 2), float32), cuda.local.array((1, 2), float32)
@@ -231,12 +231,12 @@ def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
         fill(top, LOWEST)
         fill(total, float32(0.0))
         first = lo + TILE * (cuda.threadIdx.x >> 5)
-        if AHEAD and first + TILE > asked:
-            ask(next_k, next_v, k, v, base, lo, hi)
+        if AHEAD and first + TILE > loaded:
+            load_first(next_k, next_v, k, v, base, lo, hi)
         load_q(fq, q_s)
         for n0 in range(first, hi, TILE * WARPS):
             if AHEAD:
-                take(fk, fv, next_k, next_v)
+                copy_operands(fk, fv, next_k, next_v)
                 if n0 + TILE * WARPS < hi:
                     load_k(next_k, k, base, n0 + TILE * WARPS, hi)
                     load_v(next_v, v, base, n0 + TILE * WARPS, hi)
@@ -252,6 +252,6 @@ def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
             pack(fp, s, 0)
             for i in range(TILES):
                 mma_bf16(acc[0, i], fp[0], fv[i])
-        put(acc_s, m_s, l_s, acc, top, total, scale)
+        store_result(acc_s, m_s, l_s, acc, top, total, scale)
 
-    return ask, attend
+    return load_first, attend

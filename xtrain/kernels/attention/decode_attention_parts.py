@@ -1,11 +1,12 @@
-"""What surrounds the loop over the keys in decode_attention.py: new heads in, partial results together.
+"""What decode_attention.py does before and after the loop over the keys: compute the new heads, merge partial results.
 
-All shared memory is flat. HEADS: query heads of a block, 8 or 16, of one key head; absent ones are zeros.
+All shared memory is flat. HEADS: query heads of a block, 8 or 16, of one key head; absent heads are zeros.
 """
 
 import functools
 import math
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from numba import cuda, float32, int32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
@@ -24,26 +25,26 @@ from ..primitives.reduce import NEG_INF, warp_max, warp_sum
 from ..primitives.tensor_cores import exp2
 
 LOG2E = float32(math.log2(math.e))
-CHUNK = 256  # keys of a split, at least: four rounds of a warp, so that reading them outweighs the rest of its work
-FEW_CHUNK = 192  # where few key heads leave multiprocessors idle; shorter ones make more to merge than they save
-MAX_SPLITS = 32  # of a row's keys: lanes of the warp that merges them
-AT_ONCE = 8  # partial results that a thread asks for before it adds them
+CHUNK = 256  # keys of a split, at least: four rounds of a warp, so that reading them outweighs its other work
+FEW_CHUNK = 192  # the same if few key heads leave multiprocessors idle; shorter splits cost more in the merge than they save
+MAX_SPLITS = 32  # of a row's keys: one lane per split in the warp that merges them
+AT_ONCE = 8  # partial results that a thread loads before it adds the first one
 
 
 def splits_of(S: int, keys: int) -> int:
-    """How many blocks share the keys of a head when a row holds S tokens. keys: of a split, at least"""
+    """-> the number of blocks that share the keys of a head if a row holds S tokens. keys: of a split, at least"""
     return min(MAX_SPLITS, -(-S // keys))
 
 
 @device
 def quotient(a, b):
-    """a // b for 0 <= a, b < 2^32: a division of 64-bit numbers takes several times as long."""
+    """a // b for 0 <= a < 2^32, 0 < b < 2^32: a 64-bit division takes several times as long."""
     return int64(uint32(a) // uint32(b))
 
 
 @functools.cache
 def make_split_keys(CHUNK):
-    """-> split_keys(n): keys of one split in a row of n. It depends on n alone, and so do all bits of the result."""
+    """-> split_keys(n): keys of one split in a row of n tokens. It depends only on n, and so do all bits of the result."""
 
     @device
     def split_keys(n):
@@ -55,13 +56,14 @@ def make_split_keys(CHUNK):
 
 
 @functools.cache
-def make_pairs(D, NORMALISE):
-    """A warp holds a head: a lane PLANES pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2.
+def make_rope_pairs(D, NORMALISE):
+    """-> load_pairs, load_angles, rotate, store_pairs, PLANES: QK-norm and RoPE of a head that a warp holds.
 
-    load_pairs(x1, x2, x, first)                       from x[first]
-    load_angles(c, s, cos, sin, p)                     of position p; cos, sin: flat
-    turn(out, to, x1, x2, w_D, c, s, eps)              the head normed and turned, to out[to]
-    put_pairs(out, to, x1, x2)                         as it is
+    A lane holds PLANES pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2.
+    load_pairs(x1, x2, x, first)                 the head that begins at x[first]
+    load_angles(c, s, cos, sin, p)               cosines and sines of position p; cos, sin: flat
+    rotate(out, to, x1, x2, w_D, c, s, eps)      writes the head, normed and rotated, to out[to], ...
+    store_pairs(out, to, x1, x2)                 writes the head unchanged
     """
     R = D // 2
     PLANES = -(-R // 32)
@@ -83,7 +85,7 @@ def make_pairs(D, NORMALISE):
                 c[i], s[i] = cos[p * R + r], sin[p * R + r]
 
     @device
-    def put_pairs(out, to, x1, x2):
+    def store_pairs(out, to, x1, x2):
         for i in range(PLANES):
             r = (cuda.threadIdx.x & 31) + 32 * i
             if r < R:
@@ -91,7 +93,7 @@ def make_pairs(D, NORMALISE):
                 store1(out, to + r + R, x2[i])
 
     @device
-    def turn(out, to, x1, x2, w_D, c, s, eps):
+    def rotate(out, to, x1, x2, w_D, c, s, eps):
         y1, y2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
         acc, rstd = float32(0.0), float32(1.0)
         if NORMALISE:
@@ -105,35 +107,33 @@ def make_pairs(D, NORMALISE):
                 u1 *= rstd * w_D[r]
                 u2 *= rstd * w_D[r + R]
             y1[i], y2[i] = u1 * c[i] - u2 * s[i], u2 * c[i] + u1 * s[i]
-        put_pairs(out, to, y1, y2)
+        store_pairs(out, to, y1, y2)
 
-    return load_pairs, load_angles, turn, put_pairs, PLANES
+    return load_pairs, load_angles, rotate, store_pairs, PLANES
 
 
 @functools.cache
 def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
-    """-> new_heads(q_s, k, v, qkv, ...): the block's queries into shared memory; the new key and value into the cache.
+    """-> new_heads(q_s, k, v, qkv, ...): write the block's queries to shared memory, the new key and value to the cache.
 
-    qkv[x]: the first query head of the key head; absent heads of q_s become zeros. owner: this block appends, at k[at], v[at];
-    key, value: where they begin in qkv. A warp asks for all its heads before it deals with the first.
+    qkv[x]: the first query head of the key head; absent heads of q_s become zeros. owner: this block appends, to k[at] and
+    v[at], the key and value at qkv[key] and qkv[value]. A warp loads all its heads before it uses the first one.
     """
-    load_pairs, load_angles, turn, put_pairs, PLANES = make_pairs(D, NORMALISE)
+    load_pairs, load_angles, rotate, store_pairs, PLANES = make_rope_pairs(D, NORMALISE)
     EACH = -(-HEADS // WARPS)
     FULL_CHUNKS = GROUP % HEADS == 0
 
     @device
     def new_heads(q_s, k, v, qkv, x, key, value, at, owner, h0, q_w_D, k_w_D, cos, sin, p, eps):
         warp = cuda.threadIdx.x >> 5
-        x1, x2 = (
-            cuda.local.array((EACH, PLANES), float32),
-            cuda.local.array((EACH, PLANES), float32),
-        )
+        x1 = cuda.local.array((EACH, PLANES), float32)
+        x2 = cuda.local.array((EACH, PLANES), float32)
         more1, more2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
         c, s = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
         load_angles(c, s, cos, sin, p)
         for j in range(EACH):
             h = h0 + warp + j * WARPS
-            h = h if h < GROUP else GROUP - 1  # where there are more warps than heads, too
+            h = h if h < GROUP else GROUP - 1  # also if there are more warps than heads
             load_pairs(x1[j], x2[j], qkv, x + h * D)
         if owner and warp >= WARPS - 2:
             load_pairs(more1, more2, qkv, key if warp == WARPS - 1 else value)
@@ -142,26 +142,39 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
                 for i in range(PLANES):
                     x1[j, i], x2[j, i] = float32(0.0), float32(0.0)
             if warp + j * WARPS < HEADS:
-                turn(q_s, (warp + j * WARPS) * D, x1[j], x2[j], q_w_D, c, s, eps)
+                rotate(q_s, (warp + j * WARPS) * D, x1[j], x2[j], q_w_D, c, s, eps)
         if owner and warp == WARPS - 1:
-            turn(k, at, more1, more2, k_w_D, c, s, eps)
+            rotate(k, at, more1, more2, k_w_D, c, s, eps)
         if owner and warp == WARPS - 2:
-            put_pairs(v, at, more1, more2)
+            store_pairs(v, at, more1, more2)
 
     return new_heads
 
 
-@functools.cache
-def make_merge(D, HEADS, WARPS):
-    """Partial softmax results: m, the largest score (times log2 e), l, the sum of exp2(score - m), and acc, the sum of
-    exp2(score - m) v. Two of them are one with M = max m: factors exp2(m - M), added up in a fixed order. A thread has 4
-    neighbouring elements of acc, j .. j + 3, of one head.
+@dataclass(frozen=True)
+class Merge:
+    """Device functions on partial softmax results.
 
-    gather(acc, acc_s, m_s, l_s, j) -> m, l            of all warps' results
-    put(part, m_part, l_part, i, j, acc, top, total)   with these m and l, as number i into global memory
-    finish(o, to, count, j, acc, total)                o[to + j] = acc / l, if it belongs to the first `count` heads
-    merge_splits: see make_merge_splits
+    A partial result is m, the largest score (times log2 e), l, the sum of exp2(score - m), and acc, the sum of
+    exp2(score - m) v. Several are merged with M = max m and factors exp2(m - M), summed in a fixed order. A thread owns 4
+    consecutive elements j .. j + 3 of acc, of one head.
+
+    gather(acc, acc_s, m_s, l_s, j) -> m, l    merges the results of all warps
+    store_partial(partial, m_partial, l_partial, i, j, acc, top, total)
+                                               writes acc, m and l as partial result i to global memory
+    finish(o, to, count, j, acc, total)        o[to + j] = acc / l, if it belongs to the first `count` heads
+    merge_splits                               see make_merge_splits
     """
+
+    gather: Callable
+    store_partial: Callable
+    finish: Callable
+    merge_splits: Callable
+
+
+@functools.cache
+def make_merge(D: int, HEADS: int, WARPS: int) -> Merge:
+    """-> the functions for blocks of HEADS heads of width D and WARPS warps"""
     SIZE = HEADS * D
 
     @device
@@ -181,10 +194,10 @@ def make_merge(D, HEADS, WARPS):
         return top, total
 
     @device
-    def put(part, m_part, l_part, i, j, acc, top, total):
-        store4(part, i * SIZE + j, acc)
+    def store_partial(partial, m_partial, l_partial, i, j, acc, top, total):
+        store4(partial, i * SIZE + j, acc)
         if j % D == 0:
-            m_part[i * HEADS + j // D], l_part[i * HEADS + j // D] = top, total
+            m_partial[i * HEADS + j // D], l_partial[i * HEADS + j // D] = top, total
 
     @device
     def finish(o, to, count, j, acc, total):
@@ -194,23 +207,26 @@ def make_merge(D, HEADS, WARPS):
             store4(o, to + j, acc)
 
     merge_splits = make_merge_splits(D, HEADS, WARPS, finish)
-    return SimpleNamespace(gather=gather, put=put, finish=finish, merge_splits=merge_splits)
+    return Merge(gather, store_partial, finish, merge_splits)
 
 
 @functools.cache
 def make_weigh(HEADS, WARPS):
-    """-> weigh(weight_s, l_s, m_part, l_part, first, used): the splits' weights, 0 from `used` on, and the sum of their l"""
+    """-> weigh(weight_s, l_s, m_partial, l_partial, first, used): the weights of the splits, and the weighted sums of their l
+
+    weight_s: (MAX_SPLITS, HEADS), flat; 0 for splits from `used` on.
+    """
     EACH = -(-HEADS // WARPS)
 
     @device
-    def weigh(weight_s, l_s, m_part, l_part, first, used):
+    def weigh(weight_s, l_s, m_partial, l_partial, first, used):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         m, total = cuda.local.array(EACH, float32), cuda.local.array(EACH, float32)
         for j in range(EACH):  # a lane per split
             h = warp + j * WARPS
-            i, there = (first + lane) * HEADS + h, lane < used and h < HEADS
-            m[j] = m_part[i] if there else NEG_INF
-            total[j] = l_part[i] if there else float32(0.0)
+            i, exists = (first + lane) * HEADS + h, lane < used and h < HEADS
+            m[j] = m_partial[i] if exists else NEG_INF
+            total[j] = l_partial[i] if exists else float32(0.0)
         for j in range(EACH):
             h = warp + j * WARPS
             if h < HEADS:
@@ -225,8 +241,9 @@ def make_weigh(HEADS, WARPS):
 
 @functools.cache
 def make_merge_splits(D, HEADS, WARPS, finish):
-    """-> merge_splits(o, to, count, acc_s, l_s, weight_s, part, m_part, l_part, first, used): the partial results with
-    numbers first .. first + used - 1 from global memory become one, and `count` heads of o.
+    """-> merge_splits(o, to, count, acc_s, l_s, weight_s, partial, m_partial, l_partial, first, used): merge partial results.
+
+    Reads the partial results first .. first + used - 1 from global memory and writes `count` heads of o.
     """
     THREADS, SIZE = 32 * WARPS, HEADS * D
     weigh = make_weigh(HEADS, WARPS)
@@ -235,34 +252,36 @@ def make_merge_splits(D, HEADS, WARPS, finish):
     assert not ONCE or 4 * QUADS == SIZE, f"{WARPS} warps cannot share {SIZE} sums evenly"
 
     @device
-    def ask(values, part, first, s, end, j):
-        """For parts s .. s + AT_ONCE - 1, below end; instead of later ones the last again."""
+    def load_partials(values, partial, first, s, end, j):
+        """values = partial results s .. s + AT_ONCE - 1; from `end` on, the last one again."""
         for i in range(AT_ONCE):
             split = s + i if s + i < end else end - 1
-            load4(values[i], part, (first + split) * SIZE + j)
+            load4(values[i], partial, (first + split) * SIZE + j)
 
     @device
-    def merge_splits(o, to, count, acc_s, l_s, weight_s, part, m_part, l_part, first, used):
-        """weight_s: MAX_SPLITS HEADS floats. The caller's barrier is before.
+    def merge_splits(
+        o, to, count, acc_s, l_s, weight_s, partial, m_partial, l_partial, first, used
+    ):
+        """weight_s: MAX_SPLITS HEADS floats. The caller has synchronized the block.
 
-        Where there are more threads than quadruples of acc, SHARES of them have a part of the splits each.
+        If there are more threads than quadruples of acc, SHARES threads divide the splits of a quadruple among themselves.
         """
         tid = cuda.threadIdx.x
-        share, place = tid // QUADS, tid % QUADS
+        share, quad = tid // QUADS, tid % QUADS
         each = (used + SHARES - 1) // SHARES
         begin = share * each
         end = begin + each if begin + each < used else used
         values, acc = cuda.local.array((AT_ONCE, 4), float32), cuda.local.array(4, float32)
-        if ONCE and begin < end:  # beside what the weights are made of
-            ask(values, part, first, begin, end, 4 * place)
-        weigh(weight_s, l_s, m_part, l_part, first, used)
+        if ONCE and begin < end:  # in flight together with the loads of weigh
+            load_partials(values, partial, first, begin, end, 4 * quad)
+        weigh(weight_s, l_s, m_partial, l_partial, first, used)
         cuda.syncthreads()
-        for j in range(4 * place, SIZE, 4 * THREADS):
+        for j in range(4 * quad, SIZE, 4 * THREADS):
             for e in range(4):
                 acc[e] = float32(0.0)
             for s in range(begin, end, AT_ONCE):
                 if not ONCE or s > begin:
-                    ask(values, part, first, s, end, j)
+                    load_partials(values, partial, first, s, end, j)
                 for i in range(AT_ONCE):  # always in this order: same bits every run
                     weight = weight_s[(s + i) * HEADS + j // D] if s + i < end else float32(0.0)
                     for e in range(4):
@@ -275,22 +294,22 @@ def make_merge_splits(D, HEADS, WARPS, finish):
             cuda.syncthreads()
             if share == 0:
                 for i in range(1, SHARES):
-                    load4_shared(values[0], acc_s, i * SIZE + 4 * place)
+                    load4_shared(values[0], acc_s, i * SIZE + 4 * quad)
                     for e in range(4):
                         acc[e] += values[0, e]
-                finish(o, to, count, 4 * place, acc, l_s[4 * place // D])
+                finish(o, to, count, 4 * quad, acc, l_s[4 * quad // D])
 
     return merge_splits
 
 
 @device
 def arrive_last(counters, i, used):
-    """A barrier for the block. -> is it the last of `used` blocks to come here? Then it sees what the others wrote."""
+    """A barrier for the block -> True in the last of `used` blocks that arrives; it sees what the others wrote."""
     last = cuda.shared.array(1, int32)
     cuda.syncthreads()  # the block's writes come before thread 0's addition
     if cuda.threadIdx.x == 0:
         last[0] = int32(atomic_add_in_order(counters, i, int32(1)) == used - 1)
         if last[0]:
-            cuda.atomic.exch(counters, i, 0)  # for the next launch; nobody here waits for it
+            cuda.atomic.exch(counters, i, 0)  # for the next launch; this one does not read it again
     cuda.syncthreads()
     return last[0] != 0

@@ -4,36 +4,36 @@
 
     forward    s = scale q k^T,  p = softmax(s),  o = p v
 
-A tile of queries walks over tiles of keys, and neither s nor p is ever written to memory. The softmax is computed on
-the way (Milakov & Gimelshein 2018): with the maximum m and the sum l of the tiles so far,
+A tile of queries loops over tiles of keys; s and p are never written to global memory. The softmax is computed online
+(Milakov & Gimelshein 2018): with the maximum m and the sum l over the tiles so far,
 
                m' = max(m, max_j s_j)
                l' = l exp(m - m') + sum_j exp(s_j - m')       acc' = acc exp(m - m') + sum_j exp(s_j - m') v_j
 
-and in the end o = acc / l. Saved are o and lse = m + log l, one number per row: p = exp(s - lse) needs no second
-softmax.
+and at the end o = acc / l. Saved for backward: o and lse = m + log l, one number per row. Then p = exp(s - lse) needs no
+second softmax.
 
-    backward   p is computed again, tile by tile: more arithmetic, T^2 numbers less to keep and to move.
+    backward   p is recomputed tile by tile: more arithmetic, but T^2 fewer numbers to store and to move.
                dv = p^T do      dp = do v^T
                ds = p (dp - delta)     delta_t = sum_s p_ts dp_ts = sum_s p_ts (do_t . v_s) = do_t . o_t
                dq = scale ds k  dk = scale ds^T q
 
-delta, the softmax's sum over a whole row, is a dot product of two vectors that are at hand (the step that makes
-backward by tiles possible). Grouped queries: H / G query heads share a key head, and its dk, dv are sums over them.
+delta is a sum over a whole row of the softmax, but it equals the dot product of two saved vectors. This step makes a
+backward in tiles possible. Grouped-query attention: H / G query heads share a key head; its dk and dv are sums over them.
 
-With `causal`, query t sees the keys s <= t + (S - T): S > T means that the first S - T keys are a past that all see.
-Operations: 4 B H T S D forward, 2.5 times that backward, and half of it if causal.
+With `causal`, query t sees the keys s <= t + (S - T): if S > T, the first S - T keys are a past that all queries see.
+Operations: 4 B H T S D forward, 2.5 times that backward; half of it if causal.
 
-    NumPy             the references below
-    bf16, 9.0         flash_attention_hopper.py and _flash_attention_hopper_*.py: wgmma and TMA, D = 64, 128
-    bf16              flash_attention_bf16.py and _flash_attention_bf16_*.py: tensor cores, D = 16, 32, 64, 128;
-                      the backward of many short, narrow heads: _flash_attention_bf16_whole.py
-    float32           flash_attention_fp32.py: any D up to 128; also the version to read first
+    NumPy                      the references below
+    bf16, capability 9.0       flash_attention_hopper.py and flash_attention_hopper_*.py: wgmma and TMA, D = 64, 128
+    bf16                       flash_attention_bf16.py and flash_attention_bf16_bwd*.py: mma.sync, D = 16, 32, 64, 128
+    float32                    flash_attention_fp32.py: any D up to 128; also the version to read first
 
-Nothing is added up by atomics: the same input gives the same bits.
+No sum uses atomics: the same input gives the same bits.
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -45,32 +45,36 @@ from ..primitives.tiles import WIDTHS
 from ..runtime.launch import FLOATS, check, check_array, empty, launch, on_host, wide
 from . import flash_attention_bf16 as bf16
 from . import flash_attention_bf16_bwd as bf16_bwd
-from . import flash_attention_bf16_bwd_d128 as bf16_pairs
-from . import flash_attention_bf16_bwd_whole as bf16_whole
+from . import flash_attention_bf16_bwd_d128 as bf16_bwd_d128
+from . import flash_attention_bf16_bwd_whole as bf16_bwd_whole
 from . import flash_attention_fp32 as fp32
 from . import flash_attention_hopper as hopper
 from . import flash_attention_hopper_bwd as hopper_bwd
-from .flash_attention_table import TABLE
+from .flash_attention_bf16_bwd_whole import WholeTiles
+from .flash_attention_hopper import Gpu
+from .flash_attention_table import TABLE, Tiles
 
 FEW_ROUNDS, LONG = 12, 2048  # see make_grid; measured on one H200
-HOPPER = True  # the kernels for compute capability 9.0 where there is one, and in the simulator; False: mma.sync
+HOPPER = (
+    True  # use the wgmma kernels on capability 9.0 and in the simulator; False: always mma.sync
+)
 MAX_GRID = 2**16 - 1  # blocks in y or z
-SMALL = {  # where a block gets less shared memory than the table's choice needs; all fit the 99 KB of 8.6, 8.9, 12.0
-    "fwd": (64, 64, 4, 2, False),
-    "dq": (64, 32, 4, 2),
-    "dkdv": (64, 32, 4, 1),
+SMALL = {  # used if the table's tiles need more shared memory than a block gets; all fit the 99 KB of 8.6, 8.9, 12.0
+    "fwd": Tiles(BM=64, BN=64, warps=4, blocks=2),
+    "dq": Tiles(BM=64, BN=32, warps=4, blocks=2),
+    "dkdv": Tiles(BM=32, BN=64, warps=4, blocks=1),
 }
 
 
 # ----------------------------------------------------------------------------- references
 def _by_group(x_BTHD, G):
-    """(B, T, H, D) -> (B, G, H / G, T, D): query heads beside the key head they use"""
+    """(B, T, H, D) -> (B, G, H / G, T, D): query heads grouped by the key head that they use"""
     B, T, H, D = x_BTHD.shape
     return x_BTHD.reshape(B, T, G, H // G, D).transpose(0, 2, 3, 1, 4)
 
 
 def _by_head(x_BGRTD):
-    """The way back"""
+    """(B, G, H / G, T, D) -> (B, T, H, D)"""
     B, G, R, T, D = x_BGRTD.shape
     return np.ascontiguousarray(x_BGRTD.transpose(0, 3, 1, 2, 4)).reshape(B, T, G * R, D)
 
@@ -82,7 +86,7 @@ def _scores(q_BGRTD, k_BG1SD, scale, causal):
 
 
 def flash_attention_ref(q_BTHD, k_BSGD, v_BSGD, scale, causal=True):
-    """-> o (B, T, H, D), lse (B, H, T)"""
+    """The forward of this file's docstring in NumPy, in the dtype of the inputs -> o (B, T, H, D), lse (B, H, T)"""
     B, T, H, _ = q_BTHD.shape
     q, k, v = (_by_group(x, k_BSGD.shape[2]) for x in (q_BTHD, k_BSGD, v_BSGD))
     s = _scores(q, k, scale, causal)
@@ -93,7 +97,7 @@ def flash_attention_ref(q_BTHD, k_BSGD, v_BSGD, scale, causal=True):
 
 
 def flash_attention_bwd_ref(do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT, scale, causal=True):
-    """-> dq (B, T, H, D), dk, dv (B, S, G, D)"""
+    """The backward of this file's docstring in NumPy -> dq (B, T, H, D), dk, dv (B, S, G, D)"""
     G = k_BSGD.shape[2]
     do, q, k, v, o = (_by_group(x, G) for x in (do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD))
     p = np.exp(_scores(q, k, scale, causal) - lse_BHT.reshape(q.shape[:-1])[..., None])
@@ -107,28 +111,29 @@ def flash_attention_bwd_ref(do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT, sc
 def flash_attention_fwd(
     q_BTHD: Array, k_BSGD: Array, v_BSGD: Array, scale: float, causal: bool = True
 ) -> tuple[Array, Array]:
-    """-> o (B, T, H, D) like q, lse (B, H, T) float32.
+    """Attention of q (B, T, H, D) over k, v (B, S, G, D) -> o (B, T, H, D) like q, lse (B, H, T) float32.
 
-    float32 or bf16. Each of q, k and v may be a part of a packed array (B, T, P): positions may lie further apart
-    than H D elements. Raises ValueError or TypeError when shapes or types do not belong together.
+    q, k, v: all float32 or all bf16. Each may be a slice of a packed array (B, T, P), so positions may be more than H D
+    elements apart. scale: factor of the scores, > 0. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal)
     if on_host(q_BTHD, k_BSGD, v_BSGD):
-        o_BTHD, lse_BHT = flash_attention_ref(*map(wide, (q_BTHD, k_BSGD, v_BSGD)), scale, causal)
+        q, k, v = map(wide, (q_BTHD, k_BSGD, v_BSGD))
+        o_BTHD, lse_BHT = flash_attention_ref(q, k, v, scale, causal)
         return o_BTHD.astype(q_BTHD.dtype), lse_BHT
     B, T, H, D = q_BTHD.shape
     o_BTHD, lse_BHT = empty(q_BTHD, (B, T, H, D)), empty(q_BTHD, (B, H, T), np.float32)
-    scale = np.float32(scale)
+    factor = np.float32(scale)
     if q_BTHD.dtype == np.float32:
         fwd_kernel, grid = fp32.make_fwd_kernel(D, causal), (-(-T // fp32.tile_rows(D)), B * H)
-        launch(fwd_kernel, grid, fp32.THREADS, o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, scale)
+        launch(fwd_kernel, grid, fp32.THREADS, o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, factor)
     elif use_hopper(q_BTHD):
-        inputs = map(mappable, (q_BTHD, k_BSGD, v_BSGD))
-        hopper.forward(o_BTHD, lse_BHT, *inputs, scale, causal, _gpu(q_BTHD))
+        q, k, v = map(mappable, (q_BTHD, k_BSGD, v_BSGD))
+        hopper.forward(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu_of(q_BTHD))
     else:
         q, k, v, sizes = flat_inputs(q_BTHD, k_BSGD, v_BSGD)
         outputs = o_BTHD.reshape(-1), lse_BHT.reshape(-1)
-        _launch_bf16("fwd", causal, q_BTHD.shape, k_BSGD.shape, *outputs, q, k, v, *sizes, scale)
+        _launch_bf16("fwd", causal, q_BTHD.shape, k_BSGD.shape, *outputs, q, k, v, *sizes, factor)
     return o_BTHD, lse_BHT
 
 
@@ -143,10 +148,11 @@ def flash_attention_bwd(
     causal: bool = True,
     dv_BSGD: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """-> dq (B, T, H, D), dk, dv (B, S, G, D). o and lse are what the forward returned.
+    """The gradients of flash_attention_fwd -> dq (B, T, H, D), dk, dv (B, S, G, D), in q's dtype.
 
-    dv_BSGD: where dv is written and then returned, of any layout: a part of a packed gradient. None: it is new, as dq and
-    dk always are. Nothing between its rows is touched.
+    do: the gradient of o. o, lse: what the forward returned. dv_BSGD: if given, dv is written there and it is returned; any
+    strides, so it may be a slice of a packed gradient (elements between its rows are left alone). If None, dv is a new
+    array, as dq and dk always are. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     op = "flash_attention backward"
     _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal)
@@ -159,30 +165,31 @@ def flash_attention_bwd(
     if dv_BSGD is not None:
         check_array(op, "dv", dv_BSGD, (B, S, G, D), (q_BTHD.dtype.name,), strided=True)
     if on_host(*inputs, o_BTHD, lse_BHT, *([] if dv_BSGD is None else [dv_BSGD])):
-        gradients = flash_attention_bwd_ref(*map(wide, (*inputs, o_BTHD)), lse_BHT, scale, causal)
+        do, q, k, v, o = map(wide, (*inputs, o_BTHD))
+        gradients = flash_attention_bwd_ref(do, q, k, v, o, lse_BHT, scale, causal)
         dq, dk, dv = (x.astype(q_BTHD.dtype) for x in gradients)
-        return dq, dk, _written(dv, dv_BSGD)
+        return dq, dk, _copy_into(dv_BSGD, dv)
     half = q_BTHD.dtype != np.float32
-    direct = dv_BSGD is not None and (in_place(dv_BSGD) if half else True)
+    direct = dv_BSGD is not None and (not half or in_place(dv_BSGD))  # the kernel can write there
     dq, dk = empty(q_BTHD, (B, T, H, D)), empty(k_BSGD, (B, S, G, D))
     dv = dv_BSGD if direct else empty(k_BSGD, (B, S, G, D))
     compute = _bwd_hopper if use_hopper(q_BTHD) else _bwd_bf16 if half else _bwd_fp32
     compute(dq, dk, dv, *inputs, o_BTHD, lse_BHT, np.float32(scale), causal)
-    return dq, dk, dv if direct else _written(dv, dv_BSGD)
+    return dq, dk, dv if direct else _copy_into(dv_BSGD, dv)
 
 
-def _written(x, there):
-    """x, if it is not wanted anywhere else"""
-    if there is None:
+def _copy_into(out, x):
+    """-> out, filled with x; x itself if out is None"""
+    if out is None:
         return x
-    there[...] = x
-    return there
+    out[...] = x
+    return out
 
 
 def _bwd_hopper(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
-    inputs = map(mappable, (do, q, k, v))
+    do, q, k, v = map(mappable, (do, q, k, v))
     o = _rows(o)[0].reshape(o.shape)
-    hopper_bwd.backward((dq, dk, dv), *inputs, o, lse_BHT, scale, causal, _gpu(q))
+    hopper_bwd.backward((dq, dk, dv), do, q, k, v, o, lse_BHT, scale, causal, gpu_of(q))
 
 
 def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
@@ -202,7 +209,7 @@ def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
         B, _, G, D = shapes[1]
         kernel, shared = make_kernel("whole", D, causal, whole)
         args = dq.reshape(-1), dk.reshape(-1), dv, do, q, k, v, o, lse, *sizes
-        launch(kernel, (G, B), whole[0], *args, np.int32(dv_row), scale, shared=shared)
+        launch(kernel, (G, B), whole.keys, *args, np.int32(dv_row), scale, shared=shared)
         return
     delta = empty(lse_BHT, lse_BHT.shape).reshape(-1)
     args = dq.reshape(-1), delta, do, q, k, v, o, lse, *sizes, scale
@@ -212,104 +219,107 @@ def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
 
 
 def _launch_bf16(kind, causal, q_shape, k_shape, *args):
-    config = choose(kind, q_shape[3], q_shape[1], causal, shared_limit(args[0]))
-    kernel, shared = make_kernel(kind, q_shape[3], causal, config)
-    grid = make_grid(kind, config, causal, q_shape, k_shape, *_gpu(args[0]))
-    launch(kernel, grid, 32 * config[2], *args, shared=shared)
+    tiles = choose(kind, q_shape[3], q_shape[1], causal, shared_limit(args[0]))
+    kernel, shared = make_kernel(kind, q_shape[3], causal, tiles)
+    grid = make_grid(kind, tiles, causal, q_shape, k_shape, gpu_of(args[0]))
+    launch(kernel, grid, 32 * tiles.warps, *args, shared=shared)
 
 
 def make_grid(
-    kind: str,
-    config: tuple,
-    causal: bool,
-    q_shape: tuple,
-    k_shape: tuple,
-    multiprocessors: int,
-    l2: int,
+    kind: str, tiles: Tiles, causal: bool, q_shape: tuple, k_shape: tuple, gpu: Gpu
 ) -> tuple[int, int, int]:
-    """-> (heads side by side, blocks per head, how often); why: see flash_attention_bf16.py
+    """The grid of a bf16 kernel -> (heads in x, blocks per head in y, rounds in z): rounds * heads in x cover all heads.
 
-    One head, unless blocks are unequal and either few, so that the end takes a large part of the time, or long, so that
-    they use a cache line often while they have it. Then as many as read at most twice what the second-level cache
-    holds: they walk through their keys in step.
+    The GPU starts blocks in the order x, y, z, so heads in x advance through their tiles together: see flash_attention_bf16.py.
+    One head in x, unless blocks are unequal (causal) and either few, so that the last round takes a large share of the time,
+    or long, so that they reuse cache lines. Then as many heads as read at most twice the size of the second-level cache.
     """
     B, T, H, D = q_shape
     S, G = k_shape[1:3]
     if kind == "dkdv":  # a key head reads Q and dO of its query heads
-        heads, rows, read = B * G, S, 4 * T * D * (H // G)
-    else:  # a query head reads K and V, and shares them
-        heads, rows, read = B * H, T, 4 * S * D // (H // G)
-    tiles = -(-rows // config[0])
-    rounds = heads * tiles / (multiprocessors * config[3])
+        heads, rows, own, read = B * G, S, tiles.BN, 4 * T * D * (H // G)
+    else:  # a query head reads K and V, and shares them with its group
+        heads, rows, own, read = B * H, T, tiles.BM, 4 * S * D // (H // G)
+    blocks = -(-rows // own)
+    rounds = heads * blocks / (gpu.multiprocessors * tiles.blocks)
     if not causal or (rounds > FEW_ROUNDS and rows < LONG):
-        return 1, tiles, heads
-    times = -(-heads // max(1, 2 * l2 // max(read, 1)))
-    side = -(-heads // max(times, 1))  # all turns alike, but for a few heads of the last
-    return side, tiles, times
+        return 1, blocks, heads
+    times = -(-heads // max(1, 2 * gpu.l2_bytes // max(read, 1)))
+    # all rounds have the same number of heads, except for the last
+    side = -(-heads // max(times, 1))
+    return side, blocks, times
 
 
 # ----------------------------------------------------------------------------- which kernel
-def make_kernel(kind: str, D: int, causal: bool, config: tuple) -> tuple:
-    """-> (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq", "dkdv" (config: _flash_attention_table.py), "whole" """
-    make, shared_bytes = _maker(kind, D)
-    return make(D, causal, config), shared_bytes(D, config)
+def make_kernel(kind: str, D: int, causal: bool, tiles: Tiles | WholeTiles) -> tuple:
+    """-> (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq", "dkdv" (Tiles) or "whole" (WholeTiles)"""
+    make, shared_bytes = _factory(kind, D)
+    return make(D, causal, tiles), shared_bytes(D, tiles)
 
 
-def _maker(kind, D):
+def _factory(kind: str, D: int) -> tuple[Callable, Callable]:
+    """-> (function that makes the kernel, function that returns its bytes of shared memory)"""
     if kind == "fwd":
         return bf16.make_fwd_kernel, bf16.fwd_shared_bytes
     if kind == "whole":
-        return bf16_whole.make_whole_kernel, bf16_whole.whole_shared_bytes
+        return bf16_bwd_whole.make_whole_kernel, bf16_bwd_whole.whole_shared_bytes
     if kind == "dq":
         return bf16_bwd.make_dq_kernel, bf16_bwd.dq_shared_bytes
     if D == 128:
-        return bf16_pairs.make_pairs_kernel, bf16_pairs.pairs_shared_bytes
+        return bf16_bwd_d128.make_dkdv_d128_kernel, bf16_bwd_d128.dkdv_d128_shared_bytes
     return bf16_bwd.make_dkdv_kernel, bf16_bwd.dkdv_shared_bytes
 
 
-def choose(kind: str, D: int, T: int, causal: bool, shared: int) -> tuple:
-    """The tuned tiles for heads of D and T queries, on a GPU with `shared` bytes for a block."""
-    rows = TABLE[kind, D, causal]
-    config = next(config for longest, config in rows if longest is None or longest >= T)
-    return config if _maker(kind, D)[1](D, config) <= shared else SMALL[kind]
+def choose(kind: str, D: int, T: int, causal: bool, shared: int) -> Tiles:
+    """-> the tuned tiles for heads of width D and T queries. shared: bytes of shared memory that a block may use."""
+    rows = TABLE[kind, D, causal].items()
+    tiles = next(tiles for longest, tiles in rows if longest is None or longest >= T)
+    return tiles if _factory(kind, D)[1](D, tiles) <= shared else SMALL[kind]
 
 
-def choose_whole(q_shape: tuple, k_shape: tuple, x: Array) -> tuple | None:
-    """The configuration of the backward in which a block holds all keys of a head, on the GPU of x. None: not for these: heads
-    too wide, too many or too few keys, or so few key heads that half of the multiprocessors would have none."""
+def choose_whole(q_shape: tuple, k_shape: tuple, x: Array) -> WholeTiles | None:
+    """-> the tiles of the whole-sequence backward on the GPU of x; None if the two-kernel backward must or should be used.
+
+    It is used if the head is narrow, all keys and queries fit into one block, there are at least MIN_KEYS keys, and there are
+    enough key heads to give at least half of the multiprocessors a block.
+    """
     (B, T, _, D), (_, S, G, _) = q_shape, k_shape
-    config, keys = bf16_whole.CONFIG, bf16_whole.CONFIG[0]
-    fits = D in bf16_whole.WIDTHS and bf16_whole.FEWEST <= S <= keys and 0 < T <= keys
-    if not fits or bf16_whole.whole_shared_bytes(D, config) > shared_limit(x):
+    tiles = bf16_bwd_whole.TILES
+    fits = D in bf16_bwd_whole.WIDTHS and bf16_bwd_whole.MIN_KEYS <= S <= tiles.keys
+    if not fits or not 0 < T <= tiles.keys:
         return None
-    return config if multiprocessors(x) <= 2 * B * G else None
+    if bf16_bwd_whole.whole_shared_bytes(D, tiles) > shared_limit(x):
+        return None
+    return tiles if multiprocessors(x) <= 2 * B * G else None
 
 
 def use_hopper(q_BTHD: Array) -> bool:
-    """Are these queries for the kernels of compute capability 9.0, and no other?"""
+    """True if these queries are computed by the wgmma kernels: bf16, D = 64 or 128, capability 9.0 or the simulator."""
     if not HOPPER or q_BTHD.dtype == np.float32 or q_BTHD.shape[3] not in hopper.WIDTHS:
         return False
-    here = isinstance(q_BTHD, SimArray) or str(q_BTHD.device.compute_capability) == "90"
-    return here and q_BTHD.size > 0
+    capable = isinstance(q_BTHD, SimArray) or str(q_BTHD.device.compute_capability) == "90"
+    return capable and q_BTHD.size > 0
 
 
-def _gpu(x):
-    return multiprocessors(x), l2_bytes(x)
+def gpu_of(x: Array) -> Gpu:
+    """The GPU that holds x."""
+    return Gpu(multiprocessors(x), l2_bytes(x))
 
 
 def shared_limit(x: Array) -> int:
-    """Bytes of shared memory that a block may have where x lives."""
+    """Bytes of shared memory that a block may use on the GPU that holds x."""
     if isinstance(x, SimArray):
         return 227 * 1024
     return _gpu_attribute(x.device.id, "MaxSharedMemoryPerBlockOptin")
 
 
 def multiprocessors(x: Array) -> int:
+    """Multiprocessors of the GPU that holds x; 1 in the simulator."""
     return 1 if isinstance(x, SimArray) else _gpu_attribute(x.device.id, "MultiProcessorCount")
 
 
 def l2_bytes(x: Array) -> int:
-    """Bytes of second-level cache beside x. In the simulator few, so that a few heads already take turns."""
+    """Bytes of second-level cache of the GPU that holds x. Small in the simulator, so that a few heads need several rounds."""
     return 1536 if isinstance(x, SimArray) else _gpu_attribute(x.device.id, "L2CacheSize")
 
 
@@ -318,7 +328,7 @@ def _gpu_attribute(device: int, name: str) -> int:
     return cupy().cuda.Device(device).attributes[name]
 
 
-# ----------------------------------------------------------------------------- what goes in
+# ----------------------------------------------------------------------------- checks and layouts of the inputs
 def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
     check_array(op, "q", q_BTHD, (None,) * 4, FLOATS, strided=True)
     B, T, H, D = q_BTHD.shape
@@ -329,7 +339,7 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
     shapes = f"q {tuple(q_BTHD.shape)}, k {tuple(k_BSGD.shape)}"
     check(G > 0 and H % G == 0, f"{op}: {H} query heads cannot share {G} key heads: {shapes}")
     check(S >= T or not causal, f"{op}: {T} causal queries need at least {T} keys: {shapes}")
-    check(S > 0 or T == 0, f"{op}: queries without keys: {shapes}")
+    check(S > 0 or T == 0, f"{op}: {T} queries without keys: {shapes}")
     check(scale > 0, f"{op}: scale must be positive, got {scale}")
     if not on_host(q_BTHD, k_BSGD, v_BSGD):
         half = dtype == "bfloat16"
@@ -342,19 +352,22 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
 
 
 def in_place(x_BTHD: Array) -> bool:
-    """Can the tensor-core kernels read and write x where it is? They copy 16 bytes at a time, out of rows of whole heads."""
+    """True if the tensor-core kernels can read and write x without a copy of it.
+
+    They copy 16 bytes at a time, so every position must begin at a multiple of 16 bytes and hold its heads without gaps.
+    """
     step = row_step(x_BTHD) if x_BTHD.ndim == 4 else None
     return step is not None and step * x_BTHD.itemsize % 16 == 0 and on_16_bytes(x_BTHD)
 
 
 def _rows(x_BTHD):
-    """-> (flat array from the first element on, elements from one position to the next); a copy only if it must be"""
+    """-> (flat array that begins at the first element, elements between positions); copies x only if in_place(x) is False"""
     x_BTHD = x_BTHD if in_place(x_BTHD) else x_BTHD.copy()
     return flat_rows(x_BTHD), row_step(x_BTHD)
 
 
 def flat_inputs(q_BTHD: Array, k_BSGD: Array, v_BSGD: Array) -> tuple:
-    """-> q, k, v as flat arrays, and the integers that all tensor-core kernels take"""
+    """-> q, k, v as flat arrays, and the list of int32 scalars of every bf16 kernel: T, S, H, H / G, row steps of q, k, v"""
     flat, steps = zip(*map(_rows, (q_BTHD, k_BSGD, v_BSGD)))
     T, H = q_BTHD.shape[1:3]
     S, G = k_BSGD.shape[1:3]

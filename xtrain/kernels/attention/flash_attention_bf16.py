@@ -1,25 +1,25 @@
-"""FlashAttention-2 on tensor cores, forward: what flash_attention.py says, in bf16 with float32 sums.
+"""FlashAttention-2 on tensor cores, forward: the algorithm of flash_attention.py in bf16 with float32 sums.
 
-A block owns BM queries of one head, a warp 16 MT of them. K and V pass through shared memory in tiles of BN keys, two
-stages deep: while the warps work on one tile, the next is on its way. Per tile, a warp
+A block owns BM queries of one head, a warp 16 MT of them. K and V pass through shared memory in tiles of BN keys, with two
+stages: while the warps compute on one tile, the next one is being copied. For each tile, a warp computes
 
-    scores = Q K^T                      tensor cores, operands by ldmatrix
-    hides what lies in the future       only in tiles that the diagonal or the end of the keys cuts
+    scores = Q K^T                      tensor cores, operands loaded by ldmatrix
+    masks keys that are not visible     only in tiles that the diagonal or the end of the keys cuts
     p = exp2(scores - top)              in registers; the four lanes of a row share its maximum by two shuffles
-    acc = acc + p V                     p is already where the tensor core wants its left operand (_tiles.py)
+    acc = acc + p V                     p already has the layout of a left operand (primitives/tiles.py)
 
-A warp skips tiles whose keys all lie in the future of its queries; the block never loads those that all warps skip.
-A warp whose queries lie beyond T does nothing but help to copy.
+A warp skips tiles whose keys all lie in the future of its queries; the block does not load tiles that all its warps skip.
+A warp whose queries all lie beyond T only helps to copy.
 
-With a causal mask blocks are unequal: the last queries see all keys, the first ones a tile. Blocks start in the order of
-their index: of the grid (heads side by side, tiles, how often), x runs fastest and z slowest. One head side by side: its
-tiles come one after the other, long blocks run beside short ones and share keys and values in cache; but the last head
-starts with its longest tile when there is little else left to do, and most of the GPU waits for it. Many heads side by
-side: the long tiles of all of them come first, and short ones fill the end. flash_attention.make_grid chooses.
+With a causal mask, blocks are unequal: the last queries see all keys, the first ones one tile. Blocks start in the order of
+their index in the grid (heads in x, blocks of a head, rounds): x runs fastest, z slowest. With one head in x, the blocks of a
+head start one after another; long blocks run next to short ones and share keys and values in the cache. But the last head
+starts with its longest block when little other work is left, and most of the GPU waits for it. With many heads in x, the
+long blocks of all heads start first, and short ones fill the end. flash_attention.make_grid decides.
 
-exp(x) is exp2(x log2 e), and the scale goes into the same fused multiply-add: one instruction per score before exp2.
-When a row's maximum grows by less than SLACK, the old one stays: p is then above 1, at most 2^SLACK, which harms
-neither bf16 nor the sums, and acc need not be rescaled. The result is divided by the sum in the end anyway.
+exp(x) is computed as exp2(x log2 e), and the scale goes into the same fused multiply-add: one instruction per score before
+exp2. If a row's maximum grows by less than SLACK, the old one is kept: p is then above 1, at most 2^SLACK, which harms
+neither bf16 nor the sums, and acc need not be rescaled. The result is divided by the sum at the end anyway.
 """
 
 import functools
@@ -39,22 +39,25 @@ from ..primitives.tiles import (
     make_store,
 )
 from ..runtime.cost import attention_flops, declare_cost
+from .flash_attention_table import Tiles
 
 LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
 NEG_INF = float32(-math.inf)
-LOWEST = float32(-1e30)  # the first maximum; with -inf, -inf - -inf would be NaN
+LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
 SLACK = float32(8.0)
 
 
-def fwd_shared_bytes(D, config) -> int:
-    BM, BN = config[:2]
-    return 2 * D * (BM + 4 * BN)  # Q, two stages of K and V
+def fwd_shared_bytes(D: int, tiles: Tiles) -> int:
+    """Bytes of shared memory of the forward kernel: Q, two stages of K and V."""
+    return 2 * D * (tiles.BM + 4 * tiles.BN)
 
 
 @functools.cache
 def make_hide_keys(MT, NT, CAUSAL):
-    """-> hide_keys(s, t0, n0, S, past): -inf where a key (column, from n0 on) may not be seen by a query (row, from t0
-    on): it is later than query + past, or it is beyond the last of S keys. Most tiles have none.
+    """-> hide_keys(s, t0, n0, S, past): set scores to -inf where the query may not see the key.
+
+    Row i is query t0 + i, column j key n0 + j. Masked are keys later than query + past (causal), and keys from S on. Most
+    tiles need no mask.
     """
     BN = 8 * NT
 
@@ -78,9 +81,10 @@ def make_hide_keys(MT, NT, CAUSAL):
 
 @functools.cache
 def make_softmax(MT, NT, ND):
-    """-> add_scores(s, acc, top, total, scale): scores become p; acc, top and total follow when a maximum grows.
+    """-> add_scores(s, acc, top, total, scale): one tile of the online softmax.
 
-    top, total (MT, 2): the rows' maxima, and this lane's share of their sums. scale includes log2 e.
+    s becomes p; where a maximum grows by more than SLACK, top is updated and acc and total are rescaled. top, total (MT, 2):
+    maxima of the rows, and this lane's share of their sums. scale includes log2 e.
     """
 
     @device
@@ -119,9 +123,7 @@ def make_softmax(MT, NT, ND):
 
 @functools.cache
 def make_finish(MT, ND):
-    """-> finish(acc, top, total, scale, lse, i, valid): acc becomes o; lse[i], lse[i + 1], ... are written, `valid` of
-    them.
-    """
+    """-> finish(acc, top, total, scale, lse, i, valid): acc becomes o; writes lse[i], ..., lse[i + valid - 1]."""
     scale_rows = make_fill(MT, ND)[2]
 
     @device
@@ -141,9 +143,10 @@ def make_finish(MT, ND):
 
 
 @functools.cache
-def make_fwd_kernel(D, CAUSAL, config):
-    """config: (BM, BN, warps, blocks per multiprocessor, keep Q in registers?)"""
-    BM, BN, WARPS, MIN_BLOCKS, Q_REGISTERS = config
+def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles):
+    """-> the forward kernel for heads of width D. Launch with 32 * tiles.warps threads and fwd_shared_bytes(D, tiles)."""
+    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
+    Q_REGISTERS = tiles.q_in_registers
     THREADS, ROWS = 32 * WARPS, BM // WARPS
     MT, NT, ND, KS = ROWS // 16, BN // 8, D // 8, D // 16
     KV, STAGE = BM * D, 2 * BN * D  # Q is at 0; the stages of K and V are behind it
@@ -155,14 +158,17 @@ def make_fwd_kernel(D, CAUSAL, config):
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_fwd_kernel(o, lse, q, k, v, T, S, H, group, q_row, k_row, v_row, scale):
-        """Grid (side, ceil(T / BM), ceil(B H / side)). All arrays flat; q_row, k_row, v_row: elements between positions."""
+        """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). All arrays flat; q_row, k_row, v_row: elements between
+        positions of q, k, v. group: query heads per key head.
+        """
         smem = cuda.shared.array(0, uint16)
         bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
-        if bh * T >= lse.size:  # there is no such head
+        if bh * T >= lse.size:  # heads in x need not divide B H
             return
         warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
         q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)
-        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)  # its rows: in T, in smem
+        # this warp's first row: in T, in smem
+        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
         head = h // group * D
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
@@ -171,8 +177,9 @@ def make_fwd_kernel(D, CAUSAL, config):
         fill(top, LOWEST)
         fill(total, float32(0.0))
         end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
-        n0 = int32((end - 1) // BN * BN)  # from the diagonal down to key 0
-        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)  # up to here
+        n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to key 0
+        # end of the keys that this warp sees
+        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
         copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
         at_k, at_v = (b * S + n0) * k_row + head, (b * S + n0) * v_row + head
         copy_kv(smem, KV, k, at_k, k_row, v, at_v, v_row, S - n0)
@@ -183,10 +190,10 @@ def make_fwd_kernel(D, CAUSAL, config):
         now = int32(KV)
         while n0 >= 0:
             wait_copies(0)
-            cuda.syncthreads()  # this tile is here, and everybody has left the one before
+            cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             other = int32(2 * KV + STAGE - now)
             if n0 > 0:
-                # the same addresses in two ways: for each kind of kernel the one with which no register is spilled
+                # two ways to compute the same addresses: each variant uses the one that spills no register
                 if Q_REGISTERS:
                     n = b * S + int32(n0 - BN)
                     at_k, at_v = n * k_row + head, n * v_row + head

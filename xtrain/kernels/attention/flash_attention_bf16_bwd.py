@@ -1,14 +1,15 @@
 """FlashAttention-2 on tensor cores, backward. No atomics: every gradient is summed by one warp, in a fixed order.
 
-    dQ kernel       a block owns BM queries and walks over the keys          S, dP, dQ: 3 products per tile
-    dK, dV kernel   a block owns BN keys and walks over the queries          S, dP, dV, dK: 4 products
+    dQ kernel       a block owns BM queries and loops over the keys          S, dP, dQ: 3 products per tile
+    dK, dV kernel   a block owns BN keys and loops over the queries          S, dP, dV, dK: 4 products
 
-Scores are computed twice; atomics on dQ would save that, and give other bits in every run.
+S and dP are computed twice. Atomics on dQ would avoid that, but give different bits in every run.
 
-The dQ kernel runs first. It also finds delta = rowsum(dO O), which both need, in the registers where it uses it.
+The dQ kernel runs first. It also computes delta = rowsum(dO O), which both kernels need, in the registers where it uses it.
 
-The dK, dV kernel works on the transposes, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are born where the tensor
-core wants its left operand. For D = 128, _flash_attention_bf16_pairs.py shares this work between two warps.
+The dK, dV kernel works on the transposes, S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T already have the layout of a left
+operand. For D = 128, flash_attention_bf16_bwd_d128.py divides this work between two warps. For short sequences of narrow
+heads, flash_attention_bf16_bwd_whole.py computes all three gradients in one kernel.
 """
 
 import functools
@@ -36,29 +37,34 @@ from ..primitives.tiles import (
 )
 from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_bf16 import LOG2E, NEG_INF, make_hide_keys
+from .flash_attention_table import Tiles
 
 
-def dq_shared_bytes(D, config) -> int:
-    BM, BN = config[:2]
-    return 2 * D * (2 * BM + 4 * BN)  # Q, dO, two stages of K and V
+def dq_shared_bytes(D: int, tiles: Tiles) -> int:
+    """Bytes of shared memory of the dQ kernel: Q, dO, two stages of K and V."""
+    return 2 * D * (2 * tiles.BM + 4 * tiles.BN)
 
 
-def stage_elements(D, BM) -> int:
-    """Q, dO, and in float32 lse and delta, of BM queries; a multiple of 256 bytes, see _tiles.py"""
+def stage_elements(D: int, BM: int) -> int:
+    """Elements (2 bytes) of a stage: Q, dO, and in float32 lse and delta, of BM queries.
+
+    Rounded up to a multiple of 256 bytes: primitives/tiles.py says why.
+    """
     return 2 * BM * D + -(-4 * BM // 128) * 128
 
 
-def dkdv_shared_bytes(D, config) -> int:
-    BN, BM = config[:2]
-    return 2 * (2 * BN * D + 2 * stage_elements(D, BM))
+def dkdv_shared_bytes(D: int, tiles: Tiles) -> int:
+    """Bytes of shared memory of the dK, dV kernel: K, V, two stages of queries."""
+    return 2 * (2 * tiles.BN * D + 2 * stage_elements(D, tiles.BM))
 
 
 # ----------------------------------------------------------------------------- dQ
 @functools.cache
 def make_statistics(D, MT):
-    """-> statistics(shift, delta, do, o, first, stride, lse, out, i, valid) of a warp's 16 MT rows, in all lanes of a row:
+    """-> statistics(shift, delta, do, o, first, stride, lse, out, i, valid): the statistics of a warp's 16 MT rows.
 
-    shift = lse log2 e,  delta = rowsum(dO O), also written to out[i], out[i + 1], ...
+    shift = lse log2 e and delta = rowsum(dO O), both in all lanes of a row; delta is also written to out[i], out[i + 1], ...
+    The rows of do and o begin at `first`, `stride` elements apart; `valid` of them exist.
     """
     CHUNKS = D // 8
     STEPS = -(-CHUNKS // 4)
@@ -105,9 +111,9 @@ def make_row_gradients(MT, NT):
 
 
 @functools.cache
-def make_dq_kernel(D, CAUSAL, config):
-    """config: (BM, BN, warps, blocks per multiprocessor)"""
-    BM, BN, WARPS, MIN_BLOCKS = config
+def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles):
+    """-> the dQ kernel for heads of width D. Launch with 32 * tiles.warps threads and dq_shared_bytes(D, tiles)."""
+    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
     THREADS, ROWS = 32 * WARPS, BM // WARPS
     MT, NT, ND = ROWS // 16, BN // 8, D // 8
     DO, KV, STAGE = BM * D, 2 * BM * D, 2 * BN * D  # Q is at 0
@@ -121,7 +127,7 @@ def make_dq_kernel(D, CAUSAL, config):
     def flash_attention_dq_kernel(
         dq, delta_BHT, do, q, k, v, o, lse_BHT, T, S, H, group, q_row, k_row, v_row, scale
     ):
-        """Grid (side, ceil(T / BM), ceil(B H / side)). Writes delta too. Arguments as in the forward kernel."""
+        """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). Also writes delta. Arguments: see make_fwd_kernel."""
         smem = cuda.shared.array(0, uint16)
         bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         if bh * T >= lse_BHT.size:
@@ -142,11 +148,12 @@ def make_dq_kernel(D, CAUSAL, config):
         i, valid = int64(bh) * T + w0, T - w0
         statistics(shift, delta, do, o, first + w0 * row, row, lse_BHT, delta_BHT, i, valid)
         end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
-        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)  # up to here
+        # end of the keys that this warp sees
+        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
         n0, now, other = int32(0), int32(KV), int32(KV + STAGE)
         while n0 < end:
             wait_copies(0)
-            cuda.syncthreads()  # this tile is here, and everybody has left the one before
+            cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             if n0 + BN < end:
                 n = n0 + BN
                 copy_kv(smem, other, k, k0 + n * k_row, k_row, v, v0 + n * v_row, v_row, S - n)
@@ -174,7 +181,7 @@ def make_dq_kernel(D, CAUSAL, config):
 # ----------------------------------------------------------------------------- dK, dV
 @functools.cache
 def make_copy_queries(D, BM, THREADS):
-    """-> copy_queries(...): a block begins to copy BM rows of Q and dO of a head into a stage, and their statistics."""
+    """-> copy_queries(...): the block starts to copy BM rows of Q and dO of a head, and their statistics, into a stage."""
     copy_rows = make_copy(D, BM, THREADS)
     assert THREADS >= 2 * BM
 
@@ -195,7 +202,7 @@ def make_copy_queries(D, BM, THREADS):
 
 @functools.cache
 def make_hide_past(MT, NT, CAUSAL):
-    """-> hide_past(s, n0, t0, past): -inf where a query (column, from t0 on) does not see a key (row, from n0 on)"""
+    """-> hide_past(s, n0, t0, past): on transposed tiles, -inf where query t0 + column does not see key n0 + row."""
     LAST = 16 * MT - 1
 
     @device
@@ -216,7 +223,7 @@ def make_hide_past(MT, NT, CAUSAL):
 
 @functools.cache
 def make_column_gradients(MT, NT):
-    """Elementwise, on transposed tiles; stats[at + column] is the column's lse or delta.
+    """-> weights, subtract, multiply: elementwise on transposed tiles; stats[at + column] is the column's lse or delta.
 
     weights(s, stats, at, scale)        s becomes p = exp2(s scale - lse log2 e)
     subtract(dp, stats, at)             dp becomes dp - delta
@@ -254,9 +261,9 @@ def make_column_gradients(MT, NT):
 
 
 @functools.cache
-def make_dkdv_kernel(D, CAUSAL, config):
-    """config: (BN, BM, warps, blocks per multiprocessor)"""
-    BN, BM, WARPS, MIN_BLOCKS = config
+def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles):
+    """-> the dK, dV kernel for heads of width D. Launch with 32 * tiles.warps threads and dkdv_shared_bytes(D, tiles)."""
+    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
     THREADS, ROWS = 32 * WARPS, BN // WARPS
     MT, NT, ND = ROWS // 16, BM // 8, D // 8
     V, STAGES, STAGE = BN * D, 2 * BN * D, stage_elements(D, BM)  # K is at 0
@@ -271,7 +278,7 @@ def make_dkdv_kernel(D, CAUSAL, config):
     def flash_attention_dkdv_kernel(
         dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
-        """Grid (side, ceil(S / BN), ceil(B G / side)). The query heads of a group come one after the other."""
+        """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). A block loops over the query heads of its group in order."""
         smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
         bg, G = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x), int32(H // group)
         if bg * S * D >= dk.size:
@@ -285,8 +292,10 @@ def make_dkdv_kernel(D, CAUSAL, config):
         factors = cuda.local.array((MT, 2), float32)
         clear(acc_k)
         clear(acc_v)
-        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)  # that sees a key
-        visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)  # from this tile on
+        # first tile that sees a key
+        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)
+        # first query tile that this warp needs
+        visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
         h, t0, end = int32(g * group), first, int32((g + 1) * group)
         now, other = int32(STAGES), int32(STAGES + STAGE)
         k0, v0 = (b * S + n0) * k_row + g * D, (b * S + n0) * v_row + g * D
@@ -294,7 +303,7 @@ def make_dkdv_kernel(D, CAUSAL, config):
         copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
         while h < end:
             wait_copies(0)
-            cuda.syncthreads()  # this tile is here, and everybody has left the one before
+            cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), first)
             if next_h < end:
                 copy_queries(smem, stats, other, q, do, lse, delta, b, next_h, next_t, T, H, q_row)
@@ -310,7 +319,8 @@ def make_dkdv_kernel(D, CAUSAL, config):
             h, t0, now, other = next_h, next_t, other, now
         fill(factors, scale)
         scale_rows(acc_k, factors)
-        row = opaque(dv_row)  # else the addresses of both results are worked out early, and spilled
+        # otherwise the addresses of both results are computed early and spilled
+        row = opaque(dv_row)
         store_rows(acc_v, smem, V + mine, dv, (b * S + w0) * row + g * D, row, S - w0)
         row = opaque(int32(G * D))
         store_rows(acc_k, smem, mine, dk, (b * S + w0) * row + g * D, row, S - w0)

@@ -1,14 +1,16 @@
-"""dK and dV for wide heads (D = 128): two warps share 32 keys, one sums dV, the other dK.
+"""dK and dV for wide heads: a pair of warps shares 2 BN / warps keys; one warp sums dV, the other dK.
 
-Both sums for 32 keys would take 256 registers of a lane; for 16 keys, reading shared memory takes longer than
-multiplying (_tiles.py). Shared between two warps, each does two of the four products per tile of queries:
+flash_attention.py uses this kernel instead of the dK, dV kernel of flash_attention_bf16_bwd.py for D = 128. There, one warp
+sums both: for 32 keys that needs 256 registers of a lane for the sums alone, and with only 16 keys per warp, reading shared
+memory takes longer than multiplying (primitives/tiles.py). Divided between two warps, each does two of the four products per
+tile of queries:
 
     the dV warp, tile i         S^T = K Q^T       P^T = exp(S^T - lse) -> shared memory      dV = dV + P^T dO
     the dK warp, tile i - 1     dP^T = V dO^T     dS^T = P^T (dP^T - delta)                  dK = dK + dS^T Q
 
-The dK warp works one tile behind, so that one barrier per tile is enough: what the dV warp of tile i writes is read
-after the barrier of tile i + 1. So there are three stages of Q and dO (old, now, and the one on its way) and two of P^T.
-P^T goes from lane to lane, packed: both warps hold the same elements of a tile in the same lanes.
+The dK warp is one tile behind, so one barrier per tile is enough: what the dV warp of tile i writes is read after the barrier
+of tile i + 1. Therefore there are three stages of Q and dO (old, now, and the one being copied) and two of P^T. P^T is passed
+packed, from lane to the same lane: both warps hold the same elements of a tile in the same lanes.
 """
 
 import functools
@@ -41,18 +43,20 @@ from .flash_attention_bf16_bwd import (
     make_hide_past,
     stage_elements,
 )
+from .flash_attention_table import Tiles
 
 NEVER = -(2**31)  # a query position before all others
 
 
-def pairs_shared_bytes(D, config) -> int:
-    BN, BM = config[:2]
+def dkdv_d128_shared_bytes(D: int, tiles: Tiles) -> int:
+    """Bytes of shared memory: K, V; two stages of P^T; three stages of queries."""
+    BM, BN = tiles.BM, tiles.BN
     return 2 * (2 * BN * D + 2 * BN * BM + 3 * stage_elements(D, BM))
 
 
 @functools.cache
 def make_add_weights(D, MT, NT):
-    """The second product of both warps, over the NT / 2 slabs of 16 queries; P^T passes at smem[at].
+    """-> add_weights, add_gradients: the second product of both warps, over NT / 2 slabs of 16 queries. P^T is at smem[at].
 
     add_weights(dv, p, smem, do, at)        dV warp: dv += P^T dO
     add_gradients(dk, dp, smem, q, at)      dK warp: dk += (P^T dP^T) Q
@@ -87,12 +91,12 @@ def make_add_weights(D, MT, NT):
 
 
 @functools.cache
-def make_pairs_kernel(D, CAUSAL, config):
-    """config: (BN, BM, warps, blocks per multiprocessor)"""
-    BN, BM, WARPS, MIN_BLOCKS = config
+def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles):
+    """-> the dK, dV kernel for wide heads. Launch with 32 * tiles.warps threads and dkdv_d128_shared_bytes(D, tiles)."""
+    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
     THREADS, PAIRS, ROWS = 32 * WARPS, WARPS // 2, 2 * BN // WARPS
     MT, NT, ND = ROWS // 16, BM // 8, D // 8
-    V, SENT, STAGES = BN * D, 2 * BN * D, 2 * BN * (D + BM)  # K is at 0
+    V, WEIGHTS, STAGES = BN * D, 2 * BN * D, 2 * BN * (D + BM)  # K is at 0
     STAGE, LSE, DELTA = stage_elements(D, BM), BM * D, BM * D + BM
     copy_kv, copy_queries = make_copy_two(D, BN, THREADS), make_copy_queries(D, BM, THREADS)
     scores, hide_past = make_scores(D, MT, NT)[2], make_hide_past(MT, NT, CAUSAL)
@@ -101,10 +105,10 @@ def make_pairs_kernel(D, CAUSAL, config):
     store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
-    def flash_attention_dkdv_pairs_kernel(
+    def flash_attention_dkdv_d128_kernel(
         dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
-        """Grid (side, ceil(S / BN), ceil(B G / side)). Warps w (dV) and w + PAIRS (dK) share ROWS keys."""
+        """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). Warps w (dV) and w + PAIRS (dK) share ROWS keys."""
         smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
         bg, G = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x), int32(H // group)
         if bg * S * D >= dk.size:
@@ -115,17 +119,18 @@ def make_pairs_kernel(D, CAUSAL, config):
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         factors = cuda.local.array((MT, 2), float32)
         clear(acc)
-        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)  # that sees a key
+        # first tile that sees a key
+        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)
         visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
         h, t0, old_t, end = int32(g * group), first, int32(NEVER), int32((g + 1) * group)
         old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)
-        written, read = int32(SENT + pair * ROWS * BM), int32(SENT + (BN + pair * ROWS) * BM)
+        written, read = int32(WEIGHTS + pair * ROWS * BM), int32(WEIGHTS + (BN + pair * ROWS) * BM)
         k0, v0 = (b * S + n0) * k_row + g * D, (b * S + n0) * v_row + g * D
         copy_kv(smem, 0, k, k0, k_row, v, v0, v_row, S - n0)
         copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
         while True:
             wait_copies(0)
-            cuda.syncthreads()  # this tile, P^T of the one before; everybody has left the oldest
+            cuda.syncthreads()  # this tile and P^T of the previous one have arrived; all left the oldest
             next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), first)
             if next_h < end:
                 copy_queries(smem, stats, new, q, do, lse, delta, b, next_h, next_t, T, H, q_row)
@@ -138,7 +143,7 @@ def make_pairs_kernel(D, CAUSAL, config):
                 hide_past(s, w0, t0, past)
                 weights(s, stats, now // 2 + LSE, scale * LOG2E)
                 add_weights(acc, s, smem, now + BM * D, written)
-            if h == end:  # that turn was for the dK warps alone
+            if h == end:  # the last iteration is for the dK warps alone
                 break
             h, t0, old_t = next_h, next_t, t0
             old, now, new, written, read = now, new, old, read, written
@@ -148,10 +153,10 @@ def make_pairs_kernel(D, CAUSAL, config):
         store_rows(acc, smem, own, dk if is_k else dv, (b * S + w0) * row + g * D, row, S - w0)
 
     declare_cost(
-        flash_attention_dkdv_pairs_kernel,
+        flash_attention_dkdv_d128_kernel,
         sized_like={"dv": ("dk",), "v": ("dk",)},
         flops=lambda dk, dv, do, q, k, v, lse, delta, T, S, *_: attention_flops(
             4, do.size, T, S, CAUSAL
         ),
     )
-    return flash_attention_dkdv_pairs_kernel
+    return flash_attention_dkdv_d128_kernel

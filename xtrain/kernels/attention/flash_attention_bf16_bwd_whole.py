@@ -1,18 +1,24 @@
-"""FlashAttention-2 on tensor cores, backward of short sequences: scores once, for a block holds all keys of a head.
+"""FlashAttention-2 on tensor cores, backward of short sequences: a block holds the whole sequence and computes scores once.
 
-    block           a key head: its K and V stay in shared memory, dK and dV in registers
-    warp            32 of the keys; walks over the queries, 16 at a time         S, dP, dV, dK: 4 products
-    all warps       when 64 queries are done: dQ = dS K over all keys            the fifth
+flash_attention.choose_whole selects this kernel for D <= 32 if all keys and queries fit into one block and there are at
+least half as many key heads as multiprocessors. It replaces the two kernels for sequences of any length
+(flash_attention_bf16_bwd.py), which compute S and dP twice: dQ is a sum over keys, dK and dV are sums over queries, and no block
+there has both. Five products instead of seven:
 
-The kernels for sequences of any length (_flash_attention_bf16_bwd.py) compute S and dP twice, for dQ is a sum over keys and
-dK, dV are sums over queries: whoever owns the one must give away the other. Here dS goes through shared memory instead, in
-bf16, as another product would take it anyway. Where a warp's dS^T lies in rows of keys, ldmatrix_trans reads rows of queries.
+    block           one key head: its K and V stay in shared memory, dK and dV in registers
+    warp            32 of the keys; loops over the queries, 16 at a time         S, dP, dV, dK: 4 products
+    all warps       after each 64 queries: dQ = dS K over all keys               the fifth
 
-Two barriers per 64 queries: after the first they and their statistics are there, after the second dS is. With a causal mask the
-warps of late keys have little to do; they wait at the second, and the block beside this one has the multiprocessor.
+dS passes through shared memory, in bf16, as any product would take it. A warp writes dS^T, rows of keys; ldmatrix_trans reads
+rows of queries.
+
+Two barriers per 64 queries: after the first, the queries and their statistics have arrived; after the second, dS is complete.
+With a causal mask the warps of late keys have little work; they wait at the second barrier, and another block of the same
+multiprocessor runs.
 """
 
 import functools
+from dataclasses import dataclass
 
 from numba import cuda, float32, int32, int64, uint16, uint32
 
@@ -46,14 +52,24 @@ from .flash_attention_bf16 import LOG2E, NEG_INF
 from .flash_attention_bf16_bwd import make_column_gradients
 
 ROWS, BM, STEP = 32, 64, 16  # keys of a warp; queries between two barriers; queries of one product
-WIDTHS = (16, 32)  # of a head; wider ones leave no registers
-CONFIG = (256, 2)  # see make_whole_kernel
-FEWEST = 48  # keys; from there on it was seen to be faster than two kernels
+WIDTHS = (16, 32)  # of a head; wider ones need too many registers
+MIN_KEYS = 48  # with fewer keys the two kernels are faster
 
 
-def whole_shared_bytes(D, config) -> int:
-    """Of K, V; dS; two stages of Q, dO; lse, delta"""
-    BN = config[0]
+@dataclass(frozen=True)
+class WholeTiles:
+    """The size of a block."""
+
+    keys: int  # of a block, at least as many as a sequence has keys and queries; also its threads
+    blocks: int  # that a multiprocessor must hold at once
+
+
+TILES = WholeTiles(keys=256, blocks=2)
+
+
+def whole_shared_bytes(D: int, tiles: WholeTiles) -> int:
+    """Bytes of shared memory: K, V; dS; two stages of Q, dO; lse, delta."""
+    BN = tiles.keys
     return 2 * (2 * BN * D + BN * BM + 4 * BM * D) + 8 * BN
 
 
@@ -61,7 +77,7 @@ def whole_shared_bytes(D, config) -> int:
 def make_statistics(D, BN):
     """-> statistics(stats, at, lse, do, o, first, stride, i, T): stats[at + t] = lse, stats[at + BN + t] = delta of query t
 
-    delta = rowsum(dO O). A thread takes one query; those from T on get zeros.
+    delta = rowsum(dO O). One thread per query; queries from T on get zeros.
     """
 
     @device
@@ -76,7 +92,7 @@ def make_statistics(D, BN):
                 load8(y, o, first + t * stride + CHUNK * chunk)
                 for e in range(CHUNK):
                     dot += x[e] * y[e]
-        stats[uint32(at + t)] = norm  # unsigned: no test for negative indices
+        stats[uint32(at + t)] = norm  # unsigned: no check for negative indices
         stats[uint32(at + BN + t)] = dot
 
     return statistics
@@ -84,11 +100,11 @@ def make_statistics(D, BN):
 
 @functools.cache
 def make_mask(CAUSAL):
-    """Who sees whom: query t the keys s <= t + past, if causal, and s < S.
+    """-> hide, last_key, first_query: query t sees key s if s < S and, with CAUSAL, s <= t + past.
 
-    hide(s, n0, t0, S, past)        -inf where a query (column, from t0 on) does not see a key (row, from n0 on)
-    last_key(t0, S, past)           what BM queries from t0 on see is below; a multiple of BM
-    first_query(n0, T, S, past)     the first t0 whose last_key is above n0; T: none
+    hide(s, n0, t0, S, past)        on transposed tiles, -inf where query t0 + column does not see key n0 + row
+    last_key(t0, S, past)           end of the keys that the BM queries from t0 on see, rounded up to a multiple of BM
+    first_query(n0, T, S, past)     the first t0 whose last_key is above n0; T if there is none
     """
 
     @device
@@ -97,7 +113,7 @@ def make_mask(CAUSAL):
         for m in range(ROWS // 16):
             for r in range(2):
                 key = int32(n0 + 16 * m + 8 * r + (lane >> 2))
-                first = int32(key - past - t0 if CAUSAL else 0)  # column that sees it
+                first = int32(key - past - t0 if CAUSAL else 0)  # first column that sees it
                 if key >= S:
                     first = int32(STEP)
                 first = int32(first - 2 * (lane & 3))
@@ -124,8 +140,8 @@ place_ds = make_chunk_offset(BM)
 
 
 @device
-def put_gradients(ds, smem, a, chunk):
-    """A warp's dS^T (32 keys, 16 queries), packed as a left operand, goes to its rows at a; `chunk`: of the first query."""
+def store_gradients(ds, smem, a, chunk):
+    """Store a warp's dS^T (32 keys, 16 queries), packed as a left operand, in its rows from `a` on. chunk: of the first query"""
     lane = cuda.threadIdx.x & 31
     for m in range(ROWS // 16):
         for r in range(2):
@@ -137,9 +153,9 @@ def put_gradients(ds, smem, a, chunk):
 
 @functools.cache
 def make_sum_keys(D):
-    """-> sum_keys(acc, smem, ds, m, n, end): acc[0] (2, 4) = channels 16 n ... of dQ for queries 16 m ..., over keys up to `end`
+    """-> sum_keys(acc, smem, ds, m, n, end): acc[0] (2, 4) = channels 16 n ... of dQ for queries 16 m ..., over keys below `end`
 
-    K begins at 0, dS^T at ds. Two sums, of every other 16 keys: a product need not wait for the one before.
+    K begins at 0, dS^T at ds. Two interleaved sums, each of every other 16 keys, so a product need not wait for the previous one.
     """
     left_lane, clear = make_left_lane(D), make_fill(2, 2)[0]
 
@@ -167,12 +183,15 @@ def make_sum_keys(D):
 
 
 @functools.cache
-def make_store_part(D):
-    """-> store_part(acc, smem, a, dq, first, stride, m, n, valid, scale): 16 queries, 16 channels, through the tile of Q at a"""
+def make_store_dq(D):
+    """-> store_dq(acc, smem, a, dq, first, stride, m, n, valid, scale): write 16 queries, 16 channels of dQ
+
+    They pass through shared memory, over the tile of Q at `a`, which is no longer needed.
+    """
     chunk_offset = make_chunk_offset(D)
 
     @device
-    def store_part(acc, smem, a, dq, first, stride, m, n, valid, scale):
+    def store_dq(acc, smem, a, dq, first, stride, m, n, valid, scale):
         lane = cuda.threadIdx.x & 31
         registers = cuda.local.array(4, uint32)
         for r in range(2):
@@ -186,39 +205,38 @@ def make_store_part(D):
         if row < valid:
             store16(dq, first + row * stride + CHUNK * chunk, registers)
 
-    return store_part
+    return store_dq
 
 
 @functools.cache
-def make_whole_kernel(D, CAUSAL, config):
-    """config: (keys, at least as many as there are keys and queries; blocks per multiprocessor)"""
-    BN, MIN_BLOCKS = config
+def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
+    """-> the kernel that computes dQ, dK and dV. Launch with tiles.keys threads and whole_shared_bytes(D, tiles)."""
+    BN, MIN_BLOCKS = tiles.keys, tiles.blocks
     THREADS, WARPS, MT, NT, ND = BN, BN // ROWS, ROWS // 16, STEP // 8, D // 8
     V, DS, STAGES, STAGE = BN * D, 2 * BN * D, 2 * BN * D + BN * BM, 2 * BM * D  # K is at 0
     LSE = (STAGES + 2 * STAGE) // 2  # in floats
-    DELTA, PARTS = LSE + BN, BM // 16 * (D // 16)
+    DELTA, DQ_TILES = LSE + BN, BM // 16 * (D // 16)  # dQ of 64 queries in tiles of 16 x 16
     copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
     scores, (hide, last_key, first_query) = make_scores(D, MT, NT)[2], make_mask(CAUSAL)
     weights, subtract, multiply = make_column_gradients(MT, NT)
     pack, add_slab = make_pack(MT), make_add_slab(D, MT)
-    statistics, sum_keys, store_part = make_statistics(D, BN), make_sum_keys(D), make_store_part(D)
+    statistics, sum_keys, store_dq = make_statistics(D, BN), make_sum_keys(D), make_store_dq(D)
     store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_whole_kernel(
         dq, dk, dv, do, q, k, v, o, lse, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
-        """Grid (G, B). T, S <= BN. The query heads of a group come one after the other."""
+        """Grid (G, B). T, S <= BN. A block loops over the query heads of its group in order."""
         smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
         g, b, G = int32(cuda.blockIdx.x), int64(cuda.blockIdx.y), int32(cuda.gridDim.x)
         warp, past, row = warp_id(), int32(S - T), int32(H * D)
-        # The four schedulers take warps in turn, and early keys have the most queries: pair them with late ones.
+        # Warps are assigned to the four schedulers in turn, and early keys have the most queries: pair them with late ones.
         slab = int32(warp if warp < WARPS // 2 else WARPS + WARPS // 2 - 1 - warp)
         w0, mine = int32(slab * ROWS), int32(slab * ROWS * D)  # this warp's first key; in smem
         seen = first_query(w0, T, S, past)
-        hidden = int32(
-            w0 + ROWS - 1 - past if CAUSAL else 0
-        )  # queries below do not see all its keys
+        # queries below `hidden` do not see all of this warp's keys
+        hidden = int32(w0 + ROWS - 1 - past if CAUSAL else 0)
         if w0 + ROWS > S:
             hidden = T
         s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
@@ -237,7 +255,7 @@ def make_whole_kernel(D, CAUSAL, config):
         statistics(stats, LSE, lse, do, o, first, row, (b * H + h) * T, T)
         while h < end:
             wait_copies(0)
-            cuda.syncthreads()  # these queries are here, and everybody has left dS and the stage before
+            cuda.syncthreads()  # these queries have arrived; all warps have left dS and the previous stage
             next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), int32(0))
             next_first = ((b * T + next_t) * H + next_h) * D
             if next_h < end:
@@ -258,24 +276,25 @@ def make_whole_kernel(D, CAUSAL, config):
                 multiply(s, dp)
                 add_slab(acc_v, left, smem, here + BM * D, 0)
                 pack(left, s, 0)
-                put_gradients(left, smem, DS + w0 * BM, int32((t - t0) >> 3))
+                store_gradients(left, smem, DS + w0 * BM, int32((t - t0) >> 3))
                 add_slab(acc_k, left, smem, here, 0)
                 t = int32(t + STEP)
-            cuda.syncthreads()  # dS is whole
-            part, stop = warp, last_key(t0, S, past)
-            while part < PARTS:
-                m, n = part & 3, part >> 2
+            cuda.syncthreads()  # dS is complete
+            tile, stop = warp, last_key(t0, S, past)
+            while tile < DQ_TILES:
+                m, n = tile & 3, tile >> 2
                 if t0 + 16 * m < T:
                     sum_keys(acc_q, smem, DS, m, n, stop)
-                    store_part(acc_q, smem, now, dq, first, row, m, n, int32(T - t0), scale)
-                part = int32(part + WARPS)
+                    store_dq(acc_q, smem, now, dq, first, row, m, n, int32(T - t0), scale)
+                tile = int32(tile + WARPS)
             if next_h > h and next_h < end:
                 statistics(stats, LSE, lse, do, o, next_first, row, (b * H + next_h) * T, T)
             h, t0, first, now, other = next_h, next_t, next_first, other, now
-        cuda.syncthreads()  # nobody reads K any more
+        cuda.syncthreads()  # all warps have finished reading K
         fill(factors, scale)
         scale_rows(acc_k, factors)
-        at = opaque(dv_row)  # else the addresses of both results are worked out early, and spilled
+        # otherwise the addresses of both results are computed early and spilled
+        at = opaque(dv_row)
         store_rows(acc_v, smem, V + mine, dv, (b * S + w0) * at + g * D, at, S - w0)
         at = opaque(int32(G * D))
         store_rows(acc_k, smem, mine, dk, (b * S + w0) * at + g * D, at, S - w0)

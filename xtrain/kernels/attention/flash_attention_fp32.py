@@ -1,16 +1,17 @@
-"""FlashAttention without tensor cores: float32, any head dim up to 128. The maths of flash_attention.py, to be read.
+"""FlashAttention without tensor cores: float32, any head dim up to 128. Read this version of flash_attention.py first.
 
-    block      128 threads, (y, x) = (8, 16); it owns TILE rows (queries, in the dK, dV kernel keys) of one head
-    tiles      TILE rows of up to four arrays in shared memory, one column wider than needed: rows then begin in
-               different banks, and 16 lanes that read one column of 16 rows do not wait for each other
+    block      128 threads, (y, x) = (8, 16); it owns TILE rows (queries; keys in the dK, dV kernel) of one head
+    tiles      TILE rows of up to four arrays in shared memory, each one column wider than needed: consecutive rows then
+               begin in different banks, and 16 lanes that read one column of 16 rows have no bank conflicts
     thread     rows y, y + 8, ... and columns x, x + 16, ... of every product; the 16 lanes of a row are half a warp
 
-Each product is a small matrix product out of shared memory with its results in registers. Between the two products of
-a tile, p (or ds) goes through shared memory, since the second one needs whole rows of it.
+Each product is a small matrix product from shared memory with its results in registers. Between the two products of a tile,
+p (or ds) passes through shared memory, because the second product needs whole rows of it.
 """
 
 import functools
 import math
+from dataclasses import dataclass
 
 from numba import cuda, float32, int64
 
@@ -21,24 +22,35 @@ ROWS, LANES = 8, 16  # threads: y, x
 THREADS = ROWS * LANES
 MAX_D = 128
 NEG_INF = float32(-math.inf)
-LOWEST = float32(-1e30)  # the first maximum; with -inf, -inf - -inf would be NaN
+LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
 
 
 def tile_rows(D: int) -> int:
-    """Four tiles and the weights must fit 48 KB of shared memory."""
+    """-> rows of a tile for heads of width D: four tiles and the weights must fit into 48 KB of shared memory."""
     return 32 if D <= 64 else 16
 
 
-def tile_sizes(D: int) -> tuple[int, ...]:
-    """-> rows of a tile, its columns in memory; rows R, columns C of a square product, columns W of a row per thread"""
+@dataclass(frozen=True)
+class TileSizes:
+    """The sizes of a block's tiles and of a thread's results."""
+
+    TILE: int  # rows of a tile
+    PAD: int  # its columns in shared memory, one more than it needs
+    R: int  # rows of a TILE x TILE product per thread
+    C: int  # its columns per thread
+    W: int  # columns of a head per thread
+
+
+def tile_sizes(D: int) -> TileSizes:
+    """-> the sizes for heads of width D"""
     TILE, W = tile_rows(D), -(-D // LANES)
-    return TILE, LANES * W + 1, TILE // ROWS, TILE // LANES, W
+    return TileSizes(TILE, LANES * W + 1, TILE // ROWS, TILE // LANES, W)
 
 
-# ----------------------------------------------------------------------------- pieces
+# ----------------------------------------------------------------------------- device functions
 @device
 def row_sum(v):
-    """Over the 16 lanes that share a row"""
+    """-> the sum of v over the 16 lanes that share a row"""
     for step in (8, 4, 2, 1):
         v += cuda.shfl_xor_sync(FULL, v, step)
     return v
@@ -46,6 +58,7 @@ def row_sum(v):
 
 @device
 def row_max(v):
+    """-> the maximum of v over the 16 lanes that share a row"""
     for step in (8, 4, 2, 1):
         other = cuda.shfl_xor_sync(FULL, v, step)
         v = v if v > other else other
@@ -54,11 +67,13 @@ def row_max(v):
 
 @functools.cache
 def make_load_store(D):
-    """-> load_tile(tile, x_BTHD, b, t0, h): rows t0, t0 + 1, ... of head h; zeros beyond the last position and column
-    store_row(y_BTHD, b, t, h, row, factor): this thread's part of y[b, t, h], row (W,) times factor
+    """-> load_tile, store_row
+
+    load_tile(tile, x_BTHD, b, t0, h)           tile = rows t0, t0 + 1, ... of head h; zeros beyond the last position and column
+    store_row(y_BTHD, b, t, h, row, factor)     this thread's columns of y[b, t, h] = row (W,) times factor
     """
-    TILE, PAD, _, _, W = tile_sizes(D)
-    WIDTH = PAD - 1
+    sizes = tile_sizes(D)
+    TILE, WIDTH, W = sizes.TILE, sizes.PAD - 1, sizes.W
 
     @device
     def load_tile(tile, x_BTHD, b, t0, h):
@@ -79,11 +94,14 @@ def make_load_store(D):
 
 @functools.cache
 def make_products(D):
-    """-> dots(s, a, b): s (R, C) = this thread's part of a b^T
-    add_weighted(acc, p, b): acc (R, W) += this thread's part of p b
-    clear(acc)
+    """-> dots, add_weighted, clear: a thread's elements of the products of shared tiles.
+
+    dots(s, a, b)              s (R, C) = a b^T
+    add_weighted(acc, p, b)    acc (R, W) += p b
+    clear(acc)                 acc (R, W) = 0
     """
-    TILE, _, R, C, W = tile_sizes(D)
+    sizes = tile_sizes(D)
+    TILE, R, C, W = sizes.TILE, sizes.R, sizes.C, sizes.W
 
     @device
     def dots(s, a, b):
@@ -116,10 +134,13 @@ def make_products(D):
 # ----------------------------------------------------------------------------- forward
 @functools.cache
 def make_add_scores(D, CAUSAL):
-    """-> add_scores(p, s, acc, top, total, first, n0, S, scale): one tile of the online softmax. Writes exp(s - top) to
-    the shared tile p; acc, top and total follow the new maximum. first: the last key that the tile's row 0 sees.
+    """-> add_scores(p, s, acc, top, total, first, n0, S, scale): one tile of the online softmax.
+
+    Writes exp(s - top) to the shared tile p; acc, top and total are updated to the new maximum. first: the last key that row 0
+    of the tile sees. n0: the tile's first key. S: number of keys.
     """
-    _, _, R, C, W = tile_sizes(D)
+    sizes = tile_sizes(D)
+    R, C, W = sizes.R, sizes.C, sizes.W
 
     @device
     def add_scores(p, s, acc, top, total, first, n0, S, scale):
@@ -146,8 +167,10 @@ def make_add_scores(D, CAUSAL):
 
 
 @functools.cache
-def make_fwd_kernel(D, CAUSAL):
-    TILE, PAD, R, C, W = tile_sizes(D)
+def make_fwd_kernel(D: int, CAUSAL: bool):
+    """-> the forward kernel for heads of width D. Launch with THREADS threads."""
+    sizes = tile_sizes(D)
+    TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
     dots, add_weighted, clear = make_products(D)
@@ -170,9 +193,10 @@ def make_fwd_kernel(D, CAUSAL):
         for i in range(R):
             top[i], total[i] = LOWEST, float32(0.0)
         load_tile(q, q_BTHD, b, t0, h)
-        end = t0 + TILE + past if CAUSAL and t0 + TILE < T else S  # keys that the block sees
+        # end of the keys that the block sees
+        end = t0 + TILE + past if CAUSAL and t0 + TILE < T else S
         for n0 in range(0, end, TILE):
-            cuda.syncthreads()  # everybody has left the tile before
+            cuda.syncthreads()  # all warps have left the previous tile
             load_tile(k, k_BSGD, b, n0, g)
             load_tile(v, v_BSGD, b, n0, g)
             cuda.syncthreads()
@@ -191,8 +215,10 @@ def make_fwd_kernel(D, CAUSAL):
 
 # ----------------------------------------------------------------------------- backward
 @functools.cache
-def make_dq_kernel(D, CAUSAL):
-    TILE, PAD, R, C, W = tile_sizes(D)
+def make_dq_kernel(D: int, CAUSAL: bool):
+    """-> the dQ kernel for heads of width D. Launch with THREADS threads."""
+    sizes = tile_sizes(D)
+    TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
     dots, add_weighted, clear = make_products(D)
@@ -201,7 +227,7 @@ def make_dq_kernel(D, CAUSAL):
     def flash_attention_fp32_dq_kernel(
         dq_BTHD, delta_BHT, do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT, scale
     ):
-        """Grid (ceil(T / TILE), B H). Writes delta = rowsum(dO O) too."""
+        """Grid (ceil(T / TILE), B H). Also writes delta = rowsum(dO O)."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
         b, h = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H
@@ -215,7 +241,7 @@ def make_dq_kernel(D, CAUSAL):
         acc, delta = cuda.local.array((R, W), float32), cuda.local.array(R, float32)
         load_tile(q, q_BTHD, b, t0, h)
         load_tile(do, do_BTHD, b, t0, h)
-        load_tile(k, o_BTHD, b, t0, h)  # o, for a moment
+        load_tile(k, o_BTHD, b, t0, h)  # o, until the keys are loaded
         cuda.syncthreads()
         clear(acc)
         for i in range(R):
@@ -249,8 +275,10 @@ def make_dq_kernel(D, CAUSAL):
 
 
 @functools.cache
-def make_dkdv_kernel(D, CAUSAL):
-    TILE, PAD, R, C, W = tile_sizes(D)
+def make_dkdv_kernel(D: int, CAUSAL: bool):
+    """-> the dK, dV kernel for heads of width D. Launch with THREADS threads."""
+    sizes = tile_sizes(D)
+    TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
     dots, add_weighted, clear = make_products(D)
@@ -259,7 +287,7 @@ def make_dkdv_kernel(D, CAUSAL):
     def flash_attention_fp32_dkdv_kernel(
         dk_BSGD, dv_BSGD, do_BTHD, q_BTHD, k_BSGD, v_BSGD, lse_BHT, delta_BHT, scale
     ):
-        """Grid (ceil(S / TILE), B G). Rows are keys, columns queries: s and dp are transposed here."""
+        """Grid (ceil(S / TILE), B G). Rows are keys, columns are queries: s and dp are transposed."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
         b, g = int64(cuda.blockIdx.y) // G, cuda.blockIdx.y % G
@@ -276,9 +304,8 @@ def make_dkdv_kernel(D, CAUSAL):
         clear(dv)
         load_tile(k, k_BSGD, b, n0, g)
         load_tile(v, v_BSGD, b, n0, g)
-        first = (
-            (n0 - past) // TILE * TILE if CAUSAL and n0 > past else 0
-        )  # the first that sees a key
+        # the first tile of queries that sees a key of this block
+        first = (n0 - past) // TILE * TILE if CAUSAL and n0 > past else 0
         for h in range(g * group, (g + 1) * group):
             for t0 in range(first, T, TILE):
                 cuda.syncthreads()

@@ -1,19 +1,20 @@
-"""FlashAttention-2 for compute capability 9.0, forward: what flash_attention.py says, with wgmma, TMA and specialised warps.
+"""FlashAttention-2 for compute capability 9.0, forward: the algorithm of flash_attention.py with wgmma, TMA, specialized warps.
 
-As in flash_attention_bf16.py a tile of queries walks over tiles of keys; who does what is in _flash_attention_hopper_parts.py.
-Per tile of BN keys a consumer warpgroup, 64 queries, does
+As in flash_attention_bf16.py, a tile of queries loops over tiles of keys; flash_attention_hopper_parts.py describes producer and
+consumers. Per tile of BN keys, a consumer warpgroup (64 queries) computes
 
-    S = Q K^T       wgmma, both operands out of shared memory
+    S = Q K^T       wgmma, both operands from shared memory
     p = exp2(S scale - top)             in registers
-    O = O + p V     wgmma, p from registers: an accumulator, packed, is already the left operand
+    O = O + p V     wgmma, p from registers: a packed accumulator already has the layout of a left operand
 
-and overlaps them: the products of tile i + 1 and p V of tile i run on the tensor cores while the exponentials of tile i + 1
-are computed (Shah et al. 2024, "FlashAttention-3", section 3.2).
+and overlaps them: the tensor cores run S of tile i + 1 and p V of tile i while the exponentials of tile i + 1 are computed
+(Shah et al. 2024, "FlashAttention-3", section 3.2).
 
 Shared memory: barriers | OWN of Q | O on its way out | STAGES of K | STAGES of V.
 """
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
@@ -44,47 +45,49 @@ from .flash_attention_hopper_parts import (
     PANEL_ROW,
     declare_mapped_cost,
     find_tile,
+    key_layout,
     make_barriers,
     make_elements,
     make_key_producer,
     make_keys,
-    make_layout,
     make_own,
     make_skip,
     make_store,
     registers,
     split,
 )
-from .flash_attention_hopper_table import TABLE
+from .flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
 
-WIDTHS = (64, 128)  # of heads. 32 needs panels of 64 bytes and their swizzle
+WIDTHS = (64, 128)  # of heads. 32 would need panels of 64 bytes and their swizzle
 OUT = 3  # the map of O
 
 
-def fwd_shared_bytes(D, config) -> int:
-    return make_layout(D, config, 1)[4]
+def fwd_shared_bytes(D: int, tiles: HopperTiles) -> int:
+    """Bytes of shared memory of the forward kernel."""
+    return key_layout(D, tiles, 1).total
 
 
 @functools.cache
 def make_softmax(D, BN):
-    """-> softmax(s, top, total, shrink, scale), rescale(o, shrink)
+    """-> softmax(s, top, total, shrink, scale), rescale(o, shrink): one tile of the online softmax.
 
-    s becomes exp2(scale (s - new top)); shrink: what earlier sums and O must be multiplied by. scale includes log2 e.
+    s becomes exp2(scale (s - new top)); shrink becomes the factor by which earlier sums and O must be multiplied.
+    scale includes log2 e.
     """
     GROUPS, O_GROUPS = BN // 8, D // 8
 
     @device
     def softmax(s, top, total, shrink, scale):
-        most, part = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        maxima, sums = cuda.local.array(4, float32), cuda.local.array(4, float32)
         shift = cuda.local.array(2, float32)
         for j in range(4):
-            most[j] = s[j]
-            part[j] = float32(0.0)
+            maxima[j] = s[j]
+            sums[j] = float32(0.0)
         for n in range(1, GROUPS):
             for j in range(4):
-                most[j] = fmax(most[j], s[4 * n + j])
+                maxima[j] = fmax(maxima[j], s[4 * n + j])
         for r in range(2):
-            x = fmax(most[2 * r], most[2 * r + 1])
+            x = fmax(maxima[2 * r], maxima[2 * r + 1])
             x = fmax(x, cuda.shfl_xor_sync(FULL, x, 1))
             x = fmax(x, cuda.shfl_xor_sync(FULL, x, 2))
             x = fmax(x, top[r])
@@ -95,9 +98,9 @@ def make_softmax(D, BN):
             for j in range(4):
                 p = exp2(s[4 * n + j] * scale - shift[j // 2])
                 s[4 * n + j] = p
-                part[j] += p
+                sums[j] += p
         for r in range(2):
-            total[r] = total[r] * shrink[r] + (part[2 * r] + part[2 * r + 1])
+            total[r] = total[r] * shrink[r] + (sums[2 * r] + sums[2 * r + 1])
 
     @device
     def rescale(o, shrink):
@@ -110,7 +113,7 @@ def make_softmax(D, BN):
 
 @device
 def finish_rows(top, total, factor, scale, lse, i, row, T):
-    """lse[i + row], lse[i + row + 8] are written; factor: 1 / total"""
+    """Write lse[i + row] and lse[i + row + 8]; factor becomes 1 / total."""
     for r in range(2):
         x = total[r]
         x += cuda.shfl_xor_sync(FULL, x, 1)
@@ -121,21 +124,24 @@ def finish_rows(top, total, factor, scale, lse, i, row, T):
 
 
 @functools.cache
-def make_consumer(D, CAUSAL, config):
-    """-> consume(base, maps, lse, T, S, B, H, together, scale): a warpgroup's part of forward"""
-    BN, WGS, STAGES, _, OWN = config
-    BM, RING, ROW_STEP = 64 * WGS, BN * D * 2, 8 if CAUSAL else 0
+def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
+    """-> consume(base, maps, lse, T, S, B, H, together, scale): the forward's work of a consumer warpgroup"""
+    BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
+    RING, ROW_STEP = BN * D * 2, 8 if CAUSAL else 0
     Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
     S_SIZE, P_SIZE, O_SIZE = BN // 2, BN // 4, D // 2
-    Q, O, K, V, _, (K_FULL, K_FREE, V_FULL, V_FREE) = make_layout(D, config, 1)  # noqa: E741
+    layout = key_layout(D, tiles, 1)
+    Q, O, K, V = layout.q, layout.out, layout.k, layout.v  # noqa: E741
+    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
     scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
     add_pv = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
     wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
     wait_o, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
     key_blocks, (softmax, rescale) = make_keys(BM, BN, CAUSAL), make_softmax(D, BN)
-    _, await_tile, free_tile = make_own(OWN)
-    skip, (_, pack, hide_after, _) = make_skip(D, CAUSAL, config, 1), make_elements(BN)
-    clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
+    await_tile, free_tile = make_own(OWN).wait, make_own(OWN).free
+    elements, clear = make_elements(BN), make_elements(D).clear
+    pack, hide_after = elements.pack, elements.hide_after
+    skip, (store_rows, stores_done) = make_skip(D, CAUSAL, tiles, 1), make_store(D)
 
     @device
     def begin(o, top, total):
@@ -145,7 +151,7 @@ def make_consumer(D, CAUSAL, config):
 
     @device
     def store(base, o, factor, maps, warp, w0, bh, H):
-        stores_done()  # of the tile before
+        stores_done()  # of the previous tile
         b, h = split(bh, H)
         at = base + O + warp * (16 * PANEL_ROW)
         store_rows(o, factor, at, Q_PANEL, maps, OUT, w0 + 16 * (warp & 3), h, b)
@@ -168,10 +174,10 @@ def make_consumer(D, CAUSAL, config):
             m, bh = find_tile(tile, blocks_m, B * H, together)
             q0 = int32((blocks_m - 1 - m) * BM)
             w0 = q0 + 64 * (warp >> 2)  # this warpgroup's first query
-            row = w0 + 16 * (warp & 3) + (lane >> 2)  # this lane's: row, row + 8
+            row = w0 + 16 * (warp & 3) + (lane >> 2)  # this lane's rows: row, row + 8
             it, blocks = skip(base, it, key_blocks(q0, T, S), w0, T, S)
             q = descriptor(base + Q + QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
-            n0 = int32((blocks - 1) * BN)  # from the diagonal down to key 0
+            n0 = int32((blocks - 1) * BN)  # key blocks run from the diagonal down to key 0
             begin(o, top, total)
             stage, phase = it % STAGES, (it // STAGES) & 1
             mbar_wait(base + K_FULL + 8 * stage, phase)
@@ -196,9 +202,8 @@ def make_consumer(D, CAUSAL, config):
                     hide_after(s, row + past - n0 - column, ROW_STEP)
                 softmax(s, top, total, shrink, scale)
                 hold_s(s)
-                mbar_wait(
-                    base + V_FULL + 8 * stage, phase
-                )  # also keeps wait_o behind the exponentials
+                # this wait also keeps the compiler from moving wait_o before the exponentials
+                mbar_wait(base + V_FULL + 8 * stage, phase)
                 wait_o(o)
                 mbar_arrive(base + V_FREE + 8 * before)
                 rescale(o, shrink)
@@ -218,23 +223,22 @@ def make_consumer(D, CAUSAL, config):
 
 
 @functools.cache
-def make_fwd_kernel(D, CAUSAL, config):
-    """config: (BN, consumer warpgroups, stages, blocks per multiprocessor, OWN)"""
-    _, WGS, STAGES, PER_SM, OWN = config
+def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
+    """-> the forward kernel for heads of width D; launch_tiles starts it."""
+    WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, key_layout(D, tiles, 1)
     CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
     FEW, MANY = registers(WGS, PER_SM)
-    k_full, k_free, v_full, v_free = make_layout(D, config, 1)[5]
-    stages = range(STAGES)
-    FULLS = tuple(at + 8 * i for at in (k_full, v_full) for i in stages)
-    FREES = tuple(at + 8 * i for at in (k_free, v_free) for i in stages)
-    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
-    produce, consume = make_key_producer(D, CAUSAL, config, 1), make_consumer(D, CAUSAL, config)
+    stages = range(tiles.stages)
+    FULLS = tuple(at + 8 * i for at in (layout.k_full, layout.v_full) for i in stages)
+    FREES = tuple(at + 8 * i for at in (layout.k_free, layout.v_free) for i in stages)
+    set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
+    produce, consume = make_key_producer(D, CAUSAL, tiles, 1), make_consumer(D, CAUSAL, tiles)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
     @kernel(THREADS, PER_SM)
     def flash_attention_hopper_fwd_kernel(maps, lse, counter, T, S, B, H, group, together, scale):
-        """Grid: any. maps: tensor maps of Q, K, V, O, read and written as (B, heads, positions, D); lse (B H T); counter:
-        two zeros, left as zeros; together: see find_tile. (Which tiles a block takes at what time changes no bit.)
+        """Grid: any. maps: tensor maps of Q, K, V, O as (B, heads, positions, D); lse (B H T); counter: two zeros, zeros again
+        at the end; together: see find_tile. The order in which blocks take tiles does not change the result.
         """
         base = shared_base()
         set_up(base)
@@ -253,58 +257,84 @@ def make_fwd_kernel(D, CAUSAL, config):
 
 
 # ----------------------------------------------------------------------------- launching
-def choose(kind: str, D: int, T: int, causal: bool) -> tuple:
-    """The tiles for heads of D and T queries; kind: "fwd", "dq" or "dkdv"."""
-    rows = TABLE[kind, D, causal]
-    return next(config for longest, config in rows if longest is None or longest >= T)
+@dataclass(frozen=True)
+class Gpu:
+    """The properties of a GPU that a grid depends on."""
+
+    multiprocessors: int
+    l2_bytes: int  # of the second-level cache
+
+
+@dataclass(frozen=True)
+class Work:
+    """The tiles of a launch. A plane is one head of one sequence."""
+
+    T: int
+    S: int
+    B: int
+    heads: int  # H if blocks own queries, G if they own keys
+    group: int  # query heads per key head
+    tiles: int  # of a plane
+    plane_bytes: int  # that the tiles of one plane read together
+
+    @property
+    def planes(self) -> int:
+        return self.B * self.heads
+
+
+def choose(kind: str, D: int, T: int, causal: bool) -> HopperPlan:
+    """-> the tuned plan for heads of width D and T queries. kind: "fwd", "dq" or "dkdv" """
+    rows = TABLE[kind, D, causal].items()
+    return next(plan for longest, plan in rows if longest is None or longest >= T)
 
 
 def launch_tiles(
     kernel,
-    shared,
-    config,
-    maps,
-    arrays,
-    sizes,
-    tiles,
-    planes,
-    group,
-    plane_bytes,
-    gpu,
-    scales,
-    *more,
-):
-    """Start a kernel on as many blocks as `gpu` (multiprocessors, bytes of cache) holds, for tiles x planes tiles.
+    shared: int,
+    plan: HopperPlan,
+    work: Work,
+    gpu: Gpu,
+    maps: Array,
+    arrays: tuple,
+    *scalars,
+) -> None:
+    """Start a kernel on as many blocks as the GPU holds at once; they compute all tiles of `work`.
 
-    config: as in the table, with the number of planes whose tiles are taken in turns; 0: as many as fit half of the cache.
-    plane_bytes: what the tiles of one plane read; sizes: T, S, B and the heads of a plane's kind
+    shared: bytes of shared memory. Kernel arguments: maps, arrays, a tile counter, the sizes of `work`, scalars.
     """
-    multiprocessors, l2 = gpu
-    grid = min(tiles * planes, multiprocessors * config[3])
-    together = max(1, min(planes, config[5] or l2 // 2 // max(plane_bytes, 1)))
-    numbers = [np.int32(n) for n in (*sizes, group, together, *more)]
+    tiles, planes = plan.tiles, work.planes
+    grid = min(work.tiles * planes, gpu.multiprocessors * tiles.blocks)
+    fitting = gpu.l2_bytes // 2 // max(work.plane_bytes, 1)
+    together = max(1, min(planes, plan.planes or fitting))
+    sizes = work.T, work.S, work.B, work.heads, work.group, together
     counter = tile_counter(maps, kernel.py_func.__name__)
-    args = maps, *arrays, counter, *numbers, *map(np.float32, scales)
-    block, overlap = 128 * (config[1] + 1), can_overlap(maps)
+    args = maps, *arrays, counter, *map(np.int32, sizes), *scalars
+    block, overlap = 128 * (tiles.warpgroups + 1), can_overlap(maps)
     launch(kernel, grid, block, *args, shared=shared, overlap=overlap)
 
 
 def forward(
-    o_BTHD: Array, lse_BHT: Array, q: Array, k: Array, v: Array, scale: float, causal: bool, gpu
+    o_BTHD: Array,
+    lse_BHT: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    causal: bool,
+    gpu: Gpu,
 ) -> None:
-    """Fills o and lse. q, k, v: what a tensor map can describe (_tensor_maps.mappable). gpu: see launch_tiles"""
-    fill_o(
-        o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, choose("fwd", q.shape[3], q.shape[1], causal)
-    )
+    """Fill o and lse. q, k, v: arrays that a tensor map can describe (primitives.tensor_maps.mappable)."""
+    plan = choose("fwd", q.shape[3], q.shape[1], causal)
+    fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, plan)
 
 
-def fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, config) -> None:
+def fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, plan: HopperPlan) -> None:
+    """`forward` with a given plan."""
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
-    rows = 64 * config[1]
-    maps = tensor_maps((q, rows), (k, config[0]), (v, config[0]), (o_BTHD, 16))
-    kernel, shared = make_fwd_kernel(D, causal, config[:5]), fwd_shared_bytes(D, config[:5])
-    sizes, tiles = (T, S, B, H), -(-T // rows)
-    lse = lse_BHT.reshape(-1)
-    more = H // G, 4 * S * D, gpu, (scale,)
-    launch_tiles(kernel, shared, config, maps, (lse,), sizes, tiles, B * H, *more)
+    tiles = plan.tiles
+    maps = tensor_maps((q, tiles.rows), (k, tiles.step), (v, tiles.step), (o_BTHD, 16))
+    kernel, shared = make_fwd_kernel(D, causal, tiles), fwd_shared_bytes(D, tiles)
+    work = Work(T, S, B, H, H // G, -(-T // tiles.rows), 4 * S * D)
+    arrays = (lse_BHT.reshape(-1),)
+    launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, np.float32(scale))

@@ -1,17 +1,18 @@
 """FlashAttention-2 for compute capability 9.0, backward. No atomics on data: every gradient is summed by one warpgroup.
 
-    statistics      delta = rowsum(dO O), and lse log2 e; 16 rows of each side by side, so that one copy brings both
-    dQ kernel       a block owns queries, keys pass:    S = Q K^T    dP = dO V^T    dQ += dS K                   3 products
-    dK, dV kernel   a block owns keys, queries pass:    S^T = K Q^T  dP^T = V dO^T  dV += P^T dO  dK += dS^T Q   4 products
+    statistics      delta = rowsum(dO O), and lse log2 e; 16 rows of each alternate, so one copy brings both
+    dQ kernel       a block owns queries, keys stream:   S = Q K^T    dP = dO V^T    dQ += dS K                   3 products
+    dK, dV kernel   a block owns keys, queries stream:   S^T = K Q^T  dP^T = V dO^T  dV += P^T dO  dK += dS^T Q   4 products
 
 with P = exp2(S scale log2 e - lse log2 e) and dS = P (dP - delta). P and dS go from accumulators to left operands in registers;
 K, Q and dO are read from the same tiles in shared memory, plain for one product and transposed for the other.
 
-The dK, dV kernel is in _flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | OWN of (Q | dO) | dQ on its
+The dK, dV kernel is in flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | OWN of (Q | dO) | dQ on its
 way out | STAGES of K | STAGES of V.
 """
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
@@ -35,7 +36,7 @@ from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import exp2, warp_id
 from ..primitives.tensor_maps import tensor_maps
 from ..runtime.launch import can_overlap, empty, launch
-from .flash_attention_hopper import choose, launch_tiles
+from .flash_attention_hopper import Gpu, Work, choose, launch_tiles
 from .flash_attention_hopper_dkdv import dkdv_shared_bytes, make_dkdv_kernel
 from .flash_attention_hopper_parts import (
     LOG2E,
@@ -43,42 +44,44 @@ from .flash_attention_hopper_parts import (
     SIDE,
     declare_mapped_cost,
     find_tile,
+    key_layout,
     make_barriers,
     make_elements,
     make_key_producer,
     make_keys,
-    make_layout,
     make_own,
     make_skip,
     make_store,
     registers,
     split,
 )
+from .flash_attention_hopper_table import HopperPlan, HopperTiles
 
-PAD = 128  # rows of a head's statistics are a multiple of this: no tile of queries has more
+PAD = 128  # the rows of a head's statistics are a multiple of this; no tile of queries is larger
 NO_WEIGHT = float32(1e30)  # lse of the padding: exp2(s - 1e30) is 0
 OUT = 4  # the map of dQ
-THREADS, TURNS = 256, 1  # of the statistics: threads of a block, rows of a thread
+THREADS, ROWS_PER_THREAD = 256, 1  # of the statistics kernel
 
 
 # ----------------------------------------------------------------------------- delta and lse
 @device
 def statistics_at(start, row):
-    """Where a row's lse log2 e is; its delta is SIDE further. start: of its head, in rows"""
+    """-> the index of a row's lse log2 e; its delta is SIDE elements further. start: first row of its head"""
     return 2 * (start + (row & -SIDE)) + (row & (SIDE - 1))
 
 
 @functools.cache
-def make_statistics_kernel(D, TURNS=TURNS):
-    LANES = D // 8  # of a row
+def make_statistics_kernel(D: int, TURNS: int = ROWS_PER_THREAD) -> tuple:
+    """-> (kernel, rows of a block). TURNS: rows of a thread"""
+    LANES = D // 8  # threads that share a row
     STEP = THREADS // LANES
     ROWS = TURNS * STEP
     HALVINGS = LANES.bit_length() - 1
 
     @kernel(THREADS)
     def flash_attention_statistics_kernel(stats, o, do, lse, T, PADDED, H):
-        """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2, SIDE). LANES threads a
-        row, and TURNS rows a thread: all are asked for before the first is used.
+        """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2, SIDE). LANES threads share a
+        row. A thread loads all its TURNS rows before it uses the first one.
         """
         wait_for_previous()
         let_next_start()
@@ -88,7 +91,7 @@ def make_statistics_kernel(D, TURNS=TURNS):
         b, h = split(int32(cuda.blockIdx.y), H)
         for turn in range(TURNS):
             row = first + turn * STEP
-            # no branch: it would wait for one row after the other
+            # selp instead of a branch: with a branch, each row is waited for before the next is loaded
             row = cuda.selp(row < T, row, T - 1)
             i = ((int64(b) * T + row) * H + h) * D + 8 * lane
             load8(x[turn], o, i)
@@ -111,15 +114,16 @@ def make_statistics_kernel(D, TURNS=TURNS):
 
 
 # ----------------------------------------------------------------------------- dQ
-def dq_shared_bytes(D, config) -> int:
-    return make_layout(D, config, 2)[4]
+def dq_shared_bytes(D: int, tiles: HopperTiles) -> int:
+    """Bytes of shared memory of the dQ kernel."""
+    return key_layout(D, tiles, 2).total
 
 
 @functools.cache
 def make_gradient_steps(N):
-    """Elementwise on 64 x N accumulators; shift = lse log2 e and delta are the lane's two rows'.
+    """-> weights, score_gradients: elementwise on 64 x N accumulators; shift = lse log2 e and delta of the lane's two rows.
 
-    weights(s, shift, scale)    s becomes p = exp2(s scale - shift)
+    weights(s, shift, scale)        s becomes p = exp2(s scale - shift)
     score_gradients(s, dp, delta)   s becomes s (dp - delta)
     """
     GROUPS = N // 8
@@ -140,34 +144,37 @@ def make_gradient_steps(N):
 
 
 @functools.cache
-def make_dq_consumer(D, CAUSAL, config):
-    """-> consume(base, maps, stats, T, S, PADDED, B, H, together, scale): a warpgroup's part of dQ"""
-    BN, WGS, STAGES, _, OWN = config
-    BM, RING, ROW_STEP = 64 * WGS, BN * D * 2, 8 if CAUSAL else 0
+def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
+    """-> consume(base, maps, stats, T, S, PADDED, B, H, together, scale): the dQ work of a consumer warpgroup"""
+    BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
+    RING, ROW_STEP = BN * D * 2, 8 if CAUSAL else 0
     Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
     S_SIZE, A_SIZE, OUT_SIZE = BN // 2, BN // 4, D // 2
-    Q, DQ, K, V, _, (K_FULL, K_FREE, V_FULL, V_FREE) = make_layout(D, config, 2)
+    layout = key_layout(D, tiles, 2)
+    Q, DQ, K, V = layout.q, layout.out, layout.k, layout.v
+    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
     scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
     add_ds_k = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
     wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
     wait_dq, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
     key_blocks, (weights, score_gradients) = make_keys(BM, BN, CAUSAL), make_gradient_steps(BN)
-    _, await_tile, free_tile = make_own(OWN)
-    skip, (_, pack, hide_after, _) = make_skip(D, CAUSAL, config, 2), make_elements(BN)
-    clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
+    await_tile, free_tile = make_own(OWN).wait, make_own(OWN).free
+    elements, clear = make_elements(BN), make_elements(D).clear
+    pack, hide_after = elements.pack, elements.hide_after
+    skip, (store_rows, stores_done) = make_skip(D, CAUSAL, tiles, 2), make_store(D)
 
     @device
     def load_rows(shift, drop, stats, start, row, PADDED):
         for r in range(2):
             i = int32(row + 8 * r)
-            if i >= PADDED:  # a row of no query: it is not stored
+            if i >= PADDED:  # not a query: the row is not stored
                 i = int32(PADDED - 1)
             shift[r] = load1(stats, statistics_at(start, i))
             drop[r] = load1(stats, statistics_at(start, i) + SIDE)
 
     @device
     def store(base, dq, factor, maps, warp, w0, bh, H):
-        stores_done()  # of the tile before
+        stores_done()  # of the previous tile
         b, h = split(bh, H)
         at = base + DQ + warp * (16 * PANEL_ROW)
         store_rows(dq, factor, at, Q_PANEL, maps, OUT, w0 + 16 * (warp & 3), h, b)
@@ -205,16 +212,15 @@ def make_dq_consumer(D, CAUSAL, config):
                 scores(s, q, descriptor(base + K + stage * RING))
                 mbar_wait(base + V_FULL + 8 * stage, phase)
                 scores(dp, do, descriptor(base + V + stage * RING))
-                wait_s_but_one(s)  # and the dQ product of the block before
+                wait_s_but_one(s)  # and the dQ product of the previous key block
                 if i > 0:
                     mbar_arrive(base + K_FREE + 8 * before)
                 if n0 + BN - 1 > (w0 + past if CAUSAL else S - 1):
                     hide_after(s, (row + past if CAUSAL else S - 1) - n0 - column, ROW_STEP)
                 weights(s, shift, scale * LOG2E)
                 hold_s(s)
-                mbar_wait(
-                    base + V_FULL + 8 * stage, phase
-                )  # there: keeps the wait behind the exponentials
+                # already complete: it keeps the compiler from moving the wait before the exponentials
+                mbar_wait(base + V_FULL + 8 * stage, phase)
                 wait_s(dp)
                 mbar_arrive(base + V_FREE + 8 * stage)
                 score_gradients(s, dp, drop)
@@ -235,23 +241,23 @@ def make_dq_consumer(D, CAUSAL, config):
 
 
 @functools.cache
-def make_dq_kernel(D, CAUSAL, config):
-    """config: (BN, consumer warpgroups, stages, blocks per multiprocessor, OWN)"""
-    _, WGS, STAGES, PER_SM, OWN = config
+def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
+    """-> the dQ kernel for heads of width D; launch_tiles starts it."""
+    WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, key_layout(D, tiles, 2)
     CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
     FEW, MANY = registers(WGS, PER_SM)
-    k_full, k_free, v_full, v_free = make_layout(D, config, 2)[5]
-    FULLS = tuple(at + 8 * i for at in (k_full, v_full) for i in range(STAGES))
-    FREES = tuple(at + 8 * i for at in (k_free, v_free) for i in range(STAGES))
-    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
-    produce, consume = make_key_producer(D, CAUSAL, config, 2), make_dq_consumer(D, CAUSAL, config)
+    stages = range(tiles.stages)
+    FULLS = tuple(at + 8 * i for at in (layout.k_full, layout.v_full) for i in stages)
+    FREES = tuple(at + 8 * i for at in (layout.k_free, layout.v_free) for i in stages)
+    set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
+    produce, consume = make_key_producer(D, CAUSAL, tiles, 2), make_dq_consumer(D, CAUSAL, tiles)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
     @kernel(THREADS, PER_SM)
     def flash_attention_hopper_dq_kernel(
         maps, stats, counter, T, S, B, H, group, together, PADDED, scale
     ):
-        """Maps of Q, K, V, dO, dQ. The rest: make_fwd_kernel, make_statistics_kernel."""
+        """Maps of Q, K, V, dO, dQ. The other arguments: see make_fwd_kernel and make_statistics_kernel."""
         base = shared_base()
         set_up(base)
         if warp_id() >= 4 * WGS:
@@ -267,8 +273,18 @@ def make_dq_kernel(D, CAUSAL, config):
 
 
 # ----------------------------------------------------------------------------- launching
-def compute_statistics(do: Array, o: Array, lse_BHT: Array, turns=TURNS) -> tuple[Array, int]:
-    """-> statistics, rows of a head in them. do, o (B, T, H, D): contiguous. turns: see make_statistics_kernel"""
+@dataclass(frozen=True)
+class Statistics:
+    """lse log2 e and delta of every query, in the layout of statistics_at."""
+
+    array: Array  # (B H, 2 padded) float32
+    padded: int  # rows of a head, a multiple of PAD
+
+
+def compute_statistics(
+    do: Array, o: Array, lse_BHT: Array, turns: int = ROWS_PER_THREAD
+) -> Statistics:
+    """do, o (B, T, H, D): contiguous bf16; lse (B, H, T) float32. turns: rows of a thread"""
     B, T, H, D = o.shape
     padded = -(-T // PAD) * PAD
     stats = empty(lse_BHT, (B * H, 2 * padded))
@@ -277,37 +293,50 @@ def compute_statistics(do: Array, o: Array, lse_BHT: Array, turns=TURNS) -> tupl
     sizes = [np.int32(n) for n in (T, padded, H)]
     grid, overlap = (-(-padded // rows), B * H), can_overlap(o)
     launch(kernel, grid, THREADS, stats.reshape(-1), *flat, *sizes, overlap=overlap)
-    return stats, padded
+    return Statistics(stats, padded)
 
 
-def fill_dq(dq, stats, padded, do, q, k, v, scale, causal, gpu, config) -> None:
+def fill_dq(dq, stats: Statistics, do, q, k, v, scale, causal, gpu: Gpu, plan: HopperPlan) -> None:
+    """Fill dq (B, T, H, D)."""
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
-    rows, step = 64 * config[1], config[0]
+    tiles, rows, step = plan.tiles, plan.tiles.rows, plan.tiles.step
     maps = tensor_maps((q, rows), (k, step), (v, step), (do, rows), (dq, 16))
-    kernel, shared = make_dq_kernel(D, causal, config[:5]), dq_shared_bytes(D, config[:5])
-    rest = (T, S, B, H), -(-T // rows), B * H, H // G, 4 * S * D, gpu, (scale,), padded
-    launch_tiles(kernel, shared, config, maps, (stats.reshape(-1),), *rest)
+    kernel, shared = make_dq_kernel(D, causal, tiles), dq_shared_bytes(D, tiles)
+    work = Work(T, S, B, H, H // G, -(-T // rows), 4 * S * D)
+    arrays, scalars = (stats.array.reshape(-1),), (np.int32(stats.padded), np.float32(scale))
+    launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, *scalars)
 
 
-def fill_dkdv(dk, dv, stats, do, q, k, v, scale, causal, gpu, config) -> None:
+def fill_dkdv(
+    dk, dv, stats: Statistics, do, q, k, v, scale, causal, gpu: Gpu, plan: HopperPlan
+) -> None:
+    """Fill dk and dv (B, S, G, D)."""
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
-    rows, step, group = 64 * config[1], config[0], H // G
-    boxes = (q, step), (k, rows), (v, rows), (do, step), (dk, 16), (dv, 16), (stats, 2 * step)
-    kernel, shared = make_dkdv_kernel(D, causal, config[:5]), dkdv_shared_bytes(D, config[:5])
-    rest = (T, S, B, G), -(-S // rows), B * G, group, 4 * T * D * group, gpu, (scale,)
-    launch_tiles(kernel, shared, config, tensor_maps(*boxes), (), *rest)
+    tiles, rows, step, group = plan.tiles, plan.tiles.rows, plan.tiles.step, H // G
+    inputs, outputs = ((q, step), (k, rows), (v, rows), (do, step)), ((dk, 16), (dv, 16))
+    maps = tensor_maps(*inputs, *outputs, (stats.array, 2 * step))
+    kernel, shared = make_dkdv_kernel(D, causal, tiles), dkdv_shared_bytes(D, tiles)
+    work = Work(T, S, B, G, group, -(-S // rows), 4 * T * D * group)
+    launch_tiles(kernel, shared, plan, work, gpu, maps, (), np.float32(scale))
 
 
 def backward(
-    gradients: tuple, do: Array, q: Array, k: Array, v: Array, o: Array, lse_BHT: Array, scale: float, causal: bool,
-    gpu: tuple,
-) -> None:  # fmt: skip
-    """Fills dq, dk, dv. do, o: contiguous. The rest: flash_attention_hopper.forward"""
+    gradients: tuple[Array, Array, Array],
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse_BHT: Array,
+    scale: float,
+    causal: bool,
+    gpu: Gpu,
+) -> None:
+    """Fill gradients = (dq, dk, dv). do, o: contiguous. q, k, v: see flash_attention_hopper.forward"""
     dq, dk, dv = gradients
     T, D = q.shape[1], q.shape[3]
-    stats, padded = compute_statistics(do, o, lse_BHT)
-    rest = do, q, k, v, scale, causal, gpu
-    fill_dq(dq, stats, padded, *rest, choose("dq", D, T, causal))
-    fill_dkdv(dk, dv, stats, *rest, choose("dkdv", D, T, causal))
+    stats = compute_statistics(do, o, lse_BHT)
+    fill_dq(dq, stats, do, q, k, v, scale, causal, gpu, choose("dq", D, T, causal))
+    fill_dkdv(dk, dv, stats, do, q, k, v, scale, causal, gpu, choose("dkdv", D, T, causal))

@@ -1,12 +1,14 @@
-"""FlashAttention-2 for compute capability 9.0: dK and dV. See _flash_attention_hopper_bwd.py.
+"""FlashAttention-2 for compute capability 9.0: dK and dV. See flash_attention_hopper_bwd.py.
 
-A block owns keys; queries, dO and their statistics pass. Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T are
-born where a product wants its left operand; lse and delta belong to columns then, and come from shared memory.
+A block owns keys; queries, dO and their statistics stream. Scores are computed transposed, S^T = K Q^T, so P^T and dS^T
+already have the layout of a left operand; lse and delta then belong to columns, and are read from shared memory.
 
-Shared memory: barriers | OWN of (K | V) | STAGES of Q | STAGES of dO | STAGES of statistics; results leave through K and V.
+Shared memory: barriers | OWN of (K | V) | STAGES of Q | STAGES of dO | STAGES of statistics. Results leave through the
+buffers of K and V.
 """
 
 import functools
+from dataclasses import dataclass
 
 from numba import cuda, float32, int32, uint32, uint64
 
@@ -49,30 +51,45 @@ from .flash_attention_hopper_parts import (
     registers,
     split,
 )
+from .flash_attention_hopper_table import HopperTiles
 
 OUT, STATISTICS = 4, 6  # the map of dK, then that of dV; the map of the statistics
 
 
-# ----------------------------------------------------------------------------- what lies where
+# ----------------------------------------------------------------------------- layout of shared memory
+@dataclass(frozen=True)
+class QueryLayout:
+    """Byte offsets in a block's shared memory."""
+
+    k: int  # the owned tile of K, then V, then those of the next owned tile
+    v: int
+    q: int  # the ring of Q
+    do: int  # the ring of dO
+    statistics: int  # the ring of lse log2 e and delta
+    total: int  # bytes of shared memory
+    full: int  # barriers of the stages
+    free: int
+
+
 @functools.cache
-def make_query_layout(D, config):
-    """-> (where lie: the first V, the ring of Q, of dO, of the statistics, the end), barriers FULL and FREE of the stages"""
-    BM, WGS, STAGES, _, OWN = config
-    own, ring = 64 * WGS * D * 2, BM * D * 2
-    q = HEADER + 2 * OWN * own
-    do = q + STAGES * ring
-    rows = do + STAGES * ring
-    full = NEXT_TILE * OWN
-    return HEADER + own, q, do, rows, rows + STAGES * 8 * BM, full, full + 8 * STAGES
+def query_layout(D: int, tiles: HopperTiles) -> QueryLayout:
+    """-> the layout for heads of width D"""
+    stages, own, ring = tiles.stages, tiles.rows * D * 2, tiles.step * D * 2
+    q = HEADER + 2 * tiles.own * own
+    do = q + stages * ring
+    statistics = do + stages * ring
+    total, full = statistics + stages * 8 * tiles.step, NEXT_TILE * tiles.own
+    return QueryLayout(HEADER, HEADER + own, q, do, statistics, total, full, full + 8 * stages)
 
 
-def dkdv_shared_bytes(D, config) -> int:
-    return make_query_layout(D, config)[4]
+def dkdv_shared_bytes(D: int, tiles: HopperTiles) -> int:
+    """Bytes of shared memory of the dK, dV kernel."""
+    return query_layout(D, tiles).total
 
 
 @functools.cache
 def make_first(BM, CAUSAL):
-    """-> first_query(n0, past): where the first tile of BM queries begins that sees key n0 or a later one"""
+    """-> first_query(n0, past): the beginning of the first tile of BM queries that sees key n0"""
 
     @device
     def first_query(n0, past):
@@ -85,14 +102,15 @@ def make_first(BM, CAUSAL):
 
 
 @functools.cache
-def make_query_producer(D, CAUSAL, config):
-    """-> produce(base, maps, counter, T, S, B, G, group, together)"""
-    BM, WGS, STAGES, _, OWN = config
-    BN, PANELS, K = 64 * WGS, D // PANEL, HEADER
+def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles):
+    """-> produce(base, maps, counter, T, S, B, G, group, together): the producer thread. Maps: see make_dkdv_kernel"""
+    BM, BN, STAGES, OWN = tiles.step, tiles.rows, tiles.stages, tiles.own
+    PANELS, layout = D // PANEL, query_layout(D, tiles)
     TILE_BYTES, RING, STATS = BN * D * 2, BM * D * 2, 8 * BM
     OWN_PANEL, RING_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
-    V, Q, DO, ROWS, _, STAGE_FULL, STAGE_FREE = make_query_layout(D, config)
-    first_query, offer_tile = make_first(BM, CAUSAL), make_own(OWN)[0]
+    K, V, Q, DO, ROWS = layout.k, layout.v, layout.q, layout.do, layout.statistics
+    STAGE_FULL, STAGE_FREE = layout.full, layout.free
+    first_query, offer_tile = make_first(BM, CAUSAL), make_own(OWN).offer
 
     @device
     def load_own(to, full, maps, n0, g, b):
@@ -124,10 +142,10 @@ def make_query_producer(D, CAUSAL, config):
             n0, (b, g) = int32(n * BN), split(bg, G)
             first = first_query(n0, S - T)
             barriers = offer_tile(base, done, tile)
-            place = base + 2 * TILE_BYTES * (done % OWN)
-            load_own(place, barriers + TILE_FULL, maps, n0, g, b)
+            to = base + 2 * TILE_BYTES * (done % OWN)
+            load_own(to, barriers + TILE_FULL, maps, n0, g, b)
             h, end = int32(g * group), int32(g * group + group)
-            before = int32((bg - g) * group)  # planes of the sequences before
+            before = int32((bg - g) * group)  # planes of Q of the earlier sequences
             while h < end:
                 m0 = first
                 while opaque(m0) < T:
@@ -141,16 +159,16 @@ def make_query_producer(D, CAUSAL, config):
             tile = next_tile(counter)
         mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)
         leave(counter)
-        wait_for_previous()  # whoever waits for this kernel waits for dQ too
+        wait_for_previous()  # a kernel that waits for this one must also wait for dQ
 
     return produce
 
 
 @functools.cache
 def make_column_steps(BM):
-    """As make_gradient_steps, transposed: the columns' statistics lie in shared memory from `rows` on (delta's own `rows`).
+    """-> weights(s, rows, scale), score_gradients(s, dp, rows): make_gradient_steps on transposed accumulators.
 
-    weights(s, rows, scale)    score_gradients(s, dp, rows)
+    rows: the address in shared memory of the columns' lse log2 e (weights) or delta (score_gradients).
     """
     GROUPS = BM // 8
 
@@ -174,28 +192,30 @@ def make_column_steps(BM):
 
 
 @functools.cache
-def make_dkdv_consumer(D, CAUSAL, config):
-    """-> consume(base, maps, T, S, B, G, group, together, scale): a warpgroup's part of dK and dV"""
-    BM, WGS, STAGES, _, OWN = config
-    BN, K, RING, STATS = 64 * WGS, HEADER, BM * D * 2, 8 * BM
-    OWN_BYTES = 2 * BN * D * 2
-    _, await_tile, free_tile = make_own(OWN)
-    UNEVEN = CAUSAL and WGS > 1  # a block's warpgroups see different queries
+def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
+    """-> consume(base, maps, T, S, B, G, group, together, scale): the dK, dV work of a consumer warpgroup"""
+    BM, BN, STAGES, OWN = tiles.step, tiles.rows, tiles.stages, tiles.own
+    RING, STATS, OWN_BYTES = BM * D * 2, 8 * BM, 2 * BN * D * 2
+    await_tile, free_tile = make_own(OWN).wait, make_own(OWN).free
+    UNEVEN = CAUSAL and tiles.warpgroups > 1  # a block's warpgroups see different queries
     KV_PANEL, Q_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
     S_SIZE, A_SIZE, OUT_SIZE = BM // 2, BM // 4, D // 2
-    V, Q, DO, ROWS, _, STAGE_FULL, STAGE_FREE = make_query_layout(D, config)
+    layout = query_layout(D, tiles)
+    K, V, Q, DO, ROWS = layout.k, layout.v, layout.q, layout.do, layout.statistics
+    STAGE_FULL, STAGE_FREE = layout.full, layout.free
     scores = make_product(BM, along_rows(D, KV_PANEL), along_rows(D, Q_PANEL))
     add = make_product(D, None, down_rows(BM), b_rows=True, accumulate=True)
     wait_s, wait_out, hold_s = make_wait(BM, 1), make_wait(D, 0), make_hold(BM)
     descriptor, first_query = make_descriptor(Q_PANEL), make_first(BM, CAUSAL)
     weights, score_gradients = make_column_steps(BM)
-    _, pack, _, hide_before = make_elements(BM)
-    clear, (store_rows, stores_done) = make_elements(D)[0], make_store(D)
+    elements, clear = make_elements(BM), make_elements(D).clear
+    pack, hide_before = elements.pack, elements.hide_before
+    store_rows, stores_done = make_store(D)
 
     @device
     def store_both(to, dk, dv, factor, maps, scale, warp, w0, bg, G):
-        """The warpgroup's own rows of K and V are free: the results leave through them."""
-        bar_sync(1 + (warp >> 2), 128)  # all its warps have done with them
+        """Store the results through the warpgroup's rows of K and V, which are no longer needed."""
+        bar_sync(1 + (warp >> 2), 128)  # all its warps have finished with them
         b, g = split(bg, G)
         row, at = w0 + 16 * (warp & 3), to + warp * (16 * PANEL_ROW)
         factor[0], factor[1] = float32(1.0), float32(1.0)
@@ -229,10 +249,11 @@ def make_dkdv_consumer(D, CAUSAL, config):
             v = k + uint64((V - K) >> 4)
             clear(dk)
             clear(dv)
+            # pending: dK's product with stage `before` is in flight
             before, pending = (
                 uint32(0),
                 int32(0),
-            )  # pending: dK's product with stage `before` is under way
+            )
             for _ in range(group * ((T - first + BM - 1) // BM)):
                 stage, phase = it % STAGES, (it // STAGES) & 1
                 q = descriptor(base + Q + stage * RING)
@@ -249,7 +270,7 @@ def make_dkdv_consumer(D, CAUSAL, config):
                 else:
                     scores(s, k, q)
                     scores(dp, v, do)
-                    wait_s(s)  # and the products with dO and Q of the tile before
+                    wait_s(s)  # and the products with dO and Q of the previous tile
                     if pending > 0:
                         cuda.syncwarp()  # all lanes have read its statistics
                         mbar_arrive(base + STAGE_FREE + 8 * before)
@@ -261,7 +282,7 @@ def make_dkdv_consumer(D, CAUSAL, config):
                     wait_s(dp)
                     score_gradients(s, dp, rows + 4 * SIDE)
                     hold_s(s)
-                    # there: keeps the wait behind the arithmetic
+                    # already complete: it keeps the compiler from moving the wait before the arithmetic
                     mbar_wait(base + STAGE_FULL + 8 * stage, phase)
                     wait_out(dv)  # then `a` may be written again
                     pack(a, s)
@@ -275,11 +296,10 @@ def make_dkdv_consumer(D, CAUSAL, config):
             cuda.syncwarp()
             if pending > 0:
                 mbar_arrive(base + STAGE_FREE + 8 * before)
-            # opaque: what follows from it is not kept in registers meanwhile
+            # opaque: values derived from it are not kept in registers during the loop
             done = uint32(opaque(int32(done)))
-            store_both(
-                base + OWN_BYTES * (done % OWN), dk, dv, factor, maps, scale, warp, w0, bg, G
-            )
+            to = base + OWN_BYTES * (done % OWN)
+            store_both(to, dk, dv, factor, maps, scale, warp, w0, bg, G)
             free_tile(base, done)
             done += uint32(1)
 
@@ -287,21 +307,21 @@ def make_dkdv_consumer(D, CAUSAL, config):
 
 
 @functools.cache
-def make_dkdv_kernel(D, CAUSAL, config):
-    """config: (BM, consumer warpgroups, stages, blocks per multiprocessor, OWN)"""
-    _, WGS, STAGES, PER_SM, OWN = config
+def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
+    """-> the dK, dV kernel for heads of width D; launch_tiles starts it."""
+    WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, query_layout(D, tiles)
     CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
     FEW, MANY = registers(WGS, PER_SM, 24 if D == 128 else 0)
-    full, free = make_query_layout(D, config)[5:]
-    FULLS, FREES = (tuple(at + 8 * i for i in range(STAGES)) for at in (full, free))
-    set_up = make_barriers(4 * WGS, OWN, FULLS, FREES)
-    produce = make_query_producer(D, CAUSAL, config)
-    consume = make_dkdv_consumer(D, CAUSAL, config)
+    FULLS = tuple(layout.full + 8 * i for i in range(tiles.stages))
+    FREES = tuple(layout.free + 8 * i for i in range(tiles.stages))
+    set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
+    produce = make_query_producer(D, CAUSAL, tiles)
+    consume = make_dkdv_consumer(D, CAUSAL, tiles)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
     @kernel(THREADS, PER_SM)
     def flash_attention_hopper_dkdv_kernel(maps, counter, T, S, B, G, group, together, scale):
-        """Maps of Q, K, V, dO, dK, dV, the statistics. The rest: make_fwd_kernel."""
+        """Maps of Q, K, V, dO, dK, dV, the statistics. The other arguments: see make_fwd_kernel."""
         base = shared_base()
         set_up(base)
         if warp_id() >= 4 * WGS:

@@ -1,18 +1,21 @@
-"""What the FlashAttention kernels for compute capability 9.0 share: who takes which tile, who loads, masks, output rows.
+"""What the FlashAttention kernels for compute capability 9.0 share: scheduling of tiles, loads, masks, stores of the results.
 
 A block is one producer thread and WGS consumer warpgroups. The producer streams tiles by TMA into a ring of stages in shared
-memory; a consumer warpgroup owns 64 rows of the result. Two mbarriers hand a stage over: FULL (the bytes have come) and FREE
-(every warp has done with it). Each is waited for by the parity of its phase: a stage is used for the (i // STAGES)-th time, so
-FULL's phase has that parity, and FREE's the other, which passes the first time round. The tiles that a block owns, OWN at a
-time, are handed over in the same way: with OWN = 2 the next one's operands come while this one's results leave.
+memory; a consumer warpgroup owns 64 rows of the result. Two mbarriers synchronize each stage: FULL (the bytes have arrived)
+and FREE (every warp has finished with it). A wait names the parity of a barrier's phase. Iteration i uses its stage for the
+(i // STAGES)-th time: FULL is waited for with the parity of that number, FREE with the opposite one, so the first round of the
+ring does not wait. The tiles that a block owns, OWN at a time, are synchronized in the same way: with OWN = 2, the next tile's
+operands load while this tile's results are stored.
 
-Blocks are as many as the GPU holds at a time. Each takes the next tile from a counter in global memory when it is free; so long
-tiles (the last queries of a causal mask) start first and short ones fill the end. No sum runs across tiles: whoever computes one,
-the bits are the same.
+A launch starts as many blocks as the GPU holds at once. Each block takes the next tile from a counter in global memory when it
+is free; so long tiles (the last queries of a causal mask) start first and short ones fill the end. No sum runs across tiles, so
+the result does not depend on which block computes a tile.
 """
 
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from numba import cuda, float32, int32, uint32
 
@@ -38,21 +41,22 @@ from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import opaque, pack_bf16
 from ..primitives.tensor_maps import tensors_of
 from ..runtime.cost import attention_flops, declare_cost, distinct_bytes
+from .flash_attention_hopper_table import HopperTiles
 
 LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
 NEG_INF = float32(-math.inf)
-LOWEST = float32(-1e30)  # the first maximum; with -inf, -inf - -inf would be NaN
-HEADER = 1024  # bytes before the first tile: barriers, the number of the tile in work
-TILE_FULL, TILE_FREE, TILE = 0, 8, 16  # a tile that the block owns: its barriers, its number
-NEXT_TILE = 24  # those of another one; after the last, the barriers of the stages, 8 bytes each
-SIDE = 16  # rows of lse log2 e, then SIDE of delta, then the next of lse log2 e: statistics for backward
+LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
+HEADER = 1024  # bytes before the first tile: barriers, the numbers of the owned tiles
+TILE_FULL, TILE_FREE, TILE = 0, 8, 16  # byte offsets of an owned tile's barriers and of its number
+NEXT_TILE = 24  # bytes from one owned tile's entry to the next; after the last: barriers of the stages, 8 bytes each
+SIDE = 16  # statistics for backward alternate: SIDE rows of lse log2 e, SIDE rows of delta, the next SIDE of lse log2 e
 PANEL_ROW = 128  # bytes of a row of a panel
 
 
 def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int]:
-    """-> registers of a producer's and of a consumer's thread: together no more than the launch gives the block.
+    """-> registers of a producer's and of a consumer's thread; in total no more than the launch gives the block.
 
-    (A setmaxnreg that asks for more waits for ever.) A launch gives all threads alike, in eights.
+    A setmaxnreg that requests more never returns. A launch gives every thread the same number, a multiple of 8.
     """
     producer = producer or (32 if warpgroups == 3 else 40)
     alike = 65536 // (128 * (warpgroups + 1) * per_sm) // 8 * 8
@@ -74,19 +78,20 @@ def declare_mapped_cost(kernel, products: int, causal: bool) -> None:
     declare_cost(kernel, nbytes=nbytes, flops=flops)
 
 
-# ----------------------------------------------------------------------------- who does which tile
+# ----------------------------------------------------------------------------- which block computes which tile
 @device
 def split(i, n):
-    """-> i // n, i % n of numbers that are not negative; unsigned, a division of 32 bits is enough"""
+    """-> i // n, i % n for i >= 0, n > 0: an unsigned division of 32 bits is enough."""
     quotient = int32(uint32(i) // uint32(n))
     return quotient, int32(i - quotient * n)
 
 
 @device
 def find_tile(tile, blocks, planes, together):
-    """Number of a tile -> (block, plane): block 0 of `together` planes, then their block 1 ..., then the next planes.
+    """Number of a tile -> (block of rows, plane). A plane is one head of one sequence.
 
-    So what the blocks at work read at one time fits the second-level cache.
+    Order: block 0 of `together` planes, then block 1 of the same planes, ..., then the next planes. So what all running
+    blocks read at one time fits into the second-level cache.
     """
     turn, rest = split(tile, together * blocks)
     width = planes - turn * together
@@ -98,27 +103,36 @@ def find_tile(tile, blocks, planes, together):
 
 @device
 def next_tile(counter):
-    """Block b begins with tile b; whoever is free takes the next one. counter: two zeros"""
+    """-> the next tile for a block that is free. Block b begins with tile b. counter: two zeros before the launch"""
     return int32(cuda.gridDim.x + cuda.atomic.add(counter, 0, 1))
 
 
 @device
 def leave(counter):
-    """The last block to leave sets the counter back, for the next launch."""
+    """The last block to finish resets the counter for the next launch."""
     cuda.threadfence()
     if cuda.atomic.add(counter, 1, 1) == cuda.gridDim.x - 1:
         cuda.atomic.exch(counter, 0, 0)
         cuda.atomic.exch(counter, 1, 0)
 
 
-@functools.cache
-def make_own(OWN):
-    """A block's tiles, of which OWN have a place in its shared memory. done: how many came before
+@dataclass(frozen=True)
+class OwnedTiles:
+    """Device functions that pass a block's tiles from the producer to the consumers. done: number of tiles before this one
 
-    offer_tile(base, done, tile)    the producer waits for a place and writes the number there -> address of its barriers
-    await_tile(base, done)          -> the number, when the tile's operands are there
-    free_tile(base, done)           a warp has done with its place
+    offer(base, done, tile)    the producer waits for a free buffer and writes the tile's number -> address of its barriers
+    wait(base, done)           a consumer waits for the tile's operands -> the tile's number
+    free(base, done)           a warp has finished with the tile's operands
     """
+
+    offer: Callable
+    wait: Callable
+    free: Callable
+
+
+@functools.cache
+def make_own(OWN: int) -> OwnedTiles:
+    """-> the functions for OWN buffers in shared memory"""
 
     @device
     def offer_tile(base, done, tile):
@@ -137,12 +151,12 @@ def make_own(OWN):
     def free_tile(base, done):
         mbar_arrive(base + NEXT_TILE * (done % OWN) + TILE_FREE)
 
-    return offer_tile, await_tile, free_tile
+    return OwnedTiles(offer_tile, await_tile, free_tile)
 
 
 @functools.cache
 def make_barriers(ARRIVALS, OWN, FULLS, FREES):
-    """-> set_up(base): one thread makes the block's barriers. FULLS, FREES: where those of the stages lie"""
+    """-> set_up(base): one thread initializes the block's barriers. FULLS, FREES: byte offsets of those of the stages"""
     N = len(FULLS)
 
     @device
@@ -160,25 +174,36 @@ def make_barriers(ARRIVALS, OWN, FULLS, FREES):
     return set_up
 
 
-# ----------------------------------------------------------------------------- forward and dQ: queries own, keys pass
-@functools.cache
-def make_layout(D, config, queries):
-    """-> (bytes of: Q (and dO), the output, the ring of K, the ring of V, all), where stage barriers lie
+# ----------------------------------------------------------------------------- forward and dQ: a block owns queries, keys stream
+@dataclass(frozen=True)
+class KeyLayout:
+    """Byte offsets in a block's shared memory, forward and dQ."""
 
-    queries: 1, or 2 if a tile is one of Q and one of dO. (dO follows Q, the next tile's Q follows both.)
-    """
-    BN, WGS, STAGES, _, OWN = config
-    own, ring = 64 * WGS * D * 2, BN * D * 2
-    out = HEADER + OWN * queries * own
+    q: int  # the owned tile of Q (and dO), then the next owned tile
+    out: int  # the output on its way to global memory
+    k: int  # the ring of K
+    v: int  # the ring of V
+    total: int  # bytes of shared memory
+    k_full: int  # barriers of the stages
+    k_free: int
+    v_full: int
+    v_free: int
+
+
+@functools.cache
+def key_layout(D: int, tiles: HopperTiles, queries: int) -> KeyLayout:
+    """queries: 1 if a block owns a tile of Q (forward), 2 if it owns one of Q and one of dO, which follows Q."""
+    stages, own, ring = tiles.stages, tiles.rows * D * 2, tiles.step * D * 2
+    out = HEADER + tiles.own * queries * own
     k = out + own
-    v = k + STAGES * ring
-    k_full, k_free, v_full, v_free = (NEXT_TILE * OWN + 8 * STAGES * i for i in range(4))
-    return HEADER, out, k, v, v + STAGES * ring, (k_full, k_free, v_full, v_free)
+    v = k + stages * ring
+    barriers = (NEXT_TILE * tiles.own + 8 * stages * i for i in range(4))
+    return KeyLayout(HEADER, out, k, v, v + stages * ring, *barriers)
 
 
 @functools.cache
 def make_keys(BM, BN, CAUSAL):
-    """-> key_blocks(q0, T, S): blocks of BN keys that the BM queries from q0 on see. The last query sees the most."""
+    """-> key_blocks(q0, T, S): number of blocks of BN keys that the BM queries from q0 on see (the last query sees the most)"""
 
     @device
     def key_blocks(q0, T, S):
@@ -191,19 +216,20 @@ def make_keys(BM, BN, CAUSAL):
 
 
 @functools.cache
-def make_skip(D, CAUSAL, config, QUERIES):
-    """-> skip(base, it, blocks, w0, T, S): (it, blocks) without the last blocks of keys, those that no query of the warpgroup
-    sees which owns rows w0 ... w0 + 63: their stages are given back as they are.
+def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
+    """-> skip(base, it, blocks, w0, T, S) -> (it, blocks) without the last blocks of keys, which this warpgroup does not see.
+
+    The warpgroup owns the queries w0 ... w0 + 63. It frees the stages of the skipped blocks without reading them.
     """
-    BN, _, STAGES = config[:3]
-    K_FULL, K_FREE, V_FULL, V_FREE = make_layout(D, config, QUERIES)[5]
+    BN, STAGES, layout = tiles.step, tiles.stages, key_layout(D, tiles, QUERIES)
+    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
 
     @device
     def skip(base, it, blocks, w0, T, S):
-        last = int32(S - 1)  # the last key that counts
+        last = int32(S - 1)  # the last key that is visible
         if CAUSAL:
             last = int32(w0 + 63 + S - T)
-        if w0 >= T:  # no queries at all
+        if w0 >= T:  # the warpgroup has no queries
             last = int32(0)
         while (blocks - 1) * BN > last:
             stage, phase = it % STAGES, (it // STAGES) & 1
@@ -220,19 +246,20 @@ def make_skip(D, CAUSAL, config, QUERIES):
 
 
 @functools.cache
-def make_key_producer(D, CAUSAL, config, QUERIES):
+def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
     """-> produce(base, maps, counter, T, S, B, H, group, together): the producer thread of forward and dQ.
 
-    QUERIES: tiles of queries that a block owns: Q (map 0), and dO (map 3). Maps 1 and 2: K and V. Where two tiles have a
-    place, the first keys of the next are asked for before its place is free.
+    QUERIES: 1 loads Q (map 0), 2 also dO (map 3). Maps 1 and 2: K and V. With OWN = 2, the first keys of the next tile are
+    requested before its buffer is free.
     """
-    BN, WGS, STAGES, _, OWN = config
-    EARLY = OWN > 1
-    BM, PANELS = 64 * WGS, D // PANEL
+    BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
+    EARLY, PANELS = OWN > 1, D // PANEL
     ROWS, RING = BM * D * 2, BN * D * 2  # bytes
     OWN_PANEL, RING_PANEL = BM * PANEL_ROW, BN * PANEL_ROW
-    Q, _, K, V, _, (K_FULL, K_FREE, V_FULL, V_FREE) = make_layout(D, config, QUERIES)
-    key_blocks, offer_tile = make_keys(BM, BN, CAUSAL), make_own(OWN)[0]
+    layout = key_layout(D, tiles, QUERIES)
+    Q, K, V = layout.q, layout.k, layout.v
+    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
+    key_blocks, offer_tile = make_keys(BM, BN, CAUSAL), make_own(OWN).offer
 
     @device
     def load_own(to, full, maps, q0, h, b):
@@ -266,8 +293,8 @@ def make_key_producer(D, CAUSAL, config, QUERIES):
             if EARLY:
                 load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
             barriers = offer_tile(base, done, tile)
-            place = base + Q + QUERIES * ROWS * (done % OWN)
-            load_own(place, barriers + TILE_FULL, maps, q0, h, b)
+            to = base + Q + QUERIES * ROWS * (done % OWN)
+            load_own(to, barriers + TILE_FULL, maps, q0, h, b)
             if not EARLY:
                 load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
             while opaque(n0) >= 0:
@@ -277,18 +304,35 @@ def make_key_producer(D, CAUSAL, config, QUERIES):
                 if n0 >= 0:
                     load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
             done += uint32(1)
-            wait_for_previous()  # it may be this kernel, with the same counter
+            wait_for_previous()  # the previous kernel may be this one, with the same counter
             tile = next_tile(counter)
-        mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)  # there is none: consumers stop
+        mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)  # no more tiles: consumers stop
         leave(counter)
 
     return produce
 
 
 # ----------------------------------------------------------------------------- in registers
+@dataclass(frozen=True)
+class Elements:
+    """Device functions on an accumulator; primitives/hopper.py shows which elements a lane holds.
+
+    clear(acc)                          zeros
+    pack(a, acc)                        acc in bf16, as a left operand
+    hide_after(s, last, row_step)       -inf in columns after `last`; in the lane's second row, after last + row_step
+    hide_before(s, first)               -inf in columns before `first`; in the lane's second row, before first + 8
+    Columns are counted from the lane's first one.
+    """
+
+    clear: Callable
+    pack: Callable
+    hide_after: Callable
+    hide_before: Callable
+
+
 @functools.cache
-def make_elements(COLUMNS):
-    """On an accumulator of COLUMNS columns (see _hopper.py): clear, pack, hide_after, hide_before"""
+def make_elements(COLUMNS: int) -> Elements:
+    """-> the functions for an accumulator of COLUMNS columns"""
     SIZE, GROUPS = COLUMNS // 2, COLUMNS // 8
 
     @device
@@ -298,13 +342,11 @@ def make_elements(COLUMNS):
 
     @device
     def pack(a, acc):
-        """acc in bf16, as a left operand"""
         for i in range(SIZE // 2):
             a[i] = pack_bf16(acc[2 * i], acc[2 * i + 1])
 
     @device
     def hide_after(s, last, row_step):
-        """-inf in columns after `last`, in the lane's second row after last + row_step; both from its first column on"""
         for n in range(GROUPS):
             for r in range(2):
                 for c in range(2):
@@ -313,23 +355,23 @@ def make_elements(COLUMNS):
 
     @device
     def hide_before(s, first):
-        """-inf in columns before `first`, in the lane's second row, 8 further, before first + 8"""
         for n in range(GROUPS):
             for r in range(2):
                 for c in range(2):
                     i = 4 * n + 2 * r + c
                     s[i] = cuda.selp(int32(8 * n + c) < int32(first + 8 * r), NEG_INF, s[i])
 
-    return clear, pack, hide_after, hide_before
+    return Elements(clear, pack, hide_after, hide_before)
 
 
 @functools.cache
 def make_store(D):
-    """Results leave through shared memory, a warp's 16 rows at a time.
+    """-> store_rows, stores_done: write results through shared memory by TMA, a warp's 16 rows at a time.
 
-    store_rows(acc, factor, at, panel, maps, i, row, h, b)  bf16(acc factor[half]) of the 16 rows -> shared addresses from
-                                                            `at`, panels `panel` apart -> rows from `row` on of map i
-    stores_done()                                           the shared rows may be written again
+    store_rows(acc, factor, at, panel, maps, i, row, h, b)  writes bf16(acc * factor[half of the rows]) to shared memory from
+                                                            `at` on, panels `panel` bytes apart, and starts the copy to
+                                                            rows `row`, row + 1, ... of map i
+    stores_done()                                           waits until the shared memory may be written again
     """
     PANELS = D // PANEL
 
@@ -337,16 +379,15 @@ def make_store(D):
     def store_rows(acc, factor, at, panel, maps, i, row, h, b):
         lane = int32(cuda.threadIdx.x & 31)
         g = lane >> 2
-        at = uint32(
-            opaque(int32(at))
-        )  # else its addresses are worked out, and spilled, before the loop
+        # opaque: otherwise its addresses are computed, and spilled, before the loop
+        at = uint32(opaque(int32(at)))
         for p in range(PANELS):
             for n in range(8):
                 for r in range(2):
                     j = 32 * p + 4 * n + 2 * r
-                    place = PANEL_ROW * (g + 8 * r) + ((n ^ g) << 4) + 4 * (lane & 3)
+                    offset = PANEL_ROW * (g + 8 * r) + ((n ^ g) << 4) + 4 * (lane & 3)
                     pair = pack_bf16(acc[j] * factor[r], acc[j + 1] * factor[r])
-                    store_shared(at + p * panel + place, pair)
+                    store_shared(at + p * panel + offset, pair)
         fence_async()
         cuda.syncwarp()
         if lane == 0:

@@ -1,49 +1,92 @@
-"""Tiles of the kernels for compute capability 9.0; bench/tune_flash_attention.py --hopper writes this file.
+"""Tuned tiles of the kernels for compute capability 9.0. bench/tune_flash_attention.py --hopper --write rewrites TABLE.
 
-(kernel, D, causal) -> rows (longest T, config), the last without a limit
-config  (keys per step, for dkdv queries; consumer warpgroups; stages; blocks per multiprocessor;
-         own tiles in shared memory: with two the next one's operands come while this one's results leave;
-         planes whose tiles are taken in turns, 0: as many as fit half of the second-level cache)
+TABLE: (kernel, D, causal) -> {longest T: plan}, in the order of T; the last entry has no limit (None).
+kernel: "fwd", "dq" or "dkdv". D: width of a head. T: queries of a sequence.
 """
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """What a kernel is compiled for. A block owns 64 * warpgroups rows: queries (fwd, dq) or keys (dkdv)."""
+
+    step: int  # rows of the tiles that pass through the ring of stages: keys (fwd, dq) or queries (dkdv)
+    warpgroups: int  # consumers; each owns 64 rows
+    stages: int  # of the ring
+    blocks: int  # per multiprocessor
+    own: int  # owned tiles in shared memory: with 2, the next tile's operands load while this tile's results are stored
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile that a block owns."""
+        return 64 * self.warpgroups
+
+
+@dataclass(frozen=True)
+class HopperPlan:
+    """Tiles and the order in which blocks take them."""
+
+    tiles: HopperTiles
+    planes: int  # heads whose tiles alternate (see find_tile); 0: as many as fit into half of the second-level cache
+
+
 GPU = "NVIDIA H200"
-TABLE = {
-    ("fwd", 64, False): ((512, (64, 1, 3, 3, 2, 1)), (None, (128, 3, 2, 1, 2, 0))),
-    ("fwd", 64, True): ((2048, (64, 1, 3, 3, 2, 0)), (None, (128, 3, 2, 1, 1, 0))),
-    ("fwd", 128, False): (
-        (256, (128, 2, 2, 1, 2, 1)),
-        (512, (64, 1, 2, 2, 1, 1)),
-        (None, (128, 2, 2, 1, 2, 1)),
-    ),
-    ("fwd", 128, True): (
-        (256, (64, 2, 4, 1, 2, 1)),
-        (512, (64, 1, 2, 2, 1, 1)),
-        (2048, (128, 2, 2, 1, 2, 1)),
-        (None, (128, 2, 2, 1, 1, 0)),
-    ),
-    ("dq", 64, False): (
-        (256, (128, 2, 3, 1, 2, 0)),
-        (512, (64, 1, 4, 2, 2, 1)),
-        (2048, (128, 2, 3, 1, 2, 0)),
-        (None, (64, 1, 4, 2, 1, 1)),
-    ),
-    ("dq", 64, True): (
-        (512, (64, 1, 4, 2, 2, 1)),
-        (2048, (128, 2, 3, 1, 2, 0)),
-        (None, (64, 1, 4, 2, 2, 1)),
-    ),
-    ("dq", 128, False): ((512, (64, 1, 2, 2, 1, 1)), (None, (64, 2, 4, 1, 1, 1))),
-    ("dq", 128, True): ((2048, (64, 1, 2, 2, 1, 1)), (None, (64, 2, 4, 1, 1, 1))),
-    ("dkdv", 64, False): (
-        (512, (64, 1, 4, 2, 2, 1)),
-        (2048, (64, 1, 4, 2, 2, 0)),
-        (None, (64, 1, 4, 2, 1, 0)),
-    ),
-    ("dkdv", 64, True): ((512, (64, 1, 4, 2, 2, 1)), (None, (64, 1, 4, 2, 2, 0))),
-    ("dkdv", 128, False): (
-        (256, (64, 2, 2, 1, 2, 0)),
-        (512, (32, 1, 3, 2, 1, 1)),
-        (None, (64, 2, 2, 1, 2, 0)),
-    ),
-    ("dkdv", 128, True): ((512, (32, 1, 2, 2, 2, 1)), (None, (64, 2, 2, 1, 2, 0))),
+TABLE: dict[tuple[str, int, bool], dict[int | None, HopperPlan]] = {
+    ("fwd", 64, False): {
+        512: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=3, blocks=3, own=2), planes=1),
+        None: HopperPlan(HopperTiles(step=128, warpgroups=3, stages=2, blocks=1, own=2), planes=0),
+    },
+    ("fwd", 64, True): {
+        2048: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=3, blocks=3, own=2), planes=0),
+        None: HopperPlan(HopperTiles(step=128, warpgroups=3, stages=2, blocks=1, own=1), planes=0),
+    },
+    ("fwd", 128, False): {
+        256: HopperPlan(HopperTiles(step=128, warpgroups=2, stages=2, blocks=1, own=2), planes=1),
+        512: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=2, blocks=2, own=1), planes=1),
+        None: HopperPlan(HopperTiles(step=128, warpgroups=2, stages=2, blocks=1, own=2), planes=1),
+    },
+    ("fwd", 128, True): {
+        256: HopperPlan(HopperTiles(step=64, warpgroups=2, stages=4, blocks=1, own=2), planes=1),
+        512: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=2, blocks=2, own=1), planes=1),
+        2048: HopperPlan(HopperTiles(step=128, warpgroups=2, stages=2, blocks=1, own=2), planes=1),
+        None: HopperPlan(HopperTiles(step=128, warpgroups=2, stages=2, blocks=1, own=1), planes=0),
+    },
+    ("dq", 64, False): {
+        256: HopperPlan(HopperTiles(step=128, warpgroups=2, stages=3, blocks=1, own=2), planes=0),
+        512: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=4, blocks=2, own=2), planes=1),
+        2048: HopperPlan(HopperTiles(step=128, warpgroups=2, stages=3, blocks=1, own=2), planes=0),
+        None: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=4, blocks=2, own=1), planes=1),
+    },
+    ("dq", 64, True): {
+        512: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=4, blocks=2, own=2), planes=1),
+        2048: HopperPlan(HopperTiles(step=128, warpgroups=2, stages=3, blocks=1, own=2), planes=0),
+        None: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=4, blocks=2, own=2), planes=1),
+    },
+    ("dq", 128, False): {
+        512: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=2, blocks=2, own=1), planes=1),
+        None: HopperPlan(HopperTiles(step=64, warpgroups=2, stages=4, blocks=1, own=1), planes=1),
+    },
+    ("dq", 128, True): {
+        2048: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=2, blocks=2, own=1), planes=1),
+        None: HopperPlan(HopperTiles(step=64, warpgroups=2, stages=4, blocks=1, own=1), planes=1),
+    },
+    ("dkdv", 64, False): {
+        512: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=4, blocks=2, own=2), planes=1),
+        2048: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=4, blocks=2, own=2), planes=0),
+        None: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=4, blocks=2, own=1), planes=0),
+    },
+    ("dkdv", 64, True): {
+        512: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=4, blocks=2, own=2), planes=1),
+        None: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=4, blocks=2, own=2), planes=0),
+    },
+    ("dkdv", 128, False): {
+        256: HopperPlan(HopperTiles(step=64, warpgroups=2, stages=2, blocks=1, own=2), planes=0),
+        512: HopperPlan(HopperTiles(step=32, warpgroups=1, stages=3, blocks=2, own=1), planes=1),
+        None: HopperPlan(HopperTiles(step=64, warpgroups=2, stages=2, blocks=1, own=2), planes=0),
+    },
+    ("dkdv", 128, True): {
+        512: HopperPlan(HopperTiles(step=32, warpgroups=1, stages=2, blocks=2, own=2), planes=1),
+        None: HopperPlan(HopperTiles(step=64, warpgroups=2, stages=2, blocks=1, own=2), planes=0),
+    },
 }

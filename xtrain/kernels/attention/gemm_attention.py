@@ -5,11 +5,11 @@
     backward   dv = p^T do    dp = do v^T    ds = softmax_bwd(dp, p)    dq = ds k    dk = ds^T q
 
 Two strided-batched GEMMs around one softmax kernel; no loop over heads or sequences. The batch of the GEMMs is
-(sequence, key/value head), B G of them: the H / G query heads that share a key head are stacked as rows, so grouped
-queries cost nothing and dk, dv add up over the group inside the GEMM. One layout kernel brings BTHD to BHTD and back; there
-v may be a part of a packed array, and dv of a packed gradient.
+(sequence, key head), B G of them: the H / G query heads that share a key head are stacked as rows, so grouped-query attention
+costs nothing extra, and the GEMM sums dk and dv over the group. One layout kernel converts between BTHD and BHTD; it reads v
+from a slice of a packed array and writes dv to a slice of a packed gradient.
 
-We save p, (B, H, T, S) floats: T times more than q. flash_attention.py recomputes it instead.
+Saved for backward: p, (B, H, T, S) floats, S / D times as many as q has. flash_attention.py recomputes p instead.
 """
 
 from ...device import Array
@@ -20,7 +20,7 @@ from ..softmax import causal_softmax_bwd, causal_softmax_fwd
 
 
 def _stack(x_BXTD, G):
-    """(B, X, T, D) -> (B G, X/G T, D): a view."""
+    """(B, X, T, D) -> (B G, X/G T, D), a view"""
     B, X, T, D = x_BXTD.shape
     return x_BXTD.reshape(B * G, X // G * T, D)
 
@@ -28,16 +28,18 @@ def _stack(x_BXTD, G):
 def attention_fwd(
     q_BTHD: Array, k_BSGD: Array, v_BSGD: Array, scale: float, causal: bool = True
 ) -> tuple[Array, tuple]:
-    """-> o (B, T, H, D), and what backward needs. Raises ValueError when the shapes do not belong together."""
+    """-> o (B, T, H, D), and what attention_bwd needs.
+
+    q (B, T, H, D), k, v (B, S, G, D): all float32 or all bf16, H % G == 0. scale: factor of the scores. Raises ValueError or
+    TypeError if shapes or dtypes do not match.
+    """
     for name, x in (("q", q_BTHD), ("k", k_BSGD), ("v", v_BSGD)):
         check_array("attention", name, x, (None,) * 4, strided=True)
     B, T, H, D = q_BTHD.shape
     S, G = k_BSGD.shape[1:3]
     fits = k_BSGD.shape == v_BSGD.shape == (B, S, G, D) and G > 0 and H % G == 0
-    check(
-        fits,
-        f"attention: q {q_BTHD.shape}, k {k_BSGD.shape}, v {v_BSGD.shape} do not belong together",
-    )
+    shapes = f"q {q_BTHD.shape}, k {k_BSGD.shape}, v {v_BSGD.shape}"
+    check(fits, f"attention: the shapes do not match: {shapes}")
     check(S >= T or not causal, f"attention: {T} causal queries need at least {T} keys, got {S}")
     check(S > 0 or T == 0, f"attention: {T} queries without keys")
     q_BHTD, k_BGSD, v_BGSD = map(swap_heads, (q_BTHD, k_BSGD, v_BSGD))
@@ -51,7 +53,11 @@ def attention_fwd(
 def attention_bwd(
     do_BTHD: Array, saved: tuple, scale: float, causal: bool = True, dv_BSGD: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """-> dq (B, T, H, D), dk, dv (B, S, G, D).  dv_BSGD: where dv is written, a part of a packed gradient; None: new"""
+    """-> dq (B, T, H, D), dk, dv (B, S, G, D).
+
+    do: the gradient of o. saved: the second result of attention_fwd. dv_BSGD: if given, dv is written there, for example to a
+    slice of a packed gradient.
+    """
     T = do_BTHD.shape[1]
     *shared, p_ARS = saved
     G = shared[1].shape[1]

@@ -1,18 +1,18 @@
-"""Matrix-vector products for a few rows at a time: y = x w^T, with what stands before and after it in a decoder.
+"""Matrix-vector products for a few rows at a time: y = x w^T, fused with what a decoder does before and after it.
 
     x: (N, K), N <= 8    w: (O, K), as Hugging Face stores it    y: (N, O)
 
-    norm       x is first RMS-normalised: x r nw,  r = 1 / sqrt(mean_k(x^2) + eps)       (rmsnorm.py)
-               r is one number per row, so it can wait: y = r ((x nw) w^T). The kernels add up the squares of what
-               they read for the product anyway, and nobody passes over x twice.
+    norm       x is first RMS-normalized: x r nw,  r = 1 / sqrt(mean_k(x^2) + eps)       (rmsnorm.py)
+               r is one number per row, so it can be applied at the end: y = r ((x nw) w^T). The kernels sum the squares of
+               what they read for the product anyway, so there is no separate pass over x.
     swiglu     w holds gate rows, then up rows, F each: y_f = silu(x . w_f) (x . w_{F + f})   (swiglu.py)
     residual   y += residual, which may be y itself
 
-A decoding step reads every weight once and does next to nothing with it: 2 N operations a weight. So all that counts is
-that memory is never idle, and each kernel less is a gap less:
+A decoding step reads every weight once and does little arithmetic with it: 2 N operations per weight. So the memory must never
+be idle, and every kernel less is a gap less:
 
-    bf16 weights   tensor cores: _gemv_tensor.py
-    else           plain arithmetic, a warp per row of w.
+    bf16 weights   tensor cores: gemv_tensor_cores.py
+    float32        plain arithmetic, one warp per row of w
 
 Bytes moved: read w; x, y and residual are small.
 """
@@ -34,7 +34,7 @@ from .gemv_tensor_cores import (
     MAX_ROWS,
     MULTIPROCESSORS,
     TILE,
-    Config,
+    Variant,
     choose,
     make_tensor_kernel,
     shared_bytes,
@@ -47,9 +47,10 @@ LINE = 64  # bf16 of a line of the second-level cache
 
 # ----------------------------------------------------------------------------- reference
 def gemv_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, residual_NO=None, swiglu=False):
-    """-> y (N, O), or (N, O / 2) with swiglu, in x's type and not below float32.
+    """gemv in NumPy -> y (N, O), or (N, O / 2) with swiglu, in x's dtype, at least float32.
 
-    Row by row: a BLAS adds up a matrix in another order than a vector, and here a row must not feel its neighbours.
+    Computes row by row: a BLAS sums a matrix-matrix product in another order than a matrix-vector product, and here a row's
+    bits must not depend on the other rows.
     """
     wide = np.result_type(x_NK.dtype, np.float32)
     x, w = x_NK.astype(wide), w_OK.astype(wide, copy=False)
@@ -63,10 +64,10 @@ def gemv_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, residual_NO=None, swiglu=False)
     return y if residual_NO is None else y + residual_NO.astype(wide, copy=False)
 
 
-# ----------------------------------------------------------------------------- plain kernels
+# ----------------------------------------------------------------------------- kernels without tensor cores
 @cuda.jit
 def gemv_naive_kernel(y_NO, x_NK, w_OK):
-    """Grid (ceil(O / BLOCK), N), block BLOCK. A thread per element of y: neighbouring threads read far-off rows of w."""
+    """Grid (ceil(O / BLOCK), N), block BLOCK. One thread per element of y: neighbouring threads read different rows of w."""
     o, n = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, cuda.blockIdx.y
     if o < w_OK.shape[0]:
         acc = float32(0.0)
@@ -77,7 +78,10 @@ def gemv_naive_kernel(y_NO, x_NK, w_OK):
 
 @functools.cache
 def make_plain_kernel(N, K, NORM, SWIGLU, RESIDUAL, overlap):
-    """Any types. A warp walks along a row of w (two with swiglu), 4 columns a lane, and along all rows of x."""
+    """-> the kernel without tensor cores, for any dtypes.
+
+    A warp reads a row of w (two with swiglu), 4 columns per lane, and all rows of x.
+    """
     M = 2 if SWIGLU else 1
 
     @kernel(BLOCK)
@@ -126,12 +130,12 @@ def make_plain_kernel(N, K, NORM, SWIGLU, RESIDUAL, overlap):
 
 # ----------------------------------------------------------------------------- launchers
 def gemv_fits(N: int, K: int, dtype) -> bool:
-    """Can gemv multiply N rows with K-wide weights of this dtype on a GPU?"""
+    """True if gemv supports N rows and weights of width K and this dtype on a GPU."""
     return 0 < N <= MAX_ROWS and K % _unit(dtype) == 0
 
 
 def _unit(dtype):
-    """The widths K of such weights that a kernel takes are multiples of it."""
+    """-> the number of which K must be a multiple for weights of this dtype"""
     return 4 if np.dtype(dtype) == np.float32 else CHUNK
 
 
@@ -147,18 +151,22 @@ def gemv(
     weights_ready: bool = False,
     next_w: Array | None = None,
 ) -> Array:
-    """-> y (N, O) = x w^T, or (N, O / 2) with swiglu; see the file's docstring.
+    """-> y (N, O) = x w^T, or (N, O / 2) with swiglu; this file's docstring defines the fused operations.
 
-    x, w, residual, out: float32 or bf16; norm_w float32. y has dtype, else residual's type, else w's. out may be
-    residual, but not x. Every row's bits are independent of the other rows.
-    weights_ready: the kernel launched last writes neither w nor norm_w, so reading them may begin before it has ended.
-    next_w: weights, or a part of them, flat, that a later kernel will read: they are brought nearer meanwhile, on a GPU.
-    On a GPU N is at most MAX_ROWS, and K a multiple of 32 (of 4 for float32 weights).
+    x (N, K), w (O, K), residual and out (shape of y): float32 or bf16; norm_w (K,): float32. dtype: of y; by default
+    residual's, else w's. out: where y is written; it may be residual, but not x. A row's bits do not depend on other rows.
+    weights_ready: the previous kernel writes neither w nor norm_w, so they may be read before it ends.
+    next_w: weights, flat, that a later kernel will read; on a GPU they are prefetched into the second-level cache.
+    On a GPU, N <= MAX_ROWS, and K is a multiple of 32 (of 4 for float32 weights). Raises ValueError or TypeError if shapes or
+    dtypes do not match.
     """
     check_array("gemv", "x", x_NK, (None, None), FLOATS)
     N, K = x_NK.shape
     check_array("gemv", "w", w_OK, (None, K), FLOATS)
-    check(not swiglu or w_OK.shape[0] % 2 == 0, f"gemv: swiglu of {w_OK.shape[0]} rows of w")
+    check(
+        not swiglu or w_OK.shape[0] % 2 == 0,
+        f"gemv: swiglu of {w_OK.shape[0]} rows of w, expected an even number",
+    )
     shape = (N, w_OK.shape[0] // 2 if swiglu else w_OK.shape[0])
     given = [x for x in (norm_w_K, residual_NO, out, next_w) if x is not None]
     if norm_w_K is not None:
@@ -177,7 +185,7 @@ def gemv(
         out[...] = y
         return out
     unit, fits = _unit(w_OK.dtype), gemv_fits(N, K, w_OK.dtype)
-    check(fits, f"gemv: {N} rows of {K}, the GPU takes 1 to {MAX_ROWS} of a multiple of {unit}")
+    check(fits, f"gemv: {N} rows of {K}, the GPU supports 1 to {MAX_ROWS} of a multiple of {unit}")
     y = empty(x_NK, shape, dtype) if out is None else out
     _launch(y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, None, next_w)
     return y
@@ -187,25 +195,35 @@ def _launch(
     y, x_NK, w_OK, norm_w_K, eps, residual_NO, swiglu, weights_ready, config=None, next_w=None
 ):
     (N, K), F, overlap = x_NK.shape, y.shape[1], can_overlap(x_NK)
-    flags = norm_w_K is not None, swiglu, residual_NO is not None, overlap
-    norm_w, residual = (x_NK if a is None else a for a in (norm_w_K, residual_NO))  # no None
+    # must not be None
+    norm_w, residual = (x_NK if a is None else a for a in (norm_w_K, residual_NO))
     arrays = [a.reshape(-1) for a in (y, x_NK, w_OK, norm_w, residual)]
     check(on_16_bytes(*arrays[1:4]), "gemv: x, w and norm_w must begin at multiples of 16 bytes")
     eps = np.float32(eps)
     if w_OK.dtype == np.float32:
-        plain_kernel = make_plain_kernel(N, K, *flags)
+        fused = norm_w_K is not None, swiglu, residual_NO is not None
+        plain_kernel = make_plain_kernel(N, K, *fused, overlap)
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
     half = x_NK.dtype != np.float32 and norm_w_K is None
-    config = Config(*(config or choose(K, F, swiglu, flags[0])))
+    config = config or choose(K, F, swiglu, norm_w_K is not None)
     tiles = -(-F // TILE)
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
     once = tiles == grid and config.warps * config.chunks * CHUNK >= K
     next_w = arrays[2][:0] if next_w is None else next_w[: next_w.size // 8 * 8]
     check(on_16_bytes(next_w), "gemv: next_w must begin at a multiple of 16 bytes")
     share = -(-next_w.size // (grid * LINE)) * LINE
-    stage = staged(K, config)
-    variant = flags[0], half, *flags[1:], weights_ready, once, stage, config, next_w.size > 0
-    tensor_kernel = make_tensor_kernel(K, *variant)
-    shared, numbers = shared_bytes(N, K) if stage else 0, (N, F, share, eps)
+    variant = Variant(
+        norm=norm_w_K is not None,
+        half=half,
+        swiglu=swiglu,
+        residual=residual_NO is not None,
+        overlap=overlap,
+        ready=weights_ready,
+        once=once,
+        staged=staged(K, config),
+        follow=next_w.size > 0,
+    )
+    tensor_kernel = make_tensor_kernel(K, variant, config)
+    shared, numbers = shared_bytes(N, K) if variant.staged else 0, (N, F, share, eps)
     block, arrays = 32 * config.warps, (*arrays, next_w)
     launch(tensor_kernel, grid, block, *arrays, *numbers, shared=shared, overlap=overlap)

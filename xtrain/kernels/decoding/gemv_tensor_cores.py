@@ -1,22 +1,22 @@
 """gemv.py on tensor cores: bf16 weights, up to 8 rows of x.
 
-An mma turns 16 rows of w and 8 of x into 16 x 8 sums, so one kernel serves all N, and what a row of x gets does not depend on
-the others. Lane 4 g + t reads 16 neighbouring bytes of rows g and g + 8 of w straight into the operand of mma_bf16, and the
-same columns of row g of x: a product's inner index may run in any order if both operands have the same one.
+One mma multiplies 16 rows of w with 8 rows of x, so one kernel serves all N, and a row's result does not depend on the
+others. Lane 4 g + t reads 16 contiguous bytes of rows g and g + 8 of w directly into the operand of mma_bf16, and the same
+columns of row g of x: the inner index of a product may have any order if both operands have the same one.
 
     chunk    32 columns of a tile, 16 rows: lanes t = 0..3 read columns 0..7, 8..15, 16..23, 24..31
              step 0 multiplies the first 4 of each lane, step 1 its last 4
 
-The warps of a block share the columns of a tile of 16 rows, and add up in the order of the warps. Weights of the next
-chunks, or of the next tile, are under way while those before are multiplied. The first weights are asked for before the
-kernel waits for its input (wait_for_previous in _ptx.py) if they are known to be there. A block that has one tile of 2048
-columns or less asks for all of it at once: then nothing is left to do but wait. Any other block first puts x, times the norm
-weight, into shared memory, if it fits: fetched chunk by chunk, x would cost a trip to the second-level cache for each.
+The warps of a block share the columns of a tile of 16 rows; their sums are added in the order of the warps. The weights of the
+next chunks, or of the next tile, are loaded while the current ones are multiplied. The first weights are loaded before the
+kernel waits for its input (wait_for_previous in primitives/ptx.py) if they are known to be ready. A block that has one tile of
+at most 2048 columns loads all of it at once. Any other block first copies x, times the norm weight, to shared memory, if it
+fits: loaded chunk by chunk, x would cost an access to the second-level cache per chunk.
 x is rounded to bf16 after the norm weight, before r; sums, r and everything after are float32.
 """
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from numba import cuda, float32, int64, uint16, uint32
 from numba.cuda.libdevice import rsqrtf
@@ -40,45 +40,47 @@ from ..swiglu import sigmoid
 MAX_ROWS = 8  # columns of one tensor-core tile
 TILE = 16  # rows of w that a block multiplies at a time
 CHUNK = 32  # columns of w that a warp multiplies at a time: 8 for each of 4 lanes
-AT_ONCE = 8  # chunks of w that a warp asks for when they are all it needs
+AT_ONCE = 8  # chunks of w that a warp loads at once if they are all it needs
 MOST_OF_16 = 11  # the same with 16 warps and x in shared memory: their registers hold no more
-MULTIPROCESSORS = 132  # of an H200. Another number changes the speed only
-PAD = 32  # elements between the rows of x in shared memory: 4 lanes of two rows meet no bank twice
-MOST_SHARED = 99 << 10  # bytes: what a block may have on every card since compute capability 8.0
+MULTIPROCESSORS = 132  # of an H200; on other GPUs this number affects only the speed
+PAD = 32  # elements between the rows of x in shared memory: 4 lanes of two rows have no bank conflicts
+MOST_SHARED = 99 << 10  # bytes that a block may use on every GPU since compute capability 8.0
 MOST_SUMS = 8704  # bytes of a block's sums, with 16 warps or with swiglu and 8
-ROWS_AT_ONCE = 4  # of x that a thread asks for
-PIECE = 1024  # elements that a thread asks for at once to come nearer
+ROWS_AT_ONCE = 4  # of x that a thread loads
+PREFETCH = 1024  # elements of one prefetch instruction
 
 
 def shared_bytes(N: int, K: int) -> int:
-    """of N rows of x"""
+    """-> bytes of shared memory for N rows of x"""
     return 2 * N * (K + PAD)
 
 
-class Config(NamedTuple):
-    """How the work is divided; warps and chunks change the order of additions, blocks no bit."""
+@dataclass(frozen=True)
+class Config:
+    """How the work is divided. `warps` and `chunks` change the order of additions; `blocks` does not change the result."""
 
-    warps: int
-    chunks: int  # of w under way per warp
+    warps: int  # of a block
+    chunks: int  # of w in flight per warp
     blocks: int  # per multiprocessor
-    stage: bool = True  # x goes through shared memory, if it fits
+    stage: bool = True  # x passes through shared memory, if it fits
 
 
 def staged(K: int, config: Config) -> bool:
-    """Does x go through shared memory? For all numbers of rows alike, so that a row does not depend on them."""
+    """True if x passes through shared memory. Does not depend on the number of rows, so a row's bits do not either."""
     return config.stage and shared_bytes(MAX_ROWS, K) + MOST_SUMS <= MOST_SHARED
 
 
 @functools.cache
 def make_operands(K, NORM, HALF, M, WARPS, U):
-    """-> load_w(words (U, M, 2, 4), w, tile, step, F): this warp's chunks step U .. step U + U - 1 of 16 M rows
-    load_x(fx (U, 2, 2), x, norm_w, step, N) -> this lane's sum of squares
-    take_x(fx, x_s, step, N): the same from shared memory
+    """-> load_w, load_x, load_staged_x: operands of mma_bf16
 
-    A warp has U neighbouring chunks at a time; beyond the last one there are zeros. HALF: x is bf16 as it is.
+    load_w(words (U, M, 2, 4), w, tile, step, F)    this warp's chunks step U .. step U + U - 1 of 16 M rows
+    load_x(fx (U, 2, 2), x, norm_w, step, N)        the same chunks of x -> this lane's sum of squares
+    load_staged_x(fx, x_s, step, N)                 the same chunks of x from shared memory
+    A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
     """
     CHUNKS = K // CHUNK
-    WHOLE = CHUNKS % (WARPS * U) == 0
+    EVEN = CHUNKS % (WARPS * U) == 0  # all warps have chunks in every step
 
     @device
     def chunk_of(step, u, warp):
@@ -93,7 +95,7 @@ def make_operands(K, NORM, HALF, M, WARPS, U):
                 for r in range(2):
                     o = tile * TILE + 8 * r + (lane >> 2)
                     o = (o if o < F else F - 1) + m * F
-                    if WHOLE or c < CHUNKS:
+                    if EVEN or c < CHUNKS:
                         load_words8(words[u, m, r], w, o * K + c * CHUNK + 8 * (lane & 3))
                     else:
                         for j in range(4):
@@ -110,7 +112,7 @@ def make_operands(K, NORM, HALF, M, WARPS, U):
             k = c * CHUNK + 8 * (lane & 3)
             for j in range(4):
                 words[j] = uint32(0)
-            if n < N and (WHOLE or c < CHUNKS):
+            if n < N and (EVEN or c < CHUNKS):
                 if HALF:
                     load_words8(words, x, n * K + k)
                 else:
@@ -127,26 +129,26 @@ def make_operands(K, NORM, HALF, M, WARPS, U):
         return squares
 
     @device
-    def take_x(fx, x_s, step, N):
+    def load_staged_x(fx, x_s, step, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         n, words = lane >> 2, cuda.local.array(4, uint32)
         for u in range(U):
             c = chunk_of(step, u, warp)
             for j in range(4):
                 words[j] = uint32(0)
-            if n < N and (WHOLE or c < CHUNKS):
+            if n < N and (EVEN or c < CHUNKS):
                 load_words8_shared(words, x_s, n * (K + PAD) + c * CHUNK + 8 * (lane & 3))
             for j in range(4):
                 fx[u, j // 2, j % 2] = words[j]
 
-    return load_w, load_x, take_x
+    return load_w, load_x, load_staged_x
 
 
 @functools.cache
 def make_stage(K, NORM, HALF, THREADS):
-    """-> stage(x_s, squares_s, x, norm_w, N): x to shared memory as mma_bf16 takes it, the warps' sums of squares to squares_s
+    """-> stage(x_s, squares_s, x, norm_w, N): write x to shared memory in bf16, the warps' sums of squares to squares_s
 
-    What becomes of a row does not depend on how many there are.
+    The result for a row does not depend on the number of rows.
     """
 
     @device
@@ -189,11 +191,11 @@ def make_stage(K, NORM, HALF, THREADS):
 
 @functools.cache
 def make_reduce(M, WARPS):
-    """-> put(s (M, 4), sums): a warp's tile to shared memory; total(sums, m, row, n): over the warps, in their order"""
+    """-> store_sums(s (M, 4), sums): write a warp's tile to shared memory; total(sums, m, row, n): add the warps in order"""
     SIZE = M * TILE * MAX_ROWS
 
     @device
-    def put(s, sums):
+    def store_sums(s, sums):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         for m in range(M):
             for i in range(4):
@@ -207,13 +209,13 @@ def make_reduce(M, WARPS):
             acc += sums[warp * SIZE + (m * TILE + row) * MAX_ROWS + n]
         return acc
 
-    return put, total
+    return store_sums, total
 
 
 @functools.cache
 def make_multiply(M, U):
     """-> multiply(s (M, 4), words, fx): s += U chunks of w times x
-    take(words, next_words), take_fx(fx, next_fx): the next become these
+    copy_words(words, next_words), copy_fx(fx, next_fx)
     """
 
     @device
@@ -227,7 +229,7 @@ def make_multiply(M, U):
                     mma_bf16(s[m], fa, fx[u, i])
 
     @device
-    def take(words, next_words):
+    def copy_words(words, next_words):
         for u in range(U):
             for m in range(M):
                 for r in range(2):
@@ -235,25 +237,26 @@ def make_multiply(M, U):
                         words[u, m, r, i] = next_words[u, m, r, i]
 
     @device
-    def take_fx(fx, next_fx):
+    def copy_fx(fx, next_fx):
         for u in range(U):
             for i in range(4):
                 fx[u, i // 2, i % 2] = next_fx[u, i // 2, i % 2]
 
-    return multiply, take, take_fx
+    return multiply, copy_words, copy_fx
 
 
 @functools.cache
 def make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS):
-    """A thread owns EACH of the 16 x 8 elements of a tile of y.
-    -> add_later(added (EACH,), residual, tile, N, F): asks for what finish will add
-    finish(y, added, sums, squares_s, tile, N, F, eps)
+    """-> load_residual, finish, EACH: a thread owns EACH of the 16 x 8 elements of a tile of y.
+
+    load_residual(added (EACH,), residual, tile, N, F)      loads what finish adds; zeros without residual
+    finish(y, added, sums, squares_s, tile, N, F, eps)      applies r, SwiGLU and the residual, and writes y
     """
     total, THREADS = make_reduce(2 if SWIGLU else 1, WARPS)[1], 32 * WARPS
     EACH = -(-TILE * MAX_ROWS // THREADS)
 
     @device
-    def add_later(added, residual, tile, N, F):
+    def load_residual(added, residual, tile, N, F):
         for j in range(EACH):
             i = cuda.threadIdx.x + j * THREADS
             n, o = i // TILE, tile * TILE + i % TILE
@@ -278,37 +281,53 @@ def make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS):
                     value *= sigmoid(value) * (total(sums, 1, row, n) * r)
                 store1(y, n * F + tile * TILE + row, value + added[j])
 
-    return add_later, finish, EACH
+    return load_residual, finish, EACH
 
 
 @device
-def bring_nearer(w, share):
-    """The block asks for its share of w to come into the second-level cache."""
+def prefetch_share(w, share):
+    """The block prefetches its share of w into the second-level cache."""
     first = int64(cuda.blockIdx.x) * share
     end = first + share if first + share < w.size else int64(w.size)
-    for i in range(first + cuda.threadIdx.x * PIECE, end, cuda.blockDim.x * PIECE):
-        prefetch_run(w, i, end - i if end - i < PIECE else int64(PIECE))
+    for i in range(first + cuda.threadIdx.x * PREFETCH, end, cuda.blockDim.x * PREFETCH):
+        prefetch_run(w, i, end - i if end - i < PREFETCH else int64(PREFETCH))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel computes and what it may assume."""
+
+    norm: bool  # x is RMS-normalized
+    half: bool  # x is bf16 and used unchanged
+    swiglu: bool
+    residual: bool  # is added
+    overlap: bool  # the kernel may start before the previous one has ended
+    ready: bool  # the weights may be read before the previous kernel has ended
+    once: bool  # a block has one tile and loads all of it at once
+    staged: bool  # x passes through shared memory
+    follow: bool  # next_w is prefetched
 
 
 @functools.cache
-def make_tensor_kernel(
-    K, NORM, HALF, SWIGLU, RESIDUAL, overlap, ready, once, STAGED, config, follow=False
-):
-    """HALF: x is bf16, and taken as it is. ready: so are the weights. once: a block has one tile, and asks for all of it at
-    once. STAGED: x goes through shared memory. follow: there are next weights.
+def make_tensor_kernel(K: int, variant: Variant, config: Config):
+    """-> the kernel for weights of K columns.
+
+    Launch with 32 * config.warps threads and, if variant.staged, shared_bytes(N, K) of shared memory.
     """
-    WARPS, U, BLOCKS, _ = config
+    NORM, HALF, SWIGLU, RESIDUAL = variant.norm, variant.half, variant.swiglu, variant.residual
+    overlap, ready, once, follow = variant.overlap, variant.ready, variant.once, variant.follow
+    STAGED, WARPS, U, BLOCKS = variant.staged, config.warps, config.chunks, config.blocks
     M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
-    load_w, load_x, take_x = make_operands(K, NORM, HALF, M, WARPS, U)
-    (multiply, take, take_fx), put = make_multiply(M, U), make_reduce(M, WARPS)[0]
-    add_later, finish, EACH = make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS)
+    load_w, load_x, load_staged_x = make_operands(K, NORM, HALF, M, WARPS, U)
+    (multiply, copy_words, copy_fx), store_sums = make_multiply(M, U), make_reduce(M, WARPS)[0]
+    load_residual, finish, EACH = make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS)
     stage = make_stage(K, NORM, HALF, 32 * WARPS)
 
     @kernel(32 * WARPS, BLOCKS)
     def gemv_tensor_kernel(y, x, w, norm_w, residual, next_w, N, F, share, eps):
-        """Grid: any number of blocks; block p deals with tiles p, p + grid, ... All arrays flat. F: columns of y.
-        share: elements of next_w that a block brings nearer. Dynamic shared memory: shared_bytes(N, K) if STAGED.
+        """Grid: any number of blocks; block p computes tiles p, p + grid, ... All arrays flat. F: columns of y.
+        share: elements of next_w that a block prefetches.
         """
         sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
         x_s = cuda.shared.array(0, uint16)
@@ -323,20 +342,20 @@ def make_tensor_kernel(
         if ready:
             load_w(words, w, first, 0, F)
             if NORM and overlap:
-                bring_nearer(norm_w, PIECE)
+                prefetch_share(norm_w, PREFETCH)
             if overlap and follow:
-                bring_nearer(next_w, share)
+                prefetch_share(next_w, share)
         if overlap:
             wait_for_previous()
         if not ready:
             load_w(words, w, first, 0, F)
         if STAGED:
             stage(x_s, squares_s, x, norm_w, N)
-            cuda.syncthreads()  # x is there
+            cuda.syncthreads()  # x is in shared memory
         else:
             squares = load_x(fx, x, norm_w, 0, N)
         for tile in range(first, (F + TILE - 1) // TILE, grid):
-            add_later(added, residual, tile, N, F)
+            load_residual(added, residual, tile, N, F)
             for m in range(M):
                 for j in range(4):
                     s[m, j] = float32(0.0)
@@ -346,16 +365,16 @@ def make_tensor_kernel(
                 if more:
                     load_w(next_words, w, following, (step + 1) % STEPS, F)
                 if STAGED:
-                    take_x(fx, x_s, step, N)
+                    load_staged_x(fx, x_s, step, N)
                 elif more:
                     new = load_x(next_fx, x, norm_w, (step + 1) % STEPS, N)
                     squares += new if following == first else float32(0.0)
                 multiply(s, words, fx)
                 if more:
-                    take(words, next_words)
+                    copy_words(words, next_words)
                     if not STAGED:
-                        take_fx(fx, next_fx)
-            put(s, sums)
+                        copy_fx(fx, next_fx)
+            store_sums(s, sums)
             if NORM and not STAGED and tile == first:
                 squares += cuda.shfl_xor_sync(FULL, squares, 1)
                 squares += cuda.shfl_xor_sync(FULL, squares, 2)
@@ -368,22 +387,23 @@ def make_tensor_kernel(
     return gemv_tensor_kernel
 
 
-# ----------------------------------------------------------------------------- measured
+# ----------------------------------------------------------------------------- the tuned configuration
 def choose(K: int, F: int, swiglu: bool, norm: bool) -> Config:
-    """For weights of K columns, y of F. Measured on one H200 with bench/tune_decode.py, Llama of 1.1 B parameters.
+    """-> the configuration for weights of K columns and F columns of y. Measured on one H200 with bench/tune_decode.py.
 
-    What counts is how many bytes of w are under way. A narrow tile is asked for at once if a block has but one, a wide one is
-    read by as many warps as a block may have. With more to do (gate/up, lm_head), small blocks: one ends while its neighbours
-    go on, and the next kernel finds room.
+    The number of bytes of w in flight decides. A block with a single narrow tile loads it at once; a wide tile is read by as
+    many warps as a block may have. Large products (gate/up, lm_head) use small blocks: when one ends, the next kernel can
+    start while its neighbours still run.
     """
     chunks, tiles = K // CHUNK, -(-F // TILE)
     if not (swiglu or norm) and tiles <= MULTIPROCESSORS and K > 8 * AT_ONCE * CHUNK:
         each = -(-chunks // 16)
         return Config(16, each if each <= MOST_OF_16 else 4, 1)
-    much = swiglu or (norm and tiles > 2 * MULTIPROCESSORS)
-    warps = min(4 if much else 16 if norm else 8, chunks)
+    large = swiglu or (norm and tiles > 2 * MULTIPROCESSORS)
+    warps = min(4 if large else 16 if norm else 8, chunks)
     each = -(-chunks // warps)
     if swiglu or norm:
-        return Config(warps, min(4, each), 3 if swiglu else 4 if much else 1)
+        return Config(warps, min(4, each), 3 if swiglu else 4 if large else 1)
     once = each <= AT_ONCE and tiles <= 2 * MULTIPROCESSORS
-    return Config(warps, each if once else min(4, each), 2, not once)  # more would spill
+    # more chunks would spill registers
+    return Config(warps, each if once else min(4, each), 2, not once)

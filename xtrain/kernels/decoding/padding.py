@@ -1,51 +1,37 @@
-"""Prompts of unequal lengths without padding: their tokens one behind the other, packed.
+"""Packed prompts: prompts of unequal lengths without padding, their tokens one after another.
 
-    lengths (A,)           tokens of each sequence;  N = their sum,  T = the longest
+    lengths (A,)           tokens of each sequence;  N = their sum
     edges (E,), E = A + 1  0, l0, l0 + l1, ..., N: sequence a owns the packed rows edges[a] .. edges[a + 1] - 1
-    offset (N,)            packed token n of sequence a is row n + offset[n] of the padded (A T, ...) array, because
-                           a T + (n - edges[a]) = n + (a T - edges[a])
 
-    padded, T = 4      a0 a1 a2 .  b0 .  .  .  c0 c1 .  .        lengths 3 1 2      edges 0 3 4 6
-    packed             a0 a1 a2 b0 c0 c1                         offset  0 0 0  1  4 4
+    padded, T = 4      a0 a1 a2 .  b0 .  .  .  c0 c1 .  .        lengths 3 1 2
+    packed             a0 a1 a2 b0 c0 c1                         edges 0 3 4 6
 
-Matrix products see N rows instead of A T, which for unequal prompts is often half. `remove` and `restore` go between the
-two; fused with the transpose of heads, (A, H, T, D) <-> (N, H, D), the data is moved once instead of twice.
-For the cache a token also needs its row there and its position, which begins at the history h_a of its sequence:
+Matrix products see N rows instead of A T, which for unequal prompts is often half. In the cache a token needs the row of its
+sequence, and its position, which begins at the history h_a of the sequence:
     row = rows[a],  position = h_a + n - edges[a]
-Which sequence a token belongs to is found by a binary search in `edges`: log2 A steps, no table of N entries.
-Bytes moved, remove: read and write N rows. Restore: read N rows, write A T.
+The sequence of a token is found by a binary search in `edges`: log2 A steps, no table of N entries.
 """
 
-import functools
-
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, int32, int64
 
 from ...device import Array
-from ..primitives.flat import on_16_bytes
-from ..primitives.ptx import device, kernel, load1, store1
-from ..primitives.reduce import FULL
-from ..primitives.words import load_words4, load_words8, store_words4, store_words8
-from ..runtime.launch import FLOATS, check, check_array, empty, launch, on_host
+from ..primitives.ptx import device, kernel
+from ..runtime.launch import check, empty, launch, on_host
 from .kv_cache import check_int32
 
-BLOCK = 256
-WARP = 32
+BLOCK = 256  # threads
 
 
 # ----------------------------------------------------------------------------- references
-def cumulative_lengths_ref(lengths_A):
-    """-> edges (A + 1,) int32"""
-    return np.concatenate([[0], np.cumsum(lengths_A)]).astype(np.int32)
-
-
-def _sequence_of(edges_E, N):
+def sequence_of_ref(edges_E, N):
+    """sequence_of for n = 0 .. N - 1 -> (N,)"""
     return np.searchsorted(edges_E, np.arange(N), side="right") - 1
 
 
-def token_places_ref(edges_E, N, history_A=None, rows_A=None):
-    """-> rows (N,), positions (N,) int32"""
-    a_N = _sequence_of(edges_E, N)
+def token_positions_ref(edges_E, N, history_A=None, rows_A=None):
+    """token_positions in NumPy -> rows (N,), positions (N,) int32"""
+    a_N = sequence_of_ref(edges_E, N)
     positions_N = np.arange(N) - edges_E[a_N]
     if history_A is not None:
         positions_N += history_A[a_N]
@@ -53,48 +39,10 @@ def token_places_ref(edges_E, N, history_A=None, rows_A=None):
     return rows_N.astype(np.int32), positions_N.astype(np.int32)
 
 
-def padding_offsets_ref(edges_E, N, T):
-    """-> offset (N,) int32"""
-    a_N = _sequence_of(edges_E, N)
-    return (a_N * T - edges_E[a_N]).astype(np.int32)
-
-
-def remove_padding_ref(x_AT, edges_E, N):
-    """x: (A, T, ...) -> (N, ...)"""
-    A, T = x_AT.shape[:2]
-    return x_AT.reshape(A * T, *x_AT.shape[2:])[np.arange(N) + padding_offsets_ref(edges_E, N, T)]
-
-
-def restore_padding_ref(x_N, edges_E, T):
-    """x: (N, ...) -> (A, T, ...), zeros in the padding"""
-    A, N = edges_E.size - 1, x_N.shape[0]
-    y_AT = np.zeros((A * T, *x_N.shape[1:]), x_N.dtype)
-    y_AT[np.arange(N) + padding_offsets_ref(edges_E, N, T)] = x_N
-    return y_AT.reshape(A, T, *x_N.shape[1:])
-
-
 # ----------------------------------------------------------------------------- kernels
-@kernel(WARP)
-def cumulative_lengths_kernel(edges_E, lengths_A):
-    """Grid 1, block one warp: 32 lengths at a time, added up by shuffles, on top of the sum so far."""
-    lane, A, total = cuda.threadIdx.x, lengths_A.size, int32(0)
-    if lane == 0:
-        edges_E[0] = 0
-    for first in range(0, A, WARP):
-        a = first + lane
-        v = lengths_A[a] if a < A else int32(0)
-        for i in range(5):
-            before = cuda.shfl_up_sync(FULL, v, 1 << i)
-            if lane >= 1 << i:
-                v = int32(v + before)
-        if a < A:
-            edges_E[a + 1] = int32(total + v)
-        total = int32(total + cuda.shfl_sync(FULL, v, 31))
-
-
 @device
 def sequence_of(n, edges_E):
-    """The a with edges[a] <= n < edges[a + 1]; empty sequences own nothing."""
+    """-> the a with edges[a] <= n < edges[a + 1]. Empty sequences own no rows."""
     low, high = int64(0), int64(edges_E.size - 1)  # edges[low] <= n < edges[high]
     while high - low > 1:
         middle = (low + high) >> 1
@@ -106,8 +54,10 @@ def sequence_of(n, edges_E):
 
 
 @kernel(BLOCK)
-def token_places_kernel(rows_N, positions_N, edges_E, history_A, rows_A, N, has_history, has_rows):
-    """Grid ceil(N / BLOCK), block BLOCK. A thread per token."""
+def token_positions_kernel(
+    rows_N, positions_N, edges_E, history_A, rows_A, N, has_history, has_rows
+):
+    """Grid ceil(N / BLOCK), block BLOCK. One thread per token."""
     n = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if n < N:
         a = sequence_of(n, edges_E)
@@ -116,172 +66,36 @@ def token_places_kernel(rows_N, positions_N, edges_E, history_A, rows_A, N, has_
         rows_N[n] = rows_A[a] if has_rows else int32(a)
 
 
-@kernel(BLOCK)
-def padding_offsets_kernel(offset_N, edges_E, N, T):
-    """Grid ceil(N / BLOCK), block BLOCK."""
-    n = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
-    if n < N:
-        a = sequence_of(n, edges_E)
-        offset_N[n] = int32(a * T - edges_E[a])
-
-
-@functools.cache
-def make_move_kernel(H, D, restore, heads, each):
-    """remove: packed from padded; restore: padded from packed. heads: padded is (A, H, T, D), else (A, T, H D).
-
-    each: neighbouring elements of a thread. 16 bytes of them, or 1 where heads do not begin at multiples of that.
-    """
-
-    @kernel(BLOCK)
-    def move_padding_kernel(y, x, edges_E, N, T):
-        """Grid (rows of y, ceil(H D / each / BLOCK)), block BLOCK. x, y: flat; a row is a token, packed or padded.
-
-        Edges that are none give zeros: nothing is read beyond the N packed tokens, or the T of a padded sequence.
-        """
-        words = cuda.local.array(4, uint32)
-        row, c = int64(cuda.blockIdx.x), (cuda.blockIdx.y * BLOCK + cuda.threadIdx.x) * each
-        if restore:
-            a, t = row // T, row % T
-            n = edges_E[a] + t
-            real = n < edges_E[a + 1] and n >= 0 and n < N
-        else:
-            a, n = sequence_of(row, edges_E), row
-            t = n - edges_E[a]
-            real = t >= 0 and t < T
-        if c < H * D:
-            packed = n * (H * D) + c
-            padded = ((a * H + c // D) * T + t) * D + c % D if heads else (a * T + t) * (H * D) + c
-            source, to = (packed, padded) if restore else (padded, packed)
-            if each == 1:
-                store1(y, to, load1(x, source) if real else float32(0.0))
-            else:
-                for j in range(4):
-                    words[j] = uint32(0)
-                if each == 8:
-                    if real:
-                        load_words8(words, x, source)
-                    store_words8(y, to, words)
-                else:
-                    if real:
-                        load_words4(words, x, source)
-                    store_words4(y, to, words)
-
-    return move_padding_kernel
-
-
 # ----------------------------------------------------------------------------- launchers
-def cumulative_lengths(lengths_A: Array) -> Array:
-    """lengths (A,) int32, none negative -> edges (A + 1,) int32"""
-    check_int32("cumulative_lengths", "lengths", lengths_A, lengths_A.size)
-    if on_host(lengths_A):
-        check((lengths_A >= 0).all(), f"cumulative_lengths: a length is {lengths_A.min(initial=0)}")
-        return cumulative_lengths_ref(lengths_A)
-    edges_E = empty(lengths_A, lengths_A.size + 1)
-    launch(cumulative_lengths_kernel, 1, WARP, edges_E, lengths_A)
-    return edges_E
-
-
-def token_places(
+def token_positions(
     edges_E: Array, N: int, history_A: Array | None = None, rows_A: Array | None = None
 ) -> tuple[Array, Array]:
-    """-> rows (N,), positions (N,) int32: where each of the N = edges[-1] packed tokens goes in the cache.
+    """-> rows (N,), positions (N,) int32: where each of the N = edges[-1] packed tokens belongs in the cache.
 
-    history (A,) int32: tokens that a sequence has there already; none without it. rows (A,) int32: its row; by default a.
+    edges (A + 1,) int32. history (A,) int32: tokens of each sequence that are already in the cache, by default 0. rows (A,)
+    int32: the cache row of each sequence, by default a. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
-    A = _check_edges("token_places", edges_E, N)
+    A = check_edges("token_positions", edges_E, N)
     given = [x for x in (history_A, rows_A) if x is not None]
     for name, x in (("history", history_A), ("rows", rows_A)):
         if x is not None:
-            check_int32("token_places", name, x, A)
+            check_int32("token_positions", name, x, A)
     if on_host(edges_E, *given):
-        check_lengths("token_places", edges_E, N)
-        return token_places_ref(edges_E, N, history_A, rows_A)
+        check_lengths("token_positions", edges_E, N)
+        return token_positions_ref(edges_E, N, history_A, rows_A)
     rows_N, positions_N = empty(edges_E, N), empty(edges_E, N)
-    history, rows = (edges_E if x is None else x for x in (history_A, rows_A))  # no None
+    history, rows = (edges_E if x is None else x for x in (history_A, rows_A))  # must not be None
     has = history_A is not None, rows_A is not None
     arrays = (rows_N, positions_N, edges_E, history, rows)
-    launch(token_places_kernel, -(-N // BLOCK), BLOCK, *arrays, N, *has)
+    launch(token_positions_kernel, -(-N // BLOCK), BLOCK, *arrays, N, *has)
     return rows_N, positions_N
 
 
-def padding_offsets(edges_E: Array, N: int, T: int) -> Array:
-    """-> offset (N,) int32: packed token n is row n + offset[n] of the padded array, whose sequences are T long."""
-    _check_edges("padding_offsets", edges_E, N, T)
-    if on_host(edges_E):
-        check_lengths("padding_offsets", edges_E, N, T)
-        return padding_offsets_ref(edges_E, N, T)
-    offset_N = empty(edges_E, N)
-    launch(padding_offsets_kernel, -(-N // BLOCK), BLOCK, offset_N, edges_E, N, T)
-    return offset_N
+def check_edges(op: str, edges_E: Array, N: int, T: int = 0) -> int:
+    """Raise ValueError or TypeError if edges cannot belong to N packed tokens -> A, the number of sequences.
 
-
-def remove_padding(x_AT: Array, edges_E: Array, N: int) -> Array:
-    """x (A, T, ...) float32 or bf16 -> (N, ...), the N = edges[-1] real tokens one behind the other."""
-    check_array("remove_padding", "x", x_AT, (None, None, *x_AT.shape[2:]), FLOATS)
-    T = x_AT.shape[1]
-    A = _check_edges("remove_padding", edges_E, N, T)
-    check_array("remove_padding", "x", x_AT, (A, *x_AT.shape[1:]), FLOATS)
-    if on_host(x_AT, edges_E):
-        check_lengths("remove_padding", edges_E, N, T)
-        return remove_padding_ref(x_AT, edges_E, N)
-    y_N = empty(x_AT, (N, *x_AT.shape[2:]))
-    _move(y_N, x_AT, edges_E, N, N, T, 1, _product(x_AT.shape[2:]), False, False)
-    return y_N
-
-
-def restore_padding(x_N: Array, edges_E: Array, T: int) -> Array:
-    """x (N, ...) float32 or bf16 -> (A, T, ...), zeros beyond the end of each sequence. T: the longest, or more."""
-    check_array("restore_padding", "x", x_N, (None, *x_N.shape[1:]), FLOATS)
-    A = _check_edges("restore_padding", edges_E, x_N.shape[0], T)
-    if on_host(x_N, edges_E):
-        check_lengths("restore_padding", edges_E, x_N.shape[0], T)
-        return restore_padding_ref(x_N, edges_E, T)
-    y_AT = empty(x_N, (A, T, *x_N.shape[1:]))
-    rows = x_N.shape[0]
-    _move(y_AT, x_N, edges_E, A * T, rows, T, 1, _product(x_N.shape[1:]), True, False)
-    return y_AT
-
-
-def remove_padding_heads(x_AHTD: Array, edges_E: Array, N: int) -> Array:
-    """x (A, H, T, D) float32 or bf16 -> (N, H, D): the padding removed and the heads swapped back, in one pass."""
-    check_array("remove_padding_heads", "x", x_AHTD, (None,) * 4, FLOATS)
-    _, H, T, D = x_AHTD.shape
-    A = _check_edges("remove_padding_heads", edges_E, N, T)
-    check_array("remove_padding_heads", "x", x_AHTD, (A, H, T, D), FLOATS)
-    if on_host(x_AHTD, edges_E):
-        check_lengths("remove_padding_heads", edges_E, N, T)
-        return remove_padding_ref(np.ascontiguousarray(x_AHTD.swapaxes(1, 2)), edges_E, N)
-    y_NHD = empty(x_AHTD, (N, H, D))
-    _move(y_NHD, x_AHTD, edges_E, N, N, T, H, D, False, True)
-    return y_NHD
-
-
-def restore_padding_heads(x_NHD: Array, edges_E: Array, T: int) -> Array:
-    """x (N, H, D) float32 or bf16 -> (A, H, T, D), zeros beyond the end of each sequence."""
-    check_array("restore_padding_heads", "x", x_NHD, (None, None, None), FLOATS)
-    N, H, D = x_NHD.shape
-    A = _check_edges("restore_padding_heads", edges_E, N, T)
-    if on_host(x_NHD, edges_E):
-        check_lengths("restore_padding_heads", edges_E, N, T)
-        return np.ascontiguousarray(restore_padding_ref(x_NHD, edges_E, T).swapaxes(1, 2))
-    y_AHTD = empty(x_NHD, (A, H, T, D))
-    _move(y_AHTD, x_NHD, edges_E, A * T, N, T, H, D, True, True)
-    return y_AHTD
-
-
-def _move(y, x, edges_E, rows, N, T, H, D, restore, heads):
-    flat, each = (y.reshape(-1), x.reshape(-1)), 16 // y.itemsize
-    each = each if D % each == 0 and on_16_bytes(*flat) else 1
-    move_kernel = make_move_kernel(H, D, restore, heads, each)
-    launch(move_kernel, (rows, -(-H * D // (each * BLOCK))), BLOCK, *flat, edges_E, N, T)
-
-
-def _product(shape):
-    return int(np.prod(shape, dtype=np.int64))
-
-
-def _check_edges(op, edges_E, N, T=0):
-    """-> A, the sequences. N packed tokens; T: of a padded sequence."""
+    Checks only what the host knows. T: tokens of a padded sequence.
+    """
     check(edges_E.ndim == 1 and edges_E.size > 0, f"{op}: edges has shape {tuple(edges_E.shape)}")
     check_int32(op, "edges", edges_E, edges_E.size)
     A = edges_E.size - 1
@@ -292,14 +106,16 @@ def _check_edges(op, edges_E, N, T=0):
 
 
 def check_lengths(op: str, edges_E: np.ndarray, N: int, T: int | None = None) -> None:
-    """Do they cut N packed tokens into sequences, of at most T?
+    """Raise ValueError if edges do not divide N packed tokens into sequences, of at most T tokens.
 
-    Only where looking costs nothing: a GPU would have to be waited for.
+    Only for arrays on the host: reading the values from a GPU would wait for it.
     """
     lengths_A = np.diff(edges_E)
-    check(edges_E[0] == 0 and (lengths_A >= 0).all(), f"{op}: edges must begin at 0 and not fall")
+    check(
+        bool(edges_E[0] == 0 and (lengths_A >= 0).all()),
+        f"{op}: edges must begin at 0 and not fall",
+    )
     check(edges_E[-1] == N, f"{op}: {N} packed tokens, the edges end at {edges_E[-1]}")
     longest = lengths_A.max(initial=0)
-    check(
-        T is None or longest <= T, f"{op}: a sequence of {longest} tokens, where {T} are the most"
-    )
+    fits = T is None or longest <= T
+    check(fits, f"{op}: a sequence of {longest} tokens, expected at most {T}")

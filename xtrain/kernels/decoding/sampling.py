@@ -1,18 +1,18 @@
 """From logits to the next token, without leaving the device.   logits: (B, V)   ids: (B,)
 
-    order       tokens stand in the order of their logits, the largest first; of equal ones the lower id first
+    order       tokens are sorted by their logits, the largest first; of equal ones the lower id first
     weights     w_i = exp((logit_i - logit_0) / temperature), relative to the first
-    top-k       the first k tokens stay (0: all)
-    top-p       of those, token i stays while the weights before it make up less than p of all that stay: the smallest
-                set with at least p of the probability (Holtzman et al. 2020). The first one always stays.
-    draw        a random number u in [0, 1): the first token at which the running sum exceeds u times the whole
+    top-k       the first k tokens are kept (0: all)
+    top-p       of those, token i is kept while the weights before it sum to less than p of the total: the smallest set
+                with at least p of the probability (Holtzman et al. 2020). The first one is always kept.
+    draw        a random number u in [0, 1): the first token at which the running sum exceeds u times the total
     greedy      temperature 0: the first token
 
-The weights are whole numbers: w_i = floor(2^40 exp(...)). Sums of them are exact, so they do not depend on the order in
-which threads add, on the GPU or on how the vocabulary is cut, and a draw is one exact comparison.
+The weights are integers: w_i = floor(2^40 exp(...)). Their sums are exact, so they do not depend on the order in which
+threads add, on the GPU, or on how the vocabulary is divided, and a draw is one exact comparison.
 
 Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et al. 2011) turns (step, sequence) into
-random bits under the key seed. So a token depends on its own row's seed, sequence number and step, and on nobody else.
+random bits under the key `seed`. So a token depends only on its own row's seed, sequence number and step.
 """
 
 import numpy as np
@@ -30,14 +30,14 @@ from .sampling_kernels import (
     make_segment_kernel,
 )
 
-MAX_TOP_K = 1024  # length of the longest list of candidates; threads of the block that draws
+MAX_TOP_K = 1024  # length of the longest list of candidates; threads of a block of the draw kernel
 SEGMENT = 2048  # of the vocabulary: 16 KB of shared memory
 MIN_TEMPERATURE = 1e-5  # 1 / temperature times a difference of logits must be a float32
 
 
 # ----------------------------------------------------------------------------- reference
 def philox_ref(counter: tuple, key: tuple) -> tuple[int, int, int, int]:
-    """Four 32-bit words, two 32-bit words -> four random 32-bit words"""
+    """Philox 4x32-10: counter of four 32-bit words, key of two -> four random 32-bit words"""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
         a, b = PHILOX_M[0] * c0, PHILOX_M[1] * c2
@@ -48,13 +48,13 @@ def philox_ref(counter: tuple, key: tuple) -> tuple[int, int, int, int]:
 
 
 def random_fraction_ref(seed: int, sequence: int, step: int) -> int:
-    """31 random bits of one step of one sequence"""
+    """-> 31 random bits of one step of one sequence"""
     split = lambda x: (x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF)
     return philox_ref((step & 0xFFFFFFFF, 0, *split(sequence)), split(seed))[0] >> 1
 
 
 def kept_ref(logits_V, temperature, top_k, top_p):
-    """-> ids of the tokens that stay, in their order, and their weights, int64"""
+    """-> ids of the tokens that top-k and top-p keep, sorted, and their weights, int64"""
     logits_V = np.asarray(logits_V, np.float32)
     order = np.argsort(-logits_V, kind="stable")  # of equal ones the lower id first
     if top_k:
@@ -69,12 +69,12 @@ def kept_ref(logits_V, temperature, top_k, top_p):
 
 
 def scaled_ref(total, fraction):
-    """floor(total fraction / 2^31) in whole numbers of any size"""
+    """-> floor(total fraction / 2^31), in integers of any size"""
     return total * fraction >> FRACTION
 
 
 def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step):
-    """-> the id of the next token; -1 when a logit is NaN"""
+    """`sample` of one row in NumPy -> the id of the next token; -1 if a logit is NaN"""
     logits_V = np.asarray(logits_V, np.float32)
     if np.isnan(logits_V).any():
         return -1
@@ -87,9 +87,9 @@ def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step):
 
 # ----------------------------------------------------------------------------- launchers
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    """For whoever admits a request: ValueError for parameters that the kernels, which cannot complain, would misread."""
+    """Raise ValueError for parameters that `sample` does not support. Call this for each request: kernels cannot raise."""
     fits = temperature == 0 or MIN_TEMPERATURE <= temperature < float("inf")
-    what = f"0 (greedy), or a finite number from {MIN_TEMPERATURE} on"
+    what = f"0 (greedy), or a finite number of at least {MIN_TEMPERATURE}"
     check(fits, f"temperature {temperature}: expected {what}")
     check(0 <= top_k <= MAX_TOP_K, f"top_k {top_k}: expected 0 (off) to {MAX_TOP_K}")
     check(0 < top_p <= 1, f"top_p {top_p}: expected more than 0 and at most 1 (off)")
@@ -107,13 +107,12 @@ def sample(
     vocab: int | None = None,
     parameters_ready: bool = False,
 ) -> None:
-    """Writes the next token of every row to ids_B (int32); -1 for a row with a NaN among its logits.
+    """Write the next token of every row to ids_B (int32); -1 for a row that has a NaN among its logits.
 
-    logits float32 or bf16; of their V columns the first `vocab` are tokens, the others padding. temperature, top_p
-    float32, top_k and step int32, seed and sequence int64, all (B,): they may be mixed, and change between launches.
-    check_sampling says what their values may be.
-    parameters_ready: neither the kernel launched last nor one that may still run beside it (let_next_start in _ptx.py) writes
-    temperature or top_k; reading these two may begin before it has ended.
+    logits (B, V): float32 or bf16. vocab: number of tokens, by default V; further columns are padding. temperature, top_p:
+    float32; top_k, step: int32; seed, sequence: int64; all (B,), with any mix of values that check_sampling allows.
+    parameters_ready: no kernel that may still run (let_next_start in primitives/ptx.py) writes temperature or top_k, so they
+    may be read before the previous kernel ends. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     check_array("sample", "logits", logits_BV, (None, None), FLOATS)
     B, V = logits_BV.shape
@@ -150,32 +149,30 @@ def advance(
     step_B: Array,
     rows_B: Array,
     ids_B: Array | None = None,
-    mail_2L: Array | None = None,
+    host_ids_2L: Array | None = None,
 ) -> None:
-    """lengths += 1 and step += 1 (int32) wherever rows >= 0: the end of a decoding step.
+    """The end of a decoding step: lengths += 1 and step += 1 where rows >= 0.
 
-    ids (B,), mail (2, L), L >= B, both int32: before that, mail[step % 2, b] = ids[b]. Without mail, nothing. With mail
-    in memory that host and GPU share (device.both_see), no copy stands between two steps.
+    lengths, step, rows, ids (B,), host_ids (2, L) with L >= B: int32. If host_ids is given, host_ids[step % 2, b] = ids[b] is
+    written first. host_ids may be in memory that host and GPU share (device.both_see); then no copy separates two steps.
     """
     for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
         check_array("advance", name, x, (rows_B.size,), ("int32",))
-    post = mail_2L is not None
-    check(not post or ids_B is not None, "advance: mail for which ids are missing")
-    if post:
+    check(host_ids_2L is None or ids_B is not None, "advance: host_ids is given without ids")
+    if host_ids_2L is not None:
         check_array("advance", "ids", ids_B, (rows_B.size,), ("int32",))
-        check_array("advance", "mail", mail_2L, (2, None), ("int32",))
-        check(
-            mail_2L.shape[1] >= rows_B.size,
-            f"advance: mail for {mail_2L.shape[1]} rows of {rows_B.size}",
-        )
+        check_array("advance", "host_ids", host_ids_2L, (2, None), ("int32",))
+        L, B = host_ids_2L.shape[1], rows_B.size
+        check(L >= B, f"advance: host_ids has {L} columns, expected at least {B}")
     if on_host(lengths_B, step_B, rows_B):
-        there = np.flatnonzero(rows_B >= 0)
-        if post:
-            mail_2L[step_B[there] % 2, there] = ids_B[there]
-        lengths_B[there] += 1
-        step_B[there] += 1
+        live = np.flatnonzero(rows_B >= 0)
+        if host_ids_2L is not None and ids_B is not None:
+            host_ids_2L[step_B[live] % 2, live] = ids_B[live]
+        lengths_B[live] += 1
+        step_B[live] += 1
         return
     overlap, arrays = can_overlap(rows_B), (lengths_B, step_B, rows_B)
-    more = (ids_B, mail_2L) if post else (rows_B, rows_B.reshape(1, -1))  # a kernel takes no None
-    advance_kernel = make_advance_kernel(overlap, post)
+    copies = host_ids_2L is not None
+    more = (ids_B, host_ids_2L) if copies else (rows_B, rows_B.reshape(1, -1))  # must not be None
+    advance_kernel = make_advance_kernel(overlap, copies)
     launch(advance_kernel, -(-rows_B.size // 32), 32, *arrays, *more, overlap=overlap)

@@ -1,16 +1,16 @@
 """The kernels of sampling.py: two rounds of top-k, then the draw; without top-k, a search in the whole vocabulary.
 
-place    of a token in the order: one whole number, its logit in the upper bits (as a number that grows with it), what is
-         missing from its id to the largest possible one below. Places are all different, and larger is earlier, so "lower id
-         first" needs no further care. -1 is nobody. A NaN comes before everybody.
-first    a block per segment of the vocabulary sorts lists of k places (bitonic sort, Batcher 1968), k a power of two, and
-         merges them until one is left. Of two lists in falling order, the larger of place i and of the other's place
-         k - 1 - i are the k largest of both, and half a bitonic sort puts them in order. Rows without top-k need only
-         the first of all, and sort nothing.
+key      a token's sort key, an int64: its logit in the upper bits, as an integer that grows with it; below, the largest
+         possible id minus its id. Keys are distinct, and a larger key comes earlier, so "lower id first" needs no extra step.
+         -1 is no token. A NaN sorts before everything else.
+first    a block per segment of the vocabulary sorts lists of k keys (bitonic sort, Batcher 1968), k a power of two, and
+         merges them until one is left. Of two descending lists, the larger of key i of one and key k - 1 - i of the other
+         are the k largest of both, and half a bitonic sort puts them in order. Rows without top-k need only the first
+         token, and sort nothing.
 second   a block per row merges those lists in the same way, as many at a time as shared memory holds.
-draw     with top-k, the running sum over the list. Without, tokens fall into bins by their distance from the largest
-         logit. The bin in which the end of top-p, or the draw, falls is gathered and sorted like a list; should it hold
-         more tokens than a list, the next bits of the place are bins in turn.
+draw     with top-k, the running sum over the list. Without, tokens are put into bins by their distance from the largest
+         logit. The bin in which the end of top-p, or the draw, lies is gathered and sorted like a list; if it holds more
+         tokens than a list, it is divided into bins by the next bits of the key.
 """
 
 import functools
@@ -24,24 +24,24 @@ from ..primitives.reduce import FULL
 
 ONE = 1 << 40  # the weight of the first token
 FRACTION = 31  # bits of p and of a random number
-ID = 31  # bits of a place that tell the id
+ID = 31  # bits of a key that hold the id
 LAST_ID = (1 << ID) - 1
-NAN_ORDER = (1 << 31) - 1  # beyond infinity
+NAN_ORDER = (1 << 31) - 1  # larger than that of infinity
 PHILOX_M = (0xD2511F53, 0xCD9E8D57)  # multipliers and Weyl constants of the paper's philox4x32
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD = 0xFFFFFFFF
 INFINITY = float32(math.inf)
 DISTANCE = 32  # factors of e that the bins span; ONE times e^-28 is less than one
-BATCH = 6  # logits that a thread asks for before it looks at the first
-PLACE = 63  # bits of a place
+BATCH = 6  # logits that a thread loads before it uses the first one
+KEY = 63  # bits of a key
 FAR = 1 << 62
 
 
 # ----------------------------------------------------------------------------- numbers
 @device
-def place_of(logit, token):
-    """0 <= place < 2^63"""
+def sort_key_of(logit, token):
+    """-> the token's sort key, 0 <= key < 2^63"""
     bits = int64(float_as_int(logit + float32(0.0)))  # -0 becomes 0: they are equal
     order = bits if bits >= 0 else bits ^ int64(0x7FFFFFFF)
     if logit != logit:
@@ -50,31 +50,34 @@ def place_of(logit, token):
 
 
 @device
-def logit_of(place):
-    order = (place >> ID) - int64(1 << 31)
+def logit_of(key):
+    """-> the logit of a key"""
+    order = (key >> ID) - int64(1 << 31)
     return int_as_float(int32(order if order >= 0 else order ^ int64(0x7FFFFFFF)))
 
 
 @device
-def token_of(place):
-    return int32(LAST_ID - (place & LAST_ID))
+def token_of(key):
+    """-> the id of a key"""
+    return int32(LAST_ID - (key & LAST_ID))
 
 
 @device
 def weight_of(logit, top, inverse):
+    """-> floor(2^40 exp((logit - top) / temperature)); inverse: 1 / temperature"""
     return int64(math.exp((logit - top) * inverse) * float32(ONE))
 
 
 @device
 def scaled(total, fraction):
-    """floor(total fraction / 2^31), total < 2^62, fraction < 2^31"""
+    """-> floor(total fraction / 2^31), for total < 2^62, fraction < 2^31"""
     low = total & LAST_ID
     return (total >> FRACTION) * fraction + (low * fraction >> FRACTION)
 
 
 @device
 def random_fraction(seed, sequence, step):
-    """31 random bits: Philox 4x32-10 of the counter (step, 0, sequence), key seed. int64 throughout; products wrap."""
+    """-> 31 random bits: Philox 4x32-10 of the counter (step, 0, sequence), key seed. All in int64; products wrap around."""
     c0, c1 = int64(step) & WORD, int64(0)
     c2, c3 = sequence & WORD, sequence >> 32 & WORD
     k0, k1 = seed & WORD, seed >> 32 & WORD
@@ -87,8 +90,8 @@ def random_fraction(seed, sequence, step):
 
 
 @device
-def wanted(temperature, top_k, K):
-    """How many of the first tokens a row needs, 0: all; and the bits of the power of two that holds so many"""
+def list_size(temperature, top_k, K):
+    """-> need, bits: how many of the first tokens a row needs (0: all), and log2 of the smallest power of two not below it"""
     need, bits = max(min(int64(top_k), int64(K)), int64(0)), int64(0)
     if temperature <= float32(0.0):
         need = int64(1)
@@ -97,18 +100,18 @@ def wanted(temperature, top_k, K):
     return need, bits
 
 
-# ----------------------------------------------------------------------------- of a block
+# ----------------------------------------------------------------------------- functions of a block
 @device
 def put_in_order(x_s, pairs, step, size, then):
-    """A bitonic merge: of x_s[0 : 2 pairs] those `step` apart are put in order, then those half as far, ... down to 1.
+    """A bitonic merge of x_s[0 : 2 pairs]: order the elements `step` apart, then those half as far apart, ... down to 1.
 
-    Runs of `size` fall and rise in turn. then: how far from its pair a thread will look afterwards. A warp's 32 pairs
-    lie in 64 neighbours while step <= 32, always the same ones, so only longer ways need the whole block to wait.
+    Runs of `size` alternate between descending and ascending. then: the distance of the accesses that follow. While
+    step <= 32, a warp's 32 pairs stay within the same 64 elements, so only larger steps need a barrier of the block.
     """
     while step > 0:
         i = int64(cuda.threadIdx.x)
         while i < pairs:
-            # unsigned: no code for indices that count from the end
+            # unsigned: no code for negative indices
             at = uint32(2 * i - (i & (step - 1)))
             other = uint32(at + step)
             a, b = x_s[at], x_s[other]
@@ -125,7 +128,7 @@ def put_in_order(x_s, pairs, step, size, then):
 
 @device
 def sort_lists(x_s, length, bits):
-    """x_s[0:length], a power of two, becomes lists of 2^bits, each in falling order."""
+    """Sort x_s[0:length], length a power of two, into lists of 2^bits, each in descending order."""
     size = int64(2)
     while size < int64(1) << bits:
         put_in_order(x_s, length >> 1, size >> 1, size, size)
@@ -135,7 +138,7 @@ def sort_lists(x_s, length, bits):
 
 @device
 def merge_halves(x_s, lists, bits):
-    """Of `lists` lists in falling order, a power of two, the 2^bits largest come first."""
+    """Merge `lists` descending lists, a power of two: the 2^bits largest keys become the first list."""
     last = (int64(1) << bits) - 1
     while lists > 1:
         lists >>= 1
@@ -150,8 +153,8 @@ def merge_halves(x_s, lists, bits):
 
 
 @device
-def block_max_place(v, scratch):
-    """The largest v >= -1, in thread 0"""
+def block_max_key(v, scratch):
+    """-> the maximum of v >= -1 over the block, in thread 0"""
     tid = cuda.threadIdx.x
     for step in (16, 8, 4, 2, 1):
         other = cuda.shfl_xor_sync(FULL, v, step)
@@ -169,7 +172,7 @@ def block_max_place(v, scratch):
 
 @device
 def running_sum(v, scratch):
-    """-> the sum of v over the threads up to and with this one, and over all. scratch: 32 int64 that nobody uses."""
+    """-> the sum of v over the threads up to and including this one, and over all threads. scratch: 32 unused int64"""
     tid, lane = cuda.threadIdx.x, cuda.threadIdx.x & 31
     for i in range(5):
         before = cuda.shfl_up_sync(FULL, v, 1 << i)
@@ -189,44 +192,48 @@ def running_sum(v, scratch):
 # ----------------------------------------------------------------------------- first round
 @functools.cache
 def make_segment_kernel(SEGMENT, K, overlap, ready):
-    """K: the longest list, at most SEGMENT; both powers of two. ready: the rows' parameters may be read before the wait."""
+    """-> (the kernel of the first round, its threads).
+
+    K: the longest list, at most SEGMENT; both powers of two. overlap: the kernel may start before the previous one has ended.
+    ready: temperature and top_k may be read before that.
+    """
     THREADS = min(max(SEGMENT // 2, 32), 512)
     EACH = SEGMENT // THREADS
 
     @kernel(THREADS)
     def sample_segment_kernel(lists, logits, temperature_B, top_k_B, V, columns):
         """Grid (segments, B), block THREADS. lists: flat (B segments K) int64; logits: flat (B columns), V of them tokens."""
-        places, scratch = cuda.shared.array(SEGMENT, int64), cuda.shared.array(32, int64)
+        keys, scratch = cuda.shared.array(SEGMENT, int64), cuda.shared.array(32, int64)
         tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.y)
         first = int64(cuda.blockIdx.x) * SEGMENT
         out = (b * cuda.gridDim.x + cuda.blockIdx.x) * K
         if overlap and not ready:
             wait_for_previous()
-        _, bits = wanted(temperature_B[b], top_k_B[b], K)
+        _, bits = list_size(temperature_B[b], top_k_B[b], K)
         if overlap:
             if ready:
                 wait_for_previous()
             let_next_start()
         x, best = cuda.local.array(EACH, float32), int64(-1)
-        for j in range(EACH):  # all under way before one is used
+        for j in range(EACH):  # all loads are in flight before the first one is used
             token = first + j * THREADS + tid
             x[j] = load1(logits, b * columns + token) if token < V else float32(0.0)
         for j in range(EACH):
-            token, place = first + j * THREADS + tid, int64(-1)
+            token, key = first + j * THREADS + tid, int64(-1)
             if token < V:
-                place = place_of(x[j], token)
-            best = best if best > place else place
-            places[j * THREADS + tid] = place
+                key = sort_key_of(x[j], token)
+            best = best if best > key else key
+            keys[j * THREADS + tid] = key
         if bits == 0:
-            best = block_max_place(best, scratch)
+            best = block_max_key(best, scratch)
             if tid == 0:
                 lists[out] = best
             return
         cuda.syncthreads()
-        sort_lists(places, int64(SEGMENT), bits)
-        merge_halves(places, int64(SEGMENT) >> bits, bits)
+        sort_lists(keys, int64(SEGMENT), bits)
+        merge_halves(keys, int64(SEGMENT) >> bits, bits)
         for i in range(tid, int64(1) << bits, THREADS):
-            lists[out + i] = places[i]
+            lists[out + i] = keys[i]
 
     return sample_segment_kernel, THREADS
 
@@ -234,49 +241,50 @@ def make_segment_kernel(SEGMENT, K, overlap, ready):
 # ----------------------------------------------------------------------------- second round
 @functools.cache
 def make_merge_lists(K):
-    """-> merge_lists(held, scratch, lists, first, segments, bits): held[0 : 2^bits] = the largest of all, in falling order
+    """-> merge_lists(candidates_s, scratch, lists, first, segments, bits): merge all segments' lists.
 
-    held has room for 2 K places; beyond those 2^bits it is left as it happens to be.
+    candidates_s[0 : 2^bits] = the largest keys of all, descending. It has room for 2 K keys; elements from 2^bits on are
+    unspecified afterwards.
     """
 
     @device
-    def merge_lists(held, scratch, lists, first, segments, bits):
+    def merge_lists(candidates_s, scratch, lists, first, segments, bits):
         tid, last = cuda.threadIdx.x, (int64(1) << bits) - 1
         if bits == 0:
             best = int64(-1)
             s = int64(tid)
             while s < segments:
-                place = lists[first + s * K]
-                best = best if best > place else place
+                key = lists[first + s * K]
+                best = best if best > key else key
                 s += K
-            best = block_max_place(best, scratch)
+            best = block_max_key(best, scratch)
             if tid == 0:
-                held[0] = best
+                candidates_s[0] = best
             cuda.syncthreads()
             return
         side_by_side = int64(2 * K) >> bits
         for s in range(0, segments, side_by_side):
             for j in range(2):
                 i = tid + j * K
-                mine, at, place = s + (i >> bits), i & last, int64(-1)
+                mine, at, key = s + (i >> bits), i & last, int64(-1)
                 if mine < segments:
-                    place = lists[first + mine * K + (at if s == 0 else last - at)]
-                if s == 0 or place > held[i]:
-                    held[i] = place
+                    key = lists[first + mine * K + (at if s == 0 else last - at)]
+                if s == 0 or key > candidates_s[i]:
+                    candidates_s[i] = key
             cuda.syncthreads()
             if s > 0:
-                put_in_order(held, K, (last + 1) >> 1, FAR, FAR)
+                put_in_order(candidates_s, K, (last + 1) >> 1, FAR, FAR)
         while side_by_side >> 1 >= segments:
             side_by_side >>= 1
-        merge_halves(held, side_by_side, bits)
+        merge_halves(candidates_s, side_by_side, bits)
 
     return merge_lists
 
 
 # ----------------------------------------------------------------------------- the draw
 @device
-def whose(goal, end, mine, what, found):
-    """The one thread whose part of a running sum holds goal tells all what it stands for, and the sum before it."""
+def find_owner(goal, end, mine, what, found):
+    """-> `what` of the thread find_owner interval end - mine <= goal < end of a running sum contains goal, and end - mine."""
     if end - mine <= goal and goal < end:
         found[0], found[1] = what, end - mine
     cuda.syncthreads()
@@ -287,7 +295,7 @@ def whose(goal, end, mine, what, found):
 
 @device
 def add_weight(bins, i, w):
-    """bins[0, i] are the lower, bins[1, i] the upper 32 bits of a sum: shared memory adds no more bits at once."""
+    """bins[0, i] and bins[1, i] hold the lower and upper 32 bits of a sum: shared memory has no faster 64-bit atomics."""
     low = w & WORD
     low += int64(cuda.atomic.add(bins, (0, i), uint32(low)))
     high = (w >> 32) + (low >> 32)
@@ -297,30 +305,31 @@ def add_weight(bins, i, w):
 
 @device
 def of_bin(bins, i):
+    """-> the sum of bin i"""
     return int64(bins[1, i]) << 32 | int64(bins[0, i])
 
 
 @device
 def load_batch(x, logits, first, token, V):
-    """x[j] = the logit of token + j blockDim, -inf behind the last; all are under way before one is used."""
+    """x[j] = the logit of token + j blockDim, -inf beyond the last token; all loads are in flight before one is used."""
     for j in range(BATCH):
-        there = token + j * cuda.blockDim.x
-        x[j] = load1(logits, first + there) if there < V else -INFINITY
+        t = token + j * cuda.blockDim.x
+        x[j] = load1(logits, first + t) if t < V else -INFINITY
 
 
 @functools.cache
 def make_search(K):
-    """K: length of a list, bins and threads of the block. -> weigh, look_closer"""
+    """-> weigh_bins, search_bin: the search without top-k. K: length of a list, bins, and threads of the block"""
     BITS, STEEP = K.bit_length() - 1, float32(K / DISTANCE)
 
     @device
     def bin_of(logit, top, inverse):
-        """Never falls while the logit falls: rounding keeps the order."""
+        """-> the bin of a logit. A smaller logit never gets an earlier bin: rounding is monotonic."""
         distance = (top - logit) * inverse * STEEP
         return int64(distance) if distance < float32(K - 1) else int64(K - 1)
 
     @device
-    def weigh(bins, logits, first, V, top, inverse):
+    def weigh_bins(bins, logits, first, V, top, inverse):
         """-> the weight of all tokens in this thread's bin"""
         tid = cuda.threadIdx.x
         bins[0, tid] = bins[1, tid] = uint32(0)
@@ -336,16 +345,31 @@ def make_search(K):
         return of_bin(bins, tid)
 
     @device
-    def look_closer(
-        held, bins, count, scratch, found, logits, first, V, top, inverse, chosen, before, goal
+    def search_bin(
+        candidates_s,
+        bins,
+        count,
+        scratch,
+        found,
+        logits,
+        first,
+        V,
+        top,
+        inverse,
+        chosen,
+        before,
+        goal,
     ):
-        """The running sum exceeds goal within the bin `chosen`, which begins at `before`. -> the place, the sum before it"""
+        """-> the key of the token at which the running sum exceeds goal, and the sum before it.
+
+        The token is in bin `chosen`, which begins at the sum `before`.
+        """
         tid = cuda.threadIdx.x
-        x, prefix, shift, n = cuda.local.array(BATCH, float32), int64(0), int64(PLACE), int64(K + 1)
+        x, prefix, shift, n = cuda.local.array(BATCH, float32), int64(0), int64(KEY), int64(K + 1)
         while n > K:
             lower = max(shift - BITS, int64(0))
             digits = (int64(1) << (shift - lower)) - 1
-            held[tid], bins[0, tid], bins[1, tid] = int64(-1), uint32(0), uint32(0)
+            candidates_s[tid], bins[0, tid], bins[1, tid] = int64(-1), uint32(0), uint32(0)
             if tid == 0:
                 count[0] = 0
             cuda.syncthreads()
@@ -353,105 +377,108 @@ def make_search(K):
                 load_batch(x, logits, first, token, V)
                 for j in range(BATCH):
                     if bin_of(x[j], top, inverse) == chosen:
-                        place = place_of(x[j], token + j * K)
-                        if place >> shift == prefix:
+                        key = sort_key_of(x[j], token + j * K)
+                        if key >> shift == prefix:
                             i = cuda.atomic.add(count, 0, 1)
                             if i < K:
-                                held[i] = place
-                            digit = digits - (place >> lower & digits)
+                                candidates_s[i] = key
+                            digit = digits - (key >> lower & digits)
                             add_weight(bins, digit, weight_of(x[j], top, inverse))
             cuda.syncthreads()
             n = int64(count[0])
             if n > K:
                 mine = of_bin(bins, tid)
                 end, _ = running_sum(mine, scratch)
-                digit, more = whose(goal - before, end, mine, int64(tid), found)
+                digit, more = find_owner(goal - before, end, mine, int64(tid), found)
                 before += more
                 prefix, shift = prefix << (shift - lower) | (digits - digit), lower
         bits = int64(1)
         while int64(1) << bits < n:
             bits += 1
-        sort_lists(held, int64(1) << bits, bits)
-        place, mine = held[tid], int64(0)
-        if place >= 0:
-            mine = weight_of(logit_of(place), top, inverse)
+        sort_lists(candidates_s, int64(1) << bits, bits)
+        key, mine = candidates_s[tid], int64(0)
+        if key >= 0:
+            mine = weight_of(logit_of(key), top, inverse)
         end, _ = running_sum(mine, scratch)
-        return whose(goal, end + before, mine, place, found)
+        return find_owner(goal, end + before, mine, key, found)
 
-    return weigh, look_closer
+    return weigh_bins, search_bin
 
 
 @functools.cache
 def make_draw_kernel(K, overlap, ready):
-    """K: the longest list, a power of two from 32 to 1024, and the threads of a block. ready: as in the first round"""
-    ROOM, merge_lists, (weigh, look_closer) = 2 * K, make_merge_lists(K), make_search(K)
+    """-> the kernel of the second round and the draw. Launch with K threads.
+
+    K: the longest list, a power of two from 32 to 1024. overlap, ready: see make_segment_kernel
+    """
+    ROOM, merge_lists, (weigh_bins, search_bin) = 2 * K, make_merge_lists(K), make_search(K)
 
     @kernel(K)
     def sample_draw_kernel(
         ids_B, lists, logits, temperature_B, top_k_B, top_p_B, seed_B, sequence_B, step_B, segments, V, columns
     ):  # fmt: skip
         """Grid B, block K."""
-        held, scratch = cuda.shared.array(ROOM, int64), cuda.shared.array(32, int64)
+        candidates_s, scratch = cuda.shared.array(ROOM, int64), cuda.shared.array(32, int64)
         bins, found = cuda.shared.array((2, K), uint32), cuda.shared.array(2, int64)
         count = cuda.shared.array(1, int32)
         tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.x)
         if overlap and not ready:
             wait_for_previous()
-        need, bits = wanted(temperature_B[b], top_k_B[b], K)
+        need, bits = list_size(temperature_B[b], top_k_B[b], K)
         if overlap:
             if ready:
                 wait_for_previous()
             let_next_start()
-        merge_lists(held, scratch, lists, b * segments * K, segments, bits)
-        top = logit_of(held[0])
-        # of infinite logits the first is as good as any
+        merge_lists(candidates_s, scratch, lists, b * segments * K, segments, bits)
+        top = logit_of(candidates_s[0])
+        # of infinite logits, the first one is taken
         if need == 1 or top != top or top == INFINITY or top == -INFINITY:
             if tid == 0:
-                ids_B[b] = token_of(held[0]) if top == top else int32(-1)
+                ids_B[b] = token_of(candidates_s[0]) if top == top else int32(-1)
             return
         fraction, p = random_fraction(seed_B[b], sequence_B[b], step_B[b]), top_p_B[b]
         inverse, first = float32(1.0) / temperature_B[b], b * columns
         what, mine = int64(tid), int64(0)
         if need == 0:
-            mine = weigh(bins, logits, first, V, top, inverse)
-        elif tid < need and held[tid] >= 0:
-            what = held[tid]
+            mine = weigh_bins(bins, logits, first, V, top, inverse)
+        elif tid < need and candidates_s[tid] >= 0:
+            what = candidates_s[tid]
             mine = weight_of(logit_of(what), top, inverse)
         end, kept = running_sum(mine, scratch)
-        draws = p >= float32(1.0)  # else the last token that stays is looked for first
+        draws = p >= float32(1.0)  # otherwise the last token that top-p keeps is searched first
         goal = max(scaled(kept, int64(p * float32(1 << FRACTION))), int64(1)) - 1
         while True:
             if draws:
                 goal = scaled(kept, fraction)
-            place, before = whose(goal, end, mine, what, found)
+            key, before = find_owner(goal, end, mine, what, found)
             if need == 0:
-                place, before = look_closer(
-                    held, bins, count, scratch, found, logits, first, V, top, inverse, place, before, goal
+                key, before = search_bin(
+                    candidates_s, bins, count, scratch, found, logits, first, V, top, inverse, key, before, goal
                 )  # fmt: skip
             if draws:
                 break
-            kept, draws = before + weight_of(logit_of(place), top, inverse), True
+            kept, draws = before + weight_of(logit_of(key), top, inverse), True
         if tid == 0:
-            ids_B[b] = token_of(place)
+            ids_B[b] = token_of(key)
 
     return sample_draw_kernel
 
 
 # ----------------------------------------------------------------------------- the end of a step
 @functools.cache
-def make_advance_kernel(overlap, post):
-    """post: also write the ids where the host can read them."""
+def make_advance_kernel(overlap, copies):
+    """-> the kernel of sampling.advance. copies: also copy the ids to host_ids"""
 
     @kernel(32)
-    def advance_kernel(lengths_B, step_B, rows_B, ids_B, mail_2L):
+    def advance_kernel(lengths_B, step_B, rows_B, ids_B, host_ids_2L):
         """Grid ceil(B / 32), block 32."""
         b = int64(cuda.blockIdx.x) * 32 + cuda.threadIdx.x
         if overlap:
             wait_for_previous()
             let_next_start()
         if b < rows_B.size and rows_B[b] >= 0:
-            if post:
-                mail_2L[step_B[b] & 1, b] = ids_B[b]
+            if copies:
+                host_ids_2L[step_B[b] & 1, b] = ids_B[b]
             lengths_B[b] += 1
             step_B[b] += 1
 
