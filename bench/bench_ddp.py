@@ -1,19 +1,19 @@
-"""Data parallelism: the same step on 1, 2, 4 GPUs, every stage, against torch DDP + torch.compile.
+"""Data parallelism: the same step on 1, 2, 4 GPUs, in every stage, compared with torch DDP + torch.compile.
 
     python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch] [--buckets 8 16 32 64]
 
-Batch 32 per GPU, bf16. A time is the mean of `steps` steps started one after the other (as in training, nothing waits in
-between), the median of five such runs, on a chip warmed by a second of the same. What is printed of each variant, in ms:
+Batch 32 per GPU, bf16. A time is the mean of `steps` consecutive steps (without waiting in between, as in training), and
+the median of five such runs, on a chip warmed up by one second of the same work. Printed for each variant, in ms:
 
     step           the whole step
-    alone          the step of xtrain.train on each of the same GPUs, all busy, in turns with it: chips differ, and
-                   a warm one is slower
-    exposed        step minus the step of --dp none, which communicates nothing: what communication costs
-    communication  the same collectives alone, with nothing else to do; GB/s: bytes per rank * 2 (n-1)/n / that time
+    alone          the step of xtrain.train on each of the same GPUs, all busy, run alternately with the variant:
+                   chips differ, and a warm chip is slower
+    exposed        step minus the step of --dp none, which does not communicate: the cost of communication
+    communication  the same collectives alone, without other work; GB/s: bytes per rank * 2 (n-1)/n / that time
     optimizer      norm, AdamW and, with ZeRO, the all-gather, alone
-    of linear      tokens/s over the sum of what the GPUs do alone
-    of one GPU     tokens/s over n times those of the job with one GPU, which ran before
-    bytes          per parameter and GPU, as allocated: weights, gradients, moments, bf16 copies
+    of linear      tokens/s divided by the sum of the tokens/s of the GPUs alone
+    of one GPU     tokens/s divided by n times those of the job with one GPU, which ran before
+    bytes          allocated per parameter and GPU: weights, gradients, moments, bf16 copies
 
 The script starts itself again, under mpirun for xtrain and under torchrun for PyTorch.
 """
@@ -35,7 +35,7 @@ import numpy as np
 import tyro
 
 BATCH = 32  # sequences per GPU
-WARMUP = 1.0  # seconds: a chip that has become warm is slower by 2 to 5 %
+WARMUP = 1.0  # seconds: a warm chip is slower by 2 to 5 %
 RUNS = 5
 
 
@@ -44,23 +44,26 @@ class Options:
     gpus: list[int] = field(default_factory=lambda: [1, 2, 4])
     models: list[str] = field(default_factory=lambda: ["dim384", "dim768"])
     against: Literal["none", "torch"] = "torch"
-    torch_gpus: list[int] = field(default_factory=lambda: [1, 2, 4])  # where PyTorch runs as well
+    # numbers of GPUs for which PyTorch runs, too
+    torch_gpus: list[int] = field(default_factory=lambda: [1, 2, 4])
     stages: list[str] = field(
         default_factory=lambda: ["none", "naive", "flat", "overlap", "bucket"]
     )
-    buckets: list[float] = field(default_factory=lambda: [32.0])  # with --dp bucket: MiB to try
+    buckets: list[float] = field(default_factory=lambda: [32.0])  # MiB, for --dp bucket
     transports: list[str] = field(default_factory=lambda: ["nccl", "copy"])
     grad_comm: list[str] = field(default_factory=lambda: ["fp32"])
     zero: list[int] = field(default_factory=lambda: [0, 1])
     precision: Literal["fp32", "bf16"] = "bf16"
     steps: int = 20
-    worker: str = ""  # what the script says to itself: what to measure, as JSON
+    worker: str = ""  # internal: the task of a worker process, as JSON
 
 
 def variants(o: Options, n: int) -> list[dict]:
+    """-> the options of every variant that runs on n GPUs"""
     if n == 1:
         return [dict(dp="none")]
-    few = "none", *(o.stages if n == max(o.gpus) else ())  # side by side where there are most
+    # all stages only on the largest number of GPUs
+    few = "none", *(o.stages if n == max(o.gpus) else ())
     stages = [dict(dp=dp, transport="nccl") for dp in o.stages if dp in few and dp != "bucket"]
     if "bucket" not in o.stages:
         return stages
@@ -71,6 +74,7 @@ def variants(o: Options, n: int) -> list[dict]:
 
 
 def label(v: dict) -> str:
+    """The name of a variant in the records."""
     words = [v["dp"]]
     if v["dp"] == "bucket":
         words += [f"{v['bucket_mb']:g} MiB", v["transport"], v["grad_comm"]] + ["ZeRO-1"] * v[
@@ -79,9 +83,9 @@ def label(v: dict) -> str:
     return " ".join(words)
 
 
-# ----------------------------------------------------------------------------- one rank of ours
+# ----------------------------------------------------------------------------- one rank of xtrain
 class Batches:
-    """A loader of made-up tokens, already in memory."""
+    """A loader of random tokens that are already in memory."""
 
     def __init__(self, config, T, rank):
         from bench_train import batches
@@ -94,7 +98,7 @@ class Batches:
 
 
 def measure(runs, ranks, steps, warmup=WARMUP):
-    """Of each run ms per step (median, best, worst of RUNS), in turns."""
+    """-> ms per step of each run (median, best, worst of RUNS); the runs alternate"""
     import cupy as cp
 
     def once(run):
@@ -132,8 +136,8 @@ def kind_of(T, batch):
 
 @functools.cache
 def run_alone(name, precision, rank):
-    """-> a run of xtrain.train, made once: what every variant is compared with; the weights it began with, the same on
-    all ranks."""
+    """-> a run of xtrain.train, created once, with which every variant is compared; its initial weights, the same on
+    all ranks"""
     from bench_train import model_config
 
     from xtrain.config import TrainConfig
@@ -206,7 +210,7 @@ def one_variant(o, name, v, ranks):
 
 
 def communicate(run):
-    """The collectives of one backward, and nothing else."""
+    """Run only the collectives of one backward pass."""
     stage, collectives = run.parallel.stage, run.parallel.collectives
     slices, start = stage.slices, getattr(stage, "start", collectives.all_reduce)
     if run.config.dp == "flat":

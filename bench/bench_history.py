@@ -1,17 +1,17 @@
-"""The way from one sequence at a time to a batch, measured again on this card (dim384, T 256).
+"""The phases from one sequence at a time to a batch in a CUDA graph, all measured on this card (dim384, T 256).
 
     python bench/bench_history.py
 
     one sequence       B = 1: the GPU waits for Python
     batch by loop      32 sequences one after the other, one optimizer step
-    looped attention   the linears see the whole batch, attention runs head by head with round trips to the host
-    batched            everything at once, launched from Python kernel by kernel
+    looped attention   linears over the whole batch, attention head by head with copies to the host and back
+    batched            everything over the whole batch, each kernel launched from Python
     graph              the same step in one CUDA graph
-    bf16 eager         bf16 with fp32 masters, FlashAttention on tensor cores, kernel by kernel
-    bf16               the same in one CUDA graph: what xtrain does
+    bf16 eager         bf16 with fp32 masters, FlashAttention on tensor cores, each kernel launched from Python
+    bf16               the same in one CUDA graph: xtrain's step
 
-The second phase was believed to be slow because of its optimizer; the third because of the linears. The measurement
-says: launches and round trips. Lesson 9 tells the story.
+The optimizer was thought to slow down the second phase, and the linears the third. The measurement shows the causes:
+launches and copies between device and host. See lesson 9.
 """
 
 import time
@@ -29,7 +29,7 @@ from xtrain.nn.optim import clip
 
 
 class LoopedAttention(Function):
-    """Head by head, sequence by sequence, each slice through the host: how not to do it."""
+    """Attention head by head and sequence by sequence, with each slice copied through the host: slow on purpose."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale, causal):
@@ -64,7 +64,8 @@ class LoopedAttention(Function):
 
 
 def tokens_per_second(step, data, tokens, repeat):
-    for ids, targets in data[:4]:  # compiles, and captures a graph
+    """-> tokens per second, ms per step: medians over `repeat` steps"""
+    for ids, targets in data[:4]:  # compile, and capture a graph
         step(ids, targets)
     times = []
     for i in range(repeat):

@@ -1,10 +1,10 @@
-"""The kernels of the lessons, timed at real size: block sizes, copies, transposes, reductions, matrix products.
+"""The kernels of the lessons at realistic sizes: block sizes, copies, transposes, reductions, matrix products.
 
     python bench/bench_lessons.py [--only copy linear]
 
-The kernels are the ones in the lessons' own cells (tags imports, exercise, solution, bench), so a number in a lesson is about
-the code above it. Each result is compared with NumPy or CuPy before it is timed. GB/s count what must move at least; TFLOP/s
-count 2 N O I. Medians inside CUDA graphs, the second-level cache flushed before each run: see _timing.py.
+The kernels come from the lessons' cells (tags imports, exercise, solution, bench), so a number in a lesson belongs to
+the code above it. Each result is checked against NumPy or CuPy before it is timed. GB/s count the bytes that must move;
+TFLOP/s count 2 N O I. Times are medians inside CUDA graphs, with the L2 cache flushed before each run: see _timing.py.
 """
 
 import functools
@@ -22,14 +22,14 @@ from xtrain.kernels.runtime.launch import launch
 
 FP32, BF16 = DTYPES["fp32"], DTYPES["bf16"]
 COPY, SIDE = 1 << 24, 4096  # elements of a copy; rows and columns of a transpose
-ROWS, WIDTH = 32768, 768  # of the norms
-PRODUCT = 2048  # of the matrix products
-TOLERANCE = 1e-5  # of the norm of the result; sums of 2048 float32 products
+ROWS, WIDTH = 32768, 768  # input of the norms
+PRODUCT = 2048  # N = O = I of the matrix products
+TOLERANCE = 1e-5  # relative to the norm of the result; sums of 2048 float32 products
 
 
 @dataclass
 class Options:
-    only: list[str] = field(default_factory=list)  # names that begin so; all
+    only: list[str] = field(default_factory=list)  # prefixes of names; default: all
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def code(number: str):
 
 
 def measure(options, name, shape, run, result, want, nbytes=0, flops=0, dtype="fp32"):
-    """Check, time, append one record. result: the array that run() fills, or None if run returns it."""
+    """Check the result, time run() and append one record. result: the array that run() fills, or None if run returns it."""
     if options.only and not name.startswith(tuple(options.only)):
         return
     got = run() if result is None else (run(), result)[1]
@@ -143,7 +143,7 @@ def products(options):
 
 
 def vocabularies(options):
-    """The head of dim384 with the vocabulary of GPT-2, and with it rounded up to a multiple of 128."""
+    """The head of dim384 with GPT-2's vocabulary, and with the vocabulary rounded up to a multiple of 128."""
     N, width = 8192, 384
     for V in (50257, 50304):
         x, w = draw(BF16, N, width), draw(BF16, V, width, seed=1)

@@ -1,17 +1,17 @@
-"""Training speed, whole steps: a new batch, forward, loss, backward, clip by global norm, AdamW.
+"""Training speed of whole steps: a new batch, forward, loss, backward, clip by global norm, AdamW.
 
     python bench/bench_train.py [--models dim384 dim768 gpt124m] [--precision fp32 bf16] [--against torch]
-    python bench/bench_train.py --models dim768 --precision fp32 bf16 --batch 16 32 --against none     what bf16 gains
+    python bench/bench_train.py --models dim768 --precision fp32 bf16 --batch 16 32 --against none     bf16 and fp32
     python bench/bench_train.py --models gpt124m --precision bf16 --against none --no-wgmma            attention as on older cards
 
-xtrain and PyTorch run one after the other in one process, from the same weights on the same batches; the loss curves of the
-first 20 steps are printed beside each other. (The learning rate grows meanwhile. At its full size from the start, dim768 goes
-through a peak of the loss in which two roundings of the same mathematics come out 0.1 apart.) Tokens per second are
-batch * T / median step time, each step timed to its end.
-Peak memory is what each library's allocator took from the card.
+xtrain and PyTorch run one after the other in one process, from the same weights and on the same batches. The loss curves of
+the first 20 steps are printed for comparison. (The learning rate warms up during these steps. At the full rate from the
+start, the loss of dim768 goes through a peak, in which two roundings of the same mathematics differ by 0.1.) Tokens per
+second are batch * T / median step time; the GPU is synchronized after each step.
+Peak memory is what each library's allocator reserved on the card.
 
-The opponent: in fp32 eager PyTorch without TF32; in bf16 the fastest of torch.compile's modes, with autocast, fused AdamW,
-and the vocabulary padded as ours is.
+The peer: in fp32 eager PyTorch without TF32; in bf16 the fastest of torch.compile's modes, with autocast, fused AdamW,
+and the vocabulary padded as in xtrain.
 """
 
 import gc
@@ -32,7 +32,7 @@ from xtrain.kernels.attention import flash_attention
 from xtrain.nn.cuda_graph import Graphed
 from xtrain.nn.optim import clip
 
-VOCAB = {"gpt124m": 50304}  # GPT-2's 50257 for the others, which xtrain pads in memory
+VOCAB = {"gpt124m": 50304}  # the others use GPT-2's 50257, which xtrain pads in memory
 LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 WARMUP = 100  # steps in which the learning rate grows to LR
 MODES = ("default", "reduce-overhead", "max-autotune")  # of torch.compile
@@ -43,14 +43,12 @@ class Options:
     models: list[str] = field(default_factory=lambda: ["dim384"])
     precision: list[Literal["fp32", "bf16"]] = field(default_factory=lambda: ["fp32"])
     against: Literal["none", "torch"] = "torch"
-    modes: list[str] = field(
-        default_factory=lambda: list(MODES)
-    )  # of torch.compile to try, in bf16
-    steps: int = 20  # timed, after as many for warm-up and the loss curve
-    wgmma: bool = True  # attention's kernels for compute capability 9.0, where the GPU has it
-    batch: list[int] = field(
-        default_factory=list
-    )  # sequences, one after the other; none: the preset's
+    # modes of torch.compile to try, in bf16
+    modes: list[str] = field(default_factory=lambda: list(MODES))
+    steps: int = 20  # timed steps, after as many for warm-up and the loss curve
+    wgmma: bool = True  # attention kernels for compute capability 9.0, if supported
+    # batch sizes to measure; default: the preset's
+    batch: list[int] = field(default_factory=list)
 
 
 def model_config(name: str) -> tuple[xtrain.ModelConfig, int, int]:
@@ -62,7 +60,7 @@ def model_config(name: str) -> tuple[xtrain.ModelConfig, int, int]:
 
 
 def batches(config, B, T, n, seed=0):
-    """n batches of ids that can be learned a little: a few tokens are much more frequent."""
+    """n batches of random ids. A few tokens are much more frequent, so that the loss can fall."""
     rng = np.random.default_rng(seed)
     draws = (config.vocab_size * rng.random((n, B, T + 1)) ** 4).astype(np.int32)
     return [(np.ascontiguousarray(d[:, :-1]), np.ascontiguousarray(d[:, 1:])) for d in draws]
@@ -73,7 +71,7 @@ def learning_rate(step: int) -> float:
 
 
 def xtrain_step(model, graph=True):
-    """A training step of ours, captured in a CUDA graph unless told otherwise: host arrays in, loss (on the GPU) out."""
+    """-> xtrain's training step: host arrays in, loss (on the GPU) out. graph: capture it in a CUDA graph."""
     optimizer = xtrain.AdamW(model, LR, BETAS, weight_decay=DECAY)
 
     def compute(ids, targets, hyper):
@@ -94,7 +92,7 @@ def xtrain_step(model, graph=True):
 
 
 def torch_step(config, T, ours, precision, mode):
-    """The opponent's step; mode None: eager."""
+    """-> PyTorch's training step; mode None: eager"""
     import torch
     from torch_model import Model, load_weights
 
@@ -161,6 +159,7 @@ def run(step, data, synchronize):
 
 
 def bench(name, precision, o, batch=None):
+    """Measure one model in one precision, and PyTorch in the same run, and append the record."""
     config, B, T = model_config(name)
     B = batch or B
     data = batches(config, B, T, 2 * o.steps)
@@ -176,9 +175,8 @@ def bench(name, precision, o, batch=None):
             "peer_modes": o.modes if precision == "bf16" else [], "peer_ms": [round(x, 3) for x in ms], "peer_peak_gb": round(peak, 2),
         }  # fmt: skip
     step = xtrain_step(model)
-    losses, ms = run(
-        step, data, synchronize
-    )  # step holds the graph's memory until it has been read below
+    losses, ms = run(step, data, synchronize)
+    # step must live until the peak memory is read: it owns the graph's memory
     record(
         "bench_train", name, shape=f"B={B} T={T} V={config.vocab_size}", dtype=precision, ms=ms[0],
         value=B * T / ms[0] * 1e3, unit="tok/s", peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),

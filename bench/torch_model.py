@@ -1,4 +1,4 @@
-"""The opponent: the same model in plain PyTorch, as a user would write it. Used by the benches alone."""
+"""The peer of the benches: the same model in plain PyTorch, as a user would write it."""
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +39,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """padded: a vocabulary as large as xtrain's is in memory. Here the padding is part of the softmax, as users have it: with 47
-    more tokens than 50257 the loss begins 0.0009 higher."""
+    """padded: use the padded vocabulary size of xtrain. Here the padding is part of the softmax, as in user code: with 47
+    tokens more than 50257 the initial loss is 0.0009 higher."""
 
     def __init__(self, c: ModelConfig, T: int, padded: bool):
         super().__init__()

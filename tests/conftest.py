@@ -1,10 +1,9 @@
-"""Tests marked `gpu` run only where there is one."""
+"""Skip tests marked `gpu` on machines without a GPU; choose the number of test processes."""
 
 import os
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # small matrices: threads that wait for each other cost more
+# for small matrices, threads cost more time than they save
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 
@@ -15,11 +14,11 @@ def pytest_collection_modifyitems(items):
     if not device.gpu_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                # speed, memory and real streams: what the simulator cannot show. Values are tested without the mark
+                # the mark is for speed, memory and real streams; values are tested in the simulator, too
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 def pytest_xdist_auto_num_workers(config):
-    """What `-n auto` in setup.cfg means: the whole suite on all cores (8 share a GPU well), a part of it in this process."""
+    """`-n auto` in setup.cfg: run the whole suite on all cores (at most 8: they share a GPU), parts of it in one process."""
     part = config.option.keyword or config.option.markexpr or config.args_source.name == "ARGS"
     return 0 if part else min(8, os.cpu_count() or 1)

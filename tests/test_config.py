@@ -1,4 +1,4 @@
-"""Every sentence that a bad config is refused with, the presets, and the way to JSON and back."""
+"""Every error message for a bad config, the presets, and conversion to and from JSON."""
 
 import faulthandler
 import json
@@ -21,13 +21,13 @@ def model(**changes):
 
 
 # ----------------------------------------------------------------------------- the model
-def test_what_is_left_out():
+def test_defaults():
     c = model()
     assert (c.n_kv_heads, c.head_dim, c.hidden_dim) == (4, 8, 128)  # 8/3 32 = 85.3, up to 2 x 64
     assert c.padded_vocab_size == 128 and c.context == c.max_seq_len == 1024
     assert model(dim=768).hidden_dim == 2048 and model(vocab_size=128).padded_vocab_size == 128
     assert model(vocab_size=50257).padded_vocab_size == 50304
-    assert model(n_heads=3, head_dim=6).head_dim == 6  # then dim need not be divisible
+    assert model(n_heads=3, head_dim=6).head_dim == 6  # dim need not be divisible then
     with pytest.raises(FrozenInstanceError):
         c.dim = 3
 
@@ -89,7 +89,7 @@ def test_yes_or_no(name, bad):
         (dict(rope_scaling=dict(LLAMA3, high_freq_factor=1.0)), "high_freq_factor must be larger than low_freq_factor"),
     ],
 )  # fmt: skip
-def test_impossible_shapes(changes, sentence):
+def test_invalid_shapes(changes, sentence):
     with pytest.raises(UserError) as error:
         model(**changes)
     assert sentence in str(error.value)
@@ -116,7 +116,7 @@ def test_to_json_and_back():
     assert ModelConfig.from_dict(dict(vocab_size=5, dim=4, n_layers=1, n_heads=2)).head_dim == 2
 
 
-def test_from_dict_names_what_it_does_not_know():
+def test_from_dict_names_unknown_and_missing_fields():
     good = model().to_dict()
     with pytest.raises(
         UserError, match=r"unknown model config depth, n_head: the fields are dim, head_dim"
@@ -161,7 +161,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("options, sentence", WRONG)
-def test_options_that_make_no_sense(options, sentence):
+def test_invalid_options(options, sentence):
     with pytest.raises(UserError) as error:
         resolve(TrainConfig(**options), gpu=False)
     assert sentence in str(error.value)
@@ -176,11 +176,11 @@ WRONG_OF_DDP = [
 
 
 @pytest.mark.parametrize("options, sentence", WRONG_OF_DDP)
-def test_options_of_ddp_that_make_no_sense(options, sentence):
+def test_invalid_options_of_ddp(options, sentence):
     with pytest.raises(UserError) as error:
         ParallelConfig(**options).validate()
     assert sentence in str(error.value)
-    faulthandler.dump_traceback_later(LONGEST_WATCHDOG + 0.5)  # the system takes what is allowed
+    faulthandler.dump_traceback_later(LONGEST_WATCHDOG + 0.5)  # the longest allowed value works
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -201,7 +201,7 @@ def test_the_preset_follows_the_device():
     assert resolve(TrainConfig(preset="dim512"), gpu=True)[1]["n_layers"] == 16
 
 
-def test_what_is_given_wins():
+def test_given_values_override_the_preset():
     given = dict(steps=7, batch=4, seq_len=64, lr=0.5, warmup=0, name="mine", micro_batch=2)
     run, shape = resolve(TrainConfig(**given), gpu=False)
     assert {name: getattr(run, name) for name in given} == given and shape["max_seq_len"] == 64

@@ -1,13 +1,12 @@
-"""Open every page of the built site in headless Chromium, as a reader would see it.
+"""Check every page of the built site in headless Chromium, as a reader sees it.
 
     mkdocs build --strict -d /tmp/site
     pip install websocket-client && python lessons/tools/browse.py /tmp/site [--shots FOLDER PAGE.html ...]
 
-At desktop and at phone width each page must have no error or warning in the console, no request to another site, none that
-fails, no broken picture, nothing wider than the screen that does not scroll by itself, and no formula left as text. Then
-the search must find a word. Exit code 1 when anything is found. `chromium` (or $CHROMIUM) is started with a profile of its
-own.
---shots: pictures of these pages, at both widths.
+At desktop and at phone width, each page must have no console errors or warnings, no requests to other sites, no failed
+requests, no broken images, no content that is wider than the screen and does not scroll, and no formulas left as text.
+The search must find a word. Exit code: 1 if a check fails. Starts `chromium` (or $CHROMIUM) with a temporary profile.
+--shots: write screenshots of these pages, at both widths.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from pathlib import Path
 
 WIDTHS = {"desktop": 1280, "phone": 390}  # pixels
 HEIGHT, TALLEST = 900, 12000
-WORD = "deadlock"  # what is searched for
+WORD = "deadlock"  # the search must find it
 LOOK = """(() => {
   const scrolls = e => { for (let p = e.parentElement; p; p = p.parentElement)
     if (getComputedStyle(p).overflowX != 'visible') return true; return false };
@@ -54,14 +53,14 @@ RESULTS = "document.querySelectorAll('.md-search-result__item').length"
 
 
 class Browser:
-    """Chromium, driven by its DevTools protocol."""
+    """Chromium, controlled through its DevTools protocol."""
 
     def __init__(self):
         import websocket
 
         program = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chrome")
         if not program:
-            raise SystemExit("there is no chromium: install it, or name it in $CHROMIUM")
+            raise SystemExit("chromium was not found: install it, or set $CHROMIUM to its path")
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
         options += [f"--user-data-dir={self.profile.name}", "--remote-allow-origins=*"]
@@ -84,7 +83,7 @@ class Browser:
         return file.read_text().split()[0]
 
     def call(self, method, **parameters):
-        """What the browser answers; events that come before go to self.events."""
+        """Send a command. -> the browser's answer. Events that arrive before it go to self.events."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         self.socket.send(json.dumps(message))
@@ -95,11 +94,12 @@ class Browser:
             self.events.append(got)
 
     def evaluate(self, script):
+        """-> the value of a JavaScript expression"""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         return answer.get("result", {}).get("value")
 
     def wait(self, script, seconds=60):
-        """Until the script is true. -> was it?"""
+        """Wait until the script is true. -> False on timeout"""
         until = time.monotonic() + seconds
         while not self.evaluate(script):
             if time.monotonic() > until:
@@ -112,14 +112,16 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
 
     def open(self, url):
+        """Load a page and wait until it is complete."""
         self.events.clear()
         self.call("Page.navigate", url=url)
         here = json.dumps(url)
         self.wait(f"location.href == {here} && document.readyState == 'complete'")
-        time.sleep(0.3)  # what scripts do then
+        time.sleep(0.3)  # scripts that run after loading
         self.evaluate("1")
 
     def picture(self, width, file):
+        """Write a screenshot of the whole page as PNG."""
         height = min(self.evaluate("document.documentElement.scrollHeight"), TALLEST)
         self.size(width, height)
         time.sleep(0.3)
@@ -135,7 +137,7 @@ class Browser:
 
 
 def complaints(events, base):
-    """What console and network had to say."""
+    """-> the errors, warnings and unexpected requests among the events"""
     for event in events:
         method, about = event["method"], event.get("params", {})
         if method == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
@@ -158,7 +160,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def look(browser, site, base, shots, folder):
-    """Every page at every width. -> how many have something to be mended"""
+    """Check every page at every width, and the search. -> the number of failures"""
     pages = sorted(str(p.relative_to(site)) for p in site.rglob("*.html") if p.name != "404.html")
     wrong = 0
     for name, width in WIDTHS.items():
@@ -177,7 +179,7 @@ def look(browser, site, base, shots, folder):
     if not browser.wait(f"{RESULTS} > 0"):
         wrong += 1
         print(f"the search does not find {WORD!r}")
-    print(f"{len(pages)} pages, {len(WIDTHS)} widths, the search: {wrong} to be mended")
+    print(f"{len(pages)} pages, {len(WIDTHS)} widths, the search: {wrong} failures")
     return wrong
 
 
@@ -189,7 +191,7 @@ def main() -> int:
     parser.add_argument("--shots", nargs="+", default=[], metavar="FOLDER PAGE")
     options = parser.parse_args()
     if not (options.site / "index.html").is_file():
-        parser.error(f"{options.site} holds no site: mkdocs build --strict -d {options.site}")
+        parser.error(f"{options.site} contains no site: mkdocs build --strict -d {options.site}")
     folder, *shots = options.shots or ["."]
     Path(folder).mkdir(parents=True, exist_ok=True)
     handler = functools.partial(Quiet, directory=options.site)

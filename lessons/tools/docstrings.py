@@ -1,29 +1,29 @@
-"""Docstrings on the reference page as they are written: their columns and formulas are laid out by hand.
+"""Show docstrings on the reference pages as preformatted text, because their columns and formulas are aligned by hand.
 
-Prose alone is put together again, paragraph by paragraph: its lines are longer than the page's, and those would break twice.
-Fields of dataclasses come with the comments that say what they are.
+The lines of a prose paragraph are joined, because they are longer than the page is wide and would wrap twice.
+The fields of a dataclass are listed with their comments.
 """
 
 import re
 
 import griffe
 
-FULL = 80  # a line of prose that goes on is at least so long
-APART = re.compile(
-    r"\s|\S*   |[\w, ]{1,25}: |[-*>] |->|$"
-)  # begins something of its own, or has columns
-
-
-COMMENT = re.compile(r"[^#\"']*(?:\"[^\"]*\"[^#\"']*)*#\s*(.*)")  # what stands behind a field
+FULL = 80  # a prose line that continues on the next line has at least this many characters
+# a line that starts a new paragraph or has columns
+APART = re.compile(r"\s|\S*   |[\w, ]{1,25}: |[-*>] |->|$")
+# a comment at the end of a field's line
+COMMENT = re.compile(r"[^#\"']*(?:\"[^\"]*\"[^#\"']*)*#\s*(.*)")
 
 
 class AsWritten(griffe.Extension):
+    """An extension of mkdocstrings: see the docstring of this file."""
+
     def on_instance(self, *, obj, **kwargs):
         if obj.docstring and not obj.docstring.value.startswith("```"):
             obj.docstring.value = f"```text\n{flowing(obj.docstring.value)}\n```"
 
     def on_class_members(self, *, cls, **kwargs):
-        """The fields of a dataclass say in comments what they are: below its docstring."""
+        """List the fields of a dataclass with their comments below its docstring."""
         if not any("dataclass" in str(d.value) for d in cls.decorators) or not cls.docstring:
             return
         said = [(name, comment(cls, m)) for name, m in cls.members.items() if m.is_attribute]
@@ -35,7 +35,7 @@ class AsWritten(griffe.Extension):
 
 
 def comment(cls, field) -> str:
-    """Behind the field, or in the lines above it."""
+    """-> the comment at the end of the field's line, or in the lines above it"""
     lines, number = cls.lines_collection[cls.filepath], field.lineno - 1
     found = COMMENT.match(lines[field.endlineno - 1])
     if found:
@@ -48,7 +48,8 @@ def comment(cls, field) -> str:
 
 
 def flowing(text: str) -> str:
-    lines, length = [], 0  # length: of the line as it was written
+    """Join the lines of each prose paragraph."""
+    lines, length = [], 0  # length of the previous source line
     for line in text.splitlines():
         goes_on = length >= FULL and not APART.match(line) and "   " not in line
         if goes_on and lines[-1][:1].strip() and "   " not in lines[-1]:

@@ -1,11 +1,11 @@
-"""Keep each lessons/NN_name.ipynb in step with its NN_name.py, the file that people edit.
+"""Keep each notebook lessons/NN_name.ipynb consistent with NN_name.py, the file to edit.
 
     python lessons/tools/notebooks.py run [NN ...]         write and execute the notebooks of these lessons (default: all)
-    python lessons/tools/notebooks.py pairs                exit 1 when a notebook is not what its .py says, or shows old code
-    python lessons/tools/notebooks.py outputs FOLDER       exit 1 when a run in FOLDER printed anything else than is committed
-    python lessons/tools/notebooks.py repository           write the repository of mkdocs.yml into badges and install cells
+    python lessons/tools/notebooks.py pairs                exit 1 if a notebook differs from its .py file, or shows outdated code
+    python lessons/tools/notebooks.py outputs FOLDER       exit 1 if the outputs of a run in FOLDER differ from the committed ones
+    python lessons/tools/notebooks.py repository           write the repository name of mkdocs.yml into badges and install cells
 
-A cell tagged "solution" is folded in Jupyter and on Colab. Cell ids are counted, so a new run changes no more than it must.
+A cell tagged "solution" is folded in Jupyter and on Colab. Cells are numbered, so that a new run changes only what differs.
 """
 
 import argparse
@@ -17,17 +17,18 @@ import time
 from pathlib import Path
 
 LESSONS = Path(__file__).resolve().parents[1]
-SECONDS = 120  # for one cell
-SHOWS = re.compile(  # a cell that does nothing but show sources and docstrings
+SECONDS = 120  # time limit of one cell
+SHOWS = re.compile(  # a cell that only shows sources and docstrings
     r"(((from|import) .+)?\n)*(((lesson\.)?source\(.+\)|print\(\S+\.__doc__.*\))\n?)+"
 )
-PLACES = (  # where a lesson names the repository: Colab's badge, the install cell
+PLACES = (  # where a lesson names the repository: the Colab badge, the install cell
     re.compile(r"(?<=colab\.research\.google\.com/github/)[\w.-]+/[\w.-]+(?=/blob/)"),
     re.compile(r"(?<=git clone -q --depth 1 https://github\.com/)[\w.-]+/[\w.-]+(?= xtrain)"),
 )
 
 
 def sources(numbers: list[str]) -> list[Path]:
+    """-> the .py files of these lessons; of all lessons if the list is empty"""
     chosen = [p for p in sorted(LESSONS.glob("[0-9][0-9]_*.py"))]
     if numbers:
         wanted = {int(n) for n in numbers}
@@ -39,7 +40,7 @@ def sources(numbers: list[str]) -> list[Path]:
 
 
 def notebook(path: Path):
-    """The notebook that a .py describes, without outputs."""
+    """-> the notebook of a .py file, without outputs"""
     import jupytext
 
     new = jupytext.read(path)
@@ -59,7 +60,7 @@ def notebook(path: Path):
 
 
 def run(path: Path) -> float:
-    """Execute and write one notebook. -> seconds. An exception in a cell ends it, with the cell's traceback."""
+    """Execute and write one notebook. -> seconds. Raises an exception with the traceback if a cell fails."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -82,7 +83,7 @@ def run(path: Path) -> float:
 
 
 def _tidy(outputs):
-    """Without warnings, and what is printed in one piece: how it is cut depends on the clock."""
+    """Drop warnings, and join printed outputs, because their division into pieces depends on timing."""
     kept = []
     for output in outputs:
         if output.get("name") == "stderr":
@@ -99,7 +100,7 @@ def _cells(book):
 
 
 def out_of_step(path: Path) -> str | None:
-    """Why a notebook is not what its .py says, or None."""
+    """-> how a notebook differs from its .py file, or None"""
     import nbformat
 
     paired = path.with_suffix(".ipynb")
@@ -114,14 +115,14 @@ def out_of_step(path: Path) -> str | None:
     for cell in there.cells:
         for output in cell.get("outputs", []):
             if output.output_type == "error":
-                return f"{paired.name} holds an error: {output.ename}: {output.evalue}"
+                return f"{paired.name} contains an error: {output.ename}: {output.evalue}"
     if not any(c.get("outputs") for c in there.cells):
         return f"{paired.name} has no outputs"
     return old_source(path)
 
 
 def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
-    """Where a notebook shows a line of the library that is no longer there, or lacks one, or None. Nothing is run."""
+    """-> the first place where a notebook shows outdated library code, or None. Does not execute anything."""
     text = "\n".join(
         p.read_text(encoding="utf-8")
         for p in [*root.glob("xtrain/**/*.py"), *root.glob("lessons/checks/*.py")]
@@ -137,22 +138,22 @@ def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
         if only:
             for line in shown.splitlines():
                 if line.strip() not in text and not re.fullmatch(r"# \S+\.py", line):
-                    return f"{path.stem}.ipynb shows what the library no longer has: {line}"
+                    return f"{path.stem}.ipynb shows code that the library no longer has: {line}"
         elif not code.splitlines()[-1].startswith("lesson.source("):
             continue
         for source in sources if only else sources[-1:]:
             if _dense(source) not in whole:
-                return f"{path.stem}.ipynb does not show as it is: {_dense(source).splitlines()[0]}"
+                return f"{path.stem}.ipynb shows an outdated version of: {_dense(source).splitlines()[0]}"
     return None
 
 
 def _dense(text: str) -> str:
-    """Without indents and empty lines."""
+    """Remove indentation and empty lines."""
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def printed(path: Path) -> list[str]:
-    """What the code cells of a notebook print, one text per cell."""
+    """-> the printed output of each code cell"""
     import nbformat
 
     texts = []
@@ -163,10 +164,12 @@ def printed(path: Path) -> list[str]:
 
 
 def pairs(paths) -> list[str]:
+    """-> one sentence for each notebook that differs from its .py file"""
     return [why for why in map(out_of_step, paths) if why]
 
 
 def outputs(paths, folder: Path) -> list[str]:
+    """-> for each notebook the first cell whose output in `folder` differs from the committed output"""
     wrong = []
     for path in paths:
         name = path.with_suffix(".ipynb").name
@@ -180,16 +183,16 @@ def outputs(paths, folder: Path) -> list[str]:
 
 
 def repository() -> str:
-    """The one setting: extra.repository of mkdocs.yml."""
+    """-> the setting extra.repository of mkdocs.yml"""
     text = (LESSONS.parent / "mkdocs.yml").read_text(encoding="utf-8")
     found = re.search(r"^  repository: *([\w.-]+/[\w.-]+)\s", text, re.M)
     if not found:
-        sys.exit("mkdocs.yml must name the repository as OWNER/NAME: extra: repository: me/xtrain")
+        sys.exit("mkdocs.yml does not name the repository: set extra: repository: OWNER/NAME")
     return found[1]
 
 
 def name_repository(name: str, folder: Path = LESSONS) -> list[str]:
-    """Write it into lessons and notebooks; nothing is executed. -> the files that changed"""
+    """Write the repository name into lessons and notebooks, without executing them. -> the changed files"""
     changed = []
     for path in sorted(folder.glob("[0-9][0-9]_*.*")):
         text = new = path.read_text(encoding="utf-8")
@@ -210,7 +213,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("PYTHONPATH", str(LESSONS.parent))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # small matrices
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # committed outputs are those of a CPU
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # committed outputs come from a CPU
     if options.command == "run":
         for path in sources(options.rest):
             print(f"{path.name}: {run(path):.1f} s", flush=True)
@@ -222,10 +225,10 @@ def main() -> int:
         wrong = pairs(sources(options.rest))
     else:
         wrong = outputs(sources([]), Path(options.rest[0]))
-    print("\n".join(wrong) or f"{options.command}: all in step")
+    print("\n".join(wrong) or f"{options.command}: all consistent")
     if wrong:
         print(
-            "To mend: python lessons/tools/notebooks.py run NN, look at the difference, commit both files"
+            "To fix: run python lessons/tools/notebooks.py run NN, check the difference, commit both files"
         )
     return 1 if wrong else 0
 

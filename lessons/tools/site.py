@@ -1,10 +1,10 @@
-"""What mkdocs does beyond its plugins: see mkdocs.yml.
+"""Hooks of mkdocs, in addition to the plugins in mkdocs.yml.
 
-lessons found in lessons/ come into the navigation by themselves
-formulas ($...$ in notebooks and pages) become MathML, which browsers draw without scripts and fonts
-solution cells are folded
-nothing is loaded from other sites
-measurements older than the kernel they are about are named
+- Add the lessons in lessons/ to the navigation.
+- Convert formulas ($...$ in notebooks and pages) to MathML, which browsers render without scripts and fonts.
+- Fold solution cells.
+- Remove everything that would be loaded from other sites.
+- Mark measurements that are older than the code that they measure.
 """
 
 import re
@@ -25,9 +25,9 @@ IDENTITY = re.compile(r"[\"'](bench_\w+/[^\"'{}]+)[\"']")
 
 
 def on_config(config):
-    """Navigation: the lessons that are there, between the course and the reference.
+    """Add the lessons to the navigation, between the course and the reference.
 
-    And below each page a link to the repository, once it has a name. (Not repo_url: its script asks GitHub for stars.)
+    Add a link to the repository below each page, if its name is set. (repo_url would request the number of stars from GitHub.)
     """
     name = config["extra"]["repository"]
     if not name.startswith("OWNER/"):
@@ -45,6 +45,7 @@ def _title(path):
 
 
 def on_page_content(html, page, config, files):
+    """Rewrite the HTML of a page."""
     soup = bs4.BeautifulSoup(html, "html.parser")
     for outside in soup.find_all(["script", "link"], src=re.compile("^https?:")):
         outside.decompose()
@@ -97,13 +98,13 @@ def _math(tex, display, page):
     unknown = re.search(r"\\[A-Za-z]+", made)
     if unknown:
         raise ValueError(
-            f"{page.file.src_path}: {unknown[0]} in the formula {tex!r} is not known to latex2mathml"
+            f"{page.file.src_path}: latex2mathml does not know {unknown[0]} in the formula {tex!r}"
         )
     return made
 
 
 def _links(soup, page):
-    """Links of a notebook to its neighbours: mkdocs looks only at those of Markdown pages."""
+    """Convert and check the relative links of a notebook, because mkdocs handles only Markdown pages."""
     for link in soup.find_all("a", href=True):
         target, _, anchor = link["href"].partition("#")
         if not target or ":" in target:
@@ -117,7 +118,7 @@ def _links(soup, page):
 
 
 def _old_measurements(soup, page):
-    """A line on the page, and one on the terminal. Not a warning of mkdocs: --strict is about the pages, not about age."""
+    """Add a note to the page and print it. It is not a warning, because outdated measurements must not fail --strict."""
     source = (LESSONS / page.file.src_path).with_suffix(".py").read_text(encoding="utf-8")
     notes = []
     for identity in dict.fromkeys(IDENTITY.findall(source)):

@@ -1,4 +1,4 @@
-"""bench/compare.py: what belongs together, what is marked, the exit code."""
+"""bench/compare.py: which records match, which changes are marked, the exit code."""
 
 import importlib.util
 import io
@@ -20,7 +20,7 @@ def line(ms, name="rmsnorm", **more):
 
 
 def run(tmp_path, old, new, **options):
-    """-> exit code, what was printed"""
+    """-> exit code, printed text"""
     files = []
     for name, text in (("old.jsonl", old), ("new.jsonl", new)):
         files.append(tmp_path / name)
@@ -77,7 +77,7 @@ def test_folders(tmp_path):
 
 
 def test_the_records_of_this_repository():
-    """Beside the benches' lines there are those of the fuzzer, which are no times."""
+    """The folder also has the fuzzer's records, which are not times."""
     results = path.parent / "results"
     console = Console(file=io.StringIO(), width=160)
     assert bench_compare.main(bench_compare.Options(results, results), console) == 0

@@ -1,4 +1,4 @@
-"""bench/tables.py on records that the benches' own code writes, with a stand-in for the GPU."""
+"""bench/tables.py on records written by the code of the benches, with a mock of the GPU."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
-# The benches with times from a list instead of a card. Only CuPy is replaced, so that what is recorded is theirs.
+# The benches with fixed times instead of measurements. CuPy is a mock; the code that writes the records is the real one.
 WRITE = """
 import sys
 from types import SimpleNamespace
@@ -116,7 +116,7 @@ def test_decode(written):
 
 def test_a_newer_run_counts(written, tmp_path):
     lines = (written.RESULTS / "bench_decode.jsonl").read_text().splitlines()
-    newer = {**json.loads(lines[0]), "value": 600.0, "ratio": 12.0}  # the peer that came first
+    newer = {**json.loads(lines[0]), "value": 600.0, "ratio": 12.0}  # of the first peer
     (tmp_path / "bench_decode.jsonl").write_text("\n".join([*lines, json.dumps(newer), ""]))
     first = rows(tables(tmp_path).decode())[0]
     assert first[1] == "600" and first[3] == "50 (12.00 x)" and first[4] == "250 (2.00 x)"
@@ -128,7 +128,7 @@ def test_engine(written):
         "N=1 6x5", "500.0", "8 GB/s", "80%", "1.00 x cuBLAS, product alone",
     ]  # fmt: skip
     assert kernels["`decode_attention`"][1:] == ["500.0", "4 GB/s", "80%", "-"]
-    # 4 H D = 8192 operations for each of 2 x 1000 queries and the 3000 + 500.5 keys that they see on average
+    # 4 H D = 8192 operations for each of 2 x 1000 queries and their 3000 + 500.5 visible keys on average
     assert kernels["`context_attention`"][1:] == ["500.0", "115 TFLOP/s", "-", "-"]
     assert kernels["`sample_greedy`"] == ["B=1 V=151936", "500.0", "-", "-", "-"]
     assert "`sample_greedy` | B=1 V=32000 | 500.0" in written.engine_kernels()
@@ -148,7 +148,7 @@ def attention_record(direction, **more):
 
 
 def test_attention_with_two_kernels(tmp_path):
-    """A column for each, the one in use bold; records of before have the first only."""
+    """One column for each kernel, with the one in use in bold; older records have only the first."""
     new = dict(kernels="wgmma", mma_sync_value=80.0, wgmma_value=100.0)
     lines = [attention_record("fwd", **new), attention_record("fwd+bwd", shape="B=2")]
     lines.append(attention_record("fwd", name="random fwd", peer_value=None, cudnn_value=None))
@@ -166,15 +166,15 @@ def test_attention_with_two_kernels(tmp_path):
 
 
 def test_ddp(tmp_path):
-    """PyTorch's line of a job stands beside each of ours that communicates; where one was measured in turns, that one does."""
+    """Each variant that communicates shows PyTorch's result: that of its own run if there is one, else that of the same job."""
     line = lambda name, **more: {
         "name": name, "shape": "s", "dtype": "bf16", "ms": 2.0, "value": 1000.0, "of_linear": 0.9, "peer": None,
         "peer_value": None, "gpu": "Test GPU", "date": "2026-01-01", **more,
     }  # fmt: skip
     own = line("m, 4 GPU, flat", exposed_ms=0.5, state_bytes=18.0)
-    beside = line("m, 2 GPU, flat", peer="torch", peer_value=700.0, peer_of_linear=0.7)
+    same_run = line("m, 2 GPU, flat", peer="torch", peer_value=700.0, peer_of_linear=0.7)
     theirs = line("m, 4 GPU, torch DDP + compile", value=500.0, of_linear=0.8)
-    lines = [own, line("m, 4 GPU, none"), theirs, beside]
+    lines = [own, line("m, 4 GPU, none"), theirs, same_run]
     (tmp_path / "bench_ddp.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     module = tables(tmp_path)
     assert rows(module.ddp()) == [
@@ -187,7 +187,7 @@ def test_ddp(tmp_path):
 
 @pytest.mark.parametrize("words, code", [("--help", 0), ("--chek", 2)])
 def test_only_a_plain_call_writes(tmp_path, words, code):
-    """A copy beside no pages: reading one would fail."""
+    """The copy has no pages to read, so that writing tables would fail."""
     copy = tmp_path / "bench" / "tables.py"
     copy.parent.mkdir()
     copy.write_text((BENCH / "tables.py").read_text())

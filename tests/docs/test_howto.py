@@ -1,10 +1,11 @@
-"""The how-to pages: every command they name exists and takes the options that they give it."""
+"""The pages: every command and file that they name exists, and every command accepts the options shown."""
 
 import contextlib
 import functools
 import importlib
 import io
 import itertools
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -13,51 +14,106 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "lessons/index.md", *ROOT.glob("lessons/howto/*.md"), *ROOT.glob("*.md")]
-COMMAND = re.compile(r"python -m (xtrain\.\w+)((?:[^`\n#]|\\\n)*)")
+PAGES = [*ROOT.glob("lessons/*.md"), *ROOT.glob("lessons/howto/*.md"), *ROOT.glob("*.md")]
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
+# `python -m xtrain.NAME` anywhere, `xtrain NAME` at the start of a command; then its arguments
+COMMAND = re.compile(
+    r"(?:python -m xtrain\.|(?:^ *|[&|;(] *)xtrain +)(\w+)((?:\\\n|[^`\n#&|;])*)", re.M
+)
 
 
 @functools.cache
-def help_of(module):
+def help_of(name):
     out = io.StringIO()
-    main = importlib.import_module(
-        "xtrain.report.__main__" if module == "xtrain.report" else module
-    ).main
+    main = importlib.import_module(importlib.import_module("xtrain.__main__").COMMANDS[name]).main
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         main(["--help"])
     return out.getvalue()
 
 
+def shell_code(text):
+    """The shell blocks and the inline code of a page, one piece per line."""
+    blocks = [code for language, code in FENCE.findall(text) if language in ("", "sh")]
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", FENCE.sub("", text))])
+
+
 def commands():
+    """-> (page, command, its arguments) of every command on the pages"""
     for page in PAGES:
-        for module, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
-            yield page.stem, module, rest.replace("\\\n", " ").split()
+        for name, rest in COMMAND.findall(shell_code(page.read_text(encoding="utf-8"))):
+            if not name.isupper() and name != "completion":  # COMMAND stands for any of them
+                yield page.stem, name.replace("-", "_"), rest.replace("\\\n", " ").split()
+
+
+def test_both_forms_of_a_command_are_found():
+    text = """Prose: xtrain trains. `xtrain doctor` and
+```sh
+pip install . && xtrain train --steps 5  # comment
+    xtrain generate --model a \\
+    --stream
+mpirun -n 2 python -m xtrain.ddp --zero 1
+```
+```python
+from xtrain import lesson
+```
+"""
+    found = [(name, rest.split()) for name, rest in COMMAND.findall(shell_code(text))]
+    assert found == [
+        ("train", ["--steps", "5"]),
+        ("generate", ["--model", "a", "\\", "--stream"]),
+        ("ddp", ["--zero", "1"]),
+        ("doctor", []),
+    ]
 
 
 def test_there_are_commands_to_check():
-    assert len(list(commands())) > 15
+    assert len(list(commands())) > 40
 
 
-@pytest.mark.parametrize("page, module", sorted({(p, m) for p, m, _ in commands()}))
-def test_options_exist(page, module):
-    text = help_of(module)
-    assert "--help" in text, f"{module} prints no help"
-    used = {w for p, m, words in commands() if (p, m) == (page, module) for w in words}
+@pytest.mark.parametrize("page, command", sorted({(p, c) for p, c, _ in commands()}))
+def test_options_exist(page, command):
+    text = help_of(command)
+    assert "--help" in text, f"{command} prints no help"
+    used = {w for p, c, words in commands() if (p, c) == (page, command) for w in words}
     for option in sorted(w.split("=")[0] for w in used if w.startswith("--")):
-        assert re.search(rf"{option}\b", text), f"{page}: {module} has no {option}"
+        assert re.search(rf"{option}\b", text), f"{page}: {command} has no {option}"
+
+
+FILES = {"my_lessons/01_threads.py"}  # written by a command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_files_on_the_page_exist(page):
+    """Paths are relative to the repository, to xtrain/ or to the page. NAME and NN stand for any name."""
+    text = page.read_text(encoding="utf-8")
+    said = set(re.findall(r"(?<![\w/.*-])(?:[\w.-]+/)+[\w.-]+\.(?:py|md|jsonl)\b", text)) - FILES
+    wanted = {s for s in said if not re.search("NAME|NN", s)}
+    there = lambda s: any((folder / s).exists() for folder in (ROOT, ROOT / "xtrain", page.parent))
+    assert [s for s in sorted(wanted) if not there(s)] == []
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "CHANGELOG"], ids=lambda p: p.stem)
+def test_names_on_the_page_exist(page):
+    """Names such as `xtrain.train.train` can be imported. The changelog also has names of the past."""
+    text = page.read_text(encoding="utf-8")
+    for name in sorted(set(re.findall(r"(?<![\w/.-])xtrain(?:\.[a-z_]\w*)+", text))):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            pytest.fail(f"{page.name} names {name}: {error}")
 
 
 @pytest.mark.parametrize(
     "module", ["train", "ddp", "generate", "chat", "report", "compare", "profile", "convert_meta"]
 )
 def test_every_option_says_what_it_is(module):
-    """In words of its own: tyro gives a field without a comment that of the fields above it."""
-    text = re.sub(r"[│╰╯╭╮─]", " ", help_of(f"xtrain.{module}"))
+    """Each help text is different: tyro gives a field without a comment that of the field above it."""
+    text = re.sub(r"[│╰╯╭╮─]", " ", help_of(module))
     said = {}
     for option, rest in re.findall(r"^  (--[a-z].*?)  +(.*?)(?=^  --[a-z]|\Z)", text, re.M | re.S):
         words = re.sub(r"\((default:.*|required|repeatable)\)", "", " ".join(rest.split())).strip()
-        assert words, f"{module} {option} says nothing"
-        assert words not in said, f"{module} {option} says what {said[words]} says: {words}"
+        assert words, f"{module} {option} has no help text"
+        assert words not in said, f"{module} {option} has the help text of {said[words]}: {words}"
         said[words] = option
     assert len(said) > 1
 
@@ -116,11 +172,11 @@ def test_help_names_what_can_be_chosen():
     from xtrain.config import PRESETS
     from xtrain.inspect.gradcheck import CASES
 
-    presets = PRESETS.keys() - {"test", "killed"}  # other tests add these
+    presets = PRESETS.keys() - {"test", "killed"}  # presets that other tests add
     for module, names in (("train", presets), ("ddp", presets), ("gradcheck", CASES)):
-        words = re.findall(r"\w+", help_of(f"xtrain.{module}"))
+        words = re.findall(r"\w+", help_of(module))
         assert set(names) <= set(words), module
-    text = " ".join(re.sub(r"[│\s]+", " ", help_of("xtrain.train")).split())
+    text = " ".join(re.sub(r"[│\s]+", " ", help_of("train")).split())
     for option in {name for preset in PRESETS.values() for name in preset.train}:
         said = re.search(rf"--{option.replace('_', '-')} (.*?)\(default", text)[1]
         assert "none: the preset's" in said, option
@@ -129,18 +185,18 @@ def test_help_names_what_can_be_chosen():
 PROGRAMS = (
     "train", "ddp", "generate", "chat", "report", "compare", "profile", "convert_meta", "lesson", "doctor"
 )  # fmt: skip
-OTHERS = {  # of other programs, of the benches, of `lesson start`
-    "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shots", "--strict", "--tool",
+OTHERS = {  # options of other programs, of the benches, of `lesson start`
+    "--check", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shots", "--strict", "--tool",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_options_in_the_text_exist(page):
-    """Also those that stand alone, in tables and sentences."""
+    """Options in tables and sentences, too."""
     said = set()
     for words in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
         said |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", words))
-    known = " ".join(help_of(f"xtrain.{program}") for program in PROGRAMS)
+    known = " ".join(help_of(program) for program in PROGRAMS)
     assert [o for o in sorted(said - OTHERS) if not re.search(rf"{o}(?![\w-])", known)] == []
 
 
@@ -164,13 +220,13 @@ def test_presets_are_as_the_page_says():
 def test_presets_exist():
     from xtrain.config import PRESETS
 
-    for page, module, words in commands():
+    for page, command, words in commands():
         for name in (b for a, b in itertools.pairwise(words) if a == "--preset"):
-            assert name in PRESETS or "--plan" in words, f"{page}: {module} has no preset {name}"
+            assert name in PRESETS or "--plan" in words, f"{page}: {command} has no preset {name}"
 
 
 def test_export_and_serve_run(tmp_path, monkeypatch, capsys):
-    """What the pages' Python does, and the command that then uses what it has written."""
+    """Run the Python code of the pages, then a command that uses its output."""
     import xtrain
     from xtrain.data.tokenizer import Tokenizer
     from xtrain.generate import main
@@ -191,7 +247,7 @@ def test_export_and_serve_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_example_of_the_simulator(tmp_path):
-    """It is as the page says: right, and without the barrier an error."""
+    """It runs correctly, and without the barrier it raises the error that the page names."""
     text = (ROOT / "lessons/api.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", text, re.S)[1]
     less = re.sub(r"^    cuda\.syncthreads.*\n", "", code, flags=re.M)
@@ -229,7 +285,7 @@ UNLISTED = re.compile(
 
 
 def test_the_reference_has_every_module():
-    """Files that only other files of their room use are left out."""
+    """Except files that are used only within their room."""
     pages = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "lessons").rglob("api*/*.md"))
     pages += (ROOT / "lessons" / "api.md").read_text(encoding="utf-8")
     said = re.findall(r"^::: (\S+)$", pages, re.M)
@@ -239,4 +295,4 @@ def test_the_reference_has_every_module():
     files = [p.relative_to(ROOT).with_suffix("") for p in (ROOT / "xtrain").rglob("*.py")]
     modules = {".".join(p.parts) for p in files if p.stem[0] != "_" and len(p.parts) > 2}
     missing = {m for m in modules - set(said) if not UNLISTED.search(m)}
-    assert not missing, f"on no page of lessons/api: {sorted(missing)}"
+    assert not missing, f"missing in lessons/api: {sorted(missing)}"

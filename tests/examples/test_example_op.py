@@ -1,4 +1,4 @@
-"""examples/relu_squared, the worked example of lessons/howto/add_an_op.md: what the tests of any op look like."""
+"""examples/relu_squared, the example of lessons/howto/add_an_op.md. The tests of every op look like these."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The short programs in examples/ run as they are, and do what they say."""
+"""The short programs in examples/ run unchanged and do what their docstrings say."""
 
 import os
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def program(name, folder, *arguments, launcher=()):
-    """Run examples/NAME in a folder. -> what it prints"""
+    """Run examples/NAME in a folder. -> its output"""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     command = [*launcher, sys.executable, ROOT / "examples" / name, *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
@@ -24,7 +24,7 @@ def program(name, folder, *arguments, launcher=()):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """-> a folder in which own_loop.py has run, and what it printed"""
+    """-> a folder in which own_loop.py has run, and its output"""
     folder = tmp_path_factory.mktemp("programs")
     return folder, program("own_loop.py", folder, DATA / "grammar.txt", 21)
 

@@ -1,4 +1,4 @@
-"""examples/change_the_model: each variant trains as plain PyTorch does, and is saved and refused as what it is."""
+"""examples/change_the_model: each variant trains like plain PyTorch; saving and rejecting variants."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def norm(x, w):
 
 
 class Twin:
-    """The same weights in plain PyTorch. rotate, cap, act, parallel and lora are what the variants change."""
+    """The same model in plain PyTorch. The attributes below select the variant."""
 
     def __init__(self, model):
         self.p = {
@@ -163,7 +163,7 @@ def test_another_mlp():
 def test_capped_logits():
     model = random_weights(variants.Capped(CONFIG))
     head = model.lm_head
-    head.data = head.data * 20  # so that the cap is felt
+    head.data = head.data * 20  # so that the cap has an effect
     twin = Twin(model)
     twin.cap = 30.0
     train_both(model, twin)
@@ -219,7 +219,7 @@ def test_gradcheck(f, shape):
 # ----------------------------------------------------------------------------- optimizers
 def test_lion():
     model = random_weights(Transformer(CONFIG))
-    model.model.norm.weight.requires_grad = False  # so that there are several parts
+    model.model.norm.weight.requires_grad = False  # so that there are two ranges
     twin, optimizer = Twin(model), variants.Lion(model, lr=1e-3)
     momenta = {n: torch.zeros_like(p) for n, p in twin.p.items()}
 
@@ -274,7 +274,7 @@ def test_hidden_states_attention_and_log_probabilities():
         close(p, twin.maps[layer])
 
 
-# ----------------------------------------------------------------------------- saved, loaded, refused
+# ----------------------------------------------------------------------------- saving, loading, rejecting
 @pytest.mark.parametrize(
     "make, found",
     [
@@ -298,7 +298,7 @@ def test_a_variant_is_not_taken_for_a_llama(make, found, tmp_path):
     assert np.array_equal(other(ids).data, model(ids).data)
 
 
-def test_what_is_no_variation(tmp_path):
+def test_models_without_a_variation(tmp_path):
     class OwnLoss(Transformer):
         def loss(self, ids, targets, inv_count=None):
             return super().loss(ids, targets, inv_count) * 2
@@ -307,14 +307,14 @@ def test_what_is_no_variation(tmp_path):
     assert model.variation == Transformer(replace(CONFIG, qk_norm=False)).variation == ""
     model.save_pretrained(tmp_path)
     assert Transformer.from_pretrained(tmp_path).variation == ""
-    model.lm_head = model.model.embed_tokens.weight  # its file would lack a tensor
+    model.lm_head = model.model.embed_tokens.weight  # a tensor would be missing in its file
     assert model.variation == "parameters in two places"
     model = Transformer(CONFIG)
     del model.model.layers[2]
     assert model.variation == "2 layers"
 
 
-def test_a_run_of_ones_own_is_resumed_as_it_was(tmp_path, monkeypatch):
+def test_a_custom_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(RunLog, "picture", lambda self: None)
     kind = dict(steps=6, eval_every=4, save_every=3, sample_every=6, device="cpu")
@@ -331,7 +331,7 @@ def test_a_run_of_ones_own_is_resumed_as_it_was(tmp_path, monkeypatch):
 
 
 def test_stages_of_a_variant():
-    """What compare and the report look at: blocks of several classes, one of which inherits its __call__."""
+    """Blocks of several classes, one of which inherits its __call__, in what compare and the report use."""
     model = variants.mixed(Transformer(CONFIG))
     model.model.layers[1] = type("Heir", (type(model.model.layers[1]),), {})(CONFIG)
     model.renew_arena()
@@ -340,7 +340,7 @@ def test_stages_of_a_variant():
     assert "layer 2 output" in compare.stages(model, ids)
 
 
-def test_modules_of_ones_own_have_a_line_in_the_tables():
+def test_custom_modules_have_a_line_in_the_tables():
     model = Transformer(CONFIG)
     model.gate = nn.Parameter((3, 4), 0.1, {"gate.weight": 3})
     model.model.extra = nn.Linear(4, 4, 0.1)

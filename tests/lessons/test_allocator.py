@@ -1,4 +1,4 @@
-"""lessons/allocator.py: blocks never overlap, freed memory is used again, fragmentation is what it is said to be."""
+"""lessons/allocator.py: blocks never overlap, freed memory is reused, fragmentation is measured correctly."""
 
 import importlib.util
 import sys
@@ -23,7 +23,7 @@ MB = 1 << 20
 
 
 def check_whole(pool):
-    """Every byte of every segment is in exactly one block; the lists, links and sums say the same."""
+    """Check that every byte of every segment is in exactly one block, and that lists, links and sums agree."""
     free = [b for entries in pool.free_blocks.values() for _, _, b in entries]
     blocks = sorted([*free, *pool.in_use], key=lambda b: b.address)
     assert len(set(blocks)) == len(blocks) and all(b.free for b in free)
@@ -46,7 +46,7 @@ def check_whole(pool):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_any_program_leaves_a_sound_pool(data):
+def test_any_program_leaves_a_valid_pool(data):
     pool = Pool(Driver(), **data.draw(st.sampled_from(list(POOLS.values()))))
     sizes, blocks = st.one_of(st.integers(1, 5000), st.integers(1, 9 * MB)), []
     for _ in range(data.draw(st.integers(1, 40))):
@@ -79,11 +79,11 @@ def test_the_programs(options, program):
     calls = pool.driver.calls
     replay(pool, events)
     if program == "training" or pool.join:
-        assert pool.driver.calls == calls  # the second time everything is there
+        assert pool.driver.calls == calls  # the second run allocates nothing
 
 
 def test_training_is_the_easy_case():
-    """A stack: the pool holds what is in use at the peak, and asks the driver rarely."""
+    """It allocates like a stack: the pool reserves what is in use at the peak, and rarely calls the driver."""
     s, pool = run("training", "split, join, two kinds")
     assert s.used == 0 and s.peak_reserved < 1.05 * s.peak_used
     assert pool.driver.calls < s.requests / 5
@@ -94,34 +94,34 @@ def run(program, name):
     return replay(pool, PROGRAMS[program]()), pool
 
 
-def test_what_each_idea_is_good_for():
+def test_what_each_idea_improves():
     reserved = {
         program: {name: run(program, name)[0].peak_reserved for name in POOLS}
         for program in PROGRAMS
     }
     caches, mixed = reserved["growing caches"], reserved["scalar in the way"]
-    assert (
-        caches["split, join"] < caches["split"]
-    )  # without joining, only crumbs are left in the end
-    assert mixed["split, join, two kinds"] < 0.7 * mixed["split, join"]  # 100 bytes hold up 64 MB
+    # without joining, only small fragments remain
+    assert caches["split, join"] < caches["split"]
+    # without two kinds, 100 bytes block 64 MB
+    assert mixed["split, join, two kinds"] < 0.7 * mixed["split, join"]
     s, _ = run("growing caches", "split, join, two kinds")
     assert s.external > 0.1 and s.largest_free < (1 - s.used / s.reserved) * s.reserved
 
 
-def test_blocks_are_used_again():
+def test_blocks_are_reused():
     pool = Pool(Driver())
     first = pool.alloc(1000)
     assert (first.size, pool.driver.calls, pool.statistics.reserved) == (1024, 1, SEGMENT)
     second = pool.alloc(512)
     assert second.address == first.address + 1024
     pool.free(first)
-    assert pool.alloc(700).address == first.address  # best fit: not the long rest of the segment
+    assert pool.alloc(700).address == first.address  # best fit: not the larger rest of the segment
     assert pool.driver.calls == 1
     large = pool.alloc(SMALL + 1)
     assert large.segment is not first.segment and pool.driver.calls == 2
 
 
-def test_neighbours_grow_together():
+def test_free_neighbours_are_joined():
     pool = Pool(Driver())
     blocks = [pool.alloc(n) for n in (512, 1024, 2048)]
     for i in (0, 2, 1):
@@ -138,9 +138,8 @@ def test_fragmentation_is_measured():
     for block in blocks[::2]:
         pool.free(block)
     s = pool.measure()
-    assert (
-        s.external == 0.5 and s.largest_free == 1 << 18
-    )  # 1 MB is free, no request above 256 kB fits
+    # 1 MB is free, but no request above 256 kB fits
+    assert s.external == 0.5 and s.largest_free == 1 << 18
     pool.alloc(SMALL)
     assert len(pool.segments) == 2
     other = Pool(Driver())
@@ -148,14 +147,15 @@ def test_fragmentation_is_measured():
     assert other.measure().internal == 1 - 1 / ROUND
 
 
-def test_memory_runs_out_only_when_trimming_does_not_help():
+def test_out_of_memory_only_if_trimming_does_not_help():
     pool = Pool(Driver(limit=10 * MB))
     big = pool.alloc(6 * MB)
     with pytest.raises(OutOfMemory, match="bytes requested"):
         pool.alloc(6 * MB)
     check_whole(pool)
     pool.free(big)
-    assert pool.alloc(9 * MB).size >= 9 * MB and len(pool.segments) == 1  # the 6 MB went back first
+    # the 6 MB are returned to the driver first
+    assert pool.alloc(9 * MB).size >= 9 * MB and len(pool.segments) == 1
     check_whole(pool)
 
 
@@ -180,9 +180,9 @@ def test_the_report():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_beside_cupys_pool(program):
-    """The same kind of pool, and everything comes back. CuPy asks the driver for blocks as large as the request, where
-    ours asks for whole segments: so its blocks of many sizes cannot join, and it may take several times the memory."""
+def test_compared_with_cupys_pool(program):
+    """Both pools get all memory back. CuPy requests blocks of the requested size from the driver, ours requests whole
+    segments. So CuPy's blocks of many sizes cannot join, and its pool may need several times the memory."""
     ours = Pool(Driver())
     mine = replay(ours, PROGRAMS[program]())
     theirs_pool = allocator.CupyPool()

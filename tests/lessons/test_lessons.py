@@ -1,4 +1,4 @@
-"""Every lesson: the gap gets a helpful answer, the solution passes, typical mistakes are told apart. And the tools around."""
+"""Every lesson: a gap gets a helpful answer, the solution passes, each typical mistake gets its own answer. And the tools."""
 
 import errno
 import importlib.util
@@ -24,7 +24,7 @@ path = ROOT / "lessons" / "tools" / "notebooks.py"
 spec = importlib.util.spec_from_file_location("notebooks", path)
 notebooks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(notebooks)
-COUNT = itertools.count()  # every text a file name of its own: sources are looked up by name
+COUNT = itertools.count()  # for unique file names: sources are looked up by name
 GAPS, SOLVED = ("imports", "exercise"), ("imports", "exercise", "solution")
 
 
@@ -33,7 +33,7 @@ def text_of(number):
 
 
 def work(number, tags, change=lambda code: code):
-    """The functions of a lesson's cells with these tags, after a change of their text."""
+    """-> a module with the cells of a lesson that have these tags; change: edits their text first"""
     return lesson.load(change(lesson.tagged(text_of(number), *tags)), f"attempt_{next(COUNT)}.py")
 
 
@@ -52,8 +52,11 @@ def test_gap_gets_a_helpful_answer_and_solution_passes(number):
 
 
 def mistakes(table="MISTAKES"):
-    """MISTAKES: (exercise, old, new, words of the answer)
-    UNTRUE: (exercise, old, new, words that are not said)   RIGHT: (exercise, old, new), which passes"""
+    """-> the rows of one table of all files in tests/lessons/mistakes
+
+    MISTAKES: (exercise, old, new, words in the answer)
+    UNTRUE: (exercise, old, new, words that must not be in the answer)   RIGHT: (exercise, old, new), which passes
+    """
     for path in sorted((ROOT / "tests" / "lessons" / "mistakes").glob("lesson_*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
@@ -62,7 +65,7 @@ def mistakes(table="MISTAKES"):
 
 
 def planted(number, old, new, rename=()):
-    """-> the verdict on the solution of an exercise after a change of its text, and then of its parameters' names"""
+    """-> the verdict on a solution in which `old` is replaced by `new`, and then these parameters are renamed"""
     lesson._exercises_of(number.split(".")[0])
     name = lesson.EXERCISES[number].name
 
@@ -84,18 +87,18 @@ def test_typical_mistake_gets_its_own_answer(number, old, new, words):
 
 
 @pytest.mark.parametrize("number, old, new, words", list(mistakes("UNTRUE")))
-def test_nothing_untrue_is_said(number, old, new, words):
+def test_the_answer_says_nothing_untrue(number, old, new, words):
     verdict = planted(number, old, new)
     assert not verdict.passed and words not in verdict.text, verdict.text
 
 
 @pytest.mark.parametrize("number, old, new", list(mistakes("RIGHT")))
-def test_another_way_passes(number, old, new):
+def test_another_solution_passes(number, old, new):
     verdict = planted(number, old, new)
     assert verdict.passed, verdict.text
 
 
-TRACED = {  # words of the answer to a mistake that shows in the accesses alone
+TRACED = {  # words in the answer to a mistake that only the memory accesses show
     "2.1": "neighbouring threads must touch", "2.3": "move 16 bytes per thread", "3.1": "one lane reads one element",
     "4.1": "in every iteration of the loop", "4.2": "multiply from the tiles", "11.2": "read back from memory",
     "13.3": "lie in the future",
@@ -103,7 +106,7 @@ TRACED = {  # words of the answer to a mistake that shows in the accesses alone
 
 
 @pytest.mark.parametrize("number", TRACED)
-def test_such_a_mistake_is_found_whatever_the_parameters_are_called(number):
+def test_traced_mistakes_are_found_with_other_parameter_names(number):
     mistake = next(m for m in mistakes() if m[0] == number and TRACED[number] in m[3])
     lesson._exercises_of(number.split(".")[0])
     solved = getattr(work(number, SOLVED), lesson.EXERCISES[number].name)
@@ -139,7 +142,7 @@ def test_library_is_refused(how):
     assert not verdict.passed and "the library's own" in verdict.text, verdict.text
 
 
-def test_what_is_no_kernel():
+def test_objects_that_are_not_kernels():
     code = "def add_kernel(y_n, a_n, b_n):\n    y_n[0] = a_n[0]\n"
     verdict = lesson.verdict("1.1", lesson.load(code, "plain.py").add_kernel)
     assert "write @cuda.jit above it" in verdict.text
@@ -151,7 +154,7 @@ def test_what_is_no_kernel():
 
 def test_endless_loop_is_stopped(monkeypatch):
     monkeypatch.setattr(lesson.attempt, "SECONDS", 1)
-    monkeypatch.setattr("xtrain.simulator.thread.MAX_TURNS", 10**12)  # else the simulator ends it
+    monkeypatch.setattr("xtrain.simulator.thread.MAX_TURNS", 10**12)  # or it stops first
     code = "from numba import cuda\n@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    i = 0\n    while i < 1:\n        y_n[i] = 1\n"
     verdict = lesson.verdict("1.1", lesson.load(code, "endless.py").add_kernel)
     assert "did not end within 1 seconds" in verdict.text
@@ -193,7 +196,7 @@ def test_from_start_to_a_passed_check(tmp_path):
     assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_no_place_for_my_lessons(tmp_path, monkeypatch, capsys):
+def test_my_lessons_cannot_be_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_lessons").write_text("a file\n")
     assert lesson.main(["start", "1"]) == 2
@@ -239,7 +242,7 @@ def test_work_is_not_tracked():
 
 
 # ----------------------------------------------------------------------------- pages and records
-def test_syllabus_links_what_is_written():
+def test_the_index_links_every_lesson():
     index = (ROOT / "lessons" / "index.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.*?) \|", index, re.M)
     assert [int(n) for n, _ in rows] == list(range(1, 24))
@@ -267,7 +270,7 @@ def test_shape_of_a_lesson(path):
         assert any(wanted in h for h in headings), f"no section {wanted!r}"
     assert 'tags=["install"]' in text and "<details><summary>Hint" in text
     broken = re.findall(r"^# [^\s*+\-|<#%\d].*\n# (?:[+*-] |\d+\. ).*$", text, re.M)
-    assert not broken, f"Markdown takes the second line for a list: {broken}"
+    assert not broken, f"Markdown renders the second line as a list: {broken}"
     install = [b for h, b in lesson.cells(text) if '"install"' in h]
     first = [b for h, b in lesson.cells(SOURCES[0].read_text(encoding="utf-8")) if '"install"' in h]
     assert install == first, "the install cell is the same in all lessons"
@@ -301,7 +304,7 @@ def test_records_say_how_many_gpus():
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A checkout with one kernel and one measurement of it, at its first commit."""
+    """A git repository with one kernel and one measurement of it, at the first commit."""
     git = lambda *a: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *a], cwd=tmp_path, check=True, capture_output=True, text=True).stdout  # fmt: skip
     kernel = tmp_path / "xtrain" / "kernels" / "square.py"
     kernel.parent.mkdir(parents=True)
@@ -359,15 +362,15 @@ def test_a_notebook_that_shows_old_code_is_noticed(tmp_path):
     find = lambda: notebooks.old_source(notebook.with_suffix(".py"), tmp_path)
     assert find() is None
     library.write_text(library.read_text().replace("x * x", "x**2"))
-    assert find() == "01_squares.ipynb shows what the library no longer has:     return x * x"
+    assert find() == "01_squares.ipynb shows code that the library no longer has:     return x * x"
     library.write_text(library.read_text().replace("x**2", "x * x").replace("y = x x", "y = x^2"))
-    assert find() == "01_squares.ipynb shows what the library no longer has:     y = x x"
+    assert find() == "01_squares.ipynb shows code that the library no longer has:     y = x x"
     library.write_text(library.read_text().replace("y = x^2", "y = x x").replace("    return", "    x = +x\n    return"))  # fmt: skip
-    assert find() == "01_squares.ipynb does not show as it is: def square_ref(x):"
+    assert find() == "01_squares.ipynb shows an outdated version of: def square_ref(x):"
 
 
 def test_a_fork_changes_one_line(tmp_path):
-    """What `notebooks.py repository` does: every place that names the repository, in both files of a lesson, and no other."""
+    """`notebooks.py repository` changes every place that names the repository, in both files of a lesson, and nothing else."""
     for path in SOURCES[:2]:
         for suffix in (".py", ".ipynb"):
             text = path.with_suffix(suffix).read_text(encoding="utf-8")
@@ -404,7 +407,7 @@ def test_trace_counts_sectors_and_banks():
         assert trace.traffic("y_n", write=True).efficiency == 1.0
 
 
-def test_trace_tells_two_reads_in_one_line_apart():
+def test_trace_separates_two_reads_in_one_line():
     from numba import cuda
 
     from xtrain.simulator import sim
@@ -430,8 +433,8 @@ def test_trace_sees_one_request_for_a_16_byte_load():
     assert trace.traffic("a_n").efficiency == 1.0
 
 
-def test_names_under_the_roof_stand_at_their_own_points():
-    points = {"norm": (0.5, 1.85e12), "adamw": (0.536, 2.19e12)}  # two that are close to each other
+def test_names_in_the_roofline_are_next_to_their_points():
+    points = {"norm": (0.5, 1.85e12), "adamw": (0.536, 2.19e12)}  # close to each other
     (axes,) = lesson.figures.roofline(points, 4e12, 67e12).axes
     names = {t.get_text(): t.get_window_extent() for t in axes.texts if t.get_text() in points}
     for name, (x, y) in points.items():

@@ -1,4 +1,4 @@
-"""Every kernel that a lesson's solution holds compiles for the cards from a free Colab T4 to today's, in float32."""
+"""Every kernel of a lesson's solution compiles to float32 for compute capability 7.5 (a free Colab T4)."""
 
 import types as python_types
 
@@ -14,20 +14,20 @@ __all__ = ["nvvm"]
 
 
 def launched(number, monkeypatch):
-    """-> {(kernel, argument types)} of what the judges of a lesson run"""
+    """-> [(kernel, argument types)] of the kernels that the checks of a lesson run"""
     found = {}
 
-    def noting(run):
-        def noted(kernel, grid, block, *args, shared=0):
+    def recording(run):
+        def recorded(kernel, grid, block, *args, shared=0):
             scalars = [_launch._scalar(a) for a in args]
             found[kernel, tuple(map(_launch.numba_type, scalars))] = None
             return run(kernel, grid, block, *args, shared=shared)
 
-        return noted
+        return recorded
 
-    simulator = python_types.SimpleNamespace(run=noting(lesson.attempt.simulator.run))
+    simulator = python_types.SimpleNamespace(run=recording(lesson.attempt.simulator.run))
     monkeypatch.setattr(lesson.attempt, "simulator", simulator)
-    monkeypatch.setattr(lesson.attempt, "traced", noting(lesson.attempt.traced))
+    monkeypatch.setattr(lesson.attempt, "traced", recording(lesson.attempt.traced))
     solved = test_lessons.work(number, test_lessons.SOLVED)
     for e in lesson._exercises_of(number):
         assert lesson.verdict(e.number, getattr(solved, e.name)).passed
@@ -42,7 +42,7 @@ def test_solutions_compile_to_float32(number, nvvm, monkeypatch):
 
 
 def timed_only(number):
-    """-> the kernels of a lesson's cells that bench/bench_lessons.py times beside its exercises, and their number of arrays"""
+    """-> the kernels of a lesson that bench/bench_lessons.py times in addition to the exercises"""
     path = lesson.lesson_file(number)
     text = lesson.tagged(path.read_text(encoding="utf-8"), "imports", "bench")
     for name, value in vars(lesson.load(text, f"timed_of_{path.name}")).items():
@@ -53,7 +53,7 @@ def timed_only(number):
 
 
 def test_kernels_that_are_only_timed_compile(nvvm, monkeypatch):
-    """Matrix products: all take three matrices."""
+    """They are matrix products; all take three matrices."""
     kernels = list(timed_only("4"))
     assert len(kernels) == 3
     for kernel in kernels:
