@@ -1,4 +1,4 @@
-"""What bench_kernels.py measures: the shape of a case, and what the cases share.
+"""The cases of bench_kernels.py: their dataclasses, and helpers that the cases share.
 
 To add a kernel, write a function in one of the _cases_ files: arrays, a Case, `@case`.
 """
@@ -20,7 +20,7 @@ DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 @dataclass
 class Peer:
-    """The same in PyTorch: f of the inputs as tensors; with dy, the backward of f. eager: another f for the eager column."""
+    """The same op in PyTorch: f of the inputs as tensors; with dy, its backward. eager: another f for the eager column."""
 
     f: Callable
     inputs: tuple
@@ -30,10 +30,12 @@ class Peer:
 
 @dataclass
 class Case:
-    nbytes: int
+    """One measurement of a kernel."""
+
+    nbytes: int  # read and written
     run: Callable[[], object]  # the launcher of xtrain
-    got: Callable[[], tuple] | None = None  # outputs to compare; none: what run returns
-    want: Callable[[], tuple] | None = None  # the same from the reference, in float64
+    got: Callable[[], tuple] | None = None  # -> the outputs to check; None: those of run
+    want: Callable[[], tuple] | None = None  # -> the same from the reference, in float64
     peer: Peer | None = None
     naive: Callable[[], object] | None = None
     shape: str = f"N={N} C={C}"
@@ -43,12 +45,13 @@ CASES: dict[str, Callable[[np.dtype], Case]] = {}
 
 
 def case(f):
+    """Decorator: add a function (dtype) -> Case to CASES."""
     CASES[f.__name__] = f
     return f
 
 
 def draw(dtype, *shape, seed=0, scale=1.0):
-    """Random numbers with a mean of 0.1 on the GPU, made in float32 in slices: a large array fits."""
+    """Random numbers with mean 0.1 on the GPU, generated in float32 slice by slice, so that a large array fits."""
     generator = cp.random.RandomState(seed)
     x = cp.empty(shape, dtype)
     flat, step = x.reshape(-1), 1 << 28
@@ -61,6 +64,7 @@ def draw(dtype, *shape, seed=0, scale=1.0):
 
 
 def converted(x, dtype):
+    """x in another dtype, float32 or bf16."""
     return cast.cast_fwd(x, dtype)
 
 
@@ -79,16 +83,19 @@ def tensor(x):
 
 
 def torch_type(dtype):
+    """PyTorch's name of a NumPy dtype."""
     import torch
 
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[np.dtype(dtype).name]
 
 
 def functional():
+    """torch.nn.functional, imported only when PyTorch is timed."""
     import torch
 
     return torch.nn.functional
 
 
 def size(*arrays) -> int:
+    """The bytes of all arrays."""
     return sum(a.nbytes for a in arrays)

@@ -1,4 +1,4 @@
-"""Cases of bench_kernels.py: element by element, over the arena, and the embedding."""
+"""Cases of bench_kernels.py: element-wise kernels, kernels over the arena, and the embedding."""
 
 import cupy as cp
 import cupyx
@@ -135,17 +135,17 @@ def swiglu_bwd(dtype):
 
 @case
 def swiglu_bwd_again(dtype):
-    """What training uses: y is computed again too."""
+    """The variant that training uses: it also recomputes y."""
     gu, dy = draw(dtype, N, 2 * F, scale=2.0), draw(dtype, N, F, seed=1)
     work = dy.copy()
 
     def got():
         y = dy.copy()
-        return swiglu.swiglu_bwd(y, gu, again=True), y
+        return swiglu.swiglu_bwd(y, gu, recompute_y=True), y
 
     return Case(
         size(gu, dy, gu, dy),
-        lambda: swiglu.swiglu_bwd(work, gu, again=True),
+        lambda: swiglu.swiglu_bwd(work, gu, recompute_y=True),
         got=got,
         want=lambda: (
             swiglu.swiglu_bwd_ref(double(dy), double(gu)),
@@ -181,7 +181,7 @@ def silu_bwd(dtype):
 
 # ----------------------------------------------------------------------------- embedding.py
 def ids_like_text():
-    """A tenth of the tokens are one and the same, the rest fall off as in text."""
+    """A tenth of the ids are the same token; the frequencies of the others decrease as in text."""
     rng = np.random.default_rng(7)
     ids = rng.permutation(V)[(V ** rng.random(N) - 1).astype(np.int64)].astype(np.int32)
     ids[rng.random(N) < 0.1] = 11
@@ -196,7 +196,7 @@ def embedding_fwd_case(dtype, ids):
     w = draw(dtype, V, C)
     on_gpu, rows = cp.asarray(ids), np.unique(ids).size
     return Case(
-        (N + rows) * C * dtype.itemsize,  # each row that occurs is read once
+        (N + rows) * C * dtype.itemsize,  # a row that occurs is read once
         lambda: embedding.embedding_fwd(on_gpu, w),
         want=lambda: (double(w)[on_gpu],),
         peer=Peer(lambda ids, w: functional().embedding(ids, w), (on_gpu, w)),
@@ -205,7 +205,7 @@ def embedding_fwd_case(dtype, ids):
 
 
 def embedding_bwd_case(dtype, ids, plan_too=False):
-    """The plan depends on the ids alone and is made in the forward pass. plan_too: it is part of the time, as in PyTorch."""
+    """The plan depends only on the ids and is made in the forward pass. plan_too: include it in the time, as in PyTorch."""
     dx, dw = draw(dtype, N, C), cp.zeros((V, C), np.float32)
     on_gpu, rows = cp.asarray(ids), np.unique(ids).size
     plan = None if plan_too else embedding.embedding_plan(on_gpu, V)
@@ -312,7 +312,7 @@ def adamw_case(with_half, zero_grad):
 
 
 def torch_adamw(w, g, m, v):
-    """One formula, for the compiler; the eager column takes torch.optim.AdamW(fused=True)."""
+    """Written out for the compiler; the eager column uses torch.optim.AdamW(fused=True)."""
     w.mul_(1 - 1e-4)
     m.lerp_(g, 0.1)
     v.mul_(0.95).addcmul_(g, g, value=0.05)

@@ -1,4 +1,4 @@
-"""Cases of bench_kernels.py: kernels that own a row, a head, or a row of scores."""
+"""Cases of bench_kernels.py: kernels over rows, heads, and rows of scores."""
 
 import math
 
@@ -107,7 +107,7 @@ def torch_rotate(x, cos, sin):
 
 
 def torch_qk_norm_rope(qkv, q_w, k_w, cos, sin):
-    """v, the last third, is used where it lies, as xtrain does."""
+    """v, the last third, stays a view, as in xtrain."""
     q, k, _ = (part.reshape(-1, H, D) for part in qkv.chunk(3, -1))
     return tuple(torch_rotate(torch_rmsnorm(x, w), cos, sin) for x, w in ((q, q_w), (k, k_w)))
 
@@ -219,7 +219,7 @@ def softmax_fwd(dtype):
         return (x / x.sum(-1, keepdims=True),)
 
     return Case(
-        s.nbytes * 3 // 2,  # reads what is visible, writes everything
+        s.nbytes * 3 // 2,  # reads the visible half, writes everything
         lambda: softmax.causal_softmax_fwd(work, T, SCALE),
         got=got,
         want=want,

@@ -1,7 +1,7 @@
-"""What all benches share: honest timing on the GPU, and one JSON line per measurement.
+"""Shared by all benches: timing on the GPU, and one JSON line per measurement.
 
-A time is the median of several runs between CUDA events, after warm-up, with p20 and p80 beside it. `flush` writes
-through the second-level cache before every run, so that a kernel's input comes from memory, as in a training step.
+A time is the median of several runs between CUDA events, after warm-up, together with p20 and p80. `flush` overwrites the
+L2 cache before every run, so that a kernel reads its input from memory, as in a training step.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import cupy as cp
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
-FLUSH_BYTES = 256 << 20  # four times an H200's second-level cache
+FLUSH_BYTES = 256 << 20  # four times an H200's L2 cache
 
 
 def gpu_ms(
@@ -41,14 +41,14 @@ def gpu_ms(
     return np.percentile(times, [50, 20, 80])
 
 
-EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL: an event that a graph records, and that can be timed
+EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL: an event that a graph records and that can still be timed
 
 
 def graph_ms(f: Callable[[], object], runs: int = 20, torch=None) -> np.ndarray:
-    """-> (median, p20, p80) milliseconds of f() without what a launch costs the host.
+    """-> (median, p20, p80) milliseconds of f() without the host's launch overhead.
 
-    One CUDA graph holds runs x [flush, event, f, event]; its second replay is read. torch: the module, if f launches on
-    PyTorch's current stream instead of CuPy's. f is run before, so that its kernels are compiled.
+    One CUDA graph holds runs x [flush, event, f, event]; the times are those of its second replay. torch: the module, if f
+    launches on PyTorch's current stream instead of CuPy's. f runs before the capture, so that its kernels are compiled.
     """
     junk = cp.empty(FLUSH_BYTES, cp.uint8)
     events = [cp.cuda.Event() for _ in range(2 * runs)]
@@ -102,7 +102,7 @@ def graph_ms(f: Callable[[], object], runs: int = 20, torch=None) -> np.ndarray:
 
 @functools.cache
 def copy_ms(nbytes: int) -> float:
-    """Milliseconds of a device-to-device copy that moves nbytes in all: in a graph or on a stream, whichever is faster."""
+    """Milliseconds of a device-to-device copy that moves nbytes in total, in a graph or on a stream, whichever is faster."""
     a, b = cp.empty(nbytes // 2, cp.uint8), cp.empty(nbytes // 2, cp.uint8)
     current = cp.cuda.get_current_stream
     copy = lambda: b.data.copy_from_device_async(a.data, a.nbytes, current())
@@ -110,7 +110,7 @@ def copy_ms(nbytes: int) -> float:
 
 
 def copy_bandwidth(nbytes: int) -> float:
-    """Bytes per second (read plus written) of a device-to-device copy that moves nbytes in all."""
+    """Bytes per second (read plus written) of a device-to-device copy that moves nbytes in total."""
     a, b = cp.empty(nbytes // 2, cp.uint8), cp.empty(nbytes // 2, cp.uint8)
     ms = gpu_ms(
         lambda: b.data.copy_from_device_async(a.data, a.nbytes, cp.cuda.get_current_stream())
@@ -119,6 +119,7 @@ def copy_bandwidth(nbytes: int) -> float:
 
 
 def versions() -> dict[str, str]:
+    """The versions of the libraries that are installed, the driver and the CUDA runtime."""
     names = ("numpy", "numba", "numba-cuda", "cupy-cuda13x", "nvmath-python", "torch")
     found = {}
     for name in names:
@@ -131,7 +132,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    if os.environ.get("XTRAIN_COMMIT"):  # where the checkout has no history
+    if os.environ.get("XTRAIN_COMMIT"):  # for a checkout without history
         return os.environ["XTRAIN_COMMIT"]
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
@@ -140,7 +141,7 @@ def _commit() -> str:
 def record(
     bench: str, name: str, *, shape: str, dtype: str, ms: float, value: float, unit: str, **more
 ) -> dict:
-    """Append one line to results/<bench>.jsonl. more: peer, peer_value, ratio, peak_gb and whatever else was measured."""
+    """Append one line to results/<bench>.jsonl and print it. -> the line. more: peer, peer_value, peak_gb and other fields."""
     line = {
         "bench": bench, "name": name, "shape": shape, "dtype": dtype, "ms": round(float(ms), 4),
         "value": round(float(value), 2), "unit": unit,

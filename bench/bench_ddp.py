@@ -139,12 +139,12 @@ def run_alone(name, precision, rank):
     from xtrain.config import TrainConfig
     from xtrain.nn.model import Transformer
     from xtrain.training.run import Run
-    from xtrain.training.single_process import ALONE
+    from xtrain.training.single_process import SINGLE_PROCESS
 
     shape, _, T = model_config(name)
     corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, rank))
     model = Transformer(shape, 0, "gpu", precision)
-    run = Run(TrainConfig(**kind_of(T, BATCH)), model, corpus, ALONE)
+    run = Run(TrainConfig(**kind_of(T, BATCH)), model, corpus, SINGLE_PROCESS)
     first = [p.data.copy() for _, p in model.storage()]
     for _ in range(3):
         run.step()
@@ -182,7 +182,7 @@ def one_variant(o, name, v, ranks):
     state += [getattr(optimizer, name, None) for name in ("master", "norms")]
     size = arena.grads.size
     found = dict(ms=list(ms), tokens=BATCH * n * T / ms[0] * 1e3, parameters=size)
-    found["alone_ms"] = ranks.everybody(float(others[0][0]) if others else ms[0])
+    found["alone_ms"] = ranks.gather(float(others[0][0]) if others else ms[0])
     hyper, factor = cp.asarray(optimizer.advance()), cp.ones(1, np.float32)
 
     def update():
@@ -191,9 +191,9 @@ def one_variant(o, name, v, ranks):
 
     found["optimizer_ms"] = alone(update, ranks, o.steps)
     if n > 1:
-        state.append(run.collectives.half)
+        state.append(run.parallel.collectives.half)
         if v["dp"] != "none":
-            run.check_ranks()
+            run.parallel.compare_weights(optimizer, run.done)
             found["comm_ms"] = alone(lambda: communicate(run), ranks, o.steps)
             width = 2 if v.get("grad_comm") == "bf16" else 4
             moved = arena.grads.size * width * 2 * (n - 1) / n / (1 + v.get("zero", 0))
@@ -207,14 +207,15 @@ def one_variant(o, name, v, ranks):
 
 def communicate(run):
     """The collectives of one backward, and nothing else."""
-    pieces, start = run.sync.pieces, getattr(run.sync, "start", run.collectives.all_reduce)
+    stage, collectives = run.parallel.stage, run.parallel.collectives
+    slices, start = stage.slices, getattr(stage, "start", collectives.all_reduce)
     if run.config.dp == "flat":
-        pieces = [(0, run.model.arena.grads.size)]
+        slices = [(0, run.model.arena.grads.size)]
     if run.config.dp == "naive":
-        pieces = [(p.offset, p.offset + p.size) for _, p in run.model.storage()]
-    for piece in pieces:
-        start(*piece)
-    run.collectives.join()
+        slices = [(p.offset, p.offset + p.size) for _, p in run.model.storage()]
+    for a, b in slices:
+        start(a, b)
+    collectives.join()
 
 
 def worker(o: Options) -> None:
@@ -222,14 +223,14 @@ def worker(o: Options) -> None:
 
     from xtrain.parallel.ranks import choose_gpu, connect
     from xtrain.parallel.watchdog import Guard
-    from xtrain.training.single_process import ALONE
+    from xtrain.training.single_process import SINGLE_PROCESS
 
     task = json.loads(o.worker)
     ranks = connect()
     with Guard(ranks, "bench_ddp"):
         choose_gpu(ranks)
         for v in task["variants"]:
-            found = one_variant(o, task["model"], v, ranks if ranks.world > 1 else ALONE)
+            found = one_variant(o, task["model"], v, ranks if ranks.world > 1 else SINGLE_PROCESS)
             if ranks.rank == 0:
                 print("RESULT " + json.dumps({**v, **found}), flush=True)
             gc.collect()

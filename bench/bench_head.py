@@ -1,9 +1,9 @@
-"""The head and the loss in chunks of rows: what does which chunk cost, what does it save?
+"""The output head and the loss in chunks of rows: time and memory for several chunk sizes.
 
     python bench/bench_head.py [--models dim384 dim768 gpt124m] [--rows 1024 2048 4096 8192] [--precision bf16]
 
-Time is that of a training step's share: logits, loss and its gradient, dx, dw (three products of 2 N P C operations each), inside
-a CUDA graph. Memory is what exists at the fullest moment beside x and w: logits of a chunk, dx and dw.
+The time covers the head's part of a training step: logits, loss and its gradient, dx, dw (three products of 2 N P C operations
+each), inside a CUDA graph. The memory is the peak in addition to x and w: the logits of a chunk, dx and dw.
 """
 
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ class Options:
 
 
 def bench(name: str, precision: str, rows: int) -> None:
+    """Time chunks of `rows` rows for one model and append the record."""
     config, B, T = model_config(name)
     N, C, V, P = B * T, config.dim, config.vocab_size, config.padded_vocab_size
     draw = np.random.default_rng(0)

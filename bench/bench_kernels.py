@@ -1,11 +1,11 @@
-"""Every memory-bound kernel against a copy of the same number of bytes, and against PyTorch.
+"""Every memory-bound kernel compared with a copy of the same number of bytes, and with PyTorch.
 
     python bench/bench_kernels.py [--only swiglu adamw] [--dtypes bf16] [--no-torch]
 
-A kernel that does little arithmetic can at best be as fast as a copy that moves its bytes: each input read once, each
-output written once (`nbytes` of each case below). `share` is the time of that copy over the time of the kernel, both from
-this run, both inside a CUDA graph, with the second-level cache flushed before each. PyTorch, eager and compiled, is timed
-in the same way, its backward through autograd. A result is compared with the reference in float64 before it is timed.
+A kernel with little arithmetic can at best be as fast as a copy that moves its bytes: each input is read once, each output
+written once (`nbytes` of each case). `share` is the time of that copy divided by the time of the kernel. Both are measured
+in this run, inside a CUDA graph, with the L2 cache flushed before each. PyTorch, eager and compiled, is timed in the same
+way, its backward through autograd. Results are checked against the reference in float64 before they are timed.
 
 To add a kernel, write a case: see _cases.py.
 """
@@ -37,7 +37,7 @@ BACKWARD = re.compile("_bwd|cross_entropy")  # at least 0.85 of the copy; the ot
 
 # ----------------------------------------------------------------------------- measure
 def compare(case: Case, dtype: str) -> float:
-    """-> the largest |got - want| / |want| over all outputs. AssertionError if one is too large."""
+    """-> the largest |got - want| / |want| over all outputs. Raises AssertionError if one exceeds TOLERANCE."""
     got = case.got() if case.got else case.run()
     got, want = (x if isinstance(x, tuple) else (x,) for x in (got, case.want()))
     worst = 0.0
@@ -47,14 +47,14 @@ def compare(case: Case, dtype: str) -> float:
         r = cp.asarray(r)
         error = float(cp.linalg.norm((double(k) - r).ravel()) / cp.linalg.norm(r.ravel()))
         half = k.dtype == DTYPES["bf16"] or dtype == "bf16"
-        assert error <= TOLERANCE["bf16" if half else "fp32"], (
-            f"error {error:.2e}"
-        )  # a NaN never passes
+        # A NaN never passes.
+        assert error <= TOLERANCE["bf16" if half else "fp32"], f"error {error:.2e}"
         worst = max(worst, error)
     return worst
 
 
 def torch_ms(peer: Peer, compiled: bool, runs: int) -> float:
+    """-> the median milliseconds of PyTorch, eager or compiled"""
     import torch
 
     inputs = [tensor(x) for x in peer.inputs]
@@ -67,7 +67,7 @@ def torch_ms(peer: Peer, compiled: bool, runs: int) -> float:
     dy, outputs = [tensor(x) for x in peer.dy], []
 
     def backward():
-        if not outputs:  # in the first call, so on the stream that is captured later
+        if not outputs:  # in the first call: this must run on the stream that is captured later
             y = f(*inputs)
             outputs.extend(y if isinstance(y, tuple) else (y,))
         return torch.autograd.grad(outputs, leaves, dy, retain_graph=True, allow_unused=True)
@@ -76,7 +76,7 @@ def torch_ms(peer: Peer, compiled: bool, runs: int) -> float:
 
 
 def attempt(f, *args):
-    """f(*args), or None and a line that says why not."""
+    """f(*args). If it raises: None, after printing the reason."""
     try:
         return f(*args)
     except Exception as error:
@@ -86,6 +86,7 @@ def attempt(f, *args):
 
 
 def measure(name: str, dtype: str, o) -> dict | None:
+    """Check and time one case. -> its record; None if the dtype is not supported or the result is wrong."""
     try:
         case = CASES[name](DTYPES[dtype])
         error = compare(case, dtype)
@@ -116,9 +117,8 @@ def measure(name: str, dtype: str, o) -> dict | None:
 
 @dataclass
 class Options:
-    only: list[str] = field(
-        default_factory=list
-    )  # regular expressions of the cases' names; none: all
+    # Regular expressions of the cases' names; none: all.
+    only: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=lambda: ["fp32", "bf16"])
     torch: bool = True
     runs: int = 20
@@ -129,7 +129,7 @@ def main(o: Options) -> None:
     if o.torch:
         import torch._functorch.config
 
-        torch._functorch.config.donated_buffer = False  # a backward is run many times
+        torch._functorch.config.donated_buffer = False  # the backward runs more than once
     for name in CASES:
         if o.only and not any(re.search(pattern, name) for pattern in o.only):
             continue

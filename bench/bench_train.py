@@ -83,7 +83,8 @@ def xtrain_step(model, graph=True):
         optimizer.apply(hyper, clip(model, CLIP)[1])
         return (loss.data.reshape(1),)
 
-    captured = Graphed(compute) if graph else lambda *inputs: compute(*map(cp.asarray, inputs))
+    eager = lambda *inputs: compute(*map(cp.asarray, inputs))
+    captured = Graphed(compute, model.arena) if graph else eager
 
     def step(ids, targets):
         optimizer.lr = learning_rate(optimizer.t)

@@ -1,9 +1,8 @@
-"""Did anything become slower?   python bench/compare.py OLD NEW
+"""Compare two sets of bench results.   python bench/compare.py OLD NEW
 
-OLD, NEW: a results file (.jsonl), or a folder, of which bench_*.jsonl are read. Lines belong together
-when bench, name, shape, dtype and gpu are equal; of several the last counts. What is compared is the
-time (ms), lower is better. A change of more than 3 % is marked, and if one of these is for the worse the exit code is 1.
-(2: nothing could be compared.)
+OLD, NEW: a results file (.jsonl), or a folder with bench_*.jsonl files. Lines match if bench, name, shape, dtype and gpu are
+equal; the last of several matching lines counts. The time (ms) is compared; lower is better. Changes of more than 3 % are
+marked. Exit code: 0, 1 if a marked change is slower, 2 if nothing could be compared.
 """
 
 import json
@@ -21,25 +20,27 @@ KEY = ("bench", "name", "shape", "dtype", "gpu")
 @dataclass
 class Options:
     old: tyro.conf.Positional[Path]  # .jsonl file, or folder of bench_*.jsonl
-    new: tyro.conf.Positional[Path]
-    percent: float = 3.0  # changes up to this are noise
-    all: bool = False  # also list what has not changed
+    new: tyro.conf.Positional[Path]  # the same
+    percent: float = 3.0  # smaller changes are noise
+    all: bool = False  # also list unchanged measurements
 
 
 @dataclass(frozen=True)
 class Change:
+    """The two times, in ms, of one measurement."""
+
     key: tuple[str, ...]
     old: float
     new: float
 
     @property
     def percent(self) -> float:
-        """Of the time; positive is slower."""
+        """The change of the time in percent; positive is slower."""
         return 100 * (self.new / self.old - 1)
 
 
 def read(path: Path) -> dict[tuple[str, ...], float]:
-    """-> {key: ms}. Raises ValueError, which names file and line, and OSError."""
+    """-> {key: ms}. Raises ValueError with file and line for an invalid line, OSError for an unreadable file."""
     files = sorted(path.glob("bench_*.jsonl")) if path.is_dir() else [path]
     found = {}
     for file in files:
@@ -50,19 +51,20 @@ def read(path: Path) -> dict[tuple[str, ...], float]:
                 record = json.loads(line)
                 key, ms = tuple(str(record[k]) for k in KEY), float(record["ms"])
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{file}:{number} is no measurement: {error!r}") from error
+                raise ValueError(f"{file}:{number} is not a measurement: {error!r}") from error
             if ms > 0:
                 found[key] = ms
     return found
 
 
 def compare(old: dict, new: dict) -> list[Change]:
-    """What both have, the worst change first."""
+    """-> the measurements that both have, the worst change first"""
     changes = [Change(key, old[key], new[key]) for key in old.keys() & new.keys()]
     return sorted(changes, key=lambda c: (-c.percent, c.key))
 
 
 def table(changes: list[Change], percent: float) -> Table:
+    """-> a table of the changes; those of more than `percent` are marked"""
     out = Table()
     for column in KEY:
         out.add_column(column, overflow="fold")
@@ -89,7 +91,7 @@ def main(o: Options, console: Console) -> int:
     changes = compare(old, new)
     if not changes:
         console.print(
-            "compare: the two have no measurement in common (same bench, name, shape, dtype and gpu)"
+            "compare: the two have no measurement with the same bench, name, shape, dtype and gpu"
         )
         return 2
     marked = [c for c in changes if abs(c.percent) > o.percent]

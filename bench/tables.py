@@ -1,7 +1,7 @@
-"""Writes the tables of the README and of the site from bench/results: every number there is a line here.
+"""Write the tables of the README and of the site from bench/results, so that every number there has a record.
 
-python bench/tables.py            rewrite what stands between <!-- results:NAME --> and <!-- results:end -->
-python bench/tables.py --check    exit 1 when a table is not what the records say
+python bench/tables.py            rewrite the text between <!-- results:NAME --> and <!-- results:end -->
+python bench/tables.py --check    exit 1 if a table differs from the records
 
 A table without records says "Not measured yet."
 """
@@ -21,7 +21,7 @@ NOTHING = "Not measured yet."
 def latest(bench: str, per_peer: bool = True) -> list[dict]:
     """The newest line of every (name, shape, dtype, peer) of one bench, in the order of first appearance.
 
-    per_peer False: the newest of all peers, and of none.
+    per_peer False: the newest line of every (name, shape, dtype), with any peer or none.
     """
     path = RESULTS / f"{bench}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -42,18 +42,20 @@ def table(header: list[str], rows: list[list[str]], records: list[dict], count: 
 
 
 def machine(records: list[dict], count: str) -> str:
+    """The line below a table: the GPU and the dates of its records."""
     gpus = ", ".join(sorted({r["gpu"] for r in records}))
     dates = sorted({r["date"] for r in records})
     return f"{count} {gpus}, {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}."
 
 
 def number(x: float | None, form: str = ",.0f") -> str:
+    """x formatted; "-" for None."""
     return "-" if x is None else format(x, form)
 
 
 # ----------------------------------------------------------------------------- training
 def train() -> str:
-    """Of every step the newest run beside PyTorch, whichever of its modes was the fastest then."""
+    """For every step the newest comparison with PyTorch, with PyTorch's fastest mode in that run."""
     raced = [r for r in latest("bench_train") if r["peer"]]
     newest = {
         (r["name"], r["shape"], r["dtype"]): r for r in sorted(raced, key=lambda r: r["line"])
@@ -71,7 +73,7 @@ def train() -> str:
 
 
 def precisions() -> str:
-    """bf16 beside fp32, where both were measured in one shape without a peer."""
+    """bf16 and fp32 side by side, where both were measured with the same shape and without a peer."""
     found = {}
     for r in latest("bench_train"):
         if not r["peer"]:
@@ -91,13 +93,14 @@ def precisions() -> str:
 
 
 def history() -> str:
+    """bench_history: a training step after each phase of development."""
     records = latest("bench_history")
     rows = [[r["name"], r["dtype"], f"{r['ms']:,.1f}", f"{r['value']:,.0f}"] for r in records]
     return table(["phase (dim384)", "precision", "ms a step", "tokens/s"], rows, records)
 
 
 def head() -> str:
-    """The head and the loss by chunks of rows: time against memory."""
+    """bench_head: the output head and the loss in chunks of rows, time and memory."""
     records = latest("bench_head")
     rows = [
         [r["name"], r["shape"], r["dtype"], *(f"{r[k]:.2f}" for k in ("ms", "peak_gb"))]
@@ -112,14 +115,14 @@ TORCH = "torch DDP + compile"
 
 
 def _job(r: dict) -> tuple[str, ...]:
-    """Model and number of GPUs of a record of bench_ddp."""
+    """The model and the number of GPUs of a record of bench_ddp."""
     return tuple(r["name"].split(", ")[:2])
 
 
 def ddp(only: tuple[str, ...] = ()) -> str:
-    """Tokens per second and the share of linear for each variant, with PyTorch's where it was measured beside.
+    """Tokens per second and the share of linear scaling of each variant, with PyTorch's where it was measured in the same run.
 
-    only: ends of the names that are wanted; all without it.
+    only: keep the records whose names end with one of these; empty: all.
     """
     records = [r for r in latest("bench_ddp") if not only or r["name"].endswith(only)]
     records.sort(key=_job)
@@ -142,9 +145,9 @@ def ddp(only: tuple[str, ...] = ()) -> str:
 
 # ----------------------------------------------------------------------------- kernels
 def attention(*parts: str) -> str:
-    """TFLOP/s of some parts of bench_attention: forward and forward + backward of a shape in one row.
+    """TFLOP/s of some parts of bench_attention: one row per shape, with forward and forward + backward.
 
-    Where both our kernels were measured, each has a column, and the one in use is bold.
+    If both kernels of xtrain were measured, each has a column, and the one in use is bold.
     """
     chosen = [(p, r) for p in parts for r in latest("bench_attention") if r["name"].split()[0] == p]
     shapes: dict[tuple, dict] = {}
@@ -165,7 +168,7 @@ def attention(*parts: str) -> str:
 
 
 def rates(r: dict, two: bool) -> list[str]:
-    """The cells of one direction; two: with both our kernels. r: a record, {} for none."""
+    """The cells of one direction. two: show both kernels of xtrain. r: a record, {} for none."""
     own = [number(r.get("value"), ".0f")]
     if two:
         used = r.get("kernels", "mma.sync")
@@ -177,7 +180,7 @@ def rates(r: dict, two: bool) -> list[str]:
 
 
 def kernels() -> str:
-    """All of bench_kernels: time, and the time of a copy of the same bytes as a share of it."""
+    """All of bench_kernels: the time, and the time of a copy of the same bytes as a share of it."""
     rows, records = [], latest("bench_kernels", per_peer=False)
     for r in records:
         peers = [number(r.get(f"torch_{key}_ms"), ".4f") for key in ("compile", "eager")]
@@ -188,6 +191,7 @@ def kernels() -> str:
 
 
 def lessons() -> str:
+    """bench_lessons: the kernels that the lessons build."""
     rows, records = [], latest("bench_lessons")
     for r in records:
         share = f"{r['copy_ms'] / r['ms']:.0%}" if r.get("copy_ms") else "-"
@@ -199,7 +203,7 @@ def lessons() -> str:
 
 # ----------------------------------------------------------------------------- serving
 def decode() -> str:
-    """bench_decode: what a user waits for, beside transformers where they ran. A row is of one run."""
+    """bench_decode: decoding speed and time to first token, compared with transformers where measured. A row is one run."""
     runs: dict[tuple, dict] = {}
     records = latest("bench_decode")
     for r in records:
@@ -227,7 +231,7 @@ def engine_kernels() -> str:
         share, ratio = number(r.get("share"), ".0%"), number(r["ratio"], ".2f")
         ratio += f" x {r['peer']}" if r["peer"] else ""
         rows.append([f"`{r['name']}`", r["shape"], f"{1e3 * r['ms']:,.1f}", rate, share, ratio])
-    header = ["kernel", "shape", "us", "rate", "copy's time, share", "beside"]
+    header = ["kernel", "shape", "us", "rate", "copy's time, share", "compared with"]
     return table(header, rows, records)
 
 
@@ -265,7 +269,7 @@ TABLES = {
 
 
 def filled(text: str) -> str:
-    """The page with today's tables. Raises ValueError when a marker has no table or no end."""
+    """-> the page with current tables. Raises ValueError for a marker with an unknown table or without an end."""
     head, *rest = text.split("<!-- results:")
     parts, inside = [head], False
     for part in rest:
@@ -275,10 +279,10 @@ def filled(text: str) -> str:
         elif name in TABLES and not inside:
             parts.append(f"<!-- results:{name} -->\n{TABLES[name]()}\n")
         else:
-            raise ValueError(f"the marker results:{name} is no table, or not where it must be")
+            raise ValueError(f"the marker results:{name} names an unknown table or is misplaced")
         inside = name != "end"
     if inside:
-        raise ValueError("a table lacks its <!-- results:end -->")
+        raise ValueError("a table has no <!-- results:end -->: add it")
     return "".join(parts)
 
 
@@ -288,7 +292,7 @@ def main(check: bool) -> int:
         text = page.read_text(encoding="utf-8")
         new = filled(text)
         if new != text and check:
-            print(f"{page.name} is not what bench/results says: run python bench/tables.py")
+            print(f"{page.name} differs from bench/results: run python bench/tables.py")
             code = 1
         elif new != text:
             page.write_text(new, encoding="utf-8")

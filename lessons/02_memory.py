@@ -484,7 +484,7 @@ print(_flat.__doc__)
 lesson.source(_flat.load)
 
 # %% [markdown]
-# `whole` is your `i + 4 <= y_n.size`, and it also means that x starts at a multiple of 16 bytes. A
+# `vectorized` is your `i + 4 <= y_n.size`, and it also means that x starts at a multiple of 16 bytes. A
 # slice such as `x[1:]` does not, so it is read element by element.
 #
 # ## What did not help

@@ -369,12 +369,12 @@ lesson.source(autograd.backward)
 # %% [markdown]
 # It does three things that yours does not:
 #
-# - **Parameter gradients accumulate in place.** In `Linear.backward`, `target_of_grad` returns the
-#   parameter's own `.grad`, and the matrix product *adds* to it. The largest arrays need no second
-#   buffer, and gradient accumulation over several micro-batches costs nothing extra. (`add` is
-#   False if there is no gradient yet: for a weight that is itself the result of an op, and in a
-#   captured step, which does not even write the zeros. The docstring of `xtrain/nn/modules.py` explains
-#   how.)
+# - **Parameter gradients accumulate in place.** In `Linear.backward`, `ctx.grad_target` returns the
+#   memory of the parameter's own `.grad`. The first gradient of a step is written there, over the
+#   one of the step before; `add` is True for all later ones, and the matrix product *adds*. The
+#   largest arrays need no second buffer and are not filled with zeros first, and gradient
+#   accumulation over several micro-batches costs nothing extra. (`xtrain/nn/tensor.py` has the
+#   rule, in twenty lines.)
 # - **Memory is freed early.** What an op has saved is released right after its backward pass, so
 #   memory use shrinks during the backward pass.
 # - **In-place changes are detected.** If a saved array is changed before the backward pass, the

@@ -81,7 +81,7 @@ for t in (1, 2, 3):
 # weights are exempt. In xtrain's parameter array the decayed weights come first, so one number,
 # `n_decay`, says where decay ends.
 #
-# The reference, from the library (`half_n` is a bf16 copy: lesson 12):
+# The reference, from the library (`copy_n` is a bf16 copy: lesson 12):
 
 # %%
 from xtrain.kernels import adamw
@@ -521,7 +521,7 @@ lesson.source(adamw.update)
 from xtrain.training import run
 
 lesson.source(run.Run.step)
-lesson.source(run.Run.compute)
+lesson.source(run.Run.train_step)
 
 # %% [markdown]
 # ## Your first real run

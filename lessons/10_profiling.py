@@ -247,8 +247,8 @@ for runs_us in (4, 9, 50):
 from xtrain.kernels.runtime import launch as _launch
 
 x_23 = simulator.sim(np.ones((2, 3), np.float32))
-print("array:  ", _launch.numba_type(x_23), "as", _launch._slots(x_23))
-print("float32:", _launch.numba_type(np.float32(1)), "as", _launch._slots(np.float32(1)))
+print("array:  ", _launch.numba_type(x_23), "as", _launch.struct_format(x_23))
+print("float32:", _launch.numba_type(np.float32(1)), "as", _launch.struct_format(np.float32(1)))
 lesson.source(_launch._launch_gpu, "for a in args")
 
 # %% [markdown]
@@ -296,8 +296,9 @@ else:
 # bf16 has specialized kernels, three per layer: lesson 13.)
 
 # %%
+from unittest import mock
+
 import xtrain
-from xtrain.nn.observers import swapped
 from xtrain.nn.optim import clip
 
 
@@ -315,7 +316,7 @@ def count_launches(precision):
         found.append("matrix product")
         return multiply(*operands, **more)
 
-    watched = swapped(simulator, "run", kernel), swapped(np, "matmul", product)
+    watched = mock.patch.object(simulator, "run", kernel), mock.patch.object(np, "matmul", product)
     with watched[0], watched[1], np.errstate(all="ignore"):
         model.loss(ids, ids).backward()
         optimizer.step(clip(model, 1.0)[1])
@@ -382,31 +383,31 @@ print(f"{whole:.1f} ms in total, of which {gain:.1f} ms ({gain / whole:.0%}) cou
 # **Which layer launched a kernel?** A name such as `nvjet_sm90_tst_128x256` does not say which
 # layer called it. A profiler can show *ranges* above the kernels, which the program opens and
 # closes through NVIDIA's **NVTX** interface. xtrain opens one range per op and layer while it is
-# being profiled, and none otherwise: for the duration of a `with` block, every op's function is
-# replaced by one that opens a range around it. The next cell does the same with a function that
-# only lists the ranges:
+# being profiled, and none otherwise: for the duration of a `with` block, autograd calls an observer
+# around every op, and that observer opens the ranges. The next cell uses an observer that only lists
+# them:
 
 # %%
 import contextlib
 
 from xtrain.inspect import profile
-from xtrain.nn.observers import watch_ops
+from xtrain.nn.observers import observe_ops
 
 ranges = []
 
 
 @contextlib.contextmanager
-def note(op, way, layer):
-    ranges.append(" ".join(filter(None, (layer, op, way))))
+def note(op):
+    ranges.append(" ".join(filter(None, (op.layer, op.name, op.way))))
     yield
 
 
 shape = dict(dim=16, n_layers=1, n_heads=2, head_dim=8, hidden_dim=16, max_seq_len=4)
 small = xtrain.Transformer(xtrain.ModelConfig(vocab_size=32, **shape))
-with watch_ops(small, note):
+with observe_ops(note):
     small.loss(np.array([[1, 2, 3, 4]]), np.array([[2, 3, 4, 5]])).backward()
 print(*ranges[:10], "...", sep="\n")
-lesson.source(profile.nvtx_note)
+lesson.source(profile.nvtx_ranges)
 
 # %% [markdown]
 # With these ranges, `nsys profile python -m xtrain.profile` records a step, and NVIDIA's viewer

@@ -51,9 +51,9 @@ from xtrain.kernels.primitives.tensor_cores import (
     pack_bf16,
     wait_copies,
 )
-from xtrain.kernels.primitives.tiles import make_place
+from xtrain.kernels.primitives.tiles import make_chunk_offset
 
-place64 = make_place(64)  # for exercise 14.3; it does what you write in exercise 14.2
+place64 = make_chunk_offset(64)  # for exercise 14.3; it does what you write in exercise 14.2
 
 # %% [markdown]
 # These instructions require compute capability 8.0 or later (an A100, an RTX 30). On an older GPU,
@@ -525,7 +525,7 @@ print("A's layout is that of two C tiles side by side:", np.array_equal(owner_A,
 from xtrain.kernels.attention import flash_attention_bf16
 from xtrain.kernels.primitives import tiles as _tiles
 
-lesson.source(_tiles.make_place)
+lesson.source(_tiles.make_chunk_offset)
 
 # %% [markdown]
 # Here is your 14.3, with any number of 16-row tiles (MT) and 8-column tiles (NT). `flip` is 16 k:

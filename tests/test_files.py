@@ -14,7 +14,7 @@ from runs import assert_same_run, checkpoints, run
 from xtrain import files
 from xtrain.errors import UserError
 from xtrain.files import Busy, DiskFull, Journal, cannot_write, digest, locked, write_whole
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -95,28 +95,28 @@ def test_a_journal_that_somebody_added_to(tmp_path, monkeypatch):
 def test_logs_of_a_run_on_a_full_disk(tmp_path, monkeypatch):
     """From step 6 to 9 nothing can be written. The run goes on; in the end every line is there."""
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     kind = dict(steps=12, save_every=4, eval_every=5, sample_every=7)
     whole = run(tmp_path / "a", **kind)
-    disk, step = Disk(monkeypatch, 10**9), Logbook.step
+    disk, step = Disk(monkeypatch, 10**9), RunLog.step
 
-    def room_for(self, number, *rest):
-        disk.room = 0 if 6 <= number <= 9 else 10**9
-        step(self, number, *rest)
+    def room_for(self, numbers, timing):
+        disk.room = 0 if 6 <= numbers.step <= 9 else 10**9
+        step(self, numbers, timing)
 
-    monkeypatch.setattr(Logbook, "step", room_for)
+    monkeypatch.setattr(RunLog, "step", room_for)
     console = Console(record=True, width=1000)
     full = run(tmp_path / "b", console, **kind)
     text = console.export_text()
     assert text.count("the lines are kept until there is") == 1
-    assert "no space left for a checkpoint of step 8; training goes on" in text
+    assert "no space left for a checkpoint of step 8; training continues" in text
     assert checkpoints(full) == ["step-000004", "step-000012"]
     assert_same_run(whole, full)
 
 
 def test_a_full_disk_is_told_once_though_one_file_has_room(tmp_path, monkeypatch):
     disk, told = Disk(monkeypatch, 0), []
-    book = Logbook.__new__(Logbook)
+    book = RunLog.__new__(RunLog)
     book.folder, book.full, book.warn = tmp_path, False, told.append
     book.files = {name: Journal(tmp_path / name) for name in "ab"}
     for disk.room in (0, 100, 0, 100, 0):

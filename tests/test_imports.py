@@ -11,7 +11,7 @@ ORDER = [
     "commands", "inspect/", "report/", "serving/", "tuning/", "parallel/", "training/", "nn/", "formats/", "data/",
     "kernels/attention/", "kernels/decoding/", "kernels/", "kernels/primitives/", "kernels/runtime/", "ground", "simulator/",
 ]  # fmt: skip
-GROUND = {"config.py", "device.py", "cli.py", "files.py", "machine.py", "errors.py"}
+GROUND = {"config.py", "device.py", "cli.py", "files.py", "machine.py", "errors.py", "version.py"}
 ENTRANCES = {"__init__.py", "report/__main__.py"}  # the public API, and a command inside a room
 
 

@@ -3,6 +3,10 @@
 import signal as _signal
 import sys as _sys
 
+from . import version as _version
+
+__version__ = _version.VERSION
+
 # `python -m xtrain.train` has only begun to import: Ctrl-C just ends it, until cli.command_line takes over.
 _importing = _sys.argv[:1] == ["-m"] and any(a.startswith("xtrain.") for a in _sys.orig_argv)
 if _importing and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
@@ -25,7 +29,6 @@ except Exception as error:  # a package is missing or does not fit; `xtrain.doct
         raise AttributeError(name)
 
 
-__version__ = "0.1.0"
 __all__ = [
     "AdamW",
     "Engine",

@@ -1,22 +1,23 @@
-"""What can be chosen: the shape of the model and how it is trained. Frozen dataclasses; every field says its unit.
+"""Configuration: the shape of a model and the options of a training run, as frozen dataclasses with units on every field.
 
-The command line (`python -m xtrain.train --help`) is made from TrainConfig, the checkpoint's JSON from both.
+The command line (`python -m xtrain.train --help`) is generated from TrainConfig; checkpoints store both as JSON.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from .errors import UserError
 
 
-def _inside(name: str) -> bool:
+def _is_inside(name: str) -> bool:
+    """Is the path relative and below the folder that it is relative to?"""
     path = Path(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def _encodes(text: str) -> bool:
-    """Not so what a command line held that is no UTF-8: Python makes surrogates of it."""
+    """False if a command-line argument was not valid UTF-8: Python decodes such bytes to surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -25,7 +26,7 @@ def _encodes(text: str) -> bool:
 
 
 def _option(name: str) -> str:
-    """As it is given on the command line."""
+    """The name of a field on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -34,23 +35,24 @@ def _need(ok: bool, sentence: str) -> None:
         raise UserError(sentence)
 
 
-# What each RoPE scaling needs beside its type (names and meaning as in Hugging Face configs).
+# Parameters of each type of RoPE scaling (names and meaning as in Hugging Face configs).
 ROPE_SCALINGS = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# Options that decide the numbers: a resumed run must have the same, unless --allow-change names them. Besides these: every
-# field of ModelConfig, the text ("data") and the tokenizer. (steps: the schedule's end.)
-MATTERS = (
+# Options that determine the numbers: a resumed run must have the same values, unless --allow-change names them. The same holds
+# for every field of ModelConfig, the text ("data") and the tokenizer. (steps: where the learning-rate schedule ends.)
+RESUME_KEYS = (
     "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay", "beta1", "beta2",
     "eps", "clip", "seed", "precision", "grad_comm",
 )  # fmt: skip
 # Fields of ModelConfig on which the shapes of tensors depend.
 SHAPES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "tie_embeddings")  # fmt: skip
-LARGEST = 1e30  # of any number in a model's config: beyond it float32 ends
-VOCAB_MULTIPLE = 128  # the vocabulary is padded to this in memory: an odd width makes the head's GEMM 5 times slower
+LARGEST = 1e30  # limit of every number in a model's config, below the float32 maximum
+VOCAB_MULTIPLE = 128  # the vocabulary is padded to a multiple in memory: an odd width makes the head's GEMM 5 times slower
+DERIVED: Any = None  # default of a field that __post_init__ computes from the others
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,10 @@ class ModelConfig:
     dim: int  # C, width of the residual stream
     n_layers: int  # L
     n_heads: int  # H, query heads
-    n_kv_heads: int | None = None  # G, key/value heads; None: as many as query heads
-    head_dim: int | None = None  # D; None: dim / n_heads
+    n_kv_heads: int = DERIVED  # G, key/value heads; None: as many as query heads
+    head_dim: int = DERIVED  # D, width of one head; None: dim / n_heads
     # F, width of the MLP; None: 8/3 dim, rounded up to a multiple of 64
-    hidden_dim: int | None = None
+    hidden_dim: int = DERIVED
     max_seq_len: int = 1024  # longest sequence, tokens
     rope_theta: float = 10000.0  # base of the rotation frequencies
     # {"rope_type": "linear" | "dynamic" | "llama3", "factor": ..., ...}
@@ -130,7 +132,7 @@ class ModelConfig:
         kind = self.rope_type
         known = ", ".join(ROPE_SCALINGS)
         _need(
-            kind in list(ROPE_SCALINGS),  # whatever it is: a list has no hash
+            kind in list(ROPE_SCALINGS),  # `in` a list, because an invalid kind may not be hashable
             f"rope_scaling type {kind!r} is not supported: choose one of {known}",
         )
         for key in ROPE_SCALINGS[kind]:
@@ -153,29 +155,27 @@ class ModelConfig:
 
     @property
     def rope_type(self) -> str:
-        """Of the RoPE scaling, a key of ROPE_SCALINGS; older configs call it type."""
+        """The type of RoPE scaling, a key of ROPE_SCALINGS. (Older configs call the field `type`.)"""
         scaling = self.rope_scaling or {}
         return scaling.get("rope_type", scaling.get("type", "default"))
 
     @property
     def context(self) -> int:
-        """Longest sequence the model takes: max_seq_len, and with dynamic RoPE scaling `factor` times that."""
-        if self.rope_type == "dynamic":
+        """Longest sequence that the model accepts: max_seq_len, and with dynamic RoPE scaling `factor` times that."""
+        if self.rope_scaling is not None and self.rope_type == "dynamic":
             return int(max(1, min(self.rope_scaling["factor"], 2**31)) * self.max_seq_len)
         return self.max_seq_len
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name, as JSON can hold it; from_dict takes it back."""
+        """{field: value}, ready for JSON; the opposite of `from_dict`."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Raises UserError that names every key it does not know and every one it misses."""
+        """The opposite of `to_dict`. Raises UserError that names every unknown and every missing key."""
         names = {f.name for f in fields(cls)}
-        unknown, missing = (
-            sorted(set(values) - names),
-            sorted({"vocab_size", "dim", "n_layers", "n_heads"} - set(values)),
-        )
+        unknown = sorted(set(values) - names)
+        missing = sorted({"vocab_size", "dim", "n_layers", "n_heads"} - set(values))
         _need(
             not unknown,
             f"unknown model config {', '.join(unknown)}: the fields are {', '.join(sorted(names))}",
@@ -186,64 +186,68 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run. The defaults come from the preset; whatever is given explicitly wins."""
+    """One training run. Defaults come from the preset; explicit options override them."""
 
-    # tiny, dim384, dim512, dim768 or gpt124m; auto: tiny without a GPU, dim384 with one
+    # tiny, dim384, dim512, dim768 or gpt124m; auto: tiny on a CPU, dim384 on a GPU
     preset: str = "auto"
-    # text file or folder (.txt and other text, .jsonl, .parquet); none: Python's own source
+    # text file or folder (.txt and other text, .jsonl, .parquet); none: the source of Python's standard library
     data: str | None = None
-    name: str | None = None  # the run's folder is OUT/NAME; none: the preset's name
-    out: str = "runs"  # folder of all runs
+    name: str | None = None  # the run is written to OUT/NAME; none: the preset's name
+    out: str = "runs"  # folder for all runs
     steps: int | None = None  # optimizer steps; none: the preset's
-    batch: int | None = None  # sequences per optimizer step, over all ranks; none: the preset's
-    # sequences per forward pass and rank; none: the whole batch at once
+    # sequences per optimizer step, summed over all ranks; none: the preset's
+    batch: int | None = None
+    # sequences per forward pass on each rank; none: its whole share of the batch
     micro_batch: int | None = None
     seq_len: int | None = None  # T, tokens per sequence; none: the preset's
     lr: float | None = None  # peak learning rate; none: the preset's
-    min_lr_ratio: float = 0.1  # the cosine ends at this share of the peak
+    # final learning rate of the cosine schedule, as a fraction of the peak
+    min_lr_ratio: float = 0.1
     warmup: int | None = None  # steps of linear warm-up; none: the preset's
-    weight_decay: float = 0.1  # decoupled, on matrices only
-    beta1: float = 0.9  # AdamW: decay of the mean of the gradient
-    beta2: float = 0.95  # AdamW: decay of the mean of its square
-    eps: float = 1e-8  # AdamW: added to the root of that mean
-    clip: float = 1.0  # largest global gradient norm; 0 switches clipping off
-    # tokens of the tokenizer that is trained on the corpus; none: the preset's
+    weight_decay: float = 0.1  # decoupled weight decay of matrices; norms have none
+    beta1: float = 0.9  # AdamW: decay of the running mean of the gradient
+    beta2: float = 0.95  # AdamW: decay of the running mean of the squared gradient
+    eps: float = 1e-8  # AdamW: added to the square root of the mean squared gradient
+    clip: float = 1.0  # clip the global gradient norm to this; 0: no clipping
+    # vocabulary size of the tokenizer that is trained on the text; none: the preset's
     vocab_size: int | None = None
-    # a tokenizer.json to use instead of training one; none: with --init its own
+    # use this tokenizer.json instead of training one; none: with --init the model's own
     tokenizer: str | None = None
     eval_every: int | None = None  # steps between validations; none: the preset's
-    eval_batches: int = 8  # validation batches each time, of --batch sequences
+    eval_batches: int = 8  # batches per validation, of --batch sequences each
     sample_every: int | None = None  # steps between generated samples; none: the preset's
-    sample_prompt: str = "def "  # what a sample continues
+    sample_prompt: str = "def "  # prompt of the generated samples
     sample_tokens: int = 100  # tokens generated per sample
     # steps between checkpoints (one is always written at the end); none: the preset's
     save_every: int | None = None
-    seed: int = 0  # of the initialisation, the batches and the samples
+    seed: int = 0  # random seed of initialisation, batches and samples
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    # of activations and matrix products; bf16 needs a GPU
+    # dtype of activations and matrix products; bf16 needs a GPU
     precision: Literal["fp32", "bf16"] = "fp32"
-    # on a GPU: capture the step in a CUDA graph and replay it (the same bits, faster)
+    # on a GPU, capture the step in a CUDA graph and replay it: faster, the same bits
     graph: bool = True
-    # what backward computes again instead of keeping it: less memory, more time, the same bits
+    # activation checkpointing: what backward recomputes instead of storing; less memory, slower, the same bits
     recompute: Literal["none", "attention", "block"] = "none"
-    init: str | None = None  # start from the weights in this Hugging Face folder
-    keep: int = 3  # newest checkpoints that stay on disk, besides the best of those that were validated; 0: all stay
-    resume: bool = False  # go on from the run's last good checkpoint
-    # with --resume: names of options that may differ from the checkpoint's, also: data, tokenizer
+    init: str | None = None  # start from the weights in this folder, in Hugging Face format
+    # newest checkpoints to keep, in addition to the one with the best validation loss; 0: keep all
+    keep: int = 3
+    resume: bool = False  # continue the run from its newest undamaged checkpoint
+    # with --resume: options that may differ from the checkpoint's, including data and tokenizer
     allow_change: tuple[str, ...] = ()
-    # stop after this step, with a checkpoint; the schedule still counts to --steps
+    # stop after this step, with a checkpoint; the learning-rate schedule still ends at --steps
     stop_at: int | None = None
-    # stop with a checkpoint before so much time is over: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS since the program's start
+    # stop, with a checkpoint, before this much time has passed since the program's start: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS
     time_limit: str | None = None
-    # steps in a row without a finite loss and gradient norm after which the run stops
+    # stop after this many steps in a row whose loss or gradient norm is not finite
     max_skips: int = 10
-    # flag a loss that lies so many standard deviations above the last 50; 0: never
+    # warn of a loss this many standard deviations above the mean of the last 50; 0: never
     spike_z: float = 6.0
-    tensorboard: bool = False  # also write the numbers for TensorBoard, into the run's folder (package tensorboardX)
-    debug: bool = False  # synchronise after every kernel and name the one that failed
+    # also log for TensorBoard, in the run's folder (needs the package tensorboardX)
+    tensorboard: bool = False
+    debug: bool = False  # synchronize after every kernel and name the one that failed
 
     def validate(self) -> None:
-        """Raises UserError on a value that makes no sense. (Not on construction: the command line reports it better.)"""
+        """Raises UserError on a value out of range. (Not called on construction: the command line reports the error better.)"""
         self._check_counts()
         self._check_numbers()
         self._check_words()
@@ -256,7 +260,7 @@ class TrainConfig:
         for name in (*counts, "eval_batches", "sample_tokens", "max_skips"):
             value = getattr(self, name)
             _need(value > 0, f"{_option(name)} must be positive, got {value}")
-        most = 2**31 - 1  # counted on the device, in 32 bits
+        most = 2**31 - 1  # the device counts in 32 bits
         _need(self.max_skips <= most, f"--max-skips must be at most {most}, got {self.max_skips}")
         for name in ("warmup", "seed", "keep"):
             value = getattr(self, name)
@@ -288,7 +292,8 @@ class TrainConfig:
         )
 
     def _check_words(self):
-        known = {*MATTERS, "data", "tokenizer", "variation", *(f.name for f in fields(ModelConfig))}
+        shape = (f.name for f in fields(ModelConfig))
+        known = {*RESUME_KEYS, "data", "tokenizer", "variation", *shape}
         for name in self.allow_change:
             _need(
                 name.replace("-", "_") in known,
@@ -296,20 +301,36 @@ class TrainConfig:
             )
         for name in ("sample_prompt", "name", "out"):
             value = getattr(self, name)
-            sound = value is None or (_encodes(value) and "\0" not in value)
-            _need(sound, f"{_option(name)} {value!r} is not text in UTF-8")
+            ok = value is None or (_encodes(value) and "\0" not in value)
+            _need(ok, f"{_option(name)} {value!r} is not valid UTF-8 text")
         # --data "$UNSET": Path("") would be the current folder
         for name in ("data", "out", "init", "tokenizer"):
-            _need(getattr(self, name) != "", f"--{name} is empty: give a path, or leave it out")
+            _need(getattr(self, name) != "", f"--{name} is empty: give a path, or omit the option")
         _need(
-            self.name is None or _inside(self.name),
-            f"--name {self.name!r} is no folder inside --out: give a name such as tiny-2",
+            self.name is None or _is_inside(self.name),
+            f"--name {self.name!r} is not a folder inside --out: give a name such as tiny-2",
         )
+
+
+class ResolvedConfig(TrainConfig):
+    """The type of a TrainConfig after `resolve`: these fields are no longer None. (For type checkers; never instantiated.)"""
+
+    name: str
+    steps: int
+    batch: int
+    micro_batch: int
+    seq_len: int
+    lr: float
+    warmup: int
+    vocab_size: int
+    eval_every: int
+    sample_every: int
+    save_every: int
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A named model shape (vocabulary apart: the tokenizer decides it) and the training options that suit it."""
+    """A named model shape and the training options that suit it. The tokenizer decides the vocabulary size."""
 
     model: dict[str, Any]
     train: dict[str, Any]
@@ -342,10 +363,13 @@ PRESETS = {
 }  # fmt: skip
 
 
-def resolve(config: TrainConfig, gpu: bool, world: int = 1) -> tuple[TrainConfig, dict[str, Any]]:
-    """-> (the same run with every None filled from its preset, the preset's model shape without vocab_size).
+def resolve(
+    config: TrainConfig, gpu: bool, world: int = 1
+) -> tuple[ResolvedConfig, dict[str, Any]]:
+    """-> (the config with every None filled from its preset, the preset's model shape without vocab_size)
 
-    world: ranks that share a batch. Raises UserError on options that make no sense, alone or together with the preset's.
+    gpu: is the run on a GPU?  world: ranks that share a batch. Raises UserError on values out of range, alone or in
+    combination with the preset's.
     """
     config.validate()
     name = ("dim384" if gpu else "tiny") if config.preset == "auto" else config.preset
@@ -367,10 +391,10 @@ def resolve(config: TrainConfig, gpu: bool, world: int = 1) -> tuple[TrainConfig
             f"--batch {batch} is not a multiple of {world} ranks x --micro-batch {config.micro_batch}",
         )
     if config.init and config.tokenizer is None and config.vocab_size is None:
-        own = Path(config.init) / "tokenizer.json"  # with another one these weights would be noise
+        own = Path(config.init) / "tokenizer.json"  # the weights need their own tokenizer
         filled["tokenizer"] = str(own) if own.is_file() else None
     if config.name is None:
         filled["name"] = name
     config = replace(config, preset=name, **filled)
     config.validate()
-    return config, dict(preset.model, max_seq_len=config.seq_len)
+    return cast(ResolvedConfig, config), dict(preset.model, max_seq_len=config.seq_len)

@@ -4,10 +4,11 @@ The device is the array type: NumPy arrays live on the CPU, CuPy arrays on the G
 "current device" of its own; CuPy's current device and stream are the only ones.
 """
 
+import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,9 +21,31 @@ OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 Array = Any  # numpy.ndarray | cupy.ndarray | simulator.SimArray: CuPy is optional, so no name to write here
 
 
-@functools.cache
+_replacement: Any = None  # for CuPy: see use_array_module
+
+
 def cupy() -> Any:
-    """The cupy module if it is installed and sees a GPU, else None."""
+    """The cupy module if it is installed and sees a GPU, else None. Inside use_array_module: that module."""
+    return _usable_cupy() if _replacement is None else _replacement
+
+
+@contextlib.contextmanager
+def use_array_module(module: Any) -> Iterator[None]:
+    """Inside, `module` stands for CuPy, whether there is a GPU or not: cupy() and array_module return it.
+
+    The memory plan uses this with arrays that have no values. It must be undone in the order in which it was done, and
+    holds for all threads.
+    """
+    global _replacement
+    before, _replacement = _replacement, module
+    try:
+        yield
+    finally:
+        _replacement = before
+
+
+@functools.cache
+def _usable_cupy() -> ModuleType | None:
     try:
         import cupy
     except ImportError:

@@ -1,13 +1,13 @@
-"""What this machine has for xtrain, what is missing or does not fit together, and the command that mends it.
+"""Checks the machine: what xtrain finds, what is missing or does not fit together, and the command that fixes it.
 
-    python -m xtrain.doctor            a table; exit code 0: all is well, 1: something should be mended
+    python -m xtrain.doctor            a table; exit code 0: all is well, 1: something needs a fix
     python -m xtrain.doctor --json     the same for programs
 
-What may take the interpreter with it (drivers, MPI) is tried in a process of its own. Nothing is changed, but a small
-kernel is compiled and run, in the simulator and on the GPU if there is one.
+What could crash the interpreter (drivers, MPI) runs in a subprocess. Nothing is changed; a small kernel is compiled and run in
+the simulator, and on the GPU if there is one.
 """
 
-import argparse  # and not tyro: it may be what is missing
+import argparse  # not tyro, which may be missing
 import json
 import sys
 from dataclasses import asdict
@@ -18,7 +18,7 @@ from .inspect.doctor import examine, show
 
 @command("xtrain.doctor")
 def main(arguments: list[str] | None = None) -> int:
-    """-> 0: all is well, 1: something should be mended."""
+    """Run the command. Returns the exit code, 0: all is well, 1: something needs a fix."""
     parser = argparse.ArgumentParser(
         "python -m xtrain.doctor",
         description=__doc__,

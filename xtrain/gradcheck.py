@@ -1,7 +1,7 @@
-"""Is a backward right? Finite differences against autograd, in float64 on NumPy arrays.
+"""Check backward passes: finite differences against autograd, in float64 on NumPy arrays.
 
-python -m xtrain.gradcheck              every op of nn/functional.py and whole models
-python -m xtrain.gradcheck rmsnorm add  these
+python -m xtrain.gradcheck              every op of nn/functional.py, and whole models
+python -m xtrain.gradcheck rmsnorm add  these ops
 """
 
 import argparse
@@ -11,15 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from .cli import command, command_line
-from .inspect.gradcheck import CASES, TOLERANCE, run
+from .inspect.gradcheck import CASES, TOLERANCE, check, run
+
+__all__ = ["check", "main"]
 
 
 @command("xtrain.gradcheck")
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> 0: all right, 1: a gradient is wrong, 2: the arguments are."""
-    about = __doc__.split("\n")[0]
+    """Run the command. Returns the exit code, 0: all gradients are right, 1: a gradient is wrong, 2: invalid arguments."""
+    about = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser("python -m xtrain.gradcheck", description=about)
-    which = f"which to check: {', '.join(CASES)}; none: all of them"
+    which = f"ops to check: {', '.join(CASES)}; none: all of them"
     parser.add_argument("op", nargs="*", help=which)
     table = Table("op", "input", "shapes", "error", "tolerance", "ok", box=None)
     failures = []
@@ -28,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name, (shapes, error) in found.items():
             cells = op, name.removeprefix("model."), f"{len(shapes)}", f"{error:.1e}"
             table.add_row(*cells, f"{TOLERANCE:.0e}", "yes" if error <= TOLERANCE else "NO")
-        failures += [f"{op} is wrong already at {failure}"] if failure else []
+        failures += [f"{op} is wrong; smallest failure: {failure}"] if failure else []
     Console().print(table, *failures, sep="\n")
     return 1 if failures else 0
 

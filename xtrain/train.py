@@ -1,7 +1,7 @@
 """Train a language model:   python -m xtrain.train [--preset NAME] [--data FILE_OR_FOLDER] ...
 
-The step is a few lines in training/run.py: batch, forward, loss, backward, clip, AdamW. What surrounds it (text, validation,
-samples, checkpoints, an early stop) is training/loop.py.
+The training step (batch, forward, loss, backward, clip, AdamW) is `Run.step` and `Run.train_step` in training/run.py. The
+rest of a run (text, validation, samples, checkpoints, stopping early) is in training/loop.py.
 """
 
 import sys

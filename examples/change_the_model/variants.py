@@ -13,9 +13,9 @@ from xtrain import AdamW, Transformer, no_grad
 from xtrain.device import array_module, to_numpy
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
-from xtrain.nn.model import STD, Attention, Block
+from xtrain.nn.model import STD, Attention, Block, add_norm_linear
 from xtrain.nn.modules import Linear, Module, Parameter
-from xtrain.nn.observers import watch_ops
+from xtrain.nn.observers import observe_ops
 from xtrain.training.run import Run
 
 # --8<-- [end:imports]
@@ -23,10 +23,10 @@ from xtrain.training.run import Run
 
 # --8<-- [start:mlp]
 class PlainMLP(Module):
-    """down(act(up(x))). The block multiplies by gate_up together with the norm before it: here it is `up` alone."""
+    """down(act(up(x))). The block calls `gate_up` together with the norm before it: here it is `up` alone."""
 
     def __init__(self, c, act):
-        self.gate_up = Parameter((c.hidden_dim, c.dim), STD, {"up_proj.weight": c.hidden_dim})
+        self.gate_up = Linear(c.dim, c.hidden_dim, STD, {"up_proj.weight": c.hidden_dim})
         self.down_proj = Linear(c.hidden_dim, c.dim, STD / (2 * c.n_layers) ** 0.5)
         self.act = act
 
@@ -111,13 +111,13 @@ class NoPE(Attention):
 
 
 class ParallelBlock(Block):
-    """h + attention(norm(h)) + mlp(norm(h)). A block gets h and what is pending for it, and gives back the same."""
+    """h + attention(norm(h)) + mlp(norm(h)). A block gets h and the delta to be added to it, and returns such a pair."""
 
-    def __call__(self, B, rotary, attend_again, h_NC, pending_NC=None):
+    def __call__(self, B, rotary, recompute_attention, h_NC, delta_NC=None):
         attention, mlp = self.self_attn, self.mlp
-        out_NC, qkv = self.input_layernorm(h_NC, pending_NC, attention.qkv)
-        _, gu_N2F = self.post_attention_layernorm(h_NC, pending_NC, mlp.gate_up)
-        return out_NC, attention(qkv, B, rotary, attend_again) + mlp(gu_N2F)
+        out_NC, qkv = add_norm_linear(h_NC, delta_NC, self.input_layernorm, attention.qkv)
+        _, gu_N2F = add_norm_linear(h_NC, delta_NC, self.post_attention_layernorm, mlp.gate_up)
+        return out_NC, attention(qkv, B, rotary, recompute_attention) + mlp(gu_N2F)
 
 
 def mixed(model):
@@ -147,11 +147,15 @@ class LoRA(Linear):
         return y_NO + F.linear(F.linear(x_NI, self.a), self.b) * self.scale
 
 
-def with_lora(model, r=8, alpha=16):
+def with_lora(model, r=8, alpha=16, places=("self_attn.o_proj",)):
+    """places: any of self_attn.qkv, self_attn.o_proj, mlp.gate_up, mlp.down_proj. (qkv and gate_up are packed: one a for all.)"""
     for _, parameter in model.storage():
-        parameter.requires_grad = False  # no gradient, and AdamW leaves it alone
+        parameter.requires_grad = False  # no gradient, and AdamW does not update it
     for layer in model.model.layers:
-        layer.self_attn.o_proj = LoRA(layer.self_attn.o_proj, r, alpha)
+        for place in places:
+            branch, name = place.split(".")
+            owner = getattr(layer, branch)
+            setattr(owner, name, LoRA(getattr(owner, name), r, alpha))
     model.renew_arena()
     return model
 
@@ -186,8 +190,8 @@ class Muon(AdamW):
 
     matrix_lr = 0.02
 
-    def leaves_alone(self, parameter):  # those are not AdamW's
-        return super().leaves_alone(parameter) or parameter in self.matrices
+    def excludes(self, parameter):  # AdamW does not update the matrices of the layers
+        return super().excludes(parameter) or parameter in self.matrices
 
     @property
     def matrices(self):
@@ -257,19 +261,21 @@ def log_probabilities(model, ids):
 
 @no_grad()
 def attention_weights(model, ids):
-    """-> {layer: (B, H, T, T)}. look is called after every op with what it was given."""
+    """-> {layer: (B, H, T, T)}. The observer surrounds every op; after the yield the op has run."""
     maps = {}
 
-    def look(op, way, layer, given, results):
-        if op == "Attention":
-            (q, k), scale = (to_numpy(x) for x in given[:2]), given[3]
+    @contextlib.contextmanager
+    def observer(op):
+        yield
+        if op.name == "Attention":
+            (q, k), scale = (to_numpy(x) for x in op.inputs[:2]), op.inputs[3]
             k = k.repeat(q.shape[2] // k.shape[2], 2)  # query heads share key heads
             s = np.einsum("bthd,bshd->bhts", q, k) * scale
             s[..., np.triu(np.ones(s.shape[-2:], bool), 1)] = -np.inf
             p = np.exp(s - s.max(-1, keepdims=True))
-            maps[layer] = p / p.sum(-1, keepdims=True)
+            maps[op.layer] = p / p.sum(-1, keepdims=True)
 
-    with watch_ops(model, lambda op, way, layer: contextlib.nullcontext(), look):
+    with observe_ops(observer):
         model(ids)
     return maps
 

@@ -3,7 +3,8 @@
     forward    y = max(x, 0)^2
     backward   dy/dx = 2 max(x, 0), so   dx = 2 max(x, 0) dy
 
-Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory is all that counts: kernels/primitives/flat.py says how.
+Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory traffic alone determines the speed: see
+kernels/primitives/flat.py.
 """
 
 # --8<-- [start:imports]
@@ -13,12 +14,12 @@ from numba import cuda, float32
 from xtrain.device import Array
 from xtrain.kernels.primitives.flat import (
     BLOCK,
-    EACH,
+    CHUNK,
     GAP,
     STEPS,
     STRIDE,
+    can_vectorize,
     first_element,
-    is_whole,
     launch_flat,
     load,
     store,
@@ -62,47 +63,47 @@ def positive(v):
 
 
 @device
-def fwd_chunks(y_n, x_n, first, whole):
-    x = cuda.local.array((STEPS, EACH), float32)
+def fwd_chunks(y_n, x_n, first, vectorized):
+    x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
-    for s in range(STEPS):  # all loads before the first store: they are under way together
-        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+    for s in range(STEPS):  # all loads before the first store, so that all are in flight
+        load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
-        for j in range(EACH):
+        for j in range(CHUNK):
             v = positive(x[s, j])
             x[s, j] = v * v
-        store(y_n, first + s * STRIDE, GAP, n, x[s], whole)
+        store(y_n, first + s * STRIDE, GAP, n, x[s], vectorized)
 
 
 @kernel(BLOCK)
 def relu_squared_fwd_kernel(y_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         fwd_chunks(y_n, x_n, first, True)
     else:
         fwd_chunks(y_n, x_n, first, False)
 
 
 @device
-def bwd_chunks(dx_n, dy_n, x_n, first, whole):
-    x = cuda.local.array((STEPS, EACH), float32)
-    d = cuda.local.array((STEPS, EACH), float32)
+def bwd_chunks(dx_n, dy_n, x_n, first, vectorized):
+    x = cuda.local.array((STEPS, CHUNK), float32)
+    d = cuda.local.array((STEPS, CHUNK), float32)
     n = dx_n.size
     for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
-        load(d[s], dy_n, first + s * STRIDE, GAP, n, whole)
+        load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
+        load(d[s], dy_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
-        for j in range(EACH):
+        for j in range(CHUNK):
             d[s, j] *= float32(2.0) * positive(x[s, j])
-        store(dx_n, first + s * STRIDE, GAP, n, d[s], whole)
+        store(dx_n, first + s * STRIDE, GAP, n, d[s], vectorized)
 
 
 @kernel(BLOCK)
 def relu_squared_bwd_kernel(dx_n, dy_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
     first = first_element()
-    if is_whole(first, dx_n.size, aligned):
+    if can_vectorize(first, dx_n.size, aligned):
         bwd_chunks(dx_n, dy_n, x_n, first, True)
     else:
         bwd_chunks(dx_n, dy_n, x_n, first, False)

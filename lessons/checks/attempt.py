@@ -375,7 +375,7 @@ def _hint(error, levels):
             return advice
     if (name := re.search(r"name '(\w+)' is not defined", text)) and hasattr(cuda, name[1]):
         return f"{name[1]} is an attribute of cuda: write cuda.{name[1]}."
-    kinds = [f"{kind} between blocks"] * text.startswith("race between blocks")
+    kinds = [f"{kind} between blocks"] * text.startswith("data race between blocks")
     kinds += [f"{kind} below 0"] * ("is negative" in text)
     kinds += [
         f"{kind} in {memory}" for memory in re.findall(r"(?:shared|local|global) memory", text)

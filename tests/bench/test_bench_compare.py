@@ -86,7 +86,7 @@ def test_the_records_of_this_repository():
 
 def test_what_cannot_be_compared(tmp_path):
     code, text = run(tmp_path, line(1.0, "a"), line(1.0, "b"))
-    assert code == 2 and "no measurement in common" in text
+    assert code == 2 and "no measurement with the same" in text
     code, text = run(tmp_path, "{}\n", line(1.0))
     assert code == 2 and "old.jsonl:1" in text
     missing = bench_compare.Options(tmp_path / "none.jsonl", tmp_path / "new.jsonl")

@@ -9,7 +9,7 @@ from runs import DATA, checkpoints, metrics
 from xtrain.data import corpus
 from xtrain.data.dataset import prepare, read_shard
 from xtrain.train import main
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away. "
 
@@ -17,7 +17,7 @@ WORDS = "the quick brown fox jumps over the lazy dog and runs away. "
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     (tmp_path / "text").mkdir()
     return tmp_path / "cache"
 
@@ -132,7 +132,7 @@ def test_good_files_among_others(tmp_path, capsys):
     os.mkfifo(text / "pipe")
     assert start(text, tmp_path) == 0
     said = capsys.readouterr().out
-    assert "in 1 files" in said and "held out, files left out (no text): 2\n" in said
+    assert "in 1 files" in said and "held out, files left out (not text): 2\n" in said
 
 
 def test_changed_since_it_was_tokenised(tmp_path, capsys):

@@ -21,8 +21,9 @@ from xtrain.inspect.gradcheck import check
 from xtrain.nn import functional as F
 from xtrain.nn import modules as nn
 from xtrain.train import train
+from xtrain.training.model_summary import parameter_table
 from xtrain.training.run import Run
-from xtrain.training.run_log import Logbook, parameter_table
+from xtrain.training.run_log import RunLog
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "change_the_model"))
 
@@ -37,6 +38,13 @@ def random_weights(model):
         values = 1 + 0.2 * values if tensor.ndim == 1 else values * tensor.shape[1] ** -0.5
         set_weights(tensor, values.astype(np.float32))
     return model
+
+
+HEADS, KEYS = CONFIG.n_heads * CONFIG.head_dim, CONFIG.n_kv_heads * CONFIG.head_dim
+PACKED = {  # the module that holds a matrix, its first row there
+    "q_proj": ("qkv", 0), "k_proj": ("qkv", HEADS), "v_proj": ("qkv", HEADS + KEYS),
+    "gate_proj": ("gate_up", 0), "up_proj": ("gate_up", CONFIG.hidden_dim),
+}  # fmt: skip
 
 
 def batch(seed, B=3, T=10):
@@ -64,7 +72,14 @@ class Twin:
         self.cos, self.sin = (f(angles).float()[:, None] for f in (torch.cos, torch.sin))
 
     def linear(self, x, name):
-        return x @ self.p[name + ".weight"].T
+        w = self.p[name + ".weight"]
+        *path, last = name.split(".")
+        packed, first = PACKED.get(last, (last, 0))
+        adapter = ".".join([*path, packed])
+        if adapter + ".lora_a" not in self.p:
+            return x @ w.T
+        rows = self.p[adapter + ".lora_b"][first : first + len(w)]
+        return x @ w.T + self.lora * (x @ self.p[adapter + ".lora_a"].T @ rows.T)
 
     def rotate(self, x, i):
         (a, b), T = x.chunk(2, -1), x.shape[1]
@@ -87,12 +102,7 @@ class Twin:
         p = s.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf).softmax(-1)
         self.maps = {**getattr(self, "maps", {}), f"layer {i}": p}
         o = torch.einsum("bhts,bshd->bthd", p, v).flatten(2)
-        y = self.linear(o, at + "o_proj")
-        if self.lora:
-            y = y + self.lora * (
-                o @ self.p[at + "o_proj.lora_a"].T @ self.p[at + "o_proj.lora_b"].T
-            )
-        return y
+        return self.linear(o, at + "o_proj")
 
     def mlp(self, x, i):
         at = f"model.layers.{i}.mlp."
@@ -183,16 +193,22 @@ def test_layers_of_different_kinds():
     train_both(model, twin)
 
 
-def test_lora_leaves_the_rest_alone():
+PLACES = ["self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj"]
+
+
+@pytest.mark.parametrize("places", [*([place] for place in PLACES), PLACES], ids=" ".join)
+def test_lora_leaves_the_rest_alone(places):
     model = random_weights(Transformer(CONFIG))
     before = {name: p.numpy().copy() for name, p in model.named_parameters()}
-    variants.with_lora(model, r=4, alpha=8)
+    variants.with_lora(model, r=4, alpha=8, places=places)
     twin = Twin(model)
     twin.lora = 2.0
     train_both(model, twin)
     after = {name: p.numpy() for name, p in model.named_parameters()}
     assert all(np.array_equal(after[name], x) for name, x in before.items())
-    assert all(x.any() for name, x in after.items() if "lora" in name)
+    adapters = {name: x for name, x in after.items() if "lora" in name}
+    assert len(adapters) == 2 * CONFIG.n_layers * len(places)
+    assert all(x.any() for x in adapters.values())
 
 
 @pytest.mark.parametrize("f, shape", [(lambda x: variants.SoftCap.apply(x, 3.0), (3, 4)), (variants.SquaredLogSum.apply, (5, 7))])  # fmt: skip
@@ -300,7 +316,7 @@ def test_what_is_no_variation(tmp_path):
 
 def test_a_run_of_ones_own_is_resumed_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     kind = dict(steps=6, eval_every=4, save_every=3, sample_every=6, device="cpu")
     mine = lambda out, **more: train(
         options(tmp_path / out, **kind, **more), SILENT, make_run=variants.MyRun

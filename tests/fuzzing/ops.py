@@ -62,7 +62,7 @@ def launchers() -> Iterator[tuple[str, Callable]]:
                 continue
             names = inspect.signature(f).parameters
             scalars = [p for n, p in names.items() if not _is_array(n) and n != "dtype"]
-            kinds = (int, float, bool, int | None, embedding.Plan | None)
+            kinds = (int, float, bool, int | None, embedding.EmbeddingPlan | None)
             plain = all(
                 p.annotation in kinds or isinstance(p.default, (bool, float)) for p in scalars
             )

@@ -25,8 +25,8 @@ from xtrain.config import ModelConfig, TrainConfig, resolve
 from xtrain.errors import UserError
 from xtrain.inspect.profile import model_config
 from xtrain.report import __main__ as report
-from xtrain.training.preemption import seconds
-from xtrain.training.single_process import ALONE
+from xtrain.training.preemption import parse_seconds
+from xtrain.training.single_process import SINGLE_PROCESS
 
 from .drive import Refused, Target
 from .files import refusing
@@ -42,11 +42,11 @@ WORDS = (
 def only_options(config):
     """All that training does with its options before it reads a text."""
     resolve(config, gpu=False)
-    seconds(config.time_limit)
+    parse_seconds(config.time_limit)
 
 
 def parsed_by_ddp(arguments):
-    config, code = ddp._parse(arguments, ALONE)
+    config, code = ddp._parse(arguments, SINGLE_PROCESS)
     if config is not None:
         with contextlib.suppress(UserError):
             config.validate()

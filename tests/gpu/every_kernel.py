@@ -1,13 +1,13 @@
-"""Start every kernel on small, odd shapes, for compute-sanitizer.
+"""Launch every kernel on small, odd shapes, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck --report-api-errors no  python tests/gpu/every_kernel.py
     compute-sanitizer --tool racecheck --kernel-name kns=xtrain python tests/gpu/every_kernel.py
 
-Names of functions below (models, rows ...) start only those; models:3 only the fourth of its ten models. --apart: a kernel
-is started when the one before has ended, and one that fails is named. Values are pytest's business; this only has to reach
-every line of every kernel, soon: no PyTorch, no hypothesis, and every array an allocation of its own, for inside a memory
-pool's block an access out of bounds would go unseen.
-A kernel of xtrain/kernels that was never started is named at the end (exit code 1).
+Arguments: names of functions below (models, rows ...) run only those; models:3 runs only the fourth of its ten models. --apart:
+run each kernel after the previous one has finished, and name a kernel that fails. pytest checks the values; this program
+only has to reach every line of every kernel quickly: without PyTorch and hypothesis. Every array is a separate allocation,
+because an out-of-bounds access inside a block of a memory pool would not be detected.
+At the end it lists the kernels of xtrain/kernels that were never launched (exit code 1).
 """
 
 import importlib
@@ -61,7 +61,7 @@ def backward(y):
 
 
 def models(only=None):
-    """Whole training steps: forward, backward, clip, AdamW. only: the number of one model"""
+    """Whole training steps: forward, backward, clip, AdamW. only: the index of a single model"""
     shapes = [
         dict(vocab_size=131, dim=37, n_heads=3, n_kv_heads=1, head_dim=16, hidden_dim=53),
         dict(vocab_size=300, dim=64, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96),
@@ -77,9 +77,9 @@ def models(only=None):
         config = xtrain.ModelConfig(
             n_layers=2, max_seq_len=128, qk_norm=i % 4 < 2, tie_embeddings=i % 3 == 0, **shape
         )
-        again = ("none", "attention", "block")[i % 3]
-        print(f"models:{i} {precision} T {T} recompute {again} {shape}", flush=True)
-        model = xtrain.Transformer(config, 0, "gpu", precision, recompute=again)
+        recompute = ("none", "attention", "block")[i % 3]
+        print(f"models:{i} {precision} T {T} recompute {recompute} {shape}", flush=True)
+        model = xtrain.Transformer(config, 0, "gpu", precision, recompute=recompute)
         optimizer = xtrain.AdamW(model, 1e-3, weight_decay=0.1)
         ids = RNG.integers(0, config.vocab_size, (3, T)).astype(np.int32)
         for _ in range(2):
@@ -90,7 +90,7 @@ def models(only=None):
 
 
 def tables(dtype):
-    """What a training step does besides rows of one width: embedding, QK-norm + RoPE, wide cross-entropy."""
+    """The other ops of a training step: embedding, QK-norm + RoPE, cross-entropy over wide rows."""
     for N, V, C in ((1, 1, 1), (33, 7, 37), (300, 5003, 264), (1111, 70001, 16), (64, 3, 1040)):
         ids = cp.asarray(RNG.integers(0, V, N).astype(np.int32))
         embedding_fwd(ids, draw(V, C, dtype=dtype))
@@ -119,7 +119,7 @@ def tables(dtype):
 
 
 def optimizer():
-    """AdamW with all it can do beside, the norm of few and of many numbers, a step that is skipped."""
+    """AdamW with all its options, the norm of few and of many numbers, a skipped step."""
     for n in (1, 37, 4096, 100_003, 3_000_001):
         w, g, m, v = (cp.abs(draw(n)) for _ in range(4))
         norm, factor = grad_norm(g, 1.0)[:, None]
@@ -143,7 +143,7 @@ def serving(dtype):
         padding.remove_padding(padding.restore_padding(x, edges, 67), edges, N)
         padding.remove_padding_heads(padding.restore_padding_heads(x, edges, 70), edges, N)
         k, v = empty_kv_cache(x, 1, A, G, S, D, dtype)[0]
-        for _ in range(2):  # a new place for the second half of each sequence's past
+        for _ in range(2):  # a second step: the cache rows are rewritten
             append_kv(k, v, *(draw(N, G, D, dtype=dtype) for _ in range(2)), *places)
         repeat_kv(k, 2)
         context_attention(x, k, v, edges, history, rows, 67, 0.2)
@@ -161,7 +161,7 @@ def serving(dtype):
 
 
 def choosing(dtype):
-    """Sampling: greedy, few and many candidates, top-p, rows that are not in use."""
+    """Sampling: greedy, few and many candidates, top-p, unused rows."""
     for B, V, padded in ((1, 1, 128), (5, 517, 640), (7, 50257, 50304), (3, 131000, 131072)):
         temperature = RNG.choice([0.0, 0.5, 1.0], B).astype(np.float32)
         top_k = RNG.choice([0, 1, 40, 1024], B).astype(np.int32)
@@ -199,7 +199,7 @@ def heads(dtype):
 
 
 def scores():
-    keys = (1, 40, 300, 1100, 1101)  # a row of the last is in no register
+    keys = (1, 40, 300, 1100, 1101)  # rows of the last are not kept in registers
     for A, R, S, causal in itertools.product((1, 3), (1, 33, 130), keys, (0, 1)):
         if S >= R or not causal:
             p = causal_softmax_fwd(draw(A, R, S), R, 0.3, bool(causal))
@@ -207,7 +207,7 @@ def scores():
 
 
 def flash(dtype):
-    """FlashAttention in float32, and with mma.sync on every card"""
+    """FlashAttention in float32, and with mma.sync on every GPU"""
     usual, flash_attention.HOPPER = flash_attention.HOPPER, False
     for D, causal in itertools.product((16, 32, 64, 128), (True, False)):
         for B, T, H, G in ((1, 1, 1, 1), (2, 67, 4, 2), (1, 200, 3, 1)):
@@ -224,7 +224,7 @@ def flash(dtype):
 
 
 def hopper(dtype):
-    """wgmma and TMA, compute capability 9.0: tiles that end early, several per block, shared heads, a past, a packed array"""
+    """wgmma and TMA, compute capability 9.0: partial tiles, several per block, shared heads, a past, a packed array"""
     if dtype == np.float32 or cp.cuda.Device().compute_capability != "90":
         return
     shapes = ((1, 1, 1, 1, 1), (2, 67, 67, 4, 2), (1, 300, 333, 3, 1), (3, 200, 900, 2, 2))
@@ -239,9 +239,11 @@ def hopper(dtype):
     flash_attention.flash_attention_fwd(q, k, v, 0.2)
 
 
-def never_started() -> list[str]:
-    """Kernels that stand in a file of xtrain/kernels and were not launched. (Those made by a function for each tile
-    have no name in the file, and the naive ones are for reading.)"""
+def never_launched() -> list[str]:
+    """-> the module-level kernels of xtrain/kernels that were not launched.
+
+    Kernels that a function makes per tile size have no module-level name, and the naive ones are only for reading.
+    """
     started = {key[0] for key in _launch._plans}
     missing = []
     for info in pkgutil.walk_packages(xtrain.kernels.__path__, "xtrain.kernels."):
@@ -281,9 +283,9 @@ def main(names: list[str]) -> int:
         for arguments in each:
             WORK[name](*arguments)
             cp.cuda.Device().synchronize()
-            print(name, *arguments, f"{len(_launch._plans)} kernels started", flush=True)
-    missing = [] if names else never_started()
-    print("never started:", ", ".join(missing) or "none", flush=True)
+            print(name, *arguments, f"{len(_launch._plans)} kernels launched", flush=True)
+    missing = [] if names else never_launched()
+    print("never launched:", ", ".join(missing) or "none", flush=True)
     return bool(missing)
 
 

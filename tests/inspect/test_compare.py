@@ -60,7 +60,7 @@ def test_the_first_difference_is_named(name):
     before = vars(model.model).copy()
     differences = compare.compare(model, other, ids)
     assert [d.stage for d in differences] == STAGES
-    assert compare.parting(differences, 1e-4).stage == CHANGES[name]
+    assert compare.first_divergence(differences, 1e-4).stage == CHANGES[name]
     assert vars(model.model) == before and not hasattr(model.model.layers[0].self_attn, "_note")
     assert not other.model.norm._forward_hooks
 
@@ -71,7 +71,7 @@ def test_nan_is_a_difference():
     tensor = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
     set_weights(tensor, np.full(tensor.shape, np.nan, np.float32))
     ids, _ = batch(model.config, 1, 5)
-    first = compare.parting(compare.compare(model, other, ids), 1e-4)
+    first = compare.first_divergence(compare.compare(model, other, ids), 1e-4)
     assert first.stage == "layer 1 output" and np.isnan(first.relative)
 
 

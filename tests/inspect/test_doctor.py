@@ -1,4 +1,4 @@
-"""The doctor finds what is wrong, says what mends it, and survives every patient."""
+"""The doctor finds what is wrong, prints the fix, and works in every broken installation."""
 
 import configparser
 import json
@@ -31,7 +31,7 @@ def script(folder, name, text):
 
 
 def python(*arguments, path=(), **environment):
-    """python -m xtrain.doctor, with folders that come first on Python's path."""
+    """Run `python -m xtrain.doctor` with the folders `path` first on Python's path."""
     path = os.pathsep.join([*map(str, path), str(ROOT)])
     return subprocess.run(
         [sys.executable, "-m", "xtrain.doctor", *arguments],
@@ -39,17 +39,17 @@ def python(*arguments, path=(), **environment):
     )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------- here
+# ----------------------------------------------------------------------------- this machine
 def test_versions_are_those_of_the_package():
     setup = configparser.ConfigParser(interpolation=None)
     setup.read(ROOT / "setup.cfg")
     lines = setup["options"]["install_requires"].split("\n")
     lines = [line.split("#")[0].strip() for line in lines if line.strip()]
-    bounds = {n: f"{n}>={a}" + (f",<{b}" if b else "") for n, (a, b) in doctor.NEEDED.items()}
-    assert sorted(bounds.values()) == sorted(lines)
-    gpu = setup["options.extras_require"]["gpu"]
-    for package, least in doctor.ON_GPU.items():
-        assert re.search(rf"^{package}(\[.*\])?>={least}$", gpu, re.M), package
+    assert sorted(name + bounds for name, bounds in doctor.NEEDED.items()) == sorted(lines)
+    for extra in ("gpu", "gpu12"):
+        gpu = setup["options.extras_require"][extra]
+        for package, bounds in doctor.ON_GPU.items():
+            assert re.search(rf"^{package}(\[.*\])?{re.escape(bounds)}$", gpu, re.M), package
 
 
 def test_this_machine(capsys, monkeypatch):
@@ -66,7 +66,7 @@ def test_this_machine(capsys, monkeypatch):
     assert ("all is well" in capsys.readouterr().out) == said["ok"]
 
 
-# ----------------------------------------------------------------------------- patients
+# ----------------------------------------------------------------------------- broken installations
 def test_numba_does_not_import(tmp_path):
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text(
@@ -76,9 +76,8 @@ def test_numba_does_not_import(tmp_path):
     checks = {c["name"]: c for c in json.loads(done.stdout)["checks"]}
     assert done.returncode == 1 and "Traceback" not in done.stderr
     kernel = checks["kernel in the simulator"]
-    assert (
-        kernel["ok"] is False and "row_stack" in kernel["found"] and "pip install" in kernel["mend"]
-    )
+    assert kernel["ok"] is False
+    assert "row_stack" in kernel["found"] and "pip install" in kernel["fix"]
     code = "import xtrain; xtrain.Transformer"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
@@ -88,15 +87,37 @@ def test_numba_does_not_import(tmp_path):
 
 
 def test_a_package_is_missing_or_too_new(monkeypatch):
-    versions = {name: least for name, (least, _) in doctor.NEEDED.items()}
-    versions |= {"numpy": "2.5.1", "tyro": None, "numba": "0.60.0+local"}
+    versions = {name: re.findall("[0-9.]+", b)[0] for name, b in doctor.NEEDED.items()}
+    versions |= {"numpy": "2.5.1", "tyro": None, "numba": "0.60.0+local", "rich": "no version"}
     monkeypatch.setattr(doctor, "_version", versions.get)
     checks = by_name(doctor.packages())
-    assert {name for name, check in checks.items() if not check.ok} == {"numpy", "tyro", "numba"}
-    assert (
-        checks["numpy"].mend == "pip install 'numpy>=2.0,<2.5'"
-        and checks["tyro"].found == "not installed"
-    )
+    wrong = {name for name, check in checks.items() if not check.ok}
+    assert wrong == {"numpy", "tyro", "numba", "rich"}
+    assert checks["numpy"].fix == "pip install 'numpy>=2.0,<2.5'"
+    assert checks["tyro"].found == "not installed"
+
+
+def test_versions_without_packaging(monkeypatch):
+    """What is missing is still found, packaging among it; the others' versions are only shown."""
+    versions = {**dict.fromkeys(doctor.NEEDED, "0.1"), "tyro": None, "packaging": None}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    for name in ("packaging", "packaging.specifiers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    checks = by_name(doctor.packages())
+    assert {name for name, check in checks.items() if not check.ok} == {"tyro", "packaging"}
+    assert checks["packaging"].fix == "pip install 'packaging>=24'"
+    assert "0.1 (not compared" in checks["numpy"].found
+
+
+def test_doctor_imports_no_package_that_may_be_missing(tmp_path):
+    """The table is printed even if none of the packages of setup.cfg can be imported."""
+    names = [*doctor.NEEDED, "pynvml", "mpi4py"]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('no {name} here')\n")
+    done = python("--json", path=[tmp_path])
+    checks = {c["name"]: c for c in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "no numpy here" in checks["kernel in the simulator"]["found"] and "Python" in checks
 
 
 def test_no_room(monkeypatch, tmp_path):
@@ -106,13 +127,13 @@ def test_no_room(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "not" / "yet"))
     checks = by_name(doctor.disk())
-    assert checks["disk here"].ok is False and "XTRAIN_CACHE" in checks["disk of the cache"].mend
+    assert checks["disk here"].ok is False and "XTRAIN_CACHE" in checks["disk of the cache"].fix
     (tmp_path / "not").write_text("a file\n")
     assert "not writable" in by_name(doctor.disk())["disk of the cache"].found
 
 
 def test_pip_is_never_given_the_bare_name():
-    """On PyPI `xtrain` is another project: `pip install --force-reinstall 'xtrain[mpi]'` would bring that one."""
+    """On PyPI `xtrain` is another project, which `pip install --force-reinstall 'xtrain[mpi]'` would install."""
     files = [*ROOT.glob("xtrain/**/*.py"), *ROOT.glob("lessons/**/*.md"), *ROOT.glob("*.md")]
     bare = re.compile(r"pip install [^`\n&#]*(?<![/\w.-])xtrain\b")
     said = [f"{f.name}: {m}" for f in files for m in bare.findall(f.read_text(encoding="utf-8"))]
@@ -120,38 +141,110 @@ def test_pip_is_never_given_the_bare_name():
 
 
 DRIVERS = {
-    "no driver": ("exit 9", {}, {"GPU": None}),
-    "nothing installed": ("echo 'NVIDIA H200, 580.65'", {}, {"driver": True, "CuPy": "pip install -e '.[gpu]'"}),
-    "an old driver": ("echo 'Tesla, 470.1'", {"cupy-cuda13x": "14"}, {"driver": False}),
-    "CUDA 12": ("echo 'A100, 550.54'", {}, {"CuPy": "pip install -e '.[gpu12]'"}),
+    "no driver": (None, {}, {"GPU": None}),
+    "nothing installed": (("580.65.06", 13000), {}, {"driver": True, "CuPy": "pip install -e '.[gpu]'"}),
+    "an old driver": (("470.1", 11040), {"cupy-cuda13x": "14"}, {"driver": False}),
+    "CUDA 12": (("550.54", 12040), {}, {"CuPy": "pip install -e '.[gpu12]'"}),
     "too new for it": (
-        "echo 'A100, 550.54'", {"cupy-cuda13x": "14"}, {"CuPy": "pip uninstall -y cupy-cuda13x && pip install -e '.[gpu12]'"}
+        ("550.54", 12040), {"cupy-cuda13x": "14"}, {"CuPy": "pip uninstall -y cupy-cuda13x && pip install -e '.[gpu12]'"}
     ),
     "twice": (
-        "echo 'H200, 580.1'", {"cupy-cuda12x": "14", "cupy-cuda13x": "14"},
+        ("580.1", 13000), {"cupy-cuda12x": "14", "cupy-cuda13x": "14"},
         {"CuPy": "pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install -e '.[gpu]'"},
     ),
     "parts are missing": (
-        "echo 'H200, 580.1'", {"cupy-cuda13x": "14", "numba-cuda": "0.20.0"},
-        {"numba-cuda": "pip install -e '.[gpu]'", "nvmath-python": "pip install -e '.[gpu]'"},
+        ("580.1", 13000), {"cupy-cuda13x": "14", "numba-cuda": "0.20.0", "nvidia-ml-py": "13.580"},
+        {
+            "numba-cuda": "pip install -e '.[gpu]'", "nvmath-python": "pip install -e '.[gpu]'",
+            "cuda-pathfinder": "pip install -e '.[gpu]'", "nvidia-ml-py": True,
+        },
     ),
 }  # fmt: skip
 
 
+def fake_nvml(driver, gpus=1):
+    """pynvml for a machine with this (version, CUDA version) of the driver; None: without one."""
+
+    class NVMLError(Exception):
+        pass
+
+    def init():
+        if driver is None:
+            raise NVMLError("NVML Shared Library Not Found")
+
+    return SimpleNamespace(
+        NVMLError=NVMLError, nvmlInit=init, nvmlSystemGetDriverVersion=lambda: driver[0],
+        nvmlSystemGetCudaDriverVersion=lambda: driver[1], nvmlDeviceGetCount=lambda: gpus,
+        nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetName=lambda handle: f"NVIDIA H200 {handle}",
+    )  # fmt: skip
+
+
 @pytest.mark.skipif(GPU, reason="there is a GPU")
 @pytest.mark.parametrize("name", DRIVERS)
-def test_drivers(monkeypatch, tmp_path, name):
-    tool, versions, expected = DRIVERS[name]
-    script(tmp_path, "nvidia-smi", tool)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+def test_drivers(monkeypatch, name):
+    driver, versions, expected = DRIVERS[name]
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(driver))
     monkeypatch.setattr(doctor, "_version", versions.get)
-    monkeypatch.setattr(doctor, "_apart", lambda *_: [])
+    monkeypatch.setattr(doctor, "_in_subprocess", lambda *_: [])
     checks = by_name(doctor.gpu())
     for check, what in expected.items():
         if isinstance(what, str):
-            assert checks[check].ok is False and checks[check].mend.split("  #")[0] == what
+            assert checks[check].ok is False and checks[check].fix.split("  #")[0] == what
         else:
             assert checks[check].ok is what
+
+
+def test_the_driver_is_asked_through_nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(("580.65.06", 13000)))
+    assert doctor._driver() == doctor.Driver("580.65.06", "NVIDIA H200 0", 13)
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(("580.65.06", 13000), gpus=0))
+    assert doctor._driver() == doctor.Driver("580.65.06", "no GPU visible", 13)
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+@pytest.mark.parametrize("pynvml", [None, fake_nvml(None)], ids=["missing", "no answer"])
+def test_a_driver_without_nvml(monkeypatch, tmp_path, pynvml):
+    """nvidia-smi shows that there is a driver; a missing nvidia-ml-py is a finding with its command."""
+    script(tmp_path, "nvidia-smi", "exit 9")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    versions = {"cupy-cuda13x": "14", "numba-cuda": "0.30", "nvmath-python": "1", "cuda-pathfinder": "1.9"}  # fmt: skip
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(doctor, "_in_subprocess", lambda *_: [])
+    checks = by_name(doctor.gpu())
+    assert {name for name, check in checks.items() if not check.ok} == {"nvidia-ml-py"}
+    assert checks["nvidia-ml-py"].fix.startswith("pip install -e '.[gpu]'")
+    assert ("nvidia-ml-py" if pynvml is None else "not answer") in checks["driver"].found
+
+
+LIBRARIES = {
+    "all found": ({name: f"/usr/lib/cuda/lib{name}.so" for name in doctor.LIBRARIES}, True, "in /usr/lib/cuda"),
+    "one is missing": ({name: "/usr/lib/a.so" for name in doctor.LIBRARIES if name != "nvvm"}, False, "not found: nvvm"),
+    "loaded by name": (dict.fromkeys(doctor.LIBRARIES), True, "in the system's path"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_libraries(monkeypatch, name):
+    paths, ok, found = LIBRARIES[name]
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+
+    def load(library):
+        if library not in paths:
+            raise pathfinder.DynamicLibNotFoundError(library)
+        return SimpleNamespace(abs_path=paths[library])
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", load)
+    check = doctor._libraries()
+    assert check.ok is ok and found in check.found and check.fix.startswith("pip install")
+
+
+def test_libraries_without_pathfinder(monkeypatch):
+    cuda = pytest.importorskip("cuda")
+    monkeypatch.delattr(cuda, "pathfinder", raising=False)
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    check = doctor._libraries()
+    assert check.ok is False and check.fix == "pip install cuda-pathfinder"
 
 
 LAUNCHERS = {
@@ -165,18 +258,18 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_launchers(tmp_path, name):
-    text, mend = LAUNCHERS[name]
+    text, fix = LAUNCHERS[name]
     check = next(doctor._ranks(str(script(tmp_path, "mpirun", text))))
-    assert check.ok is False and mend in check.mend and check.found
+    assert check.ok is False and fix in check.fix and check.found
 
 
-def test_a_launcher_that_is_not_there(tmp_path):
+def test_a_missing_launcher(tmp_path):
     (check,) = doctor._ranks(str(tmp_path / "none"))
     assert check.ok is False and "FileNotFoundError" in check.found
 
 
-def test_a_rank_says_its_number_in_one_write(monkeypatch):
-    """Unbuffered, two writes are torn apart by those of other ranks, and a healthy MPI would look broken."""
+def test_a_rank_prints_its_number_in_one_write(monkeypatch):
+    """Unbuffered, other ranks could print between two writes, and a working MPI would look broken."""
     written, code = [], []
 
     def launch(command, **_):
@@ -192,46 +285,46 @@ def test_a_rank_says_its_number_in_one_write(monkeypatch):
     assert [text for text in written if text] == ["ranks 2\n"]
 
 
-# ----------------------------------------------------------------------------- what takes the interpreter with it
-PATIENTS = """
+# ----------------------------------------------------------------------------- trials that crash or hang
+TRIALS = """
 import os, time
 from xtrain.inspect import doctor
 
-def end_at_once():
+def crash():
     yield doctor.Check("before", True, "fine")
     os.abort()
 
-def never_end():
+def hang():
     time.sleep(60)
     yield
 """
 
 
 @pytest.mark.parametrize(
-    "name, seconds, said",
-    [("end_at_once", 60, "ended with -6"), ("never_end", 2, "no answer within 2 s")],
+    "name, seconds, found",
+    [("crash", 60, "ended with -6"), ("hang", 2, "no answer within 2 s")],
 )
-def test_trials_that_go_wrong(monkeypatch, tmp_path, name, seconds, said):
-    (tmp_path / "patients.py").write_text(PATIENTS)
+def test_trials_that_go_wrong(monkeypatch, tmp_path, name, seconds, found):
+    (tmp_path / "trials.py").write_text(TRIALS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(doctor, "SECONDS", seconds)
-    checks = doctor._apart("a trial", f"patients.{name}", "mend")
-    assert checks[-1].ok is False and said in checks[-1].found and checks[-1].mend == "mend"
-    assert name != "end_at_once" or checks[0] == doctor.Check("before", True, "fine")
+    checks = doctor._in_subprocess("a trial", f"trials.{name}", "the fix")
+    assert checks[-1].ok is False and found in checks[-1].found and checks[-1].fix == "the fix"
+    assert name != "crash" or checks[0] == doctor.Check("before", True, "fine")
 
 
-def test_a_trial_finds_what_the_user_would(monkeypatch, tmp_path):
-    """Installed, xtrain lies among other packages: these must not come before those of PYTHONPATH."""
-    (tmp_path / "patients.py").write_text(
+def test_a_trial_imports_what_the_user_would(monkeypatch, tmp_path):
+    """An installed xtrain has other packages next to it: these must not come before those of PYTHONPATH."""
+    (tmp_path / "trials.py").write_text(
         "import sys\nfrom xtrain.inspect.doctor import Check\n"
         "def where(): yield Check('where', True, str(sys.path))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (check,) = doctor._apart("a trial", "patients.where", "mend")
+    (check,) = doctor._in_subprocess("a trial", "trials.where", "the fix")
     assert check.found.index(str(tmp_path)) < check.found.index(f"'{ROOT}'")
 
 
-def test_a_look_that_raises(monkeypatch, capsys):
+def test_a_check_that_raises(monkeypatch, capsys):
     def memory():
         raise RuntimeError("no such thing\nand more")
 

@@ -1,4 +1,4 @@
-"""gradcheck: every op passes it, planted mistakes do not, and the command says so."""
+"""gradcheck: every op passes, planted mistakes fail, and the command reports them."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from xtrain.nn.autograd import Function
 @pytest.mark.parametrize("op", CASES)
 def test_every_op_against_finite_differences(op):
     found, failure = run(op)
-    assert not failure, f"{op} is wrong already at {failure}"
+    assert not failure, f"{op} is wrong; smallest failure: {failure}"
     assert all(error <= TOLERANCE for _, error in found.values())
     inputs = CASES[op][0]
     assert inputs is None or list(found) == [text.split(":")[0] for text in inputs.split(", ")]
@@ -60,7 +60,7 @@ def _one_element(right, ctx, *d):
 
 
 def _overwrites(right, ctx, *d):
-    """The gradient of w replaces what was there instead of being added."""
+    """The gradient of w overwrites the gradient before, and is not added to it."""
     ctx.grad_buffer(1, ctx.saved[1])[...] = 0
     return right(ctx, *d)
 
@@ -107,11 +107,11 @@ def test_the_smallest_failure_is_shown(monkeypatch, capsys):
     monkeypatch.setattr(F.Scale, "backward", wrong)
     assert gradcheck_main(["scale", "add"]) == 1
     out = capsys.readouterr().out
-    assert "NO" in out and "scale is wrong already at x (1, 7)" in out
+    assert "NO" in out and "scale is wrong; smallest failure: x (1, 7)" in out
     assert "add is wrong" not in out
 
 
-# ----------------------------------------------------------------------------- an op of one's own
+# ----------------------------------------------------------------------------- a user's op
 class Divide(Function):
     @staticmethod
     def forward(ctx, a, b):
@@ -124,7 +124,7 @@ class Divide(Function):
         return dquotient / b + dproduct * b, dproduct * a - dquotient * a / b**2
 
 
-def test_an_op_of_ones_own_in_three_lines():
+def test_a_users_op_in_three_lines():
     a, b = np.random.default_rng(0).uniform(1, 2, (2, 3, 4))
     errors = check(Divide.apply, [a, b])
     assert len(errors) == 2 and max(errors) < 1e-6
@@ -143,6 +143,12 @@ def test_the_size_of_the_numbers_does_not_matter(scale):
 def test_zero_inputs_and_flat_functions():
     assert check(lambda x: F.scale(x, 0.0), [np.ones((2, 3))]) == [0.0]
     assert max(check(F.add, [np.zeros(4), np.zeros(4)])) < 1e-6
+
+
+def test_check_is_imported_as_documented():
+    from xtrain.gradcheck import check as documented
+
+    assert documented is check
 
 
 def test_float32_is_refused():

@@ -20,8 +20,19 @@ from xtrain.inspect.kernel_times import (
     short_name,
     without_first_step,
 )
+from xtrain.kernels import adamw, elementwise, embedding, qk_norm_rope, rmsnorm, softmax, swiglu
+from xtrain.kernels.attention import (
+    flash_attention_bf16,
+    flash_attention_bf16_bwd,
+    flash_attention_bf16_bwd_d128,
+    flash_attention_bf16_bwd_whole,
+    flash_attention_hopper_bwd,
+)
 from xtrain.kernels.primitives import tensor_maps as _tensor_maps
+from xtrain.kernels.runtime.cost import declare_cost, kernel_cost, product_cost
 from xtrain.nn.model import Transformer
+from xtrain.nn.observers import Op
+from xtrain.training.memory_plan import planning
 
 
 @pytest.mark.parametrize(
@@ -100,61 +111,116 @@ def test_the_trace_has_spans_of_ops_and_layers():
 
 
 # ----------------------------------------------------------------------------- what a launch moves
-def kernel(name, **constants):
-    cells = tuple(types.CellType(value) for value in constants.values())
-    code = types.SimpleNamespace(co_freevars=tuple(constants))
-    function = types.SimpleNamespace(__name__=name, __code__=code, __closure__=cells)
-    return types.SimpleNamespace(py_func=function)
-
-
 def array(n, at, dtype=np.float32):
     data = types.SimpleNamespace(ptr=at)
     return types.SimpleNamespace(nbytes=n * np.dtype(dtype).itemsize, size=n, data=data)
 
 
-def moved(name, *args, **constants):
-    return kernel_times._kernel_bytes(name, kernel(name, **constants), args)
+def moved(kernel, *args):
+    return kernel_cost(kernel, args).nbytes
 
 
 def test_bytes_of_a_launch():
     a, b, c, d = (array(100, at) for at in (1, 2, 3, 4))
     n = np.int64(7)
-    assert moved("swiglu_fwd_kernel", a, b, n) == 800
-    assert moved("rmsnorm_bwd_kernel", a, b, c, c, d, n) == 1600  # no skip: dy stands in for it
-    assert moved("add_kernel", a, b, c, n) == 1200 and moved("add_kernel", a, a, b, n) == 1200
-    assert moved("causal_softmax_fwd_kernel", a, n) == 800
-    assert moved("embedding_sort_kernel", a, b, n) is None
-    assert moved("embedding_fwd_kernel", a, array(10, 5), array(9999, 6), n) == 840
+    assert moved(swiglu.make_swiglu_fwd_kernel(8, True), a, b, n) == 800
+    assert moved(swiglu.make_swiglu_bwd_kernel(8, True, True), a, b, c, n) == 1600
+    norm = rmsnorm.make_bwd_kernel(64, 4, True, False, False)[0]
+    assert moved(norm, a, b, c, c, d, n) == 1600  # no skip: dy stands in for it
+    again = rmsnorm.make_bwd_kernel(64, 4, True, False, False, True)[0]
+    assert moved(again, a, b, c, c, d, n) == 2000  # dy is overwritten
+    add = elementwise.add_kernel
+    assert moved(add, a, b, c, n) == 1200 and moved(add, a, a, b, n) == 1200
+    assert moved(softmax.causal_softmax_fwd_kernel, a, n) == 800
+    assert moved(embedding.make_sort_kernel(16), a, b, n) is None
+    lookup = embedding.make_fwd_kernel(8, True)
+    assert moved(lookup, a, array(10, 5), array(9999, 6), n) == 840
     wide, one = array(1000, 10), array(1, 11)  # packed: only the columns of v are read
-    assert moved("flash_attention_fwd_kernel", a, one, b, c, wide, n) == 1604
-    assert moved("qk_norm_rope_bwd_kernel", wide, one, a, b, array(1000, 12), n) == 2404
+    flash = flash_attention_bf16.make_fwd_kernel(64, True, (64, 64, 4, 1, True))
+    assert moved(flash, a, one, b, c, wide, n, n) == 1604
+    rope = qk_norm_rope.make_bwd_kernel(2, 2, 32, 8, True, False, False)[0]
+    assert moved(rope, wide, one, a, b, array(1000, 12), n) == 2404
     small, half = array(1, 8), array(100, 9, np.float16)
     update = (a, b, c, half, d, small, small, n)
-    assert moved("adamw_kernel", *update, zero_grad=False) == 100 * (24 + 4 + 2) + 4
-    assert moved("adamw_kernel", *update, zero_grad=True) == 100 * (24 + 8 + 2) + 4
+    assert moved(adamw.make_adamw_kernel(True, False), *update) == 100 * (24 + 4 + 2) + 4
+    assert moved(adamw.make_adamw_kernel(True, True), *update) == 100 * (24 + 8 + 2) + 4
+
+
+def test_a_declaration_names_parameters_of_the_kernel():
+    with pytest.raises(ValueError, match="add_kernel has no parameter z_n"):
+        declare_cost(elementwise.add_kernel, in_place=("z_n",))
+    with pytest.raises(ValueError, match="add_kernel has no parameter z_n"):
+        declare_cost(elementwise.add_kernel, sized_like={"a_n": ("z_n",)})
 
 
 def test_operations_of_attention():
     B, T, H, D = 2, 64, 4, 32
     o, lse = array(B * T * H * D, 1), array(B * T * H, 2)
     sizes = [np.int32(x) for x in (T, T, H, 1, H * D, H * D, H * D)]
-    forward = kernel_times._attention_flops("flash_attention_fwd_kernel", (o, lse, o, o, o, *sizes))
-    assert forward == 4 * B * H * T * T * D / 2
-    assert kernel_times._attention_flops("adamw_kernel", ()) is None
+    flash = lambda causal: flash_attention_bf16.make_fwd_kernel(D, causal, (64, 64, 4, 1, True))
+    args = (o, lse, o, o, o, *sizes)
+    assert kernel_cost(flash(True), args).flops == 4 * B * H * T * T * D / 2
+    assert kernel_cost(flash(False), args).flops == 4 * B * H * T * T * D
+    assert kernel_cost(elementwise.add_kernel, (o, o, o)).flops is None
+
+
+def test_operations_of_attention_backward():
+    B, T, H, G, D = 2, 64, 4, 2, 32
+    sizes = [np.int32(x) for x in (T, T, H, H // G, 1, 1, 1, 1)]
+    q, k, lse = array(B * T * H * D, 1), array(B * T * G * D, 2), array(B * T * H, 3)
+    pairs = flash_attention_bf16_bwd_d128.make_pairs_kernel
+    whole = flash_attention_bf16_bwd_whole.make_whole_kernel
+    dq, dkdv = flash_attention_bf16_bwd.make_dq_kernel, flash_attention_bf16_bwd.make_dkdv_kernel
+    product = 2 * B * H * T * T * D / 2
+    for kernel, arrays, products in (
+        (dq(D, True, (64, 64, 4, 1)), (q, lse, q, q, k, k, q, lse), 3),
+        (dkdv(D, True, (64, 64, 4, 1)), (k, k, q, q, k, k, lse, lse), 4),
+        (pairs(128, True, (64, 64, 8, 1)), (k, k, q, q, k, k, lse, lse), 4),
+        (whole(D, True, (64, 1)), (q, k, k, q, q, k, k, q, lse), 5),
+    ):
+        assert kernel_cost(kernel, (*arrays, *sizes)).flops == products * product
 
 
 def test_operations_and_bytes_of_attention_through_tensor_maps(monkeypatch):
-    B, T, S, H, G, D = 2, 64, 100, 4, 2, 32
+    B, T, S, H, G, D = 2, 64, 100, 4, 2, 64
     maps, lse = array(64, 1, np.uint64), array(B * T * H, 2)
     dims = (D, H, T, B), (D, G, S, B), (D, G, S, B), (D, H, T, B), (256, 8)
-    described = [(0, d, (), ()) for d in dims]
-    monkeypatch.setattr(_tensor_maps, "_loose", {(0, tuple(described)): maps})
-    name, args = "flash_attention_hopper_dq_kernel", (maps, lse)
-    assert kernel_times._attention_flops(name, args) == 6 * B * H * T * S * D
+    specs = tuple(_tensor_maps.TensorMapSpec(0, d, (), ()) for d in dims)
+    monkeypatch.setattr(_tensor_maps, "_evictable", {(0, specs): maps})
+    kernel = flash_attention_hopper_bwd.make_dq_kernel(D, True, (64, 2, 2, 1, 1))
+    cost = kernel_cost(kernel, (maps, lse))
+    assert cost.flops == 6 * B * H * T * S * D
     elements = 2 * B * H * T * D + 2 * B * G * S * D
-    assert moved(name, *args) == 2 * elements + 4 * 256 * 8 + maps.nbytes + lse.nbytes
-    with pytest.raises(ValueError, match="tensor_maps has not made"):
-        moved(name, lse)
+    assert cost.nbytes == 2 * elements + 4 * 256 * 8 + maps.nbytes + lse.nbytes
+    with pytest.raises(ValueError, match="does not come from tensor_maps"):
+        kernel_cost(kernel, (lse,))
+
+
+def test_cost_of_a_product():
+    x = lambda *shape: np.zeros(shape, np.float32)
+    cost = product_cost(x(3, 5), x(3, 7), x(5, 7))
+    assert (cost.nbytes, cost.flops) == (4 * (15 + 21 + 35), 2.0 * 3 * 5 * 7)
+    cost = product_cost(x(2, 3, 5), x(2, 3, 7), x(2, 7, 5))
+    assert (cost.nbytes, cost.flops) == (8 * (15 + 21 + 35), 2.0 * 2 * 3 * 5 * 7)
+
+
+def test_a_planned_step_is_recorded():
+    """The order of launches and their ops, without a GPU: arrays without values, kernels that do not start."""
+    config = ModelConfig(vocab_size=300, dim=64, n_layers=2, n_heads=2, head_dim=32, max_seq_len=64)
+    recorder = Recorder()
+    with planning(config.padded_vocab_size):
+        model = Transformer(config, None, "gpu")
+        ids = np.zeros((2, 64), np.int32)
+        recorder(lambda: model.loss(ids, ids).backward())
+    launches = recorder.launches
+    assert {x.layer for x in launches} == {"", "layer 0", "layer 1"}
+    products = [x for x in launches if x.name.startswith("product")]
+    # 4 products in a layer's forward besides attention, 8 in its backward
+    assert len([x for x in products if x.layer and "Linear" in x.op]) == 2 * 12
+    assert [x.flops for x in products if x.layer == "" and x.way == "forward"] == 3 * [
+        2.0 * 128 * 64 * config.padded_vocab_size
+    ]
+    assert recorder.open_ops == [Op("", "", "")]
 
 
 @pytest.mark.gpu
@@ -168,8 +234,8 @@ def test_an_eager_step_is_recorded_and_timed(precision):
     step = lambda: model.loss(ids, ids).backward()
     step()  # compiles
     recorder, plain = Recorder(events=True), Recorder()
-    recorder(model, step)
-    plain(model, step)
+    recorder(step)
+    plain(step)
     assert recorder.launches == plain.launches and len(plain.launches) > 40
     products = [x for x in plain.launches if x.name.startswith("product")]
     head = [x for x in products if x.layer == "" and x.way == "forward"]

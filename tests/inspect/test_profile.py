@@ -11,6 +11,7 @@ from xtrain.errors import UserError
 from xtrain.inspect import kernel_times, profile
 from xtrain.inspect.kernel_times import Row
 from xtrain.inspect.profile import Options, model_config
+from xtrain.nn.observers import Op
 from xtrain.profile import main
 from xtrain.training import memory_plan as memory
 
@@ -114,7 +115,7 @@ def test_what_a_profile_lacks_is_named_whole(monkeypatch, capsys):
 
     class Recorder:
         def __init__(self, events=False): ...
-        def __call__(self, model, run, note=None): ...
+        def __call__(self, step, observer=None): ...
         def timed(self): ...
 
     def cupti_times(run):
@@ -169,14 +170,14 @@ def test_the_picture_is_drawn_from_a_plan(tmp_path):
 
 def test_nvtx_is_optional(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "nvtx", None)
-    assert profile.nvtx_note() is None
+    assert profile.nvtx_ranges() is None
 
 
 def test_nvtx_ranges_carry_layer_and_op(monkeypatch):
     opened = []
     fake = type("nvtx", (), {"annotate": staticmethod(lambda text: opened.append(text))})
     monkeypatch.setitem(__import__("sys").modules, "nvtx", fake)
-    note = profile.nvtx_note()
-    note("Linear", "backward", "layer 3")
-    note("", "forward", "layer 0")
+    observer = profile.nvtx_ranges()
+    observer(Op("Linear", "backward", "layer 3"))
+    observer(Op("", "forward", "layer 0"))
     assert opened == ["layer 3 Linear backward", "layer 0 forward"]

@@ -46,9 +46,9 @@ def test_kernel_equals_the_reference_bit_for_bit(n, factor):
 
 
 @pytest.mark.parametrize("zero_grad", [False, True])
-@pytest.mark.parametrize("with_half", [False, True])
-def test_the_copy_in_bf16_and_the_zeroed_gradient(with_half, zero_grad):
-    """They come with the same pass and change nothing else."""
+@pytest.mark.parametrize("with_copy", [False, True])
+def test_the_copy_in_bf16_and_the_zeroed_gradient(with_copy, zero_grad):
+    """The same pass writes both, and nothing else changes."""
     n = TILE + 5
     rest = (adamw_hyper(1e-3, *BETAS, 7), n // 3, *BETAS, EPS, DECAY)
     want = case(n)
@@ -56,18 +56,18 @@ def test_the_copy_in_bf16_and_the_zeroed_gradient(with_half, zero_grad):
     for place in (to_kernel, np.array):
         arrays = [place(a) for a in case(n)]
         half = place(np.full(n, 7, BF16))
-        more = (half if with_half else None, zero_grad)
+        more = (half if with_copy else None, zero_grad)
         adamw(*arrays, place(ones(0.5)), place(rest[0]), *rest[1:], *more)
         for name, k, r in zip(NAMES, arrays, want):
             r = np.zeros_like(r) if name == "g" and zero_grad else r
             assert to_host(k).tobytes() == r.tobytes(), name
-        copy = want[0].astype(BF16) if with_half else np.full(n, 7, BF16)
+        copy = want[0].astype(BF16) if with_copy else np.full(n, 7, BF16)
         assert to_host(half).tobytes() == copy.tobytes()
 
 
 @pytest.mark.parametrize("first", [1, 4, 8])
 def test_a_slice_at_any_address(first):
-    """As a rank that owns part of the arena: the same bits, and nothing outside the slice."""
+    """As on a rank that owns a slice of the arena: the same bits, and nothing outside the slice is written."""
     n, part = 40, slice(first, first + 27)
     rest = (adamw_hyper(1e-3, *BETAS, 7), 11, *BETAS, EPS, DECAY)
     want, half = [*case(n), np.ones(n, BF16)], to_kernel(np.ones(n, BF16))
@@ -96,7 +96,7 @@ def test_twenty_steps_against_pytorch(dtype, tol, betas):
     decayed, plain = (torch.nn.Parameter(t.clone()) for t in tw.detach().split([n_decay, 200]))
     groups = [{"params": [decayed], "weight_decay": DECAY}, {"params": [plain], "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=EPS)
-    place = to_kernel if dtype == np.float32 else np.array  # kernels know float32 only
+    place = to_kernel if dtype == np.float32 else np.array  # the kernels support float32 only
     w, m, v = (place(a) for a in (w, np.zeros_like(w), np.zeros_like(w)))
     one = place(np.ones(1, dtype))
     for step in range(1, 21):
@@ -146,9 +146,9 @@ def test_bad_input():
             adamw(*with_(6, n_decay))
     with pytest.raises(ValueError, match="first step is 1"):
         adamw_hyper(1e-3, *BETAS, 0)
-    with pytest.raises(TypeError, match="half is float32, expected bfloat16"):
-        adamw(*good, half_n=np.ones(n, np.float32))
-    with pytest.raises(ValueError, match=r"half has shape \(5,\), expected \(6\)"):
-        adamw(*good, half_n=np.ones(5, BF16))
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="copy is float32, expected bfloat16"):
+        adamw(*good, copy_n=np.ones(n, np.float32))
+    with pytest.raises(ValueError, match=r"copy has shape \(5,\), expected \(6\)"):
+        adamw(*good, copy_n=np.ones(5, BF16))
+    with pytest.raises(TypeError, match="on one device"):
         adamw(*with_(0, to_kernel(good[0])))

@@ -22,13 +22,13 @@ def from_bits(*groups):
 
 
 def hard_floats():
-    """Every rounding decision: around the ties of some upper halves; infinity, NaN, subnormals."""
+    """Every kind of rounding: around the ties of some upper halves; infinity, NaN, subnormals."""
     upper = np.concatenate(
         [
             np.arange(0, 6),  # zero and subnormals
             np.arange(0x007E, 0x0082),  # the smallest normal numbers
             np.arange(0x3F7E, 0x3F84),  # around one
-            np.arange(0x7F7D, 0x7F80),  # up to the largest: rounding may reach infinity
+            np.arange(0x7F7D, 0x7F80),  # up to the largest number: rounding may give infinity
         ]
     )
     lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
@@ -69,7 +69,7 @@ def test_a_slice_at_any_address(first):
 
 def test_widening_every_pattern_is_bit_exact():
     patterns = np.arange(1 << 16, dtype=np.uint16)
-    step = 1 if GPU else 13  # in the simulator a sample, and every exponent's ends
+    step = 1 if GPU else 13  # a sample in the simulator, with the ends of every exponent
     ends = np.arange(0, 1 << 16, 1 << 7)
     chosen = np.unique(np.concatenate([np.arange(0, 1 << 16, step), ends, ends + 1, ends + 127]))
     x = patterns[chosen].view(BF16)

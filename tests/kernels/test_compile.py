@@ -1,12 +1,13 @@
-"""Every kernel compiles without a GPU, for the oldest and newest cards it is meant for, and computes in float32.
+"""Every kernel compiles without a GPU, for the oldest and newest GPUs that it supports, and computes in float32.
 
-The signatures are not written down: the launchers are called with tiny simulator arrays, and what they would
-launch is compiled instead. What this needs: offline.py.
+The signatures are not listed here: the launchers are called with tiny simulator arrays, and the kernels that they would
+launch are compiled instead. helpers/offline.py explains the requirements.
 """
 
 import functools
 import re
 from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -31,7 +32,6 @@ from xtrain.kernels import (
 from xtrain.kernels import skip_nonfinite as skip
 from xtrain.kernels.attention import flash_attention
 from xtrain.kernels.attention import gemm_attention as attention
-from xtrain.nn.observers import swapped
 from xtrain.simulator import sim
 
 __all__ = ["nvvm"]
@@ -43,7 +43,7 @@ def f32(*shape):
 
 
 def launch_everything(dtype):
-    """Call every launcher once for every kernel it may choose, with activations and weights of this type."""
+    """Call every launcher once for every kernel that it can choose, with activations and weights of this dtype."""
     new = lambda *shape: sim(np.ones(shape, dtype))
     ids, table = sim(np.zeros(2, np.int32)), f32(4, 4)
     embedding.embedding_bwd(embedding.embedding_fwd(ids, new(3, 8)), ids, f32(3, 8))
@@ -52,8 +52,8 @@ def launch_everything(dtype):
         y, rstd = rmsnorm.rmsnorm_fwd(x, w, 1e-6)
         rmsnorm.rmsnorm_bwd(y, x, w, rstd, f32(C))
         h, y, rstd = residual.residual_rmsnorm_fwd(x, x, w, 1e-6)
-        for again in (False, True):
-            residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C), again)
+        for recompute_y in (False, True):
+            residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C), recompute_y)
     rope.rope_bwd(rope.rope_fwd(new(2, 3, 8), table, table, T=2), table, table, T=2)
     for w, dw in ((f32(8), f32(8)), (None, None)):
         shape = (new(2, 48), w, w, table, table, 4, 1, 2)
@@ -64,7 +64,7 @@ def launch_everything(dtype):
         )
     layout.swap_heads(new(1, 2, 3, 4))
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8)), new(2, 8))
-    swiglu.swiglu_bwd(new(2, 4), new(2, 8), again=True)
+    swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True)
     swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
     elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
     elementwise.scale_into(elementwise.scale_fwd(new(8), 0.5), f32(1))
@@ -76,15 +76,16 @@ def launch_everything(dtype):
     skip.skip_unless_finite(stats[1:], sim(np.zeros(1, np.int32)), stats[:1], f32(2), 3)
     hyper = sim(adamw.adamw_hyper(1e-3, 0.9, 0.95, 1))
     arrays, half = [f32(8) for _ in range(4)], new(8) if dtype == BF16 else None
-    adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1, half_n=half)
+    adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1, copy_n=half)
     if dtype == np.float32:
         o, saved = attention.attention_fwd(new(1, 2, 2, 8), new(1, 2, 1, 8), new(1, 2, 1, 8), 0.1)
         attention.attention_bwd(o, saved, 0.1)
         for S in (3, softmax.NARROW + 1):
             p = softmax.causal_softmax_fwd(new(1, 2, S), 2, 0.1)
             softmax.causal_softmax_bwd(new(1, 2, S), p, 2, 0.1)
-    with swapped(flash_attention, "HOPPER", False):  # those: test_flash_attention_hopper_compile.py
-        # two kernels for dQ and dK, dV, or one; all others: test_flash_attention_compile.py
+    # see test_flash_attention_hopper_compile.py
+    with mock.patch.object(flash_attention, "HOPPER", False):
+        # One or two kernels for dQ, dK and dV; test_flash_attention_compile.py has all others.
         for T, D, causal in ((2, 32, True), (2, 128, False), (65, 32, True)):
             q, k = new(1, T, 2, D), new(1, T + 1, 1, D)
             o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
@@ -101,7 +102,7 @@ def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cards):
 
 
 def test_adamw_is_not_contracted(monkeypatch, nvvm):
-    """Every float operation of AdamW is marked .rn: nobody may merge two into an fma, for it equals its reference bit for bit."""
+    """Every float operation of AdamW is marked .rn and never contracted into an fma: it equals its reference bit for bit."""
     found = signatures(monkeypatch, functools.partial(launch_everything, BF16))
     found += signatures(monkeypatch, functools.partial(launch_everything, np.float32))
     kernels = [(k, types) for k, types in found if k.py_func.__module__ == adamw.__name__]
@@ -115,6 +116,7 @@ def test_adamw_is_not_contracted(monkeypatch, nvvm):
 
 def test_every_kernel_file_is_launched_above(monkeypatch):
     """A new kernel file must be added to launch_everything, here or in test_engine_compile.py."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "serving")
     import test_engine_compile
 
     calls = [functools.partial(launch_everything, dtype) for dtype in (np.float32, BF16)]
@@ -127,8 +129,7 @@ def test_every_kernel_file_is_launched_above(monkeypatch):
     )
     has_kernel = re.compile(r"^ *@(cuda\.jit|kernel)\b(?!.*device=True)", re.M)
     files = {dotted(p) for p in folder.rglob("*.py") if has_kernel.search(p.read_text())}
-    files -= {
-        dotted(p) for p in folder.rglob("*_hopper*.py")
-    }  # for sm_90a: test_flash_attention_hopper_compile.py
+    # For sm_90a: test_flash_attention_hopper_compile.py.
+    files -= {dotted(p) for p in folder.rglob("*_hopper*.py")}
     missing = files - modules
     assert not missing, f"never launched here: {sorted(missing)}"

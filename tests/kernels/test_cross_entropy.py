@@ -21,13 +21,14 @@ from xtrain.kernels.cross_entropy import (
     IGNORE,
     SUM_BLOCK,
     UNROLL,
+    LossPlan,
     count_targets,
     cross_entropy,
     cross_entropy_naive_kernel,
     cross_entropy_ref,
     mean_loss,
     row_sum,
-    shared_plan,
+    shared_columns,
 )
 from xtrain.kernels.runtime.launch import empty, launch
 
@@ -37,7 +38,7 @@ SHAPES += [(2048, 50257, 50304), (7, 2000, 2048), (100, 151936, 151936)] if GPU 
 
 
 def case(N, V, P, scale=1.0, dtype=np.float32):
-    """-> logits with nonsense in the padding, targets of which every third is ignored, inv_count"""
+    """-> logits with arbitrary values in the padding, targets of which every third is ignored, inv_count"""
     logits = normal(1, N, P, scale=scale).astype(dtype)
     logits[:, V:] = 3e8
     targets = rng(2).integers(0, V, N)
@@ -76,20 +77,20 @@ def check_kernel(N, V, P, scale, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("keep, held", [(0, 1), (1, 1), (9, 1), (1, 2)])
-def test_rows_of_several_rounds(keep, held, dtype, monkeypatch):
-    """`keep` rounds of a small block fit into shared memory, `held` into registers; four rounds and a rest are a row."""
-    each = 16 // np.dtype(dtype).itemsize
-    step = UNROLL * 32 * each
+@pytest.mark.parametrize("in_shared, in_registers", [(0, 1), (1, 1), (9, 1), (1, 2)])
+def test_rows_of_several_rounds(in_shared, in_registers, dtype, monkeypatch):
+    """A row of four rounds of a small block and a rest: so many rounds fit into shared memory, so many into registers."""
+    vec = 16 // np.dtype(dtype).itemsize
+    step = UNROLL * 32 * vec
     V = 4 * step + 45
-    monkeypatch.setattr(module, "PLANS", {4: (32, 2, held), 8: (32, 2, held)})
-    monkeypatch.setattr(module, "shared_bytes", lambda *_: keep * UNROLL * 32 * 16 + 200)
-    near, nbytes = shared_plan(V, each, 32, held, module.shared_bytes())
-    assert (
-        near == min(keep, 4 - held) * step and nbytes == (near + -(-45 // each) * each) // each * 16
-    )
+    plan = LossPlan(threads=32, blocks_per_sm=2, register_rounds=in_registers)
+    monkeypatch.setattr(module, "PLANS", {4: plan, 8: plan})
+    monkeypatch.setattr(module, "shared_bytes", lambda *_: in_shared * UNROLL * 32 * 16 + 200)
+    shared = shared_columns(V, vec, plan, module.shared_bytes())
+    assert shared.columns == min(in_shared, 4 - in_registers) * step
+    assert shared.nbytes == (shared.columns + -(-45 // vec) * vec) // vec * 16
     check_kernel(2, V, V + 43, 1.0, dtype)
-    check_kernel(2, V - 3 * step, V + 43, 1.0, dtype)  # much padding
+    check_kernel(2, V - 3 * step, V + 43, 1.0, dtype)  # a lot of padding
     check_kernel(2, 2 * step, 2 * step, 1.0, dtype)  # no rest
 
 
@@ -114,7 +115,7 @@ def test_naive_kernel():
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_rows_that_begin_anywhere(dtype):
-    """A part of a larger array, not on 16 bytes: the same bits as from a copy."""
+    """A slice of a larger array, not 16-byte aligned: the same bits as from a copy."""
     logits, targets, inv = case(3, 37, 40, dtype=dtype)
     whole = to_kernel(np.concatenate([np.zeros(1, dtype), logits.ravel()]))
     targets, inv = to_kernel(targets), to_kernel(inv)
@@ -141,7 +142,7 @@ def test_a_target_that_does_not_exist():
         targets[4] = bad
         with pytest.raises(ValueError, match=rf"target {bad} in row 4 is neither in \[0, 37\)"):
             cross_entropy(logits.copy(), targets, 37, inv)
-        # Where looking would mean waiting, the row is NaN and the others are as they should be.
+        # Where a check would have to synchronize, the row is NaN and the others are correct.
         results = [cross_entropy(*map(to_kernel, (logits, targets)), 37, to_kernel(inv))]
         results += [cross_entropy_ref(logits.copy(), targets, 37, inv)]
         for loss, gradient in results:
@@ -170,7 +171,7 @@ def test_large_logits_and_ignored_infinities(P):
 
 
 def test_micro_batches_add_up():
-    """Two halves with the whole batch's inv_count give the gradient and the loss of the whole."""
+    """Two halves with the inv_count of the whole batch give the gradient and the loss of the whole batch."""
     logits, targets, inv = case(8, 21, 24)
     whole_loss, whole = cross_entropy(logits.copy(), targets, 21, inv)
     halves = [
@@ -251,7 +252,7 @@ def test_bad_input():
         cross_entropy(logits, targets, 41, inv)
     with pytest.raises(ValueError, match=r"targets have shape \(3,\), expected \(4,\)"):
         cross_entropy(logits, targets[:3], 37, inv)
-    with pytest.raises(ValueError, match="targets must hold whole numbers, got float64"):
+    with pytest.raises(ValueError, match="targets must be integers, got float64"):
         cross_entropy(logits, targets.astype(np.float64), 37, inv)
     with pytest.raises(ValueError, match="the gradient needs inv_count"):
         cross_entropy(logits, targets, 37, None)
@@ -259,5 +260,5 @@ def test_bad_input():
         cross_entropy(logits, targets, 37, np.ones(2, np.float32))
     with pytest.raises(TypeError, match="logits is float16"):
         cross_entropy(np.ones((4, 40), np.float16), targets, 37, inv)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         cross_entropy(to_kernel(logits), targets, 37, to_kernel(inv))

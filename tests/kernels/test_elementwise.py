@@ -41,7 +41,7 @@ def test_reference_against_calculus(shape):
 @pytest.mark.parametrize("scale", [1.0, 1e30])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_equal_the_references(shape, scale, dtype):
-    """One rounding each, so the bits agree."""
+    """Kernel and reference round once, so the bits agree."""
     a, b = (normal(i, *shape, scale=scale).reshape(shape).astype(dtype) for i in range(2))
     factor = np.array([0.3], np.float32)
     total, scaled = (a.astype(np.float32) + b.astype(np.float32)).astype(dtype), scale_ref(a, 0.3)
@@ -72,7 +72,7 @@ def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("first", [0, 1, 3, 4, 8])
 def test_in_place_on_a_slice_at_any_address(first, dtype):
-    """A slice that does not begin on 16 bytes is right too, and its neighbours are left alone."""
+    """A slice that is not 16-byte aligned gives correct results, and its neighbours are not written."""
     host = normal(1, 64).astype(dtype)
     for n in (1, 16, 21):
         whole, part = to_kernel(host), slice(first, first + n)
@@ -100,5 +100,5 @@ def test_bad_input():
         scale_fwd(a[:, ::2], 2.0)
     with pytest.raises(ValueError, match=r"factor has shape \(2,\), expected \(1\)"):
         scale_into(a, np.ones(2, np.float32))
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         add_fwd(to_kernel(a), a)

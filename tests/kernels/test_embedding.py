@@ -18,7 +18,7 @@ from checks import (
 )
 
 from xtrain.kernels.embedding import (
-    PIECE,
+    SEGMENT,
     SLICES,
     TILE_IDS,
     digit_values,
@@ -36,13 +36,13 @@ from xtrain.kernels.primitives.flat import BLOCK
 from xtrain.kernels.runtime.launch import launch
 
 BF16 = ml_dtypes.bfloat16
-HIGH = digit_values(1)  # tokens that a block of the sort owns
+HIGH = digit_values(1)  # tokens per block of the sort kernel
 SHAPES = [(1, 1, 1), (3, 8, 5), (9, 37, HIGH + 3), (70, 264, 10)]  # N, C, V
 SHAPES += [(7, 4096, 300), (8192, 768, 50304)] if GPU else []
 
 
 def case(N, C, V):
-    """ids, w, dx, dw before; a tenth of the ids are the same, as in text."""
+    """-> ids, w, dx, the old dw; a tenth of the ids are the same, as in text"""
     ids = rng(1, N).integers(0, V, N)
     ids[rng(2, N).random(N) < 0.1] = V // 2
     return ids, normal(3, V, C), normal(4, N, C), normal(5, V, C)
@@ -82,7 +82,7 @@ def test_forward_between_dtypes(table, rows):
     "N, V, T", [(9, 5, 32), (600, 127, 64), (TILE_IDS + 70, 70, 32), (70, 521, 1024)]
 )
 def test_the_plan_is_a_stable_sort(N, V, T):
-    """Ids outside the table, among them those that the last block would own, are left out."""
+    """Ids outside the table are skipped, including those that the last block would own."""
     ids = rng(1).integers(-2, V + 3, N)
     ids[rng(2).random(N) < 0.3] = V // 2
     plan, tiles = to_kernel(np.full((N, 4), -7, np.int32)), -(-N // TILE_IDS)
@@ -102,7 +102,9 @@ def test_the_plan_is_a_stable_sort(N, V, T):
 def test_two_digits_are_enough():
     sizes = {1: 32, 1 << 8: 32, (1 << 8) + 1: 64, 50304: 512, 1 << 16: 512, 1 << 24: 8192}
     assert {V: digit_values(V) for V in sizes} == sizes
-    with pytest.raises(ValueError, match="a table of 16777217 rows, 16777216 at most"):
+    with pytest.raises(
+        ValueError, match="the table has 16777217 rows, at most 16777216 are supported"
+    ):
         digit_values((1 << 24) + 1)
 
 
@@ -120,22 +122,24 @@ def test_backward_kernel(shape, dtype):
 
 
 def in_pieces(dx_NC, ids_N, V):
-    """The order that the kernels promise: PIECE rows at a time, pieces i, i + SLICES, ... first, then the slices."""
+    """The documented order: SEGMENT rows at a time, then segments i, i + SLICES, ..., then the slices."""
     dw_VC = np.zeros((V, dx_NC.shape[1]), np.float32)
     add = lambda rows: functools.reduce(np.add, rows, np.zeros_like(dw_VC[0]))
     for v in range(V):
         rows = dx_NC[ids_N == v]
-        pieces = [add(rows[i : i + PIECE]) for i in range(0, len(rows), PIECE)]
+        segments = [add(rows[i : i + SEGMENT]) for i in range(0, len(rows), SEGMENT)]
         dw_VC[v] = (
-            pieces[0] if len(pieces) == 1 else add([add(pieces[s::SLICES]) for s in range(SLICES)])
+            segments[0]
+            if len(segments) == 1
+            else add([add(segments[s::SLICES]) for s in range(SLICES)])
         )
     return dw_VC
 
 
-@pytest.mark.parametrize("length", [PIECE, PIECE + 1, 2 * PIECE, 11 * PIECE + 3])
+@pytest.mark.parametrize("length", [SEGMENT, SEGMENT + 1, 2 * SEGMENT, 11 * SEGMENT + 3])
 def test_backward_adds_in_a_fixed_order(length):
-    """Tokens with one, two and many pieces side by side: the promised bits; up to PIECE rows the reference's."""
-    lengths = [3, length, 1, PIECE + 5, 2, length]
+    """Adjacent tokens with one, two and many segments: the documented bits; up to SEGMENT rows those of the reference."""
+    lengths = [3, length, 1, SEGMENT + 5, 2, length]
     ids = rng(1).permutation(np.repeat(np.arange(6), lengths)).astype(np.int32)
     dx = normal(2, ids.size, 9, scale=100.0)
     want, reference = in_pieces(dx, ids, 6), embedding_bwd_ref(dx, ids, 6)
@@ -144,7 +148,7 @@ def test_backward_adds_in_a_fixed_order(length):
         dw = to_kernel(np.zeros((6, 9), np.float32))
         embedding_bwd(to_kernel(dx), to_kernel(ids), dw)
         assert np.array_equal(to_host(dw), want)
-    short = np.array(lengths) <= PIECE
+    short = np.array(lengths) <= SEGMENT
     assert np.array_equal(want[short], reference[short])
 
 
@@ -159,7 +163,7 @@ def test_naive_kernel_agrees_bit_for_bit():
 
 @pytest.mark.parametrize("bad", [-1, HIGH - 3, HIGH, 1 << 40, -(1 << 32)])
 def test_an_id_outside_the_table(bad):
-    """The CPU says which; a kernel cannot, so it is loud in forward and harmless in backward."""
+    """The CPU names the id. A kernel cannot, so the forward gives NaN and the backward ignores it."""
     V = HIGH - 3  # the last block owns tokens past the end
     ids, w, dx, dw0 = case(6, 4, V)
     ids[2] = bad
@@ -207,7 +211,7 @@ def test_no_ids():
 
 def test_bad_input():
     ids, w = np.zeros(3, np.int64), np.ones((5, 4), np.float32)
-    with pytest.raises(ValueError, match="ids must hold whole numbers, got float32"):
+    with pytest.raises(ValueError, match="ids must be integers, got float32"):
         embedding_fwd(ids.astype(np.float32), w)
     with pytest.raises(ValueError, match=r"ids has shape \(1, 3\), expected \(any\)"):
         embedding_fwd(ids.reshape(1, 3), w)
@@ -215,13 +219,14 @@ def test_bad_input():
         embedding_fwd(ids, w.astype(np.int64))
     with pytest.raises(ValueError, match=r"dx has shape \(2, 4\), expected \(3, 4\)"):
         embedding_bwd(w[:2], ids, w)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         embedding_fwd(to_kernel(ids), w)
     on_gpu = [to_kernel(x) for x in (w[:3], ids, w)]
-    for given in (to_kernel(np.zeros((3, 4), np.int32)), 1):  # its kernels would read where it says
-        with pytest.raises(TypeError, match=r"plan is .*, pass what embedding_plan gives"):
+    # The kernels use its entries as indices.
+    for given in (to_kernel(np.zeros((3, 4), np.int32)), 1):
+        with pytest.raises(TypeError, match=r"plan is .*, pass the result of embedding_plan"):
             embedding_bwd(*on_gpu, given)
-    with pytest.raises(ValueError, match="a plan for 6 rows, dw has 5"):
+    with pytest.raises(ValueError, match="the plan is for 6 rows, dw has 5"):
         embedding_bwd(*on_gpu, embedding_plan(on_gpu[1], 6))
     with pytest.raises(ValueError, match=r"plan has shape \(2, 4\), expected \(3, 4\)"):
         embedding_bwd(*on_gpu, embedding_plan(on_gpu[1][:2], 5))

@@ -17,7 +17,7 @@ SIZES = [(1, 1, 1), (3, 5, 4), (33, 17, 65), (1, 64, 8)] + ([(257, 1000, 129)] i
 
 
 def put(array):
-    """cuBLAS is the only implementation beside NumPy's: the simulator has none, so this does not use it."""
+    """On the GPU if there is one, else NumPy: the simulator has no cuBLAS."""
     return to_device(np.array(array, order="C"), "gpu" if GPU else "cpu")
 
 
@@ -33,7 +33,7 @@ def exact(a, b, trans_a, trans_b, dtype=np.float64):
 
 
 def tolerance(K):
-    """Rounding of a sum of K products, in another order than NumPy's; relative to the largest result."""
+    """The rounding error of a sum of K products in another order than that of NumPy, relative to the largest result."""
     return 1.2e-7 * (2 + K**0.5)
 
 
@@ -71,7 +71,7 @@ def test_the_same_bits_twice(trans_a, trans_b, batch):
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("M, K, N", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)])
 def test_empty(M, K, N, batch, accumulate):
-    """A sum of nothing is 0: without accumulate the output is overwritten even then."""
+    """An empty sum is 0: without accumulate, the output is overwritten in this case too."""
     a, b, before = np.ones((*batch, M, K)), np.ones((*batch, K, N)), np.full((*batch, M, N), 7.0)
     out = put(before.astype(np.float32))
     matmul(out, put(a.astype(np.float32)), put(b.astype(np.float32)), accumulate=accumulate)
@@ -80,7 +80,7 @@ def test_empty(M, K, N, batch, accumulate):
 
 # ----------------------------------------------------------------------------- views
 def test_columns_of_a_packed_array():
-    """Rows need not follow each other: q, k and v are columns of one array, and stay there."""
+    """Rows need not be adjacent: q, k and v are column slices of one array and are not copied."""
     N, C, parts = 9, 6, (slice(0, 8), slice(8, 12), slice(12, 16))
     packed, x = normal(1, N, 16), normal(2, N, C)
     there, x_there = put(packed), put(x)
@@ -165,15 +165,15 @@ def test_rows_that_cublas_cannot_walk(which, view, message):
 def test_other_dtypes_are_refused():
     with pytest.raises(TypeError, match="float16 times float32 into float32 is not supported"):
         matmul(zeros(2, 2), zeros(2, 2).astype(np.float16), zeros(2, 2))
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         matmul(zeros(2, 2), np.zeros((2, 2), np.float32), zeros(2, 2))
 
 
-def test_only_float64_is_told_where_it_comes_from():
+def test_only_float64_gets_a_hint_about_its_origin():
     given = {name: np.zeros((2, 2), name) for name in ("float32", "float64")}
     given["bfloat16"] = given["float32"].astype(BFLOAT16)
     for a, b, hint in (
-        ("float32", "bfloat16", "cast one of them, by astype or functional.cast"),
+        ("float32", "bfloat16", "cast one of them with astype or functional.cast"),
         ("float32", "float64", "float64 comes from NumPy scalars such as"),
         ("float64", "bfloat16", "float64 comes from NumPy scalars such as"),
     ):
@@ -210,7 +210,7 @@ def test_linear_bad_shapes():
 
 
 def test_only_products_with_few_tiles_get_a_workspace():
-    """With many, cuBLAS would use it for a counter and a memset before every product."""
+    """With many tiles cuBLAS would use the workspace for a counter, with a memset before every product."""
     for m, n, batch in ((8192, 3072, 1), (8192, 384, 1), (1, 128 * 132, 1), (100, 100, 132)):
         assert gemm.workspace_bytes(m, n, batch, 132) == 0, (m, n, batch)
     for m, n, batch in (

@@ -50,14 +50,16 @@ def test_no_clipping_and_what_is_not_finite(place):
     tiny = np.array([1e-6], np.float32)  # PyTorch divides by norm + 1e-6
     assert to_host(grad_norm(place(tiny), 1e-6))[1] == 0.5
     x[3] = np.nan
-    assert np.isnan(to_host(grad_norm(place(x), 1.0))).all()  # as PyTorch: every weight turns NaN
+    assert np.isnan(
+        to_host(grad_norm(place(x), 1.0))
+    ).all()  # as in PyTorch: every weight becomes NaN
     x[3] = np.inf
     assert to_host(grad_norm(place(x), 1.0)).tolist() == [np.inf, 0]
 
 
 @pytest.mark.parametrize("place", [to_kernel, np.array])
 def test_parts_of_several_ranks(place):
-    """The norm of the whole from the sums of squares of its parts."""
+    """The norm of an array from the sums of squares of its shards."""
     x = normal(1, 300)
     sums = np.concatenate([to_host(sum_of_squares(place(part))) for part in np.split(x, 3)])
     got = to_host(norm_and_factor(place(sums), 1.0))

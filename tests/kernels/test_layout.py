@@ -1,4 +1,4 @@
-"""swap_heads: the reference is NumPy's transpose; the kernel must be equal to the bit."""
+"""swap_heads: the reference is NumPy's transpose; the kernel must give the same bits."""
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +9,7 @@ from checks import GPU, assert_directional, normal, sentinels, to_host, to_kerne
 from xtrain.kernels.layout import WARPS, swap_heads, swap_heads_ref
 
 BF16 = ml_dtypes.bfloat16
-# any width; rows of whole chunks of 32 bytes, in float32 alone or in both
+# Any width; rows of whole 32-byte chunks, in float32 only or in both dtypes.
 SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (1, 2, WARPS + 1, 33), (2, 1, 4, 8), (3, 4, 1, 2)]
 SHAPES += [(2, 3, 5, 16), (1, 4, 3, 48), (2, 5, 2, 24)]
 SHAPES += [(2, 12, 1024, 64), (70000, 2, 3, 5), (1, 3, 500000, 1), (70000, 2, 3, 16)] if GPU else []
@@ -34,7 +34,7 @@ def test_an_array_that_begins_anywhere(dtype):
 
 @pytest.mark.parametrize("D", [5, 8])
 def test_parts_of_packed_arrays(D):
-    """Heads 3 and 4 of 5 are read out of, and written into, an array that holds more; nothing else is touched."""
+    """Heads 3 and 4 of 5: read from a larger array, then written into one; nothing else is written."""
     B, T, P = 2, 3, 5
     for to in (np.array, to_kernel):
         packed, gradient = to(normal(1, B, T, P, D)), to(np.full((B, T, P, D), 7, np.float32))
@@ -47,7 +47,7 @@ def test_parts_of_packed_arrays(D):
 
 
 def test_the_bits_are_copied():
-    """Also those of a NaN."""
+    """Including those of a NaN."""
     x = np.arange(0x7F80, 0x7F80 + 2 * 3 * 16, dtype=np.uint16).reshape(1, 2, 3, 16)
     y = to_host(swap_heads(to_kernel(x.view(BF16))))
     assert np.array_equal(y.view(np.uint16), x.swapaxes(1, 2))

@@ -1,4 +1,4 @@
-"""QK-norm + RoPE from packed QKV: equal to its parts, calculus, PyTorch; kernels, reference."""
+"""QK-norm + RoPE from packed QKV: the reference against its two ops, calculus and PyTorch; the kernels against it."""
 
 import ml_dtypes
 import numpy as np
@@ -46,7 +46,7 @@ def case(N, H, G, D, T, scale=1.0, dtype=np.float32):
 
 
 def upstream(N, H, G, D, dtype=np.float32):
-    """-> dqkv, in which attention has written dv already, dq, dk"""
+    """-> dqkv, to which attention has already written dv; dq, dk"""
     dqkv = normal(6, N, (H + 2 * G) * D).astype(dtype)
     return [dqkv, *(normal(i, N, heads, D).astype(dtype) for i, heads in ((4, H), (5, G)))]
 
@@ -142,9 +142,8 @@ def test_backward_kernel_with_heads_in_several_blocks(monkeypatch):
     monkeypatch.setattr(_heads, "SPLIT_THREADS", 16)
     for make in (qk_norm_rope.make_fwd_kernel, qk_norm_rope.make_bwd_kernel):
         make.cache_clear()
-    test_forward_kernel(
-        (3, 8, 3, 32, 3), 1.0, np.float32
-    )  # blocks of 4 heads: q | q | k k k v | v v
+    # Blocks of 4 heads: q | q | k k k v | v v.
+    test_forward_kernel((3, 8, 3, 32, 3), 1.0, np.float32)
     check_backward(3, 8, 3, 32, 3, np.float32)
     for make in (qk_norm_rope.make_fwd_kernel, qk_norm_rope.make_bwd_kernel):
         make.cache_clear()
@@ -170,7 +169,7 @@ def check_backward(N, H, G, D, T, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_rows_that_begin_anywhere(dtype):
-    """A row of a larger array, not on 16 bytes, takes the kernels for any width: as good as from a copy."""
+    """Arrays that are not 16-byte aligned use the kernels for any width: as accurate as from a copy."""
     N, H, G, D, T = 3, 2, 1, 32, 3
     qkv, *rest = case(N, H, G, D, T, dtype=dtype)
     whole = to_kernel(np.concatenate([np.zeros(1, dtype), qkv.ravel()]))
@@ -207,7 +206,7 @@ def test_without_norm(shape):
 
 @pytest.mark.parametrize("D", [8, 32])
 def test_given_positions(D):
-    """A packed batch: the tokens of unequal sequences, each with its own position."""
+    """A packed batch: tokens of sequences of different lengths, each with its position."""
     N, H, G = 5, 2, 1
     qkv, q_w, k_w, cos, sin = case(N, H, G, D, 9)
     outputs, positions = upstream(N, H, G, D), np.array([0, 1, 2, 0, 8], np.int32)
@@ -229,7 +228,7 @@ def test_given_positions(D):
 
 @pytest.mark.parametrize("D", [8, 10, 32])
 def test_positions_outside_the_tables_on_a_gpu(D):
-    """Only the kernel can look at them: it reads nothing beyond the tables, and q, k and their gradients are NaN."""
+    """Only the kernel can check them: it reads nothing outside the tables, and q, k and their gradients are NaN."""
     N, H, G = 4, 2, 1
     qkv, q_w, k_w, cos, sin = case(N, H, G, D, 9)
     outputs, inside = upstream(N, H, G, D), np.array([True, False, False, True])
@@ -324,7 +323,7 @@ def test_bad_input():
         fwd(qkv, q_w, k_w, cos.ravel(), sin)
     with pytest.raises(TypeError, match="qkv is float16"):
         fwd(qkv.astype(np.float16), q_w, k_w, cos, sin)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         fwd(to_kernel(qkv), q_w, k_w, to_kernel(cos), to_kernel(sin))
     dqkv, dq, dk = upstream(N, H, G, D)
     rstd, dw = fwd(qkv, q_w, k_w, cos, sin)[3], np.zeros(D, np.float32)

@@ -21,7 +21,7 @@ SHAPES += [(7, 4096), (8192, 768), (1, 20000)] if GPU else []
 
 
 def case(N, C, scale=1.0, dtype=np.float32):
-    """x, r, w, dh, dy, dw before"""
+    """-> x, r, w, dh, dy, the old dw"""
     scales = (scale, scale, 1.0, 1.0)
     x, r, dh, dy = (normal(i, N, C, scale=s).astype(dtype) for i, s in enumerate(scales))
     return x, r, normal(4, C), dh, dy, normal(5, C)
@@ -35,7 +35,7 @@ def double(*arrays):
     return [a.astype(np.float64) for a in arrays]
 
 
-@pytest.mark.parametrize("used", [True, False])  # h goes on along the residual stream
+@pytest.mark.parametrize("used", [True, False])  # whether the residual stream uses h
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (3, 37)])
 def test_reference_against_calculus(shape, used):
     x, r, w, dh, dy, _ = double(*case(*shape))
@@ -49,7 +49,7 @@ def test_reference_against_calculus(shape, used):
     assert_directional(f, (x, r, w), (dx, dx, dw))
 
 
-DTYPES = [  # of the stream x, h; of r, y, dy, dx
+DTYPES = [  # of the residual stream x, h; of r, y, dy, dx
     (np.float32, np.float32),
     (BF16, BF16),
     (np.float32, BF16),
@@ -76,7 +76,7 @@ def test_forward_kernel(shape, scale, stream, dtype):
 @pytest.mark.parametrize("stream, dtype", DTYPES)
 @pytest.mark.parametrize("few", [2, 3])
 def test_few_rows_and_more(monkeypatch, few, stream, dtype):
-    """Three rows, on both sides of FEW."""
+    """Numbers of rows on both sides of FEW."""
     monkeypatch.setattr(residual, "FEW", few)
     test_forward_kernel((3, 264), 1.0, stream, dtype)
 
@@ -104,18 +104,18 @@ def test_backward_kernel(shape, used, stream, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("place", [to_kernel, np.array])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 37), (5, 264), (2, 1032)] + (SHAPES if GPU else []))
-def test_the_result_again(shape, place, dtype):
-    """Over dy, the bits of the forward pass; dx and dw as without it."""
+def test_recomputed_y(shape, place, dtype):
+    """dy becomes y with the bits of the forward pass; dx and dw are the same as without it."""
     if place is np.array and dtype == BF16:
-        # no reference rounds to bf16, so there are no bits to compare with
+        # The reference does not round to bf16, so it gives no bits to compare with.
         pytest.skip("the CPU computes in float32")
     x, r, w, _, dy, _ = (place(a) for a in case(*shape))
     r, dy = (place(to_host(a).astype(dtype)) for a in (r, dy))
     h, y, rstd = residual_rmsnorm_fwd(x, r, w, EPS)
     results, dws = [], [place(np.zeros(shape[1], np.float32)) for _ in range(2)]
-    for again, dw in zip((False, True), dws):
-        results.append(residual_rmsnorm_bwd(None, dy, h, w, rstd, dw, again))
-        assert np.array_equal(to_host(dy), to_host(y)) == again
+    for recompute_y, dw in zip((False, True), dws):
+        results.append(residual_rmsnorm_bwd(None, dy, h, w, rstd, dw, recompute_y))
+        assert np.array_equal(to_host(dy), to_host(y)) == recompute_y
     assert np.array_equal(*map(to_host, results)) and np.array_equal(*map(to_host, dws))
 
 
@@ -164,5 +164,5 @@ def test_bad_input():
         residual_rmsnorm_fwd(x.astype(np.int32), x, w, EPS)
     with pytest.raises(ValueError, match="not contiguous"):
         residual_rmsnorm_fwd(x, np.ones((2, 16), np.float32)[:, ::2], w, EPS)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         residual_rmsnorm_fwd(to_kernel(x), x, w, EPS)

@@ -19,13 +19,13 @@ from xtrain.kernels.runtime.launch import empty, empty_like, launch
 
 EPS = 1e-6
 BF16 = ml_dtypes.bfloat16
-# one column; one chunk; odd; more rows than a block holds; several chunks per thread; several warps per row
+# One column; one chunk; odd; more rows than a block holds; several chunks per thread; several warps per row.
 SHAPES = [(1, 1), (2, 8), (3, 37), (5, 64), (5, 264), (2, 1032), (2, 1027)]
 SHAPES += [(7, 4096), (8192, 768), (1, 20000), (3, 32768)] if GPU else []
 
 
 def case(N, C, scale=1.0, dtype=np.float32):
-    """x, w, dy, dw before"""
+    """-> x, w, dy, the old dw"""
     x, dy = normal(1, N, C, scale=scale), normal(3, N, C)
     return x.astype(dtype), normal(2, C), dy.astype(dtype), normal(4, C)
 
@@ -106,7 +106,7 @@ def test_naive_kernel():
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_rows_that_begin_anywhere(dtype):
-    """Rows of a larger array, not on 16 bytes: the same bits as from a copy."""
+    """Rows of a larger array, not 16-byte aligned: the same bits as from a copy."""
     x, dy = (to_kernel(normal(i, 3 * 264 + 1).astype(dtype))[1:].reshape(3, 264) for i in (1, 2))
     w, rstd, dw1, dw2 = (to_kernel(normal(i, n)) for i, n in ((3, 264), (4, 3), (5, 264), (5, 264)))
     same = lambda a, b: np.array_equal(to_host(a), to_host(b))
@@ -155,7 +155,7 @@ def test_bad_input():
         rmsnorm_fwd(x.astype(np.int32), w, EPS)
     with pytest.raises(ValueError, match="not contiguous"):
         rmsnorm_fwd(np.ones((2, 16), np.float32)[:, ::2], w, EPS)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         rmsnorm_fwd(to_kernel(x), w, EPS)
     with pytest.raises(TypeError, match="dy is int32, expected float32 or bfloat16"):
         rmsnorm_bwd(x.astype(np.int32), x, w, w[:2], w)
@@ -164,7 +164,7 @@ def test_bad_input():
             rmsnorm_fwd(rows, rows[0], EPS)
         with pytest.raises(ValueError, match="rows of 0 columns have no mean"):
             rmsnorm_bwd(rows, rows, rows[0], rows[:, :0].sum(1), rows[0])
-    with pytest.raises(ValueError, match="32776 columns are too wide: 32768 at most"):
+    with pytest.raises(ValueError, match="32776 columns are too wide: at most 32768 are supported"):
         rmsnorm_fwd(*(to_kernel(np.ones(s, np.float32)) for s in ((1, 32776), 32776)), EPS)
 
 

@@ -141,12 +141,12 @@ def test_given_positions(D, dtype):
         y = rope_fwd(to(x), to(cos), to(sin), to(positions))
         np.testing.assert_allclose(to_host(y), expected, atol=1e-6)
         back = rope_bwd(y, to(cos), to(sin), to(positions))
-        np.testing.assert_allclose(to_host(back), x, atol=1e-6)  # there and back
+        np.testing.assert_allclose(to_host(back), x, atol=1e-6)  # forward, then back
 
 
 @pytest.mark.parametrize("D", [8, 10, 32])
 def test_positions_outside_the_tables_on_a_gpu(D):
-    """Nobody can look at them without waiting: the kernel does, reads nothing beyond the tables, and gives NaN."""
+    """The host cannot check them without synchronizing. The kernel does, reads nothing outside the tables, and gives NaN."""
     x, cos, sin = case(6, 2, D, T=20)
     positions = np.array([19, 20, 3, -1, 2**40, -(2**62)])
     inside = np.array([True, False, True, False, False, False])
@@ -203,7 +203,7 @@ def test_bad_input():
         rope_fwd(x, cos[:5], sin[:5])
     with pytest.raises(ValueError, match="positions 0 to 6, the tables hold 0 to 5"):
         rope_fwd(x, cos, sin, np.array([0, 1, 2, 3, 4, 6]))
-    with pytest.raises(ValueError, match="positions must hold whole numbers"):
+    with pytest.raises(ValueError, match="positions must be integers"):
         rope_fwd(x, cos, sin, np.zeros(6, np.float32))
     with pytest.raises(ValueError, match=r"positions \(5,\), expected \(6,\)"):
         rope_fwd(x, cos, sin, np.zeros(5, np.int64))

@@ -1,4 +1,4 @@
-"""Skipping a step: the kernel against its reference, and AdamW that leaves everything alone."""
+"""Skipping a step: the kernel against its reference; AdamW then changes nothing."""
 
 import itertools
 
@@ -14,7 +14,7 @@ BAD = [np.nan, np.inf, -np.inf]
 
 
 def decide(place, norm, losses, row, limit=3):
-    """-> (is the step skipped, the new row)"""
+    """-> whether the step is skipped, the new number of consecutive bad steps"""
     factor, row = place(np.array([0.5], np.float32)), place(np.array([row], np.int32))
     skip_unless_finite(
         factor,
@@ -33,7 +33,9 @@ def test_what_is_skipped(place):
     big = np.finfo(np.float32).max
     for good in ((1.0, [2.0]), (big, [-big, big]), (0.0, [0.0] * 5)):
         assert decide(place, *good, row=2) == (False, 0)
-        assert decide(place, *good, row=3) == (True, 3), "stuck: the row stays, good steps or not"
+        assert decide(place, *good, row=3) == (True, 3), (
+            "at the limit: the number stays, also after good steps"
+        )
     for x in BAD:
         for norm, losses in ((x, [1.0]), (1.0, [x]), (1.0, [1.0, 2.0, x]), ([1.0, x], [1.0])):
             assert decide(place, norm, losses, row=0) == (True, 1)
@@ -80,5 +82,5 @@ def test_refusals():
         skip_unless_finite(one, row, one, one, 0)
     with pytest.raises(ValueError, match="factor has shape"):
         skip_unless_finite(np.ones(2, np.float32), row, one, one, 1)
-    with pytest.raises(TypeError, match="row is float32"):
+    with pytest.raises(TypeError, match="consecutive is float32"):
         skip_unless_finite(one, one, one, one, 1)

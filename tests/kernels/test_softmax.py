@@ -22,7 +22,7 @@ SHAPES = [  # A, rep, T, S
     (1, 3, WARPS, WARPS + 2),
     (1, 1, 2, BLOCK + 1),
     (1, 1, 2, NARROW + 3),
-    (1, 3, 5, 8),  # from here on the rows are whole chunks of 8 keys
+    (1, 3, 5, 8),  # from here on rows are whole chunks of 8 keys
     (1, 2, 3, 264),
     (1, 1, 2, NARROW + 8),
 ]
@@ -34,7 +34,7 @@ SHAPES += (
 
 
 def case(A, rep, T, S, mean=0.3, scale=1.0):
-    """-> scores, dp; with values that nobody may look at where the mask is"""
+    """-> scores, dp, with large values where the mask is: they must not be read"""
     s, dp = (normal(i, A, rep * T, S, mean=mean, scale=scale) for i in (1, 2))
     hidden = np.broadcast_to(~np.tri(T, S, S - T, dtype=bool), (A, rep, T, S)).reshape(s.shape)
     return np.where(hidden, np.float32(3e8), s), np.where(hidden, np.float32(-3e8), dp), hidden

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 
-from xtrain.kernels.primitives.flat import BLOCK, EACH, TILE
+from xtrain.kernels.primitives.flat import BLOCK, CHUNK, TILE
 from xtrain.kernels.runtime.launch import launch
 from xtrain.kernels.swiglu import (
     sigmoid_ref,
@@ -22,8 +22,8 @@ from xtrain.kernels.swiglu import (
 )
 
 BF16 = ml_dtypes.bfloat16
-# one column; one chunk; odd widths, one of them in two blocks; several rows in a block
-SHAPES = [(1, 1), (2, 8), (3, 37), (2, BLOCK * EACH + 1), (5, 72)]  # (N, F)
+# One column; one chunk; odd widths, one of them in two blocks; several rows per block.
+SHAPES = [(1, 1), (2, 8), (3, 37), (2, BLOCK * CHUNK + 1), (5, 72)]  # (N, F)
 SHAPES += [(7, 4096), (8192, 2048)] if GPU else []
 EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 89, -89, 104, -104, 1e4, -1e4, 3e38, -3e38]
 
@@ -44,7 +44,7 @@ def test_reference_against_calculus(shape):
 
 
 def check(op, ref, dtype, what, *inputs):
-    """op in dtype is as good as ref in float32, rounded to dtype."""
+    """op in dtype is as accurate as ref in float32, rounded to dtype."""
     inputs = [x.astype(dtype) for x in inputs]
     wide = [x.astype(np.float32) for x in inputs]
     got = op(*map(to_kernel, inputs))
@@ -65,12 +65,12 @@ def test_swiglu_kernels(shape, scale, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("place", [to_kernel, np.array])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_product_again(shape, place, dtype):
-    """Over dy, the bits of the forward pass; dgu as without it."""
+def test_recomputed_y(shape, place, dtype):
+    """dy becomes y with the bits of the forward pass; dgu is the same as without it."""
     N, F = shape
     gu, dy = (place(normal(i, N, k * F, scale=3.0).astype(dtype)) for i, k in ((1, 2), (2, 1)))
     expected, y = swiglu_bwd(dy, gu), swiglu_fwd(gu)
-    dgu = swiglu_bwd(dy, gu, again=True)
+    dgu = swiglu_bwd(dy, gu, recompute_y=True)
     assert np.array_equal(to_host(dgu), to_host(expected))
     assert np.array_equal(to_host(dy), to_host(y))
 
@@ -85,7 +85,7 @@ def test_silu_kernels(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_rows_that_begin_anywhere(dtype):
-    """Rows of a larger array, not on 16 bytes: the same bits as from a copy."""
+    """Rows of a larger array, not 16-byte aligned: the same bits as from a copy."""
     whole, dys = normal(1, 3 * 32 + 1).astype(dtype), normal(2, 3 * 16 + 1).astype(dtype)
     gu, dy = (to_kernel(a)[1:].reshape(3, -1) for a in (whole, dys))
     same = lambda a, b: np.array_equal(to_host(a), to_host(b))
@@ -102,7 +102,7 @@ def test_the_naive_kernel():
 
 
 def test_the_reference_in_float32():
-    """As exact as a sigmoid written without overflow, and without a warning."""
+    """As accurate as a sigmoid that is written to avoid overflow, and without a warning."""
     x = np.concatenate([normal(1, 1000, scale=s) for s in (0.1, 3, 30, 1000)])
     with np.errstate(all="raise", under="ignore"):
         got = sigmoid_ref(x)
@@ -124,7 +124,7 @@ def test_extreme_gates(place):
 
 
 def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
-    F = BLOCK * EACH + 1
+    F = BLOCK * CHUNK + 1
     gu, dy = to_kernel(normal(1, 2, 2 * F)), to_kernel(normal(2, 2, F))
     with sentinels(monkeypatch):
         y, dgu = swiglu_fwd(gu), swiglu_bwd(dy, gu)
@@ -169,5 +169,5 @@ def test_bad_input():
         swiglu_fwd(gu.astype(np.int32))
     with pytest.raises(ValueError, match=r"dy has shape \(2, 4\), expected \(2, 8\)"):
         silu_bwd(gu[:, :4], gu)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         silu_bwd(to_kernel(gu), gu)

@@ -436,5 +436,5 @@ def test_the_gradient_of_v_is_written_where_it_belongs(monkeypatch, more):
     )
     got = packed_attention(qkv, more)
     assert seen == [not more]
-    monkeypatch.setattr(F.QKNormRope, "grad_place", staticmethod(lambda ctx, i: None))
+    monkeypatch.setattr(F.QKNormRope, "gradient_view", staticmethod(lambda ctx, i: None))
     assert np.array_equal(got, packed_attention(qkv, more)) and seen[1:] == [False]

@@ -112,7 +112,7 @@ def test_numpy_and_tensors():
     with pytest.raises(TypeError, match="not 1"):
         _ = 1 + x
     for wrong in (lambda: np.asarray(x), lambda: np.array([x, x]), lambda: mul(x, x).backward(x)):
-        with pytest.raises(TypeError, match="a Tensor is no array"):
+        with pytest.raises(TypeError, match="a Tensor is not an array"):
             wrong()
     with pytest.raises(TypeError, match="__array_ufunc__"):
         np.exp(x)

@@ -79,7 +79,7 @@ def test_who_waits_for_whom(log):
         for expected in (
             around("step on own"), around("step on own"),  # eagerly
             around("the pool keeps its blocks", "capture on own", "step on own", "end of the capture", "graph on own"),
-            ["graph on A"], ["graph on A"],  # where the caller is: nobody waits
+            ["graph on A"], ["graph on A"],  # on the caller's stream: no waiting
         ):  # fmt: skip
             log.clear()
             assert np.array_equal(run(x)[0], x)
@@ -119,27 +119,33 @@ def test_a_call_that_was_interrupted_does_not_count(log):
             assert ("capture on own" in log) == captured
 
 
-def test_what_is_put_off_is_recorded_at_the_end_of_the_capture(log):
-    """After an error it is done outside, when the stream has left that mode; and an eager call puts nothing off."""
+def test_when_unwritten_gradients_are_zeroed(log):
+    """Before a capture, recorded at its end, and before each replay; never around an eager call. Where the caller is."""
+    arena = SimpleNamespace(zero_unwritten_grads=lambda: log.append(f"zeros on {Stream.now.name}"))
     fails = False
 
     def step(x):
-        put_off = graph.at_end_of_capture(lambda: log.append("at the end"))
-        log.append("step" if put_off else "eager step")
+        log.append("step")
         if fails:
             raise MemoryError
         return (x,)
 
     with Stream(log, "A"):
-        run = graph.Graphed(step)
+        run = graph.Graphed(step, arena)
         run(np.ones(3)), run(np.ones(3))
-        assert log.count("eager step") == 2 and "at the end" not in log
+        assert log.count("step") == 2 and "zeros on own" not in log
         log.clear()
         fails = True
         with pytest.raises(MemoryError):
             run(np.ones(3))
-        end = ["step", "end of the capture", "at the end", "A waits for own"]
-        assert log[-4:] == end and not graph.at_end_of_capture(log.clear)
+        begin = ["zeros on own", "capture on own", "step"]
+        assert log[-5:] == [*begin, "end of the capture", "A waits for own"]
         fails = False
+        log.clear()
         run(np.ones(3))
-    assert log[-5:-1] == ["step", "at the end", "end of the capture", "graph on own"]
+        end = ["zeros on own", "end of the capture"]
+        replay = ["zeros on own", "graph on own", "A waits for own"]
+        assert log[-8:] == [*begin, *end, *replay]
+        log.clear()
+        run(np.ones(3))
+    assert log == ["zeros on A", "graph on A"]

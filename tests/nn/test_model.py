@@ -10,6 +10,7 @@ from xtrain import AdamW, Transformer, UserError, config
 from xtrain.device import to_device
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.kernels.runtime import launch as _launch
+from xtrain.nn.modules import Linear, Module
 
 KINDS = [dict(qk_norm=q, tie_embeddings=t) for q in (False, True) for t in (False, True)]
 
@@ -368,3 +369,90 @@ def test_a_device_that_is_not_there():
 
 def test_no_seed_no_weights():
     assert not any(x.any() for x in weights(Transformer(small(), None)).values())
+
+
+# ----------------------------------------------------------------------------- other modules in the places of the library's own
+class Wrapped(Module):
+    """A module that is not the library's Linear or RMSNorm, and computes the same."""
+
+    def __init__(self, inner):
+        self.inner, self.calls = inner, 0
+
+    def __call__(self, x_NC):
+        self.calls += 1
+        return self.inner(x_NC)
+
+
+PLACES = ["self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj"]
+NORMS = ["input_layernorm", "post_attention_layernorm"]
+
+
+def wrap(model, place):
+    """Wrap the module in this place of every layer. -> the wrappers"""
+    found = []
+    for layer in model.model.layers:
+        *path, name = place.split(".")
+        owner = getattr(layer, path[0]) if path else layer
+        found.append(Wrapped(getattr(owner, name)))
+        setattr(owner, name, found[-1])
+    model.renew_arena()
+    return found
+
+
+def step_of(model, ids, targets):
+    """-> loss, every gradient as it lies in memory, in the order of the modules"""
+    loss = model.loss(ids, targets)
+    loss.backward()
+    return loss.item(), [to_host(p.grad) for _, p in model.storage()]
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention", "block"])
+@pytest.mark.parametrize("place", [*PLACES, *NORMS])
+def test_any_module_is_called(place, recompute):
+    """The ops that join a norm or SwiGLU to a product, and these one after the other: the same bits."""
+    plain, changed = lively(), lively()
+    wrappers = wrap(changed, place)
+    for model in (plain, changed):
+        model.recompute = recompute
+    (want, gradients), (got, changed_gradients) = (step_of(m, *batch()) for m in (plain, changed))
+    assert all(w.calls for w in wrappers)
+    assert got == want
+    assert len(gradients) == len(changed_gradients)
+    for a, b in zip(gradients, changed_gradients):
+        assert a.any() and np.array_equal(a, b)
+    assert np.array_equal(plain(batch()[0]).data, changed(batch()[0]).data)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_any_module_is_called_in_the_simulator(precision):
+    shape = dict(dim=16, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=16, hidden_dim=16)
+    plain, changed = (
+        Transformer(small(vocab_size=21, **shape), device="sim", precision=precision)
+        for _ in range(2)
+    )
+    for place in (*PLACES, "post_attention_layernorm"):
+        wrap(changed, place)
+    changed.model.norm = Wrapped(changed.model.norm)
+    changed.renew_arena()
+    (want, gradients), (got, changed_gradients) = (
+        step_of(m, *batch(1, 3, 21)) for m in (plain, changed)
+    )
+    # bf16: a norm that is not fused rounds its result, not what it computes with
+    assert got == pytest.approx(want, rel=1e-6 if precision == "fp32" else 2e-3)
+    for a, b in zip(gradients, changed_gradients):
+        error = np.linalg.norm(a - b) / np.linalg.norm(a)
+        assert error <= (1e-6 if precision == "fp32" else 2e-2)
+
+
+def test_packed_matrices_are_named_in_place_of_their_module():
+    names = lambda model: [name for name, _ in model.named_parameters()]
+    model = Transformer(small())
+    assert "model.layers.0.self_attn.q_proj.weight" in names(model)
+    assert "model.layers.1.mlp.up_proj.weight" in names(model)
+    assert not any("qkv" in name or "gate_up" in name for name in names(model))
+    paths = [path for path, _ in model.modules()]
+    assert "model.layers.0.self_attn.qkv." in paths  # modules keep their own names
+    model.extra = [Linear(4, 6, 0.1, {"a.weight": 2, "b.weight": 3})]
+    model.other = Linear(4, 6, 0.1, {"c.weight": 6})
+    model.renew_arena()
+    assert {"extra.a.weight", "extra.b.weight", "c.weight"} <= set(names(model))

@@ -98,9 +98,9 @@ def test_packed_matrices_are_row_blocks():
     layer = model.model.layers[1]
     names = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
     w = weights(model)
-    assert np.array_equal(np.concatenate([w[n] for n in names]), layer.self_attn.qkv.data)
+    assert np.array_equal(np.concatenate([w[n] for n in names]), layer.self_attn.qkv.weight.data)
     names = [f"model.layers.1.mlp.{x}_proj.weight" for x in ("gate", "up")]
-    assert np.array_equal(np.concatenate([w[n] for n in names]), layer.mlp.gate_up.data)
+    assert np.array_equal(np.concatenate([w[n] for n in names]), layer.mlp.gate_up.weight.data)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -116,7 +116,7 @@ def test_writing_through_a_name_reaches_the_model(device):
     v.data = v.data / 2
     np.testing.assert_allclose(model(ids).numpy(), before, rtol=1e-5, atol=1e-7)
     v.data[...] = 0
-    assert not to_host(model.model.layers[0].self_attn.qkv.data[48:]).any()
+    assert not to_host(model.model.layers[0].self_attn.qkv.weight.data[48:]).any()
     v.grad[...] = 3
     assert to_host(model.arena.grads).sum() == 3 * v.size
     with pytest.raises(ValueError, match=r"\(16, 24\) cannot hold data of shape \(24, 16\)"):
@@ -181,7 +181,7 @@ def test_rows_beyond_the_vocabulary_are_zero(tied):
         assert model.lm_head.shape == (128, 24) and not model.lm_head.data[100:].any()
 
 
-# ----------------------------------------------------------------------------- modules of one's own
+# ----------------------------------------------------------------------------- user-defined modules
 class Layer(Module):
     def __init__(self):
         self.norm = nn.RMSNorm(5, 1e-6)

@@ -40,12 +40,12 @@ def test_bf16_needs_a_gpu():
 
 
 def test_what_bf16_cannot_do_is_said_before_anything_runs(monkeypatch):
-    """On ghosts of GPU arrays: heads without a kernel, a card without the instructions."""
+    """With MetaArrays: heads without a kernel, a card without the instructions."""
     config = lambda D: ModelConfig(vocab_size=8, dim=32, n_layers=1, n_heads=1, head_dim=D)
     with planning(128):
         Transformer(config(32), None, "gpu", "bf16")
         Transformer(config(24), None, "gpu", "fp32")
-        with pytest.raises(UserError, match=r"16, 32, 64, 128 channels, this model has 24.*fp32"):
+        with pytest.raises(UserError, match=r"head_dim 16, 32, 64, 128, this model has 24.*fp32"):
             Transformer(config(24), None, "gpu", "bf16")
         for capability, there in (("75", False), ("80", True), ("120", True)):
             card = SimpleNamespace(compute_capability=capability)

@@ -1,4 +1,4 @@
-"""Which library, which GPU, what NCCL is asked for: all without them. With MPI: tests/test_ddp.py."""
+"""Choice of library and GPU, and the calls to NCCL, all without them. With MPI: test_ddp.py."""
 
 import sys
 from types import SimpleNamespace
@@ -31,9 +31,9 @@ def fake_gpus(monkeypatch, count):
 
 def fake_ranks(local, visible):
     node = SimpleNamespace(allgather=lambda mine: visible)
-    everybody = lambda mine: [mine] * len(visible)
+    gather = lambda mine: [mine] * len(visible)
     return SimpleNamespace(
-        rank=local, local=local, local_world=len(visible), node=node, everybody=everybody
+        rank=local, local=local, local_world=len(visible), node=node, gather=gather
     )
 
 
@@ -61,7 +61,7 @@ class Address(np.ndarray):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_what_nccl_is_asked_for(monkeypatch, bf16):
-    """Which bytes, how many numbers of which type, on which stream, after which events."""
+    """Addresses, counts, types, streams and events of every call."""
     asked, order = [], []
 
     class Stream:

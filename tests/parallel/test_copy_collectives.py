@@ -1,5 +1,5 @@
-"""Collectives over copy engines, with threads as GPUs: memory is shared, a copy is a memmove, and a stream that waits for a
-flag is a thread that does. tests/mpi/gpus.py does the same between real GPUs."""
+"""Collectives over copy engines, with threads as GPUs: memory is shared, a copy is a memmove, and a thread that waits for a
+flag stands for a stream that waits. mpi/gpus.py does the same between real GPUs."""
 
 import ctypes
 import itertools
@@ -27,7 +27,7 @@ def array(shape, dtype=np.float32, fill=0):
 
 
 class World:
-    """R ranks that share this process's memory. Each barrier of the hosts is one of these threads."""
+    """R ranks that share this process's memory. A barrier between hosts is one between threads."""
 
     def __init__(self, size, seed):
         self.size, self.barrier = size, threading.Barrier(size, timeout=PATIENCE)
@@ -35,21 +35,19 @@ class World:
         self.rngs = [np.random.default_rng([seed, rank]) for rank in range(size)]
 
     def ranks(self, rank):
-        def everybody(thing):
+        def gather(thing):
             self.slots[rank] = thing
             self.barrier.wait()
             found = list(self.slots)
             self.barrier.wait()
             return found
 
-        return SimpleNamespace(
-            rank=rank, world=self.size, everybody=everybody, total=lambda x: everybody(x)
-        )
+        return SimpleNamespace(rank=rank, world=self.size, gather=gather, total=lambda x: gather(x))
 
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """-> run(world, work): work(collectives' ranks) on every rank at once; raises what a rank raised."""
+    """-> run(world, work): calls work(ranks) on every rank in parallel; raises the exception of a rank."""
     local = threading.local()
 
     def pause():  # ranks are never in step
@@ -128,14 +126,14 @@ def fake_gpu(monkeypatch):
 
 
 def numbers(rank, step, n):
-    """Whole numbers: sums are exact in any order."""
+    """Integers, so sums are exact in any order."""
     return np.random.default_rng([rank, step]).integers(-8, 9, n).astype(np.float32)
 
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_every_collective_at_random(fake_gpu, size, half):
-    """Steps of random collectives, an odd or even number of barriers in each, every rank at its own pace."""
+    """Steps of random collectives, with an odd or even number of barriers in each, on ranks of different speed."""
     n, steps = 384 * size, 12
     plans = np.random.default_rng(size)
     plan = []
@@ -198,7 +196,7 @@ def test_parts_cover_every_piece():
 
 @pytest.mark.parametrize("broken", ["one row", "no barrier at the end", "none before sending"])
 def test_the_test_sees_a_broken_protocol(fake_gpu, monkeypatch, broken):
-    """With fewer rows of flags or barriers some rank reads too early, is written to too early, or waits for ever."""
+    """With fewer rows of flags or fewer barriers, a rank reads too early, is written too early, or waits for ever."""
     monkeypatch.setattr(f"{__name__}.PATIENCE", 2.0)
     copies = peer.CopyCollectives
     if broken == "one row":
@@ -231,7 +229,7 @@ def test_the_test_sees_a_broken_protocol(fake_gpu, monkeypatch, broken):
 def test_where_copies_cannot_be_had(monkeypatch):
     def ranks(local_world, world, mine=0):
         return SimpleNamespace(
-            local=mine, local_world=local_world, world=world, everybody=lambda x: [x] * world
+            local=mine, local_world=local_world, world=world, gather=lambda x: [x] * world
         )
 
     def gpus(count, connected=True):

@@ -1,4 +1,4 @@
-"""Several ranks. What needs them runs in tests/mpi/*.py under mpirun: few starts, many checks in each."""
+"""Several ranks. Checks that need them are in mpi/*.py and run under mpirun: few starts, many checks in each."""
 
 import importlib.util
 import itertools
@@ -19,14 +19,14 @@ from xtrain.errors import UserError
 from xtrain.nn.model import Transformer
 from xtrain.nn.modules import ALIGN, arena_unit
 from xtrain.parallel.ddp import STAGES, ParallelConfig, buckets, train_parallel
-from xtrain.training.single_process import ALONE
+from xtrain.training.single_process import SINGLE_PROCESS
 
 HERE = Path(__file__).parent
 TEXT = HERE.parent / "data" / "grammar.txt"
 
 
 def find_mpirun():
-    """-> the mpirun of this Python's environment, or the one on PATH; None, and why."""
+    """-> (mpirun of this Python's environment or from PATH, or None; the reason for None)"""
     if importlib.util.find_spec("mpi4py") is None:
         return None, "mpi4py is not installed"
     mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
@@ -132,7 +132,7 @@ FAULTS += [(2, "stuck collective"), (2, "frozen step"), (4, "raise collective"),
 @mpi
 @pytest.mark.parametrize("n, what", FAULTS)
 def test_one_rank_fails(n, what, environment, tmp_path):
-    """All ranks end within seconds, not with 0; stderr says who, when and where; the last checkpoint is whole."""
+    """All ranks end within seconds, not with 0; stderr names rank, step and place; the last checkpoint is complete."""
     fault, place = what.split()
     ranks = {2: (0, 1), 4: (2,)}[n]
     jobs = []
@@ -235,9 +235,7 @@ def test_one_rank_is_train(environment, tmp_path):
         assert (tmp_path / "a/run" / name).read_bytes() == (tmp_path / "b/run" / name).read_bytes()
 
 
-VERSION = (
-    "import xtrain, sys; xtrain.__version__ = '9'; from xtrain.ddp import main; sys.exit(main())"
-)
+VERSION = "import sys, xtrain.version; xtrain.version.VERSION = '9'; from xtrain.ddp import main; sys.exit(main())"
 WRONG = {
     "another option": ([*MODULE, "--lr=0.1"], "rank 1 has --lr 0.1, rank 0 has None"),
     "another version": ([sys.executable, "-c", VERSION], "rank 1 has xtrain 9, rank 0 has 0.1.0"),
@@ -295,7 +293,7 @@ def test_no_mpi4py(environment):
 
 @mpi
 def test_a_rank_that_fails_before_mpi(environment):
-    """MPICH does not notice, and the others would wait in MPI_Init for ever."""
+    """MPICH does not notice, so the other ranks would wait in MPI_Init for ever."""
     script = "from xtrain.parallel import ranks as c; c.START_SECONDS = 0.5; c.connect()"
     job = start(environment, 1, sys.executable, "-c", script, ":", "-n", 1, "sh", "-c", "exit 3")
     code, _, err = finish(job, 30)
@@ -304,7 +302,7 @@ def test_a_rank_that_fails_before_mpi(environment):
 
 def test_options_of_several_ranks_are_read_with_one():
     with pytest.raises(UserError, match="--bucket-mb must be a positive number"):
-        train_parallel(ParallelConfig(data="nowhere", bucket_mb=0), ALONE)
+        train_parallel(ParallelConfig(data="nowhere", bucket_mb=0), SINGLE_PROCESS)
 
 
 # ----------------------------------------------------------------------------- buckets, and when they start
@@ -313,20 +311,20 @@ def test_options_of_several_ranks_are_read_with_one():
 def test_buckets(world, nbytes):
     config = ModelConfig(vocab_size=61, dim=24, n_layers=3, n_heads=3, head_dim=8, max_seq_len=16)
     arena = Transformer(config, 0, "cpu", world=world).arena
-    pieces = buckets(arena.n_decay, arena.weights.size, world, nbytes)
-    covered = sorted(pieces)
+    slices = buckets(arena.n_decay, arena.weights.size, world, nbytes)
+    covered = sorted(slices)
     assert covered[0][0] == 0 and covered[-1][1] == arena.weights.size
     assert all(left[1] == right[0] for left, right in itertools.pairwise(covered))
-    for a, b in pieces:
+    for a, b in slices:
         assert (b - a) % (4 * world) == 0 and a % ALIGN == 0, "parts of whole 16 bytes"
         assert b <= arena.n_decay or a >= arena.n_decay, "decayed or not, never both"
         assert b - a <= max(arena_unit(world), nbytes / 4 + arena_unit(world))
-    decayed = [p for p in pieces if p[0] < arena.n_decay]
+    decayed = [p for p in slices if p[0] < arena.n_decay]
     assert decayed == sorted(decayed, reverse=True), "backward begins at the end"
 
 
 class Journal:
-    """Collectives that note what is asked of them, and what the gradients are at that moment."""
+    """Collectives that record their calls, and the gradients at the time of each."""
 
     def __init__(self, grads):
         self.grads, self.events, self.then, self.idle = grads, [], {}, []
@@ -359,15 +357,15 @@ def test_a_piece_travels_when_it_is_complete_and_not_before(stage, recompute, ti
     )
     model = Transformer(config, 0, "cpu", recompute=recompute)
     journal = Journal(model.arena.grads)
-    pieces = buckets(model.arena.n_decay, model.arena.weights.size, 1, 10_000)
-    sync = STAGES[stage](model, journal, pieces, False)
+    slices = buckets(model.arena.n_decay, model.arena.weights.size, 1, 10_000)
+    sync = STAGES[stage](model, journal, slices, False)
     ids = np.random.default_rng(0).integers(0, 61, (2, 17))
     for _ in range(3):
         journal.events, journal.then, journal.idle = [], {}, []
         model.zero_grad()
         for last in (False, True):
             sync.backward(model.loss(ids[:, :-1], ids[:, 1:]), last)
-    assert sorted(journal.then) == sorted(sync.pieces), "each piece once"
+    assert sorted(journal.then) == sorted(sync.slices), "each piece once"
     for (a, b), sent in journal.then.items():
         assert np.array_equal(sent, model.arena.grads[a:b]), "sent before it was complete"
     starts = [i for i, event in enumerate(journal.events) if isinstance(event, tuple)]
@@ -376,7 +374,7 @@ def test_a_piece_travels_when_it_is_complete_and_not_before(stage, recompute, ti
     assert np.median(starts) < 0.8 * steps[-1], "most of it travels during backward"
     embedding = model.model.embed_tokens.weight  # its gradient is the last
     end = embedding.offset + embedding.size
-    last = [(a, b) for a, b in sync.pieces if a < end and embedding.offset < b]
+    last = [(a, b) for a, b in sync.slices if a < end and embedding.offset < b]
     assert sorted(journal.idle) == sorted(last), "then nothing else is left to do"
     assert sorted(e for e in journal.events[-len(last) - 2 :] if isinstance(e, tuple)) == sorted(
         last

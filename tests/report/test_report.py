@@ -1,4 +1,4 @@
-"""The page of a run: what is on it, that a browser shows it without a complaint, and that nothing in a folder can break it."""
+"""The page of a run: its content, that a browser shows it without errors, and that no file in the folder can break it."""
 
 import html
 import itertools
@@ -59,8 +59,8 @@ def test_training_leaves_a_page(folder):
     ):
         assert f'aria-label="{title} over steps"' in page, title
     for text in (
-        "What comes next",
-        "Where attention looks",
+        "<h3>Next tokens</h3>",
+        "<h3>Attention</h3>",
         "Samples over time",
         "Configuration",
         "Machine",
@@ -123,7 +123,7 @@ def test_attention_and_probabilities_are_the_models(folder):
         heads = np.array(list(maps["heads"].values()))
         np.testing.assert_allclose(heads.sum(-1), 1, atol=0.02)
         np.testing.assert_allclose(heads.mean(0), maps["mean"], atol=2e-3)
-        assert (heads * np.triu(np.ones(heads.shape[1:]), 1) == 0).all()  # nobody sees the future
+        assert (heads * np.triu(np.ones(heads.shape[1:]), 1) == 0).all()  # causal
     assert list(seen["attention"]) == ["layer 0", "layer 1"]
 
 
@@ -173,7 +173,7 @@ def test_broken_files(folder, tmp_path, name, capsys):
 
 
 def test_phases_of_a_captured_step(folder, tmp_path):
-    """One of them is called "step", as the number of the step is."""
+    """One of the phases has the name "step", like the number of the step."""
     copy = tmp_path / "run"
     shutil.copytree(folder, copy)
     timing = lines(copy / "timing.jsonl")
@@ -189,7 +189,7 @@ def test_phases_of_a_captured_step(folder, tmp_path):
 
 def test_what_cannot_be_shown(tmp_path, capsys):
     for arguments, sentence in (
-        ([], "which run"),
+        ([], "no run was given"),
         ([str(tmp_path / "none")], "there is no run at"),
         ([str(tmp_path)], "is not a run"),
         ([str(tmp_path), str(tmp_path), "--sentence", "a"], "for one run"),
@@ -208,7 +208,7 @@ def test_a_sentence_of_ones_own(folder, tmp_path):
     assert "".join(content["tokens"]) == "the dog sees" and content["step"] == 12
     shutil.rmtree(copy / "checkpoints")
     with pytest.raises(UserError, match="no checkpoint"):
-        report.ask(copy, "x", print)
+        report.look_at_text(copy, "x", print)
     (copy / "sentence.json").unlink()
     assert report_main([str(copy)]) == 0  # a page without it
 
@@ -259,7 +259,7 @@ def test_chart_edges():
 
 
 def test_the_running_mean_forgets_the_first_point():
-    """By hand: weights 0.05 times 0.95^age, divided by their sum."""
+    """Computed by hand: weights 0.05 * 0.95^age, divided by their sum."""
     ys = [9.0, 1.0, 2.0]
     weights = np.array([0.95**2, 0.95, 1.0])
     means = running_mean(list(enumerate([9.0, 1.0, None, 2.0])))
@@ -336,7 +336,7 @@ def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
 
 # ----------------------------------------------------------------------------- in a browser
 def browse(page, tmp_path, width, *more):
-    """-> (the document, what the console said)"""
+    """Open a page in Chromium. Returns the document and the lines of the console."""
     done = subprocess.run(
         [
             CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-extensions",
@@ -364,7 +364,7 @@ onload = () => {
     [...plot.querySelectorAll(".x")].flatMap(e => [box(e).left, box(e).right]),
     [...plot.querySelectorAll(".y")].reverse().flatMap(e => [box(e).top, box(e).bottom])]);
   const map = page.querySelector(".mean img");
-  result.beside = map && ["rows", "columns"].map(c => [...map.parentNode.querySelectorAll(`.${c} span`)].map(
+  result.tokens = map && ["rows", "columns"].map(c => [...map.parentNode.querySelectorAll(`.${c} span`)].map(
     e => c == "rows" ? (box(e).top + box(e).bottom) / 2 - box(map).top : (box(e).left + box(e).right) / 2 - box(map).left));
   result.side = map && box(map).width;
   result.legends = [...page.querySelectorAll(".legend")].map(e => [...e.children].map(i => i.textContent));
@@ -377,7 +377,7 @@ onload = () => {
 
 
 def measured(source, tmp_path, width):
-    """What MEASURE finds in a page of this width; nothing that every page must not do."""
+    """The result of MEASURE in a page of this width. Fails for faults that no page may have."""
     frame = tmp_path / "frame.html"
     frame.write_text(
         f'{MEASURE}<iframe srcdoc="{source}" width={width} height=3000 style="border:0"></iframe>'
@@ -388,9 +388,7 @@ def measured(source, tmp_path, width):
     assert result["needs"] <= result["width"] == width, "the page must be scrolled sideways"
     assert min(result["font"]) >= 11 and result["first"] >= 24, "a name is written letter by letter"
     for labels in result["labels"]:
-        assert all(a <= b + 0.5 for a, b in itertools.pairwise(labels)), (
-            "labels lie over one another"
-        )
+        assert all(a <= b + 0.5 for a, b in itertools.pairwise(labels)), "labels overlap"
     return result
 
 
@@ -415,8 +413,8 @@ def test_in_a_browser(folder, tmp_path, width):
     T = len(json.loads((folder / "sentence.json").read_text())["tokens"])
     assert result["maps"] and all(done and side == T for done, side in result["maps"])
     cells = (np.arange(T) + 0.5) * result["side"] / T
-    for beside in result["beside"]:  # every token stands at its row, and at its column
-        np.testing.assert_allclose(beside, cells, atol=2)
+    for labels in result["tokens"]:  # every token is next to its row, and above its column
+        np.testing.assert_allclose(labels, cells, atol=2)
     assert ["training", "training, running mean", "validation"] in result["legends"]
 
 
@@ -442,8 +440,8 @@ def test_many_runs_have_a_colour_and_a_name_each(folder):
 
 
 @needs_chromium
-def test_a_browser_hears_of_errors(tmp_path):
-    """The test of the test above: a page that breaks its own policy is told."""
+def test_the_console_shows_errors(tmp_path):
+    """A test of the tests above: a page that violates its own policy is noticed."""
     page = tmp_path / "bad.html"
     page.write_text(report.style.page("x", ['<img src="https://example.invalid/x.png">']))
     _, said = browse(page, tmp_path, 800, "--dump-dom")

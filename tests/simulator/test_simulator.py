@@ -1,4 +1,4 @@
-"""xtrain.simulator: kernels of every kind give what they should. Its types and its reports have files of their own."""
+"""xtrain.simulator: kernels of every kind compute the right result. The types and the reports are tested in other files."""
 
 import inspect
 import math
@@ -160,7 +160,7 @@ def test_dynamic_shared_memory_is_one_stretch_of_bytes():
 
 def make_polynomial(degree, coefficients):
     """A closure over numbers, a tuple and a device function."""
-    size = degree + 1  # Numba computes nothing in a shape
+    size = degree + 1  # Numba does not compile arithmetic in a shape
 
     @cuda.jit(device=True)
     def power(x, n=1):
@@ -225,7 +225,7 @@ def test_votes_and_shuffles():
 
 @cuda.jit
 def ticket(out, counter, k):
-    """One lane's int32 goes to all. `base` is an int64 for Numba, as the 0 is that the others hold."""
+    """All lanes get one lane's int32. `base` is an int64 for Numba, because the other lanes hold the literal 0."""
     base = 0
     if cuda.laneid == 3:
         base = cuda.atomic.add(counter, 0, 5)
@@ -245,7 +245,7 @@ def test_a_shuffled_integer_has_one_type():
 
 @cuda.jit
 def half_a_warp(out):
-    """Shuffles and syncwarp in part of a warp, with a mask that says so; early return of the rest."""
+    """Shuffles and syncwarp in part of a warp, with the matching mask; the other lanes return early."""
     lane = cuda.laneid
     s = cuda.shared.array(32, int32)
     if lane >= 16:
@@ -338,7 +338,7 @@ def test_float_functions_never_raise():
 
 @cuda.jit
 def last_block_sums(out, partial, counter, x):
-    """Every block leaves its sum behind; the one that finishes last adds them up."""
+    """Every block writes its sum; the block that finishes last adds them up."""
     is_last = cuda.shared.array(1, int32)
     shared = cuda.shared.array(32, float32)
     b, tid = cuda.blockIdx.x, cuda.threadIdx.x
@@ -362,7 +362,7 @@ def test_threadfence_and_an_atomic_order_blocks():
 
 @cuda.jit
 def neighbours(x):
-    """Warp by warp, with syncwarp between: lanes of one warp are in order, of two warps need no order."""
+    """syncwarp between two steps: it orders the lanes of one warp, and the two warps need no order."""
     s = cuda.shared.array(64, float32)
     i, first = cuda.threadIdx.x, cuda.threadIdx.x // 32 * 32
     s[i] = x[i]
@@ -421,14 +421,16 @@ def test_grid_and_block_of_several_dimensions():
 
 def test_bad_launches():
     x, out = f32(1, 32), np.zeros(1, np.float32)
-    with pytest.raises(KernelError, match="row_sums: a block of 2048 threads, a GPU takes 1024"):
+    with pytest.raises(KernelError, match="row_sums: a block of 2048 threads: the limit is 1024"):
         run(row_sums, 1, (64, 32), out, x)
-    with pytest.raises(ValueError, match="1 to 3 positive numbers"):
+    with pytest.raises(ValueError, match="1 to 3 positive integers"):
         run(row_sums, 0, 32, out, x)
-    with pytest.raises(ValueError, match=r"1 to 3 positive numbers, integers, got \(0.5\)"):
+    with pytest.raises(ValueError, match=r"1 to 3 positive integers, got \(0.5\)"):
         run(row_sums, 16 / 32, 32, out, x)
     for kind in ("O", ">f4", "g"):
-        with pytest.raises(KernelError, match=r"row_sums: x is an array of .*: Numba has none"):
+        with pytest.raises(
+            KernelError, match=r"row_sums: x is an array of .*, which Numba does not support"
+        ):
             run(row_sums, 1, 32, out, x.astype(kind))
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         run(row_sums, 1, 32, out)

@@ -1,4 +1,4 @@
-"""Which accesses of two blocks the simulator takes to be in order, and which it reports: _simulator/releases.py."""
+"""Accesses of two blocks that the simulator accepts as ordered, and accesses that it reports: simulator/releases.py."""
 
 import sys
 
@@ -10,7 +10,7 @@ from xtrain.simulator import RaceError, run
 
 
 def last_block(before="", behind="", threads="tid == 0", after=""):
-    """A kernel: each block writes its part, the one that comes last adds them up. before, behind: the barrier."""
+    """A kernel's source: each block writes its part, the last block adds them up. before, behind: code around the barrier."""
     return f"""
 @cuda.jit
 def kernel(out, part, counter):
@@ -40,7 +40,7 @@ def run_source(defined, source, grid, block, *args):
 
 @pytest.fixture
 def defined(tmp_path):
-    """-> a function of a text, with its source where inspect finds it."""
+    """A function that compiles a kernel from its source and stores the source where inspect finds it."""
 
     def define(name, source):
         file = tmp_path / "kernel.py"
@@ -76,9 +76,9 @@ def test_a_fence_before_or_behind_the_barrier(defined, words):
     "words",
     [
         dict(),
-        dict(before=FENCE),  # before what it should publish
+        dict(before=FENCE),  # before the access that it should release
         dict(before=f"|if tid != 5: {FENCE}"),
-        dict(before=f"|if tid == 0: {FENCE}"),  # the others' writes come before no fence
+        dict(before=f"|if tid == 0: {FENCE}"),  # no fence follows the other threads' writes
         dict(after=FENCE),
         dict(behind=f"{FENCE}; part[b, 0] = 2"),
     ],
@@ -90,7 +90,7 @@ def test_a_fence_that_does_not_cover_what_is_read(defined, words):
 
 @cuda.jit
 def earlier_readers(x, o, counter, left_out):
-    """The last block writes what all others have read; block `left_out` of them tells nobody that it has."""
+    """The last block writes what all other blocks have read; block `left_out` does not release its read."""
     b = cuda.blockIdx.x
     last = cuda.gridDim.x - 1
     if b < last:
@@ -113,7 +113,7 @@ def test_a_later_blocks_read_does_not_hide_an_earlier_one(left_out):
 
 @cuda.jit
 def two_counters(x, o, counter):
-    """Blocks 0 and 1 publish at different places; block 2 looks at one of them."""
+    """Blocks 0 and 1 release on different elements; block 2 acquires on one of them."""
     b = cuda.blockIdx.x
     if b < 2:
         o[b] = x[0]
@@ -135,7 +135,7 @@ def every_thread_publishes(counter):
 
 
 def test_many_publications_take_time_in_proportion():
-    """Counted in calls, which do not depend on the machine. The 32 blocks took 16 times as many as 8 once."""
+    """The cost grows linearly with the blocks. Counted in calls, which do not depend on the machine."""
 
     def calls(blocks):
         counter, events = np.zeros(1, np.int32), []

@@ -1,4 +1,4 @@
-"""Bugs planted in copies of our own kernels: the simulator reports each at the line where it was planted."""
+"""Bugs planted in copies of the library's kernels: the simulator reports each bug at the line where it was planted."""
 
 import importlib.util
 import inspect
@@ -27,7 +27,7 @@ def planted(tmp_path):
     """-> plant(stem, old, new): xtrain/kernels/<stem>.py with `old` replaced by `new`, imported as another module.
 
     old: any fragment that occurs once. The first line that the file did not have before gets the
-    mark `# BUG`. A line taken away becomes `pass`. Without old and new: a plain copy.
+    mark `# BUG`. A removed line becomes `pass`. Without old and new: an unchanged copy.
     """
 
     def plant(stem, old="", new=""):
@@ -51,7 +51,7 @@ def planted(tmp_path):
 
 
 def assert_reported(caught, module, kernel, *words, lines=(MARK,)):
-    """The report names the kernel, a block and `words`; and the planted line, or the lines with these texts."""
+    """The report contains the kernel, a block and `words`, and the planted line or the lines with the texts `lines`."""
     message = str(caught.value)
     for word in (kernel, "block (", *words):
         assert word in message, f"{word!r} is not in\n{message}"
@@ -77,7 +77,7 @@ def run_rmsnorm(module, N=2, C=40):
 
 
 def run_softmax(planted, reduce):
-    """softmax.py's kernel for long rows, on the device functions of a changed reduce.py."""
+    """softmax.py's kernel for long rows, with the device functions of a changed reduce.py."""
     softmax = planted("softmax")
     softmax.block_sum, softmax.block_max = reduce.block_sum, reduce.block_max
     args = f32(2, 300), 1, np.float32(1), False
@@ -107,8 +107,8 @@ def test_no_barrier_between_two_uses_of_shared_memory(planted):
 
 
 def test_no_barrier_between_write_and_read(planted):
-    """Warp 0 runs first here, and finds a place that warp 1 writes later."""
-    after = "  # every warp's maximum is there"
+    """Warp 0 runs first in the simulator, and reads an element that warp 1 writes later."""
+    after = "  # every warp's maximum is written"
     reduce = planted("primitives.reduce", "cuda.syncthreads()" + after, "pass" + after)
     with pytest.raises(UninitializedError) as caught:
         run_softmax(planted, reduce)
@@ -129,7 +129,7 @@ def test_barrier_in_a_branch_that_some_threads_take(planted):
         "    cuda.syncthreads()  # the previous use of `partial` is over\n",
         "    if lane == 0:\n",
     )
-    rest = "        partial[warp] = v\n    cuda.syncthreads()  # every warp's sum is there\n"
+    rest = "        partial[warp] = v\n    cuda.syncthreads()  # every warp's sum is written\n"
     reduce = planted(
         "primitives.reduce",
         barrier + guard + rest,
@@ -140,7 +140,7 @@ def test_barrier_in_a_branch_that_some_threads_take(planted):
     words = "8 threads (0, 32, 64, 96, 128, 160, 192, 224) wait in syncthreads at bad_reduce.py"
     assert_reported(caught, reduce, "causal_softmax_fwd_kernel", words, "called at bad_softmax.py")
     assert_reported(
-        caught, reduce, "248 threads (1-31, 33-63", lines=(MARK, "every warp's sum is there")
+        caught, reduce, "248 threads (1-31, 33-63", lines=(MARK, "every warp's sum is written")
     )  # the two barriers
 
 
@@ -149,7 +149,7 @@ def test_barrier_in_a_loop_of_unequal_trips(planted):
     module = planted("cross_entropy", old, "    for start in range(tid, N, SUM_BLOCK):")
     with pytest.raises(DeadlockError) as caught:
         module.count_targets(zeros(10, dtype=np.int64))
-    words = "10 threads (0-9) wait in syncthreads_count", "have come to the end of the kernel"
+    words = "10 threads (0-9) wait in syncthreads_count", "have reached the end of the kernel"
     assert_reported(caught, module, "count_targets_kernel", *words, lines=("syncthreads_count",))
 
 
@@ -176,9 +176,9 @@ def test_no_syncwarp_between_lanes(planted):
     assert_reported(caught, module, kernel, *words, lines=lines)
 
 
-# ----------------------------------------------------------------------------- who writes what
+# ----------------------------------------------------------------------------- elements written by several threads
 def test_all_threads_write_what_one_should(planted):
-    old = "    if tid == 0:\n        rstd_N[n] = rstd  # kept for backward\n"
+    old = "    if tid == 0:\n        rstd_N[n] = rstd  # saved for backward\n"
     module = planted("rmsnorm", old, "    if tid >= 0:\n        rstd_N[n] = rstd\n")
     with pytest.raises(RaceError) as caught:
         run_rmsnorm(module)
@@ -218,12 +218,12 @@ def test_read_after_the_barrier_behind_which_it_is_overwritten(planted):
 
 
 def test_corrected_by_a_thread_that_did_not_write_it(planted):
-    old = "if exists and target // each % BLOCK == tid:"
-    module = planted("cross_entropy", old, "if exists and tid == 0:")
+    old = "if in_vocabulary and target // vec % BLOCK == tid:"
+    module = planted("cross_entropy", old, "if in_vocabulary and tid == 0:")
     with pytest.raises(RaceError) as caught:
         module.cross_entropy(f32(2, 600), sim(np.array([40, 3])), 600, f32(1))
     words = "thread 0 wrote store1(logits, n * P + target", "thread 10 wrote element 40"
-    lines = "store1(logits, n * P + target", "put_n(logits"
+    lines = "store1(logits, n * P + target", "store_vector(logits"
     assert_reported(caught, module, "cross_entropy_kernel", *words, lines=lines)
 
 
@@ -231,8 +231,10 @@ def test_two_threads_put_sixteen_bytes_in_one_place(planted):
     module = planted("layout", "* y_row + i * D", "* y_row")
     with pytest.raises(RaceError) as caught:
         module.swap_heads(f32(1, 2, 3, 4))
-    words = "thread 0 wrote element 0 in put(y", "thread 3 wrote it", "global memory"
-    assert_reported(caught, module, "swap_heads_kernel", *words, lines=("put(y, (int64(b)",))
+    words = "thread 0 wrote element 0 in store_words(y", "thread 3 wrote it", "global memory"
+    assert_reported(
+        caught, module, "swap_heads_kernel", *words, lines=("store_words(y, (int64(b)",)
+    )
 
 
 def test_two_launch_arguments_are_one_array(planted):
@@ -297,8 +299,8 @@ def test_shared_memory_never_written(planted):
 
 
 def test_local_memory_never_written(planted):
-    old = "range(EACH):\n        acc[j] = float32(0.0)"
-    module = planted("grad_norm", old, old.replace("EACH", "1, EACH"))
+    old = "range(CHUNK):\n        acc[j] = float32(0.0)"
+    module = planted("grad_norm", old, old.replace("CHUNK", "1, CHUNK"))
     with pytest.raises(UninitializedError) as caught:
         module.grad_norm(f32(8), 1.0)
     words = "thread 0 reads acc[0]", "local memory"
@@ -313,7 +315,7 @@ def test_mask_of_half_a_warp(planted):
     module = planted("primitives.reduce", body, body.replace("FULL", "0xFFFF"))
     with pytest.raises(CollectiveError) as caught:
         run_softmax(planted, module)
-    words = "thread 16", "mask 0xffff does not name lane 16"
+    words = "thread 16", "mask 0xffff does not contain lane 16"
     assert_reported(caught, module, "shfl_xor_sync in warp_sum (called by", *words)
 
 
@@ -321,7 +323,7 @@ def test_block_is_not_whole_warps(planted):
     module = planted("rmsnorm", "BLOCK = 256", "BLOCK = 48")
     with pytest.raises(CollectiveError) as caught:
         run_rmsnorm(module)
-    words = "names lanes 16-31, but this warp has 16", "a block of 48 threads is not whole warps"
+    words = "contains lanes 16-31, but this warp has 16", "a block of 48 threads is not whole warps"
     assert_reported(
         caught, module, "warp_sum (called by rmsnorm_fwd_naive_kernel)", *words, lines=()
     )
@@ -337,7 +339,7 @@ def test_shuffle_in_a_branch(planted):
     assert_reported(caught, module, "causal_softmax_bwd_warp_kernel", *words)
 
 
-# ----------------------------------------------------------------------------- what our kernels do not do
+# ----------------------------------------------------------------------------- patterns that the library does not use
 @cuda.jit
 def tile_reused_too_early(x):
     tile = cuda.shared.array(32, int32)
@@ -451,9 +453,15 @@ def byte_views(out):
         (one_count_missing, 1, 8, UninitializedError, "thread 0 reads counts[0]"),
         (atomic_and_plain, 1, 2, RaceError, "thread 0 atomically changed x[0]"),
         (atomic_and_plain, 2, 2, RaceError, "thread 0 atomically changed x[0]"),
-        (inactive_source, 1, 32, CollectiveError, "lane 8 reads from lane 16, which takes no part"),
+        (
+            inactive_source,
+            1,
+            32,
+            CollectiveError,
+            "lane 8 reads from lane 16, which does not take part",
+        ),
         (two_types, 1, 32, CollectiveError, "float32 and float64"),
-        (greedy, 1, 1, KernelError, "51200 bytes in arrays of fixed shape"),
+        (greedy, 1, 1, KernelError, "51200 static bytes up to"),
         (
             wrong_python,
             1,
@@ -465,7 +473,7 @@ def byte_views(out):
         (reads_next_block, 2, 1, RaceError, "block (0, 0, 0) thread 0 read x[1] at"),
         (no_fence, 2, 1, RaceError, "block (1, 0, 0) thread 0 read it at"),
         (not_there, 1, 1, KernelError, "not_there, cuda.activemask is not simulated"),
-        (calls_python, 1, 1, KernelError, "write @cuda.jit(device=True)"),
+        (calls_python, 1, 1, KernelError, "decorate it with @cuda.jit(device=True)"),
         (byte_views, 1, 32, RaceError, "wrote words[1], the same memory as halves"),
     ],
 )
@@ -486,13 +494,13 @@ def test_read_only_memory():
 
 def test_what_a_student_reads(planted):
     """The whole message."""
-    old = "    if tid == 0:\n        rstd_N[n] = rstd  # kept for backward\n"
+    old = "    if tid == 0:\n        rstd_N[n] = rstd  # saved for backward\n"
     module = planted("rmsnorm", old, "    if tid < 2:\n        rstd_N[n] = rstd\n")
     with pytest.raises(RaceError) as caught:
         run_rmsnorm(module)
     line = 2 + next(i for i, text in enumerate(module.lines) if text.endswith(MARK))
     assert str(caught.value) == (
-        f"race in rmsnorm_fwd_naive_kernel, block (0, 0, 0): thread 0 wrote rstd_N[0] at bad_rmsnorm.py:{line}, "
-        f"thread 1 wrote it at bad_rmsnorm.py:{line}, with no barrier between (global memory)\n"
+        f"data race in rmsnorm_fwd_naive_kernel, block (0, 0, 0): thread 0 wrote rstd_N[0] at bad_rmsnorm.py:{line}, "
+        f"thread 1 wrote it at bad_rmsnorm.py:{line}, with no barrier between them (global memory)\n"
         f"    bad_rmsnorm.py:{line}    rstd_N[n] = rstd"
     )

@@ -1,4 +1,4 @@
-"""Kernels that Numba refuses are refused here, and the others are not. Numba itself is asked, by compiling without a GPU."""
+"""The simulator rejects the kernels that Numba rejects, and no others. The tests compile with Numba, which needs no GPU."""
 
 import enum
 import linecache
@@ -34,7 +34,7 @@ def sized(n, x):
 
 
 def defined(body):
-    """kernel(o, x, n, p): o, x float32, n an int32, p a bool array. `/` is a new line."""
+    """kernel(o, x, n, p) with this body: o, x float32, n an int32, p a bool array. `| ` starts a new line."""
     lines = "".join(f"    {line}\n" for line in body.split("| "))
     source = f"def kernel(o, x, n, p):\n{lines}"
     file = f"<refused {body}>"
@@ -54,7 +54,7 @@ def numba_compiles(monkeypatch, function, kinds):
         result = compile_cuda(function, None, kinds, cc=(9, 0)).signature.return_type
     except Exception:
         return False
-    return result == numba_types.none  # a kernel returns nothing
+    return result == numba_types.none  # a kernel cannot return a value
 
 
 def shaped(shape, index="0", before="", where="shared"):
@@ -120,7 +120,7 @@ BAD = [
 
 
 def verdicts(monkeypatch, body):
-    """-> does Numba compile it? what the simulator says of it"""
+    """Does Numba compile it, and the simulator's error or None."""
     kinds = [numba_types.Array(k, 1, "C") for k in (float32, numba_types.boolean)]
     compiles = numba_compiles(monkeypatch, defined(body), (kinds[0], kinds[0], int32, kinds[1]))
     arrays = np.zeros(8, np.float32), np.ones(8, np.float32), np.int32(3), np.ones(8, bool)
@@ -161,13 +161,13 @@ def test_atomics_are_those_of_numba(monkeypatch, kind):
 def test_messages_say_what_to_write():
     x = np.zeros(8, np.float32), np.zeros(8, np.float32), np.int32(3), np.zeros(8, bool)
     for body, words in {
-        shaped("(W, W + 1)"): "(W, W + 1) is not: write a literal, or a name set outside the kernel",
-        shaped("n", where="local"): "cuda.local.array must be known when Numba compiles, and n is not",
+        shaped("(W, W + 1)"): "(W, W + 1) is not: use a literal, or a name defined outside the kernel",
+        shaped("n", where="local"): "cuda.local.array must be a compile-time constant, and n is not",
         "o[0] = np.sqrt(x[0])": "Numba has no np.sqrt on a GPU: write math.sqrt",
-        "o[0] = settings.N": "cannot look into settings, a Python object (SimpleNamespace)",
+        "o[0] = settings.N": "cannot read attributes of settings, a Python object (SimpleNamespace)",
         "o[:] = x": "stores an array to several elements of o at <refused o[:] = x>:2, which Numba does not",
         "o[0] = all((n, 1))": "Numba has no all on a GPU",
-        "return 5": "a kernel returns nothing: write the result to an array",
+        "return 5": "a kernel cannot return a value: write the result to an array",
         "o[0] = cuda.syncthreads_or(x[0] > 0)": "it takes an integer, this is a bool: write cuda.syncthreads_or(int32(...))",
     }.items():  # fmt: skip
         with pytest.raises(KernelError) as caught:
@@ -183,9 +183,9 @@ def nothing(x):
 @pytest.mark.parametrize(
     "grid, block, words",
     [
-        (1, (1, 1, 65), r"a block \(1, 1, 65\) of threads, a GPU takes 64 along z"),
-        ((1, 65536), 1, r"a grid of \(1, 65536, 1\) blocks, a GPU takes 65535 along y and z"),
-        ((1, 1, 65536), 1, "65535 along y and z: count the long axis in x"),
+        (1, (1, 1, 65), r"a block of \(1, 1, 65\) threads: the limit is 64 along z"),
+        ((1, 65536), 1, r"a grid of \(1, 65536, 1\) blocks: the limit is 65535 along y and z"),
+        ((1, 1, 65536), 1, "65535 along y and z; use x for the long axis"),
     ],
 )
 def test_launches_that_no_gpu_takes(grid, block, words):

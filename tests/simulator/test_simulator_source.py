@@ -1,4 +1,4 @@
-"""The Python that a kernel may be written in: the simulator runs what Numba compiles, and says what it does not."""
+"""The Python of a kernel: the simulator runs what Numba compiles, and reports what Numba does not compile."""
 
 import linecache
 from collections import namedtuple
@@ -117,9 +117,9 @@ def decorated(o, x_n):
     [
         (never_called, UninitializedError, "reads s[7]"),
         (some_meet, DeadlockError, "4 threads (0-3) wait in syncthreads"),
-        (handed_on, KernelError, "handed_on, meet waits for other threads, so it may only be called"),
-        (waiting_lambda, KernelError, "write it with def"),
-        (decorated, KernelError, "one has a decorator: write it outside the kernel"),
+        (handed_on, KernelError, "handed_on, meet waits for other threads: call it, but do not pass it on"),
+        (waiting_lambda, KernelError, "a lambda that waits for other threads: use def"),
+        (decorated, KernelError, "one has a decorator: move it out of the kernel"),
     ],
 )  # fmt: skip
 def test_mistakes_with_inner_functions(kernel, error, words):
@@ -231,19 +231,19 @@ def body(text):
         ("o[i] = cuda.any_sync(p[i])", "cuda.any_sync takes (mask, predicate)"),
         ("o[i] = cuda.any_sync(mask=FULL, predicate=p[i])", "without keywords"),
         ("cuda.syncwarp(mask=0xFF)", "cuda.syncwarp takes (mask), in this order and without keywords"),
-        ("cuda.atomic.add(ary=h, idx=0, val=1)", "takes an array, an index, a value: no keywords"),
+        ("cuda.atomic.add(ary=h, idx=0, val=1)", "takes an array, an index and a value, without keywords"),
         ("m[i].x = 5", "record arrays are not simulated"),
-        ("cuda.cg.this_grid().sync()", "barriers of the whole grid (cuda.cg) are not simulated"),
-        ("o[threadIdx.x] = 1", "Numba does not know threadIdx by itself: write cuda.threadIdx"),
+        ("cuda.cg.this_grid().sync()", "cooperative groups (cuda.cg) are not simulated"),
+        ("o[threadIdx.x] = 1", "Numba does not compile a bare threadIdx: write cuda.threadIdx"),
         ("o[i] = m[i]", "stores an array of shape (2,) to o[0]"),
         ("h[i] = m[i]", "to h[0] at <body"),
         ("cuda.atomic.append(h, 0, 1)", "cuda.atomic.append is not simulated"),
         ("cuda.atomic.ad(h, 0, 1)", "did you mean cuda.atomic.add?"),
         ("cuda.syncthread()", "cuda.syncthread is not simulated; did you mean cuda.syncthreads?"),
         ("o[i] = factorial(i)", "factorial calls itself: write a loop"),
-        ("o[i] = TABLE[i]", "TABLE is a list: a kernel knows numbers, tuples and arrays"),
+        ("o[i] = TABLE[i]", "TABLE is a list: use numbers, tuples and arrays"),
         ("for k in range(h[0]): o[i] = 1\n    o[i] = k", "the branch or loop that sets it was not taken"),
-        ("s = cuda.shared.array(0, int32); s[i] = 1", "the launch gives it no bytes of dynamic shared"),
+        ("s = cuda.shared.array(0, int32); s[i] = 1", "the launch requests no dynamic shared memory"),
         ("o[i] = x_n.reshape(2, 4)[0, i]", "x_n.reshape is not simulated"),
     ],
 )  # fmt: skip
@@ -270,7 +270,7 @@ def test_a_thread_that_waits_in_a_loop(monkeypatch):
     with pytest.raises(KernelError) as caught:
         run(waits_in_a_loop, 1, 2, np.zeros(1, np.int32), o)
     line = waits_in_a_loop.py_func.__code__.co_firstlineno + 3
-    words = f"thread 0 goes round while cuda.atomic.add(flag, 0, 0) == 0 at test_simulator_source.py:{line} for the 101th"
+    words = f"thread 0 starts iteration 101 of while cuda.atomic.add(flag, 0, 0) == 0 at test_simulator_source.py:{line}"
     assert words in str(caught.value) and "it waits for another thread" in str(caught.value)
     run(waits_in_a_loop, 1, 2, np.ones(1, np.int32), o)
     assert o[0] == 1
@@ -299,8 +299,8 @@ def counted_loops(o, n):
 
 def test_while_loops(monkeypatch):
     o = np.zeros(2, np.int64)
-    monkeypatch.setattr(thread, "MAX_TURNS", 97)  # of one time that a loop is gone through
-    with pytest.raises(KernelError, match=r"goes round while i < n at .* for the 98th"):
+    monkeypatch.setattr(thread, "MAX_TURNS", 97)  # per execution of a loop
+    with pytest.raises(KernelError, match=r"starts iteration 98 of while i < n at "):
         run(counted_loops, 1, 1, o, 98)
     run(counted_loops, 1, 1, o, 5)
     assert o.tolist() == [100, 101]

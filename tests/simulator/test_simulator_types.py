@@ -1,4 +1,4 @@
-"""The numbers of xtrain.simulator have the types that Numba's own inference gives, which needs no GPU."""
+"""The numbers of xtrain.simulator have the types of Numba's type inference, which needs no GPU."""
 
 import linecache
 import math
@@ -116,7 +116,7 @@ ARGUMENTS = dict(
 
 
 def noted(x):
-    """A place to look at a value inside a simulated kernel."""
+    """Records a value inside a simulated kernel."""
 
 
 seen = []
@@ -128,7 +128,7 @@ def note(thread, site, x):
 
 
 def defined(name, source):
-    """A function from text that inspect can find again."""
+    """A function compiled from text, whose source inspect can find."""
     file = f"<{name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     exec(compile(source, file, "exec"), globals(), scope := {})
@@ -216,7 +216,7 @@ def bools_and_bits(out, p, x, u8, u16, u32, u64, i32):
 
 
 def test_bools_count_as_integers_and_bits_turn_before_they_widen():
-    """What Numba's code does: `zext` of both bools to int64; `xor i32 %a, -1`, `sub i32 0, %a` and only then 64 bits."""
+    """As Numba's code: `zext` of both bools to int64; `xor i32 %a, -1` and `sub i32 0, %a`, extended to 64 bits afterwards."""
     out, x, p = np.zeros(15, np.int64), np.array([1, -1, 2, 3], np.float32), np.ones(2, bool)
     least = np.array([-(2**31), -7], np.int32)
     unsigned = [np.ones(1, np.uint8), np.ones(1, np.uint16), np.ones(1, np.uint32)]

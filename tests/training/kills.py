@@ -1,4 +1,4 @@
-"""Kill training runs at random times, let them go on, compare with a run that was never killed.
+"""Kill training runs at random times, resume them, and compare with a run that was never killed.
 
     python tests/kills.py --kills 100 --record bench/results/kills.jsonl
 
@@ -38,7 +38,7 @@ from xtrain.formats.manifest import MANIFEST, verify
 from xtrain.train import train
 from xtrain.training import checkpoint
 from xtrain.training.loop import Loop
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
 PRESETS["killed"] = Preset({**SHAPE, "dim": 128, "hidden_dim": 384}, PRESETS["tiny"].train)
 OPTIONS = dict(
@@ -48,7 +48,7 @@ LOGS = ("metrics.jsonl", "samples.txt")
 
 
 class Worker:
-    """A process that trains. It says at which step it begins to, and when it has done the last step."""
+    """A process that trains. It reports the step at which it starts, and when the last step is done."""
 
     def __init__(self, out: Path):
         reader, writer = os.pipe()
@@ -63,7 +63,7 @@ class Worker:
         self.started = time.monotonic()
 
     def wait(self, seconds: float | None) -> bool:
-        """-> has it ended, within so many seconds?"""
+        """-> has it ended within `seconds`?"""
         ready, _, _ = select.select([self.pipe], [], [], seconds)
         if ready and self.alive:
             self._gone()
@@ -71,7 +71,7 @@ class Worker:
         return bool(ready)
 
     def kill(self) -> bool:
-        """-> was it killed? (No: it had just ended.)"""
+        """-> was it killed? (False if it had just ended.)"""
         os.kill(self.pid, signal.SIGKILL)
         self._gone()
         return self.code == -signal.SIGKILL
@@ -83,12 +83,12 @@ class Worker:
 
 
 def _child(out, resume, pipe):
-    """The pipe closes when this process ends, however it does."""
+    """The pipe closes when this process ends for any reason."""
     code = 1
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
-        Logbook.picture = lambda self: None  # would take longer than all the rest
+        RunLog.picture = lambda self: None  # slower than everything else together
         begin = Loop.__call__
 
         def begins(loop):
@@ -105,14 +105,14 @@ def _child(out, resume, pipe):
 
 
 class Killed:
-    """One run that is killed now and then, beside `whole`, the one that was not."""
+    """A run that is killed again and again. whole: the folder of the same run without kills."""
 
     def __init__(self, out: Path, whole: Path):
         self.out, self.folder, self.whole = out, out / "run", whole
         self.newest, self.strays = 0, set()
 
     def check(self, first_step: int) -> None:
-        """After a process that began at first_step has ended."""
+        """Check the folder after a process that started at first_step has ended."""
         assert first_step == self.newest, (
             f"went on from {first_step}, the checkpoint was {self.newest}"
         )
@@ -150,7 +150,7 @@ class Killed:
         return sum(len(line) for line in lines if json.loads(line)["step"] <= step)
 
     def phase(self) -> str:
-        """What the writer was doing when the process was killed."""
+        """What the checkpoint writer was doing when the process was killed."""
         writing = [
             p
             for p in self.folder.glob("checkpoints/.step-*.tmp")
@@ -178,7 +178,7 @@ class Killed:
 
 
 def kill_runs(kills: int, seed: int, root: Path) -> dict:
-    """-> what happened"""
+    """-> the fields of the record"""
     rng = np.random.default_rng(seed)
     worker = Worker(root / "whole")
     assert worker.wait(600)

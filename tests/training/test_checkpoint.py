@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, checked before use, written in the background, the newest and the best kept."""
+"""Checkpoints: complete or absent, verified before use, written in the background; the newest and the best are kept."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """A run of 12 steps that was stopped after 8, with checkpoints 4 and 8; and the same run, never stopped."""
+    """A run of 12 steps that was stopped after 8, with checkpoints 4 and 8; and the same run without a stop."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
@@ -80,7 +80,7 @@ def test_damage_is_named_and_the_one_before_is_used(stopped, tmp_path, name, dam
 
 
 def test_every_flipped_bit_is_found(stopped, tmp_path):
-    """One flip in each of 61 places of each file, headers and last bytes among them."""
+    """One bit flip at each of 61 positions in each file, including headers and the last bytes."""
     folder = a_copy(stopped, tmp_path) / "checkpoints/step-000008"
     rng = np.random.default_rng(0)
     for name in FILES:
@@ -113,7 +113,7 @@ def test_the_damaged_tensor_is_named(stopped, tmp_path, name, tensor):
 
 
 def test_a_flipped_bit_is_found_when_the_model_is_loaded(stopped, tmp_path):
-    """Without --resume, too. Other files may be changed; and what is saved over it is not called damaged."""
+    """Also without --resume. Other files may change, and a model saved over it does not count as damaged."""
     folder = a_copy(stopped, tmp_path) / "checkpoints/step-000008"
     (folder / "README.md").write_text("mine")
     flip(folder / "tokenizer_config.json", 8 * 5 + 1)
@@ -164,7 +164,7 @@ SMALL = xtrain.ModelConfig(vocab_size=11, dim=8, n_layers=1, n_heads=2, max_seq_
 
 
 def snapshot(model, optimizer, state):
-    return checkpoint.take(model, optimizer, state, None, HostCopies())
+    return checkpoint.snapshot(model, optimizer, state, None, HostCopies())
 
 
 @pytest.mark.parametrize("kind", ["a link to nowhere", "a pipe"])
@@ -202,11 +202,11 @@ def test_a_checkpoint_under_another_name(stopped, tmp_path):
     shutil.copytree(folder / "checkpoints/step-000008", folder / "checkpoints/step-000010")
     (folder / "checkpoints" / "step-notes").mkdir()
     assert checkpoint.newest(folder, said.append).step == 8
-    assert "is the checkpoint of step 8" in said[0]
+    assert "holds the checkpoint of step 8" in said[0]
 
 
 def test_from_a_damaged_checkpoint_the_run_ends_the_same(stopped, tmp_path):
-    """It goes back, says so, does the steps again and leaves no trace of the damaged one."""
+    """The run goes back with a warning, repeats the steps and leaves no trace of the damaged checkpoint."""
     folder, console = a_copy(stopped, tmp_path), Console(record=True, width=1000)
     flip(folder / "checkpoints/step-000008/model.safetensors", 800_001)
     run(folder.parent, console, steps=12, save_every=4, resume=True)
@@ -283,7 +283,7 @@ def test_a_finished_run_that_was_killed_before_it_had_tidied_up(tmp_path):
 
 
 def test_killed_before_the_first_checkpoint(tmp_path):
-    """--resume then means: from the beginning. What the logs hold is forgotten."""
+    """--resume then starts from the beginning and empties the logs."""
     whole, folder = run(tmp_path / "a", steps=6), run(tmp_path / "b", steps=6, stop_at=3)
     shutil.rmtree(folder / "checkpoints" / "step-000003")
     console = Console(record=True, width=1000)
@@ -320,7 +320,7 @@ def test_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 class Refuses:
-    """The n-th of the calls that write a checkpoint fails; `count` tells how many there were."""
+    """The n-th call that writes a checkpoint fails. count: calls so far."""
 
     def __init__(self, monkeypatch, n, code):
         self.n, self.code, self.count = n, code, 0
@@ -364,7 +364,7 @@ def test_wherever_writing_fails_the_one_before_stays(tmp_path, monkeypatch):
         n += 1
         with monkeypatch.context() as patch:
             refuses = Refuses(patch, n, errno.ENOSPC)
-            with writer.Writer(folder, 3, said.append) as w:
+            with writer.CheckpointWriter(folder, 3, said.append) as w:
                 w.save(lambda: one.snapshot({}))
                 w.wait()
                 failed = w.failed
@@ -378,7 +378,7 @@ def test_wherever_writing_fails_the_one_before_stays(tmp_path, monkeypatch):
         if failed:
             assert (
                 "no space left" in said[-1]
-                and "training goes on, the last checkpoint is" in said[-1]
+                and "training continues, the last checkpoint is" in said[-1]
             )
         shutil.rmtree(folder / "checkpoints" / "step-000002", ignore_errors=True)
     assert n > 15 and len(said) >= 15, n
@@ -402,7 +402,7 @@ def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
     folder = run(tmp_path, console, steps=6, save_every=2)
     assert checkpoints(folder) == ["step-000002", "step-000006"]
     text = console.export_text()
-    assert text.count("no space left") == 1 and "training goes on, the last checkpoint is" in text
+    assert text.count("no space left") == 1 and "training continues, the last checkpoint is" in text
 
 
 def test_a_full_disk_at_the_end_is_an_error(tmp_path, monkeypatch):
@@ -414,13 +414,13 @@ def test_a_full_disk_at_the_end_is_an_error(tmp_path, monkeypatch):
 
 
 def test_another_error_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
-    """The step after the writer has failed is the last."""
+    """The run ends with the step after the writer's failure."""
     failing_write(monkeypatch, (2,), errno.EIO)
     step = Run.step
 
     def patient(self):
         for thread in threading.enumerate():  # so that this step is sure to come after the failure
-            if thread is not threading.main_thread() and "_work" in str(thread):
+            if thread is not threading.main_thread() and "_write" in str(thread):
                 thread.join()
         return step(self)
 
@@ -432,7 +432,7 @@ def test_another_error_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
 
 
 def test_training_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
-    """The writer is held up until step 7; what it writes then is the state of step 2."""
+    """The writer is delayed until step 4; it then writes the state of step 2."""
     release, write, step, held = threading.Event(), checkpoint.write, Run.step, []
     whole = run(tmp_path / "a", steps=6, save_every=2, keep=0)
 

@@ -1,4 +1,4 @@
-"""Ten kills at random times; the hundred of the record are in bench/results/kills.jsonl. See kills.py."""
+"""Ten kills at random times, with kills.py. The record of a hundred kills is bench/results/kills.jsonl."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def test_ten_kills():
 
 
 def test_the_record():
-    """A hundred kills, at least twenty of them while a checkpoint was being written."""
+    """The record: a hundred kills, at least twenty of them while a checkpoint was being written."""
     lines = (HERE.parents[1] / "bench" / "results" / "kills.jsonl").read_text().splitlines()
     record = json.loads(lines[-1])
     assert record["kills"] >= 100 and record["in_writer"] >= 20

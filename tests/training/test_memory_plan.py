@@ -9,7 +9,10 @@ from checks import GPU, normal
 
 from xtrain import device
 from xtrain.config import ModelConfig
+from xtrain.kernels.runtime.launch import launch_observers
+from xtrain.nn import autograd
 from xtrain.nn.model import Transformer
+from xtrain.nn.observers import Op
 from xtrain.training import memory_plan as memory
 from xtrain.training.memory_plan import Meter, Pool, largest, plan, planning, saved_bytes, zero1
 
@@ -18,22 +21,22 @@ SMALL = ModelConfig(
 )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------- ghosts
+# ----------------------------------------------------------------------------- arrays without memory
 @pytest.fixture
-def ghosts():
+def meta():
     with planning(logits_width=0) as meter:
         yield device.cupy(), meter
 
 
-def like(ghost, array):
-    assert (ghost.shape, ghost.dtype, ghost.strides) == (array.shape, array.dtype, array.strides)
-    assert (ghost.size, ghost.ndim, ghost.nbytes) == (array.size, array.ndim, array.nbytes)
-    assert ghost.flags.c_contiguous == array.flags.c_contiguous
+def like(x, array):
+    assert (x.shape, x.dtype, x.strides) == (array.shape, array.dtype, array.strides)
+    assert (x.size, x.ndim, x.nbytes) == (array.size, array.ndim, array.nbytes)
+    assert x.flags.c_contiguous == array.flags.c_contiguous
 
 
-def test_a_ghost_has_the_shape_of_an_array(ghosts):
-    cp, _ = ghosts
-    x, ghost = np.zeros((4, 6, 10), np.float32), cp.empty((4, 6, 10), np.float32)
+def test_a_meta_array_has_the_shape_of_an_array(meta):
+    cp, _ = meta
+    x, planned = np.zeros((4, 6, 10), np.float32), cp.empty((4, 6, 10), np.float32)
     for change in (
         lambda a: a,
         lambda a: a[1:3],
@@ -53,11 +56,11 @@ def test_a_ghost_has_the_shape_of_an_array(ghosts):
         lambda a: a.astype(np.int32),
         lambda a: a.reshape(-1).view(np.int64),
     ):
-        like(change(ghost), change(x))
+        like(change(planned), change(x))
 
 
-def test_a_view_shares_memory_and_a_copy_does_not(ghosts):
-    cp, meter = ghosts
+def test_a_view_shares_memory_and_a_copy_does_not(meta):
+    cp, meter = meta
     x = cp.zeros(1000, np.float32)
     assert meter.live == 4096  # CuPy's pool gives multiples of 512 bytes
     view = x[10:].reshape(-1, 10)
@@ -71,8 +74,8 @@ def test_a_view_shares_memory_and_a_copy_does_not(ghosts):
     assert meter.live == 0 and meter.peak == 8192
 
 
-def test_values_are_refused(ghosts):
-    x = ghosts[0].empty(3, np.float32)
+def test_values_are_refused(meta):
+    x = meta[0].empty(3, np.float32)
     with pytest.raises(AttributeError):
         x.get()
     with pytest.raises(TypeError):
@@ -81,12 +84,25 @@ def test_values_are_refused(ghosts):
         x.reshape(2, 2)
 
 
+def test_no_array_of_a_plan_stays_in_a_cache():
+    before = {id(module) for module in autograd._units}
+    with planning(SMALL.padded_vocab_size) as meter:
+        model = Transformer(SMALL, None, "gpu")
+        ids = np.zeros((2, 32), np.int32)
+        model.loss(ids, ids).backward()
+        assert len(autograd._units) == len(before) + 1
+        del model
+    assert {id(module) for module in autograd._units} == before
+    assert meter.live == meter.now["workspace of cuBLAS"] == 0
+
+
 def test_planning_leaves_nothing_behind():
-    before = device.cupy
+    before = device.cupy()
     with pytest.raises(ZeroDivisionError), planning(0):
-        assert device.cupy is not before and device.gpu_available()
+        assert device.cupy() is not before and device.gpu_available()
         raise ZeroDivisionError
-    assert device.cupy is before and device.gpu_available() == GPU
+    assert device.cupy() is before and device.gpu_available() == GPU
+    assert not launch_observers
     model = Transformer(SMALL)  # and the device is what it was
     assert type(model.arena.weights) is np.ndarray
 
@@ -94,39 +110,39 @@ def test_planning_leaves_nothing_behind():
 # ----------------------------------------------------------------------------- the pool
 def test_the_pool_splits_and_joins():
     pool = Pool()
-    a = pool.take(1024)
-    pool.give(a)
-    b, c = pool.take(512), pool.take(512)  # the two halves of a
+    a = pool.allocate(1024)
+    pool.free(a)
+    b, c = pool.allocate(512), pool.allocate(512)  # the two halves of a
     assert pool.reserved == 1024
-    pool.give(b)
-    pool.give(c)
-    d = pool.take(1024)
+    pool.free(b)
+    pool.free(c)
+    d = pool.allocate(1024)
     assert pool.reserved == 1024 and d.size == 1024
-    pool.take(512)
+    pool.allocate(512)
     assert pool.reserved == 1536
 
 
 def test_the_smallest_block_that_is_large_enough_is_taken():
     pool = Pool()
-    blocks = [pool.take(size) for size in (4096, 1024, 2048)]
+    blocks = [pool.allocate(size) for size in (4096, 1024, 2048)]
     for block in blocks:
-        pool.give(block)
-    assert pool.take(1536) is blocks[2]  # 512 are left of it
-    assert pool.take(512).left is blocks[2]
+        pool.free(block)
+    assert pool.allocate(1536) is blocks[2]  # 512 are left of it
+    assert pool.allocate(512).left is blocks[2]
     assert pool.reserved == 4096 + 1024 + 2048
 
 
 def test_the_pool_emptied():
     pool = Pool()
-    a, b, c = (pool.take(1024) for _ in range(3))
-    pool.give(a)
-    part = pool.take(512)  # of a
-    pool.give(b)
-    pool.empty()
+    a, b, c = (pool.allocate(1024) for _ in range(3))
+    pool.free(a)
+    part = pool.allocate(512)  # of a
+    pool.free(b)
+    pool.free_all_blocks()
     assert pool.reserved == 2048 and pool.most == 3072  # b is gone; a is in use in part
-    pool.give(part)
-    pool.give(c)
-    pool.empty()
+    pool.free(part)
+    pool.free(c)
+    pool.free_all_blocks()
     assert pool.reserved == 0 and not pool.free_blocks
 
 
@@ -136,14 +152,14 @@ def test_the_pool_under_random_use():
         if held and draw.random() < 0.5:
             block = held.pop(draw.randrange(len(held)))
             live -= block.size
-            pool.give(block)
+            pool.free(block)
         else:
-            block = pool.take(512 * draw.randint(1, 40))
+            block = pool.allocate(512 * draw.randint(1, 40))
             live += block.size
             held.append(block)
         assert live + sum(size for size, _, _ in pool.free_blocks) == pool.reserved
     for block in held:
-        pool.give(block)
+        pool.free(block)
     assert all(b.left is None and b.right is None for _, _, b in pool.free_blocks)
 
 
@@ -164,7 +180,7 @@ def test_saved_bytes_on_a_graph_that_can_be_counted_by_hand():
 
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
 def test_what_the_plan_keeps_is_what_numpy_keeps(recompute):
-    """The same graph, once of real arrays on the CPU and once of ghosts. (To within the rounding to 512 bytes.)"""
+    """The same graph, once of NumPy arrays and once of MetaArrays. (To within the rounding to 512 bytes.)"""
     if GPU:
         # NumPy's arrays are counted; test_the_plan_agrees_with_the_device counts the GPU's
         pytest.skip("needs the CPU backend")
@@ -173,8 +189,8 @@ def test_what_the_plan_keeps_is_what_numpy_keeps(recompute):
     real = saved_bytes(model.loss(ids, ids)) - sum(t.nbytes for t in model.rotary(32))
     fixed = ("weights", "gradients", "moments", "workspace of cuBLAS", "other")
     kept = plan(SMALL, 3, 32, recompute=recompute).kept
-    ghost = sum(n for kind, n in kept.items() if kind not in fixed)
-    assert real < ghost < 1.02 * real + 512 * 60
+    planned = sum(n for kind, n in kept.items() if kind not in fixed)
+    assert real < planned < 1.02 * real + 512 * 60
 
 
 # ----------------------------------------------------------------------------- the plan
@@ -225,10 +241,10 @@ def test_largest(limit):
 def test_the_meter_remembers_the_fullest_moment():
     with planning(logits_width=128) as meter:
         cp = device.cupy()
-        with meter.note("SwiGLU", "forward", "layer 1"):
+        with meter.observe(Op("SwiGLU", "forward", "layer 1")):
             x = cp.empty((4, 128), np.float32)
             y = cp.empty(256, np.float32)
-        with meter.note("Linear", "backward", ""):
+        with meter.observe(Op("Linear", "backward", "")):
             z = cp.empty(512, np.float32)
         del x, y
     assert meter.kinds == {"logits": 2048, "SwiGLU": 1024, "gradients of activations": 2048}

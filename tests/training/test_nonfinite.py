@@ -1,8 +1,9 @@
-"""Numbers that go wrong: every op is made to give NaN and infinity, forward and backward, and is named."""
+"""NaN and infinity in training: every op is made to return them, forward and backward, and must be named."""
 
 import contextlib
 import functools
 import json
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -18,12 +19,13 @@ from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 from xtrain.nn.modules import Module, Parameter
-from xtrain.nn.observers import swapped, watch_ops
+from xtrain.nn.observers import in_layer, observe_ops
 from xtrain.training.loop import Loop
 from xtrain.training.nonfinite import count_nonfinite, first_nonfinite, spike, unsound
 from xtrain.training.run import Run
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
+swapped = mock.patch.object
 CONFIG = ModelConfig(vocab_size=40, dim=64, n_layers=2, n_heads=2, hidden_dim=32, max_seq_len=8)
 OPS = {
     c
@@ -35,7 +37,7 @@ OPS = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)
 
 
 # ----------------------------------------------------------------------------- models that use every op
@@ -52,7 +54,7 @@ def transformer(precision="fp32", recompute="none", tied=False):
 
 
 class Zoo(Module):
-    """A layer of the ops that the Transformer does not use."""
+    """A layer with the ops that the Transformer does not use."""
 
     def __init__(self):
         self.weight = Parameter((8,), None)
@@ -63,28 +65,20 @@ class Zoo(Module):
         x = F.scale(F.rope(x, *tables, None, 3), 0.7).reshape(2, 3, 1, 8)
         x = F.scale(F.swap_heads(x).reshape(2, 3, 8), 1.1)
         x = F.causal_softmax(x, 3, 1.0, False).reshape(6, 8)
-        x = F.add(x, F.silu(x_NC))
+        x = F.add(x, F.cast_gradient(F.silu(x_NC), np.float32))
         x = F.cast(F.cast(x, ml_dtypes.bfloat16 if GPU else np.float64), np.float32)
         return F.swiglu(x.reshape(3, 16))
-
-
-class Layers:
-    """What watch_ops asks for, unseen by Module."""
-
-    def __init__(self, layers):
-        self.layers = layers
 
 
 class Menagerie(Module):
     def __init__(self):
         self.layers, self.table = [Zoo(), Zoo()], Parameter((8, 8), 0.5)
         self.arena = self.make_arena(DEVICE, 0)
-        self.model = Layers(self.layers)
 
     def __call__(self):
         targets = to_device(np.array([1, 2, 3], np.int32), DEVICE)
         x = F.embedding(to_device(np.arange(6, dtype=np.int32), DEVICE), self.table)
-        a, b = (layer(x) for layer in self.layers)
+        a, b = (in_layer(i, layer, x) for i, layer in enumerate(self.layers))
         logits = F.narrow(F.linear(F.add(a, b), self.table), 7)
         return F.cross_entropy(logits, targets, 7, count_targets(targets))
 
@@ -101,7 +95,7 @@ def menagerie():
 
 # ----------------------------------------------------------------------------- faults
 def put(result, value):
-    """value becomes the first element of the first array of floating point numbers in a result."""
+    """Set the first element of the first floating-point array in a result to `value`. -> was there one?"""
     for x in result if isinstance(result, tuple) else (result,):
         if hasattr(x, "dtype") and x.dtype.name in ("float32", "bfloat16", "float64") and x.size:
             first = (0,) * x.ndim  # of x itself, which need not be contiguous
@@ -115,7 +109,7 @@ def put(result, value):
 
 @contextlib.contextmanager
 def wrapped_ops(around):
-    """around(cls, way, result) is called after every op."""
+    """Call around(cls, way, result) after every op."""
 
     def call(cls, way, original, ctx, *args):
         result = original(ctx, *args)
@@ -131,13 +125,15 @@ def wrapped_ops(around):
 
 
 def events(model, step):
-    """Every op of a step: (layer, op, way)"""
+    """-> every op of a step: (layer, op, way)"""
     seen = []
 
-    def look(op, way, layer, given, results):
-        seen.append((layer or "outside the layers", op, way))
+    @contextlib.contextmanager
+    def observer(op):
+        yield
+        seen.append((op.layer or "outside the layers", op.name, op.way))
 
-    with watch_ops(model, lambda *_: contextlib.nullcontext(), look):
+    with observe_ops(observer):
         step()
     return [event for event in seen if event[1] in {c.__name__ for c in OPS}]
 
@@ -207,9 +203,9 @@ def test_the_parameter_is_named():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", ml_dtypes.bfloat16])
 def test_count(dtype, monkeypatch):
-    from xtrain.training import nonfinite as health
+    from xtrain.training import nonfinite
 
-    monkeypatch.setattr(health, "PIECE", 7)
+    monkeypatch.setattr(nonfinite, "CHUNK", 7)
     x = normal(0, 5, 8).astype(dtype)
     x[0, 0] = np.finfo(np.float32).max if dtype != ml_dtypes.bfloat16 else 3e38
     assert count_nonfinite(to_device(x, DEVICE)) is None
@@ -223,7 +219,7 @@ def test_count(dtype, monkeypatch):
 # ----------------------------------------------------------------------------- in a run
 @contextlib.contextmanager
 def poisoned(cls, way, steps, value, in_replay=True):
-    """In these steps an op's first float32 result is poisoned, in a captured step as well: what is added is in an array."""
+    """Add `value` to an op's first float32 result in these steps. It is read from an array, so a captured step works too."""
     poison = to_device(np.zeros(1, np.float32), DEVICE)
     step = Run.step
 
@@ -260,15 +256,15 @@ KINDS = [dict(precision="bf16"), dict(precision="bf16", graph=False), dict()] if
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("cls, way", FORWARD_BACKWARD)
 def test_a_bad_step_changes_nothing_but_the_count(tmp_path, cls, way, value, kind):
-    """Also where the loss alone is infinite and every gradient is fine. Then training goes on."""
+    """Also if only the loss is infinite and every gradient is finite. Training then continues."""
     seen = {}
 
-    def note(self, logs):
+    def note(self, log_lengths):
         seen[self.done] = [
             to_host(x).tobytes()
             for x in (self.model.arena.weights, self.optimizer.m, self.optimizer.v)
         ]
-        return snapshot(self, logs)
+        return snapshot(self, log_lengths)
 
     snapshot, console = Run.snapshot, Console(record=True, width=1000)
     with poisoned(cls, way, (5, 6, 9), value), swapped(Run, "snapshot", note):
@@ -288,13 +284,13 @@ def test_a_bad_step_changes_nothing_but_the_count(tmp_path, cls, way, value, kin
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_after_max_skips_the_run_stops(tmp_path, kind, every):
-    """The weights are as the first bad step met them, however late the numbers were read: here after ten steps."""
+    """The weights are those before the first skipped step, however late the numbers are read: here after up to ten steps."""
     made = []
     init, loop = Run.__init__, Loop.__init__
 
     def reads_late(self, *args):
         loop(self, *args)
-        self.every, self.apart = every, 99
+        self.read_every, self.layers_every = every, 99
 
     def note(self, *args, **more):
         init(self, *args, **more)
@@ -309,9 +305,11 @@ def test_after_max_skips_the_run_stops(tmp_path, kind, every):
         run(tmp_path / "bad", steps=12, max_skips=3, eval_every=99, sample_every=99, **kind)
     text = str(error.value)
     assert text.startswith(
-        "3 steps in a row were skipped (--max-skips), at last step 6: the loss is nan."
+        "3 steps in a row were skipped (--max-skips), the last at step 6: the loss is nan."
     )
-    assert "First not finite: the result of every op is finite when the step is done again" in text
+    assert (
+        "First value that is not finite: every result is finite when the step is repeated" in text
+    )
     saved = Transformer.from_pretrained(good / "checkpoints" / "step-000003")
     bad = dict(made[-1].model.named_parameters())
     for name, tensor in saved.named_parameters():
@@ -324,7 +322,7 @@ def test_after_max_skips_the_run_stops(tmp_path, kind, every):
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("cls", sorted({op for _, op, _ in events(*transformer())}))
 def test_a_run_names_the_op(tmp_path, cls, way, value):
-    """From step 3 on the second call of an op goes wrong (the first, if there is one only)."""
+    """From step 3 on, the first call of an op in a step goes wrong (with attention: every call)."""
     now, calls = [0], []
     step = Run.step
 
@@ -347,11 +345,11 @@ def test_a_run_names_the_op(tmp_path, cls, way, value):
     ):  # fmt: skip
         run(tmp_path, steps=9, max_skips=2, eval_every=99, sample_every=99, graph=False)
     assert f", {cls}" in str(error.value) and f", {way} (" in str(error.value), str(error.value)
-    assert "at last step 4" in str(error.value)
+    assert "the last at step 4" in str(error.value)
 
 
 def test_a_run_with_skips_resumes_exactly(tmp_path):
-    """The number of skips in a row is saved: the third one stops the run, wherever it was interrupted."""
+    """The number of skipped steps in a row is saved: the third one stops the run, wherever it was interrupted."""
     steps = (4, 5, 9, 10, 11)
     with poisoned(F.Embedding, "forward", steps, np.nan):
         whole, parts = tmp_path / "a", tmp_path / "b"
@@ -359,7 +357,7 @@ def test_a_run_with_skips_resumes_exactly(tmp_path):
             run(parts, steps=12, stop_at=stop_at, resume=stop_at > 4, max_skips=3)
         for folder, resume in ((whole, False), (parts, True)):
             with pytest.raises(
-                UserError, match=r"3 steps in a row were skipped .* at last step 11"
+                UserError, match=r"3 steps in a row were skipped .* the last at step 11"
             ):
                 run(folder, steps=12, max_skips=3, resume=resume)
         a, b = (json.dumps(metrics(folder / "run")) for folder in (whole, parts))
@@ -370,7 +368,7 @@ def test_a_run_with_skips_resumes_exactly(tmp_path):
         with poisoned(F.Embedding, "forward", (2, 3, 4), np.nan):
             folder = tmp_path / str(max_skips)
             run(folder, steps=12, max_skips=9, stop_at=3)
-            with pytest.raises(UserError, match="at last step 4"):
+            with pytest.raises(UserError, match="the last at step 4"):
                 run(folder, steps=12, max_skips=max_skips, resume=True)
 
 
@@ -394,17 +392,17 @@ def test_spike():
 
 
 def test_a_spike_is_flagged_in_a_run(tmp_path, monkeypatch):
-    """At step 25 the batch is noise. The flag is the same after a resume."""
-    gradients = Run.gradients
+    """At step 25 the batch is noise. A resumed run reports the same spike."""
+    train_step = Run.train_step
 
-    def noisy(self, backward, ids, targets, inv_count=None):
+    def noisy(self, ids, targets, hyper):
         if self.done == 24:
             noise = np.random.default_rng(0).integers(0, 256, ids.shape).astype(np.int32)
             targets = ids = to_device(noise, DEVICE)
             self.spiked = True
-        return gradients(self, backward, ids, targets, inv_count)
+        return train_step(self, ids, targets, hyper)
 
-    monkeypatch.setattr(Run, "gradients", noisy)
+    monkeypatch.setattr(Run, "train_step", noisy)
     kind = dict(steps=26, lr=3e-3, eval_every=99, sample_every=99, graph=False, spike_z=2.0)
     console = Console(record=True, width=1000)
     whole = run(tmp_path / "a", console, **kind)

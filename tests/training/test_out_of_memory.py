@@ -1,4 +1,4 @@
-"""Running out of memory, injected in many places: what the command line says, and that its advice is right."""
+"""Out-of-memory errors, injected in many places: the message of the command line, and whether its advice is right."""
 
 import re
 
@@ -37,7 +37,7 @@ def too_much(*_, **__):
 
 
 class OutOfMemoryError(MemoryError):
-    """As CuPy's."""
+    """An error like CuPy's."""
 
 
 def as_cupy(*_, **__):
@@ -49,7 +49,7 @@ def as_driver(*_, **__):
 
 
 def once(before, error):
-    """The plan that follows goes through the same functions."""
+    """The plan in the message runs through the same functions."""
     left = [error]
     return lambda *a, **k: left.pop()() if left else before(*a, **k)
 
@@ -130,7 +130,7 @@ def test_what_is_there_decides(tmp_path, monkeypatch):
     config, shape = resolve(options(tmp_path, batch=64, micro_batch=64, seq_len=64), gpu=False)
     model = ModelConfig(vocab_size=320, **shape)
     need = [memory.plan(model, B, 64, "fp32", "none", 2).reserved for B in (32, 1)]
-    monkeypatch.setattr(out_of_memory, "_room", lambda device: sum(need) / 2)
+    monkeypatch.setattr(out_of_memory, "_available_bytes", lambda device: sum(need) / 2)
     said = {
         line.split()[1]: line
         for line in explain(config, model, "cpu")
@@ -140,8 +140,8 @@ def test_what_is_there_decides(tmp_path, monkeypatch):
 
 
 def test_without_a_plan(tmp_path, monkeypatch):
-    """Planning may run out as well."""
-    monkeypatch.setattr(out_of_memory.memory, "plan", as_cupy)
+    """Planning may run out of memory as well."""
+    monkeypatch.setattr(out_of_memory.memory_plan, "plan", as_cupy)
     config, shape = resolve(options(tmp_path), gpu=False)
     with (
         pytest.raises(UserError, match=r"xtrain\.profile --plan"),

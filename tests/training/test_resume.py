@@ -1,4 +1,4 @@
-"""A run that was stopped and goes on is the run that was never stopped, byte for byte: logs, samples, checkpoints."""
+"""A run that is stopped and resumed equals one that was never stopped, byte for byte: logs, samples, checkpoints."""
 
 import os
 import shutil
@@ -15,16 +15,16 @@ from runs import DATA, assert_same_run, checkpoints, metrics, run
 
 from xtrain.errors import UserError
 from xtrain.train import main
-from xtrain.training import preemption as stopping
-from xtrain.training.preemption import Stop, seconds
+from xtrain.training import preemption
+from xtrain.training.preemption import StopRequest, parse_seconds
 from xtrain.training.run import Run
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(Logbook, "picture", lambda self: None)  # as slow as all the rest
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)  # as slow as everything else
 
 
 PRECISIONS = ["fp32", "bf16"] if GPU else ["fp32"]
@@ -37,7 +37,7 @@ GRAPHS = [True, False] if GPU else [True]
     "recompute, micro_batch", [("none", 4), ("none", 2), ("attention", 4), ("block", 2)]
 )
 def test_resume_is_exact(tmp_path, precision, graph, recompute, micro_batch):
-    """Stopped at steps where nothing else is due: neither validation nor sample of these leave a trace."""
+    """Stopped at steps where nothing else is due: the stop adds neither a validation nor a sample."""
     kind = dict(
         precision=precision, graph=graph, recompute=recompute, micro_batch=micro_batch, eval_every=6,
         sample_every=8, save_every=9,
@@ -53,7 +53,7 @@ def test_resume_is_exact(tmp_path, precision, graph, recompute, micro_batch):
 
 
 def test_fifty_steps_twice(tmp_path):
-    """Two runs from one seed, on a GPU in bf16 with the graph."""
+    """Two runs with the same seed; on a GPU in bf16 with a CUDA graph."""
     kind = dict(steps=50, precision="bf16" if GPU else "fp32", save_every=50, eval_every=20)
     a, b = (run(tmp_path / name, **kind) for name in "ab")
     assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
@@ -63,7 +63,7 @@ def test_fifty_steps_twice(tmp_path):
 
 
 def test_what_came_after_the_checkpoint_is_forgotten(tmp_path):
-    """As if killed at step 17, in the middle of a line, with samples and numbers that will be made again."""
+    """As if killed at step 17 in the middle of a line: later samples and numbers are made again."""
     kind = dict(sample_every=4, eval_every=5)
     whole = run(tmp_path / "a", **kind)
     parts = run(tmp_path / "b", **kind, stop_at=17)
@@ -77,7 +77,7 @@ def test_what_came_after_the_checkpoint_is_forgotten(tmp_path):
 
 @pytest.mark.parametrize("damage", ["end", "middle", "all"])
 def test_a_log_that_lost_lines_is_told(tmp_path, damage):
-    """What can be read of it is kept."""
+    """Readable lines are kept."""
     folder = run(tmp_path, stop_at=10)
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     bad = b'["no", "record"]\n' + b"\xff\0{\n" + b"3\n"
@@ -162,7 +162,7 @@ def test_a_name_that_cannot_be_allowed(tmp_path, capsys):
 
 def test_another_machine_is_told(stopped, tmp_path, monkeypatch):
     shutil.copytree(stopped, tmp_path / "run")
-    monkeypatch.setattr(Run, "place", lambda self: {"device": "abacus", "ranks": 1, "zero": 0})
+    monkeypatch.setattr(Run, "made_on", lambda self: {"device": "abacus", "ranks": 1, "zero": 0})
     console = Console(record=True, width=1000)
     run(tmp_path, console, resume=True)
     text = console.export_text()
@@ -196,7 +196,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, name):
 def test_nohup_stays():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stopping.Stop():
+        with StopRequest():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -237,7 +237,7 @@ def test_before_the_first_step_any_signal_ends_it(tmp_path, monkeypatch, capsys)
 
 
 def test_the_command_line_ends_with_0(tmp_path):
-    """A real process, a real SIGTERM; and then to the end."""
+    """A real process and a real SIGTERM."""
     small = [
         "--preset=tiny",
         "--vocab-size=300",
@@ -286,7 +286,7 @@ def test_the_clock_of_the_time_limit_begins_with_the_process():
 
 
 class Clock:
-    """Each look at it is so many seconds later."""
+    """Every call returns a time `tick` seconds later."""
 
     def __init__(self, start, tick):
         self.now, self.tick = start, tick
@@ -300,29 +300,29 @@ class Clock:
     "limit, save, expected", [(100, 0, 95), (100, 20, 55), (10, 0, 5), (1, 0, 1)]
 )
 def test_time_limit(monkeypatch, limit, save, expected):
-    """A step takes 1 s; there must be time for another one and a checkpoint, twice over, and for the end."""
-    monkeypatch.setattr(stopping, "STARTED", 1000.0)  # a whole number: the sums are exact
-    stop = Stop(limit, Clock(stopping.STARTED, 1.0))
-    stop.begin(save * stopping.BYTES_PER_SECOND)
+    """A step takes 1 s; there must be time for twice another step and a checkpoint, and for the exit."""
+    monkeypatch.setattr(preemption, "STARTED", 1000.0)  # a whole number: the sums are exact
+    stop = StopRequest(limit, Clock(preemption.STARTED, 1.0))
+    stop.begin(save * preemption.BYTES_PER_SECOND)
     steps = 1
-    while not stop.step():
+    while not stop.after_step():
         steps += 1
-    assert steps == expected and stop.why == "--time-limit"
+    assert steps == expected and stop.reason == "--time-limit"
 
 
 def test_a_slow_checkpoint_is_counted(monkeypatch):
-    monkeypatch.setattr(stopping, "STARTED", 1000.0)
-    stop = Stop(100, Clock(stopping.STARTED, 1.0))
+    monkeypatch.setattr(preemption, "STARTED", 1000.0)
+    stop = StopRequest(100, Clock(preemption.STARTED, 1.0))
     stop.begin(0)
-    assert not stop.step(3.0) and stop.slowest_save == 3.0 and not stop.step(1.0)
+    assert not stop.after_step(3.0) and stop.slowest_save == 3.0 and not stop.after_step(1.0)
     assert stop.slowest_save == 3.0 and stop.slowest_step == 1.0
 
 
 def test_a_run_with_a_time_limit(tmp_path, monkeypatch):
-    """Every look at the clock takes it on by 3 s: after 11 steps there is no time for two more."""
-    clock = Clock(stopping.STARTED, 3.0)
-    monkeypatch.setattr(stopping, "BYTES_PER_SECOND", 1e30)
-    monkeypatch.setattr(Stop.__init__, "__defaults__", (None, clock))
+    """Every reading of the clock is 3 s later: after 11 steps there is no time for two more."""
+    clock = Clock(preemption.STARTED, 3.0)
+    monkeypatch.setattr(preemption, "BYTES_PER_SECOND", 1e30)
+    monkeypatch.setattr(StopRequest.__init__, "__defaults__", (None, clock))
     console = Console(record=True, width=1000)
     parts = run(tmp_path / "b", console, time_limit="0:00:40", save_every=100)
     assert "stopped after step 11 (--time-limit)" in console.export_text()
@@ -341,7 +341,7 @@ def test_a_run_with_a_time_limit(tmp_path, monkeypatch):
     ],
 )
 def test_times(text, value):
-    assert seconds(text) == value
+    assert parse_seconds(text) == value
 
 
 @pytest.mark.parametrize(
@@ -349,4 +349,4 @@ def test_times(text, value):
 )
 def test_no_times(text, tmp_path):
     with pytest.raises(UserError, match="--time-limit"):
-        seconds(text)
+        parse_seconds(text)

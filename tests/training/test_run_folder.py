@@ -1,6 +1,6 @@
-"""A run's folder in which somebody has been: things that are no files where files should be, names that are no names.
+"""The folder of a run after changes by others: folders, pipes and links in place of files, and strange names.
 
-Either the run goes on and ends as it should, or it ends with a sentence; nothing waits for ever.
+Either the run continues and ends normally, or it ends with one sentence; it never hangs.
 """
 
 import errno
@@ -21,9 +21,9 @@ from xtrain.formats import manifest
 from xtrain.train import main
 from xtrain.training import checkpoint
 from xtrain.training import loop as train_module
-from xtrain.training.checkpoint_writer import Writer
+from xtrain.training.checkpoint_writer import CheckpointWriter
 from xtrain.training.run import Run
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +38,7 @@ KIND = dict(steps=9, save_every=3, eval_every=5)
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """A run of 9 steps that was stopped after 6, with checkpoints 3 and 6; and the same run, never stopped."""
+    """A run of 9 steps that was stopped after 6, with checkpoints 3 and 6; and the same run without a stop."""
     folder = tmp_path_factory.mktemp("runs")
     return run(folder / "stopped", **KIND, stop_at=6), run(folder / "whole", **KIND)
 
@@ -50,7 +50,7 @@ def folder(stopped, tmp_path):
 
 
 def instead(path, kind):
-    """Put something else in a file's, or folder's, place."""
+    """Replace a file or folder by something else."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
@@ -86,7 +86,7 @@ MANIFESTS = {
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_of_the_wrong_types(folder, name):
-    """Its own checksum is right: somebody has made it."""
+    """Its own checksum is right, so it was made on purpose."""
     path, said = folder / "checkpoints/step-000006/manifest.json", []
     content = json.loads(path.read_text())
     content.pop("itself")
@@ -104,7 +104,7 @@ def test_a_manifest_that_is_no_object(folder, content):
     assert "manifest.json is damaged" in said[0] and len(said[0]) < 1000
 
 
-# ----------------------------------------------------------------------------- what is no file
+# ----------------------------------------------------------------------------- not a file
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a broken link"])
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
 def test_no_file_in_a_checkpoint(folder, name, kind):
@@ -116,7 +116,7 @@ def test_no_file_in_a_checkpoint(folder, name, kind):
 
 @pytest.mark.parametrize("kind", ["a file", "a pipe", "a broken link", "a link to itself"])
 def test_no_folder_where_a_checkpoint_is_to_be(stopped, folder, kind):
-    """It goes back, and writes over what stands there; so it does over what a killed process left."""
+    """The run goes back and overwrites it, and also what a killed process has left."""
     instead(folder / "checkpoints/step-000006", kind)
     instead(folder / "checkpoints/.step-000009.tmp", kind)
     instead(folder / "checkpoints/.step-000003.old.tmp", "a folder")
@@ -133,7 +133,7 @@ LOGS = ["metrics.jsonl", "timing.jsonl", "layers.jsonl", "samples.txt"]
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a link to itself"])
 def test_a_log_that_is_no_file(folder, name, kind):
     instead(folder / name, kind)
-    with pytest.raises(UserError, match=f"{name} is no file: move it away"):
+    with pytest.raises(UserError, match=f"{name} is not a file: move it away"):
         run(folder.parent, **KIND, resume=True)
     assert checkpoints(folder) == ["step-000003", "step-000006"]
 
@@ -154,7 +154,7 @@ LINES = [
 
 
 def test_lines_of_any_kind(stopped, folder):
-    """Those that are no records go, the others stay; nothing of them gets in the way of the next steps, or of the picture."""
+    """Lines that are not records are removed, the others stay; none disturbs the next steps or the picture."""
     path = folder / "metrics.jsonl"
     path.write_bytes(b"\n".join([*LINES, path.read_bytes()]))
     run(folder.parent, **KIND, resume=True)
@@ -206,8 +206,8 @@ def test_no_place_for_a_run(tmp_path, monkeypatch, capsys, out, more):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("where", ["validate", "sample", "snapshot"])
 def test_a_signal_in_the_middle_of(stopped, tmp_path, monkeypatch, where, number):
-    """What goes on is finished, then the step, then a checkpoint is written; and the run that goes on is the same."""
-    monkeypatch.setattr(Logbook, "picture", lambda self: None)
+    """The work in progress and the step are finished, then a checkpoint is written; the resumed run is the same."""
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     monkeypatch.setattr("xtrain.report.page.finish", lambda *_: None)
     work, sent = getattr(Run, where), []
 
@@ -245,21 +245,21 @@ def test_the_folder_goes_while_it_trains(tmp_path, monkeypatch, what):
 
 
 def test_the_folder_goes_before_the_first_checkpoint(tmp_path, monkeypatch):
-    """It is not made again: the log of the run went with it."""
-    work = Writer._work
+    """It is not created again, because the logs of the run are gone with it."""
+    write = CheckpointWriter._write
 
     def late(self, *given):
         self.run.rename(tmp_path / "gone")
-        work(self, *given)
+        write(self, *given)
 
-    monkeypatch.setattr(Writer, "_work", late)
+    monkeypatch.setattr(CheckpointWriter, "_write", late)
     with pytest.raises(UserError, match="run cannot be written"):
         run(tmp_path, **KIND)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_folder_goes_before_a_checkpoint_is_whole(tmp_path, monkeypatch):
-    """Its files are read again for the manifest."""
+    """The manifest needs to read its files."""
     read = manifest.read_header
 
     def late(path):
@@ -272,14 +272,14 @@ def test_the_folder_goes_before_a_checkpoint_is_whole(tmp_path, monkeypatch):
 
 
 def test_a_time_limit_shorter_than_anything(tmp_path):
-    """Every start gives one step, so that it comes to an end all the same."""
+    """Every start makes one step, so the run comes to an end."""
     for done in (1, 2):
         out = run(tmp_path, steps=2, time_limit="0.001", resume=done > 1)
         assert checkpoints(out)[-1] == f"step-{done:06d}"
 
 
 def test_a_disk_that_is_full_before_anything_is_there(tmp_path, monkeypatch):
-    """The folder of checkpoints could not be made: that is no folder taken away, and the next checkpoint makes it."""
+    """The folder of checkpoints could not be created. That does not count as removed: the next checkpoint creates it."""
     write, calls = checkpoint.write, []
 
     def full_at_first(folder, snapshot):
@@ -293,9 +293,9 @@ def test_a_disk_that_is_full_before_anything_is_there(tmp_path, monkeypatch):
     assert checkpoints(out) == ["step-000006", "step-000009"]
 
 
-# ----------------------------------------------------------------------------- what others do meanwhile
+# ----------------------------------------------------------------------------- other processes at the same time
 def meanwhile(monkeypatch, *works):
-    """While a text is being read, do works[0](), while the next one is, works[1](); then nothing more."""
+    """Call works[0]() while the first text is being read, works[1]() while the second is, and so on."""
     read, left = train_module.prepare, list(works)
 
     def slow(*args, **options):
@@ -308,19 +308,19 @@ def meanwhile(monkeypatch, *works):
 
 
 def test_a_run_that_was_made_while_the_text_was_read(tmp_path, monkeypatch):
-    """The folder was free when this process looked, and holds a finished run when it has read its text."""
+    """The folder was free when this process chose it, and holds a finished run once the text is read."""
     other = lambda: run(tmp_path, **KIND | dict(name=None))  # a process with a shorter text
     meanwhile(monkeypatch, other, lambda: None)
     ours = run(tmp_path, **KIND | dict(name=None, seed=1))
     assert ours.name == "test-2" and len(checkpoints(tmp_path / "test")) == 3
     meanwhile(monkeypatch, lambda: run(tmp_path, **KIND), lambda: None)
-    with pytest.raises(UserError, match="is there already: add --resume"):
+    with pytest.raises(UserError, match="already exists: add --resume"):
         run(tmp_path, **KIND | dict(seed=1))
     assert_same_run(tmp_path / "run", tmp_path / "test")
 
 
 def test_a_checkpoint_that_was_written_while_the_text_was_read(stopped, folder, monkeypatch):
-    """The process that was asked to stop was still writing when its successor began."""
+    """The process that was asked to stop was still writing when the next one started."""
     shutil.move(folder / "checkpoints/step-000006", folder.parent)
     arrives = lambda: shutil.move(folder.parent / "step-000006", folder / "checkpoints")
     meanwhile(monkeypatch, arrives)
@@ -331,7 +331,7 @@ def test_a_checkpoint_that_was_written_while_the_text_was_read(stopped, folder, 
 
 
 def test_a_checkpoint_that_went_while_the_model_was_made(stopped, folder, monkeypatch):
-    """A model that was to be filled from it must not be trained from nothing."""
+    """The model that it should have filled must not be trained from scratch."""
     kind = KIND | dict(init=str(stopped[0] / "checkpoints/step-000006"), vocab_size=None)
     run(folder.parent, **kind | dict(name="new"), stop_at=3)
     real = train_module._make_model
@@ -346,9 +346,9 @@ def test_a_checkpoint_that_went_while_the_model_was_made(stopped, folder, monkey
         run(folder.parent, **kind | dict(name="new"), resume=True)
 
 
-# ----------------------------------------------------------------------------- files of the user's own
+# ----------------------------------------------------------------------------- files that the user added
 def test_a_file_beside_the_weights_is_no_damage(stopped, folder):
-    """Results of an evaluation, say. The run goes on, and that checkpoint is not tidied away."""
+    """For example results of an evaluation. The run continues, and this checkpoint is not removed."""
     own = folder / "checkpoints/step-000003/eval.json"
     own.write_text('{"mmlu": 0.3}')
     (folder / "checkpoints/step-000006/.DS_Store").write_text("")
@@ -362,7 +362,7 @@ def test_a_file_beside_the_weights_is_no_damage(stopped, folder):
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_thrown_away(folder, monkeypatch):
-    """No permission, too many open files: that will be mended. A broken disk will not."""
+    """Missing permission or too many open files are temporary. A broken disk is not."""
     good, code = manifest.digest, [errno.EACCES]
 
     def unknown(folder):
@@ -388,7 +388,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_thrown_away(folder, monkeyp
 
 # ----------------------------------------------------------------------------- what the command line says
 def test_weights_to_begin_with_are_needed_once(stopped, tmp_path):
-    """A run goes on with the shape, the weights and the tokenizer of its checkpoint, whatever became of --init."""
+    """A run resumes with the shape, weights and tokenizer of its checkpoint, even if the folder of --init has changed."""
     first = tmp_path / "first"
     shutil.copytree(stopped[0] / "checkpoints/step-000006", first)
     kind = KIND | dict(init=str(first), preset="tiny", vocab_size=None)
@@ -404,7 +404,7 @@ def test_how_to_go_on(tmp_path):
     def ends(**more):
         said = Console(record=True, width=1000)
         run(tmp_path, said, **KIND | more)
-        return next((x.split("  ")[-1].strip() for x in said.export_text().splitlines() if "go on with" in x), "")  # fmt: skip
+        return next((x.split("  ")[-1].strip() for x in said.export_text().splitlines() if "continue this run" in x), "")  # fmt: skip
 
     assert ends(stop_at=3) == "the same command with --resume and another --stop-at than 3"
     assert ends(stop_at=3, resume=True) == "the same command with --resume and another --stop-at than 3"  # fmt: skip

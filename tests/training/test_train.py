@@ -1,4 +1,4 @@
-"""Whole runs: files, golden losses, exact resume, and a clear sentence for everything that can go wrong."""
+"""Whole runs: files, golden losses, exact resume, and a clear message for every error of the user."""
 
 import json
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_the_checkpoint_is_a_model(tmp_path):
 
 
 def test_micro_batches_add_up(tmp_path):
-    """Training as well as validation: both go by --batch."""
+    """In training and in validation: both use batches of --batch sequences."""
     losses = [
         [
             m.get("loss", m.get("val_loss"))
@@ -129,7 +129,7 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path):
     first = train(options(tmp_path, name=None, steps=2, stop_at=1))
     second = train(options(tmp_path, name=None, steps=2))
     assert (first.name, second.name) == ("tiny", "tiny-2")
-    with pytest.raises(UserError, match="there already"):
+    with pytest.raises(UserError, match="already exists"):
         train(options(tmp_path, name="tiny", steps=2))
 
 

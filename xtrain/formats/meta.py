@@ -178,7 +178,7 @@ def read_config(params: dict, shards: list[dict], options: Options) -> ModelConf
             dim=dim,
             n_layers=params["n_layers"],
             n_heads=params["n_heads"],
-            n_kv_heads=params.get("n_kv_heads"),
+            n_kv_heads=params.get("n_kv_heads", params["n_heads"]),
             hidden_dim=gate.shape[0] * n,
             max_seq_len=length,
             rope_theta=params.get("rope_theta") or 10000.0,

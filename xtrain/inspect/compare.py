@@ -1,6 +1,7 @@
-"""Two implementations of one model, stage by stage in the order of the forward pass: where do they begin to differ?"""
+"""Compare two implementations of one model, stage by stage in the order of the forward pass, and find where they diverge."""
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,11 +11,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ..device import to_numpy
+from ..device import Array, to_numpy
 from ..errors import UserError
 from ..nn.autograd import no_grad
 from ..nn.model import Transformer
-from ..nn.observers import swapped
+from ..nn.observers import Op, observe_ops
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class CompareConfig:
 
     folder: tyro.conf.Positional[Path]  # a model in the Hugging Face layout
     ids: Annotated[list[int] | None, tyro.conf.arg(metavar="ID ...")] = None  # one sequence
-    seed: int = 0  # of the random token ids that are used otherwise
-    batch: int = 2  # random sequences
-    length: int | None = None  # tokens in each; none: 32, or what the model takes
+    seed: int = 0  # of the random token ids, used without --ids
+    batch: int = 2  # number of random sequences
+    length: int | None = None  # tokens in each; none: 32, or the model's longest sequence
     against: Literal["transformers"] = "transformers"  # the other implementation
     tolerance: float = 1e-4  # largest difference, relative to the stage's largest value
     device: Literal["auto", "cpu", "gpu"] = "auto"  # of xtrain; the other one runs on the CPU
@@ -33,7 +34,7 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one stage: largest absolute difference, and that over the largest absolute value of the other side."""
+    """Of one stage: the largest absolute difference, and that divided by the largest absolute value of the other model."""
 
     stage: str
     absolute: float
@@ -41,7 +42,10 @@ class Difference:
 
 
 def compare(model: Transformer, other: Any, ids: np.ndarray) -> list[Difference]:
-    """Run both on ids (B, T), T > 1; other: a transformers model. -> every stage, in the order of the forward pass."""
+    """Run both models on ids (B, T), T > 1 -> the difference of every stage, in the order of the forward pass.
+
+    other: a transformers model. Raises UserError when a stage has different shapes.
+    """
     with no_grad():
         ours, theirs = stages(model, ids), stages_of_transformers(other, ids)
     return [_difference(name, ours[name], theirs[name]) for name in ours]
@@ -55,65 +59,53 @@ def _difference(name, a, b):
     return Difference(name, float(absolute), float(relative))
 
 
-def parting(differences: list[Difference], tolerance: float) -> Difference | None:
-    """The first stage beyond the tolerance, or with a NaN."""
+def first_divergence(differences: list[Difference], tolerance: float) -> Difference | None:
+    """The first stage whose relative difference exceeds the tolerance or is NaN; None if there is none."""
     return next((d for d in differences if not d.relative <= tolerance), None)
 
 
-# ----------------------------------------------------------------------------- what each stage returns
+# ----------------------------------------------------------------------------- the output of each stage
 def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
     """One forward pass of xtrain -> {stage: its output}: (B, T, C), logits (B, T, V), loss ()."""
-    found, decoder = {}, model.model
+    found: dict[str, np.ndarray] = {}
+    attended: set[str] = set()  # layers between their attention and its addition to the stream
 
-    def keep(name, tensor):
-        found[name] = to_numpy(tensor.data).reshape(*ids.shape, -1).copy()
+    def keep(name: str, array: Array) -> None:
+        found[name] = to_numpy(array).reshape(*ids.shape, -1).copy()
 
-    with contextlib.ExitStack() as stack:
+    @contextlib.contextmanager
+    def observer(op: Op) -> Iterator[None]:
+        yield
+        if op.name == "Embedding":
+            keep("embedding", op.outputs[0])
+        elif op.layer and op.name == "Attention":
+            attended.add(op.layer)
+        elif op.layer in attended and op.name in ("AddNormLinear", "ResidualRMSNorm", "Add"):
+            attended.remove(op.layer)  # (h, delta, ...): what the attention adds to the stream
+            keep(f"{op.layer} attention", op.inputs[1])
+        elif op.layer and not op.name:
+            # a layer returns the residual stream and what is still to be added to it
+            keep(f"{op.layer} output", sum(op.outputs[1:], op.outputs[0]))
 
-        def tap(owner, name, note):
-            tapped = _Tapped(getattr(owner, name), note)
-            stack.enter_context(swapped(owner, name, tapped))
-
-        tap(decoder, "embed_tokens", lambda out: keep("embedding", out))
-        layers = []
-        for i, layer in enumerate(decoder.layers):
-            tap(layer, "self_attn", lambda out, i=i: keep(f"layer {i} attention", out))
-            # A block returns the residual stream and what is still to be added to it.
-            layers.append(
-                _Tapped(layer, lambda out, i=i: keep(f"layer {i} output", out[0] + out[1]))
-            )
-        stack.enter_context(swapped(decoder, "layers", layers))
-        tap(decoder, "norm", lambda out: keep("final norm", out[1]))
-        keep("logits", model(ids))
+    with observe_ops(observer):
+        x_NC = model.hidden(ids)
+    keep("final norm", x_NC.data)
+    keep("logits", model.logits(x_NC).data[:, : model.config.vocab_size])
     found["loss"] = to_numpy(model.loss(ids, next_tokens(ids)).data)
     return found
 
 
-class _Tapped:
-    """A module whose output is noted; its attributes stay reachable (a tied head reads the table's weight)."""
-
-    def __init__(self, module, note):
-        self._module, self._note = module, note
-
-    def __getattr__(self, name):
-        return getattr(self._module, name)
-
-    def __call__(self, *args):
-        out = self._module(*args)
-        self._note(out)
-        return out
-
-
 def next_tokens(ids: np.ndarray) -> np.ndarray:
-    """The targets (B, T) of ids: the token that follows; none (-100) for the last."""
+    """The targets (B, T) of ids (B, T): each token's successor, and -100 (ignored) for the last."""
     return np.concatenate([ids[:, 1:], np.full_like(ids[:, :1], -100)], axis=1)
 
 
 def stages_of_transformers(other: Any, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """The same of a transformers model, by forward hooks."""
+    """The same stages of a transformers model, taken by its forward hooks."""
     import torch
 
-    found, handles = {}, []
+    found: dict[str, np.ndarray] = {}
+    handles = []
 
     def keep(name, module):
         def hook(_module, _inputs, out):
@@ -127,9 +119,9 @@ def stages_of_transformers(other: Any, ids: np.ndarray) -> dict[str, np.ndarray]
         keep(f"layer {i} output", layer)
     keep("final norm", other.model.norm)
     try:
-        ids = torch.from_numpy(ids)
+        tokens = torch.from_numpy(ids)
         with torch.no_grad():
-            out = other(input_ids=ids, labels=ids)  # it shifts the labels itself
+            out = other(input_ids=tokens, labels=tokens)  # it shifts the labels itself
     finally:
         for handle in handles:
             handle.remove()
@@ -137,7 +129,7 @@ def stages_of_transformers(other: Any, ids: np.ndarray) -> dict[str, np.ndarray]
 
 
 def load_transformers(folder: Path) -> Any:
-    """The folder as a transformers model: fp32, eager attention, on the CPU. Raises UserError."""
+    """Load the folder as a transformers model: fp32, eager attention, on the CPU. Raises UserError."""
     try:
         import torch
         import transformers
@@ -151,18 +143,18 @@ def load_transformers(folder: Path) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
-    except Exception as error:  # it raises every kind there is
+    except Exception as error:  # it raises many types
         reason = str(error).strip().replace("\n", " ")[:300]
         raise UserError(f"transformers cannot load {folder}: {reason}") from None
 
 
 # ----------------------------------------------------------------------------- command line
 def run(config: CompareConfig, console: Console) -> bool:
-    """Compare and print. -> whether the two agree."""
+    """Compare and print the table -> True if the two agree. Raises UserError."""
     model = Transformer.from_pretrained(config.folder, config.device)
     ids = _ids(config, model)
     differences = compare(model, load_transformers(config.folder), ids)
-    first = parting(differences, config.tolerance)
+    first = first_divergence(differences, config.tolerance)
     table = Table("stage", "largest difference", "relative", "agrees", box=None)
     for d in differences:
         agrees = "yes" if d.relative <= config.tolerance else "[bold]NO[/]"
@@ -173,7 +165,7 @@ def run(config: CompareConfig, console: Console) -> bool:
         console.print(f"{what}: no stage differs by more than {config.tolerance:g}", soft_wrap=True)
     else:
         console.print(
-            f"{what} part at [bold]{first.stage}[/]: "
+            f"{what} diverge at [bold]{first.stage}[/]: "
             f"{first.relative:.2e} relative, more than {config.tolerance:g}",
             soft_wrap=True,
         )

@@ -1,11 +1,14 @@
-"""What this machine has for xtrain, what is missing or does not fit together, and the command that fixes it."""
+"""Checks the machine: what xtrain finds, what is missing or does not fit together, and the command that fixes it.
+
+This module must work in a broken installation: it imports only the standard library at the top. A package that a check
+needs is imported inside the check, and a missing one is a finding with its install command.
+"""
 
 import contextlib
 import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -15,46 +18,52 @@ from pathlib import Path
 
 from .. import machine
 
-# package: (least version, first version that does not fit any more); of setup.cfg, a test compares them
+# The install_requires of setup.cfg; a test compares them.
 NEEDED = {
-    "numpy": ("2.0", "2.5"), "numba": ("0.61", None), "ml_dtypes": ("0.5", None), "safetensors": ("0.5", None),
-    "tokenizers": ("0.20", None), "tyro": ("1.0", None), "rich": ("13", None),
-    "jinja2": ("3.1.6", None), "matplotlib": ("3.8.4", None),
+    "numpy": ">=2.0,<2.5", "numba": ">=0.61", "ml_dtypes": ">=0.5", "safetensors": ">=0.5", "tokenizers": ">=0.20",
+    "tyro": ">=1.0", "rich": ">=13", "jinja2": ">=3.1.6", "matplotlib": ">=3.8.4", "packaging": ">=24",
 }  # fmt: skip
-ON_GPU = {"numba-cuda": "0.24", "nvmath-python": "0.6"}
-# Never by the name alone: on PyPI `xtrain` is another project.
+# Of the extras gpu and gpu12.
+ON_GPU = {
+    "numba-cuda": ">=0.24", "nvmath-python": ">=0.6", "nvidia-ml-py": ">=12", "cuda-pathfinder": ">=1.2",
+}  # fmt: skip
+LIBRARIES = ("cudart", "nvrtc", "nvvm", "nvJitLink", "cublas", "cublasLt")  # that training loads
+# Never the bare name: on PyPI `xtrain` is another project.
 EXTRA = "pip install -e '.[{}]'  # in the checkout"
-AGAIN_MPI = "pip install --force-reinstall mpi4py mpich"
-TEXT = {"encoding": "utf-8", "errors": "replace"}  # of what other programs say, whatever the locale
-DRIVERS = {
-    13: 580,
-    12: 525,
-}  # CUDA's major version: the oldest Linux driver for it (NVIDIA's release notes)
+REINSTALL_MPI = "pip install --force-reinstall mpi4py mpich"
+LEAST_CUDA = 12  # major version of CUDA that the driver must support
 GB = 1e9
 LEAST_MEMORY, LEAST_DISK = 1 * GB, 2 * GB
-SECONDS = (
-    180  # for a trial in a process of its own: the first kernel on a GPU takes some to compile
-)
+SECONDS = 180  # for a check in a subprocess: compiling the first kernel for a GPU takes a while
 
 
 @dataclass(frozen=True)
 class Check:
-    """ok None: not there, and not needed. mend: a command, or what to do."""
+    """One line of the report. ok None: absent, and not needed. fix: a command, or what to do."""
 
     name: str
     ok: bool | None
     found: str
-    mend: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """NVIDIA's driver. gpu: the name of the first GPU. cuda: the major version of CUDA that it supports; None: unknown."""
+
+    version: str
+    gpu: str
+    cuda: int | None
 
 
 def examine() -> list[Check]:
-    """All checks. None of them raises."""
+    """Run all checks. An exception in a check is a finding."""
     checks: list[Check] = []
-    for look in (python, packages, memory, disk, simulator, gpu, mpi):
+    for check in (python, packages, memory, disk, simulator, gpu, mpi):
         try:
-            checks += look()
+            checks += check()
         except Exception as error:
-            checks.append(Check(look.__name__, False, _first_line(error), "please report this"))
+            checks.append(Check(check.__name__, False, _first_line(error), "please report this"))
     return checks
 
 
@@ -71,13 +80,21 @@ def python() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    """Is every package there, in a version that works?"""
-    for name, (least, first_bad) in NEEDED.items():
-        wanted = f"{name}>={least}" + (f",<{first_bad}" if first_bad else "")
-        found = _version(name)
-        ok = found is not None and _numbers(least) <= _numbers(found)
-        ok = ok and (first_bad is None or _numbers(found) < _numbers(first_bad))
-        yield Check(name, ok, found or "not installed", f"pip install '{wanted}'")
+    """Is every required package installed, in a version that works?"""
+    for name, bounds in NEEDED.items():
+        yield _package(name, bounds, f"pip install '{name}{bounds}'")
+
+
+def _package(name: str, bounds: str, fix: str) -> Check:
+    """Is a package installed, and its version within bounds such as ">=2.0,<2.5"?"""
+    found = _version(name)
+    if found is None:
+        return Check(name, False, "not installed", fix)
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:
+        return Check(name, True, f"{found} (not compared: packaging is not installed)", fix)
+    return Check(name, SpecifierSet(bounds).contains(found, prereleases=True), found, fix)
 
 
 def _version(package: str) -> str | None:
@@ -87,40 +104,38 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu -> (2, 13, 0); what follows the numbers does not matter here."""
-    found = re.match(r"\d+(?:\.\d+)*", version or "")
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
-# ----------------------------------------------------------------------------- room
+# ----------------------------------------------------------------------------- memory and disk
 def memory() -> Iterator[Check]:
-    """Is there memory to train in?"""
+    """Is enough memory free?"""
     free = machine.free_memory()
     if free is not None:
-        mend = "end other programs, or train with a smaller --batch or --preset"
-        yield Check("free memory", free >= LEAST_MEMORY, f"{free / GB:.1f} GB", mend)
+        fix = "end other programs, or train with a smaller --batch or --preset"
+        yield Check("free memory", free >= LEAST_MEMORY, f"{free / GB:.1f} GB", fix)
 
 
 def disk() -> Iterator[Check]:
-    """Is there room where runs and the cache go, and may we write there?"""
+    """Do the folders of runs and of the cache have enough free space, and are they writable?"""
     from ..device import cache_folder
 
-    for name, folder, mend in (
-        ("disk here", Path.cwd(), "make room, or give another folder with --out"),
-        ("disk of the cache", cache_folder(), "make room, or set XTRAIN_CACHE to another folder"),
+    for name, folder, fix in (
+        ("disk here", Path.cwd(), "free some space, or choose another folder with --out"),
+        (
+            "disk of the cache",
+            cache_folder(),
+            "free some space, or set XTRAIN_CACHE to another folder",
+        ),
     ):
-        there = next(p for p in (folder, *folder.parents) if p.exists())
-        free = shutil.disk_usage(there).free
-        writable = there.is_dir() and os.access(there, os.W_OK)
+        existing = next(p for p in (folder, *folder.parents) if p.exists())
+        free = shutil.disk_usage(existing).free
+        writable = existing.is_dir() and os.access(existing, os.W_OK)
         found = f"{free / GB:.1f} GB free in {folder}" + ("" if writable else ", not writable")
-        yield Check(name, writable and free >= LEAST_DISK, found, mend)
+        yield Check(name, writable and free >= LEAST_DISK, found, fix)
 
 
 # ----------------------------------------------------------------------------- kernels
 def simulator() -> list[Check]:
-    """Does a kernel run in the simulator? Tried in a process of its own, as a crash must not end the doctor."""
-    return _apart(
+    """Does a kernel run in the simulator? In a subprocess, because a crash must not end the doctor."""
+    return _in_subprocess(
         "kernel in the simulator",
         "xtrain.inspect.doctor.try_simulator",
         "pip install --force-reinstall 'numba>=0.61' 'numpy>=2.0,<2.5'",
@@ -128,14 +143,14 @@ def simulator() -> list[Check]:
 
 
 def try_simulator() -> Iterator[Check]:
-    """One small kernel in the simulator, compared with NumPy."""
+    """Run a small kernel in the simulator and compare it with NumPy."""
     from ..simulator import sim
 
     yield Check("kernel in the simulator", *_run_kernel(sim))
 
 
 def _run_kernel(to_device: Callable) -> tuple[bool, str, str]:
-    """RMSNorm of a few numbers against its reference. -> ok, found, mend"""
+    """Compare RMSNorm of a few numbers with its reference. Returns ok, found, fix."""
     import numpy as np
 
     from ..device import to_numpy
@@ -150,104 +165,111 @@ def _run_kernel(to_device: Callable) -> tuple[bool, str, str]:
 
 # ----------------------------------------------------------------------------- GPU
 def gpu() -> list[Check]:
-    """Driver, cards, CUDA libraries, a kernel compiled and run, NCCL; nothing of it is missing without a driver."""
+    """Driver, GPUs, CUDA libraries, NCCL, and a kernel compiled and run. Without a driver, nothing is missing."""
     driver = _driver()
     if driver is None:
-        return [
-            Check(
-                "GPU",
-                None,
-                "no NVIDIA driver: everything runs on the CPU",
-                "install NVIDIA's driver if there is a GPU",
-            )
-        ]
-    name, version = driver
-    major = next((cuda for cuda, least in DRIVERS.items() if _numbers(version) >= (least,)), None)
-    extra = "gpu12" if major == 12 else "gpu"
-    install = EXTRA.format(extra)
-    checks = [
-        Check(
-            "driver",
-            major is not None,
-            f"{version} ({name})",
-            "update NVIDIA's driver to 580 or newer",
-        )
-    ]
+        fix = "if there is a GPU, install NVIDIA's driver"
+        return [Check("GPU", None, "no NVIDIA driver: everything runs on the CPU", fix)]
+    old = driver.cuda is not None and driver.cuda < LEAST_CUDA
+    extra = EXTRA.format("gpu12" if driver.cuda == 12 else "gpu")
+    fix = "update NVIDIA's driver to 580 or newer"
+    checks = [Check("driver", not old, f"{driver.version} ({driver.gpu})", fix)]
     cupys = [p for p in ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x") if _version(p)]
     if len(cupys) > 1:
-        mend = f"pip uninstall -y {' '.join(cupys)} && {install}"
-        return [
-            *checks,
-            Check("CuPy", False, f"installed more than once: {', '.join(cupys)}", mend),
-        ]
+        fix = f"pip uninstall -y {' '.join(cupys)} && {extra}"
+        found = f"installed more than once: {', '.join(cupys)}"
+        return [*checks, Check("CuPy", False, found, fix)]
     if not cupys:
-        return [*checks, Check("CuPy", False, "not installed: the GPU is not used", install)]
-    wrong = re.search(r"cuda(\d+)x", cupys[0])
-    if major is not None and wrong and int(wrong[1]) > major:
-        mend = f"pip uninstall -y {cupys[0]} && {install}"
-        checks.append(Check("CuPy", False, f"{cupys[0]} needs a newer driver than {version}", mend))
-        return checks
-    for package, least in ON_GPU.items():
-        found = _version(package)
-        ok = found is not None and _numbers(found) >= _numbers(least)
-        checks.append(Check(package, ok, found or "not installed", install))
-    again = f"pip uninstall -y {cupys[0]} numba-cuda nvmath-python && {install}"
-    return checks + _apart("GPU", "xtrain.inspect.doctor.try_gpu", again)
+        return [*checks, Check("CuPy", False, "not installed: the GPU is not used", extra)]
+    (cupy,) = cupys
+    needs = cupy.removeprefix("cupy").removeprefix("-cuda").removesuffix("x")  # "13", or ""
+    if needs and driver.cuda is not None and LEAST_CUDA <= driver.cuda < int(needs):
+        found = f"{cupy} needs a newer driver than {driver.version}"
+        return [*checks, Check("CuPy", False, found, f"pip uninstall -y {cupy} && {extra}")]
+    checks += [_package(name, bounds, extra) for name, bounds in ON_GPU.items()]
+    reinstall = f"pip uninstall -y {cupy} numba-cuda nvmath-python && {extra}"
+    return checks + _in_subprocess("GPU", "xtrain.inspect.doctor.try_gpu", reinstall)
 
 
-def _driver() -> tuple[str, str] | None:
-    """-> (name of the first GPU, version of the driver)"""
-    tool = shutil.which("nvidia-smi")
-    if tool is not None:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-            done = subprocess.run(query, capture_output=True, **TEXT, timeout=30)
-            line = done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else ""
-            if "," in line:
-                name, version = line.rsplit(",", 1)
-                return name.strip(), version.strip()
-    with contextlib.suppress(OSError, AttributeError):
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-        return "nvidia-smi does not answer", re.search(r"Module.*?\s(\d+\.[\d.]+)", text)[1]
-    return None
+def _driver() -> Driver | None:
+    """NVIDIA's driver, asked through NVML (nvidia-ml-py). None: there is no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return _driver_without_nvml("the GPU's name needs nvidia-ml-py")
+    try:
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion() // 1000
+        if not pynvml.nvmlDeviceGetCount():
+            return Driver(version, "no GPU visible", cuda)
+        first = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return Driver(version, pynvml.nvmlDeviceGetName(first), cuda)
+    except pynvml.NVMLError as error:
+        return _driver_without_nvml(f"NVML does not answer: {error}")
+
+
+def _driver_without_nvml(reason: str) -> Driver | None:
+    """The driver where NVML cannot be asked: its device file or its tool exists."""
+    if not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
+        return None
+    version = "unknown version"
+    with contextlib.suppress(OSError):
+        version = Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
+    return Driver(version, reason, None)
 
 
 def try_gpu() -> Iterator[Check]:
-    """One small kernel on the GPU, compared with NumPy, and the libraries that training calls."""
+    """Run a small kernel on the GPU, compare it with NumPy, and load the libraries that training calls."""
     from ..device import cupy, device_name
 
     if cupy() is None:
-        yield Check(
-            "GPU", False, "CuPy sees no GPU", "nvidia-smi, and look at CUDA_VISIBLE_DEVICES"
-        )
+        fix = "run nvidia-smi, and look at CUDA_VISIBLE_DEVICES"
+        yield Check("GPU", False, "CuPy finds no GPU", fix)
         return
     runtime = cupy().cuda.runtime
     free, total = runtime.memGetInfo()
     capability = cupy().cuda.Device().compute_capability
-    name = f"{device_name('gpu')}, {runtime.getDeviceCount()} in sight"
-    yield Check("GPU", True, name)
+    yield Check("GPU", True, f"{device_name('gpu')}, {runtime.getDeviceCount()} visible")
+    found = f"{capability[:-1]}.{capability[-1]}"
+    yield Check("compute capability", int(capability) >= 70, found, "use a GPU from 2018 or newer")
+    found = f"{free / GB:.1f} of {total / GB:.1f} GB free"
     yield Check(
-        "compute capability",
-        int(capability) >= 70,
-        f"{capability[:-1]}.{capability[-1]}",
-        "use a GPU of 2018 or newer",
-    )
-    yield Check(
-        "GPU memory",
-        free >= LEAST_MEMORY,
-        f"{free / GB:.1f} of {total / GB:.1f} GB free",
-        "nvidia-smi shows who has the rest",
+        "GPU memory", free >= LEAST_MEMORY, found, "end other programs: nvidia-smi lists them"
     )
     handle = cupy().cuda.device.get_cublas_handle()
-    libraries = {
+    versions = {
         "CUDA runtime": runtime.runtimeGetVersion(),
         "driver's CUDA": runtime.driverGetVersion(),
         "NVRTC": ".".join(map(str, cupy().cuda.nvrtc.getVersion())),
         "cuBLAS": cupy().cuda.cublas.getVersion(handle),
     }
-    yield Check("CUDA libraries", True, ", ".join(f"{k} {v}" for k, v in libraries.items()))
+    yield Check("CUDA versions", True, ", ".join(f"{k} {v}" for k, v in versions.items()))
+    yield _libraries()
     yield _nccl(runtime.getDeviceCount())
     yield Check("kernel on the GPU", *_run_kernel(cupy().asarray))
+
+
+def _libraries() -> Check:
+    """Can the CUDA libraries be found and loaded (cuda-pathfinder)?"""
+    try:
+        from cuda import pathfinder
+    except ImportError:
+        found = "not checked: cuda-pathfinder is not installed"
+        return Check("CUDA libraries", False, found, "pip install cuda-pathfinder")
+    folders, missing = {}, []
+    for name in LIBRARIES:
+        try:
+            path = pathfinder.load_nvidia_dynamic_lib(name).abs_path
+            folders[name] = str(Path(path).parent) if path else "the system's path"
+        except pathfinder.DynamicLibNotFoundError:
+            missing.append(name)
+    places = "; ".join(
+        f"{', '.join(n for n in folders if folders[n] == place)} in {place}"
+        for place in dict.fromkeys(folders.values())
+    )
+    found = f"not found: {', '.join(missing)}" if missing else places
+    return Check("CUDA libraries", not missing, found, EXTRA.format("gpu"))
 
 
 def _nccl(gpus: int) -> Check:
@@ -256,35 +278,29 @@ def _nccl(gpus: int) -> Check:
 
     try:
         return Check("NCCL", True, str(load_nccl().get_version()))
-    except UserError as error:  # one GPU needs none
+    except UserError as error:  # not needed with one GPU
         found = str(error).split(": `pip")[0]
         return Check("NCCL", False if gpus > 1 else None, found, "pip install nvidia-nccl-cu13")
 
 
 # ----------------------------------------------------------------------------- MPI
 def mpi() -> list[Check]:
-    """mpi4py, its library, and a launcher that starts ranks."""
+    """mpi4py, its MPI library, and a launcher that starts ranks."""
     if _version("mpi4py") is None:
-        return [
-            Check(
-                "MPI",
-                None,
-                "mpi4py is not installed: one process only",
-                EXTRA.format("mpi"),
-            )
-        ]
-    checks = _apart("MPI", "xtrain.inspect.doctor.try_mpi", AGAIN_MPI)
+        found = "mpi4py is not installed: one process only"
+        return [Check("MPI", None, found, EXTRA.format("mpi"))]
+    checks = _in_subprocess("MPI", "xtrain.inspect.doctor.try_mpi", REINSTALL_MPI)
     if not all(check.ok for check in checks):
         return checks
-    beside = Path(sys.executable).with_name("mpirun")
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
+    of_this_python = Path(sys.executable).with_name("mpirun")
+    launcher = str(of_this_python) if of_this_python.exists() else shutil.which("mpirun")
     if launcher is None:
-        return [*checks, Check("mpirun", False, "there is no mpirun", "pip install mpich")]
+        return [*checks, Check("mpirun", False, "not found", "pip install mpich")]
     return [*checks, *_ranks(launcher)]
 
 
 def try_mpi() -> Iterator[Check]:
-    """Load the MPI library, in a process of its own."""
+    """Load the MPI library."""
     from mpi4py import MPI
 
     library = MPI.Get_library_version().strip("\0 \n").splitlines()[0]
@@ -292,104 +308,90 @@ def try_mpi() -> Iterator[Check]:
 
 
 def _ranks(launcher: str) -> Iterator[Check]:
-    """Two ranks, and as many as would be started on a machine with more cores: does the launcher refuse?"""
+    """Start two ranks, and one more rank than this machine has cores, which some launchers refuse."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
+    # One write, also with PYTHONUNBUFFERED: other ranks could print between two writes.
+    code = "from mpi4py import MPI; print(f'ranks {MPI.COMM_WORLD.size}\\n', end='')"
     for name, n in (("two ranks", 2), ("more ranks than cores", cores + 1)):
-        # in one write, also with PYTHONUNBUFFERED: ranks may write between two of them
-        code = "from mpi4py import MPI; print(f'ranks {MPI.COMM_WORLD.size}\\n', end='')"
         try:
-            done = subprocess.run(
-                [launcher, "-n", str(n), sys.executable, "-c", code],
-                capture_output=True,
-                **TEXT,
-                timeout=60,
-            )
+            done = _run([launcher, "-n", str(n), sys.executable, "-c", code], timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
-            yield Check(
-                name,
-                False,
-                f"{launcher}: {_first_line(error)}",
-                AGAIN_MPI,
-            )
+            yield Check(name, False, f"{launcher}: {_first_line(error)}", REINSTALL_MPI)
             return
-        said = done.stdout + done.stderr
-        if said.count(f"ranks {n}") == n:
-            yield Check(name, True, f"{launcher} starts {n}" + (", as root" if _root() else ""))
+        output = done.stdout + done.stderr
+        if output.count(f"ranks {n}") == n:
+            yield Check(name, True, f"{launcher} starts {n}" + (", as root" if _is_root() else ""))
         else:
-            yield Check(name, False if n == 2 else None, *_why(said, launcher))
+            yield Check(name, False if n == 2 else None, *_diagnose(output, launcher))
 
 
-def _why(said: str, launcher: str) -> tuple[str, str]:
-    """What a launcher said -> found, mend"""
-    if "root" in said and "ALLOW_RUN_AS_ROOT" in said:
+def _diagnose(output: str, launcher: str) -> tuple[str, str]:
+    """Why a launcher that printed `output` did not start the ranks. Returns found, fix."""
+    if "root" in output and "ALLOW_RUN_AS_ROOT" in output:
         both = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
         return "Open MPI does not run as root", f"export {both}"
-    if "slots" in said:
+    if "slots" in output:
         return "Open MPI starts no more ranks than cores", "mpirun --oversubscribe"
-    if "ranks 1" in said:
-        return (
-            f"{launcher} belongs to another MPI than mpi4py",
-            AGAIN_MPI,
-        )
-    lines = [line for line in said.splitlines() if line.strip()]
-    return (
-        f"{launcher} fails: {lines[-1] if lines else 'without a word'}",
-        AGAIN_MPI,
-    )
+    if "ranks 1" in output:
+        return f"{launcher} belongs to a different MPI than mpi4py", REINSTALL_MPI
+    lines = [line for line in output.splitlines() if line.strip()]
+    return f"{launcher} fails: {lines[-1] if lines else 'no output'}", REINSTALL_MPI
 
 
-def _root() -> bool:
+def _is_root() -> bool:
     return hasattr(os, "geteuid") and os.geteuid() == 0
 
 
-# ----------------------------------------------------------------------------- in a process of its own
-def _apart(name: str, trial: str, mend: str) -> list[Check]:
-    """The checks of `trial`, module.function; a failed one for a process that ended otherwise."""
-    code = f"import {__name__}, {trial.rpartition('.')[0]}; {__name__}.tell({trial})"
-    # last: where xtrain is installed there are other packages too, and the user's own come before them
+# ----------------------------------------------------------------------------- subprocesses
+def _run(
+    command: list[str], timeout: float, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program and capture its output, which may be in any encoding."""
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout, env=env
+    )
+
+
+def _in_subprocess(name: str, trial: str, fix: str) -> list[Check]:
+    """The checks that `trial` (module.function) yields in a subprocess. If it crashes or hangs, a failed check `name` follows."""
+    code = f"import {__name__}, {trial.rpartition('.')[0]}; {__name__}.print_checks({trial})"
+    # xtrain's folder comes last: an installed xtrain has other packages next to it, and those of PYTHONPATH come first.
     path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            **TEXT,
-            timeout=SECONDS,
-            env=environment,
-        )
+        done = _run([sys.executable, "-c", code], SECONDS, environment)
     except subprocess.TimeoutExpired:
-        return [Check(name, False, f"no answer within {SECONDS} s", mend)]
+        return [Check(name, False, f"no answer within {SECONDS} s", fix)]
     checks = []
     for line in done.stdout.splitlines():
         with contextlib.suppress(ValueError, TypeError):
             checks.append(Check(**json.loads(line)))
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or [
-            f"it ended with {done.returncode}"
-        ]
-        checks.append(Check(name, False, lines[-1].strip(), mend))
+        errors = [line for line in done.stderr.splitlines() if line.strip()]
+        found = errors[-1].strip() if errors else f"it ended with {done.returncode}"
+        checks.append(Check(name, False, found, fix))
     return checks
 
 
-def tell(trial: Callable[[], Iterator[Check]]) -> None:
-    """Print checks as JSON lines, for the process that started this one."""
+def print_checks(trial: Callable[[], Iterator[Check]]) -> None:
+    """Print the checks of a trial as JSON lines, for the parent process."""
     for check in trial():
         print(json.dumps(asdict(check)), flush=True)
 
 
-# ----------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------- output
 def show(checks: list[Check]) -> None:
-    """Print checks, and below them what mends those that failed."""
+    """Print the checks, and the fixes of those that failed."""
     marks = {True: "ok", False: "WRONG", None: "-"}
     width = max((len(c.name) for c in checks), default=0)
     for c in checks:
         print(f"{marks[c.ok]:6}{c.name:{width}}  {c.found}")
     wrong = [c for c in checks if c.ok is False]
     if wrong:
-        print("\nto mend it:")
+        print("\nto fix it:")
         for c in wrong:
-            print(f"  {c.name}: {c.mend}")
+            print(f"  {c.name}: {c.fix}")
     else:
         print("\nall is well")

@@ -1,12 +1,12 @@
-"""Is a backward right? Finite differences against autograd, in float64 on NumPy arrays.
+"""Checks backward passes: finite differences against autograd, in float64 on NumPy arrays.
 
     L(inputs) = sum of <c, output> over the outputs, c random. For a random direction v of one input x:
     (L(x + e v) - L(x - e v)) / 2e  =  <dL/dx, v> + O(e^2)
 
-Left: the forward pass, twice. Right: the gradient from backward(). One number checks a whole gradient, because a wrong
-element anywhere changes <dL/dx, v> for almost every v. e = 1e-5 balances the error e^2 of the formula against
-the rounding 1e-16 / e of the subtraction; both stay under 1e-9 of the result.
-An op of your own, in three lines:
+The left side needs two forward passes, the right side the gradient from backward(). One number checks a whole gradient, because a
+wrong element anywhere changes <dL/dx, v> for almost every v. e = 1e-5 balances the error e^2 of the formula against the rounding
+error 1e-16 / e of the subtraction; both stay below 1e-9 of the result.
+To check your own op:
 
     from xtrain.gradcheck import check
     errors = check(MyOp.apply, [x, w])      # float64 arrays -> one relative error per input
@@ -28,14 +28,14 @@ from ..nn.model import Transformer
 
 STEP = 1e-5  # e, relative to the size of an input
 TOLERANCE = 1e-6
-EPS = 0.01  # of the norms: with 1e-6 they bend, near 0, within one step
-FLAT = 1e-4  # slopes below this share of the output count as zero: rounding alone makes 1e-11
-EXAMPLES = 40  # draws per op
+EPS = 0.01  # eps of the norms: with 1e-6 they are not linear within one step near 0
+FLAT = 1e-4  # slopes below this fraction of the output count as zero; rounding alone gives 1e-11
+EXAMPLES = 40  # random shapes per op
 
 
 # ----------------------------------------------------------------------------- one function
 class _Inner(Function):
-    """(outputs..., c...) -> sum of <c, output>: one number out of any outputs."""
+    """(outputs..., c...) -> sum of <c, output>: reduces any outputs to one number."""
 
     @staticmethod
     def forward(ctx, *outputs_and_c):
@@ -45,17 +45,18 @@ class _Inner(Function):
 
     @staticmethod
     def backward(ctx, dL):
-        return ctx.saved  # dL is 1: backward starts here
+        return ctx.saved  # dL is 1, because backward starts here
 
 
 def check(f: Callable, inputs: list[np.ndarray], seed: int = 0, step: float = STEP) -> list[float]:
-    """f(*tensors) -> Tensor or tuple of Tensors. inputs: float64 arrays. -> the relative error for each input.
+    """Compare the gradients of f with finite differences. Returns the relative error for each input.
 
-    f is called several times with the same values and must give the same result. Backward must *add* to the
-    gradient of an input: it starts from random numbers here.
+    f: takes Tensors, returns a Tensor or a tuple of Tensors. It is called several times with the same values and must return the
+    same result. inputs: float64 arrays. step: e, relative to the size of an input.
+    The gradients of the inputs start with random numbers, because backward must *add* to them. Raises TypeError for other dtypes.
     """
     if not all(isinstance(x, np.ndarray) and x.dtype == np.float64 for x in inputs):
-        raise TypeError("gradcheck.check takes NumPy arrays of float64: use x.astype(np.float64)")
+        raise TypeError("gradcheck.check needs float64 NumPy arrays: use x.astype(np.float64)")
 
     def outputs_of(*tensors):
         outputs = f(*tensors)
@@ -78,6 +79,7 @@ def check(f: Callable, inputs: list[np.ndarray], seed: int = 0, step: float = ST
             up = outputs_of(*(Tensor(z + s) for z, s in zip(inputs, shift)))
             down = outputs_of(*(Tensor(z - s) for z, s in zip(inputs, shift)))
         numeric = [c * (y1.data - y0.data) / (2 * step) for c, y1, y0 in zip(weights, up, down)]
+        assert tensor.grad is not None
         analytic = (tensor.grad - before[i]) * v
         difference = abs(sum(terms.sum() for terms in numeric) - analytic.sum())
         error = difference / max(_norm(numeric), _norm([analytic]), FLAT * size, 1e-300)
@@ -90,7 +92,7 @@ def _norm(arrays):
 
 
 # ----------------------------------------------------------------------------- every op
-# What every size is drawn from: 1, odd, larger than a block of the kernel. The smallest first: hypothesis shrinks to it.
+# The values of each size: 1, odd, larger than a block of the kernel. The smallest comes first, because hypothesis shrinks to it.
 SIZES = dict(
     N=(1, 2, 5, 67), C=(1, 2, 7, 300), I=(1, 3, 33), O=(1, 2, 65), V=(1, 2, 37, 1030), F=(1, 3, 257),
     B=(1, 2, 3), T=(1, 2, 5, 33), past=(0, 3), G=(1, 2, 3), rep=(1, 2, 3), R=(1, 2, 17), pad=(0, 1, 5),
@@ -99,12 +101,12 @@ SIZES = dict(
 
 
 class Draw:
-    """Sizes as attributes, drawn when first asked for; what follows from them; what ops need beside their inputs."""
+    """Sizes as attributes, drawn at the first access; sizes derived from them; and arguments of ops other than their inputs."""
 
     def __init__(self, draw):
         self.draw = draw
 
-    def __getattr__(self, name):  # not there yet
+    def __getattr__(self, name):  # called for attributes that are not set yet
         setattr(self, name, self.draw(SIZES[name]))
         return getattr(self, name)
 
@@ -120,34 +122,37 @@ class Draw:
     positions = property(lambda d: d.ids(d.M, d.T) if d.given else None)
 
     def ids(self, n, below):
+        """n token ids below `below`, the same every time."""
         return np.random.default_rng(n).integers(below, size=n)
 
     def targets(self, n, below):
+        """n target ids; every id that is a multiple of 3 becomes IGNORE."""
         ids = self.ids(n, below)
         return np.where(ids % 3 == 0, IGNORE, ids)
 
     @functools.cached_property
     def model(self):
+        """A small model with the drawn heads and options."""
         shape = dict(vocab_size=11, dim=6, n_layers=2, n_heads=self.H, n_kv_heads=self.G)
         more = dict(head_dim=4, hidden_dim=5, max_seq_len=64, norm_eps=EPS, qk_norm=self.norm)
         return Transformer(ModelConfig(**shape, **more, tie_embeddings=self.tied))
 
 
 def _transformer(d, *weights):
-    """The whole loss in float64: the parameters take the memory of the tensors, and gradients are added in place."""
+    """The loss of a whole model in float64. The parameters share the memory of the tensors, so gradients are added in place."""
     for (_, parameter), weight in zip(d.model.storage(), weights):
         parameter._data, parameter._grad = weight.data, weight.grad
     ids, targets = (x.reshape(d.B, d.T) for x in (d.ids(d.M, 11), d.targets(d.M, 11)))
     return d.model.loss(ids, targets)
 
 
-# op -> its differentiable inputs, each with its shape in names of Draw; how to call it
-CASES = {
+# op -> (its differentiable inputs with their shapes as attributes of Draw, a call)
+CASES: dict[str, tuple[str | None, Callable]] = {
     "embedding": ("w: V C", lambda d, w: F.embedding(d.ids(d.N, d.V), w)),
     "linear": ("x: N I, w: O I", lambda d, x, w: F.linear(x, w)),
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
     "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: F.residual_rmsnorm(x, r, w, EPS)),
-    "residual_rmsnorm_linear": ("x: N C, r: N C, w: C, v: O C", lambda d, x, r, w, v: F.residual_rmsnorm_linear(x, r if d.given else None, w, v, EPS)),
+    "add_norm_linear": ("x: N C, r: N C, w: C, v: O C", lambda d, x, r, w, v: F.add_norm_linear(x, r if d.given else None, w, v, EPS)),
     "rope": ("x: M H D", lambda d, x: F.rope(x, *d.tables, d.positions, d.T)),
     "qk_norm_rope": ("qkv: M Q, q_w: D, k_w: D", lambda d, x, *w: F.qk_norm_rope(x, *(w if d.norm else (None, None)), *d.tables, d.H, d.G, d.T, EPS, d.positions)),
     "attention": ("q: B T H D, k: B S G D, v: B S G D", lambda d, q, k, v: F.attention(q, k, v, 0.3, d.causal)),
@@ -160,29 +165,30 @@ CASES = {
     "add": ("a: N C, b: N C", lambda d, a, b: F.add(a, b)),
     "scale": ("x: N C", lambda d, x: F.scale(x, -1.7)),
     "cast": ("x: N C", lambda d, x: F.cast(x, np.float32)),
+    "cast_gradient": ("x: N C", lambda d, x: F.cast_gradient(x, np.float64)),
     "swap_heads": ("x: B T G D", lambda d, x: F.swap_heads(x)),
     "reshape": ("x: N C", lambda d, x: F.reshape(x, (d.C, d.N))),
     "narrow": ("x: N P", lambda d, x: F.narrow(x, d.V)),
-    "transformer": (None, _transformer),  # a shape for every parameter
+    "transformer": (None, _transformer),  # the inputs are all parameters
 }  # fmt: skip
-# A cast rounds to 24 bits, which a short step would magnify; it is linear, so a long one is exact. A model bends.
+# A cast rounds to 24 bits, which a short step would magnify; it is linear, so a long step is exact. A model is not linear.
 STEPS = {"cast": 1.0, "transformer": 3e-6}
 
 
 def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
-    """Check one op on EXAMPLES draws, the same every time.
+    """Check one op on EXAMPLES random shapes, the same every time.
 
-    -> {input: (shapes tried, worst error)}, and what the smallest failure is ("": none).
-    Raises UserError when the op is not known or hypothesis is missing.
+    Returns {input: (shapes tried, worst error)} and a description of the smallest failure ("": no failure).
+    Raises UserError if the op is unknown or hypothesis is not installed.
     """
     if op not in CASES:
         raise UserError(f"there is no op {op!r} to check: choose among {', '.join(CASES)}")
     try:
         from hypothesis import Phase, given, settings, strategies
     except ImportError:
-        raise UserError("the shapes are drawn by hypothesis: pip install hypothesis") from None
-    found = {}
-    phases = [Phase.generate, Phase.shrink]  # the draw that fails last is the smallest
+        raise UserError("gradcheck needs hypothesis: pip install hypothesis") from None
+    found: dict[str, tuple[set, float]] = {}
+    phases = [Phase.generate, Phase.shrink]  # the last failure is the smallest
 
     @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=phases)
     @given(strategies.data())
@@ -202,13 +208,14 @@ def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
 
 
 def _check_case(op, d):
-    """-> [(input, shape, error)]"""
+    """[(input, shape, error)] for one draw."""
     inputs, call = CASES[op]
     if inputs is None:
-        names, shapes = zip(*((m + next(iter(p.parts)), p.shape) for m, p in d.model.storage()))
+        named = [(module + next(iter(p.parts)), p.shape) for module, p in d.model.storage()]
     else:
-        names, sizes = zip(*(text.split(": ") for text in inputs.split(", ")))
-        shapes = [tuple(getattr(d, s) for s in size.split()) for size in sizes]
+        texts = [text.split(": ") for text in inputs.split(", ")]
+        named = [(name, tuple(getattr(d, s) for s in sizes.split())) for name, sizes in texts]
+    names, shapes = zip(*named)
     normal = np.random.default_rng(0).standard_normal
     values = [0.3 + 0.7 * normal(shape) for shape in shapes]
     errors = check(functools.partial(call, d), values, step=STEPS.get(op, STEP))

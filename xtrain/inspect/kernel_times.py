@@ -1,18 +1,17 @@
-"""When did which kernel run, for which op, and how near is it to what the card can do?
+"""The kernel table: which kernel runs when, for which op, and how close it comes to the limits of the card.
 
-    record    one eager step under watch.py: the sequence of launches, each with its op, its layer,
-              its bytes, its operations
-    time      CUPTI (the package cupti-python) notes start and end of every kernel, also of those
-              inside a CUDA graph; without it, CUDA events around each launch of an eager step
-    match     a step always starts the same kernels in the same order, so the two lists are laid
-              side by side
+    record    one eager step with observers: the sequence of launches, each with its op, its layer, its bytes and operations
+    time      CUPTI (package cupti-python) reports start and end of every kernel, also inside a CUDA graph; without CUPTI,
+              CUDA events around each launch of an eager step
+    match     a step always launches the same kernels in the same order, so the two lists are aligned
 
-Bytes are those a kernel must move: each array once, those that it reads and overwrites twice. Operations count a
-multiply-add as two, a causal attention as half of the square.
+What a launch costs is declared next to each kernel (kernels/runtime/cost.py): bytes are those that it must move, and a
+multiply-add counts as two operations.
 """
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,43 +20,8 @@ import numpy as np
 from ..device import cupy
 from ..kernels.cast import BFLOAT16
 from ..kernels.gemm import matmul
-from ..kernels.primitives.tensor_maps import tensors_of
-from ..nn.model import Transformer
-from ..nn.observers import watch_launches, watch_ops
-
-IN_PLACE = {  # which of a kernel's arrays are read and overwritten
-    "adamw_kernel": (0, 1, 2),
-    "cross_entropy_kernel": (1,),
-    "scale_into_kernel": (0,),
-    "swiglu_bwd_again_kernel": (1,),
-    "causal_softmax_fwd_warp_kernel": (0,),
-    "causal_softmax_fwd_row_kernel": (0,),
-    "causal_softmax_fwd_kernel": (0,),
-    "causal_softmax_bwd_warp_kernel": (0,),
-    "causal_softmax_bwd_row_kernel": (0,),
-    "causal_softmax_bwd_kernel": (0,),
-}
-DEPENDS_ON_IDS = ("embedding_sort_kernel", "embedding_bwd_kernel", "embedding_join_kernel")
-ATTENTION = {  # how many products of T x S x D per head; which argument has (B T H D) elements
-    "flash_attention_fwd_kernel": (2, 0),
-    "flash_attention_dq_kernel": (3, 0),
-    "flash_attention_dkdv_kernel": (4, 2),
-    "flash_attention_whole_kernel": (5, 0),
-}
-ATTENTION_BY_MAPS = {  # the same of kernels whose first argument are tensor maps of Q, K, ...
-    "flash_attention_hopper_fwd_kernel": 2,
-    "flash_attention_hopper_dq_kernel": 3,
-    "flash_attention_hopper_dkdv_kernel": 4,
-}
-# of these arguments, parts of packed arrays, a kernel touches as many bytes as of those others together
-PARTS = {
-    "flash_attention_fwd_kernel": {4: (3,)},  # v: as of k
-    "flash_attention_dq_kernel": {5: (4,)},
-    "flash_attention_dkdv_kernel": {1: (0,), 5: (0,)},  # dv and v: as of dk
-    "flash_attention_whole_kernel": {2: (1,), 6: (1,)},
-    "qk_norm_rope_fwd_kernel": {3: (0, 1)},  # qkv: as of q and k
-    "qk_norm_rope_bwd_kernel": {0: (2, 3), 4: (2, 3)},  # dqkv and qkv: as of dq and dk
-}
+from ..kernels.runtime.launch import LaunchEvent, observe_launches
+from ..nn.observers import Op, OpObserver, observe_ops
 
 
 @dataclass(frozen=True)
@@ -74,7 +38,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Timed:
-    """Something that the GPU did. start, end: nanoseconds. launch: None for what is not ours (CuPy's fills and copies)."""
+    """One activity of the GPU. start, end: nanoseconds. launch: None if xtrain did not launch it (CuPy's fills and copies)."""
 
     name: str
     start: int
@@ -84,46 +48,50 @@ class Timed:
 
 # ----------------------------------------------------------------------------- record
 class Recorder:
-    """Watches steps. launches: in order. With `events`, each is timed by two CUDA events: timed()."""
+    """Records the launches of steps.
+
+    launches: in order.  events: with events=True, the two CUDA events around each launch; timed() reads them.
+    """
 
     def __init__(self, events: bool = False):
-        self.launches, self.scope, self.events = [], [("", "", "")], [] if events else None
+        self.launches: list[Launch] = []
+        self.events: list[tuple[Any, Any]] | None = [] if events else None
+        self.open_ops = [Op("", "", "")]  # the last one is running
 
-    def __call__(
-        self, model: Transformer, step: Callable[[], Any], note: Callable | None = None
-    ) -> None:
-        """Run step() and take notes. note: also told about every op and layer (watch_ops)."""
-        self.outer = note
-        with watch_ops(model, self._note), watch_launches(self._kernel, self._product):
+    def __call__(self, step: Callable[[], Any], observer: OpObserver | None = None) -> None:
+        """Run step() and record it. observer: also receives every op and layer (observe_ops)."""
+        with contextlib.ExitStack() as stack:
+            if observer is not None:
+                stack.enter_context(observe_ops(observer))
+            stack.enter_context(observe_ops(self._during))
+            stack.enter_context(observe_launches(self._record))
             step()
 
-    def _note(self, op, way, layer):
-        return _Scope(self.scope, (op, way, layer), self.outer)
+    @contextlib.contextmanager
+    def _during(self, op: Op) -> Iterator[None]:
+        self.open_ops.append(op)
+        try:
+            yield
+        finally:
+            self.open_ops.pop()
 
-    def _kernel(self, start, kernel, args):
-        name = kernel.py_func.__name__
-        self._launch(start, name, _kernel_bytes(name, kernel, args), _attention_flops(name, args))
-
-    def _product(self, start, c, a, b):
-        batch = c.shape[0] if c.ndim == 3 else 1
-        K = round((a.size * b.size / (c.size * batch)) ** 0.5)  # (M K) (K N) / (M N) = K^2
-        name = f"product {batch} x {c.shape[-2]} x {c.shape[-1]} x {K}"
-        name = name.replace("product 1 x", "product")
-        self._launch(start, name, a.nbytes + b.nbytes + c.nbytes, 2.0 * c.size * K)
-
-    def _launch(self, start, name, nbytes, flops):
-        self.launches.append(Launch(name, *self.scope[-1], nbytes, flops))
+    def _record(self, event: LaunchEvent, start: Callable[[], None]) -> None:
+        op, cost = self.open_ops[-1], event.cost()
+        launch = Launch(event.name, op.name, op.way, op.layer, cost.nbytes, cost.flops)
+        self.launches.append(launch)
         if self.events is None:
             start()
             return
-        pair = [cupy().cuda.Event() for _ in range(2)]
-        pair[0].record()
+        before, after = cupy().cuda.Event(), cupy().cuda.Event()
+        before.record()
         start()
-        pair[1].record()
-        self.events.append(pair)
+        after.record()
+        self.events.append((before, after))
 
     def timed(self) -> list[Timed]:
-        """With events: what was launched, one after the other. (An event costs the GPU some microseconds too.)"""
+        """With events: the launches and their times. (An event takes some microseconds of GPU time too.)"""
+        if self.events is None:
+            raise ValueError("this Recorder has no times: make it with events=True")
         cupy().cuda.Device().synchronize()
         first = self.events[0][0]
         since = lambda event: int(1e6 * cupy().cuda.get_elapsed_time(first, event))
@@ -133,80 +101,25 @@ class Recorder:
         ]
 
 
-class _Scope:
-    """Enters an op in the recorder's list, and in the caller's note."""
-
-    def __init__(self, scope, what, outer):
-        self.scope, self.what = scope, what
-        self.outer = outer(*what) if outer else None
-
-    def __enter__(self):
-        self.scope.append(self.what)
-        if self.outer:
-            self.outer.__enter__()
-
-    def __exit__(self, *error):
-        self.scope.pop()
-        if self.outer:
-            self.outer.__exit__(*error)
-
-
-def _kernel_bytes(name, kernel, args):
-    arrays = [a for a in args if not isinstance(a, np.generic)]
-    if name in DEPENDS_ON_IDS:
-        return None
-    if name == "embedding_fwd_kernel":  # of the table only the rows that occur
-        return 2 * arrays[0].nbytes + arrays[1].nbytes
-    once = {a.data.ptr: a.nbytes for a in arrays}
-    if name in ATTENTION_BY_MAPS:
-        return sum(once.values()) + sum(nbytes for _, nbytes in tensors_of(arrays[0]))
-    for i, others in PARTS.get(name, {}).items():
-        once[arrays[i].data.ptr] = sum(arrays[j].nbytes for j in others)
-    twice = list(IN_PLACE.get(name, ()))
-    if name == "adamw_kernel" and _constants(kernel).get("zero_grad"):
-        twice.append(4)
-    if name == "rmsnorm_bwd_kernel" and _constants(kernel).get("again"):
-        twice.append(2)
-    if name == "add_kernel" and arrays[0].data.ptr == arrays[1].data.ptr:
-        twice.append(0)
-    return sum(once.values()) + sum(arrays[i].nbytes for i in twice)
-
-
-def _constants(kernel):
-    function = kernel.py_func
-    cells = function.__closure__ or ()
-    return {n: c.cell_contents for n, c in zip(function.__code__.co_freevars, cells)}
-
-
-def _attention_flops(name, args):
-    if name in ATTENTION_BY_MAPS:
-        (D, H, T, B), (_, _, S, _) = (dims for dims, _ in tensors_of(args[0])[:2])
-        return ATTENTION_BY_MAPS[name] * 2.0 * B * H * T * S * D * (0.5 if T == S else 1.0)
-    if name not in ATTENTION:
-        return None
-    products, wide = ATTENTION[name]
-    T, S = [int(a) for a in args if isinstance(a, np.integer)][:2]
-    return products * 2.0 * args[wide].size * S * (0.5 if T == S else 1.0)
-
-
 # ----------------------------------------------------------------------------- time
 class NoTimes(Exception):
-    """CUPTI cannot be used; the message says why."""
+    """CUPTI cannot be used. The message is the reason."""
 
 
 def cupti_times(run: Callable[[], Any]) -> list[Timed]:
-    """run() with CUPTI watching -> everything that the GPU did meanwhile, by start. Raises NoTimes."""
+    """Run run() under CUPTI -> all activities of the GPU during it, sorted by start. Raises NoTimes."""
     try:
         from cupti import cupti
     except ImportError as error:  # itself, or what it needs
         raise NoTimes(f"{error} (pip install cupti-python)") from None
     except (OSError, RuntimeError) as error:
         raise NoTimes(f"cupti-python does not find its library ({error})") from None
-    found, kinds = [], cupti.ActivityKind
+    found: list[Timed] = []
+    kinds = cupti.ActivityKind
     watched = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
     names = {kinds.MEMCPY: "copy", kinds.MEMSET: "memset"}
 
-    def completed(activities):  # the records are CUPTI's: copy what is needed
+    def completed(activities):  # CUPTI owns the records: copy the fields
         for a in activities:
             found.append(Timed(names.get(a.kind) or short_name(a.name), a.start, a.end))
 
@@ -214,8 +127,8 @@ def cupti_times(run: Callable[[], Any]) -> list[Timed]:
         cupti.activity_register_callbacks(lambda: (8 << 20, 0), completed)
         for kind in watched:
             cupti.activity_enable(kind)
-    except cupti.cuptiError as error:  # nsys, for one, is a user of CUPTI itself
-        raise NoTimes(f"CUPTI is not to be had ({error})") from None
+    except cupti.cuptiError as error:  # for example under nsys, which uses CUPTI itself
+        raise NoTimes(f"CUPTI is not available ({error})") from None
     try:
         run()
         cupy().cuda.Device().synchronize()
@@ -227,27 +140,26 @@ def cupti_times(run: Callable[[], Any]) -> list[Timed]:
 
 
 def short_name(mangled: str) -> str:
-    """The name of a kernel's function out of what the compiler made of it: _ZN6xtrain...18rmsnorm_fwd_kernelB2v1..."""
+    """The function name in a mangled kernel name such as _ZN6xtrain...18rmsnorm_fwd_kernelB2v1..."""
     if not mangled.startswith("_Z"):
         return mangled
     rest, name = mangled[3 if mangled.startswith("_ZN") else 2 :], mangled
     while match := re.match(r"(\d+)", rest):
         length, rest = int(match[1]), rest[match.end() :]
         name, rest = rest[:length], rest[length:]
-        if name in ("Kernel", "Kernel2") and rest.startswith(
-            "I"
-        ):  # CUTLASS: its name is the argument
-            rest = rest[1:]
+        if name in ("Kernel", "Kernel2") and rest.startswith("I"):
+            rest = rest[1:]  # CUTLASS: the name is the template argument
     return name
 
 
 # ----------------------------------------------------------------------------- match
 def match(times: list[Timed], launches: list[Launch]) -> list[Timed]:
-    """The same times, each with its launch. launches: of one step; times: of one or several, in order."""
-    ours, i, out = {launch.name for launch in launches}, 0, []
+    """Give each time its launch. launches: of one step; times: of one or several steps, in order."""
+    ours, i = {launch.name for launch in launches}, 0
+    out: list[Timed] = []
     for t in times:
         if t.name in ours:
-            while launches[i % len(launches)].name != t.name:  # a product that has left no trace
+            while launches[i % len(launches)].name != t.name:  # skip a product without a record
                 i += 1
         elif not (_may_be_product(t.name) and launches[i % len(launches)].name[:7] == "product"):
             out.append(t)
@@ -263,26 +175,26 @@ def _may_be_product(name):
 
 @dataclass
 class Row:
-    """One line of the table: all launches of one name and way."""
+    """One line of the table: all launches of one name and op, per step. ns: nanoseconds."""
 
     name: str
     op: str
-    calls: int
-    ns: int
-    nbytes: int | None
+    calls: float
+    ns: float
+    nbytes: float | None
     flops: float | None
 
 
 def rows(times: list[Timed], steps: int) -> list[Row]:
-    """Per step, longest first."""
+    """Sum the times by kernel and op, per step, longest first. steps: how many steps `times` covers."""
     table: dict[tuple, Row] = {}
     for t in times:
         launch = t.launch or Launch(t.name, "", "", "", None, None)
         op = f"{launch.op} {launch.way}".strip()
         row = table.setdefault((launch.name, op), Row(launch.name, op, 0, 0, 0, 0.0))
         row.calls, row.ns = row.calls + 1, row.ns + t.end - t.start
-        row.nbytes = None if launch.nbytes is None else row.nbytes + launch.nbytes
-        row.flops = None if launch.flops is None else row.flops + launch.flops
+        row.nbytes = None if launch.nbytes is None else (row.nbytes or 0) + launch.nbytes
+        row.flops = None if launch.flops is None else (row.flops or 0.0) + launch.flops
     for row in table.values():
         row.ns, row.calls = row.ns / steps, row.calls / steps
         row.nbytes = row.nbytes and row.nbytes / steps
@@ -291,13 +203,13 @@ def rows(times: list[Timed], steps: int) -> list[Row]:
 
 
 def without_first_step(times: list[Timed], launches: list[Launch]) -> list[Timed]:
-    """From the second step's first launch on. (The first step after CUPTI has begun waits for it.)"""
+    """Drop the times before the second step's first launch. (The first step under CUPTI waits for its setup.)"""
     starts = [i for i, t in enumerate(times) if t.launch is launches[0]]
     return times[starts[1] :]
 
 
 def busy_share(times: list[Timed]) -> float:
-    """Of the time from the first start to the last end: the share in which at least one kernel ran."""
+    """The share of the time from the first start to the last end in which at least one kernel ran."""
     busy, until = 0, times[0].start
     for t in times:
         busy += max(0, t.end - max(t.start, until))
@@ -307,18 +219,17 @@ def busy_share(times: list[Timed]) -> float:
 
 # ----------------------------------------------------------------------------- limits and trace
 def limits(precision: str) -> tuple[float, float]:
-    """-> (bytes per second of a copy on the device, read plus written; operations per second of an
-    8192^3 product), each the best of ten. A kernel whose data still lies in the cache moves more than
-    the copy, which does not fit there."""
+    """Measure the card -> (bytes per second of a copy on the device, read plus written; operations per second of an 8192^3
+    product), each the best of ten runs. A kernel whose data is still in the L2 cache can exceed the copy's rate.
+    """
     cp = cupy()
     a, b = (cp.empty(1 << 28, np.uint8) for _ in range(2))
     copy = _seconds(
         lambda: b.data.copy_from_device_async(a.data, a.nbytes, cp.cuda.get_current_stream())
     )
     numbers = np.random.default_rng(0).standard_normal((2048, 8192), np.float32)
-    numbers = np.tile(
-        numbers, (4, 1)
-    )  # zeros would be faster: the power limit counts changing bits
+    # not zeros, which are faster: power depends on how many bits change
+    numbers = np.tile(numbers, (4, 1))
     x = cp.asarray(numbers.astype(BFLOAT16) if precision == "bf16" else numbers)
     y = cp.empty_like(x)
     product = _seconds(lambda: matmul(y, x, x))
@@ -338,7 +249,7 @@ def _seconds(f, runs=10):
 
 
 def chrome_trace(times: list[Timed]) -> dict[str, Any]:
-    """For ui.perfetto.dev and chrome://tracing: kernels, and above them the ops and layers that they belong to."""
+    """A trace for ui.perfetto.dev and chrome://tracing: the kernels, and above them their ops and layers."""
     tracks = {"layers": 1, "ops": 2, "kernels": 3}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}}
@@ -360,8 +271,10 @@ def chrome_trace(times: list[Timed]) -> dict[str, Any]:
         known = {} if launch is None else {"bytes": launch.nbytes, "operations": launch.flops}
         span("kernels", t.name, t, known | ({"launch": launch.name} if launch else {}))
         for track in ("layers", "ops"):
-            place = launch and (launch.layer if track == "layers" else launch.op)
-            name = f"{place} {launch.way}" if place else ""
+            owner = ""
+            if launch is not None:
+                owner = launch.layer if track == "layers" else launch.op
+            name = f"{owner} {launch.way}" if launch is not None and owner else ""
             last = open_spans.get(track)
             if last is not None and last["name"] == name:
                 last["dur"] = (t.end - zero) / 1e3 - last["ts"]

@@ -1,4 +1,4 @@
-"""Where time and memory of a training step go: parts, kernels with their share of the peaks, and the memory plan."""
+"""The time and the memory of a training step: its parts, its kernels with their share of the card's limits, the memory plan."""
 
 import contextlib
 import functools
@@ -33,17 +33,17 @@ from ..device import (
 from ..errors import UserError
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
-from ..nn.observers import watch_ops
+from ..nn.observers import Op, OpObserver, observe_ops
 from ..report import page as report
-from ..report.profiled import Keeping, shape_of, with_options_of
+from ..report.profiled import RecordingConsole, shape_of, with_options_of
 from ..training import memory_plan as memory
-from ..training.loop import Run
-from ..training.run_log import describe
+from ..training.model_summary import describe
+from ..training.run import Run
 from . import kernel_times
 from .kernel_times import Recorder
 
-VOCAB_SIZE = 50257  # GPT-2's, where neither preset nor option says another
-LARGE = {  # shapes to plan with, beyond the presets that one card trains in an hour
+VOCAB_SIZE = 50257  # GPT-2's; used if neither the preset nor an option gives one
+LARGE = {  # shapes for --plan only: larger than what one card trains in an hour
     "1b": Preset(
         dict(dim=2048, n_layers=18, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=5632),
         dict(batch=8, seq_len=2048),
@@ -65,9 +65,9 @@ LESS_MEMORY = "use a smaller --batch, --seq-len or model, or look with --plan"
 
 @dataclass(frozen=True)
 class Options:
-    """What to look at. A model is a preset, changed by whatever of its shape is given."""
+    """What to profile. The model is a preset; the shape options override it."""
 
-    plan: bool = False  # only say what memory a step would take
+    plan: bool = False  # only print the memory that a step would take
     run: Path | None = None  # profile the model of this run (runs/NAME), with its options
     preset: str = "auto"  # of xtrain.train: tiny, dim384 ...; for --plan also 1b and 7b
     dim: int | None = None  # width; none: the preset's
@@ -81,19 +81,19 @@ class Options:
     batch: int | None = None
     seq_len: int | None = None  # tokens per sequence; none: the preset's
     precision: Literal["fp32", "bf16"] = "fp32"  # of activations and matrix products
-    recompute: Literal["none", "attention", "block"] = "none"  # what backward computes again
-    gpus: str = "1,4,8"  # --plan: numbers of GPUs, with commas
-    # --plan: memory of a GPU, 10^9 bytes; none: the present card's, else 80
+    recompute: Literal["none", "attention", "block"] = "none"  # what backward recomputes
+    gpus: str = "1,4,8"  # --plan: numbers of GPUs, separated by commas
+    # --plan: memory of a GPU, 10^9 bytes; none: this machine's card, else 80
     gpu_gb: float | None = None
     steps: int = 20  # steps that are timed
     graph: bool = True  # time the step as one CUDA graph
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     trace: str | None = None  # write the kernels of the timed steps here, for ui.perfetto.dev
-    picture: str | None = None  # write a picture of the memory over a step here (.png)
+    picture: str | None = None  # write a chart of the memory over a step here (.png)
 
 
 def model_config(o: Options) -> tuple[ModelConfig, int, int]:
-    """-> shape, batch, T. Raises UserError."""
+    """-> the model's shape, sequences in a batch, tokens per sequence. Raises UserError."""
     if o.run is not None:
         return shape_of(o.run)
     presets = {**PRESETS, **(LARGE if o.plan else {})}
@@ -105,7 +105,7 @@ def model_config(o: Options) -> tuple[ModelConfig, int, int]:
     asked = {field: getattr(o, option) for option, field in SHAPE.items()}
     asked = {field: value for field, value in asked.items() if value is not None}
     shape = dict(preset.model)
-    if "dim" in asked:  # as many heads of the same width as it takes, and the usual MLP
+    if "dim" in asked:  # heads of the same width as before, and the default MLP
         shape |= {"n_heads": max(asked["dim"] // shape["head_dim"], 1), "n_kv_heads": None}
         shape["hidden_dim"] = None
     if "n_heads" in asked:
@@ -120,6 +120,7 @@ def model_config(o: Options) -> tuple[ModelConfig, int, int]:
 
 # ----------------------------------------------------------------------------- the plan
 def show_plan(o: Options, console: Console) -> None:
+    """Print the memory plan of one step, the largest batches that fit, and the plan for several GPUs."""
     config, batch, T = model_config(o)
     gpus = _numbers(o.gpus)
     gpu_gb = o.gpu_gb or (_card_gb() if gpu_available() else 80.0)
@@ -132,19 +133,19 @@ def show_plan(o: Options, console: Console) -> None:
     console.print(_plan_table(plan))
     _say(
         console,
-        f"The fullest moment is in: {plan.op}. Outside the pool come {memory.OUTSIDE / 1e9:.1f} GB (CUDA context, kernels).",
+        f"The peak is in: {plan.op}. Outside the pool, the CUDA context and the kernels take {memory.OUTSIDE / 1e9:.1f} GB.",
     )
     console.print(_fit_table(config, batch, T, gpu_gb))
     console.print(_gpus_table(gpus, plan, gpu_gb))
     _say(
         console,
-        "This is a plan: arithmetic over the arrays that the code asks for. With several GPUs each has the batch above and all\n"
-        "gradients; ZeRO-1 divides moments and float32 master weights by the ranks. NCCL's buffers are not counted.",
+        "This is a plan, computed from the arrays that the code allocates. With several GPUs, each has the batch above and all\n"
+        "gradients; ZeRO-1 divides moments and float32 master weights among the ranks. NCCL's buffers are not counted.",
     )
 
 
 def _plan_table(plan: memory.Plan) -> Table:
-    table = _table("one step", "what", "when backward begins, GB", "fullest moment, GB")
+    table = _table("one step", "what", "when backward begins, GB", "at the peak, GB")
     for kind in dict.fromkeys([*plan.kinds, *plan.kept]):
         sizes = (plan.kept.get(kind, 0), plan.kinds.get(kind, 0))
         if max(sizes) >= 2e-4 * plan.peak:
@@ -162,13 +163,20 @@ def _fit_table(config: ModelConfig, batch: int, T: int, gpu_gb: float) -> Table:
     )  # fmt: skip
     for precision in ("fp32", "bf16"):
         for recompute in ("none", "attention", "block"):
-            need = functools.partial(_gb, config, T, precision, recompute)
-            largest = memory.largest(lambda B, need=need: need(B) <= gpu_gb)
-            table.add_row(precision, recompute, f"{need(batch):.2f}", str(largest or "none"))
+            shape = config, T, precision, recompute
+            largest = memory.largest(functools.partial(_fits, shape, gpu_gb))
+            row = precision, recompute, f"{_gb(shape, batch):.2f}", str(largest or "none")
+            table.add_row(*row)
     return table
 
 
-def _gb(config, T, precision, recompute, batch):
+def _fits(shape, gpu_gb, batch):
+    return _gb(shape, batch) <= gpu_gb
+
+
+def _gb(shape, batch):
+    """GB that a step takes, infinite if no launcher accepts such arrays. shape: config, T, precision, recompute."""
+    config, T, precision, recompute = shape
     try:
         plan = memory.plan(config, batch, T, precision, recompute)
     except ValueError:  # a launcher refuses so large an array
@@ -191,7 +199,9 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UserError(f"--gpus takes whole numbers with commas, such as 1,4,8, not {text!r}")
+        raise UserError(
+            f"--gpus takes whole numbers separated by commas, such as 1,4,8, not {text!r}"
+        )
     return numbers
 
 
@@ -202,7 +212,7 @@ def _card_gb() -> float:
 # ----------------------------------------------------------------------------- measuring
 @contextlib.contextmanager
 def a_run(o: Options) -> Any:
-    """A Run over random tokens: the loader, the model, the optimizer and the step are those of training."""
+    """A Run over random tokens, with the loader, the model, the optimizer and the step of training."""
     config, batch, T = model_config(o)
     device = resolve_device(o.device)
     c, _ = resolve(
@@ -218,13 +228,15 @@ def a_run(o: Options) -> Any:
         write_shard(shard, (config.vocab_size * draws).astype(np.int64), config.vocab_size)
         loader = lambda B, T, seed, rank=0, world=1: Loader([shard], B, T, seed, rank, world)
         model = Transformer(config, 0, device, o.precision, o.recompute)
-        yield Run(c, model, SimpleNamespace(loader=loader))
+        corpus: Any = SimpleNamespace(loader=loader)
+        yield Run(c, model, corpus)
 
 
 def parts(run: Run, steps: int) -> dict[str, float]:
-    """Median ms of each part, waiting for the GPU before and after; as CUDA graphs if the run uses them.
+    """Median milliseconds of each part of a step, synchronized before and after; as CUDA graphs if the run uses them.
 
-    forward is measured, backward is what forward + backward take more, clip + AdamW what the whole step takes more.
+    data, forward and the whole step are measured. backward is (forward + backward) minus forward; clip + AdamW is the
+    remainder of the whole step.
     """
     model, device = run.model, run.model.device
     ids, targets = run.loader.next_batch()
@@ -241,7 +253,7 @@ def parts(run: Run, steps: int) -> dict[str, float]:
     def wall(f):
         call = f
         if device == "gpu" and run.config.graph:
-            call = Graphed(f)
+            call = Graphed(f, model.arena)
         elif device == "gpu":
             call = lambda *inputs: f(*(to_device(x, "gpu") for x in inputs))
         for _ in range(3):
@@ -270,7 +282,7 @@ def _wall(f: Callable[[], Any], device: str, runs: int) -> float:
 
 
 def check_files(o: Options) -> None:
-    """Raises UserError now for what could not be written after all measurements."""
+    """Raise UserError before measuring if a file could not be written afterwards."""
     if o.plan and (o.trace or o.picture):
         raise UserError("--plan runs nothing that --trace or --picture could show: leave them out")
     if o.trace and resolve_device(o.device) == "cpu":
@@ -286,6 +298,7 @@ def check_files(o: Options) -> None:
 
 
 def measure(o: Options, console: Console) -> None:
+    """Run steps and print their parts, their kernels (on a CPU: their ops), and write the trace and the chart."""
     if o.steps < 1:
         raise UserError(f"--steps must be positive, got {o.steps}")
     with a_run(o) as run:
@@ -298,8 +311,8 @@ def measure(o: Options, console: Console) -> None:
         for _ in range(3):  # compile, fill the pool, capture
             run.step()
         if device == "gpu":
-            planned, taken = _plan_of(run).reserved / 1e9, memory_peak_bytes(device) / 1e9
-            _say(console, f"memory: planned {planned:.3f} GB, taken {taken:.3f} GB")
+            planned, taken = _plan_of(run).reserved / 1e9, (memory_peak_bytes(device) or 0) / 1e9
+            _say(console, f"memory: planned {planned:.3f} GB, used {taken:.3f} GB")
         ms = parts(run, o.steps)
         table = _table("a step", "part", "ms", "share")
         for name, t in ms.items():
@@ -332,12 +345,12 @@ def _plan_of(run: Run) -> memory.Plan:
 
 def _eager(run: Run) -> None:
     ids, targets = run.loader.next_batch()
-    run.compute(*(to_device(x, "gpu") for x in (ids, targets, run.optimizer.advance())))
+    run.train_step(*(to_device(x, "gpu") for x in (ids, targets, run.optimizer.advance())))
 
 
 def _kernels(o: Options, run: Run, console: Console) -> None:
     recorder = Recorder()
-    recorder(run.model, lambda: _eager(run), nvtx_note())
+    recorder(lambda: _eager(run), nvtx_ranges())
     copy, product = kernel_times.limits(run.config.precision)
     _say(
         console,
@@ -351,10 +364,10 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
     except kernel_times.NoTimes as reason:
         _say(
             console,
-            f"{escape(str(reason))}: times are from CUDA events around the launches of an eager step, a few microseconds too long each",
+            f"{escape(str(reason))}: times are from CUDA events around the launches of an eager step, each a few microseconds too long",
         )
         events, steps = Recorder(events=True), 1
-        events(run.model, lambda: _eager(run))
+        events(lambda: _eager(run))
         times = events.timed()
     console.print(kernel_table(kernel_times.rows(times, steps), copy, product))
     if o.trace:
@@ -365,8 +378,10 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
 
 
 def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> Table:
-    """copy, product: the card's limits, bytes and operations per second. Share of the limit: of products
-    for kernels that multiply matrices, else of the copy."""
+    """The kernel table. copy, product: the card's limits, bytes per second and operations per second.
+
+    "of limit" compares kernels with known operations with `product`, all others with `copy`.
+    """
     total = sum(row.ns for row in rows)
     table = _table(
         "kernels of a step", "kernel", "op", "calls", "ms", "share", "GB/s", "TFLOP/s", "of limit"
@@ -385,52 +400,54 @@ def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> T
 
 
 def ops_table(run: Run, steps: int) -> Table:
-    """On a CPU: seconds inside each op, forward and backward."""
+    """On a CPU: the time inside each op, forward and backward."""
     spent: dict[tuple[str, str], list[float]] = {}
 
     @contextlib.contextmanager
-    def note(op, way, layer):
+    def observer(op: Op) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        if op:
-            spent.setdefault((op, way), []).append(time.perf_counter() - start)
+        if op.name:  # not a layer
+            spent.setdefault((op.name, op.way), []).append(time.perf_counter() - start)
 
     start = time.perf_counter()
-    with watch_ops(run.model, note):
+    with observe_ops(observer):
         for _ in range(steps):
             run.step()
     whole = time.perf_counter() - start
     table = _table("ops of a step", "op", "way", "calls", "ms", "share")
-    for (op, way), times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+    for (name, way), times in sorted(spent.items(), key=lambda item: -sum(item[1])):
         t = sum(times)
         calls, share = f"{len(times) / steps:g}", f"{100 * t / whole:.1f} %"
-        table.add_row(op, way, calls, f"{1e3 * t / steps:.3f}", share)
+        table.add_row(name, way, calls, f"{1e3 * t / steps:.3f}", share)
     return table
 
 
-def nvtx_note() -> Callable | None:
-    """A note for watch_ops that opens NVTX ranges, or None without the package nvtx."""
+def nvtx_ranges() -> OpObserver | None:
+    """An observer that opens an NVTX range for each op and layer; None if the package nvtx is not installed."""
     try:
         import nvtx
     except ImportError:
         return None
-    return lambda op, way, layer: nvtx.annotate(" ".join(filter(None, (layer, op, way))))
+    return lambda op: nvtx.annotate(" ".join(filter(None, (op.layer, op.name, op.way))))
 
 
 def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
-    """The memory of a step by kind, and over it what the device's pool handed out (bytes after each change)."""
+    """Write a chart: the planned memory of a step by kind, and the measured bytes in the device's pool after each change."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.add_subplot()
-    stays = {k for k, n in plan.timeline[0][1].items() if n}
-    kinds = {k for _, now in plan.timeline for k in now}
-    kinds = [k for k in kinds if max(now.get(k, 0) for _, now in plan.timeline) > 5e-4 * plan.peak]
-    kinds.sort(key=lambda k: (k not in stays, -plan.kinds.get(k, 0)))  # what stays is drawn below
+    constant = {k for k, n in plan.timeline[0][1].items() if n}
+    most = {k: max(now.get(k, 0) for _, now in plan.timeline) for k in plan.timeline[-1][1]}
+    kinds = [k for k in most if most[k] > 5e-4 * plan.peak]
+    kinds.sort(
+        key=lambda k: (k not in constant, -plan.kinds.get(k, 0))
+    )  # constant ones at the bottom
     gb = np.array([[now.get(k, 0) / 1e9 for _, now in plan.timeline] for k in kinds])
-    colors = matplotlib.colormaps["tab20"].colors
+    colors = matplotlib.colormaps["tab20"](range(20))
     axes.stackplot(range(gb.shape[1]), gb, labels=kinds, colors=colors, step="post", lw=0)
     ways = [scope[1] for scope, _ in plan.timeline]
     begin = next((i for i, way in enumerate(ways) if way == "backward"), 0)
@@ -459,11 +476,11 @@ def _say(console: Console, text: str) -> None:
 
 
 def profile(o: Options) -> None:
-    """What `xtrain.profile` does. Raises UserError."""
-    console = Keeping(width=None if sys.stdout.isatty() else 160)
+    """Run `xtrain.profile`. Raises UserError."""
+    console = RecordingConsole(width=None if sys.stdout.isatty() else 160)
     o = o if o.run is None else with_options_of(o.run, o)
     check_files(o)
     show_plan(o, console) if o.plan else measure(o, console)
     if o.run is not None and not o.plan:
-        kept = console.keep(o.run)
+        kept = console.save(o.run)
         _say(console, escape(f"tables: {kept}; on a page: {report.write([o.run])}"))

@@ -6,22 +6,20 @@
     v  = beta2 v + (1 - beta2) g^2                running mean of g^2
     w  = w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-The order of operations is torch.optim.AdamW's. m and v start at zero, so after t steps the weights
-of their terms add up to 1 - beta^t only; dividing by it corrects that bias. 1 - beta^t is computed
-on the host in float64: in float32 the subtraction would lose digits. What changes from step to step
-reaches the kernel in an array on the device, hyper = [lr, 1 - beta1^t, sqrt(1 - beta2^t)], so a
-captured step can be replayed with new values.
+The order of operations is that of torch.optim.AdamW. m and v start at zero, so after t steps the weights of their terms
+add up to only 1 - beta^t; dividing by it corrects that bias. 1 - beta^t is computed on the host in float64: in float32 the
+subtraction would lose digits. The values that change from step to step are passed in a device array,
+hyper = [lr, 1 - beta1^t, sqrt(1 - beta2^t)], so a captured step can be replayed with new values.
 
-A compiler may contract a*b + c into one instruction with one rounding instead of two. Then the GPU
-and the reference would part, and so would two compilers. Here every operation is one that rounds
-once and is never contracted (libdevice's *_rn), so the kernel equals its float32 reference bit for
-bit.
+A compiler may contract a*b + c into one instruction, with one rounding instead of two. Then the GPU and the reference would
+differ, and so would two compilers. Every operation here rounds once and is never contracted (the *_rn functions of
+libdevice), so the kernel equals its float32 reference bit for bit.
 
-A factor that is NaN means that this step is skipped (see skip.py): w, m, v and the copy stay as they are.
+A factor of NaN skips the step (see skip_nonfinite.py): w, m, v and the copy stay unchanged.
 
-The same pass can write a bf16 copy of the new weights, which the next forward reads, and zero the gradient, which the
-next backward adds to: both have to be written anyway, and reading w and g a second time is saved.
-Bytes moved: read w, g, m, v, write w, m, v: 28 per element; 2 more for the copy, 4 for the zeros.
+The same pass can write a bf16 copy of the new weights, which the next forward reads, and zero the gradient, to which the
+next backward adds. Both must be written in any case, so this saves reading w and g a second time.
+Bytes moved: read w, g, m, v, write w, m, v: 28 per element; 2 more for the copy, 4 more for the zeros.
 """
 
 import functools
@@ -32,19 +30,20 @@ from numba import cuda, float32, int64
 from numba.cuda.libdevice import fadd_rn, fdiv_rn, fmul_rn, fsqrt_rn, fsub_rn
 
 from ..device import Array
-from .primitives.flat import BLOCK, EACH, GAP, QUAD, STRIDE, load, on_16_bytes, position, store
+from .primitives.flat import BLOCK, CHUNK, GAP, QUAD, STRIDE, load, on_16_bytes, position, store
 from .primitives.ptx import device, kernel
+from .runtime.cost import declare_cost
 from .runtime.launch import check, check_array, launch, on_host
 
-TILE = STRIDE  # one chunk per thread: four arrays are enough bytes under way
+TILE = STRIDE  # one chunk per thread: its four arrays keep enough bytes in flight
 
 
 # ----------------------------------------------------------------------------- reference
 def adamw_ref(
     w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay,
-    half_n=None, zero_grad=False,
+    copy_n=None, zero_grad=False,
 ):  # fmt: skip
-    """Updates w, m and v in place, in their own dtype; fills half_n, zeroes g."""
+    """Updates w, m and v in place, in their dtype. Writes the new w to copy if given; zeroes g if zero_grad."""
     if np.isnan(factor_1[0]):
         if zero_grad:
             g_n[...] = 0
@@ -57,14 +56,17 @@ def adamw_ref(
     v_n *= number(beta2)
     v_n += number(1 - beta2) * scaled_n * scaled_n
     w_n -= lr / correction1 * m_n / (np.sqrt(v_n) / root2 + number(eps))
-    if half_n is not None:
-        half_n[...] = w_n
+    if copy_n is not None:
+        copy_n[...] = w_n
     if zero_grad:
         g_n[...] = 0
 
 
 def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float32) -> np.ndarray:
-    """What changes with the step: [lr, 1 - beta1^step, sqrt(1 - beta2^step)]; the first is 1."""
+    """The values that change with the step, (3,): [lr, 1 - beta1^step, sqrt(1 - beta2^step)].
+
+    step counts from 1. Raises ValueError for a smaller one.
+    """
     check(step >= 1, f"adamw: step is {step}, the first step is 1")
     return np.array([lr, 1 - beta1**step, math.sqrt(1 - beta2**step)], dtype)
 
@@ -72,7 +74,7 @@ def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float
 # ----------------------------------------------------------------------------- kernel
 @device
 def update(g, w, m, v, decay, rest1, beta2, rest2, rate, root2, eps):
-    """One element -> its new w, m, v. Every operation rounds once."""
+    """One element: -> the new w, m, v. Every operation rounds once."""
     w = fmul_rn(w, decay)
     m = fadd_rn(m, fmul_rn(rest1, fsub_rn(g, m)))
     v = fadd_rn(fmul_rn(v, beta2), fmul_rn(fmul_rn(rest2, g), g))
@@ -81,29 +83,29 @@ def update(g, w, m, v, decay, rest1, beta2, rest2, rate, root2, eps):
 
 
 @functools.cache
-def make_adamw_kernel(with_half, zero_grad):
-    """The four kernels: with and without the bf16 copy, with and without zeroing the gradient."""
+def make_adamw_kernel(with_copy, zero_grad):
+    """One of four kernels: with or without the bf16 copy, with or without zeroing the gradient."""
 
     @kernel(BLOCK)
     def adamw_kernel(
-        w_n, m_n, v_n, half_n, g_n, factor_1, hyper_3, n_decay, rest1, beta2, rest2, eps, weight_decay, aligned
+        w_n, m_n, v_n, copy_n, g_n, factor_1, hyper_3, n_decay, rest1, beta2, rest2, eps, weight_decay, aligned
     ):  # fmt: skip
-        """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2. Without a copy half_n is not touched."""
-        g = cuda.local.array(EACH, float32)
-        w = cuda.local.array(EACH, float32)
-        m = cuda.local.array(EACH, float32)
-        v = cuda.local.array(EACH, float32)
+        """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2. copy_n is unused without a copy."""
+        g = cuda.local.array(CHUNK, float32)
+        w = cuda.local.array(CHUNK, float32)
+        m = cuda.local.array(CHUNK, float32)
+        v = cuda.local.array(CHUNK, float32)
         n = w_n.size
         i = int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * QUAD
-        whole = aligned and i + GAP + QUAD <= n
-        load(g, g_n, i, GAP, n, whole)
-        load(w, w_n, i, GAP, n, whole)
-        load(m, m_n, i, GAP, n, whole)
-        load(v, v_n, i, GAP, n, whole)
+        vectorized = aligned and i + GAP + QUAD <= n
+        load(g, g_n, i, GAP, n, vectorized)
+        load(w, w_n, i, GAP, n, vectorized)
+        load(m, m_n, i, GAP, n, vectorized)
+        load(v, v_n, i, GAP, n, vectorized)
         factor, lr, root2 = factor_1[0], hyper_3[0], hyper_3[2]
         rate = fdiv_rn(lr, hyper_3[1])
         keep = fsub_rn(float32(1.0), fmul_rn(lr, weight_decay))
-        for j in range(EACH):
+        for j in range(CHUNK):
             decay = keep if position(i, GAP, j) < n_decay else float32(1.0)  # w times 1 is w
             w[j], m[j], v[j] = update(
                 fmul_rn(g[j], factor),
@@ -119,17 +121,18 @@ def make_adamw_kernel(with_half, zero_grad):
                 eps,
             )
             g[j] = float32(0.0)
-        if (
-            factor == factor
-        ):  # not NaN. (Asked here and not at the top, where all loads would wait for it.)
-            store(w_n, i, GAP, n, w, whole)
-            store(m_n, i, GAP, n, m, whole)
-            store(v_n, i, GAP, n, v, whole)
-            if with_half:
-                store(half_n, i, GAP, n, w, whole)
+        # False for NaN. The test is here and not at the top, where all loads would wait for it.
+        if factor == factor:
+            store(w_n, i, GAP, n, w, vectorized)
+            store(m_n, i, GAP, n, m, vectorized)
+            store(v_n, i, GAP, n, v, vectorized)
+            if with_copy:
+                store(copy_n, i, GAP, n, w, vectorized)
         if zero_grad:
-            store(g_n, i, GAP, n, g, whole)
+            store(g_n, i, GAP, n, g, vectorized)
 
+    updated = ("w_n", "m_n", "v_n", "g_n") if zero_grad else ("w_n", "m_n", "v_n")
+    declare_cost(adamw_kernel, in_place=updated)
     return adamw_kernel
 
 
@@ -146,16 +149,17 @@ def adamw(
     beta2: float,
     eps: float,
     weight_decay: float,
-    half_n: Array | None = None,
+    copy_n: Array | None = None,
     zero_grad: bool = False,
 ) -> None:
-    """One step, in place on w, m and v; all (n,) float32. Only elements [0, n_decay) of w decay.
+    """One optimizer step, in place on w, m and v. w, g, m, v: (n,) float32. Only elements [0, n_decay) of w decay.
 
-    factor_1: (1,), multiplies g (1 for no clipping, NaN to skip the step). hyper_3: adamw_hyper(...), where w is.
-    half_n: (n,) bf16, becomes the new w, rounded. zero_grad: g becomes zero.
+    factor (1,) float32 multiplies g: 1 for no clipping, NaN to skip the step. hyper (3,) float32: adamw_hyper(...), on
+    the device of w. copy (n,) bf16: becomes the new w, rounded. zero_grad: set g to zero.
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     n = w_n.size
-    arrays = [w_n, m_n, v_n, w_n, g_n, factor_1, hyper_3]  # a kernel takes no None
+    arrays = [w_n, m_n, v_n, w_n, g_n, factor_1, hyper_3]  # a kernel argument cannot be None
     for name, x, shape in (
         ("w", w_n, (n,)),
         ("g", g_n, (n,)),
@@ -165,18 +169,18 @@ def adamw(
         ("hyper", hyper_3, (3,)),
     ):
         check_array("adamw", name, x, shape)
-    if half_n is not None:
-        check_array("adamw", "half", half_n, (n,), ("bfloat16",))
-        arrays[3] = half_n
+    if copy_n is not None:
+        check_array("adamw", "copy", copy_n, (n,), ("bfloat16",))
+        arrays[3] = copy_n
     check(0 <= n_decay <= n, f"adamw: n_decay is {n_decay}, expected 0 to {n}")
     if on_host(*arrays):
         adamw_ref(
             w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay,
-            half_n, zero_grad,
+            copy_n, zero_grad,
         )  # fmt: skip
         return
     # 1 - beta in float64, then rounded: 1 - 0.999 in float32 would be wrong in the fifth digit
     constants = [np.float32(c) for c in (1 - beta1, beta2, 1 - beta2, eps, weight_decay)]
-    adamw_kernel = make_adamw_kernel(half_n is not None, bool(zero_grad))
+    adamw_kernel = make_adamw_kernel(copy_n is not None, bool(zero_grad))
     aligned = on_16_bytes(*arrays[:5])
     launch(adamw_kernel, -(-n // TILE), BLOCK, *arrays, n_decay, *constants, aligned)

@@ -5,17 +5,17 @@ A bfloat16 is the upper half of a float32: sign, the same 8 exponent bits, 7 of 
     widening   bits << 16: exact, every bfloat16 is a float32
     narrowing  keep the upper half, rounded to nearest, ties to even. With b the 32 bits:
                (b + 0x7FFF + (bit 16 of b)) >> 16
-               A lower half of 0x8000 is a tie: with bit 16 added it carries upwards exactly when
-               the kept half is odd. A carry out of the fraction raises the exponent, which is the
-               right result, up to infinity. A NaN could be carried away or lose its last fraction
-               bit, so it becomes sign | 0x7FC0.
+               A lower half of 0x8000 is a tie: with bit 16 added it carries exactly when the kept
+               half is odd. A carry out of the fraction increments the exponent, which is the correct
+               result, up to infinity. A carry could turn a NaN into another value, and narrowing
+               could drop its last fraction bit, so a NaN becomes sign | 0x7FC0.
 
-    backward   rounding is a staircase, flat almost everywhere; its slope is taken as that of the
-               line it follows, one: dy is cast back.
+    backward   rounding is a step function with derivative zero almost everywhere. We use the slope
+               of the line that it follows, one: dy is cast back.
 
-The naive kernel does the integer arithmetic above. The one in use leaves it to the instruction that narrows two
-numbers at once (store4 in _ptx.py), which gives the same bits, except that its NaN has no sign: those are mended.
-Bytes moved: 6 per element.
+The naive kernel does the integer arithmetic above. The kernel in use leaves it to the instruction that narrows two
+numbers at once (store4 in primitives/ptx.py). It gives the same bits, except that it drops the sign of a NaN, which
+restore_nan_signs puts back. Bytes moved: 6 per element.
 """
 
 import math
@@ -27,12 +27,12 @@ from numba import cuda, float32, int64
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
-    EACH,
+    CHUNK,
     GAP,
     STEPS,
     STRIDE,
+    can_vectorize,
     first_element,
-    is_whole,
     launch_flat,
     load,
     position,
@@ -46,7 +46,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 # ----------------------------------------------------------------------------- reference
 def cast_ref(x, dtype):
-    """-> x in another type; to bf16: rounded to the nearest, ties to even"""
+    """-> x in another dtype; to bf16: rounded to nearest, ties to even"""
     with np.errstate(invalid="ignore", over="ignore"):  # NaN stays NaN, 3.4e38 becomes infinity
         return x.astype(dtype)
 
@@ -54,7 +54,7 @@ def cast_ref(x, dtype):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
 def narrow_naive_kernel(y_n, x_n):
-    """Grid ceil(n / BLOCK), block BLOCK. x: float32 seen as uint32. y: bfloat16 seen as uint16."""
+    """Grid ceil(n / BLOCK), block BLOCK. x: float32, viewed as uint32. y: bfloat16, viewed as uint16."""
     i = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if i < y_n.size:
         bits = int64(x_n[i])
@@ -65,36 +65,37 @@ def narrow_naive_kernel(y_n, x_n):
 
 
 @device
-def mend_nans(y_n, x, i, n):
-    """Give the NaNs of a chunk their sign back. To a kernel a bfloat16 array is one of uint16."""
+def restore_nan_signs(y_n, x, i, n):
+    """Restore the signs of the NaNs of a chunk. Kernels see a bfloat16 array as uint16."""
     found = False
-    for j in range(EACH):
+    for j in range(CHUNK):
         found |= x[j] != x[j]
     if found:
-        for j in range(EACH):
+        for j in range(CHUNK):
             at = position(i, GAP, j)
             if x[j] != x[j] and at < n:
                 y_n[at] = 0xFFC0 if math.copysign(float32(1.0), x[j]) < 0 else 0x7FC0
 
 
 @device
-def cast_chunks(y_n, x_n, first, narrows, whole):
-    x = cuda.local.array((STEPS, EACH), float32)
+def cast_chunks(y_n, x_n, first, narrows, vectorized):
+    """Convert the thread's chunks. narrows: to bf16."""
+    x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+        load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
         i = first + s * STRIDE
-        store(y_n, i, GAP, n, x[s], whole)
+        store(y_n, i, GAP, n, x[s], vectorized)
         if narrows:
-            mend_nans(y_n, x[s], i, n)
+            restore_nan_signs(y_n, x[s], i, n)
 
 
 @kernel(BLOCK)
 def narrow_kernel(y_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK. x: float32, y: bfloat16."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         cast_chunks(y_n, x_n, first, True, True)
     else:
         cast_chunks(y_n, x_n, first, True, False)
@@ -104,7 +105,7 @@ def narrow_kernel(y_n, x_n, aligned):
 def widen_kernel(y_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK. x: bfloat16, y: float32."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         cast_chunks(y_n, x_n, first, False, True)
     else:
         cast_chunks(y_n, x_n, first, False, False)
@@ -112,9 +113,9 @@ def widen_kernel(y_n, x_n, aligned):
 
 # ----------------------------------------------------------------------------- launcher
 def cast_fwd(x: Array, dtype) -> Array:
-    """x float32 or bfloat16 of any shape -> a copy in `dtype`, one of the two.
+    """x float32 or bfloat16, of any shape -> a copy in `dtype`, one of the two; x itself if it has that dtype already.
 
-    x itself if that is its dtype already. Another dtype of x: TypeError; of the result: ValueError.
+    Raises TypeError for another dtype of x, ValueError for another `dtype` or a non-contiguous x.
     """
     dtype = np.dtype(dtype)
     check_array("cast", "x", x, x.shape, FLOATS)
@@ -131,7 +132,10 @@ def cast_fwd(x: Array, dtype) -> Array:
 
 
 def cast_into(y: Array, x: Array) -> None:
-    """y[...] = x: one of them float32 and the other bfloat16, of one shape."""
+    """y[...] = x, where one is float32 and the other bfloat16. Same shape, both contiguous.
+
+    Raises ValueError or TypeError for other shapes or dtypes.
+    """
     check_array("cast_into", "x", x, x.shape, FLOATS)
     check_array("cast_into", "y", y, x.shape, [name for name in FLOATS if name != x.dtype.name])
     if on_host(y, x):

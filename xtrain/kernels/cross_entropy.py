@@ -5,23 +5,23 @@
     backward   d logsumexp / dx_v is the softmax p_v, so with L = inv_count sum_n loss_n
                dL/dx_v = inv_count (p_v - [v == target])
 
-inv_count is 1 / (number of targets that count) over the whole optimizer step, so the gradients of
-its micro-batches simply add up. A row whose target is -100 (IGNORE) has loss 0 and gradient 0.
-Columns from vocab_size on are padding: not part of the softmax, their gradient is exactly 0.
+inv_count is 1 / (number of targets that count) of the whole optimizer step, so the gradients of its micro-batches simply
+add up. A row with target -100 (IGNORE) has loss 0 and gradient 0. Columns from vocab_size on are padding: they are not
+part of the softmax, and their gradient is exactly 0.
 
-Both ways in one launch, and nothing is saved: the gradient is written over the logits, float32 or
-bf16. m and the sum come from one pass (see softmax.py), which also puts as much of the row as fits
-into shared memory: GPT-2's 50304 columns in bf16, half of them in float32. Only the rest is read
-twice, and mostly from L2. Bytes moved: logits read and written once, 2 N P elements.
+Forward and backward are one launch, and nothing is saved: the gradient overwrites the logits, float32 or bf16. m and the
+sum come from one pass (see softmax.py), which also keeps as much of the row in shared memory as fits: all of GPT-2's 50304
+columns in bf16, half of them in float32. Only the rest is read twice, mostly from L2.
+Bytes moved: logits read and written once, 2 N P elements.
 
-In bf16 a multiprocessor of an H200 has time for about 28 instructions per element and both passes,
-so exp(x - m) is exp2((x - m) log2 e): two multiplications and one instruction, exact to two units in
-the last place. The sum over rows runs in a fixed order in one block: the same bits every run, without
-atomics.
+In bf16 a multiprocessor of an H200 has time for about 28 instructions per element in both passes together, so exp(x - m) is
+computed as exp2((x - m) log2 e): two multiplications and one instruction, accurate to two units in the last place. The sum
+over rows runs in one block in a fixed order: the same bits in every run, without atomics.
 """
 
 import functools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numba import cuda, float32, int64, types, uint32
@@ -33,7 +33,7 @@ from .primitives.reduce import MAX_WARPS, block_max, block_sum
 from .primitives.rows import aligned_rows
 from .primitives.tensor_cores import exp2, fmax
 from .primitives.words import (
-    each_of,
+    elements_per_vector,
     load_words4,
     load_words4_shared,
     load_words8,
@@ -47,21 +47,36 @@ from .primitives.words import (
     unpack4,
     unpack8,
 )
+from .runtime.cost import declare_cost
 from .runtime.launch import FLOATS, check, check_array, check_ids, empty, launch, on_host, wide
 from .softmax import LOG2E, LOWEST, online_softmax
 
 IGNORE = -100  # a target that does not count, as in PyTorch and Hugging Face
 BLOCK = 512  # of the naive kernel
-# For bf16 and float32: threads of a block, blocks on a multiprocessor, rounds of a row that stay in registers. With what
-# fits into shared memory that is all of GPT-2's 50304 columns: nothing is read twice.
-PLANS = {8: (384, 3, 1), 4: (512, 2, 3)}
-UNROLL = 4  # chunks that a thread asks for before it looks at the first: 64 bytes
-SUM_BLOCK = 1024  # one block adds up all rows: as many threads as it can have
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """How the kernel in use is launched."""
+
+    threads: int  # per block
+    blocks_per_sm: int
+    register_rounds: int  # rounds of a row that stay in registers
+
+
+# By the number of logits in 16 bytes: 8 for bf16, 4 for float32. With the part of a row that fits into shared memory, the
+# bf16 plan holds all of GPT-2's 50304 columns on chip: nothing is read twice.
+PLANS = {
+    8: LossPlan(threads=384, blocks_per_sm=3, register_rounds=1),
+    4: LossPlan(threads=512, blocks_per_sm=2, register_rounds=3),
+}
+UNROLL = 4  # chunks that a thread loads before it uses the first: 64 bytes
+SUM_BLOCK = 1024  # one block sums all rows, with the maximum number of threads
 
 
 # ----------------------------------------------------------------------------- reference
 def cross_entropy_ref(logits_NP, targets_N, vocab_size, inv_count_1, with_gradient=True):
-    """-> loss (N,), and the gradient in place of the logits or None. A wrong target gives NaN."""
+    """-> loss (N,), and the gradient, which overwrites the logits, or None. An invalid target gives NaN."""
     ignored_N = targets_N == IGNORE
     wrong_N = ~ignored_N & ((targets_N < 0) | (targets_N >= vocab_size))
     n, target_N = np.arange(targets_N.size), np.where(ignored_N | wrong_N, 0, targets_N)
@@ -93,7 +108,7 @@ def cross_entropy_naive_kernel(
 ):
     """Grid N, block BLOCK. Block n owns row n, thread tid the columns tid, tid + BLOCK, ...
 
-    The maths in its plainest form, float32 only: four bytes at a time, every logit read twice.
+    The maths in its simplest form, float32 only: four bytes per access, every logit read twice.
     """
     n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
     P = logits_NP.shape[1]
@@ -103,11 +118,10 @@ def cross_entropy_naive_kernel(
     m, total = LOWEST, float32(0.0)
     for v in range(tid, used, BLOCK):
         m, total = online_softmax(logits_NP[n, v], m, total)
-    at_target = float32(math.nan)  # of a target that does not exist
+    at_target = float32(math.nan)  # for an invalid target
     if target >= 0 and target < used:
-        at_target = logits_NP[
-            n, target
-        ]  # before the barriers below, after which its owner overwrites it
+        # Read before the barriers below: after them the thread that owns the column overwrites it.
+        at_target = logits_NP[n, target]
     top = block_max(m, partial)
     total = block_sum(total * math.exp(m - top), partial)
     if tid == 0:
@@ -123,152 +137,187 @@ def cross_entropy_naive_kernel(
 
 
 @functools.cache
-def make_cross_entropy_kernel(each, aligned, BLOCK, BLOCKS, HELD):
-    """The kernel in use. each: logits in 16 bytes. aligned: every row begins at a multiple of 16 bytes.
+def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
+    """The kernel in use. vec: logits in 16 bytes. aligned: every row starts at a multiple of 16 bytes.
 
-    A block reads its row in rounds of UNROLL chunks per thread. What is left after the last whole round and the first
-    `near` columns stay in shared memory, the last HELD rounds in registers. The others, if any, are read again in
-    `write_row`, the latest first: those are still in L2.
+    A block reads its row in rounds of UNROLL chunks per thread. The columns after the last whole round and the first
+    `smem_end` columns stay in shared memory, the last REGISTER_ROUNDS rounds in registers. The others, if any, are read
+    again in `write_row`, the most recent first: those are still in L2.
     """
-    STRIDE = BLOCK * each
+    BLOCK, REGISTER_ROUNDS = plan.threads, plan.register_rounds
+    STRIDE = BLOCK * vec
     ROUND = UNROLL * STRIDE
-    ELEMENT = types.uint16 if each == 8 else types.float32
-    if each == 8:
-        fetch_n, put_n, unpack, pack = load_words8, store_words8, unpack8, pack8
-        keep, recall = store_words8_shared, load_words8_shared
+    ELEMENT = types.uint16 if vec == 8 else types.float32
+    if vec == 8:
+        load_vector, store_vector, unpack, pack = load_words8, store_words8, unpack8, pack8
+        store_shared, load_shared = store_words8_shared, load_words8_shared
     else:
-        fetch_n, put_n, unpack, pack = load_words4, store_words4, unpack4, pack4
-        keep, recall = store_words4_shared, load_words4_shared
+        load_vector, store_vector, unpack, pack = load_words4, store_words4, unpack4, pack4
+        store_shared, load_shared = store_words4_shared, load_words4_shared
 
     @device
-    def fetch(words, logits, first, c, end):
-        """words = the chunk at column c. When rows are not aligned, columns from `end` on are not read."""
+    def load_words(words, logits, first, c, end):
+        """words = the chunk at column c. If rows are not aligned, columns from `end` on are not read."""
         if aligned:
-            fetch_n(words, logits, first + c)
+            load_vector(words, logits, first + c)
         else:
-            x = cuda.local.array(each, float32)
-            for j in range(each):
+            x = cuda.local.array(vec, float32)
+            for j in range(vec):
                 x[j] = load1(logits, first + c + j) if c + j < end else LOWEST
             pack(words, x, logits)
 
     @device
-    def add(words, logits, m, total):
-        """One more chunk. -> the new maximum, and the sum of exp(logit - maximum) so far."""
-        x, top = cuda.local.array(each, float32), m
+    def add_chunk(words, logits, m, total):
+        """Add one chunk: -> the new maximum, the new sum of exp(logit - maximum)."""
+        x, top = cuda.local.array(vec, float32), m
         unpack(x, words, logits)
-        for j in range(each):
+        for j in range(vec):
             top = fmax(top, x[j])
         total *= exp2((m - top) * float32(LOG2E))
-        for j in range(each):
+        for j in range(vec):
             total += exp2((x[j] - top) * float32(LOG2E))
         return top, total
 
     @device
-    def put(logits, first, c, end, used, words, top, factor):
-        """The softmax times factor over the chunk at column c; zeros from column `used` on."""
-        x = cuda.local.array(each, float32)
+    def store_grad(logits, first, c, end, used, words, top, factor):
+        """Overwrite the chunk at column c with softmax times factor; with zeros from column `used` on."""
+        x = cuda.local.array(vec, float32)
         if c < used:
             unpack(x, words, logits)
-        for j in range(each):
+        for j in range(vec):
             p = exp2((x[j] - top) * float32(LOG2E)) * factor if c + j < used else float32(0.0)
             x[j] = p
         if aligned:
             pack(words, x, logits)
-            put_n(logits, first + c, words)
+            store_vector(logits, first + c, words)
         else:
-            for j in range(each):
+            for j in range(vec):
                 if c + j < end:
                     store1(logits, first + c + j, x[j])
 
     @device
-    def read_row(x_HUW, row, logits, first, used, whole, far, near):
-        """-> this thread's largest logit, and its sum of exp(logit - largest)"""
-        v, m, total = cuda.threadIdx.x * each, LOWEST, float32(0.0)
-        x = cuda.local.array(each, float32)
-        for c in range(whole + v, used, STRIDE):
-            fetch(x_HUW[0, 0], logits, first, c, used)
-            unpack(x, x_HUW[0, 0], logits)
-            for j in range(each):  # padding is not part of the softmax
+    def read_row(x_RUW, smem_row, logits, first, used, full_end, reg_begin, smem_end):
+        """-> this thread's largest logit, and its sum of exp(logit - largest). Keeps the row on chip as far as it fits."""
+        v, m, total = cuda.threadIdx.x * vec, LOWEST, float32(0.0)
+        x = cuda.local.array(vec, float32)
+        for c in range(full_end + v, used, STRIDE):
+            load_words(x_RUW[0, 0], logits, first, c, used)
+            unpack(x, x_RUW[0, 0], logits)
+            for j in range(vec):  # padding is not part of the softmax
                 x[j] = x[j] if c + j < used else LOWEST
-            pack(x_HUW[0, 0], x, logits)
-            keep(row, near + c - whole, x_HUW[0, 0])
-            m, total = add(x_HUW[0, 0], logits, m, total)
-        for base in range(v, near, ROUND):
-            for u in range(UNROLL):  # ask for a round, then look at the first chunk
-                fetch(x_HUW[0, u], logits, first, base + u * STRIDE, used)
+            pack(x_RUW[0, 0], x, logits)
+            store_shared(smem_row, smem_end + c - full_end, x_RUW[0, 0])
+            m, total = add_chunk(x_RUW[0, 0], logits, m, total)
+        for base in range(v, smem_end, ROUND):
+            for u in range(UNROLL):  # load a whole round before using its first chunk
+                load_words(x_RUW[0, u], logits, first, base + u * STRIDE, used)
             for u in range(UNROLL):
-                keep(row, base + u * STRIDE, x_HUW[0, u])
-                m, total = add(x_HUW[0, u], logits, m, total)
-        for base in range(near + v, far, ROUND):
+                store_shared(smem_row, base + u * STRIDE, x_RUW[0, u])
+                m, total = add_chunk(x_RUW[0, u], logits, m, total)
+        for base in range(smem_end + v, reg_begin, ROUND):
             for u in range(UNROLL):
-                fetch(x_HUW[0, u], logits, first, base + u * STRIDE, used)
+                load_words(x_RUW[0, u], logits, first, base + u * STRIDE, used)
             for u in range(UNROLL):
-                m, total = add(x_HUW[0, u], logits, m, total)
-        for h in range(HELD):
-            base = far + h * ROUND + v
-            if base < whole:
+                m, total = add_chunk(x_RUW[0, u], logits, m, total)
+        for h in range(REGISTER_ROUNDS):
+            base = reg_begin + h * ROUND + v
+            if base < full_end:
                 for u in range(UNROLL):
-                    fetch(x_HUW[h, u], logits, first, base + u * STRIDE, used)
+                    load_words(x_RUW[h, u], logits, first, base + u * STRIDE, used)
                 for u in range(UNROLL):
-                    m, total = add(x_HUW[h, u], logits, m, total)
+                    m, total = add_chunk(x_RUW[h, u], logits, m, total)
         return m, total
 
     @device
-    def write_row(x_HUW, row, logits, first, P, used, whole, far, near, top, factor):
-        v = cuda.threadIdx.x * each
-        for h in range(HELD):
-            base = far + h * ROUND + v
-            if base < whole:
+    def write_row(
+        x_RUW,
+        smem_row,
+        logits,
+        first,
+        P,
+        used,
+        full_end,
+        reg_begin,
+        smem_end,
+        top,
+        factor,
+    ):
+        """Overwrite the row with its gradient: from registers, from global memory, from shared memory."""
+        v = cuda.threadIdx.x * vec
+        for h in range(REGISTER_ROUNDS):
+            base = reg_begin + h * ROUND + v
+            if base < full_end:
                 for u in range(UNROLL):
-                    put(logits, first, base + u * STRIDE, P, whole, x_HUW[h, u], top, factor)
-        for base in range(far - ROUND + v, near + v - 1, -ROUND):
+                    store_grad(
+                        logits, first, base + u * STRIDE, P, full_end, x_RUW[h, u], top, factor
+                    )
+        for base in range(reg_begin - ROUND + v, smem_end + v - 1, -ROUND):
             for u in range(UNROLL):
-                fetch(x_HUW[0, u], logits, first, base + u * STRIDE, used)
+                load_words(x_RUW[0, u], logits, first, base + u * STRIDE, used)
             for u in range(UNROLL):
-                put(logits, first, base + u * STRIDE, P, whole, x_HUW[0, u], top, factor)
-        for base in range(v, near, ROUND):
+                store_grad(logits, first, base + u * STRIDE, P, full_end, x_RUW[0, u], top, factor)
+        for base in range(v, smem_end, ROUND):
             for u in range(UNROLL):
-                recall(x_HUW[0, u], row, base + u * STRIDE)
+                load_shared(x_RUW[0, u], smem_row, base + u * STRIDE)
             for u in range(UNROLL):
-                put(logits, first, base + u * STRIDE, P, whole, x_HUW[0, u], top, factor)
-        for c in range(whole + v, P, STRIDE):
+                store_grad(logits, first, base + u * STRIDE, P, full_end, x_RUW[0, u], top, factor)
+        for c in range(full_end + v, P, STRIDE):
             if c < used:
-                recall(x_HUW[0, 0], row, near + c - whole)
-            put(logits, first, c, P, used, x_HUW[0, 0], top, factor)
+                load_shared(x_RUW[0, 0], smem_row, smem_end + c - full_end)
+            store_grad(logits, first, c, P, used, x_RUW[0, 0], top, factor)
 
-    @kernel(BLOCK, BLOCKS)
-    def cross_entropy_kernel(loss_N, logits, targets_N, inv_count_1, P, vocab_size, near, gradient):
+    @kernel(BLOCK, plan.blocks_per_sm)
+    def cross_entropy_kernel(
+        loss_N, logits, targets_N, inv_count_1, P, vocab_size, smem_end, gradient
+    ):
         """Grid N, block BLOCK. Block n owns row n, thread tid the chunks tid, tid + BLOCK, ... logits: flat (N P).
 
-        Shared memory: `near` columns and those after the last whole round. gradient: write it.
+        Shared memory: the first `smem_end` columns and those after the last whole round. gradient: whether to write it.
         """
         n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
         scratch = cuda.shared.array(MAX_WARPS, float32)
-        row = cuda.shared.array(0, ELEMENT)  # a thread reads only what it has written: no barrier
-        x_HUW = cuda.local.array((HELD, UNROLL, 4), uint32)
-        target = int64(targets_N[n])  # comes while the row is read, also of an ignored one
-        whole = vocab_size // ROUND * ROUND
-        far = (
-            whole - HELD * ROUND if whole > HELD * ROUND else 0
-        )  # from here on they stay in registers
-        near = near if near < far else far
-        m, total = read_row(x_HUW, row, logits, n * P, vocab_size, whole, far, near)
-        exists, counts = target >= 0 and target < vocab_size, target != IGNORE
-        at_target = load1(logits, n * P + target) if exists else float32(math.nan)
+        # A thread reads only what it has written itself: no barrier is needed.
+        smem_row = cuda.shared.array(0, ELEMENT)
+        x_RUW = cuda.local.array((REGISTER_ROUNDS, UNROLL, 4), uint32)
+        # This load overlaps with reading the row; ignored rows are read too.
+        target = int64(targets_N[n])
+        full_end = vocab_size // ROUND * ROUND
+        # Columns from here to full_end stay in registers.
+        reg_begin = full_end - REGISTER_ROUNDS * ROUND if full_end > REGISTER_ROUNDS * ROUND else 0
+        smem_end = smem_end if smem_end < reg_begin else reg_begin
+        m, total = read_row(
+            x_RUW, smem_row, logits, n * P, vocab_size, full_end, reg_begin, smem_end
+        )
+        in_vocabulary, counted = target >= 0 and target < vocab_size, target != IGNORE
+        at_target = load1(logits, n * P + target) if in_vocabulary else float32(math.nan)
         top = block_max(m, scratch)
         total = block_sum(total * exp2((m - top) * float32(LOG2E)), scratch)
         if tid == 0:
-            loss_N[n] = math.log(total) + (top - at_target) if counts else float32(0.0)
+            loss_N[n] = math.log(total) + (top - at_target) if counted else float32(0.0)
         if gradient:
             used, inv_count = vocab_size, inv_count_1[0]
-            if not counts:
-                used = whole = far = near = 0  # zeros everywhere
-            factor = inv_count / total if exists else float32(math.nan)
-            write_row(x_HUW, row, logits, n * P, P, used, whole, far, near, top, factor)
-            if exists and target // each % BLOCK == tid:  # who has written there now corrects it
+            if not counted:
+                used = full_end = reg_begin = smem_end = 0  # zeros everywhere
+            factor = inv_count / total if in_vocabulary else float32(math.nan)
+            write_row(
+                x_RUW,
+                smem_row,
+                logits,
+                n * P,
+                P,
+                used,
+                full_end,
+                reg_begin,
+                smem_end,
+                top,
+                factor,
+            )
+            # The thread that has written the column of the target corrects it.
+            if in_vocabulary and target // vec % BLOCK == tid:
                 p = exp2((at_target - top) * float32(LOG2E)) * factor
                 store1(logits, n * P + target, p - inv_count)
 
+    declare_cost(cross_entropy_kernel, in_place=("logits",))
     return cross_entropy_kernel
 
 
@@ -287,16 +336,17 @@ def row_sum_kernel(out_1, x_N, scale_1, scaled):
 
 @cuda.jit
 def count_targets_kernel(inv_count_1, targets_N):
-    """Grid 1, block SUM_BLOCK. The barrier itself counts: no rounding, however many targets."""
+    """Grid 1, block SUM_BLOCK. The barrier counts, in integers: no rounding for any number of targets."""
     tid = cuda.threadIdx.x
     N = targets_N.shape[0]
     count = int64(0)
-    for start in range(0, N, SUM_BLOCK):  # the same trips for every thread: it holds a barrier
+    # Every thread makes the same iterations: there is a barrier inside.
+    for start in range(0, N, SUM_BLOCK):
         n = start + tid
-        counts = 0
+        counted = 0
         if n < N and int64(targets_N[n]) != IGNORE:
-            counts = 1
-        count += cuda.syncthreads_count(counts)
+            counted = 1
+        count += cuda.syncthreads_count(counted)
     if tid == 0:
         inv_count_1[0] = float32(1.0) / float32(count) if count > 0 else float32(0.0)
 
@@ -310,12 +360,12 @@ def cross_entropy(
     with_gradient: bool = True,
     out_N: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """logits (N, P >= vocab_size) float32 or bf16, targets (N,) whole numbers -> loss (N,) float32 (in
-    out_N if given) and the gradient of inv_count sum(loss), **written over the logits**.
+    """-> loss (N,) float32 (in out_N if given), and the gradient of inv_count sum(loss), which **overwrites the logits**.
 
-    with_gradient=False leaves the logits alone and returns None for the gradient; inv_count may
-    then be None. A target that is neither in [0, vocab_size) nor -100: ValueError on the CPU; on a
-    GPU, where looking would mean waiting, loss and gradient of that row are NaN.
+    logits (N, P >= vocab_size) float32 or bf16, targets (N,) integers, inv_count (1,) float32, see count_targets.
+    with_gradient=False leaves the logits unchanged and returns None for the gradient; then inv_count may be None.
+    A target that is neither in [0, vocab_size) nor -100 raises ValueError on the CPU; on a GPU, where the check would have
+    to synchronize, loss and gradient of that row are NaN. Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("cross_entropy", "logits", logits_NP, (None, None), FLOATS)
     N, P = logits_NP.shape
@@ -323,12 +373,12 @@ def cross_entropy(
     check(0 < vocab_size <= P, f"cross_entropy: vocabulary {vocab_size}, logits {logits_NP.shape}")
     if inv_count_1 is None:
         check(not with_gradient, "cross_entropy: the gradient needs inv_count")
-        inv_count_1 = empty(logits_NP, 1, np.float32)  # a kernel takes no None
+        inv_count_1 = empty(logits_NP, 1, np.float32)  # a kernel argument cannot be None
     check_array("cross_entropy", "inv_count", inv_count_1, (1,))
     if out_N is not None:
         check_array("cross_entropy", "loss", out_N, (N,))
     if on_host(logits_NP, targets_N, inv_count_1):
-        refuse_wrong(targets_N, vocab_size)
+        check_targets_on_host(targets_N, vocab_size)
         given = targets_N, vocab_size, inv_count_1, with_gradient
         loss_N, d_NP = cross_entropy_ref(wide(logits_NP), *given)
         if with_gradient and d_NP is not logits_NP:
@@ -338,45 +388,54 @@ def cross_entropy(
         return loss_N if out_N is None else out_N, logits_NP if with_gradient else None
     loss_N = empty(logits_NP, N, np.float32) if out_N is None else out_N
     logits = logits_NP.reshape(-1)
-    each = each_of(logits)
-    block, blocks, held = PLANS[each]
-    ce_kernel = make_cross_entropy_kernel(each, aligned_rows(P, logits), block, blocks, held)
-    near, shared = shared_plan(vocab_size, each, block, held, shared_bytes(logits, blocks))
+    vec = elements_per_vector(logits)
+    plan = PLANS[vec]
+    ce_kernel = make_cross_entropy_kernel(vec, aligned_rows(P, logits), plan)
+    shared = shared_columns(vocab_size, vec, plan, shared_bytes(logits, plan.blocks_per_sm))
     arrays = (loss_N, logits, targets_N, inv_count_1)
-    launch(ce_kernel, N, block, *arrays, P, vocab_size, near, with_gradient, shared=shared)
+    scalars = (P, vocab_size, shared.columns, with_gradient)
+    launch(ce_kernel, N, plan.threads, *arrays, *scalars, shared=shared.nbytes)
     return loss_N, logits_NP if with_gradient else None
 
 
-def shared_plan(vocab_size: int, each: int, block: int, held: int, nbytes: int) -> tuple[int, int]:
-    """-> columns of a row that stay in nbytes of shared memory, whole rounds; bytes they and the rest of the row take"""
-    columns = UNROLL * block * each  # of a round
-    rest = -(-(vocab_size % columns) // each) * 16
-    rounds = min(vocab_size // columns - held, (nbytes - rest) // (UNROLL * block * 16))
-    near = max(rounds, 0) * columns
-    return near, near // each * 16 + rest
+@dataclass(frozen=True)
+class SharedColumns:
+    """The part of a row that stays in shared memory."""
+
+    columns: int  # the first ones of the row, whole rounds
+    nbytes: int  # of those, and of the columns after the last whole round
 
 
-def shared_bytes(x: Array, blocks: int) -> int:
-    """How much of it each of so many blocks on a multiprocessor can have."""
+def shared_columns(vocab_size: int, vec: int, plan: LossPlan, nbytes: int) -> SharedColumns:
+    """How much of a row stays in nbytes of shared memory. vec: logits in 16 bytes."""
+    round_columns, round_bytes = UNROLL * plan.threads * vec, UNROLL * plan.threads * 16
+    rest = -(-(vocab_size % round_columns) // vec) * 16
+    rounds = min(vocab_size // round_columns - plan.register_rounds, (nbytes - rest) // round_bytes)
+    columns = max(rounds, 0) * round_columns
+    return SharedColumns(columns, columns // vec * 16 + rest)
+
+
+def shared_bytes(x: Array, blocks_per_sm: int) -> int:
+    """Bytes of dynamic shared memory that each of `blocks_per_sm` resident blocks can use on the GPU of x."""
     block, multiprocessor = (232448, 233472) if isinstance(x, SimArray) else _limits(x.device.id)
-    return (
-        min(block, multiprocessor // blocks - 1024) - 4 * MAX_WARPS
-    )  # 1024: the driver's; scratch
+    # The driver reserves 1024 bytes per block; `scratch` is static.
+    return min(block, multiprocessor // blocks_per_sm - 1024) - 4 * MAX_WARPS
 
 
 @functools.cache
 def _limits(device):
+    """-> bytes of shared memory per block, per multiprocessor"""
     attributes = cupy().cuda.Device(device).attributes
     return [attributes[f"MaxSharedMemoryPer{of}"] for of in ("BlockOptin", "Multiprocessor")]
 
 
 def row_sum(x_N: Array) -> Array:
-    """x (N,) float32 -> its sum, (1,), always added in the same order."""
+    """x (N,) float32 -> its sum, (1,), added in a fixed order."""
     return _row_sum(x_N, None)
 
 
 def mean_loss(loss_N: Array, inv_count_1: Array) -> Array:
-    """-> inv_count sum(loss), (1,), in one launch."""
+    """loss (N,), inv_count (1,) float32 -> inv_count sum(loss), (1,), in one launch and a fixed order."""
     check_array("mean_loss", "inv_count", inv_count_1, (1,))
     return _row_sum(loss_N, inv_count_1)
 
@@ -393,9 +452,9 @@ def _row_sum(x_N, scale_1):
 
 
 def count_targets(targets_N: Array) -> Array:
-    """targets (N,) whole numbers -> 1 / (how many are not -100), (1,) float32, where they live.
+    """targets (N,) integers -> 1 / (the number of targets that are not -100), (1,) float32, on their device.
 
-    Without a single one it is 0, so that loss and gradient are 0 and not NaN.
+    0 if there is none, so that loss and gradient are 0 and not NaN.
     """
     _check_targets("count_targets", targets_N, targets_N.shape[0])
     if on_host(targets_N):
@@ -411,8 +470,8 @@ def _check_targets(op, targets_N, N):
     check_ids(op, "targets", targets_N)
 
 
-def refuse_wrong(targets_N: np.ndarray, vocab_size: int) -> None:
-    """Raises ValueError when a target is neither in [0, vocab_size) nor -100."""
+def check_targets_on_host(targets_N: np.ndarray, vocab_size: int) -> None:
+    """Raises ValueError if a target is neither in [0, vocab_size) nor -100."""
     wrong_N = ((targets_N < 0) | (targets_N >= vocab_size)) & (targets_N != IGNORE)
     if wrong_N.any():
         n = int(wrong_N.argmax())

@@ -1,12 +1,12 @@
 """Add and scale, element by element, on arrays of any shape.
 
     add      y = a + b          da = db = dy
-    add_into a += b             how a gradient that is used twice accumulates
+    add_into a += b             accumulates the gradients of a tensor that is used more than once
     scale    y = factor x       dx = factor dy
 
-Every backward is one of these ops again. One rounding per element: the kernels equal the references bit for bit, also
-in bf16, where both compute in float32 and round once. Bytes moved, per element: two reads and a write for add, one
-read and one write for scale. Nothing else matters here, so how the bytes are moved is all there is to say: _flat.py.
+Every backward is one of these ops. Each element is rounded once, so the kernels equal the references bit for bit, also in
+bf16, where both compute in float32. Transfers per element: two reads and one write for add, one read and one write for
+scale. Memory traffic alone determines the speed; primitives/flat.py explains how the elements are moved.
 """
 
 import numpy as np
@@ -15,28 +15,29 @@ from numba import cuda, float32, int64
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
-    EACH,
+    CHUNK,
     GAP,
     STEPS,
     STRIDE,
+    can_vectorize,
     first_element,
-    is_whole,
     launch_flat,
     load,
     store,
 )
 from .primitives.ptx import device, kernel
+from .runtime.cost import declare_cost, distinct_bytes
 from .runtime.launch import FLOATS, check_array, empty_like, on_host
 
 
 # ----------------------------------------------------------------------------- reference
 def add_ref(a, b):
-    """-> a + b"""
+    """-> a + b, with the dtype of a"""
     return a + b
 
 
 def scale_ref(x, factor):
-    """-> factor x"""
+    """-> factor x, with the dtype of x"""
     if x.dtype.name == "bfloat16":  # the factor is not rounded to 8 bits
         return scale_ref(x.astype(np.float32), factor).astype(x.dtype)
     return x * x.dtype.type(factor)
@@ -45,53 +46,55 @@ def scale_ref(x, factor):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
 def add_naive_kernel(y_n, a_n, b_n):
-    """Grid ceil(n / BLOCK), block BLOCK. One element per thread, 4 bytes per access: 0.79 of a copy (see bench_kernels.py)."""
+    """Grid ceil(n / BLOCK), block BLOCK. One element per thread, 4 bytes per access: 0.79 of the speed of a copy."""
     i = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if i < y_n.size:
         y_n[i] = a_n[i] + b_n[i]
 
 
 @device
-def add_chunks(y_n, a_n, b_n, first, whole):
-    a = cuda.local.array((STEPS, EACH), float32)
-    b = cuda.local.array((STEPS, EACH), float32)
+def add_chunks(y_n, a_n, b_n, first, vectorized):
+    """y = a + b on the thread's chunks."""
+    a = cuda.local.array((STEPS, CHUNK), float32)
+    b = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
-    for s in range(STEPS):  # all loads before the first store: they are under way together
-        load(a[s], a_n, first + s * STRIDE, GAP, n, whole)
-        load(b[s], b_n, first + s * STRIDE, GAP, n, whole)
+    for s in range(STEPS):  # all loads before the first store, so that all are in flight
+        load(a[s], a_n, first + s * STRIDE, GAP, n, vectorized)
+        load(b[s], b_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
-        for j in range(EACH):
+        for j in range(CHUNK):
             a[s, j] += b[s, j]
-        store(y_n, first + s * STRIDE, GAP, n, a[s], whole)
+        store(y_n, first + s * STRIDE, GAP, n, a[s], vectorized)
 
 
 @kernel(BLOCK)
 def add_kernel(y_n, a_n, b_n, aligned):
-    """Grid ceil(n / TILE), block BLOCK. y may be a: one thread reads and writes an element."""
+    """Grid ceil(n / TILE), block BLOCK. y may be a: the thread that reads an element also writes it."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         add_chunks(y_n, a_n, b_n, first, True)
     else:
         add_chunks(y_n, a_n, b_n, first, False)
 
 
 @device
-def scale_chunks(y_n, x_n, factor, first, whole):
-    x = cuda.local.array((STEPS, EACH), float32)
+def scale_chunks(y_n, x_n, factor, first, vectorized):
+    """y = factor x on the thread's chunks."""
+    x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+        load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
-        for j in range(EACH):
+        for j in range(CHUNK):
             x[s, j] *= factor
-        store(y_n, first + s * STRIDE, GAP, n, x[s], whole)
+        store(y_n, first + s * STRIDE, GAP, n, x[s], vectorized)
 
 
 @kernel(BLOCK)
 def scale_kernel(y_n, x_n, factor, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         scale_chunks(y_n, x_n, factor, first, True)
     else:
         scale_chunks(y_n, x_n, factor, first, False)
@@ -99,17 +102,30 @@ def scale_kernel(y_n, x_n, factor, aligned):
 
 @kernel(BLOCK)
 def scale_into_kernel(x_n, factor_1, aligned):
-    """Grid ceil(n / TILE), block BLOCK. The factor is read on the device: no copy to the host."""
+    """Grid ceil(n / TILE), block BLOCK. The factor is read on the device, without a copy to the host."""
     first, factor = first_element(), factor_1[0]
-    if is_whole(first, x_n.size, aligned):
+    if can_vectorize(first, x_n.size, aligned):
         scale_chunks(x_n, x_n, factor, first, True)
     else:
         scale_chunks(x_n, x_n, factor, first, False)
 
 
+def _add_bytes(y_n, a_n, b_n, *_):
+    """y may be a, which is then read and overwritten."""
+    again = y_n.nbytes if y_n.data.ptr == a_n.data.ptr else 0
+    return distinct_bytes(y_n, a_n, b_n) + again
+
+
+declare_cost(add_kernel, nbytes=_add_bytes)
+declare_cost(scale_into_kernel, in_place=("x_n",))
+
+
 # ----------------------------------------------------------------------------- launchers
 def add_fwd(a: Array, b: Array) -> Array:
-    """a + b, both float32 or both bf16, of one shape and any layout: gradients may be parts of packed arrays."""
+    """a + b, both float32 or both bf16, same shape, any strides: a gradient may be a slice of a packed array.
+
+    Raises ValueError or TypeError if shapes or dtypes differ.
+    """
     a, b = (x if x.flags.c_contiguous else x.copy() for x in (a, b))
     _check_two("add", a, b)
     if on_host(a, b):
@@ -120,7 +136,10 @@ def add_fwd(a: Array, b: Array) -> Array:
 
 
 def add_into(a: Array, b: Array) -> None:
-    """a += b in place, both float32 or both bf16, of one shape."""
+    """a += b in place, both float32 or both bf16, same shape, contiguous.
+
+    Raises ValueError or TypeError if shapes or dtypes differ.
+    """
     _check_two("add_into", a, b)
     if on_host(a, b):
         a += b
@@ -134,7 +153,7 @@ def _check_two(op, a, b):
 
 
 def scale_fwd(x: Array, factor: float) -> Array:
-    """factor * x, x float32 or bf16 of any shape, factor a Python float."""
+    """factor * x, with the dtype of x: float32 or bf16, any shape, contiguous. factor: a Python float."""
     check_array("scale", "x", x, x.shape, FLOATS)
     if on_host(x):
         return scale_ref(x, factor)
@@ -144,7 +163,7 @@ def scale_fwd(x: Array, factor: float) -> Array:
 
 
 def scale_into(x: Array, factor_1: Array) -> None:
-    """x *= factor in place; the factor is a float32 array of one element in the place where x is."""
+    """x *= factor in place, x float32 or bf16, contiguous. factor: a float32 array of one element, on the device of x."""
     check_array("scale_into", "x", x, x.shape, FLOATS)
     factor_1 = factor_1.reshape(-1)
     check_array("scale_into", "factor", factor_1, (1,))

@@ -1,47 +1,59 @@
-"""Matrix products: cuBLAS on CuPy arrays, numpy.matmul on NumPy arrays. The one op that is not our own kernel.
+"""Matrix products: cuBLAS for CuPy arrays, numpy.matmul for NumPy arrays. The only op without a kernel of our own.
 
     linear     y = x w^T           x: (N, I)   w: (O, I) as Hugging Face stores it   y: (N, O)
-    backward   dx = dy w           dw += dy^T x  (beta = 1: the sum happens inside the GEMM; or =, beta = 0)
+    backward   dx = dy w           dw += dy^T x  (beta = 1: the GEMM adds; or =, with beta = 0)
 
-cuBLAS thinks in columns. A row-major (M, N) array *is* a column-major (N, M) one, so C = A B is asked for as
-C^T = B^T A^T: swap the operands and nothing is ever transposed in memory. Strided batches serve attention.
+cuBLAS is column-major. A row-major (M, N) array *is* a column-major (N, M) array, so C = A B is computed as
+C^T = B^T A^T: the operands are swapped and nothing is transposed in memory. Attention uses strided batches.
 
-The calls go through nvmath's bindings, because CuPy refuses its own cuBLAS while a CUDA graph is captured, and
-with one explicit workspace: the algorithm, and so every bit of the result, is the same inside a graph and out. Only products
-with few tiles are given it: there blocks share the work of one sum, whose parts must lie somewhere. With many tiles cuBLAS would
-keep a counter in it, from which blocks take their next tile, and clear it before each product.
-fp32 stays fp32: TF32 is not allowed here. bf16 operands are multiplied by tensor cores and added up in fp32.
+The calls go through nvmath's bindings, because CuPy does not allow its own cuBLAS calls while a CUDA graph is captured, and
+use one explicit workspace: then the algorithm, and so every bit of the result, is the same inside a graph and outside. Only
+products with few tiles get the workspace: there several blocks share one sum (split-K) and need memory for its parts. With
+many tiles cuBLAS would keep a counter in it, from which blocks take their next tile, and clear it before each product.
+fp32 stays fp32: TF32 is not allowed. Tensor cores multiply bf16 operands and accumulate in fp32.
 """
 
 import functools
 import threading
+from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 
 from ..device import Array, cupy
-from .runtime.launch import FLOATS, check, check_array, empty, on_host
+from .runtime.cost import product_cost
+from .runtime.launch import (
+    FLOATS,
+    LaunchEvent,
+    check,
+    check_array,
+    empty,
+    launch_observers,
+    on_host,
+    show_launch,
+)
 
-WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for sm_90, 8 times what older cards need
-TILE = 128  # rows and columns of out that a block computes; cuBLAS's are mostly of this size
+WORKSPACE = 32 << 20  # bytes; NVIDIA's recommendation for sm_90, 8 times that for older GPUs
+TILE = 128  # rows and columns of out per block; most of cuBLAS's tiles have this size
 TYPES = {"float32": 0, "bfloat16": 14}  # cudaDataType
-COMBINATIONS = [  # of out, a, b; sums are always float32
+COMBINATIONS = [  # dtypes of out, a, b; sums are always float32
     ("float32", "float32", "float32"),
     ("bfloat16", "bfloat16", "bfloat16"),
-    ("float32", "bfloat16", "bfloat16"),  # weight gradients add up in float32
+    ("float32", "bfloat16", "bfloat16"),  # weight gradients accumulate in float32
 ]
 COMPUTE_32F, DEFAULT_ALGO = 68, -1  # cublasComputeType, cublasGemmAlgo
-_one_at_a_time = threading.Lock()
+_handle_lock = threading.Lock()
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
 def matmul(
     out: Array, a: Array, b: Array, *, trans_a=False, trans_b=False, alpha=1.0, accumulate=False
 ) -> Array:
-    """out = alpha op(a) op(b), or out += with accumulate. -> out
+    """out = alpha op(a) op(b), or out += ... with accumulate. Returns out.
 
     a: (M, K), or (K, M) with trans_a.  b: (K, N), or (N, K) with trans_b.  out: (M, N).  All three may have one more
-    leading axis, the batch. Types: see COMBINATIONS; NumPy also takes float64. Rows must be contiguous, and out is neither
-    a nor b. Raises ValueError when the shapes disagree, TypeError on other types.
+    leading axis, the batch. dtypes: see COMBINATIONS; NumPy arrays may also be float64. Rows must be contiguous, and out
+    must not overlap a or b. Raises ValueError if the shapes do not match, TypeError for other dtypes.
     """
     (*batch_a, M, K), (*batch_b, K2, N) = _op_shape(a, trans_a), _op_shape(b, trans_b)
     fits = K == K2 and batch_a == batch_b and _op_shape(out, False) == (*batch_a, M, N)
@@ -55,7 +67,7 @@ def matmul(
     )
     if a.dtype != b.dtype:
         raise _unsupported(out, a, b)
-    if isinstance(out, np.ndarray):  # the simulator has no cuBLAS either
+    if isinstance(out, np.ndarray):  # includes the simulator, which has no cuBLAS
         a, b = (x.swapaxes(-1, -2) if t else x for x, t in ((a, trans_a), (b, trans_b)))
         if accumulate:
             product = np.matmul(a, b)
@@ -68,12 +80,19 @@ def matmul(
         if not accumulate:
             out.fill(0)
     elif out.size:
-        on_host(out, a, b)  # refuses a mixture
-        _cublas(out, b, a, trans_b, trans_a, N, M, K, alpha, accumulate)
+        on_host(out, a, b)  # raises TypeError for a mixture of devices
+        arguments = out, b, a, trans_b, trans_a, N, M, K, alpha, accumulate
+        if launch_observers:
+            name = "product " + " x ".join(map(str, (*batch_a, M, N, K)))
+            cost = functools.partial(product_cost, out, a, b)
+            show_launch(LaunchEvent(name, True, cost), functools.partial(_cublas, *arguments))
+        else:
+            _cublas(*arguments)
     return out
 
 
 def _op_shape(x, trans):
+    """The shape of op(x). Raises ValueError if its rows are not contiguous or overlap."""
     check(x.ndim in (2, 3), f"matmul: expected 2 or 3 axes, got shape {x.shape}")
     (rows, columns), (row, column) = x.shape[-2:], x.strides[-2:]
     in_line = column == x.itemsize or columns <= 1 or not x.size
@@ -83,59 +102,60 @@ def _op_shape(x, trans):
     return (*x.shape[:-2], columns, rows) if trans else x.shape
 
 
+@dataclass(frozen=True)
+class _CublasContext:
+    """cuBLAS on one GPU."""
+
+    module: ModuleType  # nvmath's bindings
+    handle: int
+    workspace: Array  # CuPy's MemoryPointer
+    multiprocessors: int
+
+
 @functools.cache
-def _handle(device):
-    """-> (nvmath's cuBLAS module, a handle for this GPU, its workspace, number of multiprocessors)"""
+def _handle(device: int) -> _CublasContext:
     from nvmath.bindings import cublas
 
     handle = cublas.create()
     workspace = cupy().cuda.alloc(WORKSPACE)
-    return cublas, handle, workspace, cupy().cuda.Device(device).attributes["MultiProcessorCount"]
+    multiprocessors = cupy().cuda.Device(device).attributes["MultiProcessorCount"]
+    return _CublasContext(cublas, handle, workspace, multiprocessors)
 
 
 def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
     """Column-major: c (m, n) = alpha op(a) (m, k) op(b) (k, n)."""
     types = _element_types(c, a, b)
-    cublas, handle, workspace, multiprocessors = _handle(cupy().cuda.runtime.getDevice())
-    nbytes = workspace_bytes(m, n, c.shape[0] if c.ndim == 3 else 1, multiprocessors)
+    context = _handle(cupy().cuda.runtime.getDevice())
+    cublas, handle = context.module, context.handle
+    batch = c.shape[0] if c.ndim == 3 else 1
+    nbytes = workspace_bytes(m, n, batch, context.multiprocessors)
     stream = cupy().cuda.get_current_stream().ptr
     alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
     beta = _ONE if accumulate else _ZERO
     operands = []
     for x, kind in zip((a, b, c), (types[1], types[2], types[0])):
-        batch = (x.strides[0] // x.itemsize,) if c.ndim == 3 else ()
-        operands.append((x.data.ptr, kind, _lead(x), *batch))
+        batch_stride = (x.strides[0] // x.itemsize,) if c.ndim == 3 else ()
+        operands.append((x.data.ptr, kind, _lead(x), *batch_stride))
     a, b, out = operands
-    arguments = (
-        handle,
-        int(trans_a),
-        int(trans_b),
-        m,
-        n,
-        k,
-        alpha.ctypes.data,
-        *a,
-        *b,
-        beta.ctypes.data,
-        *out,
-    )
-    with _one_at_a_time:  # other threads use the same handle
+    sizes = (int(trans_a), int(trans_b), m, n, k)
+    arguments = (handle, *sizes, alpha.ctypes.data, *a, *b, beta.ctypes.data, *out)
+    with _handle_lock:  # other threads use the same handle
         cublas.set_stream(handle, stream)  # this resets the workspace
-        cublas.set_workspace(handle, workspace.ptr, nbytes)
+        cublas.set_workspace(handle, context.workspace.ptr, nbytes)
         if c.ndim == 2:
             cublas.gemm_ex(*arguments, COMPUTE_32F, DEFAULT_ALGO)
         else:
-            cublas.gemm_strided_batched_ex(*arguments, c.shape[0], COMPUTE_32F, DEFAULT_ALGO)
+            cublas.gemm_strided_batched_ex(*arguments, batch, COMPUTE_32F, DEFAULT_ALGO)
 
 
 def workspace_bytes(m: int, n: int, batch: int, multiprocessors: int) -> int:
-    """What `batch` products of m x n are given: all of it if they have fewer tiles than there are multiprocessors, else none."""
+    """Bytes of workspace for `batch` products of m x n: all of it if there are fewer tiles than multiprocessors, else 0."""
     tiles = batch * -(-m // TILE) * -(-n // TILE)
     return WORKSPACE if tiles < multiprocessors else 0
 
 
 def _element_types(c, a, b):
-    """cuBLAS's names of the three types. Raises TypeError on a combination that we do not use."""
+    """cuBLAS's codes of the three dtypes. Raises TypeError for a combination that is not in COMBINATIONS."""
     names = tuple(x.dtype.name for x in (c, a, b))
     if names not in COMBINATIONS:
         raise _unsupported(c, a, b)
@@ -143,18 +163,16 @@ def _element_types(c, a, b):
 
 
 def _unsupported(out, a, b):
-    hint = "cast one of them, by astype or functional.cast"
+    hint = "cast one of them with astype or functional.cast"
     if np.float64 in (out.dtype, a.dtype, b.dtype):
-        hint = (
-            "float64 comes from NumPy scalars such as np.sqrt(2): use Python's numbers, or astype"
-        )
+        hint = "float64 comes from NumPy scalars such as np.sqrt(2): use Python numbers or astype"
     return TypeError(
         f"matmul: {a.dtype} times {b.dtype} into {out.dtype} is not supported ({hint})"
     )
 
 
 def _lead(x):
-    """Elements from one row to the next (cuBLAS's leading dimension)."""
+    """Distance in elements between consecutive rows (cuBLAS's leading dimension)."""
     return max(x.strides[-2] // x.itemsize, x.shape[-1], 1)
 
 
@@ -164,17 +182,17 @@ def _check_two(op, x, w):
 
 
 def linear_fwd(x_NI: Array, w_OI: Array, dtype=None) -> Array:
-    """-> y (N, O) = x w^T, like x or in dtype"""
+    """x (N, I), w (O, I) -> y (N, O) = x w^T in `dtype` (default: that of x). Errors as in matmul."""
     _check_two("linear", x_NI, w_OI)
     return matmul(empty(x_NI, (x_NI.shape[0], w_OI.shape[0]), dtype), x_NI, w_OI, trans_b=True)
 
 
 def linear_bwd_x(dy_NO: Array, w_OI: Array) -> Array:
-    """-> dx (N, I) = dy w"""
+    """dy (N, O), w (O, I) -> dx (N, I) = dy w. Errors as in matmul."""
     _check_two("linear backward", dy_NO, w_OI)
     return matmul(empty(dy_NO, (dy_NO.shape[0], w_OI.shape[1])), dy_NO, w_OI)
 
 
 def linear_bwd_w(dy_NO: Array, x_NI: Array, dw_OI: Array, add: bool = True) -> None:
-    """dw += dy^T x, or = without add"""
+    """dy (N, O), x (N, I): dw (O, I) += dy^T x, or dw = dy^T x if not add. Errors as in matmul."""
     matmul(dw_OI, dy_NO, x_NI, trans_a=True, accumulate=add)

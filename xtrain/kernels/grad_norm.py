@@ -2,14 +2,13 @@
 
     norm = sqrt(sum_i g_i^2)        factor = min(1, max_norm / (norm + 1e-6))
 
-g is not touched: the optimizer multiplies by the factor as it reads g, which saves a pass over it.
+g stays unchanged: the optimizer multiplies it by the factor while reading it, which saves a pass over g.
 Both numbers stay on the device, so a step needs no copy to the host and can be captured in a graph.
 
-The sum is done in two stages: P blocks each add up their part, then one block adds the P partial
-sums. P depends on n alone, so the same n gives the same order of additions, the same bits every
-run. A thread adds n / (8 P BLOCK) numbers into each of eight accumulators and the rest is a tree, so
-the error grows slowly with n.
-When gradients are spread over ranks, norm_and_factor takes the sums of squares of all of them.
+The sum has two stages: P blocks compute one partial sum each, then one block adds the P partial sums. P depends only on
+n, so the same n gives the same order of additions and the same bits in every run. A thread adds n / (8 P BLOCK) numbers
+into each of eight accumulators and the rest is a tree, so the error grows slowly with n.
+If the gradients are sharded over ranks, norm_and_factor takes the sums of squares of all shards.
 Bytes moved: read g once.
 """
 
@@ -21,13 +20,13 @@ from numba import cuda, float32, int64
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
-    EACH,
+    CHUNK,
     GAP,
     QUAD,
     STEPS,
     STRIDE,
     TILE,
-    is_whole,
+    can_vectorize,
     load,
     on_16_bytes,
 )
@@ -35,14 +34,14 @@ from .primitives.ptx import kernel
 from .primitives.reduce import MAX_WARPS, block_sum
 from .runtime.launch import check, check_array, empty, launch, on_host
 
-PARTIALS = 1056  # 8 blocks on each of an H200's 132 multiprocessors: all the threads it can hold
+PARTIALS = 1056  # 8 blocks on each of an H200's 132 multiprocessors: full occupancy
 INF = float32(math.inf)
 
 
 # ----------------------------------------------------------------------------- reference
 def sum_of_squares_ref(x_n):
-    """-> (1,)"""
-    return np.square(x_n).sum(keepdims=True)  # NumPy adds in pairs: a tree as well
+    """-> the sum of squares, (1,)"""
+    return np.square(x_n).sum(keepdims=True)  # NumPy sums pairwise: also a tree
 
 
 def norm_and_factor_ref(sums_P, max_norm):
@@ -50,29 +49,29 @@ def norm_and_factor_ref(sums_P, max_norm):
     norm = np.sqrt(sums_P.sum())
     limited = 0 < max_norm < math.inf
     ratio = sums_P.dtype.type(max_norm) / (norm + sums_P.dtype.type(1e-6)) if limited else 1
-    return np.array([norm, 1 if ratio > 1 else ratio], sums_P.dtype)  # a NaN stays a NaN: loud
+    return np.array([norm, 1 if ratio > 1 else ratio], sums_P.dtype)  # NaN stays NaN
 
 
 # ----------------------------------------------------------------------------- kernels
 @kernel(BLOCK)
 def sum_of_squares_kernel(partial_P, x_n, aligned):
-    """Grid P, block BLOCK. Block p adds up tiles p, p + P, ... of TILE elements."""
+    """Grid P, block BLOCK. Block p sums tiles p, p + P, ... of TILE elements."""
     tid, n = cuda.threadIdx.x, x_n.size
     partial = cuda.shared.array(MAX_WARPS, float32)
-    x = cuda.local.array((STEPS, EACH), float32)
-    acc = cuda.local.array(EACH, float32)
-    for j in range(EACH):
+    x = cuda.local.array((STEPS, CHUNK), float32)
+    acc = cuda.local.array(CHUNK, float32)
+    for j in range(CHUNK):
         acc[j] = float32(0.0)
     for tile in range(int64(cuda.blockIdx.x) * TILE, n, int64(cuda.gridDim.x) * TILE):
         first = tile + tid * QUAD
-        whole = is_whole(first, n, aligned)
-        for s in range(STEPS):  # zeros beyond the end change no sum
-            load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+        vectorized = can_vectorize(first, n, aligned)
+        for s in range(STEPS):  # load gives zeros beyond the end
+            load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
         for s in range(STEPS):
-            for j in range(EACH):
+            for j in range(CHUNK):
                 acc[j] += x[s, j] * x[s, j]
     total = float32(0.0)
-    for j in range(EACH):
+    for j in range(CHUNK):
         total += acc[j]
     total = block_sum(total, partial)
     if tid == 0:
@@ -93,7 +92,7 @@ def sum_kernel(total_1, partial_P):
 
 @cuda.jit
 def norm_and_factor_kernel(stats_2, sums_P, max_norm):
-    """Grid 1, block BLOCK. stats_2 = norm, factor. max_norm infinite: no clipping."""
+    """Grid 1, block BLOCK. stats_2 = norm, factor. An infinite max_norm means no clipping."""
     shared = cuda.shared.array(MAX_WARPS, float32)
     acc = float32(0.0)
     for p in range(cuda.threadIdx.x, sums_P.size, BLOCK):
@@ -102,12 +101,12 @@ def norm_and_factor_kernel(stats_2, sums_P, max_norm):
     if cuda.threadIdx.x == 0:
         ratio = max_norm / (norm + float32(1e-6)) if max_norm < INF else float32(1.0)
         stats_2[0] = norm
-        stats_2[1] = float32(1.0) if ratio > float32(1.0) else ratio  # a NaN stays a NaN: loud
+        stats_2[1] = float32(1.0) if ratio > float32(1.0) else ratio  # NaN stays NaN
 
 
 # ----------------------------------------------------------------------------- launchers
 def sum_of_squares(x_n: Array) -> Array:
-    """x (n,) float32, n may be 0 -> (1,), in the place where x is. The same bits every time."""
+    """x (n,) float32, n >= 0 -> its sum of squares, (1,) float32, on the device of x. The same bits in every run."""
     check_array("sum_of_squares", "x", x_n, (None,))
     if on_host(x_n):
         return sum_of_squares_ref(x_n)
@@ -117,9 +116,9 @@ def sum_of_squares(x_n: Array) -> Array:
 
 
 def norm_and_factor(sums_P: Array, max_norm: float) -> Array:
-    """Sums of squares of P parts (P,) -> (2,): the norm of all, the factor that clips it.
+    """sums (P,) float32: the sums of squares of P shards -> (2,): the norm of all of them, the factor that clips it.
 
-    max_norm 0 or infinite means no clipping: factor 1. Raises ValueError for a negative one or NaN.
+    max_norm 0 or infinite means no clipping: factor 1. Raises ValueError for a negative max_norm or NaN.
     """
     check_array("norm_and_factor", "sums", sums_P, (None,))
     check(max_norm >= 0, f"grad_norm: max_norm is {max_norm}, expected 0 (no clipping) or more")
@@ -132,7 +131,7 @@ def norm_and_factor(sums_P: Array, max_norm: float) -> Array:
 
 
 def grad_norm(grads_n: Array, max_norm: float) -> Array:
-    """grads (n,) float32 -> (2,): norm, factor; see norm_and_factor. grads stay as they are."""
+    """grads (n,) float32 -> (2,): norm, factor; see norm_and_factor. grads stay unchanged."""
     check_array("grad_norm", "grads", grads_n, (None,))
     sums_P = sum_of_squares_ref(grads_n) if on_host(grads_n) else _partial_sums(grads_n)
     return norm_and_factor(sums_P, max_norm)

@@ -1,10 +1,10 @@
-"""Swap the two middle axes of four: (B, T, H, D) <-> (B, H, T, D), both ways the same kernel.
+"""Swap the two middle axes of four: (B, T, H, D) <-> (B, H, T, D), with the same kernel in both directions.
 
     forward    y[b, j, i, d] = x[b, i, j, d]
     backward   the same op on dy: the swap is its own inverse
 
-Matrix products over heads want the rows of one head together; everything else keeps BTHD, where
-splitting heads is a view. Rows of D numbers move whole, so reads and writes are both coalesced.
+Matrix products over heads need the rows of one head to be contiguous; everything else keeps BTHD, where splitting heads is
+a view. Rows of D numbers are moved as a unit, so reads and writes are both coalesced.
 Bytes moved: read x, write y. The numbers are float32 or bf16; their bits are copied.
 """
 
@@ -16,17 +16,23 @@ from numba import cuda, int64, uint32
 from ..device import Array
 from .primitives.flat import flat_rows, on_16_bytes, row_step
 from .primitives.ptx import kernel
-from .primitives.words import each_of, load_words4, load_words8, store_words4, store_words8
+from .primitives.words import (
+    elements_per_vector,
+    load_words4,
+    load_words8,
+    store_words4,
+    store_words8,
+)
 from .runtime.launch import FLOATS, check, check_array, empty, launch, on_host
 
-WARPS = 8  # of the plain kernel: rows of D in a block, one warp each
+WARPS = 8  # of the plain kernel: rows of D numbers per block, one warp each
 MAX_GRID_Y = 65535  # the hardware's limit
-BLOCK = 256  # of the kernel in use: a thread per 16 bytes
+BLOCK = 256  # of the kernel in use: one thread per 16 bytes
 
 
 # ----------------------------------------------------------------------------- reference
 def swap_heads_ref(x_BXYD, out_BYXD=None):
-    """-> (B, Y, X, D), always a copy"""
+    """-> y (B, Y, X, D): a copy, or out, which is overwritten"""
     if out_BYXD is None:
         return np.swapaxes(x_BXYD, 1, 2).copy()
     out_BYXD[...] = np.swapaxes(x_BXYD, 1, 2)
@@ -36,7 +42,7 @@ def swap_heads_ref(x_BXYD, out_BYXD=None):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
 def swap_heads_plain_kernel(y_BYXD, x_BXYD):
-    """Grid (B X, ceil(Y / WARPS)), block (32, WARPS). A warp moves row (b, i, j) of D numbers, for any D."""
+    """Grid (B X, ceil(Y / WARPS)), block (32, WARPS). A warp copies row (b, i, j) of D numbers, for any D."""
     row, lane = int64(cuda.blockIdx.x), cuda.threadIdx.x
     _, X, Y, D = x_BXYD.shape
     b, i = row // X, row % X
@@ -47,15 +53,18 @@ def swap_heads_plain_kernel(y_BYXD, x_BXYD):
 
 
 @functools.cache
-def make_swap_kernel(D, each):
-    """The kernel in use: 16 bytes, `each` numbers, at a time. D is a constant, so that dividing by it is cheap."""
-    CHUNKS = D // each  # of a row
-    fetch, put = (load_words8, store_words8) if each == 8 else (load_words4, store_words4)
+def make_swap_kernel(D, vec):
+    """The kernel in use: 16 bytes, `vec` numbers, at a time. D is a constant, so that dividing by it is cheap."""
+    CHUNKS = D // vec  # of a row
+    load_words, store_words = (
+        (load_words8, store_words8) if vec == 8 else (load_words4, store_words4)
+    )
 
     @kernel(BLOCK)
     def swap_heads_kernel(y, x, X, Y, x_row, y_row, chunks):
-        """Grid ceil(chunks / BLOCK), block BLOCK. A thread moves one chunk of x. x, y: flat; x_row, y_row: elements from one
-        position (axis 1) to the next.
+        """Grid ceil(chunks / BLOCK), block BLOCK. A thread copies one chunk of x.
+
+        x, y: flat. x_row, y_row: distance in elements between consecutive indices of axis 1.
         """
         k = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
         if k < chunks:
@@ -63,18 +72,18 @@ def make_swap_kernel(D, each):
             row, chunk = k // uint32(CHUNKS), k % uint32(CHUNKS)  # row (b, i, j) of x
             bi, j = row // uint32(Y), row % uint32(Y)
             b, i = bi // uint32(X), bi % uint32(X)
-            fetch(words, x, int64(bi) * x_row + j * D + chunk * each)
-            put(y, (int64(b) * Y + j) * y_row + i * D + chunk * each, words)
+            load_words(words, x, int64(bi) * x_row + j * D + chunk * vec)
+            store_words(y, (int64(b) * Y + j) * y_row + i * D + chunk * vec, words)
 
     return swap_heads_kernel
 
 
 # ----------------------------------------------------------------------------- launcher
 def swap_heads(x_BXYD: Array, out_BYXD: Array | None = None) -> Array:
-    """x (B, X, Y, D) float32 or bf16 -> y (B, Y, X, D), never a view of x. Both may be parts of packed arrays.
+    """x (B, X, Y, D) float32 or bf16 -> y (B, Y, X, D), never a view of x. Both may be slices of packed arrays.
 
-    out: where y is written, and then returned; None: a new contiguous array. Raises ValueError or TypeError on another shape
-    or type.
+    out: the array for y, which is then returned; None: a new contiguous array.
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("swap_heads", "x", x_BXYD, (None,) * 4, FLOATS, strided=True)
     B, X, Y, D = x_BXYD.shape
@@ -84,11 +93,11 @@ def swap_heads(x_BXYD: Array, out_BYXD: Array | None = None) -> Array:
     if on_host(x_BXYD, *([] if out_BYXD is None else [out_BYXD])):
         return swap_heads_ref(x_BXYD, out_BYXD)
     y_BYXD = empty(x_BXYD, (B, Y, X, D)) if out_BYXD is None else out_BYXD
-    each, steps = each_of(x_BXYD), (row_step(x_BXYD), row_step(y_BYXD))
-    whole = D % each == 0 and all(step is not None and step % each == 0 for step in steps)
-    if whole and on_16_bytes(x_BXYD, y_BYXD) and 0 < x_BXYD.size < 2**31 * each:
-        chunks, y, x = x_BXYD.size // each, flat_rows(y_BYXD), flat_rows(x_BXYD)
-        swap_kernel = make_swap_kernel(D, each)
+    vec, steps = elements_per_vector(x_BXYD), (row_step(x_BXYD), row_step(y_BYXD))
+    vectorized = D % vec == 0 and all(step is not None and step % vec == 0 for step in steps)
+    if vectorized and on_16_bytes(x_BXYD, y_BYXD) and 0 < x_BXYD.size < 2**31 * vec:
+        chunks, y, x = x_BXYD.size // vec, flat_rows(y_BYXD), flat_rows(x_BXYD)
+        swap_kernel = make_swap_kernel(D, vec)
         launch(swap_kernel, -(-chunks // BLOCK), BLOCK, y, x, X, Y, *steps, chunks)
     else:
         tiles = -(-Y // WARPS)

@@ -3,24 +3,23 @@
     forward    logits = x w^T        loss = cross_entropy(logits)        (gemm.py, cross_entropy.py)
     backward   with d = dL/dlogits:  dx = d w        dw = d^T x
 
-The logits are by far the largest array of a small model: with GPT-2's vocabulary they take as much of a token as four layers
-of width 768 keep of it. Nobody needs them as a whole. A row's loss and d depend on that row alone, dx has a row for each
-of d, and dw is a sum over rows. So for one chunk of rows after the other: logits, loss and d written over them, dx, a share of
-dw added inside the matrix product; the next chunk uses the same memory.
+The logits are by far the largest array of a small model: with GPT-2's vocabulary they take as much memory per token as the
+activations of four layers of width 768. They are never needed as a whole. The loss and d of a row depend on that row alone, each
+row of dx on the same row of d, and dw is a sum over rows. So the rows are processed in chunks: compute the logits, overwrite them
+with d, compute dx, add to dw inside the matrix product. The next chunk uses the same memory.
 
-That does the backward's work in the forward, where the gradient L gets from above is not known yet. It is the same factor
-everywhere: the results are those of L itself, and backward multiplies them if it must (Hsu et al. 2024, Liger-Kernel).
-What stays until then: dx, N C elements, and dw, P C float32, in place of N P logits. (dw may be written where the gradient of w
-belongs: then it takes no memory of its own.)
+The forward thus does the work of the backward before the incoming gradient of the loss is known. That gradient is one factor for
+all elements: forward computes the gradients for the factor 1, and backward multiplies them by any other (Hsu et al. 2024,
+Liger-Kernel). Until then dx, N C elements, and dw, P C float32, are kept in place of N P logits.
 
 Every chunk reads and writes dw once more, 8 P C bytes, in a product of 2 rows P C operations, and its product for dx may have
-fewer tiles than the GPU has multiprocessors. So fewer rows take less memory and more time: bench/bench_head.py measures both.
+fewer tiles than the GPU has multiprocessors. So smaller chunks take less memory and more time: bench/bench_head.py measures both.
 """
 
 import numpy as np
 
 from ..device import Array
-from .cross_entropy import cross_entropy, refuse_wrong
+from .cross_entropy import check_targets_on_host, cross_entropy
 from .gemm import matmul
 from .runtime.launch import FLOATS, check, check_array, check_ids, empty, on_host
 
@@ -35,7 +34,7 @@ def linear_cross_entropy_ref(x_NC, w_PC, targets_N, vocab_size, inv_count_1):
 
 
 def chunk_rows(N: int, rows: int | None = None) -> int:
-    """Rows of a chunk: N divided into as few equal chunks as have at most `rows` (None: ROWS) each."""
+    """Rows per chunk: N is divided into equal chunks, as few as possible with at most `rows` (None: ROWS) each."""
     rows = ROWS if rows is None else rows
     even = -(-N // max(-(-N // rows), 1))
     return min(-(-even // UNIT) * UNIT, rows)
@@ -50,13 +49,11 @@ def linear_cross_entropy(
     want_dx: bool = True,
     want_dw: bool = True,
     rows: int | None = None,
-    dw_PC: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     """x (N, C) and w (P >= vocab_size, C), both float32 or both bf16; targets (N,) whole numbers.
 
-    -> loss (N,) float32, and of inv_count sum(loss) the gradients dx like x, and dw (P, C) float32; None for those that
-    are not wanted (without both inv_count may be None). rows: at most so many at a time. dw_PC: memory that dw is written to.
-    Errors as in cross_entropy.
+    -> loss (N,) float32, and the gradients of inv_count sum(loss): dx like x, and dw (P, C) float32; None for those that
+    are not wanted (if neither is, inv_count may be None). rows: the largest chunk. Errors as in cross_entropy.
     """
     op = "linear_cross_entropy"
     check_array(op, "x", x_NC, (None, None), FLOATS)
@@ -64,20 +61,16 @@ def linear_cross_entropy(
     check_array(op, "w", w_PC, (None, C), (x_NC.dtype.name,))
     P = w_PC.shape[0]
     check(rows is None or rows > 0, f"{op}: {rows} rows at a time, expected at least 1")
-    check(
-        targets_N.shape == (N,),
-        f"{op}: targets have shape {targets_N.shape}, expected ({N},)",
-    )
+    check(targets_N.shape == (N,), f"{op}: targets have shape {targets_N.shape}, expected ({N},)")
     check_ids(op, "targets", targets_N)
     wide = np.float64 if x_NC.dtype == np.float64 else np.float32
     loss_N = empty(x_NC, N, wide)
     dx_NC = empty(x_NC, (N, C)) if want_dx else None
-    if dw_PC is None and want_dw:
-        dw_PC = empty(w_PC, (P, C), wide)
-    if want_dw and not N:
+    dw_PC = empty(w_PC, (P, C), wide) if want_dw else None
+    if dw_PC is not None and not N:
         dw_PC.fill(0)
     if on_host(x_NC, w_PC, targets_N):
-        refuse_wrong(targets_N, vocab_size)  # now, to name the row as the caller counts
+        check_targets_on_host(targets_N, vocab_size)  # here, where rows have the caller's numbers
     step = chunk_rows(N, rows)
     logits_RP = empty(x_NC, (min(step, N), P))
     for first in range(0, N, max(step, 1)):
@@ -85,8 +78,7 @@ def linear_cross_entropy(
         x_RC, d_RP = x_NC[part], logits_RP[: part.stop - first]
         matmul(d_RP, x_RC, w_PC, trans_b=True)
         gradient = want_dx or want_dw
-        given = targets_N[part], vocab_size, inv_count_1, gradient
-        cross_entropy(d_RP, *given, out_N=loss_N[part])
+        cross_entropy(d_RP, targets_N[part], vocab_size, inv_count_1, gradient, out_N=loss_N[part])
         if want_dx:
             matmul(dx_NC[part], d_RP, w_PC)
         if want_dw:

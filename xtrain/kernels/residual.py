@@ -1,15 +1,14 @@
 """Residual addition and RMSNorm in one pass.   x, r: (N, C)   w: (C,)   h, y: (N, C)
 
     forward    h = x + r        y = rmsnorm(h) w        (rmsnorm.py)
-    backward   h goes two ways: on along the residual stream, and through the norm. The gradients
-               add up,
+    backward   h has two uses: the residual stream and the norm. Their gradients add up:
                dh_total = dh + J^T dy,  with J^T dy the dx of rmsnorm.py
                and dx = dr = dh_total, because h = x + r has slope one in both.
 
-So the backward is RMSNorm's with one more addend, and one array is the gradient of x and of r.
+So the backward is that of RMSNorm with one more addend, and one array is the gradient of x and of r.
 We save h, which the next block needs anyway, and rstd (N floats).
-Bytes moved, forward: read x and r, write h and y, 4 N C elements; two kernels would move one more
-N C, reading h back. Backward: read dh, dy and h, write dx.
+Bytes moved, forward: read x and r, write h and y, 4 N C elements; two kernels would also read h back, 5 N C elements.
+Backward: read dh, dy and h, write dx.
 """
 
 import functools
@@ -22,8 +21,8 @@ from ..device import Array
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import kernel, let_next_start, wait_for_previous
 from .primitives.reduce import MAX_WARPS
-from .primitives.rows import MAX_COLUMNS, aligned_rows, make_row_ops
-from .primitives.words import each_of
+from .primitives.rows import MAX_COLUMNS, RowKernel, aligned_rows, make_row_ops
+from .primitives.words import elements_per_vector
 from .rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
 from .runtime.launch import (
     FLOATS,
@@ -46,39 +45,39 @@ def residual_rmsnorm_ref(x_NC, r_NC, w_C, eps):
 
 
 def residual_rmsnorm_bwd_ref(dh_NC, dy_NC, h_NC, w_C, rstd_N):
-    """-> dx (N, C), which is dr too, and dw (C,). dh may be None."""
+    """-> dx (N, C), which is also dr, and dw (C,). dh may be None."""
     dx_NC, dw_C = rmsnorm_bwd_ref(dy_NC, h_NC, w_C, rstd_N)
     return dx_NC if dh_NC is None else dx_NC + dh_NC, dw_C
 
 
 # ----------------------------------------------------------------------------- kernels
 FEW = 264  # rows: two per multiprocessor of an H200
-FEW_COLUMNS = 4  # of a thread then: nothing hides how long it waits for memory but other threads
+FEW_COLUMNS = 4  # of a thread with so few rows: only more threads hide the latency of memory
 
 
 @functools.cache
-def make_fwd_kernel(C, each, aligned, few=False, overlap=False):
-    """rmsnorm.py's forward kernel with an addition in front. few: rows, as in a decoding step."""
-    columns = max(each, FEW_COLUMNS) if few else MAX_COLUMNS
-    ops = make_row_ops(C, each, aligned, columns=columns)
-    load, store, total, place = ops.load, ops.store, ops.total, ops.place
+def make_fwd_kernel(C, vec, aligned, few=False, overlap=False):
+    """The forward kernel of rmsnorm.py with an addition in front. few: there are at most FEW rows, as in a decoding step."""
+    columns = max(vec, FEW_COLUMNS) if few else MAX_COLUMNS
+    ops = make_row_ops(C, vec, aligned, columns=columns)
+    load, store, total, row_and_column = ops.load, ops.store, ops.total, ops.row_and_column
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
     @kernel(ops.THREADS)
     def residual_rmsnorm_fwd_kernel(h, y, rstd_N, x, r, w_C, eps):
         """Grid ceil(N / R), block THREADS. x, r, h, y: flat (N C)."""
-        row, column = place()
+        row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
-        w_SE = cuda.local.array((STEPS, each), float32)
+        w_SE = cuda.local.array((STEPS, vec), float32)
         if overlap:
             wait_for_previous()
             let_next_start()
-        if n >= rstd_N.size:  # the same for all threads of a row: nobody is missing from the sum
+        if n >= rstd_N.size:  # the same for all threads of a row, so none is missing in the sum
             return
         scratch = cuda.shared.array(MAX_WARPS, float32)
         h_SE, r_SE = (
-            cuda.local.array((STEPS, each), float32),
-            cuda.local.array((STEPS, each), float32),
+            cuda.local.array((STEPS, vec), float32),
+            cuda.local.array((STEPS, vec), float32),
         )
         acc = float32(0.0)
         for s in range(STEPS):
@@ -87,30 +86,31 @@ def make_fwd_kernel(C, each, aligned, few=False, overlap=False):
             if few:
                 load(w_SE[s], w_C, 0, column + s * STRIDE)
         for s in range(STEPS):
-            for j in range(each):
+            for j in range(vec):
                 h_SE[s, j] += r_SE[s, j]
                 acc += h_SE[s, j] * h_SE[s, j]
             store(h, n * C, column + s * STRIDE, h_SE[s])
         rstd = rsqrtf(total(acc, scratch) * float32(INVERSE) + eps)
         if column == 0:
-            rstd_N[n] = rstd  # kept for backward
+            rstd_N[n] = rstd  # saved for backward
         for s in range(STEPS):
             if not few:
                 load(w_SE[s], w_C, 0, column + s * STRIDE)
-            for j in range(each):
+            for j in range(vec):
                 h_SE[s, j] *= rstd * w_SE[s, j]
             store(y, n * C, column + s * STRIDE, h_SE[s])
 
-    return residual_rmsnorm_fwd_kernel, ops
+    return RowKernel(residual_rmsnorm_fwd_kernel, ops)
 
 
 # ----------------------------------------------------------------------------- launchers
 def residual_rmsnorm_fwd(
     x_NC: Array, r_NC: Array, w_C: Array, eps: float
 ) -> tuple[Array, Array, Array]:
-    """x, r (N, C) float32 or bf16, w (C,) -> h = x + r like x, y = rmsnorm(h) w like r (N, C), rstd (N,)
+    """x, r (N, C), w (C,) float32 or bf16 -> h = x + r in the dtype of x, y = rmsnorm(h) w in that of r, rstd (N,) float32.
 
-    In bf16 training the stream x, h stays float32, so that it does not lose a little in every layer.
+    In bf16 training the residual stream x, h stays float32, so that it is not rounded in every layer.
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("residual_rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
@@ -123,10 +123,10 @@ def residual_rmsnorm_fwd(
     h_NC, y_NC, rstd_N = empty_like(x_NC), empty_like(r_NC), empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, h_NC, y_NC, x_NC, r_NC) and on_16_bytes(w_C)
     few, overlap = N <= FEW, N <= FEW and can_overlap(x_NC)
-    fwd_kernel, ops = make_fwd_kernel(C, each_of(x_NC, r_NC), aligned, few, overlap)
+    fwd = make_fwd_kernel(C, elements_per_vector(x_NC, r_NC), aligned, few, overlap)
     h, y, x, r = (a.reshape(-1) for a in (h_NC, y_NC, x_NC, r_NC))
     arguments = (h, y, rstd_N, x, r, w_C, np.float32(eps))
-    launch(fwd_kernel, -(-N // ops.R), ops.THREADS, *arguments, overlap=overlap)
+    launch(fwd.kernel, -(-N // fwd.plan.R), fwd.plan.THREADS, *arguments, overlap=overlap)
     return h_NC, y_NC, rstd_N
 
 
@@ -137,11 +137,11 @@ def residual_rmsnorm_bwd(
     w_C: Array,
     rstd_N: Array,
     dw_C: Array,
-    again: bool = False,
+    recompute_y: bool = False,
 ) -> Array:
-    """-> dx (N, C), the gradient of x and of r. Adds dw to dw_C (C,).
+    """-> dx (N, C) in the dtype of dy: the gradient of x and of r. Adds dw to dw_C (C,) float32.
 
-    dh is the gradient that reaches h along the residual stream; None if h was not used further.
-    again: compute y again too, **written over dy**: a matrix product that follows need not keep it.
+    dy, h (N, C), w (C,), rstd (N,). dh (N, C), like dy: the gradient of h through the residual stream; None if h has no
+    other use. recompute_y: also **overwrite dy with y**, so that the matrix product that uses y need not save it.
     """
-    return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, again)
+    return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, recompute_y)

@@ -7,15 +7,15 @@
                dw = sum_n(dy xhat)
 
 We save r (N floats) and recompute xhat: 1/C of the memory for one multiply.
-Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. This op is bound by memory bandwidth.
+Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory bandwidth bounds this op.
 QK-norm is the same op over heads: rows are (token, head) pairs and C is the head width.
 
-dw is a sum over all N rows. Atomics would add in a different order every run, so it is done in two stages:
-every block adds up its own rows into one row of `partial`, then the columns of `partial` are added in order.
+dw is a sum over all N rows. Atomics would add in a different order in every run, so the sum has two stages: every block
+sums its rows into one row of `partial`, then the columns of `partial` are added in order.
 
-The kernels take bf16 x beside float32 w, and compute in float32. In bf16 the arithmetic is no longer free: 4 bytes per
-element leave time for about 28 instructions (H200). So 1 / C is a constant, and 1 / sqrt one instruction (rsqrtf,
-exact to two units in the last place).
+The kernels accept bf16 x with float32 w, and compute in float32. In bf16 the arithmetic is no longer negligible: 4 bytes
+per element leave time for about 28 instructions (H200). So 1 / C is a compile-time constant, and 1 / sqrt is one
+instruction (rsqrtf, accurate to two units in the last place).
 """
 
 import functools
@@ -29,8 +29,9 @@ from ..device import Array
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import kernel, let_next_start
 from .primitives.reduce import MAX_WARPS, add_column_sums, block_sum
-from .primitives.rows import aligned_rows, make_row_ops, row_plan
-from .primitives.words import each_of
+from .primitives.rows import RowKernel, aligned_rows, make_row_ops, row_plan
+from .primitives.words import elements_per_vector
+from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,
     can_overlap,
@@ -44,14 +45,13 @@ from .runtime.launch import (
 )
 
 BLOCK = 256  # of the naive kernel: 8 warps
-BWD_COLUMNS = (
-    24  # of a thread of the backward: it keeps x, dy and dw, and the next row is on its way
-)
-RESIDENT = 16  # its warps on a multiprocessor: with 128 registers a thread no more fit,
-RESIDENT_WIDE = 12  # ... and with 168, which more than 16 columns take where the next row is float32, no more than these
-MULTIPROCESSORS = (
-    132  # of an H200. Another number changes the order of the sum for dw, and the speed
-)
+# The backward keeps x, dy and dw of a row in registers while it loads the next row.
+BWD_COLUMNS = 24  # of a thread
+RESIDENT = 16  # warps per multiprocessor, the maximum with 128 registers per thread
+# The maximum with 168 registers per thread: more than 16 columns per thread and a float32 next row need that many.
+RESIDENT_WIDE = 12
+# Of an H200. Another number changes the order of the sum for dw, and the speed.
+MULTIPROCESSORS = 132
 
 
 # ----------------------------------------------------------------------------- reference
@@ -75,7 +75,7 @@ def rmsnorm_bwd_ref(dy_NC, x_NC, w_C, rstd_N):
 def rmsnorm_fwd_naive_kernel(y_NC, rstd_N, x_NC, w_C, eps):
     """Grid N, block BLOCK. Block n owns row n; thread tid owns columns tid, tid + BLOCK, ...
 
-    The maths in its plainest form. It reads x twice, four bytes at a time, and reaches half of what memory can give.
+    The maths in its simplest form. It reads x twice, four bytes per access, and reaches half of the memory bandwidth.
     """
     n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
     C = x_NC.shape[1]
@@ -85,82 +85,80 @@ def rmsnorm_fwd_naive_kernel(y_NC, rstd_N, x_NC, w_C, eps):
         acc += x_NC[n, c] * x_NC[n, c]
     rstd = float32(1.0) / math.sqrt(block_sum(acc, partial) / float32(C) + eps)
     if tid == 0:
-        rstd_N[n] = rstd  # kept for backward
+        rstd_N[n] = rstd  # saved for backward
     for c in range(tid, C, BLOCK):
         y_NC[n, c] = x_NC[n, c] * rstd * w_C[c]
 
 
 @functools.cache
-def make_fwd_kernel(C, each, aligned):
-    """The kernel in use: the row stays in registers between the sum and the product. See _rows.py."""
-    ops = make_row_ops(C, each, aligned)
-    load, store, total, place = ops.load, ops.store, ops.total, ops.place
+def make_fwd_kernel(C, vec, aligned):
+    """The kernel in use: the row stays in registers between the sum and the product. See primitives/rows.py."""
+    ops = make_row_ops(C, vec, aligned)
+    load, store, total, row_and_column = ops.load, ops.store, ops.total, ops.row_and_column
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
     @kernel(ops.THREADS)
     def rmsnorm_fwd_kernel(y, rstd_N, x, w_C, eps):
         """Grid ceil(N / R), block THREADS. x, y: flat (N C)."""
-        row, column = place()
+        row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
-        if n >= rstd_N.size:  # the same for all threads of a row: nobody is missing from the sum
+        if n >= rstd_N.size:  # the same for all threads of a row, so none is missing in the sum
             return
         scratch = cuda.shared.array(MAX_WARPS, float32)
-        x_SE = cuda.local.array((STEPS, each), float32)
-        w = cuda.local.array(each, float32)
+        x_SE = cuda.local.array((STEPS, vec), float32)
+        w = cuda.local.array(vec, float32)
         acc = float32(0.0)
         for s in range(STEPS):
             load(x_SE[s], x, n * C, column + s * STRIDE)
         for s in range(STEPS):
-            for j in range(each):
+            for j in range(vec):
                 acc += x_SE[s, j] * x_SE[s, j]
         rstd = rsqrtf(total(acc, scratch) * float32(INVERSE) + eps)
         if column == 0:
             rstd_N[n] = rstd
         for s in range(STEPS):
             load(w, w_C, 0, column + s * STRIDE)
-            for j in range(each):
+            for j in range(vec):
                 x_SE[s, j] *= rstd * w[j]
             store(y, n * C, column + s * STRIDE, x_SE[s])
 
-    return rmsnorm_fwd_kernel, ops
+    return RowKernel(rmsnorm_fwd_kernel, ops)
 
 
 @functools.cache
-def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
-    """dx and this block's share of dw in one pass over dy and x. A row is asked for while the one before is dealt with.
+def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
+    """dx and the block's sum for dw in one pass over dy and x. A block loads the next row while it computes the current one.
 
     add_skip: also add `skip`, the gradient that reaches x around the norm (see residual.py).
-    again: also compute y again, with the forward's roundings, over dy.
+    recompute_y: also write y over dy, with the roundings of the forward pass.
+    overlap: let add_column_sums start early.
     """
-    wide = each < 8 and row_plan(C, each, 1, BWD_COLUMNS).STEPS * each > 16
+    wide = vec < 8 and row_plan(C, vec, 1, BWD_COLUMNS).STEPS * vec > 16
     warps = RESIDENT_WIDE if wide else RESIDENT
-    # In one block if they can be: then their shares of dw are added up on the chip, and `partial` has few rows.
-    ops = make_row_ops(C, each, aligned, warps, BWD_COLUMNS)
-    ops.blocks = max(warps // (ops.W * ops.R), 1)  # on a multiprocessor
-    load, store, fetch, unpack = ops.load, ops.store, ops.fetch, ops.unpack
-    total, place, add_rows = ops.total, ops.place, ops.add_rows
+    # All warps in one block if possible: then their sums for dw are added on chip, and `partial` has few rows.
+    ops = make_row_ops(C, vec, aligned, warps, BWD_COLUMNS)
+    blocks_per_sm = max(warps // (ops.W * ops.R), 1)
+    load, store, load_words, unpack = ops.load, ops.store, ops.load_words, ops.unpack
+    total, row_and_column, add_rows = ops.total, ops.row_and_column, ops.add_rows
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
 
-    @kernel(ops.THREADS, ops.blocks)
+    @kernel(ops.THREADS, blocks_per_sm)
     def rmsnorm_bwd_kernel(dx, partial, dy, skip, x, w_C, rstd_N):
         """Grid P, block THREADS. Block p owns rows p R, ..., p R + R - 1, then (p + P) R, ...
 
-        dx, dy, skip, x: flat (N C). partial: flat (P C), block p writes row p.
+        dx, dy, skip, x: flat (N C). partial: flat (P C); block p writes row p.
         """
-        row, column = place()
+        row, column = row_and_column()
         scratch = cuda.shared.array(MAX_WARPS, float32)
-        dy_SW, x_SW = (
-            cuda.local.array((STEPS, each), uint32),
-            cuda.local.array((STEPS, each), uint32),
-        )
-        skip_SW = cuda.local.array((STEPS, each), uint32)
+        dy_SW, x_SW = cuda.local.array((STEPS, vec), uint32), cuda.local.array((STEPS, vec), uint32)
+        skip_SW = cuda.local.array((STEPS, vec), uint32)
         g_SE, x_SE = (
-            cuda.local.array((STEPS, each), float32),
-            cuda.local.array((STEPS, each), float32),
+            cuda.local.array((STEPS, vec), float32),
+            cuda.local.array((STEPS, vec), float32),
         )
-        dw_SE, w = cuda.local.array((STEPS, each), float32), cuda.local.array(each, float32)
+        dw_SE, w = cuda.local.array((STEPS, vec), float32), cuda.local.array(vec, float32)
         for s in range(STEPS):
-            for j in range(each):
+            for j in range(vec):
                 dw_SE[s, j] = float32(0.0)
         N, n = int32(rstd_N.size), int32(cuda.blockIdx.x * R + row)
         step = int32(cuda.gridDim.x * R)
@@ -168,56 +166,58 @@ def make_bwd_kernel(C, each, aligned, add_skip, overlap, again=False):
         if n < N:
             next_rstd = rstd_N[n]
             for s in range(STEPS):
-                fetch(dy_SW[s], dy, n * C, column + s * STRIDE)
-                fetch(x_SW[s], x, n * C, column + s * STRIDE)
+                load_words(dy_SW[s], dy, n * C, column + s * STRIDE)
+                load_words(x_SW[s], x, n * C, column + s * STRIDE)
         while n < N:
             rstd, acc = next_rstd, float32(0.0)
             for s in range(STEPS):
                 unpack(g_SE[s], dy_SW[s], dy)
                 unpack(x_SE[s], x_SW[s], x)
-            after = int32(n + step if n + step < N else n)  # at the end the last row again
+            after = int32(n + step if n + step < N else n)  # after the last row, load it again
             next_rstd = rstd_N[after]
             for s in range(STEPS):
-                fetch(dy_SW[s], dy, after * C, column + s * STRIDE)
-                fetch(x_SW[s], x, after * C, column + s * STRIDE)
-            cuda.syncwarp()  # or the compiler moves the asking behind the arithmetic
+                load_words(dy_SW[s], dy, after * C, column + s * STRIDE)
+                load_words(x_SW[s], x, after * C, column + s * STRIDE)
+            cuda.syncwarp()  # keeps the compiler from moving the loads behind the arithmetic
             if add_skip:
                 for s in range(STEPS):
-                    fetch(skip_SW[s], skip, n * C, column + s * STRIDE)
+                    load_words(skip_SW[s], skip, n * C, column + s * STRIDE)
             for s in range(STEPS):
                 load(w, w_C, 0, column + s * STRIDE)
-                if again:
-                    y = cuda.local.array(each, float32)
-                    for j in range(each):
+                if recompute_y:
+                    y = cuda.local.array(vec, float32)
+                    for j in range(vec):
                         y[j] = x_SE[s, j] * (rstd * w[j])
                     store(dy, n * C, column + s * STRIDE, y)
-                for j in range(each):
+                for j in range(vec):
                     g_SE[s, j] *= rstd  # r dy
                     dw_SE[s, j] += g_SE[s, j] * x_SE[s, j]
                     g_SE[s, j] *= w[j]  # r g
                     acc += g_SE[s, j] * x_SE[s, j]
             mean = total(acc, scratch) * (rstd * rstd * float32(INVERSE))  # r^2 mean(r g x)
             for s in range(STEPS):
-                for j in range(each):
+                for j in range(vec):
                     g_SE[s, j] -= x_SE[s, j] * mean
                 if add_skip:
                     unpack(w, skip_SW[s], skip)
-                    for j in range(each):
+                    for j in range(vec):
                         g_SE[s, j] += w[j]
                 store(dx, n * C, column + s * STRIDE, g_SE[s])
             n = int32(n + step)
         if overlap:
-            let_next_start()  # add_column_sums
+            let_next_start()  # the next kernel: add_column_sums
         add_rows(partial, int64(cuda.blockIdx.x) * C, dw_SE)
 
-    return rmsnorm_bwd_kernel, ops
+    if recompute_y:
+        declare_cost(rmsnorm_bwd_kernel, in_place=("dy",))
+    return RowKernel(rmsnorm_bwd_kernel, ops, blocks_per_sm)
 
 
 # ----------------------------------------------------------------------------- launchers
 def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array, Array]:
-    """x (N, C) float32 or bf16, w (C,) -> y (N, C) of the same type or of dtype, rstd (N,) float32.
+    """x (N, C), w (C,) float32 or bf16 -> y (N, C) in `dtype` (default: that of x), rstd (N,) float32.
 
-    Raises ValueError or TypeError on other shapes or types.
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
@@ -228,9 +228,9 @@ def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array,
         return y_NC.astype(x_NC.dtype if dtype is None else dtype, copy=False), rstd_N
     y_NC, rstd_N = empty(x_NC, (N, C), dtype), empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, x_NC, y_NC) and on_16_bytes(w_C)
-    fwd_kernel, ops = make_fwd_kernel(C, each_of(x_NC, y_NC), aligned)
-    y, x = y_NC.reshape(-1), x_NC.reshape(-1)
-    launch(fwd_kernel, -(-N // ops.R), ops.THREADS, y, rstd_N, x, w_C, np.float32(eps))
+    fwd = make_fwd_kernel(C, elements_per_vector(x_NC, y_NC), aligned)
+    y, x, plan = y_NC.reshape(-1), x_NC.reshape(-1), fwd.plan
+    launch(fwd.kernel, -(-N // plan.R), plan.THREADS, y, rstd_N, x, w_C, np.float32(eps))
     return y_NC, rstd_N
 
 
@@ -241,11 +241,13 @@ def rmsnorm_bwd(
     rstd_N: Array,
     dw_C: Array,
     skip_NC: Array | None = None,
-    again: bool = False,
+    recompute_y: bool = False,
 ) -> Array:
-    """-> dx (N, C) of dy's type (x may have another), with skip added if given. Adds dw to dw_C (C,) float32.
+    """dy, x (N, C), w (C,), rstd (N,) -> dx (N, C) in the dtype of dy, plus `skip` if given. Adds dw to dw_C (C,) float32.
 
-    again: compute y again too, for float32 x the bits that forward gave in dy's type, **written over dy**.
+    x may have another dtype than dy. skip (N, C), like dy: the gradient that reaches x around the norm.
+    recompute_y: also **overwrite dy with y**; for float32 x these are the bits that the forward pass gave in dy's dtype.
+    Two runs give the same bits. Raises ValueError or TypeError for other shapes or dtypes.
     """
     op = "rmsnorm backward"
     check_array(op, "x", x_NC, (None, None), FLOATS)
@@ -261,21 +263,26 @@ def rmsnorm_bwd(
         x, w = wide(x_NC), wide(w_C)
         dx_NC, dw = rmsnorm_bwd_ref(wide(dy_NC), x, w, rstd_N)
         dw_C += dw
-        if again:
+        if recompute_y:
             dy_NC[...] = x * rstd_N[:, None] * w
         dx_NC = dx_NC if skip_NC is None else dx_NC + skip_NC
         return dx_NC.astype(dy_NC.dtype, copy=False)
     dx_NC = empty_like(dy_NC)
-    skip = dy_NC if skip_NC is None else skip_NC  # a kernel takes no None
+    skip = dy_NC if skip_NC is None else skip_NC  # a kernel argument cannot be None
     arrays = (dy_NC, skip, x_NC)
     aligned = aligned_rows(C, dx_NC, *arrays) and on_16_bytes(w_C)
-    bwd_kernel, ops = make_bwd_kernel(
-        C, each_of(*arrays), aligned, skip_NC is not None, can_overlap(x_NC), bool(again)
+    bwd = make_bwd_kernel(
+        C,
+        elements_per_vector(*arrays),
+        aligned,
+        skip_NC is not None,
+        can_overlap(x_NC),
+        bool(recompute_y),
     )
-    P = min(-(-N // ops.R), MULTIPROCESSORS * ops.blocks)
+    P = min(-(-N // bwd.plan.R), MULTIPROCESSORS * bwd.blocks_per_sm)
     partial_PC = empty(x_NC, (P, C), np.float32)
     flat = (a.reshape(-1) for a in (dx_NC, partial_PC, *arrays))
-    launch(bwd_kernel, P, ops.THREADS, *flat, w_C, rstd_N)
+    launch(bwd.kernel, P, bwd.plan.THREADS, *flat, w_C, rstd_N)
     if P:
         add_column_sums(partial_PC, dw_C)
     return dx_NC

@@ -1,24 +1,24 @@
 """Rotary position embedding (Su et al. 2021).   x, y: (N, H, D)   cos, sin: (P, R), R = D / 2
 
-Every head is R planes; plane r is the pair (x_r, x_{r+R}), from the two halves of the head as in
-Hugging Face. At position p it turns by the angle a = p f_r with f_r = theta^(-2r / D): fast planes
-tell near positions apart, slow ones far ones.
+A head is R planes; plane r is the pair (x_r, x_{r+R}), from the two halves of the head as in Hugging Face. At position p
+it is rotated by the angle a = p f_r with f_r = theta^(-2r / D). Planes with a high frequency distinguish near positions,
+those with a low frequency distant ones.
 
     forward    y_r     = x_r cos a - x_{r+R} sin a
                y_{r+R} = x_{r+R} cos a + x_r sin a
     backward   a rotation M(a) is orthogonal: the transpose of its Jacobian is its inverse, so
                dx = M(a)^T dy = M(-a) dy, the same kernel with -sin. Only the tables are saved.
 
-M(a)^T M(b) = M(b - a): a query's product with a key depends on their distance alone.
-Row n stands at position n % T (sequences of T tokens, one after another) or at positions_N[n].
-x and y are float32 or bf16, the tables and the arithmetic float32.
+M(a)^T M(b) = M(b - a), so the product of a query with a key depends only on their distance.
+Row n has position n % T (sequences of T tokens, one after another) or positions_N[n].
+x and y are float32 or bf16; the tables and the arithmetic are float32.
 Bytes moved: read x, write y; the tables stay in cache.
 
-Scaling for contexts longer than the model was trained on, with the keys of Hugging Face's configs
-(rope_type, in older ones type); S0 is the trained length, S the longest sequence:
+Scaling for contexts longer than the model was trained on, with the keys of Hugging Face's configs (rope_type, in older
+configs type). S0 is the trained length, S the longest sequence:
     linear     f / factor (Chen et al. 2023)
     dynamic    theta grows with S:  theta (factor S / S0 - (factor - 1))^(D / (D - 2))
-    llama3     f for planes that turn often within S0, f / factor for slow ones, a blend between
+    llama3     f for planes of high frequency, f / factor for those of low frequency, interpolated between
 """
 
 import functools
@@ -31,9 +31,9 @@ from numba import cuda, float32, int64, uint32
 
 from ..device import Array
 from .primitives.flat import on_16_bytes
-from .primitives.heads import NAN, head_plan, make_head_ops
+from .primitives.heads import NAN, HeadKernel, head_plan, make_head_ops
 from .primitives.ptx import kernel, load1, store1
-from .primitives.words import each_of
+from .primitives.words import elements_per_vector
 from .runtime.launch import (
     FLOATS,
     check,
@@ -46,7 +46,7 @@ from .runtime.launch import (
     wide,
 )
 
-BLOCK = 256  # threads, about. In the plain kernel: as many whole heads as fit, one thread per plane
+BLOCK = 256  # threads, approximately. The plain kernel: as many whole heads as fit, one thread per plane
 
 
 # ----------------------------------------------------------------------------- tables
@@ -57,11 +57,15 @@ def rope_frequencies(
     seq_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> np.ndarray:
-    """-> f (R,) float64, radians per position. Arguments as in rope_tables."""
+    """-> f (R,) float64, in radians per position. The arguments are those of rope_tables.
+
+    Raises ValueError for an unknown scaling type, and for dynamic scaling without max_seq_len.
+    """
     scaling = scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "dynamic" and head_dim > 2:  # with one plane f is 1 whatever theta is
-        check(max_seq_len is not None, "rope: dynamic scaling needs max_seq_len")
+    if kind == "dynamic" and head_dim > 2:  # with one plane f is 1 for any theta
+        if max_seq_len is None:
+            raise ValueError("rope: dynamic scaling needs max_seq_len")
         stretch = scaling["factor"] * max(seq_len or 0, max_seq_len) / max_seq_len
         theta = theta * (stretch - (scaling["factor"] - 1)) ** (head_dim / (head_dim - 2))
     f_R = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -90,12 +94,12 @@ def rope_tables(
     seq_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """-> cos, sin (P, R) float32, positions 0 .. length - 1; computed in float64, rounded once.
+    """-> cos, sin (P, R) float32 for positions 0 .. length - 1, computed in float64 and rounded once.
 
-    scaling: as in Hugging Face's config. Only dynamic scaling looks at seq_len, the longest
-    sequence that is to be run, and max_seq_len, the length the model was trained for
-    (max_position_embeddings; None: length).
-    Raises ValueError on an odd head_dim or an unknown scaling type.
+    scaling: as in Hugging Face's config. seq_len: the longest sequence to be run; only dynamic scaling uses it.
+    max_seq_len: the length that the model was trained for (max_position_embeddings; None: length); dynamic and llama3
+    scaling use it.
+    Raises ValueError for an odd head_dim or an unknown scaling type.
     """
     check(head_dim % 2 == 0, f"rope: head_dim {head_dim} is odd, planes are pairs")
     f_R = rope_frequencies(head_dim, theta, scaling, seq_len, max_seq_len or length)
@@ -105,7 +109,7 @@ def rope_tables(
 
 # ----------------------------------------------------------------------------- reference
 def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, sign=1, out=None):
-    """-> y (N, H, D) = x [cos cos] + [x2 x1] [-sin sin]. sign -1: the inverse, and the backward."""
+    """-> y (N, H, D) = x [cos cos] + [x2 x1] [-sin sin]. sign -1: the inverse, which is also the backward."""
     R = cos_PR.shape[1]
     cos_NR, sin_NR = cos_PR[positions_N], sign * sin_PR[positions_N]
     swapped_NHD = np.concatenate([x_NHD[..., R:], x_NHD[..., :R]], -1)
@@ -118,13 +122,13 @@ def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, sign=1, out=None):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit(device=True)
 def cycle(n, T):
-    """n % T, both below 2^32: a division of 64-bit numbers takes three times as long."""
+    """n % T for n, T < 2^32: a 64-bit division takes three times as long."""
     return int64(uint32(n) % uint32(T))
 
 
 @cuda.jit(device=True)
 def position_of(n, positions_N, T, P):
-    """Of row n < 2^32. T = 0: they are given; -1 for one that is not in the tables."""
+    """The position of row n < 2^32: n % T, or positions_N[n] if T is 0. -1 if it is outside the P rows of the tables."""
     if T > 0:
         return cycle(n, T)
     p = int64(positions_N[n])
@@ -141,9 +145,9 @@ def angle(cos_PR, sin_PR, p, r):
 
 @cuda.jit
 def rope_plane_kernel(y, x, cos_PR, sin_PR, positions_N, H, T, sign):
-    """Grid (N, ceil(H / heads)), block (R, heads). A thread turns plane r of one head of token n. x, y: flat.
+    """Grid (N, ceil(H / heads)), block (R, heads). A thread rotates plane r of one head of token n. x, y: flat.
 
-    sign: 1 turns forward, -1 back. For heads of any width.
+    sign: 1 rotates forward, -1 back. For heads of any width.
     """
     n, r = int64(cuda.blockIdx.x), cuda.threadIdx.x
     h = cuda.blockIdx.y * cuda.blockDim.y + cuda.threadIdx.y
@@ -159,40 +163,40 @@ def rope_plane_kernel(y, x, cos_PR, sin_PR, positions_N, H, T, sign):
 
 
 @functools.cache
-def make_rope_kernel(H, D, each, forward):
-    """The kernel in use: 16 bytes at a time, a head to S threads. See _heads.py. None: this shape does not fit."""
-    plan = head_plan(H, D, each, BLOCK)
+def make_rope_kernel(H, D, vec, forward):
+    """The kernel in use: 16 bytes at a time, S threads per head, see primitives/heads.py. None if the shape does not fit."""
+    plan = head_plan(H, D, vec, BLOCK)
     if plan is None:
-        return None, None
-    ops = make_head_ops(H, D, each, plan)
-    place, load_angles, fetch, unpack, pack, put = (
-        ops.place,
+        return None
+    ops = make_head_ops(H, D, vec, plan)
+    token_head_plane, load_angles, load_words, unpack, pack, store_words = (
+        ops.token_head_plane,
         ops.load_angles,
-        ops.fetch,
+        ops.load_words,
         ops.unpack,
         ops.pack,
-        ops.put,
+        ops.store_words,
     )
-    turn = ops.turn if forward else ops.turn_back
+    rotate = ops.rotate if forward else ops.rotate_back
     R, TOKENS = D // 2, plan.tokens
 
     @kernel(plan.THREADS)
     def rope_kernel(y, x, cos_PR, sin_PR, positions_N, N, T):
-        """Grid (ceil(N / TOKENS), parts), block THREADS. All arrays flat."""
-        token, h, r = place()
+        """Grid (ceil(N / TOKENS), head_blocks), block THREADS. All arrays flat."""
+        token, h, r = token_head_plane()
         n = int64(cuda.blockIdx.x) * TOKENS + token
         if n < N and h < H:
-            cos, sin = cuda.local.array(each, float32), cuda.local.array(each, float32)
-            x_2E, x_2W = cuda.local.array((2, each), float32), cuda.local.array((2, 4), uint32)
-            fetch(x_2W, x, (n * H + h) * D + r)
+            cos, sin = cuda.local.array(vec, float32), cuda.local.array(vec, float32)
+            x_2E, x_2W = cuda.local.array((2, vec), float32), cuda.local.array((2, 4), uint32)
+            load_words(x_2W, x, (n * H + h) * D + r)
             p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
             load_angles(cos, sin, cos_PR, sin_PR, p, r)
             unpack(x_2E, x_2W, x)
-            turn(x_2E, cos, sin)
+            rotate(x_2E, cos, sin)
             pack(x_2W, x_2E, y)
-            put(y, (n * H + h) * D + r, x_2W)
+            store_words(y, (n * H + h) * D + r, x_2W)
 
-    return rope_kernel, plan
+    return HeadKernel(rope_kernel, plan)
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -203,10 +207,10 @@ def rope_fwd(
     positions_N: Array | None = None,
     T: int | None = None,
 ) -> Array:
-    """x (N, H, D) float32 or bf16, contiguous -> y like x.
+    """x (N, H, D) float32 or bf16, contiguous -> y with the shape and dtype of x. cos, sin (P, D / 2) float32.
 
-    Row n stands at positions_N[n], or without those at n % T (T: by default N). Positions must lie
-    in the tables: ValueError on the CPU; on a GPU, where looking would mean waiting, y of such a row is NaN.
+    Row n has position positions_N[n], or n % T without positions (default of T: N). A position outside the tables raises
+    ValueError on the CPU; on a GPU, where the check would have to synchronize, y of that row is NaN.
     """
     return _rotate("rope", x_NHD, cos_PR, sin_PR, positions_N, T, 1)
 
@@ -218,7 +222,7 @@ def rope_bwd(
     positions_N: Array | None = None,
     T: int | None = None,
 ) -> Array:
-    """-> dx (N, H, D): dy turned back. Also the inverse of rope_fwd."""
+    """dy (N, H, D) -> dx (N, H, D): dy rotated back. It is also the inverse of rope_fwd. Arguments as there."""
     return _rotate("rope backward", dy_NHD, cos_PR, sin_PR, positions_N, T, -1)
 
 
@@ -235,10 +239,11 @@ def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
     check(0 < R <= BLOCK, f"{op}: head width {D} is not in 2 to {2 * BLOCK}")
     flat = y_NHD.reshape(-1), x_NHD.reshape(-1)
     tables = cos_PR.reshape(-1), sin_PR.reshape(-1)
-    rope_kernel, plan = make_rope_kernel(H, D, each_of(x_NHD), sign > 0)
-    if plan and on_16_bytes(*flat, *tables):
-        grid = (-(-N // plan.tokens), plan.parts)
-        launch(rope_kernel, grid, plan.THREADS, *flat, *tables, positions, N, T)
+    vectorized = make_rope_kernel(H, D, elements_per_vector(x_NHD), sign > 0)
+    if vectorized is not None and on_16_bytes(*flat, *tables):
+        plan = vectorized.plan
+        grid = (-(-N // plan.tokens), plan.head_blocks)
+        launch(vectorized.kernel, grid, plan.THREADS, *flat, *tables, positions, N, T)
     else:
         heads = max(1, min(H, BLOCK // R))
         grid, block = (N, -(-H // heads)), (R, heads)
@@ -248,13 +253,17 @@ def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
 
 
 def check_tables(op: str, cos_PR: Array, sin_PR: Array, D: int) -> None:
+    """Raises ValueError or TypeError unless cos and sin are (P, D / 2) float32 and D is even."""
     check(D % 2 == 0, f"{op}: head width {D} is odd, planes are pairs")
     check_array(op, "cos", cos_PR, (None, D // 2))
     check_array(op, "sin", sin_PR, cos_PR.shape)
 
 
 def positions_for(op, x, cos_PR, positions_N, T) -> tuple[Array, int]:
-    """-> positions for the reference, or for the kernel positions and T (0: they are given)."""
+    """-> positions, T as the reference and the kernels take them; T = 0: the kernel reads positions.
+
+    Raises ValueError if T or, on the CPU, a position is not in the tables of cos_PR.shape[0] rows.
+    """
     N, P = x.shape[0], cos_PR.shape[0]
     if positions_N is None:
         T = N if T is None else T

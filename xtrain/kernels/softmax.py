@@ -1,18 +1,18 @@
-"""Causal softmax over attention scores, in place, scale and mask inside.   s, p, dp, ds: (A, R, S)
+"""Causal softmax of attention scores, in place, with scale and mask.   s, p, dp, ds: (A, R, S)
 
-A is the batch of attention's matrix products (sequence, key head). Its R = rep T rows are rep query
-heads of T positions each, so row i stands at position t = i % T. It sees the keys s <= t + (S - T):
-with S > T the first S - T keys are a past that everybody sees.
+A is the batch of attention's matrix products (sequence, key head). Its R = rep T rows are rep query heads of T positions
+each, so row i has position t = i % T. It attends to the keys s <= t + (S - T): with S > T the first S - T keys are a past
+that every row sees.
 
     forward    p_s = exp(scale s_s - m) / sum_j exp(scale s_j - m),   m = max_j scale s_j
     backward   dp_j/ds_s = scale p_j ([j == s] - p_s): the sum over j is one number for the row,
                ds_s = scale p_s (dp_s - sum_j dp_j p_j)
 
-max and sums run over the visible keys; masked p and ds are exactly 0. Subtracting m changes nothing
-in exact arithmetic and keeps exp from overflowing. m and the sum are found in one pass (Milakov &
-Gimelshein 2018): when a larger score appears, the sum so far is multiplied by exp(old m - new m).
-scale s is rounded before m is subtracted (fmul_rn): as one fused operation it would not be what m was taken from.
-Bytes moved: the visible half of s (backward: of dp and p) is read, every row is written whole.
+The maximum and the sums run over the visible keys; masked p and ds are exactly 0. Subtracting m changes nothing in exact
+arithmetic and keeps exp from overflowing. m and the sum are computed in one pass (Milakov & Gimelshein 2018): when a larger
+score appears, the sum so far is multiplied by exp(old m - new m). scale s is rounded before m is subtracted (fmul_rn): a
+fused operation would give another value than the one whose maximum is m.
+Bytes moved: the visible half of s (backward: of dp and p) is read, every row is written completely.
 """
 
 import functools
@@ -28,13 +28,14 @@ from .primitives.ptx import device, kernel, load4, store4
 from .primitives.reduce import MAX_WARPS, block_max, block_sum, warp_max, warp_sum
 from .primitives.rows import row_plan
 from .primitives.tensor_cores import exp2, fmax
+from .runtime.cost import declare_cost
 from .runtime.launch import check, check_array, launch, on_host
 
 BLOCK = 256
 WARPS = BLOCK // 32
-NARROW = 1024  # keys; up to here one warp per row: no barrier, and the row stays in the L1 cache
+NARROW = 1024  # keys; up to here one warp per row: no barrier is needed, and the row stays in the L1 cache
 WIDEST = 16384  # keys of the kernels that keep a row in registers
-EACH = 4  # float32 of one 16-byte access
+VEC_SIZE = 4  # float32 of one 16-byte access
 LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is one instruction
 LOWEST = float32(-3.4028235e38)  # the first maximum; with -inf, -inf - -inf would be NaN
 
@@ -54,7 +55,7 @@ def causal_softmax_ref(s_ARS, T, scale, causal=True):
 
 
 def causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal=True):
-    """In place: dp becomes ds. -> ds (A, R, S). The mask needs no care: p is 0 there."""
+    """In place: dp becomes ds. -> ds (A, R, S). The mask needs no extra code: p is 0 there."""
     ds_ARS = dp_ARS
     ds_ARS -= np.einsum("ars,ars->ar", dp_ARS, p_ARS)[..., None]
     ds_ARS *= p_ARS
@@ -65,7 +66,7 @@ def causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal=True):
 # ----------------------------------------------------------------------------- kernels for any width
 @cuda.jit(device=True)
 def online_softmax(x, m, total):
-    """One more score x. -> the new maximum, and the sum of exp(score - maximum) so far."""
+    """Add one score x: -> the new maximum, the new sum of exp(score - maximum)."""
     if x > m:
         return x, total * math.exp(m - x) + float32(1.0)
     return m, total + math.exp(x - m)
@@ -73,7 +74,7 @@ def online_softmax(x, m, total):
 
 @cuda.jit(device=True)
 def visible_keys(row, T, S, causal):
-    """How many keys this row sees, from the first on."""
+    """The number of keys that this row attends to, counted from the first."""
     if causal:
         return row % T + (S - T) + 1
     return S
@@ -85,7 +86,7 @@ def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
     n = int64(cuda.blockIdx.x) * WARPS + cuda.threadIdx.x // 32
     lane = cuda.threadIdx.x % 32
     N, S = s_NS.shape
-    if n >= N:  # the same for the whole warp: no lane is missing from the shuffles
+    if n >= N:  # the same for the whole warp, so no lane is missing in the shuffles
         return
     visible = visible_keys(n, T, S, causal)
     m, total = LOWEST, float32(0.0)
@@ -93,7 +94,7 @@ def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
         m, total = online_softmax(fmul_rn(scale, s_NS[n, s]), m, total)
     top = warp_max(m)
     inverse = float32(1.0) / warp_sum(total * math.exp(m - top))
-    for s in range(lane, visible, 32):  # each lane overwrites what it alone has read
+    for s in range(lane, visible, 32):  # a lane overwrites only what it has read itself
         s_NS[n, s] = math.exp(fmul_rn(scale, s_NS[n, s]) - top) * inverse
     for s in range(visible + lane, S, 32):
         s_NS[n, s] = float32(0.0)
@@ -155,7 +156,7 @@ def causal_softmax_bwd_kernel(dp_NS, p_NS, T, scale, causal):
 
 # ----------------------------------------------------------------------------- kernels in use: the row in registers
 def make_row_functions(W):
-    """Maximum and sum over the W warps of a row; where this thread stands. See _rows.py."""
+    """-> device functions: maximum and sum over the W warps of a row, the thread's row and column (see primitives/rows.py)."""
 
     @device
     def largest(v, partial):
@@ -170,30 +171,30 @@ def make_row_functions(W):
         return block_sum(v, partial)
 
     @device
-    def place():
+    def row_and_column():
         tid = cuda.threadIdx.x
         if W == 1:
-            return tid >> 5, (tid & 31) * EACH
-        return 0, tid * EACH
+            return tid >> 5, (tid & 31) * VEC_SIZE
+        return 0, tid * VEC_SIZE
 
-    return largest, total, place
+    return largest, total, row_and_column
 
 
 @functools.cache
 def make_fwd_kernel(W, STEPS, R):
-    """For rows of a multiple of 4 keys. S may differ from launch to launch: it grows while text is generated."""
-    largest, total, place = make_row_functions(W)
-    STRIDE = 32 * W * EACH
+    """The forward kernel for rows of a multiple of 4 keys. S is no compile-time constant: it grows during generation."""
+    largest, total, row_and_column = make_row_functions(W)
+    STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
     def causal_softmax_fwd_row_kernel(s, N, S, T, scale, causal):
         """Grid ceil(N / R), block 32 W R. s: flat (N S)."""
-        row, column = place()
+        row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
         if n >= N:  # the same for all threads of a row
             return
         partial = cuda.shared.array(MAX_WARPS, float32)
-        x_KE = cuda.local.array((STEPS, EACH), float32)
+        x_KE = cuda.local.array((STEPS, VEC_SIZE), float32)
         visible = visible_keys(n, T, S, causal)
         for k in range(STEPS):
             if column + k * STRIDE < visible:
@@ -201,67 +202,77 @@ def make_fwd_kernel(W, STEPS, R):
         m = LOWEST
         for k in range(STEPS):
             seen = int32(visible - column - k * STRIDE)
-            for j in range(EACH):
+            for j in range(VEC_SIZE):
                 x_KE[k, j] = scale * x_KE[k, j] if j < seen else LOWEST
                 m = fmax(m, x_KE[k, j])
         top = largest(m, partial)
         acc = float32(0.0)
         for k in range(STEPS):
-            for j in range(EACH):
+            for j in range(VEC_SIZE):
                 x_KE[k, j] = exp2((x_KE[k, j] - top) * float32(LOG2E))  # 0 where masked
                 acc += x_KE[k, j]
         inverse = float32(1.0) / total(acc, partial)
         for k in range(STEPS):
             if column + k * STRIDE < S:
-                for j in range(EACH):
+                for j in range(VEC_SIZE):
                     x_KE[k, j] *= inverse
                 store4(s, n * S + column + k * STRIDE, x_KE[k])
 
+    declare_cost(causal_softmax_fwd_row_kernel, in_place=("s",))
     return causal_softmax_fwd_row_kernel
 
 
 @functools.cache
 def make_bwd_kernel(W, STEPS, R):
-    _, total, place = make_row_functions(W)
-    STRIDE = 32 * W * EACH
+    """The backward kernel for rows of a multiple of 4 keys."""
+    _, total, row_and_column = make_row_functions(W)
+    STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
     def causal_softmax_bwd_row_kernel(dp, p, N, S, T, scale, causal):
         """Grid ceil(N / R), block 32 W R. dp, p: flat (N S). Where p is masked it is 0, and so is ds."""
-        row, column = place()
+        row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
         if n >= N:
             return
         partial = cuda.shared.array(MAX_WARPS, float32)
-        d_KE = cuda.local.array((STEPS, EACH), float32)
-        p_KE = cuda.local.array((STEPS, EACH), float32)
+        d_KE = cuda.local.array((STEPS, VEC_SIZE), float32)
+        p_KE = cuda.local.array((STEPS, VEC_SIZE), float32)
         visible = visible_keys(n, T, S, causal)
         for k in range(STEPS):
             if column + k * STRIDE < visible:
                 load4(d_KE[k], dp, n * S + column + k * STRIDE)
                 load4(p_KE[k], p, n * S + column + k * STRIDE)
             else:
-                for j in range(EACH):
+                for j in range(VEC_SIZE):
                     d_KE[k, j] = p_KE[k, j] = float32(0.0)
         acc = float32(0.0)
         for k in range(STEPS):
-            for j in range(EACH):
+            for j in range(VEC_SIZE):
                 acc += d_KE[k, j] * p_KE[k, j]
         dot = total(acc, partial)
         for k in range(STEPS):
             if column + k * STRIDE < S:
-                for j in range(EACH):
+                for j in range(VEC_SIZE):
                     d_KE[k, j] = scale * p_KE[k, j] * (d_KE[k, j] - dot)
                 store4(dp, n * S + column + k * STRIDE, d_KE[k])
 
+    declare_cost(causal_softmax_bwd_row_kernel, in_place=("dp",))
     return causal_softmax_bwd_row_kernel
+
+
+declare_cost(causal_softmax_fwd_warp_kernel, in_place=("s_NS",))
+declare_cost(causal_softmax_fwd_kernel, in_place=("s_NS",))
+declare_cost(causal_softmax_bwd_warp_kernel, in_place=("dp_NS",))
+declare_cost(causal_softmax_bwd_kernel, in_place=("dp_NS",))
 
 
 # ----------------------------------------------------------------------------- launchers
 def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) -> Array:
-    """s (A, R, S) float32, contiguous -> p, written over s. causal=False: every key is visible.
+    """s (A, R, S) float32, contiguous -> p, which overwrites s. causal=False: every key is visible.
 
-    Raises ValueError when R is not a multiple of T, or when causal rows would see no key (S < T).
+    T: positions per query head; scale multiplies s.
+    Raises ValueError if R is not a multiple of T, or if causal rows would see no key (S < T).
     """
     _check("softmax", "s", s_ARS, T, causal)
     if on_host(s_ARS):
@@ -274,7 +285,10 @@ def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) 
 def causal_softmax_bwd(
     dp_ARS: Array, p_ARS: Array, T: int, scale: float, causal: bool = True
 ) -> Array:
-    """dp, p (A, R, S) -> ds, written over dp. Masked dp may be anything finite."""
+    """dp, p (A, R, S) float32, contiguous -> ds, which overwrites dp. Masked elements of dp may have any finite value.
+
+    T, scale, causal and the errors as in causal_softmax_fwd.
+    """
     _check("softmax backward", "p", p_ARS, T, causal)
     check_array("softmax backward", "dp", dp_ARS, p_ARS.shape)
     if on_host(dp_ARS, p_ARS):
@@ -295,8 +309,8 @@ def _check(op, name, x_ARS, T, causal):
 def _launch_rows(make_kernel, warp_kernel, block_kernel, arrays, T, scale, causal):
     A, R, S = arrays[0].shape
     N, scale = A * R, np.float32(scale)
-    if S % EACH == 0 and 0 < S <= WIDEST and on_16_bytes(*arrays):
-        plan = row_plan(S, EACH)
+    if S % VEC_SIZE == 0 and 0 < S <= WIDEST and on_16_bytes(*arrays):
+        plan = row_plan(S, VEC_SIZE)
         row_kernel, flat = make_kernel(plan.W, plan.STEPS, plan.R), [x.reshape(-1) for x in arrays]
         launch(row_kernel, -(-N // plan.R), plan.THREADS, *flat, N, S, T, scale, causal)
     else:

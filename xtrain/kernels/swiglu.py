@@ -1,22 +1,22 @@
-"""SwiGLU (Shazeer 2020) over one packed array, and SiLU alone.   gu: (N, 2F)   y: (N, F)
+"""SwiGLU (Shazeer 2020) on one packed array, and SiLU alone.   gu: (N, 2F)   y: (N, F)
 
-gu is the output of one matrix product: columns 0..F-1 hold gate, columns F..2F-1 hold up.
+gu is the output of one matrix product: columns 0..F-1 are gate, columns F..2F-1 are up.
 
     forward    s = sigmoid(g) = 1 / (1 + exp(-g))        silu(g) = g s        y = silu(gate) up
     backward   ds/dg = s (1 - s), so
                silu'(g) = s + g s (1 - s) = s + silu(g) (1 - s)
                dgate = dy up silu'(gate)                 dup = dy silu(gate)
 
-The sigmoid needs no saved copy: s is recomputed from the gate, and everything else follows from s.
-For a gate below -88 exp(-g) overflows to infinity, and 1 / (1 + infinity) is the right 0.
+The sigmoid is not saved: s is recomputed from the gate, and everything else follows from s.
+For a gate below -88 exp(-g) overflows to infinity, and 1 / (1 + infinity) is 0, the correct result.
 
-y is not kept for the matrix product that follows, whose backward needs it: our backward has all of its factors in
-registers and writes it again, to the same bits, over dy.
+The backward of the next matrix product needs y, but y is not saved either: the backward of SwiGLU has all factors of y in
+registers, recomputes it to the same bits and overwrites dy with it.
 
 Bytes moved, forward: read gu, write y, 3 N F elements. Backward: read gu and dy, write dgu, 5 N F, and y, 6 N F.
-In bf16 the arithmetic is no longer free: an H200 moves 6 bytes in the time of about 40 instructions. A division that
-rounds correctly takes 10 of them, and a branch, so that elements wait for one another; fast_fdividef takes 5 and errs by
-two units in the last place.
+In bf16 the arithmetic is no longer negligible: an H200 moves 6 bytes in the time of about 40 instructions. A correctly
+rounded division takes 10 of them and a branch, which makes elements wait for each other; fast_fdividef takes 5, with an
+error of two units in the last place.
 """
 
 import functools
@@ -29,26 +29,27 @@ from numba.cuda.libdevice import fast_fdividef
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
-    EACH,
+    CHUNK,
     GAP,
     STEPS,
     STRIDE,
     blocks_for_rows,
+    can_vectorize,
+    can_vectorize_rows,
     first_element,
-    is_whole,
     launch_flat,
     load,
-    make_place,
+    make_row_and_column,
     store,
-    whole_rows,
 )
 from .primitives.ptx import device, kernel
+from .runtime.cost import declare_cost
 from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
 
 
 # ----------------------------------------------------------------------------- reference
 def sigmoid_ref(x):
-    """-> a new array. Every step writes over it: on a CPU memory is what takes the time."""
+    """-> sigmoid(x), a new array. Every step works in place: on a CPU memory traffic takes the time."""
     s = np.negative(x, out=np.empty_like(x))
     with np.errstate(over="ignore"):
         np.exp(s, out=s)
@@ -81,8 +82,8 @@ def swiglu_ref(gu_N2F):
     return y_NF
 
 
-def swiglu_bwd_ref(dy_NF, gu_N2F, again=False):
-    """-> dgu (N, 2F). again: y in place of dy."""
+def swiglu_bwd_ref(dy_NF, gu_N2F, recompute_y=False):
+    """-> dgu (N, 2F). recompute_y: overwrite dy with y."""
     F = dy_NF.shape[1]
     gate_NF, up_NF = gu_N2F[:, :F], gu_N2F[:, F:]
     dgu_N2F = np.empty_like(gu_N2F)
@@ -94,10 +95,10 @@ def swiglu_bwd_ref(dy_NF, gu_N2F, again=False):
     dgate_NF += s_NF  # silu'(gate)
     dgate_NF *= up_NF
     dgate_NF *= dy_NF
-    if again:
+    if recompute_y:
         np.multiply(dup_NF, up_NF, out=s_NF)
     dup_NF *= dy_NF
-    if again:
+    if recompute_y:
         dy_NF[...] = s_NF
     return dgu_N2F
 
@@ -105,12 +106,13 @@ def swiglu_bwd_ref(dy_NF, gu_N2F, again=False):
 # ----------------------------------------------------------------------------- kernels
 @device
 def sigmoid(x):
+    """1 / (1 + exp(-x)), with the fast division."""
     return fast_fdividef(float32(1.0), float32(1.0) + math.exp(-x))
 
 
 @cuda.jit
 def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
-    """Grid (N, ceil(F / BLOCK)), block BLOCK. A thread per element of y: the maths, four bytes at a time."""
+    """Grid (N, ceil(F / BLOCK)), block BLOCK. One thread per element of y: the maths, four bytes per access."""
     n, F = int64(cuda.blockIdx.x), y_NF.shape[1]
     f = cuda.blockIdx.y * BLOCK + cuda.threadIdx.x
     if f < F:
@@ -119,55 +121,56 @@ def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
 
 
 @functools.cache
-def make_swiglu_fwd_kernel(F, whole):
-    place, gap = make_place(F)
+def make_swiglu_fwd_kernel(F, vectorized):
+    """The forward kernel for rows of F columns. vectorized: 16-byte accesses, see can_vectorize_rows."""
+    row_and_column, gap = make_row_and_column(F)
 
     @kernel(BLOCK)
     def swiglu_fwd_kernel(y, gu, N):
         """Grid blocks_for_rows(N, F), block BLOCK. y: flat (N F), gu: flat (N 2F)."""
-        gate = cuda.local.array(EACH, float32)
-        up = cuda.local.array(EACH, float32)
-        n, f = place()
+        gate = cuda.local.array(CHUNK, float32)
+        up = cuda.local.array(CHUNK, float32)
+        n, f = row_and_column()
         if n >= N:
             return
-        row = n * (2 * F)  # where gate begins; up begins F later
-        load(gate, gu, row + f, gap, row + F, whole)
-        load(up, gu, row + F + f, gap, row + 2 * F, whole)
-        for j in range(EACH):
+        row = n * (2 * F)  # start of gate; up starts F elements later
+        load(gate, gu, row + f, gap, row + F, vectorized)
+        load(up, gu, row + F + f, gap, row + 2 * F, vectorized)
+        for j in range(CHUNK):
             gate[j] = gate[j] * sigmoid(gate[j]) * up[j]
-        store(y, n * F + f, gap, n * F + F, gate, whole)
+        store(y, n * F + f, gap, n * F + F, gate, vectorized)
 
     return swiglu_fwd_kernel
 
 
 @functools.cache
-def make_swiglu_bwd_kernel(F, whole, again=False):
-    """again: the kernel that also writes y, over dy."""
-    place, gap = make_place(F)
+def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
+    """The backward kernel for rows of F columns. recompute_y: the kernel that also overwrites dy with y."""
+    row_and_column, gap = make_row_and_column(F)
 
     @device
     def columns(dgu, dy, gu, N):
-        """A thread writes the two halves of its columns."""
-        gate = cuda.local.array(EACH, float32)
-        up = cuda.local.array(EACH, float32)
-        d = cuda.local.array(EACH, float32)
-        n, f = place()
+        """A thread computes both gradients of its columns."""
+        gate = cuda.local.array(CHUNK, float32)
+        up = cuda.local.array(CHUNK, float32)
+        d = cuda.local.array(CHUNK, float32)
+        n, f = row_and_column()
         if n >= N:
             return
         row = n * (2 * F)
-        load(gate, gu, row + f, gap, row + F, whole)
-        load(up, gu, row + F + f, gap, row + 2 * F, whole)
-        load(d, dy, n * F + f, gap, n * F + F, whole)
-        for j in range(EACH):
+        load(gate, gu, row + f, gap, row + F, vectorized)
+        load(up, gu, row + F + f, gap, row + 2 * F, vectorized)
+        load(d, dy, n * F + f, gap, n * F + F, vectorized)
+        for j in range(CHUNK):
             s = sigmoid(gate[j])
             silu = gate[j] * s
             y, dup = silu * up[j], d[j] * silu
             gate[j] = d[j] * up[j] * (s + silu * (float32(1.0) - s))
             up[j], d[j] = dup, y
-        store(dgu, row + f, gap, row + F, gate, whole)
-        store(dgu, row + F + f, gap, row + 2 * F, up, whole)
-        if again:
-            store(dy, n * F + f, gap, n * F + F, d, whole)
+        store(dgu, row + f, gap, row + F, gate, vectorized)
+        store(dgu, row + F + f, gap, row + 2 * F, up, vectorized)
+        if recompute_y:
+            store(dy, n * F + f, gap, n * F + F, d, vectorized)
 
     @kernel(BLOCK)
     def swiglu_bwd_kernel(dgu, dy, gu, N):
@@ -176,53 +179,57 @@ def make_swiglu_bwd_kernel(F, whole, again=False):
 
     @kernel(BLOCK)
     def swiglu_bwd_again_kernel(dgu, dy, gu, N):
+        """As swiglu_bwd_kernel; also overwrites dy with y. Another kernel name, so that profiles tell them apart."""
         columns(dgu, dy, gu, N)
 
-    return swiglu_bwd_again_kernel if again else swiglu_bwd_kernel
+    declare_cost(swiglu_bwd_again_kernel, in_place=("dy",))
+    return swiglu_bwd_again_kernel if recompute_y else swiglu_bwd_kernel
 
 
 @device
-def silu_fwd_chunks(y_n, x_n, first, whole):
-    x = cuda.local.array((STEPS, EACH), float32)
+def silu_fwd_chunks(y_n, x_n, first, vectorized):
+    """y = silu(x) on the thread's chunks."""
+    x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
+        load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
-        for j in range(EACH):
+        for j in range(CHUNK):
             x[s, j] *= sigmoid(x[s, j])
-        store(y_n, first + s * STRIDE, GAP, n, x[s], whole)
+        store(y_n, first + s * STRIDE, GAP, n, x[s], vectorized)
 
 
 @kernel(BLOCK)
 def silu_fwd_kernel(y_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
     first = first_element()
-    if is_whole(first, y_n.size, aligned):
+    if can_vectorize(first, y_n.size, aligned):
         silu_fwd_chunks(y_n, x_n, first, True)
     else:
         silu_fwd_chunks(y_n, x_n, first, False)
 
 
 @device
-def silu_bwd_chunks(dx_n, dy_n, x_n, first, whole):
-    x = cuda.local.array((STEPS, EACH), float32)
-    d = cuda.local.array((STEPS, EACH), float32)
+def silu_bwd_chunks(dx_n, dy_n, x_n, first, vectorized):
+    """dx = dy silu'(x) on the thread's chunks."""
+    x = cuda.local.array((STEPS, CHUNK), float32)
+    d = cuda.local.array((STEPS, CHUNK), float32)
     n = dx_n.size
     for s in range(STEPS):
-        load(x[s], x_n, first + s * STRIDE, GAP, n, whole)
-        load(d[s], dy_n, first + s * STRIDE, GAP, n, whole)
+        load(x[s], x_n, first + s * STRIDE, GAP, n, vectorized)
+        load(d[s], dy_n, first + s * STRIDE, GAP, n, vectorized)
     for s in range(STEPS):
-        for j in range(EACH):
+        for j in range(CHUNK):
             sig = sigmoid(x[s, j])
             d[s, j] *= sig + x[s, j] * sig * (float32(1.0) - sig)
-        store(dx_n, first + s * STRIDE, GAP, n, d[s], whole)
+        store(dx_n, first + s * STRIDE, GAP, n, d[s], vectorized)
 
 
 @kernel(BLOCK)
 def silu_bwd_kernel(dx_n, dy_n, x_n, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
     first = first_element()
-    if is_whole(first, dx_n.size, aligned):
+    if can_vectorize(first, dx_n.size, aligned):
         silu_bwd_chunks(dx_n, dy_n, x_n, first, True)
     else:
         silu_bwd_chunks(dx_n, dy_n, x_n, first, False)
@@ -230,7 +237,7 @@ def silu_bwd_kernel(dx_n, dy_n, x_n, aligned):
 
 # ----------------------------------------------------------------------------- launchers
 def swiglu_fwd(gu_N2F: Array) -> Array:
-    """gu (N, 2F) float32 or bf16, gate before up -> y (N, F) like gu. ValueError for an odd width."""
+    """gu (N, 2F) float32 or bf16, gate before up -> y (N, F) in the dtype of gu. Raises ValueError for an odd width."""
     check_array("swiglu", "gu", gu_N2F, (None, None), FLOATS)
     N, F2 = gu_N2F.shape
     check(F2 % 2 == 0, f"swiglu: gu has {F2} columns, expected gate and up of equal width")
@@ -242,22 +249,23 @@ def swiglu_fwd(gu_N2F: Array) -> Array:
     return y_NF
 
 
-def swiglu_bwd(dy_NF: Array, gu_N2F: Array, again: bool = False) -> Array:
-    """dy (N, F), gu (N, 2F), both float32 or both bf16 -> dgu (N, 2F)
+def swiglu_bwd(dy_NF: Array, gu_N2F: Array, recompute_y: bool = False) -> Array:
+    """dy (N, F), gu (N, 2F), both float32 or both bf16 -> dgu (N, 2F).
 
-    again: compute y again too, the bits of swiglu_fwd(gu), **written over dy**.
+    recompute_y: also **overwrite dy with y**, the bits of swiglu_fwd(gu).
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("swiglu backward", "dy", dy_NF, (None, None), FLOATS)
     N, F = dy_NF.shape
     check_array("swiglu backward", "gu", gu_N2F, (N, 2 * F), (dy_NF.dtype.name,))
     if on_host(dy_NF, gu_N2F):
         dy = wide(dy_NF)
-        dgu_N2F = swiglu_bwd_ref(dy, wide(gu_N2F), again)
-        if again and dy is not dy_NF:
+        dgu_N2F = swiglu_bwd_ref(dy, wide(gu_N2F), recompute_y)
+        if recompute_y and dy is not dy_NF:
             dy_NF[...] = dy
         return dgu_N2F.astype(gu_N2F.dtype, copy=False)
     dgu_N2F = empty_like(gu_N2F)
-    make_kernel = functools.partial(make_swiglu_bwd_kernel, again=bool(again))
+    make_kernel = functools.partial(make_swiglu_bwd_kernel, recompute_y=bool(recompute_y))
     _launch_rows(make_kernel, N, F, dgu_N2F, dy_NF, gu_N2F)
     return dgu_N2F
 
@@ -265,11 +273,11 @@ def swiglu_bwd(dy_NF: Array, gu_N2F: Array, again: bool = False) -> Array:
 def _launch_rows(make_kernel, N, F, *arrays):
     if N and F:
         runs = [a.reshape(-1) for a in arrays]
-        launch(make_kernel(F, whole_rows(F, *runs)), blocks_for_rows(N, F), BLOCK, *runs, N)
+        launch(make_kernel(F, can_vectorize_rows(F, *runs)), blocks_for_rows(N, F), BLOCK, *runs, N)
 
 
 def silu_fwd(x: Array) -> Array:
-    """x float32 or bf16 of any shape -> silu(x)"""
+    """x float32 or bf16, any shape, contiguous -> silu(x) with the same shape and dtype"""
     check_array("silu", "x", x, x.shape, FLOATS)
     if on_host(x):
         return silu_ref(wide(x)).astype(x.dtype, copy=False)
@@ -279,7 +287,7 @@ def silu_fwd(x: Array) -> Array:
 
 
 def silu_bwd(dy: Array, x: Array) -> Array:
-    """-> dx, the shape of x"""
+    """dy, x: same shape and dtype, contiguous -> dx like x"""
     check_array("silu backward", "x", x, x.shape, FLOATS)
     check_array("silu backward", "dy", dy, x.shape, (x.dtype.name,))
     if on_host(dy, x):

@@ -1,117 +1,52 @@
 """Define-by-run autograd: running an op records it, backward() walks the records once, last to first.
 
-    y = SomeFunction.apply(x, w)      forward runs; a Node remembers the function, its saved arrays and its inputs
-    loss.backward()                   for every node, newest first: call backward, hand each gradient to its input
+    y = SomeFunction.apply(x, w)      forward runs; a Node keeps the function, its saved arrays and its inputs
+    loss.backward()                   for every node, newest first: call backward, pass each gradient to its input
 
-Two rules that a reader meets everywhere:
-- the gradient of an *activation* is new memory, added up by the engine when the activation was used twice;
-- the gradient of a *leaf* (a parameter, or a tensor that the user made) is added into `leaf.grad` by the op itself,
-  inside its kernel or GEMM, so that parameters never need a second buffer. `ctx.grad_buffer(i)` is that memory.
+Two rules:
+- The gradient of an *activation* is new memory. The engine adds the gradients of an activation that was used twice.
+- The gradient of a *leaf* (a parameter, or a tensor that the user made) accumulates: the first one is written, later ones are
+  added. The op does both inside its kernel or GEMM, so a parameter needs no second buffer: see `ctx.grad_target`.
 
-Saved arrays and gradients are dropped as soon as they have been used.
+Saved arrays and gradients are freed as soon as they have been used.
 """
 
 import contextlib
 import heapq
 import itertools
 import zlib
+from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..device import Array, as_array, to_numpy
+from ..device import Array, array_module, as_array
 from ..kernels.elementwise import add_fwd, add_into
-from ..kernels.runtime.launch import zeros
+from ..kernels.runtime.launch import empty, zeros
+from .observers import observed, op_observers
+from .tensor import Tensor, ops
 
 _recording = True
 _clock = itertools.count()
 
 
 @contextlib.contextmanager
-def no_grad():
-    """Inside, nothing is recorded: no graph, no saved arrays."""
+def recording(on: bool) -> Iterator[None]:
+    """Inside, ops are recorded for backward (on=True) or not (on=False), whatever is set outside."""
     global _recording
-    before, _recording = _recording, False
+    before, _recording = _recording, on
     try:
         yield
     finally:
         _recording = before
 
 
-class Tensor:
-    """An array (NumPy: CPU, CuPy: GPU), its gradient, and the node that made it.
-
-    data, grad: arrays of one shape; grad is None until backward reaches a leaf. Only leaves keep their gradient.
-    """
-
-    __slots__ = ("__weakref__", "_data", "grad", "index", "node", "requires_grad", "version")
-
-    def __init__(self, data: Any, requires_grad: bool = False):
-        if isinstance(data, Tensor):
-            raise TypeError("a Tensor was given where an array is expected: use .detach()")
-        self._data = as_array(data)
-        if self._data.dtype.kind not in ("fV" if requires_grad else "fViub"):  # V: bfloat16
-            kind = self._data.dtype
-            raise TypeError(f"a Tensor holds numbers, with a gradient only floating point: {kind}")
-        self.grad: Array | None = None
-        self.requires_grad = requires_grad
-        self.node: Node | None = None  # None: a leaf
-        self.index = 0  # which output of the node this is
-        self.version = Version()
-
-    @property
-    def data(self) -> Array:
-        return self._data
-
-    @data.setter
-    def data(self, array: Array) -> None:  # also reached by `t.data += 1`
-        if array.shape != self._data.shape:
-            raise ValueError(f"a tensor of shape {self.shape} cannot hold {array.shape}")
-        self._data = array
-        self.version.count += 1
-
-    def __setitem__(self, where, value) -> None:
-        self._data[where] = value
-        self.version.count += 1
-
-    on_gradient = None  # a leaf may have a function: it is called with the leaf after each addition to its gradient
-    blank = False  # a Parameter's gradient may count as zero whatever is in its memory: see nn.py
-    value = property(lambda self: self._data)  # what ops compute with
-    shape = property(lambda self: self._data.shape)
-    dtype = property(lambda self: self._data.dtype)
-    ndim = property(lambda self: self._data.ndim)
-    size = property(lambda self: self._data.size)
-    __len__ = lambda self: len(self._data)
-
-    def numpy(self) -> np.ndarray:
-        """The values on the host (from a GPU: a copy, and a wait for it)."""
-        return to_numpy(self._data)
-
-    def item(self) -> float:
-        """The value of a tensor with one element, as a Python number."""
-        return self.numpy().item()
-
-    __float__ = item
-
-    def detach(self) -> "Tensor":
-        """The same array without its history."""
-        return Tensor(self._data)
-
-    def backward(self, gradient: Array | None = None) -> None:
-        backward(self, gradient)
-
-    def __repr__(self) -> str:
-        made = f", made by {self.node.function.__name__}" if self.node else ""
-        return f"Tensor({self._data!r}{made})"
-
-
-class Version:
-    """Counts in-place changes. All parameters of one arena share one: an optimizer step changes them all."""
-
-    __slots__ = ("count",)
-
-    def __init__(self):
-        self.count = 0
+@contextlib.contextmanager
+def no_grad() -> Iterator[None]:
+    """Inside, no op is recorded: no graph, no saved arrays. Also a decorator: `@no_grad()`."""
+    with recording(False):
+        yield
 
 
 class Function:
@@ -130,7 +65,8 @@ class Function:
         """Run forward on the arguments' arrays and, if any of them needs a gradient, record a Node."""
         ctx = Context(args)
         kind = "data" if cls.full_precision else "value"
-        out = cls.forward(ctx, *(getattr(a, kind) if isinstance(a, Tensor) else a for a in args))
+        values = [getattr(a, kind) if isinstance(a, Tensor) else a for a in args]
+        out = observed(cls, "forward", ctx, values) if op_observers else cls.forward(ctx, *values)
         outputs = [Tensor(o) for o in (out if isinstance(out, tuple) else (out,))]
         node = Node(cls, ctx, args, len(outputs)) if any(ctx.needs_grad) else None
         for i, tensor in enumerate(outputs):
@@ -162,7 +98,7 @@ class Edge:
 class Context:
     """What forward leaves for backward."""
 
-    __slots__ = ("edges", "needs_grad", "saved")
+    __slots__ = ("edges", "layer", "needs_grad", "saved")  # layer: see observers.py
 
     def __init__(self, args):
         self.needs_grad = [_recording and isinstance(a, Tensor) and a.requires_grad for a in args]
@@ -173,14 +109,20 @@ class Context:
         """Keep these (arrays and options) until backward."""
         self.saved = arrays
 
-    def grad_buffer(self, i: int, like: Array) -> Array | None:
-        """Memory to *add* the gradient of argument i into (to be returned from backward). `like`: its value."""
+    def grad_target(self, i: int, like: Array) -> tuple[Array, bool]:
+        """-> (memory for the gradient of argument i, add). Write the gradient there, or with `add` add it to what is there, and
+        return the memory from backward. `like`: the argument's value."""
         edge = self.edges[i]
         if edge is None or edge.leaf is None:
-            return zeros(like, like.shape)
-        if edge.leaf.grad is None:
-            edge.leaf.grad = zeros(like, like.shape)
-        return edge.leaf.grad
+            return empty(like, like.shape), False
+        return edge.leaf.grad_target()
+
+    def grad_buffer(self, i: int, like: Array) -> Array:
+        """grad_target for an op that can only add: the memory holds zeros if nothing has been written yet."""
+        target, add = self.grad_target(i, like)
+        if not add:
+            target.fill(0)
+        return target
 
 
 class Node:
@@ -252,21 +194,23 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
             slots[i] = dx if slots[i] is None else as_array(add_fwd(slots[i], dx))
 
 
-_units: dict = {}
+ops["backward"] = backward
+_units: WeakKeyDictionary = WeakKeyDictionary()  # by array module: the memory plan's is temporary
 
 
 def _unit(like):
-    """The gradient 1, always the same array: an op may skip a multiplication with it (see is_unit)."""
+    """The gradient 1, always the same array: an op may skip a multiplication by it (see is_unit)."""
+    units = _units.setdefault(array_module(like), {})
     key = type(like), like.shape, like.dtype, str(like.device)
-    if key not in _units:
-        _units[key] = zeros(like, like.shape)
-        _units[key][...] = 1
-    return _units[key]
+    if key not in units:
+        units[key] = zeros(like, like.shape)
+        units[key][...] = 1
+    return units[key]
 
 
 def is_unit(gradient: Array) -> bool:
-    """True if this is the 1 that backward() starts from. Costs no look at the values."""
-    return any(gradient is unit for unit in _units.values())
+    """True if this is the array that backward() starts from. Compares identities, not values."""
+    return any(gradient is unit for units in _units.values() for unit in units.values())
 
 
 def _call_backward(node, gradients):
@@ -277,7 +221,10 @@ def _call_backward(node, gradients):
             f"backward was called twice through {name}: its saved arrays are gone, run forward again"
         )
     node.check_untouched()
-    ctx, result = node.ctx, node.function.backward(node.ctx, *gradients)
+    ctx, f = node.ctx, node.function
+    result = (
+        observed(f, "backward", ctx, gradients) if op_observers else f.backward(ctx, *gradients)
+    )
     node.ctx = None
     result = result if isinstance(result, tuple) else (result,)
     if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):
@@ -291,8 +238,14 @@ def _call_backward(node, gradients):
 
 
 def _add_to_leaf(leaf, dx):
-    if dx is not leaf.grad:  # otherwise the op has added it there itself
-        leaf.grad = zeros(leaf.data, leaf.shape) if leaf.grad is None else leaf.grad
-        add_into(leaf.grad, dx if dx.flags.c_contiguous else dx.copy())
+    if dx is not leaf._grad:  # otherwise the op has put it there itself
+        dtype = (leaf.data if leaf._grad is None else leaf._grad).dtype
+        if dx.dtype != dtype:
+            raise TypeError(f"a gradient has type {dx.dtype}, the tensor's gradients are {dtype}")
+        target, add = leaf.grad_target()
+        if add:
+            add_into(target, dx if dx.flags.c_contiguous else dx.copy())
+        else:
+            target[...] = dx
     if leaf.on_gradient is not None:
         leaf.on_gradient(leaf)

@@ -1,9 +1,9 @@
-"""A Llama (qk_norm=False) or Qwen3 (qk_norm=True) decoder, from token ids to logits. Every line says its shapes.
+"""A Llama (qk_norm=False) or Qwen3 (qk_norm=True) decoder, from token ids to logits.
 
     ids (B, T) -> embedding (N, C) -> L x [ norm, attention, + ; norm, MLP, + ] -> norm -> head (N, V)
 
-Per token everything is 2-D, (N, C) with N = B T: one large matrix product instead of B small ones. Only attention
-knows about sequences. Positions start again at 0 in every sequence.
+Everything per token is 2-D, (N, C) with N = B T: one large matrix product instead of B small ones. Only attention
+uses the division into sequences. Positions start at 0 in every sequence.
 
 Initialisation: norm weights 1; matrices and embeddings normal with standard deviation 0.02; the two matrices that
 write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its variance does not grow with depth
@@ -27,50 +27,83 @@ from ..kernels.cross_entropy import count_targets
 from ..kernels.primitives.tiles import WIDTHS
 from ..kernels.rope import rope_tables
 from . import functional as F
-from .autograd import Tensor, no_grad
+from .autograd import no_grad
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
+from .observers import in_layer
 from .recompute import recompute
+from .tensor import Tensor
 
 STD = 0.02  # of the initialisation
 
 
 class RotaryTables:
-    """cos and sin of every position, (positions, D/2) float32, made once per length class and kept on the device."""
+    """cos and sin of every position, (positions, D/2) float32, computed once and kept on the device.
+
+    Calling it with a sequence length gives tables of at least that many positions.
+    """
 
     def __init__(self, config: ModelConfig, device: str):
-        self.config, self.device, self.tables = config, device, {}
+        self.config, self.device = config, device
+        self.tables: dict[int, tuple[Array, Array]] = {}
 
     def __call__(self, T: int) -> tuple[Array, Array]:
         c = self.config
-        P = max(T, c.max_seq_len)  # more with dynamic scaling alone: there the angles follow T
+        P = max(T, c.max_seq_len)  # larger with dynamic scaling only, where the angles depend on T
         if P not in self.tables:
             for longer in [n for n in self.tables if n > c.max_seq_len]:
-                del self.tables[longer]  # generating would leave one for every length
+                del self.tables[longer]  # generate would keep one for every length
             tables = rope_tables(
                 c.head_dim, P, c.rope_theta, c.rope_scaling, seq_len=P, max_seq_len=c.max_seq_len
             )
-            self.tables[P] = tuple(to_device(t, self.device) for t in tables)
+            cos, sin = (to_device(t, self.device) for t in tables)
+            self.tables[P] = cos, sin
         return self.tables[P]
 
 
+def add_norm_linear(
+    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, linear: Module
+) -> tuple[Tensor, Tensor]:
+    """-> h + delta, linear(norm(h + delta)): one op where both modules are the library's own. delta None: nothing is added."""
+    if type(norm) is RMSNorm and type(linear) is Linear:
+        w, eps, dtype = norm.weight, norm.eps, norm.out_dtype
+        return F.add_norm_linear(h_NC, delta_NC, w, linear.weight, eps, dtype)
+    h_NC, x_NC = add_norm(h_NC, delta_NC, norm)
+    return h_NC, linear(x_NC)
+
+
+def add_norm(h_NC: Tensor, delta_NC: Tensor | None, norm: Module) -> tuple[Tensor, Tensor]:
+    """-> h + delta, norm(h + delta), in one op where the norm is the library's own. delta None: nothing is added."""
+    if delta_NC is None:
+        return h_NC, norm(h_NC)
+    if type(norm) is RMSNorm:
+        return norm(h_NC, delta_NC)
+    # In bf16 training the residual stream is float32, its gradient and everything else bf16.
+    h_NC = h_NC + F.cast(delta_NC, h_NC.dtype)
+    return h_NC, F.cast(norm(F.cast_gradient(h_NC, delta_NC.dtype)), delta_NC.dtype)
+
+
 class Attention(Module):
-    """Packed q, k, v of B sequences -> (N, C): QK-norm if the model has it, RoPE, causal softmax over grouped heads."""
+    """QK-norm if the model has it, RoPE, causal softmax over grouped heads, output projection.
+
+    `qkv` is the packed projection to q, k and v. The block calls it together with the norm before it, see add_norm_linear.
+    """
 
     def __init__(self, c: ModelConfig):
         D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
         rows = {"q_proj.weight": H * D, "k_proj.weight": G * D, "v_proj.weight": G * D}
-        self.qkv = Parameter(((H + 2 * G) * D, c.dim), STD, rows)
+        self.qkv = Linear(c.dim, (H + 2 * G) * D, STD, rows)
         self.o_proj = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
         if c.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(D, c.norm_eps), RMSNorm(D, c.norm_eps)
         self.config = c
 
     def __call__(
-        self, qkv: Tensor, B: int, rotary: tuple[Array, Array], again: bool = False
+        self, qkv: Tensor, B: int, rotary: tuple[Array, Array], recompute_attention: bool = False
     ) -> Tensor:
-        """qkv (N, (H + 2G) D) -> (N, C).  again: forget what lies between the two, and compute it again in backward."""
+        """qkv (N, (H + 2G) D) of B sequences -> (N, C).  recompute_attention: backward computes `attend` again."""
         attend = functools.partial(self.attend, B, rotary)
-        return self.o_proj(recompute(attend, qkv) if again else attend(qkv))  # (N, C)
+        o = recompute(attend, qkv) if recompute_attention else attend(qkv)
+        return self.o_proj(o)  # (N, C)
 
     def attend(self, B: int, rotary: tuple[Array, Array], qkv: Tensor) -> Tensor:
         """(N, (H + 2G) D) -> (N, H D)"""
@@ -84,41 +117,53 @@ class Attention(Module):
 
 
 class MLP(Module):
-    """Packed gate and up -> down(silu(gate) * up), (N, C)."""
+    """down(silu(gate) * up).
+
+    `gate_up` is the packed projection to gate and up. The block calls it together with the norm before it, see add_norm_linear.
+    """
 
     def __init__(self, c: ModelConfig):
         F_ = c.hidden_dim
-        self.gate_up = Parameter(
-            (2 * F_, c.dim), STD, {"gate_proj.weight": F_, "up_proj.weight": F_}
-        )
+        self.gate_up = Linear(c.dim, 2 * F_, STD, {"gate_proj.weight": F_, "up_proj.weight": F_})
         self.down_proj = Linear(F_, c.dim, STD / (2 * c.n_layers) ** 0.5)
 
     def __call__(self, gu_N2F: Tensor) -> Tensor:
         """gate and up (N, 2F) -> (N, C)"""
-        return F.swiglu_linear(gu_N2F, self.down_proj.weight)
+        if type(self.down_proj) is Linear:
+            return F.swiglu_linear(gu_N2F, self.down_proj.weight)
+        return self.down_proj(F.swiglu(gu_N2F))
 
 
 class Block(Module):
-    """The residual stream h and what the last block still has to add to it travel apart, so that each addition is
-    fused with the norm that follows it; the norm is joined to the matrix product that follows it."""
+    """h = h + attention(norm(h)),  h = h + mlp(norm(h)), where h is the residual stream.
+
+    Each addition is computed together with the norm that follows it. So a block gets the residual stream and the branch output
+    `delta` that still has to be added to it, and returns such a pair.
+    """
 
     def __init__(self, c: ModelConfig):
         self.self_attn, self.mlp = Attention(c), MLP(c)
         self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
         self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
 
-    def __call__(self, B, rotary, attend_again, h_NC, pending_NC=None):
+    def __call__(
+        self,
+        B: int,
+        rotary: tuple[Array, Array],
+        recompute_attention: bool,
+        h_NC: Tensor,
+        delta_NC: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """h, delta (N, C) of B sequences -> h, delta. delta None: nothing has to be added (before the first block)."""
         attention, mlp = self.self_attn, self.mlp
-        h_NC, qkv = self.input_layernorm(
-            h_NC, pending_NC, attention.qkv
-        )  # nothing is pending at first
-        attended_NC = attention(qkv, B, rotary, attend_again)
-        h_NC, gu_N2F = self.post_attention_layernorm(h_NC, attended_NC, mlp.gate_up)
+        h_NC, qkv = add_norm_linear(h_NC, delta_NC, self.input_layernorm, attention.qkv)
+        delta_NC = attention(qkv, B, rotary, recompute_attention)
+        h_NC, gu_N2F = add_norm_linear(h_NC, delta_NC, self.post_attention_layernorm, mlp.gate_up)
         return h_NC, mlp(gu_N2F)
 
 
 class Decoder(Module):
-    """Everything below the head; its attribute names are those of the Hugging Face layout."""
+    """Everything below the head. Its attributes have the names of the Hugging Face layout."""
 
     def __init__(self, c: ModelConfig):
         self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
@@ -126,34 +171,38 @@ class Decoder(Module):
         self.norm = RMSNorm(c.dim, c.norm_eps)
 
     def __call__(
-        self, ids_N: Array, B: int, rotary: tuple[Array, Array], again: str = "none"
+        self, ids_N: Array, B: int, rotary: tuple[Array, Array], recomputed: str = "none"
     ) -> Tensor:
-        """again: what of each block backward computes a second time, "none", "attention" or "block"."""
-        stream = (self.embed_tokens(ids_N),)  # h, and from the first block on what is pending
-        for layer in self.layers:
-            block = functools.partial(layer, B, rotary, again == "attention")
-            stream = recompute(block, *stream) if again == "block" else block(*stream)
-        return self.norm(*stream)[1]  # (N, C)
+        """ids (N,) of B sequences -> (N, C). recomputed: what of each block backward computes again: none, attention, block."""
+        h_NC, delta_NC = self.embed_tokens(ids_N), None
+        for i, layer in enumerate(self.layers):
+            block = functools.partial(layer, B, rotary, recomputed == "attention")
+            block = functools.partial(recompute, block) if recomputed == "block" else block
+            stream = (h_NC,) if delta_NC is None else (h_NC, delta_NC)
+            h_NC, delta_NC = in_layer(i, block, *stream)  # names the layer for observers
+        return add_norm(h_NC, delta_NC, self.norm)[1]
 
 
 STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)
 
 
 class Transformer(Module):
-    """The model. device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
+    """The model. Calling it gives logits, `loss` the mean cross-entropy.
+
+    device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
 
     precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights, their gradients,
     moments, the residual stream and all sums in float32.
     seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).
-    recompute: what backward computes again instead of keeping it: "none", "attention" (between its matrix products) or
-    "block"; may be set at any time, and changes no bit of any gradient.
+    recompute: which activations backward recomputes instead of keeping them (activation checkpointing): "none", "attention"
+    (between its matrix products) or "block". May be set at any time; changes no bit of any gradient.
     world: the number of ranks among which the arena can be divided (nn.Arena).
-    trainable False: to compute with only: no memory for gradients, and in bf16 none for float32 matrices.
-    special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that it was read from, for `save_pretrained`.
-    Calling the model gives logits, `loss` the mean cross-entropy.
+    trainable False: for inference: no memory for gradients, and in bf16 none for float32 matrices.
+    special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that the model was read from, for `save_pretrained`.
+    Raises UserError when precision or recompute is unknown or the device does not support it.
 
-    To change it, put modules of your own in the place of others (`model.model.layers[3].mlp = MyMLP(config)`) and call
-    `renew_arena`; or derive a class with a `logits` or `loss` of its own: lessons/howto/change_the_model.md.
+    To change the model, replace modules (`model.model.layers[3].mlp = MyMLP(config)`) and call `renew_arena`, or derive a class
+    and override `logits` or `loss`: lessons/howto/change_the_model.md.
     """
 
     def __init__(
@@ -178,9 +227,7 @@ class Transformer(Module):
             raise UserError(
                 f"recompute {recompute!r} is not known: choose none, attention or block"
             )
-        if (
-            precision == "bf16"
-        ):  # here the float32 residual stream enters the bf16 branches for the first time
+        if precision == "bf16":  # the first norm reads the float32 embedding and writes bf16
             self.model.layers[0].input_layernorm.out_dtype = BFLOAT16
         self.arena = self.make_arena(self.device, seed, precision == "bf16", world, trainable)
         self.rotary = RotaryTables(config, self.device)
@@ -190,23 +237,23 @@ class Transformer(Module):
         D, half = self.config.head_dim, self.precision == "bf16"
         if self.precision not in ("fp32", "bf16") or (half and self.device == "cpu"):
             raise UserError(
-                f"precision {self.precision!r} cannot be had on the {self.device}: choose fp32, or bf16 on a GPU"
+                f"precision {self.precision!r} is not supported on the {self.device}: choose fp32, or bf16 on a GPU"
             )
         if half and D not in WIDTHS:
             widths = ", ".join(map(str, WIDTHS))
             raise UserError(
-                f"in bf16 attention takes heads of {widths} channels, this model has {D}: choose precision fp32"
+                f"attention in bf16 supports head_dim {widths}, this model has {D}: choose precision fp32"
             )
         if half and self.device == "gpu" and not has_bf16():
             raise UserError(
-                "this GPU has no bf16 instructions, they begin with compute capability 8.0 (Ampere): choose precision fp32"
+                "this GPU has no bf16 instructions, which need compute capability 8.0 (Ampere): choose precision fp32"
             )
 
     def __call__(self, ids: Array) -> Tensor:
         """ids (B, T), whole numbers, NumPy or CuPy -> logits Tensor (B, T, V), float32.
 
-        Raises UserError when T > max_seq_len or an id is not in [0, vocab_size). (Ids that are on the GPU
-        already are not looked at, for that would mean waiting: a wrong one gives NaN logits.)
+        Raises UserError when T > max_seq_len or an id is not in [0, vocab_size). (Ids that are already on the GPU
+        are not checked, because reading them would mean waiting: a wrong one gives NaN logits.)
         """
         ids = self._check_ids(ids, "ids")
         B, T = ids.shape
@@ -216,9 +263,9 @@ class Transformer(Module):
     def loss(self, ids: Array, targets: Array, inv_count: Array | None = None) -> Tensor:
         """ids, targets (B, T) -> mean cross-entropy over the targets that are not -100, in nats; shape ().
 
-        inv_count: (1,) float32 on the model's device, 1 / number of targets to divide by, when this call sees only
-        a part of the batch. Raises UserError like calling the model; without a single target the loss is 0.
-        The logits never exist as a whole, and their gradient is computed at once: where no backward will follow, use no_grad.
+        inv_count: (1,) float32 on the model's device: 1 / the number of targets of the whole batch, if this call gets only
+        a part of it. Raises UserError like calling the model. Without any target the loss is 0.
+        The logits never exist as a whole, and this call already computes their gradient: use no_grad if no backward follows.
         """
         ids, targets = self._check_ids(ids, "ids"), self._check_ids(targets, "targets")
         if targets.shape != ids.shape:
@@ -229,12 +276,12 @@ class Transformer(Module):
         if inv_count is None:
             inv_count = count_targets(targets_N)
         x_NC, vocab_size = self.hidden(ids), self.config.vocab_size
-        if type(self).logits is not Transformer.logits:  # a class with a head of its own
+        if type(self).logits is not Transformer.logits:  # overridden
             return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
         return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
 
     def hidden(self, ids: Array) -> Tensor:
-        """ids (B, T) -> (N, C), N = B T: the last norm's output, of which the head makes logits. Raises UserError."""
+        """ids (B, T) -> (N, C), N = B T: the output of the last norm. Raises UserError like calling the model."""
         ids = self._check_ids(ids, "ids")
         B, T = ids.shape
         self.arena.refresh()
@@ -244,9 +291,9 @@ class Transformer(Module):
         return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
 
     def logits(self, x_NC: Tensor) -> Tensor:
-        """hidden (N, C) -> (N, padded V) float32, also in bf16: the next token is chosen by their differences.
+        """hidden (N, C) -> (N, padded V) float32, also in bf16: their small differences decide on the next token.
 
-        A derived class may change them: calling the model, `loss` and `generate` all follow.
+        If a derived class overrides it, calling the model, `loss` and `generate` use the new one.
         """
         dtype = np.float32 if x_NC.dtype == BFLOAT16 else None
         return F.linear(x_NC, self._head(), dtype)
@@ -292,8 +339,8 @@ class Transformer(Module):
         """ids (B, T) or (T,) -> the same with max_new_tokens appended to every sequence.
 
         temperature 0 takes the most likely token; otherwise one is drawn from softmax(logits / temperature), among
-        the top_k most likely if given. Every sequence has random numbers of its own. The whole prefix is computed
-        again for every token. Raises UserError when prompt and new tokens do not fit into max_seq_len.
+        the top_k most likely if given. Every sequence has a separate random stream. The whole prefix is recomputed
+        for every token (serving/engine.py has a KV cache). Raises UserError when prompt and new tokens exceed max_seq_len.
         """
         ids = ids if hasattr(ids, "strides") else np.asarray(ids)
         tokens = np.atleast_2d(to_numpy(ids))
@@ -323,7 +370,7 @@ class Transformer(Module):
 
     @property
     def variation(self) -> str:
-        """What of this model is neither Llama's nor Qwen3's, for others compute those alone; "" if nothing."""
+        """What differs from a Llama or Qwen3, the only models that other programs compute; "" if nothing does."""
         found = [f"{len(self.model.layers)} layers"] * (
             len(self.model.layers) != self.config.n_layers
         )
@@ -340,15 +387,15 @@ class Transformer(Module):
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
 
     def load_weights(self, folder: str | Path) -> None:
-        """Take the weights in a folder, as `save_pretrained` or a run has written them, into this model, whatever it computes.
-        Raises UserError when names or shapes do not fit, or checksums beside them; then it is unchanged."""
+        """Read the weights of a folder that `save_pretrained` or a run has written. The model may have a `variation`.
+        Raises UserError when names, shapes or checksums do not match; the model is then unchanged."""
         verify_weights(Path(folder))
         huggingface.load_into(self, Path(folder))
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:
         """Write the Hugging Face layout (LlamaForCausalLM or Qwen3ForCausalLM); see huggingface.save.
 
-        Of a model with a `variation` the weights are written, under a config.json that only load_weights accepts.
+        A model with a `variation` gets a config.json that only load_weights accepts.
         """
         huggingface.save(self, Path(folder), tokenizer)
 
@@ -361,7 +408,7 @@ class Transformer(Module):
         trainable: bool = True,
         world: int = 1,
     ) -> "Transformer":
-        """Read a folder in the Hugging Face layout; see huggingface.load. Raises UserError."""
+        """Read a folder in the Hugging Face layout; see huggingface.load. Raises UserError when it is not a supported model."""
         return huggingface.load(
             Path(folder),
             lambda config: cls(config, None, device, precision, world=world, trainable=trainable),
@@ -371,7 +418,7 @@ class Transformer(Module):
 def pick(
     logits_V: np.ndarray, temperature: float, top_k: int | None, rng: np.random.Generator
 ) -> int:
-    """Choose a token. Ties go to the lower id, at temperature 0 and at the border of the top_k."""
+    """Choose a token. Ties go to the lower id, both at temperature 0 and at the limit of the top_k."""
     if temperature == 0:
         return int(logits_V.argmax())
     scaled = logits_V.astype(np.float64) / temperature

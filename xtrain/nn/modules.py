@@ -4,13 +4,13 @@
     grads    [ the same layout                                      ]      one more
                <---------- decayed -------------> <-- not ------->
 
-Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and nothing is ever
+Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and nothing has to be
 flattened. The order is that of the forward pass: backward fills the gradients from the end.
 
-Backward adds to gradients, so they are set to zero before it. Writing 4 bytes per parameter and reading them again, only to
-add to them, is work that a step captured in a CUDA graph leaves out: zero_grad marks matrices as `blank` there, and the first op
-that has a gradient for one writes it over whatever is in memory. Whoever reads a blank gradient finds zeros, for asking for it
-fills it; what nobody asked for is filled at the end of the capture. So outside of a capture nothing is ever blank.
+zero_grad does not write zeros to the gradients of matrices, it only clears their flag `grad_written`. The first gradient of a
+step is then written over the old contents, later ones are added (tensor.py). This saves writing 4 bytes per parameter and reading
+them again. Reading `parameter.grad` or `arena.grads` zero-fills what has not been written, so the gradient of a parameter that
+backward did not reach is zero. Norm weights are few, and their kernels always add: zero_grad writes their zeros at once.
 
 A Parameter may hold several tensors of the Hugging Face layout as blocks of its rows (q, k and v; gate and up), and
 rows of padding after them (the vocabulary). `named_parameters()` yields each tensor as a view under its Hugging Face name.
@@ -19,6 +19,7 @@ rows of padding after them (the vocabulary). `named_parameters()` yields each te
 import math
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -27,76 +28,23 @@ from ..errors import UserError
 from ..kernels.cast import BFLOAT16, cast_into
 from ..kernels.runtime.launch import empty
 from . import functional as F
-from .autograd import Tensor, Version
-from .cuda_graph import at_end_of_capture
+from .tensor import Tensor, Version
 
-ALIGN = (
-    64  # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
-)
+# floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
+ALIGN = 64
 
 
-class Parameter(Tensor):
-    """A trainable tensor. It has a shape from the start, and memory once its model has made the arena.
+class _ArenaTensor(Tensor):
+    """A tensor whose values and gradient lie in an arena. Assigning to either copies values; the memory stays."""
 
-    shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None: all
-    rows, by the name "weight".
-    std: of the normal initialisation; None: ones.  decay: weight decay applies.
-    requires_grad may be set to False at any time: no gradient is computed then, and AdamW leaves the parameter alone.
-    on_gradient: called with the parameter after each addition to its gradient, the first of which may be written over what was
-    there, if not None (see ddp.py).
-    blank: its gradient counts as zero, whatever is in its memory, `_grad`.  ahead: None, or a list of one array: `_grad` itself,
-    which holds values already that some backward is still to give.
-    """
+    __slots__ = ("declared_shape", "offset")
 
-    __slots__ = (
-        "_grad",
-        "ahead",
-        "blank",
-        "decay",
-        "declared_shape",
-        "half",
-        "offset",
-        "on_gradient",
-        "parts",
-        "std",
-    )
-
-    def __init__(
-        self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
-    ):
-        self._grad: Array | None = None
-        self.blank, self.ahead = False, None
-        super().__init__(np.empty(0, np.float32), requires_grad=True)
-        if not isinstance(shape, tuple) or not shape:
-            raise UserError(
-                "a Parameter takes a shape of at least one axis, (1,) for a single number; its values come later, "
-                "by `parameter.data = array`"
-            )
-        self.offset: int | None = None  # in its arena
-        self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
-        self.parts = parts or {"weight": shape[0]}
-        if sum(self.parts.values()) > shape[0]:
-            raise UserError(f"{self.parts} are more rows than a parameter of shape {shape} has")
-        self.half: Array | None = None  # in bf16 training: the copy that forward and backward use
-        self.on_gradient = None
-
-    @property
-    def value(self) -> Array:
-        """What ops compute with: the bf16 copy if there is one, else the weights themselves."""
-        return self.data if self.half is None else self.half
-
-    def settle(self) -> None:
-        """If it is blank, make its memory say so: zeros. What is there ahead of time moves out."""
-        if self.blank:
-            if self.ahead is not None:
-                self.ahead[0] = self._grad.copy()
-            self._grad.fill(0)
-            self.blank, self.ahead = False, None
+    offset: int  # of the first element in the arena; -1: there is no arena yet
+    declared_shape: tuple[int, ...]
 
     @property
     def grad(self) -> Array | None:
-        self.settle()
-        return self._grad
+        return super().grad
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
@@ -105,15 +53,15 @@ class Parameter(Tensor):
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot have a gradient of shape {array.shape}"
             )
-        if self._grad is not None and array is not self._grad:
-            self.settle()
-            self._grad[...] = 0 if array is None else array
-        elif self._grad is None and array is not None:
+        memory = self.grad
+        if memory is not None and array is not memory:
+            memory[...] = 0 if array is None else array
+        elif memory is None and array is not None:
             raise UserError("a parameter without memory for gradients (trainable=False) got one")
 
     @property
     def data(self) -> Array:
-        if self.offset is None:
+        if self.offset < 0:
             raise UserError(
                 f"a parameter of shape {self.declared_shape} has no memory: call model.renew_arena() "
                 "when all modules are in their places"
@@ -127,28 +75,67 @@ class Parameter(Tensor):
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
             )
-        if self.dtype == array.dtype == BFLOAT16:  # as bits: no array library need know the type
+        if self.dtype == array.dtype == BFLOAT16:
+            # as bits: the array library need not know the type
             self._data.view(np.uint16)[...] = array.view(np.uint16)
             self.version.count += 1
         else:
             self[...] = array
 
 
-class _Part(Tensor):
+class Parameter(_ArenaTensor):
+    """A trainable tensor. Its shape is fixed at once; it gets memory when its model makes the arena.
+
+    shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None: all
+    rows, under the name "weight".
+    std: of the normal initialisation; None: ones.  decay: whether weight decay applies.
+    requires_grad may be set to False at any time: no gradient is computed then, and AdamW does not update the parameter.
+    on_gradient: None, or a function that is called with the parameter after each contribution to its gradient (see ddp.py).
+    """
+
+    __slots__ = ("decay", "half", "on_gradient", "parts", "std")
+
+    def __init__(
+        self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
+    ):
+        super().__init__(np.empty(0, np.float32), requires_grad=True)
+        if not isinstance(shape, tuple) or not shape:
+            raise UserError(
+                "a Parameter takes a shape of at least one axis, (1,) for a single number; set its values later, "
+                "by `parameter.data = array`"
+            )
+        self.offset = -1
+        self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
+        self.parts = parts or {"weight": shape[0]}
+        if sum(self.parts.values()) > shape[0]:
+            raise UserError(f"{self.parts} are more rows than a parameter of shape {shape} has")
+        self.half: Array | None = None  # in bf16 training: the copy that forward and backward use
+        self.on_gradient = None
+
+    @property
+    def value(self) -> Array:
+        """What ops compute with: the bf16 copy if there is one, else the weights themselves."""
+        return self.data if self.half is None else self.half
+
+
+class _Part(_ArenaTensor):
     """One Hugging Face tensor inside a Parameter: views of its data and gradient."""
 
-    __slots__ = ("_grad", "offset", "parameter")
-
-    data, grad = Parameter.data, Parameter.grad
+    __slots__ = ("parameter",)
 
     def __init__(self, parameter, rows):
-        self.parameter, self.offset, self._grad = parameter, parameter.offset, None
+        self.parameter, self.offset = parameter, parameter.offset
+        self.declared_shape = parameter.data[rows].shape
         super().__init__(parameter.data[rows], parameter.requires_grad)
         self._grad = None if parameter._grad is None else parameter._grad[rows]
         self.version = parameter.version
 
-    def settle(self) -> None:
-        self.parameter.settle()
+    def zero_unwritten_grad(self) -> None:
+        self.parameter.zero_unwritten_grad()  # all rows: the flag is the parameter's
+
+    def grad_target(self) -> tuple[Array, bool]:
+        self.zero_unwritten_grad()
+        return self._grad, True
 
     @property
     def requires_grad(self) -> bool:
@@ -164,7 +151,7 @@ class _Part(Tensor):
 
 
 def arena_unit(world: int) -> int:
-    """Floats: what the arena's regions and every bucket are a multiple of. Up to 16 ranks (powers of 2) just ALIGN."""
+    """The arena's regions and every bucket are a multiple of so many floats: ALIGN for 1, 2, 4, 8 and 16 ranks."""
     return math.lcm(ALIGN, 4 * world)
 
 
@@ -172,11 +159,11 @@ class Arena:
     """Memory of all parameters: weights and grads, 1-D float32 arrays; elements [0, n_decay) are decayed.
 
     half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after any other
-    change `refresh` does. Matrices are used from it, norm weights (which are few) always in float32.
-    world: both regions can be divided among so many ranks, in parts of whole 16 bytes (ZeRO-1).
-    weights is None while ZeRO-1 keeps each float32 weight on one rank only (ddp.py); the bf16 copy is then all there is.
-    trainable False: no gradients, and in bf16 float32 memory for the norms alone; the parameters' data are bf16 then.
-    kind: device, bf16, world and trainable, as they were given.
+    change `refresh` updates it. Ops read matrices from it, and norm weights (which are few) always in float32.
+    world: both regions can be divided among so many ranks, in multiples of 16 bytes (ZeRO-1).
+    weights is None while ZeRO-1 keeps each float32 weight on one rank only (parallel/zero.py): only the bf16 copy is complete.
+    trainable False: no gradients, and in bf16 float32 memory for the norms only; the data of matrices are then bf16.
+    kind: device, bf16, world and trainable, as given.
     """
 
     def __init__(
@@ -198,11 +185,11 @@ class Arena:
         ordered = decayed + rest
         self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
         self.trainable, self.version, self.half_version = trainable, Version(), -1
-        self.matrices = decayed
+        self.matrices, self.all_written = decayed, True  # no gradient is unwritten
         only_half = bf16 and not trainable
         first = self.n_decay if only_half else 0  # offset at which weights begins
         self.weights = zeros_on(device, size - first, np.float32)
-        self._grads = zeros_on(device, size, np.float32) if trainable else None
+        self._grads: Any = zeros_on(device, size, np.float32) if trainable else None
         self.half = None
         if only_half:
             self.half = zeros_on(device, first, BFLOAT16)
@@ -215,55 +202,65 @@ class Arena:
             alone = only_half and parameter.decay
             parameter._data = half if alone else view(self.weights, offset - first)
             parameter._grad = view(self._grads, offset) if trainable else None
+            parameter.grad_written = True  # zeros
             parameter.half, parameter.version = half, self.version
-            parameter.requires_grad &= trainable  # what was frozen stays so
+            parameter.requires_grad &= trainable  # frozen parameters stay frozen
+        # slices that no matrix covers: gaps, and behind all matrices the norms
+        starts = [*(p.offset for p in decayed), size]
+        ends = [0, *(p.offset + p.size for p in decayed)]
+        self._not_matrices = [(a, b) for a, b in zip(ends, starts) if a < b]
 
-    def __reduce__(self):  # copy.deepcopy and pickle: their views would be arrays of their own
+    def __reduce__(self):  # copy.deepcopy and pickle: in a copy the views would be separate arrays
         raise UserError(
-            "a model cannot be copied or pickled, for its parameters are views of one array: make it a second time "
-            "and give each parameter its values, `new.data = old.data`; or save_pretrained and load_weights"
+            "a model cannot be copied or pickled, because its parameters are views of one array: make a second one "
+            "and copy the values of each parameter, `new.data = old.data`; or use save_pretrained and load_weights"
         )
 
     @property
-    def grads(self) -> Array | None:
-        self.settle()
+    def grads(self) -> Any:
+        """(size,) float32, None without gradients."""
+        self.zero_unwritten_grads()
         return self._grads
 
     @grads.setter
     def grads(self, array: Array) -> None:
-        """The values are copied: the array stays the same. (`arena.grads *= 2` ends here too.)"""
+        """The values are copied, the array stays the same. (`arena.grads *= 2` also calls this.)"""
         if array is not self._grads:
             self.grads[...] = array
 
-    def settle(self) -> None:
-        """No parameter is blank after this: whoever kept `grads` can read it."""
-        for parameter in self.matrices:
-            parameter.settle()
+    def zero_unwritten_grads(self) -> None:
+        """Fill with zeros every gradient that has not been written since zero_grad, for code that keeps the array `grads`."""
+        if not self.all_written:
+            for parameter in self.matrices:
+                parameter.zero_unwritten_grad()
+            self.all_written = True
 
     def zero_grad(self) -> None:
-        """All gradients = 0; in a capture those of matrices only count as zero."""
-        if not at_end_of_capture(self.settle):
-            self.grads.fill(0)
-            return
-        size, end = self._grads.size, 0
-        for start, stop in [*((p.offset, p.offset + p.size) for p in self.matrices), (size, size)]:
-            if end < start:  # between matrices, and after them
-                self._grads[end:start].fill(0)
-            end = stop
+        """All gradients = 0; those of matrices only by their flags (see the top of this file)."""
+        for a, b in self._not_matrices:
+            self._grads[a:b].fill(0)
         for parameter in self.matrices:
-            parameter.blank = True
+            parameter.grad_written = False
+        self.all_written = False
 
     def refresh(self) -> None:
-        """Make the bf16 copy again if the weights were changed by anything but AdamW."""
+        """Update the bf16 copy if anything but AdamW has changed the weights."""
         changed = self.trainable and self.half_version != self.version.count
         if self.half is not None and self.weights is not None and changed:
-            cast_into(self.half, self.weights)  # no temporary: it would leave a hole in the pool
+            # without a temporary array, which would fragment the memory pool
+            cast_into(self.half, self.weights)
             self.half_version = self.version.count
 
 
 class Module:
     """A tree of modules and parameters, found by walking the attributes in the order they were set, also those in lists,
     tuples and dicts."""
+
+    arena: Arena  # of the whole model, in its outermost module
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the module computes: derived classes define it."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
     def modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
         """(name, module), this one first, depth first. The names end in a dot, but for the first: ""."""
@@ -274,7 +271,7 @@ class Module:
                     yield from item.modules(f"{prefix}{path}.")
 
     def storage(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """(name of the module, Parameter as it lies in memory), depth first; one that is in two places, once."""
+        """(name of the module, Parameter as it is in memory), depth first; a shared one only once."""
         seen = set()
         for path, parameter in self._storage(prefix):
             if id(parameter) not in seen:
@@ -300,7 +297,7 @@ class Module:
                 row += rows
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor whose data and grad have the Hugging Face shape and are views)"""
+        """(Hugging Face name, tensor whose data and grad have the Hugging Face shape and are views into the arena)"""
         for prefix, parameter in self.storage():
             row = 0
             for suffix, rows in parameter.parts.items():
@@ -315,9 +312,9 @@ class Module:
         world: int = 1,
         trainable: bool = True,
     ) -> Arena:
-        """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that are to be loaded.)
+        """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that will be loaded.)
 
-        Every tensor has a random stream of its own, named by the seed and its Hugging Face name: the numbers
+        Every tensor has a separate random stream, seeded with `seed` and its Hugging Face name, so the values
         depend neither on packing nor on padding nor on the order of the layers.
         """
         names = [prefix + suffix for prefix, p in self.storage() for suffix in p.parts]
@@ -336,29 +333,29 @@ class Module:
             stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
             values = stream.standard_normal(tensor.shape, dtype=np.float32) * np.float32(std[name])
             tensor.data = to_device(values.astype(tensor.dtype, copy=False), device)
-        free_cached(device)  # the temporaries, before other arrays settle in their memory
+        free_cached(device)  # the temporaries, before other arrays are allocated between them
         return arena
 
     def renew_arena(self, seed: int = 0) -> None:
-        """After modules were exchanged or added: one arena for all parameters there are now, in self.arena.
-
-        Parameters that had values keep them, new ones are initialised as in a new model of that seed. To be called before the
+        """Make a new arena for all parameters, in self.arena. Call it after modules were replaced or added, and before the
         optimizer is made.
+
+        Parameters that had values keep them, new ones are initialised as in a new model with this seed.
         """
-        kept = [(p, p.data) for _, p in self.storage() if p.offset is not None]
+        kept = [(p, p.data) for _, p in self.storage() if p.offset >= 0]
         self.arena = self.make_arena(self.arena.kind[0], seed, *self.arena.kind[1:])
         for parameter, values in kept:
             parameter.data = values
 
     def zero_grad(self) -> None:
-        """All gradients = 0; needed before each backward, which adds to them. In a capture matrices become blank instead."""
+        """All gradients = 0. Call it before the first backward of each step: backward adds to them."""
         if not self.arena.trainable:
             raise UserError("this model has no gradients: make it with trainable=True")
         self.arena.zero_grad()
 
 
 def _items(name, value):
-    """What an attribute holds: itself, or what is in a list, a tuple or a dict -> (path, item)"""
+    """(path, item) of an attribute: the value itself, or the items of a list, tuple or dict."""
     if isinstance(value, (list, tuple, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _items(f"{name}.{key}", item)
@@ -367,7 +364,7 @@ def _items(name, value):
 
 
 class Embedding(Module):
-    """(V, C) table; rows from vocab_size up to padded_size are zero and stay zero."""
+    """(V, C) table. Rows from vocab_size up to padded_size are zero and stay zero."""
 
     def __init__(self, vocab_size: int, padded_size: int, dim: int, std: float):
         self.weight = Parameter((padded_size, dim), std, {"weight": vocab_size})
@@ -377,7 +374,11 @@ class Embedding(Module):
 
 
 class Linear(Module):
-    """y = x w^T, no bias. parts: {Hugging Face suffix: output features} when several matrices are packed."""
+    """y = x w^T, no bias.
+
+    parts: {Hugging Face name: output features} if several matrices are packed. These names replace that of the module: the part
+    "q_proj.weight" of `self_attn.qkv` is the parameter `self_attn.q_proj.weight`.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, std: float, parts: dict[str, int] | None = None
@@ -387,23 +388,22 @@ class Linear(Module):
     def __call__(self, x_NI: Tensor) -> Tensor:
         return F.linear(x_NI, self.weight)
 
+    def _storage(self, prefix):
+        packed = "weight" not in self.weight.parts
+        for path, parameter in super()._storage(prefix):
+            if packed and parameter is self.weight:
+                path = prefix[: prefix[:-1].rfind(".") + 1]  # without this module's own name
+            yield path, parameter
+
 
 class RMSNorm(Module):
-    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel.
-
-    linear: the matrix that the result goes to. Then what comes back is (x, or x + r) and the output of that matrix.
-    """
+    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel."""
 
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = Parameter((dim,), None), eps
-        self.out_dtype = None  # of the result, where it is not the input's
+        self.out_dtype: Any = None  # of the result without a residual; None: as the input
 
-    def __call__(
-        self, x_NC: Tensor, residual_NC: Tensor | None = None, linear: Parameter | None = None
-    ):
-        w, eps = self.weight, self.eps
-        if linear is not None:
-            return F.residual_rmsnorm_linear(x_NC, residual_NC, w, linear, eps, self.out_dtype)
+    def __call__(self, x_NC: Tensor, residual_NC: Tensor | None = None) -> Any:
         if residual_NC is None:
-            return F.rmsnorm(x_NC, w, eps, self.out_dtype)
-        return F.residual_rmsnorm(x_NC, residual_NC, w, eps)
+            return F.rmsnorm(x_NC, self.weight, self.eps, self.out_dtype)
+        return F.residual_rmsnorm(x_NC, residual_NC, self.weight, self.eps)

@@ -1,7 +1,7 @@
 """AdamW over the arena, gradient clipping and the learning-rate schedule.
 
-One kernel updates every parameter of the model; what changes from step to step (learning rate, bias corrections, clip
-factor) reaches it in device arrays, so that a captured step can be replayed.
+One kernel updates every parameter of the model. What changes from step to step (learning rate, bias corrections, clip
+factor) is passed in device arrays, so that a captured step can be replayed.
 """
 
 import math
@@ -19,13 +19,14 @@ from .modules import ALIGN, Parameter
 
 class AdamW:
     """AdamW (Loshchilov & Hutter 2019): decoupled weight decay on matrices, none on norms. Frozen parameters, those with
-    requires_grad False, stay as they are.
+    requires_grad False, do not change.
 
-    Another optimizer is a class derived from this one, with an `update` of its own: a part of the arena at a time. What it keeps
+    To write another optimizer, derive a class and override `update`, which gets one slice of the arena at a time. What it keeps
     in m and v is saved in checkpoints. lessons/howto/change_the_model.md has Lion and Muon.
 
-    owned: [(start, end), ...], the parts of the arena that are updated here; None: all of it. (ZeRO-1 in ddp.py.)
-    m, v: the moments of the owned parts, one after the other.  t: steps done.  lr may be changed between steps.
+    owned: [(start, end), ...], the slices of the arena that are updated here; None: all of it. (ZeRO-1: parallel/zero.py.)
+    m, v: the moments of the owned slices, concatenated.  t: steps done.  lr may be changed between steps.
+    Raises UserError when a value is out of range or a parameter is not in the model's arena.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class AdamW:
         self.model, self.arena, device = model, model.arena, model.arena.kind[0]
         if any(p.version is not self.arena.version for _, p in model.storage()):
             raise UserError(
-                "a parameter is not in the model's arena: call model.renew_arena() after exchanging modules, then make AdamW"
+                "a parameter is not in the model's arena: call model.renew_arena() after replacing modules, then make AdamW"
             )
         self.lr, self.betas, self.eps, self.weight_decay, self.t = lr, betas, eps, weight_decay, 0
         weights = self.arena.weights
@@ -62,35 +63,35 @@ class AdamW:
         self.apply(to_device(self.advance(), self.arena.kind[0]), factor_1)
 
     def advance(self) -> np.ndarray:
-        """The host's part of a step: count it. -> the numbers that the kernel needs this time, (3,) float32."""
+        """The host's part of a step: count it. -> the kernel's numbers for this step, (3,) float32: see `update`."""
         self.t += 1
         a = self.arena
         if self.model.arena is not a:
-            raise UserError("the model has another arena than when AdamW was made: make AdamW last")
-        a.refresh()  # if weights were given since the last step: a captured one does not look
+            raise UserError("the model's arena was replaced after AdamW was made: make AdamW last")
+        a.refresh()  # in case weights were assigned since the last step: a captured step does not check
         a.half_version += a.half_version == a.version.count  # the kernel writes the bf16 copy too
         a.version.count += 1
         return adamw_hyper(self.lr, *self.betas, self.t)
 
     def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
-        """The device's part: one launch, nothing on the host. It can be captured in a CUDA graph."""
+        """The device's part: one launch and no work on the host, so it can be captured in a CUDA graph."""
         first = 0
         for start, end in self.owned:
             self.update_trained(start, end, first, hyper_3, factor_1)
             first += end - start
 
-    def leaves_alone(self, parameter: Parameter) -> bool:
-        """Is this one not to be updated?"""
+    def excludes(self, parameter: Parameter) -> bool:
+        """Whether `update` must leave this parameter unchanged."""
         return not parameter.requires_grad
 
     def update_trained(
         self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array | None
     ) -> None:
-        """`update` of [start, end), in one piece unless it leaves parameters in it alone."""
+        """`update` of [start, end) without the excluded parameters: one call if there are none."""
         factor_1 = self._one if factor_1 is None else factor_1
-        alone = [p for _, p in self.model.storage() if self.leaves_alone(p)]
+        excluded = [p for _, p in self.model.storage() if self.excludes(p)]
         at = start
-        for p in sorted(alone, key=lambda p: p.offset):
+        for p in sorted(excluded, key=lambda p: p.offset):
             if p.offset >= end:
                 break
             if at < p.offset:
@@ -100,12 +101,15 @@ class AdamW:
             self.update(at, end, first + at - start, hyper_3, factor_1)
 
     def weights(self, start: int, end: int, first: int) -> Array:
-        """The float32 weights of an owned part."""
+        """The float32 weights of an owned slice, whose moments begin at `first`."""
         return self.arena.weights[start:end]
 
     def update(self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array) -> None:
-        """Elements [start, end) of the arena; their moments begin at `first`. hyper_3: [lr, 1 - beta1^t, sqrt(1 - beta2^t)];
-        factor_1: the gradient is to be multiplied by it (clipping), and nothing changed if it is NaN; both on the device."""
+        """Update elements [start, end) of the arena; their moments begin at `first`.
+
+        hyper_3: [lr, 1 - beta1^t, sqrt(1 - beta2^t)].  factor_1: multiplies the gradient (clipping); if it is NaN, nothing
+        changes. Both are on the device.
+        """
         a, n = self.arena, end - start
         m, v = self.m[first : first + n], self.v[first : first + n]
         adamw(
@@ -119,16 +123,16 @@ class AdamW:
 
 
 def clip(model: Transformer, max_norm: float) -> tuple[Array, Array]:
-    """-> (global gradient norm, factor that brings it down to max_norm), (1,) arrays on the device.
+    """-> (global gradient norm, factor that scales it down to max_norm), (1,) arrays on the device.
 
-    Nothing is scaled here: hand the factor to AdamW.step. max_norm 0 means no clipping.
+    Nothing is scaled here: pass the factor to AdamW.step. max_norm 0 means no clipping.
     """
     stats = grad_norm(model.arena.grads, max_norm)
     return stats[:1], stats[1:]
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int, min_ratio: float) -> float:
-    """Linear warm-up over `warmup` steps, then half a cosine down to min_ratio * peak at the last. step counts from 0."""
+    """Linear warm-up over `warmup` steps, then half a cosine down to min_ratio * peak at the last step. step counts from 0."""
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))

@@ -1,37 +1,37 @@
-"""Forget activations and compute them again in backward (Chen et al. 2016): less memory for more time.
+"""Activation checkpointing (Chen et al. 2016): backward recomputes activations. Less memory, more time.
 
     y = recompute(f, x)        the same y as f(x), and the same gradients, bit for bit
 
-    forward    f runs unrecorded: what its ops would have kept is freed at once, only x stays
-    backward   f runs again on x, recorded now; backward goes through that recording, and dx goes on from there
+    forward    f runs without recording: what its ops would have saved is freed at once, only x is kept
+    backward   f runs again on x, recorded this time; backward runs through that recording and returns dx
 
-The parameters that f uses need no care: the recorded run finds them as leaves, so each op adds to their gradients
-once, in the order in which it would have done without all this.
+The parameters that f uses need no special treatment. The recorded run finds them as leaves, so each op adds to their gradients
+once, in the same order as without checkpointing.
 
-What a decoder keeps of every token in every layer (numbers; C the width, F that of the MLP, H heads, as many for keys):
+What a decoder keeps per token and layer (numbers; C is the width, F that of the MLP, with H query heads and H key heads):
 
-    nothing forgotten   8 C + 2 F; without FlashAttention 9 C + 2 F and H T more, which at T = 1024 is most of it
-    attention           6 C + 2 F: q, k and what attention saved are gone
-    block               2 C: the residual stream, and what the last block still has to add to it
+    none        8 C + 2 F; without FlashAttention 9 C + 2 F + H T, and at T = 1024 the last term is the largest
+    attention   6 C + 2 F: without q, k and what attention saves
+    block       2 C: the residual stream and the branch output that still has to be added to it
 
-(The results of the norms and of SwiGLU are never kept: their backward makes them again on its way.)
+(The results of the norms and of SwiGLU are never kept: backward recomputes them in its kernels.)
 
-The price is one more forward of the forgotten part, at most a third of a step (forward 1, backward 2).
+The cost is one more forward of the recomputed part, at most a third of a step (forward 1, backward 2).
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from . import autograd
-from .autograd import Function, Tensor, no_grad
+from ..device import Array
+from .autograd import Function, no_grad, recording
+from .tensor import Tensor
 
 
 def recompute(f: Callable[..., Any], *inputs: Tensor) -> Any:
     """f(*inputs), a Tensor or a tuple of them, whose activations are computed again in backward.
 
-    f must give the same bits again: no randomness, and nothing it reads may change before backward (of the inputs
-    backward checks that). Inputs without a gradient: f runs as usual, for then nobody could start its backward.
+    f must give the same bits again: no randomness, and nothing it reads may change before backward (backward checks
+    that for the inputs). If no input needs a gradient, f runs as usual, because no gradient would reach its backward.
     """
     if not any(x.requires_grad for x in inputs):
         return f(*inputs)
@@ -39,6 +39,8 @@ def recompute(f: Callable[..., Any], *inputs: Tensor) -> Any:
 
 
 class Recompute(Function):
+    """f without recording; backward records f and runs backward through the recording."""
+
     @staticmethod
     def forward(ctx, f, *arrays):
         ctx.save(f, *arrays)
@@ -49,20 +51,20 @@ class Recompute(Function):
     @staticmethod
     def backward(ctx, *gradients):
         f, *arrays = ctx.saved
-        caught = []
-        with _recorded():
+        caught: list[Array | None] = []
+        with recording(True):
             inputs = [Tensor(x, needed) for x, needed in zip(arrays, ctx.needs_grad[1:])]
             out = f(*Catch.apply(caught, *inputs))
             start = Start.apply(gradients, *(out if isinstance(out, tuple) else (out,)))
-        del inputs, out  # what no op saved is freed before backward begins
+        del inputs, out  # what no op has saved is freed before backward starts
         start.backward(start.data)
         return None, *caught
 
 
 class Catch(Function):
-    """x -> x. Its backward comes last of the recording and keeps the gradients of the inputs in a list.
+    """x -> x. Its backward runs last in the recording and appends the gradients of the inputs to a list.
 
-    (Leaves would add them to zeros: one more pass, and -0 would become 0.)
+    (As gradients of leaves they would be copied: one more pass over memory.)
     """
 
     @staticmethod
@@ -77,7 +79,7 @@ class Catch(Function):
 
 
 class Start(Function):
-    """The end of the recording, where its backward starts: hands each output the gradient that is known already."""
+    """The end of the recording, where its backward starts: passes each output the gradient that is already known."""
 
     @staticmethod
     def forward(ctx, gradients, *outputs):
@@ -87,13 +89,3 @@ class Start(Function):
     @staticmethod
     def backward(ctx, _):
         return None, *ctx.saved
-
-
-@contextlib.contextmanager
-def _recorded():
-    """The opposite of no_grad."""
-    before, autograd._recording = autograd._recording, True
-    try:
-        yield
-    finally:
-        autograd._recording = before

@@ -1,6 +1,6 @@
 """What ranks say to each other: a few words between the hosts (MPI), and the gradients (MPI on the CPU, NCCL between GPUs).
 
-    ALONE              the one process of xtrain.train, with the methods of Ranks
+    SINGLE_PROCESS     the only process of xtrain.train, with the methods of Ranks (training/single_process.py)
     Ranks              host side: who am I, rank 0 first, sums of a few numbers, does anybody want to stop
     HostCollectives    sums and exchanges of slices of the arena, in NumPy memory: non-blocking MPI
     NcclCollectives    the same in GPU memory: NCCL on a stream of its own, joined to the computation by events

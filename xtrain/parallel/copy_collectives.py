@@ -189,7 +189,7 @@ class CopyCollectives(GpuCollectives):
         """Where each rank has this array, as seen from here: every rank opens the neighbours' memory."""
         runtime, address = cupy().cuda.runtime, array.data.ptr
         base = allocation(address)
-        everybody = self.ranks.everybody((runtime.ipcGetMemHandle(base), address - base))
+        everybody = self.ranks.gather((runtime.ipcGetMemHandle(base), address - base))
         addresses = []
         for rank, (handle, offset) in enumerate(everybody):
             if rank == self.ranks.rank:
@@ -272,9 +272,9 @@ def why_no_copies(ranks: Ranks, bf16: bool = False) -> str:
     """Why copy engines cannot do it; "" when they can. The same answer on every rank."""
     if bf16:  # casting twice costs more than half the bytes save
         return "gradients that travel in bf16 are NCCL's"
-    if any(ranks.everybody(ranks.local_world != ranks.world)):
+    if any(ranks.gather(ranks.local_world != ranks.world)):
         return "the ranks are on several machines"
-    return next(filter(None, ranks.everybody(_out_of_reach(ranks))), "")
+    return next(filter(None, ranks.gather(_out_of_reach(ranks))), "")
 
 
 def _out_of_reach(ranks):

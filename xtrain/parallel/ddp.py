@@ -1,21 +1,21 @@
-"""A training run on several ranks: five ways to add up gradients, from the simplest to the fastest."""
+"""Data parallel training on several ranks: five ways to sum gradients over them, from the simplest to the fastest."""
 
 import contextlib
 import functools
-import gc
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from rich.console import Console
 
-from ..config import TrainConfig
+from .. import version
+from ..config import ResolvedConfig, TrainConfig
 from ..data.dataset import Corpus
 from ..device import Array, resolve_device, synchronize
 from ..errors import UserError
@@ -30,33 +30,34 @@ from ..nn.optim import AdamW
 from ..training import checkpoint
 from ..training.loop import train
 from ..training.run import Run
-from ..training.single_process import Alone
+from ..training.single_device import SingleDevice
 from .collectives import HostCollectives, load_nccl
 from .copy_collectives import gpu_collectives
 from .ranks import Ranks, choose_gpu
 from .watchdog import Guard, Watchdog
-from .zero import Pieces, ShardedAdamW
+from .zero import ShardedAdamW, Slices
 
-LONGEST_WATCHDOG = 10**8  # seconds, three years; the system's timers end at some 10^10
+LONGEST_WATCHDOG = 10**8  # seconds, three years; the system's timers overflow at about 10^10
 
 
 @dataclass(frozen=True)
 class ParallelConfig(TrainConfig):
     """One training run on several ranks."""
 
-    # how gradients are added up
+    # how gradients are summed over the ranks, from the simplest to the fastest
     dp: Literal["none", "naive", "flat", "overlap", "bucket"] = "bucket"
-    # 1: the optimizer is divided among the ranks (ZeRO-1); none: 1 with --dp bucket, else 0
+    # 1: divide the optimizer state among the ranks (ZeRO-1); none: 1 with --dp bucket, else 0
     zero: Literal[0, 1] | None = None
-    bucket_mb: float = 32.0  # MiB of float32 gradients in one message
-    grad_comm: Literal["fp32", "bf16"] = "fp32"  # what gradients travel in
-    # between GPUs: NCCL's kernels, or copy engines (one machine; auto: where possible)
+    bucket_mb: float = 32.0  # size of a bucket: MiB of float32 gradients in one message
+    grad_comm: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients are communicated
+    # between GPUs: NCCL's kernels, or copy engines (one machine only; auto: copy where possible)
     transport: Literal["auto", "nccl", "copy"] = "auto"
-    check_ranks: int = 0  # compare all ranks' parameters every so many steps; 0: never
-    watchdog: float = 600.0  # seconds without a step after which a rank counts as hanging; 0: never
+    check_ranks: int = 0  # steps between comparisons of all ranks' parameters; 0: never
+    # seconds without a step after which a rank counts as hanging and the job ends; 0: never
+    watchdog: float = 600.0
 
     def validate(self) -> None:
-        """Raises UserError on a value that makes no sense."""
+        """Raises UserError on a value out of range."""
         super().validate()
         if not 0 < self.bucket_mb < float("inf"):
             raise UserError(f"--bucket-mb must be a positive number, got {self.bucket_mb}")
@@ -73,36 +74,42 @@ class ParallelConfig(TrainConfig):
 
     @property
     def sharded(self) -> bool:
-        """ZeRO-1? It saves memory, and with buckets time: each rank updates only its part, and sends half the bytes."""
+        """Is the optimizer state divided among the ranks (ZeRO-1)?
+
+        This saves memory, and time with --dp bucket: each rank updates only its part and sends half the bytes.
+        """
         return self.dp == "bucket" if self.zero is None else bool(self.zero)
 
 
-# ----------------------------------------------------------------------------- the gradients of all ranks
+# ----------------------------------------------------------------------------- gradients of all ranks
 class NoSync:
-    """none: backward, and nothing else."""
+    """none: backward without communication. The base class of the other stages.
 
-    def __init__(self, model: Transformer, collectives: Any, pieces: Pieces, zero: bool):
-        self.model, self.collectives, self.pieces, self.zero = model, collectives, pieces, zero
+    slices: parts [start, end) of the arena that are communicated one by one.  zero: reduce-scatter them (ZeRO-1).
+    """
 
-    def backward(self, loss: Any, last: bool) -> None:
-        """Backward of one micro-batch. After the last one the gradients are sums over the ranks (with ZeRO: where owned)."""
+    def __init__(self, model: Transformer, collectives: Any, slices: Slices, zero: bool):
+        self.model, self.collectives, self.slices, self.zero = model, collectives, slices, zero
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Backward of one micro-batch. After the last one, gradients are sums over the ranks (with ZeRO: where owned)."""
         loss.backward()
 
 
 class Naive(NoSync):
-    """One all-reduce after the other. Everything else is measured, and tested, against this."""
+    """One all-reduce after the other. The specification: the other stages are tested and measured against it."""
 
     def backward(self, loss, last):
         loss.backward()
         if last:
-            self.model.arena.settle()  # the collectives read its memory
+            self.model.arena.zero_unwritten_grads()  # the collectives read its memory
             for _, p in self.model.storage():
                 self.collectives.all_reduce(p.offset, p.offset + p.size, idle=True)
                 self.collectives.join()
 
 
 class Flat(NoSync):
-    """The arena is one array already: nothing has to be packed."""
+    """A single all-reduce. The arena is one array, so nothing has to be packed."""
 
     def backward(self, loss, last):
         loss.backward()
@@ -112,187 +119,201 @@ class Flat(NoSync):
 
 
 class Overlap(NoSync):
-    """A piece of the arena travels as soon as all its gradients are complete.
+    """A slice of the arena, here one parameter, is sent as soon as all its gradients are complete.
 
     When is a gradient complete? A parameter may be used several times (a tied embedding is), so the first backward
-    counts how often each gradient is added to; from the second on, a parameter is complete at that number.
+    counts how often each gradient is added to; from the second on, a gradient is complete at that count.
     """
 
-    def __init__(self, model, collectives, pieces, zero):
-        super().__init__(model, collectives, pieces, zero)
-        self.cut()
-        self.uses: Counter | None = None  # parameter -> additions in one backward
-        self.pieces_of: dict[Parameter, list[int]] = {}
+    def __init__(self, model, collectives, slices, zero):
+        super().__init__(model, collectives, slices, zero)
+        self.choose_slices()
+        # parameter -> additions to its gradient in one backward; empty before the first one
+        self.uses: Counter[Parameter] = Counter()
+        self.slices_of: dict[Parameter, list[int]] = {}
         for _, p in model.storage():
-            overlapping = [a < p.offset + p.size and p.offset < b for a, b in self.pieces]
-            self.pieces_of[p] = [i for i, yes in enumerate(overlapping) if yes]
+            overlapping = [a < p.offset + p.size and p.offset < b for a, b in self.slices]
+            self.slices_of[p] = [i for i, yes in enumerate(overlapping) if yes]
             p.on_gradient = self.added
 
-    def cut(self) -> None:
-        """Which pieces, and what to do with one."""
-        self.pieces = [(p.offset, p.offset + p.size) for _, p in self.model.storage()]
+    def choose_slices(self) -> None:
+        """Set `slices`, and `start`, the collective for one of them."""
+        self.slices = [(p.offset, p.offset + p.size) for _, p in self.model.storage()]
         self.start = self.collectives.all_reduce
 
     def backward(self, loss, last):
-        self.seen: Counter = Counter()
-        self.missing = Counter(i for pieces in self.pieces_of.values() for i in pieces)
-        self.sending = last and self.uses is not None
-        self.to_come = sum(self.uses.values()) if self.sending else 0  # additions
+        self.seen: Counter[Parameter] = Counter()  # parameter -> additions so far
+        # slice -> its parameters that are not complete
+        self.incomplete = Counter(i for slices in self.slices_of.values() for i in slices)
+        self.sending = last and bool(self.uses)
+        self.additions_left = sum(self.uses.values()) if self.sending else 0
         loss.backward()
         if last:
-            self.model.arena.settle()  # the collectives read its memory
-            for i in sorted(+self.missing):  # all, the first time; else what backward did not reach
-                self.start(*self.pieces[i], idle=True)
+            self.model.arena.zero_unwritten_grads()  # the collectives read its memory
+            # in the first step all slices, later those that backward did not reach
+            for i in sorted(+self.incomplete):
+                self.start(*self.slices[i], idle=True)
             self.collectives.join()
             self.uses = self.uses or self.seen
 
     def added(self, p: Parameter) -> None:
-        """Called by autograd whenever something was added to p's gradient."""
+        """Autograd calls this after every addition to p's gradient."""
         self.seen[p] += 1
         if not self.sending:
             return
         if self.seen[p] > self.uses[p]:
             raise RuntimeError(
-                f"a parameter of shape {p.shape} is used more often than in the first step: its gradient was on its "
-                "way already; use --dp flat"
+                f"a parameter of shape {p.shape} is used more often than in the first step, after its gradient was sent: "
+                "use --dp flat"
             )
-        self.to_come -= 1
+        self.additions_left -= 1
         if self.seen[p] == self.uses[p]:
-            for i in self.pieces_of[p]:
-                self.missing[i] -= 1
-                if self.missing[i] == 0:
-                    self.start(*self.pieces[i], idle=self.to_come == 0)
+            for i in self.slices_of[p]:
+                self.incomplete[i] -= 1
+                if self.incomplete[i] == 0:
+                    self.start(*self.slices[i], idle=self.additions_left == 0)
         self.collectives.progress()
 
 
 class Bucket(Overlap):
-    """The pieces are slices of one size, cut from the arena's end, where backward begins. With ZeRO, each is scattered."""
+    """The slices have one size and are cut from the end of the arena, where backward begins. With ZeRO: reduce-scatter."""
 
-    def cut(self):
+    def choose_slices(self):
         self.start = self.collectives.reduce_scatter if self.zero else self.collectives.all_reduce
 
 
 STAGES = {"none": NoSync, "naive": Naive, "flat": Flat, "overlap": Overlap, "bucket": Bucket}
 
 
-def buckets(n_decay: int, size: int, world: int, nbytes: float) -> Pieces:
-    """Cut the arena's two regions, from their ends, into slices of about nbytes that `world` ranks can divide evenly."""
+def buckets(n_decay: int, size: int, world: int, nbytes: float) -> Slices:
+    """Cut both regions of the arena, [0, n_decay) and [n_decay, size), into slices of about nbytes bytes.
+
+    Each region is cut from its end, and `world` ranks can divide every slice evenly.
+    """
     unit = arena_unit(world)
     step = max(1, round(nbytes / 4 / unit)) * unit
     cut = lambda a, b: [(max(a, end - step), end) for end in range(b, a, -step)]
     return cut(n_decay, size) + cut(0, n_decay)
 
 
-# ----------------------------------------------------------------------------- the run
-class ParallelRun(Run):
-    """A Run whose step is shared by all ranks. Rank 0 alone samples and writes."""
+# ----------------------------------------------------------------------------- a step on several ranks
+class DataParallel(SingleDevice):
+    """Every rank computes its share of the batch; the gradients are summed, and every rank makes the same update.
 
-    def __init__(self, config: ParallelConfig, model: Transformer, corpus: Corpus, ranks: Ranks):
-        arena, gpu = model.arena, model.device == "gpu"
-        bf16 = config.grad_comm == "bf16"
-        if gpu:
+    stage: how gradients are summed, one of STAGES.  collectives: how arrays are communicated.
+    """
+
+    def __init__(self, config: ParallelConfig, model: Transformer, ranks: Ranks):
+        super().__init__(config, model, ranks)
+        self.config: ParallelConfig = config
+        self.ranks: Ranks = ranks
+        self.sharded = config.sharded
+        arena, bf16 = model.arena, config.grad_comm == "bf16"
+        self.collectives: Any
+        if model.device == "gpu":
             self.collectives = gpu_collectives(ranks, arena, bf16, config.transport)
         else:
             self.collectives = HostCollectives(ranks, arena, bf16)
         nbytes = config.bucket_mb * 2**20
-        self.pieces = buckets(arena.n_decay, arena.grads.size, ranks.world, nbytes)
-        stage, self.losses = STAGES[config.dp], []
-        self.sync = stage(model, self.collectives, self.pieces, config.sharded)
-        super().__init__(config, model, corpus, ranks)
+        self.slices = buckets(arena.n_decay, arena.grads.size, ranks.world, nbytes)
+        self.stage = STAGES[config.dp](model, self.collectives, self.slices, config.sharded)
+        self.losses: list[Array] = []  # of this rank's micro-batches in the current step
+        self.all_losses: Array = None  # of all ranks
 
-    def make_optimizer(self) -> AdamW:
-        c = self.config
-        options = dict(lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay)
-        if c.sharded:
-            return ShardedAdamW(self.model, self.collectives, self.pieces, **options)
-        return AdamW(self.model, **options)
-
-    def step(self) -> tuple[Any, Any, float]:
-        """One optimizer step. -> this rank's share of the loss, the gradient norm of all, learning rate."""
-        self.beat()
-        out = super().step()
-        if self.config.check_ranks and self.done % self.config.check_ranks == 0:
-            self.check_ranks()
-        return out
-
-    def next_batch(self) -> tuple[np.ndarray, ...]:
-        """-> ids, targets (batch / world, T), 1 / number of targets of the whole batch (1,)"""
-        ids, targets = self.loader.next_batch()
+    # ------------------------------------------------------------------------- in the step
+    def inverse_target_count(self, targets: np.ndarray) -> list[np.ndarray]:
         (count,) = self.ranks.total([np.count_nonzero(targets != IGNORE)])
-        return ids, targets, np.array([1 / count if count else 0], np.float32)
+        return [np.array([1 / count if count else 0], np.float32)]
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.losses.append(loss.data.reshape(1))
-        if last:  # its way to the other ranks is hidden by backward
+        if last:  # the losses are gathered while backward computes
             self.all_losses = self.collectives.start_gather(functools.reduce(add_fwd, self.losses))
             self.losses.clear()
-        self.sync.backward(loss, last)
+        self.stage.backward(loss, last)
 
-    def clip(self) -> tuple[Array, Array]:
-        return self.optimizer.clip(self.config.clip) if self.config.sharded else super().clip()
+    def clip(self, optimizer: AdamW, max_norm: float) -> tuple[Array, Array]:
+        if isinstance(optimizer, ShardedAdamW):
+            return optimizer.clip(max_norm)
+        return super().clip(optimizer, max_norm)
 
-    def of_all(self, norm: Array, loss: Array) -> tuple[Array, Array]:
-        if self.config.dp == "none":
+    def gather_norm_and_loss(self, norm: Array, loss: Array) -> tuple[Array, Array]:
+        if self.config.dp == "none":  # every rank has a different norm
             norm = self.collectives.gather_1(norm)
             self.collectives.join()
         return norm, self.all_losses
 
+    # ------------------------------------------------------------------------- between steps
+    def check_identical(self, optimizer: AdamW, step: int) -> None:
+        """Every --check-ranks steps."""
+        every = self.config.check_ranks
+        if every and step % every == 0:
+            self.compare_weights(optimizer, step)
+
+    def compare_weights(self, optimizer: AdamW, step: int) -> None:
+        """Raises UserError, on every rank, if the ranks do not hold the same weights, bit for bit."""
+        arrays = [self.model.arena.weights]
+        if isinstance(optimizer, ShardedAdamW):
+            arrays = optimizer.in_use()
+        self.ranks.check_identical(arrays, step)
+
+    def sum_over_owners(self, values: list[float]) -> list[float]:
+        return self.ranks.total(values) if self.sharded else values
+
+    def timing(self, tokens_per_s: float) -> dict[str, Any]:
+        world, collectives = self.ranks.world, self.collectives
+        more: dict[str, Any] = {"ranks": world, "tokens_per_s_rank": tokens_per_s / world}
+        if collectives.exposed is not None:
+            times = [1e3 * collectives.exposed, 1e3 * collectives.hidden]
+            exposed, hidden = self.ranks.total(times)
+            more |= {"comm_exposed_ms": exposed / world, "comm_hidden_ms": hidden / world}
+        collectives.clear()
+        return more
+
     def close(self) -> None:
-        """The end: captured steps first, then the communicator that they use."""
-        self.on_device = None
-        gc.collect()
         synchronize(self.model.device)
         self.collectives.close()
 
-    def check_ranks(self) -> None:
-        """Raises UserError, on every rank, when they do not hold the same bits."""
-        weights = self.optimizer.in_use() if self.config.sharded else [self.model.arena.weights]
-        self.ranks.check_identical(weights, self.done)
+    # ------------------------------------------------------------------------- optimizer state
+    def make_adamw(self, **options: Any) -> AdamW:
+        if self.sharded:
+            return ShardedAdamW(self.model, self.collectives, self.slices, **options)
+        return AdamW(self.model, **options)
 
-    def timing(self, speed: float) -> dict[str, Any]:
-        more = {"ranks": self.ranks.world, "tokens_per_s_rank": speed / self.ranks.world}
-        if self.collectives.exposed is not None:
-            mine = [1e3 * self.collectives.exposed, 1e3 * self.collectives.hidden]
-            exposed, hidden = self.ranks.total(mine)
-            more |= {"comm_exposed_ms": exposed / self.ranks.world}
-            more |= {"comm_hidden_ms": hidden / self.ranks.world}
-        self.collectives.clear()
-        return more
+    @contextlib.contextmanager
+    def full_moments(self, optimizer: AdamW) -> Iterator[Any]:
+        """On rank 0; the other ranks must enter it as well."""
+        if not isinstance(optimizer, ShardedAdamW):
+            yield optimizer
+            return
+        optimizer.restore()
+        yield optimizer.gather_moments()
+        optimizer.release()
 
-    def layer_squares(self) -> dict[str, float]:
-        mine = super().layer_squares()  # with ZeRO of the owned parts
-        sums = self.ranks.total(list(mine.values())) if self.config.sharded else mine.values()
-        return dict(zip(mine, sums))
-
-    def sample(self) -> str:
-        self.beat()
-        return super().sample() if self.ranks.rank == 0 else ""
-
-    def snapshot(self, logs: dict[str, int]) -> checkpoint.Snapshot | None:
-        """On rank 0; every rank must call it."""
-        self.beat()
-        optimizer, zero = self.optimizer, self.config.sharded
-        if zero:
-            optimizer.restore()
-        moments = optimizer.whole() if zero else optimizer
-        snapshot = self.take(moments, logs) if self.ranks.rank == 0 else None
-        if zero:
-            optimizer.release()
-        return snapshot
-
-    def load(self, saved: checkpoint.Saved) -> None:
-        # rank 0 has verified what it sees: does everybody see that?
+    def load(self, saved: checkpoint.Saved, optimizer: AdamW) -> None:
+        # rank 0 has verified the files that it sees; the others must see the same
         manifest = saved.folder / MANIFEST
         seen = f"with manifest {digest(manifest)}" if manifest.is_file() else "without a manifest"
         self.ranks.check_same({str(saved.folder): seen}, "to see the same --out")
-        if not self.config.sharded:
-            return super().load(saved)
+        if not isinstance(optimizer, ShardedAdamW):
+            super().load(saved, optimizer)
+            return
         m, v = (np.zeros(self.model.arena.grads.shape, np.float32) for _ in range(2))
-        whole = SimpleNamespace(m=m, v=v, t=0)
-        self.optimizer.restore()
-        checkpoint.load(saved, self.model, whole)
-        self.optimizer.take(whole)
-        self.optimizer.release()
+        moments = SimpleNamespace(m=m, v=v, t=0)
+        optimizer.restore()
+        checkpoint.load(saved, self.model, moments)
+        optimizer.set_moments(moments)
+        optimizer.release()
+
+
+class ParallelRun(Run):
+    """A Run whose steps are divided among ranks. Only rank 0 samples and writes."""
+
+    parallel: DataParallel
+
+    def make_parallel(self) -> DataParallel:
+        config, ranks = cast(ParallelConfig, self.config), cast(Ranks, self.ranks)
+        return DataParallel(config, self.model, ranks)
 
 
 # ----------------------------------------------------------------------------- the command line
@@ -303,7 +324,10 @@ def train_parallel(
     guard: Guard | None = None,
     write_report: Callable[..., Any] = lambda folder, run, warn: None,
 ) -> Path:
-    """A whole run on all ranks, each of which calls this. -> its folder. Raises UserError."""
+    """A whole run; every rank must call this. -> the run's folder. Raises UserError.
+
+    guard: is told the current step, for its error message.  write_report: see training.loop.train.
+    """
     if ranks.world == 1:
         config.validate()
         plain = {f.name: getattr(config, f.name) for f in fields(TrainConfig)}
@@ -314,41 +338,46 @@ def train_parallel(
         choose_gpu(ranks)
     else:
         divide_cores(ranks)
-    runs = []
+    runs: list[Run] = []
     with contextlib.ExitStack() as stack:
 
-        def make_run(config: ParallelConfig, model: Transformer, corpus: Corpus, ranks: Alone):
-            text = {"text": corpus.sha256[:16], "tokenizer": corpus.tokenizer.sha256[:16]}
+        def make_run(
+            resolved: ResolvedConfig, model: Transformer, corpus: Corpus, ranks: Ranks
+        ) -> Run:
+            hashes = {"text": corpus.sha256[:16], "tokenizer": corpus.tokenizer.sha256[:16]}
             ranks.check_same(
-                text, "the same --data and the same tokenizer (these are their sha256)"
+                hashes, "the same --data and the same tokenizer (these are their sha256)"
             )
-            run = ParallelRun(config, model, corpus, ranks)
-            run.check_ranks()  # the same seed and libraries have made the same weights
-            now = lambda: run.done + 1
-            watchdog = stack.enter_context(Watchdog(config.watchdog, ranks, now))
+            run = ParallelRun(resolved, model, corpus, ranks)
+            # the same seed and libraries must have given the same weights
+            run.parallel.compare_weights(run.optimizer, 0)
+            step_in_progress = lambda: run.done + 1
+            watchdog = stack.enter_context(Watchdog(config.watchdog, ranks, step_in_progress))
             run.beat, run.rest = watchdog.beat, watchdog.rest
             if guard is not None:
-                guard.step = now
+                guard.step = step_in_progress
             runs.append(run)
             return run
 
         folder = train(config, console, ranks, make_run, write_report)
-    runs[0].close()  # not after an error: NCCL might wait for a rank that is gone
+    runs[0].close()  # not after an error: NCCL might wait for a rank that has ended
     return folder
 
 
 def check_ranks_agree(config: ParallelConfig, ranks: Ranks) -> None:
-    """Raises UserError, on every rank, when versions, options or kind of device are not the same."""
-    from .. import __version__
-
+    """Raises UserError, on every rank, if versions, options or kinds of device differ."""
     options = {f"--{key.replace('_', '-')}": value for key, value in asdict(config).items()}
     options["--device"] = resolve_device(config.device)
-    versions = {"xtrain": __version__, "numpy": np.__version__, "Python": platform.python_version()}
+    versions = {
+        "xtrain": version.VERSION,
+        "numpy": np.__version__,
+        "Python": platform.python_version(),
+    }
     ranks.check_same(versions | options, "the same version and the same options")
 
 
 def divide_cores(ranks: Ranks) -> None:
-    """Each rank's matrix products get their share of the machine's cores; more threads than cores cost more than they give."""
+    """Give each rank's BLAS its share of the machine's cores: more threads than cores are slower."""
     if {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         return
     try:

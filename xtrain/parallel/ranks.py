@@ -11,12 +11,12 @@ import numpy as np
 
 from ..device import Array, cupy, to_numpy
 from ..errors import UserError
-from ..training.single_process import Alone
+from ..training.single_process import SingleProcess
 
 START_SECONDS = 600.0  # between the start of the first rank and that of the last, at most
 
 
-class Ranks(Alone):
+class Ranks(SingleProcess):
     """The ranks of an MPI communicator.  local, local_world: the same among those of this machine."""
 
     def __init__(self, comm: Any):
@@ -53,7 +53,7 @@ class Ranks(Alone):
     def any(self, flag):
         return self.total([float(flag)])[0] > 0
 
-    def everybody(self, thing):
+    def gather(self, thing):
         return self.comm.allgather(thing)
 
     def parts(self, own_n: np.ndarray) -> np.ndarray | None:
@@ -64,8 +64,8 @@ class Ranks(Alone):
 
     def check_same(self, things: dict[str, Any], needed: str) -> None:
         """Raises UserError, on every rank, when some rank has another value for one of the names. needed: of all ranks."""
-        for rank, other in enumerate(everybody := self.everybody(things)):
-            for name, value in everybody[0].items():
+        for rank, other in enumerate(found := self.gather(things)):
+            for name, value in found[0].items():
                 if repr(other.get(name)) != repr(value):  # nan is not equal to itself
                     raise UserError(
                         f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: all ranks need {needed}"
@@ -76,7 +76,7 @@ class Ranks(Alone):
         digest = hashlib.blake2b(digest_size=16)
         for array in arrays:
             digest.update(to_numpy(array).view(np.uint8).data)
-        found = self.everybody(digest.hexdigest())
+        found = self.gather(digest.hexdigest())
         others = [rank for rank, other in enumerate(found) if other != found[0]]
         if others:
             when, advice = f"after step {step}", "resume from the last checkpoint, with --zero 1"
@@ -129,7 +129,7 @@ def choose_gpu(ranks: Ranks) -> None:
     count = runtime.getDeviceCount()
     visible = ranks.node.allgather((os.environ.get("CUDA_VISIBLE_DEVICES"), count))
     own = all(n == 1 for _, n in visible) and len(set(visible)) == ranks.local_world > 1
-    shortage = ranks.everybody(not own and ranks.local_world > count)
+    shortage = ranks.gather(not own and ranks.local_world > count)
     if any(shortage):
         machine = "this machine" if shortage[ranks.rank] else "another machine"
         raise UserError(

@@ -24,7 +24,7 @@ from ..kernels.runtime.launch import zeros
 from ..nn.model import Transformer
 from ..nn.optim import AdamW
 
-Pieces = list[tuple[int, int]]  # slices [start, end) of the arena
+Slices = list[tuple[int, int]]  # slices [start, end) of the arena
 
 
 class ShardedAdamW(AdamW):
@@ -37,10 +37,10 @@ class ShardedAdamW(AdamW):
     master: (n,) float32, the weights of the owned parts, one after the other.  norms: all norm weights.
     """
 
-    def __init__(self, model: Transformer, collectives: Any, pieces: Pieces, **options: Any):
-        parts = [collectives.part(a, b) for a, b in pieces]
+    def __init__(self, model: Transformer, collectives: Any, slices: Slices, **options: Any):
+        parts = [collectives.part(a, b) for a, b in slices]
         super().__init__(model, **options, owned=[(part.start, part.stop) for part in parts])
-        self.collectives, self.pieces, self.master, self.norms = collectives, pieces, None, None
+        self.collectives, self.slices, self.master, self.norms = collectives, slices, None, None
         self.release()
 
     def release(self) -> None:
@@ -75,7 +75,7 @@ class ShardedAdamW(AdamW):
         for start, end in self.owned:
             arena.weights[start:end] = self.master[first : first + end - start]
             first += end - start
-        for a, b in self.pieces:
+        for a, b in self.slices:
             self.collectives.all_gather(arena.weights, a, b)
         self.collectives.join()
         for _, p in self.model.storage():
@@ -88,7 +88,7 @@ class ShardedAdamW(AdamW):
 
     def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
         first, n_decay = 0, self.arena.n_decay
-        for (a, b), (start, end) in zip(self.pieces, self.owned):
+        for (a, b), (start, end) in zip(self.slices, self.owned):
             self.update_trained(start, end, first, hyper_3, factor_1)
             if self.master is None:
                 self.collectives.all_gather(self.arena.weights, a, b)
@@ -116,7 +116,7 @@ class ShardedAdamW(AdamW):
         )
         return stats[:1], stats[1:]
 
-    def whole(self) -> SimpleNamespace:
+    def gather_moments(self) -> SimpleNamespace:
         """m, v of the whole arena on the host of rank 0 (None elsewhere), and t. Every rank must call it."""
         moments = [self.collectives.ranks.parts(to_numpy(x)) for x in (self.m, self.v)]
         return SimpleNamespace(m=self._laid_out(moments[0]), v=self._laid_out(moments[1]), t=self.t)
@@ -125,14 +125,14 @@ class ShardedAdamW(AdamW):
         if all_Rn is None:
             return None
         array, first = np.zeros(self.arena.grads.shape, np.float32), 0
-        for a, b in self.pieces:
+        for a, b in self.slices:
             n = (b - a) // len(all_Rn)
             array[a:b] = all_Rn[:, first : first + n].reshape(-1)
             first += n
         return array
 
-    def take(self, whole: Any) -> None:
-        """The opposite of whole, from arrays that every rank has."""
+    def set_moments(self, whole: Any) -> None:
+        """The opposite of gather_moments, from arrays that every rank has."""
         for mine, array in ((self.m, whole.m), (self.v, whole.v)):
             values = np.concatenate([array[start:end] for start, end in self.owned])
             mine.set(values) if hasattr(mine, "set") else mine.__setitem__(..., values)

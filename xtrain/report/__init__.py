@@ -1,1 +1,1 @@
-"""A run as one page of HTML."""
+"""Reports: one HTML page about a run, or about several runs compared."""

@@ -1,10 +1,10 @@
-"""Look at a run:   python -m xtrain.report RUN [RUN2 ...] [--out FILE] [--sentence TEXT]
+"""Write the page of a run:   python -m xtrain.report RUN [RUN2 ...] [--out FILE] [--sentence TEXT]
 
-Of one run makes RUN/report.html, of several a comparison beside them. A page is one file: no scripts, nothing loaded from a
-network, readable in every browser. Training writes it at its end; at any time before, this command does.
+One run: RUN/report.html. Several runs: a comparison, compare.html, in the folder that contains the first run. A page is one
+file without scripts that loads nothing from a network. Training writes the page at its end; this command writes it at any time.
 
-What the model does with one sentence (attention, next tokens) is in RUN/sentence.json, made at the end of training from
-held-out text. Where it is missing, or with --sentence, the newest checkpoint is read and asked, on the CPU.
+The page shows what the model does with one sentence (attention, next tokens). Training computes this from held-out text and
+stores it in RUN/sentence.json. If that file is missing, or with --sentence, the newest checkpoint computes it, on the CPU.
 """
 
 import sys
@@ -12,14 +12,14 @@ import sys
 import tyro
 
 from ..cli import command, command_line
-from .page import Options, make
+from .page import Options, write_requested
 
 
 @command("xtrain.report")
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> exit code."""
+    """Run the command. Returns the exit code."""
     o = tyro.cli(Options, prog="python -m xtrain.report", description=__doc__, args=arguments)
-    print(make(o, lambda text: print(f"xtrain.report: {text}", file=sys.stderr)))
+    print(write_requested(o, lambda text: print(f"xtrain.report: {text}", file=sys.stderr)))
     return 0
 
 

@@ -1,6 +1,6 @@
-"""Line charts as HTML: the lines in SVG that stretches with the page, the text beside them as text, so that it keeps its size.
+"""Line charts as HTML: an SVG with the lines, which stretches with the page, and labels in HTML around it, whose size is fixed.
 
-Colours are CSS variables of the page (style.py): the same chart suits a light and a dark one.
+Colours are CSS variables of the page (style.py), so a chart works on a light and on a dark page.
 """
 
 import html
@@ -8,15 +8,15 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-MOST_POINTS = 500  # a screen shows no more
-SIDE = 1000.0  # of the drawing, in its own units
+MOST_POINTS = 500  # per curve; a screen shows no more
+SIDE = 1000.0  # width and height of the SVG's coordinate system
 
-Points = list[tuple[float, float | None]]  # None: a number that was not finite; the line has a gap
+Points = list[tuple[float, float | None]]  # (step, value); None: not finite, a gap in the line
 
 
 @dataclass(frozen=True)
 class Curve:
-    """style: "line", "faint" or "dots". color: any CSS colour."""
+    """One line of a chart. color: any CSS colour. style: "line", "faint" or "dots"."""
 
     name: str
     points: Points
@@ -25,17 +25,19 @@ class Curve:
 
 
 def palette(i: int) -> str:
+    """The i-th of the page's six colours."""
     return f"var(--c{i % 6})"
 
 
 def by_depth(i: int, n: int) -> str:
-    """A colour for the i-th of n layers, from violet to yellow."""
+    """The colour of the i-th of n layers, from violet to yellow."""
     return f"hsl({280 - 230 * i / max(1, n - 1):.0f} 65% 52%)"
 
 
 def running_mean(points: Points, rate: float = 0.05) -> Points:
-    """Exponential, divided by the sum of its weights: the first points do not stay in it for longer than the others."""
-    total, weight, out = 0.0, 0.0, []
+    """Exponential moving average with bias correction: divided by the sum of its weights. Gaps are skipped."""
+    total, weight = 0.0, 0.0
+    out: Points = []
     for x, y in points:
         if y is not None:
             total, weight = total + rate * (y - total), weight + rate * (1 - weight)
@@ -44,16 +46,17 @@ def running_mean(points: Points, rate: float = 0.05) -> Points:
 
 
 def colors(n: int) -> list[str]:
-    """n of them, all different."""
+    """n different colours."""
     return [palette(i) for i in range(n)] if n <= 6 else [by_depth(i, n) for i in range(n)]
 
 
 def chart(
     title: str, unit: str, curves: list[Curve], log: bool = False, most_names: int = 8
 ) -> str:
-    """-> a <figure>, or "" when there is nothing to draw. log: the vertical axis; numbers up to 0 are left out then.
+    """A <figure>, or "" if no curve has a finite value.
 
-    Of more curves than most_names, which are layers, the legend has the first, the last and the one in the middle.
+    log: a logarithmic vertical axis, without the values <= 0. If there are more than `most_names` curves (layers), the legend
+    names the first, the middle and the last.
     """
     curves = [Curve(c.name, _thin(_drawable(c.points, log)), c.color, c.style) for c in curves]
     curves = [c for c in curves if any(y is not None for _, y in c.points)]
@@ -92,32 +95,33 @@ def _drawable(points, log):
 
 
 def _thin(points: Points) -> Points:
-    """Many points become fewer: of each piece the lowest and the highest, in their order, so that no peak is lost."""
+    """Keep at most about MOST_POINTS points: the lowest and the highest of each interval, so that no peak is lost."""
     if len(points) <= MOST_POINTS:
         return points
-    piece, out = math.ceil(2 * len(points) / MOST_POINTS), []
-    for i in range(0, len(points), piece):
-        part = points[i : i + piece]
-        known = [p for p in part if p[1] is not None]
+    width = math.ceil(2 * len(points) / MOST_POINTS)
+    out: Points = []
+    for i in range(0, len(points), width):
+        interval = points[i : i + width]
+        known = [(y, x) for x, y in interval if y is not None]
         if known:
-            out += sorted({min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])})
-        if len(known) < len(part):
-            out.append((part[-1][0], None))
-    return [*out, points[-1]]  # the axis ends where the run does
+            low, high = min(known, key=lambda p: p[0]), max(known, key=lambda p: p[0])
+            out += sorted({(x, y) for y, x in (low, high)})
+        if len(known) < len(interval):
+            out.append((interval[-1][0], None))
+    return [*out, points[-1]]  # the last point: the axis ends at the last step
 
 
 def _path(curve, across, up):
-    place = lambda x, y: f"{_n(SIDE * across(x))} {_n(SIDE * (1 - up(y)))}"
-    runs: list[list[str]] = [[]]
+    segments: list[list[str]] = [[]]  # between gaps
     for x, y in curve.points:
         if y is None:
-            runs.append([])
+            segments.append([])
         else:
-            runs[-1].append(place(x, y))
+            segments[-1].append(f"{_n(SIDE * across(x))} {_n(SIDE * (1 - up(y)))}")
     if curve.style == "dots":
-        d = "".join(f"M{p}h0" for run in runs for p in run)
-    else:  # a point alone is drawn by its round ends
-        d = "".join("M" + "L".join(run) + ("h0" if len(run) == 1 else "") for run in runs if run)
+        d = "".join(f"M{p}h0" for segment in segments for p in segment)
+    else:  # h0 draws a single point as a dot, because lines have round ends
+        d = "".join("M" + "L".join(s) + ("h0" if len(s) == 1 else "") for s in segments if s)
     title = html.escape(curve.name)
     return f'<path class="{curve.style}" style="stroke:{curve.color}" d="{d}"><title>{title}</title></path>'
 
@@ -144,8 +148,10 @@ def _scale(low, high, log):
 
 
 def _axis(low: float, high: float, log: bool, most: int) -> tuple[float, float, list[float]]:
-    """-> ends of the axis, and round numbers between them."""
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # ticks would need more than float64's digits
+    """The ends of an axis from low to high, and at most about `most` round numbers between them."""
+    if high - low <= 1e-9 * max(
+        abs(low), abs(high)
+    ):  # ticks would need more digits than float64 has
         margin = abs(low) / 10 or 1.0
         low, high = (low / 1.5, high * 1.5) if log else (low - margin, high + margin)
     if log:
@@ -171,7 +177,7 @@ def _decades(low: float, high: float) -> Iterable[float]:
 
 
 def _numbers(ticks: list[float]) -> list[str]:
-    """Labels of an axis, all written alike where they can be: 0, 2e-4, 4e-4 ... 1e-3; 1.23M."""
+    """The labels of an axis, in one format where possible: 0, 2e-4, 4e-4 ... 1e-3; 1.23M."""
     small = all(abs(x) < 0.0101 for x in ticks)
     return [_small(x) if small and x else _number(x) for x in ticks]
 

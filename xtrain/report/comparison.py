@@ -1,4 +1,4 @@
-"""A page about several runs: their curves in the same charts, where they end, and in what they differ."""
+"""A page that compares several runs: final values, curves in the same charts, differences of the configurations, samples."""
 
 import html
 import json
@@ -9,6 +9,7 @@ from .style import table
 
 
 def sections(runs: list[Record]) -> list[str]:
+    """The sections of the page, as HTML."""
     names = _names(runs)
     missing = "".join(
         f"<p>{html.escape(f'{n}: {text}')}</p>"
@@ -25,7 +26,7 @@ def sections(runs: list[Record]) -> list[str]:
 
 
 def _names(runs):
-    """The folder's name; where two have the same, the whole path."""
+    """The names of the folders; the whole path for names that occur twice."""
     names = [run.name for run in runs]
     return [n if names.count(n) == 1 else str(run.folder) for n, run in zip(names, runs)]
 
@@ -53,7 +54,7 @@ def _ends(runs, names):
 
 
 def _curves(runs, names):
-    def both(title, unit, points, smooth=True, log=False):
+    def compared(title, unit, points, smooth=True, log=False):
         lines = [
             Curve(name, running_mean(points(run)) if smooth else points(run), color)
             for name, run, color in zip(names, runs, colors(len(runs)))
@@ -61,16 +62,16 @@ def _curves(runs, names):
         return chart(title, unit, lines, log, most_names=len(lines))
 
     charts = [
-        both("Training loss", "nats per token, running mean", lambda r: r.points("loss")),
-        both("Validation loss", "nats per token", lambda r: r.points("val_loss"), smooth=False),
-        both(
+        compared("Training loss", "nats per token, running mean", lambda r: r.points("loss")),
+        compared("Validation loss", "nats per token", lambda r: r.points("val_loss"), smooth=False),
+        compared(
             "Gradient norm",
             "before clipping, running mean",
             lambda r: r.points("grad_norm"),
             log=True,
         ),
-        both("Learning rate", "", lambda r: r.points("lr"), smooth=False),
-        both(
+        compared("Learning rate", "", lambda r: r.points("lr"), smooth=False),
+        compared(
             "Throughput",
             "tokens per second, running mean",
             lambda r: r.points("tokens_per_s", r.timing),
@@ -80,14 +81,14 @@ def _curves(runs, names):
 
 
 def _differences(runs, names):
-    """Only what is not the same everywhere."""
+    """The values of config.json that are not the same in all runs."""
     rows = []
-    for part in ("train", "model", "data", "machine", "versions"):
-        keys = dict.fromkeys(key for run in runs for key in run.part(part))
+    for section in ("train", "model", "data", "machine", "versions"):
+        keys = dict.fromkeys(key for run in runs for key in run.section(section))
         for key in keys:
-            values = [run.part(part).get(key) for run in runs]
+            values = [run.section(section).get(key) for run in runs]
             if len({json.dumps(v, sort_keys=True) for v in values}) > 1:
-                rows.append([f"{part}: {key}", *("-" if v is None else str(v) for v in values)])
+                rows.append([f"{section}: {key}", *("-" if v is None else str(v) for v in values)])
     if not rows:
         return "<h2>Differences</h2><p>The configurations are the same.</p>"
     return "<h2>Differences</h2>" + table(["what", *names], rows)
@@ -100,7 +101,7 @@ def _samples(runs, names):
         for name, run in zip(names, runs)
         if run.samples
     )
-    return shown and f"<h2>The last samples</h2>{shown}"
+    return shown and f"<h2>Last samples</h2>{shown}"
 
 
 def _shown(x, form):

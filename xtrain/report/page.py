@@ -1,4 +1,4 @@
-"""A run, or several, as one page of HTML: no scripts, nothing loaded from a network."""
+"""One HTML page about a run or several runs, without scripts; it loads nothing from a network."""
 
 import json
 from collections.abc import Callable
@@ -20,30 +20,31 @@ from .sentence import MOST_TOKENS, look
 
 @dataclass(frozen=True)
 class Options:
-    """Which runs to look at."""
+    """The options of `xtrain.report`."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]  # folders of runs, such as runs/tiny
-    out: Path | None = None  # the page; none: report.html in the run, compare.html beside the runs
-    sentence: str | None = None  # show what the newest checkpoint makes of this text
+    out: Path | None = None  # the page; none: RUN/report.html, or compare.html next to the runs
+    sentence: str | None = None  # show what the newest checkpoint does with this text
 
 
 def page(runs: list[Record]) -> str:
-    """HTML of one run, or of several compared."""
+    """The HTML of one run, or of several runs compared."""
     if len(runs) > 1:
         return style.page(" / ".join(run.name for run in runs), comparison.sections(runs))
     (run,) = runs
-    parts = [
-        make(run)
-        for make in (
+    body = [
+        section(run)
+        for section in (
             sections.curves, sections.events, sections.sentence, sections.samples, sections.profile,
             sections.configuration,
         )
     ]  # fmt: skip
-    return style.page(run.name, [sections.head(run), *parts])
+    # The head comes last: it lists what the other sections could not read.
+    return style.page(run.name, [sections.head(run), *body])
 
 
 def write(folders: list[Path], out: Path | None = None) -> Path:
-    """-> the page that was written. Raises UserError."""
+    """Write the page of these runs and return its path. Raises UserError."""
     runs = [record.read(folder) for folder in folders]
     if out is None:
         several = len(runs) > 1
@@ -57,9 +58,9 @@ def write(folders: list[Path], out: Path | None = None) -> Path:
     return out
 
 
-# ----------------------------------------------------------------------------- at the end of training
+# ----------------------------------------------------------------------------- end of training
 def finish(folder: Path, run: Any, warn: Callable[[str], None]) -> None:
-    """The sentence and the page of a run.Run that has just ended. What goes wrong here is a warning: the run is saved."""
+    """Write sentence.json and the page of a training run that has just ended. An error is only a warning: the run is saved."""
     try:
         ((ids, _),) = run.corpus.val_batches(1, 1, min(MOST_TOKENS, run.config.seq_len))
         write_sentence(folder, look(run.model, run.corpus.tokenizer, ids[0].tolist(), run.done))
@@ -69,6 +70,7 @@ def finish(folder: Path, run: Any, warn: Callable[[str], None]) -> None:
 
 
 def write_sentence(folder: Path, content: dict[str, Any]) -> None:
+    """Write sentence.json. content: as from sentence.look. Raises UserError."""
     path = folder / "sentence.json"
     try:
         write_whole(path, (json.dumps(content) + "\n").encode())
@@ -76,8 +78,8 @@ def write_sentence(folder: Path, content: dict[str, Any]) -> None:
         raise cannot_write(path, error) from error
 
 
-def ask(folder: Path, text: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """What the newest good checkpoint makes of a text. Raises UserError."""
+def look_at_text(folder: Path, text: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run the newest undamaged checkpoint of a run on a text. Returns the content of sentence.json. Raises UserError."""
     saved = checkpoint.newest(folder, say)
     tokenizer = Tokenizer.load(saved.folder)
     ids = tokenizer.encode(text)
@@ -87,35 +89,29 @@ def ask(folder: Path, text: str, say: Callable[[str], None]) -> dict[str, Any]:
     return look(model, tokenizer, ids, saved.step)
 
 
-def _sentence_for(folder: Path, text: str | None, say: Callable[[str], None]) -> None:
-    """Make sentence.json where it is wanted and can be had."""
-    if text is None and (folder / "sentence.json").exists():
+def _update_sentence(folder: Path, text: str | None, say: Callable[[str], None]) -> None:
+    """Write sentence.json for `text`. Without a text: for the last sample, if the file is missing and there is a checkpoint."""
+    if text is not None:
+        write_sentence(folder, look_at_text(folder, text, say))
+        return
+    if (folder / "sentence.json").exists() or not checkpoint.folders(folder):
         return
     run = record.read(folder)
-    wanted = text is not None
-    if not wanted:
-        if not checkpoint.folders(folder):
-            return
-        text = (
-            run.samples[-1][1]
-            if run.samples
-            else str(run.part("train").get("sample_prompt") or " ")
-        )
+    prompt = str(run.section("train").get("sample_prompt") or " ")
     try:
-        write_sentence(folder, ask(folder, text, say))
+        sample = run.samples[-1][1] if run.samples else prompt
+        write_sentence(folder, look_at_text(folder, sample, say))
     except UserError as error:
-        if wanted:
-            raise
         say(str(error))
 
 
-def make(o: Options, say: Callable[[str], None]) -> Path:
-    """What `xtrain.report` does. -> the page. Raises UserError."""
+def write_requested(o: Options, say: Callable[[str], None]) -> Path:
+    """Write the page that the command line asks for and return its path. Raises UserError."""
     if not o.runs:
-        raise UserError("which run? Give one folder or more, such as runs/tiny")
+        raise UserError("no run was given: give one or more folders, such as runs/tiny")
     if o.sentence is not None and len(o.runs) > 1:
         raise UserError("--sentence is for one run: give one folder")
     if len(o.runs) == 1:
         record.read(o.runs[0])
-        _sentence_for(o.runs[0], o.sentence, say)
+        _update_sentence(o.runs[0], o.sentence, say)
     return write(list(o.runs), o.out)

@@ -1,4 +1,4 @@
-"""Small pictures inside a page: a matrix of numbers from 0 to 1 as a PNG, the number as opacity (so the page's colour shows)."""
+"""Heat maps inside a page: a matrix of values from 0 to 1 as a PNG. A value is an opacity, so the page's background shows."""
 
 import base64
 import html
@@ -11,14 +11,13 @@ COLOR = (59, 130, 246)
 
 
 def png(alpha_YX: np.ndarray) -> bytes:
-    """alpha (Y, X) between 0 and 1 -> a PNG of one pixel each (W3C, Portable Network Graphics: color type 6, 8 bits)."""
+    """Encode alpha (Y, X), values from 0 to 1, as a PNG with one pixel per value (W3C PNG: color type 6, 8 bits)."""
     Y, X = alpha_YX.shape
     pixels = np.empty((Y, X, 4), np.uint8)
     pixels[..., :3] = COLOR
     pixels[..., 3] = np.clip(np.nan_to_num(alpha_YX), 0, 1) * 255 + 0.5
-    rows = b"".join(
-        b"\0" + row.tobytes() for row in pixels
-    )  # each row begins with its filter: none
+    # Each row starts with the number of its filter; 0: none.
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
     chunk = lambda kind, data: (
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
     )
@@ -32,6 +31,7 @@ def png(alpha_YX: np.ndarray) -> bytes:
 
 
 def image(alpha_YX: np.ndarray, description: str) -> str:
+    """An <img> of a matrix with values from 0 to 1."""
     data = base64.b64encode(png(alpha_YX)).decode()
     text = html.escape(description)
     return f'<img class="map" src="data:image/png;base64,{data}" alt="{text}" title="{text}">'

@@ -1,4 +1,4 @@
-"""A profile that belongs to a run: measured with the run's model and options, kept in its folder for the page."""
+"""The profile of a run: measured with the run's model and options, stored in its folder (profile.json) and shown on its page."""
 
 import dataclasses
 import json
@@ -14,39 +14,35 @@ from ..errors import UserError
 from ..files import cannot_write, write_whole
 from .record import read
 
-SAME = (
-    "seq_len",
-    "precision",
-    "recompute",
-    "graph",
-)  # options of a run that the profile takes over
+SHARED_OPTIONS = ("seq_len", "precision", "recompute", "graph")  # copied from the run's options
 
 
-class Keeping(Console):
-    """A console that remembers the tables it has printed, and the lines between them."""
+class RecordingConsole(Console):
+    """A console that stores the tables that it prints, and the lines between them."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
         self.tables: list[dict[str, Any]] = []
         self.lines: list[str] = []
 
-    def print(self, *things: Any, **options: Any) -> None:
-        for thing in things:
-            if isinstance(thing, Table):
-                rows = zip(*(column.cells for column in thing.columns))
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print and store."""
+        for each in objects:
+            if isinstance(each, Table):
+                rows = zip(*(column.cells for column in each.columns))
                 self.tables.append(
                     {
-                        "title": str(thing.title),
-                        "columns": [str(column.header) for column in thing.columns],
+                        "title": str(each.title),
+                        "columns": [str(column.header) for column in each.columns],
                         "rows": [[Text.from_markup(str(x)).plain for x in row] for row in rows],
                     }
                 )
             else:
-                self.lines.append(Text.from_markup(str(thing)).plain)
-        super().print(*things, **options)
+                self.lines.append(Text.from_markup(str(each)).plain)
+        super().print(*objects, **options)
 
-    def keep(self, folder: Path) -> Path:
-        """Write what was printed. -> profile.json. Raises UserError."""
+    def save(self, folder: Path) -> Path:
+        """Write what was printed to profile.json and return its path. Raises UserError."""
         path = folder / "profile.json"
         content = {"about": "; ".join(self.lines), "tables": self.tables}
         try:
@@ -57,22 +53,23 @@ class Keeping(Console):
 
 
 def shape_of(folder: Path) -> tuple[ModelConfig, int, int]:
-    """The model of a run, its micro-batch and its T. Raises UserError."""
+    """The model of a run, its micro-batch size and its sequence length. Raises UserError."""
     run = read(folder)
-    train = run.part("train")
+    train = run.section("train")
     try:
         return (
-            ModelConfig.from_dict(run.part("model")),
+            ModelConfig.from_dict(run.section("model")),
             int(train["micro_batch"]),
             int(train["seq_len"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{folder / 'config.json'} does not say which model this is: {error}"
+            f"{folder / 'config.json'} does not describe a model ({error}): give the folder of another run"
         ) from None
 
 
 def with_options_of(folder: Path, options: Any) -> Any:
-    """options (a dataclass), as the run in `folder` had them."""
-    train = read(folder).part("train")
-    return dataclasses.replace(options, **{name: train[name] for name in SAME if name in train})
+    """A copy of `options` (a dataclass) with the SHARED_OPTIONS of the run in `folder`."""
+    train = read(folder).section("train")
+    known = {name: train[name] for name in SHARED_OPTIONS if name in train}
+    return dataclasses.replace(options, **known)

@@ -1,4 +1,6 @@
-"""A run's folder, read with patience: a run that goes on, was killed or comes from elsewhere still has something to show."""
+"""Reads the folder of a run, with tolerance: a run that is still training, was killed or has damaged files is read as far as
+possible.
+"""
 
 import json
 import re
@@ -13,7 +15,10 @@ from .chart import Points
 
 @dataclass
 class Record:
-    """What the files of one run say. missing: sentences about what could not be read."""
+    """The content of the files of one run. missing: sentences about what could not be read.
+
+    metrics, layers, timing: the JSON lines of their files, each with a "step". samples: (step, text).
+    """
 
     name: str
     folder: Path
@@ -27,35 +32,38 @@ class Record:
     missing: list[str] = field(default_factory=list)
 
     def points(self, key: str, lines: list[dict[str, Any]] | None = None) -> Points:
-        """(step, value) of every line that has the key, ascending; what is no number is None."""
+        """(step, value) of every line that has the key, in ascending order. None: the value is not a finite number."""
         lines = self.metrics if lines is None else lines
         values = {line["step"]: _number(line[key]) for line in lines if key in line}
         return sorted(values.items())
 
-    def part(self, name: str) -> dict[str, Any]:
-        """Of config.json: "train", "model", "data", "machine" or "versions"."""
+    def section(self, name: str) -> dict[str, Any]:
+        """A section of config.json: "train", "model", "data", "machine" or "versions"; {} if it is missing."""
         value = self.config.get(name)
         return value if isinstance(value, dict) else {}
 
     def last(self, key: str) -> float | None:
+        """The last finite value of a metric."""
         known = [y for _, y in self.points(key) if y is not None]
         return known[-1] if known else None
 
     def best(self, key: str) -> float | None:
+        """The lowest finite value of a metric."""
         return min((y for _, y in self.points(key) if y is not None), default=None)
 
     @property
     def steps(self) -> int:
+        """The last step in metrics.jsonl."""
         return max((line["step"] for line in self.metrics), default=0)
 
 
 def read(folder: Path) -> Record:
-    """Raises UserError when the folder is not a run's."""
+    """Read a run. Raises UserError if the folder is not the folder of a run."""
     if not folder.is_dir():
         raise UserError(f"there is no run at {folder}: give a folder such as runs/tiny")
     if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
         raise UserError(
-            f"{folder} is not a run: it holds neither config.json nor metrics.jsonl; give a folder such as runs/tiny"
+            f"{folder} is not a run, because it has no config.json and no metrics.jsonl: give a folder such as runs/tiny"
         )
     run = Record(folder.resolve().name, folder)
     run.config = _object(run, "config.json")
@@ -63,8 +71,8 @@ def read(folder: Path) -> Record:
         _lines(run, name) for name in ("metrics.jsonl", "layers.jsonl", "timing.jsonl")
     )
     text = _text(run, "samples.txt") or ""
-    parts = re.split(r"^--- step (\d{1,12})$\n?", text, flags=re.M)
-    run.samples = [(int(n), s.rstrip("\n")) for n, s in zip(parts[1::2], parts[2::2])]
+    pieces = re.split(r"^--- step (\d{1,12})$\n?", text, flags=re.M)
+    run.samples = [(int(n), s.rstrip("\n")) for n, s in zip(pieces[1::2], pieces[2::2])]
     run.sentence, run.profile = (
         _object(run, name) if (folder / name).is_file() else {}
         for name in ("sentence.json", "profile.json")
@@ -79,7 +87,7 @@ def _number(x):
 def _text(run, name):
     path = run.folder / name
     if not path.is_file():
-        run.missing.append(f"{name} is not there")
+        run.missing.append(f"{name} is missing")
         return None
     with reading(path):
         return path.read_bytes().decode("utf-8", "replace")

@@ -15,10 +15,11 @@ MOST_EVENTS, MOST_SAMPLES = 30, 40
 
 
 def head(run: Record) -> str:
-    goal = run.part("train").get("steps")
-    val, bpb, bigram = run.last("val_loss"), run.last("val_bpb"), run.part("data").get("bigram_bpb")
-    speed = _middle([y for _, y in run.points("tokens_per_s", run.timing)])
-    memory = _middle([y for _, y in run.points("memory_bytes", run.timing)][-1:])
+    """The name of the run, what could not be read, and the final values."""
+    goal, bigram = run.section("train").get("steps"), run.section("data").get("bigram_bpb")
+    val, bpb = run.last("val_loss"), run.last("val_bpb")
+    speed = _median([y for _, y in run.points("tokens_per_s", run.timing)])
+    memory = _median([y for _, y in run.points("memory_bytes", run.timing)][-1:])
     items = [
         ("steps", f"{run.steps:,}" + (f" of {goal:,}" if isinstance(goal, int) else "")),
         ("training loss", _shown(_last_mean(run), "{:.4f}")),
@@ -28,7 +29,7 @@ def head(run: Record) -> str:
         ("tokens per second", _shown(speed, "{:,.0f}")),
         ("memory", _shown(memory and memory / 1e9, "{:.2f} GB")),
     ]
-    device = run.part("machine").get("device", "")
+    device = run.section("machine").get("device", "")
     today = time.strftime("%Y-%m-%d %H:%M")
     lines = [
         f"<h1>{html.escape(run.name)}</h1>",
@@ -39,6 +40,7 @@ def head(run: Record) -> str:
 
 
 def curves(run: Record) -> str:
+    """All charts over the steps of a run."""
     loss, val = run.points("loss"), run.points("val_loss")
     grad, lr = run.points("grad_norm"), run.points("lr")
     charts = [
@@ -69,6 +71,7 @@ def curves(run: Record) -> str:
 
 
 def layer_norms(run: Record) -> str:
+    """The chart of the gradient norm of each layer."""
     names = [
         name for name in dict.fromkeys(k for line in run.layers for k in line) if name != "step"
     ]
@@ -80,12 +83,13 @@ def layer_norms(run: Record) -> str:
 
 
 def timing(run: Record) -> list[str]:
+    """The charts of throughput, MFU, time by phase and memory."""
     speed, mfu = run.points("tokens_per_s", run.timing), run.points("mfu", run.timing)
     memory = [(x, y and y / 1e9) for x, y in run.points("memory_bytes", run.timing)]
-    inside = [t for t in run.timing if isinstance(t.get("phases_ms"), dict)]
+    timed = [t for t in run.timing if isinstance(t.get("phases_ms"), dict)]
     phases = {
-        name: [{"step": t["step"], "ms": t["phases_ms"].get(name)} for t in inside]
-        for name in dict.fromkeys(name for t in inside for name in t["phases_ms"])
+        name: [{"step": t["step"], "ms": t["phases_ms"].get(name)} for t in timed]
+        for name in dict.fromkeys(name for t in timed for name in t["phases_ms"])
     }
     return [
         chart(
@@ -103,23 +107,22 @@ def timing(run: Record) -> list[str]:
         ),
         chart(
             "Time by phase",
-            "ms a step, running mean",
+            "ms per step, running mean",
             [
                 Curve(n, running_mean(run.points("ms", lines)), palette(i))
                 for i, (n, lines) in enumerate(phases.items())
             ],
         ),
-        chart("Memory", "GB, the most so far", [Curve("memory", memory, palette(1))]),
+        chart("Memory", "GB, peak so far", [Curve("memory", memory, palette(1))]),
     ]
 
 
 def events(run: Record) -> str:
+    """The table of skipped steps and loss spikes."""
     rows = [[str(m["step"]), f"skipped: {m['skipped']}"] for m in run.metrics if m.get("skipped")]
+    spike = "the loss jumps to {}, {} standard deviations above the losses before"
     rows += [
-        [
-            str(m["step"]),
-            f"the loss jumps to {m.get('loss')}, {m['spike']} standard deviations above those before",
-        ]
+        [str(m["step"]), spike.format(m.get("loss"), m["spike"])]
         for m in run.metrics
         if m.get("spike")
     ]
@@ -128,14 +131,15 @@ def events(run: Record) -> str:
     rows.sort(key=lambda row: int(row[0]))
     more = f"<p>and {len(rows) - MOST_EVENTS} more</p>" if len(rows) > MOST_EVENTS else ""
     return (
-        "<h2>Skipped steps and jumps of the loss</h2>"
-        + table(["step", "what"], rows[:MOST_EVENTS])
+        "<h2>Skipped steps and loss spikes</h2>"
+        + table(["step", "event"], rows[:MOST_EVENTS])
         + more
     )
 
 
 # ----------------------------------------------------------------------------- a sentence
 def sentence(run: Record) -> str:
+    """What the model does with one sentence: next tokens and attention. "": there is no sentence.json."""
     s = run.sentence
     try:
         return _sentence(s) if s else ""
@@ -156,11 +160,11 @@ def _sentence(s: dict[str, Any]) -> str:
     fewer = f" {len(s['attention'])} of {s['layers']} layers." if some else ""
     return (
         f"<h2>One sentence, step {int(s['step'])}</h2><pre>{text}</pre>"
-        "<h3>What comes next</h3><p>After each token: the real next one's probability, and what the model finds most likely.</p>"
-        f'<div class="scroll"><table class="next"><thead><tr><th>after</th><th>real next</th><th colspan="{most}">most likely next'
+        "<h3>Next tokens</h3><p>After each token: the probability of the actual next token, and the most likely next tokens.</p>"
+        f'<div class="scroll"><table class="next"><thead><tr><th>after</th><th>actual next</th><th colspan="{most}">most likely next'
         f"</th></tr></thead><tbody>{rows}</tbody></table></div>"
-        "<h3>Where attention looks</h3><p>Row: the token that looks; column: where it looks; the bluer the more, a row adds up to 1. "
-        f"Heads have the rows and columns of the mean.{fewer}</p>{maps}"
+        "<h3>Attention</h3><p>Rows are queries, columns are keys; darker blue is a larger weight, and each row sums to 1. "
+        f"The heads have the same rows and columns as the mean.{fewer}</p>{maps}"
     )
 
 
@@ -204,8 +208,9 @@ def _square(p, T):
     return p_TT
 
 
-# ----------------------------------------------------------------------------- the rest
+# ----------------------------------------------------------------------------- samples, profile, configuration
 def samples(run: Record) -> str:
+    """The generated samples, the newest first; at most about MOST_SAMPLES of them."""
     if not run.samples:
         return ""
     step = max(1, -(-len(run.samples) // MOST_SAMPLES))
@@ -218,10 +223,11 @@ def samples(run: Record) -> str:
 
 
 def profile(run: Record) -> str:
+    """The tables of profile.json."""
     tables = run.profile.get("tables")
     if not isinstance(tables, list):
         return ""
-    sound = [t for t in tables if isinstance(t, dict) and isinstance(t.get("rows"), list)]
+    valid = [t for t in tables if isinstance(t, dict) and isinstance(t.get("rows"), list)]
     shown = "".join(
         table(
             t.get("columns", []),
@@ -229,18 +235,19 @@ def profile(run: Record) -> str:
             t.get("title", ""),
             "num",
         )
-        for t in sound
+        for t in valid
     )
     return f"<h2>Profile</h2><p>{html.escape(str(run.profile.get('about', '')))}</p>{shown}"
 
 
 def configuration(run: Record) -> str:
+    """The tables of config.json."""
     names = {
         "train": "Options", "model": "Model", "data": "Text", "machine": "Machine", "versions": "Versions",
     }  # fmt: skip
     shown = "".join(
-        f"<div>{table([], [[k, _value(v)] for k, v in run.part(part).items()], name)}</div>"
-        for part, name in names.items()
+        f"<div>{table([], [[k, _value(v)] for k, v in run.section(section).items()], name)}</div>"
+        for section, name in names.items()
     )
     return f'<h2>Configuration</h2><div class="configs">{shown}</div>'
 
@@ -256,7 +263,7 @@ def _last_mean(run):
     return means[-1][1] if means else None
 
 
-def _middle(values):
+def _median(values):
     known = [y for y in values if y is not None]
     return float(np.median(known)) if known else None
 

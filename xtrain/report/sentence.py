@@ -1,6 +1,7 @@
-"""What a model does with one sentence: where each head of each layer looks, and what it thinks comes next."""
+"""What a model computes for one sentence: the attention of each head in each layer, and the most likely next tokens."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,26 +9,31 @@ import numpy as np
 from ..device import to_numpy
 from ..nn.autograd import no_grad
 from ..nn.model import Transformer
-from ..nn.observers import watch_ops
+from ..nn.observers import Op, observe_ops
 
 MOST_TOKENS, MOST_LAYERS, MOST_HEADS, TOP = 24, 12, 8, 5
 
 
 @no_grad()
 def look(model: Transformer, tokenizer: Any, ids: list[int], step: int) -> dict[str, Any]:
-    """ids: token ids, at least one -> what sentence.json says.
+    """Run the model on ids, at least one token -> the content of sentence.json.
 
-    attention: {layer: {"mean": T x T, "heads": {head: T x T}}}, row = the token that looks. Of many layers and heads
-    some, evenly chosen; the mean is over all heads.  next: per token the most likely next ones, and the real one.
+    attention: {layer: {"mean": T x T, "heads": {head: T x T}}}; a row is a query, a column a key. Of many layers and heads an
+    evenly spaced selection; the mean is over all heads.  next: for each token, the most likely next tokens, and the
+    probability of the real one.
     """
     ids = list(ids)[: min(MOST_TOKENS, model.config.max_seq_len)]
     seen: dict[str, tuple] = {}
 
-    def note(op, way, layer, given, results):
-        if op == "Attention":
-            seen[layer] = tuple(to_numpy(x)[0].astype(np.float32) for x in given[:2]) + (given[3],)
+    @contextlib.contextmanager
+    def observer(op: Op) -> Iterator[None]:
+        yield
+        if op.name == "Attention":
+            q_BTHD, k_BTGD, _, scale, *_ = op.inputs
+            q_THD, k_TGD = (to_numpy(x)[0].astype(np.float32) for x in (q_BTHD, k_BTGD))
+            seen[op.layer] = q_THD, k_TGD, scale
 
-    with watch_ops(model, lambda *_: contextlib.nullcontext(), note):
+    with observe_ops(observer):
         logits_TV = to_numpy(model(np.array([ids])).data)[0].astype(np.float64)
     p_TV = np.exp(logits_TV - logits_TV.max(-1, keepdims=True))
     p_TV /= p_TV.sum(-1, keepdims=True)
@@ -67,7 +73,7 @@ def _maps(q_THD, k_TGD, scale):
 
 
 def _some(items: list, most: int) -> list:
-    """Not more than `most`, evenly chosen, the first and the last among them."""
+    """At most `most` of the items, evenly spaced, with the first and the last."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

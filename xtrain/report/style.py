@@ -1,4 +1,4 @@
-"""The looks of a page: light and dark, wide and narrow. One file without scripts; its policy forbids to load anything."""
+"""The style of a page: light and dark, wide and narrow. One file without scripts; its security policy blocks every request."""
 
 import html
 
@@ -58,6 +58,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45 ui-monospa
 
 
 def page(title: str, sections: list[str]) -> str:
+    """A whole HTML document. sections: HTML."""
     name = html.escape(title)
     body = "\n".join(section for section in sections if section)
     return (
@@ -70,7 +71,7 @@ def page(title: str, sections: list[str]) -> str:
 
 
 def table(columns: list[str], rows: list[list[str]], caption: str = "", kind: str = "") -> str:
-    """Cells are text. kind: "num" puts all columns but the first to the right."""
+    """An HTML table of text cells, or "" without rows. kind: "num" aligns all columns but the first to the right."""
     if not rows:
         return ""
     cells = lambda row, tag: "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row)
@@ -81,5 +82,6 @@ def table(columns: list[str], rows: list[list[str]], caption: str = "", kind: st
 
 
 def tiles(items: list[tuple[str, str]]) -> str:
+    """A row of (name, value) tiles."""
     shown = "".join(f"<div>{html.escape(k)}<b>{html.escape(v)}</b></div>" for k, v in items)
     return f'<div class="tiles">{shown}</div>'

@@ -16,7 +16,6 @@ whose rows are independent of each other, and the caller prefills one sequence a
 
 import functools
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
@@ -98,9 +97,9 @@ class CachedModel:
         self.norm = model.model.norm.weight.value
         self.head = table.value if c.tie_embeddings else model.lm_head.value
         # ModelConfig replaces None by a number in these three.
-        self.head_dim: int = cast(int, c.head_dim)
-        self.n_kv_heads: int = cast(int, c.n_kv_heads)
-        self.hidden_dim: int = cast(int, c.hidden_dim)
+        self.head_dim = c.head_dim
+        self.n_kv_heads = c.n_kv_heads
+        self.hidden_dim = c.hidden_dim
         self.scale = self.head_dim**-0.5
         self.cos_PR, self.sin_PR = self._tables()
         size = (c.n_layers, slots, self.n_kv_heads, capacity, self.head_dim, self.dtype)
@@ -298,7 +297,7 @@ def _layer_weights(layer, qk_norm):
     norms = (attention.q_norm.weight, attention.k_norm.weight) if qk_norm else ()
     q_norm, k_norm = [w.value for w in norms] or (None, None)
     return LayerWeights(
-        layer.input_layernorm.weight.value, attention.qkv.value, q_norm, k_norm,
+        layer.input_layernorm.weight.value, attention.qkv.weight.value, q_norm, k_norm,
         attention.o_proj.weight.value, layer.post_attention_layernorm.weight.value,
-        mlp.gate_up.value, mlp.down_proj.weight.value,
+        mlp.gate_up.weight.value, mlp.down_proj.weight.value,
     )  # fmt: skip

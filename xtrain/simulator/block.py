@@ -1,14 +1,15 @@
-"""A launch and its blocks: which thread runs, who waits for whom, what memory they share.
+"""A launch and its blocks: the scheduling of threads, their barriers and their shared memory.
 
-The threads of a block run one after the other, each up to the next place where it waits. When none
-can run, those go on whose warp function has all its lanes, else all together if they stand at one
-barrier. Else: a deadlock.
+The threads of a block run one after the other, each up to the next place where it waits. When no
+thread can run, the warps whose warp function has all its lanes resume; if there are none, all
+threads resume together if they have reached the same barrier. Otherwise it is a deadlock.
 """
 
 import contextlib
 import gc
 import inspect
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,25 +24,26 @@ from .source import BLOCK_BARRIERS, translate
 from .thread import Dim3, Thread
 from .warp import run_collective
 
-MAX_THREADS = 1024  # of a block, on every GPU; no more than MAX_Z of them along z
-MAX_Z = 64
-MAX_GRID_YZ = 65535  # blocks along y and along z; along x there may be 2**31 - 1
-STATIC_SHARED = 48 * 1024  # bytes that cuda.shared.array(shape, dtype) may take in one block
-SHARED = 227 * 1024  # bytes of shared memory a block can have in all; compute capability 9.0
+MAX_THREADS = 1024  # per block, on every GPU
+MAX_Z = 64  # threads of a block along z
+MAX_GRID_YZ = 65535  # blocks along y and along z; the limit along x is 2**31 - 1
+STATIC_SHARED = 48 * 1024  # bytes of cuda.shared.array(shape, dtype) in one block
+SHARED = 227 * 1024  # bytes of shared memory per block in total; compute capability 9.0
 
 
-def _known(dtype) -> bool:
-    """Not an array of Python objects, of swapped bytes, of long double."""
+def _is_supported(dtype) -> bool:
+    """False for Python objects, swapped bytes and long double."""
     return dtype.isnative and dtype.char not in "OgG"
 
 
 class Launch:
-    """What all blocks of one launch share."""
+    """One launch of a kernel: what all its blocks share."""
 
-    # Of the launch that ended last, and of those that may still run beside it: (name, base, granule, keys) of what they wrote;
-    # their arguments, kept alive; first and last + 1 byte of tensors that their copies (kernels/_hopper.py) read or wrote -> did
-    # they write?
-    last = (), (), {}
+    # Facts about the previous launch and the launches that may still overlap with it:
+    # (name, base, granule, keys) of what they wrote; their arguments, which stay alive here; and a
+    # dict (first byte, end) -> "was it written?" of the tensors that their asynchronous copies
+    # (kernels/primitives/hopper.py) accessed.
+    last: tuple[Sequence, Sequence, dict] = (), (), {}
 
     def __init__(self, kernel, grid: Dim3, block: Dim3, args, shared: int, overlap: bool = False):
         given = inspect.signature(kernel.py_func).bind(*args).arguments
@@ -53,47 +55,49 @@ class Launch:
                     f"{self.name}: {name} is a {kind}: a kernel takes arrays, numbers and tuples"
                 )
             if isinstance(value, np.ndarray) and value.dtype.names:
-                raise KernelError(f"{self.name}: {name} is a record array, those are not simulated")
-            if isinstance(value, np.ndarray) and not _known(value.dtype):
+                raise KernelError(f"{self.name}: {name} is a record array, which is not simulated")
+            if isinstance(value, np.ndarray) and not _is_supported(value.dtype):
                 raise KernelError(
-                    f"{self.name}: {name} is an array of {value.dtype}: Numba has none"
+                    f"{self.name}: {name} is an array of {value.dtype}, which Numba does not support"
                 )
         self.grid, self.block, self.dynamic, self.overlap = grid, block, int(shared), overlap
-        self.before, self.given_before, self.copies_before = Launch.last
-        self.needed = [extent(a) for a in self.given_before if isinstance(a, np.ndarray)] + [
-            *self.copies_before
+        self.previous_writes, self.previous_args, self.previous_copies = Launch.last
+        self.previous_extents = [
+            *(extent(a) for a in self.previous_args if isinstance(a, np.ndarray)),
+            *self.previous_copies,
         ]
         self._check_size(shared)
         arrays = global_arrays([a for a in args if isinstance(a, np.ndarray)])
         self.memories = list(dict.fromkeys(a.memory for a in arrays))
-        self.given, arrays = args, iter(arrays)
-        self.args = [next(arrays) if isinstance(a, np.ndarray) else typed(a) for a in args]
+        self.given, remaining = args, iter(arrays)
+        self.args = [next(remaining) if isinstance(a, np.ndarray) else typed(a) for a in args]
         self.translated = translate(kernel.py_func)
         if self.translated.device_only is not None:
             raise self.translated.device_only
         x, y, z = map(int, block)
         self.positions = [Dim3(i, j, k) for k, j, i in np.ndindex(z, y, x)]
         self.epoch = 0  # counts the intervals between block barriers, over all blocks
-        self.constants = {}
-        self.stored = {}  # address of a tensor -> where copies of this launch have stored to it
-        self.copies = {}
-        self.hasty = False  # lets the next one start before it has waited: early.py
+        self.constants: dict = {}  # id of a NumPy array -> its copy in constant memory
+        self.stored: dict = {}  # address of a tensor -> where copies of this launch stored to it
+        self.copies: dict = {}  # (first byte, end) of a tensor -> did a copy of this launch write it?
+        self.let_next_early = False  # it called let_next_start before it waited itself: early.py
 
     def _check_size(self, shared):
         self.threads = math.prod(map(int, self.block))
         text = None
         if self.threads > MAX_THREADS:
-            text = f"a block of {self.threads} threads, a GPU takes {MAX_THREADS}"
+            text = f"a block of {self.threads} threads: the limit is {MAX_THREADS}"
         elif self.block.z > MAX_Z:
-            text = f"a block {self.block} of threads, a GPU takes {MAX_Z} along z"
+            text = f"a block of {self.block} threads: the limit is {MAX_Z} along z"
         elif max(self.grid.y, self.grid.z) > MAX_GRID_YZ:
-            text = f"a grid of {self.grid} blocks, a GPU takes {MAX_GRID_YZ} along y and z: count the long axis in x"
+            text = f"a grid of {self.grid} blocks: the limit is {MAX_GRID_YZ} along y and z; use x for the long axis"
         elif self.dynamic > SHARED:
-            text = f"{shared} bytes of shared memory, a block has {SHARED}"
+            text = f"{shared} bytes of dynamic shared memory: the limit is {SHARED} per block"
         if text:
             raise KernelError(f"{self.name}: {text}")
 
     def run(self):
+        """Run all blocks and record what they wrote, for the next launch."""
         x, y, z = map(int, self.grid)
         with _rare_collections():
             for k, j, i in np.ndindex(z, y, x):
@@ -104,27 +108,28 @@ class Launch:
             (self.name, m.base, m.granule, {*m.old_writes, *m.old_atomics}) for m in self.memories
         ]
         given, copies = list(self.given), dict(self.copies)
-        if self.hasty:
-            written += self.before
-            given += self.given_before
-            copies = {**self.copies_before, **copies}
+        if self.let_next_early:
+            written += self.previous_writes
+            given += self.previous_args
+            copies = {**self.previous_copies, **copies}
         Launch.last = written, given, copies
 
     def constant(self, values: np.ndarray):
-        """The array in constant memory that a kernel sees for a NumPy array from outside."""
+        """The array in constant memory that stands for a global NumPy array."""
         if id(values) not in self.constants:
             self.constants[id(values)] = global_arrays([values])[0]
             self.constants[id(values)].writeable = False
         return self.constants[id(values)]
 
     def next_epoch(self) -> int:
+        """Begin the next interval between block barriers and return its number."""
         self.epoch += 1
         return self.epoch
 
 
 @contextlib.contextmanager
 def _rare_collections():
-    """Threads and records are many and stay for long: Python's collector would look at them again and again."""
+    """Raise the threshold of Python's garbage collector: there are many threads and records, and they live long."""
     before = gc.get_threshold()
     gc.set_threshold(max(before[0], 50_000) if before[0] else 0, *before[1:])
     try:
@@ -134,60 +139,65 @@ def _rare_collections():
 
 
 class Block:
+    """One block: its threads, its barriers and its shared memory."""
+
     def __init__(self, launch, position):
         self.launch, self.position = launch, position
         self.epoch = launch.next_epoch()
-        self.shared = {}  # id of the Site of cuda.shared.array -> Array
+        self.shared: dict = {}  # id of the Site of cuda.shared.array -> Array
         self.static_bytes = 0
-        self.dynamic = None  # (Memory, bytes) once a kernel asks for it
-        self._engines = None  # see engines.py
-        # Epochs with a threadfence; element of an atomic -> what was learnt there: releases.py
-        self.fenced, self.acquired = [], {}
+        self.dynamic: tuple[Memory, np.ndarray] | None = None  # created at the first use
+        self._engines: Engines | None = None
+        # Epochs with a threadfence; element of an atomic -> what was acquired there: releases.py
+        self.fenced: list[int] = []
+        self.acquired: dict = {}
         kind = EarlyThread if launch.overlap else Thread
         self.threads = [kind(self, i, at) for i, at in enumerate(launch.positions)]
-        self.waited = False  # for the kernel before: early.py
+        self.waited = False  # for the previous kernel: early.py
         self.warps = [self.threads[i : i + 32] for i in range(0, len(self.threads), 32)]
 
     # ------------------------------------------------------------------------- scheduling
     def run(self):
+        """Run the kernel in all threads of the block. Raises KernelError."""
         function, args = self.launch.translated.function, self.launch.args
         if self.launch.translated.waits:
             for thread in self.threads:
                 thread.generator = function(thread, *args)
             ready = self.threads
             while ready:
-                _go(ready, _resume)
-                ready = self._answer()
+                _run_each(ready, _resume)
+                ready = self._resumable()
         else:
-            _go(self.threads, function, *args)
+            _run_each(self.threads, function, *args)
         if self.launch.overlap and not self.waited:
             raise KernelError(
-                f"{self.launch.name}, block {self.position}: it may begin before the kernel before it has ended, and "
+                f"{self.launch.name}, block {self.position}: it may start before the previous kernel has ended, but it "
                 "never calls wait_for_previous"
             )
         if self._engines is not None:
             self._engines.finish()
-        for thread in self.threads:  # shadows keep marks, marks keep threads: no more than that
-            thread.mark = thread.generator = None
-        self.threads = self.warps = self.shared = self.dynamic = self._engines = None
-        self.acquired = None
+        # Shadows keep marks and marks keep threads alive: free everything else.
+        for thread in self.threads:
+            del thread.mark, thread.generator
+        del self.threads, self.warps, self.shared, self.dynamic, self._engines, self.acquired
 
     engines_in_use = property(lambda self: self._engines is not None)
 
     @property
     def engines(self) -> Engines:
+        """The block's asynchronous engines (engines.py), created at the first use."""
         if self._engines is None:
             self._engines = Engines(self)
         return self._engines
 
-    def _answer(self):
-        """-> the threads that may go on, their replies set. None of them: the block is done."""
+    def _resumable(self):
+        """The threads that may resume, with their replies set. An empty list: the block is done."""
         ready = []
         for warp in self.warps:
             waiting = [t for t in warp if t.request and _of_warp(t.request[0])]
             if waiting:
                 ready += run_collective(warp, waiting)
-        ready = ready or self._ask()
+        ready = ready or self._poll_waiting()
         if ready:
             return ready
         waiting = [t for t in self.threads if t.request]
@@ -195,12 +205,12 @@ class Block:
             self._barrier(waiting)
         return waiting
 
-    def _ask(self):
-        """-> the threads that what they wait for lets go on; copies complete when there are none."""
-        asking = [t for t in self.threads if t.request and isinstance(t.request[0], Waiting)]
-        while asking:
-            ready = [t for t in asking if not t.request[0].collective and _guarded(t, _poll, t)]
-            for first in sorted({t.index // WARPGROUP * WARPGROUP for t in asking}):
+    def _poll_waiting(self):
+        """The polled and warpgroup-wide requests that are satisfied. If there are none, a copy completes first."""
+        polling = [t for t in self.threads if t.request and isinstance(t.request[0], Waiting)]
+        while polling:
+            ready = [t for t in polling if not t.request[0].collective and _guarded(t, _poll, t)]
+            for first in sorted({t.index // WARPGROUP * WARPGROUP for t in polling}):
                 group = self.threads[first : first + WARPGROUP]
                 requests = [t.request for t in group]
                 if all(r and isinstance(r[0], Waiting) and r[0].collective for r in requests):
@@ -210,8 +220,9 @@ class Block:
         return []
 
     def _barrier(self, waiting):
-        """All threads stand at the same call of the same barrier, come there along the same lines."""
-        name, path = waiting[0].request[0], _path(waiting[0])
+        """Release the barrier. Raises DeadlockError unless all threads wait at the same call with the same call stack."""
+        path = _path(waiting[0])
+        name, *_ = waiting[0].request
         if (
             name not in BLOCK_BARRIERS
             or len(waiting) < len(self.threads)
@@ -228,7 +239,8 @@ class Block:
             self.engines.meet(waiting)
 
     def _deadlock(self):
-        places, sites = {}, []
+        places: dict[str, list[Thread]] = {}
+        sites: list[Site | None] = []
         for thread in self.threads:
             if thread.request is not None:
                 name, site, args = thread.request
@@ -239,7 +251,7 @@ class Block:
             elif thread.left is not None and thread.left.function == self.launch.name:
                 site, place = thread.left, f"have returned at {thread.left}"
             else:
-                site, place = None, "have come to the end of the kernel"
+                site, place = None, "have reached the end of the kernel"
             places.setdefault(place, []).append(thread)
             sites.append(site)
         groups = [
@@ -248,7 +260,7 @@ class Block:
         ]
         return DeadlockError(
             f"deadlock in {self.launch.name}, block {self.position}: its {len(self.threads)} threads do not all "
-            "come to the same barrier or warp function\n"
+            "reach the same barrier or warp function\n"
             + "\n".join(groups)
             + (self.engines.report() if self.engines_in_use else ""),
             tuple(site for site in dict.fromkeys(sites) if site),
@@ -256,7 +268,7 @@ class Block:
 
     # ------------------------------------------------------------------------- shared memory
     def shared_array(self, thread, site, shape, dtype):
-        """The array that the line `site` declares; shape (0,): over the block's dynamic shared memory."""
+        """The array that the line `site` declares. Shape (0,): a view of the block's dynamic shared memory."""
         if id(site) not in self.shared:
             new = (
                 self._dynamic_array(dtype)
@@ -271,15 +283,15 @@ class Block:
         self.static_bytes += flat.nbytes
         if self.static_bytes > STATIC_SHARED or self.static_bytes + self.launch.dynamic > SHARED:
             raise KernelError(
-                f"too much shared memory {errors.where(thread, site)}: {self.static_bytes} bytes in arrays of fixed "
-                f"shape up to {site}, and {self.launch.dynamic} dynamic; a block has {STATIC_SHARED} of the first "
-                f"kind (then use cuda.shared.array(0, ...) and shared=) and {SHARED} in all",
+                f"too much shared memory {errors.where(thread, site)}: {self.static_bytes} static bytes up to {site} and "
+                f"{self.launch.dynamic} dynamic bytes; the limits are {STATIC_SHARED} static bytes and {SHARED} in total: "
+                "use dynamic shared memory, cuda.shared.array(0, ...) and shared=, for more",
                 (site,),
             )
         return dense_array(Memory("shared", dtype.itemsize), flat, shape)
 
     def _dynamic_array(self, dtype):
-        """All dynamic arrays of a block begin at the same byte."""
+        """All dynamic arrays of a block start at the same byte."""
         if self.dynamic is None:
             granule = self.launch.translated.granule or 1
             self.dynamic = Memory("shared", granule), poisoned(self.launch.dynamic, np.uint8)
@@ -303,20 +315,21 @@ def _vote(thread, vote) -> bool:
 
 
 # ----------------------------------------------------------------------------- one thread
-def _go(threads, function, *args):
-    """Each of them goes on to where it waits."""
+def _run_each(threads, function, *args):
+    """Run each thread up to the next place where it waits."""
     others = iter(threads)
     try:
         for thread in others:
             _guarded(thread, function, thread, *args)
     except UninitializedError as error:
-        if error.read is None:  # bytes that a copy or a matrix product reads
+        if error.read is None:  # an asynchronous copy or a matrix product reads it
             raise
-        for thread in others:  # does one of them write what was read too early?
+        for thread in others:  # does one of them write the element that was read too early?
             with contextlib.suppress(Exception):
                 _guarded(thread, function, thread, *args)
-        _, memory, key, *_ = error.read
-        found = errors.uninitialized(*error.read, later=memory.writes.get(key))
+        by, memory, key, site, index = error.read
+        later = memory.writes.get(key)
+        found = errors.uninitialized(by, memory, key, site, index, later)
         raise found.with_traceback(error.__traceback__) from None
 
 
@@ -331,19 +344,19 @@ def _of_warp(name) -> bool:
 
 
 def _poll(thread):
-    asked, site, args = thread.request
+    waiting, site, args = thread.request
     thread.reply = None
-    return asked.function(thread, site, *args)
+    return waiting.function(thread, site, *args)
 
 
 def _warpgroup(threads):
-    """A function that 128 threads call together. -> those threads"""
+    """Run a function that the 128 threads of a warpgroup call together. Returns the threads."""
     heads = {(t.request[0], t.request[1]) for t in threads}
     if len(heads) > 1 or len(threads) < WARPGROUP:
         sites = tuple(sorted({site for _, site in heads}))
         raise CollectiveError(
             f"{sites[0].what} {errors.where(threads[0], sites[0])}: the 128 threads of a warpgroup must call the same "
-            f"function: they stand at {' and '.join(map(str, sites))}",
+            f"function, but they wait at {' and '.join(map(str, sites))}",
             sites,
         )
     ((head, site),) = heads
@@ -354,7 +367,7 @@ def _warpgroup(threads):
 
 
 def _guarded(thread, function, *args):
-    """A Python exception in a kernel becomes a KernelError with place and thread."""
+    """Call function(*args). A Python exception in the kernel becomes a KernelError with the thread and the line."""
     try:
         return function(*args)
     except KernelError:
@@ -372,13 +385,13 @@ def _guarded(thread, function, *args):
         text = str(error)
         if kind == "UnboundLocalError":
             text += (
-                ": the branch or loop that sets it was not taken, and a GPU goes on with any value"
+                ": the branch or loop that sets it was not taken; on a GPU its value is undefined"
             )
         raise KernelError(f"{kind} {place}: {thread} at {site}: {text}", (site,)) from error
 
 
 def _generators(thread):
-    """The kernel's generator, then those of the device functions it is in."""
+    """The kernel's generator, then those of the device functions on its call stack."""
     generator = thread.generator
     while generator is not None:
         yield generator
@@ -390,7 +403,7 @@ def _path(thread):
 
 
 def _lines(thread):
-    """Where each of them stands."""
+    """The current line of each generator on the call stack."""
     sites = (
         Site(g.gi_code.co_filename, g.gi_frame.f_lineno, 0, "", "") for g in _generators(thread)
     )

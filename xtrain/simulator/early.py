@@ -1,28 +1,31 @@
-"""A kernel that may begin before the one before it has ended: what its threads may do until they have waited.
+"""Programmatic dependent launch: what the threads of a kernel may access before they have waited for the previous kernel.
 
-On a GPU such a kernel is launched with overlap (kernels/_overlap.py) and calls wait_for_previous. Before that it may read what
-the kernel before does not write, and write what the kernel before was not given. Here one launch follows the other all the same,
-so a mistake would go unseen; EarlyThread looks for it. Waiting turns an EarlyThread into a Thread.
+On a GPU such a kernel is launched with overlap (kernels/runtime/overlap.py) and calls wait_for_previous. Before that call it may
+read what the previous kernel does not write, and write what is not an argument of the previous kernel. The simulator runs the
+launches one after the other, so a mistake would not change the result: EarlyThread checks each access instead. wait_for_previous
+turns an EarlyThread into a Thread.
 
-What came before the kernel before is done if that one let the next start when it had waited itself. If it did so earlier, the
-next one must mind what the kernel before had to, too (Launch.last).
+If the previous kernel called let_next_start after its own wait, all kernels before it have ended. If it called let_next_start
+earlier, they may still run, and the accesses are checked against them too (Launch.last).
 """
 
 from . import errors
 from .thread import Thread
 
-NEEDED = "which the kernel before may still need"
+NEEDED = "which the previous kernel may still need"
 
 
 class EarlyThread(Thread):
+    """A thread that has not called wait_for_previous yet."""
+
     __slots__ = ()
 
     def _read(self, a, key, index, site):
         if a.memory.kind == "global":
             at = a.memory.base + key * a.memory.granule
-            for name, base, granule, keys in self.block.launch.before:
+            for name, base, granule, keys in self.block.launch.previous_writes:
                 if (at - base) // granule in keys:
-                    why = f"which {name} writes, the kernel before"
+                    why = f"which {name} writes, the previous kernel"
                     raise errors.early(self, "reads", why, errors.element(site, index), site)
         Thread._read(self, a, key, index, site)
 
@@ -37,37 +40,36 @@ class EarlyThread(Thread):
     def _must_be_free(self, a, key, does, index, site):
         if a.memory.kind == "global":
             at = a.memory.base + key * a.memory.granule
-            if _meets(self.block.launch.needed, at, at + a.memory.granule):
+            if _overlaps(self.block.launch.previous_extents, at, at + a.memory.granule):
                 raise errors.early(self, does, NEEDED, errors.element(site, index), site)
 
 
-def _meets(ranges, low, high):
+def _overlaps(ranges, low, high):
     return any(low < end and first < high for first, end in ranges)
 
 
 def note_copy(thread, site, low, high, writes):
-    """A copy (kernels/_hopper.py) reads or writes a tensor that lies in the bytes from low to high."""
+    """Check and record an asynchronous copy (kernels/primitives/hopper.py) that accesses a tensor in the bytes [low, high)."""
     launch = thread.block.launch
     if type(thread) is EarlyThread:
-        if writes and _meets(launch.needed, low, high):
+        if writes and _overlaps(launch.previous_extents, low, high):
             raise errors.early(thread, "writes", NEEDED, "a tensor", site)
-        written = [each for each, wrote in launch.copies_before.items() if wrote]
-        for _, base, granule, keys in launch.before:
+        written = [extent for extent, wrote in launch.previous_copies.items() if wrote]
+        for _, base, granule, keys in launch.previous_writes:
             written += [(base + k * granule, base + (k + 1) * granule) for k in keys]
-        if not writes and _meets(written, low, high):
-            why = "which the kernel before writes"
+        if not writes and _overlaps(written, low, high):
+            why = "which the previous kernel writes"
             raise errors.early(thread, "reads", why, "a tensor", site)
     launch.copies[low, high] = writes or launch.copies.get((low, high), False)
 
 
 def wait(thread, site):
-    """What the simulator runs for wait_for_previous."""
-    if type(thread) is EarlyThread:
-        thread.__class__ = Thread
+    """Simulate wait_for_previous."""
+    thread.__class__ = Thread
     thread.block.waited = True
 
 
 def let_next(thread, site):
-    """What it runs for let_next_start."""
+    """Simulate let_next_start."""
     if type(thread) is EarlyThread:
-        thread.block.launch.hasty = True
+        thread.block.launch.let_next_early = True

@@ -1,49 +1,48 @@
-"""What works beside the threads of a block, as on compute capability 9.0: the copy engine, the tensor cores of a warpgroup,
-the barriers in shared memory that say when they are done.
+"""The asynchronous engines of compute capability 9.0: the copy engine, the tensor cores of a warpgroup, and the mbarriers in
+shared memory that signal their completion.
 
-Addressed shared memory (kernels/_hopper.py) is followed here, by words of 4 bytes. Time is a vector of numbers, one for every
-thread, one for the products every warp waits for, one for every barrier (Lamport 1978; Mattern 1989). `known[t]` is what thread
-t has learnt of all of them: by a block barrier, syncwarp, or an mbarrier that others arrived at or copies completed. An access
-is in order if the thread knows the writes and reads before it, whatever the order in which they happen to run here. `fenced[t]`
-is that part of it which the asynchronous engines may see too: a thread's own stores join it by fence.proxy.async ("Proxies").
+Addressed shared memory (kernels/primitives/hopper.py) is tracked here in words of 4 bytes. Time is a vector clock (Lamport 1978;
+Mattern 1989) with one entry per thread, one per warp for the products that it waits for, and one per mbarrier. `known[t]` is what
+thread t knows of all entries: from a block barrier, from syncwarp, or from an mbarrier at which threads arrived or copies
+completed. An access is in order if its thread knows all earlier writes and reads of the same words, in whatever order the
+simulator happens to run them. `fenced[t]` is the part of `known[t]` that the asynchronous engines may see too: a thread's own
+stores enter it by fence.proxy.async ("Proxies" in the PTX manual).
 
-A copy completes only when nobody else can go on. What it writes counts as unknown until its barrier was waited for.
+A copy completes only when no thread can run. What it writes is unknown to a thread until the thread has waited for its mbarrier.
 """
 
 import numpy as np
 
 from .errors import AsyncError, OutOfBoundsError, RaceError, UninitializedError, where
 
-BASE = 1024  # the address of the first dynamic byte; a GPU keeps the bytes before for itself
+BASE = 1024  # the address of the first dynamic byte; a GPU reserves the bytes before it
 PAGE = 256  # words; reads are looked up by page
 MAX_BARRIERS = 64
-NEVER = 2**30  # the time of a read that is under way
+NEVER = 2**30  # the time of a read that is still in flight
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all have arrived and all bytes have come."""
+    """An mbarrier: a phase ends when all threads have arrived and all expected bytes have been copied.
 
-    def __init__(self, address, count, column, clocks, site):
-        self.address, self.count, self.pending, self.column, self.site = (
-            address,
-            count,
-            count,
-            column,
-            site,
-        )
+    maker: (thread, time) of its initialization.
+    """
+
+    def __init__(self, address, count, column, clocks, site, maker):
+        self.address, self.column, self.site, self.maker = address, column, site, maker
+        self.count = self.pending = count
         self.bytes = self.phase = 0  # bytes still expected; phases completed
-        self.fenced = False  # its first state is known to the copy engine
-        self.gathered = np.zeros_like(clocks)  # what those who arrived know, and have fenced
-        self.released = [
-            self.gathered
-        ]  # the same at the end of each phase; before the first, nothing
-        self.seen = {}  # thread -> phases that it knows to be complete
+        self.fenced = False  # the copy engine sees its initial state
+        self.gathered = np.zeros_like(clocks)  # what the arrived threads know, and have fenced
+        self.released = [self.gathered]  # the same at the end of each phase; [0]: nothing yet
+        self.seen: dict[int, int] = {}  # thread -> phases that it knows to be complete
 
     def __str__(self):
         return f"mbarrier at byte {self.address - BASE}: phase {self.phase}, {self.pending} arrivals and {self.bytes} bytes missing"
 
 
 class Engines:
+    """The asynchronous engines of one block, and the vector clocks that order their accesses."""
+
     def __init__(self, block):
         self.block, self.threads = block, len(block.threads)
         size = block.launch.dynamic // 4 * 4
@@ -56,42 +55,46 @@ class Engines:
         self.writer, self.when = np.full(words, -1, np.int32), np.zeros(words, np.int32)
         self.engine_wrote = np.zeros(words, bool)
         self.write_site = np.zeros(words, np.int32)
-        self.sites, self.site_numbers = [], {}
-        self.readers = {}  # page -> {(first word, end, column): [time, site]}
-        # which 16 bytes of which tensor a copy has put where: tensor and plane, row, column / 8, swizzle
+        self.sites: list = []
+        self.site_numbers: dict = {}
+        self.readers: dict = {}  # page -> {(first word, end, column): [time, site]}
+        # Which 16 bytes of which tensor a copy has written where: tensor and plane, row, column / 8, swizzle.
         self.tags = np.full((4, size // 16), -1, np.int64)
-        self.planes = {}
-        self.barriers, self.copies = {}, []  # copies: (barrier, its phase, bytes, site)
-        self.groups = [[] for _ in block.warps]  # products under way, as each warp knows
+        self.planes: dict = {}
+        self.barriers: dict[int, Barrier] = {}
+        self.copies: list[tuple] = []  # in flight: (barrier, its phase, bytes, site)
+        self.groups: list[list] = [[] for _ in block.warps]  # products in flight, per warp
         self.committed, self.completed = [0] * len(self.groups), [0] * len(self.groups)
-        self.named = {}  # number of a bar.sync -> {thread: its turn}
-        self.registers = {}
+        self.named: dict = {}  # number of a bar.sync -> (threads that have arrived, threads that may pass)
+        self.registers: dict = {}
 
-    # ------------------------------------------------------------------------- who knows what
+    # ------------------------------------------------------------------------- vector clocks
     known = property(lambda self: self.clocks[0])
     fenced = property(lambda self: self.clocks[1])
 
     def tick(self, thread):
+        """Advance the thread's own entry of its clock."""
         self.clocks[0, thread.index, thread.index] += 1
 
     def meet(self, threads):
-        """All learn what each knows: syncthreads, syncwarp, bar.sync."""
+        """Merge the clocks of threads that synchronize: syncthreads, syncwarp, bar.sync."""
         rows = [t.index for t in threads]
         self.clocks[:, rows] = self.clocks[:, rows].max(axis=1, keepdims=True)
         self.clocks[0, rows, rows] += 1
 
     def fence(self, thread):
+        """fence.proxy.async: the engines see what the thread knows now."""
         self.clocks[1, thread.index] = self.clocks[0, thread.index]
         self.tick(thread)
 
     # ------------------------------------------------------------------------- shared memory
     def span(self, thread, address, nbytes, site, align=4):
-        """-> first word, end"""
+        """The words [first, end) of nbytes at an address. Raises OutOfBoundsError or AsyncError."""
         first = int(address) - BASE
         if first < 0 or first + nbytes > len(self.bytes):
             raise OutOfBoundsError(
-                f"shared memory {where(thread, site)}: {thread} at {site}: bytes {first} to {first + nbytes} of "
-                f"{len(self.bytes)}",
+                f"out of bounds {where(thread, site)}: {thread} uses bytes {first} to {first + nbytes} of shared memory at "
+                f"{site}, but the block has {len(self.bytes)}",
                 (site,),
             )
         if first % align:
@@ -99,6 +102,7 @@ class Engines:
         return first // 4, -(-(first + nbytes) // 4)
 
     def error(self, thread, site, text, *others):
+        """An AsyncError that names the function called at `site`; others: earlier sites."""
         return AsyncError(
             f"{site.what} {where(thread, site)}: {thread} at {site}: {text}", (*others, site)
         )
@@ -110,8 +114,8 @@ class Engines:
         return self.site_numbers[site]
 
     def _check_writes(self, thread, first, end, clocks, site, does, engine):
-        """The last writes to these words come before what `thread` does now."""
-        if end - first <= 2 and not engine and self._settled(first, end, clocks[0]):
+        """Raise an error unless `clocks` know the last writes to these words."""
+        if end - first <= 2 and not engine and self._writes_known(first, end, clocks[0]):
             return
         words = slice(first, end)
         writer, when = self.writer[words], self.when[words]
@@ -121,11 +125,11 @@ class Engines:
             old = self.sites[self.write_site[words][k]]
             byte = 4 * int(np.arange(len(self.writer))[words][k])
             if self.engine_wrote[words][k]:
-                text = f"{does} byte {byte} while the copy begun at {old} may be on its way: wait for its barrier"
+                text = f"{does} byte {byte} while the copy started at {old} may be in flight: wait for its barrier"
                 raise self.error(thread, site, text, old)
             raise RaceError(
-                f"race {where(thread, site)}: {thread} {does} byte {byte} of shared memory at {site}, thread "
-                f"{int(writer[k])} wrote it at {old}, with nothing between that orders them",
+                f"data race {where(thread, site)}: {thread} {does} byte {byte} of shared memory at {site}, thread "
+                f"{int(writer[k])} wrote it at {old}, and nothing orders the two accesses",
                 (old, site),
             )
         if engine:
@@ -133,13 +137,11 @@ class Engines:
             if hidden.any():
                 k = np.flatnonzero(hidden)[0]
                 old = self.sites[self.write_site[words][k]]
-                text = (
-                    f"an engine {does} what threads wrote at {old}: fence_async must stand between"
-                )
+                text = f"an asynchronous engine {does} what threads wrote at {old}: call fence_async in between"
                 raise self.error(thread, site, text, old)
 
-    def _settled(self, first, end, known):
-        """The same for a word or two, without arrays."""
+    def _writes_known(self, first, end, known):
+        """The first check of _check_writes for a word or two, without array operations."""
         for k in range(first, end):
             writer = self.writer[k]
             if writer >= 0 and known[writer] < self.when[k]:
@@ -147,13 +149,16 @@ class Engines:
         return True
 
     def read(self, thread, first, end, clocks, site, engine, record=None):
-        """clocks: (known, fenced) of who reads. record: (column, time) of the read; default: the thread now."""
+        """Check and record a read. Returns its record, a list [time, site].
+
+        clocks: (known, fenced) of the reader. record: (column, time) of the read; default: the thread now.
+        """
         words = slice(first, end)
         if self.writer[words].min() < 0:
             unwritten = np.flatnonzero(self.writer[words] < 0)
             raise UninitializedError(
-                f"uninitialised read {where(thread, site)}: {thread} reads byte {4 * (first + int(unwritten[0]))} of "
-                f"shared memory at {site}, which nobody has written",
+                f"uninitialized read {where(thread, site)}: {thread} reads byte {4 * (first + int(unwritten[0]))} of "
+                f"shared memory at {site}, which no thread has written",
                 (site,),
             )
         self._check_writes(thread, first, end, clocks, site, "reads", engine)
@@ -164,12 +169,12 @@ class Engines:
         return mark
 
     def write(self, thread, first, end, clocks, site, engine=None):
-        """engine: (column, time) at which a copy is known to be complete; None: the thread writes by itself."""
+        """Check and record a write. engine: (column, time) of the completion of an asynchronous copy; None: an ordinary store."""
         words = slice(first, end)
         self._check_writes(thread, first, end, clocks, site, "overwrites", engine is not None)
         for page in range(first // PAGE, (end - 1) // PAGE + 1):
-            marks = self.readers.get(page)
-            for key, (time, old) in list(marks.items()) if marks else ():
+            marks = self.readers.get(page, {})
+            for key, (time, old) in list(marks.items()):
                 low, high, column = key
                 if low >= end or high <= first:
                     continue
@@ -179,9 +184,8 @@ class Engines:
                         f"at {old} may still be reading"
                     )
                     raise self.error(thread, site, text, old)
-                if (
-                    first <= max(low, page * PAGE) and min(high, (page + 1) * PAGE) <= end
-                ):  # done with
+                # The write covers the whole read within this page: later writes are ordered by this one.
+                if first <= max(low, page * PAGE) and min(high, (page + 1) * PAGE) <= end:
                     del marks[key]
         own = thread.index, int(self.known[thread.index, thread.index])
         self.writer[words], self.when[words] = engine or own
@@ -189,36 +193,41 @@ class Engines:
         self.write_site[words] = self._number(site)
         self.tags[:, first // 4 : -(-end // 4)] = -1
 
-    # ------------------------------------------------------------------------- barriers in memory
+    # ------------------------------------------------------------------------- mbarriers
     def make_barrier(self, thread, site, address, count):
+        """mbarrier.init"""
         first, end = self.span(thread, address, 8, site, 8)
         self.write(thread, first, end, self.clocks[:, thread.index], site)
         column = self.threads + len(self.groups) + len(self.barriers)
         if len(self.barriers) == MAX_BARRIERS:
             raise self.error(thread, site, f"more than {MAX_BARRIERS} mbarriers are not simulated")
-        made = Barrier(int(address), int(count), column, self.clocks[:, 0], site)
-        made.maker = thread.index, int(self.known[thread.index, thread.index])
-        self.barriers[int(address)] = made
+        maker = thread.index, int(self.known[thread.index, thread.index])
+        self.barriers[int(address)] = Barrier(
+            int(address), int(count), column, self.clocks[:, 0], site, maker
+        )
 
     def show_barriers(self, thread):
+        """fence.mbarrier_init: make the thread's mbarriers visible to the copy engine."""
         for barrier in self.barriers.values():
             if barrier.maker[0] == thread.index:
                 barrier.fenced = True
 
     def barrier(self, thread, site, address, engine=False):
+        """The mbarrier at an address. Raises AsyncError if the thread (or the copy engine) may not use it yet."""
         barrier = self.barriers.get(int(address))
         if barrier is None:
             raise self.error(thread, site, f"there is no mbarrier at byte {int(address) - BASE}")
         column, time = barrier.maker
         if self.known[thread.index, column] < time:
-            text = f"thread {column} made this mbarrier at {barrier.site}, with nothing between that orders them"
+            text = f"thread {column} initialized this mbarrier at {barrier.site}, and nothing orders the two accesses"
             raise self.error(thread, site, text, barrier.site)
         if engine and not barrier.fenced:
-            text = f"the copy engine has not seen the mbarrier made at {barrier.site}: mbar_init_fence must follow it"
+            text = f"the copy engine does not see the mbarrier initialized at {barrier.site}: call mbar_init_fence after it"
             raise self.error(thread, site, text, barrier.site)
         return barrier
 
     def arrive(self, thread, site, address, nbytes=0):
+        """mbarrier.arrive, with .expect_tx for nbytes."""
         barrier = self.barrier(thread, site, address)
         if barrier.pending == 0:
             text = f"more than {barrier.count} arrivals in one phase, while {barrier.bytes} bytes are missing"
@@ -235,7 +244,7 @@ class Engines:
         for other, phase, _, site in self.copies:
             if other is barrier and phase == barrier.phase:
                 text = (
-                    "a phase of its barrier ends before it does: mbar_expect was told too few bytes"
+                    "a phase of its mbarrier ends before the copy: pass more bytes to mbar_expect"
                 )
                 raise self.error(self.block.threads[0], site, text, barrier.site)
         barrier.phase += 1
@@ -244,12 +253,13 @@ class Engines:
         barrier.released[-1][0, barrier.column] = barrier.phase
 
     def try_wait(self, thread, site, address, parity):
+        """mbarrier.try_wait.parity. Returns True if the phase is complete; the thread then knows what the barrier released."""
         barrier = self.barrier(thread, site, address)
         if int(parity) not in (0, 1):
             raise self.error(thread, site, f"a parity is 0 or 1, not {parity}")
         if barrier.phase & 1 == int(parity):
             return False
-        # It may have passed as soon as the first phase of this parity was over: no more than that is known.
+        # The wait could have passed at the end of the first phase of this parity: the thread knows no more than that.
         seen = barrier.seen.get(thread.index, 0)
         seen += seen & 1 == int(parity)
         barrier.seen[thread.index] = seen
@@ -259,7 +269,7 @@ class Engines:
 
     # ------------------------------------------------------------------------- copies
     def begin_copy(self, thread, site, address, data, barrier, tag=None):
-        """data: bytes that a copy brings to `address`. tag: (4, 16-byte pieces), what they are"""
+        """Start an asynchronous copy of `data` to `address`. tag: (4, 16-byte chunks), what the bytes are (self.tags)."""
         first, end = self.span(thread, address, len(data), site, 16)
         barrier = self.barrier(thread, site, barrier, engine=True)
         complete = barrier.column, barrier.phase + 1
@@ -270,7 +280,7 @@ class Engines:
         self.copies.append((barrier, barrier.phase, len(data), site))
 
     def advance(self):
-        """One copy completes. -> was there one?"""
+        """Complete the oldest copy. Returns False if there is none."""
         if not self.copies:
             return False
         barrier, _, nbytes, _ = self.copies.pop(0)
@@ -279,7 +289,7 @@ class Engines:
         return True
 
     def begin_store(self, thread, site, address, nbytes):
-        """-> the bytes that a copy reads from `address` until wait_stores"""
+        """Start an asynchronous store. Returns the bytes at `address`, which it reads until wait_stores."""
         first, end = self.span(thread, address, nbytes, site, 16)
         clocks = self.clocks[:, thread.index]
         mark = self.read(thread, first, end, clocks, site, True, (thread.index, NEVER))
@@ -287,56 +297,58 @@ class Engines:
         return self.bytes[4 * first : 4 * end].copy()
 
     def commit_stores(self, thread):
+        """cp.async.bulk.commit_group"""
         thread.state.setdefault("store groups", []).append(thread.state.pop("stores", []))
 
     def wait_stores(self, thread):
+        """cp.async.bulk.wait_group.read 0: the stores have read their shared memory."""
         for group in thread.state.pop("store groups", ()):
             for mark in group:
                 mark[0] = int(self.known[thread.index, thread.index])
 
     def plane(self, *key):
-        """A number for a tensor and the plane of it that a copy reads."""
+        """A number for a tensor and the plane that a copy reads of it."""
         return self.planes.setdefault(key, len(self.planes))
 
     # ------------------------------------------------------------------------- bar.sync
     def arrive_named(self, thread, site, number, count):
-        """-> may it go on? Counted in turns; a thread asks again until all have come."""
+        """bar.sync. Returns True if the thread may pass; the scheduler polls until all `count` threads have arrived."""
         number, count = int(number), int(count)
         if not 0 < number < 16 or count % 32 or not 0 < count <= self.threads:
-            text = f"bar.sync {number}, {count}: 1 to 15, and whole warps of this block"
+            text = f"bar.sync {number}, {count}: the number must be 1 to 15, the count whole warps of this block"
             raise self.error(thread, site, text)
-        here, passed = self.named.setdefault(number, ([], set()))
-        if thread in passed:
-            passed.remove(thread)
+        arrived, released = self.named.setdefault(number, ([], set()))
+        if thread in released:
+            released.remove(thread)
             return True
-        if thread not in here:
-            here.append(thread)
-        if len(here) < count:
+        if thread not in arrived:
+            arrived.append(thread)
+        if len(arrived) < count:
             return False
-        self.meet(here)
-        passed.update(t for t in here if t is not thread)
-        here.clear()
+        self.meet(arrived)
+        released.update(t for t in arrived if t is not thread)
+        arrived.clear()
         return True
 
-    # ------------------------------------------------------------------------- the end
+    # ------------------------------------------------------------------------- end of the block
     def finish(self):
+        """Raise AsyncError if anything is still in flight when the block ends."""
         for barrier, _, _, site in self.copies:
-            text = f"still under way when the block ends; {barrier}"
+            text = f"still in flight when the block ends; {barrier}"
             raise self.error(self.block.threads[0], site, text)
         for thread in self.block.threads:
-            left = [m for m in thread.state.get("stores", ())]
-            left += [m for group in thread.state.get("store groups", ()) for m in group]
-            if left:
-                text = "the block ends while the copy reads its shared memory: commit_stores, wait_stores"
-                raise self.error(thread, left[0][1], text)
+            reads = [m for m in thread.state.get("stores", ())]
+            reads += [m for group in thread.state.get("store groups", ()) for m in group]
+            if reads:
+                text = "the block ends while the copy reads its shared memory: call commit_stores and wait_stores"
+                raise self.error(thread, reads[0][1], text)
         for group, first in zip(self.groups, self.block.threads[::32]):
             if group:
-                raise self.error(
-                    first, group[0].site, "the product was never waited for (wgmma.wait_group)"
-                )
+                text = "the block ends without waiting for the product (wgmma.wait_group)"
+                raise self.error(first, group[0].site, text)
 
     def report(self):
-        """For a deadlock: the barriers that miss something."""
+        """For a deadlock: the mbarriers that are in use or still miss something."""
         lines = [
             f"    {b}" for b in self.barriers.values() if b.pending != b.count or b.bytes or b.phase
         ]

@@ -1,4 +1,4 @@
-"""What the simulator reports, and how it says where."""
+"""The simulator's errors and the wording of their messages."""
 
 import linecache
 import os
@@ -20,9 +20,9 @@ class Site(NamedTuple):
 
 
 class KernelError(Exception):
-    """A kernel did what a GPU forbids or leaves undefined. The message names kernel, threads, file and line.
+    """A kernel did what a GPU forbids or leaves undefined. The message names the kernel, the threads, the file and the lines.
 
-    sites: the places, as Site tuples, in the order in which the message names them.
+    sites: the places in the source, in the order in which the message names them.
     """
 
     def __init__(self, message: str, sites: tuple = ()):
@@ -35,17 +35,17 @@ class KernelError(Exception):
 
 
 class RaceError(KernelError):
-    """Two threads touch one element, at least one writes, and nothing orders them."""
+    """A data race: two threads access the same element, at least one writes it, and nothing orders the accesses."""
 
 
 class UninitializedError(KernelError):
     """A read of shared or local memory that was never written."""
 
-    read = None  # the arguments of uninitialized()
+    read: tuple | None = None  # the arguments of uninitialized()
 
 
 class OutOfBoundsError(KernelError):
-    """An index below zero or past the end of its axis."""
+    """An index that is negative or past the end of its axis."""
 
 
 class DeadlockError(KernelError):
@@ -53,18 +53,18 @@ class DeadlockError(KernelError):
 
 
 class AsyncError(KernelError):
-    """A copy or a product that runs beside the threads is used, or its operands changed, before it is known to be done; or
-    it reads something else than what lies there.
+    """The result of an asynchronous copy or product is used, or its operands are changed, before it is known to be complete;
+    or it reads data other than its descriptor describes.
     """
 
 
 class CollectiveError(KernelError):
-    """A warp function called with a mask, a lane or a type that it cannot have."""
+    """A warp function called with an invalid mask, lane or type."""
 
 
 def ranges(numbers) -> str:
     """[0, 1, 2, 5] -> "0-2, 5" """
-    runs = []
+    runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:
             runs[-1][1] = n
@@ -75,14 +75,14 @@ def ranges(numbers) -> str:
 
 # ----------------------------------------------------------------------------- wording
 def where(thread, site) -> str:
-    """in block_sum (called by rmsnorm_fwd_kernel), block (0, 0, 0)"""
+    """ "in block_sum (called by rmsnorm_fwd_kernel), block (0, 0, 0)" """
     kernel = thread.block.launch.name
     caller = "" if site.function == kernel else f" (called by {kernel})"
     return f"in {site.function}{caller}, block {thread.block.position}"
 
 
 def element(site, index) -> str:
-    """scratch[3]"""
+    """ "scratch[3]" """
     index = index if isinstance(index, tuple) else (index,)
     text = ", ".join(map(str, index))
     return f"element {text} in {site.what}" if site.what.endswith(")") else f"{site.what}[{text}]"
@@ -92,63 +92,66 @@ def race(kind, then, did, second, does, site, index) -> RaceError:
     """then: (mark, site) of the access whose thread `did` ("wrote") what thread `second` now `does` ("read")."""
     (mark, old_site), name = then, element(site, index)
     first, it = mark.thread, "it"
-    if old_site.what != site.what:  # a view, or two arguments on one memory
+    if old_site.what != site.what:  # a view, or two arguments that share memory
         name, it = old_site.what, f"{name}, the same memory as {old_site.what},"
-    place, why = where(second, site), "with no barrier between"
-    names = f"{first}", f"{second}"
+    place, why = where(second, site), "with no barrier between them"
+    a, b = f"{first}", f"{second}"
     if first.block is not second.block:
         place = f"between blocks {place.rpartition(', block')[0]}"
         why = "and blocks run in no order"
-        names = (f"block {t.block.position} {t}" for t in (first, second))
-    a, b = names
+        a, b = (f"block {t.block.position} {t}" for t in (first, second))
     return RaceError(
-        f"race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at {site}, {why} ({kind} memory)",
+        f"data race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at {site}, {why} ({kind} memory)",
         (old_site, site),
     )
 
 
 def early(thread, does, why, what, site) -> RaceError:
+    """A kernel that overlaps the previous one accesses `what` too early (early.py)."""
     return RaceError(
-        f"race between kernels {where(thread, site)}: {thread} {does} {what} at {site}, {why}, and has not called "
+        f"data race between kernels {where(thread, site)}: {thread} {does} {what} at {site}, {why}, and has not called "
         "wait_for_previous",
         (site,),
     )
 
 
 def in_use(thread, busy, verb, site, index):
-    """busy: (where the product was begun, what it does with these registers)"""
-    old, does = busy
+    """busy: (where the product was started, what the registers are to it: "the result of")."""
+    old, role = busy
     return AsyncError(
-        f"register in use {where(thread, site)}: {thread} {verb} {element(site, index)} at {site}, {does} the product "
-        f"begun at {old}, which is not known to be done: wait for it, naming its result",
+        f"register in use {where(thread, site)}: {thread} {verb} {element(site, index)} at {site}, {role} the product "
+        f"started at {old}, which may still be in flight: wait for it and name its result",
         (old, site),
     )
 
 
 def uninitialized(thread, memory, key, site, index, later=None):
-    """later: (mark, site) of another thread that writes it before the next barrier, when this one has read it"""
-    why, sites = "that nobody has written", (site,)
+    """later: (mark, site) of another thread that writes the element before the next barrier, after this read."""
+    why, sites = "that no thread has written", [site]
     if later is not None:
-        why = f"that {later[0].thread} writes at {later[1]}, with no barrier between"
-        sites = (site, later[1])
+        why = f"that {later[0].thread} writes at {later[1]}, with no barrier between them"
+        sites.append(later[1])
     error = UninitializedError(
-        f"uninitialised read {where(thread, site)}: {thread} reads {element(site, index)} at {site}, "
+        f"uninitialized read {where(thread, site)}: {thread} reads {element(site, index)} at {site}, "
         f"{memory.kind} memory {why}",
-        sites,
+        tuple(sites),
     )
     error.read = thread, memory, key, site, index
     return error
 
 
-def endless(thread, site, turns) -> KernelError:
+def endless(thread, site, iterations) -> KernelError:
+    """A while loop that has too many iterations."""
     return KernelError(
-        f"no end {where(thread, site)}: {thread} goes round {site.what} at {site} for the {turns:,}th time: either "
-        "it never ends, or it waits for another thread, and here threads change only at barriers, shuffles and votes",
+        f"endless loop {where(thread, site)}: {thread} starts iteration {iterations:,} of {site.what} at {site}: either "
+        "the loop never ends, or it waits for another thread; the simulator switches threads only at barriers, shuffles "
+        "and votes",
         (site,),
     )
 
 
 def read_only(thread, site, index):
+    """A write to an array that may not be written."""
     return KernelError(
         f"write to a read-only array {where(thread, site)}: {thread} writes {element(site, index)} at {site}",
         (site,),
@@ -156,6 +159,7 @@ def read_only(thread, site, index):
 
 
 def out_of_bounds(thread, a, index, site):
+    """An index that does not fit the array: OutOfBoundsError, or KernelError if it is not an integer."""
     axes = index if isinstance(index, tuple) else (index,)
     if len(axes) != a.ndim:
         reason = f"{len(axes)} indices for {a.ndim} axes"
@@ -165,17 +169,17 @@ def out_of_bounds(thread, a, index, site):
         axis = next(bad, None)
         if axis is None:
             return KernelError(
-                f"no index {where(thread, site)}: {thread} uses {element(site, index)} at {site}: an index is an "
-                "integer: a quotient by / is not, one by // is",
+                f"invalid index {where(thread, site)}: {thread} uses {element(site, index)} at {site}: an index is an "
+                "integer, so divide with // and not with /",
                 (site,),
             )
         reason = (
             f"index {axes[axis]} is negative (Numba counts it from the end)"
             if axes[axis] < 0
-            else f"index {axes[axis]} is past the end, the axis has {a.dims[axis]}"
+            else f"index {axes[axis]} is past the end: the axis has {a.dims[axis]} elements"
         )
         if a.memory.kind == "shared" and a.dims == (0,):
-            reason = "the launch gives it no bytes of dynamic shared memory"
+            reason = "the launch requests no dynamic shared memory (shared=)"
         if a.ndim > 1:
             reason = f"axis {axis}: {reason}"
     shape = ", ".join(map(str, a.dims))
@@ -187,14 +191,16 @@ def out_of_bounds(thread, a, index, site):
 
 
 def atomic_kind(thread, site, name, a, kinds):
+    """An atomic that Numba does not have for this dtype. kinds: the dtypes that it has."""
     return KernelError(
-        f"cuda.atomic.{name} {where(thread, site)}: {site.what} is an array of {a.dtype}, Numba has it for "
+        f"cuda.atomic.{name} {where(thread, site)}: {site.what} is an array of {a.dtype}, Numba supports "
         f"{', '.join(kinds)}",
         (site,),
     )
 
 
 def no_integer(thread, site, vote):
+    """A vote of syncthreads_and, _or or _count that is not an integer."""
     kind = type(vote).__name__.lower().rstrip("_")
     return KernelError(
         f"{site.what} {where(thread, site)}: it takes an integer, this is a {kind}: write cuda.{site.what}(int32(...))",
@@ -203,16 +209,18 @@ def no_integer(thread, site, vote):
 
 
 def array_copied(thread, site):
+    """a[1:3] = an array."""
     return KernelError(
-        f"a slice copied {where(thread, site)}: {thread} stores an array to several elements of {site.what} at {site}, "
-        "which Numba does not compile: write a loop over them",
+        f"slice assignment {where(thread, site)}: {thread} stores an array to several elements of {site.what} at {site}, "
+        "which Numba does not compile: write a loop over the elements",
         (site,),
     )
 
 
 def array_stored(thread, site, index, value):
+    """a[i] = an array."""
     return KernelError(
-        f"an array for a number {where(thread, site)}: {thread} stores an array of shape {tuple(map(int, value.dims))} to "
-        f"{element(site, index)} at {site}: its index is missing",
+        f"missing index {where(thread, site)}: {thread} stores an array of shape {tuple(map(int, value.dims))} to "
+        f"{element(site, index)} at {site}: index the array on the right",
         (site,),
     )

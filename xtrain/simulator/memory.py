@@ -1,15 +1,15 @@
-"""Memory that remembers who touched it: bounds, first writes, races.
+"""Shadow memory: checks bounds, first writes and data races.
 
-Every element has a key. For each key the shadow of its memory keeps, as (mark, site), the last plain
-write and the reads and atomics since the last barrier. A Mark is one thread between two of its
-synchronisations. Two accesses by different threads are in order when
+Every element has a key. For each key, the shadow of the memory keeps the last plain write, and the
+reads and atomics since the last barrier, as (mark, site). A Mark is one thread between two of its
+synchronizations. Two accesses by different threads are in order if
   - a block barrier lies between them: the epochs of their marks differ, or
-  - they are lanes of one warp and a chain of syncwarp leads from one to the other: Mark.clock
-    against Thread.seen, vector clocks over the 32 lanes. Shuffles and votes order no memory, says
-    the CUDA guide, or
-  - the blocks differ and the second learnt of the first by an atomic, behind a threadfence
+  - they are lanes of one warp and a chain of syncwarp calls leads from one to the other: Mark.clock
+    is compared with Thread.seen, vector clocks over the 32 lanes. Shuffles and votes do not order
+    memory accesses (CUDA guide), or
+  - the blocks differ and the second knows of the first by an atomic after a threadfence
     (releases.py).
-Anything else is a race unless both only read or both are atomics.
+Any other pair is a data race, unless both only read or both are atomics.
 """
 
 import math
@@ -22,17 +22,20 @@ from .scalars import scalar_type
 
 
 class Mark:
+    """A thread at one time. epoch: block barriers so far, clock: the thread's own synchronizations so far."""
+
     __slots__ = ("clock", "epoch", "thread")
 
     def __init__(self, thread, epoch, clock):
         self.thread, self.epoch, self.clock = thread, epoch, clock
 
     def next(self):
-        """The thread goes on: what it does from here on can be told from what it did before."""
+        """The thread's next mark: its later accesses are distinguishable from its earlier ones."""
         return Mark(self.thread, self.epoch, self.clock + 1)
 
 
 def in_order(earlier: Mark, now: Mark) -> bool:
+    """Is an access at `earlier` ordered before an access at `now`?"""
     a, b = earlier.thread, now.thread
     if a is b:
         return True
@@ -44,7 +47,7 @@ def in_order(earlier: Mark, now: Mark) -> bool:
 
 
 class Memory:
-    """The shadow of one stretch of memory: a global array with all its aliases, one shared array, one local array."""
+    """The shadow of one range of memory: a global array with all its aliases, a shared array or a local array."""
 
     __slots__ = (
         "atomics", "base", "busy", "granule", "kind", "local", "old_atomics", "old_reads", "old_writes", "reads", "releases",
@@ -56,13 +59,19 @@ class Memory:
         self.kind, self.local = kind, kind == "local"  # "global" | "shared" | "local"
         self.granule = granule  # bytes per key
         self.base = 0  # global memory: the address of key 0
-        self.writes, self.reads, self.atomics = {}, {}, {}  # by threads of the running block
-        self.old_writes, self.old_reads, self.old_atomics = {}, {}, {}  # by blocks that are done
-        self.releases = {}  # key of an atomic -> {block: Release}
-        self.busy = None  # registers that a product under way still uses: see errors.in_use
-        self.watched = False  # there are atomics, or blocks that are done: look into all six
+        # By threads of the running block, and by finished blocks.
+        self.writes: dict = {}
+        self.reads: dict = {}
+        self.atomics: dict = {}
+        self.old_writes: dict = {}
+        self.old_reads: dict = {}
+        self.old_atomics: dict = {}
+        self.releases: dict = {}  # key of an atomic -> {block: Release}
+        self.busy = None  # registers that a product in flight uses: see errors.in_use
+        self.watched = False  # there are atomics or finished blocks: check all six dicts
 
     def end_of_block(self):
+        """Move the records of the running block to those of the finished blocks."""
         self.old_writes.update(self.writes)
         releases.keep(self.old_reads, self.reads)
         releases.keep(self.old_atomics, self.atomics)
@@ -72,11 +81,11 @@ class Memory:
 
 
 def add_reader(shadow: dict, key, mark: Mark, site):
-    """Remember an access that may share its element with others of its kind: a read, an atomic.
+    """Record a read or an atomic: an access that may share its element with others of its kind. The record is one of
 
-    (mark, site)                   the only one since the barrier
+    (mark, site)                   the only access since the barrier
     (mark, site, {thread: ...})    several lanes of one warp
-    (mark, site, mark, site)       threads of two warps: whoever writes races with one of them, so that is enough
+    (mark, site, mark, site)       threads of two warps: every write races with at least one of them
     """
     record = shadow.get(key)
     if record is None or record[0].epoch != mark.epoch:
@@ -95,7 +104,7 @@ def add_reader(shadow: dict, key, mark: Mark, site):
 
 
 def unordered(record, mark):
-    """-> the (mark, site) in a record that nothing orders before `mark`, or None"""
+    """The (mark, site) in a record that nothing orders before `mark`, or None."""
     if record is None:
         return None
     for access in releases.accesses(record):
@@ -105,7 +114,7 @@ def unordered(record, mark):
 
 
 class Array:
-    """An array as a kernel sees it: typed shape, elements checked and recorded by Thread.load and Thread.store."""
+    """An array as a kernel sees it. Its shape is typed; Thread.load and Thread.store check and record its elements."""
 
     __slots__ = (
         "bias", "convert", "dims", "dtype", "flat", "memory", "ndim", "span", "start", "steps", "wrap", "writeable",
@@ -160,7 +169,7 @@ class Array:
         return self._like(tuple(dims), tuple(steps), start)
 
     def locate(self, index):
-        """-> the element's place in flat, or None: no such element, or a slice."""
+        """The position of the element in flat. None: there is no such element, or the index is a slice."""
         try:
             if type(index) is not tuple:
                 i = as_int(index)
@@ -192,13 +201,13 @@ class Array:
                     return None
                 k += i * step
             return k
-        except (TypeError, ValueError):  # a slice, or not two
+        except (TypeError, ValueError):  # a slice, or the wrong number of indices
             return None
 
 
 # ----------------------------------------------------------------------------- making arrays
 class _Bytes:
-    """A window on raw memory for np.asarray; keeps alive the arrays that own it."""
+    """Raw memory for np.asarray. Keeps the arrays alive that own it."""
 
     def __init__(self, address, size, owners):
         self.owners = owners
@@ -208,7 +217,7 @@ class _Bytes:
 
 
 def extent(a):
-    """-> first and last + 1 byte address"""
+    """The addresses of the first byte of an array and of the byte after its last."""
     low = high = a.__array_interface__["data"][0]
     if a.size == 0:
         return low, low
@@ -218,7 +227,7 @@ def extent(a):
 
 
 def global_arrays(arrays: list) -> list[Array]:
-    """The kernel's array arguments. Those that overlap share one Memory, so an in-place launch is seen as one."""
+    """The kernel's array arguments. Arguments that overlap share one Memory, so their accesses are compared."""
     extents = [extent(a) for a in arrays]
     result: list = [None] * len(arrays)
     groups: list = []  # [low, high, indices]
@@ -248,7 +257,7 @@ def _global_array(memory, a, extent, base):
     start = (a.__array_interface__["data"][0] - low) // a.itemsize
     steps = tuple(stride // a.itemsize for stride in a.strides)
     bias = (low - base) // memory.granule
-    # Numba has no bfloat16: a kernel sees its bits, here as on the GPU (kernels/_ptx.py).
+    # Numba has no bfloat16: a kernel sees its bits, here as on the GPU (kernels/primitives/ptx.py).
     dtype = np.uint16 if a.dtype.name == "bfloat16" else a.dtype
     return Array(memory, raw.view(dtype), a.shape, steps, start, bias, a.flags.writeable)
 

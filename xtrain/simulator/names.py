@@ -1,4 +1,4 @@
-"""The names in a kernel: what they stand for, and all that the local ones are set to."""
+"""The names in a kernel: what they refer to, and the expressions that are assigned to the local ones."""
 
 import ast
 import builtins
@@ -19,8 +19,8 @@ ARITHMETIC = (
 
 
 def assignments(definition) -> dict:
-    """name -> expressions. A loop's name: what is looped over. n += 1: n + 1. m, n = x.shape: x.shape for both."""
-    values = {}
+    """name -> the expressions assigned to it. `for n in x`: x. `n += 1`: n + 1. `m, n = x.shape`: x.shape for both."""
+    values: dict[str, list] = {}
     for node in ast.walk(definition):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -38,26 +38,28 @@ def _set(values, target, value):
     if isinstance(target, ast.Name):
         values.setdefault(target.id, []).append(value)
     elif isinstance(target, (ast.Tuple, ast.List)):
-        alone = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
-        parts = value.elts if alone else [value] * len(target.elts)
-        for name, part in zip(target.elts, parts):
-            _set(values, name, part)
+        matching = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
+        elements = value.elts if matching else [value] * len(target.elts)
+        for name, element in zip(target.elts, elements):
+            _set(values, name, element)
 
 
 def parameters(definition) -> set:
+    """The names of the parameters of a function definition."""
     return {a.arg for a in ast.walk(definition.args) if isinstance(a, ast.arg)}
 
 
 _BOOL = np.bool_
-DYNAMIC = object()  # not known before the kernel runs
+DYNAMIC = object()  # the value of a name that is not known before the kernel runs
 
 
 def at(new, node):
+    """The new syntax tree with the line and column of `node`."""
     return ast.fix_missing_locations(ast.copy_location(new, node))
 
 
 class Names(ast.NodeTransformer):
-    """What the names in a function stand for, and how to make new ones."""
+    """Base of the rewriter in source.py: looks up the names in a function and creates new ones."""
 
     def __init__(self, function, name):
         code = function.__code__
@@ -71,12 +73,13 @@ class Names(ast.NodeTransformer):
         }
         self.scope = {"__name__": function.__module__}
         self.waits, self.granule = False, 0
-        self.inner = {}  # name of a function inside this one -> does it wait?
-        self.numbers = set()  # local names that are never a bool
+        self.inner: dict[str, bool] = {}  # name of a nested function -> does it wait?
+        self.numbers: set[str] = set()  # local names that are never a bool
         self.temporaries = itertools.count()
 
     # ------------------------------------------------------------------------- helpers
     def block(self, statements):
+        """Rewrite a list of statements."""
         new = []
         for statement in statements:
             result = self.visit(statement)
@@ -84,18 +87,20 @@ class Names(ast.NodeTransformer):
         return new
 
     def site(self, node, what):
+        """A global that holds the Site of `node`. what: the array or the function there."""
         return self.constant(
             Site(self.file, node.lineno, node.col_offset, self.name, what), node, "site"
         )
 
     def error(self, node, message):
+        """A KernelError at the line of `node`."""
         return KernelError(
             f"{self.name}, {message}",
             (Site(self.file, node.lineno, node.col_offset, self.name, ""),),
         )
 
     def constant(self, value, node, hint):
-        """A global of the rewritten function that holds value."""
+        """A global of the rewritten function that holds `value`."""
         name = f"_{hint}_{len(self.scope)}"
         self.scope[name] = value
         return ast.copy_location(ast.Name(name, ast.Load()), node)
@@ -106,11 +111,12 @@ class Names(ast.NodeTransformer):
         return at(ast.Call(function, list(args), []), node)
 
     def temporary(self):
+        """A new local name."""
         return f"_temporary_{next(self.temporaries)}"
 
     @contextlib.contextmanager
     def inside(self, node, name):
-        """While the body of an inner function is visited: its names are its own, self.waits is about it alone."""
+        """Visit the body of a nested function: with its own local names, and self.waits for this function alone."""
         before = self.name, self.locals, self.waits, self.numbers
         names = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
         names |= {n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef)}
@@ -122,7 +128,7 @@ class Names(ast.NodeTransformer):
         self.name, self.locals, self.waits, self.numbers = before
 
     def static(self, node):
-        """The object that a global, a closure variable or an attribute of one names; else DYNAMIC."""
+        """The object that a global, a closure variable or an attribute of one refers to; otherwise DYNAMIC."""
         if isinstance(node, ast.Name) and node.id not in self.locals:
             return self.names.get(node.id, DYNAMIC)
         if isinstance(node, ast.Attribute):
@@ -132,7 +138,7 @@ class Names(ast.NodeTransformer):
         return DYNAMIC
 
     def cuda_name(self, node):
-        """ "syncthreads" for cuda.syncthreads, "atomic_add" for cuda.atomic.add; None for anything else."""
+        """ "syncthreads" for cuda.syncthreads, "atomic_add" for cuda.atomic.add, None for anything else."""
         if isinstance(node, ast.Name):  # from numba.cuda import syncthreads
             value = self.static(node)
             home = getattr(value, "__module__", None) or ""
@@ -141,12 +147,13 @@ class Names(ast.NodeTransformer):
         if isinstance(node, ast.Attribute):
             if self.static(node.value) is cuda:
                 return node.attr
-            if self.cuda_name(node.value) in NAMESPACES:
-                return f"{node.value.attr}_{node.attr}"
+            namespace = self.cuda_name(node.value)
+            if namespace in NAMESPACES:
+                return f"{namespace}_{node.attr}"
         return None
 
     def find_numbers(self, definition):
-        """Fill self.numbers. It begins with all names, since `acc = acc + x[i]` says nothing by itself."""
+        """Fill self.numbers. Starts with all names and removes some, because `acc = acc + x[i]` alone decides nothing."""
         values, size = assignments(definition), None
         self.numbers = {*values} - parameters(definition)
         while size != len(self.numbers):
@@ -154,7 +161,7 @@ class Names(ast.NodeTransformer):
             self.numbers = {n for n in self.numbers if all(map(self.shows_number, values[n]))}
 
     def shows_number(self, node):
-        """Is it plain from its text that this is no bool? Then number() can be left out."""
+        """Does the expression's text show that it is not a bool? Then number() is not needed."""
         if isinstance(node, ast.Constant):
             return not isinstance(node.value, bool)
         if isinstance(node, (ast.BinOp, ast.UnaryOp)):

@@ -1,6 +1,6 @@
-"""What Python runs and Numba refuses: a kernel that no GPU would get must not pass here.
+"""Rejects kernels that Python can run but Numba does not compile.
 
-Only what both numba and numba-cuda refuse is refused; tests/test_simulator_refused.py asks them.
+Only what both numba and numba-cuda reject is rejected here; tests/simulator/test_simulator_refused.py compares with them.
 """
 
 import ast
@@ -14,31 +14,29 @@ import numpy as np
 from .errors import KernelError
 from .names import assignments, parameters
 
-LISTS = (
-    "a kernel has numbers and arrays, no lists: a few numbers go into cuda.local.array(n, float32)"
-)
-CASES = "a case that takes something apart does not compile: a case is a number or a name"
+LISTS = "a list does not compile: use cuda.local.array(n, float32) for a few numbers"
+CASES = "a case with a pattern does not compile: use a number or a name"
 SYNTAX = {
     ast.ListComp: LISTS,
     ast.GeneratorExp: "a generator expression does not compile: write a loop",
-    ast.SetComp: "a kernel has no sets",
-    ast.Set: "a kernel has no sets",
-    ast.DictComp: "a kernel has no dicts",
-    ast.Dict: "a kernel has no dicts",
-    ast.Try: "try does not compile: nothing catches an exception on a GPU",
+    ast.SetComp: "a set does not compile",
+    ast.Set: "a set does not compile",
+    ast.DictComp: "a dict does not compile",
+    ast.Dict: "a dict does not compile",
+    ast.Try: "try does not compile: a GPU cannot catch exceptions",
     ast.With: "with does not compile",
     ast.JoinedStr: "an f-string does not compile",
     ast.ClassDef: "a class does not compile",
     ast.Delete: "del does not compile",
-    ast.Global: "a kernel cannot set a global: it is a constant when Numba compiles",
-    ast.Nonlocal: "a kernel cannot set a variable of the function around it",
+    ast.Global: "a kernel cannot assign to a global: globals are constants when Numba compiles",
+    ast.Nonlocal: "a kernel cannot assign to a variable of the enclosing function",
     ast.Import: "an import does not compile: write it at the top of the file",
     ast.MatchSequence: CASES,
     ast.MatchMapping: CASES,
     ast.MatchClass: CASES,
     ast.ImportFrom: "an import does not compile: write it at the top of the file",
 }
-# NumPy's functions of numbers that Numba does not have on a GPU; of those it has, some compute in float64.
+# NumPy's functions of numbers that Numba does not have on a GPU. Some of those that it has compute in float64.
 _NUMPY = """
 abs absolute add array cbrt ceil clip copysign divmod dot empty exp exp2 expm1 fabs float_power floor floor_divide fmod full
 isfinite isinf ldexp log1p logaddexp max min mod multiply negative ones pow power reciprocal remainder rint sign signbit sqrt
@@ -52,26 +50,29 @@ _ARRAYS = ("shared_array", "local_array")
 
 
 def check(rewriter, definition):
-    """Raises KernelError for what no GPU gets. -> why this may be a device function only, a KernelError or None"""
+    """Raise KernelError for what Numba does not compile.
+
+    Returns None, or the KernelError to raise if the function is launched as a kernel: it is valid as a device function only.
+    """
     sizes, device_only = _Sizes(rewriter, definition), None
-    inner = set()
+    inner: set[ast.AST] = set()
     for outer in _functions(definition):
         inner.update(n for n in ast.walk(outer) if n is not outer)
     for node in (n for statement in definition.body for n in ast.walk(statement)):
         if isinstance(node, ast.Starred) and isinstance(node.ctx, ast.Store):
-            raise rewriter.error(node, "a, *b = ... does not compile: give each part a name")
+            raise rewriter.error(node, "a, *b = ... does not compile: name each element")
         if type(node) in SYNTAX:
             raise rewriter.error(node, SYNTAX[type(node)])
         if isinstance(node, (ast.Assign, ast.Subscript)) and isinstance(node.value, ast.List):
             raise rewriter.error(node, LISTS)
-        if node in inner:  # its names are its own
+        if node in inner:  # in a nested function, which has its own names
             continue
         if isinstance(node, ast.Attribute):
             _check_attribute(rewriter, node)
         if isinstance(node, ast.Name) and id(rewriter.static(node)) in _UNKNOWN:
             raise rewriter.error(node, f"Numba has no {node.id} on a GPU")
         if isinstance(node, ast.Return) and not _nothing(node.value):
-            text = "a kernel returns nothing: write the result to an array"
+            text = "a kernel cannot return a value: write the result to an array"
             device_only = device_only or rewriter.error(node, text)
         if isinstance(node, ast.Call) and rewriter.cuda_name(node.func) in _ARRAYS:
             device_only = device_only or sizes.check(node)
@@ -100,49 +101,56 @@ def _check_attribute(rewriter, node):
         name = ast.unparse(node.value)
         raise rewriter.error(
             node,
-            f"Numba cannot look into {name}, a Python object ({kind.__name__}): give {text} a name outside the kernel",
+            f"Numba cannot read attributes of {name}, a Python object ({kind.__name__}): assign {text} to a name outside "
+            "the kernel",
         )
 
 
 class _Sizes:
-    """Is the shape of a shared or local array known when Numba compiles? It computes nothing then: TILE yes, TILE + 1 no."""
+    """Is the shape of a shared or local array a compile-time constant for Numba? TILE is, TILE + 1 is not."""
 
     def __init__(self, rewriter, definition):
         self.rewriter = rewriter
         self.parameters, self.values = parameters(definition), assignments(definition)
 
     def check(self, call):
-        """-> a KernelError to raise if the function is launched, not called: its parameter may be a constant there"""
+        """Raise KernelError if the shape is not a constant.
+
+        Returns None, or the KernelError to raise if the function is launched as a kernel: the shape depends on a parameter,
+        which is constant only if a kernel calls the function with a constant.
+        """
         shapes = [k.value for k in call.keywords if k.arg == "shape"] + call.args[:1]
-        given = set()
+        given: set[str] = set()
         if all(self.known(shape, given) for shape in shapes):
             return self._error(call, given.pop()) if given else None
         raise self._error(call, ast.unparse(shapes[0]))
 
     def _error(self, call, what) -> KernelError:
-        text = f"the shape of {ast.unparse(call.func)} must be known when Numba compiles, and {what} is not"
-        hint = "a literal, or a name set outside the kernel, as TILE1 = TILE + 1 there"
-        return self.rewriter.error(call, f"{text}: write {hint}")
+        text = f"the shape of {ast.unparse(call.func)} must be a compile-time constant, and {what} is not"
+        hint = "a literal, or a name defined outside the kernel, such as TILE1 = TILE + 1"
+        return self.rewriter.error(call, f"{text}: use {hint}")
 
     def known(self, node, given, looking=()):
-        """given: gets the names of parameters that it depends on"""
+        """Is the expression a compile-time constant? Adds the parameters that it depends on to `given`.
+
+        looking: local names whose assignments are being checked.
+        """
         if isinstance(node, ast.Constant):
             return type(node.value) is int
         if isinstance(node, ast.Tuple):
             return all(self.known(e, given, looking) for e in node.elts)
-        if isinstance(node, (ast.BinOp, ast.UnaryOp)):  # Python folds those of literals
-            leaves = [
-                n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute, ast.Call))
-            ]
-            return not leaves and isinstance(_folded(node), (int, tuple))
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):  # Python folds expressions of literals
+            leaves = (ast.Name, ast.Attribute, ast.Call)
+            literal = not any(isinstance(n, leaves) for n in ast.walk(node))
+            return literal and isinstance(_folded(node), (int, tuple))
         if isinstance(node, ast.IfExp):
             return all(self.known(side, given, looking) for side in (node.body, node.orelse))
         if isinstance(node, ast.Attribute):
             return node.attr == "ndim"
         if isinstance(node, ast.Subscript):
-            leaves = [n.id for n in ast.walk(node.slice) if isinstance(n, ast.Name)]
-            return isinstance(self.rewriter.static(node.value), tuple) and not leaves
-        if isinstance(node, ast.Call):  # of an inner function, which Numba puts in its place
+            constant = not any(isinstance(n, ast.Name) for n in ast.walk(node.slice))
+            return isinstance(self.rewriter.static(node.value), tuple) and constant
+        if isinstance(node, ast.Call):  # of a nested function, which Numba inlines
             return isinstance(node.func, ast.Name) and node.func.id in self.rewriter.locals
         return isinstance(node, ast.Name) and self._known_name(node, given, looking)
 

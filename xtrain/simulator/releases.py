@@ -1,35 +1,37 @@
-"""What a block may know of another one: the "last block done" pattern of the CUDA guide (Memory Fence Functions).
+"""Order between blocks: the "last block done" pattern of the CUDA guide (Memory Fence Functions).
 
     partial[b, tid] = ...
-    cuda.threadfence()                                  here, or in thread 0 behind the barrier
+    cuda.threadfence()                                  here, or in thread 0 after the barrier
     cuda.syncthreads()
     if tid == 0:
-        s[0] = cuda.atomic.add(counter, 0, 1)           publishes
+        s[0] = cuda.atomic.add(counter, 0, 1)           releases
     cuda.syncthreads()
-    if s[0] == cuda.gridDim.x - 1:                      the others have published before: they are known
+    if s[0] == cuda.gridDim.x - 1:                      acquires: all other blocks released before
         ... = partial[...]
 
-An atomic publishes what stands before a fence that it knows: a fence of its own thread, or of any thread of its block before
-a barrier. Before a fence stands what its thread has done, and what its block had done at the barrier before. Another block
-knows it as soon as it has done an atomic on the same element; that is, the thread which did it, and all behind a barrier.
+An atomic releases the accesses that precede a fence which the atomic follows: a fence of its own thread, or of any thread of its
+block before a barrier. A fence is preceded by the accesses of its thread, and by the accesses of its block before the last
+barrier. Another block acquires them by an atomic on the same element: for the thread of that atomic, and for all threads of that
+block after their next barrier.
 
-A fence in one thread, a barrier and then the atomic in another one are enough because threadfence is sequentially consistent
-(fence.sc of PTX), so there is one order of all fences; the atomic that is seen settles it for this pair.
+A fence in one thread, a barrier and the atomic in another thread are enough, because threadfence is sequentially consistent
+(fence.sc in PTX): all fences have one order, and the observed atomic determines it for this pair.
 """
 
 
 class Release:
-    """What one block's atomics on one element have published."""
+    """What the atomics of one block on one element have released."""
 
     __slots__ = ("atomics", "clocks", "epoch", "last")
 
     def __init__(self):
-        self.epoch = 0  # all that the block did before this epoch
-        self.last = 0  # epoch of the last atomic: it knows the fences of those before
-        self.clocks = {}  # what a thread did before its own fence, by that fence's clock
-        self.atomics = set()  # the marks of these atomics
+        self.epoch = 0  # all accesses of the block before this epoch are released
+        self.last = 0  # epoch of the last atomic: it follows the fences of earlier epochs
+        self.clocks = {}  # thread -> clock of its own last fence: its accesses before are released
+        self.atomics = set()  # the marks of the atomics
 
     def add(self, mark):
+        """Add an atomic at `mark`."""
         thread, fenced = mark.thread, mark.thread.block.fenced
         self.last = mark.epoch
         self.atomics.add(mark)
@@ -40,6 +42,7 @@ class Release:
         self.epoch = max(self.epoch, *known, 0)
 
     def covers(self, mark) -> bool:
+        """Is an access of this block at `mark` released?"""
         return (
             mark.epoch < self.epoch
             or mark in self.atomics
@@ -49,7 +52,7 @@ class Release:
 
 
 def fence(thread):
-    """thread.mark is a new one, which the fence stands before. Of each epoch the last fence is kept."""
+    """threadfence: give the thread a new mark, which the fence precedes. The last fence of each epoch is kept."""
     thread.mark = thread.mark.next()
     epoch, fenced = thread.mark.epoch, thread.block.fenced
     if not fenced or fenced[-1] != epoch:
@@ -60,7 +63,7 @@ def fence(thread):
 
 
 def acquire(mark, memory, key):
-    """An atomic learns what earlier blocks have published there."""
+    """An atomic acquires what earlier blocks have released on its element."""
     releases = memory.releases.get(key)
     if releases is not None:
         acquired = mark.thread.block.acquired
@@ -69,8 +72,8 @@ def acquire(mark, memory, key):
         acquired[memory, key][2].add(mark.thread)
 
 
-def publish(thread, memory, key):
-    """An atomic publishes what its block has done. -> the mark of this atomic and nothing else"""
+def release(thread, memory, key):
+    """An atomic releases the accesses of its block. Returns a mark that no other access of the thread has."""
     block = thread.block
     if not block.fenced:
         return thread.mark
@@ -84,19 +87,20 @@ def publish(thread, memory, key):
 
 
 def known(earlier, now) -> bool:
-    """Does the thread of the mark `now` know what another block did at `earlier`?"""
+    """Has the thread of the mark `now` acquired the access of another block at `earlier`?"""
     for releases, epoch, threads in now.thread.block.acquired.values():
         release = releases.get(earlier.thread.block)
-        learnt = now.thread in threads or epoch < now.epoch
-        if learnt and release is not None and release.covers(earlier):
+        acquired = now.thread in threads or epoch < now.epoch
+        if acquired and release is not None and release.covers(earlier):
             return True
     return False
 
 
 def keep(old: dict, new: dict):
-    """Add the reads or atomics of a block that is done to those of earlier ones.
+    """Add the reads or atomics of a finished block to those of earlier blocks.
 
-    One that no later block can know is enough: whoever writes races with it. A block without a fence publishes nothing.
+    For each element, one access that later blocks cannot acquire is enough, because every later write races with it. A block
+    without a fence releases nothing.
     """
     fenced = new and next(iter(new.values()))[0].thread.block.fenced
     if not fenced:
@@ -117,7 +121,7 @@ def _by_thread(record):
 
 
 def accesses(record):
-    """The (mark, site) in a record of reads or atomics; memory.add_reader says what it looks like."""
+    """The (mark, site) pairs in a record of reads or atomics; memory.add_reader describes its layout."""
     if len(record) == 3:
         return record[2].values()
     return (record[:2], record[2:]) if len(record) == 4 else (record,)

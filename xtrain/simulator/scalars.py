@@ -1,14 +1,14 @@
-"""Numbers inside a simulated kernel have the types that Numba gives them on the GPU.
+"""The numbers in a simulated kernel: they have the types that Numba gives them on the GPU.
 
-Python's own numbers never appear there: NumPy would treat them as "weak" and keep float32 * 0.5 in
-float32, where Numba computes in float64. Literals, constants and shapes become int64 or float64.
+Python's own numbers do not appear in a kernel: NumPy would treat them as "weak" and keep float32 * 0.5
+in float32, but Numba computes in float64. Literals, constants and shapes become int64 or float64.
 
-    int64, float32, float64, bool    NumPy's scalars; their arithmetic is Numba's
-    the other integers               the classes below, since Numba computes in 64 bits: int32 * int32 is int64
+    int64, float32, float64, bool    NumPy's scalars, whose arithmetic is the same as Numba's
+    the other integers               the classes below, because Numba computes in 64 bits: int32 * int32 is int64
 
 Numba's rules for two operands: integers give int64, or uint64 if both are unsigned; float32 stays
 float32 with float32, bool, int8, int16 and uint8, and becomes float64 with every other type; `/` of
-integers is float64. tests/test_simulator.py compares all of this with Numba's own type inference.
+integers gives float64. tests/simulator/test_simulator_types.py compares these rules with Numba's type inference.
 """
 
 import builtins
@@ -43,13 +43,13 @@ def _arithmetic(op):
     def backward(self, other):
         if isinstance(other, FLOATS):
             return op(other, _float_type(self, other)(self))
-        return op(wide(other), wide(self))  # two of our integers meet in forward
+        return op(wide(other), wide(self))  # `forward` handles two operands of these classes
 
     return forward, backward
 
 
 def _shift(op):
-    """The left operand decides the type."""
+    """The left operand determines the type."""
 
     def forward(self, other):
         if self.unsigned:
@@ -70,7 +70,7 @@ def _comparison(op):
 
 
 def _unary(op):
-    """In the operand's own bits, and 64 of them afterwards."""
+    """Computed in the operand's own width; the result has 64 bits."""
 
     def apply(self):
         value = op(self.base(self))
@@ -88,7 +88,8 @@ def _integer_methods():
         "__slots__": (),
         "__array_ufunc__": None,  # NumPy's scalars then leave mixed arithmetic to these methods
         "__hash__": lambda self: hash(int(self)),
-        "__abs__": lambda self: type(self)(abs(self.base(self))),  # the least one stays itself
+        # abs of the smallest value is the value itself
+        "__abs__": lambda self: type(self)(abs(self.base(self))),
     }
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
         op = getattr(operator, name + "_" * (name in ("and", "or")))
@@ -103,7 +104,7 @@ def _integer_methods():
 
 
 def _integer(name, base, in_float32=False):
-    """A subclass of a NumPy integer that computes as Numba does. in_float32: what Numba thinks safe to convert."""
+    """A subclass of a NumPy integer with Numba's arithmetic. in_float32: Numba converts it to float32 next to a float32."""
     unsigned = issubclass(base, np.unsignedinteger)
     more = {"unsigned": unsigned, "in_float32": in_float32, "base": base, "__module__": __name__}
     return type(name, (base,), _integer_methods() | more)  # NumPy allows no second base class
@@ -132,11 +133,11 @@ _SCALARS = {
 
 
 def dtype_of(kind) -> np.dtype:
-    """The dtype that a Numba type, a NumPy scalar class or a cast of this module stands for."""
+    """The dtype of a Numba type, a NumPy scalar class or a cast of this module."""
     if isinstance(kind, types.Type):
         try:
             return as_dtype(kind)
-        except NotImplementedError:  # numba-cuda's bfloat16 is known to ml_dtypes only
+        except NotImplementedError:  # numba-cuda's bfloat16, which only ml_dtypes knows
             import ml_dtypes
 
             return np.dtype(getattr(ml_dtypes, kind.name))
@@ -151,13 +152,16 @@ def scalar_type(dtype) -> type:
 
 @functools.cache
 def cast(dtype: np.dtype):
-    """float32(x), int32(x) ... as a kernel calls them: integers wrap around, floats are rounded or cut off."""
+    """float32(x), int32(x) ... as a kernel calls them: integers wrap around, floats are rounded or truncated.
+
+    The function's attributes `scalar` and `dtype` are the class and the dtype of its results.
+    """
     scalar = scalar_type(dtype)
 
     def convert(x):
         return x if type(x) is scalar else scalar(x)
 
-    convert.scalar, convert.dtype = scalar, dtype
+    vars(convert).update(scalar=scalar, dtype=dtype)
     return convert
 
 
@@ -179,27 +183,28 @@ def typed(value):
 
 @functools.cache
 def unify(a: type, b: type) -> type:
-    """The one type of a value that may be either: of min, of max, of the two sides of a conditional."""
+    """The common type of min, of max, or of the two sides of a conditional."""
     return scalar_type(np.result_type(a, b))
 
 
 def promote(x, like):
-    """x as one side of a conditional, whose other side would be like `like`. Arrays and tuples stay."""
+    """x as one side of a conditional whose other side has the type of `like`. Arrays and tuples are unchanged."""
     if type(x) is type(like) or not (isinstance(x, NUMBERS) and isinstance(like, NUMBERS)):
         return x
-    return unify(type(x), type(like))(x)
+    kinds: tuple[type, type] = type(x), type(like)
+    return unify(*kinds)(x)
 
 
 _BOOL = np.bool_
 
 
 def number(x):
-    """x as an operand of + - * / // % << >>: a bool counts as 0 or 1. An Int8 has float32 stay float32, as a bool does."""
+    """x as an operand of + - * / // % << >>: a bool becomes the Int8 0 or 1, next to which float32 stays float32."""
     return Int8(x) if type(x) is _BOOL or type(x) is bool else x
 
 
 def promote_if_known(x, like):
-    """like: a function of nothing. The side that is not taken may have no value here: a name not set, 2 ** -1."""
+    """promote(x, like()), or x if like() raises: the side that is not taken need not have a value (an unset name, 2 ** -1)."""
     try:
         return promote(x, like())
     except Exception:
@@ -208,11 +213,12 @@ def promote_if_known(x, like):
 
 # ----------------------------------------------------------------------------- builtins
 def _select(better):
-    """min or max. A NaN loses against a number, as in the GPU's fminf and fmaxf."""
+    """min or max. A number is preferred to NaN, as in the GPU's fminf and fmaxf."""
 
     def of_two(a, b):
         chosen = b if better(b, a) or a != a else a
-        return chosen if type(a) is type(b) else unify(type(a), type(b))(chosen)
+        kinds: tuple[type, type] = type(a), type(b)
+        return chosen if kinds[0] is kinds[1] else unify(*kinds)(chosen)
 
     def select(*args):
         return functools.reduce(of_two, args if len(args) > 1 else args[0])
@@ -221,7 +227,7 @@ def _select(better):
 
 
 def power(a, b):
-    """float32 to an integer power stays float32."""
+    """a ** b; float32 to an integer power stays float32."""
     a = number(a)
     if type(a) is np.float32 and isinstance(b, np.integer):
         b = int(b)
@@ -265,7 +271,7 @@ _NUMPY_NAMES = {"pow": "power", "fabs": "abs"} | {
 
 
 def _float_of(args):
-    """float32 if there is one and Numba would convert the others to it, else float64."""
+    """float32 if there is a float32 and Numba would convert the other arguments to it, else float64."""
     kinds = {type(a) for a in args}
     if kinds == {np.float32}:
         return np.float32
@@ -274,7 +280,7 @@ def _float_of(args):
 
 
 def _float_function(name, f, scalar=None):
-    """f in float64, rounded to float32 if every argument fits there, or to `scalar` if given."""
+    """f computed in float64 and rounded to `scalar`; by default to the type that Numba gives the result."""
     fallback = getattr(np, _NUMPY_NAMES.get(name, name), lambda *args: math.nan)
 
     def call(*args):
@@ -307,7 +313,7 @@ _EXTRA = {  # libdevice only
 
 
 def _libdevice_table():
-    """libdevice's float functions: expf is exp in float32, fast_expf its quick form, exp is float64."""
+    """libdevice's float functions: exp is float64, expf is float32, fast_expf is the approximate float32 version."""
     table = {n: getattr(math, n) for n in _FUNCTIONS.split()} | _EXTRA
     for name, f in table.items():
         for full, scalar in (
@@ -329,8 +335,8 @@ def _libdevice_table():
     yield libdevice.fsqrt_rn, lambda x: np.sqrt(np.float32(x))
 
 
-# What a kernel names -> what the simulator runs in its place.
-TWINS = {
+# A function that a kernel calls -> the function that the simulator calls in its place.
+TWINS: dict = {
     builtins.min: _select(operator.lt),
     builtins.max: _select(operator.gt),
     builtins.pow: power,
@@ -350,12 +356,12 @@ TWINS = {
 TWINS |= {
     getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS.split()
 }
-TWINS[math.trunc] = _float_function("trunc", _EXTRA["trunc"])  # a float for Numba
+TWINS[math.trunc] = _float_function("trunc", _EXTRA["trunc"])  # Numba returns a float
 TWINS |= dict(_libdevice_table())
 
 
 def twin(obj):
-    """What stands for obj inside a simulated kernel; obj itself if it needs no other."""
+    """What replaces obj in a simulated kernel; obj itself if it needs no replacement."""
     if isinstance(obj, types.Type) or (isinstance(obj, type) and issubclass(obj, np.generic)):
         return cast(dtype_of(obj))
     try:

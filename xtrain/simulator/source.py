@@ -1,4 +1,4 @@
-"""A kernel's own source, rewritten so that one thread of it is a Python generator.
+"""Rewrites the source of a kernel so that one thread of it is a Python generator.
 
     cuda.threadIdx.x                 _t.threadIdx.x              _t is the Thread, a new first parameter
     a[i, j]                          _t.load(a, (i, j), site)
@@ -7,12 +7,11 @@
     cuda.syncthreads()               (yield ("syncthreads", site, ()))
     cuda.shfl_xor_sync(m, v, 16)     (yield ("shfl_xor_sync", site, (m, v, int64(16))))
     block_sum(v, scratch)            (yield from block_sum(_t, v, scratch))     a device function that waits
-    square(v)                        square(_t, v)                              one that does not
-    0.5, C, math.exp, min            float64(0.5), int64(C), their twins of scalars.py
+    square(v)                        square(_t, v)                              a device function that does not
+    0.5, C, math.exp, min            float64(0.5), int64(C), their replacements (scalars.TWINS)
 
-File and line numbers stay, so tracebacks, pdb and breakpoints show the kernel as it was written.
-The global names and closure variables are read once, when a kernel first runs here, as Numba
-freezes them when it compiles.
+File names and line numbers are kept, so tracebacks, pdb and breakpoints show the original source.
+Globals and closure variables are read once, when the kernel first runs in the simulator; Numba freezes them when it compiles.
 """
 
 import ast
@@ -50,10 +49,12 @@ _PARAMETERS = {
 
 
 class Translated(NamedTuple):
+    """A rewritten kernel or device function."""
+
     function: types.FunctionType  # called with (thread, *args)
-    waits: bool  # it is a generator, since somewhere it waits for other threads
+    waits: bool  # it waits for other threads somewhere, so it is a generator
     granule: int  # bytes; divides the element size of every dynamic shared array in it
-    device_only: KernelError | None  # why no GPU takes it as a kernel
+    device_only: KernelError | None  # why it cannot be launched as a kernel
 
 
 # ----------------------------------------------------------------------------- translation
@@ -61,9 +62,11 @@ _translated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def translate(function) -> Translated:
-    """function: the Python function under @cuda.jit (`py_func`)."""
+    """Rewrite a function: the `py_func` of a @cuda.jit function. Cached. Returns None while the function is being rewritten
+    (a recursive call). Raises KernelError for what Numba does not compile.
+    """
     if function not in _translated:
-        _translated[function] = None  # under way
+        _translated[function] = None  # in progress
         try:
             _translated[function] = _translate(function)
         finally:
@@ -77,12 +80,12 @@ def _translate(function):
         lines, first = inspect.getsourcelines(function)
     except OSError as error:
         raise KernelError(
-            f"no source for {function.__name__}: the simulator runs it from source"
+            f"no source for {function.__name__}: define it in a file or a notebook cell"
         ) from error
     nested = lines[0][0].isspace()
     tree = ast.parse("if 1:\n" * nested + "".join(lines))
     ast.increment_lineno(tree, first - 1 - nested)
-    definition = tree.body[0].body[0] if nested else tree.body[0]
+    definition = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
     rewriter = _Rewriter(function, definition.name)
     definition.decorator_list = []
     device_only = refused.check(rewriter, definition)
@@ -99,16 +102,18 @@ def _translate(function):
 
 
 class _Rewriter(Names):
-    def witness(self, node):
-        """An expression with the type of node that reads no memory; None where the type does not show."""
+    """The rewriting of one function. A visit_X method returns the new syntax tree of a node of type X."""
+
+    def typed_like(self, node):
+        """An expression that has the type of `node` and reads no memory; None if the source does not show the type."""
         if isinstance(node, (ast.Constant, ast.Name)) or self.static(node) is not DYNAMIC:
             return self.visit(node)
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
             return self.call(node, "element", self.visit(node.value))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return self.witness(node.operand)
+            return self.typed_like(node.operand)
         if isinstance(node, ast.BinOp):
-            sides = self.witness(node.left), self.witness(node.right)
+            sides = self.typed_like(node.left), self.typed_like(node.right)
             if None not in sides:
                 return self.binary(node, *sides)
         if isinstance(node, ast.Call):
@@ -122,19 +127,21 @@ class _Rewriter(Names):
         if name is not None:  # from numba.cuda import syncthreads
             return self.cuda_attribute(node, name) or self.object(value, node, name)
         if self.inner.get(node.id) and isinstance(node.ctx, ast.Load):
-            raise self.error(node, f"{node.id} waits for other threads, so it may only be called")
+            raise self.error(
+                node, f"{node.id} waits for other threads: call it, but do not pass it on"
+            )
         if isinstance(node.ctx, ast.Store) or value is DYNAMIC:
             return node
         return self.object(value, node, node.id)
 
     def visit_Attribute(self, node):
         if isinstance(node.ctx, ast.Store):
-            text = "record arrays are not simulated, and other attributes cannot be set"
+            text = "record arrays are not simulated, and other attributes are read-only"
             raise self.error(node, f"{ast.unparse(node)} = ...: {text}")
         of_array = isinstance(node.value, ast.Name) and self.static(node.value) is DYNAMIC
         if of_array and node.attr in ("reshape", "view", "flat"):
             raise self.error(
-                node, f"{ast.unparse(node)} is not simulated: index the array as it is"
+                node, f"{ast.unparse(node)} is not simulated: index the original array"
             )
         value, name = self.static(node), self.cuda_name(node)
         if name is not None and (new := self.cuda_attribute(node, name)):
@@ -142,9 +149,9 @@ class _Rewriter(Names):
         return self.generic_visit(node) if value is DYNAMIC else self.object(value, node, node.attr)
 
     def cuda_attribute(self, node, name):
-        """What stands for cuda.<name>; None if the simulator can take it as it is, as cuda.libdevice."""
+        """The replacement of cuda.<name>; None if it needs none, such as cuda.libdevice."""
         if isinstance(node, ast.Name) and isinstance(self.static(node), type):
-            raise self.error(node, f"Numba does not know {node.id} by itself: write cuda.{name}")
+            raise self.error(node, f"Numba does not compile a bare {node.id}: write cuda.{name}")
         if hasattr(Thread, name):
             return at(ast.Attribute(ast.Name("_t", ast.Load()), name, ast.Load()), node)
         if name in _PARAMETERS:
@@ -161,13 +168,14 @@ class _Rewriter(Names):
         raise self.error(node, text)
 
     def object(self, value, node, hint):
+        """A global or closure variable."""
         if isinstance(value, np.ndarray):  # Numba copies a global array into constant memory
             return self.call(
                 node, "const_array_like", self.site(node, hint), self.constant(value, node, hint)
             )
         if isinstance(value, (list, dict, set)):
             kind = type(value).__name__
-            raise self.error(node, f"{hint} is a {kind}: a kernel knows numbers, tuples and arrays")
+            raise self.error(node, f"{hint} is a {kind}: use numbers, tuples and arrays")
         return self.constant(twin(value), node, hint)
 
     def visit_Constant(self, node):
@@ -177,8 +185,9 @@ class _Rewriter(Names):
 
     # ------------------------------------------------------------------------- expressions
     def visit_UnaryOp(self, node):
-        if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-            return self.constant(typed(-node.operand.value), node, "literal")
+        literal = node.operand.value if isinstance(node.operand, ast.Constant) else None
+        if isinstance(node.op, ast.USub) and isinstance(literal, (int, float)):
+            return self.constant(typed(-literal), node, "literal")
         operand = self.visit(node.operand)
         if isinstance(node.op, ARITHMETIC) and not self.shows_number(node.operand):
             operand = self.number(operand)
@@ -189,28 +198,30 @@ class _Rewriter(Names):
         return self.binary(node, self.visit(node.left), self.visit(node.right), numbers)
 
     def binary(self, node, left, right, numbers=False):
-        """left node.op right, of rewritten expressions. numbers: one of them is known not to be a bool."""
+        """`left node.op right` for rewritten expressions. numbers: one of them is known not to be a bool."""
         if isinstance(node.op, ast.Pow):
             return at(ast.Call(self.constant(power, node, "power"), [left, right], []), node)
-        if isinstance(node.op, ARITHMETIC) and not numbers:
+        op: ast.operator = node.op
+        if isinstance(op, ARITHMETIC) and not numbers:
             left = self.number(left)
-        return at(ast.BinOp(left, node.op, right), node)
+        return at(ast.BinOp(left, op, right), node)
 
     def number(self, expression):
+        """number(expression): a bool becomes an integer."""
         return at(
             ast.Call(self.constant(number, expression, "number"), [expression], []), expression
         )
 
     def visit_IfExp(self, node):
-        """Both sides get the type that Numba unifies them to: `x if c else 0.0` is float64 for a float32 x."""
-        likes = {"body": self.witness(node.orelse), "orelse": self.witness(node.body)}
+        """Both sides get their common type in Numba: `x if c else 0.0` is float64 for a float32 x."""
+        likes = {"body": self.typed_like(node.orelse), "orelse": self.typed_like(node.body)}
         node = self.generic_visit(node)
         for side, like in likes.items():
             if like is not None:
                 helper = promote
                 if not (isinstance(like, ast.Name) and like.id in self.scope):  # not a constant
-                    nothing = ast.arguments([], [], None, [], [], None, [])
-                    like, helper = ast.Lambda(nothing, like), promote_if_known
+                    no_arguments = ast.arguments([], [], None, [], [], None, [])
+                    like, helper = ast.Lambda(no_arguments, like), promote_if_known
                 args = [getattr(node, side), like]
                 promoted = ast.Call(self.constant(helper, node, "promote"), args, [])
                 setattr(node, side, at(promoted, node))
@@ -223,7 +234,7 @@ class _Rewriter(Names):
         return self.call(node, "load", self.visit(node.value), self.index(node.slice), site)
 
     def index(self, node):
-        """An index may stay a Python integer: Thread.load makes one of it anyway."""
+        """A rewritten index. Literals stay Python integers, because Thread.load converts the index to one anyway."""
         if isinstance(node, ast.Constant):
             return node
         if isinstance(node, ast.Tuple):
@@ -245,14 +256,13 @@ class _Rewriter(Names):
             if name == "shared_array":
                 kind = twin(self.static(node.args[1])) if len(node.args) > 1 else None
                 self.granule = math.gcd(
-                    self.granule, kind.dtype.itemsize if hasattr(kind, "dtype") else 1
+                    self.granule, getattr(getattr(kind, "dtype", None), "itemsize", 1)
                 )
             if "atomic" in name and (node.keywords or not node.args):
-                raise self.error(
-                    node, f"{ast.unparse(node.func)} takes an array, an index, a value: no keywords"
-                )
+                text = "takes an array, an index and a value, without keywords"
+                raise self.error(node, f"{ast.unparse(node.func)} {text}")
             if "atomic" in name:
-                self.visit(node.func)  # is there such a one?
+                self.visit(node.func)  # raises an error for an unknown atomic
             site = self.site(node, ast.unparse(node.args[0]) if "atomic" in name else name)
             node = self.generic_visit(node)
             node.args.insert(0, site)
@@ -262,11 +272,11 @@ class _Rewriter(Names):
         if hasattr(function, "py_func"):
             return self.device_function(node, function.py_func)
         if isinstance(node.func, ast.Attribute) and self.cuda_name(node.func.value) == "cg":
-            raise self.error(node, "barriers of the whole grid (cuda.cg) are not simulated")
+            raise self.error(node, "cooperative groups (cuda.cg) are not simulated")
         if isinstance(function, types.FunctionType) and twin(function) is function:
             raise self.error(
                 node,
-                f"{function.__name__} is a Python function: write @cuda.jit(device=True) above it",
+                f"{function.__name__} is a Python function: decorate it with @cuda.jit(device=True)",
             )
         if isinstance(node.func, ast.Name) and self.inner.get(node.func.id):
             self.waits = True
@@ -277,7 +287,7 @@ class _Rewriter(Names):
         return self.folded(new, function)
 
     def folded(self, node, function):
-        """float32(0.5), NEG_INF: a constant, computed once."""
+        """A cast of a constant, such as float32(0.5), is computed once."""
         if (
             hasattr(twin(function), "scalar")
             and len(node.args) == 1
@@ -289,7 +299,7 @@ class _Rewriter(Names):
         return node
 
     def wait(self, node, name):
-        """The scheduler sends the result of cuda.<name>."""
+        """A call of a barrier or a warp function: the scheduler sends its result."""
         wanted, given = _PARAMETERS[name], {k.arg: k.value for k in node.keywords}
         known = name.startswith(("shfl", "syncthreads")) and set(given) == {
             *wanted[len(node.args) :]
@@ -298,17 +308,18 @@ class _Rewriter(Names):
         optional = name == "syncwarp" and not args
         if (given and not known) or (len(args) != len(wanted) and not optional):
             takes = f"takes ({', '.join(wanted)}), in this order and without keywords"
-            raise self.error(node, f"cuda.{name} {takes}, this is {ast.unparse(node)}")
+            raise self.error(node, f"cuda.{name} {takes}: this call is {ast.unparse(node)}")
         return self.request(node, name, args)
 
     def request(self, node, name, args):
-        """(yield (name, site, args))"""
+        """`(yield (name, site, args))`"""
         self.waits = True
         args = at(ast.Tuple([self.visit(a) for a in args], ast.Load()), node)
         request = [at(ast.Constant(name), node), self.site(node, name), args]
         return at(ast.Yield(at(ast.Tuple(request, ast.Load()), node)), node)
 
     def intrinsic(self, node, function):
+        """A call of a function that `simulates` registered."""
         simulated, collective = INTRINSICS[function]
         if collective:
             request = self.request(node, getattr(function, "__name__", "intrinsic"), node.args)
@@ -319,6 +330,7 @@ class _Rewriter(Names):
         return at(ast.Call(self.constant(simulated, node, "intrinsic"), args, node.keywords), node)
 
     def device_function(self, node, function):
+        """A call of a @cuda.jit function."""
         translated = translate(function)
         if translated is None:
             raise self.error(node, f"{function.__name__} calls itself: write a loop")
@@ -338,7 +350,7 @@ class _Rewriter(Names):
         return node
 
     def visit_While(self, node):
-        """turn = _t.turns(site) before it, and `while turn() and ...`"""
+        """`turn = _t.turns(site)` before the loop, and `while turn() and ...`."""
         turn, site = self.temporary(), self.site(node, f"while {ast.unparse(node.test)}")
         start = ast.Assign([ast.Name(turn, ast.Store())], self.call(node, "turns", site))
         count = ast.Call(ast.Name(turn, ast.Load()), [], [])
@@ -347,11 +359,11 @@ class _Rewriter(Names):
         return [at(start, node), node]
 
     def visit_MatchValue(self, node):
-        """Python allows no name there; a literal compares as it is."""
+        """Unchanged: Python does not allow a name here, and a literal compares equal as it is."""
         return node
 
     def each(self, node):
-        """What a loop goes over. An array's elements are read one by one, as the loop comes to them."""
+        """The iterable of a loop. An array's elements are read one by one, when the loop reaches them."""
         if not isinstance(node, ast.Call):
             site = self.site(node, ast.unparse(node))
             return self.call(node, "each", self.visit(node), site)
@@ -361,10 +373,10 @@ class _Rewriter(Names):
             return at(ast.Call(self.visit(node.func), args, []), node)
         return self.visit(node)
 
-    # ------------------------------------------------------------------------- functions inside
+    # ------------------------------------------------------------------------- nested functions
     def visit_FunctionDef(self, node):
         if node.decorator_list:
-            raise self.error(node, f"{node.name} has a decorator: write it outside the kernel")
+            raise self.error(node, f"{node.name} has a decorator: move it out of the kernel")
         node.args.defaults = [self.visit(d) for d in node.args.defaults]
         node.returns = None
         for argument in node.args.args:
@@ -379,19 +391,19 @@ class _Rewriter(Names):
         with self.inside(node, "lambda"):
             node.body = self.visit(node.body)
             if self.waits:
-                raise self.error(node, "it waits for other threads: write it with def")
+                raise self.error(node, "a lambda that waits for other threads: use def")
         return node
 
     # ------------------------------------------------------------------------- statements
     def visit_Return(self, node):
-        """An early return is noted, for the report when others wait for this thread."""
+        """An early return is recorded, for the report if other threads wait for this one."""
         if node.value is not None:
             return self.generic_visit(node)
         left = ast.Attribute(ast.Name("_t", ast.Load()), "left", ast.Store())
         return [at(ast.Assign([left], self.site(node, "return")), node), node]
 
     def store(self, target, value):
-        """Statements for target[...] = value; value is a rewritten expression."""
+        """A statement for `target[...] = value`; value is a rewritten expression."""
         site = self.site(target, ast.unparse(target.value))
         args = self.visit(target.value), self.index(target.slice), value, site
         return ast.copy_location(ast.Expr(self.call(target, "store", *args)), target)
@@ -409,7 +421,7 @@ class _Rewriter(Names):
         return new
 
     def unpack(self, target, value):
-        """a, x[i] = value, with the elements of x stored after the tuple is taken apart."""
+        """`a, x[i] = value`: unpacks the tuple first, then stores the elements of x."""
         if isinstance(target, ast.Subscript):
             return [self.store(target, value)]
         if isinstance(target, ast.Name):
@@ -417,8 +429,8 @@ class _Rewriter(Names):
         if isinstance(target, ast.Attribute):
             return self.visit(target)
         names = [self.temporary() for _ in target.elts]
-        parts = ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())
-        new = [at(ast.Assign([parts], value), target)]
+        unpacked = ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())
+        new = [at(ast.Assign([unpacked], value), target)]
         for name, element in zip(names, target.elts):
             new += self.unpack(element, at(ast.Name(name, ast.Load()), element))
         return new
@@ -430,15 +442,15 @@ class _Rewriter(Names):
             value = self.visit_BinOp(at(ast.BinOp(old, node.op, node.value), node))
             return at(ast.Assign([target], value), node)
         array, index = self.temporary(), self.temporary()
-        new = [
+        new: list[ast.stmt] = [
             ast.Assign([ast.Name(array, ast.Store())], self.visit(target.value)),
             ast.Assign([ast.Name(index, ast.Store())], self.index(target.slice)),
         ]
         site = self.site(target, ast.unparse(target.value))
-        place = ast.Name(array, ast.Load()), ast.Name(index, ast.Load())
-        old = self.call(node, "load", *place, site)
+        element = ast.Name(array, ast.Load()), ast.Name(index, ast.Load())
+        old = self.call(node, "load", *element, site)
         value = self.binary(node, old, self.visit(node.value), self.shows_number(node.value))
-        new.append(ast.Expr(self.call(node, "store", *place, value, site)))
+        new.append(ast.Expr(self.call(node, "store", *element, value, site)))
         return [at(statement, node) for statement in new]
 
 

@@ -1,9 +1,8 @@
-"""One CUDA thread: everything a kernel can ask of `numba.cuda` that does not wait for other
-threads.
+"""One CUDA thread: the functions and attributes of `numba.cuda` that do not wait for other threads.
 
 source.py rewrites a kernel so that `cuda.threadIdx.x` becomes `_t.threadIdx.x`,
-`cuda.atomic.add(...)` becomes `_t.atomic_add(...)`, `a[i]` becomes `_t.load(a, i, site)`, where _t
-is the running Thread.
+`cuda.atomic.add(...)` becomes `_t.atomic_add(...)` and `a[i]` becomes `_t.load(a, i, site)`, where _t
+is the running Thread. Each method has the name and the meaning of its function in numba.cuda.
 """
 
 import contextlib
@@ -11,6 +10,7 @@ import functools
 import itertools
 import math
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +18,13 @@ from . import errors, releases
 from .memory import Array, Mark, Memory, add_reader, dense_array, poisoned, unordered
 from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, unify
 
-ATOMIC = "atomically changed"  # in a report
-MAX_TURNS = 1_000_000  # of one while loop of one thread: a second or two
+ATOMIC = "atomically changed"  # the verb in a report
+MAX_TURNS = 1_000_000  # iterations of one while loop of one thread: a second or two
 
 
 class Dim3:
+    """A position or a size with three axes, as int32."""
+
     __slots__ = ("x", "y", "z")
 
     def __init__(self, x, y, z):
@@ -36,13 +38,14 @@ class Dim3:
 
 
 class Thread:
-    """Made by simulator.run for every thread of every block.
+    """One thread of one block.
 
     block: the running Block; index: position in the block; lane, warp: index % 32, index // 32
-    mark: this thread since its last synchronisation; fences: its marks behind a threadfence (releases.py)
-    seen: what it knows of each lane of its warp (memory.py); None before the first syncwarp
+    mark: this thread since its last synchronization; fences: its marks after a threadfence (releases.py)
+    seen: the clocks that it knows of the lanes of its warp (memory.py); None before the first syncwarp
+    generator, request, reply: the running kernel, what it waits for, and the result to send to it
     left: the Site of the return statement that ended it
-    state: for the simulated functions of intrinsics, which may keep here what they need between calls
+    state: a dict for simulated intrinsics, which keep state between calls in it
     """
 
     __slots__ = (
@@ -58,11 +61,13 @@ class Thread:
         self.blockIdx = block.position
         self.blockDim, self.gridDim = block.launch.block, block.launch.grid
         self.mark = Mark(self, block.epoch, 1)
-        self.generator = self.request = self.reply = self.seen = self.left = None
+        self.request: Any = None
+        self.generator = self.reply = self.seen = self.left = None
         self._state, self.fences = None, ()
 
     @property
     def state(self) -> dict:
+        """State of simulated intrinsics, created at the first use."""
         if self._state is None:
             self._state = {}
         return self._state
@@ -81,7 +86,7 @@ class Thread:
             return self._view(a, index, site)
         memory = a.memory
         if memory.local and k in memory.writes:
-            pass  # nobody else has it
+            pass  # no other thread has this memory
         elif a.span == 1:
             self._read(a, k + a.bias, index, site)
         else:
@@ -91,7 +96,7 @@ class Thread:
         return value if a.wrap is None else a.wrap(value)
 
     def element(self, a):
-        """A number of the type that a[i] has, without a look at the memory."""
+        """A number with the type of a[i], without a read of memory."""
         return a[0] if isinstance(a, tuple) else (a.wrap or a.dtype.type)(1)
 
     def each(self, a, site):
@@ -158,7 +163,7 @@ class Thread:
         memory.writes[key] = (mark, site)
 
     def _change(self, a, key, index, site):
-        """The records of an atomic."""
+        """Check and record an atomic."""
         memory = a.memory
         if memory.kind != "global" and key not in memory.writes and key not in memory.atomics:
             raise errors.uninitialized(self, memory, key, site, index)
@@ -171,7 +176,7 @@ class Thread:
         if not a.writeable:
             raise errors.read_only(self, site, index)
         memory.watched = True
-        add_reader(memory.atomics, key, releases.publish(self, memory, key), site)
+        add_reader(memory.atomics, key, releases.release(self, memory, key), site)
 
     def _order(self, memory, record, did, does, index, site):
         if record is not None:
@@ -180,7 +185,7 @@ class Thread:
                 raise errors.race(memory.kind, then, did, self, does, site, index)
 
     def _view(self, a, index, site):
-        """A row or a slice; anything else is out of bounds."""
+        """The view of a row or a slice. Raises OutOfBoundsError for any other index."""
         index = index if isinstance(index, tuple) else (index,)
         rest = (slice(None),) * (a.ndim - len(index) + 1)
         sliced = any(isinstance(i, slice) or i is ... for i in index)
@@ -195,11 +200,11 @@ class Thread:
 
     def _store_view(self, a, index, value, site):
         """a[2:5] = value"""
-        part = self._view(a, index, site)
+        view = self._view(a, index, site)
         if isinstance(value, Array):
             raise errors.array_copied(self, site)
-        for i in np.ndindex(part.dims):
-            self.store(part, i, value, site)
+        for i in np.ndindex(view.dims):
+            self.store(view, i, value, site)
 
     def shared_array(self, site, shape, dtype, **_):
         return self.block.shared_array(self, site, _shape(shape), dtype_of(dtype))
@@ -213,7 +218,7 @@ class Thread:
 
     # ------------------------------------------------------------------------- atomics
     def _atomic(self, site, a, index, name, change):
-        """a[index] = change(a[index]) in one step. -> the old value"""
+        """a[index] = change(a[index]) as one access. Returns the old value."""
         kinds = _ATOMIC_KINDS.get(name, _WHOLE)
         if a.dtype.name not in kinds:
             raise errors.atomic_kind(self, site, name, a, kinds)
@@ -241,11 +246,11 @@ class Thread:
     def threadfence_block(self):
         pass
 
-    # ------------------------------------------------------------------------- where am I
+    # ------------------------------------------------------------------------- positions
     def grid(self, ndim):
-        """-> int64, or a tuple of ndim"""
-        at = zip(self.blockIdx, self.blockDim, self.threadIdx)
-        position = tuple(np.int64(b) * n + t for b, n, t in at)[: int(ndim)]
+        """The thread's position in the grid: int64, or a tuple of ndim int64."""
+        axes = zip(self.blockIdx, self.blockDim, self.threadIdx)
+        position = tuple(np.int64(b) * n + t for b, n, t in axes)[: int(ndim)]
         return position if ndim > 1 else position[0]
 
     def gridsize(self, ndim):
@@ -260,7 +265,7 @@ class Thread:
         return a if condition else b
 
     def fma(self, a, b, c):
-        """Rounded once. float32: exact in float64 but for the last addition, as good as it gets here."""
+        """a * b + c, rounded once. In float32 the product is exact in float64 and only the addition is rounded twice."""
         scalar = functools.reduce(unify, map(type, (a, b, c)))
         return scalar(np.float64(a) * np.float64(b) + np.float64(c))
 
@@ -286,7 +291,7 @@ class Thread:
         pass
 
     def turns(self, site):
-        """A function that a while loop calls in each turn, until there are too many. -> True"""
+        """A function that a while loop calls in each iteration. It returns True, and raises KernelError after MAX_TURNS."""
 
         def counted():
             yield from itertools.repeat(True, MAX_TURNS)
@@ -323,8 +328,8 @@ _ATOMICS = {
 }
 
 
-# The arrays for which Numba has them, and those for which it has all the others.
-_ATOMIC_KINDS = dict.fromkeys(("inc", "dec"), ("uint32", "uint64"))
+# The dtypes for which Numba has each atomic; _WHOLE for the ones that are not listed.
+_ATOMIC_KINDS: dict[str, tuple[str, ...]] = dict.fromkeys(("inc", "dec"), ("uint32", "uint64"))
 _WHOLE = ("int32", "int64", "uint32", "uint64")
 _ATOMIC_KINDS |= dict.fromkeys(
     ("add", "sub", "max", "min", "nanmax", "nanmin"), (*_WHOLE, "float32", "float64")

@@ -1,4 +1,4 @@
-"""Functions for which the lanes of a warp come together: shuffles, votes, syncwarp."""
+"""Warp functions, which the lanes of a warp call together: shuffles, votes, syncwarp."""
 
 import functools
 import operator
@@ -10,16 +10,16 @@ from .memory import Mark
 from .scalars import Int8, Int16, Int32, UInt8, UInt16, UInt32, unify
 
 FULL = 0xFFFFFFFF
-# Numba has shuffles of int32, int64, float32 and float64; other types become one of these.
+# Numba has shuffles of int32, int64, float32 and float64; other types are converted to one of these.
 _SHUFFLED = {t: Int32 for t in (bool, np.bool_, Int8, Int16, UInt8, UInt16)} | {UInt32: np.int64}
 
 
 def run_collective(warp, waiting):
-    """Answer the lanes whose whole mask has arrived. waiting: the lanes of `warp` that called a warp function.
+    """Run the warp functions for which all lanes of the mask have arrived, and return these lanes.
 
-    -> those lanes. Raises CollectiveError for a call that can never be right.
+    waiting: the lanes of `warp` that wait in a warp function. Raises CollectiveError for a call that is always wrong.
     """
-    groups = {}
+    groups: dict = {}
     for thread in waiting:
         name, _, args = thread.request
         mask = int(args[0]) & FULL if args and not callable(name) else FULL
@@ -34,7 +34,8 @@ def run_collective(warp, waiting):
         for thread in lanes:
             if not mask >> thread.lane & 1:
                 raise _error(
-                    thread, f"mask {mask:#x} does not name lane {thread.lane}, which calls it"
+                    thread,
+                    f"mask {mask:#x} does not contain lane {thread.lane}, which calls the function",
                 )
         if len(lanes) == mask.bit_count():
             replies = _call(name, lanes)
@@ -60,7 +61,7 @@ def _check_mask(thread, mask, warp):
     if missing:
         raise _error(
             thread,
-            f"its mask {mask:#x} names lanes {ranges(missing)}, but this warp has {len(warp)}: a block of "
+            f"mask {mask:#x} contains lanes {ranges(missing)}, but this warp has {len(warp)}: a block of "
             f"{thread.block.launch.threads} threads is not whole warps",
         )
 
@@ -72,7 +73,7 @@ def _error(thread, message):
 
 
 def _syncwarp(lanes):
-    """Every lane learns what the others know: memory accesses before it come before those after it."""
+    """Merge the clocks of the lanes: accesses before syncwarp are ordered before accesses after it."""
     known = [t.seen for t in lanes if t.seen is not None]
     joined = [max(clocks) for clocks in zip([0] * 32, *known)]
     for thread in lanes:
@@ -87,7 +88,7 @@ def _syncwarp(lanes):
     return [None] * len(lanes)
 
 
-# From which lane a shuffle reads; outside the warp the lane gets its own value back.
+# The lane from which a shuffle reads; outside the warp, a lane gets its own value.
 _SOURCES = {
     "shfl_sync": lambda lane, k: k % 32,
     "shfl_up_sync": operator.sub,
@@ -107,22 +108,24 @@ def _shuffle(lanes, args, source):
         elif 0 <= lane < 32:
             raise _error(
                 thread,
-                f"lane {thread.lane} reads from lane {lane}, which takes no part in this call",
+                f"lane {thread.lane} reads from lane {lane}, which does not take part in this call",
             )
         replies.append(value if convert is None else convert(value))
     return replies
 
 
 def _one_type(lanes, kinds):
-    """What a shuffled value becomes, None: as it is. One that is int32 here and int64 there is int64 everywhere for Numba."""
+    """The type to which shuffled values are converted; None: unchanged. If some lanes hold int32 and others int64, Numba
+    uses int64 in all lanes.
+    """
     if len(kinds) == 1:
         return _SHUFFLED.get(*kinds)
     kind = functools.reduce(unify, kinds)
     whole = all(issubclass(k, (bool, np.bool_, np.integer)) for k in (*kinds, kind))
     if not whole:
         names = " and ".join(sorted(k.__name__.lower() for k in kinds))
-        one = f"Numba makes this variable {kind.__name__.lower()} in all of them, cast it"
-        raise _error(lanes[0], f"its lanes hold {names}: {one}")
+        hint = f"Numba makes this variable {kind.__name__.lower()} in all lanes: cast it"
+        raise _error(lanes[0], f"its lanes hold {names}: {hint}")
     return _SHUFFLED.get(kind, kind)
 
 

@@ -1,15 +1,14 @@
-"""Save a run and go on from it, bit for bit.
+"""Save a run and resume it, bit for bit.
 
     runs/NAME/checkpoints/step-000200/
-        config.json, model.safetensors, tokenizer.json ...   the model in the Hugging Face layout: it can be served as it is
-        optimizer.safetensors                                 both AdamW moments, tensor by tensor: m.NAME, v.NAME
+        config.json, model.safetensors, tokenizer.json ...   the model in the Hugging Face layout, ready to be served
+        optimizer.safetensors                                 both AdamW moments of each tensor: m.NAME, v.NAME
         state.json                                            step, position in the data, options of the run
-        manifest.json                                         a checksum of every file and tensor: see manifest.py
+        manifest.json                                         a checksum of every file and tensor: formats/manifest.py
 
-How one is made: `take` copies the state to host memory, which is all that training waits for; `write` puts it into a folder
-beside its place, reads that back, waits until it is on the disk and renames it. So a checkpoint is there whole or not at
-all, and one that was damaged later is noticed. Nothing in it depends on how parameters are packed or padded in memory, or
-on the number of ranks.
+`snapshot` copies the state to host memory; training waits only for that. `write` writes it to a temporary folder next to its
+final one, reads it back, syncs it to disk and renames it. So a checkpoint exists completely or not at all, and later damage
+is detected. Its contents do not depend on how parameters are packed or padded in memory, or on the number of ranks.
 """
 
 import contextlib
@@ -40,71 +39,75 @@ from ..formats.manifest import (
 from ..formats.tensor_file import read_header, read_json, reading, write_safetensors
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
-from ..nn.optim import AdamW
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
-LOGS = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")  # of a run: see logbook.py
-TEMPORARY = ".step-*.tmp"  # what is being written, or was when somebody pulled the plug
+LOGS = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")  # the files of a RunLog
+TEMPORARY = ".step-*.tmp"  # checkpoints that are being written, or whose writer was killed
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk: its folder and what state.json says."""
+    """A checkpoint on disk: its folder and the contents of state.json."""
 
     folder: Path
     state: dict[str, Any]
 
     @property
     def step(self) -> int:
+        """The step after which it was saved."""
         return self.state["step"]
 
 
-# ----------------------------------------------------------------------------- taking
+# ----------------------------------------------------------------------------- copying the state
 @dataclass(frozen=True)
 class Snapshot:
-    """A state in host memory that no later step changes. It can be written by another thread.
+    """A copy of the state in host memory, which later steps do not change. Another thread may write it.
 
-    tensors, moments: {name: array in the Hugging Face shape}.  wait: until the copies have arrived.
+    tensors, moments: {name: array in the Hugging Face shape}.  wait(): blocks until the copies have arrived.
     """
 
     config: ModelConfig
     tensors: dict[str, np.ndarray]
     moments: dict[str, np.ndarray]
-    state: dict[str, Any]  # what state.json will say
+    state: dict[str, Any]  # the contents of state.json
     tokenizer: Any
     wait: Callable[[], None]
     variation: str = ""  # Transformer.variation
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """As a model has it: what huggingface.write_files asks for."""
+        """The interface of a model that huggingface.write_files needs."""
         return ((name, Tensor(values)) for name, values in self.tensors.items())
 
 
-def take(
-    model: Transformer, optimizer: Any, state: dict[str, Any], tokenizer: Any, copies: HostCopies
+def snapshot(
+    model: Transformer, moments: Any, state: dict[str, Any], tokenizer: Any, copies: HostCopies
 ) -> Snapshot:
-    """Copy everything that is to be saved. optimizer: anything with the moments m and v of the whole arena, and t.
+    """Copy everything that a checkpoint holds. moments: an object with m and v of the whole arena, and t (AdamW).
 
-    `copies` lends the memory: nobody may take another snapshot with it while this one is in use.
+    The arrays belong to `copies`: make the next snapshot with it only when this one is no longer in use.
     """
-    weights, m, v = (
-        copies(name, x)
-        for name, x in (("w", model.arena.weights), ("m", optimizer.m), ("v", optimizer.v))
+    w, m, v = (
+        copies(name, array)
+        for name, array in (("w", model.arena.weights), ("m", moments.m), ("v", moments.v))
     )
-    moments = {
-        f"{letter}.{name}": view
-        for letter, x in (("m", m), ("v", v))
-        for name, view in model.views(x)
-    }
     return Snapshot(
-        model.config, dict(model.views(weights)), moments, {**state, "optimizer_step": optimizer.t}, tokenizer,
-        copies.event(), model.variation,
-    )  # fmt: skip
+        config=model.config,
+        tensors=dict(model.views(w)),
+        moments={
+            f"{letter}.{name}": view
+            for letter, array in (("m", m), ("v", v))
+            for name, view in model.views(array)
+        },
+        state={**state, "optimizer_step": moments.t},
+        tokenizer=tokenizer,
+        wait=copies.event(),
+        variation=model.variation,
+    )
 
 
 # ----------------------------------------------------------------------------- writing
 def write(run: Path, snapshot: Snapshot) -> Path:
-    """Write run/checkpoints/step-NNNNNN. -> its folder. Raises UserError when it cannot; then nothing of it stays."""
+    """Write run/checkpoints/step-NNNNNN. -> its folder. Raises UserError on failure, and leaves nothing behind."""
     folder = run / "checkpoints" / f"step-{snapshot.state['step']:06d}"
     new = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -123,7 +126,7 @@ def write(run: Path, snapshot: Snapshot) -> Path:
     except UserError as error:
         if not isinstance(error.__context__, OSError):
             raise
-        raise cannot_write(folder, error.__context__) from error  # what was written is gone
+        raise cannot_write(folder, error.__context__) from error  # the written files are gone
     finally:
         _remove(new)
     return folder
@@ -140,7 +143,7 @@ def _write_files(folder, snapshot):
 
 
 def _publish(new, folder):
-    # what is there is damaged (the run had to go back further), or not even a folder
+    # an existing one is damaged (the run resumed from an earlier one), or is not a folder
     aside = _put_aside(folder) if os.path.lexists(folder) else None
     new.rename(folder)
     sync(folder.parent)
@@ -150,7 +153,7 @@ def _publish(new, folder):
 
 
 def _put_aside(folder):
-    """Before a checkpoint is removed: should that be interrupted, what is left does not look like one."""
+    """Rename a checkpoint before it is removed: if the removal is interrupted, the rest does not look like a checkpoint."""
     return folder.rename(folder.with_name(f".{folder.name}.old.tmp"))
 
 
@@ -160,24 +163,25 @@ def _remove_strays(folder):
 
 
 def _remove(path):
-    """A folder with all that is in it, or whatever else has the name; what cannot be removed stays."""
+    """Remove a folder with its contents, or a file. What cannot be removed stays."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def prune(run: Path, newest: int, keep: int) -> None:
-    """After checkpoint `newest` was written: remove all but the last `keep` up to it and the best on validation. 0: keep all.
+    """Remove old checkpoints after checkpoint `newest` was written: keep the last `keep` and the one with the best validation
+    loss. keep=0: keep all.
 
-    Later ones are of a future that is no more: they could not be read when the run went on from an earlier one. One in
-    which somebody has put files of his own stays.
+    Checkpoints newer than `newest` are deleted: they were unusable when the run resumed from an earlier one. A checkpoint to
+    which the user has added files stays.
     """
-    there = folders(run)
-    past = [folder for folder in there if _step(folder) <= newest]
+    found = folders(run)
+    past = [folder for folder in found if _step(folder) <= newest]
     kept = set(past[-keep:] if keep else past)
     kept |= {best for best in [_best(past)] if best is not None}
-    for folder in there:
+    for folder in found:
         if folder not in kept:
-            with contextlib.suppress(OSError):  # the next one tries again
+            with contextlib.suppress(OSError):  # the next call tries again
                 if not _has_strangers(folder):
                     _remove(_put_aside(folder))
     _remove_strays(run / "checkpoints")
@@ -186,21 +190,21 @@ def prune(run: Path, newest: int, keep: int) -> None:
 def _has_strangers(folder):
     try:
         return bool(strangers(folder))
-    except Unreadable:  # nobody knows
+    except Unreadable:  # unknown
         return True
-    except UserError:  # no sound manifest
+    except UserError:  # the manifest is damaged
         return False
 
 
 def _best(past):
-    """The checkpoint with the lowest validation loss, measured at that very step; the earlier of two equal ones."""
+    """The checkpoint with the lowest validation loss that was measured at its own step; the earlier of two equal ones."""
     losses = {}
     for folder in past:
         with contextlib.suppress(UserError):
             loss = read_json(folder / STATE).get("val_loss")
             if isinstance(loss, float):
                 losses[folder] = loss
-    return min(losses, key=losses.get, default=None)
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 # ----------------------------------------------------------------------------- finding
@@ -217,17 +221,19 @@ def _step(folder):
 
 def newest(
     run: Path,
-    say: Callable[[str], None] = lambda sentence: None,
+    warn: Callable[[str], None] = lambda sentence: None,
     advice: str = "start again under another --name",
 ) -> Saved:
-    """The last good checkpoint of a run; say(what is wrong) for each newer one. Raises UserError when there is none,
-    and Unreadable, rather than go back, when one cannot be read at the moment."""
-    there, wrong = folders(run), []
-    if not there:
+    """The newest undamaged checkpoint of a run; warn(sentence) about each newer, damaged one.
+
+    Raises UserError if there is none, and Unreadable, instead of going back, if one cannot be read at the moment.
+    """
+    found, wrong = folders(run), []
+    if not found:
         raise UserError(
             f"{run} holds no checkpoint to resume from: start without --resume, or check --name and --out"
         )
-    for folder in reversed(there):
+    for folder in reversed(found):
         try:
             saved = _open(folder)
         except Unreadable:
@@ -236,7 +242,7 @@ def newest(
             wrong.append(str(error))
             continue
         for sentence in wrong:
-            say(f"{sentence}: going back to {folder.name}")
+            warn(f"{sentence}: going back to {folder.name}")
         return saved
     raise UserError(f"no checkpoint of {run} can be used: {'; '.join(wrong)}: {advice}")
 
@@ -248,15 +254,16 @@ def _open(folder):
     if missing:
         raise Damaged(f"{folder}: {STATE} lacks {', '.join(sorted(missing))}")
     if state["step"] != _step(folder):
-        raise Damaged(f"{folder} is the checkpoint of step {state['step']}, not what its name says")
+        raise Damaged(f"{folder} holds the checkpoint of step {state['step']}: its name is wrong")
     return Saved(folder, state)
 
 
 # ----------------------------------------------------------------------------- loading
-def load(saved: Saved, model: Transformer, optimizer: AdamW) -> None:
-    """Fill model and optimizer. Raises UserError when the files are damaged or belong to another model.
+def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
+    """Fill model and optimizer. Raises UserError if the files are damaged or belong to another model.
 
-    Names and shapes are looked at first: where they do not fit, model and optimizer are unchanged.
+    optimizer: AdamW, or any object with the moments m and v of the whole arena, and t.
+    Names and shapes are checked first: if they do not fit, model and optimizer are unchanged.
     """
     path, moments = saved.folder / OPTIMIZER, {"m": optimizer.m, "v": optimizer.v}
     stored = read_header(path)

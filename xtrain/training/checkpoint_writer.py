@@ -1,8 +1,8 @@
-"""Checkpoints are written by a thread, while training goes on.
+"""Writes checkpoints on a thread while training continues.
 
-Training waits for the copy into host memory only (and, if a checkpoint is due before the last one is on the disk, for that).
-What goes wrong in the thread is told in the next step. A full disk is a warning: the run goes on, the checkpoints that are
-there stay. Anything else ends the run.
+Training waits only while the state is copied to host memory, and for the previous checkpoint if that is still being written.
+An error on the thread is reported in the next step: a full disk is a warning, and the run continues with the checkpoints it
+has; any other error ends the run.
 """
 
 import errno
@@ -17,46 +17,46 @@ from . import checkpoint
 from .checkpoint import Snapshot
 
 
-class Writer:
-    """Writes the checkpoints of one run, one after the other, and removes those beyond `keep`.
+class CheckpointWriter:
+    """Writes the checkpoints of one run, one at a time, and removes those beyond `keep`.
 
-    say(sentence): for warnings.
+    warn(sentence): reports a warning.
     """
 
-    def __init__(self, run: Path, keep: int, say: Callable[[str], None]):
-        self.run, self.keep, self.say = run, keep, say
+    def __init__(self, run: Path, keep: int, warn: Callable[[str], None]):
+        self.run, self.keep, self.warn = run, keep, warn
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
-        self.failed = False  # is there something to tell?
-        self.written = False  # a checkpoint, by this writer
-        self.seconds = 0.0  # what the slowest checkpoint took
+        self.failed = False  # is there an error that `check` has not reported yet?
+        self.has_written = False  # a checkpoint, in this process
+        self.seconds = 0.0  # time of the slowest checkpoint
 
     def save(
         self,
-        take: Callable[[], Snapshot | None],
-        flush: Callable[[], bool] = lambda: True,
-        then: Callable[[], None] = lambda: None,
+        make_snapshot: Callable[[], Snapshot | None],
+        flush_logs: Callable[[], bool] = lambda: True,
+        afterwards: Callable[[], None] = lambda: None,
     ) -> None:
-        """take() copies the state; nothing is written where that gives None (another rank writes).
+        """Copy the state with make_snapshot() and write it on the thread; None: another rank writes.
 
-        flush() writes the log that belongs to it; when there is no room for that, there is none for a checkpoint.
-        then() is called by the thread, after the checkpoint is written.
+        flush_logs() -> False means that the logs up to this step could not be written, so the checkpoint is not written either.
+        The thread calls afterwards() once the checkpoint is written.
         """
         self.wait()
         self.check()
-        snapshot = take()
-        if snapshot is not None and not flush():
+        snapshot = make_snapshot()
+        if snapshot is None:
+            return
+        if not flush_logs():
             step = snapshot.state["step"]
-            self.error, self.failed = (
-                DiskFull(f"no space left for a checkpoint of step {step}"),
-                True,
-            )
-        elif snapshot is not None:
-            self.thread = threading.Thread(target=self._work, args=(snapshot, then), daemon=True)
-            self.thread.start()
+            self.error = DiskFull(f"no space left for a checkpoint of step {step}")
+            self.failed = True
+            return
+        self.thread = threading.Thread(target=self._write, args=(snapshot, afterwards), daemon=True)
+        self.thread.start()
 
     def busy(self, seconds: float = 0.0) -> bool:
-        """Is something being written? Waits at most so long for the end of it."""
+        """Is a checkpoint still being written after waiting for at most `seconds`?"""
         if self.thread is not None:
             self.thread.join(seconds)
             if self.thread.is_alive():
@@ -65,47 +65,50 @@ class Writer:
         return False
 
     def wait(self) -> None:
-        """Until nothing is being written."""
-        while self.busy(1.0):  # in pieces: a signal can come between
+        """Wait until no checkpoint is being written."""
+        while self.busy(1.0):  # in intervals, so that signals are handled
             pass
 
     def check(self) -> None:
-        """Tells what has gone wrong: a full disk by a warning, anything else by raising it."""
+        """Report an error of the thread: warn about a full disk, raise any other."""
         error, self.error, self.failed = self.error, None, False
         if isinstance(error, DiskFull):
-            self.say(f"{error}; training goes on, {self._there()}")
+            self.warn(f"{error}; training continues, {self._last_checkpoint()}")
         elif error is not None:
             raise error
 
     def finish(self) -> None:
-        """The end of training: waits for the last checkpoint. Raises UserError when that could not be written."""
+        """Wait for the last checkpoint of the run. Raises UserError if it could not be written."""
         self.wait()
         if isinstance(self.error, DiskFull):
-            raise DiskFull(f"{self.error}; {self._there()}")
+            raise DiskFull(f"{self.error}; {self._last_checkpoint()}")
         self.check()
 
-    def _there(self):
-        there = checkpoint.folders(self.run)
-        return f"the last checkpoint is {there[-1]}" if there else "there is no checkpoint yet"
+    def _last_checkpoint(self):
+        found = checkpoint.folders(self.run)
+        return f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
-    def _work(self, snapshot, then):
+    def _write(self, snapshot, afterwards):
         started = time.monotonic()
         try:
-            there = (self.run, self.run / "checkpoints") if self.written else (self.run,)
-            for where in there:  # it was there: a disk may be gone
-                if not where.is_dir():
-                    raise cannot_write(where, FileNotFoundError(errno.ENOENT, "it is gone"))
+            self._check_folders()
             checkpoint.write(self.run, snapshot)
-            self.written = True
+            self.has_written = True
             checkpoint.prune(self.run, snapshot.state["step"], self.keep)
-            then()
+            afterwards()
         except BaseException as error:
             self.error, self.failed = error, True
         self.seconds = max(self.seconds, time.monotonic() - started)
 
-    def __enter__(self) -> "Writer":
+    def _check_folders(self):
+        """A folder that existed may have gone with its disk: do not create it again without its logs."""
+        for folder in (self.run, self.run / "checkpoints") if self.has_written else (self.run,):
+            if not folder.is_dir():
+                raise cannot_write(folder, FileNotFoundError(errno.ENOENT, "it is gone"))
+
+    def __enter__(self) -> "CheckpointWriter":
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if not isinstance(error, KeyboardInterrupt):  # that one ends at once
+        if not isinstance(error, KeyboardInterrupt):  # a second Ctrl-C exits at once
             self.wait()

@@ -1,17 +1,15 @@
-"""How much memory does a training step take? Run it without any, and count.
+"""The memory of a training step, planned: run the step with arrays that have no values, and count bytes.
 
-A Ghost has the shape, the type and the life of a CuPy array, and no memory. Inside `planning()`
-ghosts take CuPy's place: the model, autograd and every launcher run as they do on a GPU, the
-launches do nothing. What is left of the step is which arrays it asks for and when it drops them,
-which is the plan: any model size, in milliseconds, without a GPU. It knows no formula for
-activations that could differ from the code.
+A MetaArray has the shape, the dtype and the lifetime of a CuPy array, and no memory (PyTorch calls this a meta tensor). Inside
+`planning()` such arrays replace CuPy's (device.use_array_module): the model, autograd and every launcher run as on a GPU, and
+an observer of launches starts no kernel. The plan follows from which arrays the step allocates and when it frees them. It
+takes milliseconds for any model size, needs no GPU, and has no separate formula for activations that could disagree with
+the code.
 
-    peak       the most bytes that arrays had at one time
-    reserved   what CuPy's memory pool takes from the GPU for that: it splits blocks and joins them
-               again, and holes remain
+    peak       the largest number of bytes in arrays at one time
+    reserved   what CuPy's memory pool reserves on the GPU for that: it splits and joins blocks, and holes remain
 
-The steps are eager, as the first ones of a run are. A captured one has the gradient of the head in the arena and needs less,
-unless it adds up several micro-batches.
+The steps are eager, as the first ones of a run are. A captured step allocates the same arrays.
 
 Outside the pool are the CUDA context and the kernels' code (OUTSIDE, measured), and for several GPUs NCCL's buffers.
 """
@@ -19,7 +17,6 @@ Outside the pool are the CUDA context and the kernels' code (OUTSIDE, measured),
 import bisect
 import contextlib
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,22 +28,21 @@ import numpy as np
 from .. import device
 from ..config import ModelConfig, TrainConfig
 from ..kernels.gemm import WORKSPACE, _handle
-from ..nn import autograd
+from ..kernels.runtime.launch import LaunchEvent, observe_launches
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
-from ..nn.observers import watch_launches, watch_ops
+from ..nn.observers import Op, observe_ops
 from .run import Run
 
-STEPS = 3  # the first makes what stays from step to step
-UNIT = 512  # bytes: CuPy's pool rounds up to whole ones
-OUTSIDE = (
-    0.7e9  # bytes that a process has on an H200 before its first array: context, cuBLAS, kernels
-)
-KINDS = {  # what an op's forward allocates, in words; other ops go by their own names
+STEPS = 3  # the first allocates what stays from step to step
+UNIT = 512  # bytes: CuPy's pool rounds sizes up to multiples
+# bytes that a process has on an H200 before its first array: context, cuBLAS, kernels
+OUTSIDE = 0.7e9
+KINDS = {  # what an op's forward allocates; ops that are not listed go by their own names
     "Embedding": "residual stream and norms",
     "RMSNorm": "residual stream and norms",
     "ResidualRMSNorm": "residual stream and norms",
-    "ResidualRMSNormLinear": "residual stream and projections",
+    "AddNormLinear": "residual stream and projections",
     "Linear": "outputs of projections",
     "QKNormRope": "queries, keys, values",
     "Attention": "attention",
@@ -59,9 +55,15 @@ KINDS = {  # what an op's forward allocates, in words; other ops go by their own
 
 # ----------------------------------------------------------------------------- what a graph keeps
 def saved_bytes(root: Tensor) -> int:
-    """Bytes that the graph behind `root` keeps for backward. Views count once, as the memory they are part of; leaves
-    (parameters and the tensors that one started from) do not count."""
-    kept, leaves, seen, nodes = {}, set(), set(), [root.node]
+    """Bytes that the graph behind `root` keeps for backward.
+
+    A view counts as the array that it belongs to, and each array once. Leaves (parameters and the tensors at the start)
+    do not count.
+    """
+    kept: dict[int, int] = {}
+    leaves: set[int] = set()
+    seen: set[int] = set()
+    nodes = [root.node]
     while nodes:
         node = nodes.pop()
         if node is None or id(node) in seen:
@@ -85,46 +87,62 @@ def _owner(array):
 
 
 # ----------------------------------------------------------------------------- counting
-class Pool:
-    """CuPy's memory pool: the smallest free block that is large enough, split; free neighbours are joined.
+@dataclass(eq=False)
+class Block:
+    """A range of the pool's memory. left, right: its neighbours in one allocation on the GPU.
 
-    reserved: bytes taken from the GPU.  most: the most there were at any time.
+    entry: where it is in Pool.free_blocks; None while it is in use.
     """
 
-    def __init__(self):
-        self.reserved, self.most, self.free_blocks, self.serial = 0, 0, [], 0
+    size: int
+    left: "Block | None" = None
+    right: "Block | None" = None
+    entry: "tuple[int, int, Block] | None" = None
 
-    def take(self, size: int) -> SimpleNamespace:
-        i = bisect.bisect_left(self.free_blocks, (size,))
+
+class Pool:
+    """CuPy's memory pool: best fit, the rest of a block is split off, free neighbours are joined.
+
+    reserved: bytes taken from the GPU.  most: its maximum so far.  free_blocks: (size, serial number, block), sorted.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = self.most = self.serial = 0
+        self.free_blocks: list[tuple[int, int, Block]] = []
+
+    def allocate(self, size: int) -> Block:
+        """The smallest free block of at least `size` bytes, split to that size; else a new one from the GPU."""
+        i = bisect.bisect_left(self.free_blocks, size, key=lambda entry: entry[0])
         if i == len(self.free_blocks):
             self.reserved += size
             self.most = max(self.most, self.reserved)
-            return SimpleNamespace(size=size, left=None, right=None, free=None)
+            return Block(size)
         block = self._remove(self.free_blocks[i][2])
         if block.size > size:
-            rest = SimpleNamespace(size=block.size - size, left=block, right=block.right, free=None)
+            rest = Block(block.size - size, block, block.right)
             if rest.right is not None:
                 rest.right.left = rest
             block.size, block.right = size, rest
             self._add(rest)
         return block
 
-    def give(self, block: SimpleNamespace) -> None:
-        if block.right is not None and block.right.free:
+    def free(self, block: Block) -> None:
+        """Return a block to the pool."""
+        if block.right is not None and block.right.entry:
             block = self._join(block, block.right)
-        if block.left is not None and block.left.free:
+        if block.left is not None and block.left.entry:
             block = self._join(block.left, block)
         self._add(block)
 
-    def empty(self) -> None:
-        """Give blocks that are whole and free back to the GPU."""
+    def free_all_blocks(self) -> None:
+        """Return allocations that are free as a whole to the GPU, as CuPy's method of this name."""
         for _, _, block in list(self.free_blocks):
             if block.left is None and block.right is None:
                 self.reserved -= self._remove(block).size
 
     def _join(self, left, right):
         for block in (left, right):
-            if block.free:
+            if block.entry:
                 self._remove(block)
         left.size, left.right = left.size + right.size, right.right
         if right.right is not None:
@@ -133,29 +151,41 @@ class Pool:
 
     def _add(self, block):
         self.serial += 1
-        block.free = (block.size, self.serial, block)
-        bisect.insort(self.free_blocks, block.free)
+        block.entry = (block.size, self.serial, block)
+        bisect.insort(self.free_blocks, block.entry, key=lambda entry: entry[:2])
 
     def _remove(self, block):
-        self.free_blocks.pop(bisect.bisect_left(self.free_blocks, block.free[:2]))
-        block.free = None
+        self.free_blocks.pop(
+            bisect.bisect_left(self.free_blocks, block.entry[:2], key=lambda entry: entry[:2])
+        )
+        block.entry = None
         return block
 
 
-class Meter:
-    """Counts what ghosts would occupy, by kind, and remembers the fullest moment.
+Scope = tuple[str, str, str]  # op, way, layer
 
-    kinds: bytes at that moment.  op: what was being computed.  kept: bytes when the first backward began.
-    timeline: ((op, way, layer), bytes by kind) at every change, if wanted.
+
+class Meter:
+    """Counts the bytes of MetaArrays by kind, and remembers the peak.
+
+    live, now: bytes, in all and by kind.  peak, kinds: their values at the peak.  op: what was running at the peak.
+    kept: bytes by kind when the first backward began.
+    timeline: (scope, bytes by kind) after every change, recorded while it is a list.
     """
 
     def __init__(self, logits_width: int):
-        self.pool, self.now, self.live, self.peak = Pool(), Counter(), 0, 0
-        self.kinds, self.kept, self.op, self.logits_width = {}, {}, "", logits_width
-        self.scope, self.timeline = [("", "", "")], None  # op, way, layer
+        self.pool, self.logits_width = Pool(), logits_width
+        self.now: Counter[str] = Counter()
+        self.live = self.peak = 0
+        self.kinds: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
+        self.op = ""
+        self.scopes: list[Scope] = [("", "", "")]  # the last one is running
+        self.timeline: list[tuple[Scope, dict[str, int]]] | None = None
 
     def kind_of(self, shape: tuple) -> str:
-        op, way, _ = self.scope[-1]
+        """The kind of memory that an array of this shape is, if it is allocated now."""
+        op, way, _ = self.scopes[-1]
         if len(shape) == 2 and shape[1] == self.logits_width:
             return "logits"
         if not op:
@@ -163,49 +193,52 @@ class Meter:
         return KINDS.get(op, op) if way == "forward" else "gradients of activations"
 
     def change(self, kind: str, size: int) -> None:
+        """Count an allocation of `size` bytes, or with a negative size its release."""
         self.now[kind] += size
         self.live += size
+        scope = self.scopes[-1]
         if self.live > self.peak:
-            self.peak, self.kinds, self.op = (
-                self.live,
-                dict(self.now),
-                " ".join(filter(None, self.scope[-1])),
-            )
+            self.peak, self.kinds = self.live, dict(self.now)
+            self.op = " ".join(filter(None, scope))
         if self.timeline is not None:
-            self.timeline.append((self.scope[-1], dict(self.now)))
+            self.timeline.append((scope, dict(self.now)))
 
     @contextlib.contextmanager
-    def note(self, op: str, way: str, layer: str) -> Iterator[None]:
-        if way == "backward" and not self.kept:
+    def observe(self, op: Op) -> Iterator[None]:
+        """An observer of ops: allocations inside belong to `op`."""
+        if op.way == "backward" and not self.kept:
             self.kept = dict(self.now)
-        self.scope.append((op, way, layer))
-        yield
-        self.scope.pop()
+        self.scopes.append((op.name, op.way, op.layer))
+        try:
+            yield
+        finally:
+            self.scopes.pop()
 
 
 class Allocation:
-    """Memory that one or several ghosts share. It goes when the last of them goes."""
+    """Memory that one or several MetaArrays share. It is freed with the last of them."""
 
     def __init__(self, meter: Meter, shape: tuple, itemsize: int):
         self.meter, self.kind = meter, meter.kind_of(shape)
         self.size = -(-math.prod(shape) * itemsize // UNIT) * UNIT
-        self.block = meter.pool.take(self.size) if self.size else None
+        self.block = meter.pool.allocate(self.size) if self.size else None
         meter.change(self.kind, self.size)
 
     def rename(self, kind: str) -> None:
+        """Count it as another kind."""
         self.meter.change(self.kind, -self.size)
         self.meter.change(kind, self.size)
         self.kind = kind
 
     def __del__(self):
         if self.block is not None:
-            self.meter.pool.give(self.block)
+            self.meter.pool.free(self.block)
             self.meter.change(self.kind, -self.size)
 
 
 # ----------------------------------------------------------------------------- arrays without memory
-class Ghost:
-    """What xtrain's GPU path asks of a CuPy array, except values. Anything else is an AttributeError."""
+class MetaArray:
+    """What xtrain's GPU path uses of a CuPy array, except values. Anything else raises AttributeError."""
 
     device = SimpleNamespace(id=-1, compute_capability="90")
     data = SimpleNamespace(ptr=0)
@@ -221,24 +254,24 @@ class Ghost:
         contiguous = not self.size or apart == [s for s, n in zip(dense, shape) if n > 1]
         self.flags = SimpleNamespace(c_contiguous=contiguous)
 
-    def _new(self, dtype=None) -> "Ghost":
+    def _new(self, dtype=None) -> "MetaArray":
         dtype = np.dtype(self.dtype if dtype is None else dtype)
         allocation = Allocation(self.allocation.meter, self.shape, dtype.itemsize)
-        return Ghost(allocation, self.shape, dtype)
+        return MetaArray(allocation, self.shape, dtype)
 
-    def copy(self) -> "Ghost":
+    def copy(self) -> "MetaArray":
         return self._new()
 
-    def astype(self, dtype, copy: bool = True) -> "Ghost":
+    def astype(self, dtype, copy: bool = True) -> "MetaArray":
         return self if not copy and self.dtype == dtype else self._new(dtype)
 
-    def view(self, dtype) -> "Ghost":
+    def view(self, dtype) -> "MetaArray":
         *outer, last = self.shape
-        return Ghost(
+        return MetaArray(
             self.allocation, (*outer, last * self.itemsize // np.dtype(dtype).itemsize), dtype
         )
 
-    def reshape(self, *shape) -> "Ghost":
+    def reshape(self, *shape) -> "MetaArray":
         shape = shape[0] if isinstance(shape[0], tuple) else shape
         known = math.prod(n for n in shape if n != -1)
         shape = tuple(self.size // known if n == -1 else n for n in shape)
@@ -247,11 +280,11 @@ class Ghost:
         if not self.flags.c_contiguous:
             strides = _strides_without_copy(self, shape)
             if strides is not None:
-                return Ghost(self.allocation, shape, self.dtype, strides)
+                return MetaArray(self.allocation, shape, self.dtype, strides)
         whole = self if self.flags.c_contiguous else self.copy()
-        return Ghost(whole.allocation, shape, self.dtype)
+        return MetaArray(whole.allocation, shape, self.dtype)
 
-    def __getitem__(self, where) -> "Ghost":
+    def __getitem__(self, where) -> "MetaArray":
         where = where if isinstance(where, tuple) else (where,)
         if Ellipsis in where:
             i = where.index(Ellipsis)
@@ -263,7 +296,7 @@ class Ghost:
             if isinstance(index, slice):
                 shape.append(len(range(*index.indices(n))))
                 strides.append(stride * (index.step or 1))
-        return Ghost(self.allocation, tuple(shape), self.dtype, tuple(strides))
+        return MetaArray(self.allocation, tuple(shape), self.dtype, tuple(strides))
 
     def __setitem__(self, where, value) -> None:
         pass
@@ -273,9 +306,8 @@ class Ghost:
 
 
 def _strides_without_copy(x, shape):
-    """Of a view of another shape, None where there is none: NumPy's rule, asked of one byte seen over and over."""
-    there = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), x.shape, x.strides)
-    view = there.view()
+    """The strides of x seen in another shape, None if that needs a copy. NumPy's rule, applied to a one-byte array."""
+    view = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), x.shape, x.strides).view()
     try:
         view.shape = shape
     except AttributeError:  # it would need a copy
@@ -287,62 +319,53 @@ def _dense(shape, itemsize):
     return tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-class _Cupy:
-    """What xtrain asks of the module cupy."""
+class _MetaCupy:
+    """What xtrain uses of the module cupy, with MetaArrays. (Without reference cycles: autograd's cache ends with it.)"""
 
     def __init__(self, meter: Meter):
-        self.meter, self.zeros = meter, self.empty
+        self.meter = meter
         attributes = {  # of an H200
             "MultiProcessorCount": 132,
             "L2CacheSize": 60 << 20,
             "MaxSharedMemoryPerBlockOptin": 227 * 1024,
             "MaxSharedMemoryPerMultiprocessor": 228 * 1024,
         }
-        self.cuda = SimpleNamespace(
-            Device=lambda _=None: SimpleNamespace(
-                attributes=attributes, id=-1, compute_capability="90"
-            ),
-            runtime=SimpleNamespace(getDevice=lambda: -1),
-        )
-        self.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=self.as_strided))
+        card = SimpleNamespace(attributes=attributes, id=-1, compute_capability="90")
+        runtime = SimpleNamespace(getDevice=lambda: -1)
+        self.cuda = SimpleNamespace(Device=lambda _=None: card, runtime=runtime)
+        self.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=_as_strided))
 
-    def empty(self, shape, dtype=np.float32) -> Ghost:
+    def empty(self, shape: int | tuple, dtype: Any = np.float32) -> MetaArray:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        return Ghost(Allocation(self.meter, shape, np.dtype(dtype).itemsize), shape, dtype)
+        return MetaArray(Allocation(self.meter, shape, np.dtype(dtype).itemsize), shape, dtype)
 
-    def asarray(self, x) -> Ghost:
+    zeros = empty
+
+    def asarray(self, x: np.ndarray) -> MetaArray:
         return self.empty(x.shape, x.dtype)
 
-    def as_strided(self, x: Ghost, shape, strides) -> Ghost:
-        return Ghost(x.allocation, shape, x.dtype, strides)
+
+def _as_strided(x, shape, strides):
+    return MetaArray(x.allocation, shape, x.dtype, strides)
 
 
 @contextlib.contextmanager
 def planning(logits_width: int) -> Iterator[Meter]:
-    """Inside, the device "gpu" is made of ghosts, whether there is a GPU or not."""
-    meter = Meter(logits_width)
-    module, real = _Cupy(meter), device.cupy
-    workspace = []
+    """Inside, arrays on the device "gpu" are MetaArrays, with or without a GPU, and no kernel is launched.
 
-    def multiply(*_):
-        if not workspace:  # made at the first product; see gemm.py
+    logits_width: arrays (N, logits_width) count as logits.
+    """
+    meter = Meter(logits_width)
+    module = _MetaCupy(meter)
+    workspace: list[MetaArray] = []
+
+    def skip(event: LaunchEvent, start: Callable[[], None]) -> None:
+        if event.is_product and not workspace:  # allocated at the first product; see gemm.py
             workspace.append(module.empty(WORKSPACE, np.uint8))
             workspace[0].allocation.rename("workspace of cuBLAS")
 
-    def put(new, old):
-        for name, other in list(sys.modules.items()):
-            if name.startswith("xtrain.") and getattr(other, "cupy", None) is old:
-                other.cupy = new
-
-    fake = lambda: module
-    put(fake, real)
-    try:
-        with watch_launches(lambda *_: None, multiply):
-            yield meter
-    finally:
-        put(real, fake)  # also in modules that were imported meanwhile
-        for key in [key for key in autograd._units if key[0] is Ghost]:
-            del autograd._units[key]
+    with device.use_array_module(module), observe_launches(skip):
+        yield meter
 
 
 # ----------------------------------------------------------------------------- the plan
@@ -350,8 +373,8 @@ def planning(logits_width: int) -> Iterator[Meter]:
 class Plan:
     """The memory of one training step on one GPU, in bytes.
 
-    kinds: at the fullest moment.  kept: after the first forward pass, waiting for backward.  op: where the peak is.
-    timeline: (op, way, layer), bytes by kind, over the last step.
+    peak: in arrays.  reserved: by CuPy's pool.  kinds: by kind, at the peak.  op: what is running at the peak.
+    kept: by kind, when the first backward begins.  timeline: ((op, way, layer), bytes by kind) over the last step.
     """
 
     peak: int
@@ -359,7 +382,7 @@ class Plan:
     op: str
     kinds: dict[str, int]
     kept: dict[str, int]
-    timeline: list
+    timeline: list[tuple[Scope, dict[str, int]]]
 
 
 def plan(
@@ -370,7 +393,11 @@ def plan(
     recompute: str = "none",
     accumulate: int = 1,
 ) -> Plan:
-    """batch: sequences per forward pass. accumulate: forward passes per optimizer step."""
+    """Plan the training step of a model.
+
+    batch: sequences per forward pass.  seq_len: tokens per sequence.  accumulate: forward passes per optimizer step.
+    precision, recompute: as in Transformer. Raises ValueError where a launcher refuses an array as too large.
+    """
     with planning(config.padded_vocab_size) as meter:
         run = _run(config, batch, seq_len, precision, recompute, accumulate)
         arena, optimizer = run.model.arena, run.optimizer
@@ -380,12 +407,13 @@ def plan(
         ):  # fmt: skip
             if array is not None:
                 array.allocation.rename(name)
-        with watch_ops(run.model, meter.note):
+        timeline: list[tuple[Scope, dict[str, int]]] = []
+        with observe_ops(meter.observe):
             for _ in range(STEPS):
-                meter.timeline = []
-                meter.pool.empty()  # as graph.py does
+                timeline = meter.timeline = []
+                meter.pool.free_all_blocks()  # as cuda_graph.py does
                 _step(run)
-        timeline, meter.timeline = meter.timeline, None
+        meter.timeline = None
     kinds, kept = ({k: n for k, n in x.items() if n} for x in (meter.kinds, meter.kept))
     return Plan(meter.peak, meter.pool.most, meter.op, kinds, kept, timeline)
 
@@ -398,9 +426,9 @@ def measure(
     recompute: str = "none",
     accumulate: int = 1,
 ) -> int:
-    """The same steps on the GPU. -> the most bytes that CuPy's pool took, to be compared with Plan.reserved."""
+    """Run the same steps on the GPU -> the most bytes that CuPy's pool reserved, to compare with Plan.reserved."""
     gpu = device.cupy().cuda
-    _handle(gpu.runtime.getDevice())  # its workspace lies in another pool, always
+    _handle(gpu.runtime.getDevice())  # makes the workspace now, outside the pool below
     pool = gpu.MemoryPool()
     with gpu.using_allocator(pool.malloc):
         run = _run(config, batch, seq_len, precision, recompute, accumulate)
@@ -418,25 +446,26 @@ def _run(config, batch, seq_len, precision, recompute, accumulate):
         precision=precision, recompute=recompute, graph=False,
     )  # fmt: skip
     model = Transformer(config, None, "gpu", precision, recompute)
-    return Run(c, model, SimpleNamespace(loader=lambda *_: None))
+    corpus: Any = SimpleNamespace(loader=lambda *_: None)
+    return Run(c, model, corpus)
 
 
 def _step(run):
     c, zeros = run.config, device.cupy().zeros
     ids, targets = (zeros((c.batch, c.seq_len), np.int32) for _ in range(2))
-    run.compute(ids, targets, zeros(3, np.float32))
+    run.train_step(ids, targets, zeros(3, np.float32))
 
 
 def parameters(config: ModelConfig) -> int:
-    """Numbers in the arena, padding included."""
+    """The number of parameters in the arena, padding included."""
     with planning(config.padded_vocab_size):
         return Transformer(config, None, "gpu").arena.weights.size
 
 
 def zero1(plan: Plan, ranks: int) -> float:
-    """Bytes reserved on each of so many GPUs when they divide moments and float32 master weights
-    among them (Rajbhandari et al. 2020, stage 1). In fp32 the weights are what the forward pass
-    reads: they stay whole."""
+    """Bytes reserved on each of `ranks` GPUs that divide moments and float32 master weights among them (Rajbhandari et al.
+    2020, stage 1). In fp32 every rank keeps all weights, because the forward pass reads them.
+    """
     divided = plan.kinds["moments"]
     if "bf16 copy of the weights" in plan.kinds:
         divided += plan.kinds["weights"]
@@ -444,7 +473,7 @@ def zero1(plan: Plan, ranks: int) -> float:
 
 
 def largest(fits: Callable[[int], bool], most: int = 1 << 16) -> int:
-    """The largest batch that fits, 0 if none does."""
+    """The largest batch up to about `most` for which fits(batch) is True, by bisection; 0 if none fits."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -455,11 +484,13 @@ def largest(fits: Callable[[int], bool], most: int = 1 << 16) -> int:
 
 
 def measured_timeline(step: Callable[[], Any]) -> list[int]:
-    """step() on the GPU -> bytes in use in CuPy's pool after each of its allocations and releases."""
+    """Run step() on the GPU -> bytes in use in CuPy's default pool, before and after each allocation and release."""
     cp = device.cupy()
     points = [cp.get_default_memory_pool().used_bytes()]
 
-    class Hook(cp.cuda.MemoryHook):
+    base: Any = cp.cuda.MemoryHook
+
+    class Hook(base):
         name = "xtrain"
 
         def malloc_postprocess(self, mem_size, **_):

@@ -1,8 +1,8 @@
-"""Numbers that go wrong: what counts as wrong, a loss that jumps, and the op that a NaN came from.
+"""NaN and infinity in training: which steps are skipped, losses that jump, and the op in which a NaN appeared first.
 
-A step whose loss or gradient norm is not finite changes nothing (kernels/skip.py decides that on the device). After
---max-skips of them in a row the run stops. The weights are then still those that the first of them met, so that step can be
-done again, op by op, with a look at each result: `first_nonfinite`.
+A step whose loss or gradient norm is not finite changes nothing (kernels/skip_nonfinite.py decides this on the device). After
+--max-skips such steps in a row the run stops. The weights are then still those before the first of them, so
+`first_nonfinite` can repeat the step op by op and check every result.
 """
 
 import contextlib
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from ..nn.model import Transformer
-from ..nn.observers import watch_ops
+from ..nn.observers import Op, observe_ops
 
-SPIKE_WINDOW, SPIKE_LEAST = 50, 20  # losses that a new one is compared with: at most, at least
-PIECE = 1 << 24  # elements looked at together: bounds the temporary memory
-BITS = {  # of a floating point number, as a whole number: what is left without the sign; infinity (and NaN is more)
+SPIKE_WINDOW, SPIKE_LEAST = 50, 20  # a new loss is compared with at most, and at least, so many
+CHUNK = 1 << 24  # elements checked at a time: bounds the temporary memory
+# dtype: (unsigned integer of its size, mask that clears the sign, bits of infinity; the bits of NaN are larger)
+BITS = {
     "float32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
     "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
     "float64": (np.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
@@ -26,7 +27,7 @@ BITS = {  # of a floating point number, as a whole number: what is left without 
 
 
 def unsound(loss: float, norm: float) -> str | None:
-    """Why a step was skipped, None if it was not."""
+    """Why the device skipped a step with these numbers, None if it did not."""
     for name, value in (("loss", loss), ("gradient norm", norm)):
         if not math.isfinite(value):
             return f"the {name} is {value}"
@@ -34,9 +35,10 @@ def unsound(loss: float, norm: float) -> str | None:
 
 
 def spike(before: list[float], loss: float, limit: float) -> float | None:
-    """How many standard deviations a loss lies above the mean of those before, if that is more than `limit` (0: never).
+    """How many standard deviations a loss lies above the mean of the losses before it, or None if at most `limit`.
 
-    The deviation counts as at least a thousandth of the mean: a loss that hardly moves would make much of nothing.
+    limit 0: always None. The standard deviation counts as at least a thousandth of the mean: otherwise a tiny change of an
+    almost constant loss would be a spike.
     """
     window = before[-SPIKE_WINDOW:]
     if not limit or len(window) < SPIKE_LEAST:
@@ -46,16 +48,16 @@ def spike(before: list[float], loss: float, limit: float) -> float | None:
     return z if z > limit else None
 
 
-# ----------------------------------------------------------------------------- where it came from
+# ----------------------------------------------------------------------------- the first value that is not finite
 class _Found(Exception):
     pass
 
 
 def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
-    """step() does forward and backward, eagerly. -> the first place that holds NaN or infinity, None if there is none.
+    """Find the first array with NaN or infinity in a step -> its description, None if all are finite.
 
-    Weights first, then every op in the order of computation: what forward gives, the gradients that backward gives
-    (those of parameters as far as they are added up). `model` needs a list of layers, model.model.layers.
+    step: runs forward and backward eagerly. The weights are checked first, then the results of every op in the order of
+    computation: outputs of forward, gradients from backward (those of parameters as far as they are added up).
     """
     model.arena.refresh()  # the bf16 copy, if there is one
     names = _names(model)
@@ -63,28 +65,27 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
         if found := count_nonfinite(array):
             return f"the weights {name}, before the step ({found})"
 
-    def look(op, way, layer, given, results):
-        for result in results:
-            if found := count_nonfinite(result):
-                used = [names[id(x)][0] for x in given if id(x) in names]
+    @contextlib.contextmanager
+    def check(op: Op) -> Iterator[None]:
+        yield
+        for array in op.outputs if op.name else ():  # a layer returns what its ops have returned
+            if found := count_nonfinite(array):
+                used = [names[id(x)][0] for x in op.inputs if id(x) in names]
                 weights = f" with {', '.join(used)}" if used else ""
-                raise _Found(f"{layer or 'outside the layers'}, {op}{weights}, {way} ({found})")
+                raise _Found(
+                    f"{op.layer or 'outside the layers'}, {op.name}{weights}, {op.way} ({found})"
+                )
 
     try:
-        with watch_ops(model, _no_note, look):
+        with observe_ops(check):
             step()
-    except _Found as found:
-        return str(found)
+    except _Found as error:
+        return str(error)
     return None
 
 
-@contextlib.contextmanager
-def _no_note(op: str, way: str, layer: str) -> Iterator[None]:
-    yield
-
-
 def _names(model):
-    """id of an array that ops are given -> (name of the parameter, the array)"""
+    """id of an array that ops receive -> (name of the parameter, the array)"""
     names = {}
     for prefix, p in model.storage():
         name = prefix + (
@@ -96,14 +97,14 @@ def _names(model):
 
 
 def count_nonfinite(x: Any) -> str | None:
-    """ "3 NaN and 1 infinite of 64 values", or None; anything but an array of floating point numbers is fine."""
+    """ "3 NaN and 1 infinite of 64 values", or None if all are finite. Objects that are not floating-point arrays pass."""
     if not hasattr(x, "strides") or x.dtype.name not in BITS:
         return None
     word, magnitude, infinity = BITS[x.dtype.name]
     flat = (x if x.flags.c_contiguous else x.copy()).reshape(-1).view(word)
     bad = infinite = 0
-    for i in range(0, flat.size, PIECE):
-        bits = flat[i : i + PIECE] & magnitude
+    for i in range(0, flat.size, CHUNK):
+        bits = flat[i : i + CHUNK] & magnitude
         bad += int((bits >= infinity).sum())
         infinite += int((bits == infinity).sum())
     return f"{bad - infinite} NaN and {infinite} infinite of {flat.size} values" if bad else None

@@ -1,4 +1,4 @@
-"""When memory runs out: what was being allocated and where, what a step needs, and what would need less."""
+"""Out of memory: the allocation that failed and where, what a step needs, and which options would need less."""
 
 import contextlib
 import gc
@@ -12,31 +12,32 @@ from ..device import cupy
 from ..errors import UserError, ran_out, wanted
 from ..formats.huggingface import read_config
 from ..machine import free_memory
-from . import memory_plan as memory
+from . import memory_plan
 
-PARTS = 6  # of the plan that are shown
+SHOWN_KINDS = 6  # lines of the plan in the message
 
 
 class OutOfMemory(UserError):
-    """Of several lines: see `explain`."""
+    """A UserError whose message has several lines: see `explain`."""
 
 
 @contextlib.contextmanager
 def explained(config: TrainConfig, shape: dict[str, Any], device: str) -> Iterator[None]:
-    """Inside, running out of memory becomes OutOfMemory. shape: fields of ModelConfig, as far as they are known then."""
+    """Turn an out-of-memory error inside into OutOfMemory. shape: the fields of ModelConfig that are known by then."""
     try:
         yield
     except Exception as error:
         if not ran_out(error):
             raise
-        wish = wanted(error)
+        failed_allocation = wanted(error)
         error.with_traceback(None)  # its frames hold the arrays that fill the memory
-        error = None
+        del error
         gc.collect()
-        raise OutOfMemory("\n".join([wish, *_advice(config, shape, device)])) from None
+        advice = _advice(config, shape, device)
+        raise OutOfMemory("\n".join([failed_allocation, *advice])) from None
 
 
-# ----------------------------------------------------------------------------- what to do
+# ----------------------------------------------------------------------------- advice
 def _advice(config, shape, device) -> list[str]:
     try:
         model = read_config(Path(config.init)) if config.init else _model(config, shape)
@@ -52,34 +53,37 @@ def _model(config, shape):
 
 
 def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
-    """The plan of a step as lines, and options with which it would need less. config: resolved."""
-    c, room = config, _room(device)
+    """Lines: the memory plan of a step, and options that would need less. config: resolved.  device: "cpu" or "gpu"."""
+    c, available = config, _available_bytes(device)
     plan = _plan(model, c)
-    at_least = "at least " if device == "cpu" else ""  # the references make arrays in between
-    has = "" if room is None else f", there are {_gb(room)}"
+    at_least = "at least " if device == "cpu" else ""  # the NumPy references allocate temporaries
+    has = "" if available is None else f", {_gb(available)} are available"
     lines = [
         f"a step of {c.micro_batch} x {c.seq_len} tokens, {c.precision}, --recompute {c.recompute}, needs "
         f"{at_least}{_gb(_whole(plan, device))}{has}:"
     ]
-    parts = sorted(plan.kinds.items(), key=lambda item: -item[1])
-    lines += [f"    {kind:32} {_gb(size):>9}" for kind, size in parts[:PARTS]]
-    if rest := plan.reserved - sum(size for _, size in parts[:PARTS]):
+    kinds = sorted(plan.kinds.items(), key=lambda item: -item[1])
+    lines += [f"    {kind:32} {_gb(size):>9}" for kind, size in kinds[:SHOWN_KINDS]]
+    if rest := plan.reserved - sum(size for _, size in kinds[:SHOWN_KINDS]):
         lines.append(f"    {'the rest':32} {_gb(rest):>9}")
     lines.append("what needs less:")
     for option, changed, remark in _less(c, device):
         needed = _whole(_plan(model, changed), device)
-        fits = "" if room is None else "fits" if needed <= room else "does not fit"
+        fits = "" if available is None else "fits" if needed <= available else "does not fit"
         lines.append(f"    {option:42} {_gb(needed):>9}  {', '.join(filter(None, (fits, remark)))}")
     return lines
 
 
 def _less(c, device):
-    """-> option, the config with it, what it costs"""
-    parts = next((n for n in (2, 3, 4, 5, 7) if c.micro_batch % n == 0), c.micro_batch)
-    half, one = c.micro_batch // parts, 1
-    for B in dict.fromkeys((half, one)):
+    """-> (option, the config with it, its cost)"""
+    divisor = next((n for n in (2, 3, 4, 5, 7) if c.micro_batch % n == 0), c.micro_batch)
+    for B in dict.fromkeys((c.micro_batch // divisor, 1)):
         if c.micro_batch > B:
-            yield f"--micro-batch {B}", replace(c, micro_batch=B), "the same batch in more parts"
+            yield (
+                f"--micro-batch {B}",
+                replace(c, micro_batch=B),
+                "the same batch in more micro-batches",
+            )
     kinds = ("none", "attention", "block")
     for kind in kinds[kinds.index(c.recompute) + 1 :]:
         yield f"--recompute {kind}", replace(c, recompute=kind), "slower, the same bits"
@@ -92,17 +96,17 @@ def _less(c, device):
 
 def _plan(model, c):
     accumulate = max(1, c.batch // c.micro_batch)
-    return memory.plan(
+    return memory_plan.plan(
         model, c.micro_batch, c.seq_len, c.precision, c.recompute, min(accumulate, 2)
     )
 
 
 def _whole(plan, device):
-    return plan.reserved + (memory.OUTSIDE if device == "gpu" else 0)
+    return plan.reserved + (memory_plan.OUTSIDE if device == "gpu" else 0)
 
 
-def _room(device):
-    """Bytes that there are: of the GPU all, of the machine those that nobody else uses."""
+def _available_bytes(device):
+    """All memory of the GPU, or the free memory of the machine; None if unknown."""
     return cupy().cuda.runtime.memGetInfo()[1] if device == "gpu" else free_memory()
 
 

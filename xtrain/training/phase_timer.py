@@ -1,7 +1,8 @@
-"""How long do the phases of a training step take? Marks at their borders; nothing waits for the GPU.
+"""How long each phase of a training step takes. Timestamps are taken at the phase boundaries; nothing waits for the GPU.
 
-On a CPU a mark is a look at the clock, on a GPU an event on its stream: "data" is then how long the GPU waited for the
-batch. A step that is replayed from a CUDA graph is one piece; `python -m xtrain.profile` takes it apart.
+On a CPU a timestamp is `time.perf_counter()`. On a GPU it is an event on the current stream, so "data" is the time for
+which the GPU waited for the batch. A step that is replayed from a CUDA graph is a single phase; `python -m
+xtrain.profile` measures its parts.
 """
 
 import sys
@@ -10,43 +11,56 @@ from typing import Any
 
 from ..device import cupy, memory_peak_bytes
 
-WHOLE, INSIDE = ("data", "step"), ("data", "forward", "backward", "optimizer")
+CAPTURED_PHASES = ("data", "step")
+EAGER_PHASES = ("data", "forward", "backward", "optimizer")
 
 
-class Clock:
-    """clock(phase) ends the phase before it and begins another, clock(None) ends the last.
+class NoPhaseTimer:
+    """The timer of a run that is not timed: every method does nothing."""
 
-    captured: the step is one piece, "step"; otherwise it is "forward", "backward" and "optimizer".
+    def begin(self, phase: str) -> None:
+        """End the current phase and begin `phase`."""
+
+    def end(self) -> None:
+        """End the current phase."""
+
+
+class PhaseTimer(NoPhaseTimer):
+    """Measures the phases of training steps.
+
+    captured: the step is a CUDA graph, so its phases are CAPTURED_PHASES; otherwise they are EAGER_PHASES. `begin` ignores
+    phases that are not among them.
     """
 
     def __init__(self, device: str, captured: bool):
-        self.gpu, self.phases = device == "gpu", WHOLE if captured else INSIDE
-        self.marks: list[tuple[str | None, Any]] = []
+        self.gpu, self.phases = device == "gpu", CAPTURED_PHASES if captured else EAGER_PHASES
+        self.timestamps: list[tuple[str | None, Any]] = []  # (phase that begins or None, time)
 
-    def __call__(self, phase: str | None) -> None:
-        if phase is None or phase in self.phases:
-            now = cupy().cuda.get_current_stream().record() if self.gpu else time.perf_counter()
-            self.marks.append((phase, now))
+    def begin(self, phase: str) -> None:
+        if phase in self.phases:
+            self.timestamps.append((phase, self._now()))
+
+    def end(self) -> None:
+        self.timestamps.append((None, self._now()))
 
     def read(self, steps: int) -> dict[str, float]:
-        """-> {phase: ms of one step} over the marks since the last read. The GPU must have passed them."""
+        """-> {phase: ms per step}, over the `steps` steps since the last read. The GPU must have finished them."""
         ms = dict.fromkeys(self.phases, 0.0)
-        for (phase, start), (_, end) in zip(self.marks, self.marks[1:]):
+        for (phase, start), (_, end) in zip(self.timestamps, self.timestamps[1:]):
             if phase is not None:
-                apart = (
-                    cupy().cuda.get_elapsed_time(start, end) if self.gpu else 1e3 * (end - start)
-                )
-                ms[phase] += apart / steps
-        self.marks.clear()
+                ms[phase] += self._elapsed_ms(start, end) / steps
+        self.timestamps.clear()
         return ms
 
+    def _now(self):
+        return cupy().cuda.get_current_stream().record() if self.gpu else time.perf_counter()
 
-def off(phase: str | None) -> None:
-    """The clock of those who do not ask."""
+    def _elapsed_ms(self, start, end):
+        return cupy().cuda.get_elapsed_time(start, end) if self.gpu else 1e3 * (end - start)
 
 
 def memory_bytes(device: str) -> int | None:
-    """The most memory so far: what CuPy's pools took from the GPU, on a CPU what the process occupied; None if unknown."""
+    """Peak memory so far: on a GPU that of CuPy's pools, on a CPU the process's resident memory; None if unknown."""
     if device == "gpu":
         return memory_peak_bytes(device)
     try:

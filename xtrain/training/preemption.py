@@ -1,8 +1,8 @@
-"""When to stop early, with a checkpoint: a signal, or the end of the time that a job has.
+"""When to stop early, with a checkpoint: on a signal, or before the time of a job runs out.
 
-SIGINT (Ctrl-C), SIGTERM, SIGUSR1, SIGHUP (the terminal is closed): the step is finished, a checkpoint is written, the program
-ends with 0. A second SIGINT ends at once. Before the first step there is nothing to save: any of them ends the program. A
-SIGHUP that is ignored (nohup) stays so.
+On SIGINT (Ctrl-C), SIGTERM, SIGUSR1 or SIGHUP (the terminal was closed) the current step is finished, a checkpoint is written
+and the program exits with code 0. A second SIGINT exits at once. Before the first step there is nothing to save, so any of
+these signals exits at once. A SIGHUP that was ignored when the program started (nohup) stays ignored.
 """
 
 import math
@@ -15,90 +15,92 @@ from typing import Any
 
 from ..errors import UserError
 
-BYTES_PER_SECOND = 2e8  # what a checkpoint is guessed to be written with, before one was
-EXIT_SECONDS = 3.0  # to end the program
+BYTES_PER_SECOND = 2e8  # assumed write speed of a checkpoint until one has been written
+EXIT_SECONDS = 3.0  # reserved for ending the program
 LONGEST_START = 600  # seconds
 
 
-def _age() -> float:
-    """Seconds since this process began. (Loading libraries may take some of a job's time.)"""
+def _process_age() -> float:
+    """Seconds since this process started. (Importing libraries may take a noticeable part of a job's time.)"""
     try:
         with open("/proc/self/stat") as file:
-            began = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - began
-        if (
-            time.process_time() <= age < LONGEST_START
-        ):  # some sandboxes have clocks that do not fit together
+            started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+        # in some sandboxes these clocks are inconsistent
+        if time.process_time() <= age < LONGEST_START:
             return age
     except (OSError, ValueError, AttributeError, IndexError):  # not on Linux
         pass
     return time.process_time()
 
 
-STARTED = time.monotonic() - _age()
+STARTED = time.monotonic() - _process_age()
 
 
-def _ignored(number: int) -> bool:
+def _is_ignored(number: int) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
 
 
-class Stop:
-    """with Stop(limit) as stop: training calls stop.step() after every step.
+class StopRequest:
+    """Catches signals and watches the time limit: `with StopRequest(limit) as stop`, then `stop.after_step()` per step.
 
-    limit: seconds from the start of the program, None for no limit.  now: the clock, in seconds.
+    limit: seconds from the start of the program, None for no limit.  now: a clock in seconds.
+    reason: the signal's name or "--time-limit" once a stop was requested, else "".
     """
 
     def __init__(self, limit: float | None = None, now: Callable[[], float] = time.monotonic):
         self.limit, self.now = limit, now
-        self.asked, self.training, self.why = False, False, ""
+        self.requested, self.training, self.reason = False, False, ""
+        self.last_step: float | None = None  # when the last step ended
         self.slowest_step = self.slowest_save = 0.0
-        self.before: dict[int, Any] = {}
+        self.previous_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "StopRequest":
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows lacks two of them
-            if number is not None and not (name == "SIGHUP" and _ignored(number)):
+            if number is not None and not (name == "SIGHUP" and _is_ignored(number)):
                 try:
-                    self.before[number] = signal.signal(number, self._ask)
+                    self.previous_handlers[number] = signal.signal(number, self._on_signal)
                 except ValueError:  # not in the main thread: the caller handles signals
                     break
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
 
-    def _ask(self, number, frame):
-        if not self.training or (self.asked and number == signal.SIGINT):
+    def _on_signal(self, number, frame):
+        if not self.training or (self.requested and number == signal.SIGINT):
             raise KeyboardInterrupt
-        self.asked, self.why = True, signal.Signals(number).name
+        self.requested, self.reason = True, signal.Signals(number).name
 
     def begin(self, checkpoint_bytes: float) -> None:
-        """Training begins: from now on signals wait for the end of a step."""
-        self.training, self.last = True, None
+        """Training begins: from now on a signal waits for the end of the step."""
+        self.training, self.last_step = True, None
         self.slowest_save = checkpoint_bytes / BYTES_PER_SECOND
 
-    def step(self, save_seconds: float = 0.0) -> bool:
-        """A step is done, with what came before it. save_seconds: what a checkpoint takes. -> is it time to stop?"""
+    def after_step(self, save_seconds: float = 0.0) -> bool:
+        """Call after every step. -> is it time to stop?   save_seconds: time of the slowest checkpoint so far."""
         now = self.now()
-        if self.last is not None:  # the first step compiles kernels, which the next ones need not
-            self.slowest_step = max(self.slowest_step, now - self.last)
-        self.last, self.slowest_save = now, max(self.slowest_save, save_seconds)
-        if self.limit is not None and not self.asked:
-            needed = EXIT_SECONDS + 2 * (self.slowest_step + self.slowest_save)  # twice, to be sure
+        if self.last_step is not None:  # the first step compiles kernels: it does not count
+            self.slowest_step = max(self.slowest_step, now - self.last_step)
+        self.last_step, self.slowest_save = now, max(self.slowest_save, save_seconds)
+        if self.limit is not None and not self.requested:
+            # twice the slowest step and checkpoint, as a margin
+            needed = EXIT_SECONDS + 2 * (self.slowest_step + self.slowest_save)
             if now - STARTED + needed >= self.limit:
-                self.asked, self.why = True, "--time-limit"
-        return self.asked
+                self.requested, self.reason = True, "--time-limit"
+        return self.requested
 
 
-def seconds(text: str | None) -> float | None:
-    """ "5400", "90:00", "1:30:00" or "0-01:30:00" (as Slurm writes it) -> 5400.0. Raises UserError."""
+def parse_seconds(text: str | None) -> float | None:
+    """ "5400", "90:00", "1:30:00" or "0-01:30:00" (Slurm's format) -> 5400.0. Raises UserError."""
     if text is None:
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+(?:\.\d*)?)", text)
     if found is None or (found[1] is not None and found[3] is None):
         raise UserError(
-            f"--time-limit {text!r} is no time: give seconds, MM:SS, HH:MM:SS or D-HH:MM:SS"
+            f"--time-limit {text!r} is not a time: give seconds, MM:SS, HH:MM:SS or D-HH:MM:SS"
         )
     value = math.fsum(float(n or 0) * unit for n, unit in zip(found.groups(), (86400, 3600, 60, 1)))
     if value <= 0:

@@ -1,15 +1,16 @@
-"""One training run: model, optimizer and data, the step, and the state that a checkpoint holds."""
+"""One training run: model, optimizer and data, the training step, and the state that a checkpoint holds."""
 
 import functools
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from ..config import MATTERS, SHAPES, TrainConfig
+from ..config import RESUME_KEYS, SHAPES, ResolvedConfig
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, to_device, to_numpy
 from ..errors import UserError
@@ -18,119 +19,144 @@ from ..kernels.elementwise import add_fwd
 from ..kernels.grad_norm import sum_of_squares
 from ..kernels.runtime.launch import zeros
 from ..kernels.skip_nonfinite import skip_unless_finite
-from ..nn.autograd import Tensor, no_grad
+from ..nn.autograd import no_grad
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
-from ..nn.optim import AdamW, clip, learning_rate
+from ..nn.modules import Arena
+from ..nn.optim import AdamW, learning_rate
 from . import checkpoint
 from .checkpoint import Saved, Snapshot
 from .nonfinite import first_nonfinite
-from .phase_timer import off
-from .single_process import ALONE, Alone
+from .phase_timer import NoPhaseTimer
+from .single_device import SingleDevice
+from .single_process import SINGLE_PROCESS, SingleProcess
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave. loss (this rank's share) and grad_norm: (1,) arrays that are still on the device."""
+
+    step: int  # counts from 1
+    loss: Array
+    grad_norm: Array
+    lr: float
 
 
 class Run:
-    """Model, optimizer and data of one training run, and the training step. (With several ranks: ParallelRun in ddp.py.)"""
+    """Model, optimizer and data of one training run, and the training step.
+
+    Derive from it to change the model, `make_optimizer`, `learning_rate`, `next_batch`, `validate` or `sample`
+    (lessons/howto/change_the_model.md). With several ranks: parallel.ddp.ParallelRun.
+
+    done: steps so far.  val_loss: (step, loss) of the last validation.  skipped: skipped steps, as far as the host has read
+    the numbers.  beat(), rest(): tell a watchdog that the run makes progress, and that training is over.
+    """
 
     def __init__(
-        self, config: TrainConfig, model: Transformer, corpus: Corpus, ranks: Alone = ALONE
+        self,
+        config: ResolvedConfig,
+        model: Transformer,
+        corpus: Corpus,
+        ranks: SingleProcess = SINGLE_PROCESS,
     ):
-        self.config, self.model, self.corpus, self.ranks = config, model, corpus, ranks
         c = config
+        self.config, self.model, self.corpus, self.ranks = config, model, corpus, ranks
+        self.parallel = self.make_parallel()
         self.optimizer = self.make_optimizer()
         self.loader = corpus.loader(c.batch, c.seq_len, c.seed, ranks.rank, ranks.world)
-        self.done = 0  # steps
-        self.row = zeros(model.arena.grads, 1, np.int32)  # steps skipped in a row, on the device
-        self.row_seen = self.skipped = 0  # the same and all that were skipped, as far as read
-        self.val_loss: tuple[int, float] | None = None  # the last validation: step, loss
-        self.copies = HostCopies()
-        self.beat = lambda: None  # tells a watchdog that all is well
-        self.rest = lambda: None  # tells it that no more steps will come
-        self.clock = off  # see clock.py
-        if model.device == "cpu":
-            self.on_device = self.compute
-        elif config.graph:
-            graphed = Graphed(self.compute)
-            self.on_device = lambda *inputs: [
-                x.copy() for x in graphed(*inputs)
-            ]  # the next step overwrites x
-        else:
-            on = model.device
-            self.on_device = lambda *inputs: self.compute(*(to_device(x, on) for x in inputs))
+        self.done = 0
+        self.val_loss: tuple[int, float] | None = None
+        # skipped steps in a row: counted on the device, and the value that the host has read
+        self.skips_in_a_row = zeros(model.arena.grads, 1, np.int32)
+        self.skips_in_a_row_read = self.skipped = 0
+        self.host_copies = HostCopies()
+        self.beat: Callable[[], None] = lambda: None
+        self.rest: Callable[[], None] = lambda: None
+        self.phase_timer = NoPhaseTimer()
+        captured = c.graph and model.device != "cpu"
+        self.on_device = capture(self.train_step, model.arena) if captured else self.eagerly
 
     def make_optimizer(self) -> AdamW:
+        """AdamW with the options of this run."""
         c = self.config
-        return AdamW(self.model, c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay)
+        return self.parallel.make_adamw(
+            lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay
+        )
 
-    def step(self) -> tuple[Any, Any, float]:
-        """One optimizer step. -> loss and gradient norm, (1,) arrays still on the device; learning rate."""
-        optimizer = self.optimizer
-        self.clock("data")
-        ids, targets, *more = self.next_batch()
-        self.clock("step")
-        optimizer.lr = self.learning_rate()
-        loss, norm = self.on_device(ids, targets, optimizer.advance(), *more)
-        self.clock(None)
+    def make_parallel(self) -> SingleDevice:
+        """How this run's steps are divided among the ranks."""
+        return SingleDevice(self.config, self.model, self.ranks)
+
+    # ------------------------------------------------------------------------- one step
+    def step(self) -> StepResult:
+        """One optimizer step: batch, learning rate, `train_step` on the device. No value is read back."""
+        self.beat()
+        self.phase_timer.begin("data")
+        ids, targets = self.next_batch()
+        inv_count = self.parallel.inverse_target_count(targets)
+        self.phase_timer.begin("step")
+        lr = self.optimizer.lr = self.learning_rate()
+        hyper = self.optimizer.advance()
+        loss, norm = self.on_device(ids, targets, hyper, *inv_count)  # eager, or a CUDA graph
+        self.phase_timer.end()
         self.done += 1
-        return loss, norm, optimizer.lr
+        self.parallel.check_identical(self.optimizer, self.done)
+        return StepResult(self.done, loss, norm, lr)
+
+    @np.errstate(all="ignore")  # steps that are not finite are expected, and skipped below
+    def train_step(
+        self, ids: Array, targets: Array, hyper: Array, inv_count: Array | None = None
+    ) -> tuple[Array, Array]:
+        """The part of a step that runs on the device. It reads no value back, so a CUDA graph can capture it.
+
+        ids, targets: (batch / ranks, T).  hyper: AdamW.advance().  inv_count: 1 / number of targets of the whole batch, (1,).
+        -> this rank's share of the loss, gradient norm of the whole model; (1,)
+        """
+        if inv_count is None:
+            inv_count = count_targets(targets.reshape(-1))
+        self.model.zero_grad()
+        losses = []
+        for rows, last in self.micro_batches(ids.shape[0]):
+            self.phase_timer.begin("forward")
+            loss = self.model.loss(ids[rows], targets[rows], inv_count)
+            self.phase_timer.begin("backward")
+            self.parallel.backward(loss, last)  # after the last: gradients are sums over all ranks
+            losses.append(loss.data.reshape(1))
+        total = functools.reduce(add_fwd, losses)
+        self.phase_timer.begin("optimizer")
+        norm, factor = self.parallel.clip(self.optimizer, self.config.clip)
+        norms_and_losses = self.parallel.gather_norm_and_loss(norm, total)
+        skip_unless_finite(factor, self.skips_in_a_row, *norms_and_losses, self.config.max_skips)
+        self.optimizer.apply(hyper, factor)
+        return total, norm
+
+    def micro_batches(self, batch: int) -> Iterator[tuple[slice, bool]]:
+        """-> (rows of a micro-batch, is it the last one?)"""
+        for start in range(0, batch, self.config.micro_batch):
+            end = start + self.config.micro_batch
+            yield slice(start, end), end >= batch
+
+    def eagerly(self, *inputs: np.ndarray) -> tuple[Array, Array]:
+        """`train_step`, kernel by kernel."""
+        return self.train_step(*(to_device(x, self.model.device) for x in inputs))
 
     def learning_rate(self) -> float:
-        """Of the next step; self.done steps have been made."""
+        """Learning rate of the next step; self.done steps have been made."""
         c = self.config
         return learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
 
-    def next_batch(self) -> tuple[np.ndarray, ...]:
-        """-> ids, targets (batch, T); and with several ranks 1 / number of targets that all have together."""
+    def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """-> ids, targets (batch / ranks, T)"""
         return self.loader.next_batch()
 
-    def compute(
-        self, ids: Array, targets: Array, hyper: Array, inv_count: Array | None = None
-    ) -> tuple[Array, Array]:
-        """The part of a step that runs on the device: arrays in, arrays out, no look at a value."""
-        loss = self.gradients(self.backward, ids, targets, inv_count)
-        self.clock("optimizer")
-        norm, factor = self.clip()
-        skip_unless_finite(factor, self.row, *self.of_all(norm, loss), self.config.max_skips)
-        self.optimizer.apply(hyper, factor)
-        return loss, norm
-
-    @np.errstate(all="ignore")  # what is not finite is looked for on purpose, on every device
-    def gradients(
-        self, backward: Callable, ids: Array, targets: Array, inv_count: Array | None = None
-    ) -> Array:
-        """Forward and backward(loss, is it the last?) of each micro-batch. -> loss (1,)"""
-        c, model, losses = self.config, self.model, []
-        if inv_count is None:  # of the whole batch: micro-batches add up to its mean
-            inv_count = count_targets(targets.reshape(-1))
-        model.zero_grad()
-        for i in range(0, ids.shape[0], c.micro_batch):
-            part = slice(i, i + c.micro_batch)
-            self.clock("forward")
-            loss = model.loss(ids[part], targets[part], inv_count)
-            self.clock("backward")
-            backward(loss, i + c.micro_batch >= ids.shape[0])
-            losses.append(loss.data.reshape(1))
-        return functools.reduce(add_fwd, losses)
-
-    def backward(self, loss: Tensor, last: bool) -> None:
-        loss.backward()
-
-    def clip(self) -> tuple[Array, Array]:
-        return clip(self.model, self.config.clip)
-
-    def of_all(self, norm: Array, loss: Array) -> tuple[Array, Array]:
-        """The gradient norms and losses that decide whether the step counts: with several ranks, of all of them."""
-        return norm, loss
-
-    def timing(self, speed: float) -> dict[str, Any]:
-        """More numbers for timing.jsonl."""
-        return {}
-
+    # ------------------------------------------------------------------------- measurements
     def layer_norms(self) -> dict[str, float]:
-        """Gradient norms of the last step, before clipping: embedding, each layer, the last norm, head, other modules."""
-        return {name: float(np.sqrt(x)) for name, x in self.layer_squares().items()}
+        """Gradient norms of the last step before clipping: embedding, each layer, last norm, head, other modules."""
+        squares = self._layer_squares()
+        sums = self.parallel.sum_over_owners(list(squares.values()))
+        return {name: float(np.sqrt(x)) for name, x in zip(squares, sums)}
 
-    def layer_squares(self) -> dict[str, float]:
+    def _layer_squares(self) -> dict[str, float]:
         sums: dict[str, float] = {}
         for prefix, p in self.model.storage():
             name = _group(prefix + next(iter(p.parts)))
@@ -144,7 +170,7 @@ class Run:
     @no_grad()
     def validate(self) -> tuple[float, float]:
         """-> (mean loss in nats per token, bits per byte) over the fixed validation batches."""
-        c, ranks, nats, tokens, lengths = self.config, self.ranks, 0.0, 0, 0
+        c, ranks, nats, tokens, lengths = self.config, self.ranks, 0.0, 0.0, 0.0
         share = c.batch // ranks.world
         for all_ids, all_targets in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
             for i in range(share * ranks.rank, share * (ranks.rank + 1), c.micro_batch):
@@ -160,109 +186,151 @@ class Run:
         return nats / tokens, nats / np.log(2) / max(lengths, 1)
 
     def sample(self) -> str:
-        """The prompt, continued with temperature 0.8 from the 50 most likely tokens."""
+        """The prompt continued with temperature 0.8, top-k 50."""
         c, tokenizer = self.config, self.corpus.tokenizer
-        prompt = tokenizer.encode(c.sample_prompt)[: self.model.config.max_seq_len - 1] or [
-            tokenizer.eot_id
-        ]
-        new = min(c.sample_tokens, self.model.config.max_seq_len - len(prompt))
+        longest = self.model.config.max_seq_len
+        prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [cast(int, tokenizer.eot_id)]
+        new = min(c.sample_tokens, longest - len(prompt))
         ids = self.model.generate(np.array(prompt), new, temperature=0.8, top_k=50, seed=c.seed)
         return tokenizer.decode(ids.tolist())
 
-    # ------------------------------------------------------------------------- saving and going on
-    def matters(self) -> dict[str, Any]:
-        """What decides the numbers, and so must not change when a run goes on."""
-        options = {
-            name: getattr(self.config, name, "fp32") for name in MATTERS
-        }  # grad_comm: ddp.py
+    # ------------------------------------------------------------------------- saving and resuming
+    def resume_options(self) -> dict[str, Any]:
+        """What decides the numbers: a resumed run must have the same values, unless --allow-change names them."""
+        # only a ParallelConfig has grad_comm
+        options = {name: getattr(self.config, name, "fp32") for name in RESUME_KEYS}
         text = {"data": self.corpus.sha256, "tokenizer": self.corpus.tokenizer.sha256}
         variation = {"variation": self.model.variation} if self.model.variation else {}
         return {**options, **text, **self.model.config.to_dict(), **variation}
 
-    def save(self, folder: Path) -> Path | None:
-        """Write a checkpoint at once. -> its folder, None on a rank that does not write."""
-        snapshot = self.snapshot({})
-        return None if snapshot is None else checkpoint.write(folder, snapshot)
-
-    def snapshot(self, logs: dict[str, int]) -> Snapshot | None:
-        """The state after the last step, for a checkpoint. logs: lengths of files that must be cut back to go on from it."""
-        return self.take(self.optimizer, logs)
-
-    def take(self, optimizer: Any, logs: dict[str, int]) -> Snapshot:
-        """optimizer: anything with the moments m and v of the whole arena, and t."""
-        step, loss = self.val_loss or (None, None)
-        state = {
-            "step": self.done,
-            "loader": self.loader.state_dict(),
-            "options": self.matters(),
-            "made_on": self.place(),
-            "logs": logs,
-            "row": self.row_seen,
-            "skipped": self.skipped,
-            "val_loss": loss if step == self.done and np.isfinite(loss) else None,
-        }
-        return checkpoint.take(self.model, optimizer, state, self.corpus.tokenizer, self.copies)
-
-    def place(self) -> dict[str, Any]:
-        """On anything else than this the bits may differ, though not the mathematics."""
+    def made_on(self) -> dict[str, Any]:
+        """Where the run computes. If this changes, the bits may differ, though not the mathematics."""
         return {
             "device": device_name(self.model.device),
             "ranks": self.ranks.world,
-            "zero": int(getattr(self.config, "sharded", 0)),
+            "zero": int(self.parallel.sharded),
         }
 
-    def resume(self, saved: Saved, say: Callable[[str], None] = lambda sentence: None) -> None:
-        """Continue from a checkpoint. Raises UserError when something that matters is different and not allowed to be."""
-        same_ranks = saved.state["made_on"]["ranks"] == self.ranks.world
-        allowed = {name.replace("-", "_") for name in self.config.allow_change}
-        changed = changes(saved.state["options"], self.matters(), same_ranks)
-        if 1 in (
-            saved.state["made_on"]["ranks"],
-            self.ranks.world,
-        ):  # gradients do not travel there
+    def save(self, folder: Path) -> Path | None:
+        """Write a checkpoint now. -> its folder, None on a rank that does not write."""
+        snapshot = self.snapshot({})
+        return None if snapshot is None else checkpoint.write(folder, snapshot)
+
+    def snapshot(self, log_lengths: dict[str, int]) -> Snapshot | None:
+        """Copy the state after the last step to host memory, on rank 0; every rank must call this.
+
+        log_lengths: {file name: bytes}, to which a run that resumes from here cuts the files back.
+        """
+        self.beat()
+        with self.parallel.full_moments(self.optimizer) as moments:
+            if self.ranks.rank > 0:
+                return None
+            state = self._state(log_lengths)
+            tokenizer = self.corpus.tokenizer
+            return checkpoint.snapshot(self.model, moments, state, tokenizer, self.host_copies)
+
+    def _state(self, log_lengths):
+        """The contents of state.json."""
+        step, loss = self.val_loss or (None, np.nan)
+        return {
+            "step": self.done,
+            "loader": self.loader.state_dict(),
+            "options": self.resume_options(),
+            "made_on": self.made_on(),
+            "logs": log_lengths,
+            "row": self.skips_in_a_row_read,
+            "skipped": self.skipped,
+            "val_loss": loss if step == self.done and np.isfinite(loss) else None,
+        }
+
+    def resume(self, saved: Saved, warn: Callable[[str], None] = lambda sentence: None) -> None:
+        """Continue from a checkpoint. Raises UserError if an option differs that must not."""
+        made_on = saved.state["made_on"]
+        changed = option_changes(saved.state["options"], self.resume_options())
+        if made_on["ranks"] != self.ranks.world:  # the share of each rank has another size
+            changed.pop("micro_batch", None)
+        if 1 in (made_on["ranks"], self.ranks.world):  # one rank communicates no gradients
             changed.pop("grad_comm", None)
-        if refused := [text for name, text in changed.items() if name not in allowed]:
-            advice = "use the options it was started with"
-            if not changed.keys() & set(SHAPES):  # no option makes its weights fit another shape
-                advice += f", or say what may differ: --allow-change {' '.join(changed)}"
-            raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {advice}")
-        self.load(saved)
+        self._refuse_changes(saved, changed)
+        self.parallel.load(saved, self.optimizer)
         if changed.keys() & {"data", "tokenizer", "seq_len", "seed"}:
-            say("the text, or how it is cut, has changed: it is read from its start")
+            warn(
+                "the text or its division into sequences has changed: reading restarts at its beginning"
+            )
         else:
             self.loader.load_state_dict(saved.state["loader"])
         self.done = saved.step
-        self.row_seen = min(saved.state["row"], self.config.max_skips - 1)  # which may be less now
+        # max_skips may be smaller than in the run that was saved
+        self.skips_in_a_row_read = min(saved.state["row"], self.config.max_skips - 1)
         self.skipped = saved.state["skipped"]
-        self.row.fill(self.row_seen)
-        here, there = self.place(), saved.state["made_on"]
-        if moved := [
-            f"{k} was {there.get(k)}, is {v}" for k, v in here.items() if there.get(k) != v
-        ]:
-            say(f"{', '.join(moved)}: the last digits may differ")
+        self.skips_in_a_row.fill(self.skips_in_a_row_read)
+        moved = [
+            f"{name} was {made_on.get(name)}, is {value}"
+            for name, value in self.made_on().items()
+            if made_on.get(name) != value
+        ]
+        if moved:
+            warn(f"{', '.join(moved)}: the last digits may differ")
 
-    def load(self, saved: Saved) -> None:
-        checkpoint.load(saved, self.model, self.optimizer)
+    def _refuse_changes(self, saved, changed):
+        allowed = {name.replace("-", "_") for name in self.config.allow_change}
+        refused = [text for name, text in changed.items() if name not in allowed]
+        if not refused:
+            return
+        advice = "use the options of its first start"
+        if not changed.keys() & set(SHAPES):  # no option can make the weights fit another shape
+            advice += f", or allow the change: --allow-change {' '.join(changed)}"
+        raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {advice}")
 
+    # ------------------------------------------------------------------------- the end
     def explain(self, step: int) -> str:
-        """After max_skips bad steps: do the last of them again, eagerly and op by op. -> where it went wrong first."""
-        self.on_device = None  # the memory of a captured step is needed now
+        """After max_skips skipped steps: repeat the forward and backward of `step`, op by op.
+
+        -> where the first value appeared that is not finite. Every rank must call it; all get the same answer.
+        """
+        self.on_device = self.eagerly  # frees the memory of a captured step
         gc.collect()
         self.loader.position -= (self.done - step + 1) * self.config.batch
-        batch = [to_device(x, self.model.device) for x in self.next_batch()]
-        again = lambda: self.gradients(lambda loss, last: self.backward(loss, False), *batch)
-        found = self.ranks.everybody(first_nonfinite(self.model, again))
-        for rank, place in enumerate(found):
-            if place is not None:
-                return place if len(found) == 1 else f"rank {rank}: {place}"
-        what = (
-            "the result of every op is finite" if len(found) == 1 else "it is finite on every rank"
+        ids, targets = self.next_batch()
+        inv_count = self.parallel.inverse_target_count(targets)
+        batch = [to_device(x, self.model.device) for x in (ids, targets, *inv_count)]
+        found = self.ranks.gather(first_nonfinite(self.model, lambda: self._gradients(*batch)))
+        for rank, where in enumerate(found):
+            if where is not None:
+                return where if len(found) == 1 else f"rank {rank}: {where}"
+        everywhere = "" if len(found) == 1 else " on every rank"
+        return (
+            f"every result is finite{everywhere} when the step is repeated: the gradient norm is too large, or the fault does "
+            "not repeat"
         )
-        return f"{what} when the step is done again: the norm is too large, or the fault does not repeat"
+
+    @np.errstate(all="ignore")
+    def _gradients(self, ids, targets, inv_count=None):
+        """Forward and backward of `train_step`, without communication."""
+        if inv_count is None:
+            inv_count = count_targets(targets.reshape(-1))
+        self.model.zero_grad()
+        for rows, _ in self.micro_batches(ids.shape[0]):
+            loss = self.model.loss(ids[rows], targets[rows], inv_count)
+            self.parallel.backward(loss, last=False)
+
+    def close(self) -> None:
+        """Release the captured steps, then the communicator that they use."""
+        self.on_device = self.eagerly
+        gc.collect()
+        self.parallel.close()
+
+
+def capture(
+    train_step: Callable[..., tuple[Array, ...]], arena: Arena
+) -> Callable[..., tuple[Array, ...]]:
+    """train_step as a CUDA graph. Its results are copied, because the next replay overwrites them."""
+    graphed = Graphed(train_step, arena)
+    return lambda *inputs: tuple(x.copy() for x in graphed(*inputs))
 
 
 def _group(name):
-    """Of a parameter by its Hugging Face name: "model.layers.3.mlp.up_proj.weight" -> "layer 3"."""
+    """The group of a parameter by its Hugging Face name: "model.layers.3.mlp.up_proj.weight" -> "layer 3"."""
     words = name.split(".")
     if "layers" in words:
         return f"layer {words[words.index('layers') + 1]}"
@@ -270,21 +338,18 @@ def _group(name):
     return groups.get(words[-2] if words[1:] else "", "other")
 
 
-def changes(then: dict[str, Any], now: dict[str, Any], same_ranks: bool) -> dict[str, str]:
-    """{name: what is different} between two Run.matters()."""
-    then = json.loads(json.dumps(then))
-    now = json.loads(json.dumps(now))
-    different = {
+def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """{name: sentence about the difference} between two Run.resume_options()."""
+    then, now = (json.loads(json.dumps(options)) for options in (then, now))
+    changed = {
         name: f"{name} was {then.get(name)}, is {now.get(name)}"
         for name in dict.fromkeys([*then, *now])
         if then.get(name) != now.get(name)
     }
     for name, what in (("data", "text"), ("tokenizer", "tokenizer")):
-        if name in different:
-            was, is_ = (str(x.get(name))[:16] for x in (then, now))
-            different[name] = f"the {what} is not the same (sha256 was {was}, is {is_})"
-    if not same_ranks:  # then each has another share
-        different.pop("micro_batch", None)
-    if "seq_len" in different:
-        different.pop("max_seq_len", None)  # follows it
-    return different
+        if name in changed:
+            was, is_ = (str(options.get(name))[:16] for options in (then, now))
+            changed[name] = f"the {what} is not the same (sha256 was {was}, is {is_})"
+    if "seq_len" in changed:
+        changed.pop("max_seq_len", None)  # follows seq_len
+    return changed

@@ -1,33 +1,33 @@
-"""The one process of xtrain.train, with the methods that several ranks have (parallel/ranks.py)."""
+"""The process of a run that has only one: the methods of `parallel.ranks.Ranks` without communication."""
 
 from collections.abc import Callable
 from typing import Any
 
 
-class Alone:
-    """One process that trains by itself."""
+class SingleProcess:
+    """Rank 0 of 1. `Ranks` overrides every method for several processes."""
 
     rank, world = 0, 1
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """work() is done by rank 0; every rank gets its result, or its UserError."""
+        """Run work() on rank 0. -> its result on every rank; a UserError of rank 0 is raised on every rank."""
         return work()
 
     def in_turn(self, work: Callable[[], Any]) -> Any:
-        """work() is done by rank 0, then by all others: they find what it has left in a cache."""
+        """Run work() on rank 0, then on all other ranks, which find the results of rank 0 in a cache."""
         return work()
 
     def total(self, values: list[float]) -> list[float]:
-        """Sum of each value over all ranks, in float64 and in the order of the ranks: the same bits on all."""
+        """Sum of each value over all ranks, in float64 and in rank order: the same bits on every rank."""
         return values
 
     def any(self, flag: bool) -> bool:
-        """Does any rank say yes?"""
+        """True on every rank if the flag of any rank is true."""
         return flag
 
-    def everybody(self, thing: Any) -> list[Any]:
-        """What each rank gives (anything picklable), in the order of the ranks, on every rank."""
+    def gather(self, thing: Any) -> list[Any]:
+        """The `thing` of every rank (anything that can be pickled), in rank order, on every rank."""
         return [thing]
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()

@@ -230,7 +230,7 @@ def test_bad_input():
         flash_attention_fwd(q, k, v, 0.0)
     with pytest.raises(TypeError, match="k is bfloat16, expected float32"):
         flash_attention_fwd(q, k.astype(BF16), v, 1.0)
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         flash_attention_fwd(to_kernel(q), k, v, 1.0)
     with pytest.raises(ValueError, match=r"head dim 24, but bfloat16 needs one of \(16, 32, 64"):
         flash_attention_fwd(*(to_kernel(x.astype(BF16)) for x in (q, k, v)), 1.0)

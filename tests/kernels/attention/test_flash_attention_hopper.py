@@ -231,17 +231,20 @@ def test_what_the_driver_is_asked(monkeypatch):
         return status
 
     monkeypatch.setattr(_tensor_maps, "_encoder", lambda: driver)
-    described = 4096, (64, 3, 100, 2), (128, 640, 64000), (64, 1, 16, 1)
+    described, spec = (
+        (4096, (64, 3, 100, 2), (128, 640, 64000), (64, 1, 16, 1)),
+        _tensor_maps.TensorMapSpec,
+    )
     status = 0
-    assert _tensor_maps._encode(*described) == bytes([7]) * 128
+    assert _tensor_maps._encode(spec(*described)) == bytes([7]) * 128
     place, *rest = asked[0]
     assert place % 64 == 0
     dims, strides, box = (list(x) for x in described[1:])
     assert rest == [9, 4, 4096, dims, strides, box, [1] * 4, 0, 3, 3, 0]
-    _tensor_maps._encode(4096, (256, 3), (1024,), (128, 1))  # float32, no swizzle
+    _tensor_maps._encode(spec(4096, (256, 3), (1024,), (128, 1)))  # float32, no swizzle
     assert asked[1][1:] == [7, 2, 4096, [256, 3], [1024], [128, 1], [1] * 2, 0, 0, 3, 0]
     status = 1
     with pytest.raises(
-        RuntimeError, match=r"the driver refuses a tensor map of dims .* CUDA error 1"
+        RuntimeError, match=r"the driver rejected a tensor map of dims .* CUDA error 1"
     ):
-        _tensor_maps._encode(*described)
+        _tensor_maps._encode(spec(*described))

@@ -296,7 +296,7 @@ def test_planted_bugs_are_found(monkeypatch, name, old, new, given_):
     forget = lambda: [clear() for clear in (_translated.clear, *(m.cache_clear for m in makers))]
     forget()
     monkeypatch.setattr(sampling_kernels, name, broken)
-    with pytest.raises(KernelError, match=r"race|uninitialised"):
+    with pytest.raises(KernelError, match=r"race|uninitialized"):
         draw(np.zeros((2, 400), np.float32), sim, **{"top_p": 0.99, **given_})
     monkeypatch.undo()
     forget()
@@ -330,5 +330,5 @@ def test_bad_input():
     for bad in ((0.1, -3, 1.0), (1e-9, 0, 1.0), (1.0, 0, 7.0)):  # not checked on a GPU
         with pytest.raises(ValueError, match="expected"):
             sample(logits, ids, *parameters(2, *bad))
-    with pytest.raises(TypeError, match="one place"):
+    with pytest.raises(TypeError, match="on one device"):
         sample(to_kernel(logits), ids, *good)

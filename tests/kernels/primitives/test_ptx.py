@@ -1,6 +1,6 @@
-"""Single instructions of primitives/ptx.py and primitives/tensor_cores.py against what NVIDIA's manual says of them.
+"""Single instructions of primitives/ptx.py and primitives/tensor_cores.py against NVIDIA's manual.
 
-Without a GPU this tests the twins that the simulator runs; with one, the instructions.
+Without a GPU this tests the Python implementations that the simulator runs; with one, the instructions.
 """
 
 import ml_dtypes
@@ -64,7 +64,9 @@ def test_load_and_store(source, to):
 
 @simulated
 def test_unaligned_vectors_are_reported():
-    with pytest.raises(KernelError, match="access to 8 elements at element 4: not a multiple of 8"):
+    with pytest.raises(
+        KernelError, match="access to 8 elements at element 4: the index must be a multiple of 8"
+    ):
         launch(
             copy_kernel,
             1,
@@ -133,7 +135,7 @@ def test_values():
 # ----------------------------------------------------------------------------- the tensor core
 @kernel(32)
 def mma_kernel(c, a, b):
-    """Fragments by hand, from the figures in the manual: lane 4 g + t."""
+    """Fragments computed from the figures in the manual: lane 4 g + t."""
     g, t = cuda.threadIdx.x // 4, cuda.threadIdx.x % 4
     fa, fb = cuda.local.array(4, uint32), cuda.local.array(2, uint32)
     fc = cuda.local.array(4, float32)
@@ -160,7 +162,7 @@ def test_mma():
 
 @kernel(32)
 def ldmatrix_kernel(y, x, transpose, flip, more):
-    """y[lane] = the lane's four registers as numbers; x: 64 rows of 8, of which the lanes name 32"""
+    """y[lane] = the lane's four registers as numbers; x: 64 rows of 8 elements, of which the lanes address 32"""
     smem = cuda.shared.array(1024, uint16)
     lane = cuda.threadIdx.x
     registers = cuda.local.array(4, uint32)
@@ -196,11 +198,12 @@ def test_bank_conflicts_are_reported():
         for i in range(cuda.threadIdx.x, 2048, 32):
             smem[i] = uint16(0)
         cuda.syncwarp()
-        ldmatrix(
-            x, smem, 64 * (cuda.threadIdx.x & 7), 0, 0
-        )  # rows of 128 bytes: always the same banks
+        # Rows of 128 bytes: always the same banks.
+        ldmatrix(x, smem, 64 * (cuda.threadIdx.x & 7), 0, 0)
 
-    with pytest.raises(KernelError, match="bank conflict, 8 rows of 16 bytes lie in 1 of 8 places"):
+    with pytest.raises(
+        KernelError, match="bank conflict: 8 rows of 16 bytes use 1 of 8 bank groups"
+    ):
         launch(conflict_kernel, 1, 32, to_kernel(np.zeros(4, np.uint32)))
 
 
@@ -208,7 +211,7 @@ def test_bank_conflicts_are_reported():
 def make_copies_kernel(wait=True, commit=True, barrier=True):
     @kernel(64)
     def copies_kernel(y, z, x, f):
-        """The second group may still be under way when y is written. Threads read what others have copied."""
+        """The second group may still be in flight when y is written. Threads read what others have copied."""
         smem, stats = cuda.shared.array(1024, uint16), cuda.shared.array(64, float32)
         registers, tid = cuda.local.array(4, uint32), cuda.threadIdx.x
         copy16_async(smem, 8 * tid, x, 8 * tid, tid < 60)  # 60 and beyond: zeros
@@ -245,7 +248,7 @@ def test_copies():
 
 @simulated
 def test_copies_without_waiting_are_reported():
-    with pytest.raises(UninitializedError, match="uninitialised read in copies_kernel"):
+    with pytest.raises(UninitializedError, match="uninitialized read in copies_kernel"):
         run_copies(wait=False)
     with pytest.raises((RaceError, UninitializedError)):
         run_copies(barrier=False)

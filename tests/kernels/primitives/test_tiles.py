@@ -1,4 +1,4 @@
-"""Tiles: where chunks lie, copies in and out, products of tiles against NumPy."""
+"""Tiles: the offsets of chunks, copies in and out, products of tiles against NumPy."""
 
 import ml_dtypes
 import numpy as np
@@ -11,10 +11,10 @@ from xtrain.kernels.primitives.tensor_cores import commit_copies, high_bf16, low
 from xtrain.kernels.primitives.tiles import (
     WIDTHS,
     make_add_product,
+    make_chunk_offset,
     make_copy,
     make_copy_two,
     make_fill,
-    make_place,
     make_scores,
     make_store,
 )
@@ -25,16 +25,16 @@ ROWS = 32
 
 
 @pytest.mark.parametrize("D", WIDTHS)
-def test_places(D):
-    """Every chunk has its own place; 8 rows' chunks lie in 8 different banks, wherever the 8 rows begin."""
-    place = make_place(D).py_func
-    places = np.array([[place(r, c) for c in range(D // 8)] for r in range(ROWS)])
-    assert np.array_equal(np.sort(places.ravel()), np.arange(0, ROWS * D, 8))
+def test_chunk_offsets(D):
+    """No two chunks overlap; the chunks of any 8 consecutive rows are in 8 different bank groups."""
+    chunk_offset = make_chunk_offset(D).py_func
+    offsets = np.array([[chunk_offset(r, c) for c in range(D // 8)] for r in range(ROWS)])
+    assert np.array_equal(np.sort(offsets.ravel()), np.arange(0, ROWS * D, 8))
     for r in range(0, ROWS, 8):
         for c in range(D // 8):
-            assert len(set(places[r : r + 8, c] // 8 % 8)) == 8
-    for c in range(0, D // 8 - 2, 2):  # what ldmatrix's `flip` relies on
-        assert np.array_equal(places[:, c + 2], places[:, 0] ^ (8 * (c + 2)))
+            assert len(set(offsets[r : r + 8, c] // 8 % 8)) == 8
+    for c in range(0, D // 8 - 2, 2):  # ldmatrix's `flip` relies on this
+        assert np.array_equal(offsets[:, c + 2], offsets[:, 0] ^ (8 * (c + 2)))
 
 
 def make_round_trip_kernel(D):
@@ -65,7 +65,7 @@ def make_round_trip_kernel(D):
 
 @pytest.mark.parametrize("D", WIDTHS[:3])
 def test_copy_and_store(D):
-    x = normal(1, 40, 2, D, dtype=BF16)  # two heads side by side
+    x = normal(1, 40, 2, D, dtype=BF16)  # two adjacent heads
     y = to_kernel(np.full((ROWS, D), 9, BF16))
     kernel_ = make_round_trip_kernel(D)
     launch(
@@ -81,7 +81,7 @@ def test_copy_and_store(D):
     )
     expected = np.zeros((ROWS, D), BF16)
     expected[:20] = x[2:22, 1]  # beyond the valid rows: zeros
-    expected[ROWS - 3 :] = 9  # beyond the rows to be stored: untouched
+    expected[ROWS - 3 :] = 9  # beyond the stored rows: unchanged
     assert np.array_equal(to_host(y), expected)
 
 

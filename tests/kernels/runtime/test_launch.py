@@ -1,6 +1,7 @@
-"""Where arrays meet kernels: which implementation, checks, scalars, strides, shared memory, very large arrays."""
+"""Launches: the choice of the implementation, checks, scalars, strides, shared memory, the cache, very large arrays."""
 
 import ctypes
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -11,12 +12,14 @@ from checks import GPU, normal, to_host, to_kernel
 from numba import cuda, float32, int64
 
 from xtrain.device import cupy, to_device
+from xtrain.kernels import cross_entropy as cross_entropy_
+from xtrain.kernels import embedding, layout, qk_norm_rope, residual, rmsnorm, rope, softmax, swiglu
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.cross_entropy import cross_entropy
 from xtrain.kernels.embedding import embedding_bwd
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
 from xtrain.kernels.residual import residual_rmsnorm_fwd
-from xtrain.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from xtrain.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd, rmsnorm_fwd_naive_kernel
 from xtrain.kernels.rope import rope_bwd, rope_fwd
 from xtrain.kernels.runtime import compile as _compile
 from xtrain.kernels.runtime import launch as _launch
@@ -44,7 +47,7 @@ def test_the_array_type_decides():
 def test_a_mixture_is_refused_by_name():
     x = np.ones(3, np.float32)
     for mixture in ((x, sim(x)), (sim(x), x), (x, x, sim(x))):
-        with pytest.raises(TypeError, match=r"one place, got numpy\.ndarray, xtrain\.SimArray"):
+        with pytest.raises(TypeError, match=r"on one device, got numpy\.ndarray, xtrain\.SimArray"):
             on_host(*mixture)
     with pytest.raises(TypeError, match=r"numpy\.float32"):
         on_host(x, np.float32(1))
@@ -53,7 +56,7 @@ def test_a_mixture_is_refused_by_name():
 @pytest.mark.gpu
 def test_a_mixture_with_the_gpu():
     x = np.ones(3, np.float32)
-    with pytest.raises(TypeError, match=r"one place, got cupy\.ndarray, numpy\.ndarray"):
+    with pytest.raises(TypeError, match=r"on one device, got cupy\.ndarray, numpy\.ndarray"):
         on_host(x, to_device(x, "gpu"))
 
 
@@ -107,9 +110,7 @@ def test_float64_is_for_references_alone():
 def test_check_ids():
     check_ids("op", "ids", np.ones(3, np.uint8))
     for dtype in (np.float32, bool):
-        with pytest.raises(
-            ValueError, match=f"op: ids must hold whole numbers, got {np.dtype(dtype)}"
-        ):
+        with pytest.raises(ValueError, match=f"op: ids must be integers, got {np.dtype(dtype)}"):
             check_ids("op", "ids", np.ones(3, dtype))
 
 
@@ -130,7 +131,7 @@ def scalars_kernel(out, number, count, flag, small):
 
 @pytest.mark.parametrize("flag", [True, False, np.bool_(True)])
 def test_scalars(flag):
-    """A Python int travels as int64 (it may count more than 2^31), a float as float32, a bool as one byte."""
+    """A Python int is passed as int64 (it may exceed 2^31), a float as float32, a bool as one byte."""
     out = to_kernel(np.zeros(4, np.float32))
     launch(scalars_kernel, 1, 4, out, -0.1, 5 << 30, flag, np.int32(-7))
     assert to_host(out).tolist() == [np.float32(-0.1), 5, 1 if flag else 2, -7]
@@ -191,7 +192,7 @@ def reverse_kernel(y, x):
 
 @pytest.mark.parametrize("kilobytes", [1, 52, *([90, 2] if GPU else [])])
 def test_dynamic_shared_memory(kilobytes):
-    """Up to 48 KB a kernel gets without asking; above, the launcher asks."""
+    """Up to 48 KB is the default; for more, the launcher raises the limit."""
     x = np.arange(kilobytes * 256, dtype=np.float32)
     y = to_kernel(np.zeros_like(x))
     launch(reverse_kernel, 1, 64, y, to_kernel(x), shared=x.nbytes)
@@ -200,7 +201,7 @@ def test_dynamic_shared_memory(kilobytes):
 
 @pytest.mark.parametrize("shared", [0, 1, 45312, 60000])
 def test_the_driver_is_asked_for_all_dynamic_shared_memory(monkeypatch, shared):
-    """Also below 48 KB: without asking these are for dynamic and static arrays together."""
+    """Also below 48 KB: the default limit covers dynamic and static arrays together."""
     asked, function = [], SimpleNamespace(ptr=7)
     module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: function)
     driver = SimpleNamespace(funcSetAttribute=lambda *a: asked.append(a), CUDADriverError=OSError)
@@ -214,7 +215,7 @@ def test_the_driver_is_asked_for_all_dynamic_shared_memory(monkeypatch, shared):
 
 @pytest.fixture
 def compiling(monkeypatch):
-    """A compiler and a driver that take no time. -> kernels compiled so far"""
+    """A fake compiler and driver. -> the kernels compiled so far"""
     compiled, function = [], SimpleNamespace(ptr=7)
     module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: function)
     function_ = SimpleNamespace(Module=lambda: module)
@@ -236,9 +237,9 @@ def test_machine_code_is_kept_and_a_damaged_file_replaced(monkeypatch, tmp_path,
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("where", ["no folder", "not to be looked at", "read-only"])
-def test_a_place_where_no_machine_code_can_be_kept(monkeypatch, tmp_path, compiling, where):
-    """It is compiled in each process, and that is all."""
+@pytest.mark.parametrize("where", ["no folder", "unreadable", "read-only"])
+def test_a_cache_folder_that_cannot_be_used(monkeypatch, tmp_path, compiling, where):
+    """The kernel is compiled in each process; there is no error."""
     (tmp_path / "file").write_bytes(b"")
     path = tmp_path / ("file" if where == "no folder" else "kernels") / "k.cubin"
     monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: path)
@@ -246,7 +247,7 @@ def test_a_place_where_no_machine_code_can_be_kept(monkeypatch, tmp_path, compil
     def refuse(*_, **__):
         raise PermissionError
 
-    if where == "not to be looked at":  # as root there is no such place
+    if where == "unreadable":  # simulated: root can read everything
         for call in ("exists", "read_bytes", "write_bytes", "unlink"):
             monkeypatch.setattr(_compile.Path, call, refuse)
     elif where == "read-only":
@@ -258,13 +259,87 @@ def test_a_place_where_no_machine_code_can_be_kept(monkeypatch, tmp_path, compil
     assert compiling == ["k", "k"]
 
 
+ROOMS = sorted(
+    {p.parent.relative_to(_compile.KERNELS_FOLDER) for p in _compile.KERNELS_FOLDER.rglob("*.py")}
+)
+
+
+@pytest.fixture
+def cache_path(monkeypatch, tmp_path):
+    """-> cache_path(): the cache file of a kernel, with the kernel sources in a copy below tmp_path / "kernels"."""
+    folder = shutil.copytree(_compile.KERNELS_FOLDER, tmp_path / "kernels")
+    device = SimpleNamespace(compute_capability="90")
+    gpu = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device))
+    monkeypatch.setattr(_compile, "KERNELS_FOLDER", folder)
+    monkeypatch.setattr(_compile, "cupy", lambda: gpu)
+    monkeypatch.setattr(_compile, "_versions", lambda: ())
+    kernel = SimpleNamespace(py_func=rmsnorm_fwd_naive_kernel.py_func, targetoptions={})
+
+    def path():
+        _compile._sources.cache_clear()
+        return _compile._cache_path(kernel, ())
+
+    yield path
+    _compile._sources.cache_clear()
+
+
+def test_the_rooms_of_the_kernels():
+    names = {str(room) for room in ROOMS}
+    assert names == {".", "attention", "decoding", "primitives", "runtime"}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+def test_a_changed_source_file_changes_the_cache_key(cache_path, tmp_path, room):
+    """In every room: a kernel may use a device function from any of them."""
+    before = cache_path()
+    assert before is not None and before == cache_path()
+    file = next(
+        p for p in sorted((tmp_path / "kernels" / room).glob("*.py")) if p.stem != "__init__"
+    )
+    source = file.read_bytes()
+    file.write_bytes(source + b"\n")
+    assert cache_path() != before
+    file.write_bytes(source)
+    assert cache_path() == before
+    (file.parent / "new.py").write_bytes(b"x = 1\n")
+    assert cache_path() != before
+
+
+def test_kernels_of_the_factories_have_a_cache_key():
+    """Their closures hold only what has a stable text form; a plan in a closure would disable the cache."""
+    makers = (
+        rmsnorm.make_fwd_kernel(64, 8, True),
+        rmsnorm.make_bwd_kernel(64, 8, True, True, True, True),
+        residual.make_fwd_kernel(64, 4, True),
+        rope.make_rope_kernel(2, 32, 8, True),
+        qk_norm_rope.make_fwd_kernel(2, 1, 32, 8, True, True),
+        qk_norm_rope.make_bwd_kernel(2, 1, 32, 8, True, True, True),
+    )
+    kernels = [
+        *(made.kernel for made in makers),
+        cross_entropy_.make_cross_entropy_kernel(8, True, cross_entropy_.PLANS[8]),
+        embedding.make_fwd_kernel(64, True),
+        embedding.make_bwd_kernel(64, True),
+        embedding.make_join_kernel(64, True, True),
+        embedding.make_split_kernel(32),
+        embedding.make_sort_kernel(32),
+        swiglu.make_swiglu_fwd_kernel(64, True),
+        swiglu.make_swiglu_bwd_kernel(64, True, True),
+        softmax.make_fwd_kernel(1, 2, 4),
+        softmax.make_bwd_kernel(1, 2, 4),
+        layout.make_swap_kernel(64, 8),
+    ]
+    for kernel in kernels:
+        assert _compile._identity(kernel.py_func) is not None, kernel.py_func.__name__
+
+
 def test_threads_do_not_share_arguments(monkeypatch):
-    """Two threads start one kernel: each launch reads the arguments that its own thread has written."""
+    """Two threads launch one kernel: each launch reads the arguments that its own thread has written."""
     started = []
 
     def start(function, *rest):
         address = ctypes.c_void_p.from_address(rest[-2]).value  # of the first argument
-        time.sleep(1e-3)  # the other thread's turn
+        time.sleep(1e-3)  # lets the other thread run
         started.append((ctypes.c_int64.from_address(address).value, rest[0]))
 
     gpu = SimpleNamespace(
@@ -336,7 +411,7 @@ def beyond():
     """2^31 + 2^17 floats, 8.6 GB: all 0.5 but the last 2^17, which are random. Indices of 32 bits would wrap."""
     free = cupy().cuda.runtime.memGetInfo()[0]
     if free < 28 << 30:
-        # indices beyond 2^31 need arrays of that length: three of them
+        # Indices beyond 2^31 need three arrays of that length.
         pytest.skip(f"needs 28 GB of free GPU memory, there are {free >> 30}")
     base = cupy().full(2**31 + 2**17, 0.5, np.float32)
     base[-(2**17) :] = to_device(normal(0, 2**17), "gpu")
@@ -346,7 +421,7 @@ def beyond():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("C", [1024, 4096])  # a warp per row, a block per row
+@pytest.mark.parametrize("C", [1024, 4096])  # one warp per row, one block per row
 def test_rmsnorm_beyond_2_31_elements(beyond, C):
     from xtrain.kernels.rmsnorm import rmsnorm_fwd, rmsnorm_ref
 
@@ -409,7 +484,7 @@ def _qk_norm_bwd(w, rstd, rope, ids):
 
 
 def test_bf16_on_the_cpu():
-    """NumPy has no einsum of bf16: the references compute in float32 and round once, as the kernels do."""
+    """NumPy's einsum does not support bf16: the references compute in float32 and round once, as the kernels do."""
     half = lambda i, *shape: normal(i, *shape).astype(BFLOAT16)
     rope = normal(8, 5, 2), normal(9, 5, 2)
     w, rstd, targets, inv = (
@@ -421,7 +496,7 @@ def test_bf16_on_the_cpu():
     ids = np.arange(3)
 
     def swiglu_again(dy, gu):
-        return swiglu_bwd(dy, gu, again=True), dy
+        return swiglu_bwd(dy, gu, recompute_y=True), dy
 
     def table_gradient(dx):
         dw = np.zeros((2, 2), np.float32)

@@ -1,9 +1,7 @@
-"""runtime/overlap.py: what the driver is handed (the layout is that of CUlaunchConfig in CUDA 13's cuda.h, on 64 bits), and what
-overlapping kernels must not do.
-"""
+"""runtime/overlap.py: the arguments of the driver call, and the rules that overlapping kernels must obey."""
 
-import ctypes
 import functools
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -23,27 +21,36 @@ BF16 = ml_dtypes.bfloat16
 
 
 def test_the_driver_gets_what_it_expects(monkeypatch):
-    seen = {}
+    """cuda.bindings replaced by plain objects: the launch, and an error of the driver as an exception."""
+    seen, status = [], [0]
 
-    def start(config, function, parameters, extra):
-        raw = ctypes.string_at(ctypes.addressof(config._obj), 56)
-        numbers, (stream, attributes, count) = (
-            np.frombuffer(raw, np.uint32, 7),
-            np.frombuffer(raw[32:], np.uint64),
-        )
-        attribute = np.frombuffer(ctypes.string_at(int(attributes), 72), np.int32)
-        seen.update(numbers=numbers.tolist(), stream=int(stream), count=int(count) & 0xFFFFFFFF)
-        seen.update(kind=attribute[0], value=attribute[2], rest=(function, parameters, extra))
-        return 0
+    def launch(config, function, parameters, extra):
+        seen.append((vars(config), function, parameters, extra))
+        return (status[0],)
 
-    attribute = _overlap._Attribute(_overlap.PROGRAMMATIC_STREAM_SERIALIZATION)
-    attribute.value[0] = 1
-    monkeypatch.setattr(_overlap, "_driver", lambda: (start, attribute))
+    class Failed(RuntimeError):
+        pass
+
+    driver = SimpleNamespace(CUlaunchConfig=SimpleNamespace, cuLaunchKernelEx=launch)
+    cuda_driver = SimpleNamespace(driver=SimpleNamespace(CUDADriverError=Failed))
+    monkeypatch.setattr(_overlap, "_driver", lambda: (driver, "the attribute"))
+    monkeypatch.setattr(_overlap, "cupy", lambda: SimpleNamespace(cuda=cuda_driver))
     _overlap.launch_overlapping(11, (2, 3, 4), (32, 5, 6), 7, 0xABC, 99)
-    assert seen["numbers"] == [2, 3, 4, 32, 5, 6, 7]
-    assert (seen["stream"], seen["count"]) == (0xABC, 1)
-    assert (seen["kind"], seen["value"], seen["rest"]) == (6, 1, (11, 99, None))
-    assert ctypes.sizeof(_overlap._Config) == 56 and ctypes.sizeof(_overlap._Attribute) == 72
+    config, *rest = seen[0]
+    assert rest == [11, 99, 0]
+    assert config == {
+        "gridDimX": 2, "gridDimY": 3, "gridDimZ": 4, "blockDimX": 32, "blockDimY": 5, "blockDimZ": 6,
+        "sharedMemBytes": 7, "hStream": 0xABC, "numAttrs": 1, "attrs": ["the attribute"],
+    }  # fmt: skip
+    status[0] = 1
+    with pytest.raises(Failed):
+        _overlap.launch_overlapping(11, (2, 3, 4), (32, 5, 6), 7, 0xABC, 99)
+
+
+def test_the_attribute_of_the_driver():
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings comes with numba-cuda")
+    _, attribute = _overlap._driver()
+    assert int(attribute.id) == 6 and attribute.value.programmaticStreamSerializationAllowed == 1
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -60,7 +67,7 @@ def test_the_same_bits_without_overlap(ready):
 
 # ----------------------------------------------------------------------------- what the simulator looks for
 def kernels():
-    """-> one that writes x, and one that may overlap with it: `wait` says where it waits"""
+    """-> a kernel that writes x, and one that may overlap with it; `wait` tells where it waits"""
 
     @cuda.jit
     def first(x):
@@ -89,7 +96,7 @@ def kernels():
 
 
 def run_both(wait, store=False, other=False):
-    """other: what the first kernel writes is not what the second one reads."""
+    """other: the first kernel does not write what the second one reads."""
     first, second = kernels()
     x, w, y = (sim(np.zeros(32, np.float32)) for _ in range(3))
     simulator.run(first, 1, 32, y if other else x)
@@ -131,7 +138,7 @@ def test_writing_what_the_kernel_before_was_not_given():
 
 @pytest.mark.parametrize("hasty", [True, False])
 def test_letting_the_next_start_before_waiting(hasty):
-    """Then it may begin while the kernel before last still runs, and must mind that one, too."""
+    """Then the kernel may start while the one before the previous still runs, and the rules hold for that one, too."""
 
     @cuda.jit
     def between(z):
@@ -167,7 +174,7 @@ def test_never_waiting():
 
 
 def test_weights_that_are_not_ready():
-    """gemv's promise, broken: the kernel before wrote the weights."""
+    """gemv's precondition, violated: the previous kernel wrote the weights."""
     x, w = sim(normal(1, 1, 64).astype(BF16)), sim(normal(2, 16, 64))
     w = cast_fwd(w, BF16)
     with pytest.raises(

@@ -17,7 +17,7 @@ MISTAKES = [
     ("1.1", "cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x", "cuda.blockIdx * cuda.blockDim + cuda.threadIdx", "have three parts each"),
     ("1.1", "y_n.size", "y_n.size()", "remove the () after it"),
     ("1.1", "y_n[i] =", "y_n[i / 1] =", "divide with //"),
-    ("1.1", "a_n[i] + b_n[i]", "[a_n[i] + b_n[i]][0]", "no lists"),
+    ("1.1", "a_n[i] + b_n[i]", "[a_n[i] + b_n[i]][0]", "a list does not compile"),
     ("1.1", "    i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x\n", "    for i, _ in enumerate(a_n):\n      pass\n", "without a loop"),
     ("1.3", "cuda.syncthreads", "cuda.syncthread", "did you mean cuda.syncthreads?"),
     ("1.2", "bias_C[c]", "bias_C[r]", "one number per column"),

@@ -1,4 +1,4 @@
-"""What the scripts in this folder share. They are started by tests/test_ddp.py, each with mpirun on several ranks."""
+"""Helpers of the scripts in this folder. test_ddp.py starts each of them with mpirun on several ranks."""
 
 import sys
 import time
@@ -9,9 +9,9 @@ from mpi4py import MPI
 from xtrain.parallel.ddp import ParallelConfig
 from xtrain.parallel.ranks import Ranks
 from xtrain.parallel.watchdog import Guard
-from xtrain.training.run_log import Logbook
+from xtrain.training.run_log import RunLog
 
-Logbook.picture = lambda self: (
+RunLog.picture = lambda self: (
     None
 )  # importing matplotlib takes as long as all the rest of a short run
 WORLD = MPI.COMM_WORLD
@@ -34,14 +34,14 @@ def some_ranks(n):
 
 
 def wait():
-    """A barrier that sleeps: there are fewer cores than ranks."""
+    """A barrier that sleeps, because there may be fewer cores than ranks."""
     request = WORLD.Ibarrier()
     while not request.Test():
         time.sleep(0.005)
 
 
 def run_checks(checks, folder):
-    """Every check on every process; a failure on one ends all, with its traceback."""
+    """Run every check on every process. A failure on one ends all, with its traceback."""
     with Guard(Ranks(WORLD), "check") as guard:
         for check in checks:
             started = time.perf_counter()

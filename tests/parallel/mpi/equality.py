@@ -16,14 +16,14 @@ from xtrain.nn.optim import AdamW
 from xtrain.parallel.collectives import HostCollectives
 from xtrain.parallel.ddp import ParallelRun, buckets
 from xtrain.parallel.zero import ShardedAdamW
-from xtrain.training.loop import Run
+from xtrain.training.run import Run
 
 STAGES = ("naive", "flat", "overlap", "bucket")
 SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, max_seq_len=16)
 
 
 def make_run(folder, ranks, batch=8, recompute="none", tied=False, some_ignored=False, **more):
-    """A run of a small model; ranks None: of the one process. more: options."""
+    """A run of a small model. ranks None: a single process.  more: options."""
     world = ranks.world if ranks else 1
     micro = more.pop("micro_batch", batch // world)
     config = options(folder, batch=batch, micro_batch=micro, **more)
@@ -32,8 +32,8 @@ def make_run(folder, ranks, batch=8, recompute="none", tied=False, some_ignored=
     model = Transformer(shape, 5, config.device, config.precision, recompute, world)
     run = ParallelRun(config, model, corpus, ranks) if ranks else Run(config, model, corpus)
     if some_ignored:  # a different number on every rank
-        take = run.loader.next_batch
-        run.loader.next_batch = lambda: ignore(*take())
+        next_batch = run.loader.next_batch
+        run.loader.next_batch = lambda: ignore(*next_batch())
     return run
 
 
@@ -42,14 +42,14 @@ def ignore(ids, targets):
 
 
 def ten_steps(run):
-    """-> losses and norms of 10 steps, all weights afterwards; the ranks are compared after each step."""
+    """-> losses and norms of 10 steps, the final weights. The ranks are compared after each step."""
     numbers = []
     for _ in range(10):
-        loss, norm, _ = run.step()
-        loss, norm = (float(to_numpy(x)[0]) for x in (loss, norm))
+        result = run.step()
+        loss, norm = (float(to_numpy(x)[0]) for x in (result.loss, result.grad_norm))
         numbers.append([*run.ranks.total([loss]), norm])
         if run.ranks.world > 1:
-            run.check_ranks()
+            run.parallel.compare_weights(run.optimizer, run.done)
     if run.ranks.world > 1:
         if run.config.sharded:
             run.optimizer.restore()
@@ -58,7 +58,7 @@ def ten_steps(run):
 
 
 def compare(folder, worlds, variants, **kind):
-    """-> {(world, variant): weights}. Losses of every world and variant are those of one rank."""
+    """-> {(world, variant): weights}. The losses of every world and variant must equal those of one rank."""
     found, expected = {}, None
     for n in worlds:
         ranks = some_ranks(n)
@@ -104,7 +104,7 @@ def tied_embeddings_recompute_and_ignored_targets(folder):
 
 
 def three_ranks(folder):
-    """No power of two: the arena is padded for them."""
+    """Not a power of two, so the arena is padded."""
     compare(folder, (3,), {"bucket 1": dict(zero=1), "bucket 0": dict(zero=0)}, batch=6)
 
 
@@ -151,9 +151,9 @@ def masters_exist_once(folder):
         Transformer(ModelConfig(**shape), 0, "sim", "bf16", world=2) for _ in range(2)
     )
     arena = sharded.arena
-    pieces = buckets(arena.n_decay, arena.grads.size, 2, 2000)
+    slices = buckets(arena.n_decay, arena.grads.size, 2, 2000)
     collectives = HostCollectives(ranks, arena)
-    optimizers = AdamW(plain, 1e-2), ShardedAdamW(sharded, collectives, pieces, lr=1e-2)
+    optimizers = AdamW(plain, 1e-2), ShardedAdamW(sharded, collectives, slices, lr=1e-2)
     assert arena.weights is None and optimizers[1].master.size == arena.grads.size // 2
     for step in range(2):
         gradients = np.random.default_rng(step).standard_normal(arena.grads.size, np.float32)
@@ -168,7 +168,7 @@ def masters_exist_once(folder):
         assert np.array_equal(optimizers[1].norms, norms)
         ranks.check_identical(optimizers[1].in_use(), step)
         if step == 0:  # a checkpoint
-            before, master = optimizers[1].whole(), optimizers[1].master
+            before, master = optimizers[1].gather_moments(), optimizers[1].master
             optimizers[1].restore()
             assert np.array_equal(arena.weights, plain.arena.weights)
             for (_, p), (_, q) in zip(sharded.storage(), plain.storage()):
@@ -179,7 +179,7 @@ def masters_exist_once(folder):
 
 
 class SlowLink(HostCollectives):
-    """Every message takes DELAY, one after the other, as on a slow link; nothing is added to the work of the cores."""
+    """Every message takes DELAY, one after the other, as on a slow link, without any work for the cores."""
 
     DELAY = 0.02
     free = 0.0  # when the link has sent all that was given to it
@@ -200,11 +200,11 @@ class SlowLink(HostCollectives):
 
 
 def overlap_is_real(folder):
-    """With a delay per bucket a step takes less than computation plus communication."""
+    """With a delay per bucket, a step takes less time than computation plus communication."""
     ranks = some_ranks(2)
     if ranks is None:
         return
-    names = "Linear", "ResidualRMSNormLinear", "SwiGLULinear", "LinearCrossEntropy"
+    names = "Linear", "AddNormLinear", "SwiGLULinear", "LinearCrossEntropy"
     products = [getattr(functional, name) for name in names]
     fast = [op.backward for op in products]
 
@@ -216,14 +216,14 @@ def overlap_is_real(folder):
     seconds, messages = {}, {}
     for dp in ("none", "bucket", "overlap"):
         run = make_run(folder, ranks, dp=dp, bucket_mb=0.03, zero=0)
-        run.collectives.__class__ = SlowLink
+        run.parallel.collectives.__class__ = SlowLink
         run.step()
         times = []
         for _ in range(3):
             started = time.perf_counter()
             run.step()
             times.append(time.perf_counter() - started)
-        seconds[dp], messages[dp] = ranks.total([min(times)])[0] / 2, len(run.sync.pieces)
+        seconds[dp], messages[dp] = ranks.total([min(times)])[0] / 2, len(run.parallel.stage.slices)
     for op, backward in zip(products, fast):
         op.backward = staticmethod(backward)
     for dp in ("bucket", "overlap"):

@@ -1,4 +1,4 @@
-"""The gates of equality.py on GPUs, eager and captured in a CUDA graph, over NCCL and over the copy engines.
+"""The checks of equality.py on GPUs, eager and captured in a CUDA graph, with NCCL and with copy engines.
 
 mpirun -n GPUS python gpus.py FOLDER [nccl] [copy]
 mpirun -n 2    python gpus.py FOLDER one            both ranks on one GPU: copies only, as NCCL refuses
@@ -69,7 +69,7 @@ def accumulation(folder):
 
 
 def interrupted(folder):
-    """A run that was closed leaves nothing open: the next one shares its memory again."""
+    """A run that was closed releases everything: the next one can share its memory again."""
     for _ in range(2):
         for how in TRANSPORTS:
             run(folder, RANKS, seq_len=64, bucket_mb=0.1, zero=1, transport=how)

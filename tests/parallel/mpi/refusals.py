@@ -27,8 +27,8 @@ BAD = [
     ({"lr": "nan"}, "--lr must be a positive number, got nan"),  # the ranks agree on it
     (
         {"lr": 1e30, "clip": 0, "warmup": 0, "max-skips": 2},
-        "2 steps in a row were skipped (--max-skips), at last step 3: the gradient norm is nan. First not "
-        "finite: rank 0: outside the layers, ResidualRMSNorm with model.norm.weight, backward (2048 NaN",
+        "2 steps in a row were skipped (--max-skips), the last at step 3: the gradient norm is nan. First "
+        "value that is not finite: rank 0: outside the layers, ResidualRMSNorm with model.norm.weight, backward (2048 NaN",
     ),
     (
         {"lr": 1e30, "clip": 0, "warmup": 0, "max-skips": 1, "dp": "none", "steps": 9},
@@ -64,7 +64,7 @@ def everything_is_said_once(folder):
 
 @contextlib.contextmanager
 def another_machine(folder):
-    """Ranks 2 and 3 work in a folder of their own, where other files have the same names."""
+    """Ranks 2 and 3 work in another folder, where different files have the same names."""
     here, mine = os.getcwd(), folder / f"machine {WORLD.rank // 2}"
     mine.mkdir(parents=True, exist_ok=True)
     os.chdir(mine)
@@ -101,7 +101,7 @@ def what_is_not_the_same_everywhere(folder):
 
 
 def the_last_checkpoint_cannot_be_written(folder):
-    """A full disk at the very end: every rank ends with 2, and it is said once. Another disk error: in the next step."""
+    """A full disk at the end: every rank exits with 2 and one rank prints it. Another disk error: the same in the next step."""
     write = checkpoint.write
     for i, (code, at, sentence) in enumerate(
         [(errno.ENOSPC, 3, "no space left to write"), (errno.EIO, 1, "cannot be written")]

@@ -38,6 +38,7 @@ from ..primitives.tiles import (
     make_scores,
     make_store,
 )
+from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_table import Tiles
 
 LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
@@ -211,4 +212,9 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         finish(acc, top, total, scale * LOG2E, lse, int64(bh) * T + w0, T - w0)
         store_o(acc, smem, mine, o, ((b * T + w0) * H + h) * D, H * D, T - w0)
 
+    declare_cost(
+        flash_attention_fwd_kernel,
+        sized_like={"v": ("k",)},
+        flops=lambda o, lse, q, k, v, T, S, *_: attention_flops(2, o.size, T, S, CAUSAL),
+    )
     return flash_attention_fwd_kernel

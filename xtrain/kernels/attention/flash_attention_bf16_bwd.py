@@ -35,6 +35,7 @@ from ..primitives.tiles import (
     make_scores,
     make_store,
 )
+from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_bf16 import LOG2E, NEG_INF, make_hide_keys
 from .flash_attention_table import Tiles
 
@@ -167,6 +168,13 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         scale_rows(acc, shift)
         store_dq(acc, smem, mine, dq, first + w0 * row, row, T - w0)
 
+    declare_cost(
+        flash_attention_dq_kernel,
+        sized_like={"v": ("k",)},
+        flops=lambda dq, delta, do, q, k, v, o, lse, T, S, *_: attention_flops(
+            3, dq.size, T, S, CAUSAL
+        ),
+    )
     return flash_attention_dq_kernel
 
 
@@ -317,4 +325,11 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         row = opaque(int32(G * D))
         store_rows(acc_k, smem, mine, dk, (b * S + w0) * row + g * D, row, S - w0)
 
+    declare_cost(
+        flash_attention_dkdv_kernel,
+        sized_like={"dv": ("dk",), "v": ("dk",)},
+        flops=lambda dk, dv, do, q, k, v, lse, delta, T, S, *_: attention_flops(
+            4, do.size, T, S, CAUSAL
+        ),
+    )
     return flash_attention_dkdv_kernel

@@ -35,6 +35,7 @@ from ..primitives.tiles import (
     make_scores,
     make_store,
 )
+from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_bf16 import LOG2E
 from .flash_attention_bf16_bwd import (
     make_column_gradients,
@@ -151,4 +152,11 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         row = G * D if is_k else dv_row
         store_rows(acc, smem, own, dk if is_k else dv, (b * S + w0) * row + g * D, row, S - w0)
 
+    declare_cost(
+        flash_attention_dkdv_d128_kernel,
+        sized_like={"dv": ("dk",), "v": ("dk",)},
+        flops=lambda dk, dv, do, q, k, v, lse, delta, T, S, *_: attention_flops(
+            4, do.size, T, S, CAUSAL
+        ),
+    )
     return flash_attention_dkdv_d128_kernel

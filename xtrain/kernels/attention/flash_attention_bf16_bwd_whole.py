@@ -38,15 +38,16 @@ from ..primitives.tensor_cores import (
 from ..primitives.tiles import (
     CHUNK,
     make_add_slab,
+    make_chunk_offset,
     make_copy,
     make_copy_two,
     make_fill,
     make_left_lane,
     make_pack,
-    make_place,
     make_scores,
     make_store,
 )
+from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_bf16 import LOG2E, NEG_INF
 from .flash_attention_bf16_bwd import make_column_gradients
 
@@ -135,7 +136,7 @@ def make_mask(CAUSAL):
     return hide, last_key, first_query
 
 
-place_ds = make_place(BM)
+place_ds = make_chunk_offset(BM)
 
 
 @device
@@ -187,7 +188,7 @@ def make_store_dq(D):
 
     They pass through shared memory, over the tile of Q at `a`, which is no longer needed.
     """
-    place = make_place(D)
+    chunk_offset = make_chunk_offset(D)
 
     @device
     def store_dq(acc, smem, a, dq, first, stride, m, n, valid, scale):
@@ -196,11 +197,11 @@ def make_store_dq(D):
         for r in range(2):
             for j in range(2):
                 pair = pack_bf16(acc[0, j, 2 * r] * scale, acc[0, j, 2 * r + 1] * scale)
-                at = a + place(16 * m + 8 * r + (lane >> 2), 2 * n + j)
+                at = a + chunk_offset(16 * m + 8 * r + (lane >> 2), 2 * n + j)
                 store_pair_shared(smem, at + 2 * (lane & 3), pair)
         cuda.syncwarp()
         row, chunk = 16 * m + (lane >> 1), 2 * n + (lane & 1)
-        load16_shared(registers, smem, a + place(row, chunk))
+        load16_shared(registers, smem, a + chunk_offset(row, chunk))
         if row < valid:
             store16(dq, first + row * stride + CHUNK * chunk, registers)
 
@@ -298,4 +299,11 @@ def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
         at = opaque(int32(G * D))
         store_rows(acc_k, smem, mine, dk, (b * S + w0) * at + g * D, at, S - w0)
 
+    declare_cost(
+        flash_attention_whole_kernel,
+        sized_like={"dv": ("dk",), "v": ("dk",)},
+        flops=lambda dq, dk, dv, do, q, k, v, o, lse, T, S, *_: attention_flops(
+            5, dq.size, T, S, CAUSAL
+        ),
+    )
     return flash_attention_whole_kernel

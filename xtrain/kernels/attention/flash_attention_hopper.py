@@ -43,6 +43,7 @@ from .flash_attention_hopper_parts import (
     LOG2E,
     LOWEST,
     PANEL_ROW,
+    declare_mapped_cost,
     find_tile,
     key_layout,
     make_barriers,
@@ -251,6 +252,7 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
             more_registers()
             consume(base, maps, lse, T, S, B, H, together, scale * LOG2E)
 
+    declare_mapped_cost(flash_attention_hopper_fwd_kernel, 2, CAUSAL)
     return flash_attention_hopper_fwd_kernel
 
 

@@ -42,6 +42,7 @@ from .flash_attention_hopper_parts import (
     LOG2E,
     PANEL_ROW,
     SIDE,
+    declare_mapped_cost,
     find_tile,
     key_layout,
     make_barriers,
@@ -267,6 +268,7 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
             more_registers()
             consume(base, maps, stats, T, S, PADDED, B, H, together, scale)
 
+    declare_mapped_cost(flash_attention_hopper_dq_kernel, 3, CAUSAL)
     return flash_attention_hopper_dq_kernel
 
 

@@ -40,6 +40,7 @@ from .flash_attention_hopper_parts import (
     PANEL_ROW,
     SIDE,
     TILE_FULL,
+    declare_mapped_cost,
     find_tile,
     leave,
     make_barriers,
@@ -331,4 +332,5 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
             more_registers()
             consume(base, maps, T, S, B, G, group, together, scale)
 
+    declare_mapped_cost(flash_attention_hopper_dkdv_kernel, 4, CAUSAL)
     return flash_attention_hopper_dkdv_kernel

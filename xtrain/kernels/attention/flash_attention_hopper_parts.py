@@ -39,6 +39,8 @@ from ..primitives.hopper import (
 from ..primitives.ptx import device, wait_for_previous
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import opaque, pack_bf16
+from ..primitives.tensor_maps import tensors_of
+from ..runtime.cost import attention_flops, declare_cost, distinct_bytes
 from .flash_attention_hopper_table import HopperTiles
 
 LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
@@ -60,6 +62,22 @@ def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int
     alike = 65536 // (128 * (warpgroups + 1) * per_sm) // 8 * 8
     consumer = (alike * (warpgroups + 1) - producer) // warpgroups // 8 * 8
     return producer, min(consumer, 240)
+
+
+def declare_mapped_cost(kernel, products: int, causal: bool) -> None:
+    """Declare the cost of a kernel whose first argument is the tensor maps of Q, K, ....
+
+    It moves every mapped tensor once and multiplies `products` matrices of T x S x D per head.
+    """
+
+    def nbytes(maps, *rest):
+        return distinct_bytes(maps, *rest) + sum(size for _, size in tensors_of(maps))
+
+    def flops(maps, *_):
+        (D, H, T, B), (_, _, S, _) = (dims for dims, _ in tensors_of(maps)[:2])
+        return attention_flops(products, B * T * H * D, T, S, causal)
+
+    declare_cost(kernel, nbytes=nbytes, flops=flops)
 
 
 # ----------------------------------------------------------------------------- which block computes which tile

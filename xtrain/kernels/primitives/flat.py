@@ -1,21 +1,21 @@
-"""A run of n elements, or a matrix of rows, 8 elements per thread in two 16-byte accesses.
+"""Vectorized access to n contiguous elements, or to the rows of a matrix: 8 elements per thread, in two 16-byte accesses.
 
-An element-wise kernel does not care about shape: a contiguous array of any shape is one run. Three things make it as fast
-as a copy:
+An element-wise kernel does not depend on the shape: a contiguous array is n elements, whatever its shape. Three units
+make such a kernel as fast as a copy:
 
     quad     4 neighbouring elements: one access of 16 bytes in float32, of 8 in bf16. Neighbouring threads own
-             neighbouring quads, so a warp writes whole 32-byte sectors. Two quads side by side in one thread
-             would not: each store would write half sectors, in float32 9 % (scale) to 21 % (silu) slower on an
-             H200 at N = 32768, C = 768.
+             neighbouring quads, so a warp writes whole 32-byte sectors. With two adjacent quads per thread each
+             store would write half sectors: in float32 9 % (scale) to 21 % (silu) slower on an H200 at
+             N = 32768, C = 768.
     chunk    what a thread holds in 8 registers: two quads, `gap` elements apart
-    tile     what a block owns: STEPS chunks per thread, all asked for before anything is computed. About
-             25 KB per multiprocessor must be under way at any time.
+    tile     what a block owns: STEPS chunks per thread, all loaded before the first computation. About 25 KB
+             per multiprocessor must be in flight at any time.
 
-    elements   0..3  4..7  ...  1020..1023 | 1024..1027  ...                 (a run: gap = 1024)
+    elements   0..3  4..7  ...  1020..1023 | 1024..1027  ...                 (gap = 1024)
     thread       0     1           255     |      0
 
-A 16-byte access needs an address that is a multiple of 16. An array that begins elsewhere (a slice of the arena, a row
-of odd width) and the end of a run are read and written element by element: slower, and right.
+A 16-byte access needs an address that is a multiple of 16. An array with another start address (a slice of the arena, a
+row of odd width), and the end of an array, are read and written element by element, which is slower.
 """
 
 import math
@@ -30,25 +30,25 @@ from .ptx import device, load1, load4, store1, store4
 
 BLOCK = 256
 QUAD = 4
-EACH = 2 * QUAD  # elements of a chunk
+CHUNK = 2 * QUAD  # elements of a chunk
 STEPS = 2  # chunks of a thread
-GAP = BLOCK * QUAD  # between the quads of a chunk of a run
-STRIDE = BLOCK * EACH  # between the chunks of a thread
+GAP = BLOCK * QUAD  # between the quads of a chunk, where the array is not split into rows
+STRIDE = BLOCK * CHUNK  # between the chunks of a thread
 TILE = STEPS * STRIDE
 SPAN = TILE - GAP + QUAD  # from a thread's first element to the end of its last
 
 
 # ----------------------------------------------------------------------------- in a kernel
 @device
-def load(registers, x, i, gap, end, whole):
+def load(registers, x, i, gap, end, vectorized):
     """registers[0:8] = x[i : i + 4] and x[i + gap : i + gap + 4] as float32, zeros from `end` on.
 
-    whole: all of it lies before the end, and x on 16 bytes. Hand over a constant, so that no branch is left: a bf16 has
-    to be widened where it was loaded, so loads in branches of their own would wait for one another.
+    vectorized: both quads end before `end`, and x is 16-byte aligned. Pass a constant, so that the compiler removes the
+    branch: a bf16 is widened in the branch that loads it, so loads in separate branches would wait for each other.
     """
-    if whole:
+    if vectorized:
         load4(registers[0:QUAD], x, i)
-        load4(registers[QUAD:EACH], x, i + gap)
+        load4(registers[QUAD:CHUNK], x, i + gap)
     else:
         for j in range(QUAD):
             registers[j] = load1(x, i + j) if i + j < end else float32(0.0)
@@ -57,11 +57,11 @@ def load(registers, x, i, gap, end, whole):
 
 
 @device
-def store(x, i, gap, end, registers, whole):
+def store(x, i, gap, end, registers, vectorized):
     """x[i : i + 4] and x[i + gap : i + gap + 4] = registers[0:8]; nothing is written from `end` on."""
-    if whole:
+    if vectorized:
         store4(x, i, registers[0:QUAD])
-        store4(x, i + gap, registers[QUAD:EACH])
+        store4(x, i + gap, registers[QUAD:CHUNK])
     else:
         for j in range(QUAD):
             if i + j < end:
@@ -73,58 +73,58 @@ def store(x, i, gap, end, registers, whole):
 
 @device
 def position(i, gap, j):
-    """Where registers[j] of a chunk lies."""
+    """The index of registers[j] of a chunk."""
     return i + j if j < QUAD else i + gap + (j - QUAD)
 
 
 @device
 def first_element():
-    """Of this thread's first chunk of a run."""
+    """The index of the first element of this thread's first chunk."""
     return int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * QUAD
 
 
 @device
-def is_whole(first, n, aligned):
-    """Are all of this thread's chunks before the end of the run, and on 16 bytes?"""
+def can_vectorize(first, n, aligned):
+    """Do all chunks of this thread end before element n, with `aligned` start addresses?"""
     return aligned and first + SPAN <= n
 
 
-def make_place(C: int):
-    """-> place(), gap.   place() -> the row and the first column of this thread's chunk, when rows are C columns wide.
+def make_row_and_column(C: int):
+    """-> row_and_column(), gap, for rows of C columns. row_and_column() -> row and first column of this thread's chunk.
 
-    The quads of a chunk are half a row apart, so a thread never sees two rows. C is a constant of the kernel: the
-    division by it becomes a multiplication.
+    The quads of a chunk are half a row apart, so a chunk lies in one row. C is a compile-time constant: the compiler
+    replaces the division by a multiplication.
     """
     GAP = row_gap(C)
     CHUNKS = GAP // QUAD  # of a row
 
     @device
-    def place():
+    def row_and_column():
         k = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
         n = k // uint32(CHUNKS)
         return int64(n), int64(k - n * uint32(CHUNKS)) * QUAD
 
-    return place, GAP
+    return row_and_column, GAP
 
 
 # ----------------------------------------------------------------------------- in a launcher
 def row_gap(C: int) -> int:
-    """Half a row, in whole quads."""
-    return -(-C // EACH) * QUAD
+    """Elements between the two quads of a chunk: half a row, rounded up to whole quads."""
+    return -(-C // CHUNK) * QUAD
 
 
 def blocks_for_rows(N: int, C: int) -> int:
-    """How many blocks N rows take, in chunks as make_place numbers them."""
+    """Number of blocks for N rows of C columns, numbered as in make_row_and_column."""
     return -(-N * row_gap(C) // (QUAD * BLOCK))
 
 
 def on_16_bytes(*arrays: Array) -> bool:
-    """Do all arrays begin at an address that is a multiple of 16?"""
+    """Is the start address of every array a multiple of 16?"""
     return all(_address(a) % 16 == 0 for a in arrays)
 
 
 def same_place(a: Array, b: Array) -> bool:
-    """Are these two views of one shape the same elements of memory?"""
+    """Are a and b, which have the same shape, views of the same elements?"""
     return _address(a) == _address(b) and a.strides == b.strides
 
 
@@ -133,10 +133,10 @@ def _address(a):
 
 
 def row_step(x: Array) -> int | None:
-    """x (..., X, D), rows of X D elements: how many elements further each row begins than the one before.
+    """The distance in elements between consecutive rows of x (..., X, D), where a row is X D elements.
 
-    None if rows are not whole, not evenly spaced, or share memory. Where it is more than X D, x is a part of the columns of
-    a packed array.
+    None if the rows are not contiguous, not evenly spaced, or overlap. More than X D if x is a slice of the columns of a
+    packed array.
     """
     *outer, X, D = x.shape
     if x.flags.c_contiguous:
@@ -153,7 +153,7 @@ def row_step(x: Array) -> int | None:
 
 
 def flat_rows(x: Array) -> Array:
-    """A flat view of an array that has a row_step, from its first element to its last."""
+    """A flat view from the first element to the last, of an array whose row_step is not None."""
     if x.flags.c_contiguous:
         return x.reshape(-1)
     *outer, X, D = x.shape
@@ -163,12 +163,15 @@ def flat_rows(x: Array) -> Array:
     return cupy().lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
 
 
-def whole_rows(C: int, *arrays: Array) -> bool:
-    """Does every chunk of rows that are C wide consist of two whole quads on 16 bytes?"""
-    return C % EACH == 0 and on_16_bytes(*arrays)
+def can_vectorize_rows(C: int, *arrays: Array) -> bool:
+    """Does every chunk of rows of C columns consist of two whole, 16-byte aligned quads?"""
+    return C % CHUNK == 0 and on_16_bytes(*arrays)
 
 
 def launch_flat(kernel, *arrays: Array, others: tuple = ()) -> None:
-    """kernel(runs of n elements..., others..., aligned) on ceil(n / TILE) blocks. Contiguous arrays: these are views."""
+    """Launch kernel(arrays..., others..., aligned) on ceil(n / TILE) blocks.
+
+    arrays: contiguous, n elements each; the kernel gets flat views. others: scalars and small arrays.
+    """
     runs = [a.reshape(-1) for a in arrays]
     launch(kernel, -(-runs[0].size // TILE), BLOCK, *runs, *others, on_16_bytes(*runs))

@@ -1,18 +1,19 @@
-"""Heads of D columns in registers, for kernels that rotate them: rope.py, qk_norm_rope.py.
+"""Heads of D columns in registers, for the kernels that rotate them: rope.py, qk_norm_rope.py.
 
     plane r        columns r and R + r of a head, R = D / 2: the pair that a rotation mixes
-    chunk          `each` neighbouring columns, 16 bytes: 8 in bf16, 4 in float32
-    S = R / each   threads share a head. Thread s holds planes s each, ..., s each + each - 1: two chunks, so that a
-                   rotation needs no other thread
-    block          `heads` heads of `tokens` tokens, filled up to whole warps; the threads of a head are neighbours
+    chunk          vec neighbouring columns, 16 bytes: 8 in bf16, 4 in float32
+    S threads      share a head, S = R / vec. Thread s holds planes s vec, ..., (s + 1) vec - 1: two
+                   chunks, so a rotation needs no data of another thread
+    block          `heads` heads of `tokens` tokens, rounded up to whole warps; the threads of a head are neighbours
 
     bf16, D = 32:  columns   0..7  8..15 | 16..23  24..31
                    thread      0     1   |   0       1
 
-Widths that do not fit (R no multiple of a chunk, S no power of two) have plain kernels, a thread per plane.
+Other widths (R not a multiple of a chunk, or S not a power of two) have plain kernels with one thread per plane.
 """
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numba import cuda, int64, uint32
@@ -31,51 +32,78 @@ from .words import (
 )
 
 MAX_THREADS = 512  # of a block
-SPLIT_THREADS = 256  # of a block when the heads of a token take more than that
+SPLIT_THREADS = 256  # of a block, if the heads of one token take more than MAX_THREADS
 NAN = np.float32(np.nan)
 
 
-def head_plan(X: int, D: int, each: int, threads: int) -> SimpleNamespace | None:
-    """How blocks of about `threads` threads share X heads of D columns. None: this shape does not fit.
+@dataclass(frozen=True)
+class HeadPlan:
+    """How the threads of a block share heads, see the file's docstring."""
 
-    parts: blocks that share the heads of a token, `heads` each (the last one may have fewer).
-    """
-    S = D // (2 * each)
-    if D % (2 * each) or S not in (1, 2, 4, 8, 16, 32) or X < 1:
+    S: int  # threads per head
+    heads: int  # heads of a token in one block
+    tokens: int  # tokens per block
+    head_blocks: int  # blocks that share the heads of a token; the last one may have fewer heads
+    THREADS: int  # per block
+
+
+@dataclass(frozen=True)
+class HeadKernel:
+    """A compiled variant of a kernel over heads, and what its launcher needs to choose the grid."""
+
+    kernel: Callable
+    plan: HeadPlan
+    blocks_per_sm: int = 1  # resident blocks that the kernel's registers allow
+
+
+def head_plan(X: int, D: int, vec: int, threads: int) -> HeadPlan | None:
+    """The plan for X heads of D columns in blocks of about `threads` threads; None if the shape does not fit."""
+    S = D // (2 * vec)
+    if D % (2 * vec) or S not in (1, 2, 4, 8, 16, 32) or X < 1:
         return None
     heads = X if X * S <= MAX_THREADS else SPLIT_THREADS // S
     tokens = max((threads + heads * S // 2) // (heads * S), 1)
     block = -(-heads * S * tokens // 32) * 32
-    return SimpleNamespace(S=S, heads=heads, tokens=tokens, parts=-(-X // heads), THREADS=block)
+    return HeadPlan(S, heads, tokens, head_blocks=-(-X // heads), THREADS=block)
 
 
-def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNamespace:
-    """-> device functions. x_2E: a thread's two chunks of a head, (2, each) registers; x_2W: as (2, 4) words (_words.py).
+@dataclass(frozen=True)
+class HeadOps:
+    """Device functions of make_head_ops.
 
-    place()                     -> token within the block, head, first plane; head X or more: this thread has none
-    load(registers, x, i)       registers[0:each] = x[i : i + each]
-    load_angles(cos, sin, cos_PR, sin_PR, p, r)   those of position p, of the planes from r on; NaN where p is -1
-    fetch(x_2W, x, i)           the chunks at x[i] and x[i + R]
-    unpack(x_2E, x_2W, x)       what they mean
-    pack(x_2W, x_2E, x)         the other way
-    put(x, i, x_2W)             fetch the other way
-    turn(x_2E, cos, sin)        in place: the plane (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin)
-    turn_back(x_2E, cos, sin)   the inverse
-    total(v)                    sum of v over the S threads of a head, in each of them
+    E = vec. x_2E: the two chunks of a thread, (2, E) float32 registers; x_2W: the same as (2, 4) words (words.py).
     """
+
+    token_head_plane: Callable  # () -> token within the block, head, first plane. head >= X: the thread has no head
+    load: Callable  # (registers, x, i): registers[0:E] = x[i : i + E]
+    load_angles: Callable  # (cos, sin, cos_PR, sin_PR, p, r): of position p, from plane r on; NaN where p is -1
+    load_words: Callable  # (x_2W, x, i): the chunks at x[i] and x[i + R]
+    store_words: Callable  # (x, i, x_2W): the reverse of load_words
+    unpack: Callable  # (x_2E, x_2W, x): words -> float32, by the dtype of x
+    pack: Callable  # (x_2W, x_2E, x): the reverse of unpack
+    # (x_2E, cos, sin): in place, (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin).
+    rotate: Callable
+    rotate_back: Callable  # (x_2E, cos, sin): the inverse of rotate
+    total: Callable  # (v) -> the sum of v over the S threads of a head, in each of them
+
+
+def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
+    """The device functions for X heads of D columns, shared among threads as `plan` says."""
     S, HEADS, TOKENS = plan.S, plan.heads, plan.tokens
-    R, SLOTS, SHIFT = D // 2, plan.heads * plan.S, plan.S.bit_length() - 1
-    load_n = load8 if each == 8 else load4
-    fetch_n, put_n = (load_words8, store_words8) if each == 8 else (load_words4, store_words4)
-    unpack_n, pack_n = (unpack8, pack8) if each == 8 else (unpack4, pack4)
+    R, TOKEN_THREADS, SHIFT = D // 2, plan.heads * plan.S, plan.S.bit_length() - 1
+    load_n = load8 if vec == 8 else load4
+    load_vector, store_vector = (
+        (load_words8, store_words8) if vec == 8 else (load_words4, store_words4)
+    )
+    unpack_n, pack_n = (unpack8, pack8) if vec == 8 else (unpack4, pack4)
 
     @device
-    def place():
+    def token_head_plane():
         tid = uint32(cuda.threadIdx.x)
-        token = tid // uint32(SLOTS)
-        slot = int64(tid - token * uint32(SLOTS))
-        head = int64(cuda.blockIdx.y) * HEADS + (slot >> SHIFT)
-        return int64(token), head if token < TOKENS else int64(X), (slot & (S - 1)) * each
+        token = tid // uint32(TOKEN_THREADS)
+        token_thread = int64(tid - token * uint32(TOKEN_THREADS))
+        head = int64(cuda.blockIdx.y) * HEADS + (token_thread >> SHIFT)
+        return (int64(token), head if token < TOKENS else int64(X), (token_thread & (S - 1)) * vec)
 
     @device
     def load(registers, x, i):
@@ -87,18 +115,18 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
             load_n(cos, cos_PR, p * R + r)
             load_n(sin, sin_PR, p * R + r)
         else:
-            for j in range(each):
+            for j in range(vec):
                 cos[j], sin[j] = NAN, NAN
 
     @device
-    def fetch(x_2W, x, i):
-        fetch_n(x_2W[0], x, i)
-        fetch_n(x_2W[1], x, i + R)
+    def load_words(x_2W, x, i):
+        load_vector(x_2W[0], x, i)
+        load_vector(x_2W[1], x, i + R)
 
     @device
-    def put(x, i, x_2W):
-        put_n(x, i, x_2W[0])
-        put_n(x, i + R, x_2W[1])
+    def store_words(x, i, x_2W):
+        store_vector(x, i, x_2W[0])
+        store_vector(x, i + R, x_2W[1])
 
     @device
     def unpack(x_2E, x_2W, x):
@@ -111,15 +139,15 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
         pack_n(x_2W[1], x_2E[1], x)
 
     @device
-    def turn(x_2E, cos, sin):
-        for j in range(each):
+    def rotate(x_2E, cos, sin):
+        for j in range(vec):
             x1, x2 = x_2E[0, j], x_2E[1, j]
             x_2E[0, j] = x1 * cos[j] - x2 * sin[j]
             x_2E[1, j] = x2 * cos[j] + x1 * sin[j]
 
     @device
-    def turn_back(x_2E, cos, sin):
-        for j in range(each):
+    def rotate_back(x_2E, cos, sin):
+        for j in range(vec):
             x1, x2 = x_2E[0, j], x_2E[1, j]
             x_2E[0, j] = x1 * cos[j] + x2 * sin[j]
             x_2E[1, j] = x2 * cos[j] - x1 * sin[j]
@@ -130,6 +158,15 @@ def make_head_ops(X: int, D: int, each: int, plan: SimpleNamespace) -> SimpleNam
             v += cuda.shfl_xor_sync(FULL, v, 1 << i)
         return v
 
-    functions = dict(place=place, load=load, fetch=fetch, put=put, unpack=unpack, pack=pack)
-    functions |= dict(load_angles=load_angles, turn=turn, turn_back=turn_back, total=total)
-    return SimpleNamespace(**functions)
+    return HeadOps(
+        token_head_plane=token_head_plane,
+        load=load,
+        load_angles=load_angles,
+        load_words=load_words,
+        store_words=store_words,
+        unpack=unpack,
+        pack=pack,
+        rotate=rotate,
+        rotate_back=rotate_back,
+        total=total,
+    )

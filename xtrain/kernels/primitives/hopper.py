@@ -1,24 +1,24 @@
-"""Instructions of compute capability 9.0 ("sm_90a"): a warpgroup multiplies whole tiles out of shared memory, an engine copies
-tiles there and back, and barriers in shared memory say when either is done.
+"""Instructions of compute capability 9.0 ("sm_90a"): asynchronous matrix products of a warpgroup (wgmma), asynchronous copies
+of tiles (TMA), and the barriers in shared memory that signal their completion.
 
-    make_product, make_wait, make_hold  wgmma: 128 threads multiply 64 x 16k by 16k x n; nobody waits until make_wait
-    make_descriptor                     where a product finds its operand in shared memory
-    load_tile, load_row, store_tile     TMA: one thread starts a copy of a box of a tensor that a tensor map describes
-    mbar_*                              the barriers that such copies complete, and that threads arrive at
+    make_product, make_wait, make_hold  wgmma: 128 threads multiply 64 x 16k by 16k x n, asynchronously until make_wait
+    make_descriptor                     the matrix descriptor of an operand in shared memory
+    load_tile, load_row, store_tile     TMA: one thread starts a copy of a box of the tensor that a tensor map describes
+    mbar_*                              mbarriers, which such copies complete and at which threads arrive
     bar_sync, fence_async, make_setmaxnreg
 
-Names in "quotes" are sections of NVIDIA's PTX ISA manual. Each instruction has its twin in Python (_hopper_twins.py), which
-the simulator runs instead.
+Names in "quotes" are sections of NVIDIA's PTX ISA manual. hopper_simulated.py implements each instruction in Python for the
+simulator.
 
-Shared memory is addressed by bytes: a uint32 from shared_base() on. A tile is stored in panels of 64 columns: rows of 128 bytes,
-in which the eight pieces of 16 bytes are exchanged, piece c of row r lying at place c ^ (r % 8) ("Swizzling modes", 128 bytes).
-So neither the eight rows of a piece nor the eight pieces of a row fall into the same banks. Panels begin at multiples of 1024.
+Shared memory is addressed in bytes: a uint32 from shared_base() on. A tile is stored in panels of 64 columns: rows of 128 bytes
+whose eight 16-byte chunks are swizzled, chunk c of row r at index c ^ (r % 8) ("Swizzling modes", 128 bytes). So neither the
+eight rows of a chunk nor the eight chunks of a row share a bank. Panels start at multiples of 1024 bytes.
 
 The accumulator of a 64 x n product is a register array of n / 2 float32. Lane 4 g + t of the warpgroup's warp w holds
-    acc[4 j], acc[4 j + 1]          row 16 w + g, columns 8 j + 2 t and the next
+    acc[4 j], acc[4 j + 1]          row 16 w + g, columns 8 j + 2 t and 8 j + 2 t + 1
     acc[4 j + 2], acc[4 j + 3]      row 16 w + g + 8, the same columns
-("Register Fragments for wgmma.mma_async.m64nNk16", matrix D). Packed to bf16 in order it is what the next product takes as its
-left operand from registers (matrix A, the same section).
+("Register Fragments for wgmma.mma_async.m64nNk16", matrix D). Packed to bf16 in this order it is the left operand of the next
+product in registers (matrix A, the same section).
 """
 
 import inspect
@@ -27,7 +27,7 @@ from llvmlite import ir
 from numba import types, uint32, uint64
 
 from ...simulator import simulates
-from . import hopper_simulated as twins
+from . import hopper_simulated as simulated
 from .ptx import F32, I8, I32, I64, SHARED, device, intrinsic
 from .tensor_cores import _asm, _global_address, _registers, _set_registers
 
@@ -41,22 +41,23 @@ PANEL = 64  # columns of bf16: 128 bytes
 
 
 def _define(name, parameters, make):
-    """An intrinsic with these parameters; make(types of the arguments) -> (signature, code generator)"""
+    """An intrinsic with these parameter names. make(*types of the arguments) -> (signature, code generator)"""
 
     def impl(typingctx, *args):
         return make(*args)
 
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = ["typingctx", *parameters.split()]
-    impl.__signature__ = inspect.Signature([inspect.Parameter(n, positional) for n in names])
-    impl.__name__ = impl.__qualname__ = name  # _compile.py tells kernels apart by it
+    signature = inspect.Signature([inspect.Parameter(n, positional) for n in names])
+    setattr(impl, "__signature__", signature)  # noqa: B010  mypy knows no such attribute
+    impl.__name__ = impl.__qualname__ = name  # part of the cache key, see runtime/compile.py
     return intrinsic(impl)
 
 
 def instruction(name, text, result, *arguments, pure=False):
-    """An intrinsic of numbers. In the text $0 is the result, if there is one, then come the arguments.
+    """An intrinsic for one PTX statement on scalars. In the text, $0 is the result if there is one, then the arguments.
 
-    pure: it does nothing but compute its result.
+    result, arguments: Numba types; result None: no result. pure: the statement has no side effects.
     """
     result = result or types.void
     constraints = [] if result == types.void else ["=" + LETTER[result]]
@@ -89,8 +90,9 @@ def shared_base(typingctx):
 
 
 store_shared = instruction("store_shared", "st.shared.b32 [$0], $1;", None, _u32, _u32)
-# A number for other warps, read by lane 0 of each; the other lanes get 0. An mbarrier must order the two. They are atomics
-# because compute-sanitizer's racecheck does not follow such a barrier, and takes no two atomics for a hazard. "atom"
+# post(address, value) publishes a number for other warps. read_post(address) reads it in lane 0; the other lanes get 0. An
+# mbarrier must order the two. They are atomics, because compute-sanitizer's racecheck does not track mbarriers and does not
+# report two atomics as a hazard. "atom"
 post = instruction("post", "{ .reg .b32 t; atom.shared.exch.b32 t, [$0], $1; }", None, _u32, _u32)
 read_post = instruction(
     "read_post",
@@ -103,7 +105,7 @@ read_post = instruction(
 
 @intrinsic
 def load_floats(typingctx, registers, address):
-    """registers[0:2] = two float32 at a shared address that is a multiple of 8. "ld" """
+    """registers[0:2] = the two float32 at a shared address, a multiple of 8. "ld" """
 
     def codegen(context, builder, sig, args):
         kind = ir.LiteralStructType([F32] * 2)
@@ -117,15 +119,15 @@ def load_floats(typingctx, registers, address):
 
 
 # ----------------------------------------------------------------------------- barriers
-# An mbarrier is 8 bytes. Its phase ends when `count` arrivals and the expected bytes are complete ("mbarrier").
+# mbar_init(address, count): an mbarrier is 8 bytes. A phase completes after `count` arrivals and all expected bytes. "mbarrier"
 mbar_init = instruction("mbar_init", "mbarrier.init.shared::cta.b64 [$0], $1;", None, _u32, _u32)
-# The copy engine sees the barriers that this thread has made. "fence.mbarrier_init"
+# Makes the mbarriers that this thread has initialized visible to the copy engine. "fence.mbarrier_init"
 mbar_init_fence = instruction("mbar_init_fence", "fence.mbarrier_init.release.cluster;", None)
-# Arrive, and expect so many bytes more. "mbarrier.arrive", "expect-tx operation"
+# mbar_expect(address, nbytes): arrive, and expect nbytes more. "mbarrier.arrive", "expect-tx operation"
 mbar_expect = instruction(
     "mbar_expect", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, _u32, _u32
 )
-# The warp's first lane arrives for all of it. What other lanes did counts only if syncwarp stands before.
+# mbar_arrive(address): lane 0 arrives for the whole warp. Call syncwarp first to include the work of the other lanes.
 mbar_arrive = instruction(
     "mbar_arrive",
     "{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
@@ -133,8 +135,8 @@ mbar_arrive = instruction(
     None,
     _u32,
 )
-# Wait until the phase of this parity (0: the first, 1: the second, 0 ...) has ended. Parity 1 passes on a new barrier:
-# "the phase before the first". "mbarrier.try_wait"
+# mbar_wait(address, parity): wait until the phase of this parity (0: the first, 1: the second, 0 ...) has completed. On a new
+# mbarrier, parity 1 does not wait: it is "the phase before the first". "mbarrier.try_wait"
 mbar_wait = instruction(
     "mbar_wait",
     "{ .reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra D; bra L; D: }",
@@ -142,18 +144,18 @@ mbar_wait = instruction(
     _u32,
     _u32,
 )
-# Barrier 1 to 15 of the block, for this many threads. "barrier"
+# bar_sync(number, count): named barrier 1 to 15 of the block, for `count` threads. "barrier"
 bar_sync = instruction("bar_sync", "bar.sync $0, $1;", None, _u32, _u32)
-# What this thread has stored to shared memory may be read by wgmma and TMA. "membar / fence", proxies
+# Makes this thread's stores to shared memory visible to wgmma and TMA. "membar / fence", proxies
 fence_async = instruction("fence_async", "fence.proxy.async.shared::cta;", None)
 
 
 def make_setmaxnreg(count, more):
-    """-> f(): a warpgroup's threads own `count` registers from here on; `more`: than before. "setmaxnreg" """
+    """-> f(): gives each thread of a warpgroup `count` registers. more: the number increases. "setmaxnreg" """
     text = f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};"
-    made = instruction(f"setmaxnreg_{count}_{more}", text, None)
-    simulates(made, collective=WARPGROUP)(twins.setmaxnreg(count))
-    return made
+    op = instruction(f"setmaxnreg_{count}_{more}", text, None)
+    simulates(op, collective=WARPGROUP)(simulated.setmaxnreg(count))
+    return op
 
 
 # ----------------------------------------------------------------------------- copies (TMA)
@@ -164,7 +166,10 @@ def _map_address(context, builder, sig, args, maps, i):
 
 
 def _with_map(name, text, constraints, order, parameters, kinds, maps, i):
-    """order: of the operands in the text; "map": the address of tensor map number args[i] in the array args[maps]."""
+    """An intrinsic that takes a tensor map.
+
+    order: the operands of the text, as indices into the arguments; "map" is the address of map number args[i] in args[maps].
+    """
 
     def make(*given):
         def codegen(context, builder, sig, args):
@@ -179,8 +184,8 @@ def _with_map(name, text, constraints, order, parameters, kinds, maps, i):
     return _define(name, parameters, make)
 
 
-# Tensor maps lie in global memory, written before the launch by a copy: a thread that uses one must make it visible to the
-# copy engine first. "fence.proxy.tensormap"
+# acquire_map(maps, i): tensor maps are in global memory, written by a copy before the launch. A thread must make a map visible
+# to the copy engine before it uses the map. "fence.proxy.tensormap"
 acquire_map = _with_map(
     "acquire_map",
     "fence.proxy.tensormap::generic.acquire.gpu [$0], 128;",
@@ -191,9 +196,9 @@ acquire_map = _with_map(
     0,
     1,
 )
-# load_tile(to, maps, i, barrier, column, row, head, sequence): the box of map i that begins there comes to shared address
-# `to`; its bytes complete `barrier`. Zeros where the tensor has ended. "cp.async.bulk.tensor". In the map, heads come before
-# rows, see _tensor_maps.py.
+# load_tile(to, maps, i, barrier, column, row, head, sequence): copies the box of map i with this start to shared address `to`;
+# its bytes complete `barrier`. Zeros beyond the end of the tensor. "cp.async.bulk.tensor". In the map, heads come before rows,
+# see tensor_maps.py.
 load_tile = _with_map(
     "load_tile",
     "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -205,7 +210,7 @@ load_tile = _with_map(
     1,
     2,
 )
-# load_row(to, maps, i, barrier, column, row): the same of a matrix of float32: some columns of a row, as they lie.
+# load_row(to, maps, i, barrier, column, row): the same for a float32 matrix: some columns of one row, not swizzled.
 load_row = _with_map(
     "load_row",
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -217,7 +222,7 @@ load_row = _with_map(
     1,
     2,
 )
-# store_tile(maps, i, address, column, row, head, sequence): the other way; nothing is written where the tensor has ended.
+# store_tile(maps, i, address, column, row, head, sequence): the reverse; nothing is written beyond the end of the tensor.
 store_tile = _with_map(
     "store_tile",
     "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [$0, {$2, $3, $4, $5}], [$1];",
@@ -228,8 +233,8 @@ store_tile = _with_map(
     0,
     1,
 )
-# The stores that this thread has begun become a group; wait until the engine has read what all its groups store.
-# "cp.async.bulk.commit_group", "cp.async.bulk.wait_group"
+# commit_stores(): the stores that this thread has started become a group. wait_stores(): wait until the copy engine has read
+# the data of all groups. "cp.async.bulk.commit_group", "cp.async.bulk.wait_group"
 commit_stores = instruction("commit_stores", "cp.async.bulk.commit_group;", None)
 wait_stores = instruction("wait_stores", "cp.async.bulk.wait_group.read 0;", None)
 
@@ -239,14 +244,16 @@ SWIZZLE_128 = 1  # in a descriptor
 
 
 def descriptor_bits(panel_bytes: int) -> int:
-    """All of a matrix descriptor but the address: 1024 bytes from 8 rows to the next 8, panel_bytes to the next 64 columns
-    (read for transposed operands alone), swizzle of 128 bytes. "Matrix-Descriptor Format"
+    """A matrix descriptor without the address. "Matrix-Descriptor Format"
+
+    The stride is 1024 bytes between groups of 8 rows, and panel_bytes between panels of 64 columns (used for transposed
+    operands only); the swizzle is that of 128 bytes.
     """
     return SWIZZLE_128 << 62 | (1024 >> 4) << 32 | (panel_bytes >> 4) << 16
 
 
 def make_descriptor(panel_bytes):
-    """-> descriptor(address) of a tile whose panels are panel_bytes apart"""
+    """-> descriptor(address): the uint64 descriptor of a tile whose panels are panel_bytes apart"""
     BITS = descriptor_bits(panel_bytes)
 
     @device
@@ -257,29 +264,30 @@ def make_descriptor(panel_bytes):
 
 
 def along_rows(D, panel_bytes) -> tuple[int, ...]:
-    """Where the slices of 16 columns of a tile begin, in bytes"""
+    """The start of each slice of 16 columns of a tile of D columns, in bytes"""
     return tuple(32 * (k % 4) + k // 4 * panel_bytes for k in range(D // 16))
 
 
 def down_rows(rows) -> tuple[int, ...]:
-    """Where the slices of 16 rows of a tile begin, for an operand that is read transposed"""
+    """The start of each slice of 16 rows of a tile, in bytes, for an operand that is read transposed"""
     return tuple(16 * 128 * k for k in range(rows // 16))
 
 
 def make_product(n, a_steps, b_steps, b_rows=False, accumulate=False):
-    """-> product(acc, a, b): acc (64 x n) = A B^T, begun by a warpgroup; make_wait tells when acc is there.
+    """-> product(acc, a, b): a warpgroup starts acc (64 x n) = A B^T. acc may be read after make_wait. "wgmma.mma_async"
 
-    b_steps: where the 16-deep slices of B begin, in bytes after its descriptor `b`; a_steps: those of A. a_steps None: A is
-    in registers, uint32, 4 per slice. b_rows: a slice of B is 16 rows (B read transposed: A B), not 16 columns.
-    accumulate: acc += A B^T. "wgmma.mma_async". One asm statement, from the fence that shows this warpgroup's registers to the
-    tensor core ("wgmma.fence") to the commit, with all registers tied to it: the compilers cannot move them.
+    b_steps: the starts of the 16-deep slices of B, in bytes after its descriptor `b`; a_steps: those of A. a_steps None: A is
+    in registers, uint32, 4 per slice. b_rows: a slice of B is 16 rows (B is read transposed: A B), not 16 columns.
+    accumulate: acc += A B^T.
+    It is one asm statement, from the fence that makes this warpgroup's registers visible to the tensor core ("wgmma.fence") to
+    the commit, with all registers as operands, so that the compilers cannot move them.
     """
     size, in_registers = n // 2, a_steps is None
     count = 4 * len(b_steps) if in_registers else 1
     text = _product_text(n, a_steps, b_steps, b_rows, accumulate)
-    constraints = ["=f"] * size + ["r" if in_registers else "l"] * count + ["l"]
-    constraints += [str(i) for i in range(size)] if accumulate else []
-    constraints = ",".join([*constraints, "~{memory}"])
+    operands = ["=f"] * size + ["r" if in_registers else "l"] * count + ["l"]
+    operands += [str(i) for i in range(size)] if accumulate else []
+    constraints = ",".join([*operands, "~{memory}"])
 
     def make(acc, a, b):
         def codegen(context, builder, sig, args):
@@ -289,16 +297,16 @@ def make_product(n, a_steps, b_steps, b_rows=False, accumulate=False):
             values.append(args[2])
             if accumulate:
                 values += _registers(context, builder, sig, args, 0, size)
-            _tied(context, builder, sig, args, text, constraints, values, size)
+            _accumulator_asm(context, builder, sig, args, text, constraints, values, size)
             return context.get_dummy_value()
 
         return types.void(acc, a if in_registers else _u64, _u64), codegen
 
     name = f"product_{n}_{a_steps}_{b_steps}_{b_rows}_{accumulate}"
-    made = _define(name, "acc a b", make)
-    twin = twins.product(n, a_steps, b_steps, b_rows, accumulate)
-    simulates(made, collective=WARPGROUP)(twin)
-    return made
+    op = _define(name, "acc a b", make)
+    simulate_product = simulated.product(n, a_steps, b_steps, b_rows, accumulate)
+    simulates(op, collective=WARPGROUP)(simulate_product)
+    return op
 
 
 def _product_text(n, a_steps, b_steps, b_rows, accumulate):
@@ -320,20 +328,20 @@ def _product_text(n, a_steps, b_steps, b_rows, accumulate):
     return "".join([*text, "wgmma.commit_group.sync.aligned; }"])
 
 
-def _tied(context, builder, sig, args, text, constraints, values, size):
+def _accumulator_asm(context, builder, sig, args, text, constraints, values, size):
     out = _asm(builder, text, constraints, ir.LiteralStructType([F32] * size), values)
     fields = [builder.extract_value(out, i) for i in range(size)]
     _set_registers(context, builder, sig, args, 0, fields)
 
 
-def _touch(name, n, text):
+def _accumulator_instruction(name, n, text):
     size = n // 2
     constraints = ",".join(["=f"] * size + [str(i) for i in range(size)] + ["~{memory}"])
 
     def make(acc):
         def codegen(context, builder, sig, args):
             values = _registers(context, builder, sig, args, 0, size)
-            _tied(context, builder, sig, args, text, constraints, values, size)
+            _accumulator_asm(context, builder, sig, args, text, constraints, values, size)
             return context.get_dummy_value()
 
         return types.void(acc), codegen
@@ -342,39 +350,41 @@ def _touch(name, n, text):
 
 
 def make_wait(n, pending):
-    """-> wait(acc): at most `pending` of this warpgroup's products are under way, acc's (64 x n) not among them.
+    """-> wait(acc): wait until at most `pending` of this warpgroup's products are in flight; acc (64 x n) is then complete.
     "wgmma.wait_group"
     """
-    made = _touch(f"wait_{n}_{pending}", n, f"wgmma.wait_group.sync.aligned {pending};")
-    simulates(made, collective=True)(twins.wait(pending))
-    return made
+    op = _accumulator_instruction(
+        f"wait_{n}_{pending}", n, f"wgmma.wait_group.sync.aligned {pending};"
+    )
+    simulates(op, collective=True)(simulated.wait(pending))
+    return op
 
 
 def make_hold(n):
-    """-> hold(acc): no instruction. acc is computed before what follows: ptxas would move a wait up past arithmetic that has
-    no tie to it, and with it the overlap of the two would go.
+    """-> hold(acc): no instruction; the arithmetic on acc stays before the code that follows. Otherwise ptxas would move a
+    wait above arithmetic that does not depend on it, and the two would no longer overlap.
     """
-    made = _touch(f"hold_{n}", n, "")
-    simulates(made)(lambda thread, site, acc: None)
-    return made
+    op = _accumulator_instruction(f"hold_{n}", n, "")
+    simulates(op)(lambda thread, site, acc: None)
+    return op
 
 
 # ----------------------------------------------------------------------------- the same in the simulator
-simulates(shared_base)(twins.shared_base)
-simulates(store_shared)(twins.store_shared)
-simulates(post)(twins.store_shared)
-simulates(read_post)(twins.read_post)
-simulates(load_floats)(twins.load_floats)
-simulates(mbar_init)(twins.mbar_init)
+simulates(shared_base)(simulated.shared_base)
+simulates(store_shared)(simulated.store_shared)
+simulates(post)(simulated.store_shared)
+simulates(read_post)(simulated.read_post)
+simulates(load_floats)(simulated.load_floats)
+simulates(mbar_init)(simulated.mbar_init)
 simulates(mbar_init_fence)(lambda thread, site: thread.block.engines.show_barriers(thread))
-simulates(mbar_expect)(twins.mbar_expect)
-simulates(mbar_arrive)(twins.mbar_arrive)
-simulates(mbar_wait, polled=True)(twins.mbar_wait)
-simulates(bar_sync, polled=True)(twins.bar_sync)
+simulates(mbar_expect)(simulated.mbar_expect)
+simulates(mbar_arrive)(simulated.mbar_arrive)
+simulates(mbar_wait, polled=True)(simulated.mbar_wait)
+simulates(bar_sync, polled=True)(simulated.bar_sync)
 simulates(fence_async)(lambda thread, site: thread.block.engines.fence(thread))
-simulates(acquire_map)(twins.acquire_map)
-simulates(load_tile)(twins.load_tile)
-simulates(store_tile)(twins.store_tile)
-simulates(load_row)(twins.load_row)
+simulates(acquire_map)(simulated.acquire_map)
+simulates(load_tile)(simulated.load_tile)
+simulates(store_tile)(simulated.store_tile)
+simulates(load_row)(simulated.load_row)
 simulates(commit_stores)(lambda thread, site: thread.block.engines.commit_stores(thread))
 simulates(wait_stores)(lambda thread, site: thread.block.engines.wait_stores(thread))

@@ -1,8 +1,9 @@
-"""What the simulator runs for the instructions of _hopper.py. The bookkeeping is in _simulator/engines.py; here are the layouts.
+"""The simulator's implementation of the instructions in hopper.py.
 
-A product looks up its operands as the hardware does: address by address, from the descriptor ("Shared Memory Matrix Layout" in
-NVIDIA's PTX ISA manual). Every 16 bytes that a copy brought know which row and columns of which tensor they are, so that an
-operand that is not a tile, row for row and column for column, is an error and not a number.
+This file defines the data layouts; simulator/engines.py keeps track of barriers, copies and products in flight. A product
+reads its operands as the hardware does: address by address, from the descriptor ("Shared Memory Matrix Layout" in NVIDIA's
+PTX ISA manual). Every 16-byte chunk that a copy has written carries a tag with its tensor, row and columns. So an operand
+that is not a correct tile, row by row and column by column, raises an error instead of giving a wrong number.
 """
 
 import functools
@@ -15,23 +16,21 @@ from ...simulator.errors import RaceError, where
 from ...simulator.memory import _Bytes
 from ...simulator.scalars import Int32, UInt32
 
-WIDTHS = {
-    0: 16,
-    1: 128,
-    2: 64,
-    3: 32,
-}  # swizzle mode of a descriptor -> bytes of a row that it exchanges
+# Swizzle mode of a descriptor -> bytes of a row that it permutes.
+WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}
 MAP_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B; the only one that is simulated
 MAP_MARK = 0x58544D4150  # the first word of a simulated tensor map
-ROWS_MARK = MAP_MARK + 1  # of the map of a matrix of float32
+ROWS_MARK = MAP_MARK + 1  # the same for the map of a float32 matrix
 
 
 # ----------------------------------------------------------------------------- shared memory
 def shared_base(thread, site):
+    """The address of the simulated shared memory."""
     return UInt32(BASE)
 
 
 def store_shared(thread, site, address, value):
+    """Store 32 bits at a shared address."""
     engines = thread.block.engines
     first, end = engines.span(thread, address, 4, site)
     engines.write(thread, first, end, engines.clocks[:, thread.index], site)
@@ -39,7 +38,7 @@ def store_shared(thread, site, address, value):
 
 
 def read_post(thread, site, address):
-    """In order only if a barrier says so, as any other access."""
+    """Checked for races like any other access: a barrier must order it after the store."""
     if thread.lane:
         return Int32(0)
     engines = thread.block.engines
@@ -49,6 +48,7 @@ def read_post(thread, site, address):
 
 
 def load_floats(thread, site, registers, address):
+    """Load two float32 from a shared address."""
     engines = thread.block.engines
     first, end = engines.span(thread, address, 8, site, 8)
     engines.read(thread, first, end, engines.clocks[:, thread.index], site, False)
@@ -58,33 +58,43 @@ def load_floats(thread, site, registers, address):
 
 # ----------------------------------------------------------------------------- barriers
 def mbar_init(thread, site, address, count):
+    """Initialize an mbarrier."""
     thread.block.engines.make_barrier(thread, site, address, count)
 
 
 def mbar_expect(thread, site, address, nbytes):
+    """Arrive, and expect nbytes more."""
     thread.block.engines.arrive(thread, site, address, nbytes)
 
 
 def mbar_arrive(thread, site, address):
+    """Lane 0 arrives for the warp."""
     if thread.lane == 0:
         thread.block.engines.arrive(thread, site, address)
 
 
 def mbar_wait(thread, site, address, parity):
+    """-> whether the phase of this parity has completed; the simulator polls it"""
     return thread.block.engines.try_wait(thread, site, address, parity)
 
 
 def bar_sync(thread, site, number, count):
+    """-> whether `count` threads have arrived at the named barrier; the simulator polls it"""
     return thread.block.engines.arrive_named(thread, site, number, count)
 
 
 def setmaxnreg(count):
+    """-> the simulated instruction; it checks the block's total of registers."""
+
     def run(threads, sites, args):
         engines = threads[0].block.engines
         engines.registers[threads[0].index] = count
         total = sum(128 * n for n in engines.registers.values())
         if count % 8 or not 24 <= count <= 256 or total > 65536:
-            text = f"{count} registers: a multiple of 8 from 24 to 256, and the block's {total} must be 65536 at most"
+            text = (
+                f"{count} registers: must be a multiple of 8 from 24 to 256, "
+                f"and the block's total of {total} at most 65536"
+            )
             raise engines.error(threads[0], sites[0], text)
         return [None] * len(threads)
 
@@ -93,14 +103,14 @@ def setmaxnreg(count):
 
 # ----------------------------------------------------------------------------- copies
 def simulated_map(address, dims, strides, box) -> list[int]:
-    """16 words in place of the real ones, whose meaning is NVIDIA's. Strides in bytes; four dims: bf16, two: float32"""
+    """16 words that replace a real tensor map, whose format is not public. Strides in bytes. Four dims: bf16, two: float32"""
     mark = MAP_MARK if len(dims) == 4 else ROWS_MARK
     words = [mark, address, *dims, *strides, *box, MAP_SWIZZLE]
     return words + [0] * (16 - len(words))
 
 
-class Map:
-    """A tensor map of tiles, read back. columns, rows: of its box"""
+class SimulatedMap:
+    """A decoded tensor map of tiles. columns, rows: those of its box"""
 
     def __init__(self, words):
         self.address, *rest = map(int, words[1:])
@@ -110,84 +120,92 @@ class Map:
         self.end += sum((n - 1) * s for n, s in zip(self.dims[1:], self.strides))
 
     def tensor(self):
-        """(sequences, rows, heads, columns), uint16"""
+        """-> a view of the tensor (sequences, rows, heads, columns), uint16"""
         raw = np.asarray(_Bytes(self.address, self.end - self.address, None)).view(np.uint16)
         return np.lib.stride_tricks.as_strided(raw, self.dims[::-1], [*self.strides[::-1], 2])
 
 
-def _map(thread, site, maps, i, mark=MAP_MARK):
-    """The words of map i"""
+def _read_map(thread, site, maps, i, mark=MAP_MARK):
+    """The words of map i. Raises AsyncError if it is no such map, or was not acquired by this thread."""
     start = 16 * int(i)
     words = [int(thread.load(maps, start + j, site)) for j in range(16)]
     engines = thread.block.engines
     if words[0] != mark:
-        raise engines.error(thread, site, f"there is no tensor map number {i} of this kind")
+        raise engines.error(thread, site, f"element {i} is not a tensor map of this kind")
     if int(i) not in thread.state.get("maps", ()):
-        text = f"tensor map {i} was not made visible to the copy engine by this thread: acquire_map"
+        text = (
+            f"this thread has not made tensor map {i} visible to the copy engine: call acquire_map"
+        )
         raise engines.error(thread, site, text)
     return words
 
 
 def acquire_map(thread, site, maps, i):
+    """From now on this thread may use map i."""
     thread.state.setdefault("maps", set()).add(int(i))
 
 
-def _pieces(box, address, nbytes):
-    """Where each 16-byte piece of a box lies, in bytes after the first: (rows, pieces of a row)"""
+def _swizzled_offsets(box, address, nbytes):
+    """-> the byte offset of each 16-byte chunk of a box in shared memory, (rows, chunks of a row), with the swizzle"""
     width = 2 * box.columns
     assert width == 128 and nbytes == width * box.rows, "only the 128-byte swizzle is simulated"
-    row, piece = np.ogrid[: box.rows, : width // 16]
-    place = row * width + piece * 16
-    return place ^ ((((address + place) >> 7) & 7) << 4)
+    row, chunk = np.ogrid[: box.rows, : width // 16]
+    offset = row * width + chunk * 16
+    return offset ^ ((((address + offset) >> 7) & 7) << 4)
 
 
-def _outside(engines, thread, site, address):
+def _require_1024_alignment(engines, thread, site, address):
     if int(address) % 1024:
-        text = f"a tile with 128-byte swizzle at byte {int(address) - BASE}: not a multiple of 1024"
+        text = f"a tile with 128-byte swizzle at byte {int(address) - BASE}: must be a multiple of 1024"
         raise engines.error(thread, site, text)
 
 
 def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
-    engines, box = thread.block.engines, Map(_map(thread, site, maps, i))
-    _outside(engines, thread, site, to)
+    """Start a copy of a box from global to shared memory."""
+    engines, box = thread.block.engines, SimulatedMap(_read_map(thread, site, maps, i))
+    _require_1024_alignment(engines, thread, site, to)
     at = int(sequence), int(row), int(head), int(column)
     values = np.zeros((box.rows, box.columns), np.uint16)
     note_copy(thread, site, box.address, box.end, False)
     if all(0 <= k < n for k, n in zip(at, box.dims[::-1])):
-        part = box.tensor()[at[0], at[1] : at[1] + box.rows, at[2], at[3] : at[3] + box.columns]
-        values[: part.shape[0], : part.shape[1]] = part
+        values_in_tensor = box.tensor()[
+            at[0], at[1] : at[1] + box.rows, at[2], at[3] : at[3] + box.columns
+        ]
+        values[: values_in_tensor.shape[0], : values_in_tensor.shape[1]] = values_in_tensor
     nbytes = values.nbytes
-    place = _pieces(box, int(to), nbytes)
+    offset = _swizzled_offsets(box, int(to), nbytes)
     data, tags = np.empty(nbytes, np.uint8), np.empty((4, nbytes // 16), np.int64)
-    k = place // 16
+    k = offset // 16
     data.reshape(-1, 16)[k] = values.view(np.uint8).reshape(*k.shape, 16)
-    rows, pieces = np.indices(k.shape)
+    rows, chunks = np.indices(k.shape)
     plane = engines.plane(box.address, at[0], at[2])
-    for tag, value in zip(tags, (plane, at[1] + rows, at[3] // 8 + pieces, 1)):
+    for tag, value in zip(tags, (plane, at[1] + rows, at[3] // 8 + chunks, 1)):
         tag[k] = value
     engines.begin_copy(thread, site, to, data, barrier, tags)
 
 
 def load_row(thread, site, to, maps, i, barrier, column, row):
-    engines, words = thread.block.engines, _map(thread, site, maps, i, ROWS_MARK)
+    """Start a copy of part of a matrix row from global to shared memory."""
+    engines, words = thread.block.engines, _read_map(thread, site, maps, i, ROWS_MARK)
     address, columns, rows, stride, count = map(int, words[1:6])
     if int(to) % 128:
-        raise engines.error(thread, site, f"byte {int(to) - BASE} is not a multiple of 128")
+        raise engines.error(thread, site, f"byte {int(to) - BASE} must be a multiple of 128")
     values = np.zeros(count, np.float32)
     if 0 <= int(row) < rows and 0 <= int(column) < columns:
         start = address + int(row) * stride
         note_copy(thread, site, start, start + 4 * columns, False)
         raw = np.asarray(_Bytes(start, 4 * columns, None))
-        part = raw.view(np.float32)[int(column) : int(column) + count]
-        values[: len(part)] = part
+        values_in_tensor = raw.view(np.float32)[int(column) : int(column) + count]
+        values[: len(values_in_tensor)] = values_in_tensor
     engines.begin_copy(thread, site, to, values.view(np.uint8), barrier)
 
 
 def store_tile(thread, site, maps, i, address, column, row, head, sequence):
-    engines, box = thread.block.engines, Map(_map(thread, site, maps, i))
+    """Start a copy of a box from shared to global memory. Raises RaceError if two copies store the same element."""
+    engines, box = thread.block.engines, SimulatedMap(_read_map(thread, site, maps, i))
     nbytes = 2 * box.rows * box.columns
     data = engines.begin_store(thread, site, address, nbytes).reshape(-1, 16)
-    k = _pieces(box, int(address), nbytes) // 16
+    k = _swizzled_offsets(box, int(address), nbytes) // 16
     values = data[k].reshape(box.rows, -1).view(np.uint16)
     b, h, r, c = int(sequence), int(head), int(row), int(column)
     tensor = box.tensor()
@@ -198,8 +216,8 @@ def store_tile(thread, site, maps, i, address, column, row, head, sequence):
     here = written[b, r : r + box.rows, h, c : c + box.columns]
     if here.any():
         raise RaceError(
-            f"race {where(thread, site)}: {thread} stores rows {r} to {r + box.rows} of a tensor at {site}, some of which "
-            "another copy of this launch has stored (global memory)",
+            f"race {where(thread, site)}: {thread} stores rows {r} to {r + box.rows} of a tensor at {site}, but another "
+            "copy of this launch has stored some of them (global memory)",
             (site,),
         )
     here[...] = True
@@ -209,41 +227,41 @@ def store_tile(thread, site, maps, i, address, column, row, head, sequence):
 # ----------------------------------------------------------------------------- operands of products
 @functools.cache
 def _fragment(n):
-    """-> rows, columns (128, n / 2) of what each thread of a warpgroup holds of a 64 x n accumulator"""
+    """-> rows, columns (128, n / 2): the elements of a 64 x n accumulator that each thread of a warpgroup holds"""
     thread, j = np.ogrid[:128, : n // 2]
     g, t = thread % 32 // 4, thread % 4
     return 16 * (thread // 32) + g + 8 * (j // 2 % 2), 8 * (j // 4) + 2 * t + j % 2
 
 
 def _addresses(descriptor, step, rows, transposed):
-    """Of the 16-byte pieces of one slice, (rows, 2), or transposed, (16, rows / 8); and the swizzle mode"""
+    """-> the addresses of the 16-byte chunks of one slice, (rows, 2), or if transposed (16, rows / 8); the swizzle mode"""
     bits = int(descriptor)
     mode = bits >> 62
     start = ((bits & 0x3FFF) << 4) + step
     leading, stride = (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
     width = WIDTHS[mode]
     if transposed:
-        row, piece = np.ogrid[:16, : rows // 8]
+        row, chunk = np.ogrid[:16, : rows // 8]
         per_row = width // 16
         at = start + row // 8 * stride + row % 8 * width
-        at = at + piece // per_row * leading + piece % per_row * 16
+        at = at + chunk // per_row * leading + chunk % per_row * 16
     else:
-        row, piece = np.ogrid[:rows, :2]
-        at = start + row // 8 * stride + row % 8 * width + piece * 16
+        row, chunk = np.ogrid[:rows, :2]
+        at = start + row // 8 * stride + row % 8 * width + chunk * 16
     return at ^ (((at >> 7) & (width // 16 - 1)) << 4), mode
 
 
 class _Operand:
-    """The slices of a tile in shared memory that a product reads, checked one by one."""
+    """A tile in shared memory that a product reads, slice by slice, with checks of each."""
 
     def __init__(self, threads, site, clocks, marks, descriptor, rows, transposed):
         self.threads, self.site, self.clocks, self.marks = threads, site, clocks, marks
         self.engines = threads[0].block.engines
         self.descriptor, self.rows, self.transposed = descriptor, rows, transposed
-        self.first = None
+        self.first: tuple[int, int] | None = None  # row and chunk at which the last slice starts
 
     def slice(self, step):
-        """-> (rows, 16) float32; column of the tensor where it begins, or row if transposed"""
+        """-> the slice at byte `step` after the descriptor's address, (rows, 16) float32"""
         at, mode = _addresses(self.descriptor, step, self.rows, self.transposed)
         low, high = int(at.min()), int(at.max()) + 16
         self.engines.span(self.threads[0], low, high - low, self.site, 16)
@@ -257,11 +275,16 @@ class _Operand:
         values = (halves.astype(np.uint32) << 16).view(np.float32)
         return values.T if self.transposed else values
 
+    def end_column(self):
+        """-> the column of the tile where the last slice ends"""
+        assert self.first is not None  # a slice has been read
+        return 8 * self.first[1] + 16
+
     def _check_tags(self, tags, mode, step):
         plane, row, column, swizzle = tags
         what = None
         if (plane < 0).any():
-            what = "it reads what no copy has brought"
+            what = "it reads memory that no copy has written"
         elif (swizzle != mode).any():
             what = (
                 f"its swizzle mode is {mode}, the tile was copied with mode {int(swizzle.flat[0])}"
@@ -277,9 +300,9 @@ class _Operand:
             if wrong.any():
                 i, j = (int(x) for x in np.argwhere(wrong)[0])
                 what = (
-                    f"where row {start[0] + i}, column {8 * (start[1] + j)} of the tile should be lie row "
+                    f"expected row {start[0] + i}, column {8 * (start[1] + j)} of the tile, found row "
                     f"{int(row[i, j])}, column {8 * int(column[i, j])}"
-                    + (" of another" if plane[i, j] != plane[0, 0] else "")
+                    + (" of another tensor" if plane[i, j] != plane[0, 0] else "")
                 )
             elif self.first is None:
                 self.first = start
@@ -294,42 +317,45 @@ class _Operand:
             raise self.engines.error(self.threads[0], self.site, f"wrong descriptor: {what}")
 
     def _next(self, start, before):
-        """start, if this slice follows the one before"""
+        """-> start if this slice follows the previous one, else None"""
         further = (16, 0) if self.transposed else (0, 2)
         return start if start == (before[0] + further[0], before[1] + further[1]) else None
 
 
 def _ranges(at):
-    """Runs of neighbouring 16-byte pieces: [(first byte, end)]"""
+    """-> the ranges of contiguous 16-byte chunks: [(first byte, end)]"""
     flat = np.unique(at)
     cuts = np.flatnonzero(np.diff(flat) != 16) + 1
-    return [(int(part[0]), int(part[-1]) + 16) for part in np.split(flat, cuts)]
+    return [
+        (int(values_in_tensor[0]), int(values_in_tensor[-1]) + 16)
+        for values_in_tensor in np.split(flat, cuts)
+    ]
 
 
 # ----------------------------------------------------------------------------- products
-class _Group:
-    """A product under way, for one warp. inputs: registers that it reads"""
+class _ProductGroup:
+    """A product in flight, for one warp. inputs: the registers that it reads"""
 
     def __init__(self, number, site):
         self.number, self.site, self.inputs = number, site, []
 
 
-def _keys(array):
+def _element_keys(array):
     return range(array.bias + array.start, array.bias + array.start + array.dims[0])
 
 
 def product(n, a_steps, b_steps, b_rows, accumulate):
-    """See _hopper.make_product. The result is computed at once and handed out by wait."""
+    """See hopper.make_product. The result is computed immediately and becomes readable in wait."""
     rows, columns = _fragment(n)
 
     def run(threads, sites, args):
         engines, site = threads[0].block.engines, sites[0]
         warps = [t.warp for t in threads[::32]]
         number = engines.committed[warps[0]] + 1
-        groups = [_Group(number, site) for _ in warps]
+        groups = [_ProductGroup(number, site) for _ in warps]
         marks = [(engines.threads + w, number) for w in warps]
-        mine = [t.index for t in threads]
-        clocks = engines.clocks[:, mine].min(axis=1)
+        thread_indices = [t.index for t in threads]
+        clocks = engines.clocks[:, thread_indices].min(axis=1)
         b = _uniform(threads, site, [x[2] for x in args])
         right = _Operand(threads, site, clocks, marks, b, n, b_rows)
         if a_steps is None:
@@ -340,14 +366,17 @@ def product(n, a_steps, b_steps, b_rows, accumulate):
             left = [operand.slice(step) for step in a_steps]
         total = np.zeros((64, n), np.float32)
         if accumulate:
-            total[rows, columns] = [_values(t, x[0], n, site) for t, x in zip(threads, args)]
-        for part, step in zip(left, b_steps):
-            total += part @ right.slice(step).T
-        if a_steps is not None and operand.first[1] != right.first[1] and not b_rows:
-            text = f"the operands end at columns {8 * operand.first[1] + 16} and {8 * right.first[1] + 16} of their tiles"
+            total[rows, columns] = [
+                _accumulator_values(t, x[0], n, site) for t, x in zip(threads, args)
+            ]
+        for values_in_tensor, step in zip(left, b_steps):
+            total += values_in_tensor @ right.slice(step).T
+        if a_steps is not None and not b_rows and operand.end_column() != right.end_column():
+            ends = f"{operand.end_column()} and {right.end_column()}"
+            text = f"the operands end at different columns of their tiles: {ends}"
             raise engines.error(threads[0], site, text)
         for thread, x, values in zip(threads, args, total[rows, columns]):
-            _begin(thread, x[0], groups[thread.warp - warps[0]], values, site)
+            _start_product(thread, x[0], groups[thread.warp - warps[0]], values, site)
         for w, group in zip(warps, groups):
             engines.committed[w] = number
             engines.groups[w].append(group)
@@ -364,7 +393,7 @@ def _uniform(threads, site, values):
 
 
 def _from_registers(threads, site, arrays, slices, groups):
-    """The left operand, (64, 16) per slice; the registers may not be changed until the product is done."""
+    """-> the left operand, (64, 16) per slice. Its registers must not be written until the product has completed."""
     packed = np.empty((128, 4 * slices), np.uint32)
     for i, (thread, array) in enumerate(zip(threads, arrays)):
         packed[i] = [thread.load(array, j, site) for j in range(4 * slices)]
@@ -377,57 +406,61 @@ def _from_registers(threads, site, arrays, slices, groups):
     return [values[:, 16 * k : 16 * k + 16] for k in range(slices)]
 
 
-def _flights(thread):
+def _pending_products(thread):
     return thread.state.setdefault("products", {})
 
 
-def _values(thread, acc, n, site):
-    """What an accumulator holds, or will hold when the product before is done"""
-    flight = _flights(thread).get(id(acc.memory))
-    if flight is not None:
-        return flight[1]
+def _accumulator_values(thread, acc, n, site):
+    """-> the values of an accumulator, or those that it will have when the pending product has completed"""
+    pending_product = _pending_products(thread).get(id(acc.memory))
+    if pending_product is not None:
+        return pending_product[1]
     return [thread.load(acc, j, site) for j in range(n // 2)]
 
 
-def _begin(thread, acc, group, values, site):
-    for key in _keys(acc):
+def _start_product(thread, acc, group, values, site):
+    for key in _element_keys(acc):
         acc.memory.writes.pop(key, None)
     acc.writeable, acc.memory.busy = False, (site, "the result of")
-    _flights(thread)[id(acc.memory)] = group, values, acc
+    _pending_products(thread)[id(acc.memory)] = group, values, acc
 
 
 def wait(pending):
+    """-> the simulated wait, see hopper.make_wait."""
+
     def run(threads, sites, args):
         engines, site = threads[0].block.engines, sites[0]
         w = threads[0].warp
         done = max(engines.completed[w], engines.committed[w] - pending)
         engines.completed[w] = done
-        mine = [t.index for t in threads]
+        thread_indices = [t.index for t in threads]
         column = engines.threads + w
-        engines.clocks[0, mine, column] = np.maximum(engines.clocks[0, mine, column], done)
+        engines.clocks[0, thread_indices, column] = np.maximum(
+            engines.clocks[0, thread_indices, column], done
+        )
         for group in [g for g in engines.groups[w] if g.number <= done]:
             engines.groups[w].remove(group)
             for array in group.inputs:
                 array.writeable, array.memory.busy = True, None
         for thread, (acc,) in zip(threads, args):
-            _end(thread, acc, done, pending, site, engines)
+            _complete_product(thread, acc, done, pending, site, engines)
         return [None] * len(threads)
 
     return run
 
 
-def _end(thread, acc, done, pending, site, engines):
-    flight = _flights(thread).get(id(acc.memory))
-    if flight is None:
+def _complete_product(thread, acc, done, pending, site, engines):
+    pending_product = _pending_products(thread).get(id(acc.memory))
+    if pending_product is None:
         return
-    group, values, _ = flight
+    group, values, _ = pending_product
     if group.number > done:
         text = (
-            f"with {pending} products still under way, the one begun at {group.site} may be among them, whose result "
-            "this wait names"
+            f"this wait leaves {pending} products in flight, and the one started at {group.site}, whose result it names, "
+            "may be among them"
         )
         raise engines.error(thread, site, text, group.site)
-    del _flights(thread)[id(acc.memory)]
+    del _pending_products(thread)[id(acc.memory)]
     acc.writeable, acc.memory.busy = True, None
     acc.flat[acc.start : acc.start + acc.dims[0]] = values
-    acc.memory.writes.update(dict.fromkeys(_keys(acc), (thread.mark, site)))
+    acc.memory.writes.update(dict.fromkeys(_element_keys(acc), (thread.mark, site)))

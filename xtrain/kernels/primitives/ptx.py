@@ -1,14 +1,15 @@
-"""What Numba has no words for: 16-byte accesses, and (further down) single PTX instructions.
+"""Intrinsics for what Numba cannot express: 16-byte accesses, and single PTX instructions.
 
-bfloat16 travels as uint16 arrays: plain Numba has no such type, and a bf16 is the upper half of a float32, so
-widening is a shift. Everything is computed in float32.
+bfloat16 arrays are passed to kernels as uint16: Numba has no such type, and a bf16 is the upper half of a float32, so
+widening is a shift. All arithmetic is in float32.
 
-An intrinsic receives register arrays (`cuda.local.array(8, float32)`, or a row of a larger one) and reads or writes
-them at constant positions; once the loops around it are unrolled they are registers. Each intrinsic has a twin in
-Python below it, which the simulator runs instead.
+An intrinsic takes register arrays (`cuda.local.array(8, float32)`, or a row of a larger one) and accesses them at constant
+indices; when the loops around it are unrolled, they are registers. Each intrinsic has a Python implementation at the end of
+this file, which the simulator runs instead. Names in "quotes" are sections of NVIDIA's PTX ISA manual.
 """
 
 import inspect
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ from numba import cuda, types
 from ...simulator import simulates
 from ...simulator.early import let_next, wait
 
+intrinsic: Any
 try:
     from numba.cuda.extending import intrinsic
 except ImportError:  # older releases
@@ -36,13 +38,13 @@ _JIT = inspect.signature(cuda.jit).parameters
 
 
 def device(fn):
-    """A device function that is always inlined: register arrays handed to it stay in registers."""
+    """Decorator: a device function that is always inlined, so register arrays passed to it stay in registers."""
     inline = {"forceinline": True} if "forceinline" in _JIT else {"inline": "always"}
     return cuda.jit(device=True, **inline)(fn)
 
 
 def kernel(threads: int, min_blocks: int = 0, **options):
-    """cuda.jit, with the block size (and the blocks per multiprocessor) promised to the compiler."""
+    """cuda.jit with launch bounds: the block size, and the minimum of resident blocks per multiprocessor (0: no minimum)."""
     if "launch_bounds" in _JIT:
         options["launch_bounds"] = (threads, min_blocks) if min_blocks else threads
     return cuda.jit(**options)
@@ -60,7 +62,7 @@ def _int64(builder, value, number):
 
 
 def _vector(context, builder, sig, args, a, i, element, length, space):
-    """Pointer to the vector of `length` elements at args[a][args[i]] in memory `space`. No bounds check."""
+    """Pointer to the vector of `length` elements at args[a][args[i]] in address space `space`. No bounds check."""
     pointer = builder.gep(
         _data(context, builder, sig.args[a], args[a]), [_int64(builder, args[i], sig.args[i])]
     )
@@ -72,9 +74,9 @@ def _register(builder, pointer, j):
     return builder.gep(pointer, [ir.Constant(I32, j)])
 
 
-def _widen(builder, bits, half):
-    """Half 0 (low) or 1 (high) of a 32-bit pair of bf16 -> float32"""
-    if half:
+def _widen(builder, bits, is_bf16):
+    """The low (0) or high (1) half of a 32-bit pair of bf16, as float32"""
+    if is_bf16:
         bits = builder.and_(bits, ir.Constant(I32, 0xFFFF0000))
     else:
         bits = builder.shl(bits, ir.Constant(I32, 16))
@@ -91,18 +93,18 @@ def _narrow_pair(builder, low, high):
 # ----------------------------------------------------------------------------- 8 or 4 elements of a row at once
 def _load(name, count, space):
     def load(typingctx, registers, x, i):
-        half = isinstance(x.dtype, types.Integer)
-        word, length = (I32, count // 2) if half else (F32, 4)  # of one access: 16 or 8 bytes
+        is_bf16 = isinstance(x.dtype, types.Integer)
+        word, length = (I32, count // 2) if is_bf16 else (F32, 4)  # one access: 16 or 8 bytes
 
         def codegen(context, builder, sig, args):
             out = _data(context, builder, sig.args[0], args[0])
             pointer = _vector(context, builder, sig, args, 1, 2, word, length, space)
             values = []
-            for j in range(count // (2 * length if half else length)):
+            for j in range(count // (2 * length if is_bf16 else length)):
                 vector = builder.load(_register(builder, pointer, j), align=4 * length)
                 at = [ir.Constant(I32, k) for k in range(length)]
                 values += [builder.extract_element(vector, k) for k in at]
-            if half:
+            if is_bf16:
                 values = [_widen(builder, values[j // 2], j % 2) for j in range(count)]
             for j, value in enumerate(values):
                 builder.store(value, _register(builder, out, j))
@@ -116,13 +118,13 @@ def _load(name, count, space):
 
 def _store(name, count, space):
     def store(typingctx, x, i, registers):
-        half = isinstance(x.dtype, types.Integer)
-        word, length = (I32, count // 2) if half else (F32, 4)
+        is_bf16 = isinstance(x.dtype, types.Integer)
+        word, length = (I32, count // 2) if is_bf16 else (F32, 4)
 
         def codegen(context, builder, sig, args):
             source = _data(context, builder, sig.args[2], args[2])
             values = [builder.load(_register(builder, source, j)) for j in range(count)]
-            if half:
+            if is_bf16:
                 values = [_narrow_pair(builder, *values[j : j + 2]) for j in range(0, count, 2)]
             pointer = _vector(context, builder, sig, args, 0, 1, word, length, space)
             for j in range(0, len(values), length):
@@ -139,9 +141,10 @@ def _store(name, count, space):
 
 
 # load8(registers, x, i): registers[0:8] = x[i : i + 8] as float32. x: flat, float32 or bf16; i: a multiple of 8.
-# store8(x, i, registers): the other way, rounded to nearest even for bf16. Both in 16-byte accesses.
+# store8(x, i, registers): the reverse, rounded to nearest even for bf16. Both use 16-byte accesses.
 # load4, store4: 4 elements, i a multiple of 4; 16 bytes in float32, 8 in bf16. A float32 store8 is two stores, each of
-# half a 32-byte sector: a kernel that writes float32 is faster with store4, neighbouring threads side by side.
+# half a 32-byte sector: a kernel that writes float32 is faster with store4, where neighbouring threads write neighbouring
+# quads.
 load8, store8 = _load("load8", 8, GLOBAL), _store("store8", 8, GLOBAL)
 load4, store4 = _load("load4", 4, GLOBAL), _store("store4", 4, GLOBAL)
 load8_shared, store8_shared = _load("load8_shared", 8, SHARED), _store("store8_shared", 8, SHARED)
@@ -151,14 +154,14 @@ load4_shared, store4_shared = _load("load4_shared", 4, SHARED), _store("store4_s
 @intrinsic
 def load1(typingctx, x, i):
     """x[i] as float32. x: flat, float32 or bf16."""
-    half = isinstance(x.dtype, types.Integer)
+    is_bf16 = isinstance(x.dtype, types.Integer)
 
     def codegen(context, builder, sig, args):
         pointer = builder.gep(
             _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
         )
         value = builder.load(pointer)
-        return _widen(builder, builder.zext(value, I32), 0) if half else value
+        return _widen(builder, builder.zext(value, I32), 0) if is_bf16 else value
 
     return types.float32(x, i), codegen
 
@@ -166,14 +169,14 @@ def load1(typingctx, x, i):
 @intrinsic
 def store1(typingctx, x, i, value):
     """x[i] = value, rounded to nearest even for bf16."""
-    half = isinstance(x.dtype, types.Integer)
+    is_bf16 = isinstance(x.dtype, types.Integer)
 
     def codegen(context, builder, sig, args):
         pointer = builder.gep(
             _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
         )
         value = args[2]
-        if half:
+        if is_bf16:
             value = builder.trunc(_narrow_pair(builder, value, value), I16)
         builder.store(value, pointer)
         return context.get_dummy_value()
@@ -196,21 +199,21 @@ def _grid_control(name, instruction):
     return intrinsic(control)
 
 
-# For kernels launched with overlap (_launch.py), compute capability 9.0 and up; "griddepcontrol" in the PTX ISA manual.
-# wait_for_previous(): the kernel before this one has ended, and what it wrote is there. What stands before this call may
-# only read what the kernel before does not write, such as weights, and only write what it was not given; every block must
-# call it.
-# let_next_start(): once all blocks have called this or ended, blocks of the next kernel may begin where there is room. Called
-# after wait_for_previous, the next kernel need mind the one before it only. Called before it, the next kernel may begin while
-# two or more before it still run: what is said above about the kernel before then holds for all of those. (The wait of each is
-# over when the kernel before it has ended, so after it all of them have.)
+# For kernels launched with overlap (runtime/launch.py). Compute capability 9.0 and up, "griddepcontrol".
+# wait_for_previous(): when it returns, the previous kernel has finished and its writes are visible. Before this call a kernel
+# may only read memory that the previous kernel does not write (such as weights), and only write memory that the previous
+# kernel was not given. Every block must call it.
+# let_next_start(): when all blocks have called it or finished, blocks of the next kernel may start where there is room. If it
+# is called after wait_for_previous, the next kernel overlaps only with this one. If it is called before, the next kernel may
+# start while two or more earlier kernels still run, and the rules above hold for all of them. (Each of them waits for the one
+# before it, so after wait_for_previous all of them have finished.)
 wait_for_previous = _grid_control("wait_for_previous", "griddepcontrol.wait")
 let_next_start = _grid_control("let_next_start", "griddepcontrol.launch_dependents")
 
 
 @intrinsic
 def prefetch(typingctx, x, i):
-    """Asks for the 128 bytes around x[i], a global array, to be brought into the second-level cache. "prefetch" """
+    """Prefetch the 128 bytes around x[i], in global memory, into the L2 cache. "prefetch" """
 
     def codegen(context, builder, sig, args):
         pointer = builder.gep(
@@ -227,8 +230,8 @@ def prefetch(typingctx, x, i):
 
 @intrinsic
 def prefetch_run(typingctx, x, i, n):
-    """Asks for x[i : i + n] to be brought into the second-level cache; both ends at multiples of 16 bytes. Compute
-    capability 9.0 and up. "cp.async.bulk.prefetch" """
+    """Prefetch x[i : i + n] into the L2 cache. Both ends are multiples of 16 bytes. Compute capability 9.0 and up.
+    "cp.async.bulk.prefetch" """
 
     def codegen(context, builder, sig, args):
         pointer = builder.gep(
@@ -250,17 +253,19 @@ def _aligned_run(thread, site, x, i, n):
     for at in (i, n):
         if at * x.dtype.itemsize % 16:
             raise ValueError(
-                f"{site.what}: from element {i}, {n} elements: no multiples of 16 bytes"
+                f"{site.what}: {n} elements from element {i} on: not multiples of 16 bytes"
             )
     if not 0 <= i <= i + n <= x.size:
-        raise ValueError(f"{site.what}: elements {i} to {i + n} of {x.size}")
+        raise ValueError(f"{site.what}: elements {i} to {i + n} are outside an array of {x.size}")
 
 
 @intrinsic
 def atomic_add_in_order(typingctx, x, i, value):
-    """x[i] += value, int32 in global memory -> what it was. What this thread knew before, its own writes and, after a
-    barrier, its block's, is known to whoever finds this addition by another one. "atom", .acq_rel: it waits once, for those
-    writes, where cuda.threadfence before and after an atomic waits twice.
+    """x[i] += value, int32 in global memory; returns the old value. With acquire-release ordering ("atom", .acq_rel).
+
+    All writes that are visible to this thread (its own and, after a barrier, those of its block) become visible to every
+    thread whose later call observes this addition. It waits once, for those writes; cuda.threadfence before and after an
+    atomic would wait twice.
     """
 
     def codegen(context, builder, sig, args):
@@ -276,14 +281,14 @@ def atomic_add_in_order(typingctx, x, i, value):
     return types.int32(x, i, types.int32), codegen
 
 
-# In the simulator one launch follows the other, but it looks for what would go wrong; and memory is all the same.
+# The simulator runs launches one after the other, but it checks the rules of overlapping ones; prefetching has no effect.
 simulates(prefetch)(lambda thread, site, x, i: None)
 simulates(prefetch_run)(_aligned_run)
 simulates(wait_for_previous)(wait)
 
 
 @simulates(atomic_add_in_order)
-def _add_in_order_twin(thread, site, x, i, value):
+def _simulated_add_in_order(thread, site, x, i, value):
     thread.threadfence()
     return thread.atomic_add(site, x, i, value)
 
@@ -306,44 +311,46 @@ def _to_memory(thread, x, i, value, site):
     thread.store(x, i, value, site)
 
 
-def _load_twin(count):
-    def twin(thread, site, registers, x, i):
+def _simulated_load(count):
+    def simulated(thread, site, registers, x, i):
         _aligned(i, count)
         for j in range(count):
             thread.store(registers, j, _from_memory(thread, x, i + j, site), site)
 
-    return twin
+    return simulated
 
 
-def _store_twin(count):
-    def twin(thread, site, x, i, registers):
+def _simulated_store(count):
+    def simulated(thread, site, x, i, registers):
         _aligned(i, count)
         for j in range(count):
             _to_memory(thread, x, i + j, thread.load(registers, j, site), site)
 
-    return twin
+    return simulated
 
 
 def _aligned(i, count):
     if i % count:
-        raise ValueError(f"access to {count} elements at element {i}: not a multiple of {count}")
+        raise ValueError(
+            f"access to {count} elements at element {i}: the index must be a multiple of {count}"
+        )
 
 
-for _of_8 in (load8, load8_shared):
-    simulates(_of_8)(_load_twin(8))
-for _of_8 in (store8, store8_shared):
-    simulates(_of_8)(_store_twin(8))
-for _of_4 in (load4, load4_shared):
-    simulates(_of_4)(_load_twin(4))
-for _of_4 in (store4, store4_shared):
-    simulates(_of_4)(_store_twin(4))
+for _intrinsic in (load8, load8_shared):
+    simulates(_intrinsic)(_simulated_load(8))
+for _intrinsic in (store8, store8_shared):
+    simulates(_intrinsic)(_simulated_store(8))
+for _intrinsic in (load4, load4_shared):
+    simulates(_intrinsic)(_simulated_load(4))
+for _intrinsic in (store4, store4_shared):
+    simulates(_intrinsic)(_simulated_store(4))
 
 
 @simulates(load1)
-def _load1_twin(thread, site, x, i):
+def _simulated_load1(thread, site, x, i):
     return _from_memory(thread, x, i, site)
 
 
 @simulates(store1)
-def _store1_twin(thread, site, x, i, value):
+def _simulated_store1(thread, site, x, i, value):
     _to_memory(thread, x, i, value, site)

@@ -1,8 +1,8 @@
-"""Sums and maxima over a warp (32 threads, no shared memory) and over a block (one float per warp).
+"""Sums and maxima over a warp (32 threads, no shared memory) and over a block (one float of shared memory per warp).
 
-A butterfly of exclusive-or shuffles leaves the result in every lane, always added in the same order: the same
-input gives the same bits. Every thread of the block must call these, so no early return before them, and the
-block is a whole number of warps.
+A butterfly of exclusive-or shuffles leaves the result in every lane. The order of the additions is fixed, so the same
+input gives the same bits. Every thread of the warp or block must call these functions: no thread may return before them,
+and a block must be a whole number of warps.
 """
 
 import functools
@@ -20,7 +20,7 @@ NEG_INF = float32(-math.inf)
 
 @cuda.jit(device=True)
 def warp_sum(v):
-    """v of all 32 lanes added up, in every lane."""
+    """The sum of v over the 32 lanes, in every lane."""
     for step in (16, 8, 4, 2, 1):
         v += cuda.shfl_xor_sync(FULL, v, step)
     return v
@@ -28,6 +28,7 @@ def warp_sum(v):
 
 @cuda.jit(device=True)
 def warp_max(v):
+    """The maximum of v over the 32 lanes, in every lane."""
     for step in (16, 8, 4, 2, 1):
         other = cuda.shfl_xor_sync(FULL, v, step)
         v = v if v > other else other
@@ -36,48 +37,51 @@ def warp_max(v):
 
 @cuda.jit(device=True)
 def block_sum(v, partial):
-    """v of all threads added up, in every thread. partial: MAX_WARPS floats of shared memory."""
+    """The sum of v over the block, in every thread. partial: MAX_WARPS floats of shared memory."""
     tid = cuda.threadIdx.x
     lane, warp = tid % 32, tid // 32
     v = warp_sum(v)
     cuda.syncthreads()  # the previous use of `partial` is over
     if lane == 0:
         partial[warp] = v
-    cuda.syncthreads()  # every warp's sum is there
+    cuda.syncthreads()  # every warp's sum is written
     v = partial[lane] if lane < cuda.blockDim.x // 32 else float32(0.0)
     return warp_sum(v)
 
 
 @cuda.jit(device=True)
 def block_max(v, partial):
-    """The largest v of all threads, in every thread. partial: MAX_WARPS floats of shared memory."""
+    """The maximum of v over the block, in every thread. partial: MAX_WARPS floats of shared memory."""
     tid = cuda.threadIdx.x
     lane, warp = tid % 32, tid // 32
     v = warp_max(v)
     cuda.syncthreads()  # the previous use of `partial` is over
     if lane == 0:
         partial[warp] = v
-    cuda.syncthreads()  # every warp's maximum is there
+    cuda.syncthreads()  # every warp's maximum is written
     v = partial[lane] if lane < cuda.blockDim.x // 32 else NEG_INF
     return warp_max(v)
 
 
-COLUMNS = 8  # neighbouring columns of a block: the 32 bytes that memory hands over at once
-PARTS = 4  # rows that a warp reads at a time
-WARPS = 32  # that share the rows: few rows each, since all a thread does is wait for them
-AHEAD = 8  # rows that a thread asks for at once
+# ----------------------------------------------------------------------------- sums of columns
+COLUMNS = 8  # neighbouring columns of a block: 32 bytes, one sector of memory
+ROWS_PER_WARP = 4  # rows that a warp reads at a time
+WARPS = 32  # that share the rows: few rows each, because the kernel only waits for memory
+IN_FLIGHT = 8  # rows that a thread loads before it adds the first
 
 
 @functools.cache
 def make_add_column_sums_kernel(overlap):
-    @kernel(COLUMNS * PARTS * WARPS)
-    def add_column_sums_kernel(out_C, more_C, partial_PC):
-        """Grid ceil(C / COLUMNS), block (COLUMNS, PARTS, up to WARPS). C: columns of out and, after them, of more.
+    """overlap: the kernel waits for the previous kernel of the stream itself (runtime/overlap.py)."""
+
+    @kernel(COLUMNS * ROWS_PER_WARP * WARPS)
+    def add_column_sums_kernel(out_C, second_C, partial_PC):
+        """Grid ceil(C / COLUMNS), block (COLUMNS, ROWS_PER_WARP, up to WARPS). C: columns of out, then those of second.
 
         out_C[c] += sum over p of partial_PC[p, c]
         """
         tile = cuda.shared.array((WARPS, COLUMNS), float32)
-        rows = cuda.local.array(AHEAD, float32)
+        rows = cuda.local.array(IN_FLIGHT, float32)
         column, warp, warps = cuda.threadIdx.x, cuda.threadIdx.z, cuda.blockDim.z
         c = cuda.blockIdx.x * COLUMNS + column
         P, C = partial_PC.shape
@@ -85,41 +89,41 @@ def make_add_column_sums_kernel(overlap):
             wait_for_previous()
         acc, old = float32(0.0), float32(0.0)
         first = cuda.threadIdx.y == 0 and warp == 0 and c < C
-        if first:  # comes while the rows are added up
-            old = out_C[c] if c < out_C.size else more_C[c - out_C.size]
-        p = warp * PARTS + cuda.threadIdx.y
+        if first:  # the load overlaps with the sums below
+            old = out_C[c] if c < out_C.size else second_C[c - out_C.size]
+        p = warp * ROWS_PER_WARP + cuda.threadIdx.y
         while p < P and c < C:
-            for a in range(AHEAD):  # without a condition, so that all are under way at once
-                q = p + a * PARTS * warps
+            for a in range(IN_FLIGHT):  # unconditional loads, so that all are in flight at once
+                q = p + a * ROWS_PER_WARP * warps
                 rows[a] = partial_PC[q if q < P else p, c]
-            for a in range(AHEAD):
-                acc += rows[a] if p + a * PARTS * warps < P else float32(0.0)
-            p += AHEAD * PARTS * warps
-        for step in (COLUMNS, 2 * COLUMNS):  # the same column's lanes
+            for a in range(IN_FLIGHT):
+                acc += rows[a] if p + a * ROWS_PER_WARP * warps < P else float32(0.0)
+            p += IN_FLIGHT * ROWS_PER_WARP * warps
+        for step in (COLUMNS, 2 * COLUMNS):  # the lanes of the same column
             acc += cuda.shfl_xor_sync(FULL, acc, step)
         if cuda.threadIdx.y == 0:
             tile[warp, column] = acc
         cuda.syncthreads()
         if first:
             total = float32(0.0)
-            for i in range(warps):  # always in this order: same bits every run
+            for i in range(warps):  # a fixed order: the same bits every run
                 total += tile[i, column]
             if c < out_C.size:
                 out_C[c] = old + total
             else:
-                more_C[c - out_C.size] = old + total
+                second_C[c - out_C.size] = old + total
 
     return add_column_sums_kernel
 
 
-def add_column_sums(partial_PC, out_C, more_C=None) -> None:
-    """The second stage of a deterministic weight gradient: out += partial.sum(0).
+def add_column_sums(partial_PC, out_C, second_C=None) -> None:
+    """The second stage of a deterministic weight gradient: out += partial.sum(0), without atomics.
 
-    more: a second gradient, for the columns of partial that follow those of out.
+    partial (P, C) float32, out (C,) float32. second: another gradient, for the columns of partial after those of out.
     """
     P, C = partial_PC.shape
-    block = COLUMNS, PARTS, min(WARPS, -(-P // PARTS))
-    more_C = out_C if more_C is None else more_C  # a kernel takes no None
+    block = COLUMNS, ROWS_PER_WARP, min(WARPS, -(-P // ROWS_PER_WARP))
+    second_C = out_C if second_C is None else second_C  # a kernel argument cannot be None
     overlap = can_overlap(partial_PC)
     sums_kernel, grid = make_add_column_sums_kernel(overlap), -(-C // COLUMNS)
-    launch(sums_kernel, grid, block, out_C, more_C, partial_PC, overlap=overlap)
+    launch(sums_kernel, grid, block, out_C, second_C, partial_PC, overlap=overlap)

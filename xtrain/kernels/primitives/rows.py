@@ -1,18 +1,19 @@
 """A row of C columns held in registers, read and written 16 bytes at a time.
 
-    chunk        `each` neighbouring columns: 8 when all arrays are bf16, else 4 (_words.py says why)
-    W warps      share a row: one up to C = 1024 (then a shuffle adds up the row), more beyond (then a barrier)
+    chunk        vec neighbouring columns: 8 if all arrays are bf16, else 4 (see words.py)
+    W warps      share a row: one up to C = 1024 (shuffles sum the row), more beyond (which takes a barrier)
     STEPS        chunks per thread, 32 columns at most. Thread t of a row owns chunks t, t + 32 W, ...
     R rows       per block, so that a block has enough warps
 
     columns      0..7   8..15  ...  248..255 | 256..263 ...        (bf16, W = 1)
-    thread         0      1            31    |     0
+    thread         0     1            31    |     0
 
-A width that is no multiple of `each` would misalign rows, so its chunks are read element by element: slower, and right.
-C is known when a kernel is compiled, so all loops over a row are unrolled and its columns stay in registers.
+A width that is not a multiple of vec misaligns rows, so their chunks are read element by element, which is slower.
+C is a compile-time constant, so all loops over a row are unrolled and its columns stay in registers.
 """
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 from numba import cuda, float32, uint32
 
@@ -21,7 +22,7 @@ from .flat import on_16_bytes
 from .ptx import device, load1, load4, load8, store1, store4, store8
 from .reduce import MAX_WARPS, block_sum, warp_sum
 from .words import (
-    each_of,
+    elements_per_vector,
     load_words4,
     load_words8,
     pack4,
@@ -35,58 +36,84 @@ MAX_COLUMNS = 32  # of a thread
 MIN_WARPS = 4  # per block
 
 
-def row_plan(
-    C: int, each: int, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS
-) -> SimpleNamespace:
-    """How threads share a row of C columns: see the file's docstring.
+@dataclass(frozen=True)
+class RowPlan:
+    """How threads share a row, see the file's docstring."""
 
-    warps: how many a block should have. columns: fewer per thread, for a kernel that keeps more than one row; not more
-    than 32 warps share a row, so a thread of a very wide one has up to MAX_COLUMNS all the same.
+    W: int  # warps per row
+    STEPS: int  # chunks per thread
+    R: int  # rows per block
+    THREADS: int  # per block
+
+
+@dataclass(frozen=True)
+class RowOps(RowPlan):
+    """The plan of make_row_ops and its device functions. E = vec. A thread's columns of a row begin at column c."""
+
+    STRIDE: int  # columns between two chunks of a thread
+    load: Callable  # (registers, x, first, c): registers[0:E] = x[first + c : + E] as float32; zeros beyond column C
+    store: Callable  # (x, first, c, registers): the reverse of load; nothing is written beyond column C
+    load_words: Callable  # (words, x, first, c): load as up to E packed words (words.py), to be unpacked later
+    unpack: Callable  # (registers, words, x): words -> float32, by the dtype of x
+    total: Callable  # (v, scratch) -> the sum of v over the threads of one row, in each of them
+    row_and_column: Callable  # () -> row within the block, first column of this thread
+    # (out, first, sums_SC): out[first + c] = sum of sums_SC over the block's R rows.
+    add_rows: Callable
+
+
+@dataclass(frozen=True)
+class RowKernel:
+    """A compiled variant of a kernel over rows, and what its launcher needs to choose the grid."""
+
+    kernel: Callable
+    plan: RowPlan
+    blocks_per_sm: int = 1  # resident blocks that the kernel's registers allow
+
+
+def row_plan(C: int, vec: int, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS) -> RowPlan:
+    """The plan for rows of C columns.
+
+    warps: per block, as far as possible. columns: per thread at most; fewer for a kernel that keeps several rows in
+    registers. At most 32 warps share a row, so in a very wide row a thread has up to MAX_COLUMNS in any case.
     Raises ValueError above 32768 columns.
     """
     widest = MAX_WARPS * 32 * MAX_COLUMNS
     if widest < C:
-        raise ValueError(f"rows of {C} columns are too wide: {widest} at most")
-    chunks = -(-C // each)
-    W = min(-(-chunks // (32 * (columns // each))), MAX_WARPS)
+        raise ValueError(f"rows of {C} columns are too wide: at most {widest} are supported")
+    chunks = -(-C // vec)
+    W = min(-(-chunks // (32 * (columns // vec))), MAX_WARPS)
     R = warps if W == 1 else 1
-    return SimpleNamespace(W=W, STEPS=-(-chunks // (32 * W)), R=R, THREADS=32 * W * R)
+    return RowPlan(W=W, STEPS=-(-chunks // (32 * W)), R=R, THREADS=32 * W * R)
 
 
 def aligned_rows(C: int, *arrays: Array) -> bool:
-    """Do all rows of these arrays, which are C wide, begin at a multiple of 16 bytes? (4 bf16 beside 4 float32: of 8)"""
-    return C % each_of(*arrays) == 0 and on_16_bytes(*arrays)
+    """Does every row of C columns start at a multiple of 16 bytes, in all arrays? (8 for bf16 next to float32.)"""
+    return C % elements_per_vector(*arrays) == 0 and on_16_bytes(*arrays)
 
 
 def make_row_ops(
-    C: int, each: int, aligned: bool, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS
-) -> SimpleNamespace:
-    """-> the plan and device functions for rows of C columns (aligned: each begins at a multiple of 16 bytes):
+    C: int, vec: int, aligned: bool, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS
+) -> RowOps:
+    """The plan and the device functions for rows of C columns.
 
-    load(registers, x, first, c)    registers[0:each] = x[first + c : + each] as float32; zeros beyond column C
-    store(x, first, c, registers)   the other way; nothing is written beyond column C
-    fetch(words, x, first, c)       load in two steps: words, `each` of them at most, see _words.py,
-    unpack(registers, words, x)     ... and what they mean
-    total(v, scratch)               sum of v over the threads of one row, in each of them
-    place()                         -> (row within the block, first column of this thread)
-    add_rows(out, first, sums_SC)   out[first + c] = sums_SC of the block's R rows added up
+    aligned: every row starts at a multiple of 16 bytes, see aligned_rows. warps, columns: as in row_plan.
     """
-    plan = row_plan(C, each, warps, columns)
+    plan = row_plan(C, vec, warps, columns)
     W, R, STEPS, THREADS = plan.W, plan.R, plan.STEPS, plan.THREADS
-    STRIDE = 32 * W * each  # between the chunks of a thread
+    STRIDE = 32 * W * vec  # between the chunks of a thread
     WIDTH = STEPS * STRIDE
     TILE = R * WIDTH if R > 1 else 1
-    FULL = C % STRIDE == 0  # nobody's chunk lies beyond the row
+    FULL = C % STRIDE == 0  # no chunk extends beyond the row
 
     @device
     def load(registers, x, first, c):
         if not aligned:
-            for j in range(each):
+            for j in range(vec):
                 registers[j] = load1(x, first + c + j) if c + j < C else float32(0.0)
         elif not FULL and c >= C:
-            for j in range(each):
+            for j in range(vec):
                 registers[j] = float32(0.0)
-        elif each == 8:
+        elif vec == 8:
             load8(registers, x, first + c)
         else:
             load4(registers, x, first + c)
@@ -94,35 +121,35 @@ def make_row_ops(
     @device
     def store(x, first, c, registers):
         if not aligned:
-            for j in range(each):
+            for j in range(vec):
                 if c + j < C:
                     store1(x, first + c + j, registers[j])
         elif FULL or c < C:
-            if each == 8:
+            if vec == 8:
                 store8(x, first + c, registers)
             else:
                 store4(x, first + c, registers)
 
     @device
-    def fetch(words, x, first, c):
+    def load_words(words, x, first, c):
         if not aligned:
-            registers = cuda.local.array(each, float32)
+            registers = cuda.local.array(vec, float32)
             load(registers, x, first, c)
-            if each == 8:
+            if vec == 8:
                 pack8(words, registers, x)
             else:
                 pack4(words, registers, x)
         elif not FULL and c >= C:
-            for j in range(each):
+            for j in range(vec):
                 words[j] = uint32(0)
-        elif each == 8:
+        elif vec == 8:
             load_words8(words, x, first + c)
         else:
             load_words4(words, x, first + c)
 
     @device
     def unpack(registers, words, x):
-        if each == 8:
+        if vec == 8:
             unpack8(registers, words, x)
         else:
             unpack4(registers, words, x)
@@ -134,31 +161,40 @@ def make_row_ops(
         return block_sum(v, scratch)
 
     @device
-    def place():
+    def row_and_column():
         tid = cuda.threadIdx.x
         if W == 1:
-            return tid >> 5, (tid & 31) * each
-        return 0, tid * each
+            return tid >> 5, (tid & 31) * vec
+        return 0, tid * vec
 
     @device
     def add_rows(out, first, sums_SC):
         if R == 1:
             for s in range(STEPS):
-                store(out, first, cuda.threadIdx.x * each + s * STRIDE, sums_SC[s])
+                store(out, first, cuda.threadIdx.x * vec + s * STRIDE, sums_SC[s])
         else:  # W = 1: a row is a warp
             tile = cuda.shared.array(TILE, float32, alignment=16)  # 16 bytes at a time
             tid = cuda.threadIdx.x
-            words, at = cuda.local.array(4, uint32), (tid >> 5) * WIDTH + (tid & 31) * each
+            words, at = cuda.local.array(4, uint32), (tid >> 5) * WIDTH + (tid & 31) * vec
             for s in range(STEPS):
-                for part in range(0, each, 4):
-                    pack4(words, sums_SC[s, part : part + 4], tile)
-                    store_words4_shared(tile, at + s * STRIDE + part, words)
+                for e in range(0, vec, 4):
+                    pack4(words, sums_SC[s, e : e + 4], tile)
+                    store_words4_shared(tile, at + s * STRIDE + e, words)
             cuda.syncthreads()
             for c in range(tid, C, THREADS):
                 acc = float32(0.0)
-                for row in range(R):  # always in this order: same bits every run
+                for row in range(R):  # a fixed order: the same bits every run
                     acc += tile[row * WIDTH + c]
                 out[first + c] = acc
 
-    functions = dict(load=load, store=store, fetch=fetch, unpack=unpack, total=total)
-    return SimpleNamespace(**vars(plan), **functions, place=place, add_rows=add_rows, STRIDE=STRIDE)
+    return RowOps(
+        **asdict(plan),
+        STRIDE=STRIDE,
+        load=load,
+        store=store,
+        load_words=load_words,
+        unpack=unpack,
+        total=total,
+        row_and_column=row_and_column,
+        add_rows=add_rows,
+    )

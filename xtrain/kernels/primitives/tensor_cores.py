@@ -1,14 +1,15 @@
-"""Tensor-core instructions and their data paths, for compute capability 8.0 and up; each with its twin in Python.
+"""Tensor-core instructions and the data movement around them, for compute capability 8.0 and up.
 
-    mma_bf16                        a warp multiplies a 16 x 16 with a 16 x 8 tile and adds
-    ldmatrix, ldmatrix_trans        shared memory -> the operands of mma, 8 x 8 tiles
-    copy16_async, copy4_async       global -> shared memory, past the registers, while the threads go on
-    commit_copies, wait_copies      ... and how to know that the data has come
-    store16, load16_shared, ...     16 bytes of bf16 at once
+    mma_bf16                        a warp multiplies a 16 x 16 by a 16 x 8 tile and accumulates
+    ldmatrix, ldmatrix_trans        shared memory -> the operands of mma, as 8 x 8 tiles
+    copy16_async, copy4_async       global -> shared memory, bypassing registers; the threads continue
+    commit_copies, wait_copies      group these copies, wait until groups have arrived
+    store16, load16_shared, ...     16 bytes of bf16 in one access
     exp2, log2, fmax, warp_id, pack_bf16, low_bf16, high_bf16
 
-A fragment, what a lane holds of a tile, is a register array (see _ptx.py). Shared memory is one flat uint16 array; its
-indices count elements, so 16 bytes are 8 of them. Names in "quotes" are sections of NVIDIA's PTX ISA manual.
+A fragment, the part of a tile that a lane holds, is a register array (see ptx.py). Shared memory is one flat uint16 array;
+its indices count elements, so 16 bytes are 8 elements. The second half of the file has a Python implementation of each
+instruction, for the simulator. Names in "quotes" are sections of NVIDIA's PTX ISA manual.
 """
 
 import ml_dtypes
@@ -34,7 +35,7 @@ from .ptx import (
 
 # ----------------------------------------------------------------------------- helpers for code generation
 def _asm(builder, text, constraints, result, args, effect=True):
-    """effect: the instruction does more than compute its result, so it is never moved, merged or dropped."""
+    """effect: the instruction has side effects, so the compiler must not move, merge or remove it."""
     function = ir.FunctionType(result, [a.type for a in args])
     return builder.call(ir.InlineAsm(function, text, constraints, side_effect=effect), args)
 
@@ -79,7 +80,7 @@ def _fields(builder, struct, n=4):
 def mma_bf16(typingctx, c, a, b):
     """c[0:4] += A B for one warp: A (16, 16) in a[0:4], B (16, 8) in b[0:2], bf16; C (16, 8) float32.
 
-    "Matrix Fragments for mma.m16n8k16 with floating point type". Lane 4 g + t holds two neighbours per register:
+    "Matrix Fragments for mma.m16n8k16 with floating point type". Lane 4 g + t holds two neighbouring elements per register:
         A   a[0] row g, a[1] row g + 8: columns 2t, 2t + 1;   a[2], a[3] the same rows, columns 2t + 8, 2t + 9
         B   b[0] rows 2t, 2t + 1, b[1] rows 2t + 8, 2t + 9: column g
         C   c[0], c[1] row g, c[2], c[3] row g + 8: columns 2t, 2t + 1
@@ -107,7 +108,7 @@ def _ldmatrix(name, option):
     def ldmatrix(typingctx, registers, smem, i, flip, more):
         def codegen(context, builder, sig, args):
             address = _shared_address(context, builder, sig, args, 1, 2)
-            # The compiler must not look into this sum, or it would form a new one for each `more`.
+            # Hides the sum from the compiler, which would otherwise compute another one for each `more`.
             address = _asm(builder, "mov.b32 $0, $1;", "=r,r", I32, [address], effect=False)
             flip, more = (builder.mul(_int32(builder, x), ir.Constant(I32, 2)) for x in args[3:])
             address = builder.add(builder.xor(address, flip), more)
@@ -123,14 +124,15 @@ def _ldmatrix(name, option):
     return intrinsic(ldmatrix)
 
 
-# registers[0:4] = four 8 x 8 matrices of bf16, a register for each. Row r of matrix m begins at element (i ^ flip) + more
-# of smem, i as lane 8 m + r has it, flip and more the same for all: constants, so that one i serves a whole product.
+# ldmatrix(registers, smem, i, flip, more): registers[0:4] = four 8 x 8 matrices of bf16, one register each. Row r of matrix m
+# starts at element (i ^ flip) + more of smem, where i is the argument of lane 8 m + r, and flip and more are the same in all
+# lanes: they are constants, so one i serves a whole product.
 # Lane 4 g + t receives row g, columns 2t and 2t + 1; with _trans, of the transposed matrices. "ldmatrix"
 ldmatrix = _ldmatrix("ldmatrix", "")
 ldmatrix_trans = _ldmatrix("ldmatrix_trans", ".trans")
 
 
-# ----------------------------------------------------------------------------- copies that run beside the threads
+# ----------------------------------------------------------------------------- asynchronous copies
 def _copy_async(name, cache, nbytes):
     def copy(typingctx, smem, i, x, j, valid):
         def codegen(context, builder, sig, args):
@@ -148,15 +150,16 @@ def _copy_async(name, cache, nbytes):
     return intrinsic(copy)
 
 
-# Begin to copy 16 bytes (one float32) from x[j] in global memory to smem[i]. Not valid: x is not read, zeros are written.
-# "cp.async": .cg keeps the data out of the first-level cache and takes 16 bytes only; .ca takes 4.
+# copy16_async(smem, i, x, j, valid): start a copy of 16 bytes from x[j] in global memory to smem[i]; copy4_async copies one
+# float32. If not valid, x is not read and zeros are written.
+# "cp.async": .cg bypasses the L1 cache and copies 16 bytes only; .ca can copy 4.
 copy16_async = _copy_async("copy16_async", "cg", 16)
 copy4_async = _copy_async("copy4_async", "ca", 4)
 
 
 @intrinsic
 def commit_copies(typingctx):
-    """The copies that this thread has begun since the last commit become one group. "cp.async.commit_group" """
+    """The copies that this thread has started since the last commit become one group. "cp.async.commit_group" """
 
     def codegen(context, builder, sig, args):
         _asm(builder, "cp.async.commit_group;", "~{memory}", ir.VoidType(), [])
@@ -167,8 +170,9 @@ def commit_copies(typingctx):
 
 @intrinsic
 def wait_copies(typingctx, n):
-    """Wait until at most n (a constant) of this thread's groups are under way. Other threads see the data after a
-    barrier that follows. "cp.async.wait_group"
+    """Wait until at most n (a constant) of this thread's groups are in flight. "cp.async.wait_group"
+
+    Other threads see the data after the next barrier.
     """
     if not hasattr(n, "literal_value"):
         return None
@@ -251,10 +255,7 @@ def load2_shared(typingctx, registers, smem, i):
 # ----------------------------------------------------------------------------- values
 def _scalar(name, generate, result, *arguments):
     """An intrinsic whose value is generate(builder, *arguments)."""
-    found = (
-        result(*arguments),
-        lambda context, builder, sig, args: generate(builder, *args),
-    )
+    found = result(*arguments), lambda context, builder, sig, args: generate(builder, *args)
 
     def of_0(typingctx):
         return found
@@ -275,20 +276,20 @@ def _instruction(text, constraints, result, effect=False):
 
 
 _f32, _u32, _i32 = types.float32, types.uint32, types.int32
-# 2 ** x and log2(x), off by two units in the last place; exp2(-inf) is 0. "ex2", "lg2"
+# 2 ** x and log2(x), with an error of two units in the last place; exp2(-inf) is 0. "ex2", "lg2"
 exp2 = _scalar("exp2", _instruction("ex2.approx.ftz.f32 $0, $1;", "=f,f", F32), _f32, _f32)
 log2 = _scalar("log2", _instruction("lg2.approx.ftz.f32 $0, $1;", "=f,f", F32), _f32, _f32)
 fmax = _scalar("fmax", _instruction("max.f32 $0, $1, $2;", "=f,f,f", F32), _f32, _f32, _f32)
-# Two float32 -> a pair of bf16 in 32 bits, the first in the lower half; and back.
+# Two float32 -> a pair of bf16 in 32 bits, the first in the lower half; and the two halves as float32.
 pack_bf16 = _scalar("pack_bf16", _narrow_pair, _u32, _f32, _f32)
 low_bf16 = _scalar("low_bf16", lambda builder, pair: _widen(builder, pair, 0), _f32, _u32)
 high_bf16 = _scalar("high_bf16", lambda builder, pair: _widen(builder, pair, 1), _f32, _u32)
-# threadIdx.x // 32. The shuffle tells the compiler that it is the same in the whole warp. "shfl.sync"
+# threadIdx.x // 32. The shuffle tells the compiler that it is uniform in the warp. "shfl.sync"
 _WARP_ID = (
     "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; shfl.sync.idx.b32 $0, t, 0, 31, -1; }"
 )
 warp_id = _scalar("warp_id", _instruction(_WARP_ID, "=r", I32), _i32)
-# n, but the compiler does not know it: a loop up to it is not unrolled, an address from it not computed before a loop.
+# n, hidden from the compiler: it does not unroll a loop up to n, or compute an address from n before a loop.
 _MOVE = _instruction("mov.b32 $0, $1;", "=r,r,~{memory}", I32, effect=True)
 opaque = _scalar("opaque", _MOVE, _i32, _i32)
 
@@ -304,7 +305,7 @@ def _aligned16(index, site):
 
 
 def _pairs(halves):
-    """16-bit numbers, low, high, low ... -> 32-bit pairs"""
+    """16-bit numbers (low, high, low ...) -> 32-bit pairs"""
     return [np.uint32(int(a) | int(b) << 16) for a, b in zip(halves[::2], halves[1::2])]
 
 
@@ -312,30 +313,30 @@ def _halves(pairs):
     return [np.uint16(int(p) >> s & 0xFFFF) for p in pairs for s in (0, 16)]
 
 
-def _numbers(halves):
+def _to_float32(halves):
     """bf16 bits -> float32"""
     return (np.asarray(halves, np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _place(registers, j):
+def _register_index(registers, j):
     return j if registers.ndim == 1 else np.unravel_index(j, registers.dims)
 
 
 def _fragment(thread, registers, n, site):
-    return [thread.load(registers, _place(registers, j), site) for j in range(n)]
+    return [thread.load(registers, _register_index(registers, j), site) for j in range(n)]
 
 
 def _set_fragment(thread, registers, values, site):
     for j, value in enumerate(values):
-        thread.store(registers, _place(registers, j), value, site)
+        thread.store(registers, _register_index(registers, j), value, site)
 
 
 @simulates(mma_bf16, collective=True)
 def _mma_bf16(threads, sites, args):
     A, B, C = (np.zeros(shape, np.float32) for shape in ((16, 16), (16, 8), (16, 8)))
-    places = [divmod(thread.lane, 4) for thread in threads]
-    for thread, site, (c, a, b), (g, t) in zip(threads, sites, args, places):
-        a, b = (_numbers(_halves(_fragment(thread, x, n, site))) for x, n in ((a, 4), (b, 2)))
+    lane_positions = [divmod(thread.lane, 4) for thread in threads]
+    for thread, site, (c, a, b), (g, t) in zip(threads, sites, args, lane_positions):
+        a, b = (_to_float32(_halves(_fragment(thread, x, n, site))) for x, n in ((a, 4), (b, 2)))
         for j in range(4):
             row, column = g + 8 * (j % 2), 2 * t + 8 * (j // 2)
             A[row, column : column + 2] = a[2 * j : 2 * j + 2]
@@ -343,7 +344,7 @@ def _mma_bf16(threads, sites, args):
             B[2 * t + 8 * j : 2 * t + 8 * j + 2, g] = b[2 * j : 2 * j + 2]
         C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2] = _fragment(thread, c, 4, site)
     C += A @ B
-    for thread, site, (c, _, _), (g, t) in zip(threads, sites, args, places):
+    for thread, site, (c, _, _), (g, t) in zip(threads, sites, args, lane_positions):
         _set_fragment(thread, c, C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2], site)
     return [None] * len(threads)
 
@@ -351,15 +352,15 @@ def _mma_bf16(threads, sites, args):
 def _simulated_ldmatrix(transpose):
     def run(threads, sites, args):
         matrices = np.empty((4, 8, 8), np.uint16)
-        banks = [set() for _ in range(4)]
+        banks: list[set[int]] = [set() for _ in range(4)]
         for thread, site, (_, smem, i, flip, more) in zip(threads, sites, args):
             at, m = (int(i) ^ int(flip)) + int(more), thread.lane // 8
             _aligned16(at, site)
             matrices[m, thread.lane % 8] = [thread.load(smem, at + j, site) for j in range(8)]
             banks[m].add(at // 8 % 8)
         n = min(map(len, banks))
-        if n < 8:  # not wrong but slow, and no tile that is swizzled as it should be does it
-            raise _misuse(sites[0], f"bank conflict, 8 rows of 16 bytes lie in {n} of 8 places")
+        if n < 8:  # not wrong but slow; a correctly swizzled tile has no conflicts
+            raise _misuse(sites[0], f"bank conflict: 8 rows of 16 bytes use {n} of 8 bank groups")
         for thread, site, (registers, *_) in zip(threads, sites, args):
             g, t = divmod(thread.lane, 4)
             mine = (
@@ -377,13 +378,14 @@ simulates(ldmatrix_trans, collective=True)(_simulated_ldmatrix(True))
 
 def _simulated_copy(n):
     def run(thread, site, smem, i, x, j, valid):
-        """The data arrives when wait_copies covers it. Until then the place counts as never written."""
+        """The data arrives when wait_copies covers it. Until then the elements count as uninitialized."""
         if n == 8:
             _aligned16(i, site)
             _aligned16(j if valid else 0, site)
         values = [thread.load(x, j + e, site) if valid else x.dtype.type(0) for e in range(n)]
         for e, value in enumerate(values):
-            thread.store(smem, i + e, value, site)  # a race if somebody else still uses the place
+            # Detects a race with threads that still use these elements.
+            thread.store(smem, i + e, value, site)
             for key in smem.keys(smem.locate(i + e)):
                 del smem.memory.writes[key]
         thread.state.setdefault("copies", []).append((smem, i, values, site))
@@ -404,9 +406,9 @@ def _commit_copies(thread, site):
 def _wait_copies(thread, site, n):
     groups = thread.state.setdefault("groups", [])
     while len(groups) > n:
-        for smem, i, values, began in groups.pop(0):
+        for smem, i, values, copy_site in groups.pop(0):
             for e, value in enumerate(values):
-                thread.store(smem, i + e, value, began)
+                thread.store(smem, i + e, value, copy_site)
 
 
 def _simulated_store16(thread, site, x, i, registers):
@@ -448,7 +450,7 @@ simulates(exp2)(lambda thread, site, x: np.exp2(np.float32(x)))
 simulates(log2)(lambda thread, site, x: np.log2(np.float32(x)))
 simulates(fmax)(lambda thread, site, x, y: np.fmax(np.float32(x), np.float32(y)))
 simulates(pack_bf16)(lambda thread, site, x, y: _pairs([_bits(x), _bits(y)])[0])
-simulates(low_bf16)(lambda thread, site, pair: _numbers(_halves([pair]))[0])
-simulates(high_bf16)(lambda thread, site, pair: _numbers(_halves([pair]))[1])
+simulates(low_bf16)(lambda thread, site, pair: _to_float32(_halves([pair]))[0])
+simulates(high_bf16)(lambda thread, site, pair: _to_float32(_halves([pair]))[1])
 simulates(warp_id)(lambda thread, site: np.int64(thread.warp))
 simulates(opaque)(lambda thread, site, n: n)

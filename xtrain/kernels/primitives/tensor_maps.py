@@ -1,13 +1,14 @@
-"""Tensor maps: 128 bytes that tell the copy engine (TMA) where a tensor lies, and what box of it a copy takes.
+"""Tensor maps: 128 bytes that describe a tensor, and the box of it that one copy transfers, to the copy engine (TMA).
 
-The driver encodes them ("CUDA Driver API, Tensor Map Object Management": cuTensorMapEncodeTiled). A map depends on address,
-shape and strides alone, so each set of maps is made once and kept in global memory; a captured graph keeps its address, and
-replaying it costs the host nothing.
+The driver encodes them ("CUDA Driver API, Tensor Map Object Management": cuTensorMapEncodeTiled). A map depends only on
+address, shape and strides, so each set of maps is created once and kept in global memory. A captured graph refers to that
+address, so replaying it needs no work on the host.
 """
 
 import ctypes
 import functools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,82 +18,95 @@ from ..runtime.launch import empty, zeros
 from .hopper import MAP_WORDS, PANEL
 from .hopper_simulated import simulated_map
 
-# CUtensorMap...
-FLOAT32, BFLOAT16, AS_IT_LIES, SWIZZLE_128, PROMOTE_256, NO_INTERLEAVE, FILL_ZEROS = (
-    7,
-    9,
-    0,
-    3,
-    3,
-    0,
-    0,
-)
-SETS = 1 << 14  # kept of those that no graph holds
+# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapInterleave, CUtensorMapFloatOOBfill
+FLOAT32, BFLOAT16 = 7, 9
+SWIZZLE_NONE, SWIZZLE_128 = 0, 3
+PROMOTE_256, NO_INTERLEAVE, FILL_ZEROS = 3, 0, 0
+MAX_CACHED = 1 << 14  # sets of maps that no graph uses
 
-_captured: dict = {}  # (device, what is mapped) -> maps, in use by a graph: kept for ever
-_loose: dict = {}
-_counters: dict = {}  # (device, stream, kernel) -> two zeros. Kept: graphs know their address
+# (device, the maps' TensorMapSpecs) -> maps
+_captured: dict = {}  # used by a graph: never removed
+_evictable: dict = {}
+# (device, stream, kernel name) -> two zeros; never removed, because graphs use their address
+_counters: dict = {}
+
+
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """What a tensor map encodes. dims and strides from the innermost axis outwards."""
+
+    address: int
+    dims: tuple[int, ...]  # elements
+    strides: tuple[int, ...]  # bytes, of all axes but the innermost
+    box: tuple[int, ...]  # elements of one copy
 
 
 def mappable(x_BTHD: Array) -> Array:
-    """x, or a contiguous copy of it if a tensor map cannot describe it: addresses and strides are multiples of 16 bytes, and a
-    head's elements are side by side.
+    """x (B, T, H, D), or a contiguous copy if a tensor map cannot describe x.
+
+    A map needs an address and strides that are multiples of 16 bytes, and contiguous heads.
     """
     address = 0 if isinstance(x_BTHD, SimArray) else x_BTHD.data.ptr
     steps = [s for s, n in zip(x_BTHD.strides, x_BTHD.shape) if n > 1]
-    whole = address % 16 == 0 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in steps[:-1])
-    return x_BTHD if whole and x_BTHD.strides[3] == x_BTHD.itemsize else x_BTHD.copy()
+    aligned = address % 16 == 0 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in steps[:-1])
+    return x_BTHD if aligned and x_BTHD.strides[3] == x_BTHD.itemsize else x_BTHD.copy()
 
 
 def tensor_maps(*boxes: tuple[Array, int]) -> Array:
-    """One after the other, as uint64, 16 words each, the maps of: (x (B, T, H, D) in bf16, rows per box), (a matrix in
-    float32, columns per box).
+    """The tensor maps of several arrays, (16 words each,) uint64, one after the other, on the device of the arrays.
+
+    boxes: pairs of x (B, T, H, D) bf16 and the rows per box, or of a float32 matrix and the columns per box.
+    Raises RuntimeError if the driver rejects a map.
     """
     first = boxes[0][0]
     if isinstance(first, SimArray):
-        words = [simulated_map(*_described(x, rows)) for x, rows in boxes]
+        described = [_spec(x, size) for x, size in boxes]
+        words = [simulated_map(s.address, s.dims, s.strides, s.box) for s in described]
         return np.array(words, np.uint64).reshape(-1).view(SimArray)
-    if first.device.id < 0:  # no device: memory.py counts bytes
+    if first.device.id < 0:  # not a real device: the memory plan counts bytes
         return empty(first, (MAP_WORDS * len(boxes),), np.uint64)
-    described = tuple(_described(x, rows) for x, rows in boxes)
-    key = first.device.id, described
+    specs = tuple(_spec(x, size) for x, size in boxes)
+    key = first.device.id, specs
     capturing = cupy().cuda.get_current_stream().is_capturing()
     maps = _captured.get(key)
     if maps is None:
-        maps = _loose.get(key)
+        maps = _evictable.get(key)
         if maps is None:
-            if len(_loose) >= SETS and not capturing:
-                cupy().cuda.Device().synchronize()  # nobody reads them any more
-                _loose.clear()
-            maps = _loose[key] = upload(b"".join(_encode(*one) for one in described))
+            if len(_evictable) >= MAX_CACHED and not capturing:
+                cupy().cuda.Device().synchronize()  # no kernel reads them any more
+                _evictable.clear()
+            maps = _evictable[key] = upload(b"".join(_encode(spec) for spec in specs))
         if capturing:
-            _captured[key] = _loose.pop(key)
+            _captured[key] = _evictable.pop(key)
     return maps
 
 
 def tensors_of(maps: Array) -> list[tuple]:
-    """-> [(dims from the innermost out, bytes)] of what tensor_maps made these maps for."""
-    for (_, described), found in (*_captured.items(), *_loose.items()):
+    """-> [(dims from the innermost axis outwards, bytes)] of the tensors that these maps describe.
+
+    Raises ValueError if `maps` does not come from tensor_maps.
+    """
+    for (_, specs), found in (*_captured.items(), *_evictable.items()):
         if found.data.ptr == maps.data.ptr:
-            each = ((dims, 2 if len(dims) == 4 else 4) for _, dims, _, _ in described)
-            return [(dims, size * math.prod(dims)) for dims, size in each]
-    raise ValueError("an array that tensor_maps has not made")
+            itemsize = {4: 2, 2: 4}  # 4 axes: bf16, 2 axes: float32
+            return [(s.dims, itemsize[len(s.dims)] * math.prod(s.dims)) for s in specs]
+    raise ValueError("this array does not come from tensor_maps")
 
 
-def _described(x, size):
-    """-> address, dims from the innermost out, strides of all but the innermost in bytes, box
+def _spec(x, size) -> TensorMapSpec:
+    """The map of x. size: rows per box of x (B, T, H, D), or columns per box of a matrix.
 
-    Strides grow from one axis to the next, as the driver's manual asks: columns, heads, rows, sequences.
+    Strides increase from one axis to the next, as the driver's manual requires: columns, heads, rows, sequences.
     """
     simulated = isinstance(x, SimArray)
     address = x.__array_interface__["data"][0] if simulated else x.data.ptr
     if x.ndim == 2:
-        return address, x.shape[::-1], x.strides[:1], (size, 1)
+        return TensorMapSpec(address, x.shape[::-1], x.strides[:1], (size, 1))
     B, T, H, D = x.shape
     batch, row, head, _ = x.strides
-    dense = 2 * D  # the stride of an axis of one element says nothing
+    dense = 2 * D  # the stride of an axis with one element is arbitrary
     strides = tuple(s if n > 1 else dense for s, n in ((head, H), (row, T), (batch, B)))
-    return address, (D, H, T, B), strides, (PANEL, 1, size, 1)
+    return TensorMapSpec(address, (D, H, T, B), strides, (PANEL, 1, size, 1))
 
 
 @functools.cache
@@ -103,27 +117,27 @@ def _encoder():
     return function
 
 
-def _encode(address, dims, strides, box) -> bytes:
-    place = ctypes.create_string_buffer(128 + 64)
-    aligned = -(-ctypes.addressof(place) // 64) * 64  # the driver asks for it
+def _encode(spec: TensorMapSpec) -> bytes:
+    """The 128 bytes of the map. Raises RuntimeError if the driver rejects it."""
+    buffer = ctypes.create_string_buffer(128 + 64)
+    aligned = -(-ctypes.addressof(buffer) // 64) * 64  # the alignment that the driver requires
     longs = lambda values: (ctypes.c_uint64 * len(values))(*values)
     ints = lambda values: (ctypes.c_uint32 * len(values))(*values)
-    rank = len(dims)
-    kind, swizzle = (BFLOAT16, SWIZZLE_128) if rank == 4 else (FLOAT32, AS_IT_LIES)
-    status = _encoder()(
-        aligned, kind, rank, address, longs(dims), longs(strides), ints(box), ints((1,) * rank),
-        NO_INTERLEAVE, swizzle, PROMOTE_256, FILL_ZEROS,
-    )  # fmt: skip
+    dims, strides, box, rank = spec.dims, spec.strides, spec.box, len(spec.dims)
+    kind, swizzle = (BFLOAT16, SWIZZLE_128) if rank == 4 else (FLOAT32, SWIZZLE_NONE)
+    layout = (longs(dims), longs(strides), ints(box), ints((1,) * rank))
+    modes = (NO_INTERLEAVE, swizzle, PROMOTE_256, FILL_ZEROS)
+    status = _encoder()(aligned, kind, rank, spec.address, *layout, *modes)
     if status:
         raise RuntimeError(
-            f"the driver refuses a tensor map of dims {dims}, strides {strides} bytes, box {box} at {address:#x}: "
+            f"the driver rejected a tensor map of dims {dims}, strides {strides} bytes, box {box} at {spec.address:#x}: "
             f"CUDA error {status}"
         )
     return ctypes.string_at(aligned, 128)
 
 
 def upload(content: bytes) -> Array:
-    """In memory of its own, past any pool and any capture: it is there when this returns."""
+    """Copy bytes to the GPU, -> uint64. Uses no memory pool and no captured stream; the copy has finished on return."""
     gpu = cupy().cuda
     memory = gpu.MemoryPointer(gpu.Memory(len(content)), 0)
     maps = cupy().ndarray((len(content) // 8,), np.uint64, memory)
@@ -136,8 +150,9 @@ def upload(content: bytes) -> Array:
 
 
 def tile_counter(maps: Array, name: str) -> Array:
-    """Two zeros beside `maps` for the kernels launched or captured on this stream, by name; each launch leaves them so.
-    (Kernels of different names may run at the same time.)
+    """Two zeros, int32, on the device of `maps`, for the kernels called `name` that are launched or captured on this stream.
+
+    A kernel must reset them to zero. Kernels with different names may run at the same time, so each name has its own pair.
     """
     if isinstance(maps, SimArray) or maps.device.id < 0:
         return zeros(maps, (2,), np.int32)

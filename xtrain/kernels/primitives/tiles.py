@@ -1,22 +1,22 @@
 """Tiles of bf16 in shared memory, and their products in the registers of one warp.
 
-A tile has rows of D elements and begins in shared memory at a multiple of 256 bytes. ldmatrix reads the same 16-byte
-chunk of 8 rows at a time. Were the rows simply one below the other, all 8 chunks would lie in the same banks of shared
-memory (rows of 128 bytes) and be read one after the other. So chunk c of row r is kept at c ^ r; D = 64:
+A tile has rows of D elements and starts in shared memory at a multiple of 256 bytes. ldmatrix reads the same 16-byte chunk
+of 8 rows at a time. If the rows were stored one after the other, all 8 chunks would be in the same banks of shared memory
+(rows of 128 bytes), and the reads would be serialized. So chunk c of row r is stored at index c ^ r (swizzling); D = 64:
 
-    row 0    c0 c1 c2 c3 c4 c5 c6 c7      c0 of rows 0..7 now lies in 8 different places,
-    row 1    c1 c0 c3 c2 c5 c4 c7 c6      which are all the banks once:
+    row 0    c0 c1 c2 c3 c4 c5 c6 c7      c0 of rows 0..7 is now at 8 different indices,
+    row 1    c1 c0 c3 c2 c5 c4 c7 c6      which cover all banks once:
     row 2    c2 c3 c0 c1 c6 c7 c4 c5      one read instead of eight
     ...
 
-An accumulator is a register array (MT, NT, 4): MT x NT tiles of 16 x 8 floats, as mma_bf16 has them. Lane 4 g + t holds
-of tile (m, n)
+An accumulator is a register array (MT, NT, 4): MT x NT tiles of 16 x 8 floats, as mma_bf16 has them. Of tile (m, n), lane
+4 g + t holds
 
     acc[m, n, 2 r + c]    row 16 m + 8 r + g, column 8 n + 2 t + c           r, c in {0, 1}
 
-Rounded to pairs of bf16 it is, register by register, the left operand of another product (`pack`): scores become the
-weights of the values without leaving the lane. With MT = 2 a warp reads each right operand once for 32 rows; with
-MT = 1, 16 rows, reading shared memory takes longer than multiplying.
+Rounded to pairs of bf16 it is, register by register, the left operand of another product (`pack`): the softmax of the
+scores multiplies the values without moving between lanes. With MT = 2 a warp reads each right operand once for 32 rows;
+with MT = 1, 16 rows, reading shared memory takes longer than multiplying.
 """
 
 import functools
@@ -41,28 +41,28 @@ WIDTHS = (16, 32, 64, 128)
 
 
 @functools.cache
-def make_place(D):
-    """-> place(row, chunk): where a chunk begins, in elements from the tile's begin"""
+def make_chunk_offset(D):
+    """-> chunk_offset(row, chunk): the start of a chunk, in elements from the start of the tile"""
     CHUNKS = D // CHUNK
-    SHIFT = {16: 2, 32: 1}.get(D, 0)  # 128 bytes, all banks once, are 4 rows of 16 or 2 of 32
+    SHIFT = {16: 2, 32: 1}.get(D, 0)  # all banks once, 128 bytes, are 4 rows of 16 or 2 of 32
     MASK = min(CHUNKS, 8) - 1
 
     @device
-    def place(row, chunk):
+    def chunk_offset(row, chunk):
         return row * D + ((chunk ^ ((row >> SHIFT) & MASK)) << 3)
 
-    return place
+    return chunk_offset
 
 
 # ----------------------------------------------------------------------------- between global and shared memory
 @functools.cache
 def make_copy(D, ROWS, THREADS):
-    """-> copy_tile(smem, a, x, first, stride, valid): a block begins to copy ROWS rows into the tile at a.
+    """-> copy_tile(smem, a, x, first, stride, valid): a block starts to copy ROWS rows into the tile at smem[a].
 
     Row r comes from x[first + r stride]; rows from `valid` on become zeros. Neighbouring threads copy neighbouring
-    chunks, so that whole rows are read at once.
+    chunks, so whole rows are read at once.
     """
-    place = make_place(D)
+    chunk_offset = make_chunk_offset(D)
     CHUNKS = D // CHUNK
     STEP = THREADS // CHUNKS  # rows that the block copies at a time
     STEPS = -(-ROWS // STEP)
@@ -71,9 +71,9 @@ def make_copy(D, ROWS, THREADS):
 
     @device
     def copy_tile(smem, a, x, first, stride, valid):
-        tid = cuda.threadIdx.x & (THREADS - 1)  # no change, but now the compiler knows its range
+        tid = cuda.threadIdx.x & (THREADS - 1)  # the same value, but the compiler learns its range
         row, chunk = tid // CHUNKS, tid % CHUNKS
-        to, source = a + place(row, chunk), first + row * stride + chunk * CHUNK
+        to, source = a + chunk_offset(row, chunk), first + row * stride + chunk * CHUNK
         for i in range(STEPS):
             if ROWS % STEP == 0 or row + i * STEP < ROWS:
                 inside = row + i * STEP < valid
@@ -84,8 +84,8 @@ def make_copy(D, ROWS, THREADS):
 
 @functools.cache
 def make_copy_two(D, ROWS, THREADS):
-    """-> copy_two(smem, a, x, x_first, x_stride, y, y_first, y_stride, valid): copy_tile for two tiles, of K and V, one
-    behind the other in shared memory, as one group
+    """-> copy_two(smem, a, x, x_first, x_stride, y, y_first, y_stride, valid): copy_tile for a tile of K and one of V, as one
+    group. They are adjacent in shared memory.
     """
     copy_tile = make_copy(D, ROWS, THREADS)
 
@@ -102,10 +102,10 @@ def make_copy_two(D, ROWS, THREADS):
 def make_store(D, MT):
     """-> store_tile(acc, smem, a, x, first, stride, valid): a warp writes its 16 MT rows as bf16.
 
-    They go through the warp's own rows of a tile that nobody reads any more, so that global memory is written
-    16 bytes at a time.
+    They pass through the warp's own rows of a tile in shared memory that is no longer needed, so that global memory is
+    written 16 bytes at a time.
     """
-    place = make_place(D)
+    chunk_offset = make_chunk_offset(D)
     CHUNKS = D // CHUNK
 
     @device
@@ -118,11 +118,11 @@ def make_store(D, MT):
                 row = 16 * m + 8 * r + (lane >> 2)
                 for n in range(CHUNKS):
                     pair = pack_bf16(acc[m, n, 2 * r], acc[m, n, 2 * r + 1])
-                    store_pair_shared(smem, a + place(row, n) + 2 * (lane & 3), pair)
-        cuda.syncwarp()  # the rows are whole
+                    store_pair_shared(smem, a + chunk_offset(row, n) + 2 * (lane & 3), pair)
+        cuda.syncwarp()  # the rows are complete
         for i in range(MT * CHUNKS // 2):
             row, chunk = (32 * i + lane) // CHUNKS, (32 * i + lane) % CHUNKS
-            load16_shared(registers, smem, a + place(row, chunk))
+            load16_shared(registers, smem, a + chunk_offset(row, chunk))
             if row < valid:
                 store16(x, first + row * stride + chunk * CHUNK, registers)
 
@@ -159,7 +159,7 @@ def make_fill(MT, NT):
 
 @functools.cache
 def make_pack(MT):
-    """-> pack(fa, acc, k): columns 16 k to 16 k + 15 of acc, two tiles side by side, as a left operand fa (MT, 4)"""
+    """-> pack(fa, acc, k): columns 16 k to 16 k + 15 of acc, two adjacent tiles, as a left operand fa (MT, 4)"""
 
     @device
     def pack(fa, acc, k):
@@ -173,30 +173,35 @@ def make_pack(MT):
 
 @functools.cache
 def make_left_lane(D):
-    """-> left_lane(): where this lane's row begins in a 16 x 16 left operand, and in a right one that is transposed.
+    """-> left_lane(): the offset of this lane's row in a 16 x 16 left operand, and in a transposed right operand.
 
-    16 columns further, two chunks, is this ^ 16: the swizzle changes no other bits. So a product needs one address, an
-    exclusive-or per 16 columns, and constants.
+    Columns 16 k to 16 k + 15 are at this offset ^ 16 k: the swizzle changes no other bits. So a product needs one address,
+    one exclusive-or per 16 columns, and constants.
     """
-    place = make_place(D)
+    chunk_offset = make_chunk_offset(D)
 
     @device
     def left_lane():
         lane = cuda.threadIdx.x & 31
-        return place(lane & 15, lane >> 4)
+        return chunk_offset(lane & 15, lane >> 4)
 
     return left_lane
 
 
 @functools.cache
 def make_scores(D, MT, NT):
-    """Products of tiles over their columns, s (MT, NT, 4) = A B^T; A: 16 MT rows, B: 8 NT rows.
+    """-> load_rows, scores_of, scores: products of tiles, s (MT, NT, 4) = A B^T with 16 MT rows in A and 8 NT in B.
 
-    load_rows(fa, smem, a)          the 16 MT rows of a tile from a on, kept in registers fa (D / 16, MT, 4)
-    scores_of(s, fa, smem, b)       A is in fa
-    scores(s, smem, a, b)           A is in shared memory
+    load_rows(fa, smem, a)          loads the 16 MT rows of the tile at a into registers fa (D / 16, MT, 4)
+    scores_of(s, fa, smem, b)       with A in fa
+    scores(s, smem, a, b)           with A in shared memory
     """
-    place, left_lane, clear, KS = make_place(D), make_left_lane(D), make_fill(MT, NT)[0], D // 16
+    chunk_offset, left_lane, clear, KS = (
+        make_chunk_offset(D),
+        make_left_lane(D),
+        make_fill(MT, NT)[0],
+        D // 16,
+    )
 
     @device
     def load_slice(fa, smem, a, k):
@@ -208,7 +213,7 @@ def make_scores(D, MT, NT):
         """Columns 16 k to 16 k + 15 of both factors"""
         lane = cuda.threadIdx.x & 31
         fb = cuda.local.array((2, 2), uint32)
-        right_lane = place((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
+        right_lane = chunk_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
         for n in range(NT // 2):  # the four 8 x 8 matrices: rows 16 n, + 8; columns 16 k, + 8
             ldmatrix(fb, smem, b + right_lane, 16 * k, 16 * n * D)
             for m in range(MT):

@@ -1,13 +1,13 @@
-"""Elements as they are, in 32-bit words: a bf16 takes half a register as long as nobody computes with it.
+"""Elements packed in 32-bit words: until it is used in arithmetic, a bf16 takes half a register.
 
-A thread that asks for much before it needs it holds words (`cuda.local.array(n, uint32)`, or a row of a larger one), and
-unpacks them when their turn comes. n is 4 or 8: n float32 are n words, n bf16 are n / 2. Arrays are flat; an index counts
-elements and is a multiple of n, so that these are accesses of 16 bytes (4 bf16: of 8, 2 bf16: of 4).
+A thread that loads data long before it uses them keeps them in words (`cuda.local.array(n, uint32)`, or a row of a larger
+array) and unpacks them later. n is 4 or 8: n float32 are n words, n bf16 are n / 2. Arrays are flat; an index counts
+elements and is a multiple of n, so these are accesses of 16 bytes (4 bf16: of 8, 2 bf16: of 4).
 
-    load_words4(words, x, i)      words = x[i : i + 4]; load_words2, load_words8; from shared memory, load_words4_shared
-    store_words4(x, i, words)     the other way
-    unpack4(values, words, x)     values[0:4] = words as float32. x: only its dtype counts
-    pack4(words, values, x)       the other way, rounded to nearest even for bf16
+    load_words4(words, x, i)      words = x[i : i + 4]; also load_words2, load_words8; load_words4_shared: shared memory
+    store_words4(x, i, words)     the reverse
+    unpack4(values, words, x)     values[0:4] = words as float32, by the dtype of x
+    pack4(words, values, x)       the reverse, rounded to nearest even for bf16
 """
 
 import ml_dtypes
@@ -31,11 +31,11 @@ from .ptx import (
 )
 
 
-def each_of(*arrays: Array) -> int:
-    """How many neighbouring elements a thread should own: those in 16 bytes of the widest of these dtypes.
+def elements_per_vector(*arrays: Array) -> int:
+    """The number of neighbouring elements that a thread should own: as many as 16 bytes of the widest of these dtypes hold.
 
     Then neighbouring threads own neighbouring 16 bytes, and a warp moves whole 128-byte lines. With 8 float32 per thread in
-    two accesses every second 16 bytes of a line come first and the others later, and a copy is 7 % slower (H200).
+    two accesses, each access of a warp covers every second 16 bytes of the lines, and a copy is 7 % slower (H200).
     """
     return 16 // max(a.itemsize for a in arrays)
 
@@ -54,13 +54,13 @@ def _set(context, builder, sig, args, a, values):
     return context.get_dummy_value()
 
 
-def _is_half(x):
+def _is_bf16(x):
     return isinstance(x.dtype, types.Integer)
 
 
 def _accesses(n, x):
-    """-> number of accesses, words in each"""
-    words = n // 2 if _is_half(x) else n
+    """-> the number of accesses, the words in each"""
+    words = n // 2 if _is_bf16(x) else n
     return max(words // 4, 1), min(words, 4)
 
 
@@ -108,7 +108,7 @@ def _make_store(name, n, space):
 def _make_unpack(name, n):
     def unpack(typingctx, values, words, x):
         def codegen(context, builder, sig, args):
-            if _is_half(x):
+            if _is_bf16(x):
                 pairs = _get(context, builder, sig, args, 1, n // 2)
                 floats = [_widen(builder, pair, upper) for pair in pairs for upper in (0, 1)]
             else:
@@ -125,7 +125,7 @@ def _make_pack(name, n):
     def pack(typingctx, words, values, x):
         def codegen(context, builder, sig, args):
             floats = _get(context, builder, sig, args, 1, n)
-            if _is_half(x):
+            if _is_bf16(x):
                 new = [_narrow_pair(builder, *pair) for pair in zip(floats[::2], floats[1::2])]
             else:
                 new = [builder.bitcast(f, I32) for f in floats]
@@ -152,7 +152,9 @@ pack4, pack8 = (_make_pack(f"pack{n}", n) for n in (4, 8))
 # ----------------------------------------------------------------------------- the same in the simulator
 def _aligned(n, i, site):
     if i % n:
-        raise ValueError(f"{site.what}: access to {n} elements at {i}: not a multiple of {n}")
+        raise ValueError(
+            f"{site.what}: access to {n} elements at element {i}: the index must be a multiple of {n}"
+        )
 
 
 def _read(thread, registers, n, dtype, site):
@@ -168,53 +170,60 @@ def _words_in(n, x):
     return n * x.dtype.itemsize // 4
 
 
-def _load_twin(n):
-    def twin(thread, site, words, x, i):
+def _simulated_load(n):
+    def simulated(thread, site, words, x, i):
         _aligned(n, i, site)
         elements = np.array([thread.load(x, i + j, site) for j in range(n)], x.dtype)
         _write(thread, words, elements.view(np.uint32), site)
 
-    return twin
+    return simulated
 
 
-def _store_twin(n):
-    def twin(thread, site, x, i, words):
+def _simulated_store(n):
+    def simulated(thread, site, x, i, words):
         _aligned(n, i, site)
         for j, element in enumerate(
             _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
         ):
             thread.store(x, i + j, element, site)
 
-    return twin
+    return simulated
 
 
-def _unpack_twin(n):
-    def twin(thread, site, values, words, x):
+def _simulated_unpack(n):
+    def simulated(thread, site, values, words, x):
         elements = _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
         if x.dtype == np.uint16:
             elements = (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
         _write(thread, values, elements, site)
 
-    return twin
+    return simulated
 
 
-def _pack_twin(n):
-    def twin(thread, site, words, values, x):
+def _simulated_pack(n):
+    def simulated(thread, site, words, values, x):
         floats = _read(thread, values, n, np.float32, site)
         if x.dtype == np.uint16:
             floats = floats.astype(ml_dtypes.bfloat16)
         _write(thread, words, floats.view(np.uint32), site)
 
-    return twin
+    return simulated
 
 
-simulates(load_words2)(_load_twin(2))
+simulates(load_words2)(_simulated_load(2))
 for _n, _intrinsics in (
     (4, (load_words4, load_words4_shared, store_words4, store_words4_shared, unpack4, pack4)),
     (8, (load_words8, load_words8_shared, store_words8, store_words8_shared, unpack8, pack8)),
 ):
-    for _intrinsic, _twin in zip(
+    for _intrinsic, _simulated in zip(
         _intrinsics,
-        (_load_twin, _load_twin, _store_twin, _store_twin, _unpack_twin, _pack_twin),
+        (
+            _simulated_load,
+            _simulated_load,
+            _simulated_store,
+            _simulated_store,
+            _simulated_unpack,
+            _simulated_pack,
+        ),
     ):
-        simulates(_intrinsic)(_twin(_n))
+        simulates(_intrinsic)(_simulated(_n))

@@ -1,1 +1,1 @@
-"""Where arrays meet the compiler: launch, compile and cache, overlap of kernels."""
+"""Where arrays meet the compiler: kernel launches, compilation, the machine-code cache, overlapping kernels."""

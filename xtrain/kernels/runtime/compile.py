@@ -1,11 +1,12 @@
-"""From a @cuda.jit kernel and argument types to a function that the driver can start, with a cache on disk.
+"""Compile a @cuda.jit kernel for given argument types, and cache the machine code on disk.
 
-Numba compiles Python to PTX and machine code (a cubin): a tenth of a second to several seconds a kernel. The machine code
-of xtrain's own kernels is kept in $XTRAIN_CACHE/kernels, under a key made of everything that it depends on: the source of all
-kernel files, the kernel's name and closure constants, the argument types, the card, the versions. So a second process, or
-the second rank, compiles nothing. A file is written beside its place and renamed: many ranks may do so at once.
+Numba compiles Python to PTX and machine code (a cubin), which takes from a tenth of a second to several seconds per kernel.
+The machine code of xtrain's own kernels is cached in $XTRAIN_CACHE/kernels. The cache key covers everything that the
+machine code depends on: the source of all files below xtrain/kernels, the kernel's name and closure constants, the argument
+types, the compute capability and the library versions. A second process, or a second rank, compiles nothing. A cache file
+is written under a temporary name and then renamed, so many ranks may write it at the same time.
 
-Kernels defined elsewhere (a lesson, a test) are compiled anew in each process: nobody watches their sources.
+Kernels defined outside xtrain/kernels (in a lesson or a test) are compiled in each process: their sources are not in the key.
 """
 
 import contextlib
@@ -21,33 +22,35 @@ from numba import cuda, types
 
 from ...device import cache_folder, cupy
 
-KERNELS = Path(__file__).parents[1]
+KERNELS_FOLDER = Path(__file__).parents[1]
 PACKAGE = __package__.removesuffix(".runtime")  # xtrain.kernels
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def load_function(kernel, signature: tuple, shared: int) -> tuple[int, object]:
-    """-> (driver handle of the kernel compiled for these Numba types, what must stay alive with it).
+    """Compile `kernel` for the Numba types in `signature`, or load it from the cache.
 
-    shared: bytes of dynamic shared memory it will be started with.
+    shared: bytes of dynamic shared memory that it will be launched with.
+    Returns the driver's function handle, and the module that must stay alive as long as the handle is used.
+    Raises RuntimeError if the GPU does not have that much shared memory.
     """
     path = _cache_path(kernel, signature)
-    found = None if path is None else _read(path)
-    name, cubin = found or _compile(kernel, signature)
-    if path is not None and found is None:
+    cached = None if path is None else _read(path)
+    name, cubin = cached or _compile(kernel, signature)
+    if path is not None and cached is None:
         _write(path, name, cubin)
     module = cupy().cuda.function.Module()
     module.load(cubin)
     function = module.get_function(name)
-    if shared:  # without asking every kernel gets 48 KB, its static arrays included
+    if shared:  # the default limit is 48 KB, static arrays included
         allow_shared(function.ptr, shared, kernel)
     return function.ptr, module
 
 
 def allow_shared(handle: int, shared: int, kernel) -> None:
-    """Let a kernel use so many bytes of dynamic shared memory beside its static arrays.
+    """Raise a kernel's limit of dynamic shared memory to `shared` bytes; its static arrays come on top.
 
-    Raises RuntimeError when the card has less.
+    handle: the driver's function handle. Raises RuntimeError if the GPU has less.
     """
     driver = cupy().cuda.driver
     try:
@@ -55,23 +58,23 @@ def allow_shared(handle: int, shared: int, kernel) -> None:
     except driver.CUDADriverError as error:
         name = kernel.py_func.__name__
         raise RuntimeError(
-            f"{name} needs {shared} bytes of shared memory, the GPU refuses: {error}"
+            f"{name} needs {shared} bytes of shared memory, but the driver rejected the request: {error}"
         ) from error
 
 
 def _compile(kernel, signature):
-    """-> (name in the machine code, machine code)"""
-    cuda.current_context()  # Numba compiles for the device that CuPy has current
+    """-> the kernel's name in the machine code, the machine code"""
+    cuda.current_context()  # Numba compiles for CuPy's current device
     kernel.compile(signature)
     compiled = kernel.overloads[signature]
-    code = (
-        compiled._codelibrary.get_cubin()
-    )  # numba-cuda 0.30 has no public way to the machine code
+    # numba-cuda 0.30 has no public function that returns the machine code.
+    code = compiled._codelibrary.get_cubin()
     return compiled.entry_name, bytes(getattr(code, "code", code))
 
 
 # ----------------------------------------------------------------------------- the cache on disk
 def _cache_path(kernel, signature) -> Path | None:
+    """The cache file of this kernel and signature; None for a kernel that is not cached."""
     identity = _identity(kernel.py_func)
     if identity is None:
         return None
@@ -85,9 +88,9 @@ def _cache_path(kernel, signature) -> Path | None:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of all kernel files: a device function may come from any of them."""
+    """A digest of all kernel files, subfolders included: a kernel may use a device function of any of them."""
     digest = hashlib.sha256()
-    for path in sorted(KERNELS.rglob("*.py")):
+    for path in sorted(KERNELS_FOLDER.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -99,7 +102,10 @@ def _versions() -> tuple:
 
 
 def _identity(function) -> tuple | None:
-    """Module, name and closure of a kernel or device function of this package; None for any other."""
+    """Module, name and closure of a kernel or device function of xtrain.kernels.
+
+    None for a function of another package, and for a closure that holds a value without a stable text form.
+    """
     if not function.__module__.startswith(f"{PACKAGE}."):
         return None
     constants = []
@@ -112,7 +118,7 @@ def _identity(function) -> tuple | None:
                 None if not _is_plain_function(value) else (value.__module__, value.__qualname__)
             )
         if value is None and cell.cell_contents is not None:
-            return None  # something whose value cannot be written down
+            return None
         constants.append((name, repr(value)))
     return function.__module__, function.__qualname__, tuple(constants)
 
@@ -124,7 +130,7 @@ def _is_plain_function(value):
 
 
 def _read(path):
-    """-> (name, machine code), or None when there is none or it is not whole."""
+    """-> the kernel's name and machine code; None if the file is missing or damaged."""
     try:
         checksum, name, cubin = path.read_bytes().split(b"\n", 2)
     except (OSError, ValueError):
@@ -147,6 +153,6 @@ def _write(path, name, cubin):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
         temporary.replace(path)
-    except OSError:  # a full or read-only disk: the next process compiles again
+    except OSError:  # the disk is full or read-only: the next process compiles again
         with contextlib.suppress(OSError):
             temporary.unlink()

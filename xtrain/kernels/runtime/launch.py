@@ -1,20 +1,24 @@
-"""The one place where arrays meet kernels: which implementation, is the input sound, start the kernel.
+"""The one place where arrays meet kernels: choose the implementation, check the inputs, launch the kernel.
 
-A launcher looks at its arrays and nothing else:
+The array type alone decides which implementation a launcher uses:
 
-    NumPy     the reference that stands next to the kernel
+    NumPy     the reference next to the kernel
     CuPy      the kernel, on CuPy's current device and stream
     SimArray  the same kernel, thread by thread, in xtrain.simulator
 
-Numba's own dispatch costs about 100 us for four CuPy arrays: it wraps every array again and may wait for
-its stream. Here a kernel is compiled once per signature by Numba and then started with the driver's
-cuLaunchKernel, its parameters packed by hand: about 10 us. Numba passes an array as seven or more separate parameters:
-meminfo, parent, size, itemsize, data pointer, shape..., strides... .
+Numba's own dispatch takes about 100 us for four CuPy arrays: it wraps every array again and may synchronize with its
+stream. Here Numba compiles a kernel once per signature, and the driver's cuLaunchKernel launches it with parameters packed
+by hand, in about 10 us. Numba's calling convention passes an array as seven or more separate parameters: meminfo, parent,
+size, itemsize, data pointer, shape..., strides... .
 """
 
+import contextlib
 import ctypes
+import functools
 import struct
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numba import from_dtype, types
@@ -23,37 +27,42 @@ from ... import simulator
 from ...device import Array, array_module, cupy
 from ...simulator import SimArray
 from .compile import allow_shared, load_function
+from .cost import Cost, kernel_cost
 from .overlap import launch_overlapping
 
-FLOATS = (
-    "float32",
-    "bfloat16",
-)  # what the memory-bound kernels read and write; they compute in float32
+# dtypes that the memory-bound kernels read and write; they compute in float32
+FLOATS = ("float32", "bfloat16")
 _debug = False
 _overlap = True
 
 
 def set_debug(on: bool) -> None:
-    """Wait for the GPU after every launch, so that an error names the kernel that made it. Slow."""
+    """Synchronize with the GPU after every launch, so that an error names the kernel that caused it. Slow."""
     global _debug
     _debug = on
 
 
 # ----------------------------------------------------------------------------- which implementation
 def on_host(*arrays: Array) -> bool:
-    """True: all are plain NumPy, use the reference. False: all are CuPy or all are SimArray, use the kernel."""
+    """True if all arrays are NumPy arrays: use the reference. False if all are CuPy or all are SimArray: use the kernel.
+
+    Raises TypeError for a mixture.
+    """
     kind = type(arrays[0])
     for array in arrays:
         if type(array) is not kind:
             names = ", ".join(
                 sorted({type(a).__module__.split(".")[0] + "." + type(a).__name__ for a in arrays})
             )
-            raise TypeError(f"all arrays of one op must live in one place, got {names}")
+            raise TypeError(f"all arrays of an op must be on one device, got {names}")
     return kind is np.ndarray
 
 
 def empty(like: Array, shape, dtype=None) -> Array:
-    """Unwritten memory in the place where `like` lives. In the simulator it is filled with NaN (or 0x7F bytes)."""
+    """An uninitialized array on the device of `like`, with its dtype unless one is given.
+
+    The simulator fills it with NaN (integers: 0x7F bytes), so that reading it before writing shows.
+    """
     return _allocate(like, shape, like.dtype if dtype is None else np.dtype(dtype))
 
 
@@ -66,22 +75,25 @@ def _allocate(like, shape, dtype):
 
 
 def empty_like(x: Array) -> Array:
+    """An uninitialized contiguous array with the shape, dtype and device of x."""
     return empty(x, x.shape)
 
 
 def zeros(like: Array, shape, dtype=None) -> Array:
+    """An array of zeros on the device of `like`, with its dtype unless one is given."""
     dtype = like.dtype if dtype is None else np.dtype(dtype)
     new = array_module(like).zeros(shape, dtype)
     return new.view(SimArray) if isinstance(like, SimArray) else new
 
 
 def wide(x: Array) -> Array:
-    """What a reference computes with: bf16 as float32, as in the kernels; NumPy's einsum has no bf16."""
+    """x for use in a reference: bf16 is converted to float32, as in the kernels (NumPy's einsum has no bf16)."""
     return x.astype(np.float32) if x.dtype.name == "bfloat16" else x
 
 
-# ----------------------------------------------------------------------------- is the input sound
+# ----------------------------------------------------------------------------- checks of the inputs
 def check(condition: bool, message: str) -> None:
+    """Raises ValueError(message) unless `condition`."""
     if not condition:
         raise ValueError(message)
 
@@ -89,9 +101,10 @@ def check(condition: bool, message: str) -> None:
 def check_array(
     op: str, name: str, x: Array, shape: tuple, dtypes=("float32",), strided=False
 ) -> None:
-    """Refuse what a kernel would read wrongly. In `shape`, None means any length.
+    """Check one argument of a launcher. In `shape`, None accepts any length; `strided` accepts a non-contiguous array.
 
-    On the CPU float64 passes for float32 too: the references are dtype-agnostic, and finite differences need it.
+    On the CPU float64 is accepted where float32 is: the references are dtype-agnostic, and finite differences need it.
+    Raises ValueError for another shape or a non-contiguous array, TypeError for another dtype.
     """
     if not hasattr(x, "shape"):
         raise TypeError(f"{op}: {name} must be an array, got {x!r}")
@@ -109,35 +122,81 @@ def check_array(
 
 
 def check_ids(op: str, name: str, ids: Array) -> None:
-    check(ids.dtype.kind in "iu", f"{op}: {name} must hold whole numbers, got {ids.dtype}")
+    """Raises ValueError unless the dtype of `ids` is an integer type."""
+    check(ids.dtype.kind in "iu", f"{op}: {name} must be integers, got {ids.dtype}")
 
 
-# ----------------------------------------------------------------------------- start the kernel
-def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> None:
-    """Run a @cuda.jit kernel on `grid` blocks of `block` threads (ints or tuples of up to three).
+# ----------------------------------------------------------------------------- observers
+@dataclass(frozen=True)
+class LaunchEvent:
+    """What an observer learns about a launch on the GPU.
 
-    args: arrays of one kind, then scalars. A Python int travels as int64, a Python float as float32.
-    shared: bytes of dynamic shared memory. An empty grid launches nothing.
-    overlap: the kernel may begin before the one before it has ended; it must call wait_for_previous (_ptx.py).
+    name: of the kernel's function, or "product M x N x K" for a matrix product by cuBLAS (is_product).
+    cost: a function, so that nothing is computed for an observer that does not call it.
     """
-    args = [_scalar(a) for a in args]
+
+    name: str
+    is_product: bool
+    cost: Callable[[], Cost]
+
+
+LaunchObserver = Callable[[LaunchEvent, Callable[[], None]], None]
+launch_observers: list[LaunchObserver] = []
+
+
+@contextlib.contextmanager
+def observe_launches(observer: LaunchObserver) -> Iterator[None]:
+    """Inside, observer(event, start) is called for each kernel and each cuBLAS product, in place of the launch.
+
+    The observer calls start() to launch; without that the launch does not happen. Of several observers the one that was
+    registered last is called first, and its start() calls the one before.
+    """
+    launch_observers.append(observer)
+    try:
+        yield
+    finally:
+        launch_observers.remove(observer)
+
+
+def show_launch(event: LaunchEvent, start: Callable[[], None]) -> None:
+    """Pass a launch to the observers; start() performs it."""
+    for observer in launch_observers:
+        start = functools.partial(observer, event, start)
+    start()
+
+
+# ----------------------------------------------------------------------------- launches
+def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> None:
+    """Run a @cuda.jit kernel on `grid` blocks of `block` threads (each an int or a tuple of up to three).
+
+    args: arrays of one kind, then scalars. A Python int is passed as int64, a Python float as float32.
+    shared: bytes of dynamic shared memory. An empty grid launches nothing.
+    overlap: the kernel may start before the previous kernel of the stream has finished. It must call wait_for_previous
+    (primitives/ptx.py).
+    Raises TypeError for a float64 scalar, RuntimeError if the driver rejects the launch.
+    """
+    converted = [_scalar(a) for a in args]
     grid, block = _dim3(grid), _dim3(block)
     if 0 in grid:
         return
-    if any(isinstance(a, SimArray) for a in args):
-        simulator.run(kernel, grid, block, *args, shared=shared, overlap=overlap)
+    if any(isinstance(a, SimArray) for a in converted):
+        simulator.run(kernel, grid, block, *converted, shared=shared, overlap=overlap)
+    elif launch_observers:
+        cost = functools.partial(kernel_cost, kernel, converted)
+        start = functools.partial(_launch_gpu, kernel, grid, block, converted, shared, overlap)
+        show_launch(LaunchEvent(kernel.py_func.__name__, False, cost), start)
     else:
-        _launch_gpu(kernel, grid, block, args, shared, overlap)
+        _launch_gpu(kernel, grid, block, converted, shared, overlap)
 
 
 def set_overlap(on: bool) -> None:
-    """Off: every kernel waits until the one before has ended, whatever its launcher says. The bits stay the same."""
+    """Allow kernels to overlap (the default), or run each after the previous one has finished. The results are the same."""
     global _overlap
     _overlap = on
 
 
 def can_overlap(x: Array) -> bool:
-    """May kernels overlap on the GPU where x lives? In the simulator they may: it runs one after the other."""
+    """May kernels overlap on the GPU of x? Needs compute capability 9.0. The simulator accepts it and runs them in order."""
     return _overlap and (isinstance(x, SimArray) or int(x.device.compute_capability) >= 90)
 
 
@@ -146,26 +205,31 @@ _SCALARS = {int: np.int64, float: np.float32, bool: np.bool_}
 
 def _scalar(a):
     if isinstance(a, np.float64):
-        raise TypeError("a float64 scalar for a kernel: kernels compute in float32, use np.float32")
-    to = _SCALARS.get(type(a))
-    return to(a) if to else a
+        raise TypeError(
+            "a kernel got a float64 scalar: kernels compute in float32, pass np.float32"
+        )
+    convert = _SCALARS.get(type(a))
+    return convert(a) if convert else a
 
 
 def _dim3(n) -> tuple[int, int, int]:
     return (n, 1, 1) if isinstance(n, int) else (*n, 1, 1)[:3]
 
 
-_one_at_a_time = threading.Lock()
-_plans: dict = {}  # (kernel, device, kind of every argument) -> _Plan
+_parameter_buffer_lock = threading.Lock()
+_plans: dict = {}  # (kernel, device, dtype and layout of every argument) -> _LaunchPlan
 
 
-class _Plan:
-    """A compiled kernel and the memory in which its parameters are handed over: 8 bytes each."""
+class _LaunchPlan:
+    """A compiled kernel, and the buffer from which the driver reads its parameters: 8 bytes each.
+
+    A launch packs the values into the buffer; the table of pointers to them never changes.
+    """
 
     def __init__(self, kernel, args, shared):
         self.function, self.module = load_function(kernel, tuple(map(numba_type, args)), shared)
         self.shared = shared
-        layout = "".join(_slots(a) for a in args)
+        layout = "".join(struct_format(a) for a in args)
         self.struct = struct.Struct("<" + layout)
         self.buffer = ctypes.create_string_buffer(max(self.struct.size, 8))
         base, n = ctypes.addressof(self.buffer), self.struct.size // 8
@@ -175,25 +239,27 @@ class _Plan:
 
 def _launch_gpu(kernel, grid, block, args, shared, overlap):
     gpu = cupy().cuda
-    key, values = [kernel, gpu.runtime.getDevice()], []
+    kinds: list = [kernel, gpu.runtime.getDevice()]
+    values: list = []
     for a in args:
         if isinstance(a, np.generic):
-            key.append(a.dtype.char)
+            kinds.append(a.dtype.char)
             values.append(a)
         else:
             shape = a.shape
-            key += (a.dtype.char, len(shape), a._c_contiguous)  # a.flags makes an object each time
+            # a._c_contiguous: a.flags would build an object each time
+            kinds += (a.dtype.char, len(shape), a._c_contiguous)
             values += (0, 0, a.size, a.itemsize, a.data.ptr, *shape, *a.strides)
-    key = tuple(key)
+    key = tuple(kinds)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _Plan(kernel, args, shared)
+        plan = _plans[key] = _LaunchPlan(kernel, args, shared)
     if shared > plan.shared:
         allow_shared(plan.function, shared, kernel)
         plan.shared = shared
     stream = gpu.get_current_stream().ptr
     try:
-        with _one_at_a_time:  # other threads use the same buffer
+        with _parameter_buffer_lock:  # all threads share the buffer
             plan.struct.pack_into(plan.buffer, 0, *values)
             if overlap:
                 launch_overlapping(plan.function, grid, block, shared, stream, plan.pointers)
@@ -203,7 +269,7 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap):
                 )
     except gpu.driver.CUDADriverError as error:
         raise RuntimeError(
-            f"the driver refused to start {kernel.py_func.__name__}: {error}"
+            f"the driver rejected the launch of {kernel.py_func.__name__}: {error}"
         ) from error
     if _debug:
         try:
@@ -212,26 +278,18 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap):
             raise RuntimeError(f"{kernel.py_func.__name__} failed on the GPU: {error}") from error
 
 
-def _slots(a):
-    """struct's format of one argument, every value in 8 bytes."""
+_STRUCT_FORMATS = dict(zip("fd?iIlqLQ", ("f4x", "d", "?7x", "i4x", "I4x", "q", "q", "Q", "Q")))
+
+
+def struct_format(a) -> str:
+    """Format of one kernel argument for the struct module, each value in 8 bytes."""
     if not isinstance(a, np.generic):
         return "q" * (5 + 2 * a.ndim)
-    formats = {
-        "f": "f4x",
-        "d": "d",
-        "?": "?7x",
-        "i": "i4x",
-        "I": "I4x",
-        "l": "q",
-        "q": "q",
-        "L": "Q",
-        "Q": "Q",
-    }
-    return formats[a.dtype.char]
+    return _STRUCT_FORMATS[a.dtype.char]
 
 
 def numba_type(a):
-    """The Numba type of an argument. bfloat16 arrays reach kernels as uint16; see _ptx.py."""
+    """The Numba type of a kernel argument. A bfloat16 array is passed as uint16, see primitives/ptx.py."""
     if isinstance(a, np.generic):
         return from_dtype(a.dtype)
     element = types.uint16 if a.dtype.name == "bfloat16" else from_dtype(a.dtype)

@@ -1,52 +1,47 @@
-"""Start a kernel that may begin while the one before it is still running (programmatic dependent launch).
+"""Programmatic dependent launch: a kernel may start while the previous kernel of its stream is still running.
 
-Between two kernels of a stream a GPU idles for a microsecond or two: the last blocks end, caches are flushed, the next blocks
-are placed, and only then are their first bytes asked for. In a decoding step of a hundred kernels of five to ten microseconds
-that is a third of the time. A kernel launched here is placed as soon as the one before has said let_next_start (_ptx.py), asks
-for its weights, and then waits for its inputs with wait_for_previous. A captured graph keeps this.
+Between two kernels of a stream a GPU idles for one to two microseconds: the last blocks finish, caches are flushed, the next
+blocks are scheduled, and only then do they issue their first loads. A decoding step has about a hundred kernels of five to
+ten microseconds, so a third of its time is idle. A kernel launched here is scheduled as soon as the previous kernel has
+called let_next_start (primitives/ptx.py). It loads its weights and then waits for its inputs with wait_for_previous. CUDA
+graphs keep the attribute when they capture the launch.
 
-The attribute exists in the driver's cuLaunchKernelEx only, which CuPy does not wrap. "CUDA Driver API, CUlaunchConfig".
+Only the driver's cuLaunchKernelEx takes the attribute, and CuPy does not wrap it ("CUDA Driver API", CUlaunchConfig).
 """
 
-import ctypes
 import functools
+from typing import Any
 
 from ...device import cupy
 
-PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
-
 
 @functools.cache
-def _driver():
-    """-> cuLaunchKernelEx, the attribute"""
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    function.argtypes = [ctypes.POINTER(_Config), *[ctypes.c_void_p] * 3]
-    attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION)
-    attribute.value[0] = 1  # allowed
-    return function, attribute
+def _driver() -> tuple[Any, Any]:
+    """-> cuda.bindings.driver, the launch attribute that allows the overlap"""
+    from cuda.bindings import driver
+
+    attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+    kinds = driver.CUlaunchAttributeID
+    attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.value = value
+    return driver, attribute
 
 
 def launch_overlapping(
     function: int, grid: tuple, block: tuple, shared: int, stream: int, parameters: int
 ) -> None:
-    """grid, block: three numbers each; parameters: address of the table of pointers. Raises CuPy's CUDADriverError."""
-    start, attribute = _driver()
-    config = _Config(grid, block, shared, stream, ctypes.pointer(attribute), 1)
-    status = start(ctypes.byref(config), function, parameters, None)
+    """Launch the kernel with driver handle `function` on `stream`; it may overlap with the previous kernel.
+
+    grid, block: three ints each. shared: bytes of dynamic shared memory. stream: the driver's handle.
+    parameters: address of the table of pointers to the kernel's parameters. Raises CuPy's CUDADriverError.
+    """
+    driver, attribute = _driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes, config.hStream = shared, stream
+    config.numAttrs, config.attrs = 1, [attribute]
+    (status,) = driver.cuLaunchKernelEx(config, function, parameters, 0)
     if status:
-        raise cupy().cuda.driver.CUDADriverError(status)
+        raise cupy().cuda.driver.CUDADriverError(int(status))

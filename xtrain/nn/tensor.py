@@ -1,0 +1,164 @@
+"""Tensor: an array, its gradient, and the place in the graph where it was made.
+
+The gradient of a leaf accumulates. The rule is in `Tensor.grad_target`: the first gradient is written, later ones are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..device import Array, as_array, to_numpy
+from ..kernels.runtime.launch import empty
+
+# What the methods of Tensor call: "backward" is set by autograd.py, "reshape", "add" and "scale" by functional.py. Both import
+# this file, so it cannot import them.
+ops: dict[str, Callable[..., Any]] = {}
+
+
+class Version:
+    """Counts in-place changes. All parameters of one arena share one: an optimizer step changes them all."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Tensor:
+    """An array (NumPy: CPU, CuPy: GPU), its gradient, and the node that made it.
+
+    data, grad: arrays of one shape. grad is None until backward reaches a leaf. Only leaves keep their gradient.
+    grad_written: whether the memory of the gradient holds a gradient. If not, its contents are arbitrary and count as zero: the
+    next gradient is written over them, and reading `.grad` fills them with zeros. Only Parameters have such memory (modules.py).
+    on_gradient: of a leaf, a function that is called with the leaf after each contribution to its gradient.
+    """
+
+    __slots__ = (
+        "__weakref__", "_data", "_grad", "grad_written", "index", "node", "requires_grad", "version",
+    )  # fmt: skip
+
+    on_gradient: Callable[[Any], None] | None = None
+
+    def __init__(self, data: Any, requires_grad: bool = False):
+        if isinstance(data, Tensor):
+            raise TypeError("a Tensor was given where an array is expected: use .detach()")
+        self._data = as_array(data)
+        if self._data.dtype.kind not in ("fV" if requires_grad else "fViub"):  # V: bfloat16
+            kind = self._data.dtype
+            raise TypeError(f"a Tensor holds numbers, with a gradient only floating point: {kind}")
+        self._grad: Array | None = None
+        self.grad_written, self.requires_grad = False, requires_grad
+        self.node: Any = None  # of autograd.py; None: a leaf
+        self.index = 0  # which output of the node this is
+        self.version = Version()
+
+    @property
+    def data(self) -> Array:
+        return self._data
+
+    @data.setter
+    def data(self, array: Array) -> None:  # also reached by `t.data += 1`
+        if array.shape != self._data.shape:
+            raise ValueError(f"a tensor of shape {self.shape} cannot hold {array.shape}")
+        self._data = array
+        self.version.count += 1
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        self._data[where] = value
+        self.version.count += 1
+
+    # ------------------------------------------------------------------------- the gradient
+    @property
+    def grad(self) -> Array | None:
+        self.zero_unwritten_grad()
+        return self._grad
+
+    @grad.setter
+    def grad(self, array: Array | None) -> None:
+        self._grad, self.grad_written = array, array is not None
+
+    def zero_unwritten_grad(self) -> None:
+        """Fill the memory of the gradient with zeros, unless a gradient is there."""
+        if self._grad is not None and not self.grad_written:
+            self._grad.fill(0)
+            self.grad_written = True
+
+    def grad_target(self) -> tuple[Array, bool]:
+        """Of a leaf -> (memory, add): the caller writes a gradient into the memory, or if `add`, adds it to the contents."""
+        add, self.grad_written = self.grad_written, True
+        if self._grad is None:
+            self._grad = empty(self._data, self.shape)
+        return self._grad, add
+
+    def backward(self, gradient: Array | None = None) -> None:
+        """Add d self / d leaf to `.grad` of every leaf that this was computed from: see autograd.backward."""
+        ops["backward"](self, gradient)
+
+    # ------------------------------------------------------------------------- as an array
+    value = property(lambda self: self._data)  # what ops compute with
+    shape = property(lambda self: self._data.shape)
+    dtype = property(lambda self: self._data.dtype)
+    ndim = property(lambda self: self._data.ndim)
+    size = property(lambda self: self._data.size)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def numpy(self) -> np.ndarray:
+        """The values on the host (from a GPU: a copy, and a wait for it)."""
+        return to_numpy(self._data)
+
+    def item(self) -> float:
+        """The value of a tensor with one element, as a Python number."""
+        return self.numpy().item()
+
+    __float__ = item
+
+    def detach(self) -> Tensor:
+        """The same array without its history."""
+        return Tensor(self._data)
+
+    __array_ufunc__ = None  # NumPy leaves `array + tensor` to Tensor
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        # a conversion would lose the gradient silently
+        raise TypeError("a Tensor is not an array: use .data or .numpy(), or pass it to an op")
+
+    # ------------------------------------------------------------------------- operators, each one op of functional.py
+    def reshape(self, *shape: Any) -> Tensor:
+        """The same numbers in another shape: a view. reshape(2, -1) and reshape((2, -1)) are the same."""
+        return ops["reshape"](self, shape[0] if isinstance(shape[0], tuple) else shape)
+
+    def __add__(self, other: Any) -> Tensor:
+        if not hasattr(other, "shape"):
+            raise TypeError(
+                f"only a Tensor or array of its shape can be added to a Tensor, not {other!r}"
+            )
+        return ops["add"](self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Tensor:
+        return self + -1.0 * other
+
+    def __mul__(self, factor: Any) -> Tensor:
+        if isinstance(factor, Tensor) or np.ndim(factor):
+            raise TypeError(
+                "a Tensor can be multiplied by a number only: for anything else write a Function"
+            )
+        return ops["scale"](self, float(factor))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Tensor:
+        return self * -1.0
+
+    def __truediv__(self, number: float) -> Tensor:
+        return self * (1.0 / number)
+
+    def __repr__(self) -> str:
+        made = f", made by {self.node.function.__name__}" if self.node else ""
+        return f"Tensor({self._data!r}{made})"

@@ -1,0 +1,50 @@
+"""Model FLOP/s utilisation (MFU, Chowdhery et al. 2022): how much of the GPU's peak a training step uses.
+
+MFU = floating-point operations that the model's mathematics needs per second / peak of the GPU in the precision in use.
+Per token these are 6 per matrix parameter (2 in the forward pass, 4 in the backward; the embedding look-up needs none) and
+12 L H D T / 2 for causal attention.
+"""
+
+from ..device import cupy
+from ..nn.model import Transformer
+
+# Operations (a multiply-add counts as two) per multiprocessor and clock, by compute capability. From NVIDIA's architecture
+# white papers.  FP32: on CUDA cores.  BF16: on tensor cores with float32 accumulation, without sparsity.
+FP32_OPS = {
+    (7, 5): 128,
+    (8, 0): 128,
+    (8, 6): 256,
+    (8, 9): 256,
+    (9, 0): 256,
+    (10, 0): 256,
+    (12, 0): 256,
+}
+BF16_OPS = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+# CUdevice_attribute numbers
+CAPABILITY_MAJOR, CAPABILITY_MINOR, CLOCK_KHZ, MULTIPROCESSORS = 75, 76, 13, 16
+
+
+def flops_per_token(model: Transformer, T: int) -> float:
+    """Floating-point operations of forward and backward per token, for sequences of T tokens."""
+    c = model.config
+    matrices = sum(
+        t.size for n, t in model.named_parameters() if t.ndim == 2 and "embed_tokens" not in n
+    )
+    head = c.vocab_size * c.dim if c.tie_embeddings else 0  # the table is used as a matrix too
+    return 6 * (matrices + head) + 6 * c.n_layers * c.n_heads * c.head_dim * T
+
+
+def peak_flops(precision: str) -> float | None:
+    """Peak of the current GPU at its highest clock, operations per second; None if the GPU is not in the tables.
+
+    An H200 at 1.98 GHz: 67e12 in fp32, 1070e12 in bf16 (its datasheet assumes a lower clock: 989e12).
+    GeForce cards accumulate bf16 products in float32 at half the rate given here.
+    """
+    runtime = cupy().cuda.runtime
+    device = runtime.getDevice()
+    major, minor, clock_khz, multiprocessors = (
+        runtime.deviceGetAttribute(attribute, device)
+        for attribute in (CAPABILITY_MAJOR, CAPABILITY_MINOR, CLOCK_KHZ, MULTIPROCESSORS)
+    )
+    ops = (BF16_OPS if precision == "bf16" else FP32_OPS).get((major, minor))
+    return ops and float(ops) * multiprocessors * clock_khz * 1e3

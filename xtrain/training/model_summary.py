@@ -1,0 +1,39 @@
+"""A model in one line, and the table of its parameters."""
+
+from rich.table import Table
+
+from ..config import ModelConfig
+from ..nn.model import Transformer
+
+
+def describe(config: ModelConfig) -> str:
+    """-> "Qwen3-style, 12 layers, width 384, ..." """
+    kind = "Qwen3" if config.qk_norm else "Llama"
+    return (
+        f"{kind}-style, {config.n_layers} layers, width {config.dim}, {config.n_heads} heads x {config.head_dim} "
+        f"({config.n_kv_heads} for keys), MLP {config.hidden_dim}, vocabulary {config.vocab_size}"
+    )
+
+
+def parameter_table(model: Transformer) -> Table:
+    """Number of parameters by part. Embedding and head are apart from the core: a large vocabulary dominates small models."""
+    marks = {
+        "norm": "norms", "embed": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "MLP",
+    }  # fmt: skip
+    groups = dict.fromkeys(("embedding", "attention", "MLP", "norms", "head", "other"), 0)
+    for name, tensor in model.named_parameters():
+        kind = next((group for mark, group in marks.items() if mark in name), "other")
+        groups[kind] += tensor.size
+    total = sum(groups.values())
+    core = total - groups["embedding"] - groups["head"]
+    if model.config.tie_embeddings:
+        del groups["head"]
+    if not groups["other"]:
+        del groups["other"]
+    table = Table(title="parameters", title_justify="left")
+    table.add_column("part")
+    table.add_column("number", justify="right")
+    table.add_column("share", justify="right")
+    for name, n in [*groups.items(), ("core (without embedding and head)", core), ("all", total)]:
+        table.add_row(name, f"{n:,}", f"{100 * n / total:.1f} %")
+    return table

@@ -1,0 +1,74 @@
+"""How one step is divided among devices. Here: not at all. `parallel.ddp.DataParallel` divides it among ranks.
+
+`Run.train_step` calls these methods where ranks have to communicate, so the same step runs on one device and on many.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..config import TrainConfig
+from ..device import Array
+from ..nn.autograd import Tensor
+from ..nn.model import Transformer
+from ..nn.optim import AdamW, clip
+from . import checkpoint
+from .checkpoint import Saved
+from .single_process import SingleProcess
+
+
+class SingleDevice:
+    """Every array is whole on this device and nothing is communicated. The base class of `DataParallel`."""
+
+    sharded = False  # is the optimizer state divided among the ranks (ZeRO-1)?
+
+    def __init__(self, config: TrainConfig, model: Transformer, ranks: SingleProcess):
+        self.config, self.model, self.ranks = config, model, ranks
+
+    # ------------------------------------------------------------------------- in the step
+    def inverse_target_count(self, targets: np.ndarray) -> list[np.ndarray]:
+        """-> [1 / number of targets in the batch of all ranks, (1,) float32], or [] if the device is to count them."""
+        return []
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Backward of one micro-batch. After the last one of a step the gradients are sums over all ranks."""
+        loss.backward()
+
+    def clip(self, optimizer: AdamW, max_norm: float) -> tuple[Array, Array]:
+        """-> gradient norm of the whole model, factor that clips it to max_norm; (1,) arrays on the device."""
+        return clip(self.model, max_norm)
+
+    def gather_norm_and_loss(self, norm: Array, loss: Array) -> tuple[Array, Array]:
+        """-> all gradient norms and all losses that must be finite for the step to count. Called after `clip`."""
+        return norm, loss
+
+    # ------------------------------------------------------------------------- between steps
+    def check_identical(self, optimizer: AdamW, step: int) -> None:
+        """Raises UserError, on every rank, if the ranks do not hold the same weights, bit for bit."""
+
+    def sum_over_owners(self, values: list[float]) -> list[float]:
+        """Add up sums over `optimizer.owned`, so that they cover the whole arena."""
+        return values
+
+    def timing(self, tokens_per_s: float) -> dict[str, Any]:
+        """Further fields for a line of timing.jsonl."""
+        return {}
+
+    def close(self) -> None:
+        """Release the communicator. No captured step may use it any more."""
+
+    # ------------------------------------------------------------------------- optimizer state
+    def make_adamw(self, **options: Any) -> AdamW:
+        """AdamW, or its sharded form. options: those of AdamW."""
+        return AdamW(self.model, **options)
+
+    @contextlib.contextmanager
+    def full_moments(self, optimizer: AdamW) -> Iterator[Any]:
+        """-> an object with the moments m and v of the whole arena and t, for a checkpoint; the weights are whole too."""
+        yield optimizer
+
+    def load(self, saved: Saved, optimizer: AdamW) -> None:
+        """Fill the model and the optimizer from a checkpoint. Raises UserError."""
+        checkpoint.load(saved, self.model, optimizer)

@@ -1,0 +1,63 @@
+"""What a run prints at its end: how it ended, and the commands that come next."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+from rich.console import Console
+
+from ..device import memory_peak_bytes
+from .preemption import StopRequest
+from .run import Run
+
+
+def print_summary(console: Console, run: Run, folder: Path, stop: StopRequest) -> None:
+    """Print how the run ended, its peak memory and the next commands."""
+    finished = run.done == run.config.steps
+    last = folder / "checkpoints" / f"step-{run.done:06d}"
+    peak = memory_peak_bytes(run.model.device)
+    if peak:
+        console.print(f"peak GPU memory {peak / 1e9:.2f} GB", highlight=False)
+    if run.skipped:
+        console.print(f"{run.skipped} steps were skipped", highlight=False)
+    reason = f" ({stop.reason})" if stop.reason else ""
+    state = "done" if finished else f"stopped after step {run.done}{reason}"
+    page = (
+        f"python -m xtrain.report {quote(folder)}" if stop.reason else str(folder / "report.html")
+    )
+    lines = [
+        f"{state}. What next:",
+        *([] if finished else [f"continue this run         {_how_to_continue(run)}"]),
+        f"look at the run           {page}",
+        "train on your own text    python -m xtrain.train --data FILE_OR_FOLDER",
+        *_how_to_use(run, folder, last),
+    ]
+    console.print(*lines, sep="\n  ", markup=False, highlight=False, soft_wrap=True)
+
+
+def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
+    if run.model.variation:
+        return [
+            f"use it from Python        build the model again, then model.load_weights({str(last)!r})"
+        ]
+    prompt = quote(run.config.sample_prompt)
+    return [
+        f"train on from here        python -m xtrain.train --init {quote(last)}",
+        f"generate text             python -m xtrain.generate --model {quote(folder)} {prompt}",
+        f"use it from Python        xtrain.Transformer.from_pretrained({str(last)!r})",
+    ]
+
+
+def _how_to_continue(run: Run) -> str:
+    done, c = run.done, run.config
+    if done > c.steps:
+        return f"with --resume and more --steps: it is past {c.steps}"
+    if c.stop_at is not None and done >= c.stop_at:
+        return f"the same command with --resume and another --stop-at than {c.stop_at}"
+    return "the same command with --resume"
+
+
+def quote(text: str | Path) -> str:
+    """Quote one word for the shell of this machine."""
+    return subprocess.list2cmdline([str(text)]) if os.name == "nt" else shlex.quote(str(text))
