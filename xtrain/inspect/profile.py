@@ -20,7 +20,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..config import PRESETS, ModelConfig, Preset, TrainConfig, resolve
-from ..data.dataset import Loader, write_shard
+from ..data.batches import Loader
+from ..data.shards import write_shard
 from ..device import (
     cupy,
     device_name,
