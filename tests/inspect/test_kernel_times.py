@@ -128,9 +128,9 @@ def test_bytes_of_a_launch():
     n = np.int64(7)
     assert moved(swiglu.make_swiglu_fwd_kernel(8, True), a, b, n) == 800
     assert moved(swiglu.make_swiglu_bwd_kernel(8, True, True), a, b, c, n) == 1600
-    norm = rmsnorm.make_bwd_kernel(64, 4, True, False, False)[0]
+    norm = rmsnorm.make_bwd_kernel(64, 4, True, False, False).kernel
     assert moved(norm, a, b, c, c, d, n) == 1600  # no skip: dy stands in for it
-    again = rmsnorm.make_bwd_kernel(64, 4, True, False, False, True)[0]
+    again = rmsnorm.make_bwd_kernel(64, 4, True, False, False, True).kernel
     assert moved(again, a, b, c, c, d, n) == 2000  # dy is overwritten
     add = elementwise.add_kernel
     assert moved(add, a, b, c, n) == 1200 and moved(add, a, a, b, n) == 1200
@@ -139,7 +139,7 @@ def test_bytes_of_a_launch():
     lookup = embedding.make_fwd_kernel(8, True)
     assert moved(lookup, a, array(10, 5), array(9999, 6), n) == 840
     wide, one = array(1000, 10), array(1, 11)  # packed: only the columns of v are read
-    flash = flash_attention_bf16.make_fwd_kernel(64, True, (64, 64, 4, 1, True))
+    flash = flash_attention_bf16.make_fwd_kernel(64, True, Tiles(64, 64, 4, 1, True))
     assert moved(flash, a, one, b, c, wide, n, n) == 1604
     rope = qk_norm_rope.make_bwd_kernel(2, 2, 32, 8, True, False, False)[0]
     assert moved(rope, wide, one, a, b, array(1000, 12), n) == 2404
