@@ -141,7 +141,7 @@ def test_bytes_of_a_launch():
     wide, one = array(1000, 10), array(1, 11)  # packed: only the columns of v are read
     flash = flash_attention_bf16.make_fwd_kernel(64, True, Tiles(64, 64, 4, 1, True))
     assert moved(flash, a, one, b, c, wide, n, n) == 1604
-    rope = qk_norm_rope.make_bwd_kernel(2, 2, 32, 8, True, False, False)[0]
+    rope = qk_norm_rope.make_bwd_kernel(2, 2, 32, 8, True, False, False).kernel
     assert moved(rope, wide, one, a, b, array(1000, 12), n) == 2404
     small, half = array(1, 8), array(100, 9, np.float16)
     update = (a, b, c, half, d, small, small, n)
