@@ -28,6 +28,9 @@ from xtrain.kernels.attention import (
     flash_attention_bf16_bwd_whole,
     flash_attention_hopper_bwd,
 )
+from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import WholeTiles
+from xtrain.kernels.attention.flash_attention_hopper_table import HopperTiles
+from xtrain.kernels.attention.flash_attention_table import Tiles
 from xtrain.kernels.primitives import tensor_maps as _tensor_maps
 from xtrain.kernels.runtime.cost import declare_cost, kernel_cost, product_cost
 from xtrain.nn.model import Transformer
@@ -125,9 +128,9 @@ def test_bytes_of_a_launch():
     n = np.int64(7)
     assert moved(swiglu.make_swiglu_fwd_kernel(8, True), a, b, n) == 800
     assert moved(swiglu.make_swiglu_bwd_kernel(8, True, True), a, b, c, n) == 1600
-    norm = rmsnorm.make_bwd_kernel(64, 4, True, False, False)[0]
+    norm = rmsnorm.make_bwd_kernel(64, 4, True, False, False).kernel
     assert moved(norm, a, b, c, c, d, n) == 1600  # no skip: dy stands in for it
-    again = rmsnorm.make_bwd_kernel(64, 4, True, False, False, True)[0]
+    again = rmsnorm.make_bwd_kernel(64, 4, True, False, False, True).kernel
     assert moved(again, a, b, c, c, d, n) == 2000  # dy is overwritten
     add = elementwise.add_kernel
     assert moved(add, a, b, c, n) == 1200 and moved(add, a, a, b, n) == 1200
@@ -136,9 +139,9 @@ def test_bytes_of_a_launch():
     lookup = embedding.make_fwd_kernel(8, True)
     assert moved(lookup, a, array(10, 5), array(9999, 6), n) == 840
     wide, one = array(1000, 10), array(1, 11)  # packed: only the columns of v are read
-    flash = flash_attention_bf16.make_fwd_kernel(64, True, (64, 64, 4, 1, True))
+    flash = flash_attention_bf16.make_fwd_kernel(64, True, Tiles(64, 64, 4, 1, True))
     assert moved(flash, a, one, b, c, wide, n, n) == 1604
-    rope = qk_norm_rope.make_bwd_kernel(2, 2, 32, 8, True, False, False)[0]
+    rope = qk_norm_rope.make_bwd_kernel(2, 2, 32, 8, True, False, False).kernel
     assert moved(rope, wide, one, a, b, array(1000, 12), n) == 2404
     small, half = array(1, 8), array(100, 9, np.float16)
     update = (a, b, c, half, d, small, small, n)
@@ -157,7 +160,9 @@ def test_operations_of_attention():
     B, T, H, D = 2, 64, 4, 32
     o, lse = array(B * T * H * D, 1), array(B * T * H, 2)
     sizes = [np.int32(x) for x in (T, T, H, 1, H * D, H * D, H * D)]
-    flash = lambda causal: flash_attention_bf16.make_fwd_kernel(D, causal, (64, 64, 4, 1, True))
+    flash = lambda causal: flash_attention_bf16.make_fwd_kernel(
+        D, causal, Tiles(64, 64, 4, 1, True)
+    )
     args = (o, lse, o, o, o, *sizes)
     assert kernel_cost(flash(True), args).flops == 4 * B * H * T * T * D / 2
     assert kernel_cost(flash(False), args).flops == 4 * B * H * T * T * D
@@ -168,15 +173,15 @@ def test_operations_of_attention_backward():
     B, T, H, G, D = 2, 64, 4, 2, 32
     sizes = [np.int32(x) for x in (T, T, H, H // G, 1, 1, 1, 1)]
     q, k, lse = array(B * T * H * D, 1), array(B * T * G * D, 2), array(B * T * H, 3)
-    pairs = flash_attention_bf16_bwd_d128.make_pairs_kernel
+    wide = flash_attention_bf16_bwd_d128.make_dkdv_d128_kernel
     whole = flash_attention_bf16_bwd_whole.make_whole_kernel
     dq, dkdv = flash_attention_bf16_bwd.make_dq_kernel, flash_attention_bf16_bwd.make_dkdv_kernel
     product = 2 * B * H * T * T * D / 2
     for kernel, arrays, products in (
-        (dq(D, True, (64, 64, 4, 1)), (q, lse, q, q, k, k, q, lse), 3),
-        (dkdv(D, True, (64, 64, 4, 1)), (k, k, q, q, k, k, lse, lse), 4),
-        (pairs(128, True, (64, 64, 8, 1)), (k, k, q, q, k, k, lse, lse), 4),
-        (whole(D, True, (64, 1)), (q, k, k, q, q, k, k, q, lse), 5),
+        (dq(D, True, Tiles(64, 64, 4, 1)), (q, lse, q, q, k, k, q, lse), 3),
+        (dkdv(D, True, Tiles(64, 64, 4, 1)), (k, k, q, q, k, k, lse, lse), 4),
+        (wide(128, True, Tiles(64, 64, 8, 1)), (k, k, q, q, k, k, lse, lse), 4),
+        (whole(D, True, WholeTiles(64, 1)), (q, k, k, q, q, k, k, q, lse), 5),
     ):
         assert kernel_cost(kernel, (*arrays, *sizes)).flops == products * product
 
@@ -187,7 +192,7 @@ def test_operations_and_bytes_of_attention_through_tensor_maps(monkeypatch):
     dims = (D, H, T, B), (D, G, S, B), (D, G, S, B), (D, H, T, B), (256, 8)
     specs = tuple(_tensor_maps.TensorMapSpec(0, d, (), ()) for d in dims)
     monkeypatch.setattr(_tensor_maps, "_evictable", {(0, specs): maps})
-    kernel = flash_attention_hopper_bwd.make_dq_kernel(D, True, (64, 2, 2, 1, 1))
+    kernel = flash_attention_hopper_bwd.make_dq_kernel(D, True, HopperTiles(64, 2, 2, 1, 1))
     cost = kernel_cost(kernel, (maps, lse))
     assert cost.flops == 6 * B * H * T * S * D
     elements = 2 * B * H * T * D + 2 * B * G * S * D

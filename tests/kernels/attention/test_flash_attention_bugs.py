@@ -85,11 +85,11 @@ BUGS = {
     "one copy too many in flight": (BWD, "        while n0 < end:\n            wait_copies(0)", "        while n0 < end:\n            wait_copies(1)", UninitializedError),
     "copies not committed": ("primitives.tiles", "stride, valid)\n        commit_copies()", "stride, valid)", UninitializedError),
     "next tile into this one's place": (FWD, "copy_kv(smem, other, k,", "copy_kv(smem, now, k,", KernelError),
-    "rows stored before they are complete": ("primitives.tiles", "        cuda.syncwarp()  # the rows are whole\n", "", RaceError),
+    "rows stored before they are complete": ("primitives.tiles", "        cuda.syncwarp()  # the rows are complete\n", "", RaceError),
     "statistics of the other stage": (BWD, "weights(s, stats, now // 2 + LSE", "weights(s, stats, other // 2 + LSE", KernelError),
     # swizzle and fragments
     "no swizzle": ("primitives.tiles", "chunk ^ ((row >> SHIFT) & MASK)", "chunk", KernelError),
-    "rows swizzled by another rule than read": ("primitives.tiles", "to, source = a + place(row, chunk)", "to, source = a + row * D + chunk * 8", WRONG),
+    "rows swizzled by another rule than read": ("primitives.tiles", "to, source = a + chunk_offset(row, chunk)", "to, source = a + row * D + chunk * 8", WRONG),
     "right operand not transposed": ("primitives.tiles", "            ldmatrix_trans(fb, smem, b + left_lane(), 16 * n, 16 * k * D)", "            ldmatrix(fb, smem, b + left_lane(), 16 * n, 16 * k * D)", WRONG),
     "halves of the right operand exchanged": ("primitives.tiles", "mma_bf16(s[m, 2 * n + 1], fa[m], fb[1])", "mma_bf16(s[m, 2 * n + 1], fa[m], fb[0])", WRONG),
     "packed tiles in the wrong order": ("primitives.tiles", "n, r = 2 * k + i // 2, i % 2", "n, r = 2 * k + i % 2, i // 2", WRONG),

@@ -65,8 +65,10 @@ def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int
 
 
 def declare_mapped_cost(kernel, products: int, causal: bool) -> None:
-    """For kernels whose first argument are the tensor maps of Q, K, ...: they move every mapped tensor once, and multiply
-    `products` matrices of T x S x D for each head."""
+    """Declare the cost of a kernel whose first argument is the tensor maps of Q, K, ....
+
+    It moves every mapped tensor once and multiplies `products` matrices of T x S x D per head.
+    """
 
     def nbytes(maps, *rest):
         return distinct_bytes(maps, *rest) + sum(size for _, size in tensors_of(maps))
