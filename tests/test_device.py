@@ -32,11 +32,11 @@ def test_without_a_gpu(monkeypatch):
 
 def test_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it fails
-    device.cupy.cache_clear()
+    device._usable_cupy.cache_clear()
     try:
         assert device.cupy() is None and not device.gpu_available()
     finally:
-        device.cupy.cache_clear()
+        device._usable_cupy.cache_clear()
 
 
 def test_the_cpu():

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def program(name, folder, *arguments, launcher=()):
     """Run examples/NAME in a folder. -> its output"""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # for Open MPI
+    env = {**os.environ, **root, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     command = [*launcher, sys.executable, ROOT / "examples" / name, *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

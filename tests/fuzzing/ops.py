@@ -25,7 +25,7 @@ from xtrain.simulator import RaceError, sim
 from .drive import Refused, Target
 
 HELPERS = re.compile(
-    r"_|make_|values_of|check_|shared_|refuse_|choose|flat_inputs|positions_for|multiprocessors|.*(_bytes|_ref|_kernel)$"
+    r"_|make_|values_of|check_|shared_|refuse_|choose|flat_inputs|gpu_of|in_place|positions_for|multiprocessors|.*(_bytes|_ref|_kernel)$"
 )
 INT32 = {"ids", "rows", "lengths", "positions", "edges", "history", "top_k", "step", "plan", "row"}
 INT64 = {"targets", "seed", "sequence"}
