@@ -360,7 +360,7 @@ def attention(q_THD, k_TGD, v_TGD):
 
 
 def forward(w, ids_BT, c):
-    """-> {stage: its output (B, T, ...)}, with the stage names of xtrain.compare."""
+    """-> {stage: its output (B, T, ...)}, with the stage names of xtrain.inspect.compare."""
     B, T = ids_BT.shape
     H, G, D, eps = c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     cos, sin = rope_tables(D, T, c.rope_theta)
@@ -399,7 +399,7 @@ print(f"loss {loss:.4f}, ln 50 = {math.log(50):.4f}")
 # whose difference jumps. This is how to find *where* two implementations diverge.
 
 # %%
-from xtrain.compare import stages
+from xtrain.inspect.compare import stages
 
 theirs = stages(model, ids[:, :-1])
 for name, a in mine.items():

@@ -256,6 +256,7 @@ def clip_factor(gradients, limit):
 
 # %%
 import xtrain
+from xtrain.nn.optim import clip
 
 shape = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64)
 model = xtrain.Transformer(
@@ -354,7 +355,7 @@ def train(model, optimizer, rng, first, last, steps=60):
         loss = model.loss(ids, targets)
         loss.backward()
         optimizer.lr = learning_rate(step, steps, 1e-2, 5, 0.1)
-        optimizer.step(xtrain.optim.clip(model, 1.0)[1])
+        optimizer.step(clip(model, 1.0)[1])
         losses.append(loss.item())
     return losses
 

@@ -570,10 +570,10 @@ lesson.source(cast.cast_chunks)
 
 # %% [markdown]
 # Master weights: AdamW reads and writes the float32 weights and writes the bf16 copy in the same
-# pass (`with_half`), while the new weight is in a register. This is your 12.2, fused.
+# pass (`with_copy`), while the new weight is in a register. This is your 12.2, fused.
 
 # %%
-lesson.source(adamw.make_adamw_kernel, "if with_half")
+lesson.source(adamw.make_adamw_kernel, "if with_copy")
 
 # %% [markdown]
 # The residual stream: in the fused norm of lesson 11, `x` and `h` are float32 while `r` and `y` are

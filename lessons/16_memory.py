@@ -437,8 +437,8 @@ lesson.source(ShardedAdamW.apply)
 # And here is the plan's model of CuPy's pool: your `take` and `give`, with best fit.
 
 # %%
-lesson.source(memory.Pool.take)
-lesson.source(memory.Pool.give)
+lesson.source(memory.Pool.allocate)
+lesson.source(memory.Pool.free)
 
 # %% [markdown]
 # ## What did not help

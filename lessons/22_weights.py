@@ -289,7 +289,7 @@ def first_parting(ours, theirs, tolerance):
 # The tool names the stage, and the stage almost names the mistake:
 
 # %%
-from xtrain.compare import stages
+from xtrain.inspect.compare import stages
 
 ids = rng.integers(0, 96, (2, 12))
 right = stages(model, ids)
@@ -351,7 +351,7 @@ except ImportError:
         "transformers is not installed: run pip install torch transformers, then run this cell again"
     )
 else:
-    from xtrain.compare import load_transformers, stages_of_transformers
+    from xtrain.inspect.compare import load_transformers, stages_of_transformers
 
     other = load_transformers(folder)
     theirs = stages_of_transformers(other, ids)
