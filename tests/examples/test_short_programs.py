@@ -59,3 +59,10 @@ def test_several_ranks(tmp_path):
     losses = [float(re.search(r"loss ([\d.]+)", text)[1]) for text in (one, two)]
     assert abs(losses[0] - losses[1]) < 1e-3 and losses[0] < 3.5
     assert "2 ranks" in two and "identical weights: True" in two
+
+
+def test_lora(trained):
+    said = program("lora.py", trained[0], "my-model", DATA / "grammar.txt", 12)
+    first, last, merged = (float(x) for x in re.findall(r"\d+\.\d+", said.splitlines()[-1]))
+    assert last < first and abs(merged - last) < 0.2  # the merged weights are one step newer
+    assert "the dog" in program("serve.py", trained[0], "my-lora", "the dog")

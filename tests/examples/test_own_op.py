@@ -1,4 +1,4 @@
-"""examples/relu_squared, the example of lessons/howto/add_an_op.md. The tests of every op look like these."""
+"""examples/own_op.py, the example of lessons/howto/add_an_op.md. The tests of every op look like these."""
 
 import sys
 from pathlib import Path
@@ -9,9 +9,9 @@ import pytest
 import torch
 from checks import assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "relu_squared"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from relu_squared import (
+from own_op import (
     BLOCK,
     relu_squared,
     relu_squared_bwd,
