@@ -419,7 +419,7 @@ batches_apart = np.linalg.norm(gradient - other) / np.linalg.norm(gradient)
 print("another batch's gradient differs 30 times as much:   ", batches_apart > 30 * apart)
 
 # %% [markdown]
-# The first four limits are the ones that `tests/test_precision.py` enforces for xtrain's real bf16
+# The first four limits are the ones that `tests/nn/test_precision.py` enforces for xtrain's real bf16
 # model, on a GPU, with the layers of `dim384`; in addition, after 150 steps the losses may differ
 # by at most 0.01. A gradient error of about one percent does no harm: the last line compares it
 # with the much larger noise from the choice of the batch. On a GPU that supports bf16 (*compute
@@ -631,4 +631,4 @@ lesson.table(
 #
 # - D. Kalamkar et al., *A Study of BFLOAT16 for Deep Learning Training*, 2019.
 # - P. Micikevicius et al., *Mixed Precision Training*, 2018: masters, and loss scaling for float16.
-# - `tests/test_precision.py`: the limits, and the same comparison with PyTorch's autocast.
+# - `tests/nn/test_precision.py`: the limits, and the same comparison with PyTorch's autocast.

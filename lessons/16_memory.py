@@ -374,7 +374,8 @@ print(f"the plan of the current code: {plain.reserved / 1e9:.2f} GB")
 # %% [markdown]
 # A measurement belongs to a commit; a plan belongs to the current code. If the two differ, the code
 # has changed since the measurement and now uses less or more memory. For the same commit they must
-# agree: `tests/test_memory.py` requires the plan to match what a GPU's pool reserves to within 5 %.
+# agree: `tests/training/test_memory_plan.py` requires the plan to match what a GPU's pool reserves
+# to within 5 %.
 #
 # On a GPU, the next cell compares the plan with the pool:
 

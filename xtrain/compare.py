@@ -4,7 +4,7 @@ Loads a Hugging Face folder with xtrain and with transformers (fp32, eager atten
 compares what every stage returns, in the order of the forward pass. A mistake shows as the first stage whose difference
 jumps; whatever follows has inherited it.
 
-Exit code 0: they agree; 1: they part; 2: the folder or the options cannot be used.
+Exit code 0: they agree; 1: they differ; 2: the folder or the options cannot be used.
 """
 
 import sys

@@ -5,12 +5,13 @@
     python -m xtrain.profile --plan [--preset NAME] [--dim ... --layers ...] [--gpus 1,4,8]
 
 The first measures: the parts of a step (from an idle GPU to an idle GPU), every kernel with its share
-of the step and of what the card can do, how much of the time the GPU is busy; beside it planned and
+of the step and of the card's limits, how much of the time the GPU is busy; next to it planned and
 real memory. --trace writes a file for ui.perfetto.dev, --picture one of the memory over a step. On a
 CPU the table lists ops instead of kernels.
 Under `nsys profile` one eager step carries NVTX ranges per op and layer (package nvtx).
 
-The second needs no GPU and runs nothing: what a step of any model takes, and what fits (memory.py).
+The second needs no GPU and runs nothing: what a step of any model takes, and what fits
+(training/memory_plan.py).
 """
 
 import sys

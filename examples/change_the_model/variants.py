@@ -1,6 +1,6 @@
-"""Models that are no Llama, optimizers that are no AdamW, a run with its own schedule and data, a look inside.
+"""Models other than Llama, optimizers other than AdamW, a run with its own schedule and data, a look inside.
 
-Pieces of lessons/howto/change_the_model.md; tests/test_variants.py compares each with PyTorch.
+Pieces of lessons/howto/change_the_model.md; tests/examples/test_variants.py compares each with PyTorch.
 """
 
 # --8<-- [start:imports]
@@ -225,7 +225,7 @@ def orthogonal(x):
 
 # --8<-- [start:run]
 class MyRun(Run):
-    """train(TrainConfig(...), make_run=MyRun): checkpoints, --resume, metrics and the report as always."""
+    """train(TrainConfig(...), make_run=MyRun): checkpoints, --resume, metrics and the report work as before."""
 
     def __init__(self, config, model, corpus, ranks):
         super().__init__(config, with_plain_mlps(model, F.silu), corpus, ranks)
@@ -237,7 +237,7 @@ class MyRun(Run):
     def learning_rate(self):  # constant, then linearly to zero
         return self.config.lr * min(1, 5 * (1 - self.done / self.config.steps))
 
-    def next_batch(self):  # ids, targets (batch, T); self.loader is what resuming puts in its place
+    def next_batch(self):  # ids, targets (batch, T); resuming restores the position of self.loader
         ids, targets = super().next_batch()
         return ids, np.where(ids == self.corpus.tokenizer.eot_id, -100, targets)
 

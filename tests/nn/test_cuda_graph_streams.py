@@ -1,6 +1,6 @@
 """Which stream waits for which when a captured step is started: with streams that only write down what they are asked.
 
-(What the steps compute is test_graph.py's business, on a GPU.)
+(What the steps compute is test_cuda_graph.py's business, on a GPU.)
 """
 
 import contextlib

@@ -104,7 +104,7 @@ def test_on_gpus(environment, tmp_path):
 
     count = cupy().cuda.runtime.getDeviceCount()
     if count < 2:
-        # NCCL refuses two ranks on one GPU; tests/test_peer.py plays the ranks with threads
+        # NCCL refuses two ranks on one GPU; test_copy_collectives.py plays the ranks with threads
         pytest.skip("needs two GPUs")
     code, out, err = finish(start(environment, count, HERE / "mpi" / "gpus.py", tmp_path), 500)
     print(out)

@@ -1,6 +1,6 @@
 """Kill training runs at random times, resume them, and compare with a run that was never killed.
 
-    python tests/kills.py --kills 100 --record bench/results/kills.jsonl
+    python tests/training/kills.py --kills 100 --record bench/results/kills.jsonl
 
 A process trains, is killed (SIGKILL) at a wall time drawn uniformly from [0, a whole training), and is started again with
 --resume, until the run is done; then the next run begins. After every kill and at every end:

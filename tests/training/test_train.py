@@ -12,7 +12,8 @@ from xtrain.errors import UserError
 from xtrain.train import main, train
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
-GOLDEN = DATA / "golden_losses.json"  # written by: python tests/test_train.py
+# written by: PYTHONPATH=tests/helpers python tests/training/test_train.py
+GOLDEN = DATA / "golden_losses.json"
 
 
 @pytest.fixture(autouse=True)

@@ -86,6 +86,7 @@ class Attention(Module):
     """QK-norm if the model has it, RoPE, causal softmax over grouped heads, output projection.
 
     `qkv` is the packed projection to q, k and v. The block calls it together with the norm before it, see add_norm_linear.
+    `q_norm` and `k_norm` only hold weights: `attend` uses them in one op together with RoPE and does not call the modules.
     """
 
     def __init__(self, c: ModelConfig):

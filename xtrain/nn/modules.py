@@ -397,11 +397,14 @@ class Linear(Module):
 
 
 class RMSNorm(Module):
-    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel."""
+    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel.
+
+    out_dtype: of the result without a residual; None: as the input. Transformer sets it on the first norm of a bf16 model.
+    """
 
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = Parameter((dim,), None), eps
-        self.out_dtype: Any = None  # of the result without a residual; None: as the input
+        self.out_dtype: Any = None
 
     def __call__(self, x_NC: Tensor, residual_NC: Tensor | None = None) -> Any:
         if residual_NC is None:
