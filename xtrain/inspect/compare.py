@@ -183,6 +183,6 @@ def _ids(config, model):
         ids = np.random.default_rng(config.seed).integers(0, V, (config.batch, length))
     if not (2 <= ids.shape[1] <= longest and ids.min() >= 0 and ids.max() < V):
         raise UserError(
-            f"the model takes 2 to {longest} tokens a sequence, and ids from 0 to {V - 1}"
+            f"the model supports 2 to {longest} tokens per sequence, and ids from 0 to {V - 1}"
         )
     return ids

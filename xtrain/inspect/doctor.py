@@ -1,4 +1,4 @@
-"""Checks the machine: what xtrain finds, what is missing or does not fit together, and the command that fixes it.
+"""Checks the machine: what xtrain finds, what is missing or incompatible, and the command that fixes it.
 
 This module must work in a broken installation: it imports only the standard library at the top. A package that a check
 needs is imported inside the check, and a missing one is a finding with its install command.

@@ -1,4 +1,4 @@
-"""Checks backward passes: finite differences against autograd, in float64 on NumPy arrays.
+"""Checks backward passes: compares autograd with finite differences, in float64 on NumPy arrays.
 
     L(inputs) = sum of <c, output> over the outputs, c random. For a random direction v of one input x:
     (L(x + e v) - L(x - e v)) / 2e  =  <dL/dx, v> + O(e^2)

@@ -54,7 +54,7 @@ def observe_ops(observer: OpObserver) -> Iterator[None]:
 def observed(function: Any, way: str, ctx: Any, args: Sequence[Any]) -> Any:
     """function.forward(ctx, *args) or function.backward(ctx, *args), with the observers.
 
-    The layer of a backward is that of its forward. So an op that is run again in backward (see recompute.py) belongs to the
+    The layer of a backward is that of its forward. So an op that backward recomputes (recompute.py) belongs to the
     same layer both times.
     """
     if way == "forward":

@@ -1,4 +1,4 @@
-"""Tensor: an array, its gradient, and the place in the graph where it was made.
+"""Tensor: an array, its gradient, and the node of the graph that made it.
 
 The gradient of a leaf accumulates. The rule is in `Tensor.grad_target`: the first gradient is written, later ones are added.
 """
@@ -57,6 +57,7 @@ class Tensor:
 
     @property
     def data(self) -> Array:
+        """The values. Another array of the same shape can be assigned."""
         return self._data
 
     @data.setter
@@ -73,6 +74,7 @@ class Tensor:
     # ------------------------------------------------------------------------- the gradient
     @property
     def grad(self) -> Array | None:
+        """The gradient; None before backward. Reading it zero-fills memory that has not been written yet."""
         self.zero_unwritten_grad()
         return self._grad
 
@@ -81,7 +83,7 @@ class Tensor:
         self._grad, self.grad_written = array, array is not None
 
     def zero_unwritten_grad(self) -> None:
-        """Fill the memory of the gradient with zeros, unless a gradient is there."""
+        """Fill the memory of the gradient with zeros if no gradient has been written to it."""
         if self._grad is not None and not self.grad_written:
             self._grad.fill(0)
             self.grad_written = True

@@ -7,7 +7,7 @@
         manifest.json                                         a checksum of every file and tensor: formats/manifest.py
 
 `snapshot` copies the state to host memory; training waits only for that. `write` writes it to a temporary folder next to its
-final one, reads it back, syncs it to disk and renames it. So a checkpoint exists completely or not at all, and later damage
+final one, reads it back, syncs it to disk and renames it. So a checkpoint is either complete or absent, and later damage
 is detected. Its contents do not depend on how parameters are packed or padded in memory, or on the number of ranks.
 """
 
