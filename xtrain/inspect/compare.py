@@ -68,7 +68,8 @@ def first_divergence(differences: list[Difference], tolerance: float) -> Differe
 def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
     """One forward pass of xtrain -> {stage: its output}: (B, T, C), logits (B, T, V), loss ()."""
     found: dict[str, np.ndarray] = {}
-    attended: set[str] = set()  # layers between their attention and its addition to the stream
+    # layers whose attention output has not been added to the residual stream yet
+    attended: set[str] = set()
 
     def keep(name: str, array: Array) -> None:
         found[name] = to_numpy(array).reshape(*ids.shape, -1).copy()
@@ -84,7 +85,7 @@ def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
             attended.remove(op.layer)  # (h, delta, ...): what the attention adds to the stream
             keep(f"{op.layer} attention", op.inputs[1])
         elif op.layer and not op.name:
-            # a layer returns the residual stream and what is still to be added to it
+            # a layer returns the residual stream and the branch output that still has to be added to it
             keep(f"{op.layer} output", sum(op.outputs[1:], op.outputs[0]))
 
     with observe_ops(observer):
@@ -143,7 +144,7 @@ def load_transformers(folder: Path) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
-    except Exception as error:  # it raises many types
+    except Exception as error:  # transformers raises many types of errors
         reason = str(error).strip().replace("\n", " ")[:300]
         raise UserError(f"transformers cannot load {folder}: {reason}") from None
 

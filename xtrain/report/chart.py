@@ -1,6 +1,6 @@
-"""Line charts as HTML: an SVG with the lines, which stretches with the page, and labels in HTML around it, whose size is fixed.
+"""Line charts as HTML: an SVG with the lines that scales with the page, and HTML labels of fixed size around it.
 
-Colours are CSS variables of the page (style.py), so a chart works on a light and on a dark page.
+Colours are CSS variables of the page (style.py), so a chart follows the light or dark theme of the page.
 """
 
 import html
