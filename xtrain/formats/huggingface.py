@@ -95,9 +95,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "dtype": "float32",
         "torch_dtype": "float32",
         "use_cache": True,
-        **dict.fromkeys(
-            SPECIAL
-        ),  # explicit None: the defaults of transformers for a Llama are 1 and 2
+        # explicit None: the defaults of transformers for a Llama are 1 and 2
+        **dict.fromkeys(SPECIAL),
     }
 
 

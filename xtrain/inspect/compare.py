@@ -68,8 +68,7 @@ def first_divergence(differences: list[Difference], tolerance: float) -> Differe
 def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
     """One forward pass of xtrain -> {stage: its output}: (B, T, C), logits (B, T, V), loss ()."""
     found: dict[str, np.ndarray] = {}
-    # layers whose attention output has not been added to the residual stream yet
-    attended: set[str] = set()
+    attended: set[str] = set()  # layers whose attention output is not in the residual stream yet
 
     def keep(name: str, array: Array) -> None:
         found[name] = to_numpy(array).reshape(*ids.shape, -1).copy()

@@ -444,9 +444,8 @@ def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
     constant = {k for k, n in plan.timeline[0][1].items() if n}
     most = {k: max(now.get(k, 0) for _, now in plan.timeline) for k in plan.timeline[-1][1]}
     kinds = [k for k in most if most[k] > 5e-4 * plan.peak]
-    kinds.sort(
-        key=lambda k: (k not in constant, -plan.kinds.get(k, 0))
-    )  # constant ones at the bottom
+    # constant kinds at the bottom
+    kinds.sort(key=lambda k: (k not in constant, -plan.kinds.get(k, 0)))
     gb = np.array([[now.get(k, 0) / 1e9 for _, now in plan.timeline] for k in kinds])
     colors = matplotlib.colormaps["tab20"](range(20))
     axes.stackplot(range(gb.shape[1]), gb, labels=kinds, colors=colors, step="post", lw=0)

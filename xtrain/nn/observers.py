@@ -61,9 +61,8 @@ def observed(function: Any, way: str, ctx: Any, args: Sequence[Any]) -> Any:
         ctx.layer, inputs = _layer, tuple(args)
     else:
         inputs = (*args, *ctx.saved)
-    op = Op(
-        function.__name__, way, getattr(ctx, "layer", ""), inputs
-    )  # forward may have run unobserved
+    # without a layer: forward may have run unobserved
+    op = Op(function.__name__, way, getattr(ctx, "layer", ""), inputs)
     with _announced(op):
         out = getattr(function, way)(ctx, *args)
         op.outputs = out if isinstance(out, tuple) else (out,)
