@@ -10,9 +10,9 @@
         ... = partial[...]
 
 An atomic releases the accesses that precede a fence which the atomic follows: a fence in the same thread, or in any thread of
-the same block before a barrier. A fence is preceded by the accesses of its thread, and by the accesses of its block before the last
-barrier. Another block acquires them by an atomic on the same element: they are then ordered for the thread of that atomic,
-and for all threads of that block after their next barrier.
+the same block before a barrier. A fence is preceded by the accesses of its thread, and by the accesses of its block before
+the last barrier. Another block acquires them by an atomic on the same element: they are then ordered for the thread of that
+atomic, and for all threads of that block after their next barrier.
 
 A fence in one thread, a barrier and the atomic in another thread are enough, because threadfence is sequentially consistent
 (fence.sc in PTX): all fences have one order, and the observed atomic determines it for this pair.
