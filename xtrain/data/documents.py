@@ -63,7 +63,7 @@ class Documents:
             )
             exists = "\0" not in str(self.root) and os.path.exists(self.root)
             what = "is neither a file nor a folder" if exists else "does not exist"
-            raise UserError(f"there is no file or folder {self.root} (it {what}): {hint}")
+            raise UserError(f"{self.root} {what}: {hint}")
         found = [path for path in self._walk() if os.path.isfile(path)]
         if self.own_source:
             found = [path for path in found if path.suffix == ".py"]

@@ -71,7 +71,7 @@ class Tokenizer:
         self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > MAX_VOCAB:
             raise UserError(
-                f"the tokenizer has the id {self.vocab_size - 1}, xtrain needs ids below {MAX_VOCAB}"
+                f"the tokenizer has the id {self.vocab_size - 1}, xtrain supports ids below {MAX_VOCAB}"
             )
         content = json.loads(backend.to_str())
         self.special_ids = frozenset(t["id"] for t in content["added_tokens"] if t["special"])

@@ -142,7 +142,9 @@ def _read(path: Path) -> dict[str, Any]:
     if text != _dump(content) or content.pop("itself", None) != _hash_of(content):
         raise Damaged(f"{path.parent}: {MANIFEST} is damaged")
     if content.get("format") != FORMAT:
-        raise Damaged(f"{path} has format {content.get('format')!r}, this xtrain reads {FORMAT}")
+        raise Damaged(
+            f"{path} has format {content.get('format')!r}, this xtrain reads {FORMAT}: use the version that wrote it"
+        )
     if not _well_formed(content):
         raise Damaged(f"{path} does not describe files and tensors")
     return content

@@ -53,7 +53,7 @@ def compare(model: Transformer, other: Any, ids: np.ndarray) -> list[Difference]
 
 def _difference(name, a, b):
     if a.shape != b.shape:
-        raise UserError(f"{name}: xtrain gives shape {a.shape}, the other one {b.shape}")
+        raise UserError(f"{name}: xtrain returns shape {a.shape}, the other model {b.shape}")
     absolute = np.abs(a.astype(np.float64) - b).max()
     relative = absolute / max(np.abs(b).max(), np.finfo(np.float32).tiny)
     return Difference(name, float(absolute), float(relative))

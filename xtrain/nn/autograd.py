@@ -228,12 +228,12 @@ def _call_backward(node, gradients):
     node.ctx = None
     result = result if isinstance(result, tuple) else (result,)
     if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):
-        raise ValueError(f"{name} gave {len(result)} gradients for {len(ctx.edges)} arguments")
+        raise ValueError(f"{name} returned {len(result)} gradients for {len(ctx.edges)} arguments")
     found = [(e, as_array(dx)) for e, dx in zip(ctx.edges, result) if e and dx is not None]
     for edge, dx in found:
         if dx.shape != edge.shape:
             where = f"argument {ctx.edges.index(edge)} of shape {edge.shape}"
-            raise ValueError(f"{name} gave a gradient of shape {dx.shape} for {where}")
+            raise ValueError(f"{name} returned a gradient of shape {dx.shape} for {where}")
     return found
 
 

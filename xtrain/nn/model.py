@@ -312,7 +312,7 @@ class Transformer(Module):
             raise UserError(f"{what} of shape {ids.shape} are empty: give at least one token")
         if ids.shape[1] > c.context:
             raise UserError(
-                f"{what} have {ids.shape[1]} tokens per sequence, the model supports {c.context} (max_seq_len)"
+                f"{what} have {ids.shape[1]} tokens per sequence, the model supports {c.context} (max_seq_len): give shorter sequences"
             )
         if is_gpu(ids) and self.device != "gpu":
             raise UserError(

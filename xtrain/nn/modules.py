@@ -57,14 +57,16 @@ class _ArenaTensor(Tensor):
         if memory is not None and array is not memory:
             memory[...] = 0 if array is None else array
         elif memory is None and array is not None:
-            raise UserError("a parameter without memory for gradients (trainable=False) got one")
+            raise UserError(
+                "a parameter of a model with trainable=False has no memory for a gradient: make the model with trainable=True"
+            )
 
     @property
     def data(self) -> Array:
         if self.offset < 0:
             raise UserError(
                 f"a parameter of shape {self.declared_shape} has no memory: call model.renew_arena() "
-                "when all modules are in their places"
+                "after adding or replacing modules"
             )
         return self._data
 

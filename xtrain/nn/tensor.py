@@ -48,7 +48,9 @@ class Tensor:
         self._data = as_array(data)
         if self._data.dtype.kind not in ("fV" if requires_grad else "fViub"):  # V: bfloat16
             kind = self._data.dtype
-            raise TypeError(f"a Tensor holds numbers, with a gradient only floating point: {kind}")
+            raise TypeError(
+                f"a Tensor holds numbers, and floating-point numbers if it has a gradient: got {kind}"
+            )
         self._grad: Array | None = None
         self.grad_written, self.requires_grad = False, requires_grad
         self.node: Any = None  # of autograd.py; None: a leaf
@@ -149,7 +151,7 @@ class Tensor:
     def __mul__(self, factor: Any) -> Tensor:
         if isinstance(factor, Tensor) or np.ndim(factor):
             raise TypeError(
-                "a Tensor can be multiplied by a number only: for anything else write a Function"
+                "a Tensor can only be multiplied by a number: write a Function for other products"
             )
         return ops["scale"](self, float(factor))
 

@@ -111,7 +111,7 @@ class Engine:
             )
         if batch_invariant and reuse_prefix:
             raise UserError(
-                "batch_invariant and reuse_prefix exclude each other: a reused prefix was computed in other chunks, which "
+                "batch_invariant and reuse_prefix exclude each other, set one to False: a reused prefix was computed in other chunks, which "
                 "may change the last bit"
             )
         self.model, self.config, self.max_batch = model, model.config, max_batch

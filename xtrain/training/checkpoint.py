@@ -272,7 +272,9 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
         for name, view in model.views(array):
             tensor = stored.get(f"{letter}.{name}")
             if tensor is None or tensor.shape != view.shape:
-                raise UserError(f"{path} does not belong to this model ({letter}.{name})")
+                raise UserError(
+                    f"{path} does not belong to this model ({letter}.{name}): resume with the options of that run"
+                )
     huggingface.load_into(model, saved.folder)
     for letter, array in moments.items():
         values = np.zeros(array.shape, np.float32)

@@ -280,6 +280,6 @@ def _make_model(
         )
     if config.seq_len > model.config.max_seq_len:
         raise UserError(
-            f"--seq-len {config.seq_len} is longer than the model's max_seq_len {model.config.max_seq_len}"
+            f"--seq-len {config.seq_len} is longer than the model's max_seq_len {model.config.max_seq_len}: choose a shorter one"
         )
     return model
