@@ -28,7 +28,7 @@ ON_GPU = {
     "numba-cuda": ">=0.24", "nvmath-python": ">=0.6", "nvidia-ml-py": ">=12", "cuda-pathfinder": ">=1.2",
 }  # fmt: skip
 LIBRARIES = ("cudart", "nvrtc", "nvvm", "nvJitLink", "cublas", "cublasLt")  # that training loads
-# Not `pip install xtrain`: on PyPI that is another project.
+# Do not install by the bare name: on PyPI `xtrain` is another project.
 EXTRA = "pip install -e '.[{}]'  # in the checkout"
 REINSTALL_MPI = "pip install --force-reinstall mpi4py mpich"
 LEAST_CUDA = 12  # major version of CUDA that the driver must support
