@@ -7,7 +7,7 @@ from . import version as _version
 
 __version__ = _version.VERSION
 
-# `python -m xtrain.train` has only begun to import: Ctrl-C just ends it, until cli.command_line takes over.
+# While `python -m xtrain.train` is importing, Ctrl-C ends it without a traceback. cli.command_line takes over afterwards.
 _importing = _sys.argv[:1] == ["-m"] and any(a.startswith("xtrain.") for a in _sys.orig_argv)
 if _importing and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
@@ -20,12 +20,14 @@ try:
     from .nn.model import Transformer
     from .nn.optim import AdamW
     from .serving.engine import Engine
-except Exception as error:  # a package is missing or does not fit; `xtrain.doctor` must still run
+except Exception as error:  # a package is missing or incompatible; `xtrain.doctor` must still run
     _reason = f"{type(error).__name__}: {error}"
 
     def __getattr__(name):
         if name in __all__:
-            raise ImportError(f"xtrain cannot work here ({_reason}): see `python -m xtrain.doctor`")
+            raise ImportError(
+                f"xtrain cannot be imported ({_reason}): run `python -m xtrain.doctor`"
+            )
         raise AttributeError(name)
 
 

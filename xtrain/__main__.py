@@ -49,10 +49,10 @@ def summary(module: str) -> str:
 
 
 def overview() -> str:
-    """Every command with what its docstring says first."""
+    """One line per command: its name and the first line of its docstring."""
     lines = [f"xtrain {name:13} {summary(module)}" for name, module in COMMANDS.items()]
     lines.append("xtrain completion    a script that completes these commands in bash or zsh")
-    lines.append("Each has --help. An overview: README.md; the pages: lessons/index.md")
+    lines.append("Each command has --help. Overview: README.md. Documentation: lessons/index.md")
     return "\n".join(lines)
 
 

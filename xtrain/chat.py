@@ -1,9 +1,9 @@
-"""Talk with a model:   python -m xtrain.chat --model FOLDER [--system TEXT] [--temperature 0.7] ...
+"""Chat with a model:   python -m xtrain.chat --model FOLDER [--system TEXT] [--temperature 0.7] ...
 
 The conversation stays in the KV cache: a turn computes only your text and the answer. The conversation is written with the
 model's chat template; a model without one continues your text as it is.
 
-    /reset      start again       /exit, or the end of input      leave        Ctrl-C      end this answer
+    /reset      start again       /exit, or the end of input      leave        Ctrl-C      stop this answer
 """
 
 import sys

@@ -26,7 +26,7 @@ BROKEN_PIPE = 141  # a shell's exit code for a program that was ended by SIGPIPE
 
 
 class Output:
-    """Standard output that never fails a run: text that a full disk or a closed pipe refuses is dropped."""
+    """Standard output whose errors never end a run: text that cannot be written (full disk, closed pipe) is dropped."""
 
     def __init__(self) -> None:
         self.refused = False
@@ -35,14 +35,14 @@ class Output:
         return getattr(sys.stdout, name)  # looked up each time: sys.stdout may be redirected
 
     def write(self, text: str) -> int:
-        """As a text stream; never raises."""
+        """Like io.TextIOBase.write, but never raises."""
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         encodable = text.encode(encoding, "replace").decode(encoding)  # ? for other characters
         self._try(lambda: sys.stdout.write(encodable))
         return len(text)
 
     def flush(self) -> None:
-        """As a text stream; never raises."""
+        """Like io.TextIOBase.flush, but never raises."""
         self._try(lambda: sys.stdout.flush())
 
     def _try(self, call: Callable[[], Any]) -> None:
@@ -53,7 +53,7 @@ class Output:
                 self.refused = True
 
     def end(self) -> None:
-        """Discard refused text, so that Python does not try to write it again at exit and fail."""
+        """Discard text that could not be written, so that Python does not try to write it again at exit and fail."""
         if self.refused:
             _discard_output()
 
@@ -92,7 +92,7 @@ def command(name: str, *, interrupted: str = "interrupted", less_memory: str = "
 def command_line(main: Callable[[], int]) -> int:
     """Call main(). -> the exit code of the program.
 
-    130 for Ctrl-C, BROKEN_PIPE if the reader of its output has ended (`| head`), 1 if the output
+    130 for Ctrl-C, BROKEN_PIPE if the reader of its output has exited (`| head`), 1 if the output
     cannot be written.
     """
     _open_streams()

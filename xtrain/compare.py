@@ -1,10 +1,10 @@
-"""Where do two implementations of one model part?   python -m xtrain.compare FOLDER
+"""Find where xtrain and transformers diverge on a model:   python -m xtrain.compare FOLDER
 
 Loads a Hugging Face folder with xtrain and with transformers (fp32, eager attention), gives both the same token ids and
 compares what every stage returns, in the order of the forward pass. A mistake shows as the first stage whose difference
-jumps; whatever follows has inherited it.
+jumps; the stages after it inherit the difference.
 
-Exit code 0: they agree; 1: they differ; 2: the folder or the options cannot be used.
+Exit code 0: they agree; 1: they diverge; 2: the folder or the options cannot be used.
 """
 
 import sys

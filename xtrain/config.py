@@ -57,7 +57,7 @@ DERIVED: Any = None  # default of a field that __post_init__ computes from the o
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama (qk_norm=False) or Qwen3 (qk_norm=True) decoder. Raises UserError on an impossible shape."""
+    """Shape of a Llama (qk_norm=False) or Qwen3 (qk_norm=True) decoder. Raises UserError on an invalid shape."""
 
     vocab_size: int  # V, tokens
     dim: int  # C, width of the residual stream
@@ -101,7 +101,7 @@ class ModelConfig:
         )
         _need(
             self.head_dim <= 256,
-            f"head_dim {self.head_dim} is larger than 256, the widest head the kernels take",
+            f"head_dim {self.head_dim} is larger than 256, the widest head that the kernels support",
         )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
@@ -240,7 +240,7 @@ class TrainConfig:
     time_limit: str | None = None
     # stop after this many steps in a row whose loss or gradient norm is not finite
     max_skips: int = 10
-    # warn of a loss this many standard deviations above the mean of the last 50; 0: never
+    # warn about a loss this many standard deviations above the mean of the last 50; 0: never
     spike_z: float = 6.0
     # also log for TensorBoard, in the run's folder (needs the package tensorboardX)
     tensorboard: bool = False
@@ -260,7 +260,7 @@ class TrainConfig:
         for name in (*counts, "eval_batches", "sample_tokens", "max_skips"):
             value = getattr(self, name)
             _need(value > 0, f"{_option(name)} must be positive, got {value}")
-        most = 2**31 - 1  # the device counts in 32 bits
+        most = 2**31 - 1  # the device counts with 32 bits
         _need(self.max_skips <= most, f"--max-skips must be at most {most}, got {self.max_skips}")
         for name in ("warmup", "seed", "keep"):
             value = getattr(self, name)
@@ -330,7 +330,7 @@ class ResolvedConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class Preset:
-    """A named model shape and the training options that suit it. The tokenizer decides the vocabulary size."""
+    """A named model shape and the training options that suit it. The tokenizer determines the vocabulary size."""
 
     model: dict[str, Any]
     train: dict[str, Any]

@@ -22,8 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if not (Path(options.target) / "tokenizer.json").is_file():
         print(
-            "it has no tokenizer.json yet: copy it from the Hugging Face release of the same model, with those "
-            f"of {', '.join(COMPANION_FILES)} and {GENERATION} that exist (tokens that end an answer, chat template)"
+            "it has no tokenizer.json yet: copy it from the Hugging Face release of the same model, together with "
+            f"{', '.join(COMPANION_FILES)} and {GENERATION} if they exist (stop tokens, chat template)"
         )
     return 0
 

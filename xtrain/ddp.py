@@ -2,8 +2,8 @@
 
 Every rank holds the whole model and computes its share of every batch. Loss and gradient are sums over the tokens of the
 batch, so the gradients of the ranks add up to the gradient of the whole batch. (--batch counts the sequences of all ranks.)
-Then every rank makes the same AdamW update, so all stay identical, bit for bit. On GPUs each rank has one, and copy engines
-or NCCL communicate the gradients; on CPUs it is NumPy and MPI.
+Then every rank makes the same AdamW update, so all stay identical, bit for bit. With --device gpu
+each rank uses one GPU, and copy engines or NCCL communicate the gradients; on the CPU, ranks use NumPy and MPI.
 
     a laptop             mpirun -n 2 python -m xtrain.ddp
     four GPUs            mpirun -n 4 python -m xtrain.ddp --batch 128
@@ -12,7 +12,7 @@ or NCCL communicate the gradients; on CPUs it is NumPy and MPI.
 
 How gradients are summed over the ranks, --dp, from the simplest to the fastest (a few lines each in parallel/ddp.py):
 
-    none      not at all: every rank trains alone. Shows the cost of the computation by itself
+    none      no communication: every rank trains alone, which shows the cost of the computation
     naive     after backward, parameter by parameter
     flat      after backward, all at once: the arena is one array
     overlap   each parameter as soon as its gradient is complete, while backward continues

@@ -18,7 +18,7 @@ import numpy as np
 from .errors import UserError
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-Array = Any  # numpy.ndarray | cupy.ndarray | simulator.SimArray: CuPy is optional, so no name to write here
+Array = Any  # numpy.ndarray | cupy.ndarray | simulator.SimArray: CuPy is optional, so an annotation cannot name its type
 
 
 _replacement: Any = None  # for CuPy: see use_array_module
@@ -31,10 +31,10 @@ def cupy() -> Any:
 
 @contextlib.contextmanager
 def use_array_module(module: Any) -> Iterator[None]:
-    """Inside, `module` stands for CuPy, whether there is a GPU or not: cupy() and array_module return it.
+    """Inside, cupy() and array_module return `module` instead of CuPy, with or without a GPU.
 
-    The memory plan uses this with arrays that have no values. It must be undone in the order in which it was done, and
-    holds for all threads.
+    The memory plan uses this with arrays that have no values. It applies to all threads, and nested uses must end in reverse
+    order.
     """
     global _replacement
     before, _replacement = _replacement, module
@@ -88,7 +88,7 @@ def resolve_device(device: str) -> str:
 
 
 def array_module(x: Array) -> ModuleType:
-    """numpy or cupy: whichever made x."""
+    """The module of the array x: numpy or cupy."""
     return np if isinstance(x, np.ndarray) else cupy()
 
 
@@ -134,7 +134,7 @@ class HostCopies:
         self.from_gpu = False
 
     def __call__(self, name: str, x: Array) -> np.ndarray:
-        """Copy x, with its values after all work queued on its device so far. -> the host buffer"""
+        """Copy x after all work queued on its device so far. -> the host buffer"""
         host = self.memory.get(name)
         if host is None or host.shape != x.shape or host.dtype != x.dtype:
             host = self.memory[name] = self._allocate(x)
@@ -195,13 +195,12 @@ class PrivatePool:
     def keep(self) -> None:
         """From now on no block is returned to the GPU while this pool exists."""
         self.kept.append(True)
-        self.pool.set_limit(
-            size=0
-        )  # at a limit ($CUPY_GPU_MEMORY_LIMIT) blocks would be returned, too
+        # with a limit ($CUPY_GPU_MEMORY_LIMIT) the pool would return blocks too
+        self.pool.set_limit(size=0)
 
 
 def _allocate(kept: list[bool], size: int) -> Any:
-    """size bytes from the GPU itself, for a PrivatePool. kept: not empty after PrivatePool.keep."""
+    """Allocate `size` bytes from the driver, for a PrivatePool. kept: not empty after PrivatePool.keep."""
     gpu = cupy().cuda
     new = lambda: gpu.MemoryPointer(gpu.Memory(size), 0)
     try:

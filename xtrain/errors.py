@@ -8,7 +8,7 @@ from typing import Any
 # The out-of-memory errors of CuPy and NumPy are MemoryErrors. The driver, cuBLAS and NCCL raise
 # RuntimeErrors with one of these texts.
 OUT_OF_MEMORY_TEXTS = ("out of memory", "MemoryAllocation", "OUT_OF_MEMORY", "ALLOC_FAILED")
-# files that only allocate for others: a description names their caller
+# files that allocate on behalf of a caller: the description names the caller instead
 ALLOCATORS = ("launch.py", "device.py", "out_of_memory.py")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .errors import UserError
 
-# where folders cannot be locked: a work folder unchanged for this long belongs to a dead process
+# where folders cannot be locked: a work folder unchanged for this long counts as left by a dead process
 STRAY_SECONDS = 3600
 FULL = {errno.ENOSPC, errno.EDQUOT}  # a full disk: freeing space fixes it, so a run continues
 
@@ -35,7 +35,7 @@ def cannot_write(path: Path, error: OSError, instead: str = "choose another --ou
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk. Raises OSError."""
+    """Wait until a file, or the entries of a folder, are on the disk. Raises OSError."""
     if os.name == "nt" and path.is_dir():  # Windows cannot sync a folder
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
@@ -123,11 +123,11 @@ def _own_folder(parent: Path, stack: contextlib.ExitStack) -> Path | None:
         stack.enter_context(locked(folder))
         if folder.exists():
             return folder
-    return None  # removed by another process, before it was locked, as that of a dead process
+    return None  # another process removed it before it was locked, as left by a dead process
 
 
 def _remove_if_dead(stray: Path) -> None:
-    # OSError: another process has removed it meanwhile
+    # OSError: another process has just removed it
     with contextlib.suppress(Busy, OSError), locked(stray) as is_locked:
         if is_locked or time.time() - stray.stat().st_mtime > STRAY_SECONDS:
             shutil.rmtree(stray, ignore_errors=True)
@@ -160,13 +160,12 @@ class Journal:
 
     def _append(self) -> None:
         with open(self.path, "ab", buffering=0) as file:
-            self.size = os.fstat(
-                file.fileno()
-            ).st_size  # another program may have truncated or extended it
+            # another program may have truncated or extended it
+            self.size = os.fstat(file.fileno()).st_size
             rest = memoryview(self.pending)
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError:
-                file.truncate(self.size)  # a reader would take half a line for a complete one
+                file.truncate(self.size)  # half a line must not look like a complete one
                 raise

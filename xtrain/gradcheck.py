@@ -1,4 +1,4 @@
-"""Check backward passes: finite differences against autograd, in float64 on NumPy arrays.
+"""Check backward passes: compare autograd with finite differences, in float64 on NumPy arrays.
 
 python -m xtrain.gradcheck              every op of nn/functional.py, and whole models
 python -m xtrain.gradcheck rmsnorm add  these ops

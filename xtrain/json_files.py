@@ -1,4 +1,4 @@
-"""Small JSON files from elsewhere, read with checks; every failure is a UserError that names the file."""
+"""Read small JSON files that any program may have written: every error is a UserError that names the file."""
 
 import contextlib
 import json
@@ -16,7 +16,9 @@ def read_json(path: Path) -> dict[str, Any]:
     with reading(path), open(path, "rb") as file:
         text = file.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
-        raise UserError(f"{path} has more than {MAX_JSON_BYTES >> 20} MB, which cannot be right")
+        raise UserError(
+            f"{path} is larger than {MAX_JSON_BYTES >> 20} MB: it is damaged or the wrong file"
+        )
     return parse_json(text, path)
 
 
@@ -25,14 +27,14 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: it holds no valid JSON ({error})") from None
+        raise UserError(f"{path} is damaged: its JSON is not valid ({error})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} is damaged: it must hold a JSON object")
     return value
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two equal keys json would keep the last, another reader the first."""
+    """The pairs as a dict. Raises ValueError for a key that occurs twice: readers would disagree about its value."""
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,4 +1,4 @@
-"""Lessons: start exercises, check them, look into a kernel.
+"""List, start and check the exercises of the lessons.
 
     python -m xtrain.lesson list           the exercises of each lesson, and your file
     python -m xtrain.lesson start 1        copy lesson 1's exercises to my_lessons/, where you edit them

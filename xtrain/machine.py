@@ -1,4 +1,4 @@
-"""Facts about this machine, without any library."""
+"""Facts about this machine, from the standard library alone."""
 
 import contextlib
 import os

@@ -1,17 +1,17 @@
-"""Where do time and memory of a training step go?
+"""Measure the time and memory of a training step, or plan its memory.
 
     python -m xtrain.profile [--preset NAME] [--precision bf16] [--no-graph] [--trace FILE] [--picture FILE]
-    python -m xtrain.profile --run runs/NAME          the same of a run's model; the tables go onto its report.html
+    python -m xtrain.profile --run runs/NAME          the same for a run's model; the tables are added to its report.html
     python -m xtrain.profile --plan [--preset NAME] [--dim ... --layers ...] [--gpus 1,4,8]
 
-The first measures: the parts of a step (from an idle GPU to an idle GPU), every kernel with its share
-of the step and of the card's limits, how much of the time the GPU is busy; next to it planned and
-real memory. --trace writes a file for ui.perfetto.dev, --picture one of the memory over a step. On a
-CPU the table lists ops instead of kernels.
-Under `nsys profile` one eager step carries NVTX ranges per op and layer (package nvtx).
+The first form measures the parts of a step (synchronized before and after), the time of every kernel
+compared with the limits of the GPU, the share of the time in which the GPU is busy, and the memory
+in use next to the planned memory. --trace writes a file for ui.perfetto.dev, --picture a chart of the
+memory over a step. On a CPU the table lists ops instead of kernels.
+Under `nsys profile` one eager step has NVTX ranges per op and layer (package nvtx).
 
-The second needs no GPU and runs nothing: what a step of any model takes, and what fits
-(training/memory_plan.py).
+--plan needs no GPU and runs nothing: it computes the memory that a step of any model needs, and which
+batch sizes fit (training/memory_plan.py).
 """
 
 import sys

@@ -108,7 +108,7 @@ def test_bad_file(tmp_path, name, content, sentence, in_a_folder):
 
 @pytest.mark.parametrize("name", ["missing", "x" * 5000, "a\0b"])
 def test_missing_path(tmp_path, name):
-    with pytest.raises(UserError, match="there is no file or folder"):
+    with pytest.raises(UserError, match="does not exist: give a text file"):
         list(Documents(tmp_path / name))
 
 

@@ -152,7 +152,7 @@ HUGE_ID = {"model": {"type": "BPE", "vocab": {"</s>": 4_000_000_000}, "merges": 
         (b"{}", "is not a tokenizer.json"),
         (b"\xff\x00", "is not a tokenizer.json"),
         (json.dumps(WORDLEVEL).encode(), "WordLevel tokenizer, xtrain needs BPE"),
-        (json.dumps(HUGE_ID).encode(), "xtrain needs ids below"),
+        (json.dumps(HUGE_ID).encode(), "xtrain supports ids below"),
         (TOKENIZER._json().replace(b"<|endoftext|>", b"<end>"), "no token '<|endoftext|>'"),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_name_twice(path):
     header, data = header_of(path)
     text = json.dumps(header).replace('"scalar"', '"norm"').encode()
     write_header(path, text, data)
-    refused(path, "no valid JSON (norm occurs twice)")
+    refused(path, "its JSON is not valid (norm occurs twice)")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -157,8 +157,8 @@ def test_malformed_headers(path):
     refused(path, r"describes evil\nxxx")
     for text, words in (
         (b"[]", "must hold a JSON object"),
-        (b"{" * 10**5, "no valid JSON"),
-        (b"\xff", "no valid JSON"),
+        (b"{" * 10**5, "its JSON is not valid"),
+        (b"\xff", "its JSON is not valid"),
     ):
         write_header(path, text, data)
         refused(path, words)

@@ -95,8 +95,8 @@ def test_on_a_cpu_ops_are_listed(capsys, tmp_path):
         (["--picture", "none/x.png"], "none/x.png cannot be written: No such file or directory"),
         (["--picture", "a.txt/x.png"], "a.txt/x.png cannot be written: Not a directory"),
         (["--picture", "x.foo"], "--picture x.foo must end with one of .png"),
-        (["--trace", "x.json"], "--trace shows the kernels of a GPU: leave it out on a CPU"),
-        (["--plan", "--picture", "x.png"], "--plan runs nothing"),
+        (["--trace", "x.json"], "--trace needs a GPU: omit it on a CPU"),
+        (["--plan", "--picture", "x.png"], "--trace and --picture need a measured step"),
     ],
 )
 def test_files_are_refused_before_anything_is_measured(

@@ -299,7 +299,7 @@ IDS = np.zeros((2, 4), int)
 @pytest.mark.parametrize(
     "ids, message",
     [
-        (np.zeros((2, 33), int), "ids have 33 tokens a sequence, the model takes 32"),
+        (np.zeros((2, 33), int), "ids have 33 tokens per sequence, the model supports 32"),
         (IDS + 100, "ids hold 100: they must be below vocab_size, 100"),
         (IDS - 1, "ids hold -1"),
         (IDS - 100, "ids hold -100"),  # that is allowed for targets only

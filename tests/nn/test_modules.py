@@ -234,7 +234,7 @@ def test_modules_are_found_wherever_they_are():
 def test_parameters_that_cannot_be():
     with pytest.raises(UserError, match="at least one axis"):
         Parameter((), None)
-    with pytest.raises(UserError, match="takes a shape"):
+    with pytest.raises(UserError, match="needs a shape"):
         Parameter(np.ones((3, 4), np.float32), None)
     with pytest.raises(UserError, match="more rows"):
         Parameter((3, 4), 0.1, {"a": 2, "b": 2})

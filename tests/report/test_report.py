@@ -190,7 +190,7 @@ def test_phases_of_a_captured_step(folder, tmp_path):
 def test_what_cannot_be_shown(tmp_path, capsys):
     for arguments, sentence in (
         ([], "no run was given"),
-        ([str(tmp_path / "none")], "there is no run at"),
+        ([str(tmp_path / "none")], "is not a folder"),
         ([str(tmp_path)], "is not a run"),
         ([str(tmp_path), str(tmp_path), "--sentence", "a"], "for one run"),
     ):

@@ -107,20 +107,20 @@ def test_templates_that_fail(folder):
     assert ChatTemplate.load(folder) is None
     set_template(folder, TEMPLATES["llama 2"])
     with pytest.raises(
-        UserError, match="refuses this conversation: Conversation roles must alternate"
+        UserError, match="rejects this conversation: Conversation roles must alternate"
     ):
         ChatTemplate.load(folder).render(TALK[:1] + TALK[2:])
     for source, words in (
         ("{% if %}", "cannot be read"),
-        ("{{ messages.x.y }}", "refuses this conversation"),
-        ("{{ 1 / 0 }}", "refuses this conversation"),
-        ("\ud800", "refuses this conversation"),
-        ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "refuses this conversation"),
-        ("{% for i in range(10**12) %}{% endfor %}", "refuses this conversation"),
+        ("{{ messages.x.y }}", "rejects this conversation"),
+        ("{{ 1 / 0 }}", "rejects this conversation"),
+        ("\ud800", "rejects this conversation"),
+        ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "rejects this conversation"),
+        ("{% for i in range(10**12) %}{% endfor %}", "rejects this conversation"),
         ({"a": 1}, "must be a text or a list"),
-        ("{{ '{x}'.format() }}", "refuses this conversation: KeyError 'x'"),
-        ("{{ '{}'.format() }}", "refuses this conversation: IndexError"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses .*: RecursionError"),
+        ("{{ '{x}'.format() }}", "rejects this conversation: KeyError 'x'"),
+        ("{{ '{}'.format() }}", "rejects this conversation: IndexError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "rejects .*: RecursionError"),
         ("{{" + "(" * 10**4 + "1" + ")" * 10**4 + "}}", "cannot be read: RecursionError"),
     ):
         set_template(folder, source)
@@ -331,7 +331,7 @@ def test_a_later_turn_that_the_template_rejects_does_not_end_the_chat(folder, mo
     set_template(folder, angry + CHATML)
     options = ["--max-new-tokens", "3", "--temperature", "0"]
     code, out, err = run(monkeypatch, capsys, folder, "x\nno\ny\n", *options)
-    assert code == 0 and "[the model's chat template refuses this conversation: not that]" in err
+    assert code == 0 and "[the model's chat template rejects this conversation: not that]" in err
     assert out == run(monkeypatch, capsys, folder, "x\ny\n", *options)[1]
     assert run(monkeypatch, capsys, folder, "no\ny\n", *options)[0] == 2  # the first turn
 
@@ -339,7 +339,7 @@ def test_a_later_turn_that_the_template_rejects_does_not_end_the_chat(folder, mo
 def test_the_notes_and_errors_of_the_loop(folder, monkeypatch, capsys):
     options = ["--max-new-tokens", "100", "--max-seq-len", "40"]
     code, out, err = run(monkeypatch, capsys, folder, "größe\nx\n", "--system", "kind", *options)
-    assert code == 0 and "no chat template" in err and "--system is left out" in err
+    assert code == 0 and "no chat template" in err and "--system is ignored" in err
     assert "context 40 of 128 tokens" in err
     assert "the context of 40 tokens is full: type /reset" in err and "[the context is full" in err
     for wrong in (["--max-new-tokens", "0"], ["--top-p", "2"], ["--seed", "-1"]):

@@ -37,7 +37,9 @@ def refused(capsys, folder, *words, prompt="def f", more=()):
 
 def test_prompts_and_options(folder, capsys):
     refused(capsys, folder, "prompt 1 is empty", prompt="")
-    refused(capsys, folder, "prompt 1 has", "the model takes 64", "shorten it", prompt="def f" * 50)
+    refused(
+        capsys, folder, "prompt 1 has", "the model supports 64", "shorten it", prompt="def f" * 50
+    )
     refused(capsys, folder, "temperature", more=["--temperature", "-1"])
     refused(capsys, folder, "a finite number", more=["--temperature", "inf"])
     refused(capsys, folder, "a --stop text is empty", more=["--stop", ""])

@@ -120,7 +120,7 @@ def test_a_flipped_bit_is_found_when_the_model_is_loaded(stopped, tmp_path):
     model = xtrain.Transformer.from_pretrained(folder)
     flip(folder / "model.safetensors", 8 * 9000 + 1)
     with pytest.raises(
-        UserError, match=r"model.safetensors is damaged in .*: take another checkpoint"
+        UserError, match=r"model.safetensors is damaged in .*: use another checkpoint"
     ):
         xtrain.Transformer.from_pretrained(folder)
     with pytest.raises(UserError, match=r"model.safetensors is damaged"):

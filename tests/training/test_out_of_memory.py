@@ -83,7 +83,7 @@ def test_at_the_command_line(tmp_path, monkeypatch, capsys, owner, name, where, 
     for text in (
         "a step of 4 x 32 tokens",
         "moments",
-        "what needs less",
+        "options that need less",
         "--micro-batch 2",
         "--recompute block",
     ):

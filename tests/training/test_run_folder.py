@@ -406,9 +406,9 @@ def test_how_to_go_on(tmp_path):
         run(tmp_path, said, **KIND | more)
         return next((x.split("  ")[-1].strip() for x in said.export_text().splitlines() if "continue this run" in x), "")  # fmt: skip
 
-    assert ends(stop_at=3) == "the same command with --resume and another --stop-at than 3"
-    assert ends(stop_at=3, resume=True) == "the same command with --resume and another --stop-at than 3"  # fmt: skip
+    assert ends(stop_at=3) == "the same command with --resume and a larger --stop-at, or none"
+    assert ends(stop_at=3, resume=True) == "the same command with --resume and a larger --stop-at, or none"  # fmt: skip
     assert ends(time_limit="0.001", resume=True) == "the same command with --resume"
     assert ends(resume=True) == ""
-    words = "with --resume and more --steps: it is past 5"
+    words = "the same command with --resume and --steps larger than 9"
     assert ends(resume=True, steps=5, allow_change=("steps",)) == words

@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import UserError
 from .shards import read_shard
 
-# epochs in one batch: more is a mistake, and would take minutes and gigabytes to find out
+# epochs in one batch: more is certainly a mistake, and would take minutes and gigabytes
 MAX_EPOCHS_PER_BATCH = 1000
 
 
@@ -17,7 +17,7 @@ class Loader:
     """Endless shuffled batches for next-token prediction.
 
     In an epoch each shard is a ring that starts at a random token and is cut into len // T windows,
-    so the windows differ from epoch to epoch and no token is left out for good. (A window may cross
+    so the windows differ from epoch to epoch and every token is used in some epoch. (A window may cross
     the seam: the last document is followed by the first.) The order of the windows is a
     permutation. Both follow from (seed, epoch) alone, so the state is one number, `position`: the
     number of sequences that all ranks together have read.
@@ -36,7 +36,7 @@ class Loader:
         vocab_size: int | None = None,
     ):
         """shards: .bin files. B: sequences in the batch of all ranks. T: tokens of a sequence.
-        vocab_size: refuse shards with an id that is not below it. Raises UserError."""
+        vocab_size: an id that is not below it raises UserError."""
         if B % world:
             raise UserError(
                 f"--batch {B} is not a multiple of the {world} ranks: choose one that is"
@@ -60,7 +60,7 @@ class Loader:
 
     @property
     def epoch(self) -> float:
-        """How often the text has been read."""
+        """How many times the text has been read."""
         return self.position / self.windows
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +72,7 @@ class Loader:
         return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
     def state_dict(self) -> dict[str, int]:
-        """The position in the text, in integers, for a checkpoint."""
+        """The position in the text, as integers, for a checkpoint."""
         return {
             "position": self.position,
             "seed": self.seed,

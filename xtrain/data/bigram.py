@@ -12,7 +12,7 @@ def byte_bigrams(documents: list[bytes]) -> np.ndarray:
     starts = np.cumsum([0] + [len(raw) for raw in documents])[:-1]
     before[starts[starts < len(before)]] = 0
     counts = np.zeros(65536, np.int64)
-    # bincount converts its input to int64, so it is given one block at a time
+    # bincount converts its input to int64: one block at a time bounds the memory
     block = 1 << 24
     for i in range(0, len(before), block):
         pairs = before[i : i + block].astype(np.uint16) << 8 | following[i : i + block]

@@ -7,7 +7,7 @@
 In the shards (shards.py) the end-of-text token follows every document.
 
 **Bits per byte** = nats / ln 2 / bytes, both summed over the same target tokens. `token_lengths`
-has the bytes of each token; the end of text has none, so its loss counts against the model.
+has the bytes of each token; the end of text has none, so its loss only adds to the sum of nats.
 """
 
 import json
@@ -33,8 +33,8 @@ from .tokenizer import Tokenizer
 # part of the cache key: increase it when the split, the shards or the tokenizer's training change
 FORMAT = 2
 SAMPLE_BYTES = 8_000_000  # of text to train the tokenizer on
-# characters sampled from one place: small, so that many places are sampled, and because BPE is slow
-# on an endless word
+# characters sampled from one place: few, so that many places are sampled, and because BPE is slow
+# on a very long word
 SAMPLE_CHUNK = 8192
 ENCODE_CHUNK = 1 << 20  # characters encoded as one string: bounds the memory for one huge document
 ENCODE_BATCH = 8 << 20  # bytes encoded at once, on all cores
@@ -45,7 +45,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenized text: what training needs to know about it."""
+    """A tokenized text, with the facts that training needs."""
 
     name: str  # of the text
     files: int  # read
@@ -66,7 +66,7 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """May be smaller than requested: a short text has few repeated pairs."""
+        """Tokens of the tokenizer. May be fewer than requested: a short text has few repeated pairs."""
         return self.tokenizer.vocab_size
 
     @property
@@ -75,11 +75,11 @@ class Corpus:
         return self.tokenizer.token_lengths
 
     def bits_per_byte(self, nats: float, targets: np.ndarray) -> float:
-        """nats: the summed loss of the targets. targets: their ids, any shape. The result is exact."""
+        """-> bits per byte. nats: the sum of the losses of the targets. targets: their ids, any shape. The result is exact."""
         return nats / math.log(2) / int(self.token_lengths[targets].sum())
 
     def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> Loader:
-        """Endless shuffled batches of B sequences of T tokens. Each of several ranks reads its own rows."""
+        """Endless shuffled batches of B sequences of T tokens. With several ranks, each reads its share of the rows."""
         return Loader(self.train, B, T, seed, rank, world, self.vocab_size)
 
     def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -178,7 +178,7 @@ def _build(
         try:
             os.rename(temporary, folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster and wrote the same bytes
+            if not folder.is_dir():  # otherwise another process has written the same bytes
                 raise
         sync(folder.parent)
 
@@ -254,7 +254,7 @@ def _tokenize(
     for writer in (train, val):
         if not writer.bytes:
             raise UserError(
-                f"the text has {found.n_bytes} bytes, too few to hold some out: give more text"
+                f"the text has {found.n_bytes} bytes, too few to hold some out for validation: give more text"
             )
         writer.encode()
         writer.write(1)

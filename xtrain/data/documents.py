@@ -63,7 +63,7 @@ class Documents:
             )
             exists = "\0" not in str(self.root) and os.path.exists(self.root)
             what = "is neither a file nor a folder" if exists else "does not exist"
-            raise UserError(f"there is no file or folder {self.root} (it {what}): {hint}")
+            raise UserError(f"{self.root} {what}: {hint}")
         found = [path for path in self._walk() if os.path.isfile(path)]
         if self.own_source:
             found = [path for path in found if path.suffix == ".py"]
@@ -136,7 +136,7 @@ def _text_field(line: str, where: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        raise UserError(f"{where} is not JSON: a .jsonl has one JSON object a line") from None
+        raise UserError(f"{where} is not JSON: a .jsonl has one JSON object per line") from None
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise UserError(f'{where} has no text: every line needs {{"text": "..."}}')
@@ -144,7 +144,7 @@ def _text_field(line: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"{where} has half a surrogate pair, which is not text: fix or drop the line"
+            f"{where} has half a surrogate pair, which is not valid text: fix or remove the line"
         ) from None
     return text
 
@@ -177,7 +177,7 @@ def _read_parquet(path: Path) -> Iterator[str]:
 
 @dataclass
 class Survey:
-    """What one pass over a text finds: enough to identify the text and to split it."""
+    """The result of one pass over a text, from which the text is identified and split."""
 
     documents: int = 0
     n_bytes: int = 0
@@ -223,7 +223,7 @@ def survey(documents: Iterable[str]) -> Survey:
 def split(documents: Iterable[str], found: Survey) -> Iterator[tuple[str, bytes, bool]]:
     """Yield (text, the same in UTF-8, is it validation). The module's docstring states the rule.
 
-    found: the survey of the same documents. Raises UserError at the end if they have changed.
+    found: the survey of the same documents. Raises UserError at the end if they have changed since.
     """
     drawn = found.validation_hashes()
     cut = found.n_bytes if found.by_document else found.n_bytes - found.held_out

@@ -1,8 +1,8 @@
 """Byte-level BPE (Sennrich 2016, on bytes as in GPT-2), by the `tokenizers` library: text <-> ids.
 
 A text is first a sequence of UTF-8 bytes, so no character is unknown and nothing is lost: the bytes
-of its tokens, concatenated, are the text. Two things follow: `token_lengths` makes bits per byte
-exact for any window of tokens, and `stream` must hold back a token that ends inside a character
+of its tokens, concatenated, are the text. So `token_lengths` makes bits per byte exact for any
+window of tokens, and `stream` must hold back a token that ends inside a character
 until the character is complete.
 
 A tokenizer is saved in Hugging Face's layout: tokenizer.json and tokenizer_config.json. A loaded
@@ -25,7 +25,7 @@ from ..json_files import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB = 257  # 256 bytes and the end of text
-MAX_VOCAB = 1 << 24  # a larger id is a damaged file, and a table of that size would fill the memory
+MAX_VOCAB = 1 << 24  # a larger id means a damaged file, and its table would fill the memory
 # Names of the end of text in other tokenizers, tried if tokenizer_config.json does not give it.
 KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 CONFIG = "tokenizer_config.json"
@@ -52,7 +52,7 @@ class Tokenizer:
         companions: dict[str, bytes] | None = None,
     ):
         """companions: {name: content} of files that `save` writes back unchanged."""
-        backend.no_truncation()  # settings of an inference server that would cut a document short
+        backend.no_truncation()  # the file may hold a truncation setting, which would cut documents short
         backend.no_padding()
         self._backend = backend
         eot_id = backend.token_to_id(eot)
@@ -71,7 +71,7 @@ class Tokenizer:
         self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > MAX_VOCAB:
             raise UserError(
-                f"the tokenizer has the id {self.vocab_size - 1}, xtrain needs ids below {MAX_VOCAB}"
+                f"the tokenizer has the id {self.vocab_size - 1}, xtrain supports ids below {MAX_VOCAB}"
             )
         content = json.loads(backend.to_str())
         self.special_ids = frozenset(t["id"] for t in content["added_tokens"] if t["special"])
@@ -82,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn the merges. The same texts give the same file; a pair seen only once is not merged.
+        """Learn the merges from texts. The same texts give the same file; a pair seen only once is not merged.
 
         Raises UserError if vocab_size is below MIN_VOCAB.
         """
@@ -145,7 +145,7 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=special).ids
 
     def encode_more(self, text: str) -> list[int]:
-        """The ids of a text that continues another one.
+        """The ids of a text that follows another one.
 
         Some tokenizers (Llama 2's) put a space in front of every text; this one is encoded after a
         line break, whose ids are then cut off.

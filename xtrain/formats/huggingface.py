@@ -3,9 +3,9 @@
     LlamaForCausalLM    without qk_norm
     Qwen3ForCausalLM    with qk_norm
 
-Both config styles are written and read: rope_theta and rope_scaling at the top (transformers 4) or
-inside rope_parameters (5), torch_dtype or dtype. A config that needs a feature that xtrain lacks is
-refused with the feature's name.
+Both config styles are read and written: rope_theta and rope_scaling at the top (transformers 4) or
+inside rope_parameters (5), torch_dtype or dtype. A config that needs a feature that xtrain lacks
+raises UserError, which names the feature.
 """
 
 import contextlib
@@ -95,9 +95,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "dtype": "float32",
         "torch_dtype": "float32",
         "use_cache": True,
-        **dict.fromkeys(
-            SPECIAL
-        ),  # explicit None: the defaults of transformers for a Llama are 1 and 2
+        # explicit None: the defaults of transformers for a Llama are 1 and 2
+        **dict.fromkeys(SPECIAL),
     }
 
 
@@ -137,7 +136,7 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         made = ModelConfig(**fields, qk_norm=model_type == "qwen3")
     except UserError as error:
         names = {ours: theirs for theirs, ours in FIELDS.items()}
-        # the message names the file's keys, not ours
+        # the message names the keys of the file instead of ModelConfig's fields
         raise UserError(re.sub(r"\w+", lambda m: names.get(m[0], m[0]), str(error))) from None
     if made.context > MAX_POSITIONS:
         raise UserError(
@@ -170,7 +169,7 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
 
 
 def _rope(config: dict[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
-    """-> (theta, scaling or None). If a config has both styles the old one wins, as in transformers."""
+    """-> (theta, scaling or None). If a config has both styles, the old one is used, as in transformers."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"it needs RoPE {rope!r}, xtrain supports one set of parameters")
@@ -257,7 +256,7 @@ def read_special_tokens(folder: Path) -> dict[str, Any]:
 
 
 def as_ids(value: Any) -> frozenset[int]:
-    """A token id or a list of them -> the ids; values that are not ids are left out."""
+    """A token id or a list of them -> the ids; values that are not ids are ignored."""
     values = value if isinstance(value, list) else [value]
     return frozenset(x for x in values if type(x) is int and x >= 0)
 
@@ -406,7 +405,7 @@ def write_files(
     """As save, into an existing folder, which the caller removes on failure. Raises OSError."""
     known = getattr(model, "special_tokens", {}) if tokenizer is None else {}
     content = config_to_hf(model.config) | known | _special_tokens(tokenizer, model.config)
-    # the tensors' names would fit a Llama or Qwen3: other readers must refuse the folder
+    # the names of the tensors may match a Llama or Qwen3, so other readers must reject the folder
     if model.variation:
         content |= {
             "architectures": ["Variation"],

@@ -38,7 +38,7 @@ class Damaged(UserError):
 
 
 class Unreadable(UserError):
-    """A file cannot be read at the moment. Its content may be intact: fix the cause and try again."""
+    """A file cannot be read at the moment, although its content may be intact."""
 
 
 TEMPORARY = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENOMEM)
@@ -46,7 +46,7 @@ TEMPORARY = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE
 
 @contextlib.contextmanager
 def _checking_access(path: Path) -> Iterator[None]:
-    """Inside, an OSError that does not concern the content becomes Unreadable."""
+    """Inside, an OSError that says nothing about the content becomes Unreadable."""
     try:
         yield
     except OSError as error:
@@ -124,7 +124,7 @@ def verify_weights(folder: Path) -> None:
         if name.startswith("model") and name.endswith(".safetensors") and (folder / name).is_file():
             wrong += _wrong(folder / name, entry, content["tensors"])
     if wrong:
-        raise Damaged(f"{folder}: {'; '.join(wrong)}: take another checkpoint")
+        raise Damaged(f"{folder}: {'; '.join(wrong)}: use another checkpoint")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -142,7 +142,9 @@ def _read(path: Path) -> dict[str, Any]:
     if text != _dump(content) or content.pop("itself", None) != _hash_of(content):
         raise Damaged(f"{path.parent}: {MANIFEST} is damaged")
     if content.get("format") != FORMAT:
-        raise Damaged(f"{path} has format {content.get('format')!r}, this xtrain reads {FORMAT}")
+        raise Damaged(
+            f"{path} has format {content.get('format')!r}, this xtrain reads {FORMAT}: use the version that wrote it"
+        )
     if not _well_formed(content):
         raise Damaged(f"{path} does not describe files and tensors")
     return content

@@ -10,8 +10,8 @@ Shards.     Each file holds the shard of one GPU in Megatron's tensor parallelis
             2019): layers divided by outputs are joined by rows, layers divided by inputs by
             columns; norms are the same in every file.
 Rotation.   Meta rotates neighbours (x_0, x_1), (x_2, x_3), ..., Hugging Face rotates the halves
-            (x_r, x_{r+D/2}) of a head. For the same rotation the rows of wq and wk change their
-            order: row 2r + i of a head becomes row i D/2 + r.
+            (x_r, x_{r+D/2}) of a head. To keep the rotation the same, the rows of wq and wk are
+            reordered: row 2r + i of a head becomes row i D/2 + r.
 
 The dtype is kept. Only weights are read, never pickled code (torch.load with weights_only=True).
 """
@@ -142,7 +142,7 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
             shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except PermissionError as error:
             raise UserError(f"{file} cannot be read: {error.strerror}") from None
-        # torch raises many types, also for objects that it refuses to unpickle
+        # torch raises many types of errors, also for objects that it does not unpickle
         except Exception as error:
             reason = str(error).strip().split("\n")[0][:200]
             raise UserError(f"{file} is damaged or holds more than weights: {reason}") from None
@@ -159,7 +159,7 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_config(params: dict, shards: list[dict], options: Options) -> ModelConfig:
-    """ModelConfig from params.json, and from the tensors' shapes for what it lacks. Raises UserError."""
+    """ModelConfig from params.json, and from the shapes of the tensors where params.json lacks a value. Raises UserError."""
     file = Path(options.source) / "params.json"
     missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if params.get(key) is None]
     if missing:
@@ -260,7 +260,8 @@ def _tensor(
     own, heads = [shard[theirs] for shard in shards], None
     if theirs == EMBEDDING and own[0].shape[1] != config.dim:
         axis = COLUMNS  # Llama 2 divided the embedding by columns, Llama 3 by rows
-    if "wk" in theirs or "wv" in theirs:  # more files than key heads: some hold the same head
+    # if there are more files than key heads, some files hold the same head
+    if "wk" in theirs or "wv" in theirs:
         copies = sum(p.shape[0] for p in own) // shape[0]
         own = own[::copies] if copies > 1 else own
     dtypes = {str(p.dtype).removeprefix("torch.") for p in own}

@@ -4,9 +4,8 @@
     header     JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {...}}
     data       the offsets count from here
 
-The format's own library is not used, for three reasons: NumPy has no bfloat16 that it could return, a
-model on a GPU must pass through host memory one tensor at a time, and each kind of damage gets its own
-message.
+The safetensors library is not used, for three reasons: it cannot return bfloat16 to NumPy, a model on a
+GPU must pass through host memory one tensor at a time, and each kind of damage needs a separate message.
 """
 
 import json

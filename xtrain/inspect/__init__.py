@@ -1,1 +1,1 @@
-"""Looking at a machine, a model and a training step."""
+"""Inspect a machine, a model or a training step: doctor, compare, gradcheck, profile."""

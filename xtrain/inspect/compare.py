@@ -53,7 +53,7 @@ def compare(model: Transformer, other: Any, ids: np.ndarray) -> list[Difference]
 
 def _difference(name, a, b):
     if a.shape != b.shape:
-        raise UserError(f"{name}: xtrain gives shape {a.shape}, the other one {b.shape}")
+        raise UserError(f"{name}: xtrain returns shape {a.shape}, the other model {b.shape}")
     absolute = np.abs(a.astype(np.float64) - b).max()
     relative = absolute / max(np.abs(b).max(), np.finfo(np.float32).tiny)
     return Difference(name, float(absolute), float(relative))
@@ -68,7 +68,7 @@ def first_divergence(differences: list[Difference], tolerance: float) -> Differe
 def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
     """One forward pass of xtrain -> {stage: its output}: (B, T, C), logits (B, T, V), loss ()."""
     found: dict[str, np.ndarray] = {}
-    attended: set[str] = set()  # layers between their attention and its addition to the stream
+    attended: set[str] = set()  # layers whose attention output is not in the residual stream yet
 
     def keep(name: str, array: Array) -> None:
         found[name] = to_numpy(array).reshape(*ids.shape, -1).copy()
@@ -84,7 +84,7 @@ def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
             attended.remove(op.layer)  # (h, delta, ...): what the attention adds to the stream
             keep(f"{op.layer} attention", op.inputs[1])
         elif op.layer and not op.name:
-            # a layer returns the residual stream and what is still to be added to it
+            # a layer returns the residual stream and the branch output that still has to be added to it
             keep(f"{op.layer} output", sum(op.outputs[1:], op.outputs[0]))
 
     with observe_ops(observer):
@@ -143,7 +143,7 @@ def load_transformers(folder: Path) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
-    except Exception as error:  # it raises many types
+    except Exception as error:  # transformers raises many types of errors
         reason = str(error).strip().replace("\n", " ")[:300]
         raise UserError(f"transformers cannot load {folder}: {reason}") from None
 
@@ -183,6 +183,6 @@ def _ids(config, model):
         ids = np.random.default_rng(config.seed).integers(0, V, (config.batch, length))
     if not (2 <= ids.shape[1] <= longest and ids.min() >= 0 and ids.max() < V):
         raise UserError(
-            f"the model takes 2 to {longest} tokens a sequence, and ids from 0 to {V - 1}"
+            f"the model supports 2 to {longest} tokens per sequence, and ids from 0 to {V - 1}"
         )
     return ids

@@ -1,7 +1,7 @@
-"""Checks the machine: what xtrain finds, what is missing or does not fit together, and the command that fixes it.
+"""Checks the machine: what xtrain finds, what is missing or incompatible, and the command that fixes it.
 
 This module must work in a broken installation: it imports only the standard library at the top. A package that a check
-needs is imported inside the check, and a missing one is a finding with its install command.
+needs is imported inside the check; if it is missing, the check fails with the install command.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ NEEDED = {
     "numpy": ">=2.0,<2.5", "numba": ">=0.61", "ml_dtypes": ">=0.5", "safetensors": ">=0.5", "tokenizers": ">=0.20",
     "tyro": ">=1.0", "rich": ">=13", "jinja2": ">=3.1.6", "matplotlib": ">=3.8.4", "packaging": ">=24",
 }  # fmt: skip
-# Of the extras gpu and gpu12.
+# The packages of the extras gpu and gpu12.
 ON_GPU = {
     "numba-cuda": ">=0.24", "nvmath-python": ">=0.6", "nvidia-ml-py": ">=12", "cuda-pathfinder": ">=1.2",
 }  # fmt: skip
 LIBRARIES = ("cudart", "nvrtc", "nvvm", "nvJitLink", "cublas", "cublasLt")  # that training loads
-# Never the bare name: on PyPI `xtrain` is another project.
+# Do not install by the bare name: on PyPI `xtrain` is another project.
 EXTRA = "pip install -e '.[{}]'  # in the checkout"
 REINSTALL_MPI = "pip install --force-reinstall mpi4py mpich"
 LEAST_CUDA = 12  # major version of CUDA that the driver must support
@@ -57,7 +57,7 @@ class Driver:
 
 
 def examine() -> list[Check]:
-    """Run all checks. An exception in a check is a finding."""
+    """Run all checks. An exception in a check is reported as a failed check."""
     checks: list[Check] = []
     for check in (python, packages, memory, disk, simulator, gpu, mpi):
         try:
@@ -192,7 +192,7 @@ def gpu() -> list[Check]:
 
 
 def _driver() -> Driver | None:
-    """NVIDIA's driver, asked through NVML (nvidia-ml-py). None: there is no driver."""
+    """NVIDIA's driver, queried through NVML (nvidia-ml-py). None: there is no driver."""
     try:
         import pynvml
     except ImportError:
@@ -210,7 +210,7 @@ def _driver() -> Driver | None:
 
 
 def _driver_without_nvml(reason: str) -> Driver | None:
-    """The driver where NVML cannot be asked: its device file or its tool exists."""
+    """The driver if NVML cannot be used: it exists if its device file or nvidia-smi does."""
     if not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
         return None
     version = "unknown version"

@@ -1,4 +1,4 @@
-"""Checks backward passes: finite differences against autograd, in float64 on NumPy arrays.
+"""Checks backward passes: compares autograd with finite differences, in float64 on NumPy arrays.
 
     L(inputs) = sum of <c, output> over the outputs, c random. For a random direction v of one input x:
     (L(x + e v) - L(x - e v)) / 2e  =  <dL/dx, v> + O(e^2)
@@ -6,7 +6,8 @@
 The left side needs two forward passes, the right side the gradient from backward(). One number checks a whole gradient, because a
 wrong element anywhere changes <dL/dx, v> for almost every v. e = 1e-5 balances the error e^2 of the formula against the rounding
 error 1e-16 / e of the subtraction; both stay below 1e-9 of the result.
-To check your own op:
+
+To check another op:
 
     from xtrain.gradcheck import check
     errors = check(MyOp.apply, [x, w])      # float64 arrays -> one relative error per input
@@ -182,7 +183,7 @@ def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
     Raises UserError if the op is unknown or hypothesis is not installed.
     """
     if op not in CASES:
-        raise UserError(f"there is no op {op!r} to check: choose among {', '.join(CASES)}")
+        raise UserError(f"unknown op {op!r}: choose one of {', '.join(CASES)}")
     try:
         from hypothesis import Phase, given, settings, strategies
     except ImportError:

@@ -1,12 +1,12 @@
-"""The kernel table: which kernel runs when, for which op, and how close it comes to the limits of the card.
+"""The kernel table: when each kernel runs, for which op, and how close it comes to the limits of the GPU.
 
     record    one eager step with observers: the sequence of launches, each with its op, its layer, its bytes and operations
     time      CUPTI (package cupti-python) reports start and end of every kernel, also inside a CUDA graph; without CUPTI,
               CUDA events around each launch of an eager step
     match     a step always launches the same kernels in the same order, so the two lists are aligned
 
-What a launch costs is declared next to each kernel (kernels/runtime/cost.py): bytes are those that it must move, and a
-multiply-add counts as two operations.
+The cost of a launch is declared next to each kernel (kernels/runtime/cost.py): the bytes that it must move, and its
+operations, where a multiply-add counts as two.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def cupti_times(run: Callable[[], Any]) -> list[Timed]:
     """Run run() under CUPTI -> all activities of the GPU during it, sorted by start. Raises NoTimes."""
     try:
         from cupti import cupti
-    except ImportError as error:  # itself, or what it needs
+    except ImportError as error:  # cupti-python itself, or a package that it needs
         raise NoTimes(f"{error} (pip install cupti-python)") from None
     except (OSError, RuntimeError) as error:
         raise NoTimes(f"cupti-python does not find its library ({error})") from None
@@ -228,7 +228,7 @@ def limits(precision: str) -> tuple[float, float]:
         lambda: b.data.copy_from_device_async(a.data, a.nbytes, cp.cuda.get_current_stream())
     )
     numbers = np.random.default_rng(0).standard_normal((2048, 8192), np.float32)
-    # not zeros, which are faster: power depends on how many bits change
+    # not zeros, which would be faster: power depends on how many bits change
     numbers = np.tile(numbers, (4, 1))
     x = cp.asarray(numbers.astype(BFLOAT16) if precision == "bf16" else numbers)
     y = cp.empty_like(x)

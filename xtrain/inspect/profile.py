@@ -1,4 +1,4 @@
-"""The time and the memory of a training step: its parts, its kernels with their share of the card's limits, the memory plan."""
+"""The time and the memory of a training step: its parts, its kernels compared with the limits of the GPU, the memory plan."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ from . import kernel_times
 from .kernel_times import Recorder
 
 VOCAB_SIZE = 50257  # GPT-2's; used if neither the preset nor an option gives one
-LARGE = {  # shapes for --plan only: larger than what one card trains in an hour
+LARGE = {  # shapes for --plan only: larger than one GPU trains in an hour
     "1b": Preset(
         dict(dim=2048, n_layers=18, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=5632),
         dict(batch=8, seq_len=2048),
@@ -61,14 +61,14 @@ SHAPE = {  # option -> field of ModelConfig
 }  # fmt: skip
 
 
-LESS_MEMORY = "use a smaller --batch, --seq-len or model, or look with --plan"
+LESS_MEMORY = "use a smaller --batch, --seq-len or model, or see what fits with --plan"
 
 
 @dataclass(frozen=True)
 class Options:
     """What to profile. The model is a preset; the shape options override it."""
 
-    plan: bool = False  # only print the memory that a step would take
+    plan: bool = False  # only print the memory that a step needs
     run: Path | None = None  # profile the model of this run (runs/NAME), with its options
     preset: str = "auto"  # of xtrain.train: tiny, dim384 ...; for --plan also 1b and 7b
     dim: int | None = None  # width; none: the preset's
@@ -176,11 +176,11 @@ def _fits(shape, gpu_gb, batch):
 
 
 def _gb(shape, batch):
-    """GB that a step takes, infinite if no launcher accepts such arrays. shape: config, T, precision, recompute."""
+    """GB that a step needs, infinite if a launcher rejects its arrays as too large. shape: config, T, precision, recompute."""
     config, T, precision, recompute = shape
     try:
         plan = memory.plan(config, batch, T, precision, recompute)
-    except ValueError:  # a launcher refuses so large an array
+    except ValueError:  # a launcher rejects so large an array
         return math.inf
     return (plan.reserved + memory.OUTSIDE) / 1e9
 
@@ -283,11 +283,11 @@ def _wall(f: Callable[[], Any], device: str, runs: int) -> float:
 
 
 def check_files(o: Options) -> None:
-    """Raise UserError before measuring if a file could not be written afterwards."""
+    """Raise UserError before measuring if an output file cannot be written."""
     if o.plan and (o.trace or o.picture):
-        raise UserError("--plan runs nothing that --trace or --picture could show: leave them out")
+        raise UserError("--trace and --picture need a measured step: omit them with --plan")
     if o.trace and resolve_device(o.device) == "cpu":
-        raise UserError("--trace shows the kernels of a GPU: leave it out on a CPU")
+        raise UserError("--trace needs a GPU: omit it on a CPU")
     if o.picture and Path(o.picture).suffix.lower() not in PICTURES:
         raise UserError(f"--picture {o.picture} must end with one of {', '.join(PICTURES)}")
     for path in filter(None, (o.trace, o.picture)):
@@ -444,9 +444,8 @@ def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
     constant = {k for k, n in plan.timeline[0][1].items() if n}
     most = {k: max(now.get(k, 0) for _, now in plan.timeline) for k in plan.timeline[-1][1]}
     kinds = [k for k in most if most[k] > 5e-4 * plan.peak]
-    kinds.sort(
-        key=lambda k: (k not in constant, -plan.kinds.get(k, 0))
-    )  # constant ones at the bottom
+    # constant kinds at the bottom
+    kinds.sort(key=lambda k: (k not in constant, -plan.kinds.get(k, 0)))
     gb = np.array([[now.get(k, 0) / 1e9 for _, now in plan.timeline] for k in kinds])
     colors = matplotlib.colormaps["tab20"](range(20))
     axes.stackplot(range(gb.shape[1]), gb, labels=kinds, colors=colors, step="post", lw=0)

@@ -346,9 +346,8 @@ def make_bwd_kernel(C, vectorized):
             return
         p = uint32(p)
         n, token, first, last = plan_N4[p, 0], plan_N4[p, 1], plan_N4[p, 2], plan_N4[p, 3]
-        if (
-            n | token | first | last
-        ) < 0:  # only first can be; testing all four keeps the loads together
+        # only first can be negative; testing all four keeps the loads together
+        if (n | token | first | last) < 0:
             return
         if uint32(p - uint32(first)) % uint32(SEGMENT) != 0:
             return

@@ -1,4 +1,4 @@
-"""Matrix products: cuBLAS for CuPy arrays, numpy.matmul for NumPy arrays. The only op without a kernel of our own.
+"""Matrix products: cuBLAS for CuPy arrays, numpy.matmul for NumPy arrays. The only op without a kernel in this library.
 
     linear     y = x w^T           x: (N, I)   w: (O, I) as Hugging Face stores it   y: (N, O)
     backward   dx = dy w           dw += dy^T x  (beta = 1: the GEMM adds; or =, with beta = 0)
@@ -8,7 +8,7 @@ C^T = B^T A^T: the operands are swapped and nothing is transposed in memory. Att
 
 The calls go through nvmath's bindings, because CuPy does not allow its own cuBLAS calls while a CUDA graph is captured, and
 use one explicit workspace: then the algorithm, and so every bit of the result, is the same inside a graph and outside. Only
-products with few tiles get the workspace: there several blocks share one sum (split-K) and need memory for its parts. With
+products with few tiles get the workspace: there several blocks share one sum (split-K) and need memory for its terms. With
 many tiles cuBLAS would keep a counter in it, from which blocks take their next tile, and clear it before each product.
 fp32 stays fp32: TF32 is not allowed. Tensor cores multiply bf16 operands and accumulate in fp32.
 """

@@ -8,7 +8,7 @@ activations of four layers of width 768. They are never needed as a whole. The l
 row of dx on the same row of d, and dw is a sum over rows. So the rows are processed in chunks: compute the logits, overwrite them
 with d, compute dx, add to dw inside the matrix product. The next chunk uses the same memory.
 
-The forward thus does the work of the backward before the incoming gradient of the loss is known. That gradient is one factor for
+So the forward computes the gradients before the incoming gradient of the loss is known. That gradient is one factor for
 all elements: forward computes the gradients for the factor 1, and backward multiplies them by any other (Hsu et al. 2024,
 Liger-Kernel). Until then dx, N C elements, and dw, P C float32, are kept in place of N P logits.
 

@@ -182,7 +182,7 @@ def make_row_functions(W):
 
 @functools.cache
 def make_fwd_kernel(W, STEPS, R):
-    """The forward kernel for rows of a multiple of 4 keys. S is no compile-time constant: it grows during generation."""
+    """The forward kernel for rows of a multiple of 4 keys. S is not a compile-time constant: it grows during generation."""
     largest, total, row_and_column = make_row_functions(W)
     STRIDE = 32 * W * VEC_SIZE
 

@@ -49,7 +49,7 @@ from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launc
 
 # ----------------------------------------------------------------------------- reference
 def sigmoid_ref(x):
-    """-> sigmoid(x), a new array. Every step works in place: on a CPU memory traffic takes the time."""
+    """-> sigmoid(x), a new array. Every step works in place, because memory traffic determines the time on a CPU."""
     s = np.negative(x, out=np.empty_like(x))
     with np.errstate(over="ignore"):
         np.exp(s, out=s)

@@ -33,7 +33,7 @@ _clock = itertools.count()
 
 @contextlib.contextmanager
 def recording(on: bool) -> Iterator[None]:
-    """Inside, ops are recorded for backward (on=True) or not (on=False), whatever is set outside."""
+    """Inside, ops are recorded for backward (on=True) or not (on=False), regardless of the setting outside."""
     global _recording
     before, _recording = _recording, on
     try:
@@ -50,10 +50,10 @@ def no_grad() -> Iterator[None]:
 
 
 class Function:
-    """One differentiable op. Subclasses give two static methods over arrays, never Tensors:
+    """One differentiable op. Subclasses define two static methods on arrays, never Tensors:
 
         forward(ctx, *arrays_and_options) -> array or tuple of arrays
-        backward(ctx, *gradients)         -> gradient or tuple, one per argument of forward; None where there is none
+        backward(ctx, *gradients)         -> gradient or tuple, one per argument of forward; None where an argument has none
 
     A gradient passed to backward is None when nothing used that output.
     """
@@ -85,7 +85,7 @@ class Function:
 class Edge:
     """Where the gradient of one argument goes: to a leaf, or to output `index` of the node that made it.
 
-    An edge does not hold the array of an activation: what no op saved is freed during the forward pass.
+    An edge does not hold the array of an activation: activations that no op saved are freed during the forward pass.
     """
 
     __slots__ = ("index", "leaf", "node", "shape")
@@ -96,7 +96,7 @@ class Edge:
 
 
 class Context:
-    """What forward leaves for backward."""
+    """What forward saves for backward."""
 
     __slots__ = ("edges", "layer", "needs_grad", "saved")  # layer: see observers.py
 
@@ -110,7 +110,7 @@ class Context:
         self.saved = arrays
 
     def grad_target(self, i: int, like: Array) -> tuple[Array, bool]:
-        """-> (memory for the gradient of argument i, add). Write the gradient there, or with `add` add it to what is there, and
+        """-> (memory for the gradient of argument i, add). Write the gradient there, or with `add` add it to the contents, and
         return the memory from backward. `like`: the argument's value."""
         edge = self.edges[i]
         if edge is None or edge.leaf is None:
@@ -132,7 +132,7 @@ class Node:
 
     def __init__(self, function, ctx, args, n_outputs):
         self.function, self.ctx, self.n_outputs = function, ctx, n_outputs
-        # a node depends on earlier ones only: a topological order for free
+        # a node depends only on earlier ones, so this is a topological order
         self.order = next(_clock)
         saved = {id(a) for a in ctx.saved}
         kept = [a for a in args if isinstance(a, Tensor) and {id(a.data), id(a.value)} & saved]
@@ -155,7 +155,7 @@ class Node:
 def _fingerprint(array):
     """A checksum over a NumPy array: over all of it up to 1024 elements, else over 64 of them.
 
-    It catches `x.data[...] = y`, which no counter sees. On a GPU it would mean waiting: there only counters watch.
+    It detects `x.data[...] = y`, which no counter sees. On a GPU it would synchronize, so only the counters are used there.
     """
     if type(array) is not np.ndarray or array.size == 0 or not array.flags.c_contiguous:
         return None
@@ -166,7 +166,7 @@ def _fingerprint(array):
 def backward(root: Tensor, gradient: Array | None = None) -> None:
     """Add d root / d leaf to `.grad` of every leaf that root was computed from.
 
-    gradient: of the final loss with respect to root, same shape; may be left out when root has one element.
+    gradient: of the final loss with respect to root, same shape; optional if root has one element.
     Raises RuntimeError when the graph was used already, ValueError on a gradient of the wrong shape.
     """
     if root.node is None:
@@ -182,7 +182,7 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
     gradients[root.node][root.index] = gradient
     queue = [(-root.node.order, root.node)]
     while queue:
-        _, node = heapq.heappop(queue)  # the newest: everything that used its outputs has been done
+        _, node = heapq.heappop(queue)  # the newest: every node that used its outputs has run
         for edge, dx in _call_backward(node, gradients.pop(node)):
             if edge.leaf is not None:
                 _add_to_leaf(edge.leaf, dx)
@@ -218,7 +218,7 @@ def _call_backward(node, gradients):
     name = node.function.__name__
     if node.ctx is None:
         raise RuntimeError(
-            f"backward was called twice through {name}: its saved arrays are gone, run forward again"
+            f"backward was called twice through {name}: its saved arrays are freed, run forward again"
         )
     node.check_untouched()
     ctx, f = node.ctx, node.function
@@ -228,12 +228,12 @@ def _call_backward(node, gradients):
     node.ctx = None
     result = result if isinstance(result, tuple) else (result,)
     if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):
-        raise ValueError(f"{name} gave {len(result)} gradients for {len(ctx.edges)} arguments")
+        raise ValueError(f"{name} returned {len(result)} gradients for {len(ctx.edges)} arguments")
     found = [(e, as_array(dx)) for e, dx in zip(ctx.edges, result) if e and dx is not None]
     for edge, dx in found:
         if dx.shape != edge.shape:
             where = f"argument {ctx.edges.index(edge)} of shape {edge.shape}"
-            raise ValueError(f"{name} gave a gradient of shape {dx.shape} for {where}")
+            raise ValueError(f"{name} returned a gradient of shape {dx.shape} for {where}")
     return found
 
 

@@ -6,11 +6,11 @@ running them) and launched again as one unit.
 
 What this requires of the step:
 - Every number that changes (ids, targets, learning rate) is in device memory that is written before each replay.
-- No copy to the host and no wait: the capture would fail. So a captured step is proof that there is none.
-- Memory comes from a separate pool, which is emptied before the capture. The capture then takes from the GPU exactly what the
-  step needs, in the order in which it needs it. In a pool that an earlier call has filled, best fit would choose other blocks,
-  split them for smaller arrays, and run out of large ones. (cudaMalloc is allowed in CuPy's mode of capture.) The graph
-  holds addresses, so from then on the pool keeps everything, even when the GPU is full.
+- No copy to the host and no synchronization: the capture would fail. So a captured step is proof that it has neither.
+- Memory comes from a separate pool, which is emptied before the capture. The capture then allocates exactly the arrays of the
+  step, in the order of the step. In a pool that an earlier call has filled, best fit would choose other blocks,
+  split them for smaller arrays, and run out of large ones. (CuPy's capture mode allows cudaMalloc.) The graph
+  holds addresses, so from then on the pool keeps all blocks, even when the GPU is full.
 - Whether an op writes a gradient or adds to it is decided while Python runs, from the flags `grad_written` (tensor.py). A replay
   repeats the decisions of the capture, so they must not depend on when it is replayed: a capture and each replay begin with all
   gradients written, zero-filled if necessary, and the capture ends with zero-filling what the step has not written.
@@ -37,13 +37,13 @@ class Graphed:
     step: takes device arrays, returns a tuple of device arrays; must do the same in every call.
     arena: where the step accumulates gradients; None if it computes none.
     Calling it with NumPy or CuPy arrays returns arrays that the next call overwrites.
-    variant: which of several steps; one graph is kept for each. It precedes the arrays in step's arguments.
+    variant: an option of the step that precedes its arrays; one graph is kept per variant.
     """
 
     def __init__(self, step: Callable[..., tuple[Array, ...]], arena: Arena | None = None):
         self.step, self.arena = step, arena
         self.recordings: dict[tuple, _Recording] = {}
-        free_cached("gpu")  # memory that the pool made here could not use
+        free_cached("gpu")  # cached memory, which the new pool could not use
         self.pool, self.stream = PrivatePool(), cupy().cuda.Stream(non_blocking=True)
         self.caller = cupy().cuda.get_current_stream()
 
@@ -65,7 +65,7 @@ class Graphed:
                 if recording.is_next_captured():
                     self.pool.keep()
                 return recording.run(functools.partial(self.step, *variant), inputs, self.stream)
-        finally:  # after an error too: what was started before it still uses the pool
+        finally:  # after an error too: kernels launched before it still use the pool
             caller.wait_event(self.stream.record())
 
 
@@ -86,7 +86,7 @@ class _Recording:
         if self.calls < EAGER_CALLS:
             self._copy_inputs(inputs)
             outputs = step(*self.buffers)
-            self.calls += 1  # now: an interrupted call has not allocated everything
+            self.calls += 1  # only now: an interrupted call has not allocated everything
             return outputs
         self.graph, self.outputs = self._capture(step, stream)
         return self.replay(inputs, stream)

@@ -61,7 +61,7 @@ class Embedding(Function):
 
 
 class Linear(Function):
-    """y = x w^T. dtype: of y, if it differs from that of x: bf16 operands have float32 sums, which need not be rounded."""
+    """y = x w^T. dtype: of y, None: as x. A product of bf16 operands is summed in float32, and may be returned unrounded."""
 
     @staticmethod
     def forward(ctx, x_NI, w_OI, dtype=None):
@@ -112,11 +112,11 @@ class ResidualRMSNorm(Function):
         if dy_NC is None:  # only h was used
             return dh_NC, dh_NC, dw_C
         dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dy_NC, h_NC, w_C, rstd_N, dw_C)
-        return dx_NC, dx_NC, dw_C  # x and r are summands: one gradient for both
+        return dx_NC, dx_NC, dw_C  # x and r are added: both have the same gradient
 
 
 class AddNormLinear(Function):
-    """h = x + delta,  y = linear(rmsnorm(h), v): the start of a branch. The norm's result is not kept, backward recomputes it.
+    """h = x + delta,  y = linear(rmsnorm(h), v): the start of a branch. The norm's result is not saved: backward recomputes it.
 
     x, delta (N, C), w (C,), v (O, C) -> h (N, C), y (N, O).  delta None: h is x.  dtype: of the norm's result in that case, if it
     differs from that of x.
@@ -144,7 +144,7 @@ class AddNormLinear(Function):
         if ctx.needs_grad[3]:
             dv_OC, add = ctx.grad_target(3, v_OC)
             _gemm.linear_bwd_w(dy_NO, n_NC, dv_OC, add)
-        return dx_NC, dx_NC, dw_C, dv_OC  # x and delta are summands: one gradient for both
+        return dx_NC, dx_NC, dw_C, dv_OC  # x and delta are added: both have the same gradient
 
 
 class Rope(Function):
@@ -254,7 +254,7 @@ class SwiGLU(Function):
 
 
 class SwiGLULinear(Function):
-    """linear(swiglu(gu), w) without keeping the result of swiglu: backward recomputes it."""
+    """linear(swiglu(gu), w) without saving the result of swiglu: backward recomputes it."""
 
     @staticmethod
     def forward(ctx, gu_N2F, w_OF):

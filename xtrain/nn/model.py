@@ -155,7 +155,7 @@ class Block(Module):
         h_NC: Tensor,
         delta_NC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """h, delta (N, C) of B sequences -> h, delta. delta None: nothing has to be added (before the first block)."""
+        """h, delta (N, C) of B sequences -> h, delta. delta None: nothing is pending (before the first block)."""
         attention, mlp = self.self_attn, self.mlp
         h_NC, qkv = add_norm_linear(h_NC, delta_NC, self.input_layernorm, attention.qkv)
         delta_NC = attention(qkv, B, rotary, recompute_attention)
@@ -174,7 +174,7 @@ class Decoder(Module):
     def __call__(
         self, ids_N: Array, B: int, rotary: tuple[Array, Array], recomputed: str = "none"
     ) -> Tensor:
-        """ids (N,) of B sequences -> (N, C). recomputed: what of each block backward computes again: none, attention, block."""
+        """ids (N,) of B sequences -> (N, C). recomputed: what backward recomputes of each block: none, attention, block."""
         h_NC, delta_NC = self.embed_tokens(ids_N), None
         for i, layer in enumerate(self.layers):
             block = functools.partial(layer, B, rotary, recomputed == "attention")
@@ -254,7 +254,7 @@ class Transformer(Module):
         """ids (B, T), whole numbers, NumPy or CuPy -> logits Tensor (B, T, V), float32.
 
         Raises UserError when T > max_seq_len or an id is not in [0, vocab_size). (Ids that are already on the GPU
-        are not checked, because reading them would mean waiting: a wrong one gives NaN logits.)
+        are not checked, because reading them would wait for the GPU: an invalid id gives NaN logits.)
         """
         ids = self._check_ids(ids, "ids")
         B, T = ids.shape
@@ -292,7 +292,7 @@ class Transformer(Module):
         return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
 
     def logits(self, x_NC: Tensor) -> Tensor:
-        """hidden (N, C) -> (N, padded V) float32, also in bf16: their small differences decide on the next token.
+        """hidden (N, C) -> (N, padded V) float32, also in bf16: small differences between them decide the next token.
 
         If a derived class overrides it, calling the model, `loss` and `generate` use the new one.
         """
@@ -313,7 +313,7 @@ class Transformer(Module):
             raise UserError(f"{what} of shape {ids.shape} are empty: give at least one token")
         if ids.shape[1] > c.context:
             raise UserError(
-                f"{what} have {ids.shape[1]} tokens a sequence, the model takes {c.context} (max_seq_len)"
+                f"{what} have {ids.shape[1]} tokens per sequence, the model supports {c.context} (max_seq_len): give shorter sequences"
             )
         if is_gpu(ids) and self.device != "gpu":
             raise UserError(
@@ -340,7 +340,7 @@ class Transformer(Module):
         """ids (B, T) or (T,) -> the same with max_new_tokens appended to every sequence.
 
         temperature 0 takes the most likely token; otherwise one is drawn from softmax(logits / temperature), among
-        the top_k most likely if given. Every sequence has a separate random stream. The whole prefix is recomputed
+        the top_k most likely tokens if given. Every sequence has a separate random stream. The whole prefix is recomputed
         for every token (serving/engine.py has a KV cache). Raises UserError when prompt and new tokens exceed max_seq_len.
         """
         ids = ids if hasattr(ids, "strides") else np.asarray(ids)
@@ -371,7 +371,7 @@ class Transformer(Module):
 
     @property
     def variation(self) -> str:
-        """What differs from a Llama or Qwen3, the only models that other programs compute; "" if nothing does."""
+        """How the model differs from a Llama or Qwen3, the only architectures that other programs can load; "" if it does not."""
         found = [f"{len(self.model.layers)} layers"] * (
             len(self.model.layers) != self.config.n_layers
         )

@@ -39,7 +39,7 @@ class _ArenaTensor(Tensor):
 
     __slots__ = ("declared_shape", "offset")
 
-    offset: int  # of the first element in the arena; -1: there is no arena yet
+    offset: int  # of the first element in the arena; -1 before the arena is made
     declared_shape: tuple[int, ...]
 
     @property
@@ -57,14 +57,16 @@ class _ArenaTensor(Tensor):
         if memory is not None and array is not memory:
             memory[...] = 0 if array is None else array
         elif memory is None and array is not None:
-            raise UserError("a parameter without memory for gradients (trainable=False) got one")
+            raise UserError(
+                "a parameter of a model with trainable=False has no memory for a gradient: make the model with trainable=True"
+            )
 
     @property
     def data(self) -> Array:
         if self.offset < 0:
             raise UserError(
                 f"a parameter of shape {self.declared_shape} has no memory: call model.renew_arena() "
-                "when all modules are in their places"
+                "after adding or replacing modules"
             )
         return self._data
 
@@ -76,7 +78,7 @@ class _ArenaTensor(Tensor):
                 f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
             )
         if self.dtype == array.dtype == BFLOAT16:
-            # as bits: the array library need not know the type
+            # copy bits, because NumPy and CuPy may not know the type
             self._data.view(np.uint16)[...] = array.view(np.uint16)
             self.version.count += 1
         else:
@@ -84,13 +86,13 @@ class _ArenaTensor(Tensor):
 
 
 class Parameter(_ArenaTensor):
-    """A trainable tensor. Its shape is fixed at once; it gets memory when its model makes the arena.
+    """A trainable tensor. Its shape is fixed at construction; it gets memory when its model makes the arena.
 
     shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None: all
     rows, under the name "weight".
     std: of the normal initialisation; None: ones.  decay: whether weight decay applies.
     requires_grad may be set to False at any time: no gradient is computed then, and AdamW does not update the parameter.
-    on_gradient: None, or a function that is called with the parameter after each contribution to its gradient (see ddp.py).
+    on_gradient: None, or a function that is called with the parameter after each contribution to its gradient (parallel/ddp.py).
     """
 
     __slots__ = ("decay", "half", "on_gradient", "parts", "std")
@@ -101,7 +103,7 @@ class Parameter(_ArenaTensor):
         super().__init__(np.empty(0, np.float32), requires_grad=True)
         if not isinstance(shape, tuple) or not shape:
             raise UserError(
-                "a Parameter takes a shape of at least one axis, (1,) for a single number; set its values later, "
+                "a Parameter needs a shape of at least one axis, (1,) for a single number: set its values later, "
                 "by `parameter.data = array`"
             )
         self.offset = -1
@@ -131,7 +133,7 @@ class _Part(_ArenaTensor):
         self.version = parameter.version
 
     def zero_unwritten_grad(self) -> None:
-        self.parameter.zero_unwritten_grad()  # all rows: the flag is the parameter's
+        self.parameter.zero_unwritten_grad()  # all rows: the flag belongs to the Parameter
 
     def grad_target(self) -> tuple[Array, bool]:
         self.zero_unwritten_grad()
@@ -151,7 +153,7 @@ class _Part(_ArenaTensor):
 
 
 def arena_unit(world: int) -> int:
-    """The arena's regions and every bucket are a multiple of so many floats: ALIGN for 1, 2, 4, 8 and 16 ranks."""
+    """The number of floats of which the arena's regions and every bucket are multiples: ALIGN for 1, 2, 4, 8 and 16 ranks."""
     return math.lcm(ALIGN, 4 * world)
 
 
@@ -160,7 +162,7 @@ class Arena:
 
     half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after any other
     change `refresh` updates it. Ops read matrices from it, and norm weights (which are few) always in float32.
-    world: both regions can be divided among so many ranks, in multiples of 16 bytes (ZeRO-1).
+    world: number of ranks among which both regions can be divided, in multiples of 16 bytes (ZeRO-1).
     weights is None while ZeRO-1 keeps each float32 weight on one rank only (parallel/zero.py): only the bf16 copy is complete.
     trainable False: no gradients, and in bf16 float32 memory for the norms only; the data of matrices are then bf16.
     kind: device, bf16, world and trainable, as given.
@@ -259,7 +261,7 @@ class Module:
     arena: Arena  # of the whole model, in its outermost module
 
     def __call__(self, *inputs: Any) -> Any:
-        """What the module computes: derived classes define it."""
+        """The forward pass. Derived classes define it."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
     def modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
@@ -333,12 +335,12 @@ class Module:
             stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
             values = stream.standard_normal(tensor.shape, dtype=np.float32) * np.float32(std[name])
             tensor.data = to_device(values.astype(tensor.dtype, copy=False), device)
-        free_cached(device)  # the temporaries, before other arrays are allocated between them
+        free_cached(device)  # free the temporaries before other arrays are allocated between them
         return arena
 
     def renew_arena(self, seed: int = 0) -> None:
-        """Make a new arena for all parameters, in self.arena. Call it after modules were replaced or added, and before the
-        optimizer is made.
+        """Make a new arena for all parameters, in self.arena. Call it after replacing or adding modules, and before making the
+        optimizer.
 
         Parameters that had values keep them, new ones are initialised as in a new model with this seed.
         """

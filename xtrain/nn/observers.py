@@ -54,16 +54,15 @@ def observe_ops(observer: OpObserver) -> Iterator[None]:
 def observed(function: Any, way: str, ctx: Any, args: Sequence[Any]) -> Any:
     """function.forward(ctx, *args) or function.backward(ctx, *args), with the observers.
 
-    The layer of a backward is that of its forward. So an op that is run again in backward (see recompute.py) belongs to the
+    The layer of a backward is that of its forward. So an op that backward recomputes (recompute.py) belongs to the
     same layer both times.
     """
     if way == "forward":
         ctx.layer, inputs = _layer, tuple(args)
     else:
         inputs = (*args, *ctx.saved)
-    op = Op(
-        function.__name__, way, getattr(ctx, "layer", ""), inputs
-    )  # forward may have run unobserved
+    # without a layer: forward may have run unobserved
+    op = Op(function.__name__, way, getattr(ctx, "layer", ""), inputs)
     with _announced(op):
         out = getattr(function, way)(ctx, *args)
         op.outputs = out if isinstance(out, tuple) else (out,)

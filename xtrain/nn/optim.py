@@ -21,11 +21,11 @@ class AdamW:
     """AdamW (Loshchilov & Hutter 2019): decoupled weight decay on matrices, none on norms. Frozen parameters, those with
     requires_grad False, do not change.
 
-    To write another optimizer, derive a class and override `update`, which gets one slice of the arena at a time. What it keeps
-    in m and v is saved in checkpoints. lessons/howto/change_the_model.md has Lion and Muon.
+    To write another optimizer, derive a class and override `update`, which gets one slice of the arena at a time. Its state in m
+    and v is saved in checkpoints. lessons/howto/change_the_model.md has Lion and Muon.
 
     owned: [(start, end), ...], the slices of the arena that are updated here; None: all of it. (ZeRO-1: parallel/zero.py.)
-    m, v: the moments of the owned slices, concatenated.  t: steps done.  lr may be changed between steps.
+    m, v: the moments of the owned slices, concatenated.  t: number of steps so far.  lr may be changed between steps.
     Raises UserError when a value is out of range or a parameter is not in the model's arena.
     """
 

@@ -2,19 +2,19 @@
 
     y = recompute(f, x)        the same y as f(x), and the same gradients, bit for bit
 
-    forward    f runs without recording: what its ops would have saved is freed at once, only x is kept
+    forward    f runs without recording: arrays that its ops would have saved are freed at once, only x is kept
     backward   f runs again on x, recorded this time; backward runs through that recording and returns dx
 
 The parameters that f uses need no special treatment. The recorded run finds them as leaves, so each op adds to their gradients
 once, in the same order as without checkpointing.
 
-What a decoder keeps per token and layer (numbers; C is the width, F that of the MLP, with H query heads and H key heads):
+Numbers that a decoder saves per token and layer (C: width, F: MLP width, with H query heads and H key heads):
 
     none        8 C + 2 F; without FlashAttention 9 C + 2 F + H T, and at T = 1024 the last term is the largest
     attention   6 C + 2 F: without q, k and what attention saves
     block       2 C: the residual stream and the branch output that still has to be added to it
 
-(The results of the norms and of SwiGLU are never kept: backward recomputes them in its kernels.)
+(The results of the norms and of SwiGLU are never saved: backward recomputes them in its kernels.)
 
 The cost is one more forward of the recomputed part, at most a third of a step (forward 1, backward 2).
 """

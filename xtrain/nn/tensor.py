@@ -1,4 +1,4 @@
-"""Tensor: an array, its gradient, and the place in the graph where it was made.
+"""Tensor: an array, its gradient, and the node of the graph that made it.
 
 The gradient of a leaf accumulates. The rule is in `Tensor.grad_target`: the first gradient is written, later ones are added.
 """
@@ -48,7 +48,9 @@ class Tensor:
         self._data = as_array(data)
         if self._data.dtype.kind not in ("fV" if requires_grad else "fViub"):  # V: bfloat16
             kind = self._data.dtype
-            raise TypeError(f"a Tensor holds numbers, with a gradient only floating point: {kind}")
+            raise TypeError(
+                f"a Tensor holds numbers, and floating-point numbers if it has a gradient: got {kind}"
+            )
         self._grad: Array | None = None
         self.grad_written, self.requires_grad = False, requires_grad
         self.node: Any = None  # of autograd.py; None: a leaf
@@ -57,6 +59,7 @@ class Tensor:
 
     @property
     def data(self) -> Array:
+        """The values. Another array of the same shape can be assigned."""
         return self._data
 
     @data.setter
@@ -73,6 +76,7 @@ class Tensor:
     # ------------------------------------------------------------------------- the gradient
     @property
     def grad(self) -> Array | None:
+        """The gradient; None before backward. Reading it zero-fills memory that has not been written yet."""
         self.zero_unwritten_grad()
         return self._grad
 
@@ -81,7 +85,7 @@ class Tensor:
         self._grad, self.grad_written = array, array is not None
 
     def zero_unwritten_grad(self) -> None:
-        """Fill the memory of the gradient with zeros, unless a gradient is there."""
+        """Fill the memory of the gradient with zeros if no gradient has been written to it."""
         if self._grad is not None and not self.grad_written:
             self._grad.fill(0)
             self.grad_written = True
@@ -147,7 +151,7 @@ class Tensor:
     def __mul__(self, factor: Any) -> Tensor:
         if isinstance(factor, Tensor) or np.ndim(factor):
             raise TypeError(
-                "a Tensor can be multiplied by a number only: for anything else write a Function"
+                "a Tensor can only be multiplied by a number: write a Function for other products"
             )
         return ops["scale"](self, float(factor))
 

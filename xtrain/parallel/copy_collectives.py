@@ -20,15 +20,15 @@ Each sum is computed once, by its owner, in one order, and then copied: all rank
 construction.
 
 The barrier is a row of flags in each rank's memory, one per neighbour. A rank writes 1 to its flag at every
-neighbour, waits until all of its own flags are 1, and sets them back to 0. The GPU does this itself between
+neighbour, waits until all flags in its own memory are 1, and resets them to 0. The GPU does this itself between
 two operations of a stream (cuStreamBatchMemOp), also in a CUDA graph, which writes the same 1 at every replay.
 A flag may be reused after one more barrier: a rank that has passed that one knows that every rank has passed
-the first and has reset its flags. Hence there are three rows: two that alternate, and one for `join`, which
+the first and has reset its flags. So there are three rows: two that alternate, and one for `join`, which
 ends every step, because a step may have an odd number of barriers.
 
-Can a neighbour read memory while its owner changes it? No: gradients change only after `join`, which a
-neighbour reaches after it has read them. Can a neighbour write to gradients that are still read? No: it writes
-only its own shard r of a slice, which only rank r reads once that slice is complete on every rank.
+No rank changes memory that a neighbour still reads: gradients change only after `join`, which a neighbour
+reaches after it has read them. No rank writes to gradients that are still read: rank r writes only shard r of a
+slice, which only rank r reads once that slice is complete on every rank.
 """
 
 import functools
@@ -87,15 +87,18 @@ class CopyCollectives(GpuCollectives):
 
     # ------------------------------------------------------------------------- the collectives
     def all_reduce(self, a: int, b: int, idle: bool = False) -> None:
+        """Start grads[a:b] = the sum over ranks."""
         with self._on_own_stream() as stream:
             self._reduce(a, b, idle, stream)
             self._send(self.grads, self.shard(a, b), stream)
 
     def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
+        """Start all_reduce of [a, b), but only this rank's shard gets the sum."""
         with self._on_own_stream() as stream:
             self._reduce(a, b, idle, stream)
 
     def all_gather(self, array: Array, a: int, b: int) -> None:
+        """Start the copy of each rank's shard of array[a:b] to all ranks."""
         with self._on_own_stream() as stream:
             if array.data.ptr not in self.addresses:
                 self._gather_through_window(array, a, b, stream)
@@ -106,6 +109,7 @@ class CopyCollectives(GpuCollectives):
             self._send(array, self.shard(a, b), stream)
 
     def start_gather(self, own_1: Array) -> Array:
+        """(1,) of each rank -> (world,), in the order of the ranks. Valid after `join`."""
         all_R, me = empty(own_1, self.ranks.world), self.ranks.rank
         row, first = self.gathered[self.row], (self.row * self.ranks.world + me) * 4
         self.input = own_1  # keep it alive: the other stream reads it after the return
@@ -117,12 +121,14 @@ class CopyCollectives(GpuCollectives):
         return all_R
 
     def gather_1(self, own_1: Array) -> Array:
+        """start_gather and a wait for its result, without ending the step as `join` does."""
         all_R = self.start_gather(own_1)
         super().join()
         self.aligned = True
         return all_R
 
     def join(self) -> None:
+        """Make the current stream wait for all collectives that were started, on every rank; the end of a step."""
         if self.pending:
             with self._on_own_stream() as stream:
                 self._pass_barrier(JOIN, stream)

@@ -37,7 +37,7 @@ from .ranks import Ranks, choose_gpu
 from .watchdog import AbortOnError, Watchdog
 from .zero import ShardedAdamW, Slices
 
-LONGEST_WATCHDOG = 10**8  # seconds, three years; the system's timers overflow at about 10^10
+LONGEST_WATCHDOG = 10**8  # seconds, three years; system timers overflow at about 10^10
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ParallelConfig(TrainConfig):
     # between GPUs: NCCL's kernels, or copy engines (one machine only; auto: copy where possible)
     transport: Literal["auto", "nccl", "copy"] = "auto"
     check_ranks: int = 0  # steps between comparisons of all ranks' parameters; 0: never
-    # seconds without a step after which a rank counts as hanging and the job ends; 0: never
+    # seconds without a step after which a rank counts as hanging and the job is aborted; 0: never
     watchdog: float = 600.0
 
     def validate(self) -> None:
@@ -76,7 +76,7 @@ class ParallelConfig(TrainConfig):
     def sharded(self) -> bool:
         """Is the optimizer state divided among the ranks (ZeRO-1)?
 
-        This saves memory, and time with --dp bucket: each rank updates only its part and sends half the bytes.
+        This saves memory, and time with --dp bucket: each rank updates only its shard and sends half the bytes.
         """
         return self.dp == "bucket" if self.zero is None else bool(self.zero)
 
@@ -85,7 +85,7 @@ class ParallelConfig(TrainConfig):
 class NoSync:
     """none: backward without communication. The base class of the other stages.
 
-    slices: parts [start, end) of the arena that are communicated one by one.  zero: reduce-scatter them (ZeRO-1).
+    slices: ranges [start, end) of the arena, each communicated separately.  zero: reduce-scatter them (ZeRO-1).
     """
 
     def __init__(self, model: Transformer, collectives: Any, slices: Slices, zero: bool):
@@ -326,7 +326,7 @@ def train_parallel(
 ) -> Path:
     """A whole run; every rank must call this. -> the run's folder. Raises UserError.
 
-    guard: is told the current step, for its error message.  write_report: see training.loop.train.
+    guard: receives a function that returns the current step, for its error message.  write_report: see training.loop.train.
     """
     if ranks.world == 1:
         config.validate()

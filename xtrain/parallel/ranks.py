@@ -117,8 +117,8 @@ def connect() -> Ranks:
 def _when_all_ranks_have_started() -> Any:
     """-> mpi4py.MPI, whose import waits for all ranks.
 
-    MPICH waits for ever for a rank that failed before its import: after START_SECONDS this process ends.
-    It cannot print a message then, only its stack: hence this function's name.
+    MPICH waits forever for a rank that failed before its import: after START_SECONDS this process exits.
+    It can then print only its stack, so the name of this function is the message.
     """
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # stderr is not a file
         faulthandler.dump_traceback_later(START_SECONDS, exit=True)

@@ -1,10 +1,10 @@
-"""End all ranks when one of them fails: the others would wait for it in a collective for ever.
+"""End all ranks when one of them fails: the others would wait for it in a collective forever.
 
     with AbortOnError(ranks, name):  an exception or sys.exit inside prints rank, step and traceback, then MPI_Abort
     with Watchdog(...):              no step for some seconds, wherever the rank hangs: the same, and the process exits
 
 A UserError that all ranks raise is printed once, by rank 0, and every rank returns with exit code 2.
-mpirun (srun) notices a rank that is killed, and ends the others.
+If a rank is killed, mpirun (srun) notices and ends the others.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ class Watchdog(threading.Thread):
             self.start()
 
     def stop(self) -> None:
-        """End the watch."""
+        """Stop watching."""
         self.ended.set()
         if self.ident is not None:
             self.join()
@@ -129,7 +129,7 @@ class Watchdog(threading.Thread):
         frames, main_thread = sys._current_frames(), threading.main_thread().ident
         stack = "".join(traceback.format_stack(frames[main_thread])) if main_thread else ""
         print_error(
-            f"xtrain.ddp: {where}: no progress for {self.seconds:g} s (--watchdog), this rank ends. It is at\n{stack}"
+            f"xtrain.ddp: {where}: no progress for {self.seconds:g} s (--watchdog), this rank exits. Its stack:\n{stack}"
         )
         time.sleep(OUTPUT_SECONDS)
         os._exit(1)

@@ -3,7 +3,7 @@
 One run: RUN/report.html. Several runs: a comparison, compare.html, in the folder that contains the first run. A page is one
 file without scripts that loads nothing from a network. Training writes the page at its end; this command writes it at any time.
 
-The page shows what the model does with one sentence (attention, next tokens). Training computes this from held-out text and
+The page shows the model's attention and next tokens for one sentence. Training computes this from held-out text and
 stores it in RUN/sentence.json. If that file is missing, or with --sentence, the newest checkpoint computes it, on the CPU.
 """
 

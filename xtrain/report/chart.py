@@ -1,6 +1,6 @@
-"""Line charts as HTML: an SVG with the lines, which stretches with the page, and labels in HTML around it, whose size is fixed.
+"""Line charts as HTML: an SVG with the lines that scales with the page, and HTML labels of fixed size around it.
 
-Colours are CSS variables of the page (style.py), so a chart works on a light and on a dark page.
+Colours are CSS variables of the page (style.py), so a chart follows the light or dark theme of the page.
 """
 
 import html
@@ -149,9 +149,8 @@ def _scale(low, high, log):
 
 def _axis(low: float, high: float, log: bool, most: int) -> tuple[float, float, list[float]]:
     """The ends of an axis from low to high, and at most about `most` round numbers between them."""
-    if high - low <= 1e-9 * max(
-        abs(low), abs(high)
-    ):  # ticks would need more digits than float64 has
+    # a smaller range would need ticks with more digits than float64 has
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(low) / 10 or 1.0
         low, high = (low / 1.5, high * 1.5) if log else (low - margin, high + margin)
     if log:

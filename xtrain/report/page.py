@@ -24,7 +24,8 @@ class Options:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]  # folders of runs, such as runs/tiny
     out: Path | None = None  # the page; none: RUN/report.html, or compare.html next to the runs
-    sentence: str | None = None  # show what the newest checkpoint does with this text
+    # show the newest checkpoint's attention and next tokens for this text
+    sentence: str | None = None
 
 
 def page(runs: list[Record]) -> str:
@@ -106,7 +107,7 @@ def _update_sentence(folder: Path, text: str | None, say: Callable[[str], None])
 
 
 def write_requested(o: Options, say: Callable[[str], None]) -> Path:
-    """Write the page that the command line asks for and return its path. Raises UserError."""
+    """Write the page for the given options and return its path. Raises UserError."""
     if not o.runs:
         raise UserError("no run was given: give one or more folders, such as runs/tiny")
     if o.sentence is not None and len(o.runs) > 1:

@@ -1,4 +1,4 @@
-"""The profile of a run: measured with the run's model and options, stored in its folder (profile.json) and shown on its page."""
+"""The profile of a run: measured with its model and options, stored in its folder (profile.json) and shown on its page."""
 
 import dataclasses
 import json

@@ -1,6 +1,4 @@
-"""Reads the folder of a run, with tolerance: a run that is still training, was killed or has damaged files is read as far as
-possible.
-"""
+"""Reads the folder of a run as far as possible: the run may still be training, have been killed or have damaged files."""
 
 import json
 import re
@@ -60,7 +58,7 @@ class Record:
 def read(folder: Path) -> Record:
     """Read a run. Raises UserError if the folder is not the folder of a run."""
     if not folder.is_dir():
-        raise UserError(f"there is no run at {folder}: give a folder such as runs/tiny")
+        raise UserError(f"{folder} is not a folder: give that of a run, such as runs/tiny")
     if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
         raise UserError(
             f"{folder} is not a run, because it has no config.json and no metrics.jsonl: give a folder such as runs/tiny"

@@ -120,7 +120,7 @@ def timing(run: Record) -> list[str]:
 def events(run: Record) -> str:
     """The table of skipped steps and loss spikes."""
     rows = [[str(m["step"]), f"skipped: {m['skipped']}"] for m in run.metrics if m.get("skipped")]
-    spike = "the loss jumps to {}, {} standard deviations above the losses before"
+    spike = "the loss jumps to {}, {} standard deviations above the previous losses"
     rows += [
         [str(m["step"]), spike.format(m.get("loss"), m["spike"])]
         for m in run.metrics
@@ -139,7 +139,7 @@ def events(run: Record) -> str:
 
 # ----------------------------------------------------------------------------- a sentence
 def sentence(run: Record) -> str:
-    """What the model does with one sentence: next tokens and attention. "": there is no sentence.json."""
+    """Next tokens and attention for one sentence. "" if there is no sentence.json."""
     s = run.sentence
     try:
         return _sentence(s) if s else ""

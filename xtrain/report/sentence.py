@@ -18,9 +18,9 @@ MOST_TOKENS, MOST_LAYERS, MOST_HEADS, TOP = 24, 12, 8, 5
 def look(model: Transformer, tokenizer: Any, ids: list[int], step: int) -> dict[str, Any]:
     """Run the model on ids, at least one token -> the content of sentence.json.
 
-    attention: {layer: {"mean": T x T, "heads": {head: T x T}}}; a row is a query, a column a key. Of many layers and heads an
-    evenly spaced selection; the mean is over all heads.  next: for each token, the most likely next tokens, and the
-    probability of the real one.
+    attention: {layer: {"mean": T x T, "heads": {head: T x T}}}; a row is a query, a column a key. Of many layers
+    or heads, only an evenly spaced selection; the mean is over all heads.  next: for each token, the most likely next
+    tokens, and the probability of the actual one.
     """
     ids = list(ids)[: min(MOST_TOKENS, model.config.max_seq_len)]
     seen: dict[str, tuple] = {}

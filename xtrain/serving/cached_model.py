@@ -6,8 +6,8 @@
 Both work on arrays, without autograd, with the kernels and the weights of the trained model. The residual stream h is
 float32; with bf16 weights everything between two additions to it is bf16, and the logits are float32.
 
-On a GPU, a decoding step of a few sequences uses gemv.py, which fuses norms, SwiGLU and the residual additions into the
-matrix products: five kernels per layer. Otherwise it uses the kernels of training.
+On a GPU, a decoding step of a few sequences uses kernels/decoding/gemv.py, which fuses norms, SwiGLU and the residual
+additions into the matrix products: five kernels per layer. Otherwise it uses the kernels of training.
 
 Batch invariance: the order of the additions in a matrix product depends on its shape, so the last bits of a token depend on
 the number of tokens computed with it. With `batch_invariant` they do not: a decoding step computes each sequence with gemv,
@@ -39,7 +39,7 @@ from ..kernels.swiglu import swiglu_fwd
 from ..nn.model import Transformer
 
 # Bytes of the gate/up weights that the output projection prefetches: memory stays busy while one kernel waits for another.
-# Prefetching from the other products too was not faster, or slower.
+# Prefetching the weights of the other products as well was no faster.
 AHEAD = 8 << 20
 
 
@@ -63,7 +63,7 @@ class PackedTokens:
 
     slots_N: Array  # slot of each token
     positions_N: Array  # position of each token in its sequence
-    edges_E: Array  # sequence a owns the tokens edges[a] .. edges[a + 1] - 1, see padding.py
+    edges_E: Array  # sequence a owns the tokens edges[a] .. edges[a + 1] - 1 (kernels/decoding/padding.py)
     history_A: Array  # tokens of each sequence that are in the cache already
     slots_A: Array  # slot of each sequence
     longest: int  # new tokens of the longest sequence

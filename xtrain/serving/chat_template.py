@@ -48,7 +48,7 @@ class ChatTemplate:
         self.special_tokens = special_tokens
         try:
             self.template = environment.from_string(source)
-        except Exception as error:  # a template is foreign code: errors of Python's compiler too
+        except Exception as error:  # third-party code: any error, also of Python's compiler
             raise UserError(f"the chat template cannot be read: {_one_line(error)}") from None
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
@@ -64,7 +64,7 @@ class ChatTemplate:
             return text
         except Exception as error:  # any Python error, such as a KeyError of '{x}'.format()
             raise UserError(
-                f"the model's chat template refuses this conversation: {_one_line(error)}"
+                f"the model's chat template rejects this conversation: {_one_line(error)}"
             ) from None
 
     @classmethod

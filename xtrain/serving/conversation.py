@@ -19,7 +19,7 @@ MAX_SEQ_LEN = 8192
 
 @dataclass(frozen=True)
 class Options:
-    """Talk with a model."""
+    """Chat with a model in the terminal."""
 
     model: str  # a Hugging Face folder, or the folder of an xtrain run
     system: str | None = None  # instructions at the start of the conversation
@@ -41,7 +41,7 @@ class ContextFull(UserError):
 
 
 class Conversation:
-    """The messages of a conversation, and the tokens that the model has seen of them.
+    """The messages of a conversation, and their tokens as the model has seen them.
 
     Every turn renders the whole conversation as text. If that text starts with the text of the earlier turns (true for
     nearly all templates), only the rest is tokenized and appended to the tokens in the cache. Otherwise (a template that
@@ -134,7 +134,7 @@ def chat(options: Options) -> None:
     engine = Engine(pretrained.model, 1, size, reuse_prefix=True)
     conversation = Conversation(pretrained, engine, o.system)
     notes = [] if template else ["no chat template: the model continues what you type"]
-    notes += [] if template or not o.system else ["--system is left out, it needs a chat template"]
+    notes += [] if template or not o.system else ["--system is ignored: it needs a chat template"]
     notes += [f"context {size} of {context} tokens (--max-seq-len)"] if size < context else []
     sampling = dict(
         max_new_tokens=o.max_new_tokens, temperature=o.temperature, top_k=o.top_k, top_p=o.top_p
@@ -158,7 +158,7 @@ def chat(options: Options) -> None:
 
 
 def _read_line() -> str | None:
-    """A line from the user; None at the end of the input. The prompt sign is only shown in a terminal."""
+    """A line from the user; None at the end of the input. The prompt is only shown in a terminal."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys in input())
     try:

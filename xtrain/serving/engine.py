@@ -10,7 +10,7 @@ Continuous batching (Yu et al. 2022, Orca): the KV cache has max_batch slots, ea
 
     admits     pending requests to free slots, prefills them together, packed without padding, and samples their first tokens
     decodes    one token for every other sequence that has a slot
-    ends       finished sequences, each for its own reason; their slots are free in the next step
+    ends       finished sequences; their slots are free in the next step
 
 `engine.trace` records what happened in each step. On a GPU the decoding step (model, sampling, advancing the counters) is a
 CUDA graph, one per batch size, and all its inputs are on the device: only token ids are copied to the host. While no request
@@ -111,7 +111,7 @@ class Engine:
             )
         if batch_invariant and reuse_prefix:
             raise UserError(
-                "batch_invariant and reuse_prefix exclude each other: a reused prefix was computed in other chunks, which "
+                "batch_invariant and reuse_prefix exclude each other, set one to False: a reused prefix was computed in other chunks, which "
                 "may change the last bit"
             )
         self.model, self.config, self.max_batch = model, model.config, max_batch
@@ -157,7 +157,7 @@ class Engine:
             f"{self.cached_model.dtype.name}"
         )
 
-    # ------------------------------------------------------------------------- what users call
+    # ------------------------------------------------------------------------- the public interface
     def generate(
         self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any
     ) -> list[Completion]:
@@ -208,7 +208,7 @@ class Engine:
         """End the request now; its slot is free in the next step. Safe at any time, also during garbage collection."""
         if request.completion.reason is None:
             request.completion.reason = "cancelled"
-            if not self.changing_state:  # else the end of the present step removes it
+            if not self.changing_state:  # else the end of the current step removes it
                 self._remove_cancelled()
 
     def _remove_cancelled(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests: the check of what a caller passes, and the state of each sequence on the host and on the device."""
+"""Requests: the checks of the caller's arguments, and the state of each sequence on the host and on the device."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -143,7 +143,7 @@ def _checked_tokens(i: int, prompt: Any, config: ModelConfig, max_seq_len: int) 
     if len(tokens) >= max_seq_len:
         raise UserError(
             f"prompt {i} has {len(tokens)} tokens, which leaves no room for an answer: give at most {max_seq_len - 1} tokens, "
-            f"or raise max_seq_len ({max_seq_len}; the model takes {config.context})"
+            f"or raise max_seq_len ({max_seq_len}; the model supports {config.context})"
         )
     return tokens
 

@@ -115,7 +115,7 @@ def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
         )
     if longest >= context:
         raise UserError(
-            f"prompt {lengths.index(longest) + 1} has {longest} tokens, the model takes {context} including the answer: "
+            f"prompt {lengths.index(longest) + 1} has {longest} tokens, the model supports {context} including the answer: "
             "shorten it"
         )
     max_seq_len = min(context, longest + max(o.max_new_tokens, 1))

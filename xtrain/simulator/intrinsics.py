@@ -29,9 +29,8 @@ def simulates(intrinsic, collective: bool | int = False, polled: bool = False):
     """
 
     def register(f):
-        f.__qualname__ = (
-            intrinsic.__name__
-        )  # Python's TypeError for missing arguments shows this name
+        # Python's TypeError for missing arguments shows this name
+        f.__qualname__ = intrinsic.__name__
         if polled or collective == WARPGROUP:
             INTRINSICS[intrinsic] = (Waiting(f, 0 if polled else WARPGROUP), True)
         else:

@@ -1,4 +1,4 @@
-"""Rejects kernels that Python can run but Numba does not compile.
+"""Rejects kernels that Python can run but Numba cannot compile.
 
 Only what both numba and numba-cuda reject is rejected here; tests/simulator/test_simulator_refused.py compares with them.
 """

@@ -9,10 +9,10 @@
     if s[0] == cuda.gridDim.x - 1:                      acquires: all other blocks released before
         ... = partial[...]
 
-An atomic releases the accesses that precede a fence which the atomic follows: a fence of its own thread, or of any thread of its
-block before a barrier. A fence is preceded by the accesses of its thread, and by the accesses of its block before the last
-barrier. Another block acquires them by an atomic on the same element: for the thread of that atomic, and for all threads of that
-block after their next barrier.
+An atomic releases the accesses that precede a fence which the atomic follows: a fence in the same thread, or in any thread of
+the same block before a barrier. A fence is preceded by the accesses of its thread, and by the accesses of its block before
+the last barrier. Another block acquires them by an atomic on the same element: they are then ordered for the thread of that
+atomic, and for all threads of that block after their next barrier.
 
 A fence in one thread, a barrier and the atomic in another thread are enough, because threadfence is sequentially consistent
 (fence.sc in PTX): all fences have one order, and the observed atomic determines it for this pair.
@@ -27,7 +27,7 @@ class Release:
     def __init__(self):
         self.epoch = 0  # all accesses of the block before this epoch are released
         self.last = 0  # epoch of the last atomic: it follows the fences of earlier epochs
-        self.clocks = {}  # thread -> clock of its own last fence: its accesses before are released
+        self.clocks = {}  # thread -> clock of its last fence: its earlier accesses are released
         self.atomics = set()  # the marks of the atomics
 
     def add(self, mark):

@@ -204,7 +204,7 @@ def number(x):
 
 
 def promote_if_known(x, like):
-    """promote(x, like()), or x if like() raises: the side that is not taken need not have a value (an unset name, 2 ** -1)."""
+    """promote(x, like()), or x if like() raises: the other side of the conditional may have no value (an unset name, 2 ** -1)."""
     try:
         return promote(x, like())
     except Exception:

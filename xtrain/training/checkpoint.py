@@ -7,7 +7,7 @@
         manifest.json                                         a checksum of every file and tensor: formats/manifest.py
 
 `snapshot` copies the state to host memory; training waits only for that. `write` writes it to a temporary folder next to its
-final one, reads it back, syncs it to disk and renames it. So a checkpoint exists completely or not at all, and later damage
+final one, reads it back, syncs it to disk and renames it. So a checkpoint is either complete or absent, and later damage
 is detected. Its contents do not depend on how parameters are packed or padded in memory, or on the number of ranks.
 """
 
@@ -272,7 +272,9 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
         for name, view in model.views(array):
             tensor = stored.get(f"{letter}.{name}")
             if tensor is None or tensor.shape != view.shape:
-                raise UserError(f"{path} does not belong to this model ({letter}.{name})")
+                raise UserError(
+                    f"{path} does not belong to this model ({letter}.{name}): resume with the options of that run"
+                )
     huggingface.load_into(model, saved.folder)
     for letter, array in moments.items():
         values = np.zeros(array.shape, np.float32)

@@ -101,7 +101,7 @@ class CheckpointWriter:
         self.seconds = max(self.seconds, time.monotonic() - started)
 
     def _check_folders(self):
-        """A folder that existed may have gone with its disk: do not create it again without its logs."""
+        """A folder may have vanished together with its disk: do not create it again without its logs."""
         for folder in (self.run, self.run / "checkpoints") if self.has_written else (self.run,):
             if not folder.is_dir():
                 raise cannot_write(folder, FileNotFoundError(errno.ENOENT, "it is gone"))

@@ -1,4 +1,4 @@
-"""A whole run: text, model, the loop around the training step, and what it does between steps."""
+"""A whole run: text, model, the loop around the training step, and the work between steps."""
 
 import contextlib
 import time
@@ -39,7 +39,7 @@ CHECKPOINT_BYTES = 12  # per parameter: weight and two moments in float32
 
 @dataclass(frozen=True)
 class Due:
-    """What the loop does after a step."""
+    """What is due after a step."""
 
     layers: bool
     validation: bool
@@ -86,13 +86,13 @@ class Loop:
         run.ranks.on_rank_0(self.writer.finish)
 
     def stop_requested(self) -> bool:
-        """Is any rank asked to stop? Raises, on every rank, an error of the checkpoint writer."""
+        """Has any rank received a stop request? Raises, on every rank, an error of the checkpoint writer."""
         flags = [self.stop.after_step(self.writer.seconds), self.writer.failed]
         requested, failed = self.run.ranks.sum([float(flag) for flag in flags])
         if failed:
             self.run.ranks.on_rank_0(self.writer.check)
         if requested:
-            self.stop.reason = self.stop.reason or "asked on another rank"
+            self.stop.reason = self.stop.reason or "requested on another rank"
         return bool(requested)
 
     def due(self, last: int) -> Due:
@@ -177,8 +177,8 @@ def train(
     """A whole run. -> its folder. Raises UserError on anything that the user can fix.
 
     make_run: a class derived from Run, with another model, optimizer, schedule, data or evaluation
-    (lessons/howto/change_the_model.md).  ranks: parallel.ddp.train_parallel.  write_report: called at the end on rank 0,
-    unless the run was asked to stop early.
+    (lessons/howto/change_the_model.md).  ranks: see parallel.ddp.train_parallel.  write_report: called at the end on rank 0,
+    unless the run stopped early.
     """
     output = Output()
     console = console or Console(file=cast(IO[str], output), quiet=ranks.rank > 0)
@@ -200,7 +200,7 @@ def train(
         resolved = run_folder.with_first_options(resolved, folder)
         corpus = _read_text(resolved, ranks, console)
         shape["vocab_size"] = corpus.vocab_size
-        # no name for the model here: make_run may replace it, which must free the memory of the first
+        # the model gets no name here: make_run may replace it, and the memory of the first must then be freed
         run = make_run(
             resolved,
             _make_model(resolved, shape, corpus, folder.saved, device, ranks.world),
@@ -280,6 +280,6 @@ def _make_model(
         )
     if config.seq_len > model.config.max_seq_len:
         raise UserError(
-            f"--seq-len {config.seq_len} is longer than the model's max_seq_len {model.config.max_seq_len}"
+            f"--seq-len {config.seq_len} is longer than the model's max_seq_len {model.config.max_seq_len}: choose a shorter one"
         )
     return model

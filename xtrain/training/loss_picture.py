@@ -7,7 +7,7 @@ SMOOTHING = 0.05  # weight of the newest loss in the running mean
 
 
 def is_number(x: Any) -> bool:
-    """Can x be computed with and drawn? The user may have edited a log, so a value may be anything."""
+    """Is x a number that can be drawn? The user may have edited the log, so x may be anything."""
     return isinstance(x, (int, float)) and abs(x) < 1e300
 
 

@@ -1,6 +1,6 @@
 """The memory of a training step, planned: run the step with arrays that have no values, and count bytes.
 
-A MetaArray has the shape, the dtype and the lifetime of a CuPy array, and no memory (PyTorch calls this a meta tensor). Inside
+A MetaArray has the shape, the dtype and the lifetime of a CuPy array, but no memory (PyTorch calls this a meta tensor). Inside
 `planning()` such arrays replace CuPy's (device.use_array_module): the model, autograd and every launcher run as on a GPU, and
 an observer of launches starts no kernel. The plan follows from which arrays the step allocates and when it frees them. It
 takes milliseconds for any model size, needs no GPU, and has no separate formula for activations that could disagree with
@@ -36,7 +36,7 @@ from .run import Run
 
 STEPS = 3  # the first allocates what stays from step to step
 UNIT = 512  # bytes: CuPy's pool rounds sizes up to multiples
-# bytes that a process has on an H200 before its first array: context, cuBLAS, kernels
+# bytes that a process uses on an H200 before its first array: context, cuBLAS, kernels
 OUTSIDE = 0.7e9
 KINDS = {  # what an op's forward allocates; ops that are not listed go by their own names
     "Embedding": "residual stream and norms",
@@ -238,7 +238,10 @@ class Allocation:
 
 # ----------------------------------------------------------------------------- arrays without memory
 class MetaArray:
-    """What xtrain's GPU path uses of a CuPy array, except values. Anything else raises AttributeError."""
+    """The part of cupy.ndarray that xtrain's GPU path uses, without values. Anything else raises AttributeError.
+
+    Views share the memory of the array, other results are new allocations, as in CuPy.
+    """
 
     device = SimpleNamespace(id=-1, compute_capability="90")
     data = SimpleNamespace(ptr=0)
@@ -260,18 +263,22 @@ class MetaArray:
         return MetaArray(allocation, self.shape, dtype)
 
     def copy(self) -> "MetaArray":
+        """A new dense array."""
         return self._new()
 
     def astype(self, dtype, copy: bool = True) -> "MetaArray":
+        """A new array of another dtype; with copy=False the array itself if it has that dtype."""
         return self if not copy and self.dtype == dtype else self._new(dtype)
 
     def view(self, dtype) -> "MetaArray":
+        """The same bytes as another dtype; the last axis changes its length."""
         *outer, last = self.shape
         return MetaArray(
             self.allocation, (*outer, last * self.itemsize // np.dtype(dtype).itemsize), dtype
         )
 
     def reshape(self, *shape) -> "MetaArray":
+        """A view if the strides allow it, else a copy. Raises ValueError if the sizes differ."""
         shape = shape[0] if isinstance(shape[0], tuple) else shape
         known = math.prod(n for n in shape if n != -1)
         shape = tuple(self.size // known if n == -1 else n for n in shape)
@@ -302,7 +309,7 @@ class MetaArray:
         pass
 
     def fill(self, value) -> None:
-        pass
+        """Nothing to do: there are no values."""
 
 
 def _strides_without_copy(x, shape):
@@ -320,7 +327,7 @@ def _dense(shape, itemsize):
 
 
 class _MetaCupy:
-    """What xtrain uses of the module cupy, with MetaArrays. (Without reference cycles: autograd's cache ends with it.)"""
+    """The part of cupy that xtrain uses, with MetaArrays. (Without reference cycles: autograd's cache is freed with it.)"""
 
     def __init__(self, meter: Meter):
         self.meter = meter
@@ -360,7 +367,7 @@ def planning(logits_width: int) -> Iterator[Meter]:
     workspace: list[MetaArray] = []
 
     def skip(event: LaunchEvent, start: Callable[[], None]) -> None:
-        if event.is_product and not workspace:  # allocated at the first product; see gemm.py
+        if event.is_product and not workspace:  # as in kernels/gemm.py
             workspace.append(module.empty(WORKSPACE, np.uint8))
             workspace[0].allocation.rename("workspace of cuBLAS")
 
@@ -396,7 +403,7 @@ def plan(
     """Plan the training step of a model.
 
     batch: sequences per forward pass.  seq_len: tokens per sequence.  accumulate: forward passes per optimizer step.
-    precision, recompute: as in Transformer. Raises ValueError where a launcher refuses an array as too large.
+    precision, recompute: as in Transformer. Raises ValueError if a launcher rejects an array as too large.
     """
     with planning(config.padded_vocab_size) as meter:
         run = _run(config, batch, seq_len, precision, recompute, accumulate)

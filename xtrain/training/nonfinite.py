@@ -16,7 +16,8 @@ import numpy as np
 from ..nn.model import Transformer
 from ..nn.observers import Op, observe_ops
 
-SPIKE_WINDOW, SPIKE_LEAST = 50, 20  # a new loss is compared with at most, and at least, so many
+# number of earlier losses that a new one is compared with: at most, at least
+SPIKE_WINDOW, SPIKE_LEAST = 50, 20
 CHUNK = 1 << 24  # elements checked at a time: bounds the temporary memory
 # dtype: (unsigned integer of its size, mask that clears the sign, bits of infinity; the bits of NaN are larger)
 BITS = {
@@ -27,7 +28,7 @@ BITS = {
 
 
 def unsound(loss: float, norm: float) -> str | None:
-    """Why the device skipped a step with these numbers, None if it did not."""
+    """Why the device skipped the step with this loss and gradient norm; None if it did not."""
     for name, value in (("loss", loss), ("gradient norm", norm)):
         if not math.isfinite(value):
             return f"the {name} is {value}"
@@ -57,7 +58,7 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     """Find the first array with NaN or infinity in a step -> its description, None if all are finite.
 
     step: runs forward and backward eagerly. The weights are checked first, then the results of every op in the order of
-    computation: outputs of forward, gradients from backward (those of parameters as far as they are added up).
+    computation: outputs of forward, gradients from backward (for parameters the sums so far).
     """
     model.arena.refresh()  # the bf16 copy, if there is one
     names = _names(model)
@@ -68,7 +69,8 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     @contextlib.contextmanager
     def check(op: Op) -> Iterator[None]:
         yield
-        for array in op.outputs if op.name else ():  # a layer returns what its ops have returned
+        # an op without a name is a layer: it returns results of its ops, which were checked
+        for array in op.outputs if op.name else ():
             if found := count_nonfinite(array):
                 used = [names[id(x)][0] for x in op.inputs if id(x) in names]
                 weights = f" with {', '.join(used)}" if used else ""

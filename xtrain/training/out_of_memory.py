@@ -23,7 +23,7 @@ class OutOfMemory(UserError):
 
 @contextlib.contextmanager
 def explained(config: TrainConfig, shape: dict[str, Any], device: str) -> Iterator[None]:
-    """Turn an out-of-memory error inside into OutOfMemory. shape: the fields of ModelConfig that are known by then."""
+    """Turn an out-of-memory error inside into OutOfMemory. shape: the fields of ModelConfig known by then."""
     try:
         yield
     except Exception as error:
@@ -66,7 +66,7 @@ def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
     lines += [f"    {kind:32} {_gb(size):>9}" for kind, size in kinds[:SHOWN_KINDS]]
     if rest := plan.reserved - sum(size for _, size in kinds[:SHOWN_KINDS]):
         lines.append(f"    {'the rest':32} {_gb(rest):>9}")
-    lines.append("what needs less:")
+    lines.append("options that need less:")
     for option, changed, remark in _less(c, device):
         needed = _whole(_plan(model, changed), device)
         fits = "" if available is None else "fits" if needed <= available else "does not fit"
@@ -88,7 +88,7 @@ def _less(c, device):
     for kind in kinds[kinds.index(c.recompute) + 1 :]:
         yield f"--recompute {kind}", replace(c, recompute=kind), "slower, the same bits"
     if device == "gpu" and c.precision == "fp32":
-        yield "--precision bf16", replace(c, precision="bf16"), "faster, less exact"
+        yield "--precision bf16", replace(c, precision="bf16"), "faster, less accurate"
     least = replace(c, micro_batch=1, recompute="block")
     if least != c:
         yield "--micro-batch 1 --recompute block", least, ""

@@ -1,4 +1,4 @@
-"""When to stop early, with a checkpoint: on a signal, or before the time of a job runs out.
+"""Stop early, with a checkpoint: on a signal, or before the time limit of a job.
 
 On SIGINT (Ctrl-C), SIGTERM, SIGUSR1 or SIGHUP (the terminal was closed) the current step is finished, a checkpoint is written
 and the program exits with code 0. A second SIGINT exits at once. Before the first step there is nothing to save, so any of
@@ -16,8 +16,8 @@ from typing import Any
 from ..errors import UserError
 
 BYTES_PER_SECOND = 2e8  # assumed write speed of a checkpoint until one has been written
-EXIT_SECONDS = 3.0  # reserved for ending the program
-LONGEST_START = 600  # seconds
+EXIT_SECONDS = 3.0  # reserved for the exit of the program
+LONGEST_START = 600  # seconds; a process that seems older has inconsistent clocks
 
 
 def _process_age() -> float:

@@ -34,7 +34,7 @@ from .single_process import SINGLE_PROCESS, SingleProcess
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave. loss (this rank's share) and grad_norm: (1,) arrays that are still on the device."""
+    """The results of one step. loss (this rank's share) and grad_norm: (1,) arrays that are still on the device."""
 
     step: int  # counts from 1
     loss: Array
@@ -196,7 +196,7 @@ class Run:
 
     # ------------------------------------------------------------------------- saving and resuming
     def resume_options(self) -> dict[str, Any]:
-        """What decides the numbers: a resumed run must have the same values, unless --allow-change names them."""
+        """The options that determine the numbers: a resumed run must have the same values, unless --allow-change names them."""
         # only a ParallelConfig has grad_comm
         options = {name: getattr(self.config, name, "fp32") for name in RESUME_KEYS}
         text = {"data": self.corpus.sha256, "tokenizer": self.corpus.tokenizer.sha256}
@@ -204,7 +204,7 @@ class Run:
         return {**options, **text, **self.model.config.to_dict(), **variation}
 
     def made_on(self) -> dict[str, Any]:
-        """Where the run computes. If this changes, the bits may differ, though not the mathematics."""
+        """The hardware and ranks of the run. If they change, the last bits may differ."""
         return {
             "device": device_name(self.model.device),
             "ranks": self.ranks.world,
@@ -244,7 +244,7 @@ class Run:
         }
 
     def resume(self, saved: Saved, warn: Callable[[str], None] = lambda sentence: None) -> None:
-        """Continue from a checkpoint. Raises UserError if an option differs that must not."""
+        """Continue from a checkpoint. Raises UserError if an option differs that must stay the same."""
         made_on = saved.state["made_on"]
         changed = option_changes(saved.state["options"], self.resume_options())
         if made_on["ranks"] != self.ranks.world:  # the share of each rank has another size
@@ -286,7 +286,7 @@ class Run:
     def explain(self, step: int) -> str:
         """After max_skips skipped steps: repeat the forward and backward of `step`, op by op.
 
-        -> where the first value appeared that is not finite. Every rank must call it; all get the same answer.
+        -> where the first non-finite value appeared. Every rank must call it; all get the same answer.
         """
         self.on_device = self.eagerly  # frees the memory of a captured step
         gc.collect()
@@ -300,8 +300,8 @@ class Run:
                 return where if len(found) == 1 else f"rank {rank}: {where}"
         everywhere = "" if len(found) == 1 else " on every rank"
         return (
-            f"every result is finite{everywhere} when the step is repeated: the gradient norm is too large, or the fault does "
-            "not repeat"
+            f"every result is finite{everywhere} when the step is repeated: the gradient norm is too large, or the error "
+            "is not reproducible"
         )
 
     @np.errstate(all="ignore")

@@ -37,7 +37,7 @@ class RunFolder:
 
 
 def choose(config: ResolvedConfig, name: str | None, warn: Callable[[str], None]) -> RunFolder:
-    """The folder that --out, --name and --resume mean. name: --name as given; None: the first free name is chosen.
+    """Choose the folder from --out, --name and --resume. name: --name as given; None: the first free name is chosen.
 
     Raises UserError if the folder of a given name is taken, or holds no checkpoint to resume from.
     """

@@ -34,7 +34,7 @@ from .loss_picture import is_number, loss_png
 from .nonfinite import spike
 
 SPIKE_HISTORY = 400  # lines of metrics.jsonl that are searched for earlier losses
-LINES_WITHOUT_TERMINAL = 20  # about so many over a run, in place of the progress bar
+LINES_WITHOUT_TERMINAL = 20  # lines over a run, about, that replace the progress bar
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunLog:
     ):
         self.folder, self.steps, self.console = folder, config.steps, console
         for path in (folder / name for name in LOGS):
-            if os.path.lexists(path) and not path.is_file():  # opening a pipe would block for ever
+            if os.path.lexists(path) and not path.is_file():  # opening a pipe would block forever
                 raise UserError(f"{path} is not a file: move it away")
         self.spike_z, self.first_step = config.spike_z, state.get("step", 0)
         self.every = max(1, self.steps // LINES_WITHOUT_TERMINAL)
@@ -75,7 +75,7 @@ class RunLog:
         self.files = {name: Journal(folder / name) for name in LOGS}
         self.full = False  # has the warning about a full disk been printed?
         self.board = None
-        if config.tensorboard:  # TensorBoard hides what it has of later steps
+        if config.tensorboard:  # purge_step: TensorBoard hides its records of later steps
             board = str(folder / "tensorboard")
             self.board = summary_writer()(board, purge_step=self.first_step + 1)
         columns = [
@@ -181,7 +181,7 @@ class RunLog:
         self.full = any(file.pending for file in self.files.values())  # one may have room left
 
     def flush(self) -> bool:
-        """-> is everything in the files? A checkpoint must not be newer than they are."""
+        """Write the pending lines. -> is everything in the files? A checkpoint must not be newer than its logs."""
         return all([file.flush() for file in self.files.values()])
 
     def lengths(self) -> dict[str, int]:
@@ -212,9 +212,11 @@ class NullRunLog:
     __exit__ = step = layers = validation = sample = picture = _nothing
 
     def flush(self) -> bool:
+        """-> True: nothing is pending."""
         return True
 
     def lengths(self) -> dict[str, int]:
+        """-> {}: there are no files."""
         return {}
 
 
@@ -232,7 +234,7 @@ def summary_writer() -> Any:
 def _cut_jsonl(path: Path, last_step: int) -> list[dict[str, Any]]:
     """Cut a .jsonl file back to the steps up to last_step: the run repeats the later ones. -> the lines that remain.
 
-    Lines that are not records are removed: the unfinished last line of a killed process, or damage by a disk.
+    Lines that are not records are removed: the unfinished last line of a killed process, or damaged lines.
     """
     if not path.exists():
         return []

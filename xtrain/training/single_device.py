@@ -1,4 +1,4 @@
-"""How one step is divided among devices. Here: not at all. `parallel.ddp.DataParallel` divides it among ranks.
+"""The training step on one device. `parallel.ddp.DataParallel` divides it among ranks.
 
 `Run.train_step` calls these methods where ranks have to communicate, so the same step runs on one device and on many.
 """
@@ -29,7 +29,7 @@ class SingleDevice:
 
     # ------------------------------------------------------------------------- in the step
     def inverse_target_count(self, targets: np.ndarray) -> list[np.ndarray]:
-        """-> [1 / number of targets in the batch of all ranks, (1,) float32], or [] if the device is to count them."""
+        """-> [1 / number of targets in the batch of all ranks, (1,) float32], or [] if the device counts them."""
         return []
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -53,7 +53,7 @@ class SingleDevice:
         return values
 
     def timing(self, tokens_per_s: float) -> dict[str, Any]:
-        """Further fields for a line of timing.jsonl."""
+        """Additional fields for a line of timing.jsonl."""
         return {}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run prints at its end: how it ended, and the commands that come next."""
+"""What a run prints at its end: how it ended, and commands to continue with."""
 
 import os
 import shlex
@@ -52,9 +52,9 @@ def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
 def _how_to_continue(run: Run) -> str:
     done, c = run.done, run.config
     if done > c.steps:
-        return f"with --resume and more --steps: it is past {c.steps}"
+        return f"the same command with --resume and --steps larger than {done}"
     if c.stop_at is not None and done >= c.stop_at:
-        return f"the same command with --resume and another --stop-at than {c.stop_at}"
+        return "the same command with --resume and a larger --stop-at, or none"
     return "the same command with --resume"
 
 

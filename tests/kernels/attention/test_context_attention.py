@@ -224,7 +224,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="5 packed tokens, the edges end at 4"):
         context_attention(*replace(3, int32([0, 3, 4])))
     for edges in ([1, 3, 5], [0, 6, 5]):
-        with pytest.raises(ValueError, match="edges must begin at 0 and not fall"):
+        with pytest.raises(ValueError, match="edges must begin at 0 and not decrease"):
             context_attention(*replace(3, int32(edges)))
     with pytest.raises(TypeError, match="q is bfloat16, expected float32"):
         context_attention(*replace(0, args[0].astype(BF16)))

@@ -46,7 +46,7 @@ def test_bad_input():
     edges = edges_of((3, 1))
     with pytest.raises(ValueError, match="3 packed tokens, the edges end at 4"):
         token_positions(edges, 3)
-    with pytest.raises(ValueError, match="must begin at 0 and not fall"):
+    with pytest.raises(ValueError, match="must begin at 0 and not decrease"):
         token_positions(int32([0, 3, 2]), 2)
     with pytest.raises(TypeError, match="edges is int64, expected int32"):
         token_positions(edges.astype(np.int64), 4)

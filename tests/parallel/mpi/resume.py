@@ -191,7 +191,7 @@ def one_rank_is_asked_to_stop(folder):
             options(folder / "asked", steps=9), ranks, Console(file=said, quiet=ranks.rank > 0)
         )
         assert checkpoint.newest(run).step == 2 and not (run / "report.html").exists()
-        assert ranks.rank or "stopped after step 2 (asked on another rank)" in said.getvalue()
+        assert ranks.rank or "stopped after step 2 (requested on another rank)" in said.getvalue()
     ParallelRun.step = step
     wait()
 

@@ -1,6 +1,6 @@
 """Attention of a prefill: packed prompts of any lengths, each with its history in the cache.
 
-    q, o: (N, H, D)    k, v: (R, G, S, D), a layer's cache    edges: (E,), E = A + 1, see decoding/padding.py
+    q, o: (N, H, D)    k, v: (R, G, S, D), a layer's cache    edges: (E,), E = A + 1, see kernels/decoding/padding.py
 
     Query i of sequence a has position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of cache row r_a:
                s = scale q k^T,   p = softmax(s),   o = p v                       the cache already holds the new keys

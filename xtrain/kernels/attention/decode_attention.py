@@ -9,7 +9,7 @@ Token b has position t = lengths[b] in cache row r = rows[b]:
 A row with rows[b] < 0, or with a length outside 0 .. S - 1, is idle: nothing is appended, and o[b] = 0.
 
 A block reads every key and value of one key head once, for all H / G query heads that share it: grouped-query attention without
-copies. (Groups of more than 16 heads, in float32 of more than 8, are read several times.) A single block would take long for
+copies. (Groups of more than 16 heads, in float32 of more than 8, are read several times.) A single block would be slow for
 a long context, and few rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks
 (flash-decoding, Dao et al. 2023). Each block writes m, l, acc of its keys to memory. The block that finishes last, which an
 atomic counter determines, merges them in the order of the keys, so the result does not depend on the order of arrival:

@@ -1,4 +1,4 @@
-"""What decode_attention.py does before and after the loop over the keys: compute the new heads, merge partial results.
+"""The steps of decode_attention.py before and after the loop over the keys: compute the new heads, merge partial results.
 
 All shared memory is flat. HEADS: query heads of a block, 8 or 16, of one key head; absent heads are zeros.
 """

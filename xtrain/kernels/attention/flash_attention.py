@@ -55,9 +55,8 @@ from .flash_attention_hopper import Gpu
 from .flash_attention_table import TABLE, Tiles
 
 FEW_ROUNDS, LONG = 12, 2048  # see make_grid; measured on one H200
-HOPPER = (
-    True  # use the wgmma kernels on capability 9.0 and in the simulator; False: always mma.sync
-)
+# True: use the wgmma kernels on capability 9.0 and in the simulator. False: always mma.sync.
+HOPPER = True
 MAX_GRID = 2**16 - 1  # blocks in y or z
 SMALL = {  # used if the table's tiles need more shared memory than a block gets; all fit the 99 KB of 8.6, 8.9, 12.0
     "fwd": Tiles(BM=64, BN=64, warps=4, blocks=2),
@@ -232,7 +231,7 @@ def make_grid(
 
     The GPU starts blocks in the order x, y, z, so heads in x advance through their tiles together: see flash_attention_bf16.py.
     One head in x, unless blocks are unequal (causal) and either few, so that the last round takes a large share of the time,
-    or long, so that they reuse cache lines. Then as many heads as read at most twice the size of the second-level cache.
+    or long, so that they reuse cache lines. Then as many heads as read at most twice the size of the L2 cache.
     """
     B, T, H, D = q_shape
     S, G = k_shape[1:3]
@@ -319,7 +318,7 @@ def multiprocessors(x: Array) -> int:
 
 
 def l2_bytes(x: Array) -> int:
-    """Bytes of second-level cache of the GPU that holds x. Small in the simulator, so that a few heads need several rounds."""
+    """Bytes of L2 cache of the GPU that holds x. Small in the simulator, so that a few heads need several rounds."""
     return 1536 if isinstance(x, SimArray) else _gpu_attribute(x.device.id, "L2CacheSize")
 
 

@@ -9,8 +9,8 @@ there has both. Five products instead of seven:
     warp            32 of the keys; loops over the queries, 16 at a time         S, dP, dV, dK: 4 products
     all warps       after each 64 queries: dQ = dS K over all keys               the fifth
 
-dS passes through shared memory, in bf16, as any product would take it. A warp writes dS^T, rows of keys; ldmatrix_trans reads
-rows of queries.
+dS passes through shared memory in bf16, the precision in which a product reads it anyway. A warp writes dS^T, rows of keys;
+ldmatrix_trans reads rows of queries.
 
 Two barriers per 64 queries: after the first, the queries and their statistics have arrived; after the second, dS is complete.
 With a causal mask the warps of late keys have little work; they wait at the second barrier, and another block of the same

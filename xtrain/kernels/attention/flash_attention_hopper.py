@@ -262,7 +262,7 @@ class Gpu:
     """The properties of a GPU that a grid depends on."""
 
     multiprocessors: int
-    l2_bytes: int  # of the second-level cache
+    l2_bytes: int  # of the L2 cache
 
 
 @dataclass(frozen=True)
@@ -279,6 +279,7 @@ class Work:
 
     @property
     def planes(self) -> int:
+        """Heads times sequences."""
         return self.B * self.heads
 
 

@@ -1,4 +1,4 @@
-"""What the FlashAttention kernels for compute capability 9.0 share: scheduling of tiles, loads, masks, stores of the results.
+"""Common parts of the FlashAttention kernels for compute capability 9.0: scheduling of tiles, loads, masks, stores of results.
 
 A block is one producer thread and WGS consumer warpgroups. The producer streams tiles by TMA into a ring of stages in shared
 memory; a consumer warpgroup owns 64 rows of the result. Two mbarriers synchronize each stage: FULL (the bytes have arrived)
@@ -8,7 +8,7 @@ ring does not wait. The tiles that a block owns, OWN at a time, are synchronized
 operands load while this tile's results are stored.
 
 A launch starts as many blocks as the GPU holds at once. Each block takes the next tile from a counter in global memory when it
-is free; so long tiles (the last queries of a causal mask) start first and short ones fill the end. No sum runs across tiles, so
+is idle; so long tiles (the last queries of a causal mask) start first and short ones fill the end. No sum runs across tiles, so
 the result does not depend on which block computes a tile.
 """
 
@@ -93,7 +93,7 @@ def find_tile(tile, blocks, planes, together):
     """Number of a tile -> (block of rows, plane). A plane is one head of one sequence.
 
     Order: block 0 of `together` planes, then block 1 of the same planes, ..., then the next planes. So what all running
-    blocks read at one time fits into the second-level cache.
+    blocks read at one time fits into the L2 cache.
     """
     turn, rest = split(tile, together * blocks)
     width = planes - turn * together

@@ -28,7 +28,7 @@ class HopperPlan:
     """Tiles and the order in which blocks take them."""
 
     tiles: HopperTiles
-    planes: int  # heads whose tiles alternate (see find_tile); 0: as many as fit into half of the second-level cache
+    planes: int  # heads whose tiles alternate (see find_tile); 0: as many as fit into half of the L2 cache
 
 
 GPU = "NVIDIA H200"

@@ -1,1 +1,1 @@
-"""What only serving needs: the KV cache, matrix-vector products, sampling, packed prompts."""
+"""Kernels for serving only: the KV cache, matrix-vector products, sampling, packed prompts."""

@@ -1,4 +1,4 @@
-"""Matrix-vector products for a few rows at a time: y = x w^T, fused with what a decoder does before and after it.
+"""Matrix-vector products for a few rows at a time: y = x w^T, fused with a decoder's operations before and after it.
 
     x: (N, K), N <= 8    w: (O, K), as Hugging Face stores it    y: (N, O)
 
@@ -9,7 +9,7 @@
     residual   y += residual, which may be y itself
 
 A decoding step reads every weight once and does little arithmetic with it: 2 N operations per weight. So the memory must never
-be idle, and every kernel less is a gap less:
+be idle, and every fused kernel saves a gap between two kernels:
 
     bf16 weights   tensor cores: gemv_tensor_cores.py
     float32        plain arithmetic, one warp per row of w
@@ -42,7 +42,7 @@ from .gemv_tensor_cores import (
 )
 
 BLOCK = 256
-LINE = 64  # bf16 of a line of the second-level cache
+LINE = 64  # bf16 of a line of the L2 cache
 
 
 # ----------------------------------------------------------------------------- reference
@@ -156,7 +156,7 @@ def gemv(
     x (N, K), w (O, K), residual and out (shape of y): float32 or bf16; norm_w (K,): float32. dtype: of y; by default
     residual's, else w's. out: where y is written; it may be residual, but not x. A row's bits do not depend on other rows.
     weights_ready: the previous kernel writes neither w nor norm_w, so they may be read before it ends.
-    next_w: weights, flat, that a later kernel will read; on a GPU they are prefetched into the second-level cache.
+    next_w: weights, flat, that a later kernel will read; on a GPU they are prefetched into the L2 cache.
     On a GPU, N <= MAX_ROWS, and K is a multiple of 32 (of 4 for float32 weights). Raises ValueError or TypeError if shapes or
     dtypes do not match.
     """

@@ -11,7 +11,7 @@ The warps of a block share the columns of a tile of 16 rows; their sums are adde
 next chunks, or of the next tile, are loaded while the current ones are multiplied. The first weights are loaded before the
 kernel waits for its input (wait_for_previous in primitives/ptx.py) if they are known to be ready. A block that has one tile of
 at most 2048 columns loads all of it at once. Any other block first copies x, times the norm weight, to shared memory, if it
-fits: loaded chunk by chunk, x would cost an access to the second-level cache per chunk.
+fits: loaded chunk by chunk, x would cost an access to the L2 cache per chunk.
 x is rounded to bf16 after the norm weight, before r; sums, r and everything after are float32.
 """
 
@@ -286,7 +286,7 @@ def make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS):
 
 @device
 def prefetch_share(w, share):
-    """The block prefetches its share of w into the second-level cache."""
+    """The block prefetches its share of w into the L2 cache."""
     first = int64(cuda.blockIdx.x) * share
     end = first + share if first + share < w.size else int64(w.size)
     for i in range(first + cuda.threadIdx.x * PREFETCH, end, cuda.blockDim.x * PREFETCH):

@@ -3,8 +3,8 @@
     kv_L2RGSD    layer, key or value, row, key head, position, channel      S: capacity of a row, in tokens
     k_RGSD = kv_L2RGSD[l, 0],  v_RGSD = kv_L2RGSD[l, 1]                     what the kernels of layer l read and write
 
-A row belongs to one sequence at a time. Why this layout? A decoding step writes one position of every (row, head) and reads
-all of them, so reading decides: the block of one key head of one row reads S D contiguous elements, whole 128-byte lines of
+A row belongs to one sequence at a time. The layout favours reads, because a decoding step writes one position of every
+(row, head) and reads all of them: the block of one key head of one row reads S D contiguous elements, whole 128-byte lines of
 memory pages that are already open. With positions before heads (RSGD, as the training kernels have it) it would read D
 elements and skip the other heads'. An append would then be one run instead of G, but it touches one position in thousands.
 

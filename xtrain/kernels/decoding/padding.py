@@ -113,7 +113,7 @@ def check_lengths(op: str, edges_E: np.ndarray, N: int, T: int | None = None) ->
     lengths_A = np.diff(edges_E)
     check(
         bool(edges_E[0] == 0 and (lengths_A >= 0).all()),
-        f"{op}: edges must begin at 0 and not fall",
+        f"{op}: edges must begin at 0 and not decrease",
     )
     check(edges_E[-1] == N, f"{op}: {N} packed tokens, the edges end at {edges_E[-1]}")
     longest = lengths_A.max(initial=0)

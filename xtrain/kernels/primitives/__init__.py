@@ -1,1 +1,1 @@
-"""Device functions that kernels are made of: reductions, 16-byte words, rows, tiles, tensor cores, PTX, Hopper instructions."""
+"""Device functions for building kernels: reductions, 16-byte words, rows, tiles, tensor cores, PTX, Hopper instructions."""

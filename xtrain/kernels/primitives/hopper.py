@@ -41,7 +41,7 @@ PANEL = 64  # columns of bf16: 128 bytes
 
 
 def _define(name, parameters, make):
-    """An intrinsic with these parameter names. make(*types of the arguments) -> (signature, code generator)"""
+    """Define an intrinsic with these parameter names. make(*types of the arguments) -> (signature, code generator)"""
 
     def impl(typingctx, *args):
         return make(*args)

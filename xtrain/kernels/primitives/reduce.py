@@ -66,7 +66,7 @@ def block_max(v, partial):
 # ----------------------------------------------------------------------------- sums of columns
 COLUMNS = 8  # neighbouring columns of a block: 32 bytes, one sector of memory
 ROWS_PER_WARP = 4  # rows that a warp reads at a time
-WARPS = 32  # that share the rows: few rows each, because the kernel only waits for memory
+WARPS = 32  # that share the rows: few rows each, because latency of memory dominates
 IN_FLIGHT = 8  # rows that a thread loads before it adds the first
 
 

@@ -73,7 +73,7 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
         maps = _evictable.get(key)
         if maps is None:
             if len(_evictable) >= MAX_CACHED and not capturing:
-                cupy().cuda.Device().synchronize()  # no kernel reads them any more
+                cupy().cuda.Device().synchronize()  # after this no kernel reads them
                 _evictable.clear()
             maps = _evictable[key] = upload(b"".join(_encode(spec) for spec in specs))
         if capturing:

@@ -1,1 +1,1 @@
-"""Where arrays meet the compiler: kernel launches, compilation, the machine-code cache, overlapping kernels."""
+"""From arrays to machine code: kernel launches, compilation, the machine-code cache, overlapping kernels."""

@@ -48,7 +48,7 @@ def load_function(kernel, signature: tuple, shared: int) -> tuple[int, object]:
 
 
 def allow_shared(handle: int, shared: int, kernel) -> None:
-    """Raise a kernel's limit of dynamic shared memory to `shared` bytes; its static arrays come on top.
+    """Raise a kernel's limit of dynamic shared memory to `shared` bytes; its static arrays are additional.
 
     handle: the driver's function handle. Raises RuntimeError if the GPU has less.
     """

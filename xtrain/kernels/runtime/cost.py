@@ -1,4 +1,4 @@
-"""What a launch costs: the bytes that it must move and its floating-point operations.
+"""The cost of a launch: the bytes that it must move and its floating-point operations.
 
 The author of a kernel declares them next to the kernel, by the names of the kernel's own parameters:
 

@@ -1,4 +1,4 @@
-"""The one place where arrays meet kernels: choose the implementation, check the inputs, launch the kernel.
+"""Launch kernels on arrays: choose the implementation, check the inputs, launch the kernel.
 
 The array type alone decides which implementation a launcher uses:
 
@@ -101,7 +101,7 @@ def check(condition: bool, message: str) -> None:
 def check_array(
     op: str, name: str, x: Array, shape: tuple, dtypes=("float32",), strided=False
 ) -> None:
-    """Check one argument of a launcher. In `shape`, None accepts any length; `strided` accepts a non-contiguous array.
+    """Check one argument of a launcher. In `shape`, None allows any length; `strided` allows a non-contiguous array.
 
     On the CPU float64 is accepted where float32 is: the references are dtype-agnostic, and finite differences need it.
     Raises ValueError for another shape or a non-contiguous array, TypeError for another dtype.
@@ -129,7 +129,7 @@ def check_ids(op: str, name: str, ids: Array) -> None:
 # ----------------------------------------------------------------------------- observers
 @dataclass(frozen=True)
 class LaunchEvent:
-    """What an observer learns about a launch on the GPU.
+    """A launch on the GPU, as passed to observers.
 
     name: of the kernel's function, or "product M x N x K" for a matrix product by cuBLAS (is_product).
     cost: a function, so that nothing is computed for an observer that does not call it.
@@ -148,8 +148,8 @@ launch_observers: list[LaunchObserver] = []
 def observe_launches(observer: LaunchObserver) -> Iterator[None]:
     """Inside, observer(event, start) is called for each kernel and each cuBLAS product, in place of the launch.
 
-    The observer calls start() to launch; without that the launch does not happen. Of several observers the one that was
-    registered last is called first, and its start() calls the one before.
+    The observer calls start() to launch; without that the launch does not happen. If there are several observers, the
+    one registered last is called first, and its start() calls the previous one.
     """
     launch_observers.append(observer)
     try:
