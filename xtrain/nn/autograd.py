@@ -98,12 +98,14 @@ class Edge:
 class Context:
     """What forward leaves for backward."""
 
-    __slots__ = ("edges", "layer", "needs_grad", "saved")  # layer: see observers.py
+    # layer: see observers.py.  first_written: leaves whose memory backward was given to write to, not to add to
+    __slots__ = ("edges", "first_written", "layer", "needs_grad", "saved")
 
     def __init__(self, args):
         self.needs_grad = [_recording and isinstance(a, Tensor) and a.requires_grad for a in args]
         self.edges = [Edge(a) if needed else None for a, needed in zip(args, self.needs_grad)]
         self.saved: tuple = ()
+        self.first_written: list[Tensor] = []
 
     def save(self, *arrays: Any) -> None:
         """Keep these (arrays and options) until backward."""
@@ -115,7 +117,10 @@ class Context:
         edge = self.edges[i]
         if edge is None or edge.leaf is None:
             return empty(like, like.shape), False
-        return edge.leaf.grad_target()
+        target, add = edge.leaf.grad_target()
+        if not add:
+            self.first_written.append(edge.leaf)
+        return target, add
 
     def grad_buffer(self, i: int, like: Array) -> Array:
         """grad_target for an op that can only add: the memory holds zeros if nothing has been written yet."""
@@ -222,9 +227,14 @@ def _call_backward(node, gradients):
         )
     node.check_untouched()
     ctx, f = node.ctx, node.function
-    result = (
-        observed(f, "backward", ctx, gradients) if op_observers else f.backward(ctx, *gradients)
-    )
+    try:
+        result = (
+            observed(f, "backward", ctx, gradients) if op_observers else f.backward(ctx, *gradients)
+        )
+    except BaseException:
+        for leaf in ctx.first_written:  # their memory may still hold old gradients
+            leaf.grad_written = False
+        raise
     node.ctx = None
     result = result if isinstance(result, tuple) else (result,)
     if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):
