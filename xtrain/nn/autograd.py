@@ -14,6 +14,7 @@ Saved arrays and gradients are freed as soon as they have been used.
 import contextlib
 import heapq
 import itertools
+import threading
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -27,24 +28,30 @@ from ..kernels.runtime.launch import empty, zeros
 from .observers import observed, op_observers
 from .tensor import Tensor, ops
 
-_recording = True
+
+class _Recording(threading.local):
+    """Are ops recorded? Each thread has its own answer."""
+
+    on = True
+
+
+_recording = _Recording()
 _clock = itertools.count()
 
 
 @contextlib.contextmanager
 def recording(on: bool) -> Iterator[None]:
-    """Inside, ops are recorded for backward (on=True) or not (on=False), whatever is set outside."""
-    global _recording
-    before, _recording = _recording, on
+    """Inside, this thread's ops are recorded for backward (on=True) or not (on=False), whatever is set outside."""
+    before, _recording.on = _recording.on, on
     try:
         yield
     finally:
-        _recording = before
+        _recording.on = before
 
 
 @contextlib.contextmanager
 def no_grad() -> Iterator[None]:
-    """Inside, no op is recorded: no graph, no saved arrays. Also a decorator: `@no_grad()`."""
+    """Inside, no op of this thread is recorded: no graph, no saved arrays. Also a decorator: `@no_grad()`."""
     with recording(False):
         yield
 
@@ -102,7 +109,8 @@ class Context:
     __slots__ = ("edges", "first_written", "layer", "needs_grad", "saved")
 
     def __init__(self, args):
-        self.needs_grad = [_recording and isinstance(a, Tensor) and a.requires_grad for a in args]
+        on = _recording.on
+        self.needs_grad = [on and isinstance(a, Tensor) and a.requires_grad for a in args]
         self.edges = [Edge(a) if needed else None for a, needed in zip(args, self.needs_grad)]
         self.saved: tuple = ()
         self.first_written: list[Tensor] = []
