@@ -302,7 +302,8 @@ def test_a_rank_that_fails_before_mpi(environment):
 
 def test_options_of_several_ranks_are_read_with_one():
     with pytest.raises(UserError, match="--bucket-mb must be a positive number"):
-        train_parallel(ParallelConfig(data="nowhere", bucket_mb=0), SINGLE_PROCESS)
+        config = ParallelConfig(data="nowhere", bucket_mb=0)
+        train_parallel(config, SINGLE_PROCESS, write_report=print)
 
 
 # ----------------------------------------------------------------------------- buckets, and when they start
