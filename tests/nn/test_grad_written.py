@@ -344,6 +344,15 @@ def test_the_forward_leaves_the_arena_alone():
         assert head(model) not in unwritten(model) and np.isfinite(head(model)._grad).all()
 
 
+def test_a_part_reports_to_its_parameter():
+    """DDP counts the contributions to a parameter: it must not send the gradient before that of a part is added."""
+    model, seen = make(), []
+    p = model.model.layers[0].mlp.gate_up.weight
+    p.on_gradient = lambda leaf: seen.append((leaf, leaf.grad.any()))
+    a_part_as_leaf(model)
+    assert seen == [(p, True)]
+
+
 # ----------------------------------------------------------------------------- a backward that fails
 @pytest.mark.parametrize("failing", range(1, 8))
 def test_a_backward_that_fails_leaves_no_old_gradient(monkeypatch, failing):
