@@ -114,8 +114,13 @@ def test_ctrl_c_while_a_command_imports(tmp_path):
     first = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
     (tmp_path / "numpy.py").write_text(first)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[1])])
+    script = tmp_path / "xtrain-as-installed" / "xtrain"
+    script.parent.mkdir()
+    script.write_text("from xtrain.__main__ import entry\nentry()\n")
     for arguments, words in (
         (["-m", "xtrain.generate"], ""),
+        (["-m", "xtrain", "generate"], ""),
+        ([str(script), "generate"], ""),
         (["-c", "import xtrain"], "Keyboard"),
     ):
         command, env = [sys.executable, *arguments], os.environ | {"PYTHONPATH": path}

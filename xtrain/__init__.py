@@ -1,5 +1,6 @@
 """xtrain: train and serve language models with GPU kernels that are all readable Python."""
 
+import os as _os
 import signal as _signal
 import sys as _sys
 
@@ -7,8 +8,11 @@ from . import version as _version
 
 __version__ = _version.VERSION
 
-# While `python -m xtrain.train` is importing, Ctrl-C ends it without a traceback. cli.command_line takes over afterwards.
-_importing = _sys.argv[:1] == ["-m"] and any(a.startswith("xtrain.") for a in _sys.orig_argv)
+# While `xtrain train` or `python -m xtrain.train` is importing, Ctrl-C ends it without a traceback. cli.command_line takes over
+# afterwards.
+_program = _sys.argv[0] if _sys.argv else ""
+_names = _sys.orig_argv if _program == "-m" else [_os.path.basename(_program)]
+_importing = any(name.split(".")[0] == "xtrain" for name in _names)
 if _importing and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 

@@ -43,12 +43,13 @@ LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code: 0, or 2 if the user can fix the error (one sentence on stderr)."""
+    prints = all(os.environ.get(name, "0") == "0" for name in LOCAL_RANK)  # one rank per machine
+    if {"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments):  # without MPI
+        return _parse(arguments, SINGLE_PROCESS)[1] if prints else 0
     try:
         ranks = connect()
     except UserError as error:
-        if all(os.environ.get(name, "0") == "0" for name in LOCAL_RANK):  # once per machine
-            if {"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments):
-                return _parse(arguments, SINGLE_PROCESS)[1]
+        if prints:
             print(f"xtrain.ddp: {error}", file=sys.stderr)
         return 2
     with AbortOnError(ranks, "xtrain.ddp") as guard:

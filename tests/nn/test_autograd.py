@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -201,6 +202,24 @@ def test_every_input_alone_as_a_leaf_and_as_an_activation(op):
 
 
 # ----------------------------------------------------------------------------- recording
+def test_no_grad_concerns_one_thread():
+    """A thread that generates text does not stop the recording of the thread that trains."""
+    x, inside, leave = Tensor(np.ones(3, np.float32), True), threading.Event(), threading.Event()
+
+    @no_grad()
+    def other():
+        inside.set()
+        leave.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    y = F.silu(x)
+    leave.set()
+    thread.join()
+    assert y.node is not None
+
+
 def test_no_grad_records_nothing():
     x = leaf(1, 2)
     with no_grad():

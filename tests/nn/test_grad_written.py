@@ -344,6 +344,36 @@ def test_the_forward_leaves_the_arena_alone():
         assert head(model) not in unwritten(model) and np.isfinite(head(model)._grad).all()
 
 
+def test_a_part_reports_to_its_parameter():
+    """DDP counts the contributions to a parameter: it must not send the gradient before that of a part is added."""
+    model, seen = make(), []
+    p = model.model.layers[0].mlp.gate_up.weight
+    p.on_gradient = lambda leaf: seen.append((leaf, leaf.grad.any()))
+    a_part_as_leaf(model)
+    assert seen == [(p, True)]
+
+
+# ----------------------------------------------------------------------------- a backward that fails
+@pytest.mark.parametrize("failing", range(1, 8))
+def test_a_backward_that_fails_leaves_no_old_gradient(monkeypatch, failing):
+    """A loop that skips a failed micro-batch and continues: the gradient that was not written counts as zero."""
+    model, products, original = make(), [], gemm.linear_bwd_w
+
+    def product(*args):
+        products.append(args)
+        if len(products) == failing:
+            raise MemoryError
+        original(*args)
+
+    monkeypatch.setattr(gemm, "linear_bwd_w", product)
+    model.arena.grads.fill(np.nan)
+    model.zero_grad()
+    with pytest.raises(MemoryError):
+        loss(model, 0).backward()
+    loss(model, 3).backward()
+    assert np.isfinite(model.arena.grads).all()
+
+
 # ----------------------------------------------------------------------------- ops that can only add, other leaves
 def test_an_embedding_alone():
     """The table is in the region of the matrices, and its kernel can only add."""

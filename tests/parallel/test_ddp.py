@@ -300,9 +300,21 @@ def test_a_rank_that_fails_before_mpi(environment):
     assert code != 0 and ("_when_all_ranks_have_started" in err or "Exit code:    3" in err), err
 
 
+def test_help_does_not_start_mpi(environment):
+    """`xtrain completion` reads it, often in a shell's start file; where MPI cannot start, MPI_Init ends the process."""
+    script = "import sys; from xtrain.ddp import main; main(['--help']); sys.exit('mpi4py.MPI' in sys.modules)"
+    for rank, times in (("0", 1), ("1", 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True,
+            env={**environment, "MPI_LOCALRANKID": rank},
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stdout.count("--grad-comm") == times, done.stderr
+
+
 def test_options_of_several_ranks_are_read_with_one():
     with pytest.raises(UserError, match="--bucket-mb must be a positive number"):
-        train_parallel(ParallelConfig(data="nowhere", bucket_mb=0), SINGLE_PROCESS)
+        config = ParallelConfig(data="nowhere", bucket_mb=0)
+        train_parallel(config, SINGLE_PROCESS, write_report=print)
 
 
 # ----------------------------------------------------------------------------- buckets, and when they start

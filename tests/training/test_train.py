@@ -112,6 +112,14 @@ def test_the_checkpoint_is_a_model(tmp_path):
     }
 
 
+def test_no_run_goes_without_a_report_by_oversight(tmp_path):
+    """xtrain.training does not import the report, so the caller says who writes it: the summary names the page."""
+    from xtrain.training import loop
+
+    with pytest.raises(TypeError, match="write_report"):
+        loop.train(options(tmp_path))
+
+
 def test_micro_batches_add_up(tmp_path):
     """In training and in validation: both use batches of --batch sequences."""
     losses = [

@@ -14,6 +14,7 @@ Saved arrays and gradients are freed as soon as they have been used.
 import contextlib
 import heapq
 import itertools
+import threading
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -27,24 +28,30 @@ from ..kernels.runtime.launch import empty, zeros
 from .observers import observed, op_observers
 from .tensor import Tensor, ops
 
-_recording = True
+
+class _Recording(threading.local):
+    """Are ops recorded? Each thread has its own answer."""
+
+    on = True
+
+
+_recording = _Recording()
 _clock = itertools.count()
 
 
 @contextlib.contextmanager
 def recording(on: bool) -> Iterator[None]:
-    """Inside, ops are recorded for backward (on=True) or not (on=False), regardless of the setting outside."""
-    global _recording
-    before, _recording = _recording, on
+    """Inside, this thread's ops are recorded for backward (on=True) or not (on=False), whatever is set outside."""
+    before, _recording.on = _recording.on, on
     try:
         yield
     finally:
-        _recording = before
+        _recording.on = before
 
 
 @contextlib.contextmanager
 def no_grad() -> Iterator[None]:
-    """Inside, no op is recorded: no graph, no saved arrays. Also a decorator: `@no_grad()`."""
+    """Inside, no op of this thread is recorded: no graph, no saved arrays. Also a decorator: `@no_grad()`."""
     with recording(False):
         yield
 
@@ -98,12 +105,15 @@ class Edge:
 class Context:
     """What forward saves for backward."""
 
-    __slots__ = ("edges", "layer", "needs_grad", "saved")  # layer: see observers.py
+    # layer: see observers.py.  first_written: leaves whose memory backward was given to write to, not to add to
+    __slots__ = ("edges", "first_written", "layer", "needs_grad", "saved")
 
     def __init__(self, args):
-        self.needs_grad = [_recording and isinstance(a, Tensor) and a.requires_grad for a in args]
+        on = _recording.on
+        self.needs_grad = [on and isinstance(a, Tensor) and a.requires_grad for a in args]
         self.edges = [Edge(a) if needed else None for a, needed in zip(args, self.needs_grad)]
         self.saved: tuple = ()
+        self.first_written: list[Tensor] = []
 
     def save(self, *arrays: Any) -> None:
         """Keep these (arrays and options) until backward."""
@@ -115,7 +125,10 @@ class Context:
         edge = self.edges[i]
         if edge is None or edge.leaf is None:
             return empty(like, like.shape), False
-        return edge.leaf.grad_target()
+        target, add = edge.leaf.grad_target()
+        if not add:
+            self.first_written.append(edge.leaf)
+        return target, add
 
     def grad_buffer(self, i: int, like: Array) -> Array:
         """grad_target for an op that can only add: the memory holds zeros if nothing has been written yet."""
@@ -222,9 +235,14 @@ def _call_backward(node, gradients):
         )
     node.check_untouched()
     ctx, f = node.ctx, node.function
-    result = (
-        observed(f, "backward", ctx, gradients) if op_observers else f.backward(ctx, *gradients)
-    )
+    try:
+        result = (
+            observed(f, "backward", ctx, gradients) if op_observers else f.backward(ctx, *gradients)
+        )
+    except BaseException:
+        for leaf in ctx.first_written:  # their memory may still hold old gradients
+            leaf.grad_written = False
+        raise
     node.ctx = None
     result = result if isinstance(result, tuple) else (result,)
     if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):

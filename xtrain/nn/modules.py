@@ -18,7 +18,7 @@ rows of padding after them (the vocabulary). `named_parameters()` yields each te
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,15 @@ class _Part(_ArenaTensor):
     def grad_target(self) -> tuple[Array, bool]:
         self.zero_unwritten_grad()
         return self._grad, True
+
+    @property
+    def on_gradient(self) -> Callable[[Any], None] | None:
+        hook = self.parameter.on_gradient
+        return None if hook is None else lambda part: hook(part.parameter)
+
+    @on_gradient.setter
+    def on_gradient(self, function: Callable[[Any], None] | None) -> None:
+        self.parameter.on_gradient = function
 
     @property
     def requires_grad(self) -> bool:

@@ -33,7 +33,7 @@ class Tensor:
     data, grad: arrays of one shape. grad is None until backward reaches a leaf. Only leaves keep their gradient.
     grad_written: whether the memory of the gradient holds a gradient. If not, its contents are arbitrary and count as zero: the
     next gradient is written over them, and reading `.grad` fills them with zeros. Only Parameters have such memory (modules.py).
-    on_gradient: of a leaf, a function that is called with the leaf after each contribution to its gradient.
+    on_gradient: of a Parameter, a function that is called with it after each contribution to its gradient; else None.
     """
 
     __slots__ = (

@@ -322,7 +322,8 @@ def train_parallel(
     ranks: Ranks,
     console: Console | None = None,
     guard: AbortOnError | None = None,
-    write_report: Callable[..., Any] = lambda folder, run, warn: None,
+    *,
+    write_report: Callable[..., Any],
 ) -> Path:
     """A whole run; every rank must call this. -> the run's folder. Raises UserError.
 
@@ -359,7 +360,7 @@ def train_parallel(
             runs.append(run)
             return run
 
-        folder = train(config, console, ranks, make_run, write_report)
+        folder = train(config, console, ranks, make_run, write_report=write_report)
     runs[0].close()  # not after an error: NCCL might wait for a rank that has ended
     return folder
 

@@ -172,13 +172,14 @@ def train(
     console: Console | None = None,
     ranks: SingleProcess = SINGLE_PROCESS,
     make_run: Callable[..., Run] = Run,
-    write_report: Callable[[Path, Run, Callable], Any] = lambda folder, run, warn: None,
+    *,
+    write_report: Callable[[Path, Run, Callable[[str], None]], Any],
 ) -> Path:
     """A whole run. -> its folder. Raises UserError on anything that the user can fix.
 
     make_run: a class derived from Run, with another model, optimizer, schedule, data or evaluation
-    (lessons/howto/change_the_model.md).  ranks: see parallel.ddp.train_parallel.  write_report: called at the end on rank 0,
-    unless the run stopped early.
+    (lessons/howto/change_the_model.md).  ranks: parallel.ddp.train_parallel.  write_report: called with folder, run and
+    warn at the end on rank 0, unless the run was asked to stop early. xtrain.train.train passes report.page.finish.
     """
     output = Output()
     console = console or Console(file=cast(IO[str], output), quiet=ranks.rank > 0)

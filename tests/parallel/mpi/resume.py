@@ -28,6 +28,7 @@ from xtrain.train import train
 from xtrain.training import checkpoint
 
 SILENT = Console(quiet=True)
+NO_REPORT = dict(write_report=lambda *about: None)
 STEPS = 12
 FILES = ("model.safetensors", "optimizer.safetensors")
 
@@ -40,7 +41,7 @@ def losses(run):
 def train_on(n, config):
     """-> the run's folder; only on the first n processes"""
     ranks = some_ranks(n)
-    run = None if ranks is None else train_parallel(config, ranks, SILENT)
+    run = None if ranks is None else train_parallel(config, ranks, SILENT, **NO_REPORT)
     wait()
     return run
 
@@ -140,7 +141,7 @@ def the_rank_is_named(folder):
         with wrong_on_rank(1, F.Attention, (4, 5, 6), np.inf):
             try:
                 ranks = some_ranks(2)
-                assert ranks is None or train_parallel(at, ranks, SILENT) is None
+                assert ranks is None or train_parallel(at, ranks, SILENT, **NO_REPORT) is None
             except UserError as error:
                 assert "the last at step 5" in str(error), error
                 assert "rank 1: layer 0, Attention, forward (0 NaN and 1 infinite" in str(error), (
@@ -187,9 +188,11 @@ def one_rank_is_asked_to_stop(folder):
     ParallelRun.step, said = asked, io.StringIO()
     ranks = some_ranks(2)
     if ranks is not None:
-        run = train_parallel(
-            options(folder / "asked", steps=9), ranks, Console(file=said, quiet=ranks.rank > 0)
+        config, console = (
+            options(folder / "asked", steps=9),
+            Console(file=said, quiet=ranks.rank > 0),
         )
+        run = train_parallel(config, ranks, console, write_report=report.finish)
         assert checkpoint.newest(run).step == 2 and not (run / "report.html").exists()
         assert ranks.rank or "stopped after step 2 (requested on another rank)" in said.getvalue()
     ParallelRun.step = step
