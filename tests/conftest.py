@@ -10,7 +10,17 @@ import pytest
 from xtrain import device
 
 
-def pytest_collection_modifyitems(items):
+def is_inner_loop(config) -> bool:
+    """`pytest tests/kernels`: what a kernel's author runs again and again. Without the tests marked `long`."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    return [os.path.abspath(path) for path in config.args] == [os.path.join(here, "kernels")]
+
+
+def pytest_collection_modifyitems(config, items):
+    if is_inner_loop(config) and not config.option.markexpr and not config.option.keyword:
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     if not device.gpu_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -19,6 +29,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """`-n auto` in setup.cfg: run the whole suite on all cores (at most 8: they share a GPU), parts of it in one process."""
+    """`-n auto` in setup.cfg: the suite and the inner loop on all cores (at most 8: they share a GPU), other parts in one."""
     part = config.option.keyword or config.option.markexpr or config.args_source.name == "ARGS"
-    return 0 if part else min(8, os.cpu_count() or 1)
+    return 0 if part and not is_inner_loop(config) else min(8, os.cpu_count() or 1)

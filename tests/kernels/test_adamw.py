@@ -87,6 +87,7 @@ def test_the_launcher_on_the_host_is_the_reference():
     assert all(np.array_equal(a, b) for a, b in zip(whole, launched))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype, tol", [(np.float32, 1e-6), (np.float64, 1e-13)])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.5, 0.5)])
 def test_twenty_steps_against_pytorch(dtype, tol, betas):

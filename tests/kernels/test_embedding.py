@@ -136,6 +136,7 @@ def in_pieces(dx_NC, ids_N, V):
     return dw_VC
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [SEGMENT, SEGMENT + 1, 2 * SEGMENT, 11 * SEGMENT + 3])
 def test_backward_adds_in_a_fixed_order(length):
     """Adjacent tokens with one, two and many segments: the documented bits; up to SEGMENT rows those of the reference."""

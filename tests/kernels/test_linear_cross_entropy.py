@@ -39,6 +39,7 @@ def case(N, C, V, P, dtype=np.float32):
 
 
 # ----------------------------------------------------------------------------- the launcher
+@pytest.mark.long
 @pytest.mark.parametrize(
     "size, rows", [(s, r) for s in SIZES for r in (3, 64, None) if GPU or s[0] < 64 or r == 64]
 )

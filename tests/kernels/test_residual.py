@@ -101,6 +101,7 @@ def test_backward_kernel(shape, used, stream, dtype):
     assert_as_good(dw, exact[1] + dw0, reference[1] + dw0, what="dw", scale=1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("place", [to_kernel, np.array])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 37), (5, 264), (2, 1032)] + (SHAPES if GPU else []))

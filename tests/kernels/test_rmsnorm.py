@@ -65,6 +65,7 @@ def test_forward_kernel(shape, scale, x_dtype, dtype):
     assert_as_good(rstd, rstd64, rstd32, what="rstd")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("x_dtype, dtype", DTYPES)
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -115,6 +116,7 @@ def test_rows_that_begin_anywhere(dtype):
     assert same(dw1, dw2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch, dtype):
     x, w, dy, dw0 = map(to_kernel, case(5, 264, dtype=dtype))

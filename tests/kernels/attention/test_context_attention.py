@@ -71,6 +71,7 @@ SHAPES += (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel(shape, dtype):
@@ -102,6 +103,7 @@ def test_against_pytorch():
         np.testing.assert_allclose(o[edges[a] : edges[a + 1]], want[0].transpose(0, 1), atol=2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_a_prompt_in_two_parts_is_a_prompt(dtype):
     """The second part continues the cached first one, packed together with another sequence."""
@@ -180,6 +182,7 @@ def test_planted_bugs_are_found(old, new):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "which, values, dtype",
     [

@@ -76,6 +76,7 @@ SHAPES = [  # lengths, H, G, D, S
 SHAPES += [([4000, 129, 7000], 32, 4, 64, 8192), ([5000, 1], 16, 8, 128, 5001)] if GPU else []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel(shape, dtype):
@@ -89,6 +90,7 @@ def short_splits(monkeypatch):
     monkeypatch.setattr(decode_attention_parts, "FEW_CHUNK", 16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("shape", [([50, 15], 2, 1, 16, 64), ([36], 9, 1, 16, 48)], ids=str)
 def test_split_keys_equal_unsplit(short_splits, monkeypatch, shape, dtype):
@@ -102,6 +104,7 @@ def test_split_keys_equal_unsplit(short_splits, monkeypatch, shape, dtype):
     np.testing.assert_allclose(o.astype(float), o1.astype(float), atol=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_a_row_does_not_depend_on_the_others(short_splits, dtype):
     """Alone, in a batch, in another place and with a larger cache: the same bits."""
@@ -126,6 +129,7 @@ def test_a_row_does_not_depend_on_the_others(short_splits, dtype):
     )
 
 
+@pytest.mark.long
 def test_batch_invariant_where_few_and_many_differ(short_splits, monkeypatch):
     monkeypatch.setattr(file, "FEW_HEADS", 1)
     args = case([40, 3], 2, 1, 16, 48, BF16, True)
@@ -136,6 +140,7 @@ def test_batch_invariant_where_few_and_many_differ(short_splits, monkeypatch):
         assert np.array_equal(run(alone, to_kernel)[0][0], together[b])
 
 
+@pytest.mark.long
 @settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_lengths_heads_and_batch(data):
@@ -158,6 +163,7 @@ def test_idle_rows(dtype):
             assert np.argwhere(where).tolist() == [[2, 3]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm, scaling", [(False, None), (True, dict(type="linear", factor=2.0))])
 def test_step_by_step_is_the_whole_prompt_at_once(norm, scaling):
     H, G, D, T = 2, 1, 16, 9
@@ -190,6 +196,7 @@ def test_against_pytorch():
     np.testing.assert_allclose(o, want.reshape(2, -1).numpy(), atol=2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_nothing_outside_the_output_and_the_same_bits_twice(short_splits, monkeypatch, dtype):
     args = case([20, 2], 2, 1, 16, 24, dtype, True)
@@ -244,6 +251,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("old, new, message", BUGS)
 def test_planted_bugs_are_found(monkeypatch, old, new, message):
     args = [sim(a) if isinstance(a, np.ndarray) else a for a in case([40], 4, 1, 16, 48)]
@@ -300,6 +308,7 @@ def test_bad_input():
         decode_attention(*[to_kernel(a) if isinstance(a, np.ndarray) else a for a in odd])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape, warps", [(([20, 3], 4, 2, 16, 32), 4), (([34], 8, 1, 64, 40), 12)], ids=str
 )

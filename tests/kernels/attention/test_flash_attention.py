@@ -51,6 +51,7 @@ def test_reference_against_gemm_attention(causal):
 
 
 # ----------------------------------------------------------------------------- the kernels
+@pytest.mark.long
 @pytest.mark.parametrize("D", [16, 32, 64, 128] if GPU else [16])
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_large_scores(dtype, D):
@@ -109,6 +110,7 @@ PACKED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["qkv", "v"])
 @pytest.mark.parametrize("dtype, B, T, H, G, D", PACKED)
 def test_packed_arrays_are_read_and_written_in_place(dtype, B, T, H, G, D, which):
@@ -152,6 +154,7 @@ def test_packed_arrays_on_the_cpu():
     same_bits([x.copy() for x in (o, lse, *got)], expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "odd", ["a gap between sequences", "heads apart", "not on 16 bytes", "rows not"]
 )
@@ -200,6 +203,7 @@ def _moved(x):
     return longer[1:].reshape(x.shape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch, dtype):
     shape = (2, 517, 600, 4, 2, 64) if GPU else (1, 5, 18, 1, 1, 16)

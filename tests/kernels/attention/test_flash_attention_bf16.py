@@ -27,6 +27,7 @@ if GPU:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES + WIDE, ids=str)
 def test_bf16_kernels_are_as_exact_as_torch(shape):
     *shape, causal = shape
@@ -47,6 +48,7 @@ def always_whole(monkeypatch, keys):
 
 
 # keys of a block; fewer and more keys than queries, a past that is not a multiple of 64, several query heads, two rounds of 64
+@pytest.mark.long
 @pytest.mark.parametrize("keys, shape", [
     (64, (1, 1, 2, 1, 1, 32, True)), (64, (2, 9, 9, 2, 2, 32, True)), (64, (1, 41, 50, 2, 1, 16, True)),
     (64, (1, 17, 40, 2, 1, 16, False)), (128, (1, 34, 99, 1, 1, 16, True)), (128, (1, 67, 67, 1, 1, 16, True)),
@@ -70,6 +72,7 @@ def test_a_block_that_holds_all_keys(monkeypatch, keys, shape):
         assert_as_good(g, e, t, floor=2e-4, what=name)
 
 
+@pytest.mark.long
 def test_all_keys_with_values_in_a_packed_array(monkeypatch):
     always_whole(monkeypatch, 64)
     for which in ("qkv", "v") if GPU else ("v",):

@@ -72,6 +72,7 @@ def errors(module, backward=True, all_keys=False):
     return found
 
 
+@pytest.mark.long
 def test_nothing_planted(planted):
     module = planted("primitives.tiles", "CHUNK = 8", "CHUNK = 8")
     assert module is not flash_attention and module.bf16 is not flash_attention.bf16
@@ -102,6 +103,7 @@ BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", BUGS)
 def test_bugs(planted, bug):
     file, old, new, expected = BUGS[bug]
@@ -121,6 +123,7 @@ D128_BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", [None, *D128_BUGS])
 def test_bugs_between_two_warps(planted, bug):
     file, old, new, expected = (
@@ -153,6 +156,7 @@ WHOLE_BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", [None, *WHOLE_BUGS])
 def test_bugs_where_a_block_holds_all_keys(planted, monkeypatch, bug):
     monkeypatch.setattr("test_flash_attention_bugs.SHAPE", (1, 37, 40, 1, 1, 32))

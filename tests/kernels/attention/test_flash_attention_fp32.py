@@ -19,6 +19,7 @@ if GPU:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", FP32, ids=str)
 def test_fp32_kernels(shape):
     *shape, causal = shape

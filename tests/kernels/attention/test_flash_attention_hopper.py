@@ -82,6 +82,7 @@ def check(switch, B, T, S, H, G, D, causal, plans):
     np.testing.assert_allclose(np.asarray(got[1]), right[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: str(s[:-1]))
 def test_as_exact_as_torch(on_hopper, shape):
     check(on_hopper, *shape)
@@ -94,6 +95,7 @@ def test_more_shapes(on_hopper, shape):
     check(on_hopper, *shape)
 
 
+@pytest.mark.long
 def test_lse_and_results_are_exchanged_with_the_other_version(on_hopper, monkeypatch):
     """Forward by one version, backward by the other."""
     on_hopper(ONE)
@@ -113,6 +115,7 @@ def test_lse_and_results_are_exchanged_with_the_other_version(on_hopper, monkeyp
             assert_as_good(g, e, e.astype(BF16), floor=2e-2, what=name)
 
 
+@pytest.mark.long
 def test_packed_in_place_sentinels_and_the_same_bits_twice(on_hopper, monkeypatch):
     on_hopper(ONE)
     B, T, H, G, D = 2, 9, 1, 1, 64

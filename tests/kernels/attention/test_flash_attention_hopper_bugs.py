@@ -93,6 +93,7 @@ def errors(modules, run):
     return max(float(np.abs(x - e).max() / np.abs(e).max()) for x, e in pairs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", list(SHAPES))
 def test_nothing_planted(planted, run):
     assert errors(planted(run, PARTS, "HEADER = 1024", "HEADER = 1024"), run) < 2e-2
@@ -171,6 +172,7 @@ FAST = (
 SLOW = (pytest.mark.slow, only_slow)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", [b if b in FAST else pytest.param(b, marks=SLOW) for b in BUGS])
 def test_bugs(planted, bug):
     file, old, new, expected, run = BUGS[bug]

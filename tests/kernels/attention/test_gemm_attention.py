@@ -55,6 +55,7 @@ def test_reference_against_calculus(shape, causal):
     assert_directional(f, (q, k, v), gradients(q, k, v, do, 0.3, causal)[1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", SHAPES + LARGE)
 def test_kernels(shape, causal):

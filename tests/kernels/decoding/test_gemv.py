@@ -61,12 +61,14 @@ FORMS = [  # x, w, then what is fused
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_kernel(form, shape):
     check(case(*shape, **form))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_many_tiles_per_block_and_steps_per_tile(monkeypatch, swiglu):
     monkeypatch.setattr(file, "MULTIPROCESSORS", 1)
@@ -108,6 +110,7 @@ def test_any_shape(data):
     check(case(data.draw(st.integers(1, 8)), K, data.draw(st.integers(1, 40)), **form))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[7]], ids=str)
 def test_a_row_does_not_depend_on_the_others(form):
     args = case(5, 96, 20, **form)
@@ -204,6 +207,7 @@ def test_planted_bugs_are_found(stage, old, new):
         go(scope["make_tensor_kernel"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm", [False, True])
 def test_wider_than_shared_memory(norm):
     """x stays in global memory then, and the result is right."""

@@ -222,6 +222,7 @@ def chi_square(counts, p):
     return (((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", ["step", "sequence", "seed"])
 @pytest.mark.parametrize("temperature, top_k, top_p", [(1.0, 0, 1.0), (0.7, 8, 1.0), (1.0, 0, 0.9)])
 def test_frequencies(by, temperature, top_k, top_p):
