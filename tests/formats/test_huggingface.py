@@ -363,7 +363,7 @@ def test_not_a_model(tmp_path, folder):
         (folder / "config.json").write_bytes(text)
         refused(folder, "config.json is damaged")
     (folder / "config.json").write_bytes(b" " * (tensor_file.MAX_JSON_BYTES + 1))
-    refused(folder, "more than 16 MB")
+    refused(folder, "larger than 16 MB")
 
 
 def test_a_run_is_not_a_model(tmp_path):

@@ -172,7 +172,7 @@ def test_the_command_prints_a_table(capsys):
 def test_an_unknown_op_is_one_sentence(capsys):
     assert gradcheck_main(["softmax"]) == 2
     captured = capsys.readouterr()
-    assert "no op 'softmax'" in captured.err and "causal_softmax" in captured.err
+    assert "unknown op 'softmax'" in captured.err and "causal_softmax" in captured.err
     assert captured.err.count("\n") == 1 and not captured.out
 
 
