@@ -134,9 +134,12 @@ class Tokenizer:
             raise UserError(f"{path} is not a tokenizer.json: {reason}") from None
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and its companion files, for transformers.AutoTokenizer. Raises OSError."""
+        """Write tokenizer.json and its companion files, for transformers.AutoTokenizer.
+
+        Makes the folder if its parent exists. Raises OSError.
+        """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # without parents: a run's folder that was removed must not come back
         for name, content in {"tokenizer.json": self._json(), **self._companions}.items():
             (folder / name).write_bytes(content)
 
