@@ -139,7 +139,8 @@ class Tokenizer:
         Makes the folder if its parent exists. Raises OSError.
         """
         folder = Path(folder)
-        folder.mkdir(exist_ok=True)  # without parents: a run's folder that was removed must not come back
+        # without parents: a run's folder that was removed must not come back
+        folder.mkdir(exist_ok=True)
         for name, content in {"tokenizer.json": self._json(), **self._companions}.items():
             (folder / name).write_bytes(content)
 
