@@ -24,6 +24,7 @@ from ..kernels.attention import flash_attention as _flash_attention
 from ..kernels.attention import gemm_attention as _attention
 from ..kernels.decoding import gemv as _gemv
 from ..kernels.primitives.flat import same_place
+from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
 from .autograd import Context, Function, is_inference, is_unit
 from .tensor import ops
@@ -45,8 +46,9 @@ def gradient_view_for(ctx: Context, i: int) -> Array | None:
 
 def few_rows(x_NK: Array, w_OK: Array) -> bool:
     """True in inference for so few rows that a product takes as long as reading w: kernels/decoding/gemv.py computes it."""
-    on_gpu = type(x_NK) is not np.ndarray
-    return on_gpu and is_inference() and _gemv.gemv_fits(len(x_NK), x_NK.shape[1], w_OK.dtype)
+    if type(x_NK) is np.ndarray or is_batch_invariant() or not is_inference():
+        return False
+    return _gemv.gemv_fits(len(x_NK), x_NK.shape[1], w_OK.dtype)
 
 
 class Embedding(Function):

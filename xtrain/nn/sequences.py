@@ -53,7 +53,7 @@ class Sequences:
     cos_PR: Array
     sin_PR: Array
     dtype: Any
-    recompute: str = "none"
+    recompute: str
 
     @property
     def positions_N(self) -> Array | None:
