@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..device import Array, to_device
+from ..device import Array, array_module, to_device
 from ..errors import UserError
 from ..kernels.attention.context_attention import context_attention
 from ..kernels.attention.decode_attention import decode_attention
@@ -61,18 +61,20 @@ class LayerWeights:
 class PackedTokens:
     """Where the N tokens of a prefill belong. All arrays are int32 on the device."""
 
-    slots_N: Array  # slot of each token
+    blocks_N: Array  # block of each token
+    offsets_N: Array  # its offset in the block
     positions_N: Array  # position of each token in its sequence
     edges_E: Array  # sequence a owns the tokens edges[a] .. edges[a + 1] - 1 (kernels/decoding/padding.py)
     history_A: Array  # tokens of each sequence that are in the cache already
-    slots_A: Array  # slot of each sequence
+    tables_AM: Array  # block table of each sequence: its slot is a single block
     longest: int  # new tokens of the longest sequence
 
 
 class CachedModel:
     """A Transformer and a KV cache of `slots` slots, each for one sequence of up to `capacity` tokens.
 
-    kv_L2RGSD: (L, 2, slots, G, capacity, D) in the precision of the model, allocated once; slot r is row r of the array.
+    kv_L2RGSD: (L, 2, slots, G, S, D) in the precision of the model, allocated once; slot r is block r of the array. S is the
+    capacity, on a GPU rounded up to a multiple of 16.
     nbytes: size of that array, in bytes.
     batch_invariant: the last bits of a token do not depend on the other sequences of a decoding step.
     Raises UserError if there is not enough memory, or no kernel for the model's head width.
@@ -88,7 +90,8 @@ class CachedModel:
                 f"{c.head_dim}: use the CPU"
             )
         self.model, self.config, self.device = model, c, model.device
-        self.capacity, self.batch_invariant = capacity, batch_invariant
+        self.capacity = capacity if model.device == "cpu" else -(-capacity // 16) * 16
+        self.batch_invariant = batch_invariant
         self.dtype = BFLOAT16 if model.precision == "bf16" else np.dtype(np.float32)
         model.arena.refresh()
         self.layers = [_layer_weights(layer, c.qk_norm) for layer in model.model.layers]
@@ -102,7 +105,7 @@ class CachedModel:
         self.hidden_dim = c.hidden_dim
         self.scale = self.head_dim**-0.5
         self.cos_PR, self.sin_PR = self._tables()
-        size = (c.n_layers, slots, self.n_kv_heads, capacity, self.head_dim, self.dtype)
+        size = (c.n_layers, slots, self.n_kv_heads, self.capacity, self.head_dim, self.dtype)
         self.nbytes = kv_cache_bytes(*size)
         try:
             self.kv_L2RGSD = empty_kv_cache(self.norm, *size)
@@ -174,8 +177,9 @@ class CachedModel:
         tables = self.cos_PR, self.sin_PR
         if self.stretched(prompt_length):
             tables = self._on_device(self._tables_for(prompt_length))
-        slots_N, positions_N = token_positions(edges_E, len(ids), history_A, slots_A)
-        packed = PackedTokens(slots_N, positions_N, edges_E, history_A, slots_A, max(lengths))
+        tables_AM = slots_A[:, None]
+        places = token_positions(edges_E, len(ids), history_A, tables_AM, self.capacity)
+        packed = PackedTokens(*places, edges_E, history_A, tables_AM, max(lengths))
         return self._prefill(ids_N, tables, packed, last_W if last else None)
 
     def _prefill(self, ids_N, tables, packed, last_W):
@@ -201,9 +205,9 @@ class CachedModel:
             qkv, w.q_norm, w.k_norm, cos_PR, sin_PR, *heads, 0, c.norm_eps, p.positions_N
         )
         k_RGSD, v_RGSD = self.kv_L2RGSD[i, 0], self.kv_L2RGSD[i, 1]
-        append_kv(k_RGSD, v_RGSD, k, v, p.slots_N, p.positions_N)
+        append_kv(k_RGSD, v_RGSD, k, v, p.blocks_N, p.offsets_N)
         o_NHD = context_attention(
-            q, k_RGSD, v_RGSD, p.edges_E, p.history_A, p.slots_A, p.longest, self.scale
+            q, k_RGSD, v_RGSD, p.edges_E, p.history_A, p.tables_AM, p.longest, self.scale
         )
         return o_NHD.reshape(len(q), -1)
 
@@ -217,6 +221,7 @@ class CachedModel:
         All three are int32 on the device. The host does not read them, so a CUDA graph can capture the step. An entry with
         slot -1 is idle.
         """
+        lengths_B = array_module(lengths_B).where(slots_B < 0, np.int32(-1), lengths_B)
         if self._through_gemv(len(ids_B)):
             batches = [slice(i, i + MAX_ROWS) for i in range(0, len(ids_B), MAX_ROWS)]
             logits = [self._decode_gemv(ids_B[x], lengths_B[x], slots_B[x]) for x in batches]
@@ -265,7 +270,7 @@ class CachedModel:
         """-> (B, H D). The launch before must be the QKV product: it writes neither cache nor lengths, so both may be read
         before it has ended."""
         k_RGSD, v_RGSD = self.kv_L2RGSD[i, 0], self.kv_L2RGSD[i, 1]
-        where = (lengths_B, slots_B, self.cos_PR, self.sin_PR)
+        where = (lengths_B, slots_B[:, None], self.cos_PR, self.sin_PR)
         norms = (w.q_norm, w.k_norm, self.config.norm_eps)
         return decode_attention(
             qkv_BP, k_RGSD, v_RGSD, *where, *norms, self.scale, True, self.batch_invariant
