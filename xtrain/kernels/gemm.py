@@ -147,13 +147,9 @@ def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
         cublas.set_stream(handle, stream)  # this resets the workspace
         cublas.set_workspace(handle, context.workspace.ptr, nbytes)
         if c.ndim == 2:
-            cublas.gemm_ex(*arguments, # Rows of a product in batch-invariant mode. cuBLAS needs 256 for its full speed per row; a BLAS on a CPU is near it with 16.
-FIXED_ROWS_GPU, FIXED_ROWS_CPU = 256, 16
-COMPUTE_32F, DEFAULT_ALGO)
+            cublas.gemm_ex(*arguments, COMPUTE_32F, DEFAULT_ALGO)
         else:
-            cublas.gemm_strided_batched_ex(*arguments, batch, # Rows of a product in batch-invariant mode. cuBLAS needs 256 for its full speed per row; a BLAS on a CPU is near it with 16.
-FIXED_ROWS_GPU, FIXED_ROWS_CPU = 256, 16
-COMPUTE_32F, DEFAULT_ALGO)
+            cublas.gemm_strided_batched_ex(*arguments, batch, COMPUTE_32F, DEFAULT_ALGO)
 
 
 def workspace_bytes(m: int, n: int, batch: int, multiprocessors: int) -> int:
