@@ -43,8 +43,9 @@ class Prefix:
     """The part of a sequence that is in the cache."""
 
     blocks: list[int]  # full ones, to be shared
-    partial: int | None  # a block that begins with the next tokens, to be copied
-    n_partial: int  # how many tokens of it
+    partial: int | None = None  # a block that begins with the next tokens, to be copied
+    n_partial: int = 0  # how many tokens of it
+    whole: bool = False  # it holds no others
 
 
 @dataclass
@@ -84,7 +85,7 @@ class BlockPool:
             block = self.free.pop()
         elif self.cached:
             block = next(iter(self.cached))
-            self._forget(block)
+            self.forget(block)
             del self.cached[block]
         else:
             raise IndexError("no block is available")
@@ -114,13 +115,18 @@ class BlockPool:
         key = block_key(previous, tokens) if len(tokens) == self.S else None
         if key in self._by_key and self._by_key[key] != block:
             return  # another block holds the same
-        self._forget(block)
+        self.forget(block)
         self._contents[block] = _Contents(previous, tuple(tokens), key)
         self._after[previous, tokens[0]].add(block)
         if key is not None:
             self._by_key[key] = block
 
-    def _forget(self, block: int) -> None:
+    def can_take(self, block: int | None) -> bool:
+        """True if no sequence uses the block, so that one may write to it. (It shares the block and calls `forget`.)"""
+        return block in self.cached
+
+    def forget(self, block: int) -> None:
+        """What the block holds cannot be found any more."""
         contents = self._contents.pop(block, None)
         if contents is None:
             return
@@ -134,7 +140,7 @@ class BlockPool:
     def forget_all(self) -> None:
         """What the blocks hold is of no use any more, for example because the weights have changed."""
         for block in list(self._contents):
-            self._forget(block)
+            self.forget(block)
         self.free += self.cached
         self.cached.clear()
 
@@ -153,7 +159,9 @@ class BlockPool:
             n = _common_prefix(self._contents[block].tokens, rest)
             if n > most or (n == most and partial is not None and block < partial):
                 partial, most = block, n
-        return Prefix(blocks, partial, most) if most >= MIN_COPIED else Prefix(blocks, None, 0)
+        if partial is None or most < MIN_COPIED:
+            return Prefix(blocks)
+        return Prefix(blocks, partial, most, most == len(self._contents[partial].tokens))
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

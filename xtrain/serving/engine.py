@@ -356,24 +356,32 @@ class Engine:
     def _assign_blocks(self, request: Request) -> bool:
         """Find or allocate blocks for all tokens of the request. -> False if there are not enough"""
         tokens, pool = request.tokens, self.pool
-        nothing = Prefix([], None, 0)
+        nothing = Prefix([])
         found = pool.find(tokens, request.keys) if request.keys else nothing
         # Some blocks are left for the sequences that are growing.
         reserve = (len(self.active_requests) + 1) // 2
-        for prefix in (found, Prefix(found.blocks, None, 0), nothing):  # sharing fewer may evict more
-            used = prefix.blocks if prefix.partial is None else [*prefix.blocks, prefix.partial]
+        # A block that begins with the next tokens is copied (copy on write), or taken over if that loses nothing or there is no
+        # other way. If all this keeps too many blocks from being evicted, less is shared.
+        ways = (found, found.whole), (found, True), (Prefix(found.blocks), False), (nothing, False)
+        for prefix, take in ways:
+            if take and not pool.can_take(prefix.partial):
+                continue
+            used = prefix.blocks + ([] if prefix.partial is None else [prefix.partial])
             for block in used:  # must not be evicted
                 pool.share(block)
-            needed = -(-len(tokens) // pool.S) - len(prefix.blocks)
+            needed = -(-len(tokens) // pool.S) - len(prefix.blocks) - take
             if pool.available >= needed + reserve:
                 break
             pool.release(used)
         else:
             return False
-        request.blocks = prefix.blocks + [pool.allocate() for _ in range(needed)]
+        taken = [prefix.partial] if take and prefix.partial is not None else []
+        request.blocks = prefix.blocks + taken + [pool.allocate() for _ in range(needed)]
         request.published = len(prefix.blocks)
         request.cached_tokens = len(prefix.blocks) * pool.S + prefix.n_partial
-        if prefix.partial is not None:  # copy on write
+        if taken:
+            pool.forget(taken[0])
+        elif prefix.partial is not None:
             self.cache.copy_block(request.blocks[len(prefix.blocks)], prefix.partial)
             pool.release([prefix.partial])
         return True

@@ -69,7 +69,9 @@ class PagedCache:
         """Make the arrays. Raises UserError if there is not enough memory."""
         like, self.layers = self.tables[0], []
         try:
-            if len(set(self.heads)) == 1:  # one array, in which one operation copies a block of all layers
+            if (
+                len(set(self.heads)) == 1
+            ):  # one array, in which one operation copies a block of all layers
                 h, L = self.heads[0], len(self.heads)
                 self.whole = empty_kv_cache(like, L, n_blocks, h.G, self.S, h.D, self.dtype)
                 self.layers = [(kv[0], kv[1]) for kv in self.whole]
@@ -120,7 +122,10 @@ class PagedCache:
         ]
         if not angles:
             return tables
-        beyond = (to_device(f(np.stack(angles)).astype(np.float32), self.model.device) for f in (np.cos, np.sin))
+        beyond = (
+            to_device(f(np.stack(angles)).astype(np.float32), self.model.device)
+            for f in (np.cos, np.sin)
+        )
         cos, sin = (_join(pair) for pair in zip(tables, beyond))
         return cos, sin
 
@@ -179,9 +184,7 @@ class PagedCache:
         edges (B + 1,): 0, 1, 2, ...
         """
         B = len(lengths_B)
-        return self._sequences(
-            B, 1, self.tables, None, edges_E, lengths_B, tables_BM, None, True
-        )
+        return self._sequences(B, 1, self.tables, None, edges_E, lengths_B, tables_BM, None, True)
 
     def _sequences(self, A, longest, tables, places, edges_E, history_A, tables_AM, wanted, one):
         rest = places, edges_E, history_A, tables_AM, wanted, one, self, itertools.count()
@@ -204,14 +207,14 @@ class CachedSequences(Sequences):
     wanted_W: Array | None
     one: bool
     cache: Any  # a PagedCache
-    calls: Iterator[int]  # counts the attentions of the forward pass; shared by all copies of this object
+    calls: Iterator[
+        int
+    ]  # counts the attentions of the forward pass; shared by all copies of this object
 
     def _placed(self):
         if self.places is not None:
             return self.places
-        return token_positions(
-            self.edges_E, self.B, self.history_A, self.tables_AM, self.cache.S
-        )
+        return token_positions(self.edges_E, self.B, self.history_A, self.tables_AM, self.cache.S)
 
     @property
     def positions_N(self) -> Array:

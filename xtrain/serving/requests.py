@@ -53,7 +53,9 @@ class Request:
     blocks: list[int] = field(default_factory=list)  # of the KV cache, in the order of the tokens
     cached_tokens: int = 0  # tokens of the sequence whose keys and values are in the blocks, or will be when all launches end
     in_flight: int = 0  # tokens that are launched and that the host does not know yet
-    keys: list[bytes] = field(default_factory=list)  # of the blocks of `tokens`, when the request was admitted
+    keys: list[bytes] = field(
+        default_factory=list
+    )  # of the blocks of `tokens`, when the request was admitted
     published: int = 0  # how many full blocks other sequences can find
     weights_version: int = -1  # of the model, when the request was admitted
 
