@@ -270,8 +270,9 @@ def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
 # next tokens as each prompt alone?
 
 # %%
-import xtrain
 from xtrain.serving.cached_model import CachedModel
+
+import xtrain
 
 config = xtrain.ModelConfig(
     vocab_size=60,

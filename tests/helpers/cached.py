@@ -20,13 +20,14 @@ class Cached:
         order = rng(5).permutation(sequences * M + 1)[1:]
         self.blocks = order.reshape(sequences, M).astype(np.int32)
 
-    def prefill(self, prompts, history, sequences, wanted=None, **more):
+    def prefill(self, prompts, history, sequences, wanted=None, prompt_length=None):
         """-> logits (W, V) of the last token of each wanted prompt, on the host; None: all"""
         lengths = [len(p) for p in prompts]
         last = np.cumsum(lengths) - 1
         ids, rows = self.cache.prefill(
             np.concatenate(prompts).tolist(), lengths, history, [self.blocks[s] for s in sequences],
-            last[slice(None) if wanted is None else wanted].tolist(), **more,
+            last[slice(None) if wanted is None else wanted].tolist(),
+            prompt_length or max(h + n for h, n in zip(history, lengths)),
         )  # fmt: skip
         return self.logits(ids, rows)
 

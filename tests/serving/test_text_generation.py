@@ -188,7 +188,7 @@ def test_stop_strings(folder, capsys):
 
 def test_a_full_context_is_reported(folder, capsys):
     code, out, err = run(capsys, "--model", folder, "def f", "--max-new-tokens", "500")
-    assert code == 0 and "text 1 ended because its slot of the KV cache is full (64 tokens)" in err
+    assert code == 0 and "text 1 ended because its context is full (64 tokens)" in err
     assert len(out) > 5
 
 

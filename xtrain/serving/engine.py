@@ -276,9 +276,9 @@ class Engine:
             self.model.arena.refresh()
             self._admit(step)
             ready = self._ready_to_decode(step)
-            self._prefill(step)
-            if ready:
+            if ready:  # before prefill, which puts first tokens into slots that are idle here
                 self._launch(ready, step)
+            self._prefill(step)
         # What earlier steps have launched is collected now. On the CPU everything is: nothing is computed at the same time.
         launched = len(self.steps_in_flight) - in_flight
         return new_tokens + self._collect(launched if self.run_ahead else 0)
@@ -359,7 +359,8 @@ class Engine:
         nothing = Prefix([])
         found = pool.find(tokens, request.keys) if request.keys else nothing
         # Some blocks are left for the sequences that are growing.
-        reserve = (len(self.active_requests) + 1) // 2
+        growth = sum(map(self._blocks_to_come, self.active_requests + self.prefilling_requests))
+        reserve = min(growth, (len(self.active_requests) + 1) // 2)
         # A block that begins with the next tokens is copied (copy on write), or taken over if that loses nothing or there is no
         # other way. If all this keeps too many blocks from being evicted, less is shared.
         ways = (found, found.whole), (found, True), (Prefix(found.blocks), False), (nothing, False)
@@ -385,6 +386,11 @@ class Engine:
             self.cache.copy_block(request.blocks[len(prefix.blocks)], prefix.partial)
             pool.release([prefix.partial])
         return True
+
+    def _blocks_to_come(self, request: Request) -> int:
+        """How many more blocks the request may need."""
+        longest = min(len(request.prompt) + request.max_new_tokens, self.max_seq_len)
+        return -(-longest // self.pool.S) - len(request.blocks)
 
     # ------------------------------------------------------------------------- prefill
     def _prefill(self, step: Step) -> None:

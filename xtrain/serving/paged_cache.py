@@ -11,7 +11,7 @@ context_attention.py). Decoding, one new token per sequence, does all of that an
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ from ..kernels.decoding.kv_cache import append_kv, empty_kv_cache, kv_cache_byte
 from ..kernels.decoding.padding import token_positions
 from ..kernels.embedding import embedding_fwd
 from ..kernels.primitives.tiles import WIDTHS
-from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.rope import rope_frequencies, rope_tables
+from ..kernels.runtime.invariance import is_batch_invariant
 from ..nn.autograd import inference
 from ..nn.model import Transformer
 from ..nn.sequences import Sequences

@@ -15,7 +15,7 @@ from ..kernels.decoding.sampling import check_sampling
 REASONS = {  # why a sequence ended
     "stop": "a stop token was generated",
     "length": "it has max_new_tokens",
-    "full": "it has max_seq_len tokens",
+    "full": "its context is full",
     "cancelled": "it was cancelled",
     "nan": "the model's logits are NaN",
 }
