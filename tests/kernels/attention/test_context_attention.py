@@ -27,7 +27,8 @@ def int32(values):
 def case(lengths, history, H, G, D, dtype=np.float32, more=3, S=16):
     """-> q, k, v caches, edges, history, tables, longest, scale. The cache is NaN where no sequence has tokens.
 
-    Tokens do not depend on S and the tables. Each table has blocks for `more` tokens more than the longest sequence needs.
+    Tokens do not depend on S and the tables. Each table has entries for `more` tokens more than the longest sequence needs;
+    those that a sequence does not need are invalid.
     """
     A, N = len(lengths), sum(lengths)
     M = -(-(max(n + h for n, h in zip(lengths, history)) + more) // S)
@@ -37,6 +38,7 @@ def case(lengths, history, H, G, D, dtype=np.float32, more=3, S=16):
         p = np.arange(lengths[a] + history[a])
         for i, x in enumerate((k, v)):
             x[tables[a, p // S], :, p % S] = normal((2 + i, a), len(p), G, D)
+        tables[a, -(-len(p) // S) :] = -1
     edges = int32(np.cumsum([0, *lengths]))
     arrays = [x.astype(dtype) for x in (q, k, v)]
     return (*arrays, edges, int32(history), tables, max(lengths), D**-0.5)
@@ -86,7 +88,8 @@ def test_the_bits_depend_neither_on_the_block_size_nor_on_the_blocks(dtype):
     R = len(args[1])
     moved, order = rng(1).permutation(R), np.empty(R, np.int32)
     order[moved] = np.arange(R)
-    elsewhere = (args[0], *(x[moved] for x in args[1:3]), *args[3:5], order[args[5]], *args[6:])
+    tables = np.where(args[5] < 0, args[5], order[args[5]])
+    elsewhere = (args[0], *(x[moved] for x in args[1:3]), *args[3:5], tables, *args[6:])
     assert not np.array_equal(elsewhere[5], args[5])
     results.append(run(elsewhere, to_kernel))
     assert not np.isnan(results[0].astype(float)).any()
@@ -159,6 +162,23 @@ def test_a_prompt_in_parts_is_a_prompt(dtype, sizes, cuts):
     sharing = [3, 0, 2]  # another sequence with the same first two blocks
     last = prefill(caches, [sharing], [x[32:] for x in (q, k, v)], [T - 32], [32])
     assert np.array_equal(last, whole[32:])
+
+
+def test_a_row_does_not_depend_on_the_other_queries_of_its_warp():
+    """Queries with large scores raise their maximum in the second tile; those with small ones, next to them, must not care."""
+    args = list(case([10], [70], 1, 1, 16, BF16))
+    args[0][:5] *= 30
+    args[1] *= np.linspace(4, 1, 16)[:, None].astype(BF16)
+    together, alone = run(args, to_kernel), list(args)
+    alone[0], alone[3], alone[4] = args[0][5:], int32([0, 5]), int32([75])
+    assert np.array_equal(run(alone, to_kernel), together[5:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("S", [16, 48])
+def test_float32_tiles_in_several_blocks(monkeypatch, S):
+    monkeypatch.setattr(file.fp32, "tile_rows", lambda D: 32)
+    check(case([3, 5], [45, 2], 1, 1, 16, S=S))
 
 
 def test_the_size_of_a_tile_of_keys_does_not_depend_on_the_lengths():
@@ -282,6 +302,8 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line, dt
 def test_planted_bugs_of_paging_are_found(monkeypatch, module, name, old, new, dtype, S):
     """By a wrong result, a NaN of an unused place, an access out of bounds or a race, in this file's cases."""
     factories = file.make_fp32_kernel, file.make_bf16_kernel, file.make_copy_keys
+    if not GPU and S == 48:
+        monkeypatch.setattr(file.fp32, "tile_rows", lambda D: 32)
     broken = with_bug(getattr(module, name), old, new, dict(vars(module)))[name]
     for user in (kv_cache, file):
         if hasattr(user, name):
@@ -293,6 +315,7 @@ def test_planted_bugs_of_paging_are_found(monkeypatch, module, name, old, new, d
             args = case([3, 5], [65, 2], 1, 1, 16, dtype, S=S, more=64)
             check(args)
             args[5][0, 0] = len(args[1])
+            args = (args[0], *(np.where(np.isnan(x), dtype(0), x) for x in args[1:3]), *args[3:])
             assert np.isnan(run(args, to_kernel)[:3].astype(float)).all()
     finally:
         for f in factories:
