@@ -37,7 +37,7 @@ from ..decoding.kv_cache import (
 from ..decoding.padding import check_lengths
 from ..primitives.flat import on_16_bytes
 from ..primitives.ptx import device, kernel, store1
-from ..primitives.tensor_cores import commit_copies, copy16_async, wait_copies, warp_id
+from ..primitives.tensor_cores import commit_copies, copy16_async, opaque, wait_copies, warp_id
 from ..primitives.tiles import (
     CHUNK,
     WIDTHS,
@@ -136,7 +136,7 @@ def make_fp32_kernel(D: int, S: int):
 
     @kernel(fp32.THREADS)
     def context_attention_fp32_kernel(
-        o, q, k, v, edges_E, history_A, tables, N, cache_blocks, M, H, G, scale
+        o, q, k, v, edges_E, history_A, tables, N, cache_blocks, M, H, G, GSD, scale
     ):
         """Grid (ceil(longest / TILE), A H). q, o, k, v, tables: flat. cache_blocks: R; M: blocks of a table."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
@@ -149,7 +149,7 @@ def make_fp32_kernel(D: int, S: int):
             fill_nan(o, begin, T, h, H, D, t0, TILE)
             return
         head, stride = (begin * H + h) * D, H * D
-        pages, worst = (tables, a * M, cache_blocks, G * S * D, h // (H // G) * S * D), uint32(0)
+        pages, worst = (tables, a * M, cache_blocks, GSD, h // (H // G) * S * D), uint32(0)
         q_s = cuda.shared.array((TILE, PAD), float32)
         k_s = cuda.shared.array((TILE, PAD), float32)
         v_s = cuda.shared.array((TILE, PAD), float32)
@@ -170,9 +170,9 @@ def make_fp32_kernel(D: int, S: int):
             add_scores(p_s, s, acc, top, total, t0 + past, n0, end, scale)
             cuda.syncwarp()  # a row of p is written and read by the same half of a warp
             add_weighted(acc, p_s, v_s)
-        if cuda.syncthreads_or(worst >= cache_blocks):
-            fill_nan(o, begin, T, h, H, D, t0, TILE)
-            return
+        if cuda.syncthreads_or(int32(worst >= cache_blocks)):  # o becomes NaN
+            for i in range(R):
+                total[i] = NAN
         for i in range(R):
             t, row_total = t0 + y + ROWS * i, row_sum(total[i])
             for w in range(W):
@@ -189,7 +189,7 @@ def make_copy_keys(D, S, BN, THREADS):
     """-> entry_for, copy_keys: a thread block starts to copy BN keys and their values from the cache into a stage at smem[to].
 
     entry_for(pages, n0) -> entry               the table's entry for key n0, if every tile lies in one block; else 0
-    copy_keys(smem, to, k, v, entry, pages, n0, valid) -> the largest entry that this thread used
+    copy_keys(smem, to, k, v, entry, pages, n0, valid) -> True if this thread used an entry that is no block
     n0: a multiple of BN. Keys from n0 + valid on become zeros. pages: see decode_attention_loops.py.
     """
     entry_of, start_of = make_block_table(S, D)
@@ -207,7 +207,7 @@ def make_copy_keys(D, S, BN, THREADS):
         if ONE_BLOCK:
             start = start_of(entry, n0, R, stride, head)
             copy_kv(smem, to, k, start, D, v, start, D, valid)
-            return entry
+            return entry >= R
         worst = uint32(0)
         for i in range(cuda.threadIdx.x, BN * CHUNKS, THREADS):
             row, chunk = i // CHUNKS, i % CHUNKS
@@ -219,7 +219,7 @@ def make_copy_keys(D, S, BN, THREADS):
             copy16_async(smem, at, k, source, inside)
             copy16_async(smem, at + BN * D, v, source, inside)
         commit_copies()
-        return worst
+        return worst >= R
 
     return entry_for, copy_keys
 
@@ -243,8 +243,10 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles):
     store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
-    def context_attention_bf16_kernel(o, q, k, v, edges_E, history_A, tables, N, R, M, H, G, scale):
-        """Grid (ceil(longest / BM), A H). q, o, k, v, tables: flat. M: blocks of a table."""
+    def context_attention_bf16_kernel(
+        o, q, k, v, edges_E, history_A, tables, N, R, M, H, G, GSD, scale
+    ):
+        """Grid (ceil(longest / BM), A H). All arrays flat. M: blocks of a table. GSD: elements of a block."""
         smem = cuda.shared.array(0, uint16)
         warp, a, h = warp_id(), int64(cuda.blockIdx.y) // H, int64(cuda.blockIdx.y) % H
         begin, past = int64(edges_E[a]), int32(history_A[a])
@@ -259,8 +261,8 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles):
         # this warp's first row: in T, in smem
         w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
         head, stride = (begin * H + h) * D, int32(H * D)
-        block, key_head = uint32(G * (S * D)), uint32(h // (H // G) * (S * D))
-        pages = tables, uint32(a * M), uint32(R), block, key_head
+        key_head = uint32(h // (H // G) * (S * D))
+        pages = tables, uint32(a * M), uint32(R), uint32(GSD), key_head
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
         fq = cuda.local.array((KS, MT, 4), uint32)
@@ -272,34 +274,33 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles):
         visible = int32(w0 + ROWS + past if w0 < T else 0)  # end of the keys that this warp sees
         copy_q(smem, 0, q, head + q0 * stride, stride, T - q0)
         entry = entry_for(pages, n0)
-        worst = copy_keys(smem, KV, k, v, entry, pages, n0, end - n0)
-        entry = entry_for(pages, n0 - BN if n0 > 0 else 0)
+        invalid = copy_keys(smem, KV, k, v, entry, pages, n0, end - n0)
         if Q_REGISTERS:
             wait_copies(0)
             cuda.syncthreads()
             load_rows(fq, smem, mine)
         now = int32(KV)
         while n0 >= 0:
+            entry = entry_for(pages, n0 - BN if n0 > 0 else 0)  # arrives during the wait
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             other = int32(2 * KV + STAGE - now)
             if n0 > 0:
                 next0 = int32(n0 - BN)
-                used = copy_keys(smem, other, k, v, entry, pages, next0, BN)
-                worst = used if used > worst else worst
-                entry = entry_for(pages, next0 - BN if next0 > 0 else 0)
+                if copy_keys(smem, other, k, v, entry, pages, next0, BN):
+                    invalid = True
             if n0 < visible:
                 if Q_REGISTERS:
                     scores_of(s, fq, smem, now)
                 else:
                     scores(s, smem, mine, now)
-                hide_keys(s, w0, n0, end, past)
+                # opaque: otherwise its limits are computed, and spilled, before the loop
+                hide_keys(s, opaque(w0), n0, end, past)
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
             n0, now = int32(n0 - BN), other
-        if cuda.syncthreads_or(worst >= R):
-            fill_nan(o, begin, int64(T), h, H, D, q0, BM)
-            return
+        if cuda.syncthreads_or(int32(invalid)):  # o becomes NaN
+            fill(total, NAN)
         finish(acc, top, total, scale * LOG2E, o, 0, 0)  # lse is not written
         store_o(acc, smem, mine, o, head + w0 * stride, stride, T - w0)
 
@@ -352,7 +353,7 @@ def context_attention(
     o_NHD = empty(q_NHD, q_NHD.shape)
     flat = [x.reshape(-1) for x in (o_NHD, q_NHD, k_RGSD, v_RGSD)]
     arrays, M = (*flat, edges_E, history_A, tables_AM.reshape(-1)), tables_AM.shape[1]
-    scalars = (N, R, M, H, G, np.float32(scale))
+    scalars = (N, R, M, H, G, G * S * D, np.float32(scale))
     if q_NHD.dtype == np.float32:
         check(D <= fp32.MAX_D, f"{op}: head dim {D}, the GPU kernel supports at most {fp32.MAX_D}")
         grid = (-(-longest // fp32.tile_rows(D)), A * H)
