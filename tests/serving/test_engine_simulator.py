@@ -29,7 +29,7 @@ def test_the_engine_in_the_simulator():
     options = dict(max_new_tokens=[3, 2], temperature=[0.0, 1.0], top_k=5, top_p=0.9, seed=3)
     served = Engine(there, 2, 16)
     assert served.generate(PROMPTS, **options) == Engine(here, 2, 16).generate(PROMPTS, **options)
-    assert served.cache_bytes == 1 * 2 * 2 * 1 * 16 * 16 * 4
+    assert served.cache_bytes == 1 * 2 * 2 * 1 * 64 * 16 * 4  # two blocks of 64 tokens
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class Attention(Module):
 class MLP(Module):
     """down(silu(gate) * up).
 
-    `gate_up` is the packed projection to gate and up. The block computes it together with the norm before it, see add_norm_linear.
+    `gate_up` is the packed projection to gate and up. The block computes it together with the norm before it (norm_mlp).
     """
 
     def __init__(self, c: ModelConfig):

@@ -159,9 +159,10 @@ class BlockPool:
             n = _common_prefix(self._contents[block].tokens, rest)
             if n > most or (n == most and partial is not None and block < partial):
                 partial, most = block, n
-        if partial is None or most < MIN_COPIED:
+        if partial is None:
             return Prefix(blocks)
-        return Prefix(blocks, partial, most, most == len(self._contents[partial].tokens))
+        whole = most == len(self._contents[partial].tokens)
+        return Prefix(blocks, partial, most, whole) if whole or most >= MIN_COPIED else Prefix(blocks)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

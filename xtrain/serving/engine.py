@@ -221,8 +221,8 @@ class Engine:
         seed: with one seed, prompt i uses random stream i of that seed; with a list of seeds, each prompt uses stream 0 of
         its own seed, as if it were alone.
         stop: ids of tokens that end a sequence.
-        Prompts beyond max_batch, and those for which there are no blocks, wait. Raises UserError, before anything is computed, for an empty
-        prompt, for one that leaves no room for an answer, or for an option out of range.
+        Prompts beyond max_batch, and those for which there are no blocks, wait. Raises UserError, before anything is computed,
+        for an empty prompt, for one that leaves no room for an answer, or for an option out of range.
         """
         requests = make_requests(
             prompts, self.config, self.max_seq_len, stop, seed, max_new_tokens=max_new_tokens,
