@@ -32,7 +32,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bench_decode
 from _timing import copy_bandwidth
-from bench_engine import BF16, EPS, MATRICES, D, G, P, int32, replay_ms
+from bench_engine import BF16, EPS, MATRICES, D, G, P, S, int32, replay_ms
 
 from xtrain.kernels import residual, rope
 from xtrain.kernels.attention import decode_attention
@@ -111,9 +111,9 @@ def compile_one(task):
             gemv.gemv(x, w, norm_w, EPS, h, swiglu, form.get("dtype"), h, True, next_w)
         elif stage in ("few", "many"):
             B = BATCHES.get(stage, 1)
-            k, v = (cp.empty((1, G, 4224, D), BF16) for _ in "kv")
-            tables = [cp.asarray(t) for t in rope.rope_tables(D, 4224, 1e4)]
-            where = int32([0] * B), int32([-1] * B), *tables, None, None, EPS, D**-0.5
+            k, v = (cp.empty((1, G, S, D), BF16) for _ in "kv")
+            angles = [cp.asarray(t) for t in rope.rope_tables(D, 66 * S, 1e4)]
+            where = int32([-1] * B), int32([[0] * 66] * B), *angles, None, None, EPS, D**-0.5
             decode_attention.decode_attention(cp.empty((B, P), BF16), k, v, *where, True)
         cp.cuda.Device().synchronize()
         return task, ""

@@ -134,23 +134,24 @@ def serving(dtype):
     """Packed prefill, the cache, attention over it, products of few rows."""
     ints = lambda *numbers: cp.asarray(np.array(numbers, np.int32))
     for D, (H, G) in itertools.product((16, 32, 64, 128), ((1, 1), (4, 2), (6, 1))):
-        lengths, history, rows = (5, 1, 67), ints(0, 40, 130), ints(2, 0, 1)
-        N, S, A = sum(lengths), 200, 3
+        lengths, history, (N, A, S) = (5, 1, 67), ints(0, 40, 130), (73, 3, 16 if G == 1 else 64)
+        M = 208 // S + 1
+        tables = cp.asarray(RNG.permutation(A * M).reshape(A, M).astype(np.int32))
         edges = padding.cumulative_lengths(ints(*lengths))
-        places = token_positions(edges, N, history, rows)
+        blocks, offsets, _ = token_positions(edges, N, history, tables, S)
         padding.padding_offsets(edges, N, max(lengths))
         x = draw(N, H, D, dtype=dtype)
         padding.remove_padding(padding.restore_padding(x, edges, 67), edges, N)
         padding.remove_padding_heads(padding.restore_padding_heads(x, edges, 70), edges, N)
-        k, v = empty_kv_cache(x, 1, A, G, S, D, dtype)[0]
-        for _ in range(2):  # a second step: the cache rows are rewritten
-            append_kv(k, v, *(draw(N, G, D, dtype=dtype) for _ in range(2)), *places)
+        k, v = empty_kv_cache(x, 1, A * M, G, S, D, dtype)[0]
+        for _ in range(2):  # a second step: the same places are rewritten
+            append_kv(k, v, *(draw(N, G, D, dtype=dtype) for _ in range(2)), blocks, offsets)
         repeat_kv(k, 2)
-        context_attention(x, k, v, edges, history, rows, 67, 0.2)
-        cos_sin = tuple(map(cp.asarray, rope_tables(D, S, 10000.0)))
+        context_attention(x, k, v, edges, history, tables, 67, 0.2)
+        cos_sin = tuple(map(cp.asarray, rope_tables(D, M * S, 10000.0)))
         for norm in ((draw(D), draw(D)), (None, None)):
             qkv = draw(A, (H + 2 * G) * D, dtype=dtype)
-            more = (history + 5, rows, *cos_sin, *norm, 1e-6, 0.2)
+            more = (history + 5, tables, *cos_sin, *norm, 1e-6, 0.2)
             decode_attention(qkv, k, v, *more)
     for N, K, M in itertools.product((1, 2, 3, 8, 16, 32), (32, 256, 1056, 5632), (2, 70, 514)):
         if gemv_fits(N, K, dtype):

@@ -30,10 +30,14 @@ def launch_engine(dtypes=(np.float32, BF16)):
             kv_cache.append_kv(caches, caches.copy(), tokens, tokens.copy(), i32(0, 0), i32(1, 2))
         for B, H, D in ((1, 8, 64), (17, 8, 64), (1, 9, 16), (1, 1, 128)):  # few and many key heads
             decode(full, dtype, B, H, D)
-        q, ends = full(3, 2, 64), i32(0, 3)
-        for S in (64, 16):  # a tile of keys lies in one block, or in several
-            caches = full(1, 1, S, 64), full(1, 1, S, 64)
-            context_attention.context_attention(q, *caches, ends, i32(0), tables(1), 3, 0.1)
+        for D, S in (
+            (64, 64),
+            (128, 64),
+            (64, 16),
+        ):  # a tile of keys lies in one block, or in several
+            caches, ends = (full(1, 1, S, D), full(1, 1, S, D)), i32(0, 3)
+            where = ends, i32(0), tables(1), 3
+            context_attention.context_attention(full(3, 2, D), *caches, *where, 0.1)
         multiply(full, dtype)
         row = lambda kind: sim(np.ones(1, kind))
         floats, ints, longs = row(np.float32), row(np.int32), row(np.int64)

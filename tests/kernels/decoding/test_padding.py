@@ -49,9 +49,9 @@ def test_positions_beyond_the_table_have_no_block():
 
 def test_planted_bugs_are_found():
     """A table that is off by one, or another sequence's."""
-    args = edges_of((20, 1)), 21, int32([0, 5]), tables_of(2, 2), 16
+    args = edges_of((20, 1)), 21, int32([0, 5]), tables_of(2, 3), 16
     want = token_positions(*args)
-    for new in ("tables_AM[a, p // S - 1]", "tables_AM[0, p // S]"):
+    for new in ("tables_AM[a, p // S + 1]", "tables_AM[0, p // S]"):
         kernel = padding.token_positions_kernel.py_func
         scope = with_bug(kernel, "tables_AM[a, p // S]", new, dict(vars(padding)))
         got = [to_kernel(np.zeros(21, np.int32)) for _ in range(3)]

@@ -31,7 +31,7 @@ from ..decoding.kv_cache import (
     check_blocks,
     check_cache,
     check_int32,
-    gather_sequence,
+    gather_sequence_ref,
     make_block_table,
 )
 from ..decoding.padding import check_lengths
@@ -77,7 +77,7 @@ def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, 
         first, last, past = edges_E[a], edges_E[a + 1], history_A[a]
         T, n = last - first, past + last - first
         q_GRTD = q_NHD[first:last].reshape(T, G, H // G, D).transpose(1, 2, 0, 3).astype(wide)
-        k_GSD, v_GSD = (gather_sequence(x, table_M, n).astype(wide) for x in (k_RGSD, v_RGSD))
+        k_GSD, v_GSD = (gather_sequence_ref(x, table_M, n).astype(wide) for x in (k_RGSD, v_RGSD))
         s_GRTS = q_GRTD @ k_GSD[:, None].swapaxes(2, 3) * wide.type(scale)
         s_GRTS = np.where(np.tri(T, n, past, dtype=bool), s_GRTS, wide.type(-np.inf))
         p_GRTS = np.exp(s_GRTS - s_GRTS.max(-1, keepdims=True, initial=-np.inf))

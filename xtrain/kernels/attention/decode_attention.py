@@ -46,7 +46,7 @@ from ..decoding.kv_cache import (
     check_blocks,
     check_cache,
     check_int32,
-    gather_sequence,
+    gather_sequence_ref,
     make_block_table,
 )
 from ..primitives.flat import on_16_bytes
@@ -112,7 +112,9 @@ def decode_attention_ref(
             o_BHD[b] = np.nan
             continue
         q_GXD = q_NHD[i].reshape(G, H // G, D)
-        k_GSD, v_GSD = (gather_sequence(x, blocks, t + 1).astype(wide) for x in (k_RGSD, v_RGSD))
+        k_GSD, v_GSD = (
+            gather_sequence_ref(x, blocks, t + 1).astype(wide) for x in (k_RGSD, v_RGSD)
+        )
         s_GXS = q_GXD @ k_GSD.swapaxes(1, 2) * wide.type(scale)
         p_GXS = np.exp(s_GXS - s_GXS.max(-1, keepdims=True))
         o_BHD[b] = (p_GXS @ v_GSD / p_GXS.sum(-1, keepdims=True)).reshape(H, D)

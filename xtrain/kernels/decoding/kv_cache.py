@@ -64,7 +64,7 @@ def append_kv_ref(k_RGSD, v_RGSD, k_NGD, v_NGD, blocks_N, offsets_N):
     v_RGSD[blocks, :, offsets] = v_NGD[keep_N]
 
 
-def gather_sequence(x_RGSD, table_M, n: int):
+def gather_sequence_ref(x_RGSD, table_M, n: int):
     """-> (G, n, D): the first n positions of a sequence, in NumPy. table: its blocks"""
     G, S, D = x_RGSD.shape[1:]
     return x_RGSD[table_M[: -(-n // S)]].swapaxes(0, 1).reshape(G, -1, D)[:, :n]
