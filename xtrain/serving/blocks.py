@@ -162,7 +162,9 @@ class BlockPool:
         if partial is None:
             return Prefix(blocks)
         whole = most == len(self._contents[partial].tokens)
-        return Prefix(blocks, partial, most, whole) if whole or most >= MIN_COPIED else Prefix(blocks)
+        return (
+            Prefix(blocks, partial, most, whole) if whole or most >= MIN_COPIED else Prefix(blocks)
+        )
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

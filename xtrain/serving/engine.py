@@ -44,7 +44,7 @@ from ..kernels.runtime.invariance import batch_invariant as in_batch_invariant_m
 from ..nn.autograd import inference
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
-from .blocks import ROOT, BlockPool, Prefix, block_key, block_keys
+from .blocks import MIN_COPIED, ROOT, BlockPool, Prefix, block_key, block_keys
 from .paged_cache import PagedCache
 from .requests import Completion, DecodeBatch, Request, Step, make_requests
 
@@ -351,7 +351,8 @@ class Engine:
         if not self.prefilling_requests:
             return False
         known = len(self.pool.find(tokens, request.keys).blocks)
-        return self.keys_in_prefill[request.keys[known]] > 0
+        worthwhile = len(tokens) - 1 - known * self.pool.S >= MIN_COPIED
+        return worthwhile and self.keys_in_prefill[request.keys[known]] > 0
 
     def _assign_blocks(self, request: Request) -> bool:
         """Find or allocate blocks for all tokens of the request. -> False if there are not enough"""

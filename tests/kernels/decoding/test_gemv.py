@@ -63,7 +63,7 @@ FORMS = [  # x, w, then what is fused
     dict(norm=True),
     dict(norm=True, swiglu=True),
     dict(norm=True, delta=BF16),
-    dict(norm=True, delta=np.float32, swiglu=True),
+    dict(norm=True, delta=BF16, swiglu=True),
     dict(x=BF16, norm=True, swiglu=True),
     dict(w=np.float32),
     dict(w=np.float32, norm=True, swiglu=True),
@@ -83,7 +83,7 @@ def test_kernel(form, shape):
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_many_tiles_per_block_and_steps_per_tile(monkeypatch, swiglu):
     monkeypatch.setattr(file, "MULTIPROCESSORS", 1)
-    check(case(2, 32 * 18, 20, norm=True, delta=np.float32, swiglu=swiglu))
+    check(case(2, 32 * 18, 20, norm=True, delta=BF16, swiglu=swiglu))
     check(case(2, 32 * 5, 40, norm=True, swiglu=swiglu))
 
 

@@ -25,6 +25,7 @@ from numba import cuda, float32, int64
 from numba.cuda.libdevice import rsqrtf
 
 from ...device import Array
+from ..cast import cast_fwd
 from ..primitives.flat import on_16_bytes
 from ..primitives.ptx import kernel, let_next_start, load4, store1, store4, wait_for_previous
 from ..primitives.reduce import warp_sum
@@ -162,7 +163,7 @@ def add_norm_gemv(
 ) -> tuple[Array, Array]:  # fmt: skip
     """-> h (N, K) = x + delta in x's dtype, y (N, O) = rmsnorm(h) w^T, or (N, O / 2) with swiglu; see this file's docstring.
 
-    delta (N, K): float32 or bf16; None: h is x. norm_w (K,): float32. weights_ready: the previous kernel writes neither w nor
+    delta (N, K): float32 or bf16, rounded to bf16 if w is; None: h is x. norm_w (K,): float32. weights_ready: the previous kernel writes neither w nor
     norm_w. Otherwise as gemv.
     """
     return _checked(
@@ -200,6 +201,8 @@ def _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready,
     norm, add = norm_w_K is not None, delta_NK is not None
     # must not be None
     delta, norm_w = (x_NK if a is None else a for a in (delta_NK, norm_w_K))
+    if add and w_OK.dtype != np.float32:
+        delta = cast_fwd(delta, w_OK.dtype)  # usually it is already
     arrays = [a.reshape(-1) for a in (y, h_NK, x_NK, delta, w_OK, norm_w)]
     check(on_16_bytes(*arrays[1:]), "gemv: arrays must begin at multiples of 16 bytes")
     eps = np.float32(eps)

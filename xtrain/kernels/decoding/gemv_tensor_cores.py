@@ -33,7 +33,7 @@ from ..primitives.ptx import (
     wait_for_previous,
 )
 from ..primitives.reduce import FULL, warp_sum
-from ..primitives.tensor_cores import mma_bf16, pack_bf16
+from ..primitives.tensor_cores import high_bf16, low_bf16, mma_bf16, pack_bf16
 from ..primitives.words import load_words8, load_words8_shared, store_words8_shared
 from ..swiglu import sigmoid
 
@@ -79,7 +79,7 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U):
                                                     the same chunks of x -> this lane's sum of squares
     load_staged_x(fx, x_s, step, N)                 the same chunks of x from shared memory
     A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
-    ADD: delta is added to x, and the blocks share the work of writing the sum to h.
+    ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h.
     """
     CHUNKS = K // CHUNK
     EVEN = CHUNKS % (WARPS * U) == 0  # all warps have chunks in every step
@@ -108,7 +108,7 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         n, squares = int64(lane >> 2), float32(0.0)
         words, x_8 = cuda.local.array(4, uint32), cuda.local.array(8, float32)
-        nw_8, delta_8 = cuda.local.array(8, float32), cuda.local.array(8, float32)
+        nw_8, delta_4 = cuda.local.array(8, float32), cuda.local.array(4, uint32)
         for u in range(U):
             c = chunk_of(step, u, warp)
             k = c * CHUNK + 8 * (lane & 3)
@@ -120,10 +120,11 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U):
                 else:
                     load8(x_8, x, n * K + k)
                     if ADD:
-                        load8(delta_8, delta, n * K + k)
-                        for j in range(8):
-                            x_8[j] += delta_8[j]
-                        if c % cuda.gridDim.x == cuda.blockIdx.x:
+                        load_words8(delta_4, delta, n * K + k)
+                        for j in range(4):
+                            x_8[2 * j] += low_bf16(delta_4[j])
+                            x_8[2 * j + 1] += high_bf16(delta_4[j])
+                        if uint32(c) % uint32(cuda.gridDim.x) == cuda.blockIdx.x:
                             store8(h, n * K + k, x_8)
                     if NORM:
                         load8(nw_8, norm_w, k)
@@ -164,9 +165,10 @@ def make_stage(K, NORM, ADD, HALF, THREADS):
     def stage(x_s, squares_s, h, x, delta, norm_w, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         x_R8, w_8 = cuda.local.array((ROWS_AT_ONCE, 8), float32), cuda.local.array(8, float32)
-        delta_R8 = cuda.local.array((ROWS_AT_ONCE, 8), float32)
+        delta_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
         words_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
         squares_R = cuda.local.array(ROWS_AT_ONCE, float32)
+        grid = uint32(cuda.gridDim.x)
         for low in range(0, N, ROWS_AT_ONCE):
             for i in range(ROWS_AT_ONCE):
                 squares_R[i] = float32(0.0)
@@ -180,8 +182,8 @@ def make_stage(K, NORM, ADD, HALF, THREADS):
                         else:
                             load8(x_R8[i], x, int64(low + i) * K + k)
                             if ADD:
-                                load8(delta_R8[i], delta, int64(low + i) * K + k)
-                mine = ADD and k // SHARE % cuda.gridDim.x == cuda.blockIdx.x
+                                load_words8(delta_R4[i], delta, int64(low + i) * K + k)
+                mine = ADD and uint32(k) // uint32(SHARE) % grid == cuda.blockIdx.x
                 for i in range(ROWS_AT_ONCE):
                     at = (low + i) * (K + PAD) + k
                     if low + i < N:
@@ -189,8 +191,9 @@ def make_stage(K, NORM, ADD, HALF, THREADS):
                             store_words8_shared(x_s, at, words_R4[i])
                         else:
                             if ADD:
-                                for j in range(8):
-                                    x_R8[i, j] += delta_R8[i, j]
+                                for j in range(4):
+                                    x_R8[i, 2 * j] += low_bf16(delta_R4[i, j])
+                                    x_R8[i, 2 * j + 1] += high_bf16(delta_R4[i, j])
                                 if mine:
                                     store8(h, int64(low + i) * K + k, x_R8[i])
                             if NORM:
