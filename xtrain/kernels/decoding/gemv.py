@@ -163,8 +163,8 @@ def add_norm_gemv(
 ) -> tuple[Array, Array]:  # fmt: skip
     """-> h (N, K) = x + delta in x's dtype, y (N, O) = rmsnorm(h) w^T, or (N, O / 2) with swiglu; see this file's docstring.
 
-    delta (N, K): float32 or bf16, rounded to bf16 if w is; None: h is x. norm_w (K,): float32. weights_ready: the previous kernel writes neither w nor
-    norm_w. Otherwise as gemv.
+    delta (N, K): float32 or bf16, rounded to bf16 if w is; None: h is x. norm_w (K,): float32. weights_ready: the previous
+    kernel writes neither w nor norm_w. Otherwise as gemv.
     """
     return _checked(
         "add_norm_gemv", x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype
