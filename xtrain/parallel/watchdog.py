@@ -39,7 +39,8 @@ class ExitMonitor:
     def __init__(self, message: str):
         self.process: subprocess.Popen | None = None
         if "PMI_FD" in os.environ and "MPI_LOCALRANKID" in os.environ:  # MPICH's mpirun
-            script = 'read signed_off || { echo "$0" >&2; echo cmd=abort exitcode=1; }'
+            wait = f"sleep {OUTPUT_SECONDS}"
+            script = f'read signed_off || {{ echo "$0" >&2; {wait}; echo cmd=abort exitcode=1; }}'
             self.process = subprocess.Popen(
                 ["sh", "-c", script, message],
                 stdin=subprocess.PIPE,
