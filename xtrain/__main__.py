@@ -79,7 +79,7 @@ def completion(shell: str) -> str:
     )
 
 
-@command("xtrain")
+@command("xtrain", one_process=False)  # each command decides
 def main(arguments: list[str] | None = None) -> int:
     """Run a command, or list them. -> exit code."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]

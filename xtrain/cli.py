@@ -16,12 +16,15 @@ import functools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
+from . import machine
 from .errors import UserError, describe_out_of_memory, is_out_of_memory
 from .files import FULL
 
+OTHERS_SECONDS = 1  # a launcher ends all processes with the first: the one that prints needs time
 BROKEN_PIPE = 141  # a shell's exit code for a program that was ended by SIGPIPE: 128 + 13
 
 
@@ -58,18 +61,33 @@ class Output:
             _discard_output()
 
 
-def command(name: str, *, interrupted: str = "interrupted", less_memory: str = "") -> Callable:
+def command(
+    name: str,
+    *,
+    interrupted: str = "interrupted",
+    less_memory: str = "",
+    one_process: bool = True,
+) -> Callable:
     """Decorate a command's main(arguments=None) -> exit code.
 
     A UserError becomes one sentence on stderr and exit code 2.
     name: the prefix of messages, such as "xtrain.train".
     interrupted: what Ctrl-C prints, with exit code 130.
     less_memory: what to do when memory runs out; "": out-of-memory errors are raised as they are.
+    one_process: refuse to be started several times by mpirun, srun or torchrun.
     """
 
     def decorate(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         @functools.wraps(main)
         def wrapped(arguments: list[str] | None = None) -> int:
+            launcher = machine.launcher() if one_process else None
+            if launcher is not None and launcher.world > 1:
+                refuse_once(
+                    f"{name}: {launcher.name} started {launcher.world} processes ({launcher.variable}), but this command "
+                    f"is one process: start it without a launcher, or train on several ranks with "
+                    f"`mpirun -n {launcher.world} python -m xtrain.ddp`"
+                )
+                return 2
             try:
                 return main(arguments)
             except UserError as error:
@@ -87,6 +105,14 @@ def command(name: str, *, interrupted: str = "interrupted", less_memory: str = "
         return wrapped
 
     return decorate
+
+
+def refuse_once(message: str) -> None:
+    """Print the message to stderr once per machine, before every process that a launcher started exits."""
+    if machine.first_on_machine():
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(OTHERS_SECONDS)
 
 
 def command_line(main: Callable[[], int]) -> int:

@@ -16,7 +16,7 @@ from .cli import command, command_line
 from .inspect.doctor import examine, show
 
 
-@command("xtrain.doctor")
+@command("xtrain.doctor", one_process=False)
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit code, 0: all is well, 1: something needs a fix."""
     parser = argparse.ArgumentParser(
