@@ -48,7 +48,7 @@ def few_rows(x_NK: Array, w_OK: Array) -> bool:
     """True in inference for so few rows that a product takes as long as reading w: kernels/decoding/gemv.py computes it."""
     if type(x_NK) is np.ndarray or is_batch_invariant() or not is_inference():
         return False
-    return _gemv.gemv_fits(len(x_NK), x_NK.shape[1], w_OK.dtype)
+    return _gemv.gemv_fits(*x_NK.shape, w_OK.dtype)
 
 
 class Embedding(Function):
@@ -218,26 +218,6 @@ class QKNormRope(Function):
             dqkv_NP, dq, dk, qkv_NP, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w, positions_N
         )
         return dqkv_NP, dq_w, dk_w
-
-
-class SplitHeads(Function):
-    """Packed (N, (H + 2G) D) -> q (N, H, D), k and v (N, G, D), copies."""
-
-    @staticmethod
-    def forward(ctx, qkv_NP, H, G, D):
-        heads_NAD = qkv_NP.reshape(len(qkv_NP), -1, D)
-        ctx.save(qkv_NP.shape, H, G)
-        return tuple(heads_NAD[:, a:b].copy() for a, b in ((0, H), (H, H + G), (H + G, H + 2 * G)))
-
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        shape, H, G = ctx.saved
-        given = next(d for d in (dq, dk, dv) if d is not None)
-        dqkv_NAD = zeros(given, (shape[0], H + 2 * G, given.shape[2]))
-        for d, a, b in ((dq, 0, H), (dk, H, H + G), (dv, H + G, H + 2 * G)):
-            if d is not None:
-                dqkv_NAD[:, a:b] = d
-        return dqkv_NAD.reshape(shape)
 
 
 class Attention(Function):
@@ -476,7 +456,7 @@ class Narrow(Function):
 embedding, linear = Embedding.apply, Linear.apply
 rmsnorm, residual_rmsnorm = RMSNorm.apply, ResidualRMSNorm.apply
 add_norm_linear = AddNormLinear.apply
-rope, qk_norm_rope, split_heads = Rope.apply, QKNormRope.apply, SplitHeads.apply
+rope, qk_norm_rope = Rope.apply, QKNormRope.apply
 attention, causal_softmax = Attention.apply, CausalSoftmax.apply
 swiglu, silu, cross_entropy = SwiGLU.apply, SiLU.apply, CrossEntropy.apply
 swiglu_linear, linear_cross_entropy = SwiGLULinear.apply, LinearCrossEntropy.apply

@@ -99,7 +99,7 @@ class Attention(Module):
         if all(type(norm) is RMSNorm for norm in norms):
             weights = [norm.weight for norm in norms] or (None, None)
             return sequences.attend(qkv, *weights, H, G, c.norm_eps, scale)
-        q, k, v = F.split_heads(qkv, H, G, D)
+        q, k, v = sequences.split_heads(qkv, H, G)
         q, k = (norm(x.reshape(-1, D)).reshape(x.shape) for norm, x in zip(norms, (q, k)))
         return sequences.attention(sequences.rope(q), sequences.rope(k), v, scale)
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..device import Array, to_device
 from ..kernels.rope import rope_tables
+from ..kernels.runtime.launch import zeros
 from . import functional as F
 from .tensor import Tensor
 
@@ -68,6 +69,12 @@ class Sequences:
         q_NHD, k_NGD, v_NGD = F.qk_norm_rope(qkv_NP, q_w_D, k_w_D, *tables)
         return self.attention(q_NHD, k_NGD, v_NGD, scale)
 
+    def split_heads(self, qkv_NP: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed (N, (H + 2G) D) -> q (N, H, D), k and v (N, G, D), as they are: QK-norm and RoPE without weights, by no angle."""
+        cos_1R, sin_1R = (zeros(x, (1, x.shape[1])) for x in (self.cos_PR, self.sin_PR))
+        cos_1R.fill(1)
+        return F.qk_norm_rope(qkv_NP, None, None, cos_1R, sin_1R, H, G, 1, 0.0, None)
+
     def rope(self, x_NHD: Tensor) -> Tensor:
         """Rotate each row to its position."""
         return F.rope(x_NHD, self.cos_PR, self.sin_PR, self.positions_N, self.T)
@@ -79,7 +86,7 @@ class Sequences:
             x.reshape(self.B, self.T, *x.shape[1:]) for x in (q_NHD, k_NGD, v_NGD)
         )
         o_BTHD = F.attention(q_BTHD, k_BTGD, v_BTGD, scale, True)
-        return o_BTHD.reshape(len(q_NHD), -1)
+        return o_BTHD.reshape(q_NHD.shape[0], -1)
 
     def wanted_rows(self, x_NC: Tensor) -> Tensor:
         """The rows whose logits are wanted: here all."""
