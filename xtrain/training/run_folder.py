@@ -15,7 +15,7 @@ from ..config import ModelConfig, ResolvedConfig
 from ..data.dataset import Corpus
 from ..device import device_name
 from ..errors import UserError
-from ..files import Busy, cannot_write, locked, write_whole
+from ..files import Busy, cannot_write, owned, write_whole
 from ..json_files import read_json
 from ..version import VERSION
 from . import checkpoint
@@ -142,10 +142,11 @@ def _lock(path: Path, stack: contextlib.ExitStack) -> None:
     """Create the folder and lock it until `stack` is left."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(locked(path))
-    except Busy:
+        stack.enter_context(owned(path))
+    except Busy as busy:
+        advice = f"; {busy}" if str(busy) else ""
         raise UserError(
-            f"{path} is being written by another process: wait for it, or choose another --name"
+            f"{path} is being written by another process: wait for it, or choose another --name{advice}"
         ) from None
     except OSError as error:
         raise cannot_write(path, error) from error
