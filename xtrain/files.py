@@ -116,7 +116,8 @@ def owned(folder: Path) -> Iterator[None]:
     knows that the process has ended, so on another one the user has to delete the file.
     """
     with contextlib.ExitStack() as stack:
-        if not stack.enter_context(locked(folder)):
+        # a process on another machine, where flock is not supported, may have written LOCK_FILE
+        if not stack.enter_context(locked(folder)) or (folder / LOCK_FILE).exists():
             machine = stack.enter_context(_machine_lock(folder))
             _write_lock_file(folder / LOCK_FILE, machine)
             stack.callback((folder / LOCK_FILE).unlink, missing_ok=True)

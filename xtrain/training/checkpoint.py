@@ -13,6 +13,7 @@ is detected. Its contents do not depend on how parameters are packed or padded i
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -43,6 +44,21 @@ from ..nn.model import Transformer
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 LOGS = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")  # the files of a RunLog
+_natural = lambda x: type(x) is int and 0 <= x < 2**53
+_object = lambda x: isinstance(x, dict)
+STATE_VALUES: dict[
+    str, Callable[[Any], bool]
+] = {  # what state.json may hold: programs of any kind edit JSON
+    "step": _natural,
+    "optimizer_step": _natural,
+    "loader": _object,
+    "options": _object,
+    "made_on": _object,
+    "logs": lambda x: _object(x) and all(map(_natural, x.values())),
+    "row": _natural,
+    "skipped": _natural,
+    "val_loss": lambda x: x is None or (type(x) in (int, float) and math.isfinite(x)),
+}
 TEMPORARY = ".step-*.tmp"  # checkpoints that are being written, or whose writer was killed
 
 
@@ -261,7 +277,7 @@ def _best(past):
     for folder in past:
         with contextlib.suppress(UserError):
             loss = read_json(folder / STATE).get("val_loss")
-            if isinstance(loss, float):
+            if isinstance(loss, float) and math.isfinite(loss):
                 losses[folder] = loss
     return min(losses, key=losses.__getitem__, default=None)
 
@@ -312,6 +328,11 @@ def _open(folder):
     missing = {"step", "optimizer_step", "loader", "options", "made_on", "row"} - state.keys()
     if missing:
         raise Damaged(f"{folder}: {STATE} lacks {', '.join(sorted(missing))}")
+    wrong = [
+        name for name, valid in STATE_VALUES.items() if name in state and not valid(state[name])
+    ]
+    if wrong:
+        raise Damaged(f"{folder}: {STATE} has a value of the wrong type for {', '.join(wrong)}")
     if state["step"] != _step(folder):
         raise Damaged(f"{folder} holds the checkpoint of step {state['step']}: its name is wrong")
     return Saved(folder, state)

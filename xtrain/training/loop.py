@@ -288,7 +288,7 @@ def _make_model(
     else:
         names = {f.name for f in fields(ModelConfig)}
         shape = {name: x for name, x in saved.state["options"].items() if name in names}
-        model = Transformer(ModelConfig(**shape), None, *options)
+        model = Transformer(ModelConfig.from_dict(shape), None, *options)
     if corpus.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size} tokens, the model in {config.init} only {model.config.vocab_size}: "

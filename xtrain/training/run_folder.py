@@ -134,7 +134,8 @@ def _next_path(path: Path, first: Path) -> Path:
 def _first_options(path: Path) -> dict[str, Any]:
     with contextlib.suppress(UserError):
         options = read_json(path / "config.json").get("train")
-        return options if isinstance(options, dict) else {}
+        if isinstance(options, dict):
+            return {name: x for name, x in options.items() if isinstance(x, str)}
     return {}
 
 
