@@ -1,12 +1,15 @@
-"""Faults at the n-th call that changes the file system: an error, or the end of the process."""
+"""Faults at the n-th call that changes the file system: an error, or the end of the process; and a disk that becomes full."""
 
 import builtins
+import errno
 import io
 import os
 import threading
 from pathlib import Path
 
 from xtrain import files
+from xtrain.formats import huggingface
+from xtrain.training import checkpoint
 
 CALLS = ((os, "mkdir"), (os, "rename"), (os, "replace"), (os, "link"), (os, "unlink"), (os, "rmdir"),
          (os, "fsync"), (os, "open"), (io, "open"), (builtins, "open"), (files, "_exchange"))  # fmt: skip
@@ -66,3 +69,27 @@ def killed_at(folder: Path, n: int, work, patch) -> bool:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (0, 9), code
     return code == 9
+
+
+class SmallDisk:
+    """A disk with `room` bytes for the checkpoints of a run. marks: bytes in use after every write."""
+
+    def __init__(self, patch, run, room):
+        self.folder, self.room, self.marks = run / "checkpoints", room, []
+        for owner, name in ((Path, "write_bytes"), (Path, "write_text"), (checkpoint, "write_safetensors"),
+                            (huggingface, "write_safetensors")):  # fmt: skip
+            patch.setattr(owner, name, self.limited(getattr(owner, name)))
+
+    def used(self):
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+
+    def limited(self, write):
+        def wrapper(path, *args, **more):
+            write(path, *args, **more)
+            if self.folder in path.parents:
+                self.marks.append(used := self.used())
+                if used > self.room:
+                    os.truncate(path, max(0, path.stat().st_size - (used - self.room)))
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        return wrapper

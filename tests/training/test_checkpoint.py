@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from faults import Fault, error
+from faults import Fault, SmallDisk, error
 from rich.console import Console
 from runs import assert_same_run, checkpoints, metrics, options, run
 
@@ -19,7 +19,7 @@ import xtrain
 from xtrain import files
 from xtrain.device import HostCopies
 from xtrain.errors import UserError
-from xtrain.formats import huggingface, manifest, tensor_file
+from xtrain.formats import manifest, tensor_file
 from xtrain.formats.manifest import verify
 from xtrain.train import main
 from xtrain.training import checkpoint
@@ -458,36 +458,12 @@ def test_wherever_writing_fails_the_one_before_stays(tmp_path, monkeypatch, code
     assert checkpoints(folder) == ["step-000001", "step-000002"], "what was left is removed"
 
 
-class Disk:
-    """A disk with `room` bytes for the checkpoints of a run. marks: bytes in use after every write."""
-
-    def __init__(self, patch, folder, room):
-        self.folder, self.room, self.marks = folder / "checkpoints", room, []
-        for owner, name in ((Path, "write_bytes"), (Path, "write_text"), (checkpoint, "write_safetensors"),
-                            (huggingface, "write_safetensors")):  # fmt: skip
-            patch.setattr(owner, name, self.limited(getattr(owner, name)))
-
-    def used(self):
-        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-
-    def limited(self, write):
-        def wrapper(path, *args, **more):
-            write(path, *args, **more)
-            if self.folder in path.parents:
-                self.marks.append(used := self.used())
-                if used > self.room:
-                    os.truncate(path, max(0, path.stat().st_size - (used - self.room)))
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        return wrapper
-
-
 def four_checkpoints(monkeypatch, one, folder, room, keep=3):
     """Save one run after each of four steps on a small disk. -> the disk, the sentence at the end, what was said."""
     said, end = [], ""
     first, position = one.done, one.loader.position
     with monkeypatch.context() as patch:
-        disk = Disk(patch, folder, room)
+        disk = SmallDisk(patch, folder, room)
         with writer.CheckpointWriter(folder, keep, said.append) as w:
             for i in range(4):
                 one.done, one.val_loss = i + 1, (i + 1, float(i))  # the first is the best

@@ -113,7 +113,7 @@ class ShardedAdamW(AdamW):
 
     def advance(self) -> np.ndarray:
         """As AdamW.advance. Weights that were assigned, or a state that was loaded, are no change."""
-        if self.guarded and self.summed_version != self.arena.version.count:
+        if self.summed_version != self.arena.version.count:
             self._sum_state(self.expected)
         hyper_3 = super().advance()
         self.summed_version = self.arena.version.count
@@ -121,22 +121,7 @@ class ShardedAdamW(AdamW):
 
     def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
         """The update of the owned shards, and the all-gather of the new weights."""
-        if self.guarded:
-            self._sum_state(self.sums)
-            compare(self.sums, self.expected, self.changed)
-        self._update_and_gather(hyper_3, factor_1)
-        if self.guarded:
-            self._sum_state(self.expected)
-
-    def _state(self) -> list[Array]:
-        """The arrays that only an update may change."""
-        return [*self.in_use(), *([] if self.master is None else [self.master]), self.m, self.v]
-
-    def _sum_state(self, sums_K: Array) -> None:
-        for k, array in enumerate(self._state()):
-            checksum(array.view(np.int32), sums_K[k : k + 1])
-
-    def _update_and_gather(self, hyper_3: Array, factor_1: Array | None) -> None:
+        self._compare_state()
         first, n_decay = 0, self.arena.n_decay
         for (a, b), (start, end) in zip(self.slices, self.owned):
             self.update_trained(start, end, first, hyper_3, factor_1)
@@ -150,6 +135,22 @@ class ShardedAdamW(AdamW):
                 self.collectives.all_gather(self.norms, a - n_decay, b - n_decay)
             first += end - start
         self.collectives.join()
+        self._sum_state(self.expected)
+
+    def _state(self) -> list[Array]:
+        """The arrays that only an update may change."""
+        return [*self.in_use(), *([] if self.master is None else [self.master]), self.m, self.v]
+
+    def _sum_state(self, sums_K: Array) -> None:
+        """Compute the checksums, if guarded."""
+        for k, array in enumerate(self._state() if self.guarded else []):
+            checksum(array.view(np.int32), sums_K[k : k + 1])
+
+    def _compare_state(self) -> None:
+        """Set `changed`, if guarded and the checksums are not those after the last update."""
+        if self.guarded:
+            self._sum_state(self.sums)
+            compare(self.sums, self.expected, self.changed)
 
     def in_use(self) -> list[Array]:
         """The weights that every rank must hold identically."""
