@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError
+from .files import restore
 
 MAX_JSON_BYTES = 16 << 20  # the safetensors header of a model with 100 B parameters has 0.2 MB
 
@@ -53,8 +55,11 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def is_folder(path: Path) -> bool:
-    """path.is_dir(). Raises UserError if permissions or the length of the name prevent the check."""
+    """path.is_dir(), after restoring a folder whose export was killed. Raises UserError if permissions or the length of the
+    name prevent the check."""
     with reading(path):
+        if not os.path.lexists(path):
+            restore(path)
         return path.is_dir()
 
 

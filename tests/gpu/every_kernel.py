@@ -26,6 +26,7 @@ from xtrain.kernels.attention import flash_attention, flash_attention_bf16_bwd_w
 from xtrain.kernels.attention.context_attention import context_attention
 from xtrain.kernels.attention.decode_attention import decode_attention
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
+from xtrain.kernels.checksum import checksum, compare
 from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
 from xtrain.kernels.decoding import sampling
 from xtrain.kernels.decoding.gemv import gemv, gemv_fits
@@ -119,12 +120,15 @@ def tables(dtype):
 
 
 def optimizer():
-    """AdamW with all its options, the norm of few and of many numbers, a skipped step."""
+    """AdamW with all its options, the norm and the checksum of few and of many numbers, a skipped step."""
     for n in (1, 37, 4096, 100_003, 3_000_001):
         w, g, m, v = (cp.abs(draw(n)) for _ in range(4))
         norm, factor = grad_norm(g, 1.0)[:, None]
         norm_and_factor(cp.concatenate([sum_of_squares(g[: n // 2]), sum_of_squares(g)]), 1.0)
         skip_unless_finite(factor, cp.zeros(1, np.int32), norm, cp.ones(3, np.float32), 2)
+        total = cp.zeros(1, np.int64)
+        checksum(g.view(np.int32), total)
+        compare(total, total, cp.zeros(1, np.int32))
         hyper = cp.asarray(adamw_hyper(1e-3, 0.9, 0.95, 1))
         for half, zero in itertools.product((None, cp.zeros(n, BFLOAT16)), (False, True)):
             adamw(w, g, m, v, factor, hyper, n // 3, 0.9, 0.95, 1e-8, 0.1, half, zero)

@@ -101,7 +101,7 @@ def convert(options: Options) -> ModelConfig:
     shards = read_shards(source)
     config = read_config(params, shards, options)
     tensors = dict(sorted(make_tensors(config, shards).items()))
-    with replacing(Path(options.target).resolve()) as new:
+    with replacing(options.target) as new:
         write_weights(new, tensors, MAX_SHARD_BYTES, config_to_hf(config))
         for file in ("tokenizer.json", *COMPANION_FILES, GENERATION):
             if (source / file).is_file():

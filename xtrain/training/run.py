@@ -247,9 +247,9 @@ class Run:
         """Continue from a checkpoint. Raises UserError if an option differs that must stay the same."""
         made_on = saved.state["made_on"]
         changed = option_changes(saved.state["options"], self.resume_options())
-        if made_on["ranks"] != self.ranks.world:  # the share of each rank has another size
+        if made_on.get("ranks") != self.ranks.world:  # the share of each rank has another size
             changed.pop("micro_batch", None)
-        if 1 in (made_on["ranks"], self.ranks.world):  # one rank communicates no gradients
+        if 1 in (made_on.get("ranks"), self.ranks.world):  # one rank communicates no gradients
             changed.pop("grad_comm", None)
         self._refuse_changes(saved, changed)
         self.parallel.load(saved, self.optimizer)
@@ -262,7 +262,7 @@ class Run:
         self.done = saved.step
         # max_skips may be smaller than in the run that was saved
         self.skips_in_a_row_read = min(saved.state["row"], self.config.max_skips - 1)
-        self.skipped = saved.state["skipped"]
+        self.skipped = saved.state.get("skipped", 0)
         self.skips_in_a_row.fill(self.skips_in_a_row_read)
         moved = [
             f"{name} was {made_on.get(name)}, is {value}"
