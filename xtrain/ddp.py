@@ -29,7 +29,7 @@ from typing import Any
 
 import tyro
 
-from .cli import command_line
+from .cli import command_line, say
 from .errors import UserError
 from .parallel.ddp import ParallelConfig, train_parallel
 from .parallel.ranks import connect
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         ranks = connect()
     except UserError as error:
         if prints:
-            print(f"xtrain.ddp: {error}", file=sys.stderr)
+            say(f"xtrain.ddp: {error}")
         return 2
     with AbortOnError(ranks, "xtrain.ddp") as guard:
         config, code = _parse(arguments, ranks)
@@ -77,7 +77,7 @@ def _parse(arguments: list[str] | None, ranks: SingleProcess) -> tuple[ParallelC
     if failed is None:
         return config, 0
     if ranks.rank == 0:
-        print(failed[2], end="", file=sys.stderr if failed[1] else sys.stdout)
+        print(failed[2], end="", file=sys.stderr if failed[1] else sys.stdout)  # in tyro's colors
     return None, failed[1]
 
 
