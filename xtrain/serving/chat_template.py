@@ -76,7 +76,7 @@ class ChatTemplate:
         """
         names = {"messages": messages, "tools": None, "documents": None, **self.special_tokens}
         with self.lock:
-            if self.worker is None:  # the previous one was killed
+            if self.worker is None or self.worker.poll() is not None:  # it was stopped or killed
                 self._start()
             reply = self._ask(names | {"add_generation_prompt": add_generation_prompt})
         if "error" in reply:
