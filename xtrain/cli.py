@@ -1,5 +1,8 @@
 """What every command shares: options, standard streams, signals, and one path from an error to an exit code.
 
+    say(text)             a message, on standard error
+    print_text(text)      a result, on standard output
+
     @command("xtrain.train")
     def main(arguments=None) -> int: ...        raises UserError; returns an exit code
 
@@ -26,8 +29,38 @@ from .files import FULL
 
 OTHERS_SECONDS = 1  # a launcher ends all processes with the first: the one that prints needs time
 BROKEN_PIPE = 141  # a shell's exit code for a program that was ended by SIGPIPE: 128 + 13
+# The C0 control characters, DEL and the C1 control characters, without tab and newline. A terminal would
+# obey them: they move the cursor, hide text, set the clipboard. C0 and DEL have pictures: U+241B for escape.
+CONTROL_CHARACTERS = {
+    **{c: 0x2400 + c for c in range(0x20) if chr(c) not in "\t\n"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
 
 
+# ----------------------------------------------------------------------------- printing
+def printable(text: str) -> str:
+    """text, each control character except tab and newline replaced by a visible character.
+
+    Each character is replaced by itself, so a text may be passed in parts.
+    """
+    return text.translate(CONTROL_CHARACTERS)
+
+
+def say(text: str) -> None:
+    """Print a message on standard error, as printable text: it may contain names and text from files."""
+    print(printable(text), file=sys.stderr)
+
+
+def print_text(text: str, end: str = "\n", flush: bool = False) -> None:
+    """Print a result on standard output: as printable text in a terminal, unchanged in a pipe or a file."""
+    text += end
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    if flush:
+        sys.stdout.flush()
+
+
+# ----------------------------------------------------------------------------- commands
 class Output:
     """Standard output whose errors never end a run: text that cannot be written (full disk, closed pipe) is dropped."""
 
@@ -91,15 +124,15 @@ def command(
             try:
                 return main(arguments)
             except UserError as error:
-                print(f"{name}: {error}", file=sys.stderr)
+                say(f"{name}: {error}")
                 return 2
             except (MemoryError, RuntimeError) as error:
                 if not (less_memory and is_out_of_memory(error)):
                     raise
-                print(f"{name}: {describe_out_of_memory(error)}: {less_memory}", file=sys.stderr)
+                say(f"{name}: {describe_out_of_memory(error)}: {less_memory}")
                 return 2
             except KeyboardInterrupt:
-                print(f"\n{name}: {interrupted}", file=sys.stderr)
+                say(f"\n{name}: {interrupted}")
                 return 130
 
         return wrapped
@@ -135,7 +168,7 @@ def command_line(main: Callable[[], int]) -> int:
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
         return code
     except KeyboardInterrupt:
-        print("\nxtrain: interrupted", file=sys.stderr)
+        say("\nxtrain: interrupted")
         return 130
     except OSError as error:
         if error.filename is not None or error.errno not in {errno.EPIPE, errno.EIO, *FULL}:
@@ -143,7 +176,7 @@ def command_line(main: Callable[[], int]) -> int:
         _discard_output()
         if error.errno == errno.EPIPE:
             return BROKEN_PIPE
-        print(f"xtrain: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        say(f"xtrain: standard output cannot be written: {error.strerror}")
         return 1
 
 

@@ -72,7 +72,7 @@ def _parse(arguments: list[str] | None, ranks: SingleProcess) -> tuple[ParallelC
     if failed is None:
         return config, 0
     if ranks.rank == 0:
-        print(failed[2], end="", file=sys.stderr if failed[1] else sys.stdout)
+        print(failed[2], end="", file=sys.stderr if failed[1] else sys.stdout)  # in tyro's colors
     return None, failed[1]
 
 

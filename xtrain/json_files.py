@@ -39,8 +39,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The pairs as a dict. Raises ValueError for a key that occurs twice: readers would disagree about its value."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        duplicate = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"{listed([duplicate])} occurs twice")
     return content
 

@@ -325,7 +325,7 @@ def _find_tensors(folder: Path) -> dict[str, Stored]:
         for name, tensor in read_header(folder / file).items():
             if name in tensors:
                 raise UserError(
-                    f"{folder} holds {name} twice: in {tensors[name].path.name} and {file}"
+                    f"{folder} holds {listed([name])} twice: in {tensors[name].path.name} and {file}"
                 )
             tensors[name] = tensor
     misplaced = [

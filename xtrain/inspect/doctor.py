@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .. import machine
+from ..cli import print_text
 
 # The install_requires of setup.cfg; a test compares them.
 NEEDED = {
@@ -389,7 +390,7 @@ def _in_subprocess(name: str, trial: str, fix: str) -> list[Check]:
 def print_checks(trial: Callable[[], Iterator[Check]]) -> None:
     """Print the checks of a trial as JSON lines, for the parent process."""
     for check in trial():
-        print(json.dumps(asdict(check)), flush=True)
+        print_text(json.dumps(asdict(check)), flush=True)
 
 
 # ----------------------------------------------------------------------------- output
@@ -398,11 +399,11 @@ def show(checks: list[Check]) -> None:
     marks = {True: "ok", False: "WRONG", None: "-"}
     width = max((len(c.name) for c in checks), default=0)
     for c in checks:
-        print(f"{marks[c.ok]:6}{c.name:{width}}  {c.found}")
+        print_text(f"{marks[c.ok]:6}{c.name:{width}}  {c.found}")
     wrong = [c for c in checks if c.ok is False]
     if wrong:
-        print("\nto fix it:")
+        print_text("\nto fix it:")
         for c in wrong:
-            print(f"  {c.name}: {c.fix}")
+            print_text(f"  {c.name}: {c.fix}")
     else:
-        print("\nall is well")
+        print_text("\nall is well")

@@ -371,7 +371,8 @@ class Transformer(Module):
 
         temperature 0 takes the most likely token; otherwise one is drawn from softmax(logits / temperature), among
         the top_k most likely tokens if given. Every sequence has a separate random stream. The whole prefix is recomputed
-        for every token (serving/engine.py has a KV cache). Raises UserError when prompt and new tokens exceed max_seq_len.
+        for every token (serving/engine.py has a KV cache). Raises UserError when prompt and new tokens exceed max_seq_len,
+        and when a logit is NaN: no token is the right one then (the engine ends such a sequence with the reason "nan").
         """
         ids = ids if hasattr(ids, "strides") else np.asarray(ids)
         tokens = np.atleast_2d(to_numpy(ids))
@@ -393,6 +394,10 @@ class Transformer(Module):
             B, T = tokens.shape
             last_BC = self.hidden(tokens).data.reshape(B, T, -1)[:, -1].copy()
             logits = to_numpy(self.logits(Tensor(last_BC)).data)[:, : self.config.vocab_size]
+            if np.isnan(logits).any():
+                raise UserError(
+                    "the model's logits are NaN: its weights are damaged, use another copy"
+                )
             picks = [pick(row, temperature, top_k, stream) for row, stream in zip(logits, streams)]
             tokens = np.concatenate([tokens, np.array(picks, tokens.dtype)[:, None]], axis=1)
         fits = self.config.vocab_size - 1 <= np.iinfo(ids.dtype).max
@@ -449,8 +454,11 @@ class Transformer(Module):
 def pick(
     logits_V: np.ndarray, temperature: float, top_k: int | None, rng: np.random.Generator
 ) -> int:
-    """Choose a token. Ties go to the lower id, both at temperature 0 and at the limit of the top_k."""
-    if temperature == 0:
+    """Choose a token. Ties go to the lower id, both at temperature 0 and at the limit of the top_k.
+
+    If the largest logit is infinite, the first such token is chosen at every temperature.
+    """
+    if temperature == 0 or np.isinf(logits_V.max()):
         return int(logits_V.argmax())
     scaled = logits_V.astype(np.float64) / temperature
     if top_k is not None and top_k < scaled.size:

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ..cli import printable
 from ..errors import UserError
 from .ranks import Ranks
 
@@ -170,12 +171,12 @@ class Watchdog(threading.Thread):
 
 
 def print_error(message: str) -> None:
-    """Print to the real stderr.
+    """Print printable text to the real stderr.
 
     A progress bar replaces sys.stderr and writes to stdout, where Open MPI gives rank 0 a terminal:
     the message of rank 0 would not be where those of the other ranks are.
     """
-    print(message, file=getattr(sys.stderr, "rich_proxied_file", sys.stderr), flush=True)
+    print(printable(message), file=getattr(sys.stderr, "rich_proxied_file", sys.stderr), flush=True)
 
 
 def rank_and_step(rank: int, step: int | None) -> str:

@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from ..cli import Output
 from ..config import ModelConfig, ResolvedConfig, TrainConfig, resolve
+from ..console import PrintableConsole
 from ..data.dataset import Corpus, prepare
 from ..device import device_name, resolve_device, to_numpy
 from ..errors import UserError
@@ -183,7 +184,7 @@ def train(
     warn at the end on rank 0, unless the run was asked to stop early. xtrain.train.train passes report.page.finish.
     """
     output = Output()
-    console = console or Console(file=cast(IO[str], output), quiet=ranks.rank > 0)
+    console = console or PrintableConsole(file=cast(IO[str], output), quiet=ranks.rank > 0)
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     warn = lambda text: say(f"[yellow]warning[/]: {escape(text)}")
     with (

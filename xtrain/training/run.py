@@ -186,13 +186,16 @@ class Run:
         return nats / tokens, nats / np.log(2) / max(lengths, 1)
 
     def sample(self) -> str:
-        """The prompt continued with temperature 0.8, top-k 50."""
+        """The prompt continued with temperature 0.8, top-k 50; if that fails, the reason: training continues."""
         c, tokenizer = self.config, self.corpus.tokenizer
         longest = self.model.config.max_seq_len
-        prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [tokenizer.eot_id]
-        new = min(c.sample_tokens, longest - len(prompt))
-        ids = self.model.generate(np.array(prompt), new, temperature=0.8, top_k=50, seed=c.seed)
-        return tokenizer.decode(ids.tolist())
+        try:
+            prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [tokenizer.eot_id]
+            new = min(c.sample_tokens, longest - len(prompt))
+            ids = self.model.generate(np.array(prompt), new, temperature=0.8, top_k=50, seed=c.seed)
+            return tokenizer.decode(ids.tolist())
+        except UserError as error:
+            return f"(no sample: {error})"
 
     # ------------------------------------------------------------------------- saving and resuming
     def resume_options(self) -> dict[str, Any]:
