@@ -2,6 +2,7 @@
 
 import functools
 import json
+from random import Random
 
 import pytest
 import tokenizers
@@ -24,6 +25,16 @@ ADDED = [
     AddedToken("    ", normalized=False),
     AddedToken("\n\n", normalized=True),
 ]
+WORDS = [*" \n\t.,'!/。，①½²3aZé你ー가Ωा̈▁\r\x01\u00a0\u2028\u3000", "  ", "\n\n", "'s", "don't", "12345", "word",
+         "größe", " x ", "x", "<|im_end|>", "<mask>", "a word", "a", "line\nbreak", "    ", "क़", "각", "ᄀ", "ᅡ", "K", END_OF_TEXT]  # fmt: skip
+
+
+def training_texts():
+    """Random neighbours: merges of everything that a pre-tokenizer leaves together, so that a wrong cut shows."""
+    random = Random(0)
+    return [TEXT] * 5 + ["".join(random.choices(WORDS, k=50)) for _ in range(400)]
+
+
 SPLIT = lambda regex: pre_tokenizers.Split(tokenizers.Regex(regex), "isolated")
 RAW_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,12 +83,12 @@ def a_tokenizer(normalizer, pre_tokenizer, added=(), **more):
     if pre_tokenizer is not None:
         backend.pre_tokenizer = pre_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=700,
+        vocab_size=5000,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(TEXT.splitlines(keepends=True) * 5, trainer)
+    backend.train_from_iterator(training_texts(), trainer)
     backend.add_special_tokens(list(added[:2]))
     backend.add_tokens(list(added[2:]))
     return backend
@@ -131,8 +142,6 @@ def assert_same_ids(tok, text, found):
     assert ids == tok.encode(text), found
 
 
-WORDS = [*" \n\t.,'!/。，①½²3aZé你ー가Ωा̈▁\r\x01\u00a0\u2028\u3000", "  ", "\n\n", "'s", "don't", "12345", "word",
-         "größe", " x ", "x", "<|im_end|>", "<mask>", "a word", "a", "line\nbreak", "    ", "क़", "각", "ᄀ", "ᅡ", "K", END_OF_TEXT]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(WORDS) | st.characters(codec="utf-8"), max_size=40).map("".join)
 
 
@@ -144,6 +153,8 @@ TEXTS = st.lists(st.sampled_from(WORDS) | st.characters(codec="utf-8"), max_size
 @example(text="x<|im_end|> b  <mask> a word", piece=1, part=2)
 @example(text="。\n你好。\n\n你", piece=1, part=1)
 @example(text="a ", piece=1, part=1)
+@example(text="a▁ b▁  c", piece=2, part=3)
+@example(text="a.。b,，c", piece=1, part=2)
 def test_tokens_of_the_pieces_are_those_of_the_text(name, with_added, text, piece, part):
     tok, normal = tokenizer(name, with_added), pieces.PIECE
     # the rule was made for PIECE characters
