@@ -48,7 +48,7 @@ class ShardWriter:
         while left and (block := self._file.read(min(left, 1 << 22))):
             self._hash.update(block)
             left -= len(block)
-        self.tokens = tokens - left // self._dtype.itemsize
+        self.tokens = tokens - -(-left // self._dtype.itemsize)
         self._file.seek(self._file.tell())  # reading and writing must not mix without a seek
         self._file.truncate()
 
