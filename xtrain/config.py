@@ -213,6 +213,8 @@ class TrainConfig:
     vocab_size: int | None = None
     # use this tokenizer.json instead of training one; none: with --init the model's own
     tokenizer: str | None = None
+    # read the text and its token cache and compare checksums, even if sizes and times say that nothing has changed
+    verify_data: bool = False
     eval_every: int | None = None  # steps between validations; none: the preset's
     eval_batches: int = 8  # batches per validation, of --batch sequences each
     sample_every: int | None = None  # steps between generated samples; none: the preset's

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xtrain.data.bigram import PRIOR, byte_bigram_bpb, byte_bigrams
+from xtrain.data.bigram import PRIOR, byte_bigram_bpb, byte_bigrams, count_bigrams
 
 
 def bigram_bpb_by_hand(train, val):
@@ -32,6 +32,13 @@ def test_bigrams_of_documents_add_up(documents):
     total = sum(byte_bigrams([raw]) for raw in documents)
     np.testing.assert_array_equal(byte_bigrams(documents), total)
     assert total.sum() == sum(map(len, documents))
+
+
+@given(st.binary(min_size=1, max_size=20), st.integers(0, 20))
+def test_the_rest_of_a_document(raw, n):
+    before, rest = raw[:n], raw[n:]
+    both = byte_bigrams([before]) + count_bigrams(rest, [], before[-1] if before else 0)
+    np.testing.assert_array_equal(both, byte_bigrams([raw]))
 
 
 def test_bigram_limits():

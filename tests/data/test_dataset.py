@@ -1,6 +1,11 @@
 """prepare(): the cached corpus of a text, also after interruptions and damage."""
 
+import builtins
+import errno
+import io
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,8 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parts import in_parts
 
 from xtrain import files
+from xtrain.data import bigram, documents, pieces, stamps, tokenizing
 from xtrain.data import dataset as data
 from xtrain.data.dataset import prepare
 from xtrain.data.shards import read_shard
@@ -63,6 +72,11 @@ def test_bits_per_byte(corpus):
     assert corpus.bits_per_byte(size * np.log(2), targets) == pytest.approx(1)
 
 
+def entries(cache):
+    """The names in a cache, without what is known of the files' stamps."""
+    return sorted(name for name in os.listdir(cache) if name != stamps.FOLDER)
+
+
 def snapshot(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -77,18 +91,25 @@ def test_cache_is_used_and_changes_are_seen(tmp_path, monkeypatch):
     text, cache = tmp_path / "a.txt", tmp_path / "cache"
     text.write_text(some_text(0, 1000), encoding="utf-8")
     first = prepare(text, VOCAB, cache)
-    monkeypatch.setattr(data, "_build", None)  # a second call must not need it
+    monkeypatch.setattr(data, "Tokenizing", None)  # a second call must not need it
     assert prepare(text, VOCAB, cache).folder == first.folder
     monkeypatch.undo()
     assert prepare(text, VOCAB + 1, cache).folder != first.folder
     text.write_text(some_text(1, 1000), encoding="utf-8")
     second = prepare(text, VOCAB, cache)
     assert second.sha256 != first.sha256 and second.folder != first.folder
-    assert len(os.listdir(cache)) == 3
+    assert len(entries(cache)) == 3
 
 
 @pytest.mark.parametrize(
-    "name", ["corpus.json", "tokenizer.json", "train_000000.bin", "val_000000.bin"]
+    "name",
+    [
+        "corpus.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "train_000000.bin",
+        "val_000000.bin",
+    ],
 )
 @pytest.mark.parametrize(
     "damage",
@@ -97,6 +118,8 @@ def test_cache_is_used_and_changes_are_seen(tmp_path, monkeypatch):
         lambda f: f.write_bytes(f.read_bytes()[:-5]),
         lambda f: f.write_bytes(f.read_bytes()[:-5] + b"12345"),
         lambda f: f.write_bytes(b"[]"),
+        lambda f: flip(f, 200),
+        lambda f: (f.unlink(), f.mkdir()),
     ],
 )
 def test_damaged_cache_is_rebuilt(corpus, text_folder, name, damage):
@@ -117,12 +140,16 @@ def test_interrupted_tokenizing_leaves_nothing(text_folder, tmp_path):
 
 
 def test_leftovers_of_killed_processes_are_removed(text_folder, tmp_path):
-    """Immediately: a running process holds a lock on its folder."""
-    for name in ("dead", "alive"):
+    """Immediately, since a running process holds a lock on its folder; after a week if another run could continue it."""
+    for name in ("dead", "alive", "useful", "old"):
         (tmp_path / f".tmp-{name}").mkdir()
+    for name, age in (("useful", 0.9), ("old", 1.1)):
+        folder = tmp_path / f".tmp-{name}"
+        tokenizing.write_state(folder, {})
+        os.utime(folder, (time.time() - age * tokenizing.KEEP_SECONDS,) * 2)
     with files.locked(tmp_path / ".tmp-alive"):
         folder = prepare(text_folder, VOCAB, tmp_path).folder
-    assert sorted(os.listdir(tmp_path)) == [".tmp-alive", folder.name]
+    assert entries(tmp_path) == [".tmp-alive", ".tmp-useful", folder.name]
 
 
 def test_leftovers_where_nothing_can_be_locked(text_folder, tmp_path, monkeypatch):
@@ -132,7 +159,7 @@ def test_leftovers_where_nothing_can_be_locked(text_folder, tmp_path, monkeypatc
         (tmp_path / f".tmp-{name}").mkdir()
         os.utime(tmp_path / f".tmp-{name}", (time.time() - age,) * 2)
     folder = prepare(text_folder, VOCAB, tmp_path).folder
-    assert sorted(os.listdir(tmp_path)) == [".tmp-new", folder.name]
+    assert entries(tmp_path) == [".tmp-new", folder.name]
 
 
 def test_a_work_folder_removed_before_it_is_locked(tmp_path, monkeypatch):
@@ -153,32 +180,119 @@ def test_a_work_folder_removed_before_it_is_locked(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+# ----------------------------------------------------------------------------- kills
+SMALL = {"ENCODE_BATCH": 2_000, "SHARD_TOKENS": 1_500, "COMMIT": 5_000}
+
 KILLED = """
-import sys, threading
-from xtrain import files
-from xtrain.data import dataset as data
-data.ENCODE_BATCH, data.SHARD_TOKENS = 20_000, 5_000
-def hold(fraction, text):
-    if fraction > float(sys.argv[3]):
-        print("here", flush=True)
-        threading.Event().wait()
-data.prepare(sys.argv[1], int(sys.argv[2]), sys.argv[4], progress=hold)
+import os, signal, sys
+from xtrain.data import tokenizing
+from xtrain.data.dataset import prepare
+for name, value in {small}.items():
+    setattr(tokenizing, name, value)
+calls, last = 0, int(sys.argv[4])
+def counted(owner, name):
+    call = getattr(owner, name)
+    def wrapper(*args, **more):
+        global calls
+        calls += 1
+        if calls == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **more)
+    setattr(owner, name, wrapper)
+for owner, name in ((os, "fsync"), (os, "replace"), (os, "rename"), (os, "unlink"), (tokenizing.ShardWriter, "append"),
+                    (tokenizing.Tokenizer, "encode_batch"), (tokenizing.Tokenizer, "save")):
+    counted(owner, name)
+prepare(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+print(calls)
 """
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.6])
-def test_killed_while_tokenizing(corpus, text_folder, tmp_path, fraction):
-    """SIGKILL while the tokenizer is trained, after the first shards, and later: the next run starts cleanly."""
-    arguments = [sys.executable, "-c", KILLED, text_folder, VOCAB, fraction, tmp_path]
+@pytest.fixture
+def small(monkeypatch):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(tokenizing, name, value)
+
+
+@pytest.fixture(scope="module")
+def small_corpus(text_folder, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(tokenizing, name, value)
+        return prepare(text_folder, VOCAB, tmp_path_factory.mktemp("small"))
+
+
+def start(text_folder, cache, at):
+    code = KILLED.replace("{small}", repr(SMALL))
+    arguments = [sys.executable, "-c", code, text_folder, VOCAB, cache, at]
     root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen([str(a) for a in arguments], cwd=root, stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"here\n"
-    process.kill()
-    process.communicate()
-    assert [name[:5] for name in os.listdir(tmp_path)] == [".tmp-"]
+    return subprocess.run([str(a) for a in arguments], cwd=root, capture_output=True, text=True)
+
+
+def test_killed_while_tokenizing(small, small_corpus, text_folder, tmp_path, monkeypatch):
+    """SIGKILL before a write, a sync or a rename, at moments all over the run: the next run continues, with the same bits."""
+    whole = start(text_folder, tmp_path / "whole", 0)
+    assert whole.returncode == 0, whole.stderr
+    last = int(whole.stdout)
+    assert snapshot(tmp_path / "whole" / small_corpus.folder.name) == snapshot(small_corpus.folder)
+    encode, encoded, batches = Tokenizer.encode_batch, [], []
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda *a: encoded.append(1) or encode(*a))
+    for at in sorted({1, 2, 3, *np.linspace(4, last, 14, dtype=int).tolist()}):
+        cache = tmp_path / str(at)
+        assert start(text_folder, cache, at).returncode == -9
+        encoded.clear()
+        again = prepare(text_folder, VOCAB, cache)
+        batches.append(len(encoded))
+        assert entries(cache) == [again.folder.name], at
+        assert snapshot(again.folder) == snapshot(small_corpus.folder), at
+    assert batches[0] > 20 and batches == sorted(batches, reverse=True) and batches[-1] == 0
+    assert len(set(batches)) > 6, batches
+
+
+def interrupted(text_folder, cache, fraction):
+    """A run that is interrupted. -> its work folder"""
+
+    def stop(done, text):
+        if done > fraction:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(text_folder, VOCAB, cache, progress=stop)
+    (folder,) = cache.iterdir()
+    assert folder.name.startswith(".tmp-")
+    return folder
+
+
+DAMAGE = {
+    "a shard": lambda folder: flip(folder / "train_000000.bin", 1500),
+    "the last shard": lambda folder: flip(sorted(folder.glob("train*"))[-1], 1030),
+    "a missing shard": lambda folder: (folder / "train_000001.bin").unlink(),
+    "a short shard": lambda folder: os.truncate(folder / "train_000001.bin", 1500),
+    "the tokenizer": lambda folder: flip(folder / "tokenizer.json", 300),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "the state": lambda folder: flip(folder / tokenizing.STATE, 30),
+    "an empty state": lambda folder: (folder / tokenizing.STATE).write_text(""),
+    "a state that is a list": lambda folder: (folder / tokenizing.STATE).write_text("[]"),
+}
+
+
+def flip(path, at):
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_a_killed_process_left_is_verified(small, small_corpus, text_folder, tmp_path, what):
+    DAMAGE[what](interrupted(text_folder, tmp_path, 0.7))
     again = prepare(text_folder, VOCAB, tmp_path)
-    assert os.listdir(tmp_path) == [again.folder.name]
-    assert snapshot(again.folder) == snapshot(corpus.folder)
+    assert entries(tmp_path) == [again.folder.name]
+    assert snapshot(again.folder) == snapshot(small_corpus.folder)
+
+
+def test_other_settings_start_again(small, corpus, text_folder, tmp_path, monkeypatch):
+    interrupted(text_folder, tmp_path, 0.7)
+    monkeypatch.undo()
+    assert snapshot(prepare(text_folder, VOCAB, tmp_path).folder) == snapshot(corpus.folder)
 
 
 def test_two_processes_at_once(corpus, text_folder, tmp_path):
@@ -187,11 +301,33 @@ def test_two_processes_at_once(corpus, text_folder, tmp_path):
     root = Path(__file__).resolve().parents[2]
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=root) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
-    assert os.listdir(tmp_path) == [corpus.folder.name]
+    assert entries(tmp_path) == [corpus.folder.name]
     assert snapshot(tmp_path / corpus.folder.name) == snapshot(corpus.folder)
 
 
+def test_a_process_waits_for_another_one(corpus, text_folder, tmp_path, monkeypatch):
+    """And then uses its result."""
+    monkeypatch.setattr(tokenizing, "POLL_SECONDS", 0)
+    work, told = tmp_path / f".tmp-{corpus.folder.name}", []
+    work.mkdir()
+    lock = files.locked(work)
+    lock.__enter__()
+
+    def progress(fraction, text):
+        told.append(text)
+        if told.count("waiting for another process that tokenizes the same text") == 3:
+            shutil.copytree(corpus.folder, work, dirs_exist_ok=True)
+            work.rename(tmp_path / corpus.folder.name)
+            lock.__exit__(None, None, None)
+
+    found = prepare(text_folder, VOCAB, tmp_path, progress=progress)
+    assert entries(tmp_path) == [corpus.folder.name] and found.sha256 == corpus.sha256
+    assert "training the tokenizer" not in told
+
+
 def test_slower_process_uses_the_existing_entry(corpus, text_folder, tmp_path, monkeypatch):
+    """Where folders cannot be locked, two processes may write the same text."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
     rename = os.rename
 
     def another_was_faster(source, target):
@@ -204,8 +340,256 @@ def test_slower_process_uses_the_existing_entry(corpus, text_folder, tmp_path, m
 
     monkeypatch.setattr(os, "rename", once)
     late = prepare(text_folder, VOCAB, tmp_path)
-    assert os.listdir(tmp_path) == [late.folder.name]
+    assert entries(tmp_path) == [late.folder.name]
     assert snapshot(late.folder) == snapshot(corpus.folder)
+
+
+# ----------------------------------------------------------------------------- disks that fail
+class FailingOpen:
+    """The n-th open of a file in a folder fails. count: how many there were."""
+
+    def __init__(self, monkeypatch, folder, n, code):
+        self.folder, self.n, self.code, self.count = str(folder), n, code, 0
+        for owner in (builtins, io, os):
+            monkeypatch.setattr(owner, "open", self.wrapped(owner.open))
+
+    def wrapped(self, real):
+        def opened(path, *args, **more):
+            if not isinstance(path, int) and os.fspath(path).startswith(self.folder):
+                self.count += 1
+                if self.count == self.n:
+                    raise OSError(self.code, os.strerror(self.code), path)
+            return real(path, *args, **more)
+
+        return opened
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_an_entry_that_cannot_be_read_is_kept(corpus, text_folder, tmp_path, code, with_tokenizer):
+    """At whichever open of the cache the disk fails: one sentence, and nothing is deleted or written again."""
+    entry = tmp_path / corpus.folder.name
+    shutil.copytree(corpus.folder, entry)
+    given = corpus.folder if with_tokenizer else None
+    if with_tokenizer:
+        entry = prepare(text_folder, VOCAB, tmp_path, given).folder
+    before, n, failed = {p: p.stat().st_mtime_ns for p in entry.iterdir()}, 0, 0
+    while True:
+        n += 1
+        with pytest.MonkeyPatch.context() as patch:
+            disk = FailingOpen(patch, entry, n, code)
+            try:
+                found = prepare(text_folder, VOCAB, tmp_path, given)
+                found.loader(1, 16)
+                found.val_batches(1, 1, 16)
+            except UserError as error:
+                failed += 1
+                assert "cannot be read" in str(error) and "try again" in str(error)
+                assert str(entry) in str(error) and "\n" not in str(error)
+        assert {p: p.stat().st_mtime_ns for p in entry.iterdir()} == before, n
+        if disk.count < n:
+            break
+    assert failed == n - 1 >= 6, (failed, n)
+
+
+class FullDisk:
+    """The n-th write to a folder fails. count: how many there were."""
+
+    def __init__(self, monkeypatch, n, code=errno.ENOSPC):
+        self.n, self.code, self.count = n, code, 0
+        for owner, name in ((os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (tempfile, "mkdtemp"),
+                            (Path, "write_bytes"), (Path, "mkdir"), (tokenizing.ShardWriter, "append"),
+                            (tokenizing.ShardWriter, "finish"), (tokenizing.ShardWriter, "__init__")):  # fmt: skip
+            monkeypatch.setattr(owner, name, self.wrapped(getattr(owner, name)))
+
+    def wrapped(self, call):
+        def wrapper(*args, **more):
+            self.count += 1
+            if self.count == self.n:
+                raise OSError(self.code, os.strerror(self.code))
+            return call(*args, **more)
+
+        return wrapper
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_at_any_write(small, small_corpus, text_folder, tmp_path, code):
+    """One sentence; the next run continues and ends with the same bits."""
+    n, resumed = 0, 0
+    encode = Tokenizer.encode_batch
+    while True:
+        n += 1 + n // 8
+        cache, encoded = tmp_path / str(n), []
+        with pytest.MonkeyPatch.context() as patch:
+            disk = FullDisk(patch, n, code)
+            try:
+                prepare(text_folder, VOCAB, cache)
+            except UserError as error:
+                sentence = str(error)
+                assert "cannot be written (" in sentence and "make room" in sentence, n
+                assert os.strerror(code) in sentence and "\n" not in sentence
+            else:
+                assert disk.count < n or stamps.FOLDER, n
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tokenizer, "encode_batch", lambda *a: encoded.append(1) or encode(*a))
+            again = prepare(text_folder, VOCAB, cache)
+        resumed += 0 < len(encoded) < 20
+        assert entries(cache) == [again.folder.name], n
+        assert snapshot(again.folder) == snapshot(small_corpus.folder), n
+        if disk.count < n:
+            break
+    assert n > 60 and resumed > 5, (n, resumed)
+
+
+# ----------------------------------------------------------------------------- what is not read again
+class Reads:
+    """The files that digest() and the reader of texts have opened."""
+
+    def __init__(self, monkeypatch):
+        self.files = []
+        for owner in (files, documents):
+            monkeypatch.setattr(owner, "open", self.open, raising=False)
+
+    def open(self, path, *args, **more):
+        self.files.append(Path(path).name)
+        return open(path, *args, **more)
+
+    def of(self, call):
+        self.files = []
+        call()
+        return sorted(set(self.files))
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """As if all files had been left alone for a while before they were read."""
+    monkeypatch.setattr(stamps, "GRANULARITY", -10)
+    monkeypatch.setattr(data, "ALWAYS_READ", 1000)
+
+
+def test_an_unchanged_text_is_not_read_again(settled, tmp_path, monkeypatch):
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text(some_text(0, 5000), encoding="utf-8")
+    first = prepare(text, VOCAB, cache)
+    reads = Reads(monkeypatch)
+    again = lambda **more: prepare(text, VOCAB, cache, **more)
+    small = sorted(path.name for path in first.folder.iterdir() if path.stat().st_size <= 1000)
+    assert small and "train_000000.bin" not in small
+    assert reads.of(again) == [name for name in small if name != tokenizing.STATE]
+    found = again()
+    assert (found.files, found.skipped, found.bytes) == (1, 0, first.bytes)
+    assert {"a.txt", "train_000000.bin", "tokenizer.json"} <= {*reads.of(lambda: again(verify=True))}  # fmt: skip
+    assert "a.txt" not in reads.of(again)
+    os.utime(text)
+    assert "a.txt" in reads.of(again) and "a.txt" not in reads.of(again)
+    (tmp_path / "b.txt").write_text("more")
+    assert "a.txt" in reads.of(lambda: prepare(tmp_path / "a.txt", VOCAB + 1, cache))
+
+
+def changed(path, restore_time):
+    about = path.stat()
+    raw = path.read_bytes()
+    path.write_bytes(raw[:2000] + bytes([raw[2000] ^ 1]) + raw[2001:])
+    if restore_time:
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.mark.parametrize("restore_time", [False, True])
+def test_changes_are_seen_without_reading(settled, tmp_path, restore_time):
+    """Also if the time of the last modification is restored."""
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text("abc " * 2000, encoding="utf-8")
+    first = prepare(text, VOCAB, cache)
+    good = snapshot(first.folder)
+    time.sleep(0.02)  # the clock of file times ticks every few milliseconds
+    changed(first.train[0], restore_time)
+    prepare(text, VOCAB, cache)
+    assert snapshot(first.folder) == good
+    changed(text, restore_time)
+    assert prepare(text, VOCAB, cache).sha256 != first.sha256
+
+
+def test_a_disk_that_changes_a_bit_by_itself(settled, tmp_path, monkeypatch):
+    """Without a change of any time, only verify finds it."""
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text("abc " * 2000, encoding="utf-8")
+    first = prepare(text, VOCAB, cache)
+    good, stamp = snapshot(first.folder), stamps.stamp
+    times = {path: stamp(path) for path in (text, *first.folder.iterdir())}
+    for module in (stamps, documents):
+        monkeypatch.setattr(module, "stamp", lambda path: times.get(path) or stamp(path))
+    changed(first.train[0], False)
+    prepare(text, VOCAB, cache)
+    assert snapshot(first.folder) != good
+    prepare(text, VOCAB, cache, verify=True)
+    assert snapshot(first.folder) == good
+    changed(text, False)
+    assert prepare(text, VOCAB, cache).sha256 == first.sha256
+    assert prepare(text, VOCAB, cache, verify=True).sha256 != first.sha256
+
+
+def test_files_that_have_just_been_written_are_read_again(tmp_path, monkeypatch):
+    """A later change might have the same time."""
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text("abc " * 2000, encoding="utf-8")
+    prepare(text, VOCAB, cache)
+    assert "a.txt" in Reads(monkeypatch).of(lambda: prepare(text, VOCAB, cache))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"identity": 1}', b"\xff"])
+def test_damaged_stamps_are_not_used(settled, tmp_path, content):
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text("abc " * 2000, encoding="utf-8")
+    first = prepare(text, VOCAB, cache)
+    for path in (cache / stamps.FOLDER).iterdir():
+        path.write_bytes(content)
+    assert prepare(text, VOCAB, cache).train == first.train
+
+
+def test_a_cache_that_is_only_readable(settled, corpus, text_folder, tmp_path, monkeypatch):
+    shutil.copytree(corpus.folder, tmp_path / corpus.folder.name)
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(stamps, "write_whole", refuse)
+    assert prepare(text_folder, VOCAB, tmp_path).sha256 == corpus.sha256
+
+
+# ----------------------------------------------------------------------------- what the files hold
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.text("aé \n。", min_size=1, max_size=60), min_size=2, max_size=8),
+    n=st.integers(1, 30),
+    batch=st.integers(1, 50),
+    shard=st.integers(1, 40),
+)
+def test_tokens_and_bigrams_are_those_of_the_documents(corpus, tmp_path_factory, texts, n, batch, shard):  # fmt: skip
+    """However the documents arrive, and however they are batched."""
+    tok, folder = corpus.tokenizer, Path(tempfile.mkdtemp(dir=tmp_path_factory.getbasetemp()))
+    found = documents.survey(in_parts(texts))
+    expected = {False: [], True: []}
+    raws = {False: [], True: []}
+    for part in documents.split(in_parts(texts), found):
+        expected[part.held_out] += [*tok.encode(part.text), tok.eot_id]
+        raws[part.held_out].append(part.raw)
+    if not raws[False]:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizing, "ENCODE_BATCH", batch)
+        patch.setattr(tokenizing, "SHARD_TOKENS", shard)
+        patch.setattr(tokenizing, "COMMIT", 1)
+        patch.setattr(pieces, "PIECE", 5)
+        with tokenizing.Tokenizing(folder, tok, None, lambda *_: None) as work:
+            work(list(in_parts(texts, n)), found)
+    state = tokenizing.read_state(folder)
+    for held_out, name in ((False, "train"), (True, "val")):
+        shards = [read_shard(folder / file) for file in state[name]]
+        assert all(len(tokens) == shard for tokens in shards[:-1])
+        assert np.concatenate(shards).tolist() == expected[held_out]
+    both = [bigram.byte_bigrams(raws[side]) for side in (False, True)]
+    assert state["bigram_bpb"] == bigram.bigram_bpb(*both)
 
 
 def test_given_tokenizer(corpus, text_folder, tmp_path):
@@ -222,9 +606,8 @@ def test_given_tokenizer(corpus, text_folder, tmp_path):
 
 
 def test_many_shards(text_folder, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "SHARD_TOKENS", 1000)
-    monkeypatch.setattr(data, "ENCODE_BATCH", 5000)
-    monkeypatch.setattr(data, "ENCODE_CHUNK", 100_000)
+    monkeypatch.setattr(tokenizing, "SHARD_TOKENS", 1000)
+    monkeypatch.setattr(tokenizing, "ENCODE_BATCH", 5000)
     many = prepare(text_folder, VOCAB, tmp_path)
     assert len(many.train) > 3 and many.train_tokens == corpus.train_tokens
     ids = np.concatenate([read_shard(path) for path in many.train])
@@ -235,16 +618,19 @@ def test_sample_is_spread_over_the_text(monkeypatch):
     monkeypatch.setattr(data, "SAMPLE_BYTES", 20_000)
     monkeypatch.setattr(data, "SAMPLE_CHUNK", 100)
     texts = [f"{i:06d}\n" * 1000 for i in range(40)]
-    sample = list(data._sample(texts, data.survey(texts)))
+    sample = list(data._sample(list(in_parts(texts)), data.survey(in_parts(texts))))
     assert sum(map(len, sample)) == pytest.approx(20_000 * 0.9, rel=0.1)
     assert len({chunk[:6] for chunk in sample}) == 36
 
 
 def test_progress_rises_to_one(text_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "ENCODE_BATCH", 5000)
+    monkeypatch.setattr(tokenizing, "ENCODE_BATCH", 5000)
     seen = []
-    prepare(text_folder, VOCAB, tmp_path, progress=lambda fraction, text: seen.append(fraction))
+    told = []
+    progress = lambda fraction, text: (seen.append(fraction), told.append(text))
+    prepare(text_folder, VOCAB, tmp_path, progress=progress)
     assert seen[0] == 0 and seen[-1] == 1 and seen == sorted(seen) and len(seen) > 5
+    assert any(re.fullmatch(r"tokenizing, \d+\.\d MB/s", text) for text in told)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +650,7 @@ def test_bad_text(tmp_path, files, sentence):
     with pytest.raises(UserError) as error:
         prepare(tmp_path / "text", VOCAB, tmp_path / "cache")
     assert sentence in str(error.value)
-    assert not (tmp_path / "cache").exists() or os.listdir(tmp_path / "cache") == []
+    assert not (tmp_path / "cache").exists() or entries(tmp_path / "cache") == []
 
 
 def test_cache_that_cannot_be_written(text_folder, tmp_path):

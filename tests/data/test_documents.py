@@ -1,15 +1,18 @@
 """Documents, and the split into training and validation."""
 
+import hashlib
 import json
 import sys
 import sysconfig
-from pathlib import Path
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parts import in_parts, whole
 
-from xtrain.data.documents import Documents, chunks, split, survey
+from xtrain.data import documents as module
+from xtrain.data.documents import END_OF_TEXT, Documents, split, survey
 from xtrain.errors import UserError
 
 DOCUMENTS = st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=60)
@@ -36,7 +39,7 @@ def test_folder_is_read_in_sorted_order(tmp_path):
         {".hidden": "no", ".git/x.txt": "no", "image.png": b"\x89PNG\0", "latin.py": b"\xe9"},
     )
     texts = Documents(tmp_path)
-    assert list(texts) == list(texts) == ["1", "2", "3", "4", "5"]
+    assert whole(texts) == whole(texts) == ["1", "2", "3", "4", "5"]
     assert (texts.files, texts.skipped) == (4, 2)
 
 
@@ -49,20 +52,20 @@ def test_links_to_folders_are_followed(tmp_path):
     (tmp_path / "big/round").symlink_to(tmp_path / "data")
     (tmp_path / "big/self").symlink_to("self")
     (tmp_path / "data/gone").symlink_to("nowhere")
-    assert list(Documents(tmp_path / "data")) == ["1", "2", "3", "4"]
+    assert whole(Documents(tmp_path / "data")) == ["1", "2", "3", "4"]
     (tmp_path / "only").mkdir()
     (tmp_path / "only/link").symlink_to(tmp_path / "big/more")
-    assert list(Documents(tmp_path / "only")) == ["3"]
+    assert whole(Documents(tmp_path / "only")) == ["3"]
 
 
 def test_text_is_kept_unchanged(tmp_path):
     write(tmp_path, {"a.txt": b"\xef\xbb\xbfa\r\nb \xc3\xa9"})
-    assert list(Documents(tmp_path / "a.txt")) == ["a\r\nb é"]
+    assert whole(Documents(tmp_path / "a.txt")) == ["a\r\nb é"]
 
 
 def test_end_of_text_in_a_file_separates_documents(tmp_path):
     write(tmp_path, {"a.txt": "one<|endoftext|>two<|endoftext|>"})
-    assert list(Documents(tmp_path / "a.txt")) == ["one", "two"]
+    assert whole(Documents(tmp_path / "a.txt")) == ["one", "two"]
 
 
 def test_standard_library(tmp_path, monkeypatch):
@@ -70,7 +73,7 @@ def test_standard_library(tmp_path, monkeypatch):
     write(tmp_path, {"site-packages/x.py": "no", "a/dist-packages/x.py": "no"})
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     texts = Documents()
-    assert list(texts) == ["json", "os"]
+    assert whole(texts) == ["json", "os"]
     assert (texts.files, texts.skipped) == (2, 1)
     assert texts.name.startswith("Python 3")
 
@@ -99,30 +102,30 @@ def test_standard_library_is_there():
 def test_bad_file(tmp_path, name, content, sentence, in_a_folder):
     write(tmp_path, {name: content})
     if in_a_folder and name == "a.bin":
-        assert list(Documents(tmp_path)) == []
+        assert whole(Documents(tmp_path)) == []
         return
     with pytest.raises(UserError) as error:
-        list(Documents(tmp_path if in_a_folder else tmp_path / name))
+        whole(Documents(tmp_path if in_a_folder else tmp_path / name))
     assert sentence in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["missing", "x" * 5000, "a\0b"])
 def test_missing_path(tmp_path, name):
     with pytest.raises(UserError, match="does not exist: give a text file"):
-        list(Documents(tmp_path / name))
+        whole(Documents(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a"])
 def test_unreadable(tmp_path, monkeypatch, name):
     """The file may be text: without it, training would use a different text."""
 
-    def refuse(*args):
-        raise PermissionError(13, "Permission denied", str(tmp_path / name))
+    def refuse(path, *more):
+        raise PermissionError(13, "Permission denied", str(path))
 
     write(tmp_path, {name: "text"})
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(module, "open", refuse, raising=False)
     with pytest.raises(UserError, match=rf"{name} cannot be read \(Permission denied\)"):
-        list(Documents(tmp_path))
+        whole(Documents(tmp_path))
 
 
 def test_parquet(tmp_path):
@@ -130,81 +133,227 @@ def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": ["one", None, "two"], "id": [1, 2, 3]})
     parquet.write_table(table, tmp_path / "a.parquet")
-    assert list(Documents(tmp_path)) == ["one", "two"]
+    assert whole(Documents(tmp_path)) == ["one", "two"]
     parquet.write_table(table.drop_columns("text"), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="has no column named text"):
-        list(Documents(tmp_path))
+        whole(Documents(tmp_path))
     write(tmp_path, {"a.parquet": b"PAR1 no"})
     with pytest.raises(UserError, match="cannot be read as parquet"):
-        list(Documents(tmp_path))
+        whole(Documents(tmp_path))
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     write(tmp_path, {"a.parquet": b"PAR1"})
     with pytest.raises(UserError, match="needs pyarrow: pip install pyarrow"):
-        list(Documents(tmp_path))
+        whole(Documents(tmp_path))
 
 
 def test_jsonl_line_may_be_huge(tmp_path):
     write(tmp_path, {"a.jsonl": json.dumps({"text": "x" * 5_000_000})})
-    assert [len(text) for text in Documents(tmp_path)] == [5_000_000]
+    assert [len(text) for text in whole(Documents(tmp_path))] == [5_000_000]
 
 
 # --- split ---
 
 
-@given(DOCUMENTS)
-def test_split_loses_nothing(documents):
-    found = survey(documents)
-    pieces = list(split(documents, found))
-    assert "".join(text for text, _, _ in pieces) == "".join(documents)
-    assert all(text.encode() == raw for text, raw, _ in pieces)
-    held_out = sum(len(raw) for _, raw, val in pieces if val)
+@given(DOCUMENTS, st.integers(1, 40), st.integers(1, 40))
+def test_split_loses_nothing(documents, n, other):
+    found = survey(in_parts(documents, n))
+    assert found == survey(in_parts(documents, other))
+    pieces = list(split(in_parts(documents, n), found))
+    assert "".join(piece.text for piece in pieces) == "".join(documents)
+    assert all(piece.text.encode() == piece.raw for piece in pieces)
+    held_out = sum(len(piece.raw) for piece in pieces if piece.held_out)
     # The last drawn document may almost double it; a cut moves back by less than a character.
     assert found.held_out <= held_out < 2 * found.held_out + 3
-    assert pieces == list(split(documents, found))
+    sides = lambda pieces: [
+        whole((p.text, p.ends) for p in pieces if p.held_out == side) for side in (False, True)
+    ]
+    assert sides(pieces) == sides(list(split(in_parts(documents, other), found)))
 
 
 @given(DOCUMENTS, st.randoms())
 def test_split_by_document(documents, random):
     documents = documents * 12  # all copies of a document are on one side
-    found = survey(documents)
+    found = survey(in_parts(documents))
     if not found.by_document:
         return
-    sides = {(text, val) for text, _, val in split(documents, found)}
+    sides = {(p.text, p.held_out) for p in split(in_parts(documents), found)}
     assert len(sides) == len(set(documents))
     random.shuffle(documents)
-    assert sides == {(text, val) for text, _, val in split(documents, survey(documents))}
+    again = split(in_parts(documents), survey(in_parts(documents)))
+    assert sides == {(p.text, p.held_out) for p in again}
+
+
+@given(DOCUMENTS, st.integers(1, 60), st.integers(1, 10))
+def test_survey_keeps_only_what_may_be_drawn(documents, most, fraction):
+    """The documents that are drawn are the first in the order of all hashes, although few are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "VAL_BYTES", most)
+        patch.setattr(module, "VAL_FRACTION", fraction)
+        found = survey(in_parts(documents))
+        sizes = {}
+        for text in documents:
+            key = hashlib.sha256(text.encode()).digest()[:12]
+            sizes[key] = sizes.get(key, 0) + len(text.encode())
+        drawn, size = set(), 0
+        for key in sorted(sizes):
+            if size < found.held_out:
+                drawn.add(key)
+                size += sizes[key]
+        longest = max([found.longest, *(sizes[key] for key in drawn)])
+        assert found.validation_hashes() == (drawn if longest <= found.held_out else set())
+        last = max(found.first)
+        assert sum(found.first.values()) - found.first[last] < most
 
 
 def test_split_of_one_document_is_its_tail():
-    text = "é" * 100
-    (first, _, a), (second, _, b) = split([text], survey([text]))
-    assert (len(first), a, len(second), b) == (90, False, 10, True)
-    (first, _, _), (second, _, _) = split(["é" * 101], survey(["é" * 101]))
-    assert len(first) + len(second) == 101
+    split_of = lambda text: list(split(in_parts([text], 7), survey(in_parts([text], 7))))
+    for text, n_train in (("é" * 100, 90), ("é" * 101, 91)):
+        parts = split_of(text)
+        train, val = (whole((p.text, p.ends) for p in parts if p.held_out == v) for v in (0, 1))
+        assert list(map(len, train)) == [n_train] and list(map(len, val)) == [len(text) - n_train]
 
 
-def test_split_notices_a_change():
+@pytest.mark.parametrize("n", [1, 2, 9, 10, 50, 1000])
+def test_a_cut_between_parts_ends_the_training_document(n):
+    text = "abcdefghij" * 10
+    parts = list(split(in_parts([text], n), survey(in_parts([text], n))))
+    assert whole((p.text, p.ends) for p in parts if not p.held_out) == [text[:90]]
+    assert whole((p.text, p.ends) for p in parts if p.held_out) == [text[90:]]
+
+
+@pytest.mark.parametrize(
+    "before, after", [(["one"] * 30, ["two"] * 30), (["one"] * 30, ["x" * 90])]
+)
+def test_split_notices_a_change(before, after):
     with pytest.raises(UserError, match="changed while it was being read"):
-        list(split(["one", "two", "four"], survey(["one", "two", "three"])))
+        list(split(in_parts(after), survey(in_parts(before))))
 
 
 def test_survey_identifies_a_text():
-    hashes = {survey(texts).sha256 for texts in (["ab"], ["a", "b"], ["b", "a"], ["abc"])}
+    texts = (["ab"], ["a", "b"], ["b", "a"], ["abc"])
+    hashes = {survey(in_parts(text)).sha256 for text in texts}
     assert len(hashes) == 4
-    assert survey(["é", "b"]).n_bytes == 3
+    assert survey(in_parts(["é", "b"])).n_bytes == 3
 
 
-@given(st.text(), st.integers(1, 20))
-def test_chunks(text, limit):
-    cut = list(chunks(text, limit))
-    assert "".join(cut) == text
-    assert all(0 < len(chunk) <= limit for chunk in cut) or text == ""
+# --- parts ---
 
 
-def test_chunks_are_cut_after_lines_and_before_words():
-    assert list(chunks("ab\ncd ef", 5)) == ["ab\n", "cd ef"]
-    assert list(chunks("ab cd ef", 5)) == ["ab", " cd", " ef"]
-    assert len(list(chunks("x" * 10_000_000, 1000))) == 10_000  # one huge line: linear time
+@given(st.text("ab<|endoftxé", max_size=60), st.integers(1, 20))
+def test_documents_do_not_depend_on_the_parts(text, n):
+    text = text.replace("ab", END_OF_TEXT)
+    expected = [document for document in text.split(END_OF_TEXT) if document]
+    assert whole(module._separate(in_parts([text], n))) == expected
+
+
+@given(st.binary(max_size=60) | st.text(max_size=30).map(str.encode), st.integers(1, 9))
+def test_blocks_of_a_file(tmp_path_factory, raw, n):
+    """Text and errors are those of the whole file."""
+    path = tmp_path_factory.getbasetemp() / "blocks.txt"
+    path.write_bytes(raw)
+    try:
+        expected = module._decode(raw, str(path))
+    except UserError as error:
+        expected = str(error)
+        if b"\0" in raw:  # or what is wrong before it
+            expected = "is "
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PART", n)
+        try:
+            found = "".join(module._read_text(path))
+        except UserError as error:
+            assert expected in str(error) or raw[:3] == b"\xef\xbb\xbf"
+            return
+    assert found == expected
+
+
+def test_a_large_file_that_is_not_text_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PART", 10)
+    write(tmp_path, {"a.md": b"text " * 10 + b"\xff", "b.md": "text " * 10, "c.md": "é"})
+    texts = Documents(tmp_path)
+    assert whole(texts) == ["text " * 10, "é"]
+    assert (texts.files, texts.skipped) == (2, 1)
+
+
+def test_memory_of_one_huge_file(tmp_path):
+    """A few blocks, whatever the file."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"no line break " * 4_000_000)
+    tracemalloc.start()
+    try:
+        found = survey(Documents(path))
+        n = sum(len(part.raw) for part in split(Documents(path), found))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert n == found.n_bytes == 56_000_000
+    assert peak < 8_000_000, peak
+
+
+# --- parquet columns ---
+
+
+def parquet(tmp_path, column, name="a.parquet"):
+    pyarrow = pytest.importorskip("pyarrow")
+    writer = pytest.importorskip("pyarrow.parquet")
+    writer.write_table(pyarrow.table({"text": column(pyarrow)}), tmp_path / name)
+    return tmp_path / name
+
+
+TEXT_COLUMNS = {
+    "string": lambda a: a.array(["é", None, "b"]),
+    "large_string": lambda a: a.array(["é", None, "b"], a.large_string()),
+    "string_view": lambda a: a.array(["é", None, "b"], a.string_view()),
+    "binary": lambda a: a.array(["é".encode(), None, b"b"]),
+    "large_binary": lambda a: a.array(["é".encode(), None, b"b"], a.large_binary()),
+    "binary_view": lambda a: a.array(["é".encode(), None, b"b"], a.binary_view()),
+    "dictionary": lambda a: a.array(["é", None, "b"]).dictionary_encode(),
+    "dictionary of binary": lambda a: a.array(["é".encode(), None, b"b"]).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("kind", TEXT_COLUMNS)
+def test_parquet_columns_of_text(tmp_path, kind):
+    path = parquet(tmp_path, TEXT_COLUMNS[kind])
+    assert whole(Documents(path)) == ["é", "b"]
+
+
+OTHER_COLUMNS = {
+    "list": (lambda a: a.array([["a"], ["b"]]), "list<"),
+    "numbers": (lambda a: a.array([1, 2]), "int64"),
+    "floats": (lambda a: a.array([1.0]), "double"),
+    "bool": (lambda a: a.array([True]), "bool"),
+    "struct": (lambda a: a.array([{"text": "a"}]), "struct<"),
+    "fixed size": (lambda a: a.array([b"ab"], a.binary(2)), "fixed_size_binary[2]"),
+    "dictionary of numbers": (lambda a: a.array([1, 1]).dictionary_encode(), "int64"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_COLUMNS)
+def test_parquet_columns_of_something_else(tmp_path, kind):
+    make, name = OTHER_COLUMNS[kind]
+    path = parquet(tmp_path, make)
+    with pytest.raises(UserError) as error:
+        whole(Documents(path))
+    assert str(path) in str(error.value) and f"the column text has the type {name}" in str(error.value)  # fmt: skip
+
+
+def test_parquet_bytes_that_are_not_text(tmp_path):
+    path = parquet(tmp_path, lambda a: a.array([b"a", None, b"\xff"]))
+    with pytest.raises(UserError, match=r"a\.parquet row 3 is not UTF-8 \(byte 0\)"):
+        whole(Documents(path))
+
+
+def test_parquet_columns_of_the_same_name(tmp_path):
+    pyarrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"])
+    writer.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="has 2 columns named text"):
+        whole(Documents(tmp_path))
+
+
+def test_parquet_without_values(tmp_path):
+    assert whole(Documents(parquet(tmp_path, lambda a: a.nulls(3)))) == []

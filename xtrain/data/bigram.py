@@ -1,5 +1,7 @@
 """A byte-bigram model: the baseline that a language model must beat, in bits per byte of the same text."""
 
+from typing import Any
+
 import numpy as np
 
 PRIOR = 16  # the unigram distribution counts as this many observations in each row of bigrams
@@ -7,15 +9,22 @@ PRIOR = 16  # the unigram distribution counts as this many observations in each 
 
 def byte_bigrams(documents: list[bytes]) -> np.ndarray:
     """(256, 256) int64: how often byte b follows byte a; byte 0 comes before a document."""
-    following = np.frombuffer(b"".join(documents), np.uint8)
-    before = np.roll(following, 1)
     starts = np.cumsum([0] + [len(raw) for raw in documents])[:-1]
-    before[starts[starts < len(before)]] = 0
+    return count_bigrams(b"".join(documents), starts)
+
+
+def count_bigrams(raw: bytes, starts: Any, before: int = 0) -> np.ndarray:
+    """byte_bigrams of documents that begin at raw[i] for i in starts. before: the byte that raw[0] follows otherwise."""
+    following = np.frombuffer(raw, np.uint8)
+    before_n = np.roll(following, 1)
+    before_n[:1] = before
+    starts = np.asarray(starts, np.int64)
+    before_n[starts[starts < len(before_n)]] = 0
     counts = np.zeros(65536, np.int64)
     # bincount converts its input to int64: one block at a time bounds the memory
-    block = 1 << 24
-    for i in range(0, len(before), block):
-        pairs = before[i : i + block].astype(np.uint16) << 8 | following[i : i + block]
+    block = 1 << 22
+    for i in range(0, len(before_n), block):
+        pairs = before_n[i : i + block].astype(np.uint16) << 8 | following[i : i + block]
         counts += np.bincount(pairs, minlength=65536)
     return counts.reshape(256, 256)
 

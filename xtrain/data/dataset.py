@@ -10,37 +10,34 @@ In the shards (shards.py) the end-of-text token follows every document.
 has the bytes of each token; the end of text has none, so its loss only adds to the sum of nats.
 """
 
-import json
+import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from .. import files
 from ..device import cache_folder
 from ..errors import UserError
-from ..files import digest, sync, sync_folder, work_folder
+from . import stamps
 from .batches import Loader, val_batches
-from .bigram import bigram_bpb, byte_bigrams
-from .documents import Documents, Survey, chunks, split, survey
-from .shards import read_shard, write_shard
+from .documents import Documents, Survey, split, survey
+from .pieces import chunks
 from .tokenizer import Tokenizer
+from .tokenizing import MISSING, Progress, Tokenizing, read_state, work_folder_of
 
 # part of the cache key: increase it when the split, the shards or the tokenizer's training change
-FORMAT = 2
+FORMAT = 3
 SAMPLE_BYTES = 8_000_000  # of text to train the tokenizer on
 # characters sampled from one place: few, so that many places are sampled, and because BPE is slow
 # on a very long word
 SAMPLE_CHUNK = 8192
-ENCODE_CHUNK = 1 << 20  # characters encoded as one string: bounds the memory for one huge document
-ENCODE_BATCH = 8 << 20  # bytes encoded at once, on all cores
-SHARD_TOKENS = 100_000_000
-
-Progress = Callable[[float, str], None]
+ALWAYS_READ = 1 << 20  # bytes: smaller files of the cache are read at every start
 
 
 @dataclass(frozen=True)
@@ -80,11 +77,11 @@ class Corpus:
 
     def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> Loader:
         """Endless shuffled batches of B sequences of T tokens. With several ranks, each reads its share of the rows."""
-        return Loader(self.train, B, T, seed, rank, world, self.vocab_size)
+        return Loader(self.train, B, T, seed, rank, world)  # prepare has verified the ids
 
     def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """At most n batches of the held-out text, always the same: ids and targets (B, T)."""
-        return val_batches(self.val, n, B, T, self.vocab_size)
+        return val_batches(self.val, n, B, T)
 
 
 def prepare(
@@ -93,181 +90,176 @@ def prepare(
     cache_dir: str | Path | None = None,
     tokenizer: str | Path | None = None,
     progress: Progress = lambda fraction, text: None,
+    verify: bool = False,
 ) -> Corpus:
-    """Tokenize a text, or load it from the cache. The text is read and hashed each time.
+    """Tokenize a text, or load it from the cache.
 
     data: file or folder; None: the source of the Python standard library. tokenizer: a
     tokenizer.json to use instead of training one of vocab_size tokens. cache_dir: default
     device.cache_folder(). progress(fraction, text) is called from time to time.
-    A cache entry is built in a temporary folder and renamed, so it is either complete or absent,
-    even if several processes prepare the same text. Raises UserError for every bad input.
+    A text is tokenized in bounded memory; a killed or failed process is continued by the next one
+    (tokenizing.py). Files of the text and shards of the cache whose size and times are as when they were
+    read (stamps.py) are not read again, unless verify. All other files of the cache are.
+    A damaged cache entry is built again, one that cannot be read at the moment is not. Raises UserError for every bad input.
     """
     given = None if tokenizer is None else Tokenizer.load(tokenizer)
-    progress(0.0, "reading the text")
     documents = Documents(data)
-    found = survey(documents)
-    if not found.documents:
-        raise UserError(
-            f"{documents.name} has no text (files that are not text: {documents.skipped}): "
-            "give other --data"
-        )
-    which = f"t{given.sha256[:16]}e{given.eot_id}" if given else f"v{vocab_size}"
-    key = f"{found.sha256[:16]}-{which}-f{FORMAT}"
-    folder = Path(cache_dir or cache_folder()) / key
-    about = {"name": documents.name, "files": documents.files, "skipped": documents.skipped}
-    corpus = _open(folder, found, about, given)
+    cache = _Cache(Path(cache_dir or cache_folder()), documents, given, vocab_size, verify)
+    corpus = cache.known_text()
     if corpus is None:
-        shutil.rmtree(folder, ignore_errors=True)  # damaged or missing
-        try:
-            _build(folder, documents, found, given, vocab_size, progress)
-        except OSError as error:
-            where = f"the cache folder {folder.parent} cannot be written ({error.strerror})"
-            raise UserError(f"{where}: make room, or set XTRAIN_CACHE to another folder") from None
-        corpus = _open(folder, found, about, given)
-        if corpus is None:
+        progress(0.0, "reading the text")
+        found = survey(_counted(documents, progress))
+        if not found.documents:
             raise UserError(
-                f"{folder} cannot be read back: set XTRAIN_CACHE to a folder on another disk"
+                f"{documents.name} has no text (files that are not text: {documents.skipped}): "
+                "give other --data"
             )
+        corpus = cache.open(found.sha256) or cache.build(found, progress)
+        cache.remember_text(found.sha256)
     progress(1.0, "ready")
     return corpus
 
 
-def _open(
-    folder: Path, found: Survey, about: dict[str, Any], given: Tokenizer | None
-) -> Corpus | None:
-    """The cache entry, or None if it is missing or damaged."""
-    try:
-        record = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-        for name, expected in record.pop("blake2b").items():
-            if digest(folder / name) != expected:
+class _Cache:
+    """The cache entries of a text, and what is known about the text without reading it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        documents: Documents,
+        given: Tokenizer | None,
+        vocab_size: int,
+        verify: bool,
+    ):
+        self.folder, self.documents, self.given = folder, documents, given
+        self.vocab_size, self.verify = vocab_size, verify
+        root = os.fsencode(os.path.abspath(documents.root))
+        self.text_name = f"text-{hashlib.sha256(root).hexdigest()[:16]}-f{FORMAT}"
+
+    def entry(self, sha256: str) -> Path:
+        """The cache entry of a text with this hash."""
+        given = self.given
+        which = f"t{given.sha256[:16]}e{given.eot_id}" if given else f"v{self.vocab_size}"
+        return self.folder / f"{sha256[:16]}-{which}-f{FORMAT}"
+
+    def known_text(self) -> Corpus | None:
+        """The corpus of a text that has not changed since it was last read, if there is one."""
+        known = {} if self.verify else stamps.load(self.folder, self.text_name)
+        if not known or known.get("identity") != self.documents.identity():
+            return None
+        self.documents.files, self.documents.skipped = known["files"], known["skipped"]
+        return self.open(known["sha256"])
+
+    def remember_text(self, sha256: str) -> None:
+        """Store that the text, as it was when last read, has this hash."""
+        documents = self.documents
+        if documents.settled:
+            content = {"identity": documents.identity_read, "sha256": sha256}
+            content |= {"files": documents.files, "skipped": documents.skipped}
+            stamps.save(self.folder, self.text_name, content)
+
+    def open(self, sha256: str) -> Corpus | None:
+        """The cache entry, None if it is missing or damaged. Raises UserError if it cannot be read at the moment."""
+        folder, documents = self.entry(sha256), self.documents
+        try:
+            record = read_state(folder)
+            if record.get("sha256") != sha256 or not self._is_intact(folder, record.pop("blake2b")):
                 return None
+        except OSError as error:
+            raise UserError(
+                f"the cache entry {folder} cannot be read ({error.strerror or error}): fix that, then try again; it is kept"
+            ) from None
         record["train"] = [folder / name for name in record["train"]]
         record["val"] = [folder / name for name in record["val"]]
-        tokenizer = given or Tokenizer.load(folder)
-        corpus = Corpus(**about, **record, folder=folder, tokenizer=tokenizer)
-        sizes = [
-            sum(len(read_shard(path)) for path in shards) for shards in (corpus.train, corpus.val)
-        ]
-        complete = sizes == [corpus.train_tokens, corpus.val_tokens]
-        return corpus if complete and corpus.sha256 == found.sha256 else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # UserError is a ValueError
-        return None
-
-
-def _build(
-    folder: Path,
-    documents: Documents,
-    found: Survey,
-    given: Tokenizer | None,
-    vocab_size: int,
-    progress: Progress,
-) -> None:
-    """Write a cache entry: tokenizer, shards and corpus.json. Raises OSError."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with work_folder(folder.parent) as temporary:
-        if given is None:
-            progress(0.1, "training the tokenizer")
-        tokenizer = given or Tokenizer.train(_sample(documents, found), vocab_size)
-        tokenizer.save(temporary)
-        record = _tokenize(temporary, documents, found, tokenizer, progress)
-        record["blake2b"] = {path.name: digest(path) for path in sorted(temporary.glob("*.bin"))}
-        (temporary / "corpus.json").write_text(
-            json.dumps(record, indent=2) + "\n", encoding="utf-8"
+        return Corpus(
+            name=documents.name,
+            files=documents.files,
+            skipped=documents.skipped,
+            folder=folder,
+            tokenizer=self.given or Tokenizer.load(folder),
+            **record,
         )
-        sync_folder(temporary)
+
+    def _is_intact(self, folder: Path, expected: dict[str, str]) -> bool:
+        """Do the files have these digests? Large ones that have not changed since they were last read are not read."""
+        before = {} if self.verify else stamps.load(self.folder, f"entry-{folder.name}")
+        known = {}
         try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process has written the same bytes
-                raise
-        sync(folder.parent)
+            for name, digest in expected.items():
+                read_at, now = time.time(), stamps.stamp(folder / name)
+                unchanged = now[0] > ALWAYS_READ and before.get(name) == [digest, now]
+                if not unchanged and files.digest(folder / name) != digest:
+                    return False
+                if unchanged or stamps.is_settled([now], read_at):
+                    known[name] = [digest, now]
+        except MISSING:
+            return False
+        if known != before:
+            stamps.save(self.folder, f"entry-{folder.name}", known)
+        return True
+
+    def build(self, found: Survey, progress: Progress) -> Corpus:
+        """Tokenize the text and put the result into the cache. Raises UserError."""
+        entry = self.entry(found.sha256)
+        waiting = lambda: progress(0.1, "waiting for another process that tokenizes the same text")
+        try:
+            with work_folder_of(entry, waiting) as work:
+                corpus = self.open(found.sha256)  # of another process
+                if corpus is not None:
+                    return corpus
+                self._tokenize(work, found, progress)
+                shutil.rmtree(entry, ignore_errors=True)  # damaged
+                try:
+                    os.rename(work, entry)
+                except OSError:
+                    if not entry.is_dir():  # otherwise another process has written the same bytes
+                        raise
+                files.sync(entry.parent)
+        except OSError as error:
+            raise UserError(
+                f"the cache folder {entry.parent} cannot be written ({error.strerror or error}): make room, or set XTRAIN_CACHE to another "
+                "folder; what is already tokenized is kept for the next run"
+            ) from None
+        corpus = self.open(found.sha256)
+        if corpus is None:
+            raise UserError(
+                f"{entry} cannot be read back: set XTRAIN_CACHE to a folder on another disk"
+            )
+        return corpus
+
+    def _tokenize(self, work: Path, found: Survey, progress: Progress) -> None:
+        documents = self.documents
+
+        def train() -> Tokenizer:
+            progress(0.15, "training the tokenizer")
+            return Tokenizer.train(_sample(documents, found), self.vocab_size)
+
+        tell = lambda fraction, text: progress(0.25 + 0.75 * fraction, text)
+        with Tokenizing(work, self.given, train, tell) as tokenizing:
+            tokenizing(documents, found)
+        files.sync_folder(work)
 
 
-def _sample(documents: Iterable[str], found: Survey) -> Iterator[str]:
+def _counted(documents: Documents, progress: Progress) -> Iterator[tuple[str, bool]]:
+    """The documents, with progress."""
+    n, told, started = 0, 0.0, time.perf_counter()
+    for text, ends in documents:
+        yield text, ends
+        n += len(text)
+        seconds = time.perf_counter() - started
+        if seconds > told + 0.5:
+            told = seconds
+            fraction = min(1, n / max(1, documents.n_bytes))  # a compressed file has more text
+            progress(0.1 * fraction, f"reading the text, {n / 1e6 / seconds:.0f} MB/s")
+
+
+def _sample(documents: Iterable[tuple[str, bool]], found: Survey) -> Iterator[str]:
     """About SAMPLE_BYTES of the training text, spread evenly over it."""
     seen = sampled = 0
-    for text, _, is_val in split(documents, found):
-        for chunk in [] if is_val else chunks(text, SAMPLE_CHUNK):
+    for part in split(documents, found):
+        for chunk in [] if part.held_out else chunks(part.text, SAMPLE_CHUNK):
             size = len(chunk.encode())
             seen += size
             if sampled * found.n_bytes <= seen * SAMPLE_BYTES:
                 sampled += size
                 yield chunk
-
-
-class _ShardWriter:
-    """Encodes training or validation text and writes its shards."""
-
-    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer):
-        self.folder, self.name, self.tokenizer = folder, name, tokenizer
-        self.bytes = self.tokens = 0
-        self.shards: list[str] = []
-        self.bigrams_AB = np.zeros((256, 256), np.int64)
-        self._texts: list[str] = []
-        self._raws: list[bytes] = []
-        self._encoded: list[np.ndarray] = []
-
-    def add(self, text: str, raw: bytes) -> None:
-        """Queue a document; raw: the same in UTF-8."""
-        self._texts.append(text)
-        self._raws.append(raw)
-        self.bytes += len(raw)
-
-    def encode(self) -> None:
-        """Encode the queued documents and write the shards that are full."""
-        self.bigrams_AB += byte_bigrams(self._raws)
-        cut = [list(chunks(text, ENCODE_CHUNK)) for text in self._texts]
-        ids = iter(self.tokenizer.encode_batch([chunk for document in cut for chunk in document]))
-        flat: list[int] = []
-        for document in cut:
-            for _ in document:
-                flat += next(ids)
-            flat.append(self.tokenizer.eot_id)
-        self._encoded.append(np.array(flat, np.uint32))
-        self._texts, self._raws = [], []
-        self.write(SHARD_TOKENS)
-
-    def write(self, least: int) -> None:
-        """Write shards while at least `least` encoded tokens are left."""
-        while sum(map(len, self._encoded)) >= least:
-            tokens = np.concatenate(self._encoded)
-            name = f"{self.name}_{len(self.shards):06d}.bin"
-            write_shard(self.folder / name, tokens[:SHARD_TOKENS], self.tokenizer.vocab_size)
-            self.shards.append(name)
-            self.tokens += len(tokens[:SHARD_TOKENS])
-            self._encoded = [tokens[SHARD_TOKENS:]]
-
-
-def _tokenize(
-    folder: Path, documents: Documents, found: Survey, tokenizer: Tokenizer, progress: Progress
-) -> dict[str, Any]:
-    """Write the training and validation shards. -> what corpus.json records."""
-    train, val = (_ShardWriter(folder, name, tokenizer) for name in ("train", "val"))
-    done = 0
-    for text, raw, is_val in split(documents, found):
-        (val if is_val else train).add(text, raw)
-        if train.bytes + val.bytes - done >= ENCODE_BATCH:
-            done = train.bytes + val.bytes
-            train.encode()
-            val.encode()
-            progress(0.25 + 0.75 * done / found.n_bytes, "tokenizing")
-    for writer in (train, val):
-        if not writer.bytes:
-            raise UserError(
-                f"the text has {found.n_bytes} bytes, too few to hold some out for validation: give more text"
-            )
-        writer.encode()
-        writer.write(1)
-    return {
-        "documents": found.documents,
-        "bytes": found.n_bytes,
-        "sha256": found.sha256,
-        "split": "documents" if found.by_document else "tail",
-        "train_bytes": train.bytes,
-        "val_bytes": val.bytes,
-        "train_tokens": train.tokens,
-        "val_tokens": val.tokens,
-        "bigram_bpb": bigram_bpb(train.bigrams_AB, val.bigrams_AB),
-        "train": train.shards,
-        "val": val.shards,
-    }

@@ -4,7 +4,10 @@
 version 1 for uint16; magic 20240801, version 7 for uint32.
 """
 
+import contextlib
+import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +22,99 @@ SHARD_KINDS: dict[tuple[int, int], np.dtype] = {
 }
 
 
+class ShardWriter:
+    """A .bin file to which tokens are appended. It is valid after `finish`.
+
+    tokens: how many are in it.  digest: BLAKE2b of their bytes. All methods raise OSError.
+    """
+
+    def __init__(self, path: Path, vocab_size: int, resume_at: int | None = None):
+        """resume_at: continue a file, after this many tokens; what follows them is cut off. None: a new file."""
+        self.path, self.vocab_size = path, vocab_size
+        self._kind = 0 if vocab_size <= 1 << 16 else 1
+        self._dtype = list(SHARD_KINDS.values())[self._kind]
+        self._hash, self.tokens = hashlib.blake2b(digest_size=16), 0
+        self._file = open(path, "wb" if resume_at is None else "r+b")  # noqa: SIM115
+        try:
+            self._file.seek(4 * HEADER_INTS)
+            if resume_at is not None:
+                self._read_back(resume_at)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read_back(self, tokens: int) -> None:
+        left = tokens * self._dtype.itemsize
+        while left and (block := self._file.read(min(left, 1 << 22))):
+            self._hash.update(block)
+            left -= len(block)
+        self.tokens = tokens - -(-left // self._dtype.itemsize)
+        self._file.seek(self._file.tell())  # reading and writing must not mix without a seek
+        self._file.truncate()
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def append(self, tokens: np.ndarray) -> None:
+        """tokens: (n,) integers. Raises UserError if one is not below vocab_size."""
+        _check_tokens(self.path, tokens, self.vocab_size)
+        stored = tokens.astype(self._dtype).tobytes()
+        self._file.write(stored)
+        self._hash.update(stored)
+        self.tokens += len(tokens)
+
+    def sync(self) -> None:
+        """Wait until the tokens are on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def finish(self) -> None:
+        """Write the header and close the file."""
+        magic, version = list(SHARD_KINDS)[self._kind]
+        header = np.zeros(HEADER_INTS, "<i4")
+        header[:3] = magic, version, self.tokens
+        self._file.seek(0)
+        self._file.write(header.tobytes())
+        self.sync()
+        self._file.close()
+
+    def close(self) -> None:
+        """Close the file without finishing it. What cannot be written is dropped."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _check_tokens(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises UserError if the file cannot hold the tokens."""
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise UserError(
+            f"{path} cannot hold an array of {tokens.dtype} of shape {tokens.shape}: give integers of shape (n,)"
+        )
+    for token in (int(tokens.min()), int(tokens.max())) if tokens.size else ():
+        if not 0 <= token < min(vocab_size, 1 << 32):
+            raise UserError(
+                f"{path} cannot hold the id {token}, the vocabulary has {vocab_size} tokens: give ids of this vocabulary"
+            )
+
+
 def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Write a .bin file atomically. tokens: (n,) integers below vocab_size, n < 2^31. Raises OSError."""
-    kind = 0 if vocab_size <= 1 << 16 else 1
-    (magic, version), dtype = list(SHARD_KINDS.items())[kind]
-    header = np.zeros(HEADER_INTS, "<i4")
-    header[:3] = magic, version, len(tokens)
+    """Write a .bin file atomically. tokens: (n,) integers from 0 to vocab_size - 1, 0 < n < 2^31.
+
+    Raises OSError, and UserError, which names the file, for tokens that a shard cannot hold.
+    """
+    tokens = np.asarray(tokens)
+    _check_tokens(path, tokens, vocab_size)
+    if not 0 < len(tokens) < 1 << 31:
+        raise UserError(f"{path} cannot hold {len(tokens)} tokens: give from 1 to {2**31 - 1}")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(header.tobytes())
-            file.write(np.asarray(tokens, dtype).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        writer = ShardWriter(temporary, vocab_size)
+        try:
+            writer.append(tokens)
+            writer.finish()
+        finally:
+            writer.close()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -43,13 +126,11 @@ def read_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
     Raises UserError, which names the file, if it is not a complete shard or has an id >= vocab_size.
     """
     path, advice = Path(path), "delete it and start again to rebuild it"
-    try:
+    with _reading(path):
         size = path.stat().st_size
-        header = np.fromfile(path, "<i4", HEADER_INTS)
-    except OSError as error:
-        raise UserError(
-            f"the token shard {path} cannot be read ({error.strerror}): {advice}"
-        ) from None
+        with open(path, "rb") as file:
+            raw = file.read(4 * HEADER_INTS)
+    header = np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")
     if len(header) < HEADER_INTS:
         raise UserError(f"{path} is too short to be a token shard: {advice}")
     magic, version, n = (int(x) for x in header[:3])
@@ -61,9 +142,23 @@ def read_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
     expected = 4 * HEADER_INTS + n * dtype.itemsize
     if n < 1 or size != expected:
         raise UserError(f"{path} has {size} bytes, {n} tokens need {expected}: {advice}")
-    tokens = np.memmap(path, dtype, mode="r", offset=4 * HEADER_INTS, shape=(n,))
+    with _reading(path):
+        tokens = np.memmap(path, dtype, mode="r", offset=4 * HEADER_INTS, shape=(n,))
     if vocab_size is not None and (largest := int(tokens.max())) >= vocab_size:
         raise UserError(
             f"{path} has the id {largest}, the tokenizer has {vocab_size} tokens: {advice}"
         )
     return tokens
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Inside, an OSError becomes a UserError. Only a missing file must be rebuilt."""
+    try:
+        yield
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        advice = "start again to rebuild it" if missing else "fix that, then try again"
+        raise UserError(
+            f"the token shard {path} cannot be read ({error.strerror}): {advice}"
+        ) from None

@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ..errors import UserError
 from ..json_files import parse_json
+from .pieces import rule
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB = 257  # 256 bytes and the end of text
@@ -44,6 +45,7 @@ class Tokenizer:
     bos_token_id   the token that begins a text, or None; eos_token_id: eot_id
     special_ids    control tokens, which are not text: begin, end, roles of a chat
     sha256         of the saved tokenizer.json
+    rule           where a text may be cut without a change of its tokens: pieces.py
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class Tokenizer:
         self.token_lengths = np.array([len(b) for b in self.token_bytes], np.int32)
         self.token_lengths[self.eot_id] = 0
         self.sha256 = hashlib.sha256(self._json()).hexdigest()
+        normalizer = backend.normalizer
+        self.rule = rule(content, normalizer.normalize_str if normalizer else str)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":

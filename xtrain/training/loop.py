@@ -266,7 +266,11 @@ def _read_text(config: ResolvedConfig, ranks: SingleProcess, console: Console) -
         task = progress.add_task("reading the text", total=1)
         show = lambda fraction, text: progress.update(task, completed=fraction, description=text)
         read = lambda: prepare(
-            config.data, config.vocab_size, tokenizer=config.tokenizer, progress=show
+            config.data,
+            config.vocab_size,
+            tokenizer=config.tokenizer,
+            progress=show,
+            verify=config.verify_data,
         )
         return ranks.rank_0_first(read)
 
