@@ -143,7 +143,7 @@ def command(
 def refuse_once(message: str) -> None:
     """Print the message to stderr once per machine, before every process that a launcher started exits."""
     if machine.first_on_machine():
-        print(message, file=sys.stderr, flush=True)
+        say(message)
     else:
         time.sleep(OTHERS_SECONDS)
 
