@@ -25,10 +25,11 @@ shapes add in a different order; batch_invariant=True prevents this, at some cos
 import collections
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -44,6 +45,7 @@ from .requests import Completion, DecodeBatch, Request, Step, make_requests
 # of attention computes all scores at once, heads x tokens x keys.
 PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
 TRACE_STEPS = 4096  # steps that the trace keeps
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Engine:
     New weights are detected if they are assigned as `parameter.data = x`, not if they are written in place.
     graph: capture the decoding step as a CUDA graph (GPU only).  prefill_tokens: prompt tokens in one forward pass, at most;
     longer prompts are computed in several chunks; None: 8192 on a GPU, else 512.
+
+    Several threads may use one engine: a step runs in one thread at a time and computes the requests of all of them. Every
+    method may be called from any thread; a Stream is iterated by one thread at a time, others may cancel or close it. On a
+    GPU, the threads must have the same current device and stream (they do by default). A finalizer or a signal handler may
+    interrupt a step, so it may call `cancel` and `close`, which never wait, but not `step` or `submit`.
     Raises UserError for an invalid option, or if there is not enough memory for the cache (`cache_bytes`).
     """
 
@@ -141,7 +148,9 @@ class Engine:
             self.device_to_host_ids, self.device_to_host_ids_gpu = mapped_array(
                 (2, max_batch), np.int32
             )
-        self.changing_state, self.state_is_consistent = False, True
+        # lock: held by the thread that changes the state.  turn: held by the thread that waits for the lock, so that no
+        # thread takes the lock twice in succession while another one waits.
+        self.lock, self.turn, self.state_is_consistent = threading.RLock(), threading.RLock(), True
         self.steps_in_flight: collections.deque[InFlightStep] = collections.deque()
         self.run_ahead = on_gpu  # elsewhere a step has finished when its launch returns
         self.graphed: Callable[..., Any] | None = (
@@ -196,42 +205,45 @@ class Engine:
         )  # fmt: skip
         return Stream(self, requests)
 
-    def submit(self, request: Request) -> None:
-        """Append the request to the pending ones; `step` admits it when a slot is free."""
-        with self._changing_state():
-            request.request_id = self.submitted
-            self.submitted += 1
-            self.unfinished_requests[request.request_id] = request
-            self.pending_requests.append(request)
+    def submit(self, *requests: Request) -> None:
+        """Append requests to the pending ones; `step` admits each when a slot is free."""
+
+        def append() -> None:
+            for request in requests:
+                request.request_id = self.submitted
+                self.submitted += 1
+                self.unfinished_requests[request.request_id] = request
+                self.pending_requests.append(request)
+
+        self._exclusively(append)
 
     def cancel(self, request: Request) -> None:
-        """End the request now; its slot is free in the next step. Safe at any time, also during garbage collection."""
-        if request.completion.reason is None:
-            request.completion.reason = "cancelled"
-            if not self.changing_state:  # else the end of the current step removes it
-                self._remove_cancelled()
+        """End the request: the next step frees its slot. Never waits, so it is safe at any time, also during garbage
+        collection. A step that is running in another thread may append one more token."""
+        request.completion.end("cancelled")
 
     def _remove_cancelled(self) -> None:
-        with self._changing_state():
-            for request in [r for r in self.active_requests if r.completion.reason]:
-                self._end(request, "cancelled", self.trace[-1])
-            for request in [r for r in self.pending_requests if r.completion.reason]:
-                self.pending_requests.remove(request)
-                del self.unfinished_requests[request.request_id]
+        for request in [r for r in self.active_requests if r.completion.reason]:
+            self._end(request, "cancelled", self.trace[-1])
+        for request in [r for r in self.pending_requests if r.completion.reason]:
+            self.pending_requests.remove(request)
+            del self.unfinished_requests[request.request_id]
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> list[tuple[Request, int]]:
         """Admit, decode, end. -> (request, new token) pairs; none, and no step, if there are no unfinished requests."""
+        return self._exclusively(self._next_step)
+
+    def _next_step(self) -> list[tuple[Request, int]]:
+        self._remove_cancelled()
         if not (self.pending_requests or self.active_requests or self.steps_in_flight):
             return []
         start, step = time.perf_counter(), Step(self.steps)
         self.trace.append(step)
         self.steps += 1
         try:
-            with self._changing_state():
-                return self._step(step)
+            return self._step(step)
         finally:
-            self._remove_cancelled()
             step.seconds = time.perf_counter() - start
 
     def _step(self, step: Step) -> list[tuple[Request, int]]:
@@ -248,18 +260,33 @@ class Engine:
             new_tokens += self._collect_oldest_step(step)
         return new_tokens
 
-    @contextlib.contextmanager
-    def _changing_state(self) -> Iterator[None]:
-        """Guard a state change: if Ctrl-C or an error interrupts it between any two statements, the next one recovers first."""
-        self.changing_state = True
+    def _exclusively(self, change: Callable[[], T]) -> T:
+        """change(), while no other thread changes the state. Threads take turns.
+
+        If Ctrl-C or an error interrupts it between any two statements, both locks are released and the next change recovers
+        first. Ctrl-C may arrive after `acquire` has succeeded and before the next statement; therefore `acquire` is inside
+        `try`, and `release`, which raises RuntimeError in a thread that does not hold the lock, comes first in `finally`.
+        """
         try:
+            try:
+                self.turn.acquire()
+                self.lock.acquire()
+            finally:
+                try:  # noqa: SIM105  (suppress is Python code, which Ctrl-C could interrupt before the release)
+                    self.turn.release()
+                except RuntimeError:
+                    pass
             if not self.state_is_consistent:
                 self._recover()
             self.state_is_consistent = False
-            yield  # an exception skips the next line
+            result = change()
             self.state_is_consistent = True
+            return result
         finally:
-            self.changing_state = False
+            try:  # noqa: SIM105
+                self.lock.release()
+            except RuntimeError:
+                pass
 
     def _recover(self) -> None:
         """Rebuild the state from the completions after an interrupted change.
@@ -467,7 +494,7 @@ class Engine:
             self._end(request, "full", step)
 
     def _end(self, request: Request, reason: str, step: Step) -> None:
-        request.completion.reason = reason
+        reason = request.completion.end(reason)
         self.slot_tokens[request.slot] = self._reusable_tokens(request)
         del self.unfinished_requests[request.request_id]
         self.active_requests.remove(request)
@@ -507,27 +534,30 @@ class Stream:
         self.engine.cancel(self.requests[number])
 
     def close(self) -> None:
-        """Cancel the unfinished requests, as leaving the loop does."""
-        self._iterator.close()
-        for request in self.requests:  # for an iterator that was never started
+        """Cancel the unfinished requests, as leaving the loop does. Any thread may call it."""
+        for request in self.requests:
             self.engine.cancel(request)
+        with contextlib.suppress(ValueError):  # another thread is iterating: its loop ends
+            self._iterator.close()
 
 
 def _tokens(engine: Engine, requests: list[Request]) -> Generator[tuple[int, int], None, None]:
     try:
-        for request in requests:
-            if request.completion.reason is None:  # else it was cancelled before the first token
-                engine.submit(request)
+        # Some may have been cancelled before the first token.
+        engine.submit(*[r for r in requests if r.completion.reason is None])
         completions, sent = [request.completion for request in requests], [0] * len(requests)
         # Read the completions, not what `step` returns: another stream may have made the step.
         while True:
+            # First the reasons: another thread may append the last tokens after this line.
+            ended = all(completion.reason for completion in completions)
             fresh = [i for i, c in enumerate(completions) if sent[i] < len(c)]
+            fresh = [i for i in fresh if completions[i].reason != "cancelled"]
             for i in fresh:
                 sent[i] += 1
                 yield i, completions[i][sent[i] - 1]
             if fresh:
                 continue
-            if all(completion.reason for completion in completions):
+            if ended:
                 return
             engine.step()
     finally:
