@@ -30,15 +30,16 @@ class RotaryTables:
     def __call__(self, T: int) -> tuple[Array, Array]:
         c = self.config
         P = max(T, c.max_seq_len)  # larger with dynamic scaling only, where the angles depend on T
-        if P not in self.tables:
-            for longer in [n for n in self.tables if n > c.max_seq_len]:
-                del self.tables[longer]  # generate would keep one for every length
+        found = self.tables.get(P)
+        if found is None:
+            for longer in [n for n in list(self.tables) if n > c.max_seq_len]:
+                self.tables.pop(longer, None)  # generate would keep one for every length
             tables = rope_tables(
                 c.head_dim, P, c.rope_theta, c.rope_scaling, seq_len=P, max_seq_len=c.max_seq_len
             )
             cos, sin = (to_device(t, self.device) for t in tables)
-            self.tables[P] = cos, sin
-        return self.tables[P]
+            found = self.tables[P] = cos, sin
+        return found  # not self.tables[P]: another thread may have removed it
 
 
 @dataclass(frozen=True)

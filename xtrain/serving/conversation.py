@@ -48,6 +48,8 @@ class Conversation:
     nearly all templates), only the rest is tokenized and appended to the tokens in the cache. Otherwise (a template that
     leaves out earlier reasoning, for example) the whole text is tokenized, and the engine reuses the longest common prefix.
 
+    One thread at a time uses it; conversations of several threads may share an engine.
+
     messages: {"role", "content"} of every message.  completion: tokens of the last answer.
     text, tokens: the conversation so far, rendered and as the model has seen it.  turns: answers so far.
     """
@@ -87,12 +89,15 @@ class Conversation:
                     yield chunk.text
         finally:
             stream.close()
-            (completion,) = stream.completions
-            self.completion = completion
+            (self.completion,) = stream.completions
+            # All tokens, also those not read: another stream's step may have generated some.
+            generated, answer = list(self.completion), TextStream(self.pretrained.tokenizer)
+            for token in generated:
+                answer.feed(token)
             answer.finish()
             # Special tokens are not part of the text: the template writes them.
             special = self.pretrained.tokenizer.special_ids
-            answer_tokens = [t for t in completion if t not in special]
+            answer_tokens = [t for t in generated if t not in special]
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
             self.text, self.tokens = text + answer.text, tokens + answer_tokens
             self.turns += 1

@@ -30,10 +30,11 @@ shapes add in a different order; batch_invariant=True prevents this, at some cos
 
 import collections
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -55,6 +56,7 @@ PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
 PREFILL_FLOPS = {"gpu": 12e12, "cpu": 4e9, "sim": 4e9}
 BLOCK_TOKENS = 64  # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
 TRACE_STEPS = 4096  # steps that the trace keeps
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,12 @@ class Engine:
     Memory of the KV cache: enough for max_batch sequences of max_seq_len tokens, but on a GPU at most what is left of the share
     gpu_memory of its memory, and at most cache_bytes if given. If sequences need more, some are preempted.
     block_tokens: of a block of the cache, 16, 32, 64, ...
+
+    Several threads may use one engine: a step runs in one thread at a time and computes the requests of all of them. Every
+    method may be called from any thread; a Stream is iterated by one thread at a time, others may cancel or close it. On a
+    GPU, the threads must have the same current device and stream (they do by default). A finalizer or a signal handler may
+    interrupt a step, so it may call `cancel` and `close`, which never wait, but not `step` or `submit`.
+
     Raises UserError for an invalid option, or if there is not enough memory for one sequence of max_seq_len tokens.
     """
 
@@ -166,7 +174,9 @@ class Engine:
             self.device_to_host_ids, self.device_to_host_ids_gpu = mapped_array(
                 (2, max_batch), np.int32
             )
-        self.changing_state, self.state_is_consistent = False, True
+        # lock: held by the thread that changes the state.  turn: held by the thread that waits for the lock, so that no
+        # thread takes the lock twice in succession while another one waits.
+        self.lock, self.turn, self.state_is_consistent = threading.RLock(), threading.RLock(), True
         self.steps_in_flight: collections.deque[InFlightStep] = collections.deque()
         self.run_ahead = on_gpu  # elsewhere a step has finished when its launch returns
         self.graphed: Callable[..., Any] | None = (
@@ -230,40 +240,43 @@ class Engine:
         )  # fmt: skip
         return Stream(self, requests)
 
-    def submit(self, request: Request) -> None:
-        """Append the request to the pending ones; `step` admits it when there is room."""
-        with self._changing_state():
-            request.request_id = self.submitted
-            self.submitted += 1
-            self.unfinished_requests[request.request_id] = request
-            self.pending_requests.append(request)
+    def submit(self, *requests: Request) -> None:
+        """Append requests to the pending ones; `step` admits each when there is room."""
+
+        def append() -> None:
+            for request in requests:
+                request.request_id = self.submitted
+                self.submitted += 1
+                self.unfinished_requests[request.request_id] = request
+                self.pending_requests.append(request)
+
+        self._exclusively(append)
 
     def cancel(self, request: Request) -> None:
-        """End the request now; its slot is free in the next step. Safe at any time, also during garbage collection."""
-        if request.completion.reason is None:
-            request.completion.reason = "cancelled"
-            if not self.changing_state:  # else the end of the current step removes it
-                self._remove_cancelled()
+        """End the request: the next step frees its slot. Never waits, so it is safe at any time, also during garbage
+        collection. A step that is running in another thread may append one more token."""
+        request.completion.end("cancelled")
 
     def _remove_cancelled(self) -> None:
-        with self._changing_state():
-            for request in [r for r in self.unfinished_requests.values() if r.completion.reason]:
-                self._end(request, "cancelled")
+        for request in [r for r in self.unfinished_requests.values() if r.completion.reason]:
+            self._end(request, "cancelled")
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> list[tuple[Request, int]]:
-        """Admit, prefill, decode, end. -> the (request, new token) pairs that have arrived; none, and no step, if there are no
+        """Admit, decode, prefill, end. -> the (request, new token) pairs that have arrived; none, and no step, if there are no
         unfinished requests. On a GPU the tokens that a step launches arrive in the next step."""
+        return self._exclusively(self._next_step)
+
+    def _next_step(self) -> list[tuple[Request, int]]:
+        self._remove_cancelled()
         if not (self.unfinished_requests or self.steps_in_flight):
             return []
         start, step = time.perf_counter(), Step(self.steps)
         self.trace.append(step)
         self.steps += 1
         try:
-            with self._changing_state():
-                return self._step(step)
+            return self._step(step)
         finally:
-            self._remove_cancelled()
             step.seconds = time.perf_counter() - start
 
     def _step(self, step: Step) -> list[tuple[Request, int]]:
@@ -283,18 +296,33 @@ class Engine:
         launched = len(self.steps_in_flight) - in_flight
         return new_tokens + self._collect(launched if self.run_ahead else 0)
 
-    @contextlib.contextmanager
-    def _changing_state(self) -> Iterator[None]:
-        """Guard a state change: if Ctrl-C or an error interrupts it between any two statements, the next one recovers first."""
-        self.changing_state = True
+    def _exclusively(self, change: Callable[[], T]) -> T:
+        """change(), while no other thread changes the state. Threads take turns.
+
+        If Ctrl-C or an error interrupts it between any two statements, both locks are released and the next change recovers
+        first. Ctrl-C may arrive after `acquire` has succeeded and before the next statement; therefore `acquire` is inside
+        `try`, and `release`, which raises RuntimeError in a thread that does not hold the lock, comes first in `finally`.
+        """
         try:
+            try:
+                self.turn.acquire()
+                self.lock.acquire()
+            finally:
+                try:  # noqa: SIM105  (suppress is Python code, which Ctrl-C could interrupt before the release)
+                    self.turn.release()
+                except RuntimeError:
+                    pass
             if not self.state_is_consistent:
                 self._recover()
             self.state_is_consistent = False
-            yield  # an exception skips the next line
+            result = change()
             self.state_is_consistent = True
+            return result
         finally:
-            self.changing_state = False
+            try:  # noqa: SIM105
+                self.lock.release()
+            except RuntimeError:
+                pass
 
     def _recover(self) -> None:
         """Begin again after an interrupted change: all requests are pending, with the tokens that they have. No sequence loses
@@ -636,7 +664,7 @@ class Engine:
             self._end(request, "full")
 
     def _end(self, request: Request, reason: str) -> None:
-        request.completion.reason = reason
+        reason = request.completion.end(reason)
         if request.slot >= 0:
             self._give_up_place(request)
         else:
@@ -685,27 +713,30 @@ class Stream:
         self.engine.cancel(self.requests[number])
 
     def close(self) -> None:
-        """Cancel the unfinished requests, as leaving the loop does."""
-        self._iterator.close()
-        for request in self.requests:  # for an iterator that was never started
+        """Cancel the unfinished requests, as leaving the loop does. Any thread may call it."""
+        for request in self.requests:
             self.engine.cancel(request)
+        with contextlib.suppress(ValueError):  # another thread is iterating: its loop ends
+            self._iterator.close()
 
 
 def _tokens(engine: Engine, requests: list[Request]) -> Generator[tuple[int, int], None, None]:
     try:
-        for request in requests:
-            if request.completion.reason is None:  # else it was cancelled before the first token
-                engine.submit(request)
+        # Some may have been cancelled before the first token.
+        engine.submit(*[r for r in requests if r.completion.reason is None])
         completions, sent = [request.completion for request in requests], [0] * len(requests)
         # Read the completions, not what `step` returns: another stream may have made the step.
         while True:
+            # First the reasons: another thread may append the last tokens after this line.
+            ended = all(completion.reason for completion in completions)
             fresh = [i for i, c in enumerate(completions) if sent[i] < len(c)]
+            fresh = [i for i in fresh if completions[i].reason != "cancelled"]
             for i in fresh:
                 sent[i] += 1
                 yield i, completions[i][sent[i] - 1]
             if fresh:
                 continue
-            if all(completion.reason for completion in completions):
+            if ended:
                 return
             engine.step()
     finally:

@@ -29,10 +29,15 @@ class Completion(list[int]):
     reused      prompt tokens whose keys and values were in the cache already
     """
 
+    reason: str | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.reason: str | None = None
         self.prefilled, self.reused = 0, 0
+
+    def end(self, reason: str) -> str:
+        """Set the reason unless there is one: the first stays, also between threads. -> the reason"""
+        return vars(self).setdefault("reason", reason)  # one atomic operation
 
 
 @dataclass(eq=False)
