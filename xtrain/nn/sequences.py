@@ -71,7 +71,7 @@ class Sequences:
         return self.attention(q_NHD, k_NGD, v_NGD, scale)
 
     def split_heads(self, qkv_NP: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed (N, (H + 2G) D) -> q (N, H, D), k and v (N, G, D), as they are: QK-norm and RoPE without weights, by no angle."""
+        """Packed (N, (H + 2G) D) -> q (N, H, D), k and v (N, G, D), as they are: RoPE by angles of 0."""
         cos_1R, sin_1R = (zeros(x, (1, x.shape[1])) for x in (self.cos_PR, self.sin_PR))
         cos_1R.fill(1)
         return F.qk_norm_rope(qkv_NP, None, None, cos_1R, sin_1R, H, G, 1, 0.0, None)

@@ -464,7 +464,7 @@ class Engine:
             each = self._flops_of_token(past)
             n = min(total - past, free, max(S, int(min(flops / each, total))))
             if self.batch_invariant and n < total - past:  # chunks end where blocks end
-                n = max((past + n) // S * S - past, 0 if chunks else S - past % S)
+                n = max((past + n) // S * S - past, 0 if chunks else min(S - past % S, total - past))
             if n <= 0:
                 break
             chunks.append(PrefillChunk(request, n))
@@ -670,7 +670,7 @@ class Engine:
         else:
             self.pending_requests.remove(request)
         del self.unfinished_requests[request.request_id]
-        if self.trace:
+        if request.weights_version >= 0:  # else it was never admitted
             self.trace[-1].ended.append((request.request_id, reason))
 
     def _give_up_place(self, request: Request) -> None:
