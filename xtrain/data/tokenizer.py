@@ -128,7 +128,9 @@ class Tokenizer:
         except UserError as error:
             raise UserError(f"{path} cannot be used: {error}") from None
         except OSError as error:
-            raise UserError(f"{error.filename or path} cannot be read: {error.strerror}") from None
+            raise UserError(
+                f"{error.filename or path} cannot be read ({error.strerror}): fix that, then try again"
+            ) from None
         except BaseException as error:
             # the library raises Exception itself for a parse error; a panic in its Rust code is
             # only a BaseException
