@@ -254,7 +254,7 @@ print("starts with the first text and its answer:", second.startswith(first + "F
 # %% [markdown]
 # The prompt of each turn contains all earlier turns. Computing it from scratch costs more in every
 # turn; the total cost grows with the *square* of the number of turns. But the keys and values of
-# the earlier turns are still in the cache, if the slot was last used by the same conversation. They
+# the earlier turns are still in the cache, until their blocks are needed for others. They
 # can be reused as far as the tokens are the same *from the beginning, without a gap*: a key depends
 # on all tokens before it.
 #

@@ -1,14 +1,18 @@
 """Texts of every kind: a bad one ends the command with one sentence and exit code 2, and leaves no files."""
 
+import errno
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from runs import DATA, checkpoints, metrics
 
-from xtrain.data import documents
+from xtrain.data import dataset, documents, pieces, stamps, tokenizing
 from xtrain.data.dataset import prepare
-from xtrain.data.shards import read_shard
+from xtrain.data.shards import ShardWriter, read_shard
 from xtrain.train import main
 from xtrain.training.run_log import RunLog
 
@@ -162,4 +166,75 @@ def test_damaged_shards_are_rebuilt(tmp_path, cache, capsys, damage):
     shard.write_bytes(bad[damage])
     assert start(path, tmp_path) == 0
     assert shard.read_bytes() == good and len(read_shard(shard)) > 1000
-    assert os.listdir(cache) == [shard.parent.name]
+    assert sorted({*os.listdir(cache)} - {stamps.FOLDER}) == [shard.parent.name]
+
+
+def test_a_full_disk_ends_the_command(tmp_path, cache, monkeypatch, capsys):
+    """With one sentence; the next run continues, and ends like one that was not interrupted."""
+    text = tmp_path / "text" / "a.txt"
+    text.write_bytes((DATA / "grammar.txt").read_bytes())
+    monkeypatch.setattr(tokenizing, "ENCODE_BATCH", 10_000)
+    monkeypatch.setattr(tokenizing, "COMMIT", 10_000)
+    monkeypatch.setattr(documents, "PART", 500)
+    monkeypatch.setattr(pieces, "PIECE", 100)
+    whole = prepare(text, 300, tmp_path / "whole")
+    append, calls = ShardWriter.append, []
+
+    def full(self, tokens):
+        calls.append(1)
+        if len(calls) == 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return append(self, tokens)
+
+    monkeypatch.setattr(ShardWriter, "append", full)
+    assert start(text, tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "No space left on device" in error and "is kept for the next run" in error
+    assert error.count("\n") == 1 and not (tmp_path / "runs").exists()
+    monkeypatch.setattr(ShardWriter, "append", lambda *more: calls.append(1) or append(*more))
+    assert start(text, tmp_path) == 0
+    (entry,) = (path for path in cache.iterdir() if path.name != "stamps")
+    assert {p.name: p.read_bytes() for p in entry.iterdir()} == {
+        p.name: p.read_bytes() for p in whole.folder.iterdir()
+    }
+    batches = -(-whole.bytes // 10_000)  # each calls append twice; the one that failed is repeated
+    assert 2 * batches <= len(calls) <= 2 * batches + 4, "the first batches were encoded again"
+
+
+def test_verify_data(tmp_path, cache, monkeypatch):
+    """A bit that a disk has changed by itself, without a change of any time."""
+    monkeypatch.setattr(stamps, "GRANULARITY", -10)
+    monkeypatch.setattr(dataset, "ALWAYS_READ", 1000)
+    path = tmp_path / "text" / "a.txt"
+    path.write_bytes((DATA / "grammar.txt").read_bytes())
+    shard = prepare(path, 300).train[0]
+    good, stamp, before = shard.read_bytes(), stamps.stamp, stamps.stamp(shard)
+    monkeypatch.setattr(stamps, "stamp", lambda p: before if Path(p) == shard else stamp(p))
+    shard.write_bytes(good[:2000] + bytes([good[2000] ^ 1]) + good[2001:])
+    assert start(path, tmp_path) == 0 and shard.read_bytes() != good
+    assert start(path, tmp_path / "second", "--verify-data") == 0 and shard.read_bytes() == good
+
+
+MEMORY = """
+import resource, sys
+from xtrain.data.dataset import prepare
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+corpus = prepare(sys.argv[1], 400, sys.argv[2])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, corpus.train_tokens)
+"""
+
+
+def test_memory_of_one_huge_document(tmp_path):
+    """One line of 24 MB: encoded as a whole it took 53 bytes of memory per byte, 1.3 GB."""
+    random = np.random.default_rng(0)
+    words = ["word", "größe", "x1", "tokens,", "(and", "more)", "你好", "don't"]
+    text = " ".join(words[i] for i in random.integers(len(words), size=1 << 18))
+    with open(tmp_path / "text" / "a.txt", "w", encoding="utf-8") as file:
+        for _ in range(16):
+            file.write(text + " ")
+    command = [sys.executable, "-c", MEMORY, tmp_path / "text", tmp_path / "cache"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kilobytes, tokens = map(int, done.stdout.split())
+    assert kilobytes < 600_000 and tokens > 3_000_000, (kilobytes, tokens)

@@ -154,9 +154,9 @@ class _Cache:
         """Store that the text, as it was when last read, has this hash."""
         documents = self.documents
         if documents.settled:
-            content = {"identity": documents.identity_read, "sha256": sha256}
-            content |= {"files": documents.files, "skipped": documents.skipped}
-            stamps.save(self.folder, self.text_name, content)
+            facts = {"files": documents.files, "skipped": documents.skipped, "sha256": sha256}
+            known = {"identity": documents.identity_read, **facts}
+            stamps.save(self.folder, self.text_name, known)
 
     def open(self, sha256: str) -> Corpus | None:
         """The cache entry, None if it is missing or damaged. Raises UserError if it cannot be read at the moment."""

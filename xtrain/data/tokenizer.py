@@ -129,7 +129,9 @@ class Tokenizer:
         except UserError as error:
             raise UserError(f"{path} cannot be used: {error}") from None
         except OSError as error:
-            raise UserError(f"{error.filename or path} cannot be read: {error.strerror}") from None
+            raise UserError(
+                f"{error.filename or path} cannot be read ({error.strerror}): fix that, then try again"
+            ) from None
         except BaseException as error:
             if not isinstance(error, Exception) and not _is_panic(error):
                 raise

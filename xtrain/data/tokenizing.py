@@ -132,7 +132,8 @@ class _Side:
         self.written: list[tuple[int, str]] = []  # of each full shard: tokens, digest
         self.shard: ShardWriter | None = None
         # text whose bigrams are not yet counted, where its documents start, and the byte before it
-        self._raw, self._starts, self._before = bytearray(), [], 0
+        self._raw, self._before = bytearray(), 0
+        self._starts: list[int] = []
         self._ended = True  # is the document before the next part complete?
 
     @property
@@ -297,8 +298,8 @@ class Tokenizing:
             flat[side].extend(ids)
             if ends:
                 flat[side].append(self.tokenizer.eot_id)
-        for side, ids in flat.items():
-            side.append(np.frombuffer(ids, np.uint32))
+        for side, tokens in flat.items():
+            side.append(np.frombuffer(tokens, np.uintc))
 
     def _commit(self, batches: int) -> None:
         for side in (self.train, self.val):
