@@ -59,9 +59,12 @@ def product(name, N, w=None):
     norm, swiglu = form.get("norm", False), form.get("swiglu", False)
     x = draw(np.float32 if norm else BF16, N, columns, seed=1)
     norm_w = draw(np.float32, columns, seed=2) if norm else None
-    h = draw(np.float32, N, rows, seed=3) if form.get("residual") else None
-    dtype = form.get("dtype")
-    return lambda: gemv.gemv(x, w, norm_w, EPS, h, swiglu, dtype, h, True), w.nbytes, (x, w)
+    delta, dtype = draw(BF16, N, columns, seed=3), form.get("dtype")
+    if norm:
+        call = lambda: gemv.add_norm_gemv(x, delta, norm_w, w, EPS, swiglu, True, dtype)
+    else:
+        call = lambda: gemv.gemv(x, w, dtype, True)
+    return call, w.nbytes, (x, w)
 
 
 def bench_gemv(o):
@@ -171,15 +174,15 @@ class Step:
         return draw(BF16, rows, columns, seed=seed, scale=0.3 * columns**-0.5)
 
     def __call__(self):
-        h = self.h
+        h, delta = self.h, None
+        product = functools.partial(gemv.gemv, weights_ready=True)
+        normed = functools.partial(gemv.add_norm_gemv, weights_ready=True)
         for w, attention in zip(self.weights, self.attention):
-            multiply = functools.partial(gemv.gemv, weights_ready=True)
-            qkv = multiply(h, w["qkv"], self.norm_w, EPS)
-            attended = decode_attention(qkv, *attention, cache_ready=True)
-            multiply(attended, w["o"], residual_NO=h, out=h)
-            y = multiply(h, w["gate_up"], self.norm_w, EPS, swiglu=True)
-            multiply(y, w["down"], residual_NO=h, out=h)
-        logits = multiply(h, self.head, self.norm_w, EPS, dtype=np.float32)
+            h, qkv = normed(h, delta, self.norm_w, w["qkv"], EPS)
+            delta = product(decode_attention(qkv, *attention, cache_ready=True), w["o"])
+            h, y = normed(h, delta, self.norm_w, w["gate_up"], EPS, True)
+            delta = product(y, w["down"])
+        _, logits = normed(h, delta, self.norm_w, self.head, EPS, dtype=np.float32)
         sampling.sample(logits, *self.sampling)
 
 

@@ -273,9 +273,8 @@ def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
 # lesson 18 comes back to.) Does a packed batch give the same next tokens as each prompt alone?
 
 # %%
-from xtrain.serving.paged_cache import CachedSequences, PagedCache
-
 import xtrain
+from xtrain.serving.paged_cache import CachedSequences, PagedCache
 
 config = xtrain.ModelConfig(
     vocab_size=60,

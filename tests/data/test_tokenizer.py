@@ -217,7 +217,7 @@ def test_a_panic_while_encoding_is_one_sentence():
         lambda: tokenizer.encode_more(text),
         lambda: tokenizer.encode_batch(["b", text]),
     ):
-        with pytest.raises(UserError, match="the tokenizer cannot encode .*retry-limit") as error:
+        with pytest.raises(UserError, match=r"the tokenizer cannot encode .*retry-limit") as error:
             call()
         assert "\n" not in str(error.value)
 

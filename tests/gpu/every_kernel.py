@@ -29,7 +29,7 @@ from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.checksum import checksum, compare
 from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
 from xtrain.kernels.decoding import sampling
-from xtrain.kernels.decoding.gemv import gemv, gemv_fits
+from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits
 from xtrain.kernels.decoding.kv_cache import append_kv, empty_kv_cache
 from xtrain.kernels.decoding.padding import token_positions
 from xtrain.kernels.elementwise import add_into, scale_into
@@ -161,8 +161,8 @@ def serving(dtype):
         if gemv_fits(N, K, dtype):
             x, w, norm = draw(N, K, dtype=dtype), draw(M, K, dtype=dtype), draw(K)
             gemv(x, w)
-            gemv(x, w, norm, 1e-6, swiglu=True)
-            gemv(x, w, residual_NO=draw(N, M))
+            add_norm_gemv(x, None, norm, w, 1e-6, True)
+            add_norm_gemv(x, draw(N, K), norm, w, 1e-6)
 
 
 def choosing(dtype):

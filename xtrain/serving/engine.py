@@ -464,7 +464,9 @@ class Engine:
             each = self._flops_of_token(past)
             n = min(total - past, free, max(S, int(min(flops / each, total))))
             if self.batch_invariant and n < total - past:  # chunks end where blocks end
-                n = max((past + n) // S * S - past, 0 if chunks else min(S - past % S, total - past))
+                n = max(
+                    (past + n) // S * S - past, 0 if chunks else min(S - past % S, total - past)
+                )
             if n <= 0:
                 break
             chunks.append(PrefillChunk(request, n))
