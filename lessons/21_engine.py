@@ -481,7 +481,7 @@ lesson.source(Engine._end_if_finished)
 # prefix of the prompt. (When the weights change, no cached keys can be reused.)
 
 # %%
-lesson.source(Engine._assign_slot)
+lesson.source(Engine._assign_blocks)
 
 # %% [markdown]
 # Your 21.4 is in the next two functions. They also handle a *stop string*, such as the start of the

@@ -48,7 +48,7 @@ def few_rows(x_NK: Array, w_OK: Array) -> bool:
     """True in inference for so few rows that a product takes as long as reading w: kernels/decoding/gemv.py computes it."""
     if type(x_NK) is np.ndarray or is_batch_invariant() or not is_inference():
         return False
-    return _gemv.gemv_fits(*x_NK.shape, w_OK.dtype)
+    return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype)
 
 
 class Embedding(Function):

@@ -97,8 +97,8 @@ class Attention(Module):
         D, H, G, scale = c.head_dim, c.n_heads, c.n_kv_heads, c.head_dim**-0.5
         norms = (self.q_norm, self.k_norm) if c.qk_norm else ()
         if all(type(norm) is RMSNorm for norm in norms):
-            weights = [norm.weight for norm in norms] or (None, None)
-            return sequences.attend(qkv, *weights, H, G, c.norm_eps, scale)
+            q_w_D, k_w_D = [norm.weight for norm in norms] or (None, None)
+            return sequences.attend(qkv, q_w_D, k_w_D, H, G, c.norm_eps, scale)
         q, k, v = sequences.split_heads(qkv, H, G)
         q, k = (norm(x.reshape(-1, D)).reshape(x.shape) for norm, x in zip(norms, (q, k)))
         return sequences.attention(sequences.rope(q), sequences.rope(k), v, scale)
@@ -150,7 +150,7 @@ class Block(Module):
 
 
 def norm_attention(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, attention: Module, sequences: Sequences
+    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, attention: Any, sequences: Sequences
 ) -> tuple[Tensor, Tensor]:
     """-> h + delta, attention(norm(h + delta), sequences)"""
     if _has_call_of(attention, Attention):
@@ -161,7 +161,7 @@ def norm_attention(
 
 
 def norm_mlp(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, mlp: Module, sequences: Sequences
+    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, mlp: Any, sequences: Sequences
 ) -> tuple[Tensor, Tensor]:
     """-> h + delta, mlp(norm(h + delta))
 
@@ -201,7 +201,8 @@ class Decoder(Module):
                 block = functools.partial(recompute, block)
             stream = (h_NC,) if delta_NC is None else (h_NC, delta_NC)
             h_NC, delta_NC = in_layer(i, block, *stream)  # names the layer for observers
-        h_NC, delta_NC = sequences.wanted_rows(h_NC), sequences.wanted_rows(delta_NC)
+        h_NC = sequences.wanted_rows(h_NC)
+        delta_NC = None if delta_NC is None else sequences.wanted_rows(delta_NC)
         return add_norm(h_NC, delta_NC, self.norm, sequences.dtype)[1]
 
 

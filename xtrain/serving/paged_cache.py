@@ -26,6 +26,7 @@ from ..kernels.embedding import embedding_fwd
 from ..kernels.primitives.tiles import WIDTHS
 from ..kernels.rope import rope_frequencies, rope_tables
 from ..kernels.runtime.invariance import is_batch_invariant
+from ..kernels.runtime.launch import empty
 from ..nn.autograd import inference
 from ..nn.model import Transformer
 from ..nn.sequences import Sequences
@@ -126,7 +127,7 @@ class PagedCache:
             to_device(f(np.stack(angles)).astype(np.float32), self.model.device)
             for f in (np.cos, np.sin)
         )
-        cos, sin = (_join(pair) for pair in zip(tables, beyond))
+        cos, sin = (_join(*pair) for pair in zip(tables, beyond))
         return cos, sin
 
     def _tables_for(self, positions: int, seq_len: int) -> tuple[Array, Array]:
@@ -162,7 +163,7 @@ class PagedCache:
             tables_AM[a, : min(len(row), M)] = row[:M]
         edges = [0, *itertools.accumulate(lengths)]
         # One copy to the device for all of them.
-        parts = [ids, edges, history, tables_AM.reshape(-1), wanted]
+        parts: list[Any] = [ids, edges, history, tables_AM.reshape(-1), wanted]
         ends = list(itertools.accumulate(map(len, parts)))
         packed = to_device(np.concatenate(parts).astype(np.int32), self.model.device)
         ids_N, edges_E, history_A, tables, wanted_W = (
@@ -242,7 +243,7 @@ class CachedSequences(Sequences):
         return Tensor(o_NHD.reshape(len(o_NHD), -1))
 
     def wanted_rows(self, x_NC):
-        if self.wanted_W is None or x_NC is None:
+        if self.wanted_W is None:
             return x_NC
         return Tensor(embedding_fwd(self.wanted_W, x_NC.data))  # the rows with these indices
 
@@ -268,13 +269,8 @@ def _observed_heads(model: Transformer) -> list[Heads]:
     return found
 
 
-def _join(arrays):
-    """Arrays of shape (n_i, R) -> (sum of n_i, R)"""
-    from ..kernels.runtime.launch import empty
-
-    joined = empty(arrays[0], (sum(map(len, arrays)), arrays[0].shape[1]))
-    end = 0
-    for x in arrays:
-        start, end = end, end + len(x)
-        joined[start:end] = x
+def _join(a: Array, b: Array) -> Array:
+    """(n, R), (m, R) -> (n + m, R)"""
+    joined = empty(a, (len(a) + len(b), a.shape[1]))
+    joined[: len(a)], joined[len(a) :] = a, b
     return joined
