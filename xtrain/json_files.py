@@ -1,5 +1,6 @@
 """Read small JSON files that any program may have written: every error is a UserError that names the file."""
 
+import collections
 import contextlib
 import json
 import os
@@ -39,8 +40,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The pairs as a dict. Raises ValueError for a key that occurs twice: readers would disagree about its value."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        seen: set[str] = set()
-        duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))
+        counts = collections.Counter(name for name, _ in pairs)
+        duplicate = next(name for name, n in counts.items() if n > 1)
         raise ValueError(f"{listed([duplicate])} occurs twice")
     return content
 
