@@ -121,7 +121,8 @@ def the_last_checkpoint_cannot_be_written(folder):
         text = said.getvalue()
         assert (sentence in text and text.count("\n") == 1) if WORLD.rank == 0 else not text, text
         names = sorted(p.name for p in (folder / f"full{i}" / "run" / "checkpoints").glob("*"))
-        assert names == (["step-000001", "step-000002"] if i == 0 else []), names
+        # step 1 was removed to make room for step 3
+        assert names == (["step-000002"] if i == 0 else []), names
     checkpoint.write = write
 
 
