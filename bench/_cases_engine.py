@@ -9,7 +9,7 @@ from xtrain.kernels.decoding import gemv, kv_cache
 from xtrain.kernels.decoding.padding import token_positions
 from xtrain.kernels.runtime.launch import launch
 
-A, G = 64, 4  # packed sequences of a prefill, key heads
+A, G, S = 64, 4, 64  # packed sequences of a prefill, key heads, tokens of a block of the cache
 LENGTHS = np.random.default_rng(0).integers(64, 2 * N // A - 64, A)
 T, TOKENS = int(LENGTHS.max()), int(LENGTHS.sum())
 SHAPE = f"A={A} T={T} N={TOKENS} H={H} D={D}"
@@ -17,31 +17,32 @@ padding, repeat = lesson.load_checks("padding"), lesson.load_checks("repeat_kv")
 
 
 def packed_tokens():
-    """-> edges, rows, positions on the GPU"""
+    """-> edges, blocks, offsets, positions on the GPU; blocks of S tokens in random order"""
     edges = padding.cumulative_lengths(cp.asarray(LENGTHS, np.int32))
-    history = cp.full(A, 5, np.int32)
-    return edges, *token_positions(edges, TOKENS, history)
+    history, M = cp.full(A, 5, np.int32), -(-(T + 8) // S)
+    tables = cp.asarray(np.random.default_rng(1).permutation(A * M).reshape(A, M).astype(np.int32))
+    return edges, *token_positions(edges, TOKENS, history, tables, S)
 
 
 @case
 def append_kv(dtype):
-    _, rows, positions = packed_tokens()
+    _, blocks, offsets, _ = packed_tokens()
     k, v = draw(dtype, TOKENS, G, D), draw(dtype, TOKENS, G, D, seed=1)
-    caches = [cp.zeros((A, G, T + 8, D), dtype) for _ in range(2)]
+    caches = [cp.zeros((A * -(-(T + 8) // S), G, S, D), dtype) for _ in range(2)]
 
     def want():
         new = [cp.zeros(c.shape) for c in caches]
         for cache, x in zip(new, (k, v)):
-            cache.swapaxes(1, 2)[rows, positions] = double(x)
+            cache.swapaxes(1, 2)[blocks, offsets] = double(x)
         return tuple(new)
 
     naive = lambda: launch(
-        kv_cache.append_kv_naive_kernel, (TOKENS, G), kv_cache.BLOCK, *caches, k, v, rows, positions
+        kv_cache.append_kv_naive_kernel, (TOKENS, G), kv_cache.BLOCK, *caches, k, v, blocks, offsets
     )
     return Case(
         2 * size(k, v),
-        lambda: kv_cache.append_kv(*caches, k, v, rows, positions),
-        got=lambda: (kv_cache.append_kv(*caches, k, v, rows, positions), *caches)[1:],
+        lambda: kv_cache.append_kv(*caches, k, v, blocks, offsets),
+        got=lambda: (kv_cache.append_kv(*caches, k, v, blocks, offsets), *caches)[1:],
         want=want,
         naive=naive if dtype == np.float32 else None,
         shape=SHAPE,
@@ -108,5 +109,5 @@ def gemv_norm_swiglu(dtype):
         return gate / (1 + cp.exp(-gate)) * up
 
     return Case(
-        w.nbytes, lambda: gemv.gemv(x, w, norm_w, 1e-6, swiglu=True), want=want, shape=f"N=1 K={C} F={F}"
+        w.nbytes, lambda: gemv.add_norm_gemv(x, None, norm_w, w, 1e-6, True)[1], want=want, shape=f"N=1 K={C} F={F}"
     )  # fmt: skip

@@ -10,7 +10,8 @@ sample                      microseconds for 1 and 32 rows, of this vocabulary a
 step                        all layers as the engine launches them, in one CUDA graph replayed many times: tokens/s, and the
                             share of the memory bound, (weights + cache read) / copy bandwidth
 
-Shape: dim 2048, 22 layers, 32 heads of 64, 4 of k and v, hidden 5632, vocabulary 32000. Weights and cache are random.
+Shape: dim 2048, 22 layers, 32 heads of 64, 4 of k and v, hidden 5632, vocabulary 32000. Weights and cache are random; the
+cache is paged, blocks of 64 tokens in random order.
 """
 
 import functools
@@ -34,6 +35,7 @@ from xtrain.kernels.runtime.launch import set_overlap
 
 C, L, H, G, D, F, V = 2048, 22, 32, 4, 64, 5632, 32000
 P = (H + 2 * G) * D
+S = 64  # tokens of a block of the KV cache
 BF16 = DTYPES["bf16"]
 EPS = 1e-5
 MATRICES = {  # name -> rows, columns of w, and the options of the call
@@ -57,9 +59,12 @@ def product(name, N, w=None):
     norm, swiglu = form.get("norm", False), form.get("swiglu", False)
     x = draw(np.float32 if norm else BF16, N, columns, seed=1)
     norm_w = draw(np.float32, columns, seed=2) if norm else None
-    h = draw(np.float32, N, rows, seed=3) if form.get("residual") else None
-    dtype = form.get("dtype")
-    return lambda: gemv.gemv(x, w, norm_w, EPS, h, swiglu, dtype, h, True), w.nbytes, (x, w)
+    delta, dtype = draw(BF16, N, columns, seed=3), form.get("dtype")
+    if norm:
+        call = lambda: gemv.add_norm_gemv(x, delta, norm_w, w, EPS, swiglu, True, dtype)
+    else:
+        call = lambda: gemv.gemv(x, w, dtype, True)
+    return call, w.nbytes, (x, w)
 
 
 def bench_gemv(o):
@@ -75,6 +80,18 @@ def bench_gemv(o):
         )  # fmt: skip
 
 
+def paged(count, B, tokens, layers=()):
+    """-> `count` random caches (*layers, R, G, S, D) of R = B M blocks, and (B, M) tables of up to `tokens` tokens
+
+    The blocks of a sequence lie in random order, as in an engine that has served for a while.
+    """
+    M = -(-tokens // S)
+    tables = int32(np.random.default_rng(0).permutation(B * M).reshape(B, M))
+    return [
+        draw(BF16, *layers, B * M, G, S, D, seed=i + 1, scale=0.5) for i in range(count)
+    ], tables
+
+
 def bench_attention(o):
     for B, context in o.shapes:
         args, nbytes = attention_inputs(B, context)
@@ -85,20 +102,19 @@ def bench_attention(o):
         )  # fmt: skip
 
 
-def attention_inputs(B, context, kv=None, tables=None):
-    S = context + 128
-    k, v = (draw(BF16, B, G, S, D, seed=i) for i in (1, 2)) if kv is None else kv
-    tables = tables or [cp.asarray(t) for t in rope.rope_tables(D, S, 1e4)]
-    qkv, lengths, rows = draw(BF16, B, P), int32([context - 1] * B), int32(range(B))
-    return (qkv, k, v, lengths, rows, *tables, None, None, EPS, D**-0.5), 4 * B * G * context * D
+def attention_inputs(B, context, kv=None, tables=None, angles=None):
+    if kv is None:
+        kv, tables = paged(2, B, context + 128)
+    angles = angles or [cp.asarray(t) for t in rope.rope_tables(D, tables.shape[1] * S, 1e4)]
+    qkv, lengths = draw(BF16, B, P), int32([context - 1] * B)
+    return (qkv, *kv, lengths, tables, *angles, None, None, EPS, D**-0.5), 4 * B * G * context * D
 
 
 def bench_context(o):
     for A, T, past in o.prompts:
-        S = past + T
         edges, history = int32(np.arange(A + 1) * T), int32([past] * A)
-        q, k, v = (draw(BF16, A * T, H, D), *(draw(BF16, A, G, S, D, seed=i) for i in (1, 2)))
-        places = (edges, history, int32(range(A)), T)
+        q, ((k, v), tables) = draw(BF16, A * T, H, D), paged(2, A, past + T)
+        places = (edges, history, tables, T)
         run = lambda: context_attention(q, k, v, *places, D**-0.5)  # noqa: B023
         ms = graph_ms(run, o.runs)[0]
         flops, more = 4 * H * D * A * T * (past + (T + 1) / 2), {}
@@ -143,10 +159,10 @@ class Step:
     def __init__(self, B, context):
         self.weights = [{n: self.weight(n, i) for n in MATRICES if n != "head"} for i in range(L)]
         self.head, self.norm_w = self.weight("head", L), cp.ones(C, np.float32)
-        S, self.h = context + 128, draw(np.float32, B, C, scale=0.1)
-        kv = draw(BF16, L, 2, B, G, S, D, scale=0.5)
-        tables = [cp.asarray(t) for t in rope.rope_tables(D, S, 1e4)]
-        self.attention = [attention_inputs(B, context, kv[i], tables)[0][1:] for i in range(L)]
+        self.h = draw(np.float32, B, C, scale=0.1)
+        (kv,), tables = paged(1, B, context + 128, (L, 2))
+        angles = [cp.asarray(t) for t in rope.rope_tables(D, tables.shape[1] * S, 1e4)]
+        self.attention = [attention_inputs(B, context, x, tables, angles)[0][1:] for x in kv]
         self.sampling = sampling_inputs(B, 0, 0, 1)
         matrices = [w for layer in self.weights for w in layer.values()]
         self.nbytes = (
@@ -158,15 +174,15 @@ class Step:
         return draw(BF16, rows, columns, seed=seed, scale=0.3 * columns**-0.5)
 
     def __call__(self):
-        h = self.h
+        h, delta = self.h, None
+        product = functools.partial(gemv.gemv, weights_ready=True)
+        normed = functools.partial(gemv.add_norm_gemv, weights_ready=True)
         for w, attention in zip(self.weights, self.attention):
-            multiply = functools.partial(gemv.gemv, weights_ready=True)
-            qkv = multiply(h, w["qkv"], self.norm_w, EPS)
-            attended = decode_attention(qkv, *attention, cache_ready=True)
-            multiply(attended, w["o"], residual_NO=h, out=h)
-            y = multiply(h, w["gate_up"], self.norm_w, EPS, swiglu=True)
-            multiply(y, w["down"], residual_NO=h, out=h)
-        logits = multiply(h, self.head, self.norm_w, EPS, dtype=np.float32)
+            h, qkv = normed(h, delta, self.norm_w, w["qkv"], EPS)
+            delta = product(decode_attention(qkv, *attention, cache_ready=True), w["o"])
+            h, y = normed(h, delta, self.norm_w, w["gate_up"], EPS, True)
+            delta = product(y, w["down"])
+        _, logits = normed(h, delta, self.norm_w, self.head, EPS, dtype=np.float32)
         sampling.sample(logits, *self.sampling)
 
 

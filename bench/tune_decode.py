@@ -1,6 +1,6 @@
 """Find the fastest division of the work in a decoding step on this GPU.
 
-    python bench/tune_decode.py [--stages qkv o gate_up down head few many ahead residual] [--jobs 16]
+    python bench/tune_decode.py [--stages qkv o gate_up down head few many residual] [--jobs 16]
 
 Uses the model of bench_decode.py, all 22 layers with separate weights, and decodes as the engine does: a CUDA graph of the
 step without sampling, replayed back to back. It starts with the library's choice. One stage after another tries its
@@ -10,13 +10,11 @@ A candidate whose logits differ by more than ALLOWED from those of the library's
 
     qkv ... head    gemv_tensor_cores.Config of a product
     few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many (batch 32)
-    ahead           cached_model.AHEAD, bytes
     residual        residual.FEW and FEW_COLUMNS (batch 32)
 
 Prints at the end what to write into the files.
 """
 
-import functools
 import math
 import multiprocessing
 import os
@@ -32,7 +30,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bench_decode
 from _timing import copy_bandwidth
-from bench_engine import BF16, EPS, MATRICES, D, G, P, int32, replay_ms
+from bench_engine import BF16, EPS, MATRICES, D, G, P, S, int32, replay_ms
 
 from xtrain.kernels import residual, rope
 from xtrain.kernels.attention import decode_attention
@@ -40,7 +38,8 @@ from xtrain.kernels.attention.decode_attention import Config as Attention
 from xtrain.kernels.cast import cast_fwd
 from xtrain.kernels.decoding import gemv
 from xtrain.kernels.decoding.gemv_tensor_cores import Config as Product
-from xtrain.serving import cached_model
+from xtrain.nn.autograd import inference
+from xtrain.serving.paged_cache import PagedCache
 
 CONTEXTS = (128, 4096)
 BATCHES = {"many": 32, "residual": 32}  # of a stage; 1 otherwise
@@ -53,7 +52,6 @@ ALTERNATIVES = {  # Product(warps, chunks, blocks, stage), Attention(warps, ahea
     "head": [Product(2, 4, 8), Product(8, 4, 2), Product(4, 8, 2), Product(4, 4, 3)],
     "few": [Attention(12, False, 192), Attention(8, True, 256)],
     "many": [Attention(4, True, 256), Attention(8, True, 256), Attention(4, False, 512)],
-    "ahead": [0, 4 << 20, 12 << 20],
     "residual": [(0, 4), (264, 8)],
 }
 
@@ -77,7 +75,6 @@ CHOSEN = {
     **{name: gemv.choose(*key_of(name)) for name in MATRICES},
     "few": decode_attention.choose(D, 8, G),
     "many": decode_attention.choose(D, 8, 32 * G),
-    "ahead": cached_model.AHEAD,
     "residual": (residual.FEW, residual.FEW_COLUMNS),
 }
 
@@ -89,7 +86,6 @@ def use(candidate):
     limit = decode_attention.FEW_HEADS
     gemv.choose = lambda *key: products[key]
     decode_attention.choose = lambda D, heads, key_heads: few if key_heads <= limit else many
-    cached_model.AHEAD = candidate["ahead"]
     residual.FEW, residual.FEW_COLUMNS = candidate["residual"]
     residual.make_fwd_kernel.cache_clear()  # FEW_COLUMNS is not one of its arguments
 
@@ -103,17 +99,16 @@ def compile_one(task):
             rows, K, form = MATRICES[stage]
             norm, swiglu = form.get("norm", False), form.get("swiglu", False)
             x, w = cp.empty((1, K), np.float32 if norm else BF16), cp.empty((rows, K), BF16)
-            h = cp.empty((1, rows), np.float32) if form.get("residual") else None
-            norm_w, next_w = (
-                cp.empty(K, np.float32) if norm else None,
-                w[0] if stage == "o" else None,
-            )
-            gemv.gemv(x, w, norm_w, EPS, h, swiglu, form.get("dtype"), h, True, next_w)
+            if norm:
+                norm_w, delta = cp.empty(K, np.float32), cp.empty((1, K), BF16)
+                gemv.add_norm_gemv(x, delta, norm_w, w, EPS, swiglu, True, form.get("dtype"))
+            else:
+                gemv.gemv(x, w, form.get("dtype"), True)
         elif stage in ("few", "many"):
             B = BATCHES.get(stage, 1)
-            k, v = (cp.empty((1, G, 4224, D), BF16) for _ in "kv")
-            tables = [cp.asarray(t) for t in rope.rope_tables(D, 4224, 1e4)]
-            where = int32([0] * B), int32([-1] * B), *tables, None, None, EPS, D**-0.5
+            k, v = (cp.empty((1, G, S, D), BF16) for _ in "kv")
+            angles = [cp.asarray(t) for t in rope.rope_tables(D, 66 * S, 1e4)]
+            where = int32([-1] * B), int32([[0] * 66] * B), *angles, None, None, EPS, D**-0.5
             decode_attention.decode_attention(cp.empty((B, P), BF16), k, v, *where, True)
         cp.cuda.Device().synchronize()
         return task, ""
@@ -126,16 +121,26 @@ class Bench:
     def __init__(self, o: Options):
         self.bandwidth = copy_bandwidth(1 << 30)
         self.model = bench_decode.random_model(o)
-        self.cached = cached_model.CachedModel(self.model, 32, max(CONTEXTS) + 128)
-        some = cp.random.standard_normal(self.cached.kv_L2RGSD.shape[1:], dtype=cp.float32)
+        capacity = max(CONTEXTS) + 128
+        self.cache, self.each = PagedCache(self.model, capacity, 64), -(-capacity // 64)
+        self.cache.allocate(32 * self.each)
+        some = cp.random.standard_normal(self.cache.whole.shape[1:], dtype=cp.float32)
         some = cast_fwd(some, BF16).view(np.int16)
-        for layer in self.cached.kv_L2RGSD:
+        for layer in self.cache.whole:
             layer.view(np.int16)[...] = some
         self.logits = {}  # of the library's choice, for a batch and context
 
     def step(self, B, T):
-        ids, lengths, rows = int32(np.arange(B) * 7 + 1), int32([T] * B), int32(range(B))
-        return functools.partial(self.cached.decode, ids, lengths, rows)
+        ids, lengths = int32(np.arange(B) * 7 + 1), int32([T] * B)
+        tables = int32(np.arange(B * self.each).reshape(B, self.each))
+        edges = int32(range(B + 1))
+
+        def step():
+            with inference():
+                sequences = self.cache.decode(lengths, tables, edges)
+                return self.model.logits(self.model.hidden(ids, sequences)).data
+
+        return step
 
     def __call__(self, candidate, B):
         """-> milliseconds per step and shares of the memory bound, for each context; the largest error of its logits"""

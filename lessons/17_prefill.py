@@ -266,12 +266,15 @@ def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
 # %% [markdown]
 # ## The complete prefill
 #
-# xtrain's `CachedModel` builds prefill from exactly these pieces. Does a packed batch give the same
-# next tokens as each prompt alone?
+# xtrain serves a model with the forward that trains it: the same blocks, the same products. Only
+# attention differs. In place of "B sequences of T tokens" the model is given the description that
+# you see below, made from exactly these pieces, and its attention then writes to the cache and
+# reads from it. (The cache consists of blocks: `tables_AM` lists those of each sequence, which
+# lesson 18 comes back to.) Does a packed batch give the same next tokens as each prompt alone?
 
 # %%
 import xtrain
-from xtrain.serving.cached_model import CachedModel
+from xtrain.serving.paged_cache import CachedSequences, PagedCache
 
 config = xtrain.ModelConfig(
     vocab_size=60,
@@ -290,7 +293,10 @@ lengths = [len(p) for p in prompts]
 alone = np.stack([model(p[None]).data[0, -1] for p in prompts])
 
 # %%
-lesson.source(CachedModel.prefill)
+lesson.source(PagedCache.prefill)
+
+# %%
+lesson.source(CachedSequences.attention)
 
 # %%
 engine = xtrain.Engine(model, max_batch=3, max_seq_len=16)

@@ -254,7 +254,7 @@ print("starts with the first text and its answer:", second.startswith(first + "F
 # %% [markdown]
 # The prompt of each turn contains all earlier turns. Computing it from scratch costs more in every
 # turn; the total cost grows with the *square* of the number of turns. But the keys and values of
-# the earlier turns are still in the cache, if the slot was last used by the same conversation. They
+# the earlier turns are still in the cache, until their blocks are needed for others. They
 # can be reused as far as the tokens are the same *from the beginning, without a gap*: a key depends
 # on all tokens before it.
 #
@@ -453,8 +453,8 @@ print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the tim
 #
 # The first function is your 21.2; the second is the step around it that becomes a CUDA graph:
 # model, sampling, advancing the counters. Python's share of a step is one launch and reading b
-# token ids, which the last kernel writes to host memory. (The kernel receives the slots as `rows_B`:
-# they are rows of the cache array.)
+# token ids, which the last kernel writes to host memory. (An entry is idle here if its length is
+# below 0: the engine passes the lengths as `rows_B`.)
 
 # %%
 from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
@@ -465,10 +465,10 @@ lesson.source(_sampling_kernels.make_advance_kernel)
 lesson.source(Engine._decode)
 
 # %% [markdown]
-# One step of the engine admits waiting requests, decodes, and ends finished sequences. Steps are
-# *in flight* when they were launched but their token ids have not arrived yet. While no request
-# waits for a slot, the engine launches the next step *before* it knows the tokens of the previous
-# one. If one of those tokens turns out to be a stop token, one wasted token has been computed for
+# One step of the engine admits waiting requests, decodes, computes the next part of their prompts,
+# and ends finished sequences. Steps are *in flight* when they were launched but their token ids have
+# not arrived yet. On a GPU the engine launches the next step *before* it knows the tokens of the
+# previous one. If one of those tokens turns out to be a stop token, one wasted token has been computed for
 # that sequence and is discarded.
 
 # %%
@@ -477,11 +477,13 @@ lesson.source(Engine._append_token)
 lesson.source(Engine._end_if_finished)
 
 # %% [markdown]
-# The next function uses your 21.3: of all free slots it chooses the one that holds the longest
-# prefix of the prompt. (When the weights change, no cached keys can be reused.)
+# The next function uses the idea of 21.3 for all requests at once. The cache consists of blocks of 64
+# tokens (Kwon et al. 2023). Full blocks that hold the first tokens of the prompt are shared; a block
+# that holds only some of the next ones is copied. (When the weights change, no cached keys can be
+# reused.)
 
 # %%
-lesson.source(Engine._assign_slot)
+lesson.source(Engine._assign_blocks)
 
 # %% [markdown]
 # Your 21.4 is in the next two functions. They also handle a *stop string*, such as the start of the

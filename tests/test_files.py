@@ -8,12 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults import error
 from rich.console import Console
 from runs import assert_same_run, checkpoints, run
 
 from xtrain import files
 from xtrain.errors import UserError
-from xtrain.files import Busy, DiskFull, Journal, cannot_write, digest, locked, write_whole
+from xtrain.files import (
+    Busy,
+    DiskFull,
+    Journal,
+    cannot_write,
+    digest,
+    locked,
+    owned,
+    write_whole,
+)
 from xtrain.training.run_log import RunLog
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,6 +189,81 @@ def test_a_killed_process_releases_its_lock(tmp_path):
     with locked(tmp_path) as is_locked:
         assert is_locked
     assert os.listdir(tmp_path) == []
+
+
+NO_FLOCK = {"ENOLCK": errno.ENOLCK, "ENOTSUP": errno.ENOTSUP, "ENOSYS": errno.ENOSYS, "Windows": None}  # fmt: skip
+OWNER = """
+import fcntl, os, pathlib, sys, threading
+from xtrain import files
+if sys.argv[2] == "None":
+    sys.modules["fcntl"] = None
+else:
+    def flock(*_): raise OSError(int(sys.argv[2]), "no locks here")
+    fcntl.flock = flock
+with files.owned(pathlib.Path(sys.argv[1])):
+    print("owned", flush=True)
+    threading.Event().wait()
+"""
+
+
+def without_flock(patch, code):
+    if code is None:
+        patch.setitem(sys.modules, "fcntl", None)
+    else:
+        patch.setattr("fcntl.flock", error(code))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's sockets")
+@pytest.mark.parametrize("code", NO_FLOCK.values(), ids=NO_FLOCK)
+def test_one_owner_without_flock(tmp_path, monkeypatch, code):
+    """Two processes of one machine exclude each other; a killed one is known to be dead."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path), str(code)], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"owned\n"
+    without_flock(monkeypatch, code)
+    for _ in range(2):
+        with pytest.raises(Busy), owned(tmp_path):
+            pass
+    process.kill()
+    process.communicate()
+    assert os.listdir(tmp_path) == [".lock"]
+    with owned(tmp_path), pytest.raises(Busy), owned(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ZeroDivisionError), owned(tmp_path):
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("owner", ["node7 5a3e 4026531840", "", "\xff \n"])
+def test_an_owner_on_another_machine(tmp_path, monkeypatch, owner):
+    """Whether it is alive cannot be known here: the user decides."""
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)
+    folder = run(tmp_path, steps=2, stop_at=1)
+    (folder / ".lock").write_text(owner)
+    for code in (None, errno.ENOLCK):
+        with monkeypatch.context() as patch:
+            if code:
+                without_flock(patch, code)
+            with pytest.raises(UserError, match=r"being written by another process: .*has ended, delete that file$"):  # fmt: skip
+                run(tmp_path, steps=2, resume=True)
+    assert (folder / ".lock").read_text() == owner
+    (folder / ".lock").unlink()
+    run(tmp_path, steps=2, resume=True)
+    assert checkpoints(folder)[-1] == "step-000002" and not (folder / ".lock").exists()
+
+
+@pytest.mark.parametrize("code", NO_FLOCK.values(), ids=NO_FLOCK)
+def test_two_resumes_without_flock(tmp_path, monkeypatch, code):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(RunLog, "picture", lambda self: None)
+    without_flock(monkeypatch, code)
+    folder = run(tmp_path, steps=2, stop_at=1)
+    with owned(folder), pytest.raises(UserError, match="being written by another process"):
+        run(tmp_path, steps=2, resume=True)
+    run(tmp_path, steps=2, resume=True)
 
 
 def test_messages():

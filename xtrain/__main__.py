@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from .cli import command, command_line
+from .cli import command, command_line, print_text
 from .errors import UserError
 
 COMMANDS = {  # the command's name -> its module
@@ -79,15 +79,15 @@ def completion(shell: str) -> str:
     )
 
 
-@command("xtrain")
+@command("xtrain", one_process=False)  # each command decides
 def main(arguments: list[str] | None = None) -> int:
     """Run a command, or list them. -> exit code."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(overview())
+        print_text(overview())
         return 0
     if name == "completion":
-        print(completion(*rest[:1] or [""]), end="")
+        print_text(completion(*rest[:1] or [""]), end="")
         return 0
     module = COMMANDS.get(name.replace("-", "_"))
     if module is None:

@@ -1,5 +1,8 @@
 """What every command shares: options, standard streams, signals, and one path from an error to an exit code.
 
+    say(text)             a message, on standard error
+    print_text(text)      a result, on standard output
+
     @command("xtrain.train")
     def main(arguments=None) -> int: ...        raises UserError; returns an exit code
 
@@ -16,15 +19,48 @@ import functools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
+from . import machine
 from .errors import UserError, describe_out_of_memory, is_out_of_memory
 from .files import FULL
 
+OTHERS_SECONDS = 1  # a launcher ends all processes with the first: the one that prints needs time
 BROKEN_PIPE = 141  # a shell's exit code for a program that was ended by SIGPIPE: 128 + 13
+# The C0 control characters, DEL and the C1 control characters, without tab and newline. A terminal would
+# obey them: they move the cursor, hide text, set the clipboard. C0 and DEL have pictures: U+241B for escape.
+CONTROL_CHARACTERS = {
+    **{c: 0x2400 + c for c in range(0x20) if chr(c) not in "\t\n"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
 
 
+# ----------------------------------------------------------------------------- printing
+def printable(text: str) -> str:
+    """text, each control character except tab and newline replaced by a visible character.
+
+    Each character is replaced by itself, so a text may be passed in parts.
+    """
+    return text.translate(CONTROL_CHARACTERS)
+
+
+def say(text: str) -> None:
+    """Print a message on standard error, as printable text: it may contain names and text from files."""
+    print(printable(text), file=sys.stderr)
+
+
+def print_text(text: str, end: str = "\n", flush: bool = False) -> None:
+    """Print a result on standard output: as printable text in a terminal, unchanged in a pipe or a file."""
+    text += end
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    if flush:
+        sys.stdout.flush()
+
+
+# ----------------------------------------------------------------------------- commands
 class Output:
     """Standard output whose errors never end a run: text that cannot be written (full disk, closed pipe) is dropped."""
 
@@ -58,35 +94,58 @@ class Output:
             _discard_output()
 
 
-def command(name: str, *, interrupted: str = "interrupted", less_memory: str = "") -> Callable:
+def command(
+    name: str,
+    *,
+    interrupted: str = "interrupted",
+    less_memory: str = "",
+    one_process: bool = True,
+) -> Callable:
     """Decorate a command's main(arguments=None) -> exit code.
 
     A UserError becomes one sentence on stderr and exit code 2.
     name: the prefix of messages, such as "xtrain.train".
     interrupted: what Ctrl-C prints, with exit code 130.
     less_memory: what to do when memory runs out; "": out-of-memory errors are raised as they are.
+    one_process: refuse to be started several times by mpirun, srun or torchrun.
     """
 
     def decorate(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         @functools.wraps(main)
         def wrapped(arguments: list[str] | None = None) -> int:
+            launcher = machine.launcher() if one_process else None
+            if launcher is not None and launcher.world > 1:
+                refuse_once(
+                    f"{name}: {launcher.name} started {launcher.world} processes ({launcher.variable}), but this command "
+                    f"is one process: start it without a launcher, or train on several ranks with "
+                    f"`mpirun -n {launcher.world} python -m xtrain.ddp`"
+                )
+                return 2
             try:
                 return main(arguments)
             except UserError as error:
-                print(f"{name}: {error}", file=sys.stderr)
+                say(f"{name}: {error}")
                 return 2
             except (MemoryError, RuntimeError) as error:
                 if not (less_memory and is_out_of_memory(error)):
                     raise
-                print(f"{name}: {describe_out_of_memory(error)}: {less_memory}", file=sys.stderr)
+                say(f"{name}: {describe_out_of_memory(error)}: {less_memory}")
                 return 2
             except KeyboardInterrupt:
-                print(f"\n{name}: {interrupted}", file=sys.stderr)
+                say(f"\n{name}: {interrupted}")
                 return 130
 
         return wrapped
 
     return decorate
+
+
+def refuse_once(message: str) -> None:
+    """Print the message to stderr once per machine, before every process that a launcher started exits."""
+    if machine.first_on_machine():
+        say(message)
+    else:
+        time.sleep(OTHERS_SECONDS)
 
 
 def command_line(main: Callable[[], int]) -> int:
@@ -109,7 +168,7 @@ def command_line(main: Callable[[], int]) -> int:
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
         return code
     except KeyboardInterrupt:
-        print("\nxtrain: interrupted", file=sys.stderr)
+        say("\nxtrain: interrupted")
         return 130
     except OSError as error:
         if error.filename is not None or error.errno not in {errno.EPIPE, errno.EIO, *FULL}:
@@ -117,7 +176,7 @@ def command_line(main: Callable[[], int]) -> int:
         _discard_output()
         if error.errno == errno.EPIPE:
             return BROKEN_PIPE
-        print(f"xtrain: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        say(f"xtrain: standard output cannot be written: {error.strerror}")
         return 1
 
 

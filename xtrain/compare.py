@@ -10,9 +10,9 @@ Exit code 0: they agree; 1: they diverge; 2: the folder or the options cannot be
 import sys
 
 import tyro
-from rich.console import Console
 
 from .cli import command, command_line
+from .console import PrintableConsole
 from .inspect.compare import CompareConfig, run
 
 
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code."""
     prog = "python -m xtrain.compare"
     config = tyro.cli(CompareConfig, prog=prog, description=__doc__, args=arguments)
-    return 0 if run(config, Console(highlight=False)) else 1
+    return 0 if run(config, PrintableConsole(highlight=False)) else 1
 
 
 if __name__ == "__main__":

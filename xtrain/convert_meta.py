@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from .cli import command, command_line
+from .cli import command, command_line, print_text
 from .data.tokenizer import COMPANION_FILES
 from .formats.huggingface import GENERATION
 from .formats.meta import Options, convert
@@ -16,12 +16,12 @@ def main(arguments: list[str] | None = None) -> int:
     """-> exit code: 0, or 2 after a UserError, whose message goes to stderr."""
     options = tyro.cli(Options, prog="python -m xtrain.convert_meta", args=arguments)
     config = convert(options)
-    print(
+    print_text(
         f"{options.target}: {config.n_layers} layers, dim {config.dim}, vocabulary {config.vocab_size}, "
         f"context {config.max_seq_len}, RoPE scaling {config.rope_scaling or 'none'}"
     )
     if not (Path(options.target) / "tokenizer.json").is_file():
-        print(
+        print_text(
             "it has no tokenizer.json yet: copy it from the Hugging Face release of the same model, together with "
             f"{', '.join(COMPANION_FILES)} and {GENERATION} if they exist (stop tokens, chat template)"
         )

@@ -23,34 +23,29 @@ ZeRO-1, --zero 1, divides the optimizer state among the ranks (parallel/zero.py)
 
 import contextlib
 import io
-import os
 import sys
 from typing import Any
 
 import tyro
 
-from .cli import command_line
+from .cli import command_line, refuse_once
 from .errors import UserError
+from .machine import first_on_machine
 from .parallel.ddp import ParallelConfig, train_parallel
 from .parallel.ranks import connect
 from .parallel.watchdog import AbortOnError
 from .report import page
 from .training.single_process import SINGLE_PROCESS, SingleProcess
 
-# environment variables in which launchers pass a process's rank on its machine
-LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code: 0, or 2 if the user can fix the error (one sentence on stderr)."""
-    prints = all(os.environ.get(name, "0") == "0" for name in LOCAL_RANK)  # one rank per machine
     if {"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments):  # without MPI
-        return _parse(arguments, SINGLE_PROCESS)[1] if prints else 0
+        return _parse(arguments, SINGLE_PROCESS)[1] if first_on_machine() else 0
     try:
         ranks = connect()
     except UserError as error:
-        if prints:
-            print(f"xtrain.ddp: {error}", file=sys.stderr)
+        refuse_once(f"xtrain.ddp: {error}")
         return 2
     with AbortOnError(ranks, "xtrain.ddp") as guard:
         config, code = _parse(arguments, ranks)
@@ -77,7 +72,7 @@ def _parse(arguments: list[str] | None, ranks: SingleProcess) -> tuple[ParallelC
     if failed is None:
         return config, 0
     if ranks.rank == 0:
-        print(failed[2], end="", file=sys.stderr if failed[1] else sys.stdout)
+        print(failed[2], end="", file=sys.stderr if failed[1] else sys.stdout)  # in tyro's colors
     return None, failed[1]
 
 

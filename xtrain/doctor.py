@@ -12,11 +12,11 @@ import json
 import sys
 from dataclasses import asdict
 
-from .cli import command, command_line
+from .cli import command, command_line, print_text
 from .inspect.doctor import examine, show
 
 
-@command("xtrain.doctor")
+@command("xtrain.doctor", one_process=False)
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit code, 0: all is well, 1: something needs a fix."""
     parser = argparse.ArgumentParser(
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     checks = examine()
     wrong = any(c.ok is False for c in checks)
     if o.json:
-        print(json.dumps({"ok": not wrong, "checks": [asdict(c) for c in checks]}, indent=1))
+        print_text(json.dumps({"ok": not wrong, "checks": [asdict(c) for c in checks]}, indent=1))
     else:
         show(checks)
     return int(wrong)

@@ -7,10 +7,10 @@ python -m xtrain.gradcheck rmsnorm add  these ops
 import argparse
 import sys
 
-from rich.console import Console
 from rich.table import Table
 
 from .cli import command, command_line
+from .console import PrintableConsole
 from .inspect.gradcheck import CASES, TOLERANCE, check, run
 
 __all__ = ["check", "main"]
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
             cells = op, name.removeprefix("model."), f"{len(shapes)}", f"{error:.1e}"
             table.add_row(*cells, f"{TOLERANCE:.0e}", "yes" if error <= TOLERANCE else "NO")
         failures += [f"{op} is wrong; smallest failure: {failure}"] if failure else []
-    Console().print(table, *failures, sep="\n")
+    PrintableConsole().print(table, *failures, sep="\n")
     return 1 if failures else 0
 
 

@@ -1,12 +1,15 @@
 """Read small JSON files that any program may have written: every error is a UserError that names the file."""
 
+import collections
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError
+from .files import restore
 
 MAX_JSON_BYTES = 16 << 20  # the safetensors header of a model with 100 B parameters has 0.2 MB
 
@@ -37,8 +40,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The pairs as a dict. Raises ValueError for a key that occurs twice: readers would disagree about its value."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        duplicate = next(name for name in names if names.count(name) > 1)
+        counts = collections.Counter(name for name, _ in pairs)
+        duplicate = next(name for name, n in counts.items() if n > 1)
         raise ValueError(f"{listed([duplicate])} occurs twice")
     return content
 
@@ -53,8 +56,11 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def is_folder(path: Path) -> bool:
-    """path.is_dir(). Raises UserError if permissions or the length of the name prevent the check."""
+    """path.is_dir(), after restoring a folder whose export was killed. Raises UserError if permissions or the length of the
+    name prevent the check."""
     with reading(path):
+        if not os.path.lexists(path):
+            restore(path)
         return path.is_dir()
 
 

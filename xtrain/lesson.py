@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .cli import command, command_line
+from .cli import command, command_line, print_text
 from .errors import UserError
 
 CHECKS = Path(__file__).resolve().parents[1] / "lessons" / "checks"
@@ -65,14 +65,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     checks = load_checks("api")
     if options.command == "list":
-        print(*checks.overview(), sep="\n")
+        print_text("\n".join(map(str, checks.overview())))
         return 0
     if options.command == "start":
         path = checks.start(options.lesson, force=options.force)
-        print(f"{path}: fill the gaps, then  python -m xtrain.lesson check {options.lesson}")
+        print_text(f"{path}: fill the gaps, then  python -m xtrain.lesson check {options.lesson}")
         return 0
     verdicts = checks.check_file(options.lesson, options.file)
-    print(*verdicts, sep="\n")
+    print_text("\n".join(map(str, verdicts)))
     return 0 if all(v.passed for v in verdicts) else 1
 
 

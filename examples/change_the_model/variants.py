@@ -13,7 +13,7 @@ from xtrain import AdamW, Transformer, no_grad
 from xtrain.device import array_module, to_numpy
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
-from xtrain.nn.model import STD, Attention, Block, add_norm_linear
+from xtrain.nn.model import STD, Attention, Block, add_norm
 from xtrain.nn.modules import Linear, Module, Parameter
 from xtrain.nn.observers import observe_ops
 from xtrain.training.run import Run
@@ -23,15 +23,15 @@ from xtrain.training.run import Run
 
 # --8<-- [start:mlp]
 class PlainMLP(Module):
-    """down(act(up(x))). The block calls `gate_up` together with the norm before it: here it is `up` alone."""
+    """down(act(up(x)))"""
 
     def __init__(self, c, act):
-        self.gate_up = Linear(c.dim, c.hidden_dim, STD, {"up_proj.weight": c.hidden_dim})
+        self.up_proj = Linear(c.dim, c.hidden_dim, STD)
         self.down_proj = Linear(c.hidden_dim, c.dim, STD / (2 * c.n_layers) ** 0.5)
         self.act = act
 
-    def __call__(self, u_NF):
-        return self.down_proj(self.act(u_NF))
+    def __call__(self, x_NC):
+        return self.down_proj(self.act(self.up_proj(x_NC)))
 
 
 def with_plain_mlps(model, act):
@@ -105,19 +105,19 @@ def loss_with_z(model, ids, targets, weight=1e-4):
 class NoPE(Attention):
     """Attention without positions: RoPE by angles of 0. (One without QK-norm: Attention(replace(config, qk_norm=False)).)"""
 
-    def attend(self, B, rotary, qkv):
-        xp = array_module(rotary[0])
-        return super().attend(B, (xp.ones_like(rotary[0]), xp.zeros_like(rotary[1])), qkv)
+    def attend(self, sequences, qkv):
+        cos, sin = sequences.cos_PR, sequences.sin_PR
+        cos, sin = array_module(cos).ones_like(cos), array_module(sin).zeros_like(sin)
+        return super().attend(replace(sequences, cos_PR=cos, sin_PR=sin), qkv)
 
 
 class ParallelBlock(Block):
     """h + attention(norm(h)) + mlp(norm(h)). A block gets h and the delta to be added to it, and returns such a pair."""
 
-    def __call__(self, B, rotary, recompute_attention, h_NC, delta_NC=None):
-        attention, mlp = self.self_attn, self.mlp
-        out_NC, qkv = add_norm_linear(h_NC, delta_NC, self.input_layernorm, attention.qkv)
-        _, gu_N2F = add_norm_linear(h_NC, delta_NC, self.post_attention_layernorm, mlp.gate_up)
-        return out_NC, attention(qkv, B, rotary, recompute_attention) + mlp(gu_N2F)
+    def __call__(self, sequences, h_NC, delta_NC=None):
+        h_NC, x_NC = add_norm(h_NC, delta_NC, self.input_layernorm, sequences.dtype)
+        _, y_NC = add_norm(h_NC, None, self.post_attention_layernorm, sequences.dtype)
+        return h_NC, self.self_attn(x_NC, sequences) + self.mlp(y_NC)
 
 
 def mixed(model):

@@ -147,13 +147,13 @@ def context_attention(e):
         e.need(got is not None, "Nothing is returned: return o (N, H, D).")
         clean_k, clean_v = np.nan_to_num(k), np.nan_to_num(v)
         want = lambda q=q, history=history, rows=rows, k=clean_k, v=clean_v, scale=scale: (
-            context_attention_ref(q, k, v, edges, history, rows, scale)
+            context_attention_ref(q, k, v, edges, history, rows[:, None], scale)
         )
         swapped = np.arange(H) % G
         order = np.argsort(swapped, kind="stable")
         mixed = np.empty_like(q)
         mixed[:, order] = context_attention_ref(
-            q[:, order], clean_k, clean_v, edges, history, rows, scale
+            q[:, order], clean_k, clean_v, edges, history, rows[:, None], scale
         )
         given = (q, clean_k, clean_v, edges, rows, scale)
         late = seen(*given, lambda a, i, past=history: past[a] + i)

@@ -190,3 +190,70 @@ def test_transformers_agrees(tmp_path, model_type):
     assert theirs(text)["input_ids"] == TOKENIZER.encode(text)
     assert theirs.decode(TOKENIZER.encode(text)) == text
     assert theirs.eos_token_id == TOKENIZER.eot_id and len(theirs) == TOKENIZER.vocab_size
+
+
+# ----------------------------------------------------------------------------- errors of the library
+def backtracking():
+    """A tokenizer whose regular expression gives up on a row of letters a: a panic in the library."""
+    content = json.loads(TOKENIZER._json())
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, content["pre_tokenizer"]],
+    }
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))
+
+
+def test_a_panic_while_encoding_is_one_sentence():
+    tokenizer, text = backtracking(), "a" * 60 + "!"
+    assert tokenizer.encode("b") == TOKENIZER.encode("b")
+    for call in (
+        lambda: tokenizer.encode(text),
+        lambda: tokenizer.encode_more(text),
+        lambda: tokenizer.encode_batch(["b", text]),
+    ):
+        with pytest.raises(UserError, match=r"the tokenizer cannot encode .*retry-limit") as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+class PanicException(BaseException):
+    """As pyo3's, which cannot be constructed."""
+
+
+@pytest.mark.parametrize(
+    "error", [PanicException("lost\nat line 1"), Exception("lost"), PanicException()]
+)
+def test_errors_of_the_library_are_one_sentence(error):
+    class Backend:
+        def fail(self, *_, **__):
+            raise error
+
+        encode = encode_batch_fast = decode = fail
+
+    tokenizer = Tokenizer.train(TEXTS, 300)
+    tokenizer._backend = Backend()
+    for call in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(
+            UserError, match=r"cannot encode th.* \((lost|PanicException)\): give other text"
+        ):
+            call("x")
+    with pytest.raises(UserError, match=r"cannot decode these tokens \((lost|PanicException)\)"):
+        tokenizer.decode([1])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TypeError, MemoryError])
+def test_other_errors_stay(error):
+    class Backend:
+        def encode(self, *_, **__):
+            raise error
+
+    tokenizer = Tokenizer.train(TEXTS, 300)
+    tokenizer._backend = Backend()
+    with pytest.raises(error):
+        tokenizer.encode("x")

@@ -20,6 +20,8 @@ from xtrain.inspect import compare
 from xtrain.inspect.gradcheck import check
 from xtrain.nn import functional as F
 from xtrain.nn import modules as nn
+from xtrain.nn.model import Attention, Block
+from xtrain.nn.modules import RMSNorm
 from xtrain.train import train
 from xtrain.training.model_summary import parameter_table
 from xtrain.training.run import Run
@@ -290,12 +292,76 @@ def test_a_variant_is_not_taken_for_a_llama(make, found, tmp_path):
     assert found in model.variation and found in other.variation
     with pytest.raises(UserError, match="neither Llama nor Qwen3"):
         Transformer.from_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"use model\.generate"):
-        Engine(model)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "xtrain"
     other.load_weights(tmp_path)
     ids = batch(0)[0]
     assert np.array_equal(other(ids).data, model(ids).data)
+
+
+class OwnHidden(Transformer):
+    """The hidden states are doubled."""
+
+    def hidden(self, ids, sequences=None):
+        return super().hidden(ids, sequences) * 2.0
+
+
+LONG = replace(CONFIG, max_seq_len=32)
+
+
+class Twice(Block):
+    """A block whose attention runs twice, so it stores two sets of keys and values."""
+
+    def __call__(self, sequences, h, delta=None):
+        h, delta = super().__call__(sequences, h, delta)
+        return super().__call__(sequences, h, delta)
+
+
+def with_twice():
+    model = Transformer(LONG)
+    model.model.layers[1] = Twice(LONG)
+    model.renew_arena()
+    return model
+
+
+def with_other_heads():
+    """Layers whose keys and values have different shapes, and norms of the user's own."""
+
+    class Squared(RMSNorm):
+        def __call__(self, *inputs, **options):
+            return super().__call__(*inputs, **options) * 1.5
+
+    model = Transformer(LONG)
+    layers = model.model.layers
+    layers[0].self_attn = Attention(replace(LONG, n_kv_heads=LONG.n_heads))
+    layers[1].self_attn = Attention(replace(LONG, n_kv_heads=1))
+    layers[2].self_attn.q_norm = Squared(LONG.head_dim, LONG.norm_eps)
+    layers[2].input_layernorm = Squared(LONG.dim, LONG.norm_eps)
+    model.renew_arena()
+    return model
+
+
+SERVED = {
+    "plain mlps": lambda: variants.with_plain_mlps(Transformer(LONG), F.silu),
+    "capped logits": lambda: variants.Capped(LONG),
+    "mixed layers": lambda: variants.mixed(Transformer(LONG)),
+    "lora everywhere": lambda: variants.with_lora(Transformer(LONG), places=PLACES),
+    "own hidden": lambda: OwnHidden(LONG),
+    "attention twice": with_twice,
+    "other heads and norms": with_other_heads,
+}
+
+
+@pytest.mark.parametrize("make", SERVED.values(), ids=SERVED)
+def test_what_can_be_trained_can_be_served(make):
+    """The engine gives the tokens of the full forward pass, in prefill, chunks, decoding and after preemption."""
+    model, prompts = random_weights(make()), [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+    engine = Engine(model, 3, 32, prefill_tokens=4, block_tokens=16)
+    tight = Engine(model, 3, 32, block_tokens=16, cache_bytes=3 * engine.cache.block_bytes)
+    for served in (engine, tight):
+        for prompt, completion in zip(prompts, served.generate(prompts, 18)):
+            full = model.generate(np.array(prompt), 18)[len(prompt) :].tolist()
+            assert full == list(completion)
+    assert any(step.preempted for step in tight.trace)
 
 
 def test_models_without_a_variation(tmp_path):

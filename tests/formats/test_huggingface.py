@@ -3,16 +3,20 @@
 import copy
 import errno
 import json
+import os
+import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from faults import Fault, error, killed_at
 from safetensors.torch import load_file, save_file
 from twins import DEVICE, LLAMA3, batch, empty_twin, random_model, small, twin, weights
 
-from xtrain import ModelConfig, Transformer, UserError
+from xtrain import ModelConfig, Transformer, UserError, files
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.formats import huggingface, tensor_file
 from xtrain.formats.huggingface import (
@@ -295,6 +299,190 @@ def test_a_full_disk_keeps_the_old_files(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         save(random_model(small()), tmp_path / "file")
+
+
+# ----------------------------------------------------------------------------- kills and errors while writing
+KINDS = ["exchange", "two renames", "no locks", "no links"]
+
+
+def on_a_disk(kind, patch):
+    """Make this disk one where folders cannot be exchanged, locked, or files linked."""
+    if kind in ("two renames", "no locks"):
+        patch.setattr(files, "_exchange", lambda a, b: False)
+    if kind == "no locks":
+        patch.setattr("fcntl.flock", error(errno.ENOLCK))
+    if kind == "no links":
+        patch.setattr(os, "link", error(errno.EPERM))
+
+
+@pytest.fixture
+def replaced(tmp_path):
+    """-> a folder with a model of two layers, in shards, and files of the user; work that replaces it by one of one layer."""
+    folder, before, after = tmp_path / "here" / "model", random_model(small()), random_model(small(n_layers=1), 2)  # fmt: skip
+    save(before, folder, max_shard_bytes=40_000)
+    (folder / "README.md").write_text("mine")
+    (folder / "runs" / "deep").mkdir(parents=True)
+    (folder / "runs" / "deep" / "log").write_text("mine, too")
+    (folder / "link").symlink_to("/nowhere")
+    return folder, lambda: save(after, folder, max_shard_bytes=20_000), before, after
+
+
+def whole(folder, *models):
+    """-> the number of the model that the folder holds; the user's files are there."""
+    held = weights(Transformer.from_pretrained(folder))
+    same = [m for m in models if len(weights(m)) == len(held)]
+    assert all(np.array_equal(values, held[name]) for name, values in weights(*same).items())
+    shards = {f.name for f in folder.glob("model-*")}
+    assert shards == set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())  # fmt: skip
+    assert (folder / "README.md").read_text() == "mine"
+    assert (folder / "runs/deep/log").read_text() == "mine, too"
+    assert os.readlink(folder / "link") == "/nowhere"
+    return models.index(same[0])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_every_call_a_folder_is_the_old_or_the_new_one(replaced, tmp_path, monkeypatch, kind):  # fmt: skip
+    folder, work, before, after = replaced
+    on_a_disk(kind, monkeypatch)
+    shutil.copytree(folder.parent, tmp_path / "first", symlinks=True)
+    n, found, killed = 0, [], True
+    while killed:
+        n += 1
+        shutil.rmtree(folder.parent)
+        shutil.copytree(tmp_path / "first", folder.parent, symlinks=True)
+        killed = killed_at(folder.parent, n, work, monkeypatch)
+        found.append(whole(folder, before, after))
+        if n % 5 == 0:  # the next export removes what this one has left
+            monkeypatch.setattr(files, "STRAY_SECONDS", -1)
+            work()
+            assert whole(folder, before, after) == 1 and os.listdir(folder.parent) == ["model"]
+    assert found == sorted(found) and {*found} == {0, 1} and n > 30
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_at_every_call_leaves_a_whole_folder(replaced, tmp_path, monkeypatch, kind):
+    folder, work, before, after = replaced
+    on_a_disk(kind, monkeypatch)
+    shutil.copytree(folder.parent, tmp_path / "first", symlinks=True)
+    n, found, fault = 0, [], None
+    while fault is None or fault.count >= n:
+        n += 1
+        shutil.rmtree(folder.parent)
+        shutil.copytree(tmp_path / "first", folder.parent, symlinks=True)
+        with monkeypatch.context() as patch:
+            fault = Fault(patch, folder.parent, n, error(errno.EIO))
+            try:
+                work()
+                expected = {1}
+            except UserError as refused:
+                assert re.search("cannot be written: .*Input/output error", str(refused))
+                expected = {0, 1}  # 1: the last sync failed
+        found.append(whole(folder, before, after))
+        assert found[-1] in expected
+    assert {*found} == {0, 1} and n > 30
+
+
+def test_a_rename_that_cannot_be_undone(replaced, monkeypatch):
+    """The disk fails between the two renames and stays broken: both folders stay, and reading restores the old one."""
+    folder, work, before, after = replaced
+    on_a_disk("two renames", monkeypatch)
+    rename = os.rename
+    with monkeypatch.context() as patch:
+        broken = lambda a, b: rename(a, b) if str(a) == str(folder) else error(errno.EIO)()
+        patch.setattr(os, "rename", broken)
+        with pytest.raises(UserError, match="cannot be written"):
+            work()
+        assert not folder.exists()
+    assert whole(folder, before, after) == 0
+    work()
+    assert whole(folder, before, after) == 1 and os.listdir(folder.parent) == ["model"]
+
+
+def test_a_new_folder_that_is_killed_is_absent(tmp_path, monkeypatch):
+    model, n = random_model(small()), 0
+    folder = tmp_path / "here" / "model"
+    folder.parent.mkdir()
+    while killed_at(folder.parent, n := n + 1, lambda: save(model, folder), monkeypatch):
+        if folder.exists():
+            Transformer.from_pretrained(folder)
+            shutil.rmtree(folder)
+        else:
+            with pytest.raises(UserError, match="does not exist"):
+                Transformer.from_pretrained(folder)
+    assert n > 10 and os.listdir(folder.parent) == ["model"]
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777
+
+
+def test_an_export_is_on_the_disk_before_it_has_its_name(replaced, monkeypatch):
+    folder, work, _, _ = replaced
+    synced, exchange, fsync = [], files._exchange, os.fsync
+
+    def noting(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def exchanged(new, old):
+        ours = [path for path in new.iterdir() if path.name not in ("README.md", "link")]
+        assert {str(path) for path in [*ours, new, new / "runs" / "deep"]} <= {*synced}
+        synced.clear()
+        return exchange(new, old)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(files, "_exchange", exchanged)
+    work()
+    assert str(folder.parent) in synced
+
+
+def test_files_that_are_written_during_an_export_stay(replaced, monkeypatch):
+    folder, work, before, after = replaced
+    publish = files.publish
+
+    def late(new, old, aside):
+        (folder / "eval.json").write_text("{}")
+        publish(new, old, aside)
+
+    monkeypatch.setattr(files, "publish", late)
+    work()
+    assert whole(folder, before, after) == 1 and (folder / "eval.json").read_text() == "{}"
+
+
+def test_a_folder_replaced_while_it_is_read(replaced, monkeypatch):
+    folder, work, _, _ = replaced
+    read = huggingface._find_tensors
+
+    def slow(path):
+        found = read(path)
+        work()
+        return found
+
+    monkeypatch.setattr(huggingface, "_find_tensors", slow)
+    with pytest.raises(UserError):  # a shard is gone, or the folder is another one
+        Transformer.from_pretrained(folder)
+    for path in folder.glob("model*"):
+        path.unlink()
+    save(random_model(small()), folder)
+    monkeypatch.setattr(huggingface, "_find_tensors", read)
+    fill = huggingface._fill
+    monkeypatch.setattr(huggingface, "_fill", lambda *args: (fill(*args), work()))
+    with pytest.raises(UserError, match="was replaced while it was read: try again"):
+        Transformer.from_pretrained(folder)
+
+
+def test_folders_that_cannot_be_replaced(replaced, tmp_path, monkeypatch):
+    folder, work, before, after = replaced
+    monkeypatch.chdir(folder / "runs")
+    with pytest.raises(UserError, match=r"is the current folder or contains it, so .*: give"):
+        work()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == folder)
+    with pytest.raises(UserError, match="is a mounted disk, so another cannot take its place"):
+        work()
+    monkeypatch.setattr(os.path, "ismount", lambda path: False)
+    assert whole(folder, before, after) == 0
+    os.symlink(folder, tmp_path / "name")
+    save(after, tmp_path / "name", max_shard_bytes=20_000)
+    assert (tmp_path / "name").is_symlink() and whole(folder, before, after) == 1
 
 
 # ----------------------------------------------------------------------------- tokenizers

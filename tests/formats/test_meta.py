@@ -1,21 +1,32 @@
 """A Llama of transformers, rewritten in Meta's format and converted back: identical logits."""
 
 import errno
+import io
 import json
 import os
 import pickle
+import warnings
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from twins import LLAMA3, batch, random_model, small, twin
 
-from xtrain import Transformer
+from xtrain import Transformer, UserError
 from xtrain.convert_meta import main
 from xtrain.formats import meta as convert_meta
-from xtrain.formats.meta import halves_from_pairs
+from xtrain.formats.meta import (
+    Options,
+    halves_from_pairs,
+    make_tensors,
+    read_config,
+    read_shards,
+)
 
 NAMES = {
     "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
@@ -272,3 +283,199 @@ def test_tensors_that_do_not_fit(meta, capsys):
     torch.save(state, file)
     torch.save({"other": torch.zeros(1)}, meta / "consolidated.01.pth")
     refused(capsys, meta, "hold different tensors")
+
+
+# ----------------------------------------------------------------------------- unusual content
+def test_a_changed_bit_is_refused_or_changes_nothing(tmp_path, capsys):
+    """torch.load ignores the checksums of the archive. Of 60 flipped bits, 59 changed the weights silently."""
+    c = config(n_layers=1, dim=16, n_heads=2, n_kv_heads=1, vocab_size=16, hidden_dim=16)
+    write_meta(tmp_path / "meta", meta_state(twin(random_model(c, device="cpu")), c), c)
+    file = tmp_path / "meta" / "consolidated.00.pth"
+    good = file.read_bytes()
+    expected = [(k, v.clone()) for k, v in read_shards(file.parent)[0].items()]
+    refusals = 0
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.integers(0, len(good) * 8 - 1))
+    def flip(bit):
+        nonlocal refusals
+        damaged = bytearray(good)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.unlink()  # the previous one may still be mapped
+        file.write_bytes(damaged)
+        try:
+            found = read_shards(file.parent)[0]
+        except UserError as error:
+            refusals += 1
+            assert "\n" not in str(error) and file.name in str(error)
+        else:
+            assert [k for k, _ in expected] == list(found)
+            assert all(torch.equal(v, found[k]) for k, v in expected)
+
+    flip()
+    assert refusals > 100
+    with zipfile.ZipFile(io.BytesIO(good)) as archive:
+        entry = next(e for e in archive.infolist() if e.filename.endswith("data/0"))
+    at = good.index(entry.filename.encode()) + len(entry.filename) + 70  # within its values
+    file.unlink()
+    file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    refused(capsys, tmp_path / "meta", "Bad CRC-32")
+
+
+def test_archives_that_torch_does_not_write(meta, capsys):
+    """Memory-mapped, compressed entries would be read as weights."""
+    file = meta / "consolidated.00.pth"
+    with zipfile.ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    refused(capsys, meta, "damaged", "compress")
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in [*entries.items(), *list(entries.items())[:1]]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                archive.writestr(name, content)
+    refused(capsys, meta, "damaged", "two entries have the same name")
+
+
+@pytest.mark.parametrize("version, good", [("2.5.1+cu124", 0), ("1.13", 0), ("2.6.0a0+git1", 1), ("3.0", 1)])  # fmt: skip
+def test_versions_of_torch(version, good, meta, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    if good:
+        assert main([str(meta), str(meta.parent / "hf")]) == 0
+    else:
+        refused(capsys, meta, f"PyTorch {version} may run code", "install version 2.6 or later")
+
+
+NORM, WQ, TABLE = "norm.weight", "layers.0.attention.wq.weight", "tok_embeddings.weight"
+GATE = "layers.0.feed_forward.w1.weight"
+
+
+def as_parameter(w):
+    return torch.nn.Parameter(w)
+
+
+def as_negative_view(w):
+    return torch.complex(torch.zeros_like(w), -w).conj().imag
+
+
+# What a name may hold instead of its ordinary tensor w, with the same values.
+SAME_VALUES = {
+    "transposed storage": lambda w: w.T.contiguous().T if w.ndim == 2 else w,
+    "part of a storage": lambda w: torch.cat([w, w])[len(w) :],
+    "every second": lambda w: torch.stack([w, w], -1)[..., 1],
+    "parameter": as_parameter,
+    "negative view": as_negative_view,
+}
+
+
+@pytest.mark.parametrize("change", SAME_VALUES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unusual_storages_of_the_same_values(change, dtype, meta, tmp_path):
+    if change == "negative view" and dtype != torch.float32:
+        pytest.skip("torch has no complex bfloat16")
+    file = meta / "consolidated.00.pth"
+    state = {k: v.to(dtype) for k, v in torch.load(file).items()}
+    torch.save(state, file)
+    assert main([str(meta), str(tmp_path / "plain")]) == 0
+    torch.save({k: SAME_VALUES[change](v) for k, v in state.items()}, file)
+    assert main([str(meta), str(tmp_path / "unusual")]) == 0
+    plain, unusual = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "unusual")
+    )
+    assert plain == unusual
+
+
+def test_shared_storages(meta, tmp_path):
+    file = meta / "consolidated.00.pth"
+    state = torch.load(file)
+    shared = state | {"output.weight": state[TABLE]}
+    torch.save(shared, file)
+    assert main([str(meta), str(tmp_path / "hf")]) == 0
+    assert Transformer.from_pretrained(tmp_path / "hf").config.tie_embeddings
+    one = state[GATE]
+    torch.save(state | {GATE: one, GATE.replace("w1", "w3"): one}, file)
+    assert main([str(meta), str(tmp_path / "two")]) == 0
+    weights = load_file(tmp_path / "two" / "model.safetensors")
+    assert torch.equal(
+        weights["model.layers.0.mlp.gate_proj.weight"], weights["model.layers.0.mlp.up_proj.weight"]
+    )
+
+
+def quantized(w):
+    return torch.quantize_per_tensor(w, 0.1, 0, torch.qint8)
+
+
+UNUSUAL = {
+    "no dimension": lambda w: torch.tensor(1.0),
+    "one dimension": lambda w: w.reshape(-1),
+    "three dimensions": lambda w: w[None, None],
+    "empty": lambda w: w[:0],
+    "no elements": lambda w: torch.zeros(0),
+    "int8": lambda w: w.to(torch.int8),
+    "bool": lambda w: w > 0,
+    "float64": lambda w: w.double(),
+    "float8": lambda w: w.to(torch.float8_e4m3fn),
+    "complex": lambda w: w.to(torch.complex64),
+    "quantized": quantized,
+    "sparse": lambda w: w.to_sparse(),
+    "no values": lambda w: w.to("meta"),
+    "one value for all": lambda w: torch.zeros(1).expand(w.shape),
+    "one value for very many": lambda w: torch.zeros(1).expand(10**9, 10**9),
+    "half": lambda w: w.half(),
+}
+
+
+@pytest.mark.parametrize("change", UNUSUAL)
+@pytest.mark.filterwarnings("ignore")  # torch: quantization is deprecated
+def test_unusual_tensors_are_one_sentence(change, meta, capsys, tmp_path):
+    file = meta / "consolidated.00.pth"
+    state = torch.load(file)
+    names = (NORM, WQ, TABLE, GATE, "output.weight", "layers.1.attention.wv.weight", "layers.1.attention.wo.weight")  # fmt: skip
+    for name in names:
+        if change in ("one dimension", "three dimensions") and name == NORM:
+            continue
+        torch.save(state | {name: UNUSUAL[change](state[name])}, file)
+        if change == "half":  # one tensor of another supported dtype
+            assert main([str(meta), str(tmp_path / name)]) == 0
+        else:
+            refused(capsys, meta, "")
+    if change in ("no dimension", "one dimension", "int8"):  # only in the second file
+        torch.save(state, file)
+        for name in names[1:]:
+            torch.save(state | {name: UNUSUAL[change](state[name])}, meta / "consolidated.01.pth")
+            refused(capsys, meta, "")
+
+
+VALUES = st.sampled_from(
+    [None, True, 0, -1, 1, 2, 3, 4, 8, 32, 2**31, 2**70, 0.5, 1e400, -1e-9, "", "4", [], [1], {}, {"a": 1}]
+)  # fmt: skip
+KEYS = st.sampled_from(
+    ["dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta", "use_scaled_rope", "rope_scaling_factor",
+     "rope_high_freq_factor", "moe", "vocab_size"]
+)  # fmt: skip
+
+
+def test_any_params_are_one_sentence_or_work(tmp_path):
+    c = config()
+    write_meta(tmp_path, meta_state(twin(random_model(c, device="cpu")), c), c)
+    shards, params = read_shards(tmp_path), json.loads((tmp_path / "params.json").read_text())
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.dictionaries(KEYS, VALUES, max_size=3), st.sets(KEYS, max_size=2))
+    def check(changes, removed):
+        content = {k: v for k, v in (params | changes).items() if k not in removed}
+        try:
+            made = read_config(content, shards, Options(str(tmp_path), "target"))
+            make_tensors(made, shards)
+        except UserError as error:
+            assert "\n" not in str(error)
+
+    check()
+
+
+def test_a_value_of_zero_is_not_a_missing_one(meta, capsys):
+    params = json.loads((meta / "params.json").read_text())
+    (meta / "params.json").write_text(json.dumps(params | {"rope_theta": 0}))
+    refused(capsys, meta, "rope_theta must be a positive number")

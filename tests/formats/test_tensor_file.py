@@ -2,12 +2,15 @@
 
 import json
 import struct
+import time
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from checks import rng
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from xtrain import Tensor, UserError
@@ -178,3 +181,39 @@ def test_a_file_that_shrinks_while_it_is_read(path):
     path.unlink()
     with pytest.raises(UserError, match="cannot be read: No such file"):
         stored["w"].read()
+
+
+@given(st.data())
+def test_any_header_is_read_or_refused_in_one_sentence(tmp_path_factory, data):
+    """Headers of valid and invalid entries, with repeated names and any bytes between them."""
+    value = st.sampled_from(
+        ["F32", "BF16", "x\ny", [0], [1], [0, 4], [4, 8], [2**62], -1, None, {}]
+    )
+    field = st.sampled_from(["dtype", "shape", "data_offsets", "__metadata__"])
+    entry = st.dictionaries(field, value) | st.just(
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    )
+    entries = data.draw(st.lists(st.tuples(st.text(max_size=3), entry), max_size=4))
+    body = ", ".join(f"{json.dumps(name)}: {json.dumps(e)}" for name, e in entries)
+    header = f"{{{body}}}".encode()
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(header)))
+        header = header[:at] + data.draw(st.binary(max_size=3)) + header[at:]
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    write_header(path, header, data.draw(st.sampled_from([b"", b"\0" * 4, b"\0" * 8])))
+    try:
+        names = read_header(path).keys()
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000
+    else:
+        assert names <= {name for name, _ in entries}
+
+
+def test_a_repeated_name_in_a_large_header_takes_no_time(path):
+    """0.7 MB of names: comparing each with all others took a minute."""
+    names = [f"layer {i}" for i in range(40_000)]
+    text = "{" + ", ".join(f'"{name}": 1' for name in [*names, names[-1]]) + "}"
+    write_header(path, text.encode(), b"")
+    start = time.process_time()
+    refused(path, "layer 39999 occurs twice")
+    assert time.process_time() - start < 5

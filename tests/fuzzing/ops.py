@@ -27,7 +27,9 @@ from .drive import Refused, Target
 HELPERS = re.compile(
     r"_|make_|values_of|check_|shared_|refuse_|choose|flat_inputs|gpu_of|in_place|positions_for|multiprocessors|.*(_bytes|_ref|_kernel)$"
 )
-INT32 = {"ids", "rows", "lengths", "positions", "edges", "history", "top_k", "step", "plan", "row"}
+INT32 = {
+    "ids", "lengths", "edges", "history", "tables", "blocks", "offsets", "positions", "rows", "top_k", "step", "plan", "row",
+}  # fmt: skip
 INT64 = {"targets", "seed", "sequence"}
 FLOATS = (1e-5, 0.5, 1.0, 0.0, -1.0, float("nan"), float("inf"))
 INTS = (1, 2, 4, 0, -1, 7, 128, 2**31, 2**40)
@@ -93,6 +95,8 @@ def arguments_for(name: str, f: Callable, lengths, changes, table=LENGTHS) -> di
     d["H"] = d["G"] * (1 + lengths[1] % 2)
     d["D"] += d["D"] % 2
     d["E"] = d["A"] + 1
+    if name in ("decode_attention", "context_attention") and lengths[0] % 3:
+        d["S"] = 16  # the kernels accept only multiples of it
     d["P"] = max(d["P"], d["V"], d["S"], d["T"], d["N"])
     if "rope" in name or name == "decode_attention":
         d["R"] = d["D"] // 2

@@ -26,9 +26,10 @@ from xtrain.kernels.attention import flash_attention, flash_attention_bf16_bwd_w
 from xtrain.kernels.attention.context_attention import context_attention
 from xtrain.kernels.attention.decode_attention import decode_attention
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
+from xtrain.kernels.checksum import checksum, compare
 from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
 from xtrain.kernels.decoding import sampling
-from xtrain.kernels.decoding.gemv import gemv, gemv_fits
+from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits
 from xtrain.kernels.decoding.kv_cache import append_kv, empty_kv_cache
 from xtrain.kernels.decoding.padding import token_positions
 from xtrain.kernels.elementwise import add_into, scale_into
@@ -119,12 +120,15 @@ def tables(dtype):
 
 
 def optimizer():
-    """AdamW with all its options, the norm of few and of many numbers, a skipped step."""
+    """AdamW with all its options, the norm and the checksum of few and of many numbers, a skipped step."""
     for n in (1, 37, 4096, 100_003, 3_000_001):
         w, g, m, v = (cp.abs(draw(n)) for _ in range(4))
         norm, factor = grad_norm(g, 1.0)[:, None]
         norm_and_factor(cp.concatenate([sum_of_squares(g[: n // 2]), sum_of_squares(g)]), 1.0)
         skip_unless_finite(factor, cp.zeros(1, np.int32), norm, cp.ones(3, np.float32), 2)
+        total = cp.zeros(1, np.int64)
+        checksum(g.view(np.int32), total)
+        compare(total, total, cp.zeros(1, np.int32))
         hyper = cp.asarray(adamw_hyper(1e-3, 0.9, 0.95, 1))
         for half, zero in itertools.product((None, cp.zeros(n, BFLOAT16)), (False, True)):
             adamw(w, g, m, v, factor, hyper, n // 3, 0.9, 0.95, 1e-8, 0.1, half, zero)
@@ -134,30 +138,31 @@ def serving(dtype):
     """Packed prefill, the cache, attention over it, products of few rows."""
     ints = lambda *numbers: cp.asarray(np.array(numbers, np.int32))
     for D, (H, G) in itertools.product((16, 32, 64, 128), ((1, 1), (4, 2), (6, 1))):
-        lengths, history, rows = (5, 1, 67), ints(0, 40, 130), ints(2, 0, 1)
-        N, S, A = sum(lengths), 200, 3
+        lengths, history, (N, A, S) = (5, 1, 67), ints(0, 40, 130), (73, 3, 16 if G == 1 else 64)
+        M = 208 // S + 1
+        tables = cp.asarray(RNG.permutation(A * M).reshape(A, M).astype(np.int32))
         edges = padding.cumulative_lengths(ints(*lengths))
-        places = token_positions(edges, N, history, rows)
+        blocks, offsets, _ = token_positions(edges, N, history, tables, S)
         padding.padding_offsets(edges, N, max(lengths))
         x = draw(N, H, D, dtype=dtype)
         padding.remove_padding(padding.restore_padding(x, edges, 67), edges, N)
         padding.remove_padding_heads(padding.restore_padding_heads(x, edges, 70), edges, N)
-        k, v = empty_kv_cache(x, 1, A, G, S, D, dtype)[0]
-        for _ in range(2):  # a second step: the cache rows are rewritten
-            append_kv(k, v, *(draw(N, G, D, dtype=dtype) for _ in range(2)), *places)
+        k, v = empty_kv_cache(x, 1, A * M, G, S, D, dtype)[0]
+        for _ in range(2):  # a second step: the same places are rewritten
+            append_kv(k, v, *(draw(N, G, D, dtype=dtype) for _ in range(2)), blocks, offsets)
         repeat_kv(k, 2)
-        context_attention(x, k, v, edges, history, rows, 67, 0.2)
-        cos_sin = tuple(map(cp.asarray, rope_tables(D, S, 10000.0)))
+        context_attention(x, k, v, edges, history, tables, 67, 0.2)
+        cos_sin = tuple(map(cp.asarray, rope_tables(D, M * S, 10000.0)))
         for norm in ((draw(D), draw(D)), (None, None)):
             qkv = draw(A, (H + 2 * G) * D, dtype=dtype)
-            more = (history + 5, rows, *cos_sin, *norm, 1e-6, 0.2)
+            more = (history + 5, tables, *cos_sin, *norm, 1e-6, 0.2)
             decode_attention(qkv, k, v, *more)
     for N, K, M in itertools.product((1, 2, 3, 8, 16, 32), (32, 256, 1056, 5632), (2, 70, 514)):
         if gemv_fits(N, K, dtype):
             x, w, norm = draw(N, K, dtype=dtype), draw(M, K, dtype=dtype), draw(K)
             gemv(x, w)
-            gemv(x, w, norm, 1e-6, swiglu=True)
-            gemv(x, w, residual_NO=draw(N, M))
+            add_norm_gemv(x, None, norm, w, 1e-6, True)
+            add_norm_gemv(x, draw(N, K), norm, w, 1e-6)
 
 
 def choosing(dtype):

@@ -1,9 +1,11 @@
 """The doctor finds what is wrong, prints the fix, and works in every broken installation."""
 
 import configparser
+import importlib.util
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from checks import GPU
 
+from xtrain import machine
 from xtrain.doctor import main as doctor_main
 from xtrain.inspect import doctor
 
@@ -251,6 +254,7 @@ LAUNCHERS = {
     "as root": ("echo 'set OMPI_ALLOW_RUN_AS_ROOT, running as root is not recommended' >&2; exit 1", "export OMPI_ALLOW_RUN_AS_ROOT=1"),
     "no slots": ("echo 'There are not enough slots available' >&2; exit 1", "mpirun --oversubscribe"),
     "another MPI": ("echo 'ranks 1'; echo 'ranks 1'", "--force-reinstall"),
+    "Open MPI's with MPICH": ("echo 'uses unsupported PMI version PMIx. Aborting.'; echo 'Exit code: 16' >&2; exit 16", "--force-reinstall"),
     "broken": ("echo 'libmpi.so: cannot open' >&2; exit 127", "--force-reinstall"),
     "silent": ("exit 3", "--force-reinstall"),
 }  # fmt: skip
@@ -261,6 +265,36 @@ def test_launchers(tmp_path, name):
     text, fix = LAUNCHERS[name]
     check = next(doctor._ranks(str(script(tmp_path, "mpirun", text))))
     assert check.ok is False and fix in check.fix and check.found
+
+
+@pytest.mark.mpi
+def test_the_mpirun_in_path_is_that_of_another_mpi(tmp_path, monkeypatch):
+    """It starts ranks that are alone; the mpirun next to Python starts ranks that see each other."""
+    ours = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    if ours is None or importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("there is no mpirun next to this Python")
+    assert doctor.mpi()[-1].ok is not False
+    # without what a launcher tells them, ranks are as those of another library are: alone
+    script(tmp_path, "mpirun", 'shift 2; "$@"; "$@"')
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    checks = by_name(doctor.mpi())
+    assert checks["MPI"].ok and checks["two ranks"].ok is False
+    assert f"{tmp_path}/mpirun belongs to a different MPI" in checks["two ranks"].found
+    assert f'export PATH="{Path(ours).parent}:$PATH"' in checks["two ranks"].fix
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("megabytes, ok", [(16, False), (64, True)])
+def test_shared_memory(megabytes, ok, monkeypatch):
+    pytest.importorskip("mpi4py")
+    size = megabytes * 2**20
+    monkeypatch.setattr(machine, "shared_memory", lambda: (size, size))
+    checks = by_name(doctor.try_mpi())
+    if "MPICH" not in checks["MPI"].found:
+        pytest.skip("only MPICH needs it")
+    assert checks["shared memory"].ok is ok
+    assert f"{size / 1e6:.1f}" in checks["shared memory"].found
+    assert ok or "--shm-size" in checks["shared memory"].fix
 
 
 def test_a_missing_launcher(tmp_path):

@@ -17,6 +17,7 @@ from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for, signatures
 from xtrain.kernels import (
     adamw,
     cast,
+    checksum,
     cross_entropy,
     elementwise,
     embedding,
@@ -74,6 +75,9 @@ def launch_everything(dtype):
     cast.cast_fwd(new(8), np.float32 if dtype == BF16 else BF16)
     stats = grad_norm.grad_norm(f32(8), 1.0)
     skip.skip_unless_finite(stats[1:], sim(np.zeros(1, np.int32)), stats[:1], f32(2), 3)
+    total = sim(np.zeros(1, np.int64))
+    checksum.checksum(ids, total)
+    checksum.compare(total, total, sim(np.zeros(1, np.int32)))
     hyper = sim(adamw.adamw_hyper(1e-3, 0.9, 0.95, 1))
     arrays, half = [f32(8) for _ in range(4)], new(8) if dtype == BF16 else None
     adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1, copy_n=half)

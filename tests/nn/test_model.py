@@ -456,3 +456,26 @@ def test_packed_matrices_are_named_in_place_of_their_module():
     model.other = Linear(4, 6, 0.1, {"c.weight": 6})
     model.renew_arena()
     assert {"extra.a.weight", "extra.b.weight", "c.weight"} <= set(names(model))
+
+
+def test_nan_logits_end_generation_with_a_sentence():
+    """As in the engine, which ends such a sequence with the reason "nan"."""
+    model, (ids, _) = lively(), batch(2, 3)
+    model.model.embed_tokens.weight.data[ids[0, 0]] = np.nan
+    for temperature in (0, 1.0):
+        with pytest.raises(UserError, match="the model's logits are NaN"):
+            model.generate(ids, 2, temperature=temperature)
+    assert np.array_equal(model.generate(ids, 0), ids)
+
+
+def test_infinite_logits():
+    """The same choice as sample_ref of the engine, at every temperature."""
+    from xtrain.kernels.decoding.sampling import sample_ref
+    from xtrain.nn.model import pick
+
+    for row in ([1, np.inf, 2, np.inf], [-np.inf] * 4, [-np.inf, 3, -np.inf, 2]):
+        logits = np.array(row, np.float32)
+        for temperature in (0, 1e-3):
+            expected = sample_ref(logits, temperature, 0, 1.0, 1, 0, 0)
+            assert expected == logits.argmax()
+            assert pick(logits, temperature, None, np.random.default_rng(0)) == expected

@@ -34,6 +34,9 @@ def find_mpirun():
 
 
 MPIRUN, REASON = find_mpirun()
+MPICH = MPIRUN is not None and "HYDRA" in subprocess.run(
+    [MPIRUN, "--version"], capture_output=True, text=True
+).stdout  # fmt: skip
 mpi = lambda test: pytest.mark.mpi(pytest.mark.skipif(MPIRUN is None, reason=REASON)(test))
 
 
@@ -116,6 +119,7 @@ SAYS = {
     "raise": ("rank {}, step 4 failed", "Traceback", "ZeroDivisionError: injected"),
     "exit": ("rank {}, step 4 failed", "Traceback", "SystemExit: 0"),
     "kill": (),
+    "leave": (),
     "hang": ("rank {}, step 4: no progress for 2 s", "time.sleep(1000)"),
     "stuck": ("rank {}, step 4: no progress for 2 s", "WORLD.Recv("),
     "frozen": (),  # nothing of the frozen rank can speak: its own timer or the other rank's watchdog ends the job
@@ -126,6 +130,7 @@ FAULTS = [
     for fault in ("raise", "exit", "kill", "hang")
     for place in ("step", "collective")
 ]
+FAULTS += [(2, "leave step"), (2, "leave collective"), (4, "leave step")]
 FAULTS += [(2, "stuck collective"), (2, "frozen step"), (4, "raise collective"), (4, "kill step")]
 
 
@@ -146,6 +151,8 @@ def test_one_rank_fails(n, what, environment, tmp_path):
         seconds = time.time() - float((folder / "failed_at").read_text())
         assert code != 0, out
         assert seconds < 20, err
+        if fault in ("kill", "leave") and MPICH:
+            assert err.count(f"rank {rank} ended in the middle of the run") == 1, err
         for sentence in SAYS[fault]:
             assert sentence.format(rank) in err, err
         assert fault != "frozen" or "Timeout" in err or "no progress for 2 s" in err, err

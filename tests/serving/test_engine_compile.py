@@ -30,23 +30,32 @@ def launch_engine(dtypes=(np.float32, BF16)):
             kv_cache.append_kv(caches, caches.copy(), tokens, tokens.copy(), i32(0, 0), i32(1, 2))
         for B, H, D in ((1, 8, 64), (17, 8, 64), (1, 9, 16), (1, 1, 128)):  # few and many key heads
             decode(full, dtype, B, H, D)
-        q, ends = full(3, 2, 64), i32(0, 3)
-        caches = full(1, 1, 4, 64), full(1, 1, 4, 64)
-        context_attention.context_attention(q, *caches, ends, i32(0), i32(0), 3, 0.1)
+        for D, S in (
+            (64, 64),
+            (128, 64),
+            (64, 16),
+        ):  # a tile of keys lies in one block, or in several
+            caches, ends = (full(1, 1, S, D), full(1, 1, S, D)), i32(0, 3)
+            where = ends, i32(0), tables(1), 3
+            context_attention.context_attention(full(3, 2, D), *caches, *where, 0.1)
         multiply(full, dtype)
         row = lambda kind: sim(np.ones(1, kind))
         floats, ints, longs = row(np.float32), row(np.int32), row(np.int64)
         parameters = ints, floats, ints, floats, longs, longs, ints
         sampling.sample(full(1, 8), *parameters, parameters_ready=True)
     sampling.advance(i32(0), i32(0), i32(0))
-    padding.token_positions(i32(0, 1, 2), 2, i32(0, 0), i32(1, 0))
+    padding.token_positions(i32(0, 1, 2), 2, i32(0, 0), tables(2), 16)
+
+
+def tables(B):
+    return sim(np.zeros((B, 4), np.int32))
 
 
 def decode(full, dtype, B, H, D):
     table, w = sim(np.ones((256, D // 2), np.float32)), sim(np.ones(D, np.float32))
     weights = (w, w) if D == 64 else (None, None)
-    caches = full(1, 1, 256, D), full(1, 1, 256, D)
-    arrays = (full(B, (H + 2) * D), *caches, i32(*[3] * B), i32(*[0] * B), table, table, *weights)
+    caches = full(1, 1, 64, D), full(1, 1, 64, D)
+    arrays = (full(B, (H + 2) * D), *caches, i32(*[3] * B), tables(B), table, table, *weights)
     decode_attention.decode_attention(*arrays, 1e-6, 0.1, cache_ready=True)
 
 

@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checks import to_host
+from cached import Cached
 from safetensors.torch import load_file
 from twins import DEVICE, LLAMA3, random_model, small, twin
 
 from xtrain import Engine, Transformer
-from xtrain.device import to_device
 from xtrain.formats.huggingface import save
-from xtrain.serving.cached_model import CachedModel
 
 WIDE = dict(vocab_size=97, dim=64, hidden_dim=96, n_layers=3, head_dim=16)
 CONFIGS = {
@@ -45,12 +43,10 @@ def greedy(theirs, prompt, new):
 
 def our_logits(model, prompt, tokens):
     """The logits with a KV cache, for the last prompt token and every new token."""
-    cached = CachedModel(model, 1, model.config.context)
-    on_device = lambda *x: to_device(np.array(x, np.int32), DEVICE)
-    logits = [cached.prefill(np.array(prompt), [len(prompt)], [0], [0])]
-    for i, token in enumerate(tokens[:-1]):
-        logits.append(cached.decode(on_device(token), on_device(len(prompt) + i), on_device(0)))
-    return np.concatenate([to_host(x)[:, : model.config.vocab_size] for x in logits])
+    cached = Cached(model, 1, model.config.context)
+    logits = [cached.prefill([prompt], [0], [0])]
+    logits += [cached.decode([t], [len(prompt) + i], [0]) for i, t in enumerate(tokens[:-1])]
+    return np.concatenate(logits)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -188,7 +188,7 @@ def test_stop_strings(folder, capsys):
 
 def test_a_full_context_is_reported(folder, capsys):
     code, out, err = run(capsys, "--model", folder, "def f", "--max-new-tokens", "500")
-    assert code == 0 and "text 1 ended because its slot of the KV cache is full (64 tokens)" in err
+    assert code == 0 and "text 1 ended because its context is full (64 tokens)" in err
     assert len(out) > 5
 
 
@@ -216,7 +216,7 @@ def test_no_more_slots_than_prompts(folder, capsys):
     """--max-batch is a limit, and every slot costs memory."""
     for most, slots in (("1000", 2), ("1", 1)):
         code, _, err = run(capsys, "--model", folder, "x", "y", *OPTIONS, "--max-batch", most)
-        assert code == 0 and f"x 2 x {slots} slots" in err
+        assert code == 0 and f"x 2 x {slots} blocks" in err
 
 
 def test_sampling_options_without_a_temperature(folder, capsys):

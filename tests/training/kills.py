@@ -10,6 +10,9 @@ A process trains, is killed (SIGKILL) at a wall time drawn uniformly from [0, a 
 - up to that step metrics.jsonl and samples.txt are those of the run that was never killed;
 - what an earlier kill had left half-written is gone after the next checkpoint;
 - a finished run equals the other byte for byte (numbers, samples, checkpoints) and has nothing else in its folder.
+
+Every second run is on a disk with room for two checkpoints and a half, so that old ones are removed early.
+A process that exports two models in turn into one folder is killed as often: the folder is always one of the two.
 """
 
 import argparse
@@ -31,10 +34,13 @@ from pathlib import Path
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
+from faults import SmallDisk
 from runs import SHAPE, assert_same_run, checkpoints, options
 
-from xtrain.config import PRESETS, Preset
+from xtrain.config import PRESETS, ModelConfig, Preset
+from xtrain.formats import huggingface
 from xtrain.formats.manifest import MANIFEST, verify
+from xtrain.nn.model import Transformer
 from xtrain.train import train
 from xtrain.training import checkpoint
 from xtrain.training.loop import Loop
@@ -48,15 +54,18 @@ LOGS = ("metrics.jsonl", "samples.txt")
 
 
 class Worker:
-    """A process that trains. It reports the step at which it starts, and when the last step is done."""
+    """A process that trains. It reports the step at which it starts, and when the last step is done.
 
-    def __init__(self, out: Path):
+    room: bytes for its checkpoints.
+    """
+
+    def __init__(self, out: Path, room: int | None = None):
         reader, writer = os.pipe()
         resume = (out / "run" / "config.json").exists()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(reader)
-            _child(out, resume, writer)
+            _child(out, resume, room, writer)
         os.close(writer)
         self.pipe, self.alive = os.fdopen(reader, "rb", buffering=0), True
         self.first_step = int.from_bytes(self.pipe.read(4), "little")
@@ -82,12 +91,20 @@ class Worker:
         self.seconds = time.monotonic() - self.started
 
 
-def _child(out, resume, pipe):
+class Patch:
+    """pytest.MonkeyPatch in a process that ends soon."""
+
+    setattr = staticmethod(setattr)
+
+
+def _child(out, resume, room, pipe):
     """The pipe closes when this process ends for any reason."""
     code = 1
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
+        if room is not None:
+            SmallDisk(Patch, out / "run", room)
         RunLog.picture = lambda self: None  # slower than everything else together
         begin = Loop.__call__
 
@@ -107,8 +124,10 @@ def _child(out, resume, pipe):
 class Killed:
     """A run that is killed again and again. whole: the folder of the same run without kills."""
 
-    def __init__(self, out: Path, whole: Path):
+    def __init__(self, out: Path, whole: Path, full: bool = False):
         self.out, self.folder, self.whole = out, out / "run", whole
+        sizes = [p.stat().st_size for p in checkpoint.folders(whole)[-1].iterdir()]
+        self.room = int(2.5 * sum(sizes)) if full else None
         self.newest, self.strays = 0, set()
 
     def check(self, first_step: int) -> None:
@@ -172,7 +191,7 @@ class Killed:
     def check_end(self) -> None:
         assert_same_run(self.folder, self.whole)
         saved = [checkpoints(f) for f in (self.folder, self.whole)]
-        assert saved[0] == saved[1], saved
+        assert saved[0] == (saved[1] if self.room is None else saved[1][-2:]), saved
         names = [sorted(p.name for p in f.iterdir()) for f in (self.folder, self.whole)]
         assert names[0] == names[1], names
 
@@ -185,13 +204,13 @@ def kill_runs(kills: int, seed: int, root: Path) -> dict:
     whole, horizon = root / "whole" / "run", worker.seconds
     phases, times, redone, runs, run = Counter(), [], [], 0, Killed(root / "killed", whole)
     while len(times) < kills or run.newest:
-        worker = Worker(run.out)
+        worker = Worker(run.out, run.room)
         at = rng.uniform(0, horizon) if len(times) < kills else 600
         if worker.wait(at) or not worker.kill():
             run.check(worker.first_step)
             run.check_end()
             shutil.rmtree(run.out)
-            runs, run = runs + 1, Killed(run.out, whole)
+            runs, run = runs + 1, Killed(run.out, whole, full=run.room is None)
             continue
         times.append(at)
         lines = run.folder / "metrics.jsonl"
@@ -208,6 +227,34 @@ def kill_runs(kills: int, seed: int, root: Path) -> dict:
     }  # fmt: skip
 
 
+def kill_exports(kills: int, seed: int, root: Path) -> dict:
+    """-> the fields of the record"""
+    rng, folder, found = np.random.default_rng(seed), root / "export" / "model", Counter()
+    models = [Transformer(ModelConfig(320, 128, n, 2), seed=n) for n in (1, 2)]
+    weights = [{name: x.numpy() for name, x in model.named_parameters()} for model in models]
+    models[0].save_pretrained(folder)
+    (folder / "README.md").write_text("mine")
+    for _ in range(kills):
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                for model in models:
+                    huggingface.save(model, folder, max_shard_bytes=500_000)
+        time.sleep(rng.uniform(0, 0.3))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        held = {n: x.numpy() for n, x in Transformer.from_pretrained(folder).named_parameters()}
+        same = [w for w in weights if w.keys() == held.keys()]
+        assert all(np.array_equal(x, held[name]) for name, x in same[0].items())
+        assert (folder / "README.md").read_text() == "mine"
+        found["killed"] += 1
+        found["with strays"] += len(list(folder.parent.iterdir())) > 1
+        found["new"] += same[0] is weights[1]
+    models[0].save_pretrained(folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    return {"exports": dict(found)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=10)
@@ -222,6 +269,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XTRAIN_CACHE"] = folder + "/cache"
         found = kill_runs(arguments.kills, arguments.seed, Path(folder))
+        found |= kill_exports(arguments.kills, arguments.seed, Path(folder))
     print(json.dumps(found))
     if arguments.record:
         commit = subprocess.run(

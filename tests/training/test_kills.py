@@ -20,6 +20,7 @@ def test_ten_kills():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
+    assert found["exports"]["killed"] == 10
     assert found["kills"] == 10 and found["runs"] >= 1 and sum(found["kill_times_tenths"]) == 10
 
 

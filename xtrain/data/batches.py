@@ -92,11 +92,12 @@ class Loader:
                     f"the data position was saved with {name} {state.get(name)}, this run has "
                     f"{mine[name]}: resume with the same text and options"
                 )
-        if not isinstance(state.get("position"), int) or state["position"] < 0:
+        position = state.get("position")
+        if type(position) is not int or not 0 <= position < 2**53:
             raise UserError(
-                f"the saved data position {state.get('position')!r} is not a number of sequences"
+                f"the saved data position {str(position)[:40]} is not a number of sequences"
             )
-        self.position = state["position"]
+        self.position = position
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """-> order of the windows (W,), first token of each shard's ring (S,)."""

@@ -10,6 +10,7 @@ tokenizer keeps its companion files: the names of its special tokens, its chat t
 """
 
 import codecs
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -132,12 +133,9 @@ class Tokenizer:
                 f"{error.filename or path} cannot be read ({error.strerror}): fix that, then try again"
             ) from None
         except BaseException as error:
-            # the library raises Exception itself for a parse error; a panic in its Rust code is
-            # only a BaseException
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not isinstance(error, Exception) and not _is_panic(error):
                 raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"{path} is not a tokenizer.json: {reason}") from None
+            raise UserError(f"{path} is not a tokenizer.json: {_reason(error)}") from None
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and its companion files, for transformers.AutoTokenizer.
@@ -151,8 +149,12 @@ class Tokenizer:
             (folder / name).write_bytes(content)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Text -> ids. special: add the tokens that the tokenizer puts around a text, such as <s>."""
-        return self._backend.encode(text, add_special_tokens=special).ids
+        """Text -> ids. special: add the tokens that the tokenizer puts around a text, such as <s>.
+
+        Raises UserError if the library fails on this text, as `encode_batch` and `decode` do.
+        """
+        with _library("encode this text"):
+            return self._backend.encode(text, add_special_tokens=special).ids
 
     def encode_more(self, text: str) -> list[int]:
         """The ids of a text that follows another one.
@@ -167,11 +169,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """encode for many texts, on all cores."""
-        return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with _library("encode these texts"):
+            return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+        with _library("decode these tokens"):
+            return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Yield text as ids arrive, complete characters only; joined, it equals `decode` of all ids."""
@@ -185,6 +189,28 @@ class Tokenizer:
 
     def _json(self) -> bytes:
         return (self._backend.to_str(pretty=True) + "\n").encode()
+
+
+@contextlib.contextmanager
+def _library(task: str) -> Iterator[None]:
+    """Inside, an error of the library becomes a UserError; those of Python, such as TypeError, stay."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and not _is_panic(error):
+            raise
+        raise UserError(
+            f"the tokenizer cannot {task} ({_reason(error)}): give other text or another tokenizer"
+        ) from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Is it a panic in the library's Rust code? It is no Exception; other errors are, parse errors Exception itself."""
+    return type(error).__name__ == "PanicException"
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 
 def _end_of_text(config: dict[str, Any], backend: tokenizers.Tokenizer) -> str:

@@ -10,15 +10,14 @@ raises UserError, which names the feature.
 
 import contextlib
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .. import files
 from ..config import ROPE_SCALINGS, ModelConfig
 from ..device import to_device
 from ..errors import UserError
@@ -232,18 +231,26 @@ def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
     allocated; in a checkpoint of a run, the checksums are checked too. Raises UserError.
     """
     folder = Path(folder)
-    if not is_folder(folder):
-        what = "is a file" if folder.exists() else "does not exist"
-        raise UserError(
-            f"{folder} {what}: give a folder on this machine with {CONFIG} and {WEIGHTS}"
-        )
+    _check_folder(folder)
+    identity = folder.stat().st_ino
     config = read_config(folder)
     stored = _find_tensors(folder)
     _check_tensors(folder, config, stored)
     verify_weights(folder)
     model = make(config)
     model.special_tokens = read_special_tokens(folder)
-    return _fill(model, stored)
+    _fill(model, stored)
+    if not is_folder(folder) or folder.stat().st_ino != identity:
+        raise UserError(f"{folder} was replaced while it was read: try again")
+    return model
+
+
+def _check_folder(folder: Path) -> None:
+    if not is_folder(folder):
+        what = "is a file" if folder.exists() else "does not exist"
+        raise UserError(
+            f"{folder} {what}: give a folder on this machine with {CONFIG} and {WEIGHTS}"
+        )
 
 
 def read_special_tokens(folder: Path) -> dict[str, Any]:
@@ -266,6 +273,7 @@ def load_into(model: Any, folder: Path) -> None:
 
     Raises UserError if they do not fit; the model is then unchanged.
     """
+    _check_folder(Path(folder))
     stored = _find_tensors(Path(folder))
     expected = {name: tensor.shape for name, tensor in model.named_parameters()}
     _check_tensors(folder, model.config, stored, expected)
@@ -274,12 +282,11 @@ def load_into(model: Any, folder: Path) -> None:
     _fill(model, stored)
 
 
-def _fill(model: Any, stored: dict[str, Stored]) -> Any:
-    """Copy the stored tensors into the model's parameters. -> model"""
+def _fill(model: Any, stored: dict[str, Stored]) -> None:
+    """Copy the stored tensors into the model's parameters."""
     for name, tensor in model.named_parameters():
         values = stored[name].read_finite().astype(tensor.dtype, copy=False)
         tensor.data = to_device(values, model.device)
-    return model
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -318,7 +325,7 @@ def _find_tensors(folder: Path) -> dict[str, Stored]:
         for name, tensor in read_header(folder / file).items():
             if name in tensors:
                 raise UserError(
-                    f"{folder} holds {name} twice: in {tensors[name].path.name} and {file}"
+                    f"{folder} holds {listed([name])} twice: in {tensors[name].path.name} and {file}"
                 )
             tensors[name] = tensor
     misplaced = [
@@ -392,10 +399,11 @@ def save(
 
     tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder); None: keep the ids of
     special tokens of the folder that the model was read from. Files of the same name are replaced,
-    weights of an earlier export are removed, other files are kept. Raises UserError if writing
-    fails; the previous content is then unchanged.
+    weights of an earlier export are removed, other files are kept. All of it changes at once: after
+    an error, a kill or a power cut the folder is the old one or the new one. Raises UserError if
+    writing fails.
     """
-    with replacing(Path(folder).resolve()) as new:
+    with replacing(folder) as new:
         write_files(model, new, tokenizer, max_shard_bytes)
 
 
@@ -463,35 +471,7 @@ def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-@contextlib.contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder next to `folder`, whose files replace the old ones at the end.
-
-    After an error `folder` is unchanged. Raises UserError if writing fails.
-    """
-    if not folder.name:
-        raise UserError(f"{folder} is the root of the disk: give a folder to write to")
-    new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"{folder} is a file: give a folder to write to")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        yield new
-        if not folder.exists():
-            new.rename(folder)
-            return
-        names = {f.name for f in new.iterdir()}
-        for name in sorted(names):
-            if (folder / name).is_dir():
-                shutil.rmtree(folder / name)
-            os.replace(new / name, folder / name)
-        for old in list(folder.iterdir()):
-            stale = old.name == MANIFEST or WEIGHT_FILES.fullmatch(old.name)
-            if old.name not in names and stale:
-                old.unlink()
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+def replacing(folder: str | Path) -> contextlib.AbstractContextManager[Path]:
+    """files.replacing, for a folder of weights: those of an earlier export do not stay."""
+    is_stale = lambda name: name == MANIFEST or WEIGHT_FILES.fullmatch(name)
+    return files.replacing(Path(folder).resolve(), is_stale)

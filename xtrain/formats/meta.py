@@ -13,12 +13,14 @@ Rotation.   Meta rotates neighbours (x_0, x_1), (x_2, x_3), ..., Hugging Face ro
             (x_r, x_{r+D/2}) of a head. To keep the rotation the same, the rows of wq and wk are
             reordered: row 2r + i of a head becomes row i D/2 + r.
 
-The dtype is kept. Only weights are read, never pickled code (torch.load with weights_only=True).
+The dtype is kept. Only weights are read, never pickled code (torch.load with weights_only=True, in a
+version of torch that keeps this promise). The checksums of the files are checked here: torch.load ignores them.
 """
 
 import functools
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +56,8 @@ LAYER = {  # Meta's name -> (Hugging Face's name, axis)
     "attention_norm": ("input_layernorm", SAME),
     "ffn_norm": ("post_attention_layernorm", SAME),
 }
+LEAST_TORCH = (2, 6)  # before, a file could run code in spite of weights_only (CVE-2025-32434)
+CHECKED_AT_ONCE = 1 << 20  # bytes
 EMBEDDING, HEAD, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
 LLAMA3_VOCABULARY = 128_000  # a vocabulary of at least this size is Llama 3's
 # Missing in params.json. Source: the configs that Meta published with its Hugging Face releases.
@@ -101,7 +105,7 @@ def convert(options: Options) -> ModelConfig:
     shards = read_shards(source)
     config = read_config(params, shards, options)
     tensors = dict(sorted(make_tensors(config, shards).items()))
-    with replacing(Path(options.target).resolve()) as new:
+    with replacing(options.target) as new:
         write_weights(new, tensors, MAX_SHARD_BYTES, config_to_hf(config))
         for file in ("tokenizer.json", *COMPANION_FILES, GENERATION):
             if (source / file).is_file():
@@ -129,6 +133,11 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
         raise UserError(
             "reading .pth files needs PyTorch: pip install torch --index-url https://download.pytorch.org/whl/cpu"
         ) from None
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < LEAST_TORCH:
+        raise UserError(
+            f"PyTorch {torch.__version__} may run code that is hidden in a .pth file: "
+            f"install version {'.'.join(map(str, LEAST_TORCH))} or later"
+        )
     files = sorted(p for p in folder.glob("consolidated.*.pth") if p.is_file())
     numbers = [re.fullmatch(r"consolidated\.(\d+)\.pth", file.name) for file in files]
     if not files or [m and int(m[1]) for m in numbers] != list(range(len(files))):
@@ -138,24 +147,67 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
         )
     shards = []
     for file in files:
+        check_archive(file)
         try:
             shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except PermissionError as error:
             raise UserError(f"{file} cannot be read: {error.strerror}") from None
         # torch raises many types of errors, also for objects that it does not unpickle
         except Exception as error:
-            reason = str(error).strip().split("\n")[0][:200]
-            raise UserError(f"{file} is damaged or holds more than weights: {reason}") from None
+            raise UserError(
+                f"{file} is damaged or holds more than weights: {_reason(error)}"
+            ) from None
         if not isinstance(shard, dict) or not all(
             isinstance(k, str) and torch.is_tensor(v) for k, v in shard.items()
         ):
             raise UserError(f"{file} must hold tensors by name, and nothing else")
-        shards.append({k: v for k, v in shard.items() if k != "rope.freqs"})  # follows from theta
+        shard = {k: v for k, v in shard.items() if k != "rope.freqs"}  # follows from theta
+        for name, tensor in shard.items():
+            _check_values(name, tensor)
+        shards.append(shard)
     if any(shard.keys() != shards[0].keys() for shard in shards):
         raise UserError(
             f"the files in {folder} hold different tensors: give the files of one checkpoint"
         )
     return shards
+
+
+def check_archive(file: Path) -> None:
+    """Raises UserError unless a .pth file is a zip archive, as torch.save writes it, whose checksums are right."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise zipfile.BadZipFile("torch.save does not compress its entries")
+            if len(archive.NameToInfo) < len(entries):
+                raise zipfile.BadZipFile("two entries have the same name")
+            for entry in entries:
+                with archive.open(entry) as content:
+                    while content.read(CHECKED_AT_ONCE):  # raises BadZipFile at the end
+                        pass
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # zipfile raises many types for damaged headers
+        raise UserError(f"{file} is damaged or holds more than weights: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return listed([str(error).strip().split("\n")[0] or type(error).__name__], longest=200)
+
+
+def _check_values(name: str, tensor: Any) -> None:
+    """Raises UserError unless a torch tensor is an ordinary array of a dtype that xtrain reads."""
+    import torch
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in {d.name for d in DTYPES.values()}:
+        raise UserError(
+            f"{listed([name])} is stored as {dtype}, xtrain reads float32, float16 and bfloat16"
+        )
+    dense = tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
+    # a view with stride 0 claims more elements than the file has
+    if not dense or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise UserError(f"{listed([name])} is not stored as an array of {tuple(tensor.shape)}")
 
 
 def read_config(params: dict, shards: list[dict], options: Options) -> ModelConfig:
@@ -184,10 +236,10 @@ def read_config(params: dict, shards: list[dict], options: Options) -> ModelConf
             dim=dim,
             n_layers=params["n_layers"],
             n_heads=params["n_heads"],
-            n_kv_heads=params.get("n_kv_heads", params["n_heads"]),
+            n_kv_heads=_given(params, "n_kv_heads", params["n_heads"]),
             hidden_dim=gate.shape[0] * n,
             max_seq_len=length,
-            rope_theta=params.get("rope_theta") or 10000.0,
+            rope_theta=_given(params, "rope_theta", 10000.0),
             rope_scaling=scaling,
             norm_eps=params["norm_eps"],
             qk_norm=False,
@@ -207,11 +259,14 @@ def read_scaling(params: dict, options: Options) -> dict[str, Any] | None:
             )
         return None
     if factor is None:
-        factor = params.get("rope_scaling_factor")
-    if factor is None:
-        factor = 8.0 if isinstance(params["dim"], int) and params["dim"] >= 4096 else 32.0
-    high = params.get("rope_high_freq_factor") or LLAMA3_SCALING["high_freq_factor"]
+        large = isinstance(params["dim"], int) and params["dim"] >= 4096
+        factor = _given(params, "rope_scaling_factor", 8.0 if large else 32.0)
+    high = _given(params, "rope_high_freq_factor", LLAMA3_SCALING["high_freq_factor"])
     return LLAMA3_SCALING | {"factor": factor, "high_freq_factor": high}
+
+
+def _given(params: dict[str, Any], key: str, default: Any) -> Any:
+    return default if params.get(key) is None else params[key]
 
 
 def _equal(shards: list[dict], a: str, b: str) -> bool:
@@ -258,6 +313,12 @@ def _tensor(
 ) -> Tensor:
     """One tensor to write. theirs: Meta's name. shape: of the complete tensor. Raises UserError."""
     own, heads = [shard[theirs] for shard in shards], None
+    sizes = {tuple(p.shape) for p in own}
+    misfit = UserError(
+        f"{theirs}: shards of shapes {listed(sorted(map(str, sizes)))} do not make up {shape}"
+    )
+    if any(len(size) != len(shape) for size in sizes):
+        raise misfit
     if theirs == EMBEDDING and own[0].shape[1] != config.dim:
         axis = COLUMNS  # Llama 2 divided the embedding by columns, Llama 3 by rows
     # if there are more files than key heads, some files hold the same head
@@ -265,18 +326,13 @@ def _tensor(
         copies = sum(p.shape[0] for p in own) // shape[0]
         own = own[::copies] if copies > 1 else own
     dtypes = {str(p.dtype).removeprefix("torch.") for p in own}
-    sizes = {tuple(p.shape) for p in own}
     joined = list(next(iter(sizes)))
     if axis is not SAME:
         joined[axis] *= len(own)
     if len(sizes) > 1 or tuple(joined) != shape:
-        raise UserError(
-            f"{theirs}: shards of shapes {listed(sorted(map(str, sizes)))} do not make up {shape}"
-        )
-    if len(dtypes) > 1 or not dtypes <= {d.name for d in DTYPES.values()}:
-        raise UserError(
-            f"{theirs} is stored as {listed(sorted(dtypes))}, xtrain reads float32, float16 and bfloat16"
-        )
+        raise misfit
+    if len(dtypes) > 1:
+        raise UserError(f"{theirs} is stored as {listed(sorted(dtypes))}: give files of one dtype")
     if "wq" in theirs or "wk" in theirs:
         heads = config.n_heads if "wq" in theirs else config.n_kv_heads
     dtype = next(d for d in DTYPES.values() if d.name in dtypes)
@@ -294,6 +350,7 @@ def _numpy(tensor: Any) -> np.ndarray:
     """A torch tensor as a NumPy array. torch cannot convert bfloat16, so its bits go through int16."""
     import torch
 
+    tensor = tensor.detach().resolve_neg()  # of a parameter, and of a view of an imaginary part
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()

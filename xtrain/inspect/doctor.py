@@ -13,10 +13,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .. import machine
+from ..cli import print_text
 
 # The install_requires of setup.cfg; a test compares them.
 NEEDED = {
@@ -285,26 +286,37 @@ def _nccl(gpus: int) -> Check:
 
 # ----------------------------------------------------------------------------- MPI
 def mpi() -> list[Check]:
-    """mpi4py, its MPI library, and a launcher that starts ranks."""
+    """mpi4py, its MPI library, and whether the mpirun in PATH starts ranks that use it."""
     if _version("mpi4py") is None:
         found = "mpi4py is not installed: one process only"
         return [Check("MPI", None, found, EXTRA.format("mpi"))]
     checks = _in_subprocess("MPI", "xtrain.inspect.doctor.try_mpi", REINSTALL_MPI)
     if not all(check.ok for check in checks):
         return checks
-    of_this_python = Path(sys.executable).with_name("mpirun")
-    launcher = str(of_this_python) if of_this_python.exists() else shutil.which("mpirun")
+    of_this_python = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    launcher = shutil.which("mpirun") or of_this_python  # in PATH: what a user starts ranks with
     if launcher is None:
         return [*checks, Check("mpirun", False, "not found", "pip install mpich")]
-    return [*checks, *_ranks(launcher)]
+    two, *more = _ranks(launcher)
+    another = of_this_python if of_this_python != launcher else None
+    if two.ok is False and another and next(_ranks(another)).ok:
+        fix = f'export PATH="{Path(another).parent}:$PATH", or start ranks with {another}'
+        two = replace(two, fix=fix)
+    return [*checks, two, *more]
 
 
 def try_mpi() -> Iterator[Check]:
-    """Load the MPI library."""
-    from mpi4py import MPI
+    """Load the MPI library, and look whether /dev/shm is large enough for it."""
+    from ..parallel.ranks import load_mpi, shared_memory_shortage
 
-    library = MPI.Get_library_version().strip("\0 \n").splitlines()[0]
-    yield Check("MPI", True, f"mpi4py {_version('mpi4py')}, {library}")
+    library = load_mpi().Get_library_version()
+    first = library.strip("\0 \n").splitlines()[0]
+    yield Check("MPI", True, f"mpi4py {_version('mpi4py')}, {first}")
+    space = machine.shared_memory()
+    if space is not None:
+        shortage, _, fix = shared_memory_shortage(library, os.environ, ranks=2).partition(": ")
+        found = shortage or f"{space[1] / 1e6:.1f} of {space[0] / 1e6:.1f} MB of /dev/shm free"
+        yield Check("shared memory", not shortage, found, fix)
 
 
 def _ranks(launcher: str) -> Iterator[Check]:
@@ -334,7 +346,7 @@ def _diagnose(output: str, launcher: str) -> tuple[str, str]:
         return "Open MPI does not run as root", f"export {both}"
     if "slots" in output:
         return "Open MPI starts no more ranks than cores", "mpirun --oversubscribe"
-    if "ranks 1" in output:
+    if "ranks 1\n" in output or "unsupported PMI version" in output:  # MPICH's words under PMIx
         return f"{launcher} belongs to a different MPI than mpi4py", REINSTALL_MPI
     lines = [line for line in output.splitlines() if line.strip()]
     return f"{launcher} fails: {lines[-1] if lines else 'no output'}", REINSTALL_MPI
@@ -378,7 +390,7 @@ def _in_subprocess(name: str, trial: str, fix: str) -> list[Check]:
 def print_checks(trial: Callable[[], Iterator[Check]]) -> None:
     """Print the checks of a trial as JSON lines, for the parent process."""
     for check in trial():
-        print(json.dumps(asdict(check)), flush=True)
+        print_text(json.dumps(asdict(check)), flush=True)
 
 
 # ----------------------------------------------------------------------------- output
@@ -387,11 +399,11 @@ def show(checks: list[Check]) -> None:
     marks = {True: "ok", False: "WRONG", None: "-"}
     width = max((len(c.name) for c in checks), default=0)
     for c in checks:
-        print(f"{marks[c.ok]:6}{c.name:{width}}  {c.found}")
+        print_text(f"{marks[c.ok]:6}{c.name:{width}}  {c.found}")
     wrong = [c for c in checks if c.ok is False]
     if wrong:
-        print("\nto fix it:")
+        print_text("\nto fix it:")
         for c in wrong:
-            print(f"  {c.name}: {c.fix}")
+            print_text(f"  {c.name}: {c.fix}")
     else:
-        print("\nall is well")
+        print_text("\nall is well")

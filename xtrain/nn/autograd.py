@@ -30,9 +30,9 @@ from .tensor import Tensor, ops
 
 
 class _Recording(threading.local):
-    """Are ops recorded? Each thread has its own answer."""
+    """Are ops recorded? May they use the kernels of inference? Each thread has its own answers."""
 
-    on = True
+    on, inference = True, False
 
 
 _recording = _Recording()
@@ -54,6 +54,23 @@ def no_grad() -> Iterator[None]:
     """Inside, no op of this thread is recorded: no graph, no saved arrays. Also a decorator: `@no_grad()`."""
     with recording(False):
         yield
+
+
+@contextlib.contextmanager
+def inference() -> Iterator[None]:
+    """no_grad, and ops may choose kernels that training does not use (for few rows: products at the speed of memory), whose
+    results may differ in the last bits. Inside, no parameter is written."""
+    before, _recording.inference = _recording.inference, True
+    try:
+        with recording(False):
+            yield
+    finally:
+        _recording.inference = before
+
+
+def is_inference() -> bool:
+    """True inside `inference` and where nothing is recorded."""
+    return _recording.inference and not _recording.on
 
 
 class Function:
@@ -106,10 +123,13 @@ class Context:
     """What forward saves for backward."""
 
     # layer: see observers.py.  first_written: leaves whose memory backward was given to write to, not to add to
-    __slots__ = ("edges", "first_written", "layer", "needs_grad", "saved")
+    # parameters: in inference, which arguments are parameters
+    __slots__ = ("edges", "first_written", "layer", "needs_grad", "parameters", "saved")
 
     def __init__(self, args):
         on = _recording.on
+        if is_inference():
+            self.parameters = [getattr(a, "is_parameter", False) for a in args]
         self.needs_grad = [on and isinstance(a, Tensor) and a.requires_grad for a in args]
         self.edges = [Edge(a) if needed else None for a, needed in zip(args, self.needs_grad)]
         self.saved: tuple = ()

@@ -4,6 +4,8 @@ The rest of xtrain calls the lower-case names at the end. Shapes are given where
 N rows (tokens), C width, I/O in and out features, H query heads, G key/value heads, D head width, V vocabulary.
 """
 
+import numpy as np
+
 from ..device import Array
 from ..kernels import cast as _cast
 from ..kernels import cross_entropy as _cross_entropy
@@ -20,9 +22,11 @@ from ..kernels import softmax as _softmax
 from ..kernels import swiglu as _swiglu
 from ..kernels.attention import flash_attention as _flash_attention
 from ..kernels.attention import gemm_attention as _attention
+from ..kernels.decoding import gemv as _gemv
 from ..kernels.primitives.flat import same_place
+from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
-from .autograd import Context, Function, is_unit
+from .autograd import Context, Function, is_inference, is_unit
 from .tensor import ops
 
 
@@ -40,8 +44,15 @@ def gradient_view_for(ctx: Context, i: int) -> Array | None:
     return None if offer is None else offer(edge.node.ctx, edge.index)
 
 
+def few_rows(x_NK: Array, w_OK: Array) -> bool:
+    """True in inference for so few rows that a product takes as long as reading w: kernels/decoding/gemv.py computes it."""
+    if type(x_NK) is np.ndarray or is_batch_invariant() or not is_inference():
+        return False
+    return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype)
+
+
 class Embedding(Function):
-    """ids (N,), w (V, C) -> the rows w[ids] (N, C)."""
+    """ids (N,), w (V, C) -> the rows w[ids] (N, C), in float32 if w is bf16."""
 
     full_precision = True  # rows are copied, not multiplied: the residual stream starts in float32
 
@@ -49,7 +60,8 @@ class Embedding(Function):
     def forward(ctx, ids_N, w_VC):
         plan = _embedding.embedding_plan(ids_N, w_VC.shape[0]) if ctx.needs_grad[1] else None
         ctx.save(ids_N, w_VC, plan and plan.order_N4)
-        return _embedding.embedding_fwd(ids_N, w_VC)
+        half = w_VC.dtype.name == "bfloat16"  # of a model without float32 weights
+        return _embedding.embedding_fwd(ids_N, w_VC, np.float32 if half else None)
 
     @staticmethod
     def backward(ctx, dx_NC):
@@ -66,6 +78,9 @@ class Linear(Function):
     @staticmethod
     def forward(ctx, x_NI, w_OI, dtype=None):
         ctx.save(x_NI, w_OI)
+        if few_rows(x_NI, w_OI):
+            dtype = dtype or x_NI.dtype
+            return _gemv.gemv(x_NI, w_OI, dtype=dtype, weights_ready=ctx.parameters[1])
         return _gemm.linear_fwd(x_NI, w_OI, dtype)
 
     @staticmethod
@@ -118,24 +133,30 @@ class ResidualRMSNorm(Function):
 class AddNormLinear(Function):
     """h = x + delta,  y = linear(rmsnorm(h), v): the start of a branch. The norm's result is not saved: backward recomputes it.
 
-    x, delta (N, C), w (C,), v (O, C) -> h (N, C), y (N, O).  delta None: h is x.  dtype: of the norm's result in that case, if it
-    differs from that of x.
+    x, delta (N, C), w (C,), v (O, C) -> h (N, C), y (N, O).  delta None: h is x.  The norm's result has the dtype of v.
+    swiglu: y = swiglu(the product), (N, O / 2).
     """
 
     @staticmethod
-    def forward(ctx, x_NC, delta_NC, w_C, v_OC, eps, dtype=None):
+    def forward(ctx, x_NC, delta_NC, w_C, v_OC, eps, swiglu=False):
+        if few_rows(x_NC, v_OC):
+            ready = ctx.parameters[2] and ctx.parameters[3]
+            return _gemv.add_norm_gemv(x_NC, delta_NC, w_C, v_OC, eps, swiglu, ready)
         if delta_NC is None:
-            h_NC, (n_NC, rstd_N) = x_NC, _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, dtype)
+            h_NC, (n_NC, rstd_N) = x_NC, _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, v_OC.dtype)
         else:
             h_NC, n_NC, rstd_N = _residual.residual_rmsnorm_fwd(x_NC, delta_NC, w_C, eps)
-        ctx.save(h_NC, w_C, rstd_N, v_OC)
-        return h_NC, _gemm.linear_fwd(n_NC, v_OC)
+        y_NO = _gemm.linear_fwd(n_NC, v_OC)
+        ctx.save(h_NC, w_C, rstd_N, v_OC, y_NO if swiglu else None)
+        return h_NC, _swiglu.swiglu_fwd(y_NO) if swiglu else y_NO
 
     @staticmethod
     def backward(ctx, dh_NC, dy_NO):
-        h_NC, w_C, rstd_N, v_OC = ctx.saved
+        h_NC, w_C, rstd_N, v_OC, gu_N2F = ctx.saved
         if dy_NO is None:  # only h was used
             return dh_NC, dh_NC, None, None
+        if gu_N2F is not None:
+            dy_NO = _swiglu.swiglu_bwd(dy_NO, gu_N2F)
         dn_NC, dw_C, dv_OC = _gemm.linear_bwd_x(dy_NO, v_OC), ctx.grad_buffer(2, w_C), None
         dx_NC = _residual.residual_rmsnorm_bwd(
             dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C, recompute_y=True

@@ -25,68 +25,51 @@ from ..formats.manifest import verify_weights
 from ..kernels.cast import BFLOAT16
 from ..kernels.cross_entropy import count_targets
 from ..kernels.primitives.tiles import WIDTHS
-from ..kernels.rope import rope_tables
 from . import functional as F
-from .autograd import no_grad
+from .autograd import is_inference, no_grad
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .observers import in_layer
 from .recompute import recompute
+from .sequences import RotaryTables, Sequences
 from .tensor import Tensor
 
 STD = 0.02  # of the initialisation
 
 
-class RotaryTables:
-    """cos and sin of every position, (positions, D/2) float32, computed once and kept on the device.
-
-    Calling it with a sequence length gives tables of at least that many positions.
-    """
-
-    def __init__(self, config: ModelConfig, device: str):
-        self.config, self.device = config, device
-        self.tables: dict[int, tuple[Array, Array]] = {}
-
-    def __call__(self, T: int) -> tuple[Array, Array]:
-        c = self.config
-        P = max(T, c.max_seq_len)  # larger with dynamic scaling only, where the angles depend on T
-        if P not in self.tables:
-            for longer in [n for n in self.tables if n > c.max_seq_len]:
-                del self.tables[longer]  # generate would keep one for every length
-            tables = rope_tables(
-                c.head_dim, P, c.rope_theta, c.rope_scaling, seq_len=P, max_seq_len=c.max_seq_len
-            )
-            cos, sin = (to_device(t, self.device) for t in tables)
-            self.tables[P] = cos, sin
-        return self.tables[P]
-
-
 def add_norm_linear(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, linear: Module
+    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, linear: Module, dtype: Any, swiglu=False
 ) -> tuple[Tensor, Tensor]:
-    """-> h + delta, linear(norm(h + delta)): one op where both modules are the library's own. delta None: nothing is added."""
+    """-> h + delta, linear(norm(h + delta)): one op where both modules are the library's own. delta None: nothing is added.
+
+    dtype: of norm's result, None: as h.  swiglu: of the product, as part of the same op (functional.AddNormLinear).
+    """
     if type(norm) is RMSNorm and type(linear) is Linear:
-        w, eps, dtype = norm.weight, norm.eps, norm.out_dtype
-        return F.add_norm_linear(h_NC, delta_NC, w, linear.weight, eps, dtype)
-    h_NC, x_NC = add_norm(h_NC, delta_NC, norm)
-    return h_NC, linear(x_NC)
+        return F.add_norm_linear(h_NC, delta_NC, norm.weight, linear.weight, norm.eps, swiglu)
+    h_NC, x_NC = add_norm(h_NC, delta_NC, norm, dtype)
+    y_NO = linear(x_NC)
+    return h_NC, F.swiglu(y_NO) if swiglu else y_NO
 
 
-def add_norm(h_NC: Tensor, delta_NC: Tensor | None, norm: Module) -> tuple[Tensor, Tensor]:
-    """-> h + delta, norm(h + delta), in one op where the norm is the library's own. delta None: nothing is added."""
-    if delta_NC is None:
-        return h_NC, norm(h_NC)
+def add_norm(
+    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, dtype: Any
+) -> tuple[Tensor, Tensor]:
+    """-> h + delta, norm(h + delta), in one op where the norm is the library's own. delta None: nothing is added.
+
+    dtype: of norm's result and of the gradient of h, None: as h. In bf16 training the residual stream is float32, its gradient
+    and everything else bf16.
+    """
+    dtype = dtype or h_NC.dtype
     if type(norm) is RMSNorm:
-        return norm(h_NC, delta_NC)
-    # In bf16 training the residual stream is float32, its gradient and everything else bf16.
-    h_NC = h_NC + F.cast(delta_NC, h_NC.dtype)
-    return h_NC, F.cast(norm(F.cast_gradient(h_NC, delta_NC.dtype)), delta_NC.dtype)
+        return (h_NC, norm(h_NC, dtype=dtype)) if delta_NC is None else norm(h_NC, delta_NC)
+    if delta_NC is not None:
+        h_NC = h_NC + F.cast(delta_NC, h_NC.dtype)
+    return h_NC, F.cast(norm(F.cast_gradient(h_NC, dtype)), dtype)
 
 
 class Attention(Module):
     """QK-norm if the model has it, RoPE, causal softmax over grouped heads, output projection.
 
-    `qkv` is the packed projection to q, k and v. The block calls it together with the norm before it, see add_norm_linear.
-    `q_norm` and `k_norm` only hold weights: `attend` uses them in one op together with RoPE and does not call the modules.
+    `qkv` is the packed projection to q, k and v. The block computes it together with the norm before it, see add_norm_linear.
     """
 
     def __init__(self, c: ModelConfig):
@@ -98,29 +81,33 @@ class Attention(Module):
             self.q_norm, self.k_norm = RMSNorm(D, c.norm_eps), RMSNorm(D, c.norm_eps)
         self.config = c
 
-    def __call__(
-        self, qkv: Tensor, B: int, rotary: tuple[Array, Array], recompute_attention: bool = False
-    ) -> Tensor:
-        """qkv (N, (H + 2G) D) of B sequences -> (N, C).  recompute_attention: backward computes `attend` again."""
-        attend = functools.partial(self.attend, B, rotary)
-        o = recompute(attend, qkv) if recompute_attention else attend(qkv)
-        return self.o_proj(o)  # (N, C)
+    def __call__(self, x_NC: Tensor, sequences: Sequences) -> Tensor:
+        """x (N, C), the rows of `sequences` -> (N, C)"""
+        return self.after_qkv(self.qkv(x_NC), sequences)
 
-    def attend(self, B: int, rotary: tuple[Array, Array], qkv: Tensor) -> Tensor:
-        """(N, (H + 2G) D) -> (N, H D)"""
+    def after_qkv(self, qkv: Tensor, sequences: Sequences) -> Tensor:
+        """(N, (H + 2G) D) -> (N, C)"""
+        attend = functools.partial(self.attend, sequences)
+        o = recompute(attend, qkv) if sequences.recompute == "attention" else attend(qkv)
+        return self.o_proj(o)
+
+    def attend(self, sequences: Sequences, qkv: Tensor) -> Tensor:
+        """(N, (H + 2G) D) -> (N, H D): everything between the two products."""
         c = self.config
-        D, H, G, T = c.head_dim, c.n_heads, c.n_kv_heads, qkv.shape[0] // B
-        norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
-        q, k, v = F.qk_norm_rope(qkv, *norms, *rotary, H, G, T, c.norm_eps, None)
-        q_BTHD, k_BTGD, v_BTGD = (x.reshape(B, T, -1, D) for x in (q, k, v))
-        o_BTHD = F.attention(q_BTHD, k_BTGD, v_BTGD, D**-0.5, True)
-        return o_BTHD.reshape(B * T, H * D)
+        D, H, G, scale = c.head_dim, c.n_heads, c.n_kv_heads, c.head_dim**-0.5
+        norms = (self.q_norm, self.k_norm) if c.qk_norm else ()
+        if all(type(norm) is RMSNorm for norm in norms):
+            q_w_D, k_w_D = [norm.weight for norm in norms] or (None, None)
+            return sequences.attend(qkv, q_w_D, k_w_D, H, G, c.norm_eps, scale)
+        q, k, v = sequences.split_heads(qkv, H, G)
+        q, k = (norm(x.reshape(-1, D)).reshape(x.shape) for norm, x in zip(norms, (q, k)))
+        return sequences.attention(sequences.rope(q), sequences.rope(k), v, scale)
 
 
 class MLP(Module):
     """down(silu(gate) * up).
 
-    `gate_up` is the packed projection to gate and up. The block calls it together with the norm before it, see add_norm_linear.
+    `gate_up` is the packed projection to gate and up. The block computes it together with the norm before it (norm_mlp).
     """
 
     def __init__(self, c: ModelConfig):
@@ -128,7 +115,11 @@ class MLP(Module):
         self.gate_up = Linear(c.dim, 2 * F_, STD, {"gate_proj.weight": F_, "up_proj.weight": F_})
         self.down_proj = Linear(F_, c.dim, STD / (2 * c.n_layers) ** 0.5)
 
-    def __call__(self, gu_N2F: Tensor) -> Tensor:
+    def __call__(self, x_NC: Tensor) -> Tensor:
+        """(N, C) -> (N, C)"""
+        return self.after_gate_up(self.gate_up(x_NC))
+
+    def after_gate_up(self, gu_N2F: Tensor) -> Tensor:
         """gate and up (N, 2F) -> (N, C)"""
         if type(self.down_proj) is Linear:
             return F.swiglu_linear(gu_N2F, self.down_proj.weight)
@@ -138,8 +129,9 @@ class MLP(Module):
 class Block(Module):
     """h = h + attention(norm(h)),  h = h + mlp(norm(h)), where h is the residual stream.
 
-    Each addition is computed together with the norm that follows it. So a block gets the residual stream and the branch output
-    `delta` that still has to be added to it, and returns such a pair.
+    Each addition is computed together with the norm that follows it, and that norm, where it can be, with the product that
+    follows. So a block gets the residual stream and the branch output `delta` that still has to be added to it, and returns
+    such a pair. Any module may be replaced: one that is not the library's own is called.
     """
 
     def __init__(self, c: ModelConfig):
@@ -148,19 +140,48 @@ class Block(Module):
         self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
 
     def __call__(
-        self,
-        B: int,
-        rotary: tuple[Array, Array],
-        recompute_attention: bool,
-        h_NC: Tensor,
-        delta_NC: Tensor | None = None,
+        self, sequences: Sequences, h_NC: Tensor, delta_NC: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """h, delta (N, C) of B sequences -> h, delta. delta None: nothing is pending (before the first block)."""
-        attention, mlp = self.self_attn, self.mlp
-        h_NC, qkv = add_norm_linear(h_NC, delta_NC, self.input_layernorm, attention.qkv)
-        delta_NC = attention(qkv, B, rotary, recompute_attention)
-        h_NC, gu_N2F = add_norm_linear(h_NC, delta_NC, self.post_attention_layernorm, mlp.gate_up)
-        return h_NC, mlp(gu_N2F)
+        """h, delta (N, C), the rows of `sequences` -> h, delta. delta None: nothing is pending (before the first block)."""
+        h_NC, delta_NC = norm_attention(
+            h_NC, delta_NC, self.input_layernorm, self.self_attn, sequences
+        )
+        return norm_mlp(h_NC, delta_NC, self.post_attention_layernorm, self.mlp, sequences)
+
+
+def norm_attention(
+    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, attention: Any, sequences: Sequences
+) -> tuple[Tensor, Tensor]:
+    """-> h + delta, attention(norm(h + delta), sequences)"""
+    if _has_call_of(attention, Attention):
+        h_NC, qkv = add_norm_linear(h_NC, delta_NC, norm, attention.qkv, sequences.dtype)
+        return h_NC, attention.after_qkv(qkv, sequences)
+    h_NC, x_NC = add_norm(h_NC, delta_NC, norm, sequences.dtype)
+    return h_NC, attention(x_NC, sequences)
+
+
+def norm_mlp(
+    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, mlp: Any, sequences: Sequences
+) -> tuple[Tensor, Tensor]:
+    """-> h + delta, mlp(norm(h + delta))
+
+    Training computes SwiGLU together with the product after it, whose backward recomputes it, so its result is not saved.
+    Inference computes it at the end of the product before it.
+    """
+    if _has_call_of(mlp, MLP) and is_inference():
+        h_NC, y_NF = add_norm_linear(h_NC, delta_NC, norm, mlp.gate_up, sequences.dtype, True)
+        return h_NC, mlp.down_proj(y_NF)
+    if _has_call_of(mlp, MLP):
+        h_NC, gu_N2F = add_norm_linear(h_NC, delta_NC, norm, mlp.gate_up, sequences.dtype)
+        return h_NC, mlp.after_gate_up(gu_N2F)
+    h_NC, x_NC = add_norm(h_NC, delta_NC, norm, sequences.dtype)
+    return h_NC, mlp(x_NC)
+
+
+def _has_call_of(module: Module, kind: type) -> bool:
+    """True if calling the module runs the code of `kind`, of which a part may be fused with what precedes it."""
+    parts = [name for name in vars(kind) if name.startswith(("__call__", "after_"))]
+    return all(getattr(type(module), name, None) is getattr(kind, name) for name in parts)
 
 
 class Decoder(Module):
@@ -171,17 +192,18 @@ class Decoder(Module):
         self.layers = [Block(c) for _ in range(c.n_layers)]
         self.norm = RMSNorm(c.dim, c.norm_eps)
 
-    def __call__(
-        self, ids_N: Array, B: int, rotary: tuple[Array, Array], recomputed: str = "none"
-    ) -> Tensor:
-        """ids (N,) of B sequences -> (N, C). recomputed: what backward recomputes of each block: none, attention, block."""
+    def __call__(self, ids_N: Array, sequences: Sequences) -> Tensor:
+        """ids (N,), the rows of `sequences` -> (N, C), or fewer rows (Sequences.wanted_rows)."""
         h_NC, delta_NC = self.embed_tokens(ids_N), None
         for i, layer in enumerate(self.layers):
-            block = functools.partial(layer, B, rotary, recomputed == "attention")
-            block = functools.partial(recompute, block) if recomputed == "block" else block
+            block = functools.partial(layer, sequences)
+            if sequences.recompute == "block":
+                block = functools.partial(recompute, block)
             stream = (h_NC,) if delta_NC is None else (h_NC, delta_NC)
             h_NC, delta_NC = in_layer(i, block, *stream)  # names the layer for observers
-        return add_norm(h_NC, delta_NC, self.norm)[1]
+        h_NC = sequences.wanted_rows(h_NC)
+        delta_NC = None if delta_NC is None else sequences.wanted_rows(delta_NC)
+        return add_norm(h_NC, delta_NC, self.norm, sequences.dtype)[1]
 
 
 STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)
@@ -228,8 +250,6 @@ class Transformer(Module):
             raise UserError(
                 f"recompute {recompute!r} is not known: choose none, attention or block"
             )
-        if precision == "bf16":  # the first norm reads the float32 embedding and writes bf16
-            self.model.layers[0].input_layernorm.out_dtype = BFLOAT16
         self.arena = self.make_arena(self.device, seed, precision == "bf16", world, trainable)
         self.rotary = RotaryTables(config, self.device)
         self.special_tokens: dict[str, Any] = {}
@@ -281,12 +301,23 @@ class Transformer(Module):
             return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
         return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
 
-    def hidden(self, ids: Array) -> Tensor:
-        """ids (B, T) -> (N, C), N = B T: the output of the last norm. Raises UserError like calling the model."""
-        ids = self._check_ids(ids, "ids")
-        B, T = ids.shape
+    def hidden(self, ids: Array, sequences: Sequences | None = None) -> Tensor:
+        """ids (B, T) -> (N, C), N = B T: the output of the last norm. Raises UserError like calling the model.
+
+        sequences: how the rows divide into sequences, if not into B of T tokens: the engine passes its KV cache in it, and ids
+        (N,) that are checked and on the device; then the result has the rows that are wanted.
+        """
+        if sequences is None:
+            ids = self._check_ids(ids, "ids")
+            B, T = ids.shape
+            sequences = Sequences(B, T, *self.rotary(T), self.branch_dtype, self.recompute)
         self.arena.refresh()
-        return self.model(self._to_device(ids.reshape(-1)), B, self.rotary(T), self.recompute)
+        return self.model(self._to_device(ids.reshape(-1)), sequences)
+
+    @property
+    def branch_dtype(self) -> Any:
+        """The dtype of everything but the residual stream, if it is another."""
+        return BFLOAT16 if self.precision == "bf16" else None
 
     def _head(self) -> Parameter:
         return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
@@ -341,7 +372,8 @@ class Transformer(Module):
 
         temperature 0 takes the most likely token; otherwise one is drawn from softmax(logits / temperature), among
         the top_k most likely tokens if given. Every sequence has a separate random stream. The whole prefix is recomputed
-        for every token (serving/engine.py has a KV cache). Raises UserError when prompt and new tokens exceed max_seq_len.
+        for every token (serving/engine.py has a KV cache). Raises UserError when prompt and new tokens exceed max_seq_len,
+        and when a logit is NaN: no token is the right one then (the engine ends such a sequence with the reason "nan").
         """
         ids = ids if hasattr(ids, "strides") else np.asarray(ids)
         tokens = np.atleast_2d(to_numpy(ids))
@@ -363,6 +395,10 @@ class Transformer(Module):
             B, T = tokens.shape
             last_BC = self.hidden(tokens).data.reshape(B, T, -1)[:, -1].copy()
             logits = to_numpy(self.logits(Tensor(last_BC)).data)[:, : self.config.vocab_size]
+            if np.isnan(logits).any():
+                raise UserError(
+                    "the model's logits are NaN: its weights are damaged, use another copy"
+                )
             picks = [pick(row, temperature, top_k, stream) for row, stream in zip(logits, streams)]
             tokens = np.concatenate([tokens, np.array(picks, tokens.dtype)[:, None]], axis=1)
         fits = self.config.vocab_size - 1 <= np.iinfo(ids.dtype).max
@@ -419,8 +455,11 @@ class Transformer(Module):
 def pick(
     logits_V: np.ndarray, temperature: float, top_k: int | None, rng: np.random.Generator
 ) -> int:
-    """Choose a token. Ties go to the lower id, both at temperature 0 and at the limit of the top_k."""
-    if temperature == 0:
+    """Choose a token. Ties go to the lower id, both at temperature 0 and at the limit of the top_k.
+
+    If the largest logit is infinite, the first such token is chosen at every temperature.
+    """
+    if temperature == 0 or np.isinf(logits_V.max()):
         return int(logits_V.argmax())
     scaled = logits_V.astype(np.float64) / temperature
     if top_k is not None and top_k < scaled.size:

@@ -39,6 +39,7 @@ class _ArenaTensor(Tensor):
 
     __slots__ = ("declared_shape", "offset")
 
+    is_parameter = True
     offset: int  # of the first element in the arena; -1 before the arena is made
     declared_shape: tuple[int, ...]
 
@@ -408,16 +409,13 @@ class Linear(Module):
 
 
 class RMSNorm(Module):
-    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel.
-
-    out_dtype: of the result without a residual; None: as the input. Transformer sets it on the first norm of a bf16 model.
-    """
+    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel."""
 
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = Parameter((dim,), None), eps
-        self.out_dtype: Any = None
 
-    def __call__(self, x_NC: Tensor, residual_NC: Tensor | None = None) -> Any:
+    def __call__(self, x_NC: Tensor, residual_NC: Tensor | None = None, dtype: Any = None) -> Any:
+        """dtype: of the result without a residual; None: as x. With one: that of the residual."""
         if residual_NC is None:
-            return F.rmsnorm(x_NC, self.weight, self.eps, self.out_dtype)
+            return F.rmsnorm(x_NC, self.weight, self.eps, dtype)
         return F.residual_rmsnorm(x_NC, residual_NC, self.weight, self.eps)

@@ -13,6 +13,7 @@ The second hook, where kernels and cuBLAS products are launched, is `observe_lau
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -37,12 +38,20 @@ class Op:
 
 OpObserver = Callable[[Op], AbstractContextManager]
 op_observers: list[OpObserver] = []
-_layer = ""  # the layer that is computing
+
+
+class _Computing(threading.local):
+    """The layer that each thread is computing."""
+
+    layer = ""
+
+
+_computing = _Computing()
 
 
 @contextlib.contextmanager
 def observe_ops(observer: OpObserver) -> Iterator[None]:
-    """Inside, the context manager observer(op) surrounds every op and every layer."""
+    """Inside, the context manager observer(op) surrounds every op and every layer, of all threads."""
     op_observers.append(observer)
     try:
         yield
@@ -58,7 +67,7 @@ def observed(function: Any, way: str, ctx: Any, args: Sequence[Any]) -> Any:
     same layer both times.
     """
     if way == "forward":
-        ctx.layer, inputs = _layer, tuple(args)
+        ctx.layer, inputs = _computing.layer, tuple(args)
     else:
         inputs = (*args, *ctx.saved)
     # without a layer: forward may have run unobserved
@@ -82,12 +91,11 @@ def in_layer(i: int, f: Callable[..., Any], *inputs: Any) -> Any:
 
 @contextlib.contextmanager
 def _announced(op):
-    global _layer
-    outer, _layer = _layer, op.layer
+    outer, _computing.layer = _computing.layer, op.layer
     try:
         with contextlib.ExitStack() as stack:
             for observer in list(op_observers):
                 stack.enter_context(observer(op))
             yield
     finally:
-        _layer = outer
+        _computing.layer = outer

@@ -41,6 +41,7 @@ class Tensor:
     )  # fmt: skip
 
     on_gradient: Callable[[Any], None] | None = None
+    is_parameter = False
 
     def __init__(self, data: Any, requires_grad: bool = False):
         if isinstance(data, Tensor):

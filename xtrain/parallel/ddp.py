@@ -17,7 +17,7 @@ from rich.console import Console
 from .. import version
 from ..config import ResolvedConfig, TrainConfig
 from ..data.dataset import Corpus
-from ..device import Array, resolve_device, synchronize
+from ..device import Array, resolve_device, synchronize, to_numpy
 from ..errors import UserError
 from ..files import digest
 from ..formats.manifest import MANIFEST
@@ -52,7 +52,8 @@ class ParallelConfig(TrainConfig):
     grad_comm: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients are communicated
     # between GPUs: NCCL's kernels, or copy engines (one machine only; auto: copy where possible)
     transport: Literal["auto", "nccl", "copy"] = "auto"
-    check_ranks: int = 0  # steps between comparisons of all ranks' parameters; 0: never
+    # steps between comparisons of all ranks' parameters, with ZeRO-1 also of what only one rank has with its checksum; 0: never
+    check_ranks: int = 0
     # seconds without a step after which a rank counts as hanging and the job is aborted; 0: never
     watchdog: float = 600.0
 
@@ -251,10 +252,21 @@ class DataParallel(SingleDevice):
             self.compare_weights(optimizer, step)
 
     def compare_weights(self, optimizer: AdamW, step: int) -> None:
-        """Raises UserError, on every rank, if the ranks do not hold the same weights, bit for bit."""
+        """Raises UserError, on every rank, if the ranks do not hold the same weights, bit for bit.
+
+        With ZeRO-1 also if a rank's weights or moments have changed between two updates.
+        """
         arrays = [self.model.arena.weights]
         if isinstance(optimizer, ShardedAdamW):
             arrays = optimizer.in_use()
+            found = self.ranks.gather(bool(to_numpy(optimizer.changed)[0]))
+            if any(found):
+                before = max(0, step - self.config.check_ranks)
+                raise UserError(
+                    f"after step {step} weights or optimizer state of rank {found.index(True)} are not what its last update "
+                    f"wrote ({sum(found)} of {self.ranks.world} ranks; checked every {self.config.check_ranks} steps): check "
+                    f"that machine's memory, and resume from a checkpoint of step {before} or earlier"
+                )
         self.ranks.check_identical(arrays, step)
 
     def sum_over_owners(self, values: list[float]) -> list[float]:
@@ -277,7 +289,8 @@ class DataParallel(SingleDevice):
     # ------------------------------------------------------------------------- optimizer state
     def make_adamw(self, **options: Any) -> AdamW:
         if self.sharded:
-            return ShardedAdamW(self.model, self.collectives, self.slices, **options)
+            guarded = self.config.check_ranks > 0
+            return ShardedAdamW(self.model, self.collectives, self.slices, guarded, **options)
         return AdamW(self.model, **options)
 
     @contextlib.contextmanager

@@ -8,16 +8,21 @@ import faulthandler
 import hashlib
 import os
 import platform
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from .. import machine
 from ..device import Array, cupy, to_numpy
 from ..errors import UserError
 from ..training.single_process import SingleProcess
 
 START_SECONDS = 600.0  # at most, between the start of the first rank and that of the last
+# What MPICH 5.0.2 (its wheel, ch4:ucx) allocates of /dev/shm in MPI_Init, in bytes a rank, measured with 1 to 16 ranks.
+# UCX crashes if about UCX_SPARE are free before its last allocation, and allocates none with much less.
+SEGMENT, UCX_SEGMENT, UCX_SPARE = 1_061_440, 4_334_000, 14_000_000
 
 
 class Ranks(SingleProcess):
@@ -99,10 +104,13 @@ class Ranks(SingleProcess):
 
 
 def connect() -> Ranks:
-    """The ranks that mpirun (or srun) started. Raises UserError if there is no MPI library."""
+    """The ranks that mpirun (or srun) started.
+
+    Raises UserError if there is no MPI library, if it is not the launcher's, or if /dev/shm is too small for it.
+    """
     how = "run `pip install -e '.[mpi]'` in the checkout, which installs mpi4py and an MPI library"
     try:
-        MPI = _when_all_ranks_have_started()
+        MPI = load_mpi()
     except ModuleNotFoundError:
         where = platform.node()  # only one of several machines may lack it
         raise UserError(
@@ -111,22 +119,104 @@ def connect() -> Ranks:
     except (ImportError, RuntimeError) as error:  # mpi4py is installed, the MPI library is not
         reason = str(error).splitlines()[0]
         raise UserError(f"mpi4py finds no MPI library ({reason}): {how}") from None
+    library = MPI.Get_library_version()
+    check_launcher(library, None, os.environ)
+    shortage = shared_memory_shortage(library, os.environ)
+    if shortage:
+        raise UserError(shortage)
+    _when_all_ranks_have_started(MPI)
+    check_launcher(library, MPI.COMM_WORLD.size, os.environ)
     return Ranks(MPI.COMM_WORLD)
 
 
-def _when_all_ranks_have_started() -> Any:
-    """-> mpi4py.MPI, whose import waits for all ranks.
+def load_mpi() -> Any:
+    """-> mpi4py.MPI with its library loaded, which is not initialized: that may end the process."""
+    import mpi4py
 
-    MPICH waits forever for a rank that failed before its import: after START_SECONDS this process exits.
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    from mpi4py import MPI
+
+    return MPI
+
+
+def check_launcher(library: str, world: int | None, environment: Mapping[str, str]) -> None:
+    """Raises UserError if the launcher is not one of the MPI library: each rank would be alone, and train alone.
+
+    library: MPI.Get_library_version().  world: the size of COMM_WORLD; None before MPI_Init, which ends the
+    process or prints half a page if the library does not speak the launcher's protocol (PMI or PMIx).
+    """
+    launcher = machine.launcher(environment)
+    pmi, pmix = "PMI_RANK" in environment, "PMIX_RANK" in environment
+    if launcher is None:
+        return
+    fits = launcher.world == 1 or world != 1
+    if world is None and library.startswith("MPICH"):
+        fits = pmi or not pmix or "pmix" in library.lower()
+    elif world is None and library.startswith("Open MPI"):
+        fits = launcher.world == 1 or pmix or not (pmi and "MPI_LOCALRANKID" in environment)
+    if fits:
+        return
+    uses, n = library_name(library), launcher.world
+    remedy = f"use the mpirun of {uses}"
+    if launcher.name == "srun":
+        remedy = (
+            f"choose what {uses} understands with --mpi (`srun --mpi=list`), or use its own mpirun"
+        )
+    elif launcher.name == "torchrun":
+        remedy = f"use `mpirun -n {n} python -m xtrain.ddp`"
+    raise UserError(
+        f"{launcher.name} started {n} ranks ({launcher.variable}), but mpi4py uses {uses}, in which every rank is alone: "
+        f"{remedy}; `python -m xtrain.doctor` checks which mpirun fits"
+    )
+
+
+def library_name(library: str) -> str:
+    """What MPI.Get_library_version() says in two or three words: "MPICH 5.0.2", "Open MPI v5.0.11"."""
+    return " ".join(
+        library.strip("\0 \n").split("\n")[0].split(",")[0].replace("Version:", "").split()
+    )
+
+
+def shared_memory_shortage(
+    library: str, environment: Mapping[str, str], ranks: int | None = None
+) -> str:
+    """Why MPICH would end with a bus error or a segmentation fault in MPI_Init, and what to do; "" if it would not.
+
+    ranks: on this machine; None: as many as the launcher started.
+    """
+    space = machine.shared_memory()
+    if not library.startswith("MPICH") or "ch4" not in library or space is None:
+        return ""
+    total, free = space
+    ranks = ranks or int(environment.get("MPI_LOCALNRANKS", 1))
+    bytes_per_rank, spare = SEGMENT, 0
+    if "ch4:ucx" in library and environment.get("UCX_TLS") != "^posix":
+        bytes_per_rank, spare = SEGMENT + UCX_SEGMENT, UCX_SPARE
+    need = ranks * bytes_per_rank + spare
+    if min(total, free + (ranks - 1) * bytes_per_rank) >= need:  # the other ranks may have theirs
+        return ""
+    return (
+        f"/dev/shm has {free / 1e6:.1f} of {total / 1e6:.1f} MB free, and {library_name(library)} needs {need / 1e6:.1f} MB "
+        f"for {ranks} ranks: give the container more (docker run --shm-size=1g), "
+        "or set UCX_TLS=^posix, with which MPICH needs less"
+    )
+
+
+def _when_all_ranks_have_started(MPI: Any) -> None:
+    """MPI_Init, which waits for all ranks.
+
+    MPICH waits forever for a rank that failed before: after START_SECONDS this process exits.
     It can then print only its stack, so the name of this function is the message.
     """
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # stderr is not a file
         faulthandler.dump_traceback_later(START_SECONDS, exit=True)
     try:
-        from mpi4py import MPI
+        if not MPI.Is_initialized():
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "suspicious MPI")  # check_launcher knows better
+                MPI.Init_thread()
     finally:
         faulthandler.cancel_dump_traceback_later()
-    return MPI
 
 
 def choose_gpu(ranks: Ranks) -> None:

@@ -4,12 +4,13 @@
     with Watchdog(...):              no step for some seconds, wherever the rank hangs: the same, and the process exits
 
 A UserError that all ranks raise is printed once, by rank 0, and every rank returns with exit code 2.
-If a rank is killed, mpirun (srun) notices and ends the others.
+If a rank is killed, or leaves without a word (os._exit), its ExitMonitor or mpirun (srun) notices and ends the others.
 """
 
 import contextlib
 import faulthandler
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ..cli import printable
 from ..errors import UserError
 from .ranks import Ranks
 
@@ -25,6 +27,34 @@ ABORT_SECONDS = 5  # MPI_Abort itself may hang; then the process exits without i
 # before the end of a job: mpirun may drop output that it has not passed on, and other hanging ranks
 # need time to print where they hang
 OUTPUT_SECONDS = 1
+
+
+class ExitMonitor:
+    """A process that ends the job with exit code 1 if this rank exits before it signs off.
+
+    MPICH's mpirun counts a rank that exits with 0 in the middle of a run as a success, and kills the others.
+    The monitor holds the rank's connection to mpirun, so that mpirun waits for it, and sends what MPI_Abort would
+    (the abort command of PMI-1). Other launchers are not told: Open MPI's mpirun reports such a rank itself.
+    """
+
+    def __init__(self, message: str):
+        self.process: subprocess.Popen | None = None
+        if "PMI_FD" in os.environ and "MPI_LOCALRANKID" in os.environ:  # MPICH's mpirun
+            wait = f"sleep {OUTPUT_SECONDS}"
+            script = f'read signed_off || {{ echo "$0" >&2; {wait}; echo cmd=abort exitcode=1; }}'
+            self.process = subprocess.Popen(
+                ["sh", "-c", script, message],
+                stdin=subprocess.PIPE,
+                stdout=int(os.environ["PMI_FD"]),
+                start_new_session=True,  # Ctrl-C is for the rank
+            )
+
+    def sign_off(self) -> None:
+        """This rank may exit now."""
+        if self.process is not None:
+            with contextlib.suppress(OSError):  # it was killed
+                self.process.communicate(b"signed off\n")
+            self.process = None
 
 
 class AbortOnError:
@@ -41,6 +71,9 @@ class AbortOnError:
     def __enter__(self) -> "AbortOnError":
         self.before = threading.excepthook
         threading.excepthook = lambda args: self._abort_with_traceback(args.exc_value, 1)
+        self.monitor = ExitMonitor(
+            f"{self.name}: rank {self.ranks.rank} ended in the middle of the run (by a signal or os._exit), all ranks end"
+        )
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
@@ -54,6 +87,7 @@ class AbortOnError:
         elif error is not None:
             code = error.code if isinstance(error, SystemExit) else 1
             self._abort_with_traceback(error, code if isinstance(code, int) and code else 1)
+        self.monitor.sign_off()
         return True
 
     def _print_once(self, message: str, code: int) -> None:
@@ -79,6 +113,7 @@ class AbortOnError:
         timer = threading.Timer(ABORT_SECONDS, os._exit, [code])
         timer.daemon = True
         timer.start()
+        self.monitor.sign_off()
         self.ranks.comm.Abort(code)
         os._exit(code)
 
@@ -136,12 +171,12 @@ class Watchdog(threading.Thread):
 
 
 def print_error(message: str) -> None:
-    """Print to the real stderr.
+    """Print printable text to the real stderr.
 
     A progress bar replaces sys.stderr and writes to stdout, where Open MPI gives rank 0 a terminal:
     the message of rank 0 would not be where those of the other ranks are.
     """
-    print(message, file=getattr(sys.stderr, "rich_proxied_file", sys.stderr), flush=True)
+    print(printable(message), file=getattr(sys.stderr, "rich_proxied_file", sys.stderr), flush=True)
 
 
 def rank_and_step(rank: int, step: int | None) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Array, cupy, is_gpu, to_numpy
+from ..kernels.checksum import checksum, compare
 from ..kernels.elementwise import add_fwd
 from ..kernels.grad_norm import norm_and_factor, sum_of_squares
 from ..kernels.runtime.launch import zeros
@@ -37,15 +38,32 @@ class ShardedAdamW(AdamW):
     checkpoint.
 
     master: (n,) float32, the weights of the owned shards, concatenated; None in fp32.  norms: all norm weights.
+    guarded: whether `changed` is kept up to date, for --check-ranks. What a rank owns exists once, so there is no other copy to
+    compare it with; and the all-gather makes a wrong weight of its owner identical on all ranks.
+    changed: (1,) int32, becomes 1 when weights or moments on this rank change between two updates.
     """
 
-    def __init__(self, model: Transformer, collectives: Any, slices: Slices, **options: Any):
+    def __init__(
+        self,
+        model: Transformer,
+        collectives: Any,
+        slices: Slices,
+        guarded: bool = False,
+        **options: Any,
+    ):
         shards = [collectives.shard(a, b) for a, b in slices]
         super().__init__(model, **options, owned=[(s.start, s.stop) for s in shards])
         self.collectives, self.slices = collectives, slices
         self.master: Array = None
         self.norms: Array = None
         self.release()
+        self.guarded = guarded
+        arrays = len(self._state())
+        self.sums, self.expected = (zeros(self.m, arrays, np.int64) for _ in range(2))
+        self.changed = zeros(self.m, 1, np.int32)
+        self.summed_version = (
+            -1
+        )  # of the arena, when `expected` was computed; -1: not for this state
 
     def release(self) -> None:
         """In bf16: drop all float32 weights except the norms and this rank's shards."""
@@ -93,8 +111,17 @@ class ShardedAdamW(AdamW):
             return self.arena.weights[start:end]
         return self.master[first : first + end - start]
 
+    def advance(self) -> np.ndarray:
+        """As AdamW.advance. Weights that were assigned, or a state that was loaded, are no change."""
+        if self.summed_version != self.arena.version.count:
+            self._sum_state(self.expected)
+        hyper_3 = super().advance()
+        self.summed_version = self.arena.version.count
+        return hyper_3
+
     def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
         """The update of the owned shards, and the all-gather of the new weights."""
+        self._compare_state()
         first, n_decay = 0, self.arena.n_decay
         for (a, b), (start, end) in zip(self.slices, self.owned):
             self.update_trained(start, end, first, hyper_3, factor_1)
@@ -108,6 +135,22 @@ class ShardedAdamW(AdamW):
                 self.collectives.all_gather(self.norms, a - n_decay, b - n_decay)
             first += end - start
         self.collectives.join()
+        self._sum_state(self.expected)
+
+    def _state(self) -> list[Array]:
+        """The arrays that only an update may change."""
+        return [*self.in_use(), *([] if self.master is None else [self.master]), self.m, self.v]
+
+    def _sum_state(self, sums_K: Array) -> None:
+        """Compute the checksums, if guarded."""
+        for k, array in enumerate(self._state() if self.guarded else []):
+            checksum(array.view(np.int32), sums_K[k : k + 1])
+
+    def _compare_state(self) -> None:
+        """Set `changed`, if guarded and the checksums are not those after the last update."""
+        if self.guarded:
+            self._sum_state(self.sums)
+            compare(self.sums, self.expected, self.changed)
 
     def in_use(self) -> list[Array]:
         """The weights that every rank must hold identically."""
@@ -152,4 +195,4 @@ class ShardedAdamW(AdamW):
                 mine.set(values)
             else:
                 mine[...] = values
-        self.t = whole.t
+        self.t, self.summed_version = whole.t, -1

@@ -11,7 +11,7 @@ import sys
 
 import tyro
 
-from ..cli import command, command_line
+from ..cli import command, command_line, print_text, say
 from .page import Options, write_requested
 
 
@@ -19,7 +19,7 @@ from .page import Options, write_requested
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
     o = tyro.cli(Options, prog="python -m xtrain.report", description=__doc__, args=arguments)
-    print(write_requested(o, lambda text: print(f"xtrain.report: {text}", file=sys.stderr)))
+    print_text(str(write_requested(o, lambda text: say(f"xtrain.report: {text}"))))
     return 0
 
 

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..config import ModelConfig
+from ..console import PrintableConsole
 from ..errors import UserError
 from ..files import cannot_write, write_whole
 from .record import read
@@ -17,7 +17,7 @@ from .record import read
 SHARED_OPTIONS = ("seq_len", "precision", "recompute", "graph")  # copied from the run's options
 
 
-class RecordingConsole(Console):
+class RecordingConsole(PrintableConsole):
     """A console that stores the tables that it prints, and the lines between them."""
 
     def __init__(self, **options: Any):

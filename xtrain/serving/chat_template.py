@@ -6,16 +6,22 @@
 It is rendered in Jinja's sandbox with the names that transformers defines for templates: messages, add_generation_prompt,
 tools, documents, bos_token and the other special tokens, raise_exception(text), strftime_now(format), the filter tojson,
 {% break %} and {% continue %}, and {% generation %} blocks.
+
+The sandbox limits what a template may touch, but not its time and memory. So it is compiled and rendered in a process of its
+own, which runs template_worker.py with limits and stays alive between conversations.
 """
 
-import datetime
+import contextlib
+import importlib.util
 import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
-
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 
 from ..data.tokenizer import token_text
 from ..errors import UserError
@@ -30,6 +36,21 @@ TOKENS = (
     "cls_token",
     "mask_token",
 )
+WORKER = Path(__file__).with_name("template_worker.py")
+# Limits. Real templates take milliseconds, a few MB, and little more text than the messages have.
+SECONDS = 5  # of CPU time to compile, and for each conversation
+PATIENCE = 60  # seconds until the process is killed, on a machine that gives it little CPU time
+MEMORY = 1 << 30  # bytes of address space, Python's and Jinja's included
+MAX_TEXT = 16 << 20  # characters of a rendered conversation
+MAX_SOURCE = 1 << 20  # characters of a template file
+OUT_OF_TIME = -getattr(
+    signal, "SIGXCPU", 24
+)  # exit code of a process that the kernel ended at its limit
+LIMITS = {
+    "time": f"{SECONDS} s",
+    "memory": f"{MEMORY >> 30} GB of memory",
+    "text": f"{MAX_TEXT >> 20} million characters",
+}
 
 
 class ChatTemplate:
@@ -40,32 +61,92 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        self.special_tokens = special_tokens
-        try:
-            self.template = environment.from_string(source)
-        except Exception as error:  # third-party code: any error, also of Python's compiler
-            raise UserError(f"the chat template cannot be read: {_one_line(error)}") from None
+        self.source, self.special_tokens = source, special_tokens
+        self.worker: subprocess.Popen | None = None
+        self.lock = threading.Lock()  # one request at a time
+        with self.lock:
+            self._start()
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """-> the text of the conversation
 
-        messages: {"role": ..., "content": ...} each.  add_generation_prompt: end with the text that starts the model's answer.
-        Raises UserError if the template rejects the messages or fails.
+        messages: {"role": ..., "content": ...} each, of values that JSON has.  add_generation_prompt: end with the text
+        that starts the model's answer.
+        Raises UserError if the template rejects the messages, fails, or exceeds one of LIMITS.
         """
         names = {"messages": messages, "tools": None, "documents": None, **self.special_tokens}
-        try:
-            text = self.template.render(**names, add_generation_prompt=add_generation_prompt)
-            text.encode()  # ValueError for half a surrogate pair
-            return text
-        except Exception as error:  # any Python error, such as a KeyError of '{x}'.format()
+        with self.lock:
+            if self.worker is None or self.worker.poll() is not None:  # it was stopped or killed
+                self._start()
+            reply = self._ask(names | {"add_generation_prompt": add_generation_prompt})
+        if "error" in reply:
             raise UserError(
-                f"the model's chat template rejects this conversation: {_one_line(error)}"
+                f"the model's chat template rejects this conversation: {reply['error']}"
+            )
+        return reply["text"]
+
+    def _start(self) -> None:
+        """Start a worker and let it compile the template. Raises UserError."""
+        packages = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+        folders = [str(Path(spec.origin).parents[1]) for spec in packages if spec and spec.origin]
+        limits = map(str, (SECONDS, MEMORY, MAX_TEXT))
+        # -I -S: a fresh interpreter, without the user's settings, and quick to start
+        command = [sys.executable, "-I", "-S", str(WORKER), *limits, *folders]
+        try:
+            self.worker = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C ends an answer, not the worker
+            )
+        except OSError as error:
+            raise UserError(
+                f"the chat template needs a process of its own, and {sys.executable} cannot be started: {error.strerror}"
             ) from None
+        self._end_worker = weakref.finalize(self, _end, self.worker)  # also at exit
+        reply = self._ask({"source": self.source})
+        if "error" in reply:
+            self._stop()
+            raise UserError(f"the chat template cannot be read: {reply['error']}")
+
+    def _stop(self) -> None:
+        self._end_worker()
+        self.worker = None
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request to the worker. -> its reply. Raises UserError at a limit; the worker has ended then."""
+        worker = self.worker
+        assert worker is not None
+        try:
+            line = json.dumps(request).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"the messages must consist of values that JSON has: {error}") from None
+        replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=_exchange, args=(worker, line, replies), daemon=True).start()
+        try:
+            answer = replies.get(timeout=PATIENCE)
+            ended = not answer.endswith(b"\n")
+            code = worker.wait() if ended else None
+        except queue.Empty:
+            ended, code = True, OUT_OF_TIME
+        except BaseException:  # Ctrl-C
+            self._stop()
+            raise
+        if not ended:
+            reply = json.loads(answer)
+        elif code == OUT_OF_TIME:
+            reply = {"limit": "time"}
+        else:
+            reply = {"error": f"its process ended with code {code}"}
+        if ended or "limit" in reply:
+            self._stop()
+        if "limit" in reply:
+            raise UserError(
+                f"the model's chat template needs more than {LIMITS[reply['limit']]}, so it was stopped: "
+                "use a copy of the model with another template"
+            )
+        return reply
 
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate | None":
@@ -74,11 +155,13 @@ class ChatTemplate:
         config = read_json(path) if path.is_file() else {}
         source = config.get("chat_template")
         if file.is_file():
-            with reading(file):
-                source = file.read_text(encoding="utf-8", errors="replace")
+            with reading(file), open(file, encoding="utf-8", errors="replace") as opened:
+                source = opened.read(MAX_SOURCE + 1)
+            if len(source) > MAX_SOURCE:
+                raise UserError(f"{file} is longer than {MAX_SOURCE >> 20} million characters")
         if isinstance(source, list):
-            named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-            source = named.get("default")
+            named = [t for t in source if isinstance(t, dict) and t.get("name") == "default"]
+            source = named[-1].get("template") if named else None
         if source is None:
             return None
         if not isinstance(source, str):
@@ -89,32 +172,20 @@ class ChatTemplate:
         return cls(source, {name: text for name, text in tokens.items() if text is not None})
 
 
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks the model's text for training; here it renders its content."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-
-def _to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """Replaces Jinja's own filter, which escapes characters for HTML."""
-    return json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _exchange(worker: subprocess.Popen, line: bytes, replies: queue.SimpleQueue) -> None:
+    """Send a line to the worker, and put the line that it answers into the queue; b"" if it has ended."""
+    assert worker.stdin and worker.stdout
+    try:
+        worker.stdin.write(line)
+        worker.stdin.flush()
+        replies.put(worker.stdout.readline())
+    except (OSError, ValueError):  # ValueError: closed by _end
+        replies.put(b"")
 
 
-def _raise(message):
-    raise jinja2.TemplateError(message)
-
-
-def _now(format):
-    return datetime.datetime.now().strftime(format)
-
-
-def _one_line(error):
-    from_template = isinstance(error, jinja2.TemplateError) and str(error)
-    text = str(error) if from_template else f"{type(error).__name__} {error}"
-    return " ".join(text.split())[:300]
+def _end(worker: subprocess.Popen) -> None:
+    worker.kill()
+    worker.wait()
+    for pipe in filter(None, (worker.stdin, worker.stdout)):
+        with contextlib.suppress(OSError):
+            pipe.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..cli import print_text, say
 from ..errors import UserError
 from .engine import Engine
 from .pretrained import Pretrained, load
@@ -47,6 +48,8 @@ class Conversation:
     nearly all templates), only the rest is tokenized and appended to the tokens in the cache. Otherwise (a template that
     leaves out earlier reasoning, for example) the whole text is tokenized, and the engine reuses the longest common prefix.
 
+    One thread at a time uses it; conversations of several threads may share an engine.
+
     messages: {"role", "content"} of every message.  completion: tokens of the last answer.
     text, tokens: the conversation so far, rendered and as the model has seen it.  turns: answers so far.
     """
@@ -86,12 +89,15 @@ class Conversation:
                     yield chunk.text
         finally:
             stream.close()
-            (completion,) = stream.completions
-            self.completion = completion
+            (self.completion,) = stream.completions
+            # All tokens, also those not read: another stream's step may have generated some.
+            generated, answer = list(self.completion), TextStream(self.pretrained.tokenizer)
+            for token in generated:
+                answer.feed(token)
             answer.finish()
             # Special tokens are not part of the text: the template writes them.
             special = self.pretrained.tokenizer.special_ids
-            answer_tokens = [t for t in completion if t not in special]
+            answer_tokens = [t for t in generated if t not in special]
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
             self.text, self.tokens = text + answer.text, tokens + answer_tokens
             self.turns += 1
@@ -141,7 +147,7 @@ def chat(options: Options) -> None:
     )
     # Report invalid options before the user types.
     make_requests([[0]], pretrained.model.config, size, (), o.seed, **sampling)
-    print(f"{pretrained.folder}; {engine.describe()}", *notes, sep="; ", file=sys.stderr)
+    say("; ".join([f"{pretrained.folder}; {engine.describe()}", *notes]))
     while True:
         try:
             line = _read_line()
@@ -154,7 +160,7 @@ def chat(options: Options) -> None:
         except KeyboardInterrupt:  # perhaps meant for an answer that has just ended: keep the chat
             if not sys.stdin.isatty():
                 raise
-            print("\n[type /exit or Ctrl-D to leave]", file=sys.stderr)
+            say("\n[type /exit or Ctrl-D to leave]")
 
 
 def _read_line() -> str | None:
@@ -172,22 +178,21 @@ def _answer(conversation: Conversation, line: str, sampling: dict[str, Any], see
     seed = (seed + conversation.turns) % 2**63
     try:
         for text in conversation.reply(line, **sampling, seed=seed):
-            print(text, end="", flush=True)
+            print_text(text, end="", flush=True)
     except KeyboardInterrupt:
-        print(" [interrupted]", file=sys.stderr)
+        say(" [interrupted]")
     except UserError as error:
         if not conversation.turns and not isinstance(error, ContextFull):
             raise
-        print(f"[{error}]", file=sys.stderr)  # and keep the earlier turns
+        say(f"[{error}]")  # and keep the earlier turns
         return
-    print(flush=True)
+    print_text("", flush=True)
     reason = conversation.completion.reason if conversation.completion is not None else None
     if reason == "full":
-        print(
-            f"[the context of {conversation.engine.max_seq_len} tokens is full: type /reset to start again]",
-            file=sys.stderr,
+        say(
+            f"[the context of {conversation.engine.max_seq_len} tokens is full: type /reset to start again]"
         )
     elif reason == "length":
-        print("[the answer has reached --max-new-tokens]", file=sys.stderr)
+        say("[the answer has reached --max-new-tokens]")
     elif reason == "nan":
         raise UserError("the model's logits are NaN: its weights are damaged, use another copy")

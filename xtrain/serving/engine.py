@@ -6,49 +6,62 @@
     for number, token in engine.stream([[1, 2, 3], [4, 5]]):     # token by token
         ...
 
-Continuous batching (Yu et al. 2022, Orca): the KV cache has max_batch slots, each for one sequence. Every step
+Any Transformer is served by the forward that trains it. Its KV cache is divided into blocks (blocks.py, paged_cache.py), and
+requests are batched continuously (Yu et al. 2022, Orca). Every step
 
-    admits     pending requests to free slots, prefills them together, packed without padding, and samples their first tokens
-    decodes    one token for every other sequence that has a slot
-    ends       finished sequences; their slots are free in the next step
+    admits     pending requests, while there is a free slot in the decode batch and there are blocks for their tokens. Blocks that
+               other sequences have computed for the same first tokens are shared
+    prefills   the next tokens of the admitted prompts, several prompts in one pass, or part of a long one: so many that other
+               sequences do not wait for long. A prompt that is complete gets its first token
+    decodes    one token for every other sequence
+    ends       finished sequences; their slots and blocks are free in the next step
 
-`engine.trace` records what happened in each step. On a GPU the decoding step (model, sampling, advancing the counters) is a
-CUDA graph, one per batch size, and all its inputs are on the device: only token ids are copied to the host. While no request
-is pending, the next step is launched before the ids of the previous one have arrived. If a sequence turns out to have ended,
+If no block is left for a sequence, the newest sequence is preempted: it gives up its blocks, waits in front of the pending
+requests, and later computes its tokens again, together with what it has generated. `engine.trace` records all of this.
+
+On a GPU the decoding step (model, sampling, advancing the counters) is a CUDA graph, one per batch size, and all its inputs are
+on the device. The host launches a step before it knows the tokens of the previous one. If a sequence turns out to have ended,
 one wasted token is computed for it and discarded.
 
 A fresh engine gives the same tokens for the same requests. Random numbers depend only on a request's seed, random stream and
 step. The last bits of the logits may still depend on the other sequences of the batch, because matrix products of different
-shapes add in a different order; batch_invariant=True prevents this, at some cost in speed (cached_model.py).
+shapes add in a different order; batch_invariant=True prevents this, at some cost in speed (kernels/runtime/invariance.py).
 """
 
 import collections
 import contextlib
-import itertools
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ..device import Array, cupy, mapped_array, to_numpy
+from ..device import Array, cupy, free_cached, mapped_array, to_device, to_numpy
 from ..errors import UserError
 from ..kernels.decoding.sampling import advance, sample
+from ..kernels.runtime.invariance import batch_invariant as in_batch_invariant_mode
+from ..nn.autograd import inference
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
-from .cached_model import CachedModel
+from .blocks import MIN_COPIED, ROOT, BlockPool, Prefix, block_key, block_keys
+from .paged_cache import PagedCache
 from .requests import Completion, DecodeBatch, Request, Step, make_requests
 
 # Prompt tokens in one forward pass, at most. More would cost more memory than they save time: on the CPU the reference
 # of attention computes all scores at once, heads x tokens x keys.
 PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
+# Floating-point operations of a prefill pass while other sequences wait for their next token, at most: some 30 ms of an H200.
+PREFILL_FLOPS = {"gpu": 12e12, "cpu": 4e9, "sim": 4e9}
+BLOCK_TOKENS = 64  # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
 TRACE_STEPS = 4096  # steps that the trace keeps
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """The next n_tokens of a request's prompt, to be computed in one forward pass."""
+    """The next n_tokens of a request's sequence, to be computed in one forward pass."""
 
     request: Request
     n_tokens: int
@@ -56,10 +69,10 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A decoding step that has been launched and whose token ids the host has not read yet."""
+    """A forward pass that has been launched and whose tokens the host has not read yet, one per request."""
 
     requests: list[Request]
-    wait_for_ids: Callable[[], list[int]]  # -> one id per request
+    wait_for_ids: Callable[[], list[int]]
 
 
 class Engine:
@@ -67,12 +80,22 @@ class Engine:
 
     max_batch: sequences at a time.  max_seq_len: tokens of a sequence, prompt and answer; None: the longest that the model
     supports.
-    batch_invariant: the tokens of a sequence do not depend on the other sequences in the batch, not even in the last bit.
-    reuse_prefix: if a free slot still holds a prefix of a new prompt (earlier turns of a chat), only the rest is computed.
-    New weights are detected if they are assigned as `parameter.data = x`, not if they are written in place.
+    batch_invariant: the tokens of a sequence do not depend on the other sequences, not even in the last bit.
+    reuse_prefix: sequences that begin with the same tokens share the blocks of the KV cache that hold them, also after the first
+    of them has ended (earlier turns of a chat). New weights are detected if they are assigned as `parameter.data = x`, not if
+    they are written in place.
     graph: capture the decoding step as a CUDA graph (GPU only).  prefill_tokens: prompt tokens in one forward pass, at most;
     longer prompts are computed in several chunks; None: 8192 on a GPU, else 512.
-    Raises UserError for an invalid option, or if there is not enough memory for the cache (`cache_bytes`).
+    Memory of the KV cache: enough for max_batch sequences of max_seq_len tokens, but on a GPU at most what is left of the share
+    gpu_memory of its memory, and at most cache_bytes if given. If sequences need more, some are preempted.
+    block_tokens: of a block of the cache, 16, 32, 64, ...
+
+    Several threads may use one engine: a step runs in one thread at a time and computes the requests of all of them. Every
+    method may be called from any thread; a Stream is iterated by one thread at a time, others may cancel or close it. On a
+    GPU, the threads must have the same current device and stream (they do by default). A finalizer or a signal handler may
+    interrupt a step, so it may call `cancel` and `close`, which never wait, but not `step` or `submit`.
+
+    Raises UserError for an invalid option, or if there is not enough memory for one sequence of max_seq_len tokens.
     """
 
     def __init__(
@@ -81,27 +104,26 @@ class Engine:
         max_batch: int = 8,
         max_seq_len: int | None = None,
         batch_invariant: bool = False,
-        reuse_prefix: bool = False,
+        reuse_prefix: bool = True,
         graph: bool = True,
         prefill_tokens: int | None = None,
+        gpu_memory: float = 0.9,
+        cache_bytes: int | None = None,
+        block_tokens: int = BLOCK_TOKENS,
     ):
         if not isinstance(model, Transformer):
             raise UserError(
                 f"model must be a Transformer, got {type(model).__name__}: make one with "
                 "Transformer.from_pretrained(folder)"
             )
-        if model.variation:
-            raise UserError(
-                f"the engine supports only the layers of Llama and Qwen3, this model has others ({model.variation}): use "
-                "model.generate"
-            )
         context = model.config.context
         if prefill_tokens is None:
             prefill_tokens = PREFILL_TOKENS[model.device]
         self.max_seq_len = context if max_seq_len is None else max_seq_len
         sizes = dict(
-            max_batch=max_batch, prefill_tokens=prefill_tokens, max_seq_len=self.max_seq_len
-        )
+            max_batch=max_batch, prefill_tokens=prefill_tokens, max_seq_len=self.max_seq_len,
+            block_tokens=block_tokens, cache_bytes=1 if cache_bytes is None else cache_bytes,
+        )  # fmt: skip
         for name, value in sizes.items():
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
                 raise UserError(f"{name} must be a positive whole number, got {value!r}")
@@ -109,52 +131,74 @@ class Engine:
             raise UserError(
                 f"max_seq_len {self.max_seq_len} must be at least 2 and at most {context}, the longest sequence of the model"
             )
-        if batch_invariant and reuse_prefix:
-            raise UserError(
-                "batch_invariant and reuse_prefix exclude each other, set one to False: a reused prefix was computed in other chunks, which "
-                "may change the last bit"
-            )
+        if block_tokens < 16 or block_tokens & (block_tokens - 1):
+            raise UserError(f"block_tokens must be 16, 32, 64 or so on, got {block_tokens}")
+        if not 0 < gpu_memory <= 1:
+            raise UserError(f"gpu_memory must be a share, above 0 and at most 1, got {gpu_memory}")
         self.model, self.config, self.max_batch = model, model.config, max_batch
         self.batch_invariant, self.reuse_prefix = batch_invariant, reuse_prefix
         self.max_prefill_tokens = prefill_tokens
-        self.cached_model = CachedModel(model, max_batch, self.max_seq_len, batch_invariant)
-        self.cache_bytes = self.cached_model.nbytes
+        model.arena.refresh()
+        self.cache = PagedCache(model, self.max_seq_len, block_tokens)
+        table_blocks = -(-self.max_seq_len // block_tokens)
+        n_blocks = self._affordable_blocks(max_batch * table_blocks, gpu_memory, cache_bytes)
+        if n_blocks < table_blocks:
+            raise UserError(
+                f"the KV cache would have room for {n_blocks * block_tokens} tokens, one sequence may have "
+                f"{self.max_seq_len}: choose a smaller max_seq_len, or give it more memory (gpu_memory, cache_bytes)"
+            )
+        self.cache.allocate(n_blocks)
+        self.cache_bytes = self.cache.nbytes
         self.trace: collections.deque[Step] = collections.deque(maxlen=TRACE_STEPS)
         self.steps = self.submitted = 0
         self.prefilled_tokens = self.reused_tokens = self.decoded_tokens = 0
-        # By request_id: the pending and the active ones.
+        # By request_id: all below.
         self.unfinished_requests: dict[int, Request] = {}
         self.pending_requests: collections.deque[Request] = collections.deque()
-        # Those that have a slot; entry b of the decode batch is active_requests[b].
+        # Those that have a slot and blocks: until all their tokens are computed, and from then on.
+        self.prefilling_requests: list[Request] = []
         self.active_requests: list[Request] = []
         self.free_slots = list(range(max_batch))
-        # The tokens whose keys and values a free slot holds.
-        self.slot_tokens: list[list[int]] = [[] for _ in range(max_batch)]
+        self.pool = BlockPool(n_blocks, block_tokens)
+        # Keys of the blocks that prefilling requests compute: who needs the same tokens waits and shares them.
+        self.keys_in_prefill: collections.Counter[bytes] = collections.Counter()
         self.weights_version = model.arena.version.count
-        self.batch, on_gpu = DecodeBatch(max_batch, model.device), model.device == "gpu"
-        self.batch_outdated = True  # the batch on the device does not match active_requests
-        # The ids of the last two steps, in host memory that the GPU writes: one is read while the other is computed.
-        # The second name is the same memory as kernels see it.
+        self.batch = DecodeBatch(max_batch, table_blocks, model.device)
+        self.batch_requests: list[Request] = []  # those that the batch on the device contains
+        # The tokens of the last two steps of each slot, in host memory that the GPU writes: one is read while the other is
+        # computed. The second name is the same memory as kernels see it.
         self.device_to_host_ids: Any = None
         self.device_to_host_ids_gpu: Any = None
+        on_gpu = model.device == "gpu"
         if on_gpu:
             self.device_to_host_ids, self.device_to_host_ids_gpu = mapped_array(
                 (2, max_batch), np.int32
             )
-        self.changing_state, self.state_is_consistent = False, True
+        # lock: held by the thread that changes the state.  turn: held by the thread that waits for the lock, so that no
+        # thread takes the lock twice in succession while another one waits.
+        self.lock, self.turn, self.state_is_consistent = threading.RLock(), threading.RLock(), True
         self.steps_in_flight: collections.deque[InFlightStep] = collections.deque()
         self.run_ahead = on_gpu  # elsewhere a step has finished when its launch returns
         self.graphed: Callable[..., Any] | None = (
             Graphed(self._decode) if graph and on_gpu else None
         )
 
+    def _affordable_blocks(self, wanted: int, gpu_memory: float, cache_bytes: int | None) -> int:
+        """-> how many blocks of the cache there may be, at most `wanted`"""
+        limits = [] if cache_bytes is None else [cache_bytes]
+        if self.model.device == "gpu":
+            free_cached("gpu")
+            free, total = cupy().cuda.runtime.memGetInfo()
+            limits.append(int(gpu_memory * total) - (total - free))
+        return min([wanted, *(max(limit, 0) // self.cache.block_bytes for limit in limits)])
+
     def describe(self) -> str:
         """One line on the size of the KV cache, in bytes, and its factors."""
-        c = self.config
+        heads = sorted({(h.G, h.D) for h in self.cache.heads})
+        shapes = " or ".join(f"{G} heads x {D} channels" for G, D in heads)
         return (
-            f"KV cache {self.cache_bytes:,} bytes: {c.n_layers} layers x 2 x {self.max_batch} slots x "
-            f"{c.n_kv_heads} heads x {self.max_seq_len} tokens x {c.head_dim} channels in "
-            f"{self.cached_model.dtype.name}"
+            f"KV cache {self.cache_bytes:,} bytes: {len(self.cache.heads)} layers x 2 x {self.cache.n_blocks} blocks x "
+            f"{self.cache.S} tokens x {shapes} in {self.cache.dtype.name}"
         )
 
     # ------------------------------------------------------------------------- the public interface
@@ -187,8 +231,8 @@ class Engine:
         seed: with one seed, prompt i uses random stream i of that seed; with a list of seeds, each prompt uses stream 0 of
         its own seed, as if it were alone.
         stop: ids of tokens that end a sequence.
-        Prompts beyond max_batch wait until a slot is free. Raises UserError, before anything is computed, for an empty
-        prompt, for one that leaves no room for an answer, or for an option out of range.
+        Prompts beyond max_batch, and those for which there are no blocks, wait. Raises UserError, before anything is computed,
+        for an empty prompt, for one that leaves no room for an answer, or for an option out of range.
         """
         requests = make_requests(
             prompts, self.config, self.max_seq_len, stop, seed, max_new_tokens=max_new_tokens,
@@ -196,292 +240,456 @@ class Engine:
         )  # fmt: skip
         return Stream(self, requests)
 
-    def submit(self, request: Request) -> None:
-        """Append the request to the pending ones; `step` admits it when a slot is free."""
-        with self._changing_state():
-            request.request_id = self.submitted
-            self.submitted += 1
-            self.unfinished_requests[request.request_id] = request
-            self.pending_requests.append(request)
+    def submit(self, *requests: Request) -> None:
+        """Append requests to the pending ones; `step` admits each when there is room."""
+
+        def append() -> None:
+            for request in requests:
+                request.request_id = self.submitted
+                self.submitted += 1
+                self.unfinished_requests[request.request_id] = request
+                self.pending_requests.append(request)
+
+        self._exclusively(append)
 
     def cancel(self, request: Request) -> None:
-        """End the request now; its slot is free in the next step. Safe at any time, also during garbage collection."""
-        if request.completion.reason is None:
-            request.completion.reason = "cancelled"
-            if not self.changing_state:  # else the end of the current step removes it
-                self._remove_cancelled()
+        """End the request: the next step frees its slot. Never waits, so it is safe at any time, also during garbage
+        collection. A step that is running in another thread may append one more token."""
+        request.completion.end("cancelled")
 
     def _remove_cancelled(self) -> None:
-        with self._changing_state():
-            for request in [r for r in self.active_requests if r.completion.reason]:
-                self._end(request, "cancelled", self.trace[-1])
-            for request in [r for r in self.pending_requests if r.completion.reason]:
-                self.pending_requests.remove(request)
-                del self.unfinished_requests[request.request_id]
+        for request in [r for r in self.unfinished_requests.values() if r.completion.reason]:
+            self._end(request, "cancelled")
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> list[tuple[Request, int]]:
-        """Admit, decode, end. -> (request, new token) pairs; none, and no step, if there are no unfinished requests."""
-        if not (self.pending_requests or self.active_requests or self.steps_in_flight):
+        """Admit, decode, prefill, end. -> the (request, new token) pairs that have arrived; none, and no step, if there are no
+        unfinished requests. On a GPU the tokens that a step launches arrive in the next step."""
+        return self._exclusively(self._next_step)
+
+    def _next_step(self) -> list[tuple[Request, int]]:
+        self._remove_cancelled()
+        if not (self.unfinished_requests or self.steps_in_flight):
             return []
         start, step = time.perf_counter(), Step(self.steps)
         self.trace.append(step)
         self.steps += 1
         try:
-            with self._changing_state():
-                return self._step(step)
+            return self._step(step)
         finally:
-            self._remove_cancelled()
             step.seconds = time.perf_counter() - start
 
     def _step(self, step: Step) -> list[tuple[Request, int]]:
         new_tokens = []
-        if not self.steps_in_flight:
-            already_active = list(self.active_requests)
-            new_tokens += self._admit(step)
-            # One token per sequence and step: the requests just admitted join in the next step.
-            if already_active:
-                self._launch(already_active)
-        if self.steps_in_flight and self._may_run_ahead():
-            self._launch(self.active_requests)
-        if self.steps_in_flight:
-            new_tokens += self._collect_oldest_step(step)
-        return new_tokens
+        if self._is_sparse():
+            new_tokens += self._collect(0)  # the tokens in flight have their places by slot
+            self._compact_slots()
+        in_flight = len(self.steps_in_flight)
+        with inference(), in_batch_invariant_mode(self.batch_invariant):
+            self.model.arena.refresh()
+            self._admit(step)
+            ready = self._ready_to_decode(step)
+            if ready:  # before prefill, which puts first tokens into slots that are idle here
+                self._launch(ready, step)
+            self._prefill(step)
+        # What earlier steps have launched is collected now. On the CPU everything is: nothing is computed at the same time.
+        launched = len(self.steps_in_flight) - in_flight
+        return new_tokens + self._collect(launched if self.run_ahead else 0)
 
-    @contextlib.contextmanager
-    def _changing_state(self) -> Iterator[None]:
-        """Guard a state change: if Ctrl-C or an error interrupts it between any two statements, the next one recovers first."""
-        self.changing_state = True
+    def _exclusively(self, change: Callable[[], T]) -> T:
+        """change(), while no other thread changes the state. Threads take turns.
+
+        If Ctrl-C or an error interrupts it between any two statements, both locks are released and the next change recovers
+        first. Ctrl-C may arrive after `acquire` has succeeded and before the next statement; therefore `acquire` is inside
+        `try`, and `release`, which raises RuntimeError in a thread that does not hold the lock, comes first in `finally`.
+        """
         try:
+            try:
+                self.turn.acquire()
+                self.lock.acquire()
+            finally:
+                try:  # noqa: SIM105  (suppress is Python code, which Ctrl-C could interrupt before the release)
+                    self.turn.release()
+                except RuntimeError:
+                    pass
             if not self.state_is_consistent:
                 self._recover()
             self.state_is_consistent = False
-            yield  # an exception skips the next line
+            result = change()
             self.state_is_consistent = True
+            return result
         finally:
-            self.changing_state = False
+            try:  # noqa: SIM105
+                self.lock.release()
+            except RuntimeError:
+                pass
 
     def _recover(self) -> None:
-        """Rebuild the state from the completions after an interrupted change.
-
-        A request with tokens resumes after the last of them, one without tokens is pending again: no sequence loses a token.
-        """
+        """Begin again after an interrupted change: all requests are pending, with the tokens that they have. No sequence loses
+        a token, and what was launched is computed again."""
         self.steps_in_flight.clear()
-        self.batch_outdated = True
-        unfinished = self.unfinished_requests.values()
-        self.active_requests = [r for r in unfinished if r.completion]
-        self.pending_requests = collections.deque(r for r in unfinished if not r.completion)
-        for request in self.pending_requests:
-            request.cached_tokens = 0
-        used = {request.slot for request in self.active_requests}
-        self.free_slots = [slot for slot in range(self.max_batch) if slot not in used]
-        for request in list(self.active_requests):
-            request.cached_tokens = len(request.prompt) + len(request.completion) - 1
-            self._end_if_finished(request, self.trace[-1])
+        self.batch_requests = []
+        self.pool = BlockPool(self.pool.size, self.pool.S)
+        self.keys_in_prefill.clear()
+        self.prefilling_requests, self.active_requests = [], []
+        self.free_slots = list(range(self.max_batch))
+        unfinished = sorted(self.unfinished_requests.values(), key=lambda r: r.request_id)
+        for request in unfinished:
+            request.blocks, request.published, request.keys = [], 0, []
+            request.slot, request.cached_tokens, request.in_flight = -1, 0, 0
+        self.pending_requests = collections.deque(unfinished)
+        for request in unfinished:
+            self._end_if_finished(request)
 
-    # ------------------------------------------------------------------------- prefill
-    def _admit(self, step: Step) -> list[tuple[Request, int]]:
-        """Assign free slots to pending requests, prefill them and sample their first tokens. -> (request, token) pairs"""
-        admitted = []
-        while self.pending_requests and self.free_slots:
-            request = self.pending_requests.popleft()
-            self._assign_slot(request)
-            admitted.append(request)
-            step.admitted.append((request.request_id, request.slot))
-        return [x for chunks in self._prefill_passes(admitted) for x in self._prefill(chunks, step)]
-
-    def _assign_slot(self, request: Request) -> None:
-        """Choose a free slot: with reuse_prefix the one that holds the longest prefix of the prompt."""
-        self.batch_outdated, slot = True, self.free_slots[0]
+    # ------------------------------------------------------------------------- admission
+    def _admit(self, step: Step) -> None:
+        """Give pending requests a slot and blocks, first come, first served."""
         version = self.model.arena.version.count
         if self.weights_version != version:  # keys and values of other weights cannot be reused
-            self.weights_version, self.slot_tokens = version, [[] for _ in self.slot_tokens]
+            self.weights_version = version
+            self.pool.forget_all()
+        for request in list(self.pending_requests):
+            if not self.free_slots:
+                break
+            if request.in_flight or self._shares_with_prefilling(request):
+                continue  # it waits for its own last token, or for one that computes the same
+            if not self._assign_blocks(request):
+                break
+            self.pending_requests.remove(request)
+            request.slot, request.weights_version = min(self.free_slots), version
+            self.free_slots.remove(request.slot)
+            self.prefilling_requests.append(request)
+            self.keys_in_prefill.update(request.keys)
+            step.admitted.append((request.request_id, request.slot))
+            if not request.completion:  # else it was preempted
+                request.completion.reused = request.cached_tokens
+                self.reused_tokens += request.cached_tokens
+
+    def _can_share(self, request: Request) -> bool:
         # With dynamic RoPE scaling, a long prompt has other angles from its first token.
-        if self.reuse_prefix and not self.cached_model.stretched(len(request.prompt)):
-            common = lambda s: _common_prefix(self.slot_tokens[s], request.prompt)
-            slot = max(self.free_slots, key=lambda s: (common(s), -len(self.slot_tokens[s])))
-            # At least one token must be computed: its logits give the first new one.
-            request.cached_tokens = min(common(slot), len(request.prompt) - 1)
-        self.slot_tokens[slot] = []
-        self.free_slots.remove(slot)
-        request.slot, request.weights_version = slot, version
-        request.completion.reused = request.cached_tokens
-        self.reused_tokens += request.cached_tokens
+        return self.reuse_prefix and not self.cache.stretched(len(request.tokens))
 
-    def _prefill_passes(self, requests: list[Request]) -> Iterator[list[PrefillChunk]]:
-        """Split the prompts into forward passes of at most max_prefill_tokens tokens."""
-        chunks: list[PrefillChunk] = []
-        free = self.max_prefill_tokens
-        for request in requests:
-            left = len(request.prompt) - request.cached_tokens
-            alone = self.batch_invariant or self.cached_model.stretched(len(request.prompt))
-            if alone and chunks:
-                yield chunks
-                chunks, free = [], self.max_prefill_tokens
-            while left:
-                n = min(left, free)
-                left -= n
-                free -= n
-                chunks.append(PrefillChunk(request, n))
-                if not free or (alone and not left):
-                    yield chunks
-                    chunks, free = [], self.max_prefill_tokens
-        if chunks:
-            yield chunks
+    def _shares_with_prefilling(self, request: Request) -> bool:
+        """True if a prefilling request computes a block that this request would compute next."""
+        if not self._can_share(request):
+            request.keys = []
+            return False
+        tokens = request.tokens
+        request.keys = block_keys(tokens, self.pool.S)
+        if not self.prefilling_requests:
+            return False
+        known = len(self.pool.find(tokens, request.keys).blocks)
+        worthwhile = len(tokens) - 1 - known * self.pool.S >= MIN_COPIED
+        return worthwhile and self.keys_in_prefill[request.keys[known]] > 0
 
-    def _prefill(self, chunks: list[PrefillChunk], step: Step) -> list[tuple[Request, int]]:
-        """One forward pass. -> (request, token) pairs of the prompts that are complete with it"""
+    def _assign_blocks(self, request: Request) -> bool:
+        """Find or allocate blocks for all tokens of the request. -> False if there are not enough"""
+        tokens, pool = request.tokens, self.pool
+        nothing = Prefix([])
+        found = pool.find(tokens, request.keys) if request.keys else nothing
+        # Some blocks are left for the sequences that are growing.
+        growth = sum(map(self._blocks_to_come, self.active_requests + self.prefilling_requests))
+        reserve = min(growth, (len(self.active_requests) + 1) // 2)
+        # A block that begins with the next tokens is copied (copy on write), or taken over if that loses nothing or there is no
+        # other way. If all this keeps too many blocks from being evicted, less is shared.
+        ways = (found, found.whole), (found, True), (Prefix(found.blocks), False), (nothing, False)
+        for prefix, take in ways:
+            if take and not pool.can_take(prefix.partial):
+                continue
+            used = prefix.blocks + ([] if prefix.partial is None else [prefix.partial])
+            for block in used:  # must not be evicted
+                pool.share(block)
+            needed = -(-len(tokens) // pool.S) - len(prefix.blocks) - take
+            if pool.available >= needed + reserve:
+                break
+            pool.release(used)
+        else:
+            return False
+        taken = [prefix.partial] if take and prefix.partial is not None else []
+        request.blocks = prefix.blocks + taken + [pool.allocate() for _ in range(needed)]
+        request.published = len(prefix.blocks)
+        request.cached_tokens = len(prefix.blocks) * pool.S + prefix.n_partial
+        if taken:
+            pool.forget(taken[0])
+        elif prefix.partial is not None:
+            self.cache.copy_block(request.blocks[len(prefix.blocks)], prefix.partial)
+            pool.release([prefix.partial])
+        return True
+
+    def _blocks_to_come(self, request: Request) -> int:
+        """How many more blocks the request may need."""
+        longest = min(len(request.prompt) + request.max_new_tokens, self.max_seq_len)
+        return -(-longest // self.pool.S) - len(request.blocks)
+
+    # ------------------------------------------------------------------------- prefill
+    def _prefill(self, step: Step) -> None:
+        """Launch one forward pass over the next tokens of the prefilling requests; those that are complete get a token."""
+        chunks = self._next_chunks()
+        if not chunks:
+            return
         requests, counts = [c.request for c in chunks], [c.n_tokens for c in chunks]
         starts = [r.cached_tokens for r in requests]
-        complete = [
-            i
-            for i, (r, start, n) in enumerate(zip(requests, starts, counts))
-            if start + n == len(r.prompt)
-        ]
-        logits = self.cached_model.prefill(
-            np.concatenate(
-                [r.prompt[start : start + n] for r, start, n in zip(requests, starts, counts)]
-            ),
-            counts,
-            starts,
-            [r.slot for r in requests],
-            complete,
-            len(requests[0].prompt),
-        )
+        tokens = [r.tokens for r in requests]
+        ends = np.cumsum(counts)
+        complete = [i for i, (t, a, n) in enumerate(zip(tokens, starts, counts)) if a + n == len(t)]
+        ids_N, sequences = self.cache.prefill(
+            [x for t, a, n in zip(tokens, starts, counts) for x in t[a : a + n]], counts, starts,
+            [r.blocks for r in requests], [int(ends[i]) - 1 for i in complete] or [0], len(tokens[0]),
+        )  # fmt: skip
+        x_WC = self.model.hidden(ids_N, sequences)
         for request, n in zip(requests, counts):
             request.cached_tokens += n
-            request.completion.prefilled += n
+            request.completion.prefilled += 0 if request.completion else n
             self.prefilled_tokens += n
             step.prefilled += n
-        return self._first_tokens([requests[i] for i in complete], logits, step) if complete else []
-
-    def _first_tokens(
-        self, requests: list[Request], logits: Array, step: Step
-    ) -> list[tuple[Request, int]]:
-        batch = DecodeBatch(len(requests), self.model.device)
-        batch.fill(requests)
-        self._sample(logits, batch.device)
-        new_tokens = []
-        for request, token in zip(requests, to_numpy(batch.device["ids"]).tolist()):
+            self._publish(request)
+        done = [requests[i] for i in complete]
+        if done:
+            self._draw_first_tokens(done, self.model.logits(x_WC).data)
+        for request in done:
+            self._leave_prefill(request)
             self.active_requests.append(request)
-            new_tokens += self._append_token(request, token, step)
-        return new_tokens
 
-    def _sample(self, logits: Array, batch: dict[str, Array]) -> None:
+    def _next_chunks(self) -> list[PrefillChunk]:
+        """The next tokens of the prefilling requests, as many as one pass may have."""
+        chunks: list[PrefillChunk] = []
+        free, S = self.max_prefill_tokens, self.pool.S
+        flops = PREFILL_FLOPS[self.model.device] if self.active_requests else float("inf")
+        for request in self.prefilling_requests:
+            past = request.cached_tokens
+            total = len(request.tokens)
+            alone = self.cache.stretched(total)
+            if alone and chunks:
+                break
+            each = self._flops_of_token(past)
+            n = min(total - past, free, max(S, int(min(flops / each, total))))
+            if self.batch_invariant and n < total - past:  # chunks end where blocks end
+                n = max(
+                    (past + n) // S * S - past, 0 if chunks else min(S - past % S, total - past)
+                )
+            if n <= 0:
+                break
+            chunks.append(PrefillChunk(request, n))
+            free, flops = free - n, flops - n * each
+            if alone or free <= 0 or flops <= 0:
+                break
+        return chunks
+
+    def _flops_of_token(self, past: int) -> float:
+        """About how many floating-point operations the forward of one token after `past` others takes."""
+        products = 2 * self.model.arena.n_decay
+        keys = 4 * past * self.config.n_heads * self.cache.heads[0].D * len(self.cache.heads)
+        return products + keys
+
+    def _draw_first_tokens(self, requests: list[Request], logits: Array) -> None:
+        """Sample a token for each request, row by row of logits, and put it where the decoding step reads it."""
+        batch, slots = self.batch, [r.slot for r in requests]
+        for request in requests:
+            batch.write(request.slot, request)
+        ids = to_device(np.zeros(len(slots), np.int32), self.model.device)
+        self._sample(logits, ids, batch.rows(slots))
+        batch.ids[slots] = ids
+        if self.device_to_host_ids_gpu is not None:
+            rows = [_step_of(r) % 2 for r in requests]
+            self.device_to_host_ids_gpu[rows, slots] = ids
+        self._put_in_flight(requests)
+
+    def _sample(self, logits: Array, ids_B: Array, batch: dict[str, Array]) -> None:
         # parameters_ready: no kernel of a step writes temperature or top_k.
         sample(
-            logits, batch["ids"], batch["temperature"], batch["top_k"], batch["top_p"], batch["seed"],
+            logits, ids_B, batch["temperature"], batch["top_k"], batch["top_p"], batch["seed"],
             batch["random_stream"], batch["step"], vocab=self.config.vocab_size, parameters_ready=True,
         )  # fmt: skip
+
+    def _leave_prefill(self, request: Request) -> None:
+        self.prefilling_requests.remove(request)
+        self.keys_in_prefill.subtract(request.keys)
+        self.keys_in_prefill += collections.Counter()  # drops what is zero
+
+    def _publish(self, request: Request, last: bool = False) -> None:
+        """Let other sequences find the blocks that are full, and the last one if the prompt is complete or at the `last` call."""
+        if (
+            not self._can_share(request)
+            or request.weights_version != self.model.arena.version.count
+            or request.completion.reason == "nan"
+        ):
+            return
+        tokens, S = request.tokens, self.pool.S
+        valid = min(request.cached_tokens, len(tokens))
+        while (i := request.published) * S < valid:
+            previous = request.keys[i - 1] if i else ROOT
+            piece = tokens[i * S : min((i + 1) * S, valid)]
+            if len(piece) == S or last or valid == len(tokens):
+                self.pool.publish(request.blocks[i], previous, piece)
+            if len(piece) < S:
+                break
+            key = block_key(previous, piece)
+            if request.keys[i : i + 1] != [key]:  # the sequence has grown since it was admitted
+                request.keys[i:] = [key]
+            request.published += 1
 
     # ------------------------------------------------------------------------- decoding
     def _decode(self, b: int) -> tuple[Array]:
         """The step that a CUDA graph records: one token for each of the first b entries of the batch."""
-        batch = self.batch.first(b)
-        logits = self.cached_model.decode(batch["ids"], batch["lengths"], batch["slots"])
-        self._sample(logits, batch)
-        advance(
-            batch["lengths"], batch["step"], batch["slots"], batch["ids"], self.device_to_host_ids_gpu
-        )  # fmt: skip
-        return (batch["ids"],)
+        batch, columns, ids_B = self.batch, self.batch.first(b), self.batch.ids[:b]
+        lengths_B = columns["lengths"]
+        sequences = self.cache.decode(lengths_B, batch.device_tables[:b], batch.edges[: b + 1])
+        logits = self.model.logits(self.model.hidden(ids_B, sequences))
+        self._sample(logits.data, ids_B, columns)
+        advance(lengths_B, columns["step"], lengths_B, ids_B, self.device_to_host_ids_gpu)
+        return (ids_B,)
 
-    def _launch(self, requests: list[Request]) -> None:
+    def _ready_to_decode(self, step: Step) -> list[Request]:
+        """The active requests that get another token, each with a block for it; others are preempted if there are none left."""
+        ready = []
+        for request in list(self.active_requests):
+            drawn = _step_of(request)
+            full = len(request.prompt) + drawn >= self.max_seq_len
+            if request.slot < 0 or drawn >= request.max_new_tokens or full:
+                continue  # preempted in this loop, or its last token is in flight
+            if request.cached_tokens == len(request.blocks) * self.pool.S:
+                self._make_room(request, step)
+                if request.slot < 0:
+                    continue
+                request.blocks.append(self.pool.allocate())
+                row = self.batch.host_tables[request.slot]
+                row[len(request.blocks) - 1] = request.blocks[-1]
+                self.batch.tables_changed = True
+            ready.append(request)
+        return [r for r in ready if r.slot >= 0]
+
+    def _make_room(self, request: Request, step: Step) -> None:
+        """Preempt the newest sequences until a block is available; it may be the request itself."""
+        while not self.pool.available and request.slot >= 0:
+            newest = max(
+                self.active_requests + self.prefilling_requests, key=lambda r: r.request_id
+            )
+            self._give_up_place(newest)
+            newest.cached_tokens = newest.published = 0
+            self.pending_requests.appendleft(newest)
+            step.preempted.append(newest.request_id)
+
+    def _launch(self, requests: list[Request], step: Step) -> None:
         """Start a decoding step."""
-        if self.batch_outdated:
-            self.model.arena.refresh()
-            self.batch.fill(requests)
-            self.batch_outdated = len(requests) < len(self.active_requests)
-        b = len(requests)
+        batch = self.batch
+        if self.batch_requests != requests:
+            batch.clear()
+            for request in requests:
+                batch.write(request.slot, request)
+            batch.upload()
+            self.batch_requests = requests
+        elif batch.tables_changed:
+            batch.upload_tables()
+        size = max(r.slot for r in requests) + 1
         if self.graphed:
-            self.graphed(variant=(graph_size(b, self.max_batch),))
+            self.graphed(variant=(graph_size(size, self.max_batch),))
         else:  # on a GPU with the idle entries of the graph, for the same bits
-            self._decode(graph_size(b, self.max_batch) if self.model.device == "gpu" else b)
-        self.steps_in_flight.append(InFlightStep(list(requests), self._read_ids_later(requests)))
+            on_gpu = self.model.device == "gpu"
+            self._decode(graph_size(size, self.max_batch) if on_gpu else size)
+        self._put_in_flight(requests)
         for request in requests:
             request.cached_tokens += 1
+            step.decoded.append(request.request_id)
+
+    def _is_sparse(self) -> bool:
+        """True if the sequences should move to lower slots: on a GPU if the batch is less than half full, elsewhere if the active
+        ones are not in the first slots."""
+        if not self.run_ahead:
+            return any(r.slot >= len(self.active_requests) for r in self.active_requests)
+        requests = self.active_requests + self.prefilling_requests
+        size = max((r.slot for r in requests), default=-1) + 1
+        return size > 2 * graph_size(max(len(requests), 1), self.max_batch)
+
+    def _compact_slots(self) -> None:
+        requests = sorted(self.active_requests, key=lambda r: r.slot) + self.prefilling_requests
+        old = [r.slot for r in requests]
+        self.batch.ids[: len(old)] = self.batch.ids[old]
+        for slot, request in enumerate(requests):
+            request.slot = slot
+        self.free_slots = list(range(len(requests), self.max_batch))
+        self.batch_requests = []
+
+    def _put_in_flight(self, requests: list[Request]) -> None:
+        self.steps_in_flight.append(InFlightStep(list(requests), self._read_ids_later(requests)))
+        for request in requests:
+            request.in_flight += 1
 
     def _read_ids_later(self, requests: list[Request]) -> Callable[[], list[int]]:
         """-> a function that waits for the ids of the step just launched and returns them, one per request"""
+        slots = [r.slot for r in requests]
         if self.model.device != "gpu":
-            ids = to_numpy(self.batch.device["ids"][: len(requests)]).tolist()
+            ids = to_numpy(self.batch.ids)[slots].tolist()
             return lambda: ids
-        # `advance` writes ids to row step % 2. A request's step is the number of its tokens, those in flight included.
-        rows = [(len(r.completion) + len(self.steps_in_flight)) % 2 for r in requests]
+        rows = [_step_of(r) % 2 for r in requests]  # as `advance` writes them
         arrived = cupy().cuda.Event(disable_timing=True)
         arrived.record()
 
         def wait_for_ids() -> list[int]:
             arrived.synchronize()
-            return self.device_to_host_ids[rows, range(len(rows))].tolist()
+            return self.device_to_host_ids[rows, slots].tolist()
 
         return wait_for_ids
 
-    def _may_run_ahead(self) -> bool:
-        """May the next step be launched before the ids of this one are known?
-
-        Yes, while no request is pending and no sequence will end because of its length.
-        """
-        possible = (
-            self.run_ahead
-            and not self.pending_requests
-            and not self.batch_outdated
-            and len(self.steps_in_flight) == 1
-        )
-        return possible and all(
-            len(r.completion) + 1 < r.max_new_tokens and r.cached_tokens + 1 < self.max_seq_len
-            for r in self.active_requests
-        )
-
-    def _collect_oldest_step(self, step: Step) -> list[tuple[Request, int]]:
-        """Wait for the ids of the oldest step in flight. -> (request, token) pairs"""
-        oldest = self.steps_in_flight[0]
-        tokens, new_tokens = oldest.wait_for_ids(), []
-        self.steps_in_flight.popleft()
-        for request, token in zip(oldest.requests, tokens):
-            if request.completion.reason is None:
-                self.decoded_tokens += 1
-                step.decoded.append(request.request_id)
-                new_tokens += self._append_token(request, token, step)
+    def _collect(self, kept: int) -> list[tuple[Request, int]]:
+        """Wait for the tokens of all steps in flight but the newest `kept`. -> (request, token) pairs"""
+        new_tokens = []
+        while len(self.steps_in_flight) > kept:
+            oldest = self.steps_in_flight[0]
+            tokens = oldest.wait_for_ids()
+            self.steps_in_flight.popleft()
+            for request, token in zip(oldest.requests, tokens):
+                request.in_flight -= 1
+                if request.completion.reason is None:
+                    self.decoded_tokens += bool(request.completion)
+                    new_tokens += self._append_token(request, token)
         return new_tokens
 
     # ------------------------------------------------------------------------- the end of a sequence
-    def _append_token(self, request: Request, token: int, step: Step) -> list[tuple[Request, int]]:
+    def _append_token(self, request: Request, token: int) -> list[tuple[Request, int]]:
         """Append a token, and end the sequence if it was the last. -> the (request, token) pair, or none"""
-        if request.completion.reason:  # cancelled since the step was launched
-            return []
         if token < 0:
-            self._end(request, "nan", step)
+            self._end(request, "nan")
             return []
         request.completion.append(token)
-        self._end_if_finished(request, step)
+        self._end_if_finished(request)
         return [(request, token)]
 
-    def _end_if_finished(self, request: Request, step: Step) -> None:
-        if request.completion.reason:  # cancelled, or `_end` was interrupted
-            self._end(request, request.completion.reason, step)
-        elif request.completion[-1] in request.stop:
-            self._end(request, "stop", step)
-        elif len(request.completion) == request.max_new_tokens:
-            self._end(request, "length", step)
-        elif len(request.prompt) + len(request.completion) == self.max_seq_len:
-            self._end(request, "full", step)
+    def _end_if_finished(self, request: Request) -> None:
+        completion = request.completion
+        if completion.reason:  # cancelled, or `_end` was interrupted
+            self._end(request, completion.reason)
+        elif completion and completion[-1] in request.stop:
+            self._end(request, "stop")
+        elif len(completion) == request.max_new_tokens:
+            self._end(request, "length")
+        elif len(request.prompt) + len(completion) == self.max_seq_len:
+            self._end(request, "full")
 
-    def _end(self, request: Request, reason: str, step: Step) -> None:
-        request.completion.reason = reason
-        self.slot_tokens[request.slot] = self._reusable_tokens(request)
+    def _end(self, request: Request, reason: str) -> None:
+        reason = request.completion.end(reason)
+        if request.slot >= 0:
+            self._give_up_place(request)
+        else:
+            self.pending_requests.remove(request)
         del self.unfinished_requests[request.request_id]
-        self.active_requests.remove(request)
-        self.free_slots.append(request.slot)
-        self.batch_outdated = True
-        step.ended.append((request.request_id, reason))
+        if request.weights_version >= 0:  # else it was never admitted
+            self.trace[-1].ended.append((request.request_id, reason))
 
-    def _reusable_tokens(self, request: Request) -> list[int]:
-        """The tokens whose keys and values a later prompt may reuse: none of other weights, none with stretched angles."""
-        same_weights = request.weights_version == self.model.arena.version.count
-        if not same_weights or self.cached_model.stretched(len(request.prompt)):
-            return []
-        tokens = [*request.prompt, *request.completion]
-        return tokens[: min(request.cached_tokens, len(tokens) - 1)]
+    def _give_up_place(self, request: Request) -> None:
+        """The request loses its slot and its blocks. What they hold can still be found."""
+        self._publish(request, last=True)
+        if request in self.prefilling_requests:
+            self._leave_prefill(request)
+        else:
+            self.active_requests.remove(request)
+        self.pool.release(request.blocks)
+        self.free_slots.append(request.slot)
+        request.blocks, request.slot = [], -1
+
+
+def _step_of(request: Request) -> int:
+    """The number of tokens that have been drawn, or will be when all launches end."""
+    return len(request.completion) + request.in_flight
 
 
 class Stream:
@@ -507,27 +715,30 @@ class Stream:
         self.engine.cancel(self.requests[number])
 
     def close(self) -> None:
-        """Cancel the unfinished requests, as leaving the loop does."""
-        self._iterator.close()
-        for request in self.requests:  # for an iterator that was never started
+        """Cancel the unfinished requests, as leaving the loop does. Any thread may call it."""
+        for request in self.requests:
             self.engine.cancel(request)
+        with contextlib.suppress(ValueError):  # another thread is iterating: its loop ends
+            self._iterator.close()
 
 
 def _tokens(engine: Engine, requests: list[Request]) -> Generator[tuple[int, int], None, None]:
     try:
-        for request in requests:
-            if request.completion.reason is None:  # else it was cancelled before the first token
-                engine.submit(request)
+        # Some may have been cancelled before the first token.
+        engine.submit(*[r for r in requests if r.completion.reason is None])
         completions, sent = [request.completion for request in requests], [0] * len(requests)
         # Read the completions, not what `step` returns: another stream may have made the step.
         while True:
+            # First the reasons: another thread may append the last tokens after this line.
+            ended = all(completion.reason for completion in completions)
             fresh = [i for i, c in enumerate(completions) if sent[i] < len(c)]
+            fresh = [i for i in fresh if completions[i].reason != "cancelled"]
             for i in fresh:
                 sent[i] += 1
                 yield i, completions[i][sent[i] - 1]
             if fresh:
                 continue
-            if all(completion.reason for completion in completions):
+            if ended:
                 return
             engine.step()
     finally:
@@ -539,8 +750,3 @@ def graph_size(b: int, max_batch: int) -> int:
     """Entries of the CUDA graph that serves b sequences: a power of two up to 8, then a multiple of 8. The rest are idle."""
     size = 1 << (b - 1).bit_length() if b <= 8 else -(-b // 8) * 8
     return min(size, max_batch)
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    """The number of equal tokens at the start of a and b."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))

@@ -4,11 +4,11 @@ The folder is in the Hugging Face layout, or it is the folder of an xtrain run, 
 """
 
 import functools
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..cli import say
 from ..data.tokenizer import Tokenizer
 from ..device import has_bf16, resolve_device
 from ..errors import UserError
@@ -76,7 +76,6 @@ def model_folder(folder: Path) -> Path:
             f"{folder} {what}: give a local Hugging Face folder (nothing is downloaded) or the folder of an xtrain run"
         )
     if checkpoint.folders(folder):
-        say = lambda sentence: print(sentence, file=sys.stderr)
         return checkpoint.newest(folder, say, "there is nothing to serve").folder
     config = folder / huggingface.CONFIG
     if config.is_file() and {"train", "model"} <= read_json(config).keys():

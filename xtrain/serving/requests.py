@@ -1,5 +1,6 @@
 """Requests: the checks of the caller's arguments, and the state of each sequence on the host and on the device."""
 
+import collections
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -7,14 +8,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..config import ModelConfig
-from ..device import Array, to_device
+from ..device import Array, cupy, mapped_array, to_device
 from ..errors import UserError
 from ..kernels.decoding.sampling import check_sampling
 
 REASONS = {  # why a sequence ended
     "stop": "a stop token was generated",
     "length": "it has max_new_tokens",
-    "full": "its slot of the KV cache is full",
+    "full": "its context is full",
     "cancelled": "it was cancelled",
     "nan": "the model's logits are NaN",
 }
@@ -28,10 +29,15 @@ class Completion(list[int]):
     reused      prompt tokens whose keys and values were in the cache already
     """
 
+    reason: str | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.reason: str | None = None
         self.prefilled, self.reused = 0, 0
+
+    def end(self, reason: str) -> str:
+        """Set the reason unless there is one: the first stays, also between threads. -> the reason"""
+        return vars(self).setdefault("reason", reason)  # one atomic operation
 
 
 @dataclass(eq=False)
@@ -48,9 +54,20 @@ class Request:
     stop: frozenset[int]  # token ids
     completion: Completion = field(default_factory=Completion)
     request_id: int = -1  # in the trace; requests are numbered in the order of submission
-    slot: int = -1  # of the KV cache
-    cached_tokens: int = 0  # tokens of the sequence whose keys and values are in the slot
+    slot: int = -1  # entry of the decode batch
+    blocks: list[int] = field(default_factory=list)  # of the KV cache, in the order of the tokens
+    cached_tokens: int = 0  # tokens of the sequence whose keys and values are in the blocks, or will be when all launches end
+    in_flight: int = 0  # tokens that are launched and that the host does not know yet
+    keys: list[bytes] = field(
+        default_factory=list
+    )  # of the blocks of `tokens`, when the request was admitted
+    published: int = 0  # how many full blocks other sequences can find
     weights_version: int = -1  # of the model, when the request was admitted
+
+    @property
+    def tokens(self) -> list[int]:
+        """The sequence so far."""
+        return self.prompt + self.completion
 
 
 @dataclass
@@ -61,6 +78,7 @@ class Step:
     admitted: list[tuple[int, int]] = field(default_factory=list)  # (request_id, slot)
     prefilled: int = 0  # prompt tokens
     decoded: list[int] = field(default_factory=list)  # request_ids
+    preempted: list[int] = field(default_factory=list)  # request_ids
     ended: list[tuple[int, str]] = field(default_factory=list)  # (request_id, reason)
     seconds: float = 0.0
 
@@ -164,28 +182,33 @@ def _check_numbers(max_new_tokens, temperature, top_k, top_p, seed):
 
 # ----------------------------------------------------------------------------- on the device
 class DecodeBatch:
-    """The state that sampling and the decoding step read and write: nine numbers for each of up to B sequences.
+    """The state that sampling and the decoding step read and write: eight numbers for each of up to B sequences, and their
+    block tables.
 
-    Entry b of every column belongs to the sequence at position b of the batch; entries with slot -1 are idle. The columns
-    are views of one block of memory, so one copy uploads all of them. On the device the decoding step itself updates them.
+    Entry b of every column belongs to the sequence in slot b; entries of length -1 are idle. The columns are views of one block
+    of memory, so one copy uploads all of them. On the device the decoding step itself updates them, as the host does its own.
+    The last tokens, `ids`, are on the device only: a step needs them before the host knows them.
 
-    host, device: the columns by name, each (B,).
+    host, device: the columns by name, each (B,).  tables: (B, M) on the host and on the device.
     """
 
-    # ids: last token.  lengths: tokens in the slot.  step: tokens drawn so far.
+    # lengths: tokens in the cache.  step: tokens drawn so far.
     COLUMNS: ClassVar[dict[str, type]] = {
-        "seed": np.int64, "random_stream": np.int64, "ids": np.int32, "lengths": np.int32, "slots": np.int32,
-        "step": np.int32, "temperature": np.float32, "top_k": np.int32, "top_p": np.float32,
+        "seed": np.int64, "random_stream": np.int64, "lengths": np.int32, "step": np.int32,
+        "temperature": np.float32, "top_k": np.int32, "top_p": np.float32,
     }  # fmt: skip
 
-    def __init__(self, B: int, device: str):
+    def __init__(self, B: int, M: int, device: str):
         nbytes = B * sum(np.dtype(t).itemsize for t in self.COLUMNS.values())
-        self.host_bytes = np.zeros(nbytes, np.uint8)
-        self.device_bytes: Array = to_device(self.host_bytes.copy(), device)
-        self.on_gpu = device == "gpu"
-        self.host = self._columns(self.host_bytes, B)
-        self.device = self._columns(self.device_bytes, B)
+        self.state, self.table = _Mirrored(nbytes, device), _Mirrored(4 * B * M, device)
+        self.host, self.device = (self._columns(x, B) for x in (self.state.host, self.state.device))
+        self.host_tables = self.table.host.view(np.int32).reshape(B, M)
+        self.device_tables: Array = self.table.device.view(np.int32).reshape(B, M)
+        self.ids: Array = to_device(np.zeros(B, np.int32), device)
+        self.edges: Array = to_device(np.arange(B + 1, dtype=np.int32), device)
+        self.device_name, self.tables_changed = device, False
         self.host["top_p"][:] = 1
+        self.clear()
 
     @classmethod
     def _columns(cls, block: Array, B: int) -> dict[str, Array]:
@@ -195,26 +218,61 @@ class DecodeBatch:
             columns[name] = block[start:end].view(dtype)
         return columns
 
-    def fill(self, requests: list[Request]) -> None:
-        """Write requests[b] to entry b, mark the entries after them as idle, and upload."""
+    def clear(self) -> None:
+        """Mark all entries as idle, on the host."""
+        self.host["lengths"][:] = -1
+        self.host_tables[:] = -1
+
+    def write(self, b: int, r: Request) -> None:
+        """Write a request to entry b, on the host."""
         host = self.host
-        host["slots"][:] = -1
-        for b, r in enumerate(requests):
-            host["seed"][b], host["random_stream"][b] = r.seed, r.random_stream
-            host["slots"][b] = r.slot
-            host["ids"][b] = r.completion[-1] if r.completion else 0
-            host["lengths"][b], host["step"][b] = r.cached_tokens, len(r.completion)
-            host["temperature"][b], host["top_k"][b] = r.temperature, r.top_k
-            host["top_p"][b] = r.top_p
-        self.upload()
+        host["seed"][b], host["random_stream"][b] = r.seed, r.random_stream
+        host["lengths"][b], host["step"][b] = r.cached_tokens, len(r.completion) + r.in_flight
+        host["temperature"][b], host["top_k"][b], host["top_p"][b] = r.temperature, r.top_k, r.top_p
+        self.host_tables[b, : len(r.blocks)] = r.blocks
 
     def upload(self) -> None:
-        """Copy all columns from the host to the device."""
-        if self.on_gpu:
-            self.device_bytes.set(self.host_bytes)
-        else:
-            self.device_bytes[...] = self.host_bytes
+        """Copy the columns and the tables to the device."""
+        self.state.upload()
+        self.upload_tables()
+
+    def upload_tables(self) -> None:
+        self.table.upload()
+        self.tables_changed = False
+
+    def rows(self, slots: list[int]) -> dict[str, Array]:
+        """A copy of these entries of the host's columns, on the device."""
+        packed = np.concatenate([column[slots].view(np.uint8) for column in self.host.values()])
+        return self._columns(to_device(packed, self.device_name), len(slots))
 
     def first(self, b: int) -> dict[str, Array]:
         """The first b entries of every column, on the device."""
         return {name: column[:b] for name, column in self.device.items()}
+
+
+class _Mirrored:
+    """Bytes on the host and a copy on the device; `upload` copies. On a GPU it does not wait: the copy comes after the kernels
+    launched before it and before those launched after it, and the host may write on at once."""
+
+    BUFFERS = 4  # in pinned memory; one is used again when its copy has long ended
+
+    def __init__(self, nbytes: int, device: str):
+        self.host = np.zeros(nbytes, np.uint8)
+        self.device: Array = to_device(self.host.copy(), device)
+        self.buffers: collections.deque = collections.deque()
+        if device == "gpu":
+            for _ in range(self.BUFFERS):
+                event = cupy().cuda.Event(disable_timing=True)
+                event.record()
+                self.buffers.append((*mapped_array((nbytes,), np.uint8), event))
+
+    def upload(self) -> None:
+        if not self.buffers:
+            self.device[...] = self.host
+            return
+        memory, memory_gpu, copied = self.buffers[0]
+        copied.synchronize()
+        memory[...] = self.host
+        self.device[...] = memory_gpu
+        copied.record()
+        self.buffers.rotate(-1)

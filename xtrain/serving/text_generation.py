@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ..cli import print_text, say
 from ..errors import UserError
 from .engine import Engine, Stream
 from .pretrained import Pretrained, load
@@ -66,9 +67,8 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
         tokens, o.max_new_tokens, o.temperature, o.top_k, o.top_p, o.seed, stop=p.stop
     )
     if o.temperature == 0 and (o.top_k, o.top_p, o.seed) != (None, 1.0, 0):
-        print(
-            "--top-k, --top-p and --seed change nothing at --temperature 0: give a higher temperature to draw at random",
-            file=sys.stderr,
+        say(
+            "--top-k, --top-p and --seed change nothing at --temperature 0: give a higher temperature to draw at random"
         )
     texts = [TextStream(p.tokenizer, o.stop) for _ in tokens]
     chunks: Iterable[TextChunk] = text_chunks(stream, texts)
@@ -160,18 +160,18 @@ class Printer:
         if self.current < len(self.prompts):
             n = len(self.prompts)
             title = f"--- {self.current + 1} of {n}\n" if n > 1 else ""
-            sys.stdout.write(title + self.prompts[self.current])
+            print_text(title + self.prompts[self.current], end="")
 
     def __call__(self, chunk: TextChunk) -> None:
         """Print the chunk, or buffer it if its prompt is not the current one."""
         self.buffered[chunk.number] += chunk.text
         self.complete[chunk.number] = chunk.last
         while self.current < len(self.prompts):
-            sys.stdout.write(self.buffered[self.current])
+            print_text(self.buffered[self.current], end="")
             self.buffered[self.current] = ""
             if not self.complete[self.current]:
                 break
-            sys.stdout.write("\n")
+            print_text("")
             self._print_next_prompt()
         sys.stdout.flush()
 
@@ -180,14 +180,13 @@ def _print_summary(
     completions: list[Completion], texts: list[TextStream], engine: Engine, seconds: float
 ) -> None:
     new = sum(map(len, completions))
-    print(
+    say(
         f"{engine.prefilled_tokens} prompt tokens, {new} new tokens in {seconds:.2f} s "
-        f"({new / seconds:.1f} tokens/s); {engine.describe()}",
-        file=sys.stderr,
+        f"({new / seconds:.1f} tokens/s); {engine.describe()}"
     )
     for i, (completion, text) in enumerate(zip(completions, texts), 1):
         if completion.reason in ("full", "nan"):
             size = f" ({engine.max_seq_len} tokens)" if completion.reason == "full" else ""
-            print(f"text {i} ended because {REASONS[completion.reason]}{size}", file=sys.stderr)
+            say(f"text {i} ended because {REASONS[completion.reason]}{size}")
         elif text.stopped:
-            print(f"text {i} ended at a stop string", file=sys.stderr)
+            say(f"text {i} ended at a stop string")

@@ -13,6 +13,7 @@ is detected. Its contents do not depend on how parameters are packed or padded i
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..device import HostCopies, is_gpu, to_device
 from ..errors import UserError
-from ..files import cannot_write, sync, sync_folder
+from ..files import cannot_write, publish, sync, sync_folder
 from ..formats import huggingface
 from ..formats.manifest import (
     Damaged,
@@ -43,6 +44,21 @@ from ..nn.model import Transformer
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 LOGS = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")  # the files of a RunLog
+_natural = lambda x: type(x) is int and 0 <= x < 2**53
+_object = lambda x: isinstance(x, dict)
+STATE_VALUES: dict[
+    str, Callable[[Any], bool]
+] = {  # what state.json may hold: programs of any kind edit JSON
+    "step": _natural,
+    "optimizer_step": _natural,
+    "loader": _object,
+    "options": _object,
+    "made_on": _object,
+    "logs": lambda x: _object(x) and all(map(_natural, x.values())),
+    "row": _natural,
+    "skipped": _natural,
+    "val_loss": lambda x: x is None or (type(x) in (int, float) and math.isfinite(x)),
+}
 TEMPORARY = ".step-*.tmp"  # checkpoints that are being written, or whose writer was killed
 
 
@@ -74,6 +90,11 @@ class Snapshot:
     tokenizer: Any
     wait: Callable[[], None]
     variation: str = ""  # Transformer.variation
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, nearly the size of the checkpoint."""
+        return sum(x.nbytes for x in (*self.tensors.values(), *self.moments.values()))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The interface of a model that huggingface.write_files needs."""
@@ -121,7 +142,9 @@ def write(run: Path, snapshot: Snapshot) -> Path:
         # a checkpoint must not be newer than the numbers that led to it
         for log in filter(Path.is_file, (run / name for name in LOGS)):
             sync(log)
-        _publish(new, folder)
+        # an existing one is damaged (the run resumed from an earlier one), or is not a folder
+        publish(new, folder, _aside(folder))
+        sync(run)
     except OSError as error:
         raise cannot_write(folder, error) from error
     except UserError as error:
@@ -130,6 +153,8 @@ def write(run: Path, snapshot: Snapshot) -> Path:
         raise cannot_write(folder, error.__context__) from error  # the written files are gone
     finally:
         _remove(new)
+        if os.path.lexists(folder):
+            _remove(_aside(folder))
     return folder
 
 
@@ -143,19 +168,9 @@ def _write_files(folder, snapshot):
     write_manifest(folder, checksums)
 
 
-def _publish(new, folder):
-    # an existing one is damaged (the run resumed from an earlier one), or is not a folder
-    aside = _put_aside(folder) if os.path.lexists(folder) else None
-    new.rename(folder)
-    sync(folder.parent)
-    sync(folder.parent.parent)
-    if aside is not None:
-        _remove(aside)
-
-
-def _put_aside(folder):
-    """Rename a checkpoint before it is removed: if the removal is interrupted, the rest does not look like a checkpoint."""
-    return folder.rename(folder.with_name(f".{folder.name}.old.tmp"))
+def _aside(folder):
+    """The name of a checkpoint before it is removed: if the removal is interrupted, the rest does not look like a checkpoint."""
+    return folder.with_name(f".{folder.name}.old.tmp")
 
 
 def _remove_strays(folder):
@@ -182,10 +197,69 @@ def prune(run: Path, newest: int, keep: int) -> None:
     kept |= {best for best in [_best(past)] if best is not None}
     for folder in found:
         if folder not in kept:
-            with contextlib.suppress(OSError):  # the next call tries again
-                if not _has_unlisted(folder):
-                    _remove(_put_aside(folder))
+            _remove_checkpoint(folder)
     _remove_strays(run / "checkpoints")
+
+
+def make_room(run: Path, step: int, needed: int) -> str | None:
+    """On a disk too full for the checkpoint of `step`, of `needed` bytes: remove an older one. -> its name, or None if none may
+    be removed, or if it would not fit without all of them.
+
+    The newest undamaged one before `step` always stays, and those that cannot be read at the moment, or to which the user has
+    added files. Removed first are damaged ones after it, then the oldest; last the one with the best validation loss.
+    """
+    found, damaged = folders(run), []
+    while found:
+        newest = found.pop()
+        try:
+            _open(newest)
+            if _step(newest) < step:
+                break
+        except Unreadable:
+            continue
+        except UserError:
+            damaged.append(newest)
+    else:
+        return None
+    best = _best(found)
+    spare = [*damaged, *sorted(found, key=lambda folder: folder == best)]
+    spare = [folder for folder in spare if not _has_unlisted(folder)]
+    if shutil.disk_usage(run).free + sum(map(_bytes, spare)) < needed:
+        return None
+    return next((folder.name for folder in spare if _remove_checkpoint(folder)), None)
+
+
+def too_little_room(run: Path, needed: int, keep: int, left: int) -> str | None:
+    """A sentence if the disk has no room for the checkpoints of a run: `keep`, the best one, and one that is being written.
+
+    needed: bytes of a checkpoint.  left: the number of checkpoints that the run has still to write.
+    """
+    with contextlib.suppress(OSError):
+        there = folders(run)
+        most = min(keep + 2, len(there) + left) if keep else len(there) + left
+        fit = (shutil.disk_usage(run).free + sum(map(_bytes, there))) // needed
+        if fit < most:
+            kept = f"--keep {keep}, the best and the one being written" if keep else "--keep 0"
+            return (
+                f"the disk of {run} has room for {fit} of the {most} checkpoints of {needed / 1e9:.3g} GB that this run needs "
+                f"({kept}): make room or choose a smaller --keep, else the oldest are removed when the disk is full"
+            )
+    return None
+
+
+def _bytes(folder):
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0
+
+
+def _remove_checkpoint(folder):
+    """-> is it gone?"""
+    with contextlib.suppress(OSError):  # the next call tries again
+        if not _has_unlisted(folder):
+            _remove(folder.rename(_aside(folder)))
+            return True
+    return False
 
 
 def _has_unlisted(folder):
@@ -203,7 +277,7 @@ def _best(past):
     for folder in past:
         with contextlib.suppress(UserError):
             loss = read_json(folder / STATE).get("val_loss")
-            if isinstance(loss, float):
+            if isinstance(loss, float) and math.isfinite(loss):
                 losses[folder] = loss
     return min(losses, key=losses.__getitem__, default=None)
 
@@ -254,6 +328,11 @@ def _open(folder):
     missing = {"step", "optimizer_step", "loader", "options", "made_on", "row"} - state.keys()
     if missing:
         raise Damaged(f"{folder}: {STATE} lacks {', '.join(sorted(missing))}")
+    wrong = [
+        name for name, valid in STATE_VALUES.items() if name in state and not valid(state[name])
+    ]
+    if wrong:
+        raise Damaged(f"{folder}: {STATE} has a value of the wrong type for {', '.join(wrong)}")
     if state["step"] != _step(folder):
         raise Damaged(f"{folder} holds the checkpoint of step {state['step']}: its name is wrong")
     return Saved(folder, state)

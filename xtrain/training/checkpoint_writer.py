@@ -1,8 +1,8 @@
 """Writes checkpoints on a thread while training continues.
 
 Training waits only while the state is copied to host memory, and for the previous checkpoint if that is still being written.
-An error on the thread is reported in the next step: a full disk is a warning, and the run continues with the checkpoints it
-has; any other error ends the run.
+On a full disk old checkpoints are removed, but never the newest good one. An error on the thread is reported in the next step:
+a disk that is still full is a warning, and the run continues with the checkpoints it has; any other error ends the run.
 """
 
 import errno
@@ -47,9 +47,12 @@ class CheckpointWriter:
         snapshot = make_snapshot()
         if snapshot is None:
             return
-        if not flush_logs():
-            step = snapshot.state["step"]
-            self.error = DiskFull(f"no space left for a checkpoint of step {step}")
+        while not flush_logs():
+            if self._make_room(snapshot):
+                continue
+            self.error = DiskFull(
+                f"no space left for a checkpoint of step {snapshot.state['step']}"
+            )
             self.failed = True
             return
         self.thread = threading.Thread(target=self._write, args=(snapshot, afterwards), daemon=True)
@@ -92,13 +95,30 @@ class CheckpointWriter:
         started = time.monotonic()
         try:
             self._check_folders()
-            checkpoint.write(self.run, snapshot)
+            self._write_and_make_room(snapshot)
             self.has_written = True
             checkpoint.prune(self.run, snapshot.state["step"], self.keep)
             afterwards()
         except BaseException as error:
             self.error, self.failed = error, True
         self.seconds = max(self.seconds, time.monotonic() - started)
+
+    def _write_and_make_room(self, snapshot):
+        while True:
+            try:
+                checkpoint.write(self.run, snapshot)
+                return
+            except DiskFull:
+                if not self._make_room(snapshot):
+                    raise
+
+    def _make_room(self, snapshot):
+        """Remove an old checkpoint. -> could one be removed?"""
+        step = snapshot.state["step"]
+        name = checkpoint.make_room(self.run, step, snapshot.nbytes)
+        if name is not None:
+            self.warn(f"no space left for a checkpoint of step {step}: {name} is removed")
+        return name is not None
 
     def _check_folders(self):
         """A folder may have vanished together with its disk: do not create it again without its logs."""

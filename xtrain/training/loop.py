@@ -1,6 +1,7 @@
 """A whole run: text, model, the loop around the training step, and the work between steps."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -14,6 +15,7 @@ from rich.progress import Progress
 
 from ..cli import Output
 from ..config import ModelConfig, ResolvedConfig, TrainConfig, resolve
+from ..console import PrintableConsole
 from ..data.dataset import Corpus, prepare
 from ..device import device_name, resolve_device, to_numpy
 from ..errors import UserError
@@ -72,7 +74,7 @@ class Loop:
         last = c.steps if c.stop_at is None else min(c.steps, c.stop_at)
         if run.done >= last and run.ranks.rank == 0:  # killed after its last checkpoint
             checkpoint.prune(self.writer.run, run.done, c.keep)
-        self.stop.begin(CHECKPOINT_BYTES * run.model.arena.grads.size)
+        self.stop.begin(_checkpoint_bytes(run))
         self.since = time.perf_counter()
         while run.done < last and not self.stopping:
             self.unread.append(run.step())
@@ -182,7 +184,7 @@ def train(
     warn at the end on rank 0, unless the run was asked to stop early. xtrain.train.train passes report.page.finish.
     """
     output = Output()
-    console = console or Console(file=cast(IO[str], output), quiet=ranks.rank > 0)
+    console = console or PrintableConsole(file=cast(IO[str], output), quiet=ranks.rank > 0)
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     warn = lambda text: say(f"[yellow]warning[/]: {escape(text)}")
     with (
@@ -222,6 +224,7 @@ def train(
         log: RunLog | NullRunLog = NullRunLog()
         if ranks.rank == 0:
             log = RunLog(path, resolved, saved.state if saved else {}, console)
+            _warn_of_little_room(run, path, warn)
         with log, CheckpointWriter(path, resolved.keep, warn) as writer:
             Loop(run, log, stop, writer)()
         run.rest()
@@ -229,6 +232,19 @@ def train(
         ranks.on_rank_0(lambda: stop.reason or write_report(path, run, warn))
         print_summary(console, run, path, stop)
     return path
+
+
+def _checkpoint_bytes(run: Run) -> int:
+    return CHECKPOINT_BYTES * sum(math.prod(x.shape) for _, x in run.model.named_parameters())
+
+
+def _warn_of_little_room(run: Run, path: Path, warn: Callable[[str], None]) -> None:
+    c = run.config
+    left = -(-(c.steps - run.done) // c.save_every)
+    if left and (
+        sentence := checkpoint.too_little_room(path, _checkpoint_bytes(run), c.keep, left)
+    ):
+        warn(sentence)
 
 
 def _introduce(console: Console, path: Path, run: Run, device: str) -> None:
@@ -277,7 +293,7 @@ def _make_model(
     else:
         names = {f.name for f in fields(ModelConfig)}
         shape = {name: x for name, x in saved.state["options"].items() if name in names}
-        model = Transformer(ModelConfig(**shape), None, *options)
+        model = Transformer(ModelConfig.from_dict(shape), None, *options)
     if corpus.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size} tokens, the model in {config.init} only {model.config.vocab_size}: "

@@ -186,13 +186,16 @@ class Run:
         return nats / tokens, nats / np.log(2) / max(lengths, 1)
 
     def sample(self) -> str:
-        """The prompt continued with temperature 0.8, top-k 50."""
+        """The prompt continued with temperature 0.8, top-k 50; if that fails, the reason: training continues."""
         c, tokenizer = self.config, self.corpus.tokenizer
         longest = self.model.config.max_seq_len
-        prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [tokenizer.eot_id]
-        new = min(c.sample_tokens, longest - len(prompt))
-        ids = self.model.generate(np.array(prompt), new, temperature=0.8, top_k=50, seed=c.seed)
-        return tokenizer.decode(ids.tolist())
+        try:
+            prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [tokenizer.eot_id]
+            new = min(c.sample_tokens, longest - len(prompt))
+            ids = self.model.generate(np.array(prompt), new, temperature=0.8, top_k=50, seed=c.seed)
+            return tokenizer.decode(ids.tolist())
+        except UserError as error:
+            return f"(no sample: {error})"
 
     # ------------------------------------------------------------------------- saving and resuming
     def resume_options(self) -> dict[str, Any]:
@@ -247,9 +250,9 @@ class Run:
         """Continue from a checkpoint. Raises UserError if an option differs that must stay the same."""
         made_on = saved.state["made_on"]
         changed = option_changes(saved.state["options"], self.resume_options())
-        if made_on["ranks"] != self.ranks.world:  # the share of each rank has another size
+        if made_on.get("ranks") != self.ranks.world:  # the share of each rank has another size
             changed.pop("micro_batch", None)
-        if 1 in (made_on["ranks"], self.ranks.world):  # one rank communicates no gradients
+        if 1 in (made_on.get("ranks"), self.ranks.world):  # one rank communicates no gradients
             changed.pop("grad_comm", None)
         self._refuse_changes(saved, changed)
         self.parallel.load(saved, self.optimizer)
@@ -262,7 +265,7 @@ class Run:
         self.done = saved.step
         # max_skips may be smaller than in the run that was saved
         self.skips_in_a_row_read = min(saved.state["row"], self.config.max_skips - 1)
-        self.skipped = saved.state["skipped"]
+        self.skipped = saved.state.get("skipped", 0)
         self.skips_in_a_row.fill(self.skips_in_a_row_read)
         moved = [
             f"{name} was {made_on.get(name)}, is {value}"

@@ -15,7 +15,7 @@ from ..config import ModelConfig, ResolvedConfig
 from ..data.dataset import Corpus
 from ..device import device_name
 from ..errors import UserError
-from ..files import Busy, cannot_write, locked, write_whole
+from ..files import Busy, cannot_write, owned, write_whole
 from ..json_files import read_json
 from ..version import VERSION
 from . import checkpoint
@@ -134,7 +134,8 @@ def _next_path(path: Path, first: Path) -> Path:
 def _first_options(path: Path) -> dict[str, Any]:
     with contextlib.suppress(UserError):
         options = read_json(path / "config.json").get("train")
-        return options if isinstance(options, dict) else {}
+        if isinstance(options, dict):
+            return {name: x for name, x in options.items() if isinstance(x, str)}
     return {}
 
 
@@ -142,10 +143,11 @@ def _lock(path: Path, stack: contextlib.ExitStack) -> None:
     """Create the folder and lock it until `stack` is left."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(locked(path))
-    except Busy:
+        stack.enter_context(owned(path))
+    except Busy as busy:
+        advice = f"; {busy}" if str(busy) else ""
         raise UserError(
-            f"{path} is being written by another process: wait for it, or choose another --name"
+            f"{path} is being written by another process: wait for it, or choose another --name{advice}"
         ) from None
     except OSError as error:
         raise cannot_write(path, error) from error

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from xtrain.kernels.attention import context_attention as file
 from xtrain.kernels.attention.context_attention import context_attention, context_attention_ref
+from xtrain.kernels.decoding import kv_cache
 from xtrain.kernels.decoding.kv_cache import append_kv
 from xtrain.kernels.decoding.padding import token_positions
 from xtrain.simulator import KernelError, sim
@@ -23,26 +24,24 @@ def int32(values):
     return np.array(values, np.int32)
 
 
-def case(lengths, history, H, G, D, dtype=np.float32, more=3):
-    """-> q, k, v caches, edges, history, rows, longest, scale. The cache is NaN beyond the end of each sequence."""
+def case(lengths, history, H, G, D, dtype=np.float32, more=3, S=16):
+    """-> q, k, v caches, edges, history, tables, longest, scale. The cache is NaN where no sequence has tokens.
+
+    Tokens do not depend on S and the tables. Each table has entries for `more` tokens more than the longest sequence needs;
+    those that a sequence does not need are invalid.
+    """
     A, N = len(lengths), sum(lengths)
-    S = max(n + h for n, h in zip(lengths, history)) + more
-    rows = int32(rng(7).permutation(A + 1)[:A])
-    q, k, v = normal(1, N, H, D), normal(2, A + 1, G, S, D), normal(3, A + 1, G, S, D)
-    for x in (k, v):
-        unused = np.ones((A + 1, S), bool)
-        for a in range(A):
-            unused[rows[a], : lengths[a] + history[a]] = False
-        x.swapaxes(1, 2)[unused] = np.nan
+    M = -(-(max(n + h for n, h in zip(lengths, history)) + more) // S)
+    tables = int32(rng(7).permutation(A * M + 1)[: A * M]).reshape(A, M)
+    q, k, v = normal(1, N, H, D), *(np.full((A * M + 1, G, S, D), np.nan) for _ in "kv")
+    for a in range(A):
+        p = np.arange(lengths[a] + history[a])
+        for i, x in enumerate((k, v)):
+            x[tables[a, p // S], :, p % S] = normal((2 + i, a), len(p), G, D)
+        tables[a, -(-len(p) // S) :] = -1
     edges = int32(np.cumsum([0, *lengths]))
-    return (
-        *(x.astype(dtype) for x in (q, k, v)),
-        edges,
-        int32(history),
-        rows,
-        max(lengths),
-        D**-0.5,
-    )
+    arrays = [x.astype(dtype) for x in (q, k, v)]
+    return (*arrays, edges, int32(history), tables, max(lengths), D**-0.5)
 
 
 def run(args, put):
@@ -78,58 +77,122 @@ def test_kernel(shape, dtype):
     check(case(*shape, dtype))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_the_bits_depend_neither_on_the_block_size_nor_on_the_blocks(dtype):
+    """Tiles of 64 keys (float32: 16) that lie in several blocks, in one, and in a part of one."""
+    results = [
+        run(case([9, 3], [70, 0], 2, 1, 16, dtype, S=S), to_kernel) for S in (16, 48, 64, 128)
+    ]
+    args = case([9, 3], [70, 0], 2, 1, 16, dtype)
+    R = len(args[1])
+    moved, order = rng(1).permutation(R), np.empty(R, np.int32)
+    order[moved] = np.arange(R)
+    tables = np.where(args[5] < 0, args[5], order[args[5]])
+    elsewhere = (args[0], *(x[moved] for x in args[1:3]), *args[3:5], tables, *args[6:])
+    assert not np.array_equal(elsewhere[5], args[5])
+    results.append(run(elsewhere, to_kernel))
+    assert not np.isnan(results[0].astype(float)).any()
+    assert all(np.array_equal(x, results[0]) for x in results)
+
+
 @settings(max_examples=3, deadline=None)
 @given(st.data())
 def test_any_lengths_heads_and_batch(data):
     A, (H, G) = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([(1, 1), (2, 1), (2, 2)]))
     numbers = lambda low, high: data.draw(st.lists(st.integers(low, high), min_size=A, max_size=A))
-    lengths, history = numbers(0, 9), numbers(0, 9)
-    dtype = data.draw(st.sampled_from([np.float32, BF16]))
-    check(case(lengths, history, H, G, 16, dtype, more=data.draw(st.integers(1, 40))))
+    lengths, history = numbers(0, 9), numbers(0, 20)
+    dtype, S = (data.draw(st.sampled_from(x)) for x in ([np.float32, BF16], [16, 32, 48, 64]))
+    check(case(lengths, history, H, G, 16, dtype, data.draw(st.integers(1, 40)), S))
 
 
 def test_against_pytorch():
     lengths, history, H, G, D = [4, 7], [3, 0], 2, 1, 16
     args = case(lengths, history, H, G, D)
     o = run(args, to_kernel)
-    q, k, v, edges, _, rows, _, _ = args
+    q, k, v, edges, _, tables, _, _ = args
     for a, (T, past) in enumerate(zip(lengths, history)):
         mask = torch.arange(past + T)[None] <= torch.arange(T)[:, None] + past
         here = torch.tensor(q[edges[a] : edges[a + 1]]).transpose(0, 1)
-        keys, values = (torch.tensor(x[rows[a], :, : past + T]) for x in (k, v))
+        # every block by itself, one after the other
+        keys, values = (np.concatenate(list(x[tables[a]]), 1)[:, : past + T] for x in (k, v))
         want = torch.nn.functional.scaled_dot_product_attention(
-            here[None], keys[None], values[None], mask[None, None], enable_gqa=True
+            here[None],
+            *(torch.tensor(x[None]) for x in (keys, values)),
+            mask[None, None],
+            enable_gqa=True,
         )
         np.testing.assert_allclose(o[edges[a] : edges[a + 1]], want[0].transpose(0, 1), atol=2e-6)
 
 
+def prefill(caches, tables, packed, lengths, history):
+    """Append and attend, as the engine does. packed: q, k, v"""
+    edges, history, tables = (
+        to_kernel(int32(x)) for x in (np.cumsum([0, *lengths]), history, tables)
+    )
+    blocks, offsets, _ = token_positions(edges, sum(lengths), history, tables, caches[0].shape[2])
+    append_kv(*caches, *map(to_kernel, packed[1:]), blocks, offsets)
+    args = (to_kernel(packed[0]), *caches, edges, history, tables, max(lengths), 0.25)
+    return to_host(context_attention(*args))
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_a_prompt_in_two_parts_is_a_prompt(dtype):
-    """The second part continues the cached first one, packed together with another sequence."""
-    H, G, D, T, cut = 2, 1, 16, 8, 3
-    q, k, v = (normal(i, T, heads, D).astype(dtype) for i, heads in ((1, H), (2, G), (3, G)))
+@pytest.mark.parametrize(
+    "dtype, sizes, cuts", [(np.float32, 1, (7, 20)), (BF16, 1, (5, 40)), (BF16, 30, (37,))]
+)
+def test_a_prompt_in_parts_is_a_prompt(dtype, sizes, cuts):
+    """The same bits, wherever a prompt is cut, packed together with another sequence or not, and whose blocks it shares."""
+    H, G, D, T, S = 2, 1, 16, 45, 16
+    q, k, v = (
+        (normal(i, T, heads, D) * np.linspace(1, sizes, T)[:, None, None]).astype(dtype)
+        for i, heads in ((1, H), (2, G), (3, G))
+    )
     other = [normal(i, 4, heads, D).astype(dtype) for i, heads in ((4, H), (5, G), (6, G))]
+    empty = lambda: [to_kernel(np.full((6, G, S, D), np.nan, dtype)) for _ in range(2)]
+    mine, its = [3, 0, 5], [1, -1, -1]
+    whole = prefill(empty(), [mine], (q, k, v), [T], [0])
+    alone = prefill(empty(), [its], other, [4], [0])
+    for cut in cuts:
+        caches = empty()
+        first = prefill(caches, [mine], [x[:cut] for x in (q, k, v)], [cut], [0])
+        both = [np.concatenate([x[cut:], y]) for x, y in zip((q, k, v), other)]
+        second = prefill(caches, [mine, its], both, [T - cut, 4], [cut, 0])
+        assert np.array_equal(np.concatenate([first, second[: T - cut]]), whole)
+        assert np.array_equal(second[T - cut :], alone)
+    sharing = [3, 0, 2]  # another sequence with the same first two blocks
+    last = prefill(caches, [sharing], [x[32:] for x in (q, k, v)], [T - 32], [32])
+    assert np.array_equal(last, whole[32:])
 
-    def prefill(caches, packed, lengths, history):
-        edges, history, rows = (
-            to_kernel(int32(x)) for x in (np.cumsum([0, *lengths]), history, range(len(lengths)))
-        )
-        places = token_positions(edges, sum(lengths), history, rows)
-        append_kv(*caches, *map(to_kernel, packed[1:]), *places)
-        args = (to_kernel(packed[0]), *caches, edges, history, rows, max(lengths), D**-0.5)
-        return to_host(context_attention(*args))
 
-    empty = lambda: [to_kernel(np.zeros((2, G, 32, D), dtype)) for _ in range(2)]
-    whole, caches = prefill(empty(), (q, k, v), [T], [0]), empty()
-    first = prefill(caches, (q[:cut], k[:cut], v[:cut]), [cut], [0])
-    both = [np.concatenate([x[cut:], y]) for x, y in zip((q, k, v), other)]
-    second = prefill(caches, both, [T - cut, 4], [cut, 0])
-    tolerance = 2e-6 if dtype == np.float32 else 2e-2
-    joined = np.concatenate([first, second[: T - cut]]).astype(float)
-    np.testing.assert_allclose(joined, whole.astype(float), atol=tolerance)
-    alone = prefill(empty(), other, [4], [0])
-    assert np.array_equal(second[T - cut :], alone)  # a sequence does not depend on the others
+def test_a_row_does_not_depend_on_the_other_queries_of_its_warp():
+    """Queries with large scores raise their maximum in the second tile; those with small ones, next to them, must not care."""
+    args = list(case([10], [70], 1, 1, 16, BF16))
+    args[0][:5] *= 30
+    args[1] *= np.linspace(4, 1, 16)[:, None].astype(BF16)
+    together, alone = run(args, to_kernel), list(args)
+    alone[0], alone[3], alone[4] = args[0][5:], int32([0, 5]), int32([75])
+    assert np.array_equal(run(alone, to_kernel), together[5:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("S", [16, 48])
+def test_float32_tiles_in_several_blocks(monkeypatch, S):
+    monkeypatch.setattr(file.fp32, "tile_rows", lambda D: 32)
+    check(case([3, 5], [45, 2], 1, 1, 16, S=S))
+
+
+def test_the_size_of_a_tile_of_keys_does_not_depend_on_the_lengths():
+    """Other sequences of the launch decide `longest`, so the tiles must not follow it."""
+    kernels = []
+    note = lambda kernel, *args, **options: kernels.append(kernel)
+    for longest in (1, 600, 5000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file, "launch", note)
+            q = sim(np.ones((longest, 1, 128), BF16))
+            caches = [sim(np.ones((80, 1, 64, 128), BF16)) for _ in range(2)]
+            where = (sim(int32(x)) for x in ([0, longest], [0], [range(80)]))
+            context_attention(q, *caches, *where, longest, 1.0)
+    assert len(kernels) == 3 and len(set(kernels)) == 1
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
@@ -164,22 +227,99 @@ def test_planted_bugs_are_found(old, new):
     args = case([20, 40], [2, 3], 1, 1, 16)
     arrays = [sim(a) for a in args[:6]]
     flat = [x.reshape(-1) for x in (sim(args[0]), *arrays[:3])]
-    S = args[1].shape[2]
+    R, M = len(args[1]), args[5].shape[1]
     with pytest.raises(KernelError):
         grid, threads = (2, 2), file.fp32.THREADS
         file.launch(
-            scope["make_fp32_kernel"](16),
+            scope["make_fp32_kernel"](16, 16),
             grid,
             threads,
             *flat,
-            *arrays[3:],
-            60,
-            3,
-            1,
-            1,
-            S,
+            *arrays[3:5],
+            arrays[5].reshape(-1),
+            *(60, R, M, 1, 1, 16 * 16),
             np.float32(0.25),
         )
+
+
+PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line, dtype, S
+    (
+        kv_cache,
+        "make_block_table",
+        "uint32(p) // uint32(S)",
+        "uint32(p) // uint32(S) + uint32(1)",
+        np.float32,
+        16,
+    ),
+    (
+        kv_cache,
+        "make_block_table",
+        "block = entry if entry < last else last",
+        "block = entry",
+        BF16,
+        64,
+    ),
+    (kv_cache, "make_block_table", "uint32(p) % uint32(S)", "uint32(p)", BF16, 64),
+    (file, "make_fp32_kernel", "if S % TILE != 0:", "if False:", np.float32, 48),
+    (file, "make_fp32_kernel", "tables, a * M, ", "tables, a, ", np.float32, 16),
+    (file, "make_fp32_kernel", "total[i] = NAN", "pass", np.float32, 16),
+    (file, "make_copy_keys", "ONE_BLOCK = S % BN == 0", "ONE_BLOCK = True", BF16, 16),
+    (file, "make_copy_keys", "n0 + (row if inside else 0)", "n0 + row", BF16, 16),
+    (file, "make_copy_keys", "return worst >= R", "return False", BF16, 16),
+    (
+        file,
+        "make_copy_keys",
+        "        commit_copies()\n        return worst",
+        "        return worst",
+        BF16,
+        16,
+    ),
+    # the entry of an earlier tile is used again: a stale block
+    (
+        file,
+        "make_bf16_kernel",
+        "entry = entry_for(pages, n0 - BN if n0 > 0 else 0)",
+        "pass",
+        BF16,
+        64,
+    ),
+    (
+        file,
+        "make_bf16_kernel",
+        "            cuda.syncthreads()  # this tile",
+        "            # this tile",
+        BF16,
+        64,
+    ),
+    (file, "make_bf16_kernel", "fill(total, NAN)", "pass", BF16, 64),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "module, name, old, new, dtype, S", PAGING_BUGS, ids=[x[3] for x in PAGING_BUGS]
+)
+def test_planted_bugs_of_paging_are_found(monkeypatch, module, name, old, new, dtype, S):
+    """By a wrong result, a NaN of an unused place, an access out of bounds or a race, in this file's cases."""
+    factories = file.make_fp32_kernel, file.make_bf16_kernel, file.make_copy_keys
+    if not GPU and S == 48:
+        monkeypatch.setattr(file.fp32, "tile_rows", lambda D: 32)
+    broken = with_bug(getattr(module, name), old, new, dict(vars(module)))[name]
+    for user in (kv_cache, file):
+        if hasattr(user, name):
+            monkeypatch.setattr(user, name, broken)
+    for f in factories:
+        f.cache_clear()
+    try:
+        with pytest.raises((KernelError, AssertionError)):
+            args = case([3, 5], [65, 2], 1, 1, 16, dtype, S=S, more=64)
+            check(args)
+            args[5][0, 0] = len(args[1])
+            args = (args[0], *(np.where(np.isnan(x), dtype(0), x) for x in args[1:3]), *args[3:])
+            assert np.isnan(run(args, to_kernel)[:3].astype(float)).all()
+    finally:
+        for f in factories:
+            f.cache_clear()
 
 
 @pytest.mark.long
@@ -189,24 +329,28 @@ def test_planted_bugs_are_found(old, new):
         (4, [1, 10**6, 0], np.float32),
         (4, [1, -1, 0], BF16),
         (4, [1, 2**31 - 2, 0], BF16),
-        (5, [2, 9, 0], np.float32),
-        (5, [2, -1, 0], BF16),
+        (5, 9, np.float32),
+        (5, -1, BF16),
+        (5, 2**31 - 1, BF16),
         (3, [0, 3, 10**6, 15], BF16),
         (3, [0, 3, -9, 15], BF16),
         (3, [0, 3, 2**31 - 1, 15], np.float32),
     ],
 )
 def test_the_kernel_checks_values_that_only_the_device_knows(which, values, dtype):
-    """Invalid history, rows and edges: nothing is read or written out of bounds (the simulator would report it), and the
+    """Invalid history, tables and edges: nothing is read or written out of bounds (the simulator would report it), and the
     sequence's rows become NaN; the first sequence, which is valid, is unchanged."""
     args = case([3, 7, 5], [1, 0, 4], 2, 1, 16, dtype)
+    assert args[5].shape == (3, 1)
     want = run(args, to_kernel)
-    o = run((*args[:which], int32(values), *args[which + 1 :]), to_kernel)
-    first = 3 if which != 5 else 0  # another row has other keys
-    assert np.array_equal(o[:first], want[:first])
+    values = int32(values)
+    if which == 5:
+        values = np.where(np.array([0, 1, 0]) > 0, values, args[5][:, 0]).reshape(3, 1)
+    o = run((*args[:which], values, *args[which + 1 :]), to_kernel)
+    assert np.array_equal(o[:3], want[:3])
     if which != 3:
         assert np.isnan(o[3:10].astype(np.float32)).all()
-        assert not np.isnan(o[10:].astype(np.float32)).any() or which == 5
+        assert not np.isnan(o[10:].astype(np.float32)).any()
 
 
 def test_bad_input():
@@ -219,11 +363,17 @@ def test_bad_input():
     # not as many blocks
     assert np.array_equal(run(replace(6, 2**31), to_kernel), run(args, to_kernel))
     with pytest.raises(
-        ValueError, match="history and new tokens do not fit the cache of 7 positions"
+        ValueError, match="history and new tokens do not fit the tables of 16 tokens"
     ):
-        context_attention(*replace(4, int32([5, 0])))
-    with pytest.raises(ValueError, match=r"a row is not in 0 \.\. 2"):
-        context_attention(*replace(5, int32([0, 3])))
+        context_attention(*replace(4, int32([14, 0])))
+    with pytest.raises(ValueError, match="a table names block 3, the cache has 3 blocks"):
+        context_attention(*replace(5, int32([[0], [3]])))
+    with pytest.raises(ValueError, match=r"tables has shape \(2,\), expected \(2, any\)"):
+        context_attention(*replace(5, int32([0, 1])))
+    with pytest.raises(
+        ValueError, match="blocks of 24 tokens, the GPU kernels need a multiple of 16"
+    ):
+        run(case([3], [0], 2, 1, 16, S=24), to_kernel)
     with pytest.raises(ValueError, match="5 packed tokens, the edges end at 4"):
         context_attention(*replace(3, int32([0, 3, 4])))
     for edges in ([1, 3, 5], [0, 6, 5]):

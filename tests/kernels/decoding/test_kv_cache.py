@@ -26,7 +26,7 @@ def int32(*values):
 
 
 def case(N, R, G, S, D, dtype, seed=0):
-    """-> k, v caches, k, v of N tokens, and a different row and position for each"""
+    """-> k, v caches, k, v of N tokens, and a different block and offset for each"""
     caches = [normal(i + seed, R, G, S, D).astype(dtype) for i in (1, 2)]
     tokens = [normal(i + seed, N, G, D).astype(dtype) for i in (3, 4)]
     places = np.random.default_rng(seed).permutation(R * S)[:N]
@@ -57,9 +57,9 @@ def test_append_any_shape(data):
     check_append(case(N, R, G, S, D, data.draw(st.sampled_from([np.float32, BF16])), seed=N))
 
 
-def test_tokens_without_a_row_or_position_are_skipped():
+def test_tokens_without_a_place_are_skipped():
     arrays = case(4, 2, 2, 3, 8, np.float32)
-    places = int32(-1, 0, 1, 1), int32(0, 3, -1, 2)  # no row; beyond; before; a good one
+    places = int32(-1, 0, 1, 1), int32(0, 3, -1, 2)  # no block; beyond; before; a good one
     k, v, *_ = check_append((*arrays[:4], *places))
     for new, old, given_ in ((k, arrays[0], arrays[2]), (v, arrays[1], arrays[3])):
         assert np.array_equal(new[1, :, 2], given_[3])
@@ -83,10 +83,10 @@ def test_bytes_are_as_announced(dtype):
     assert kv[1, 0].flags.c_contiguous and np.shares_memory(kv[1, 0], kv)
 
 
-@pytest.mark.parametrize("row, position", [(1, 0), (2**31 - 1, 0), (-1, 0), (0, 2), (0, -1)])
-def test_invalid_rows_and_positions_are_skipped(row, position):
+@pytest.mark.parametrize("block, offset", [(1, 0), (2**31 - 1, 0), (-1, 0), (0, 2), (0, -1)])
+def test_invalid_blocks_and_offsets_are_skipped(block, offset):
     arrays = case(1, 1, 1, 2, 8, np.float32)
-    cache, places = [x.copy() for x in arrays[:2]], (int32(row), int32(position))
+    cache, places = [x.copy() for x in arrays[:2]], (int32(block), int32(offset))
     append_kv(*arrays[:4], *places)
     got = [sim(x) for x in (*arrays[:4], *places)]
     append_kv(*got)
@@ -96,17 +96,17 @@ def test_invalid_rows_and_positions_are_skipped(row, position):
 
 
 def test_bad_input():
-    k, v, nk, nv, rows, positions = case(2, 1, 2, 4, 8, np.float32)
+    k, v, nk, nv, blocks, offsets = case(2, 1, 2, 4, 8, np.float32)
     with pytest.raises(ValueError, match=r"v has shape \(2, 1, 8\), expected \(2, 2, 8\)"):
-        append_kv(k, v, nk, nv[:, :1].copy(), rows, positions)
+        append_kv(k, v, nk, nv[:, :1].copy(), blocks, offsets)
     with pytest.raises(TypeError, match="k is bfloat16, expected float32"):
-        append_kv(k, v, nk.astype(BF16), nv, rows, positions)
-    with pytest.raises(TypeError, match="rows is int64, expected int32"):
-        append_kv(k, v, nk, nv, rows.astype(np.int64), positions)
-    with pytest.raises(ValueError, match=r"positions has shape \(1,\), expected \(2,\)"):
-        append_kv(k, v, nk, nv, rows, positions[:1])
+        append_kv(k, v, nk.astype(BF16), nv, blocks, offsets)
+    with pytest.raises(TypeError, match="blocks is int64, expected int32"):
+        append_kv(k, v, nk, nv, blocks.astype(np.int64), offsets)
+    with pytest.raises(ValueError, match=r"offsets has shape \(1,\), expected \(2,\)"):
+        append_kv(k, v, nk, nv, blocks, offsets[:1])
     with pytest.raises(ValueError, match="v cache has shape"):
-        append_kv(k, v[:, :, :3].copy(), nk, nv, rows, positions)
+        append_kv(k, v[:, :, :3].copy(), nk, nv, blocks, offsets)
     with pytest.raises(ValueError, match="0 positions, expected at least one"):
         empty_kv_cache(k, 1, 1, 1, 0, 8, np.float32)
     with pytest.raises(ValueError, match="int32, expected float32 or bf16"):

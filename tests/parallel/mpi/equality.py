@@ -139,6 +139,43 @@ def without_communication_ranks_part(folder):
             raise AssertionError("different parameters were not noticed")
 
 
+def a_flipped_bit_is_noticed(folder):
+    """In the weights or moments of one rank, before any step, whichever rank owns it. With ZeRO-1 other ranks have no copy of
+    some of it, and the all-gather makes a wrong weight identical everywhere.
+    """
+    ranks = some_ranks(2)
+    if ranks is None:
+        return
+    for every, steps in ((1, 1), (3, 2)):
+        plain, _ = ten_steps(make_run(folder, ranks, zero=1))
+        guarded, _ = ten_steps(make_run(folder, ranks, zero=1, check_ranks=every))
+        assert np.array_equal(plain, guarded)
+        for rank, name, index in ((0, "m", 3), (1, "v", -5), (0, "w", 0), (0, "w", -1), (1, "w", 77), (1, "w", -200)):  # fmt: skip
+            run = make_run(folder, ranks, zero=1, check_ranks=every)
+            for _ in range(steps):
+                run.step()
+            if ranks.rank == rank:
+                w = run.model.arena.weights
+                array = {"m": run.optimizer.m, "v": run.optimizer.v, "w": w}[name]
+                array.view(np.int32)[index] ^= 1
+            try:
+                for _ in range(every):
+                    run.step()
+            except UserError as error:
+                assert f"state of rank {rank} are not what its last update wrote (1 of 2" in str(
+                    error
+                ), error
+                assert run.done in (2, 3)
+            else:
+                raise AssertionError(f"a flipped bit of {name} was not noticed")
+    run = make_run(folder, ranks, zero=1, check_ranks=1)
+    for i in range(3):  # assigned weights, and a checkpoint in between, are no damage
+        run.step()
+        run.snapshot({})
+        weight = next(iter(run.model.storage()))[1]
+        weight.data = weight.data * (1 + i)
+
+
 def masters_exist_once(folder):
     """ZeRO-1 in bf16: float32 weights on their owners only; the steps are those of AdamW, bit for bit. (In the simulator.)"""
     ranks = some_ranks(2)
@@ -153,7 +190,7 @@ def masters_exist_once(folder):
     arena = sharded.arena
     slices = buckets(arena.n_decay, arena.grads.size, 2, 2000)
     collectives = HostCollectives(ranks, arena)
-    optimizers = AdamW(plain, 1e-2), ShardedAdamW(sharded, collectives, slices, lr=1e-2)
+    optimizers = AdamW(plain, 1e-2), ShardedAdamW(sharded, collectives, slices, True, lr=1e-2)
     assert arena.weights is None and optimizers[1].master.size == arena.grads.size // 2
     for step in range(2):
         gradients = np.random.default_rng(step).standard_normal(arena.grads.size, np.float32)
@@ -176,6 +213,11 @@ def masters_exist_once(folder):
             optimizers[1].release()
             assert arena.weights is None and optimizers[1].master is master
             assert ranks.rank or np.array_equal(before.m, optimizers[0].m)
+    assert to_numpy(optimizers[1].changed).tolist() == [0]
+    if ranks.rank == 1:  # a flipped bit of a master, which no other rank has
+        optimizers[1].master.view(np.int32)[5] ^= 1
+    optimizers[1].step()
+    assert to_numpy(optimizers[1].changed).tolist() == [ranks.rank]
 
 
 class SlowLink(HostCollectives):
@@ -240,6 +282,7 @@ CHECKS = [
     bf16_communication_stays_close,
     validation_is_global,
     without_communication_ranks_part,
+    a_flipped_bit_is_noticed,
     masters_exist_once,
     overlap_is_real,
 ]

@@ -1,6 +1,6 @@
 """One rank fails in the middle of a run.   mpirun -n N python faults.py FOLDER FAULT RANK PLACE
 
-FAULT: raise, exit, kill, hang (in Python), stuck (in an MPI call), frozen (holding Python's lock).
+FAULT: raise, exit, leave (os._exit), kill, hang (in Python), stuck (in an MPI call), frozen (holding Python's lock).
 PLACE: step (between steps), collective (after this rank has started one; the others wait in it).
 """
 
@@ -29,6 +29,8 @@ def fail(folder, fault):
         raise ZeroDivisionError("injected")
     if fault == "exit":
         sys.exit(0)
+    if fault == "leave":
+        os._exit(0)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hang":

@@ -2,13 +2,18 @@
 
     q, o: (N, H, D)    k, v: (R, G, S, D), a layer's cache    edges: (E,), E = A + 1, see kernels/decoding/padding.py
 
-    Query i of sequence a has position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of cache row r_a:
+    Query i of sequence a has position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of its sequence:
                s = scale q k^T,   p = softmax(s),   o = p v                       the cache already holds the new keys
+    Key p is in block tables[a, p // S] of the cache, at offset p % S (kernels/decoding/kv_cache.py).
 
-This is flash_attention.py's forward with three differences: a sequence begins at edges[a] instead of a T; its keys are in one
-row of the cache, one head after another; and their number, h_a + i + 1, is known only on the device. Nothing is computed or
-loaded for padding: a block whose queries lie beyond its sequence exits at once. Grouped-query attention: H / G query heads
-read the same key head, which is never copied.
+This is flash_attention.py's forward with three differences: a sequence begins at edges[a] instead of a T; its keys are in
+blocks of the cache, one head after another; and their number, h_a + i + 1, is known only on the device. A tile of keys that
+lies in one block needs one entry of the table, which is loaded a tile ahead; otherwise each row of the tile looks up its own.
+Nothing is computed or loaded for padding: a thread block whose queries lie beyond its sequence exits at once. Grouped-query
+attention: H / G query heads read the same key head, which is never copied.
+
+The bits of a query's row depend only on its sequence up to itself: tiles of keys begin at multiples of their size, and that size
+depends only on D. So neither the other sequences, nor S and the blocks, nor where a prompt is cut into two prefills matter.
 
     bf16        tensor cores, with the tiles of flash_attention_table.py; D = 16, 32, 64, 128
     float32     flash_attention_fp32.py's products in shared memory; any D up to 128
@@ -20,14 +25,24 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint16, uint32
 
 from ...device import Array
-from ..decoding.kv_cache import check_cache, check_int32
+from ..decoding.kv_cache import (
+    check_block_size,
+    check_block_tables,
+    check_blocks,
+    check_cache,
+    check_int32,
+    gather_sequence_ref,
+    make_block_table,
+)
 from ..decoding.padding import check_lengths
 from ..primitives.flat import on_16_bytes
 from ..primitives.ptx import device, kernel, store1
-from ..primitives.tensor_cores import wait_copies, warp_id
+from ..primitives.tensor_cores import commit_copies, copy16_async, opaque, wait_copies, warp_id
 from ..primitives.tiles import (
+    CHUNK,
     WIDTHS,
     make_add_product,
+    make_chunk_offset,
     make_copy,
     make_copy_two,
     make_fill,
@@ -48,36 +63,33 @@ from .flash_attention_bf16 import (
 from .flash_attention_table import Tiles
 
 NAN = np.float32(np.nan)
+# The tiles of bf16 are those that attention of training uses for so many queries, whatever the lengths are: the size of a tile
+# of keys decides the bits.
+TUNED_FOR = 2048
 
 
 # ----------------------------------------------------------------------------- reference
-def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
+def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, scale):
     """The forward of this file's docstring in NumPy -> o (N, H, D) like q. Computes in q's dtype, at least in float32."""
     G, (_, H, D) = k_RGSD.shape[1], q_NHD.shape
     o_NHD, wide = np.zeros_like(q_NHD), np.result_type(q_NHD.dtype, np.float32)
-    for a, row in enumerate(rows_A):
+    for a, table_M in enumerate(tables_AM):
         first, last, past = edges_E[a], edges_E[a + 1], history_A[a]
-        T, S = last - first, past + last - first
+        T, n = last - first, past + last - first
         q_GRTD = q_NHD[first:last].reshape(T, G, H // G, D).transpose(1, 2, 0, 3).astype(wide)
-        k_G1SD, v_G1SD = (x[row, :, None, :S].astype(wide) for x in (k_RGSD, v_RGSD))
-        s_GRTS = q_GRTD @ k_G1SD.swapaxes(2, 3) * wide.type(scale)
-        s_GRTS = np.where(np.tri(T, S, past, dtype=bool), s_GRTS, wide.type(-np.inf))
+        k_GSD, v_GSD = (gather_sequence_ref(x, table_M, n).astype(wide) for x in (k_RGSD, v_RGSD))
+        s_GRTS = q_GRTD @ k_GSD[:, None].swapaxes(2, 3) * wide.type(scale)
+        s_GRTS = np.where(np.tri(T, n, past, dtype=bool), s_GRTS, wide.type(-np.inf))
         p_GRTS = np.exp(s_GRTS - s_GRTS.max(-1, keepdims=True, initial=-np.inf))
-        o_GRTD = p_GRTS @ v_G1SD / p_GRTS.sum(-1, keepdims=True)
+        o_GRTD = p_GRTS @ v_GSD[:, None] / p_GRTS.sum(-1, keepdims=True)
         o_NHD[first:last] = o_GRTD.transpose(2, 0, 1, 3).reshape(T, H, D)
     return o_NHD
 
 
 # ----------------------------------------------------------------------------- checks of values that only the device knows
 @device
-def inside(past, T, row, R, S):
-    """True if a sequence's history and new keys fit into the cache."""
-    return past >= 0 and past <= S - T and row >= 0 and row < R
-
-
-@device
 def fill_nan(o, begin, T, h, H, D, t0, rows):
-    """Set the block's rows of o to NaN: the sequence's history or row is invalid, and the caller must be able to notice."""
+    """Set the thread block's rows of o to NaN: the history or a table is invalid, and the caller must be able to notice."""
     for i in range(cuda.threadIdx.x, rows * D, cuda.blockDim.x):
         t = t0 + i // D
         if t < T:
@@ -86,8 +98,9 @@ def fill_nan(o, begin, T, h, H, D, t0, rows):
 
 # ----------------------------------------------------------------------------- float32
 @functools.cache
-def make_fp32_kernel(D: int):
-    """-> the float32 kernel for heads of width D. Launch with fp32.THREADS threads."""
+def make_fp32_kernel(D: int, S: int):
+    """-> the float32 kernel for heads of width D and blocks of S tokens. Launch with fp32.THREADS threads."""
+    entry_of, start_of = make_block_table(S, D)
     sizes = fp32.tile_sizes(D)
     TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
     TILE1, WIDTH, ROWS, LANES = TILE + 1, PAD - 1, fp32.ROWS, fp32.LANES
@@ -95,29 +108,48 @@ def make_fp32_kernel(D: int):
     add_scores, row_sum = fp32.make_add_scores(D, True), fp32.row_sum
 
     @device
-    def load_tile(tile, x, base, stride, first, end):
-        """tile = rows first, first + 1, ... of x (from base on, `stride` apart); zeros from row `end` and column D on"""
+    def load_queries(tile, q, base, stride, first, end):
+        """tile = rows first, first + 1, ... of q (from base on, `stride` apart); zeros from row `end` and column D on"""
         for i in range(cuda.threadIdx.x, TILE * WIDTH, fp32.THREADS):
             r, d = i // WIDTH, i % WIDTH
             inside = first + r < end and d < D
-            tile[r, d] = x[base + (first + r) * stride + d] if inside else float32(0.0)
+            tile[r, d] = q[base + (first + r) * stride + d] if inside else float32(0.0)
+
+    @device
+    def load_keys(k_tile, v_tile, k, v, pages, n0, end):
+        """Tiles of keys and values n0, n0 + 1, ...; zeros from key `end` on -> the largest entry of the table that was used"""
+        tables, first, blocks, stride, head = pages
+        worst = entry_of(tables, first, n0)
+        start = start_of(worst, n0, blocks, stride, head)
+        for i in range(cuda.threadIdx.x, TILE * WIDTH, fp32.THREADS):
+            r, d = i // WIDTH, i % WIDTH
+            key, value = float32(0.0), float32(0.0)
+            if n0 + r < end and d < D:
+                at = start + r * D + d
+                if S % TILE != 0:  # the tile may lie in several blocks
+                    entry = entry_of(tables, first, n0 + r)
+                    at = start_of(entry, n0 + r, blocks, stride, head) + d
+                    worst = entry if entry > worst else worst
+                key, value = k[at], v[at]
+            k_tile[r, d], v_tile[r, d] = key, value
+        return worst
 
     @kernel(fp32.THREADS)
     def context_attention_fp32_kernel(
-        o, q, k, v, edges_E, history_A, rows_A, N, cache_rows, H, G, S, scale
+        o, q, k, v, edges_E, history_A, tables, N, cache_blocks, M, H, G, GSD, scale
     ):
-        """Grid (ceil(longest / TILE), A H). q, o, k, v: flat."""
+        """Grid (ceil(longest / TILE), A H). q, o, k, v, tables: flat. cache_blocks: R; M: blocks of a table."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         a, h, t0 = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H, int64(cuda.blockIdx.x) * TILE
-        begin, past, row = int64(edges_E[a]), int64(history_A[a]), int64(rows_A[a])
+        begin, past = int64(edges_E[a]), int64(history_A[a])
         T = int64(edges_E[a + 1]) - begin
         if t0 >= T or begin < 0 or N - begin < T:
             return
-        if not inside(past, T, row, cache_rows, S):
+        if past < 0 or past > M * S - T:
             fill_nan(o, begin, T, h, H, D, t0, TILE)
             return
         head, stride = (begin * H + h) * D, H * D
-        kv = (row * G + h // (H // G)) * S * D
+        pages, worst = (tables, a * M, cache_blocks, GSD, h // (H // G) * S * D), uint32(0)
         q_s = cuda.shared.array((TILE, PAD), float32)
         k_s = cuda.shared.array((TILE, PAD), float32)
         v_s = cuda.shared.array((TILE, PAD), float32)
@@ -127,17 +159,20 @@ def make_fp32_kernel(D: int):
         clear(acc)
         for i in range(R):
             top[i], total[i] = fp32.LOWEST, float32(0.0)
-        load_tile(q_s, q, head, stride, t0, T)
+        load_queries(q_s, q, head, stride, t0, T)
         end = past + (t0 + TILE if t0 + TILE < T else T)  # end of the keys that the block sees
         for n0 in range(0, end, TILE):
             cuda.syncthreads()  # all warps have left the previous tile
-            load_tile(k_s, k, kv, D, n0, end)
-            load_tile(v_s, v, kv, D, n0, end)
+            used = load_keys(k_s, v_s, k, v, pages, n0, end)
+            worst = used if used > worst else worst
             cuda.syncthreads()
             dots(s, q_s, k_s)
             add_scores(p_s, s, acc, top, total, t0 + past, n0, end, scale)
             cuda.syncwarp()  # a row of p is written and read by the same half of a warp
             add_weighted(acc, p_s, v_s)
+        if cuda.syncthreads_or(int32(worst >= cache_blocks)):  # o becomes NaN
+            for i in range(R):
+                total[i] = NAN
         for i in range(R):
             t, row_total = t0 + y + ROWS * i, row_sum(total[i])
             for w in range(W):
@@ -150,17 +185,58 @@ def make_fp32_kernel(D: int):
 
 # ----------------------------------------------------------------------------- bf16
 @functools.cache
-def make_bf16_kernel(D: int, tiles: Tiles):
+def make_copy_keys(D, S, BN, THREADS):
+    """-> entry_for, copy_keys: a thread block starts to copy BN keys and their values from the cache into a stage at smem[to].
+
+    entry_for(pages, n0) -> entry               the table's entry for key n0, if every tile lies in one block; else 0
+    copy_keys(smem, to, k, v, entry, pages, n0, valid) -> True if this thread used an entry that is no block
+    n0: a multiple of BN. Keys from n0 + valid on become zeros. pages: see decode_attention_loops.py.
+    """
+    entry_of, start_of = make_block_table(S, D)
+    ONE_BLOCK = S % BN == 0
+    copy_kv, chunk_offset = make_copy_two(D, BN, THREADS), make_chunk_offset(D)
+    CHUNKS = D // CHUNK
+
+    @device
+    def entry_for(pages, n0):
+        return entry_of(pages[0], pages[1], n0) if ONE_BLOCK else uint32(0)
+
+    @device
+    def copy_keys(smem, to, k, v, entry, pages, n0, valid):
+        tables, first, R, stride, head = pages
+        if ONE_BLOCK:
+            start = start_of(entry, n0, R, stride, head)
+            copy_kv(smem, to, k, start, D, v, start, D, valid)
+            return entry >= R
+        worst = uint32(0)
+        for i in range(cuda.threadIdx.x, BN * CHUNKS, THREADS):
+            row, chunk = i // CHUNKS, i % CHUNKS
+            inside = row < valid
+            mine = entry_of(tables, first, n0 + (row if inside else 0))
+            worst = mine if mine > worst else worst
+            source = start_of(mine, n0 + row, R, stride, head) + chunk * CHUNK
+            at = to + chunk_offset(row, chunk)
+            copy16_async(smem, at, k, source, inside)
+            copy16_async(smem, at + BN * D, v, source, inside)
+        commit_copies()
+        return worst >= R
+
+    return entry_for, copy_keys
+
+
+@functools.cache
+def make_bf16_kernel(D: int, S: int, tiles: Tiles):
     """-> the bf16 kernel for heads of width D. Launch with 32 * tiles.warps threads and fwd_shared_bytes(D, tiles).
 
-    tiles: of the kernel "fwd" in flash_attention_table.py. flash_attention_bf16.py explains each step.
+    S: tokens of a block of the cache. tiles: of the kernel "fwd" in flash_attention_table.py. flash_attention_bf16.py explains
+    each step.
     """
     BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
     Q_REGISTERS = tiles.q_in_registers
     THREADS, ROWS = 32 * WARPS, BM // WARPS
     MT, NT, ND, KS = ROWS // 16, BN // 8, D // 8, D // 16
     KV, STAGE = BM * D, 2 * BN * D  # Q is at 0; the stages of K and V are behind it
-    copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
+    copy_q, (entry_for, copy_keys) = make_copy(D, BM, THREADS), make_copy_keys(D, S, BN, THREADS)
     load_rows, scores_of, scores = make_scores(D, MT, NT)
     hide_keys, add_scores = make_hide_keys(MT, NT, True), make_softmax(MT, NT, ND)
     add_product, finish = make_add_product(D, MT, NT), make_finish(MT, ND)
@@ -168,24 +244,25 @@ def make_bf16_kernel(D: int, tiles: Tiles):
 
     @kernel(THREADS, MIN_BLOCKS)
     def context_attention_bf16_kernel(
-        o, q, k, v, edges_E, history_A, rows_A, N, cache_rows, H, G, S, scale
+        o, q, k, v, edges_E, history_A, tables, N, R, M, H, G, GSD, scale
     ):
-        """Grid (ceil(longest / BM), A H). q, o, k, v: flat."""
+        """Grid (ceil(longest / BM), A H). All arrays flat. M: blocks of a table. GSD: elements of a block."""
         smem = cuda.shared.array(0, uint16)
         warp, a, h = warp_id(), int64(cuda.blockIdx.y) // H, int64(cuda.blockIdx.y) % H
-        begin, past, row = int64(edges_E[a]), int32(history_A[a]), int64(rows_A[a])
+        begin, past = int64(edges_E[a]), int32(history_A[a])
         T = int64(edges_E[a + 1]) - begin
         q0 = int32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * BM)
         if q0 >= T or begin < 0 or N - begin < T:
             return
-        if not inside(int64(past), T, row, cache_rows, S):
+        if past < 0 or past > M * S - T:
             fill_nan(o, begin, T, h, H, D, q0, BM)
             return
         T = int32(T)
         # this warp's first row: in T, in smem
         w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
         head, stride = (begin * H + h) * D, int32(H * D)
-        kv = (row * G + h // (H // G)) * S * D
+        key_head = uint32(h // (H // G) * (S * D))
+        pages = tables, uint32(a * M), uint32(R), uint32(GSD), key_head
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
         fq = cuda.local.array((KS, MT, 4), uint32)
@@ -196,28 +273,34 @@ def make_bf16_kernel(D: int, tiles: Tiles):
         n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to key 0
         visible = int32(w0 + ROWS + past if w0 < T else 0)  # end of the keys that this warp sees
         copy_q(smem, 0, q, head + q0 * stride, stride, T - q0)
-        copy_kv(smem, KV, k, kv + n0 * D, D, v, kv + n0 * D, D, end - n0)
+        entry = entry_for(pages, n0)
+        invalid = copy_keys(smem, KV, k, v, entry, pages, n0, end - n0)
         if Q_REGISTERS:
             wait_copies(0)
             cuda.syncthreads()
             load_rows(fq, smem, mine)
         now = int32(KV)
         while n0 >= 0:
+            entry = entry_for(pages, n0 - BN if n0 > 0 else 0)  # arrives during the wait
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             other = int32(2 * KV + STAGE - now)
             if n0 > 0:
-                to = kv + (n0 - BN) * D
-                copy_kv(smem, other, k, to, D, v, to, D, BN)
+                next0 = int32(n0 - BN)
+                if copy_keys(smem, other, k, v, entry, pages, next0, BN):
+                    invalid = True
             if n0 < visible:
                 if Q_REGISTERS:
                     scores_of(s, fq, smem, now)
                 else:
                     scores(s, smem, mine, now)
-                hide_keys(s, w0, n0, end, past)
+                # opaque: otherwise its limits are computed, and spilled, before the loop
+                hide_keys(s, opaque(w0), n0, end, past)
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
             n0, now = int32(n0 - BN), other
+        if cuda.syncthreads_or(int32(invalid)):  # o becomes NaN
+            fill(total, NAN)
         finish(acc, top, total, scale * LOG2E, o, 0, 0)  # lse is not written
         store_o(acc, smem, mine, o, head + w0 * stride, stride, T - w0)
 
@@ -231,52 +314,55 @@ def context_attention(
     v_RGSD: Array,
     edges_E: Array,
     history_A: Array,
-    rows_A: Array,
+    tables_AM: Array,
     longest: int,
     scale: float,
 ) -> Array:
     """Attention of packed prompts over the cache -> o (N, H, D) like q. Call kv_cache.append_kv first: it adds the new keys.
 
-    q (N, H, D): float32 or bf16, like the cache k, v (R, G, S, D). edges (A + 1,), history (A,), rows (A,): int32. Sequence a
-    has the queries edges[a] .. edges[a + 1] - 1, history[a] earlier tokens, and cache row rows[a]. longest: an upper bound of
-    the new lengths. scale: factor of the scores. Raises ValueError or TypeError if shapes or dtypes do not match.
+    q (N, H, D): float32 or bf16, like the cache k, v (R, G, S, D). edges (A + 1,), history (A,), tables (A, M): int32. Sequence
+    a has the queries edges[a] .. edges[a + 1] - 1, history[a] earlier tokens, and the blocks tables[a]. longest: an upper bound
+    of the new lengths. scale: factor of the scores. Raises ValueError or TypeError if shapes or dtypes do not match; on a GPU S
+    must be a multiple of 16.
 
-    Invalid values of history or rows raise ValueError on the CPU. On a GPU the host does not know them: the rows of o of that
-    sequence become NaN, and invalid edges leave rows of o unwritten.
+    Invalid values of history or tables raise ValueError on the CPU. On a GPU the host does not know them: with an invalid
+    history all rows of o of that sequence become NaN, with an invalid block those whose keys lie in it, and possibly others of
+    the sequence; nothing is read or written out of bounds. Invalid edges leave rows of o unwritten.
     """
     op = "context_attention"
     R, G, S, D = check_cache(op, k_RGSD, v_RGSD)
     check_array(op, "q", q_NHD, (None, None, D), (k_RGSD.dtype.name,))
     N, H, _ = q_NHD.shape
-    A = rows_A.size
-    for name, x, n in (("edges", edges_E, A + 1), ("history", history_A, A), ("rows", rows_A, A)):
+    A = history_A.size
+    for name, x, n in (("edges", edges_E, A + 1), ("history", history_A, A)):
         check_int32(op, name, x, n)
+    capacity = check_block_tables(op, tables_AM, A, S)
     check(H % G == 0, f"{op}: {H} query heads cannot share {G} key heads")
-    if on_host(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A):
-        _check_values(op, edges_E, history_A, rows_A, N, R, S, longest)
-        return context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale)
+    where = edges_E, history_A, tables_AM
+    if on_host(q_NHD, k_RGSD, v_RGSD, *where):
+        check_lengths(op, edges_E, N, longest)
+        lengths_A = history_A + np.diff(edges_E)
+        fits = (history_A >= 0).all() and (lengths_A <= capacity).all()
+        check(fits, f"{op}: history and new tokens do not fit the tables of {capacity} tokens")
+        check_blocks(op, tables_AM, lengths_A, R, S)
+        return context_attention_ref(q_NHD, k_RGSD, v_RGSD, *where, scale)
+    check_block_size(op, R, G, S, D)
     check(longest >= 0, f"{op}: longest is {longest}")
     longest = min(longest, N)  # more blocks would have no queries
     check(A * H < 2**16, f"{op}: {A} sequences of {H} heads in one launch, at most 65535 in all")
     o_NHD = empty(q_NHD, q_NHD.shape)
     flat = [x.reshape(-1) for x in (o_NHD, q_NHD, k_RGSD, v_RGSD)]
-    arrays, scalars = (*flat, edges_E, history_A, rows_A), (N, R, H, G, S, np.float32(scale))
+    arrays, M = (*flat, edges_E, history_A, tables_AM.reshape(-1)), tables_AM.shape[1]
+    scalars = (N, R, M, H, G, G * S * D, np.float32(scale))
     if q_NHD.dtype == np.float32:
         check(D <= fp32.MAX_D, f"{op}: head dim {D}, the GPU kernel supports at most {fp32.MAX_D}")
         grid = (-(-longest // fp32.tile_rows(D)), A * H)
-        launch(make_fp32_kernel(D), grid, fp32.THREADS, *arrays, *scalars)
+        launch(make_fp32_kernel(D, S), grid, fp32.THREADS, *arrays, *scalars)
     else:
         check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels for bf16 support {WIDTHS}")
         check(on_16_bytes(*flat), f"{op}: q and the caches must begin at multiples of 16 bytes")
-        tiles = choose("fwd", D, longest, True, shared_limit(q_NHD))
+        tiles = choose("fwd", D, TUNED_FOR, True, shared_limit(q_NHD))
         grid, shared = (-(-longest // tiles.BM), A * H), fwd_shared_bytes(D, tiles)
-        bf16_kernel = make_bf16_kernel(D, tiles)
+        bf16_kernel = make_bf16_kernel(D, S, tiles)
         launch(bf16_kernel, grid, 32 * tiles.warps, *arrays, *scalars, shared=shared)
     return o_NHD
-
-
-def _check_values(op, edges_E, history_A, rows_A, N, R, S, longest):
-    check_lengths(op, edges_E, N, longest)
-    fits = (history_A >= 0).all() and (history_A + np.diff(edges_E) <= S).all()
-    check(fits, f"{op}: history and new tokens do not fit the cache of {S} positions")
-    check(((rows_A >= 0) & (rows_A < R)).all(), f"{op}: a row is not in 0 .. {R - 1}")

@@ -4,6 +4,10 @@ Both attend to keys lo .. hi - 1 of one key head with all its query heads at onc
 m, l and acc (decode_attention_parts.py) to shared memory. Neither copies keys or values to shared memory: a warp owns whole
 tiles of keys, and no other warp needs them.
 
+    pages      tables, first, R, stride, head: where the keys are (kv_cache.make_block_table); a tile of 16 keys lies in one block
+A table's entry takes as long to arrive as the keys that it points to, so it is loaded one tile ahead. If an entry is not a
+block of the cache, the warp's l becomes NaN, and so does o.
+
 On tensor cores, 16 keys at a time. The inner index of a product may have any order if both operands have the same one. So lane
 4 g + t reads 16 contiguous bytes of key g, where mma_bf16 expects scattered pairs, and q is read in the same order:
 
@@ -16,8 +20,10 @@ channel in a register: these are combined from the halves of two words. Column g
 
 import functools
 
-from numba import cuda, float32, uint32
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32
 
+from ..decoding.kv_cache import make_block_table
 from ..primitives.ptx import device, load1, load4
 from ..primitives.reduce import FULL, NEG_INF, warp_max, warp_sum
 from ..primitives.tensor_cores import exp2, mma_bf16
@@ -31,26 +37,29 @@ from ..primitives.words import (
 )
 from .flash_attention_bf16 import LOWEST, make_hide_keys, make_softmax
 
+NAN = np.float32(np.nan)
 TILE = 16  # keys, on tensor cores
 
 
 # ----------------------------------------------------------------------------- without tensor cores
 @functools.cache
-def make_attend_plain(D, HEADS, WARPS, AHEAD=False):
+def make_attend_plain(D, S, HEADS, WARPS, AHEAD=False):
     """-> load_first, attend: the interface of make_attend_tensor, without tensor cores. q_s: float32
 
     A lane owns a key while scores are computed, then channels while values are summed. load_first does nothing.
     """
+    entry_of, start_of = make_block_table(S, D)
     W = -(-D // 32)  # channels of a lane
     SIZE, WEIGHTS = HEADS * D, WARPS * HEADS * 32
 
     @device
-    def load_first(next_k, next_v, k, v, base, lo, hi):
+    def load_first(next_k, next_v, k, v, pages, lo, hi):
         pass
 
     @device
-    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, base, lo, hi, scale):
+    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, pages, lo, hi, scale):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        tables, first, R, stride, head = pages
         p_s = cuda.shared.array(WEIGHTS, float32)
         s, top = cuda.local.array(HEADS, float32), cuda.local.array(HEADS, float32)
         total = cuda.local.array(HEADS, float32)
@@ -59,12 +68,17 @@ def make_attend_plain(D, HEADS, WARPS, AHEAD=False):
             top[h], total[h] = LOWEST, float32(0.0)
             for w in range(W):
                 acc[h, w] = float32(0.0)
+        n = lo + 32 * warp + lane
+        entry, worst = entry_of(tables, first, n if n < hi else hi - 1), uint32(0)
         for n0 in range(lo + 32 * warp, hi, 32 * WARPS):
-            n = n0 + lane if n0 + lane < hi else hi - 1
+            n, here = n0 + lane if n0 + lane < hi else hi - 1, entry
+            worst = here if here > worst else worst
+            entry = entry_of(tables, first, n + 32 * WARPS if n + 32 * WARPS < hi else hi - 1)
+            base = start_of(here, n, R, stride, head)
             for h in range(HEADS):
                 s[h] = float32(0.0)
             for d in range(0, D, 4):
-                load4(k_4, k, base + n * D + d)
+                load4(k_4, k, base + d)
                 for h in range(HEADS):
                     for j in range(4):
                         s[h] += q_s[h * D + d + j] * k_4[j]
@@ -78,15 +92,19 @@ def make_attend_plain(D, HEADS, WARPS, AHEAD=False):
                     acc[h, w] *= shrink
                 p_s[(warp * HEADS + h) * 32 + lane] = weight
             cuda.syncwarp()  # the weights of all 32 keys have been written
-            for i in range(32 if n0 + 32 < hi else hi - n0):
-                for w in range(W):
-                    d = lane + 32 * w
-                    value = load1(v, base + (n0 + i) * D + d) if d < D else float32(0.0)
-                    for h in range(HEADS):
-                        acc[h, w] += p_s[(warp * HEADS + h) * 32 + i] * value
+            for half in range(2):  # 16 keys each, which lie in one block
+                m0 = n0 + 16 * half
+                block = uint32(cuda.shfl_sync(FULL, int32(here), 16 * half))
+                base = start_of(block, m0, R, stride, head)
+                for i in range(16 if m0 + 16 < hi else hi - m0):
+                    for w in range(W):
+                        d = lane + 32 * w
+                        value = load1(v, base + i * D + d) if d < D else float32(0.0)
+                        for h in range(HEADS):
+                            acc[h, w] += p_s[(warp * HEADS + h) * 32 + 16 * half + i] * value
             cuda.syncwarp()  # and have been read
         for h in range(HEADS):
-            row_total = warp_sum(total[h])
+            row_total = warp_sum(total[h] if worst < R else NAN)
             if lane == 0:
                 m_s[warp * HEADS + h], l_s[warp * HEADS + h] = top[h], row_total
             for w in range(W):
@@ -102,9 +120,9 @@ def make_load_operands(D, HEADS):
     """-> load_q, load_k, load_v: operands of mma_bf16
 
     load_q(fq (D / 16, 4), q_s)                 left operands: heads 0..7 and 8..15
-    load_k(fk (2, D / 16, 2), k, base, n0, hi)  right operands: 16 keys from n0 on, in two tiles of 8
-    load_v(fv (D / 8, 2), v, base, n0, hi)      right operands: 16 values from n0 on, in tiles of 8 channels
-    For keys beyond the last one, hi - 1, the last one is loaded again.
+    load_k(fk (2, D / 16, 2), k, start, last)   right operands: 16 keys from k[start] on, in two tiles of 8
+    load_v(fv (D / 8, 2), v, start, last)       right operands: 16 values from v[start] on, in tiles of 8 channels
+    For keys after key `last` of the 16, that one is loaded again.
     """
     QUADS = max(D // 32, 1)  # reads of a lane per key
     WIDE = D >= 32  # a read is 8 elements; for D = 16 it is 4
@@ -130,14 +148,15 @@ def make_load_operands(D, HEADS):
                     fq[2 * c + i // 2, 2 * (i % 2) + r] = words[i] if r < BLOCKS else uint32(0)
 
     @device
-    def load_k(fk, k, base, n0, hi):
-        lane = cuda.threadIdx.x & 31
+    def load_k(fk, k, start, last):
+        lane = uint32(cuda.threadIdx.x & 31)
         words = cuda.local.array(4, uint32)
         for m in range(2):
-            n = n0 + 8 * m + (lane >> 2)
-            n = n if n < hi else hi - 1
+            n = uint32(uint32(8 * m) + (lane >> uint32(2)))
+            n = n if n < last else last
+            mine = start + int64(uint32(n * uint32(D) + uint32(EACH) * (lane & uint32(3))))
             for c in range(QUADS):
-                at = base + n * D + 32 * c + EACH * (lane & 3)
+                at = mine + 32 * c
                 if WIDE:
                     load_words8(words, k, at)
                 else:
@@ -146,23 +165,25 @@ def make_load_operands(D, HEADS):
                     fk[m, 2 * c + i // 2, i % 2] = words[i]
 
     @device
-    def load_v(fv, v, base, n0, hi):
-        lane = cuda.threadIdx.x & 31
+    def load_v(fv, v, start, last):
+        lane = uint32(cuda.threadIdx.x & 31)
         even, odd = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        d = uint32(VALUES) * (lane >> uint32(2))
         for m in range(2):  # keys 2t, 2t + 1, then 2t + 8, 2t + 9: registers 0 and 1
-            n = n0 + 8 * m + 2 * (lane & 3)
-            n, more = n if n < hi else hi - 1, n + 1 if n + 1 < hi else hi - 1
+            n = uint32(uint32(8 * m) + uint32(2) * (lane & uint32(3)))
+            n, more = n if n < last else last, n + uint32(1) if n < last else last
+            at_even = start + int64(uint32(uint32(n) * uint32(D) + d))
+            at_odd = start + int64(uint32(uint32(more) * uint32(D) + d))
             for c in range(READS):
-                d = base + 64 * c + VALUES * (lane >> 2)
                 if VALUES == 8:
-                    load_words8(even, v, n * D + d)
-                    load_words8(odd, v, more * D + d)
+                    load_words8(even, v, at_even + 64 * c)
+                    load_words8(odd, v, at_odd + 64 * c)
                 elif VALUES == 4:
-                    load_words4(even, v, n * D + d)
-                    load_words4(odd, v, more * D + d)
+                    load_words4(even, v, at_even + 64 * c)
+                    load_words4(odd, v, at_odd + 64 * c)
                 else:
-                    load_words2(even, v, n * D + d)
-                    load_words2(odd, v, more * D + d)
+                    load_words2(even, v, at_even + 64 * c)
+                    load_words2(odd, v, at_odd + 64 * c)
                 for i in range(PAIRS):
                     low = uint32(even[i] & uint32(0xFFFF)) | uint32(odd[i] << uint32(16))
                     high = uint32(even[i] >> uint32(16)) | uint32(odd[i] & uint32(0xFFFF0000))
@@ -173,16 +194,18 @@ def make_load_operands(D, HEADS):
 
 
 @functools.cache
-def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
+def make_attend_tensor(D, S, HEADS, WARPS, AHEAD=False):
     """-> load_first, attend
 
-    load_first(next_k (2, D / 16, 2), next_v (D / 8, 2), k, v, base, lo, hi)
+    load_first(next_k (2, D / 16, 2), next_v (D / 8, 2), k, v, pages, lo, hi)
         a warp loads its first keys and values into registers
-    attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, base, lo, hi, scale)
+    attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, pages, lo, hi, scale)
         the loop over keys lo .. hi - 1. loaded: load_first has loaded only keys below this one
-    HEADS: 8 or 16 rows of a left operand; with 8 the other rows are zeros. q_s: bf16. AHEAD: the next keys are loaded while
-    the current ones are used.
+    S: tokens of a block. lo: a multiple of 16. HEADS: 8 or 16 rows of a left operand; with 8 the other rows are zeros. q_s:
+    bf16. AHEAD: the next keys are loaded while the current ones are used.
     """
+    STRIDE = TILE * WARPS  # from a warp's tile to its next one
+    entry_of, start_of = make_block_table(S, D)
     STEPS, TILES, SIZE = D // 16, D // 8, HEADS * D
     VALUES, BLOCKS = min(D // 8, 8), HEADS // 8
     load_q, load_k, load_v = make_load_operands(D, HEADS)
@@ -191,14 +214,15 @@ def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
     pack = make_pack(1)
 
     @device
-    def store_result(acc_s, m_s, l_s, acc, top, total, scale):
+    def store_result(acc_s, m_s, l_s, acc, top, total, scale, valid):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         for r in range(BLOCKS):
             h = (lane >> 2) + 8 * r
             row_total = total[0, r] + cuda.shfl_xor_sync(FULL, total[0, r], 1)
             row_total += cuda.shfl_xor_sync(FULL, row_total, 2)
             if lane & 3 == 0:
-                m_s[warp * HEADS + h], l_s[warp * HEADS + h] = top[0, r] * scale, row_total
+                m_s[warp * HEADS + h] = top[0, r] * scale
+                l_s[warp * HEADS + h] = row_total if valid else NAN
             for i in range(TILES):
                 for e in range(2):  # column 2 t + e of tile i
                     d = i // VALUES * 64 + VALUES * (2 * (lane & 3) + e) + i % VALUES
@@ -215,43 +239,60 @@ def make_attend_tensor(D, HEADS, WARPS, AHEAD=False):
                 fv[i, m] = next_v[i, m]
 
     @device
-    def load_first(next_k, next_v, k, v, base, lo, hi):
-        first = lo + TILE * (cuda.threadIdx.x >> 5)
-        if first < hi:
-            load_k(next_k, k, base, first, hi)
-            load_v(next_v, v, base, first, hi)
+    def load_tile(fk, fv, k, v, entry, n0, end, R, stride, head):
+        start = start_of(entry, n0, R, stride, head)
+        load_k(fk, k, start, uint32(end - n0 - 1))
+        load_v(fv, v, start, uint32(end - n0 - 1))
 
     @device
-    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, base, lo, hi, scale):
+    def load_first(next_k, next_v, k, v, pages, lo, hi):
+        tables, first, R, stride, head = pages
+        n0 = int32(lo + TILE * (cuda.threadIdx.x >> 5))
+        if n0 < hi:
+            entry = entry_of(tables, first, n0)
+            load_tile(next_k, next_v, k, v, entry, n0, int32(hi), R, stride, head)
+
+    @device
+    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, pages, lo, hi, scale):
         fq, fk = cuda.local.array((STEPS, 4), uint32), cuda.local.array((2, STEPS, 2), uint32)
         fv, fp = cuda.local.array((TILES, 2), uint32), cuda.local.array((1, 4), uint32)
         s, acc = cuda.local.array((1, 2, 4), float32), cuda.local.array((1, TILES, 4), float32)
         top, total = cuda.local.array((1, 2), float32), cuda.local.array((1, 2), float32)
+        tables, first, R, stride, head = pages
         clear_acc(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
-        first = lo + TILE * (cuda.threadIdx.x >> 5)
-        if AHEAD and first + TILE > loaded:
-            load_first(next_k, next_v, k, v, base, lo, hi)
+        n0, end = int32(lo + TILE * (cuda.threadIdx.x >> 5)), int32(hi)
+        worst = entry_of(tables, first, n0 if n0 < end else int32(end - 1))
+        entry, after = worst, int32(n0 + STRIDE)
+        if AHEAD:
+            entry = entry_of(tables, first, after if after < end else int32(end - 1))
+            if n0 + TILE > loaded:
+                load_first(next_k, next_v, k, v, pages, lo, hi)
         load_q(fq, q_s)
-        for n0 in range(first, hi, TILE * WARPS):
+        while n0 < end:
+            after = int32(n0 + STRIDE)
+            then = (
+                int32(after + STRIDE) if AHEAD else after
+            )  # the first tile whose entry is unknown
+            following = entry_of(tables, first, then if then < end else int32(end - 1))
+            worst = entry if entry > worst else worst
             if AHEAD:
                 copy_operands(fk, fv, next_k, next_v)
-                if n0 + TILE * WARPS < hi:
-                    load_k(next_k, k, base, n0 + TILE * WARPS, hi)
-                    load_v(next_v, v, base, n0 + TILE * WARPS, hi)
+                if after < end:
+                    load_tile(next_k, next_v, k, v, entry, after, end, R, stride, head)
             else:
-                load_k(fk, k, base, n0, hi)
-                load_v(fv, v, base, n0, hi)
+                load_tile(fk, fv, k, v, entry, n0, end, R, stride, head)
             clear_s(s)
             for i in range(STEPS):
                 for m in range(2):
                     mma_bf16(s[0, m], fq[i], fk[m, i])
-            hide_keys(s, 0, n0, hi, 0)
+            hide_keys(s, 0, n0, end, 0)
             add_scores(s, acc, top, total, scale)
             pack(fp, s, 0)
             for i in range(TILES):
                 mma_bf16(acc[0, i], fp[0], fv[i])
-        store_result(acc_s, m_s, l_s, acc, top, total, scale)
+            n0, entry = after, following
+        store_result(acc_s, m_s, l_s, acc, top, total, scale, worst < R)
 
     return load_first, attend

@@ -102,7 +102,9 @@ def make_softmax(MT, NT, ND):
         if cuda.any_sync(FULL, growth * scale > SLACK):
             for m in range(MT):
                 for r in range(2):
-                    x = fmax(top[m, r], new[m, r])
+                    # a row's bits do not depend on the other rows of its warp
+                    grows = (new[m, r] - top[m, r]) * scale > SLACK
+                    x = new[m, r] if grows else top[m, r]
                     shrink = exp2((top[m, r] - x) * scale)
                     top[m, r] = x
                     total[m, r] *= shrink

@@ -25,15 +25,15 @@ from ..primitives.ptx import (
     device,
     kernel,
     let_next_start,
-    load1,
     load8,
     prefetch_run,
     store1,
+    store8,
     store8_shared,
     wait_for_previous,
 )
 from ..primitives.reduce import FULL, warp_sum
-from ..primitives.tensor_cores import mma_bf16, pack_bf16
+from ..primitives.tensor_cores import high_bf16, low_bf16, mma_bf16, pack_bf16
 from ..primitives.words import load_words8, load_words8_shared, store_words8_shared
 from ..swiglu import sigmoid
 
@@ -71,13 +71,15 @@ def staged(K: int, config: Config) -> bool:
 
 
 @functools.cache
-def make_operands(K, NORM, HALF, M, WARPS, U):
+def make_operands(K, NORM, ADD, HALF, M, WARPS, U):
     """-> load_w, load_x, load_staged_x: operands of mma_bf16
 
     load_w(words (U, M, 2, 4), w, tile, step, F)    this warp's chunks step U .. step U + U - 1 of 16 M rows
-    load_x(fx (U, 2, 2), x, norm_w, step, N)        the same chunks of x -> this lane's sum of squares
+    load_x(fx (U, 2, 2), h, x, delta, norm_w, step, N)
+                                                    the same chunks of x -> this lane's sum of squares
     load_staged_x(fx, x_s, step, N)                 the same chunks of x from shared memory
     A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
+    ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h.
     """
     CHUNKS = K // CHUNK
     EVEN = CHUNKS % (WARPS * U) == 0  # all warps have chunks in every step
@@ -102,11 +104,11 @@ def make_operands(K, NORM, HALF, M, WARPS, U):
                             words[u, m, r, j] = uint32(0)
 
     @device
-    def load_x(fx, x, norm_w, step, N):
+    def load_x(fx, h, x, delta, norm_w, step, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         n, squares = int64(lane >> 2), float32(0.0)
         words, x_8 = cuda.local.array(4, uint32), cuda.local.array(8, float32)
-        nw_8 = cuda.local.array(8, float32)
+        nw_8, delta_4 = cuda.local.array(8, float32), cuda.local.array(4, uint32)
         for u in range(U):
             c = chunk_of(step, u, warp)
             k = c * CHUNK + 8 * (lane & 3)
@@ -117,6 +119,13 @@ def make_operands(K, NORM, HALF, M, WARPS, U):
                     load_words8(words, x, n * K + k)
                 else:
                     load8(x_8, x, n * K + k)
+                    if ADD:
+                        load_words8(delta_4, delta, n * K + k)
+                        for j in range(4):
+                            x_8[2 * j] += low_bf16(delta_4[j])
+                            x_8[2 * j + 1] += high_bf16(delta_4[j])
+                        if uint32(c) % uint32(cuda.gridDim.x) == cuda.blockIdx.x:
+                            store8(h, n * K + k, x_8)
                     if NORM:
                         load8(nw_8, norm_w, k)
                         for j in range(8):
@@ -145,18 +154,21 @@ def make_operands(K, NORM, HALF, M, WARPS, U):
 
 
 @functools.cache
-def make_stage(K, NORM, HALF, THREADS):
-    """-> stage(x_s, squares_s, x, norm_w, N): write x to shared memory in bf16, the warps' sums of squares to squares_s
+def make_stage(K, NORM, ADD, HALF, THREADS):
+    """-> stage(x_s, squares_s, h, x, delta, norm_w, N): write x to shared memory in bf16, the warps' sums of squares to squares_s
 
-    The result for a row does not depend on the number of rows.
+    ADD: as in make_operands. The result for a row does not depend on the number of rows.
     """
+    SHARE = 256  # columns: what a warp handles at a time
 
     @device
-    def stage(x_s, squares_s, x, norm_w, N):
+    def stage(x_s, squares_s, h, x, delta, norm_w, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         x_R8, w_8 = cuda.local.array((ROWS_AT_ONCE, 8), float32), cuda.local.array(8, float32)
+        delta_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
         words_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
         squares_R = cuda.local.array(ROWS_AT_ONCE, float32)
+        grid = uint32(cuda.gridDim.x)
         for low in range(0, N, ROWS_AT_ONCE):
             for i in range(ROWS_AT_ONCE):
                 squares_R[i] = float32(0.0)
@@ -169,12 +181,21 @@ def make_stage(K, NORM, HALF, THREADS):
                             load_words8(words_R4[i], x, int64(low + i) * K + k)
                         else:
                             load8(x_R8[i], x, int64(low + i) * K + k)
+                            if ADD:
+                                load_words8(delta_R4[i], delta, int64(low + i) * K + k)
+                mine = ADD and uint32(k) // uint32(SHARE) % grid == cuda.blockIdx.x
                 for i in range(ROWS_AT_ONCE):
                     at = (low + i) * (K + PAD) + k
                     if low + i < N:
                         if HALF:
                             store_words8_shared(x_s, at, words_R4[i])
                         else:
+                            if ADD:
+                                for j in range(4):
+                                    x_R8[i, 2 * j] += low_bf16(delta_R4[i, j])
+                                    x_R8[i, 2 * j + 1] += high_bf16(delta_R4[i, j])
+                                if mine:
+                                    store8(h, int64(low + i) * K + k, x_R8[i])
                             if NORM:
                                 for j in range(8):
                                     squares_R[i] += x_R8[i, j] * x_R8[i, j]
@@ -246,26 +267,13 @@ def make_multiply(M, U):
 
 
 @functools.cache
-def make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS):
-    """-> load_residual, finish, EACH: a thread owns EACH of the 16 x 8 elements of a tile of y.
-
-    load_residual(added (EACH,), residual, tile, N, F)      loads what finish adds; zeros without residual
-    finish(y, added, sums, squares_s, tile, N, F, eps)      applies r, SwiGLU and the residual, and writes y
-    """
+def make_finish(K, NORM, SWIGLU, WARPS):
+    """-> finish(y, sums, squares_s, tile, N, F, eps): apply r and SwiGLU to a tile of 16 x 8 elements, and write y"""
     total, THREADS = make_reduce(2 if SWIGLU else 1, WARPS)[1], 32 * WARPS
     EACH = -(-TILE * MAX_ROWS // THREADS)
 
     @device
-    def load_residual(added, residual, tile, N, F):
-        for j in range(EACH):
-            i = cuda.threadIdx.x + j * THREADS
-            n, o = i // TILE, tile * TILE + i % TILE
-            added[j] = float32(0.0)
-            if RESIDUAL and n < N and o < F:
-                added[j] = load1(residual, n * F + o)
-
-    @device
-    def finish(y, added, sums, squares_s, tile, N, F, eps):
+    def finish(y, sums, squares_s, tile, N, F, eps):
         for j in range(EACH):
             i = cuda.threadIdx.x + j * THREADS
             n, row = i // TILE, i % TILE
@@ -279,18 +287,17 @@ def make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS):
                 value = total(sums, 0, row, n) * r
                 if SWIGLU:
                     value *= sigmoid(value) * (total(sums, 1, row, n) * r)
-                store1(y, n * F + tile * TILE + row, value + added[j])
+                store1(y, n * F + tile * TILE + row, value)
 
-    return load_residual, finish, EACH
+    return finish
 
 
 @device
-def prefetch_share(w, share):
-    """The block prefetches its share of w into the L2 cache."""
-    first = int64(cuda.blockIdx.x) * share
-    end = first + share if first + share < w.size else int64(w.size)
-    for i in range(first + cuda.threadIdx.x * PREFETCH, end, cuda.blockDim.x * PREFETCH):
-        prefetch_run(w, i, end - i if end - i < PREFETCH else int64(PREFETCH))
+def prefetch_start(w):
+    """The block prefetches its part of the first elements of w into the L2 cache."""
+    i = int64(cuda.blockIdx.x) * PREFETCH
+    if i < w.size and cuda.threadIdx.x == 0:
+        prefetch_run(w, i, w.size - i if w.size - i < PREFETCH else int64(PREFETCH))
 
 
 @dataclass(frozen=True)
@@ -298,14 +305,13 @@ class Variant:
     """What a kernel computes and what it may assume."""
 
     norm: bool  # x is RMS-normalized
+    add: bool  # delta is added to x first, and the sum written to h
     half: bool  # x is bf16 and used unchanged
     swiglu: bool
-    residual: bool  # is added
     overlap: bool  # the kernel may start before the previous one has ended
     ready: bool  # the weights may be read before the previous kernel has ended
     once: bool  # a block has one tile and loads all of it at once
     staged: bool  # x passes through shared memory
-    follow: bool  # next_w is prefetched
 
 
 @functools.cache
@@ -314,27 +320,25 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
 
     Launch with 32 * config.warps threads and, if variant.staged, shared_bytes(N, K) of shared memory.
     """
-    NORM, HALF, SWIGLU, RESIDUAL = variant.norm, variant.half, variant.swiglu, variant.residual
-    overlap, ready, once, follow = variant.overlap, variant.ready, variant.once, variant.follow
+    NORM, ADD, HALF, SWIGLU = variant.norm, variant.add, variant.half, variant.swiglu
+    overlap, ready, once = variant.overlap, variant.ready, variant.once
     STAGED, WARPS, U, BLOCKS = variant.staged, config.warps, config.chunks, config.blocks
     M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
-    load_w, load_x, load_staged_x = make_operands(K, NORM, HALF, M, WARPS, U)
+    load_w, load_x, load_staged_x = make_operands(K, NORM, ADD, HALF, M, WARPS, U)
     (multiply, copy_words, copy_fx), store_sums = make_multiply(M, U), make_reduce(M, WARPS)[0]
-    load_residual, finish, EACH = make_finish(K, NORM, SWIGLU, RESIDUAL, WARPS)
-    stage = make_stage(K, NORM, HALF, 32 * WARPS)
+    finish = make_finish(K, NORM, SWIGLU, WARPS)
+    stage = make_stage(K, NORM, ADD, HALF, 32 * WARPS)
 
     @kernel(32 * WARPS, BLOCKS)
-    def gemv_tensor_kernel(y, x, w, norm_w, residual, next_w, N, F, share, eps):
-        """Grid: any number of blocks; block p computes tiles p, p + grid, ... All arrays flat. F: columns of y.
-        share: elements of next_w that a block prefetches.
-        """
+    def gemv_tensor_kernel(y, h, x, delta, w, norm_w, N, F, eps):
+        """Grid: any number of blocks; block p computes tiles p, p + grid, ... All arrays flat. F: columns of y."""
         sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
         x_s = cuda.shared.array(0, uint16)
         words = cuda.local.array((U, M, 2, 4), uint32)
         next_words = cuda.local.array((U, M, 2, 4), uint32)
         fx, next_fx = cuda.local.array((U, 2, 2), uint32), cuda.local.array((U, 2, 2), uint32)
-        s, added = cuda.local.array((M, 4), float32), cuda.local.array(EACH, float32)
+        s = cuda.local.array((M, 4), float32)
         first, grid, lane = int64(cuda.blockIdx.x), int64(cuda.gridDim.x), cuda.threadIdx.x & 31
         squares = float32(0.0)
         if overlap:
@@ -342,20 +346,17 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
         if ready:
             load_w(words, w, first, 0, F)
             if NORM and overlap:
-                prefetch_share(norm_w, PREFETCH)
-            if overlap and follow:
-                prefetch_share(next_w, share)
+                prefetch_start(norm_w)
         if overlap:
             wait_for_previous()
         if not ready:
             load_w(words, w, first, 0, F)
         if STAGED:
-            stage(x_s, squares_s, x, norm_w, N)
+            stage(x_s, squares_s, h, x, delta, norm_w, N)
             cuda.syncthreads()  # x is in shared memory
         else:
-            squares = load_x(fx, x, norm_w, 0, N)
+            squares = load_x(fx, h, x, delta, norm_w, 0, N)
         for tile in range(first, (F + TILE - 1) // TILE, grid):
-            load_residual(added, residual, tile, N, F)
             for m in range(M):
                 for j in range(4):
                     s[m, j] = float32(0.0)
@@ -367,7 +368,7 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
                 if STAGED:
                     load_staged_x(fx, x_s, step, N)
                 elif more:
-                    new = load_x(next_fx, x, norm_w, (step + 1) % STEPS, N)
+                    new = load_x(next_fx, h, x, delta, norm_w, (step + 1) % STEPS, N)
                     squares += new if following == first else float32(0.0)
                 multiply(s, words, fx)
                 if more:
@@ -381,7 +382,7 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
                 if lane & 3 == 0:
                     squares_s[(cuda.threadIdx.x >> 5) * MAX_ROWS + (lane >> 2)] = squares
             cuda.syncthreads()
-            finish(y, added, sums, squares_s, tile, N, F, eps)
+            finish(y, sums, squares_s, tile, N, F, eps)
             cuda.syncthreads()  # the sums have been read
 
     return gemv_tensor_kernel

@@ -1,14 +1,23 @@
-"""The memory of a decoder: keys and values of all tokens so far, in one preallocated array.
+"""The memory of a decoder: keys and values of all tokens so far, in one preallocated array, paged (Kwon et al. 2023).
 
-    kv_L2RGSD    layer, key or value, row, key head, position, channel      S: capacity of a row, in tokens
+    kv_L2RGSD    layer, key or value, block, key head, offset, channel      S: tokens of a block, a multiple of 16
     k_RGSD = kv_L2RGSD[l, 0],  v_RGSD = kv_L2RGSD[l, 1]                     what the kernels of layer l read and write
+    tables_AM    int32: position p of sequence a is in block tables[a, p // S], at offset p % S
 
-A row belongs to one sequence at a time. The layout favours reads, because a decoding step writes one position of every
-(row, head) and reads all of them: the block of one key head of one row reads S D contiguous elements, whole 128-byte lines of
-memory pages that are already open. With positions before heads (RSGD, as the training kernels have it) it would read D
-elements and skip the other heads'. An append would then be one run instead of G, but it touches one position in thousands.
+A sequence owns as many blocks as its tokens need, wherever they are: only its last block is partly unused, where an array
+with a row of full length per sequence would mostly be empty. Sequences with a common prefix share its full blocks; a block that
+is being written belongs to one sequence. M S tokens fit into a table of M blocks.
 
-    append     k[row, g, position] = new k of a token, v likewise; tokens may belong to any rows, in any order
+    S = 4      sequence 0, 6 tokens     p0 p1 p2 p3 | p4 p5 .  .       tables[0] = 5 2 -
+               sequence 1, 9 tokens     p0 p1 p2 p3 | p4 ... p7 | p8   tables[1] = 5 0 3      the first 4 tokens are the same
+
+Inside a block the layout favours reads, because a decoding step writes one position of every (sequence, head) and reads all of
+them: the thread block of one key head reads runs of S D contiguous elements, whole 128-byte lines. With positions before heads
+(as the training kernels have it) it would read D elements and skip the other heads'. An append would then be one run instead
+of G, but it touches one position in thousands. A table costs 4 bytes per S keys: reading it takes no bandwidth, and the
+kernels of attention read the entry of the next keys while they compute on these, so it takes no time either.
+
+    append     k[block, g, offset] = new k of a token, v likewise; tokens may belong to any blocks, in any order
 
 Bytes moved by append: read and write 2 N G D elements.
 """
@@ -20,7 +29,7 @@ from numba import cuda, int64, uint32
 
 from ...device import Array
 from ..primitives.flat import flat_rows, on_16_bytes, row_step
-from ..primitives.ptx import kernel, load1, store1
+from ..primitives.ptx import device, kernel, load1, store1
 from ..primitives.words import load_words4, load_words8, store_words4, store_words8
 from ..runtime.launch import FLOATS, check, check_array, launch, on_host, zeros
 
@@ -38,7 +47,7 @@ def empty_kv_cache(like: Array, L: int, R: int, G: int, S: int, D: int, dtype) -
 
     dtype: float32 or bfloat16. Raises ValueError if a size is not positive or the dtype is another.
     """
-    sizes = dict(layers=L, rows=R, heads=G, positions=S, channels=D)
+    sizes = dict(layers=L, blocks=R, heads=G, positions=S, channels=D)
     for name, n in sizes.items():
         check(n > 0, f"kv cache: {n} {name}, expected at least one")
     check(np.dtype(dtype).name in FLOATS, f"kv cache: {np.dtype(dtype)}, expected float32 or bf16")
@@ -46,25 +55,56 @@ def empty_kv_cache(like: Array, L: int, R: int, G: int, S: int, D: int, dtype) -
 
 
 # ----------------------------------------------------------------------------- references
-def append_kv_ref(k_RGSD, v_RGSD, k_NGD, v_NGD, rows_N, positions_N):
+def append_kv_ref(k_RGSD, v_RGSD, k_NGD, v_NGD, blocks_N, offsets_N):
     """append_kv in NumPy, in place."""
     R, _, S, _ = k_RGSD.shape
-    keep_N = (rows_N >= 0) & (rows_N < R) & (positions_N >= 0) & (positions_N < S)
-    rows, positions = rows_N[keep_N], positions_N[keep_N]
-    k_RGSD[rows, :, positions] = k_NGD[keep_N]
-    v_RGSD[rows, :, positions] = v_NGD[keep_N]
+    keep_N = (blocks_N >= 0) & (blocks_N < R) & (offsets_N >= 0) & (offsets_N < S)
+    blocks, offsets = blocks_N[keep_N], offsets_N[keep_N]
+    k_RGSD[blocks, :, offsets] = k_NGD[keep_N]
+    v_RGSD[blocks, :, offsets] = v_NGD[keep_N]
+
+
+def gather_sequence_ref(x_RGSD, table_M, n: int):
+    """-> (G, n, D): the first n positions of a sequence, in NumPy. table: its blocks"""
+    G, S, D = x_RGSD.shape[1:]
+    return x_RGSD[table_M[: -(-n // S)]].swapaxes(0, 1).reshape(G, -1, D)[:, :n]
 
 
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
-def append_kv_naive_kernel(k_RGSD, v_RGSD, k_NGD, v_NGD, rows_N, positions_N):
+def append_kv_naive_kernel(k_RGSD, v_RGSD, k_NGD, v_NGD, blocks_N, offsets_N):
     """Grid (N, G), block BLOCK. A block copies one head of one token, each thread one element at a time. float32."""
     n, g = cuda.blockIdx.x, cuda.blockIdx.y
-    row, p, D = rows_N[n], positions_N[n], k_NGD.shape[2]
-    if row >= 0 and row < k_RGSD.shape[0] and p >= 0 and p < k_RGSD.shape[2]:
+    block, p, D = blocks_N[n], offsets_N[n], k_NGD.shape[2]
+    if block >= 0 and block < k_RGSD.shape[0] and p >= 0 and p < k_RGSD.shape[2]:
         for d in range(cuda.threadIdx.x, D, BLOCK):
-            k_RGSD[row, g, p, d] = k_NGD[n, g, d]
-            v_RGSD[row, g, p, d] = v_NGD[n, g, d]
+            k_RGSD[block, g, p, d] = k_NGD[n, g, d]
+            v_RGSD[block, g, p, d] = v_NGD[n, g, d]
+
+
+@functools.cache
+def make_block_table(S, D):
+    """-> entry_of, start_of: how a kernel finds the keys of a position. In 32 bits, but for the index into the cache.
+
+    entry_of(tables, first, p)                  the table's entry for position p; its sequence's table begins at tables[first]
+    start_of(entry, p, R, stride, head)         index of the first element of position p in a flat cache of R blocks, `stride`
+                                                elements each; head: offset of the key head in a block, g S D
+    A caller asks for the entry early, since it arrives late, and for the start when it needs it. For an entry that is not in
+    0 .. R - 1 the start lies in the last block, so nothing is read out of bounds; the caller compares entry with R, as uint32.
+    """
+
+    @device
+    def entry_of(tables, first, p):
+        return uint32(tables[uint32(uint32(first) + uint32(p) // uint32(S))])
+
+    @device
+    def start_of(entry, p, R, stride, head):
+        last = uint32(uint32(R) - uint32(1))
+        block = entry if entry < last else last
+        within = uint32(uint32(head) + uint32(uint32(p) % uint32(S)) * uint32(D))
+        return int64(block) * int64(uint32(stride)) + int64(within)
+
+    return entry_of, start_of
 
 
 @functools.cache
@@ -73,17 +113,17 @@ def make_append_kernel(G, D, each, aligned):
     CHUNKS = -(-D // each)  # of a head
 
     @kernel(BLOCK)
-    def append_kv_kernel(k_cache, v_cache, k, v, rows_N, positions_N, N, R, S, k_row, v_row):
+    def append_kv_kernel(k_cache, v_cache, k, v, blocks_N, offsets_N, N, R, S, k_row, v_row):
         """Grid ceil(N G CHUNKS / BLOCK), block BLOCK. All arrays flat; k_row, v_row: elements between tokens of k, v."""
         i = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
         head, d = i // uint32(CHUNKS), int64(i % uint32(CHUNKS)) * each
         n, g = int64(head // uint32(G)), int64(head % uint32(G))
         if n >= N:
             return
-        row, p = int64(rows_N[n]), int64(positions_N[n])
-        if row < 0 or row >= R or p < 0 or p >= S:
+        block, p = int64(blocks_N[n]), int64(offsets_N[n])
+        if block < 0 or block >= R or p < 0 or p >= S:
             return
-        to = ((row * G + g) * S + p) * D + d
+        to = ((block * G + g) * S + p) * D + d
         at_k, at_v = n * k_row + g * D + d, n * v_row + g * D + d
         if aligned:
             words, more = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
@@ -108,30 +148,30 @@ def make_append_kernel(G, D, each, aligned):
 
 # ----------------------------------------------------------------------------- launchers
 def append_kv(
-    k_RGSD: Array, v_RGSD: Array, k_NGD: Array, v_NGD: Array, rows_N: Array, positions_N: Array
+    k_RGSD: Array, v_RGSD: Array, k_NGD: Array, v_NGD: Array, blocks_N: Array, offsets_N: Array
 ) -> None:
-    """Write keys and values of N tokens to the cache, token n at position positions_N[n] of row rows_N[n].
+    """Write keys and values of N tokens to the cache, token n at offset offsets_N[n] of block blocks_N[n] (see padding.py).
 
     Caches (R, G, S, D) and new keys and values (N, G, D): all float32 or all bf16; the new ones may be slices of packed arrays.
-    rows, positions (N,): int32. A token whose row is not in 0 .. R - 1, or whose position is not in 0 .. S - 1, is skipped. Two
-    tokens must not have the same row and position. Raises ValueError or TypeError if shapes or dtypes do not match.
+    blocks, offsets (N,): int32. A token whose block is not in 0 .. R - 1, or whose offset is not in 0 .. S - 1, is skipped. Two
+    tokens must not have the same block and offset. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     R, G, S, D = check_cache("append_kv", k_RGSD, v_RGSD)
     N, dtypes = k_NGD.shape[0], (k_RGSD.dtype.name,)
     for name, x in (("k", k_NGD), ("v", v_NGD)):
         check_array("append_kv", name, x, (N, G, D), dtypes, strided=True)
-    check_int32("append_kv", "rows", rows_N, N)
-    check_int32("append_kv", "positions", positions_N, N)
+    check_int32("append_kv", "blocks", blocks_N, N)
+    check_int32("append_kv", "offsets", offsets_N, N)
     arrays = (k_RGSD, v_RGSD, k_NGD, v_NGD)
-    if on_host(*arrays, rows_N, positions_N):
-        return append_kv_ref(*arrays, rows_N, positions_N)
+    if on_host(*arrays, blocks_N, offsets_N):
+        return append_kv_ref(*arrays, blocks_N, offsets_N)
     copied = [x if row_step(x) is not None else x.copy() for x in arrays]
     flat, steps = [flat_rows(x) for x in copied], [row_step(x) for x in copied[2:]]
     each = 16 // k_RGSD.itemsize
     aligned = all(n % each == 0 for n in (D, *steps)) and on_16_bytes(*flat)
     append_kernel = make_append_kernel(G, D, each, aligned)
     grid = -(-N * G * -(-D // each) // BLOCK)
-    launch(append_kernel, grid, BLOCK, *flat, rows_N, positions_N, N, R, S, *steps)
+    launch(append_kernel, grid, BLOCK, *flat, blocks_N, offsets_N, N, R, S, *steps)
 
 
 # ----------------------------------------------------------------------------- checks that the kernels of a cache share
@@ -148,3 +188,33 @@ def check_int32(op: str, name: str, x: Array, n: int) -> None:
     check(x.shape == (n,), f"{op}: {name} has shape {tuple(x.shape)}, expected ({n},)")
     if x.dtype != np.int32:
         raise TypeError(f"{op}: {name} is {x.dtype}, expected int32")
+
+
+def check_block_tables(op: str, tables_AM: Array, A: int, S: int) -> int:
+    """Raise ValueError or TypeError if these are not the tables of A sequences, of blocks of S tokens -> tokens of a table."""
+    check_array(op, "tables", tables_AM, (A, None), ("int32",))
+    M = tables_AM.shape[1]
+    fits = M > 0 and S > 0 and max(A * M, M * S) < 2**31
+    check(
+        fits,
+        f"{op}: {A} tables of {M} blocks of {S} tokens: expected 1 to {2**31 - 1} entries and tokens",
+    )
+    return M * S
+
+
+def check_block_size(op: str, R: int, G: int, S: int, D: int) -> None:
+    """Raise ValueError if the GPU kernels of attention do not support blocks of G S D elements."""
+    check(S % 16 == 0, f"{op}: blocks of {S} tokens, the GPU kernels need a multiple of 16")
+    fits = R < 2**31 and G * S * D < 2**31
+    check(fits, f"{op}: {R} blocks of {G * S * D} elements, at most {2**31 - 1} of each")
+
+
+def check_blocks(op: str, tables_AM: np.ndarray, lengths_A: np.ndarray, R: int, S: int) -> None:
+    """Raise ValueError if one of the blocks that hold lengths_A[a] tokens of sequence a is not in 0 .. R - 1.
+
+    Only for arrays on the host: reading the values from a GPU would wait for it.
+    """
+    needed = np.arange(tables_AM.shape[1]) * S < lengths_A[:, None]
+    blocks = tables_AM[needed]
+    wrong = blocks[(blocks < 0) | (blocks >= R)]
+    check(not wrong.size, f"{op}: a table names block {wrong[:1].sum()}, the cache has {R} blocks")

@@ -6,9 +6,9 @@
     padded, T = 4      a0 a1 a2 .  b0 .  .  .  c0 c1 .  .        lengths 3 1 2
     packed             a0 a1 a2 b0 c0 c1                         edges 0 3 4 6
 
-Matrix products see N rows instead of A T, which for unequal prompts is often half. In the cache a token needs the row of its
-sequence, and its position, which begins at the history h_a of the sequence:
-    row = rows[a],  position = h_a + n - edges[a]
+Matrix products see N rows instead of A T, which for unequal prompts is often half. A token's position begins at the history
+h_a of its sequence, and the sequence's block table (kv_cache.py) says where in the cache that is:
+    position p = h_a + n - edges[a],  block = tables[a, p // S],  offset = p % S
 The sequence of a token is found by a binary search in `edges`: log2 A steps, no table of N entries.
 """
 
@@ -18,7 +18,7 @@ from numba import cuda, int32, int64
 from ...device import Array
 from ..primitives.ptx import device, kernel
 from ..runtime.launch import check, empty, launch, on_host
-from .kv_cache import check_int32
+from .kv_cache import check_block_tables, check_int32
 
 BLOCK = 256  # threads
 
@@ -29,14 +29,14 @@ def sequence_of_ref(edges_E, N):
     return np.searchsorted(edges_E, np.arange(N), side="right") - 1
 
 
-def token_positions_ref(edges_E, N, history_A=None, rows_A=None):
-    """token_positions in NumPy -> rows (N,), positions (N,) int32"""
+def token_positions_ref(edges_E, N, history_A, tables_AM, S):
+    """token_positions in NumPy -> blocks (N,), offsets (N,), positions (N,) int32"""
     a_N = sequence_of_ref(edges_E, N)
-    positions_N = np.arange(N) - edges_E[a_N]
-    if history_A is not None:
-        positions_N += history_A[a_N]
-    rows_N = a_N if rows_A is None else rows_A[a_N]
-    return rows_N.astype(np.int32), positions_N.astype(np.int32)
+    positions_N = np.arange(N) - edges_E[a_N] + history_A[a_N]
+    known_N = (positions_N >= 0) & (positions_N < tables_AM.shape[1] * S)
+    blocks_N = np.full(N, -1)
+    blocks_N[known_N] = tables_AM[a_N[known_N], positions_N[known_N] // S]
+    return tuple(x.astype(np.int32) for x in (blocks_N, positions_N % S, positions_N))
 
 
 # ----------------------------------------------------------------------------- kernels
@@ -54,41 +54,39 @@ def sequence_of(n, edges_E):
 
 
 @kernel(BLOCK)
-def token_positions_kernel(
-    rows_N, positions_N, edges_E, history_A, rows_A, N, has_history, has_rows
-):
+def token_positions_kernel(blocks_N, offsets_N, positions_N, edges_E, history_A, tables_AM, N, S):
     """Grid ceil(N / BLOCK), block BLOCK. One thread per token."""
     n = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if n < N:
         a = sequence_of(n, edges_E)
-        past = int64(history_A[a]) if has_history else int64(0)
-        positions_N[n] = int32(past + n - edges_E[a])
-        rows_N[n] = rows_A[a] if has_rows else int32(a)
+        p = int64(history_A[a]) + n - edges_E[a]
+        known = p >= 0 and p < tables_AM.shape[1] * S
+        blocks_N[n] = tables_AM[a, p // S] if known else int32(-1)
+        offsets_N[n], positions_N[n] = int32(p % S), int32(p)
 
 
 # ----------------------------------------------------------------------------- launchers
 def token_positions(
-    edges_E: Array, N: int, history_A: Array | None = None, rows_A: Array | None = None
-) -> tuple[Array, Array]:
-    """-> rows (N,), positions (N,) int32: where each of the N = edges[-1] packed tokens belongs in the cache.
+    edges_E: Array, N: int, history_A: Array, tables_AM: Array, S: int
+) -> tuple[Array, Array, Array]:
+    """-> blocks (N,), offsets (N,), positions (N,) int32: where each of the N = edges[-1] packed tokens belongs.
 
-    edges (A + 1,) int32. history (A,) int32: tokens of each sequence that are already in the cache, by default 0. rows (A,)
-    int32: the cache row of each sequence, by default a. Raises ValueError or TypeError if shapes or dtypes do not match.
+    Token n has position positions[n] in its sequence, and its key belongs at offset offsets[n] of block blocks[n] of the cache.
+    edges (A + 1,) int32. history (A,) int32: tokens of each sequence that are already in the cache. tables (A, M) int32: the
+    blocks of each sequence, S tokens each. The block is -1, which kv_cache.append_kv skips, if the position is not in
+    0 .. M S - 1. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
-    A = check_edges("token_positions", edges_E, N)
-    given = [x for x in (history_A, rows_A) if x is not None]
-    for name, x in (("history", history_A), ("rows", rows_A)):
-        if x is not None:
-            check_int32("token_positions", name, x, A)
-    if on_host(edges_E, *given):
-        check_lengths("token_positions", edges_E, N)
-        return token_positions_ref(edges_E, N, history_A, rows_A)
-    rows_N, positions_N = empty(edges_E, N), empty(edges_E, N)
-    history, rows = (edges_E if x is None else x for x in (history_A, rows_A))  # must not be None
-    has = history_A is not None, rows_A is not None
-    arrays = (rows_N, positions_N, edges_E, history, rows)
-    launch(token_positions_kernel, -(-N // BLOCK), BLOCK, *arrays, N, *has)
-    return rows_N, positions_N
+    op = "token_positions"
+    A = check_edges(op, edges_E, N)
+    check_int32(op, "history", history_A, A)
+    check_block_tables(op, tables_AM, A, S)
+    if on_host(edges_E, history_A, tables_AM):
+        check_lengths(op, edges_E, N)
+        return token_positions_ref(edges_E, N, history_A, tables_AM, S)
+    places = tuple(empty(edges_E, N) for _ in range(3))
+    arrays = (*places, edges_E, history_A, tables_AM)
+    launch(token_positions_kernel, -(-N // BLOCK), BLOCK, *arrays, N, S)
+    return places
 
 
 def check_edges(op: str, edges_E: Array, N: int, T: int = 0) -> int:

@@ -1,0 +1,247 @@
+"""Serving many requests: output tokens per second, prefill, and how long others wait while a long prompt is admitted.
+
+    python bench/bench_serve.py [--only requests prefill gap] [--peers] [--models 0.6B 8B]
+
+requests   256 requests at once, prompts and answers of 100 to 1024 random tokens each (the benchmark that small inference
+           engines publish), temperature 0.6, no stop tokens; also with 30 GB for the KV cache.
+           value: output tokens per second of the second run, which compiles nothing.
+           bound: the bytes of keys and values that decoding reads, and of weights in every step, at copy bandwidth
+prefill    one prompt, from submitting it to its first token on the host, warm. value: share of the measured peak of a bf16
+           GEMM of 2 operations per parameter (without the embedding) and token, plus 4 H D per key and query of attention
+gap        16 sequences decode; a prompt of 30,000 tokens is submitted. value: the longest time between two tokens of a
+           running sequence until the prompt has its first token, in milliseconds
+
+Random weights, bf16. Models: the shapes of Qwen3-0.6B and Qwen3-8B.
+"""
+
+import gc
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import cupy as cp
+import numpy as np
+import tyro
+from _timing import copy_bandwidth, record
+
+import xtrain
+from xtrain.device import free_cached
+from xtrain.kernels.cast import cast_fwd
+from xtrain.kernels.gemm import matmul
+
+QWEN = dict(
+    vocab_size=151936, max_seq_len=32768, norm_eps=1e-6, qk_norm=True, head_dim=128, rope_theta=1e6
+)
+MODELS = {
+    "0.6B": dict(dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, hidden_dim=3072, tie_embeddings=True, **QWEN),
+    "8B": dict(dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, hidden_dim=12288, tie_embeddings=False, **QWEN),
+}  # fmt: skip
+
+
+@dataclass
+class Options:
+    only: list[Literal["requests", "prefill", "gap"]] = field(
+        default_factory=lambda: ["requests", "prefill", "gap"]
+    )
+    models: list[Literal["0.6B", "8B"]] = field(default_factory=lambda: ["0.6B"])
+    peers: bool = False  # also measure transformers
+    n: int = 256  # requests
+    layers: int | None = None  # fewer: for a quick look
+
+
+def random_model(o: Options, name: str) -> xtrain.Transformer:
+    shape = MODELS[name] | ({} if o.layers is None else {"n_layers": o.layers})
+    model = xtrain.Transformer(xtrain.ModelConfig(**shape), None, "gpu", "bf16", trainable=False)
+    cp.random.seed(0)
+    for _, p in model.named_parameters():
+        if p.ndim == 1:
+            p.data.fill(1)
+        else:
+            values = cp.random.standard_normal(p.shape, dtype=cp.float32)
+            values *= 0.02
+            p.data = cast_fwd(values, p.dtype)
+    free_cached("gpu")
+    return model
+
+
+def gemm_peak() -> float:
+    """-> FLOP/s of a bf16 product of 4096 x 4096 x 4096"""
+    a, b, c = (
+        cast_fwd(cp.random.standard_normal((4096, 4096), dtype=cp.float32), "bfloat16")
+        for _ in range(3)
+    )
+    start, end = cp.cuda.Event(), cp.cuda.Event()
+    times = []
+    for _ in range(30):
+        start.record()
+        matmul(c, a, b)
+        end.record()
+        end.synchronize()
+        times.append(cp.cuda.get_elapsed_time(start, end) / 1e3)
+    return 2 * 4096**3 / float(np.median(times))
+
+
+# ----------------------------------------------------------------------------- requests
+def workload(n: int, vocab: int):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, vocab, k).tolist() for k in rng.integers(100, 1025, n)]
+    return prompts, rng.integers(100, 1025, n).tolist()
+
+
+def bench_requests(o, name, model, bandwidth):
+    prompts, answers = workload(o.n, model.config.vocab_size)
+    c = model.config
+    per_token = 4 * c.n_layers * c.n_kv_heads * c.head_dim
+    kv = sum(per_token * (len(p) * n + n * n / 2) for p, n in zip(prompts, answers))
+    steps = max(answers)
+    bound = (kv + steps * model.arena.half.nbytes) / bandwidth
+    for cache_bytes in (None, 30 * 10**9):
+        engine = xtrain.Engine(model, o.n, 2048, cache_bytes=cache_bytes, reuse_prefix=False)
+        for _ in range(2):
+            engine.trace.clear()
+            start = time.perf_counter()
+            out = engine.generate(prompts, answers, temperature=0.6, seed=1)
+            seconds = time.perf_counter() - start
+        assert [len(x) for x in out] == answers
+        speed = sum(answers) / seconds
+        preempted = sum(len(s.preempted) for s in engine.trace)
+        print(
+            f"{name}: {o.n} requests, cache {engine.cache_bytes / 1e9:.1f} GB: {speed:,.0f} output tokens/s in {seconds:.2f} s, "
+            f"{bound / seconds:.1%} of the bound ({bound:.2f} s); {len(engine.trace)} steps, {preempted} preempted",
+            flush=True,
+        )
+        record(
+            "bench_serve", f"requests {name}", shape=f"n={o.n} cache={engine.cache_bytes / 1e9:.0f}GB", dtype="bf16",
+            ms=seconds * 1e3, value=speed, unit="tok/s", share_of_bound=round(bound / seconds, 4), preempted=preempted,
+            copy_gb_s=round(bandwidth / 1e9),
+        )  # fmt: skip
+        del engine
+        gc.collect()
+        free_cached("gpu")
+
+
+# ----------------------------------------------------------------------------- prefill
+def bench_prefill(o, name, model, peak):
+    c = model.config
+    theirs = their_model(model) if o.peers else None
+    engine = xtrain.Engine(model, 1, 32768, reuse_prefix=False)
+    for T in (2048, 16384, 30000):
+        prompt = np.random.default_rng(T).integers(0, c.vocab_size, T).tolist()
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            engine.generate([prompt], 1)
+            times.append(time.perf_counter() - start)
+        seconds = float(np.median(times[1:]))
+        parameters = model.arena.n_decay - c.padded_vocab_size * c.dim * (
+            1 if c.tie_embeddings else 2
+        )
+        flops = 2 * parameters * T + 4 * c.n_layers * c.n_heads * c.head_dim * T * T / 2
+        peer = {}
+        if theirs is not None:
+            peer = dict(peer="transformers sdpa", peer_value=their_prefill(theirs, prompt))
+        print(
+            f"{name}: prefill of {T}: {seconds * 1e3:.1f} ms, {flops / seconds / peak:.1%} of {peak / 1e12:.0f} TFLOP/s {peer}",
+            flush=True,
+        )
+        record(
+            "bench_serve", f"prefill {name}", shape=f"T={T}", dtype="bf16", ms=seconds * 1e3, value=seconds * 1e3, unit="ms",
+            share_of_gemm=round(flops / seconds / peak, 4), **peer,
+        )  # fmt: skip
+
+
+def their_model(model):
+    """-> a model of transformers that shares the weights' memory"""
+    import torch
+    import transformers
+
+    from xtrain.formats.huggingface import config_to_hf
+
+    config = transformers.Qwen3Config(**config_to_hf(model.config))
+    config.attn_implementation = "sdpa"
+    with torch.device("meta"):
+        theirs = transformers.Qwen3ForCausalLM(config)
+    state = {}
+    for name, p in model.named_parameters():
+        half = p.dtype.itemsize == 2
+        tensor = torch.from_dlpack(p.data.view(cp.int16) if half else p.data)
+        state[name] = tensor.view(torch.bfloat16) if half else tensor.bfloat16()
+    theirs.load_state_dict(state, assign=True, strict=False)
+    theirs.tie_weights()
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config=config).to("cuda")
+    return theirs.eval()
+
+
+def their_prefill(theirs, prompt):
+    """-> milliseconds to the first token, warm"""
+    import torch
+
+    ids, times = torch.tensor([prompt], device="cuda"), []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=1,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return round(float(np.median(times[1:])) * 1e3, 2)
+
+
+# ----------------------------------------------------------------------------- gap
+def bench_gap(o, name, model):
+    engine = xtrain.Engine(model, 17, 32768, reuse_prefix=False)
+    rng = np.random.default_rng(1)
+    short = rng.integers(0, model.config.vocab_size, (16, 100)).tolist()
+    long = rng.integers(0, model.config.vocab_size, 30000).tolist()
+    worst = 0.0
+    for _ in range(2):  # the first run compiles
+        running = engine.stream(short, 4000)
+        for _ in range(16 * 20):
+            next(running)
+        other = engine.stream([long], 2)
+        start, gaps, last = time.perf_counter(), [], None
+        requests = other.requests
+        engine.submit(requests[0])
+        while not requests[0].completion:
+            before = sum(map(len, running.completions))
+            engine.step()
+            now = time.perf_counter()
+            if sum(map(len, running.completions)) > before:
+                gaps += [] if last is None else [now - last]
+                last = now
+        total, worst = time.perf_counter() - start, max(gaps)
+        running.close(), other.close()
+    typical = float(np.median(gaps))
+    print(
+        f"{name}: longest gap {worst * 1e3:.1f} ms (median {typical * 1e3:.1f}) while 30000 tokens are admitted in {total:.2f} s",
+        flush=True,
+    )
+    record(
+        "bench_serve", f"gap {name}", shape="16 sequences, a prompt of 30000", dtype="bf16", ms=worst * 1e3, value=worst * 1e3,
+        unit="ms", median_ms=round(typical * 1e3, 2), admitted_s=round(total, 3),
+    )  # fmt: skip
+
+
+def main(o: Options) -> None:
+    bandwidth, peak = copy_bandwidth(1 << 30), gemm_peak()
+    print(f"copy {bandwidth / 1e9:,.0f} GB/s, GEMM {peak / 1e12:.0f} TFLOP/s", flush=True)
+    for name in o.models:
+        model = random_model(o, name)
+        if "requests" in o.only:
+            bench_requests(o, name, model, bandwidth)
+        if "prefill" in o.only:
+            bench_prefill(o, name, model, peak)
+        if "gap" in o.only:
+            bench_gap(o, name, model)
+        del model
+        gc.collect()
+        free_cached("gpu")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,94 @@
+"""How the rows of a forward pass divide into sequences, and what attention reads.
+
+    training   B sequences of T tokens: row n is position n % T of sequence n // T, and attends to the rows of its sequence
+    serving    rows of any sequences at any positions, whose earlier keys and values are in a KV cache (serving/kv_cache.py)
+
+The model passes one such object to every block, and only attention uses it. So one forward serves both.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import ModelConfig
+from ..device import Array, to_device
+from ..kernels.rope import rope_tables
+from ..kernels.runtime.launch import zeros
+from . import functional as F
+from .tensor import Tensor
+
+
+class RotaryTables:
+    """cos and sin of every position, (positions, D/2) float32, computed once and kept on the device.
+
+    Calling it with a sequence length gives tables of at least that many positions.
+    """
+
+    def __init__(self, config: ModelConfig, device: str):
+        self.config, self.device = config, device
+        self.tables: dict[int, tuple[Array, Array]] = {}
+
+    def __call__(self, T: int) -> tuple[Array, Array]:
+        c = self.config
+        P = max(T, c.max_seq_len)  # larger with dynamic scaling only, where the angles depend on T
+        found = self.tables.get(P)
+        if found is None:
+            for longer in [n for n in list(self.tables) if n > c.max_seq_len]:
+                self.tables.pop(longer, None)  # generate would keep one for every length
+            tables = rope_tables(
+                c.head_dim, P, c.rope_theta, c.rope_scaling, seq_len=P, max_seq_len=c.max_seq_len
+            )
+            cos, sin = (to_device(t, self.device) for t in tables)
+            found = self.tables[P] = cos, sin
+        return found  # not self.tables[P]: another thread may have removed it
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """B sequences of T tokens, as in training.
+
+    cos, sin (P, D/2): of every position. `dataclasses.replace` gives an attention other tables.
+    dtype: of everything but the residual stream; None: the same.  recompute: what backward recomputes, see Transformer.
+    """
+
+    B: int
+    T: int
+    cos_PR: Array
+    sin_PR: Array
+    dtype: Any
+    recompute: str
+
+    @property
+    def positions_N(self) -> Array | None:
+        """int32, the position of each row; None: row n is position n % T"""
+        return None
+
+    def attend(
+        self, qkv_NP: Tensor, q_w_D: Tensor | None, k_w_D: Tensor | None, H: int, G: int, eps: float, scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Packed (N, (H + 2G) D) -> (N, H D): QK-norm if there are weights, RoPE, causal attention."""
+        tables = self.cos_PR, self.sin_PR, H, G, self.T, eps, self.positions_N
+        q_NHD, k_NGD, v_NGD = F.qk_norm_rope(qkv_NP, q_w_D, k_w_D, *tables)
+        return self.attention(q_NHD, k_NGD, v_NGD, scale)
+
+    def split_heads(self, qkv_NP: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed (N, (H + 2G) D) -> q (N, H, D), k and v (N, G, D), as they are: RoPE by angles of 0."""
+        cos_1R, sin_1R = (zeros(x, (1, x.shape[1])) for x in (self.cos_PR, self.sin_PR))
+        cos_1R.fill(1)
+        return F.qk_norm_rope(qkv_NP, None, None, cos_1R, sin_1R, H, G, 1, 0.0, None)
+
+    def rope(self, x_NHD: Tensor) -> Tensor:
+        """Rotate each row to its position."""
+        return F.rope(x_NHD, self.cos_PR, self.sin_PR, self.positions_N, self.T)
+
+    def attention(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, scale: float) -> Tensor:
+        """q (N, H, D), k and v (N, G, D) of each row -> (N, H D): softmax(scale q k^T) v over the keys of the row's sequence up
+        to its position. Query heads share key heads."""
+        q_BTHD, k_BTGD, v_BTGD = (
+            x.reshape(self.B, self.T, *x.shape[1:]) for x in (q_NHD, k_NGD, v_NGD)
+        )
+        o_BTHD = F.attention(q_BTHD, k_BTGD, v_BTGD, scale, True)
+        return o_BTHD.reshape(q_NHD.shape[0], -1)
+
+    def wanted_rows(self, x_NC: Tensor) -> Tensor:
+        """The rows whose logits are wanted: here all."""
+        return x_NC

@@ -1,0 +1,276 @@
+"""The KV cache on the device, and how a forward pass reads and writes it.
+
+A layer has two arrays, k and v (R, G, S, D): R blocks of S tokens (serving/blocks.py says which block belongs to whom). Position
+p of a sequence is in block table[p // S], at offset p % S. The kernels read the tables on the device, so memory is given out
+block by block, and a block may belong to several sequences.
+
+CachedSequences is what the model gets in place of nn.Sequences. Everything but attention is the same as in training. In
+attention, prefill appends the new keys and values and reads the whole sequence from the cache (kernels/attention/
+context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel (decode_attention.py).
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..device import Array, to_device
+from ..errors import UserError
+from ..kernels.attention.context_attention import context_attention
+from ..kernels.attention.decode_attention import decode_attention
+from ..kernels.decoding.kv_cache import append_kv, empty_kv_cache, kv_cache_bytes
+from ..kernels.decoding.padding import token_positions
+from ..kernels.embedding import embedding_fwd
+from ..kernels.primitives.tiles import WIDTHS
+from ..kernels.rope import rope_frequencies, rope_tables
+from ..kernels.runtime.invariance import is_batch_invariant
+from ..kernels.runtime.launch import empty
+from ..nn.autograd import inference
+from ..nn.model import Transformer
+from ..nn.sequences import Sequences
+from ..nn.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What one attention stores per token: keys and values of G heads of D channels."""
+
+    G: int
+    D: int
+
+
+class PagedCache:
+    """Keys and values of every attention of a model, in blocks of S tokens.
+
+    capacity: tokens of the longest sequence.  heads: per attention, in the order in which a forward pass calls them.
+    block_bytes: of one block, all attentions together.  `allocate` makes the arrays.
+    Raises UserError if there is no kernel for the model's head width.
+    """
+
+    def __init__(self, model: Transformer, capacity: int, S: int):
+        self.model, self.capacity, self.S = model, capacity, S
+        self.dtype = model.branch_dtype or np.dtype(np.float32)
+        c = model.config
+        self.heads = [Heads(c.n_kv_heads, c.head_dim)] * c.n_layers
+        if model.variation:
+            self.heads = _observed_heads(model)
+        widths = sorted({h.D for h in self.heads} - set(WIDTHS))
+        if model.device != "cpu" and widths:
+            raise UserError(
+                f"on a GPU the engine supports heads of {', '.join(map(str, WIDTHS))} channels, this model has "
+                f"{widths[0]}: use the CPU"
+            )
+        self.block_bytes = sum(kv_cache_bytes(1, 1, h.G, S, h.D, self.dtype) for h in self.heads)
+        self.tables = self._position_tables()
+        self.n_blocks = 0
+
+    def allocate(self, n_blocks: int) -> None:
+        """Make the arrays. Raises UserError if there is not enough memory."""
+        like, self.layers = self.tables[0], []
+        try:
+            if (
+                len(set(self.heads)) == 1
+            ):  # one array, in which one operation copies a block of all layers
+                h, L = self.heads[0], len(self.heads)
+                self.whole = empty_kv_cache(like, L, n_blocks, h.G, self.S, h.D, self.dtype)
+                self.layers = [(kv[0], kv[1]) for kv in self.whole]
+            else:
+                self.whole = None
+                for h in self.heads:
+                    (kv,) = empty_kv_cache(like, 1, n_blocks, h.G, self.S, h.D, self.dtype)
+                    self.layers.append((kv[0], kv[1]))
+        except Exception as error:
+            text = f"{type(error).__name__} {error}".lower()
+            # NumPy says "too big" for more than 2^63 bytes.
+            if "memory" not in text and "too big" not in text:
+                raise
+            size = n_blocks * self.block_bytes / 1e9
+            raise UserError(
+                f"there is not enough memory for a KV cache of {size:.2f} GB ({n_blocks} blocks of {self.S} tokens): give it "
+                "less (gpu_memory, cache_bytes), or choose a smaller max_batch or max_seq_len"
+            ) from None
+        self.n_blocks = n_blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays."""
+        return self.n_blocks * self.block_bytes
+
+    def copy_block(self, to: int, source: int) -> None:
+        """Copy what a block holds, in all layers."""
+        if self.whole is not None:
+            self.whole[:, :, to] = self.whole[:, :, source]
+        else:
+            for kv in itertools.chain(*self.layers):
+                kv[to] = kv[source]
+
+    # ------------------------------------------------------------------------- positions
+    def _position_tables(self) -> tuple[Array, Array]:
+        """cos and sin of every position of a sequence, float32 (P, D/2) each, P >= capacity and a multiple of S.
+
+        With dynamic scaling, a position p beyond the trained length has the angles of a sequence that ends at p, and keeps
+        them when the sequence grows. transformers does the same: its cache holds keys that are rotated already.
+        """
+        c, P = self.model.config, -(-self.capacity // self.S) * self.S
+        if c.rope_type != "dynamic":
+            return self._tables_for(P, P)
+        tables = self._tables_for(min(P, c.max_seq_len), min(P, c.max_seq_len))
+        angles = [
+            p * rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, p + 1, c.max_seq_len)
+            for p in range(c.max_seq_len, P)
+        ]
+        if not angles:
+            return tables
+        beyond = (
+            to_device(f(np.stack(angles)).astype(np.float32), self.model.device)
+            for f in (np.cos, np.sin)
+        )
+        cos, sin = (_join(*pair) for pair in zip(tables, beyond))
+        return cos, sin
+
+    def _tables_for(self, positions: int, seq_len: int) -> tuple[Array, Array]:
+        c = self.model.config
+        tables = rope_tables(
+            c.head_dim, positions, c.rope_theta, c.rope_scaling, seq_len, c.max_seq_len
+        )
+        cos, sin = (to_device(x, self.model.device) for x in tables)
+        return cos, sin
+
+    def stretched(self, length: int) -> bool:
+        """True if a prompt of `length` tokens has its own RoPE angles: dynamic scaling, beyond the trained length."""
+        c = self.model.config
+        return c.rope_type == "dynamic" and length > c.max_seq_len
+
+    # ------------------------------------------------------------------------- forward passes
+    def prefill(
+        self, ids: list[int], lengths: list[int], history: list[int], blocks: list[list[int]],
+        wanted: list[int], prompt_length: int | None = None,
+    ) -> tuple[Array, "CachedSequences"]:  # fmt: skip
+        """-> ids (N,) on the device and their sequences: lengths[a] new tokens of sequence a, of which history[a] are in the
+        cache.
+
+        ids: the new tokens of all sequences, packed.  blocks: of each sequence, with room for the new tokens.
+        wanted: the rows (tokens) whose logits are wanted.
+        prompt_length: tokens of the whole prompt, for dynamic scaling. A prompt beyond the trained length (`stretched`) must be
+        the only sequence.
+        """
+        A, N = len(lengths), len(ids)
+        M = max(-(-(n + h) // self.S) for n, h in zip(lengths, history))
+        tables_AM = np.full((A, M), -1, np.int32)
+        for a, row in enumerate(blocks):
+            tables_AM[a, : min(len(row), M)] = row[:M]
+        edges = [0, *itertools.accumulate(lengths)]
+        # One copy to the device for all of them.
+        parts: list[Any] = [ids, edges, history, tables_AM.reshape(-1), wanted]
+        ends = list(itertools.accumulate(map(len, parts)))
+        packed = to_device(np.concatenate(parts).astype(np.int32), self.model.device)
+        ids_N, edges_E, history_A, tables, wanted_W = (
+            packed[end - len(part) : end] for part, end in zip(parts, ends)
+        )
+        tables_AM = tables.reshape(A, M)
+        cos_sin = self.tables
+        if prompt_length is not None and self.stretched(prompt_length):
+            cos_sin = self._tables_for(prompt_length, prompt_length)
+        places = token_positions(edges_E, N, history_A, tables_AM, self.S)
+        return ids_N, self._sequences(
+            A, max(lengths), cos_sin, places, edges_E, history_A, tables_AM, wanted_W, False
+        )
+
+    def decode(self, lengths_B: Array, tables_BM: Array, edges_E: Array) -> "CachedSequences":
+        """One new token for each of B sequences, which have lengths_B[b] tokens in the cache; below 0: an idle entry.
+
+        All arrays are int32 on the device. The host does not read them, so a CUDA graph can capture the step.
+        edges (B + 1,): 0, 1, 2, ...
+        """
+        B = len(lengths_B)
+        return self._sequences(B, 1, self.tables, None, edges_E, lengths_B, tables_BM, None, True)
+
+    def _sequences(self, A, longest, tables, places, edges_E, history_A, tables_AM, wanted, one):
+        rest = places, edges_E, history_A, tables_AM, wanted, one, self, itertools.count()
+        return CachedSequences(A, longest, *tables, self.model.branch_dtype, "none", *rest)
+
+
+@dataclass(frozen=True)
+class CachedSequences(Sequences):
+    """B sequences, of at most T new tokens each, whose earlier tokens are in the cache.
+
+    places: of each row, the block, the offset in it, and the position, int32 (N,) each; None: computed when needed.
+    edges, history, tables: see kernels/decoding/padding.py; one: every sequence has exactly one new token.
+    wanted: rows whose logits are wanted; None: all.
+    """
+
+    places: tuple[Array, Array, Array] | None
+    edges_E: Array
+    history_A: Array
+    tables_AM: Array
+    wanted_W: Array | None
+    one: bool
+    cache: Any  # a PagedCache
+    calls: Iterator[
+        int
+    ]  # counts the attentions of the forward pass; shared by all copies of this object
+
+    def _placed(self):
+        if self.places is not None:
+            return self.places
+        return token_positions(self.edges_E, self.B, self.history_A, self.tables_AM, self.cache.S)
+
+    @property
+    def positions_N(self) -> Array:
+        return self._placed()[2]
+
+    def attend(self, qkv_NP, q_w_D, k_w_D, H, G, eps, scale):
+        if not self.one:
+            return super().attend(qkv_NP, q_w_D, k_w_D, H, G, eps, scale)
+        k_RGSD, v_RGSD = self.cache.layers[next(self.calls)]
+        norms = (None, None) if q_w_D is None else (q_w_D.value, k_w_D.value)
+        # The launch before is the QKV product: it writes neither cache nor lengths, so both may be read before it has ended.
+        return Tensor(
+            decode_attention(
+                qkv_NP.data, k_RGSD, v_RGSD, self.history_A, self.tables_AM, self.cos_PR,
+                self.sin_PR, *norms, eps, scale, True, is_batch_invariant(),
+            )
+        )  # fmt: skip
+
+    def attention(self, q_NHD, k_NGD, v_NGD, scale):
+        k_RGSD, v_RGSD = self.cache.layers[next(self.calls)]
+        blocks_N, offsets_N, _ = self._placed()
+        append_kv(k_RGSD, v_RGSD, k_NGD.data, v_NGD.data, blocks_N, offsets_N)
+        tables = self.edges_E, self.history_A, self.tables_AM
+        o_NHD = context_attention(q_NHD.data, k_RGSD, v_RGSD, *tables, self.T, scale)
+        return Tensor(o_NHD.reshape(len(o_NHD), -1))
+
+    def wanted_rows(self, x_NC):
+        if self.wanted_W is None:
+            return x_NC
+        return Tensor(embedding_fwd(self.wanted_W, x_NC.data))  # the rows with these indices
+
+
+@dataclass(frozen=True)
+class _Observer(Sequences):
+    """Notes the heads of every attention that a forward pass calls."""
+
+    found: list[Heads]
+
+    def attention(self, q_NHD, k_NGD, v_NGD, scale):
+        self.found.append(Heads(*k_NGD.shape[1:]))
+        return super().attention(q_NHD, k_NGD, v_NGD, scale)
+
+
+def _observed_heads(model: Transformer) -> list[Heads]:
+    """-> the heads of every attention of a model with changed layers, in the order of a forward pass"""
+    found: list[Heads] = []
+    ids = to_device(np.zeros(1, np.int32), model.device)
+    sequences = _Observer(1, 1, *model.rotary(1), model.branch_dtype, "none", found)
+    with inference():
+        model.hidden(ids, sequences)
+    return found
+
+
+def _join(a: Array, b: Array) -> Array:
+    """(n, R), (m, R) -> (n + m, R)"""
+    joined = empty(a, (len(a) + len(b), a.shape[1]))
+    joined[: len(a)], joined[len(a) :] = a, b
+    return joined

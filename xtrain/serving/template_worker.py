@@ -1,0 +1,126 @@
+"""The program that compiles and renders one chat template, under limits of time, memory and output. `ChatTemplate` starts it.
+
+    python -I -S template_worker.py SECONDS BYTES CHARACTERS FOLDER ...
+
+SECONDS     CPU time per request
+BYTES       of address space
+CHARACTERS  of a rendered conversation
+FOLDER      where the packages jinja2 and markupsafe are
+
+Requests and replies are JSON, one per line, on standard input and output. The first request compiles the template, every
+further one renders a conversation:
+
+    {"source": ...}                                     {}
+    {"messages": ..., "add_generation_prompt": ...}     {"text": ...}
+    any                                                 {"error": ...} or {"limit": "memory" or "text"}
+
+A template is a program of the model's author, and even a constant such as 10**(10**9) may take forever while it is compiled.
+At the limit of time the kernel ends this process (SIGXCPU). This file imports nothing of xtrain, so it starts quickly.
+"""
+
+import datetime
+import json
+import sys
+import time
+
+if __name__ == "__main__":
+    sys.path += sys.argv[4:]
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+
+class TextLimit(Exception):
+    """The rendered text is too long."""
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %} marks the model's text for training; here it renders its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+
+def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """Replaces Jinja's own filter, which escapes characters for HTML."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(format):
+    return datetime.datetime.now().strftime(format)
+
+
+def compiled(source):
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return environment.from_string(source)
+
+
+def rendered(template, names, characters):
+    pieces, length = [], 0
+    for piece in template.generate(**names):
+        length += len(piece)
+        if length > characters:
+            raise TextLimit
+        pieces.append(piece)
+    text = "".join(pieces)
+    text.encode()  # ValueError for half a surrogate pair
+    return text
+
+
+def one_line(error):
+    from_template = isinstance(error, jinja2.TemplateError) and str(error)
+    text = str(error) if from_template else f"{type(error).__name__} {error}"
+    return " ".join(text.split())[:300]
+
+
+def limit(name, value):
+    """Lower a soft limit of this process. Windows has no such limits; there ChatTemplate's clock must suffice."""
+    try:
+        import resource
+    except ImportError:
+        return
+    which = getattr(resource, name)
+    hard = resource.getrlimit(which)[1]
+    soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (soft, hard))
+
+
+def main():
+    seconds, memory, characters = map(int, sys.argv[1:4])
+    limit("RLIMIT_AS", memory)
+    limit("RLIMIT_CORE", 0)
+    template = None
+    for line in sys.stdin.buffer:
+        limit("RLIMIT_CPU", int(time.process_time()) + 1 + seconds)
+        try:
+            request = json.loads(line)
+            if template is None:
+                template, reply = compiled(request["source"]), {}
+            else:
+                reply = {"text": rendered(template, request, characters)}
+        except MemoryError:
+            reply = {"limit": "memory"}
+        except TextLimit:
+            reply = {"limit": "text"}
+        except Exception as error:  # any Python error, such as a KeyError of '{x}'.format()
+            reply = {"error": one_line(error)}
+        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
