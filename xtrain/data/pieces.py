@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PIECE = 1 << 13  # characters of a piece, if the text allows: one is encoded by one core
-LONGEST = 1 << 20  # characters of a piece at most: bounds the memory
+LONGEST = 1 << 18  # characters of a piece at most: bounds the memory
 SPACE = "▁"  # SentencePiece
 
 BEFORE_SPACE = rf"(?<=[^\s{SPACE}])(?= [\s\S])"

@@ -34,7 +34,7 @@ from .pieces import Cutter
 from .shards import ShardWriter
 from .tokenizer import Tokenizer
 
-ENCODE_BATCH = 4 << 20  # bytes encoded at once, on all cores: bounds the memory
+ENCODE_BATCH = 2 << 20  # bytes encoded at once, on all cores: a token takes up to 250 bytes of memory meanwhile
 SHARD_TOKENS = 100_000_000
 COMMIT = 16 << 20  # bytes of text between two commits: what a kill may cost
 STATE = "corpus.json"  # in the work folder: the progress; in the cache entry: its facts
@@ -271,7 +271,7 @@ class Tokenizing:
                 side = self.val if part.held_out else self.train
                 for piece, ends in side.add(part):
                     queue.append((side, piece, ends))
-                    queued += len(piece)
+                    queued += len(piece.encode())
                 if queued < ENCODE_BATCH:
                     continue
             for side in (self.train, self.val):
