@@ -30,8 +30,8 @@ def cores() -> int:
 
 def threads() -> int | None:
     """The number of threads in use; None if threadpoolctl does not know NumPy's BLAS library."""
-    found = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
-    return max(found, default=None)
+    libraries = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    return max((library["num_threads"] for library in libraries), default=None)
 
 
 def use_threads(number: int | None) -> contextlib.AbstractContextManager:
@@ -51,7 +51,9 @@ def choose_threads(asked: int | None, rows: int, width: int, hidden: int, most: 
     """
     in_use = threads()
     if asked is not None and in_use is None:
-        raise UserError("--blas-threads is not supported by the BLAS library of this NumPy: omit it")
+        raise UserError(
+            "--blas-threads is not supported by the BLAS library of this NumPy: omit it"
+        )
     if asked is not None and asked > cores():
         raise UserError(
             f"--blas-threads {asked} is more than the {cores()} cores that this process may use: give fewer"

@@ -524,8 +524,8 @@ def profile(o: Options) -> None:
     check_files(o)
     with contextlib.ExitStack() as stack:
         if device == "cpu" and not o.plan:
-            rows = batch * T
-            threads = blas.choose_threads(o.blas_threads, rows, config.dim, config.hidden_dim, blas.cores())
+            shape = batch * T, config.dim, config.hidden_dim
+            threads = blas.choose_threads(o.blas_threads, *shape, blas.cores())
             stack.enter_context(blas.use_threads(threads))
         show_plan(o, console) if o.plan else measure(o, console)
     if o.run is not None and not o.plan:

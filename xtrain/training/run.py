@@ -209,7 +209,7 @@ class Run:
         return {**options, **text, **self.model.config.to_dict(), **variation}
 
     def made_on(self) -> dict[str, Any]:
-        """The hardware and ranks of the run, on a CPU also the threads of a matrix product. If they change, the last bits may differ."""
+        """The hardware and ranks of the run, on a CPU also its BLAS threads. If they change, the last bits may differ."""
         on_cpu = {"blas_threads": blas.threads()} if self.model.device == "cpu" else {}
         return {
             **on_cpu,
@@ -287,7 +287,9 @@ class Run:
         may = [name for name in changed if name != "tokenizer" or name in allowed]
         advice = ["use the options of its first start"]
         if len(may) < len(changed):  # its tokens would get the embeddings of others
-            advice.append("omit --tokenizer, because the weights belong to the checkpoint's tokenizer")
+            advice.append(
+                "omit --tokenizer, because the weights belong to the checkpoint's tokenizer"
+            )
         if may and not changed.keys() & set(SHAPES):  # no option can make the weights fit another shape
             advice.append(f"or allow the change: --allow-change {' '.join(may)}")
         raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")

@@ -40,7 +40,8 @@ class RunFolder:
 
     def tokenizer(self, config: TrainConfig) -> str | None:
         """The tokenizer.json to use, None to train one. A run keeps its checkpoint's, unless --tokenizer names another."""
-        if self.saved is None or config.tokenizer not in (None, self.first_options.get("tokenizer")):
+        same = config.tokenizer in (None, self.first_options.get("tokenizer"))
+        if self.saved is None or not same:
             return config.tokenizer
         return str(self.saved.folder / "tokenizer.json")
 
@@ -108,8 +109,10 @@ def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedCon
 
 
 # ----------------------------------------------------------------------------- the command line of a run that continues
-# Options that config.json does not decide: how this process ends or is checked, where the run is; blas_threads is in the checkpoint.
-NOT_STORED = ("resume", "allow_change", "stop_at", "time_limit", "debug", "verify_data", "out", "name", "blas_threads")
+# Options that config.json does not decide: how this process ends, where the run is; blas_threads is in the checkpoint.
+NOT_STORED = (
+    "resume", "allow_change", "stop_at", "time_limit", "debug", "verify_data", "out", "name", "blas_threads",
+)  # fmt: skip
 
 
 def parse_options(parse: Callable[[Options | None], Options]) -> Options:
@@ -121,12 +124,14 @@ def parse_options(parse: Callable[[Options | None], Options]) -> Options:
     if not given.resume:
         return given
     given.validate()
-    first = Path(given.out) / (given.name or preset_name(given, resolve_device(given.device) == "gpu"))
+    gpu = resolve_device(given.device) == "gpu"
+    first = Path(given.out) / (given.name or preset_name(given, gpu))
     path = _last_path(first, given.name)
     stored = _stored_options(path, type(given))
     if stored is None:
         if _contents(path):
-            say(f"{path / 'config.json'} is missing or damaged: options that are not given have their defaults")
+            what = "is missing or damaged: options that are not given have their defaults"
+            say(f"{path / 'config.json'} {what}")
         return given
     allowed = stored.pop("allow_change", [])
     if _is_whole_share(stored, path):  # the share depends on the number of ranks
@@ -136,7 +141,8 @@ def parse_options(parse: Callable[[Options | None], Options]) -> Options:
     defaults = replace(type(given)(), name=name, **kept)
     config = parse(defaults)
     # a change that was allowed before stays allowed, until the option changes again
-    same = [n for n in allowed if getattr(config, n, None) == getattr(defaults, n, None)]
+    value = lambda options, name: getattr(options, name.replace("-", "_"), None)
+    same = [name for name in allowed if value(config, name) == value(defaults, name)]
     return replace(config, allow_change=(*config.allow_change, *same))
 
 
@@ -144,9 +150,10 @@ def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
     """Was a micro-batch the whole share of a rank? Earlier versions did not store the number of ranks."""
     machine = read_json(path / "config.json").get("machine")
     ranks = machine.get("ranks") if isinstance(machine, dict) else None
-    if ranks is None and "dp" not in stored:
-        ranks = 1
-    return ranks is None or stored.get("batch") == ranks * stored.get("micro_batch", 0)
+    if "dp" not in stored:
+        ranks = ranks or 1
+    batch, micro_batch = stored.get("batch"), stored.get("micro_batch")
+    return not (ranks and batch and micro_batch) or batch == ranks * micro_batch
 
 
 def write_config(
