@@ -18,6 +18,7 @@ from .errors import UserError
 VARIABLES = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}  # they set the number
 SECONDS = 0.5  # of measuring, and at least one round
 OPERATIONS = 4e8  # in one round on one number of threads: about 10 ms
+WIDEST = 4096  # of the matrices that are measured
 WORTH = 1.05  # fewer threads are preferred up to this factor: the machine may have other work
 
 
@@ -69,6 +70,7 @@ def fastest_threads(rows: int, width: int, hidden: int, most: int) -> int:
     rows: tokens in a forward pass.  width, hidden: of the model and its MLP. Takes about SECONDS; other processes that use the
     machine at the same time count.
     """
+    width, hidden = min(width, WIDEST), min(hidden, WIDEST)
     rows = max(1, min(rows, int(OPERATIONS / (4 * width * hidden))))
     x, up, down = (
         np.ones(shape, np.float32) for shape in ((rows, width), (hidden, width), (width, hidden))

@@ -223,7 +223,7 @@ def test_the_last_run_without_a_name(tmp_path, capsys):
     assert "no checkpoint to resume from" in capsys.readouterr().err
 
 
-.mark.parametrize("damage", ["missing", "no JSON", "wrong types"])
+@pytest.mark.parametrize("damage", ["missing", "no JSON", "wrong types"])
 def test_without_the_stored_options(stopped, tmp_path, capsys, damage):
     shutil.copytree(stopped, tmp_path / "run")
     path = tmp_path / "run" / "config.json"
@@ -233,7 +233,7 @@ def test_without_the_stored_options(stopped, tmp_path, capsys, damage):
         path.write_text(json.dumps(record))
     else:
         path.unlink() if damage == "missing" else path.write_text("{")
-    assert command(tmp_path) == 2
+    assert command(tmp_path, "--data", DATA / "grammar.txt") == 2
     error = capsys.readouterr().err
     assert "cannot resume" in error and "Traceback" not in error
     assert ("is missing or damaged: options that are not given have their defaults" in error) is (
@@ -264,7 +264,7 @@ def test_the_precision_stays(stopped, tmp_path, monkeypatch):
     assert run_folder.with_first_options(config, folder).precision == "fp32", "given: refused later"
 
 
-.mark.skipif(GPU or (blas.threads() or 0) < 1 or blas.cores() < 2, reason="needs two cores")
+@pytest.mark.skipif(GPU or (blas.threads() or 0) < 1 or blas.cores() < 2, reason="needs two cores")
 def test_the_threads_stay(tmp_path, monkeypatch):
     """The number decides the last bits: a run keeps that of its checkpoint."""
     for name in blas.VARIABLES:

@@ -153,7 +153,8 @@ def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
     if "dp" not in stored:
         ranks = ranks or 1
     batch, micro_batch = stored.get("batch"), stored.get("micro_batch")
-    return not (ranks and batch and micro_batch) or batch == ranks * micro_batch
+    known = all(type(x) is int for x in (ranks, batch, micro_batch))
+    return not known or batch == ranks * micro_batch
 
 
 def write_config(
