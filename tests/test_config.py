@@ -9,6 +9,7 @@ import pytest
 
 from xtrain import ModelConfig, TrainConfig, UserError
 from xtrain.config import PRESETS, ROPE_SCALINGS, resolve
+from xtrain.nn.optim import learning_rate
 from xtrain.parallel.ddp import LONGEST_WATCHDOG, ParallelConfig
 
 LLAMA3 = dict(
@@ -199,6 +200,22 @@ def test_the_preset_follows_the_device():
     assert resolve(TrainConfig(), gpu=True)[0].preset == "dim384"
     assert set(PRESETS) >= {"tiny", "dim384", "dim512", "dim768", "gpt124m"}
     assert resolve(TrainConfig(preset="dim512"), gpu=True)[1]["n_layers"] == 16
+
+
+def test_a_warm_up_ends_before_the_run():
+    """Otherwise the learning rate would end at its peak."""
+    for steps in range(1, 40):
+        warmup = resolve(TrainConfig(preset="tiny", steps=steps), gpu=False)[0].warmup
+        assert warmup == 0 or warmup < steps - 1
+        last = learning_rate(steps - 1, steps, 1.0, warmup, 0.1)
+        assert steps == 1 or last == pytest.approx(0.1)
+    assert resolve(TrainConfig(preset="tiny", steps=100), gpu=False)[0].warmup == 30
+    for warmup, steps in ((49, 50), (50, 50), (100, 50), (1, 2), (1, 1)):
+        with pytest.raises(UserError, match=f"--warmup {warmup} leaves no steps of --steps {steps} .* at most {max(0, steps - 2)}"):  # fmt: skip
+            resolve(TrainConfig(steps=steps, warmup=warmup), gpu=False)
+    earlier = TrainConfig(steps=50, warmup=100, resume=True)  # a run that an earlier version began
+    assert resolve(earlier, gpu=False)[0].warmup == 100
+    assert resolve(TrainConfig(steps=50, warmup=48), gpu=False)[0].warmup == 48
 
 
 def test_given_values_override_the_preset():

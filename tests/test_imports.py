@@ -12,7 +12,7 @@ ORDER = [
     "kernels/attention/", "kernels/decoding/", "kernels/", "kernels/primitives/", "kernels/runtime/", "ground", "simulator/",
 ]  # fmt: skip
 GROUND = {
-    "config.py", "device.py", "cli.py", "console.py", "files.py", "json_files.py", "machine.py", "errors.py",
+    "config.py", "device.py", "cli.py", "console.py", "files.py", "json_files.py", "machine.py", "blas.py", "errors.py",
     "version.py",
 }  # fmt: skip
 ENTRANCES = {"__init__.py", "report/__main__.py"}  # the public API, and a command inside a room

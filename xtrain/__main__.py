@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .cli import command, command_line, print_text
 from .errors import UserError
+from .version import VERSION
 
 COMMANDS = {  # the command's name -> its module
     "train": "xtrain.train",
@@ -52,6 +53,7 @@ def overview() -> str:
     """One line per command: its name and the first line of its docstring."""
     lines = [f"xtrain {name:13} {summary(module)}" for name, module in COMMANDS.items()]
     lines.append("xtrain completion    a script that completes these commands in bash or zsh")
+    lines.append("xtrain --version     the version")
     lines.append("Each command has --help. Overview: README.md. Documentation: lessons/index.md")
     return "\n".join(lines)
 
@@ -85,6 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help", "help"):
         print_text(overview())
+        return 0
+    if name == "--version":
+        print_text(f"xtrain {VERSION}")
         return 0
     if name == "completion":
         print_text(completion(*rest[:1] or [""]), end="")

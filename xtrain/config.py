@@ -203,7 +203,8 @@ class TrainConfig:
     lr: float | None = None  # peak learning rate; none: the preset's
     # final learning rate of the cosine schedule, as a fraction of the peak
     min_lr_ratio: float = 0.1
-    warmup: int | None = None  # steps of linear warm-up; none: the preset's
+    # steps of linear warm-up; none: the preset's, or if the run is too short for it, half of the run
+    warmup: int | None = None
     weight_decay: float = 0.1  # decoupled weight decay of matrices; norms have none
     beta1: float = 0.9  # AdamW: decay of the running mean of the gradient
     beta2: float = 0.95  # AdamW: decay of the running mean of the squared gradient
@@ -224,8 +225,10 @@ class TrainConfig:
     save_every: int | None = None
     seed: int = 0  # random seed of initialisation, batches and samples
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    # dtype of activations and matrix products; bf16 needs a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"
+    # dtype of activations and matrix products; auto: bf16 on a GPU that supports it, else fp32
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    # on a CPU, threads of a matrix product on each rank, which decide its last bits; none: measured at the start, kept on resuming
+    blas_threads: int | None = None
     # on a GPU, capture the step in a CUDA graph and replay it: faster, the same bits
     graph: bool = True
     # activation checkpointing: what backward recomputes instead of storing; less memory, slower, the same bits
@@ -256,7 +259,8 @@ class TrainConfig:
 
     def _check_counts(self):
         optional = (
-            "steps batch micro_batch seq_len vocab_size eval_every sample_every save_every stop_at"
+            "steps batch micro_batch seq_len vocab_size eval_every sample_every save_every stop_at "
+            "blas_threads"
         )
         counts = [name for name in optional.split() if getattr(self, name) is not None]
         for name in (*counts, "eval_batches", "sample_tokens", "max_skips"):
@@ -325,6 +329,7 @@ class ResolvedConfig(TrainConfig):
     lr: float
     warmup: int
     vocab_size: int
+    precision: Literal["fp32", "bf16"]
     eval_every: int
     sample_every: int
     save_every: int
@@ -365,6 +370,11 @@ PRESETS = {
 }  # fmt: skip
 
 
+def preset_name(config: TrainConfig, gpu: bool) -> str:
+    """The preset, with auto replaced: tiny on a CPU, dim384 on a GPU."""
+    return ("dim384" if gpu else "tiny") if config.preset == "auto" else config.preset
+
+
 def resolve(
     config: TrainConfig, gpu: bool, world: int = 1
 ) -> tuple[ResolvedConfig, dict[str, Any]]:
@@ -374,12 +384,21 @@ def resolve(
     combination with the preset's.
     """
     config.validate()
-    name = ("dim384" if gpu else "tiny") if config.preset == "auto" else config.preset
+    name = preset_name(config, gpu)
     _need(
         name in PRESETS, f"--preset {name!r} is not known: choose one of auto, {', '.join(PRESETS)}"
     )
     preset = PRESETS[name]
     filled = {key: value for key, value in preset.train.items() if getattr(config, key) is None}
+    steps, warmup = (filled.get(key, getattr(config, key)) for key in ("steps", "warmup"))
+    if warmup and warmup > steps - 2:
+        if "warmup" in filled:
+            filled["warmup"] = (steps - 1) // 2
+        else:  # earlier versions accepted it: such a run can be resumed
+            _need(
+                config.resume,
+                f"--warmup {warmup} leaves no steps of --steps {steps} for the decay of the learning rate: give at most {max(0, steps - 2)}",
+            )
     batch = config.batch or preset.train["batch"]
     _need(
         batch % world == 0,

@@ -22,6 +22,7 @@ ZeRO-1, --zero 1, divides the optimizer state among the ranks (parallel/zero.py)
 """
 
 import contextlib
+import functools
 import io
 import sys
 from typing import Any
@@ -35,6 +36,7 @@ from .parallel.ddp import ParallelConfig, train_parallel
 from .parallel.ranks import connect
 from .parallel.watchdog import AbortOnError
 from .report import page
+from .training.run_folder import parse_options
 from .training.single_process import SINGLE_PROCESS, SingleProcess
 
 
@@ -60,16 +62,19 @@ def _parse(arguments: list[str] | None, ranks: SingleProcess) -> tuple[ParallelC
     config: ParallelConfig | None = None
     code: Any = 0
     printed = io.StringIO()
+    cli = functools.partial(
+        tyro.cli, ParallelConfig, prog="python -m xtrain.ddp", description=__doc__, args=arguments
+    )
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            config = tyro.cli(
-                ParallelConfig, prog="python -m xtrain.ddp", description=__doc__, args=arguments
-            )
+            config = parse_options(lambda defaults: cli(default=defaults))
         except SystemExit as stop:
             code = stop.code
     found = ranks.gather((config is None, code, printed.getvalue()))
     failed = next((f for f in found if f[0]), None)
     if failed is None:
+        if ranks.rank == 0:
+            print(printed.getvalue(), end="", file=sys.stderr)  # warnings
         return config, 0
     if ranks.rank == 0:
         print(failed[2], end="", file=sys.stderr if failed[1] else sys.stdout)  # in tyro's colors

@@ -1,6 +1,6 @@
 """Measure the time and memory of a training step, or plan its memory.
 
-    python -m xtrain.profile [--preset NAME] [--precision bf16] [--no-graph] [--trace FILE] [--picture FILE]
+    python -m xtrain.profile [--preset NAME] [--precision fp32] [--no-graph] [--trace FILE] [--picture FILE]
     python -m xtrain.profile --run runs/NAME          the same for a run's model; the tables are added to its report.html
     python -m xtrain.profile --plan [--preset NAME] [--dim ... --layers ...] [--gpus 1,4,8]
 

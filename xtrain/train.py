@@ -4,6 +4,7 @@ The training step (batch, forward, loss, backward, clip, AdamW) is `Run.step` an
 rest of a run (text, validation, samples, checkpoints, stopping early) is in training/loop.py.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from .config import TrainConfig
 from .report import page
 from .training import loop
 from .training.run import Run
+from .training.run_folder import parse_options
 
 
 def train(
@@ -32,8 +34,10 @@ def train(
 @command("xtrain.train", interrupted="interrupted; the last checkpoint is intact")
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code."""
-    prog = "python -m xtrain.train"
-    train(tyro.cli(TrainConfig, prog=prog, description=__doc__, args=arguments))
+    cli = functools.partial(
+        tyro.cli, TrainConfig, prog="python -m xtrain.train", description=__doc__, args=arguments
+    )
+    train(parse_options(lambda defaults: cli(default=defaults)))
     return 0
 
 

@@ -17,12 +17,14 @@ PRESETS["test"] = Preset(SHAPE, PRESETS["tiny"].train)
 
 
 def options(out, **more) -> TrainConfig:
-    """The options of a short run in the folder `out`."""
+    """The options of a short run in the folder `out`; in fp32 also on a GPU."""
     defaults = {
         "preset": "test", "data": str(DATA / "grammar.txt"), "out": str(out), "name": "run", "vocab_size": 320,
         "steps": 20, "batch": 4, "seq_len": 32, "eval_batches": 2, "eval_every": 10, "sample_every": 10,
         "sample_tokens": 4, "save_every": 10, "warmup": 2, "lr": 5e-4,
+        "precision": "fp32",
     }  # fmt: skip
+    defaults["warmup"] = max(0, min(2, more.get("steps", 20) - 2))
     return TrainConfig(**{**defaults, **more})
 
 

@@ -89,6 +89,35 @@ def test_on_a_cpu_ops_are_listed(capsys, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
+def test_no_part_takes_less_than_no_time(monkeypatch):
+    """Steps of very different speed, as on a busy machine: parts are measured in the same steps, not subtracted."""
+    clock, calls = [0.0], [0]
+
+    def busy():
+        calls[0] += 1
+        clock[0] += 1 + 1000 * (calls[0] % 7 == 0)
+        return clock[0]
+
+    with profile.a_run(Options(dim=32, layers=1, heads=1, vocab_size=64, batch=2, seq_len=8, precision="fp32", device="cpu")) as run:  # fmt: skip
+        for offset in range(7):
+            calls[0] = offset
+            with monkeypatch.context() as patch:
+                patch.setattr(profile.time, "perf_counter", busy)
+                ms = profile.parts(run, 3)
+            assert list(ms) == ["data", "forward", "backward", "clip + AdamW", "whole step"]
+            assert all(t > 0 for t in ms.values()), ms
+
+
+def test_the_precision_of_a_profile(capsys):
+    """As in training; a plan is for a GPU with bf16."""
+    assert main(["--plan", *SMALL, "--head-dim", "32", "--gpus", "1"]) == 0
+    assert "bf16, recompute none" in capsys.readouterr().out
+    assert main(["--plan", *SMALL, "--head-dim", "40", "--gpus", "1"]) == 0
+    assert "fp32, recompute none" in capsys.readouterr().out
+    assert main([*SMALL, "--steps", "1", "--device", "cpu"]) == 0
+    assert ", fp32, on CPU" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [

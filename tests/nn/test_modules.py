@@ -9,9 +9,10 @@ import torch
 import transformers
 from checks import to_host
 
-from xtrain import ModelConfig, Tensor, Transformer, UserError, config
+from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError, config
 from xtrain.nn import modules as nn
 from xtrain.nn.modules import ALIGN, Module, Parameter
+from xtrain.nn.optim import clip
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 KINDS = [(qk_norm, tied) for qk_norm in (False, True) for tied in (False, True)]
@@ -302,8 +303,15 @@ def test_without_training_there_are_no_gradients():
     ids = np.arange(10).reshape(2, 5)
     assert np.array_equal(model(ids).data, other(ids).data)
     assert not model(ids).requires_grad
-    with pytest.raises(UserError, match="trainable=True"):
-        model.zero_grad()
+    for fails in (
+        model.zero_grad,
+        model.arena.zero_grad,
+        lambda: setattr(model.arena, "grads", other.arena.grads),
+        lambda: clip(model, 1.0),
+        lambda: AdamW(model, lr=1e-3),
+    ):
+        with pytest.raises(UserError, match="this model has no gradients: make it with trainable=True"):
+            fails()
 
 
 def test_in_bf16_without_training_matrices_have_no_float32_memory():

@@ -6,13 +6,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import runs
 
 from xtrain import AdamW, ModelConfig, Transformer, UserError, device
+from xtrain.config import PRESETS, Preset
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.device import cupy, to_device, to_numpy
 from xtrain.kernels.cast import BFLOAT16
+from xtrain.nn import model as model_module
+from xtrain.nn.model import choose_precision
 from xtrain.nn.optim import clip
 from xtrain.serving import pretrained
+from xtrain.training import loop
 from xtrain.training.memory_plan import planning
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
@@ -66,12 +71,60 @@ def test_serving_takes_bf16_where_it_is(tmp_path, monkeypatch, where, there, pre
     Tokenizer.train(["some text"], 300).save(tmp_path)
     asked = []
     monkeypatch.setattr(pretrained, "resolve_device", lambda _: where)
-    monkeypatch.setattr(pretrained, "has_bf16", lambda: there)
+    monkeypatch.setattr(model_module, "has_bf16", lambda: there)
     monkeypatch.setattr(
         pretrained.Transformer, "from_pretrained", lambda folder, *rest, **_: asked.append(rest)
     )
     pretrained.load(tmp_path)
     assert asked == [(where, precision)]
+
+
+def test_a_head_that_bf16_does_not_support_is_served_in_fp32(tmp_path, monkeypatch, capsys):
+    model = Transformer(ModelConfig(vocab_size=300, dim=16, n_layers=1, n_heads=1, head_dim=12))
+    model.save_pretrained(tmp_path)
+    Tokenizer.train(["some text"], 300).save(tmp_path)
+    asked = []
+    monkeypatch.setattr(pretrained, "resolve_device", lambda _: "gpu")
+    monkeypatch.setattr(model_module, "has_bf16", lambda: True)
+    monkeypatch.setattr(
+        pretrained.Transformer, "from_pretrained", lambda folder, *rest, **_: asked.append(rest)
+    )
+    pretrained.load(tmp_path)
+    assert asked == [("gpu", "fp32")]
+    assert "precision fp32: attention in bf16 supports head_dim 16, 32" in capsys.readouterr().err
+
+
+def test_what_auto_means(monkeypatch):
+    for there in (True, False):
+        monkeypatch.setattr(model_module, "has_bf16", lambda there=there: there)
+        assert choose_precision("auto", "gpu", 64)[0] == ("bf16" if there else "fp32")
+        assert ("compute capability 8.0" in choose_precision("auto", "gpu", 64)[1]) is not there
+        assert choose_precision("auto", "cpu", 64)[0] == "fp32"
+        precision, why = choose_precision("auto", "gpu", 40)
+        assert precision == "fp32" and "this model has 40" in why
+        for given in ("fp32", "bf16"):  # Transformer refuses what is not supported
+            assert choose_precision(given, "gpu", 40) == (given, "")
+
+
+def test_training_takes_bf16_where_it_is(tmp_path, monkeypatch):
+    """Up to the making of the model, which needs a GPU."""
+    asked = []
+
+    class Enough(Exception): ...
+
+    def made(config, seed, device, precision, *rest):
+        asked.append((config.head_dim, device, precision))
+        raise Enough
+
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(loop, "resolve_device", lambda _: "gpu")
+    monkeypatch.setattr(loop, "Transformer", made)
+    monkeypatch.setattr(model_module, "has_bf16", lambda: True)
+    monkeypatch.setitem(PRESETS, "odd", Preset(dict(runs.SHAPE, head_dim=24), PRESETS["test"].train))
+    for preset, precision in (("test", "auto"), ("odd", "auto"), ("test", "fp32")):
+        with pytest.raises(Enough):
+            runs.run(tmp_path, preset=preset, precision=precision)
+    assert asked == [(32, "gpu", "bf16"), (24, "gpu", "fp32"), (32, "gpu", "fp32")]
 
 
 def pair(**changes):

@@ -1,22 +1,27 @@
 """A run that is stopped and resumed equals one that was never stopped, byte for byte: logs, samples, checkpoints."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checks import GPU
 from rich.console import Console
-from runs import DATA, assert_same_run, checkpoints, metrics, run
+from runs import DATA, assert_same_run, checkpoints, metrics, options, run
 from signals import default_signals
 
+from xtrain import blas
+from xtrain.config import resolve
+from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.train import main
-from xtrain.training import preemption
+from xtrain.training import preemption, run_folder
 from xtrain.training.preemption import StopRequest, parse_seconds
 from xtrain.training.run import Run
 from xtrain.training.run_log import RunLog
@@ -136,24 +141,149 @@ def test_a_change_can_be_allowed(stopped, tmp_path, name):
     assert metrics(folder)[-1]["step"] == changed.get("steps", 20)
 
 
-def test_another_text_or_tokenizer(stopped, tmp_path):
+def test_another_text(stopped, tmp_path):
+    """It is tokenized with the tokenizer of the checkpoint: the weights belong to it."""
     shutil.copytree(stopped, tmp_path / "run")
     other = tmp_path / "other.txt"
     other.write_text((DATA / "grammar.txt").read_text() * 2)
     with pytest.raises(
-        UserError, match=r"the text is not the same \(sha256 was \w{16}, is \w{16}\)"
+        UserError, match=r"the text is not the same \(sha256 was \w{16}, is \w{16}\).*--allow-change data$"
     ):
         run(tmp_path, resume=True, data=str(other))
-    with pytest.raises(UserError) as error:
-        run(tmp_path, resume=True, data=str(other), allow_change=("data",))
-    assert "the tokenizer is not the same" in str(error.value) and "the text" not in str(
-        error.value
-    )
-    own = str(stopped / "checkpoints/step-000010/tokenizer.json")
-    with pytest.raises(UserError, match=r"--allow-change data$"):
-        run(tmp_path, resume=True, data=str(other), tokenizer=own)
-    folder = run(tmp_path, resume=True, data=str(other), tokenizer=own, allow_change=("data",))
+    folder = run(tmp_path, resume=True, data=str(other), allow_change=("data",))
     assert metrics(folder)[-1]["step"] == 20
+    tokenizers = [folder / f"checkpoints/step-0000{step}/tokenizer.json" for step in (10, 20)]
+    assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
+
+
+def test_another_tokenizer(stopped, tmp_path):
+    """Nothing suggests it; who insists can have it."""
+    shutil.copytree(stopped, tmp_path / "run")
+    Tokenizer.train([(DATA / "grammar.txt").read_text()[:9000]], 320).save(tmp_path / "other")
+    kind = dict(resume=True, tokenizer=str(tmp_path / "other" / "tokenizer.json"))
+    with pytest.raises(UserError, match="the tokenizer is not the same.*omit --tokenizer") as error:
+        run(tmp_path, **kind)
+    assert "--allow-change" not in str(error.value)
+    with pytest.raises(UserError, match=r"omit --tokenizer.*--allow-change lr$"):
+        run(tmp_path, **kind, lr=0.1)
+    folder = run(tmp_path, **kind, allow_change=("tokenizer",))
+    assert metrics(folder)[-1]["step"] == 20
+
+
+# ----------------------------------------------------------------------------- options that are not given again
+def command(out, *more):
+    return main(["--out", str(out), "--name", "run", "--resume", *map(str, more)])
+
+
+def stored(folder):
+    return json.loads((folder / "config.json").read_text())["train"]
+
+
+def test_the_name_is_enough(stopped, tmp_path, capsys):
+    shutil.copytree(stopped, tmp_path / "run")
+    assert command(tmp_path) == 0, capsys.readouterr().err
+    assert_same_run(tmp_path / "run", run(tmp_path / "whole"))
+    before, after = stored(stopped), stored(tmp_path / "run")
+    mine = {"out", "resume", "stop_at"}
+    assert {k: v for k, v in before.items() if k not in mine} == {k: v for k, v in after.items() if k not in mine}  # fmt: skip
+
+
+def test_options_that_are_given_count(stopped, tmp_path, capsys):
+    """Also those that have their default value, which is not the run's."""
+    shutil.copytree(stopped, tmp_path / "run")
+    assert command(tmp_path, "--lr", 0.003) == 2
+    assert "lr was 0.0005, is 0.003" in capsys.readouterr().err
+    assert command(tmp_path, "--clip", 1.0, "--eval-every", 7, "--stop-at", 12) == 0
+    assert stored(tmp_path / "run")["eval_every"] == 7
+    assert checkpoints(tmp_path / "run")[-1] == "step-000012"
+    assert command(tmp_path) == 0, "--stop-at counts for one process"
+    assert checkpoints(tmp_path / "run")[-1] == "step-000020"
+
+
+def test_an_allowed_change_stays_allowed(stopped, tmp_path, capsys):
+    """Killed after the change, before the next checkpoint."""
+    shutil.copytree(stopped, tmp_path / "run")
+    assert command(tmp_path, "--lr", 0.001, "--allow-change", "lr", "--stop-at", 11) == 0
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000011")
+    assert command(tmp_path, "--stop-at", 11) == 0, capsys.readouterr().err
+    assert metrics(tmp_path / "run")[-1]["lr"] > 0.0005
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000011")
+    assert command(tmp_path, "--lr", 0.002) == 2, "another change is another decision"
+    assert "lr was 0.0005, is 0.002" in capsys.readouterr().err
+
+
+def test_the_last_run_without_a_name(tmp_path, capsys):
+    """tiny, tiny-2: the newest continues, with its own options."""
+    for steps in (6, 4):
+        run(tmp_path, name=None, preset="tiny", steps=steps, stop_at=2, micro_batch=2)
+    assert main(["--out", str(tmp_path), "--preset", "tiny", "--resume"]) == 0, capsys.readouterr().err
+    assert metrics(tmp_path / "tiny-2")[-1]["step"] == 4 and stored(tmp_path / "tiny-2")["micro_batch"] == 2
+    assert metrics(tmp_path / "tiny")[-1]["step"] == 2
+    assert main(["--out", str(tmp_path), "--name", "tiny-3", "--resume"]) == 2
+    assert "no checkpoint to resume from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["missing", "no JSON", "wrong types"])
+def test_without_the_stored_options(stopped, tmp_path, capsys, damage):
+    shutil.copytree(stopped, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    if damage == "wrong types":
+        record = json.loads(path.read_text())
+        record["train"] |= {"lr": "fast", "batch": True, "graph": 3, "device": "abacus", "steps": [1]}
+        path.write_text(json.dumps(record))
+    else:
+        path.unlink() if damage == "missing" else path.write_text("{")
+    assert command(tmp_path, "--data", DATA / "grammar.txt") == 2
+    error = capsys.readouterr().err
+    assert "cannot resume" in error and "Traceback" not in error
+    assert ("is missing or damaged: options that are not given have their defaults" in error) is (
+        damage != "wrong types"
+    )
+
+
+def test_a_run_of_several_ranks_continues_on_one(stopped, tmp_path, capsys):
+    """A micro-batch that was the whole share of a rank is the whole share again."""
+    shutil.copytree(stopped, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    record = json.loads(path.read_text())
+    record["machine"]["ranks"], record["train"]["micro_batch"] = 2, 2
+    path.write_text(json.dumps(record))
+    assert command(tmp_path, "--stop-at", 11) == 0, capsys.readouterr().err
+    assert stored(tmp_path / "run")["micro_batch"] == 4
+
+
+def test_the_precision_stays(stopped, tmp_path, monkeypatch):
+    """Also in a run that an earlier version began, in which fp32 was the default."""
+    shutil.copytree(stopped, tmp_path / "run")
+    config, shape = resolve(options(tmp_path, resume=True, precision="auto"), gpu=True)
+    folder = run_folder.choose(config, "run", print)
+    assert run_folder.with_first_options(config, folder).precision == "fp32"
+    folder.saved.state["options"]["precision"] = "bf16"
+    assert run_folder.with_first_options(config, folder).precision == "bf16"
+    config = replace(config, precision="fp32")
+    assert run_folder.with_first_options(config, folder).precision == "fp32", "given: refused later"
+
+
+@pytest.mark.skipif(GPU or (blas.threads() or 0) < 1 or blas.cores() < 2, reason="needs two cores")
+def test_the_threads_stay(tmp_path, monkeypatch):
+    """The number decides the last bits: a run keeps that of its checkpoint."""
+    for name in blas.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(blas, "fastest_threads", lambda *shape: 2)
+    whole = run(tmp_path / "a")
+    parts = run(tmp_path / "b", stop_at=7)
+    assert stored(parts)["blas_threads"] == 2
+    monkeypatch.setattr(blas, "fastest_threads", lambda *shape: 1)
+    console = Console(record=True, width=1000)
+    run(tmp_path / "b", console, resume=True)
+    assert "matrix products on 2 of" in console.export_text()
+    assert_same_run(whole, parts)
+    assert stored(run(tmp_path / "c", steps=3))["blas_threads"] == 1
+    console = Console(record=True, width=1000)
+    other = run(tmp_path / "d", stop_at=7)
+    run(tmp_path / "d", console, resume=True, blas_threads=2)
+    assert "blas_threads was 1, is 2: the last digits may differ" in console.export_text()
+    assert stored(other)["blas_threads"] == 2
 
 
 def test_a_name_that_cannot_be_allowed(tmp_path, capsys):

@@ -13,12 +13,12 @@ import time
 
 import pytest
 from rich.console import Console
-from runs import DATA, assert_same_run, checkpoints, run
+from runs import DATA, assert_same_run, checkpoints, options, run
 
 from xtrain.errors import UserError
 from xtrain.files import DiskFull
 from xtrain.formats import manifest
-from xtrain.train import main
+from xtrain.train import main, train
 from xtrain.training import checkpoint
 from xtrain.training import loop as train_module
 from xtrain.training.checkpoint_writer import CheckpointWriter
@@ -400,15 +400,24 @@ def test_weights_to_begin_with_are_needed_once(stopped, tmp_path):
     assert_same_run(ours, whole)
 
 
-def test_how_to_go_on(tmp_path):
+def test_how_to_go_on(tmp_path, capsys):
+    """The printed command is run as it is."""
+
     def ends(**more):
         said = Console(record=True, width=1000)
         run(tmp_path, said, **KIND | more)
         return next((x.split("  ")[-1].strip() for x in said.export_text().splitlines() if "continue this run" in x), "")  # fmt: skip
 
-    assert ends(stop_at=3) == "the same command with --resume and a larger --stop-at, or none"
-    assert ends(stop_at=3, resume=True) == "the same command with --resume and a larger --stop-at, or none"  # fmt: skip
-    assert ends(time_limit="0.001", resume=True) == "the same command with --resume"
+    words = f"python -m xtrain.train --out {shlex.quote(str(tmp_path))} --name run --resume"
+    assert ends(stop_at=3) == words
+    assert ends(time_limit="0.001", resume=True) == words
+    assert main(shlex.split(words)[3:]) == 0 and "step 9" in capsys.readouterr().out
     assert ends(resume=True) == ""
-    words = "the same command with --resume and --steps larger than 9"
-    assert ends(resume=True, steps=5, allow_change=("steps",)) == words
+    more = " --steps N --allow-change steps, N larger than 9"
+    assert ends(resume=True, steps=5, allow_change=("steps",)) == words + more
+
+    class Mine(Run): ...
+
+    said = Console(record=True, width=1000)
+    train(options(tmp_path, **KIND, name="mine", stop_at=3), said, make_run=Mine)
+    assert "the same program with resume=True" in said.export_text()

@@ -26,7 +26,9 @@ def options(out, **more):
         "preset": "tiny", "data": str(DATA / "grammar.txt"), "out": str(out), "name": "run", "vocab_size": 320,
         "steps": 20, "batch": 4, "seq_len": 32, "eval_batches": 2, "eval_every": 10, "sample_every": 10,
         "sample_tokens": 8, "save_every": 10, "warmup": 2, "lr": 5e-4,
+        "precision": "fp32",
     }  # fmt: skip
+    defaults["warmup"] = max(0, min(2, more.get("steps", 20) - 2))
     return TrainConfig(**{**defaults, **more})
 
 

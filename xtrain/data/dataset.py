@@ -137,10 +137,12 @@ class _Cache:
         self.text_name = f"text-{hashlib.sha256(root).hexdigest()[:16]}-f{FORMAT}"
 
     def entry(self, sha256: str) -> Path:
-        """The cache entry of a text with this hash."""
-        given = self.given
-        which = f"t{given.sha256[:16]}e{given.eot_id}" if given else f"v{self.vocab_size}"
-        return self.folder / f"{sha256[:16]}-{which}-f{FORMAT}"
+        """The cache entry of a text with this hash. A given tokenizer may be the one that was trained on this text."""
+        entry = lambda which: self.folder / f"{sha256[:16]}-{which}-f{FORMAT}"
+        trained, given = entry(f"v{self.vocab_size}"), self.given
+        if given is None or _has_tokenizer(trained, given):
+            return trained
+        return entry(f"t{given.sha256[:16]}e{given.eot_id}")
 
     def known_text(self) -> Corpus | None:
         """The corpus of a text that has not changed since it was last read, if there is one."""
@@ -238,6 +240,15 @@ class _Cache:
         with Tokenizing(work, self.given, train, tell) as tokenizing:
             tokenizing(documents, found)
         files.sync_folder(work)
+
+
+def _has_tokenizer(entry: Path, tokenizer: Tokenizer) -> bool:
+    """Is there a cache entry that was made with this tokenizer?"""
+    try:
+        own = Tokenizer.load(entry)
+    except (OSError, UserError):
+        return False
+    return (own.sha256, own.eot_id) == (tokenizer.sha256, tokenizer.eot_id)
 
 
 def _counted(documents: Documents, progress: Progress) -> Iterator[tuple[str, bool]]:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .. import blas
 from ..config import PRESETS, ModelConfig, Preset, TrainConfig, resolve
 from ..data.batches import Loader
 from ..data.shards import write_shard
@@ -33,12 +34,13 @@ from ..device import (
 )
 from ..errors import UserError
 from ..nn.cuda_graph import Graphed
-from ..nn.model import Transformer
+from ..nn.model import Transformer, choose_precision
 from ..nn.observers import Op, OpObserver, observe_ops
 from ..report import page as report
 from ..report.profiled import RecordingConsole, shape_of, with_options_of
 from ..training import memory_plan as memory
 from ..training.model_summary import describe
+from ..training.phase_timer import CAPTURED_PHASES, EAGER_PHASES, NoPhaseTimer
 from ..training.run import Run
 from . import kernel_times
 from .kernel_times import Recorder
@@ -81,7 +83,10 @@ class Options:
     # sequences in one forward pass, on each GPU; none: the preset's
     batch: int | None = None
     seq_len: int | None = None  # tokens per sequence; none: the preset's
-    precision: Literal["fp32", "bf16"] = "fp32"  # of activations and matrix products
+    # of activations and matrix products; auto: as in xtrain.train, with --plan as on a GPU that supports bf16
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    # on a CPU, threads of a matrix product; none: measured at the start
+    blas_threads: int | None = None
     recompute: Literal["none", "attention", "block"] = "none"  # what backward recomputes
     gpus: str = "1,4,8"  # --plan: numbers of GPUs, separated by commas
     # --plan: memory of a GPU, 10^9 bytes; none: this machine's card, else 80
@@ -233,41 +238,75 @@ def a_run(o: Options) -> Any:
         yield Run(c, model, corpus)
 
 
-def parts(run: Run, steps: int) -> dict[str, float]:
-    """Median milliseconds of each part of a step, synchronized before and after; as CUDA graphs if the run uses them.
+class _SynchronizedTimer(NoPhaseTimer):
+    """The phases of steps, each measured from an idle device to an idle device. ms: of each step so far.
 
-    data, forward and the whole step are measured. backward is (forward + backward) minus forward; clip + AdamW is the
-    remainder of the whole step.
+    phases: those that are measured. Inside a step that is being captured nothing may wait for the GPU.
     """
-    model, device = run.model, run.model.device
-    ids, targets = run.loader.next_batch()
+
+    def __init__(self, device: str, phases: tuple[str, ...]):
+        self.device, self.phases = device, phases
+        self.phase, self.start = "", 0.0
+        self.ms: dict[str, list[float]] = {phase: [] for phase in phases}
+
+    def begin(self, phase: str) -> None:
+        if phase in self.phases:
+            self.end()
+            self.phase, self.start = phase, time.perf_counter()
+
+    def end(self) -> None:
+        synchronize(self.device)
+        if self.phase:
+            self.ms[self.phase].append(1e3 * (time.perf_counter() - self.start))
+        self.phase = ""
+
+
+def parts(run: Run, steps: int) -> dict[str, float]:
+    """Median milliseconds of each part of a step, and of the whole step, synchronized before and after.
+
+    The parts of a step that is a CUDA graph are graphs of their own; backward is then (forward + backward) minus forward.
+    """
+    device, graph = run.model.device, run.model.device == "gpu" and run.config.graph
+    for _ in range(3):  # a warm-up
+        run.step()
+    timer = _SynchronizedTimer(device, CAPTURED_PHASES if graph else EAGER_PHASES)
+    run.phase_timer = timer
+    whole = _wall(run.step, device, steps)
+    median = {phase: float(np.median(times)) for phase, times in timer.ms.items()}
+    run.phase_timer = NoPhaseTimer()
+    names = {"optimizer": "clip + AdamW"}
+    if graph:
+        median = {"data": median["data"], **_graph_parts(run, steps)}
+    return {**{names.get(phase, phase): t for phase, t in median.items()}, "whole step": whole}
+
+
+def _graph_parts(run: Run, steps: int) -> dict[str, float]:
+    model, hyper = run.model, run.optimizer.advance()
+    ids, targets = run.next_batch()
 
     def forward(ids, targets):
         return (model.loss(ids, targets).data.reshape(1),)
 
-    def backward(ids, targets):
+    def both(ids, targets):
         model.zero_grad()
         loss = model.loss(ids, targets)
         loss.backward()
         return (loss.data.reshape(1),)
 
-    def wall(f):
-        call = f
-        if device == "gpu" and run.config.graph:
-            call = Graphed(f, model.arena)
-        elif device == "gpu":
-            call = lambda *inputs: f(*(to_device(x, "gpu") for x in inputs))
-        for _ in range(3):
-            call(ids, targets)
-        return _wall(lambda: call(ids, targets), device, steps)
+    def optimizer(hyper):
+        norm, factor = run.parallel.clip(run.optimizer, run.config.clip)
+        run.optimizer.apply(hyper, factor)
+        return (norm,)
 
-    ms = {"data": _wall(run.loader.next_batch, device, steps), "forward": wall(forward)}
-    ms["backward"] = wall(backward) - ms["forward"]
-    for _ in range(3):
-        run.step()
-    whole = _wall(run.step, device, steps)
-    ms["clip + AdamW"] = whole - sum(ms.values())
-    ms["whole step"] = whole
+    def measured(f, *inputs):
+        graph = Graphed(f, model.arena)
+        for _ in range(3):
+            graph(*inputs)
+        return _wall(lambda: graph(*inputs), "gpu", steps)
+
+    ms = {"forward": measured(forward, ids, targets)}
+    ms["backward"] = max(0.0, measured(both, ids, targets) - ms["forward"])
+    ms["optimizer"] = measured(optimizer, hyper)
     return ms
 
 
@@ -479,8 +518,16 @@ def profile(o: Options) -> None:
     """Run `xtrain.profile`. Raises UserError."""
     console = RecordingConsole(width=None if sys.stdout.isatty() else 160)
     o = o if o.run is None else with_options_of(o.run, o)
+    config, batch, T = model_config(o)
+    device = resolve_device(o.device) if not o.plan else "gpu" if gpu_available() else "sim"
+    o = replace(o, precision=choose_precision(o.precision, device, config.head_dim)[0])
     check_files(o)
-    show_plan(o, console) if o.plan else measure(o, console)
+    with contextlib.ExitStack() as stack:
+        if device == "cpu" and not o.plan:
+            shape = batch * T, config.dim, config.hidden_dim
+            threads = blas.choose_threads(o.blas_threads, *shape, blas.cores())
+            stack.enter_context(blas.use_threads(threads))
+        show_plan(o, console) if o.plan else measure(o, console)
     if o.run is not None and not o.plan:
         kept = console.save(o.run)
         _say(console, escape(f"tables: {kept}; on a page: {report.write([o.run])}"))

@@ -13,7 +13,7 @@ write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its v
 import functools
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -209,13 +209,34 @@ class Decoder(Module):
 STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)
 
 
+def bf16_obstacle(device: str, head_dim: int) -> str:
+    """Why a model cannot compute in bf16 there; "" if it can. device: "cpu", "gpu", or "sim" for any GPU that supports bf16."""
+    if device == "cpu":
+        return "bf16 is not supported on the CPU"
+    if head_dim not in WIDTHS:
+        widths = ", ".join(map(str, WIDTHS))
+        return f"attention in bf16 supports head_dim {widths}, this model has {head_dim}"
+    if device == "gpu" and not has_bf16():
+        return "this GPU has no bf16 instructions, which need compute capability 8.0 (Ampere)"
+    return ""
+
+
+def choose_precision(
+    precision: str, device: str, head_dim: int
+) -> tuple[Literal["fp32", "bf16"], str]:
+    """"auto" -> ("bf16", ""), or ("fp32", why bf16 is not supported). Another precision is returned as it is, with ""."""
+    obstacle = bf16_obstacle(device, head_dim) if precision == "auto" else ""
+    chosen = precision if precision != "auto" else "fp32" if obstacle else "bf16"
+    return cast(Literal["fp32", "bf16"], chosen), obstacle
+
+
 class Transformer(Module):
     """The model. Calling it gives logits, `loss` the mean cross-entropy.
 
     device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
 
     precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights, their gradients,
-    moments, the residual stream and all sums in float32.
+    moments, the residual stream and all sums in float32. Here fp32 is the default; the commands choose (choose_precision).
     seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).
     recompute: which activations backward recomputes instead of keeping them (activation checkpointing): "none", "attention"
     (between its matrix products) or "block". May be set at any time; changes no bit of any gradient.
@@ -255,20 +276,14 @@ class Transformer(Module):
         self.special_tokens: dict[str, Any] = {}
 
     def _check_precision(self) -> None:
-        D, half = self.config.head_dim, self.precision == "bf16"
+        half = self.precision == "bf16"
         if self.precision not in ("fp32", "bf16") or (half and self.device == "cpu"):
             raise UserError(
                 f"precision {self.precision!r} is not supported on the {self.device}: choose fp32, or bf16 on a GPU"
             )
-        if half and D not in WIDTHS:
-            widths = ", ".join(map(str, WIDTHS))
-            raise UserError(
-                f"attention in bf16 supports head_dim {widths}, this model has {D}: choose precision fp32"
-            )
-        if half and self.device == "gpu" and not has_bf16():
-            raise UserError(
-                "this GPU has no bf16 instructions, which need compute capability 8.0 (Ampere): choose precision fp32"
-            )
+        obstacle = bf16_obstacle(self.device, self.config.head_dim) if half else ""
+        if obstacle:
+            raise UserError(f"{obstacle}: choose precision fp32")
 
     def __call__(self, ids: Array) -> Tensor:
         """ids (B, T), whole numbers, NumPy or CuPy -> logits Tensor (B, T, V), float32.

@@ -237,8 +237,14 @@ class Arena:
     @grads.setter
     def grads(self, array: Array) -> None:
         """The values are copied, the array stays the same. (`arena.grads *= 2` also calls this.)"""
+        self.need_grads()
         if array is not self._grads:
             self.grads[...] = array
+
+    def need_grads(self) -> None:
+        """Raises UserError if there are no gradients."""
+        if not self.trainable:
+            raise UserError("this model has no gradients: make it with trainable=True")
 
     def zero_unwritten_grads(self) -> None:
         """Fill with zeros every gradient that has not been written since zero_grad, for code that keeps the array `grads`."""
@@ -249,6 +255,7 @@ class Arena:
 
     def zero_grad(self) -> None:
         """All gradients = 0; those of matrices only by their flags (see the top of this file)."""
+        self.need_grads()
         for a, b in self._not_matrices:
             self._grads[a:b].fill(0)
         for parameter in self.matrices:
@@ -360,9 +367,8 @@ class Module:
             parameter.data = values
 
     def zero_grad(self) -> None:
-        """All gradients = 0. Call it before the first backward of each step: backward adds to them."""
-        if not self.arena.trainable:
-            raise UserError("this model has no gradients: make it with trainable=True")
+        """All gradients = 0. Call it before the first backward of each step: backward adds to them. Raises UserError if the model
+        was made with trainable=False."""
         self.arena.zero_grad()
 
 

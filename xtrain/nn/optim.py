@@ -26,7 +26,7 @@ class AdamW:
 
     owned: [(start, end), ...], the slices of the arena that are updated here; None: all of it. (ZeRO-1: parallel/zero.py.)
     m, v: the moments of the owned slices, concatenated.  t: number of steps so far.  lr may be changed between steps.
-    Raises UserError when a value is out of range or a parameter is not in the model's arena.
+    Raises UserError when a value is out of range, a parameter is not in the model's arena, or the model has no gradients.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class AdamW:
             if not ok:
                 raise UserError(f"AdamW: {name} is out of range")
         self.model, self.arena, device = model, model.arena, model.arena.kind[0]
+        self.arena.need_grads()
         if any(p.version is not self.arena.version for _, p in model.storage()):
             raise UserError(
                 "a parameter is not in the model's arena: call model.renew_arena() after replacing modules, then make AdamW"
@@ -125,8 +126,9 @@ class AdamW:
 def clip(model: Transformer, max_norm: float) -> tuple[Array, Array]:
     """-> (global gradient norm, factor that scales it down to max_norm), (1,) arrays on the device.
 
-    Nothing is scaled here: pass the factor to AdamW.step. max_norm 0 means no clipping.
+    Nothing is scaled here: pass the factor to AdamW.step. max_norm 0 means no clipping. Raises UserError without gradients.
     """
+    model.arena.need_grads()
     stats = grad_norm(model.arena.grads, max_norm)
     return stats[:1], stats[1:]
 

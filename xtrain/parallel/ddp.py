@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -350,8 +349,6 @@ def train_parallel(
     if resolve_device(config.device) == "gpu":
         load_nccl()
         choose_gpu(ranks)
-    else:
-        divide_cores(ranks)
     runs: list[Run] = []
     with contextlib.ExitStack() as stack:
 
@@ -389,14 +386,3 @@ def check_ranks_agree(config: ParallelConfig, ranks: Ranks) -> None:
     }
     ranks.check_same(versions | options, "the same version and the same options")
 
-
-def divide_cores(ranks: Ranks) -> None:
-    """Give each rank's BLAS its share of the machine's cores: more threads than cores are slower."""
-    if {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
-        return
-    try:
-        from threadpoolctl import threadpool_limits
-    except ImportError:
-        return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threadpool_limits(max(1, (cores or 1) // ranks.local_world))

@@ -176,21 +176,26 @@ def _decades(low: float, high: float) -> Iterable[float]:
 
 
 def _numbers(ticks: list[float]) -> list[str]:
-    """The labels of an axis, in one format where possible: 0, 2e-4, 4e-4 ... 1e-3; 1.23M."""
+    """The labels of an axis, in one format where possible and all different: 0, 2e-4, 4e-4 ... 1e-3; 1.23M."""
     small = all(abs(x) < 0.0101 for x in ticks)
-    return [_small(x) if small and x else _number(x) for x in ticks]
+    labels: list[str] = []
+    for more in range(14):  # digits beyond the usual ones, up to those that float64 has
+        labels = [_small(x, 4 + more) if small and x else _number(x, more) for x in ticks]
+        if len(set(labels)) == len(set(ticks)):
+            break
+    return labels
 
 
-def _small(x: float) -> str:
-    mantissa, power = f"{x:.3e}".split("e")
-    return f"{float(mantissa):.4g}e{int(power)}"
+def _small(x: float, digits: int = 4) -> str:
+    mantissa, power = f"{x:.{digits - 1}e}".split("e")
+    return f"{float(mantissa):.{digits}g}e{int(power)}"
 
 
-def _number(x: float) -> str:
+def _number(x: float, more: int = 0) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(x) >= size:
-            return f"{x / (1e3 if letter == 'k' else size):.3g}{letter}"
-    return f"{x:.4g}" if x == 0 or abs(x) >= 1e-3 else _small(x)
+            return f"{x / (1e3 if letter == 'k' else size):.{3 + more}g}{letter}"
+    return f"{x:.{4 + more}g}" if x == 0 or abs(x) >= 1e-3 else _small(x, 4 + more)
 
 
 def _n(x):

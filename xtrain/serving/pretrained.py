@@ -10,11 +10,11 @@ from typing import Literal
 
 from ..cli import say
 from ..data.tokenizer import Tokenizer
-from ..device import has_bf16, resolve_device
+from ..device import resolve_device
 from ..errors import UserError
 from ..formats import huggingface
 from ..json_files import is_folder, read_json
-from ..nn.model import Transformer
+from ..nn.model import Transformer, choose_precision
 from ..training import checkpoint
 from .chat_template import ChatTemplate
 
@@ -39,16 +39,17 @@ def load(
 ) -> Pretrained:
     """Load model, tokenizer and stop tokens from a Hugging Face folder or from an xtrain run.
 
-    device: "auto" (the GPU if there is one), "cpu" or "gpu".  precision: "auto" (bf16 on a GPU that supports it), "fp32" or
-    "bf16". The tokenizer is checked before the weights are read.
+    device: "auto" (the GPU if there is one), "cpu" or "gpu".  precision: "auto" (nn.model.choose_precision), "fp32" or "bf16".
+    The tokenizer is checked before the weights are read.
     Raises UserError if anything is missing, damaged or not supported.
     """
     if not str(folder):  # --model "$UNSET": Path("") would be the current folder
         raise UserError("the name of the model's folder is empty: give one")
     folder, device = model_folder(Path(folder)), resolve_device(device)
-    if precision == "auto":
-        precision = "bf16" if device == "gpu" and has_bf16() else "fp32"
     config = huggingface.read_config(folder)
+    chosen, obstacle = choose_precision(precision, device, config.head_dim)
+    if obstacle and device == "gpu":
+        say(f"precision fp32: {obstacle}")
     if not (folder / "tokenizer.json").is_file() and (folder / "tokenizer.model").is_file():
         raise UserError(
             f"{folder} has a tokenizer.model, but no tokenizer.json: make one with transformers.AutoTokenizer."
@@ -61,7 +62,7 @@ def load(
             "use the tokenizer that belongs to the model"
         )
     stop = stop_tokens(folder, tokenizer)
-    model = Transformer.from_pretrained(folder, device, precision, trainable=False)
+    model = Transformer.from_pretrained(folder, device, chosen, trainable=False)
     return Pretrained(folder, model, tokenizer, stop)
 
 

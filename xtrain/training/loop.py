@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -13,14 +13,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
+from .. import blas
 from ..cli import Output
 from ..config import ModelConfig, ResolvedConfig, TrainConfig, resolve
 from ..console import PrintableConsole
 from ..data.dataset import Corpus, prepare
 from ..device import device_name, resolve_device, to_numpy
 from ..errors import UserError
+from ..formats.huggingface import read_config
 from ..kernels.runtime.launch import set_debug
-from ..nn.model import Transformer
+from ..nn.model import Transformer, choose_precision
 from . import checkpoint, out_of_memory, run_folder
 from .checkpoint import Saved
 from .checkpoint_writer import CheckpointWriter
@@ -64,7 +66,7 @@ class Loop:
         self.unread: list[StepResult] = []  # steps whose numbers are still on the device
         self.since = 0.0  # when the first of them began
         self.flops_per_token = flops_per_token(run.model, c.seq_len)
-        self.peak_flops = peak_flops(c.precision) if gpu else None
+        self.peak_flops = peak_flops(run.model.precision) if gpu else None
         self.read_every = GPU_READ_EVERY if gpu else 1
         self.layers_every = max(self.read_every, c.steps // LAYER_RECORDS)
         self.phase_timer = run.phase_timer = PhaseTimer(run.model.device, gpu and c.graph)
@@ -198,10 +200,16 @@ def train(
             summary_writer()  # raises if the package is missing
         name = config.name
         resolved, shape = resolve(config, device == "gpu", ranks.world)
-        stack.enter_context(out_of_memory.explained(resolved, shape, device))
         folder = ranks.on_rank_0(lambda: run_folder.choose(resolved, name, warn))
         resolved = run_folder.with_first_options(resolved, folder)
-        corpus = _read_text(resolved, ranks, console)
+        known = _known_shape(resolved, shape, folder.saved)
+        precision, obstacle = choose_precision(resolved.precision, device, known.head_dim)
+        resolved = replace(resolved, precision=precision)
+        stack.enter_context(out_of_memory.explained(resolved, shape, device))
+        if device == "cpu":
+            resolved = _with_blas_threads(resolved, known, folder.saved, ranks)
+            stack.enter_context(blas.use_threads(resolved.blas_threads))
+        corpus = _read_text(resolved, folder.tokenizer(resolved), ranks, console)
         shape["vocab_size"] = corpus.vocab_size
         # the model gets no name here: make_run may replace it, and the memory of the first must then be freed
         run = make_run(
@@ -214,12 +222,14 @@ def train(
         corpus.val_batches(1, resolved.micro_batch, resolved.seq_len)
         folder = ranks.on_rank_0(lambda: run_folder.claim(folder, resolved, name, warn, stack))
         path, saved = folder.path, folder.saved
-        _introduce(console, path, run, device)
+        _introduce(console, path, run, device, obstacle)
         if saved:
             run.resume(saved, warn)
             say(f"resumed from {escape(str(saved.folder))}")
         ranks.on_rank_0(
-            lambda: run_folder.write_config(path, resolved, run.model.config, corpus, device)
+            lambda: run_folder.write_config(
+                path, resolved, run.model.config, corpus, device, ranks.world
+            )
         )
         log: RunLog | NullRunLog = NullRunLog()
         if ranks.rank == 0:
@@ -247,11 +257,49 @@ def _warn_of_little_room(run: Run, path: Path, warn: Callable[[str], None]) -> N
         warn(sentence)
 
 
-def _introduce(console: Console, path: Path, run: Run, device: str) -> None:
-    """Print the run's name, model and text."""
+def _known_shape(
+    config: ResolvedConfig, shape: dict[str, Any], saved: Saved | None
+) -> ModelConfig:
+    """The model's shape, as far as it is known before the text is read: its vocabulary may become smaller."""
+    if saved is not None and config.init is not None:
+        return _saved_shape(saved)
+    if config.init is not None:
+        return read_config(Path(config.init))
+    return ModelConfig(vocab_size=config.vocab_size, **shape)
+
+
+def _saved_shape(saved: Saved) -> ModelConfig:
+    names = {f.name for f in fields(ModelConfig)}
+    return ModelConfig.from_dict({n: x for n, x in saved.state["options"].items() if n in names})
+
+
+def _with_blas_threads(
+    config: ResolvedConfig, model: ModelConfig, saved: Saved | None, ranks: SingleProcess
+) -> ResolvedConfig:
+    """blas_threads on a CPU: on resuming those of the checkpoint, else blas.choose_threads, the fewest of all ranks."""
+    number, share = config.blas_threads, max(1, blas.cores() // ranks.local_world)
+    made_on = {} if saved is None else saved.state["made_on"]
+    if number is None and made_on.get("ranks") == ranks.world:
+        before = made_on.get("blas_threads")
+        if before is None and not blas.in_environment():
+            before = share  # earlier versions took all cores, and did not record it
+        number = before if type(before) is int and 0 < before <= blas.cores() else None
+    rows = config.micro_batch * config.seq_len
+    number = blas.choose_threads(number, rows, model.dim, model.hidden_dim, share)
+    found = ranks.gather(number)
+    return replace(config, blas_threads=None if None in found else min(found))
+
+
+def _introduce(console: Console, path: Path, run: Run, device: str, obstacle: str) -> None:
+    """Print the run's name, model, device and text. obstacle: why it is not bf16, if that would be the default."""
     corpus, model = run.corpus, run.model
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
-    say(f"[bold]{escape(path.name)}[/]: {describe(model.config)}, on {device_name(device)}")
+    how = run.config.precision
+    if device == "cpu" and run.config.blas_threads:
+        how += f", matrix products on {run.config.blas_threads} of {blas.cores()} cores (--blas-threads)"
+    elif obstacle and device == "gpu":
+        how += f" ({obstacle})"
+    say(f"[bold]{escape(path.name)}[/]: {describe(model.config)}, on {device_name(device)}, {how}")
     skipped = f", files left out (not text): {corpus.skipped}" if corpus.skipped else ""
     say(
         f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, sha256 {corpus.sha256[:16]}, "
@@ -260,7 +308,9 @@ def _introduce(console: Console, path: Path, run: Run, device: str) -> None:
     console.print(parameter_table(model))
 
 
-def _read_text(config: ResolvedConfig, ranks: SingleProcess, console: Console) -> Corpus:
+def _read_text(
+    config: ResolvedConfig, tokenizer: str | None, ranks: SingleProcess, console: Console
+) -> Corpus:
     """Read and tokenize the text, on rank 0 first: the others read its cache."""
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("reading the text", total=1)
@@ -268,7 +318,7 @@ def _read_text(config: ResolvedConfig, ranks: SingleProcess, console: Console) -
         read = lambda: prepare(
             config.data,
             config.vocab_size,
-            tokenizer=config.tokenizer,
+            tokenizer=tokenizer,
             progress=show,
             verify=config.verify_data,
         )
@@ -291,9 +341,7 @@ def _make_model(
         model = Transformer.from_pretrained(config.init, device, config.precision, world=world)
         model.recompute = config.recompute
     else:
-        names = {f.name for f in fields(ModelConfig)}
-        shape = {name: x for name, x in saved.state["options"].items() if name in names}
-        model = Transformer(ModelConfig.from_dict(shape), None, *options)
+        model = Transformer(_saved_shape(saved), None, *options)
     if corpus.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size} tokens, the model in {config.init} only {model.config.vocab_size}: "

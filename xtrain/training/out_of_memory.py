@@ -12,6 +12,7 @@ from ..device import cupy
 from ..errors import UserError, describe_out_of_memory, is_out_of_memory
 from ..formats.huggingface import read_config
 from ..machine import free_memory
+from ..nn.model import bf16_obstacle
 from . import memory_plan
 
 SHOWN_KINDS = 6  # lines of the plan in the message
@@ -67,14 +68,14 @@ def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
     if rest := plan.reserved - sum(size for _, size in kinds[:SHOWN_KINDS]):
         lines.append(f"    {'the rest':32} {_gb(rest):>9}")
     lines.append("options that need less:")
-    for option, changed, remark in _less(c, device):
+    for option, changed, remark in _less(c, model, device):
         needed = _whole(_plan(model, changed), device)
         fits = "" if available is None else "fits" if needed <= available else "does not fit"
         lines.append(f"    {option:42} {_gb(needed):>9}  {', '.join(filter(None, (fits, remark)))}")
     return lines
 
 
-def _less(c, device):
+def _less(c, model, device):
     """-> (option, the config with it, its cost)"""
     divisor = next((n for n in (2, 3, 4, 5, 7) if c.micro_batch % n == 0), c.micro_batch)
     for B in dict.fromkeys((c.micro_batch // divisor, 1)):
@@ -87,7 +88,7 @@ def _less(c, device):
     kinds = ("none", "attention", "block")
     for kind in kinds[kinds.index(c.recompute) + 1 :]:
         yield f"--recompute {kind}", replace(c, recompute=kind), "slower, the same bits"
-    if device == "gpu" and c.precision == "fp32":
+    if c.precision == "fp32" and not bf16_obstacle(device, model.head_dim):
         yield "--precision bf16", replace(c, precision="bf16"), "faster, less accurate"
     least = replace(c, micro_batch=1, recompute="block")
     if least != c:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import blas
 from ..config import RESUME_KEYS, SHAPES, ResolvedConfig
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, to_device, to_numpy
@@ -202,13 +203,16 @@ class Run:
         """The options that determine the numbers: a resumed run must have the same values, unless --allow-change names them."""
         # only a ParallelConfig has grad_comm
         options = {name: getattr(self.config, name, "fp32") for name in RESUME_KEYS}
+        options["precision"] = self.model.precision
         text = {"data": self.corpus.sha256, "tokenizer": self.corpus.tokenizer.sha256}
         variation = {"variation": self.model.variation} if self.model.variation else {}
         return {**options, **text, **self.model.config.to_dict(), **variation}
 
     def made_on(self) -> dict[str, Any]:
-        """The hardware and ranks of the run. If they change, the last bits may differ."""
+        """The hardware and ranks of the run, on a CPU also its BLAS threads. If they change, the last bits may differ."""
+        on_cpu = {"blas_threads": blas.threads()} if self.model.device == "cpu" else {}
         return {
+            **on_cpu,
             "device": device_name(self.model.device),
             "ranks": self.ranks.world,
             "zero": int(self.parallel.sharded),
@@ -270,7 +274,7 @@ class Run:
         moved = [
             f"{name} was {made_on.get(name)}, is {value}"
             for name, value in self.made_on().items()
-            if made_on.get(name) != value
+            if made_on.get(name, value if name == "blas_threads" else None) != value
         ]
         if moved:
             warn(f"{', '.join(moved)}: the last digits may differ")
@@ -280,10 +284,15 @@ class Run:
         refused = [text for name, text in changed.items() if name not in allowed]
         if not refused:
             return
-        advice = "use the options of its first start"
-        if not changed.keys() & set(SHAPES):  # no option can make the weights fit another shape
-            advice += f", or allow the change: --allow-change {' '.join(changed)}"
-        raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {advice}")
+        may = [name for name in changed if name != "tokenizer" or name in allowed]
+        advice = ["use the options of its first start"]
+        if len(may) < len(changed):  # its tokens would get the embeddings of others
+            advice.append(
+                "omit --tokenizer, because the weights belong to the checkpoint's tokenizer"
+            )
+        if may and not changed.keys() & set(SHAPES):  # no option can make the weights fit another shape
+            advice.append(f"or allow the change: --allow-change {' '.join(may)}")
+        raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")
 
     # ------------------------------------------------------------------------- the end
     def explain(self, step: int) -> str:

@@ -7,13 +7,14 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from ..config import ModelConfig, ResolvedConfig
+from ..cli import say
+from ..config import ModelConfig, ResolvedConfig, TrainConfig, preset_name
 from ..data.dataset import Corpus
-from ..device import device_name
+from ..device import device_name, resolve_device
 from ..errors import UserError
 from ..files import Busy, cannot_write, owned, write_whole
 from ..json_files import read_json
@@ -21,19 +22,28 @@ from ..version import VERSION
 from . import checkpoint
 from .checkpoint import Saved
 
+Options = TypeVar("Options", bound=TrainConfig)
+
 
 @dataclass(frozen=True)
 class RunFolder:
     """Where a run is written.
 
     saved: the checkpoint to resume from.  contents: what the folder held when it was chosen (see `_contents`).
-    first_options: the options of the run's first start, as far as they are known.
+    first_options: the run's options in config.json, as far as they are known.
     """
 
     path: Path
     saved: Saved | None = None
     contents: tuple[str, ...] = ()
     first_options: dict[str, Any] = field(default_factory=dict)
+
+    def tokenizer(self, config: TrainConfig) -> str | None:
+        """The tokenizer.json to use, None to train one. A run keeps its checkpoint's, unless --tokenizer names another."""
+        same = config.tokenizer in (None, self.first_options.get("tokenizer"))
+        if self.saved is None or not same:
+            return config.tokenizer
+        return str(self.saved.folder / "tokenizer.json")
 
 
 def choose(config: ResolvedConfig, name: str | None, warn: Callable[[str], None]) -> RunFolder:
@@ -43,14 +53,13 @@ def choose(config: ResolvedConfig, name: str | None, warn: Callable[[str], None]
     """
     path = first = Path(config.out) / config.name
     if config.resume:
-        while name is None and _contents(_next_path(path, first)):
-            path = _next_path(path, first)
+        path = _last_path(first, name)
         contents, saved = _contents(path), None
         if contents and not checkpoint.folders(path):
             warn(f"{path} holds no checkpoint yet: the run starts from its beginning")
         else:
             saved = checkpoint.newest(path, warn)
-        return RunFolder(path, saved, contents, _first_options(path))
+        return RunFolder(path, saved, contents, _stored_options(path, TrainConfig) or {})
     if name is not None and _contents(path):
         raise UserError(
             f"{path} already exists: add --resume to continue that run, or choose another --name"
@@ -80,17 +89,81 @@ def claim(
 
 
 def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedConfig:
-    """On --resume, take shape, weights and tokenizer from the checkpoint: the folder of --init may be gone."""
-    if folder.saved is None:
+    """On --resume, take weights, precision and tokenizer from the checkpoint: the folder of --init may be gone.
+
+    Raises UserError if --vocab-size asks for another tokenizer.
+    """
+    saved, first = folder.saved, folder.first_options
+    if saved is None:
         return config
-    tokenizer, first = config.tokenizer, folder.first_options
-    if tokenizer is None and first.get("tokenizer"):
-        tokenizer = str(folder.saved.folder / "tokenizer.json")
-    return replace(config, init=config.init or first.get("init"), tokenizer=tokenizer)
+    init, was = config.init or first.get("init"), first.get("vocab_size", config.vocab_size)
+    if not init and folder.tokenizer(config) != config.tokenizer and config.vocab_size != was:
+        raise UserError(
+            f"cannot resume {saved.folder}: vocab_size was {was}, is {config.vocab_size}: omit --vocab-size, because a run keeps "
+            "its tokenizer"
+        )
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if saved.state["options"].get("precision") == "bf16" else "fp32"
+    return replace(config, init=init, precision=precision)
+
+
+# ----------------------------------------------------------------------------- the command line of a run that continues
+# Options that config.json does not decide: how this process ends, where the run is; blas_threads is in the checkpoint.
+NOT_STORED = (
+    "resume", "allow_change", "stop_at", "time_limit", "debug", "verify_data", "out", "name", "blas_threads",
+)  # fmt: skip
+
+
+def parse_options(parse: Callable[[Options | None], Options]) -> Options:
+    """The options of a command line. With --resume, those that it does not give are the run's own, in its config.json.
+
+    parse(defaults) parses it; defaults None: those of the class. Raises UserError.
+    """
+    given = parse(None)
+    if not given.resume:
+        return given
+    given.validate()
+    gpu = resolve_device(given.device) == "gpu"
+    first = Path(given.out) / (given.name or preset_name(given, gpu))
+    path = _last_path(first, given.name)
+    stored = _stored_options(path, type(given))
+    if stored is None:
+        if _contents(path):
+            what = "is missing or damaged: options that are not given have their defaults"
+            say(f"{path / 'config.json'} {what}")
+        return given
+    allowed = stored.pop("allow_change", [])
+    if _is_whole_share(stored, path):  # the share depends on the number of ranks
+        stored.pop("micro_batch", None)
+    kept = {name: x for name, x in stored.items() if name not in NOT_STORED}
+    name = str(path.relative_to(given.out))
+    defaults = replace(type(given)(), name=name, **kept)
+    config = parse(defaults)
+    # a change that was allowed before stays allowed, until the option changes again
+    value = lambda options, name: getattr(options, name.replace("-", "_"), None)
+    same = [name for name in allowed if value(config, name) == value(defaults, name)]
+    return replace(config, allow_change=(*config.allow_change, *same))
+
+
+def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
+    """Was a micro-batch the whole share of a rank? Earlier versions did not store the number of ranks."""
+    machine = read_json(path / "config.json").get("machine")
+    ranks = machine.get("ranks") if isinstance(machine, dict) else None
+    if "dp" not in stored:
+        ranks = ranks or 1
+    batch, micro_batch = stored.get("batch"), stored.get("micro_batch")
+    known = all(type(x) is int for x in (ranks, batch, micro_batch))
+    return not known or batch == ranks * micro_batch
 
 
 def write_config(
-    folder: Path, config: ResolvedConfig, model: ModelConfig, corpus: Corpus, device: str
+    folder: Path,
+    config: ResolvedConfig,
+    model: ModelConfig,
+    corpus: Corpus,
+    device: str,
+    ranks: int,
 ) -> None:
     """Write config.json: options, shape, text, machine and versions. Raises UserError."""
     import numba
@@ -103,7 +176,7 @@ def write_config(
             "bytes": corpus.bytes, "sha256": corpus.sha256, "train_tokens": corpus.train_tokens,
             "val_tokens": corpus.val_tokens, "bigram_bpb": corpus.bigram_bpb, "vocab_size": corpus.vocab_size,
         },
-        "machine": {"device": device_name(device), "system": platform.platform()},
+        "machine": {"device": device_name(device), "system": platform.platform(), "ranks": ranks},
         "versions": {
             "xtrain": VERSION, "python": platform.python_version(),
             "numpy": np.__version__, "numba": numba.__version__,
@@ -131,12 +204,34 @@ def _next_path(path: Path, first: Path) -> Path:
     return path.with_name(f"{first.name}-{number + 1}")
 
 
-def _first_options(path: Path) -> dict[str, Any]:
+def _last_path(first: Path, name: str | None) -> Path:
+    """The folder of the run to resume: `first`, or if no --name is given, the last of its successors."""
+    path = first
+    while name is None and _contents(_next_path(path, first)):
+        path = _next_path(path, first)
+    return path
+
+
+def _stored_options(path: Path, kind: type[TrainConfig]) -> dict[str, Any] | None:
+    """The options in config.json that `kind` has and whose type is right; None if there are none."""
     with contextlib.suppress(UserError):
         options = read_json(path / "config.json").get("train")
         if isinstance(options, dict):
-            return {name: x for name, x in options.items() if isinstance(x, str)}
-    return {}
+            hints = get_type_hints(kind)
+            return {n: x for n, x in options.items() if n in hints and _has_type(x, hints[n])}
+    return None
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Is a value from JSON of this type? hint: a type, a union of types, a Literal, or tuple[str, ...]."""
+    parts = get_args(hint)
+    if get_origin(hint) is Literal:
+        return value in parts
+    if get_origin(hint) is tuple:
+        return isinstance(value, list) and all(isinstance(x, str) for x in value)
+    if parts:
+        return any(_has_type(value, part) for part in parts)
+    return type(value) in ((int, float) if hint is float else (hint,))
 
 
 def _lock(path: Path, stack: contextlib.ExitStack) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 class SingleProcess:
     """Rank 0 of 1. `Ranks` overrides every method for several processes."""
 
-    rank, world = 0, 1
+    rank, world, local_world = 0, 1, 1
 
     def on_rank_0(self, work: Callable[[], Any]) -> Any:
         """Run work() on rank 0. -> its result on every rank; a UserError of rank 0 is raised on every rank."""

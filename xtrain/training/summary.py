@@ -28,7 +28,7 @@ def print_summary(console: Console, run: Run, folder: Path, stop: StopRequest) -
     )
     lines = [
         f"{state}. What next:",
-        *([] if finished else [f"continue this run         {_how_to_continue(run)}"]),
+        *([] if finished else [f"continue this run         {_how_to_continue(run, folder)}"]),
         f"look at the run           {page}",
         "train on your own text    python -m xtrain.train --data FILE_OR_FOLDER",
         *_how_to_use(run, folder, last),
@@ -49,13 +49,14 @@ def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
     ]
 
 
-def _how_to_continue(run: Run) -> str:
-    done, c = run.done, run.config
-    if done > c.steps:
-        return f"the same command with --resume and --steps larger than {done}"
-    if c.stop_at is not None and done >= c.stop_at:
-        return "the same command with --resume and a larger --stop-at, or none"
-    return "the same command with --resume"
+def _how_to_continue(run: Run, folder: Path) -> str:
+    done, c, world = run.done, run.config, run.ranks.world
+    if type(run).__module__.split(".")[0] != "xtrain":  # a class of the user
+        return "the same program with resume=True"
+    program = "python -m xtrain.train" if world == 1 else f"mpirun -n {world} python -m xtrain.ddp"
+    out = "" if c.out == "runs" else f" --out {quote(c.out)}"
+    steps = f" --steps N --allow-change steps, N larger than {done}" if done > c.steps else ""
+    return f"{program}{out} --name {quote(folder.relative_to(c.out))} --resume{steps}"
 
 
 def quote(text: str | Path) -> str:

@@ -23,7 +23,9 @@ def options(out, **more):
         "preset": "tiny", "data": str(TEXT), "out": str(out), "name": "run", "vocab_size": 320, "steps": 10,
         "batch": 8, "seq_len": 16, "eval_batches": 1, "eval_every": 100, "sample_every": 100, "sample_tokens": 2,
         "save_every": 100, "warmup": 2, "lr": 1e-3, "device": "cpu", "bucket_mb": 0.05, "watchdog": 60.0,
+        "precision": "fp32",
     }  # fmt: skip
+    defaults["warmup"] = max(0, min(2, more.get("steps", 10) - 2))
     return ParallelConfig(**{**defaults, **more})
 
 

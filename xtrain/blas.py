@@ -1,0 +1,104 @@
+"""The threads of the BLAS library behind NumPy's matrix products: how many there are, and how many are fastest now.
+
+The number of threads decides how a product is divided, and so the order of its sums: a product on 2 threads differs from the same
+product on 1 thread in the last bits of some elements. With the same number its bits are the same every time. A run therefore
+records the number and keeps it when it resumes (training/loop.py).
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from .errors import UserError
+
+VARIABLES = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}  # they set the number
+SECONDS = 0.5  # of measuring, and at least one round
+OPERATIONS = 4e8  # in one round on one number of threads: about 10 ms
+WIDEST = 4096  # of the matrices that are measured
+WORTH = 1.05  # fewer threads are preferred up to this factor: the machine may have other work
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads() -> int | None:
+    """The number of threads in use; None if threadpoolctl does not know NumPy's BLAS library."""
+    libraries = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    return max((library["num_threads"] for library in libraries), default=None)
+
+
+def use_threads(number: int | None) -> contextlib.AbstractContextManager:
+    """Inside, matrix products use this number of threads. None: as many as now."""
+    return contextlib.nullcontext() if number is None else threadpool_limits(number, "blas")
+
+
+def in_environment() -> bool:
+    """Does an environment variable set the number?"""
+    return bool(VARIABLES & os.environ.keys())
+
+
+def choose_threads(asked: int | None, rows: int, width: int, hidden: int, most: int) -> int | None:
+    """`asked` if it is given, else what the environment says, else fastest_threads. None: the number cannot be set.
+
+    Raises UserError if `asked` cannot be had.
+    """
+    in_use = threads()
+    if asked is not None and in_use is None:
+        raise UserError(
+            "--blas-threads is not supported by the BLAS library of this NumPy: omit it"
+        )
+    if asked is not None and asked > cores():
+        raise UserError(
+            f"--blas-threads {asked} is more than the {cores()} cores that this process may use: give fewer"
+        )
+    if asked is not None or in_use is None:
+        return asked
+    return in_use if in_environment() else fastest_threads(rows, width, hidden, most)
+
+
+def fastest_threads(rows: int, width: int, hidden: int, most: int) -> int:
+    """The number of threads, of 1, 2, 4, ..., most, with which products of a training step are fastest now.
+
+    rows: tokens in a forward pass.  width, hidden: of the model and its MLP. Takes about SECONDS; other processes that use the
+    machine at the same time count.
+    """
+    width, hidden = min(width, WIDEST), min(hidden, WIDEST)
+    rows = max(1, min(rows, int(OPERATIONS / (4 * width * hidden))))
+    x, up, down = (
+        np.ones(shape, np.float32) for shape in ((rows, width), (hidden, width), (width, hidden))
+    )
+
+    def products() -> None:
+        h = x @ up.T
+        np.maximum(h, 0, out=h)  # one thread: meanwhile the others wait, as in a step
+        h @ down.T
+
+    return _fastest(products, most)
+
+
+def _fastest(work: Callable[[], object], most: int) -> int:
+    numbers = [n for n in (2**i for i in range(most.bit_length())) if n < most] + [most]
+    seconds = dict.fromkeys(numbers, 0.0)
+    if len(numbers) == 1:
+        return most
+    for number in numbers:  # the first call on a number of threads may start them
+        with use_threads(number):
+            work()
+    end = time.perf_counter() + SECONDS
+    while True:  # in turns: a load that comes or goes concerns all numbers
+        for number in numbers:
+            with use_threads(number):
+                start = time.perf_counter()
+                work()
+                seconds[number] += time.perf_counter() - start
+        if time.perf_counter() > end:
+            break
+    return next(n for n in numbers if seconds[n] <= WORTH * min(seconds.values()))
