@@ -61,13 +61,14 @@ def decode(full, dtype, B, H, D):
 
 def multiply(full, dtype):
     """The four matrix products of a layer of a Llama of 1.1 B parameters."""
-    x, h, norm_w = sim(np.ones((1, 2048), np.float32)), sim(np.ones((1, 64), np.float32)), None
-    norm_w = sim(np.ones(2048, np.float32))
+    x, norm_w = sim(np.ones((1, 2048), np.float32)), sim(np.ones(2048, np.float32))
     product = functools.partial(gemv.gemv, weights_ready=True)
-    product(x, full(2560, 2048), norm_w)
-    product(x, full(128, 2048), norm_w, swiglu=True)
-    product(full(1, 2048), full(64, 2048), residual_NO=h, out=h)
-    product(full(1, 5632), full(64, 5632), residual_NO=h, out=h)
+    normed = functools.partial(gemv.add_norm_gemv, weights_ready=True)
+    normed(x, None, norm_w, full(2560, 2048), 1e-6)
+    normed(x, full(1, 2048), norm_w, full(2560, 2048), 1e-6)
+    normed(x, full(1, 2048), norm_w, full(128, 2048), 1e-6, True)
+    product(full(1, 2048), full(64, 2048))
+    product(full(1, 5632), full(64, 5632))
 
 
 # NVVM 13.5 keeps an array of this kernel in local memory, NVVM 13.0 (CUDA 13.0) does not

@@ -95,7 +95,7 @@ class Loader:
         position = state.get("position")
         if type(position) is not int or not 0 <= position < 2**53:
             raise UserError(
-                f"the saved data position {str(position)[:40]} is not a number of sequences"
+                f"the saved data position {repr(position)[:40]} is not a number of sequences"
             )
         self.position = position
 

@@ -52,20 +52,20 @@ def planted(tmp_path, monkeypatch):
     return plant
 
 
-def errors(module, backward=True, all_keys=False):
+def errors(module, backward=True, all_keys=False, scale=0.3):
     """Run the kernels. -> {output: error relative to its largest value}"""
     B, T, S, H, G, D = SHAPE
     shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
     q, k, v, do = (normal(i, *s, dtype=ml_dtypes.bfloat16) for i, s in enumerate(shapes))
     module.choose = lambda kind, *rest: CHOSEN[kind]
     module.choose_whole = lambda *_: WholeTiles(keys=64, blocks=1) if all_keys else None
-    o, lse = module.flash_attention_fwd(*map(sim, (q, k, v)), 0.3)
+    o, lse = module.flash_attention_fwd(*map(sim, (q, k, v)), scale)
     gradients = ()
     if backward:
-        gradients = module.flash_attention_bwd(*map(sim, (do, q, k, v)), o, lse, 0.3)
+        gradients = module.flash_attention_bwd(*map(sim, (do, q, k, v)), o, lse, scale)
     q, k, v, do = (x.astype(np.float64) for x in (q, k, v, do))
-    exact_o, exact_lse = flash_attention_ref(q, k, v, 0.3)
-    exact = exact_o, *flash_attention_bwd_ref(do, q, k, v, exact_o, exact_lse, 0.3)
+    exact_o, exact_lse = flash_attention_ref(q, k, v, scale)
+    exact = exact_o, *flash_attention_bwd_ref(do, q, k, v, exact_o, exact_lse, scale)
     found = {}
     for name, x, e in zip(("o", "dq", "dk", "dv"), (o, *gradients), exact):
         found[name] = float(np.abs(np.asarray(x).astype(np.float64) - e).max() / np.abs(e).max())
@@ -108,7 +108,9 @@ BUGS = {
 def test_bugs(planted, bug):
     file, old, new, expected = BUGS[bug]
     if expected is WRONG:
-        found = errors(planted(file, old, new), backward=file != FWD)
+        # large scores: sums are rescaled only when the largest score has grown a lot
+        scale = 3.0 if bug == "sums not rescaled" else 0.3
+        found = errors(planted(file, old, new), backward=file != FWD, scale=scale)
         assert max(found.values()) > 3e-2 or np.isnan(list(found.values())).any(), found
     else:
         with pytest.raises(expected) as caught:
