@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 CODE = """
-import importlib, multiprocessing, os, pkgutil, signal, subprocess, sys, time
+import importlib, multiprocessing, os, pkgutil, shutil, signal, subprocess, sys, time
+from types import SimpleNamespace
 import numba.cuda, numpy  # they check their platform themselves
 
 ABSENT = "fcntl", "resource", "pwd", "grp", "termios", "tty", "pty"
@@ -21,6 +22,7 @@ class Absent:
 for name in ABSENT:
     sys.modules.pop(name, None)
 sys.meta_path.insert(0, Absent())
+shutil.disk_usage = lambda path: SimpleNamespace(free=10**12)  # it would call os.statvfs
 LESS = {
     signal: "SIGUSR1 SIGUSR2 SIGHUP SIGKILL SIGPIPE SIGALRM",
     os: "fork sysconf getuid geteuid setsid getpgid killpg posix_fallocate sched_getaffinity statvfs getloadavg",

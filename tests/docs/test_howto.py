@@ -188,7 +188,7 @@ PROGRAMS = (
     "train", "ddp", "generate", "chat", "report", "compare", "profile", "convert_meta", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
-    "--check", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--strict", "--tool",
+    "--check", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--strict", "--tool", "--version",
 }  # fmt: skip
 
 

@@ -310,7 +310,9 @@ def test_without_training_there_are_no_gradients():
         lambda: clip(model, 1.0),
         lambda: AdamW(model, lr=1e-3),
     ):
-        with pytest.raises(UserError, match="this model has no gradients: make it with trainable=True"):
+        with pytest.raises(
+            UserError, match="this model has no gradients: make it with trainable=True"
+        ):
             fails()
 
 

@@ -120,7 +120,9 @@ def test_training_takes_bf16_where_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "resolve_device", lambda _: "gpu")
     monkeypatch.setattr(loop, "Transformer", made)
     monkeypatch.setattr(model_module, "has_bf16", lambda: True)
-    monkeypatch.setitem(PRESETS, "odd", Preset(dict(runs.SHAPE, head_dim=24), PRESETS["test"].train))
+    monkeypatch.setitem(
+        PRESETS, "odd", Preset(dict(runs.SHAPE, head_dim=24), PRESETS["test"].train)
+    )
     for preset, precision in (("test", "auto"), ("odd", "auto"), ("test", "fp32")):
         with pytest.raises(Enough):
             runs.run(tmp_path, preset=preset, precision=precision)

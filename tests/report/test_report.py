@@ -279,11 +279,20 @@ def test_labels_of_one_axis_are_written_alike():
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize(
     "low, high",
-    [(0.2, 0.20003), (0.1999, 0.2001), (12345678, 12345699), (1e5, 1e5 + 3), (-1e-5, 1e-5), (0.00200001, 0.00200002)],
+    [
+        (0.2, 0.20003),
+        (0.1999, 0.2001),
+        (12345678, 12345699),
+        (1e5, 1e5 + 3),
+        (-1e-5, 1e-5),
+        (0.00200001, 0.00200002),
+    ],
 )
 def test_labels_of_one_axis_differ(low, high, log):
     """Memory that hardly changes had the labels 0.2 0.2 0.2."""
-    points = [(1_000_000, abs(low)), (1_000_020, high)] if log else [(1_000_000, low), (1_000_020, high)]
+    points = (
+        [(1_000_000, abs(low)), (1_000_020, high)] if log else [(1_000_000, low), (1_000_020, high)]
+    )
     drawn = chart("x", "", [Curve("a", points, "red")], log=log)
     for axis in "xy":
         labels = re.findall(rf'class="{axis}"[^>]*>(.*?)<', drawn)

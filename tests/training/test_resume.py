@@ -147,7 +147,8 @@ def test_another_text(stopped, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text((DATA / "grammar.txt").read_text() * 2)
     with pytest.raises(
-        UserError, match=r"the text is not the same \(sha256 was \w{16}, is \w{16}\).*--allow-change data$"
+        UserError,
+        match=r"the text is not the same \(sha256 was \w{16}, is \w{16}\).*--allow-change data$",
     ):
         run(tmp_path, resume=True, data=str(other))
     folder = run(tmp_path, resume=True, data=str(other), allow_change=("data",))
@@ -216,8 +217,13 @@ def test_the_last_run_without_a_name(tmp_path, capsys):
     """tiny, tiny-2: the newest continues, with its own options."""
     for steps in (6, 4):
         run(tmp_path, name=None, preset="tiny", steps=steps, stop_at=2, micro_batch=2)
-    assert main(["--out", str(tmp_path), "--preset", "tiny", "--resume"]) == 0, capsys.readouterr().err
-    assert metrics(tmp_path / "tiny-2")[-1]["step"] == 4 and stored(tmp_path / "tiny-2")["micro_batch"] == 2
+    assert main(["--out", str(tmp_path), "--preset", "tiny", "--resume"]) == 0, (
+        capsys.readouterr().err
+    )
+    assert (
+        metrics(tmp_path / "tiny-2")[-1]["step"] == 4
+        and stored(tmp_path / "tiny-2")["micro_batch"] == 2
+    )
     assert metrics(tmp_path / "tiny")[-1]["step"] == 2
     assert main(["--out", str(tmp_path), "--name", "tiny-3", "--resume"]) == 2
     assert "no checkpoint to resume from" in capsys.readouterr().err
@@ -229,7 +235,13 @@ def test_without_the_stored_options(stopped, tmp_path, capsys, damage):
     path = tmp_path / "run" / "config.json"
     if damage == "wrong types":
         record = json.loads(path.read_text())
-        record["train"] |= {"lr": "fast", "batch": True, "graph": 3, "device": "abacus", "steps": [1]}
+        record["train"] |= {
+            "lr": "fast",
+            "batch": True,
+            "graph": 3,
+            "device": "abacus",
+            "steps": [1],
+        }
         path.write_text(json.dumps(record))
     else:
         path.unlink() if damage == "missing" else path.write_text("{")

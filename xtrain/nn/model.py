@@ -224,7 +224,7 @@ def bf16_obstacle(device: str, head_dim: int) -> str:
 def choose_precision(
     precision: str, device: str, head_dim: int
 ) -> tuple[Literal["fp32", "bf16"], str]:
-    """"auto" -> ("bf16", ""), or ("fp32", why bf16 is not supported). Another precision is returned as it is, with ""."""
+    """ "auto" -> ("bf16", ""), or ("fp32", why bf16 is not supported). Another precision is returned as it is, with ""."""
     obstacle = bf16_obstacle(device, head_dim) if precision == "auto" else ""
     chosen = precision if precision != "auto" else "fp32" if obstacle else "bf16"
     return cast(Literal["fp32", "bf16"], chosen), obstacle

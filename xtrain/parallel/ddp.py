@@ -385,4 +385,3 @@ def check_ranks_agree(config: ParallelConfig, ranks: Ranks) -> None:
         "Python": platform.python_version(),
     }
     ranks.check_same(versions | options, "the same version and the same options")
-

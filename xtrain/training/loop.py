@@ -257,9 +257,7 @@ def _warn_of_little_room(run: Run, path: Path, warn: Callable[[str], None]) -> N
         warn(sentence)
 
 
-def _known_shape(
-    config: ResolvedConfig, shape: dict[str, Any], saved: Saved | None
-) -> ModelConfig:
+def _known_shape(config: ResolvedConfig, shape: dict[str, Any], saved: Saved | None) -> ModelConfig:
     """The model's shape, as far as it is known before the text is read: its vocabulary may become smaller."""
     if saved is not None and config.init is not None:
         return _saved_shape(saved)

@@ -290,7 +290,9 @@ class Run:
             advice.append(
                 "omit --tokenizer, because the weights belong to the checkpoint's tokenizer"
             )
-        if may and not changed.keys() & set(SHAPES):  # no option can make the weights fit another shape
+        if may and not changed.keys() & set(
+            SHAPES
+        ):  # no option can make the weights fit another shape
             advice.append(f"or allow the change: --allow-change {' '.join(may)}")
         raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")
 
