@@ -227,7 +227,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     # dtype of activations and matrix products; auto: bf16 on a GPU that supports it, else fp32
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    # on a CPU, threads of a matrix product on each rank, which decide its last bits; none: measured at the start, kept on resuming
+    # on a CPU, threads of a matrix product on each rank, which decide its last bits; none: measured once, kept on resuming
     blas_threads: int | None = None
     # on a GPU, capture the step in a CUDA graph and replay it: faster, the same bits
     graph: bool = True

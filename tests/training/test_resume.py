@@ -162,7 +162,9 @@ def test_another_tokenizer(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path / "run")
     Tokenizer.train([(DATA / "grammar.txt").read_text()[:9000]], 320).save(tmp_path / "other")
     kind = dict(resume=True, tokenizer=str(tmp_path / "other" / "tokenizer.json"))
-    with pytest.raises(UserError, match="the tokenizer is not the same.*omit --tokenizer") as error:
+    with pytest.raises(
+        UserError, match=r"the tokenizer is not the same.*omit --tokenizer"
+    ) as error:
         run(tmp_path, **kind)
     assert "--allow-change" not in str(error.value)
     with pytest.raises(UserError, match=r"omit --tokenizer.*--allow-change lr$"):
@@ -267,7 +269,7 @@ def test_a_run_of_several_ranks_continues_on_one(stopped, tmp_path, capsys):
 def test_the_precision_stays(stopped, tmp_path, monkeypatch):
     """Also in a run that an earlier version began, in which fp32 was the default."""
     shutil.copytree(stopped, tmp_path / "run")
-    config, shape = resolve(options(tmp_path, resume=True, precision="auto"), gpu=True)
+    config, _ = resolve(options(tmp_path, resume=True, precision="auto"), gpu=True)
     folder = run_folder.choose(config, "run", print)
     assert run_folder.with_first_options(config, folder).precision == "fp32"
     folder.saved.state["options"]["precision"] = "bf16"

@@ -233,7 +233,7 @@ def a_run(o: Options) -> Any:
         draws = np.random.default_rng(0).random(max(64 * T, batch * T) + T + 1) ** 4
         write_shard(shard, (config.vocab_size * draws).astype(np.int64), config.vocab_size)
         loader = lambda B, T, seed, rank=0, world=1: Loader([shard], B, T, seed, rank, world)
-        model = Transformer(config, 0, device, o.precision, o.recompute)
+        model = Transformer(config, 0, device, c.precision, o.recompute)
         corpus: Any = SimpleNamespace(loader=loader)
         yield Run(c, model, corpus)
 

@@ -292,7 +292,7 @@ def _introduce(console: Console, path: Path, run: Run, device: str, obstacle: st
     """Print the run's name, model, device and text. obstacle: why it is not bf16, if that would be the default."""
     corpus, model = run.corpus, run.model
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
-    how = run.config.precision
+    how: str = run.config.precision
     if device == "cpu" and run.config.blas_threads:
         how += f", matrix products on {run.config.blas_threads} of {blas.cores()} cores (--blas-threads)"
     elif obstacle and device == "gpu":

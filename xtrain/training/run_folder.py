@@ -152,9 +152,9 @@ def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
     ranks = machine.get("ranks") if isinstance(machine, dict) else None
     if "dp" not in stored:
         ranks = ranks or 1
-    batch, micro_batch = stored.get("batch"), stored.get("micro_batch")
-    known = all(type(x) is int for x in (ranks, batch, micro_batch))
-    return not known or batch == ranks * micro_batch
+    numbers: list[Any] = [stored.get("batch"), ranks, stored.get("micro_batch")]
+    known = all(type(x) is int for x in numbers)
+    return not known or numbers[0] == numbers[1] * numbers[2]
 
 
 def write_config(
