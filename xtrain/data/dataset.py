@@ -243,11 +243,13 @@ class _Cache:
 
 
 def _has_tokenizer(entry: Path, tokenizer: Tokenizer) -> bool:
-    """Is there a cache entry that was made with this tokenizer?"""
+    """Is there a cache entry that was made with this tokenizer? Raises UserError if it cannot be read at the moment."""
     try:
         own = Tokenizer.load(entry)
-    except (OSError, UserError):
-        return False
+    except UserError as error:
+        if isinstance(error.__context__, OSError):
+            raise
+        return False  # missing or damaged
     return (own.sha256, own.eot_id) == (tokenizer.sha256, tokenizer.eot_id)
 
 
