@@ -124,7 +124,7 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U):
                         for j in range(4):
                             x_8[2 * j] += low_bf16(delta_4[j])
                             x_8[2 * j + 1] += high_bf16(delta_4[j])
-                        if uint32(c) % uint32(cuda.gridDim.x) == cuda.blockIdx.x:
+                        if uint32(c) % uint32(cuda.gridDim.x) == uint32(cuda.blockIdx.x):
                             store8(h, n * K + k, x_8)
                     if NORM:
                         load8(nw_8, norm_w, k)
@@ -168,7 +168,7 @@ def make_stage(K, NORM, ADD, HALF, THREADS):
         delta_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
         words_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
         squares_R = cuda.local.array(ROWS_AT_ONCE, float32)
-        grid = uint32(cuda.gridDim.x)
+        block, grid = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
         for low in range(0, N, ROWS_AT_ONCE):
             for i in range(ROWS_AT_ONCE):
                 squares_R[i] = float32(0.0)
@@ -183,7 +183,7 @@ def make_stage(K, NORM, ADD, HALF, THREADS):
                             load8(x_R8[i], x, int64(low + i) * K + k)
                             if ADD:
                                 load_words8(delta_R4[i], delta, int64(low + i) * K + k)
-                mine = ADD and uint32(k) // uint32(SHARE) % grid == cuda.blockIdx.x
+                mine = ADD and uint32(k) // uint32(SHARE) % grid == block
                 for i in range(ROWS_AT_ONCE):
                     at = (low + i) * (K + PAD) + k
                     if low + i < N:
