@@ -30,7 +30,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bench_decode
 from _timing import copy_bandwidth
-from bench_engine import BF16, EPS, MATRICES, D, G, P, S, int32, replay_ms
+from bench_engine import BF16, EPS, MATRICES, D, G, H, P, S, int32, replay_ms
 
 from xtrain.kernels import residual, rope
 from xtrain.kernels.attention import decode_attention
@@ -44,14 +44,18 @@ from xtrain.serving.paged_cache import PagedCache
 CONTEXTS = (128, 4096)
 BATCHES = {"many": 32, "residual": 32}  # of a stage; 1 otherwise
 ALLOWED = 0.2  # of the largest logit: two orders of addition are about 0.1 apart in bf16, a wrong kernel 1 and more
-ALTERNATIVES = {  # Product(warps, chunks, blocks, stage), Attention(warps, ahead, keys)
+ALTERNATIVES = {  # Product(warps, chunks, blocks, stage), Attention(warps, blocks, keys, splits, prefetched)
     "qkv": [Product(8, 8, 2), Product(4, 8, 3), Product(16, 4, 1), Product(4, 4, 4)],
     "o": [Product(8, 8, 2, True), Product(16, 4, 1), Product(16, 4, 1, False), Product(4, 8, 4)],
     "gate_up": [Product(8, 4, 1), Product(4, 4, 2), Product(4, 3, 4), Product(8, 3, 2)],
     "down": [Product(16, 11, 1), Product(16, 5, 1), Product(8, 11, 1), Product(16, 3, 1)],
     "head": [Product(2, 4, 8), Product(8, 4, 2), Product(4, 8, 2), Product(4, 4, 3)],
-    "few": [Attention(12, False, 192), Attention(8, True, 256)],
-    "many": [Attention(4, True, 256), Attention(8, True, 256), Attention(4, False, 512)],
+    "few": [Attention(12, 1, 192, 32, 128), Attention(8, 2, 256, 32, 512)],
+    "many": [
+        Attention(4, 4, 256, 32, 128),
+        Attention(4, 4, 512, 32, 128),
+        Attention(8, 2, 1024, 32, 128),
+    ],
     "residual": [(0, 4), (264, 8)],
 }
 
@@ -73,8 +77,8 @@ def key_of(name):
 
 CHOSEN = {
     **{name: gemv.choose(*key_of(name)) for name in MATRICES},
-    "few": decode_attention.choose(D, 8, G),
-    "many": decode_attention.choose(D, 8, 32 * G),
+    "few": decode_attention.choose(D, H // G, True, G),
+    "many": decode_attention.choose(D, H // G, True, 32 * G),
     "residual": (residual.FEW, residual.FEW_COLUMNS),
 }
 
@@ -85,7 +89,7 @@ def use(candidate):
     few, many = candidate["few"], candidate["many"]
     limit = decode_attention.FEW_HEADS
     gemv.choose = lambda *key: products[key]
-    decode_attention.choose = lambda D, heads, key_heads: few if key_heads <= limit else many
+    decode_attention.choose = lambda D, group, half, key_heads: few if key_heads <= limit else many
     residual.FEW, residual.FEW_COLUMNS = candidate["residual"]
     residual.make_fwd_kernel.cache_clear()  # FEW_COLUMNS is not one of its arguments
 

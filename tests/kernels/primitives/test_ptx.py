@@ -6,7 +6,7 @@ Without a GPU this tests the Python implementations that the simulator runs; wit
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import GPU, normal, to_host, to_kernel
+from checks import GPU, normal, rng, to_host, to_kernel
 from numba import cuda, float32, int32, uint16, uint32
 
 from xtrain.kernels.primitives.ptx import kernel, load1, load8, store1, store8
@@ -28,6 +28,7 @@ from xtrain.kernels.primitives.tensor_cores import (
     store16,
     store16_shared,
     store_pair_shared,
+    transpose_pairs,
     wait_copies,
     warp_id,
 )
@@ -158,6 +159,20 @@ def test_mma():
     got = to_kernel(c)
     launch(mma_kernel, 1, 32, got, to_kernel(a), to_kernel(b))
     np.testing.assert_allclose(to_host(got), c + a @ b, rtol=1e-5, atol=1e-5)
+
+
+@kernel(32)
+def transpose_kernel(y, x):
+    y[cuda.threadIdx.x] = transpose_pairs(x[cuda.threadIdx.x])
+
+
+def test_transpose_pairs():
+    x = rng(1).integers(0, 2**16, (8, 8)).astype(np.uint16)
+    y = to_kernel(np.zeros(32, np.uint32))
+    launch(
+        transpose_kernel, 1, 32, y, to_kernel(np.ascontiguousarray(x).view(np.uint32).reshape(-1))
+    )
+    assert np.array_equal(to_host(y).view(np.uint16).reshape(8, 8), x.T)
 
 
 @kernel(32)

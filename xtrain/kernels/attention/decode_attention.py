@@ -19,13 +19,15 @@ atomic counter determines, merges them in the order of the keys, so the result d
     M = max m_i    o = sum_i exp(m_i - M) acc_i / sum_i exp(m_i - M) l_i
 
 How the keys are split depends only on the row's length, which is read on the device: the same CUDA graph serves all lengths,
-and a row's bits depend neither on the other rows nor on where its keys are, nor on S. Blocks without keys exit at once. A
-launch of few rows uses more warps per block and shorter splits than one of many (choose), which changes the order of
-additions, unless batch_invariant is set.
-Every block computes its queries from qkv itself, which costs less than another kernel. The block of the last keys appends
+and a row's bits depend neither on the other rows nor on where its keys are, nor on S. A launch of few rows uses more warps per
+block and shorter splits than one of many (choose), which changes the order of additions, unless batch_invariant is set.
+The host knows only the largest possible number of splits, and starting a block that has nothing to do costs a microsecond. So
+there are as many blocks as the GPU runs at a time. Each counts the splits of all rows (count_items), and takes items i, i + grid,
+...: one split of one key head.
+For every item a block computes its queries from qkv, which costs less than another kernel. The block of the last keys appends
 the new key and value, then reads them back from the cache like all others. Keys and values of earlier tokens were written
-long before: while the GEMM that produces qkv still runs, a block prefetches them. Finding the first keys takes two dependent
-reads, the length and an entry of the table, so all blocks prefetch the table before they know the length.
+long before: while the GEMM that produces qkv still runs, a block prefetches those of its first item. Finding them takes two
+dependent reads, the length and an entry of the table, so the blocks prefetch all tables before they know the lengths.
 
     bf16        tensor cores, compute capability 8.0 and up
     float32     without them                                  both in decode_attention_loops.py
@@ -36,10 +38,11 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-from numba import cuda, float32, int64, types, uint32
+from numba import cuda, float32, int32, int64, types, uint32
 
 from ...device import Array, cupy
 from ...simulator import SimArray
+from ..decoding.gemv_tensor_cores import MULTIPROCESSORS
 from ..decoding.kv_cache import (
     check_block_size,
     check_block_tables,
@@ -51,6 +54,7 @@ from ..decoding.kv_cache import (
 )
 from ..primitives.flat import on_16_bytes
 from ..primitives.ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
+from ..primitives.reduce import FULL
 from ..primitives.tensor_maps import upload
 from ..primitives.tiles import WIDTHS
 from ..qk_norm_rope import qk_norm_rope_ref, values_of
@@ -60,31 +64,37 @@ from . import decode_attention_parts as parts
 from .decode_attention_loops import make_attend_plain, make_attend_tensor
 from .decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last, quotient
 
-PREFETCHED = 512  # keys of a split, at most
 FEW_HEADS = 16  # with at most so many key heads in a launch, most multiprocessors are idle
-WIDE_BLOCK = 512  # accumulators of a warp with which 8 warps still fit into the registers
+MANY_HEADS = 64  # with more, there are enough splits for all multiprocessors if they are longer
+MOST_ROWS = 1024  # of a launch: a block keeps two numbers of each in shared memory
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a block processes its keys. `warps` and `keys` change the order of additions; `ahead` does not change the result."""
+    """How a block processes its keys. `warps`, `keys` and `splits` change the order of additions, the others not the result."""
 
     warps: int  # of a block
-    ahead: bool  # load the next keys while computing on these, the first ones before qkv is ready
-    keys: int  # of a split, at least
+    blocks: int  # per multiprocessor
+    keys: int  # of a split, about
+    splits: int  # of a row, at most
+    prefetched: int  # keys of a split that a block prefetches before it loads the queries
 
 
-def choose(D: int, heads: int, key_heads: int) -> Config:
+def choose(D: int, group: int, half: bool, key_heads: int) -> Config:
     """-> the tuned configuration. Measured on one H200 with bench/tune_decode.py.
 
-    D: width of a head. heads: query heads of a block. key_heads: of the launch, over all rows. With few key heads, a launch
-    takes as long as one block: so many warps share a split that each has one round of keys. Many key heads keep the memory
-    busy anyway, and small blocks hide each other's latency.
+    D: width of a head. group: query heads that share a key head. half: bf16. key_heads: of the launch, over all rows. With few
+    key heads, a launch takes as long as one block: so many warps share a split that each has one round of keys, as far as
+    registers and shared memory permit. Many key heads keep the memory busy anyway: small blocks hide each other's latency, and
+    long splits save merging.
     """
-    few = key_heads <= FEW_HEADS and heads * D <= WIDE_BLOCK
-    if few:
-        return Config(warps=12, ahead=False, keys=parts.FEW_CHUNK)
-    return Config(warps=4, ahead=False, keys=parts.CHUNK)
+    heads = heads_of(half, group)
+    if key_heads <= FEW_HEADS and min(heads, group) * D <= 512:
+        splits = min(parts.MAX_SPLITS, MULTIPROCESSORS // key_heads)  # no block has two items
+        return Config(12 if half else 8, 1, parts.FEW_CHUNK, splits, prefetched=512)
+    blocks = 4 if heads * D <= 512 else 3 if heads * D <= 1024 else 2
+    keys = parts.CHUNK if key_heads <= MANY_HEADS else 4 * parts.CHUNK
+    return Config(4, blocks, keys, parts.MAX_SPLITS, prefetched=128)
 
 
 # ----------------------------------------------------------------------------- reference
@@ -123,68 +133,114 @@ def decode_attention_ref(
 
 # ----------------------------------------------------------------------------- kernel
 def heads_of(half: bool, group: int) -> int:
-    """-> query heads of a block. half: bf16. group: query heads that share a key head"""
-    return 16 if half and group > 8 else 8
+    """-> query heads of a block; on tensor cores some may be absent. half: bf16. group: query heads that share a key head"""
+    return (16 if group > 8 else 8) if half else min(group, 8)
 
 
-def make_begin(D, S, half, overlap, ready, config, load_first):
-    """-> key_range, begin
+@functools.cache
+def make_schedule(config):
+    """-> key_range, count_items, row_of: which splits there are
 
     key_range(split, n) -> (lo, hi, used): a split has keys lo .. hi - 1 of n; `used` splits have keys
-    begin(next_k, next_v, k, v, lengths_B, tables, M, R, G) -> (t, pages, own, live): waits until qkv is ready. t: position of
-    the block's token; pages: where the keys of its sequence are (decode_attention_loops.py); own: the table's entry for t;
-    live: False if the sequence is idle. While it waits, a block prefetches its first keys and values, and with config.ahead
-    each warp loads its first ones into registers (load_first).
+    count_items(first_s, t_s, lengths_B, B, limit): t_s[b]: the position of row b's token, -1 if it is not in 0 .. limit - 1;
+    first_s[b]: the number of splits of all rows before b, first_s[B] of all. A row without a position counts as one split.
+    Ends with a barrier.
+    row_of(first_s, B, i) -> the row of split i
     """
-    LINE, MOST = 64 if half else 32, PREFETCHED * D  # elements
-    ENTRIES = 32  # of a table, in a line of 128 bytes
-    THREADS, AHEAD = 32 * config.warps, config.ahead
-    split_keys = parts.make_split_keys(config.keys)
-    entry_of, start_of = make_block_table(S, D)
+    WARPS, THREADS = config.warps, 32 * config.warps
+    split_keys = parts.make_split_keys(config.keys, config.splits)
 
     @device
     def key_range(split, n):
-        keys = split_keys(n)
-        lo, used = split * keys, quotient(n + keys - 1, keys)
-        return lo, lo + keys if lo + keys < n else n, used
+        keys, used = split_keys(n)
+        lo = split * keys
+        return lo, lo + keys if split + 1 < used else n, used
 
     @device
-    def prefetch_keys(next_k, next_v, k, v, pages, t):
-        tables, first, R, stride, head = pages
-        lo, hi, _ = key_range(int64(cuda.blockIdx.x), t + 1)
-        if AHEAD:  # the new key is not in the cache yet
-            load_first(next_k, next_v, k, v, pages, lo, hi if hi < t else t)
-        count = (hi - lo) * D
-        count = count if count < MOST else int64(MOST)
+    def used_by(t):
+        return int32(split_keys(int64(t + 1))[1]) if t >= 0 else int32(1)
+
+    @device
+    def count_items(first_s, t_s, lengths_B, B, limit):
+        sums_s = cuda.shared.array(WARPS, int32)
+        tid, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        each = quotient(int64(B + THREADS - 1), int64(THREADS))
+        low = tid * each if tid * each < B else int64(B)
+        high, mine = low + each if low + each < B else int64(B), int32(0)
+        for b in range(low, high):
+            t = int32(lengths_B[b])
+            t_s[b] = t if t >= 0 and t < limit else int32(-1)
+            mine += used_by(t_s[b])
+        before = mine  # of this lane and the lower ones
+        for i in range(5):
+            other = cuda.shfl_up_sync(FULL, before, 1 << i)
+            before += other if lane >= 1 << i else int32(0)
+        if lane == 31:
+            sums_s[warp] = before
+        cuda.syncthreads()  # the sums of all warps
+        before -= mine
+        for w in range(WARPS):
+            before += sums_s[w] if w < warp else int32(0)
+        for b in range(low, high):
+            first_s[b] = before
+            before += used_by(t_s[b])
+        if tid == THREADS - 1:
+            first_s[B] = before
+        cuda.syncthreads()  # the table of all rows
+
+    @device
+    def row_of(first_s, B, i):
+        low, high = int32(0), int32(B)
+        while high - low > 1:
+            middle = int32((low + high) >> 1)
+            if first_s[middle] <= i:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    return key_range, count_items, row_of
+
+
+def make_items(D, S, half, config):
+    """-> count_items, place_of, prefetch_tables, prefetch_keys
+
+    place_of(item, first_s, t_s, B, G, M, R) -> (b, g, t, split, lo, hi, used, pages): a row and a key head, the position of the
+    row's token, and a split of its keys; pages: where they are (decode_attention_loops.py)
+    prefetch_tables(tables, count): the blocks share the work.  prefetch_keys(k, v, tables, pages, lo, hi): the first ones
+    """
+    key_range, count_items, row_of = make_schedule(config)
+    entry_of, start_of = make_block_table(S, D)
+    THREADS, MOST = 32 * config.warps, config.prefetched
+    LINE, ENTRIES = 64 if half else 32, 32  # numbers in 128 bytes
+
+    @device
+    def place_of(item, first_s, t_s, B, G, M, R):
+        number = quotient(item, int64(G))
+        g, b = item - number * G, row_of(first_s, B, number)
+        split, t = number - first_s[b], int64(t_s[b])
+        lo, hi, used = key_range(split, t + 1 if t >= 0 else int64(1))
+        first, head = uint32(uint32(b) * uint32(M)), uint32(uint32(g) * uint32(S * D))
+        pages = first, uint32(R), uint32(uint32(G) * uint32(S * D)), head
+        return int64(b), g, t, split, lo, hi, used, pages
+
+    @device
+    def prefetch_tables(tables, count):
+        i = int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
+        for j in range(i * ENTRIES, count, int64(cuda.gridDim.x) * (THREADS * ENTRIES)):
+            prefetch(tables, j)
+
+    @device
+    def prefetch_keys(k, v, tables, pages, lo, hi):
+        first, R, stride, head = pages
+        count = (hi - lo if hi - lo < MOST else int64(MOST)) * D
         for i in range(cuda.threadIdx.x * LINE, count, THREADS * LINE):
             n = lo + i // D
             at = start_of(entry_of(tables, first, n), n, R, stride, head) + i % D
             prefetch(k, at)
             prefetch(v, at)
 
-    @device
-    def begin(next_k, next_v, k, v, lengths_B, tables, M, R, G):
-        g, b = uint32(cuda.blockIdx.y), int64(cuda.blockIdx.z)
-        first = uint32(uint32(b) * uint32(M))
-        stride, head = uint32(uint32(G) * uint32(S * D)), uint32(g * uint32(S * D))
-        pages = tables, first, uint32(R), stride, head
-        if overlap:
-            let_next_start()
-            if not ready:
-                wait_for_previous()
-        for i in range(cuda.threadIdx.x * ENTRIES, M, THREADS * ENTRIES):
-            prefetch(tables, uint32(first + uint32(i)))
-        t = int64(lengths_B[b])
-        live, own = t >= 0 and t < M * S, uint32(0)
-        if live:
-            own = entry_of(tables, first, t)
-        if overlap and ready:
-            if live:
-                prefetch_keys(next_k, next_v, k, v, pages, t)
-            wait_for_previous()
-        return t, pages, own, live
-
-    return key_range, begin
+    return count_items, place_of, prefetch_tables, prefetch_keys
 
 
 def make_combine(D, HEADS, WARPS):
@@ -220,32 +276,29 @@ def make_combine(D, HEADS, WARPS):
 
 @functools.cache
 def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config):
-    """-> (kernel, query heads of a block, passes over the keys of a group). Launch with 32 * config.warps threads.
+    """-> (kernel, heads of a partial result, passes over the keys of a group). Launch with 32 * config.warps threads.
 
     S: tokens of a block of the cache. GROUP: H / G. half: bf16. normalise: QK-norm. overlap: the kernel may start before the
     previous one has ended (see wait_for_previous in primitives/ptx.py). ready: lengths, tables and the cache may be read before
     that.
     """
     HEADS, WARPS = heads_of(half, GROUP), config.warps
-    AHEAD = config.ahead and half and overlap and ready  # the first keys are loaded early
+    LIVE = min(HEADS, GROUP)  # heads whose results are kept
     CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
-    QUERIES, SIZE, ROWS = HEADS * D, WARPS * HEADS * D, WARPS * HEADS
-    WEIGHTS, KEYS, VALUES = MAX_SPLITS * HEADS, (2, D // 16, 2), (D // 8, 2)
-    element = types.uint16 if half else float32
+    QUERIES, SIZE, ROWS, WEIGHTS = HEADS * D, WARPS * LIVE * D, WARPS * LIVE, MAX_SPLITS * LIVE
+    element, STARTS = types.uint16 if half else float32, MOST_ROWS + 1
     new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
-    load_first, attend = (make_attend_tensor if half else make_attend_plain)(
-        D, S, HEADS, WARPS, config.ahead
-    )
-    key_range, begin = make_begin(D, S, half, overlap, ready, config, load_first)
-    start_of = make_block_table(S, D)[1]
-    combine = make_combine(D, HEADS, WARPS)
+    attend = (make_attend_tensor if half else make_attend_plain)(D, S, HEADS, LIVE, WARPS)
+    count_items, place_of, prefetch_tables, prefetch_keys = make_items(D, S, half, config)
+    entry_of, start_of = make_block_table(S, D)
+    combine = make_combine(D, LIVE, WARPS)
 
-    @kernel(THREADS)
+    @kernel(THREADS, config.blocks if half else 0)  # in float32 registers would spill
     def decode_attention_kernel(
         o, partial, m_partial, l_partial, counters, k, v, qkv, lengths_B, tables, q_w_D, k_w_D, cos, sin,
-        G, M, R, eps, scale,
+        B, G, M, R, splits, eps, scale,
     ):  # fmt: skip
-        """Grid (splits, G, B), block THREADS. All arrays flat.
+        """Grid: any number of blocks of THREADS. All arrays flat. B: rows, at most MOST_ROWS.
 
         partial, m_partial, l_partial: acc, m, l of (B, G, CHUNKS, splits); counters (B G CHUNKS), zeros before and after.
         """
@@ -254,38 +307,47 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config):
         acc_s = cuda.shared.array(SIZE, float32, alignment=16)
         weight_s = cuda.shared.array(WEIGHTS, float32)
         m_s, l_s = cuda.shared.array(ROWS, float32), cuda.shared.array(ROWS, float32)
-        next_k, next_v = cuda.local.array(KEYS, uint32), cuda.local.array(VALUES, uint32)
-        split, splits = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
-        g, b = int64(cuda.blockIdx.y), int64(cuda.blockIdx.z)
-        out = (b * G + g) * GROUP * D
-        t, pages, own, live = begin(next_k, next_v, k, v, lengths_B, tables, M, R, G)
-        if not live:
-            for i in range(cuda.threadIdx.x, GROUP * D if split == 0 else 0, THREADS):
-                store1(o, out + i, float32(0.0))
-            return
-        lo, hi, used = key_range(split, t + 1)
-        if split >= used:
-            return
-        x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
-        key, value = x + (G * GROUP + g) * D, x + (G * GROUP + G + g) * D
-        to = start_of(own, t, *pages[2:])
-        for chunk in range(CHUNKS):
-            owner, h0 = split == used - 1 and chunk == 0 and own < R, chunk * HEADS
-            new_heads(
-                q_s, k, v, qkv, x + g * GROUP * D, key, value, to, owner, h0, q_w_D, k_w_D, cos, sin, t, eps,
-            )  # fmt: skip
-            cuda.syncthreads()  # the queries, and the new key and value in the cache
-            ahead = next_k, next_v, t if AHEAD and chunk == 0 else lo
-            attend(acc_s, m_s, l_s, q_s, *ahead, k, v, pages, lo, hi, scale * LOG2E)
-            cuda.syncthreads()
-            combine(
-                o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, partial, m_partial, l_partial,
-                counters, (b * G + g) * CHUNKS + chunk, split, splits, used,
-            )  # fmt: skip
-            if CHUNKS > 1:
-                cuda.syncthreads()  # all warps have finished with shared memory
+        first_s = cuda.shared.array(STARTS, int32)
+        t_s = cuda.shared.array(STARTS, int32)
+        if overlap:
+            let_next_start()
+            if not ready:
+                wait_for_previous()
+        prefetch_tables(tables, int64(B) * M)
+        count_items(first_s, t_s, lengths_B, B, M * S)
+        begin, items = int64(cuda.blockIdx.x), int64(first_s[B]) * G
+        if overlap and ready and begin >= items:
+            wait_for_previous()
+        for item in range(begin, items, int64(cuda.gridDim.x)):
+            b, g, t, split, lo, hi, used, pages = place_of(item, first_s, t_s, B, G, M, R)
+            own = entry_of(tables, pages[0], t if t >= 0 else int64(0))
+            if overlap and ready:
+                if t >= 0:
+                    prefetch_keys(k, v, tables, pages, lo, hi)
+                if item == begin:
+                    wait_for_previous()
+            out = (b * G + g) * GROUP * D
+            if t < 0:
+                for i in range(cuda.threadIdx.x, GROUP * D, THREADS):
+                    store1(o, out + i, float32(0.0))
+                continue
+            to = start_of(own, t, *pages[1:])
+            x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
+            key, value = x + (G * GROUP + g) * D, x + (G * GROUP + G + g) * D
+            for chunk in range(CHUNKS):
+                owner, h0 = split == used - 1 and chunk == 0 and own < R, chunk * HEADS
+                new_heads(
+                    q_s, k, v, qkv, x + g * GROUP * D, key, value, to, owner, h0, q_w_D, k_w_D, cos, sin, t, eps,
+                )  # fmt: skip
+                cuda.syncthreads()  # the queries, and the new key and value in the cache
+                attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, scale * LOG2E)
+                cuda.syncthreads()  # the results of all warps
+                combine(
+                    o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, partial, m_partial, l_partial,
+                    counters, (b * G + g) * CHUNKS + chunk, split, splits, used,
+                )  # fmt: skip
 
-    return decode_attention_kernel, HEADS, CHUNKS
+    return decode_attention_kernel, LIVE, CHUNKS
 
 
 # ----------------------------------------------------------------------------- launcher
@@ -342,36 +404,30 @@ def decode_attention(
         return decode_attention_ref(*given, eps, scale)
     check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels support {WIDTHS}")
     check_block_size(op, R, G, S, D)
-    check(max(B, G) < 2**16, f"{op}: {B} rows of {G} heads in one launch, at most 65535 of each")
     o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
-    flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD, qkv_BP)]
-    check(on_16_bytes(*flat[:2]), f"{op}: the cache does not begin at a multiple of 16 bytes")
-    config = choose(D, heads_of(half, group), G if batch_invariant else B * G)
-    overlap, splits = can_overlap(qkv_BP), parts.splits_of(M * S, config.keys)
+    flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD)]
+    check(on_16_bytes(*flat), f"{op}: the cache does not begin at a multiple of 16 bytes")
+    config = choose(D, group, half, G if batch_invariant else B * G)
+    overlap, splits = can_overlap(qkv_BP), parts.splits_of(M * S, config.keys, config.splits)
     variant = D, S, group, half, bool(weights), overlap, cache_ready, config
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
-    blocks = B * G * chunks
-    partial, m_partial, l_partial = (
-        empty(qkv_BP, n * (splits if splits > 1 else 0), np.float32)
-        for n in (blocks * heads * D, blocks * heads, blocks * heads)
-    )
-    counters = _zero_counters(qkv_BP, blocks)
     cos, sin = cos_PR.reshape(-1), sin_PR.reshape(-1)
     norms = weights or (cos, cos)  # a kernel argument must not be None
-    arrays = (
-        o_BC.reshape(-1),
-        partial,
-        m_partial,
-        l_partial,
-        counters,
-        *flat,
-        lengths_B,
-        tables_BM.reshape(-1),
-        *norms,
-    )
-    scalars = (G, M, R, np.float32(eps), np.float32(scale))
-    grid, threads = (splits, G, B), 32 * config.warps
-    launch(decode_kernel, grid, threads, *arrays, cos, sin, *scalars, overlap=overlap)
+    for low in range(0, B, MOST_ROWS):
+        rows = slice(low, min(low + MOST_ROWS, B))
+        n = rows.stop - low
+        count = n * G * chunks
+        partials = (
+            empty(qkv_BP, count * size * (splits if splits > 1 else 0), np.float32)
+            for size in (heads * D, heads, heads)
+        )
+        arrays = (
+            o_BC[rows].reshape(-1), *partials, _zero_counters(qkv_BP, count), *flat,
+            qkv_BP[rows].reshape(-1), lengths_B[rows], tables_BM[rows].reshape(-1), *norms, cos, sin,
+        )  # fmt: skip
+        scalars = n, G, M, R, splits, np.float32(eps), np.float32(scale)
+        grid = min(n * G * splits, config.blocks * MULTIPROCESSORS)
+        launch(decode_kernel, grid, 32 * config.warps, *arrays, *scalars, overlap=overlap)
     return o_BC
 
 

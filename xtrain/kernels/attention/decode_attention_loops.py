@@ -4,18 +4,23 @@ Both attend to keys lo .. hi - 1 of one key head with all its query heads at onc
 m, l and acc (decode_attention_parts.py) to shared memory. Neither copies keys or values to shared memory: a warp owns whole
 tiles of keys, and no other warp needs them.
 
-    pages      tables, first, R, stride, head: where the keys are (kv_cache.make_block_table); a tile of 16 keys lies in one block
+    pages      first, R, stride, head: where the keys are (kv_cache.make_block_table); a tile of 16 keys lies in one block
 A table's entry takes as long to arrive as the keys that it points to, so it is loaded one tile ahead. If an entry is not a
 block of the cache, the warp's l becomes NaN, and so does o.
 
-On tensor cores, 16 keys at a time. The inner index of a product may have any order if both operands have the same one. So lane
-4 g + t reads 16 contiguous bytes of key g, where mma_bf16 expects scattered pairs, and q is read in the same order:
+On tensor cores, 16 keys at a time. The left operand of mma_bf16 has 16 rows, the right one 8 columns. There are 16 keys and
+often at most 8 query heads, so both products are transposed: S^T = K q^T and O^T = V^T P^T. The inner index of a product may have
+any order if both operands have the same one. So lane 4 g + t reads 16 contiguous bytes of keys g and g + 8, where mma_bf16
+expects scattered pairs, and q is read in the same order:
 
     D = 64     lane t of key g    channels 8 t .. 8 t + 7, then 32 + 8 t .. 32 + 8 t + 7
                inner index        step 0: the first 4 of each lane, step 1: its last 4; steps 2, 3 likewise
 
+The lane then has the scores of keys g and g + 8 for heads 2 t and 2 t + 1. The second product needs keys 2 t, 2 t + 1, ... of
+head g: each 8 x 8 tile of P is transposed.
 Of the values, lane 4 g + t reads keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, channels 8 g .. 8 g + 7. mma_bf16 expects two keys of one
-channel in a register: these are combined from the halves of two words. Column g of tile i of the result is channel 8 g + i.
+channel in a register: these are combined from the halves of two words. Rows g and g + 8 of tile j of the result are channels
+8 g + 2 j and 8 g + 2 j + 1, its columns 2 t and 2 t + 1 are heads.
 """
 
 import functools
@@ -26,8 +31,7 @@ from numba import cuda, float32, int32, int64, uint32
 from ..decoding.kv_cache import make_block_table
 from ..primitives.ptx import device, load1, load4
 from ..primitives.reduce import FULL, NEG_INF, warp_max, warp_sum
-from ..primitives.tensor_cores import exp2, mma_bf16
-from ..primitives.tiles import make_fill, make_pack
+from ..primitives.tensor_cores import exp2, fmax, mma_bf16, pack_bf16, transpose_pairs
 from ..primitives.words import (
     load_words2,
     load_words4,
@@ -35,7 +39,7 @@ from ..primitives.words import (
     load_words8,
     load_words8_shared,
 )
-from .flash_attention_bf16 import LOWEST, make_hide_keys, make_softmax
+from .flash_attention_bf16 import LOWEST, SLACK
 
 NAN = np.float32(np.nan)
 TILE = 16  # keys, on tensor cores
@@ -43,23 +47,19 @@ TILE = 16  # keys, on tensor cores
 
 # ----------------------------------------------------------------------------- without tensor cores
 @functools.cache
-def make_attend_plain(D, S, HEADS, WARPS, AHEAD=False):
-    """-> load_first, attend: the interface of make_attend_tensor, without tensor cores. q_s: float32
+def make_attend_plain(D, S, HEADS, LIVE, WARPS):
+    """-> attend: as in make_attend_tensor, without tensor cores. q_s: float32
 
-    A lane owns a key while scores are computed, then channels while values are summed. load_first does nothing.
+    A lane owns a key while scores are computed, then channels while values are summed. LIVE is HEADS.
     """
     entry_of, start_of = make_block_table(S, D)
     W = -(-D // 32)  # channels of a lane
     SIZE, WEIGHTS = HEADS * D, WARPS * HEADS * 32
 
     @device
-    def load_first(next_k, next_v, k, v, pages, lo, hi):
-        pass
-
-    @device
-    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, pages, lo, hi, scale):
+    def attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, scale):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        tables, first, R, stride, head = pages
+        first, R, stride, head = pages
         p_s = cuda.shared.array(WEIGHTS, float32)
         s, top = cuda.local.array(HEADS, float32), cuda.local.array(HEADS, float32)
         total = cuda.local.array(HEADS, float32)
@@ -111,7 +111,7 @@ def make_attend_plain(D, S, HEADS, WARPS, AHEAD=False):
                 if lane + 32 * w < D:
                     acc_s[warp * SIZE + h * D + lane + 32 * w] = acc[h, w]
 
-    return load_first, attend
+    return attend
 
 
 # ----------------------------------------------------------------------------- on tensor cores
@@ -119,9 +119,9 @@ def make_attend_plain(D, S, HEADS, WARPS, AHEAD=False):
 def make_load_operands(D, HEADS):
     """-> load_q, load_k, load_v: operands of mma_bf16
 
-    load_q(fq (D / 16, 4), q_s)                 left operands: heads 0..7 and 8..15
-    load_k(fk (2, D / 16, 2), k, start, last)   right operands: 16 keys from k[start] on, in two tiles of 8
-    load_v(fv (D / 8, 2), v, start, last)       right operands: 16 values from v[start] on, in tiles of 8 channels
+    load_q(fq (HEADS / 8, D / 16, 2), q_s)      right operands: heads 0..7 and 8..15
+    load_k(fk (D / 16, 4), k, start, last)      left operands: 16 keys from k[start] on
+    load_v(fv (D / 16, 4), v, start, last)      left operands: 16 values from v[start] on, in tiles of 16 channels
     For keys after key `last` of the 16, that one is loaded again.
     """
     QUADS = max(D // 32, 1)  # reads of a lane per key
@@ -137,15 +137,14 @@ def make_load_operands(D, HEADS):
         lane = cuda.threadIdx.x & 31
         words = cuda.local.array(4, uint32)
         for c in range(QUADS):
-            for r in range(2):  # heads g, g + 8: registers r and 2 + r
-                if r < BLOCKS:
-                    at = ((lane >> 2) + 8 * r) * D + 32 * c + EACH * (lane & 3)
-                    if WIDE:
-                        load_words8_shared(words, q_s, at)
-                    else:
-                        load_words4_shared(words, q_s, at)
+            for b in range(BLOCKS):
+                at = ((lane >> 2) + 8 * b) * D + 32 * c + EACH * (lane & 3)
+                if WIDE:
+                    load_words8_shared(words, q_s, at)
+                else:
+                    load_words4_shared(words, q_s, at)
                 for i in range(WORDS):
-                    fq[2 * c + i // 2, 2 * (i % 2) + r] = words[i] if r < BLOCKS else uint32(0)
+                    fq[b, 2 * c + i // 2, i % 2] = words[i]
 
     @device
     def load_k(fk, k, start, last):
@@ -162,7 +161,7 @@ def make_load_operands(D, HEADS):
                 else:
                     load_words4(words, k, at)
                 for i in range(WORDS):
-                    fk[m, 2 * c + i // 2, i % 2] = words[i]
+                    fk[2 * c + i // 2, 2 * (i % 2) + m] = words[i]
 
     @device
     def load_v(fv, v, start, last):
@@ -187,112 +186,135 @@ def make_load_operands(D, HEADS):
                 for i in range(PAIRS):
                     low = uint32(even[i] & uint32(0xFFFF)) | uint32(odd[i] << uint32(16))
                     high = uint32(even[i] >> uint32(16)) | uint32(odd[i] & uint32(0xFFFF0000))
-                    fv[c * VALUES + 2 * i, m] = uint32(low)
-                    fv[c * VALUES + 2 * i + 1, m] = uint32(high)
+                    fv[c * PAIRS + i, 2 * m] = uint32(low)
+                    fv[c * PAIRS + i, 2 * m + 1] = uint32(high)
 
     return load_q, load_k, load_v
 
 
 @functools.cache
-def make_attend_tensor(D, S, HEADS, WARPS, AHEAD=False):
-    """-> load_first, attend
+def make_online_softmax(BLOCKS, TILES):
+    """-> hide_keys, add_scores: on a tile of 16 keys and 8 BLOCKS heads, transposed
 
-    load_first(next_k (2, D / 16, 2), next_v (D / 8, 2), k, v, pages, lo, hi)
-        a warp loads its first keys and values into registers
-    attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, pages, lo, hi, scale)
-        the loop over keys lo .. hi - 1. loaded: load_first has loaded only keys below this one
-    S: tokens of a block. lo: a multiple of 16. HEADS: 8 or 16 rows of a left operand; with 8 the other rows are zeros. q_s:
-    bf16. AHEAD: the next keys are loaded while the current ones are used.
+    hide_keys(s, n0, end)                       scores of keys from `end` on become -inf; the tile begins at key n0
+    add_scores(s, acc, top, total, scale)       s becomes p; where a maximum grows by more than SLACK, top is updated and acc and
+                                                total are rescaled
+    s (BLOCKS, 4): the scores. acc (BLOCKS, TILES, 4). top, total (BLOCKS, 2): maxima of heads 2 t and 2 t + 1, and this lane's
+    share of their sums. scale includes log2 e.
+    """
+
+    @device
+    def hide_keys(s, n0, end):
+        if n0 + TILE > end:
+            n = int32(n0 + ((cuda.threadIdx.x & 31) >> 2))
+            for b in range(BLOCKS):
+                for i in range(4):
+                    if int32(n + 8 * (i // 2)) >= end:
+                        s[b, i] = NEG_INF
+
+    @device
+    def add_scores(s, acc, top, total, scale):
+        new, growth = cuda.local.array((BLOCKS, 2), float32), float32(0.0)
+        for b in range(BLOCKS):
+            for e in range(2):
+                x = fmax(s[b, e], s[b, 2 + e])
+                x = fmax(x, cuda.shfl_xor_sync(FULL, x, 4))
+                x = fmax(x, cuda.shfl_xor_sync(FULL, x, 8))
+                new[b, e] = fmax(x, cuda.shfl_xor_sync(FULL, x, 16))
+                growth = fmax(growth, new[b, e] - top[b, e])
+        if cuda.any_sync(FULL, growth * scale > SLACK):
+            for b in range(BLOCKS):
+                for e in range(2):
+                    grows = (new[b, e] - top[b, e]) * scale > SLACK
+                    x = new[b, e] if grows else top[b, e]
+                    shrink = exp2((top[b, e] - x) * scale)
+                    top[b, e] = x
+                    total[b, e] *= shrink
+                    for j in range(TILES):
+                        acc[b, j, e] *= shrink
+                        acc[b, j, 2 + e] *= shrink
+        for b in range(BLOCKS):
+            for e in range(2):
+                shift = top[b, e] * scale
+                for r in range(2):
+                    p = exp2(s[b, 2 * r + e] * scale - shift)
+                    s[b, 2 * r + e] = p
+                    total[b, e] += p
+
+    return hide_keys, add_scores
+
+
+@functools.cache
+def make_attend_tensor(D, S, HEADS, LIVE, WARPS):
+    """-> attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, scale): the loop over keys lo .. hi - 1
+
+    S: tokens of a block. lo: a multiple of 16. HEADS: 8 or 16, of which the first LIVE are kept. q_s: bf16. acc_s (WARPS, LIVE,
+    D), m_s and l_s (WARPS, LIVE), flat: the results.
     """
     STRIDE = TILE * WARPS  # from a warp's tile to its next one
     entry_of, start_of = make_block_table(S, D)
-    STEPS, TILES, SIZE = D // 16, D // 8, HEADS * D
+    STEPS, TILES, SIZE = D // 16, D // 16, LIVE * D
     VALUES, BLOCKS = min(D // 8, 8), HEADS // 8
     load_q, load_k, load_v = make_load_operands(D, HEADS)
-    hide_keys, add_scores = make_hide_keys(1, 2, False), make_softmax(1, 2, TILES)
-    clear_s, (clear_acc, fill, _) = make_fill(1, 2)[0], make_fill(1, TILES)
-    pack = make_pack(1)
+    hide_keys, add_scores = make_online_softmax(BLOCKS, TILES)
 
     @device
     def store_result(acc_s, m_s, l_s, acc, top, total, scale, valid):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        for r in range(BLOCKS):
-            h = (lane >> 2) + 8 * r
-            row_total = total[0, r] + cuda.shfl_xor_sync(FULL, total[0, r], 1)
-            row_total += cuda.shfl_xor_sync(FULL, row_total, 2)
-            if lane & 3 == 0:
-                m_s[warp * HEADS + h] = top[0, r] * scale
-                l_s[warp * HEADS + h] = row_total if valid else NAN
-            for i in range(TILES):
-                for e in range(2):  # column 2 t + e of tile i
-                    d = i // VALUES * 64 + VALUES * (2 * (lane & 3) + e) + i % VALUES
-                    acc_s[warp * SIZE + h * D + d] = acc[0, i, 2 * r + e]
+        for b in range(BLOCKS):
+            for e in range(2):
+                h = 8 * b + 2 * (lane & 3) + e
+                row_total = total[b, e]
+                for step in (4, 8, 16):
+                    row_total += cuda.shfl_xor_sync(FULL, row_total, step)
+                if h < LIVE:
+                    if lane < 4:
+                        m_s[warp * LIVE + h] = top[b, e] * scale
+                        l_s[warp * LIVE + h] = row_total if valid else NAN
+                    for i in range(2 * TILES):
+                        d = i // VALUES * 64 + VALUES * (lane >> 2) + i % VALUES
+                        acc_s[warp * SIZE + h * D + d] = acc[b, i // 2, 2 * (i % 2) + e]
 
     @device
-    def copy_operands(fk, fv, next_k, next_v):
-        for i in range(STEPS):
-            for j in range(2):
-                for m in range(2):
-                    fk[m, i, j] = next_k[m, i, j]
-        for i in range(TILES):
-            for m in range(2):
-                fv[i, m] = next_v[i, m]
-
-    @device
-    def load_tile(fk, fv, k, v, entry, n0, end, R, stride, head):
-        start = start_of(entry, n0, R, stride, head)
-        load_k(fk, k, start, uint32(end - n0 - 1))
-        load_v(fv, v, start, uint32(end - n0 - 1))
-
-    @device
-    def load_first(next_k, next_v, k, v, pages, lo, hi):
-        tables, first, R, stride, head = pages
-        n0 = int32(lo + TILE * (cuda.threadIdx.x >> 5))
-        if n0 < hi:
-            entry = entry_of(tables, first, n0)
-            load_tile(next_k, next_v, k, v, entry, n0, int32(hi), R, stride, head)
-
-    @device
-    def attend(acc_s, m_s, l_s, q_s, next_k, next_v, loaded, k, v, pages, lo, hi, scale):
-        fq, fk = cuda.local.array((STEPS, 4), uint32), cuda.local.array((2, STEPS, 2), uint32)
-        fv, fp = cuda.local.array((TILES, 2), uint32), cuda.local.array((1, 4), uint32)
-        s, acc = cuda.local.array((1, 2, 4), float32), cuda.local.array((1, TILES, 4), float32)
-        top, total = cuda.local.array((1, 2), float32), cuda.local.array((1, 2), float32)
-        tables, first, R, stride, head = pages
-        clear_acc(acc)
-        fill(top, LOWEST)
-        fill(total, float32(0.0))
+    def attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, scale):
+        fq, fk = cuda.local.array((BLOCKS, STEPS, 2), uint32), cuda.local.array((STEPS, 4), uint32)
+        fv, fp = cuda.local.array((TILES, 4), uint32), cuda.local.array(2, uint32)
+        s, acc = (
+            cuda.local.array((BLOCKS, 4), float32),
+            cuda.local.array((BLOCKS, TILES, 4), float32),
+        )
+        top, total = cuda.local.array((BLOCKS, 2), float32), cuda.local.array((BLOCKS, 2), float32)
+        first, R, stride, head = pages
+        for b in range(BLOCKS):
+            for e in range(2):
+                top[b, e], total[b, e] = LOWEST, float32(0.0)
+            for j in range(TILES):
+                for i in range(4):
+                    acc[b, j, i] = float32(0.0)
         n0, end = int32(lo + TILE * (cuda.threadIdx.x >> 5)), int32(hi)
         worst = entry_of(tables, first, n0 if n0 < end else int32(end - 1))
-        entry, after = worst, int32(n0 + STRIDE)
-        if AHEAD:
-            entry = entry_of(tables, first, after if after < end else int32(end - 1))
-            if n0 + TILE > loaded:
-                load_first(next_k, next_v, k, v, pages, lo, hi)
+        entry = worst
         load_q(fq, q_s)
         while n0 < end:
             after = int32(n0 + STRIDE)
-            then = (
-                int32(after + STRIDE) if AHEAD else after
-            )  # the first tile whose entry is unknown
-            following = entry_of(tables, first, then if then < end else int32(end - 1))
+            following = entry_of(tables, first, after if after < end else int32(end - 1))
             worst = entry if entry > worst else worst
-            if AHEAD:
-                copy_operands(fk, fv, next_k, next_v)
-                if after < end:
-                    load_tile(next_k, next_v, k, v, entry, after, end, R, stride, head)
-            else:
-                load_tile(fk, fv, k, v, entry, n0, end, R, stride, head)
-            clear_s(s)
-            for i in range(STEPS):
-                for m in range(2):
-                    mma_bf16(s[0, m], fq[i], fk[m, i])
-            hide_keys(s, 0, n0, end, 0)
+            start, last = start_of(entry, n0, R, stride, head), uint32(end - n0 - 1)
+            load_k(fk, k, start, last)
+            load_v(fv, v, start, last)
+            for b in range(BLOCKS):
+                for i in range(4):
+                    s[b, i] = float32(0.0)
+                for i in range(STEPS):
+                    mma_bf16(s[b], fk[i], fq[b, i])
+            hide_keys(s, n0, end)
             add_scores(s, acc, top, total, scale)
-            pack(fp, s, 0)
-            for i in range(TILES):
-                mma_bf16(acc[0, i], fp[0], fv[i])
+            for b in range(BLOCKS):
+                for r in range(2):
+                    fp[r] = transpose_pairs(pack_bf16(s[b, 2 * r], s[b, 2 * r + 1]))
+                for j in range(TILES):
+                    mma_bf16(acc[b, j], fv[j], fp)
             n0, entry = after, following
         store_result(acc_s, m_s, l_s, acc, top, total, scale, worst < R)
 
-    return load_first, attend
+    return attend

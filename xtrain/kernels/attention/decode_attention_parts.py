@@ -1,6 +1,7 @@
 """The steps of decode_attention.py before and after the loop over the keys: compute the new heads, merge partial results.
 
-All shared memory is flat. HEADS: query heads of a block, 8 or 16, of one key head; absent heads are zeros.
+All shared memory is flat. HEADS: query heads of a block, of one key head. On tensor cores there are 8 or 16, and absent heads are
+zeros; partial results contain only those that exist.
 """
 
 import functools
@@ -25,15 +26,15 @@ from ..primitives.reduce import NEG_INF, warp_max, warp_sum
 from ..primitives.tensor_cores import exp2
 
 LOG2E = float32(math.log2(math.e))
-CHUNK = 256  # keys of a split, at least: four rounds of a warp, so that reading them outweighs its other work
+CHUNK = 256  # keys of a split, about: four rounds of a warp, so that reading them outweighs its other work
 FEW_CHUNK = 192  # the same if few key heads leave multiprocessors idle; shorter splits cost more in the merge than they save
 MAX_SPLITS = 32  # of a row's keys: one lane per split in the warp that merges them
 AT_ONCE = 8  # partial results that a thread loads before it adds the first one
 
 
-def splits_of(S: int, keys: int) -> int:
-    """-> the number of blocks that share the keys of a head if a row holds S tokens. keys: of a split, at least"""
-    return min(MAX_SPLITS, -(-S // keys))
+def splits_of(S: int, keys: int, most: int) -> int:
+    """-> the number of splits of a row of S tokens, at most `most`. keys: of a split, about"""
+    return max(1, min(most, (S + keys // 2) // keys))
 
 
 @device
@@ -43,14 +44,16 @@ def quotient(a, b):
 
 
 @functools.cache
-def make_split_keys(CHUNK):
-    """-> split_keys(n): keys of one split in a row of n tokens. It depends only on n, and so do all bits of the result."""
+def make_split_keys(CHUNK, MOST=MAX_SPLITS):
+    """-> split_keys(n) -> (keys, used): `used` splits of a row of n tokens have keys; the last one has the rest, at most about
+    half as many more. This depends only on n, and so do all bits of the result."""
 
     @device
     def split_keys(n):
-        used = (n + CHUNK - 1) // CHUNK
-        used = used if used < MAX_SPLITS else int64(MAX_SPLITS)
-        return (quotient(n + used - 1, used) + 15) // 16 * 16
+        used = (n + CHUNK // 2) // CHUNK
+        used = int64(1) if used < 1 else used if used < MOST else int64(MOST)
+        keys = quotient(n, used) // 16 * 16
+        return keys if keys > 16 else int64(16), used
 
     return split_keys
 
@@ -247,9 +250,8 @@ def make_merge_splits(D, HEADS, WARPS, finish):
     """
     THREADS, SIZE = 32 * WARPS, HEADS * D
     weigh = make_weigh(HEADS, WARPS)
-    ONCE, SHARES = SIZE <= 4 * THREADS, max(4 * THREADS // SIZE, 1)
-    QUADS = THREADS // SHARES
-    assert not ONCE or 4 * QUADS == SIZE, f"{WARPS} warps cannot share {SIZE} sums evenly"
+    ONCE, QUADS = SIZE <= 4 * THREADS, min(SIZE // 4, THREADS)
+    SHARES = min(THREADS // QUADS, WARPS)  # acc_s has room for WARPS
 
     @device
     def load_partials(values, partial, first, s, end, j):
@@ -288,7 +290,7 @@ def make_merge_splits(D, HEADS, WARPS, finish):
                         acc[e] += values[i, e] * weight
             if SHARES == 1:
                 finish(o, to, count, j, acc, l_s[j // D])
-            elif share > 0:
+            elif 0 < share < SHARES:
                 store4_shared(acc_s, share * SIZE + j, acc)
         if SHARES > 1:
             cuda.syncthreads()

@@ -1,6 +1,7 @@
 """Tensor-core instructions and the data movement around them, for compute capability 8.0 and up.
 
     mma_bf16                        a warp multiplies a 16 x 16 by a 16 x 8 tile and accumulates
+    transpose_pairs                 a warp transposes an 8 x 8 tile that it holds in registers
     ldmatrix, ldmatrix_trans        shared memory -> the operands of mma, as 8 x 8 tiles
     copy16_async, copy4_async       global -> shared memory, bypassing registers; the threads continue
     commit_copies, wait_copies      group these copies, wait until groups have arrived
@@ -284,6 +285,11 @@ fmax = _scalar("fmax", _instruction("max.f32 $0, $1, $2;", "=f,f,f", F32), _f32,
 pack_bf16 = _scalar("pack_bf16", _narrow_pair, _u32, _f32, _f32)
 low_bf16 = _scalar("low_bf16", lambda builder, pair: _widen(builder, pair, 0), _f32, _u32)
 high_bf16 = _scalar("high_bf16", lambda builder, pair: _widen(builder, pair, 1), _f32, _u32)
+# Lane 4 g + t has elements 2t, 2t + 1 of row g of an 8 x 8 matrix of 16-bit numbers and receives those of column g. "movmatrix"
+_TRANSPOSE = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+transpose_pairs = _scalar(
+    "transpose_pairs", _instruction(_TRANSPOSE, "=r,r", I32, True), _u32, _u32
+)
 # threadIdx.x // 32. The shuffle tells the compiler that it is uniform in the warp. "shfl.sync"
 _WARP_ID = (
     "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; shfl.sync.idx.b32 $0, t, 0, 31, -1; }"
@@ -374,6 +380,15 @@ def _simulated_ldmatrix(transpose):
 
 simulates(ldmatrix, collective=True)(_simulated_ldmatrix(False))
 simulates(ldmatrix_trans, collective=True)(_simulated_ldmatrix(True))
+
+
+@simulates(transpose_pairs, collective=True)
+def _transpose_pairs(threads, sites, args):
+    lanes = [thread.lane for thread in threads]
+    matrix = np.empty((8, 8), np.uint16)
+    for lane, (pair,) in zip(lanes, args):
+        matrix[lane // 4, 2 * (lane % 4) :][:2] = _halves([pair])
+    return [_pairs(matrix[2 * (lane % 4) :, lane // 4][:2])[0] for lane in lanes]
 
 
 def _simulated_copy(n):
