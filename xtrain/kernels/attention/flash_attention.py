@@ -32,17 +32,26 @@ Operations: 4 B H T S D forward, 2.5 times that backward; half of it if causal.
 No sum uses atomics: the same input gives the same bits.
 """
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
 
-from ...device import Array, cupy
+from ...device import Array
 from ...simulator import SimArray
 from ..primitives.flat import flat_rows, on_16_bytes, row_step
 from ..primitives.tensor_maps import mappable
 from ..primitives.tiles import WIDTHS
-from ..runtime.launch import FLOATS, check, check_array, empty, launch, on_host, wide
+from ..runtime.launch import (
+    FLOATS,
+    check,
+    check_array,
+    empty,
+    gpu_attribute,
+    launch,
+    multiprocessors,
+    on_host,
+    wide,
+)
 from . import flash_attention_bf16 as bf16
 from . import flash_attention_bf16_bwd as bf16_bwd
 from . import flash_attention_bf16_bwd_d128 as bf16_bwd_d128
@@ -309,22 +318,12 @@ def shared_limit(x: Array) -> int:
     """Bytes of shared memory that a block may use on the GPU that holds x."""
     if isinstance(x, SimArray):
         return 227 * 1024
-    return _gpu_attribute(x.device.id, "MaxSharedMemoryPerBlockOptin")
-
-
-def multiprocessors(x: Array) -> int:
-    """Multiprocessors of the GPU that holds x; 1 in the simulator."""
-    return 1 if isinstance(x, SimArray) else _gpu_attribute(x.device.id, "MultiProcessorCount")
+    return gpu_attribute(x.device.id, "MaxSharedMemoryPerBlockOptin")
 
 
 def l2_bytes(x: Array) -> int:
     """Bytes of L2 cache of the GPU that holds x. Small in the simulator, so that a few heads need several rounds."""
-    return 1536 if isinstance(x, SimArray) else _gpu_attribute(x.device.id, "L2CacheSize")
-
-
-@functools.cache
-def _gpu_attribute(device: int, name: str) -> int:
-    return cupy().cuda.Device(device).attributes[name]
+    return 1536 if isinstance(x, SimArray) else gpu_attribute(x.device.id, "L2CacheSize")
 
 
 # ----------------------------------------------------------------------------- checks and layouts of the inputs

@@ -6,10 +6,17 @@
     top-p       of those, token i is kept while the weights before it sum to less than p of the total: the smallest set
                 with at least p of the probability (Holtzman et al. 2020). The first one is always kept.
     draw        a random number u in [0, 1): the first token at which the running sum exceeds u times the total
+    min-p       before top-k and top-p: tokens with less than min_p times the first token's probability get the weight 0
     greedy      temperature 0: the first token
 
 The weights are integers: w_i = floor(2^40 exp(...)). Their sums are exact, so they do not depend on the order in which
 threads add, on the GPU, or on how the vocabulary is divided, and a draw is one exact comparison.
+
+The order of the steps is vLLM's: bias and penalties (penalties.py), temperature, min-p, top-k, top-p. transformers applies
+min-p last. That differs only next to top-p: min-p first leaves less for top-p to cut.
+
+On a GPU several blocks share a row, in three launches that each read the logits once (sampling_search.py). Bytes moved: 3 B V
+logits, of which the second and third read are from L2 for few rows; greedy rows are read once.
 
 Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et al. 2011) turns (step, sequence) into
 random bits under the key `seed`. So a token depends only on its own row's seed, sequence number and step.
@@ -18,8 +25,10 @@ random bits under the key `seed`. So a token depends only on its own row's seed,
 import numpy as np
 
 from ...device import Array
+from ..primitives.last_block import zero_counters
 from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from .sampling_kernels import (
+    FIELDS,
     FRACTION,
     ONE,
     PHILOX_M,
@@ -27,11 +36,12 @@ from .sampling_kernels import (
     ROUNDS,
     make_advance_kernel,
     make_draw_kernel,
-    make_segment_kernel,
+    make_weigh_kernel,
 )
+from .sampling_search import Sizes, make_top_kernel
 
-MAX_TOP_K = 1024  # length of the longest list of candidates; threads of a block of the draw kernel
-SEGMENT = 2048  # of the vocabulary: 16 KB of shared memory
+SIZES = Sizes()
+MAX_TOP_K = SIZES.keys
 MIN_TEMPERATURE = 1e-5  # 1 / temperature times a difference of logits must be a float32
 
 
@@ -53,7 +63,7 @@ def random_fraction_ref(seed: int, sequence: int, step: int) -> int:
     return philox_ref((step & 0xFFFFFFFF, 0, *split(sequence)), split(seed))[0] >> 1
 
 
-def kept_ref(logits_V, temperature, top_k, top_p):
+def kept_ref(logits_V, temperature, top_k, top_p, min_p=0.0):
     """-> ids of the tokens that top-k and top-p keep, sorted, and their weights, int64"""
     logits_V = np.asarray(logits_V, np.float32)
     order = np.argsort(-logits_V, kind="stable")  # of equal ones the lower id first
@@ -61,6 +71,7 @@ def kept_ref(logits_V, temperature, top_k, top_p):
         order = order[:top_k]
     x = (logits_V[order] - logits_V[order[0]]) * (np.float32(1) / np.float32(temperature))
     w = (np.exp(x) * np.float32(ONE)).astype(np.int64)
+    w[w < int(np.float32(min_p) * np.float32(ONE))] = 0
     if top_p < 1:
         limit = scaled_ref(int(w.sum()), int(np.float32(top_p) * np.float32(1 << FRACTION)))
         keep = np.cumsum(w) - w < max(limit, 1)
@@ -73,26 +84,27 @@ def scaled_ref(total, fraction):
     return total * fraction >> FRACTION
 
 
-def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step):
+def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step, min_p=0.0):
     """`sample` of one row in NumPy -> the id of the next token; -1 if a logit is NaN"""
     logits_V = np.asarray(logits_V, np.float32)
     if np.isnan(logits_V).any():
         return -1
     if temperature <= 0 or np.isinf(logits_V.max()):
         return int(np.argmax(logits_V))
-    ids, w = kept_ref(logits_V, temperature, top_k, top_p)
+    ids, w = kept_ref(logits_V, temperature, top_k, top_p, min_p)
     goal = scaled_ref(int(w.sum()), random_fraction_ref(seed, sequence, step))
     return int(ids[np.searchsorted(np.cumsum(w), goal, side="right")])
 
 
 # ----------------------------------------------------------------------------- launchers
-def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> None:
     """Raise ValueError for parameters that `sample` does not support. Call this for each request: kernels cannot raise."""
     fits = temperature == 0 or MIN_TEMPERATURE <= temperature < float("inf")
     what = f"0 (greedy), or a finite number of at least {MIN_TEMPERATURE}"
     check(fits, f"temperature {temperature}: expected {what}")
     check(0 <= top_k <= MAX_TOP_K, f"top_k {top_k}: expected 0 (off) to {MAX_TOP_K}")
     check(0 < top_p <= 1, f"top_p {top_p}: expected more than 0 and at most 1 (off)")
+    check(0 <= min_p <= 1, f"min_p {min_p}: expected 0 (off) to 1")
 
 
 def sample(
@@ -106,13 +118,14 @@ def sample(
     step_B: Array,
     vocab: int | None = None,
     parameters_ready: bool = False,
+    min_p_B: Array | None = None,
 ) -> None:
     """Write the next token of every row to ids_B (int32); -1 for a row that has a NaN among its logits.
 
-    logits (B, V): float32 or bf16. vocab: number of tokens, by default V; further columns are padding. temperature, top_p:
-    float32; top_k, step: int32; seed, sequence: int64; all (B,), with any mix of values that check_sampling allows.
-    parameters_ready: no kernel that may still run (let_next_start in primitives/ptx.py) writes temperature or top_k, so they
-    may be read before the previous kernel ends. Raises ValueError or TypeError if shapes or dtypes do not match.
+    logits (B, V): float32 or bf16. vocab: number of tokens, by default V; further columns are padding. temperature, top_p,
+    min_p: float32; top_k, step: int32; seed, sequence: int64; all (B,), with any mix of values that check_sampling allows.
+    parameters_ready: has no effect any more; the first kernel reads no parameters.
+    Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     check_array("sample", "logits", logits_BV, (None, None), FLOATS)
     B, V = logits_BV.shape
@@ -120,28 +133,35 @@ def sample(
     check(0 < vocab <= V, f"sample: a vocabulary of {vocab}, the logits have {V} columns")
     parameters = dict(
         ids=(ids_B, "int32"), temperature=(temperature_B, "float32"), top_k=(top_k_B, "int32"),
-        top_p=(top_p_B, "float32"), seed=(seed_B, "int64"), sequence=(sequence_B, "int64"),
-        step=(step_B, "int32"),
+        top_p=(top_p_B, "float32"), min_p=(top_p_B if min_p_B is None else min_p_B, "float32"),
+        seed=(seed_B, "int64"), sequence=(sequence_B, "int64"), step=(step_B, "int32"),
     )  # fmt: skip
     for name, (x, dtype) in parameters.items():
         check_array("sample", name, x, (B,), (dtype,))
-    arrays = [x for x, _ in parameters.values()]
+    arrays = [x for x, _ in parameters.values()]  # without min_p, another array takes its place
     if on_host(logits_BV, *arrays):
         for b in range(B):
-            check_sampling(*(x[b] for x in arrays[1:4]))
-            ids_B[b] = sample_ref(logits_BV[b, :vocab], *(x[b].item() for x in arrays[1:]))
+            min_p = 0.0 if min_p_B is None else min_p_B[b]
+            check_sampling(temperature_B[b], top_k_B[b], top_p_B[b], min_p)
+            rest = (x[b].item() for x in (seed_B, sequence_B, step_B))
+            rules = (x[b].item() for x in (temperature_B, top_k_B, top_p_B))
+            ids_B[b] = sample_ref(logits_BV[b, :vocab], *rules, *rest, min_p)
         return
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
-    segments, overlap = -(-vocab // SEGMENT), can_overlap(logits_BV)
-    variant = overlap, parameters_ready
-    segment_kernel, threads = make_segment_kernel(SEGMENT, MAX_TOP_K, *variant)
-    lists, logits = empty(logits_BV, B * segments * MAX_TOP_K, np.int64), logits_BV.reshape(-1)
-    grid, sizes = (segments, B), (vocab, V)
-    arguments = (lists, logits, temperature_B, top_k_B, *sizes)
-    launch(segment_kernel, grid, threads, *arguments, overlap=overlap)
-    draw_kernel = make_draw_kernel(MAX_TOP_K, *variant)
-    arguments = (ids_B, lists, logits, *arrays[1:], segments, *sizes)
-    launch(draw_kernel, B, MAX_TOP_K, *arguments, overlap=overlap)
+    logits, overlap = logits_BV.reshape(-1), can_overlap(logits_BV)
+    K, (blocks, length) = SIZES.keys, SIZES.split(logits_BV, B, vocab)
+    new = lambda shape, dtype=np.int64: empty(logits_BV, shape, dtype)
+    top_B, tops, bins, counts_B = new(B), new(B * blocks), new(B * K), new(B, np.int32)
+    state_BF, candidates = new((B, FIELDS)), new(B * SIZES.room)
+    counters, variant = zero_counters(logits_BV, B, "sample"), (SIZES, min_p_B is not None, overlap)
+    work, sizes = (top_B, *arrays[1:]), (length, vocab, V)
+    top_kernel = make_top_kernel(SIZES, False, overlap)
+    run = lambda kernel, *args: launch(kernel, (blocks, B), SIZES.threads, *args, overlap=overlap)
+    run(top_kernel, top_B, bins, counts_B, tops, counters, logits, top_k_B, *sizes)
+    run(make_weigh_kernel(*variant), ids_B, state_BF, bins, counters, logits, *work, *sizes)
+    run(
+        make_draw_kernel(*variant), ids_B, candidates, counts_B, counters, logits, state_BF, *work, *sizes
+    )  # fmt: skip
 
 
 def advance(

@@ -1,78 +1,60 @@
-"""The kernels of sampling.py: two rounds of top-k, then the draw; without top-k, a search in the whole vocabulary.
+"""The kernels of sampling.py: sampling_search.py's top, then weigh and draw; and the end of a decoding step.
 
-key      a token's sort key, an int64: its logit in the upper bits, as an integer that grows with it; below, the largest
-         possible id minus its id. Keys are distinct, and a larger key comes earlier, so "lower id first" needs no extra step.
-         -1 is no token. A NaN sorts before everything else.
-first    a block per segment of the vocabulary sorts lists of k keys (bitonic sort, Batcher 1968), k a power of two, and
-         merges them until one is left. Of two descending lists, the larger of key i of one and key k - 1 - i of the other
-         are the k largest of both, and half a bitonic sort puts them in order. Rows without top-k need only the first
-         token, and sort nothing.
-second   a block per row merges those lists in the same way, as many at a time as shared memory holds.
-draw     with top-k, the running sum over the list. Without, tokens are put into bins by their distance from the largest
-         logit. The bin in which the end of top-p, or the draw, lies is gathered and sorted like a list; if it holds more
-         tokens than a list, it is divided into bins by the next bits of the key.
+What ends a row's work early: with temperature 0, k = 1, a NaN, or an infinite largest logit, the largest key is the answer.
+With top-k, the histogram counts tokens, and the list has all of the first k, of which the last block of `draw` sums the weights.
+Without, the histogram sums weights. Its bins show where top-p ends (bin `cut`), so the total that top-p keeps is known up to
+that bin's weight, and the drawn token is in one of very few bins, lo to hi. One list has the keys of all of these.
 """
 
 import functools
 import math
 
 from numba import cuda, float32, int32, int64, uint32
-from numba.cuda.libdevice import float_as_int, int_as_float
 
-from ..primitives.ptx import device, kernel, let_next_start, load1, wait_for_previous
-from ..primitives.reduce import FULL
+from ..primitives.last_block import arrive_last
+from ..primitives.ptx import device, kernel, let_next_start, wait_for_previous
+from .sampling_search import (
+    KEY,
+    LAST_KEY,
+    WORD,
+    Sizes,
+    add_weight,
+    is_finite,
+    logit_of,
+    make_search,
+    sort_keys,
+    token_of,
+)
 
 ONE = 1 << 40  # the weight of the first token
+DISTANCE = 28  # ONE times e^-28 is less than one
 FRACTION = 31  # bits of p and of a random number
-ID = 31  # bits of a key that hold the id
-LAST_ID = (1 << ID) - 1
-NAN_ORDER = (1 << 31) - 1  # larger than that of infinity
 PHILOX_M = (0xD2511F53, 0xCD9E8D57)  # multipliers and Weyl constants of the paper's philox4x32
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-WORD = 0xFFFFFFFF
-INFINITY = float32(math.inf)
-DISTANCE = 32  # factors of e that the bins span; ONE times e^-28 is less than one
-BATCH = 6  # logits that a thread loads before it uses the first one
-KEY = 63  # bits of a key
-FAR = 1 << 62
+# What `weigh` tells `draw` of a row: bins, the running sums before two of them, and the sum of all weights.
+LO, HI, CUT, BEFORE_LO, BEFORE_CUT, TOTAL, FIELDS = 0, 1, 2, 3, 4, 5, 6
 
 
 # ----------------------------------------------------------------------------- numbers
 @device
-def sort_key_of(logit, token):
-    """-> the token's sort key, 0 <= key < 2^63"""
-    bits = int64(float_as_int(logit + float32(0.0)))  # -0 becomes 0: they are equal
-    order = bits if bits >= 0 else bits ^ int64(0x7FFFFFFF)
-    if logit != logit:
-        order = int64(NAN_ORDER)
-    return (order + int64(1 << 31)) << ID | (LAST_ID - token)
-
-
-@device
-def logit_of(key):
-    """-> the logit of a key"""
-    order = (key >> ID) - int64(1 << 31)
-    return int_as_float(int32(order if order >= 0 else order ^ int64(0x7FFFFFFF)))
-
-
-@device
-def token_of(key):
-    """-> the id of a key"""
-    return int32(LAST_ID - (key & LAST_ID))
-
-
-@device
-def weight_of(logit, top, inverse):
-    """-> floor(2^40 exp((logit - top) / temperature)); inverse: 1 / temperature"""
-    return int64(math.exp((logit - top) * inverse) * float32(ONE))
+def weight_of(logit, top, inverse, least):
+    """-> floor(2^40 exp((logit - top) / temperature)), 0 if that is less than `least`; inverse: 1 / temperature"""
+    w = int64(math.exp((logit - top) * inverse) * float32(ONE))
+    return w if w >= least else int64(0)
 
 
 @device
 def scaled(total, fraction):
     """-> floor(total fraction / 2^31), for total < 2^62, fraction < 2^31"""
-    low = total & LAST_ID
+    low = total & ((1 << FRACTION) - 1)
     return (total >> FRACTION) * fraction + (low * fraction >> FRACTION)
+
+
+@device
+def end_of_top_p(total, p):
+    """-> the goal of the last token that top-p keeps: the running sum exceeds it there first"""
+    return max(scaled(total, int64(p * float32(1 << FRACTION))), int64(1)) - 1
 
 
 @device
@@ -90,376 +72,163 @@ def random_fraction(seed, sequence, step):
 
 
 @device
-def list_size(temperature, top_k, K):
-    """-> need, bits: how many of the first tokens a row needs (0: all), and log2 of the smallest power of two not below it"""
-    need, bits = max(min(int64(top_k), int64(K)), int64(0)), int64(0)
-    if temperature <= float32(0.0):
-        need = int64(1)
-    while int64(1) << bits < need:
-        bits += 1
-    return need, bits
+def tokens_needed(temperature, top_k, K):
+    """-> how many of the first tokens a row needs; 0: all"""
+    need = max(min(int64(top_k), int64(K)), int64(0))
+    return need if temperature > float32(0.0) else int64(1)
 
 
-# ----------------------------------------------------------------------------- functions of a block
-@device
-def put_in_order(x_s, pairs, step, size, then):
-    """A bitonic merge of x_s[0 : 2 pairs]: order the elements `step` apart, then those half as far apart, ... down to 1.
+# ----------------------------------------------------------------------------- the kernels
+@functools.cache
+def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
+    """-> the kernel of the second launch. filtered: there is a min_p. overlap: it may start before the previous one has ended."""
+    THREADS, BATCH, K = sizes.threads, sizes.batch, sizes.keys
+    ops = make_search(sizes, DISTANCE, weight_of)
+    EACH, load_batch, bin_of, clear_bins = ops.EACH, ops.load_batch, ops.bin_of, ops.clear_bins
+    add_bins, load_bins, total_of, find = ops.add_bins, ops.load_bins, ops.total_of, ops.find
 
-    Runs of `size` alternate between descending and ascending. then: the distance of the accesses that follow. While
-    step <= 32, a warp's 32 pairs stay within the same 64 elements, so only larger steps need a barrier of the block.
-    """
-    while step > 0:
-        i = int64(cuda.threadIdx.x)
-        while i < pairs:
-            # unsigned: no code for negative indices
-            at = uint32(2 * i - (i & (step - 1)))
-            other = uint32(at + step)
-            a, b = x_s[at], x_s[other]
-            if (a < b) == (at & size == 0):
-                x_s[at], x_s[other] = b, a
-            i += cuda.blockDim.x
-        after = step >> 1 if step > 1 else then
-        if step > 32 or after > 32:
-            cuda.syncthreads()
+    @device
+    def choose_bins(state, values, scratch, found, need, fraction, p):
+        """state = the fields of this file's list, from the histogram of a row"""
+        total = total_of(values, scratch)
+        lo = before_lo = before_cut = int64(0)
+        if need > 0:
+            hi = int64(K - 2)  # fewer tokens than top-k have a weight: all of them
+            if need <= total:
+                hi, _, _ = find(values, need - 1, scratch, found)
+            cut = hi
         else:
-            cuda.syncwarp()
-        step >>= 1
+            cut, least, most = int64(-1), total, total  # least, most: that the kept tokens can weigh
+            if p < float32(1.0):
+                goal = end_of_top_p(total, p)
+                cut, before_cut, weight = find(values, goal, scratch, found)
+                least, most = goal + 1, before_cut + weight
+            lo, before_lo, _ = find(values, scaled(least, fraction), scratch, found)
+            hi, _, _ = find(values, scaled(most, fraction), scratch, found)
+        if cuda.threadIdx.x == 0:
+            state[LO], state[HI], state[CUT] = lo, hi, cut
+            state[BEFORE_LO], state[BEFORE_CUT], state[TOTAL] = before_lo, before_cut, total
 
-
-@device
-def sort_lists(x_s, length, bits):
-    """Sort x_s[0:length], length a power of two, into lists of 2^bits, each in descending order."""
-    size = int64(2)
-    while size < int64(1) << bits:
-        put_in_order(x_s, length >> 1, size >> 1, size, size)
-        size <<= 1
-    put_in_order(x_s, length >> 1, (int64(1) << bits) >> 1, FAR, FAR)
-
-
-@device
-def merge_halves(x_s, lists, bits):
-    """Merge `lists` descending lists, a power of two: the 2^bits largest keys become the first list."""
-    last = (int64(1) << bits) - 1
-    while lists > 1:
-        lists >>= 1
-        half, i = lists << bits, int64(cuda.threadIdx.x)
-        while i < half:
-            other = x_s[uint32(half + (i ^ last))]  # list by list, from its end
-            if other > x_s[uint32(i)]:
-                x_s[uint32(i)] = other
-            i += cuda.blockDim.x
-        cuda.syncthreads()
-        put_in_order(x_s, half >> 1, (last + 1) >> 1, FAR, FAR)
-
-
-@device
-def block_max_key(v, scratch):
-    """-> the maximum of v >= -1 over the block, in thread 0"""
-    tid = cuda.threadIdx.x
-    for step in (16, 8, 4, 2, 1):
-        other = cuda.shfl_xor_sync(FULL, v, step)
-        v = v if v > other else other
-    if tid & 31 == 0:
-        scratch[tid >> 5] = v
-    cuda.syncthreads()
-    if tid < 32:
-        v = scratch[tid] if tid < cuda.blockDim.x >> 5 else int64(-1)
-        for step in (16, 8, 4, 2, 1):
-            other = cuda.shfl_xor_sync(FULL, v, step)
-            v = v if v > other else other
-    return v
-
-
-@device
-def running_sum(v, scratch):
-    """-> the sum of v over the threads up to and including this one, and over all threads. scratch: 32 unused int64"""
-    tid, lane = cuda.threadIdx.x, cuda.threadIdx.x & 31
-    for i in range(5):
-        before = cuda.shfl_up_sync(FULL, v, 1 << i)
-        if lane >= 1 << i:
-            v += before
-    if lane == 31:
-        scratch[tid >> 5] = v
-    cuda.syncthreads()
-    total = int64(0)
-    for warp in range(cuda.blockDim.x >> 5):
-        if warp == tid >> 5:
-            v += total
-        total += scratch[warp]
-    return v, total
-
-
-# ----------------------------------------------------------------------------- first round
-@functools.cache
-def make_segment_kernel(SEGMENT, K, overlap, ready):
-    """-> (the kernel of the first round, its threads).
-
-    K: the longest list, at most SEGMENT; both powers of two. overlap: the kernel may start before the previous one has ended.
-    ready: temperature and top_k may be read before that.
-    """
-    THREADS = min(max(SEGMENT // 2, 32), 512)
-    EACH = SEGMENT // THREADS
-
-    @kernel(THREADS)
-    def sample_segment_kernel(lists, logits, temperature_B, top_k_B, V, columns):
-        """Grid (segments, B), block THREADS. lists: flat (B segments K) int64; logits: flat (B columns), V of them tokens."""
-        keys, scratch = cuda.shared.array(SEGMENT, int64), cuda.shared.array(32, int64)
-        tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.y)
-        first = int64(cuda.blockIdx.x) * SEGMENT
-        out = (b * cuda.gridDim.x + cuda.blockIdx.x) * K
-        if overlap and not ready:
-            wait_for_previous()
-        _, bits = list_size(temperature_B[b], top_k_B[b], K)
-        if overlap:
-            if ready:
-                wait_for_previous()
-            let_next_start()
-        x, best = cuda.local.array(EACH, float32), int64(-1)
-        for j in range(EACH):  # all loads are in flight before the first one is used
-            token = first + j * THREADS + tid
-            x[j] = load1(logits, b * columns + token) if token < V else float32(0.0)
-        for j in range(EACH):
-            token, key = first + j * THREADS + tid, int64(-1)
-            if token < V:
-                key = sort_key_of(x[j], token)
-            best = best if best > key else key
-            keys[j * THREADS + tid] = key
-        if bits == 0:
-            best = block_max_key(best, scratch)
-            if tid == 0:
-                lists[out] = best
-            return
-        cuda.syncthreads()
-        sort_lists(keys, int64(SEGMENT), bits)
-        merge_halves(keys, int64(SEGMENT) >> bits, bits)
-        for i in range(tid, int64(1) << bits, THREADS):
-            lists[out + i] = keys[i]
-
-    return sample_segment_kernel, THREADS
-
-
-# ----------------------------------------------------------------------------- second round
-@functools.cache
-def make_merge_lists(K):
-    """-> merge_lists(candidates_s, scratch, lists, first, segments, bits): merge all segments' lists.
-
-    candidates_s[0 : 2^bits] = the largest keys of all, descending. It has room for 2 K keys; elements from 2^bits on are
-    unspecified afterwards.
-    """
-
-    @device
-    def merge_lists(candidates_s, scratch, lists, first, segments, bits):
-        tid, last = cuda.threadIdx.x, (int64(1) << bits) - 1
-        if bits == 0:
-            best = int64(-1)
-            s = int64(tid)
-            while s < segments:
-                key = lists[first + s * K]
-                best = best if best > key else key
-                s += K
-            best = block_max_key(best, scratch)
-            if tid == 0:
-                candidates_s[0] = best
-            cuda.syncthreads()
-            return
-        side_by_side = int64(2 * K) >> bits
-        for s in range(0, segments, side_by_side):
-            for j in range(2):
-                i = tid + j * K
-                mine, at, key = s + (i >> bits), i & last, int64(-1)
-                if mine < segments:
-                    key = lists[first + mine * K + (at if s == 0 else last - at)]
-                if s == 0 or key > candidates_s[i]:
-                    candidates_s[i] = key
-            cuda.syncthreads()
-            if s > 0:
-                put_in_order(candidates_s, K, (last + 1) >> 1, FAR, FAR)
-        while side_by_side >> 1 >= segments:
-            side_by_side >>= 1
-        merge_halves(candidates_s, side_by_side, bits)
-
-    return merge_lists
-
-
-# ----------------------------------------------------------------------------- the draw
-@device
-def find_owner(goal, end, mine, what, found):
-    """-> `what` of the thread find_owner interval end - mine <= goal < end of a running sum contains goal, and end - mine."""
-    if end - mine <= goal and goal < end:
-        found[0], found[1] = what, end - mine
-    cuda.syncthreads()
-    what, before = found[0], found[1]
-    cuda.syncthreads()
-    return what, before
-
-
-@device
-def add_weight(bins, i, w):
-    """bins[0, i] and bins[1, i] hold the lower and upper 32 bits of a sum: shared memory has no faster 64-bit atomics."""
-    low = w & WORD
-    low += int64(cuda.atomic.add(bins, (0, i), uint32(low)))
-    high = (w >> 32) + (low >> 32)
-    if high > 0:
-        cuda.atomic.add(bins, (1, i), uint32(high))
-
-
-@device
-def of_bin(bins, i):
-    """-> the sum of bin i"""
-    return int64(bins[1, i]) << 32 | int64(bins[0, i])
-
-
-@device
-def load_batch(x, logits, first, token, V):
-    """x[j] = the logit of token + j blockDim, -inf beyond the last token; all loads are in flight before one is used."""
-    for j in range(BATCH):
-        t = token + j * cuda.blockDim.x
-        x[j] = load1(logits, first + t) if t < V else -INFINITY
-
-
-@functools.cache
-def make_search(K):
-    """-> weigh_bins, search_bin: the search without top-k. K: length of a list, bins, and threads of the block"""
-    BITS, STEEP = K.bit_length() - 1, float32(K / DISTANCE)
-
-    @device
-    def bin_of(logit, top, inverse):
-        """-> the bin of a logit. A smaller logit never gets an earlier bin: rounding is monotonic."""
-        distance = (top - logit) * inverse * STEEP
-        return int64(distance) if distance < float32(K - 1) else int64(K - 1)
-
-    @device
-    def weigh_bins(bins, logits, first, V, top, inverse):
-        """-> the weight of all tokens in this thread's bin"""
-        tid = cuda.threadIdx.x
-        bins[0, tid] = bins[1, tid] = uint32(0)
-        cuda.syncthreads()
-        x = cuda.local.array(BATCH, float32)
-        for token in range(tid, V, BATCH * K):
-            load_batch(x, logits, first, token, V)
-            for j in range(BATCH):
-                w = weight_of(x[j], top, inverse)
-                if w > 0:
-                    add_weight(bins, bin_of(x[j], top, inverse), w)
-        cuda.syncthreads()
-        return of_bin(bins, tid)
-
-    @device
-    def search_bin(
-        candidates_s,
-        bins,
-        count,
-        scratch,
-        found,
-        logits,
-        first,
-        V,
-        top,
-        inverse,
-        chosen,
-        before,
-        goal,
-    ):
-        """-> the key of the token at which the running sum exceeds goal, and the sum before it.
-
-        The token is in bin `chosen`, which begins at the sum `before`.
-        """
-        tid = cuda.threadIdx.x
-        x, prefix, shift, n = cuda.local.array(BATCH, float32), int64(0), int64(KEY), int64(K + 1)
-        while n > K:
-            lower = max(shift - BITS, int64(0))
-            digits = (int64(1) << (shift - lower)) - 1
-            candidates_s[tid], bins[0, tid], bins[1, tid] = int64(-1), uint32(0), uint32(0)
-            if tid == 0:
-                count[0] = 0
-            cuda.syncthreads()
-            for token in range(tid, V, BATCH * K):
-                load_batch(x, logits, first, token, V)
-                for j in range(BATCH):
-                    if bin_of(x[j], top, inverse) == chosen:
-                        key = sort_key_of(x[j], token + j * K)
-                        if key >> shift == prefix:
-                            i = cuda.atomic.add(count, 0, 1)
-                            if i < K:
-                                candidates_s[i] = key
-                            digit = digits - (key >> lower & digits)
-                            add_weight(bins, digit, weight_of(x[j], top, inverse))
-            cuda.syncthreads()
-            n = int64(count[0])
-            if n > K:
-                mine = of_bin(bins, tid)
-                end, _ = running_sum(mine, scratch)
-                digit, more = find_owner(goal - before, end, mine, int64(tid), found)
-                before += more
-                prefix, shift = prefix << (shift - lower) | (digits - digit), lower
-        bits = int64(1)
-        while int64(1) << bits < n:
-            bits += 1
-        sort_lists(candidates_s, int64(1) << bits, bits)
-        key, mine = candidates_s[tid], int64(0)
-        if key >= 0:
-            mine = weight_of(logit_of(key), top, inverse)
-        end, _ = running_sum(mine, scratch)
-        return find_owner(goal, end + before, mine, key, found)
-
-    return weigh_bins, search_bin
-
-
-@functools.cache
-def make_draw_kernel(K, overlap, ready):
-    """-> the kernel of the second round and the draw. Launch with K threads.
-
-    K: the longest list, a power of two from 32 to 1024. overlap, ready: see make_segment_kernel
-    """
-    ROOM, merge_lists, (weigh_bins, search_bin) = 2 * K, make_merge_lists(K), make_search(K)
-
-    @kernel(K)
-    def sample_draw_kernel(
-        ids_B, lists, logits, temperature_B, top_k_B, top_p_B, seed_B, sequence_B, step_B, segments, V, columns
+    @kernel(THREADS, sizes.blocks)
+    def sample_weigh_kernel(
+        ids_B, state_BF, bins, counters, logits, top_B, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, sequence_B,
+        step_B, length, V, columns,
     ):  # fmt: skip
-        """Grid B, block K."""
-        candidates_s, scratch = cuda.shared.array(ROOM, int64), cuda.shared.array(32, int64)
-        bins, found = cuda.shared.array((2, K), uint32), cuda.shared.array(2, int64)
-        count = cuda.shared.array(1, int32)
-        tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.x)
-        if overlap and not ready:
-            wait_for_previous()
-        need, bits = list_size(temperature_B[b], top_k_B[b], K)
+        """Grid (blocks per row, B), block THREADS. bins: flat (B K) int64, zeros before. Others as in top_key_kernel."""
+        bins_s, x = cuda.shared.array((2, K), uint32), cuda.local.array(BATCH, float32)
+        scratch, found = cuda.shared.array(32, int64), cuda.shared.array(3, int64)
+        tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.y)
+        start = int64(cuda.blockIdx.x) * length
+        clear_bins(bins_s)
         if overlap:
-            if ready:
-                wait_for_previous()
+            wait_for_previous()
             let_next_start()
-        merge_lists(candidates_s, scratch, lists, b * segments * K, segments, bits)
-        top = logit_of(candidates_s[0])
-        # of infinite logits, the first one is taken
-        if need == 1 or top != top or top == INFINITY or top == -INFINITY:
-            if tid == 0:
-                ids_B[b] = token_of(candidates_s[0]) if top == top else int32(-1)
+        top, need = logit_of(top_B[b]), tokens_needed(temperature_B[b], top_k_B[b], K)
+        if need == 1 or not is_finite(top):
+            if start == 0 and tid == 0:  # of infinite logits, the first one is taken
+                ids_B[b] = token_of(top_B[b]) if top == top else int32(-1)
             return
-        fraction, p = random_fraction(seed_B[b], sequence_B[b], step_B[b]), top_p_B[b]
-        inverse, first = float32(1.0) / temperature_B[b], b * columns
-        what, mine = int64(tid), int64(0)
-        if need == 0:
-            mine = weigh_bins(bins, logits, first, V, top, inverse)
-        elif tid < need and candidates_s[tid] >= 0:
-            what = candidates_s[tid]
-            mine = weight_of(logit_of(what), top, inverse)
-        end, kept = running_sum(mine, scratch)
+        inverse, least = float32(1.0) / temperature_B[b], int64(0)
+        if filtered:
+            least = int64(min_p_B[b] * float32(ONE))
+        cuda.syncthreads()
+        end = min(start + length, V)
+        for token in range(start + tid, end, BATCH * THREADS):
+            load_batch(x, logits, b * columns, token, end)
+            for j in range(BATCH):
+                bin = bin_of(x[j], top, inverse)
+                w = int64(bin < K - 1)
+                if need == 0:
+                    w = weight_of(x[j], top, inverse, least)
+                if w > 0:
+                    add_weight(bins_s, bin, w)
+        cuda.syncthreads()
+        add_bins(bins, b * K, bins_s)
+        if arrive_last(counters, b, cuda.gridDim.x):
+            values = cuda.local.array(EACH, int64)
+            load_bins(values, bins, b * K)
+            fraction = random_fraction(seed_B[b], sequence_B[b], step_B[b])
+            choose_bins(state_BF[b], values, scratch, found, need, fraction, top_p_B[b])
+
+    return sample_weigh_kernel
+
+
+@functools.cache
+def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
+    """-> the kernel of the third launch. filtered, overlap: see make_weigh_kernel"""
+    THREADS, K = sizes.threads, sizes.keys
+    ops = make_search(sizes, DISTANCE, weight_of)
+    BITS = K.bit_length() - 1
+    EACH, gather, collect, narrow = ops.EACH, ops.gather, ops.collect, ops.narrow
+    weigh_list, total_of, find = ops.weigh_list, ops.total_of, ops.find
+
+    @kernel(THREADS, sizes.blocks)
+    def sample_draw_kernel(
+        ids_B, candidates, counts_B, counters, logits, state_BF, top_B, temperature_B, top_k_B, top_p_B, min_p_B, seed_B,
+        sequence_B, step_B, length, V, columns,
+    ):  # fmt: skip
+        """Grid (blocks per row, B), block THREADS. candidates: flat (B ROOM) int64; counts_B: zeros before."""
+        keys_s, bins_s = cuda.shared.array(K, int64), cuda.shared.array((2, K), uint32)
+        scratch, found = cuda.shared.array(32, int64), cuda.shared.array(3, int64)
+        count_s, base_s = cuda.shared.array(1, int32), cuda.shared.array(1, int32)
+        b, values = int64(cuda.blockIdx.y), cuda.local.array(EACH, int64)
+        start, first = int64(cuda.blockIdx.x) * length, b * columns
+        if overlap:
+            wait_for_previous()
+            let_next_start()
+        top, need = logit_of(top_B[b]), tokens_needed(temperature_B[b], top_k_B[b], K)
+        if need == 1 or not is_finite(top):
+            return
+        inverse, least = float32(1.0) / temperature_B[b], int64(0)
+        if filtered:
+            least = int64(min_p_B[b] * float32(ONE))
+        lo, hi, cut = state_BF[b, LO], state_BF[b, HI], state_BF[b, CUT]
+        gather(
+            keys_s, count_s, base_s, candidates, counts_B, b, logits, first, start, min(start + length, V), top, inverse,
+            lo, hi, cut,
+        )  # fmt: skip
+        if not arrive_last(counters, b, cuda.gridDim.x):
+            return
+        n, limit, low, before = int64(counts_B[b]), int64(K), int64(0), int64(0)
+        listed, kept = n <= K, state_BF[b, TOTAL]
+        if need > 0:
+            limit = need
+            if not listed:  # the keys down to the last one of top-k do fit
+                before = narrow(
+                    keys_s, bins_s, count_s, scratch, found, candidates, n, b, logits, first, V, top, inverse, least, lo,
+                    hi, need - 1, True,
+                )  # fmt: skip
+                low = keys_s[need - 1 - before]
+                listed = True
+                cuda.syncthreads()
+        if listed:
+            size = collect(
+                keys_s, bins_s, count_s, candidates, n, b, logits, first, V, top, inverse, least, int64(0), int64(K), low,
+                int64(LAST_KEY), int64(KEY) - BITS, True,
+            )  # fmt: skip
+            sort_keys(keys_s, size)
+        if need > 0:
+            weigh_list(values, keys_s, limit, top, inverse, least, lo, hi)
+            kept = total_of(values, scratch)
+        p, fraction = top_p_B[b], random_fraction(seed_B[b], sequence_B[b], step_B[b])
         draws = p >= float32(1.0)  # otherwise the last token that top-p keeps is searched first
-        goal = max(scaled(kept, int64(p * float32(1 << FRACTION))), int64(1)) - 1
+        goal, before = end_of_top_p(kept, p), state_BF[b, BEFORE_CUT]
+        begin, finish = lo if need > 0 else cut, hi if need > 0 else cut
         while True:
             if draws:
-                goal = scaled(kept, fraction)
-            key, before = find_owner(goal, end, mine, what, found)
-            if need == 0:
-                key, before = search_bin(
-                    candidates_s, bins, count, scratch, found, logits, first, V, top, inverse, key, before, goal
+                goal, before, begin, finish = scaled(kept, fraction), state_BF[b, BEFORE_LO], lo, hi
+            if not listed:
+                before += narrow(
+                    keys_s, bins_s, count_s, scratch, found, candidates, n, b, logits, first, V, top, inverse, least,
+                    begin, finish, goal - before, False,
                 )  # fmt: skip
+            weigh_list(values, keys_s, limit, top, inverse, least, begin, finish)
+            i, more, weight = find(values, goal - before, scratch, found)
             if draws:
                 break
-            kept, draws = before + weight_of(logit_of(key), top, inverse), True
-        if tid == 0:
-            ids_B[b] = token_of(key)
+            kept, draws = before + more + weight, True
+        if cuda.threadIdx.x == 0:
+            ids_B[b] = token_of(keys_s[i])
 
     return sample_draw_kernel
 

@@ -91,6 +91,18 @@ def wide(x: Array) -> Array:
     return x.astype(np.float32) if x.dtype.name == "bfloat16" else x
 
 
+# ----------------------------------------------------------------------------- the GPU
+@functools.cache
+def gpu_attribute(device: int, name: str) -> int:
+    """One of CuPy's Device.attributes of the GPU with this number."""
+    return cupy().cuda.Device(device).attributes[name]
+
+
+def multiprocessors(x: Array) -> int:
+    """Multiprocessors of the GPU that holds x; 1 in the simulator."""
+    return 1 if isinstance(x, SimArray) else gpu_attribute(x.device.id, "MultiProcessorCount")
+
+
 # ----------------------------------------------------------------------------- checks of the inputs
 def check(condition: bool, message: str) -> None:
     """Raises ValueError(message) unless `condition`."""

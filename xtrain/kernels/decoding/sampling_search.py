@@ -1,0 +1,450 @@
+"""Find a token by its rank, or by a running sum of weights, in a row that is too long to sort.
+
+The tokens of a row are in order of their logits, the largest first; of equal ones the lower id first. Three launches read the
+row, each with several blocks a row. In each, the block of a row that finishes last continues with what all of them found:
+
+top       the largest key
+weigh     a histogram over bins by the distance from the largest logit: weights, or counts. Integers are added atomically, so
+          the sums are exact and do not depend on the order or on the division into blocks. The last block searches the running
+          sum of the bins for the bins in which the wanted tokens lie.
+gather    the keys of those bins, usually a few hundred, go to a list. The last block sorts it (bitonic sort, Batcher 1968) and
+          searches its running sum. A list that is too long to sort (many equal logits) is first narrowed down: a histogram
+          over the next bits of its keys, again and again; if even memory has no room for it, from the row itself.
+
+key       a token's sort key, an int64: its logit in the upper bits, as an integer that grows with it; below, the largest
+          possible id minus its id. Keys are distinct, and a larger key comes earlier, so "lower id first" needs no extra step.
+          -1 is no token. A NaN sorts before everything else.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from numba import cuda, float32, int32, int64, uint32
+from numba.cuda.libdevice import float_as_int, int_as_float
+
+from ...device import Array
+from ..primitives.last_block import arrive_last
+from ..primitives.ptx import device, kernel, let_next_start, load1, wait_for_previous
+from ..primitives.reduce import FULL
+from ..runtime.launch import multiprocessors
+
+ID = 31  # bits of a key that hold the id
+LAST_ID = (1 << ID) - 1
+LAST_KEY = (1 << 63) - 1
+KEY = 63  # bits of a key
+NAN_ORDER = (1 << 31) - 1  # larger than that of infinity
+LOWEST_ORDER = -(1 << 31)  # smaller than that of -infinity
+WORD = 0xFFFFFFFF
+FAR = 1 << 62
+INFINITY = float32(math.inf)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How the work on a row is divided. The results do not depend on it."""
+
+    threads: int = 256  # of a block
+    batch: int = 8  # logits that a thread loads before it uses the first one
+    keys: int = 1024  # that a block sorts, and bins of a histogram: at least the largest top-k; a power of two
+    room: int = 8192  # keys of a row's list in memory
+    blocks: int = 4  # per multiprocessor, as many as fit with 64 registers per thread
+
+    def split(self, x: Array, rows: int, vocab: int) -> tuple[int, int]:
+        """-> blocks per row, so that all rows keep all multiprocessors of the GPU of x busy, and tokens per block"""
+        at_once = self.threads * self.batch
+        wanted = max(self.blocks * multiprocessors(x) // rows, 1)
+        length = -(-vocab // (wanted * at_once)) * at_once
+        return -(-vocab // length), length
+
+
+# ----------------------------------------------------------------------------- keys and weights
+@device
+def order_of(logit):
+    """-> an int32 that grows with the logit; the largest for NaN"""
+    bits = float_as_int(logit + float32(0.0))  # -0 becomes 0: they are equal
+    order = bits if bits >= 0 else int32(bits ^ int32(0x7FFFFFFF))
+    return order if logit == logit else int32(NAN_ORDER)
+
+
+@device
+def key_of(order, token):
+    """-> the sort key of the token with this order_of, 0 <= key < 2^63"""
+    return (int64(order) + int64(1 << 31)) << ID | (LAST_ID - token)
+
+
+@device
+def logit_of(key):
+    """-> the logit of a key"""
+    order = (key >> ID) - int64(1 << 31)
+    return int_as_float(int32(order if order >= 0 else order ^ int64(0x7FFFFFFF)))
+
+
+@device
+def token_of(key):
+    """-> the id of a key"""
+    return int32(LAST_ID - (key & LAST_ID))
+
+
+@device
+def is_finite(x):
+    """False for NaN and the infinities"""
+    return x - x == float32(0.0)
+
+
+# ----------------------------------------------------------------------------- functions of a block
+@device
+def put_in_order(x_s, pairs, step, size, then):
+    """A bitonic merge of x_s[0 : 2 pairs]: order the elements `step` apart, then those half as far apart, ... down to 1.
+
+    Runs of `size` alternate between descending and ascending. then: the distance of the accesses that follow. While
+    step <= 32, a warp's 32 pairs stay within the same 64 elements, so only larger steps need a barrier of the block.
+    """
+    while step > 0:
+        i = int64(cuda.threadIdx.x)
+        while i < pairs:
+            # unsigned: no code for negative indices
+            at = uint32(2 * i - (i & (step - 1)))
+            other = uint32(at + step)
+            a, b = x_s[at], x_s[other]
+            if (a < b) == (at & size == 0):
+                x_s[at], x_s[other] = b, a
+            i += cuda.blockDim.x
+        after = step >> 1 if step > 1 else then
+        if step > 32 or after > 32:
+            cuda.syncthreads()
+        else:
+            cuda.syncwarp()
+        step >>= 1
+
+
+@device
+def sort_keys(x_s, n):
+    """Sort x_s[0:n] in descending order; beyond, up to a power of two, x_s must hold -1."""
+    length, size = int64(2), int64(2)
+    while length < n:
+        length <<= 1
+    while size < length:
+        put_in_order(x_s, length >> 1, size >> 1, size, size)
+        size <<= 1
+    put_in_order(x_s, length >> 1, length >> 1, FAR, FAR)
+
+
+@device
+def block_max_key(v, scratch):
+    """-> the maximum of v >= -1 over the block, in thread 0"""
+    tid = cuda.threadIdx.x
+    for step in (16, 8, 4, 2, 1):
+        other = cuda.shfl_xor_sync(FULL, v, step)
+        v = v if v > other else other
+    if tid & 31 == 0:
+        scratch[tid >> 5] = v
+    cuda.syncthreads()
+    if tid < 32:
+        v = scratch[tid] if tid < cuda.blockDim.x >> 5 else int64(-1)
+        for step in (16, 8, 4, 2, 1):
+            other = cuda.shfl_xor_sync(FULL, v, step)
+            v = v if v > other else other
+    return v
+
+
+@device
+def running_sum(v, scratch):
+    """-> the sum of v over the threads up to and including this one, and over all threads. scratch: 32 int64"""
+    tid, lane = cuda.threadIdx.x, cuda.threadIdx.x & 31
+    for i in range(5):
+        before = cuda.shfl_up_sync(FULL, v, 1 << i)
+        if lane >= 1 << i:
+            v += before
+    cuda.syncthreads()  # the previous use of scratch is over
+    if lane == 31:
+        scratch[tid >> 5] = v
+    cuda.syncthreads()
+    total = int64(0)
+    for warp in range(cuda.blockDim.x >> 5):
+        if warp == tid >> 5:
+            v += total
+        total += scratch[warp]
+    return v, total
+
+
+@device
+def add_weight(bins, i, w):
+    """bins[0, i] and bins[1, i] hold the lower and upper 32 bits of a sum: shared memory has no faster 64-bit atomics."""
+    low = w & WORD
+    low += int64(cuda.atomic.add(bins, (0, i), uint32(low)))
+    high = (w >> 32) + (low >> 32)
+    if high > 0:
+        cuda.atomic.add(bins, (1, i), uint32(high))
+
+
+@device
+def of_bin(bins, i):
+    """-> the sum of bin i"""
+    return int64(bins[1, i]) << 32 | int64(bins[0, i])
+
+
+@dataclass(frozen=True)
+class SearchOps:
+    """The device functions of make_search. values: a register array, EACH neighbouring elements per thread."""
+
+    EACH: int  # elements of a list, or bins, per thread
+    load_batch: Callable
+    bin_of: Callable
+    clear_bins: Callable
+    add_bins: Callable
+    load_bins: Callable
+    total_of: Callable
+    find: Callable
+    gather: Callable
+    collect: Callable
+    narrow: Callable
+    weigh_list: Callable
+
+
+@functools.cache
+def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
+    """The functions that depend on the sizes.
+
+    distance: factors of e that the bins span; the last bin holds everything beyond.
+    weight_of(logit, top, inverse, least) -> int64. top: the row's largest logit, inverse: 1 / temperature.
+    """
+    THREADS, BATCH, K, ROOM = sizes.threads, sizes.batch, sizes.keys, sizes.room
+    EACH, BITS, STEEP = K // THREADS, K.bit_length() - 1, float32((K - 1) / distance)
+
+    @device
+    def load_batch(x, logits, first, token, end):
+        """x[j] = the logit of token + j THREADS, -inf from `end` on; all loads are in flight before one is used."""
+        for j in range(BATCH):
+            t = token + j * THREADS
+            x[j] = load1(logits, first + t) if t < end else -INFINITY
+
+    @device
+    def bin_of(logit, top, inverse):
+        """-> the bin of a logit. A smaller logit never gets an earlier bin: rounding is monotonic."""
+        scaled = (top - logit) * inverse * STEEP
+        return int64(scaled) if scaled < float32(K - 1) else int64(K - 1)
+
+    @device
+    def clear_bins(bins_s):
+        for i in range(cuda.threadIdx.x, K, THREADS):
+            bins_s[0, i] = bins_s[1, i] = uint32(0)
+
+    @device
+    def add_bins(bins, first, bins_s):
+        """bins[first + i] += bins_s[i], atomically"""
+        for i in range(cuda.threadIdx.x, K, THREADS):
+            v = of_bin(bins_s, i)
+            if v > 0:
+                cuda.atomic.add(bins, first + i, v)
+
+    @device
+    def load_bins(values, bins, first):
+        for j in range(EACH):
+            values[j] = bins[first + cuda.threadIdx.x * EACH + j]
+
+    @device
+    def total_of(values, scratch):
+        """-> the sum of the values of all threads"""
+        mine = int64(0)
+        for j in range(EACH):
+            mine += values[j]
+        _, total = running_sum(mine, scratch)
+        return total
+
+    @device
+    def find(values, goal, scratch, found):
+        """-> i, before, value: the running sum of the values exceeds `goal` at element i; it is `before` in front of it"""
+        mine = int64(0)
+        for j in range(EACH):
+            mine += values[j]
+        end, _ = running_sum(mine, scratch)
+        before = end - mine
+        for j in range(EACH):
+            if before <= goal and goal < before + values[j]:
+                found[0], found[1], found[2] = cuda.threadIdx.x * EACH + j, before, values[j]
+            before += values[j]
+        cuda.syncthreads()
+        i, before, value = found[0], found[1], found[2]
+        cuda.syncthreads()
+        return i, before, value
+
+    @device
+    def gather(
+        keys_s, count_s, base_s, candidates, counts_B, b, logits, first, start, end, top, inverse, lo, hi, more
+    ):  # fmt: skip
+        """Append the keys of the tokens start .. end - 1 that are in the bins lo to hi, or in `more`, to the row's list.
+
+        counts_B[b]: how many there are; only those that fit into ROOM are written.
+        """
+        tid = cuda.threadIdx.x
+        if tid == 0:
+            count_s[0] = 0
+        cuda.syncthreads()
+        x = cuda.local.array(BATCH, float32)
+        for token in range(start + tid, end, BATCH * THREADS):
+            load_batch(x, logits, first, token, end)
+            for j in range(BATCH):
+                bin, t = bin_of(x[j], top, inverse), token + j * THREADS
+                if ((lo <= bin and bin <= hi) or bin == more) and t < end:
+                    key = key_of(order_of(x[j]), t)
+                    i = int64(cuda.atomic.add(count_s, 0, 1))
+                    if i < K:
+                        keys_s[i] = key
+                    else:
+                        i = int64(cuda.atomic.add(counts_B, b, 1))
+                        if i < ROOM:
+                            candidates[b * ROOM + i] = key
+        cuda.syncthreads()
+        n = min(int64(count_s[0]), int64(K))
+        if tid == 0:
+            base_s[0] = cuda.atomic.add(counts_B, b, int32(n))
+        cuda.syncthreads()
+        for i in range(tid, n, THREADS):
+            at = int64(base_s[0]) + i
+            if at < ROOM:
+                candidates[b * ROOM + at] = keys_s[i]
+
+    @device
+    def collect(
+        keys_s, bins_s, count_s, candidates, n, b, logits, first, V, top, inverse, least, lo, hi, low, high, lower, unit
+    ):  # fmt: skip
+        """keys_s = the keys from low to high in the bins lo to hi, in any order, -1 beyond. -> how many there are
+
+        If there are more than K, some are missing. n: keys in the row's list; if it has no room for them, the row is read.
+        bins_s: the weights (unit: the counts) of those with the same (high - key) >> lower.
+        """
+        tid = cuda.threadIdx.x
+        clear_bins(bins_s)
+        for i in range(tid, K, THREADS):
+            keys_s[i] = int64(-1)
+        if tid == 0:
+            count_s[0] = 0
+        cuda.syncthreads()
+        keys, items = cuda.local.array(BATCH, int64), n if n <= ROOM else V
+        for at in range(tid, items, BATCH * THREADS):
+            for j in range(BATCH):
+                i = at + j * THREADS
+                keys[j] = int64(-1)
+                if i < items and n <= ROOM:
+                    keys[j] = candidates[b * ROOM + i]
+                elif i < items:
+                    keys[j] = key_of(order_of(load1(logits, first + i)), i)
+            for j in range(BATCH):
+                logit = logit_of(keys[j])
+                if low <= keys[j] and keys[j] <= high:
+                    bin = bin_of(logit, top, inverse)
+                    if lo <= bin and bin <= hi:
+                        i = int64(cuda.atomic.add(count_s, 0, 1))
+                        if i < K:
+                            keys_s[i] = keys[j]
+                        w = int64(1) if unit else weight_of(logit, top, inverse, least)
+                        if w > 0:
+                            add_weight(bins_s, (high - keys[j]) >> lower, w)
+        cuda.syncthreads()
+        return int64(count_s[0])
+
+    @device
+    def narrow(
+        keys_s, bins_s, count_s, scratch, found, candidates, n, b, logits, first, V, top, inverse, least, lo, hi, goal, unit
+    ):  # fmt: skip
+        """keys_s = at most K neighbouring keys of the bins lo to hi, sorted; the running sum of their weights (unit: their
+        counts), which begins with bin lo, exceeds `goal` at one of them. -> the sum before the first of them"""
+        low, high, lower = int64(0), int64(LAST_KEY), int64(KEY - BITS)
+        size, before = int64(K + 1), int64(0)
+        values = cuda.local.array(EACH, int64)
+        while size > K:
+            size = collect(
+                keys_s, bins_s, count_s, candidates, n, b, logits, first, V, top, inverse, least, lo, hi, low, high, lower,
+                unit,
+            )  # fmt: skip
+            for j in range(EACH):
+                values[j] = of_bin(bins_s, cuda.threadIdx.x * EACH + j)
+            if size > K:
+                digit, more, _ = find(values, goal - before, scratch, found)
+                before += more
+                high -= digit << lower
+                low = high - (int64(1) << lower) + 1
+                lower = max(lower - BITS, int64(0))
+        sort_keys(keys_s, size)
+        return before
+
+    @device
+    def weigh_list(values, keys_s, limit, top, inverse, least, lo, hi):
+        """values = the weights of the sorted keys_s; 0 from element `limit` on and outside of the bins lo to hi"""
+        for j in range(EACH):
+            i, values[j] = cuda.threadIdx.x * EACH + j, int64(0)
+            key = keys_s[i]
+            if key >= 0 and i < limit:
+                logit = logit_of(key)
+                bin = bin_of(logit, top, inverse)
+                if lo <= bin and bin <= hi:
+                    values[j] = weight_of(logit, top, inverse, least)
+
+    return SearchOps(
+        EACH=EACH,
+        load_batch=load_batch,
+        bin_of=bin_of,
+        clear_bins=clear_bins,
+        add_bins=add_bins,
+        load_bins=load_bins,
+        total_of=total_of,
+        find=find,
+        gather=gather,
+        collect=collect,
+        narrow=narrow,
+        weigh_list=weigh_list,
+    )
+
+
+# ----------------------------------------------------------------------------- the first launch
+@functools.cache
+def make_top_kernel(sizes: Sizes, some: bool, overlap: bool):
+    """-> the kernel `top`. some: rows with wanted_B < 0 are skipped. overlap: it may start before the previous one has ended."""
+    THREADS, BATCH, K = sizes.threads, sizes.batch, sizes.keys
+
+    @kernel(THREADS, sizes.blocks)
+    def top_key_kernel(top_B, bins, counts_B, tops, counters, logits, wanted_B, length, V, columns):
+        """Grid (blocks per row, B), block THREADS. Block s of a row reads its tokens s length .. (s + 1) length - 1.
+
+        top_B: the largest key; bins, flat (B K), and counts_B: zeros for the launches that follow. tops: flat (B gridDim.x).
+        logits: flat (B columns), V of them tokens.
+        """
+        scratch, x = cuda.shared.array(32, int64), cuda.local.array(BATCH, float32)
+        tid, s, b = cuda.threadIdx.x, int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
+        blocks = int64(cuda.gridDim.x)
+        if overlap:
+            wait_for_previous()
+            let_next_start()
+        if some and wanted_B[b] < 0:
+            return
+        for i in range(s * THREADS + tid, K, blocks * THREADS):
+            bins[b * K + i] = int64(0)
+        if s == 0 and tid == 0:
+            counts_B[b] = 0
+        end = min((s + 1) * length, V)
+        best, chosen = int32(LOWEST_ORDER), int64(-1)
+        for token in range(s * length + tid, end, BATCH * THREADS):
+            for j in range(BATCH):  # all loads are in flight before the first one is used
+                t = token + j * THREADS
+                x[j] = load1(logits, b * columns + t) if t < end else -INFINITY
+            for j in range(BATCH):
+                order, t = order_of(x[j]), token + j * THREADS
+                if order > best and t < end:
+                    best, chosen = order, t
+        key = int64(-1)
+        if chosen >= 0:
+            key = key_of(best, chosen)
+        key = block_max_key(key, scratch)
+        if tid == 0:
+            tops[b * blocks + s] = key
+        if arrive_last(counters, b, blocks):
+            key = int64(-1)
+            for i in range(tid, blocks, THREADS):
+                key = max(key, tops[b * blocks + i])
+            key = block_max_key(key, scratch)
+            if tid == 0:
+                top_B[b] = key
+
+    return top_key_kernel

@@ -1,0 +1,45 @@
+"""The last of several blocks that share a task: it merges what the others have written (CUDA guide, Memory Fence Functions).
+
+    partial[block, ...] = ...
+    if arrive_last(counters, task, blocks):
+        ... = partial[:, ...]
+"""
+
+import numpy as np
+from numba import cuda, int32
+
+from ...device import Array, cupy
+from ...simulator import SimArray
+from ..runtime.launch import zeros
+from .ptx import atomic_add_in_order, device
+from .tensor_maps import upload
+
+# (device, stream of the launch or the capture, name, size) -> zeros; every launch restores the zeros. Never freed, because CUDA
+# graphs keep the address, and outside of any memory pool: in a graph's pool, an earlier graph of that pool could write to the
+# memory.
+_counters: dict = {}
+
+
+def zero_counters(like: Array, n: int, name: str) -> Array:
+    """At least n zeros, int32, on the device of `like`, for the kernels called `name` that are launched or captured on this
+    stream. Each of them must leave zeros."""
+    if isinstance(like, SimArray):
+        return zeros(like, n, np.int32)
+    n = max(1 << (n - 1).bit_length(), 1 << 12)
+    key = like.device.id, cupy().cuda.get_current_stream().ptr, name, n
+    if key not in _counters:
+        _counters[key] = upload(bytes(4 * n)).view(np.int32)
+    return _counters[key]
+
+
+@device
+def arrive_last(counters, i, used):
+    """A barrier for the block -> True in the last of `used` blocks that arrives; it sees what the others wrote."""
+    last = cuda.shared.array(1, int32)
+    cuda.syncthreads()  # the block's writes come before thread 0's addition
+    if cuda.threadIdx.x == 0:
+        last[0] = int32(atomic_add_in_order(counters, i, int32(1)) == used - 1)
+        if last[0]:
+            cuda.atomic.exch(counters, i, 0)  # for the next launch; this one does not read it again
+    cuda.syncthreads()
+    return last[0] != 0
