@@ -15,7 +15,7 @@ threads add, on the GPU, or on how the vocabulary is divided, and a draw is one 
 The order of the steps is vLLM's: bias and penalties (penalties.py), temperature, min-p, top-k, top-p. transformers applies
 min-p last. That differs only next to top-p: min-p first leaves less for top-p to cut.
 
-On a GPU several blocks share a row, in three launches that each read the logits once (sampling_search.py). Bytes moved: 3 B V
+On a GPU several blocks share a row, in three launches that each read the logits once, before one that draws (sampling_search.py). Bytes moved: 3 B V
 logits, of which the second and third read are from L2 for few rows; greedy rows are read once.
 
 Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et al. 2011) turns (step, sequence) into
@@ -36,6 +36,7 @@ from .sampling_kernels import (
     ROUNDS,
     make_advance_kernel,
     make_draw_kernel,
+    make_gather_kernel,
     make_weigh_kernel,
 )
 from .sampling_search import Sizes, make_top_kernel
@@ -155,13 +156,14 @@ def sample(
     state_BF, candidates = new((B, FIELDS)), new(B * SIZES.room)
     counters, variant = zero_counters(logits_BV, B, "sample"), (SIZES, min_p_B is not None, overlap)
     work, sizes = (top_B, *arrays[1:]), (length, vocab, V)
-    top_kernel = make_top_kernel(SIZES, False, overlap)
     run = lambda kernel, *args: launch(kernel, (blocks, B), SIZES.threads, *args, overlap=overlap)
-    run(top_kernel, top_B, bins, counts_B, tops, counters, logits, top_k_B, *sizes)
+    top = make_top_kernel(SIZES, False, overlap)
+    run(top, top_B, bins, counts_B, tops, counters, logits, top_k_B, *sizes)
     run(make_weigh_kernel(*variant), ids_B, state_BF, bins, counters, logits, *work, *sizes)
-    run(
-        make_draw_kernel(*variant), ids_B, candidates, counts_B, counters, logits, state_BF, *work, *sizes
-    )  # fmt: skip
+    gather = make_gather_kernel(SIZES, overlap)
+    run(gather, candidates, counts_B, logits, state_BF, top_B, temperature_B, top_k_B, *sizes)
+    arguments = (ids_B, candidates, counts_B, logits, state_BF, *work, vocab, V)
+    launch(make_draw_kernel(*variant), B, SIZES.sorters, *arguments, overlap=overlap)
 
 
 def advance(

@@ -1,7 +1,7 @@
-"""The kernels of sampling.py: sampling_search.py's top, then weigh and draw; and the end of a decoding step.
+"""The kernels of sampling.py: sampling_search.py's top, then weigh, gather and draw; the end of a decoding step.
 
 What ends a row's work early: with temperature 0, k = 1, a NaN, or an infinite largest logit, the largest key is the answer.
-With top-k, the histogram counts tokens, and the list has all of the first k, of which the last block of `draw` sums the weights.
+With top-k, the histogram counts tokens, and the list has all of the first k, of which `draw` sums the weights.
 Without, the histogram sums weights. Its bins show where top-p ends (bin `cut`), so the total that top-p keeps is known up to
 that bin's weight, and the drawn token is in one of very few bins, lo to hi. One list has the keys of all of these.
 """
@@ -154,57 +154,74 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
 
 
 @functools.cache
-def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
-    """-> the kernel of the third launch. filtered, overlap: see make_weigh_kernel"""
-    THREADS, K = sizes.threads, sizes.keys
-    ops = make_search(sizes, DISTANCE, weight_of)
-    BITS = K.bit_length() - 1
-    EACH, gather, collect, narrow = ops.EACH, ops.gather, ops.collect, ops.narrow
-    weigh_list, total_of, find = ops.weigh_list, ops.total_of, ops.find
+def make_gather_kernel(sizes: Sizes, overlap: bool):
+    """-> the kernel of the third launch. overlap: see make_weigh_kernel"""
+    THREADS, K, gather = sizes.threads, sizes.keys, make_search(sizes, DISTANCE, weight_of).gather
 
     @kernel(THREADS, sizes.blocks)
-    def sample_draw_kernel(
-        ids_B, candidates, counts_B, counters, logits, state_BF, top_B, temperature_B, top_k_B, top_p_B, min_p_B, seed_B,
-        sequence_B, step_B, length, V, columns,
+    def sample_gather_kernel(
+        candidates, counts_B, logits, state_BF, top_B, temperature_B, top_k_B, length, V, columns
     ):  # fmt: skip
         """Grid (blocks per row, B), block THREADS. candidates: flat (B ROOM) int64; counts_B: zeros before."""
+        keys_s, count_s = cuda.shared.array(K, int64), cuda.shared.array(1, int32)
+        base_s = cuda.shared.array(1, int32)
+        b, start = int64(cuda.blockIdx.y), int64(cuda.blockIdx.x) * length
+        if overlap:
+            wait_for_previous()
+            let_next_start()
+        top = logit_of(top_B[b])
+        if tokens_needed(temperature_B[b], top_k_B[b], K) == 1 or not is_finite(top):
+            return
+        gather(
+            keys_s, count_s, base_s, candidates, counts_B, b, logits, b * columns, start, min(start + length, V), top,
+            float32(1.0) / temperature_B[b], state_BF[b, LO], state_BF[b, HI], state_BF[b, CUT],
+        )  # fmt: skip
+
+    return sample_gather_kernel
+
+
+@functools.cache
+def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
+    """-> the kernel of the fourth launch, of sizes.sorters threads. filtered, overlap: see make_weigh_kernel"""
+    K, ops = sizes.keys, make_search(sizes.for_sorting(), DISTANCE, weight_of)
+    EACH, collect, narrow = ops.EACH, ops.collect, ops.narrow
+    weigh_list, total_of, find = ops.weigh_list, ops.total_of, ops.find
+
+    @kernel(sizes.sorters)
+    def sample_draw_kernel(
+        ids_B, candidates, counts_B, logits, state_BF, top_B, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, sequence_B,
+        step_B, V, columns,
+    ):  # fmt: skip
+        """Grid B. candidates, counts_B: the row's list."""
         keys_s, bins_s = cuda.shared.array(K, int64), cuda.shared.array((2, K), uint32)
         scratch, found = cuda.shared.array(32, int64), cuda.shared.array(3, int64)
-        count_s, base_s = cuda.shared.array(1, int32), cuda.shared.array(1, int32)
-        b, values = int64(cuda.blockIdx.y), cuda.local.array(EACH, int64)
-        start, first = int64(cuda.blockIdx.x) * length, b * columns
+        count_s, values = cuda.shared.array(1, int32), cuda.local.array(EACH, int64)
+        b = int64(cuda.blockIdx.x)
         if overlap:
             wait_for_previous()
             let_next_start()
         top, need = logit_of(top_B[b]), tokens_needed(temperature_B[b], top_k_B[b], K)
         if need == 1 or not is_finite(top):
             return
-        inverse, least = float32(1.0) / temperature_B[b], int64(0)
+        inverse, least, first = float32(1.0) / temperature_B[b], int64(0), b * columns
         if filtered:
             least = int64(min_p_B[b] * float32(ONE))
-        lo, hi, cut = state_BF[b, LO], state_BF[b, HI], state_BF[b, CUT]
-        gather(
-            keys_s, count_s, base_s, candidates, counts_B, b, logits, first, start, min(start + length, V), top, inverse,
-            lo, hi, cut,
-        )  # fmt: skip
-        if not arrive_last(counters, b, cuda.gridDim.x):
-            return
-        n, limit, low, before = int64(counts_B[b]), int64(K), int64(0), int64(0)
-        listed, kept = n <= K, state_BF[b, TOTAL]
+        lo, hi, cut, kept = state_BF[b, LO], state_BF[b, HI], state_BF[b, CUT], state_BF[b, TOTAL]
+        n, low = int64(counts_B[b]), int64(0)
+        sortable, limit = n <= K, int64(K)
         if need > 0:
             limit = need
-            if not listed:  # the keys down to the last one of top-k do fit
+            if not sortable:  # the first `need` keys are: find the last of them
                 before = narrow(
                     keys_s, bins_s, count_s, scratch, found, candidates, n, b, logits, first, V, top, inverse, least, lo,
                     hi, need - 1, True,
                 )  # fmt: skip
-                low = keys_s[need - 1 - before]
-                listed = True
-                cuda.syncthreads()
-        if listed:
+                low, sortable = keys_s[need - 1 - before], True
+                cuda.syncthreads()  # the list is read before it is overwritten
+        if sortable:
             size = collect(
                 keys_s, bins_s, count_s, candidates, n, b, logits, first, V, top, inverse, least, int64(0), int64(K), low,
-                int64(LAST_KEY), int64(KEY) - BITS, True,
+                int64(LAST_KEY), int64(KEY), True,
             )  # fmt: skip
             sort_keys(keys_s, size)
         if need > 0:
@@ -212,17 +229,18 @@ def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
             kept = total_of(values, scratch)
         p, fraction = top_p_B[b], random_fraction(seed_B[b], sequence_B[b], step_B[b])
         draws = p >= float32(1.0)  # otherwise the last token that top-p keeps is searched first
-        goal, before = end_of_top_p(kept, p), state_BF[b, BEFORE_CUT]
-        begin, finish = lo if need > 0 else cut, hi if need > 0 else cut
+        goal, before, begin, end = end_of_top_p(kept, p), state_BF[b, BEFORE_CUT], cut, cut
         while True:
             if draws:
-                goal, before, begin, finish = scaled(kept, fraction), state_BF[b, BEFORE_LO], lo, hi
-            if not listed:
+                goal, before = scaled(kept, fraction), state_BF[b, BEFORE_LO]
+            if draws or need > 0:
+                begin, end = lo, hi
+            if not sortable:
                 before += narrow(
                     keys_s, bins_s, count_s, scratch, found, candidates, n, b, logits, first, V, top, inverse, least,
-                    begin, finish, goal - before, False,
+                    begin, end, goal - before, False,
                 )  # fmt: skip
-            weigh_list(values, keys_s, limit, top, inverse, least, begin, finish)
+            weigh_list(values, keys_s, limit, top, inverse, least, begin, end)
             i, more, weight = find(values, goal - before, scratch, found)
             if draws:
                 break

@@ -1,15 +1,16 @@
 """Find a token by its rank, or by a running sum of weights, in a row that is too long to sort.
 
 The tokens of a row are in order of their logits, the largest first; of equal ones the lower id first. Three launches read the
-row, each with several blocks a row. In each, the block of a row that finishes last continues with what all of them found:
+row, each with several blocks a row; a fourth needs one block a row.
 
-top       the largest key
+top       the largest key. The block that finishes last merges what the blocks of a row have found.
 weigh     a histogram over bins by the distance from the largest logit: weights, or counts. Integers are added atomically, so
-          the sums are exact and do not depend on the order or on the division into blocks. The last block searches the running
-          sum of the bins for the bins in which the wanted tokens lie.
-gather    the keys of those bins, usually a few hundred, go to a list. The last block sorts it (bitonic sort, Batcher 1968) and
-          searches its running sum. A list that is too long to sort (many equal logits) is first narrowed down: a histogram
-          over the next bits of its keys, again and again; if even memory has no room for it, from the row itself.
+          the sums are exact and do not depend on the order or on the division into blocks. The block that finishes last
+          searches the running sum of the bins for the bins in which the wanted tokens lie.
+gather    the keys of those bins, usually a few hundred, go to a list.
+draw      one block sorts the list (bitonic sort, Batcher 1968) and searches its running sum. A list that is too long to sort
+          (many equal logits) is first narrowed down: a histogram over the next bits of its keys, again and again; if even
+          memory has no room for it, from the row itself.
 
 key       a token's sort key, an int64: its logit in the upper bits, as an integer that grows with it; below, the largest
           possible id minus its id. Keys are distinct, and a larger key comes earlier, so "lower id first" needs no extra step.
@@ -19,7 +20,7 @@ key       a token's sort key, an int64: its logit in the upper bits, as an integ
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba import cuda, float32, int32, int64, uint32
 from numba.cuda.libdevice import float_as_int, int_as_float
@@ -50,6 +51,7 @@ class Sizes:
     keys: int = 1024  # that a block sorts, and bins of a histogram: at least the largest top-k; a power of two
     room: int = 8192  # keys of a row's list in memory
     blocks: int = 4  # per multiprocessor, as many as fit with 64 registers per thread
+    sorters: int = 512  # threads of the block that sorts: each compares one pair
 
     def split(self, x: Array, rows: int, vocab: int) -> tuple[int, int]:
         """-> blocks per row, so that all rows keep all multiprocessors of the GPU of x busy, and tokens per block"""
@@ -57,6 +59,10 @@ class Sizes:
         wanted = max(self.blocks * multiprocessors(x) // rows, 1)
         length = -(-vocab // (wanted * at_once)) * at_once
         return -(-vocab // length), length
+
+    def for_sorting(self) -> "Sizes":
+        """The sizes in the block that sorts."""
+        return replace(self, threads=self.sorters)
 
 
 # ----------------------------------------------------------------------------- keys and weights
@@ -332,8 +338,8 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
                 elif i < items:
                     keys[j] = key_of(order_of(load1(logits, first + i)), i)
             for j in range(BATCH):
-                logit = logit_of(keys[j])
                 if low <= keys[j] and keys[j] <= high:
+                    logit = logit_of(keys[j])
                     bin = bin_of(logit, top, inverse)
                     if lo <= bin and bin <= hi:
                         i = int64(cuda.atomic.add(count_s, 0, 1))
