@@ -1,5 +1,7 @@
 """sampling.py: which tokens are kept, how often each is drawn, and that a row does not depend on the others."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain import simulator
-from xtrain.kernels.decoding import sampling, sampling_kernels
+from xtrain.kernels.decoding import sampling, sampling_kernels, sampling_search
 from xtrain.kernels.decoding.sampling import (
     advance,
     check_sampling,
@@ -18,18 +20,23 @@ from xtrain.kernels.decoding.sampling import (
     random_fraction_ref,
     sample,
 )
+from xtrain.kernels.decoding.sampling_search import Sizes
+from xtrain.kernels.primitives import last_block
 from xtrain.kernels.primitives.ptx import kernel
 from xtrain.simulator import KernelError, sim
 
 BF16 = ml_dtypes.bfloat16
 
 
+SMALL = Sizes(threads=32, batch=2, keys=32, room=128, sorters=32, blocks=16)
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Lists of 32 candidates from segments of 64 tokens: a vocabulary of 200 has four, and its tail is in no list."""
+    """Blocks of 64 tokens, 32 bins, lists of 32 keys, room for 128: a vocabulary of 200 has up to four blocks a row."""
     if not GPU:
-        monkeypatch.setattr(sampling, "SEGMENT", 64)
-        monkeypatch.setattr(sampling, "MAX_TOP_K", 32)
+        monkeypatch.setattr(sampling, "SIZES", SMALL)
+        monkeypatch.setattr(sampling, "MAX_TOP_K", SMALL.keys)
 
 
 def parameters(B, temperature=1.0, top_k=0, top_p=1.0, seed=7, sequence=None, step=0):
@@ -41,9 +48,10 @@ def parameters(B, temperature=1.0, top_k=0, top_p=1.0, seed=7, sequence=None, st
     ]  # fmt: skip
 
 
-def draw(logits, put=to_kernel, vocab=None, **given_):
-    ids = put(np.full(len(logits), -5, np.int32))
-    sample(put(logits), ids, *map(put, parameters(len(logits), **given_)), vocab)
+def draw(logits, put=to_kernel, vocab=None, min_p=None, **given_):
+    ids, B = put(np.full(len(logits), -5, np.int32)), len(logits)
+    min_p_B = None if min_p is None else put(np.array(np.broadcast_to(min_p, B), np.float32))
+    sample(put(logits), ids, *map(put, parameters(B, **given_)), vocab, min_p_B=min_p_B)
     return to_host(ids).tolist()
 
 
@@ -124,6 +132,24 @@ def test_sets_are_those_of_transformers(temperature, top_k, top_p):
     )
 
 
+@pytest.mark.parametrize("min_p, top_p", [(0.05, 1.0), (0.3, 1.0), (1.0, 1.0), (0.02, 0.8)])
+def test_min_p_keeps_the_tokens_of_the_definition(min_p, top_p):
+    """Those with min_p times the largest probability; then top-p of what they have, as in vLLM."""
+    logits, temperature = normal(6, 200, scale=2.0), 1.3
+    p = np.exp(logits.astype(np.float64) / temperature)
+    order = np.argsort(-p, kind="stable")
+    want = [i for i in order if p[i] >= min_p * p.max()]
+    share = np.cumsum(p[want]) / p[want].sum()
+    want = want[: int(np.searchsorted(share, top_p)) + 1] if top_p < 1 else want
+    ids, weights = kept_ref(logits, temperature, 0, top_p, min_p)
+    assert ids[weights > 0].tolist() == want
+    if top_p == 1:
+        from transformers.generation import MinPLogitsWarper
+
+        scores = MinPLogitsWarper(min_p)(None, torch.tensor(logits)[None] / temperature)
+        assert set(want) == set(torch.isfinite(scores[0]).nonzero().ravel().tolist())
+
+
 # ----------------------------------------------------------------------------- the kernels draw the same
 MIXED = dict(  # every kind of row in one launch
     temperature=[0.0, 1.0, 0.5, 1.5, 1.0, 2.0, 1.0, 1.0],
@@ -138,6 +164,37 @@ def test_kernel_draws_what_the_reference_draws(V, dtype):
     logits = normal(V, 8, V, scale=3.0).astype(dtype)
     for step in range(2):
         assert draw(logits, step=step, **MIXED) == draw(logits, np.array, step=step, **MIXED)
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.01])
+@pytest.mark.parametrize("blocks, threads, batch", [(1, 32, 2), (64, 32, 1), (5, 32, 3)])
+def test_the_division_into_blocks_does_not_matter(monkeypatch, blocks, threads, batch, scale):
+    """scale 0.01: no list of keys is short enough to sort. On a GPU: also sizes that are not those in use."""
+    V = 151936 if GPU else 230
+    changed = dict(blocks=blocks, batch=batch) | ({} if GPU else dict(threads=threads))
+    logits = normal(9, 8, V, scale=scale)
+    want = draw(logits, np.array, min_p=[0, 0, 0.1, 0, 0, 0, 0.5, 0], **MIXED)
+    monkeypatch.setattr(sampling, "SIZES", replace(sampling.SIZES, **changed))
+    assert draw(logits, min_p=[0, 0, 0.1, 0, 0, 0, 0.5, 0], **MIXED) == want
+    assert draw(logits[5:6], **{k: x[5:6] for k, x in MIXED.items()}, sequence=[5]) == want[5:6]
+
+
+def test_a_row_has_as_many_blocks_as_the_gpu_can_run(monkeypatch):
+    """At least one, at most one per `threads * batch` tokens; together they cover the vocabulary."""
+    monkeypatch.setattr(sampling_search, "multiprocessors", lambda x: 132)
+    sizes = Sizes()
+    for rows, vocab in (
+        (1, 151936),
+        (8, 151936),
+        (64, 151936),
+        (256, 151936),
+        (256, 50304),
+        (9, 3),
+    ):
+        blocks, length = sizes.split(None, rows, vocab)
+        assert (blocks - 1) * length < vocab <= blocks * length and length % 2048 == 0
+        assert blocks == 1 or rows * blocks <= 4 * 132
+    assert sizes.split(None, 1, 151936)[0] == 75 and sizes.split(None, 256, 151936)[0] == 2
 
 
 @settings(max_examples=25, deadline=None)
@@ -155,6 +212,7 @@ def test_any_row(data):
         top_p=data.draw(st.sampled_from([0.05, 0.5, 0.99, 1.0])),
         seed=data.draw(st.integers(-(2**63), 2**63 - 1)),
         step=data.draw(st.integers(0, 2**31 - 1)),
+        min_p=data.draw(st.sampled_from([None, 0.0, 0.01, 0.5, 1.0])),
     )
     assert draw(logits, **given_) == draw(logits, np.array, **given_)
 
@@ -270,37 +328,87 @@ def test_advance_copies_the_ids_to_one_of_two_rows():
             advance(lengths, steps, rows, host_ids_2L=host_ids)
 
 
-BARRIER, ZEROS = "    cuda.syncthreads()\n", "bins[1, tid] = uint32(0)\n"
-BUGS = [
-    ("running_sum", BARRIER + "    total", "    total", {}),
-    ("find_owner", BARRIER + "    what", "    what", {}),
-    ("put_in_order", "step > 32 or after > 32", "step > 64 or after > 64", dict(top_k=100)),
-    ("put_in_order", "cuda.syncwarp()", "pass", dict(top_k=20)),
-    ("add_weight", "int64(cuda.atomic.add(bins, (0, i), uint32(low)))", "int64(bins[0, i])\n    bins[0, i] = 1", {}),
-    ("make_search", ZEROS + "    " + BARRIER, ZEROS, {}),
-    ("make_search", "count[0] = 0\n        " + BARRIER, "count[0] = 0\n", {}),
-    ("make_search", "i = cuda.atomic.add(count, 0, 1)", "i = count[0]\n" + 28 * " " + "count[0] = i + 1", {}),
-    ("make_merge_lists", "candidates_s[i] = key\n        " + BARRIER, "candidates_s[i] = key\n", dict(top_k=20)),
+def with_planted_bug(monkeypatch, modules, name, old, new):
+    """Replace a line of a function of modules[0], and use the changed function in all modules until the test ends."""
+    from xtrain.simulator.source import _translated
+
+    function = getattr(modules[0], name)
+    function = getattr(function, "__wrapped__", getattr(function, "py_func", function))
+    broken = with_bug(function, old, new, dict(vars(modules[0])))[name]
+    makers = [m for file in modules for m in vars(file).values() if hasattr(m, "cache_clear")]
+    _translated.clear()
+    for maker in makers:
+        maker.cache_clear()
+    for module in modules:
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, broken)
+    return lambda: [clear() for clear in (_translated.clear, *(m.cache_clear for m in makers))]
+
+
+SEARCH, KERNELS, LAST = sampling_search, sampling_kernels, last_block
+BARRIER = "cuda.syncthreads()\n"
+RACES = [
+    (SEARCH, "running_sum", "    " + BARRIER + "    total", "    total", {}),
+    (SEARCH, "put_in_order", "step > 32 or after > 32", "step > 64 or after > 64", dict(top_k=100)),
+    (SEARCH, "put_in_order", "cuda.syncwarp()", "pass", dict(top_k=20)),
+    (SEARCH, "add_weight", "int64(cuda.atomic.add(bins, (0, i), uint32(low)))", "int64(bins[0, i])\n    bins[0, i] = 1", {}),
+    (SEARCH, "make_search", BARRIER + "        i, before, value =", "pass\n        i, before, value =", {}),
+    (SEARCH, "make_search", "count_s[0] = 0\n        " + BARRIER + "        x =", "count_s[0] = 0\n        x =", {}),
+    (SEARCH, "make_search", "cuda.atomic.add(bins, first + i, v)", "bins[first + i] += v", {}),
+    (SEARCH, "make_top_kernel", "arrive_last(counters, b, blocks)", "s == blocks - 1", {}),
+    (KERNELS, "make_weigh_kernel", "arrive_last(counters, b, cuda.gridDim.x)", "cuda.blockIdx.x == 0", {}),
+    (KERNELS, "make_weigh_kernel", BARRIER + "        add_bins", "pass\n        add_bins", {}),
+    (LAST, "arrive_last", "atomic_add_in_order(counters, i, int32(1))", "cuda.atomic.add(counters, i, 1)", {}),
+    (LAST, "arrive_last", "    cuda.syncthreads()  # the block's writes come before thread 0's addition\n", "", {}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, old, new, given_", BUGS)
-def test_planted_bugs_are_found(monkeypatch, name, old, new, given_):
-    from xtrain.simulator.source import _translated
-
-    monkeypatch.setattr(sampling, "SEGMENT", 128)
-    monkeypatch.setattr(sampling, "MAX_TOP_K", 128)
-    function = getattr(sampling_kernels, name)
-    function = getattr(function, "py_func", function)
-    broken = with_bug(function, old, new, dict(vars(sampling_kernels)))[name]
-    makers = [make for make in vars(sampling_kernels).values() if hasattr(make, "cache_clear")]
-    forget = lambda: [clear() for clear in (_translated.clear, *(m.cache_clear for m in makers))]
-    forget()
-    monkeypatch.setattr(sampling_kernels, name, broken)
+@pytest.mark.parametrize("module, name, old, new, given_", RACES)
+def test_races_are_found(monkeypatch, module, name, old, new, given_):
+    monkeypatch.setattr(sampling, "SIZES", replace(SMALL, threads=64, sorters=64, keys=128))
+    modules = [module, *(m for m in (SEARCH, KERNELS, sampling) if m is not module)]
+    forget = with_planted_bug(monkeypatch, modules, name, old, new)
     with pytest.raises(KernelError, match=r"race|uninitialized"):
         draw(np.zeros((2, 400), np.float32), sim, **{"top_p": 0.99, **given_})
     monkeypatch.undo()
     forget()
+
+
+WRONG = [
+    (LAST, "arrive_last", "            cuda.atomic.exch(counters, i, 0)", "            pass"),
+    (SEARCH, "make_top_kernel", "min((s + 1) * length, V)", "min((s + 1) * length - 1, V)"),
+    (KERNELS, "make_weigh_kernel", "end = min(start + length, V)", "end = min(start + length + 1, V)"),
+    (KERNELS, "make_gather_kernel", "min(start + length, V)", "min(start + length - 1, V)"),
+    (SEARCH, "make_search", "if at < ROOM:", "if at < ROOM - 1:"),
+    (SEARCH, "make_search", "before += more\n                high", "high"),
+    (KERNELS, "make_weigh_kernel", "find(values, scaled(most, fraction), scratch, found)", "lo, 0, 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module, name, old, new", WRONG)
+def test_wrong_results_are_found(monkeypatch, module, name, old, new):
+    """Mistakes that are no race: the rows of this test must notice each of them."""
+    rows = lambda scale: normal(5, 6, 300, scale=scale)
+    logits = np.concatenate([rows(3.0), rows(0.3), rows(0.01), np.zeros((6, 300), np.float32)])
+    logits[:6, ::64] += 2.0  # the first and the last token of a block are likely
+    logits[:6, 63::64] += 2.0
+    rules = dict(
+        top_k=np.tile([0, 0, 0, 20, 7, 0], 4), top_p=np.tile([1, 0.9, 0.5, 1, 0.8, 0.3], 4)
+    )
+    steps = range(4)
+    want = [draw(logits, np.array, step=step, **rules) for step in steps]
+    put = lambda x: sim(np.array(x))
+    modules = [module, *(m for m in (SEARCH, KERNELS, sampling) if m is not module)]
+    forget = with_planted_bug(monkeypatch, modules, name, old, new)
+    kept = sim(np.zeros(len(logits), np.int32))  # as on a GPU, where the counters outlive a launch
+    monkeypatch.setattr(sampling, "zero_counters", lambda *_: kept)
+    try:
+        found = [draw(logits, put, step=step, **rules) for step in steps]
+    except KernelError:
+        found = None
+    monkeypatch.undo()
+    forget()
+    assert found != want
 
 
 def test_bad_input():
@@ -313,6 +421,9 @@ def test_bad_input():
         (1, 4096, 1),
         (1, 0, 0),
         (1, 0, 1.5),
+        (1, 0, 1, -0.1),
+        (1, 0, 1, 1.1),
+        (1, 0, 1, np.nan),
     ):
         with pytest.raises(ValueError, match="expected"):
             check_sampling(*bad)

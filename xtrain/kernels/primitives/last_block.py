@@ -1,8 +1,8 @@
 """The last of several blocks that share a task: it merges what the others have written (CUDA guide, Memory Fence Functions).
 
-    partial[block, ...] = ...
-    if arrive_last(counters, task, blocks):
-        ... = partial[:, ...]
+partial[block, ...] = ...
+if arrive_last(counters, task, blocks):
+    ... = partial[:, ...]
 """
 
 import numpy as np
