@@ -17,6 +17,7 @@ import pytest
 import xtrain.kernels
 from xtrain import device, simulator
 from xtrain.kernels.runtime import launch as _launch
+from xtrain.simulator.source import _translated
 
 GPU = device.gpu_available()
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
@@ -116,6 +117,34 @@ def with_bug(thing, old: str, new: str, scope: dict) -> dict:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     exec(compile(source, name, "exec"), scope)
     return scope
+
+
+@contextlib.contextmanager
+def with_planted_bug(modules, name: str, old: str, new: str):
+    """Replace a line of the function `name` of modules[0]; all modules that import it use the changed function meanwhile.
+
+    Kernels that the modules' cached functions have made are made again, then and afterwards.
+    """
+    modules = list(dict.fromkeys(modules))
+    function = getattr(modules[0], name)
+    function = getattr(function, "__wrapped__", getattr(function, "py_func", function))
+    broken = with_bug(function, old, new, dict(vars(modules[0])))[name]
+    makers = {id(m): m for x in modules for m in vars(x).values() if hasattr(m, "cache_clear")}
+
+    def forget():
+        _translated.clear()
+        for maker in makers.values():
+            maker.cache_clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        forget()
+        for module in modules:
+            if hasattr(module, name):
+                patch.setattr(module, name, broken)
+        try:
+            yield
+        finally:
+            forget()
 
 
 def source_of(file: str) -> str:

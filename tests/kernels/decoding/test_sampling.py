@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, normal, to_host, to_kernel, with_bug
+from checks import GPU, normal, to_host, to_kernel, with_planted_bug
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -328,23 +328,6 @@ def test_advance_copies_the_ids_to_one_of_two_rows():
             advance(lengths, steps, rows, host_ids_2L=host_ids)
 
 
-def with_planted_bug(monkeypatch, modules, name, old, new):
-    """Replace a line of a function of modules[0], and use the changed function in all modules until the test ends."""
-    from xtrain.simulator.source import _translated
-
-    function = getattr(modules[0], name)
-    function = getattr(function, "__wrapped__", getattr(function, "py_func", function))
-    broken = with_bug(function, old, new, dict(vars(modules[0])))[name]
-    makers = [m for file in modules for m in vars(file).values() if hasattr(m, "cache_clear")]
-    _translated.clear()
-    for maker in makers:
-        maker.cache_clear()
-    for module in modules:
-        if hasattr(module, name):
-            monkeypatch.setattr(module, name, broken)
-    return lambda: [clear() for clear in (_translated.clear, *(m.cache_clear for m in makers))]
-
-
 SEARCH, KERNELS, LAST = sampling_search, sampling_kernels, last_block
 BARRIER = "cuda.syncthreads()\n"
 RACES = [
@@ -366,12 +349,14 @@ RACES = [
 @pytest.mark.parametrize("module, name, old, new, given_", RACES)
 def test_races_are_found(monkeypatch, module, name, old, new, given_):
     monkeypatch.setattr(sampling, "SIZES", replace(SMALL, threads=64, sorters=64, keys=128))
-    modules = [module, *(m for m in (SEARCH, KERNELS, sampling) if m is not module)]
-    forget = with_planted_bug(monkeypatch, modules, name, old, new)
-    with pytest.raises(KernelError, match=r"race|uninitialized"):
-        draw(np.zeros((2, 400), np.float32), sim, **{"top_p": 0.99, **given_})
-    monkeypatch.undo()
-    forget()
+    logits = np.zeros((2, 400), np.float32)
+    logits[:, 0] = 1.0  # the others are in one bin, which is not that of thread 0
+    modules = [module, SEARCH, KERNELS, sampling]
+    with (
+        with_planted_bug(modules, name, old, new),
+        pytest.raises(KernelError, match=r"race|uninitialized"),
+    ):
+        draw(logits, sim, **{"top_p": 0.99, **given_})
 
 
 WRONG = [
@@ -398,16 +383,13 @@ def test_wrong_results_are_found(monkeypatch, module, name, old, new):
     steps = range(4)
     want = [draw(logits, np.array, step=step, **rules) for step in steps]
     put = lambda x: sim(np.array(x))
-    modules = [module, *(m for m in (SEARCH, KERNELS, sampling) if m is not module)]
-    forget = with_planted_bug(monkeypatch, modules, name, old, new)
     kept = sim(np.zeros(len(logits), np.int32))  # as on a GPU, where the counters outlive a launch
     monkeypatch.setattr(sampling, "zero_counters", lambda *_: kept)
-    try:
-        found = [draw(logits, put, step=step, **rules) for step in steps]
-    except KernelError:
-        found = None
-    monkeypatch.undo()
-    forget()
+    with with_planted_bug([module, SEARCH, KERNELS, sampling], name, old, new):
+        try:
+            found = [draw(logits, put, step=step, **rules) for step in steps]
+        except KernelError:
+            found = None
     assert found != want
 
 

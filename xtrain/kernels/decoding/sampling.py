@@ -15,8 +15,8 @@ threads add, on the GPU, or on how the vocabulary is divided, and a draw is one 
 The order of the steps is vLLM's: bias and penalties (penalties.py), temperature, min-p, top-k, top-p. transformers applies
 min-p last. That differs only next to top-p: min-p first leaves less for top-p to cut.
 
-On a GPU several blocks share a row, in three launches that each read the logits once, before one that draws (sampling_search.py). Bytes moved: 3 B V
-logits, of which the second and third read are from L2 for few rows; greedy rows are read once.
+On a GPU several blocks share a row, in three launches that each read the logits, before one that draws (sampling_search.py).
+Bytes moved: 3 B V logits, of which the second and third read are from L2 for few rows; greedy rows are read once.
 
 Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et al. 2011) turns (step, sequence) into
 random bits under the key `seed`. So a token depends only on its own row's seed, sequence number and step.
@@ -157,8 +157,8 @@ def sample(
     counters, variant = zero_counters(logits_BV, B, "sample"), (SIZES, min_p_B is not None, overlap)
     work, sizes = (top_B, *arrays[1:]), (length, vocab, V)
     run = lambda kernel, *args: launch(kernel, (blocks, B), SIZES.threads, *args, overlap=overlap)
-    top = make_top_kernel(SIZES, False, overlap)
-    run(top, top_B, bins, counts_B, tops, counters, logits, top_k_B, *sizes)
+    top = make_top_kernel(SIZES, overlap)
+    run(top, top_B, bins, counts_B, tops, counters, logits, *sizes)
     run(make_weigh_kernel(*variant), ids_B, state_BF, bins, counters, logits, *work, *sizes)
     gather = make_gather_kernel(SIZES, overlap)
     run(gather, candidates, counts_B, logits, state_BF, top_B, temperature_B, top_k_B, *sizes)

@@ -98,11 +98,7 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
                 hi, _, _ = find(values, need - 1, scratch, found)
             cut = hi
         else:
-            cut, least, most = (
-                int64(-1),
-                total,
-                total,
-            )  # least, most: that the kept tokens can weigh
+            cut, least, most = int64(-1), total, total  # what the kept tokens weigh: from, to
             if p < float32(1.0):
                 goal = end_of_top_p(total, p)
                 cut, before_cut, weight = find(values, goal, scratch, found)

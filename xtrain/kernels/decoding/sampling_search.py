@@ -406,12 +406,12 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
 
 # ----------------------------------------------------------------------------- the first launch
 @functools.cache
-def make_top_kernel(sizes: Sizes, some: bool, overlap: bool):
-    """-> the kernel `top`. some: rows with wanted_B < 0 are skipped. overlap: it may start before the previous one has ended."""
+def make_top_kernel(sizes: Sizes, overlap: bool):
+    """-> the kernel `top`. overlap: it may start before the previous one has ended."""
     THREADS, BATCH, K = sizes.threads, sizes.batch, sizes.keys
 
     @kernel(THREADS, sizes.blocks)
-    def top_key_kernel(top_B, bins, counts_B, tops, counters, logits, wanted_B, length, V, columns):
+    def top_key_kernel(top_B, bins, counts_B, tops, counters, logits, length, V, columns):
         """Grid (blocks per row, B), block THREADS. Block s of a row reads its tokens s length .. (s + 1) length - 1.
 
         top_B: the largest key; bins, flat (B K), and counts_B: zeros for the launches that follow. tops: flat (B gridDim.x).
@@ -423,8 +423,6 @@ def make_top_kernel(sizes: Sizes, some: bool, overlap: bool):
         if overlap:
             wait_for_previous()
             let_next_start()
-        if some and wanted_B[b] < 0:
-            return
         for i in range(s * THREADS + tid, K, blocks * THREADS):
             bins[b * K + i] = int64(0)
         if s == 0 and tid == 0:

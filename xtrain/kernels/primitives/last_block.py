@@ -1,8 +1,10 @@
 """The last of several blocks that share a task: it merges what the others have written (CUDA guide, Memory Fence Functions).
 
-partial[block, ...] = ...
-if arrive_last(counters, task, blocks):
-    ... = partial[:, ...]
+    partial[block, ...] = ...
+    if arrive_last(counters, task, blocks):
+        ... = partial[:, ...]
+
+Integers and minima do not depend on which block is the last; sums of floats must be added in the order of the blocks.
 """
 
 import numpy as np
