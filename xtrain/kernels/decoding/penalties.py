@@ -5,13 +5,12 @@
     frequency    x -= f times the number of t in the answer       OpenAI's frequency_penalty
     presence     x -= a if t is in the answer                     OpenAI's presence_penalty
 
-in this order, that of vLLM. (transformers has the first two, in the same order.)
+in this order. (transformers has the first two, in the same order.)
 
-Only tokens that occur in the text or have a bias are changed, so a row has a short list of them: token, count, bias. It is
-cheaper than an array over the vocabulary, which sampling would have to read with the logits. The list belongs to a slot of the KV
-cache and stays on the device: a decoding step changes the logits (apply_penalties), draws, puts the model's own logits back and
-counts the drawn token (count_tokens). So log-probabilities afterwards are those of the model. Idle rows, and rows whose list is
-empty, end at once.
+Only tokens that occur in the text or have a bias are changed, so a sequence has a short list of them: token, count, bias. It is
+cheaper than an array over the vocabulary, which sampling would have to read with the logits. The list belongs to a slot of the
+decode batch and stays on the device: a step changes the logits (apply_penalties), draws, puts the model's own logits back and
+counts the drawn token (count_tokens). So log-probabilities afterwards are those of the model. Rows without a slot end at once.
 
 count        -1: the token is not in the text, it only has a bias; 0: only in the prompt; above: times in the answer
 """
@@ -29,88 +28,87 @@ from ..primitives.ptx import device, kernel, let_next_start, load1, store1, wait
 from ..runtime.launch import FLOATS, can_overlap, check, check_array, launch, on_host, wide, zeros
 
 THREADS = 256  # of a row's block
-MAX_BIASES = 300  # of a request, OpenAI's limit
+MAX_BIASES = 300  # of a request, as OpenAI's limit
+MAX_BIAS = 100  # and its values
+
+
+@dataclass(frozen=True)
+class PenaltyRules:
+    """What one request changes."""
+
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    bias: Mapping[int, float] | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for values that are not supported. Call this for each request: kernels cannot raise."""
+        bias = self.bias or {}
+        check(len(bias) <= MAX_BIASES, f"logit_bias has {len(bias)} tokens, expected at most 300")
+        wrong = next((x for x in bias.values() if not -MAX_BIAS <= x <= MAX_BIAS), None)
+        check(wrong is None, f"logit_bias {wrong}: expected -100 to 100")
+        least = float(np.finfo(np.float32).tiny)
+        fits = least <= self.repetition <= 1 / least
+        check(fits, f"repetition_penalty {self.repetition}: expected more than 0, 1 is off")
+        for name, x in (("frequency", self.frequency), ("presence", self.presence)):
+            check(abs(x) <= MAX_BIAS, f"{name}_penalty {x}: expected -100 to 100, 0 is off")
+
+    @property
+    def active(self) -> bool:
+        """False if they change nothing."""
+        return bool(self.bias) or (self.repetition, self.frequency, self.presence) != (1, 0, 0)
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """The lists and penalties of R slots, with room for L tokens each: distinct tokens of prompt and answer, and biases.
-
-    Slot r is in use if sizes_R[r] > 0 or it has a penalty; `set_slot` fills it. All arrays are on one device.
-    """
+    """The lists and rules of R slots, with room for L tokens each: distinct tokens of prompt and answer, and biases."""
 
     tokens_RL: Array  # int32, the first sizes_R[r] of a row, distinct
     counts_RL: Array  # int32
     biases_RL: Array  # float32
     raw_RL: Array  # float32: logits before apply_penalties
     sizes_R: Array  # int32
-    repetition_R: Array  # float32, 1: off
-    frequency_R: Array  # float32, 0: off
-    presence_R: Array  # float32, 0: off
+    rules_R3: Array  # float32: repetition, frequency, presence
 
     @classmethod
     def empty(cls, like: Array, slots: int, tokens: int) -> "Penalties":
-        """Unused slots, on the device of `like`. Bytes: 16 for each of slots x tokens."""
+        """Empty lists on the device of `like`. Bytes: 16 for each of slots x tokens."""
         new = lambda shape, dtype: zeros(like, shape, dtype)
         lists = (new((slots, tokens), t) for t in (np.int32, np.int32, np.float32, np.float32))
-        rows = (new(slots, t) for t in (np.int32, np.float32, np.float32, np.float32))
-        return cls(*lists, *rows)
+        return cls(*lists, new(slots, np.int32), new((slots, 3), np.float32))
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """All of them, in the order above."""
+        return (
+            self.tokens_RL,
+            self.counts_RL,
+            self.biases_RL,
+            self.raw_RL,
+            self.sizes_R,
+            self.rules_R3,
+        )
 
     def set_slot(
-        self,
-        slot: int,
-        prompt: Sequence[int],
-        answer: Sequence[int] = (),
-        bias: Mapping[int, float] | None = None,
-        repetition: float = 1.0,
-        frequency: float = 0.0,
-        presence: float = 0.0,
+        self, slot: int, rules: PenaltyRules, prompt: Sequence[int], answer: Sequence[int]
     ) -> None:
-        """Write a request's tokens so far, biases and penalties to a slot. Not for use while a step is in flight.
-
-        Raises ValueError if a value is out of range, or if the slot has no room for its tokens.
-        """
-        check_penalties(bias or {}, repetition, frequency, presence)
-        counts: dict[int, int] = {}
-        if repetition != 1:
-            counts |= dict.fromkeys(prompt, 0)
-        if (repetition, frequency, presence) != (1, 0, 0):
-            for token in answer:
-                counts[token] = counts.get(token, 0) + 1
-        tokens = list(dict.fromkeys([*counts, *(bias or {})]))
+        """Write the rules of a sequence and its tokens so far to a slot, in stream order. They must fit: L distinct tokens."""
+        counts = dict.fromkeys(prompt, 0) if rules.repetition != 1 else {}
+        for token in answer:
+            counts[token] = counts.get(token, 0) + 1
+        bias = rules.bias or {}
+        tokens = list(dict.fromkeys([*counts, *bias]))
         n, L = len(tokens), self.tokens_RL.shape[1]
         check(n <= L, f"penalties: {n} different tokens, a slot has room for {L}")
         module = array_module(self.tokens_RL)
-        columns = (
-            (self.tokens_RL, tokens),
-            (self.counts_RL, [counts.get(t, -1) for t in tokens]),
-            (self.biases_RL, [(bias or {}).get(t, 0.0) for t in tokens]),
-        )
-        for array, values in columns:
-            array[slot, :n] = module.asarray(np.array(values, array.dtype))
-        self.sizes_R[slot] = n
-        self.repetition_R[slot], self.frequency_R[slot] = repetition, frequency
-        self.presence_R[slot] = presence
-
-    def arrays(self) -> tuple[Array, ...]:
-        """All arrays, in the order of their names above."""
-        return (
-            self.tokens_RL, self.counts_RL, self.biases_RL, self.raw_RL, self.sizes_R, self.repetition_R, self.frequency_R,
-            self.presence_R,
-        )  # fmt: skip
-
-
-def check_penalties(
-    bias: Mapping[int, float], repetition: float, frequency: float, presence: float
-) -> None:
-    """Raise ValueError for penalties that are not supported. Call this for each request: kernels cannot raise."""
-    check(len(bias) <= MAX_BIASES, f"logit_bias has {len(bias)} tokens, expected at most 300")
-    finite = lambda x: bool(np.isfinite(np.float32(x)))
-    wrong = next((x for x in bias.values() if not -100 <= x <= 100), None)
-    check(wrong is None, f"logit_bias {wrong}: expected -100 to 100")
-    check(repetition > 0 and finite(repetition), f"repetition_penalty {repetition}: expected > 0")
-    for name, x in (("frequency", frequency), ("presence", presence)):
-        check(finite(x), f"{name}_penalty {x}: expected a finite number")
+        for array, values in (
+            (self.tokens_RL[slot, :n], tokens),
+            (self.counts_RL[slot, :n], [counts.get(t, -1) for t in tokens]),
+            (self.biases_RL[slot, :n], [bias.get(t, 0.0) for t in tokens]),
+            (self.rules_R3[slot], [rules.repetition, rules.frequency, rules.presence]),
+            (self.sizes_R[slot : slot + 1], [n]),
+        ):
+            array[...] = module.asarray(np.array(values, array.dtype))
 
 
 # ----------------------------------------------------------------------------- reference
@@ -120,8 +118,8 @@ def penalized_ref(x, count, bias, repetition, frequency, presence):
     x = x.astype(f32) + bias
     repeated = np.where(x > 0, x / f32(repetition), x * f32(repetition))
     x = np.where(count >= 0, repeated, x)
-    x = x - f32(frequency) * np.maximum(count, 0).astype(f32)
-    return x - np.where(count > 0, f32(presence), f32(0))
+    changed = (x - f32(frequency) * count.astype(f32)) - f32(presence)
+    return np.where(count > 0, changed, x)
 
 
 # ----------------------------------------------------------------------------- kernels
@@ -142,23 +140,22 @@ def make_apply_kernel(overlap: bool):
 
     @kernel(THREADS)
     def apply_penalties_kernel(
-        logits, tokens_RL, counts_RL, biases_RL, raw_RL, sizes_R, repetition_R, frequency_R, presence_R, rows_B, columns
-    ):  # fmt: skip
+        logits, tokens_RL, counts_RL, biases_RL, raw_RL, sizes_R, rules_R3, slots_B, columns
+    ):
         """Grid B, block THREADS. logits: flat (B columns). Every entry of the list is one token: no two threads share one."""
         b = int64(cuda.blockIdx.x)
         if overlap:
             wait_for_previous()
             let_next_start()
-        r = int64(rows_B[b])
+        r = int64(slots_B[b])
         if r < 0:
             return
+        repetition, frequency, presence = rules_R3[r, 0], rules_R3[r, 1], rules_R3[r, 2]
         for i in range(cuda.threadIdx.x, sizes_R[r], THREADS):
             at = b * columns + tokens_RL[r, i]
             x = load1(logits, at)
             raw_RL[r, i] = x
-            x = penalized(
-                x, counts_RL[r, i], biases_RL[r, i], repetition_R[r], frequency_R[r], presence_R[r]
-            )
+            x = penalized(x, counts_RL[r, i], biases_RL[r, i], repetition, frequency, presence)
             store1(logits, at, x)
 
     return apply_penalties_kernel
@@ -170,31 +167,28 @@ def make_count_kernel(overlap: bool):
 
     @kernel(THREADS)
     def count_tokens_kernel(
-        logits, tokens_RL, counts_RL, biases_RL, raw_RL, sizes_R, repetition_R, frequency_R, presence_R, rows_B, ids_B,
-        columns,
-    ):  # fmt: skip
+        logits, tokens_RL, counts_RL, biases_RL, raw_RL, sizes_R, rules_R3, slots_B, ids_B, columns
+    ):
         """Grid B, block THREADS. Restores the row's logits and counts ids_B[b]; a new token is appended to the list."""
         known = cuda.shared.array(1, int32)
         b, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
         if overlap:
             wait_for_previous()
             let_next_start()
-        r = int64(rows_B[b])
+        r = int64(slots_B[b])
         if r < 0:
             return
         size, token = sizes_R[r], ids_B[b]
-        off = frequency_R[r] == float32(0.0) and presence_R[r] == float32(0.0)
-        counts = not (off and repetition_R[r] == float32(1.0)) and token >= 0
         if tid == 0:
             known[0] = 0
         cuda.syncthreads()
         for i in range(tid, size, THREADS):
             store1(logits, b * columns + tokens_RL[r, i], raw_RL[r, i])
-            if tokens_RL[r, i] == token and counts:
+            if tokens_RL[r, i] == token:
                 counts_RL[r, i] = max(counts_RL[r, i], int32(0)) + 1
                 known[0] = 1
-        cuda.syncthreads()
-        if tid == 0 and known[0] == 0 and counts and size < tokens_RL.shape[1]:
+        cuda.syncthreads()  # also: every thread has read the size
+        if tid == 0 and known[0] == 0 and token >= 0 and size < tokens_RL.shape[1]:
             tokens_RL[r, size], counts_RL[r, size] = token, int32(1)
             biases_RL[r, size] = float32(0.0)
             sizes_R[r] = size + 1
@@ -203,58 +197,54 @@ def make_count_kernel(overlap: bool):
 
 
 # ----------------------------------------------------------------------------- launchers
-def apply_penalties(logits_BV: Array, penalties: Penalties, rows_B: Array) -> None:
-    """Change the logits of row b by the list of slot rows[b], in place; a row with rows[b] < 0 is left alone.
+def apply_penalties(logits_BV: Array, penalties: Penalties, slots_B: Array) -> None:
+    """Change the logits of row b by the list of slot slots[b], in place; a row with slots[b] < 0 is left alone.
 
-    logits (B, V): float32 or bf16; in bf16 the changed logits are rounded. rows (B,): int32, no slot twice. The logits must be
-    put back by count_tokens before the next call. Raises ValueError or TypeError if shapes or dtypes do not match.
+    logits (B, V): float32 or bf16; in bf16 the changed logits are rounded. slots (B,): int32, none twice. count_tokens must put
+    the logits back before the next call. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
-    _check("apply_penalties", logits_BV, rows_B)
-    if on_host(logits_BV, rows_B, *penalties.arrays()):
-        for b, r, n in _live(penalties, rows_B):
-            tokens = penalties.tokens_RL[r, :n]
-            raw = wide(logits_BV[b, tokens])
-            penalties.raw_RL[r, :n] = raw
-            rules = (penalties.repetition_R[r], penalties.frequency_R[r], penalties.presence_R[r])
-            counts, biases = penalties.counts_RL[r, :n], penalties.biases_RL[r, :n]
-            logits_BV[b, tokens] = penalized_ref(raw, counts, biases, *rules)
+    _check("apply_penalties", logits_BV, slots_B)
+    p = penalties
+    if on_host(logits_BV, slots_B, *p.arrays):
+        for b, r, n in _lists(p, slots_B):
+            tokens = p.tokens_RL[r, :n]
+            p.raw_RL[r, :n] = raw = wide(logits_BV[b, tokens])
+            changed = penalized_ref(raw, p.counts_RL[r, :n], p.biases_RL[r, :n], *p.rules_R3[r])
+            logits_BV[b, tokens] = changed.astype(logits_BV.dtype)
         return
     (B, V), overlap = logits_BV.shape, can_overlap(logits_BV)
-    arguments = (logits_BV.reshape(-1), *penalties.arrays(), rows_B, V)
+    arguments = (logits_BV.reshape(-1), *p.arrays, slots_B, V)
     launch(make_apply_kernel(overlap), B, THREADS, *arguments, overlap=overlap)
 
 
-def count_tokens(logits_BV: Array, penalties: Penalties, rows_B: Array, ids_B: Array) -> None:
-    """Undo apply_penalties, and count the token ids[b] as one of the answer of slot rows[b], if that has a penalty.
+def count_tokens(logits_BV: Array, penalties: Penalties, slots_B: Array, ids_B: Array) -> None:
+    """Undo apply_penalties, and count the token ids[b] as one of the answer of slot slots[b].
 
     ids (B,): int32; a negative one is not counted. Others as in apply_penalties.
     """
-    _check("count_tokens", logits_BV, rows_B)
-    check_array("count_tokens", "ids", ids_B, rows_B.shape, ("int32",))
-    if on_host(logits_BV, rows_B, ids_B, *penalties.arrays()):
-        p = penalties
-        for b, r, n in _live(p, rows_B):
+    _check("count_tokens", logits_BV, slots_B)
+    check_array("count_tokens", "ids", ids_B, slots_B.shape, ("int32",))
+    p = penalties
+    if on_host(logits_BV, slots_B, ids_B, *p.arrays):
+        for b, r, n in _lists(p, slots_B):
             logits_BV[b, p.tokens_RL[r, :n]] = p.raw_RL[r, :n].astype(logits_BV.dtype)
-            off = (p.repetition_R[r], p.frequency_R[r], p.presence_R[r]) == (1, 0, 0)
-            if off or ids_B[b] < 0:
-                continue
             known = np.flatnonzero(p.tokens_RL[r, :n] == ids_B[b])
             if known.size:
-                p.counts_RL[r, known[0]] = max(p.counts_RL[r, known[0]], 0) + 1
-            elif n < p.tokens_RL.shape[1]:
+                p.counts_RL[r, known] = np.maximum(p.counts_RL[r, known], 0) + 1
+            elif ids_B[b] >= 0 and n < p.tokens_RL.shape[1]:
                 p.tokens_RL[r, n], p.counts_RL[r, n], p.biases_RL[r, n] = ids_B[b], 1, 0
                 p.sizes_R[r] += 1
         return
     (B, V), overlap = logits_BV.shape, can_overlap(logits_BV)
-    arguments = (logits_BV.reshape(-1), *penalties.arrays(), rows_B, ids_B, V)
+    arguments = (logits_BV.reshape(-1), *p.arrays, slots_B, ids_B, V)
     launch(make_count_kernel(overlap), B, THREADS, *arguments, overlap=overlap)
 
 
-def _check(op, logits_BV, rows_B):
+def _check(op, logits_BV, slots_B):
     check_array(op, "logits", logits_BV, (None, None), FLOATS)
-    check_array(op, "rows", rows_B, logits_BV.shape[:1], ("int32",))
+    check_array(op, "slots", slots_B, logits_BV.shape[:1], ("int32",))
 
 
-def _live(penalties, rows_B):
+def _lists(penalties, slots_B):
     """-> row, slot, length of its list, of the rows that have a slot"""
-    return [(b, r, penalties.sizes_R[r]) for b, r in enumerate(rows_B.tolist()) if r >= 0]
+    return [(b, r, penalties.sizes_R[r]) for b, r in enumerate(slots_B.tolist()) if r >= 0]
