@@ -11,7 +11,7 @@ import pytest
 from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, signatures
 
 from xtrain.kernels.attention import context_attention, decode_attention
-from xtrain.kernels.decoding import gemv, kv_cache, padding, sampling
+from xtrain.kernels.decoding import gemv, kv_cache, logprobs, padding, penalties, sampling
 from xtrain.simulator import sim
 
 __all__ = ["nvvm"]
@@ -42,7 +42,12 @@ def launch_engine(dtypes=(np.float32, BF16)):
         row = lambda kind: sim(np.ones(1, kind))
         floats, ints, longs = row(np.float32), row(np.int32), row(np.int64)
         parameters = ints, floats, ints, floats, longs, longs, ints
-        sampling.sample(full(1, 8), *parameters, parameters_ready=True)
+        sampling.sample(full(1, 8), *parameters)
+        sampling.sample(full(1, 8), *parameters, min_p_B=floats)
+        rules = penalties.Penalties.empty(ints, 1, 2)
+        penalties.apply_penalties(full(1, 8), rules, ints)
+        penalties.count_tokens(full(1, 8), rules, ints, ints)
+        logprobs.token_logprobs(full(1, 8), ints, 2)
     sampling.advance(i32(0), i32(0), i32(0))
     padding.token_positions(i32(0, 1, 2), 2, i32(0, 0), tables(2), 16)
 
@@ -73,6 +78,11 @@ def multiply(full, dtype):
 
 # NVVM 13.5 keeps an array of this kernel in local memory, NVVM 13.0 (CUDA 13.0) does not
 LOCAL = {"decode_attention_kernel"}
+# The last block merges what the others wrote.
+MERGES = {"decode_attention_kernel", "top_key_kernel", "sample_weigh_kernel", "score_kernel"}
+SHARED_ROWS = dict.fromkeys(
+    ["top_key_kernel", "sample_weigh_kernel", "sample_gather_kernel", "score_kernel", "top_gather_kernel"], (256, 4)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
@@ -80,7 +90,7 @@ def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards):
     for kernel, signature in signatures(monkeypatch, lambda: launch_engine([dtype])):
         name = kernel.py_func.__name__
         found = compiled(monkeypatch, kernel, signature, cards, [] if name in LOCAL else [(9, 0)])
-        if name == "decode_attention_kernel":  # the results of a weaker atomic would look the same
+        if name in MERGES:  # the results of a weaker atomic would look the same
             assert all("atom.acq_rel.gpu.global.add.s32" in ptx for ptx in found.values())
         bounds = kernel.targetoptions.get("launch_bounds") or threads_of(name)
         threads, blocks = bounds if isinstance(bounds, tuple) else (bounds, 1)
@@ -93,8 +103,8 @@ def threads_of(name):
         "decode_attention_kernel": 256,
         "context_attention_fp32_kernel": 128,
         "context_attention_bf16_kernel": 128,
-        "sample_segment_kernel": 512,
-        "sample_draw_kernel": 1024,
+        "sample_draw_kernel": 512,
+        "top_list_kernel": 512,
         "gemv_tensor_kernel": (256, 2),
-    }
+    } | SHARED_ROWS
     return known.get(name, 256)

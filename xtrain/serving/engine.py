@@ -32,14 +32,16 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ..device import Array, cupy, free_cached, mapped_array, to_device, to_numpy
+from ..device import Array, cupy, free_cached, is_gpu, mapped_array, to_device, to_numpy
 from ..errors import UserError
+from ..kernels.decoding.logprobs import MAX_TOP, token_logprobs
+from ..kernels.decoding.penalties import MAX_BIASES, Penalties, apply_penalties, count_tokens
 from ..kernels.decoding.sampling import advance, sample
 from ..kernels.runtime.invariance import batch_invariant as in_batch_invariant_mode
 from ..nn.autograd import inference
@@ -47,7 +49,7 @@ from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from .blocks import MIN_COPIED, ROOT, BlockPool, Prefix, block_key, block_keys
 from .paged_cache import PagedCache
-from .requests import Completion, DecodeBatch, Request, Step, make_requests
+from .requests import Completion, DecodeBatch, Request, Step, TokenLogprobs, make_requests
 
 # Prompt tokens in one forward pass, at most. More would cost more memory than they save time: on the CPU the reference
 # of attention computes all scores at once, heads x tokens x keys.
@@ -73,6 +75,10 @@ class InFlightStep:
 
     requests: list[Request]
     wait_for_ids: Callable[[], list[int]]
+    logprobs: list[
+        np.ndarray
+    ]  # what token_logprobs returns, after wait_for_ids; empty if no request asks for it
+    rows: list[int]  # of the requests, in these arrays
 
 
 class Engine:
@@ -165,6 +171,9 @@ class Engine:
         self.keys_in_prefill: collections.Counter[bytes] = collections.Counter()
         self.weights_version = model.arena.version.count
         self.batch = DecodeBatch(max_batch, table_blocks, model.device)
+        self.penalties: Penalties | None = (
+            None  # of each slot; allocated when the first request has some
+        )
         self.batch_requests: list[Request] = []  # those that the batch on the device contains
         # The tokens of the last two steps of each slot, in host memory that the GPU writes: one is read while the other is
         # computed. The second name is the same memory as kernels see it.
@@ -221,6 +230,13 @@ class Engine:
         top_p: float | Sequence[float] = 1.0,
         seed: int | Sequence[int] = 0,
         stop: Iterable[int] = (),
+        *,
+        min_p: float | Sequence[float] = 0.0,
+        repetition_penalty: float | Sequence[float] = 1.0,
+        presence_penalty: float | Sequence[float] = 0.0,
+        frequency_penalty: float | Sequence[float] = 0.0,
+        logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
+        logprobs: int | Sequence[int | None] | None = None,
     ) -> "Stream":
         """-> an iterator over (prompt number, token) with `completions` and `cancel(number)`; it computes when iterated.
 
@@ -232,12 +248,21 @@ class Engine:
         seed: with one seed, prompt i uses random stream i of that seed; with a list of seeds, each prompt uses stream 0 of
         its own seed, as if it were alone.
         stop: ids of tokens that end a sequence.
+        min_p: draw among tokens with at least this share of the most likely one's probability (before top_k and top_p).
+        repetition_penalty: logits of tokens of the prompt and the answer are divided by it if positive, else multiplied.
+        presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens, once, and once per occurrence.
+        logit_bias: token id to a number from -100 to 100 that is added to its logit, at most 300 tokens. Bias and penalties
+        also change what temperature 0 picks.
+        logprobs: report this many of the most likely tokens, 0 to 20, and their log-probabilities, and that of the chosen token,
+        in Completion.logprobs; None: no log-probabilities.
         Prompts beyond max_batch, and those for which there are no blocks, wait. Raises UserError, before anything is computed,
         for an empty prompt, for one that leaves no room for an answer, or for an option out of range.
         """
         requests = make_requests(
             prompts, self.config, self.max_seq_len, stop, seed, max_new_tokens=max_new_tokens,
-            temperature=temperature, top_k=top_k, top_p=top_p,
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty, logit_bias=logit_bias, logprobs=logprobs,
         )  # fmt: skip
         return Stream(self, requests)
 
@@ -489,20 +514,39 @@ class Engine:
         batch, slots = self.batch, [r.slot for r in requests]
         for request in requests:
             batch.write(request.slot, request)
+            self._write_penalties(request)
         ids = to_device(np.zeros(len(slots), np.int32), self.model.device)
-        self._sample(logits, ids, batch.rows(slots))
+        logprobs = self._sample(logits, ids, batch.rows(slots), *_extras(requests))
         batch.ids[slots] = ids
         if self.device_to_host_ids_gpu is not None:
             rows = [_step_of(r) % 2 for r in requests]
             self.device_to_host_ids_gpu[rows, slots] = ids
-        self._put_in_flight(requests)
+        self._put_in_flight(requests, logprobs, list(range(len(requests))))
 
-    def _sample(self, logits: Array, ids_B: Array, batch: dict[str, Array]) -> None:
-        # parameters_ready: no kernel of a step writes temperature or top_k.
+    def _write_penalties(self, request: Request) -> None:
+        """Write the request's tokens so far, of which none may be in flight, to its slot of the penalties, if it has any."""
+        if request.penalties.active:
+            if self.penalties is None:
+                room = self.max_seq_len + MAX_BIASES
+                self.penalties = Penalties.empty(self.batch.ids, self.max_batch, room)
+            self.penalties.set_slot(
+                request.slot, request.penalties, request.prompt, request.completion
+            )
+
+    def _sample(
+        self, logits: Array, ids_B: Array, batch: dict[str, Array], penalized: bool, scored: bool
+    ) -> tuple[Array, ...]:
+        """Draw ids_B. -> what token_logprobs returns if `scored`, else nothing. Others: see _extras"""
+        vocab, slots_B = self.config.vocab_size, batch["penalty_slot"]
+        if penalized and self.penalties is not None:
+            apply_penalties(logits, self.penalties, slots_B)
         sample(
             logits, ids_B, batch["temperature"], batch["top_k"], batch["top_p"], batch["seed"],
-            batch["random_stream"], batch["step"], vocab=self.config.vocab_size, parameters_ready=True,
+            batch["random_stream"], batch["step"], vocab, min_p_B=batch["min_p"],
         )  # fmt: skip
+        if penalized and self.penalties is not None:
+            count_tokens(logits, self.penalties, slots_B, ids_B)
+        return token_logprobs(logits, ids_B, MAX_TOP, vocab) if scored else ()
 
     def _leave_prefill(self, request: Request) -> None:
         self.prefilling_requests.remove(request)
@@ -532,15 +576,16 @@ class Engine:
             request.published += 1
 
     # ------------------------------------------------------------------------- decoding
-    def _decode(self, b: int) -> tuple[Array]:
-        """The step that a CUDA graph records: one token for each of the first b entries of the batch."""
+    def _decode(self, b: int, penalized: bool, scored: bool) -> tuple[Array, ...]:
+        """The step that a CUDA graph records: one token for each of the first b entries of the batch. -> their log-probabilities,
+        if `scored`"""
         batch, columns, ids_B = self.batch, self.batch.first(b), self.batch.ids[:b]
         lengths_B = columns["lengths"]
         sequences = self.cache.decode(lengths_B, batch.device_tables[:b], batch.edges[: b + 1])
         logits = self.model.logits(self.model.hidden(ids_B, sequences))
-        self._sample(logits.data, ids_B, columns)
+        logprobs = self._sample(logits.data, ids_B, columns, penalized, scored)
         advance(lengths_B, columns["step"], lengths_B, ids_B, self.device_to_host_ids_gpu)
-        return (ids_B,)
+        return logprobs
 
     def _ready_to_decode(self, step: Step) -> list[Request]:
         """The active requests that get another token, each with a block for it; others are preempted if there are none left."""
@@ -584,12 +629,11 @@ class Engine:
         elif batch.tables_changed:
             batch.upload_tables()
         size = max(r.slot for r in requests) + 1
-        if self.graphed:
-            self.graphed(variant=(graph_size(size, self.max_batch),))
-        else:  # on a GPU with the idle entries of the graph, for the same bits
-            on_gpu = self.model.device == "gpu"
-            self._decode(graph_size(size, self.max_batch) if on_gpu else size)
-        self._put_in_flight(requests)
+        if self.graphed or self.model.device == "gpu":  # the same bits with a graph and without
+            size = graph_size(size, self.max_batch)
+        variant = (size, *_extras(requests))
+        logprobs = self.graphed(variant=variant) if self.graphed else self._decode(*variant)
+        self._put_in_flight(requests, logprobs, [r.slot for r in requests])
         for request in requests:
             request.cached_tokens += 1
             step.decoded.append(request.request_id)
@@ -608,12 +652,18 @@ class Engine:
         old = [r.slot for r in requests]
         self.batch.ids[: len(old)] = self.batch.ids[old]
         for slot, request in enumerate(requests):
-            request.slot = slot
+            if slot != request.slot:
+                request.slot = slot
+                self._write_penalties(request)  # no token is in flight
         self.free_slots = list(range(len(requests), self.max_batch))
         self.batch_requests = []
 
-    def _put_in_flight(self, requests: list[Request]) -> None:
-        self.steps_in_flight.append(InFlightStep(list(requests), self._read_ids_later(requests)))
+    def _put_in_flight(
+        self, requests: list[Request], logprobs: tuple[Array, ...], rows: list[int]
+    ) -> None:
+        copies = list(map(_to_host_later, logprobs))  # before the event that wait_for_ids waits for
+        wait_for_ids = self._read_ids_later(requests)
+        self.steps_in_flight.append(InFlightStep(list(requests), wait_for_ids, copies, rows))
         for request in requests:
             request.in_flight += 1
 
@@ -640,20 +690,27 @@ class Engine:
             oldest = self.steps_in_flight[0]
             tokens = oldest.wait_for_ids()
             self.steps_in_flight.popleft()
-            for request, token in zip(oldest.requests, tokens):
+            for request, token, row in zip(oldest.requests, tokens, oldest.rows):
                 request.in_flight -= 1
                 if request.completion.reason is None:
                     self.decoded_tokens += bool(request.completion)
-                    new_tokens += self._append_token(request, token)
+                    logprobs = _logprobs_of(request, oldest.logprobs, row)
+                    new_tokens += self._append_token(request, token, logprobs)
         return new_tokens
 
     # ------------------------------------------------------------------------- the end of a sequence
-    def _append_token(self, request: Request, token: int) -> list[tuple[Request, int]]:
+    def _append_token(
+        self, request: Request, token: int, logprobs: TokenLogprobs | None
+    ) -> list[tuple[Request, int]]:
         """Append a token, and end the sequence if it was the last. -> the (request, token) pair, or none"""
         if token < 0:
             self._end(request, "nan")
             return []
-        request.completion.append(token)
+        completion = request.completion
+        if completion.logprobs is not None and logprobs is not None:
+            # First, for readers in other threads. Ctrl-C may have come between these two statements before.
+            completion.logprobs[len(completion) :] = [logprobs]
+        completion.append(token)
         self._end_if_finished(request)
         return [(request, token)]
 
@@ -688,6 +745,30 @@ class Engine:
         self.pool.release(request.blocks)
         self.free_slots.append(request.slot)
         request.blocks, request.slot = [], -1
+
+
+def _extras(requests: list[Request]) -> tuple[bool, bool]:
+    """-> does a request have penalties or a bias? does one ask for log-probabilities?"""
+    penalized = any(request.penalties.active for request in requests)
+    return penalized, any(request.logprobs is not None for request in requests)
+
+
+def _to_host_later(x: Array) -> np.ndarray:
+    """-> an array in host memory that has the values of x when the kernels launched so far, and the copy, have ended"""
+    if not is_gpu(x):
+        return to_numpy(x)
+    host, host_gpu = mapped_array(x.shape, x.dtype)
+    host_gpu[...] = x
+    return host
+
+
+def _logprobs_of(request: Request, arrays: list[np.ndarray], row: int) -> TokenLogprobs | None:
+    """-> what a Completion says about its next token. arrays: of token_logprobs"""
+    if request.logprobs is None:
+        return None
+    chosen_B, top_BT, values_BT = arrays
+    tokens, values = (x[row, : request.logprobs].tolist() for x in (top_BT, values_BT))
+    return float(chosen_B[row]), [(t, x) for t, x in zip(tokens, values) if t >= 0]
 
 
 def _step_of(request: Request) -> int:

@@ -1,7 +1,7 @@
 """Requests: the checks of the caller's arguments, and the state of each sequence on the host and on the device."""
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,6 +10,8 @@ import numpy as np
 from ..config import ModelConfig
 from ..device import Array, cupy, mapped_array, to_device
 from ..errors import UserError
+from ..kernels.decoding.logprobs import MAX_TOP
+from ..kernels.decoding.penalties import PenaltyRules
 from ..kernels.decoding.sampling import check_sampling
 
 REASONS = {  # why a sequence ended
@@ -21,19 +23,27 @@ REASONS = {  # why a sequence ended
 }
 
 
+TokenLogprobs = tuple[
+    float, list[tuple[int, float]]
+]  # of the token; (token, its own) of the most likely
+
+
 class Completion(list[int]):
     """The new tokens of one sequence, including the stop token that ended it.
 
     reason      why the sequence ended, a key of REASONS; None while it is being generated
     prefilled   prompt tokens that were computed
     reused      prompt tokens whose keys and values were in the cache already
+    logprobs    if requested, for each token: its log-probability, and the most likely tokens with theirs, in order; else None.
+                They are log_softmax of the model's logits, before temperature, bias and penalties
     """
 
     reason: str | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs: bool = False) -> None:
         super().__init__()
         self.prefilled, self.reused = 0, 0
+        self.logprobs: list[TokenLogprobs] | None = [] if logprobs else None
 
     def end(self, reason: str) -> str:
         """Set the reason unless there is one: the first stays, also between threads. -> the reason"""
@@ -52,6 +62,11 @@ class Request:
     seed: int
     random_stream: int  # which of the random streams of this seed
     stop: frozenset[int]  # token ids
+    min_p: float = 0.0  # 0: all tokens
+    penalties: PenaltyRules = field(default_factory=PenaltyRules)
+    logprobs: int | None = (
+        None  # how many of the most likely tokens to report, and the token's own; None: nothing
+    )
     completion: Completion = field(default_factory=Completion)
     request_id: int = -1  # in the trace; requests are numbered in the order of submission
     slot: int = -1  # entry of the decode batch
@@ -95,7 +110,7 @@ def make_requests(
     """Check prompts and options, and return one Request per prompt.
 
     config: of the model.  max_seq_len: tokens of a sequence, prompt and answer.  stop, seed, options: as in Engine.stream;
-    options are max_new_tokens, temperature, top_k and top_p.
+    options are max_new_tokens and those of DEFAULTS.
     Raises UserError for a prompt or an option that is invalid.
     """
     try:
@@ -105,7 +120,8 @@ def make_requests(
             f"prompts must be a list of lists of token ids, got {type(prompts).__name__}"
         ) from None
     n, seed_per_prompt = len(prompts), isinstance(seed, (list, tuple, np.ndarray))
-    columns = [_one_per_prompt(name, x, n) for name, x in (options | {"seed": seed}).items()]
+    options = DEFAULTS | options | {"seed": seed}
+    columns = [_one_per_prompt(name, x, n) for name, x in options.items()]
     try:
         if isinstance(stop, (str, bytes)):
             raise TypeError
@@ -114,21 +130,77 @@ def make_requests(
         raise UserError(f"stop must hold token ids, got {stop!r}") from None
     requests = []
     for i, (prompt, *row) in enumerate(zip(prompts, *columns)):
-        values = dict(zip([*options, "seed"], row))
+        values = dict(zip(options, row))
         tokens = _checked_tokens(i, prompt, config, max_seq_len)
-        _check_numbers(**values)
+        for name, value in values.items():
+            valid, wanted = EXPECTED[name]
+            if not valid(value):
+                raise UserError(f"{name} must be {wanted}, got {value!r}")
         k = values["top_k"]
         values["top_k"] = 0 if k is None or k >= config.vocab_size else int(k)
+        penalties = _penalties(values, config.vocab_size)
         try:
             float32: Any = np.float32  # as the kernels read them
             with np.errstate(over="ignore"):
-                temperature, top_p = float32(values["temperature"]), float32(values["top_p"])
-            check_sampling(temperature, values["top_k"], top_p)
+                rules = [float32(values[name]) for name in ("temperature", "top_p", "min_p")]
+            check_sampling(rules[0], values["top_k"], *rules[1:])
+            penalties.check()
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"sampling: {error}") from None
+        completion = Completion(values["logprobs"] is not None)
         random_stream = 0 if seed_per_prompt else i
-        requests.append(Request(tokens, **values, random_stream=random_stream, stop=stop))
+        requests.append(
+            Request(
+                tokens, **values, random_stream=random_stream, stop=stop, penalties=penalties,
+                completion=completion,
+            )
+        )  # fmt: skip
     return requests
+
+
+DEFAULTS: dict[str, Any] = dict(
+    temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+    frequency_penalty=0.0, logit_bias=None, logprobs=None,
+)  # fmt: skip
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _is_number(x: Any) -> bool:
+    return _is_whole(x) or isinstance(x, (float, np.floating))
+
+
+def _is_bias(x: Any) -> bool:
+    return isinstance(x, Mapping) and all(map(_is_whole, x)) and all(map(_is_number, x.values()))
+
+
+# What each option may be, before its range is checked.
+EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (lambda x: _is_whole(x) and x > 0, "a positive whole number"),
+    "top_k": (lambda x: x is None or (_is_whole(x) and x >= 0), "a whole number, or None"),
+    "seed": (lambda x: _is_whole(x) and 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1"),
+    "logit_bias": (lambda x: x is None or _is_bias(x), "a dict from token ids to numbers, or None"),
+    "logprobs": (
+        lambda x: x is None or (_is_whole(x) and 0 <= x <= MAX_TOP),
+        f"a whole number from 0 to {MAX_TOP}, or None",
+    ),
+} | {name: (_is_number, "a number") for name, x in DEFAULTS.items() if isinstance(x, float)}
+
+
+def _penalties(values: dict[str, Any], vocab_size: int) -> PenaltyRules:
+    """Take the options of the penalties out of `values`."""
+    repetition, frequency, presence = (
+        values.pop(f"{name}_penalty") for name in ("repetition", "frequency", "presence")
+    )
+    bias = values.pop("logit_bias") or {}
+    outside = [token for token in bias if not 0 <= token < vocab_size]
+    if outside:
+        raise UserError(
+            f"logit_bias holds the token {outside[0]}: ids must be from 0 to {vocab_size - 1}"
+        )
+    return PenaltyRules(repetition, frequency, presence, {int(t): x for t, x in bias.items()})
 
 
 def _one_per_prompt(name: str, value: Any, n: int) -> list:
@@ -166,23 +238,9 @@ def _checked_tokens(i: int, prompt: Any, config: ModelConfig, max_seq_len: int) 
     return tokens
 
 
-def _check_numbers(max_new_tokens, temperature, top_k, top_p, seed):
-    whole = lambda x: isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-    number = lambda x: whole(x) or isinstance(x, (float, np.floating))
-    for name, value, ok, wanted in (
-        ("max_new_tokens", max_new_tokens, whole(max_new_tokens) and max_new_tokens > 0, "a positive whole number"),
-        ("temperature", temperature, number(temperature), "a number"),
-        ("top_k", top_k, top_k is None or (whole(top_k) and top_k >= 0), "a whole number, or None"),
-        ("top_p", top_p, number(top_p), "a number"),
-        ("seed", seed, whole(seed) and 0 <= seed < 2**63, "a whole number from 0 to 2^63 - 1"),
-    ):  # fmt: skip
-        if not ok:
-            raise UserError(f"{name} must be {wanted}, got {value!r}")
-
-
 # ----------------------------------------------------------------------------- on the device
 class DecodeBatch:
-    """The state that sampling and the decoding step read and write: eight numbers for each of up to B sequences, and their
+    """The state that sampling and the decoding step read and write: some numbers for each of up to B sequences, and their
     block tables.
 
     Entry b of every column belongs to the sequence in slot b; entries of length -1 are idle. The columns are views of one block
@@ -192,10 +250,11 @@ class DecodeBatch:
     host, device: the columns by name, each (B,).  tables: (B, M) on the host and on the device.
     """
 
-    # lengths: tokens in the cache.  step: tokens drawn so far.
+    # lengths: tokens in the cache.  step: tokens drawn so far.  penalty_slot: its list of penalties, -1: none.
     COLUMNS: ClassVar[dict[str, type]] = {
         "seed": np.int64, "random_stream": np.int64, "lengths": np.int32, "step": np.int32,
-        "temperature": np.float32, "top_k": np.int32, "top_p": np.float32,
+        "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32,
+        "penalty_slot": np.int32,
     }  # fmt: skip
 
     def __init__(self, B: int, M: int, device: str):
@@ -220,7 +279,7 @@ class DecodeBatch:
 
     def clear(self) -> None:
         """Mark all entries as idle, on the host."""
-        self.host["lengths"][:] = -1
+        self.host["lengths"][:] = self.host["penalty_slot"][:] = -1
         self.host_tables[:] = -1
 
     def write(self, b: int, r: Request) -> None:
@@ -228,7 +287,9 @@ class DecodeBatch:
         host = self.host
         host["seed"][b], host["random_stream"][b] = r.seed, r.random_stream
         host["lengths"][b], host["step"][b] = r.cached_tokens, len(r.completion) + r.in_flight
-        host["temperature"][b], host["top_k"][b], host["top_p"][b] = r.temperature, r.top_k, r.top_p
+        host["temperature"][b], host["top_k"][b] = r.temperature, r.top_k
+        host["top_p"][b], host["min_p"][b] = r.top_p, r.min_p
+        host["penalty_slot"][b] = b if r.penalties.active else -1
         self.host_tables[b, : len(r.blocks)] = r.blocks
 
     def upload(self) -> None:

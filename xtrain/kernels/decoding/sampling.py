@@ -118,14 +118,12 @@ def sample(
     sequence_B: Array,
     step_B: Array,
     vocab: int | None = None,
-    parameters_ready: bool = False,
     min_p_B: Array | None = None,
 ) -> None:
     """Write the next token of every row to ids_B (int32); -1 for a row that has a NaN among its logits.
 
     logits (B, V): float32 or bf16. vocab: number of tokens, by default V; further columns are padding. temperature, top_p,
     min_p: float32; top_k, step: int32; seed, sequence: int64; all (B,), with any mix of values that check_sampling allows.
-    parameters_ready: has no effect any more; the first kernel reads no parameters.
     Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     check_array("sample", "logits", logits_BV, (None, None), FLOATS)
