@@ -229,6 +229,22 @@ REFUSED = [
     (dict(temperature=1e39), "temperature inf: expected 0 (greedy), or a finite number"),
     (dict(temperature=10**400), "sampling: int too large"),
     (dict(temperature=1.0, top_p=1e-50), "top_p 0.0: expected more than 0"),
+    (dict(min_p=1.5), "min_p 1.5: expected 0 (off) to 1"),
+    (dict(min_p="0"), "min_p must be a number, got '0'"),
+    (dict(repetition_penalty=0), "repetition_penalty 0: expected more than 0"),
+    (dict(repetition_penalty=float("nan")), "repetition_penalty nan"),
+    (dict(repetition_penalty=10**400), "repetition_penalty 1000"),
+    (dict(presence_penalty=float("inf")), "presence_penalty inf: expected -100 to 100"),
+    (dict(presence_penalty=None), "presence_penalty must be a number, got None"),
+    (dict(frequency_penalty=[1, 2]), "frequency_penalty has 2 values for 1 prompts"),
+    (dict(logit_bias={61: 1}), "logit_bias holds the token 61: ids must be from 0 to 60"),
+    (dict(logit_bias={1: 101}), "logit_bias 101: expected -100 to 100"),
+    (dict(logit_bias={1: float("nan")}), "logit_bias nan"),
+    (dict(logit_bias={"1": 1}), "logit_bias must be a dict from token ids to numbers"),
+    (dict(logit_bias=5), "logit_bias must be a dict"),
+    (dict(logprobs=21), "logprobs must be a whole number from 0 to 20, or None, got 21"),
+    (dict(logprobs=True), "logprobs must be"),
+    (dict(logprobs=1.0), "logprobs must be"),
 ]  # fmt: skip
 
 
@@ -295,7 +311,8 @@ def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
 def interrupt_at(model, at, visit):
     """Ctrl-C before line `at` of engine.py runs for the `visit`-th time. -> the lines that ran; the state afterwards"""
     served, lines = Engine(model, 2), []
-    second, first = served.stream([[4, 5, 6]], 4), served.stream([[1, 2], [3]], 2)
+    second = served.stream([[4, 5, 6]], 4, presence_penalty=1.0, logprobs=1)
+    first = served.stream([[1, 2], [3]], 2)
     next(second)
 
     def watch(frame, event, _):
@@ -318,13 +335,15 @@ def interrupt_at(model, at, visit):
         sys.settrace(before)
     list(second)
     assert all(completion.reason for completion in first.completions)
+    assert len(second.completions[0].logprobs) == len(second.completions[0])
     return lines, (second.completions[0], *state(served))
 
 
 def test_ctrl_c_between_any_two_statements(way):
     """It ends the stream that is being iterated. Another stream of the same engine loses no token, and no slot is lost."""
     model = random_model(small(head_dim=16, n_layers=1), device="cpu")
-    expected = (Engine(model, 2).generate([[4, 5, 6]], 4)[0], [], 0, [0, 1])
+    alone = Engine(model, 2).generate([[4, 5, 6]], 4, presence_penalty=1.0)
+    expected = (alone[0], [], 0, [0, 1])
     lines, result = interrupt_at(model, 0, 0)
     assert result == expected and len(set(lines)) > 100
     for line in sorted(set(lines)):

@@ -1,0 +1,220 @@
+"""The engine's penalties, bias, min-p and log-probabilities: transformers' processors and log_softmax of whole sequences."""
+
+import numpy as np
+import pytest
+import torch
+from checks import to_host
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine_batching import way
+from test_engine_simulator import PROMPTS as SIMULATED
+from test_engine_simulator import pair
+from transformers.generation import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+from twins import random_model, small
+
+from xtrain import Engine
+from xtrain.kernels.decoding.sampling import sample_ref
+from xtrain.serving import engine as engine_module
+
+__all__ = ["way"]  # every test also as on a GPU
+CONFIG = small(n_layers=1, max_seq_len=48)
+VOCAB = CONFIG.vocab_size
+OFF = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None)
+STRONG = dict(
+    repetition_penalty=1.8,
+    presence_penalty=0.7,
+    frequency_penalty=0.4,
+    logit_bias={5: 2.0, 60: -100.0},
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(CONFIG)
+
+
+def logits_of(model, tokens):
+    """-> logits after the last token (V,), by the forward that trains the model, without a cache"""
+    return to_host(model(np.array([tokens])).data)[0, -1, :VOCAB]
+
+
+def processed(logits_V, prompt, answer, o):
+    """transformers' processors, then OpenAI's formula."""
+    ids, scores = torch.tensor([[*prompt, *answer]]), torch.tensor(logits_V)[None]
+    if o["logit_bias"]:
+        scores = SequenceBiasLogitsProcessor({(t,): x for t, x in o["logit_bias"].items()})(
+            ids, scores
+        )
+    scores = RepetitionPenaltyLogitsProcessor(o["repetition_penalty"])(ids, scores)[0].numpy()
+    counts = np.bincount(np.array(answer, int), minlength=VOCAB)
+    scores = scores - o["frequency_penalty"] * counts - o["presence_penalty"] * (counts > 0)
+    return scores.astype(np.float32)
+
+
+def expected(model, prompt, new, temperature=0.0, seed=0, random_stream=0, min_p=0.0, **options):
+    """-> the tokens, by whole forward passes, transformers' processors and the reference of sampling"""
+    answer = []
+    for step in range(new):
+        logits_V = processed(logits_of(model, [*prompt, *answer]), prompt, answer, OFF | options)
+        answer.append(sample_ref(logits_V, temperature, 0, 1.0, seed, random_stream, step, min_p))
+    return answer
+
+
+PROMPTS = [[1, 2, 3, 2], [7], [60, 5, 5, 9, 11], [4, 4], [30, 31]]
+EACH = [
+    STRONG,
+    OFF,
+    dict(OFF, repetition_penalty=0.4),
+    dict(OFF, frequency_penalty=1.5),
+    dict(OFF, logit_bias={9: 4.0}),
+]
+
+
+def columns(rows):
+    """A list of dicts -> a dict of lists"""
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize(
+    "memory",
+    [dict(), dict(cache_blocks=4), dict(prefill_tokens=2)],
+    ids=["", "preempted", "chunks"],
+)
+def test_penalties_through_preemption_and_compaction(model, memory, temperature):
+    """Sequences of unequal length with and without penalties: slots are freed, moved and given to others."""
+    blocks = memory.pop("cache_blocks", None)
+    if blocks:  # of 16 tokens
+        one = Engine(model, 1, 16, block_tokens=16)
+        memory = dict(cache_bytes=blocks * one.cache_bytes)
+    lengths = [14, 3, 20, 9, 17]
+    served = Engine(model, 3, 32, block_tokens=16, **memory)
+    answers = served.generate(PROMPTS, lengths, temperature, seed=3, **columns(EACH))
+    for i, (prompt, n, options) in enumerate(zip(PROMPTS, lengths, EACH)):
+        want = expected(model, prompt, n, temperature, 3, i, **options)
+        assert answers[i] == want, (i, options)
+        if options != OFF:
+            assert want != expected(model, prompt, n, temperature, 3, i), (
+                "the option changes nothing"
+            )
+    preempted = [request for step in served.trace for request in step.preempted]
+    assert bool(preempted) == bool(blocks)
+
+
+def test_a_slot_moves_while_its_sequence_has_penalties(model):
+    """The first slots are freed early; the last sequence moves, with its counts."""
+    served = Engine(model, 8)
+    n, options = 24, dict(OFF, frequency_penalty=0.8, presence_penalty=0.3)
+    prompts, lengths = [[i + 1] for i in range(8)], [2] * 7 + [n]
+    slots = []
+    stream = served.stream(prompts, lengths, **options)
+    for _ in stream:
+        slots += [r.slot for r in served.active_requests if r is stream.requests[7]]
+    assert slots[0] == 7 and slots[-1] == 0
+    assert stream.completions[7] == expected(model, [8], n, **options)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_any_requests_equal_their_solitary_run(model, data):
+    """In batch-invariant mode: whatever else is served."""
+    n = data.draw(st.integers(1, 6))
+    number = st.sampled_from([0.0, 0.5, -0.5, 1.5])
+    rows = [
+        dict(
+            repetition_penalty=data.draw(st.sampled_from([1.0, 1.0, 0.7, 1.6])),
+            presence_penalty=data.draw(number), frequency_penalty=data.draw(number),
+            logit_bias=data.draw(st.none() | st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5), max_size=4)),
+            min_p=data.draw(st.sampled_from([0.0, 0.1, 1.0])), temperature=data.draw(st.sampled_from([0.0, 1.0])),
+            logprobs=data.draw(st.sampled_from([None, 0, 3])), max_new_tokens=data.draw(st.integers(1, 12)),
+            seed=data.draw(st.integers(0, 9)),
+        )
+        for _ in range(n)
+    ]  # fmt: skip
+    prompts = data.draw(
+        st.lists(
+            st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9), min_size=n, max_size=n
+        )
+    )
+    together = Engine(model, 3, 24, batch_invariant=True, prefill_tokens=5)
+    for prompt, row, answer in zip(prompts, rows, together.generate(prompts, **columns(rows))):
+        (alone,) = Engine(model, 1, 24, batch_invariant=True, prefill_tokens=5).generate(
+            [prompt], **columns([row])
+        )
+        assert answer == alone and answer.logprobs == alone.logprobs
+
+
+# ----------------------------------------------------------------------------- min-p
+def test_min_p(model):
+    prompt, temperature = [3, 1], 1.5
+    for min_p in (0.05, 0.4, 1.0):
+        served = Engine(model, 4).generate([prompt] * 30, 3, temperature, seed=1, min_p=min_p)
+        logits = torch.tensor(logits_of(model, prompt))[None] / temperature
+        kept = torch.isfinite(MinPLogitsWarper(min_p)(None, logits)[0]).nonzero().ravel().tolist()
+        assert {answer[0] for answer in served} <= set(kept)
+        for i in range(4):
+            assert served[i] == expected(model, prompt, 3, temperature, 1, i, min_p)
+
+
+# ----------------------------------------------------------------------------- log-probabilities
+@pytest.mark.parametrize("options", [dict(), dict(temperature=1.3), dict(STRONG, temperature=0.8)])
+def test_logprobs_are_log_softmax_of_the_model(model, options):
+    """Before temperature, penalties and bias, for requests that ask; with preemption."""
+    blocks = 3 * Engine(model, 1, 16, block_tokens=16).cache_bytes
+    served = Engine(model, 3, 32, block_tokens=16, cache_bytes=blocks)
+    wanted = [5, None, 0, 20, 1]
+    answers = served.generate(PROMPTS, 16, seed=2, logprobs=wanted, **options)
+    assert any(step.preempted for step in served.trace)
+    for prompt, n, answer in zip(PROMPTS, wanted, answers):
+        if n is None:
+            assert answer.logprobs is None
+            continue
+        assert len(answer.logprobs) == len(answer)
+        for i, (token, (logprob, top)) in enumerate(zip(answer, answer.logprobs)):
+            logits = torch.tensor(logits_of(model, [*prompt, *answer[:i]]), dtype=torch.float64)
+            want = torch.log_softmax(logits, 0)
+            assert logprob == pytest.approx(want[token].item(), abs=2e-5)
+            values, ids = want.topk(n)
+            assert [t for t, _ in top] == ids.tolist()
+            assert [x for _, x in top] == pytest.approx(values.tolist(), abs=2e-5)
+
+
+def test_a_vocabulary_smaller_than_the_alternatives():
+    tiny = random_model(small(n_layers=1, vocab_size=5))
+    (answer,) = Engine(tiny, 1).generate([[1]], 2, logprobs=20)
+    for _, top in answer.logprobs:
+        assert sorted(t for t, _ in top) == [0, 1, 2, 3, 4]
+        assert sum(np.exp(x) for _, x in top) == pytest.approx(1, abs=1e-5)
+
+
+def test_what_is_not_asked_for_is_not_computed(model, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("not asked for")
+
+    for name in ("token_logprobs", "apply_penalties", "count_tokens"):
+        monkeypatch.setattr(engine_module, name, refuse)
+    served = Engine(model, 2)
+    served.generate([[1], [2]], 4, temperature=1.0, min_p=0.1)
+    assert served.penalties is None
+    for option in (dict(logprobs=0), dict(presence_penalty=0.1)):
+        with pytest.raises(AssertionError, match="not asked for"):
+            served.generate([[1]], 2, **option)
+
+
+# ----------------------------------------------------------------------------- the kernels
+def test_in_the_simulator():
+    there, here = pair()
+    bias = {3: 1.0, 20: -100.0}
+    options = dict(
+        max_new_tokens=[4, 3], temperature=[0.0, 1.0], min_p=0.05, seed=3, repetition_penalty=1.5
+    )
+    options |= dict(presence_penalty=[0.5, 0.0], logit_bias=[None, bias], logprobs=[None, 2])
+    simulated, want = (Engine(m, 2, 16).generate(SIMULATED, **options) for m in (there, here))
+    assert simulated == want and simulated[0].logprobs is None
+    for (a, top_a), (b, top_b) in zip(simulated[1].logprobs, want[1].logprobs, strict=True):
+        assert [t for t, _ in top_a] == [t for t, _ in top_b]
+        assert [a, *(x for _, x in top_a)] == pytest.approx([b, *(x for _, x in top_b)], abs=1e-5)
