@@ -17,7 +17,8 @@ def serve(slots):
     config = small(n_layers=1, vocab_size=256, max_seq_len=512, **SHAPE)
     model = Transformer(config, None, "sim", "bf16", trainable=False)
     engine = Engine(model, slots, 300)
-    engine.generate([[1, 2, 3], *[[4]] * (slots - 1)], 2, temperature=1.0, top_k=5, top_p=0.9)
+    options = dict(top_k=5, top_p=0.9, min_p=0.1, presence_penalty=0.1, logprobs=2)
+    engine.generate([[1, 2, 3], *[[4]] * (slots - 1)], 2, temperature=1.0, **options)
 
 
 def test_the_kernels_of_the_engine_compile(monkeypatch, nvvm):
@@ -26,6 +27,7 @@ def test_the_kernels_of_the_engine_compile(monkeypatch, nvvm):
         found |= dict.fromkeys(signatures(monkeypatch, functools.partial(serve, slots)))
     names = {kernel.py_func.__name__ for kernel, _ in found}
     assert {"decode_attention_kernel", "gemv_tensor_kernel", "append_kv_kernel"} <= names
+    assert {"sample_draw_kernel", "count_tokens_kernel", "top_list_kernel"} <= names
     assert {"residual_rmsnorm_fwd_kernel", "swiglu_fwd_kernel"} <= names  # 12 sequences use GEMMs
     for kernel, signature in found:
         arrays = [t for t in signature if hasattr(t, "layout")]

@@ -51,6 +51,25 @@ def test_the_text_of_transformers(folder, capsys):
         assert "24 new tokens" in err and "KV cache" in err
 
 
+def test_penalties_are_those_of_transformers(folder, capsys):
+    plain = theirs(folder, "def f")
+    for value in (0.6, 1.6):
+        code, out, _ = run(
+            capsys, "--model", folder, "def f", *OPTIONS, "--repetition-penalty", value
+        )
+        want = theirs(folder, "def f", repetition_penalty=value)
+        assert code == 0 and out == want + "\n" and want != plain
+    for name in ("--presence-penalty", "--frequency-penalty"):
+        code, out, _ = run(capsys, "--model", folder, "def f", *OPTIONS, name, "1.5")
+        assert code == 0 and out != plain + "\n"
+    code, out, err = run(capsys, "--model", folder, "def f", *OPTIONS, "--min-p", "1.0")
+    assert code == 0 and out == plain + "\n" and "--min-p and --seed change nothing" in err
+    drawn = ["--temperature", "1.5", "--min-p", "1.0"]  # only the most likely token is left
+    assert run(capsys, "--model", folder, "def f", *OPTIONS, *drawn)[:2] == (0, plain + "\n")
+    code, _, err = run(capsys, "--model", folder, "def f", "--min-p", "2")
+    assert code == 2 and "min_p 2.0: expected 0 (off) to 1" in err
+
+
 def test_several_prompts_and_streaming_print_the_same(folder, capsys):
     prompts = ["def f", "return", "x"]
     code, out, _ = run(capsys, "--model", folder, *prompts, *OPTIONS)
@@ -220,8 +239,8 @@ def test_no_more_slots_than_prompts(folder, capsys):
 
 
 def test_sampling_options_without_a_temperature(folder, capsys):
-    words = "--top-k, --top-p and --seed change nothing"
-    for more in (["--top-p", "0.5"], ["--top-k", "3"], ["--seed", "1"]):
+    words = "--top-k, --top-p, --min-p and --seed change nothing"
+    for more in (["--top-p", "0.5"], ["--top-k", "3"], ["--min-p", "0.1"], ["--seed", "1"]):
         assert words in run(capsys, "--model", folder, "x", *OPTIONS, *more)[2]
         assert (
             words

@@ -11,7 +11,7 @@ from ..errors import UserError
 from .engine import Engine
 from .pretrained import Pretrained, load
 from .requests import Completion, make_requests
-from .text_generation import is_text, text_chunks
+from .text_generation import SamplingOptions, is_text, text_chunks
 from .text_stream import TextStream
 
 # Tokens, if --max-seq-len is not given and the model supports more: the whole cache is allocated at the start.
@@ -19,7 +19,7 @@ MAX_SEQ_LEN = 8192
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(SamplingOptions):
     """Chat with a model in the terminal."""
 
     model: str  # a Hugging Face folder, or the folder of an xtrain run
@@ -142,9 +142,10 @@ def chat(options: Options) -> None:
     notes = [] if template else ["no chat template: the model continues what you type"]
     notes += [] if template or not o.system else ["--system is ignored: it needs a chat template"]
     notes += [f"context {size} of {context} tokens (--max-seq-len)"] if size < context else []
-    sampling = dict(
-        max_new_tokens=o.max_new_tokens, temperature=o.temperature, top_k=o.top_k, top_p=o.top_p
-    )
+    sampling: dict[str, Any] = dict(
+        max_new_tokens=o.max_new_tokens, temperature=o.temperature, top_k=o.top_k, top_p=o.top_p,
+        **o.shared(),
+    )  # fmt: skip
     # Report invalid options before the user types.
     make_requests([[0]], pretrained.model.config, size, (), o.seed, **sampling)
     say("; ".join([f"{pretrained.folder}; {engine.describe()}", *notes]))

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 import tyro
@@ -19,8 +19,24 @@ MAX_BATCH = 32  # sequences at a time, if --max-batch is not given
 LESS_MEMORY = "use a smaller model, a smaller --max-batch, fewer tokens, or --precision bf16"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Options that `generate` and `chat` share."""
+
+    # draw among tokens with at least this share of the most likely one's probability; 0: all
+    min_p: float = 0.0
+    # above 1: tokens of the prompt and the answer become less likely (logits divided or multiplied)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens of the answer
+    frequency_penalty: float = 0.0  # the same, once for each time that a token occurs
+
+    def shared(self) -> dict[str, float]:
+        """These options, as Engine.stream takes them."""
+        return {x.name: getattr(self, x.name) for x in fields(SamplingOptions)}
+
+
 @dataclass(frozen=True)
-class Options:
+class Options(SamplingOptions):
     """Continue texts with a model."""
 
     prompts: Annotated[tuple[str, ...], tyro.conf.Positional]  # texts to continue
@@ -64,11 +80,11 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     engine = make_engine(p, tokens, o)
     start = time.perf_counter()
     stream = engine.stream(
-        tokens, o.max_new_tokens, o.temperature, o.top_k, o.top_p, o.seed, stop=p.stop
+        tokens, o.max_new_tokens, o.temperature, o.top_k, o.top_p, o.seed, p.stop, **o.shared()
     )
-    if o.temperature == 0 and (o.top_k, o.top_p, o.seed) != (None, 1.0, 0):
+    if o.temperature == 0 and (o.top_k, o.top_p, o.min_p, o.seed) != (None, 1.0, 0.0, 0):
         say(
-            "--top-k, --top-p and --seed change nothing at --temperature 0: give a higher temperature to draw at random"
+            "--top-k, --top-p, --min-p and --seed change nothing at --temperature 0: give a higher temperature to draw at random"
         )
     texts = [TextStream(p.tokenizer, o.stop) for _ in tokens]
     chunks: Iterable[TextChunk] = text_chunks(stream, texts)
