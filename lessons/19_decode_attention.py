@@ -379,7 +379,9 @@ lesson.source(library_parts.make_split_keys)
 # 32,768; now both take 193. This function finds the block that merges:
 
 # %%
-lesson.source(library_parts.arrive_last)
+from xtrain.kernels.primitives import last_block
+
+lesson.source(last_block.arrive_last)
 
 # %% [markdown]
 # Where is the fence? In the example above, a `threadfence` precedes the atomic. This library once

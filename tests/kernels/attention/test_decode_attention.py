@@ -1,5 +1,7 @@
 """decode_attention.py: the reference against PyTorch and against the attention of a whole prompt, the kernels against it."""
 
+import inspect
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from xtrain.kernels.attention.decode_attention import (
 )
 from xtrain.kernels.attention.flash_attention import flash_attention_ref
 from xtrain.kernels.decoding import kv_cache
+from xtrain.kernels.primitives import last_block
 from xtrain.kernels.primitives.ptx import kernel
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_ref, values_of
 from xtrain.kernels.rope import rope_tables
@@ -328,15 +331,16 @@ def test_large_scores(short_splits):
 
 # ----------------------------------------------------------------------------- planted bugs
 def planted(monkeypatch, old, new):
-    """Replace decode_attention_parts by a copy with one line changed, for the kernel factory."""
-    name = decode_attention_parts.__name__
-    scope = with_bug(
-        decode_attention_parts, old, new, dict(__name__=name, __package__=name.rpartition(".")[0])
-    )
+    """Replace decode_attention_parts, or last_block, by a copy with one line changed, for the kernel factory."""
+    module = last_block if old in inspect.getsource(last_block) else decode_attention_parts
+    name = module.__name__
+    scope = with_bug(module, old, new, dict(__name__=name, __package__=name.rpartition(".")[0]))
     scope["CHUNK"] = scope["FEW_CHUNK"] = 16
     for key in ("CHUNK", "FEW_CHUNK", "make_new_heads", "make_merge"):
-        monkeypatch.setattr(decode_attention_parts, key, scope[key])
-    monkeypatch.setattr(file, "arrive_last", scope["arrive_last"])
+        if key in scope:
+            monkeypatch.setattr(decode_attention_parts, key, scope[key])
+    if module is last_block:
+        monkeypatch.setattr(file, "arrive_last", scope["arrive_last"])
     make_decode_kernel.cache_clear()
 
 

@@ -40,8 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import cuda, float32, int32, int64, types, uint32
 
-from ...device import Array, cupy
-from ...simulator import SimArray
+from ...device import Array
 from ..decoding.gemv_tensor_cores import MULTIPROCESSORS
 from ..decoding.kv_cache import (
     check_block_size,
@@ -53,16 +52,16 @@ from ..decoding.kv_cache import (
     make_block_table,
 )
 from ..primitives.flat import on_16_bytes
+from ..primitives.last_block import arrive_last, zero_counters
 from ..primitives.ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
 from ..primitives.reduce import FULL
-from ..primitives.tensor_maps import upload
 from ..primitives.tiles import WIDTHS
 from ..qk_norm_rope import qk_norm_rope_ref, values_of
 from ..rope import check_tables
-from ..runtime.launch import can_overlap, check, check_array, empty, launch, on_host, zeros
+from ..runtime.launch import can_overlap, check, check_array, empty, launch, on_host
 from . import decode_attention_parts as parts
 from .decode_attention_loops import make_attend_plain, make_attend_tensor
-from .decode_attention_parts import LOG2E, MAX_SPLITS, arrive_last, quotient
+from .decode_attention_parts import LOG2E, MAX_SPLITS, quotient
 
 FEW_HEADS = 16  # with at most so many key heads in a launch, most multiprocessors are idle
 MANY_HEADS = 64  # with more, there are enough splits for all multiprocessors if they are longer
@@ -351,21 +350,6 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config):
 
 
 # ----------------------------------------------------------------------------- launcher
-# (device, stream of the launch or the capture, size) -> zeros; every launch restores the zeros. Never freed, because CUDA graphs
-# keep the address, and outside of any memory pool: in a graph's pool, an earlier graph of that pool could write to the memory.
-_counters: dict = {}
-
-
-def _zero_counters(like, n):
-    if isinstance(like, SimArray):
-        return zeros(like, n, np.int32)
-    n = max(1 << (n - 1).bit_length(), 1 << 12)
-    key = like.device.id, cupy().cuda.get_current_stream().ptr, n
-    if key not in _counters:
-        _counters[key] = upload(bytes(4 * n)).view(np.int32)
-    return _counters[key]
-
-
 def decode_attention(
     qkv_BP: Array,
     k_RGSD: Array,
@@ -422,7 +406,7 @@ def decode_attention(
             for size in (heads * D, heads, heads)
         )
         arrays = (
-            o_BC[rows].reshape(-1), *partials, _zero_counters(qkv_BP, count), *flat,
+            o_BC[rows].reshape(-1), *partials, zero_counters(qkv_BP, count, "decode_attention"), *flat,
             qkv_BP[rows].reshape(-1), lengths_B[rows], tables_BM[rows].reshape(-1), *norms, cos, sin,
         )  # fmt: skip
         scalars = n, G, M, R, splits, np.float32(eps), np.float32(scale)

@@ -9,11 +9,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
 from ..primitives.ptx import (
-    atomic_add_in_order,
     device,
     load1,
     load4,
@@ -302,16 +301,3 @@ def make_merge_splits(D, HEADS, WARPS, finish):
                 finish(o, to, count, 4 * quad, acc, l_s[4 * quad // D])
 
     return merge_splits
-
-
-@device
-def arrive_last(counters, i, used):
-    """A barrier for the block -> True in the last of `used` blocks that arrives; it sees what the others wrote."""
-    last = cuda.shared.array(1, int32)
-    cuda.syncthreads()  # the block's writes come before thread 0's addition
-    if cuda.threadIdx.x == 0:
-        last[0] = int32(atomic_add_in_order(counters, i, int32(1)) == used - 1)
-        if last[0]:
-            cuda.atomic.exch(counters, i, 0)  # for the next launch; this one does not read it again
-    cuda.syncthreads()
-    return last[0] != 0
