@@ -409,42 +409,43 @@ times = lesson.measure(runs, nbytes=4 * n)
 # The reference is your 20.3 with integer weights and Philox:
 
 # %%
-from xtrain.kernels.decoding import sampling
-from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
+from xtrain.kernels.decoding import sampling, sampling_search
 
 lesson.source(sampling.kept_ref)
 lesson.source(sampling.sample_ref)
 
 # %% [markdown]
-# The kernel of the first pass follows. Your pair of value and id is a single int64 here
-# (`sort_key_of`), so that one comparison decides. A block sorts lists of k entries, with k rounded up
-# to a power of two, by a bitonic sort in shared memory: threads compare and exchange in a fixed
-# pattern, and only the steps whose partners are more than 32 apart need a barrier for the whole
-# block. The block then merges the lists pairwise, one half of them with the other, until one list
-# is left.
+# The kernel of the first pass follows. Your pair of value and id is a single int64 here (`key_of`),
+# so that one comparison decides. There is no second launch for the blocks' results: the block that
+# finishes last (`arrive_last`, [lesson 19](19_decode_attention.ipynb)) reads what the others have
+# written. How many blocks share a row depends on how many rows there are.
 
 # %%
-lesson.source(_sampling_kernels.make_segment_kernel)
-lesson.source(_sampling_kernels.put_in_order)
-lesson.source(_sampling_kernels.merge_halves)
+lesson.source(sampling_search.make_top_kernel)
 
 # %% [markdown]
-# **Without top-k** no list length is guaranteed to suffice. The first version nevertheless sorted
-# the 1024 largest logits, merged them segment by segment, and then summed over the whole
-# vocabulary: 186 microseconds with top-p 0.9 and 32 000 tokens, where a full step of a Llama of 1.1
-# billion parameters takes 787 (one H200). The current version sorts only the tokens that can
-# matter. It assigns tokens to 1024 bins by their distance from the largest logit and builds an
-# exact histogram of the weights. The running sum over the bins gives the bin that contains the
-# top-p cutoff or the draw, and only the tokens of that bin are gathered and sorted: 54
-# microseconds.
+# **With other rules**, sorting the whole row is too expensive, and no short list is guaranteed to
+# suffice. The first version sorted the 1024 largest logits, merged them segment by segment, and then
+# summed over the whole vocabulary. The current one sorts only the tokens that can matter. A second
+# pass assigns tokens to 1024 bins by their distance from the largest logit and builds an exact
+# histogram of the weights (with top-k: of the tokens). The running sum over the bins gives the bin
+# that contains the cutoff or the draw; a third pass gathers only the tokens of that bin, and one
+# block sorts them and picks one.
 #
-# The histogram had a performance problem too. `cuda.atomic.add` on 64-bit numbers in shared memory
+# The bitonic sort works in shared memory: threads compare and exchange in a fixed pattern, and only
+# the steps whose partners are more than 32 apart need a barrier for the whole block:
+
+# %%
+lesson.source(sampling_search.put_in_order)
+
+# %% [markdown]
+# The histogram had a performance problem. `cuda.atomic.add` on 64-bit numbers in shared memory
 # is not a hardware instruction but a loop: read, add, compare and swap, and retry if another thread
 # was faster. Two 32-bit atomic additions, with the carry from the first passed to the second, are
 # hardware instructions and equally exact.
 
 # %%
-lesson.source(_sampling_kernels.add_weight)
+lesson.source(sampling_search.add_weight)
 
 # %% [markdown]
 # One call handles sequences with different rules. Here the NumPy reference runs, compared with your
@@ -469,8 +470,8 @@ print("the library:", ids_B.tolist(), " yours:", mine)
 #
 # *Sorting everything.* A full sort of 150 000 logits gives top-k, top-p and the draw in one
 # operation. But a radix sort, the usual sort on a GPU, reads and writes all logits and their ids
-# once for every 8 bits of a logit. With a top-k of at most 1024, the first pass reads the logits
-# once and writes few.
+# once for every 8 bits of a logit. The three passes read the logits three times, later ones often
+# from the L2 cache, and write few.
 #
 # *A generator with a state per sequence* (cuRAND's default): 48 bytes per thread to store, load and
 # write back, and a sequence that moves to another row would continue with the wrong state. The
