@@ -6,7 +6,8 @@ gemv, decode_attention      a call in a CUDA graph with the cache flushed before
                             same bytes
 context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it sees; compared with our
                             attention of training on as many tokens in equal sequences, if there is no history
-sample                      microseconds for 1 and 32 rows, of this vocabulary and of Qwen3's
+sample                      microseconds for 1, 32 and 256 rows, of this vocabulary and of Qwen3's; also penalties and
+                            log-probabilities
 step                        all layers as the engine launches them, in one CUDA graph replayed many times: tokens/s, and the
                             share of the memory bound, (weights + cache read) / copy bandwidth
 
@@ -30,6 +31,13 @@ from xtrain.kernels.attention.context_attention import context_attention
 from xtrain.kernels.attention.decode_attention import decode_attention
 from xtrain.kernels.attention.flash_attention import flash_attention_fwd
 from xtrain.kernels.decoding import gemv, gemv_tensor_cores, sampling
+from xtrain.kernels.decoding.logprobs import token_logprobs
+from xtrain.kernels.decoding.penalties import (
+    Penalties,
+    PenaltyRules,
+    apply_penalties,
+    count_tokens,
+)
 from xtrain.kernels.gemm import linear_fwd
 from xtrain.kernels.runtime.launch import set_overlap
 
@@ -139,15 +147,38 @@ def sampling_inputs(B, temperature, top_k, top_p):
     )  # fmt: skip
 
 
+RULES = dict(  # temperature, top-k, top-p
+    greedy=(0, 0, 1), top_50=(0.8, 50, 1), top_p=(1, 0, 0.9), all=(1, 0, 1), top_20_and_p=(0.6, 20, 0.95)
+)  # fmt: skip
+
+
+def sampling_calls(B, vocab):
+    """-> (name, call) of what follows the logits of a step. Every row has the same rules, and 1000 tokens with penalties."""
+    logits, slots = draw(np.float32, B, vocab, scale=3.0), cp.arange(B, dtype=np.int32)
+    for name, rules in RULES.items():
+        inputs, min_p = sampling_inputs(B, *rules), cp.zeros(B, np.float32)
+        yield (
+            f"sample_{name}",
+            functools.partial(sampling.sample, logits, *inputs, min_p_B=min_p),
+        )
+    lists, ids = Penalties.empty(logits, B, 1024), cp.zeros(B, np.int32)
+    for b in range(B):
+        lists.set_slot(b, PenaltyRules(1.1, 0.1, 0.1), range(1000), ())
+
+    def penalties():
+        apply_penalties(logits, lists, slots)
+        count_tokens(logits, lists, slots, ids)
+
+    yield "penalties", penalties
+    yield "logprobs_and_top_20", functools.partial(token_logprobs, logits, ids, 20)
+
+
 def bench_sample(o):
-    kinds = dict(greedy=(0, 0, 1), top_50=(0.8, 50, 1), top_p=(1, 0, 0.9), all=(1, 0, 1))
     for B, vocab in itertools.product(o.batches, o.vocabularies):
-        logits = draw(np.float32, B, vocab, scale=3.0)
-        for name, settings in kinds.items():
-            inputs = sampling_inputs(B, *settings)
-            ms = graph_ms(lambda: sampling.sample(logits, *inputs), o.runs)  # noqa: B023
+        for name, call in sampling_calls(B, vocab):
+            ms = graph_ms(call, o.runs)
             record(
-                "bench_engine", f"sample_{name}", shape=f"B={B} V={vocab}", dtype="fp32", ms=ms[0],
+                "bench_engine", name, shape=f"B={B} V={vocab}", dtype="fp32", ms=ms[0],
                 value=1e3 * ms[0], unit="us",
             )  # fmt: skip
 
@@ -257,7 +288,7 @@ def bench_configs(o):
 class Options:
     only: list[str] = field(default_factory=list)  # gemv attention context sample step; none: all
     rows: list[int] = field(default_factory=lambda: [1, 8])
-    batches: list[int] = field(default_factory=lambda: [1, 32])
+    batches: list[int] = field(default_factory=lambda: [1, 32, 256])
     vocabularies: list[int] = field(default_factory=lambda: [V, 151936])  # the second is Qwen3's
     shapes: list[tuple[int, int]] = field(
         default_factory=lambda: [(1, 128), (1, 4096), (32, 128), (32, 4096)]
