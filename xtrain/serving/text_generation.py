@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -30,7 +30,7 @@ class SamplingOptions:
     presence_penalty: float = 0.0  # subtracted from the logits of tokens of the answer
     frequency_penalty: float = 0.0  # the same, once for each time that a token occurs
 
-    def shared(self) -> dict[str, float]:
+    def shared(self) -> dict[str, Any]:
         """These options, as Engine.stream takes them."""
         return {x.name: getattr(self, x.name) for x in fields(SamplingOptions)}
 

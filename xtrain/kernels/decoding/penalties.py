@@ -74,8 +74,9 @@ class Penalties:
     def empty(cls, like: Array, slots: int, tokens: int) -> "Penalties":
         """Empty lists on the device of `like`. Bytes: 16 for each of slots x tokens."""
         new = lambda shape, dtype: zeros(like, shape, dtype)
-        lists = (new((slots, tokens), t) for t in (np.int32, np.int32, np.float32, np.float32))
-        return cls(*lists, new(slots, np.int32), new((slots, 3), np.float32))
+        ints, floats = (lambda t=t: new((slots, tokens), t) for t in (np.int32, np.float32))
+        sizes, rules = new(slots, np.int32), new((slots, 3), np.float32)
+        return cls(ints(), ints(), floats(), floats(), sizes, rules)
 
     @property
     def arrays(self) -> tuple[Array, ...]:

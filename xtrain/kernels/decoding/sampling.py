@@ -140,11 +140,10 @@ def sample(
     arrays = [x for x, _ in parameters.values()]  # without min_p, another array takes its place
     if on_host(logits_BV, *arrays):
         for b in range(B):
-            min_p = 0.0 if min_p_B is None else min_p_B[b]
-            check_sampling(temperature_B[b], top_k_B[b], top_p_B[b], min_p)
-            rest = (x[b].item() for x in (seed_B, sequence_B, step_B))
-            rules = (x[b].item() for x in (temperature_B, top_k_B, top_p_B))
-            ids_B[b] = sample_ref(logits_BV[b, :vocab], *rules, *rest, min_p)
+            columns = temperature_B, top_k_B, top_p_B, seed_B, sequence_B, step_B
+            values = [x[b].item() for x in columns] + [0.0 if min_p_B is None else min_p_B[b]]
+            check_sampling(*values[:3], values[6])
+            ids_B[b] = sample_ref(logits_BV[b, :vocab], *values)
         return
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
     logits, overlap = logits_BV.reshape(-1), can_overlap(logits_BV)
