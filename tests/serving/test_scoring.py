@@ -163,3 +163,15 @@ def test_the_engine_still_generates(model):
     assert engine.generate([[5, 6, 7]], 8) == want
     (request,) = make_requests([[1]], CONFIG, 90, (), 0, max_new_tokens=1)
     assert request.scores is None
+
+
+def test_scores_are_those_of_generation(model):
+    """What the engine reports while it draws is what it computes for the finished text."""
+    engine = Engine(model, 2, 90)
+    completions = engine.generate([[5, 6, 7], [8]], 9, temperature=1.0, logprobs=3)
+    for scores, completion in zip(engine.logprobs([[5, 6, 7], [8]], completions, 3), completions):
+        drawn = [chosen for chosen, _ in completion.logprobs]
+        np.testing.assert_allclose(scores.logprobs, drawn, atol=1e-5)
+        assert [[t for t, _ in x] for x in scores.top] == [
+            [t for t, _ in x] for _, x in completion.logprobs
+        ]

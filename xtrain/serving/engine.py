@@ -234,7 +234,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any
     ) -> list[Completion]:
-        """Run `stream` to its end. -> n Completions (lists of new tokens) per prompt, one after the other. Arguments and errors as in stream."""
+        """Run `stream` to its end. -> n Completions (lists of new tokens) per prompt. Arguments and errors as in stream."""
         stream = self.stream(prompts, *args, **options)
         for _ in stream:
             pass
@@ -261,8 +261,8 @@ class Engine:
         """-> an iterator over (number, token) with `completions` and `cancel(number)`; it computes when iterated.
 
         prompts: lists of token ids. Every option except stop and n may be a list with one value per prompt.
-        n: answers per prompt; prompt i has numbers i n, ..., i n + n - 1. Each prompt is computed once, and each answer has random
-        numbers of its own: the first k answers are the same whatever n is.
+        n: answers per prompt; prompt i has numbers i n, ..., i n + n - 1. Each prompt is computed once, and each answer has
+        random numbers of its own: the first k answers are the same whatever n is.
         max_new_tokens: per prompt, at most.
         temperature: 0 picks the most likely token, the lower id of two that tie; otherwise tokens are drawn at random.
         top_k: draw among the top_k most likely tokens, at most 1024; None: all.
