@@ -6,7 +6,8 @@ block by block, and a block may belong to several sequences.
 
 CachedSequences is what the model gets in place of nn.Sequences. Everything but attention is the same as in training. In
 attention, prefill appends the new keys and values and reads the whole sequence from the cache (kernels/attention/
-context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel (decode_attention.py).
+context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel (decode_attention.py), in
+batch-invariant mode as in prefill, whose bits are those of training.
 """
 
 import itertools
@@ -184,8 +185,11 @@ class PagedCache:
         All arrays are int32 on the device. The host does not read them, so a CUDA graph can capture the step.
         edges (B + 1,): 0, 1, 2, ...
         """
-        B = len(lengths_B)
-        return self._sequences(B, 1, self.tables, None, edges_E, lengths_B, tables_BM, None, True)
+        B, places = len(lengths_B), None
+        if is_batch_invariant():  # once for all layers
+            places = token_positions(edges_E, B, lengths_B, tables_BM, self.S)
+        rest = edges_E, lengths_B, tables_BM, None, True
+        return self._sequences(B, 1, self.tables, places, *rest)
 
     def _sequences(self, A, longest, tables, places, edges_E, history_A, tables_AM, wanted, one):
         rest = places, edges_E, history_A, tables_AM, wanted, one, self, itertools.count()
@@ -222,7 +226,7 @@ class CachedSequences(Sequences):
         return self._placed()[2]
 
     def attend(self, qkv_NP, q_w_D, k_w_D, H, G, eps, scale):
-        if not self.one:
+        if not self.one or is_batch_invariant():
             return super().attend(qkv_NP, q_w_D, k_w_D, H, G, eps, scale)
         k_RGSD, v_RGSD = self.cache.layers[next(self.calls)]
         norms = (None, None) if q_w_D is None else (q_w_D.value, k_w_D.value)
@@ -230,7 +234,7 @@ class CachedSequences(Sequences):
         return Tensor(
             decode_attention(
                 qkv_NP.data, k_RGSD, v_RGSD, self.history_A, self.tables_AM, self.cos_PR,
-                self.sin_PR, *norms, eps, scale, True, is_batch_invariant(),
+                self.sin_PR, *norms, eps, scale, True,
             )
         )  # fmt: skip
 
