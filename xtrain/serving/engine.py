@@ -80,8 +80,9 @@ class Engine:
 
     max_batch: sequences at a time.  max_seq_len: tokens of a sequence, prompt and answer; None: the longest that the model
     supports.
-    batch_invariant: the tokens of a sequence do not depend on the other sequences, not even in the last bit. Then no blocks are
-    shared, and each sequence gets all its blocks when it is admitted.
+    batch_invariant: the tokens of a sequence do not depend on the other sequences, not even in the last bit. Its logits have the
+    bits of `with xtrain.batch_invariant(): model(ids)`, also where blocks are shared and after a preemption. It costs speed:
+    products have a fixed number of rows, and decoding uses the attention of prefill.
     reuse_prefix: sequences that begin with the same tokens share the blocks of the KV cache that hold them, also after the first
     of them has ended (earlier turns of a chat). New weights are detected if they are assigned as `parameter.data = x`, not if
     they are written in place.
@@ -368,9 +369,7 @@ class Engine:
 
     def _can_share(self, request: Request) -> bool:
         # With dynamic RoPE scaling, a long prompt has other angles from its first token.
-        # Decoding rounds other last bits than prefill, so in batch-invariant mode nothing is shared.
-        stretched = self.cache.stretched(len(request.tokens))
-        return self.reuse_prefix and not stretched and not self.batch_invariant
+        return self.reuse_prefix and not self.cache.stretched(len(request.tokens))
 
     def _shares_with_prefilling(self, request: Request) -> bool:
         """True if a prefilling request computes a block that this request would compute next."""
@@ -387,9 +386,7 @@ class Engine:
 
     def _assign_blocks(self, request: Request) -> bool:
         """Find or allocate blocks for all tokens of the request. -> False if there are not enough"""
-        tokens, pool, more = request.tokens, self.pool, 0
-        if self.batch_invariant:  # all blocks: preemption would prefill what was decoded
-            more = min(len(request.prompt) + request.max_new_tokens, self.max_seq_len) - len(tokens)
+        tokens, pool = request.tokens, self.pool
         nothing = Prefix([])
         found = pool.find(tokens, request.keys) if request.keys else nothing
         # Some blocks are left for the sequences that are growing.
@@ -404,7 +401,7 @@ class Engine:
             used = prefix.blocks + ([] if prefix.partial is None else [prefix.partial])
             for block in used:  # must not be evicted
                 pool.share(block)
-            needed = -(-(len(tokens) + more) // pool.S) - len(prefix.blocks) - take
+            needed = -(-len(tokens) // pool.S) - len(prefix.blocks) - take
             if pool.available >= needed + reserve:
                 break
             pool.release(used)
@@ -468,10 +465,6 @@ class Engine:
                 break
             each = self._flops_of_token(past)
             n = min(total - past, free, max(S, int(min(flops / each, total))))
-            if self.batch_invariant:  # where a prompt is cut does not depend on other requests
-                n = min(total - past, self.max_prefill_tokens)
-            if n > free:
-                break
             chunks.append(PrefillChunk(request, n))
             free, flops = free - n, flops - n * each
             if alone or free <= 0 or flops <= 0:
