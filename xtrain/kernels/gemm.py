@@ -10,6 +10,7 @@ The calls go through nvmath's bindings, because CuPy does not allow its own cuBL
 use one explicit workspace: then the algorithm, and so every bit of the result, is the same inside a graph and outside. Only
 products with few tiles get the workspace: there several blocks share one sum (split-K) and need memory for its terms. With
 many tiles cuBLAS would keep a counter in it, from which blocks take their next tile, and clear it before each product.
+In batch-invariant mode no product gets it, so there is no split-K, and `linear` computes a fixed number of rows at a time.
 fp32 stays fp32: TF32 is not allowed. Tensor cores multiply bf16 operands and accumulate in fp32.
 """
 
@@ -133,7 +134,7 @@ def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
     context = _handle(cupy().cuda.runtime.getDevice())
     cublas, handle = context.module, context.handle
     batch = c.shape[0] if c.ndim == 3 else 1
-    nbytes = workspace_bytes(m, n, batch, context.multiprocessors)
+    nbytes = 0 if is_batch_invariant() else workspace_bytes(m, n, batch, context.multiprocessors)
     stream = cupy().cuda.get_current_stream().ptr
     alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
     beta = _ONE if accumulate else _ZERO

@@ -369,7 +369,7 @@ class Engine:
 
     def _can_share(self, request: Request) -> bool:
         # With dynamic RoPE scaling, a long prompt has other angles from its first token.
-        return self.reuse_prefix and not self.cache.stretched(len(request.tokens))
+        return self.reuse_prefix and not self.cache.stretched(len(request.prompt))
 
     def _shares_with_prefilling(self, request: Request) -> bool:
         """True if a prefilling request computes a block that this request would compute next."""
@@ -436,7 +436,7 @@ class Engine:
         complete = [i for i, (t, a, n) in enumerate(zip(tokens, starts, counts)) if a + n == len(t)]
         ids_N, sequences = self.cache.prefill(
             [x for t, a, n in zip(tokens, starts, counts) for x in t[a : a + n]], counts, starts,
-            [r.blocks for r in requests], [int(ends[i]) - 1 for i in complete] or [0], len(tokens[0]),
+            [r.blocks for r in requests], [int(ends[i]) - 1 for i in complete] or [0], len(requests[0].prompt),
         )  # fmt: skip
         x_WC = self.model.hidden(ids_N, sequences)
         for request, n in zip(requests, counts):
@@ -460,7 +460,7 @@ class Engine:
         for request in self.prefilling_requests:
             past = request.cached_tokens
             total = len(request.tokens)
-            alone = self.cache.stretched(total)
+            alone = self.cache.stretched(len(request.prompt))
             if alone and chunks:
                 break
             each = self._flops_of_token(past)

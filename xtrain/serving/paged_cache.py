@@ -154,8 +154,8 @@ class PagedCache:
 
         ids: the new tokens of all sequences, packed.  blocks: of each sequence, with room for the new tokens.
         wanted: the rows (tokens) whose logits are wanted.
-        prompt_length: tokens of the whole prompt, for dynamic scaling. A prompt beyond the trained length (`stretched`) must be
-        the only sequence.
+        prompt_length: tokens of the whole prompt, for dynamic scaling; tokens after it, which were generated before a preemption,
+        have the angles of decoding. A prompt beyond the trained length (`stretched`) must be the only sequence.
         """
         A, N = len(lengths), len(ids)
         M = max(-(-(n + h) // self.S) for n, h in zip(lengths, history))
@@ -173,7 +173,9 @@ class PagedCache:
         tables_AM = tables.reshape(A, M)
         cos_sin = self.tables
         if prompt_length is not None and self.stretched(prompt_length):
-            cos_sin = self._tables_for(prompt_length, prompt_length)
+            stretched = self._tables_for(prompt_length, prompt_length)
+            cos, sin = (_join(a, b[prompt_length:]) for a, b in zip(stretched, self.tables))
+            cos_sin = cos, sin
         places = token_positions(edges_E, N, history_A, tables_AM, self.S)
         return ids_N, self._sequences(
             A, max(lengths), cos_sin, places, edges_E, history_A, tables_AM, wanted_W, False

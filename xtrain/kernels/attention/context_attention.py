@@ -351,7 +351,10 @@ def context_attention(
     if on_host(q_NHD, k_RGSD, v_RGSD, *where):
         check_lengths(op, edges_E, N, longest)
         lengths_A = np.where(history_A < 0, 0, history_A + np.diff(edges_E))
-        check((lengths_A <= capacity).all(), f"{op}: history and new tokens do not fit the tables of {capacity} tokens")
+        check(
+            (lengths_A <= capacity).all(),
+            f"{op}: history and new tokens do not fit the tables of {capacity} tokens",
+        )
         check_blocks(op, tables_AM, lengths_A, R, S)
         return context_attention_ref(q_NHD, k_RGSD, v_RGSD, *where, scale)
     check_block_size(op, R, G, S, D)

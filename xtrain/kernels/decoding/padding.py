@@ -77,7 +77,8 @@ def token_positions(
     Token n has position positions[n] in its sequence, and its key belongs at offset offsets[n] of block blocks[n] of the cache.
     edges (A + 1,) int32. history (A,) int32: tokens of each sequence that are already in the cache. tables (A, M) int32: the
     blocks of each sequence, S tokens each. The block is -1, which kv_cache.append_kv skips, if the position is not in
-    0 .. M S - 1, and if the history is negative: the sequence is idle, and its tokens have position 0. Raises ValueError or TypeError if shapes or dtypes do not match.
+    0 .. M S - 1, and if the history is negative: the sequence is idle, and its tokens have position 0.
+    Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     op = "token_positions"
     A = check_edges(op, edges_E, N)
