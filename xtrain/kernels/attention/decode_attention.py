@@ -20,8 +20,8 @@ atomic counter determines, merges them in the order of the keys, so the result d
 
 How the keys are split depends only on the row's length, which is read on the device: the same CUDA graph serves all lengths,
 and a row's bits depend neither on the other rows nor on where its keys are, nor on S. A launch of few rows uses more warps per
-block and shorter splits than one of many (choose), which changes the order of additions. (In batch-invariant mode serving/paged_cache.py
-uses context_attention.py instead.)
+block and shorter splits than one of many (choose), which changes the order of additions. (In batch-invariant mode
+serving/paged_cache.py uses context_attention.py instead.)
 The host knows only the largest possible number of splits, and starting a block that has nothing to do costs a microsecond. So
 there are as many blocks as the GPU runs at a time. Each counts the splits of all rows (count_items), and takes items i, i + grid,
 ...: one split of one key head.
