@@ -41,7 +41,7 @@ _mode = _Mode()
 
 @contextlib.contextmanager
 def batch_invariant(on: bool = True) -> Iterator[None]:
-    """Inside, this thread's forward passes are batch-invariant: a row's bits depend only on its own sequence up to it (see above).
+    """Inside, this thread's forward passes are batch-invariant: a row's bits depend only on its sequence up to it.
 
     For training passes whose log-probabilities must be those of `Engine(batch_invariant=True)`. on=False: nothing changes.
     """
