@@ -352,7 +352,7 @@ def context_attention(
         check_lengths(op, edges_E, N, longest)
         lengths_A = np.where(history_A < 0, 0, history_A + np.diff(edges_E))
         check(
-            (lengths_A <= capacity).all(),
+            bool((lengths_A <= capacity).all()),
             f"{op}: history and new tokens do not fit the tables of {capacity} tokens",
         )
         check_blocks(op, tables_AM, lengths_A, R, S)
