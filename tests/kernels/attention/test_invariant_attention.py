@@ -132,23 +132,26 @@ def test_a_reference_whose_sums_depend_on_the_length_is_found(monkeypatch):
         check([sequence(60, 2, 1, 16, np.float32)], [[0, 41, 60]], np.array)
 
 
-KERNEL_BUGS = [  # module, what, old, new, dtype
-    (serving, "make_fp32_kernel", "acc[i, w] * factor", "acc[i, w] / row_sum(total[i])", np.float32),
-    (training, "_launch_bf16", "T = INVARIANT_T if", "T = q_shape[1] if", BF16),
-    (serving, "context_attention", "D, INVARIANT_T, True", "D, longest, True", BF16),
-    (training, "flash_attention_fwd", "and not is_batch_invariant()", "", BF16),
+KERNEL_BUGS = [  # module, what, old, new, D, dtype
+    (serving, "make_fp32_kernel", "acc[i, w] * factor", "acc[i, w] / row_sum(total[i])", 16, np.float32),
+    (training, "_launch_bf16", "T = INVARIANT_T if", "T = q_shape[1] if", 128, BF16),
+    (serving, "context_attention", "D, INVARIANT_T, True", "D, longest, True", 128, BF16),
+    (training, "flash_attention_fwd", "and not is_batch_invariant()", "", 64, BF16),  # wgmma
 ]  # fmt: skip
 
 
 @pytest.mark.long
 @pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
 @pytest.mark.parametrize(
-    "module, name, old, new, dtype", KERNEL_BUGS, ids=[x[1] for x in KERNEL_BUGS]
+    "module, name, old, new, D, dtype", KERNEL_BUGS, ids=[x[1] for x in KERNEL_BUGS]
 )
-def test_a_kernel_that_adds_in_another_order_is_found(monkeypatch, module, name, old, new, dtype):
-    D = 16 if dtype == np.float32 else 128
-    check([sequence(40, 1, 1, D, dtype)], [[0, 20, 40]], to_kernel)
-    broken = with_bug(getattr(module, name), old, new, dict(vars(module)))[name]
-    monkeypatch.setattr(module, name, broken)
+def test_a_kernel_that_adds_in_another_order_is_found(
+    monkeypatch, module, name, old, new, D, dtype
+):
+    given_ = [sequence(40, 1, 1, D, dtype)], [[0, 20, 40]], to_kernel
+    check(*given_)
+    monkeypatch.setattr(
+        module, name, with_bug(getattr(module, name), old, new, dict(vars(module)))[name]
+    )
     with pytest.raises(AssertionError):
-        check([sequence(40, 1, 1, D, dtype)], [[0, 20, 40]], to_kernel)
+        check(*given_)
