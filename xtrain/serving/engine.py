@@ -105,8 +105,9 @@ class Engine:
 
     max_batch: sequences at a time.  max_seq_len: tokens of a sequence, prompt and answer; None: the longest that the model
     supports.
-    batch_invariant: the tokens of a sequence do not depend on the other sequences, not even in the last bit. Then no blocks are
-    shared, and each sequence gets all its blocks when it is admitted.
+    batch_invariant: the tokens of a sequence do not depend on the other sequences, not even in the last bit. Its logits have the
+    bits of `with xtrain.batch_invariant(): model(ids)`, also where blocks are shared and after a preemption. It costs speed:
+    products have a fixed number of rows, and decoding uses the attention of prefill.
     reuse_prefix: sequences that begin with the same tokens share the blocks of the KV cache that hold them, also after the first
     of them has ended (earlier turns of a chat). New weights are detected if they are assigned as `parameter.data = x`, not if
     they are written in place.
@@ -439,9 +440,7 @@ class Engine:
 
     def _can_share(self, request: Request) -> bool:
         # With dynamic RoPE scaling, a long prompt has other angles from its first token.
-        # Decoding rounds other last bits than prefill, so in batch-invariant mode nothing is shared.
-        stretched = self.cache.stretched(len(request.tokens))
-        return self.reuse_prefix and not stretched and not self.batch_invariant
+        return self.reuse_prefix and not self.cache.stretched(len(request.prompt))
 
     def _shares_with_prefilling(self, request: Request) -> bool:
         """True if a prefilling request computes a block that this request would compute next."""
@@ -458,9 +457,7 @@ class Engine:
 
     def _assign_blocks(self, request: Request) -> bool:
         """Find or allocate blocks for all tokens of the request. -> False if there are not enough"""
-        tokens, pool, more = request.tokens, self.pool, 0
-        if self.batch_invariant:  # all blocks: preemption would prefill what was decoded
-            more = min(len(request.prompt) + request.max_new_tokens, self.max_seq_len) - len(tokens)
+        tokens, pool = request.tokens, self.pool
         nothing = Prefix([])
         found = pool.find(request.reusable, request.keys) if request.keys else nothing
         # Some blocks are left for the sequences that are growing.
@@ -475,7 +472,7 @@ class Engine:
             used = prefix.blocks + ([] if prefix.partial is None else [prefix.partial])
             for block in used:  # must not be evicted
                 pool.share(block)
-            needed = -(-(len(tokens) + more) // pool.S) - len(prefix.blocks) - take
+            needed = -(-len(tokens) // pool.S) - len(prefix.blocks) - take
             if pool.available >= needed + reserve:
                 break
             pool.release(used)
@@ -516,7 +513,7 @@ class Engine:
                 wanted += range(end - len(rows), end)
         ids_N, sequences = self.cache.prefill(
             [x for t, a, n in zip(tokens, starts, counts) for x in t[a : a + n]], counts, starts,
-            [r.blocks for r in requests], wanted or [0], len(tokens[0]),
+            [r.blocks for r in requests], wanted or [0], len(requests[0].prompt),
         )  # fmt: skip
         x_WC = self.model.hidden(ids_N, sequences)
         for request, n in zip(requests, counts):
@@ -559,15 +556,11 @@ class Engine:
         for request in self.prefilling_requests:
             past = request.cached_tokens
             total = len(request.tokens)
-            alone = self.cache.stretched(total)
+            alone = self.cache.stretched(len(request.prompt))
             if alone and chunks:
                 break
             each = self._flops_of_token(past)
             n = min(total - past, free, max(S, int(min(flops / each, total))))
-            if self.batch_invariant:  # where a prompt is cut does not depend on other requests
-                n = min(total - past, self.max_prefill_tokens)
-            if n > free:
-                break
             chunks.append(PrefillChunk(request, n))
             free, flops = free - n, flops - n * each
             if alone or free <= 0 or flops <= 0:
