@@ -25,6 +25,7 @@ import contextlib
 import functools
 import io
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import tyro
@@ -59,15 +60,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None, ranks: SingleProcess) -> tuple[ParallelConfig | None, int]:
     """-> (config, 0), or (None, exit code) on every rank if any cannot parse its options. Rank 0 prints the first error."""
-    config: ParallelConfig | None = None
-    code: Any = 0
-    printed = io.StringIO()
     cli = functools.partial(
         tyro.cli, ParallelConfig, prog="python -m xtrain.ddp", description=__doc__, args=arguments
     )
+    parse = lambda defaults: cli(default=defaults)
+    config, code = _on_all(lambda: parse(None), ranks)  # before ranks wait for each other
+    if config is not None and config.resume:
+        config, code = _on_all(lambda: parse_options(parse, ranks), ranks)
+    return config, code
+
+
+def _on_all(
+    parse: Callable[[], ParallelConfig], ranks: SingleProcess
+) -> tuple[ParallelConfig | None, int]:
+    config: ParallelConfig | None = None
+    code: Any = 0
+    printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            config = parse_options(lambda defaults: cli(default=defaults))
+            config = parse()
         except SystemExit as stop:
             code = stop.code
     found = ranks.gather((config is None, code, printed.getvalue()))

@@ -21,6 +21,7 @@ from ..json_files import read_json
 from ..version import VERSION
 from . import checkpoint
 from .checkpoint import Saved
+from .single_process import SINGLE_PROCESS, SingleProcess
 
 Options = TypeVar("Options", bound=TrainConfig)
 
@@ -115,15 +116,36 @@ NOT_STORED = (
 )  # fmt: skip
 
 
-def parse_options(parse: Callable[[Options | None], Options]) -> Options:
+def parse_options(
+    parse: Callable[[Options | None], Options], ranks: SingleProcess = SINGLE_PROCESS
+) -> Options:
     """The options of a command line. With --resume, those that it does not give are the run's own, in its config.json.
 
-    parse(defaults) parses it; defaults None: those of the class. Raises UserError.
+    parse(defaults) parses it; defaults None: those of the class. Rank 0 reads the run's folder: others may not see it. Raises
+    UserError.
     """
     given = parse(None)
     if not given.resume:
         return given
     given.validate()
+    kept, allowed = ranks.on_rank_0(lambda: _options_to_resume(given))
+    if kept:
+        folder = Path(given.out) / kept["name"]
+        for rank, seen in enumerate(ranks.gather(folder.is_dir())):
+            if not seen:
+                raise UserError(
+                    f"rank {rank} does not see {folder}: give a folder --out that all machines share"
+                )
+    defaults = replace(type(given)(), **kept) if kept else given
+    config = parse(defaults if kept else None)
+    # a change that was allowed before stays allowed, until the option changes again
+    value = lambda options, name: getattr(options, name.replace("-", "_"), None)
+    same = [name for name in allowed if value(config, name) == value(defaults, name)]
+    return replace(config, allow_change=(*config.allow_change, *same))
+
+
+def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
+    """-> the options of the run that is to be resumed, none if they are unknown; the changes that were allowed before"""
     gpu = resolve_device(given.device) == "gpu"
     first = Path(given.out) / (given.name or preset_name(given, gpu))
     path = _last_path(first, given.name)
@@ -132,18 +154,12 @@ def parse_options(parse: Callable[[Options | None], Options]) -> Options:
         if _contents(path):
             what = "is missing or damaged: options that are not given have their defaults"
             say(f"{path / 'config.json'} {what}")
-        return given
+        return {}, []
     allowed = stored.pop("allow_change", [])
     if _is_whole_share(stored, path):  # the share depends on the number of ranks
         stored.pop("micro_batch", None)
     kept = {name: x for name, x in stored.items() if name not in NOT_STORED}
-    name = str(path.relative_to(given.out))
-    defaults = replace(type(given)(), name=name, **kept)
-    config = parse(defaults)
-    # a change that was allowed before stays allowed, until the option changes again
-    value = lambda options, name: getattr(options, name.replace("-", "_"), None)
-    same = [name for name in allowed if value(config, name) == value(defaults, name)]
-    return replace(config, allow_change=(*config.allow_change, *same))
+    return {"name": str(path.relative_to(given.out)), **kept}, allowed
 
 
 def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:

@@ -78,7 +78,7 @@ def what_is_not_the_same_everywhere(folder):
         ({"out": "runs", "stop-at": 1}, None),
         (
             {"out": "runs", "resume": True},
-            "rank 2 has --lr None, rank 0 has 0.003",  # the run's own, which rank 2 does not have
+            "rank 2 does not see runs/run: give a folder --out that all machines share",
         ),
     ]:
         given = {**GOOD, **options}
