@@ -22,6 +22,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ..errors import UserError
+from ..files import write_whole
 from ..json_files import parse_json
 from .pieces import rule
 
@@ -140,13 +141,13 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and its companion files, for transformers.AutoTokenizer.
 
-        Makes the folder if its parent exists. Raises OSError.
+        Makes the folder if its parent exists. Each file is replaced atomically. Raises OSError.
         """
         folder = Path(folder)
         # without parents: a run's folder that was removed must not come back
         folder.mkdir(exist_ok=True)
         for name, content in {"tokenizer.json": self._json(), **self._companions}.items():
-            (folder / name).write_bytes(content)
+            write_whole(folder / name, content)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Text -> ids. special: add the tokens that the tokenizer puts around a text, such as <s>.

@@ -29,8 +29,8 @@ def zero_counters(like: Array, n: int, name: str) -> Array:
         return zeros(like, n, np.int32)
     n = max(1 << (n - 1).bit_length(), 1 << 12)
     key = like.device.id, cupy().cuda.get_current_stream().ptr, name, n
-    if key not in _counters:
-        _counters[key] = upload(bytes(4 * n)).view(np.int32)
+    if key not in _counters:  # another thread may be here, too: the first one's zeros stay
+        _counters.setdefault(key, upload(bytes(4 * n)).view(np.int32))
     return _counters[key]
 
 

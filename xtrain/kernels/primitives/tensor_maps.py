@@ -77,7 +77,7 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
                 _evictable.clear()
             maps = _evictable[key] = upload(b"".join(_encode(spec) for spec in specs))
         if capturing:
-            _captured[key] = _evictable.pop(key)
+            _captured[key] = _evictable.pop(key, maps)  # another thread may have taken it
     return maps
 
 
@@ -160,5 +160,5 @@ def tile_counter(maps: Array, name: str) -> Array:
     key = maps.device.id, stream.ptr, name
     if key not in _counters:
         content = bytes(8)
-        _counters[key] = upload(content).view(np.int32)
+        _counters.setdefault(key, upload(content).view(np.int32))
     return _counters[key]
