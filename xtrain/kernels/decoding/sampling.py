@@ -142,7 +142,7 @@ def sample(
         for b in range(B):
             columns = temperature_B, top_k_B, top_p_B, seed_B, sequence_B, step_B
             values = [x[b].item() for x in columns] + [0.0 if min_p_B is None else min_p_B[b]]
-            check_sampling(*values[:3], values[6])
+            check_sampling(values[0], values[1], values[2], values[6])
             ids_B[b] = sample_ref(logits_BV[b, :vocab], *values)
         return
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
