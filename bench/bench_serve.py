@@ -1,6 +1,7 @@
 """Serving many requests: output tokens per second, prefill, and how long others wait while a long prompt is admitted.
 
     python bench/bench_serve.py [--only requests prefill gap] [--peers] [--models 0.6B 8B]
+    python bench/bench_serve.py --only requests --batch-invariant       what batch_invariant=True costs
 
 requests   256 requests at once, prompts and answers of 100 to 1024 random tokens each (the benchmark that small inference
            engines publish), temperature 0.6, no stop tokens; also with 30 GB for the KV cache.
@@ -46,7 +47,23 @@ class Options:
     models: list[Literal["0.6B", "8B"]] = field(default_factory=lambda: ["0.6B"])
     peers: bool = False  # also measure transformers
     n: int = 256  # requests
+    batch_invariant: bool = False  # of the engines; the records are named "batch-invariant ..."
     layers: int | None = None  # fewer: for a quick look
+
+    @property
+    def kind(self) -> str:
+        return "batch-invariant " if self.batch_invariant else ""
+
+
+def make_engine(o: Options, model, max_batch: int, max_seq_len: int, cache_bytes=None):
+    return xtrain.Engine(
+        model,
+        max_batch,
+        max_seq_len,
+        o.batch_invariant,
+        reuse_prefix=False,
+        cache_bytes=cache_bytes,
+    )
 
 
 def random_model(o: Options, name: str) -> xtrain.Transformer:
@@ -96,7 +113,7 @@ def bench_requests(o, name, model, bandwidth):
     steps = max(answers)
     bound = (kv + steps * model.arena.half.nbytes) / bandwidth
     for cache_bytes in (None, 30 * 10**9):
-        engine = xtrain.Engine(model, o.n, 2048, cache_bytes=cache_bytes, reuse_prefix=False)
+        engine = make_engine(o, model, o.n, 2048, cache_bytes)
         for _ in range(2):
             engine.trace.clear()
             start = time.perf_counter()
@@ -111,7 +128,7 @@ def bench_requests(o, name, model, bandwidth):
             flush=True,
         )
         record(
-            "bench_serve", f"requests {name}", shape=f"n={o.n} cache={engine.cache_bytes / 1e9:.0f}GB", dtype="bf16",
+            "bench_serve", f"{o.kind}requests {name}", shape=f"n={o.n} cache={engine.cache_bytes / 1e9:.0f}GB", dtype="bf16",
             ms=seconds * 1e3, value=speed, unit="tok/s", share_of_bound=round(bound / seconds, 4), preempted=preempted,
             copy_gb_s=round(bandwidth / 1e9),
         )  # fmt: skip
@@ -124,7 +141,7 @@ def bench_requests(o, name, model, bandwidth):
 def bench_prefill(o, name, model, peak):
     c = model.config
     theirs = their_model(model) if o.peers else None
-    engine = xtrain.Engine(model, 1, 32768, reuse_prefix=False)
+    engine = make_engine(o, model, 1, 32768)
     for T in (2048, 16384, 30000):
         prompt = np.random.default_rng(T).integers(0, c.vocab_size, T).tolist()
         times = []
@@ -145,7 +162,7 @@ def bench_prefill(o, name, model, peak):
             flush=True,
         )
         record(
-            "bench_serve", f"prefill {name}", shape=f"T={T}", dtype="bf16", ms=seconds * 1e3, value=seconds * 1e3, unit="ms",
+            "bench_serve", f"{o.kind}prefill {name}", shape=f"T={T}", dtype="bf16", ms=seconds * 1e3, value=seconds * 1e3, unit="ms",
             share_of_gemm=round(flops / seconds / peak, 4), **peer,
         )  # fmt: skip
 
@@ -194,7 +211,7 @@ def their_prefill(theirs, prompt):
 
 # ----------------------------------------------------------------------------- gap
 def bench_gap(o, name, model):
-    engine = xtrain.Engine(model, 17, 32768, reuse_prefix=False)
+    engine = make_engine(o, model, 17, 32768)
     rng = np.random.default_rng(1)
     short = rng.integers(0, model.config.vocab_size, (16, 100)).tolist()
     long = rng.integers(0, model.config.vocab_size, 30000).tolist()
@@ -222,7 +239,7 @@ def bench_gap(o, name, model):
         flush=True,
     )
     record(
-        "bench_serve", f"gap {name}", shape="16 sequences, a prompt of 30000", dtype="bf16", ms=worst * 1e3, value=worst * 1e3,
+        "bench_serve", f"{o.kind}gap {name}", shape="16 sequences, a prompt of 30000", dtype="bf16", ms=worst * 1e3, value=worst * 1e3,
         unit="ms", median_ms=round(typical * 1e3, 2), admitted_s=round(total, 3),
     )  # fmt: skip
 

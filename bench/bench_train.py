@@ -3,6 +3,7 @@
     python bench/bench_train.py [--models dim384 dim768 gpt124m] [--precision fp32 bf16] [--against torch]
     python bench/bench_train.py --models dim768 --precision fp32 bf16 --batch 16 32 --against none     bf16 and fp32
     python bench/bench_train.py --models gpt124m --precision bf16 --against none --no-wgmma            attention as on older cards
+    python bench/bench_train.py --models gpt124m --precision bf16 --against none --batch-invariant     what the mode costs
 
 xtrain and PyTorch run one after the other in one process, from the same weights and on the same batches. The loss curves of
 the first 20 steps are printed for comparison. (The learning rate warms up during these steps. At the full rate from the
@@ -47,6 +48,7 @@ class Options:
     modes: list[str] = field(default_factory=lambda: list(MODES))
     steps: int = 20  # timed steps, after as many for warm-up and the loss curve
     wgmma: bool = True  # attention kernels for compute capability 9.0, if supported
+    batch_invariant: bool = False  # forward passes have the bits of Engine(batch_invariant=True)
     # batch sizes to measure; default: the preset's
     batch: list[int] = field(default_factory=list)
 
@@ -70,13 +72,17 @@ def learning_rate(step: int) -> float:
     return LR * min((step + 1) / WARMUP, 1.0)
 
 
-def xtrain_step(model, graph=True):
-    """-> xtrain's training step: host arrays in, loss (on the GPU) out. graph: capture it in a CUDA graph."""
+def xtrain_step(model, graph=True, invariant=False):
+    """-> xtrain's training step: host arrays in, loss (on the GPU) out.
+
+    graph: capture it in a CUDA graph.  invariant: the forward in batch-invariant mode.
+    """
     optimizer = xtrain.AdamW(model, LR, BETAS, weight_decay=DECAY)
 
     def compute(ids, targets, hyper):
         model.zero_grad()
-        loss = model.loss(ids, targets)
+        with xtrain.batch_invariant(invariant):
+            loss = model.loss(ids, targets)
         loss.backward()
         optimizer.apply(hyper, clip(model, CLIP)[1])
         return (loss.data.reshape(1),)
@@ -174,11 +180,12 @@ def bench(name, precision, o, batch=None):
             "peer": peer, "peer_value": B * T / ms[0] * 1e3,
             "peer_modes": o.modes if precision == "bf16" else [], "peer_ms": [round(x, 3) for x in ms], "peer_peak_gb": round(peak, 2),
         }  # fmt: skip
-    step = xtrain_step(model)
+    step = xtrain_step(model, invariant=o.batch_invariant)
     losses, ms = run(step, data, synchronize)
+    kind = "batch-invariant " if o.batch_invariant else ""
     # step must live until the peak memory is read: it owns the graph's memory
     record(
-        "bench_train", name, shape=f"B={B} T={T} V={config.vocab_size}", dtype=precision, ms=ms[0],
+        "bench_train", f"{kind}{name}", shape=f"B={B} T={T} V={config.vocab_size}", dtype=precision, ms=ms[0],
         value=B * T / ms[0] * 1e3, unit="tok/s", peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
         p20_p80=[round(x, 3) for x in ms[1:]], **({} if o.wgmma else {"attention": "mma.sync"}), **more,
     )  # fmt: skip

@@ -193,7 +193,8 @@ for chunk in (50, 16, 7):
 # number of parts depends on: **the length of the row, and nothing else**. If it depended on the
 # other sequences in the batch, the last bits of a sequence's result would depend on them too.
 # (xtrain makes two exceptions, for speed: a part has about 192 keys in a batch of few sequences, and
-# 1024 in one of many. `Engine(batch_invariant=True)` disables them.)
+# 1024 in one of many. `Engine(batch_invariant=True)` uses prefill's attention instead, which has no
+# parts.)
 
 
 # %% tags=["exercise"]

@@ -19,6 +19,7 @@ if _importing and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handl
 try:
     from .config import ModelConfig, TrainConfig
     from .errors import UserError
+    from .kernels.runtime.invariance import batch_invariant
     from .nn import functional
     from .nn.autograd import Tensor, no_grad
     from .nn.model import Transformer
@@ -43,6 +44,7 @@ __all__ = [
     "TrainConfig",
     "Transformer",
     "UserError",
+    "batch_invariant",
     "functional",
     "no_grad",
 ]

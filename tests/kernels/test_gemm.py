@@ -5,12 +5,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from checks import GPU, assert_as_good, normal, to_host
+from checks import GPU, assert_as_good, normal, rng, to_host
 
 from xtrain.device import to_device
 from xtrain.kernels import gemm
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.gemm import linear_bwd_w, linear_bwd_x, linear_fwd, matmul
+from xtrain.kernels.runtime.invariance import batch_invariant
 
 FLAGS = list(itertools.product((False, True), (False, True)))
 SIZES = [(1, 1, 1), (3, 5, 4), (33, 17, 65), (1, 64, 8)] + ([(257, 1000, 129)] if GPU else [])
@@ -221,3 +222,52 @@ def test_only_products_with_few_tiles_get_a_workspace():
         (64, 64, 131),
     ):
         assert gemm.workspace_bytes(m, n, batch, 132) == gemm.WORKSPACE, (m, n, batch)
+
+
+# ----------------------------------------------------------------------------- batch-invariant mode
+@pytest.mark.skipif(GPU, reason="of the BLAS on the CPU")
+@pytest.mark.parametrize("I", [1, 7, 64, 100, 333, 1000])
+@pytest.mark.parametrize("O", [1, 2, 5, 12, 61, 200, 1030])
+def test_rows_of_a_product_on_the_cpu(O, I):  # noqa: E741
+    w, x = (np.float32(rng(i, n).standard_normal((n, I))) for i, n in ((1, O), (2, 70)))
+    with batch_invariant():
+        whole = linear_fwd(x, w)
+        for rows in (slice(0, 1), slice(69, 70), slice(3, 20), slice(13, 62)):
+            assert np.array_equal(linear_fwd(x[rows], w), whole[rows])
+    np.testing.assert_allclose(whole, x @ w.T, rtol=1e-5, atol=1e-4)
+
+
+def test_rows_that_a_blas_computes_alike_are_found(monkeypatch):
+    """A BLAS that adds the rows after the last whole tile in another order."""
+    matmul = np.matmul
+    for tile, expected in ((12, 12), (4, 16), (5, 4)):
+
+        def divided(a, b, tile=tile):
+            rows, whole = [matmul(row[None], b) for row in a], len(a) // tile * tile
+            rows[whole:] = [matmul(row[None, ::-1].copy(), b[::-1].copy()) for row in a[whole:]]
+            return np.concatenate(rows)
+
+        monkeypatch.setattr(gemm.np, "matmul", divided)
+        assert gemm.fixed_rows_cpu.__wrapped__(30, 1000, "float32") == expected
+        monkeypatch.undo()
+
+
+WEIGHTS = [
+    (12, 40), (768, 768), (50304, 768), (2048, 5632), (1024, 1024), (4096, 1024), (6144, 1024), (1024, 3072), (151936, 1024),
+    (4096, 4096), (24576, 4096), (4096, 12288),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, out", [(np.float32, np.float32), (BFLOAT16, BFLOAT16), (BFLOAT16, np.float32)]
+)
+@pytest.mark.parametrize("O, I", WEIGHTS)
+def test_rows_of_a_product_on_a_gpu(O, I, dtype, out):  # noqa: E741
+    """In whole tiles of rows, in a padded one, in their middle and at their ends."""
+    w, x = (put(normal(i, n, I).astype(dtype)) for i, n in ((1, O), (2, 600)))
+    run = lambda rows: to_host(linear_fwd(rows, w, out))
+    with batch_invariant():
+        whole = run(x)
+        for rows in (slice(0, 1), slice(599, 600), slice(3, 20), slice(130, 386), slice(255, 570)):
+            assert np.array_equal(run(x[rows].copy()), whole[rows]), rows

@@ -16,7 +16,7 @@ from transformers.generation import (
 )
 from twins import random_model, small
 
-from xtrain import Engine
+from xtrain import Engine, UserError
 from xtrain.kernels.decoding.sampling import sample_ref
 from xtrain.serving import engine as engine_module
 
@@ -218,3 +218,22 @@ def test_in_the_simulator():
     for (a, top_a), (b, top_b) in zip(simulated[1].logprobs, want[1].logprobs, strict=True):
         assert [t for t, _ in top_a] == [t for t, _ in top_b]
         assert [a, *(x for _, x in top_a)] == pytest.approx([b, *(x for _, x in top_b)], abs=1e-5)
+
+
+def test_several_answers_of_a_prompt(model):
+    engine = Engine(model, 3, 48, block_tokens=16)
+    prompts = [[7] * 33, [3, 4]]
+    few, many = (
+        engine.generate(prompts, 6, temperature=1.0, seed=2, n=n, logprobs=0) for n in (2, 5)
+    )
+    assert few == many[:2] + many[5:7]
+    assert many[0] == engine.generate(prompts[:1], 6, temperature=1.0, seed=2)[0]
+    assert len(set(map(tuple, many))) > 5 and all(len(c.logprobs) == 6 for c in many)
+    assert sum(c.prefilled for c in few) <= 33 + 2 + 2 * 2  # the prompt itself once
+    assert engine.generate(prompts[:1], 6, temperature=1.0, seed=[2], n=2)[1] == many[1]
+
+
+@pytest.mark.parametrize("n", [0, True, 1.5])
+def test_an_invalid_number_of_answers(model, n):
+    with pytest.raises(UserError, match="n must be a positive whole number"):
+        Engine(model, 1, 48).generate([[1]], 1, n=n)

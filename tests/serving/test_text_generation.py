@@ -185,6 +185,20 @@ def test_seeds_and_sampling(folder, capsys):
     )
 
 
+def test_samples(folder, capsys):
+    """Several texts per prompt; the first ones do not depend on how many there are."""
+    hot = ["--model", folder, "def f", "x", *OPTIONS, "--temperature", "1.2"]
+    one, three = (run(capsys, *hot, "--samples", n)[1] for n in ("1", "3"))
+    texts = {
+        n: out.split("--- ")[1:] for n, out in ((1, one), (3, three))
+    }  # "NUMBER of COUNT\nprompt and text"
+    bodies = {n: [text.split("\n", 1)[1] for text in found] for n, found in texts.items()}
+    assert [len(bodies[n]) for n in (1, 3)] == [2, 6] and len(set(bodies[3])) == 6
+    assert [bodies[3][0], bodies[3][3]] == bodies[1]
+    code, _, err = run(capsys, *hot, "--samples", "0")
+    assert code == 2 and "--samples must be a positive whole number, got 0" in err
+
+
 def test_stop_strings(folder, capsys):
     whole = run(capsys, "--model", folder, "def f", *OPTIONS)[1].rstrip("\n")[5:]
     for stop in (whole[4:7], whole[6], whole[-3:]):

@@ -10,6 +10,7 @@ The calls go through nvmath's bindings, because CuPy does not allow its own cuBL
 use one explicit workspace: then the algorithm, and so every bit of the result, is the same inside a graph and outside. Only
 products with few tiles get the workspace: there several blocks share one sum (split-K) and need memory for its terms. With
 many tiles cuBLAS would keep a counter in it, from which blocks take their next tile, and clear it before each product.
+In batch-invariant mode no product gets it, so there is no split-K, and `linear` computes a fixed number of rows at a time.
 fp32 stays fp32: TF32 is not allowed. Tensor cores multiply bf16 operands and accumulate in fp32.
 """
 
@@ -43,8 +44,9 @@ COMBINATIONS = [  # dtypes of out, a, b; sums are always float32
     ("bfloat16", "bfloat16", "bfloat16"),
     ("float32", "bfloat16", "bfloat16"),  # weight gradients accumulate in float32
 ]
-# Rows of a product in batch-invariant mode. cuBLAS needs 256 for its full speed per row; a BLAS on a CPU is near it with 16.
-FIXED_ROWS_GPU, FIXED_ROWS_CPU = 256, 16
+# Rows of a product in batch-invariant mode. cuBLAS needs 256 for its full speed per row; a BLAS on a CPU is near it with 16, or
+# with the largest of these numbers whose rows it computes alike (fixed_rows_cpu).
+FIXED_ROWS_GPU, FIXED_ROWS_CPU = 256, (16, 12, 8, 4, 2, 1)
 COMPUTE_32F, DEFAULT_ALGO = 68, -1  # cublasComputeType, cublasGemmAlgo
 _handle_lock = threading.Lock()
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -132,7 +134,7 @@ def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
     context = _handle(cupy().cuda.runtime.getDevice())
     cublas, handle = context.module, context.handle
     batch = c.shape[0] if c.ndim == 3 else 1
-    nbytes = workspace_bytes(m, n, batch, context.multiprocessors)
+    nbytes = 0 if is_batch_invariant() else workspace_bytes(m, n, batch, context.multiprocessors)
     stream = cupy().cuda.get_current_stream().ptr
     alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
     beta = _ONE if accumulate else _ZERO
@@ -188,15 +190,19 @@ def _check_two(op, x, w):
 def linear_fwd(x_NI: Array, w_OI: Array, dtype=None) -> Array:
     """x (N, I), w (O, I) -> y (N, O) = x w^T in `dtype` (default: that of x). Errors as in matmul."""
     _check_two("linear", x_NI, w_OI)
-    y_NO = empty(x_NI, (x_NI.shape[0], w_OI.shape[0]), dtype)
-    if is_batch_invariant():
-        return _linear_by_fixed_rows(y_NO, x_NI, w_OI)
-    return matmul(y_NO, x_NI, w_OI, trans_b=True)
+    return linear_into(empty(x_NI, (x_NI.shape[0], w_OI.shape[0]), dtype), x_NI, w_OI)
 
 
-def _linear_by_fixed_rows(y_NO, x_NI, w_OI):
-    """The same in products of equal shape, the last one padded: a row's bits depend neither on N nor on its index."""
-    R = FIXED_ROWS_CPU if isinstance(x_NI, np.ndarray) else FIXED_ROWS_GPU
+def linear_into(y_NO: Array, x_NI: Array, w_OI: Array) -> Array:
+    """y (N, O) = x w^T, x (N, I), w (O, I). Returns y. Errors as in matmul.
+
+    In batch-invariant mode in products of equal shape, the last one padded: a row's bits depend neither on N nor on its index.
+    """
+    if not is_batch_invariant():
+        return matmul(y_NO, x_NI, w_OI, trans_b=True)
+    R = FIXED_ROWS_GPU
+    if isinstance(x_NI, np.ndarray):
+        R = fixed_rows_cpu(*w_OI.shape, x_NI.dtype.name)
     for n in range(0, len(x_NI), R):
         x_RI, y_RO = x_NI[n : n + R], y_NO[n : n + R]
         if len(x_RI) == R:
@@ -207,6 +213,24 @@ def _linear_by_fixed_rows(y_NO, x_NI, w_OI):
         whole_RO = matmul(empty(y_NO, (R, y_NO.shape[1])), padded_RI, w_OI, trans_b=True)
         y_RO[...] = whole_RO[: len(y_RO)]
     return y_NO
+
+
+@functools.cache
+def fixed_rows_cpu(O: int, I: int, dtype: str) -> int:  # noqa: E741
+    """-> the largest of FIXED_ROWS_CPU for which the BLAS of this computer computes every row of x w^T in the same order.
+
+    A BLAS divides a product into tiles, and tiles at the edges may add in another order. OpenBLAS for Haswell computes 12 rows
+    at a time and the 4 that remain of 16 in another way. The order depends on the shape alone, so rows that hold the same
+    numbers show it.
+    """
+    random = np.random.default_rng(0)
+    w_OI = np.resize(random.standard_normal(65537).astype(dtype), (O, I))
+    rows_4I = random.standard_normal((4, I)).astype(dtype)
+    for R in FIXED_ROWS_CPU:
+        products = [np.matmul(np.tile(row_I, (R, 1)), w_OI.T) for row_I in rows_4I]
+        if all((y_RO == y_RO[0]).all() for y_RO in products):
+            return R
+    raise AssertionError("a single row is equal to itself")
 
 
 def linear_bwd_x(dy_NO: Array, w_OI: Array) -> Array:

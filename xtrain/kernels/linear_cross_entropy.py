@@ -20,7 +20,7 @@ import numpy as np
 
 from ..device import Array
 from .cross_entropy import check_targets_on_host, cross_entropy
-from .gemm import matmul
+from .gemm import linear_into, matmul
 from .runtime.launch import FLOATS, check, check_array, check_ids, empty, on_host
 
 ROWS = 2048
@@ -76,7 +76,7 @@ def linear_cross_entropy(
     for first in range(0, N, max(step, 1)):
         part = slice(first, min(first + step, N))
         x_RC, d_RP = x_NC[part], logits_RP[: part.stop - first]
-        matmul(d_RP, x_RC, w_PC, trans_b=True)
+        linear_into(d_RP, x_RC, w_PC)
         gradient = want_dx or want_dw
         cross_entropy(d_RP, targets_N[part], vocab_size, inv_count_1, gradient, out_N=loss_N[part])
         if dx_NC is not None:

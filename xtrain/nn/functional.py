@@ -223,26 +223,27 @@ class QKNormRope(Function):
 class Attention(Function):
     """q (B, T, H, D), k and v (B, S, G, D) -> o (B, T, H, D).
 
-    bf16 uses FlashAttention, float32 matrix products around a softmax. Both read v from a packed array and write dv into one.
+    bf16 uses FlashAttention, float32 matrix products around a softmax, in batch-invariant mode FlashAttention too. Both read v
+    from a packed array and write dv into one.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, scale, causal):
-        if q.dtype.name == "bfloat16":
+        flash = q.dtype.name == "bfloat16" or is_batch_invariant()
+        if flash:
             o, lse = _flash_attention.flash_attention_fwd(q, k, v, scale, causal)
-            ctx.save(q, k, v, o, lse, scale, causal)
+            saved = q, k, v, o, lse
         else:
             o, saved = _attention.attention_fwd(q, k, v, scale, causal)
-            ctx.save(*saved, scale, causal)
+        ctx.save(flash, scale, causal, *saved)
         return o
 
     @staticmethod
     def backward(ctx, do):
         dv = gradient_view_for(ctx, 2)
-        if do.dtype.name == "bfloat16":
-            q, k, v, o, lse, scale, causal = ctx.saved
-            return _flash_attention.flash_attention_bwd(do, q, k, v, o, lse, scale, causal, dv)
-        *saved, scale, causal = ctx.saved
+        flash, scale, causal, *saved = ctx.saved
+        if flash:
+            return _flash_attention.flash_attention_bwd(do, *saved, scale, causal, dv)
         return _attention.attention_bwd(do, tuple(saved), scale, causal, dv)
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..device import Array
+from ..kernels.runtime.invariance import batch_invariant, is_batch_invariant
 from .autograd import Function, no_grad, recording
 from .tensor import Tensor
 
@@ -43,16 +44,16 @@ class Recompute(Function):
 
     @staticmethod
     def forward(ctx, f, *arrays):
-        ctx.save(f, *arrays)
+        ctx.save(f, is_batch_invariant(), *arrays)
         with no_grad():
             out = f(*map(Tensor, arrays))
         return tuple(y.data for y in out) if isinstance(out, tuple) else out.data
 
     @staticmethod
     def backward(ctx, *gradients):
-        f, *arrays = ctx.saved
+        f, invariant, *arrays = ctx.saved
         caught: list[Array | None] = []
-        with recording(True):
+        with recording(True), batch_invariant(invariant):
             inputs = [Tensor(x, needed) for x, needed in zip(arrays, ctx.needs_grad[1:])]
             out = f(*Catch.apply(caught, *inputs))
             start = Start.apply(gradients, *(out if isinstance(out, tuple) else (out,)))

@@ -44,12 +44,21 @@ from ..kernels.decoding.logprobs import MAX_TOP, token_logprobs
 from ..kernels.decoding.penalties import MAX_BIASES, Penalties, apply_penalties, count_tokens
 from ..kernels.decoding.sampling import advance, sample
 from ..kernels.runtime.invariance import batch_invariant as in_batch_invariant_mode
-from ..nn.autograd import inference
+from ..nn.autograd import Tensor, inference
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from .blocks import MIN_COPIED, ROOT, BlockPool, Prefix, block_key, block_keys
 from .paged_cache import PagedCache
-from .requests import Completion, DecodeBatch, Request, Step, TokenLogprobs, make_requests
+from .requests import (
+    Completion,
+    DecodeBatch,
+    Request,
+    Step,
+    TokenLogprobs,
+    make_requests,
+    make_scoring_requests,
+)
+from .scoring import LOGIT_ROWS, Scores
 
 # Prompt tokens in one forward pass, at most. More would cost more memory than they save time: on the CPU the reference
 # of attention computes all scores at once, heads x tokens x keys.
@@ -70,6 +79,16 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True)
+class InFlightScores:
+    """A forward pass whose log-probabilities the host has not read yet."""
+
+    parts: list[tuple[Request, int, slice]]  # request, first position, rows of the forward's result
+    first: int  # row, the first one that is scored
+    arrays: list[list[np.ndarray]]  # from token_logprobs, for some rows each
+    wait: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class InFlightStep:
     """A forward pass that has been launched and whose tokens the host has not read yet, one per request."""
 
@@ -86,8 +105,9 @@ class Engine:
 
     max_batch: sequences at a time.  max_seq_len: tokens of a sequence, prompt and answer; None: the longest that the model
     supports.
-    batch_invariant: the tokens of a sequence do not depend on the other sequences, not even in the last bit. Then no blocks are
-    shared, and each sequence gets all its blocks when it is admitted.
+    batch_invariant: the tokens of a sequence do not depend on the other sequences, not even in the last bit. Its logits have the
+    bits of `with xtrain.batch_invariant(): model(ids)`, also where blocks are shared and after a preemption. It costs speed:
+    products have a fixed number of rows, and decoding uses the attention of prefill.
     reuse_prefix: sequences that begin with the same tokens share the blocks of the KV cache that hold them, also after the first
     of them has ended (earlier turns of a chat). New weights are detected if they are assigned as `parameter.data = x`, not if
     they are written in place.
@@ -187,7 +207,7 @@ class Engine:
         # lock: held by the thread that changes the state.  turn: held by the thread that waits for the lock, so that no
         # thread takes the lock twice in succession while another one waits.
         self.lock, self.turn, self.state_is_consistent = threading.RLock(), threading.RLock(), True
-        self.steps_in_flight: collections.deque[InFlightStep] = collections.deque()
+        self.steps_in_flight: collections.deque[InFlightStep | InFlightScores] = collections.deque()
         self.run_ahead = on_gpu  # elsewhere a step has finished when its launch returns
         self.graphed: Callable[..., Any] | None = (
             Graphed(self._decode) if graph and on_gpu else None
@@ -215,7 +235,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any
     ) -> list[Completion]:
-        """Run `stream` to its end. -> one Completion (a list of new tokens) per prompt. Arguments and errors as in stream."""
+        """Run `stream` to its end. -> n Completions (lists of new tokens) per prompt. Arguments and errors as in stream."""
         stream = self.stream(prompts, *args, **options)
         for _ in stream:
             pass
@@ -237,10 +257,13 @@ class Engine:
         frequency_penalty: float | Sequence[float] = 0.0,
         logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
         logprobs: int | Sequence[int | None] | None = None,
+        n: int = 1,
     ) -> "Stream":
-        """-> an iterator over (prompt number, token) with `completions` and `cancel(number)`; it computes when iterated.
+        """-> an iterator over (number, token) with `completions` and `cancel(number)`; it computes when iterated.
 
-        prompts: lists of token ids. Every option except stop may be a list with one value per prompt.
+        prompts: lists of token ids. Every option except stop and n may be a list with one value per prompt.
+        n: answers per prompt; prompt i has numbers i n, ..., i n + n - 1. Each prompt is computed once, and each answer has
+        random numbers of its own: the first k answers are the same whatever n is.
         max_new_tokens: per prompt, at most.
         temperature: 0 picks the most likely token, the lower id of two that tie; otherwise tokens are drawn at random.
         top_k: draw among the top_k most likely tokens, at most 1024; None: all.
@@ -262,9 +285,33 @@ class Engine:
             prompts, self.config, self.max_seq_len, stop, seed, max_new_tokens=max_new_tokens,
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty, logit_bias=logit_bias, logprobs=logprobs,
+            frequency_penalty=frequency_penalty, logit_bias=logit_bias, logprobs=logprobs, n=n,
         )  # fmt: skip
         return Stream(self, requests)
+
+    def logprobs(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[int]] | None = None,
+        top: int = 0,
+    ) -> list[Scores]:
+        """The log-probabilities of the tokens of continuations[i] after prompts[i], computed without sampling. -> one Scores each
+
+        Without continuations: of every token of the prompts but the first, which nothing precedes.
+        top: also report so many of the most likely tokens at each place, at most 20.
+        Sequences are computed together, and what several of them begin with is computed once. Other threads may generate at
+        the same time. Raises UserError, before anything is computed, for an empty prompt or continuation, for a sequence that is
+        too long, or for an id that is no token.
+        """
+        requests = make_scoring_requests(prompts, continuations, self.config, self.max_seq_len, top)
+        try:
+            self.submit(*requests)
+            while any(request.completion.reason is None for request in requests):
+                self.step()
+        finally:
+            for request in requests:
+                self.cancel(request)
+        return [request.scores for request in requests if request.scores is not None]
 
     def submit(self, *requests: Request) -> None:
         """Append requests to the pending ones; `step` admits each when there is room."""
@@ -393,17 +440,15 @@ class Engine:
 
     def _can_share(self, request: Request) -> bool:
         # With dynamic RoPE scaling, a long prompt has other angles from its first token.
-        # Decoding rounds other last bits than prefill, so in batch-invariant mode nothing is shared.
-        stretched = self.cache.stretched(len(request.tokens))
-        return self.reuse_prefix and not stretched and not self.batch_invariant
+        return self.reuse_prefix and not self.cache.stretched(len(request.prompt))
 
     def _shares_with_prefilling(self, request: Request) -> bool:
         """True if a prefilling request computes a block that this request would compute next."""
         if not self._can_share(request):
             request.keys = []
             return False
-        tokens = request.tokens
-        request.keys = block_keys(tokens, self.pool.S)
+        request.keys = block_keys(request.tokens, self.pool.S)
+        tokens = request.reusable
         if not self.prefilling_requests:
             return False
         known = len(self.pool.find(tokens, request.keys).blocks)
@@ -412,11 +457,9 @@ class Engine:
 
     def _assign_blocks(self, request: Request) -> bool:
         """Find or allocate blocks for all tokens of the request. -> False if there are not enough"""
-        tokens, pool, more = request.tokens, self.pool, 0
-        if self.batch_invariant:  # all blocks: preemption would prefill what was decoded
-            more = min(len(request.prompt) + request.max_new_tokens, self.max_seq_len) - len(tokens)
+        tokens, pool = request.tokens, self.pool
         nothing = Prefix([])
-        found = pool.find(tokens, request.keys) if request.keys else nothing
+        found = pool.find(request.reusable, request.keys) if request.keys else nothing
         # Some blocks are left for the sequences that are growing.
         growth = sum(map(self._blocks_to_come, self.active_requests + self.prefilling_requests))
         reserve = min(growth, (len(self.active_requests) + 1) // 2)
@@ -429,7 +472,7 @@ class Engine:
             used = prefix.blocks + ([] if prefix.partial is None else [prefix.partial])
             for block in used:  # must not be evicted
                 pool.share(block)
-            needed = -(-(len(tokens) + more) // pool.S) - len(prefix.blocks) - take
+            needed = -(-len(tokens) // pool.S) - len(prefix.blocks) - take
             if pool.available >= needed + reserve:
                 break
             pool.release(used)
@@ -462,9 +505,15 @@ class Engine:
         tokens = [r.tokens for r in requests]
         ends = np.cumsum(counts)
         complete = [i for i, (t, a, n) in enumerate(zip(tokens, starts, counts)) if a + n == len(t)]
+        drawing = [i for i in complete if requests[i].scores is None]
+        parts, wanted = [], [int(ends[i]) - 1 for i in drawing]
+        for request, start, n, end in zip(requests, starts, counts, ends.tolist()):
+            if request.scores is not None and (rows := request.scores.wanted(start, n)):
+                parts.append((request, rows[0], slice(len(wanted), len(wanted) + len(rows))))
+                wanted += range(end - len(rows), end)
         ids_N, sequences = self.cache.prefill(
             [x for t, a, n in zip(tokens, starts, counts) for x in t[a : a + n]], counts, starts,
-            [r.blocks for r in requests], [int(ends[i]) - 1 for i in complete] or [0], len(tokens[0]),
+            [r.blocks for r in requests], wanted or [0], len(requests[0].prompt),
         )  # fmt: skip
         x_WC = self.model.hidden(ids_N, sequences)
         for request, n in zip(requests, counts):
@@ -473,12 +522,31 @@ class Engine:
             self.prefilled_tokens += n
             step.prefilled += n
             self._publish(request)
-        done = [requests[i] for i in complete]
-        if done:
-            self._draw_first_tokens(done, self.model.logits(x_WC).data)
-        for request in done:
-            self._leave_prefill(request)
-            self.active_requests.append(request)
+        if drawing:
+            logits = self.model.logits(Tensor(x_WC.data[: len(drawing)])).data
+            self._draw_first_tokens([requests[i] for i in drawing], logits)
+        if parts:
+            self._score(parts, x_WC.data, len(drawing))
+        for i in complete:
+            self._leave_prefill(requests[i])
+            self.active_requests.append(requests[i])
+
+    def _score(self, parts: list[tuple[Request, int, slice]], x_WC: Array, first: int) -> None:
+        """Launch the log-probabilities of the tokens after rows first, first + 1, ... of x."""
+        targets, n_top = [], 0
+        for request, position, rows in parts:
+            if request.scores is not None:
+                targets += request.scores.tokens[position + 1 :][: rows.stop - rows.start]
+                n_top = max(n_top, request.scores.n_top)
+        targets_W, each = to_device(np.array(targets, np.int32), self.model.device), []
+        for low in range(0, len(targets), LOGIT_ROWS[self.model.device]):
+            high = min(low + LOGIT_ROWS[self.model.device], len(targets))
+            logits = self.model.logits(Tensor(x_WC[first + low : first + high])).data
+            found = token_logprobs(logits, targets_W[low:high], n_top, self.config.vocab_size)
+            each.append([_to_host_later(x) for x in found])
+        self.steps_in_flight.append(InFlightScores(parts, first, each, self._arrival()))
+        for request, *_ in parts:
+            request.in_flight += 1
 
     def _next_chunks(self) -> list[PrefillChunk]:
         """The next tokens of the prefilling requests, as many as one pass may have."""
@@ -488,15 +556,11 @@ class Engine:
         for request in self.prefilling_requests:
             past = request.cached_tokens
             total = len(request.tokens)
-            alone = self.cache.stretched(total)
+            alone = self.cache.stretched(len(request.prompt))
             if alone and chunks:
                 break
             each = self._flops_of_token(past)
             n = min(total - past, free, max(S, int(min(flops / each, total))))
-            if self.batch_invariant:  # where a prompt is cut does not depend on other requests
-                n = min(total - past, self.max_prefill_tokens)
-            if n > free:
-                break
             chunks.append(PrefillChunk(request, n))
             free, flops = free - n, flops - n * each
             if alone or free <= 0 or flops <= 0:
@@ -674,20 +738,32 @@ class Engine:
             ids = to_numpy(self.batch.ids)[slots].tolist()
             return lambda: ids
         rows = [_step_of(r) % 2 for r in requests]  # as `advance` writes them
-        arrived = cupy().cuda.Event(disable_timing=True)
-        arrived.record()
+        wait = self._arrival()
 
         def wait_for_ids() -> list[int]:
-            arrived.synchronize()
+            wait()
             return self.device_to_host_ids[rows, slots].tolist()
 
         return wait_for_ids
+
+    def _arrival(self) -> Callable[[], None]:
+        """-> a function that waits for everything launched so far"""
+        if self.model.device != "gpu":
+            return lambda: None
+        arrived = cupy().cuda.Event(disable_timing=True)
+        arrived.record()
+        return arrived.synchronize
 
     def _collect(self, kept: int) -> list[tuple[Request, int]]:
         """Wait for the tokens of all steps in flight but the newest `kept`. -> (request, token) pairs"""
         new_tokens = []
         while len(self.steps_in_flight) > kept:
             oldest = self.steps_in_flight[0]
+            if isinstance(oldest, InFlightScores):
+                oldest.wait()
+                self.steps_in_flight.popleft()
+                self._take_scores(oldest)
+                continue
             tokens = oldest.wait_for_ids()
             self.steps_in_flight.popleft()
             for request, token, row in zip(oldest.requests, tokens, oldest.rows):
@@ -697,6 +773,15 @@ class Engine:
                     logprobs = _logprobs_of(request, oldest.logprobs, row)
                     new_tokens += self._append_token(request, token, logprobs)
         return new_tokens
+
+    def _take_scores(self, step: InFlightScores) -> None:
+        arrays = [np.concatenate(pieces) for pieces in zip(*step.arrays)]
+        for request, position, rows in step.parts:
+            request.in_flight -= 1
+            if request.completion.reason is None and request.scores is not None:
+                rows = slice(rows.start - step.first, rows.stop - step.first)
+                request.scores.take(position, arrays, rows)
+                self._end_if_finished(request)
 
     # ------------------------------------------------------------------------- the end of a sequence
     def _append_token(
@@ -718,6 +803,9 @@ class Engine:
         completion = request.completion
         if completion.reason:  # cancelled, or `_end` was interrupted
             self._end(request, completion.reason)
+        elif request.scores is not None:
+            if request.scores.complete:
+                self._end(request, "scored")
         elif completion and completion[-1] in request.stop:
             self._end(request, "stop")
         elif len(completion) == request.max_new_tokens:

@@ -6,7 +6,8 @@ block by block, and a block may belong to several sequences.
 
 CachedSequences is what the model gets in place of nn.Sequences. Everything but attention is the same as in training. In
 attention, prefill appends the new keys and values and reads the whole sequence from the cache (kernels/attention/
-context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel (decode_attention.py).
+context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel (decode_attention.py), in
+batch-invariant mode as in prefill, whose bits are those of training.
 """
 
 import itertools
@@ -153,8 +154,8 @@ class PagedCache:
 
         ids: the new tokens of all sequences, packed.  blocks: of each sequence, with room for the new tokens.
         wanted: the rows (tokens) whose logits are wanted.
-        prompt_length: tokens of the whole prompt, for dynamic scaling. A prompt beyond the trained length (`stretched`) must be
-        the only sequence.
+        prompt_length: tokens of the whole prompt, for dynamic scaling; tokens after it, which were generated before a preemption,
+        have the angles of decoding. A prompt beyond the trained length (`stretched`) must be the only sequence.
         """
         A, N = len(lengths), len(ids)
         M = max(-(-(n + h) // self.S) for n, h in zip(lengths, history))
@@ -172,7 +173,9 @@ class PagedCache:
         tables_AM = tables.reshape(A, M)
         cos_sin = self.tables
         if prompt_length is not None and self.stretched(prompt_length):
-            cos_sin = self._tables_for(prompt_length, prompt_length)
+            stretched = self._tables_for(prompt_length, prompt_length)
+            cos, sin = (_join(a, b[prompt_length:]) for a, b in zip(stretched, self.tables))
+            cos_sin = cos, sin
         places = token_positions(edges_E, N, history_A, tables_AM, self.S)
         return ids_N, self._sequences(
             A, max(lengths), cos_sin, places, edges_E, history_A, tables_AM, wanted_W, False
@@ -184,8 +187,11 @@ class PagedCache:
         All arrays are int32 on the device. The host does not read them, so a CUDA graph can capture the step.
         edges (B + 1,): 0, 1, 2, ...
         """
-        B = len(lengths_B)
-        return self._sequences(B, 1, self.tables, None, edges_E, lengths_B, tables_BM, None, True)
+        B, places = len(lengths_B), None
+        if is_batch_invariant():  # once for all layers
+            places = token_positions(edges_E, B, lengths_B, tables_BM, self.S)
+        rest = edges_E, lengths_B, tables_BM, None, True
+        return self._sequences(B, 1, self.tables, places, *rest)
 
     def _sequences(self, A, longest, tables, places, edges_E, history_A, tables_AM, wanted, one):
         rest = places, edges_E, history_A, tables_AM, wanted, one, self, itertools.count()
@@ -222,7 +228,7 @@ class CachedSequences(Sequences):
         return self._placed()[2]
 
     def attend(self, qkv_NP, q_w_D, k_w_D, H, G, eps, scale):
-        if not self.one:
+        if not self.one or is_batch_invariant():
             return super().attend(qkv_NP, q_w_D, k_w_D, H, G, eps, scale)
         k_RGSD, v_RGSD = self.cache.layers[next(self.calls)]
         norms = (None, None) if q_w_D is None else (q_w_D.value, k_w_D.value)
@@ -230,7 +236,7 @@ class CachedSequences(Sequences):
         return Tensor(
             decode_attention(
                 qkv_NP.data, k_RGSD, v_RGSD, self.history_A, self.tables_AM, self.cos_PR,
-                self.sin_PR, *norms, eps, scale, True, is_batch_invariant(),
+                self.sin_PR, *norms, eps, scale, True,
             )
         )  # fmt: skip
 

@@ -13,8 +13,10 @@ from ..errors import UserError
 from ..kernels.decoding.logprobs import MAX_TOP
 from ..kernels.decoding.penalties import PenaltyRules
 from ..kernels.decoding.sampling import check_sampling
+from .scoring import Scores
 
 REASONS = {  # why a sequence ended
+    "scored": "its log-probabilities are known",
     "stop": "a stop token was generated",
     "length": "it has max_new_tokens",
     "full": "its context is full",
@@ -67,6 +69,7 @@ class Request:
     logprobs: int | None = (
         None  # how many of the most likely tokens to report, and the token's own; None: nothing
     )
+    scores: Scores | None = None  # what to compute instead of an answer (scoring.py)
     completion: Completion = field(default_factory=Completion)
     request_id: int = -1  # in the trace; requests are numbered in the order of submission
     slot: int = -1  # entry of the decode batch
@@ -83,6 +86,11 @@ class Request:
     def tokens(self) -> list[int]:
         """The sequence so far."""
         return self.prompt + self.completion
+
+    @property
+    def reusable(self) -> list[int]:
+        """The first tokens: the keys and values of all but the last may come from another sequence, its logits are wanted."""
+        return self.tokens if self.scores is None else self.prompt[: self.scores.first]
 
 
 @dataclass
@@ -105,23 +113,21 @@ def make_requests(
     max_seq_len: int,
     stop: Iterable[int],
     seed: int | Sequence[int],
+    n: int = 1,
     **options: Any,
 ) -> list[Request]:
-    """Check prompts and options, and return one Request per prompt.
+    """Check prompts and options, and return n Requests per prompt, one after the other.
 
     config: of the model.  max_seq_len: tokens of a sequence, prompt and answer.  stop, seed, options: as in Engine.stream;
     options are max_new_tokens and those of DEFAULTS.
     Raises UserError for a prompt or an option that is invalid.
     """
-    try:
-        prompts = list(prompts)
-    except TypeError:
-        raise UserError(
-            f"prompts must be a list of lists of token ids, got {type(prompts).__name__}"
-        ) from None
-    n, seed_per_prompt = len(prompts), isinstance(seed, (list, tuple, np.ndarray))
+    prompts = _listed("prompts", prompts)
+    if not _is_whole(n) or n < 1:
+        raise UserError(f"n must be a positive whole number, got {n!r}")
+    seed_per_prompt = isinstance(seed, (list, tuple, np.ndarray))
     options = DEFAULTS | options | {"seed": seed}
-    columns = [_one_per_prompt(name, x, n) for name, x in options.items()]
+    columns = [_one_per_prompt(name, x, len(prompts)) for name, x in options.items()]
     try:
         if isinstance(stop, (str, bytes)):
             raise TypeError
@@ -131,7 +137,12 @@ def make_requests(
     requests = []
     for i, (prompt, *row) in enumerate(zip(prompts, *columns)):
         values = dict(zip(options, row))
-        tokens = _checked_tokens(i, prompt, config, max_seq_len)
+        tokens = _checked_tokens(f"prompt {i}", prompt, config)
+        if len(tokens) >= max_seq_len:
+            raise UserError(
+                f"prompt {i} has {len(tokens)} tokens, which leaves no room for an answer: give at most {max_seq_len - 1} tokens, "
+                f"or raise max_seq_len ({max_seq_len}; the model supports {config.context})"
+            )
         for name, value in values.items():
             valid, wanted = EXPECTED[name]
             if not valid(value):
@@ -147,14 +158,51 @@ def make_requests(
             penalties.check()
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"sampling: {error}") from None
-        completion = Completion(values["logprobs"] is not None)
-        random_stream = 0 if seed_per_prompt else i
-        requests.append(
-            Request(
-                tokens, **values, random_stream=random_stream, stop=stop, penalties=penalties,
-                completion=completion,
+        for sample in range(n):  # a sample's stream does not depend on how many there are
+            random_stream = (0 if seed_per_prompt else i) + (sample << 32)
+            requests.append(
+                Request(
+                    tokens, **values, random_stream=random_stream, stop=stop, penalties=penalties,
+                    completion=Completion(values["logprobs"] is not None),
+                )
+            )  # fmt: skip
+    return requests
+
+
+def make_scoring_requests(
+    prompts: Iterable[Sequence[int]],
+    continuations: Iterable[Sequence[int]] | None,
+    config: ModelConfig,
+    max_seq_len: int,
+    top: int,
+) -> list[Request]:
+    """One Request per prompt whose result is its Scores. Arguments and errors as in Engine.logprobs."""
+    prompts = _listed("prompts", prompts)
+    continuations = None if continuations is None else _listed("continuations", continuations)
+    if continuations is not None and len(continuations) != len(prompts):
+        raise UserError(
+            f"{len(prompts)} prompts and {len(continuations)} continuations: give one each"
+        )
+    if not _is_whole(top) or not 0 <= top <= MAX_TOP:
+        raise UserError(f"top must be a whole number from 0 to {MAX_TOP}, got {top!r}")
+    requests = []
+    for i, prompt in enumerate(prompts):
+        tokens, first = _checked_tokens(f"prompt {i}", prompt, config), 1
+        if continuations is not None:
+            first = len(tokens)
+            tokens += _checked_tokens(f"continuation {i}", continuations[i], config)
+        if len(tokens) == first:
+            raise UserError(f"prompt {i} has one token, which nothing precedes: give at least two")
+        if len(tokens) > max_seq_len:
+            raise UserError(
+                f"sequence {i} has {len(tokens)} tokens: give at most {max_seq_len}, or raise max_seq_len "
+                f"({max_seq_len}; the model supports {config.context})"
             )
-        )  # fmt: skip
+        scores = Scores(tokens, first, int(top))
+        options = dict(max_new_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+        requests.append(
+            Request(tokens[:-1], **options, random_stream=0, stop=frozenset(), scores=scores)  # type: ignore[arg-type]
+        )
     return requests
 
 
@@ -215,27 +263,31 @@ def _one_per_prompt(name: str, value: Any, n: int) -> list:
     return list(value)
 
 
-def _checked_tokens(i: int, prompt: Any, config: ModelConfig, max_seq_len: int) -> list[int]:
+def _listed(name: str, lists: Any) -> list[Any]:
     try:
-        tokens = [int(token) for token in prompt]
-        whole = all(a == b for a, b in zip(tokens, prompt))
+        return list(lists)
+    except TypeError:
+        raise UserError(
+            f"{name} must be a list of lists of token ids, got {type(lists).__name__}"
+        ) from None
+
+
+def _checked_tokens(name: str, tokens: Any, config: ModelConfig) -> list[int]:
+    try:
+        ids = [int(token) for token in tokens]
+        whole = all(a == b for a, b in zip(ids, tokens))
     except (TypeError, ValueError):
         whole = False
     if not whole:
-        raise UserError(f"prompt {i} must be a list of token ids, got {type(prompt).__name__}")
-    if not tokens:
-        raise UserError(f"prompt {i} is empty: give at least one token")
-    outside = [token for token in tokens if not 0 <= token < config.vocab_size]
+        raise UserError(f"{name} must be a list of token ids, got {type(tokens).__name__}")
+    if not ids:
+        raise UserError(f"{name} is empty: give at least one token")
+    outside = [token for token in ids if not 0 <= token < config.vocab_size]
     if outside:
         raise UserError(
-            f"prompt {i} holds the token {outside[0]}: ids must be from 0 to {config.vocab_size - 1}"
+            f"{name} holds the token {outside[0]}: ids must be from 0 to {config.vocab_size - 1}"
         )
-    if len(tokens) >= max_seq_len:
-        raise UserError(
-            f"prompt {i} has {len(tokens)} tokens, which leaves no room for an answer: give at most {max_seq_len - 1} tokens, "
-            f"or raise max_seq_len ({max_seq_len}; the model supports {config.context})"
-        )
-    return tokens
+    return ids
 
 
 # ----------------------------------------------------------------------------- on the device

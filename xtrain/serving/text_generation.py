@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -48,6 +48,7 @@ class Options(SamplingOptions):
     # draw among the fewest tokens that together have this share of the probability
     top_p: float = 1.0
     seed: int = 0  # the same seed gives the same texts
+    samples: int = 1  # texts per prompt; at temperature 0 they are all the same
     # end before this text; may be given several times
     stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
     stream: bool = False  # print while the text is generated
@@ -77,21 +78,30 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     _check_texts(o)
     p = pretrained or load(o.model, o.device, o.precision)
     tokens = [p.tokenizer.encode(prompt, special=True) for prompt in o.prompts]
+    prompts = [prompt for prompt in o.prompts for _ in range(o.samples)]
     engine = make_engine(p, tokens, o)
     start = time.perf_counter()
     stream = engine.stream(
-        tokens, o.max_new_tokens, o.temperature, o.top_k, o.top_p, o.seed, p.stop, **o.shared()
+        tokens,
+        o.max_new_tokens,
+        o.temperature,
+        o.top_k,
+        o.top_p,
+        o.seed,
+        p.stop,
+        n=o.samples,
+        **o.shared(),
     )
     if o.temperature == 0 and (o.top_k, o.top_p, o.min_p, o.seed) != (None, 1.0, 0.0, 0):
         say(
             "--top-k, --top-p, --min-p and --seed change nothing at --temperature 0: give a higher temperature to draw at random"
         )
-    texts = [TextStream(p.tokenizer, o.stop) for _ in tokens]
+    texts = [TextStream(p.tokenizer, o.stop) for _ in prompts]
     chunks: Iterable[TextChunk] = text_chunks(stream, texts)
     if not o.stream:
         numbers = sorted(chunk.number for chunk in chunks if chunk.last)
         chunks = [TextChunk(i, texts[i].text, True) for i in numbers]
-    show = Printer(o.prompts)
+    show = Printer(prompts)
     for chunk in chunks:
         show(chunk)
     _print_summary(stream.completions, texts, engine, time.perf_counter() - start)
@@ -105,6 +115,8 @@ def _check_texts(o: Options) -> None:
         raise UserError(
             "a --stop text is empty: give at least one character, or leave the option out"
         )
+    if o.samples < 1:
+        raise UserError(f"--samples must be a positive whole number, got {o.samples}")
     for i, prompt in enumerate(o.prompts, 1):
         if not prompt:
             raise UserError(f"prompt {i} is empty: give at least one character")
@@ -135,7 +147,7 @@ def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
             "shorten it"
         )
     max_seq_len = min(context, longest + max(o.max_new_tokens, 1))
-    max_batch = min(len(tokens), MAX_BATCH if o.max_batch is None else o.max_batch)
+    max_batch = min(len(tokens) * o.samples, MAX_BATCH if o.max_batch is None else o.max_batch)
     return Engine(p.model, max_batch, max_seq_len, o.batch_invariant)
 
 
@@ -166,7 +178,7 @@ class Printer:
     The text of a later prompt is buffered until the earlier ones are complete.
     """
 
-    def __init__(self, prompts: tuple[str, ...]):
+    def __init__(self, prompts: Sequence[str]):
         self.prompts, self.buffered = prompts, [""] * len(prompts)
         self.complete, self.current = [False] * len(prompts), -1
         self._print_next_prompt()

@@ -14,6 +14,7 @@ from xtrain.kernels.attention.context_attention import context_attention, contex
 from xtrain.kernels.decoding import kv_cache
 from xtrain.kernels.decoding.kv_cache import append_kv
 from xtrain.kernels.decoding.padding import token_positions
+from xtrain.kernels.runtime.invariance import batch_invariant
 from xtrain.simulator import KernelError, sim
 
 __all__ = ["small_fp32_tiles"]
@@ -340,7 +341,7 @@ def test_planted_bugs_of_paging_are_found(monkeypatch, module, name, old, new, d
 )
 def test_the_kernel_checks_values_that_only_the_device_knows(which, values, dtype):
     """Invalid history, tables and edges: nothing is read or written out of bounds (the simulator would report it), and the
-    sequence's rows become NaN; the first sequence, which is valid, is unchanged."""
+    sequence's rows become NaN, those of an idle one 0; the first sequence, which is valid, is unchanged."""
     args = case([3, 7, 5], [1, 0, 4], 2, 1, 16, dtype)
     assert args[5].shape == (3, 1)
     want = run(args, to_kernel)
@@ -350,8 +351,18 @@ def test_the_kernel_checks_values_that_only_the_device_knows(which, values, dtyp
     o = run((*args[:which], values, *args[which + 1 :]), to_kernel)
     assert np.array_equal(o[:3], want[:3])
     if which != 3:
-        assert np.isnan(o[3:10].astype(np.float32)).all()
+        idle = which == 4 and values[1] < 0
+        assert (o[3:10] == 0 if idle else np.isnan(o[3:10].astype(np.float32))).all()
         assert not np.isnan(o[10:].astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_an_idle_sequence_on_the_host(invariant):
+    args = case([3, 2, 1], [1, 5, 4], 4, 2, 16)
+    idle = *args[:4], int32([1, -1, 4]), np.where([[0], [1], [0]], -1, args[5]), *args[6:]
+    with batch_invariant(invariant):
+        want, o = run(args, np.array), run(idle, np.array)
+    assert np.array_equal(o[[0, 1, 2, 5]], want[[0, 1, 2, 5]]) and (o[3:5] == 0).all()
 
 
 def test_bad_input():

@@ -213,17 +213,6 @@ def test_few_blocks_and_several_launches(short_splits, monkeypatch, dtype):
 
 
 @pytest.mark.long
-def test_batch_invariant_where_few_and_many_differ(short_splits, monkeypatch):
-    monkeypatch.setattr(file, "FEW_HEADS", 1)
-    args = case([40, 3], 2, 1, 16, 48, BF16, True)
-    assert file.choose(16, 2, True, 1) != file.choose(16, 2, True, 2)
-    together = run(args, to_kernel, batch_invariant=True)[0]
-    for b in range(2):
-        alone = (args[0][b : b + 1].copy(), *args[1:3], args[3][[b]], args[4][[b]], *args[5:])
-        assert np.array_equal(run(alone, to_kernel)[0][0], together[b])
-
-
-@pytest.mark.long
 @settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_lengths_heads_and_batch(data):

@@ -38,13 +38,13 @@ def test_token_positions(lengths, S):
 
 
 def test_positions_beyond_the_table_have_no_block():
-    """Before the first position, and from M S on; entries of the table are passed on as they are."""
-    tables, history = int32([[4, -7], [6, 5]]), int32([-2, 30])
+    """From M S on, and those of an idle sequence; entries of the table are passed on as they are."""
+    tables, history = int32([[4, -7], [3, 3], [6, 5]]), int32([0, -1, 30])
     for put in (to_kernel, np.array):
-        got = token_positions(put(int32([0, 20, 24])), 24, put(history), put(tables), 16)
+        got = token_positions(put(int32([0, 18, 20, 24])), 24, put(history), put(tables), 16)
         blocks, _, positions = map(to_host, got)
-        assert positions.tolist() == [*range(-2, 18), *range(30, 34)]
-        assert blocks.tolist() == [-1, -1, *[4] * 16, -7, -7, 5, 5, -1, -1]
+        assert positions.tolist() == [*range(18), 0, 0, *range(30, 34)]
+        assert blocks.tolist() == [*[4] * 16, -7, -7, -1, -1, 5, 5, -1, -1]
 
 
 @pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")

@@ -14,6 +14,8 @@ attention: H / G query heads read the same key head, which is never copied.
 
 The bits of a query's row depend only on its sequence up to itself: tiles of keys begin at multiples of their size, and that size
 depends only on D. So neither the other sequences, nor S and the blocks, nor where a prompt is cut into two prefills matter.
+In batch-invariant mode the forward of training computes the same bits: flash_attention.py's kernels add in the same order.
+A sequence with a negative history is idle: o = 0.
 
     bf16        tensor cores, with the tiles of flash_attention_table.py; D = 16, 32, 64, 128
     float32     flash_attention_fp32.py's products in shared memory; any D up to 128
@@ -49,9 +51,10 @@ from ..primitives.tiles import (
     make_scores,
     make_store,
 )
+from ..runtime.invariance import is_batch_invariant
 from ..runtime.launch import check, check_array, empty, launch, on_host
 from . import flash_attention_fp32 as fp32
-from .flash_attention import choose, shared_limit
+from .flash_attention import INVARIANT_T, choose, shared_limit, tiled_attention_ref
 from .flash_attention_bf16 import (
     LOG2E,
     LOWEST,
@@ -63,9 +66,6 @@ from .flash_attention_bf16 import (
 from .flash_attention_table import Tiles
 
 NAN = np.float32(np.nan)
-# The tiles of bf16 are those that attention of training uses for so many queries, whatever the lengths are: the size of a tile
-# of keys decides the bits.
-TUNED_FOR = 2048
 
 
 # ----------------------------------------------------------------------------- reference
@@ -75,9 +75,15 @@ def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, 
     o_NHD, wide = np.zeros_like(q_NHD), np.result_type(q_NHD.dtype, np.float32)
     for a, table_M in enumerate(tables_AM):
         first, last, past = edges_E[a], edges_E[a + 1], history_A[a]
+        if past < 0:
+            continue
         T, n = last - first, past + last - first
-        q_GRTD = q_NHD[first:last].reshape(T, G, H // G, D).transpose(1, 2, 0, 3).astype(wide)
         k_GSD, v_GSD = (gather_sequence_ref(x, table_M, n).astype(wide) for x in (k_RGSD, v_RGSD))
+        if is_batch_invariant():
+            q_THD = q_NHD[first:last].astype(wide)
+            o_NHD[first:last] = tiled_attention_ref(q_THD, k_GSD, v_GSD, scale, past)[0]
+            continue
+        q_GRTD = q_NHD[first:last].reshape(T, G, H // G, D).transpose(1, 2, 0, 3).astype(wide)
         s_GRTS = q_GRTD @ k_GSD[:, None].swapaxes(2, 3) * wide.type(scale)
         s_GRTS = np.where(np.tri(T, n, past, dtype=bool), s_GRTS, wide.type(-np.inf))
         p_GRTS = np.exp(s_GRTS - s_GRTS.max(-1, keepdims=True, initial=-np.inf))
@@ -88,12 +94,14 @@ def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, 
 
 # ----------------------------------------------------------------------------- checks of values that only the device knows
 @device
-def fill_nan(o, begin, T, h, H, D, t0, rows):
-    """Set the thread block's rows of o to NaN: the history or a table is invalid, and the caller must be able to notice."""
+def fill_invalid(o, begin, T, h, H, D, t0, rows, past):
+    """The thread block's rows of o for an invalid history: 0 if it is negative, for an idle sequence, else NaN, so that the
+    caller notices."""
+    value = float32(0.0) if past < 0 else NAN
     for i in range(cuda.threadIdx.x, rows * D, cuda.blockDim.x):
         t = t0 + i // D
         if t < T:
-            store1(o, ((begin + t) * H + h) * D + i % D, NAN)
+            store1(o, ((begin + t) * H + h) * D + i % D, value)
 
 
 # ----------------------------------------------------------------------------- float32
@@ -146,7 +154,7 @@ def make_fp32_kernel(D: int, S: int):
         if t0 >= T or begin < 0 or N - begin < T:
             return
         if past < 0 or past > M * S - T:
-            fill_nan(o, begin, T, h, H, D, t0, TILE)
+            fill_invalid(o, begin, T, h, H, D, t0, TILE, past)
             return
         head, stride = (begin * H + h) * D, H * D
         pages, worst = (tables, a * M, cache_blocks, GSD, h // (H // G) * S * D), uint32(0)
@@ -174,11 +182,11 @@ def make_fp32_kernel(D: int, S: int):
             for i in range(R):
                 total[i] = NAN
         for i in range(R):
-            t, row_total = t0 + y + ROWS * i, row_sum(total[i])
+            t, factor = t0 + y + ROWS * i, float32(1.0) / row_sum(total[i])
             for w in range(W):
                 d = x + LANES * w
                 if t < T and d < D:
-                    o[head + t * stride + d] = acc[i, w] / row_total
+                    o[head + t * stride + d] = acc[i, w] * factor
 
     return context_attention_fp32_kernel
 
@@ -255,7 +263,7 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles):
         if q0 >= T or begin < 0 or N - begin < T:
             return
         if past < 0 or past > M * S - T:
-            fill_nan(o, begin, T, h, H, D, q0, BM)
+            fill_invalid(o, begin, T, h, H, D, q0, BM, past)
             return
         T = int32(T)
         # this warp's first row: in T, in smem
@@ -325,9 +333,10 @@ def context_attention(
     of the new lengths. scale: factor of the scores. Raises ValueError or TypeError if shapes or dtypes do not match; on a GPU S
     must be a multiple of 16.
 
-    Invalid values of history or tables raise ValueError on the CPU. On a GPU the host does not know them: with an invalid
-    history all rows of o of that sequence become NaN, with an invalid block those whose keys lie in it, and possibly others of
-    the sequence; nothing is read or written out of bounds. Invalid edges leave rows of o unwritten.
+    Rows of a sequence with a negative history, an idle one, become 0. Invalid values of history or tables raise ValueError on
+    the CPU. On a GPU the host does not know them: with a history that is too long all rows of o of that sequence become NaN,
+    with an invalid block those whose keys lie in it, and possibly others of the sequence; nothing is read or written out of
+    bounds. Invalid edges leave rows of o unwritten.
     """
     op = "context_attention"
     R, G, S, D = check_cache(op, k_RGSD, v_RGSD)
@@ -341,9 +350,11 @@ def context_attention(
     where = edges_E, history_A, tables_AM
     if on_host(q_NHD, k_RGSD, v_RGSD, *where):
         check_lengths(op, edges_E, N, longest)
-        lengths_A = history_A + np.diff(edges_E)
-        fits = (history_A >= 0).all() and (lengths_A <= capacity).all()
-        check(fits, f"{op}: history and new tokens do not fit the tables of {capacity} tokens")
+        lengths_A = np.where(history_A < 0, 0, history_A + np.diff(edges_E))
+        check(
+            bool((lengths_A <= capacity).all()),
+            f"{op}: history and new tokens do not fit the tables of {capacity} tokens",
+        )
         check_blocks(op, tables_AM, lengths_A, R, S)
         return context_attention_ref(q_NHD, k_RGSD, v_RGSD, *where, scale)
     check_block_size(op, R, G, S, D)
@@ -361,7 +372,7 @@ def context_attention(
     else:
         check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels for bf16 support {WIDTHS}")
         check(on_16_bytes(*flat), f"{op}: q and the caches must begin at multiples of 16 bytes")
-        tiles = choose("fwd", D, TUNED_FOR, True, shared_limit(q_NHD))
+        tiles = choose("fwd", D, INVARIANT_T, True, shared_limit(q_NHD))
         grid, shared = (-(-longest // tiles.BM), A * H), fwd_shared_bytes(D, tiles)
         bf16_kernel = make_bf16_kernel(D, S, tiles)
         launch(bf16_kernel, grid, 32 * tiles.warps, *arrays, *scalars, shared=shared)

@@ -20,7 +20,8 @@ atomic counter determines, merges them in the order of the keys, so the result d
 
 How the keys are split depends only on the row's length, which is read on the device: the same CUDA graph serves all lengths,
 and a row's bits depend neither on the other rows nor on where its keys are, nor on S. A launch of few rows uses more warps per
-block and shorter splits than one of many (choose), which changes the order of additions, unless batch_invariant is set.
+block and shorter splits than one of many (choose), which changes the order of additions. (In batch-invariant mode
+serving/paged_cache.py uses context_attention.py instead.)
 The host knows only the largest possible number of splits, and starting a block that has nothing to do costs a microsecond. So
 there are as many blocks as the GPU runs at a time. Each counts the splits of all rows (count_items), and takes items i, i + grid,
 ...: one split of one key head.
@@ -363,7 +364,6 @@ def decode_attention(
     eps: float,
     scale: float,
     cache_ready: bool = False,
-    batch_invariant: bool = False,
 ) -> Array:
     """Attention of one new token per sequence -> o (B, H D) like qkv. Appends the tokens' keys and values to the cache.
 
@@ -371,7 +371,6 @@ def decode_attention(
     device memory; the host does not read their values. Sequences may share blocks, but not the one that they append to. cos,
     sin (P, D/2) with P >= M S and the norm weights (D,), both or neither: float32. eps: of QK-norm. scale: factor of the scores.
     cache_ready: the previous kernel writes neither the cache nor lengths or tables, so they may be read before it ends.
-    batch_invariant: a row's bits do not depend on the number of rows; otherwise they may differ between few rows and many.
 
     An entry with a length outside 0 .. M S - 1 is idle: o[b] = 0. If a block that it needs is not in 0 .. R - 1, this raises
     ValueError on the CPU; on a GPU the host does not know it, and o[b] becomes NaN. Raises ValueError or TypeError if shapes or
@@ -391,7 +390,7 @@ def decode_attention(
     o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
     flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD)]
     check(on_16_bytes(*flat), f"{op}: the cache does not begin at a multiple of 16 bytes")
-    config = choose(D, group, half, G if batch_invariant else B * G)
+    config = choose(D, group, half, B * G)
     overlap, splits = can_overlap(qkv_BP), parts.splits_of(M * S, config.keys, config.splits)
     variant = D, S, group, half, bool(weights), overlap, cache_ready, config
     decode_kernel, heads, chunks = make_decode_kernel(*variant)

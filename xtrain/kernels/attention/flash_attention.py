@@ -41,6 +41,7 @@ from ...simulator import SimArray
 from ..primitives.flat import flat_rows, on_16_bytes, row_step
 from ..primitives.tensor_maps import mappable
 from ..primitives.tiles import WIDTHS
+from ..runtime.invariance import is_batch_invariant
 from ..runtime.launch import (
     FLOATS,
     check,
@@ -66,6 +67,13 @@ from .flash_attention_table import TABLE, Tiles
 FEW_ROUNDS, LONG = 12, 2048  # see make_grid; measured on one H200
 # True: use the wgmma kernels on capability 9.0 and in the simulator. False: always mma.sync.
 HOPPER = True
+# In batch-invariant mode the forward uses the kernels and tiles of context_attention.py, which serves: mma.sync with the tiles
+# for so many queries, whatever T is. The number of keys of a tile decides the bits.
+INVARIANT_T = 2048
+TILE_T, TILE_S = (
+    16,
+    64,
+)  # queries and keys of a tile on the CPU, in that mode; TILE_S is a multiple of TILE_T
 MAX_GRID = 2**16 - 1  # blocks in y or z
 SMALL = {  # used if the table's tiles need more shared memory than a block gets; all fit the 99 KB of 8.6, 8.9, 12.0
     "fwd": Tiles(BM=64, BN=64, warps=4, blocks=2),
@@ -104,6 +112,37 @@ def flash_attention_ref(q_BTHD, k_BSGD, v_BSGD, scale, causal=True):
     return _by_head(p @ v / total), (top + np.log(total)).reshape(B, H, T)
 
 
+def tiled_attention_ref(q_THD, k_GSD, v_GSD, scale, past):
+    """Causal attention of one sequence in tiles, query t at position past + t -> o (T, H, D), lse (H, T)
+
+    Tiles begin at multiples of their size, and every product has the same shape. So all operations on a row are given by its
+    position: its bits depend neither on T nor on `past`, nor on the keys after it.
+    """
+    T, H, D = q_THD.shape
+    G, end, first = len(k_GSD), past + T, past // TILE_T  # first: of the tiles of queries
+    A, B = -(-end // TILE_T) - first, -(-end // TILE_S)  # tiles of queries, of keys
+    q_GRAXD = np.zeros((G, H // G, A, TILE_T, D), q_THD.dtype)
+    rows = slice(past - first * TILE_T, end - first * TILE_T)
+    q_GRAXD.reshape(G, H // G, -1, D)[:, :, rows] = q_THD.reshape(T, G, -1, D).transpose(1, 2, 0, 3)
+    k_GBSD, v_GBSD = np.zeros((2, G, 1, 1, B, TILE_S, D), q_THD.dtype)
+    for tiles, x_GSD in ((k_GBSD, k_GSD), (v_GBSD, v_GSD)):
+        tiles.reshape(G, -1, D)[:, :end] = x_GSD[:, :end]
+    position_AX1 = np.arange(first * TILE_T, (first + A) * TILE_T).reshape(A, TILE_T, 1)
+    acc = np.zeros_like(q_GRAXD)
+    top, total = np.full_like(acc[..., :1], -np.inf), np.zeros_like(acc[..., :1])
+    for b in range(B):
+        a = max(b * TILE_S // TILE_T - first, 0)  # the queries before see none of these keys
+        s = q_GRAXD[:, :, a:] @ k_GBSD[:, :, :, b].swapaxes(-1, -2) * q_THD.dtype.type(scale)
+        s[:, :, position_AX1[a:] < np.arange(b * TILE_S, (b + 1) * TILE_S)] = -np.inf
+        new = np.maximum(top[:, :, a:], s.max(-1, keepdims=True))
+        shrink, p = np.exp(top[:, :, a:] - new), np.exp(s - new)
+        top[:, :, a:] = new
+        total[:, :, a:] = total[:, :, a:] * shrink + p.sum(-1, keepdims=True)
+        acc[:, :, a:] = acc[:, :, a:] * shrink + p @ v_GBSD[:, :, :, b]
+    join = lambda x: x.reshape(H, A * TILE_T, -1)[:, rows]
+    return join(acc / total).swapaxes(0, 1), join(top + np.log(total))[..., 0]
+
+
 def flash_attention_bwd_ref(do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT, scale, causal=True):
     """The backward of this file's docstring in NumPy -> dq (B, T, H, D), dk, dv (B, S, G, D)"""
     G = k_BSGD.shape[2]
@@ -127,15 +166,22 @@ def flash_attention_fwd(
     _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal)
     if on_host(q_BTHD, k_BSGD, v_BSGD):
         q, k, v = map(wide, (q_BTHD, k_BSGD, v_BSGD))
-        o_BTHD, lse_BHT = flash_attention_ref(q, k, v, scale, causal)
-        return o_BTHD.astype(q_BTHD.dtype), lse_BHT
+        if not (causal and is_batch_invariant()):
+            o_BTHD, lse_BHT = flash_attention_ref(q, k, v, scale, causal)
+            return o_BTHD.astype(q_BTHD.dtype), lse_BHT
+        o_BTHD, lse_BHT = empty(q_BTHD, q_BTHD.shape), empty(q, (len(q), *q.shape[2:0:-1]))
+        for b, (k_SGD, v_SGD) in enumerate(zip(k, v)):
+            keys = k_SGD.swapaxes(0, 1), v_SGD.swapaxes(0, 1)
+            past = k.shape[1] - q.shape[1]
+            o_BTHD[b], lse_BHT[b] = tiled_attention_ref(q[b], *keys, scale, past)
+        return o_BTHD, lse_BHT
     B, T, H, D = q_BTHD.shape
     o_BTHD, lse_BHT = empty(q_BTHD, (B, T, H, D)), empty(q_BTHD, (B, H, T), np.float32)
     factor = np.float32(scale)
     if q_BTHD.dtype == np.float32:
         fwd_kernel, grid = fp32.make_fwd_kernel(D, causal), (-(-T // fp32.tile_rows(D)), B * H)
         launch(fwd_kernel, grid, fp32.THREADS, o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, factor)
-    elif use_hopper(q_BTHD):
+    elif use_hopper(q_BTHD) and not is_batch_invariant():
         q, k, v = map(mappable, (q_BTHD, k_BSGD, v_BSGD))
         hopper.forward(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu_of(q_BTHD))
     else:
@@ -227,7 +273,8 @@ def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
 
 
 def _launch_bf16(kind, causal, q_shape, k_shape, *args):
-    tiles = choose(kind, q_shape[3], q_shape[1], causal, shared_limit(args[0]))
+    T = INVARIANT_T if kind == "fwd" and is_batch_invariant() else q_shape[1]
+    tiles = choose(kind, q_shape[3], T, causal, shared_limit(args[0]))
     kernel, shared = make_kernel(kind, q_shape[3], causal, tiles)
     grid = make_grid(kind, tiles, causal, q_shape, k_shape, gpu_of(args[0]))
     launch(kernel, grid, 32 * tiles.warps, *args, shared=shared)

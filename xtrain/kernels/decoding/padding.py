@@ -33,7 +33,9 @@ def token_positions_ref(edges_E, N, history_A, tables_AM, S):
     """token_positions in NumPy -> blocks (N,), offsets (N,), positions (N,) int32"""
     a_N = sequence_of_ref(edges_E, N)
     positions_N = np.arange(N) - edges_E[a_N] + history_A[a_N]
-    known_N = (positions_N >= 0) & (positions_N < tables_AM.shape[1] * S)
+    live_N = history_A[a_N] >= 0
+    positions_N = np.where(live_N, positions_N, 0)
+    known_N = live_N & (positions_N >= 0) & (positions_N < tables_AM.shape[1] * S)
     blocks_N = np.full(N, -1)
     blocks_N[known_N] = tables_AM[a_N[known_N], positions_N[known_N] // S]
     return tuple(x.astype(np.int32) for x in (blocks_N, positions_N % S, positions_N))
@@ -59,8 +61,9 @@ def token_positions_kernel(blocks_N, offsets_N, positions_N, edges_E, history_A,
     n = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if n < N:
         a = sequence_of(n, edges_E)
-        p = int64(history_A[a]) + n - edges_E[a]
-        known = p >= 0 and p < tables_AM.shape[1] * S
+        past = int64(history_A[a])
+        p = past + n - edges_E[a] if past >= 0 else int64(0)
+        known = past >= 0 and p >= 0 and p < tables_AM.shape[1] * S
         blocks_N[n] = tables_AM[a, p // S] if known else int32(-1)
         offsets_N[n], positions_N[n] = int32(p % S), int32(p)
 
@@ -74,7 +77,8 @@ def token_positions(
     Token n has position positions[n] in its sequence, and its key belongs at offset offsets[n] of block blocks[n] of the cache.
     edges (A + 1,) int32. history (A,) int32: tokens of each sequence that are already in the cache. tables (A, M) int32: the
     blocks of each sequence, S tokens each. The block is -1, which kv_cache.append_kv skips, if the position is not in
-    0 .. M S - 1. Raises ValueError or TypeError if shapes or dtypes do not match.
+    0 .. M S - 1, and if the history is negative: the sequence is idle, and its tokens have position 0.
+    Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     op = "token_positions"
     A = check_edges(op, edges_E, N)

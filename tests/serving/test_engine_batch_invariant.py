@@ -1,0 +1,217 @@
+"""Engine(batch_invariant=True): the logits of every generated token have the bits of the training forward, whatever else is
+served, however the prompt is cut, and after preemption and with shared blocks."""
+
+import numpy as np
+import pytest
+from checks import rng, to_host
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from twins import LLAMA3, random_model, small
+
+from xtrain import Engine, ModelConfig, Transformer, batch_invariant
+from xtrain.device import to_device
+from xtrain.kernels import gemm
+from xtrain.nn import functional
+from xtrain.serving.engine import _step_of
+
+SCALINGS = (None, LLAMA3, {"rope_type": "linear", "factor": 2.0})
+
+
+class Observed(Engine):
+    """logits: those from which the engine has drawn, (V,) float32, by request id and number of the token."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, batch_invariant=True, graph=False, **options)
+        self.logits = {}
+
+    def note(self, requests, rows):
+        logits = to_host(self.last)[:, : self.config.vocab_size]
+        for request, row in zip(requests, rows):
+            # A preempted request may have drawn this token already, in a step whose result was discarded: the same bits.
+            key = request.request_id, _step_of(request) - 1
+            assert np.array_equal(self.logits.setdefault(key, logits[row].copy()), logits[row])
+
+    def _sample(self, logits, *rest):
+        self.last = logits.copy()
+        super()._sample(logits, *rest)
+
+    def _draw_first_tokens(self, requests, logits):
+        super()._draw_first_tokens(requests, logits)
+        self.note(requests, range(len(requests)))
+
+    def _launch(self, requests, step):
+        super()._launch(requests, step)
+        self.note(requests, [r.slot for r in requests])
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def trained_logits(model, sequences):
+    """-> (len, V) of each sequence, from a forward pass that records gradients, all in one batch; the rest is filled up."""
+    longest = max(map(len, sequences))
+    ids = np.array([[*s, *[0] * (longest - len(s))] for s in sequences])
+    with batch_invariant():
+        logits = model(ids)
+    assert logits.dtype == np.float32
+    return [row[: len(s)] for row, s in zip(to_host(logits.data), sequences)]
+
+
+def check(model, engine, prompts, completions, first_id=0):
+    sequences = [[*p, *c] for p, c in zip(prompts, completions)]
+    for i, (prompt, logits) in enumerate(zip(prompts, trained_logits(model, sequences))):
+        assert completions[i]
+        for n, token in enumerate(completions[i]):
+            got, want = engine.logits[first_id + i, n], logits[len(prompt) - 1 + n]
+            assert np.array_equal(got, want), (i, n, np.abs(got - want).max())
+            assert log_softmax(got)[token] == log_softmax(want)[token]
+
+
+def prompts_with_common_beginnings(seed, lengths, vocab=61):
+    """Each is random, or begins like the one before and differs at the end."""
+    out = []
+    for i, n in enumerate(lengths):
+        prompt = rng(seed, i).integers(0, vocab, n).tolist()
+        if i % 2:
+            shared = min(n, len(out[-1])) * 3 // 4
+            prompt[:shared] = out[-1][:shared]
+        out.append(prompt)
+    return out
+
+
+def tight(model, n_blocks, S, max_seq_len, **options):
+    """An engine whose cache has `n_blocks` blocks."""
+    one = Engine(model, 1, max_seq_len, block_tokens=S).cache.block_bytes
+    return Observed(
+        model, max_seq_len=max_seq_len, block_tokens=S, cache_bytes=n_blocks * one, **options
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_model_and_any_requests(data):
+    draw = data.draw
+    G, S = draw(st.integers(1, 2)), draw(st.sampled_from([16, 32]))
+    config = small(
+        n_kv_heads=G, n_heads=G * draw(st.integers(1, 3)), head_dim=2 * draw(st.integers(1, 20)),
+        dim=draw(st.sampled_from([24, 32, 100])), hidden_dim=draw(st.sampled_from([40, 65, 192])),
+        n_layers=draw(st.integers(1, 2)), qk_norm=draw(st.booleans()), tie_embeddings=draw(st.booleans()),
+        rope_scaling=draw(st.sampled_from(SCALINGS)), max_seq_len=80,
+    )  # fmt: skip
+    model = random_model(config, draw(st.integers(0, 9)), "cpu")
+    lengths = draw(st.lists(st.integers(1, 50), min_size=1, max_size=5))
+    prompts = prompts_with_common_beginnings(draw(st.integers(0, 9)), lengths)
+    engine = tight(
+        model, draw(st.integers(-(-80 // S), 12)), S, 80, max_batch=draw(st.integers(1, 4)),
+        prefill_tokens=draw(st.integers(1, 70)), reuse_prefix=draw(st.booleans()),
+    )  # fmt: skip
+    first = 0
+    for _ in range(2):  # the second time with a cache that has been used
+        new = draw(st.lists(st.integers(1, 25), min_size=len(prompts), max_size=len(prompts)))
+        seeds = list(range(len(prompts)))
+        out = engine.generate(prompts, new, draw(st.sampled_from([0.0, 1.3])), seed=seeds)
+        check(model, engine, prompts, out, first)
+        first += len(prompts)
+
+
+def test_preemption_and_sharing_happen_here():
+    """The same with a stream of requests of which it is known that it preempts, shares, copies and cuts."""
+    model = random_model(small(head_dim=16, max_seq_len=80), device="cpu")
+    prompts = prompts_with_common_beginnings(3, [40, 44, 30, 38])
+    engine = tight(model, 8, 16, 80, max_batch=4, prefill_tokens=24)
+    out = engine.generate(prompts, 30, 1.0, seed=[1, 2, 3, 4])
+    assert sum(len(s.preempted) for s in engine.trace) and engine.reused_tokens
+    check(model, engine, prompts, out)
+    for i, prompt in enumerate(prompts):
+        alone = Engine(model, 1, 80, batch_invariant=True, reuse_prefix=False)
+        assert alone.generate([prompt], 30, 1.0, seed=[1 + i]) == [out[i]]
+
+
+def test_preemption_with_dynamic_scaling_keeps_the_angles_of_decoding():
+    """Sequences that grow beyond the trained length, from a short prompt and from a long one."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    config = small(head_dim=16, qk_norm=False, max_seq_len=24, rope_scaling=scaling)
+    model = random_model(config, 2, "cpu")
+    prompts = prompts_with_common_beginnings(5, [20, 22, 30, 9])
+    engine = tight(model, 7, 16, 80, max_batch=4, prefill_tokens=24)
+    out = engine.generate(prompts, 40, 1.0, seed=[1, 2, 3, 4])
+    preempted = {i for step in engine.trace for i in step.preempted}
+    assert len(preempted) >= 2
+    for i, prompt in enumerate(prompts):
+        alone = Observed(model, max_batch=1, max_seq_len=80)
+        assert alone.generate([prompt], 40, 1.0, seed=[1 + i]) == [out[i]]
+        for n in range(40):
+            assert np.array_equal(alone.logits[0, n], engine.logits[i, n]), (i, n)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_kernels_in_the_simulator(precision):
+    config = small(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32, vocab_size=21)  # fmt: skip
+    model = Transformer(config, None, "sim", precision)
+    for (_, a), (_, b) in zip(
+        model.named_parameters(), random_model(config, device="cpu").named_parameters()
+    ):
+        a.data = to_device(b.data.astype(a.dtype), "sim")
+    prompts = prompts_with_common_beginnings(1, [19, 3], 21)
+    engine = Observed(model, 2, 32, block_tokens=16, prefill_tokens=12)
+    check(model, engine, prompts, engine.generate(prompts, 3))
+
+
+# ----------------------------------------------------------------------------- planted bugs
+PLANTED = {
+    "products of all rows at once": (gemm, "linear_into", lambda y, x, w: gemm.matmul(y, x, w, trans_b=True)),
+    "rows that BLAS computes in different ways": (gemm, "fixed_rows_cpu", lambda *_: 61),
+    "attention of training": (functional, "is_batch_invariant", lambda: False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_another_order_of_additions_is_found(monkeypatch, planted):
+    monkeypatch.setattr(*planted)
+    model = random_model(small(head_dim=16, dim=100, max_seq_len=80), device="cpu")
+    prompts = prompts_with_common_beginnings(3, [40, 44, 30])
+    engine = tight(model, 12, 16, 80, max_batch=3)
+    out = engine.generate(prompts, 20)
+    with pytest.raises(AssertionError):
+        check(model, engine, prompts, out)
+
+
+# ----------------------------------------------------------------------------- on a GPU
+def gpu_model(precision, trainable, **shape):
+    config = ModelConfig(max_seq_len=1024, vocab_size=1000, **shape)
+    model = Transformer(config, 3, "gpu", precision, trainable=trainable)
+    for i, (_, p) in enumerate(model.named_parameters()):
+        if p.ndim == 1:  # else all norm weights are 1
+            p.data = to_device(rng(7, i).uniform(0.5, 1.5, p.shape).astype(p.dtype), "gpu")
+    return model
+
+
+GPU_SHAPES = {
+    "llama": dict(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768),
+    "qwen3, tied": dict(
+        dim=1024, n_layers=2, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072, qk_norm=True,
+        tie_embeddings=True,
+    ),
+    "narrow heads": dict(dim=384, n_layers=2, n_heads=12, n_kv_heads=12, head_dim=32, hidden_dim=1024),
+    "8B": dict(dim=4096, n_layers=1, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=12288),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision, trainable", [("fp32", True), ("bf16", True), ("bf16", False)])
+@pytest.mark.parametrize("shape", GPU_SHAPES.values(), ids=GPU_SHAPES)
+def test_on_a_gpu(shape, precision, trainable):
+    """With cuBLAS: preemption, sharing and cuts, then the tokens of the captured graph."""
+    model = gpu_model(precision, trainable, **shape)
+    lengths = [300, 310, 1, 64, 257, 100, 90, 500, 600, 33, 30, 128]
+    prompts = prompts_with_common_beginnings(3, lengths, 1000)
+    engine = tight(model, 20, 64, 1024, max_batch=9, prefill_tokens=200)
+    options = dict(max_new_tokens=60, temperature=1.0, seed=list(range(12)))
+    out = engine.generate(prompts, **options)
+    assert sum(len(s.preempted) for s in engine.trace) and engine.reused_tokens
+    check(model, engine, prompts, out)
+    graphed = Engine(model, 12, 1024, batch_invariant=True)
+    assert graphed.generate(prompts, **options) == out
