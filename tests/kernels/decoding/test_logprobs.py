@@ -165,6 +165,7 @@ BUGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
 @pytest.mark.parametrize("module, name, old, new", BUGS)
 def test_planted_bugs_are_found(monkeypatch, module, name, old, new):
