@@ -31,7 +31,14 @@ from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
 from xtrain.kernels.decoding import sampling
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits
 from xtrain.kernels.decoding.kv_cache import append_kv, empty_kv_cache
+from xtrain.kernels.decoding.logprobs import token_logprobs
 from xtrain.kernels.decoding.padding import token_positions
+from xtrain.kernels.decoding.penalties import (
+    Penalties,
+    PenaltyRules,
+    apply_penalties,
+    count_tokens,
+)
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares
@@ -166,15 +173,25 @@ def serving(dtype):
 
 
 def choosing(dtype):
-    """Sampling: greedy, few and many candidates, top-p, unused rows."""
+    """Sampling: greedy, few and many candidates, top-p, min-p, unused rows; penalties; log-probabilities."""
     for B, V, padded in ((1, 1, 128), (5, 517, 640), (7, 50257, 50304), (3, 131000, 131072)):
         temperature = RNG.choice([0.0, 0.5, 1.0], B).astype(np.float32)
         top_k = RNG.choice([0, 1, 40, 1024], B).astype(np.int32)
         top_p = RNG.choice([0.1, 0.9, 1.0], B).astype(np.float32)
         numbers = [np.arange(B, dtype=t) for t in (np.int64, np.int64, np.int32)]
         ids = cp.zeros(B, np.int32)
-        chosen = map(cp.asarray, (temperature, top_k, top_p, *numbers))
-        sampling.sample(draw(B, padded, dtype=dtype), ids, *chosen, V)
+        chosen = list(map(cp.asarray, (temperature, top_k, top_p, *numbers)))
+        logits, min_p = draw(B, padded, dtype=dtype), cp.full(B, 0.05, np.float32)
+        sampling.sample(logits, ids, *chosen, V)
+        sampling.sample(logits, ids, *chosen, V, min_p_B=min_p)
+        slots = cp.arange(B, dtype=np.int32)
+        penalties = Penalties.empty(logits, B, 300)
+        for b in range(B):
+            penalties.set_slot(b, PenaltyRules(1.2, 0.1, 0.1, {0: 1.0}), range(min(V, 200)), [0])
+        apply_penalties(logits, penalties, slots)
+        count_tokens(logits, penalties, slots, ids)
+        for top in (0, 1, 20):
+            token_logprobs(logits, ids, top, V)
         sampling.advance(*(cp.zeros(B, np.int32) for _ in range(3)))
 
 

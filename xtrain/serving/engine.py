@@ -63,8 +63,8 @@ from .scoring import LOGIT_ROWS, Scores
 # Prompt tokens in one forward pass, at most. More would cost more memory than they save time: on the CPU the reference
 # of attention computes all scores at once, heads x tokens x keys.
 PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
-# Floating-point operations of a prefill pass while other sequences wait for their next token, at most: some 30 ms of an H200.
-PREFILL_FLOPS = {"gpu": 12e12, "cpu": 4e9, "sim": 4e9}
+# Floating-point operations of a prefill pass while other sequences wait for their next token, at most: some 25 ms of an H200.
+PREFILL_FLOPS = {"gpu": 9e12, "cpu": 4e9, "sim": 4e9}
 BLOCK_TOKENS = 64  # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
 TRACE_STEPS = 4096  # steps that the trace keeps
 T = TypeVar("T")

@@ -141,9 +141,11 @@ def sample(
     if on_host(logits_BV, *arrays):
         for b in range(B):
             columns = temperature_B, top_k_B, top_p_B, seed_B, sequence_B, step_B
-            values = [x[b].item() for x in columns] + [0.0 if min_p_B is None else min_p_B[b]]
-            check_sampling(values[0], values[1], values[2], values[6])
-            ids_B[b] = sample_ref(logits_BV[b, :vocab], *values)
+            min_p = 0.0 if min_p_B is None else min_p_B[b]
+            temperature, top_k, top_p, *numbers = (x[b].item() for x in columns)
+            check_sampling(temperature, top_k, top_p, min_p)
+            rules = temperature, top_k, top_p, *numbers, min_p
+            ids_B[b] = sample_ref(logits_BV[b, :vocab], *rules)
         return
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
     logits, overlap = logits_BV.reshape(-1), can_overlap(logits_BV)
