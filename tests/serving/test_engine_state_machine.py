@@ -23,9 +23,11 @@ STOP = range(0, LAST_TOKEN, 6)
 SECONDS = 60  # until the second thread counts as blocked
 
 prompt = st.lists(st.integers(0, LAST_TOKEN), min_size=1, max_size=7)
-# (prompt, max_new_tokens, temperature, seed)
+# (prompt, max_new_tokens, temperature, seed, frequency_penalty)
 calls = st.lists(
-    st.tuples(prompt, st.integers(1, 12), st.sampled_from([0.0, 1.5]), st.integers(0, 3)),
+    st.tuples(
+        prompt, st.integers(1, 12), st.sampled_from([0.0, 1.5]), st.integers(0, 3), st.sampled_from([0.0, 1.0])
+    ),
     min_size=1, max_size=4,
 )  # fmt: skip
 
@@ -41,18 +43,21 @@ def alone(call):
 
 
 @functools.cache
-def _alone(prompt, max_new_tokens, temperature, seed):
+def _alone(prompt, max_new_tokens, temperature, seed, penalty):
     engine = Engine(model(), 1, batch_invariant=True)
-    (answer,) = engine.generate([prompt], max_new_tokens, temperature, seed=[seed], stop=STOP)
+    (answer,) = engine.generate(
+        [prompt], max_new_tokens, temperature, seed=[seed], stop=STOP, frequency_penalty=penalty
+    )
     return list(answer), answer.reason
 
 
 def arguments(calls):
     """The arguments of Engine.generate and Engine.stream, as keywords"""
-    prompts, lengths, temperatures, seeds = map(list, zip(*calls))
+    prompts, lengths, temperatures, seeds, penalties = map(list, zip(*calls))
     return dict(
-        prompts=prompts, max_new_tokens=lengths, temperature=temperatures, seed=seeds, stop=STOP
-    )
+        prompts=prompts, max_new_tokens=lengths, temperature=temperatures, seed=seeds, stop=STOP,
+        frequency_penalty=penalties,
+    )  # fmt: skip
 
 
 class OpenStream:

@@ -115,6 +115,7 @@ class Engine:
     longer prompts are computed in several chunks; None: 8192 on a GPU, else 512.
     Memory of the KV cache: enough for max_batch sequences of max_seq_len tokens, but on a GPU at most what is left of the share
     gpu_memory of its memory, and at most cache_bytes if given. If sequences need more, some are preempted.
+    The first request with penalties or a bias allocates lists for all: 16 bytes x max_batch x max_seq_len.
     block_tokens: of a block of the cache, 16, 32, 64, ...
 
     Several threads may use one engine: a step runs in one thread at a time and computes the requests of all of them. Every

@@ -24,10 +24,8 @@ REASONS = {  # why a sequence ended
     "nan": "the model's logits are NaN",
 }
 
-
-TokenLogprobs = tuple[
-    float, list[tuple[int, float]]
-]  # of the token; (token, its own) of the most likely
+# The log-probability of a token; (token, log-probability) of the most likely ones.
+TokenLogprobs = tuple[float, list[tuple[int, float]]]
 
 
 class Completion(list[int]):
@@ -66,9 +64,7 @@ class Request:
     stop: frozenset[int]  # token ids
     min_p: float = 0.0  # 0: all tokens
     penalties: PenaltyRules = field(default_factory=PenaltyRules)
-    logprobs: int | None = (
-        None  # how many of the most likely tokens to report, and the token's own; None: nothing
-    )
+    logprobs: int | None = None  # of how many of the most likely tokens, and its own; None: of none
     scores: Scores | None = None  # what to compute instead of an answer (scoring.py)
     completion: Completion = field(default_factory=Completion)
     request_id: int = -1  # in the trace; requests are numbered in the order of submission

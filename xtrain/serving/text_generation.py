@@ -82,16 +82,9 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     engine = make_engine(p, tokens, o)
     start = time.perf_counter()
     stream = engine.stream(
-        tokens,
-        o.max_new_tokens,
-        o.temperature,
-        o.top_k,
-        o.top_p,
-        o.seed,
-        p.stop,
-        n=o.samples,
+        tokens, o.max_new_tokens, o.temperature, o.top_k, o.top_p, o.seed, p.stop, n=o.samples,
         **o.shared(),
-    )
+    )  # fmt: skip
     if o.temperature == 0 and (o.top_k, o.top_p, o.min_p, o.seed) != (None, 1.0, 0.0, 0):
         say(
             "--top-k, --top-p, --min-p and --seed change nothing at --temperature 0: give a higher temperature to draw at random"

@@ -55,10 +55,10 @@ def test_equals_log_softmax_of_torch(dtype, scale, put):
     tokens = exact[:, [0, 7, 229]].argmax(1).numpy() * 3
     chosen, ids, values = score(logits, tokens, 5, put=put)
     want, want_ids = exact.topk(5)
-    rows = torch.arange(6)[:, None]
+    rows, limit = torch.arange(6)[:, None], 2e-6 if GPU else 3e-7
     error = lambda x, y: np.abs(x - y.numpy()) / np.maximum(np.abs(y.numpy()), 1e-5)
-    assert error(chosen[:, None], exact[rows, torch.tensor(tokens)[:, None]]).max() < 3e-7
-    assert error(values, want).max() < 3e-7
+    assert error(chosen[:, None], exact[rows, torch.tensor(tokens)[:, None]]).max() < limit
+    assert error(values, want).max() < limit
     if dtype == np.float32:
         assert ids.tolist() == want_ids.tolist()
     assert chosen.dtype == values.dtype == np.float32 and ids.dtype == np.int32
@@ -165,6 +165,8 @@ BUGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
+@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
 @pytest.mark.parametrize("module, name, old, new", BUGS)
 def test_planted_bugs_are_found(monkeypatch, module, name, old, new):
     """The simulator reports them, or a result is wrong."""

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import normal, to_host, to_kernel, with_planted_bug
+from checks import GPU, normal, to_host, to_kernel, with_planted_bug
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
@@ -136,6 +136,7 @@ def test_bad_values():
         apply_penalties(np.zeros((2, V), np.float32), state, np.zeros(1, np.int32))
 
 
+@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
 @pytest.mark.parametrize("name, old, new", [
     ("make_count_kernel", "cuda.syncthreads()  # also", "pass  # also"),
     ("make_count_kernel", "sizes_R[r] = size + 1", "pass"),

@@ -2,11 +2,11 @@
 
     order       tokens are sorted by their logits, the largest first; of equal ones the lower id first
     weights     w_i = exp((logit_i - logit_0) / temperature), relative to the first
+    min-p       tokens with less than min_p times the first token's probability get the weight 0
     top-k       the first k tokens are kept (0: all)
     top-p       of those, token i is kept while the weights before it sum to less than p of the total: the smallest set
                 with at least p of the probability (Holtzman et al. 2020). The first one is always kept.
     draw        a random number u in [0, 1): the first token at which the running sum exceeds u times the total
-    min-p       before top-k and top-p: tokens with less than min_p times the first token's probability get the weight 0
     greedy      temperature 0: the first token
 
 The weights are integers: w_i = floor(2^40 exp(...)). Their sums are exact, so they do not depend on the order in which
