@@ -45,7 +45,7 @@ COMBINATIONS = [  # dtypes of out, a, b; sums are always float32
     ("float32", "bfloat16", "bfloat16"),  # weight gradients accumulate in float32
 ]
 # Rows of a product in batch-invariant mode. cuBLAS needs 256 for its full speed per row; a BLAS on a CPU is near it with 16, or
-# with the largest of these numbers whose rows it computes alike (fixed_rows_cpu).
+# with the largest of these numbers whose rows it computes alike (_fixed_rows_cpu).
 FIXED_ROWS_GPU, FIXED_ROWS_CPU = 256, (16, 12, 8, 4, 2, 1)
 COMPUTE_32F, DEFAULT_ALGO = 68, -1  # cublasComputeType, cublasGemmAlgo
 _handle_lock = threading.Lock()
@@ -202,7 +202,7 @@ def linear_into(y_NO: Array, x_NI: Array, w_OI: Array) -> Array:
         return matmul(y_NO, x_NI, w_OI, trans_b=True)
     R = FIXED_ROWS_GPU
     if isinstance(x_NI, np.ndarray):
-        R = fixed_rows_cpu(*w_OI.shape, x_NI.dtype.name)
+        R = _fixed_rows_cpu(*w_OI.shape, x_NI.dtype.name)
     for n in range(0, len(x_NI), R):
         x_RI, y_RO = x_NI[n : n + R], y_NO[n : n + R]
         if len(x_RI) == R:
@@ -216,7 +216,7 @@ def linear_into(y_NO: Array, x_NI: Array, w_OI: Array) -> Array:
 
 
 @functools.cache
-def fixed_rows_cpu(O: int, I: int, dtype: str) -> int:  # noqa: E741
+def _fixed_rows_cpu(O: int, I: int, dtype: str) -> int:  # noqa: E741
     """-> the largest of FIXED_ROWS_CPU for which the BLAS of this computer computes every row of x w^T in the same order.
 
     A BLAS divides a product into tiles, and tiles at the edges may add in another order. OpenBLAS for Haswell computes 12 rows
