@@ -4,6 +4,8 @@ import numpy as np
 from checks import to_host
 
 from xtrain import Engine, batch_invariant
+from xtrain.device import to_device
+from xtrain.kernels.decoding.logprobs import token_logprobs
 from xtrain.serving.engine import _step_of
 
 
@@ -23,7 +25,7 @@ class Observed(Engine):
 
     def _sample(self, logits, *rest):
         self.last = logits.copy()
-        super()._sample(logits, *rest)
+        return super()._sample(logits, *rest)
 
     def _draw_first_tokens(self, requests, logits):
         super()._draw_first_tokens(requests, logits)
@@ -32,11 +34,6 @@ class Observed(Engine):
     def _launch(self, requests, step):
         super()._launch(requests, step)
         self.note(requests, [r.slot for r in requests])
-
-
-def log_softmax(logits):
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def trained_logits(model, sequences):
@@ -50,13 +47,21 @@ def trained_logits(model, sequences):
 
 
 def check(model, engine, prompts, completions, first_id=0):
-    sequences = [[*p, *c] for p, c in zip(prompts, completions)]
-    for i, (prompt, logits) in enumerate(zip(prompts, trained_logits(model, sequences))):
-        assert completions[i]
-        for n, token in enumerate(completions[i]):
-            got, want = engine.logits[first_id + i, n], logits[len(prompt) - 1 + n]
-            assert np.array_equal(got, want), (i, n, np.abs(got - want).max())
-            assert log_softmax(got)[token] == log_softmax(want)[token]
+    """Compare the logits that an Observed engine drew from, and the log-probabilities that it and Engine.logprobs return."""
+    trained = trained_logits(model, [[*p, *c] for p, c in zip(prompts, completions)])
+    everything = zip(prompts, completions, trained, engine.logprobs(prompts, completions, top=2))
+    for i, (prompt, completion, logits, scores) in enumerate(everything):
+        logits_NV = logits[len(prompt) - 1 : -1]
+        assert len(completion) == len(logits_NV) > 0
+        for n, row in enumerate(logits_NV):
+            got = engine.logits[first_id + i, n]
+            assert np.array_equal(got, row), (i, n, np.abs(got - row).max())
+        arrays = (np.ascontiguousarray(logits_NV), np.array(completion, np.int32))
+        found = token_logprobs(*(to_device(x, model.device) for x in arrays), 2)
+        chosen, ids, values = (to_host(x).tolist() for x in found)
+        tops = [list(zip(*pair)) for pair in zip(ids, values)]
+        assert scores.logprobs.tolist() == chosen and scores.top == tops
+        assert completion.logprobs in (None, list(zip(chosen, tops)))
 
 
 def tight(model, n_blocks, S, max_seq_len, **options):

@@ -47,13 +47,13 @@ def test_any_model_and_any_requests(data):
         model, draw(st.integers(-(-80 // S), 12)), S, 80, max_batch=draw(st.integers(1, 4)),
         prefill_tokens=draw(st.integers(1, 70)), reuse_prefix=draw(st.booleans()),
     )  # fmt: skip
-    first = 0
     for _ in range(2):  # the second time with a cache that has been used
         new = draw(st.lists(st.integers(1, 25), min_size=len(prompts), max_size=len(prompts)))
         seeds = list(range(len(prompts)))
-        out = engine.generate(prompts, new, draw(st.sampled_from([0.0, 1.3])), seed=seeds)
+        first, warmth = engine.submitted, draw(st.sampled_from([0.0, 1.3]))
+        logprobs = draw(st.sampled_from([None, 2]))
+        out = engine.generate(prompts, new, warmth, seed=seeds, logprobs=logprobs)
         check(model, engine, prompts, out, first)
-        first += len(prompts)
 
 
 def test_preemption_and_sharing_happen_here():
@@ -95,9 +95,9 @@ def test_kernels_in_the_simulator(precision):
         model.named_parameters(), random_model(config, device="cpu").named_parameters()
     ):
         a.data = to_device(b.data.astype(a.dtype), "sim")
-    prompts = prompts_with_common_beginnings(1, [19, 3], 21)
+    prompts = prompts_with_common_beginnings(1, [17, 2], 21)
     engine = Observed(model, 2, 32, block_tokens=16, prefill_tokens=12)
-    check(model, engine, prompts, engine.generate(prompts, 3))
+    check(model, engine, prompts, engine.generate(prompts, 2))
 
 
 # ----------------------------------------------------------------------------- planted bugs
@@ -149,9 +149,10 @@ def test_on_a_gpu(shape, precision, trainable):
     lengths = [300, 310, 1, 64, 257, 100, 90, 500, 600, 33, 30, 128]
     prompts = prompts_with_common_beginnings(3, lengths, 1000)
     engine = tight(model, 17, 64, 1024, max_batch=9, prefill_tokens=200)
-    options = dict(max_new_tokens=60, temperature=1.0, seed=list(range(12)))
+    options = dict(max_new_tokens=60, temperature=1.0, seed=list(range(12)), logprobs=2)
     out = engine.generate(prompts, **options)
     assert sum(len(s.preempted) for s in engine.trace) and engine.reused_tokens
     check(model, engine, prompts, out)
     graphed = Engine(model, 12, 1024, batch_invariant=True)
-    assert graphed.generate(prompts, **options) == out
+    again = graphed.generate(prompts, **options)
+    assert again == out and [x.logprobs for x in again] == [x.logprobs for x in out]
