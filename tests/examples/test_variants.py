@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from checks import normal, rng
+from observed import check as check_bits
+from observed import tight
 from runs import SILENT, assert_same_run, metrics, options
 from twins import set_weights, small
 
@@ -362,6 +364,14 @@ def test_what_can_be_trained_can_be_served(make):
             full = model.generate(np.array(prompt), 18)[len(prompt) :].tolist()
             assert full == list(completion)
     assert any(step.preempted for step in tight.trace)
+
+
+@pytest.mark.parametrize("make", SERVED.values(), ids=SERVED)
+def test_served_in_batch_invariant_mode_with_the_bits_of_training(make):
+    model, prompts = random_weights(make()), [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+    engine = tight(model, 4, 16, 32, max_batch=3, prefill_tokens=4)
+    check_bits(model, engine, prompts, engine.generate(prompts, 16, 1.0, seed=[1, 2, 3]))
+    assert any(step.preempted for step in engine.trace)
 
 
 def test_models_without_a_variation(tmp_path):

@@ -248,7 +248,7 @@ def test_rows_that_a_blas_computes_alike_are_found(monkeypatch):
             return np.concatenate(rows)
 
         monkeypatch.setattr(gemm.np, "matmul", divided)
-        assert gemm.fixed_rows_cpu.__wrapped__(30, 1000, "float32") == expected
+        assert gemm._fixed_rows_cpu.__wrapped__(30, 1000, "float32") == expected
         monkeypatch.undo()
 
 

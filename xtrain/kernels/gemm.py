@@ -45,8 +45,9 @@ COMBINATIONS = [  # dtypes of out, a, b; sums are always float32
     ("float32", "bfloat16", "bfloat16"),  # weight gradients accumulate in float32
 ]
 # Rows of a product in batch-invariant mode. cuBLAS needs 256 for its full speed per row; a BLAS on a CPU is near it with 16, or
-# with the largest of these numbers whose rows it computes alike (fixed_rows_cpu).
+# with the largest of these numbers whose rows it computes alike (_fixed_rows_cpu).
 FIXED_ROWS_GPU, FIXED_ROWS_CPU = 256, (16, 12, 8, 4, 2, 1)
+ALIGNED = 256  # bytes; every allocation on a GPU begins at such a multiple
 COMPUTE_32F, DEFAULT_ALGO = 68, -1  # cublasComputeType, cublasGemmAlgo
 _handle_lock = threading.Lock()
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -197,15 +198,15 @@ def linear_into(y_NO: Array, x_NI: Array, w_OI: Array) -> Array:
     """y (N, O) = x w^T, x (N, I), w (O, I). Returns y. Errors as in matmul.
 
     In batch-invariant mode in products of equal shape, the last one padded: a row's bits depend neither on N nor on its index.
+    Rows that begin between multiples of ALIGNED bytes are copied, too: cuBLAS may choose its algorithm by the alignment.
     """
     if not is_batch_invariant():
         return matmul(y_NO, x_NI, w_OI, trans_b=True)
-    R = FIXED_ROWS_GPU
-    if isinstance(x_NI, np.ndarray):
-        R = fixed_rows_cpu(*w_OI.shape, x_NI.dtype.name)
+    host = isinstance(x_NI, np.ndarray)
+    R = _fixed_rows_cpu(*w_OI.shape, x_NI.dtype.name) if host else FIXED_ROWS_GPU
     for n in range(0, len(x_NI), R):
         x_RI, y_RO = x_NI[n : n + R], y_NO[n : n + R]
-        if len(x_RI) == R:
+        if len(x_RI) == R and (host or x_RI.data.ptr % ALIGNED == 0):
             matmul(y_RO, x_RI, w_OI, trans_b=True)
             continue
         padded_RI = zeros(x_NI, (R, x_NI.shape[1]))
@@ -216,7 +217,7 @@ def linear_into(y_NO: Array, x_NI: Array, w_OI: Array) -> Array:
 
 
 @functools.cache
-def fixed_rows_cpu(O: int, I: int, dtype: str) -> int:  # noqa: E741
+def _fixed_rows_cpu(O: int, I: int, dtype: str) -> int:  # noqa: E741
     """-> the largest of FIXED_ROWS_CPU for which the BLAS of this computer computes every row of x w^T in the same order.
 
     A BLAS divides a product into tiles, and tiles at the edges may add in another order. OpenBLAS for Haswell computes 12 rows

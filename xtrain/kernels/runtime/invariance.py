@@ -17,7 +17,8 @@ cache, and the places where a prompt is cut. `Engine(batch_invariant=True)` runs
 which it has drawn a sequence are those that training computes for it, bit for bit: a ratio of the two is exactly 1 for the
 same weights, as reinforcement learning assumes.
 
-This holds for one machine and one build of the libraries, the same weights and precision, and
+This holds for one machine and one build of the libraries, the same model (in bf16 `trainable=False` reads the embedding in bf16,
+a trainable model in float32), and
 - on the CPU for the same number of BLAS threads, and for models of at most 8192 channels;
 - with dynamic RoPE scaling for sequences up to the trained length: a longer one turns all angles in training, but cannot turn
   those that are in a KV cache;
