@@ -126,7 +126,12 @@ def test_a_stream_in_which_everything_happens(batch_invariant, ahead):
     draw, events = rng(2), []
     for _ in range(12):
         calls = [
-            (STEMS[draw.integers(2)][: draw.integers(12, 30)] + [int(draw.integers(60))], 20, 0.0, 0)
+            (
+                STEMS[draw.integers(2)][: draw.integers(12, 30)] + [int(draw.integers(60))],
+                20,
+                0.0,
+                0,
+            )
             for _ in range(3)
         ]
         events += [("submit", calls), ("step", 9), ("cancel", int(draw.integers(30)))]

@@ -148,6 +148,7 @@ def chat(options: Options) -> None:
     )  # fmt: skip
     # Report invalid options before the user types.
     make_requests([[0]], pretrained.model.config, size, (), o.seed, **sampling)
+    notes += [engine.ready] if engine.ready else []
     say("; ".join([f"{pretrained.folder}; {engine.describe()}", *notes]))
     while True:
         try:

@@ -44,6 +44,7 @@ from ..kernels.decoding.logprobs import MAX_TOP, token_logprobs
 from ..kernels.decoding.penalties import MAX_BIASES, Penalties, apply_penalties, count_tokens
 from ..kernels.decoding.sampling import advance, sample
 from ..kernels.runtime.invariance import batch_invariant as in_batch_invariant_mode
+from ..kernels.runtime.launch import compile_noted, note_launches
 from ..nn.autograd import Tensor, inference
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
@@ -67,6 +68,7 @@ PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
 PREFILL_FLOPS = {"gpu": 9e12, "cpu": 4e9, "sim": 4e9}
 BLOCK_TOKENS = 64  # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
 TRACE_STEPS = 4096  # steps that the trace keeps
+MOST_ROWS = 1025  # no kernel is chosen because there are more
 T = TypeVar("T")
 
 
@@ -117,6 +119,8 @@ class Engine:
     gpu_memory of its memory, and at most cache_bytes if given. If sequences need more, some are preempted.
     The first request with penalties or a bias allocates lists for all: 16 bytes x max_batch x max_seq_len.
     block_tokens: of a block of the cache, 16, 32, 64, ...
+    warm_up: on a GPU, compile every kernel that a request may need before the constructor returns (`ready` says how long that
+    took), so that no request waits for the compiler. False: compile when a request needs it.
 
     Several threads may use one engine: a step runs in one thread at a time and computes the requests of all of them. Every
     method may be called from any thread; a Stream is iterated by one thread at a time, others may cancel or close it. On a
@@ -138,6 +142,7 @@ class Engine:
         gpu_memory: float = 0.9,
         cache_bytes: int | None = None,
         block_tokens: int = BLOCK_TOKENS,
+        warm_up: bool = True,
     ):
         if not isinstance(model, Transformer):
             raise UserError(
@@ -213,6 +218,9 @@ class Engine:
         self.graphed: Callable[..., Any] | None = (
             Graphed(self._decode) if graph and on_gpu else None
         )
+        self.ready = ""  # one line on the start, for the user
+        if warm_up and on_gpu:
+            self._warm_up()
 
     def _affordable_blocks(self, wanted: int, gpu_memory: float, cache_bytes: int | None) -> int:
         """-> how many blocks of the cache there may be, at most `wanted`"""
@@ -231,6 +239,57 @@ class Engine:
             f"KV cache {self.cache_bytes:,} bytes: {len(self.cache.heads)} layers x 2 x {self.cache.n_blocks} blocks x "
             f"{self.cache.S} tokens x {shapes} in {self.cache.dtype.name}"
         )
+
+    # ------------------------------------------------------------------------- compiling before the first request
+    def _warm_up(self) -> None:
+        """Compile what `_every_shape` needs, in parallel. CuPy compiles its kernels when they first run, so let them run."""
+        start = time.perf_counter()
+        with note_launches() as found:
+            self._every_shape()
+        compiled = compile_noted(found)
+        free_cached(self.model.device)
+        self.cache.copy_block(0, 0)
+        self.batch.ids[:1] = self.batch.ids[[0]]
+        prompts = [[0] * min(2, self.max_seq_len - 1)] * 2
+        self.generate(prompts, 2, repetition_penalty=2.0, logit_bias={0: 1.0}, logprobs=1)
+        self.logprobs([[0]], [[0]], 1)
+        self._exclusively(self._recover)  # the cache is empty again
+        self.penalties = None
+        self.trace.clear()
+        self.steps = self.submitted = 0
+        self.prefilled_tokens = self.reused_tokens = self.decoded_tokens = 0
+        self.ready = f"{compiled} kernels compiled, ready in {time.perf_counter() - start:.1f} s"
+
+    def _every_shape(self) -> None:
+        """A forward pass of each kind that a request may cause. It is for note_launches: the results mean nothing.
+
+        Kernels are chosen by the number of rows, at most at powers of two, and up to 8 rows some are compiled for each number.
+        """
+        room = self.max_batch * (self.max_seq_len - 1)
+        longest = min(self.max_prefill_tokens, room, MOST_ROWS)
+        powers = [1 << i for i in range(3, longest.bit_length())]
+        rows = {*range(1, 9), *powers, *(n + 1 for n in powers), longest}
+        sizes: Iterable[int] = range(1, self.max_batch + 1)
+        if self.model.device == "gpu":
+            sizes = {graph_size(b, self.max_batch) for b in sizes}
+        self.penalties = Penalties.empty(self.batch.ids, self.max_batch, 1)
+        with inference(), in_batch_invariant_mode(self.batch_invariant):
+            for size in sizes:
+                self._decode(size, True, True)
+            for n in sorted(n for n in rows if n <= longest):
+                self._prefill_shape(n)
+        self.penalties = None
+
+    def _prefill_shape(self, n: int) -> None:
+        """n tokens in as many sequences as possible, each of which gets a token."""
+        A = min(n, self.max_batch)
+        lengths = [len(x) for x in np.array_split(np.zeros(n), A)]
+        tables = [[0] * -(-max(lengths) // self.pool.S)] * A
+        last = (np.cumsum(lengths) - 1).tolist()
+        ids_N, sequences = self.cache.prefill([0] * n, lengths, [0] * A, tables, last)
+        logits = self.model.logits(self.model.hidden(ids_N, sequences)).data
+        ids = to_device(np.zeros(A, np.int32), self.model.device)
+        self._sample(logits, ids, self.batch.rows(list(range(A))), True, True)
 
     # ------------------------------------------------------------------------- the public interface
     def generate(

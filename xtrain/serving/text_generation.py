@@ -201,9 +201,10 @@ def _print_summary(
     completions: list[Completion], texts: list[TextStream], engine: Engine, seconds: float
 ) -> None:
     new = sum(map(len, completions))
+    ready = f"; {engine.ready}" if engine.ready else ""
     say(
         f"{engine.prefilled_tokens} prompt tokens, {new} new tokens in {seconds:.2f} s "
-        f"({new / seconds:.1f} tokens/s); {engine.describe()}"
+        f"({new / seconds:.1f} tokens/s); {engine.describe()}{ready}"
     )
     for i, (completion, text) in enumerate(zip(completions, texts), 1):
         if completion.reason in ("full", "nan"):

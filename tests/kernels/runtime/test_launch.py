@@ -1,6 +1,7 @@
 """Launches: the choice of the implementation, checks, scalars, strides, shared memory, the cache, very large arrays."""
 
 import ctypes
+import os
 import shutil
 import threading
 import time
@@ -29,6 +30,7 @@ from xtrain.kernels.runtime.launch import (
     empty,
     empty_like,
     launch,
+    note_launches,
     on_host,
     set_debug,
     zeros,
@@ -257,6 +259,83 @@ def test_a_cache_folder_that_cannot_be_used(monkeypatch, tmp_path, compiling, wh
     _compile.load_function("k", (), 0)
     _compile.load_function("k", (), 0)
     assert compiling == ["k", "k"]
+
+
+def make_constant_kernel(value):
+    @cuda.jit
+    def constant_kernel(x):
+        x[0] = value
+
+    return constant_kernel
+
+
+@pytest.fixture
+def compilers(monkeypatch, tmp_path):
+    """Four cores, and a fake compiler. -> jobs for compile_together: three kernels that are closures, so cannot be pickled"""
+    device = SimpleNamespace(compute_capability="90")
+    gpu = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device))
+    monkeypatch.setattr(_compile, "cupy", lambda: gpu)
+    monkeypatch.setattr(_compile, "cores", lambda: 4)
+    monkeypatch.setattr(_compile.cuda, "current_context", lambda: None)
+    here = SimpleNamespace(device=SimpleNamespace(compute_capability="of this process"))
+    monkeypatch.setattr(_compile.devices, "get_context", lambda: here)
+    value = lambda kernel: kernel.py_func.__closure__[0].cell_contents
+    path = lambda kernel, signature: tmp_path / f"{value(kernel)}.cubin"
+    monkeypatch.setattr(_compile, "_cache_path", path)
+
+    def translate(kernel, signature):
+        time.sleep(0.2)  # so that no worker takes two
+        capability = _compile.devices.get_context().device.compute_capability
+        return f"{value(kernel)} {os.getpid()}", repr((signature, capability)).encode()
+
+    monkeypatch.setattr(_compile, "_translate", translate)
+    return [(make_constant_kernel(i), (i,)) for i in range(3)]
+
+
+def test_kernels_are_compiled_in_several_processes(compilers):
+    code, compiled = _compile.compile_together(compilers)
+    names = [code[job][0].split() for job in compilers]
+    assert compiled == 3 and [name for name, _ in names] == ["0", "1", "2"]
+    assert len({process for _, process in names} - {str(os.getpid())}) == 3
+    assert [code[job][1] for job in compilers] == [b"((%d,), (9, 0))" % i for i in range(3)]
+    more = (make_constant_kernel(3), (3,))
+    again, compiled = _compile.compile_together([*compilers, more])
+    assert compiled == 1 and again.items() > code.items()
+
+
+@pytest.mark.parametrize("how", ["it raises", "it dies"])
+def test_a_compiler_process_that_fails(monkeypatch, compilers, how):
+    """This process then compiles, and says so; a kernel's own error is raised here."""
+    here, translate = os.getpid(), _compile._translate
+
+    def fails(kernel, signature):
+        if os.getpid() != here:
+            os._exit(1) if how == "it dies" else 1 / 0
+        return translate(kernel, signature)
+
+    monkeypatch.setattr(_compile, "_translate", fails)
+    with pytest.warns(UserWarning, match="kernels are compiled one at a time, which takes longer"):
+        code, compiled = _compile.compile_together(compilers)
+    assert compiled == 3
+    assert {name.split()[1] for name, _ in code.values()} == {str(here)}
+
+
+def test_noted_launches_do_not_run(monkeypatch):
+    """In this thread; another thread launches as always."""
+    x = sim(np.zeros(3, np.float32))
+    kernel, other = make_constant_kernel(5), sim(np.zeros(3, np.float32))
+    with note_launches() as found:
+        launch(kernel, 1, 1, x)
+        launch(kernel, 2, 1, x)
+        launch(kernel, 0, 1, x.astype(np.int32))  # an empty grid
+        thread = threading.Thread(target=launch, args=(kernel, 1, 1, other))
+        thread.start()
+        thread.join()
+    (special,) = found.values()
+    assert special.kernel is kernel and len(special.types) == 1 and special.layout == "q" * 7
+    assert x[0] == 0 and other[0] == 5
+    launch(kernel, 1, 1, x)
+    assert x[0] == 5
 
 
 ROOMS = sorted(

@@ -6,20 +6,31 @@ machine code depends on: the source of all files below xtrain/kernels, the kerne
 types, the compute capability and the library versions. A second process, or a second rank, compiles nothing. A cache file
 is written under a temporary name and then renamed, so many ranks may write it at the same time.
 
+Numba compiles one kernel at a time, so `compile_together` compiles several in as many processes.
+
 Kernels defined outside xtrain/kernels (in a lesson or a test) are compiled in each process: their sources are not in the key.
 """
 
+import concurrent.futures
 import contextlib
 import functools
+import gc
 import hashlib
 import importlib.metadata
+import multiprocessing
 import os
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from numba import cuda, types
+from numba.cuda import api, dispatcher
+from numba.cuda.cudadrv import devices
 
+from ...blas import cores
 from ...device import cache_folder, cupy
 
 KERNELS_FOLDER = Path(__file__).parents[1]
@@ -27,18 +38,22 @@ PACKAGE = __package__.removesuffix(".runtime")  # xtrain.kernels
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
-def load_function(kernel, signature: tuple, shared: int) -> tuple[int, object]:
+MachineCode = tuple[str, bytes]  # the kernel's name in it, the code
+
+
+def load_function(
+    kernel, signature: tuple, shared: int, code: MachineCode | None = None
+) -> tuple[int, object]:
     """Compile `kernel` for the Numba types in `signature`, or load it from the cache.
 
-    shared: bytes of dynamic shared memory that it will be launched with.
+    shared: bytes of dynamic shared memory that it will be launched with.  code: if it has been compiled already.
     Returns the driver's function handle, and the module that must stay alive as long as the handle is used.
     Raises RuntimeError if the GPU does not have that much shared memory.
     """
-    path = _cache_path(kernel, signature)
-    cached = None if path is None else _read(path)
-    name, cubin = cached or _compile(kernel, signature)
-    if path is not None and cached is None:
-        _write(path, name, cubin)
+    if code is None:
+        found, _ = compile_together([(kernel, signature)])
+        code = found[kernel, signature]
+    name, cubin = code
     module = cupy().cuda.function.Module()
     module.load(cubin)
     function = module.get_function(name)
@@ -65,11 +80,75 @@ def allow_shared(handle: int, shared: int, kernel) -> None:
 def _compile(kernel, signature):
     """-> the kernel's name in the machine code, the machine code"""
     cuda.current_context()  # Numba compiles for CuPy's current device
+    return _translate(kernel, signature)
+
+
+def _translate(kernel, signature):
     kernel.compile(signature)
     compiled = kernel.overloads[signature]
     # numba-cuda 0.30 has no public function that returns the machine code.
     code = compiled._codelibrary.get_cubin()
     return compiled.entry_name, bytes(getattr(code, "code", code))
+
+
+# ----------------------------------------------------------------------------- several kernels at a time
+def compile_together(jobs: Sequence[tuple]) -> tuple[dict[tuple, MachineCode], int]:
+    """-> the machine code of each (kernel, signature), and how many of them were not in the cache.
+
+    Those are compiled in several processes, one per core at most: in one process Numba compiles one kernel at a time.
+    """
+    found, paths = {}, {job: _cache_path(*job) for job in jobs}
+    for job, path in paths.items():
+        cached = None if path is None else _read(path)
+        if cached:
+            found[job] = cached
+    missing = [job for job in paths if job not in found]
+    for job, (name, cubin) in zip(missing, _compile_in_processes(missing)):
+        found[job] = name, cubin
+        path = paths[job]
+        if path is not None:
+            _write(path, name, cubin)
+    return found, len(missing)
+
+
+def _compile_in_processes(jobs):
+    """Forked processes, because a kernel that is a closure cannot be sent to another one.
+
+    A fork has a copy of every lock. No other thread may hold Numba's at that moment: the fork would wait for it forever.
+    """
+    processes = min(cores(), len(jobs))
+    if processes <= 1 or "fork" not in multiprocessing.get_all_start_methods():
+        return [_compile(*job) for job in jobs]
+    capability = cupy().cuda.Device().compute_capability  # "90"
+    capability = int(capability[:-1]), int(capability[-1])
+    start = dict(initializer=_start_worker, initargs=(jobs, capability))
+    try:
+        with warnings.catch_warnings(), dispatcher.global_compiler_lock:
+            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+            fork = multiprocessing.get_context("fork")
+            with concurrent.futures.ProcessPoolExecutor(processes, fork, **start) as workers:
+                return list(workers.map(_compile_number, range(len(jobs))))
+    except Exception as error:  # of a kernel, or of this way to compile: this process will tell
+        text = f"kernels are compiled one at a time, which takes longer: {error}"
+        warnings.warn(text, stacklevel=2)
+        return [_compile(*job) for job in jobs]
+
+
+_jobs: list = []  # of a worker
+
+
+def _start_worker(jobs, capability):
+    """In a forked process CUDA does not work. Compiling needs it only to ask for the compute capability."""
+    gc.disable()  # nothing of CuPy may be freed here
+    _jobs[:] = jobs
+    device = SimpleNamespace(compute_capability=capability)
+    context = SimpleNamespace(device=device)
+    devices.get_context = api.current_context = lambda *_: context
+    dispatcher._Kernel.bind = lambda kernel: None  # would load the machine code
+
+
+def _compile_number(i):
+    return _translate(*_jobs[i])
 
 
 # ----------------------------------------------------------------------------- the cache on disk

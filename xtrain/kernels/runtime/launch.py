@@ -19,6 +19,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numba import from_dtype, types
@@ -26,7 +27,7 @@ from numba import from_dtype, types
 from ... import simulator
 from ...device import Array, array_module, cupy
 from ...simulator import SimArray
-from .compile import allow_shared, load_function
+from .compile import MachineCode, allow_shared, compile_together, load_function
 from .cost import Cost, kernel_cost
 from .overlap import launch_overlapping
 
@@ -177,6 +178,48 @@ def show_launch(event: LaunchEvent, start: Callable[[], None]) -> None:
     start()
 
 
+# ----------------------------------------------------------------------------- what is launched, without launching it
+@dataclass(frozen=True)
+class Specialization:
+    """A kernel for arguments of certain types, which is compiled once.
+
+    types: Numba's.  layout: of the parameters, for the struct module.  shared: bytes of dynamic shared memory.
+    """
+
+    kernel: Any
+    types: tuple
+    layout: str
+    shared: int
+
+
+class _Notes(threading.local):
+    found: "dict[tuple, Specialization] | None" = None  # None: launches run
+
+
+_notes = _Notes()
+
+
+@contextlib.contextmanager
+def note_launches() -> Iterator[dict[tuple, Specialization]]:
+    """Inside, no kernel that this thread launches runs: -> a dict whose values say what would have to be compiled for them.
+
+    Kernels that have been compiled are left out. What CuPy computes does run, on arrays that no kernel has written.
+    """
+    before, _notes.found = _notes.found, {}
+    try:
+        yield _notes.found
+    finally:
+        _notes.found = before
+
+
+def compile_noted(found: dict[tuple, Specialization]) -> int:
+    """Compile what note_launches has found on a GPU, several kernels at a time. -> how many were not in the cache on disk"""
+    code, compiled = compile_together([(s.kernel, s.types) for s in found.values()])
+    for key, s in found.items():
+        _plans[key] = _LaunchPlan(s, code[s.kernel, s.types])
+    return compiled
+
+
 # ----------------------------------------------------------------------------- launches
 def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> None:
     """Run a @cuda.jit kernel on `grid` blocks of `block` threads (each an int or a tuple of up to three).
@@ -192,7 +235,11 @@ def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -
     if 0 in grid:
         return
     if any(isinstance(a, SimArray) for a in converted):
-        simulator.run(kernel, grid, block, *converted, shared=shared, overlap=overlap)
+        if _notes.found is None:
+            simulator.run(kernel, grid, block, *converted, shared=shared, overlap=overlap)
+        else:
+            special = _specialization(kernel, converted, shared)
+            _notes.found[kernel, special.types] = special
     elif launch_observers:
         cost = functools.partial(kernel_cost, kernel, converted)
         start = functools.partial(_launch_gpu, kernel, grid, block, converted, shared, overlap)
@@ -238,15 +285,19 @@ class _LaunchPlan:
     A launch packs the values into the buffer; the table of pointers to them never changes.
     """
 
-    def __init__(self, kernel, args, shared):
-        self.function, self.module = load_function(kernel, tuple(map(numba_type, args)), shared)
-        self.shared = shared
-        layout = "".join(struct_format(a) for a in args)
-        self.struct = struct.Struct("<" + layout)
+    def __init__(self, s: Specialization, code: MachineCode | None = None):
+        self.function, self.module = load_function(s.kernel, s.types, s.shared, code)
+        self.shared = s.shared
+        self.struct = struct.Struct("<" + s.layout)
         self.buffer = ctypes.create_string_buffer(max(self.struct.size, 8))
         base, n = ctypes.addressof(self.buffer), self.struct.size // 8
         self.table = (ctypes.c_void_p * max(n, 1))(*(base + 8 * i for i in range(n)))
         self.pointers = ctypes.addressof(self.table)
+
+
+def _specialization(kernel, args, shared) -> Specialization:
+    layout = "".join(struct_format(a) for a in args)
+    return Specialization(kernel, tuple(map(numba_type, args)), layout, shared)
 
 
 def _launch_gpu(kernel, grid, block, args, shared, overlap):
@@ -265,7 +316,13 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap):
     key = tuple(kinds)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _LaunchPlan(kernel, args, shared)
+        special = _specialization(kernel, args, shared)
+        if _notes.found is not None:
+            _notes.found[key] = special
+            return
+        plan = _plans[key] = _LaunchPlan(special)
+    if _notes.found is not None:
+        return
     if shared > plan.shared:
         allow_shared(plan.function, shared, kernel)
         plan.shared = shared

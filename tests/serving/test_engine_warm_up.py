@@ -1,0 +1,132 @@
+"""No request waits for a compiler: an engine knows at its start every kernel that a request may need."""
+
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from twins import random_model, small
+
+from xtrain import Engine, Transformer
+from xtrain.kernels.runtime import launch as _launch
+from xtrain.kernels.runtime.launch import note_launches
+
+WIDE = dict(vocab_size=64, dim=64, n_layers=2, head_dim=16, hidden_dim=96, max_seq_len=400)
+MODELS = {
+    "fp32": (small(**WIDE), "fp32", False),
+    "fp32, batch-invariant": (small(**WIDE), "fp32", True),
+    "bf16": (small(**WIDE), "bf16", False),
+    "bf16, batch-invariant": (small(**WIDE), "bf16", True),
+    "bf16, tied, without QK-norm": (small(**WIDE, qk_norm=False, tie_embeddings=True), "bf16", False),
+}  # fmt: skip
+every_model = pytest.mark.parametrize("model", MODELS)
+MAX_BATCH = 12  # products of up to 8 rows and of more
+
+length = st.one_of(st.integers(1, 20), st.integers(1, 399))
+# (length of the prompt, max_new_tokens, temperature, top_k, top_p)
+request = st.tuples(
+    length, st.integers(1, 6), st.sampled_from([0.0, 0.8]), st.sampled_from([None, 1, 50]),
+    st.sampled_from([1.0, 0.5]),
+)  # fmt: skip
+
+
+def make(model, device, **options):
+    config, precision, batch_invariant = MODELS[model]
+    weights = Transformer(config, None, device, precision, trainable=False)
+    return Engine(weights, MAX_BATCH, 400, batch_invariant, prefill_tokens=300, **options)
+
+
+@functools.cache
+def in_simulator(model):
+    """-> an engine, and what it compiles at its start. Its kernels do not run, so all its tokens are 0."""
+    engine = make(model, "sim")
+    with note_launches() as known:
+        engine._every_shape()
+    return engine, known
+
+
+def serve(engine, requests, cancelled):
+    lengths, *options = map(list, zip(*requests))
+    names = "max_new_tokens", "temperature", "top_k", "top_p"
+    stream = engine.stream([[1] * n for n in lengths], **dict(zip(names, options)))
+    for i, (number, _) in enumerate(stream):
+        if i % 3 == 0 and number in cancelled:
+            stream.cancel(number)
+
+
+@every_model
+@settings(max_examples=8, deadline=None)
+@given(requests=st.lists(request, min_size=1, max_size=20), cancelled=st.sets(st.integers(0, 19)))
+def test_no_request_needs_another_kernel(model, requests, cancelled):
+    engine, known = in_simulator(model)
+    with note_launches() as needed:
+        serve(engine, requests, cancelled)
+    missing = [s.kernel.py_func.__name__ for key, s in needed.items() if key not in known]
+    assert needed and not missing
+
+
+@every_model
+def test_every_number_of_rows(model):
+    """One prompt of each length up to the longest prefill, which is above every number that kernels are chosen by."""
+    engine, known = in_simulator(model)
+    for n in [*range(1, 40), *range(40, 300, 7), 263, 264, 265, 299]:
+        with note_launches() as needed:
+            engine.generate([[1] * n], 1)
+        assert needed and needed.keys() <= known.keys(), n
+
+
+def test_a_forgotten_shape_is_found(monkeypatch):
+    """A product of 3 rows has a kernel of its own in float32."""
+    engine = make("fp32", "sim")
+    prefill, decode = Engine._prefill_shape, Engine._decode
+    monkeypatch.setattr(Engine, "_prefill_shape", lambda self, n: n == 3 or prefill(self, n))
+    with note_launches() as known:
+        monkeypatch.setattr(Engine, "_decode", lambda self, b: b == 3 or decode(self, b))
+        engine._every_shape()
+    with note_launches() as needed:
+        engine.generate([[1] * 3], 1)
+    missing = {s.kernel.py_func.__name__ for key, s in needed.items() if key not in known}
+    assert missing == {"gemv_plain_kernel"}
+
+
+def test_nothing_stays_of_the_warm_up(monkeypatch):
+    """On the CPU, where there is nothing to compile."""
+    monkeypatch.setattr(Engine, "_every_shape", lambda self: None)
+    model = random_model(small(head_dim=16), device="cpu")
+    engine, fresh = Engine(model, 3, 40), Engine(model, 3, 40)
+    assert engine.ready == ""
+    engine._warm_up()
+    assert engine.ready.startswith("0 kernels compiled, ready in ")
+    assert (engine.steps, engine.submitted, len(engine.trace)) == (0, 0, 0)
+    assert engine.prefilled_tokens == engine.reused_tokens == engine.decoded_tokens == 0
+    assert engine.pool.available == len(engine.pool.free) == engine.pool.size
+    prompts = [[0, 0, 5], [0, 0], [7] * 20, [3]]
+    options = dict(max_new_tokens=8, temperature=[0, 1, 0, 1], seed=3)
+    assert engine.generate(prompts, **options) == fresh.generate(prompts, **options)
+    assert [s.admitted for s in engine.trace] == [s.admitted for s in fresh.trace]
+
+
+@pytest.mark.gpu
+@every_model
+def test_no_request_waits_for_a_compiler(model, monkeypatch, tmp_path):
+    """Neither Numba's nor CuPy's, and no machine code is read from the disk."""
+    import cupy
+
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))  # empty
+    engine = make(model, "gpu")
+    assert "kernels compiled, ready in" in engine.ready
+
+    def refuse(*args, **options):
+        raise AssertionError("a request needs a compiler")
+
+    monkeypatch.setattr(_launch, "load_function", refuse)
+    monkeypatch.setattr(cupy.cuda.compiler, "compile_using_nvrtc", refuse)
+    draw = np.random.default_rng(0)
+    for _ in range(6):
+        n = int(draw.integers(1, 20))
+        rows = zip(
+            draw.integers(1, 399, n).tolist(), draw.integers(1, 12, n).tolist(), draw.choice([0.0, 0.8], n).tolist(),
+            draw.choice([1, 50], n).tolist(), draw.choice([1.0, 0.5], n).tolist(),
+        )  # fmt: skip
+        serve(engine, list(rows), set(draw.integers(0, 20, 3).tolist()))
