@@ -24,11 +24,27 @@ every_model = pytest.mark.parametrize("model", MODELS)
 MAX_BATCH = 12  # products of up to 8 rows and of more
 
 length = st.one_of(st.integers(1, 20), st.integers(1, 399))
-# (length of the prompt, max_new_tokens, temperature, top_k, top_p)
-request = st.tuples(
-    length, st.integers(1, 6), st.sampled_from([0.0, 0.8]), st.sampled_from([None, 1, 50]),
-    st.sampled_from([1.0, 0.5]),
-)  # fmt: skip
+# (length of the prompt, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, logprobs)
+CHOICES = (
+    [0.0, 0.8],
+    [None, 1, 50],
+    [1.0, 0.5],
+    [0.0, 0.1],
+    [1.0, 1.3],
+    [None, {3: -1.0}],
+    [None, 0, 5],
+)
+NAMES = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+)
+request = st.tuples(length, st.integers(1, 6), *map(st.sampled_from, CHOICES))
 
 
 def make(model, device, **options):
@@ -48,8 +64,8 @@ def in_simulator(model):
 
 def serve(engine, requests, cancelled):
     lengths, *options = map(list, zip(*requests))
-    names = "max_new_tokens", "temperature", "top_k", "top_p"
-    stream = engine.stream([[1] * n for n in lengths], **dict(zip(names, options)))
+    engine.logprobs([[2] * n for n in lengths if n > 1], top=len(requests) % 3)
+    stream = engine.stream([[1] * n for n in lengths], **dict(zip(NAMES, options)))
     for i, (number, _) in enumerate(stream):
         if i % 3 == 0 and number in cancelled:
             stream.cancel(number)
@@ -82,7 +98,9 @@ def test_a_forgotten_shape_is_found(monkeypatch):
     prefill, decode = Engine._prefill_shape, Engine._decode
     monkeypatch.setattr(Engine, "_prefill_shape", lambda self, n: n == 3 or prefill(self, n))
     with note_launches() as known:
-        monkeypatch.setattr(Engine, "_decode", lambda self, b: b == 3 or decode(self, b))
+        monkeypatch.setattr(
+            Engine, "_decode", lambda self, b, *how: b == 3 or decode(self, b, *how)
+        )
         engine._every_shape()
     with note_launches() as needed:
         engine.generate([[1] * 3], 1)
@@ -125,8 +143,9 @@ def test_no_request_waits_for_a_compiler(model, monkeypatch, tmp_path):
     draw = np.random.default_rng(0)
     for _ in range(6):
         n = int(draw.integers(1, 20))
-        rows = zip(
-            draw.integers(1, 399, n).tolist(), draw.integers(1, 12, n).tolist(), draw.choice([0.0, 0.8], n).tolist(),
-            draw.choice([1, 50], n).tolist(), draw.choice([1.0, 0.5], n).tolist(),
-        )  # fmt: skip
-        serve(engine, list(rows), set(draw.integers(0, 20, 3).tolist()))
+        pick = lambda values: values[draw.integers(len(values))]
+        rows = [
+            (int(draw.integers(1, 399)), int(draw.integers(1, 12)), *map(pick, CHOICES))
+            for _ in range(n)
+        ]
+        serve(engine, rows, set(draw.integers(0, 20, 3).tolist()))
