@@ -1,14 +1,21 @@
-"""Serving many requests: output tokens per second, prefill, and how long others wait while a long prompt is admitted.
+"""Serving many requests: output tokens per second, prefill, how long others wait for a long prompt, and the first prompt.
 
-    python bench/bench_serve.py [--only requests prefill gap] [--peers] [--models 0.6B 8B]
+    python bench/bench_serve.py [--only requests prefill gap first] [--peers] [--models 0.6B 8B]
     python bench/bench_serve.py --only requests --batch-invariant       what batch_invariant=True costs
 
+first      a new process makes an engine of 256 slots and serves a prompt of 100 tokens, and then a second one. cold: the cache
+           of machine code is empty when it starts; warm: it is not. value: milliseconds from the first prompt to its first
+           token; peer: the second prompt
 requests   256 requests at once, prompts and answers of 100 to 1024 random tokens each (the benchmark that small inference
            engines publish), temperature 0.6, no stop tokens; also with 30 GB for the KV cache.
            value: output tokens per second of the second run, which compiles nothing.
-           bound: the bytes of keys and values that decoding reads, and of weights in every step, at copy bandwidth
-prefill    one prompt, from submitting it to its first token on the host, warm. value: share of the measured peak of a bf16
-           GEMM of 2 operations per parameter (without the embedding) and token, plus 4 H D per key and query of attention
+           bound: the bytes of keys and values that decoding reads, and of weights in every step, at copy bandwidth; also at
+           the nominal peak of an H200
+           --peers: the first 64 of these requests by continuous batching of transformers, after 4 short ones, and by xtrain
+prefill    one prompt, from submitting it to its first token on the host, warm. value: milliseconds. share_of_gemm: of the
+           measured peak of a bf16 GEMM; mfu: of the nominal peak of an H200. Operations: 2 per parameter (without the
+           embedding) and token, plus 4 H D per key and query of attention, and the head once
+           --peers: transformers with SDPA, with the same weights
 gap        16 sequences decode; a prompt of 30,000 tokens is submitted. value: the longest time between two tokens of a
            running sequence until the prompt has its first token, in milliseconds
 
@@ -16,6 +23,10 @@ Random weights, bf16. Models: the shapes of Qwen3-0.6B and Qwen3-8B.
 """
 
 import gc
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -39,16 +50,22 @@ MODELS = {
 }  # fmt: skip
 
 
+H200_FLOPS, H200_BYTES = 989e12, 4.8e12  # nominal, per second: bf16 products, memory
+PEER_REQUESTS = 64  # continuous batching of transformers is slow
+PARTS = ["first", "requests", "prefill", "gap"]
+
+
 @dataclass
 class Options:
-    only: list[Literal["requests", "prefill", "gap"]] = field(
-        default_factory=lambda: ["requests", "prefill", "gap"]
+    only: list[Literal["first", "requests", "prefill", "gap"]] = field(
+        default_factory=lambda: list(PARTS)
     )
     models: list[Literal["0.6B", "8B"]] = field(default_factory=lambda: ["0.6B"])
     peers: bool = False  # also measure transformers
     n: int = 256  # requests
     batch_invariant: bool = False  # of the engines; the records are named "batch-invariant ..."
     layers: int | None = None  # fewer: for a quick look
+    start_only: bool = False  # what the part "first" starts: one new process
 
     @property
     def kind(self) -> str:
@@ -131,10 +148,66 @@ def bench_requests(o, name, model, bandwidth):
             "bench_serve", f"{o.kind}requests {name}", shape=f"n={o.n} cache={engine.cache_bytes / 1e9:.0f}GB", dtype="bf16",
             ms=seconds * 1e3, value=speed, unit="tok/s", share_of_bound=round(bound / seconds, 4), preempted=preempted,
             copy_gb_s=round(bandwidth / 1e9),
+            share_of_nominal=round(bound * bandwidth / H200_BYTES / seconds, 4),
         )  # fmt: skip
         del engine
         gc.collect()
         free_cached("gpu")
+    if o.peers:
+        compare_requests(o, name, model, prompts[:PEER_REQUESTS], answers[:PEER_REQUESTS])
+
+
+def compare_requests(o, name, model, prompts, answers):
+    """Some of the requests by transformers and by xtrain."""
+    theirs = their_model(model)
+    their_requests(theirs, [p[:100] for p in prompts[:4]], [8] * 4)  # whatever it compiles
+    seconds = their_requests(theirs, prompts, answers)
+    del theirs
+    gc.collect()
+    free_torch()
+    engine = make_engine(o, model, len(prompts), 2048)
+    for _ in range(2):
+        start = time.perf_counter()
+        engine.generate(prompts, answers, temperature=0.6, seed=1)
+        ours = time.perf_counter() - start
+    record(
+        "bench_serve", f"{o.kind}requests {name}", shape=f"n={len(prompts)}", dtype="bf16", ms=ours * 1e3,
+        value=sum(answers) / ours, unit="tok/s", peer="transformers, continuous batching", peer_value=sum(answers) / seconds,
+    )  # fmt: skip
+    del engine
+    gc.collect()
+    free_cached("gpu")
+
+
+def their_requests(theirs, prompts, answers):
+    """-> seconds that transformers takes for the requests"""
+    import transformers
+
+    config = transformers.GenerationConfig(
+        do_sample=True, temperature=0.6, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(answers)
+    )  # fmt: skip
+    opened = theirs.continuous_batching_context_manager(
+        generation_config=config, block=True, timeout=5
+    )
+    with opened as manager:
+        start, lengths = time.perf_counter(), []
+        for prompt, n in zip(prompts, answers):
+            manager.add_request(prompt, max_new_tokens=n)
+        while len(lengths) < len(prompts):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                lengths.append(len(result.generated_tokens))
+            elif result is None and not manager.is_running():
+                raise RuntimeError("continuous batching of transformers has stopped")
+        seconds = time.perf_counter() - start
+    assert sorted(lengths) == sorted(answers), "transformers ended a request early"
+    return seconds
+
+
+def free_torch():
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 # ----------------------------------------------------------------------------- prefill
@@ -153,7 +226,8 @@ def bench_prefill(o, name, model, peak):
         parameters = model.arena.n_decay - c.padded_vocab_size * c.dim * (
             1 if c.tie_embeddings else 2
         )
-        flops = 2 * parameters * T + 4 * c.n_layers * c.n_heads * c.head_dim * T * T / 2
+        head = 2 * c.padded_vocab_size * c.dim  # of one token
+        flops = 2 * parameters * T + head + 4 * c.n_layers * c.n_heads * c.head_dim * T * T / 2
         peer = {}
         if theirs is not None:
             peer = dict(peer="transformers sdpa", peer_value=their_prefill(theirs, prompt))
@@ -163,8 +237,12 @@ def bench_prefill(o, name, model, peak):
         )
         record(
             "bench_serve", f"{o.kind}prefill {name}", shape=f"T={T}", dtype="bf16", ms=seconds * 1e3, value=seconds * 1e3, unit="ms",
-            share_of_gemm=round(flops / seconds / peak, 4), **peer,
+            share_of_gemm=round(flops / seconds / peak, 4), mfu=round(flops / seconds / H200_FLOPS, 4), **peer,
         )  # fmt: skip
+    if theirs is not None:
+        del theirs
+        gc.collect()
+        free_torch()
 
 
 def their_model(model):
@@ -244,7 +322,47 @@ def bench_gap(o, name, model):
     )  # fmt: skip
 
 
+# ----------------------------------------------------------------------------- the first prompt of a process
+def bench_first(o, name):
+    with tempfile.TemporaryDirectory() as folder:
+        for state in ("cold", "warm"):
+            # Only the two caches of machine code are in the folder.
+            environment = os.environ | {"XTRAIN_CACHE": folder, "CUPY_CACHE_DIR": folder + "/cupy"}
+            layers = [] if o.layers is None else ["--layers", str(o.layers)]
+            command = [sys.executable, __file__, "--start-only", "--models", name, *layers]
+            out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+            first, second, start, ready = out.stdout.decode().splitlines()[-1].split("\t")
+            print(f"{name}, {state}: engine {float(start):.2f} s ({ready})", flush=True)
+            record(
+                "bench_serve", f"first prompt {name}", shape=f"{state}, 100 tokens", dtype="bf16", ms=first,
+                value=float(first), unit="ms", peer="second prompt", peer_value=float(second),
+                engine_s=round(float(start), 2), ready=ready,
+            )  # fmt: skip
+
+
+def start_once(o):
+    """What a new process does: prints milliseconds to the first token of two prompts, seconds to make the engine, its line."""
+    model = random_model(o, o.models[0])
+    cp.cuda.Device().synchronize()
+    start = time.perf_counter()
+    engine = xtrain.Engine(model, 256, 2048)
+    seconds, times = time.perf_counter() - start, []
+    for seed in (1, 2):
+        prompt = np.random.default_rng(seed).integers(0, model.config.vocab_size, 100).tolist()
+        start = time.perf_counter()
+        next(engine.stream([prompt], 20, temperature=0.6))
+        times.append((time.perf_counter() - start) * 1e3)
+    print(*times, seconds, engine.ready, sep="\t")
+
+
 def main(o: Options) -> None:
+    if o.start_only:
+        return start_once(o)
+    if "first" in o.only:
+        for name in o.models:
+            bench_first(o, name)
+        if o.only == ["first"]:
+            return None
     bandwidth, peak = copy_bandwidth(1 << 30), gemm_peak()
     print(f"copy {bandwidth / 1e9:,.0f} GB/s, GEMM {peak / 1e12:.0f} TFLOP/s", flush=True)
     for name in o.models:
@@ -258,6 +376,7 @@ def main(o: Options) -> None:
         del model
         gc.collect()
         free_cached("gpu")
+    return None
 
 
 if __name__ == "__main__":
