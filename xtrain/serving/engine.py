@@ -250,8 +250,9 @@ class Engine:
         free_cached(self.model.device)
         self.cache.copy_block(0, 0)
         self.batch.ids[:1] = self.batch.ids[[0]]
-        prompts = [[0] * min(2, self.max_seq_len - 1)] * 2
-        self.generate(prompts, 2, repetition_penalty=2.0, logit_bias={0: 1.0}, logprobs=1)
+        prompt = [0] * min(2, self.max_seq_len - 1)
+        for n in (1, 2):
+            self.generate([prompt], 2, repetition_penalty=2.0, logit_bias={0: 1.0}, logprobs=1, n=n)
         self.logprobs([[0]], [[0]], 1)
         self._exclusively(self._recover)  # the cache is empty again
         self.penalties = None
