@@ -21,7 +21,8 @@ def every_kernel(monkeypatch):
     cuda = SimpleNamespace(Device=lambda: device, set_allocator=lambda allocator: None)
     cupy = SimpleNamespace(
         asarray=sim, abs=np.abs, concatenate=np.concatenate, cuda=cuda,
-        zeros=lambda *a: sim(np.zeros(*a)), ones=lambda *a: sim(np.ones(*a)),
+        zeros=lambda *a: sim(np.zeros(*a)), ones=lambda *a: sim(np.ones(*a)), full=lambda *a: sim(np.full(*a)),
+        arange=lambda *a, **k: sim(np.arange(*a, **k)),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.syspath_prepend(FOLDER)
