@@ -62,7 +62,12 @@ def serve(engine, n, draw):
             for _ in range(AT_A_TIME)
         ]
         answers = draw.integers(1, 8, AT_A_TIME).tolist()
-        stream = engine.stream(prompts, answers, temperature=draw.integers(0, 2, AT_A_TIME).tolist())  # fmt: skip
+        options = dict(
+            temperature=draw.integers(0, 2, AT_A_TIME).tolist(),
+            repetition_penalty=draw.choice([1.0, 1.3], AT_A_TIME).tolist(),
+            logprobs=[None if draw.integers(2) else 2 for _ in prompts],
+        )
+        stream = engine.stream(prompts, answers, **options)
         way = draw.integers(4)
         for i, _ in enumerate(stream):
             if way == 1 and i % 7 == 0:
@@ -76,6 +81,7 @@ def serve(engine, n, draw):
         del stream  # a stream that was left cancels its requests
         engine.step()
         reasons.update(completion.reason for completion in completions)
+        engine.logprobs(prompts[:1], top=1)
     engine.generate([[1]], 1)  # on a GPU, the last tokens of the cancelled requests arrive
     return reasons
 
