@@ -251,11 +251,12 @@ class Engine:
         self.cache.copy_block(0, 0)
         self.batch.ids[:1] = self.batch.ids[[0]]
         prompt = [0] * min(2, self.max_seq_len - 1)
+        self.penalties = Penalties.empty(self.batch.ids, self.max_batch, 8)  # short lists
         for n in (1, 2):
             self.generate([prompt], 2, repetition_penalty=2.0, logit_bias={0: 1.0}, logprobs=1, n=n)
         self.logprobs([[0]], [[0]], 1)
         self._exclusively(self._recover)  # the cache is empty again
-        self.penalties = None
+        self.penalties = None  # allocated when a request needs them
         self.trace.clear()
         self.steps = self.submitted = 0
         self.prefilled_tokens = self.reused_tokens = self.decoded_tokens = 0
