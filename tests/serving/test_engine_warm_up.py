@@ -132,7 +132,7 @@ def test_no_request_waits_for_a_compiler(model, monkeypatch, tmp_path):
     import cupy
 
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))  # empty
-    engine = make(model, "gpu")
+    engine = make(model, "gpu", warm_up=True)
     assert "kernels compiled, ready in" in engine.ready
 
     def refuse(*args, **options):
