@@ -63,8 +63,9 @@ for b in (1, 8, 32):
 
 # %% [markdown]
 # Eight sequences cost little more than one, and nearly eight times less per token. So a step should
-# always be full. The memory of the cache limits the number of **slots**: a slot is one row of the
-# cache and holds one sequence (lesson 18).
+# always be full. A **slot** is a place in the batch and holds one sequence. The memory of the cache
+# limits how many there can be; for now, a slot has room for the longest sequence ([lesson
+# 24](24_paged_cache.ipynb) divides the cache into blocks).
 #
 # ## Static batching by hand
 #
@@ -510,9 +511,9 @@ print("static, sorted by a guess:", static_steps(by_guess, slots), "steps")
 # But this requires the lengths in advance, and with a guess that is wrong by a factor of two or
 # three most of the gain is lost. In addition, the longest requests wait longest.
 #
-# *Several sequences per slot.* Slots have a fixed size, so a short sequence wastes most of its
-# slot. Paged caches (vLLM) split slots into small blocks. xtrain does not: in a slot the keys of a
-# head are contiguous (lesson 18), and the price is memory.
+# *A slot with room for the longest sequence.* xtrain's slots once were rows of the cache, as long as
+# the longest sequence: a short sequence wasted most of its row. [Lesson 24](24_paged_cache.ipynb)
+# counts how much, and divides the cache into blocks.
 #
 # ## More exercises
 #
@@ -526,11 +527,11 @@ print("static, sorted by a guess:", static_steps(by_guess, slots), "steps")
 # <details><summary>Solutions</summary>
 #
 # 1: `start = max(free_at[slot], arrives[i])`, with requests sorted by arrival. Yes: the request that
-# arrived first is admitted first, though a slot may now be empty in between. 2: With one slot, only a
-# common prefix (a system prompt): each turn overwrites the other user's keys. With two slots each
-# user finds their own, since the engine takes the free slot that holds the longest prefix of the
-# prompt. 3: Nothing after "Use", because it could become the stop string; after "ful", all of
-# "Useful".
+# arrived first is admitted first, though a slot may now be empty in between. 2: The same in both
+# cases, as long as the cache has room: what a conversation has computed stays in its blocks after it
+# has left its slot, and each user's next turn finds them. Without room, the blocks that were used
+# least recently are overwritten first. 3: Nothing after "Use", because it could become the stop
+# string; after "ful", all of "Useful".
 #
 # </details>
 #
